@@ -1,0 +1,84 @@
+"""Every error clairai raises: one class for each thing a caller can do about it.
+
+ClairaiError
+├── ConfigError          a setting is wrong: the text names it, its bound and the way out
+│   └── PointError       a tap point that does not exist, or is not tapped in this engine
+├── ProbeError           a probe or a probe file is wrong; the running bank is untouched
+│   └── CapacityError    the bank is full
+├── RequestError         one request's clairai fields are wrong; other requests are untouched
+├── UnsupportedError     this vLLM, architecture or mode is not served, and why
+├── TapMissingError      a configured tap did not run during warm-up; the engine must not serve
+├── RingError            the ring or its socket cannot be used
+│   ├── HandshakeError   the peer is not one of ours, or said something we do not accept
+│   └── EngineGoneError  the writer has died or restarted; attach again
+├── RowsLostError        scores that were asked for were overwritten before they were read
+└── ModelError           the demo model cannot be built from its package
+
+Loss is not an error while streaming: it is a number, and it is always reported.
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+
+class ClairaiError(Exception):
+    """Base of all; `code` is stable and names a page under docs/errors/."""
+
+    code: ClassVar[str] = "error"
+
+    def __str__(self) -> str:
+        return f"{super().__str__()} (docs/errors/{self.code}.md)"
+
+    @property
+    def reason(self) -> str:
+        """The message without the page."""
+        return super().__str__()
+
+
+class ConfigError(ClairaiError, ValueError):
+    code = "config"
+
+
+class PointError(ConfigError):
+    code = "point"
+
+
+class ProbeError(ClairaiError, ValueError):
+    code = "probe"
+
+
+class CapacityError(ProbeError):
+    code = "capacity"
+
+
+class RequestError(ClairaiError, ValueError):
+    code = "request"
+
+
+class UnsupportedError(ClairaiError):
+    code = "unsupported"
+
+
+class TapMissingError(ClairaiError):
+    code = "tap-missing"
+
+
+class RingError(ClairaiError):
+    code = "ring"
+
+
+class HandshakeError(RingError):
+    code = "handshake"
+
+
+class EngineGoneError(RingError):
+    code = "engine-gone"
+
+
+class RowsLostError(ClairaiError):
+    code = "rows-lost"
+
+
+class ModelError(ClairaiError):
+    code = "model"

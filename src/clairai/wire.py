@@ -1,0 +1,85 @@
+"""Every message that crosses a process: rows in the ring, and the structs of the handshake socket.
+
+Takes nothing of ours and imports nothing of ours; both ends import this.
+"""
+
+from __future__ import annotations
+
+from typing import Final, Literal
+
+import msgspec
+import numpy as np
+
+Activation = Literal["none", "relu", "sigmoid"]
+
+# One row of a record. `span` is the number of tokens the row stands for: 1 for a token that was
+# forwarded, n for a run of n tokens that the prefix cache served, 0 for an end-of-request mark.
+ROW: Final = np.dtype(
+    {
+        "names": ["stream", "position", "token_id", "span", "choice", "phase", "flags"],
+        "formats": ["<u8", "<u4", "<i4", "<u4", "<u2", "u1", "u1"],
+        "offsets": [0, 8, 12, 16, 20, 22, 23],
+        "itemsize": 24,
+    }
+)
+
+# phase
+PREFILL: Final = 0  # the token belongs to the prompt and was forwarded in this step
+DECODE: Final = 1  # the token was generated and was forwarded in this step
+CACHED: Final = 2  # `span` prompt tokens from `position` on came from the prefix cache: no scores
+FINISHED: Final = 3  # the engine is done with the request: no more rows will follow
+PHASE_NAMES: Final = ("prefill", "decode", "cached", "finished")
+
+# flags
+RECOMPUTED: Final = 1  # this position was forwarded before (preemption); the newest row counts
+
+
+class ProbeInfo(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What a reader needs to know of one column of scores."""
+
+    name: str
+    point: str
+    activation: Activation = "none"
+    threshold: float | None = None
+    calibration: tuple[float, float] | None = None  # low and high end of the usual scores
+    digest: str = ""  # content hash of the probe
+
+
+class Bank(msgspec.Struct, frozen=True, tag="bank", forbid_unknown_fields=True):
+    """The columns of every record that carries this `version`, in order."""
+
+    version: int
+    probes: tuple[ProbeInfo, ...]
+
+
+class AskBank(msgspec.Struct, frozen=True, tag="ask_bank", forbid_unknown_fields=True):
+    """Reader to engine: which columns did bank `version` have?"""
+
+    version: int
+
+
+class Welcome(msgspec.Struct, frozen=True, tag="welcome", forbid_unknown_fields=True):
+    """Engine to reader, first message; the ring's file descriptor travels with it."""
+
+    wire_version: int
+    epoch: int
+    pid: int
+    model: str
+    vllm: str
+    home: Literal["host"]
+    nbytes: int
+    slots: int
+    slot_bytes: int
+    points: tuple[str, ...]
+
+
+class Refusal(msgspec.Struct, frozen=True, tag="refusal", forbid_unknown_fields=True):
+    """The peer will not do what was asked, and why."""
+
+    code: str
+    reason: str
+
+
+Message = Welcome | Bank | AskBank | Refusal
+WIRE_VERSION: Final = 1
+MAX_MESSAGE_BYTES: Final = 1 << 20
