@@ -81,5 +81,72 @@ class Refusal(msgspec.Struct, frozen=True, tag="refusal", forbid_unknown_fields=
 
 
 Message = Welcome | Bank | AskBank | Refusal
+
+
+# Control plane: bytes into `collective_rpc("clairai_control", (message,))`, bytes out.
+
+
+class ListProbes(msgspec.Struct, frozen=True, tag="list_probes", forbid_unknown_fields=True):
+    """Which probes are in the bank?"""
+
+
+class AddProbes(msgspec.Struct, frozen=True, tag="add_probes", forbid_unknown_fields=True):
+    """Add these probes (safetensors); all of them, or none and a Refusal."""
+
+    files: tuple[bytes, ...]
+
+
+class ReplaceProbes(msgspec.Struct, frozen=True, tag="replace_probes", forbid_unknown_fields=True):
+    """Put these probes in the place of those of the same name; all of them, or none."""
+
+    files: tuple[bytes, ...]
+
+
+class RemoveProbes(msgspec.Struct, frozen=True, tag="remove_probes", forbid_unknown_fields=True):
+    """Take the probes of these names out; all of them, or none."""
+
+    names: tuple[str, ...]
+
+
+class Describe(msgspec.Struct, frozen=True, tag="describe", forbid_unknown_fields=True):
+    """What is tapped, and where is the ring?"""
+
+
+class FindStreams(msgspec.Struct, frozen=True, tag="find_streams", forbid_unknown_fields=True):
+    """Which stream ids did these requests get? Ids are those the caller of vLLM knows."""
+
+    request_ids: tuple[str, ...]
+
+
+Control = ListProbes | AddProbes | ReplaceProbes | RemoveProbes | Describe | FindStreams
+
+
+class BankState(msgspec.Struct, frozen=True, tag="bank_state", forbid_unknown_fields=True):
+    """The bank after what was asked."""
+
+    version: int
+    capacity: int  # per site
+    probes: tuple[ProbeInfo, ...]
+
+
+class Description(msgspec.Struct, frozen=True, tag="description", forbid_unknown_fields=True):
+    """What the engine taps, and the socket that hands out its ring."""
+
+    socket: str
+    epoch: int
+    model: str
+    width: int
+    points: tuple[str, ...]
+    capacity: int
+    published: int
+
+
+class Streams(msgspec.Struct, frozen=True, tag="streams", forbid_unknown_fields=True):
+    """Stream id of each request asked for; None for one this engine does not remember."""
+
+    streams: tuple[int | None, ...]
+
+
+ControlReply = BankState | Description | Streams | Refusal
 WIRE_VERSION: Final = 1
 MAX_MESSAGE_BYTES: Final = 1 << 20

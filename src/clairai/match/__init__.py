@@ -1,1 +1,1 @@
-"""Stage 3. Runs in a reader; takes records, gives scores per request and token. Never guesses a request."""
+"""Stage 3. Runs in a reader; takes records, gives scores per request and token. Never guesses."""

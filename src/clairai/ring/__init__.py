@@ -1,1 +1,1 @@
-"""Stage 2. Takes rows and scores from the tap's process; gives records, and an exact count of what was lost, to any process."""
+"""Takes one record per step from the engine; gives it to every reader, or counts it as lost."""

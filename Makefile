@@ -1,0 +1,37 @@
+# `make help` lists the targets; everything lives in .venv and in ~/.cache/clairai.
+
+PYTHON ?= python3
+BIN := .venv/bin
+
+# tests and demo use only what setup has installed, and report to nobody
+export HF_HUB_OFFLINE := 1
+export VLLM_NO_USAGE_STATS := 1
+
+.DEFAULT_GOAL := help
+.PHONY: help setup demo test lint matrix bench clean
+
+help: ## list the targets
+	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "make %-8s %s\n", $$1, $$2 }' Makefile
+
+setup: ## install vLLM and clairai into .venv, convert the demo model (ENGINE=cpu or cuda to choose)
+	@$(PYTHON) -m scripts.setup
+
+demo: setup ## serve the demo on http://127.0.0.1:6969
+	@$(BIN)/clairai demo
+
+lint: setup ## ruff and mypy
+	@$(BIN)/ruff check .
+	@$(BIN)/ruff format --check .
+	@$(BIN)/mypy
+
+test: lint ## lint, then the whole test suite
+	@$(BIN)/python -m pytest
+
+matrix: setup ## the same tests on every vLLM release served, one environment at a time (KEEP=1 keeps them)
+	@$(BIN)/python -m scripts.matrix
+
+bench: setup ## measure every published number again
+	@set -e; for script in bench/*.py; do $(BIN)/python "$$script"; done
+
+clean: ## remove what the targets above have made in this folder
+	@rm -rf .venv .matrix .mypy_cache .ruff_cache .pytest_cache

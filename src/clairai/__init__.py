@@ -1,0 +1,50 @@
+"""See inside, record and steer a language model while stock vLLM serves it at full speed.
+
+    import clairai
+    from vllm import LLM, SamplingParams
+
+    llm = LLM(model, additional_config=clairai.config(probes=["probes/"]))
+    outputs = llm.generate(prompts, SamplingParams(extra_args=clairai.request()))
+    for output, (scores,) in zip(outputs, clairai.scores(llm, outputs)):
+        print(scores["my_probe"])
+
+Importing this imports neither torch nor vllm. Names are loaded when first used, because every vLLM
+process imports this package to find the plugin, used or not.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Final
+
+if TYPE_CHECKING:
+    from clairai.match.align import Scores as Scores
+    from clairai.offline import ProbeBank as ProbeBank
+    from clairai.offline import config as config
+    from clairai.offline import scores as scores
+    from clairai.points import Point as Point
+    from clairai.probe.files import load as load
+    from clairai.probe.files import save as save
+    from clairai.probe.model import Probe as Probe
+    from clairai.request import request as request
+
+__version__ = "0.1.0"
+
+_HOME: Final = {
+    "Point": "clairai.points",
+    "Probe": "clairai.probe.model",
+    "ProbeBank": "clairai.offline",
+    "Scores": "clairai.match.align",
+    "config": "clairai.offline",
+    "load": "clairai.probe.files",
+    "request": "clairai.request",
+    "save": "clairai.probe.files",
+    "scores": "clairai.offline",
+}
+__all__ = [*_HOME]  # noqa: PLE0604
+
+
+def __getattr__(name: str) -> object:
+    if name not in _HOME:
+        raise AttributeError(f"module 'clairai' has no attribute {name!r}")
+    return getattr(importlib.import_module(_HOME[name]), name)

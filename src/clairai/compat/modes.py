@@ -1,0 +1,88 @@
+"""Takes a VllmConfig; gives the reasons why clairai does not serve such an engine.
+
+Each refused mode would give wrong or missing rows, or has not been proven to give right ones.
+Attribute names: vllm/config/*.py, 0.26.0 and 0.32.0; one that a release lacks counts as off.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Final
+
+from clairai.errors import UnsupportedError
+
+Check = Callable[[Any], bool]
+
+
+def _at(config: Any, path: str) -> Any:
+    for name in path.split("."):
+        config = getattr(config, name, None)
+    return config
+
+
+def _over_one(path: str) -> Check:
+    return lambda config: (_at(config, path) or 1) > 1
+
+
+def _is_set(path: str) -> Check:
+    return lambda config: bool(_at(config, path))
+
+
+REFUSED: Final[tuple[tuple[str, Check], ...]] = (
+    (
+        "pipeline parallelism (each stage would hold only a part of every row)",
+        _over_one("parallel_config.pipeline_parallel_size"),
+    ),
+    (
+        "data parallelism (one ring per engine; run one server per engine instead)",
+        _over_one("parallel_config.data_parallel_size"),
+    ),
+    (
+        "prefill context parallelism (rows are split between ranks)",
+        _over_one("parallel_config.prefill_context_parallel_size"),
+    ),
+    (
+        "dual batch overlap (the batch is cut into micro-batches inside the forward)",
+        lambda config: (
+            bool(_at(config, "parallel_config.enable_dbo"))
+            or (_at(config, "parallel_config.ubatch_size") or 0) > 1
+        ),
+    ),
+    (
+        "sequence-parallel residuals (residual rows are sharded between ranks)",
+        lambda config: bool(
+            _at(config, "compilation_config.pass_config.enable_sp")
+            or _at(config, "compilation_config.pass_config.enable_sequence_parallelism")
+        ),
+    ),
+    (
+        "speculative decoding (rejected draft tokens would be reported as rows)",
+        _is_set("speculative_config"),
+    ),
+    (
+        "KV-sharing fast prefill (later layers see fewer rows than earlier ones)",
+        _is_set("cache_config.kv_sharing_fast_prefill"),
+    ),
+    (
+        "prompt embeddings (rows would carry no token ids)",
+        _is_set("model_config.enable_prompt_embeds"),
+    ),
+    (
+        "pooling models (no generation to attribute rows to)",
+        lambda config: _at(config, "model_config.runner_type") not in (None, "generate"),
+    ),
+    ("encoder-decoder models", _is_set("model_config.is_encoder_decoder")),
+)
+
+
+def refused_modes(vllm_config: Any) -> list[str]:
+    return [reason for reason, applies in REFUSED if applies(vllm_config)]
+
+
+def check_modes(vllm_config: Any) -> None:
+    reasons = refused_modes(vllm_config)
+    if reasons:
+        raise UnsupportedError(
+            f"clairai does not serve this engine's mode: {'; '.join(reasons)}; "
+            f"turn it off, or remove the clairai key from additional_config"
+        )

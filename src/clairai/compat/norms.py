@@ -1,0 +1,108 @@
+"""Takes a norm module of the model; gives the same module with a tap on the residual stream.
+
+T = tokens in this step, D = model width.
+
+A norm is where the true residual stream shows itself: called with two tensors it returns their sum
+(vllm/model_executor/layers/layernorm.py, RMSNorm, 0.26:86 and 0.32:92), called with one it is
+given the stream. The class of the instance is swapped, not the forward of the class, so nothing but
+the tapped modules changes, and the wrapper lives in a real source file, which vLLM's compile cache
+looks up (compilation/decorators.py `_verify_source_unchanged`, 0.26:265, 0.32:266).
+"""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+import torch
+from torch import nn
+
+LIBRARY: Final = "clairai"
+OP: Final = "tap"
+# Raise when the op's schema or the wrapper changes: it is part of the compile-cache key.
+ABI: Final = 1
+
+
+class Tapped(nn.Module):
+    """Mixed in front of a norm's class: hand the residual to the tap, change nothing."""
+
+    clairai_token: torch.Tensor
+    clairai_name: Any
+
+    def forward(self, x_TD: torch.Tensor, residual_TD: torch.Tensor | None = None) -> Any:
+        tap = torch.ops.clairai.tap
+        if residual_TD is None:
+            tap(x_TD, self.clairai_token, self.clairai_name)
+            return super().forward(x_TD)
+        # The argument is donated to the fused kernel: only the returned residual may be read.
+        normed_TD, stream_TD = super().forward(x_TD, residual_TD)
+        tap(stream_TD, self.clairai_token, self.clairai_name)
+        return normed_TD, stream_TD
+
+
+def attach(norm: nn.Module, *, name: str, token: torch.Tensor) -> None:
+    """Make `norm` hand its residual to the site registered as `name`."""
+    from vllm.utils.torch_utils import _encode_layer_name
+
+    base = type(norm)
+    norm.clairai_token = token  # a plain attribute: sleep and weight reload leave it alone
+    norm.clairai_name = _encode_layer_name(name)
+    norm.__class__ = type(f"Tapped{base.__name__}", (Tapped, base), {"__module__": __name__})
+
+
+def detach(norm: nn.Module) -> None:
+    """Give the module its own class back."""
+    norm.__class__ = type(norm).__bases__[1]
+    del norm.clairai_token, norm.clairai_name
+
+
+def define_op() -> None:
+    """Define `clairai::tap(x, token!, name)` once per process.
+
+    Opaque to the compiler: it reads `x`, and declares that it changes `token` so that it is neither
+    dropped nor moved across another tap. Everything else is looked up by name at run time.
+    `_encode_layer_name` (vllm/utils/torch_utils.py, 0.26:887, 0.32:1054) makes the name an input of
+    the graph, so that equal layers still share one compiled piece.
+    """
+    if hasattr(torch.ops.clairai, OP):
+        return
+    from vllm.platforms import current_platform
+    from vllm.utils.torch_utils import LayerNameType, direct_register_custom_op
+
+    def tap(x: torch.Tensor, token: torch.Tensor, name: LayerNameType) -> None:
+        _site(name).score(x)
+        del token
+
+    def fake(x: torch.Tensor, token: torch.Tensor, name: LayerNameType) -> None:
+        del x, token, name
+
+    # The schema is inferred from real types, not from the strings of this file's annotations.
+    for function in (tap, fake):
+        function.__annotations__ = {
+            "x": torch.Tensor,
+            "token": torch.Tensor,
+            "name": LayerNameType,
+            "return": None,
+        }
+    library = torch.library.Library(LIBRARY, "FRAGMENT")
+    direct_register_custom_op(
+        OP,
+        tap,
+        mutates_args=["token"],
+        fake_impl=fake,
+        target_lib=library,
+        dispatch_key=current_platform.dispatch_key,
+    )
+    # An op lives as long as its library: tie the two together instead of keeping a global.
+    tap.clairai_library = library  # type: ignore[attr-defined]
+    torch.ops.clairai.tap.clairai_library = library
+
+
+def _site(name: Any) -> Any:
+    """The site `name` of the engine whose forward is running.
+
+    vLLM keeps one table of named layers per engine for its own opaque ops
+    (forward_context.py `no_compile_layers`, 0.26:134, 0.32:143); ours stand beside them.
+    """
+    from vllm.forward_context import get_forward_context
+
+    return get_forward_context().no_compile_layers[getattr(name, "value", name)]

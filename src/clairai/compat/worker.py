@@ -1,0 +1,167 @@
+"""Takes a vLLM worker whose config names clairai; gives it taps, a ring and a control method.
+
+WorkerBase: v1/worker/worker_base.py, 0.26 and 0.32. `load_model` runs before the first trace of the
+model (Worker.determine_available_memory), `compile_or_warm_up_model` is the last step of start-up.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+from typing import Any
+
+from clairai.compat import layers, modes, norms, runner, version
+from clairai.compat.sight import KEY
+from clairai.config import Plan, Settings, plan
+from clairai.errors import PointError
+from clairai.probe.columns import Columns
+from clairai.tap.control import answer
+from clairai.tap.station import About, Station
+from clairai.tap.tables import Tables
+
+
+def prepare(worker: Any) -> None:
+    """Called at the end of WorkerBase.__init__: check, fingerprint, and wait for the model."""
+    config = worker.vllm_config
+    settings = Settings.parse(config.additional_config[KEY])
+    version.check_version(version.vllm_version(), allow_untested=settings.allow_untested_vllm)
+    modes.check_modes(config)
+    text_config = config.model_config.hf_text_config
+    planned = plan(settings, num_layers=text_config.num_hidden_layers, environ=os.environ)
+    _fingerprint(config, planned)
+    norms.define_op()
+    _after(worker, "load_model", lambda: _install(worker, settings, planned))
+    _after(worker, "compile_or_warm_up_model", lambda: _prove(worker))
+    _before(worker, "shutdown", lambda: _close(worker))
+
+
+def control(worker: Any, message: bytes) -> bytes:
+    """`collective_rpc("clairai_control", (message,))`: see clairai.wire.Control."""
+    return answer(worker.clairai_station, message)
+
+
+def _fingerprint(config: Any, planned: Plan) -> None:
+    """Leave in additional_config what the compiled graph depends on, and nothing else.
+
+    vLLM hashes the whole dict into its compile-cache key (config/vllm.py compute_hash, 0.26:493,
+    0.32:549), in place because copies of the config share it. Without the points in the key, a
+    graph without taps is loaded in silence; with the ring's size in it, every change recompiles.
+    """
+    config.additional_config[KEY] = {
+        "abi": norms.ABI,
+        "points": [str(point) for point in planned.points],
+    }
+
+
+def _install(worker: Any, settings: Settings, planned: Plan) -> None:
+    config = worker.vllm_config
+    text_config = config.model_config.hf_text_config
+    sites = layers.find_sites(
+        worker.model_runner.get_model(),
+        num_layers=text_config.num_hidden_layers,
+        width=config.model_config.get_hidden_size(),
+    )
+    _check_served(sites, planned)
+    names = list(dict.fromkeys(sites.site_of[point] for point in planned.points))
+    tables = Tables(
+        names,
+        width=sites.width,
+        capacity=settings.capacity,
+        max_tokens=worker.model_runner.max_num_tokens,
+        device=str(worker.model_runner.device),
+    )
+    _attach(config, sites, tables)
+    _count_memory(worker.model_runner, tables.nbytes)
+    if worker.rank != 0:
+        return  # every rank holds the whole residual: the first one speaks for all
+    columns = _columns(config, sites, planned, settings)
+    about = About(
+        model=model_name(config),
+        vllm=version.vllm_version(),
+        points=tuple(str(point) for point in planned.points),
+    )
+    worker.clairai_station = Station(settings, tables, columns, about)
+    runner.connect(worker.model_runner, worker.clairai_station)
+
+
+def _check_served(sites: layers.Sites, planned: Plan) -> None:
+    refused = [(point, sites.refused[point]) for point in planned.points if point in sites.refused]
+    if refused:
+        point, reason = refused[0]
+        raise PointError(
+            f"{point} cannot be tapped ({len(refused)} of {len(planned.points)} points): {reason}; "
+            f"leave it out, or see `clairai doctor MODEL` for the points that can"
+        )
+
+
+def _attach(config: Any, sites: layers.Sites, tables: Tables) -> None:
+    named = config.compilation_config.static_forward_context
+    token = tables.ran_S.new_zeros(1)
+    for name in tables.sites:
+        key = f"{KEY}.{name}"
+        named[key] = tables.site(name)
+        norms.attach(sites.modules[name], name=key, token=token)
+
+
+def _columns(config: Any, sites: layers.Sites, planned: Plan, settings: Settings) -> Columns:
+    empty = Columns.empty(
+        points=planned.points,
+        capacity=settings.capacity,
+        width=sites.width,
+        model=model_name(config),
+        aliases=sites.site_of,
+    )
+    return empty.add(planned.probes) if planned.probes else empty
+
+
+def model_name(config: Any) -> str:
+    """The name users know the model by: what the server calls it, else the end of its path."""
+    served = config.model_config.served_model_name
+    name = served[0] if isinstance(served, list) else served
+    return str(name or config.model_config.model).rstrip("/").rsplit("/", 1)[-1]
+
+
+def _count_memory(model_runner: Any, nbytes: int) -> None:
+    """0.26 does not see what is allocated between load and profile (utils/mem_utils.py:303)."""
+    if hasattr(model_runner, "model_memory_usage"):
+        model_runner.model_memory_usage += nbytes
+
+
+def _prove(worker: Any) -> None:
+    """Refuse to serve unless every tap really runs in the forward that will serve."""
+    station = getattr(worker, "clairai_station", None)
+    if station is None:
+        return
+    if not bool(station.tables.ran_S.all()):
+        # Eager with a fixed KV size warms nothing up (cpu_worker.py `_should_warm_up_model`).
+        worker.model_runner._dummy_run(1)
+    station.tables.check_all_ran()
+
+
+def _close(worker: Any) -> None:
+    station = worker.__dict__.pop("clairai_station", None)
+    if station is not None:
+        station.close()
+
+
+def _after(worker: Any, name: str, then: Any) -> None:
+    original = getattr(worker, name)
+
+    @functools.wraps(original)
+    def wrapped(*args: Any, **kwargs: Any) -> Any:
+        result = original(*args, **kwargs)
+        then()
+        return result
+
+    setattr(worker, name, wrapped)
+
+
+def _before(worker: Any, name: str, first: Any) -> None:
+    original = getattr(worker, name)
+
+    @functools.wraps(original)
+    def wrapped(*args: Any, **kwargs: Any) -> Any:
+        first()
+        return original(*args, **kwargs)
+
+    setattr(worker, name, wrapped)

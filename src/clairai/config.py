@@ -1,0 +1,128 @@
+"""Takes the `clairai` key of additional_config, and the environment; gives frozen, checked settings.
+
+The environment is read here and nowhere else (the runtime folder's variables: ring/handshake.py).
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from clairai.errors import ConfigError
+from clairai.points import Point, expand
+from clairai.probe.files import load_many
+from clairai.probe.model import Probe
+
+DISABLE_VARIABLE = "CLAIRAI_DISABLE"
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What an engine is asked to do. Field names are the keys of the JSON object."""
+
+    points: tuple[str, ...] = ()  # "post_block.15", "pre_attn.0-3", "post_block.*", "all"
+    probes: tuple[str, ...] = ()  # files, folders or globs
+    capacity: int = 16  # probes per site, at most
+    ring_mib: int = 64
+    runtime_dir: str | None = None
+    allow_untested_vllm: bool = False
+
+    def __post_init__(self) -> None:
+        _check_range("capacity", self.capacity, 1, 1024)
+        _check_range("ring_mib", self.ring_mib, 1, 65536)
+        for name in ("points", "probes"):
+            object.__setattr__(self, name, _texts(name, getattr(self, name)))
+        if not isinstance(self.allow_untested_vllm, bool):
+            raise ConfigError("allow_untested_vllm must be true or false")
+        if self.runtime_dir is not None and not isinstance(self.runtime_dir, str):
+            raise ConfigError("runtime_dir must be a path, as text")
+
+    @classmethod
+    def parse(cls, given: object) -> Settings:
+        if not isinstance(given, Mapping):
+            raise ConfigError(
+                f"additional_config['clairai'] must be an object, got {type(given).__name__}; "
+                f"clairai.config(points=[...]) makes one"
+            )
+        known = [field.name for field in fields(cls)]
+        unknown = sorted(set(given) - set(known))
+        if unknown:
+            raise ConfigError(
+                f"unknown clairai setting {unknown[0]!r}; known: {', '.join(known)}"
+            )
+        return cls(**given)
+
+    def as_dict(self) -> dict[str, Any]:
+        """The JSON form: what differs from the defaults, and no more."""
+        plain = {k: list(v) if isinstance(v, tuple) else v for k, v in asdict(self).items()}
+        usual = {k: list(v) if isinstance(v, tuple) else v for k, v in asdict(Settings()).items()}
+        return {key: value for key, value in plain.items() if value != usual[key]}
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Settings made concrete for one model."""
+
+    points: tuple[Point, ...]
+    probes: tuple[Probe, ...]
+
+
+def plan(settings: Settings, *, num_layers: int, environ: Mapping[str, str]) -> Plan:
+    """Points to tap and probes to load; the seeds' variables fill in what the settings leave out."""
+    target_layer = _target_layer(environ)
+    sources = settings.probes or _seed_probes(environ)
+    probes = [probe for source in sources for probe in load_many(source, target_layer=target_layer)]
+    patterns = list(settings.points) or [str(probe.point) for probe in probes]
+    if not patterns and target_layer is not None:
+        patterns = [f"post_block.{target_layer}"]
+    if not patterns:
+        raise ConfigError(
+            'nothing to tap: give "points" (such as ["post_block.15"]) or "probes" in the '
+            "clairai settings, or set TARGET_LAYER"
+        )
+    return Plan(expand(patterns, num_layers), tuple(probes))
+
+
+def is_disabled(environ: Mapping[str, str] | None = None) -> bool:
+    value = (os.environ if environ is None else environ).get(DISABLE_VARIABLE, "0")
+    return value not in ("", "0")
+
+
+def _target_layer(environ: Mapping[str, str]) -> int | None:
+    text = environ.get("TARGET_LAYER")
+    if text is None:
+        return None
+    if not text.isdecimal():
+        raise ConfigError(f"TARGET_LAYER must be a layer number, got {text!r}")
+    return int(text)
+
+
+def _seed_probes(environ: Mapping[str, str]) -> tuple[str, ...]:
+    """`probes/{MODEL_NAME}/*.json` for PROBE_MODEL, below the working folder or its src/."""
+    model = environ.get("PROBE_MODEL")
+    if not model:
+        return ()
+    name = model.rstrip("/").rsplit("/", 1)[-1]
+    folders = [Path(root) / "probes" / name for root in (".", "src")]
+    found = [str(folder) for folder in folders if folder.is_dir()]
+    if not found:
+        raise ConfigError(
+            f"PROBE_MODEL is {model!r}, but there is no folder {folders[0]} or {folders[1]}; "
+            f"make one, or unset PROBE_MODEL"
+        )
+    return (found[0],)
+
+
+def _check_range(name: str, value: object, low: int, high: int) -> None:
+    if not isinstance(value, int) or isinstance(value, bool) or not low <= value <= high:
+        raise ConfigError(f"{name} must be a whole number from {low} to {high}, got {value!r}")
+
+
+def _texts(name: str, value: object) -> tuple[str, ...]:
+    items = [value] if isinstance(value, str) else value
+    if not isinstance(items, Sequence) or not all(isinstance(item, str) for item in items):
+        raise ConfigError(f"{name} must be a text or a list of texts, got {value!r}")
+    return tuple(items)

@@ -1,0 +1,1 @@
+"""The embedded default: a small model from PyPI, and probes trained for it."""

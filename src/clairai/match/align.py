@@ -1,0 +1,95 @@
+"""Takes a request's rows and its own token ids; gives one score per token and probe, or NaN.
+
+N = tokens of prompt and output together, P = probes
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from clairai import wire
+from clairai.errors import ClairaiError, ProbeError
+from clairai.match.trail import StreamRows
+from clairai.points import quote
+
+
+@dataclass(frozen=True, eq=False)
+class Scores:
+    """One row for each token of a request: the residual row where that token was the input.
+
+    The last sampled token is never an input, so its row is NaN; so is that of a token whose
+    keys and values came from a cache (phase CACHED), and that of a token counted in `missing`.
+    """
+
+    names: tuple[str, ...]
+    token_ids: NDArray[np.int32]
+    scores_NP: NDArray[np.float32]
+    phase: NDArray[np.uint8]  # wire.PREFILL, DECODE or CACHED
+    num_prompt: int
+    missing: int  # tokens that were forwarded, but whose rows were lost
+
+    @property
+    def prompt(self) -> NDArray[np.float32]:
+        """Row j scores prompt token j."""
+        return self.scores_NP[: self.num_prompt]
+
+    @property
+    def generated(self) -> NDArray[np.float32]:
+        """Row j scores generated token j."""
+        return self.scores_NP[self.num_prompt :]
+
+    def __getitem__(self, name: str) -> NDArray[np.float32]:
+        """One probe's score of every token."""
+        if name not in self.names:
+            held = quote(", ".join(self.names), limit=200)
+            raise ProbeError(f"no scores of a probe named {quote(name)}; there are {held}")
+        return self.scores_NP[:, self.names.index(name)]
+
+
+def align(
+    rows: StreamRows, prompt_token_ids: Sequence[int], output_token_ids: Sequence[int]
+) -> Scores:
+    """Put each row at its token; raises if a row carries another token than the request has."""
+    token_ids = np.array([*prompt_token_ids, *output_token_ids], np.int32)
+    num_prompt, num_tokens = len(prompt_token_ids), len(token_ids)
+    # An engine that schedules ahead runs one forward past the stop token. That row depends on
+    # timing, so it is cut: the last sampled token has no score, whatever the scheduler did.
+    num_forwarded = num_tokens - 1 if len(output_token_ids) else num_tokens
+    is_kept = rows.positions < num_forwarded
+    positions = rows.positions[is_kept]
+    _check_tokens(positions, rows.token_ids[is_kept], token_ids)
+
+    scores_NP = np.full((num_tokens, len(rows.names)), np.nan, np.float32)
+    scores_NP[positions] = rows.scores_NP[is_kept]
+    phase = _phases(rows, num_prompt, num_tokens)
+    phase[positions] = rows.phases[is_kept]
+    has_row = np.zeros(num_tokens, bool)
+    has_row[positions] = True
+    is_missing = ~has_row & (phase != wire.CACHED)
+    missing = int(is_missing[:num_forwarded].sum())
+    return Scores(rows.names, token_ids, scores_NP, phase, num_prompt, missing)
+
+
+def _check_tokens(
+    positions: NDArray[np.int64], carried: NDArray[np.int32], token_ids: NDArray[np.int32]
+) -> None:
+    wrong = np.flatnonzero(carried != token_ids[positions])
+    if len(wrong):
+        position = positions[wrong[0]]
+        raise ClairaiError(
+            f"row for position {position} carries token {carried[wrong[0]]}, "
+            f"request has token {token_ids[position]}: please report"
+        )
+
+
+def _phases(rows: StreamRows, num_prompt: int, num_tokens: int) -> NDArray[np.uint8]:
+    """What each token would be if it had no row."""
+    phase = np.full(num_tokens, wire.DECODE, np.uint8)
+    phase[:num_prompt] = wire.PREFILL
+    for first, span in rows.cached:
+        phase[first : first + span] = wire.CACHED
+    return phase

@@ -1,0 +1,149 @@
+"""Takes vLLM's `LLM` and its outputs; gives scores per request, aligned to token ids.
+
+Runs in the user's process and reads the same ring as every other reader; imports no vllm.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+import msgspec
+
+from clairai import errors, wire
+from clairai.config import Settings
+from clairai.match.align import Scores, align
+from clairai.match.ledger import Ledger
+from clairai.probe.files import dumps
+from clairai.probe.model import Probe
+from clairai.ring.handshake import Reader
+
+Reply = TypeVar("Reply", bound=msgspec.Struct)
+
+_ERRORS = {
+    kind.code: kind
+    for kind in vars(errors).values()
+    if isinstance(kind, type) and issubclass(kind, errors.ClairaiError)
+}
+
+
+def config(
+    *,
+    points: Sequence[str] | str = (),
+    probes: Sequence[str | Path] | str | Path = (),
+    capacity: int = 16,
+    ring_mib: int = 64,
+    runtime_dir: str | None = None,
+    allow_untested_vllm: bool = False,
+) -> dict[str, Any]:
+    """`additional_config` for vLLM's LLM: what to tap and which probes to load.
+
+    `points` may be left out when `probes` says where they belong. Paths are made absolute, because
+    the engine may run elsewhere.
+    """
+    sources = [probes] if isinstance(probes, str | Path) else list(probes)
+    settings = Settings(
+        points=points,  # type: ignore[arg-type]  # Settings takes one text as well
+        probes=tuple(str(Path(source).absolute()) for source in sources),
+        capacity=capacity,
+        ring_mib=ring_mib,
+        runtime_dir=runtime_dir,
+        allow_untested_vllm=allow_untested_vllm,
+    )
+    _arm_late()
+    return {"clairai": settings.as_dict()}
+
+
+def _arm_late() -> None:
+    """vLLM loads plugins once a process: if an engine without taps came first, ask again."""
+    plugins = sys.modules.get("vllm.plugins")
+    if plugins is None or not getattr(plugins, "plugins_loaded", False):
+        return
+    from clairai.config import is_disabled
+
+    if not is_disabled():
+        from clairai.compat.arm import arm
+
+        arm()
+
+
+def scores(llm: Any, outputs: Sequence[Any]) -> list[list[Scores]]:
+    """For each RequestOutput, one Scores per answer (`n` of them), in order.
+
+    Reads what the ring still holds: rows that were overwritten are a RowsLostError, never a gap
+    that looks like an answer.
+    """
+    described = _ask(llm, wire.Describe(), wire.Description)
+    asked = wire.FindStreams(tuple(output.request_id for output in outputs))
+    streams = _ask(llm, asked, wire.Streams).streams
+    unknown = [o.request_id for o, s in zip(outputs, streams, strict=True) if s is None]
+    if unknown:
+        raise errors.RequestError(
+            f"request {unknown[0]!r} is not known to this engine ({len(unknown)} of {len(outputs)})"
+            f"; pass the outputs of this LLM's own generate(), soon after it"
+        )
+    wanted = {stream for stream in streams if stream is not None}
+    ledger = _read(Path(described.socket), wanted)
+    return [
+        [_aligned(ledger, stream, output, answer) for answer in output.outputs]
+        for stream, output in zip(streams, outputs, strict=True)
+    ]
+
+
+def _read(socket: Path, wanted: set[int]) -> Ledger:
+    ledger = Ledger(only=wanted)
+    with Reader.attach(socket, start="oldest") as reader:
+        while records := reader.poll():
+            for record in records:
+                ledger.feed(record, reader.bank(record.bank_version))
+    return ledger
+
+
+def _aligned(ledger: Ledger, stream: int, output: Any, answer: Any) -> Scores:
+    rows = ledger.rows(stream, answer.index)
+    aligned = align(rows, output.prompt_token_ids, answer.token_ids)
+    if aligned.missing:
+        raise errors.RowsLostError(
+            f"{aligned.missing} of {len(aligned.token_ids)} rows of request {output.request_id!r} "
+            f"were overwritten before they were read; raise ring_mib in clairai.config(), "
+            f"or call clairai.scores() after fewer requests"
+        )
+    return aligned
+
+
+class ProbeBank:
+    """The probes of a running engine: list, add, replace, remove, without a restart."""
+
+    def __init__(self, llm: Any) -> None:
+        self._llm = llm
+
+    def list(self) -> tuple[wire.ProbeInfo, ...]:
+        return self._change(wire.ListProbes())
+
+    def add(self, *probes: Probe) -> tuple[wire.ProbeInfo, ...]:
+        return self._change(wire.AddProbes(tuple(map(dumps, probes))))
+
+    def replace(self, *probes: Probe) -> tuple[wire.ProbeInfo, ...]:
+        return self._change(wire.ReplaceProbes(tuple(map(dumps, probes))))
+
+    def remove(self, *names: str) -> tuple[wire.ProbeInfo, ...]:
+        return self._change(wire.RemoveProbes(names))
+
+    def _change(self, control: wire.Control) -> tuple[wire.ProbeInfo, ...]:
+        return _ask(self._llm, control, wire.BankState).probes
+
+
+def _ask(llm: Any, control: wire.Control, kind: type[Reply]) -> Reply:
+    replies = llm.collective_rpc("clairai_control", args=(msgspec.msgpack.encode(control),))
+    return read_reply(replies[0], kind)
+
+
+def read_reply(data: bytes, kind: type[Reply]) -> Reply:
+    """The reply of the first rank; a refusal is raised as the error it stands for."""
+    reply = msgspec.msgpack.decode(data, type=wire.ControlReply)
+    if isinstance(reply, wire.Refusal):
+        raise _ERRORS.get(reply.code, errors.ClairaiError)(reply.reason)
+    assert isinstance(reply, kind), f"asked for {kind.__name__}, got {type(reply).__name__}"
+    return reply

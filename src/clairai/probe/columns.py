@@ -1,0 +1,186 @@
+"""Takes probes by name; gives each a column at a tapped site. The book-keeping: no tensors.
+
+A site is one tensor in the forward pass; two points may be the same tensor (post_block.4 is
+pre_attn.5), and then share its slots. Every change is checked whole before it makes new Columns.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from types import MappingProxyType
+from typing import Final
+
+from clairai import wire
+from clairai.errors import CapacityError, ConfigError, PointError, ProbeError
+from clairai.points import Point, quote
+from clairai.probe.model import Probe
+
+# A bank must fit one message of wire.MAX_MESSAGE_BYTES, and a column takes at most 450 of them.
+MAX_PROBES: Final = 2048
+_MOST_LISTED: Final = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Column:
+    """Where one probe sits."""
+
+    site_index: int
+    slot_index: int
+    probe: Probe
+
+
+@dataclass(frozen=True)
+class Columns:
+    """Which probe has which column, in order of site and then slot; a change gives new Columns."""
+
+    sites: tuple[str, ...]
+    site_index_of: Mapping[Point, int]
+    capacity: int  # slots of each site
+    width: int
+    model: str
+    version: int = 0
+    columns: tuple[Column, ...] = ()
+
+    @classmethod
+    def empty(
+        cls,
+        points: Sequence[Point],
+        capacity: int,
+        width: int,
+        model: str,
+        aliases: Mapping[Point, str] | None = None,
+    ) -> Columns:
+        """No probes yet; sites are numbered as `points` first name them.
+
+        `aliases` gives the site of a point where that is not the point's own name.
+        """
+        if not points:
+            raise PointError("no tap points were given; list at least one, such as post_block.15")
+        if capacity < 1:
+            raise ConfigError(f"capacity is {capacity}; give at least 1 probe for each point")
+        names = {point: str(point) for point in points} | dict(aliases or {})
+        sites = tuple(dict.fromkeys(names[point] for point in points))
+        index_of = {site: index for index, site in enumerate(sites)}
+        # A point nobody listed is still served if it is the same tensor as one that was.
+        tapped = {point: index_of[site] for point, site in names.items() if site in index_of}
+        return cls(sites, MappingProxyType(tapped), capacity, width, model)
+
+    @property
+    def probes(self) -> tuple[Probe, ...]:
+        """Every probe, in column order."""
+        return tuple(column.probe for column in self.columns)
+
+    def bank(self) -> wire.Bank:
+        """What readers are told: the columns of records that carry this version."""
+        return wire.Bank(self.version, tuple(column.probe.info() for column in self.columns))
+
+    def slots(self) -> tuple[tuple[int, int], ...]:
+        """(site_index, slot_index) of each column, in column order."""
+        return tuple((column.site_index, column.slot_index) for column in self.columns)
+
+    def add(self, probes: Iterable[Probe]) -> Columns:
+        """With these probes too, or none of them: an error leaves everything as it was."""
+        added = tuple(probes)
+        held = _by_name(self.columns)
+        for probe in added:
+            if probe.name in held:
+                raise ProbeError(f"the bank has a probe named {probe.name}; use replace, or rename")
+        self._check(added)
+        return self._with(self.columns, added)
+
+    def replace(self, *probes: Probe) -> Columns:
+        """With these in the place of their namesakes; one that keeps its site keeps its slot."""
+        held = _by_name(self.columns)
+        _check_held(held, (probe.name for probe in probes))
+        self._check(probes)
+        names = {probe.name for probe in probes}
+        staying = [column for column in self.columns if column.probe.name not in names]
+        moving = []
+        for probe in probes:
+            old = held[probe.name]
+            if self.site_index_of[probe.point] == old.site_index:
+                staying.append(replace(old, probe=probe))
+            else:
+                moving.append(probe)
+        return self._with(staying, moving)
+
+    def remove(self, names: Iterable[str]) -> Columns:
+        """Without the probes of these names; their slots are free again."""
+        gone = frozenset(names)
+        _check_held(_by_name(self.columns), gone)
+        return self._with([column for column in self.columns if column.probe.name not in gone], ())
+
+    def _with(self, kept: Sequence[Column], added: Iterable[Probe]) -> Columns:
+        columns = [*kept]
+        taken = {(column.site_index, column.slot_index) for column in kept}
+        next_slot: dict[int, int] = {}
+        for probe in added:
+            site = self.site_index_of[probe.point]
+            slot = next_slot.get(site, 0)
+            while (site, slot) in taken:
+                slot += 1
+            self._check_capacity(site, slot)
+            next_slot[site] = slot + 1
+            columns.append(Column(site, slot, probe))
+        columns.sort(key=lambda column: (column.site_index, column.slot_index))
+        return replace(self, version=self.version + 1, columns=tuple(columns))
+
+    def _check_capacity(self, site: int, slot: int) -> None:
+        if slot >= self.capacity:
+            raise CapacityError(
+                f"all {self.capacity} slots at {self.sites[site]} are taken; "
+                "raise `capacity` in the config, or remove a probe"
+            )
+
+    def _check(self, probes: Sequence[Probe]) -> None:
+        seen: set[str] = set()
+        for probe in probes:
+            if probe.name in seen:
+                raise ProbeError(f"{probe.name} was given twice; names are unique: rename one")
+            seen.add(probe.name)
+            self._check_fits(probe)
+        total = len(self.columns) + len(seen - _by_name(self.columns).keys())
+        if total > MAX_PROBES:
+            raise CapacityError(f"{total} probes, and a bank holds {MAX_PROBES}; remove some first")
+
+    def _check_fits(self, probe: Probe) -> None:
+        if probe.width != self.width:
+            raise ProbeError(
+                f"probe {probe.name} has width {probe.width} and {quote(self.model)} has "
+                f"{self.width}; use a probe trained on this model"
+            )
+        if probe.model is not None and _short(probe.model) != _short(self.model):
+            raise ProbeError(
+                f"probe {probe.name} was made for {quote(probe.model)} and this engine serves "
+                f"{quote(self.model)}; use a probe trained on it, or save it without `model`"
+            )
+        if probe.point not in self.site_index_of:
+            raise PointError(
+                f"probe {probe.name} reads {probe.point}, which is not tapped here; tapped are "
+                f"{_listed(map(str, sorted(self.site_index_of)))}: use one, or add it to `points`"
+            )
+
+
+def _check_held(held: Mapping[str, Column], names: Iterable[str]) -> None:
+    missing = sorted(set(names) - held.keys())
+    if missing:
+        raise ProbeError(
+            f"the bank has no probe named {_listed(map(quote, missing))}; "
+            f"it has {_listed(sorted(held)) or 'none'}: use one of those, or add"
+        )
+
+
+def _by_name(columns: Iterable[Column]) -> dict[str, Column]:
+    return {column.probe.name: column for column in columns}
+
+
+def _short(model: str) -> str:
+    """The last part of a model's name or path: where it was downloaded from does not matter."""
+    return model.rstrip("/").rpartition("/")[2].casefold()
+
+
+def _listed(names: Iterable[str]) -> str:
+    every = [*names]
+    more = len(every) - _MOST_LISTED
+    return ", ".join(every[:_MOST_LISTED]) + (f" and {more} more" if more > 0 else "")

@@ -1,0 +1,179 @@
+"""Takes the parts of one linear probe; gives a checked, frozen `Probe` and its exact scores."""
+
+# T = tokens, D = model width
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Final, get_args
+
+import numpy as np
+from numpy.typing import NDArray
+
+from clairai import wire
+from clairai.errors import ProbeError
+from clairai.points import Point, quote
+
+MAX_NAME: Final = 128
+MAX_MODEL: Final = 256
+MAX_WIDTH: Final = 1_000_000
+ACTIVATIONS: Final[tuple[wire.Activation, ...]] = get_args(wire.Activation)
+
+_NAME: Final = re.compile(rf"[A-Za-z0-9_:@+-][A-Za-z0-9._:/@+-]{{0,{MAX_NAME - 1}}}")
+_LARGEST: Final = float(np.finfo(np.float32).max)
+
+
+@dataclass(frozen=True, eq=False)
+class Probe:
+    """`activation(hidden @ direction + bias)` at one point; two probes are equal by content."""
+
+    name: str
+    point: Point
+    direction_D: NDArray[np.float32]
+    bias: float = 0.0
+    activation: wire.Activation = "none"
+    threshold: float | None = None
+    calibration: tuple[float, float] | None = None  # low and high end of the usual scores
+    model: str | None = None  # the model it was made for
+
+    def __post_init__(self) -> None:
+        _check_name(self.name)
+        if not isinstance(self.point, Point):
+            raise ProbeError(f"probe {self.name}: point is {quote(self.point)}; give a Point")
+        if self.activation not in ACTIVATIONS:
+            raise ProbeError(
+                f"probe {self.name}: activation is {quote(self.activation)}; "
+                f"use one of {', '.join(ACTIVATIONS)}"
+            )
+        _check_model(self.name, self.model)
+        frozen = {
+            "direction_D": _direction(self.name, self.direction_D),
+            "bias": _number(self.name, "bias", self.bias),
+            "threshold": _optional(self.name, "threshold", self.threshold),
+            "calibration": _calibration(self.name, self.calibration),
+        }
+        for field, value in frozen.items():
+            object.__setattr__(self, field, value)
+
+    @property
+    def width(self) -> int:
+        return int(self.direction_D.shape[0])
+
+    @cached_property
+    def digest(self) -> str:
+        """BLAKE2b-128 of everything the probe is, name included."""
+        fields = (self.name, str(self.point), self.bias, self.activation)
+        header = json.dumps([*fields, self.threshold, self.calibration, self.model])
+        content = hashlib.blake2b(header.encode(), digest_size=16)
+        content.update(b"\0" + self.direction_D.tobytes())
+        return content.hexdigest()
+
+    def __eq__(self, other: object) -> bool:
+        return self.digest == other.digest if isinstance(other, Probe) else NotImplemented
+
+    def __hash__(self) -> int:
+        return hash(self.digest)
+
+    def apply(self, hidden_TD: NDArray[np.floating]) -> NDArray[np.floating]:
+        """Scores as they should be: summed in float64, given back as wide as `hidden_TD`."""
+        if hidden_TD.ndim != 2 or hidden_TD.shape[1] != self.width:
+            raise ProbeError(
+                f"probe {self.name} has width {self.width} and the rows have shape "
+                f"{hidden_TD.shape}; give rows of shape (tokens, {self.width})"
+            )
+        with np.errstate(all="ignore"):  # a row that overflowed in the model scores inf or nan
+            scores_T = hidden_TD.astype(np.float64) @ self.direction_D.astype(np.float64)
+            scores_T = _activate(self.activation, scores_T + self.bias)
+            return scores_T.astype(np.result_type(hidden_TD.dtype, np.float32))
+
+    def info(self) -> wire.ProbeInfo:
+        """What a reader is told of this probe's column."""
+        return wire.ProbeInfo(
+            name=self.name,
+            point=str(self.point),
+            activation=self.activation,
+            threshold=self.threshold,
+            calibration=self.calibration,
+            digest=self.digest,
+        )
+
+
+def _activate(activation: wire.Activation, scores_T: NDArray[np.float64]) -> NDArray[np.float64]:
+    if activation == "relu":
+        return np.maximum(scores_T, 0.0)
+    if activation == "sigmoid":
+        # 1 / (1 + exp(-x)) overflows for large negative x; tanh does not.
+        return 0.5 * (1.0 + np.tanh(0.5 * scores_T))
+    return scores_T
+
+
+def _check_name(name: object) -> None:
+    # A name is shown, sent and may become a file's name: nothing that could climb a path.
+    if not isinstance(name, str) or _NAME.fullmatch(name) is None or ".." in name:
+        raise ProbeError(
+            f"{quote(name)} cannot name a probe; use 1 to {MAX_NAME} of A-Z a-z 0-9 . _ : / @ + -, "
+            "not starting with . or / and without .."
+        )
+
+
+def _check_model(name: str, model: object) -> None:
+    if model is None:
+        return
+    if not isinstance(model, str) or not 1 <= len(model) <= MAX_MODEL or not model.isprintable():
+        raise ProbeError(
+            f"probe {name}: model is {quote(model)}; give 1 to {MAX_MODEL} printable characters, "
+            "or leave it out"
+        )
+
+
+def _direction(name: str, given: object) -> NDArray[np.float32]:
+    if not isinstance(given, np.ndarray) or given.dtype != np.float32 or given.ndim != 1:
+        kind, shape = getattr(given, "dtype", type(given).__name__), getattr(given, "shape", "")
+        raise ProbeError(
+            f"probe {name}: direction is {kind}{shape}; give a float32 array of one dimension"
+        )
+    if not 1 <= given.shape[0] <= MAX_WIDTH:
+        raise ProbeError(
+            f"probe {name}: direction has {given.shape[0]} numbers; give 1 to {MAX_WIDTH}, "
+            "one for each dimension of the model"
+        )
+    if not np.isfinite(given).all():
+        raise ProbeError(f"probe {name}: direction holds NaN or infinity; train it again")
+    if not given.any():
+        raise ProbeError(f"probe {name}: direction is all zeros and scores nothing; train it again")
+    copied = np.array(given, dtype="<f4", order="C")  # the caller's array stays the caller's
+    copied.setflags(write=False)
+    return copied
+
+
+def _number(name: str, field: str, value: object) -> float:
+    # Scores are float32 in the engine: what is beyond float32 would be infinity there.
+    if isinstance(value, bool) or not isinstance(value, int | float | np.floating):
+        raise ProbeError(f"probe {name}: {field} is {quote(value)}; give a number")
+    if -_LARGEST <= value <= _LARGEST:  # false for NaN too
+        return float(value)
+    raise ProbeError(
+        f"probe {name}: {field} is {quote(value)}; give a finite number, "
+        f"at most {_LARGEST:.3g} in size"
+    )
+
+
+def _optional(name: str, field: str, value: object) -> float | None:
+    return None if value is None else _number(name, field, value)
+
+
+def _calibration(name: str, value: object) -> tuple[float, float] | None:
+    if value is None:
+        return None
+    if not isinstance(value, tuple | list) or len(value) != 2:
+        raise ProbeError(f"probe {name}: calibration is {quote(value)}; give (low, high)")
+    low, high = (_number(name, "calibration", end) for end in value)
+    if not low < high:
+        raise ProbeError(
+            f"probe {name}: calibration runs from {low} to {high}; low must be below high"
+        )
+    return low, high

@@ -1,0 +1,137 @@
+"""Takes what the user set; gives the private folder where engines and readers meet."""
+
+from __future__ import annotations
+
+import os
+import socket
+import stat
+import struct
+import time
+from pathlib import Path
+from typing import Final
+
+from clairai.errors import RingError
+
+MAX_SOCKET_PATH_BYTES: Final = 107  # sun_path of unix(7), less its final NUL
+STARTING_SUFFIX: Final = ".new"
+STARTING_AGE_S: Final = 60.0
+_PEER_CREDENTIALS: Final = struct.Struct("iII")  # pid, uid, gid: struct ucred of unix(7)
+
+
+def runtime_dir(explicit: str | None = None) -> Path:
+    """The folder to meet in, made if it is not there; RingError if others can reach into it."""
+    folder = _configured(explicit)
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        folder.mkdir(mode=0o700, exist_ok=True)
+    except OSError as error:
+        raise RingError(
+            f"runtime folder {folder} cannot be made ({error.strerror}); "
+            "set CLAIRAI_RUNTIME_DIR to a folder of yours"
+        ) from error
+    _require_private(folder)
+    return folder
+
+
+def socket_path(folder: Path, epoch: int) -> Path:
+    """Where the engine of this epoch listens."""
+    path = folder / f"engine-{epoch:016x}.sock"
+    nbytes = len(os.fsencode(path)) + len(STARTING_SUFFIX)
+    if nbytes > MAX_SOCKET_PATH_BYTES:
+        raise RingError(
+            f"socket path {path} takes {nbytes} bytes, may take {MAX_SOCKET_PATH_BYTES}; "
+            "set CLAIRAI_RUNTIME_DIR to a shorter path"
+        )
+    return path
+
+
+def engine_sockets(folder: Path) -> list[Path]:
+    """Our engines' sockets, newest first, whether or not anybody still listens."""
+    ages = [(_own_socket_age_s(path), path) for path in folder.glob("engine-*.sock")]
+    return [path for age_s, path in sorted(ages) if age_s is not None]
+
+
+def engines(folder: Path) -> list[Path]:
+    """The sockets of the engines that are alive, newest first."""
+    return [path for path in engine_sockets(folder) if not _is_deserted(path)]
+
+
+def remove_stale(folder: Path) -> None:
+    """Delete the sockets that dead engines left; never anything that is not ours."""
+    for path in engine_sockets(folder):
+        if _is_deserted(path):
+            path.unlink(missing_ok=True)
+    for path in folder.glob(f"engine-*.sock{STARTING_SUFFIX}"):
+        age_s = _own_socket_age_s(path)
+        if age_s is not None and age_s > STARTING_AGE_S and _is_deserted(path):
+            path.unlink(missing_ok=True)
+
+
+def listen(path: Path) -> socket.socket:
+    """A socket that is already listening when it appears at `path`, for our user alone."""
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
+    starting = path.with_name(path.name + STARTING_SUFFIX)
+    try:
+        listener.bind(os.fspath(starting))
+        starting.chmod(0o600)
+        listener.listen()
+        listener.setblocking(False)
+        # Until it listens it would look deserted, and another engine's start would remove it.
+        starting.rename(path)
+    except OSError as error:
+        listener.close()
+        starting.unlink(missing_ok=True)
+        raise RingError(f"no socket at {path} ({error}); set CLAIRAI_RUNTIME_DIR") from error
+    return listener
+
+
+def peer_uid(sock: socket.socket) -> int:
+    """Who is at the other end, as the kernel knows it."""
+    raw = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER_CREDENTIALS.size)
+    _, uid, _ = _PEER_CREDENTIALS.unpack(raw)
+    return int(uid)
+
+
+def _configured(explicit: str | None) -> Path:
+    if chosen := explicit or os.environ.get("CLAIRAI_RUNTIME_DIR"):
+        return Path(chosen).expanduser().absolute()
+    if runtime := os.environ.get("XDG_RUNTIME_DIR"):
+        return Path(runtime).absolute() / "clairai"
+    return Path.home() / ".local" / "state" / "clairai" / "run"
+
+
+def _require_private(folder: Path) -> None:
+    status = folder.lstat()
+    if not stat.S_ISDIR(status.st_mode):
+        raise RingError(f"runtime folder {folder} is a link or a file, must be a folder; remove it")
+    if status.st_uid != os.geteuid():
+        raise RingError(
+            f"runtime folder {folder} belongs to user {status.st_uid}, must belong to "
+            f"{os.geteuid()}; set CLAIRAI_RUNTIME_DIR to a folder of yours"
+        )
+    if mode := status.st_mode & 0o077:
+        raise RingError(
+            f"runtime folder {folder} lets others in (mode bits {mode:03o}), must be 0700; "
+            f"chmod 700 it or set CLAIRAI_RUNTIME_DIR"
+        )
+
+
+def _own_socket_age_s(path: Path) -> float | None:
+    try:
+        status = path.lstat()
+    except FileNotFoundError:
+        return None
+    is_ours = stat.S_ISSOCK(status.st_mode) and status.st_uid == os.geteuid()
+    return time.time() - status.st_mtime if is_ours else None
+
+
+def _is_deserted(path: Path) -> bool:
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC) as sock:
+        sock.setblocking(False)
+        try:
+            sock.connect(os.fspath(path))
+        except (ConnectionRefusedError, FileNotFoundError):
+            return True
+        except BlockingIOError:
+            return False  # its queue is full: slow, not dead
+    return False

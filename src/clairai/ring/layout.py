@@ -1,0 +1,139 @@
+"""Takes the shape of a ring; gives the byte offset of every field in it, and nothing else does.
+
+    0      magic u64, layout version u32, pad u32, epoch u64, slots u64, slot bytes u64
+    128    head u64: records published so far; alone on its line
+    256    ticket u64: drawn by the blocks of a device writer; alone on its line
+    4096   slot 0, slot 1, ...                      record `seq` lies in slot `seq % slots`
+
+    slot:  seq u64, epoch low half u32, bank version u32, num rows u32, num columns u32,
+           step u64, flags u32, pad to 64; rows (wire.ROW); scores f32 [num rows, num columns];
+           ...; a second copy of seq in the last 8 bytes
+
+All numbers are little-endian. The header is written once, before any reader can attach.
+"""
+
+from __future__ import annotations
+
+import struct
+from dataclasses import dataclass
+from typing import Final
+
+from clairai.errors import RingError
+from clairai.wire import ROW
+
+MAGIC: Final = int.from_bytes(b"clairing", "little")
+LAYOUT_VERSION: Final = 1
+HEADER: Final = struct.Struct("<QI4xQQQ")
+HEAD_OFFSET: Final = 128
+TICKET_OFFSET: Final = 256
+SLOTS_OFFSET: Final = 4096
+
+# From the start of a slot.
+SEQ_OFFSET: Final = 0
+EPOCH_OFFSET: Final = 8
+BANK_VERSION_OFFSET: Final = 12
+NUM_ROWS_OFFSET: Final = 16
+NUM_COLUMNS_OFFSET: Final = 20
+STEP_OFFSET: Final = 24
+FLAGS_OFFSET: Final = 32
+PAYLOAD_OFFSET: Final = 64
+SLOT_HEADER: Final = struct.Struct("<QIIIIQI")  # the seven fields above, without padding
+TRAILER_BYTES: Final = 8
+
+CONTINUED: Final = 1  # flag: the step goes on in the next record
+
+WORD_BYTES: Final = 8
+SCORE_BYTES: Final = 4
+PAGE_BYTES: Final = 4096
+MIN_SLOTS: Final = 2  # one slot is always given up to the record that is being written
+MIN_BUDGET_SLOTS: Final = 8
+MIN_BUDGET_ROWS: Final = 16
+MAX_RING_BYTES: Final = 1 << 48
+
+
+@dataclass(frozen=True)
+class RingShape:
+    """How many slots, and how large each is."""
+
+    slots: int
+    slot_bytes: int
+
+    def __post_init__(self) -> None:
+        if self.slots < MIN_SLOTS:
+            raise RingError(f"ring has {self.slots} slots, needs {MIN_SLOTS}; give it more memory")
+        if self.slot_bytes < PAGE_BYTES or self.slot_bytes % PAGE_BYTES:
+            raise RingError(
+                f"slot has {self.slot_bytes} bytes, must be a multiple of {PAGE_BYTES}; round it up"
+            )
+        if self.nbytes > MAX_RING_BYTES:
+            raise RingError(
+                f"ring has {self.nbytes} bytes, may have {MAX_RING_BYTES}; use fewer slots"
+            )
+
+    @classmethod
+    def for_budget(cls, nbytes: int, num_columns: int) -> RingShape:
+        """The most slots that fit `nbytes`, each wide enough for 16 rows of `num_columns`."""
+        slot_bytes = _slot_bytes(MIN_BUDGET_ROWS, num_columns)
+        slots = (nbytes - SLOTS_OFFSET) // slot_bytes
+        if slots < MIN_BUDGET_SLOTS:
+            needed = SLOTS_OFFSET + MIN_BUDGET_SLOTS * slot_bytes
+            raise RingError(
+                f"ring has {nbytes} bytes, {num_columns} columns need {needed}; "
+                f"raise the ring's size to {needed} or lower the capacity of the bank"
+            )
+        return cls(slots, slot_bytes)
+
+    @property
+    def nbytes(self) -> int:
+        """Size of the whole ring, header included."""
+        return SLOTS_OFFSET + self.slots * self.slot_bytes
+
+    def slot_offset(self, seq: int) -> int:
+        """Where record `seq` starts."""
+        return SLOTS_OFFSET + seq % self.slots * self.slot_bytes
+
+    def rows_per_record(self, num_columns: int) -> int:
+        """How many rows of `num_columns` scores one slot holds."""
+        payload_bytes = self.slot_bytes - PAYLOAD_OFFSET - TRAILER_BYTES
+        return payload_bytes // row_bytes(num_columns)
+
+
+@dataclass(frozen=True)
+class RingHeader:
+    """What the writer says of the ring once, at its start."""
+
+    epoch: int
+    shape: RingShape
+
+    def pack(self) -> bytes:
+        """The first bytes of the ring."""
+        shape = self.shape
+        return HEADER.pack(MAGIC, LAYOUT_VERSION, self.epoch, shape.slots, shape.slot_bytes)
+
+    @classmethod
+    def unpack(cls, raw: bytes) -> RingHeader:
+        """Read it back; RingError if it is not a ring, or one of another version."""
+        magic, version, epoch, slots, slot_bytes = HEADER.unpack(raw)
+        if magic != MAGIC:
+            raise RingError(f"memory starts with {magic:#x}, a ring with {MAGIC:#x}; wrong memory")
+        if version != LAYOUT_VERSION:
+            raise RingError(
+                f"ring has layout {version}, this reader knows {LAYOUT_VERSION}; "
+                "run the same clairai in engine and reader"
+            )
+        return cls(epoch, RingShape(slots, slot_bytes))
+
+
+def row_bytes(num_columns: int) -> int:
+    """What one row and its scores take."""
+    return ROW.itemsize + SCORE_BYTES * num_columns
+
+
+def epoch_low(epoch: int) -> int:
+    """The half of the epoch that every slot repeats."""
+    return epoch & 0xFFFF_FFFF
+
+
+def _slot_bytes(num_rows: int, num_columns: int) -> int:
+    needed = PAYLOAD_OFFSET + num_rows * row_bytes(num_columns) + TRAILER_BYTES
+    return -(-needed // PAGE_BYTES) * PAGE_BYTES

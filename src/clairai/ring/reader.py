@@ -1,0 +1,158 @@
+"""Takes the memory of a ring; gives its records as own copies, and an exact count of those lost.
+
+R = rows of a record, C = columns (probes) of its bank
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from clairai.errors import RingError
+from clairai.ring.layout import (
+    CONTINUED,
+    HEAD_OFFSET,
+    HEADER,
+    PAYLOAD_OFFSET,
+    SLOT_HEADER,
+    TRAILER_BYTES,
+    RingHeader,
+    epoch_low,
+    row_bytes,
+)
+from clairai.ring.memory import RingMemory
+from clairai.wire import ROW
+
+POLL_LIMIT: Final = 256
+
+# Where to begin: at the oldest record still there, at the next one, or at the one with this seq.
+Start = Literal["oldest", "newest"] | int
+
+
+@dataclass(frozen=True, eq=False)
+class Record:
+    """One published record; its arrays are read-only and belong to the reader."""
+
+    seq: int
+    step: int
+    bank_version: int
+    continued: bool
+    rows: NDArray[np.void]
+    scores_RC: NDArray[np.float32]
+
+
+@dataclass(frozen=True)
+class ReaderStatistics:
+    """Every record from `first` on is in `delivered`, in `lost`, or still in `lag`."""
+
+    first: int
+    delivered: int
+    lost: int
+    torn: int  # of the lost: slots whose own fields contradict each other
+    lag: int
+
+
+class Ring:
+    """One reader of a ring; never makes the writer wait."""
+
+    def __init__(self, memory: RingMemory, *, start: Start = "oldest") -> None:
+        self._memory = memory
+        self.header = _read_header(memory)
+        self._shape = self.header.shape
+        self._first = self._next = self._first_seq(start)
+        self._delivered = self._lost = self._torn = 0
+
+    def poll(self, limit: int = POLL_LIMIT) -> list[Record]:
+        """Up to `limit` records that were published since the last call; never blocks."""
+        # Pairs with _advance_head() in writer.py: all of [next, head) is visible after this load.
+        head = self._load_head()
+        if head < self._next:
+            raise RingError(f"head went back from {self._next} to {head}; restart the engine")
+        self._lose_until(head - self._shape.slots + 1)
+        begin, end = self._next, min(head, self._next + max(limit, 1))
+        slots = self._copy_slots(begin, end)
+        # Pairs with _advance_head() too: the copies above have completed, so if any of them saw a
+        # byte of record seq + N, this load sees the head that was published before it, seq + N.
+        oldest = self._load_head() - self._shape.slots + 1
+        self._lose_until(min(oldest, end))
+        records = [self._take(seq, slots[seq - begin]) for seq in range(self._next, end)]
+        return [record for record in records if record is not None]
+
+    def statistics(self) -> ReaderStatistics:
+        """Counts since the start; `delivered + lost + lag` is all there was to read."""
+        return ReaderStatistics(self._first, self._delivered, self._lost, self._torn, self.lag())
+
+    def lag(self) -> int:
+        """Records published and not yet taken."""
+        return self._load_head() - self._next
+
+    def _first_seq(self, start: Start) -> int:
+        head = self._load_head()
+        if start == "oldest":
+            return max(0, head - self._shape.slots + 1)
+        if start == "newest":
+            return head
+        if not 0 <= start <= head:
+            raise RingError(f"start is record {start}, ring has {head}; start within them")
+        return start
+
+    def _load_head(self) -> int:
+        return self._memory.load(HEAD_OFFSET)
+
+    def _lose_until(self, seq: int) -> None:
+        if seq > self._next:
+            self._lost += seq - self._next
+            self._next = seq
+
+    def _copy_slots(self, begin: int, end: int) -> list[memoryview]:
+        """Private copies of the slots of [begin, end): two runs at most, as it is under a lap."""
+        size, slots = self._shape.slot_bytes, self._shape.slots
+        wrap = min(end, begin - begin % slots + slots)
+        runs = ((begin, wrap), (wrap, end))
+        copies = [
+            memoryview(self._memory.copy(self._shape.slot_offset(first), (last - first) * size))
+            for first, last in runs
+            if first < last
+        ]
+        return [run[at : at + size] for run in copies for at in range(0, len(run), size)]
+
+    def _take(self, seq: int, slot: memoryview) -> Record | None:
+        record = parse_slot(slot, seq, self.header.epoch)
+        self._next += 1
+        if record is None:
+            self._torn += 1
+            self._lost += 1
+        else:
+            self._delivered += 1
+        assert self._delivered + self._lost == self._next - self._first  # noqa: S101 - the promise
+        return record
+
+
+def parse_slot(slot: memoryview, seq: int, epoch: int) -> Record | None:
+    """The record in a private copy of its slot; None where the slot contradicts itself."""
+    found, low, bank_version, num_rows, num_columns, step, flags = SLOT_HEADER.unpack_from(slot)
+    trailer = int.from_bytes(slot[-TRAILER_BYTES:], "little")
+    if found != seq or trailer != seq or low != epoch_low(epoch):
+        return None
+    nbytes = num_rows * row_bytes(num_columns)  # a Python int: cannot overflow
+    if not 0 < nbytes <= len(slot) - PAYLOAD_OFFSET - TRAILER_BYTES:
+        return None
+    payload = bytes(slot[PAYLOAD_OFFSET : PAYLOAD_OFFSET + nbytes])
+    rows = np.ndarray((num_rows,), ROW, payload)
+    scores_RC = np.ndarray((num_rows, num_columns), np.float32, payload, offset=rows.nbytes)
+    return Record(seq, step, bank_version, bool(flags & CONTINUED), rows, scores_RC)
+
+
+def _read_header(memory: RingMemory) -> RingHeader:
+    if memory.nbytes < HEADER.size:
+        raise RingError(f"memory has {memory.nbytes} bytes, a ring's header {HEADER.size}")
+    header = RingHeader.unpack(memory.copy(0, HEADER.size))
+    if header.shape.nbytes != memory.nbytes:
+        raise RingError(
+            f"ring says it has {header.shape.nbytes} bytes, its memory {memory.nbytes}; "
+            "the writer is broken or not ours, restart the engine"
+        )
+    return header

@@ -1,0 +1,72 @@
+"""Takes one control message as bytes; gives the reply as bytes. Runs in the worker, between steps.
+
+A refusal is a reply, never a raise: with several ranks, one that raises would leave the replies of
+the others to the next call.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+import msgspec
+
+from clairai import wire
+from clairai.errors import ClairaiError
+from clairai.probe.columns import Columns
+from clairai.probe.files import loads
+from clairai.tap.station import Station
+
+_DECODER: Final = msgspec.msgpack.Decoder(wire.Control)
+_ENCODER: Final = msgspec.msgpack.Encoder()
+
+
+def answer(station: Station, message: bytes) -> bytes:
+    try:
+        reply = _reply(station, _DECODER.decode(message))
+    except msgspec.MsgspecError as error:
+        reply = wire.Refusal("request", f"control message not understood: {error}")
+    except ClairaiError as error:
+        reply = wire.Refusal(error.code, error.reason)
+    return _ENCODER.encode(reply)
+
+
+def _reply(station: Station, control: wire.Control) -> wire.ControlReply:
+    match control:
+        case wire.ListProbes():
+            return _state(station.columns)
+        case wire.Describe():
+            return _describe(station)
+        case wire.FindStreams(request_ids):
+            return wire.Streams(tuple(map(station.stream_of, request_ids)))
+        case _:
+            columns = _changed(station.columns, control)
+            station.install(columns)
+            return _state(columns)
+
+
+def _changed(
+    columns: Columns, control: wire.AddProbes | wire.ReplaceProbes | wire.RemoveProbes
+) -> Columns:
+    """The bank after the change; raises before anything has changed."""
+    if isinstance(control, wire.RemoveProbes):
+        return columns.remove(control.names)
+    probes = [loads(data, source="control message") for data in control.files]
+    if isinstance(control, wire.AddProbes):
+        return columns.add(probes)
+    return columns.replace(*probes)
+
+
+def _state(columns: Columns) -> wire.BankState:
+    return wire.BankState(columns.version, columns.capacity, columns.bank().probes)
+
+
+def _describe(station: Station) -> wire.Description:
+    return wire.Description(
+        socket=str(station.server.path),
+        epoch=station.epoch,
+        model=station.about.model,
+        width=station.columns.width,
+        points=station.about.points,
+        capacity=station.columns.capacity,
+        published=station.writer.statistics().published,
+    )

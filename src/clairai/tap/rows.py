@@ -1,0 +1,182 @@
+"""Takes the engine's own batch order of a step; gives one row per forwarded token: whose it is.
+
+T = tokens in this step, R = requests in this step. Nothing is guessed: order and counts are what
+the model runner laid out, positions and token ids are what the forward pass read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from clairai import wire
+
+
+@dataclass(frozen=True)
+class Mark:
+    """Who a request is, outside the engine."""
+
+    stream: int
+    choice: int = 0
+
+
+@dataclass(frozen=True)
+class Batch:
+    """How the model runner laid out one step."""
+
+    req_ids: Sequence[str]
+    counts_R: NDArray[np.int32]  # tokens forwarded for each request
+    starts_R: NDArray[np.int32]  # absolute position of the first of them
+
+
+@dataclass(frozen=True)
+class StepRows:
+    """One step's rows, complete but for what only the device knows: positions and token ids."""
+
+    events: NDArray[np.void]  # rows that stand for no forwarded token: finished, cached
+    counts_R: NDArray[np.int32]
+    streams_R: NDArray[np.uint64]
+    choices_R: NDArray[np.uint16]
+    prompts_R: NDArray[np.uint32]
+    seen_R: NDArray[np.uint32]
+
+    @property
+    def num_tokens(self) -> int:
+        return int(self.counts_R.sum())
+
+    def fill(
+        self, positions_T: NDArray[np.integer], token_ids_T: NDArray[np.integer]
+    ) -> NDArray[np.void]:
+        """Events first, then a row for each forwarded token, in the order of the forward pass."""
+        num_events = len(self.events)
+        rows = np.empty(num_events + len(positions_T), wire.ROW)
+        rows[:num_events] = self.events
+        tokens = rows[num_events:]
+        position_T = positions_T.astype(np.uint32)
+        tokens["stream"] = np.repeat(self.streams_R, self.counts_R)
+        tokens["choice"] = np.repeat(self.choices_R, self.counts_R)
+        tokens["position"] = position_T
+        tokens["token_id"] = token_ids_T
+        tokens["span"] = 1
+        # The prompt's length decides, not the scheduler's idea of prefill: a resumed request
+        # prefills its own generated tokens again.
+        tokens["phase"] = position_T >= np.repeat(self.prompts_R, self.counts_R)
+        tokens["flags"] = position_T < np.repeat(self.seen_R, self.counts_R)
+        return rows
+
+
+class RowBook:
+    """The requests the engine works on, and how far each has been forwarded."""
+
+    def __init__(self) -> None:
+        self._slots: dict[str, int] = {}
+        self._free: list[int] = []
+        self._stream_S = np.zeros(64, np.uint64)
+        self._choice_S = np.zeros(64, np.uint16)
+        self._prompt_S = np.zeros(64, np.uint32)
+        self._seen_S = np.zeros(64, np.uint32)
+        self._events: list[NDArray[np.void]] = []
+
+    def __len__(self) -> int:
+        return len(self._slots)
+
+    def open(self, req_id: str, mark: Mark, prompt_len: int) -> None:
+        """A request reached the worker; one that comes back after preemption is known already."""
+        if req_id in self._slots:
+            return
+        slot = self._free.pop() if self._free else len(self._slots)
+        if slot == len(self._stream_S):
+            self._grow()
+        self._slots[req_id] = slot
+        self._stream_S[slot] = mark.stream
+        self._choice_S[slot] = mark.choice
+        self._prompt_S[slot] = prompt_len
+        self._seen_S[slot] = 0
+
+    def close(self, req_id: str) -> None:
+        """The engine is done with the request: say so in the next step's rows."""
+        slot = self._slots.pop(req_id, None)
+        if slot is None:
+            return  # aborted before it ever reached the worker
+        self._free.append(slot)
+        self._events.append(
+            _events(
+                self._stream_S[slot : slot + 1],
+                self._choice_S[slot : slot + 1],
+                positions=self._seen_S[slot : slot + 1],
+                spans=np.zeros(1, np.uint32),
+                phase=wire.FINISHED,
+            )
+        )
+
+    def step(self, batch: Batch) -> StepRows:
+        slots_R = np.fromiter(
+            map(self._slots.__getitem__, batch.req_ids), np.intp, len(batch.req_ids)
+        )
+        starts_R = batch.starts_R.astype(np.uint32)
+        seen_R = self._seen_S[slots_R]
+        self._note_cached(slots_R, seen_R, starts_R)
+        ends_R = starts_R + batch.counts_R.astype(np.uint32)
+        self._seen_S[slots_R] = np.maximum(seen_R, ends_R)
+        return StepRows(
+            events=self._take_events(),
+            counts_R=batch.counts_R.copy(),
+            streams_R=self._stream_S[slots_R],
+            choices_R=self._choice_S[slots_R],
+            prompts_R=self._prompt_S[slots_R],
+            seen_R=seen_R,
+        )
+
+    def idle(self) -> StepRows:
+        """A step that forwards nothing may still have something to say."""
+        nobody = Batch((), np.zeros(0, np.int32), np.zeros(0, np.int32))
+        return self.step(nobody)
+
+    def _take_events(self) -> NDArray[np.void]:
+        events, self._events = self._events, []
+        return np.concatenate(events) if events else np.empty(0, wire.ROW)
+
+    def _note_cached(
+        self,
+        slots_R: NDArray[np.intp],
+        seen_R: NDArray[np.uint32],
+        starts_R: NDArray[np.uint32],
+    ) -> None:
+        """Positions between what was forwarded and where this step starts came from a cache."""
+        skipped = starts_R > seen_R
+        if not skipped.any():
+            return
+        slots = slots_R[skipped]
+        spans = starts_R[skipped] - seen_R[skipped]
+        self._events.append(
+            _events(
+                self._stream_S[slots],
+                self._choice_S[slots],
+                positions=seen_R[skipped],
+                spans=spans,
+                phase=wire.CACHED,
+            )
+        )
+
+    def _grow(self) -> None:
+        for name in ("_stream_S", "_choice_S", "_prompt_S", "_seen_S"):
+            old = getattr(self, name)
+            setattr(self, name, np.concatenate([old, np.zeros_like(old)]))
+
+
+def _events(
+    streams: NDArray[np.uint64],
+    choices: NDArray[np.uint16],
+    *,
+    positions: NDArray[np.uint32],
+    spans: NDArray[np.uint32],
+    phase: int,
+) -> NDArray[np.void]:
+    rows = np.zeros(len(streams), wire.ROW)
+    rows["stream"], rows["choice"] = streams, choices
+    rows["position"], rows["span"] = positions, spans
+    rows["token_id"], rows["phase"] = -1, phase
+    return rows
