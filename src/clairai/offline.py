@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from clairai import errors, wire
-from clairai.config import Settings
+from clairai.settings import Settings
 from clairai.match.align import Scores, align
 from clairai.match.ledger import Ledger
 from clairai.probe.files import dumps
@@ -61,7 +61,7 @@ def _arm_late() -> None:
     plugins = sys.modules.get("vllm.plugins")
     if plugins is None or not getattr(plugins, "plugins_loaded", False):
         return
-    from clairai.config import is_disabled
+    from clairai.settings import is_disabled
 
     if not is_disabled():
         from clairai.compat.arm import arm
@@ -93,7 +93,8 @@ def scores(llm: Any, outputs: Sequence[Any]) -> list[list[Scores]]:
 
 
 def _read(socket: Path, wanted: set[int]) -> Ledger:
-    ledger = Ledger(only=wanted)
+    # Bounded by the ring itself: what it holds fits in memory.
+    ledger = Ledger(only=wanted, max_streams=len(wanted) + 1, max_rows=sys.maxsize)
     with Reader.attach(socket, start="oldest") as reader:
         while records := reader.poll():
             for record in records:
@@ -103,12 +104,12 @@ def _read(socket: Path, wanted: set[int]) -> Ledger:
 
 def _aligned(ledger: Ledger, stream: int, output: Any, answer: Any) -> Scores:
     rows = ledger.rows(stream, answer.index)
-    aligned = align(rows, output.prompt_token_ids, answer.token_ids)
-    if aligned.missing:
+    aligned = None if rows is None else align(rows, output.prompt_token_ids, answer.token_ids)
+    if aligned is None or aligned.missing:
+        lost = "all" if aligned is None else f"{aligned.missing} of {len(aligned.token_ids)}"
         raise errors.RowsLostError(
-            f"{aligned.missing} of {len(aligned.token_ids)} rows of request {output.request_id!r} "
-            f"were overwritten before they were read; raise ring_mib in clairai.config(), "
-            f"or call clairai.scores() after fewer requests"
+            f"{lost} rows of request {output.request_id!r} were overwritten before they were read; "
+            f"raise ring_mib in clairai.config(), or call clairai.scores() after fewer requests"
         )
     return aligned
 

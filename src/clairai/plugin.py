@@ -19,7 +19,7 @@ def register() -> None:
 
     if not is_asked_for(sys.argv):
         return
-    from clairai.config import is_disabled
+    from clairai.settings import is_disabled
 
     if is_disabled():
         return

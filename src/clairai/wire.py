@@ -138,7 +138,8 @@ class Description(msgspec.Struct, frozen=True, tag="description", forbid_unknown
     width: int
     points: tuple[str, ...]
     capacity: int
-    published: int
+    published: int  # records
+    unpublished: int  # steps that never reached the ring: 0 unless something is broken
 
 
 class Streams(msgspec.Struct, frozen=True, tag="streams", forbid_unknown_fields=True):

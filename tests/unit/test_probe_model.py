@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from clairai import wire
@@ -151,6 +151,7 @@ def test_each_activation_is_applied_after_the_bias() -> None:
     np.testing.assert_allclose(sigmoid, 1 / (1 + np.exp([-2.0, 1.0])), rtol=1e-15)
 
 
+@settings(deadline=None)
 @given(st.lists(st.floats(width=32), min_size=3, max_size=3), st.sampled_from(["none", "sigmoid"]))
 def test_no_row_of_any_bits_makes_scoring_warn(row: list[float], activation: str) -> None:
     scores_T = probe(activation=activation).apply(np.array([row], np.float32))

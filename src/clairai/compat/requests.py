@@ -13,7 +13,7 @@ import secrets
 from typing import Any, Final
 from weakref import WeakValueDictionary
 
-from clairai import request as fields
+from clairai import wanted as fields
 from clairai.errors import RequestError
 from clairai.tap.rows import Mark
 

@@ -12,7 +12,7 @@ from typing import Any
 
 from clairai.compat import layers, modes, norms, runner, version
 from clairai.compat.sight import KEY
-from clairai.config import Plan, Settings, plan
+from clairai.settings import Plan, Settings, plan
 from clairai.errors import PointError
 from clairai.probe.columns import Columns
 from clairai.tap.control import answer

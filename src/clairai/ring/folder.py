@@ -47,8 +47,9 @@ def socket_path(folder: Path, epoch: int) -> Path:
 
 def engine_sockets(folder: Path) -> list[Path]:
     """Our engines' sockets, newest first, whether or not anybody still listens."""
-    ages = [(_own_socket_age_s(path), path) for path in folder.glob("engine-*.sock")]
-    return [path for age_s, path in sorted(ages) if age_s is not None]
+    made = {path: _own_socket_made_s(path) for path in folder.glob("engine-*.sock")}
+    ours = {path: made_s for path, made_s in made.items() if made_s is not None}
+    return sorted(ours, key=ours.__getitem__, reverse=True)
 
 
 def engines(folder: Path) -> list[Path]:
@@ -62,8 +63,9 @@ def remove_stale(folder: Path) -> None:
         if _is_deserted(path):
             path.unlink(missing_ok=True)
     for path in folder.glob(f"engine-*.sock{STARTING_SUFFIX}"):
-        age_s = _own_socket_age_s(path)
-        if age_s is not None and age_s > STARTING_AGE_S and _is_deserted(path):
+        made_s = _own_socket_made_s(path)
+        is_old = made_s is not None and time.time() - made_s > STARTING_AGE_S
+        if is_old and _is_deserted(path):
             path.unlink(missing_ok=True)
 
 
@@ -116,13 +118,13 @@ def _require_private(folder: Path) -> None:
         )
 
 
-def _own_socket_age_s(path: Path) -> float | None:
+def _own_socket_made_s(path: Path) -> float | None:
     try:
         status = path.lstat()
     except FileNotFoundError:
         return None
     is_ours = stat.S_ISSOCK(status.st_mode) and status.st_uid == os.geteuid()
-    return time.time() - status.st_mtime if is_ours else None
+    return status.st_mtime if is_ours else None
 
 
 def _is_deserted(path: Path) -> bool:
@@ -132,6 +134,6 @@ def _is_deserted(path: Path) -> bool:
             sock.connect(os.fspath(path))
         except (ConnectionRefusedError, FileNotFoundError):
             return True
-        except BlockingIOError:
-            return False  # its queue is full: slow, not dead
+        except OSError:
+            return False  # its queue is full, or anything else: not known to be dead
     return False

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -51,7 +51,7 @@ class Detached:
 Event = Waiting | Attached | Batch | Detached
 
 
-def follow(folder: Path, *, start: Start, stop: Callable[[], bool]) -> Iterator[Event]:
+def follow(folder: Path, *, start: Start, stop: Callable[[], bool]) -> Generator[Event, None, None]:
     """Events until `stop()`. `start` is for an engine that is there at the first look.
 
     Engines that come later are read from their first record on; one that hung up on us and is

@@ -55,6 +55,10 @@ class RingServer:
         self.path.unlink(missing_ok=True)
         os.eventfd_write(self._wake_fd, 1)
         self._thread.join(CLOSE_TIMEOUT_S)
+        if self._thread.is_alive():
+            _log.warning("readers are still being served after %s s", CLOSE_TIMEOUT_S)
+        else:
+            self.release()
 
     def release(self) -> None:
         """Close this process's descriptors and nothing else."""
@@ -66,15 +70,12 @@ class RingServer:
         os.close(self._wake_fd)
 
     def _serve(self) -> None:
-        try:
-            while not self._is_closing.is_set():
-                for key, _ in self._selector.select():
-                    if key.fileobj is self._listener:
-                        self._accept()
-                    elif isinstance(key.data, _Session):
-                        self._attend(key.data)
-        finally:
-            self.release()
+        while not self._is_closing.is_set():
+            for key, _ in self._selector.select():
+                if key.fileobj is self._listener:
+                    self._accept()
+                elif isinstance(key.data, _Session):
+                    self._attend(key.data)
 
     def _accept(self) -> None:
         try:
@@ -87,7 +88,7 @@ class RingServer:
         try:
             self._admit(sock)
         except Exception as error:
-            _log.warning("a reader could not attach: %s", error)
+            _log.log(_level(error), "a reader could not attach: %s", error)
             sock.close()
 
     def _admit(self, sock: socket.socket) -> None:
@@ -111,7 +112,7 @@ class RingServer:
                 self._selector.modify(session.sock, session.events, session)
                 return
         except Exception as error:
-            _log.warning("a reader is let go: %s", error)
+            _log.log(_level(error), "a reader is let go: %s", error)
         self._selector.unregister(session.sock)
         self._sessions.discard(session)
         session.sock.close()
@@ -153,7 +154,7 @@ class _Session:
                 return False
             self._inbox.feed(raw)
         while not self._outbox and (message := self._inbox.take()) is not None:
-            self.send(self._answer(message))
+            self._reply(message)
         return True
 
     def send(self, message: Message) -> None:
@@ -168,6 +169,13 @@ class _Session:
             return
         del self._outbox[:num_sent]
 
+    def _reply(self, message: Message) -> None:
+        answer = self._answer(message)
+        try:
+            self.send(answer)
+        except HandshakeError as error:
+            self.send(Refusal("too-large", error.reason))
+
     def _answer(self, message: Message) -> Bank | Refusal:
         if not isinstance(message, AskBank):
             raise HandshakeError(f"reader sent {type(message).__name__}, may send AskBank")
@@ -175,6 +183,11 @@ class _Session:
         if bank is None:
             return Refusal("unknown-bank", f"there is no bank {message.version}")
         return bank
+
+
+def _level(error: Exception) -> int:
+    # A reader may vanish at any moment; anything else is worth a look.
+    return logging.DEBUG if isinstance(error, ConnectionError) else logging.WARNING
 
 
 def _release_in_forked_child(server: RingServer) -> None:

@@ -61,6 +61,7 @@ def _state(columns: Columns) -> wire.BankState:
 
 
 def _describe(station: Station) -> wire.Description:
+    station.flush()
     return wire.Description(
         socket=str(station.server.path),
         epoch=station.epoch,
@@ -69,4 +70,5 @@ def _describe(station: Station) -> wire.Description:
         points=station.about.points,
         capacity=station.columns.capacity,
         published=station.writer.statistics().published,
+        unpublished=station.num_failed,
     )

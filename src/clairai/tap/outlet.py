@@ -7,10 +7,11 @@ when they have landed, so that the engine never waits.
 
 from __future__ import annotations
 
+import logging
 import queue
 import threading
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Final, Protocol
 
 import numpy as np
 import torch
@@ -19,6 +20,8 @@ from numpy.typing import NDArray
 from clairai.probe.columns import Columns
 from clairai.ring.writer import RingWriter
 from clairai.tap.rows import StepRows
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -65,7 +68,15 @@ class Step:
 
 
 class Outlet(Protocol):
+    @property
+    def num_failed(self) -> int:
+        """Steps that never reached the ring; 0 unless something is broken, and reported."""
+
     def send(self, step: Step) -> None: ...
+
+    def flush(self) -> None:
+        """Return when every step that was sent is in the ring."""
+
     def close(self) -> None: ...
 
 
@@ -83,11 +94,16 @@ def publish(writer: RingWriter, step: Step) -> None:
 class HostOutlet:
     """For an engine whose tensors are host memory: publish now."""
 
+    num_failed: Final = 0  # a failure here is raised into the step itself
+
     def __init__(self, writer: RingWriter) -> None:
         self._writer = writer
 
     def send(self, step: Step) -> None:
         publish(self._writer, step)
+
+    def flush(self) -> None:
+        pass
 
     def close(self) -> None:
         pass
@@ -98,7 +114,8 @@ class DeviceOutlet:
 
     def __init__(self, writer: RingWriter) -> None:
         self._writer = writer
-        self._steps: queue.SimpleQueue[tuple[Step, torch.cuda.Event] | None] = queue.SimpleQueue()
+        self.num_failed = 0
+        self._steps: queue.Queue[tuple[Step, torch.cuda.Event] | None] = queue.Queue()
         self._thread = threading.Thread(target=self._drain, name="clairai-outlet", daemon=True)
         self._thread.start()
 
@@ -116,15 +133,27 @@ class DeviceOutlet:
         event.record()
         self._steps.put((landed, event))
 
+    def flush(self) -> None:
+        self._steps.join()
+
     def close(self) -> None:
         self._steps.put(None)
         self._thread.join(timeout=10)
 
     def _drain(self) -> None:
         while (item := self._steps.get()) is not None:
-            step, event = item
+            self._publish(*item)
+            self._steps.task_done()
+        self._steps.task_done()
+
+    def _publish(self, step: Step, event: torch.cuda.Event) -> None:
+        try:
             event.synchronize()  # pairs with record() in send: the host copies are complete
             publish(self._writer, step)
+        except Exception:
+            # The thread must live: a dead one would lose every later step in silence.
+            self.num_failed += 1
+            logger.exception("clairai: step %d could not be published", step.number)
 
 
 def _to_host(tensor: torch.Tensor) -> torch.Tensor:

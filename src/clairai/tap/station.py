@@ -16,7 +16,7 @@ from typing import Final
 import torch
 
 from clairai import wire
-from clairai.config import Settings
+from clairai.settings import Settings
 from clairai.probe.columns import Columns
 from clairai.ring.handshake import RingServer, runtime_dir
 from clairai.ring.layout import RingShape
@@ -127,6 +127,14 @@ class Station:
                 token_ids_T=inputs.token_ids_T[:num_tokens],
             )
         )
+
+    def flush(self) -> None:
+        """Return when every step so far is in the ring: what a caller asks for next is there."""
+        self._outlet.flush()
+
+    @property
+    def num_failed(self) -> int:
+        return self._outlet.num_failed
 
     def stream_of(self, request_id: str) -> int | None:
         return self._streams.get(request_id)

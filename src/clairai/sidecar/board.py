@@ -1,0 +1,181 @@
+"""Takes records as they come; gives what a person wants to see of them: the newest of each request.
+
+R = rows of a record, C = columns (probes) of its bank
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from clairai import wire
+from clairai.match.ledger import Run, runs
+from clairai.ring.reader import ReaderStatistics, Record
+
+MAX_REQUESTS: Final = 4096
+RATE_WINDOW_S: Final = 2.0
+
+
+@dataclass(frozen=True, eq=False)
+class Columns:
+    """The bank as the board needs it; a probe without a threshold is never at or above it."""
+
+    names: tuple[str, ...]
+    thresholds_C: NDArray[np.float32]
+
+    @classmethod
+    def of(cls, bank: wire.Bank) -> Columns:
+        limits = [np.inf if p.threshold is None else p.threshold for p in bank.probes]
+        return cls(tuple(p.name for p in bank.probes), np.array(limits, np.float32))
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One probe's newest score of one request."""
+
+    score: float
+    is_above: bool  # at or above the threshold now
+    was_above: bool  # or at any earlier token
+
+
+@dataclass
+class Request:
+    """One choice of one request, as far as it has come."""
+
+    stream: int
+    choice: int
+    phase: int = wire.PREFILL
+    num_scored: int = 0
+    num_cached: int = 0
+    position: int = 0
+    _columns: Columns | None = None
+    _newest_C: NDArray[np.float32] = field(default_factory=lambda: np.empty(0, np.float32))
+    _above: set[str] = field(default_factory=set)
+
+    def add_tokens(
+        self, rows: NDArray[np.void], scores_RC: NDArray[np.float32], columns: Columns
+    ) -> None:
+        last = rows[-1]
+        self.phase, self.position = int(last["phase"]), int(last["position"])
+        self.num_scored += len(rows)
+        self._columns, self._newest_C = columns, scores_RC[-1].copy()
+        is_above_C = (scores_RC >= columns.thresholds_C).any(axis=0)
+        self._above.update(columns.names[index] for index in np.flatnonzero(is_above_C))
+
+    def add_marks(self, rows: NDArray[np.void]) -> None:
+        is_cached = rows["phase"] == wire.CACHED
+        self.num_cached += int(rows["span"][is_cached].sum())
+        if not is_cached.all():
+            self.phase = wire.FINISHED
+
+    def cell(self, name: str) -> Cell | None:
+        """None where the probe was not in the bank at the newest token."""
+        if self._columns is None or name not in self._columns.names:
+            return None
+        index = self._columns.names.index(name)
+        score = self._newest_C[index]
+        is_above = bool(score >= self._columns.thresholds_C[index])
+        return Cell(float(score), is_above, name in self._above)
+
+
+class Board:
+    """Recent requests and running counts over all engines so far; bounded, whatever comes."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self.welcome: wire.Welcome | None = None
+        self.columns: Columns | None = None
+        self.num_attached = self.num_rows = self.num_finished = 0
+        self._clock = clock
+        self._requests: dict[tuple[int, int], Request] = {}  # oldest first
+        self._arrivals: deque[tuple[float, int]] = deque()
+        self._known: tuple[wire.Bank, Columns] | None = None
+        self._before = self._now = ReaderStatistics(0, 0, 0, 0, 0)
+
+    def attach(self, welcome: wire.Welcome) -> None:
+        self.welcome = welcome
+        self.num_attached += 1
+        self._known = None
+
+    def detach(self, statistics: ReaderStatistics) -> None:
+        """The engine is gone, and with it every request that had not finished."""
+        self._now = statistics
+        self._before, self._now = self.statistics, ReaderStatistics(0, 0, 0, 0, 0)
+        self.welcome = None
+        for request in self._live():
+            request.phase = wire.FINISHED
+
+    def feed(self, record: Record, bank: wire.Bank) -> None:
+        columns = self._columns_of(bank)
+        num_tokens = 0
+        for run in runs(record.rows):
+            part = slice(run.begin, run.end)
+            request = self._request(run)
+            if run.is_marks:
+                self._mark(request, record.rows[part])
+            else:
+                request.add_tokens(record.rows[part], record.scores_RC[part], columns)
+                num_tokens += run.end - run.begin
+        self.num_rows += num_tokens
+        self._arrivals.append((self._clock(), num_tokens))
+
+    def note(self, statistics: ReaderStatistics) -> None:
+        """Counts of the engine that is attached."""
+        self._now = statistics
+
+    @property
+    def statistics(self) -> ReaderStatistics:
+        """Summed over every engine so far; the lag is that of the one attached."""
+        before, now = self._before, self._now
+        return ReaderStatistics(
+            first=0,
+            delivered=before.delivered + now.delivered,
+            lost=before.lost + now.lost,
+            torn=before.torn + now.torn,
+            lag=now.lag,
+        )
+
+    @property
+    def num_live(self) -> int:
+        return sum(1 for _ in self._live())
+
+    def rows_per_s(self) -> float:
+        """Over the last moments, so that it falls to 0 when the engine is idle."""
+        oldest_s = self._clock() - RATE_WINDOW_S
+        while self._arrivals and self._arrivals[0][0] < oldest_s:
+            self._arrivals.popleft()
+        return sum(num_rows for _, num_rows in self._arrivals) / RATE_WINDOW_S
+
+    def newest(self, limit: int) -> list[Request]:
+        """Requests that are not finished first, then the newest: each stays where it is."""
+        ordered = sorted(
+            reversed(self._requests.values()), key=lambda request: request.phase == wire.FINISHED
+        )
+        return ordered[: max(limit, 0)]
+
+    def _live(self) -> Iterator[Request]:
+        return (r for r in self._requests.values() if r.phase != wire.FINISHED)
+
+    def _mark(self, request: Request, rows: NDArray[np.void]) -> None:
+        was_finished = request.phase == wire.FINISHED
+        request.add_marks(rows)
+        self.num_finished += request.phase == wire.FINISHED and not was_finished
+
+    def _request(self, run: Run) -> Request:
+        key = (run.stream, run.choice)
+        if key not in self._requests:
+            if len(self._requests) >= MAX_REQUESTS:
+                del self._requests[next(iter(self._requests))]
+            self._requests[key] = Request(*key)
+        return self._requests[key]
+
+    def _columns_of(self, bank: wire.Bank) -> Columns:
+        if self._known is None or self._known[0] is not bank:
+            self._known = (bank, Columns.of(bank))
+        self.columns = self._known[1]
+        return self.columns

@@ -1,0 +1,117 @@
+"""Takes records and the names of their columns; gives JSON, one object a line, null for NaN.
+
+R = rows of a record, C = columns (probes) of its bank
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Final
+
+import msgspec
+
+from clairai import wire
+from clairai.ring.reader import ReaderStatistics, Record
+
+# msgspec writes a number that is not finite as null, so every line is JSON.
+_ENCODER: Final = msgspec.json.Encoder()
+_FIELDS: Final = ("stream", "position", "token_id", "span", "phase", "choice", "flags")
+
+
+class Row(msgspec.Struct, frozen=True, omit_defaults=True):
+    """One token that was forwarded, and its scores."""
+
+    stream: int
+    position: int
+    token_id: int
+    phase: str
+    scores: dict[str, float]
+    choice: int = 0
+    recomputed: bool = False
+
+
+class Cached(msgspec.Struct, frozen=True, omit_defaults=True, tag_field="event", tag="cached"):
+    """`span` prompt tokens from `position` on came from the prefix cache: no scores."""
+
+    stream: int
+    position: int
+    span: int
+    choice: int = 0
+
+
+class Finished(msgspec.Struct, frozen=True, omit_defaults=True, tag_field="event", tag="finished"):
+    """No more rows will follow."""
+
+    stream: int
+    choice: int = 0
+
+
+class Lost(msgspec.Struct, frozen=True, tag_field="event", tag="lost"):
+    """Records that were overwritten before they could be read; each holds rows of one step."""
+
+    records: int
+
+
+class Attached(msgspec.Struct, frozen=True, tag_field="event", tag="attached"):
+    """From here on the rows come from this engine."""
+
+    epoch: str
+    model: str
+    vllm: str
+    pid: int
+
+    @classmethod
+    def to(cls, welcome: wire.Welcome) -> Attached:
+        return cls(f"{welcome.epoch:016x}", welcome.model, welcome.vllm, welcome.pid)
+
+
+class Detached(msgspec.Struct, frozen=True, tag_field="event", tag="detached"):
+    """The last word on an engine: every record it published is in one of the two counts."""
+
+    delivered: int
+    lost: int
+    torn: int
+    reason: str
+
+    @classmethod
+    def after(cls, statistics: ReaderStatistics, reason: str) -> Detached:
+        return cls(statistics.delivered, statistics.lost, statistics.torn, reason)
+
+
+Line = Row | Cached | Finished | Lost | Attached | Detached
+
+
+def encode(lines: Iterable[Line]) -> bytes:
+    return _ENCODER.encode_lines(lines)
+
+
+def record_lines(record: Record, names: tuple[str, ...], *, with_events: bool) -> list[Line]:
+    """The record's rows in their order; rows that stand for no token only `with_events`."""
+    rows, scores_RC = record.rows, record.scores_RC
+    if not with_events:
+        is_token = rows["phase"] <= wire.DECODE
+        rows, scores_RC = rows[is_token], scores_RC[is_token]
+    columns = [rows[field].tolist() for field in _FIELDS]
+    return [_line(*row, names) for row in zip(*columns, scores_RC.tolist(), strict=True)]
+
+
+def _line(
+    stream: int,
+    position: int,
+    token_id: int,
+    span: int,
+    phase: int,
+    choice: int,
+    flags: int,
+    scores: list[float],
+    names: tuple[str, ...],
+) -> Line:
+    if phase == wire.CACHED:
+        return Cached(stream, position, span, choice)
+    if phase == wire.FINISHED:
+        return Finished(stream, choice)
+    scored = dict(zip(names, scores, strict=True))
+    is_recomputed = bool(flags & wire.RECOMPUTED)
+    return Row(
+        stream, position, token_id, wire.PHASE_NAMES[phase], scored, choice, is_recomputed
+    )

@@ -1,0 +1,101 @@
+"""Takes nothing; gives model folders for tests: the real one, cuts of it, and tiny random ones."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+
+
+def real() -> Path:
+    from clairai.demo.model import smollm2
+
+    return smollm2()
+
+
+def cut(folder: Path, num_layers: int, target: Path) -> Path:
+    """The first layers of a real model, as a model of its own."""
+    from safetensors import safe_open
+    from safetensors.numpy import save_file
+
+    target.mkdir(parents=True)
+    for file in folder.iterdir():
+        if file.suffix == ".json" and file.name != "clairai-seal.json":
+            shutil.copy(file, target)
+    config = json.loads((target / "config.json").read_text())
+    (target / "config.json").write_text(json.dumps(config | {"num_hidden_layers": num_layers}))
+    with safe_open(folder / "model.safetensors", "np") as source:
+        kept = {
+            name: source.get_tensor(name)
+            for name in source.keys()  # noqa: SIM118  # not a dict
+            if ".layers." not in name or int(name.split(".layers.")[1].split(".")[0]) < num_layers
+        }
+    save_file(kept, target / "model.safetensors", metadata={"format": "pt"})
+    return target
+
+
+SHAPE: Final = {
+    "vocab_size": 512,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 256,
+    "tie_word_embeddings": False,
+}
+
+
+def tiny(architecture: str, target: Path) -> Path:
+    """A small model of that architecture with random weights, saved by Hugging Face itself."""
+    import torch
+    import transformers
+
+    torch.manual_seed(11)
+    config_class, extra = ARCHITECTURES[architecture]
+    config: Any = getattr(transformers, config_class)(**extra)
+    model = transformers.AutoModelForCausalLM.from_config(config).float()
+    for parameter in model.parameters():
+        # Larger than Hugging Face's init: small weights make every layer nearly the identity.
+        torch.nn.init.normal_(parameter, std=0.15 if parameter.dim() > 1 else 0.5)
+    model.save_pretrained(target)
+    return target
+
+
+ARCHITECTURES: Final[dict[str, tuple[str, dict[str, Any]]]] = {
+    "llama": ("LlamaConfig", SHAPE),
+    "qwen2": ("Qwen2Config", SHAPE),
+    "qwen3": ("Qwen3Config", SHAPE | {"head_dim": 16}),
+    "mistral": ("MistralConfig", SHAPE | {"sliding_window": None}),
+    "phi3": ("Phi3Config", SHAPE | {"pad_token_id": 0, "original_max_position_embeddings": 256}),
+    "gemma2": ("Gemma2Config", SHAPE | {"head_dim": 16, "query_pre_attn_scalar": 16}),
+    "gemma3": (
+        "Gemma3TextConfig",
+        SHAPE | {"head_dim": 16, "query_pre_attn_scalar": 16, "sliding_window": 32},
+    ),
+    "starcoder2": ("Starcoder2Config", SHAPE | {"sliding_window": None}),
+    "opt": (
+        "OPTConfig",
+        {
+            "vocab_size": 512,
+            "hidden_size": 64,
+            "word_embed_proj_dim": 64,
+            "ffn_dim": 128,
+            "num_hidden_layers": 4,
+            "num_attention_heads": 4,
+            "max_position_embeddings": 256,
+        },
+    ),
+    "gpt2": (
+        "GPT2Config",
+        {"vocab_size": 512, "n_embd": 64, "n_layer": 4, "n_head": 4, "n_positions": 256},
+    ),
+}
+
+
+def random_prompts(seed: int, lengths: tuple[int, ...], vocabulary: int) -> list[list[int]]:
+    rng = np.random.default_rng(seed)
+    return [rng.integers(3, vocabulary, length).tolist() for length in lengths]

@@ -1,0 +1,101 @@
+"""Takes vLLM arguments; gives a process of its own that holds a real engine and runs test scenarios.
+
+A process each, because vLLM keeps global state and warns freely: the suite's own process stays
+clean, and an engine's death is seen as such.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import traceback
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Final, Self
+
+START_DEADLINE_S: Final = 300.0
+CALL_DEADLINE_S: Final = 600.0
+
+ENVIRONMENT: Final = {
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    "VLLM_CPU_OMP_THREADS_BIND": "0-1",
+    "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_LOGGING_LEVEL": "ERROR",
+    "HF_HUB_OFFLINE": "1",
+    "TQDM_DISABLE": "1",
+}
+
+
+class EngineFailed(Exception):
+    """The engine's process raised; the text is its traceback."""
+
+
+class EngineProcess:
+    """A real engine in a child process; `call` runs a function there with the LLM as first argument."""
+
+    def __init__(
+        self, *, runtime: Path, environment: dict[str, str] | None = None, **llm: Any
+    ) -> None:
+        context = multiprocessing.get_context("spawn")
+        self._pipe, child = context.Pipe()
+        variables = ENVIRONMENT | {"CLAIRAI_RUNTIME_DIR": str(runtime)} | (environment or {})
+        self.process = context.Process(target=_serve, args=(child, variables, llm), daemon=True)
+        self.process.start()
+        child.close()
+        self._receive(START_DEADLINE_S)
+
+    def call(self, scenario: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        self._pipe.send((scenario, args, kwargs))
+        return self._receive(CALL_DEADLINE_S)
+
+    def _receive(self, deadline_s: float) -> Any:
+        if not self._pipe.poll(deadline_s):
+            self.close()
+            raise EngineFailed(f"no answer within {deadline_s:.0f} s")
+        try:
+            is_good, value = self._pipe.recv()
+        except EOFError:
+            raise EngineFailed(f"the process ended, exit code {self.process.exitcode}") from None
+        if not is_good:
+            raise EngineFailed(value)
+        return value
+
+    def close(self) -> None:
+        self._pipe.close()
+        self.process.join(timeout=20)
+        if self.process.is_alive():
+            self.process.kill()
+            self.process.join()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def _serve(pipe: Connection, variables: dict[str, str], llm_arguments: dict[str, Any]) -> None:
+    os.environ.update(variables)
+    try:
+        from vllm import LLM
+
+        llm = LLM(**llm_arguments)
+    except BaseException:
+        pipe.send((False, traceback.format_exc()))
+        return
+    pipe.send((True, None))
+    while True:
+        try:
+            scenario, args, kwargs = pipe.recv()
+        except EOFError:
+            break
+        try:
+            pipe.send((True, scenario(llm, *args, **kwargs)))
+        except BaseException:
+            pipe.send((False, traceback.format_exc()))
+    llm.llm_engine.engine_core.shutdown()
