@@ -27,8 +27,8 @@ lint: setup ## ruff and mypy
 test: lint ## lint, then the whole test suite
 	@$(BIN)/python -m pytest
 
-matrix: setup ## the same tests on every vLLM release served, one environment at a time (KEEP=1 keeps them)
-	@$(BIN)/python -m scripts.matrix
+matrix: setup ## the same tests on every vLLM release served, one environment at a time (KEEP=1 keeps them, VERSIONS=... picks some)
+	@$(BIN)/python -m scripts.matrix $(VERSIONS)
 
 bench: setup ## measure every published number again
 	@set -e; for script in bench/*.py; do $(BIN)/python "$$script"; done

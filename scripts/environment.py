@@ -84,12 +84,19 @@ class Environment:
 
     def version(self, distribution: str) -> str | None:
         """The installed version of `distribution` as this environment's Python sees it."""
-        code = f"import importlib.metadata as m; print(m.version({distribution!r}))"
+        return self._metadata(f"m.version({distribution!r})") or None
+
+    def requires(self, distribution: str) -> list[str]:
+        """What the installed `distribution` says it depends on."""
+        return self._metadata(f"'\\n'.join(m.requires({distribution!r}) or ())").splitlines()
+
+    def _metadata(self, expression: str) -> str:
+        code = f"import importlib.metadata as m; print({expression})"
         command = [str(self.python), "-c", code]
         done = subprocess.run(
             command, capture_output=True, text=True, env=_clean_environ(), check=False
         )
-        return done.stdout.strip() if done.returncode == 0 else None
+        return done.stdout.strip() if done.returncode == 0 else ""
 
     def _runs(self) -> bool:
         if not self.python.exists():

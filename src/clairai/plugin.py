@@ -7,6 +7,13 @@ is imported up here: a failure inside `register` stops the engine instead.
 from __future__ import annotations
 
 import sys
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from argparse import Namespace
+
+    from fastapi import FastAPI
+    from starlette.datastructures import State
 
 
 def register() -> None:
@@ -26,3 +33,28 @@ def register() -> None:
     from clairai.compat.arm import arm
 
     arm()
+
+
+class Endpoint:
+    """Entry point of the group vllm.endpoint_plugins; loaded only if VLLM_PLUGINS names clairai.
+
+    The protocol is plugins/endpoint_plugins/interface.py of vLLM, the same in 0.26 and 0.32.
+    """
+
+    name = "clairai"
+    required_tasks = ("generate",)
+
+    def attach_router(self, app: FastAPI) -> None:
+        from clairai.http import attach
+
+        attach(app)
+
+    async def init_state(self, engine_client: Any, state: State, args: Namespace) -> None:  # noqa: ARG002
+        from clairai.compat.arm import is_armed_for
+        from clairai.settings import is_disabled
+
+        if engine_client is None or is_disabled() or not is_armed_for(engine_client.vllm_config):
+            return  # the routes say so
+        from clairai.http import connect
+
+        connect(engine_client, state)

@@ -42,11 +42,22 @@ SHAPE: Final = {
     "hidden_size": 64,
     "intermediate_size": 128,
     "num_hidden_layers": 4,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
+    "num_attention_heads": 2,  # of 32: the CPU kernels take no smaller heads
+    "num_key_value_heads": 1,
     "max_position_embeddings": 256,
     "tie_word_embeddings": False,
 }
+
+OPT: Final = {
+    "vocab_size": 512,
+    "hidden_size": 64,
+    "word_embed_proj_dim": 64,
+    "ffn_dim": 128,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 2,
+    "max_position_embeddings": 256,
+}
+TIED: Final = SHAPE | {"tie_word_embeddings": True}
 
 
 def tiny(architecture: str, target: Path) -> Path:
@@ -68,30 +79,21 @@ def tiny(architecture: str, target: Path) -> Path:
 ARCHITECTURES: Final[dict[str, tuple[str, dict[str, Any]]]] = {
     "llama": ("LlamaConfig", SHAPE),
     "qwen2": ("Qwen2Config", SHAPE),
-    "qwen3": ("Qwen3Config", SHAPE | {"head_dim": 16}),
+    "qwen3": ("Qwen3Config", SHAPE | {"head_dim": 32}),
     "mistral": ("MistralConfig", SHAPE | {"sliding_window": None}),
     "phi3": ("Phi3Config", SHAPE | {"pad_token_id": 0, "original_max_position_embeddings": 256}),
-    "gemma2": ("Gemma2Config", SHAPE | {"head_dim": 16, "query_pre_attn_scalar": 16}),
+    "gemma2": ("Gemma2Config", TIED | {"head_dim": 32, "query_pre_attn_scalar": 32}),
     "gemma3": (
         "Gemma3TextConfig",
-        SHAPE | {"head_dim": 16, "query_pre_attn_scalar": 16, "sliding_window": 32},
+        TIED | {"head_dim": 32, "query_pre_attn_scalar": 32, "sliding_window": 32},
     ),
-    "starcoder2": ("Starcoder2Config", SHAPE | {"sliding_window": None}),
-    "opt": (
-        "OPTConfig",
-        {
-            "vocab_size": 512,
-            "hidden_size": 64,
-            "word_embed_proj_dim": 64,
-            "ffn_dim": 128,
-            "num_hidden_layers": 4,
-            "num_attention_heads": 4,
-            "max_position_embeddings": 256,
-        },
-    ),
+    "olmo2": ("Olmo2Config", SHAPE),  # normalises after its sublayers
+    "starcoder2": ("Starcoder2Config", TIED | {"sliding_window": None}),
+    "opt": ("OPTConfig", OPT),
+    "opt_post_norm": ("OPTConfig", OPT | {"do_layer_norm_before": False}),
     "gpt2": (
         "GPT2Config",
-        {"vocab_size": 512, "n_embd": 64, "n_layer": 4, "n_head": 4, "n_positions": 256},
+        {"vocab_size": 512, "n_embd": 64, "n_layer": 4, "n_head": 2, "n_positions": 256},
     ),
 }
 

@@ -34,15 +34,23 @@ class EngineFailed(Exception):
 
 
 class EngineProcess:
-    """A real engine in a child process; `call` runs a function there with the LLM as first argument."""
+    """A real engine in a child process; `call` runs a function there, the LLM its first argument.
+
+    `plant` runs in the child before the engine starts: bugs are planted there.
+    """
 
     def __init__(
-        self, *, runtime: Path, environment: dict[str, str] | None = None, **llm: Any
+        self,
+        *,
+        runtime: Path,
+        environment: dict[str, str] | None = None,
+        plant: Callable[[], None] | None = None,
+        **llm: Any,
     ) -> None:
         context = multiprocessing.get_context("spawn")
         self._pipe, child = context.Pipe()
         variables = ENVIRONMENT | {"CLAIRAI_RUNTIME_DIR": str(runtime)} | (environment or {})
-        self.process = context.Process(target=_serve, args=(child, variables, llm), daemon=True)
+        self.process = context.Process(target=_serve, args=(child, variables, plant, llm), daemon=True)
         self.process.start()
         child.close()
         self._receive(START_DEADLINE_S)
@@ -79,9 +87,16 @@ class EngineProcess:
         self.close()
 
 
-def _serve(pipe: Connection, variables: dict[str, str], llm_arguments: dict[str, Any]) -> None:
+def _serve(
+    pipe: Connection,
+    variables: dict[str, str],
+    plant: Callable[[], None] | None,
+    llm_arguments: dict[str, Any],
+) -> None:
     os.environ.update(variables)
     try:
+        if plant is not None:
+            plant()
         from vllm import LLM
 
         llm = LLM(**llm_arguments)

@@ -1,18 +1,24 @@
-"""Takes a running engine; gives how far each tapped value is from Hugging Face's.
+"""Takes a running engine; gives every tapped value, and how far each is from Hugging Face's.
 
 The probes are the unit vectors, so that the scores at a point are the residual stream itself.
+T = tokens, D = model width.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 import clairai
+from clairai.probe.columns import MAX_PROBES
+from tests.engine.process import EngineProcess
 from tests.fidelity.oracle import hidden_states, relative_error
+
+Prompts = list[list[int]] | list[str]
 
 
 @dataclass(frozen=True)
@@ -26,18 +32,20 @@ class Fidelity:
     worst: float
 
 
-def unit_probes(point: str, width: int) -> list[clairai.Probe]:
-    eye = np.eye(width, dtype=np.float32)
-    return [
-        clairai.Probe(f"{point}:{index}", clairai.Point.parse(point), eye[index])
-        for index in range(width)
-    ]
-
-
 def compare(
-    llm: Any, folder: str, prompts: list[list[int]], points: list[str], width: int, num_new: int
+    engine: EngineProcess, folder: Path, prompts: Prompts, points: list[str], width: int, num_new: int
 ) -> list[Fidelity]:
-    """Generate once for each point with the bank swapped in between, while the engine serves."""
+    """Hugging Face runs in this process: vLLM changes its classes in the engine's."""
+    tapped = engine.call(tap_everything, prompts, points, width, num_new)
+    sequences = [scores.token_ids.tolist() for scores in tapped[points[0]]]
+    truths = [hidden_states(str(folder), sequence) for sequence in sequences]
+    return [_fidelity(point, sequences, rows, truths) for point, rows in tapped.items()]
+
+
+def tap_everything(
+    llm: Any, prompts: Prompts, points: list[str], width: int, num_new: int
+) -> dict[str, list[clairai.Scores]]:
+    """Generate for as many points as a bank holds; swap the bank while the engine serves; go on."""
     from vllm import SamplingParams
 
     bank = clairai.ProbeBank(llm)
@@ -48,16 +56,35 @@ def compare(
         detokenize=False,
         extra_args=clairai.request(prompt_scores=True),
     )
-    inputs = [{"prompt_token_ids": prompt} for prompt in prompts]
-    found: dict[str, list[clairai.Scores]] = {}
-    for point in points:
-        bank.add(*unit_probes(point, width))
+    inputs = [p if isinstance(p, str) else {"prompt_token_ids": p} for p in prompts]
+    tapped: dict[str, list[clairai.Scores]] = {}
+    at_once = MAX_PROBES // width
+    for first in range(0, len(points), at_once):
+        group = points[first : first + at_once]
+        bank.add(*(probe for point in group for probe in unit_probes(point, width)))
         outputs = llm.generate(inputs, params, use_tqdm=False)
-        found[point] = [answers[0] for answers in clairai.scores(llm, outputs)]
+        answers = [answers[0] for answers in clairai.scores(llm, outputs)]
+        tapped |= {point: [_only(scores, point) for scores in answers] for point in group}
         bank.remove(*(info.name for info in bank.list()))
-    sequences = [scores.token_ids.tolist() for scores in found[points[0]]]
-    truths = [hidden_states(folder, sequence) for sequence in sequences]
-    return [_fidelity(point, sequences, rows, truths) for point, rows in found.items()]
+    return tapped
+
+
+def _only(scores: clairai.Scores, point: str) -> clairai.Scores:
+    """The columns of one point, in the order of its unit vectors."""
+    columns = [scores.names.index(f"{point}:{i}") for i in range(_width(scores, point))]
+    return replace(scores, names=(point,), scores_NP=scores.scores_NP[:, columns])
+
+
+def _width(scores: clairai.Scores, point: str) -> int:
+    return sum(name.startswith(f"{point}:") for name in scores.names)
+
+
+def unit_probes(point: str, width: int) -> list[clairai.Probe]:
+    eye = np.eye(width, dtype=np.float32)
+    return [
+        clairai.Probe(f"{point}:{index}", clairai.Point.parse(point), eye[index])
+        for index in range(width)
+    ]
 
 
 def _fidelity(
@@ -75,3 +102,32 @@ def _fidelity(
     num_decode = sum(len(scores.token_ids) - scores.num_prompt - 1 for scores in found)
     p999 = float(np.quantile(error, 0.999))
     return Fidelity(point, error.size, num_decode, p999, float(error.max()))
+
+
+def plant_one_layer_off() -> None:
+    """The norm of layer L + 1 is taken for that of layer L."""
+    from clairai.compat import layers
+
+    find_right = layers.find_sites
+
+    def find_wrong(model: Any, *, num_layers: int, width: int) -> layers.Sites:
+        sites = find_right(model, num_layers=num_layers, width=width)
+        norms = [*sites.modules.values()]
+        shifted = dict(zip(sites.modules, [*norms[2:], *norms[:2]], strict=True))
+        return layers.Sites(shifted, sites.site_of, sites.refused, num_layers, width)
+
+    layers.find_sites = find_wrong
+
+
+def plant_hidden_alone() -> None:
+    """What the sublayer added is read instead of the stream it was added to."""
+    import torch
+
+    from clairai.compat import norms
+
+    def forward(self: Any, x_TD: Any, residual_TD: Any = None) -> Any:
+        torch.ops.clairai.tap(x_TD, self.clairai_token, self.clairai_name)
+        base = super(norms.Tapped, self).forward
+        return base(x_TD) if residual_TD is None else base(x_TD, residual_TD)
+
+    norms.Tapped.forward = forward  # type: ignore[method-assign]

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import nn
 
-from clairai.compat.blocks import ONE_TENSOR, Block, calls_of, is_norm, read_block
+from clairai.compat.blocks import Block, calls_of, is_norm, read_block
 from clairai.errors import UnsupportedError
 from clairai.points import Point
 
@@ -64,7 +64,7 @@ def _place_last(
     decoder: _Decoder, block: Block, last: Point, place: Any, refused: dict[Point, str]
 ) -> None:
     """The stream after the last block is what the final norm adds up, or is given."""
-    norm = _final_norm(decoder)
+    norm = _final_norm(decoder, block)
     if block.pre_attn is None:
         refused[last] = block.reason
     elif norm is None:
@@ -96,11 +96,10 @@ def _is_one_kind(blocks: nn.ModuleList) -> bool:
     return all(next(block.children(), None) is not None for block in blocks)
 
 
-def _final_norm(decoder: _Decoder) -> nn.Module | None:
-    """The last norm that the owner calls itself, with the arity its blocks promise."""
-    arity = 1 if type(decoder.blocks[0]).__name__ in ONE_TENSOR else 2
-    for call in reversed(list(calls_of(type(decoder.owner).forward))):
+def _final_norm(decoder: _Decoder, block: Block) -> nn.Module | None:
+    """The last norm that the owner calls itself, if it takes the stream as its blocks hand it on."""
+    for call in reversed(list(calls_of(type(decoder.owner)))):
         child = getattr(decoder.owner, call.name, None)
-        if isinstance(child, nn.Module) and is_norm(child):
-            return child if call.num_args == arity else None
+        if is_norm(child):
+            return child if call.num_args == (2 if block.is_fused else 1) else None
     return None

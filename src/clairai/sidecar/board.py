@@ -54,6 +54,7 @@ class Request:
     num_scored: int = 0
     num_cached: int = 0
     position: int = 0
+    is_cut_off: bool = False  # its engine died first
     _columns: Columns | None = None
     _newest_C: NDArray[np.float32] = field(default_factory=lambda: np.empty(0, np.float32))
     _above: set[str] = field(default_factory=set)
@@ -73,6 +74,10 @@ class Request:
         self.num_cached += int(rows["span"][is_cached].sum())
         if not is_cached.all():
             self.phase = wire.FINISHED
+
+    @property
+    def is_over(self) -> bool:
+        return self.is_cut_off or self.phase == wire.FINISHED
 
     def cell(self, name: str) -> Cell | None:
         """None where the probe was not in the bank at the newest token."""
@@ -102,20 +107,21 @@ class Board:
         self.num_attached += 1
         self._known = None
 
-    def detach(self, statistics: ReaderStatistics) -> None:
+    def detach(self) -> None:
         """The engine is gone, and with it every request that had not finished."""
-        self._now = statistics
         self._before, self._now = self.statistics, ReaderStatistics(0, 0, 0, 0, 0)
         self.welcome = None
         for request in self._live():
-            request.phase = wire.FINISHED
+            request.is_cut_off = True
 
     def feed(self, record: Record, bank: wire.Bank) -> None:
         columns = self._columns_of(bank)
         num_tokens = 0
         for run in runs(record.rows):
             part = slice(run.begin, run.end)
-            request = self._request(run)
+            request = self._request(run, record.rows[part])
+            if request is None:
+                continue
             if run.is_marks:
                 self._mark(request, record.rows[part])
             else:
@@ -123,6 +129,7 @@ class Board:
                 num_tokens += run.end - run.begin
         self.num_rows += num_tokens
         self._arrivals.append((self._clock(), num_tokens))
+        self._forget_arrivals()
 
     def note(self, statistics: ReaderStatistics) -> None:
         """Counts of the engine that is attached."""
@@ -146,36 +153,46 @@ class Board:
 
     def rows_per_s(self) -> float:
         """Over the last moments, so that it falls to 0 when the engine is idle."""
-        oldest_s = self._clock() - RATE_WINDOW_S
-        while self._arrivals and self._arrivals[0][0] < oldest_s:
-            self._arrivals.popleft()
+        self._forget_arrivals()
         return sum(num_rows for _, num_rows in self._arrivals) / RATE_WINDOW_S
 
     def newest(self, limit: int) -> list[Request]:
         """Requests that are not finished first, then the newest: each stays where it is."""
-        ordered = sorted(
-            reversed(self._requests.values()), key=lambda request: request.phase == wire.FINISHED
-        )
-        return ordered[: max(limit, 0)]
+        newest = [*reversed(self._requests.values())]
+        newest.sort(key=lambda request: request.is_over)
+        return newest[: max(limit, 0)]
 
     def _live(self) -> Iterator[Request]:
-        return (r for r in self._requests.values() if r.phase != wire.FINISHED)
+        return (request for request in self._requests.values() if not request.is_over)
 
     def _mark(self, request: Request, rows: NDArray[np.void]) -> None:
-        was_finished = request.phase == wire.FINISHED
+        was_over = request.is_over
         request.add_marks(rows)
-        self.num_finished += request.phase == wire.FINISHED and not was_finished
+        self.num_finished += request.is_over and not was_over
 
-    def _request(self, run: Run) -> Request:
+    def _request(self, run: Run, rows: NDArray[np.void]) -> Request | None:
+        """Whose rows these are; nobody's if they only end a request whose rows we never saw."""
         key = (run.stream, run.choice)
-        if key not in self._requests:
-            if len(self._requests) >= MAX_REQUESTS:
-                del self._requests[next(iter(self._requests))]
-            self._requests[key] = Request(*key)
-        return self._requests[key]
+        request = self._requests.get(key)
+        if _is_end(rows) or (request is not None and not request.is_over):
+            return request
+        self._requests.pop(key, None)  # the stream id is used again, by a new request
+        if len(self._requests) >= MAX_REQUESTS:
+            del self._requests[next(iter(self._requests))]
+        self._requests[key] = request = Request(*key)
+        return request
+
+    def _forget_arrivals(self) -> None:
+        oldest_s = self._clock() - RATE_WINDOW_S
+        while self._arrivals and self._arrivals[0][0] < oldest_s:
+            self._arrivals.popleft()
 
     def _columns_of(self, bank: wire.Bank) -> Columns:
         if self._known is None or self._known[0] is not bank:
             self._known = (bank, Columns.of(bank))
         self.columns = self._known[1]
         return self.columns
+
+
+def _is_end(rows: NDArray[np.void]) -> bool:
+    return bool((rows["phase"] == wire.FINISHED).all())

@@ -5,17 +5,20 @@ R = rows of a record, C = columns (probes) of its bank
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Final
 
 import msgspec
+import numpy as np
+from numpy.typing import NDArray
 
 from clairai import wire
+from clairai.match.ledger import runs
 from clairai.ring.reader import ReaderStatistics, Record
 
 # msgspec writes a number that is not finite as null, so every line is JSON.
 _ENCODER: Final = msgspec.json.Encoder()
-_FIELDS: Final = ("stream", "position", "token_id", "span", "phase", "choice", "flags")
+_ROW_FIELDS: Final = ("stream", "position", "token_id", "phase", "choice", "flags")
 
 
 class Row(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -90,28 +93,32 @@ def record_lines(record: Record, names: tuple[str, ...], *, with_events: bool) -
     rows, scores_RC = record.rows, record.scores_RC
     if not with_events:
         is_token = rows["phase"] <= wire.DECODE
-        rows, scores_RC = rows[is_token], scores_RC[is_token]
-    columns = [rows[field].tolist() for field in _FIELDS]
-    return [_line(*row, names) for row in zip(*columns, scores_RC.tolist(), strict=True)]
+        return [*_token_lines(rows[is_token], scores_RC[is_token], names)]
+    found: list[Line] = []
+    for run in runs(rows):
+        part = slice(run.begin, run.end)
+        if run.is_marks:
+            found += _mark_lines(rows[part])
+        else:
+            found += _token_lines(rows[part], scores_RC[part], names)
+    return found
 
 
-def _line(
-    stream: int,
-    position: int,
-    token_id: int,
-    span: int,
-    phase: int,
-    choice: int,
-    flags: int,
-    scores: list[float],
-    names: tuple[str, ...],
-) -> Line:
-    if phase == wire.CACHED:
-        return Cached(stream, position, span, choice)
-    if phase == wire.FINISHED:
-        return Finished(stream, choice)
-    scored = dict(zip(names, scores, strict=True))
-    is_recomputed = bool(flags & wire.RECOMPUTED)
-    return Row(
-        stream, position, token_id, wire.PHASE_NAMES[phase], scored, choice, is_recomputed
-    )
+def _token_lines(
+    rows: NDArray[np.void], scores_RC: NDArray[np.float32], names: tuple[str, ...]
+) -> Iterator[Row]:
+    columns = [rows[name].tolist() for name in _ROW_FIELDS]
+    for row, scores in zip(zip(*columns, strict=True), scores_RC.tolist(), strict=True):
+        stream, position, token_id, phase, choice, flags = row
+        scored = dict(zip(names, scores, strict=True))
+        is_again = bool(flags & wire.RECOMPUTED)
+        yield Row(stream, position, token_id, wire.PHASE_NAMES[phase], scored, choice, is_again)
+
+
+def _mark_lines(rows: NDArray[np.void]) -> Iterator[Line]:
+    columns = [rows[name].tolist() for name in ("stream", "position", "span", "choice", "phase")]
+    for stream, position, span, choice, phase in zip(*columns, strict=True):
+        if phase == wire.CACHED:
+            yield Cached(stream, position, span, choice)
+        else:
+            yield Finished(stream, choice)

@@ -1,4 +1,4 @@
-"""Takes bytes; gives them to a pipe, a terminal or a file, and never hangs on a reader that sleeps."""
+"""Takes bytes; gives them to a pipe, a terminal or a file, and never hangs on one that sleeps."""
 
 from __future__ import annotations
 

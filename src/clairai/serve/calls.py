@@ -1,0 +1,130 @@
+"""Takes the address of a vLLM server with clairai's routes; gives their answers, or why not.
+
+Follows no redirect and no proxy setting: the key goes to the address that was given, and nowhere
+else.
+"""
+
+from __future__ import annotations
+
+import http.client
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Final
+from urllib.parse import quote, urlsplit
+
+from clairai.errors import ClairaiError, ConfigError, ProbeError
+
+CONTROL_TIMEOUT_S: Final = 60.0
+ANSWER_TIMEOUT_S: Final = 600.0
+_MAX_ANSWER_BYTES: Final = 64 << 20
+
+
+@dataclass(frozen=True)
+class Answer:
+    """A status and what came with it; no object came if it is empty."""
+
+    status: int
+    body: Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Server:
+    """One server, by the address a browser would use."""
+
+    url: str
+    api_key: str | None = None
+
+    def __post_init__(self) -> None:
+        parts = urlsplit(self.url)
+        if parts.scheme not in ("http", "https") or not parts.hostname:
+            raise ConfigError(f"{self.url!r} is not an address; write http://127.0.0.1:8000")
+
+    def is_healthy(self, timeout_s: float) -> bool:
+        try:
+            return self._call("GET", "/health", timeout_s=timeout_s).status == 200
+        except (OSError, http.client.HTTPException):
+            return False
+
+    def describe(self) -> Mapping[str, Any]:
+        return self._ask("GET", "/v1/clairai")
+
+    def probes(self) -> Mapping[str, Any]:
+        return self._ask("GET", "/v1/probes")
+
+    def put_probe(self, name: str, data: bytes, *, only_if: Mapping[str, str]) -> Mapping[str, Any]:
+        return self._ask("PUT", _path(name), body=data, headers=only_if)
+
+    def remove_probe(self, name: str) -> Mapping[str, Any]:
+        return self._ask("DELETE", _path(name))
+
+    def chat(self, request: Mapping[str, Any]) -> Mapping[str, Any]:
+        body = json.dumps(request).encode()
+        typed = {"Content-Type": "application/json"}
+        path = "/v1/chat/completions"
+        return self._ask("POST", path, body=body, headers=typed, timeout_s=ANSWER_TIMEOUT_S)
+
+    def _ask(
+        self,
+        method: str,
+        path: str,
+        *,
+        body: bytes | None = None,
+        headers: Mapping[str, str] | None = None,
+        timeout_s: float = CONTROL_TIMEOUT_S,
+    ) -> Mapping[str, Any]:
+        try:
+            answer = self._call(method, path, body=body, headers=headers, timeout_s=timeout_s)
+        except (OSError, http.client.HTTPException) as error:
+            raise ConfigError(
+                f"{self.url} does not answer ({error}); start the server, or give its address"
+            ) from None
+        if answer.status >= 400:
+            raise self._refused(answer)
+        return answer.body
+
+    def _call(
+        self,
+        method: str,
+        path: str,
+        *,
+        body: bytes | None = None,
+        headers: Mapping[str, str] | None = None,
+        timeout_s: float,
+    ) -> Answer:
+        parts = urlsplit(self.url)
+        kind = (
+            http.client.HTTPSConnection if parts.scheme == "https" else http.client.HTTPConnection
+        )
+        connection = kind(str(parts.hostname), parts.port, timeout=timeout_s)
+        key = {} if self.api_key is None else {"Authorization": f"Bearer {self.api_key}"}
+        try:
+            sent = {**(headers or {}), **key}
+            connection.request(method, parts.path.rstrip("/") + path, body, sent)
+            response = connection.getresponse()
+            return Answer(response.status, _object(response.read(_MAX_ANSWER_BYTES)))
+        finally:
+            connection.close()
+
+    def _refused(self, answer: Answer) -> ClairaiError:
+        if answer.status == 401:
+            return ConfigError(f"{self.url} wants another API key; give it with --api-key")
+        error = answer.body.get("error")
+        if isinstance(error, dict) and "message" in error:
+            return ProbeError(f"{self.url} refused ({answer.status}): {error['message']}")
+        return ConfigError(
+            f"{self.url} answered {answer.status} and is no server with clairai's routes; "
+            f"start it with `clairai serve`, or with VLLM_PLUGINS naming clairai"
+        )
+
+
+def _path(name: str) -> str:
+    return f"/v1/probes/{quote(name, safe='')}"
+
+
+def _object(raw: bytes) -> Mapping[str, Any]:
+    try:
+        value = json.loads(raw) if raw else {}
+    except ValueError:
+        return {}
+    return value if isinstance(value, dict) else {}

@@ -1,0 +1,245 @@
+"""Takes what happens to a ring, event by event; shows it: JSON lines, a live table, plain lines."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Final, Protocol, Self
+
+from rich.console import Console
+from rich.live import Live
+
+from clairai import wire
+from clairai.errors import RingError
+from clairai.ring.attach import Reader
+from clairai.ring.follow import Attached, Batch, Detached, Event, Waiting
+from clairai.ring.reader import ReaderStatistics
+from clairai.sidecar import lines, table
+from clairai.sidecar.board import Board
+from clairai.sidecar.outflow import Outflow
+
+FRAME_S: Final = 0.2
+LINE_S: Final = 1.0
+STOPPED: Final = "stopped"  # what follow() says when we are the one to leave
+Say = Callable[[str], None]
+
+
+class View(Protocol):
+    """Shows events; `tick` comes several times a second, also when nothing happens."""
+
+    def show(self, event: Event) -> None: ...
+    def tick(self) -> None: ...
+
+
+def waiting_line(folder: Path, reason: str) -> str:
+    plain = f"no engine in {folder}"
+    return f"waiting for an engine in {folder}" + ("" if reason == plain else f" ({reason})")
+
+
+def last_line(statistics: ReaderStatistics, reason: str) -> str:
+    said = f"{reason}; {statistics.delivered} records delivered, {statistics.lost} lost"
+    return said if reason == STOPPED else f"{said}; waiting"
+
+
+class Loss:
+    """How much of an engine's loss has not been said yet."""
+
+    def __init__(self, say: Say) -> None:
+        self._say = say
+        self._num_said = self._num_nameless = 0
+
+    def begin(self) -> None:
+        self._num_said = self._num_nameless = 0
+
+    def nameless(self) -> None:
+        """A record whose columns nobody can name any more: as good as lost."""
+        self._num_nameless += 1
+
+    def counted(self, statistics: ReaderStatistics) -> ReaderStatistics:
+        nameless = self._num_nameless
+        return replace(
+            statistics,
+            delivered=statistics.delivered - nameless,
+            lost=statistics.lost + nameless,
+        )
+
+    def news(self, statistics: ReaderStatistics) -> int:
+        """Records lost since the last time; said on stderr too, whatever else is shown."""
+        total = self.counted(statistics).lost
+        fresh, self._num_said = total - self._num_said, total
+        if fresh:
+            noun = "record" if fresh == 1 else "records"
+            self._say(f"lost {fresh} {noun}; this engine has lost {total} in all")
+        return fresh
+
+
+def banks_of(batch: Batch) -> dict[int, wire.Bank | None]:
+    """By version; None where the engine died, or forgot, before it could be asked for the names.
+
+    Asked once for a batch: an engine that hangs makes us wait for each question.
+    """
+    versions = {record.bank_version for record in batch.records}
+    return {version: _bank(batch.reader, version) for version in versions}
+
+
+def _bank(reader: Reader, version: int) -> wire.Bank | None:
+    try:
+        return reader.bank(version)
+    except RingError:
+        return None
+
+
+class JsonView:
+    """One object per scored row on stdout; everything a person should read on stderr."""
+
+    def __init__(self, out: Outflow, *, folder: Path, with_events: bool, say: Say) -> None:
+        self._out = out
+        self._folder = folder
+        self._with_events = with_events
+        self._say = say
+        self._loss = Loss(say)
+        self._said = ""
+
+    def show(self, event: Event) -> None:
+        match event:
+            case Waiting(reason):
+                self._say_once(waiting_line(self._folder, reason))
+            case Attached(welcome):
+                self._loss.begin()
+                self._say_once(f"attached to {table.engine_line(welcome)}")
+                self._event(lines.Attached.to(welcome))
+            case Batch():
+                self._rows(event)
+            case Detached(statistics, reason):
+                self._lost(statistics)
+                counted = self._loss.counted(statistics)
+                self._say_once(last_line(counted, reason))
+                self._event(lines.Detached.after(counted, reason))
+
+    def tick(self) -> None:
+        pass
+
+    def _rows(self, batch: Batch) -> None:
+        found: list[lines.Line] = []
+        banks = banks_of(batch)
+        for record in batch.records:
+            bank = banks[record.bank_version]
+            if bank is None:
+                self._loss.nameless()
+                continue
+            names = tuple(probe.name for probe in bank.probes)
+            found += lines.record_lines(record, names, with_events=self._with_events)
+        # Before the rows: what was lost is older than all that were read with it.
+        self._lost(batch.reader.statistics())
+        self._out.write(lines.encode(found))
+
+    def _lost(self, statistics: ReaderStatistics) -> None:
+        if num_lost := self._loss.news(statistics):
+            self._event(lines.Lost(num_lost))
+
+    def _event(self, line: lines.Line) -> None:
+        if self._with_events:
+            self._out.write(lines.encode([line]))
+
+    def _say_once(self, line: str) -> None:
+        if line != self._said:
+            self._say(line)
+            self._said = line
+
+
+class _BoardView:
+    """What the live table and the plain lines have in common: a board that is kept current."""
+
+    def __init__(self, *, folder: Path, say: Say) -> None:
+        self.board = Board()
+        self.status = ""
+        self._folder = folder
+        self._loss = Loss(say)
+
+    def show(self, event: Event) -> None:
+        match event:
+            case Waiting(reason):
+                if self.board.num_attached == 0:
+                    self.status = waiting_line(self._folder, reason)
+            case Attached(welcome):
+                self._loss.begin()
+                self.board.attach(welcome)
+                self.status = table.engine_line(welcome)
+            case Batch():
+                self._feed(event)
+            case Detached(statistics, reason):
+                self._loss.news(statistics)
+                counted = self._loss.counted(statistics)
+                self.board.note(counted)
+                if reason != STOPPED:
+                    self.board.detach()
+                self.status = last_line(counted, reason)
+
+    def _feed(self, batch: Batch) -> None:
+        banks = banks_of(batch)
+        for record in batch.records:
+            bank = banks[record.bank_version]
+            if bank is None:
+                self._loss.nameless()
+            else:
+                self.board.feed(record, bank)
+        statistics = batch.reader.statistics()
+        self._loss.news(statistics)
+        self.board.note(self._loss.counted(statistics))
+
+
+class TableView(_BoardView):
+    """A table that stays in place; a context manager, because the terminal must be given back."""
+
+    def __init__(
+        self, console: Console, *, folder: Path, say: Say, num_lines_kept: int = 0
+    ) -> None:
+        super().__init__(folder=folder, say=say)
+        self._console = console
+        self._num_lines_kept = num_lines_kept
+        self._due_s = 0.0
+        self._live = Live(console=console, auto_refresh=False)
+
+    def tick(self) -> None:
+        if time.monotonic() >= self._due_s:
+            self._due_s = time.monotonic() + FRAME_S
+            size = self._console.size
+            height = size.height - self._num_lines_kept
+            drawn = table.picture(self.board, status=self.status, width=size.width, height=height)
+            self._live.update(drawn, refresh=True)
+
+    def __enter__(self) -> Self:
+        self._live.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._due_s = 0.0
+        self.tick()
+        self._live.stop()
+
+
+class PlainView(_BoardView):
+    """For a log: a line when something changed, at most one a second."""
+
+    def __init__(self, say: Say, *, folder: Path, say_loss: Say) -> None:
+        super().__init__(folder=folder, say=say_loss)
+        self._say = say
+        self._said_status = self._said_counts = ""
+        self._due_s = 0.0
+
+    def show(self, event: Event) -> None:
+        super().show(event)
+        if self.status != self._said_status:
+            self._said_status = self.status
+            self._say(self.status)
+
+    def tick(self) -> None:
+        if time.monotonic() < self._due_s:
+            return
+        self._due_s = time.monotonic() + LINE_S
+        line = table.counts(self.board)
+        if self.board.num_rows and line != self._said_counts:
+            self._said_counts = line
+            self._say(line)

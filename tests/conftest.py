@@ -1,0 +1,33 @@
+"""Takes the command line; gives fixtures that every test may share, and skips with a reason."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+
+@pytest.fixture(scope="session")
+def runtime() -> Iterator[Path]:
+    """A private runtime folder with a path short enough for a socket."""
+    folder = Path(tempfile.mkdtemp(prefix="clairai-"))
+    yield folder
+    shutil.rmtree(folder)
+
+
+@pytest.fixture(scope="session")
+def report() -> Callable[..., None]:
+    """Write a measured number where CLAIRAI_NUMBERS says; docs/matrix.md is made from those."""
+
+    def write(**numbers: object) -> None:
+        target = os.environ.get("CLAIRAI_NUMBERS")
+        if target:
+            with Path(target).open("a") as file:
+                file.write(json.dumps(numbers) + "\n")
+
+    return write

@@ -1,0 +1,39 @@
+"""Takes the demo model; gives running engines, each started once for all tests that use it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import clairai
+from tests.engine import models
+from tests.engine.process import EngineProcess
+
+
+@pytest.fixture(scope="session")
+def cut_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The first 4 of the real model's 30 layers: real embeddings, a seventh of the time."""
+    return models.cut(models.real(), 4, tmp_path_factory.mktemp("cut") / "SmolLM2-135M-Instruct")
+
+
+@pytest.fixture(scope="session")
+def engine(cut_model: Path, runtime: Path) -> Iterator[EngineProcess]:
+    """Small on purpose: 64 tokens a step cut prompts up, 26 blocks of 32 tokens run out."""
+    with EngineProcess(
+        runtime=runtime,
+        model=str(cut_model),
+        dtype="float32",
+        enforce_eager=True,
+        max_model_len=256,
+        max_num_seqs=32,
+        max_num_batched_tokens=64,
+        block_size=32,
+        num_gpu_blocks_override=26,
+        enable_prefix_caching=True,
+        additional_config=clairai.config(
+            points=["pre_attn.0", "post_attn.1", "post_block.3"], capacity=8, ring_mib=64
+        ),
+    ) as running:
+        yield running

@@ -1,0 +1,104 @@
+"""Takes a model; gives a real vLLM server with taps, and a real sidecar that was there first."""
+
+from __future__ import annotations
+
+import json
+import socket
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Final, Self
+
+import numpy as np
+from openai import OpenAI
+
+from clairai.offline import config
+from clairai.points import Point
+from clairai.probe.files import save
+from clairai.probe.model import Probe
+from clairai.serve.launch import Bind, Launch
+from tests.process.parts import until
+
+MODEL: Final = "SmolLM2-135M-Instruct"
+NAMED: Final = ("--served-model-name", MODEL)
+KEY: Final = "a-key-for-tests"
+WIDTH: Final = 576
+DEADLINE_S: Final = 60.0
+
+CPU: Final = {
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    "VLLM_CPU_OMP_THREADS_BIND": "0-1",
+    "VLLM_NO_USAGE_STATS": "1",
+    "HF_HUB_OFFLINE": "1",
+}
+
+
+def probe(name: str, *, layer: int = 3, seed: int = 0) -> Probe:
+    direction_D = np.random.default_rng(seed).normal(size=WIDTH).astype(np.float32)
+    return Probe(name, Point("post_block", layer), direction_D, activation="sigmoid", threshold=0.5)
+
+
+def free_port() -> int:
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        return int(sock.getsockname()[1])
+
+
+def launch(model: Path, runtime: Path, probes: Path) -> Launch:
+    """Two probes and room for three, so that a test can fill the bank."""
+    save(probes / "first.safetensors", probe("first", seed=1))
+    save(probes / "second.safetensors", probe("second", seed=2))
+    return Launch(
+        str(model),
+        config(probes=probes, capacity=3, runtime_dir=str(runtime)),
+        Bind(port=free_port(), api_key=KEY),
+        (*NAMED, "--dtype", "float32", "--enforce-eager", "--max-model-len", "1024"),
+        CPU,
+    )
+
+
+def client(url: str, key: str = KEY) -> OpenAI:
+    """Without retries: a request that fails has failed."""
+    return OpenAI(base_url=f"{url}/v1", api_key=key, max_retries=0, timeout=DEADLINE_S)
+
+
+class Sidecar:
+    """`clairai sidecar --json --events` as a user runs it, its lines kept in a file."""
+
+    def __init__(self, runtime: Path, folder: Path) -> None:
+        self._out, self._err = folder / "sidecar.out", folder / "sidecar.err"
+        command = [sys.executable, "-m", "clairai.cli", "sidecar", "--json", "--events"]
+        with self._out.open("wb") as out, self._err.open("wb") as err:
+            self.process = subprocess.Popen(
+                [*command, "--runtime-dir", str(runtime)], stdout=out, stderr=err
+            )
+
+    def lines(self) -> list[dict[str, Any]]:
+        whole, _, _ = self._out.read_text().rpartition("\n")
+        return [json.loads(line) for line in whole.splitlines()]
+
+    def rows(self, stream: int) -> list[dict[str, Any]]:
+        return [line for line in self.lines() if line.get("stream") == stream and "scores" in line]
+
+    def events(self, kind: str) -> list[dict[str, Any]]:
+        return [line for line in self.lines() if line.get("event") == kind]
+
+    def said(self) -> str:
+        return self._err.read_text()
+
+    def await_end(self, stream: int) -> list[dict[str, Any]]:
+        """The stream's rows, once the engine has said that there are no more."""
+        self.until(lambda: any(end["stream"] == stream for end in self.events("finished")))
+        return self.rows(stream)
+
+    def until(self, condition: Callable[[], object]) -> None:
+        until(condition, DEADLINE_S)
+
+    def __enter__(self) -> Self:
+        self.until(lambda: "waiting for an engine" in self.said())
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.process.kill()
+        self.process.wait()

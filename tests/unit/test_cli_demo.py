@@ -1,0 +1,46 @@
+"""Takes answers and places to listen; gives what `clairai demo` prints of them."""
+
+from __future__ import annotations
+
+import io
+import json
+import shlex
+
+import numpy as np
+from rich.console import Console
+
+from clairai import wire
+from clairai.demo.run import _banner, _print_scored
+from clairai.match.align import Scores
+from clairai.serve.ask import Scored
+from clairai.serve.launch import Bind
+
+
+def _console() -> Console:
+    return Console(file=io.StringIO(), record=True, width=60)
+
+
+def test_an_answer_is_printed_token_by_token_with_marks_and_a_dash_for_the_last() -> None:
+    scores_NP = np.array([[0.5], [0.25], [0.75], [np.nan]], np.float32)
+    phase = np.full(4, wire.DECODE, np.uint8)
+    scores = Scores(("kind",), np.arange(4, dtype=np.int32), scores_NP, phase, 1, 0)
+    console = _console()
+    _print_scored(console, Scored(("a", " b", "\n"), scores, ({"name": "kind", "threshold": 0.7},)))
+    printed = [line.split() for line in console.export_text().splitlines() if line.strip()]
+    assert printed[-4:] == [
+        ["token", "kind"],
+        ["'a'", "0.250"],
+        ["'", "b'", "▲", "0.750"],
+        ["'\\n'", "–"],  # noqa: RUF001
+    ]
+
+
+def test_the_command_to_paste_is_one_a_shell_understands_and_does_not_show_the_key() -> None:
+    for bind in (Bind(), Bind("0.0.0.0", 7000, "secret")):  # noqa: S104
+        banner = "\n".join(_banner(bind, [{"name": "kind"}]))
+        assert "secret" not in banner
+        command = banner.partition("curl ")[2].partition("in another")[0].replace("\\\n", "")
+        words = shlex.split(command)
+        assert words[0] == f"{bind.url}/v1/chat/completions"
+        assert json.loads(words[-1])["messages"][0]["role"] == "user"
+        assert ("Authorization" in command) == (bind.api_key is not None)

@@ -1,0 +1,90 @@
+"""Takes probe files; gives what the `clairai probes` commands print and write."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner, Result
+
+from clairai.cli import app
+from clairai.errors import ConfigError, ProbeError
+from clairai.probe.files import load, save
+from tests.unit.tiny_probes import probe
+
+
+def _run(*arguments: object) -> Result:
+    return CliRunner().invoke(app, ["probes", *map(str, arguments)])
+
+
+def test_a_folder_is_listed_with_everything_a_probe_is(tmp_path: Path) -> None:
+    save(tmp_path / "a.safetensors", probe("a", threshold=0.5, model="toy"))
+    save(tmp_path / "b.safetensors", probe("b", activation="sigmoid"))
+    titles, first, second = _run("list", tmp_path).output.splitlines()
+    assert " ".join(titles.split()) == "name point width activation threshold model digest"
+    assert first.split()[:6] == ["a", "post_block.1", "3", "none", "0.5", "toy"]
+    assert second.split()[:6] == ["b", "post_block.1", "3", "sigmoid", "none", "any"]
+
+
+def test_check_names_the_bad_file_and_fails(tmp_path: Path) -> None:
+    save(tmp_path / "good.safetensors", probe("good"))
+    (tmp_path / "bad.safetensors").write_bytes(b"nothing")
+    good = _run("check", tmp_path / "good.safetensors")
+    assert (good.exit_code, "good at post_block.1" in good.output) == (0, True)
+    both = _run("check", tmp_path / "bad.safetensors", tmp_path / "good.safetensors")
+    assert both.exit_code == 1
+    assert "bad.safetensors" in both.output
+    assert "good at post_block.1" in both.output
+
+
+def test_show_prints_one_probe(tmp_path: Path) -> None:
+    kept = probe("a", bias=0.25, calibration=(-1.0, 1.0))
+    save(tmp_path / "a.safetensors", kept)
+    output = _run("show", tmp_path / "a.safetensors").output
+    assert dict(line.split(maxsplit=1) for line in output.splitlines()) == {
+        "name": "a",
+        "point": "post_block.1",
+        "width": "3",
+        "activation": "none",
+        "threshold": "none",
+        "model": "any",
+        "digest": kept.digest,
+        "bias": "0.25",
+        "calibration": "-1 to 1",
+        "norm": "3.74166",
+    }
+
+
+def test_json_probes_become_safetensors(tmp_path: Path) -> None:
+    seed = tmp_path / "enc_3_kind.json"
+    seed.write_text(json.dumps({"vector": [1.0, 2.0]}))
+    assert _run("convert", seed, "--model", "toy").exit_code == 0
+    made = load(tmp_path / "enc_3_kind.safetensors")
+    assert (made.name, str(made.point), made.activation, made.model) == (
+        *("kind", "post_block.3", "relu", "toy"),
+    )
+
+
+def test_nothing_is_converted_if_one_file_is_bad(tmp_path: Path) -> None:
+    (tmp_path / "enc_3_a.json").write_text(json.dumps({"vector": [1.0]}))
+    (tmp_path / "enc_3_b.json").write_text("{}")
+    result = _run("convert", tmp_path / "enc_3_a.json", tmp_path / "enc_3_b.json")
+    assert isinstance(result.exception, ProbeError)
+    assert not [*tmp_path.glob("*.safetensors")]
+
+
+@pytest.mark.parametrize("arguments", [[], ["x", "--url", "http://127.0.0.1:1"]])
+def test_list_takes_files_or_a_server(arguments: list[str]) -> None:
+    assert _run("list", *arguments).exit_code == 2
+
+
+@pytest.mark.parametrize("url", ["file:///etc/passwd", "127.0.0.1:8000", "http://"])
+def test_an_address_is_http_and_nothing_else(url: str) -> None:
+    assert isinstance(_run("list", "--url", url).exception, ConfigError)
+
+
+def test_a_server_that_is_not_there_is_said_in_words() -> None:
+    result = _run("remove", "a", "--url", "http://127.0.0.1:1")
+    assert isinstance(result.exception, ConfigError)
+    assert "does not answer" in str(result.exception)

@@ -1,0 +1,101 @@
+"""Takes the command line program; gives its whole surface, so that a change of it is a decision."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+import typer
+from typer.testing import CliRunner
+
+from clairai.cli import app
+from clairai.errors import ConfigError
+
+SURFACE = {
+    "": ["--version"],
+    "sidecar": ["--runtime-dir", "--json", "--events", "--from"],
+    "demo": ["--host", "--port", "--api-key", "--prompt"],
+    "serve": [
+        *("model", "vllm_arguments"),
+        *("--probes", "--points", "--host", "--port", "--api-key"),
+    ],
+    "doctor": ["model"],
+    "probes": [],
+    "probes list": ["paths", "--url", "--api-key", "--layer"],
+    "probes check": ["files", "--layer"],
+    "probes show": ["file", "--layer"],
+    "probes convert": ["files", "--out", "--layer", "--model"],
+    "probes add": ["files", "--url", "--api-key"],
+    "probes replace": ["files", "--url", "--api-key"],
+    "probes remove": ["names", "--url", "--api-key"],
+}
+
+
+def _surface() -> dict[str, list[str]]:
+    found: dict[str, list[str]] = {}
+    pending = [("", typer.main.get_command(app))]
+    while pending:
+        path, command = pending.pop()
+        found[path] = [
+            parameter.opts[0] if parameter.param_type_name == "option" else str(parameter.name)
+            for parameter in command.params
+        ]
+        for name, inner in getattr(command, "commands", {}).items():
+            pending.append((f"{path} {name}".strip(), inner))
+    return found
+
+
+def test_every_command_and_option_is_listed_here() -> None:
+    assert _surface() == SURFACE
+
+
+@pytest.mark.parametrize("path", SURFACE)
+def test_every_command_explains_itself(path: str) -> None:
+    result = CliRunner().invoke(app, [*path.split(), "--help"])
+    assert result.exit_code == 0
+    assert "Usage:" in result.output
+
+
+def test_help_imports_nothing_heavy() -> None:
+    program = (
+        "import sys; sys.argv = ['clairai', '--help']\n"
+        "try:\n    import clairai.cli; clairai.cli.main()\n"
+        "except SystemExit: pass\n"
+        "heavy = {'torch', 'vllm', 'transformers', 'numpy', 'fastapi'} & set(sys.modules)\n"
+        "sys.exit(repr(heavy) if heavy else 0)"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, timeout=30)
+    assert done.returncode == 0, done.stderr.decode()
+
+
+@pytest.mark.parametrize("command", [["demo"], ["serve", "m", "--points", "post_block.0"]])
+@pytest.mark.parametrize("host", ["0.0.0.0", "::", "192.168.0.7", "example.org"])  # noqa: S104
+def test_a_host_that_others_can_reach_needs_a_key(command: list[str], host: str) -> None:
+    result = CliRunner(env={"CLAIRAI_API_KEY": "", "VLLM_API_KEY": ""}).invoke(
+        app, [*command, "--host", host]
+    )
+    assert isinstance(result.exception, ConfigError)
+    assert "give --api-key" in str(result.exception)
+
+
+def test_events_need_json() -> None:
+    result = CliRunner().invoke(app, ["sidecar", "--events"])
+    assert result.exit_code == 2
+    assert "--json" in result.output
+
+
+def test_an_error_is_said_in_words_and_the_exit_code_is_one() -> None:
+    command = [sys.executable, "-m", "clairai.cli", "probes", "show", "no-such.safetensors"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=30)
+    assert done.returncode == 1
+    assert done.stderr.startswith("error: 'no-such.safetensors': cannot be opened")
+    assert "Traceback" not in done.stderr
+
+
+def test_nothing_to_tap_is_said_before_anything_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+    for variable in ("TARGET_LAYER", "PROBE_MODEL"):
+        monkeypatch.delenv(variable, raising=False)
+    result = CliRunner().invoke(app, ["serve", "m"])
+    assert isinstance(result.exception, ConfigError)
+    assert "nothing to tap" in str(result.exception)
