@@ -34,7 +34,7 @@ CONCEPTS: Final = (
     Concept("french", "french", ("prose", "answers", "foreign", "code")),
     Concept("question", "questions", ("prose", "answers", "negative", "refusals")),
     Concept("negative_sentiment", "negative", ("positive", "prose", "answers", "questions")),
-    Concept("maths", "maths", ("prose", "answers", "code", "questions")),
+    Concept("maths", "maths", ("prose", "answers", "code", "questions", "french")),
     Concept("refusal", "refusals", ("answers", "prose", "negative", "questions")),
 )
 

@@ -9,6 +9,7 @@ sentences are in no other, is scored once at the end. Run: python -m scripts.tra
 from __future__ import annotations
 
 import itertools
+import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,9 +17,8 @@ from typing import Final
 
 import numpy as np
 import torch
-from rich.console import Console
-from rich.progress import track
 
+from clairai.demo.console import say
 from clairai.demo.model import NAME, smollm2
 from clairai.points import Point
 from clairai.probe import files
@@ -55,7 +55,6 @@ class Trained:
     """A probe, and one line of numbers about it."""
 
     probe: Probe
-    auroc: float
     cells: tuple[str, ...]
 
 
@@ -65,14 +64,15 @@ def main() -> None:
     started = time.monotonic()
     reader = Reader(smollm2(), LAYERS)
     neutral = reader.rows(neutral_documents(HELD_OUT))
-    console = Console()
-    steps = track(CONCEPTS, description="training", console=console, transient=True)
-    trained = [train(concept, reader, neutral) for concept in steps]
     FOLDER.mkdir(exist_ok=True)
-    for one in trained:
-        files.save(FOLDER / f"{one.probe.name}.safetensors", one.probe)
-    table = numbers.table(HEADINGS, [one.cells for one in trained])
-    console.print(table, markup=False, soft_wrap=True)
+    cells = []
+    for concept in CONCEPTS:
+        trained = train(concept, reader, neutral)
+        files.save(FOLDER / f"{concept.name}.safetensors", trained.probe)
+        cells.append(trained.cells)
+        say(" ".join(trained.cells))
+    table = numbers.table(HEADINGS, cells)
+    sys.stdout.write(f"{table}\n")
     took = f"{time.monotonic() - started:.0f} s"
     numbers.write_section("Demo probes", [numbers.stamp(COMMAND, took=took), EXPLANATION, table])
 
@@ -136,7 +136,8 @@ HEADINGS: Final = (
     "calibration",
 )
 EXPLANATION: Final = (
-    "Measured on documents made of sentences that no training document has. `AUROC` leaves out "
+    "Measured on documents made of texts that no training document has; a quarter of all texts is "
+    "held out, and each that has the concept stands in two documents. `AUROC` leaves out "
     "the first four tokens of each stretch of text, where nothing tells yet which concept it is; "
     "`AUROC, all tokens` counts them. Balanced accuracy is at the stored threshold, which comes "
     "from cross-validation on the training documents, as do layer and penalty. Calibration is the "
@@ -167,7 +168,7 @@ def _judged(probe: Probe, rows: Rows, hidden_TD: logistic.Rows, choice: Choice) 
         f"{choice.threshold:.2f}",
         f"{low:.2g} to {high:.2g}",
     )
-    return Trained(probe, auroc, cells)
+    return Trained(probe, cells)
 
 
 if __name__ == "__main__":

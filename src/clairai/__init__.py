@@ -41,7 +41,7 @@ _HOME: Final = {
     "save": "clairai.probe.files",
     "scores": "clairai.offline",
 }
-__all__ = [*_HOME]  # noqa: PLE0604
+__all__ = [*_HOME]
 
 
 def __getattr__(name: str) -> object:

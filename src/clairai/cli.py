@@ -5,6 +5,7 @@ Nothing heavy is imported up here: a command imports its own part, so that `--he
 
 from __future__ import annotations
 
+import os
 import sys
 from enum import StrEnum
 from typing import Annotated, Final
@@ -127,11 +128,14 @@ def doctor(
 
     from clairai.doctor import diagnose
 
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")  # vLLM reads it when it is imported
     report = diagnose(model)
     table = Table("point", "verdict", "reason", box=None)
     for row in report.lines():
         table.add_row(*row)
+    typer.echo(report.title)
     Console(highlight=False).print(table)
+    typer.echo(report.summary)
     for problem in report.problems:
         typer.echo(problem, err=True)
     if report.problems:

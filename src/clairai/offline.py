@@ -13,12 +13,12 @@ from typing import Any, TypeVar
 import msgspec
 
 from clairai import errors, wire
-from clairai.settings import Settings
 from clairai.match.align import Scores, align
 from clairai.match.ledger import Ledger
 from clairai.probe.files import dumps
 from clairai.probe.model import Probe
 from clairai.ring.handshake import Reader
+from clairai.settings import Settings
 
 Reply = TypeVar("Reply", bound=msgspec.Struct)
 
@@ -78,17 +78,20 @@ def scores(llm: Any, outputs: Sequence[Any]) -> list[list[Scores]]:
     described = _ask(llm, wire.Describe(), wire.Description)
     asked = wire.FindStreams(tuple(output.request_id for output in outputs))
     streams = _ask(llm, asked, wire.Streams).streams
-    unknown = [o.request_id for o, s in zip(outputs, streams, strict=True) if s is None]
-    if unknown:
+    known = [
+        (stream, output)
+        for stream, output in zip(streams, outputs, strict=True)
+        if stream is not None
+    ]
+    if len(known) < len(outputs):
         raise errors.RequestError(
-            f"request {unknown[0]!r} is not known to this engine ({len(unknown)} of {len(outputs)})"
-            f"; pass the outputs of this LLM's own generate(), soon after it"
+            f"{len(outputs) - len(known)} of {len(outputs)} requests are not known to this engine; "
+            f"pass the outputs of this LLM's own generate(), soon after it"
         )
-    wanted = {stream for stream in streams if stream is not None}
-    ledger = _read(Path(described.socket), wanted)
+    ledger = _read(Path(described.socket), {stream for stream, _ in known})
     return [
         [_aligned(ledger, stream, output, answer) for answer in output.outputs]
-        for stream, output in zip(streams, outputs, strict=True)
+        for stream, output in known
     ]
 
 

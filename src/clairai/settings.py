@@ -1,4 +1,4 @@
-"""Takes the `clairai` key of additional_config, and the environment; gives frozen, checked settings.
+"""Takes the `clairai` key of additional_config and the environment; gives checked settings.
 
 The environment is read here and nowhere else (the runtime folder's variables: ring/handshake.py).
 """
@@ -50,9 +50,7 @@ class Settings:
         known = [field.name for field in fields(cls)]
         unknown = sorted(set(given) - set(known))
         if unknown:
-            raise ConfigError(
-                f"unknown clairai setting {unknown[0]!r}; known: {', '.join(known)}"
-            )
+            raise ConfigError(f"unknown clairai setting {unknown[0]!r}; known: {', '.join(known)}")
         return cls(**given)
 
     def as_dict(self) -> dict[str, Any]:
@@ -71,7 +69,7 @@ class Plan:
 
 
 def plan(settings: Settings, *, num_layers: int, environ: Mapping[str, str]) -> Plan:
-    """Points to tap and probes to load; the seeds' variables fill in what the settings leave out."""
+    """Points to tap and probes to load; variables fill in what the settings leave out."""
     target_layer = _target_layer(environ)
     sources = settings.probes or _seed_probes(environ)
     probes = [probe for source in sources for probe in load_many(source, target_layer=target_layer)]

@@ -154,7 +154,7 @@ def overrun(llm: Any) -> str:
     with Reader.attach(Path(described.socket), start="newest") as reader:
         num_slots = reader.welcome.slots
     while _ask(llm, wire.Describe(), wire.Description).published < described.published + num_slots:
-        generate(llm, [[9]] * 8, max_tokens=64)
+        generate(llm, [[9]], max_tokens=200)
     try:
         clairai.scores(llm, first)
     except ClairaiError as error:

@@ -1,4 +1,4 @@
-"""Takes a running engine; gives every row it published, checked against what each request really was.
+"""Takes a running engine; gives every row it published, checked against what was really sent.
 
 The probes are random projections at pre_attn.0, where the residual stream *is* the token's
 embedding: the scores of a row name the token it was computed for, whatever the row says of itself.
@@ -212,7 +212,9 @@ def _wrongs(
     tokens = request.prompt + request.output
     if position >= len(tokens):
         # One forward past the stop token, or past what an aborted request had told us of.
-        return [] if request.is_aborted or position == len(tokens) else [f"{stream}@{position} past"]
+        return (
+            [] if request.is_aborted or position == len(tokens) else [f"{stream}@{position} past"]
+        )
     token = tokens[position]
     # Tokens that were never trained share one embedding: compare with this token's own.
     is_own = np.allclose(scores_P, expected_VP[token], rtol=tolerance, atol=tolerance)

@@ -76,7 +76,7 @@ def phase_by_count() -> Iterator[None]:
 @contextmanager
 def cache_hits_forgotten() -> Iterator[None]:
     """Tokens that the prefix cache served are reported by no one."""
-    with mock.patch.object(rows.RowBook, "_note_cached", lambda *_: None):
+    with mock.patch.object(rows.RowBook, "_note_cached", return_value=None):
         yield
 
 

@@ -1,4 +1,4 @@
-"""Takes vLLM arguments; gives a process of its own that holds a real engine and runs test scenarios.
+"""Takes vLLM arguments; gives a process of its own that holds a real engine and runs scenarios.
 
 A process each, because vLLM keeps global state and warns freely: the suite's own process stays
 clean, and an engine's death is seen as such.
@@ -50,7 +50,9 @@ class EngineProcess:
         context = multiprocessing.get_context("spawn")
         self._pipe, child = context.Pipe()
         variables = ENVIRONMENT | {"CLAIRAI_RUNTIME_DIR": str(runtime)} | (environment or {})
-        self.process = context.Process(target=_serve, args=(child, variables, plant, llm), daemon=True)
+        self.process = context.Process(
+            target=_serve, args=(child, variables, plant, llm), daemon=True
+        )
         self.process.start()
         child.close()
         self._receive(START_DEADLINE_S)
@@ -82,7 +84,10 @@ class EngineProcess:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        tb: TracebackType | None,
     ) -> None:
         self.close()
 

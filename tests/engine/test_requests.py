@@ -38,9 +38,7 @@ def test_one_sampling_params_for_many_prompts_gives_each_its_own_scores(
 
 
 def test_each_of_n_answers_has_scores_of_its_own(engine: EngineProcess) -> None:
-    (answers,) = engine.call(
-        asks.scores, [[31, 32, 33]], ["a"], n=4, temperature=1.5, max_tokens=6
-    )
+    (answers,) = engine.call(asks.scores, [[31, 32, 33]], ["a"], n=4, temperature=1.5, max_tokens=6)
     assert len(answers) == 4
     assert len({tuple(answer.token_ids.tolist()) for answer in answers}) > 1
     for answer in answers:
@@ -104,9 +102,3 @@ def test_a_bad_clairai_field_is_refused_never_ignored(
     with pytest.raises(EngineFailed, match=reason):
         engine.call(asks.tokens, [[1, 2]], extra={"clairai": field})
     engine.call(asks.drop_unfinished)
-
-
-def test_rows_that_were_overwritten_are_an_error_never_a_gap(engine: EngineProcess) -> None:
-    outcome = engine.call(asks.overrun)
-    assert outcome.startswith("rows-lost: all rows of request")
-    assert "raise ring_mib" in outcome

@@ -33,7 +33,12 @@ class Fidelity:
 
 
 def compare(
-    engine: EngineProcess, folder: Path, prompts: Prompts, points: list[str], width: int, num_new: int
+    engine: EngineProcess,
+    folder: Path,
+    prompts: Prompts,
+    points: list[str],
+    width: int,
+    num_new: int,
 ) -> list[Fidelity]:
     """Hugging Face runs in this process: vLLM changes its classes in the engine's."""
     tapped = engine.call(tap_everything, prompts, points, width, num_new)

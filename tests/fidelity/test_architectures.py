@@ -16,7 +16,9 @@ from tests.fidelity import scenarios
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
 
 WIDTH: Final = 64
-POINTS: Final = [f"{k}.{layer}" for layer in range(4) for k in ("pre_attn", "post_attn", "post_block")]
+POINTS: Final = [
+    f"{k}.{layer}" for layer in range(4) for k in ("pre_attn", "post_attn", "post_block")
+]
 # Fused residuals, extra norms, one-tensor blocks: the three shapes of block there are.
 MATRIX: Final = ("llama", "qwen3", "gemma3", "opt")
 OTHERS: Final = ("gpt2", "qwen2", "mistral", "phi3", "gemma2", "starcoder2")
@@ -87,4 +89,6 @@ def test_a_block_that_normalises_afterwards_is_refused_with_the_reason(
     architecture: str, tiny: Callable[[str], Path], runtime: Path
 ) -> None:
     with pytest.raises(EngineFailed, match=r"post_block.0 cannot be tapped .*post-LN"):
-        start(tiny(architecture), runtime, additional_config=clairai.config(points=["post_block.0"]))
+        start(
+            tiny(architecture), runtime, additional_config=clairai.config(points=["post_block.0"])
+        )

@@ -17,7 +17,9 @@ pytestmark = [pytest.mark.engine, pytest.mark.matrix, pytest.mark.timeout(600)]
 
 WIDTH: Final = 576
 LAYERS: Final = (0, 9, 19, 29)
-POINTS: Final = [f"{k}.{layer}" for layer in LAYERS for k in ("pre_attn", "post_attn", "post_block")]
+POINTS: Final = [
+    f"{k}.{layer}" for layer in LAYERS for k in ("pre_attn", "post_attn", "post_block")
+]
 TEXTS: Final = [
     "It was a bright cold day in April, and the clocks were striking thirteen.",
     "def fibonacci(n):\n    if n < 2:\n        return n\n    return fibonacci(n - 1) + ",

@@ -1,4 +1,4 @@
-"""Takes a vLLM process that will hold an engine with taps; gives it the two class-level wraps needed.
+"""Takes a vLLM process that will hold an engine with taps; gives it the two class-level wraps.
 
 WorkerBase.__init__                    v1/worker/worker_base.py   0.26:44    0.32:44
 EngineCore.preprocess_add_request      v1/engine/core.py          0.26:954   0.32:1089

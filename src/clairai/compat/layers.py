@@ -1,4 +1,4 @@
-"""Takes a loaded model; gives, for every tap point, the norm module to tap, or why there is none."""
+"""Takes a loaded model; gives, for every tap point, the norm to tap, or why there is none."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ def _is_one_kind(blocks: nn.ModuleList) -> bool:
 
 
 def _final_norm(decoder: _Decoder, block: Block) -> nn.Module | None:
-    """The last norm that the owner calls itself, if it takes the stream as its blocks hand it on."""
+    """The last norm that the owner calls itself, if it takes the stream as blocks hand it on."""
     for call in reversed(list(calls_of(type(decoder.owner)))):
         child = getattr(decoder.owner, call.name, None)
         if is_norm(child):

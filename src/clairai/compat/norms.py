@@ -22,7 +22,7 @@ OP: Final = "tap"
 ABI: Final = 1
 
 
-class Tapped(nn.Module):
+class Tapped(nn.Module):  # type: ignore[misc]  # torch is Any where it is not installed
     """Mixed in front of a norm's class: hand the residual to the tap, change nothing."""
 
     clairai_token: torch.Tensor

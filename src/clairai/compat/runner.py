@@ -1,4 +1,4 @@
-"""Takes a worker's model runner, V1 or V2; gives its steps to a Station, as the runner laid them out.
+"""Takes a worker's model runner, V1 or V2; gives its steps to a Station, as it laid them out.
 
 V1: v1/worker/gpu_model_runner.py, GPUModelRunner (CPUModelRunner derives from it)
 V2: v1/worker/gpu/model_runner.py, GPUModelRunner

@@ -3,10 +3,10 @@
 vLLM calls a general plugin without arguments. A wrap that waits for a config would be a wrap in
 every vLLM process, used or not, so the config is read where vLLM itself holds it at that moment:
 
-- EngineArgs.__post_init__          self.additional_config   engine/arg_utils.py    0.26:769 0.32:906
-- EngineCore.__init__               vllm_config              v1/engine/core.py      0.26:112 0.32:129
-- WorkerWrapperBase.init_worker     vllm_config              v1/worker/worker_base.py  :247     :276
-- AsyncEngineArgs.add_cli_args      nothing yet: the command line itself is read  0.26:2733 0.32:3202
+- EngineArgs.__post_init__       self.additional_config  engine/arg_utils.py       0.26:769 0.32:906
+- EngineCore.__init__            vllm_config             v1/engine/core.py         0.26:112 0.32:129
+- WorkerWrapperBase.init_worker  vllm_config             v1/worker/worker_base.py  0.26:247 0.32:276
+- AsyncEngineArgs.add_cli_args   none yet: the command line is read instead      0.26:2733 0.32:3202
 
 A forked child inherits what its parent installed, so each of these decides for its children too.
 """

@@ -10,11 +10,14 @@ import functools
 import os
 from typing import Any
 
+import msgspec
+
+from clairai import wire
 from clairai.compat import layers, modes, norms, runner, version
 from clairai.compat.sight import KEY
-from clairai.settings import Plan, Settings, plan
 from clairai.errors import PointError
 from clairai.probe.columns import Columns
+from clairai.settings import Plan, Settings, plan
 from clairai.tap.control import answer
 from clairai.tap.station import About, Station
 from clairai.tap.tables import Tables
@@ -36,8 +39,15 @@ def prepare(worker: Any) -> None:
 
 
 def control(worker: Any, message: bytes) -> bytes:
-    """`collective_rpc("clairai_control", (message,))`: see clairai.wire.Control."""
-    return answer(worker.clairai_station, message)
+    """`collective_rpc("clairai_control", (message,))`: see clairai.wire.Control.
+
+    Every rank replies, because a call waits for all; only the first has something to say.
+    """
+    station = getattr(worker, "clairai_station", None)
+    if station is not None:
+        return answer(station, message)
+    reason = "this worker has no taps: the engine was started without the clairai key, or disabled"
+    return msgspec.msgpack.encode(wire.Refusal("unsupported", reason))
 
 
 def _fingerprint(config: Any, planned: Plan) -> None:
@@ -71,6 +81,7 @@ def _install(worker: Any, settings: Settings, planned: Plan) -> None:
         device=str(worker.model_runner.device),
     )
     _attach(config, sites, tables)
+    worker.clairai_tables = tables
     _count_memory(worker.model_runner, tables.nbytes)
     if worker.rank != 0:
         return  # every rank holds the whole residual: the first one speaks for all
@@ -129,13 +140,11 @@ def _count_memory(model_runner: Any, nbytes: int) -> None:
 
 def _prove(worker: Any) -> None:
     """Refuse to serve unless every tap really runs in the forward that will serve."""
-    station = getattr(worker, "clairai_station", None)
-    if station is None:
-        return
-    if not bool(station.tables.ran_S.all()):
+    tables = worker.clairai_tables
+    if not bool(tables.ran_S.all()):
         # Eager with a fixed KV size warms nothing up (cpu_worker.py `_should_warm_up_model`).
         worker.model_runner._dummy_run(1)
-    station.tables.check_all_ran()
+    tables.check_all_ran()
 
 
 def _close(worker: Any) -> None:

@@ -16,12 +16,12 @@ from typing import Final
 import torch
 
 from clairai import wire
-from clairai.settings import Settings
 from clairai.probe.columns import Columns
 from clairai.ring.handshake import RingServer, runtime_dir
 from clairai.ring.layout import RingShape
 from clairai.ring.memory import HostMemory
 from clairai.ring.writer import RingWriter
+from clairai.settings import Settings
 from clairai.tap.outlet import DeviceOutlet, Finish, HostOutlet, Outlet, Step
 from clairai.tap.rows import Batch, Mark, RowBook, StepRows
 from clairai.tap.tables import Tables

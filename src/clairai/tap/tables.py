@@ -35,7 +35,7 @@ class Tables:
 
     @property
     def nbytes(self) -> int:
-        return self.weights_SDK.nbytes + self.scores_STK.nbytes
+        return int(self.weights_SDK.nbytes + self.scores_STK.nbytes)
 
     def site(self, name: str) -> Site:
         return Site(self, self.sites.index(name))
@@ -56,7 +56,9 @@ class Tables:
         return scores_TSK[:, self._site_P, self._slot_P]
 
     def check_all_ran(self) -> None:
-        missing = [name for name, ran in zip(self.sites, self.ran_S.tolist(), strict=True) if not ran]
+        missing = [
+            name for name, ran in zip(self.sites, self.ran_S.tolist(), strict=True) if not ran
+        ]
         if missing:
             raise TapMissingError(
                 f"{len(missing)} of {len(self.sites)} taps did not run during warm-up "

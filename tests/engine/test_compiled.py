@@ -1,0 +1,87 @@
+"""A compiled graph never runs without the taps it was asked for, whatever the cache holds."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, Final
+
+import pytest
+
+import clairai
+from tests.engine import models, planted
+from tests.engine.process import EngineFailed, EngineProcess
+
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
+
+PROMPTS: Final = models.random_prompts(4, (5, 20), 512)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return models.tiny("llama", tmp_path_factory.mktemp("compiled") / "llama")
+
+
+def start(
+    model: Path, runtime: Path, cache: Path, points: list[str], **changes: Any
+) -> EngineProcess:
+    """The GPU's compile mode forced on the CPU: CPU runs of vLLM do not reuse their cache."""
+    arguments: dict[str, Any] = {
+        "model": str(model),
+        "skip_tokenizer_init": True,
+        "dtype": "float32",
+        "max_model_len": 128,
+        "max_num_seqs": 4,
+        "max_num_batched_tokens": 64,
+        "additional_config": clairai.config(points=points, capacity=8),
+        "environment": {"VLLM_CACHE_ROOT": str(cache)},
+        "plant": planted.gpu_compile_mode,
+    }
+    return EngineProcess(runtime=runtime, **(arguments | changes))
+
+
+def test_pitfall_10_one_cache_serves_every_set_of_points_with_its_own_graph(
+    model: Path, runtime: Path, tmp_path: Path
+) -> None:
+    scores: dict[str, Any] = {}
+    for points in (["post_block.1"], ["all"], ["post_block.1"], ["post_attn.0", "post_block.1"]):
+        with start(model, runtime, tmp_path, points) as engine:
+            found = engine.call(planted.score_at, "post_block.1", PROMPTS)
+            scores[",".join(points)] = found
+            assert found == scores["post_block.1"]
+
+
+def test_the_size_of_the_ring_is_no_part_of_the_compile_cache_key(
+    model: Path, runtime: Path, tmp_path: Path
+) -> None:
+    folders = set()
+    for ring_mib in (8, 16):
+        config = clairai.config(points=["post_block.1"], ring_mib=ring_mib)
+        with start(model, runtime, tmp_path, [], additional_config=config):
+            folders.add(
+                frozenset(path.name for path in (tmp_path / "torch_compile_cache").glob("*/*"))
+            )
+    assert len(folders) == 1
+
+
+def test_a_graph_without_the_taps_is_refused_when_the_key_forgets_the_points(
+    model: Path, runtime: Path, tmp_path: Path
+) -> None:
+    with start(model, runtime, tmp_path, ["post_block.1"], plant=planted.points_not_in_key):
+        pass
+    both = ["post_block.1", "post_block.2"]
+    with pytest.raises(EngineFailed, match="1 of 2 taps did not run during warm-up"):
+        start(model, runtime, tmp_path, both, plant=planted.points_not_in_key)
+
+
+def test_a_tap_that_never_runs_stops_the_engine_from_serving(
+    model: Path, runtime: Path, tmp_path: Path
+) -> None:
+    with pytest.raises(EngineFailed, match=r"1 of 2 taps did not run .*pre_attn.1"):
+        start(
+            model,
+            runtime,
+            tmp_path,
+            ["post_attn.0", "pre_attn.1"],
+            plant=planted.one_tap_missing,
+            enforce_eager=True,
+        )

@@ -1,0 +1,65 @@
+"""Takes a running engine; gives what the plugin left in its process, and the exact numbers."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import clairai
+from tests.engine.asks import generate, probe
+
+
+def logprobs(llm: Any, prompts: list[list[int]]) -> list[Any]:
+    """Every generated token with the exact bits of its five best logprobs."""
+    outputs = generate(llm, prompts, max_tokens=8, temperature=0.0, logprobs=5)
+    return [
+        [
+            (token, sorted((i, lp.logprob.hex()) for i, lp in best.items()))
+            for token, best in zip(answer.token_ids, answer.logprobs, strict=True)
+        ]
+        for output in outputs
+        for answer in output.outputs
+    ]
+
+
+def was_registered(_llm: Any) -> bool:
+    return "clairai.plugin" in sys.modules
+
+
+def traces(_llm: Any) -> list[str]:
+    """Whatever of clairai can be found in vLLM's classes or among the loaded modules."""
+    import torch
+    from vllm.v1.engine.core import EngineCore
+    from vllm.v1.worker.worker_base import WorkerBase
+
+    found = [name for name in sys.modules if name.startswith(("clairai.compat.arm", "clairai.tap"))]
+    for kind in (WorkerBase, EngineCore):
+        for name, value in vars(kind).items():
+            function = getattr(value, "__wrapped__", value)
+            module = getattr(getattr(value, "__code__", None), "co_filename", "")
+            if (
+                "clairai" in name
+                or "/clairai/" in module
+                or (function is not value and "clairai" in module)
+            ):
+                found.append(f"{kind.__name__}.{name}")
+    if hasattr(torch.ops.clairai, "tap"):
+        found.append("torch.ops.clairai.tap")
+    return found
+
+
+def fill_bank(llm: Any) -> None:
+    points = clairai_points(llm)
+    clairai.ProbeBank(llm).add(*(probe(f"p:{point}", point) for point in points))
+
+
+def empty_bank(llm: Any) -> None:
+    bank = clairai.ProbeBank(llm)
+    bank.remove(*(info.name for info in bank.list()))
+
+
+def clairai_points(llm: Any) -> tuple[str, ...]:
+    from clairai import wire
+    from clairai.offline import _ask
+
+    return _ask(llm, wire.Describe(), wire.Description).points
