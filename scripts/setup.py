@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import fcntl
 import hashlib
-import importlib.metadata
 import json
 import os
 import subprocess
@@ -98,17 +97,17 @@ def chosen_engine() -> Engine:
 def _install(environment: Environment) -> None:
     if chosen_engine() == "cpu":
         say("no NVIDIA GPU in use: vLLM for the CPU")
-        environment.create(sees_system=False)
+        environment.create(kind="cpu")
         requirements = ["-r", str(ROOT / PLAIN_FILE)]
         install_cpu_engine(environment, engine=["-r", str(ROOT / ENGINE_FILE)], plain=requirements)
         _install_clairai(environment, torch=TORCH_BUILD)
         return
-    if find_spec("vllm"):
-        say(f"NVIDIA GPU: keeping the installed vLLM {importlib.metadata.version('vllm')}")
-        environment.create(sees_system=True)
+    if found := find_spec("vllm"):
+        say(f"NVIDIA GPU: keeping the vLLM that is installed, {found.origin}")
+        environment.create(kind="cuda, vLLM from outside", sees_outer=True)
     else:
         say(f"NVIDIA GPU: installing {CUDA_VLLM}")
-        environment.create(sees_system=False)
+        environment.create(kind="cuda")
         environment.pip_install("vLLM", CUDA_VLLM)
     _install_clairai(environment, torch=environment.version("torch") or "")
 

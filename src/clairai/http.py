@@ -125,7 +125,7 @@ def _engine(request: Request) -> Engine:
     if not _has_taps(request.app):
         raise Unanswered(HTTPStatus.NOT_FOUND, ConfigError.code, NO_TAPS)
     engine = getattr(request.app.state, _STATE)
-    assert isinstance(engine, Engine)  # noqa: S101
+    assert isinstance(engine, Engine)
     return engine
 
 
@@ -174,13 +174,13 @@ def _bank(state: wire.BankState, status: HTTPStatus) -> JSONResponse:
 
 
 async def _on_error(_: Request, error: Exception) -> JSONResponse:
-    assert isinstance(error, ClairaiError)  # noqa: S101
+    assert isinstance(error, ClairaiError)
     status = HTTPStatus.CONFLICT if isinstance(error, CapacityError) else HTTPStatus.BAD_REQUEST
     return _refusal(status, error.code, error.reason)
 
 
 async def _on_unanswered(_: Request, error: Exception) -> JSONResponse:
-    assert isinstance(error, Unanswered)  # noqa: S101
+    assert isinstance(error, Unanswered)
     return _refusal(error.status, error.code, error.message)
 
 

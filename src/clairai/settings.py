@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from clairai.errors import ConfigError
-from clairai.points import Point, expand
+from clairai.points import Point, expand, quote
 from clairai.probe.files import load_many
 from clairai.probe.model import Probe
 
@@ -48,9 +48,9 @@ class Settings:
                 f"clairai.config(points=[...]) makes one"
             )
         known = [field.name for field in fields(cls)]
-        unknown = sorted(set(given) - set(known))
+        unknown = sorted(map(quote, set(given) - set(known)))
         if unknown:
-            raise ConfigError(f"unknown clairai setting {unknown[0]!r}; known: {', '.join(known)}")
+            raise ConfigError(f"unknown clairai setting {unknown[0]}; known: {', '.join(known)}")
         return cls(**given)
 
     def as_dict(self) -> dict[str, Any]:
@@ -116,11 +116,11 @@ def _seed_probes(environ: Mapping[str, str]) -> tuple[str, ...]:
 
 def _check_range(name: str, value: object, low: int, high: int) -> None:
     if not isinstance(value, int) or isinstance(value, bool) or not low <= value <= high:
-        raise ConfigError(f"{name} must be a whole number from {low} to {high}, got {value!r}")
+        raise ConfigError(f"{name} must be a whole number from {low} to {high}, got {quote(value)}")
 
 
 def _texts(name: str, value: object) -> tuple[str, ...]:
     items = [value] if isinstance(value, str) else value
     if not isinstance(items, Sequence) or not all(isinstance(item, str) for item in items):
-        raise ConfigError(f"{name} must be a text or a list of texts, got {value!r}")
+        raise ConfigError(f"{name} must be a text or a list of texts, got {quote(value)}")
     return tuple(items)

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from clairai.errors import RequestError
+from clairai.points import quote
 
 KEY: Final = "clairai"
 MAX_STREAM: Final = 2**64 - 1
@@ -30,11 +31,13 @@ class Wanted:
             type(self.stream) is not int or not 1 <= self.stream <= MAX_STREAM
         ):
             raise RequestError(
-                f"stream must be a whole number from 1 to 2**64 - 1, got {self.stream!r}; "
+                f"stream must be a whole number from 1 to 2**64 - 1, got {quote(self.stream)}; "
                 f"leave it out to have one made"
             )
         if type(self.prompt_scores) is not bool:
-            raise RequestError(f"prompt_scores must be true or false, got {self.prompt_scores!r}")
+            raise RequestError(
+                f"prompt_scores must be true or false, got {quote(self.prompt_scores)}"
+            )
 
 
 def request(*, stream: int | None = None, prompt_scores: bool = False) -> dict[str, Any]:
@@ -58,10 +61,10 @@ def parse(extra_args: dict[str, Any] | None) -> Wanted:
         given = _from_text(given)
     if not isinstance(given, dict):
         raise RequestError(f"the clairai field must be an object, got {type(given).__name__}")
-    unknown = sorted(map(str, set(given) - set(_KNOWN)))
+    unknown = sorted(map(quote, set(given) - set(_KNOWN)))
     if unknown:
         raise RequestError(
-            f"unknown clairai request field {unknown[0][:64]!r}; known: {', '.join(_KNOWN)}"
+            f"unknown clairai request field {unknown[0]}; known: {', '.join(_KNOWN)}"
         )
     return Wanted(**given)
 

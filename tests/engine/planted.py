@@ -34,8 +34,9 @@ def points_not_in_key() -> None:
     gpu_compile_mode()
     from clairai.compat import worker
 
-    def forget(config: Any, _planned: Any) -> None:
-        config.additional_config[worker.KEY] = {"abi": 1}
+    def forget(config: Any, planned: Any) -> None:
+        del planned
+        config.additional_config["clairai"] = {"abi": 1}
 
     worker._fingerprint = forget
 

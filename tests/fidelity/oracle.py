@@ -72,4 +72,5 @@ def relative_error(
     """Per value, relative to its own size or its row's root mean square, whichever is larger."""
     truth = truth_TD.astype(np.float64)
     typical = np.sqrt(np.square(truth).mean(axis=1, keepdims=True))
-    return np.abs(found_TD - truth) / np.maximum(np.abs(truth), typical)
+    error: NDArray[np.float64] = np.abs(found_TD - truth) / np.maximum(np.abs(truth), typical)
+    return error

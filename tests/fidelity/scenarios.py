@@ -19,6 +19,7 @@ from tests.engine.process import EngineProcess
 from tests.fidelity.oracle import hidden_states, relative_error
 
 Prompts = list[list[int]] | list[str]
+Tapped = dict[str, list[clairai.Scores]]  # by point, one for each prompt
 
 
 @dataclass(frozen=True)
@@ -41,15 +42,42 @@ def compare(
     num_new: int,
 ) -> list[Fidelity]:
     """Hugging Face runs in this process: vLLM changes its classes in the engine's."""
-    tapped = engine.call(tap_everything, prompts, points, width, num_new)
-    sequences = [scores.token_ids.tolist() for scores in tapped[points[0]]]
-    truths = [hidden_states(str(folder), sequence) for sequence in sequences]
+    return judge(engine.call(tap_everything, prompts, points, width, num_new), folder)
+
+
+def judge(tapped: Tapped, folder: Path) -> list[Fidelity]:
+    sequences, truths = _truths(tapped, folder)
     return [_fidelity(point, sequences, rows, truths) for point, rows in tapped.items()]
+
+
+def cosines(tapped: Tapped, folder: Path) -> dict[str, float]:
+    """The worst row at each point, for engines whose dtype is coarser than Hugging Face's."""
+    _, truths = _truths(tapped, folder)
+    return {
+        point: min(
+            _worst_cosine(scores.scores_NP[:-1], truth[point][:-1])
+            for scores, truth in zip(found, truths, strict=True)
+        )
+        for point, found in tapped.items()
+    }
+
+
+def _truths(
+    tapped: Tapped, folder: Path
+) -> tuple[list[list[int]], list[dict[str, NDArray[np.float32]]]]:
+    sequences = [scores.token_ids.tolist() for scores in next(iter(tapped.values()))]
+    return sequences, [hidden_states(str(folder), sequence) for sequence in sequences]
+
+
+def _worst_cosine(found_TD: NDArray[np.float32], truth_TD: NDArray[np.float32]) -> float:
+    products = (found_TD * truth_TD).sum(axis=1)
+    sizes = np.linalg.norm(found_TD, axis=1) * np.linalg.norm(truth_TD, axis=1)
+    return float((products / sizes).min())
 
 
 def tap_everything(
     llm: Any, prompts: Prompts, points: list[str], width: int, num_new: int
-) -> dict[str, list[clairai.Scores]]:
+) -> Tapped:
     """Generate for as many points as a bank holds; swap the bank while the engine serves; go on."""
     from vllm import SamplingParams
 
@@ -62,7 +90,7 @@ def tap_everything(
         extra_args=clairai.request(prompt_scores=True),
     )
     inputs = [p if isinstance(p, str) else {"prompt_token_ids": p} for p in prompts]
-    tapped: dict[str, list[clairai.Scores]] = {}
+    tapped: Tapped = {}
     at_once = MAX_PROBES // width
     for first in range(0, len(points), at_once):
         group = points[first : first + at_once]

@@ -74,3 +74,25 @@ def test_commands_do_not_see_packages_from_outside(
     target = Environment(tmp_path)
     target.run(["sh", "-c", "echo path is [$PYTHONPATH]"])
     assert "path is []" in target.log.read_text().splitlines()
+
+
+def _is_outside_seen(target: Environment) -> bool:
+    configuration = (target.folder / "pyvenv.cfg").read_text()
+    return "include-system-site-packages = true" in configuration
+
+
+def test_an_environment_of_another_kind_is_made_anew_and_the_same_kind_is_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target = Environment(tmp_path / "venv")
+    # pip takes seconds to unpack and is not what this is about
+    monkeypatch.setattr(Environment, "_runs", lambda self: self.python.exists())
+    monkeypatch.setattr(environment, "VENV", ("-m", "venv", "--without-pip"))
+    target.create(kind="cpu")
+    (target.folder / "mine").touch()
+    target.create(kind="cpu")
+    assert (target.folder / "mine").exists()
+    assert not _is_outside_seen(target)
+    target.create(kind="cuda", sees_outer=True)
+    assert not (target.folder / "mine").exists()
+    assert _is_outside_seen(target)

@@ -38,7 +38,7 @@ def test_a_row_shows_the_worst_error_and_every_wrong_row() -> None:
         Measured("attribution", rows=12000, wrong=3),
     )
     cells = Verdict("0.32.0", GOOD, measured, 61.4).cells()
-    assert cells == ("0.32.0", "2", "0", "2.0e-06", "1", "0", "12000", "3", "61")
+    assert cells == ("0.32.0", "2 of 2", "2.0e-06", "1 of 1", "12000", "3", "61")
 
 
 @pytest.mark.parametrize(
@@ -76,7 +76,7 @@ def test_a_release_that_cannot_be_installed_is_a_bad_row(
     verdict = matrix.tried("9.9.9")
     assert verdict.problem == "no such wheel"
     assert not verdict.is_good
-    assert verdict.cells()[:4] == ("9.9.9", "0", "0", "not measured")
+    assert verdict.cells()[:3] == ("9.9.9", "0 of 0", "not measured")
 
 
 def test_a_section_is_replaced_and_the_others_are_kept(tmp_path: Path) -> None:

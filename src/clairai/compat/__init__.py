@@ -1,1 +1,1 @@
-"""Every touch of vLLM's private names: a small function per fact, with the versions it holds for."""
+"""Every touch of vLLM's private names: a small function per fact, with its versions."""

@@ -23,7 +23,7 @@ _ENCODER: Final = msgspec.msgpack.Encoder()
 def answer(station: Station, message: bytes) -> bytes:
     try:
         reply = _reply(station, _DECODER.decode(message))
-    except msgspec.MsgspecError as error:
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         reply = wire.Refusal("request", f"control message not understood: {error}")
     except ClairaiError as error:
         reply = wire.Refusal(error.code, error.reason)

@@ -44,7 +44,8 @@ class Finish:
         )
 
     def __call__(self, raw_TP: NDArray[np.float32]) -> NDArray[np.float32]:
-        scores_TP = raw_TP + self.bias_P
+        with np.errstate(over="ignore"):  # a row that overflowed in the model scores inf
+            scores_TP = raw_TP + self.bias_P
         if self.is_relu_P.any():
             np.maximum(scores_TP, 0, out=scores_TP, where=self.is_relu_P)
         if self.is_sigmoid_P.any():

@@ -1,0 +1,137 @@
+"""On a GPU: taps in captured graphs give the right rows and values, on both model runners."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+import pytest
+
+import clairai
+from tests.engine import attribution, models, watching
+from tests.engine.process import EngineProcess
+from tests.fidelity import scenarios
+
+pytestmark = [pytest.mark.gpu, pytest.mark.timeout(580)]
+
+WIDTH: Final = 576
+POINTS: Final = ["pre_attn.0", "post_attn.9", "post_block.9", "post_block.19", "post_block.29"]
+TEXTS: Final = [
+    "It was a bright cold day in April, and the clocks were striking thirteen.",
+    "def fibonacci(n):\n    if n < 2:\n        return n\n    return fibonacci(n - 1) + ",
+]
+PROMPTS: Final = models.random_prompts(9, (3, 17, 40, 64, 5, 90), 40_000)
+RUNNERS: Final = {"V1": "0", "V2": "1"}
+
+
+def start(folder: Path, runtime: Path, runner: str, **changes: Any) -> EngineProcess:
+    environment = {"VLLM_USE_V2_MODEL_RUNNER": RUNNERS[runner]} | changes.pop("environment", {})
+    arguments: dict[str, Any] = {
+        "model": str(folder),
+        "dtype": "bfloat16",
+        "max_model_len": 512,
+        "max_num_seqs": 64,
+        "max_num_batched_tokens": 256,
+        "gpu_memory_utilization": 0.2,
+    }
+    return EngineProcess(runtime=runtime, environment=environment, **(arguments | changes))
+
+
+@pytest.fixture(scope="module", params=[*RUNNERS])
+def engine(
+    request: pytest.FixtureRequest, real_model: Path, runtime: Path
+) -> Iterator[EngineProcess]:
+    """vLLM's defaults: torch.compile, piecewise and full graphs, async scheduling."""
+    config = clairai.config(points=POINTS, capacity=WIDTH)
+    with start(
+        real_model,
+        runtime,
+        request.param,
+        additional_config=config,
+        num_gpu_blocks_override=200,
+    ) as running:
+        yield running
+
+
+def test_pitfall_06_no_row_lands_on_another_request(
+    engine: EngineProcess, report: Callable[..., None]
+) -> None:
+    plan = attribution.Plan(num_requests=600, num_at_once=64, max_prompt=200, max_new=40, seed=3)
+    verdict = engine.call(attribution.run, plan)
+    report(test="attribution", rows=verdict.rows, wrong=len(verdict.wrong))
+    assert verdict.wrong == []
+    assert verdict.unaccounted == 0
+    assert verdict.lost == 0
+    assert verdict.recomputed_rows > 0
+    assert verdict.cached_tokens > 0
+
+
+def test_every_row_in_bfloat16_points_where_hugging_face_points(
+    engine: EngineProcess, real_model: Path, report: Callable[..., None]
+) -> None:
+    tapped = engine.call(scenarios.tap_everything, TEXTS, POINTS, WIDTH, 12)
+    cosines = scenarios.cosines(tapped, real_model)
+    report(test="fidelity", arch="smollm2 bfloat16", worst_cosine=min(cosines.values()))
+    for point, cosine in cosines.items():
+        assert cosine >= 0.999, (point, cosine)
+
+
+@pytest.mark.parametrize("runner", [*RUNNERS])
+def test_every_value_in_float32_equals_hugging_face_and_eager(
+    runner: str, real_model: Path, runtime: Path, report: Callable[..., None]
+) -> None:
+    config = clairai.config(points=POINTS, capacity=WIDTH)
+    found = {}
+    for is_eager in (False, True):
+        with start(
+            real_model,
+            runtime,
+            runner,
+            dtype="float32",
+            enforce_eager=is_eager,
+            additional_config=config,
+        ) as engine:
+            found[is_eager] = engine.call(scenarios.tap_everything, TEXTS, POINTS, WIDTH, 12)
+    results = scenarios.judge(found[False], real_model)
+    report(test="fidelity", arch=f"smollm2 float32 {runner}", p999=max(r.p999 for r in results))
+    for result in results:
+        assert result.p999 <= 1e-4, result
+    for point in POINTS:
+        for graph, eager in zip(found[False][point], found[True][point], strict=True):
+            np.testing.assert_allclose(
+                graph.scores_NP[:-1], eager.scores_NP[:-1], rtol=1e-3, atol=1e-3
+            )
+
+
+@pytest.mark.parametrize("runner", [*RUNNERS])
+def test_pitfall_18_an_idle_plugin_is_bit_identical_under_graphs(
+    runner: str, real_model: Path, runtime: Path
+) -> None:
+    with start(real_model, runtime, runner, environment={"VLLM_PLUGINS": ""}) as engine:
+        without = engine.call(watching.logprobs, PROMPTS)
+    with start(real_model, runtime, runner) as engine:
+        assert engine.call(watching.traces) == []
+        assert engine.call(watching.logprobs, PROMPTS) == without
+
+
+@pytest.mark.parametrize("runner", [*RUNNERS])
+def test_pitfall_10_a_warm_cache_never_serves_a_graph_with_other_taps(
+    runner: str, real_model: Path, runtime: Path, tmp_path: Path
+) -> None:
+    environment = {"VLLM_CACHE_ROOT": str(tmp_path)}
+    found = []
+    for points in (["post_block.9"], ["post_block.*"], ["post_block.9"]):
+        with start(
+            real_model,
+            runtime,
+            runner,
+            environment=environment,
+            additional_config=clairai.config(points=points, capacity=WIDTH),
+        ) as engine:
+            tapped = engine.call(scenarios.tap_everything, TEXTS, ["post_block.9"], WIDTH, 4)
+            found.append([scores.scores_NP[:-1] for scores in tapped["post_block.9"]])
+    for other in found[1:]:
+        for mine, theirs in zip(found[0], other, strict=True):
+            np.testing.assert_allclose(mine, theirs, rtol=1e-2, atol=1e-1)

@@ -1,0 +1,244 @@
+"""Takes settings as users write them, and environments; gives what is tapped, or the way out."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import FrozenInstanceError, fields
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from clairai import offline
+from clairai.errors import ConfigError, PointError, ProbeError
+from clairai.points import MAX_LAYER, quote
+from clairai.probe.files import save
+from clairai.settings import DISABLE_VARIABLE, Plan, Settings, is_disabled, plan
+from tests.unit.tiny_probes import probe
+
+NUM_LAYERS = 4
+
+
+def planned(given: Mapping[str, Any], environ: Mapping[str, str] | None = None) -> Plan:
+    return plan(Settings.parse(given), num_layers=NUM_LAYERS, environ=environ or {})
+
+
+def points(found: Plan) -> list[str]:
+    return [str(point) for point in found.points]
+
+
+def seed_file(folder: Path, name: str) -> Path:
+    folder.mkdir(parents=True, exist_ok=True)
+    file = folder / name
+    file.write_text(json.dumps({"vector": [1.0, 2.0, 3.0]}))
+    return file
+
+
+def test_an_empty_object_is_the_defaults() -> None:
+    assert Settings.parse({}) == Settings()
+    assert Settings().as_dict() == {}
+
+
+def test_one_text_means_a_list_of_one() -> None:
+    one = Settings.parse({"points": "post_block.1", "probes": "folder"})
+    listed = Settings.parse({"points": ["post_block.1"], "probes": ["folder"]})
+    assert one == listed
+    assert (one.points, one.probes) == (("post_block.1",), ("folder",))
+
+
+@pytest.mark.parametrize("given", [None, [], "post_block.1", 3, True, [("points", "x")]], ids=repr)
+def test_settings_that_are_no_object_are_refused_with_how_to_make_one(given: object) -> None:
+    with pytest.raises(ConfigError, match=r"clairai\.config\("):
+        Settings.parse(given)
+
+
+@pytest.mark.parametrize(
+    "given",
+    [{"point": "x"}, {"points": "a", "Probes": "b"}, {1: 2, "points": "a"}, {3: 1, "zz": 2},
+     {10**5000: 1}, {"x" * 10**6: 1}],
+    ids=quote,
+)  # fmt: skip
+def test_an_unknown_key_is_refused_with_those_known(given: dict[Any, Any]) -> None:
+    with pytest.raises(ConfigError, match=r"unknown clairai .*known: points, probes") as e:
+        Settings.parse(given)
+    assert len(str(e.value)) < 300
+
+
+@pytest.mark.parametrize(("name", "low", "high"), [("capacity", 1, 1024), ("ring_mib", 1, 65536)])
+def test_a_number_is_served_from_its_lowest_to_its_highest_and_no_further(
+    name: str, low: int, high: int
+) -> None:
+    for value in (low, high):
+        assert getattr(Settings.parse({name: value}), name) == value
+    refused: tuple[object, ...] = (low - 1, high + 1, True, 1.0, "16", None, 10**5000)
+    for wrong in refused:
+        with pytest.raises(ConfigError, match=f"{name} must be .* from {low} to {high}"):
+            Settings.parse({name: wrong})
+
+
+@pytest.mark.parametrize("name", ["points", "probes"])
+@pytest.mark.parametrize("value", [None, 3, [1], ["a", None], {"a": 1}, b"xy", [["a"]]], ids=repr)
+def test_what_is_neither_text_nor_texts_is_refused(name: str, value: object) -> None:
+    with pytest.raises(ConfigError, match=f"{name} must be a text or a list of texts"):
+        Settings.parse({name: value})
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "reason"),
+    [
+        ("allow_untested_vllm", 1, "true or false"),
+        ("allow_untested_vllm", "yes", "true or false"),
+        ("runtime_dir", 3, "a path, as text"),
+        ("runtime_dir", ["/run"], "a path, as text"),
+    ],
+)
+def test_a_value_of_another_kind_is_refused(name: str, value: object, reason: str) -> None:
+    with pytest.raises(ConfigError, match=f"{name} must be {reason}"):
+        Settings.parse({name: value})
+
+
+def test_settings_cannot_be_changed() -> None:
+    with pytest.raises(FrozenInstanceError):
+        Settings().capacity = 3  # type: ignore[misc]
+
+
+anything = st.builds(
+    Settings,
+    points=st.lists(st.text(max_size=5), max_size=3).map(tuple),
+    probes=st.lists(st.text(max_size=5), max_size=3).map(tuple),
+    capacity=st.integers(1, 1024),
+    ring_mib=st.integers(1, 65536),
+    runtime_dir=st.none() | st.text(max_size=5),
+    allow_untested_vllm=st.booleans(),
+)
+
+
+@settings(deadline=None)
+@given(anything)
+def test_settings_come_back_from_their_own_json(made: Settings) -> None:
+    assert Settings.parse(json.loads(json.dumps(made.as_dict()))) == made
+
+
+@settings(deadline=None)
+@given(anything)
+def test_the_json_form_names_only_what_differs_from_the_defaults(made: Settings) -> None:
+    differing = {
+        field.name
+        for field in fields(Settings)
+        if getattr(made, field.name) != getattr(Settings(), field.name)
+    }
+    assert set(made.as_dict()) == differing
+
+
+def test_config_makes_paths_absolute_and_needs_no_other_key(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    made = offline.config(probes=["a", tmp_path / "b"], points="post_block.1", capacity=2)
+    assert list(made) == ["clairai"]
+    assert Settings.parse(made["clairai"]) == Settings(
+        points=("post_block.1",), probes=(f"{tmp_path}/a", f"{tmp_path}/b"), capacity=2
+    )
+
+
+def test_points_come_from_the_probes_when_none_are_given(tmp_path: Path) -> None:
+    save(tmp_path / "p.safetensors", probe("p"))
+    seed_file(tmp_path, "enc_3_q.json")
+    found = planned({"probes": str(tmp_path)})
+    assert points(found) == ["post_block.1", "post_block.3"]
+    assert [made.name for made in found.probes] == ["p", "q"]
+
+
+def test_points_that_are_given_stay_the_only_ones(tmp_path: Path) -> None:
+    save(tmp_path / "p.safetensors", probe("p"))
+    found = planned({"probes": str(tmp_path), "points": ["pre_attn.0-1"]})
+    assert points(found) == ["pre_attn.0", "pre_attn.1"]
+    assert len(found.probes) == 1
+
+
+def test_patterns_are_expanded_for_this_model() -> None:
+    assert len(planned({"points": "all"}).points) == 3 * NUM_LAYERS
+    with pytest.raises(PointError, match="this model has 4 layers"):
+        planned({"points": "post_block.4"})
+
+
+def test_target_layer_alone_taps_the_stream_after_that_block() -> None:
+    assert points(planned({}, {"TARGET_LAYER": "2"})) == ["post_block.2"]
+
+
+def test_target_layer_places_a_probe_whose_file_name_says_no_layer(tmp_path: Path) -> None:
+    file = seed_file(tmp_path, "calm.json")
+    with pytest.raises(ProbeError, match="does not say which layer"):
+        planned({"probes": str(file)})
+    found = planned({"probes": str(file)}, {"TARGET_LAYER": "3"})
+    assert (points(found), found.probes[0].name) == (["post_block.3"], "calm")
+
+
+def test_settings_outrank_target_layer() -> None:
+    assert points(planned({"points": "pre_attn.0"}, {"TARGET_LAYER": "2"})) == ["pre_attn.0"]
+
+
+@pytest.mark.parametrize("value", ["-1", "two", "1.0", " 1"], ids=repr)
+def test_a_target_layer_that_is_no_number_is_refused(value: str) -> None:
+    with pytest.raises(ConfigError, match="TARGET_LAYER must be a layer number"):
+        planned({}, {"TARGET_LAYER": value})
+
+
+def test_a_target_layer_the_model_does_not_have_is_refused() -> None:
+    for value in (NUM_LAYERS, MAX_LAYER):
+        with pytest.raises(PointError, match="this model has 4 layers"):
+            planned({}, {"TARGET_LAYER": str(value)})
+
+
+@pytest.mark.parametrize("root", [".", "src"])
+def test_probe_model_finds_the_folder_of_the_models_own_name(
+    root: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seed_file(tmp_path / root / "probes" / "Tiny-1B", "enc_1_calm.json")
+    monkeypatch.chdir(tmp_path)
+    for model in ("org/Tiny-1B", "Tiny-1B", "/models/Tiny-1B/"):
+        found = planned({}, {"PROBE_MODEL": model})
+        assert [made.name for made in found.probes] == ["calm"]
+        assert points(found) == ["post_block.1"]
+
+
+def test_probes_in_the_settings_outrank_probe_model(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    file = seed_file(tmp_path, "enc_0_mine.json")
+    found = planned({"probes": str(file)}, {"PROBE_MODEL": "nobody/nothing"})
+    assert [made.name for made in found.probes] == ["mine"]
+
+
+def test_a_probe_model_without_a_folder_names_the_folders_it_looked_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ConfigError, match="no folder probes/Tiny or src/probes/Tiny"):
+        planned({}, {"PROBE_MODEL": "org/Tiny"})
+    with pytest.raises(ConfigError, match="nothing to tap"):
+        planned({}, {"PROBE_MODEL": ""})
+
+
+def test_nothing_to_tap_says_all_three_ways_out() -> None:
+    with pytest.raises(ConfigError, match=r'"points" .*"probes".*TARGET_LAYER'):
+        planned({})
+
+
+@pytest.mark.parametrize(
+    ("environ", "expected"),
+    [({}, False), ({DISABLE_VARIABLE: ""}, False), ({DISABLE_VARIABLE: "0"}, False),
+     ({DISABLE_VARIABLE: "1"}, True), ({DISABLE_VARIABLE: "true"}, True)],
+)  # fmt: skip
+def test_the_switch_is_off_unless_it_is_set(
+    environ: dict[str, str], expected: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert is_disabled(environ) is expected
+    monkeypatch.delenv(DISABLE_VARIABLE, raising=False)
+    for name, value in environ.items():
+        monkeypatch.setenv(name, value)
+    assert is_disabled() is expected
