@@ -31,7 +31,8 @@ matrix: setup ## the same tests on every vLLM release served, one environment at
 	@$(BIN)/python -m scripts.matrix $(VERSIONS)
 
 bench: setup ## measure every published number again
-	@set -e; for script in bench/*.py; do $(BIN)/python "$$script"; done
+	@$(BIN)/python -m bench.overhead
+	@$(BIN)/python -m bench.host_work
 
 clean: ## remove what the targets above have made in this folder
 	@rm -rf .venv .matrix .mypy_cache .ruff_cache .pytest_cache

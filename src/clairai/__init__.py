@@ -1,4 +1,4 @@
-"""See inside, record and steer a language model while stock vLLM serves it at full speed.
+"""See inside a language model while stock vLLM serves it at full speed.
 
     import clairai
     from vllm import LLM, SamplingParams

@@ -81,6 +81,7 @@ async def describe(request: Request) -> JSONResponse:
             "capacity": found.capacity,
             "epoch": f"{found.epoch:016x}",
             "published": found.published,
+            "unpublished": found.unpublished,
         }
     )
 

@@ -1,6 +1,7 @@
 """Takes the `clairai` key of additional_config and the environment; gives checked settings.
 
-The environment is read here and nowhere else (the runtime folder's variables: ring/handshake.py).
+What the engine reads of the environment is read here, except where the ring's socket lies
+(ring/folder.py).
 """
 
 from __future__ import annotations

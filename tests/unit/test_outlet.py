@@ -20,7 +20,7 @@ from clairai import wire
 from clairai.points import Point
 from clairai.probe.columns import Columns
 from clairai.probe.model import ACTIVATIONS, Probe
-from clairai.ring.layout import RingShape
+from clairai.ring.layout import PAYLOAD_OFFSET, RingShape
 from clairai.ring.memory import HostMemory
 from clairai.ring.reader import Record, Ring
 from clairai.ring.writer import RingWriter
@@ -195,14 +195,16 @@ def test_pitfall_07_a_record_that_is_held_does_not_change_when_the_writer_goes_o
         assert (record.scores_RC == number).all()
 
 
-def test_pitfall_07_a_reader_that_hands_out_the_ring_itself_would_be_caught() -> None:
+def test_pitfall_07_a_record_that_lies_in_the_ring_itself_would_be_caught() -> None:
+    columns = bank("none")
     with HostMemory.create(SHAPE.nbytes) as memory:
-        writer = RingWriter(memory, SHAPE, 0xABCD)
-        begin = SHAPE.slot_offset(0)
-        outlet, view = HostOutlet(writer), memory.buffer[begin : begin + SHAPE.slot_bytes]
-        for number in (1, 1 + SHAPE.slots):
-            for _ in range(SHAPE.slots):
-                outlet.send(step_of(rows_of(3), torch.full((3, 1), number), columns=bank("none")))
-            before = bytes(view) if number == 1 else before
-        assert bytes(view) != before
-        view.release()
+        outlet = HostOutlet(RingWriter(memory, SHAPE, 0xABCD))
+        outlet.send(step_of(rows_of(3), torch.zeros(3, 1), columns=columns))
+        begin = SHAPE.slot_offset(0) + PAYLOAD_OFFSET
+        rows = np.ndarray((3,), wire.ROW, memory.buffer, begin)
+        scores_RC = np.ndarray((3, 1), np.float32, memory.buffer, begin + rows.nbytes)
+        planted = Record(0, 1, columns.version, False, rows, scores_RC)
+        before = content(planted)
+        for _ in range(SHAPE.slots):
+            outlet.send(step_of(rows_of(3), torch.ones(3, 1), columns=columns))
+        assert content(planted) != before

@@ -7,7 +7,7 @@ from typing import Final
 
 from clairai.errors import UnsupportedError
 
-# Read line by line for 0.26.0 and 0.32.0, run on every release between (docs/matrix.md).
+# 0.26.0 was run on a GPU (docs/numbers.md), 0.27.1 to 0.32.0 on a CPU (docs/matrix.md).
 FIRST: Final = (0, 26)
 LAST: Final = (0, 32)
 

@@ -50,7 +50,8 @@ def converted(gguf: Path, *, cache: Path | None = None) -> Path:
     """Return the Hugging Face folder of `gguf`, named by its content, built if need be."""
     with gguf.open("rb") as file:
         digest = hashlib.file_digest(file, "sha256").hexdigest()
-    target = (cache or cache_folder()) / f"{NAME}-{digest[:12]}"
+    # The last part is what engines and probes call the model; the first tells versions apart.
+    target = (cache or cache_folder()) / digest[:12] / NAME
     try:
         return sealed_folder(target, lambda folder: _fill(folder, gguf), recipe=RECIPE)
     except OSError as error:

@@ -42,7 +42,7 @@ def check(body: bytes) -> None:
     if request.clairai is not None:
         raise RequestError(
             "vLLM itself does not read a `clairai` field; "
-            'give it as "vllm_xargs": {"clairai": "{...}"}, or ask the clairai proxy'
+            'give it as "vllm_xargs": {"clairai": "{...}"}'
         )
     wanted.parse(request.vllm_xargs)
 
