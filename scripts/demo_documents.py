@@ -15,7 +15,7 @@ Frame = Literal["answer", "request", "bare"]
 
 TEXTS: Final = Path(__file__).resolve().parent / "demo_texts"
 NUM_FOLDS: Final = 4
-HELD_OUT: Final = NUM_FOLDS - 1  # the last fold is looked at once, at the very end
+HELD_OUT: Final = NUM_FOLDS - 1  # the last fold chooses nothing: it is only scored, at the end
 FRAMES: Final[tuple[Frame, ...]] = ("answer", "answer", "answer", "request", "bare")
 
 

@@ -26,14 +26,16 @@ NORMS = {
 }
 
 
-def hidden_states(folder: str, token_ids: list[int]) -> dict[str, NDArray[np.float32]]:
-    """Every point of every layer, float32, from one forward over the whole sequence."""
+def hidden_states(
+    folder: str, token_ids: list[int], dtype: str = "float32"
+) -> dict[str, NDArray[np.float32]]:
+    """Every point of every layer from one forward over the whole sequence."""
     import torch
     from transformers import AutoModelForCausalLM
 
     # Eager attention: the faster ones leave out what some models ask for (soft caps).
     model: Any = AutoModelForCausalLM.from_pretrained(
-        folder, dtype=torch.float32, attn_implementation="eager"
+        folder, dtype=getattr(torch, dtype), attn_implementation="eager"
     ).eval()
     pre_attn, post_attn = NORMS[model.config.model_type]
     found: dict[str, NDArray[np.float32]] = {}

@@ -62,6 +62,19 @@ def cosines(tapped: Tapped, folder: Path) -> dict[str, float]:
     }
 
 
+def bfloat16_cosines(tapped: Tapped, folder: Path) -> dict[str, float]:
+    """How far Hugging Face in bfloat16 is from itself in float32, on the same tokens."""
+    sequences, truths = _truths(tapped, folder)
+    coarse = [hidden_states(str(folder), sequence, dtype="bfloat16") for sequence in sequences]
+    return {
+        point: min(
+            _worst_cosine(found[point][:-1], truth[point][:-1])
+            for found, truth in zip(coarse, truths, strict=True)
+        )
+        for point in tapped
+    }
+
+
 def _truths(
     tapped: Tapped, folder: Path
 ) -> tuple[list[list[int]], list[dict[str, NDArray[np.float32]]]]:

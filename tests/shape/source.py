@@ -1,0 +1,106 @@
+"""Takes the repository; gives its Python files parsed, and who imports whom, lazily or not."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Final
+
+ROOT: Final = Path(__file__).parents[2]
+PACKAGE: Final = ROOT / "src" / "clairai"
+FOLDERS: Final = ("src", "tests", "scripts", "bench", "examples")
+
+
+@dataclass(frozen=True)
+class Module:
+    """One file: its dotted name below `clairai` ("" for the package itself), and its text."""
+
+    name: str
+    text: str
+
+    @property
+    def tree(self) -> ast.Module:
+        return _parsed(self.text)
+
+    @property
+    def num_lines(self) -> int:
+        return len(self.text.splitlines())
+
+
+@cache
+def _parsed(text: str) -> ast.Module:
+    return ast.parse(text)
+
+
+@cache
+def package() -> tuple[Module, ...]:
+    """Every module of clairai."""
+    return tuple(
+        Module(_dotted(file.relative_to(PACKAGE)), file.read_text())
+        for file in sorted(PACKAGE.rglob("*.py"))
+    )
+
+
+@cache
+def everything() -> tuple[Module, ...]:
+    """Every Python file of the repository, by its path."""
+    files = [file for folder in FOLDERS for file in sorted((ROOT / folder).rglob("*.py"))]
+    return tuple(Module(str(file.relative_to(ROOT)), file.read_text()) for file in files)
+
+
+def _dotted(path: Path) -> str:
+    parts = path.with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def imports(module: Module, known: frozenset[str]) -> set[str]:
+    """Dotted names of all that it imports, in functions and under TYPE_CHECKING too.
+
+    `from clairai import wire` is an import of clairai.wire where `known` has such a module.
+    """
+    found: set[str] = set()
+    for node in ast.walk(module.tree):
+        found.update(_imported(node, known))
+    return found
+
+
+def _imported(node: ast.AST, known: frozenset[str]) -> Iterator[str]:
+    if isinstance(node, ast.Import):
+        yield from (alias.name for alias in node.names)
+    elif isinstance(node, ast.ImportFrom):
+        origin = "." * node.level + (node.module or "")
+        for alias in node.names:
+            inner = f"{origin}.{alias.name}"
+            yield inner if inner.removeprefix("clairai.") in known else origin
+    elif isinstance(node, ast.Call) and _called(node) in ("import_module", "find_spec"):
+        yield from (arg.value for arg in node.args if _is_text(arg))
+
+
+def _called(node: ast.Call) -> str:
+    return ast.unparse(node.func).rpartition(".")[2]
+
+
+def _is_text(node: ast.expr) -> bool:
+    return isinstance(node, ast.Constant) and isinstance(node.value, str)
+
+
+def ours(module: Module, known: frozenset[str]) -> set[str]:
+    """Modules of clairai that it imports, without the leading `clairai.`."""
+    every = imports(module, known)
+    return {name.removeprefix("clairai").lstrip(".") for name in every if _is_in(name, "clairai")}
+
+
+def is_importing(module: Module, library: str) -> bool:
+    return any(_is_in(name, library) for name in imports(module, frozenset()))
+
+
+def _is_in(name: str, library: str) -> bool:
+    return name == library or name.startswith(f"{library}.")
+
+
+def functions(tree: ast.Module) -> list[ast.FunctionDef | ast.AsyncFunctionDef]:
+    kinds = (ast.FunctionDef, ast.AsyncFunctionDef)
+    return [node for node in ast.walk(tree) if isinstance(node, kinds)]
