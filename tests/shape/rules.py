@@ -65,14 +65,14 @@ def _inner(node: ast.stmt) -> list[ast.stmt]:
 
 def swallowed_errors(tree: ast.Module) -> list[str]:
     """Bare excepts; and broad ones, or suppress(Exception), that do nothing with the error."""
-    return [f"line {node.lineno}" for node in ast.walk(tree) if _is_swallowing(node)]
+    nodes = [n for n in ast.walk(tree) if isinstance(n, ast.Call | ast.ExceptHandler)]
+    return [f"line {node.lineno}" for node in nodes if _is_swallowing(node)]
 
 
-def _is_swallowing(node: ast.AST) -> bool:
-    if isinstance(node, ast.Call) and ast.unparse(node.func).endswith("suppress"):
-        return any(ast.unparse(arg) in BROAD for arg in node.args)
-    if not isinstance(node, ast.ExceptHandler):
-        return False
+def _is_swallowing(node: ast.Call | ast.ExceptHandler) -> bool:
+    if isinstance(node, ast.Call):
+        is_suppress = ast.unparse(node.func).endswith("suppress")
+        return is_suppress and any(ast.unparse(arg) in BROAD for arg in node.args)
     if node.type is None:
         return True
     is_broad = any(name in BROAD for name in re.findall(r"\w+", ast.unparse(node.type)))
@@ -91,8 +91,8 @@ def mutable_globals(tree: ast.Module) -> list[str]:
         if isinstance(statement, ast.Assign) and _is_mutable(statement.value):
             found += [ast.unparse(target) for target in statement.targets]
         elif isinstance(statement, ast.AnnAssign) and _is_mutable(statement.value):
-            if not ast.unparse(statement.annotation).startswith("Final"):
-                found.append(ast.unparse(statement.target))
+            is_final = ast.unparse(statement.annotation).startswith("Final")
+            found += [] if is_final else [ast.unparse(statement.target)]
     return [name for name in found if name != "__all__"]
 
 

@@ -76,15 +76,11 @@ def _imported(node: ast.AST, known: frozenset[str]) -> Iterator[str]:
             inner = f"{origin}.{alias.name}"
             yield inner if inner.removeprefix("clairai.") in known else origin
     elif isinstance(node, ast.Call) and _called(node) in ("import_module", "find_spec"):
-        yield from (arg.value for arg in node.args if _is_text(arg))
+        yield from (str(arg.value) for arg in node.args if isinstance(arg, ast.Constant))
 
 
 def _called(node: ast.Call) -> str:
     return ast.unparse(node.func).rpartition(".")[2]
-
-
-def _is_text(node: ast.expr) -> bool:
-    return isinstance(node, ast.Constant) and isinstance(node.value, str)
 
 
 def ours(module: Module, known: frozenset[str]) -> set[str]:

@@ -59,7 +59,7 @@ ids = st.text("ab_-.0123456789", max_size=12) | st.text(max_size=8)
 suffixes = st.none() | st.text("0123456789abcdef", min_size=8, max_size=8)
 
 
-@settings(deadline=None, max_examples=300)
+@settings(derandomize=True, deadline=None, max_examples=300)
 @given(ids.filter(bool), suffixes, st.none() | st.integers(0, 16383))
 def test_any_id_that_vllm_makes_is_read_back(
     external: str, suffix: str | None, index: int | None
@@ -96,8 +96,8 @@ def incoming(given: Params, request_id: str = "0-abcdef12", external: str = "0")
 
 def admit(reception: Reception, given: SimpleNamespace) -> Admitted:
     """What EngineCore.preprocess_add_request does with one request."""
-    key, admitted = reception.mark(given), Admitted()
-    reception.admit(key, admitted)
+    ticket, admitted = reception.mark(given), Admitted()
+    reception.admit(ticket, admitted)
     return admitted
 
 
@@ -107,7 +107,7 @@ def mark_of(given: SimpleNamespace) -> Mark:
 
 def test_the_worker_reads_the_mark_the_engine_core_wrote() -> None:
     asked = incoming(params(stream=2**64 - 1), "3_chat-1-abcdef12", "chat-1")
-    assert Reception().mark(asked) == (2**64 - 1, 3)
+    Reception().mark(asked)
     assert read_mark(asked.sampling_params, asked.request_id) == (Mark(2**64 - 1, 3), "chat-1")
 
 
@@ -165,9 +165,10 @@ def test_minted_streams_are_streams_and_differ_between_engines() -> None:
     streams = set()
     for reception in (Reception(), Reception()):
         for number in range(100):
-            key = reception.mark(incoming(params(), f"{number}-abcdef12", str(number)))
-            assert 1 <= key[0] <= MAX_STREAM
-            streams.add(key[0])
+            asked = incoming(params(), f"{number}-abcdef12", str(number))
+            reception.mark(asked)
+            assert 1 <= mark_of(asked).stream <= MAX_STREAM
+            streams.add(mark_of(asked).stream)
     assert len(streams) == 200
 
 
@@ -190,13 +191,29 @@ def test_a_stream_is_free_again_when_its_request_is_gone() -> None:
     first = admit(reception, incoming(params(stream=5)))
     del first
     gc.collect()
-    assert reception.mark(incoming(params(stream=5))) == (5, 0)
+    second = incoming(params(stream=5), "1-abcdef12", "1")
+    reception.mark(second)
+    assert mark_of(second) == Mark(5, 0)
 
 
 def test_a_request_that_vllm_refused_does_not_keep_its_stream() -> None:
     reception = Reception()
     reception.mark(incoming(params(stream=5)))  # and never admitted
-    assert reception.mark(incoming(params(stream=5))) == (5, 0)
+    second = incoming(params(stream=5), "1-abcdef12", "1")
+    reception.mark(second)
+    assert mark_of(second) == Mark(5, 0)
+
+
+def test_a_stream_is_in_use_until_the_last_of_its_answers_is_finished() -> None:
+    reception, shared = Reception(), params(stream=5)
+    first, last = (
+        admit(reception, incoming(shared, f"{index}_7-abcdef12", "7")) for index in range(2)
+    )
+    first.finished = True
+    with pytest.raises(RequestError, match="stream 5 belongs to a request that is not finished"):
+        reception.mark(incoming(params(stream=5), "8-abcdef12", "8"))
+    last.finished = True
+    reception.mark(incoming(params(stream=5), "8-abcdef12", "8"))
 
 
 def test_a_caller_cannot_write_the_mark_itself() -> None:

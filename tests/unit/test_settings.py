@@ -116,13 +116,13 @@ anything = st.builds(
 )
 
 
-@settings(deadline=None)
+@settings(derandomize=True, deadline=None)
 @given(anything)
 def test_settings_come_back_from_their_own_json(made: Settings) -> None:
     assert Settings.parse(json.loads(json.dumps(made.as_dict()))) == made
 
 
-@settings(deadline=None)
+@settings(derandomize=True, deadline=None)
 @given(anything)
 def test_the_json_form_names_only_what_differs_from_the_defaults(made: Settings) -> None:
     differing = {

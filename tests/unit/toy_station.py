@@ -36,6 +36,7 @@ def running_station(runtime: Path) -> Iterator[Station]:
     tables = Tables(names, width=WIDTH, capacity=CAPACITY, max_tokens=MAX_TOKENS, device="cpu")
     columns = Columns.empty(POINTS, CAPACITY, WIDTH, "org/toy", SITE_OF)
     station = Station(settings, tables, columns, About("toy", "0.0.0", settings.points))
+    station.serve()
     try:
         yield station
     finally:

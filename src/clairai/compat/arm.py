@@ -54,9 +54,9 @@ def _with_marks(original: Any) -> Any:
             return original(self, request)
         if not hasattr(self, "clairai_reception"):
             self.clairai_reception = Reception()
-        key = self.clairai_reception.mark(request)
+        ticket = self.clairai_reception.mark(request)
         admitted = original(self, request)
-        self.clairai_reception.admit(key, admitted[0])
+        self.clairai_reception.admit(ticket, admitted[0])
         return admitted
 
     return preprocess_add_request

@@ -9,6 +9,7 @@ from typing import Any
 from torch import nn
 
 from clairai.compat.blocks import Block, calls_of, is_norm, read_block
+from clairai.compat.owners import untrue_points
 from clairai.errors import UnsupportedError
 from clairai.points import Point
 
@@ -57,6 +58,9 @@ def find_sites(model: nn.Module, *, num_layers: int, width: int) -> Sites:
         else:
             refused[post] = block.reason
     _place_last(decoder, blocks[-1], Point("post_block", num_layers - 1), place, refused)
+    untrue = untrue_points(type(decoder.owner))
+    refused |= {point: untrue[point.kind] for point in site_of if point.kind in untrue}
+    site_of = {point: site for point, site in site_of.items() if point not in refused}
     return Sites(modules, site_of, refused, num_layers, width)
 
 

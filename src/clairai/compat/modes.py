@@ -72,6 +72,13 @@ REFUSED: Final[tuple[tuple[str, Check], ...]] = (
         lambda config: _at(config, "model_config.runner_type") not in (None, "generate"),
     ),
     ("encoder-decoder models", _is_set("model_config.is_encoder_decoder")),
+    (
+        "DeepSeek in float16 (vLLM scales the residual stream there: models/deepseek_v2.py)",
+        lambda config: (
+            str(_at(config, "model_config.hf_config.model_type")).startswith("deepseek")
+            and str(_at(config, "model_config.dtype")) == "torch.float16"
+        ),
+    ),
 )
 
 

@@ -11,7 +11,7 @@ import hashlib
 import re
 import secrets
 from typing import Any, Final
-from weakref import WeakValueDictionary
+from weakref import WeakSet, WeakValueDictionary
 
 from clairai import wanted as fields
 from clairai.errors import RequestError
@@ -22,44 +22,64 @@ MARK: Final = "clairai_mark"
 _SUFFIX: Final = re.compile(r"-[0-9a-f]{8}")
 
 
+class Ticket:
+    """One request's claim on its stream, held by each of its `n` children in the engine."""
+
+    def __init__(self, parent: str) -> None:
+        self.parent = parent
+        self.children: WeakSet[Any] = WeakSet()
+
+    def is_live(self) -> bool:
+        return any(not child.is_finished() for child in self.children)
+
+
 class Reception:
     """Marks requests of one engine core; refuses a stream id that is in use."""
 
     def __init__(self) -> None:
         self._secret = secrets.token_bytes(16)
-        # A request leaves when the scheduler lets go of it: no list to keep in step with it.
-        self._live: WeakValueDictionary[tuple[int, int], Any] = WeakValueDictionary()
+        # A ticket goes when the scheduler lets go of its last child: no list to keep in step.
+        self._tickets: WeakValueDictionary[int, Ticket] = WeakValueDictionary()
 
-    def mark(self, request: Any) -> tuple[int, int]:
+    def mark(self, request: Any) -> Ticket:
         """Check the fields of an EngineCoreRequest and write the mark into it."""
         params = request.sampling_params
         wanted = fields.parse(params.extra_args)
         parent, choice = parent_and_choice(request.request_id, request.external_req_id)
-        key = (wanted.stream if wanted.stream is not None else self._mint(parent), choice)
-        other = self._live.get(key)
-        if other is not None and not other.is_finished():
-            raise RequestError(
-                f"stream {key[0]} belongs to a request that is not finished; "
-                f"give each request a stream of its own, or leave it out"
-            )
+        stream = wanted.stream if wanted.stream is not None else self._mint(parent)
+        ticket = self._claim(stream, parent)
         # Children of one request, and requests of one call, share this object: never write to it.
         params = copy.copy(params)
         params.extra_args = dict(params.extra_args or {}) | {
-            MARK: [*key, request.external_req_id or request.request_id]
+            MARK: [stream, choice, request.external_req_id or request.request_id]
         }
         if wanted.prompt_scores:
             # v1/core/kv_cache_manager.py, 0.26:228, 0.32:249: forwards the whole prompt
             params.skip_reading_prefix_cache = True
         request.sampling_params = params
-        return key
+        return ticket
+
+    def admit(self, ticket: Ticket, request: Any) -> None:
+        """The engine took the request (v1/request.py): from now on it holds the ticket."""
+        ticket.children.add(request)
+        request.clairai_ticket = ticket
+
+    def _claim(self, stream: int, parent: str) -> Ticket:
+        held = self._tickets.get(stream)
+        if held is not None and held.parent == parent:
+            return held
+        if held is not None and held.is_live():
+            raise RequestError(
+                f"stream {stream} belongs to a request that is not finished; "
+                f"give each request a stream of its own, or leave it out"
+            )
+        ticket = self._tickets[stream] = Ticket(parent)
+        return ticket
 
     def _mint(self, parent: str) -> int:
         """All answers to one request share its stream; other requests cannot have it."""
         digest = hashlib.blake2b(parent.encode(), digest_size=8, key=self._secret).digest()
         return int.from_bytes(digest) or 1
-
-    def admit(self, key: tuple[int, int], request: Any) -> None:
-        self._live[key] = request
 
 
 def parent_and_choice(internal_id: str, external_id: str | None) -> tuple[str, int]:

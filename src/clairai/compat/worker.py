@@ -145,6 +145,10 @@ def _prove(worker: Any) -> None:
         # Eager with a fixed KV size warms nothing up (cpu_worker.py `_should_warm_up_model`).
         worker.model_runner._dummy_run(1)
     tables.check_all_ran()
+    station = getattr(worker, "clairai_station", None)
+    if station is not None:
+        # v1/worker/gpu/warmup.py warms kernels up with requests of its own, through execute_model.
+        station.serve()
 
 
 def _close(worker: Any) -> None:

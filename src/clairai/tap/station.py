@@ -55,6 +55,7 @@ class Station:
         self.tables = tables
         self.about = about
         self._book = RowBook()
+        self._is_serving = False
         self._step_number = 0
         self._rows: StepRows | None = None
         self._streams: OrderedDict[str, int] = OrderedDict()
@@ -87,15 +88,21 @@ class Station:
 
     def install(self, columns: Columns) -> None:
         """Make this the bank of every step from now on."""
-        self.columns = columns
         self.tables.load(columns)
+        self.columns = columns
         self._finish = Finish.of(columns)
         # Known to readers before the first record that carries it is published.
         self._banks[columns.version] = columns.bank()
         while len(self._banks) > REMEMBERED_BANKS:
             self._banks.popitem(last=False)
 
+    def serve(self) -> None:
+        """Start-up is over. Until now steps were vLLM's own warm-up: nobody's rows."""
+        self._is_serving = True
+
     def begin(self, new: Iterable[NewRequest], finished: Iterable[str]) -> None:
+        if not self._is_serving:
+            return
         for req_id in finished:
             self._book.close(req_id)
         for request in new:
@@ -106,7 +113,8 @@ class Station:
         self._rows = None
 
     def place(self, batch: Batch) -> None:
-        self._rows = self._book.step(batch)
+        if self._is_serving:
+            self._rows = self._book.step(batch)
 
     def end(self, inputs: Callable[[], Inputs]) -> None:
         rows = self._book.idle() if self._rows is None else self._rows

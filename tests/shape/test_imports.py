@@ -1,0 +1,126 @@
+"""The path of a score, kept true by who may import whom; lazy imports count."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.shape.source import Module, is_importing, ours, package
+
+COMMON = {"errors", "wire", "points"}
+# What each part of clairai may import of clairai: arrows go down the path, never up.
+MAY_IMPORT: dict[str, set[str]] = {
+    "errors": set(),
+    "wire": set(),
+    "points": {"errors"},
+    "wanted": {"errors", "points"},
+    "probe": {*COMMON, "probe"},
+    "settings": {"errors", "points", "probe"},
+    "ring": {"errors", "wire", "ring"},
+    "tap": {
+        *COMMON,
+        *("probe", "settings", "tap"),
+        *("ring.layout", "ring.writer", "ring.handshake", "ring.memory"),
+    },
+    "match": {*COMMON, "match"},
+    "sidecar": {*COMMON, "ring", "match", "sidecar"},
+    "compat": {*COMMON, "probe", "settings", "wanted", "tap", "compat"},
+}
+WITHOUT_TORCH = ("ring", "match", "sidecar", "stream", "store", "probe", "wire", "errors")
+MODULES = frozenset(module.name for module in package())
+
+
+def is_within(name: str, part: str) -> bool:
+    return name == part or name.startswith(f"{part}.")
+
+
+def forbidden(module: Module, allowed: set[str], known: frozenset[str] = MODULES) -> set[str]:
+    found = ours(module, known)
+    return {name for name in found if not any(is_within(name, part) for part in allowed)}
+
+
+def of(part: str) -> list[Module]:
+    return [module for module in package() if is_within(module.name, part)]
+
+
+def test_only_the_plugin_and_compat_import_vllm() -> None:
+    importing = [module.name for module in package() if is_importing(module, "vllm")]
+    assert [name for name in importing if name != "plugin" and not is_within(name, "compat")] == []
+    assert importing  # the rule looks at something
+
+
+def test_only_taps_and_compat_import_torch() -> None:
+    importing = [module.name for module in package() if is_importing(module, "torch")]
+    assert [n for n in importing if not is_within(n, "tap") and not is_within(n, "compat")] == []
+    assert importing
+
+
+@pytest.mark.parametrize("part", MAY_IMPORT)
+def test_a_part_imports_only_what_comes_before_it_on_the_path(part: str) -> None:
+    modules = of(part)
+    assert modules
+    assert {m.name: forbidden(m, MAY_IMPORT[part]) for m in modules} == {
+        m.name: set() for m in modules
+    }
+
+
+@pytest.mark.parametrize("part", WITHOUT_TORCH)
+def test_a_reader_reaches_neither_torch_nor_vllm_by_any_road(part: str) -> None:
+    by_name = {module.name: module for module in package()}
+    pending = [module.name for module in of(part)]
+    seen: set[str] = set()
+    while pending:
+        name = pending.pop()
+        if name in seen:
+            continue
+        seen.add(name)
+        module = by_name[name]
+        assert not is_importing(module, "torch"), name
+        assert not is_importing(module, "vllm"), name
+        pending += ours(module, MODULES) & by_name.keys()
+
+
+PLANTED = [
+    "import vllm",
+    "import vllm.config as c",
+    "from vllm import LLM",
+    "from vllm.v1.engine import core",
+    "def f():\n    from vllm import LLM",
+    "if TYPE_CHECKING:\n    import vllm",
+    "try:\n    import vllm\nexcept ImportError:\n    vllm = None",
+    "import importlib\nimportlib.import_module('vllm.config')",
+    "class A:\n    def f(self):\n        import os, vllm",
+]
+
+
+@pytest.mark.parametrize("text", PLANTED)
+def test_an_import_of_vllm_is_found_wherever_it_hides(text: str) -> None:
+    assert is_importing(Module("x", text), "vllm")
+
+
+@pytest.mark.parametrize("text", ["import vllmx", "from a.vllm import b", "'import vllm'", ""])
+def test_what_only_looks_like_vllm_is_not_an_import_of_it(text: str) -> None:
+    assert not is_importing(Module("x", text), "vllm")
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "from clairai.ring.reader import Ring",
+        "from clairai.ring import reader",
+        "def f():\n    import clairai.ring.reader",
+        "from clairai import offline",
+        "from clairai.match.ledger import Ledger",
+        "import clairai",
+    ],
+)
+def test_an_import_up_the_path_is_found(text: str) -> None:
+    known = frozenset(("ring", "ring.reader", "offline", "match", "match.ledger"))
+    assert forbidden(Module("tap.x", text), MAY_IMPORT["tap"], known)
+
+
+@pytest.mark.parametrize(
+    "text", ["from clairai import wire", "from clairai.ring.layout import HEADER", "import os"]
+)
+def test_an_import_down_the_path_is_allowed(text: str) -> None:
+    known = frozenset(("wire", "ring", "ring.layout"))
+    assert forbidden(Module("tap.x", text), MAY_IMPORT["tap"], known) == set()
