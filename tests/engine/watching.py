@@ -6,6 +6,8 @@ import sys
 from typing import Any
 
 import clairai
+from clairai import wire
+from clairai.offline import _ask
 from tests.engine.asks import generate, probe
 
 
@@ -59,7 +61,9 @@ def empty_bank(llm: Any) -> None:
 
 
 def clairai_points(llm: Any) -> tuple[str, ...]:
-    from clairai import wire
-    from clairai.offline import _ask
-
     return _ask(llm, wire.Describe(), wire.Description).points
+
+
+def published(llm: Any) -> int:
+    """Records in the ring so far."""
+    return _ask(llm, wire.Describe(), wire.Description).published

@@ -56,6 +56,10 @@ def engine(
         yield running
 
 
+def test_pitfall_17_warm_up_leaves_no_rows(engine: EngineProcess) -> None:
+    assert engine.call(watching.published) == 0
+
+
 def test_pitfall_06_no_row_lands_on_another_request(
     engine: EngineProcess, report: Callable[..., None]
 ) -> None:
