@@ -103,7 +103,7 @@ def test_the_chosen_protocols_hold_in_every_interleaving() -> None:
 
 
 @pytest.mark.parametrize("name", KNOWN_BAD)
-def test_a_known_bad_protocol_is_caught(name: str) -> None:
+def test_pitfall_16_a_known_bad_protocol_is_caught(name: str) -> None:
     protocol, outcome = KNOWN_BAD[name]
     found = explore(protocol)
     assert found.outcome == outcome

@@ -61,7 +61,7 @@ class PayloadLastWriter(RingWriter):
         super()._write_slot(rows, scores_RC, bank_version, step, flags)
 
 
-def test_no_record_is_torn_and_every_one_is_delivered_or_counted(tmp_path: Path) -> None:
+def test_pitfall_16_no_record_is_torn_and_every_one_is_delivered_or_counted(tmp_path: Path) -> None:
     statistics, num_spoiled = _race(tmp_path, RingWriter)
     assert num_spoiled == 0
     assert statistics.torn == 0
