@@ -22,6 +22,7 @@ from clairai.settings import Settings
 
 Reply = TypeVar("Reply", bound=msgspec.Struct)
 
+METHOD: Final = "clairai_control"  # of a vLLM worker with taps: compat/arm.py
 _ERRORS: Final = {
     kind.code: kind
     for kind in vars(errors).values()
@@ -140,7 +141,14 @@ class ProbeBank:
 
 
 def _ask(llm: Any, control: wire.Control, kind: type[Reply]) -> Reply:
-    replies = llm.collective_rpc("clairai_control", args=(msgspec.msgpack.encode(control),))
+    try:
+        replies = llm.collective_rpc(METHOD, args=(msgspec.msgpack.encode(control),))
+    except Exception as error:  # which one depends on where vLLM keeps the worker
+        if METHOD not in str(error):
+            raise
+        raise errors.UnsupportedError(
+            "this engine has no taps; start it with additional_config=clairai.config(...)"
+        ) from error
     return read_reply(replies[0], kind)
 
 

@@ -50,7 +50,7 @@ def one_tap_missing() -> None:
     def attach_most(norm: Any, *, name: str, token: Any) -> None:
         attach(norm, name=name, token=token)
         if name.endswith("pre_attn.1"):
-            norms.detach(norm)
+            norm.__class__ = type(norm).__bases__[1]
 
     norms.attach = attach_most
 

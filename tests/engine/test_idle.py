@@ -49,6 +49,9 @@ def test_pitfall_18_an_idle_plugin_changes_nothing_and_installs_nothing(
         assert engine.call(watching.was_registered)
         assert engine.call(watching.traces) == []
         assert engine.call(watching.logprobs, PROMPTS) == without_plugin
+        assert engine.call(watching.ask_for_scores).startswith(
+            "unsupported: this engine has no taps"
+        )
 
 
 def test_a_disabled_plugin_serves_without_taps(

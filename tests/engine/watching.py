@@ -6,6 +6,7 @@ import sys
 from typing import Any
 
 import clairai
+from clairai import errors as clairai_errors
 from clairai import wire
 from clairai.offline import _ask
 from tests.engine.asks import generate, probe
@@ -62,6 +63,15 @@ def empty_bank(llm: Any) -> None:
 
 def clairai_points(llm: Any) -> tuple[str, ...]:
     return _ask(llm, wire.Describe(), wire.Description).points
+
+
+def ask_for_scores(llm: Any) -> str:
+    """What a user is told who asks an engine without taps."""
+    try:
+        clairai.scores(llm, generate(llm, [[1, 2]]))
+    except clairai_errors.ClairaiError as error:
+        return f"{error.code}: {error.reason}"
+    return "accepted"
 
 
 def published(llm: Any) -> int:

@@ -49,12 +49,6 @@ def attach(norm: nn.Module, *, name: str, token: torch.Tensor) -> None:
     norm.__class__ = type(f"Tapped{base.__name__}", (Tapped, base), {"__module__": __name__})
 
 
-def detach(norm: nn.Module) -> None:
-    """Give the module its own class back."""
-    norm.__class__ = type(norm).__bases__[1]
-    del norm.clairai_token, norm.clairai_name
-
-
 def define_op() -> None:
     """Define `clairai::tap(x, token!, name)` once per process.
 
@@ -93,7 +87,6 @@ def define_op() -> None:
         dispatch_key=current_platform.dispatch_key,
     )
     # An op lives as long as its library: tie the two together instead of keeping a global.
-    tap.clairai_library = library  # type: ignore[attr-defined]
     torch.ops.clairai.tap.clairai_library = library
 
 
