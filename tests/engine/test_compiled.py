@@ -43,7 +43,7 @@ def test_pitfall_10_one_cache_serves_every_set_of_points_with_its_own_graph(
     model: Path, runtime: Path, tmp_path: Path
 ) -> None:
     scores: dict[str, Any] = {}
-    for points in (["post_block.1"], ["all"], ["post_block.1"], ["post_attn.0", "post_block.1"]):
+    for points in (["post_block.1"], ["all"], ["post_block.1"]):
         with start(model, runtime, tmp_path, points) as engine:
             found = engine.call(planted.score_at, "post_block.1", PROMPTS)
             scores[",".join(points)] = found
