@@ -55,7 +55,11 @@ class EngineProcess:
         )
         self.process.start()
         child.close()
-        self._receive(START_DEADLINE_S)
+        try:
+            self._receive(START_DEADLINE_S)
+        except EngineFailed:
+            self.close()
+            raise
 
     def call(self, scenario: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         self._pipe.send((scenario, args, kwargs))
@@ -63,7 +67,6 @@ class EngineProcess:
 
     def _receive(self, deadline_s: float) -> Any:
         if not self._pipe.poll(deadline_s):
-            self.close()
             raise EngineFailed(f"no answer within {deadline_s:.0f} s")
         try:
             is_good, value = self._pipe.recv()
@@ -79,6 +82,7 @@ class EngineProcess:
         if self.process.is_alive():
             self.process.kill()
             self.process.join()
+        self.process.close()
 
     def __enter__(self) -> Self:
         return self
