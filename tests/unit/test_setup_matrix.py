@@ -79,6 +79,19 @@ def test_a_release_that_cannot_be_installed_is_a_bad_row(
     assert verdict.cells()[:3] == ("9.9.9", "0 of 0", "not measured")
 
 
+def test_an_environment_that_imports_another_vllm_is_refused(tmp_path: Path) -> None:
+    target = Environment(tmp_path)
+    target.python.parent.mkdir()
+    own = target.packages / "vllm" / "__init__.py"
+    for origin, version in ((own, "0.28.0"), ("/elsewhere/vllm/__init__.py", "0.31.0")):
+        target.python.write_text(f"#!/bin/sh\necho {origin} {version}\n")
+        target.python.chmod(0o755)
+        with pytest.raises(SetupError, match="has to be"):
+            matrix.refuse_other_engine(target, "0.31.0")
+    target.python.write_text(f"#!/bin/sh\necho {own} 0.31.0\n")
+    matrix.refuse_other_engine(target, "0.31.0")
+
+
 def test_a_section_is_replaced_and_the_others_are_kept(tmp_path: Path) -> None:
     page = tmp_path / "numbers.md"
     for heading, text in (("A", "one"), ("B", "two"), ("A", "three")):
