@@ -18,7 +18,7 @@ from clairai.match.ledger import Ledger
 from clairai.probe.files import dumps
 from clairai.probe.model import Probe
 from clairai.ring.handshake import Reader
-from clairai.settings import Settings
+from clairai.settings import Settings, is_disabled
 
 Reply = TypeVar("Reply", bound=msgspec.Struct)
 
@@ -62,8 +62,6 @@ def _arm_late() -> None:
     plugins = sys.modules.get("vllm.plugins")
     if plugins is None or not getattr(plugins, "plugins_loaded", False):
         return
-    from clairai.settings import is_disabled
-
     if not is_disabled():
         from clairai.compat.arm import arm
 

@@ -85,7 +85,7 @@ def _find_decoder(model: nn.Module, num_layers: int) -> _Decoder:
         for owner in text.modules()
         for child in owner.children()
         if isinstance(child, nn.ModuleList) and len(child) == num_layers
-        if _is_one_kind(child)
+        if _are_all_here(child)
     ]
     if len(stacks) == 1:
         return stacks[0]
@@ -95,7 +95,7 @@ def _find_decoder(model: nn.Module, num_layers: int) -> _Decoder:
     )
 
 
-def _is_one_kind(blocks: nn.ModuleList) -> bool:
+def _are_all_here(blocks: nn.ModuleList) -> bool:
     """Every entry is a block of its own, here (PPMissingLayer stands for another stage's)."""
     return all(next(block.children(), None) is not None for block in blocks)
 

@@ -30,7 +30,8 @@ def connect(runner: Any, station: Station) -> None:
     else:
         raise UnsupportedError(
             f"{type(runner).__module__}.{type(runner).__name__} is neither vLLM's V1 nor its V2 "
-            f"model runner; no row could be attributed"
+            f"model runner, so no row could be attributed; use one of those, or remove the "
+            f"clairai key from additional_config"
         )
     _wrap(runner, "execute_model", lambda given: _around_step(station, inputs, given))
 

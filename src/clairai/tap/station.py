@@ -7,7 +7,6 @@ and go), `place` (the runner laid out the batch), `end` (the forward is on its w
 from __future__ import annotations
 
 import os
-import secrets
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -20,7 +19,7 @@ from clairai.probe.columns import Columns
 from clairai.ring.handshake import RingServer, runtime_dir
 from clairai.ring.layout import RingShape
 from clairai.ring.memory import HostMemory
-from clairai.ring.writer import RingWriter
+from clairai.ring.writer import RingWriter, new_epoch
 from clairai.settings import Settings
 from clairai.tap.outlet import DeviceOutlet, Finish, HostOutlet, Outlet, Step
 from clairai.tap.rows import Batch, Mark, RowBook, StepRows
@@ -66,7 +65,7 @@ class Station:
     def _open_ring(self, settings: Settings, columns: Columns) -> None:
         num_columns = len(self.tables.sites) * columns.capacity
         shape = RingShape.for_budget(settings.ring_mib << 20, num_columns)
-        epoch = self.epoch = secrets.randbits(64) | 1
+        epoch = self.epoch = new_epoch()
         self._memory = HostMemory.create(shape.nbytes)
         self.writer = RingWriter(self._memory, shape, epoch)
         welcome = wire.Welcome(
