@@ -23,6 +23,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     },
     "match": {*COMMON, "match"},
     "sidecar": {*COMMON, "ring", "match", "sidecar"},
+    "stream": {*COMMON, "probe", "wanted", "ring", "match", "stream"},
     "compat": {*COMMON, "probe", "settings", "wanted", "tap", "compat"},
 }
 WITHOUT_TORCH = ("ring", "match", "sidecar", "stream", "store", "probe", "wire", "errors")

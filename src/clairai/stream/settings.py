@@ -1,0 +1,106 @@
+"""Takes what the proxy was asked to be; gives it checked: where it listens, whom it asks."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Final
+from urllib.parse import urlsplit
+
+from clairai.errors import ConfigError
+from clairai.points import quote
+from clairai.probe.native import MAX_NBYTES
+
+DEFAULT_HOST: Final = "127.0.0.1"
+DEFAULT_PORT: Final = 6969
+UNIX: Final = "unix:"
+PAGE: Final = Path(__file__).parent / "page"
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What one client may cost; each is checked before the work it bounds."""
+
+    body_bytes: int = 4 << 20
+    probe_bytes: int = MAX_NBYTES
+    header_bytes: int = 64 << 10
+    headers: int = 128
+    depth: int = 64  # of a JSON body
+    choices: int = 64  # n of a scored request
+    streams: int = 2048  # requests in the proxy at once; more get 503
+    rows: int = 262_144  # scored rows held for one request; more are lost, and counted
+    runs: int = 256  # named runs held, ended ones included
+    run_bytes: int = 16 << 20  # events held of one run for a client that comes back
+    answer_bytes: int = 64 << 20  # an answer that is not streamed
+
+
+@dataclass(frozen=True)
+class Timeouts:
+    """Seconds."""
+
+    connect: float = 5.0
+    control: float = 60.0  # upstream's answer to anything but a completion
+    finish: float = 0.05  # how long a last chunk waits for rows that are still on their way
+    ping: float = 15.0
+    run_kept: float = 60.0  # after a named run's end
+    run_alone: float = 10.0  # a named run without a client is cancelled then
+
+
+@dataclass(frozen=True)
+class ProxySettings:
+    """One proxy.
+
+    `upstream` is an address (http://127.0.0.1:8000) or a Unix socket (unix:/run/me/vllm.sock).
+    The ring is found in `runtime_dir` (None: where engines of this user meet), newest engine
+    first, or at `ring_socket` alone.
+    """
+
+    upstream: str
+    upstream_api_key: str | None = None
+    host: str = DEFAULT_HOST
+    port: int = DEFAULT_PORT
+    api_key: str | None = None
+    runtime_dir: Path | None = None
+    ring_socket: Path | None = None
+    examples: Path | None = None
+    page: Path = PAGE
+    allowed_origins: tuple[str, ...] = ()
+    allowed_hosts: tuple[str, ...] = ()  # names besides the bound one that a request may call us by
+    limits: Limits = field(default_factory=Limits)
+    timeouts: Timeouts = field(default_factory=Timeouts)
+
+    def __post_init__(self) -> None:
+        if self.upstream_socket is None:
+            parts = urlsplit(self.upstream)
+            if parts.scheme not in ("http", "https") or not parts.hostname:
+                raise ConfigError(
+                    f"{quote(self.upstream)} is no upstream; write http://127.0.0.1:8000, "
+                    f"or unix:/path/of/its.sock"
+                )
+        for key in (self.api_key, self.upstream_api_key):
+            if key == "":
+                raise ConfigError("an API key is empty; give one, or leave it out")
+        for origin in self.allowed_origins:
+            _check_origin(origin)
+
+    @property
+    def upstream_socket(self) -> Path | None:
+        """The Unix socket, where upstream is one."""
+        if not self.upstream.startswith(UNIX):
+            return None
+        return Path(self.upstream.removeprefix(UNIX))
+
+    @property
+    def upstream_url(self) -> str:
+        """What comes before a path in a request to upstream."""
+        is_socket = self.upstream_socket is not None
+        return "http://engine" if is_socket else self.upstream.rstrip("/")
+
+
+def _check_origin(origin: str) -> None:
+    parts = urlsplit(origin)
+    is_whole = parts.scheme in ("http", "https") and origin == f"{parts.scheme}://{parts.netloc}"
+    if not is_whole or not parts.netloc:
+        raise ConfigError(
+            f"{quote(origin)} is no origin; write scheme, host and port: http://127.0.0.1:5173"
+        )
