@@ -14,7 +14,8 @@ if TYPE_CHECKING:
 
 probes = typer.Typer(help="Probe files, and the probes of a running server.", no_args_is_help=True)
 
-_TITLES: Final = ("name", "point", "width", "activation", "threshold", "model", "digest")
+_TITLES: Final = ("name", "point", "width", "activation", "threshold", "auroc", "model", "digest")
+_BARS: Final = "▁▂▃▄▅▆▇█"
 _SHORT_DIGEST: Final = 12
 _ONLY_NEW: Final = {"If-None-Match": "*"}
 _ONLY_KNOWN: Final = {"If-Match": "*"}
@@ -71,7 +72,7 @@ def check(files: Files, layer: Layer = None) -> None:
             num_bad += 1
             typer.echo(f"bad   {error}", err=True)
         else:
-            typer.echo(f"good  {file}: {probe.name} at {probe.point}, width {probe.width}")
+            typer.echo(f"good  {file}: {_summary(probe)}")
     if num_bad:
         raise typer.Exit(1)
 
@@ -84,12 +85,13 @@ def show(file: Annotated[str, typer.Argument(metavar="FILE")], layer: Layer = No
     from clairai.probe.files import load
 
     probe = load(file, target_layer=layer)
+    ends = probe.calibration
     said = dict(zip(_TITLES, _row(probe), strict=True)) | {
         "bias": f"{probe.bias:g}",
-        "calibration": "none"
-        if probe.calibration is None
-        else "{:g} to {:g}".format(*probe.calibration),
+        "calibration": "none" if ends is None else f"{ends[0]:g} to {ends[1]:g}",
         "norm": f"{np.linalg.norm(probe.direction_D.astype(np.float64)):g}",
+        "histogram": _drawn(probe),
+        "description": probe.description or "none",
         "digest": probe.digest,
     }
     for title, value in said.items():
@@ -161,6 +163,22 @@ def _server(url: str, api_key: str | None) -> Server:
     return Server(url, api_key)
 
 
+def _summary(probe: Probe) -> str:
+    area = "" if probe.auroc is None else f", AUROC {probe.auroc:g}"
+    described = "" if probe.description is None else f": {probe.description}"
+    return f"{probe.name} at {probe.point}, width {probe.width}{area}{described}"
+
+
+def _drawn(probe: Probe) -> str:
+    """The histogram as a row of bars, the tallest for the largest count."""
+    shape = probe.histogram
+    if shape is None:
+        return "none"
+    tallest = max(shape.counts)
+    bars = "".join(_BARS[(len(_BARS) - 1) * count // tallest] for count in shape.counts)
+    return f"{shape.low:g} {bars} {shape.high:g}, {sum(shape.counts)} scores"
+
+
 def _row(probe: Probe) -> tuple[str, ...]:
     return (
         probe.name,
@@ -168,13 +186,14 @@ def _row(probe: Probe) -> tuple[str, ...]:
         str(probe.width),
         probe.activation,
         _number(probe.threshold),
+        _number(probe.auroc),
         probe.model or "any",
         probe.digest[:_SHORT_DIGEST],
     )
 
 
 def _print_bank(bank: Mapping[str, Any]) -> None:
-    titles = ("name", "point", "activation", "threshold", "digest")
+    titles = ("name", "point", "activation", "threshold", "auroc", "digest")
     _print(
         titles,
         (
@@ -183,6 +202,7 @@ def _print_bank(bank: Mapping[str, Any]) -> None:
                 p["point"],
                 p["activation"],
                 _number(p["threshold"]),
+                _number(p.get("auroc")),  # a server of an older clairai has none
                 p["digest"][:_SHORT_DIGEST],
             )
             for p in bank["data"]

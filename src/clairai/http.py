@@ -159,17 +159,7 @@ def _check_conditions(request: Request, name: str, *, is_there: bool) -> None:
 
 
 def _bank(state: wire.BankState, status: HTTPStatus) -> JSONResponse:
-    probes = [
-        {
-            "name": info.name,
-            "point": info.point,
-            "activation": info.activation,
-            "threshold": info.threshold,
-            "calibration": info.calibration,
-            "digest": info.digest,
-        }
-        for info in state.probes
-    ]
+    probes = [msgspec.to_builtins(probe) for probe in state.probes]
     content = {"data": probes, "capacity": state.capacity, "version": state.version}
     return JSONResponse(content, status)
 

@@ -122,19 +122,19 @@ class ProbeBank:
     def __init__(self, llm: Any) -> None:
         self._llm = llm
 
-    def list(self) -> tuple[wire.ProbeInfo, ...]:
+    def list(self) -> tuple[wire.ListedProbe, ...]:
         return self._change(wire.ListProbes())
 
-    def add(self, *probes: Probe) -> tuple[wire.ProbeInfo, ...]:
+    def add(self, *probes: Probe) -> tuple[wire.ListedProbe, ...]:
         return self._change(wire.AddProbes(tuple(map(dumps, probes))))
 
-    def replace(self, *probes: Probe) -> tuple[wire.ProbeInfo, ...]:
+    def replace(self, *probes: Probe) -> tuple[wire.ListedProbe, ...]:
         return self._change(wire.ReplaceProbes(tuple(map(dumps, probes))))
 
-    def remove(self, *names: str) -> tuple[wire.ProbeInfo, ...]:
+    def remove(self, *names: str) -> tuple[wire.ListedProbe, ...]:
         return self._change(wire.RemoveProbes(names))
 
-    def _change(self, control: wire.Control) -> tuple[wire.ProbeInfo, ...]:
+    def _change(self, control: wire.Control) -> tuple[wire.ListedProbe, ...]:
         return _ask(self._llm, control, wire.BankState).probes
 
 

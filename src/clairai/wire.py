@@ -45,6 +45,25 @@ class ProbeInfo(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     digest: str = ""  # content hash of the probe
 
 
+class Histogram(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """How often scores of a reference set fell into each of equal parts of `low` to `high`."""
+
+    low: float
+    high: float
+    counts: tuple[int, ...]
+
+
+class ListedProbe(ProbeInfo, frozen=True, forbid_unknown_fields=True):
+    """What people are told of a probe besides; only in control messages.
+
+    2048 of these can be longer than MAX_MESSAGE_BYTES, and no reader needs them to read a record.
+    """
+
+    description: str | None = None
+    auroc: float | None = None  # on documents that neither the fit nor a choice has seen
+    histogram: Histogram | None = None
+
+
 class Bank(msgspec.Struct, frozen=True, tag="bank", forbid_unknown_fields=True):
     """The columns of every record that carries this `version`, in order."""
 
@@ -126,7 +145,7 @@ class BankState(msgspec.Struct, frozen=True, tag="bank_state", forbid_unknown_fi
 
     version: int
     capacity: int  # per site
-    probes: tuple[ProbeInfo, ...]
+    probes: tuple[ListedProbe, ...]
 
 
 class Description(msgspec.Struct, frozen=True, tag="description", forbid_unknown_fields=True):

@@ -12,12 +12,23 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from clairai import wire
 from clairai.errors import ProbeError
 from clairai.probe import files, native, seed
 from clairai.probe.model import MAX_WIDTH, Probe
 from tests.unit.tiny_probes import numbers, probe
 
-GOOD = files.dumps(probe(bias=0.5, threshold=1.0, calibration=(0.0, 2.0), model="m"))
+GOOD = files.dumps(
+    probe(
+        bias=0.5,
+        threshold=1.0,
+        calibration=(0.0, 2.0),
+        model="m",
+        description="Words.",
+        auroc=0.9,
+        histogram=wire.Histogram(0.0, 1.0, tuple(range(8))),
+    )
+)
 GOOD_JSON = b'{"vector": [1, -2.5e0, 3], "bias": 0.5, "name": "p", "activation": "none"}'
 
 Loads = Callable[[bytes], Probe]
@@ -101,6 +112,9 @@ FIELDS = {"clairai": "probe/1", "name": "p", "point": "post_block.1"}
 GOOD_HEADER = json.dumps({"__metadata__": FIELDS, "direction": TENSOR}).encode()
 
 
+OPTIONAL = ("bias", "calibration", "model", "description", "auroc", "histogram")
+
+
 def file_of(tensor: object = TENSOR, body: bytes = BODY, **fields: object) -> bytes:
     return with_fields(fields, tensor, body)
 
@@ -154,6 +168,24 @@ SPOILED = {
     "calibration downwards": file_of(calibration="2,1"),
     "activation unknown": file_of(activation="exec"),
     "model with control characters": file_of(model="a\x1b[31m"),
+    "description with an escape": file_of(description="a\x1b[31m"),
+    "description over its bound": file_of(description="a" * 501),
+    "description empty": file_of(description=""),
+    "auroc over 1": file_of(auroc="1.5"),
+    "auroc is NaN": file_of(auroc="nan"),
+    "histogram empty": file_of(histogram=""),
+    "histogram of one": file_of(histogram="0"),
+    "histogram without counts": file_of(histogram="0,1"),
+    "histogram ends in a comma": file_of(histogram="0,1," + "1," * 8),
+    "histogram of seven": file_of(histogram="0,1" + ",1" * 7),
+    "histogram of 65": file_of(histogram="0,1" + ",1" * 65),
+    "histogram downwards": file_of(histogram="1,0" + ",1" * 8),
+    "histogram counts nothing": file_of(histogram="0,1" + ",0" * 8),
+    "histogram of halves": file_of(histogram="0,1" + ",0.5" * 8),
+    "histogram of negatives": file_of(histogram="0,1" + ",-1" * 8),
+    "histogram with an underscore": file_of(histogram="0,1" + ",1_0" * 8),
+    "histogram in other digits": file_of(histogram="0,1" + ",\u0661" * 8),
+    "histogram of huge counts": file_of(histogram="0,1" + ",9999999999999" * 8),
     "dtype unknown": file_of(TENSOR | {"dtype": "F64"}),
     "dtype is a list": file_of(TENSOR | {"dtype": ["F32"]}),
     "shape of two": file_of(TENSOR | {"shape": [3, 1]}),
@@ -249,7 +281,7 @@ def test_any_json_of_any_types_is_a_probe_or_a_refusal(fields: dict[str, object]
 
 
 @settings(max_examples=300, deadline=None)
-@given(st.dictionaries(st.sampled_from([*FIELDS, "bias", "calibration", "model"]), json_values))
+@given(st.dictionaries(st.sampled_from([*FIELDS, *OPTIONAL]), json_values))
 def test_any_metadata_of_any_types_is_a_probe_or_a_refusal(fields: dict[str, object]) -> None:
     outcome(loads, with_fields(fields))
 

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner, Result
 
+from clairai import wire
 from clairai.cli import app
 from clairai.errors import ConfigError, ProbeError
 from clairai.probe.files import load, save
@@ -19,12 +20,12 @@ def _run(*arguments: object) -> Result:
 
 
 def test_a_folder_is_listed_with_everything_a_probe_is(tmp_path: Path) -> None:
-    save(tmp_path / "a.safetensors", probe("a", threshold=0.5, model="toy"))
+    save(tmp_path / "a.safetensors", probe("a", threshold=0.5, auroc=0.975, model="toy"))
     save(tmp_path / "b.safetensors", probe("b", activation="sigmoid"))
     titles, first, second = _run("list", tmp_path).output.splitlines()
-    assert " ".join(titles.split()) == "name point width activation threshold model digest"
-    assert first.split()[:6] == ["a", "post_block.1", "3", "none", "0.5", "toy"]
-    assert second.split()[:6] == ["b", "post_block.1", "3", "sigmoid", "none", "any"]
+    assert " ".join(titles.split()) == "name point width activation threshold auroc model digest"
+    assert first.split()[:7] == ["a", "post_block.1", "3", "none", "0.5", "0.975", "toy"]
+    assert second.split()[:7] == ["b", "post_block.1", "3", "sigmoid", "none", "none", "any"]
 
 
 def test_check_names_the_bad_file_and_fails(tmp_path: Path) -> None:
@@ -48,12 +49,27 @@ def test_show_prints_one_probe(tmp_path: Path) -> None:
         "width": "3",
         "activation": "none",
         "threshold": "none",
+        "auroc": "none",
         "model": "any",
         "digest": kept.digest,
         "bias": "0.25",
         "calibration": "-1 to 1",
         "norm": "3.74166",
+        "histogram": "none",
+        "description": "none",
     }
+
+
+def test_check_and_show_tell_what_people_are_told(tmp_path: Path) -> None:
+    shape = wire.Histogram(-1, 2.5, (0, 70, 20, 10, 0, 0, 5, 35))
+    told = probe("a", description="Words in a row.", auroc=0.975, histogram=shape)
+    save(tmp_path / "a.safetensors", told)
+    checked = _run("check", tmp_path / "a.safetensors").output
+    assert "a at post_block.1, width 3, AUROC 0.975: Words in a row." in checked
+    shown = _run("show", tmp_path / "a.safetensors").output.splitlines()
+    assert "auroc       0.975" in shown
+    assert "description Words in a row." in shown
+    assert "histogram   -1 ▁█▃▂▁▁▁▄ 2.5, 140 scores" in shown
 
 
 def test_json_probes_become_safetensors(tmp_path: Path) -> None:

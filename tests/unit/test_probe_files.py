@@ -19,11 +19,17 @@ from clairai import wire
 from clairai.errors import ProbeError
 from clairai.points import KINDS, Point
 from clairai.probe import files, seed
-from clairai.probe.model import Probe
+from clairai.probe.checks import MAX_BINS, MAX_COUNT, MAX_DESCRIPTION, MAX_MODEL, MIN_BINS
+from clairai.probe.model import MAX_NAME, Probe
 from tests.unit.tiny_probes import numbers, probe
 
 float32 = st.floats(width=32, allow_nan=False, allow_infinity=False)
 directions = st.lists(float32, min_size=1, max_size=40).filter(any)
+ranges = st.tuples(float32, float32).filter(lambda ends: ends[0] < ends[1])
+counts = st.lists(st.integers(0, MAX_COUNT), min_size=MIN_BINS, max_size=MAX_BINS).filter(any)
+histograms = st.builds(
+    lambda ends, counts: wire.Histogram(ends[0], ends[1], tuple(counts)), ranges, counts
+)
 probes = st.builds(
     Probe,
     name=st.from_regex(r"[A-Za-z0-9_][A-Za-z0-9_:/@+-]{0,20}", fullmatch=True),
@@ -32,8 +38,11 @@ probes = st.builds(
     bias=float32,
     activation=st.sampled_from(get_args(wire.Activation)),
     threshold=st.none() | float32,
-    calibration=st.none() | st.tuples(float32, float32).filter(lambda ends: ends[0] < ends[1]),
+    calibration=st.none() | ranges,
     model=st.none() | st.sampled_from(["meta-llama/Llama-3.1-8B", "mod\u00e8le"]),
+    description=st.none() | st.text(min_size=1, max_size=500).filter(str.isprintable),
+    auroc=st.none() | st.floats(0, 1),
+    histogram=st.none() | histograms,
 )
 
 
@@ -42,7 +51,30 @@ probes = st.builds(
 def test_every_probe_survives_its_own_file(made: Probe) -> None:
     data = files.dumps(made)
     assert files.loads(data, source="memory") == made
+    assert files.loads(data, source="memory").digest == made.digest
     assert files.dumps(files.loads(data, source="memory")) == data
+
+
+def test_the_largest_of_everything_fits_a_file() -> None:
+    ends = (-1.1754943508222875e-38, 1.1754943508222875e-38)
+    made = probe(
+        name="n" * MAX_NAME,
+        model="\u00e8" * MAX_MODEL,
+        description="\U0001f600" * MAX_DESCRIPTION,
+        calibration=ends,
+        histogram=wire.Histogram(ends[0], ends[1], (MAX_COUNT,) * MAX_BINS),
+    )
+    assert files.loads(files.dumps(made), source="memory") == made
+
+
+def test_a_file_from_before_descriptions_is_the_same_probe() -> None:
+    header = (
+        b'{"__metadata__":{"clairai":"probe/1","name":"p","point":"post_block.1","bias":"0.0",'
+        b'"activation":"none"},"direction":{"dtype":"F32","shape":[3],"data_offsets":[0,12]}}'
+    )
+    body = bytes(numbers(1, -2, 3))
+    old = files.loads(len(header).to_bytes(8, "little") + header + body, source="old")
+    assert (old, old.description, old.auroc, old.histogram) == (probe(), None, None, None)
 
 
 def test_the_same_probe_gives_the_same_bytes_every_time() -> None:

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from clairai import wire
 from clairai.errors import ProbeError
 from clairai.points import Point, quote
+from clairai.probe.checks import MAX_BINS, MAX_COUNT, MAX_DESCRIPTION
 from clairai.probe.model import MAX_NAME, MAX_WIDTH
 from tests.unit.tiny_probes import numbers, probe
 
@@ -89,10 +90,62 @@ def test_an_unknown_activation_is_refused_with_the_known_ones(value: object) -> 
         probe(activation=value)
 
 
-@pytest.mark.parametrize("value", ["", "a\nb", "x" * 257, 1])
-def test_a_model_that_cannot_be_shown_is_refused(value: object) -> None:
-    with pytest.raises(ProbeError, match="model"):
-        probe(model=value)
+@pytest.mark.parametrize("field", ["model", "description"])
+@pytest.mark.parametrize(
+    "value", ["", "a\nb", "a\x1b[31m", "a\u202eb", "x" * 501, 1, b"a"], ids=quote
+)
+def test_a_text_that_cannot_be_shown_is_refused(field: str, value: object) -> None:
+    with pytest.raises(ProbeError, match=field):
+        probe(**{field: value})
+
+
+def test_a_description_has_room_for_a_sentence_in_any_script() -> None:
+    assert probe(description="é" * MAX_DESCRIPTION).description == "é" * MAX_DESCRIPTION
+    with pytest.raises(ProbeError, match=f"1 to {MAX_DESCRIPTION} printable"):
+        probe(description="é" * (MAX_DESCRIPTION + 1))
+
+
+@pytest.mark.parametrize("value", [-1e-9, 1.0000001, *NOT_FINITE], ids=quote)
+def test_an_auroc_that_is_no_share_is_refused(value: object) -> None:
+    with pytest.raises(ProbeError, match="auroc"):
+        probe(auroc=value)
+
+
+@pytest.mark.parametrize("value", [0, 0.5, 1, np.float32(0.75)])
+def test_an_auroc_from_none_to_all_is_taken(value: float) -> None:
+    assert probe(auroc=value).auroc == value
+
+
+COUNTS = (0, 1, 2, 3, 4, 5, 6, 7)
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        (0.0, 1.0, COUNTS),
+        wire.Histogram(1.0, 1.0, COUNTS),
+        wire.Histogram(0.0, float("inf"), COUNTS),
+        wire.Histogram(float("nan"), 1.0, COUNTS),
+        wire.Histogram("0", 1.0, COUNTS),  # type: ignore[arg-type]
+        wire.Histogram(0.0, 1.0, COUNTS[1:]),
+        wire.Histogram(0.0, 1.0, COUNTS * 9),
+        wire.Histogram(0.0, 1.0, 8),  # type: ignore[arg-type]
+        wire.Histogram(0.0, 1.0, (0,) * 8),
+        wire.Histogram(0.0, 1.0, (-1, *COUNTS)),
+        wire.Histogram(0.0, 1.0, (True, *COUNTS)),
+        wire.Histogram(0.0, 1.0, (1.5, *COUNTS)),  # type: ignore[arg-type]
+        wire.Histogram(0.0, 1.0, (MAX_COUNT + 1, *COUNTS)),
+    ],
+    ids=str,
+)
+def test_a_histogram_that_counts_nothing_sound_is_refused(value: object) -> None:
+    with pytest.raises(ProbeError, match="histogram"):
+        probe(histogram=value)
+
+
+@pytest.mark.parametrize("counts", [COUNTS, (MAX_COUNT,) * MAX_BINS])
+def test_the_smallest_and_the_largest_histogram_are_taken(counts: tuple[int, ...]) -> None:
+    assert probe(histogram=wire.Histogram(-1, 1, counts)).histogram == wire.Histogram(-1, 1, counts)
 
 
 def test_a_point_must_be_a_point() -> None:
@@ -126,6 +179,22 @@ CHANGES: list[dict[str, Any]] = [
 def test_the_digest_changes_with_every_part(change: dict[str, Any]) -> None:
     assert replace(probe(), **change).digest != probe().digest
     assert replace(probe(), **change) != probe()
+
+
+TOLD: list[dict[str, Any]] = [
+    {"description": "Words."}, {"auroc": 0.9}, {"histogram": wire.Histogram(0, 1, COUNTS)},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("change", TOLD, ids=lambda change: next(iter(change)))
+def test_what_is_only_told_makes_another_probe_of_the_same_digest(change: dict[str, Any]) -> None:
+    assert replace(probe(), **change).digest == probe().digest
+    assert replace(probe(), **change) != probe()
+
+
+def test_a_digest_is_what_it_was_before_probes_had_descriptions() -> None:
+    made = probe(bias=0.5, threshold=1.0, calibration=(0.0, 2.0), model="m")
+    assert made.digest == "b3b661c62cfb946a8fe2ad7db457c88c"
 
 
 def test_equal_content_has_an_equal_digest_of_128_bits() -> None:
@@ -168,3 +237,14 @@ def test_the_wire_form_survives_the_wire() -> None:
     info = probe(threshold=1, calibration=[0, 2], activation="relu").info()
     assert info == wire.ProbeInfo("p", "post_block.1", "relu", 1.0, (0.0, 2.0), info.digest)
     assert msgspec.msgpack.decode(msgspec.msgpack.encode(info), type=wire.ProbeInfo) == info
+
+
+def test_what_people_are_told_goes_through_control_and_not_through_the_ring() -> None:
+    made = probe(description="Words.", auroc=0.9, histogram=wire.Histogram(0, 1, COUNTS))
+    assert made.info() == probe().info()
+    listed = made.listed()
+    assert (listed.description, listed.auroc) == ("Words.", 0.9)
+    assert listed.histogram == wire.Histogram(0, 1, COUNTS)
+    state = wire.BankState(1, 16, (listed,))
+    raw = msgspec.msgpack.encode(state)
+    assert msgspec.msgpack.decode(raw, type=wire.ControlReply) == state

@@ -11,20 +11,20 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Final, get_args
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
 from clairai import wire
 from clairai.errors import ProbeError
 from clairai.points import Point, quote
+from clairai.probe import checks
 
 MAX_NAME: Final = 128
-MAX_MODEL: Final = 256
 MAX_WIDTH: Final = 1_000_000
 ACTIVATIONS: Final[tuple[wire.Activation, ...]] = get_args(wire.Activation)
 
 _NAME: Final = re.compile(rf"[A-Za-z0-9_:@+-][A-Za-z0-9._:/@+-]{{0,{MAX_NAME - 1}}}")
-_LARGEST: Final = float(np.finfo(np.float32).max)
 
 
 @dataclass(frozen=True, eq=False)
@@ -39,6 +39,10 @@ class Probe:
     threshold: float | None = None
     calibration: tuple[float, float] | None = None  # low and high end of the usual scores
     model: str | None = None  # the model it was made for
+    # For people: what follows changes neither the score nor how it is read.
+    description: str | None = None
+    auroc: float | None = None  # on documents that neither the fit nor a choice has seen
+    histogram: wire.Histogram | None = None  # of the scores on a reference set
 
     def __post_init__(self) -> None:
         _check_name(self.name)
@@ -49,15 +53,25 @@ class Probe:
                 f"probe {self.name}: activation is {quote(self.activation)}; "
                 f"use one of {', '.join(ACTIVATIONS)}"
             )
-        _check_model(self.name, self.model)
-        frozen = {
-            "direction_D": _direction(self.name, self.direction_D),
-            "bias": _number(self.name, "bias", self.bias),
-            "threshold": _optional(self.name, "threshold", self.threshold),
-            "calibration": _calibration(self.name, self.calibration),
-        }
-        for field, value in frozen.items():
+        for field, value in self._checked().items():
             object.__setattr__(self, field, value)
+
+    def _checked(self) -> dict[str, object]:
+        name = self.name
+        model = checks.optional_text(name, "model", self.model, limit=checks.MAX_MODEL)
+        described = checks.optional_text(
+            name, "description", self.description, limit=checks.MAX_DESCRIPTION
+        )
+        return {
+            "direction_D": _direction(name, self.direction_D),
+            "bias": checks.number(name, "bias", self.bias),
+            "threshold": checks.optional_number(name, "threshold", self.threshold),
+            "calibration": checks.calibration(name, self.calibration),
+            "model": model,
+            "description": described,
+            "auroc": checks.auroc(name, self.auroc),
+            "histogram": checks.histogram(name, self.histogram),
+        }
 
     @property
     def width(self) -> int:
@@ -65,7 +79,11 @@ class Probe:
 
     @cached_property
     def digest(self) -> str:
-        """BLAKE2b-128 of everything the probe is, name included."""
+        """BLAKE2b-128 of all that decides a score and how it is read, name included.
+
+        What is only told to people is left out: kept scores still match a probe whose description
+        was mended, and files from before descriptions keep the digest they had.
+        """
         fields = (self.name, str(self.point), self.bias, self.activation)
         header = json.dumps([*fields, self.threshold, self.calibration, self.model])
         content = hashlib.blake2b(header.encode(), digest_size=16)
@@ -73,10 +91,15 @@ class Probe:
         return content.hexdigest()
 
     def __eq__(self, other: object) -> bool:
-        return self.digest == other.digest if isinstance(other, Probe) else NotImplemented
+        if not isinstance(other, Probe):
+            return NotImplemented
+        return self.digest == other.digest and self._told() == other._told()
 
     def __hash__(self) -> int:
         return hash(self.digest)
+
+    def _told(self) -> tuple[object, ...]:
+        return self.description, self.auroc, self.histogram
 
     def apply(self, hidden_TD: NDArray[np.floating]) -> NDArray[np.floating]:
         """Scores as they should be: summed in float64, given back as wide as `hidden_TD`."""
@@ -101,6 +124,15 @@ class Probe:
             digest=self.digest,
         )
 
+    def listed(self) -> wire.ListedProbe:
+        """`info`, and what people are told besides."""
+        return wire.ListedProbe(
+            **msgspec.structs.asdict(self.info()),
+            description=self.description,
+            auroc=self.auroc,
+            histogram=self.histogram,
+        )
+
 
 def _activate(activation: wire.Activation, scores_T: NDArray[np.float64]) -> NDArray[np.float64]:
     if activation == "relu":
@@ -117,16 +149,6 @@ def _check_name(name: object) -> None:
         raise ProbeError(
             f"{quote(name)} cannot name a probe; use 1 to {MAX_NAME} of A-Z a-z 0-9 . _ : / @ + -, "
             "not starting with . or / and without .."
-        )
-
-
-def _check_model(name: str, model: object) -> None:
-    if model is None:
-        return
-    if not isinstance(model, str) or not 1 <= len(model) <= MAX_MODEL or not model.isprintable():
-        raise ProbeError(
-            f"probe {name}: model is {quote(model)}; give 1 to {MAX_MODEL} printable characters, "
-            "or leave it out"
         )
 
 
@@ -148,32 +170,3 @@ def _direction(name: str, given: object) -> NDArray[np.float32]:
     copied = np.array(given, dtype="<f4", order="C")  # the caller's array stays the caller's
     copied.setflags(write=False)
     return copied
-
-
-def _number(name: str, field: str, value: object) -> float:
-    # Scores are float32 in the engine: what is beyond float32 would be infinity there.
-    if isinstance(value, bool) or not isinstance(value, int | float | np.floating):
-        raise ProbeError(f"probe {name}: {field} is {quote(value)}; give a number")
-    if -_LARGEST <= value <= _LARGEST:  # false for NaN too
-        return float(value)
-    raise ProbeError(
-        f"probe {name}: {field} is {quote(value)}; give a finite number, "
-        f"at most {_LARGEST:.3g} in size"
-    )
-
-
-def _optional(name: str, field: str, value: object) -> float | None:
-    return None if value is None else _number(name, field, value)
-
-
-def _calibration(name: str, value: object) -> tuple[float, float] | None:
-    if value is None:
-        return None
-    if not isinstance(value, tuple | list) or len(value) != 2:
-        raise ProbeError(f"probe {name}: calibration is {quote(value)}; give (low, high)")
-    low, high = (_number(name, "calibration", end) for end in value)
-    if not low < high:
-        raise ProbeError(
-            f"probe {name}: calibration runs from {low} to {high}; low must be below high"
-        )
-    return low, high

@@ -1,7 +1,8 @@
 """Takes a Probe, gives the bytes of its safetensors file; and back, from bytes nobody vouches for.
 
 The file holds one tensor, `direction` [D], and string metadata: clairai="probe/1", name, point,
-and where set bias, activation, threshold, calibration ("low,high") and model.
+and where set bias, activation, threshold, calibration ("low,high"), model, description, auroc and
+histogram ("low,high,count,count,...").
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import json
 import re
 import struct
+from collections.abc import Iterable
 from typing import Final, cast
 
 import numpy as np
@@ -28,6 +30,7 @@ MAX_KEYS: Final = 32
 MAX_VALUE: Final = 1024
 
 _LENGTH: Final = struct.Struct("<Q")
+_COUNT: Final = re.compile(r"0|[1-9][0-9]{0,12}")
 _NUMBER: Final = re.compile(r"-?[0-9]{1,40}(?:\.[0-9]{1,40})?(?:[eE][+-]?[0-9]{1,4})?")
 
 
@@ -56,13 +59,22 @@ def loads(data: bytes, *, source: str) -> Probe:
 def _metadata(probe: Probe) -> dict[str, str]:
     fields = {"clairai": FORMAT, "name": probe.name, "point": str(probe.point)}
     fields |= {"bias": repr(probe.bias), "activation": probe.activation}
-    if probe.threshold is not None:
-        fields["threshold"] = repr(probe.threshold)
-    if probe.calibration is not None:
-        fields["calibration"] = ",".join(map(repr, probe.calibration))
-    if probe.model is not None:
-        fields["model"] = probe.model
+    histogram = probe.histogram
+    bins = None if histogram is None else (histogram.low, histogram.high, *histogram.counts)
+    optional = {
+        "threshold": None if probe.threshold is None else repr(probe.threshold),
+        "calibration": None if probe.calibration is None else _joined(probe.calibration),
+        "model": probe.model,
+        "description": probe.description,
+        "auroc": None if probe.auroc is None else repr(probe.auroc),
+        "histogram": None if bins is None else _joined(bins),
+    }
+    fields |= {key: value for key, value in optional.items() if value is not None}
     return fields
+
+
+def _joined(numbers: Iterable[float]) -> str:
+    return ",".join(map(repr, numbers))
 
 
 def _header(data: bytes) -> tuple[dict[str, object], int]:
@@ -153,7 +165,16 @@ def _probe(fields: dict[str, str], direction_D: NDArray[np.float32]) -> Probe:
         threshold=_number(fields["threshold"]) if "threshold" in fields else None,
         calibration=cast(tuple[float, float] | None, ends),  # Probe checks it
         model=fields.get("model"),
+        description=fields.get("description"),
+        auroc=_number(fields["auroc"]) if "auroc" in fields else None,
+        histogram=_histogram(fields["histogram"]) if "histogram" in fields else None,
     )
+
+
+def _histogram(text: str) -> wire.Histogram:
+    low, _, rest = text.partition(",")
+    high, _, counts = rest.partition(",")
+    return wire.Histogram(_number(low), _number(high), tuple(map(_whole, counts.split(","))))
 
 
 def _required(fields: dict[str, str], key: str) -> str:
@@ -166,3 +187,9 @@ def _number(text: str) -> float:
     if _NUMBER.fullmatch(text) is None:
         raise ProbeError(f"{quote(text)} is not a number; write it as 0.5 or 5e-1")
     return float(text)
+
+
+def _whole(text: str) -> int:
+    if _COUNT.fullmatch(text) is None:
+        raise ProbeError(f"{quote(text)} is not a count; write it as 0 or 17")
+    return int(text)

@@ -57,7 +57,8 @@ def _changed(
 
 
 def _state(columns: Columns) -> wire.BankState:
-    return wire.BankState(columns.version, columns.capacity, columns.bank().probes)
+    listed = tuple(probe.listed() for probe in columns.probes)
+    return wire.BankState(columns.version, columns.capacity, listed)
 
 
 def _describe(station: Station) -> wire.Description:

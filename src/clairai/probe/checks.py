@@ -1,0 +1,91 @@
+"""Takes one field of a probe as somebody gave it; gives it checked, or a ProbeError in words."""
+
+from __future__ import annotations
+
+from typing import Final
+
+import numpy as np
+
+from clairai import wire
+from clairai.errors import ProbeError
+from clairai.points import quote
+
+MAX_MODEL: Final = 256
+MAX_DESCRIPTION: Final = 500
+MIN_BINS: Final = 8
+MAX_BINS: Final = 64
+MAX_COUNT: Final = 10**12  # 64 of them fit one value of a file's metadata
+
+_LARGEST: Final = float(np.finfo(np.float32).max)
+
+
+def number(name: str, field: str, value: object) -> float:
+    # Scores are float32 in the engine: what is beyond float32 would be infinity there.
+    if isinstance(value, bool) or not isinstance(value, int | float | np.floating):
+        raise ProbeError(f"probe {name}: {field} is {quote(value)}; give a number")
+    if -_LARGEST <= value <= _LARGEST:  # false for NaN too
+        return float(value)
+    raise ProbeError(
+        f"probe {name}: {field} is {quote(value)}; give a finite number, "
+        f"at most {_LARGEST:.3g} in size"
+    )
+
+
+def optional_number(name: str, field: str, value: object) -> float | None:
+    return None if value is None else number(name, field, value)
+
+
+def optional_text(name: str, field: str, value: object, *, limit: int) -> str | None:
+    if value is None:
+        return None
+    if isinstance(value, str) and 1 <= len(value) <= limit and value.isprintable():
+        return value
+    raise ProbeError(
+        f"probe {name}: {field} is {quote(value)}; give 1 to {limit} printable characters, "
+        "or leave it out"
+    )
+
+
+def calibration(name: str, value: object) -> tuple[float, float] | None:
+    if value is None:
+        return None
+    if not isinstance(value, tuple | list) or len(value) != 2:
+        raise ProbeError(f"probe {name}: calibration is {quote(value)}; give (low, high)")
+    return _range(name, "calibration", value[0], value[1])
+
+
+def auroc(name: str, value: object) -> float | None:
+    if value is None:
+        return None
+    area = number(name, "auroc", value)
+    if 0 <= area <= 1:
+        return area
+    raise ProbeError(f"probe {name}: auroc is {area}; give 0 to 1, or leave it out")
+
+
+def histogram(name: str, value: object) -> wire.Histogram | None:
+    if value is None:
+        return None
+    if not isinstance(value, wire.Histogram):
+        raise ProbeError(f"probe {name}: histogram is {quote(value)}; give a wire.Histogram")
+    low, high = _range(name, "histogram", value.low, value.high)
+    counts = value.counts
+    if not isinstance(counts, tuple | list) or not MIN_BINS <= len(counts) <= MAX_BINS:
+        raise ProbeError(
+            f"probe {name}: histogram has counts {quote(counts)}; give {MIN_BINS} to {MAX_BINS}"
+        )
+    # type() and not isinstance(): true and false are ints to isinstance.
+    if not all(type(count) is int and 0 <= count <= MAX_COUNT for count in counts):
+        raise ProbeError(
+            f"probe {name}: histogram counts must be whole numbers of 0 to {MAX_COUNT}; count again"
+        )
+    if not any(counts):
+        raise ProbeError(f"probe {name}: histogram counts nothing; leave it out")
+    return wire.Histogram(low, high, tuple(counts))
+
+
+def _range(name: str, field: str, *ends: object) -> tuple[float, float]:
+    low, high = (number(name, field, end) for end in ends)
+    if low < high:
+        return low, high
+    raise ProbeError(f"probe {name}: {field} runs from {low} to {high}; low must be below high")
