@@ -40,6 +40,24 @@ class ClairaiFields(_Model):
     events: Literal["named"] | None = None
 
 
+class ChatRequest(BaseModel):
+    """OpenAI's and vLLM's fields go to the engine as they are; `clairai` is for the proxy."""
+
+    model_config = ConfigDict(extra="allow")
+
+    messages: list[Any]
+    clairai: ClairaiFields | None = None
+
+
+class CompletionRequest(BaseModel):
+    """OpenAI's and vLLM's fields go to the engine as they are; `clairai` is for the proxy."""
+
+    model_config = ConfigDict(extra="allow")
+
+    prompt: str | list[Any]
+    clairai: ClairaiFields | None = None
+
+
 class ProbeScores(_Model):
     """`choices[i].probe_scores`: row j scores generated token `start + j`."""
 
@@ -143,13 +161,14 @@ class ReaderState(_Model):
 
 
 class EngineDescription(_Model):
+    model_config = ConfigDict(extra="allow", protected_namespaces=())
+
     model: str
     points: list[str]
     width: int
     capacity: int
     epoch: str
     published: int
-    unpublished: int
     reader: ReaderState
 
 
@@ -177,6 +196,8 @@ class Health(_Model):
 
 # Not the answer of any route: parts of streams and of completions.
 PARTS = (
+    ChatRequest,
+    CompletionRequest,
     ClairaiFields,
     ProbeScores,
     PromptScores,

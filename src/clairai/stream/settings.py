@@ -26,11 +26,12 @@ class Limits:
     header_bytes: int = 64 << 10
     headers: int = 128
     depth: int = 64  # of a JSON body
+    items: int = 200_000  # strings, lists and objects in a JSON body
     choices: int = 64  # n of a scored request
     streams: int = 2048  # requests in the proxy at once; more get 503
     rows: int = 262_144  # scored rows held for one request; more are lost, and counted
-    runs: int = 256  # named runs held, ended ones included
-    run_bytes: int = 16 << 20  # events held of one run for a client that comes back
+    runs: int = 64  # named runs held, ended ones included
+    run_bytes: int = 8 << 20  # events held of one run for a client that comes back
     answer_bytes: int = 64 << 20  # an answer that is not streamed
 
 
@@ -44,6 +45,7 @@ class Timeouts:
     ping: float = 15.0
     run_kept: float = 60.0  # after a named run's end
     run_alone: float = 10.0  # a named run without a client is cancelled then
+    stalled: float = 120.0  # a client that takes nothing for so long is let go
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,40 @@
+"""Takes the tokenizer of vLLM's API server; gives the bytes of every token, by its id.
+
+xgrammar knows how the kinds of tokenizers write bytes (GPT-2's alphabet, SentencePiece's <0xE4>);
+vLLM brings it and builds its grammars on the same table (v1/structured_output/backend_xgrammar.py,
+0.32:46).
+"""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+from clairai.errors import UnsupportedError
+
+
+async def tokenizer_of(engine_client: Any) -> Any:
+    """EngineClient.get_tokenizer: a coroutine in some releases, a plain method in 0.32
+    (v1/engine/async_llm.py:1079).
+    """
+    found = engine_client.get_tokenizer()
+    return await found if inspect.isawaitable(found) else found
+
+
+def token_bytes(tokenizer: Any) -> list[bytes]:
+    """UnsupportedError for a tokenizer that xgrammar cannot read."""
+    import xgrammar
+
+    try:
+        if type(tokenizer).__name__ == "MistralTokenizer":  # vLLM's own, not Hugging Face's
+            kinds = xgrammar.VocabType
+            kind = kinds.RAW if tokenizer.is_tekken else kinds.BYTE_FALLBACK
+            info = xgrammar.TokenizerInfo(tokenizer.vocab, vocab_type=kind)
+        else:
+            info = xgrammar.TokenizerInfo.from_huggingface(tokenizer)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise UnsupportedError(
+            f"the bytes of {type(tokenizer).__name__}'s tokens are not known ({error}); "
+            f"ask without prompt_scores and named events"
+        ) from error
+    return [bytes(piece) for piece in info.decoded_vocab]

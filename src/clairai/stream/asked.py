@@ -1,0 +1,163 @@
+"""Takes the body of a completion request; gives what it asks of clairai, and what upstream gets.
+
+A body without the key `clairai` is none of ours: None, and it goes upstream byte by byte.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from typing import Annotated, Any, Final, Literal
+
+import msgspec
+
+from clairai.errors import RequestError
+from clairai.points import quote
+from clairai.stream.settings import Limits
+from clairai.wanted import KEY, request
+
+_MAX_NAMES: Final = 2048
+_Name = Annotated[str, msgspec.Meta(min_length=1, max_length=200)]
+_Names = Annotated[list[_Name], msgspec.Meta(min_length=1, max_length=_MAX_NAMES)]
+_FIELDS: Final = msgspec.json.Decoder(dict[str, msgspec.Raw])
+# What pydantic, and so vLLM, takes for true.
+_TRUE: Final = frozenset(("1", "on", "t", "true", "y", "yes"))
+
+Fields = dict[str, msgspec.Raw]
+
+
+class Asked(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The object under the key `clairai`."""
+
+    probes: Literal["all"] | _Names = "all"
+    prompt_scores: bool = False
+    events: Literal["named"] | None = None
+
+    @property
+    def names(self) -> tuple[str, ...] | None:
+        """The probes in the order they were asked for; None for all of the bank."""
+        return None if self.probes == "all" else tuple(self.probes)
+
+    @property
+    def is_named(self) -> bool:
+        return self.events == "named"
+
+
+@dataclass(frozen=True)
+class Request:
+    """A completion request that asks for scores."""
+
+    asked: Asked
+    keeps_ids: bool  # the client itself asked for token ids
+    _fields: Fields  # without our key
+    _xargs: Fields
+
+    def body(self, stream: int) -> bytes:
+        """What upstream gets; every field that is not ours is as it came, byte by byte."""
+        wanted = request(stream=stream, prompt_scores=self.asked.prompt_scores)[KEY]
+        xargs = {**self._xargs, KEY: json.dumps(wanted)}
+        made: dict[str, Any] = {**self._fields, "vllm_xargs": xargs, "return_token_ids": True}
+        if self.asked.is_named:
+            made["stream"] = True
+            made["stream_options"] = {"include_usage": True}
+        return msgspec.json.encode(made)
+
+
+def read(body: bytes, limits: Limits) -> Request | None:
+    """RequestError if the request asks for what cannot be given."""
+    # A key may be written with escapes, and only then lack these bytes.
+    if KEY.encode() not in body and b"\\u" not in body:
+        return None
+    try:
+        fields = _FIELDS.decode(body)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+        _refuse_if_lax(body)
+        return None
+    if KEY not in fields:
+        return None
+    if is_repeating_a_key(body):
+        raise RequestError("a key of the body is there twice; send each once")
+    asked = _asked(fields.pop(KEY))
+    _check(fields, limits)
+    xargs = _xargs(fields)
+    return Request(asked, is_true(fields.get("return_token_ids")), fields, xargs)
+
+
+def _refuse_if_lax(body: bytes) -> None:
+    """It is no JSON, and upstream will say so; unless vLLM's laxer parser finds our key in it."""
+    try:
+        lax = json.loads(body)
+    except (ValueError, RecursionError):
+        return
+    if isinstance(lax, dict) and KEY in lax:
+        raise RequestError("the body is not strict JSON in UTF-8; leave out NaN and Infinity")
+
+
+def is_repeating_a_key(body: bytes) -> bool:
+    """Whether the outermost object names a key twice: parsers differ in which one counts."""
+    pairs = json.loads(body, object_pairs_hook=list)
+    keys = [key for key, _ in pairs]
+    return len(set(keys)) < len(keys)
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    made = dict(pairs)
+    if len(made) < len(pairs):
+        raise RequestError("a key under clairai or vllm_xargs is there twice; send each once")
+    return made
+
+
+def _asked(raw: msgspec.Raw) -> Asked:
+    found = json.loads(bytes(raw), object_pairs_hook=_unique)
+    try:
+        asked = msgspec.convert(found, Asked)
+    except msgspec.ValidationError as error:
+        raise RequestError(f"clairai: {str(error)[:200]}") from None
+    if asked.names is not None and len(set(asked.names)) < len(asked.names):
+        raise RequestError("clairai.probes names a probe twice; name each once")
+    return asked
+
+
+def _xargs(fields: Fields) -> Fields:
+    raw = bytes(fields.get("vllm_xargs", b"null"))
+    found = json.loads(raw, object_pairs_hook=_unique)
+    if found is None:
+        return {}
+    if not isinstance(found, dict):
+        raise RequestError("vllm_xargs must be an object")
+    if KEY in found:
+        raise RequestError(
+            "the request has both a clairai field and a clairai entry in vllm_xargs; "
+            "send the field alone"
+        )
+    return _FIELDS.decode(raw)
+
+
+def _check(fields: Fields, limits: Limits) -> None:
+    """Refuse what would be answered with other tokens or other text because scores were asked."""
+    count = _value(fields.get("n"))
+    if isinstance(count, int) and count > limits.choices:
+        raise RequestError(f"n is {quote(count)}, scored requests have at most {limits.choices}")
+    if is_true(fields.get("use_beam_search")):
+        raise RequestError("beams are not scored; leave out use_beam_search, or clairai")
+    if is_true(fields.get("echo")) and not is_true(fields.get("return_token_ids")):
+        raise RequestError(
+            "vLLM gives no echoed text beside token ids, which scores need; ask for "
+            "clairai.prompt_scores instead of echo, or set return_token_ids too"
+        )
+    if "include_reasoning" in fields and not is_true(fields["include_reasoning"]):
+        raise RequestError(
+            "include_reasoning=false hides the token ids that scores are told by; leave it out"
+        )
+    prompt = _value(fields.get("prompt"))
+    if isinstance(prompt, list) and len(prompt) > 1 and isinstance(prompt[0], str | list):
+        raise RequestError(f"{len(prompt)} prompts in one request; send one prompt in each")
+
+
+def is_true(raw: msgspec.Raw | None) -> bool:
+    value = _value(raw)
+    return value == 1 or (isinstance(value, str) and value.lower() in _TRUE)
+
+
+def _value(raw: msgspec.Raw | None) -> Any:
+    return None if raw is None else msgspec.json.decode(raw)

@@ -1,0 +1,122 @@
+"""Takes a chunk of an OpenAI answer, or a whole one; gives what it holds, and adds scores to it.
+
+Everything that is not ours to change keeps its bytes: only the fields named here are written anew.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Final
+
+import msgspec
+
+_EMPTY: Final = msgspec.Raw(b"null")
+_FIELDS: Final = msgspec.json.Decoder(dict[str, msgspec.Raw])
+_CHOICES: Final = msgspec.json.Decoder(list[dict[str, msgspec.Raw]])
+_IDS: Final = ("token_ids", "prompt_token_ids")
+
+
+class _Delta(msgspec.Struct):
+    content: str | None = None
+
+
+class ChoiceView(msgspec.Struct):
+    """The parts of a choice that concern us; everything else is skipped unread."""
+
+    index: int = 0
+    token_ids: list[int] | None = None
+    prompt_token_ids: list[int] | None = None
+    finish_reason: str | None = None
+    delta: msgspec.Raw = _EMPTY
+    text: str | None = None
+    logprobs: msgspec.Raw = _EMPTY
+
+    def shown(self) -> str:
+        """The text that a client appends."""
+        if self.text is not None:
+            return self.text
+        try:
+            delta = msgspec.json.decode(self.delta, type=_Delta | None)
+        except msgspec.ValidationError:  # content in parts: not text
+            return ""
+        return (delta.content or "") if delta is not None else ""
+
+
+class ChunkView(msgspec.Struct):
+    id: str | None = None
+    model: str | None = None
+    choices: list[ChoiceView] = []
+    prompt_token_ids: list[int] | None = None
+    usage: msgspec.Raw = _EMPTY
+    error: msgspec.Raw = _EMPTY
+
+    @property
+    def is_error(self) -> bool:
+        return bytes(self.error) != b"null"
+
+    @property
+    def prompt(self) -> list[int] | None:
+        """Chat says it once for all choices, completions in each choice."""
+        if self.prompt_token_ids is not None:
+            return self.prompt_token_ids
+        found = (choice.prompt_token_ids for choice in self.choices)
+        return next((ids for ids in found if ids is not None), None)
+
+
+_VIEW: Final = msgspec.json.Decoder(ChunkView)
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """The chunk as it came, and what it says."""
+
+    frame: bytes  # with its frame in a stream; the body of an answer that was not streamed
+    data: bytes
+    view: ChunkView
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether vLLM sent it only because token ids were asked for (0.32
+        entrypoints/openai/chat_completion/serving.py:708): its parser had nothing to say yet.
+        """
+        return all(
+            bytes(choice.delta) == b"{}"
+            and choice.finish_reason is None
+            and bytes(choice.logprobs) == b"null"
+            for choice in self.view.choices
+        ) and bool(self.view.choices)
+
+
+def read_chunk(frame: bytes, data: bytes) -> Chunk | None:
+    """None for what is no chunk of ours to read."""
+    try:
+        return Chunk(frame, data, _VIEW.decode(data))
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+        return None
+
+
+def edited(chunk: Chunk, added: dict[int, dict[str, Any]], *, keeps_ids: bool) -> bytes | None:
+    """The chunk's JSON with `added` fields by choice index, without token ids unless kept.
+
+    None if nothing had to change.
+    """
+    has_ids = not keeps_ids and b'token_ids"' in chunk.data
+    if not added and not has_ids:
+        return None
+    fields: dict[str, Any] = _FIELDS.decode(chunk.data)
+    choices: list[dict[str, Any]] = _CHOICES.decode(fields.get("choices", b"[]"))
+    for choice, view in zip(choices, chunk.view.choices, strict=True):
+        if not keeps_ids:
+            _forget_ids(choice)
+        choice.update(added.get(view.index, {}))
+    if not keeps_ids:
+        _forget_ids(fields)
+    fields["choices"] = choices
+    return msgspec.json.encode(fields)
+
+
+def _forget_ids(fields: dict[str, Any]) -> None:
+    """null, as vLLM writes it where nobody asked."""
+    for name in _IDS:
+        if name in fields:
+            fields[name] = None

@@ -1,0 +1,190 @@
+"""Takes a completion request; gives the answer, scored if it asks for that, else upstream's own."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncGenerator
+from contextlib import AsyncExitStack, aclosing
+from http import HTTPStatus
+from typing import Final, TypeVar
+
+import aiohttp
+from starlette.requests import Request as HttpRequest
+from starlette.responses import Response
+
+from clairai.errors import RequestError
+from clairai.stream.asked import Request, read
+from clairai.stream.chunk import read_chunk
+from clairai.stream.flow import flow
+from clairai.stream.merge import Merger, Voice
+from clairai.stream.named import NamedVoice, event
+from clairai.stream.outgoing import EventStream
+from clairai.stream.plain import PlainVoice
+from clairai.stream.proxy import Completion, Proxy
+from clairai.stream.refusal import bad_request
+from clairai.stream.relay import (
+    DIED,
+    DIED_FRAME,
+    headers_of,
+    is_event_stream,
+    relay_within,
+    whole,
+    with_query,
+)
+from clairai.stream.run import Run
+from clairai.stream.shape import check_shape
+from clairai.stream.upstream import UpstreamGone, back
+
+# A body that takes longer to look through than a chunk may be late is looked through elsewhere.
+_LARGE_BYTES: Final = 1 << 16
+Item = TypeVar("Item")
+
+
+async def complete(proxy: Proxy, http: HttpRequest, body: bytes, path: str) -> Response:
+    """`path` is the same here and upstream."""
+    request = await _read(proxy, body)
+    stack = AsyncExitStack()
+    stack.enter_context(proxy.busy())
+    if request is None:
+        return await relay_within(stack, proxy, http, body, path)
+    async with stack:
+        await proxy.knowledge.check(request.asked.names)
+        completion = stack.enter_context(proxy.scored(request.asked, path))
+        opened = proxy.upstream.ask(
+            "POST",
+            with_query(path, http),
+            headers=headers_of(proxy, http, is_edited=True),
+            body=request.body(completion.sheet.stream),
+        )
+        if request.asked.is_named:
+            proxy.runs.make_room()
+        voices = _Voices(proxy, request, completion)
+        await voices.prepare()
+        response = await stack.enter_async_context(opened)
+        if response.status != HTTPStatus.OK:
+            completion.outcome = "error"
+            return await whole(proxy.upstream, response)
+        if request.asked.is_named:
+            return voices.named(response, stack)
+        if is_event_stream(response):
+            return voices.streamed(response, stack)
+        return await voices.whole(response)
+
+
+async def _read(proxy: Proxy, body: bytes) -> Request | None:
+    limits = proxy.settings.limits
+
+    def look() -> Request | None:
+        check_shape(body, limits)
+        return read(body, limits)
+
+    try:
+        return look() if len(body) <= _LARGE_BYTES else await asyncio.to_thread(look)
+    except RequestError as error:
+        raise bad_request(error, param="clairai") from None
+
+
+class _Voices:
+    """The three ways to answer one request."""
+
+    def __init__(self, proxy: Proxy, request: Request, completion: Completion) -> None:
+        self._proxy = proxy
+        self._request = request
+        self._completion = completion
+        self._sheet = completion.sheet
+
+    async def prepare(self) -> None:
+        """Whatever a voice needs is there before upstream begins."""
+        asked = self._request.asked
+        needs_texts = asked.prompt_scores or asked.is_named
+        self._texts = await self._proxy.knowledge.texts() if needs_texts else None
+
+    def streamed(self, response: aiohttp.ClientResponse, stack: AsyncExitStack) -> Response:
+        voice = self._plain()
+        return EventStream(
+            self._frames(response, self._merger(voice)),
+            stack.pop_all(),
+            stall_s=self._proxy.settings.timeouts.stalled,
+            headers=dict(back(response.headers)),
+        )
+
+    async def whole(self, response: aiohttp.ClientResponse) -> Response:
+        body = await self._proxy.upstream.whole(response)
+        headers = dict(back(response.headers))
+        chunk = read_chunk(body, body)
+        if chunk is None:
+            return Response(body, response.status, headers)
+        self._sheet.read_head(chunk.view)
+        for choice in chunk.view.choices:
+            self._sheet.read_choice(choice)
+        await self._settled()
+        self._completion.outcome = "done"
+        made = self._plain().edited(chunk)
+        return Response(body if made is None else made, response.status, headers)
+
+    def named(self, response: aiohttp.ClientResponse, stack: AsyncExitStack) -> Response:
+        run = self._proxy.runs.new()
+        timeouts = self._proxy.settings.timeouts
+        self._proxy.runs.start(run, self._events(run, response, stack.pop_all()))
+        return EventStream(
+            run.follow(0, ping_s=timeouts.ping),
+            AsyncExitStack(),
+            stall_s=timeouts.stalled,
+            headers={"X-Clairai-Run": run.id},
+        )
+
+    async def _settled(self) -> None:
+        """Returns when no row is missing, or when the time for that is over."""
+        deadline_s = time.monotonic() + self._proxy.settings.timeouts.finish
+        sheet = self._sheet
+        while not all(map(sheet.is_complete, sheet.choices)):
+            left_s = deadline_s - time.monotonic()
+            sheet.changed.clear()
+            try:
+                async with asyncio.timeout(left_s):
+                    await sheet.changed.wait()
+            except TimeoutError:
+                return
+
+    async def _frames(
+        self, response: aiohttp.ClientResponse, merger: Merger[bytes]
+    ) -> AsyncGenerator[bytes, None]:
+        try:
+            async with aclosing(flow(response.content, merger, self._sheet)) as parts:
+                async for frames in parts:
+                    yield b"".join(frames)
+            self._completion.outcome = "done"
+        except UpstreamGone:
+            self._note_death()
+            yield DIED_FRAME
+
+    async def _events(
+        self, run: Run, response: aiohttp.ClientResponse, stack: AsyncExitStack
+    ) -> None:
+        assert self._texts is not None
+        voice = NamedVoice(self._sheet, self._texts)
+        async with stack:
+            try:
+                parts = flow(response.content, self._merger(voice), self._sheet)
+                async with aclosing(parts):
+                    async for events in parts:
+                        await run.put(events)
+                self._completion.outcome = "error" if voice.has_failed else "done"
+            except UpstreamGone:
+                self._note_death()
+                run.add([event("error", **DIED)])
+            except asyncio.CancelledError:
+                run.add(voice.cancelled())
+                raise
+
+    def _note_death(self) -> None:
+        self._proxy.upstream.errors += 1
+        self._completion.outcome = "error"
+
+    def _plain(self) -> PlainVoice:
+        return PlainVoice(self._sheet, keeps_ids=self._request.keeps_ids, texts=self._texts)
+
+    def _merger(self, voice: Voice[Item]) -> Merger[Item]:
+        patience_s = self._proxy.settings.timeouts.finish
+        return Merger(self._sheet, voice, patience_s=patience_s, clock=time.monotonic)

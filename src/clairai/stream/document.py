@@ -1,0 +1,126 @@
+"""Takes the route table; gives the OpenAPI document: what each route takes and answers."""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+from fastapi import FastAPI
+from pydantic import BaseModel
+from pydantic.json_schema import models_json_schema
+from starlette.responses import Response
+
+from clairai.stream import schema
+from clairai.stream.table import Route
+
+_REF: Final = "#/components/schemas/{model}"
+_STREAM: Final[dict[str, Any]] = {"text/event-stream": {"schema": {"type": "string"}}}
+_OBJECT: Final[dict[str, Any]] = {"application/json": {"schema": {"type": "object"}}}
+_TEXT: Final[dict[str, Any]] = {"text/plain": {"schema": {"type": "string"}}}
+_NUMBER: Final[dict[str, Any]] = {"type": "integer", "minimum": 0}
+_SUMMARIES: Final = {
+    "chat": "OpenAI chat completion; with `clairai`, with scores",
+    "completions": "OpenAI completion; with `clairai`, with scores",
+    "resume": "The events of a named run, from where the client was",
+    "stop": "Stop a named run",
+    "models": "The engine's models",
+    "tokenize": "The engine's tokens of a text",
+    "detokenize": "The text of some tokens",
+    "list_probes": "The bank of probes",
+    "put_probe": "Create or replace a probe; the body is a probe file",
+    "remove_probe": "Take a probe out of the bank",
+    "describe": "The engine, and how this proxy reads its ring",
+    "examples": "Prompts to try",
+    "health": "Whether requests are answered and scored",
+    "metrics": "Counts and histograms for Prometheus",
+    "openapi": "This document",
+    "page": "The dashboard",
+    "asset": "A file of the dashboard",
+}
+_MODELS: Final[dict[str, type[BaseModel]]] = {
+    "list_probes": schema.ProbeList,
+    "put_probe": schema.ProbeList,
+    "remove_probe": schema.ProbeList,
+    "describe": schema.EngineDescription,
+    "examples": schema.ExampleList,
+    "health": schema.Health,
+}
+_CONTENT: Final[dict[str, dict[str, Any]]] = {
+    "chat": {**_OBJECT, **_STREAM},
+    "completions": {**_OBJECT, **_STREAM},
+    "resume": _STREAM,
+    "metrics": _TEXT,
+    "page": {"text/html": {"schema": {"type": "string"}}},
+    "asset": {"*/*": {"schema": {"type": "string", "format": "binary"}}},
+}
+_BODIES: Final[dict[str, dict[str, Any]]] = {
+    "chat": {"application/json": {"schema": {"$ref": _REF.format(model="ChatRequest")}}},
+    "completions": {
+        "application/json": {"schema": {"$ref": _REF.format(model="CompletionRequest")}}
+    },
+    "tokenize": _OBJECT,
+    "detokenize": _OBJECT,
+    "put_probe": {"application/octet-stream": {"schema": {"type": "string", "format": "binary"}}},
+}
+_PARAMETERS: Final[dict[str, list[tuple[str, str, dict[str, Any]]]]] = {
+    "resume": [
+        ("run", "path", {"type": "string"}),
+        ("after", "query", _NUMBER),
+        ("Last-Event-ID", "header", _NUMBER),
+    ],
+    "stop": [("run", "path", {"type": "string"})],
+    "put_probe": [("name", "path", {"type": "string"})],
+    "remove_probe": [("name", "path", {"type": "string"})],
+    "asset": [("path", "path", {"type": "string"})],
+}
+
+
+def documented(route: Route) -> dict[str, Any]:
+    """What FastAPI is told of a route besides its path and method."""
+    name = route.handler
+    extra: dict[str, Any] = {
+        "parameters": [_parameter(*given) for given in _PARAMETERS.get(name, ())]
+    }
+    if name in _BODIES:
+        extra["requestBody"] = {"required": True, "content": _BODIES[name]}
+    return {
+        "name": name,
+        "operation_id": name,
+        "summary": _SUMMARIES[name],
+        "response_class": Response,
+        "response_model": None,
+        "responses": _responses(route),
+        "openapi_extra": extra,
+    }
+
+
+def document_of(app: FastAPI) -> dict[str, Any]:
+    """The document, with the parts of streams that no route answers whole."""
+    if app.openapi_schema is None:
+        made = FastAPI.openapi(app)
+        models = [(model, "validation") for model in (*schema.PARTS, schema.ErrorBody)]
+        _, found = models_json_schema(models, ref_template=_REF)  # type: ignore[arg-type]
+        made.setdefault("components", {}).setdefault("schemas", {}).update(found["$defs"])
+        app.openapi_schema = made
+    return app.openapi_schema
+
+
+def _parameter(name: str, place: str, kind: dict[str, Any]) -> dict[str, Any]:
+    return {"name": name, "in": place, "required": place == "path", "schema": kind}
+
+
+def _responses(route: Route) -> dict[int | str, dict[str, Any]]:
+    name = route.handler
+    good: dict[str, Any] = {"description": "As asked"}
+    if name in _MODELS:
+        good["model"] = _MODELS[name]
+    elif name != "stop":
+        good["content"] = _CONTENT.get(name, _OBJECT)
+    made: dict[int | str, dict[str, Any]] = {204 if name == "stop" else 200: good}
+    if name == "resume":
+        made[204] = {"description": "The run has ended and the client has all of it"}
+    if name == "put_probe":
+        made[201] = {**good, "description": "Created"}
+    if name == "health":
+        made[503] = {"description": "Not now", "model": schema.Health}
+    made["default"] = {"description": "Refused, and why", "model": schema.ErrorBody}
+    return made

@@ -1,0 +1,158 @@
+"""One function for each route of the table, by its name there; takes a call, gives the answer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Coroutine
+from contextlib import AsyncExitStack
+from dataclasses import dataclass
+from http import HTTPStatus
+from typing import Any, Final
+from urllib.parse import quote
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
+
+from clairai.stream import reading
+from clairai.stream.complete import complete
+from clairai.stream.outgoing import EventStream
+from clairai.stream.proxy import Proxy
+from clairai.stream.refusal import Refused
+from clairai.stream.relay import relay
+from clairai.stream.shape import check_shape
+from clairai.stream.site import Site
+
+
+@dataclass(frozen=True)
+class Call:
+    """A request that was let in, and its body."""
+
+    proxy: Proxy
+    site: Site
+    examples: bytes
+    request: Request
+    body: bytes | None
+
+
+Handler = Callable[[Call], Coroutine[Any, Any, Response]]
+
+
+async def chat(call: Call) -> Response:
+    return await complete(call.proxy, call.request, call.body or b"", "/v1/chat/completions")
+
+
+async def completions(call: Call) -> Response:
+    return await complete(call.proxy, call.request, call.body or b"", "/v1/completions")
+
+
+async def resume(call: Call) -> Response:
+    """Events after the last one the client has; never a second generation."""
+    run = call.proxy.runs.get(call.request.path_params["run"])
+    after = _after(call.request)
+    if after > run.last:
+        raise Refused(
+            HTTPStatus.BAD_REQUEST,
+            f"the run is at event {run.last}; give one that it had",
+        )
+    if not run.reaches(after):
+        raise Refused(HTTPStatus.GONE, "the events after that one are no longer held")
+    if run.is_over and after == run.last:
+        return Response(status_code=HTTPStatus.NO_CONTENT)  # an EventSource asks no more
+    timeouts = call.proxy.settings.timeouts
+    return EventStream(
+        run.follow(after, ping_s=timeouts.ping),
+        AsyncExitStack(),
+        stall_s=timeouts.stalled,
+        headers={"X-Clairai-Run": run.id},
+    )
+
+
+async def stop(call: Call) -> Response:
+    call.proxy.runs.stop(call.proxy.runs.get(call.request.path_params["run"]))
+    return Response(status_code=HTTPStatus.NO_CONTENT)
+
+
+async def models(call: Call) -> Response:
+    return await relay(call.proxy, call.request, None, "/v1/models")
+
+
+async def tokenize(call: Call) -> Response:
+    return await _checked_relay(call, "/tokenize")
+
+
+async def detokenize(call: Call) -> Response:
+    return await _checked_relay(call, "/detokenize")
+
+
+async def list_probes(call: Call) -> Response:
+    return await relay(call.proxy, call.request, None, "/v1/probes")
+
+
+async def put_probe(call: Call) -> Response:
+    answer = await relay(call.proxy, call.request, call.body, _probe_path(call.request))
+    call.proxy.knowledge.forget_bank()
+    return answer
+
+
+async def remove_probe(call: Call) -> Response:
+    answer = await relay(call.proxy, call.request, None, _probe_path(call.request))
+    call.proxy.knowledge.forget_bank()
+    return answer
+
+
+async def describe(call: Call) -> Response:
+    return await reading.describe(call.proxy, call.request)
+
+
+async def examples(call: Call) -> Response:
+    return Response(call.examples, media_type=reading.JSON)
+
+
+async def health(call: Call) -> Response:
+    return await reading.health(call.proxy)
+
+
+async def metrics(call: Call) -> Response:
+    return await reading.metrics(call.proxy)
+
+
+async def openapi(call: Call) -> Response:
+    body = msgspec.json.encode(call.request.app.openapi())
+    return Response(body, media_type=reading.JSON)
+
+
+async def page(call: Call) -> Response:
+    return call.site.page()
+
+
+async def asset(call: Call) -> Response:
+    return call.site.asset(call.request.path_params["path"])
+
+
+async def _checked_relay(call: Call, path: str) -> Response:
+    check_shape(call.body or b"", call.proxy.settings.limits)
+    return await relay(call.proxy, call.request, call.body, path)
+
+
+def _probe_path(request: Request) -> str:
+    name = request.path_params["name"]
+    if ".." in name:
+        raise Refused(HTTPStatus.BAD_REQUEST, "no probe's name holds ..", code="probe")
+    return f"/v1/probes/{quote(name, safe='')}"
+
+
+def _after(request: Request) -> int:
+    """A browser that comes back says it in a header; others may say it in the address."""
+    given = request.headers.get("last-event-id") or request.query_params.get("after") or "0"
+    if not given.isascii() or not given.isdecimal() or len(given) > 18:
+        raise Refused(HTTPStatus.BAD_REQUEST, "the number of an event is a whole number from 0 on")
+    return int(given)
+
+
+HANDLERS: Final[dict[str, Handler]] = {
+    handler.__name__: handler
+    for handler in (
+        *(chat, completions, resume, stop, models, tokenize, detokenize, list_probes, put_probe),
+        *(remove_probe, describe, examples, health, metrics, openapi, page, asset),
+    )
+}

@@ -1,0 +1,94 @@
+"""Takes an answer in the making; gives it to the client, and stops work when the client goes."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Coroutine, Mapping
+from contextlib import AsyncExitStack
+from typing import Any, Final, TypeVar
+
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.types import Message, Receive, Scope, Send
+
+EVENT_STREAM: Final = "text/event-stream"
+Result = TypeVar("Result")
+
+
+class ClientGone(Exception):
+    """Nobody is left to answer."""
+
+
+async def while_connected(request: Request, work: Coroutine[Any, Any, Result]) -> Result:
+    """The result of `work`, which is cancelled if the client hangs up first."""
+    working = asyncio.ensure_future(work)
+    watching = asyncio.ensure_future(_until_gone(request.receive))
+    try:
+        await asyncio.wait({working, watching}, return_when=asyncio.FIRST_COMPLETED)
+        if not working.done():
+            raise ClientGone
+        return working.result()
+    finally:
+        await _cancelled(working, watching)
+
+
+class EventStream(Response):
+    """Sends parts as they come; what `closing` holds is closed when the last one is sent, when the
+    client is gone, or when it has taken nothing for `stall_s`.
+    """
+
+    def __init__(
+        self,
+        parts: AsyncGenerator[bytes, None],
+        closing: AsyncExitStack,
+        *,
+        stall_s: float,
+        status: int = 200,
+        headers: Mapping[str, str] | None = None,
+    ) -> None:
+        super().__init__(status_code=status, headers=headers, media_type=EVENT_STREAM)
+        del self.headers["content-length"]
+        self.headers["Cache-Control"] = "no-cache"
+        self.headers["X-Accel-Buffering"] = "no"  # nginx would collect tokens
+        self._parts = parts
+        self._closing = closing
+        self._stall_s = stall_s
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        del scope
+        async with self._closing:
+            pumping = asyncio.ensure_future(self._pump(send))
+            watching = asyncio.ensure_future(_until_gone(receive))
+            try:
+                await asyncio.wait({pumping, watching}, return_when=asyncio.FIRST_COMPLETED)
+                if pumping.done():
+                    pumping.result()
+            finally:
+                await _cancelled(pumping, watching)
+                await self._parts.aclose()
+
+    async def _pump(self, send: Send) -> None:
+        start: Message = {
+            "type": "http.response.start",
+            "status": self.status_code,
+            "headers": self.raw_headers,
+        }
+        await send(start)
+        async for part in self._parts:
+            try:
+                async with asyncio.timeout(self._stall_s):
+                    await send({"type": "http.response.body", "body": part, "more_body": True})
+            except TimeoutError:
+                return  # without an end: what it has is not the whole
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+
+async def _until_gone(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+async def _cancelled(*tasks: asyncio.Future[Any]) -> None:
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)

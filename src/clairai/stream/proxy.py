@@ -1,0 +1,178 @@
+"""What the handlers share: upstream, the ring's feed, the sheets of requests, runs, and counts.
+
+Takes ProxySettings; lives from the app's start to its end, on the event loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from http import HTTPStatus
+from typing import Final
+
+from clairai.stream.asked import Asked
+from clairai.stream.feed import Feed
+from clairai.stream.health import Health
+from clairai.stream.knowledge import Knowledge
+from clairai.stream.lookout import Lookout
+from clairai.stream.observe import Exposition, Numbers, Observer, Outcome, RunEnd
+from clairai.stream.refusal import Refused
+from clairai.stream.runs import Runs
+from clairai.stream.settings import ProxySettings
+from clairai.stream.sheet import Parcel, Sheet
+from clairai.stream.upstream import Upstream
+from clairai.wanted import mint
+
+_log: Final = logging.getLogger(__name__)
+
+
+class Completion:
+    """One scored completion on its way; `outcome` is what it would be if it ended now."""
+
+    def __init__(self, sheet: Sheet, route: str) -> None:
+        self.sheet = sheet
+        self.route = route
+        self.outcome: Outcome = "cancelled"
+        self.started_s = time.monotonic()
+
+    def end(self) -> RunEnd:
+        return RunEnd(
+            self.sheet.response_id,
+            self.sheet.model,
+            self.route,
+            self.outcome,
+            time.monotonic() - self.started_s,
+            self.sheet.results(),
+        )
+
+
+class Proxy:
+    """`app.state.proxy`."""
+
+    def __init__(
+        self, settings: ProxySettings, observers: Sequence[Observer], metrics: Exposition | None
+    ) -> None:
+        self.settings = settings
+        self.metrics = metrics
+        self.upstream = Upstream(settings)
+        self._observers = [*observers, *(() if metrics is None else (metrics,))]
+        self.feed = Feed(
+            deliver=self._deliver_soon, on_change=self._change_soon, observers=self._observers
+        )
+        self.knowledge = Knowledge(self.upstream, self.feed)
+        self.health = Health(self.upstream, self.feed, self.knowledge)
+        self.lookout = Lookout(settings, self.upstream, self.feed)
+        self.runs = Runs(settings)
+        self._sheets: dict[int, Sheet] = {}
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._streams = self._completions = self._cancelled = self._lost = self._mismatched = 0
+
+    async def open(self) -> None:
+        self._loop = asyncio.get_running_loop()
+        await self.upstream.open()
+        self.lookout.open()
+        self.feed.start()
+
+    async def close(self) -> None:
+        await self.runs.close()
+        await self.lookout.close()
+        await asyncio.to_thread(self.feed.stop)
+        await self.upstream.close()
+
+    # Completions
+
+    @contextmanager
+    def busy(self) -> Iterator[None]:
+        """A place among the requests that upstream works on; Refused if all are taken."""
+        if self._streams >= self.settings.limits.streams:
+            raise Refused(
+                HTTPStatus.SERVICE_UNAVAILABLE,
+                f"{self._streams} requests are being answered, and no more are taken; try later",
+                code="overloaded",
+                headers={"Retry-After": "1"},
+            )
+        self._streams += 1
+        self._completions += 1
+        try:
+            yield
+        finally:
+            self._streams -= 1
+
+    @contextmanager
+    def scored(self, asked: Asked, route: str) -> Iterator[Completion]:
+        """A completion with a stream id that nobody else has or can guess."""
+        stream = mint()
+        sheet = Sheet(
+            stream,
+            asked,
+            max_rows=self.settings.limits.rows,
+            is_attached=lambda: self.feed.is_attached,
+            names=self.knowledge.names,
+        )
+        self._sheets[stream] = sheet
+        self.feed.watched.add(stream)
+        completion = Completion(sheet, route)
+        try:
+            yield completion
+        except Exception:
+            completion.outcome = "error"
+            raise
+        finally:
+            self.feed.watched.discard(stream)
+            del self._sheets[stream]
+            self._note_end(completion)
+
+    def note_cancelled(self) -> None:
+        self._cancelled += 1
+
+    def _note_end(self, completion: Completion) -> None:
+        self._lost += completion.sheet.lost
+        self._mismatched += completion.sheet.mismatched
+        if wrong := completion.sheet.mismatched:
+            _log.error("%d rows carried another token than the request: please report", wrong)
+        if completion.outcome == "cancelled":
+            self.note_cancelled()
+        end = completion.end()
+        for observer in list(self._observers):
+            try:
+                observer.on_run_end(end)
+            except Exception:
+                _log.exception("%r is told no more", observer)
+                self._observers.remove(observer)
+
+    # From the feed's thread
+
+    def _deliver_soon(self, parcels: list[Parcel]) -> None:
+        assert self._loop is not None
+        self._loop.call_soon_threadsafe(self._deliver, parcels)
+
+    def _change_soon(self) -> None:
+        assert self._loop is not None
+        self._loop.call_soon_threadsafe(self._change)
+
+    def _deliver(self, parcels: list[Parcel]) -> None:
+        for parcel in parcels:
+            sheet = self._sheets.get(parcel.stream)
+            if sheet is not None:  # else: its client has gone meanwhile
+                sheet.place(parcel)
+
+    def _change(self) -> None:
+        self.lookout.look()
+        for sheet in self._sheets.values():
+            sheet.changed.set()
+
+    def numbers(self) -> Numbers:
+        sheets = self._sheets.values()
+        mismatched = self._mismatched + sum(sheet.mismatched for sheet in sheets)
+        return Numbers(
+            ring=self.feed.numbers(mismatched),
+            streams=self._streams,
+            runs=len(self.runs),
+            completions=self._completions,
+            cancelled=self._cancelled,
+            upstream_errors=self.upstream.errors,
+            rows_lost=self._lost + sum(sheet.lost for sheet in sheets),
+        )

@@ -1,0 +1,97 @@
+"""Takes a request that is none of ours to change; gives upstream's own answer, byte for byte."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator
+from contextlib import AsyncExitStack
+from typing import Final
+
+import aiohttp
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
+
+from clairai.stream.flow import MAX_FRAME_BYTES
+from clairai.stream.outgoing import EVENT_STREAM, EventStream
+from clairai.stream.proxy import Proxy
+from clairai.stream.sse import FrameTooLong, Splitter, frame_of
+from clairai.stream.upstream import Upstream, back, onward
+
+DIED: Final = {
+    "error": {
+        "message": "the engine ended in the middle of the answer",
+        "type": "server_error",
+        "param": None,
+        "code": "engine-gone",
+    }
+}
+DIED_FRAME: Final = frame_of(msgspec.json.encode(DIED))
+
+
+async def relay(proxy: Proxy, request: Request, body: bytes | None, path: str) -> Response:
+    """`path` is upstream's; the query goes with it."""
+    return await relay_within(AsyncExitStack(), proxy, request, body, path)
+
+
+async def relay_within(
+    held: AsyncExitStack, proxy: Proxy, request: Request, body: bytes | None, path: str
+) -> Response:
+    """The same; what is held is let go when the answer has ended."""
+    async with held as stack:
+        response = await stack.enter_async_context(
+            proxy.upstream.ask(
+                request.method,
+                with_query(path, request),
+                headers=headers_of(proxy, request, is_edited=False),
+                body=body,
+            )
+        )
+        if not is_event_stream(response):
+            return await whole(proxy.upstream, response)
+        return EventStream(
+            _passed_on(proxy, response),
+            stack.pop_all(),
+            stall_s=proxy.settings.timeouts.stalled,
+            status=response.status,
+            headers=dict(back(response.headers)),
+        )
+
+
+def with_query(path: str, request: Request) -> str:
+    query = request.url.query
+    return f"{path}?{query}" if query else path
+
+
+def headers_of(proxy: Proxy, request: Request, *, is_edited: bool) -> list[tuple[str, str]]:
+    has_own_key = proxy.settings.api_key is not None
+    return onward(request.headers.items(), has_own_key=has_own_key, is_edited=is_edited)
+
+
+def is_event_stream(response: aiohttp.ClientResponse) -> bool:
+    return response.content_type == EVENT_STREAM
+
+
+async def whole(upstream: Upstream, response: aiohttp.ClientResponse) -> Response:
+    """An answer that is not streamed; read to its end first, so that it is whole or an error."""
+    body = await upstream.whole(response)
+    return Response(body, response.status, dict(back(response.headers)))
+
+
+async def _passed_on(proxy: Proxy, response: aiohttp.ClientResponse) -> AsyncGenerator[bytes, None]:
+    """Only whole frames, so that an error can follow one; together they are what came."""
+    splitter = Splitter(MAX_FRAME_BYTES)
+    is_whole = False
+    try:
+        while raw := await response.content.readany():
+            if frames := splitter.feed(raw):
+                yield b"".join(frames)
+        if splitter.rest:
+            yield splitter.rest
+        is_whole = True
+    except (aiohttp.ClientError, FrameTooLong, OSError):
+        proxy.upstream.errors += 1
+        yield DIED_FRAME
+        is_whole = True
+    finally:
+        if not is_whole:
+            proxy.note_cancelled()
