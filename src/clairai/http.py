@@ -12,7 +12,7 @@ from typing import Any, Final, TypeVar
 
 import msgspec
 from fastapi import APIRouter, FastAPI, Request
-from fastapi.responses import JSONResponse
+from fastapi.responses import JSONResponse, Response
 
 from clairai import wire
 from clairai.errors import CapacityError, ClairaiError, ConfigError, ProbeError
@@ -29,6 +29,7 @@ NO_TAPS: Final = (
     """--additional-config '{"clairai": {...}}' and without CLAIRAI_DISABLE"""
 )
 _STATE: Final = "clairai_engine"
+_TOKENS: Final = "clairai_tokens"
 
 
 class Unanswered(Exception):
@@ -53,10 +54,31 @@ class Engine:
         return read_reply(replies[0], kind)
 
 
+class Tokens:
+    """The bytes of every token as one JSON answer, made when first asked for."""
+
+    def __init__(self, client: Any) -> None:
+        self._client = client
+        self._making = asyncio.Lock()
+        self._answer: bytes | None = None
+
+    async def answer(self) -> bytes:
+        from clairai.compat.vocabulary import token_bytes, tokenizer_of
+
+        async with self._making:
+            if self._answer is None:
+                tokenizer = await tokenizer_of(self._client)
+                # A table of a quarter of a million takes a second: tokens go on meanwhile.
+                pieces = await asyncio.to_thread(token_bytes, tokenizer)
+                self._answer = msgspec.json.encode({"tokens": pieces})
+        return self._answer
+
+
 def attach(app: FastAPI) -> None:
     """Add the routes; until `connect` they answer that there are no taps."""
     router = APIRouter(prefix="/v1")
     router.add_api_route("/clairai", describe, methods=["GET"])
+    router.add_api_route("/clairai/tokens", list_tokens, methods=["GET"])
     router.add_api_route("/probes", list_probes, methods=["GET"])
     # A probe's name may hold slashes.
     router.add_api_route("/probes/{name:path}", put_probe, methods=["PUT"])
@@ -69,6 +91,11 @@ def attach(app: FastAPI) -> None:
 
 def connect(client: Any, state: Any) -> None:
     setattr(state, _STATE, Engine(client))
+
+
+def connect_tokens(client: Any, state: Any) -> None:
+    """Also without taps: what a token looks like does not depend on them."""
+    setattr(state, _TOKENS, Tokens(client))
 
 
 async def describe(request: Request) -> JSONResponse:
@@ -84,6 +111,14 @@ async def describe(request: Request) -> JSONResponse:
             "unpublished": found.unpublished,
         }
     )
+
+
+async def list_tokens(request: Request) -> Response:
+    """`{"tokens": [...]}`: by token id, its bytes in base64; special tokens as they are written."""
+    tokens = getattr(request.app.state, _TOKENS, None)
+    if tokens is None:
+        raise Unanswered(HTTPStatus.NOT_FOUND, ConfigError.code, NO_TAPS)
+    return Response(await tokens.answer(), media_type="application/json")
 
 
 async def list_probes(request: Request) -> JSONResponse:

@@ -53,8 +53,10 @@ class Endpoint:
         from clairai.compat.arm import is_armed_for
         from clairai.settings import is_disabled
 
-        if engine_client is None or is_disabled() or not is_armed_for(engine_client.vllm_config):
+        if engine_client is None or is_disabled():
             return  # the routes say so
-        from clairai.http import connect
+        from clairai.http import connect, connect_tokens
 
-        connect(engine_client, state)
+        connect_tokens(engine_client, state)
+        if is_armed_for(engine_client.vllm_config):
+            connect(engine_client, state)
