@@ -8,13 +8,18 @@ from __future__ import annotations
 import os
 import sys
 from enum import StrEnum
-from typing import Annotated, Final
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Final
 
 import typer
 
 from clairai import __version__
 from clairai.cli_probes import probes
-from clairai.errors import ClairaiError
+from clairai.errors import ClairaiError, ConfigError, EngineGoneError
+
+if TYPE_CHECKING:
+    from clairai.serve.proxy import Outside
 
 app = typer.Typer(
     name="clairai",
@@ -26,7 +31,9 @@ app = typer.Typer(
 )
 app.add_typer(probes, name="probes")
 
-KEY_VARIABLES: Final = ["CLAIRAI_API_KEY", "VLLM_API_KEY"]
+PROXY_NEEDS: Final = ("fastapi", "uvicorn", "aiohttp", "prometheus_client")
+# Exit codes. 0: as asked, Ctrl-C included; 2: the command line is wrong, and typer says so.
+REFUSED, ENGINE_GONE = 1, 3
 
 
 class Begin(StrEnum):
@@ -36,11 +43,42 @@ class Begin(StrEnum):
     NEWEST = "newest"
 
 
-Host = Annotated[str, typer.Option(help="Address to bind; any but loopback needs --api-key.")]
+class OnDeath(StrEnum):
+    """What to do when the engine ends by itself."""
+
+    END = "end"
+    RESTART = "restart"
+
+
+class LogFormat(StrEnum):
+    """How lines for the log are written."""
+
+    TEXT = "text"
+    JSON = "json"
+
+
+Host = Annotated[str, typer.Option(help="Address to bind; any but loopback needs a key.")]
 Port = Annotated[int, typer.Option(help="Port to bind.", min=1, max=65535)]
-Key = Annotated[
-    str | None, typer.Option(envvar=KEY_VARIABLES, help="Key that requests under /v1 must carry.")
+KeyFile = Annotated[
+    Path | None,
+    typer.Option(
+        "--api-key-file",
+        metavar="FILE",
+        help="Holds the key that requests must carry; else CLAIRAI_API_KEY does.",
+    ),
 ]
+Origins = Annotated[
+    list[str] | None,
+    typer.Option("--allow-origin", metavar="ORIGIN", help="Site whose pages may call the API."),
+]
+Hosts = Annotated[
+    list[str] | None,
+    typer.Option("--allow-host", metavar="NAME", help="Other name that we may be called by."),
+]
+Death = Annotated[
+    OnDeath, typer.Option("--on-death", help="When the engine ends by itself: end, or restart it.")
+]
+Logs = Annotated[LogFormat, typer.Option("--log-format", help="Lines of text, or of JSON.")]
 
 
 @app.callback(invoke_without_command=True)
@@ -80,18 +118,28 @@ def sidecar(
 def demo(
     host: Host = "127.0.0.1",
     port: Port = 6969,
-    api_key: Key = None,
+    api_key_file: KeyFile = None,
     prompt: Annotated[
         str | None, typer.Option(metavar="TEXT", help="Ask this, print its scores, and exit.")
     ] = None,
+    on_death: Death = OnDeath.END,
+    log_format: Logs = LogFormat.TEXT,
 ) -> None:
-    """Serve SmolLM2 with its probes and watch the scores.
+    """Serve SmolLM2 with its probes, and a dashboard to watch it.
 
     Needs no GPU and downloads nothing.
     """
+    _require_engine()
+    from clairai.demo.run import answer_once
     from clairai.demo.run import demo as run
+    from clairai.serve.voice import Voice
 
-    run(host=host, port=port, api_key=api_key, prompt=prompt)
+    outside = _outside(host, port, api_key_file)
+    voice = Voice.of(log_format.value)
+    if prompt is not None:
+        answer_once(prompt, voice)
+    else:
+        run(outside, voice, on_death=on_death.value)
 
 
 @app.command()
@@ -108,14 +156,92 @@ def serve(
     ] = None,
     host: Host = "127.0.0.1",
     port: Port = 6969,
-    api_key: Key = None,
+    api_key_file: KeyFile = None,
+    allow_origin: Origins = None,
+    allow_host: Hosts = None,
+    on_death: Death = OnDeath.END,
+    log_format: Logs = LogFormat.TEXT,
+    vllm_log: Annotated[
+        str | None,
+        typer.Option(metavar="FILE", help="Where vLLM's own log goes; - is beside ours."),
+    ] = None,
 ) -> None:
-    """Serve MODEL with vLLM and clairai's taps on one port."""
+    """Serve MODEL: vLLM with clairai's taps, proxy and dashboard on one port."""
+    _require_engine()
     from clairai.serve.command import serve as run
-    from clairai.serve.launch import Bind
+    from clairai.serve.voice import Voice
 
-    bind = Bind(host, port, api_key)
-    run(model, bind, points=points or [], probes=probes or [], arguments=vllm_arguments or [])
+    run(
+        model,
+        _outside(host, port, api_key_file, allow_origin, allow_host),
+        Voice.of(log_format.value),
+        points=points or [],
+        probes=probes or [],
+        arguments=vllm_arguments or [],
+        on_death=on_death.value,
+        vllm_log=vllm_log,
+    )
+
+
+@app.command()
+def proxy(
+    upstream: Annotated[
+        str, typer.Option(metavar="URL", help="A vLLM with clairai: http://... or unix:/path.")
+    ],
+    runtime_dir: Annotated[
+        str | None, typer.Option(metavar="DIR", help="Where engines and readers meet.")
+    ] = None,
+    upstream_api_key_file: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE", help="Holds that vLLM's key; else CLAIRAI_UPSTREAM_API_KEY does."
+        ),
+    ] = None,
+    host: Host = "127.0.0.1",
+    port: Port = 6969,
+    api_key_file: KeyFile = None,
+    allow_origin: Origins = None,
+    allow_host: Hosts = None,
+    log_format: Logs = LogFormat.TEXT,
+) -> None:
+    """Show a vLLM that runs elsewhere on this host: proxy and dashboard on one port."""
+    _require_engine()
+    from clairai.serve.key import UPSTREAM, api_key
+    from clairai.serve.proxy import proxy as run
+    from clairai.serve.voice import Voice
+
+    run(
+        upstream,
+        _outside(host, port, api_key_file, allow_origin, allow_host),
+        Voice.of(log_format.value),
+        runtime=runtime_dir,
+        upstream_api_key=api_key(upstream_api_key_file, UPSTREAM),
+    )
+
+
+def _outside(
+    host: str,
+    port: int,
+    key_file: Path | None,
+    origins: list[str] | None = None,
+    names: list[str] | None = None,
+) -> Outside:
+    from clairai.serve.key import OWN, api_key
+    from clairai.serve.launch import Bind
+    from clairai.serve.proxy import Outside
+
+    bind = Bind(host, port, api_key(key_file, OWN))
+    return Outside(bind, tuple(origins or ()), tuple(names or ()))
+
+
+def _require_engine() -> None:
+    """The proxy is made of what vLLM brings along; say so instead of ImportError."""
+    missing = [name for name in PROXY_NEEDS if find_spec(name) is None]
+    if missing:
+        raise ConfigError(
+            f"the proxy needs {', '.join(missing)}, which vLLM brings along; "
+            f"install clairai where vLLM is"
+        )
 
 
 @app.command()
@@ -147,7 +273,8 @@ def main() -> None:
         app()
     except ClairaiError as error:
         sys.stderr.write(f"error: {error}\n")
-        raise SystemExit(1) from None
+        code = ENGINE_GONE if isinstance(error, EngineGoneError) else REFUSED
+        raise SystemExit(code) from None
 
 
 if __name__ == "__main__":

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import io
-import json
-import shlex
 
 import numpy as np
 from rich.console import Console
 
 from clairai import wire
-from clairai.demo.run import _banner, _print_scored
+from clairai.demo.run import print_scored
 from clairai.match.align import Scores
 from clairai.serve.ask import Scored
+from clairai.serve.command import banner
 from clairai.serve.launch import Bind
 
 
@@ -25,7 +24,7 @@ def test_an_answer_is_printed_token_by_token_with_marks_and_a_dash_for_the_last(
     phase = np.full(4, wire.DECODE, np.uint8)
     scores = Scores(("kind",), np.arange(4, dtype=np.int32), scores_NP, phase, 1, 0)
     console = _console()
-    _print_scored(console, Scored(("a", " b", "\n"), scores, ({"name": "kind", "threshold": 0.7},)))
+    print_scored(console, Scored(("a", " b", "\n"), scores, ({"name": "kind", "threshold": 0.7},)))
     printed = [line.split() for line in console.export_text().splitlines() if line.strip()]
     assert printed[-4:] == [
         ["token", "kind"],
@@ -35,12 +34,9 @@ def test_an_answer_is_printed_token_by_token_with_marks_and_a_dash_for_the_last(
     ]
 
 
-def test_the_command_to_paste_is_one_a_shell_understands_and_does_not_show_the_key() -> None:
+def test_the_banner_says_where_and_does_not_show_the_key() -> None:
     for bind in (Bind(), Bind("0.0.0.0", 7000, "secret")):  # noqa: S104
-        banner = "\n".join(_banner(bind, [{"name": "kind"}]))
-        assert "secret" not in banner
-        command = banner.partition("curl ")[2].partition("in another")[0].replace("\\\n", "")
-        words = shlex.split(command)
-        assert words[0] == f"{bind.url}/v1/chat/completions"
-        assert json.loads(words[-1])["messages"][0]["role"] == "user"
-        assert ("Authorization" in command) == (bind.api_key is not None)
+        said = banner("m", bind)
+        assert said[0] == f"m is served on {bind.url}"
+        assert "secret" not in " ".join(said)
+        assert ("ask for the key" in said[1]) == (bind.api_key is not None)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import typer
@@ -12,13 +13,19 @@ from typer.testing import CliRunner
 from clairai.cli import app
 from clairai.errors import ConfigError
 
+LISTENING = ("--host", "--port", "--api-key-file")
 SURFACE = {
     "": ["--version"],
     "sidecar": ["--runtime-dir", "--json", "--events", "--from"],
-    "demo": ["--host", "--port", "--api-key", "--prompt"],
+    "demo": [*LISTENING, "--prompt", "--on-death", "--log-format"],
     "serve": [
-        *("model", "vllm_arguments"),
-        *("--probes", "--points", "--host", "--port", "--api-key"),
+        *("model", "vllm_arguments", "--probes", "--points"),
+        *(*LISTENING, "--allow-origin", "--allow-host"),
+        *("--on-death", "--log-format", "--vllm-log"),
+    ],
+    "proxy": [
+        *("--upstream", "--runtime-dir", "--upstream-api-key-file"),
+        *(*LISTENING, "--allow-origin", "--allow-host", "--log-format"),
     ],
     "doctor": ["model"],
     "probes": [],
@@ -69,14 +76,21 @@ def test_help_imports_nothing_heavy() -> None:
     assert done.returncode == 0, done.stderr.decode()
 
 
-@pytest.mark.parametrize("command", [["demo"], ["serve", "m", "--points", "post_block.0"]])
+@pytest.mark.parametrize(
+    "command",
+    [
+        ["demo"],
+        ["serve", "m", "--points", "post_block.0"],
+        ["proxy", "--upstream", "http://127.0.0.1:1"],
+    ],
+)
 @pytest.mark.parametrize("host", ["0.0.0.0", "::", "192.168.0.7", "example.org"])  # noqa: S104
 def test_a_host_that_others_can_reach_needs_a_key(command: list[str], host: str) -> None:
     result = CliRunner(env={"CLAIRAI_API_KEY": "", "VLLM_API_KEY": ""}).invoke(
         app, [*command, "--host", host]
     )
     assert isinstance(result.exception, ConfigError)
-    assert "give --api-key" in str(result.exception)
+    assert "set CLAIRAI_API_KEY or give --api-key-file" in str(result.exception)
 
 
 def test_events_need_json() -> None:
@@ -91,6 +105,14 @@ def test_an_error_is_said_in_words_and_the_exit_code_is_one() -> None:
     assert done.returncode == 1
     assert done.stderr.startswith("error: 'no-such.safetensors': cannot be opened")
     assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize("upstream", ["127.0.0.1:8000", "ftp://host", ""])
+def test_an_upstream_is_an_address_or_a_socket(upstream: str, tmp_path: Path) -> None:
+    runtime = ["--runtime-dir", str(tmp_path / "run")]
+    result = CliRunner().invoke(app, ["proxy", "--upstream", upstream, *runtime])
+    assert isinstance(result.exception, ConfigError)
+    assert "is no upstream" in str(result.exception)
 
 
 def test_nothing_to_tap_is_said_before_anything_starts(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import http.client
 import json
+import socket
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Final
@@ -18,6 +19,7 @@ from clairai.errors import ClairaiError, ConfigError, ProbeError
 CONTROL_TIMEOUT_S: Final = 60.0
 ANSWER_TIMEOUT_S: Final = 600.0
 _MAX_ANSWER_BYTES: Final = 64 << 20
+_UNIX: Final = "unix:"
 
 
 @dataclass(frozen=True)
@@ -30,14 +32,15 @@ class Answer:
 
 @dataclass(frozen=True)
 class Server:
-    """One server, by the address a browser would use."""
+    """One server, by the address a browser would use, or by unix:/path/of/its.sock."""
 
     url: str
     api_key: str | None = None
 
     def __post_init__(self) -> None:
         parts = urlsplit(self.url)
-        if parts.scheme not in ("http", "https") or not parts.hostname:
+        is_web = parts.scheme in ("http", "https") and parts.hostname
+        if not is_web and not self.url.startswith(f"{_UNIX}/"):
             raise ConfigError(f"{self.url!r} is not an address; write http://127.0.0.1:8000")
 
     def is_healthy(self, timeout_s: float) -> bool:
@@ -92,19 +95,27 @@ class Server:
         headers: Mapping[str, str] | None = None,
         timeout_s: float,
     ) -> Answer:
-        parts = urlsplit(self.url)
-        kind = (
-            http.client.HTTPSConnection if parts.scheme == "https" else http.client.HTTPConnection
-        )
-        connection = kind(str(parts.hostname), parts.port, timeout=timeout_s)
+        connection = self._connection(timeout_s)
         key = {} if self.api_key is None else {"Authorization": f"Bearer {self.api_key}"}
         try:
             sent = {**(headers or {}), **key}
-            connection.request(method, parts.path.rstrip("/") + path, body, sent)
+            connection.request(method, self._base + path, body, sent)
             response = connection.getresponse()
             return Answer(response.status, _object(response.read(_MAX_ANSWER_BYTES)))
         finally:
             connection.close()
+
+    @property
+    def _base(self) -> str:
+        return "" if self.url.startswith(_UNIX) else urlsplit(self.url).path.rstrip("/")
+
+    def _connection(self, timeout_s: float) -> http.client.HTTPConnection:
+        if self.url.startswith(_UNIX):
+            return _UnixConnection(self.url.removeprefix(_UNIX), timeout_s)
+        parts = urlsplit(self.url)
+        is_safe = parts.scheme == "https"
+        kind = http.client.HTTPSConnection if is_safe else http.client.HTTPConnection
+        return kind(str(parts.hostname), parts.port, timeout=timeout_s)
 
     def _refused(self, answer: Answer) -> ClairaiError:
         if answer.status == 401:
@@ -116,6 +127,19 @@ class Server:
             f"{self.url} answered {answer.status} and is no server with clairai's routes; "
             f"start it with `clairai serve`, or with VLLM_PLUGINS naming clairai"
         )
+
+
+class _UnixConnection(http.client.HTTPConnection):
+    """HTTP over a Unix socket."""
+
+    def __init__(self, path: str, timeout_s: float) -> None:
+        super().__init__("localhost", timeout=timeout_s)
+        self._path = path
+
+    def connect(self) -> None:
+        self.sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
+        self.sock.settimeout(self.timeout)
+        self.sock.connect(self._path)
 
 
 def _path(name: str) -> str:

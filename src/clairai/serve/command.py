@@ -1,52 +1,78 @@
-"""Takes a model and what to tap; serves it with vLLM in the foreground until told to stop."""
+"""Takes a model and what to tap; serves it, engine and proxy, until told to stop."""
 
 from __future__ import annotations
 
 import os
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Final
 
-from clairai.errors import EngineGoneError
 from clairai.offline import config
-from clairai.points import MAX_LAYER
-from clairai.probe.files import load_many
-from clairai.serve.engine import LOOK_PAUSE_S, EngineProcess
-from clairai.serve.launch import Bind, Launch
-from clairai.settings import Settings, plan
-from clairai.sidecar.run import say
-from clairai.sidecar.stopping import Stopping
+from clairai.ring.folder import runtime_dir
+from clairai.serve.check import check
+from clairai.serve.launch import Bind, Launch, PrivateSocket
+from clairai.serve.log import EngineLog
+from clairai.serve.proxy import Outside
+from clairai.serve.service import run_service
+from clairai.serve.supervise import OnDeath
+from clairai.serve.voice import Voice
+from clairai.settings import Settings
+
+BESIDE: Final = "-"  # vLLM's log goes where ours goes
+_NAMED: Final = "--served-model-name"
+QUIET: Final = "--disable-uvicorn-access-log"  # the proxy's own says more
 
 
 def serve(
     model: str,
-    bind: Bind,
+    outside: Outside,
+    voice: Voice,
     *,
     points: Sequence[str],
     probes: Sequence[str],
     arguments: Sequence[str],
+    on_death: OnDeath,
+    vllm_log: str | None,
 ) -> None:
-    """The command `clairai serve`; vLLM's log is shown as vLLM shows it."""
-    additional = config(points=points, probes=probes)
-    _check(Settings.parse(additional["clairai"]))
-    launch = Launch(model, additional, bind, tuple(arguments))
-    with Stopping() as stop, EngineProcess(launch) as engine:
-        if engine.wait_ready(stop=stop):
-            say(f"clairai: serving {model} on {bind.url}; in another terminal: clairai sidecar")
-            watch_over(engine, stop)
+    """The command `clairai serve`."""
+    folder = runtime_dir()
+    tapped = config(points=points, probes=probes, runtime_dir=str(folder))
+    check(model, Settings.parse(tapped["clairai"]), arguments, os.environ)
+    private = PrivateSocket.within(folder)
+    launch = Launch(model, tapped, private, (*_name(model, arguments), QUIET, *arguments))
+    run_service(
+        launch,
+        outside.settings(private.url, folder),
+        outside,
+        voice,
+        log=_log(vllm_log, folder, outside.bind),
+        on_death=on_death,
+        banner=lambda: banner(_shown(model), outside.bind),
+    )
 
 
-def watch_over(engine: EngineProcess, stop: Callable[[], bool]) -> None:
-    """Return when told to; EngineGoneError if the engine ends first."""
-    while not stop():
-        if not engine.is_alive():
-            raise EngineGoneError(engine.epitaph())
-        time.sleep(LOOK_PAUSE_S)
+def banner(what: str, bind: Bind) -> list[str]:
+    """Where it is, and what one can do there."""
+    key = "" if bind.api_key is None else "; both ask for the key"
+    return [
+        f"{what} is served on {bind.url}",
+        f"dashboard in a browser, OpenAI's API under /v1{key}; "
+        f"scores in a terminal: clairai sidecar; Ctrl-C stops everything",
+    ]
 
 
-def _check(settings: Settings) -> None:
-    """Find now what the engine would only find after it has loaded."""
-    if settings.points:
-        for source in settings.probes:
-            load_many(source)
-    else:  # also where the seeds' variables say what to tap
-        plan(settings, num_layers=MAX_LAYER + 1, environ=os.environ)
+def _log(chosen: str | None, folder: Path, bind: Bind) -> EngineLog | None:
+    if chosen == BESIDE:
+        return None
+    return EngineLog(Path(chosen) if chosen else folder / f"vllm-{bind.port}.log")
+
+
+def _name(model: str, arguments: Sequence[str]) -> tuple[str, ...]:
+    """A folder is served under its own name: its whole path is nobody's business."""
+    names = [argument.partition("=")[0].replace("_", "-") for argument in arguments]
+    is_named = any(len(name) > len("--se") and _NAMED.startswith(name) for name in names)
+    return () if is_named or not Path(model).exists() else (_NAMED, _shown(model))
+
+
+def _shown(model: str) -> str:
+    return Path(model).absolute().name if Path(model).exists() else model

@@ -3,45 +3,48 @@
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import os
 import signal
-import socket
 import subprocess
+import sys
 import time
 import warnings
 from collections.abc import Callable
+from pathlib import Path
 from typing import Final, Self
 
-from clairai.errors import ConfigError, EngineGoneError
+from clairai.errors import EngineGoneError
+from clairai.serve import keeper
 from clairai.serve.calls import Server
 from clairai.serve.launch import Launch
 from clairai.serve.log import EngineLog
 
 LOOK_PAUSE_S: Final = 0.2
 HEALTH_TIMEOUT_S: Final = 1.0
-STOP_TIMEOUT_S: Final = 15.0
-_PR_SET_PDEATHSIG: Final = 1  # prctl(2)
+STOP_TIMEOUT_S: Final = keeper.TERM_S + 2 * keeper.SETTLE_S
+UNREADY_STOP_TIMEOUT_S: Final = 1.0
+KILL_TIMEOUT_S: Final = keeper.SETTLE_S + keeper.KILLED_S + 1.0
+_SIGNALLED: Final = 128
 
 
 class EngineProcess:
-    """One vLLM server in a process group of its own; the group never outlives this object."""
+    """One vLLM server under a keeper, which ends it and all it made also if we cannot."""
 
     def __init__(self, launch: Launch, *, log: EngineLog | None = None) -> None:
         """Start it. Its output goes to `log`, or where ours goes."""
-        _require_free(launch)
         self.launch = launch
         self.log = log
         self._server = Server(launch.bind.url)
-        self._is_stopped = False
-        self._process = _start(launch, log)
+        self._was_ready = False
+        self._process, self._lifeline = _start(launch, log)
 
     @property
     def pid(self) -> int:
-        """Of the server, and of its process group."""
+        """Of the keeper: every process of the engine is below it."""
         return self._process.pid
 
     def is_alive(self) -> bool:
+        """Whether anything of it is left."""
         return self._process.poll() is None
 
     def wait_ready(
@@ -56,6 +59,7 @@ class EngineProcess:
             if not self.is_alive():
                 raise EngineGoneError(self.epitaph())
             if self._server.is_healthy(HEALTH_TIMEOUT_S):
+                self._was_ready = True
                 return True
             time.sleep(LOOK_PAUSE_S)
         return False
@@ -63,25 +67,44 @@ class EngineProcess:
     def epitaph(self) -> str:
         """How it ended, in words, with what its log says of it."""
         told = "its log is above" if self.log is None else self.log.epitaph()
-        return f"vLLM ended with exit code {self._process.poll()}; {told}"
+        return f"{self.ending()}; {told}"
 
-    def stop(self) -> None:
-        """Ask the server to end, then end whatever is left of its group; any number of times."""
-        if self.is_alive():
-            self._process.terminate()
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                self._process.wait(STOP_TIMEOUT_S)
-        # Also when it ended by itself: an engine core may outlive a server that was killed.
+    def ending(self) -> str:
+        """How it ended, in words."""
+        code = self._process.poll()
+        if code is None:
+            return "vLLM has not ended"
+        names = {number.value: number.name for number in signal.Signals}
+        if code > _SIGNALLED and code - _SIGNALLED in names:
+            return f"vLLM was killed by {names[code - _SIGNALLED]}"
+        return f"vLLM ended with exit code {code}"
+
+    def stop(self, *, hurry: Callable[[], bool] = lambda: False) -> None:
+        """Ask the server to end, then end whatever is left; at once if `hurry()`. Repeatable."""
+        self._say(b"t")
+        # One that is still starting hardly listens, and has nothing to lose.
+        timeout_s = STOP_TIMEOUT_S if self._was_ready else UNREADY_STOP_TIMEOUT_S
+        deadline_s = time.monotonic() + timeout_s
+        while self.is_alive() and not hurry() and time.monotonic() < deadline_s:
+            time.sleep(keeper.LOOK_S)
         self.kill()
 
     def kill(self) -> None:
-        """End the whole group at once, as a machine that runs out of memory would."""
-        if self._is_stopped:
-            return  # the group's number may belong to others by now
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self.pid, signal.SIGKILL)
-        self._process.wait()
-        self._is_stopped = True
+        """End everything at once, as a machine that runs out of memory would."""
+        self._say(b"k")
+        try:
+            self._process.wait(KILL_TIMEOUT_S)
+        except subprocess.TimeoutExpired:  # a keeper that was stopped with SIGSTOP
+            self._process.kill()
+            self._process.wait()
+        if self._lifeline >= 0:
+            os.close(self._lifeline)
+            self._lifeline = -1
+
+    def _say(self, word: bytes) -> None:
+        if self._lifeline >= 0:
+            with contextlib.suppress(BrokenPipeError):
+                os.write(self._lifeline, word)
 
     def __enter__(self) -> Self:
         return self
@@ -91,40 +114,37 @@ class EngineProcess:
 
     def __del__(self) -> None:
         process = getattr(self, "_process", None)
-        if process is not None and process.returncode is None:
-            warnings.warn(f"vLLM {process.pid} was dropped running", ResourceWarning, stacklevel=2)
+        if process is not None and self._lifeline >= 0:
+            warnings.warn(
+                f"vLLM {process.pid} was dropped unstopped", ResourceWarning, stacklevel=2
+            )
             self.stop()
 
 
-def _start(launch: Launch, log: EngineLog | None) -> subprocess.Popen[bytes]:
+def _start(launch: Launch, log: EngineLog | None) -> tuple[subprocess.Popen[bytes], int]:
+    """The keeper, and the end of its lifeline that nobody but us holds."""
+    if launch.private_folder is not None:
+        launch.private_folder.mkdir(mode=0o700, exist_ok=True)  # the last keeper took it away
+    hearing, lifeline = os.pipe()
     with contextlib.ExitStack() as opened:
+        opened.callback(os.close, hearing)
+        undo = opened.enter_context(contextlib.ExitStack())
+        undo.callback(os.close, lifeline)
         output = None if log is None else opened.enter_context(log.create())
-        return subprocess.Popen(  # noqa: S603  # a list, no shell; the user's own arguments
-            launch.argv(),
+        process = subprocess.Popen(  # noqa: S603  # a list, no shell; the user's own arguments
+            [*_keeper(hearing, launch.private_folder), *launch.argv()],
             env=launch.environ(os.environ),
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=None if output is None else subprocess.STDOUT,
+            pass_fds=(hearing,),
             # Ctrl-C in the terminal is for us to answer: vLLM is stopped in order, once.
             start_new_session=True,
-            preexec_fn=_death_note(),
         )
+        undo.pop_all()
+    return process, lifeline
 
 
-def _death_note() -> Callable[[], None]:
-    """Have the kernel end the server if we are killed and cannot."""
-    prctl = ctypes.CDLL(None).prctl  # looked up before the fork
-    return lambda: prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
-
-
-def _require_free(launch: Launch) -> None:
-    family = socket.AF_INET6 if ":" in launch.bind.host else socket.AF_INET
-    with socket.socket(family, socket.SOCK_STREAM) as sock:
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            sock.bind((launch.bind.host, launch.bind.port))
-        except OSError as error:
-            raise ConfigError(
-                f"{launch.bind.host} port {launch.bind.port} cannot be used ({error.strerror}); "
-                f"choose another with --port"
-            ) from None
+def _keeper(hearing: int, folder: Path | None) -> list[str]:
+    # -I: whatever the environment says of Python is meant for vLLM.
+    return [sys.executable, "-I", keeper.__file__, str(hearing), str(folder or "")]

@@ -1,0 +1,132 @@
+"""Takes log records and ended completions; gives lines: plain text, or JSON, one object a line.
+
+Neither holds a prompt, an answer, a key or a path. Messages are ours; of other libraries' messages
+only the first line is kept, and of an exception its kind and the place in the code.
+"""
+
+from __future__ import annotations
+
+import logging
+import traceback
+from collections.abc import Callable, Mapping
+from datetime import UTC, datetime
+from typing import Any, Final, Literal
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from clairai import wire
+from clairai.stream.observe import RunEnd
+
+Format = Literal["text", "json"]
+LOGGER: Final = "clairai"
+FIELDS: Final = "clairai_fields"  # of a record: what stands beside the message
+_MAX_FOREIGN_CHARACTERS: Final = 200
+_ENCODER: Final = msgspec.json.Encoder()
+
+
+class JsonLines(logging.Formatter):
+    """`{"time": ..., "level": ..., "message": ..., ...}`"""
+
+    def format(self, record: logging.LogRecord) -> str:
+        line = {
+            "time": datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds"),
+            "level": record.levelname.lower(),
+            "logger": record.name,
+            "message": _message(record),
+            **_fields(record),
+            **_error(record),
+        }
+        return _ENCODER.encode(line).decode()
+
+
+class TextLines(logging.Formatter):
+    """What a person reads: the message, and `warning:` or `error:` before it."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        fields = {**_fields(record), **_error(record)}
+        shown = " ".join(f"{name}={value}" for name, value in fields.items() if value is not None)
+        line = f"{_message(record)} {shown}" if shown else _message(record)
+        return line if record.levelno < logging.WARNING else f"{record.levelname.lower()}: {line}"
+
+
+class _Said(logging.Handler):
+    """Hands each line on; whoever draws on the terminal draws below it."""
+
+    def __init__(self, say: Callable[[str], None]) -> None:
+        super().__init__()
+        self._say = say
+
+    def emit(self, record: logging.LogRecord) -> None:
+        try:
+            self._say(self.format(record))
+        except Exception:  # logging's own way with an error in a handler
+            self.handleError(record)
+
+
+def configure(form: Format, say: Callable[[str], None]) -> None:
+    """For a whole process, once: ours from INFO on, other libraries' from WARNING on."""
+    handler = _Said(say)
+    handler.setFormatter(JsonLines() if form == "json" else TextLines())
+    root = logging.getLogger()
+    root.handlers[:] = [handler]
+    root.setLevel(logging.WARNING)
+    logging.getLogger(LOGGER).setLevel(logging.INFO)
+
+
+class AccessLog:
+    """An Observer: one line for each completion, when it has ended."""
+
+    def __init__(self) -> None:
+        self._logger = logging.getLogger(f"{LOGGER}.access")
+
+    def on_scores(
+        self,
+        bank: wire.Bank,
+        rows: NDArray[np.void],
+        scores_RP: NDArray[np.float32],
+        stamp_ns: int = 0,
+    ) -> None:
+        pass
+
+    def on_run_end(self, end: RunEnd) -> None:
+        self._logger.info("completion", extra={FIELDS: access_fields(end)})
+
+
+def access_fields(end: RunEnd) -> dict[str, Any]:
+    return {
+        "route": end.route,
+        "outcome": end.outcome,
+        "seconds": round(end.seconds, 4),
+        "tokens": sum(choice.tokens for choice in end.choices),
+        "scored": sum(choice.count for choice in end.choices),
+        "lost": sum(choice.lost for choice in end.choices),
+        "response": end.response_id,
+    }
+
+
+def _message(record: logging.LogRecord) -> str:
+    is_ours = record.name.partition(".")[0] == LOGGER
+    if is_ours:
+        return record.getMessage()
+    # The rest of it may quote anything: a path, a request, an exception's text.
+    first, _, _ = record.getMessage().strip().partition("\n")
+    return first[:_MAX_FOREIGN_CHARACTERS]
+
+
+def _fields(record: logging.LogRecord) -> Mapping[str, Any]:
+    fields: Mapping[str, Any] = getattr(record, FIELDS, {})
+    return fields
+
+
+def _error(record: logging.LogRecord) -> dict[str, str]:
+    """The kind of an exception and where it was raised, as module and line."""
+    if not record.exc_info or record.exc_info[0] is None:
+        return {}
+    kind, _, trace = record.exc_info
+    frames = [frame for frame, _ in traceback.walk_tb(trace)]
+    if not frames:
+        return {"error": kind.__name__}
+    line = traceback.extract_tb(trace)[-1].lineno
+    return {"error": kind.__name__, "at": f"{frames[-1].f_globals.get('__name__', '?')}:{line}"}

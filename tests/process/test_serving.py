@@ -1,0 +1,270 @@
+"""Takes `clairai serve` as a user runs it, with a toy for vLLM; gives every way it can end.
+
+Nothing may be left: no process, no socket, no folder.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from clairai.serve import keeper
+from tests.process import toy_vllm
+from tests.process.parts import until
+
+ROOT = Path(__file__).resolve().parents[2]
+KEY = "a-key-that-must-not-be-seen"
+CHAT = {"messages": [{"role": "user", "content": "hi"}], "model": "toy"}
+
+
+def free_port() -> int:
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        return int(sock.getsockname()[1])
+
+
+@dataclass
+class Served:
+    """One `clairai serve`, its output in a file."""
+
+    process: subprocess.Popen[bytes]
+    url: str
+    runtime: Path
+    output: Path
+    gate: Path
+
+    def said(self) -> str:
+        return self.output.read_text()
+
+    def get(self, path: str, key: str = KEY) -> httpx.Response:
+        headers = {"Authorization": f"Bearer {key}"} if key else {}
+        return httpx.get(f"{self.url}{path}", headers=headers, timeout=20, trust_env=False)
+
+    def health(self) -> dict[str, Any]:
+        """None of it while nobody listens."""
+        try:
+            return dict(self.get("/health", key="").json())
+        except httpx.TransportError:
+            return {"status": "silent"}
+
+    def await_status(self, status: str) -> dict[str, Any]:
+        until(lambda: self.health()["status"] == status or self._is_over())
+        return self.health()
+
+    def await_ready(self) -> None:
+        until(lambda: "is served on" in self.said() or self._is_over())
+        assert self.health()["status"] == "ready", self.said()
+
+    def _is_over(self) -> bool:
+        if self.process.poll() is not None:
+            pytest.fail(f"it ended ({self.process.returncode}): {self.said()}")
+        return False
+
+    def engine_pids(self) -> list[int]:
+        """Every process of the engine, the keeper first."""
+        mark = f"TOY_GATE={self.gate}".encode()
+        found = []
+        for folder in Path("/proc").glob("[0-9]*"):
+            with contextlib.suppress(OSError):
+                if mark in (folder / "environ").read_bytes():
+                    found.append(int(folder.name))
+        return sorted(set(found) - {self.process.pid})
+
+    def server_pid(self) -> int:
+        """The toy itself: what the keeper has started."""
+        of = keeper._processes()
+        (kept,) = [pid for pid in self.engine_pids() if of[pid][1] == self.process.pid]
+        (server,) = [pid for pid in self.engine_pids() if of[pid][1] == kept]
+        return server
+
+    def end(self, number: signal.Signals = signal.SIGINT) -> float:
+        """Ask it to stop; how long that took."""
+        began_s = time.monotonic()
+        self.process.send_signal(number)
+        self.process.wait(30)
+        return time.monotonic() - began_s
+
+    def check_nothing_left(self) -> None:
+        until(lambda: not self.engine_pids())
+        left = [entry.name for entry in self.runtime.iterdir()]
+        assert [name for name in left if not name.startswith(("vllm-", "engine-"))] == []
+
+
+Serve = Callable[..., Served]
+
+
+@pytest.fixture
+def serve(tmp_path: Path) -> Iterator[Serve]:
+    """Starts them; whatever a test did, they are ended after it."""
+    packages = toy_vllm.install(tmp_path / "packages")
+    model = tmp_path / "toy"
+    model.mkdir()
+    (model / "config.json").write_text('{"num_hidden_layers": 4, "hidden_size": 8}')
+    runtime = tmp_path / "r"
+    started: list[Served] = []
+
+    def start(*options: str, ways: str = "", port: int | None = None, **variables: str) -> Served:
+        port = port or free_port()
+        gate, output = tmp_path / "gate", tmp_path / f"output-{len(started)}"
+        environ = {
+            **os.environ,
+            "PYTHONPATH": f"{packages}:{ROOT}",
+            "CLAIRAI_RUNTIME_DIR": str(runtime),
+            "TOY_VLLM": ways,
+            "TOY_GATE": str(gate),
+            **variables,
+        }
+        command = [sys.executable, "-m", "clairai.cli", "serve", str(model), "--port", str(port)]
+        with output.open("wb") as file:
+            process = subprocess.Popen(
+                [*command, "--points", "post_block.1", *options],
+                env=environ,
+                stdout=file,
+                stderr=subprocess.STDOUT,
+            )
+        made = Served(process, f"http://127.0.0.1:{port}", runtime, output, gate)
+        started.append(made)
+        return made
+
+    yield start
+    for made in started:
+        if made.process.poll() is None:
+            made.end(signal.SIGKILL)
+        until(lambda made=made: not made.engine_pids())  # type: ignore[misc]
+
+
+def _scored(served: Served) -> list[list[float | None]]:
+    """The scores that come with an answer through the whole of it."""
+    headers = {"Authorization": f"Bearer {KEY}"}
+    body = CHAT | {"clairai": {"probes": "all"}}
+    url = f"{served.url}/v1/chat/completions"
+    answer = httpx.post(url, json=body, headers=headers, timeout=20, trust_env=False)
+    assert answer.status_code == 200, answer.text
+    return list(answer.json()["choices"][0]["probe_scores"]["scores"])
+
+
+def test_the_proxy_answers_while_the_engine_starts_then_serves_then_all_of_it_ends(
+    serve: Serve,
+) -> None:
+    served = serve(ways="slow", CLAIRAI_API_KEY=KEY)
+    starting = served.await_status("starting")
+    assert starting["reason"].startswith("the engine is ")
+    assert served.get("/health").status_code == 503
+    served.gate.touch()
+    served.await_ready()
+    assert f"toy is served on {served.url}" in served.said()
+    assert _scored(served) == [[72.0, 4.0], [105.0, 5.0], [None, None]]
+    assert served.get("/v1/models", key="wrong").status_code == 401
+    assert 'clairai_generated_score_count{probe="token"} 2.0' in served.get("/metrics").text
+    folders = [entry for entry in served.runtime.iterdir() if entry.is_dir()]
+    assert [folder.stat().st_mode & 0o777 for folder in (served.runtime, *folders)] == [0o700] * 2
+    _check_key_is_hidden(served)
+    assert served.end() < 8.0
+    assert served.process.returncode == 0
+    served.check_nothing_left()
+    assert KEY not in served.said()
+
+
+def _check_key_is_hidden(served: Served) -> None:
+    """In no command line at all; in no environment but our own process's."""
+    for pid in (served.process.pid, *served.engine_pids()):
+        assert KEY.encode() not in Path(f"/proc/{pid}/cmdline").read_bytes()
+    for pid in served.engine_pids():
+        assert KEY.encode() not in Path(f"/proc/{pid}/environ").read_bytes()
+
+
+def test_a_signal_in_the_middle_of_the_start_ends_all_of_it(serve: Serve) -> None:
+    served = serve(ways="slow,deaf")
+    served.await_status("starting")
+    until(served.engine_pids)
+    assert served.end(signal.SIGTERM) < 8.0
+    assert served.process.returncode == 0
+    served.check_nothing_left()
+
+
+def test_ctrl_c_once_more_ends_at_once_what_does_not_want_to_end(serve: Serve) -> None:
+    served = serve(ways="deaf")
+    served.await_ready()
+    served.process.send_signal(signal.SIGINT)
+    with pytest.raises(subprocess.TimeoutExpired):
+        served.process.wait(0.8)  # it is deaf, and a second wish is one that comes later
+    assert served.end() < keeper.TERM_S / 2
+    assert served.process.returncode == 0
+    served.check_nothing_left()
+
+
+def test_our_own_death_leaves_nothing_behind(serve: Serve) -> None:
+    served = serve(ways="parent")
+    served.await_ready()
+    assert len(served.engine_pids()) == 3
+    served.process.kill()
+    served.process.wait()
+    served.check_nothing_left()
+
+
+def test_an_engine_that_dies_ends_everything_with_a_reason_and_a_code_of_its_own(
+    serve: Serve,
+) -> None:
+    served = serve()
+    served.await_ready()
+    os.kill(served.server_pid(), signal.SIGKILL)
+    served.process.wait(20)
+    assert served.process.returncode == 3
+    assert "error: vLLM was killed by SIGKILL" in served.said()
+    served.check_nothing_left()
+
+
+def test_an_engine_that_dies_is_started_again_and_scores_come_from_the_new_one(
+    serve: Serve,
+) -> None:
+    served = serve("--on-death", "restart", "--log-format", "json")
+    served.await_ready()
+    first = served.get("/v1/clairai").json()["epoch"]
+    assert _scored(served)
+    os.kill(served.server_pid(), signal.SIGKILL)
+    gone = served.await_status("starting")
+    assert "/" not in gone["reason"]
+    until(lambda: served.said().count("is served on") == 2)
+    assert served.health()["status"] == "ready"
+    assert served.get("/v1/clairai").json()["epoch"] != first
+    assert _scored(served) == [[72.0, 4.0], [105.0, 5.0], [None, None]]
+    served.end(signal.SIGHUP)
+    assert served.process.returncode == 0
+    served.check_nothing_left()
+    lines = [json.loads(line) for line in served.said().splitlines()]
+    ended = [line for line in lines if line["message"] == "completion"]
+    assert [(line["outcome"], line["tokens"], line["lost"]) for line in ended] == [
+        ("done", 3, 0)
+    ] * 2
+
+
+def test_an_engine_that_cannot_start_is_not_tried_again(serve: Serve) -> None:
+    served = serve("--on-death", "restart", ways="broken")
+    served.process.wait(20)
+    assert served.process.returncode == 3
+    assert "first error: ValueError: planted" in served.said()
+    assert served.said().count("starting vLLM") == 1
+    served.check_nothing_left()
+
+
+def test_a_port_that_is_taken_is_said_and_nothing_is_started(serve: Serve) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        served = serve(port=taken.getsockname()[1])
+        served.process.wait(20)
+    assert served.process.returncode == 1
+    assert "choose another with --port" in served.said()
+    assert "starting vLLM" not in served.said()
+    served.check_nothing_left()

@@ -1,0 +1,119 @@
+"""Takes log records and ended runs; gives lines with nothing of a client's or the machine's."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from clairai.stream import jsonlog
+from clairai.stream.jsonlog import FIELDS, AccessLog, Format, access_fields
+from clairai.stream.observe import ChoiceResult, RunEnd
+
+END = RunEnd(
+    response_id="chatcmpl-1",
+    model="/models/secret/path",
+    route="/v1/chat/completions",
+    outcome="done",
+    seconds=1.23456,
+    choices=(
+        ChoiceResult(0, tokens=12, count=11, lost=0, finish_reason="stop", probes=()),
+        ChoiceResult(1, tokens=8, count=5, lost=2, finish_reason="stop", probes=()),
+    ),
+)
+
+
+@pytest.fixture(autouse=True)
+def logging_restored() -> Iterator[None]:
+    root, ours = logging.getLogger(), logging.getLogger(jsonlog.LOGGER)
+    before = (root.handlers[:], root.level, ours.level)
+    yield
+    root.handlers[:], level, our_level = before
+    root.setLevel(level)
+    ours.setLevel(our_level)
+
+
+@pytest.fixture
+def lines(request: pytest.FixtureRequest) -> list[str]:
+    said: list[str] = []
+    form: Format = getattr(request, "param", "json")
+    jsonlog.configure(form, said.append)
+    return said
+
+
+def _parsed(lines: list[str]) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in lines]
+
+
+def test_a_completion_is_one_line_with_its_numbers(lines: list[str]) -> None:
+    AccessLog().on_run_end(END)
+    (line,) = _parsed(lines)
+    assert line.pop("time").endswith("+00:00")
+    assert line == {
+        "level": "info",
+        "logger": "clairai.access",
+        "message": "completion",
+        "route": "/v1/chat/completions",
+        "outcome": "done",
+        "seconds": 1.2346,
+        "tokens": 20,
+        "scored": 16,
+        "lost": 2,
+        "response": "chatcmpl-1",
+    }
+
+
+def test_the_models_name_may_be_a_path_and_is_not_logged() -> None:
+    assert "secret" not in json.dumps(access_fields(END))
+
+
+@pytest.mark.parametrize("lines", ["text"], indirect=True)
+def test_as_text_a_line_is_what_a_person_reads(lines: list[str]) -> None:
+    logging.getLogger("clairai").info("m is served on %s", "http://127.0.0.1:6969")
+    logging.getLogger("clairai.stream").warning("records were lost")
+    AccessLog().on_run_end(END)
+    assert lines[:2] == ["m is served on http://127.0.0.1:6969", "warning: records were lost"]
+    assert lines[2].startswith("completion route=/v1/chat/completions outcome=done seconds=1.2346")
+
+
+def test_of_another_librarys_message_only_the_first_line_is_kept(lines: list[str]) -> None:
+    asyncio_says = "Task exception was never retrieved\nfuture: <Task coro=</home/someone/x.py:1>>"
+    logging.getLogger("asyncio").error(asyncio_says)
+    logging.getLogger("uvicorn.error").warning("x" * 500)
+    logging.getLogger("uvicorn.error").info("not said")
+    first, second = _parsed(lines)
+    assert first["message"] == "Task exception was never retrieved"
+    assert second["message"] == "x" * 200
+
+
+@pytest.mark.parametrize("lines", ["text", "json"], indirect=True)
+def test_an_exception_is_its_kind_and_its_place_and_never_its_text(lines: list[str]) -> None:
+    try:
+        raise ValueError("the client's prompt, and /home/someone/key")
+    except ValueError:
+        logging.getLogger("uvicorn.error").exception("Exception in ASGI application\n")
+    (line,) = lines
+    assert "ValueError" in line
+    assert "test_jsonlog:" in line
+    assert not [word for word in ("prompt", "someone", ".py") if word in line]
+
+
+def test_every_line_is_one_json_object_whatever_is_in_it(lines: list[str]) -> None:
+    awkward = 'quote " newline \n tab \t nul \0 ünïcode \ud800'.encode("utf-8", "replace").decode()
+    logging.getLogger("clairai").info("%s", awkward, extra={FIELDS: {"a": float("nan")}})
+    (line,) = lines
+    assert "\n" not in line
+    assert json.loads(line)["a"] is None
+
+
+def test_a_line_that_cannot_be_written_stops_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(logging, "raiseExceptions", False)
+
+    def broken(_: str) -> None:
+        raise OSError("the terminal is gone")
+
+    jsonlog.configure("text", broken)
+    logging.getLogger("clairai").info("said to nobody")
