@@ -1,0 +1,62 @@
+// Takes the name and data of one server-sent event; gives a checked event of a run.
+import type { DoneEvent, ErrorDetail, ProbeFinalEvent, ProbeUpdateEvent, TokenEvent } from "./types";
+
+export type RunEvent =
+  | { kind: "token"; data: TokenEvent }
+  | { kind: "probe_update"; data: ProbeUpdateEvent }
+  | { kind: "probe_final"; data: ProbeFinalEvent }
+  | { kind: "done"; data: DoneEvent }
+  | { kind: "error"; data: { error: ErrorDetail } };
+
+/** The stream broke its own rules: going on would show wrong scores. */
+export class ProtocolError extends Error {
+  override name = "ProtocolError";
+}
+
+/** The event, or null for a kind this page does not know. */
+export function decode(kind: string, text: string): RunEvent | null {
+  switch (kind) {
+    case "token":
+      return { kind, data: checkedToken(parsed(text) as TokenEvent) };
+    case "probe_update":
+      return { kind, data: checkedUpdate(parsed(text) as ProbeUpdateEvent) };
+    case "probe_final":
+      return { kind, data: parsed(text) as ProbeFinalEvent };
+    case "done":
+      return { kind, data: parsed(text) as DoneEvent };
+    case "error":
+      return { kind, data: checkedError(parsed(text) as { error?: ErrorDetail }) };
+    default:
+      return null;
+  }
+}
+
+function parsed(text: string): unknown {
+  try {
+    return JSON.parse(text);
+  } catch {
+    throw new ProtocolError(`An event was not JSON: ${text.slice(0, 80)}`);
+  }
+}
+
+function checkedToken(data: TokenEvent): TokenEvent {
+  if (data.tokens.length !== data.token_ids.length) {
+    throw new ProtocolError(`${data.tokens.length} texts for ${data.token_ids.length} token ids`);
+  }
+  return data;
+}
+
+function checkedUpdate(data: ProbeUpdateEvent): ProbeUpdateEvent {
+  const bad = data.scores.find((row) => row.length !== data.names.length);
+  if (bad) throw new ProtocolError(`${bad.length} scores for ${data.names.length} probes`);
+  return data;
+}
+
+function checkedError(data: { error?: ErrorDetail }): { error: ErrorDetail } {
+  const error = data.error ?? { message: "The run failed.", type: "error", param: null, code: null };
+  return { error };
+}
+
+export function isLast(event: RunEvent): boolean {
+  return event.kind === "done" || event.kind === "error";
+}

@@ -1,0 +1,70 @@
+// Takes what is known of a probe; gives the fixed range its scores are drawn in, neutral point included.
+import type { ProbeInfo } from "../api/types";
+
+/** Fixed before the first token: what was drawn is never drawn anew in another colour. */
+export interface Domain {
+  low: number;
+  high: number;
+  /** Where the colour is neutral: the threshold if there is one. */
+  neutral: number;
+  isDiverging: boolean;
+  /** Where the range comes from; shown with the legend. */
+  source: "calibration" | "activation" | "assumed";
+}
+
+export type ProbeShape = Pick<ProbeInfo, "activation" | "threshold" | "calibration">;
+
+const ASSUMED_REACH = 8;
+
+export function domainOf(probe: ProbeShape): Domain {
+  const base = baseOf(probe);
+  if (probe.threshold === null) return withoutThreshold(probe, base);
+  return { ...widened(base, probe.threshold, probe.activation), neutral: probe.threshold, isDiverging: true };
+}
+
+type Range = Pick<Domain, "low" | "high" | "source">;
+
+function baseOf(probe: ProbeShape): Range {
+  const [low, high] = probe.calibration ?? [NaN, NaN];
+  if (low < high) return { low, high, source: "calibration" };
+  if (probe.activation === "sigmoid") return { low: 0, high: 1, source: "activation" };
+  const floor = probe.activation === "relu" ? 0 : -ASSUMED_REACH;
+  return { low: floor, high: ASSUMED_REACH, source: "assumed" };
+}
+
+function withoutThreshold(probe: ProbeShape, base: Range): Domain {
+  const isSigned = probe.activation === "none" && base.low < 0 && base.high > 0;
+  return { ...base, neutral: isSigned ? 0 : base.low, isDiverging: isSigned };
+}
+
+/** A threshold at the range's edge would leave one side without room; that side is widened. */
+function widened(base: Range, threshold: number, activation: ProbeShape["activation"]): Range {
+  const { source } = base;
+  let { low, high } = base;
+  const margin = 0.05 * (high - low);
+  const isSigmoid = activation === "sigmoid";
+  if (threshold > high - margin) {
+    high = isSigmoid ? Math.max(1, threshold + margin) : threshold + Math.max(threshold - low, margin);
+  }
+  if (threshold < low + margin) {
+    low = isSigmoid ? Math.min(0, threshold - margin) : threshold - Math.max(high - threshold, margin);
+  }
+  return { low, high, source };
+}
+
+/** Where `value` lies: 0 at low, 0.5 at neutral, 1 at high, clipped outside. */
+export function position(domain: Domain, value: number): number {
+  const { low, high, neutral } = domain;
+  if (value >= neutral) return value >= high ? 1 : 0.5 + (0.5 * (value - neutral)) / (high - neutral);
+  return value <= low ? 0 : 0.5 - (0.5 * (neutral - value)) / (neutral - low);
+}
+
+/** 0 at low, 1 at high, clipped outside: the place on a straight axis. */
+export function fraction(domain: Domain, value: number): number {
+  const part = (value - domain.low) / (domain.high - domain.low);
+  return part < 0 ? 0 : part > 1 ? 1 : part;
+}
+
+export function isOver(threshold: number | null, value: number): boolean {
+  return threshold !== null && value >= threshold;
+}

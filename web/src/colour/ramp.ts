@@ -1,0 +1,83 @@
+// Takes a theme; gives the colours of scores from low to high, each with the ink that reads on it.
+import { lab, rgb } from "d3-color";
+import { interpolateLab } from "d3-interpolate";
+import { interpolatePuOr } from "d3-scale-chromatic";
+
+export type Theme = "light" | "dark";
+
+export interface Swatch {
+  fill: string;
+  ink: string;
+}
+
+/** Classes of tokens: few enough that a change of probe is a change of class names. */
+export const NUM_BUCKETS = 33;
+export const NEUTRAL_BUCKET = 16;
+const LUT_SIZE = 256;
+
+export const PAPER: Record<Theme, string> = { light: "#fbfbf9", dark: "#141518" };
+const INKS: Record<Theme, { dark: string; light: string }> = {
+  light: { dark: "#17181b", light: "#ffffff" },
+  dark: { dark: "#0d0e10", light: "#ecebe7" },
+};
+/** How far the cool side goes: most tokens of most texts lie there, and must not shout. */
+const COOL_REACH: Record<Theme, number> = { light: 0.27, dark: 0.42 };
+
+/** The colour at `position`: 0 low, 0.5 neutral, 1 high (see domain.ts). */
+export function colourAt(theme: Theme, position: number): string {
+  const side = Math.abs(position - 0.5) * 2;
+  const isWarm = position >= 0.5;
+  if (theme === "light") {
+    // PuOr runs from purple (0) to orange (1), white in the middle; its last brown is too dark to be hot.
+    const reach = isWarm ? 0.5 + 0.31 * side : 0.5 - 0.5 * COOL_REACH.light * side;
+    const tint = rgb(interpolatePuOr(reach)).formatHex();
+    return interpolateLab(PAPER.light, tint)(Math.min(1, side * 4));
+  }
+  const end = isWarm ? "#f39a3e" : interpolatePuOr(0.2);
+  return interpolateLab(PAPER.dark, end)(isWarm ? side : side * COOL_REACH.dark);
+}
+
+export function swatch(theme: Theme, position: number): Swatch {
+  const fill = rgb(colourAt(theme, position)).formatHex();
+  return { fill, ink: inkOn(theme, fill) };
+}
+
+/** Whichever of the two inks stands out more. */
+export function inkOn(theme: Theme, fill: string): string {
+  const { dark, light } = INKS[theme];
+  return contrast(fill, dark) >= contrast(fill, light) ? dark : light;
+}
+
+/** WCAG's contrast ratio, 1 to 21. */
+export function contrast(a: string, b: string): number {
+  const [x, y] = [luminance(a), luminance(b)];
+  return (Math.max(x, y) + 0.05) / (Math.min(x, y) + 0.05);
+}
+
+function luminance(colour: string): number {
+  const { r, g, b } = rgb(colour);
+  const [x, y, z] = [r, g, b].map((channel) => {
+    const part = channel / 255;
+    return part <= 0.04045 ? part / 12.92 : ((part + 0.055) / 1.055) ** 2.4;
+  }) as [number, number, number];
+  return 0.2126 * x + 0.7152 * y + 0.0722 * z;
+}
+
+/** The ramp as packed pixels (little-endian RGBA), for canvases. */
+export function lookup(theme: Theme): Uint32Array {
+  return Uint32Array.from({ length: LUT_SIZE }, (_, i) => {
+    const { r, g, b } = rgb(colourAt(theme, i / (LUT_SIZE - 1)));
+    return ((255 << 24) | (Math.round(b) << 16) | (Math.round(g) << 8) | Math.round(r)) >>> 0;
+  });
+}
+
+export function bucketOf(position: number): number {
+  return Math.round(position * (NUM_BUCKETS - 1));
+}
+
+/** A line colour that can be seen on the theme's paper. */
+export function readable(theme: Theme, colour: string): string {
+  const tone = lab(colour);
+  tone.l = theme === "light" ? Math.min(tone.l, 52) : Math.max(tone.l, 66);
+  return tone.formatHex();
+}

@@ -1,0 +1,42 @@
+// Takes the page as it was served; gives its script and its style with the fonts inside.
+import { closable, type Parts } from "./html";
+
+export async function ownParts(target: Document): Promise<Parts> {
+  const script = target.querySelector<HTMLScriptElement>("script[type=module][src]");
+  const style = target.querySelector<HTMLLinkElement>("link[rel=stylesheet]");
+  if (!script || !style)
+    throw new Error("The page was not built, so it cannot be saved: run the build first.");
+  const [code, css] = await Promise.all([text(script.src), text(style.href)]);
+  return { script: code, style: await withFonts(css, style.href) };
+}
+
+/** The policy's word for exactly this script. */
+export async function scriptSource(script: string): Promise<string> {
+  // Absent where a page is served from afar without TLS.
+  const subtle = (crypto as Partial<Crypto>).subtle;
+  if (!subtle) return "'unsafe-inline'";
+  const digest = await subtle.digest("SHA-256", new TextEncoder().encode(closable(script)));
+  return `'sha256-${base64(new Uint8Array(digest))}'`;
+}
+
+async function withFonts(css: string, base: string): Promise<string> {
+  const found = [...css.matchAll(/url\(["']?([^"')]+\.woff2)["']?\)/g)];
+  let made = css;
+  for (const [whole, path = ""] of found) {
+    const bytes = await (await fetch(new URL(path, base))).arrayBuffer();
+    made = made.replaceAll(whole, `url(data:font/woff2;base64,${base64(new Uint8Array(bytes))})`);
+  }
+  return made;
+}
+
+async function text(url: string): Promise<string> {
+  const answer = await fetch(url);
+  if (!answer.ok) throw new Error(`The server did not give ${url} (${answer.status}).`);
+  return answer.text();
+}
+
+function base64(bytes: Uint8Array): string {
+  let binary = "";
+  for (const byte of bytes) binary += String.fromCharCode(byte);
+  return btoa(binary);
+}

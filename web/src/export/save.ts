@@ -1,0 +1,19 @@
+// Takes a name and bytes; hands them to the browser as a download.
+
+export function save(name: string, content: Blob): void {
+  const url = URL.createObjectURL(content);
+  const link = document.createElement("a");
+  link.href = url;
+  link.download = name;
+  link.click();
+  setTimeout(() => URL.revokeObjectURL(url), 10_000);
+}
+
+/** Words of the question, as a file may be called. */
+export function fileName(user: string, ending: string): string {
+  const words = user
+    .toLowerCase()
+    .replace(/[^a-z0-9]+/g, "-")
+    .replace(/^-+|-+$/g, "");
+  return `clairai-${words.slice(0, 40).replace(/-+$/, "") || "run"}.${ending}`;
+}

@@ -1,0 +1,39 @@
+// Takes the document; puts the page into it: live, or from the runs that an exported file carries.
+import { StrictMode } from "react";
+import { createRoot } from "react-dom/client";
+import { adoptBuckets } from "./colour/sheet";
+import type { RunFile } from "./data/runfile";
+import { SAVED_ID } from "./export/html";
+import { noHistory, openHistory, type History } from "./state/history";
+import { createPage, freeze, goLive, PageContext } from "./state/page";
+import { App } from "./views/App";
+import "uplot/dist/uPlot.min.css";
+import "./style/index.css";
+
+async function start(): Promise<void> {
+  adoptBuckets(document);
+  const saved = document.getElementById(SAVED_ID);
+  const page = createPage(saved ? noHistory() : await history(), document.baseURI);
+  if (saved) freeze(page, JSON.parse(saved.textContent) as RunFile[]);
+  const root = document.getElementById("page");
+  if (!root) throw new Error("the document has no place for the page");
+  createRoot(root).render(
+    <StrictMode>
+      <PageContext value={page}>
+        <App />
+      </PageContext>
+    </StrictMode>,
+  );
+  if (!saved) await goLive(page);
+}
+
+/** Some browsers forbid storage in private windows: the page works without a history there. */
+async function history(): Promise<History> {
+  try {
+    return await openHistory(indexedDB);
+  } catch {
+    return noHistory();
+  }
+}
+
+void start();

@@ -1,0 +1,178 @@
+// Takes what the user asks for; starts, follows, stops and takes up runs, and keeps their state true.
+import { ApiError, type Server } from "../api/http";
+import { resumeRun, startRun, type Follower } from "../api/follow";
+import type { RunEvent } from "../api/events";
+import { fromFile, toFile } from "../data/runfile";
+import type { History } from "./history";
+import { bodyOf, CHAT_PATH, messagesOf } from "./request";
+import type { Shelf } from "./shelf";
+import { changeRun, pathTo, putRun, type Store } from "./store";
+import { RUNNING, type Run, type RunStatus } from "./types";
+
+/** How long a stopped run is listened to for its last scores. */
+const LAST_WORDS_MS = 1500;
+
+export class Chat {
+  #controllers = new Map<string, AbortController>();
+
+  constructor(
+    private readonly server: Server,
+    private readonly store: Store,
+    private readonly shelf: Shelf,
+    private readonly history: History,
+    private readonly newId: () => string,
+    private readonly now: () => number,
+  ) {}
+
+  /** Ask the draft's question after the conversation shown. */
+  async send(): Promise<void> {
+    const { draft, head } = this.store.getState();
+    const user = draft.user.trim();
+    if (user === "") return;
+    this.store.setState({ draft: { ...draft, user: "" } });
+    await this.#begin(head, user);
+  }
+
+  /** The same question again; the first answer stays in the history. */
+  async regenerate(id: string): Promise<void> {
+    const run = this.store.getState().runs[id];
+    if (run) await this.#begin(run.parent, run.user);
+  }
+
+  /** Another question in this one's place. */
+  async edit(id: string, user: string): Promise<void> {
+    const run = this.store.getState().runs[id];
+    if (run && user.trim() !== "") await this.#begin(run.parent, user.trim());
+  }
+
+  startOver(): void {
+    this.store.setState({ head: null, versus: null, span: null });
+  }
+
+  async stop(id: string): Promise<void> {
+    const run = this.store.getState().runs[id];
+    const controller = this.#controllers.get(id);
+    if (!run || !controller) return;
+    changeRun(this.store, id, { status: "stopped" });
+    if (run.serverRun === null) {
+      controller.abort();
+      return;
+    }
+    const giveUp = setTimeout(() => controller.abort(), LAST_WORDS_MS);
+    controller.signal.addEventListener("abort", () => clearTimeout(giveUp));
+    await this.server.ask(`v1/runs/${run.serverRun}`, { method: "DELETE" }).catch(() => controller.abort());
+  }
+
+  /** Load the scores of every run of a conversation that is in the history only. */
+  async open(id: string): Promise<void> {
+    const path = pathTo(this.store.getState().runs, id);
+    await Promise.all(path.map((run) => this.#load(run.id)));
+  }
+
+  /** Take up a run that was going on when the page was left. */
+  async takeUp(run: Run): Promise<void> {
+    const { serverRun } = run;
+    if (serverRun === null) {
+      changeRun(this.store, run.id, { status: "interrupted" });
+      return;
+    }
+    this.shelf.drop(run.id);
+    changeRun(this.store, run.id, { status: "reconnecting" });
+    await this.#follow(run.id, (follower, signal) => resumeRun(this.server, serverRun, follower, signal));
+  }
+
+  async #begin(parent: string | null, user: string): Promise<void> {
+    const { draft, model, probes } = this.store.getState();
+    if (model === null) return;
+    const run: Run = {
+      id: this.newId(),
+      parent,
+      createdAt: this.now(),
+      serverRun: null,
+      model,
+      system: draft.system,
+      user,
+      sampling: draft.sampling,
+      probes: probes ?? [],
+      status: "opening",
+      error: null,
+    };
+    if (parent !== null) await this.open(parent);
+    putRun(this.store, run);
+    this.store.setState({ head: run.id, span: null });
+    const path = pathTo(this.store.getState().runs, run.id);
+    const answers = path.slice(0, -1).map(({ id }) => this.shelf.get(id).text);
+    const body = bodyOf(run, messagesOf(path, answers));
+    await this.#follow(run.id, (follower, signal) =>
+      startRun(this.server, CHAT_PATH, body, follower, signal),
+    );
+  }
+
+  async #follow(id: string, work: (follower: Follower, signal: AbortSignal) => Promise<void>): Promise<void> {
+    const controller = new AbortController();
+    this.#controllers.set(id, controller);
+    try {
+      await work(this.#follower(id), controller.signal);
+      this.#settle(id, "done");
+    } catch (error) {
+      this.#fail(id, error, controller.signal.aborted);
+    } finally {
+      this.#controllers.delete(id);
+      await this.#keep(id);
+    }
+  }
+
+  #follower(id: string): Follower {
+    return {
+      opened: (serverRun) => {
+        changeRun(this.store, id, { serverRun });
+        void this.#keep(id);
+      },
+      event: (event) => this.#take(id, event),
+      retrying: (attempt) => this.#settle(id, attempt > 0 ? "reconnecting" : "streaming"),
+    };
+  }
+
+  #take(id: string, event: RunEvent): void {
+    if (event.kind === "error") {
+      const { message } = event.data.error;
+      this.#settle(id, "failed");
+      if (this.#status(id) === "failed") changeRun(this.store, id, { error: message });
+    }
+    this.shelf.get(id).apply(event);
+    this.shelf.touch(id);
+    if (event.kind === "token" || event.kind === "probe_update") this.#settle(id, "streaming");
+  }
+
+  #status(id: string): RunStatus | undefined {
+    return this.store.getState().runs[id]?.status;
+  }
+
+  /** A run that was stopped or has failed stays so, whatever still arrives. */
+  #settle(id: string, status: RunStatus): void {
+    const current = this.#status(id);
+    if (current === undefined || current === status || !RUNNING.has(current)) return;
+    changeRun(this.store, id, { status });
+  }
+
+  #fail(id: string, error: unknown, wasAborted: boolean): void {
+    if (wasAborted && this.#status(id) === "stopped") return;
+    if (error instanceof ApiError && error.status === 401) {
+      this.store.setState({ key: { isNeeded: true, wasRefused: true } });
+    }
+    const hasTokens = this.shelf.get(id).length > 0;
+    this.#settle(id, hasTokens ? "interrupted" : "failed");
+    changeRun(this.store, id, { error: error instanceof Error ? error.message : String(error) });
+  }
+
+  async #load(id: string): Promise<void> {
+    if (this.shelf.has(id)) return;
+    const file = await this.history.load(id);
+    if (file) this.shelf.put(id, fromFile(file).tape);
+  }
+
+  async #keep(id: string): Promise<void> {
+    const run = this.store.getState().runs[id];
+    if (run) await this.history.save(toFile(run, this.shelf.get(id)));
+  }
+}

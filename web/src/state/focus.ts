@@ -1,0 +1,53 @@
+// Takes hovers, clicks and keys; gives the one token that every view marks.
+import { createStore, type StoreApi } from "zustand/vanilla";
+import type { Tape } from "../data/tape";
+import type { Focus } from "./types";
+
+/** Where the tooltip points: the thing hovered, or the token's own place when null. */
+export interface Anchor {
+  x: number;
+  y: number;
+}
+
+export interface FocusState {
+  hover: Focus | null;
+  pin: Focus | null;
+  anchor: Anchor | null;
+}
+
+export type FocusStore = StoreApi<FocusState>;
+
+export function createFocus(): FocusStore {
+  return createStore<FocusState>(() => ({ hover: null, pin: null, anchor: null }));
+}
+
+/** Hover beats pin. */
+export function shownFocus(state: FocusState): Focus | null {
+  return state.hover ?? state.pin;
+}
+
+export function isSame(a: Focus | null, b: Focus | null): boolean {
+  if (a === null || b === null) return a === b;
+  return a.run === b.run && a.spot.part === b.spot.part && a.spot.index === b.spot.index;
+}
+
+export function hover(store: FocusStore, target: Focus | null, anchor: Anchor | null): void {
+  if (isSame(store.getState().hover, target)) return;
+  store.setState({ hover: target, anchor });
+}
+
+/** Pin a token; pinning it again lets it go. */
+export function pin(store: FocusStore, target: Focus | null, anchor: Anchor | null): void {
+  const isAgain = target !== null && isSame(store.getState().pin, target);
+  store.setState({ pin: isAgain ? null : target, hover: null, anchor: isAgain ? null : anchor });
+}
+
+/** Move the pin by `step` tokens within its run, stopping at either end. */
+export function move(store: FocusStore, run: string, tape: Tape, step: number): void {
+  if (tape.length === 0) return;
+  const state = store.getState();
+  const at = state.pin ?? state.hover;
+  const from = at?.run === run ? tape.flat(at.spot) : step > 0 ? -1 : tape.length;
+  const flat = Math.min(tape.length - 1, Math.max(0, from + step));
+  store.setState({ pin: { run, spot: tape.spot(flat) }, hover: null, anchor: null });
+}

@@ -1,0 +1,27 @@
+// Takes a browser's storage; gives reads and writes that do without it where it is forbidden.
+
+export interface Memory {
+  read(name: string): string | null;
+  write(name: string, value: string | null): void;
+}
+
+/** Storage throws where cookies are blocked and in some files opened from disk. */
+export function remembering(storage: () => Storage): Memory {
+  return {
+    read(name) {
+      try {
+        return storage().getItem(name);
+      } catch {
+        return null;
+      }
+    },
+    write(name, value) {
+      try {
+        if (value === null) storage().removeItem(name);
+        else storage().setItem(name, value);
+      } catch {
+        // Forgotten at the next visit; nothing else depends on it.
+      }
+    },
+  };
+}

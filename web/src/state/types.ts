@@ -1,0 +1,94 @@
+// Takes nothing; gives the shapes of the page's state.
+import type { EngineDescription, Example, Health, ProbeInfo } from "../api/types";
+import type { Excursion } from "../data/excursions";
+import type { Spot } from "../data/tape";
+
+/** null: not sent, the server's own default holds. */
+export interface Sampling {
+  max_tokens: number | null;
+  temperature: number | null;
+  top_p: number | null;
+  top_k: number | null;
+  min_p: number | null;
+  presence_penalty: number | null;
+  frequency_penalty: number | null;
+  repetition_penalty: number | null;
+  seed: number | null;
+  stop: string[];
+}
+
+export type RunStatus =
+  "opening" | "streaming" | "reconnecting" | "done" | "stopped" | "failed" | "interrupted";
+
+/** All of a run but its tokens and scores. Runs form a tree: a turn's parent is the turn before. */
+export interface Run {
+  id: string;
+  parent: string | null;
+  createdAt: number;
+  serverRun: string | null;
+  model: string;
+  system: string;
+  user: string;
+  sampling: Sampling;
+  /** As they were when the run began: a score is judged by the threshold that held then. */
+  probes: ProbeInfo[];
+  status: RunStatus;
+  error: string | null;
+}
+
+export type Link =
+  { kind: "connecting" } | { kind: "answered"; health: Health } | { kind: "unreachable"; attempts: number };
+
+export type Pane = "chat" | "charts" | "probes" | "history" | "crossings";
+export type ThemeChoice = "system" | "light" | "dark";
+
+/** A stretch of tokens shown in chart and matrix; null: all. */
+export type Span = readonly [number, number] | null;
+
+export interface Focus {
+  run: string;
+  spot: Spot;
+}
+
+export interface State {
+  isFrozen: boolean;
+  link: Link;
+  key: { isNeeded: boolean; wasRefused: boolean };
+  models: string[];
+  model: string | null;
+  probes: ProbeInfo[] | null;
+  engine: EngineDescription | null;
+  examples: Example[];
+  runs: Record<string, Run>;
+  head: string | null;
+  versus: string | null;
+  probe: string | null;
+  lines: string[];
+  pane: Pane;
+  span: Span;
+  hasMarkdown: boolean;
+  hasMarks: boolean;
+  hasMono: boolean;
+  hasShortcuts: boolean;
+  theme: ThemeChoice;
+  draft: { user: string; system: string; sampling: Sampling };
+  excursions: Excursion[];
+  numExcursionsDropped: number;
+  numUnseen: number;
+  notice: string | null;
+}
+
+export const RUNNING: ReadonlySet<RunStatus> = new Set<RunStatus>(["opening", "streaming", "reconnecting"]);
+
+export const NO_SAMPLING: Sampling = {
+  max_tokens: 256,
+  temperature: null,
+  top_p: null,
+  top_k: null,
+  min_p: null,
+  presence_penalty: null,
+  frequency_penalty: null,
+  repetition_penalty: null,
+  seed: null,
+  stop: [],
+};

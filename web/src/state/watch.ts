@@ -1,0 +1,98 @@
+// Takes the server; keeps the page's picture of it fresh: health, model, probes, ring, examples.
+import { ApiError, UnreachableError, type Server } from "../api/http";
+import type { EngineDescription, Example, Health, ModelList, ProbeInfo, ProbeList } from "../api/types";
+import { MAX_LINES } from "../colour/lines";
+import type { Store } from "./store";
+
+export const SOON_MS = 1500;
+export const LATER_MS = 8000;
+
+export class Watch {
+  #timer: ReturnType<typeof setTimeout> | undefined;
+  #isBusy = false;
+
+  constructor(
+    private readonly server: Server,
+    private readonly store: Store,
+    private readonly forgetKey: () => void,
+  ) {}
+
+  /** Look now, and again later for as long as the page is open. */
+  async look(): Promise<void> {
+    if (this.#isBusy) return;
+    this.#isBusy = true;
+    clearTimeout(this.#timer);
+    const isGood = await this.#lookOnce();
+    this.#isBusy = false;
+    this.#timer = setTimeout(() => void this.look(), isGood ? LATER_MS : SOON_MS);
+  }
+
+  stop(): void {
+    clearTimeout(this.#timer);
+  }
+
+  /** True if the engine serves and everything about it is known. */
+  async #lookOnce(): Promise<boolean> {
+    try {
+      const answer = await this.server.ask("health");
+      const health = (await answer.json()) as Health;
+      this.store.setState({ link: { kind: "answered", health } });
+      if (!answer.ok) return false;
+      await this.#learn();
+      return true;
+    } catch (error) {
+      this.#fail(error);
+      return false;
+    }
+  }
+
+  async #learn(): Promise<void> {
+    const [models, probes, engine, examples] = await Promise.all([
+      this.server.json<ModelList>("v1/models"),
+      this.server.json<ProbeList>("v1/probes"),
+      this.server.json<EngineDescription>("v1/clairai"),
+      this.server.json<{ data: Example[] }>("v1/examples"),
+    ]);
+    const ids = models.data.map(({ id }) => id);
+    this.store.setState((state) => ({
+      key: { isNeeded: false, wasRefused: false },
+      models: ids,
+      model: state.model !== null && ids.includes(state.model) ? state.model : (ids[0] ?? null),
+      engine,
+      examples: examples.data,
+      ...chosen(probes.data, state.probe, state.lines),
+    }));
+  }
+
+  #fail(error: unknown): void {
+    if (error instanceof ApiError && error.status === 401) {
+      const { key } = this.store.getState();
+      this.store.setState({ key: { isNeeded: true, wasRefused: key.wasRefused } });
+      this.forgetKey();
+      return;
+    }
+    if (error instanceof ApiError) {
+      this.store.setState({ notice: error.message });
+      return;
+    }
+    this.store.setState(({ link }) => ({
+      link: { kind: "unreachable", attempts: link.kind === "unreachable" ? link.attempts + 1 : 1 },
+    }));
+    if (!(error instanceof UnreachableError)) throw error;
+  }
+}
+
+/** Keep what is chosen while it exists; a first look chooses the first probes. */
+export function chosen(
+  probes: ProbeInfo[],
+  probe: string | null,
+  lines: readonly string[],
+): { probes: ProbeInfo[]; probe: string | null; lines: string[] } {
+  const names = new Set(probes.map(({ name }) => name));
+  const kept = lines.filter((name) => names.has(name));
+  return {
+    probes,
+    probe: probe !== null && names.has(probe) ? probe : (probes[0]?.name ?? null),
+    lines: kept.length > 0 ? kept : [...names].slice(0, MAX_LINES),
+  };
+}

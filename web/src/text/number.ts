@@ -1,0 +1,56 @@
+// Takes a number; gives the text the page shows for it.
+
+/** A score, exact enough to tell neighbours apart; a dash where there is none. */
+export function score(value: number): string {
+  if (Number.isNaN(value)) return "–";
+  if (value === 0) return "0";
+  const size = Math.abs(value);
+  if (size < 0.0005 || size >= 100_000) return tidy(value.toExponential(2));
+  if (size >= 1000) return tidy(value.toFixed(1));
+  return tidy(size >= 10 ? value.toFixed(3) : value.toFixed(4));
+}
+
+export function signed(value: number): string {
+  return value > 0 ? `+${score(value)}` : score(value);
+}
+
+/** For axes and legends. */
+export function brief(value: number): string {
+  const size = Math.abs(value);
+  if (size !== 0 && size < 0.005) return tidy(size < 0.0005 ? value.toExponential(0) : value.toFixed(3));
+  return tidy(value.toFixed(size >= 100 ? 0 : size >= 10 ? 1 : 2));
+}
+
+export function count(value: number): string {
+  return value.toLocaleString("en-US");
+}
+
+export function counted(value: number, noun: string): string {
+  return `${count(value)} ${noun}${value === 1 ? "" : "s"}`;
+}
+
+const WORDS = [
+  "no",
+  "one",
+  "two",
+  "three",
+  "four",
+  "five",
+  "six",
+  "seven",
+  "eight",
+  "nine",
+  "ten",
+  "eleven",
+  "twelve",
+];
+
+/** For running text: small numbers as words. */
+export function inWords(value: number): string {
+  return WORDS[value] ?? count(value);
+}
+
+// A hyphen is narrower than the digits: a minus sign keeps columns straight.
+function tidy(text: string): string {
+  return text.replaceAll("-", "\u2212");
+}

@@ -1,0 +1,109 @@
+// Takes the page's parts; lays them out: probes left, conversation in the middle, scores right.
+import { useEffect } from "react";
+import { shownFocus } from "../state/focus";
+import { usePage } from "../state/page";
+import type { Pane } from "../state/types";
+import { score } from "../text/number";
+import { spoken } from "../text/token";
+import { Bar } from "./bar/Bar";
+import { Banner } from "./bar/Banner";
+import { Talk } from "./chat/Talk";
+import { Compare } from "./Compare";
+import { Crossings } from "./Crossings";
+import { useShownFocus, useTheme, useView } from "./hooks";
+import { KeyDialog } from "./KeyDialog";
+import { useKeys } from "./keys";
+import { Rail } from "./rail/Rail";
+import { Scope } from "./scope/Scope";
+import { Tip } from "./tip/Tip";
+import { useTitle } from "./title";
+
+export function App() {
+  const theme = useTheme();
+  const pane = useView((state) => state.pane);
+  const isComparing = useView((state) => state.versus !== null && state.head !== null);
+  useKeys();
+  useTitle();
+  useEffect(() => {
+    document.documentElement.dataset.theme = theme;
+  }, [theme]);
+  return (
+    <div className="page" data-pane={pane} data-comparing={isComparing || undefined}>
+      <Bar />
+      <Banner />
+      <main className="desk">
+        <Rail />
+        {isComparing ? <Compare /> : <Talk />}
+        {!isComparing && (
+          <div className="scope">
+            <Scope />
+            <Crossings />
+          </div>
+        )}
+      </main>
+      <Tabs />
+      <Tip />
+      <KeyDialog />
+      <Announcer />
+    </div>
+  );
+}
+
+const TABS: readonly { pane: Pane; title: string }[] = [
+  { pane: "chat", title: "Chat" },
+  { pane: "charts", title: "Charts" },
+  { pane: "crossings", title: "Crossings" },
+  { pane: "probes", title: "Probes" },
+  { pane: "history", title: "History" },
+];
+
+/** On a narrow screen one column is shown at a time. */
+function Tabs() {
+  const page = usePage();
+  const pane = useView((state) => state.pane);
+  const numUnseen = useView((state) => state.numUnseen);
+  return (
+    <nav className="tabs" aria-label="Parts of the page">
+      {TABS.map((tab) => (
+        <button
+          key={tab.pane}
+          type="button"
+          aria-current={pane === tab.pane ? "page" : undefined}
+          onClick={() => page.store.setState({ pane: tab.pane })}
+        >
+          {tab.title}
+          {tab.pane === "crossings" && numUnseen > 0 && (
+            <span className="count">{Math.min(numUnseen, 99)}</span>
+          )}
+        </button>
+      ))}
+    </nav>
+  );
+}
+
+/** Says the pinned token, and new crossings, to screen readers. */
+function Announcer() {
+  const page = usePage();
+  const focus = useShownFocus();
+  const probe = useView((state) => state.probe);
+  const newest = useView((state) => state.excursions.at(-1));
+  const isPinned = focus !== null && shownFocus(page.focus.getState()) === page.focus.getState().pin;
+  const tape = isPinned ? page.shelf.get(focus.run) : null;
+  const row = tape && focus ? tape.flat(focus.spot) : 0;
+  const said =
+    tape && focus && probe !== null
+      ? `${focus.spot.part} token ${focus.spot.index + 1}: ${spoken(tape.tokens[row] ?? "")}. ${probe} ${score(tape.scores.value(probe, row))}`
+      : "";
+  return (
+    <>
+      <p className="hidden" aria-live="polite">
+        {said}
+      </p>
+      <p className="hidden" aria-live="polite">
+        {newest
+          ? `${newest.probe} crossed its threshold at ${newest.first.part} token ${newest.first.index + 1}`
+          : ""}
+      </p>
+    </>
+  );
+}

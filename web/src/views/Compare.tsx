@@ -1,0 +1,173 @@
+// Takes two runs; shows them side by side, the same token marked in both, and their difference.
+import { useCallback, useEffect, useRef, type RefObject } from "react";
+import type { LineStyle } from "../colour/lines";
+import { lineStyle } from "../colour/lines";
+import { usePage } from "../state/page";
+import type { Run } from "../state/types";
+import { sent } from "../state/request";
+import { counted } from "../text/number";
+import { probeIn, useRun, useTapeVersion, useTheme, useView } from "./hooks";
+import { Legend } from "./chat/Legend";
+import { Cells } from "./scope/Cells";
+import { Stroke } from "./scope/Keys";
+import { Lines } from "./scope/Lines";
+import { GUTTER } from "./scope/plot";
+import { usePointing } from "./scope/pointing";
+import { clipped, difference, extentOf, traceOf, type Trace } from "./scope/traces";
+import { TokenList } from "./tokens/TokenList";
+
+export function Compare() {
+  const a = useRun(useView((state) => state.head));
+  const b = useRun(useView((state) => state.versus));
+  const hasMarks = useView((state) => state.hasMarks);
+  const hasMono = useView((state) => state.hasMono);
+  const sides = useRef<HTMLDivElement>(null);
+  useSyncedSides(sides, a?.id ?? null, b?.id ?? null);
+  if (!a || !b) return null;
+  return (
+    <section className="compare" aria-label="Two runs compared">
+      <Legend />
+      <div
+        className="compare-runs"
+        ref={sides}
+        data-marks={hasMarks || undefined}
+        data-mono={hasMono || undefined}
+      >
+        <Side run={a} name="A" />
+        <Side run={b} name="B" />
+      </div>
+      <Both a={a} b={b} />
+    </section>
+  );
+}
+
+/** One side scrolls with the other, and a pinned token is brought into view in both. */
+function useSyncedSides(sides: RefObject<HTMLElement | null>, a: string | null, b: string | null): void {
+  const page = usePage();
+  useEffect(() => {
+    const box = sides.current;
+    if (!box || a === null || b === null) return;
+    const follow = (event: Event) => {
+      const moved = event.target as HTMLElement;
+      for (const side of box.children) {
+        if (side !== moved && side.scrollTop !== moved.scrollTop) side.scrollTop = moved.scrollTop;
+      }
+    };
+    // Scrolling does not bubble; it can be caught on its way down.
+    box.addEventListener("scroll", follow, { capture: true });
+    const stop = page.focus.subscribe(({ pin }, before) => {
+      if (pin === null || pin === before.pin) return;
+      for (const run of [a, b]) page.places.reveal({ run, spot: pin.spot });
+    });
+    return () => {
+      box.removeEventListener("scroll", follow, { capture: true });
+      stop();
+    };
+  }, [page, sides, a, b]);
+}
+
+function Side({ run, name }: { run: Run; name: "A" | "B" }) {
+  const page = usePage();
+  useTapeVersion(run.id);
+  const tape = page.shelf.get(run.id);
+  const settings = Object.entries(sent(run.sampling)).map(([key, value]) => `${key} ${String(value)}`);
+  return (
+    <article className="side" aria-label={`Run ${name}`}>
+      <header>
+        <h2>
+          <span className="side-name">{name}</span> {run.user}
+        </h2>
+        <p className="faint">
+          {[
+            counted(tape.answerLength, "token"),
+            ...settings,
+            run.system.trim() && `system: ${run.system.trim()}`,
+          ]
+            .filter(Boolean)
+            .join(", ")}
+        </p>
+      </header>
+      {tape.promptLength > 0 && (
+        <TokenList run={run.id} from={0} to={tape.promptLength} label={`Prompt of ${name}, token by token`} />
+      )}
+      <TokenList
+        run={run.id}
+        from={tape.promptLength}
+        to={null}
+        label={`Answer of ${name}, token by token`}
+      />
+    </article>
+  );
+}
+
+/** The chosen probe in both runs, on one axis that begins where the answers do. */
+function useTraces(a: Run, b: Run): () => Trace[] {
+  const page = usePage();
+  const probes = useView((state) => state.probes);
+  const name = useView((state) => state.probe);
+  return useCallback(() => {
+    return [a, b].flatMap((run, i) => {
+      const probe = probeIn(run, probes, name);
+      const label = i === 0 ? "A" : "B";
+      return probe ? [traceOf(page.shelf.get(run.id), probe, label, label)] : [];
+    });
+  }, [page, a, b, probes, name]);
+}
+
+function Both({ a, b }: { a: Run; b: Run }) {
+  const page = usePage();
+  const theme = useTheme();
+  const span = useView((state) => state.span);
+  const probe = useView((state) => state.probe);
+  const traces = useTraces(a, b);
+  const { pointing, cells, marked } = usePointing(a.id, noRow);
+  const lines = useCallback(() => {
+    const extent = extentOf([page.shelf.get(a.id), page.shelf.get(b.id)]);
+    const styles = new Map<string, LineStyle>([
+      ["A", { ...lineStyle(theme, 0), dash: [] }],
+      ["B", { ...lineStyle(theme, 1), dash: [6, 3] }],
+    ]);
+    return { traces: traces(), styles, chosen: "A", extent, shown: clipped(extent, span) };
+  }, [page, a.id, b.id, theme, traces, span]);
+  const strips = useCallback(() => {
+    const [first, second] = traces();
+    const extent = clipped(extentOf([page.shelf.get(a.id), page.shelf.get(b.id)]), span);
+    const rows = first && second ? [first, second, difference(first, second)] : [];
+    return { rows, chosen: null, extent, gutter: GUTTER, rowHeight: 18 };
+  }, [page, a.id, b.id, traces, span]);
+  const styles = lines().styles;
+  return (
+    <section className="panel compare-both" aria-labelledby="both-title">
+      <header className="panel-head">
+        <h2 id="both-title">{probe}, both runs</h2>
+        {[...styles].map(([name, style]) => (
+          <span key={name} className="faint">
+            <Stroke style={style} /> {name}
+          </span>
+        ))}
+        {span && (
+          <button type="button" className="quiet" onClick={() => page.store.setState({ span: null })}>
+            All tokens
+          </button>
+        )}
+      </header>
+      <Lines
+        drawing={lines}
+        runs={[a.id, b.id]}
+        height={150}
+        label="Both runs over tokens"
+        pointing={pointing}
+        marked={marked}
+      />
+      <Cells
+        drawing={strips}
+        runs={[a.id, b.id]}
+        label="Run A, run B and their difference"
+        pointing={cells}
+        marked={marked}
+      />
+    </section>
+  );
+}
+
+const noRow = () => undefined;

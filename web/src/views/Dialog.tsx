@@ -1,0 +1,40 @@
+// Takes a title and a body; gives them in a modal dialog.
+import { useEffect, useId, useRef, type ReactNode } from "react";
+
+interface Props {
+  title: string;
+  /** Left out: it cannot be dismissed. */
+  onClose?: () => void;
+  children: ReactNode;
+}
+
+export function Dialog({ title, onClose, children }: Props) {
+  const dialog = useRef<HTMLDialogElement>(null);
+  const id = useId();
+  useEffect(() => {
+    const element = dialog.current;
+    element?.showModal();
+    return () => element?.close();
+  }, []);
+  return (
+    <dialog
+      ref={dialog}
+      className="dialog"
+      aria-labelledby={id}
+      onCancel={(event) => {
+        event.preventDefault();
+        onClose?.();
+      }}
+    >
+      <h2 id={id}>{title}</h2>
+      {children}
+      {onClose && (
+        <p className="actions">
+          <button type="button" className="primary" onClick={onClose}>
+            Close
+          </button>
+        </p>
+      )}
+    </dialog>
+  );
+}

@@ -1,0 +1,69 @@
+// Takes the picture of the server; says across the page what is wrong with it, and what happens next.
+import { usePage } from "../../state/page";
+import type { State } from "../../state/types";
+import { count } from "../../text/number";
+import { useView } from "../hooks";
+
+interface Message {
+  tone: "busy" | "bad";
+  title: string;
+  text: string;
+}
+
+export function messageOf(state: Pick<State, "link" | "engine" | "isFrozen">): Message | null {
+  const { link, engine } = state;
+  if (state.isFrozen) return null;
+  if (link.kind === "connecting")
+    return { tone: "busy", title: "Connecting", text: "to the server of this page." };
+  if (link.kind === "unreachable") {
+    return {
+      tone: "bad",
+      title: "Disconnected.",
+      text: "The server does not answer. This page tries again by itself; what is on it stays.",
+    };
+  }
+  const { status, reason } = link.health;
+  if (status === "starting") {
+    return {
+      tone: "busy",
+      title: "The engine is starting.",
+      text: reason ?? "Loading the model takes a moment.",
+    };
+  }
+  if (status === "failed") return { tone: "bad", title: "The engine has failed.", text: reason ?? "" };
+  if (status === "degraded") {
+    const text = reason ?? "Scores may be missing.";
+    return { tone: "busy", title: "Degraded: tokens flow, scores may not.", text };
+  }
+  if (engine && engine.reader.lost > 0) {
+    const text = `${count(engine.reader.lost)} rows were lost since the server started.`;
+    return { tone: "busy", title: "Scores were lost.", text };
+  }
+  return null;
+}
+
+export function Banner() {
+  const page = usePage();
+  const link = useView((state) => state.link);
+  const engine = useView((state) => state.engine);
+  const isFrozen = useView((state) => state.isFrozen);
+  const notice = useView((state) => state.notice);
+  const message = messageOf({ link, engine, isFrozen });
+  return (
+    <div className="banners" role="status">
+      {message && (
+        <p className="banner" data-tone={message.tone}>
+          <strong>{message.title}</strong> {message.text}
+        </p>
+      )}
+      {notice !== null && (
+        <p className="banner" data-tone="busy">
+          {notice}{" "}
+          <button type="button" className="quiet" onClick={() => page.store.setState({ notice: null })}>
+            Close
+          </button>
+        </p>
+      )}
+    </div>
+  );
+}

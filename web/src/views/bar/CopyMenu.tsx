@@ -1,0 +1,52 @@
+// Takes the run shown; copies its request as Python or curl, or a link to this view.
+import { useState } from "react";
+import { addressOf } from "../../state/address";
+import type { Page } from "../../state/page";
+import { usePage } from "../../state/page";
+import { bodyOf, messagesOf, type CompletionBody } from "../../state/request";
+import { pathTo } from "../../state/store";
+import { curl, python } from "../../export/snippets";
+import { Menu, MenuItem } from "./Menu";
+
+export function CopyMenu() {
+  const page = usePage();
+  const [done, setDone] = useState<string | null>(null);
+  const copy = async (name: string, text: string) => {
+    await navigator.clipboard.writeText(text);
+    setDone(name);
+    setTimeout(() => setDone(null), 1500);
+  };
+  const choices: readonly (readonly [string, () => string])[] = [
+    ["Python", () => python(requestOf(page), location.origin, page.hasKey())],
+    ["curl", () => curl(requestOf(page), location.origin, page.hasKey())],
+    ["Link to this view", () => linkOf(page)],
+  ];
+  return (
+    <Menu title={done === null ? "Copy" : "Copied"} label="Copy">
+      {choices.map(([name, make]) => (
+        <MenuItem key={name} onChoose={() => void copy(name, make())}>
+          {name}
+        </MenuItem>
+      ))}
+    </Menu>
+  );
+}
+
+function requestOf(page: Page): CompletionBody {
+  const { runs, head } = page.store.getState();
+  const path = pathTo(runs, head);
+  const run = path.at(-1);
+  if (!run) throw new Error("no run is shown");
+  const answers = path.slice(0, -1).map(({ id }) => page.shelf.get(id).text);
+  return bodyOf(run, messagesOf(path, answers));
+}
+
+/** With the question, so that a browser without this run can ask it again. */
+function linkOf(page: Page): string {
+  const state = page.store.getState();
+  const { pin } = page.focus.getState();
+  const run = state.head === null ? undefined : state.runs[state.head];
+  const question = run ? { user: run.user, system: run.system, sampling: run.sampling } : null;
+  const at = pin !== null && pin.run === state.head ? pin.spot : null;
+  return location.origin + location.pathname + addressOf(state, at, question);
+}

@@ -1,0 +1,91 @@
+// Takes one run; shows its question and its answer, token by token, and what can be done with it.
+import { useState } from "react";
+import { usePage } from "../../state/page";
+import type { Run } from "../../state/types";
+import { RUNNING } from "../../state/types";
+import { counted } from "../../text/number";
+import { useTapeVersion, useView } from "../hooks";
+import { TokenList } from "../tokens/TokenList";
+import { Markdown } from "./Markdown";
+import { Question } from "./Question";
+import { Variants } from "./Variants";
+
+export function Turn({ run }: { run: Run }) {
+  const page = usePage();
+  useTapeVersion(run.id);
+  const hasMarkdown = useView((state) => state.hasMarkdown);
+  const tape = page.shelf.get(run.id);
+  return (
+    <article className="turn" aria-label={`Question: ${run.user.slice(0, 80)}`}>
+      <Question run={run} promptLength={tape.promptLength} />
+      <section className="answer" aria-label="Answer">
+        <h3 className="who">
+          {run.model}{" "}
+          <span className="faint">{outcome(run, tape.answerLength, tape.done?.finish_reasons[0])}</span>
+        </h3>
+        {hasMarkdown ? (
+          <Markdown text={tape.text} />
+        ) : (
+          <TokenList run={run.id} from={tape.promptLength} to={null} label="Answer, token by token" />
+        )}
+        {tape.lost > 0 && (
+          <p className="warning" role="status">
+            {counted(tape.lost, "token")} lost {tape.lost === 1 ? "its" : "their"} scores on the way: the
+            reader was too slow. Nothing else is affected.
+          </p>
+        )}
+        {run.error !== null && (
+          <p className="failure" role="alert">
+            {run.error}
+          </p>
+        )}
+        <Actions run={run} />
+      </section>
+    </article>
+  );
+}
+
+function outcome(run: Run, tokens: number, reason: string | null | undefined): string {
+  if (run.status === "opening") return "waiting for the first token";
+  if (run.status === "reconnecting") return `${counted(tokens, "token")}, connection lost, reconnecting`;
+  if (run.status === "streaming") return counted(tokens, "token");
+  const ends: Partial<Record<Run["status"], string>> = {
+    stopped: "stopped",
+    interrupted: "interrupted",
+    failed: "failed",
+  };
+  const end = ends[run.status] ?? (reason === "length" ? "ended at max tokens" : null);
+  return [counted(tokens, "token"), end].filter(Boolean).join(", ");
+}
+
+function Actions({ run }: { run: Run }) {
+  const page = usePage();
+  const isFrozen = useView((state) => state.isFrozen);
+  const [isCopied, setCopied] = useState(false);
+  if (isFrozen) return null;
+  if (RUNNING.has(run.status)) {
+    return (
+      <p className="actions">
+        <button type="button" onClick={() => void page.chat.stop(run.id)}>
+          Stop
+        </button>
+      </p>
+    );
+  }
+  const copy = async () => {
+    await navigator.clipboard.writeText(page.shelf.get(run.id).text);
+    setCopied(true);
+    setTimeout(() => setCopied(false), 1500);
+  };
+  return (
+    <p className="actions">
+      <button type="button" className="quiet" onClick={() => void page.chat.regenerate(run.id)}>
+        Regenerate
+      </button>
+      <button type="button" className="quiet" onClick={() => void copy()}>
+        {isCopied ? "Copied" : "Copy text"}
+      </button>
+      <Variants run={run} />
+    </p>
+  );
+}

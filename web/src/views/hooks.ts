@@ -1,0 +1,75 @@
+// Takes the page; gives React what changes in it, and no more often than it should render.
+import { useCallback, useEffect, useState, useSyncExternalStore } from "react";
+import { useStore } from "zustand";
+import type { ProbeInfo } from "../api/types";
+import type { Theme } from "../colour/ramp";
+import { shownFocus } from "../state/focus";
+import { usePage } from "../state/page";
+import type { Focus, Run, State } from "../state/types";
+
+export function useView<T>(selector: (state: State) => T): T {
+  return useStore(usePage().store, selector);
+}
+
+/** Renders again, at most once a frame, while the run grows. */
+export function useTapeVersion(run: string | null): number {
+  const { shelf } = usePage();
+  const watch = useCallback(
+    (notify: () => void) => (run === null ? () => undefined : shelf.watch(run, notify)),
+    [shelf, run],
+  );
+  return useSyncExternalStore(watch, () => (run === null ? 0 : shelf.get(run).version));
+}
+
+export function useShownFocus(): Focus | null {
+  return useStore(usePage().focus, shownFocus);
+}
+
+export function useRun(id: string | null): Run | null {
+  return useView((state) => (id === null ? null : (state.runs[id] ?? null)));
+}
+
+/** The probe as it was when the run began; as it is now where the run does not know it. */
+export function probeIn(
+  run: Run | null,
+  probes: readonly ProbeInfo[] | null,
+  name: string | null,
+): ProbeInfo | null {
+  const isNamed = (probe: ProbeInfo) => probe.name === name;
+  return run?.probes.find(isNamed) ?? probes?.find(isNamed) ?? null;
+}
+
+export function useTheme(): Theme {
+  const choice = useView((state) => state.theme);
+  const isDark = useMedia("(prefers-color-scheme: dark)");
+  return choice === "system" ? (isDark ? "dark" : "light") : choice;
+}
+
+export function useMedia(query: string): boolean {
+  const watch = useCallback(
+    (notify: () => void) => {
+      const list = matchMedia(query);
+      list.addEventListener("change", notify);
+      return () => list.removeEventListener("change", notify);
+    },
+    [query],
+  );
+  return useSyncExternalStore(watch, () => matchMedia(query).matches);
+}
+
+/** Where one column is shown at a time; the width stands in phone.css too. */
+export function isNarrow(): boolean {
+  return matchMedia("(max-width: 1100px)").matches;
+}
+
+/** The width of an element in CSS pixels; 0 until it is known. */
+export function useWidth(element: HTMLElement | null): number {
+  const [width, setWidth] = useState(0);
+  useEffect(() => {
+    if (!element) return;
+    const observer = new ResizeObserver(([entry]) => setWidth(Math.floor(entry?.contentRect.width ?? 0)));
+    observer.observe(element);
+    return () => observer.disconnect();
+  }, [element]);
+  return width;
+}

@@ -1,0 +1,62 @@
+// Takes a probe's reference scores and one value; shows whether that value is high for this probe.
+import type { Histogram, ProbeInfo } from "../../api/types";
+import { score } from "../../text/number";
+import { rankOf } from "./rank";
+
+interface Props {
+  probe: ProbeInfo;
+  histogram: Histogram;
+  value: number;
+}
+
+const HEIGHT = 36;
+
+export function ReferenceHistogram({ probe, histogram, value }: Props) {
+  const { low, high, counts } = histogram;
+  const tallest = counts.reduce((most, bar) => Math.max(most, bar), 1);
+  const width = 100 / counts.length;
+  const at = (x: number) => Math.min(100, Math.max(0, (100 * (x - low)) / (high - low)));
+  const rank = rankOf(histogram, value);
+  return (
+    <figure className="reference">
+      <svg viewBox={`0 0 100 ${HEIGHT}`} preserveAspectRatio="none" aria-hidden="true">
+        {counts.map((bar, i) => {
+          // Square root: the few high ones are what matters, and must be seen beside the many low ones.
+          const height = bar === 0 ? 0 : Math.max(1, HEIGHT * Math.sqrt(bar / tallest));
+          return (
+            <rect
+              key={i}
+              className="reference-bar"
+              x={i * width}
+              y={HEIGHT - height}
+              width={width * 0.86}
+              height={height}
+            />
+          );
+        })}
+        {probe.threshold !== null && (
+          <rect className="reference-threshold" x={at(probe.threshold)} y="0" width="0.5" height={HEIGHT} />
+        )}
+        {!Number.isNaN(value) && (
+          <rect className="reference-value" x={at(value) - 0.5} y="0" width="1.2" height={HEIGHT} />
+        )}
+      </svg>
+      <figcaption>
+        {Number.isNaN(value) ? (
+          `${probe.name} on reference texts`
+        ) : (
+          <>
+            <strong className="number">{score(value)}</strong> is higher than {percent(rank)} of reference
+            tokens
+          </>
+        )}
+      </figcaption>
+    </figure>
+  );
+}
+
+function percent(rank: number): string {
+  const value = 100 * rank;
+  if (value > 99.9 && value < 100) return "more than 99.9%";
+  return `${value.toFixed(value < 99 ? 0 : 1)}%`;
+}

@@ -1,0 +1,70 @@
+// Takes a token and all probes; lists the exact score of each, thresholds marked, two runs beside each other.
+import type { ProbeInfo } from "../../api/types";
+import { domainOf, isOver, position } from "../../colour/domain";
+import { swatch } from "../../colour/ramp";
+import type { Tape } from "../../data/tape";
+import { usePage } from "../../state/page";
+import { score, signed } from "../../text/number";
+import { useTheme, useView } from "../hooks";
+
+interface Props {
+  probes: readonly ProbeInfo[];
+  tape: Tape;
+  row: number;
+  other: Tape | null;
+  otherRow: number | null;
+  /** Whether `tape` is run A of a comparison. */
+  isFirst: boolean;
+}
+
+const ROWS_PER_COLUMN = 22;
+
+export function ScoreRows({ probes, tape, row, other, otherRow, isFirst }: Props) {
+  const columns = Math.min(3, Math.ceil(probes.length / ROWS_PER_COLUMN));
+  return (
+    <ul className="score-rows" data-columns={columns}>
+      {probes.map((probe) => {
+        const here = tape.scores.value(probe.name, row);
+        const there = other && otherRow !== null ? other.scores.value(probe.name, otherRow) : NaN;
+        const [a, b] = isFirst ? [here, there] : [there, here];
+        return <ScoreRow key={probe.name} probe={probe} value={here} pair={other ? [a, b] : null} />;
+      })}
+    </ul>
+  );
+}
+
+function ScoreRow({
+  probe,
+  value,
+  pair,
+}: {
+  probe: ProbeInfo;
+  value: number;
+  pair: [number, number] | null;
+}) {
+  const page = usePage();
+  const theme = useTheme();
+  const isChosen = useView((state) => state.probe === probe.name);
+  const over = isOver(probe.threshold, value);
+  const fill = Number.isNaN(value) ? "transparent" : swatch(theme, position(domainOf(probe), value)).fill;
+  return (
+    <li data-chosen={isChosen || undefined} data-over={over || undefined}>
+      <button type="button" onClick={() => page.store.setState({ probe: probe.name })}>
+        <span className="dab" style={{ backgroundColor: fill }} aria-hidden="true" />
+        <span className="score-name">{probe.name}</span>
+        {pair ? <Pair pair={pair} /> : <span className="number">{score(value)}</span>}
+        {over && <span className="hidden">over its threshold</span>}
+      </button>
+    </li>
+  );
+}
+
+function Pair({ pair: [a, b] }: { pair: [number, number] }) {
+  return (
+    <span className="number pair">
+      <span>{score(a)}</span>
+      <span>{score(b)}</span>
+      <span className="faint">{Number.isNaN(b - a) ? "–" : signed(b - a)}</span>
+    </span>
+  );
+}

@@ -1,0 +1,118 @@
+// Takes a stretch of a run; shows its tokens coloured by the chosen probe, live, each one to be pointed at.
+import { useLayoutEffect, useRef } from "react";
+import type { Page } from "../../state/page";
+import { usePage } from "../../state/page";
+import { hover, move, pin, type FocusState } from "../../state/focus";
+import type { Focus } from "../../state/types";
+import { probeIn } from "../hooks";
+import { Flow } from "./flow";
+import { painterOf } from "./paint";
+
+interface Props {
+  run: string;
+  from: number;
+  /** null: to the end, however far that moves. */
+  to: number | null;
+  label: string;
+}
+
+export function TokenList({ run, from, to, label }: Props) {
+  const page = usePage();
+  const host = useRef<HTMLDivElement>(null);
+  useLayoutEffect(() => {
+    if (!host.current) return;
+    return attach(page, host.current, run, from, to);
+  }, [page, run, from, to]);
+  return <div ref={host} className="tokens" role="group" aria-label={label} tabIndex={0} />;
+}
+
+function attach(page: Page, host: HTMLElement, run: string, from: number, to: number | null): () => void {
+  const flow = new Flow(host, from);
+  const tape = () => page.shelf.get(run);
+  const painter = () => {
+    const { runs, probes, probe } = page.store.getState();
+    return painterOf(tape(), probeIn(runs[run] ?? null, probes, probe));
+  };
+  const grow = () => flow.grow(tape(), to ?? tape().length, painter());
+  const mark = (state: FocusState) => {
+    flow.mark(rowIn(state.hover), "hover");
+    flow.mark(rowIn(state.pin), "pin");
+  };
+  /** Runs that are compared share the spot: the same token of either is marked. */
+  const rowIn = (focus: Focus | null): number | null => {
+    if (!focus || !isMarkedHere(page, focus.run, run) || !tape().has(focus.spot)) return null;
+    const row = tape().flat(focus.spot);
+    return row >= from && (to === null || row < to) ? row : null;
+  };
+  grow();
+  mark(page.focus.getState());
+  const stops = [
+    page.shelf.watch(run, () => {
+      grow();
+      mark(page.focus.getState());
+    }),
+    page.store.subscribe((state, before) => {
+      if (state.probe !== before.probe || state.probes !== before.probes) flow.recolour(painter());
+    }),
+    page.focus.subscribe(mark),
+    page.places.add(run, {
+      rectOf: (focus) => {
+        const row = rowIn(focus);
+        return row === null ? null : (flow.span(row)?.getBoundingClientRect() ?? null);
+      },
+      reveal: (focus) => {
+        const row = rowIn(focus);
+        if (row === null) return false;
+        flow.span(row)?.scrollIntoView({ block: "nearest" });
+        return true;
+      },
+    }),
+    listen(page, host, run, flow),
+  ];
+  return () => stops.forEach((stop) => stop());
+}
+
+function isMarkedHere(page: Page, focused: string, run: string): boolean {
+  if (focused === run) return true;
+  const { head, versus } = page.store.getState();
+  return versus !== null && [head, versus].includes(focused) && [head, versus].includes(run);
+}
+
+/** One set of handlers for all tokens. */
+function listen(page: Page, host: HTMLElement, run: string, flow: Flow): () => void {
+  const target = (row: number): Focus => ({ run, spot: page.shelf.get(run).spot(row) });
+  const over = (event: PointerEvent) => {
+    if (event.pointerType === "touch") return;
+    const row = flow.rowOf(event.target);
+    hover(page.focus, row === null ? null : target(row), null);
+  };
+  const leave = () => hover(page.focus, null, null);
+  const click = (event: MouseEvent) => {
+    const isSelecting = getSelection()?.isCollapsed === false;
+    const row = flow.rowOf(event.target);
+    if (row !== null && !isSelecting) pin(page.focus, target(row), null);
+  };
+  const key = (event: KeyboardEvent) => {
+    if (event.key !== "ArrowUp" && event.key !== "ArrowDown") return;
+    const { pin: pinned } = page.focus.getState();
+    const tape = page.shelf.get(run);
+    if (pinned?.run !== run) return;
+    const row = tape.flat(pinned.spot);
+    const next = flow.lineStep(row, event.key === "ArrowUp" ? -1 : 1);
+    if (next === row) return;
+    event.preventDefault();
+    event.stopPropagation();
+    move(page.focus, run, tape, next - row);
+    page.places.reveal({ run, spot: tape.spot(next) });
+  };
+  host.addEventListener("pointerover", over);
+  host.addEventListener("pointerleave", leave);
+  host.addEventListener("click", click);
+  host.addEventListener("keydown", key);
+  return () => {
+    host.removeEventListener("pointerover", over);
+    host.removeEventListener("pointerleave", leave);
+    host.removeEventListener("click", click);
+    host.removeEventListener("keydown", key);
+  };
+}

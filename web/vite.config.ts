@@ -1,0 +1,48 @@
+// Takes src; gives the page that the wheel carries: one script, one style sheet, fonts.
+import { readFileSync } from "node:fs";
+import react from "@vitejs/plugin-react";
+import { defineConfig, type Plugin } from "vite";
+
+const FONTS = [
+  "@fontsource-variable/ibm-plex-sans",
+  "@fontsource/ibm-plex-mono",
+  "@fontsource-variable/newsreader",
+];
+
+/** Fonts are no modules, so Vite's own list of licences leaves them out. */
+function fontLicences(): Plugin {
+  return {
+    name: "font-licences",
+    generateBundle() {
+      const texts = FONTS.map((name) => readFileSync(`node_modules/${name}/LICENSE`, "utf8"));
+      const source = FONTS.map((name, i) => `## ${name}\n\n${texts[i] ?? ""}`).join("\n\n");
+      this.emitFile({ type: "asset", fileName: "assets/licenses-fonts.md", source });
+    },
+  };
+}
+
+export default defineConfig({
+  base: "./",
+  plugins: [react(), fontLicences()],
+  build: {
+    outDir: "../src/clairai/stream/page",
+    emptyOutDir: true,
+    target: "es2022",
+    assetsInlineLimit: 0, // the page's policy allows no data: fonts
+    modulePreload: false,
+    license: { fileName: "assets/licenses.md" },
+    chunkSizeWarningLimit: 600,
+    // One script: the page puts itself, whole, into the file that "Export HTML" writes.
+    rolldownOptions: { output: { codeSplitting: false } },
+  },
+  server: {
+    port: 5173,
+    strictPort: true,
+    proxy: Object.fromEntries(
+      ["/v1", "/health", "/metrics"].map((path) => [
+        path,
+        process.env.CLAIRAI_URL ?? "http://127.0.0.1:6969",
+      ]),
+    ),
+  },
+});
