@@ -125,14 +125,8 @@ class _Voices:
 
     def named(self, response: aiohttp.ClientResponse, stack: AsyncExitStack) -> Response:
         run = self._proxy.runs.new()
-        timeouts = self._proxy.settings.timeouts
         self._proxy.runs.start(run, self._events(run, response, stack.pop_all()))
-        return EventStream(
-            run.follow(0, ping_s=timeouts.ping),
-            AsyncExitStack(),
-            stall_s=timeouts.stalled,
-            headers={"X-Clairai-Run": run.id},
-        )
+        return self._proxy.runs.answer(run, after=0)
 
     async def _settled(self) -> None:
         """Returns when no row is missing, or when the time for that is over."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
 from collections.abc import AsyncGenerator
 from typing import Final, TypeVar
@@ -27,7 +28,7 @@ async def flow(
     cause: Exception | None = None
     try:
         while (raw := await incoming.next_or_news(merger, sheet)) != b"":
-            said = merger.release() if merger.deadline_s is not None else []
+            said = merger.release() if raw is None or merger.is_listening else []
             for frame in splitter.feed(raw) if raw is not None else ():
                 said += merger.feed(frame)
             if said:
@@ -36,8 +37,11 @@ async def flow(
         cause = error
     finally:
         await incoming.close()
-    if said := merger.flush():
-        yield said
+    while merger.deadline_s is not None:  # upstream has ended, rows may still be on their way
+        if said := merger.release():
+            yield said
+        else:
+            await _news(sheet, merger.deadline_s)
     if cause is not None or not merger.is_done:
         raise UpstreamGone(type(cause).__name__) from cause
 
@@ -51,22 +55,16 @@ class _Incoming:
 
     async def next_or_news(self, merger: Merger[Item], sheet: Sheet) -> bytes | None:
         """The next bytes, b"" at the end; None if a row came first or a wait is over."""
-        if merger.deadline_s is None and self._reading is None:
+        if self._reading is None and not merger.is_listening:
             return await self._content.readany()
         if self._reading is None:
             self._reading = asyncio.create_task(self._content.readany())
-        if merger.deadline_s is None:
+        if not merger.is_listening:
             return await self._finished()
-        changed = asyncio.create_task(sheet.changed.wait())
-        left_s = max(0.0, merger.deadline_s - time.monotonic())
-        await asyncio.wait(
-            {self._reading, changed}, timeout=left_s, return_when=asyncio.FIRST_COMPLETED
-        )
-        changed.cancel()
-        if self._reading.done():
-            return await self._finished()
-        sheet.changed.clear()  # only here, where the news is passed on
-        return None
+        news = asyncio.create_task(_news(sheet, merger.deadline_s))
+        await asyncio.wait({self._reading, news}, return_when=asyncio.FIRST_COMPLETED)
+        news.cancel()
+        return await self._finished() if self._reading.done() else None
 
     async def _finished(self) -> bytes:
         assert self._reading is not None
@@ -78,3 +76,12 @@ class _Incoming:
         if self._reading is not None:
             self._reading.cancel()
             await asyncio.gather(self._reading, return_exceptions=True)
+
+
+async def _news(sheet: Sheet, deadline_s: float | None) -> None:
+    """Returns when a row has come, or at the deadline."""
+    left_s = None if deadline_s is None else deadline_s - time.monotonic()
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(left_s):
+            await sheet.changed.wait()
+            sheet.changed.clear()

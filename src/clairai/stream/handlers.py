@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Coroutine
-from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from http import HTTPStatus
 from typing import Any, Final
@@ -15,7 +14,6 @@ from starlette.responses import Response
 
 from clairai.stream import reading
 from clairai.stream.complete import complete
-from clairai.stream.outgoing import EventStream
 from clairai.stream.proxy import Proxy
 from clairai.stream.refusal import Refused
 from clairai.stream.relay import relay
@@ -58,13 +56,7 @@ async def resume(call: Call) -> Response:
         raise Refused(HTTPStatus.GONE, "the events after that one are no longer held")
     if run.is_over and after == run.last:
         return Response(status_code=HTTPStatus.NO_CONTENT)  # an EventSource asks no more
-    timeouts = call.proxy.settings.timeouts
-    return EventStream(
-        run.follow(after, ping_s=timeouts.ping),
-        AsyncExitStack(),
-        stall_s=timeouts.stalled,
-        headers={"X-Clairai-Run": run.id},
-    )
+    return call.proxy.runs.answer(run, after)
 
 
 async def stop(call: Call) -> Response:

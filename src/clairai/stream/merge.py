@@ -41,6 +41,13 @@ class Voice(Protocol[Item]):
     def other(self, frame: bytes, data: bytes | None, chunk: Chunk | None) -> list[Item]:
         """Usage, an error, the end; or a comment, which has no data."""
 
+    @property
+    def is_listening(self) -> bool:
+        """Whether rows that come between chunks are to be told at once."""
+
+    def late(self) -> list[Item]:
+        """What can be told of such rows."""
+
 
 class Merger(Generic[Item]):
     """One stream."""
@@ -73,9 +80,14 @@ class Merger(Generic[Item]):
             return []
         return self._say(arrival)
 
+    @property
+    def is_listening(self) -> bool:
+        """Whether rows are waited for, with or without a deadline."""
+        return bool(self._waiting) or self._voice.is_listening
+
     def release(self) -> list[Item]:
         """What need not wait any longer: its rows have come, or it has waited long enough."""
-        said: list[Item] = []
+        said = self._voice.late()
         still: list[Arrival] = []
         for arrival in self._waiting:
             if self._must_wait(arrival, still):
@@ -84,11 +96,6 @@ class Merger(Generic[Item]):
                 said += self._say(arrival)
         self._waiting = still
         return said
-
-    def flush(self) -> list[Item]:
-        """Everything: upstream has ended, and nobody waits for rows."""
-        waiting, self._waiting = self._waiting, []
-        return [item for arrival in waiting for item in self._say(arrival)]
 
     def _read(self, frame: bytes, data: bytes) -> Arrival:
         chunk = None if data == DONE else read_chunk(frame, data)

@@ -72,6 +72,18 @@ class NamedVoice:
         self.has_failed = True
         return [event("error", error=chunk.view.error)]
 
+    @property
+    def is_listening(self) -> bool:
+        return self._sheet.is_expecting and not self.has_failed
+
+    def late(self) -> list[Event]:
+        """A choice that has ended says its last scores itself."""
+        if self.has_failed:
+            return []
+        going = [choice for choice in self._sheet.choices if choice not in self._sheet.ended]
+        said = self._prompt(is_final=False) if 0 in going else []
+        return [*said, *(event for choice in going for event in self._scores(choice))]
+
     def done(self) -> Event:
         reasons = [self.finish_reasons.get(choice) for choice in self._sheet.choices]
         about = {"id": self._sheet.response_id, "model": self._sheet.model}

@@ -29,6 +29,13 @@ class PlainVoice:
         del data, chunk
         return [frame]
 
+    @property
+    def is_listening(self) -> bool:
+        return False  # scores ride in chunks, and there is none without tokens
+
+    def late(self) -> list[bytes]:
+        return []
+
     def edited(self, chunk: Chunk) -> bytes | None:
         """The JSON with what can be told of its choices; None if that is nothing."""
         found = {choice.index: self._fields(choice) for choice in chunk.view.choices}

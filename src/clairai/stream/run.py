@@ -19,7 +19,7 @@ from clairai.stream.sse import PING, named
 _PART_BYTES: Final = 1 << 16
 
 
-class _Client:
+class Client:
     """One that reads; it has every event up to `has`."""
 
     def __init__(self, has: int) -> None:
@@ -40,7 +40,7 @@ class Run:
         self._frames: deque[bytes] = deque()
         self._first = 1  # number of the first event held
         self._nbytes = 0
-        self._clients: set[_Client] = set()
+        self._clients: set[Client] = set()
         self._moved = asyncio.Event()
 
     @property
@@ -79,28 +79,32 @@ class Run:
         self.is_over = True
         self._tell()
 
-    async def follow(self, after: int, *, ping_s: float) -> AsyncGenerator[bytes, None]:
-        """Frames of the events after that one, to the run's end; a comment when it is quiet."""
-        client = _Client(after)
+    def attach(self, after: int) -> Client:
+        """A client that has the events up to that one; from now on none it needs is let go."""
+        client = Client(after)
         self._clients.add(client)
-        try:
-            while True:
-                client.news.clear()
-                if part := self._part(client):
-                    yield part
-                    self._moved.set()
-                elif self.is_over:
-                    return
-                elif not await _is_set(client.news, ping_s):
-                    yield PING
-        finally:
-            self._clients.discard(client)
-            self._moved.set()
-            if not self._clients:
-                self.times_alone += 1
-                self._on_alone(self)
+        return client
 
-    def _part(self, client: _Client) -> bytes:
+    def detach(self, client: Client) -> None:
+        self._clients.discard(client)
+        self._moved.set()
+        if not self._clients:
+            self.times_alone += 1
+            self._on_alone(self)
+
+    async def follow(self, client: Client, *, ping_s: float) -> AsyncGenerator[bytes, None]:
+        """Frames of what the client does not have, to the run's end; a comment when it is quiet."""
+        while True:
+            client.news.clear()
+            if part := self._part(client):
+                yield part
+                self._moved.set()
+            elif self.is_over:
+                return
+            elif not await _is_set(client.news, ping_s):
+                yield PING
+
+    def _part(self, client: Client) -> bytes:
         frames, nbytes = [], 0
         skipped = client.has + 1 - self._first
         for frame in itertools.islice(self._frames, skipped, None):

@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Coroutine
+from contextlib import AsyncExitStack
 from http import HTTPStatus
 from typing import Any
 
+from starlette.responses import Response
+
+from clairai.stream.outgoing import EventStream
 from clairai.stream.refusal import Refused
 from clairai.stream.run import Run
 from clairai.stream.settings import ProxySettings
@@ -46,7 +50,6 @@ class Runs:
         """Have `work` put the run's events into it."""
         run.task = asyncio.create_task(work)
         run.task.add_done_callback(lambda _: self._note_end(run))
-        self._note_alone(run)  # until its first client is there
 
     def get(self, run_id: str) -> Run:
         """Refused if there is none, or no more."""
@@ -57,6 +60,18 @@ class Runs:
                 f"no run has this id; it is kept {self._timeouts.run_kept:.0f} s after its end",
             )
         return run
+
+    def answer(self, run: Run, after: int) -> Response:
+        """The events after that one, as they come."""
+        client = run.attach(after)
+        leaving = AsyncExitStack()
+        leaving.callback(run.detach, client)
+        return EventStream(
+            run.follow(client, ping_s=self._timeouts.ping),
+            leaving,
+            stall_s=self._timeouts.stalled,
+            headers={"X-Clairai-Run": run.id},
+        )
 
     def stop(self, run: Run) -> None:
         """At once; a run that has ended stays as it is."""

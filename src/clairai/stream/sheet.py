@@ -193,6 +193,17 @@ class Sheet:
         return tuple(sorted(self._lanes))
 
     @property
+    def ended(self) -> frozenset[int]:
+        """Choices that upstream has ended."""
+        lanes = self._lanes.items()
+        return frozenset(choice for choice, lane in lanes if lane.finish_reason is not None)
+
+    @property
+    def is_expecting(self) -> bool:
+        """Whether a choice that goes on has tokens whose rows can still come."""
+        return any(not self.is_complete(choice) for choice in self._lanes.keys() - self.ended)
+
+    @property
     def _first(self) -> int | None:
         return None if self.prompt_ids is None else len(self.prompt_ids)
 

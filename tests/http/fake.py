@@ -1,0 +1,357 @@
+"""Takes a script; gives an upstream that speaks vLLM's wire and writes a real ring as it goes.
+
+The engine's probes score a row by its own token id and position, so that a score under the wrong
+token shows.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import json
+import threading
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from aiohttp import web
+
+from clairai import wire
+from clairai.ring.writer import RingWriter
+from clairai.wire import Bank, ProbeInfo
+from tests.http import vllm_wire
+
+PROMPT = [256, 72, 105, 257]  # <|im_start|>Hi<|im_end|>
+NAMES = ("token", "position")
+THRESHOLD = 100.0
+SPECIAL = (b"<|im_start|>", b"<|im_end|>")
+TOKEN_BYTES = [*(bytes([byte]) for byte in range(256)), *SPECIAL]
+BANK = Bank(
+    1,
+    (
+        ProbeInfo("token", "pre_attn.0", threshold=THRESHOLD),
+        ProbeInfo("position", "post_block.3"),
+    ),
+)
+# The bank after a change: one probe went, one came.
+OTHER_BANK = Bank(2, (ProbeInfo("position", "post_block.3"), ProbeInfo("negative", "post_block.3")))
+
+
+def bank_of(version: int) -> Bank | None:
+    return {1: BANK, 2: OTHER_BANK}.get(version)
+
+
+def score(token_id: int, position: int) -> list[float]:
+    """What bank 1 gives this row."""
+    return [float(token_id), float(position)]
+
+
+class Ring:
+    """The engine's end of a ring; records of one row each unless told otherwise."""
+
+    def __init__(self, writer: RingWriter) -> None:
+        self._writer = writer
+        self._step = 0
+
+    def rows(
+        self,
+        stream: int,
+        start: int,
+        token_ids: Sequence[int],
+        *,
+        phase: int = wire.DECODE,
+        choice: int = 0,
+        flags: int = 0,
+        bank: int = 1,
+    ) -> None:
+        """One record: these tokens were forwarded, from position `start` on."""
+        made = np.zeros(len(token_ids), wire.ROW)
+        made["stream"], made["choice"], made["span"] = stream, choice, 1
+        made["phase"], made["flags"] = phase, flags
+        made["token_id"] = token_ids
+        made["position"] = np.arange(start, start + len(token_ids))
+        positions = range(start, start + len(token_ids))
+        scores = [score(*row) for row in zip(token_ids, positions, strict=True)]
+        if bank == 2:
+            scores = [[position, -token] for token, position in scores]
+        self._publish(made, np.array(scores, np.float32), bank)
+
+    def mark(self, stream: int, phase: int, *, position: int = 0, span: int = 0) -> None:
+        made = np.zeros(1, wire.ROW)
+        made["stream"], made["phase"] = stream, phase
+        made["position"], made["span"], made["token_id"] = position, span, -1
+        self._publish(made, np.full((1, 2), np.nan, np.float32), 1)
+
+    def _publish(self, rows: Any, scores: Any, bank: int) -> None:
+        self._step += 1
+        self._writer.publish(rows, scores, bank_version=bank, step=self._step)
+
+
+@dataclass
+class Exchange:
+    """One completion request as the fake engine sees it."""
+
+    body: dict[str, Any]
+    raw: bytes
+    headers: dict[str, str]
+    is_chat: bool
+    ring: Ring | None
+    http: web.Request
+    response: web.StreamResponse | None = None
+    was_cancelled: bool = False
+    ended_s: float | None = None
+
+    @property
+    def stream(self) -> int:
+        fields = json.loads(self.body["vllm_xargs"]["clairai"])
+        return int(fields["stream"])
+
+    @property
+    def is_scored(self) -> bool:
+        return self.ring is not None and "clairai" in (self.body.get("vllm_xargs") or {})
+
+    @property
+    def shows_ids(self) -> bool:
+        return bool(self.body.get("return_token_ids"))
+
+    def rows(self, start: int, token_ids: Sequence[int], **more: Any) -> None:
+        if self.is_scored:
+            assert self.ring is not None
+            self.ring.rows(self.stream, start, token_ids, **more)
+
+    def prefill(self, *, choice: int = 0, prompt: list[int] | None = None) -> None:
+        ids = PROMPT if prompt is None else prompt
+        self.rows(0, ids, phase=wire.PREFILL, choice=choice)
+
+    async def send(self, raw: bytes) -> None:
+        if self.response is None:
+            headers = {"Content-Type": "text/event-stream; charset=utf-8"}
+            self.response = web.StreamResponse(headers=headers)
+            await self.response.prepare(self.http)
+        await self.response.write(raw)
+
+    async def say(self, data: dict[str, Any]) -> None:
+        await self.send(vllm_wire.frame(data))
+
+    async def begin(self, *, choices: int = 1) -> None:
+        """The first chunks of a chat; a completion has none of its own."""
+        for choice in range(choices if self.is_chat else 0):
+            await self.say(vllm_wire.role_chunk(choice, PROMPT if self.shows_ids else None))
+
+    def chunk(
+        self,
+        token_ids: list[int],
+        *,
+        choice: int = 0,
+        finish: str | None = None,
+        first: bool = False,
+    ) -> dict[str, Any]:
+        ids = token_ids if self.shows_ids else None
+        if self.is_chat:
+            delta = {"content": text_of(token_ids)}
+            return vllm_wire.chat_chunk(choice, ids, delta, finish=finish)
+        prompt = PROMPT if first and self.shows_ids else None
+        return vllm_wire.text_chunk(
+            choice, ids, text_of(token_ids), prompt_ids=prompt, finish=finish
+        )
+
+    async def tokens(self, token_ids: list[int], **more: Any) -> None:
+        await self.say(self.chunk(token_ids, **more))
+
+    async def end(self, *, num_generated: int = 0) -> None:
+        options = self.body.get("stream_options") or {}
+        if options.get("include_usage"):
+            chunk = vllm_wire.usage_chunk(len(PROMPT), num_generated, is_chat=self.is_chat)
+            await self.say(chunk)
+        await self.send(b"data: [DONE]\n\n")
+
+    async def end_when(self, event: threading.Event) -> None:
+        """Go on when the test says so."""
+        assert await asyncio.to_thread(event.wait, 10)
+
+    async def forever(self) -> None:
+        """Go on until somebody hangs up."""
+        await asyncio.Event().wait()
+
+    def refuse(self, status: int, message: str) -> web.Response:
+        return _error(status, message)
+
+    def die(self) -> None:
+        """As a process that is killed: the connection is gone in the middle."""
+        assert self.http.transport is not None
+        self.http.transport.abort()
+
+
+Script = Callable[[Exchange], Awaitable[web.StreamResponse | None]]
+
+
+def text_of(token_ids: Sequence[int]) -> str:
+    """What a client reads: special tokens are left out."""
+    plain = b"".join(TOKEN_BYTES[token] for token in token_ids if token < 256)
+    return plain.decode(errors="ignore")
+
+
+def answering(*answers: list[int], at_once: int = 1) -> Script:
+    """Generates these tokens, `at_once` to a chunk, all choices in turn; streamed or not."""
+
+    async def script(exchange: Exchange) -> web.StreamResponse | None:
+        for choice in range(len(answers)):
+            exchange.prefill(choice=choice)
+        if not exchange.body.get("stream"):
+            return _whole(exchange, list(answers))
+        await exchange.begin(choices=len(answers))
+        longest = max(map(len, answers))
+        for at in range(0, longest, at_once):
+            for choice, ids in enumerate(answers):
+                await _step(exchange, choice, ids, at, at_once)
+        await exchange.end(num_generated=sum(map(len, answers)))
+        return None
+
+    return script
+
+
+async def _step(exchange: Exchange, choice: int, ids: list[int], at: int, size: int) -> None:
+    part = ids[at : at + size]
+    if not part:
+        return
+    is_last = at + size >= len(ids)
+    # The engine forwards a token in the step that samples the next; the last is never forwarded.
+    forwarded = ids[max(at - 1, 0) : at + len(part) - 1]
+    if forwarded:
+        exchange.rows(len(PROMPT) + max(at - 1, 0), forwarded, choice=choice)
+    finish = "length" if is_last else None
+    await exchange.tokens(part, choice=choice, finish=finish, first=at == 0)
+
+
+def _whole(exchange: Exchange, answers: list[list[int]]) -> web.Response:
+    for choice, ids in enumerate(answers):
+        if len(ids) > 1:
+            exchange.rows(len(PROMPT), ids[:-1], choice=choice)
+    texts = [text_of(ids) for ids in answers]
+    body = vllm_wire.whole(
+        answers, texts, PROMPT, is_chat=exchange.is_chat, shows_ids=exchange.shows_ids
+    )
+    return web.Response(body=vllm_wire.dumps(body), content_type="application/json")
+
+
+@dataclass
+class Upstream:
+    """The server; `script` answers the next completions, `seen` keeps what was asked."""
+
+    script: Script
+    epoch: int | None = None
+    ring: Ring | None = None
+    has_routes: bool = True
+    key: str | None = None
+    seen: list[Exchange] = field(default_factory=list)
+    probes: list[tuple[str, str, bytes]] = field(default_factory=list)
+    changed: threading.Condition = field(default_factory=threading.Condition)
+
+    def app(self) -> web.Application:
+        app = web.Application(client_max_size=1 << 30)
+        app.router.add_post("/v1/chat/completions", self._complete)
+        app.router.add_post("/v1/completions", self._complete)
+        app.router.add_get("/health", self._health)
+        app.router.add_get("/v1/models", self._models)
+        app.router.add_post("/tokenize", self._echo)
+        app.router.add_post("/detokenize", self._echo)
+        if self.has_routes:
+            app.router.add_get("/v1/clairai", self._describe)
+            app.router.add_get("/v1/clairai/tokens", self._tokens)
+            app.router.add_get("/v1/probes", self._list_probes)
+            app.router.add_put("/v1/probes/{name:.+}", self._change_probe)
+            app.router.add_delete("/v1/probes/{name:.+}", self._change_probe)
+        return app
+
+    def forget(self) -> None:
+        with self.changed:
+            self.script = answering([72, 105])
+            self.seen.clear()
+            self.probes.clear()
+
+    def wait_for(self, condition: Callable[[], object], timeout_s: float = 10.0) -> None:
+        """Called in the test: until something that was asked or ended makes it true."""
+        with self.changed:
+            assert self.changed.wait_for(condition, timeout_s), "upstream did not get there"
+
+    @property
+    def last(self) -> Exchange:
+        return self.seen[-1]
+
+    async def _complete(self, request: web.Request) -> web.StreamResponse:
+        if self.key is not None and request.headers.get("Authorization") != f"Bearer {self.key}":
+            return web.json_response({"error": {"message": "Unauthorized"}}, status=401)
+        raw = await request.read()
+        try:
+            body = json.loads(raw)
+        except ValueError:
+            return _error(400, "not JSON")
+        exchange = Exchange(
+            body, raw, dict(request.headers), "chat" in request.path, self.ring, request
+        )
+        self._note(self.seen.append, exchange)
+        try:
+            made = await self.script(exchange)
+        except (asyncio.CancelledError, ConnectionError):
+            exchange.was_cancelled = True
+            raise
+        finally:
+            self._note(setattr, exchange, "ended_s", time.monotonic())
+        response = made if made is not None else exchange.response
+        assert response is not None
+        return response
+
+    def _note(self, act: Callable[..., object], *args: Any) -> None:
+        with self.changed:
+            act(*args)
+            self.changed.notify_all()
+
+    async def _health(self, _: web.Request) -> web.Response:
+        return web.Response()
+
+    async def _models(self, _: web.Request) -> web.Response:
+        headers = {"Access-Control-Allow-Origin": "*", "X-Extra": "kept"}
+        model = {"id": vllm_wire.MODEL, "object": "model", "max_model_len": 4096}
+        return web.json_response({"object": "list", "data": [model]}, headers=headers)
+
+    async def _echo(self, request: web.Request) -> web.Response:
+        return web.json_response({"path": request.path, "got": await request.json()})
+
+    async def _describe(self, _: web.Request) -> web.Response:
+        if self.epoch is None:
+            return _error(404, "no taps", code="config")
+        about = {"model": vllm_wire.MODEL, "points": ["pre_attn.0"], "width": 8, "capacity": 2}
+        return web.json_response({**about, "epoch": f"{self.epoch:016x}", "published": 3})
+
+    async def _tokens(self, _: web.Request) -> web.Response:
+        return web.json_response({"tokens": [base64.b64encode(t).decode() for t in TOKEN_BYTES]})
+
+    async def _list_probes(self, _: web.Request) -> web.Response:
+        if self.epoch is None:
+            return _error(404, "no taps", code="config")
+        data = [
+            {
+                "name": info.name,
+                "point": info.point,
+                "activation": info.activation,
+                "threshold": info.threshold,
+                "calibration": None,
+                "digest": "",
+            }
+            for info in BANK.probes
+        ]
+        return web.json_response({"data": data, "capacity": 2, "version": 1})
+
+    async def _change_probe(self, request: web.Request) -> web.Response:
+        name, data = request.match_info["name"], await request.read()
+        self._note(self.probes.append, (request.method, name, data))
+        if name == "unknown":
+            return _error(404, "no such probe", code="probe")
+        return await self._list_probes(request)
+
+
+def _error(status: int, message: str, code: str | None = None) -> web.Response:
+    error = {"message": message, "type": "BadRequestError", "param": None, "code": code}
+    return web.json_response({"error": error}, status=status)

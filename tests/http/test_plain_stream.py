@@ -1,0 +1,315 @@
+"""OpenAI's stream through the proxy: every token scored once, in order, and nothing else new."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from clairai import wire
+from clairai.stream.settings import Timeouts
+from tests.http import vllm_wire
+from tests.http.answers import CHAT, TEXT, asking, chunks, expected, told, without_ours
+from tests.http.fake import PROMPT, Exchange, answering
+from tests.http.world import World, world
+
+HELLO = [72, 101, 108, 108, 111]
+BYE = [66, 121, 101]
+PATIENT = Timeouts(finish=20.0)
+
+
+def ask(w: World, path: str = CHAT, **body: Any) -> bytes:
+    with w.client() as client:
+        answer = client.post(path, json={**asking(), **body})
+    assert answer.status_code == 200, answer.text
+    return answer.content
+
+
+@pytest.mark.parametrize("path", [CHAT, TEXT])
+@pytest.mark.parametrize("at_once", [1, 2, 5])
+def test_every_token_of_every_choice_is_scored_once(w: World, path: str, at_once: int) -> None:
+    w.upstream.script = answering(HELLO, BYE, [33], at_once=at_once)
+    found = told(chunks(ask(w, path, n=3)))
+    for choice, ids in enumerate((HELLO, BYE, [33])):
+        assert found[choice].scores == expected(ids)
+        assert found[choice].lost == 0
+        assert found[choice].text == bytes(ids).decode()
+        assert found[choice].finish_reason == "length"
+
+
+@pytest.mark.parametrize("path", [CHAT, TEXT])
+@pytest.mark.parametrize("has_ring", [True, False])
+def test_apart_from_our_field_the_bytes_are_upstreams(
+    tmp_path: Path, path: str, has_ring: bool
+) -> None:
+    body = {"messages": [], "prompt": "Hi", "stream": True}
+    body["stream_options"] = {"include_usage": True}
+    with world(tmp_path, script=answering(HELLO), has_ring=has_ring) as w:
+        with w.direct() as direct:
+            plain = direct.post(path, json=body).content
+        scored = ask(w, path, **body)
+    assert without_ours(scored) == plain
+    assert scored != plain
+    assert told(chunks(scored))[0].lost == (0 if has_ring else 4)
+
+
+@pytest.mark.parametrize("has_ring", [True, False])
+def test_of_several_choices_each_keeps_its_own_order(tmp_path: Path, has_ring: bool) -> None:
+    """The last chunk of one may come after chunks of others: it may wait, and they may not."""
+    body = {"messages": [], "stream": True, "n": 2}
+    with world(tmp_path, script=answering(HELLO, BYE), has_ring=has_ring) as w:
+        with w.direct() as direct:
+            plain = direct.post(CHAT, json=body).content.split(b"\n\n")
+        scored = without_ours(ask(w, CHAT, **body)).split(b"\n\n")
+    assert has_ring or scored == plain
+    assert scored[-2:] == plain[-2:]
+    for index in (b'"index":0', b'"index":1'):
+        own = [[frame for frame in frames if index in frame] for frames in (plain, scored)]
+        assert own[0] == own[1]
+    assert len(scored) == len(plain)
+
+
+def test_without_a_ring_the_stream_says_that_scores_are_lost(tmp_path: Path) -> None:
+    with world(tmp_path, script=answering(HELLO), has_ring=False) as w:
+        (one,) = told(chunks(ask(w, clairai={"probes": ["token"]}))).values()
+    assert one.scores == [{"token": None}] * 5
+    assert one.lost == 4  # the last token never had one
+
+
+@pytest.mark.parametrize("path", [CHAT, TEXT])
+def test_an_answer_that_is_not_streamed_carries_the_same(w: World, path: str) -> None:
+    w.upstream.script = answering(HELLO, BYE)
+    with w.client() as client:
+        body = {**asking(prompt_scores=True), "stream": False, "n": 2}
+        scored = client.post(path, json=body)
+    with w.direct() as direct:
+        plain = direct.post(path, json={**body, "clairai": None})
+    found = told([scored.json()])
+    assert [found[0].scores, found[1].scores] == [expected(HELLO), expected(BYE)]
+    assert found[0].prompt is not None
+    assert found[1].prompt is None
+    assert without_ours(b"data: " + scored.content) == b"data: " + plain.content
+
+
+@pytest.mark.parametrize("path", [CHAT, TEXT])
+def test_prompt_scores_come_once_with_the_prompts_tokens(w: World, path: str) -> None:
+    w.upstream.script = answering(HELLO, BYE)
+    got = chunks(ask(w, path, clairai={"prompt_scores": True}, n=2))
+    wanted = w.upstream.last.body["vllm_xargs"]["clairai"]
+    carried = [choice for c in got for choice in c["choices"] if "prompt_scores" in choice]
+    assert [choice["index"] for choice in carried] == [0]
+    assert carried[0]["prompt_scores"] == {
+        "names": ["token", "position"],
+        "start": 0,
+        "token_ids": PROMPT,
+        "tokens": ["<|im_start|>", "H", "i", "<|im_end|>"],
+        "scores": [[256.0, 0.0], [72.0, 1.0], [105.0, 2.0], [257.0, 3.0]],
+    }
+    assert '"prompt_scores": true' in wanted
+
+
+def test_cached_tokens_have_no_scores_and_are_not_lost(w: World) -> None:
+    async def script(exchange: Exchange) -> None:
+        assert exchange.ring is not None
+        exchange.ring.mark(exchange.stream, wire.CACHED, position=0, span=3)
+        exchange.rows(3, PROMPT[3:], phase=wire.PREFILL)
+        await exchange.begin()
+        await exchange.tokens([72], finish="length")
+        await exchange.end()
+
+    w.upstream.script = script
+    (one,) = told(chunks(ask(w, clairai={"prompt_scores": True}))).values()
+    assert one.prompt is not None
+    assert one.prompt["scores"] == [[None, None]] * 3 + [[257.0, 3.0]]
+    assert "lost" not in one.prompt
+
+
+def test_tokens_forwarded_again_after_a_preemption_are_not_told_twice(w: World) -> None:
+    async def script(exchange: Exchange) -> None:
+        exchange.prefill()
+        await exchange.begin()
+        await exchange.tokens([72])
+        exchange.rows(4, [72])
+        await exchange.tokens([101])
+        everything = [*PROMPT, 72]
+        exchange.rows(0, everything[:4], phase=wire.PREFILL, flags=wire.RECOMPUTED)
+        exchange.rows(4, everything[4:], flags=wire.RECOMPUTED)
+        exchange.rows(5, [101])
+        await exchange.tokens([108], finish="stop")
+        await exchange.end()
+
+    w.upstream.script = script
+    (one,) = told(chunks(ask(w))).values()
+    assert one.scores == expected([72, 101, 108])
+    assert one.lost == 0
+
+
+def test_a_row_of_another_token_is_told_to_nobody_and_counted(w: World) -> None:
+    async def script(exchange: Exchange) -> None:
+        await exchange.begin()
+        exchange.rows(4, [72, 99, 108])  # the stream says 101
+        await exchange.tokens([72, 101, 108, 111], finish="stop")
+        await exchange.end()
+
+    w.upstream.script = script
+    before = w.proxy.numbers().ring.mismatched
+    (one,) = told(chunks(ask(w))).values()
+    mismatched = w.proxy.numbers().ring.mismatched - before
+    nothing = {"token": None, "position": None}
+    assert one.scores == [*expected([72, 1])[:1], nothing, {"token": 108, "position": 6}, nothing]
+    assert (one.lost, mismatched) == (1, 1)
+
+
+def test_rows_of_another_stream_reach_nobody(w: World) -> None:
+    async def script(exchange: Exchange) -> None:
+        assert exchange.ring is not None
+        await exchange.begin()
+        exchange.ring.rows(exchange.stream ^ 1, 4, [72, 101])
+        await exchange.tokens([72, 101, 108], finish="stop")
+        await exchange.end()
+
+    w.upstream.script = script
+    before = w.proxy.numbers().ring
+    (one,) = told(chunks(ask(w, clairai={"probes": ["token"]}))).values()
+    after = w.proxy.numbers().ring
+    assert one.scores == [{"token": None}] * 3
+    assert one.lost == 2
+    assert (after.orphaned - before.orphaned, after.rows - before.rows) == (2, 0)
+
+
+def test_a_row_that_was_overwritten_is_lost_and_the_next_are_told(w: World) -> None:
+    async def script(exchange: Exchange) -> None:
+        await exchange.begin()
+        await exchange.tokens([72])
+        exchange.rows(4, [72])
+        await exchange.tokens([101])
+        # Token 101 was forwarded, but its record never reached us; 108's did.
+        exchange.rows(6, [108])
+        await exchange.tokens([108])
+        await exchange.tokens([111], finish="stop")
+        await exchange.end()
+
+    w.upstream.script = script
+    (one,) = told(chunks(ask(w))).values()
+    assert [row["token"] for row in one.scores] == [72, None, 108, None]
+    assert one.lost == 1
+
+
+def test_a_bank_that_changes_in_between_is_followed_by_name(w: World) -> None:
+    async def script(exchange: Exchange) -> None:
+        await exchange.begin()
+        exchange.rows(4, [72])
+        exchange.rows(5, [101], bank=2)
+        await exchange.tokens([72, 101, 108], finish="stop")
+        await exchange.end()
+
+    w.upstream.script = script
+    (one,) = told(chunks(ask(w))).values()
+    (named,) = told(chunks(ask(w, clairai={"probes": ["token", "position"]}))).values()
+    nothing = dict.fromkeys(("token", "position", "negative"))
+    first, second = {"token": 72, "position": 4}, {"position": 5, "negative": -101}
+    assert one.scores == [nothing | first, nothing | second, nothing]
+    assert named.scores[1] == {"token": None, "position": 5}
+    assert (one.lost, named.lost) == (0, 0)
+
+
+def test_the_last_chunk_waits_for_rows_that_are_on_their_way(tmp_path: Path) -> None:
+    is_sent = threading.Event()
+
+    async def script(exchange: Exchange) -> None:
+        await exchange.begin()
+        await exchange.tokens([72, 101], finish="stop")
+        await exchange.end()
+        is_sent.set()
+
+    with world(tmp_path, script=script, timeouts=PATIENT) as w:
+        got: list[bytes] = []
+        asking_thread = threading.Thread(target=lambda: got.append(ask(w)))
+        asking_thread.start()
+        assert is_sent.wait(10)
+        w.upstream.last.rows(4, [72])
+        asking_thread.join(10)
+    (one,) = told(chunks(got[0])).values()
+    assert one.scores == expected([72, 101])
+
+
+def test_a_choice_that_waits_for_rows_holds_back_no_other(tmp_path: Path) -> None:
+    is_seen = threading.Event()
+
+    async def script(exchange: Exchange) -> None:
+        await exchange.begin(choices=2)
+        await exchange.tokens([72, 101], finish="stop")  # its row comes only after 66 was seen
+        await exchange.tokens([66], choice=1)
+        await exchange.end_when(is_seen)
+        exchange.rows(4, [72])
+        exchange.rows(4, [66], choice=1)
+        await exchange.tokens([121], choice=1, finish="stop")
+        await exchange.end()
+
+    with world(tmp_path, script=script, timeouts=PATIENT) as w, w.client() as client:
+        raw = b""
+        with client.stream("POST", CHAT, json={**asking(), "n": 2}) as answer:
+            for part in answer.iter_bytes():
+                raw += part
+                if b'"content":"B"' in raw:
+                    is_seen.set()
+    found = told(chunks(raw))
+    assert found[0].scores == expected([72, 101])
+    assert found[1].scores == expected([66, 121])
+
+
+def test_a_last_chunk_does_not_wait_longer_than_it_may(w: World) -> None:
+    async def script(exchange: Exchange) -> None:
+        await exchange.begin()
+        await exchange.tokens([72, 101], finish="stop")
+        await exchange.end()
+
+    w.upstream.script = script
+    (one,) = told(chunks(ask(w))).values()
+    assert (len(one.scores), one.lost) == (2, 1)
+
+
+def test_token_ids_that_the_client_asked_for_stay(w: World) -> None:
+    w.upstream.script = answering(HELLO)
+    got = chunks(ask(w, return_token_ids=True))
+    assert got[0]["prompt_token_ids"] == PROMPT
+    assert [choice["token_ids"] for c in got[1:] for choice in c["choices"]] == [[i] for i in HELLO]
+
+
+def test_chunks_that_only_token_ids_made_are_not_passed_on(w: World) -> None:
+    async def script(exchange: Exchange) -> None:
+        await exchange.begin()
+        exchange.rows(4, [72, 101])
+        if exchange.shows_ids:  # a parser that has nothing to say yet
+            await exchange.say(vllm_wire.chat_chunk(0, [72], {}))
+        await exchange.tokens([101])
+        await exchange.tokens([108], finish="stop")
+        await exchange.end()
+
+    w.upstream.script = script
+    with w.direct() as direct:
+        plain = direct.post(CHAT, json={"messages": [], "stream": True}).content
+    scored = ask(w)
+    assert without_ours(scored) == plain
+    assert told(chunks(scored))[0].scores == expected([72, 101, 108])
+
+
+@pytest.mark.parametrize(
+    "number", ["-1e-05", "-0.0", "1E400", "0.1234567890123456789", "123456789012345678901234567890"]
+)
+def test_numbers_and_spaces_of_upstream_keep_their_bytes(w: World, number: str) -> None:
+    async def script(exchange: Exchange) -> None:
+        await exchange.begin()
+        chunk = vllm_wire.dumps(exchange.chunk([72], finish="stop")).decode()
+        odd = f'{{"content": [{{"logprob" :{number}, "token":"\\u0048"}}]}}'
+        made = chunk.replace('"logprobs":null', f'"logprobs":{odd}')
+        await exchange.send(f"data: {made}\n\n".encode())
+        await exchange.end()
+
+    w.upstream.script = script
+    with w.direct() as direct:
+        plain = direct.post(CHAT, json={"messages": [], "stream": True}).content
+    assert without_ours(ask(w)) == plain
+    assert number.encode() in plain

@@ -1,0 +1,159 @@
+"""Takes settings; gives a running proxy with a fake engine behind it: real sockets, a real ring."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import ssl
+import threading
+from collections.abc import Coroutine, Iterator
+from contextlib import AsyncExitStack, ExitStack, asynccontextmanager, contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, TypeVar
+
+import httpx
+import uvicorn
+from aiohttp import web
+
+from clairai.ring.layout import RingShape
+from clairai.stream.app import create_app
+from clairai.stream.listen import server
+from clairai.stream.observe import Exposition, Observer
+from clairai.stream.proxy import Proxy
+from clairai.stream.settings import ProxySettings
+from tests.http.fake import Ring, Script, Upstream, answering, bank_of
+from tests.process.parts import Engine, running_engine, until
+
+Result = TypeVar("Result")
+SHAPE = RingShape(slots=512, slot_bytes=4096)
+CHAT = "/v1/chat/completions"
+TEXT = "/v1/completions"
+
+
+@dataclass(frozen=True)
+class World:
+    """One proxy, one fake engine; `url` is the proxy's address."""
+
+    url: str
+    upstream_url: str
+    proxy: Proxy
+    upstream: Upstream
+    engine: Engine | None
+    loop: asyncio.AbstractEventLoop
+
+    def client(self, **more: Any) -> httpx.Client:
+        return _client(self.url, **more)
+
+    def direct(self) -> httpx.Client:
+        """To the fake engine itself."""
+        return _client(self.upstream_url)
+
+    def run(self, work: Coroutine[Any, Any, Result]) -> Result:
+        return asyncio.run_coroutine_threadsafe(work, self.loop).result(20)
+
+
+@contextmanager
+def world(
+    folder: Path,
+    *,
+    script: Script | None = None,
+    has_ring: bool = True,
+    has_routes: bool = True,
+    shape: RingShape = SHAPE,
+    observers: tuple[Observer, ...] = (),
+    metrics: Exposition | None = None,
+    upstream_key: str | None = None,
+    **settings: Any,
+) -> Iterator[World]:
+    """The proxy has attached to the ring when this begins, if there is one."""
+    upstream = Upstream(script or answering([72, 105]), has_routes=has_routes, key=upstream_key)
+    with ExitStack() as stack:
+        engine = None
+        if has_ring:
+            engine = stack.enter_context(running_engine(folder, shape=shape, bank_of=bank_of))
+            upstream.epoch, upstream.ring = engine.epoch, Ring(engine.writer)
+        loop = stack.enter_context(_loop())
+        parts = _serving(folder, upstream, settings, observers, metrics)
+        (url, upstream_url), proxy, serving = stack.enter_context(_within(loop, parts))
+        until(lambda: serving.started)
+        made = World(url, upstream_url, proxy, upstream, engine, loop)
+        if has_ring:
+            until(lambda: proxy.feed.is_attached)
+        yield made
+
+
+@asynccontextmanager
+async def _serving(
+    folder: Path,
+    upstream: Upstream,
+    settings: dict[str, Any],
+    observers: tuple[Observer, ...],
+    metrics: Exposition | None,
+) -> Any:
+    async with AsyncExitStack() as stack:
+        address = await stack.enter_async_context(running_upstream(upstream))
+        listener = socket.create_server(("127.0.0.1", 0))
+        port = listener.getsockname()[1]
+        chosen = ProxySettings(**{"upstream": address, "runtime_dir": folder, **settings})
+        app = create_app(replace(chosen, port=port), observers=observers, metrics=metrics)
+        serving = server(app, chosen)
+        await stack.enter_async_context(_uvicorn(serving, listener))
+        yield (f"http://127.0.0.1:{port}", address), app.state.proxy, serving
+
+
+@asynccontextmanager
+async def running_upstream(upstream: Upstream) -> Any:
+    """The fake engine's address."""
+    runner = web.AppRunner(
+        upstream.app(), handler_cancellation=True, access_log=None, shutdown_timeout=0.1
+    )
+    await runner.setup()
+    site = web.TCPSite(runner, "127.0.0.1", 0)
+    await site.start()
+    try:
+        yield f"http://127.0.0.1:{runner.addresses[0][1]}"
+    finally:
+        await runner.cleanup()
+
+
+@asynccontextmanager
+async def _uvicorn(serving: uvicorn.Server, listener: socket.socket) -> Any:
+    task = asyncio.create_task(serving.serve(sockets=[listener]))
+    try:
+        yield
+    finally:
+        serving.should_exit = True
+        await task
+        listener.close()
+
+
+def _client(url: str, **more: Any) -> httpx.Client:
+    # Without this it reads every certificate of the machine, and there is no TLS here.
+    unused = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    return httpx.Client(base_url=url, timeout=20.0, trust_env=False, verify=unused, **more)
+
+
+@contextmanager
+def _loop() -> Iterator[asyncio.AbstractEventLoop]:
+    loop = asyncio.new_event_loop()
+    thread = threading.Thread(target=loop.run_forever, name="world")
+    thread.start()
+    try:
+        yield loop
+    finally:
+        loop.call_soon_threadsafe(loop.stop)
+        thread.join()
+        loop.close()
+
+
+@contextmanager
+def _within(loop: asyncio.AbstractEventLoop, manager: Any) -> Iterator[Any]:
+    def run(work: Coroutine[Any, Any, Result]) -> Result:
+        return asyncio.run_coroutine_threadsafe(work, loop).result(30)
+
+    value = run(manager.__aenter__())
+    try:
+        yield value
+    finally:
+        run(manager.__aexit__(None, None, None))
