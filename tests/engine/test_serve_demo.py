@@ -1,0 +1,206 @@
+"""Takes `clairai demo` as a user runs it; gives one life of it: start, death, new start, Ctrl-C."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import httpx
+import openai
+import pytest
+
+from clairai.demo.model import NAME
+from clairai.serve import keeper
+from tests.engine import server as parts
+from tests.process.parts import until
+
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
+
+READY_S = 180.0
+PROBES = {"code", "french", "maths", "negative_sentiment", "question", "refusal"}
+
+
+class Demo(NamedTuple):
+    process: subprocess.Popen[bytes]
+    url: str
+    runtime: Path
+    output: Path
+
+    def said(self) -> str:
+        return self.output.read_text()
+
+    def get(self, path: str) -> httpx.Response:
+        return httpx.get(f"{self.url}{path}", timeout=parts.DEADLINE_S, trust_env=False)
+
+    def await_served(self, times: int) -> None:
+        def is_served() -> bool:
+            assert self.process.poll() is None, self.said()
+            return self.said().count(f"is served on {self.url}") == times
+
+        until(is_served, READY_S)
+        assert self.get("/health").json() == {
+            "status": "ready",
+            "reason": None,
+            "model": NAME,
+            "version": self.get("/health").json()["version"],
+        }
+
+
+@pytest.fixture(scope="module")
+def demo(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Demo]:
+    runtime = Path(tempfile.mkdtemp(prefix="clairai-"))  # short enough for a socket
+    output = tmp_path_factory.mktemp("demo") / "output"
+    port = parts.free_port()
+    options = ["--port", str(port), "--on-death", "restart", "--log-format", "json"]
+    with output.open("wb") as file:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "clairai.cli", "demo", *options],
+            env=os.environ | {"CLAIRAI_RUNTIME_DIR": str(runtime)},
+            stdout=file,
+            stderr=subprocess.STDOUT,
+        )
+    yield Demo(process, f"http://127.0.0.1:{port}", runtime, output)
+    process.kill()
+    process.wait()
+    until(lambda: not _processes_of(runtime))
+    shutil.rmtree(runtime)
+
+
+def _ask(demo: Demo) -> tuple[str, list[dict[str, Any]]]:
+    """A streamed answer by the official SDK, and its scores."""
+    texts, scores = [], []
+    with parts.client(demo.url) as sdk:
+        stream = sdk.chat.completions.create(
+            model=NAME,
+            messages=[{"role": "user", "content": "Write a loop in Python."}],
+            max_tokens=12,
+            temperature=0,
+            stream=True,
+            extra_body={"clairai": {"probes": "all"}, "ignore_eos": True},
+        )
+        for chunk in stream:
+            for choice in chunk.choices:
+                texts.append(choice.delta.content or "")
+                scores.append(getattr(choice, "probe_scores", None) or {})
+    return "".join(texts), [score for score in scores if score]
+
+
+def _check_scores(scores: list[dict[str, Any]]) -> None:
+    """Every generated token once, in order; the last has none."""
+    assert {name for score in scores for name in score["names"]} == PROBES
+    assert not [score for score in scores if "lost" in score]
+    rows = [row for score in scores for row in score["scores"]]
+    starts = [score["start"] for score in scores]
+    assert starts == [sum(len(s["scores"]) for s in scores[:i]) for i in range(len(scores))]
+    assert len(rows) == 12
+    assert all(math.isfinite(value) for row in rows[:-1] for value in row)
+    assert rows[-1] == [None] * len(PROBES)
+
+
+def test_the_demo_serves_its_model_with_scores_in_openais_stream(demo: Demo) -> None:
+    until(lambda: _status(demo) == "starting")
+    demo.await_served(1)
+    text, scores = _ask(demo)
+    assert text
+    _check_scores(scores)
+    assert {info["name"] for info in demo.get("/v1/probes").json()["data"]} == PROBES
+
+
+def _status(demo: Demo) -> str:
+    try:
+        return str(demo.get("/health").json()["status"])
+    except httpx.TransportError:
+        return "silent"
+
+
+def test_the_engines_server_listens_nowhere_but_in_a_private_folder(demo: Demo) -> None:
+    """Its workers have ports of their own, for each other: torch.distributed's."""
+    assert _tcp_ports(_server(demo)) == set()
+    assert _tcp_ports(demo.process.pid) == {int(demo.url.rpartition(":")[2])}
+    (folder,) = [entry for entry in demo.runtime.iterdir() if entry.is_dir()]
+    assert folder.stat().st_mode & 0o777 == 0o700
+    assert (folder / "api.sock").is_socket()
+
+
+def _tcp_ports(pid: int) -> set[int]:
+    """Where this process listens."""
+    sockets = set()
+    for link in Path(f"/proc/{pid}/fd").iterdir():
+        try:
+            sockets.add(os.readlink(link))
+        except OSError:
+            continue
+    table = Path(f"/proc/{pid}/net/tcp").read_text().splitlines()[1:]
+    table += Path(f"/proc/{pid}/net/tcp6").read_text().splitlines()[1:]
+    listening = [line.split() for line in table if line.split()[3] == "0A"]
+    mine = [words for words in listening if f"socket:[{words[9]}]" in sockets]
+    return {int(words[1].rpartition(":")[2], 16) for words in mine}
+
+
+def test_the_metrics_count_what_was_generated(demo: Demo) -> None:
+    lines = demo.get("/metrics").text.splitlines()
+    values = dict(line.rsplit(" ", 1) for line in lines if not line.startswith("#"))
+    assert float(values['clairai_generated_score_count{probe="code"}']) >= 11
+    assert float(values["clairai_ring_attached"]) == 1
+    assert float(values["clairai_rows_lost_total"]) == 0
+
+
+def test_an_engine_that_is_killed_comes_back_and_is_read_again(demo: Demo) -> None:
+    first = demo.get("/v1/clairai").json()["epoch"]
+    os.kill(_core(demo), signal.SIGKILL)
+    until(lambda: _status(demo) == "starting", parts.DEADLINE_S)
+    with parts.client(demo.url) as sdk, pytest.raises(openai.APIStatusError) as caught:
+        sdk.chat.completions.create(model=NAME, messages=[{"role": "user", "content": "hi"}])
+    assert caught.value.status_code == 503
+    demo.await_served(2)
+    assert demo.get("/v1/clairai").json()["epoch"] != first
+    _check_scores(_ask(demo)[1])
+
+
+def _server(demo: Demo) -> int:
+    """vLLM's API server: the keeper's child."""
+    parent_of = {pid: parent for pid, (_, parent) in keeper._processes().items()}
+    (kept,) = [pid for pid in _processes_of(demo.runtime) if parent_of[pid] == demo.process.pid]
+    (server,) = [pid for pid in _processes_of(demo.runtime) if parent_of[pid] == kept]
+    return server
+
+
+def _core(demo: Demo) -> int:
+    """The engine core: the server's child that is no tracker."""
+    children = [pid for pid, (_, parent) in keeper._processes().items() if parent == _server(demo)]
+    (core,) = [pid for pid in children if not keeper._is_tracker(pid)]
+    return core
+
+
+def test_ctrl_c_ends_all_of_it_and_leaves_nothing(demo: Demo) -> None:
+    demo.process.send_signal(signal.SIGINT)
+    demo.process.wait(keeper.TERM_S + 10)
+    assert demo.process.returncode == 0
+    assert _processes_of(demo.runtime) == []
+    assert [entry.name for entry in demo.runtime.iterdir() if entry.suffix != ".log"] == []
+    lines = [json.loads(line) for line in demo.said().splitlines()]
+    ended = [line for line in lines if line["message"] == "completion"]
+    assert [line["tokens"] for line in ended if line["outcome"] == "done"] == [12, 12]
+
+
+def _processes_of(runtime: Path) -> list[int]:
+    """What runs for this test's folder, the command itself aside."""
+    mark = "VLLM_PLUGINS="  # set for the engine alone
+    found = []
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            environ = (folder / "environ").read_text(errors="replace")
+        except OSError:
+            continue
+        if str(runtime) in environ and mark in environ:
+            found.append(int(folder.name))
+    return sorted(found)
