@@ -14,6 +14,7 @@ export interface Swatch {
 export const NUM_BUCKETS = 33;
 export const NEUTRAL_BUCKET = 16;
 const LUT_SIZE = 256;
+const LEAST_CONTRAST = 4.6;
 
 export const PAPER: Record<Theme, string> = { light: "#fbfbf9", dark: "#141518" };
 const INKS: Record<Theme, { dark: string; light: string }> = {
@@ -42,10 +43,12 @@ export function swatch(theme: Theme, position: number): Swatch {
   return { fill, ink: inkOn(theme, fill) };
 }
 
-/** Whichever of the two inks stands out more. */
+/** Whichever of the theme's two inks stands out more; black or white where neither does enough. */
 export function inkOn(theme: Theme, fill: string): string {
   const { dark, light } = INKS[theme];
-  return contrast(fill, dark) >= contrast(fill, light) ? dark : light;
+  const ink = contrast(fill, dark) >= contrast(fill, light) ? dark : light;
+  if (contrast(fill, ink) >= LEAST_CONTRAST) return ink;
+  return contrast(fill, "#000000") >= contrast(fill, "#ffffff") ? "#000000" : "#ffffff";
 }
 
 /** WCAG's contrast ratio, 1 to 21. */

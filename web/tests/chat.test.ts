@@ -1,0 +1,170 @@
+import { describe, expect, it } from "vitest";
+import { createServer } from "../src/api/http";
+import type { RunFile } from "../src/data/runfile";
+import { Beat } from "../src/state/beat";
+import { Chat } from "../src/state/chat";
+import { noHistory, type History } from "../src/state/history";
+import { Shelf } from "../src/state/shelf";
+import { createPageStore, pathTo } from "../src/state/store";
+import { body, DONE, frame, opened, probe, run, scripted, token } from "./wire";
+
+function memory(): History & { files: Map<string, RunFile> } {
+  const files = new Map<string, RunFile>();
+  return {
+    ...noHistory(),
+    files,
+    load: (id) => Promise.resolve(files.get(id) ?? null),
+    save: (file) => Promise.resolve(void files.set(file.run.id, structuredClone(file))),
+  };
+}
+
+function pageWith(server: ReturnType<typeof scripted>) {
+  const store = createPageStore({ model: "m", probes: [probe("x")] });
+  const shelf = new Shelf(new Beat(() => undefined));
+  const history = memory();
+  let id = 0;
+  const newId = () => `run${++id}`;
+  const chat = new Chat(server, store, shelf, history, newId, () => id);
+  const ask = async (user: string) => {
+    store.setState((state) => ({ draft: { ...state.draft, user } }));
+    await chat.send();
+  };
+  const head = () => store.getState().runs[store.getState().head ?? ""];
+  return { store, shelf, history, chat, ask, head };
+}
+
+const answer = (...words: string[]) =>
+  opened(body(...words.map((word, i) => frame(i + 1, token(i, word))), frame(words.length + 1, DONE)));
+
+describe("a question", () => {
+  it("becomes a run with its tokens, its end and its place in the history", async () => {
+    const page = pageWith(scripted(answer("Be", "cause")));
+    await page.ask("  Why?  ");
+    expect(page.head()).toMatchObject({ user: "Why?", status: "done", serverRun: "r1", error: null });
+    expect(page.shelf.get("run1").text).toBe("Because");
+    expect(page.history.files.get("run1")?.text).toBe("Because");
+    expect(page.store.getState().draft.user).toBe("");
+  });
+
+  it("that is empty is not asked", async () => {
+    const server = scripted();
+    await pageWith(server).ask("   ");
+    expect(server.asked).toEqual([]);
+  });
+
+  it("remembers the probes as they were", async () => {
+    const page = pageWith(scripted(answer("a")));
+    await page.ask("Why?");
+    page.store.setState({ probes: [probe("x", { threshold: 0.9 })] });
+    expect(page.head()?.probes[0]?.threshold).toBe(0.5);
+  });
+
+  it("after another continues the conversation", async () => {
+    const page = pageWith(scripted(answer("a"), answer("b")));
+    await page.ask("One");
+    await page.ask("Two");
+    const { runs, head } = page.store.getState();
+    expect(pathTo(runs, head).map(({ user }) => user)).toEqual(["One", "Two"]);
+  });
+
+  it("asked again stands beside the first answer", async () => {
+    const page = pageWith(scripted(answer("a"), answer("b"), answer("c")));
+    await page.ask("One");
+    await page.chat.regenerate("run1");
+    expect(page.head()).toMatchObject({ id: "run2", parent: null, user: "One" });
+    await page.chat.edit("run2", "Other");
+    expect(page.head()).toMatchObject({ id: "run3", parent: null, user: "Other" });
+    expect(Object.keys(page.store.getState().runs)).toHaveLength(3);
+  });
+
+  it("that is refused says why", async () => {
+    const error = { error: { message: "max_tokens is too large", type: "x", param: null, code: null } };
+    const page = pageWith(scripted(() => new Response(JSON.stringify(error), { status: 400 })));
+    await page.ask("Why?");
+    expect(page.head()).toMatchObject({ status: "failed", error: "max_tokens is too large" });
+  });
+
+  it("that meets a wrong key asks for another", async () => {
+    const page = pageWith(scripted(() => new Response("{}", { status: 401 })));
+    await page.ask("Why?");
+    expect(page.store.getState().key).toEqual({ isNeeded: true, wasRefused: true });
+  });
+
+  it("whose run dies on the server keeps its tokens and the reason", async () => {
+    const failure = { error: { message: "the engine died", type: "x", param: null, code: null } };
+    const stream = body(frame(1, token(0, "a")), frame(2, { kind: "error", data: failure }));
+    const page = pageWith(scripted(opened(stream)));
+    await page.ask("Why?");
+    expect(page.head()).toMatchObject({ status: "failed", error: "the engine died" });
+    expect(page.shelf.get("run1").tokens).toEqual(["a"]);
+  });
+
+  it("whose events break their rules is interrupted, its tokens kept", async () => {
+    const page = pageWith(scripted(opened(body(frame(1, token(0, "a")), frame(2, token(5, "z"))))));
+    await page.ask("Why?");
+    expect(page.head()?.status).toBe("interrupted");
+    expect(page.head()?.error).toContain("1 was next");
+  });
+});
+
+describe("stopping", () => {
+  it("deletes the run and keeps what still comes", async () => {
+    let controller: ReadableStreamDefaultController<Uint8Array> | undefined;
+    const stream = new ReadableStream<Uint8Array>({ start: (made) => void (controller = made) });
+    const write = (text: string) => controller?.enqueue(new TextEncoder().encode(text));
+    const server = scripted(opened(stream), () => new Response(null, { status: 204 }));
+    const page = pageWith(server);
+    const asking = page.ask("Why?");
+    write(frame(1, token(0, "a")));
+    await new Promise((resolve) => setTimeout(resolve, 0));
+    await page.chat.stop("run1");
+    expect(page.head()?.status).toBe("stopped");
+    write(frame(2, token(1, "b")) + frame(3, DONE));
+    await asking;
+    expect(server.asked.at(-1)).toEqual({ path: "v1/runs/r1", method: "DELETE" });
+    expect(page.shelf.get("run1").tokens).toEqual(["a", "b"]);
+    expect(page.head()?.status).toBe("stopped");
+  });
+
+  it("a run that has ended does nothing", async () => {
+    const server = scripted(answer("a"));
+    const page = pageWith(server);
+    await page.ask("Why?");
+    await page.chat.stop("run1");
+    expect(page.head()?.status).toBe("done");
+    expect(server.asked).toHaveLength(1);
+  });
+});
+
+describe("a run from before", () => {
+  it("that was going on is taken up whole", async () => {
+    const page = pageWith(scripted(answer("a", "b")));
+    const old = run("old", { serverRun: "r7", status: "streaming" });
+    page.store.setState({ runs: { old }, head: "old" });
+    await page.chat.takeUp(old);
+    expect(page.head()?.status).toBe("done");
+    expect(page.shelf.get("old").text).toBe("ab");
+  });
+
+  it("that the server no longer holds is called interrupted", async () => {
+    const page = pageWith(scripted(() => new Response("{}", { status: 404 })));
+    const old = run("old", { serverRun: "r7", status: "streaming" });
+    page.store.setState({ runs: { old }, head: "old" });
+    await page.chat.takeUp(old);
+    expect(page.head()?.error).toBe("The server no longer holds this run.");
+    expect(page.head()?.status).not.toBe("streaming");
+  });
+
+  it("is loaded when its conversation is shown", async () => {
+    const page = pageWith(scripted(answer("a")));
+    await page.ask("Why?");
+    page.shelf.drop("run1");
+    await page.chat.open("run1");
+    expect(page.shelf.get("run1").text).toBe("a");
+  });
+});
+
+it("a server that cannot be reached is told from one that refuses", async () => {
+  const server = createServer("http://127.0.0.1:9/", () => "key");
+  await expect(server.ask("health")).rejects.toThrow("does not answer");
+});

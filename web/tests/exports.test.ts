@@ -1,0 +1,134 @@
+import { describe, expect, it } from "vitest";
+import { fromFile, RunFileError, toFile, type RunFile } from "../src/data/runfile";
+import { Tape } from "../src/data/tape";
+import { csv } from "../src/export/csv";
+import { closable, embedded, html } from "../src/export/html";
+import { fileName } from "../src/export/save";
+import { curl, literal, python } from "../src/export/snippets";
+import { bodyOf, messagesOf, sent } from "../src/state/request";
+import { NO_SAMPLING } from "../src/state/types";
+import { probe, prompt, run, token, update } from "./wire";
+
+const HOSTILE = '</script><script>alert(1)</script><!-- "=1+1,\n';
+
+function sample(): { file: RunFile; tape: Tape } {
+  const tape = new Tape();
+  tape.apply(prompt(0, "<|im_start|>", HOSTILE));
+  tape.apply(update("prompt", 0, ["x", "y"], [0.1, -2.5]));
+  tape.apply(token(0, "a", "=2"));
+  tape.apply(update("answer", 0, ["x", "y"], [0.25, null]));
+  return { tape, file: toFile(run("r", { probes: [probe("x")], user: HOSTILE }), tape) };
+}
+
+describe("a run as a file", () => {
+  it("is read back as it was", () => {
+    const { file, tape } = sample();
+    const back = fromFile(JSON.parse(JSON.stringify(file)) as RunFile);
+    expect(toFile(back.run, back.tape)).toEqual(file);
+    expect(back.tape.tokens).toEqual(tape.tokens);
+    expect(back.tape.scores.hasArrived(1)).toBe(false);
+    expect(back.tape.scores.hasArrived(2)).toBe(true);
+    expect(back.tape.scores.value("y", 2)).toBeNaN();
+  });
+
+  it("of another format is refused", () => {
+    const other = { ...sample().file, format: "clairai-run/9" as "clairai-run/1" };
+    expect(() => fromFile(other)).toThrow(RunFileError);
+  });
+});
+
+describe("CSV", () => {
+  const lines = csv(sample().file).split("\r\n");
+
+  it("has one line per token, scores where they exist", () => {
+    expect(lines[0]).toBe("part,index,token_id,token,x,y");
+    expect(lines[1]).toBe('prompt,0,0,"""<|im_start|>""",0.1,-2.5');
+    expect(lines[3]).toBe('answer,0,100,"""a""",0.25,');
+    expect(lines[4]).toBe('answer,1,101,"""=2""",,');
+    expect(lines).toHaveLength(6);
+  });
+
+  it("gives no spreadsheet a formula out of a model's text", () => {
+    for (const line of lines.slice(1, -1)) expect(line).toMatch(/^(prompt|answer),\d+,\d+,"""/);
+  });
+});
+
+describe("the page in a file", () => {
+  const text = html([sample().file], { script: "let a='</script>';", style: "p{}" }, "'sha256-x'", HOSTILE);
+
+  it("cannot be broken out of by a model's text", () => {
+    expect(text.match(/<\/script>/g)).toHaveLength(2);
+    expect(text.match(/<script/g)).toHaveLength(2);
+    expect(text.match(/<title>/g)).toHaveLength(1);
+    expect(text).not.toContain("<!--");
+  });
+
+  it("holds the run unharmed", () => {
+    const json = /id="saved-runs">(.*?)<\/script>/s.exec(text)?.[1] ?? "";
+    expect(JSON.parse(json)).toEqual([sample().file]);
+  });
+
+  it("may reach nothing outside itself", () => {
+    expect(text).toContain("default-src 'none'; script-src 'sha256-x'");
+    expect(text).not.toContain("connect-src");
+  });
+
+  it("keeps a script's meaning where its text had to be changed", () => {
+    expect(closable("x='<script>'+'</SCRIPT>'+'<!--'")).toBe("x='\\x3cscript>'+'\\x3c/SCRIPT>'+'\\x3c!--'");
+    expect(JSON.parse(embedded("<\u2028>"))).toBe("<\u2028>");
+    expect(embedded("<\u2028>")).not.toMatch(/[<\u2028]/);
+  });
+});
+
+describe("a request", () => {
+  const first = run("a", { user: "Hi", system: "old" });
+  const second = run("b", {
+    parent: "a",
+    user: 'It\'s "quoted"\nTwice',
+    system: "Be kind",
+    sampling: { ...NO_SAMPLING, top_k: 5, temperature: 0, stop: ["\n"] },
+  });
+  const body = bodyOf(second, messagesOf([first, second], ["Hello"]));
+
+  it("carries the conversation with the newest system prompt", () => {
+    expect(body.messages.map(({ role, content }) => [role, content])).toEqual([
+      ["system", "Be kind"],
+      ["user", "Hi"],
+      ["assistant", "Hello"],
+      ["user", 'It\'s "quoted"\nTwice'],
+    ]);
+  });
+
+  it("leaves out what was not set", () => {
+    expect(sent(NO_SAMPLING)).toEqual({ max_tokens: 256 });
+    expect(body).toMatchObject({ temperature: 0, top_k: 5, stop: ["\n"] });
+    expect("seed" in body).toBe(false);
+    expect(messagesOf([first], [])).toHaveLength(2);
+    expect(messagesOf([run("x", { system: "  " })], [])).toHaveLength(1);
+  });
+
+  it("is copied as curl with every quote safe in a shell", () => {
+    const text = curl(body, "http://h:1", true);
+    expect(text).toContain("It'\\''s");
+    expect(text).toContain("$CLAIRAI_API_KEY");
+    expect(text).not.toContain("named");
+  });
+
+  it("is copied as Python with fields unknown to the package in extra_body", () => {
+    const text = python(body, "http://h:1", false);
+    expect(text).toContain('base_url="http://h:1/v1", api_key="none"');
+    expect(text).toContain('extra_body={"top_k": 5, "clairai": {"probes": "all", "prompt_scores": True}}');
+    expect(text).toContain("    stream=True,");
+    expect(text).not.toMatch(/^ {4}top_k=/m);
+  });
+
+  it("becomes Python's words for JSON's", () => {
+    expect(literal([null, true, false, 1.5, "a\n"], 0)).toBe('[None, True, False, 1.5, "a\\n"]');
+  });
+});
+
+it("a file is called after its question", () => {
+  expect(fileName("Why is the sky blue?", "csv")).toBe("clairai-why-is-the-sky-blue.csv");
+  expect(fileName("../../etc/passwd", "json")).toBe("clairai-etc-passwd.json");
+  expect(fileName("你好", "png")).toBe("clairai-run.png");
+});

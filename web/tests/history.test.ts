@@ -1,0 +1,43 @@
+import { IDBFactory } from "fake-indexeddb";
+import { describe, expect, it } from "vitest";
+import { toFile } from "../src/data/runfile";
+import { Tape } from "../src/data/tape";
+import { openHistory } from "../src/state/history";
+import { remembering } from "../src/state/memory";
+import { probe, run, token } from "./wire";
+
+function fileOf(id: string, createdAt: number) {
+  const tape = new Tape();
+  tape.apply(token(0, id));
+  return toFile(run(id, { createdAt, probes: [probe("x")] }), tape);
+}
+
+describe("the history", () => {
+  it("lists runs from the oldest to the newest, with their probes, and loads each whole", async () => {
+    const history = await openHistory(new IDBFactory());
+    await history.save(fileOf("b", 2));
+    await history.save(fileOf("a", 1));
+    const entries = await history.list();
+    expect(entries.map(({ id }) => id)).toEqual(["a", "b"]);
+    expect(entries[0]?.probes[0]?.name).toBe("x");
+    expect(await history.load("b")).toEqual(fileOf("b", 2));
+    expect(await history.load("gone")).toBeNull();
+  });
+
+  it("keeps the newest of a run that is saved twice, and forgets what it is told to", async () => {
+    const history = await openHistory(new IDBFactory());
+    await history.save(fileOf("a", 1));
+    await history.save({ ...fileOf("a", 1), lost: 3 });
+    expect((await history.load("a"))?.lost).toBe(3);
+    await history.remove(["a"]);
+    expect(await history.list()).toEqual([]);
+  });
+});
+
+it("storage that is forbidden is done without", () => {
+  const forbidden = remembering(() => {
+    throw new DOMException("denied", "SecurityError");
+  });
+  forbidden.write("a", "b");
+  expect(forbidden.read("a")).toBeNull();
+});

@@ -1,0 +1,205 @@
+import { describe, expect, it } from "vitest";
+import { Tape } from "../src/data/tape";
+import { Pen } from "../src/views/scope/line";
+import { highest, pixelsOf } from "../src/views/scope/pixels";
+import { clipped, difference, extentOf, isCommon, spread, traceOf } from "../src/views/scope/traces";
+import { placed } from "../src/views/tip/placed";
+import { rankOf } from "../src/views/tip/rank";
+import { painterOf } from "../src/views/tokens/paint";
+import { grouped, matching, ordered } from "../src/views/rail/groups";
+import { probe, prompt, token, update } from "./wire";
+
+function tapeOf(answer: (number | null)[], before: number[] = []): Tape {
+  const tape = new Tape();
+  tape.apply(prompt(0, ...before.map(() => "p")));
+  if (before.length > 0) tape.apply(update("prompt", 0, ["x"], ...before.map((value) => [value])));
+  tape.apply(token(0, ...answer.map(() => "a")));
+  if (answer.length > 0) tape.apply(update("answer", 0, ["x"], ...answer.map((value) => [value])));
+  return tape;
+}
+
+const X = probe("x");
+const LUT = Uint32Array.from({ length: 256 }, (_, i) => i + 1);
+
+describe("the axis of tokens", () => {
+  it("begins with the prompt below zero", () => {
+    expect(extentOf([tapeOf([0.1, 0.2], [0.3])])).toEqual({ from: -1, to: 2 });
+    expect(extentOf([tapeOf([1], [1, 1]), tapeOf([1, 1, 1])])).toEqual({ from: -2, to: 3 });
+  });
+
+  it("can be cut to a stretch, and is whole where the stretch lies outside", () => {
+    expect(clipped({ from: -5, to: 20 }, [-9, 4])).toEqual({ from: -5, to: 4 });
+    expect(clipped({ from: 0, to: 5 }, [10, 20])).toEqual({ from: 0, to: 5 });
+    expect(clipped({ from: 0, to: 5 }, null)).toEqual({ from: 0, to: 5 });
+  });
+
+  it("is shared by runs of different length", () => {
+    const trace = traceOf(tapeOf([0.5]), X);
+    expect([...spread(trace, { from: -2, to: 3 })]).toEqual([NaN, NaN, 0.5, NaN, NaN]);
+    const whole = traceOf(tapeOf([0.5, 0.6]), X);
+    expect(spread(whole, { from: 0, to: 2 })).toBe(whole.values);
+  });
+});
+
+describe("the difference of two runs", () => {
+  it("is taken token by token from where the answers begin", () => {
+    const a = traceOf(tapeOf([0.25, 0.5, 0.75], [0.1, 0.1]), X);
+    const b = traceOf(tapeOf([0.5, null], [0.2]), X);
+    const found = difference(a, b);
+    expect(found.start).toBe(-1);
+    expect([...found.values]).toEqual([0.1, 0.25, NaN]);
+    expect(found.domain).toMatchObject({ low: -1, high: 1, neutral: 0 });
+  });
+});
+
+describe("the matrix", () => {
+  it("has a cell for each token and none where a score is missing", () => {
+    const pixels = pixelsOf([traceOf(tapeOf([0, null, 1]), X)], { from: 0, to: 3 }, 100, LUT);
+    expect([pixels.width, pixels.height, pixels.perColumn]).toEqual([3, 1, 1]);
+    expect([...pixels.data]).toEqual([1, 0, 256]);
+  });
+
+  it("shows the highest of the tokens that share a column, and loses none", () => {
+    const scores = Array.from({ length: 1000 }, () => 0);
+    scores[777] = 1;
+    const pixels = pixelsOf([traceOf(tapeOf(scores), X)], { from: 0, to: 1000 }, 10, LUT);
+    expect(pixels.width).toBe(10);
+    expect(pixels.perColumn).toBe(100);
+    expect([...pixels.data].indexOf(256)).toBe(7);
+  });
+
+  it("shows a stretch where it was asked for", () => {
+    const pixels = pixelsOf([traceOf(tapeOf([0, 1, 0, 0]), X)], { from: 1, to: 3 }, 100, LUT);
+    expect([...pixels.data]).toEqual([256, 1]);
+  });
+
+  it("finds no highest where there is none", () => {
+    expect(highest(Float64Array.of(NaN, NaN), 0, 2)).toBeNaN();
+    expect(highest(Float64Array.of(NaN, -3, NaN, -7), 0, 4)).toBe(-3);
+    expect(highest(Float64Array.of(1), 5, 9)).toBeNaN();
+  });
+});
+
+describe("the pen of the chart", () => {
+  function drawn(points: ([number, number] | null)[]): string[] {
+    const said: string[] = [];
+    const pen = new Pen({
+      moveTo: (x, y) => said.push(`M${x},${y}`),
+      lineTo: (x, y) => said.push(`L${x},${y}`),
+    });
+    for (const point of points) {
+      if (point) pen.put(...point);
+      else pen.lift();
+    }
+    pen.lift();
+    return said;
+  }
+
+  it("leaves a gap where a score is missing", () => {
+    expect(drawn([[0, 5], [1, 6], null, [3, 7], [4, 8]])).toEqual([
+      "M0,5",
+      "L1,5",
+      "L1,6",
+      "M3,7",
+      "L4,7",
+      "L4,8",
+    ]);
+  });
+
+  it("draws from the lowest to the highest of a pixel's points", () => {
+    expect(
+      drawn([
+        [0, 5],
+        [0, 1],
+        [0, 9],
+        [1, 2],
+      ]),
+    ).toEqual(["M0,9", "L0,1", "L1,2"]);
+  });
+
+  it("shows a point that stands alone", () => {
+    expect(drawn([null, [2, 3], null])).toEqual(["M2,3", "L3,3"]);
+  });
+});
+
+it("lines share an axis only where their ranges are the same", () => {
+  const tape = tapeOf([0.1]);
+  const logit = traceOf(tape, probe("x", { activation: "none", calibration: [-4, 4] }));
+  expect(isCommon([traceOf(tape, X), traceOf(tape, probe("x", { calibration: [0.2, 0.9] }))])).toBe(true);
+  expect(isCommon([traceOf(tape, X), logit])).toBe(false);
+});
+
+describe("the classes of a token", () => {
+  const tape = tapeOf([0, 0.5, 1, null]);
+  tape.apply(token(4, "late"));
+  const paint = painterOf(tape, X);
+
+  it("say its colour, and whether it is over the threshold", () => {
+    expect([paint(0), paint(1), paint(2)]).toEqual([" b0", " b16 over", " b32 over"]);
+  });
+
+  it("tell a missing score from one still to come", () => {
+    expect([paint(3), paint(4)]).toEqual([" none", " wait"]);
+  });
+
+  it("are none without a probe", () => {
+    expect(painterOf(tape, null)(0)).toBe("");
+  });
+});
+
+describe("a value's rank in the reference", () => {
+  const histogram = { low: 0, high: 4, counts: [10, 20, 30, 40] };
+  it.each([
+    [-1, 0],
+    [0, 0],
+    [1, 0.1],
+    [1.5, 0.2],
+    [4, 1],
+    [9, 1],
+  ])("of %d is %d", (value, rank) => {
+    expect(rankOf(histogram, value)).toBeCloseTo(rank, 12);
+  });
+  it("of an empty reference is nothing", () => {
+    expect(rankOf({ low: 0, high: 1, counts: [0, 0] }, 0.5)).toBe(0);
+  });
+});
+
+describe("the tooltip", () => {
+  const view = { width: 1000, height: 600 };
+  const tip = { width: 200, height: 150 };
+  const rect = (left: number, top: number) => ({ left, top, right: left + 40, bottom: top + 20 }) as DOMRect;
+
+  it("stands below its token, or above where there is no room", () => {
+    expect(placed(rect(100, 100), tip, view)).toEqual({ left: 88, top: 128 });
+    expect(placed(rect(100, 500), tip, view)).toEqual({ left: 88, top: 342 });
+  });
+
+  it("never leaves the window", () => {
+    expect(placed(rect(990, 100), tip, view).left).toBe(792);
+    expect(placed(rect(-50, 20), { width: 200, height: 590 }, view)).toEqual({ left: 8, top: 8 });
+    expect(placed(null, tip, view)).toEqual({ left: 792, top: 8 });
+  });
+});
+
+describe("the list of probes", () => {
+  const bank = [
+    probe("b", { point: "post_block.20" }),
+    probe("a", { point: "pre_attn.3", description: "Finds code" }),
+    probe("c", { point: "post_block.3" }),
+  ];
+
+  it("goes by layer, then by name", () => {
+    expect(ordered(bank).map(({ name }) => name)).toEqual(["a", "c", "b"]);
+    expect(grouped(bank).map(({ layer, probes }) => [layer, probes.length])).toEqual([
+      [3, 2],
+      [20, 1],
+    ]);
+  });
+
+  it("is searched in names, descriptions and points, every word of the search", () => {
+    expect(matching(bank, "CODE").map(({ name }) => name)).toEqual(["a"]);
+    expect(matching(bank, "block 20").map(({ name }) => name)).toEqual(["b"]);
+    expect(matching(bank, " ")).toHaveLength(3);
+    expect(matching(bank, "zebra")).toEqual([]);
+  });
+});

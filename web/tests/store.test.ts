@@ -1,0 +1,145 @@
+import { describe, expect, it, vi } from "vitest";
+import { Tape } from "../src/data/tape";
+import { Beat } from "../src/state/beat";
+import { createFocus, hover, isSame, move, pin, shownFocus } from "../src/state/focus";
+import { Shelf } from "../src/state/shelf";
+import { leafOf, pathTo, siblings, toggledLine } from "../src/state/store";
+import { chosen } from "../src/state/watch";
+import { probe, run, token } from "./wire";
+
+function frames() {
+  const asked: (() => void)[] = [];
+  const beat = new Beat((callback) => asked.push(callback));
+  return { beat, asked, turn: () => asked.splice(0).forEach((callback) => callback()) };
+}
+
+describe("work asked for in a frame", () => {
+  it("is done once, however often it was asked for", () => {
+    const { beat, asked, turn } = frames();
+    const work = vi.fn();
+    for (let i = 0; i < 1000; i += 1) beat.ask(work);
+    expect(asked).toHaveLength(1);
+    turn();
+    expect(work).toHaveBeenCalledTimes(1);
+  });
+
+  it("that asks again gets its turn in the next frame", () => {
+    const { beat, turn } = frames();
+    const work = vi.fn(() => beat.ask(work));
+    beat.ask(work);
+    turn();
+    turn();
+    expect(work).toHaveBeenCalledTimes(2);
+  });
+});
+
+it("a tape's watchers are told at most once a frame, and only of their own run", () => {
+  const { beat, turn } = frames();
+  const shelf = new Shelf(beat);
+  const [ours, other] = [vi.fn(), vi.fn()];
+  const stop = shelf.watch("a", ours);
+  shelf.watch("b", other);
+  for (let i = 0; i < 50; i += 1) {
+    shelf.get("a").apply(token(i, "t"));
+    shelf.touch("a");
+  }
+  turn();
+  expect(ours).toHaveBeenCalledTimes(1);
+  expect(other).not.toHaveBeenCalled();
+  stop();
+  shelf.touch("a");
+  turn();
+  expect(ours).toHaveBeenCalledTimes(1);
+});
+
+describe("a conversation", () => {
+  const runs = {
+    a: run("a", { createdAt: 1 }),
+    b: run("b", { parent: "a", createdAt: 2, user: "And then?" }),
+    c: run("c", { parent: "a", createdAt: 3, user: "Or then?" }),
+    d: run("d", { createdAt: 4 }),
+  };
+
+  it("is the path from its first turn", () => {
+    expect(pathTo(runs, "c").map(({ id }) => id)).toEqual(["a", "c"]);
+    expect(pathTo(runs, null)).toEqual([]);
+    expect(pathTo(runs, "gone")).toEqual([]);
+  });
+
+  it("ends where a stored run names itself as its parent", () => {
+    expect(pathTo({ x: run("x", { parent: "x" }) }, "x")).toHaveLength(1);
+  });
+
+  it("has variants where a turn was asked again", () => {
+    expect(siblings(runs, runs.b).map(({ id }) => id)).toEqual(["b", "c"]);
+    expect(siblings(runs, runs.a).map(({ id }) => id)).toEqual(["a", "d"]);
+  });
+
+  it("goes on to its newest turn", () => {
+    expect(leafOf(runs, "a")).toBe("c");
+    expect(leafOf(runs, "d")).toBe("d");
+  });
+});
+
+describe("the marked token", () => {
+  const at = (index: number) => ({ run: "r", spot: { part: "answer" as const, index } });
+  const tape = new Tape();
+  tape.apply(token(0, "a", "b", "c"));
+
+  it("is the hovered one, then the pinned one", () => {
+    const focus = createFocus();
+    pin(focus, at(0), null);
+    hover(focus, at(2), null);
+    expect(shownFocus(focus.getState())).toEqual(at(2));
+    hover(focus, null, null);
+    expect(shownFocus(focus.getState())).toEqual(at(0));
+  });
+
+  it("is let go of when it is pinned again", () => {
+    const focus = createFocus();
+    pin(focus, at(1), null);
+    pin(focus, at(1), null);
+    expect(shownFocus(focus.getState())).toBeNull();
+  });
+
+  it("moves by keys and stops at either end", () => {
+    const focus = createFocus();
+    move(focus, "r", tape, 1);
+    expect(focus.getState().pin).toEqual(at(0));
+    move(focus, "r", tape, 10);
+    expect(focus.getState().pin).toEqual(at(2));
+    move(focus, "r", tape, -1);
+    expect(focus.getState().pin).toEqual(at(1));
+    move(focus, "r", tape, -9);
+    expect(focus.getState().pin).toEqual(at(0));
+  });
+
+  it("does not move where there are no tokens", () => {
+    const focus = createFocus();
+    move(focus, "r", new Tape(), 1);
+    expect(focus.getState().pin).toBeNull();
+  });
+
+  it("is the same only in run, part and index", () => {
+    expect(isSame(at(1), at(1))).toBe(true);
+    expect(isSame(at(1), { run: "s", spot: at(1).spot })).toBe(false);
+    expect(isSame(at(1), { run: "r", spot: { part: "prompt", index: 1 } })).toBe(false);
+    expect(isSame(null, null)).toBe(true);
+  });
+});
+
+describe("the probes of the chart", () => {
+  it("are eight at most", () => {
+    const full = ["a", "b", "c", "d", "e", "f", "g", "h"];
+    expect(toggledLine(full, "i")).toBeNull();
+    expect(toggledLine(full, "a")).toEqual(full.slice(1));
+    expect(toggledLine(["a"], "b")).toEqual(["a", "b"]);
+  });
+
+  it("stay chosen while they exist", () => {
+    const bank = [probe("a"), probe("b")];
+    expect(chosen(bank, "b", ["b"])).toMatchObject({ probe: "b", lines: ["b"] });
+    expect(chosen(bank, "gone", ["gone"])).toMatchObject({ probe: "a", lines: ["a", "b"] });
+    expect(chosen([], null, [])).toMatchObject({ probe: null, lines: [] });
+  });
+});

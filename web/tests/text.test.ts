@@ -1,0 +1,119 @@
+import { describe, expect, it } from "vitest";
+import { locate } from "../src/text/locate";
+import { brief, count, counted, inWords, score, signed } from "../src/text/number";
+import { placeOf } from "../src/text/point";
+import { kindOf, leadOf, shown, spoken, visible } from "../src/text/token";
+
+describe("a token", () => {
+  it.each([
+    [" sky", "plain"],
+    ["", "fragment"],
+    ["\n\n", "newline"],
+    [".\n", "newline"],
+    ["   ", "space"],
+    ["\t", "space"],
+    ["<|im_start|>", "special"],
+    ["<|endoftext|>", "special"],
+    ["</s>", "special"],
+    ["[INST]", "special"],
+    ["<b>", "plain"],
+    ["<", "plain"],
+    ["a<|x|>", "plain"],
+  ])("%j is of the kind %s", (text, kind) => {
+    expect(kindOf(text)).toBe(kind);
+  });
+
+  it("hides nothing in a tooltip", () => {
+    expect(visible(" a\n\tb")).toBe("·a↵→b");
+    expect(visible("\u202egnp.\u200b\u0007")).toBe("\\u202egnp.\\u200b\\u0007");
+    expect(visible("")).toBe("(part of a character)");
+  });
+
+  it("keeps its text on the page but for what would turn the line around", () => {
+    expect(shown(" a\n\tb")).toBe(" a\n\tb");
+    expect(shown("<img src=x>")).toBe("<img src=x>");
+    expect(shown("\u202eabc\u0000")).toBe("\\u202eabc\\u0000");
+    expect(shown("مرحبا 你好 🙂")).toBe("مرحبا 你好 🙂");
+  });
+
+  it("marks the white space it begins with", () => {
+    expect(leadOf("  \tx y")).toBe("··→");
+    expect(leadOf("x ")).toBe("");
+  });
+
+  it("can be said aloud", () => {
+    expect(spoken("  ")).toBe("2 spaces");
+    expect(spoken("\n")).toBe("new line");
+    expect(spoken(" sky")).toBe("sky");
+    expect(spoken("")).toBe("part of a character");
+  });
+});
+
+describe("the user's words in a prompt", () => {
+  const prompt = ["<|im_start|>", "user", "\n", "Why", " is", " the sky", " blue", "?", "<|im_end|>", "\n"];
+
+  it("are found among the template's", () => {
+    expect(locate(prompt, "Why is the sky blue?")).toEqual([3, 8]);
+  });
+
+  it("are found without the spaces around them", () => {
+    expect(locate(prompt, "  Why is the sky blue?\n")).toEqual([3, 8]);
+  });
+
+  it("are the last of several: the newest turn's", () => {
+    expect(locate(["a", " b", "x", "a", " b"], "a b")).toEqual([3, 5]);
+  });
+
+  it("take a token that they share with the template whole", () => {
+    expect(locate(["user\nWhy", " not", "?<end>"], "Why not?")).toEqual([0, 3]);
+  });
+
+  it("are not found where the template changed them", () => {
+    expect(locate(prompt, "Why is the sky green?")).toBeNull();
+    expect(locate(prompt, "   ")).toBeNull();
+  });
+});
+
+describe("a number", () => {
+  it.each([
+    [0, "0"],
+    [0.93123, "0.9312"],
+    [0.00012, "1.20e−4"],
+    [-3.5, "−3.5000"],
+    [12.34567, "12.346"],
+    [1234.56, "1234.6"],
+    [NaN, "–"],
+  ])("%d is shown as %s", (value, text) => {
+    expect(score(value)).toBe(text);
+  });
+
+  it("has its sign in a difference", () => {
+    expect(signed(0.5)).toBe("+0.5000");
+    expect(signed(-0.5)).toBe("−0.5000");
+  });
+
+  it("is brief on axes", () => {
+    expect([brief(0), brief(0.001), brief(0.25), brief(12.34), brief(1e-5)]).toEqual([
+      "0.00",
+      "0.001",
+      "0.25",
+      "12.3",
+      "1e−5",
+    ]);
+  });
+
+  it("is counted with its noun", () => {
+    expect([counted(1, "token"), counted(1234, "token"), count(9), inWords(6), inWords(64)]).toEqual([
+      "1 token",
+      "1,234 tokens",
+      "9",
+      "six",
+      "64",
+    ]);
+  });
+});
+
+it("a point is read as layer and place", () => {
+  expect(placeOf("post_block.16")).toEqual({ layer: 16, where: "after the block" });
+  expect(placeOf("elsewhere")).toEqual({ layer: -1, where: "elsewhere" });
+});

@@ -1,0 +1,109 @@
+import { afterEach, describe, expect, it, vi } from "vitest";
+import { ApiError, UnreachableError, type Server } from "../src/api/http";
+import type { Health } from "../src/api/types";
+import { createPageStore } from "../src/state/store";
+import { Watch } from "../src/state/watch";
+import { messageOf } from "../src/views/bar/Banner";
+import { standingOf } from "../src/views/bar/Status";
+import { probe } from "./wire";
+
+const READY: Health = { status: "ready", reason: null, model: "m", version: "1" };
+const READER = { delivered: 1, lost: 0, lag: 0, orphaned: 0, attached: true };
+
+function watched(answers: Record<string, unknown>, status = 200) {
+  const store = createPageStore();
+  const forget = vi.fn();
+  const server: Server = {
+    ask: (path) => {
+      const answer = answers[path];
+      if (answer instanceof Error) return Promise.reject(answer);
+      return Promise.resolve(new Response(JSON.stringify(answer), { status }));
+    },
+    json: <T>(path: string) => {
+      const answer = answers[path];
+      return answer instanceof Error ? Promise.reject(answer) : Promise.resolve(answer as T);
+    },
+  };
+  const watch = new Watch(server, store, forget);
+  return { store, forget, watch };
+}
+
+const GOOD = {
+  health: READY,
+  "v1/models": { data: [{ id: "m" }] },
+  "v1/probes": { data: [probe("x")], capacity: 1, version: 1 },
+  "v1/clairai": {
+    model: "m",
+    points: [],
+    width: 1,
+    capacity: 1,
+    epoch: "e",
+    published: 0,
+    unpublished: 0,
+    reader: READER,
+  },
+  "v1/examples": { data: [] },
+};
+
+afterEach(() => void vi.clearAllTimers());
+
+describe("the picture of the server", () => {
+  it("is whole when the engine is ready", async () => {
+    const { store, watch } = watched(GOOD);
+    await watch.look();
+    watch.stop();
+    expect(store.getState()).toMatchObject({ model: "m", probe: "x", lines: ["x"] });
+    expect(standingOf(store.getState().link)).toEqual({ word: "ready", tone: "good" });
+    expect(messageOf(store.getState())).toBeNull();
+  });
+
+  it("says that the engine starts, and in its own words how far it is", async () => {
+    const health = { ...READY, status: "starting", reason: "loading weights, 12 s" };
+    const { store, watch } = watched({ health }, 503);
+    await watch.look();
+    watch.stop();
+    expect(messageOf(store.getState())).toMatchObject({
+      title: "The engine is starting.",
+      text: "loading weights, 12 s",
+    });
+    expect(store.getState().probes).toBeNull();
+  });
+
+  it("counts the times nobody answered", async () => {
+    const { store, watch } = watched({ health: new UnreachableError() });
+    await watch.look();
+    await watch.look();
+    watch.stop();
+    expect(store.getState().link).toEqual({ kind: "unreachable", attempts: 2 });
+    expect(messageOf(store.getState())?.title).toBe("Disconnected.");
+  });
+
+  it("asks for a key where the server wants one, and forgets a wrong one", async () => {
+    const { store, forget, watch } = watched({ ...GOOD, "v1/models": new ApiError(401, "no key") });
+    await watch.look();
+    watch.stop();
+    expect(store.getState().key).toEqual({ isNeeded: true, wasRefused: false });
+    expect(forget).toHaveBeenCalledOnce();
+  });
+
+  it("warns of a degraded engine, of loss and of failure", () => {
+    const degraded = { ...READY, status: "degraded" as const, reason: "the ring is not attached" };
+    const link = { kind: "answered" as const, health: degraded };
+    expect(messageOf({ link, engine: null, isFrozen: false })?.text).toBe("the ring is not attached");
+    const ready = { kind: "answered" as const, health: READY };
+    const engine = { ...GOOD["v1/clairai"], reader: { ...READER, lost: 1234 } };
+    expect(messageOf({ link: ready, engine, isFrozen: false })?.text).toContain("1,234 rows");
+    const failed = {
+      kind: "answered" as const,
+      health: { ...READY, status: "failed" as const, reason: "it died" },
+    };
+    expect(messageOf({ link: failed, engine: null, isFrozen: false })).toMatchObject({
+      tone: "bad",
+      text: "it died",
+    });
+    expect(messageOf({ link: failed, engine: null, isFrozen: true })).toBeNull();
+    expect(messageOf({ link: { kind: "connecting" }, engine: null, isFrozen: false })?.title).toBe(
+      "Connecting",
+    );
+  });
+});
