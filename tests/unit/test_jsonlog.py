@@ -23,6 +23,8 @@ END = RunEnd(
         ChoiceResult(0, tokens=12, count=11, lost=0, finish_reason="stop", probes=()),
         ChoiceResult(1, tokens=8, count=5, lost=2, finish_reason="stop", probes=()),
     ),
+    run="0123456789abcdef",
+    first_token_seconds=0.12345,
 )
 
 
@@ -57,13 +59,23 @@ def test_a_completion_is_one_line_with_its_numbers(lines: list[str]) -> None:
         "logger": "clairai.access",
         "message": "completion",
         "route": "/v1/chat/completions",
+        "status": 200,
         "outcome": "done",
         "seconds": 1.2346,
+        "first_token_seconds": 0.1235,
         "tokens": 20,
         "scored": 16,
         "lost": 2,
         "response": "chatcmpl-1",
+        "run": "0123456789abcdef",
     }
+
+
+def test_a_completion_without_scores_has_nulls_and_no_zeros_in_their_place() -> None:
+    plain = RunEnd(None, None, "/v1/completions", "error", 0.1, (), is_scored=False, status=503)
+    fields = access_fields(plain)
+    assert (fields["status"], fields["outcome"]) == (503, "error")
+    assert [fields[name] for name in ("tokens", "scored", "lost", "run")] == [None] * 4
 
 
 def test_the_models_name_may_be_a_path_and_is_not_logged() -> None:
@@ -76,7 +88,7 @@ def test_as_text_a_line_is_what_a_person_reads(lines: list[str]) -> None:
     logging.getLogger("clairai.stream").warning("records were lost")
     AccessLog().on_run_end(END)
     assert lines[:2] == ["m is served on http://127.0.0.1:6969", "warning: records were lost"]
-    assert lines[2].startswith("completion route=/v1/chat/completions outcome=done seconds=1.2346")
+    assert lines[2].startswith("completion route=/v1/chat/completions status=200 outcome=done")
 
 
 def test_of_another_librarys_message_only_the_first_line_is_kept(lines: list[str]) -> None:

@@ -51,7 +51,7 @@ def _rows(*phases: int, flags: int = 0) -> NDArray[np.void]:
 def _feed(
     metrics: Metrics, bank: wire.Bank, *scores: tuple[float, ...], phase: int = wire.DECODE
 ) -> None:
-    metrics.on_scores(bank, _rows(*[phase] * len(scores)), np.array(scores, np.float32))
+    metrics.on_scores(bank, _rows(*[phase] * len(scores)), np.array(scores, np.float32), 1)
 
 
 def _samples(metrics: Metrics) -> dict[tuple[str, tuple[str, ...]], float]:
@@ -113,7 +113,7 @@ def test_scores_are_in_the_bucket_they_belong_to_by_probe() -> None:
 def test_prompt_and_generated_tokens_are_counted_apart_and_marks_not_at_all() -> None:
     metrics = Metrics()
     rows = _rows(wire.PREFILL, wire.PREFILL, wire.DECODE, wire.CACHED, wire.FINISHED)
-    metrics.on_scores(wire.Bank(1, (SIGMOID,)), rows, np.full((5, 1), 0.7, np.float32))
+    metrics.on_scores(wire.Bank(1, (SIGMOID,)), rows, np.full((5, 1), 0.7, np.float32), 1)
     samples = _samples(metrics)
     assert samples["clairai_prompt_score_count", ("code",)] == 2
     assert samples["clairai_generated_score_count", ("code",)] == 1
@@ -124,7 +124,7 @@ def test_a_row_that_was_forwarded_again_is_counted_once() -> None:
     bank = wire.Bank(1, (SIGMOID,))
     _feed(metrics, bank, (0.7,))
     rows = _rows(wire.DECODE, flags=wire.RECOMPUTED)
-    metrics.on_scores(bank, rows, np.array([[0.7]], np.float32))
+    metrics.on_scores(bank, rows, np.array([[0.7]], np.float32), 1)
     assert _samples(metrics)["clairai_generated_score_count", ("code",)] == 1
 
 
@@ -176,7 +176,7 @@ def test_there_are_as_many_series_as_the_bank_has_probes_whatever_comes_and_goes
 
 def test_a_bank_without_probes_is_shown_as_such() -> None:
     metrics = Metrics()
-    metrics.on_scores(wire.Bank(1, ()), _rows(wire.DECODE), np.zeros((1, 0), np.float32))
+    metrics.on_scores(wire.Bank(1, ()), _rows(wire.DECODE), np.zeros((1, 0), np.float32), 1)
     assert not [key for key in _samples(metrics) if key[0].endswith("_score_count")]
 
 
@@ -219,8 +219,10 @@ def test_what_is_held_back_to_be_counted_together_is_bounded() -> None:
 def test_runs_are_counted_by_outcome_with_their_times() -> None:
     metrics = Metrics()
     for outcome in ("done", "done", "cancelled"):
-        metrics.on_run_end(_end(outcome))
+        metrics.on_run_end(_end(outcome, first_token_seconds=0.02 if outcome == "done" else None))
     samples = _samples(metrics)
+    assert samples["clairai_first_token_seconds_count", ()] == 2
+    assert samples["clairai_first_token_seconds_bucket", ("0.025",)] == 2
     ended = "clairai_completions_ended_total"
     counts = {outcome: samples[ended, (outcome,)] for outcome in ("done", "cancelled", "error")}
     assert counts == {"done": 2, "cancelled": 1, "error": 0}
@@ -234,7 +236,7 @@ def test_the_lag_of_scores_is_from_publishing_to_reading() -> None:
     metrics = Metrics()
     now_ns = time.monotonic_ns()
     scores = np.array([[0.5]], np.float32)
-    for stamp_ns in (now_ns - 3_000_000_000, now_ns + 3_000_000_000, 0):  # late, ahead, unknown
+    for stamp_ns in (now_ns - 3_000_000_000, now_ns + 3_000_000_000):  # late, and a clock ahead
         metrics.on_scores(wire.Bank(1, (SIGMOID,)), _rows(wire.DECODE), scores, stamp_ns)
     samples = _samples(metrics)
     assert samples["clairai_score_lag_seconds_count", ()] == 2
@@ -257,7 +259,7 @@ def test_scores_may_come_while_somebody_scrapes() -> None:
 
     def feed() -> None:
         for _ in range(500):
-            metrics.on_scores(bank, rows, scores)
+            metrics.on_scores(bank, rows, scores, 1)
 
     feeding = threading.Thread(target=feed)
     feeding.start()

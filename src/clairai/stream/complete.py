@@ -34,6 +34,7 @@ from clairai.stream.relay import (
 )
 from clairai.stream.run import Run
 from clairai.stream.shape import check_shape
+from clairai.stream.sheet import Sheet
 from clairai.stream.upstream import UpstreamGone, back
 
 # A body that takes longer to look through than a chunk may be late is looked through elsewhere.
@@ -43,27 +44,27 @@ Item = TypeVar("Item")
 
 async def complete(proxy: Proxy, http: HttpRequest, body: bytes, path: str) -> Response:
     """`path` is the same here and upstream."""
-    request = await _read(proxy, body)
-    stack = AsyncExitStack()
-    stack.enter_context(proxy.busy())
-    if request is None:
-        return await relay_within(stack, proxy, http, body, path)
-    async with stack:
+    async with AsyncExitStack() as stack:
+        completion = stack.enter_context(proxy.completion(path))
+        request = await _read(proxy, body)
+        stack.enter_context(proxy.busy())
+        if request is None:
+            return await relay_within(stack.pop_all(), proxy, http, body, path, completion)
         await proxy.knowledge.check(request.asked.names)
-        completion = stack.enter_context(proxy.scored(request.asked, path))
+        sheet = completion.sheet = stack.enter_context(proxy.scoring(request.asked))
         opened = proxy.upstream.ask(
             "POST",
             with_query(path, http),
             headers=headers_of(proxy, http, is_edited=True),
-            body=request.body(completion.sheet.stream),
+            body=request.body(sheet.stream),
         )
         if request.asked.is_named:
             proxy.runs.make_room()
-        voices = _Voices(proxy, request, completion)
+        voices = _Voices(proxy, request, completion, sheet)
         await voices.prepare()
         response = await stack.enter_async_context(opened)
         if response.status != HTTPStatus.OK:
-            completion.outcome = "error"
+            completion.failed(response.status)
             return await whole(proxy.upstream, response)
         if request.asked.is_named:
             return voices.named(response, stack)
@@ -88,11 +89,13 @@ async def _read(proxy: Proxy, body: bytes) -> Request | None:
 class _Voices:
     """The three ways to answer one request."""
 
-    def __init__(self, proxy: Proxy, request: Request, completion: Completion) -> None:
+    def __init__(
+        self, proxy: Proxy, request: Request, completion: Completion, sheet: Sheet
+    ) -> None:
         self._proxy = proxy
         self._request = request
         self._completion = completion
-        self._sheet = completion.sheet
+        self._sheet = sheet
 
     async def prepare(self) -> None:
         """Whatever a voice needs is there before upstream begins."""
@@ -125,6 +128,7 @@ class _Voices:
 
     def named(self, response: aiohttp.ClientResponse, stack: AsyncExitStack) -> Response:
         run = self._proxy.runs.new()
+        self._completion.run = run.id
         self._proxy.runs.start(run, self._events(run, response, stack.pop_all()))
         return self._proxy.runs.answer(run, after=0)
 
@@ -147,6 +151,7 @@ class _Voices:
         try:
             async with aclosing(flow(response.content, merger, self._sheet)) as parts:
                 async for frames in parts:
+                    self._completion.note_token()
                     yield b"".join(frames)
             self._completion.outcome = "done"
         except UpstreamGone:
@@ -163,6 +168,7 @@ class _Voices:
                 parts = flow(response.content, self._merger(voice), self._sheet)
                 async with aclosing(parts):
                     async for events in parts:
+                        self._completion.note_token()
                         await run.put(events)
                 self._completion.outcome = "error" if voice.has_failed else "done"
             except UpstreamGone:

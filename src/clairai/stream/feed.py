@@ -176,7 +176,7 @@ class Feed:
     def _tell_observers(self, bank: wire.Bank, record: Record) -> None:
         for observer in list(self._observers):
             try:
-                observer.on_scores(bank, record.rows, record.scores_RC)
+                observer.on_scores(bank, record.rows, record.scores_RC, record.stamp_ns)
             except Exception:
                 _log.exception("%r is told no more", observer)
                 self._observers.remove(observer)

@@ -63,10 +63,13 @@ class Health:
         if told.status == "starting":
             return Refused(
                 HTTPStatus.SERVICE_UNAVAILABLE,
-                "the engine is starting; try again when GET /health says it is ready",
+                f"{told.reason or 'the engine is starting'}; "
+                f"try again when GET /health says it is ready",
                 code="engine-starting",
                 headers={"Retry-After": "2"},
             )
+        if told.reason is not None:  # whoever started it does not start it again
+            return Refused(HTTPStatus.SERVICE_UNAVAILABLE, told.reason, code="engine-gone")
         return Refused(
             HTTPStatus.BAD_GATEWAY, "the engine does not answer; see its log", code="engine-gone"
         )

@@ -86,7 +86,7 @@ class AccessLog:
         bank: wire.Bank,
         rows: NDArray[np.void],
         scores_RP: NDArray[np.float32],
-        stamp_ns: int = 0,
+        stamp_ns: int,
     ) -> None:
         pass
 
@@ -95,14 +95,21 @@ class AccessLog:
 
 
 def access_fields(end: RunEnd) -> dict[str, Any]:
+    """What is only known of a scored completion is null without scores."""
+    first_s = end.first_token_seconds
+    counts = [(choice.tokens, choice.count, choice.lost) for choice in end.choices]
+    tokens, scored, lost = map(sum, zip(*counts, strict=True)) if counts else (None, None, None)
     return {
         "route": end.route,
+        "status": end.status,
         "outcome": end.outcome,
         "seconds": round(end.seconds, 4),
-        "tokens": sum(choice.tokens for choice in end.choices),
-        "scored": sum(choice.count for choice in end.choices),
-        "lost": sum(choice.lost for choice in end.choices),
+        "first_token_seconds": None if first_s is None else round(first_s, 4),
+        "tokens": tokens,
+        "scored": scored,
+        "lost": lost,
         "response": end.response_id,
+        "run": end.run,
     }
 
 

@@ -73,17 +73,18 @@ class Metrics:
         bank: wire.Bank,
         rows: NDArray[np.void],
         scores_RP: NDArray[np.float32],
-        stamp_ns: int = 0,
+        stamp_ns: int,
     ) -> None:
         with self._lock:
             self._tally.add(bank, rows, scores_RP)
-            if stamp_ns:
-                self._lag.add(max(0, time.monotonic_ns() - stamp_ns) / 1e9)
+            self._lag.add(max(0, time.monotonic_ns() - stamp_ns) / 1e9)
 
     def on_run_end(self, end: RunEnd) -> None:
         with self._lock:
             self._ended[end.outcome] += 1
             self._whole.add(end.seconds)
+            if end.first_token_seconds is not None:
+                self._first_token.add(end.first_token_seconds)
             self._num_tokens += sum(choice.tokens for choice in end.choices)
 
     def text(self, numbers: Numbers) -> bytes:
@@ -145,7 +146,7 @@ class _Snapshot(Collector):
         yield ended
         errors = self.numbers.upstream_errors
         yield _counter("clairai_upstream_errors", "Failures of the engine's server.", errors)
-        yield _counter("clairai_tokens", "Tokens generated.", self.num_tokens)
+        yield _counter("clairai_tokens", "Tokens of scored completions.", self.num_tokens)
         yield self.whole.family("clairai_completion_seconds", "From the request to its last byte.")
         yield self.first_token.family(
             "clairai_first_token_seconds", "From the request to the engine's first token."

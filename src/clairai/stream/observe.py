@@ -42,7 +42,7 @@ class ChoiceResult:
 
 @dataclass(frozen=True)
 class RunEnd:
-    """A completion that asked for scores has ended, however it did."""
+    """A completion has ended, however it did; one that asked for no scores has no `choices`."""
 
     response_id: str | None  # as the client knows it: chatcmpl-...
     model: str | None
@@ -50,6 +50,10 @@ class RunEnd:
     outcome: Outcome
     seconds: float
     choices: tuple[ChoiceResult, ...]
+    is_scored: bool = True
+    run: str | None = None  # of a named run, as in X-Clairai-Run
+    status: int = 200  # HTTP's
+    first_token_seconds: float | None = None  # from the request on; None if none came in a stream
 
 
 @dataclass(frozen=True)
@@ -83,11 +87,16 @@ class Observer(Protocol):
     """Must be quick, and must not raise: one that does is logged once and told no more."""
 
     def on_scores(
-        self, bank: wire.Bank, rows: NDArray[np.void], scores_RP: NDArray[np.float32]
+        self,
+        bank: wire.Bank,
+        rows: NDArray[np.void],
+        scores_RP: NDArray[np.float32],
+        stamp_ns: int,
     ) -> None:
         """Every record of the ring, whosever rows they are; called on the ring's own thread.
 
-        Rows with phase CACHED and FINISHED have no scores (NaN).
+        Rows with phase CACHED and FINISHED have no scores (NaN). `stamp_ns` is when the engine
+        published the record, on the clock of time.monotonic_ns().
         """
 
     def on_run_end(self, end: RunEnd) -> None:
@@ -100,4 +109,4 @@ class Exposition(Observer, Protocol):
     content_type: str
 
     def text(self, numbers: Numbers) -> bytes:
-        """Called on the event loop for each scrape."""
+        """Called for each scrape, on a thread of its own."""

@@ -23,29 +23,50 @@ from clairai.stream.refusal import Refused
 from clairai.stream.runs import Runs
 from clairai.stream.settings import ProxySettings
 from clairai.stream.sheet import Parcel, Sheet
-from clairai.stream.upstream import Upstream
+from clairai.stream.upstream import Upstream, UpstreamGone
 from clairai.wanted import mint
 
 _log: Final = logging.getLogger(__name__)
 
 
 class Completion:
-    """One scored completion on its way; `outcome` is what it would be if it ended now."""
+    """One completion on its way; `outcome` is what it would be if it ended now."""
 
-    def __init__(self, sheet: Sheet, route: str) -> None:
-        self.sheet = sheet
+    def __init__(self, route: str) -> None:
         self.route = route
+        self.sheet: Sheet | None = None  # of one that asked for scores
+        self.run: str | None = None
         self.outcome: Outcome = "cancelled"
-        self.started_s = time.monotonic()
+        self.status: int = HTTPStatus.OK
+        self._started_s = time.monotonic()
+        self._first_s: float | None = None
+
+    def note_token(self) -> None:
+        """Upstream has begun: its first frame comes with its first token."""
+        if self._first_s is None:
+            self._first_s = time.monotonic()
+
+    def answered(self, status: int) -> None:
+        """Whole, with this status."""
+        self.status = status
+        self.outcome = "done" if status < HTTPStatus.BAD_REQUEST else "error"
+
+    def failed(self, status: int) -> None:
+        self.status, self.outcome = status, "error"
 
     def end(self) -> RunEnd:
+        sheet, first_s = self.sheet, self._first_s
         return RunEnd(
-            self.sheet.response_id,
-            self.sheet.model,
+            None if sheet is None else sheet.response_id,
+            None if sheet is None else sheet.model,
             self.route,
             self.outcome,
-            time.monotonic() - self.started_s,
-            self.sheet.results(),
+            time.monotonic() - self._started_s,
+            () if sheet is None else sheet.results(),
+            is_scored=sheet is not None,
+            run=self.run,
+            status=self.status,
+            first_token_seconds=None if first_s is None else first_s - self._started_s,
         )
 
 
@@ -102,8 +123,26 @@ class Proxy:
             self._streams -= 1
 
     @contextmanager
-    def scored(self, asked: Asked, route: str) -> Iterator[Completion]:
-        """A completion with a stream id that nobody else has or can guess."""
+    def completion(self, route: str) -> Iterator[Completion]:
+        """One whose end the observers are told, however it comes."""
+        completion = Completion(route)
+        try:
+            yield completion
+        except Refused as refused:
+            completion.failed(refused.status)
+            raise
+        except UpstreamGone:
+            completion.failed(self.health.unanswered().status)
+            raise
+        except Exception:
+            completion.failed(HTTPStatus.INTERNAL_SERVER_ERROR)
+            raise
+        finally:
+            self._note_end(completion)
+
+    @contextmanager
+    def scoring(self, asked: Asked) -> Iterator[Sheet]:
+        """A sheet with a stream id that nobody else has or can guess."""
         stream = mint()
         sheet = Sheet(
             stream,
@@ -114,27 +153,19 @@ class Proxy:
         )
         self._sheets[stream] = sheet
         self.feed.watched.add(stream)
-        completion = Completion(sheet, route)
         try:
-            yield completion
-        except Exception:
-            completion.outcome = "error"
-            raise
+            yield sheet
         finally:
             self.feed.watched.discard(stream)
             del self._sheets[stream]
-            self._note_end(completion)
-
-    def note_cancelled(self) -> None:
-        self._cancelled += 1
+            self._lost += sheet.lost
+            self._mismatched += sheet.mismatched
+            if wrong := sheet.mismatched:
+                _log.error("%d rows carried another token than the request: please report", wrong)
 
     def _note_end(self, completion: Completion) -> None:
-        self._lost += completion.sheet.lost
-        self._mismatched += completion.sheet.mismatched
-        if wrong := completion.sheet.mismatched:
-            _log.error("%d rows carried another token than the request: please report", wrong)
         if completion.outcome == "cancelled":
-            self.note_cancelled()
+            self._cancelled += 1
         end = completion.end()
         for observer in list(self._observers):
             try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from http import HTTPStatus
 from importlib.metadata import version
 from pathlib import Path
@@ -51,7 +52,7 @@ async def describe(proxy: Proxy, request: Request) -> Response:
 async def metrics(proxy: Proxy) -> Response:
     if proxy.metrics is None:
         raise Refused(HTTPStatus.NOT_FOUND, "this proxy keeps no metrics")
-    text = proxy.metrics.text(proxy.numbers())
+    text = await asyncio.to_thread(proxy.metrics.text, proxy.numbers())
     return Response(text, headers={"Content-Type": proxy.metrics.content_type})
 
 

@@ -13,7 +13,7 @@ from starlette.responses import Response
 
 from clairai.stream.flow import MAX_FRAME_BYTES
 from clairai.stream.outgoing import EVENT_STREAM, EventStream
-from clairai.stream.proxy import Proxy
+from clairai.stream.proxy import Completion, Proxy
 from clairai.stream.sse import FrameTooLong, Splitter, frame_of
 from clairai.stream.upstream import Upstream, back, onward
 
@@ -34,9 +34,15 @@ async def relay(proxy: Proxy, request: Request, body: bytes | None, path: str) -
 
 
 async def relay_within(
-    held: AsyncExitStack, proxy: Proxy, request: Request, body: bytes | None, path: str
+    held: AsyncExitStack,
+    proxy: Proxy,
+    request: Request,
+    body: bytes | None,
+    path: str,
+    completion: Completion | None = None,
 ) -> Response:
     """The same; what is held is let go when the answer has ended."""
+    completion = completion or Completion(path)  # one whose end nobody is told
     async with held as stack:
         response = await stack.enter_async_context(
             proxy.upstream.ask(
@@ -47,9 +53,11 @@ async def relay_within(
             )
         )
         if not is_event_stream(response):
-            return await whole(proxy.upstream, response)
+            answer = await whole(proxy.upstream, response)
+            completion.answered(answer.status_code)
+            return answer
         return EventStream(
-            _passed_on(proxy, response),
+            _passed_on(proxy, response, completion),
             stack.pop_all(),
             stall_s=proxy.settings.timeouts.stalled,
             status=response.status,
@@ -77,21 +85,20 @@ async def whole(upstream: Upstream, response: aiohttp.ClientResponse) -> Respons
     return Response(body, response.status, dict(back(response.headers)))
 
 
-async def _passed_on(proxy: Proxy, response: aiohttp.ClientResponse) -> AsyncGenerator[bytes, None]:
+async def _passed_on(
+    proxy: Proxy, response: aiohttp.ClientResponse, completion: Completion
+) -> AsyncGenerator[bytes, None]:
     """Only whole frames, so that an error can follow one; together they are what came."""
     splitter = Splitter(MAX_FRAME_BYTES)
-    is_whole = False
     try:
         while raw := await response.content.readany():
+            completion.note_token()
             if frames := splitter.feed(raw):
                 yield b"".join(frames)
         if splitter.rest:
             yield splitter.rest
-        is_whole = True
+        completion.answered(response.status)
     except (aiohttp.ClientError, FrameTooLong, OSError):
         proxy.upstream.errors += 1
+        completion.failed(response.status)
         yield DIED_FRAME
-        is_whole = True
-    finally:
-        if not is_whole:
-            proxy.note_cancelled()

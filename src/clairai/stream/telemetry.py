@@ -58,7 +58,7 @@ class Telemetry:
         bank: wire.Bank,
         rows: NDArray[np.void],
         scores_RP: NDArray[np.float32],
-        stamp_ns: int = 0,
+        stamp_ns: int,
     ) -> None:
         pass
 

@@ -1,0 +1,166 @@
+"""Takes completions of every kind through the proxy; gives what its observers are told of each."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from aiohttp import web
+from numpy.typing import NDArray
+
+from clairai import wire
+from clairai.stream.health import Word
+from clairai.stream.metrics import Metrics
+from clairai.stream.observe import RunEnd
+from tests.http.fake import Exchange
+from tests.http.world import CHAT, World, world
+from tests.process.parts import until
+
+SCORED = {"clairai": {"probes": "all"}}
+
+
+class Told:
+    """An Observer that keeps what it is told."""
+
+    def __init__(self) -> None:
+        self.ends: list[RunEnd] = []
+        self.lags_s: list[float] = []
+
+    def on_scores(
+        self,
+        bank: wire.Bank,
+        rows: NDArray[np.void],
+        scores_RP: NDArray[np.float32],
+        stamp_ns: int,
+    ) -> None:
+        assert scores_RP.shape == (len(rows), len(bank.probes))
+        self.lags_s.append((time.monotonic_ns() - stamp_ns) / 1e9)
+
+    def on_run_end(self, end: RunEnd) -> None:
+        self.ends.append(end)
+
+
+@pytest.fixture
+def told() -> Told:
+    return Told()
+
+
+@pytest.fixture
+def proxied(tmp_path: Path, told: Told) -> Iterator[World]:
+    with world(tmp_path, observers=(told,), metrics=Metrics()) as made:
+        yield made
+
+
+def _post(proxied: World, **fields: Any) -> int:
+    body = {"model": "m", "messages": [{"role": "user", "content": "hi"}], **fields}
+    with proxied.client() as client:
+        return client.post(CHAT, json=body).status_code
+
+
+def _only(told: Told) -> RunEnd:
+    until(lambda: told.ends)
+    (end,) = told.ends
+    return end
+
+
+@pytest.mark.parametrize("stream", [True, False])
+@pytest.mark.parametrize("fields", [{}, SCORED])
+def test_the_end_of_every_completion_is_told_with_its_times(
+    proxied: World, told: Told, fields: dict[str, Any], stream: bool
+) -> None:
+    assert _post(proxied, stream=stream, **fields) == 200
+    end = _only(told)
+    assert (end.route, end.status, end.outcome, end.run) == (CHAT, 200, "done", None)
+    assert end.is_scored == bool(fields)
+    assert [choice.tokens for choice in end.choices] == ([2] if fields else [])
+    assert (end.first_token_seconds is not None) == stream
+    assert 0 <= (end.first_token_seconds or 0) <= end.seconds < 20
+
+
+def test_a_named_run_is_told_with_its_id(proxied: World, told: Told) -> None:
+    body = {"messages": [], "clairai": {"events": "named"}}
+    with proxied.client() as client:
+        answer = client.post(CHAT, json=body)
+    assert _only(told).run == answer.headers["X-Clairai-Run"]
+
+
+def test_a_request_that_is_refused_is_told_with_its_status(proxied: World, told: Told) -> None:
+    assert _post(proxied, clairai={"bogus": 1}) == 400
+    end = _only(told)
+    assert (end.status, end.outcome, end.is_scored) == (400, "error", False)
+
+
+@pytest.mark.parametrize("fields", [{}, SCORED])
+def test_upstreams_own_refusal_is_told_with_its_status(
+    proxied: World, told: Told, fields: dict[str, Any]
+) -> None:
+    async def refuse(_: Exchange) -> web.StreamResponse:
+        return web.json_response({"error": {"message": "no"}}, status=422)
+
+    proxied.upstream.script = refuse
+    assert _post(proxied, **fields) == 422
+    end = _only(told)
+    assert (end.status, end.outcome) == (422, "error")
+
+
+@pytest.mark.parametrize("fields", [{}, SCORED])
+def test_an_engine_that_dies_in_the_middle_is_told_as_an_error(
+    proxied: World, told: Told, fields: dict[str, Any]
+) -> None:
+    async def die(exchange: Exchange) -> None:
+        await exchange.begin()
+        exchange.die()
+
+    proxied.upstream.script = die
+    assert _post(proxied, stream=True, **fields) == 200
+    assert _only(told).outcome == "error"
+
+
+@pytest.mark.parametrize("fields", [{}, SCORED])
+def test_a_client_that_leaves_is_told_as_cancelled_and_counted_once(
+    proxied: World, told: Told, fields: dict[str, Any]
+) -> None:
+    async def wait(exchange: Exchange) -> None:
+        await exchange.begin()
+        await exchange.tokens([72])
+        await asyncio.Event().wait()
+
+    proxied.upstream.script = wait
+    body = {"messages": [], "stream": True, **fields}
+    with proxied.client() as client, client.stream("POST", CHAT, json=body) as answer:
+        next(answer.iter_raw())
+    assert _only(told).outcome == "cancelled"
+    assert proxied.proxy.numbers().cancelled == 1
+
+
+def test_what_whoever_started_the_engine_says_is_what_clients_hear(
+    proxied: World, told: Told
+) -> None:
+    async def die(exchange: Exchange) -> None:
+        exchange.die()
+
+    proxied.upstream.script = die
+    for status, code in (("starting", "engine-starting"), ("failed", "engine-gone")):
+        proxied.proxy.health.tell(Word(status, "it is being mended"))  # type: ignore[arg-type]
+        with proxied.client() as client:
+            answer = client.post(CHAT, json={"messages": []})
+        assert answer.status_code == 503
+        error = answer.json()["error"]
+        assert (error["code"], "it is being mended" in error["message"]) == (code, True)
+    until(lambda: len(told.ends) == 2)
+    assert [end.status for end in told.ends] == [503, 503]
+
+
+def test_records_come_with_the_time_they_were_published(proxied: World, told: Told) -> None:
+    _post(proxied, **SCORED)
+    until(lambda: told.lags_s)
+    assert all(0 <= lag_s < 20 for lag_s in told.lags_s)
+    with proxied.client() as client:
+        text = client.get("/metrics").text
+    assert 'clairai_completions_ended_total{outcome="done"} 1.0' in text
+    assert 'clairai_generated_score_count{probe="token"} 1.0' in text
