@@ -93,7 +93,7 @@ class Ring:
 class Exchange:
     """One completion request as the fake engine sees it."""
 
-    body: dict[str, Any]
+    body: Any
     raw: bytes
     headers: dict[str, str]
     is_chat: bool
@@ -174,6 +174,12 @@ class Exchange:
     async def forever(self) -> None:
         """Go on until somebody hangs up."""
         await asyncio.Event().wait()
+
+    async def send_half(self) -> None:
+        """The first bytes of an answer that is not streamed."""
+        self.response = web.StreamResponse(headers={"Content-Type": "application/json"})
+        await self.response.prepare(self.http)
+        await self.response.write(b'{"id":')
 
     def refuse(self, status: int, message: str) -> web.Response:
         return _error(status, message)
@@ -287,7 +293,7 @@ class Upstream:
         try:
             body = json.loads(raw)
         except ValueError:
-            return _error(400, "not JSON")
+            body = None
         exchange = Exchange(
             body, raw, dict(request.headers), "chat" in request.path, self.ring, request
         )

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import json
 import threading
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 
-from clairai.stream.settings import Limits, Timeouts
+from clairai.stream.settings import Limits
 from tests.http.answers import CHAT, TEXT, asking, events, expected, told_by_events
 from tests.http.fake import PROMPT, Exchange, answering
-from tests.http.world import World, world
+from tests.http.world import HURRIED, PATIENT, World, world
 from tests.process.parts import until
 
 HELLO = [72, 101, 108, 108, 111]
@@ -145,7 +146,7 @@ def test_a_run_that_nobody_comes_back_to_is_cancelled(tmp_path: Path) -> None:
         await exchange.tokens([72])
         await exchange.forever()
 
-    hurried = Timeouts(run_alone=0.2, run_kept=0.2)
+    hurried = replace(PATIENT, run_alone=0.2, run_kept=0.2)
     with world(tmp_path, script=script, timeouts=hurried) as w, w.client() as client:
         with client.stream("POST", CHAT, json=NAMED) as answer:
             run = answer.headers["x-clairai-run"]
@@ -166,7 +167,8 @@ def test_a_quiet_run_sends_a_comment_now_and_then(tmp_path: Path) -> None:
         await exchange.tokens([101], finish="stop")
         await exchange.end()
 
-    with world(tmp_path, script=script, timeouts=Timeouts(ping=0.05)) as w, w.client() as client:
+    chatty = replace(HURRIED, ping=0.05)
+    with world(tmp_path, script=script, timeouts=chatty) as w, w.client() as client:
         raw = b""
         with client.stream("POST", CHAT, json=NAMED) as answer:
             for part in answer.iter_bytes():

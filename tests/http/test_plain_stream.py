@@ -9,15 +9,14 @@ from typing import Any
 import pytest
 
 from clairai import wire
-from clairai.stream.settings import Timeouts
 from tests.http import vllm_wire
 from tests.http.answers import CHAT, TEXT, asking, chunks, expected, told, without_ours
 from tests.http.fake import PROMPT, Exchange, answering
-from tests.http.world import World, world
+from tests.http.world import HURRIED, World, world
+from tests.process.parts import until
 
 HELLO = [72, 101, 108, 108, 111]
 BYE = [66, 121, 101]
-PATIENT = Timeouts(finish=20.0)
 
 
 def ask(w: World, path: str = CHAT, **body: Any) -> bytes:
@@ -162,7 +161,7 @@ def test_a_row_of_another_token_is_told_to_nobody_and_counted(w: World) -> None:
     assert (one.lost, mismatched) == (1, 1)
 
 
-def test_rows_of_another_stream_reach_nobody(w: World) -> None:
+def test_rows_of_another_stream_reach_nobody(tmp_path: Path) -> None:
     async def script(exchange: Exchange) -> None:
         assert exchange.ring is not None
         await exchange.begin()
@@ -170,13 +169,12 @@ def test_rows_of_another_stream_reach_nobody(w: World) -> None:
         await exchange.tokens([72, 101, 108], finish="stop")
         await exchange.end()
 
-    w.upstream.script = script
-    before = w.proxy.numbers().ring
-    (one,) = told(chunks(ask(w, clairai={"probes": ["token"]}))).values()
-    after = w.proxy.numbers().ring
+    with world(tmp_path, script=script, timeouts=HURRIED) as w:
+        (one,) = told(chunks(ask(w, clairai={"probes": ["token"]}))).values()
+        until(lambda: w.proxy.numbers().ring.orphaned == 2)
+        assert w.proxy.numbers().ring.rows == 0
     assert one.scores == [{"token": None}] * 3
     assert one.lost == 2
-    assert (after.orphaned - before.orphaned, after.rows - before.rows) == (2, 0)
 
 
 def test_a_row_that_was_overwritten_is_lost_and_the_next_are_told(w: World) -> None:
@@ -224,7 +222,7 @@ def test_the_last_chunk_waits_for_rows_that_are_on_their_way(tmp_path: Path) -> 
         await exchange.end()
         is_sent.set()
 
-    with world(tmp_path, script=script, timeouts=PATIENT) as w:
+    with world(tmp_path, script=script) as w:
         got: list[bytes] = []
         asking_thread = threading.Thread(target=lambda: got.append(ask(w)))
         asking_thread.start()
@@ -248,7 +246,7 @@ def test_a_choice_that_waits_for_rows_holds_back_no_other(tmp_path: Path) -> Non
         await exchange.tokens([121], choice=1, finish="stop")
         await exchange.end()
 
-    with world(tmp_path, script=script, timeouts=PATIENT) as w, w.client() as client:
+    with world(tmp_path, script=script) as w, w.client() as client:
         raw = b""
         with client.stream("POST", CHAT, json={**asking(), "n": 2}) as answer:
             for part in answer.iter_bytes():
@@ -260,15 +258,17 @@ def test_a_choice_that_waits_for_rows_holds_back_no_other(tmp_path: Path) -> Non
     assert found[1].scores == expected([66, 121])
 
 
-def test_a_last_chunk_does_not_wait_longer_than_it_may(w: World) -> None:
+def test_a_last_chunk_does_not_wait_longer_than_it_may(tmp_path: Path) -> None:
     async def script(exchange: Exchange) -> None:
         await exchange.begin()
         await exchange.tokens([72, 101], finish="stop")
         await exchange.end()
 
-    w.upstream.script = script
-    (one,) = told(chunks(ask(w))).values()
+    with world(tmp_path, script=script, timeouts=HURRIED) as w:
+        (one,) = told(chunks(ask(w))).values()
+        (whole,) = told(chunks(ask(w))).values()
     assert (len(one.scores), one.lost) == (2, 1)
+    assert (len(whole.scores), whole.lost) == (2, 1)
 
 
 def test_token_ids_that_the_client_asked_for_stay(w: World) -> None:

@@ -21,12 +21,15 @@ from clairai.stream.app import create_app
 from clairai.stream.listen import server
 from clairai.stream.observe import Exposition, Observer
 from clairai.stream.proxy import Proxy
-from clairai.stream.settings import ProxySettings
+from clairai.stream.settings import ProxySettings, Timeouts
 from tests.http.fake import Ring, Script, Upstream, answering, bank_of
 from tests.process.parts import Engine, running_engine, until
 
 Result = TypeVar("Result")
 SHAPE = RingShape(slots=512, slot_bytes=4096)
+# Rows that will come are waited for on a busy machine too; who tests that they do not, says so.
+PATIENT = Timeouts(finish=20.0)
+HURRIED = Timeouts(finish=0.05)
 CHAT = "/v1/chat/completions"
 TEXT = "/v1/completions"
 
@@ -41,6 +44,7 @@ class World:
     upstream: Upstream
     engine: Engine | None
     loop: asyncio.AbstractEventLoop
+    runner: web.AppRunner
 
     def client(self, **more: Any) -> httpx.Client:
         return _client(self.url, **more)
@@ -49,8 +53,9 @@ class World:
         """To the fake engine itself."""
         return _client(self.upstream_url)
 
-    def run(self, work: Coroutine[Any, Any, Result]) -> Result:
-        return asyncio.run_coroutine_threadsafe(work, self.loop).result(20)
+    def stop_upstream(self) -> None:
+        """The engine's process is gone; its ring stays, as memory does."""
+        asyncio.run_coroutine_threadsafe(self.runner.cleanup(), self.loop).result(20)
 
 
 @contextmanager
@@ -64,6 +69,7 @@ def world(
     observers: tuple[Observer, ...] = (),
     metrics: Exposition | None = None,
     upstream_key: str | None = None,
+    upstream_is_socket: bool = False,
     **settings: Any,
 ) -> Iterator[World]:
     """The proxy has attached to the ring when this begins, if there is one."""
@@ -74,10 +80,11 @@ def world(
             engine = stack.enter_context(running_engine(folder, shape=shape, bank_of=bank_of))
             upstream.epoch, upstream.ring = engine.epoch, Ring(engine.writer)
         loop = stack.enter_context(_loop())
-        parts = _serving(folder, upstream, settings, observers, metrics)
-        (url, upstream_url), proxy, serving = stack.enter_context(_within(loop, parts))
+        path = folder / "vllm.sock" if upstream_is_socket else None
+        parts = _serving(folder, upstream, path, settings, observers, metrics)
+        url, address, proxy, serving, runner = stack.enter_context(_within(loop, parts))
         until(lambda: serving.started)
-        made = World(url, upstream_url, proxy, upstream, engine, loop)
+        made = World(url, address, proxy, upstream, engine, loop, runner)
         if has_ring:
             until(lambda: proxy.feed.is_attached)
         yield made
@@ -87,32 +94,35 @@ def world(
 async def _serving(
     folder: Path,
     upstream: Upstream,
+    path: Path | None,
     settings: dict[str, Any],
     observers: tuple[Observer, ...],
     metrics: Exposition | None,
 ) -> Any:
     async with AsyncExitStack() as stack:
-        address = await stack.enter_async_context(running_upstream(upstream))
+        address, runner = await stack.enter_async_context(running_upstream(upstream, path))
         listener = socket.create_server(("127.0.0.1", 0))
         port = listener.getsockname()[1]
-        chosen = ProxySettings(**{"upstream": address, "runtime_dir": folder, **settings})
+        usual = {"upstream": address, "runtime_dir": folder, "timeouts": PATIENT}
+        chosen = ProxySettings(**{**usual, **settings})
         app = create_app(replace(chosen, port=port), observers=observers, metrics=metrics)
         serving = server(app, chosen)
         await stack.enter_async_context(_uvicorn(serving, listener))
-        yield (f"http://127.0.0.1:{port}", address), app.state.proxy, serving
+        yield f"http://127.0.0.1:{port}", address, app.state.proxy, serving, runner
 
 
 @asynccontextmanager
-async def running_upstream(upstream: Upstream) -> Any:
-    """The fake engine's address."""
+async def running_upstream(upstream: Upstream, path: Path | None = None) -> Any:
+    """The fake engine's address, and what runs it; on a Unix socket if a path is given."""
     runner = web.AppRunner(
         upstream.app(), handler_cancellation=True, access_log=None, shutdown_timeout=0.1
     )
     await runner.setup()
-    site = web.TCPSite(runner, "127.0.0.1", 0)
+    site = web.TCPSite(runner, "127.0.0.1", 0) if path is None else web.UnixSite(runner, path)
     await site.start()
+    port = "" if path is not None else runner.addresses[0][1]
     try:
-        yield f"http://127.0.0.1:{runner.addresses[0][1]}"
+        yield (f"http://127.0.0.1:{port}" if path is None else f"unix:{path}"), runner
     finally:
         await runner.cleanup()
 

@@ -92,7 +92,8 @@ class Lane:
 
     def is_complete(self, first: int) -> bool:
         """Whether no row that can still come would be told: the last token has none."""
-        return self._newest >= first + self.tokens - 2
+        last = self.tokens - 1
+        return self.told >= last or self._newest >= first + last - 1
 
     def take(self, first: int, *, is_final: bool, is_hopeless: bool) -> list[Row | None] | None:
         """Rows of the next tokens that can be told, None for one that is lost; None if there is

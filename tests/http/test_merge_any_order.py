@@ -1,0 +1,182 @@
+"""Tokens and rows in every order that two ways can give: each score once, in order, never wrong."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import Any
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from clairai import wire
+from clairai.stream.asked import Asked
+from clairai.stream.merge import Merger
+from clairai.stream.plain import PlainVoice
+from clairai.stream.sheet import Parcel, Sheet
+from clairai.stream.vocabulary import Texts
+from tests.http import vllm_wire
+from tests.http.answers import chunks, told
+from tests.http.fake import BANK, TOKEN_BYTES, score
+
+STREAM = 7
+PATIENCE_S = 1.0
+
+
+@dataclass(frozen=True)
+class Row:
+    """What the ring may deliver of one token, and what may happen to it on the way."""
+
+    choice: int
+    position: int
+    token_id: int
+    fate: str  # whole, lost, wrong, twice
+    phase: int = wire.DECODE
+
+    def parcels(self) -> list[Parcel]:
+        if self.fate == "lost":
+            return []
+        token_id = self.token_id + (1 if self.fate == "wrong" else 0)
+        values: list[Any] = score(token_id, self.position)
+        made = Parcel(
+            STREAM, self.choice, BANK, [self.position], [token_id], [self.phase], [1], [values]
+        )
+        return [made, made] if self.fate == "twice" else [made]
+
+
+@dataclass
+class Story:
+    """One request: its answers, how they are cut into chunks, what becomes of each row."""
+
+    prompt: list[int]
+    answers: list[list[int]]
+    frames: list[bytes]
+    rows: list[Row]
+    order: list[str]  # frame, row or tick
+    keeps_ids: bool
+    prompt_scores: bool
+    known: dict[tuple[int, int], bool] = field(default_factory=dict)
+
+
+@st.composite
+def stories(draw: st.DrawFn) -> Story:
+    tokens = st.integers(0, 250)
+    prompt = draw(st.lists(tokens, min_size=1, max_size=4))
+    answers = draw(st.lists(st.lists(tokens, min_size=1, max_size=6), min_size=1, max_size=3))
+    frames = draw(_frames(prompt, answers))
+    rows = [
+        Row(0, at, token, draw(st.sampled_from(("whole", "whole", "lost", "wrong"))), wire.PREFILL)
+        for at, token in enumerate(prompt)
+    ]
+    fates = st.sampled_from(("whole", "whole", "whole", "lost", "wrong", "twice"))
+    lanes = [
+        [Row(c, len(prompt) + i, token, draw(fates)) for i, token in enumerate(ids)]
+        for c, ids in enumerate(answers)
+    ]
+    rows += _interleaved(draw, lanes)
+    events = ["frame"] * len(frames) + ["row"] * len(rows) + ["tick"] * draw(st.integers(0, 3))
+    order = draw(st.permutations(events))
+    return Story(prompt, answers, frames, rows, order, draw(st.booleans()), draw(st.booleans()))
+
+
+def _interleaved(draw: st.DrawFn, lanes: list[list[Row]]) -> list[Row]:
+    """Each lane in its own order, all in any."""
+    turns = draw(st.permutations([c for c, lane in enumerate(lanes) for _ in lane]))
+    left = [iter(lane) for lane in lanes]
+    return [next(left[choice]) for choice in turns]
+
+
+@st.composite
+def _frames(draw: st.DrawFn, prompt: list[int], answers: list[list[int]]) -> list[bytes]:
+    cut = [_cut(draw, ids) for ids in answers]
+    turns = draw(st.permutations([c for c, parts in enumerate(cut) for _ in parts]))
+    made = [vllm_wire.frame(vllm_wire.role_chunk(c, prompt)) for c in range(len(answers))]
+    done: Counter[int] = Counter()
+    for choice in turns:
+        part = cut[choice][done[choice]]
+        done[choice] += 1
+        finish = "length" if done[choice] == len(cut[choice]) else None
+        delta = {"content": f"<{choice}:{done[choice]}>"}
+        made.append(vllm_wire.frame(vllm_wire.chat_chunk(choice, part, delta, finish=finish)))
+    return [*made, vllm_wire.frame(vllm_wire.usage_chunk(1, 1, is_chat=True)), b"data: [DONE]\n\n"]
+
+
+def _cut(draw: st.DrawFn, ids: list[int]) -> list[list[int]]:
+    ends = sorted({*draw(st.sets(st.integers(1, len(ids)))), len(ids)})
+    return [ids[begin:end] for begin, end in zip([0, *ends], ends, strict=False)]
+
+
+def played(story: Story) -> bytes:
+    """What the client gets."""
+    now_s = 0.0
+    asked = Asked(prompt_scores=story.prompt_scores)
+    sheet = Sheet(STREAM, asked, max_rows=1000, is_attached=lambda: True)
+    voice = PlainVoice(sheet, keeps_ids=story.keeps_ids, texts=Texts(TOKEN_BYTES))
+    merger = Merger(sheet, voice, patience_s=PATIENCE_S, clock=lambda: now_s)
+    frames, rows = iter(story.frames), iter(story.rows)
+    said: list[bytes] = []
+    ended: set[int] = set()
+    for event in story.order:
+        if event == "frame":
+            frame = next(frames)
+            said += merger.feed(frame)
+            ended |= {c for c in range(3) if b'"index":%d' % c in frame and b'"length"' in frame}
+        elif event == "row":
+            row = next(rows)
+            story.known[row.choice, row.position] = row.choice not in ended
+            for parcel in row.parcels():
+                sheet.place(parcel)
+            said += merger.release()
+        else:
+            now_s += PATIENCE_S / 2
+            said += merger.release()
+    now_s += 2 * PATIENCE_S
+    return b"".join([*said, *merger.release()])
+
+
+@given(stories())
+@settings(max_examples=400, deadline=None, derandomize=True)
+def test_every_token_is_told_once_in_order_with_its_own_score_or_none(story: Story) -> None:
+    raw = played(story)
+    got = chunks(raw)
+    found = told(got)  # asserts order and once
+    assert got[-1]["choices"] == []  # usage comes after every choice has ended
+    fates = {(row.choice, row.position): row.fate for row in story.rows if row.phase == wire.DECODE}
+    for choice, ids in enumerate(story.answers):
+        one = found[choice]
+        assert len(one.scores) == len(ids)
+        assert one.finish_reason == "length"
+        count = sum(1 for frame in story.frames if b"<%d:" % choice in frame)
+        assert one.text == "".join(f"<{choice}:{i + 1}>" for i in range(count))
+        missing = 0
+        for index, (token, scores) in enumerate(zip(ids, one.scores, strict=True)):
+            position = len(story.prompt) + index
+            right = {"token": float(token), "position": float(position)}
+            is_told = scores == right
+            assert is_told or not any(scores.values()), "a score that is not this token's"
+            if index == len(ids) - 1:
+                assert not is_told
+                continue
+            missing += not is_told
+            fate = fates[choice, position]
+            assert not (is_told and fate in ("lost", "wrong"))
+            if fate in ("whole", "twice") and story.known[choice, position]:
+                assert is_told, "it came before its answer ended, and was not told"
+        assert one.lost == missing
+
+
+@given(stories())
+@settings(max_examples=150, deadline=None, derandomize=True)
+def test_the_prompt_is_told_once_with_its_own_scores_or_none(story: Story) -> None:
+    found = told(chunks(played(story)))
+    told_prompts = [one.prompt for one in found.values() if one.prompt is not None]
+    assert len(told_prompts) == int(story.prompt_scores)
+    for prompt in told_prompts:
+        assert prompt["token_ids"] == story.prompt
+        assert len(prompt["tokens"]) == len(prompt["scores"]) == len(story.prompt)
+        for position, (token, scores) in enumerate(
+            zip(story.prompt, prompt["scores"], strict=True)
+        ):
+            assert scores in ([float(token), float(position)], [None] * len(prompt["names"]))
+        nothing = sum(not any(value is not None for value in row) for row in prompt["scores"])
+        assert prompt.get("lost", 0) == nothing
