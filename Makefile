@@ -33,6 +33,7 @@ matrix: setup ## the same tests on every vLLM release served, one environment at
 bench: setup ## measure every published number again
 	@$(BIN)/python -m bench.overhead
 	@$(BIN)/python -m bench.host_work
+	@$(BIN)/python -m bench.metrics
 
 clean: ## remove what the targets above have made in this folder
 	@rm -rf .venv .matrix .mypy_cache .ruff_cache .pytest_cache

@@ -34,7 +34,8 @@ def progress(
     with console.status("") as status:
 
         def tick() -> None:
-            line = f"{time.monotonic() - began_s:3.0f} s  {log.stage()}: {log.newest()}"
+            doing = ": ".join(filter(None, (log.stage(), log.newest())))
+            line = f"{time.monotonic() - began_s:3.0f} s  {doing}"
             status.update(Text(line[: console.width - _MARGIN]))
 
         yield tick
