@@ -1,70 +1,131 @@
-"""Takes nothing; gives the host's own work per engine step: row book, rows, scores, ring.
+"""Takes nothing; gives the host's own work per engine step, on a CPU engine and on a GPU's.
 
-What a worker does beside the forward pass, for decode steps of 1 to 256 requests with 16 probes.
+What a worker does beside the forward pass, for decode steps of 1 to 256 requests with 16 probes. On
+a CPU: row book, rows, scores, ring. On a GPU: row book and brief; the GPU does the rest. What the
+launch itself costs is not in it, so that this runs on any machine. Another batch is the worst case:
+each step has other requests, or the same in another order, so that nothing is known from the last.
 Run: python -m bench.host_work
 """
 
 from __future__ import annotations
 
+import json
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
-from clairai.ring.layout import RingShape
+from clairai.points import Point
+from clairai.probe.columns import Columns
+from clairai.probe.model import Probe
+from clairai.ring.layout import RingHeader, RingShape
 from clairai.ring.memory import HostMemory
 from clairai.ring.writer import RingWriter
-from clairai.tap.outlet import Finish, Step, publish
+from clairai.tap.commit import Brief, DeviceOutlet
+from clairai.tap.commit_kernel import DONE_WORD
+from clairai.tap.outlet import HostOutlet, Inputs, Outlet, Step
 from clairai.tap.rows import Batch, Mark, RowBook
+from clairai.tap.tables import Tables
 
-NUM_PROBES = 16
-NUM_STEPS = 2000
+NUM_PROBES, WIDTH, MAX_TOKENS = 16, 64, 8192
+NUM_STEPS, NUM_WARM = 4000, 500
+REQUESTS = (1, 16, 64, 256)
+
+Stepper = Callable[[int, NDArray[np.int32]], None]
+
+
+class NoLaunch:
+    """Stands where the kernel is launched; the step counts as published when we say so."""
+
+    def __init__(self) -> None:
+        self._briefs: list[Brief] = []
+
+    def prepare(self, brief: Brief, inputs: Inputs) -> None:
+        pass
+
+    def begin(self) -> None:
+        pass
+
+    def __call__(self, brief: Brief, inputs: Inputs, grids: Iterator[tuple[int, int]]) -> None:
+        del inputs, grids
+        self._briefs.append(brief)
+
+    def flush(self) -> None:
+        """What the GPU does at the end of a step: give the brief back."""
+        for brief in self._briefs:
+            brief.memory[DONE_WORD] = brief.memory[9]
+        self._briefs.clear()
 
 
 def main() -> None:
-    shape = RingShape.for_budget(64 << 20, NUM_PROBES)
-    with HostMemory.create(shape.nbytes) as memory:
-        writer = RingWriter(memory, shape, epoch=1)
-        for num_requests in (1, 16, 64, 256):
-            times = _time(_stepper(writer, num_requests))
-            p50, p99 = np.percentile(times, (50, 99)) * 1e6
-            sys.stdout.write(f"{num_requests:4d} requests: p50 {p50:6.1f} us, p99 {p99:6.1f} us\n")
-        del writer
+    tables = _tables()
+    with HostMemory.create(_shape().nbytes) as memory:
+        outlet = HostOutlet(RingWriter(memory, _shape(), epoch=1), tables)
+        _print("CPU engine", outlet, turn=0)
+        del outlet
+    for name, turn in (("GPU engine", 0), ("GPU engine, another batch each step", 1)):
+        header = RingHeader(1, _shape())
+        _print(name, DeviceOutlet(NoLaunch(), header, tables, max(REQUESTS)), turn=turn)
 
 
-def _stepper(writer: RingWriter, num_requests: int) -> Callable[[int], None]:
+def _shape() -> RingShape:
+    return RingShape.for_budget(64 << 20, NUM_PROBES)
+
+
+def _tables() -> Tables:
+    here = Point("post_block", 0)
+    tables = Tables(
+        [str(here)], width=WIDTH, capacity=NUM_PROBES, max_tokens=MAX_TOKENS, device="cpu"
+    )
+    probes = [Probe(f"p{index}", here, np.ones(WIDTH, np.float32)) for index in range(NUM_PROBES)]
+    tables.load(Columns.empty((here,), NUM_PROBES, WIDTH, "toy").add(probes))
+    return tables
+
+
+def _print(name: str, outlet: Outlet, *, turn: int) -> None:
+    """`turn`: by how many places the batch is turned from step to step."""
+    found = {}
+    for num_requests in REQUESTS:
+        times = _time(_stepper(outlet, num_requests, turn), outlet, num_requests)
+        p50, p99 = np.percentile(times, (50, 99)) * 1e6
+        found[num_requests] = {"p50_us": round(p50, 1), "p99_us": round(p99, 1)}
+        line = f"{name}, {num_requests:4d} requests: p50 {p50:6.1f} us, p99 {p99:6.1f} us"
+        sys.stdout.write(line + "\n")
+    sys.stdout.write(json.dumps({"bench": "host_work", "engine": name, "requests": found}) + "\n")
+
+
+def _time(step: Stepper, outlet: Outlet, num_requests: int) -> list[float]:
+    seconds = []
+    for number in range(1, NUM_STEPS + 1):
+        # the runner's own work, not ours
+        starts_R = np.full(num_requests, number, np.int32)
+        begin = time.perf_counter()
+        step(number, starts_R)
+        seconds.append(time.perf_counter() - begin)
+        outlet.flush()
+    return seconds[NUM_WARM:]
+
+
+def _stepper(outlet: Outlet, num_requests: int, turn: int) -> Stepper:
     book = RowBook()
     req_ids = [f"request-{index}" for index in range(num_requests)]
     for index, req_id in enumerate(req_ids):
         book.open(req_id, Mark(index + 1), prompt_len=0)
     counts_R = np.ones(num_requests, np.int32)
-    finish = Finish(
-        version=1,
-        bias_P=np.zeros(NUM_PROBES, np.float32),
-        is_relu_P=np.zeros(NUM_PROBES, np.bool_),
-        is_sigmoid_P=np.ones(NUM_PROBES, np.bool_),
-    )
-    raw_TP = torch.randn(num_requests, NUM_PROBES)
-    token_ids_T = torch.ones(num_requests, dtype=torch.int32)
+    positions_T = torch.zeros(MAX_TOKENS, dtype=torch.int64)
+    inputs = Inputs(positions_T, torch.zeros(MAX_TOKENS, dtype=torch.int32))
 
-    def step(number: int) -> None:
-        starts_R = np.full(num_requests, number, np.int32)
-        rows = book.step(Batch(req_ids, counts_R, starts_R))
-        positions_T = torch.full((num_requests,), number)
-        publish(writer, Step(number, rows, finish, raw_TP, positions_T, token_ids_T))
+    def step(number: int, starts_R: NDArray[np.int32]) -> None:
+        outlet.begin()
+        first = number * turn % num_requests
+        batch = Batch(req_ids[first:] + req_ids[:first], counts_R, starts_R)
+        rows = book.step(batch)
+        outlet.send(Step(number, rows, 1, inputs))
 
     return step
-
-
-def _time(step: Callable[[int], None]) -> list[float]:
-    seconds = []
-    for number in range(NUM_STEPS):
-        begin = time.perf_counter()
-        step(number)
-        seconds.append(time.perf_counter() - begin)
-    return seconds[100:]
 
 
 if __name__ == "__main__":

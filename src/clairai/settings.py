@@ -10,7 +10,7 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 from clairai.errors import ConfigError
 from clairai.points import Point, expand, quote
@@ -18,6 +18,7 @@ from clairai.probe.files import load_many
 from clairai.probe.model import Probe
 
 DISABLE_VARIABLE = "CLAIRAI_DISABLE"
+HOMES: Final = ("host", "device")
 
 
 @dataclass(frozen=True)
@@ -28,16 +29,23 @@ class Settings:
     probes: tuple[str, ...] = ()  # files, folders or globs
     capacity: int = 16  # probes per site, at most
     ring_mib: int = 64
+    ring_home: str = "host"  # or "device": memory of the GPU, for readers with CUDA
+    branch: bool = True  # taps on a branch of the captured CUDA graph, where the model allows it
     runtime_dir: str | None = None
     allow_untested_vllm: bool = False
 
     def __post_init__(self) -> None:
         _check_range("capacity", self.capacity, 1, 1024)
         _check_range("ring_mib", self.ring_mib, 1, 65536)
+        if self.ring_home not in HOMES:
+            raise ConfigError(
+                f"ring_home is {quote(self.ring_home)}; use one of {', '.join(HOMES)}"
+            )
         for name in ("points", "probes"):
             object.__setattr__(self, name, _texts(name, getattr(self, name)))
-        if not isinstance(self.allow_untested_vllm, bool):
-            raise ConfigError("allow_untested_vllm must be true or false")
+        for name in ("branch", "allow_untested_vllm"):
+            if not isinstance(getattr(self, name), bool):
+                raise ConfigError(f"{name} must be true or false")
         if self.runtime_dir is not None and not isinstance(self.runtime_dir, str):
             raise ConfigError("runtime_dir must be a path, as text")
 

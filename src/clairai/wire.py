@@ -78,18 +78,21 @@ class AskBank(msgspec.Struct, frozen=True, tag="ask_bank", forbid_unknown_fields
 
 
 class Welcome(msgspec.Struct, frozen=True, tag="welcome", forbid_unknown_fields=True):
-    """Engine to reader, first message; the ring's file descriptor travels with it."""
+    """Engine to reader, first message; a host ring's file descriptor travels with it."""
 
     wire_version: int
     epoch: int
     pid: int
     model: str
     vllm: str
-    home: Literal["host"]
+    home: Literal["host", "device"]
     nbytes: int
     slots: int
     slot_bytes: int
     points: tuple[str, ...]
+    handle: bytes = b""  # of a ring in device memory; one in host memory comes as a descriptor
+    gpu: str = ""  # UUID of the GPU it lies on
+    address: int = 0  # there, for a reader in the engine's own process: CUDA IPC does not serve it
 
 
 class Refusal(msgspec.Struct, frozen=True, tag="refusal", forbid_unknown_fields=True):
@@ -158,7 +161,6 @@ class Description(msgspec.Struct, frozen=True, tag="description", forbid_unknown
     points: tuple[str, ...]
     capacity: int
     published: int  # records
-    unpublished: int  # steps that never reached the ring: 0 unless something is broken
 
 
 class Streams(msgspec.Struct, frozen=True, tag="streams", forbid_unknown_fields=True):

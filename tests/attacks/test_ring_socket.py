@@ -125,6 +125,7 @@ def test_an_engine_of_another_user_is_refused(
             Reader.attach(engine.server.path)
 
 
+ON_GPU = msgspec.structs.replace(welcome(1, SMALL), home="device", handle=bytes(64), gpu="00ff")
 FALSE_GREETINGS = {
     "garbage": (GARBAGE["not msgpack"], 0),
     "a length over the bound": (struct.pack("<I", MAX_MESSAGE_BYTES + 1), 0),
@@ -144,6 +145,16 @@ FALSE_GREETINGS = {
         1,
     ),
     "a bank first": (encode_frame(Bank(1, ())), 1),
+    "a ring on a GPU with a descriptor too": (encode_frame(ON_GPU), 1),
+    "a ring on a GPU with a handle too long": (
+        encode_frame(msgspec.structs.replace(ON_GPU, handle=bytes(4096))),
+        0,
+    ),
+    "a ring on a GPU without a handle": (
+        encode_frame(msgspec.structs.replace(ON_GPU, handle=b"")),
+        0,
+    ),
+    "a ring nowhere": (frame_of(msgspec.to_builtins(ON_GPU) | {"home": "disk"}), 0),
 }
 
 

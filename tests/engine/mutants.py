@@ -10,7 +10,7 @@ from unittest import mock
 
 import numpy as np
 
-from clairai.tap import outlet, rows
+from clairai.tap import rows, tables
 from tests.engine import attribution
 
 Mutant = Callable[[], Any]
@@ -50,12 +50,12 @@ def stale_row_map() -> Iterator[None]:
 @contextmanager
 def scores_rolled_by_one() -> Iterator[None]:
     """Scores move one row down: off-by-one between rows and scores."""
-    original = outlet.Finish.__call__
+    original = tables.Tables.gather
 
-    def finish(self: outlet.Finish, raw_TP: Any) -> Any:
-        return original(self, np.roll(raw_TP, 1, axis=0))
+    def gather(self: tables.Tables, num_tokens: int) -> Any:
+        return original(self, num_tokens).roll(1, 0)
 
-    with mock.patch.object(outlet.Finish, "__call__", finish):
+    with mock.patch.object(tables.Tables, "gather", gather):
         yield
 
 

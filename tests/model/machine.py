@@ -45,8 +45,9 @@ class Protocol:
     program: tuple[Op, ...]
     slots: int
     blocks: int
-    records: int
+    records: int  # or launches, of `ahead` records each
     words: int = 1  # per block and slot
+    ahead: int = 1  # records that are written at once and published by one store
     drain: Literal["any", "oldest"] = "any"
     is_kernel: bool = True  # buffers are empty before the next record begins
     counter: int = HEAD  # what the reader loads after the copy
@@ -154,7 +155,7 @@ def _moves(protocol: Protocol, state: State) -> Iterator[Move]:
     for move in _all_moves(protocol, state):
         is_over = False
         yield move
-    if is_over and state.poll.accounted != protocol.records:
+    if is_over and state.poll.accounted != protocol.records * protocol.ahead:
         yield "end", Wrong("count")
 
 
@@ -186,7 +187,7 @@ def _steps(protocol: Protocol, state: State, index: int, block: Block) -> Iterat
         return  # waits for its buffer
     memory, after = state.memory, block._replace(pc=block.pc + 1)
     if op == "take_seq":
-        after = after._replace(seq=state.record)
+        after = after._replace(seq=state.record * protocol.ahead)
     elif op == "load_head":
         after = after._replace(seq=memory[HEAD])
     elif op == "draw_ticket":
@@ -195,7 +196,7 @@ def _steps(protocol: Protocol, state: State, index: int, block: Block) -> Iterat
     elif op == "only_block_0":
         after = after if index == 0 else _stopped(protocol, after)
     elif op == "release_head":
-        memory = _put(memory, HEAD, block.seq + 1)
+        memory = _put(memory, HEAD, block.seq + protocol.ahead)
     else:
         after = after._replace(buffer=block.buffer + _stores(protocol, state, index, op))
     yield f"block {index} {op}", _with_block(state, index, after)._replace(memory=memory)
@@ -206,11 +207,16 @@ def _stores(protocol: Protocol, state: State, index: int, op: Op) -> tuple[Store
     if op == "store_words":
         first = index * protocol.words
         words = range(first, first + protocol.words)
-        return tuple((protocol.address(seq, word), state.record) for word in words)
+        written = state.record * protocol.ahead - seq  # the value is the record's true number
+        return tuple(
+            (protocol.address(at, word), at + written)
+            for at in range(seq, seq + protocol.ahead)
+            for word in words
+        )
     if op == "store_intent":
         return ((INTENT, seq + 1),)
     if op == "store_head":
-        return ((HEAD, seq + 1),)
+        return ((HEAD, seq + protocol.ahead),)
     return ((TICKET, 0),) if op == "reset_ticket" else ()
 
 

@@ -38,7 +38,13 @@ HOST = Protocol(
     reach=2,
 )
 
+# What tap/commit_kernel.py does: several records in one launch, published by one store.
+COMMIT = replace(DEVICE_BY_VALUE, slots=4, records=3, ahead=2, reach=3)
+
 HOLDING = {
+    "commit 4x2x3, two ahead": COMMIT,
+    "commit 3x1x4, two ahead": replace(COMMIT, slots=3, blocks=1, records=4, reach=2),
+    "commit 5x2x3, three ahead": replace(COMMIT, slots=5, ahead=3, reach=3, batch=1),
     "device 2x1x6": resized(DEVICE, 2, 1, 6),
     "device 2x2x6": resized(DEVICE, 2, 2, 6),
     "device 3x2x6": resized(DEVICE, 3, 2, 6),
@@ -73,6 +79,7 @@ KNOWN_BAD: dict[str, tuple[Protocol, Forbidden]] = {
         replace(DEVICE, program=("load_head", "store_words", *TICKET_PROGRAM[3:])),
         "torn",
     ),
+    "two records at once, the reader gives up one slot": (replace(COMMIT, reach=4), "torn"),
     "intent counter without a fence after it": (
         replace(INTENT_COUNTER, program=("load_head", "store_intent", *TICKET_PROGRAM[1:])),
         "torn",

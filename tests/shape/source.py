@@ -93,6 +93,21 @@ def is_importing(module: Module, library: str) -> bool:
     return any(_is_in(name, library) for name in imports(module, frozenset()))
 
 
+def is_importing_at_start(
+    module: Module, library: str, known: frozenset[str] = frozenset()
+) -> bool:
+    """Whether importing the module imports the library too: what functions do, waits."""
+    found = [name for node in _at_start(module.tree) for name in _imported(node, known)]
+    return any(_is_in(name, library) for name in found)
+
+
+def _at_start(node: ast.AST) -> Iterator[ast.AST]:
+    for child in ast.iter_child_nodes(node):
+        if not isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda):
+            yield child
+            yield from _at_start(child)
+
+
 def _is_in(name: str, library: str) -> bool:
     return name == library or name.startswith(f"{library}.")
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.shape.source import Module, is_importing, ours, package
+from tests.shape.source import Module, is_importing, is_importing_at_start, ours, package
 
 COMMON = {"errors", "wire", "points"}
 # What each part of clairai may import of clairai: arrows go down the path, never up.
@@ -19,7 +19,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "tap": {
         *COMMON,
         *("probe", "settings", "tap"),
-        *("ring.layout", "ring.writer", "ring.handshake", "ring.memory"),
+        *("ring.layout", "ring.writer", "ring.handshake", "ring.memory", "ring.cuda"),
     },
     "match": {*COMMON, "match"},
     "sidecar": {*COMMON, "ring", "match", "sidecar"},
@@ -53,6 +53,25 @@ def test_only_taps_and_compat_import_torch() -> None:
     importing = [module.name for module in package() if is_importing(module, "torch")]
     assert [n for n in importing if not is_within(n, "tap") and not is_within(n, "compat")] == []
     assert importing
+
+
+KERNELS = ("tap.commit_kernel", "tap.score_kernel")
+
+
+def test_only_the_kernels_import_triton_and_only_the_launch_of_one_imports_it_at_start() -> None:
+    """A CPU engine has no Triton: what it imports must not need one."""
+    importing = [module.name for module in package() if is_importing(module, "triton")]
+    assert sorted(importing) == list(KERNELS)
+    for kernel in (*KERNELS, "tap.commit"):
+        name = f"clairai.{kernel}"
+        early = [m.name for m in package() if is_importing_at_start(m, name, MODULES)]
+        assert early == (["tap.commit"] if kernel == "tap.commit_kernel" else [])
+
+
+def test_only_the_ring_in_gpu_memory_imports_cuda_and_only_when_it_is_used() -> None:
+    importing = [module.name for module in package() if is_importing(module, "cuda")]
+    assert importing == ["ring.cuda"]
+    assert not any(is_importing_at_start(module, "cuda") for module in package())
 
 
 @pytest.mark.parametrize("part", MAY_IMPORT)
@@ -96,6 +115,23 @@ PLANTED = [
 @pytest.mark.parametrize("text", PLANTED)
 def test_an_import_of_vllm_is_found_wherever_it_hides(text: str) -> None:
     assert is_importing(Module("x", text), "vllm")
+
+
+@pytest.mark.parametrize(
+    ("text", "is_early"),
+    [
+        ("import cuda", True),
+        ("from cuda.bindings import driver", True),
+        ("if True:\n    import cuda", True),
+        ("try:\n    import cuda\nexcept ImportError:\n    cuda = None", True),
+        ("class A:\n    import cuda", True),
+        ("def f():\n    import cuda", False),
+        ("class A:\n    def f(self):\n        from cuda.bindings import driver", False),
+        ("import cudax", False),
+    ],
+)
+def test_an_import_at_the_start_is_told_from_one_that_waits(text: str, is_early: bool) -> None:
+    assert is_importing_at_start(Module("x", text), "cuda") == is_early
 
 
 @pytest.mark.parametrize("text", ["import vllmx", "from a.vllm import b", "'import vllm'", ""])

@@ -61,7 +61,7 @@ def test_what_is_tapped_and_where_the_ring_is_is_described(engine: Station) -> N
     assert isinstance(described, wire.Description)
     assert (described.model, described.width, described.capacity) == ("toy", 3, 2)
     assert described.points == ("post_block.0", "post_block.1")
-    assert (described.epoch, described.published, described.unpublished) == (engine.epoch, 0, 0)
+    assert (described.epoch, described.published) == (engine.epoch, 0)
     assert Path(described.socket).is_socket()
 
 

@@ -3,53 +3,94 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
 from types import FrameType
 from typing import Any
 
 import msgspec
 import numpy as np
+import pytest
 import torch
 
 from clairai import wire
 from clairai.compat import worker
-from clairai.ring.layout import RingShape
+from clairai.points import Point
+from clairai.ring.layout import RingHeader, RingShape
 from clairai.ring.memory import HostMemory
 from clairai.ring.writer import RingWriter
-from clairai.tap.outlet import Finish, Step, publish
+from clairai.tap.commit import NUM_BRIEFS, Brief, DeviceOutlet
+from clairai.tap.commit_kernel import DONE_WORD
+from clairai.tap.outlet import HostOutlet, Inputs, Outlet, Step
 from clairai.tap.rows import Batch, Mark, RowBook
+from clairai.tap.tables import Tables
 
-NUM_PROBES = 4
+MAX_TOKENS, MAX_REQUESTS = 4096, 256
+SHAPE = RingShape(slots=8, slot_bytes=1 << 20)
 
 
-def count_calls(num_tokens: int) -> int:
-    """Python calls, built-in ones too, of one prefill step of one request."""
-    shape = RingShape(slots=8, slot_bytes=1 << 20)
+class NoLaunch:
+    """Stands where the GPU is; every step is published at once."""
+
+    def prepare(self, brief: Brief, inputs: Inputs) -> None:
+        pass
+
+    def begin(self) -> None:
+        pass
+
+    def __call__(self, brief: Brief, inputs: Inputs, grids: Iterator[tuple[int, int]]) -> None:
+        del inputs, grids
+        brief.memory[DONE_WORD] = brief.memory[9]
+
+    def flush(self) -> None:
+        pass
+
+
+@pytest.fixture(params=["host", "device"])
+def outlet(request: pytest.FixtureRequest) -> Iterator[Outlet]:
+    site = str(Point("post_block", 0))
+    tables = Tables([site], width=4, capacity=4, max_tokens=MAX_TOKENS, device="cpu")
+    if request.param == "device":
+        yield DeviceOutlet(NoLaunch(), RingHeader(1, SHAPE), tables, MAX_REQUESTS)
+        return
+    with HostMemory.create(SHAPE.nbytes) as memory:
+        yield HostOutlet(RingWriter(memory, SHAPE, epoch=1), tables)
+
+
+def calls_of(outlet: Outlet, counts: list[int], *, warm: int = 0) -> int:
+    """Python calls, built-in ones too, of one step after `warm` others of the same batch."""
     book = RowBook()
-    book.open("a", Mark(1), prompt_len=num_tokens)
-    nothing_P = np.zeros(NUM_PROBES, np.bool_)
-    finish = Finish(1, np.zeros(NUM_PROBES, np.float32), nothing_P, nothing_P)
-    inputs = torch.randn(num_tokens, NUM_PROBES), torch.arange(num_tokens)
+    req_ids = [f"r{index}" for index in range(len(counts))]
+    for req_id in req_ids:
+        book.open(req_id, Mark(1), prompt_len=7)
+    inputs = Inputs(torch.arange(MAX_TOKENS), torch.arange(MAX_TOKENS, dtype=torch.int32))
     calls = 0
 
     def count(_frame: FrameType, event: str, _argument: Any) -> None:
         nonlocal calls
         calls += event in ("call", "c_call")
 
-    with HostMemory.create(shape.nbytes) as memory:
-        writer = RingWriter(memory, shape, epoch=1)
-        sys.setprofile(count)
+    for number in range(warm + 1):
+        batch = Batch(req_ids, np.array(counts, np.int32), np.zeros(len(counts), np.int32))
+        sys.setprofile(count if number == warm else None)
         try:
-            counts_R = np.array([num_tokens], np.int32)
-            rows = book.step(Batch(["a"], counts_R, np.zeros(1, np.int32)))
-            publish(writer, Step(1, rows, finish, inputs[0], inputs[1], inputs[1]))
+            outlet.send(Step(number, book.step(batch), 1, inputs))
         finally:
             sys.setprofile(None)
-        del writer
     return calls
 
 
-def test_pitfall_13_a_step_of_many_rows_costs_no_more_python_than_a_step_of_one() -> None:
-    assert count_calls(4096) == count_calls(1) > 0
+def test_pitfall_13_a_step_of_many_rows_costs_no_more_python_than_a_step_of_one(
+    outlet: Outlet,
+) -> None:
+    assert calls_of(outlet, [MAX_TOKENS]) == calls_of(outlet, [1]) > 0
+
+
+def test_pitfall_13_a_batch_that_stays_costs_the_same_for_every_number_of_requests(
+    outlet: Outlet,
+) -> None:
+    warm = 2 * NUM_BRIEFS
+    many = calls_of(outlet, [1] * MAX_REQUESTS, warm=warm)
+    assert many == calls_of(outlet, [1], warm=warm) > 0
 
 
 def test_pitfall_11_a_rank_without_a_ring_replies_too() -> None:

@@ -134,7 +134,7 @@ def test_a_norm_of_another_layer_would_be_noticed() -> None:
     sites = sites_of(model)
     norms = [*sites.modules.values()]
     shifted = dict(zip(sites.modules, [*norms[1:], norms[0]], strict=True))
-    moved = Sites(shifted, sites.site_of, {}, NUM_LAYERS, toy.WIDTH)
+    moved = Sites(shifted, {}, sites.site_of, {}, NUM_LAYERS, toy.WIDTH)
     assert len(wrong_points(tapped(model, moved), stream_of(model))) == len(every_point())
 
 

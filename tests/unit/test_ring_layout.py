@@ -13,7 +13,12 @@ from clairai.ring import layout
 from clairai.ring.layout import RingHeader, RingShape, epoch_low, row_bytes
 
 U64 = st.integers(0, 2**64 - 1)
-SHAPES = st.builds(RingShape, st.integers(2, 10_000), st.integers(1, 1000).map(lambda n: n * 4096))
+SHAPES = st.builds(
+    lambda slots, pages, ahead: RingShape(slots, pages * 4096, 1 + ahead % (slots - 1)),
+    st.integers(2, 10_000),
+    st.integers(1, 1000),
+    st.integers(0, 10_000),
+)
 
 
 @given(U64, SHAPES)
@@ -23,7 +28,7 @@ def test_a_header_comes_back_as_it_was(epoch: int, shape: RingShape) -> None:
 
 
 def test_the_named_offsets_are_where_the_slot_header_puts_its_fields() -> None:
-    raw = layout.SLOT_HEADER.pack(1, 2, 3, 4, 5, 6, 7)
+    raw = layout.SLOT_HEADER.pack(1, 2, 3, 4, 5, 6, 7, 8)
     fields = {
         layout.SEQ_OFFSET: ("<Q", 1),
         layout.EPOCH_OFFSET: ("<I", 2),
@@ -32,16 +37,16 @@ def test_the_named_offsets_are_where_the_slot_header_puts_its_fields() -> None:
         layout.NUM_COLUMNS_OFFSET: ("<I", 5),
         layout.STEP_OFFSET: ("<Q", 6),
         layout.FLAGS_OFFSET: ("<I", 7),
+        layout.STAMP_OFFSET: ("<Q", 8),
     }
     for offset, (form, value) in fields.items():
         assert struct.unpack_from(form, raw, offset) == (value,)
     assert len(raw) <= layout.PAYLOAD_OFFSET
 
 
-def test_head_and_ticket_have_a_line_of_their_own() -> None:
+def test_the_head_has_a_line_of_its_own() -> None:
     assert layout.HEADER.size <= layout.HEAD_OFFSET
-    assert layout.HEAD_OFFSET + 128 <= layout.TICKET_OFFSET
-    assert layout.TICKET_OFFSET + 128 <= layout.SLOTS_OFFSET
+    assert layout.HEAD_OFFSET + 128 <= layout.SLOTS_OFFSET
 
 
 @given(SHAPES, U64)
@@ -64,18 +69,26 @@ def test_a_full_record_ends_before_the_trailer(shape: RingShape, num_columns: in
     assert room - row_bytes(num_columns) < payload <= room
 
 
-@given(st.integers(0, 1 << 30), st.integers(0, 4096))
-def test_a_shape_for_a_budget_fits_it_or_names_the_size_it_needs(budget: int, columns: int) -> None:
+@given(st.integers(0, 1 << 30), st.integers(0, 4096), st.sampled_from([1, 4, 64]))
+def test_a_shape_for_a_budget_fits_it_or_names_the_size_it_needs(
+    budget: int, columns: int, ahead: int
+) -> None:
     try:
-        shape = RingShape.for_budget(budget, columns)
+        shape = RingShape.for_budget(budget, columns, ahead)
     except RingError as error:
         needed = int(error.reason.partition("columns need ")[2].partition(";")[0])
         assert needed > budget
-        shape = RingShape.for_budget(needed, columns)
-        assert shape.slots == 8
+        shape = RingShape.for_budget(needed, columns, ahead)
+        assert shape.slots == max(8, 2 * ahead)
     else:
         assert shape.nbytes <= budget < shape.nbytes + shape.slot_bytes
     assert shape.rows_per_record(columns) >= 16
+
+
+def test_a_writer_ahead_by_half_of_the_slots_needs_as_many_again() -> None:
+    assert RingShape.for_budget(1 << 20, 16, ahead=64).slots >= 128
+    with pytest.raises(RingError, match="columns need 528384"):
+        RingShape.for_budget(1 << 19, 16, ahead=64)
 
 
 @pytest.mark.parametrize(
@@ -87,7 +100,14 @@ def test_an_impossible_shape_is_refused(slots: int, slot_bytes: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("field", "value", "text"), [(0, 0, "wrong memory"), (1, 2, "same clairai"), (3, 0, "slots")]
+    ("field", "value", "text"),
+    [
+        (0, 0, "wrong memory"),
+        (1, 1, "same clairai"),
+        (2, 0, "0 ahead"),
+        (2, 8, "8 slots, a writer 8 ahead"),
+        (4, 0, "0 slots"),
+    ],
 )
 def test_a_header_that_is_not_ours_is_refused(field: int, value: int, text: str) -> None:
     fields = list(layout.HEADER.unpack(RingHeader(1, RingShape(8, 4096)).pack()))

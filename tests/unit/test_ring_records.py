@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -93,6 +95,47 @@ def test_a_reader_counts_every_record_lost_when_lapped(num_records: int) -> None
     assert delivered == counts.delivered == min(num_records, 7)
     assert counts.lost == num_records - delivered
     assert (counts.first, counts.torn, counts.lag) == (0, 0, 0)
+
+
+@pytest.mark.parametrize("ahead", [1, 2, 4, 7])
+def test_a_reader_gives_up_as_many_slots_as_the_writer_may_be_writing(ahead: int) -> None:
+    shape = RingShape(SMALL.slots, SMALL.slot_bytes, ahead)
+    with HostMemory.create(shape.nbytes) as memory:
+        writer, ring = RingWriter(memory, shape, EPOCH), Ring(memory)
+        publish_plain(writer, 20)
+        oldest = Ring(memory)
+        seqs = [record.seq for record in ring.poll()]
+        assert seqs == [record.seq for record in oldest.poll()] == list(range(12 + ahead, 20))
+        assert (ring.statistics().lost, ring.statistics().torn) == (12 + ahead, 0)
+        assert (oldest.statistics().first, oldest.statistics().lost) == (12 + ahead, 0)
+
+
+def test_a_writer_that_laps_a_copy_by_less_than_it_may_be_ahead_is_counted_as_loss() -> None:
+    """Between the copy and the second look at head, the oldest records copied are overwritten."""
+    shape = RingShape(SMALL.slots, SMALL.slot_bytes, 2)
+    with HostMemory.create(shape.nbytes) as memory:
+        writer, ring = RingWriter(memory, shape, EPOCH), Ring(memory)
+        publish_marked(writer, EPOCH, range(6))
+        copy_slots = ring._copy_slots
+
+        def copy_late(begin: int, end: int) -> list[memoryview]:
+            copied = copy_slots(begin, end)
+            publish_marked(writer, EPOCH, range(6, 9))
+            return copied
+
+        ring._copy_slots = copy_late  # type: ignore[method-assign]
+        assert [record.seq for record in ring.poll()] == [3, 4, 5]
+        assert (ring.statistics().lost, ring.statistics().lag) == (3, 3)
+
+
+def test_a_record_says_when_it_was_published() -> None:
+    with HostMemory.create(SMALL.nbytes) as memory:
+        writer, ring = RingWriter(memory, SMALL, EPOCH), Ring(memory)
+        before_ns = time.monotonic_ns()
+        publish_plain(writer, 3)
+        after_ns = time.monotonic_ns()
+        stamps = [record.stamp_ns for record in ring.poll()]
+    assert before_ns <= stamps[0] <= stamps[1] <= stamps[2] <= after_ns
 
 
 @pytest.mark.parametrize(

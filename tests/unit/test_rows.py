@@ -153,6 +153,77 @@ def test_a_batch_with_a_request_nobody_opened_is_an_error_and_not_a_guess() -> N
         RowBook().step(Batch(["stranger"], np.array([1], np.int32), np.array([0], np.int32)))
 
 
+def test_steps_of_the_same_requests_share_what_they_are_told_and_others_do_not() -> None:
+    book = RowBook()
+    for number in range(3):
+        book.open(f"r{number}", Mark(number + 1), 5)
+    req_ids = ["r0", "r1"]
+    first, second = step_of(book, req_ids), step_of(book, req_ids)
+    assert second.roster is first.roster
+    req_ids.reverse()  # the runner's own list, changed in place
+    assert step_of(book, req_ids).roster.streams_R.tolist() == [2, 1]
+    assert step_of(book, ["r1", "r2"]).roster.streams_R.tolist() == [2, 3]
+    assert first.roster.streams_R.tolist() == [1, 2]
+
+
+def step_of(book: RowBook, req_ids: list[str]) -> StepRows:
+    counts_R = np.ones(len(req_ids), np.int32)
+    return book.step(Batch(req_ids, counts_R, np.zeros(len(req_ids), np.int32)))
+
+
+def reused_name(book: RowBook) -> list[int]:
+    """Streams of two steps between which a request ends and another takes its name."""
+    book.open("a", Mark(7), 1)
+    first = step_of(book, ["a"])
+    book.close("a")
+    book.open("b", Mark(8), 1)
+    book.open("a", Mark(9), 1)
+    return [*first.roster.streams_R.tolist(), *step_of(book, ["a"]).roster.streams_R.tolist()]
+
+
+def test_a_name_that_is_used_again_is_another_request() -> None:
+    assert reused_name(RowBook()) == [7, 9]
+
+
+def test_a_batch_with_a_request_that_has_ended_is_an_error_and_not_a_memory() -> None:
+    book = RowBook()
+    book.open("a", Mark(7), 1)
+    step_of(book, ["a"])
+    book.close("a")
+    with pytest.raises(KeyError, match="a"):
+        step_of(book, ["a"])
+
+
+class RememberingBook(RowBook):
+    """Knows a batch again although one of it has ended."""
+
+    def close(self, req_id: str) -> None:
+        roster = self._roster
+        super().close(req_id)
+        self._roster = roster
+
+
+def test_a_book_that_remembers_too_long_would_be_caught() -> None:
+    assert reused_name(RememberingBook()) == [7, 7]
+
+
+@pytest.mark.parametrize("num_events", [0, 1, 4, 5, 8, 9, 17])
+def test_events_are_cut_into_parts_in_order_and_the_tokens_come_last(num_events: int) -> None:
+    book = RowBook()
+    for number in range(num_events):
+        book.open(f"gone-{number}", Mark(100 + number), 1)
+        book.close(f"gone-{number}")
+    book.open("a", Mark(7), 1)
+    whole = book.step(Batch(["a"], np.array([3], np.int32), np.array([0], np.int32)))
+    *before, last = whole.cut_events(4)
+    parts = [*before, last]
+    assert np.concatenate([part.events for part in parts]).tobytes() == whole.events.tobytes()
+    assert all(len(part.events) == 4 and part.num_tokens == 0 for part in before)
+    assert len(last.events) <= 4
+    assert [part.is_cut for part in parts] == [True] * len(before) + [False]
+    assert (last.num_tokens, last.roster) == (3, whole.roster)
+
+
 class NeighbourBook(RowBook):
     """Gives every request the rows of the next one in the batch."""
 

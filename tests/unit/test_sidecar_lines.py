@@ -15,7 +15,7 @@ from tests.unit.tiny_records import Row, cached, finished, record
 
 def _record(*rows: Row, num_columns: int = 1) -> Record:
     tiny = record(rows, num_columns)
-    return Record(0, 0, 0, False, tiny.rows, tiny.scores_RC)
+    return Record(0, 0, 0, False, 0, tiny.rows, tiny.scores_RC)
 
 
 def _printed(made: Record, *names: str, with_events: bool = False) -> list[dict[str, Any]]:

@@ -17,7 +17,7 @@ from tests.unit.tiny_records import Row, bank, cached, finished, record
 
 def _record(*rows: Row, num_columns: int = 1) -> Record:
     tiny = record(rows, num_columns)
-    return Record(0, 0, 0, False, tiny.rows, tiny.scores_RC)
+    return Record(0, 0, 0, False, 0, tiny.rows, tiny.scores_RC)
 
 
 def _bank(threshold: float | None, *names: str) -> wire.Bank:

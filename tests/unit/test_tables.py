@@ -48,7 +48,7 @@ def forward(held: Tables, num_tokens: int = 5) -> dict[str, torch.Tensor]:
     """One forward pass: every site is given rows of its own."""
     rows = {site: hidden(index, num_tokens) for index, site in enumerate(held.sites)}
     for site, rows_TD in rows.items():
-        held.site(site).score(rows_TD)
+        held.site(site).read(rows_TD)
     return rows
 
 
@@ -68,7 +68,7 @@ def test_a_column_read_from_another_slot_would_be_noticed() -> None:
     held, columns = tables(), bank()
     held.load(columns)
     rows = forward(held)
-    held._slot_P = held._slot_P.roll(1)
+    held.offset_C[:5] = held.offset_C[:5].roll(1)
     assert not np.allclose(held.gather(5).numpy(), oracle(columns, rows), atol=1e-2)
 
 
@@ -90,7 +90,7 @@ def test_what_was_gathered_stays_when_the_next_forward_overwrites_the_tables() -
     first_TP = held.gather(5)
     before = first_TP.clone()
     for site in SITES:
-        held.site(site).score(torch.full((5, WIDTH), 100.0))
+        held.site(site).read(torch.full((5, WIDTH), 100.0))
     assert torch.equal(first_TP, before)
 
 
@@ -100,7 +100,7 @@ def test_rows_of_any_precision_are_multiplied_in_float32(dtype: torch.dtype) -> 
     held.load(columns)
     rows = {site: hidden(index).to(dtype) for index, site in enumerate(SITES)}
     for site, rows_TD in rows.items():
-        held.site(site).score(rows_TD)
+        held.site(site).read(rows_TD)
     scores_TP = held.gather(5)
     assert scores_TP.dtype == torch.float32
     np.testing.assert_allclose(scores_TP.numpy(), oracle(columns, rows), rtol=1e-5, atol=1e-5)
@@ -120,16 +120,16 @@ def test_a_batch_of_sequences_is_read_as_its_rows_in_order() -> None:
     held.load(columns)
     rows = {site: hidden(index, 6) for index, site in enumerate(SITES)}
     for site, rows_TD in rows.items():
-        held.site(site).score(rows_TD.view(2, 3, WIDTH))
+        held.site(site).read(rows_TD.view(2, 3, WIDTH))
     np.testing.assert_allclose(held.gather(6).numpy(), oracle(columns, rows), rtol=1e-5, atol=1e-5)
 
 
 def test_more_rows_than_the_tables_hold_are_refused() -> None:
     held = tables()
     site = held.site(SITES[0])
-    site.score(hidden(0, MAX_TOKENS))
+    site.read(hidden(0, MAX_TOKENS))
     with pytest.raises(TapMissingError, match="a forward of 17 rows, tables hold 16"):
-        site.score(hidden(0, MAX_TOKENS + 1))
+        site.read(hidden(0, MAX_TOKENS + 1))
 
 
 def test_pitfall_05_taps_that_did_not_run_are_named() -> None:
@@ -137,10 +137,10 @@ def test_pitfall_05_taps_that_did_not_run_are_named() -> None:
     with pytest.raises(TapMissingError, match=r"4 of 4 taps .*post_block\.0, post_block\.1"):
         held.check_all_ran()
     for site in (SITES[0], SITES[3], SITES[2]):
-        held.site(site).score(hidden(0))
+        held.site(site).read(hidden(0))
     with pytest.raises(TapMissingError, match=r"1 of 4 taps .*first: post_block\.1\)"):
         held.check_all_ran()
-    held.site(SITES[1]).score(hidden(0))
+    held.site(SITES[1]).read(hidden(0))
     held.check_all_ran()
 
 
@@ -157,11 +157,11 @@ def test_a_removed_probe_leaves_zeros_in_its_place() -> None:
     held.load(columns)
     less = columns.remove(["a", "b", "d", "e"])
     held.load(less)
-    assert held.weights_SDK.count_nonzero() == WIDTH
+    assert held.weights_SHDK.count_nonzero() == WIDTH
     rows = forward(held)
     np.testing.assert_allclose(held.gather(5).numpy(), oracle(less, rows), rtol=1e-5, atol=1e-5)
     held.load(empty())
-    assert held.weights_SDK.count_nonzero() == 0
+    assert held.weights_SHDK.count_nonzero() == 0
     assert held.gather(5).shape == (5, 0)
 
 
@@ -176,14 +176,15 @@ def test_a_replaced_probe_is_scored_from_the_next_forward_on() -> None:
 
 def test_a_change_of_the_bank_keeps_every_address_that_a_captured_graph_holds() -> None:
     held = tables()
-    before = [held.weights_SDK.data_ptr(), held.scores_STK.data_ptr(), held.ran_S.data_ptr()]
+    before = [held.weights_SHDK.data_ptr(), held.scores_STK.data_ptr(), held.ran_S.data_ptr()]
     for columns in (bank(), bank().remove(["a"]), empty()):
         held.load(columns)
         forward(held)
-    after = [held.weights_SDK.data_ptr(), held.scores_STK.data_ptr(), held.ran_S.data_ptr()]
+    after = [held.weights_SHDK.data_ptr(), held.scores_STK.data_ptr(), held.ran_S.data_ptr()]
     assert after == before
 
 
 def test_the_memory_the_tables_take_is_counted() -> None:
-    floats = len(SITES) * CAPACITY * (WIDTH + MAX_TOKENS)
-    assert tables().nbytes == 4 * floats
+    # per site and column: a weight for each coordinate, a score for each token, bias, activation
+    numbers = len(SITES) * CAPACITY * (WIDTH + MAX_TOKENS + 2)
+    assert tables().nbytes == 4 * numbers

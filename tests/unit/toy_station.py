@@ -14,8 +14,9 @@ from clairai.probe.columns import Columns
 from clairai.probe.files import dumps
 from clairai.probe.model import Probe
 from clairai.settings import Settings
+from clairai.tap.outlet import Inputs
 from clairai.tap.rows import Batch, Mark
-from clairai.tap.station import About, Inputs, NewRequest, Station
+from clairai.tap.station import About, NewRequest, Station
 from clairai.tap.tables import Tables
 from tests.unit.tiny_probes import probe
 
@@ -60,7 +61,7 @@ def forward(station: Station, number: int, *, start: int, count: int) -> torch.T
     counts_R, starts_R = np.array([count], np.int32), np.array([start], np.int32)
     station.place(Batch([f"in-{number}"], counts_R, starts_R))
     for site in station.tables.sites:
-        station.tables.site(site).score(rows_TD)
+        station.tables.site(site).read(rows_TD)
     station.end(lambda: inputs(start))
     return rows_TD
 
@@ -74,5 +75,5 @@ def inputs(start: int = 0) -> Inputs:
 def state_of(station: Station) -> tuple[object, ...]:
     """Everything that a change of the bank changes."""
     columns = station.columns
-    weights = station.tables.weights_SDK.numpy().tobytes()
+    weights = station.tables.weights_SHDK.numpy().tobytes()
     return columns.version, columns.bank(), columns.slots(), weights

@@ -19,6 +19,7 @@ class Sites:
     """Where each point lives. Points that are the same tensor share one site."""
 
     modules: Mapping[str, nn.Module]  # site name to norm
+    blocks: Mapping[str, nn.Module]  # site name to the block whose attention follows the norm
     site_of: Mapping[Point, str]
     refused: Mapping[Point, str]
     num_layers: int
@@ -37,6 +38,7 @@ def find_sites(model: nn.Module, *, num_layers: int, width: int) -> Sites:
     decoder = _find_decoder(model, num_layers)
     blocks = [read_block(block) for block in decoder.blocks]
     modules: dict[str, nn.Module] = {}
+    behind: dict[str, nn.Module] = {}
     site_of: dict[Point, str] = {}
     refused: dict[Point, str] = {}
 
@@ -51,6 +53,7 @@ def find_sites(model: nn.Module, *, num_layers: int, width: int) -> Sites:
         same = [Point("post_block", layer - 1)] if layer else []
         if block.pre_attn:
             place(getattr(module, block.pre_attn), pre, *same)
+            behind[str(pre)] = module
         else:
             refused.update(dict.fromkeys([pre, *same], block.reason))
         if block.post_attn:
@@ -61,7 +64,7 @@ def find_sites(model: nn.Module, *, num_layers: int, width: int) -> Sites:
     untrue = untrue_points(type(decoder.owner))
     refused |= {point: untrue[point.kind] for point in site_of if point.kind in untrue}
     site_of = {point: site for point, site in site_of.items() if point not in refused}
-    return Sites(modules, site_of, refused, num_layers, width)
+    return Sites(modules, behind, site_of, refused, num_layers, width)
 
 
 def _place_last(

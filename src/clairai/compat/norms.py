@@ -11,6 +11,7 @@ looks up (compilation/decorators.py `_verify_source_unchanged`, 0.26:265, 0.32:2
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, Final
 
 import torch
@@ -19,7 +20,7 @@ from torch import nn
 LIBRARY: Final = "clairai"
 OP: Final = "tap"
 # Raise when the op's schema or the wrapper changes: it is part of the compile-cache key.
-ABI: Final = 1
+ABI: Final = 2
 
 
 class Tapped(nn.Module):  # type: ignore[misc]  # torch is Any where it is not installed
@@ -57,37 +58,41 @@ def define_op() -> None:
     `_encode_layer_name` (vllm/utils/torch_utils.py, 0.26:887, 0.32:1054) makes the name an input of
     the graph, so that equal layers still share one compiled piece.
     """
-    if hasattr(torch.ops.clairai, OP):
-        return
-    from vllm.platforms import current_platform
-    from vllm.utils.torch_utils import LayerNameType, direct_register_custom_op
+    from vllm.utils.torch_utils import LayerNameType
 
     def tap(x: torch.Tensor, token: torch.Tensor, name: LayerNameType) -> None:
-        _site(name).score(x)
         del token
+        _site(name).read(x)
 
     def fake(x: torch.Tensor, token: torch.Tensor, name: LayerNameType) -> None:
         del x, token, name
 
+    types = {"x": torch.Tensor, "token": torch.Tensor, "name": LayerNameType, "return": None}
+    register(OP, tap, fake, types)
+
+
+def register(
+    name: str, op: Callable[..., None], fake: Callable[..., None], types: dict[str, Any]
+) -> None:
+    """Define one op of ours that changes `token`; the second time nothing happens."""
+    if hasattr(torch.ops.clairai, name):
+        return
+    from vllm.platforms import current_platform
+    from vllm.utils.torch_utils import direct_register_custom_op
+
     # The schema is inferred from real types, not from the strings of this file's annotations.
-    for function in (tap, fake):
-        function.__annotations__ = {
-            "x": torch.Tensor,
-            "token": torch.Tensor,
-            "name": LayerNameType,
-            "return": None,
-        }
+    op.__annotations__ = fake.__annotations__ = types
     library = torch.library.Library(LIBRARY, "FRAGMENT")
     direct_register_custom_op(
-        OP,
-        tap,
+        name,
+        op,
         mutates_args=["token"],
         fake_impl=fake,
         target_lib=library,
         dispatch_key=current_platform.dispatch_key,
     )
     # An op lives as long as its library: tie the two together instead of keeping a global.
-    torch.ops.clairai.tap.clairai_library = library
+    getattr(torch.ops.clairai, name).clairai_library = library
 
 
 def _site(name: Any) -> Any:

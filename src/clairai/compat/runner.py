@@ -15,12 +15,13 @@ import numpy as np
 
 from clairai.compat.requests import read_mark
 from clairai.errors import UnsupportedError
+from clairai.tap.outlet import Inputs
 from clairai.tap.rows import Batch
-from clairai.tap.station import Inputs, NewRequest, Station
+from clairai.tap.station import NewRequest, Station
 
 
-def connect(runner: Any, station: Station) -> None:
-    """From now on every real step of `runner` goes through `station`."""
+def connect(runner: Any, station: Station) -> Callable[[], Inputs]:
+    """Every real step of `runner` goes through `station` from now on; gives where inputs lie."""
     if hasattr(runner, "prepare_inputs") and hasattr(runner, "req_states"):
         _wrap(runner, "prepare_inputs", lambda given: _after_v2(station, given))
         inputs = functools.partial(_inputs_v2, runner)
@@ -34,6 +35,7 @@ def connect(runner: Any, station: Station) -> None:
             f"clairai key from additional_config"
         )
     _wrap(runner, "execute_model", lambda given: _around_step(station, inputs, given))
+    return inputs
 
 
 Given = tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]

@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 
 from clairai import wire
-from clairai.compat import layers, modes, norms, runner, version
+from clairai.compat import joins, layers, modes, norms, runner, version
 from clairai.compat.sight import KEY
 from clairai.errors import PointError
 from clairai.probe.columns import Columns
@@ -31,8 +31,9 @@ def prepare(worker: Any) -> None:
     modes.check_modes(config)
     text_config = config.model_config.hf_text_config
     planned = plan(settings, num_layers=text_config.num_hidden_layers, environ=os.environ)
-    _fingerprint(config, planned)
+    _fingerprint(config, planned, is_branched=settings.branch)
     norms.define_op()
+    joins.define_op()
     _after(worker, "load_model", lambda: _install(worker, settings, planned))
     _after(worker, "compile_or_warm_up_model", lambda: _prove(worker))
     _before(worker, "shutdown", lambda: _close(worker))
@@ -50,7 +51,7 @@ def control(worker: Any, message: bytes) -> bytes:
     return msgspec.msgpack.encode(wire.Refusal("unsupported", reason))
 
 
-def _fingerprint(config: Any, planned: Plan) -> None:
+def _fingerprint(config: Any, planned: Plan, *, is_branched: bool) -> None:
     """Leave in additional_config what the compiled graph depends on, and nothing else.
 
     vLLM hashes the whole dict into its compile-cache key (config/vllm.py compute_hash, 0.26:493,
@@ -60,6 +61,7 @@ def _fingerprint(config: Any, planned: Plan) -> None:
     config.additional_config[KEY] = {
         "abi": norms.ABI,
         "points": [str(point) for point in planned.points],
+        "branch": is_branched,
     }
 
 
@@ -79,8 +81,9 @@ def _install(worker: Any, settings: Settings, planned: Plan) -> None:
         capacity=settings.capacity,
         max_tokens=worker.model_runner.max_num_tokens,
         device=str(worker.model_runner.device),
+        dtype=config.model_config.dtype,
     )
-    _attach(config, sites, tables)
+    _attach(config, sites, tables, is_branched=settings.branch)
     worker.clairai_tables = tables
     _count_memory(worker.model_runner, tables.nbytes)
     if worker.rank != 0:
@@ -90,9 +93,10 @@ def _install(worker: Any, settings: Settings, planned: Plan) -> None:
         model=model_name(config),
         vllm=version.vllm_version(),
         points=tuple(str(point) for point in planned.points),
+        max_requests=config.scheduler_config.max_num_seqs,
     )
     worker.clairai_station = Station(settings, tables, columns, about)
-    runner.connect(worker.model_runner, worker.clairai_station)
+    worker.clairai_inputs = runner.connect(worker.model_runner, worker.clairai_station)
 
 
 def _check_served(sites: layers.Sites, planned: Plan) -> None:
@@ -105,12 +109,20 @@ def _check_served(sites: layers.Sites, planned: Plan) -> None:
         )
 
 
-def _attach(config: Any, sites: layers.Sites, tables: Tables) -> None:
+def _attach(config: Any, sites: layers.Sites, tables: Tables, *, is_branched: bool) -> None:
     named = config.compilation_config.static_forward_context
+    named[joins.KEY] = tables.branch
     token = tables.ran_S.new_zeros(1)
+    is_branched &= tables.device.type == "cuda"
     for name in tables.sites:
         key = f"{KEY}.{name}"
-        named[key] = tables.site(name)
+        block = sites.blocks.get(name)
+        attention = joins.attention_of(block) if is_branched and block is not None else None
+        if attention is None:
+            named[key] = tables.site(name)
+        else:
+            named[key] = tables.site_aside(name)
+            joins.attach(attention, token)
         norms.attach(sites.modules[name], name=key, token=token)
 
 
@@ -148,6 +160,7 @@ def _prove(worker: Any) -> None:
     station = getattr(worker, "clairai_station", None)
     if station is not None:
         # v1/worker/gpu/warmup.py warms kernels up with requests of its own, through execute_model.
+        station.prepare(worker.clairai_inputs())
         station.serve()
 
 

@@ -15,7 +15,7 @@ from clairai.errors import EngineGoneError, HandshakeError
 from clairai.ring.folder import peer_uid
 from clairai.ring.frames import RECEIVE_BYTES, Inbox, encode_frame
 from clairai.ring.layout import RingShape
-from clairai.ring.memory import HostMemory
+from clairai.ring.memory import HostMemory, RingMemory
 from clairai.ring.reader import POLL_LIMIT, ReaderStatistics, Record, Ring, Start
 from clairai.wire import MAX_MESSAGE_BYTES, WIRE_VERSION, AskBank, Bank, Message, Refusal, Welcome
 
@@ -27,7 +27,7 @@ MAX_PAUSE_S: Final = 2e-3
 class Reader:
     """One engine's ring and the socket it came by; the socket's end is the engine's death."""
 
-    def __init__(self, link: _Link, memory: HostMemory, welcome: Welcome, ring: Ring) -> None:
+    def __init__(self, link: _Link, memory: RingMemory, welcome: Welcome, ring: Ring) -> None:
         self.welcome = welcome
         self._link = link
         self._memory = memory
@@ -45,8 +45,8 @@ class Reader:
         """Connect, check the peer, map its ring; EngineGoneError if nobody listens."""
         with contextlib.ExitStack() as undo:
             link = undo.enter_context(_Link(Path(socket_path)))
-            welcome, fd = link.receive_welcome(timeout_s)
-            memory = undo.enter_context(HostMemory.attach(fd, welcome.nbytes))
+            welcome, fds = link.receive_welcome(timeout_s)
+            memory = undo.enter_context(_map(welcome, fds))
             ring = Ring(memory, start=start)
             _require_promised(ring, welcome)
             undo.pop_all()
@@ -104,21 +104,21 @@ class _Link:
         self._hangup = select.poll()
         self._hangup.register(self._sock, select.POLLRDHUP)
 
-    def receive_welcome(self, timeout_s: float) -> tuple[Welcome, int]:
-        """The first message and the descriptor that must come with it."""
+    def receive_welcome(self, timeout_s: float) -> tuple[Welcome, list[int]]:
+        """The first message and the descriptors that must come with it."""
         deadline_s = time.monotonic() + timeout_s
         raw, fds, flags = self._receive_first(deadline_s)
         try:
             self._feed(raw)
             welcome = self._receive(deadline_s)
-            if flags & socket.MSG_CTRUNC or len(fds) != 1 or not isinstance(welcome, Welcome):
-                raise HandshakeError("peer did not send a Welcome with one descriptor; not ours")
-            _require_known(welcome)
+            if flags & socket.MSG_CTRUNC or not isinstance(welcome, Welcome):
+                raise HandshakeError("peer did not send a Welcome; not ours")
+            _require_known(welcome, fds)
         except BaseException:
             for fd in fds:
                 os.close(fd)
             raise
-        return welcome, fds[0]
+        return welcome, fds
 
     def ask_bank(self, version: int) -> Bank:
         """Ask and wait for the answer; EngineGoneError if the engine dies meanwhile."""
@@ -207,7 +207,19 @@ def _connect(path: Path) -> socket.socket:
     return sock
 
 
-def _require_known(welcome: Welcome) -> None:
+def _map(welcome: Welcome, fds: list[int]) -> RingMemory:
+    if welcome.home == "host":
+        return HostMemory.attach(fds[0], welcome.nbytes)
+    from clairai.ring.cuda import DeviceMemory
+
+    return DeviceMemory.attach(welcome.handle, welcome.nbytes, welcome.gpu)
+
+
+def _require_known(welcome: Welcome, fds: list[int]) -> None:
+    if len(fds) != (1 if welcome.home == "host" else 0):
+        raise HandshakeError(
+            f"peer sent {len(fds)} descriptors with a ring in {welcome.home} memory; not ours"
+        )
     if welcome.wire_version != WIRE_VERSION:
         raise HandshakeError(
             f"engine speaks wire version {welcome.wire_version}, this reader {WIRE_VERSION}; "
@@ -217,6 +229,6 @@ def _require_known(welcome: Welcome) -> None:
 
 def _require_promised(ring: Ring, welcome: Welcome) -> None:
     header = ring.header
-    promised = RingShape(welcome.slots, welcome.slot_bytes)
+    promised = RingShape(welcome.slots, welcome.slot_bytes, header.shape.ahead)
     if header.epoch != welcome.epoch or header.shape != promised:
         raise HandshakeError(f"ring is {header}, engine promised {welcome}; not ours")

@@ -1,15 +1,17 @@
 """Takes the shape of a ring; gives the byte offset of every field in it, and nothing else does.
 
-    0      magic u64, layout version u32, pad u32, epoch u64, slots u64, slot bytes u64
+    0      magic u64, layout version u32, ahead u32, epoch u64, slots u64, slot bytes u64
     128    head u64: records published so far; alone on its line
-    256    ticket u64: drawn by the blocks of a device writer; alone on its line
     4096   slot 0, slot 1, ...                      record `seq` lies in slot `seq % slots`
 
     slot:  seq u64, epoch low half u32, bank version u32, num rows u32, num columns u32,
-           step u64, flags u32, pad to 64; rows (wire.ROW); scores f32 [num rows, num columns];
-           ...; a second copy of seq in the last 8 bytes
+           step u64, flags u32, pad u32, stamp u64, pad to 64;
+           rows (wire.ROW); scores f32 [num rows, num columns]; ...;
+           a second copy of seq in the last 8 bytes
 
-All numbers are little-endian. The header is written once, before any reader can attach.
+All numbers are little-endian. The header is written once, before any reader can attach. `ahead` is
+how many records the writer may be writing beyond head; `stamp` is when the record was published,
+in nanoseconds of the host's monotonic clock.
 """
 
 from __future__ import annotations
@@ -22,10 +24,9 @@ from clairai.errors import RingError
 from clairai.wire import ROW
 
 MAGIC: Final = int.from_bytes(b"clairing", "little")
-LAYOUT_VERSION: Final = 1
-HEADER: Final = struct.Struct("<QI4xQQQ")
+LAYOUT_VERSION: Final = 2
+HEADER: Final = struct.Struct("<QIIQQQ")
 HEAD_OFFSET: Final = 128
-TICKET_OFFSET: Final = 256
 SLOTS_OFFSET: Final = 4096
 
 # From the start of a slot.
@@ -36,8 +37,9 @@ NUM_ROWS_OFFSET: Final = 16
 NUM_COLUMNS_OFFSET: Final = 20
 STEP_OFFSET: Final = 24
 FLAGS_OFFSET: Final = 32
+STAMP_OFFSET: Final = 40
 PAYLOAD_OFFSET: Final = 64
-SLOT_HEADER: Final = struct.Struct("<QIIIIQI")  # the seven fields above, without padding
+SLOT_HEADER: Final = struct.Struct("<QIIIIQI4xQ")  # the eight fields above
 TRAILER_BYTES: Final = 8
 
 CONTINUED: Final = 1  # flag: the step goes on in the next record
@@ -45,7 +47,6 @@ CONTINUED: Final = 1  # flag: the step goes on in the next record
 WORD_BYTES: Final = 8
 SCORE_BYTES: Final = 4
 PAGE_BYTES: Final = 4096
-MIN_SLOTS: Final = 2  # one slot is always given up to the record that is being written
 MIN_BUDGET_SLOTS: Final = 8
 MIN_BUDGET_ROWS: Final = 16
 MAX_RING_BYTES: Final = 1 << 48
@@ -53,14 +54,18 @@ MAX_RING_BYTES: Final = 1 << 48
 
 @dataclass(frozen=True)
 class RingShape:
-    """How many slots, and how large each is."""
+    """How many slots, how large each is, and how many are given up to records being written."""
 
     slots: int
     slot_bytes: int
+    ahead: int = 1
 
     def __post_init__(self) -> None:
-        if self.slots < MIN_SLOTS:
-            raise RingError(f"ring has {self.slots} slots, needs {MIN_SLOTS}; give it more memory")
+        if not 1 <= self.ahead < self.slots:
+            raise RingError(
+                f"ring has {self.slots} slots, a writer {self.ahead} ahead needs more than that; "
+                f"give it more memory"
+            )
         if self.slot_bytes < PAGE_BYTES or self.slot_bytes % PAGE_BYTES:
             raise RingError(
                 f"slot has {self.slot_bytes} bytes, must be a multiple of {PAGE_BYTES}; round it up"
@@ -71,17 +76,18 @@ class RingShape:
             )
 
     @classmethod
-    def for_budget(cls, nbytes: int, num_columns: int) -> RingShape:
+    def for_budget(cls, nbytes: int, num_columns: int, ahead: int = 1) -> RingShape:
         """The most slots that fit `nbytes`, each wide enough for 16 rows of `num_columns`."""
         slot_bytes = _slot_bytes(MIN_BUDGET_ROWS, num_columns)
         slots = (nbytes - SLOTS_OFFSET) // slot_bytes
-        if slots < MIN_BUDGET_SLOTS:
-            needed = SLOTS_OFFSET + MIN_BUDGET_SLOTS * slot_bytes
+        fewest = max(MIN_BUDGET_SLOTS, 2 * ahead)
+        if slots < fewest:
+            needed = SLOTS_OFFSET + fewest * slot_bytes
             raise RingError(
                 f"ring has {nbytes} bytes, {num_columns} columns need {needed}; "
                 f"raise the ring's size to {needed} or lower the capacity of the bank"
             )
-        return cls(slots, slot_bytes)
+        return cls(slots, slot_bytes, ahead)
 
     @property
     def nbytes(self) -> int:
@@ -108,12 +114,14 @@ class RingHeader:
     def pack(self) -> bytes:
         """The first bytes of the ring."""
         shape = self.shape
-        return HEADER.pack(MAGIC, LAYOUT_VERSION, self.epoch, shape.slots, shape.slot_bytes)
+        return HEADER.pack(
+            MAGIC, LAYOUT_VERSION, shape.ahead, self.epoch, shape.slots, shape.slot_bytes
+        )
 
     @classmethod
     def unpack(cls, raw: bytes) -> RingHeader:
         """Read it back; RingError if it is not a ring, or one of another version."""
-        magic, version, epoch, slots, slot_bytes = HEADER.unpack(raw)
+        magic, version, ahead, epoch, slots, slot_bytes = HEADER.unpack(raw)
         if magic != MAGIC:
             raise RingError(f"memory starts with {magic:#x}, a ring with {MAGIC:#x}; wrong memory")
         if version != LAYOUT_VERSION:
@@ -121,7 +129,7 @@ class RingHeader:
                 f"ring has layout {version}, this reader knows {LAYOUT_VERSION}; "
                 "run the same clairai in engine and reader"
             )
-        return cls(epoch, RingShape(slots, slot_bytes))
+        return cls(epoch, RingShape(slots, slot_bytes, ahead))
 
 
 def row_bytes(num_columns: int) -> int:

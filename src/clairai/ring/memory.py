@@ -42,6 +42,11 @@ class RingMemory(Protocol):
 class HostMemory:
     """Shared host memory; `create` it writable in the engine, `attach` it read-only elsewhere."""
 
+    home: Final = "host"
+    handle: Final = b""  # it travels as a descriptor
+    uuid: Final = ""
+    address: Final = 0
+
     def __init__(self, mapping: mmap.mmap, fd: int | None) -> None:
         self._mapping: mmap.mmap | None = mapping
         self._words = memoryview(mapping).cast("Q")
@@ -85,6 +90,11 @@ class HostMemory:
         if self._fd is None:
             raise RingError("memory is closed or attached; only its open creator may pass it on")
         return self._fd
+
+    @property
+    def fds(self) -> tuple[int, ...]:
+        """What travels with the first message to a reader."""
+        return (self.fd,)
 
     @property
     def nbytes(self) -> int:

@@ -40,6 +40,7 @@ class Record:
     step: int
     bank_version: int
     continued: bool
+    stamp_ns: int  # when it was published, on the clock of time.monotonic_ns()
     rows: NDArray[np.void]
     scores_RC: NDArray[np.float32]
 
@@ -71,13 +72,13 @@ class Ring:
         head = self._load_head()
         if head < self._next:
             raise RingError(f"head went back from {self._next} to {head}; restart the engine")
-        self._lose_until(head - self._shape.slots + 1)
+        self._lose_until(self._oldest(head))
         begin, end = self._next, min(head, self._next + max(limit, 1))
         slots = self._copy_slots(begin, end)
         # Pairs with _advance_head() too: the copies above have completed, so if any of them saw a
-        # byte of record seq + N, this load sees the head that was published before it, seq + N.
-        oldest = self._load_head() - self._shape.slots + 1
-        self._lose_until(min(oldest, end))
+        # byte of record seq + N, this load sees the head that was published before it: at least
+        # seq + N + 1 - ahead.
+        self._lose_until(min(self._oldest(self._load_head()), end))
         records = [self._take(seq, slots[seq - begin]) for seq in range(self._next, end)]
         assert self._delivered + self._lost == self._next - self._first
         return [record for record in records if record is not None]
@@ -93,12 +94,16 @@ class Ring:
     def _first_seq(self, start: Start) -> int:
         head = self._load_head()
         if start == "oldest":
-            return max(0, head - self._shape.slots + 1)
+            return max(0, self._oldest(head))
         if start == "newest":
             return head
         if not 0 <= start <= head:
             raise RingError(f"start is record {start}, ring has {head}; start within them")
         return start
+
+    def _oldest(self, head: int) -> int:
+        """The first record that the writer cannot have begun to overwrite."""
+        return head - self._shape.slots + self._shape.ahead
 
     def _load_head(self) -> int:
         return self._memory.load(HEAD_OFFSET)
@@ -133,7 +138,8 @@ class Ring:
 
 def parse_slot(slot: memoryview, seq: int, epoch: int) -> Record | None:
     """The record in a private copy of its slot; None where the slot contradicts itself."""
-    found, low, bank_version, num_rows, num_columns, step, flags = SLOT_HEADER.unpack_from(slot)
+    fields = SLOT_HEADER.unpack_from(slot)
+    found, low, bank_version, num_rows, num_columns, step, flags, stamp_ns = fields
     trailer = int.from_bytes(slot[-TRAILER_BYTES:], "little")
     if found != seq or trailer != seq or low != epoch_low(epoch):
         return None
@@ -143,7 +149,7 @@ def parse_slot(slot: memoryview, seq: int, epoch: int) -> Record | None:
     payload = bytes(slot[PAYLOAD_OFFSET : PAYLOAD_OFFSET + nbytes])
     rows = np.ndarray((num_rows,), ROW, payload)
     scores_RC = np.ndarray((num_rows, num_columns), np.float32, payload, offset=rows.nbytes)
-    return Record(seq, step, bank_version, bool(flags & CONTINUED), rows, scores_RC)
+    return Record(seq, step, bank_version, bool(flags & CONTINUED), stamp_ns, rows, scores_RC)
 
 
 def _read_header(memory: RingMemory) -> RingHeader:

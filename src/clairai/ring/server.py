@@ -8,14 +8,13 @@ import selectors
 import socket
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Final, Self
+from typing import Final, Protocol, Self
 
 from clairai.errors import HandshakeError
 from clairai.ring.folder import listen, peer_uid, remove_stale, socket_path
 from clairai.ring.frames import MAX_REQUEST_BYTES, Inbox, encode_frame
-from clairai.ring.memory import HostMemory
 from clairai.wire import AskBank, Bank, Message, Refusal, Welcome
 
 BankOf = Callable[[int], Bank | None]
@@ -26,10 +25,18 @@ ACCEPT_PAUSE_S: Final = 0.1
 _log: Final = logging.getLogger(__name__)
 
 
+class Passed(Protocol):
+    """Memory that readers are let into."""
+
+    @property
+    def fds(self) -> Sequence[int]:
+        """The descriptors it travels as; none if the first message says it all."""
+
+
 class RingServer:
     """One daemon thread; whatever a reader does, only that reader is let go."""
 
-    def __init__(self, folder: Path, memory: HostMemory, welcome: Welcome, bank_of: BankOf) -> None:
+    def __init__(self, folder: Path, memory: Passed, welcome: Welcome, bank_of: BankOf) -> None:
         self.path = socket_path(folder, welcome.epoch)
         self._memory = memory
         self._welcome = welcome
@@ -99,7 +106,7 @@ class RingServer:
         elif len(self._sessions) >= MAX_READERS:
             refusal = Refusal("full", f"{MAX_READERS} readers are attached; detach one")
         else:
-            session.greet(self._welcome, self._memory.fd)
+            session.greet(self._welcome, self._memory.fds)
             self._selector.register(sock, session.events, session)
             self._sessions.add(session)
             return
@@ -138,10 +145,10 @@ class _Session:
         """What to wait for next."""
         return selectors.EVENT_WRITE if self._outbox else selectors.EVENT_READ
 
-    def greet(self, welcome: Welcome, fd: int) -> None:
+    def greet(self, welcome: Welcome, fds: Sequence[int]) -> None:
         """Send the first message, and the ring with it."""
         frame = encode_frame(welcome)
-        num_sent = socket.send_fds(self.sock, [frame], [fd])
+        num_sent = socket.send_fds(self.sock, [frame], fds) if fds else self.sock.send(frame)
         self._outbox += frame[num_sent:]
 
     def serve(self) -> bool:

@@ -6,6 +6,7 @@ R = rows of this step, C = columns (probes) of the bank
 from __future__ import annotations
 
 import secrets
+import time
 from dataclasses import dataclass
 from typing import Final
 
@@ -100,9 +101,8 @@ class RingWriter:
         num_rows, num_columns = scores_RC.shape
         seq, ring = self._head, self._bytes
         slot = self._shape.slot_offset(seq)
-        SLOT_HEADER.pack_into(
-            ring, slot, seq, self._epoch_low, bank_version, num_rows, num_columns, step, flags
-        )
+        head = (seq, self._epoch_low, bank_version, num_rows, num_columns, step, flags)
+        SLOT_HEADER.pack_into(ring, slot, *head, time.monotonic_ns())
         payload = rows.tobytes() + scores_RC.tobytes()
         begin = slot + PAYLOAD_OFFSET
         ring[begin : begin + len(payload)] = payload

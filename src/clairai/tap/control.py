@@ -70,6 +70,5 @@ def _describe(station: Station) -> wire.Description:
         width=station.columns.width,
         points=station.about.points,
         capacity=station.columns.capacity,
-        published=station.writer.statistics().published,
-        unpublished=station.num_failed,
+        published=station.published,
     )

@@ -6,13 +6,16 @@ the model runner laid out, positions and token ids are what the forward pass rea
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
 
 from clairai import wire
+
+_NO_EVENTS: Final = np.empty(0, wire.ROW)
 
 
 @dataclass(frozen=True)
@@ -32,20 +35,40 @@ class Batch:
     starts_R: NDArray[np.int32]  # absolute position of the first of them
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
+class Roster:
+    """Who is in the batch. While the same requests decode, steps share one: compare with `is`."""
+
+    req_ids: Sequence[str]
+    slots_R: NDArray[np.intp]  # their places in the book
+    streams_R: NDArray[np.uint64]
+    choices_R: NDArray[np.uint16]
+    prompts_R: NDArray[np.uint32]
+
+
+@dataclass(frozen=True, eq=False)
 class StepRows:
     """One step's rows, complete but for what only the device knows: positions and token ids."""
 
     events: NDArray[np.void]  # rows that stand for no forwarded token: finished, cached
+    num_tokens: int
     counts_R: NDArray[np.int32]
-    streams_R: NDArray[np.uint64]
-    choices_R: NDArray[np.uint16]
-    prompts_R: NDArray[np.uint32]
+    roster: Roster
     seen_R: NDArray[np.uint32]
+    is_cut: bool = False  # there are further rows of the same step
 
     @property
-    def num_tokens(self) -> int:
-        return int(self.counts_R.sum())
+    def request_T(self) -> NDArray[np.int32]:
+        """Which of the step's requests each token belongs to."""
+        return np.repeat(np.arange(len(self.counts_R), dtype=np.int32), self.counts_R)
+
+    def cut_events(self, most: int) -> Iterator[StepRows]:
+        """The same rows in the same order, with at most this many events in each part."""
+        first = 0
+        while len(self.events) - first > most:
+            yield replace(_nobody(), events=self.events[first : first + most], is_cut=True)
+            first += most
+        yield replace(self, events=self.events[first:]) if first else self
 
     def fill(
         self, positions_T: NDArray[np.integer], token_ids_T: NDArray[np.integer]
@@ -56,16 +79,20 @@ class StepRows:
         rows[:num_events] = self.events
         tokens = rows[num_events:]
         position_T = positions_T.astype(np.uint32)
-        tokens["stream"] = np.repeat(self.streams_R, self.counts_R)
-        tokens["choice"] = np.repeat(self.choices_R, self.counts_R)
+        tokens["stream"] = np.repeat(self.roster.streams_R, self.counts_R)
+        tokens["choice"] = np.repeat(self.roster.choices_R, self.counts_R)
         tokens["position"] = position_T
         tokens["token_id"] = token_ids_T
         tokens["span"] = 1
         # The prompt's length decides, not the scheduler's idea of prefill: a resumed request
         # prefills its own generated tokens again.
-        tokens["phase"] = position_T >= np.repeat(self.prompts_R, self.counts_R)
+        tokens["phase"] = position_T >= np.repeat(self.roster.prompts_R, self.counts_R)
         tokens["flags"] = position_T < np.repeat(self.seen_R, self.counts_R)
         return rows
+
+
+def _nobody() -> StepRows:
+    return RowBook().idle()
 
 
 class RowBook:
@@ -79,6 +106,7 @@ class RowBook:
         self._prompt_S = np.zeros(64, np.uint32)
         self._seen_S = np.zeros(64, np.uint32)
         self._events: list[NDArray[np.void]] = []
+        self._roster = self._read_roster(())
 
     def __len__(self) -> int:
         return len(self._slots)
@@ -102,6 +130,7 @@ class RowBook:
         if slot is None:
             return  # aborted before it ever reached the worker
         self._free.append(slot)
+        self._roster = self._read_roster(())  # its place may soon be somebody else's
         self._events.append(
             _events(
                 self._stream_S[slot : slot + 1],
@@ -113,50 +142,51 @@ class RowBook:
         )
 
     def step(self, batch: Batch) -> StepRows:
-        slots_R = np.fromiter(
-            map(self._slots.__getitem__, batch.req_ids), np.intp, len(batch.req_ids)
-        )
+        roster = self._roster
+        if batch.req_ids != roster.req_ids:
+            roster = self._roster = self._read_roster(batch.req_ids)
         starts_R = batch.starts_R.astype(np.uint32)
-        seen_R = self._seen_S[slots_R]
-        self._note_cached(slots_R, seen_R, starts_R)
-        ends_R = starts_R + batch.counts_R.astype(np.uint32)
-        self._seen_S[slots_R] = np.maximum(seen_R, ends_R)
-        return StepRows(
-            events=self._take_events(),
-            counts_R=batch.counts_R.copy(),
+        counts_R = batch.counts_R.copy()  # the runner's own buffer, soon used again
+        seen_R = self._seen_S[roster.slots_R]
+        self._note_cached(roster, seen_R, starts_R)
+        ends_R = starts_R + counts_R.astype(np.uint32)
+        self._seen_S[roster.slots_R] = np.maximum(seen_R, ends_R)
+        return StepRows(self._take_events(), int(counts_R.sum()), counts_R, roster, seen_R)
+
+    def _read_roster(self, req_ids: Sequence[str]) -> Roster:
+        slots_R = np.fromiter(map(self._slots.__getitem__, req_ids), np.intp, len(req_ids))
+        return Roster(
+            req_ids=list(req_ids),  # the runner changes its own in place
+            slots_R=slots_R,
             streams_R=self._stream_S[slots_R],
             choices_R=self._choice_S[slots_R],
             prompts_R=self._prompt_S[slots_R],
-            seen_R=seen_R,
         )
 
     def idle(self) -> StepRows:
         """A step that forwards nothing may still have something to say."""
-        nobody = Batch((), np.zeros(0, np.int32), np.zeros(0, np.int32))
+        nobody = Batch([], np.zeros(0, np.int32), np.zeros(0, np.int32))
         return self.step(nobody)
 
     def _take_events(self) -> NDArray[np.void]:
+        if not self._events:
+            return _NO_EVENTS
         events, self._events = self._events, []
-        return np.concatenate(events) if events else np.empty(0, wire.ROW)
+        return np.concatenate(events)
 
     def _note_cached(
-        self,
-        slots_R: NDArray[np.intp],
-        seen_R: NDArray[np.uint32],
-        starts_R: NDArray[np.uint32],
+        self, roster: Roster, seen_R: NDArray[np.uint32], starts_R: NDArray[np.uint32]
     ) -> None:
         """Positions between what was forwarded and where this step starts came from a cache."""
-        skipped = starts_R > seen_R
-        if not skipped.any():
+        is_skipped_R = starts_R > seen_R
+        if not np.count_nonzero(is_skipped_R):
             return
-        slots = slots_R[skipped]
-        spans = starts_R[skipped] - seen_R[skipped]
         self._events.append(
             _events(
-                self._stream_S[slots],
-                self._choice_S[slots],
-                positions=seen_R[skipped],
-                spans=spans,
+                roster.streams_R[is_skipped_R],
+                roster.choices_R[is_skipped_R],
+                positions=seen_R[is_skipped_R],
+                spans=(starts_R - seen_R)[is_skipped_R],
                 phase=wire.CACHED,
             )
         )

@@ -12,16 +12,13 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Final
 
-import torch
-
 from clairai import wire
 from clairai.probe.columns import Columns
 from clairai.ring.handshake import RingServer, runtime_dir
-from clairai.ring.layout import RingShape
-from clairai.ring.memory import HostMemory
-from clairai.ring.writer import RingWriter, new_epoch
+from clairai.ring.writer import new_epoch
 from clairai.settings import Settings
-from clairai.tap.outlet import DeviceOutlet, Finish, HostOutlet, Outlet, Step
+from clairai.tap.home import open_home
+from clairai.tap.outlet import Inputs, Step
 from clairai.tap.rows import Batch, Mark, RowBook, StepRows
 from clairai.tap.tables import Tables
 
@@ -39,14 +36,6 @@ class NewRequest:
     prompt_len: int
 
 
-@dataclass(frozen=True)
-class Inputs:
-    """The forward's own inputs: device tensors, at least as long as the step."""
-
-    positions_T: torch.Tensor
-    token_ids_T: torch.Tensor
-
-
 class Station:
     """The worker's side of clairai: who is in the batch, what was scored, where it goes."""
 
@@ -59,41 +48,43 @@ class Station:
         self._rows: StepRows | None = None
         self._streams: OrderedDict[str, int] = OrderedDict()
         self._banks: OrderedDict[int, wire.Bank] = OrderedDict()
-        self._open_ring(settings, columns)
+        self._open_ring(settings)
         self.install(columns)
 
-    def _open_ring(self, settings: Settings, columns: Columns) -> None:
-        num_columns = len(self.tables.sites) * columns.capacity
-        shape = RingShape.for_budget(settings.ring_mib << 20, num_columns)
+    def _open_ring(self, settings: Settings) -> None:
         epoch = self.epoch = new_epoch()
-        self._memory = HostMemory.create(shape.nbytes)
-        self.writer = RingWriter(self._memory, shape, epoch)
+        home = self._home = open_home(settings, self.tables, self.about.max_requests, epoch)
         welcome = wire.Welcome(
             wire_version=wire.WIRE_VERSION,
             epoch=epoch,
             pid=os.getpid(),
             model=self.about.model,
             vllm=self.about.vllm,
-            home="host",
-            nbytes=shape.nbytes,
-            slots=shape.slots,
-            slot_bytes=shape.slot_bytes,
+            home=home.memory.home,
+            nbytes=home.shape.nbytes,
+            slots=home.shape.slots,
+            slot_bytes=home.shape.slot_bytes,
             points=self.about.points,
+            handle=home.memory.handle,
+            gpu=home.memory.uuid,
         )
         folder = runtime_dir(settings.runtime_dir)
-        self.server = RingServer(folder, self._memory, welcome, self._banks.get)
-        is_host = self.tables.device.type == "cpu"
-        self._outlet: Outlet = HostOutlet(self.writer) if is_host else DeviceOutlet(self.writer)
+        self.server = RingServer(folder, home.memory, welcome, self._banks.get)
+        self._outlet = home.outlet
 
     def install(self, columns: Columns) -> None:
         """Make this the bank of every step from now on."""
+        self._outlet.flush()  # until then the last steps still read the old one
         self.tables.load(columns)
         self.columns = columns
-        self._finish = Finish.of(columns)
         # Known to readers before the first record that carries it is published.
         self._banks[columns.version] = columns.bank()
         while len(self._banks) > REMEMBERED_BANKS:
             self._banks.popitem(last=False)
+
+    def prepare(self, inputs: Inputs) -> None:
+        """Do what would otherwise make the first request wait."""
+        self._outlet.prepare(inputs)
 
     def serve(self) -> None:
         """Start-up is over. Until now steps were vLLM's own warm-up: nobody's rows."""
@@ -102,6 +93,7 @@ class Station:
     def begin(self, new: Iterable[NewRequest], finished: Iterable[str]) -> None:
         if not self._is_serving:
             return
+        self._outlet.begin()
         for req_id in finished:
             self._book.close(req_id)
         for request in new:
@@ -122,26 +114,17 @@ class Station:
             self._send(rows, inputs())
 
     def _send(self, rows: StepRows, inputs: Inputs) -> None:
-        num_tokens = rows.num_tokens
         self._step_number += 1
-        self._outlet.send(
-            Step(
-                number=self._step_number,
-                rows=rows,
-                finish=self._finish,
-                raw_TP=self.tables.gather(num_tokens),
-                positions_T=inputs.positions_T[:num_tokens],
-                token_ids_T=inputs.token_ids_T[:num_tokens],
-            )
-        )
+        self._outlet.send(Step(self._step_number, rows, self.columns.version, inputs))
 
     def flush(self) -> None:
         """Return when every step so far is in the ring: what a caller asks for next is there."""
         self._outlet.flush()
 
     @property
-    def num_failed(self) -> int:
-        return self._outlet.num_failed
+    def published(self) -> int:
+        """Records in the ring, or on their way there."""
+        return self._outlet.published
 
     def stream_of(self, request_id: str) -> int | None:
         return self._streams.get(request_id)
@@ -149,7 +132,7 @@ class Station:
     def close(self) -> None:
         self._outlet.close()
         self.server.close()
-        self._memory.close()
+        self._home.close()
 
 
 @dataclass(frozen=True)
@@ -159,3 +142,4 @@ class About:
     model: str
     vllm: str
     points: tuple[str, ...]
+    max_requests: int = 1024  # at once

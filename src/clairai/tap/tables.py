@@ -1,59 +1,150 @@
-"""Takes residual rows inside the forward pass; gives raw scores, one buffer for all sites.
+"""Takes residual rows inside the forward pass; gives scores, one buffer for all sites.
 
-T = tokens in this step, D = model width, S = sites, K = probe capacity of a site, P = probes.
+T = tokens in this step, D = model width, S = sites, K = probe capacity of a site, P = probes,
+H = halves of a weight: two bfloat16 on a GPU that serves bfloat16, else one float32.
 
 Every tensor is allocated once and keeps its address, so that a captured CUDA graph stays valid
-while its contents change: a new probe is new numbers in the same place. Only the product is
-computed here; bias and activation are a few operations on what leaves the device (outlet.py).
+while its contents change: a new probe is new numbers in the same place. A GPU runs the kernel of
+score_kernel.py; `score_twin` is the same in plain torch: a CPU engine's own, and the kernel's
+oracle.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Final, Protocol
 
 import torch
 
 from clairai.errors import TapMissingError
 from clairai.probe.columns import Columns
+from clairai.tap.branch import Branch, OneStream
+
+ACTIVATION_CODES: Final = {"none": 0, "relu": 1, "sigmoid": 2}
+
+
+class Score(Protocol):
+    """How a site turns rows into scores; score_kernel.Scorer on a GPU, `score_twin` elsewhere."""
+
+    def __call__(
+        self,
+        hidden_TD: torch.Tensor,
+        weights_HDK: torch.Tensor,
+        bias_K: torch.Tensor,
+        activation_K: torch.Tensor,
+        scores_TK: torch.Tensor,
+        ran: torch.Tensor,
+    ) -> None: ...
+
+
+def score_twin(
+    hidden_TD: torch.Tensor,
+    weights_HDK: torch.Tensor,
+    bias_K: torch.Tensor,
+    activation_K: torch.Tensor,
+    scores_TK: torch.Tensor,
+    ran: torch.Tensor,
+) -> None:
+    """`activation(hidden @ weights + bias)`, in float32."""
+    torch.mm(hidden_TD.float(), weights_HDK.float().sum(0), out=scores_TK)
+    scores_TK += bias_K
+    is_relu_K = activation_K == ACTIVATION_CODES["relu"]
+    is_sigmoid_K = activation_K == ACTIVATION_CODES["sigmoid"]
+    torch.where(is_relu_K, scores_TK.clamp_min(0), scores_TK, out=scores_TK)
+    torch.where(is_sigmoid_K, scores_TK.sigmoid(), scores_TK, out=scores_TK)
+    ran += 1
 
 
 class Tables:
     """The device side of the probe bank."""
 
     def __init__(
-        self, sites: Sequence[str], *, width: int, capacity: int, max_tokens: int, device: str
+        self,
+        sites: Sequence[str],
+        *,
+        width: int,
+        capacity: int,
+        max_tokens: int,
+        device: str,
+        dtype: torch.dtype = torch.float32,
     ) -> None:
+        """`dtype` is the model's: what the rows come in."""
         num_sites = len(sites)
         self.sites = tuple(sites)
+        self.max_tokens = max_tokens
         self.device = torch.device(device)
-        self.weights_SDK = torch.zeros(num_sites, width, capacity, device=device)
+        is_split = self.device.type == "cuda" and dtype == torch.bfloat16
+        self._halves = (torch.bfloat16,) * 2 if is_split else (torch.float32,)
+        shape = (num_sites, len(self._halves), width, capacity)
+        self.weights_SHDK = torch.zeros(shape, dtype=self._halves[0], device=device)
+        self.bias_SK = torch.zeros(num_sites, capacity, device=device)
+        self.activation_SK = torch.zeros(num_sites, capacity, dtype=torch.int32, device=device)
         self.scores_STK = torch.zeros(num_sites, max_tokens, capacity, device=device)
         # How often each site ran: the proof that no compiled graph has lost a tap.
         self.ran_S = torch.zeros(num_sites, dtype=torch.int32, device=device)
-        self._site_P = torch.zeros(0, dtype=torch.int64, device=device)
-        self._slot_P = torch.zeros(0, dtype=torch.int64, device=device)
+        # Where in scores_STK column p of token 0 lies; only the bank's columns count.
+        self.offset_C = torch.zeros(num_sites * capacity, dtype=torch.int64, device=device)
+        self.num_columns = 0
+        self.branch: Branch = OneStream()
+        self.score: Score = score_twin
+        self._scratch_nbytes = 0
+        if self.device.type == "cuda":
+            self._use_kernel()
+
+    def _use_kernel(self) -> None:
+        from clairai.tap.branch import SideStream
+        from clairai.tap.score_kernel import Scorer
+
+        _, _, width, capacity = self.weights_SHDK.shape
+        scorer = Scorer(width, capacity, self.max_tokens, self.device)
+        self.score, self._scratch_nbytes = scorer, scorer.nbytes
+        self.branch = SideStream(self.device)
 
     @property
     def nbytes(self) -> int:
-        return int(self.weights_SDK.nbytes + self.scores_STK.nbytes)
+        """Of device memory."""
+        held = (self.weights_SHDK, self.bias_SK, self.activation_SK, self.scores_STK)
+        return sum(int(tensor.nbytes) for tensor in held) + self._scratch_nbytes
 
     def site(self, name: str) -> Site:
         return Site(self, self.sites.index(name))
 
+    def site_aside(self, name: str) -> AsideSite:
+        return AsideSite(self, self.sites.index(name))
+
     def load(self, columns: Columns) -> None:
-        """Put the bank's directions in place; runs between steps, in the order of the stream."""
-        weights_SDK = torch.zeros_like(self.weights_SDK, device="cpu")
+        """Put the bank in place; runs between steps, in the order of the stream."""
+        weights_SHDK = torch.zeros_like(self.weights_SHDK, device="cpu")
+        bias_SK = torch.zeros_like(self.bias_SK, device="cpu")
+        activation_SK = torch.zeros_like(self.activation_SK, device="cpu")
         slots = columns.slots()
         for (site, slot), probe in zip(slots, columns.probes, strict=True):
-            weights_SDK[site, :, slot] = torch.tensor(probe.direction_D)
-        self.weights_SDK.copy_(weights_SDK)
-        self._site_P = torch.tensor([s for s, _ in slots], dtype=torch.int64, device=self.device)
-        self._slot_P = torch.tensor([k for _, k in slots], dtype=torch.int64, device=self.device)
+            weights_SHDK[site, :, :, slot] = self._split(torch.tensor(probe.direction_D))
+            bias_SK[site, slot] = probe.bias
+            activation_SK[site, slot] = ACTIVATION_CODES[probe.activation]
+        self.weights_SHDK.copy_(weights_SHDK)
+        self.bias_SK.copy_(bias_SK)
+        self.activation_SK.copy_(activation_SK)
+        _, max_tokens, capacity = self.scores_STK.shape
+        offsets = [site * max_tokens * capacity + slot for site, slot in slots]
+        self.num_columns = len(offsets)
+        self.offset_C[: self.num_columns].copy_(torch.tensor(offsets, dtype=torch.int64))
+
+    def _split(self, direction_D: torch.Tensor) -> torch.Tensor:
+        """Halves that add up to the direction, each as wide as the table's numbers."""
+        halves = []
+        for dtype in self._halves:
+            halves.append(direction_D.to(dtype))
+            direction_D = direction_D - halves[-1].float()
+        return torch.stack(halves)
 
     def gather(self, num_tokens: int) -> torch.Tensor:
-        """Raw scores of this step's first `num_tokens` rows, in the bank's column order."""
-        scores_TSK = self.scores_STK[:, :num_tokens].transpose(0, 1)
-        return scores_TSK[:, self._site_P, self._slot_P]
+        """Scores of this step's first `num_tokens` rows, in the bank's column order."""
+        capacity = self.scores_STK.shape[2]
+        first_T = torch.arange(num_tokens, device=self.device) * capacity
+        at_TP = first_T[:, None] + self.offset_C[None, : self.num_columns]
+        # Not scores[at_TP]: on a CPU that wakes all threads of the pool for a few thousand numbers.
+        return self.scores_STK.view(-1).index_select(0, at_TP.view(-1)).view(at_TP.shape)
 
     def check_all_ran(self) -> None:
         missing = [
@@ -71,12 +162,22 @@ class Site:
     """One place in the forward pass where the residual stream is read."""
 
     def __init__(self, tables: Tables, index: int) -> None:
-        self._weights_DK = tables.weights_SDK[index]
+        self._score = tables.score
+        self._bank = (
+            tables.weights_SHDK[index],
+            tables.bias_SK[index],
+            tables.activation_SK[index],
+        )
         self._scores_TK = tables.scores_STK[index]
         self._ran = tables.ran_S[index]
 
-    def score(self, hidden: torch.Tensor) -> None:
+    def read(self, hidden: torch.Tensor) -> None:
         """Called by the tap op; captured once, replayed for ever: fixed addresses, no host sync."""
+        rows_TD, scores_TK = self._prepared(hidden)
+        self._score(rows_TD, *self._bank, scores_TK, self._ran)
+
+    def _prepared(self, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """One row per token, and where their scores go."""
         hidden_TD = hidden.view(-1, hidden.shape[-1])
         num_tokens = hidden_TD.shape[0]
         if num_tokens > self._scores_TK.shape[0]:
@@ -84,5 +185,16 @@ class Site:
                 f"a forward of {num_tokens} rows, tables hold {self._scores_TK.shape[0]}; "
                 f"max_num_batched_tokens is not what the engine reported: please report this"
             )
-        torch.mm(hidden_TD.float(), self._weights_DK, out=self._scores_TK[:num_tokens])
-        self._ran.add_(1)
+        return hidden_TD, self._scores_TK[:num_tokens]
+
+
+class AsideSite(Site):
+    """A site that is read beside the forward pass: the rows must stay until `branch.join()`."""
+
+    def __init__(self, tables: Tables, index: int) -> None:
+        super().__init__(tables, index)
+        self._branch = tables.branch
+
+    def read(self, hidden: torch.Tensor) -> None:
+        with self._branch.fork():
+            super().read(hidden)

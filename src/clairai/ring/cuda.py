@@ -1,0 +1,202 @@
+"""Takes sizes, addresses and 64-byte handles; gives CUDA memory that two processes share. No torch.
+
+The driver's own functions through cuda-bindings, which every CUDA build of vLLM brings along. A
+reader of a ring in host memory needs none of this.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import warnings
+from typing import Any, Final, Self
+
+from clairai.errors import HandshakeError, RingError
+
+# Smaller allocations share a block, and a handle opens the whole block (CUDA programming guide).
+GRANULE_BYTES: Final = 2 << 20
+HANDLE_BYTES: Final = 64
+STAGING_BYTES: Final = 1 << 20
+
+
+class Gpu:
+    """One GPU, with the context that torch uses too; its calls raise RingError."""
+
+    def __init__(self, ordinal: int) -> None:
+        try:
+            from cuda.bindings import driver
+        except ImportError:
+            raise RingError(
+                "a ring in GPU memory needs the package cuda-bindings; install it, or use the "
+                'ring in host memory ("ring_home": "host")'
+            ) from None
+        self._driver = driver
+        self._context: Any = None
+        self.call("cuInit", 0)
+        self._device = self.call("cuDeviceGet", ordinal)
+        self.uuid = bytes(self.call("cuDeviceGetUuid", self._device).bytes).hex()
+
+    @classmethod
+    def by_uuid(cls, uuid: str) -> Gpu:
+        """The GPU of this machine with this UUID."""
+        first = cls(0)
+        for ordinal in range(first.call("cuDeviceGetCount")):
+            gpu = cls(ordinal)
+            if gpu.uuid == uuid:
+                return gpu
+        raise HandshakeError(
+            f"the engine's ring is on GPU {uuid}, which this process does not see; run the reader "
+            f"on the same machine, with the same CUDA_VISIBLE_DEVICES"
+        )
+
+    def call(self, name: str, *given: Any) -> Any:
+        """One function of the driver; what it returns beside its status."""
+        status, *found = getattr(self._driver, name)(*given)
+        self._require(status, name)
+        return found[0] if len(found) == 1 else found
+
+    def _require(self, status: Any, name: str) -> None:
+        if status != self._driver.CUresult.CUDA_SUCCESS:
+            raise RingError(f"{name} failed on the GPU: {status.name}; see the engine's log")
+
+    def enter(self) -> None:
+        """Make this thread's calls go to this GPU."""
+        if self._context is None:
+            # Not before: a context takes hundreds of MiB, also on GPUs that are only looked at.
+            self._context = self.call("cuDevicePrimaryCtxRetain", self._device)
+        self.call("cuCtxSetCurrent", self._context)
+
+    def stream(self, handle: int) -> Any:
+        """The driver's name for a stream of torch's."""
+        return self._driver.CUstream(handle)
+
+    def event(self) -> Any:
+        self.enter()
+        return self.call("cuEventCreate", self._driver.CUevent_flags.CU_EVENT_DISABLE_TIMING)
+
+    def record(self, event: Any, stream: Any) -> None:
+        """Pairs with wait(): what the stream was given before comes first."""
+        (status,) = self._driver.cuEventRecord(event, stream)
+        self._require(status, "cuEventRecord")
+
+    def wait(self, stream: Any, event: Any) -> None:
+        """What the stream is given from now on comes after the event."""
+        (status,) = self._driver.cuStreamWaitEvent(stream, event, 0)
+        self._require(status, "cuStreamWaitEvent")
+
+    def map_host(self, address: int, nbytes: int) -> int:
+        """Let the GPU reach host memory of ours; the address it has there."""
+        self.enter()
+        flags = self._driver.CU_MEMHOSTREGISTER_DEVICEMAP | self._driver.CU_MEMHOSTREGISTER_PORTABLE
+        self.call("cuMemHostRegister", address, nbytes, flags)
+        return int(self.call("cuMemHostGetDevicePointer", address, 0))
+
+    def unmap_host(self, address: int) -> None:
+        self.enter()
+        self.call("cuMemHostUnregister", address)
+
+    def ipc_handle(self, raw: bytes) -> Any:
+        handle = self._driver.CUipcMemHandle()
+        # In place: from cuda-bindings 13.4 on the field `reserved` has no name in Python.
+        ctypes.memmove(handle.getPtr(), raw, HANDLE_BYTES)
+        return handle
+
+    def extent(self, address: int) -> int:
+        """How many bytes the driver itself says lie behind an address."""
+        attribute = self._driver.CUpointer_attribute.CU_POINTER_ATTRIBUTE_RANGE_SIZE
+        return int(self.call("cuPointerGetAttribute", attribute, address))
+
+
+class DeviceMemory:
+    """Memory of a GPU; `create` it in the engine, `attach` it elsewhere by its handle."""
+
+    home: Final = "device"
+    fds: Final[tuple[int, ...]] = ()  # it travels as a handle
+
+    def __init__(self, gpu: Gpu, address: int, nbytes: int, *, is_ours: bool) -> None:
+        self._gpu, self._is_ours = gpu, is_ours
+        self._is_open = True
+        self.address, self.nbytes = address, nbytes
+        # A stream that waits for no other: a reader's copies never queue behind a forward.
+        self._stream = gpu.call("cuStreamCreate", 1)  # CU_STREAM_NON_BLOCKING
+        self._staging = int(gpu.call("cuMemAllocHost", STAGING_BYTES))
+
+    @classmethod
+    def create(cls, nbytes: int, ordinal: int) -> DeviceMemory:
+        """New zeroed memory outside torch's pool, so that its handle shows nothing else."""
+        gpu = Gpu(ordinal)
+        gpu.enter()
+        held = -(-nbytes // GRANULE_BYTES) * GRANULE_BYTES
+        address = int(gpu.call("cuMemAlloc", held))
+        gpu.call("cuMemsetD8", address, 0, held)
+        return cls(gpu, address, nbytes, is_ours=True)
+
+    @classmethod
+    def attach(cls, handle: bytes, nbytes: int, uuid: str) -> DeviceMemory:
+        """Open another process's memory; refused unless the driver too finds it large enough."""
+        if len(handle) != HANDLE_BYTES:
+            raise HandshakeError(
+                f"the ring's handle has {len(handle)} bytes, a CUDA IPC handle {HANDLE_BYTES}; "
+                f"do not trust this peer"
+            )
+        gpu = Gpu.by_uuid(uuid)
+        gpu.enter()
+        address = int(gpu.call("cuIpcOpenMemHandle", gpu.ipc_handle(handle), 1))
+        extent = gpu.extent(address)
+        if extent < nbytes:
+            gpu.call("cuIpcCloseMemHandle", address)
+            raise HandshakeError(f"ring has {extent} bytes, peer claims {nbytes}; do not trust it")
+        return cls(gpu, address, nbytes, is_ours=False)
+
+    @property
+    def uuid(self) -> str:
+        return self._gpu.uuid
+
+    @property
+    def handle(self) -> bytes:
+        """64 bytes by which another process of this machine can attach."""
+        self._gpu.enter()
+        handle = self._gpu.call("cuIpcGetMemHandle", self.address)
+        return ctypes.string_at(handle.getPtr(), HANDLE_BYTES)
+
+    def load(self, offset: int) -> int:
+        return int.from_bytes(self.copy(offset, 8), "little")
+
+    def copy(self, offset: int, nbytes: int) -> bytes:
+        """Own bytes; the copy has completed on return."""
+        if not 0 <= offset <= offset + nbytes <= self.nbytes:
+            raise RingError(f"bytes {offset} to {offset + nbytes} of {self.nbytes}: please report")
+        self._gpu.enter()
+        parts = range(offset, offset + nbytes, STAGING_BYTES)
+        return b"".join(self._copy(at, min(STAGING_BYTES, offset + nbytes - at)) for at in parts)
+
+    def _copy(self, offset: int, nbytes: int) -> bytes:
+        self._gpu.call(
+            "cuMemcpyDtoHAsync", self._staging, self.address + offset, nbytes, self._stream
+        )
+        self._gpu.call("cuStreamSynchronize", self._stream)
+        return ctypes.string_at(self._staging, nbytes)
+
+    def write(self, offset: int, raw: bytes) -> None:
+        """For the engine, before any reader is there."""
+        self._gpu.enter()
+        self._gpu.call("cuMemcpyHtoD", self.address + offset, raw, len(raw))
+
+    def close(self) -> None:
+        """Let go; the engine's own close frees it."""
+        if not self._is_open:
+            return
+        self._is_open = False
+        self._gpu.enter()
+        self._gpu.call("cuStreamDestroy", self._stream)
+        self._gpu.call("cuMemFreeHost", self._staging)
+        self._gpu.call("cuMemFree" if self._is_ours else "cuIpcCloseMemHandle", self.address)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def __del__(self) -> None:
+        if getattr(self, "_is_open", False):
+            warnings.warn(f"{self!r} was dropped open", ResourceWarning, stacklevel=2)

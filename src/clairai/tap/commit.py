@@ -1,0 +1,233 @@
+"""Takes one step's rows and the scores on the GPU; has the GPU publish them, and waits for nothing.
+
+T = tokens in this step, R = requests in this step.
+
+The host writes down whose rows they are in a brief: pinned memory that the kernel reads in place.
+The kernel runs on a stream of its own, behind the forward and beside the sampler.
+"""
+
+from __future__ import annotations
+
+import struct
+import time
+from collections.abc import Iterator
+from typing import Any, Final, Protocol
+
+import numpy as np
+import torch
+
+from clairai.errors import EngineGoneError
+from clairai.ring.cuda import Gpu
+from clairai.ring.layout import RingHeader, RingShape, epoch_low
+from clairai.tap import commit_kernel as kernel
+from clairai.tap.outlet import Inputs, Step
+from clairai.tap.rows import Roster, StepRows
+from clairai.tap.tables import Tables
+
+NUM_BRIEFS: Final = 8
+MAX_EVENTS: Final = 512
+MAX_PROGRAMS: Final = 32  # for one record
+STUCK_S: Final = 60.0
+HEAD: Final = struct.Struct("<11q")  # words 0 to 10 of a brief
+
+
+class Brief:
+    """What the kernel is told of one step: see the top of commit_kernel.py."""
+
+    def __init__(self, max_requests: int, max_tokens: int) -> None:
+        plan = kernel.BRIEF_HEAD + kernel.PLAN_FIELDS * max_requests
+        events = kernel.ROW_WORDS * MAX_EVENTS // 2
+        num_words = plan + events + (max_tokens + 1) // 2
+        is_pinned = torch.cuda.is_available()
+        self.memory = torch.zeros(num_words, dtype=torch.int64, pin_memory=is_pinned)
+        words = self.memory.numpy()
+        self._head = words[: kernel.BRIEF_HEAD]
+        self._plan_FR = words[kernel.BRIEF_HEAD : plan].reshape(kernel.PLAN_FIELDS, max_requests)
+        self._events = words[plan : plan + events].view(np.uint8)
+        self._request_T = words[plan + events :].view(np.int32)
+        self._roster: Roster | None = None  # whose plan is written here already
+        self._counts = b""  # whose request_T is
+        self._number = 0
+
+    def is_free(self) -> bool:
+        # Pairs with the last store of _publish() in commit_kernel.py.
+        return bool(self._head[kernel.DONE_WORD] == self._number)
+
+    def write(self, rows: StepRows, head: tuple[int, ...]) -> None:
+        """`head` is words 1 to 6 and 9: see the top of commit_kernel.py."""
+        num_requests = len(rows.counts_R)
+        self._write_roster(rows.roster)
+        self._plan_FR[3, :num_requests] = rows.seen_R
+        counts = rows.counts_R.tobytes()
+        if counts != self._counts:
+            self._request_T[: rows.num_tokens] = rows.request_T
+            self._counts = counts
+        num_events = len(rows.events)
+        if num_events:
+            self._events[: rows.events.nbytes] = rows.events.view(np.uint8)
+        *sizes, self._number = head
+        now_ns = time.monotonic_ns()
+        numbers = (num_events, *sizes, num_requests, now_ns, self._number, rows.is_cut)
+        HEAD.pack_into(self._head, 0, *numbers)
+
+    def _write_roster(self, roster: Roster) -> None:
+        if roster is self._roster:
+            return
+        plan_FR = self._plan_FR[:, : len(roster.streams_R)]
+        plan_FR[0] = roster.streams_R.view(np.int64)
+        plan_FR[1], plan_FR[2] = roster.choices_R, roster.prompts_R
+        self._roster = roster
+
+
+class Launch(Protocol):
+    """How the kernel gets to run; on a GPU, `GpuLaunch`."""
+
+    def prepare(self, brief: Brief, inputs: Inputs) -> None:
+        """Whatever the first launch would otherwise make a request wait for."""
+
+    def begin(self) -> None: ...
+
+    def __call__(self, brief: Brief, inputs: Inputs, grids: Iterator[tuple[int, int]]) -> None:
+        """One launch for each grid; its number is the kernel's `part`."""
+
+    def flush(self) -> None: ...
+
+
+class DeviceOutlet:
+    """The one writer of a ring that the device itself writes."""
+
+    def __init__(
+        self, launch: Launch, header: RingHeader, tables: Tables, max_requests: int
+    ) -> None:
+        self._launch, self._shape, self._tables = launch, header.shape, tables
+        self._epoch_low = epoch_low(header.epoch)
+        self._briefs = [Brief(max_requests, tables.max_tokens) for _ in range(NUM_BRIEFS)]
+        self._sent = 0
+        self.published = 0
+
+    def prepare(self, inputs: Inputs) -> None:
+        self._launch.prepare(self._briefs[0], inputs)
+
+    def begin(self) -> None:
+        self._launch.begin()
+
+    def send(self, step: Step) -> None:
+        for rows in step.rows.cut_events(MAX_EVENTS):
+            self._send(step, rows)
+
+    def _send(self, step: Step, rows: StepRows) -> None:
+        num_rows = len(rows.events) + rows.num_tokens
+        num_columns = self._tables.num_columns
+        per_record = self._shape.rows_per_record(num_columns)
+        num_records = -(-num_rows // per_record)
+        brief = self._next_brief()
+        bank = self._epoch_low | step.bank_version << 32
+        sizes = (num_rows, self.published, step.number, bank, num_columns, per_record)
+        brief.write(rows, (*sizes, self._sent))
+        num_scores = min(num_rows, per_record) * num_columns
+        num_programs = min(max(-(-num_scores // kernel.TILE_E), 1), MAX_PROGRAMS)
+        self._launch(brief, step.inputs, self._grids(num_records, num_programs))
+        self.published += num_records
+
+    def _next_brief(self) -> Brief:
+        brief = self._briefs[self._sent % NUM_BRIEFS]
+        self._sent += 1
+        if not brief.is_free():
+            _wait_for(brief)  # only if the GPU is eight steps behind
+        return brief
+
+    def _grids(self, num_records: int, num_programs: int) -> Iterator[tuple[int, int]]:
+        ahead = self._shape.ahead
+        for first in range(0, num_records, ahead):
+            yield min(ahead, num_records - first), num_programs
+
+    def flush(self) -> None:
+        self._launch.flush()
+
+    def close(self) -> None:
+        self._launch.flush()
+
+
+def _wait_for(brief: Brief) -> None:
+    deadline_s = time.monotonic() + STUCK_S
+    while not brief.is_free():
+        if time.monotonic() > deadline_s:
+            raise EngineGoneError(
+                f"the GPU has not published a step for {STUCK_S:.0f} s; see the engine's log"
+            )
+
+
+class GpuLaunch:
+    """Runs the kernel on a stream of its own, between this step's forward and the next one's.
+
+    On the way of every step: so the kernel is compiled beforehand, all its arguments but two are
+    laid out once, and streams are told apart by the driver's own calls (torch's take 10 times as
+    long).
+    """
+
+    def __init__(self, ring: int, shape: RingShape, tables: Tables, max_requests: int) -> None:
+        """`ring` is the address of the ring as the GPU sees it."""
+        self._gpu = Gpu(tables.device.index or 0)
+        self._stream = torch.cuda.Stream(tables.device)
+        self._side = self._gpu.stream(self._stream.cuda_stream)
+        self._forward_done, self._committed = self._gpu.event(), self._gpu.event()
+        ticket = torch.zeros(1, dtype=torch.int32, device=tables.device)
+        self._held = (tables.scores_STK, tables.offset_C, ticket)  # their addresses are given
+        self._scores = tuple(tensor.data_ptr() for tensor in self._held[:2])
+        sizes = (shape.slots, shape.slot_bytes, tables.scores_STK.shape[2])
+        self._ring, self._sizes = ring, (ticket.data_ptr(), *sizes)
+        self._constants = constants(shape, max_requests)
+        self._compiled: Any = None
+
+    def begin(self) -> None:
+        # The scores, positions and token ids of the last step are read until here.
+        self._gpu.wait(self._main(), self._committed)
+
+    def __call__(self, brief: Brief, inputs: Inputs, grids: Iterator[tuple[int, int]]) -> None:
+        self._gpu.record(self._forward_done, self._main())
+        self._gpu.wait(self._side, self._forward_done)
+        read = (inputs.positions_T.data_ptr(), inputs.token_ids_T.data_ptr())
+        given = (self._ring, brief.memory.data_ptr(), *self._scores, *read, *self._sizes)
+        stream = self._stream.cuda_stream
+        for part, grid in enumerate(grids):
+            launch = self._compiled[(*grid, 1)]
+            launch(*given, part, *self._constants.values(), stream=stream)
+        self._gpu.record(self._committed, self._side)
+
+    def flush(self) -> None:
+        self._stream.synchronize()
+
+    def _main(self) -> Any:
+        """The stream that vLLM runs the model on, in this thread."""
+        return self._gpu.stream(torch._C._cuda_getCurrentRawStream(self._stream.device_index))
+
+    def prepare(self, brief: Brief, inputs: Inputs) -> None:
+        """Compile the kernel for inputs of these types."""
+        scores_STK, offset_C, ticket = self._held
+        read = (scores_STK, offset_C, inputs.positions_T, inputs.token_ids_T, ticket)
+        given = (Address(self._ring), brief.memory, *read, *self._sizes[1:], 0)
+        self._compiled = kernel.commit.warmup(*given, **self._constants, grid=(1,))
+
+
+class Address:
+    """A pointer that torch does not own, in the form Triton takes."""
+
+    dtype: Final = torch.int64
+
+    def __init__(self, address: int) -> None:
+        self._address = address
+
+    def data_ptr(self) -> int:
+        return self._address
+
+
+def constants(shape: RingShape, max_requests: int) -> dict[str, Any]:
+    """What is compiled into the kernel."""
+    return {
+        "MAX_R": max_requests,
+        "MAX_E": MAX_EVENTS,
+        "TILE_E": kernel.TILE_E,
+        "TILE_W": kernel.TILE_W,
+        "AHEAD": shape.ahead,
+        "CLOCK": False,
+    }

@@ -1,0 +1,181 @@
+"""Takes steps of a toy engine; gives their records as the kernel wrote them and as the host did.
+
+Both outlets are given the same rows and the same scores; each writes a real ring, and a real reader
+reads it. What every row must be is also told by the slow reference of tests/unit/toy_engine.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+
+from clairai import wire
+from clairai.points import Point
+from clairai.probe.columns import Columns
+from clairai.probe.model import Probe
+from clairai.ring.layout import RingHeader, RingShape
+from clairai.ring.memory import HostMemory
+from clairai.ring.reader import Record, Ring
+from clairai.ring.writer import RingWriter
+from clairai.tap import commit_kernel
+from clairai.tap.commit import Brief, DeviceOutlet, constants
+from clairai.tap.outlet import HostOutlet, Inputs, Step
+from clairai.tap.rows import Batch, RowBook, StepRows
+from clairai.tap.tables import Tables
+from tests.unit.toy_engine import Plan, Row, ToyEngine
+
+EPOCH = 0xFEED_FACE_CAFE_BEEF
+POINTS = (Point("post_block", 0), Point("post_block", 1))
+WIDTH, CAPACITY = 4, 3
+WIDE = RingShape(slots=64, slot_bytes=4096, ahead=4)
+POLL = 1 << 20
+
+
+class InterpretedLaunch:
+    """Runs the kernel in Triton's interpreter, on a ring in host memory."""
+
+    def __init__(self, memory: HostMemory, shape: RingShape, tables: Tables, most: int) -> None:
+        self._ring = torch.frombuffer(memory.buffer, dtype=torch.int64)
+        self._from = (tables.scores_STK, tables.offset_C)
+        self._ticket = torch.zeros(1, dtype=torch.int32)
+        self._sizes: tuple[Any, ...] = (self._ticket, shape.slots, shape.slot_bytes, CAPACITY)
+        self.constants = constants(shape, most)
+        self.grids: list[tuple[int, int]] = []
+
+    def prepare(self, brief: Brief, inputs: Inputs) -> None:
+        pass
+
+    def begin(self) -> None:
+        pass
+
+    def __call__(self, brief: Brief, inputs: Inputs, grids: Iterator[tuple[int, int]]) -> None:
+        read = (*self._from, inputs.positions_T, inputs.token_ids_T, *self._sizes)
+        for part, grid in enumerate(grids):
+            self.grids.append(grid)
+            commit_kernel.commit[grid](self._ring, brief.memory, *read, part, **self.constants)
+            assert not self._ticket.any()  # ready for the next launch
+
+    def flush(self) -> None:
+        pass
+
+
+class KeepingBook(RowBook):
+    """Keeps the rows of the last step."""
+
+    def step(self, batch: Batch) -> StepRows:
+        self.last = super().step(batch)
+        return self.last
+
+
+@dataclass
+class Outlets:
+    """One engine, one set of tables, two rings."""
+
+    tables: Tables
+    device: DeviceOutlet
+    host: HostOutlet
+    launch: InterpretedLaunch
+    device_ring: Ring
+    host_ring: Ring
+    book: KeepingBook = field(default_factory=KeepingBook)
+    number: int = 0
+    bank_version: int = 1
+
+    def __post_init__(self) -> None:
+        self.engine = ToyEngine(self.book)
+
+    def step(self, plan: Plan) -> list[Row]:
+        """Send one step both ways; what its rows must be."""
+        _, expected = self.engine.step(plan)
+        self.number += 1
+        generator = torch.Generator().manual_seed(self.number)
+        self.tables.scores_STK.normal_(generator=generator)
+        if expected:
+            inputs = inputs_of(expected, self.tables.max_tokens)
+            step = Step(self.number, self.book.last, self.bank_version, inputs)
+            self.device.send(step)
+            self.host.send(step)
+        return expected
+
+    def load(self, num_probes: int) -> None:
+        """Another bank: so many probes, spread over the sites."""
+        self.bank_version += 1
+        self.tables.load(bank(num_probes))
+
+    def poll(self) -> tuple[list[Record], list[Record]]:
+        """New records, of the kernel and of the host."""
+        return self.device_ring.poll(POLL), self.host_ring.poll(POLL)
+
+
+@contextmanager
+def outlets(
+    *,
+    shape: RingShape = WIDE,
+    num_probes: int = 4,
+    max_requests: int = 32,
+    max_tokens: int = 512,
+) -> Iterator[Outlets]:
+    tables = Tables(
+        [*map(str, POINTS)], width=WIDTH, capacity=CAPACITY, max_tokens=max_tokens, device="cpu"
+    )
+    tables.load(bank(num_probes))
+    large = RingShape(slots=512, slot_bytes=shape.slot_bytes)
+    with ExitStack() as held:
+        here = held.enter_context(HostMemory.create(shape.nbytes))
+        there = held.enter_context(HostMemory.create(large.nbytes))
+        header = RingHeader(EPOCH, shape)
+        here.buffer[: len(header.pack())] = header.pack()
+        launch = InterpretedLaunch(here, shape, tables, max_requests)
+        device = DeviceOutlet(launch, header, tables, max_requests)
+        host = HostOutlet(RingWriter(there, large, EPOCH), tables)
+        yield Outlets(tables, device, host, launch, Ring(here), Ring(there))
+
+
+def bank(num_probes: int) -> Columns:
+    """The columns are not in the order of their places."""
+    one_D = np.ones(WIDTH, np.float32)
+    order = np.random.default_rng(num_probes).permutation(len(POINTS) * CAPACITY)[:num_probes]
+    probes = [Probe(f"p{place}", POINTS[place % len(POINTS)], one_D) for place in order]
+    empty = Columns.empty(POINTS, CAPACITY, WIDTH, "toy")
+    return empty.add(probes) if probes else empty
+
+
+def inputs_of(rows: list[Row], max_tokens: int) -> Inputs:
+    """The runner's buffers, longer than the step; what lies beyond is another step's."""
+    tokens = [row for row in rows if row.token_id >= 0]
+    positions_T = torch.full((max_tokens,), 999_999)
+    token_ids_T = torch.full((max_tokens,), 888_888, dtype=torch.int32)
+    positions_T[: len(tokens)] = torch.tensor([row.position for row in tokens], dtype=torch.int64)
+    token_ids_T[: len(tokens)] = torch.tensor([row.token_id for row in tokens], dtype=torch.int32)
+    return Inputs(positions_T, token_ids_T)
+
+
+def rows_in(records: list[Record]) -> list[Row]:
+    return [Row(*map(int, row)) for record in records for row in record.rows]
+
+
+def assert_same(found: list[Record], expected: list[Record]) -> None:
+    """Every field and every bit, but for the time of day."""
+    assert [head_of(record) for record in found] == [head_of(record) for record in expected]
+    for ours, theirs in zip(found, expected, strict=True):
+        assert ours.rows.tobytes() == theirs.rows.tobytes()
+        assert np.array_equal(ours.scores_RC, theirs.scores_RC, equal_nan=True)
+
+
+def head_of(record: Record) -> tuple[object, ...]:
+    shape = record.scores_RC.shape
+    return record.seq, record.step, record.bank_version, record.continued, shape
+
+
+def assert_scored(records: list[Record], expected_TP: torch.Tensor) -> None:
+    """Tokens carry what the tables hold, events carry nothing."""
+    rows = np.concatenate([record.rows for record in records])
+    scores_RC = np.concatenate([record.scores_RC for record in records])
+    is_token_R = rows["phase"] <= wire.DECODE
+    assert np.array_equal(scores_RC[is_token_R], expected_TP.numpy())
+    assert np.isnan(scores_RC[~is_token_R]).all()

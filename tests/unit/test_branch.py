@@ -1,0 +1,129 @@
+"""Taps leave the forward's stream only while a graph is captured, and are waited for once."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import numpy as np
+import pytest
+import torch
+
+from clairai.points import Point
+from clairai.probe.columns import Columns
+from clairai.probe.model import Probe
+from clairai.tap.branch import OneStream, SideStream
+from clairai.tap.tables import Tables
+
+HERE = Point("post_block", 0)
+
+
+class ToyCuda:
+    """Streams that note who waits for whom; stands where torch.cuda's functions stand."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.is_capturing = False
+        self.noted: list[str] = []
+        self.current = self.Stream("forward")
+        for name, function in (
+            ("Stream", lambda _device: self.Stream("side")),
+            ("stream", self.within),
+            ("current_stream", lambda: self.current),
+            ("is_current_stream_capturing", lambda: self.is_capturing),
+        ):
+            monkeypatch.setattr(torch.cuda, name, function)
+
+    def Stream(self, name: str) -> ToyStream:
+        return ToyStream(name, self)
+
+    @contextmanager
+    def within(self, stream: ToyStream) -> Iterator[None]:
+        before, self.current = self.current, stream
+        yield
+        self.current = before
+
+
+class ToyStream:
+    def __init__(self, name: str, cuda: ToyCuda) -> None:
+        self.name, self._cuda = name, cuda
+
+    def wait_stream(self, other: ToyStream) -> None:
+        self._cuda.noted.append(f"{self.name} waits for {other.name}")
+
+
+@pytest.fixture
+def cuda(monkeypatch: pytest.MonkeyPatch) -> ToyCuda:
+    return ToyCuda(monkeypatch)
+
+
+def side() -> SideStream:
+    return SideStream(torch.device("cpu"))
+
+
+def test_outside_of_capture_the_work_stays_on_the_forwards_own_stream(cuda: ToyCuda) -> None:
+    branch = side()
+    with branch.fork():
+        assert cuda.current.name == "forward"
+    branch.join()
+    assert cuda.noted == []
+
+
+def test_within_a_capture_the_work_forks_and_is_joined_once(cuda: ToyCuda) -> None:
+    cuda.is_capturing = True
+    branch = side()
+    with branch.fork():
+        assert cuda.current.name == "side"
+    assert cuda.current.name == "forward"
+    branch.join()
+    branch.join()  # a second attention without a tap before it
+    assert cuda.noted == ["side waits for forward", "forward waits for side"]
+
+
+def test_two_taps_before_one_join_each_wait_for_their_own_rows(cuda: ToyCuda) -> None:
+    cuda.is_capturing = True
+    branch = side()
+    for _ in range(2):
+        with branch.fork():
+            pass
+    branch.join()
+    assert cuda.noted == ["side waits for forward"] * 2 + ["forward waits for side"]
+
+
+def test_a_join_without_a_fork_waits_for_nothing(cuda: ToyCuda) -> None:
+    cuda.is_capturing = True
+    side().join()
+    assert cuda.noted == []
+
+
+def test_every_piece_of_a_captured_graph_is_joined_for_itself(cuda: ToyCuda) -> None:
+    """vLLM captures a graph in pieces: a branch that crosses a piece's end breaks the capture."""
+    cuda.is_capturing = True
+    branch = side()
+    for _ in range(3):
+        with branch.fork():
+            pass
+        branch.join()
+    assert cuda.noted == ["side waits for forward", "forward waits for side"] * 3
+
+
+def test_where_there_is_one_stream_work_runs_where_it_stands(cuda: ToyCuda) -> None:
+    branch = OneStream()
+    with branch.fork():
+        assert cuda.current.name == "forward"
+    branch.join()
+    assert cuda.noted == []
+
+
+def test_a_site_aside_is_read_on_the_branch_and_scores_the_same(cuda: ToyCuda) -> None:
+    tables = Tables([str(HERE)], width=3, capacity=2, max_tokens=4, device="cpu")
+    probe = Probe("p", HERE, np.ones(3, np.float32))
+    tables.load(Columns.empty((HERE,), 2, 3, "toy").add([probe]))
+    rows_TD = torch.arange(6.0).view(2, 3)
+    tables.site(str(HERE)).read(rows_TD)
+    expected_TP = tables.gather(2)
+    tables.scores_STK.zero_()
+    cuda.is_capturing, tables.branch = True, side()
+    tables.site_aside(str(HERE)).read(rows_TD)
+    assert cuda.noted == ["side waits for forward"]
+    assert torch.equal(tables.gather(2), expected_TP)
+    assert tables.ran_S.tolist() == [2]
