@@ -50,6 +50,7 @@ def test_a_log_is_ours_alone_and_begins_anew_with_each_server(tmp_path: Path) ->
     with log.create() as file:
         file.write(b"a newer one\n")
     assert log.lines() == ["a newer one"]
+    assert (tmp_path / "log.old").read_text() == "an older server\n"
     assert stat.S_IMODE(log.path.stat().st_mode) == 0o600
 
 

@@ -12,6 +12,7 @@ from typer.testing import CliRunner
 
 from clairai.cli import app
 from clairai.errors import ConfigError
+from tests.unit.test_jsonlog import logging_restored as logging_restored
 
 LISTENING = ("--host", "--port", "--api-key-file")
 SURFACE = {
@@ -91,6 +92,15 @@ def test_a_host_that_others_can_reach_needs_a_key(command: list[str], host: str)
     )
     assert isinstance(result.exception, ConfigError)
     assert "set CLAIRAI_API_KEY or give --api-key-file" in str(result.exception)
+
+
+def test_a_log_file_that_cannot_be_one_is_said_before_anything_starts(tmp_path: Path) -> None:
+    environ = {"CLAIRAI_RUNTIME_DIR": str(tmp_path / "run"), "HF_HUB_OFFLINE": "0"}
+    result = CliRunner(env=environ).invoke(
+        app, ["serve", "org/m", "--points", "all", "--vllm-log", str(tmp_path / "no" / "log")]
+    )
+    assert isinstance(result.exception, ConfigError)
+    assert "check --vllm-log" in str(result.exception)
 
 
 def test_events_need_json() -> None:

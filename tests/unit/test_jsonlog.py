@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -38,19 +39,29 @@ def logging_restored() -> Iterator[None]:
     ours.setLevel(our_level)
 
 
+class Lines(list[str]):
+    """What has been written, once everything is."""
+
+    scribe: jsonlog.Scribe
+
+    def all(self) -> list[str]:
+        self.scribe.close()
+        return self
+
+
 @pytest.fixture
-def lines(request: pytest.FixtureRequest) -> list[str]:
-    said: list[str] = []
+def lines(request: pytest.FixtureRequest) -> Lines:
+    said = Lines()
     form: Format = getattr(request, "param", "json")
-    jsonlog.configure(form, said.append)
+    said.scribe = jsonlog.configure(form, said.append)
     return said
 
 
-def _parsed(lines: list[str]) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in lines]
+def _parsed(lines: Lines) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in lines.all()]
 
 
-def test_a_completion_is_one_line_with_its_numbers(lines: list[str]) -> None:
+def test_a_completion_is_one_line_with_its_numbers(lines: Lines) -> None:
     AccessLog().on_run_end(END)
     (line,) = _parsed(lines)
     assert line.pop("time").endswith("+00:00")
@@ -83,15 +94,16 @@ def test_the_models_name_may_be_a_path_and_is_not_logged() -> None:
 
 
 @pytest.mark.parametrize("lines", ["text"], indirect=True)
-def test_as_text_a_line_is_what_a_person_reads(lines: list[str]) -> None:
+def test_as_text_a_line_is_what_a_person_reads(lines: Lines) -> None:
     logging.getLogger("clairai").info("m is served on %s", "http://127.0.0.1:6969")
     logging.getLogger("clairai.stream").warning("records were lost")
     AccessLog().on_run_end(END)
+    lines.all()
     assert lines[:2] == ["m is served on http://127.0.0.1:6969", "warning: records were lost"]
     assert lines[2].startswith("completion route=/v1/chat/completions status=200 outcome=done")
 
 
-def test_of_another_librarys_message_only_the_first_line_is_kept(lines: list[str]) -> None:
+def test_of_another_librarys_message_only_the_first_line_is_kept(lines: Lines) -> None:
     asyncio_says = "Task exception was never retrieved\nfuture: <Task coro=</home/someone/x.py:1>>"
     logging.getLogger("asyncio").error(asyncio_says)
     logging.getLogger("uvicorn.error").warning("x" * 500)
@@ -102,30 +114,59 @@ def test_of_another_librarys_message_only_the_first_line_is_kept(lines: list[str
 
 
 @pytest.mark.parametrize("lines", ["text", "json"], indirect=True)
-def test_an_exception_is_its_kind_and_its_place_and_never_its_text(lines: list[str]) -> None:
+def test_an_exception_is_its_kind_and_its_place_and_never_its_text(lines: Lines) -> None:
     try:
         raise ValueError("the client's prompt, and /home/someone/key")
     except ValueError:
         logging.getLogger("uvicorn.error").exception("Exception in ASGI application\n")
-    (line,) = lines
+    (line,) = lines.all()
     assert "ValueError" in line
     assert "test_jsonlog:" in line
     assert not [word for word in ("prompt", "someone", ".py") if word in line]
 
 
-def test_every_line_is_one_json_object_whatever_is_in_it(lines: list[str]) -> None:
+def test_every_line_is_one_json_object_whatever_is_in_it(lines: Lines) -> None:
     awkward = 'quote " newline \n tab \t nul \0 ünïcode \ud800'.encode("utf-8", "replace").decode()
     logging.getLogger("clairai").info("%s", awkward, extra={FIELDS: {"a": float("nan")}})
-    (line,) = lines
+    (line,) = lines.all()
     assert "\n" not in line
     assert json.loads(line)["a"] is None
 
 
-def test_a_line_that_cannot_be_written_stops_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(logging, "raiseExceptions", False)
+def test_a_line_that_cannot_be_written_stops_nobody() -> None:
+    written: list[str] = []
 
-    def broken(_: str) -> None:
-        raise OSError("the terminal is gone")
+    def say(line: str) -> None:
+        if "first" in line:
+            raise OSError("the terminal is gone")
+        written.append(line)
 
-    jsonlog.configure("text", broken)
-    logging.getLogger("clairai").info("said to nobody")
+    scribe = jsonlog.configure("text", say)
+    for line in ("first", "second"):
+        logging.getLogger("clairai").info(line)
+    scribe.close()
+    assert written == ["second"]
+
+
+def test_a_terminal_that_is_held_up_holds_up_nobody_and_what_is_dropped_is_counted() -> None:
+    gate, began = threading.Event(), threading.Event()
+    written: list[str] = []
+
+    def say(line: str) -> None:
+        began.set()
+        assert gate.wait(30)
+        written.append(line)
+
+    scribe = jsonlog.configure("text", say)
+    logging.getLogger("clairai").info("held up")
+    assert began.wait(30)
+    for _ in range(jsonlog.MAX_WAITING + 3):
+        logging.getLogger("clairai").info("more")
+    gate.set()
+    scribe.close()
+    assert json.loads(written[1]) == {
+        "level": "warning",
+        "message": "log lines were dropped",
+        "lines": 3,
+    }
+    assert len(written) == 2 + jsonlog.MAX_WAITING

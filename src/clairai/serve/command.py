@@ -7,7 +7,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Final
 
+from clairai.errors import ConfigError
 from clairai.offline import config
+from clairai.points import quote
 from clairai.ring.folder import runtime_dir
 from clairai.serve.check import check
 from clairai.serve.launch import Bind, Launch, PrivateSocket
@@ -38,6 +40,7 @@ def serve(
     folder = runtime_dir()
     tapped = config(points=points, probes=probes, runtime_dir=str(folder))
     check(model, Settings.parse(tapped["clairai"]), arguments, os.environ)
+    log = _log(vllm_log, folder, outside.bind)
     private = PrivateSocket.within(folder)
     launch = Launch(model, tapped, private, (*_name(model, arguments), QUIET, *arguments))
     run_service(
@@ -45,7 +48,7 @@ def serve(
         outside.settings(private.url, folder),
         outside,
         voice,
-        log=_log(vllm_log, folder, outside.bind),
+        log=log,
         on_death=on_death,
         banner=lambda: banner(_shown(model), outside.bind),
     )
@@ -64,7 +67,10 @@ def banner(what: str, bind: Bind) -> list[str]:
 def _log(chosen: str | None, folder: Path, bind: Bind) -> EngineLog | None:
     if chosen == BESIDE:
         return None
-    return EngineLog(Path(chosen) if chosen else folder / f"vllm-{bind.port}.log")
+    path = Path(chosen) if chosen else folder / f"vllm-{bind.port}.log"
+    if not path.parent.is_dir() or path.is_dir():
+        raise ConfigError(f"{quote(str(path))} cannot be a log file; check --vllm-log")
+    return EngineLog(path)
 
 
 def _name(model: str, arguments: Sequence[str]) -> tuple[str, ...]:

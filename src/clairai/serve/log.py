@@ -32,8 +32,9 @@ class EngineLog:
     path: Path
 
     def create(self) -> IO[bytes]:
-        """A new file, whatever was there: a log tells of one server."""
-        self.path.unlink(missing_ok=True)
+        """A new file: a log tells of one server. What was there is kept beside it."""
+        if self.path.exists():
+            self.path.replace(f"{self.path}.old")
         # Appending, so that whoever writes goes on at the start of a file that was cut short.
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND | os.O_CLOEXEC
         return os.fdopen(os.open(self.path, flags, 0o600), "wb")

@@ -6,6 +6,7 @@ import logging
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Self
 
 from rich.console import Console
@@ -27,7 +28,9 @@ class Voice:
             jsonlog.configure(form, _write)
             return cls(None)
         console = Console(highlight=False)
-        jsonlog.configure(form, lambda line: console.print(line, markup=False, soft_wrap=True))
+        # Above what else is drawn there; a file takes lines as they are.
+        draw = partial(console.print, markup=False, soft_wrap=True)
+        jsonlog.configure(form, draw if console.is_terminal else _write)
         return cls(console)
 
     def say(self, line: str) -> None:

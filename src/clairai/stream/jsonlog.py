@@ -6,7 +6,10 @@ only the first line is kept, and of an exception its kind and the place in the c
 
 from __future__ import annotations
 
+import contextlib
 import logging
+import queue
+import threading
 import traceback
 from collections.abc import Callable, Mapping
 from datetime import UTC, datetime
@@ -22,6 +25,9 @@ from clairai.stream.observe import RunEnd
 Format = Literal["text", "json"]
 LOGGER: Final = "clairai"
 FIELDS: Final = "clairai_fields"  # of a record: what stands beside the message
+MAX_WAITING: Final = 10_000  # lines
+CLOSE_S: Final = 2.0
+_DROPPED: Final = '{{"level": "warning", "message": "log lines were dropped", "lines": {}}}'
 _MAX_FOREIGN_CHARACTERS: Final = 200
 _ENCODER: Final = msgspec.json.Encoder()
 
@@ -51,28 +57,52 @@ class TextLines(logging.Formatter):
         return line if record.levelno < logging.WARNING else f"{record.levelname.lower()}: {line}"
 
 
-class _Said(logging.Handler):
-    """Hands each line on; whoever draws on the terminal draws below it."""
+class Scribe(logging.Handler):
+    """Lines are written by a thread: a terminal that is held up holds up no token.
+
+    `say` writes one. `close`, which logging calls when the process ends, writes what is waiting.
+    """
 
     def __init__(self, say: Callable[[str], None]) -> None:
         super().__init__()
         self._say = say
+        self._waiting: queue.Queue[str | None] = queue.Queue(MAX_WAITING)
+        self._num_dropped = 0
+        self._thread = threading.Thread(target=self._write, name="clairai-log", daemon=True)
+        self._thread.start()
 
     def emit(self, record: logging.LogRecord) -> None:
         try:
-            self._say(self.format(record))
+            self._waiting.put_nowait(self.format(record))
+        except queue.Full:
+            self._num_dropped += 1
         except Exception:  # logging's own way with an error in a handler
             self.handleError(record)
 
+    def close(self) -> None:
+        with contextlib.suppress(queue.Full):
+            self._waiting.put(None, timeout=CLOSE_S)
+            self._thread.join(CLOSE_S)
+        super().close()
 
-def configure(form: Format, say: Callable[[str], None]) -> None:
+    def _write(self) -> None:
+        while (line := self._waiting.get()) is not None:
+            dropped, self._num_dropped = self._num_dropped, 0
+            with contextlib.suppress(OSError, ValueError):  # a terminal that is gone, a closed file
+                if dropped:
+                    self._say(_DROPPED.format(dropped))
+                self._say(line)
+
+
+def configure(form: Format, say: Callable[[str], None]) -> Scribe:
     """For a whole process, once: ours from INFO on, other libraries' from WARNING on."""
-    handler = _Said(say)
-    handler.setFormatter(JsonLines() if form == "json" else TextLines())
+    scribe = Scribe(say)
+    scribe.setFormatter(JsonLines() if form == "json" else TextLines())
     root = logging.getLogger()
-    root.handlers[:] = [handler]
+    root.handlers[:] = [scribe]
     root.setLevel(logging.WARNING)
     logging.getLogger(LOGGER).setLevel(logging.INFO)
+    return scribe
 
 
 class AccessLog:
