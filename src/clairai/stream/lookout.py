@@ -53,12 +53,14 @@ class Lookout:
         self._news = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
 
-    def open(self) -> None:
+    def find_folder(self) -> None:
         """RingError if the runtime folder cannot be used."""
         if self._settings.ring_socket is None:
             explicit = self._settings.runtime_dir
             self._folder = runtime_dir(None if explicit is None else str(explicit))
             self._known = frozenset(engines(self._folder))
+
+    def start(self) -> None:
         self._task = asyncio.create_task(self._watch())
 
     async def close(self) -> None:

@@ -92,9 +92,11 @@ class Proxy:
         self._streams = self._completions = self._cancelled = self._lost = self._mismatched = 0
 
     async def open(self) -> None:
+        """RingError if the runtime folder cannot be used."""
+        self.lookout.find_folder()
         self._loop = asyncio.get_running_loop()
         await self.upstream.open()
-        self.lookout.open()
+        self.lookout.start()
         self.feed.start()
 
     async def close(self) -> None:

@@ -1,0 +1,168 @@
+"""Takes a fake upstream; gives what the proxy adds to each token and to the first one.
+
+64 streams of 30 tokens a second, told directly, passed through, scored, and as named events. The
+upstream and the clients share one process, the proxy has its own: two cores, as many processes.
+Each chunk carries the time it was sent, on the clock that all processes share.
+Run: python -m bench.proxy_latency [--streams 64] [--rate 30] [--seconds 20] [--probes 6]
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import sys
+import time
+from pathlib import Path
+from typing import Any, Final
+from urllib.parse import urlsplit
+
+import numpy as np
+
+from bench.proxy_load import STAMP, Upstream, running_proxy, running_ring
+
+PATH: Final = "/v1/chat/completions"
+BODY: Final[dict[str, Any]] = {"messages": [{"role": "user", "content": "Hi"}], "stream": True}
+WAYS: Final[dict[str, dict[str, Any]]] = {
+    "direct": BODY,
+    "passed through": BODY,
+    "scored": {**BODY, "clairai": {}},
+    "named": {**BODY, "clairai": {"events": "named"}},
+}
+
+
+class Client(asyncio.Protocol):
+    """One request after the other on new connections; notes when each token came."""
+
+    def __init__(self, body: dict[str, Any], delays_ns: list[int], firsts_ns: list[int]) -> None:
+        raw = json.dumps(body).encode()
+        head = f"POST {PATH} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+        self._request = f"{head}Content-Length: {len(raw)}\r\n\r\n".encode() + raw
+        self._delays_ns = delays_ns
+        self._firsts_ns = firsts_ns
+        self._rest = b""
+        self._is_first = True
+        self.is_done = asyncio.get_running_loop().create_future()
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        assert isinstance(transport, asyncio.Transport)
+        self._transport = transport
+        self._sent_ns = time.monotonic_ns()
+        transport.write(self._request)
+
+    def data_received(self, data: bytes) -> None:
+        now_ns = time.monotonic_ns()
+        raw = self._rest + data
+        end = raw.rfind(b"\n\n") + 2
+        whole, self._rest = raw[:end], raw[end:]
+        found = STAMP.findall(whole)
+        if found and self._is_first:
+            self._is_first = False
+            self._firsts_ns.append(now_ns - self._sent_ns)
+        self._delays_ns += [now_ns - int(stamp) for stamp in found]
+        if b"[DONE]" in whole or b"event: done" in whole:
+            self._transport.close()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        if not self.is_done.done():
+            self.is_done.set_result(exc)
+
+
+async def load(
+    url: str, way: str, *, streams: int, until_s: float, delays_ns: list[int], firsts_ns: list[int]
+) -> None:
+    """`streams` clients, each asking again when its answer has ended."""
+    parts = urlsplit(url)
+    loop = asyncio.get_running_loop()
+
+    async def one(at: int) -> None:
+        await asyncio.sleep(at / streams)
+        while time.monotonic() < until_s:
+            _, client = await loop.create_connection(
+                lambda: Client(WAYS[way], delays_ns, firsts_ns),
+                parts.hostname,
+                parts.port,
+            )
+            await client.is_done
+
+    await asyncio.gather(*(one(at) for at in range(streams)))
+
+
+def summary(way: str, delays_ns: list[int], firsts_ns: list[int]) -> dict[str, Any]:
+    delays, firsts = np.array(delays_ns) / 1e6, np.array(firsts_ns) / 1e6
+    return {
+        "way": way,
+        "tokens": len(delays),
+        "p50_ms": round(float(np.percentile(delays, 50)), 3),
+        "p99_ms": round(float(np.percentile(delays, 99)), 3),
+        "max_ms": round(float(delays.max()), 2),
+        "first_p50_ms": round(float(np.percentile(firsts, 50)), 2),
+        "first_p99_ms": round(float(np.percentile(firsts, 99)), 2),
+    }
+
+
+async def measure(arguments: argparse.Namespace, *, is_in_step: bool) -> list[dict[str, Any]]:
+    found = []
+    with running_ring(arguments.probes) as (ring, folder):
+        length = max(2, int(arguments.rate * 4))
+        upstream = Upstream(ring, rate=arguments.rate, length=length, is_in_step=is_in_step)
+        async with upstream.serving() as address:
+            proxy = running_proxy(address, folder)
+            url, pid = await asyncio.to_thread(proxy.__enter__)
+            try:
+                for way in WAYS:
+                    delays_ns: list[int] = []
+                    firsts_ns: list[int] = []
+                    until_s, used_s = time.monotonic() + arguments.seconds, cpu_s(pid)
+                    target = address if way == "direct" else url
+                    await load(
+                        target,
+                        way,
+                        streams=arguments.streams,
+                        until_s=until_s,
+                        delays_ns=delays_ns,
+                        firsts_ns=firsts_ns,
+                    )
+                    used_us = 1e6 * (cpu_s(pid) - used_s) / max(1, len(delays_ns))
+                    found.append({**summary(way, delays_ns, firsts_ns), "cpu_us": round(used_us)})
+                    print(json.dumps(found[-1]), flush=True)
+            finally:
+                await asyncio.to_thread(proxy.__exit__, None, None, None)
+    return found
+
+
+def cpu_s(pid: int) -> float:
+    """What a process has used so far."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+def table(found: list[dict[str, Any]]) -> str:
+    """What each way adds to `direct`."""
+    direct = found[0]
+    lines = [
+        "| way | tokens | added p50 | added p99 | first token, added p50 | p99 | CPU per token |"
+    ]
+    lines.append("| --- | --- | --- | --- | --- | --- | --- |")
+    for one in found[1:]:
+        keys = ("p50_ms", "p99_ms", "first_p50_ms", "first_p99_ms")
+        added = " | ".join(f"{one[key] - direct[key]:.2f} ms" for key in keys)
+        lines.append(f"| {one['way']} | {one['tokens']} | {added} | {one['cpu_us']} us |")
+    return "\n".join(lines)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--streams", type=int, default=64)
+    parser.add_argument("--rate", type=float, default=30.0)
+    parser.add_argument("--seconds", type=float, default=20.0)
+    parser.add_argument("--probes", type=int, default=6)
+    parser.add_argument("--in-step", action="store_true", help="all tokens at one moment")
+    arguments = parser.parse_args()
+    found = asyncio.run(measure(arguments, is_in_step=arguments.in_step))
+    print(table(found), file=sys.stdout)
+
+
+if __name__ == "__main__":
+    main()

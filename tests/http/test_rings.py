@@ -1,0 +1,243 @@
+"""Engines come, go and share a folder: the proxy reads the one that answers it, and says so."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from clairai import wire
+from clairai.errors import RingError
+from clairai.ring.layout import RingShape
+from clairai.stream.app import create_app
+from clairai.stream.observe import RunEnd
+from clairai.stream.settings import ProxySettings
+from tests.http.answers import CHAT, asking, chunks, expected, told
+from tests.http.fake import Exchange, Ring, answering, bank_of
+from tests.http.world import HURRIED, World, world
+from tests.process.parts import running_engine, until
+
+HELLO = [72, 101, 108, 108, 111]
+
+
+def scored(w: World) -> tuple[int, int]:
+    """Tokens told with a score, and tokens told as lost."""
+    with w.client() as client:
+        (one,) = told(chunks(client.post(CHAT, json=asking()).content)).values()
+    return sum(bool(row and row["token"]) for row in one.scores), one.lost
+
+
+def test_an_engine_that_restarts_is_read_again(tmp_path: Path) -> None:
+    with world(tmp_path, script=answering(HELLO), has_ring=False) as w, w.client() as client:
+        assert scored(w) == (0, 4)
+        assert client.get("/health").json()["status"] == "degraded"
+        for _ in range(2):
+            with running_engine(tmp_path, shape=RingShape(64, 4096), bank_of=bank_of) as engine:
+                w.upstream.epoch, w.upstream.ring = engine.epoch, Ring(engine.writer)
+                until(lambda: w.proxy.feed.is_attached)
+                assert scored(w) == (4, 0)
+                assert client.get("/health").json()["status"] == "ready"
+                assert client.get("/v1/clairai").json()["reader"]["attached"] is True
+            until(lambda: not w.proxy.feed.is_attached)
+            w.upstream.ring = None
+            assert scored(w) == (0, 4)
+        ring = w.proxy.numbers().ring
+        assert ring.records_delivered == 2 * 5  # counts go on across engines
+        assert ring.records_lost == 0
+
+
+def test_a_ring_that_closes_in_a_stream_loses_what_follows(tmp_path: Path) -> None:
+    is_closed = threading.Event()
+
+    async def script(exchange: Exchange) -> None:
+        await exchange.begin()
+        exchange.rows(4, HELLO[:2])
+        await exchange.tokens(HELLO[:3])
+        await exchange.end_when(is_closed)
+        await exchange.tokens(HELLO[3:], finish="stop")
+        await exchange.end()
+
+    with world(tmp_path, has_ring=False) as w, w.client() as client:
+        with running_engine(tmp_path, shape=RingShape(64, 4096), bank_of=bank_of) as engine:
+            w.upstream.epoch, w.upstream.ring = engine.epoch, Ring(engine.writer)
+            until(lambda: w.proxy.feed.is_attached)
+            w.upstream.script = script
+            raw = b""
+            stream = client.stream("POST", CHAT, json=asking())
+            parts = iter(stream.__enter__().iter_bytes())
+            until(lambda: w.proxy.numbers().ring.records_delivered == 1)
+        until(lambda: not w.proxy.feed.is_attached)
+        is_closed.set()
+        raw = b"".join(parts)
+        stream.__exit__(None, None, None)
+    (one,) = told(chunks(raw)).values()
+    assert [row["token"] for row in one.scores] == [72, 101, None, None, None]
+    assert one.lost == 2
+
+
+def test_of_two_engines_in_a_folder_the_one_that_answers_is_read(tmp_path: Path) -> None:
+    with (
+        running_engine(tmp_path, shape=RingShape(64, 4096), bank_of=bank_of) as ours,
+        running_engine(tmp_path, shape=RingShape(64, 4096), bank_of=bank_of),  # newer
+        world(tmp_path, script=answering(HELLO), has_ring=False) as w,
+    ):
+        w.upstream.epoch, w.upstream.ring = ours.epoch, Ring(ours.writer)
+        until(lambda: w.proxy.feed.is_attached)
+        assert w.proxy.feed.epoch == ours.epoch
+        assert scored(w) == (4, 0)
+
+
+def test_without_routes_the_newest_engine_is_read(tmp_path: Path) -> None:
+    with world(tmp_path, script=answering(HELLO), has_routes=False) as w, w.client() as client:
+        assert scored(w) == (4, 0)
+        refused = client.post(CHAT, json=asking(events="named"))
+        with running_engine(tmp_path, bank_of=bank_of) as newer:
+            until(lambda: w.proxy.feed.epoch == newer.epoch)
+    assert refused.status_code == 400
+    assert "VLLM_PLUGINS" in refused.json()["error"]["message"]
+
+
+def test_an_engine_without_taps_is_not_mistaken_for_another(tmp_path: Path) -> None:
+    with (
+        running_engine(tmp_path, bank_of=bank_of),  # somebody else's
+        world(tmp_path, script=answering(HELLO), has_ring=False) as w,
+        w.client() as client,
+    ):
+        assert client.get("/v1/clairai").status_code == 404
+        assert not w.proxy.feed.is_attached
+        assert scored(w) == (0, 4)
+        assert client.get("/health").json()["status"] == "degraded"
+        named = client.post(CHAT, json=asking(events="named"))
+        assert named.status_code == 200  # tokens are shown without taps too
+
+
+def test_a_socket_that_was_given_is_the_only_one_read(tmp_path: Path) -> None:
+    with running_engine(tmp_path, shape=RingShape(64, 4096), bank_of=bank_of) as engine:
+        path = engine.server.path
+        with world(tmp_path, script=answering(HELLO), has_ring=False, ring_socket=path) as w:
+            w.upstream.epoch, w.upstream.ring = 1, Ring(engine.writer)
+            until(lambda: w.proxy.feed.is_attached)
+            assert scored(w) == (4, 0)
+
+
+def test_a_folder_that_others_can_reach_into_is_refused_at_the_start(tmp_path: Path) -> None:
+    app = create_app(ProxySettings("http://127.0.0.1:9", runtime_dir=tmp_path))
+
+    async def start() -> None:
+        async with app.router.lifespan_context(app):
+            pass
+
+    asyncio.run(start())
+    tmp_path.chmod(0o755)
+    with pytest.raises(RingError, match="lets others in"):
+        asyncio.run(start())
+
+
+def test_records_that_were_overwritten_are_counted_and_degrade_health(tmp_path: Path) -> None:
+    small = RingShape(slots=4, slot_bytes=4096)
+    with (
+        world(tmp_path, shape=small, timeouts=HURRIED) as w,
+        w.client() as client,
+    ):
+        assert w.upstream.ring is not None
+        while w.proxy.numbers().ring.records_lost == 0:
+            for _ in range(50):
+                w.upstream.ring.rows(1, 0, [1])
+        health = client.get("/health")
+        assert (health.status_code, health.json()["status"]) == (200, "degraded")
+        assert "lost" in health.json()["reason"]
+
+
+class Watcher:
+    """An observer that keeps what it is told; raises if asked to."""
+
+    def __init__(self, *, is_broken: bool = False) -> None:
+        self.scores: list[tuple[tuple[str, ...], int]] = []
+        self.ends: list[RunEnd] = []
+        self._is_broken = is_broken
+
+    def on_scores(
+        self,
+        bank: wire.Bank,
+        rows: NDArray[np.void],
+        scores_RP: NDArray[np.float32],
+        stamp_ns: int,
+    ) -> None:
+        assert stamp_ns <= time.monotonic_ns()
+        self.scores.append((tuple(probe.name for probe in bank.probes), len(rows)))
+        assert scores_RP.shape == (len(rows), len(bank.probes))
+        if self._is_broken:
+            raise RuntimeError("broken")
+
+    def on_run_end(self, end: RunEnd) -> None:
+        self.ends.append(end)
+
+
+def test_observers_see_every_row_and_the_end_of_every_run(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    watcher, broken = Watcher(), Watcher(is_broken=True)
+    with world(tmp_path, script=answering(HELLO), observers=(watcher, broken)) as w:
+        assert scored(w) == (4, 0)
+        assert w.upstream.ring is not None
+        w.upstream.ring.rows(99, 0, [1, 2, 3])  # somebody else's
+        until(lambda: watcher.scores[-1:] == [(("token", "position"), 3)])
+        (end,) = watcher.ends
+    assert (end.response_id, end.model, end.route, end.outcome) == (
+        "chatcmpl-1",
+        "toy",
+        CHAT,
+        "done",
+    )
+    (choice,) = end.choices
+    assert (choice.tokens, choice.count, choice.lost) == (5, 4, 0)
+    assert (choice.probes[0].name, choice.probes[0].above) == ("token", 3)
+    assert len(broken.scores) == 1  # told no more
+    assert "told no more" in caplog.text
+
+
+def test_a_run_that_its_client_left_ends_as_cancelled(tmp_path: Path) -> None:
+    watcher = Watcher()
+
+    async def script(exchange: Exchange) -> None:
+        await exchange.begin()
+        await exchange.forever()
+
+    with world(tmp_path, script=script, observers=(watcher,)) as w, w.client() as client:
+        with client.stream("POST", CHAT, json=asking()) as answer:
+            next(answer.iter_bytes())
+        until(lambda: watcher.ends)
+        assert watcher.ends[0].outcome == "cancelled"
+        assert w.proxy.numbers().cancelled == 1
+
+
+def test_metrics_are_whatever_the_exposition_says(tmp_path: Path) -> None:
+    class Counting(Watcher):
+        content_type: str = "text/plain; version=1"
+
+        def text(self, numbers: Any) -> bytes:
+            return f"streams {numbers.streams}".encode()
+
+    with world(tmp_path, metrics=Counting()) as w, w.client() as client:
+        answer = client.get("/metrics")
+    assert answer.text == "streams 0"
+    assert answer.headers["content-type"] == "text/plain; version=1"
+
+
+def test_names_are_checked_against_the_bank_before_anything_is_generated(w: World) -> None:
+    with w.client() as client:
+        refused = client.post(CHAT, json=asking(probes=["token", "nobody"]))
+    assert refused.status_code == 400
+    assert "'nobody'" in refused.json()["error"]["message"]
+    assert refused.json()["error"]["param"] == "clairai.probes"
+    assert w.upstream.seen == []
+
+
+def test_expected_scores_are_what_the_fake_engine_gives() -> None:
+    assert expected([7, 8]) == [{"token": 7, "position": 4}, {"token": None, "position": None}]
