@@ -199,7 +199,7 @@ def text_of(token_ids: Sequence[int]) -> str:
     return plain.decode(errors="ignore")
 
 
-def answering(*answers: list[int], at_once: int = 1) -> Script:
+def answering(*answers: list[int], at_once: int = 1, finish: str = "length") -> Script:
     """Generates these tokens, `at_once` to a chunk, all choices in turn; streamed or not."""
 
     async def script(exchange: Exchange) -> web.StreamResponse | None:
@@ -211,24 +211,24 @@ def answering(*answers: list[int], at_once: int = 1) -> Script:
         longest = max(map(len, answers))
         for at in range(0, longest, at_once):
             for choice, ids in enumerate(answers):
-                await _step(exchange, choice, ids, at, at_once)
+                await _step(exchange, choice, ids, slice(at, at + at_once), finish)
         await exchange.end(num_generated=sum(map(len, answers)))
         return None
 
     return script
 
 
-async def _step(exchange: Exchange, choice: int, ids: list[int], at: int, size: int) -> None:
-    part = ids[at : at + size]
+async def _step(exchange: Exchange, choice: int, ids: list[int], step: slice, finish: str) -> None:
+    part, at = ids[step], step.start
     if not part:
         return
-    is_last = at + size >= len(ids)
+    is_last = step.stop >= len(ids)
     # The engine forwards a token in the step that samples the next; the last is never forwarded.
     forwarded = ids[max(at - 1, 0) : at + len(part) - 1]
     if forwarded:
         exchange.rows(len(PROMPT) + max(at - 1, 0), forwarded, choice=choice)
-    finish = "length" if is_last else None
-    await exchange.tokens(part, choice=choice, finish=finish, first=at == 0)
+    reason = finish if is_last else None
+    await exchange.tokens(part, choice=choice, finish=reason, first=at == 0)
 
 
 def _whole(exchange: Exchange, answers: list[list[int]]) -> web.Response:
