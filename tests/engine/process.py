@@ -50,8 +50,10 @@ class EngineProcess:
         context = multiprocessing.get_context("spawn")
         self._pipe, child = context.Pipe()
         variables = ENVIRONMENT | {"CLAIRAI_RUNTIME_DIR": str(runtime)} | (environment or {})
+        # An engine that has processes of its own cannot be a daemon; close() ends it either way.
+        is_alone = variables["VLLM_ENABLE_V1_MULTIPROCESSING"] == "0"
         self.process = context.Process(
-            target=_serve, args=(child, variables, plant, llm), daemon=True
+            target=_serve, args=(child, variables, plant, llm), daemon=is_alone
         )
         self.process.start()
         child.close()

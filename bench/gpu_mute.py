@@ -1,0 +1,67 @@
+"""Takes a worker with taps (V2 runner); gives it a second set of decode graphs without them.
+
+Two engines differ by several percent on one GPU for reasons of their own. So the cost of taps is
+taken in one engine, between two sets of graphs of the same compiled model: one as it serves, one
+captured again while every tap does nothing and the runner's own methods are back in place.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Final
+
+WRAPPED: Final = ("execute_model", "prepare_inputs")
+
+
+class Silence:
+    """Stands for a tap, and for the branch: does nothing."""
+
+    def read(self, hidden: Any) -> None:
+        pass
+
+    def join(self) -> None:
+        pass
+
+
+@dataclass(frozen=True)
+class Ways:
+    """What differs between serving with taps and without."""
+
+    graphs: dict[bool, Any]
+    named: dict[bool, dict[str, Any]]
+    methods: dict[str, Any]
+
+
+def capture_silent(worker: Any) -> None:
+    """Capture all decode graphs again, without taps; runs in the worker, like all here.
+
+    v1/worker/gpu/cudagraph_utils.py CudaGraphManager.graphs, _capture_descs (0.26).
+    """
+    runner = worker.model_runner
+    named = worker.vllm_config.compilation_config.static_forward_context
+    tapped = {key: value for key, value in named.items() if key.startswith("clairai.")}
+    found = runner.cudagraph_manager
+    worker.bench_ways = Ways(
+        graphs={True: found.graphs, False: {}},
+        named={True: tapped, False: dict.fromkeys(tapped, Silence())},
+        methods={name: runner.__dict__[name] for name in WRAPPED},
+    )
+    serve_with_taps(worker, False)
+    descriptions = found._capture_descs
+    found._capture_descs = {
+        mode: sizes for mode, sizes in descriptions.items() if mode.name == "FULL"
+    }
+    runner.capture_model()
+    found._capture_descs = descriptions
+    serve_with_taps(worker, True)
+
+
+def serve_with_taps(worker: Any, is_on: bool) -> None:
+    ways, runner = worker.bench_ways, worker.model_runner
+    worker.vllm_config.compilation_config.static_forward_context.update(ways.named[is_on])
+    runner.cudagraph_manager.graphs = ways.graphs[is_on]
+    for name, method in ways.methods.items():
+        if is_on:
+            runner.__dict__[name] = method
+        else:
+            runner.__dict__.pop(name, None)

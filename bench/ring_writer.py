@@ -1,0 +1,152 @@
+"""Takes a home and a number of rows; has the GPU publish rows that say which they are.
+
+The same outlet and kernel that an engine has, with a kernel of its own in front that fills in
+positions, token ids and scores.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+from pathlib import Path
+from typing import Any, Final, Self
+
+import numpy as np
+import torch
+import triton
+import triton.language as tl
+
+from clairai import wire
+from clairai.points import Point
+from clairai.probe.columns import Columns
+from clairai.probe.model import Probe
+from clairai.ring.layout import STAMP_OFFSET
+from clairai.ring.server import RingServer
+from clairai.ring.writer import new_epoch
+from clairai.settings import Settings
+from clairai.tap import home
+from clairai.tap.outlet import Inputs, Step
+from clairai.tap.rows import Batch, Mark, RowBook, StepRows
+from clairai.tap.tables import Tables
+
+NUM_COLUMNS: Final = 16
+STREAM: Final = 0x1234_5678_9ABC_DEF0
+STAMP_WORD: Final = 8  # of a brief: tap/commit_kernel.py
+assert STAMP_OFFSET == 40
+
+
+@triton.jit(do_not_specialize=["first"])  # type: ignore[untyped-decorator]
+def mark(  # type: ignore[no-untyped-def]
+    positions_ptr, token_ids_ptr, scores_ptr, first: tl.int64, C: tl.constexpr
+):
+    """Row i is number n = first + i, and says so in its position, its token and every score."""
+    i = tl.program_id(0)
+    n = first.to(tl.int64) + i
+    k = tl.arange(0, C)
+    tl.store(positions_ptr + i, n % 2147483647)
+    tl.store(token_ids_ptr + i, (n * 7919 % 2147483647).to(tl.int32))
+    tl.store(scores_ptr + i * C + k, ((n + 17 * k) % 8191).to(tl.float32))
+
+
+class Writer:
+    """An engine's side of the ring, without the engine."""
+
+    def __init__(self, folder: Path, kind: str, ahead: int) -> None:
+        home.MOST_AHEAD = ahead  # type: ignore[misc]  # an engine never writes so much at once
+        settings = Settings(points=("post_block.0",), ring_mib=256, ring_home=kind)
+        self._tables = _tables()
+        epoch = new_epoch()
+        self._home = home.open_home(settings, self._tables, 1, epoch)
+        shape, memory = self._home.shape, self._home.memory
+        welcome = wire.Welcome(
+            wire_version=wire.WIRE_VERSION,
+            epoch=epoch,
+            pid=os.getpid(),
+            model="none",
+            vllm="none",
+            home=memory.home,
+            nbytes=shape.nbytes,
+            slots=shape.slots,
+            slot_bytes=shape.slot_bytes,
+            points=("post_block.0",),
+            handle=memory.handle,
+            gpu=memory.uuid,
+        )
+        self._server = RingServer(folder, memory, welcome, lambda _: None)
+        self.path = self._server.path
+        self.per_record = shape.rows_per_record(NUM_COLUMNS)
+        self.most_rows = shape.ahead * self.per_record
+        self._inputs = _inputs(self._tables)
+        self._outlet: Any = self._home.outlet
+        self._outlet.prepare(self._inputs)
+        self._steps = self._rows = 0
+
+    @property
+    def published(self) -> int:
+        return int(self._outlet.published)
+
+    def write(self, num_rows: int) -> None:
+        inputs = self._inputs
+        given = (inputs.positions_T, inputs.token_ids_T, self._tables.scores_STK)
+        self._outlet.begin()  # the last step has been read: its inputs may be overwritten
+        mark[(num_rows,)](*given, self._rows, C=NUM_COLUMNS)
+        self._rows += num_rows
+        self._steps += 1
+        self._outlet.send(Step(self._steps, _rows(num_rows), 1, inputs))
+
+    def stamp_with(self, offset_ns: int) -> None:
+        """From now on records carry the GPU's own clock at commit, on the host's scale."""
+        launch = self._outlet._launch
+        launch._constants["CLOCK"] = True
+        self._outlet.prepare(self._inputs)
+        launched = type(launch).__call__
+
+        def stamped(brief: Any, *given: Any) -> None:
+            brief.memory.numpy()[STAMP_WORD] = offset_ns
+            launched(launch, brief, *given)
+
+        self._outlet._launch = _Stamped(launch, stamped)
+
+    def flush(self) -> None:
+        self._outlet.flush()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._server.close()
+        self._home.close()
+
+
+class _Stamped:
+    def __init__(self, launch: Any, call: Any) -> None:
+        self.begin, self.flush, self._call = launch.begin, launch.flush, call
+
+    def __call__(self, *given: Any) -> None:
+        self._call(*given)
+
+
+def _tables() -> Tables:
+    point = Point("post_block", 0)
+    tables = Tables(
+        ["post_block.0"], width=16, capacity=NUM_COLUMNS, max_tokens=1 << 16, device="cuda:0"
+    )
+    ones = np.ones(16, np.float32)
+    probes = [Probe(f"p{k}", point, ones) for k in range(NUM_COLUMNS)]
+    tables.load(Columns.empty((point,), NUM_COLUMNS, 16, "none").add(probes))
+    return tables
+
+
+def _inputs(tables: Tables) -> Inputs:
+    size = tables.max_tokens
+    return Inputs(
+        positions_T=torch.zeros(size, dtype=torch.int64, device=tables.device),
+        token_ids_T=torch.zeros(size, dtype=torch.int32, device=tables.device),
+    )
+
+
+@functools.cache
+def _rows(num_rows: int) -> StepRows:
+    book = RowBook()
+    book.open("only", Mark(STREAM), prompt_len=0)
+    return book.step(Batch(["only"], np.array([num_rows], np.int32), np.zeros(1, np.int32)))
