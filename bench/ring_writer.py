@@ -71,6 +71,7 @@ class Writer:
             points=("post_block.0",),
             handle=memory.handle,
             gpu=memory.uuid,
+            address=memory.address,
         )
         self._server = RingServer(folder, memory, welcome, lambda _: None)
         self.path = self._server.path

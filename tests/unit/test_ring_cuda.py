@@ -229,3 +229,23 @@ def test_a_ring_on_a_gpu_that_is_not_the_promised_one_is_refused_and_closed(
             with pytest.raises(HandshakeError, match="engine promised"):
                 Reader.attach(server.path)
             assert driver.opened == set()
+
+
+def test_a_reader_in_the_engines_own_process_opens_no_handle_and_frees_nothing(
+    driver: ToyDriver, tmp_path: Path
+) -> None:
+    """CUDA IPC refuses to open a handle in the process that made it."""
+    with DeviceMemory.create(SHAPE.nbytes, 1) as memory:
+        memory.write(0, ring_bytes(3))
+        greeting = msgspec.structs.replace(
+            welcome(EPOCH, SHAPE),
+            home="device",
+            handle=memory.handle,
+            gpu=memory.uuid,
+            address=memory.address,
+        )
+        with RingServer(tmp_path, memory, greeting, small_bank) as server:
+            with Reader.attach(server.path) as reader:
+                assert [record.seq for record in reader.poll()] == [0, 1, 2]
+            assert "cuIpcOpenMemHandle" not in driver.asked
+            assert memory.address in driver.held

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Final, Self
 
 from clairai.errors import EngineGoneError, HandshakeError
-from clairai.ring.folder import peer_uid
+from clairai.ring.folder import peer_pid, peer_uid
 from clairai.ring.frames import RECEIVE_BYTES, Inbox, encode_frame
 from clairai.ring.layout import RingShape
 from clairai.ring.memory import HostMemory, RingMemory
@@ -46,7 +46,7 @@ class Reader:
         with contextlib.ExitStack() as undo:
             link = undo.enter_context(_Link(Path(socket_path)))
             welcome, fds = link.receive_welcome(timeout_s)
-            memory = undo.enter_context(_map(welcome, fds))
+            memory = undo.enter_context(_map(welcome, fds, is_here=link.is_here()))
             ring = Ring(memory, start=start)
             _require_promised(ring, welcome)
             undo.pop_all()
@@ -134,6 +134,10 @@ class _Link:
             if answer.version == version:  # else: the late answer to one that timed out
                 return answer
 
+    def is_here(self) -> bool:
+        """Whether the engine is this very process."""
+        return peer_pid(self._sock) == os.getpid()
+
     def is_open(self) -> bool:
         return not self._hangup.poll(0)
 
@@ -207,11 +211,13 @@ def _connect(path: Path) -> socket.socket:
     return sock
 
 
-def _map(welcome: Welcome, fds: list[int]) -> RingMemory:
+def _map(welcome: Welcome, fds: list[int], *, is_here: bool) -> RingMemory:
     if welcome.home == "host":
         return HostMemory.attach(fds[0], welcome.nbytes)
     from clairai.ring.cuda import DeviceMemory
 
+    if is_here and welcome.address:
+        return DeviceMemory.borrow(welcome.address, welcome.nbytes, welcome.gpu)
     return DeviceMemory.attach(welcome.handle, welcome.nbytes, welcome.gpu)
 
 

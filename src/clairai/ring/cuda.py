@@ -112,8 +112,9 @@ class DeviceMemory:
     home: Final = "device"
     fds: Final[tuple[int, ...]] = ()  # it travels as a handle
 
-    def __init__(self, gpu: Gpu, address: int, nbytes: int, *, is_ours: bool) -> None:
-        self._gpu, self._is_ours = gpu, is_ours
+    def __init__(self, gpu: Gpu, address: int, nbytes: int, *, release: str | None) -> None:
+        """`release` is the driver's function that lets go of it; None: it is somebody else's."""
+        self._gpu, self._release = gpu, release
         self._is_open = True
         self.address, self.nbytes = address, nbytes
         # A stream that waits for no other: a reader's copies never queue behind a forward.
@@ -128,7 +129,7 @@ class DeviceMemory:
         held = -(-nbytes // GRANULE_BYTES) * GRANULE_BYTES
         address = int(gpu.call("cuMemAlloc", held))
         gpu.call("cuMemsetD8", address, 0, held)
-        return cls(gpu, address, nbytes, is_ours=True)
+        return cls(gpu, address, nbytes, release="cuMemFree")
 
     @classmethod
     def attach(cls, handle: bytes, nbytes: int, uuid: str) -> DeviceMemory:
@@ -145,7 +146,14 @@ class DeviceMemory:
         if extent < nbytes:
             gpu.call("cuIpcCloseMemHandle", address)
             raise HandshakeError(f"ring has {extent} bytes, peer claims {nbytes}; do not trust it")
-        return cls(gpu, address, nbytes, is_ours=False)
+        return cls(gpu, address, nbytes, release="cuIpcCloseMemHandle")
+
+    @classmethod
+    def borrow(cls, address: int, nbytes: int, uuid: str) -> DeviceMemory:
+        """Memory of this very process: CUDA IPC refuses to open a handle where it was made."""
+        gpu = Gpu.by_uuid(uuid)
+        gpu.enter()
+        return cls(gpu, address, nbytes, release=None)
 
     @property
     def uuid(self) -> str:
@@ -189,7 +197,8 @@ class DeviceMemory:
         self._gpu.enter()
         self._gpu.call("cuStreamDestroy", self._stream)
         self._gpu.call("cuMemFreeHost", self._staging)
-        self._gpu.call("cuMemFree" if self._is_ours else "cuIpcCloseMemHandle", self.address)
+        if self._release is not None:
+            self._gpu.call(self._release, self.address)
 
     def __enter__(self) -> Self:
         return self

@@ -89,9 +89,18 @@ def listen(path: Path) -> socket.socket:
 
 def peer_uid(sock: socket.socket) -> int:
     """Who is at the other end, as the kernel knows it."""
+    return _peer(sock)[1]
+
+
+def peer_pid(sock: socket.socket) -> int:
+    """Which process is at the other end, as the kernel knows it."""
+    return _peer(sock)[0]
+
+
+def _peer(sock: socket.socket) -> tuple[int, int, int]:
     raw = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER_CREDENTIALS.size)
-    _, uid, _ = _PEER_CREDENTIALS.unpack(raw)
-    return int(uid)
+    pid, uid, gid = _PEER_CREDENTIALS.unpack(raw)
+    return int(pid), int(uid), int(gid)
 
 
 def _configured(explicit: str | None) -> Path:

@@ -67,6 +67,7 @@ class Station:
             points=self.about.points,
             handle=home.memory.handle,
             gpu=home.memory.uuid,
+            address=home.memory.address,
         )
         folder = runtime_dir(settings.runtime_dir)
         self.server = RingServer(folder, home.memory, welcome, self._banks.get)
