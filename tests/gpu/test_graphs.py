@@ -33,7 +33,7 @@ def start(folder: Path, runtime: Path, runner: str, **changes: Any) -> EnginePro
         "model": str(folder),
         "dtype": "bfloat16",
         "max_model_len": 512,
-        "max_num_seqs": 64,
+        "max_num_seqs": 256,
         "max_num_batched_tokens": 256,
         "gpu_memory_utilization": 0.2,
     }
@@ -51,7 +51,7 @@ def engine(
         runtime,
         request.param,
         additional_config=config,
-        num_gpu_blocks_override=200,
+        num_gpu_blocks_override=800,
     ) as running:
         yield running
 
@@ -63,7 +63,7 @@ def test_pitfall_17_warm_up_leaves_no_rows(engine: EngineProcess) -> None:
 def test_pitfall_06_no_row_lands_on_another_request(
     engine: EngineProcess, report: Callable[..., None]
 ) -> None:
-    plan = attribution.Plan(num_requests=600, num_at_once=64, max_prompt=200, max_new=40, seed=3)
+    plan = attribution.Plan(num_requests=2000, num_at_once=256, max_prompt=200, max_new=40, seed=3)
     verdict = engine.call(attribution.run, plan)
     report(test="attribution", rows=verdict.rows, wrong=len(verdict.wrong))
     assert verdict.wrong == []

@@ -1,0 +1,160 @@
+"""On a GPU: compiled kernels equal their twins, captured or not, and the ring holds what they say.
+
+T = tokens, D = width, K = probes of a site, P = probes. No engine is started here.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from clairai.points import Point
+from clairai.probe.columns import Columns
+from clairai.probe.model import Probe
+from clairai.ring.reader import Ring
+from clairai.settings import Settings
+from clairai.tap.home import open_home
+from clairai.tap.outlet import Inputs, Step
+from clairai.tap.rows import Batch, Mark, RowBook
+from clairai.tap.tables import Tables, score_twin
+
+pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
+
+DTYPES = ("bfloat16", "float16", "float32")
+TOKENS = (1, 2, 15, 16, 17, 100, 512, 513, 4096, 8192)
+
+
+def tables(num_sites: int, width: int, capacity: int, dtype: str, max_tokens: int = 8192) -> Tables:
+    made = Tables(
+        [f"post_block.{layer}" for layer in range(num_sites)],
+        width=width,
+        capacity=capacity,
+        max_tokens=max_tokens,
+        device="cuda:0",
+        dtype=getattr(torch, dtype),
+    )
+    made.load(bank(num_sites, width, capacity))
+    return made
+
+
+def bank(num_sites: int, width: int, capacity: int, seed: int = 0) -> Columns:
+    rng = np.random.default_rng(seed)
+    points = [Point("post_block", layer) for layer in range(num_sites)]
+    probes = [
+        Probe(
+            f"{point}:{slot}",
+            point,
+            (rng.standard_normal(width) / width**0.5).astype(np.float32),
+            bias=float(rng.standard_normal()),
+            activation=("none", "relu", "sigmoid")[slot % 3],
+        )
+        for point in points
+        for slot in range(capacity)
+    ]
+    return Columns.empty(points, capacity, width, "toy").add(probes)
+
+
+def rows(num_tokens: int, width: int, dtype: str) -> torch.Tensor:
+    generator = torch.Generator("cuda").manual_seed(num_tokens)
+    made = torch.randn(num_tokens, width, generator=generator, device="cuda")
+    return made.to(getattr(torch, dtype))
+
+
+def twin(held: Tables, hidden_TD: torch.Tensor) -> torch.Tensor:
+    out_TK = torch.empty(len(hidden_TD), held.scores_STK.shape[2], device="cuda")
+    given = (held.weights_SHDK[0], held.bias_SK[0], held.activation_SK[0])
+    score_twin(hidden_TD, *given, out_TK, torch.zeros((), dtype=torch.int32, device="cuda"))
+    return out_TK
+
+
+@pytest.fixture(autouse=True)
+def exact_twin() -> None:
+    """The twin's own product must not be coarser than the kernel's."""
+    torch.backends.cuda.matmul.allow_tf32 = False
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("capacity", [1, 16, 33, 64])
+@pytest.mark.parametrize("width", [576, 4096])
+def test_the_kernel_equals_its_twin(width: int, capacity: int, dtype: str) -> None:
+    held = tables(1, width, capacity, dtype)
+    site = held.site("post_block.0")
+    for num_tokens in TOKENS:
+        hidden_TD = rows(num_tokens, width, dtype)
+        held.scores_STK.fill_(7.0)
+        site.read(hidden_TD)
+        torch.testing.assert_close(
+            held.scores_STK[0, :num_tokens], twin(held, hidden_TD), rtol=2e-5, atol=2e-5
+        )
+        assert (held.scores_STK[0, num_tokens:] == 7.0).all()  # nothing beyond the step is written
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_row_has_the_same_bits_captured_or_eager_alone_or_padded(dtype: str) -> None:
+    held = tables(2, 4096, 16, dtype)
+    hidden_TD = rows(64, 4096, dtype)
+    plain, aside = held.site("post_block.0"), held.site_aside("post_block.0")
+    plain.read(hidden_TD[:5])
+    eager_TK = held.scores_STK[0, :5].clone()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        aside.read(hidden_TD)
+        held.branch.join()
+    held.scores_STK.zero_()
+    graph.replay()
+    assert torch.equal(held.scores_STK[0, :5], eager_TK)
+
+
+def test_a_captured_graph_sees_a_new_bank_and_new_rows() -> None:
+    held = tables(1, 1024, 16, "bfloat16")
+    hidden_TD = rows(8, 1024, "bfloat16")
+    site = held.site_aside("post_block.0")
+    site.read(hidden_TD)  # compiles
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        site.read(hidden_TD)
+        held.branch.join()
+    hidden_TD.copy_(hidden_TD.flip(0))
+    held.load(bank(1, 1024, 16, seed=9))
+    graph.replay()
+    expected_TK = twin(held, hidden_TD)
+    torch.testing.assert_close(held.scores_STK[0, :8], expected_TK, rtol=2e-5, atol=2e-5)
+
+
+@pytest.mark.parametrize("home", ["host", "device"])
+def test_the_gpu_writes_the_rows_that_the_host_would(home: str) -> None:
+    held = tables(3, 576, 16, "bfloat16", max_tokens=2048)
+    held.scores_STK.normal_()
+    settings = Settings(points=("post_block.0",), ring_mib=16, ring_home=home)
+    opened = open_home(settings, held, max_requests=8, epoch=77)
+    inputs = Inputs(
+        torch.arange(2048, device="cuda") + 30,
+        torch.arange(2048, device="cuda", dtype=torch.int32) * 3,
+    )
+    opened.outlet.prepare(inputs)
+    book = RowBook()
+    for index in range(4):
+        book.open(f"r{index}", Mark(2**64 - 1 - index, index), prompt_len=40 * index)
+    ring = Ring(opened.memory)
+    for number, counts in enumerate(([5, 1, 1, 900], [1, 1, 1, 1], [1000, 3, 7, 1]), start=1):
+        counts_R = np.array(counts, np.int32)
+        batch = Batch(["r0", "r1", "r2", "r3"], counts_R, np.full(4, 20 * number, np.int32))
+        step = book.step(batch)
+        opened.outlet.begin()
+        opened.outlet.send(Step(number, step, 5, inputs))
+        opened.outlet.flush()
+        num_tokens = sum(counts)
+        expected = step.fill(
+            inputs.positions_T[:num_tokens].cpu().numpy(),
+            inputs.token_ids_T[:num_tokens].cpu().numpy(),
+        )
+        records = ring.poll()
+        found = np.concatenate([record.rows for record in records])
+        scores_RP = np.concatenate([record.scores_RC for record in records])
+        assert found.tobytes() == expected.tobytes()
+        assert {record.bank_version for record in records} == {5}
+        assert np.isnan(scores_RP[: len(step.events)]).all()
+        assert np.array_equal(scores_RP[len(step.events) :], held.gather(num_tokens).cpu().numpy())
+    assert ring.statistics().lost == 0
+    opened.close()
