@@ -298,6 +298,8 @@ class Upstream:
             body, raw, dict(request.headers), "chat" in request.path, self.ring, request
         )
         self._note(self.seen.append, exchange)
+        if not isinstance(body, dict):
+            return _error(400, "no object of JSON")
         try:
             made = await self.script(exchange)
         except (asyncio.CancelledError, ConnectionError):
@@ -323,7 +325,10 @@ class Upstream:
         return web.json_response({"object": "list", "data": [model]}, headers=headers)
 
     async def _echo(self, request: web.Request) -> web.Response:
-        return web.json_response({"path": request.path, "got": await request.json()})
+        try:
+            return web.json_response({"path": request.path, "got": await request.json()})
+        except ValueError:
+            return _error(400, "not JSON")
 
     async def _describe(self, _: web.Request) -> web.Response:
         if self.epoch is None:

@@ -13,7 +13,13 @@ from clairai.stream import schema
 from clairai.stream.table import Route
 
 _REF: Final = "#/components/schemas/{model}"
-_STREAM: Final[dict[str, Any]] = {"text/event-stream": {"schema": {"type": "string"}}}
+_LINE: Final = {"type": "string"}
+_FRAME: Final[dict[str, Any]] = {
+    "type": "object",
+    "properties": {"id": _LINE, "event": _LINE, "data": _LINE},
+    "required": ["data"],
+}
+_STREAM: Final[dict[str, Any]] = {"text/event-stream": {"schema": _FRAME}}
 _OBJECT: Final[dict[str, Any]] = {"application/json": {"schema": {"type": "object"}}}
 _TEXT: Final[dict[str, Any]] = {"text/plain": {"schema": {"type": "string"}}}
 _NUMBER: Final[dict[str, Any]] = {"type": "integer", "minimum": 0}
