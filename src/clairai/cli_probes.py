@@ -126,6 +126,56 @@ def convert(
 
 
 @probes.command()
+def train(
+    name: Annotated[str, typer.Argument(metavar="NAME", help="What the probe is called.")],
+    data: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help='JSON lines: "text" or "messages", and "label".'),
+    ] = None,
+    positive: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Texts with the concept, one a line.")
+    ] = None,
+    negative: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Texts without it, one a line.")
+    ] = None,
+    model: Annotated[
+        str | None, typer.Option(help="What `vllm serve` would take; the demo's if not given.")
+    ] = None,
+    points: Annotated[
+        list[str] | None,
+        typer.Option(metavar="POINT", help="Where to look; a spread if not given."),
+    ] = None,
+    out: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="NAME.safetensors if not given.")
+    ] = None,
+    description: Annotated[str | None, typer.Option(help="What it finds, for people.")] = None,
+    engine: Annotated[
+        str, typer.Option(metavar="JSON", help="More arguments for vLLM's LLM.")
+    ] = "{}",
+    seed: Annotated[int, typer.Option(help="Deals documents into folds.", min=0)] = 0,
+) -> None:
+    """Train a linear probe on labelled texts, with rows read through the taps.
+
+    Point and penalty are chosen by cross-validation; a quarter of the documents is held out and
+    only scored. Needs vLLM, and scikit-learn: pip install 'clairai[train]'.
+    """
+    try:
+        from clairai.train.command import Texts, Wish, train_file
+    except ModuleNotFoundError as error:
+        from clairai.errors import ConfigError
+
+        if (error.name or "").partition(".")[0] != "sklearn":
+            raise
+        raise ConfigError(
+            "training needs scikit-learn; run `pip install 'clairai[train]'`"
+        ) from error
+    target = out or Path(f"{name.replace('/', '_')}.safetensors")
+    wish = Wish(name, description, target, points or [], seed)
+    for line in train_file(wish, Texts(data, positive, negative), model, engine):
+        typer.echo(line)
+
+
+@probes.command()
 def add(files: Files, url: Url, api_key: Key = None) -> None:
     """Add probes to a running server, without a restart."""
     _put(files, _server(url, api_key), only_if=_ONLY_NEW, done="added")

@@ -25,6 +25,11 @@ MAY_IMPORT: dict[str, set[str]] = {
     "sidecar": {*COMMON, "ring", "match", "sidecar"},
     "stream": {*COMMON, "probe", "wanted", "ring", "match", "stream"},
     "compat": {*COMMON, "probe", "settings", "wanted", "tap", "compat"},
+    "train": {
+        *COMMON,
+        *("probe", "offline", "train"),
+        *("compat.llm", "serve.launch", "demo.console", "demo.model"),
+    },
 }
 WITHOUT_TORCH = ("ring", "match", "sidecar", "stream", "store", "probe", "wire", "errors")
 MODULES = frozenset(module.name for module in package())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 
 import pytest
@@ -104,3 +105,49 @@ def test_a_server_that_is_not_there_is_said_in_words() -> None:
     result = _run("remove", "a", "--url", "http://127.0.0.1:1")
     assert isinstance(result.exception, ConfigError)
     assert "does not answer" in str(result.exception)
+
+
+def _texts(folder: Path) -> tuple[Path, Path]:
+    yes, no = folder / "yes.txt", folder / "no.txt"
+    yes.write_text("oui\n")
+    no.write_text("non\n")
+    return yes, no
+
+
+@pytest.mark.parametrize(
+    ("arguments", "reason"),
+    [
+        (["a b", "--positive", "YES", "--negative", "NO"], "cannot name a probe"),
+        (["a", "--description", "", "--positive", "YES", "--negative", "NO"], "printable"),
+        (["a", "--positive", "YES"], "both --positive and --negative"),
+        (["a"], "give --data"),
+        (["a", "--data", "YES", "--positive", "YES", "--negative", "NO"], "give --data, or"),
+        (["a", "--positive", "YES", "--negative", "NO", "--out", "FOLDER/a.json"], "safetensors"),
+        (["a", "--positive", "YES", "--negative", "NO", "--out", "no/a.safetensors"], "is there"),
+        (["a", "--positive", "YES", "--negative", "NO", "--engine", "[]"], "JSON object"),
+        (["a", "--positive", "YES", "--negative", "NO", "--engine", "{"], "JSON object"),
+        (["a", "--data", "YES"], "line 1"),
+    ],
+)
+def test_training_refuses_before_it_starts_an_engine(
+    tmp_path: Path, arguments: list[str], reason: str
+) -> None:
+    yes, no = _texts(tmp_path)
+    names = {"YES": str(yes), "NO": str(no), "FOLDER/a.json": str(tmp_path / "a.json")}
+    result = _run("train", *(names.get(argument, argument) for argument in arguments))
+    assert isinstance(result.exception, ConfigError | ProbeError), result.output
+    assert reason in str(result.exception)
+
+
+def test_training_without_scikit_learn_says_what_to_install(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in [name for name in sys.modules if name.startswith("clairai.train")]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "sklearn", None)
+    for name in [name for name in sys.modules if name.startswith("sklearn.")]:
+        monkeypatch.delitem(sys.modules, name)
+    yes, no = _texts(tmp_path)
+    result = _run("train", "a", "--positive", yes, "--negative", no)
+    assert isinstance(result.exception, ConfigError)
+    assert "clairai[train]" in str(result.exception)

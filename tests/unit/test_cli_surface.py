@@ -34,6 +34,10 @@ SURFACE = {
     "probes check": ["files", "--layer"],
     "probes show": ["file", "--layer"],
     "probes convert": ["files", "--out", "--layer", "--model"],
+    "probes train": [
+        *("name", "--data", "--positive", "--negative", "--model", "--points"),
+        *("--out", "--description", "--engine", "--seed"),
+    ],
     "probes add": ["files", "--url", "--api-key"],
     "probes replace": ["files", "--url", "--api-key"],
     "probes remove": ["names", "--url", "--api-key"],

@@ -112,8 +112,9 @@ class Trail:
     def _scores(self, names: tuple[str, ...], num_rows: int) -> NDArray[np.float32]:
         scores = np.full((num_rows, len(names)), np.nan, np.float32)
         begin = 0
+        column_of = {name: column for column, name in enumerate(names)}
         for segment in self._segments:
-            columns = [names.index(name) for name in segment.names]
+            columns = [column_of[name] for name in segment.names]
             scores[begin : begin + segment.num_rows, columns] = segment.scores
             begin += segment.num_rows
         return scores

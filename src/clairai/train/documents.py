@@ -1,0 +1,142 @@
+"""Takes labelled texts, as files of lines or of JSON lines; gives documents labelled by stretch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+import msgspec
+
+from clairai.errors import ConfigError
+from clairai.points import quote
+
+MAX_NBYTES: Final = 256 << 20
+MAX_DOCUMENTS: Final = 100_000
+SEPARATOR: Final = "%%"  # alone on a line, where documents have lines of their own
+
+
+@dataclass(frozen=True)
+class Span:
+    """A stretch of text: the concept is in it, is not, or nothing is claimed (None)."""
+
+    text: str
+    label: bool | None
+
+
+@dataclass(frozen=True)
+class Turn:
+    """One message of a chat; without a role, plain text as /v1/completions takes it."""
+
+    role: str | None
+    spans: tuple[Span, ...]
+
+    @property
+    def text(self) -> str:
+        return "".join(span.text for span in self.spans)
+
+
+@dataclass(frozen=True)
+class Document:
+    """What is forwarded as one prompt. Documents of one fold are on one side of every split."""
+
+    turns: tuple[Turn, ...]
+    fold: int | None = None
+
+    @property
+    def is_positive(self) -> bool:
+        return any(span.label for turn in self.turns for span in turn.spans)
+
+    @property
+    def key(self) -> tuple[tuple[str | None, str], ...]:
+        """The same for documents that say the same: they must not be on both sides of a split."""
+        return tuple((turn.role, turn.text) for turn in self.turns)
+
+
+class Message(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """One message of a chat in a JSON line."""
+
+    role: str
+    content: str
+
+
+class Line(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """One JSON line: a text, or a chat whose last message is what the label is about."""
+
+    label: bool
+    text: str | None = None
+    messages: tuple[Message, ...] = ()
+
+
+def of_text(text: str, *, label: bool) -> Document:
+    return Document((Turn(None, (Span(text, label),)),))
+
+
+def of_messages(messages: tuple[Message, ...], *, label: bool) -> Document:
+    """The label is about the last message; of those before it nothing is claimed."""
+    labels = [None] * (len(messages) - 1) + [label]
+    turns = [
+        Turn(message.role, (Span(message.content.strip(), mark),))
+        for message, mark in zip(messages, labels, strict=True)
+    ]
+    return Document(tuple(turns))
+
+
+def read_texts(file: Path, *, label: bool) -> list[Document]:
+    """One document a line; or, where a line is just `%%`, one between each two of those."""
+    lines = _lines(file)
+    units = "\n".join(lines).split(f"\n{SEPARATOR}\n") if SEPARATOR in lines else lines
+    documents = [of_text(unit.strip("\n"), label=label) for unit in units if unit.strip()]
+    return _bounded(documents, file)
+
+
+def read_json_lines(file: Path) -> list[Document]:
+    """`{"text": ..., "label": true}` or `{"messages": [...], "label": true}` on each line."""
+    numbered = [(number, line) for number, line in enumerate(_lines(file), 1) if line.strip()]
+    return _bounded([_document(file, number, line) for number, line in numbered], file)
+
+
+def _document(file: Path, number: int, line: str) -> Document:
+    try:
+        given = msgspec.json.decode(line, type=Line)
+    except (msgspec.DecodeError, RecursionError) as error:
+        raise ConfigError(
+            f'{_at(file, number)}: {error}; write {{"text": "...", "label": true}}, or messages '
+            "(role, content) in place of text"
+        ) from None
+    texts = [message.content for message in given.messages[-1:]]
+    texts += [] if given.text is None else [given.text]
+    if len(texts) != 1 or not texts[0].strip():
+        raise ConfigError(f"{_at(file, number)}: give text or messages, not both, and not empty")
+    if given.text is not None:
+        return of_text(given.text, label=given.label)
+    return of_messages(given.messages, label=given.label)
+
+
+def _bounded(documents: list[Document], file: Path) -> list[Document]:
+    if 1 <= len(documents) <= MAX_DOCUMENTS:
+        return documents
+    raise ConfigError(
+        f"{quote(str(file), limit=200)} has {len(documents)} documents; give 1 to {MAX_DOCUMENTS}"
+    )
+
+
+def _lines(file: Path) -> list[str]:
+    try:
+        with file.open("rb") as opened:
+            raw = opened.read(MAX_NBYTES + 1)
+        text = raw.decode()
+    except (OSError, ValueError) as error:
+        cause = error.strerror if isinstance(error, OSError) else "it is not UTF-8"
+        raise ConfigError(
+            f"{quote(str(file), limit=200)} cannot be read, {cause}; check it"
+        ) from None
+    if len(raw) > MAX_NBYTES:
+        raise ConfigError(
+            f"{quote(str(file), limit=200)} is over {MAX_NBYTES} bytes; give a smaller set"
+        )
+    return text.split("\n")
+
+
+def _at(file: Path, number: int) -> str:
+    return f"{quote(str(file), limit=200)}, line {number}"

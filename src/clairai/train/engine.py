@@ -1,0 +1,90 @@
+"""Takes a model and the points to look at; gives a running engine that rows can be read from."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, Final
+
+import numpy as np
+
+from clairai import offline
+from clairai.compat import llm
+from clairai.errors import ClairaiError, ConfigError, UnsupportedError
+from clairai.points import Point, expand, quote
+from clairai.serve.launch import is_cpu_build
+from clairai.train.rows import BATCH_TOKENS, MAX_CAPACITY, Source
+
+MAX_LEN: Final = 2048
+NUM_POINTS: Final = 6
+DEPTHS: Final = (0.3, 0.9)  # shares of the model's layers: what is said is known between them
+RING_MIB: Final = 256  # a token takes 8 KiB of it at most, so a batch an eighth
+
+
+def demo_arguments() -> dict[str, Any]:
+    """As `clairai demo` serves its model."""
+    return {"dtype": "float32" if is_cpu_build() else "bfloat16"}
+
+
+@contextmanager
+def running(model: str, patterns: Sequence[str], arguments: Mapping[str, Any]) -> Iterator[Source]:
+    """An engine tapped where `patterns` say, or at a spread of points; ended after the block."""
+    _prepare_environment()
+    with _in_words(model):
+        about = llm.outline(model, arguments)
+    max_len = arguments.get("max_model_len", min(about.max_len, MAX_LEN))
+    if not isinstance(max_len, int) or not 1 < max_len <= BATCH_TOKENS:
+        raise ConfigError(f"max_model_len is {quote(max_len)}; give 2 to {BATCH_TOKENS}")
+    chosen = expand(patterns, about.num_layers) if patterns else spread(about.num_layers)
+    points = distinct(chosen)
+    with tempfile.TemporaryDirectory(prefix="clairai-") as folder:  # no reader looks for it there
+        config = offline.config(
+            points=[str(point) for point in points],
+            capacity=min(about.width, MAX_CAPACITY),
+            ring_mib=RING_MIB,
+            runtime_dir=folder,
+        )
+        with _in_words(model):
+            started = llm.start(model, config, {**arguments, "max_model_len": max_len})
+        try:
+            yield Source(started, points, about.width, max_len)
+        finally:
+            llm.stop(started)
+
+
+@contextmanager
+def _in_words(model: str) -> Iterator[None]:
+    """vLLM raises whatever its parts raise."""
+    try:
+        yield
+    except ClairaiError:
+        raise
+    except Exception as error:
+        raise UnsupportedError(
+            f"vLLM cannot start {quote(model)}: {type(error).__name__}: {error}; `vllm serve` "
+            "with the same arguments would fail in the same way"
+        ) from error
+
+
+def spread(num_layers: int) -> tuple[Point, ...]:
+    layers = dict.fromkeys(int(depth * num_layers) for depth in np.linspace(*DEPTHS, NUM_POINTS))
+    return tuple(Point("post_block", layer) for layer in layers)
+
+
+def distinct(points: Sequence[Point]) -> tuple[Point, ...]:
+    """Without those that are one tensor with another: pre_attn.5 is post_block.4."""
+    after = {point.layer + 1 for point in points if point.kind == "post_block"}
+    return tuple(p for p in points if p.kind != "pre_attn" or p.layer not in after)
+
+
+def _prepare_environment() -> None:
+    """Before vLLM is imported, which reads these; what the user has set stays."""
+    usual = {"VLLM_LOGGING_LEVEL": "ERROR", "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
+    if is_cpu_build():
+        # Without it one core is left to an API server that is not there.
+        cores = ",".join(map(str, sorted(os.sched_getaffinity(0))))
+        usual |= {"VLLM_CPU_OMP_THREADS_BIND": cores, "VLLM_CPU_KVCACHE_SPACE": "1"}
+    for name, value in usual.items():
+        os.environ.setdefault(name, value)

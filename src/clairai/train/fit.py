@@ -1,0 +1,119 @@
+"""Takes labelled rows; gives the line between those with the concept and those without.
+
+T = labelled tokens, D = model width
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final
+
+import numpy as np
+from numpy.typing import NDArray
+from sklearn.linear_model import LogisticRegression
+from sklearn.metrics import balanced_accuracy_score, roc_auc_score
+from sklearn.pipeline import Pipeline, make_pipeline
+from sklearn.preprocessing import StandardScaler
+
+from clairai.errors import ConfigError
+from clairai.train.split import HELD_OUT
+
+PENALTIES: Final = (0.001, 0.01, 0.1)  # on the squared weights, beside the mean loss of a token
+MAX_FALSE_ALARMS: Final = 0.01
+EVEN: Final = 0.5  # the score at which both answers are as likely
+MAX_STEPS: Final = 2000
+
+Rows = NDArray[np.float32]
+Scores = NDArray[np.floating]
+Mask = NDArray[np.bool_]
+
+
+@dataclass(frozen=True, eq=False)
+class Labels:
+    """What is known of each token."""
+
+    positive_T: Mask
+    said_T: Mask  # whether `positive_T` means anything
+    settled_T: Mask  # not among the first tokens of a stretch with the concept
+    framing_T: Mask  # put there by the chat template
+    folds_T: NDArray[np.int64]
+    documents_T: NDArray[np.int64]
+
+    @property
+    def fitted_T(self) -> Mask:
+        return self.said_T & self.settled_T
+
+    @property
+    def judged_T(self) -> Mask:
+        """The template is easy to tell from text: to count it would flatter the probe."""
+        return self.fitted_T & ~self.framing_T
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A penalty, and what folds left out in turn say of it."""
+
+    penalty: float
+    auroc: float
+    threshold: float
+
+
+@dataclass(frozen=True)
+class Line:
+    """`rows @ direction_D + bias`: the log odds that the concept is there."""
+
+    direction_D: NDArray[np.float32]
+    bias: float
+
+
+def choose(rows_TD: Rows, labels: Labels) -> Choice:
+    """The penalty whose lines tell best apart what they have not seen, `HELD_OUT` left aside."""
+    return max((_tried(rows_TD, labels, p) for p in PENALTIES), key=lambda choice: choice.auroc)
+
+
+def _tried(rows_TD: Rows, labels: Labels, penalty: float) -> Choice:
+    scores, positive = [], []
+    for fold in range(HELD_OUT):
+        is_known_T = (labels.folds_T != fold) & (labels.folds_T != HELD_OUT) & labels.fitted_T
+        is_left_T = (labels.folds_T == fold) & labels.judged_T
+        machine = _fitted(rows_TD[is_known_T], labels.positive_T[is_known_T], penalty)
+        scores.append(machine.predict_proba(rows_TD[is_left_T])[:, 1])
+        positive.append(labels.positive_T[is_left_T])
+    scores_T, positive_T = np.concatenate(scores), np.concatenate(positive)
+    return Choice(penalty, auroc(scores_T, positive_T), threshold(scores_T, positive_T))
+
+
+def fit(rows_TD: Rows, labels: Labels, penalty: float) -> Line:
+    """On all folds but the one held out; the standardising is folded into the line."""
+    is_known_T = (labels.folds_T != HELD_OUT) & labels.fitted_T
+    machine = _fitted(rows_TD[is_known_T], labels.positive_T[is_known_T], penalty)
+    scaler, regression = machine[0], machine[1]
+    weights_D = regression.coef_[0].astype(np.float64) / scaler.scale_
+    bias = float(regression.intercept_[0] - weights_D @ scaler.mean_)
+    return Line(weights_D.astype(np.float32), bias)
+
+
+def _fitted(rows_TD: Rows, positive_T: Mask, penalty: float) -> Pipeline:
+    """Both sides weigh the same, however many tokens each has."""
+    if positive_T.all() or not positive_T.any():
+        raise ConfigError("a fold has tokens of one label only; give more and longer documents")
+    # C weighs the *sum* of losses: divided by their number, a penalty means the same anywhere
+    strength = 1 / (penalty * len(rows_TD))
+    regression = LogisticRegression(C=strength, class_weight="balanced", max_iter=MAX_STEPS)
+    return make_pipeline(StandardScaler(), regression).fit(rows_TD, positive_T)
+
+
+def auroc(scores_T: Scores, positive_T: Mask) -> float:
+    """How often a token with the concept scores above one without."""
+    return float(roc_auc_score(positive_T, scores_T))
+
+
+def balanced_accuracy(scores_T: Scores, positive_T: Mask, least: float) -> float:
+    """The mean of both sides' share of tokens on the right side of `least`."""
+    return float(balanced_accuracy_score(positive_T, scores_T >= least))
+
+
+def threshold(scores_T: Scores, positive_T: Mask) -> float:
+    """Even odds; or more, where over one in a hundred tokens without the concept reaches that."""
+    rare = float(np.quantile(scores_T[~positive_T], 1 - MAX_FALSE_ALARMS, method="higher"))
+    return max(EVEN, rare)
