@@ -1,7 +1,8 @@
 """Takes what `vllm serve` would take as model; gives vLLM's own LLM, for prompts to be forwarded.
 
-EngineArgs.create_model_config   engine/arg_utils.py    0.26:1406  0.32:1943
-LLM                              entrypoints/llm.py     0.26, 0.32
+EngineArgs.create_model_config   engine/arg_utils.py      0.26:1629  0.32:1943
+LLM                              entrypoints/llm.py       0.26:66    0.32:63
+LLMEngine.engine_core            v1/engine/llm_engine.py  0.26:105   0.32:116
 """
 
 from __future__ import annotations
