@@ -81,8 +81,8 @@ async def load(
         while time.monotonic() < until_s:
             _, client = await loop.create_connection(
                 lambda: Client(WAYS[way], delays_ns, firsts_ns),
-                parts.hostname,
-                parts.port,
+                str(parts.hostname),
+                parts.port or 80,
             )
             await client.is_done
 

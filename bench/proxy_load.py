@@ -68,6 +68,9 @@ class Ring:
         rows["span"], rows["phase"] = 1, wire.DECODE
         self._step += 1
         scores = np.ascontiguousarray(self._scores[np.asarray(positions) % 4096])
+        # So that a score under the wrong token, or of another request, shows.
+        scores[:, 0] = positions
+        scores[:, 1] = rows["stream"] & 0xFFFFF
         self.writer.publish(rows, scores, bank_version=1, step=self._step)
 
     def close(self) -> None:
@@ -119,6 +122,7 @@ class Upstream:
     def __init__(self, ring: Ring, *, rate: float, length: int, is_in_step: bool) -> None:
         self.ring = ring
         self.live: set[Answer] = set()
+        self.is_idle = asyncio.Event()
         self.started = self.finished = self.abandoned = 0
         self._rate = rate
         self._length = length
@@ -186,24 +190,26 @@ class Upstream:
     async def _complete(self, answer: Answer, reader: asyncio.StreamReader) -> None:
         self.started += 1
         self.live.add(answer)
+        self.is_idle.clear()
         watching = asyncio.create_task(reader.read(1))  # a client that hangs up ends this
         try:
             answer.begin()
-            while answer.count < answer.length and not watching.done():
+            while answer.count < answer.length:
+                if watching.done():
+                    raise ConnectionResetError
                 await self._next(answer)
                 await answer.writer.drain()
-            if answer.count < answer.length:
-                self.abandoned += 1
-                raise ConnectionResetError
             answer.end()
             self.finished += 1
         except ConnectionError:
-            self.abandoned += answer.count < answer.length and not watching.done()
+            self.abandoned += 1
             raise
         finally:
             watching.cancel()
             await asyncio.gather(watching, return_exceptions=True)
             self.live.discard(answer)
+            if not self.live:
+                self.is_idle.set()
 
     async def _next(self, answer: Answer) -> None:
         if self._is_in_step:
