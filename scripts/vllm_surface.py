@@ -1,0 +1,240 @@
+"""Takes the source of a vLLM release; gives the part of its surface that clairai wraps or calls.
+
+Nothing is imported: the release need not run on this machine. The tests compare with what is
+stored, so that a release that moves, renames or reorders something is noticed by name.
+Run: python -m scripts.vllm_surface FOLDER...   (each with a vllm package in it)
+"""
+
+from __future__ import annotations
+
+import ast
+import json
+import re
+import sys
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final, Literal
+
+ROOT: Final = Path(__file__).resolve().parent.parent
+STORE: Final = ROOT / "tests" / "unit" / "vllm_surface.json"
+
+Surface = dict[str, str]  # "file: name" to its parameters, or to "attribute"
+
+
+@dataclass(frozen=True)
+class Need:
+    """Something of vLLM that we rely on."""
+
+    file: str
+    name: str  # Class.method, Class.attribute, function or constant
+    use: Literal["call", "wrap", "read"]
+    first: tuple[str, ...] = ()  # the first parameters, in this order
+    named: tuple[str, ...] = ()  # parameters that are given by name
+
+    @property
+    def key(self) -> str:
+        return f"{self.file}: {self.name}"
+
+
+def _calls(file: str, name: str, *first: str, named: tuple[str, ...] = ()) -> Need:
+    """We call it: with these first, these by name, and nothing else."""
+    return Need(file, name, "call", first, named)
+
+
+def _wraps(file: str, name: str, *first: str, named: tuple[str, ...] = ()) -> Need:
+    """vLLM calls it, with whatever else it takes; we look at these."""
+    return Need(file, name, "wrap", first, named)
+
+
+def _reads(file: str, owner: str, *names: str) -> tuple[Need, ...]:
+    return tuple(Need(file, f"{owner}.{name}", "read") for name in names)
+
+
+_CORE, _WORKER = "v1/engine/core.py", "v1/worker/worker_base.py"
+_V1, _V2 = "v1/worker/gpu_model_runner.py", "v1/worker/gpu/model_runner.py"
+_V1_BATCH, _V2_BATCH = "v1/worker/gpu_input_batch.py", "v1/worker/gpu/input_batch.py"
+_SCHEDULED, _TORCH = "v1/core/sched/output.py", "utils/torch_utils.py"
+_GROUPS, _MODEL = "distributed/parallel_state.py", "config/model.py"
+_ARGUMENTS, _REQUEST = "engine/arg_utils.py", "v1/engine/__init__.py"
+_NORMS = "model_executor/layers/layernorm.py"
+_ATTENTION = "model_executor/layers/attention/attention.py"
+_PLUGIN = "plugins/endpoint_plugins/interface.py"
+_RUNNER: Final = "GPUModelRunner"
+
+NEEDS: Final[tuple[Need, ...]] = (
+    # compat/arm.py, compat/sight.py
+    _wraps(_CORE, "EngineCore.preprocess_add_request", "self", "request"),
+    _wraps(_CORE, "EngineCore.__init__", "self", "vllm_config"),
+    _wraps(_WORKER, "WorkerBase.__init__", "self", "vllm_config"),
+    _wraps(_WORKER, "WorkerWrapperBase.init_worker", "self"),
+    _wraps(_ARGUMENTS, "EngineArgs.__post_init__", "self"),
+    _wraps(_ARGUMENTS, "AsyncEngineArgs.add_cli_args"),
+    *_reads(_ARGUMENTS, "EngineArgs", "additional_config"),
+    # compat/requests.py
+    *_reads("sampling_params.py", "SamplingParams", "extra_args", "skip_reading_prefix_cache"),
+    *_reads(_REQUEST, "EngineCoreRequest", "request_id", "external_req_id", "sampling_params"),
+    _calls("v1/request.py", "Request.is_finished", "self"),
+    # compat/runner.py, compat/worker.py
+    _wraps(_V1, f"{_RUNNER}._prepare_inputs", "self", "scheduler_output", "num_scheduled_tokens"),
+    _wraps(_V1, f"{_RUNNER}.execute_model", "self", "scheduler_output"),
+    *_reads(_V1, _RUNNER, "input_batch", "positions", "input_ids", "max_num_tokens", "device"),
+    *_reads(_V1_BATCH, "InputBatch", "num_reqs", "req_ids", "num_computed_tokens_cpu"),
+    _wraps(_V2, f"{_RUNNER}.prepare_inputs", "self", "scheduler_output"),
+    _wraps(_V2, f"{_RUNNER}.execute_model", "self", "scheduler_output", named=("dummy_run",)),
+    *_reads(_V2, _RUNNER, "req_states", "input_buffers", "max_num_tokens", "device"),
+    *_reads(_V2_BATCH, "InputBuffers", "positions", "input_ids"),
+    *_reads(_V2_BATCH, "InputBatch", "req_ids", "num_scheduled_tokens", "num_computed_tokens_np"),
+    *(_calls(runner, f"{_RUNNER}._dummy_run", "self", "num_tokens") for runner in (_V1, _V2)),
+    *(_calls(runner, f"{_RUNNER}.get_model", "self") for runner in (_V1, _V2)),
+    *_reads(_SCHEDULED, "SchedulerOutput", "scheduled_new_reqs", "finished_req_ids"),
+    *_reads(_SCHEDULED, "NewRequestData", "req_id", "prompt_token_ids", "sampling_params"),
+    # compat/norms.py, compat/joins.py
+    _calls(
+        *(_TORCH, "direct_register_custom_op", "op_name", "op_func"),
+        named=("mutates_args", "fake_impl", "target_lib", "dispatch_key"),
+    ),
+    _calls(_TORCH, "_encode_layer_name", "layer_name"),
+    Need(_TORCH, "LayerNameType", "read"),
+    _calls("forward_context.py", "get_forward_context"),
+    *_reads("forward_context.py", "ForwardContext", "no_compile_layers"),
+    _wraps(_NORMS, "RMSNorm.forward_native", "self", "x", "residual"),
+    _wraps(_ATTENTION, "Attention.forward", "self", "query", "key", "value"),
+    # compat/worker.py
+    _wraps(_WORKER, "WorkerBase.load_model", "self"),
+    _wraps(_WORKER, "WorkerBase.compile_or_warm_up_model", "self"),
+    _wraps(_WORKER, "WorkerBase.shutdown", "self"),
+    _wraps("config/vllm.py", "VllmConfig.compute_hash", "self"),
+    *_reads("config/compilation.py", "CompilationConfig", "static_forward_context"),
+    *_reads("config/scheduler.py", "SchedulerConfig", "max_num_seqs"),
+    *_reads(_MODEL, "ModelConfig", "dtype", "hf_text_config", "served_model_name", "model"),
+    _calls(_MODEL, "ModelConfig.get_hidden_size", "self"),
+    # compat/blueprint.py
+    _calls(_ARGUMENTS, "EngineArgs.create_engine_config", "self"),
+    _calls("model_executor/model_loader/utils.py", "initialize_model", "vllm_config"),
+    _calls("config/vllm.py", "set_current_vllm_config", "vllm_config"),
+    _calls(
+        *(_GROUPS, "init_distributed_environment", "world_size", "rank"),
+        named=("distributed_init_method", "local_rank", "backend"),
+    ),
+    _calls(
+        *(_GROUPS, "ensure_model_parallel_initialized"),
+        *("tensor_model_parallel_size", "pipeline_model_parallel_size"),
+    ),
+    _calls(_GROUPS, "destroy_model_parallel"),
+    _calls(_GROUPS, "destroy_distributed_environment"),
+    # plugin.py, http.py, offline.py
+    Need("plugins/__init__.py", "plugins_loaded", "read"),
+    _wraps(_PLUGIN, "EndpointPlugin.attach_router", "self", "app"),
+    _wraps(_PLUGIN, "EndpointPlugin.init_state", "self", "engine_client", "state", "args"),
+    _calls("entrypoints/llm.py", "LLM.collective_rpc", "self", "method", named=("args",)),
+    _calls("v1/engine/async_llm.py", "AsyncLLM.collective_rpc", "self", "method", named=("args",)),
+)
+
+
+def surface(package: Path) -> Surface:
+    """What the release has of NEEDS; what it lacks is left out."""
+    files = {need.file for need in NEEDS if (package / need.file).exists()}
+    found: dict[str, Surface] = {
+        file: dict(_defined(ast.parse((package / file).read_text()))) for file in files
+    }
+    return {
+        need.key: found[need.file][need.name]
+        for need in NEEDS
+        if need.name in found.get(need.file, {})
+    }
+
+
+def unmet(found: Mapping[str, str]) -> list[str]:
+    """What clairai could not do with such a surface, one line each."""
+    return [fault for need in NEEDS if (fault := _fault(need, found.get(need.key)))]
+
+
+def _fault(need: Need, has: str | None) -> str:
+    if has is None:
+        return f"{need.key} is gone"
+    if need.use == "read":
+        return ""
+    if has == "attribute":
+        return f"{need.key} is no function"
+    parameters = has.split(", ") if has else []
+    names = [parameter.rstrip("=") for parameter in parameters]
+    if names[: len(need.first)] != list(need.first):
+        return f"{need.key}({has}) does not begin with {', '.join(need.first)}"
+    if unknown := [name for name in need.named if name not in names]:
+        return f"{need.key}({has}) takes no {', '.join(unknown)}"
+    further = [name for name in parameters[len(need.first) :] if name.isidentifier()]
+    if need.use == "call" and (asked := [name for name in further if name not in need.named]):
+        return f"{need.key}({has}) cannot be called without {', '.join(asked)}"
+    return ""
+
+
+def _defined(tree: ast.Module) -> Iterator[tuple[str, str]]:
+    """Names that a module defines, with their parameters; of classes also what they hold."""
+    for node in _statements(tree.body):
+        if isinstance(node, ast.ClassDef):
+            for name, what in _members(node):
+                yield f"{node.name}.{name}", what
+        else:
+            yield from _named(node)
+
+
+def _statements(body: list[ast.stmt]) -> Iterator[ast.stmt]:
+    """Those of a body, and of the branches in it: `if HAS_X: ... else: ...`."""
+    for node in body:
+        yield node
+        if isinstance(node, ast.If | ast.Try):
+            yield from _statements(node.body)
+            yield from _statements(node.orelse)
+
+
+def _members(owner: ast.ClassDef) -> Iterator[tuple[str, str]]:
+    for node in ast.walk(owner):
+        is_target = isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store)
+        if is_target and ast.unparse(node.value) == "self":  # type: ignore[attr-defined]
+            yield node.attr, "attribute"  # type: ignore[attr-defined]
+    for node in _statements(owner.body):
+        yield from _named(node)
+
+
+def _named(node: ast.stmt) -> Iterator[tuple[str, str]]:
+    if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+        is_property = any(ast.unparse(d).endswith("property") for d in node.decorator_list)
+        yield node.name, "attribute" if is_property else _parameters(node.args)
+    targets = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None)]
+    for target in targets:
+        if isinstance(target, ast.Name):
+            yield target.id, "attribute"
+
+
+def _parameters(given: ast.arguments) -> str:
+    """Names in order; `=` after one that may be left out; `*` before those given by name only."""
+    listed = [*given.posonlyargs, *given.args]
+    num_plain = len(listed) - len(given.defaults)
+    names = [arg.arg + "=" * (index >= num_plain) for index, arg in enumerate(listed)]
+    if given.vararg or given.kwonlyargs:
+        names.append(f"*{given.vararg.arg if given.vararg else ''}")
+    pairs = zip(given.kwonlyargs, given.kw_defaults, strict=True)
+    names += [arg.arg + "=" * (default is not None) for arg, default in pairs]
+    return ", ".join(names + ([f"**{given.kwarg.arg}"] if given.kwarg else []))
+
+
+def version_of(package: Path) -> str:
+    found = re.search(r"version = '([0-9.]+)", (package / "_version.py").read_text())
+    if found is None:
+        raise SystemExit(f"{package}/_version.py names no version; give the folder of a release")
+    return found[1].rstrip(".")
+
+
+def main() -> int:
+    stored: dict[str, Surface] = json.loads(STORE.read_text()) if STORE.exists() else {}
+    for folder in map(Path, sys.argv[1:]):
+        found = surface(folder / "vllm")
+        stored[version_of(folder / "vllm")] = found
+        print(f"{version_of(folder / 'vllm')}: {len(found)} names", *unmet(found), sep="\n  ")
+    STORE.write_text(json.dumps(stored, indent=1, sort_keys=True) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,23 @@
+"""Every attention of a real model is a place where a branch can join, and nothing changes there."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.engine import joining, models, watching
+from tests.engine.process import EngineProcess
+
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(300)]
+
+NUM_LAYERS = 4
+PROMPTS = models.random_prompts(3, (5, 17), 40_000)
+
+
+def test_a_branch_is_joined_once_in_every_layer_of_every_step_and_changes_no_bit(
+    engine: EngineProcess,
+) -> None:
+    alone = engine.call(watching.logprobs, PROMPTS)
+    num_joins, joined = engine.call(joining.joined, PROMPTS)
+    assert joined == alone
+    assert num_joins == NUM_LAYERS * 8  # one step for both prompts, seven more for the answers
+    assert engine.call(watching.logprobs, PROMPTS) == alone
