@@ -185,6 +185,8 @@ def test_the_proxy_answers_while_the_engine_starts_then_serves_then_all_of_it_en
     folders = [entry for entry in served.runtime.iterdir() if entry.is_dir()]
     assert [folder.stat().st_mode & 0o777 for folder in (served.runtime, *folders)] == [0o700] * 2
     _check_key_is_hidden(served)
+    asked = Path(f"/proc/{served.server_pid()}/cmdline").read_text().split("\0")
+    assert asked[asked.index("--served-model-name") + 1] == "toy"  # and not its path
     assert served.end() < 8.0
     assert served.process.returncode == 0
     served.check_nothing_left()

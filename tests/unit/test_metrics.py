@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 from prometheus_client import REGISTRY
@@ -180,6 +180,7 @@ def test_a_bank_without_probes_is_shown_as_such() -> None:
     assert not [key for key in _samples(metrics) if key[0].endswith("_score_count")]
 
 
+@settings(deadline=None)
 @given(
     st.lists(st.floats(-200, 200, width=32), max_size=60),
     st.sampled_from([SIGMOID, PLAIN, wire.ProbeInfo("c", "post_block.1", calibration=(-3.0, 4.0))]),
@@ -271,6 +272,21 @@ def test_scores_may_come_while_somebody_scrapes() -> None:
     feeding.join()
     assert seen == sorted(seen)
     assert _samples(metrics)["clairai_generated_score_count", ("code",)] == 500 * 64
+
+
+def test_nothing_is_counted_while_a_snapshot_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    metrics, bank = Metrics(), wire.Bank(1, (SIGMOID,))
+    _feed(metrics, bank, (0.5,))
+    feeding = threading.Thread(target=_feed, args=(metrics, bank, (0.5,)))
+
+    def settle() -> None:
+        feeding.start()
+        feeding.join(0.1)
+        assert feeding.is_alive()
+
+    monkeypatch.setattr(metrics._tally, "settle", settle)
+    metrics.text(NUMBERS)
+    feeding.join()
 
 
 @pytest.mark.parametrize("name", ['a"b', "a\\b", "dir/name", "ünïcode"])
