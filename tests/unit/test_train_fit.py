@@ -74,10 +74,24 @@ def test_first_tokens_and_the_template_are_not_judged() -> None:
     assert (unsettled.fitted_T & unsettled.framing_T).any()
 
 
-def test_a_fold_of_one_label_is_refused() -> None:
+@pytest.mark.parametrize("fold", range(NUM_FOLDS))
+def test_a_concept_that_is_in_one_fold_only_is_refused(fold: int) -> None:
     known = labels()
+    search = Search(Job("a", ()), replace(known, positive_T=known.folds_T == fold))
     with pytest.raises(ConfigError, match="one label only"):
-        fit.choose(rows(known, strength=1.0), replace(known, positive_T=known.folds_T == HELD_OUT))
+        _search_all(search, known)
+
+
+def test_a_held_out_fold_without_the_concept_is_refused() -> None:
+    known = labels()
+    positive_T = known.positive_T & (known.folds_T != HELD_OUT)
+    with pytest.raises(ConfigError, match="one label only"):
+        _search_all(Search(Job("a", ()), replace(known, positive_T=positive_T)), known)
+
+
+def _search_all(search: Search, known: fit.Labels) -> None:
+    search.look(Point("post_block", 0), rows(known, strength=1.0))
+    search.trained("toy")
 
 
 def test_auroc_is_the_share_of_pairs_in_order() -> None:

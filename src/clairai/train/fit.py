@@ -95,8 +95,7 @@ def fit(rows_TD: Rows, labels: Labels, penalty: float) -> Line:
 
 def _fitted(rows_TD: Rows, positive_T: Mask, penalty: float) -> Pipeline:
     """Both sides weigh the same, however many tokens each has."""
-    if positive_T.all() or not positive_T.any():
-        raise ConfigError("a fold has tokens of one label only; give more and longer documents")
+    _check_sides(positive_T)
     # C weighs the *sum* of losses: divided by their number, a penalty means the same anywhere
     strength = 1 / (penalty * len(rows_TD))
     regression = LogisticRegression(C=strength, class_weight="balanced", max_iter=MAX_STEPS)
@@ -105,6 +104,7 @@ def _fitted(rows_TD: Rows, positive_T: Mask, penalty: float) -> Pipeline:
 
 def auroc(scores_T: Scores, positive_T: Mask) -> float:
     """How often a token with the concept scores above one without."""
+    _check_sides(positive_T)
     return float(roc_auc_score(positive_T, scores_T))
 
 
@@ -117,3 +117,8 @@ def threshold(scores_T: Scores, positive_T: Mask) -> float:
     """Even odds; or more, where over one in a hundred tokens without the concept reaches that."""
     rare = float(np.quantile(scores_T[~positive_T], 1 - MAX_FALSE_ALARMS, method="higher"))
     return max(EVEN, rare)
+
+
+def _check_sides(positive_T: Mask) -> None:
+    if positive_T.all() or not positive_T.any():
+        raise ConfigError("a fold has tokens of one label only; give more and longer documents")
