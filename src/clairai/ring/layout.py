@@ -10,8 +10,8 @@
            a second copy of seq in the last 8 bytes
 
 All numbers are little-endian. The header is written once, before any reader can attach. `ahead` is
-how many records the writer may be writing beyond head; `stamp` is when the record was published,
-in nanoseconds of the host's monotonic clock.
+how many records the writer may be writing beyond head; `stamp` is when the host published the
+record, or handed the step to a GPU that does, in nanoseconds of the host's monotonic clock.
 """
 
 from __future__ import annotations

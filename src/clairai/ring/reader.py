@@ -40,7 +40,7 @@ class Record:
     step: int
     bank_version: int
     continued: bool
-    stamp_ns: int  # when it was published, on the clock of time.monotonic_ns()
+    stamp_ns: int  # of time.monotonic_ns(), when the host published it or gave it to the GPU
     rows: NDArray[np.void]
     scores_RC: NDArray[np.float32]
 
