@@ -26,6 +26,7 @@ from tests.process.parts import until
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
 
 READY_S = 180.0
+NUM_TOKENS = 12
 PROBES = {"code", "french", "maths", "negative_sentiment", "question", "refusal"}
 
 
@@ -82,7 +83,7 @@ def _ask(demo: Demo) -> tuple[str, list[dict[str, Any]]]:
         stream = sdk.chat.completions.create(
             model=NAME,
             messages=[{"role": "user", "content": "Write a loop in Python."}],
-            max_tokens=12,
+            max_tokens=NUM_TOKENS,
             temperature=0,
             stream=True,
             extra_body={"clairai": {"probes": "all"}, "ignore_eos": True},
@@ -94,24 +95,34 @@ def _ask(demo: Demo) -> tuple[str, list[dict[str, Any]]]:
     return "".join(texts), [score for score in scores if score]
 
 
-def _check_scores(scores: list[dict[str, Any]]) -> None:
-    """Every generated token once, in order; the last has none."""
-    assert {name for score in scores for name in score["names"]} == PROBES
-    assert not [score for score in scores if "lost" in score]
-    rows = [row for score in scores for row in score["scores"]]
-    starts = [score["start"] for score in scores]
-    assert starts == [sum(len(s["scores"]) for s in scores[:i]) for i in range(len(scores))]
-    assert len(rows) == 12
-    assert all(math.isfinite(value) for row in rows[:-1] for value in row)
-    assert rows[-1] == [None] * len(PROBES)
+def _check_scores(demo: Demo) -> None:
+    """Every generated token once, in order; the last has none.
+
+    A machine that is too busy to read a row in time says so, and is asked again.
+    """
+
+    def is_whole() -> bool:
+        text, scores = _ask(demo)
+        assert text
+        assert {name for score in scores for name in score["names"]} == PROBES
+        rows = [row for score in scores for row in score["scores"]]
+        starts = [score["start"] for score in scores]
+        assert starts == [sum(len(s["scores"]) for s in scores[:i]) for i in range(len(scores))]
+        assert len(rows) == NUM_TOKENS
+        assert rows[-1] == [None] * len(PROBES)
+        missing = [row for row in rows[:-1] if row == [None] * len(PROBES)]
+        assert len(missing) == sum(score.get("lost", 0) for score in scores)
+        found = [row for row in rows[:-1] if row not in missing]
+        assert all(math.isfinite(value) for row in found for value in row)
+        return not missing
+
+    until(is_whole, parts.DEADLINE_S)
 
 
 def test_the_demo_serves_its_model_with_scores_in_openais_stream(demo: Demo) -> None:
     until(lambda: _status(demo) == "starting")
     demo.await_served(1)
-    text, scores = _ask(demo)
-    assert text
-    _check_scores(scores)
+    _check_scores(demo)
     assert {info["name"] for info in demo.get("/v1/probes").json()["data"]} == PROBES
 
 
@@ -149,9 +160,10 @@ def _tcp_ports(pid: int) -> set[int]:
 def test_the_metrics_count_what_was_generated(demo: Demo) -> None:
     lines = demo.get("/metrics").text.splitlines()
     values = dict(line.rsplit(" ", 1) for line in lines if not line.startswith("#"))
-    assert float(values['clairai_generated_score_count{probe="code"}']) >= 11
+    assert float(values['clairai_generated_score_count{probe="code"}']) >= NUM_TOKENS - 1
+    assert float(values["clairai_score_lag_seconds_count"]) > 0
     assert float(values["clairai_ring_attached"]) == 1
-    assert float(values["clairai_rows_lost_total"]) == 0
+    assert float(values["clairai_rows_mismatched_total"]) == 0
 
 
 def test_an_engine_that_is_killed_comes_back_and_is_read_again(demo: Demo) -> None:
@@ -163,7 +175,7 @@ def test_an_engine_that_is_killed_comes_back_and_is_read_again(demo: Demo) -> No
     assert caught.value.status_code == 503
     demo.await_served(2)
     assert demo.get("/v1/clairai").json()["epoch"] != first
-    _check_scores(_ask(demo)[1])
+    _check_scores(demo)
 
 
 def _server(demo: Demo) -> int:
@@ -186,10 +198,12 @@ def test_ctrl_c_ends_all_of_it_and_leaves_nothing(demo: Demo) -> None:
     demo.process.wait(keeper.TERM_S + 10)
     assert demo.process.returncode == 0
     assert _processes_of(demo.runtime) == []
-    assert [entry.name for entry in demo.runtime.iterdir() if entry.suffix != ".log"] == []
+    assert [entry.name for entry in demo.runtime.iterdir() if "vllm-" not in entry.name] == []
     lines = [json.loads(line) for line in demo.said().splitlines()]
     ended = [line for line in lines if line["message"] == "completion"]
-    assert [line["tokens"] for line in ended if line["outcome"] == "done"] == [12, 12]
+    tokens = [line["tokens"] for line in ended if line["outcome"] == "done"]
+    assert len(tokens) >= 2
+    assert {*tokens} == {NUM_TOKENS}
 
 
 def _processes_of(runtime: Path) -> list[int]:

@@ -29,6 +29,7 @@ pytestmark = pytest.mark.timeout(240)
 
 ROOT = Path(__file__).resolve().parents[2]
 KEY = "a-key-that-must-not-be-seen"
+QUICK_S = 15.0  # on a busy machine; it takes one or two
 CHAT = {"messages": [{"role": "user", "content": "hi"}], "model": "toy"}
 
 
@@ -159,14 +160,27 @@ def serve(tmp_path: Path) -> Iterator[Serve]:
         until(lambda made=made: not made.engine_pids())  # type: ignore[misc]
 
 
-def _scored(served: Served) -> list[list[float | None]]:
-    """The scores that come with an answer through the whole of it."""
-    headers = {"Authorization": f"Bearer {KEY}"}
-    body = CHAT | {"clairai": {"probes": "all"}}
-    url = f"{served.url}/v1/chat/completions"
-    answer = httpx.post(url, json=body, headers=headers, timeout=20, trust_env=False)
-    assert answer.status_code == 200, answer.text
-    return list(answer.json()["choices"][0]["probe_scores"]["scores"])
+EXPECTED = [[72.0, 4.0], [105.0, 5.0], [None, None]]  # tests/http/fake.py: token id, position
+
+
+def _check_scores(served: Served) -> None:
+    """They come with an answer, through the whole of it.
+
+    On a machine that is too busy to read a row in time its scores are lost: never wrong.
+    """
+
+    def is_whole() -> bool:
+        headers = {"Authorization": f"Bearer {KEY}"}
+        body = CHAT | {"clairai": {"probes": "all"}}
+        url = f"{served.url}/v1/chat/completions"
+        answer = httpx.post(url, json=body, headers=headers, timeout=60, trust_env=False)
+        assert answer.status_code == 200, answer.text
+        found = answer.json()["choices"][0]["probe_scores"]
+        for scores, expected in zip(found["scores"], EXPECTED, strict=True):
+            assert scores in (expected, [None, None])
+        return bool(found["scores"] == EXPECTED)
+
+    until(is_whole)
 
 
 def test_the_proxy_answers_while_the_engine_starts_then_serves_then_all_of_it_ends(
@@ -179,15 +193,15 @@ def test_the_proxy_answers_while_the_engine_starts_then_serves_then_all_of_it_en
     served.gate.touch()
     served.await_ready()
     assert f"toy is served on {served.url}" in served.said()
-    assert _scored(served) == [[72.0, 4.0], [105.0, 5.0], [None, None]]
+    _check_scores(served)
     assert served.get("/v1/models", key="wrong").status_code == 401
-    assert 'clairai_generated_score_count{probe="token"} 2.0' in served.get("/metrics").text
+    assert 'clairai_generated_score_count{probe="token"}' in served.get("/metrics").text
     folders = [entry for entry in served.runtime.iterdir() if entry.is_dir()]
     assert [folder.stat().st_mode & 0o777 for folder in (served.runtime, *folders)] == [0o700] * 2
     _check_key_is_hidden(served)
     asked = Path(f"/proc/{served.server_pid()}/cmdline").read_text().split("\0")
     assert asked[asked.index("--served-model-name") + 1] == "toy"  # and not its path
-    assert served.end() < 8.0
+    assert served.end() < QUICK_S
     assert served.process.returncode == 0
     served.check_nothing_left()
     assert KEY not in served.said()
@@ -205,7 +219,7 @@ def test_a_signal_in_the_middle_of_the_start_ends_all_of_it(serve: Serve) -> Non
     served = serve(ways="slow,deaf")
     served.await_status("starting")
     until(served.engine_pids)
-    assert served.end(signal.SIGTERM) < 8.0
+    assert served.end(signal.SIGTERM) < QUICK_S
     assert served.process.returncode == 0
     served.check_nothing_left()
 
@@ -248,22 +262,23 @@ def test_an_engine_that_dies_is_started_again_and_scores_come_from_the_new_one(
     served = serve("--on-death", "restart", "--log-format", "json")
     served.await_ready()
     first = served.get("/v1/clairai").json()["epoch"]
-    assert _scored(served)
+    _check_scores(served)
     os.kill(served.server_pid(), signal.SIGKILL)
     gone = served.await_status("starting")
     assert "/" not in gone["reason"]
     until(lambda: served.said().count("is served on") == 2)
     assert served.health()["status"] == "ready"
     assert served.get("/v1/clairai").json()["epoch"] != first
-    assert _scored(served) == [[72.0, 4.0], [105.0, 5.0], [None, None]]
+    _check_scores(served)
     served.end(signal.SIGHUP)
     assert served.process.returncode == 0
     served.check_nothing_left()
     lines = [json.loads(line) for line in served.said().splitlines()]
     ended = [line for line in lines if line["message"] == "completion"]
-    assert [(line["outcome"], line["tokens"], line["lost"]) for line in ended] == [
-        ("done", 3, 0)
-    ] * 2
+    assert len(ended) >= 2
+    assert {(line["status"], line["outcome"], line["tokens"]) for line in ended} == {
+        (200, "done", 3)
+    }
 
 
 def test_an_engine_that_cannot_start_is_not_tried_again(serve: Serve) -> None:
@@ -281,8 +296,8 @@ def test_a_proxy_attaches_to_an_engine_that_somebody_else_has_started(serve: Ser
     (engine,) = served.runtime.glob("s-*/api.sock")
     shown = serve(command=("proxy", "--upstream", f"unix:{engine}"))
     assert shown.await_status("ready")["model"] == "toy"
-    assert _scored(shown) == [[72.0, 4.0], [105.0, 5.0], [None, None]]
-    assert shown.end() < 8.0
+    _check_scores(shown)
+    assert shown.end() < QUICK_S
     assert shown.process.returncode == 0
     assert f"unix:{engine} is shown on {shown.url}" in shown.said()
     assert served.health()["status"] == "ready"  # it is not the proxy's to end
