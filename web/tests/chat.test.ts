@@ -159,6 +159,7 @@ describe("a run from before", () => {
     const page = pageWith(scripted(answer("a")));
     await page.ask("Why?");
     page.shelf.drop("run1");
+    expect(page.shelf.get("run1").text).toBe(""); // looked at before it is loaded
     await page.chat.open("run1");
     expect(page.shelf.get("run1").text).toBe("a");
   });

@@ -18,8 +18,9 @@ export class Shelf {
     return tape;
   }
 
+  /** Whether anything is on the tape: one that was only looked at is still blank. */
   has(id: string): boolean {
-    return this.#tapes.has(id);
+    return (this.#tapes.get(id)?.version ?? 0) > 0;
   }
 
   put(id: string, tape: Tape): void {

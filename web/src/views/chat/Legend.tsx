@@ -46,7 +46,7 @@ function Scale({ probe }: { probe: ProbeInfo }) {
       <div className="scale-numbers">
         <span>{brief(domain.low)}</span>
         {domain.isDiverging && (
-          <span className="scale-neutral" style={{ left: percent(domain, domain.neutral) }}>
+          <span className="scale-neutral" style={{ left: labelAt(domain, domain.neutral) }}>
             {probe.threshold === null ? brief(domain.neutral) : `threshold ${brief(probe.threshold)}`}
           </span>
         )}
@@ -88,8 +88,9 @@ function Tick({ at, name }: { at: number; name: string }) {
   return <rect className={name} x={Math.min(99.2, 100 * at)} y="0" width="0.8" height="10" />;
 }
 
-function percent(domain: Domain, value: number): string {
-  return `${100 * fraction(domain, value)}%`;
+/** Never so near an end that it would cover the number there. */
+function labelAt(domain: Domain, value: number): string {
+  return `${Math.min(70, Math.max(30, 100 * fraction(domain, value)))}%`;
 }
 
 function sourceOf(domain: Domain): string {

@@ -31,7 +31,7 @@ export function ProbePicker() {
       </label>
       <p className="picker-head" aria-hidden="true">
         <span>colour</span>
-        <span>AUROC</span>
+        <span>{probes.some(({ auroc }) => auroc != null) ? "AUROC" : ""}</span>
         <span>chart</span>
       </p>
       {groups.length === 0 && <p className="empty">No probe matches “{search}”.</p>}

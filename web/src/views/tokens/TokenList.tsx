@@ -81,6 +81,7 @@ function isMarkedHere(page: Page, focused: string, run: string): boolean {
 /** One set of handlers for all tokens. */
 function listen(page: Page, host: HTMLElement, run: string, flow: Flow): () => void {
   const target = (row: number): Focus => ({ run, spot: page.shelf.get(run).spot(row) });
+  // Moves, not overs: tokens that scroll under a resting pointer are not pointed at.
   const over = (event: PointerEvent) => {
     if (event.pointerType === "touch") return;
     const row = flow.rowOf(event.target);
@@ -105,12 +106,12 @@ function listen(page: Page, host: HTMLElement, run: string, flow: Flow): () => v
     move(page.focus, run, tape, next - row);
     page.places.reveal({ run, spot: tape.spot(next) });
   };
-  host.addEventListener("pointerover", over);
+  host.addEventListener("pointermove", over);
   host.addEventListener("pointerleave", leave);
   host.addEventListener("click", click);
   host.addEventListener("keydown", key);
   return () => {
-    host.removeEventListener("pointerover", over);
+    host.removeEventListener("pointermove", over);
     host.removeEventListener("pointerleave", leave);
     host.removeEventListener("click", click);
     host.removeEventListener("keydown", key);

@@ -1,0 +1,13 @@
+// Takes journeys; walks them in a real browser against the servers that the environment names.
+import { defineConfig } from "vitest/config";
+
+export default defineConfig({
+  test: {
+    include: ["journeys/**/*.test.ts"],
+    environment: "node",
+    globalSetup: "journeys/browser.ts",
+    fileParallelism: false,
+    testTimeout: 90_000,
+    hookTimeout: 90_000,
+  },
+});
