@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -215,6 +216,37 @@ def test_a_ring_on_a_gpu_crosses_the_socket_as_a_handle_and_no_descriptor(tmp_pa
             assert all(is_intact(record, EPOCH) for record in records)
             assert [record.seq for record in records] == [0, 1, 2]
             assert reader.bank(1) == small_bank(1)
+
+
+def test_a_reader_in_the_engines_own_process_borrows_the_memory_and_frees_nothing(
+    driver: ToyDriver, tmp_path: Path
+) -> None:
+    """CUDA IPC does not open a handle in the process that made it: clairai.scores() is there."""
+    driver.failing["cuIpcOpenMemHandle"] = CUresult.CUDA_ERROR_INVALID_HANDLE
+    with DeviceMemory.create(SHAPE.nbytes, 1) as memory:
+        memory.write(0, ring_bytes(3))
+        found = {"handle": memory.handle, "gpu": memory.uuid, "address": memory.address}
+        greeting = msgspec.structs.replace(welcome(EPOCH, SHAPE), home="device", **found)
+        with RingServer(tmp_path, memory, greeting, small_bank) as server:
+            with Reader.attach(server.path) as reader:
+                assert [record.seq for record in reader.poll()] == [0, 1, 2]
+            assert memory.address in driver.held
+            assert memory.load(HEAD_OFFSET) == 3
+
+
+def test_an_address_of_another_process_is_never_read(
+    driver: ToyDriver, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("clairai.ring.attach.peer_pid", lambda _: os.getpid() + 1)
+    with DeviceMemory.create(SHAPE.nbytes, 1) as memory:
+        found = {"handle": bytes(64), "gpu": memory.uuid, "address": memory.address}
+        greeting = msgspec.structs.replace(welcome(EPOCH, SHAPE), home="device", **found)
+        with (
+            RingServer(tmp_path, memory, greeting, small_bank) as server,
+            pytest.raises(RingError, match="cuIpcOpenMemHandle"),
+        ):
+            Reader.attach(server.path)
+    assert driver.copied == []
 
 
 def test_a_ring_on_a_gpu_that_is_not_the_promised_one_is_refused_and_closed(

@@ -91,6 +91,8 @@ def test_what_is_neither_text_nor_texts_is_refused(name: str, value: object) -> 
     [
         ("allow_untested_vllm", 1, "true or false"),
         ("allow_untested_vllm", "yes", "true or false"),
+        ("branch", 0, "true or false"),
+        ("branch", None, "true or false"),
         ("runtime_dir", 3, "a path, as text"),
         ("runtime_dir", ["/run"], "a path, as text"),
     ],
@@ -98,6 +100,17 @@ def test_what_is_neither_text_nor_texts_is_refused(name: str, value: object) -> 
 def test_a_value_of_another_kind_is_refused(name: str, value: object, reason: str) -> None:
     with pytest.raises(ConfigError, match=f"{name} must be {reason}"):
         Settings.parse({name: value})
+
+
+@pytest.mark.parametrize("home", ["host", "device"])
+def test_a_ring_has_one_of_two_homes(home: str) -> None:
+    assert Settings.parse({"ring_home": home}).ring_home == home
+
+
+@pytest.mark.parametrize("home", ["Host", "gpu", "", None, 3, ["host"]], ids=repr)
+def test_another_home_is_refused_with_those_known(home: object) -> None:
+    with pytest.raises(ConfigError, match=r"ring_home is .*; use one of host, device"):
+        Settings.parse({"ring_home": home})
 
 
 def test_settings_cannot_be_changed() -> None:
@@ -111,6 +124,8 @@ anything = st.builds(
     probes=st.lists(st.text(max_size=5), max_size=3).map(tuple),
     capacity=st.integers(1, 1024),
     ring_mib=st.integers(1, 65536),
+    ring_home=st.sampled_from(["host", "device"]),
+    branch=st.booleans(),
     runtime_dir=st.none() | st.text(max_size=5),
     allow_untested_vllm=st.booleans(),
 )

@@ -1,0 +1,123 @@
+"""A ring opens in the home that was asked for, says so to readers, and leaves nothing behind."""
+
+from __future__ import annotations
+
+import ctypes
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from clairai.errors import ConfigError, RingError
+from clairai.ring.cuda import DeviceMemory
+from clairai.ring.layout import HEADER, RingHeader, RingShape
+from clairai.ring.memory import HostMemory
+from clairai.settings import Settings
+from clairai.tap import commit
+from clairai.tap.home import Home, _with_ahead, open_home
+from clairai.tap.outlet import HostOutlet
+from clairai.tap.tables import Tables
+from tests.process.footprint import nothing_left_behind
+from tests.unit.toy_cuda import UUIDS, ToyDriver, install
+
+EPOCH = 7
+
+
+class ToyLaunch:
+    """Stands where the kernel is launched; keeps what it was told of the ring."""
+
+    def __init__(self, ring: int, shape: RingShape, tables: Tables, max_requests: int) -> None:
+        self.ring, self.shape = ring, shape
+        self.given = (tables, max_requests)
+        self.is_flushed = False
+
+    def flush(self) -> None:
+        self.is_flushed = True
+
+
+@pytest.fixture
+def driver(monkeypatch: pytest.MonkeyPatch) -> ToyDriver:
+    monkeypatch.setattr(commit, "GpuLaunch", ToyLaunch)
+    return install(monkeypatch)
+
+
+def tables(device: str) -> Tables:
+    held = Tables(["a", "b"], width=4, capacity=8, max_tokens=16, device="cpu")
+    held.device = torch.device(device)
+    return held
+
+
+def opened(device: str, home: str) -> Home:
+    return open_home(Settings(ring_mib=1, ring_home=home), tables(device), 32, EPOCH)
+
+
+def launch_of(home: Home) -> ToyLaunch:
+    assert isinstance(home.outlet, commit.DeviceOutlet)
+    assert isinstance(home.outlet._launch, ToyLaunch)
+    return home.outlet._launch
+
+
+def test_a_cpu_engine_has_its_ring_in_host_memory_and_writes_it_itself() -> None:
+    with nothing_left_behind():
+        home = opened("cpu", "host")
+        assert isinstance(home.outlet, HostOutlet)
+        assert isinstance(home.memory, HostMemory)
+        assert home.shape.ahead == 1
+        assert home.shape.rows_per_record(16) >= 16
+        home.close()
+        home.close()
+        del home  # its writer's view keeps the pages: a late write never hits another's memory
+
+
+def test_a_ring_in_gpu_memory_is_refused_on_a_cpu() -> None:
+    with nothing_left_behind(), pytest.raises(ConfigError, match='runs on a CPU; use "host"'):
+        opened("cpu", "device")
+
+
+def test_on_a_gpu_the_host_ring_is_mapped_for_as_long_as_it_is_open(driver: ToyDriver) -> None:
+    with nothing_left_behind():
+        home = opened("cuda:1", "host")
+        launch = launch_of(home)
+        assert isinstance(home.memory, HostMemory)
+        assert RingHeader.unpack(home.memory.copy(0, HEADER.size)) == RingHeader(EPOCH, home.shape)
+        assert launch.shape.ahead == 64
+        here = ctypes.addressof(ctypes.c_char.from_buffer(home.memory.buffer))
+        assert len(driver.held[here]) == home.memory.nbytes
+        assert driver.context == "context of 1"
+        assert launch.ring == ctypes.addressof(driver.held[here])
+        home.close()
+        assert (launch.is_flushed, driver.held) == (True, {})
+
+
+def test_on_a_gpu_the_device_ring_lies_where_the_engine_runs(driver: ToyDriver) -> None:
+    home = opened("cuda:1", "device")
+    assert isinstance(home.memory, DeviceMemory)
+    assert (home.memory.uuid, home.memory.fds) == (UUIDS[1].hex(), ())
+    assert RingHeader.unpack(home.memory.copy(0, HEADER.size)) == RingHeader(EPOCH, home.shape)
+    assert launch_of(home).ring == home.memory.address
+    home.close()
+    assert driver.held == {}
+
+
+@pytest.mark.parametrize("home", ["host", "device"])
+def test_a_launch_that_cannot_be_made_leaves_nothing_behind(
+    driver: ToyDriver, monkeypatch: pytest.MonkeyPatch, home: str
+) -> None:
+    def fail(*_: object) -> None:
+        raise RingError("no stream")
+
+    monkeypatch.setattr(commit, "GpuLaunch", fail)
+    with nothing_left_behind(), pytest.raises(RingError, match="no stream"):
+        opened("cuda:0", home)
+    assert driver.held == {}
+
+
+@given(st.integers(2, 1000))
+def test_a_gpu_writes_a_power_of_two_of_records_at_once_and_half_the_ring_at_most(
+    slots: int,
+) -> None:
+    ahead = _with_ahead(RingShape(slots, 4096)).ahead
+    assert ahead in (1, 2, 4, 8, 16, 32, 64)
+    assert ahead <= slots // 2
+    assert ahead == 64 or 2 * ahead > slots // 2
