@@ -41,9 +41,7 @@ def demo(outside: Outside, voice: Voice, *, on_death: OnDeath) -> None:
     launch = _launch(folder)
     run_service(
         launch,
-        replace(outside, examples=EXAMPLES if EXAMPLES.exists() else None).settings(
-            launch.bind.url, folder
-        ),
+        replace(outside, examples=EXAMPLES).settings(launch.bind.url, folder),
         outside,
         voice,
         log=EngineLog(folder / f"vllm-{outside.bind.port}.log"),
