@@ -13,7 +13,7 @@ from clairai import wire
 from clairai.stream.asked import Asked
 from clairai.stream.merge import Merger
 from clairai.stream.plain import PlainVoice
-from clairai.stream.sheet import Parcel, Sheet
+from clairai.stream.sheet import Parcel, Sheet, Store
 from clairai.stream.vocabulary import Texts
 from tests.http import vllm_wire
 from tests.http.answers import chunks, told
@@ -110,7 +110,7 @@ def played(story: Story) -> bytes:
     """What the client gets."""
     now_s = 0.0
     asked = Asked(prompt_scores=story.prompt_scores)
-    sheet = Sheet(STREAM, asked, max_rows=1000, is_attached=lambda: True)
+    sheet = Sheet(STREAM, asked, max_scores=1000, store=Store(1000), is_attached=lambda: True)
     voice = PlainVoice(sheet, keeps_ids=story.keeps_ids, texts=Texts(TOKEN_BYTES))
     merger = Merger(sheet, voice, patience_s=PATIENCE_S, clock=lambda: now_s)
     frames, rows = iter(story.frames), iter(story.rows)

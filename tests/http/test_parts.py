@@ -98,10 +98,12 @@ def test_sums_leave_out_what_has_no_score() -> None:
 def test_a_row_that_was_told_is_not_held_again() -> None:
     lane = Lane()
     lane.add_tokens([5, 6, 7])
-    assert lane.add_row(4, Row(5, COLUMNS, [1.0]), first=4) == 1
+    lane.add_row(4, Row(5, COLUMNS, [0.5]), first=4)
+    lane.add_row(4, Row(5, COLUMNS, [1.0]), first=4)
+    assert lane.held == 2
     assert lane.take(4, is_final=False, is_hopeless=False) == [Row(5, COLUMNS, [1.0])]
-    assert lane.add_row(4, Row(5, COLUMNS, [2.0]), first=4) == 0
-    assert lane.num_held == 0
+    lane.add_row(4, Row(5, COLUMNS, [2.0]), first=4)
+    assert lane.held == 0
     assert lane.take(4, is_final=False, is_hopeless=False) is None
 
 
@@ -121,6 +123,13 @@ def test_an_upstream_that_is_no_address_is_refused(upstream: str) -> None:
 def test_an_origin_that_is_none_is_refused(origin: str) -> None:
     with pytest.raises(ConfigError, match="origin"):
         ProxySettings("http://127.0.0.1:1", allowed_origins=(origin,))
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "::", "192.168.1.2", "gpu.lan", ""])  # noqa: S104
+def test_a_host_that_others_can_reach_needs_a_key(host: str) -> None:
+    with pytest.raises(ConfigError, match="API key"):
+        ProxySettings("http://127.0.0.1:1", host=host)
+    assert ProxySettings("http://127.0.0.1:1", host=host, api_key="k")
 
 
 def test_an_empty_key_is_no_key() -> None:

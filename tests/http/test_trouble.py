@@ -80,22 +80,24 @@ def test_a_slow_client_is_waited_for_and_costs_a_bounded_amount(tmp_path: Path) 
             await exchange.say(chunk)
         await exchange.end()
 
-    limits = Limits(rows=50)
+    limits = Limits(scores=150)
     with world(tmp_path, script=script, limits=limits) as w:
         slow = raw_request(w, asking(), buffer=4096)
         assert is_stuck.wait(20)  # 40 MB do not fit anywhere
         (sheet,) = w.proxy._sheets.values()
-        until(lambda: sheet._held <= 50)
+        until(lambda: sheet._held >= 150)
         # Nobody else notices.
         w.upstream.script = answering([72, 101, 108])
         with w.client() as client:
             (one,) = told(chunks(client.post(CHAT, json=asking()).content)).values()
         assert (one.scores, one.lost) == (expected([72, 101, 108]), 0)
+        assert 150 <= sheet._held < 150 + 3
         slow.close()
         w.upstream.wait_for(lambda: w.upstream.seen[0].was_cancelled)
 
 
-def test_scores_over_the_bound_are_lost_and_said_to_be(tmp_path: Path) -> None:
+@pytest.mark.parametrize("limits", [Limits(scores=30), Limits(scores_in_all=30)])
+def test_scores_over_the_bound_are_lost_and_said_to_be(tmp_path: Path, limits: Limits) -> None:
     tokens = [72] * 30
 
     async def script(exchange: Exchange) -> None:
@@ -105,10 +107,11 @@ def test_scores_over_the_bound_are_lost_and_said_to_be(tmp_path: Path) -> None:
         await exchange.tokens(tokens, finish="length")
         await exchange.end()
 
-    with world(tmp_path, limits=Limits(rows=10)) as w, w.client() as client:
+    with world(tmp_path, limits=limits) as w, w.client() as client:
         w.upstream.script = script
         (one,) = told(chunks(client.post(CHAT, json=asking()).content)).values()
         assert w.proxy.numbers().rows_lost == 19
+        assert w.proxy._store.held == 0
     assert one.lost == 19
     assert [row["token"] for row in one.scores] == [72] * 10 + [None] * 20
 

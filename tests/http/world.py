@@ -111,6 +111,24 @@ async def _serving(
         yield f"http://127.0.0.1:{port}", address, app.state.proxy, serving, runner
 
 
+@contextmanager
+def proxy_of(settings: ProxySettings) -> Iterator[tuple[str, Proxy]]:
+    """A proxy with a real engine behind it: its address, and itself."""
+    with _loop() as loop, _within(loop, _proxy(settings)) as (url, proxy, serving):
+        until(lambda: serving.started)
+        until(lambda: proxy.feed.is_attached)
+        yield url, proxy
+
+
+@asynccontextmanager
+async def _proxy(settings: ProxySettings) -> Any:
+    listener = socket.create_server(("127.0.0.1", 0))
+    app = create_app(settings)
+    serving = server(app, settings)
+    async with _uvicorn(serving, listener):
+        yield f"http://127.0.0.1:{listener.getsockname()[1]}", app.state.proxy, serving
+
+
 @asynccontextmanager
 async def running_upstream(upstream: Upstream, path: Path | None = None) -> Any:
     """The fake engine's address, and what runs it; on a Unix socket if a path is given."""
@@ -152,9 +170,16 @@ def _loop() -> Iterator[asyncio.AbstractEventLoop]:
     try:
         yield loop
     finally:
+        asyncio.run_coroutine_threadsafe(_settled(), loop).result(20)
         loop.call_soon_threadsafe(loop.stop)
         thread.join()
         loop.close()
+
+
+async def _settled() -> None:
+    """Transports that are being closed get their turn."""
+    for _ in range(10):
+        await asyncio.sleep(0)
 
 
 @contextmanager

@@ -44,7 +44,8 @@ class Feed:
     def __init__(
         self, *, deliver: Deliver, on_change: Callable[[], None], observers: Sequence[Observer]
     ) -> None:
-        self.watched: set[int] = set()  # streams of ours; the loop adds before a row can come
+        # Streams of ours, and whether their prompts are wanted; there before a row can come.
+        self.watched: dict[int, bool] = {}
         self.is_attached = False
         self.epoch: int | None = None
         self.model: str | None = None
@@ -154,11 +155,14 @@ class Feed:
     def _parcels(self, record: Record, bank: wire.Bank) -> list[Parcel]:
         made, rows = [], record.rows
         for run in runs(rows):
-            if run.stream not in self.watched:
+            wants_prompt = self.watched.get(run.stream)
+            if wants_prompt is None:
                 self._orphaned += run.end - run.begin
                 continue
             part = rows[run.begin : run.end]
             self._rows += len(part)
+            if not wants_prompt and not (part["phase"] == wire.DECODE).any():
+                continue  # a prompt of a hundred thousand tokens that nobody asked about
             made.append(
                 Parcel(
                     run.stream,

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-import ipaddress
 import secrets
 from http import HTTPStatus
 from typing import Final
@@ -18,7 +17,7 @@ from starlette.requests import Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from clairai.stream.refusal import Refused, answer
-from clairai.stream.settings import Limits, ProxySettings
+from clairai.stream.settings import Limits, ProxySettings, is_loopback
 from clairai.stream.table import Route
 
 BODY_TIMEOUT_S: Final = 60.0
@@ -94,13 +93,6 @@ def host_names(settings: ProxySettings) -> frozenset[str] | None:
     if is_loopback(settings.host):
         return _LOOPBACK_NAMES | {_name_of(settings.host)} | listed
     return listed | {_name_of(settings.host)} if listed else None
-
-
-def is_loopback(host: str) -> bool:
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"
 
 
 def _name_of(host: str) -> str:

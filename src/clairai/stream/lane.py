@@ -29,6 +29,11 @@ class Row(NamedTuple):
     columns: Columns
     values: Values
 
+    @property
+    def size(self) -> int:
+        """What holding it costs, in scores."""
+        return 1 + len(self.values)
+
 
 @dataclass(frozen=True)
 class Slice:
@@ -68,27 +73,24 @@ class Lane:
         self._ids: deque[int] = deque()  # of the tokens that are not told yet
         self._rows: dict[int, Row] = {}  # by position, not told yet
         self._newest = -1  # highest position that a row came for, kept or not
-
-    @property
-    def num_held(self) -> int:
-        return len(self._rows)
+        self.held = 0  # size of all rows that are not told yet
 
     def add_tokens(self, token_ids: Sequence[int]) -> None:
         self._ids.extend(token_ids)
         self.tokens += len(token_ids)
 
-    def add_row(self, position: int, row: Row | None, *, first: int | None) -> int:
+    def add_row(self, position: int, row: Row | None, *, first: int | None) -> None:
         """Keep a row until its token can be told; None stands for one that cannot be kept.
 
-        `first` is the position of the first generated token, if known. How many more are held.
+        `first` is the position of the first generated token, if known.
         """
         if position > self._newest:
             self._newest = position
         if row is None or (first is not None and position < first + self.told):
-            return 0  # told already: forwarded again after a preemption
-        is_new = position not in self._rows
+            return  # told already: forwarded again after a preemption
+        self._pop(position)
         self._rows[position] = row
-        return int(is_new)
+        self.held += row.size
 
     def is_complete(self, first: int) -> bool:
         """Whether no row that can still come would be told: the last token has none."""
@@ -104,7 +106,7 @@ class Lane:
         found: list[Row | None] = []
         while self.told < last:
             position = first + self.told
-            row = self._rows.pop(position, None)
+            row = self._pop(position)
             is_lost = row is None and (is_final or is_hopeless or self._newest > position)
             if row is None and not is_lost:
                 break
@@ -113,6 +115,11 @@ class Lane:
             self._ids.popleft()
             self.told += 1
         return found if self.told > start else None
+
+    def _pop(self, position: int) -> Row | None:
+        row = self._rows.pop(position, None)
+        self.held -= 0 if row is None else row.size
+        return row
 
     def _checked(self, row: Row | None) -> Row | None:
         token_id = self._ids.popleft()

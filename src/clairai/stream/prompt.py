@@ -16,21 +16,17 @@ class PromptRows:
     def __init__(self) -> None:
         self.is_told = False
         self.mismatched = 0
+        self.held = 0  # size of all rows, until they are told
         self._rows: dict[int, Row] = {}
         self._cached: set[int] = set()
         self._is_past = False  # a generated token was forwarded: no row of the prompt follows
 
-    @property
-    def num_held(self) -> int:
-        return len(self._rows)
-
-    def add_row(self, position: int, row: Row | None) -> int:
-        """None stands for a row that cannot be kept. How many more are held."""
-        if self.is_told or row is None:
-            return 0
-        is_new = position not in self._rows
+    def add_row(self, position: int, row: Row | None) -> None:
+        """None stands for a row that cannot be kept."""
+        if self.is_told or row is None or position in self._rows:
+            return  # forwarded again: the same token, the same score
         self._rows[position] = row
-        return int(is_new)
+        self.held += row.size
 
     def add_cached(self, position: int, span: int) -> None:
         if not self.is_told:
@@ -53,6 +49,7 @@ class PromptRows:
         lost = tuple(at for at, row in enumerate(rows) if row is None and at not in self._cached)
         self._rows.clear()
         self._cached.clear()
+        self.held = 0
         return rows, lost
 
     def _checked(self, position: int, token_id: int) -> Row | None:

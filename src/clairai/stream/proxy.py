@@ -22,7 +22,7 @@ from clairai.stream.observe import Exposition, Numbers, Observer, Outcome, RunEn
 from clairai.stream.refusal import Refused
 from clairai.stream.runs import Runs
 from clairai.stream.settings import ProxySettings
-from clairai.stream.sheet import Parcel, Sheet
+from clairai.stream.sheet import Parcel, Sheet, Store
 from clairai.stream.upstream import Upstream, UpstreamGone
 from clairai.wanted import mint
 
@@ -88,6 +88,7 @@ class Proxy:
         self.lookout = Lookout(settings, self.upstream, self.feed)
         self.runs = Runs(settings)
         self._sheets: dict[int, Sheet] = {}
+        self._store = Store(settings.limits.scores_in_all)
         self._loop: asyncio.AbstractEventLoop | None = None
         self._streams = self._completions = self._cancelled = self._lost = self._mismatched = 0
 
@@ -149,17 +150,19 @@ class Proxy:
         sheet = Sheet(
             stream,
             asked,
-            max_rows=self.settings.limits.rows,
+            max_scores=self.settings.limits.scores,
+            store=self._store,
             is_attached=lambda: self.feed.is_attached,
             names=self.knowledge.names,
         )
         self._sheets[stream] = sheet
-        self.feed.watched.add(stream)
+        self.feed.watched[stream] = asked.prompt_scores
         try:
             yield sheet
         finally:
-            self.feed.watched.discard(stream)
+            del self.feed.watched[stream]
             del self._sheets[stream]
+            sheet.close()
             self._lost += sheet.lost
             self._mismatched += sheet.mismatched
             if wrong := sheet.mismatched:

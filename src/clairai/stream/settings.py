@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ipaddress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
@@ -29,7 +30,9 @@ class Limits:
     items: int = 200_000  # strings, lists and objects in a JSON body
     choices: int = 64  # n of a scored request
     streams: int = 2048  # requests in the proxy at once; more get 503
-    rows: int = 262_144  # scored rows held for one request; more are lost, and counted
+    # Scores held until their token has come, 32 bytes each; more are lost, and counted.
+    scores: int = 1 << 20  # of one request
+    scores_in_all: int = 1 << 23
     runs: int = 64  # named runs held, ended ones included
     run_bytes: int = 8 << 20  # events held of one run for a client that comes back
     answer_bytes: int = 64 << 20  # an answer that is not streamed
@@ -82,6 +85,11 @@ class ProxySettings:
         for key in (self.api_key, self.upstream_api_key):
             if key == "":
                 raise ConfigError("an API key is empty; give one, or leave it out")
+        if self.api_key is None and not is_loopback(self.host):
+            raise ConfigError(
+                f"host {quote(self.host)} can be reached from other machines; give an API key, "
+                f"or keep to {DEFAULT_HOST}"
+            )
         for origin in self.allowed_origins:
             _check_origin(origin)
 
@@ -97,6 +105,13 @@ class ProxySettings:
         """What comes before a path in a request to upstream."""
         is_socket = self.upstream_socket is not None
         return "http://engine" if is_socket else self.upstream.rstrip("/")
+
+
+def is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
 
 
 def _check_origin(origin: str) -> None:

@@ -33,10 +33,23 @@ class Parcel:
     scores: list[Values]
 
 
+@dataclass
+class Store:
+    """What all sheets hold together."""
+
+    limit: int
+    held: int = 0
+
+    @property
+    def has_room(self) -> bool:
+        return self.held < self.limit
+
+
 class Sheet:
     """`is_attached()` tells whether rows can come at all; `names` are used until a bank is known.
 
-    `max_rows` bounds what is held for a client that does not keep up; rows over it are lost.
+    `max_scores` bounds what is held for a client that does not keep up, and `store` what is held
+    for all of them; rows over either are lost.
     """
 
     def __init__(
@@ -44,7 +57,8 @@ class Sheet:
         stream: int,
         asked: Asked,
         *,
-        max_rows: int,
+        max_scores: int,
+        store: Store,
         is_attached: Callable[[], bool],
         names: Sequence[str] = (),
     ) -> None:
@@ -56,7 +70,8 @@ class Sheet:
         self.changed = asyncio.Event()  # a row came, or the ring went
         self.lost = 0  # rows that were told as lost, prompt included
         self._is_attached = is_attached
-        self._max_rows = max_rows
+        self._max_scores = max_scores
+        self._store = store
         self._held = 0
         self._lanes: dict[int, Lane] = {}
         self._summaries: dict[int, Summary] = {}
@@ -82,13 +97,27 @@ class Sheet:
         self.changed.set()
 
     def _place_row(self, choice: int, phase: int, position: int, row: Row) -> None:
-        kept = row if self._held < self._max_rows else None
+        has_room = self._held < self._max_scores and self._store.has_room
+        kept = row if has_room else None
         if phase == wire.DECODE:
-            self._held += self._lane(choice).add_row(position, kept, first=self._first)
+            lane = self._lane(choice)
+            before = lane.held
+            lane.add_row(position, kept, first=self._first)
+            self._charge(lane.held - before)
             if self._prompt is not None and choice == 0:
                 self._prompt.end()
         elif self._prompt is not None and choice == 0:
-            self._held += self._prompt.add_row(position, kept)
+            before = self._prompt.held
+            self._prompt.add_row(position, kept)
+            self._charge(self._prompt.held - before)
+
+    def _charge(self, size: int) -> None:
+        self._held += size
+        self._store.held += size
+
+    def close(self) -> None:
+        """Nobody takes anything from it any more."""
+        self._charge(-self._held)
 
     def _place_cached(self, choice: int, position: int, span: int) -> None:
         if self._prompt is not None and choice == 0:
@@ -142,13 +171,13 @@ class Sheet:
     def take(self, choice: int) -> Slice | None:
         """The scores that can be told now, all that are left if the choice has finished."""
         lane = self._lane(choice)
-        start, before = lane.told, lane.num_held
+        start, before = lane.told, lane.held
         is_final = lane.finish_reason is not None
         # Without the prompt's length no position is known, and no row can be told.
         first = self._first if self._first is not None else 1 << 62
         is_hopeless = self._first is None or not self._is_attached()
         rows = lane.take(first, is_final=is_final, is_hopeless=is_hopeless)
-        self._held -= before - lane.num_held
+        self._charge(lane.held - before)
         if rows is None:
             return None
         self._summary(choice).add(start, rows)
@@ -161,9 +190,9 @@ class Sheet:
             return None
         if not is_final and self._is_attached() and not self._is_prompt_ready():
             return None
-        before = prompt.num_held
+        before = prompt.held
         rows, lost = prompt.take(self.prompt_ids)
-        self._held -= before
+        self._charge(-before)
         return self._noted(replace(cut(rows, 0, len(rows), self._names), lost=lost))
 
     def results(self) -> tuple[ChoiceResult, ...]:

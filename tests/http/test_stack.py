@@ -1,0 +1,178 @@
+"""The whole stack on real vLLM: engine, ring, proxy, clients. One engine for all of it."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import shutil
+import tempfile
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import httpx
+import pytest
+
+from clairai.offline import config
+from clairai.serve.engine import EngineProcess
+from clairai.serve.launch import Bind, Launch
+from clairai.serve.log import EngineLog
+from clairai.stream.proxy import Proxy
+from clairai.stream.settings import ProxySettings
+from tests.engine import models
+from tests.engine.server import CPU, KEY, MODEL, NAMED, free_port
+from tests.http.answers import CHAT, TEXT, events, without_ours
+from tests.http.embedding import Embedding
+from tests.http.stack_load import Sent, plan, send_all
+from tests.http.world import PATIENT, proxy_of
+from tests.process.parts import until
+
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(300)]
+
+# Small on purpose: 64 tokens a step cut prompts up, 26 blocks of 32 tokens run out.
+SMALL = (
+    *("--dtype", "float32", "--enforce-eager", "--max-model-len", "256", "--max-num-seqs", "32"),
+    *("--max-num-batched-tokens", "64", "--block-size", "32", "--num-gpu-blocks-override", "26"),
+)
+
+
+class Stack(NamedTuple):
+    url: str
+    proxy: Proxy
+    engine_url: str
+    embedding: Embedding
+
+    def engine(self) -> httpx.Client:
+        bearer = {"Authorization": f"Bearer {KEY}"}
+        return httpx.Client(base_url=self.engine_url, headers=bearer, timeout=60)
+
+
+@pytest.fixture(scope="module")
+def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
+    scratch = tmp_path_factory.mktemp("stack")
+    runtime = Path(tempfile.mkdtemp(prefix="clairai-"))  # short enough for a socket
+    model = models.cut(models.real(), 4, scratch / MODEL)
+    embedding = Embedding(model)
+    (scratch / "probes").mkdir()
+    embedding.save_probes(scratch / "probes")
+    launch = Launch(
+        str(model),
+        config(probes=scratch / "probes", runtime_dir=str(runtime)),
+        Bind(port=free_port(), api_key=KEY),
+        (*NAMED, *SMALL),
+        CPU,
+    )
+    with EngineProcess(launch, log=EngineLog(scratch / "vllm.log")) as engine:
+        assert engine.wait_ready()
+        settings = ProxySettings(launch.bind.url, upstream_api_key=KEY, runtime_dir=runtime)
+        with proxy_of(replace(settings, timeouts=PATIENT)) as (url, proxy):
+            yield Stack(url, proxy, launch.bind.url, embedding)
+    shutil.rmtree(runtime)
+
+
+def wrongs(request: Sent, embedding: Embedding) -> list[str]:
+    found = []
+    for choice in range(request.body["n"]):
+        ids, one = request.ids[choice], request.told[choice]
+        *rows, last = [list(row.values()) for row in one.scores]
+        found += embedding.wrong(ids[:-1], rows)
+        found += [] if not any(last) else ["the last token has a score"]
+        found += [f"{one.lost} lost"] if one.lost else []
+        found += [] if len(ids) == request.body["max_tokens"] else [f"{len(ids)} tokens"]
+    if request.body["clairai"]["prompt_scores"]:
+        prompt = request.told[0].prompt
+        assert prompt is not None
+        found += embedding.wrong(request.prompt_ids, prompt["scores"])
+    return found
+
+
+def test_no_score_of_two_hundred_requests_is_wrong(stack: Stack, report: Any) -> None:
+    requests = plan(200, 1, MODEL)
+    asyncio.run(send_all(stack.url, requests, at_once=16))
+    wrong = [fault for request in requests for fault in wrongs(request, stack.embedding)]
+    rows = sum(len(ids) - 1 for request in requests for ids in request.ids.values())
+    report(test="proxy", rows=rows, wrong=len(wrong))
+    assert wrong == []
+    numbers = stack.proxy.numbers()
+    assert (numbers.ring.mismatched, numbers.ring.records_lost, numbers.rows_lost) == (0, 0, 0)
+    # The load really was what it claims to be.
+    assert rows > 2_000
+    assert sum(request.body["n"] > 1 for request in requests) > 20
+    assert sum(request.is_named for request in requests) > 10
+    assert sum(not request.body["stream"] for request in requests) > 10
+    assert _metric(stack, "vllm:num_preemptions_total") > 0, "nothing was preempted"
+    assert _metric(stack, "vllm:prefix_cache_hits_total") > 0, "no prefix-cache hit"
+
+
+def _metric(stack: Stack, name: str) -> float:
+    with stack.engine() as client:
+        text = client.get("/metrics").text
+    return sum(
+        float(line.rpartition(" ")[2]) for line in text.splitlines() if line.startswith(name)
+    )
+
+
+@pytest.mark.parametrize("path", [CHAT, TEXT])
+@pytest.mark.parametrize("is_stream", [True, False])
+def test_apart_from_our_field_the_bytes_are_vllms(stack: Stack, path: str, is_stream: bool) -> None:
+    body = {
+        "model": MODEL,
+        "messages": [{"role": "user", "content": "Write a line about the sea: ü, 漢字, 🙂."}],
+        "prompt": "Write a line about the sea: ü, 漢字, 🙂.",
+        "max_tokens": 24,
+        "temperature": 0,
+        "logprobs": True if path == CHAT else 3,
+        "stream": is_stream,
+    }
+    del body["prompt" if path == CHAT else "messages"]
+    with stack.engine() as direct, httpx.Client(base_url=stack.url, timeout=60) as proxied:
+        plain = direct.post(path, json=body)
+        passed = proxied.post(path, json=body)
+        scored = proxied.post(path, json={**body, "clairai": {"prompt_scores": True}})
+    assert plain.status_code == 200
+    assert b"probe_scores" in scored.content
+    assert _named_alike(passed.content) == _named_alike(plain.content)
+    assert _framed(_named_alike(scored.content)) == _framed(_named_alike(plain.content))
+
+
+def _named_alike(raw: bytes) -> bytes:
+    """Without what differs between any two requests: the id and the time."""
+    return re.sub(rb'"id":"[^"]*"|"created":\d+', b"", raw)
+
+
+def _framed(raw: bytes) -> bytes:
+    return without_ours(raw if raw.startswith(b"data: ") else b"data: " + raw)
+
+
+def test_tokens_are_shown_as_they_are_written(stack: Stack) -> None:
+    asked = {"events": "named", "prompt_scores": True}
+    words = "naïve 漢字 🙂 <|im_end|>"
+    body = {
+        "model": MODEL,
+        "messages": [{"role": "user", "content": words}],
+        "max_tokens": 4,
+        "clairai": asked,
+    }
+    with httpx.Client(base_url=stack.url, timeout=60) as client:
+        found = events(client.post(CHAT, json=body).content)
+    prompt = [e.data for e in found if e.name == "token" and e.data["part"] == "prompt"]
+    tokens = [text for part in prompt for text in part["tokens"]]
+    assert "<|im_start|>" in tokens
+    assert words in "".join(tokens)
+    assert "" in tokens  # part of a character
+
+
+def test_a_client_that_leaves_frees_the_engine(stack: Stack) -> None:
+    body = {"model": MODEL, "prompt": "Once", "max_tokens": 250, "ignore_eos": True, "stream": True}
+    with httpx.Client(base_url=stack.url, timeout=60) as client:
+        with client.stream("POST", TEXT, json={**body, "clairai": {}}) as answer:
+            next(answer.iter_bytes())
+        until(lambda: _metric(stack, "vllm:num_requests_running") == 0)
+        until(lambda: stack.proxy.numbers().streams == 0)
+        assert client.get("/health").json() == {
+            "status": "ready",
+            "reason": None,
+            "model": MODEL,
+            "version": client.get("/openapi.json").json()["info"]["version"],
+        }
