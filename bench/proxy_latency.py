@@ -103,7 +103,6 @@ def summary(way: str, delays_ns: list[int], firsts_ns: list[int]) -> dict[str, A
 
 
 async def measure(arguments: argparse.Namespace, *, is_in_step: bool) -> list[dict[str, Any]]:
-    found = []
     with running_ring(arguments.probes) as (ring, folder):
         length = max(2, int(arguments.rate * 4))
         upstream = Upstream(ring, rate=arguments.rate, length=length, is_in_step=is_in_step)
@@ -111,24 +110,28 @@ async def measure(arguments: argparse.Namespace, *, is_in_step: bool) -> list[di
             proxy = running_proxy(address, folder)
             url, pid = await asyncio.to_thread(proxy.__enter__)
             try:
-                for way in WAYS:
-                    delays_ns: list[int] = []
-                    firsts_ns: list[int] = []
-                    until_s, used_s = time.monotonic() + arguments.seconds, cpu_s(pid)
-                    target = address if way == "direct" else url
-                    await load(
-                        target,
-                        way,
-                        streams=arguments.streams,
-                        until_s=until_s,
-                        delays_ns=delays_ns,
-                        firsts_ns=firsts_ns,
-                    )
-                    used_us = 1e6 * (cpu_s(pid) - used_s) / max(1, len(delays_ns))
-                    found.append({**summary(way, delays_ns, firsts_ns), "cpu_us": round(used_us)})
-                    print(json.dumps(found[-1]), flush=True)
+                return [await one_way(way, address, url, pid, arguments) for way in WAYS]
             finally:
                 await asyncio.to_thread(proxy.__exit__, None, None, None)
+
+
+async def one_way(
+    way: str, address: str, url: str, pid: int, arguments: argparse.Namespace
+) -> dict[str, Any]:
+    delays_ns: list[int] = []
+    firsts_ns: list[int] = []
+    until_s, used_s = time.monotonic() + arguments.seconds, cpu_s(pid)
+    await load(
+        address if way == "direct" else url,
+        way,
+        streams=arguments.streams,
+        until_s=until_s,
+        delays_ns=delays_ns,
+        firsts_ns=firsts_ns,
+    )
+    used_us = 1e6 * (cpu_s(pid) - used_s) / max(1, len(delays_ns))
+    found = {**summary(way, delays_ns, firsts_ns), "cpu_us": round(used_us)}
+    print(json.dumps(found), flush=True)
     return found
 
 

@@ -7,12 +7,10 @@ token shows.
 from __future__ import annotations
 
 import asyncio
-import base64
 import json
 import threading
-import time
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -182,7 +180,7 @@ class Exchange:
         await self.response.write(b'{"id":')
 
     def refuse(self, status: int, message: str) -> web.Response:
-        return _error(status, message)
+        return refusal(status, message)
 
     def die(self) -> None:
         """As a process that is killed: the connection is gone in the middle."""
@@ -242,127 +240,6 @@ def _whole(exchange: Exchange, answers: list[list[int]]) -> web.Response:
     return web.Response(body=vllm_wire.dumps(body), content_type="application/json")
 
 
-@dataclass
-class Upstream:
-    """The server; `script` answers the next completions, `seen` keeps what was asked."""
-
-    script: Script
-    epoch: int | None = None
-    ring: Ring | None = None
-    has_routes: bool = True
-    key: str | None = None
-    seen: list[Exchange] = field(default_factory=list)
-    probes: list[tuple[str, str, bytes]] = field(default_factory=list)
-    changed: threading.Condition = field(default_factory=threading.Condition)
-
-    def app(self) -> web.Application:
-        app = web.Application(client_max_size=1 << 30)
-        app.router.add_post("/v1/chat/completions", self._complete)
-        app.router.add_post("/v1/completions", self._complete)
-        app.router.add_get("/health", self._health)
-        app.router.add_get("/v1/models", self._models)
-        app.router.add_post("/tokenize", self._echo)
-        app.router.add_post("/detokenize", self._echo)
-        if self.has_routes:
-            app.router.add_get("/v1/clairai", self._describe)
-            app.router.add_get("/v1/clairai/tokens", self._tokens)
-            app.router.add_get("/v1/probes", self._list_probes)
-            app.router.add_put("/v1/probes/{name:.+}", self._change_probe)
-            app.router.add_delete("/v1/probes/{name:.+}", self._change_probe)
-        return app
-
-    def forget(self) -> None:
-        with self.changed:
-            self.script = answering([72, 105])
-            self.seen.clear()
-            self.probes.clear()
-
-    def wait_for(self, condition: Callable[[], object], timeout_s: float = 10.0) -> None:
-        """Called in the test: until something that was asked or ended makes it true."""
-        with self.changed:
-            assert self.changed.wait_for(condition, timeout_s), "upstream did not get there"
-
-    @property
-    def last(self) -> Exchange:
-        return self.seen[-1]
-
-    async def _complete(self, request: web.Request) -> web.StreamResponse:
-        if self.key is not None and request.headers.get("Authorization") != f"Bearer {self.key}":
-            return web.json_response({"error": {"message": "Unauthorized"}}, status=401)
-        raw = await request.read()
-        try:
-            body = json.loads(raw)
-        except ValueError:
-            body = None
-        exchange = Exchange(
-            body, raw, dict(request.headers), "chat" in request.path, self.ring, request
-        )
-        self._note(self.seen.append, exchange)
-        if not isinstance(body, dict):
-            return _error(400, "no object of JSON")
-        try:
-            made = await self.script(exchange)
-        except (asyncio.CancelledError, ConnectionError):
-            exchange.was_cancelled = True
-            raise
-        finally:
-            self._note(setattr, exchange, "ended_s", time.monotonic())
-        response = made if made is not None else exchange.response
-        assert response is not None
-        return response
-
-    def _note(self, act: Callable[..., object], *args: Any) -> None:
-        with self.changed:
-            act(*args)
-            self.changed.notify_all()
-
-    async def _health(self, _: web.Request) -> web.Response:
-        return web.Response()
-
-    async def _models(self, _: web.Request) -> web.Response:
-        headers = {"Access-Control-Allow-Origin": "*", "X-Extra": "kept"}
-        model = {"id": vllm_wire.MODEL, "object": "model", "max_model_len": 4096}
-        return web.json_response({"object": "list", "data": [model]}, headers=headers)
-
-    async def _echo(self, request: web.Request) -> web.Response:
-        try:
-            return web.json_response({"path": request.path, "got": await request.json()})
-        except ValueError:
-            return _error(400, "not JSON")
-
-    async def _describe(self, _: web.Request) -> web.Response:
-        if self.epoch is None:
-            return _error(404, "no taps", code="config")
-        about = {"model": vllm_wire.MODEL, "points": ["pre_attn.0"], "width": 8, "capacity": 2}
-        return web.json_response({**about, "epoch": f"{self.epoch:016x}", "published": 3})
-
-    async def _tokens(self, _: web.Request) -> web.Response:
-        return web.json_response({"tokens": [base64.b64encode(t).decode() for t in TOKEN_BYTES]})
-
-    async def _list_probes(self, _: web.Request) -> web.Response:
-        if self.epoch is None:
-            return _error(404, "no taps", code="config")
-        data = [
-            {
-                "name": info.name,
-                "point": info.point,
-                "activation": info.activation,
-                "threshold": info.threshold,
-                "calibration": None,
-                "digest": "",
-            }
-            for info in BANK.probes
-        ]
-        return web.json_response({"data": data, "capacity": 2, "version": 1})
-
-    async def _change_probe(self, request: web.Request) -> web.Response:
-        name, data = request.match_info["name"], await request.read()
-        self._note(self.probes.append, (request.method, name, data))
-        if name == "unknown":
-            return _error(404, "no such probe", code="probe")
-        return await self._list_probes(request)
-
-
-def _error(status: int, message: str, code: str | None = None) -> web.Response:
+def refusal(status: int, message: str, code: str | None = None) -> web.Response:
     error = {"message": message, "type": "BadRequestError", "param": None, "code": code}
     return web.json_response({"error": error}, status=status)

@@ -98,11 +98,8 @@ def test_a_client_that_comes_back_gets_what_follows_and_no_second_generation(w: 
     w.upstream.script = script
     with w.client() as client:
         with client.stream("POST", CHAT, json=NAMED) as first:
-            run, raw = first.headers["x-clairai-run"], b""
-            for part in first.iter_bytes():
-                raw += part
-                if len(begun := events(raw)) >= 2:
-                    break
+            run, parts = first.headers["x-clairai-run"], first.iter_bytes()
+            begun = events(next(parts))
         go.set()
         after = {"Last-Event-ID": str(begun[-1].number)}
         rest = events(client.get(f"/v1/runs/{run}", headers=after).content)
@@ -126,13 +123,13 @@ def test_a_run_is_stopped_at_once_and_says_what_it_had(w: World) -> None:
 
     w.upstream.script = script
     with w.client() as client, client.stream("POST", CHAT, json=NAMED) as answer:
-        raw = b""
-        for part in answer.iter_bytes():
-            raw += part
-            if b"event: probe_update" in raw:
-                with w.client() as other:
-                    stopped = other.delete(f"/v1/runs/{answer.headers['x-clairai-run']}")
-                w.upstream.wait_for(lambda: w.upstream.last.was_cancelled)
+        parts, raw = answer.iter_bytes(), b""
+        while b"event: probe_update" not in raw:
+            raw += next(parts)
+        with w.client() as other:
+            stopped = other.delete(f"/v1/runs/{answer.headers['x-clairai-run']}")
+        raw += b"".join(parts)
+        w.upstream.wait_for(lambda: w.upstream.last.was_cancelled)
     found = events(raw)
     assert stopped.status_code == 204
     assert [event.name for event in found[-3:]] == ["probe_update", "probe_final", "done"]
@@ -168,13 +165,10 @@ def test_a_quiet_run_sends_a_comment_now_and_then(tmp_path: Path) -> None:
         await exchange.end()
 
     chatty = replace(HURRIED, ping=0.05)
-    with world(tmp_path, script=script, timeouts=chatty) as w, w.client() as client:
-        raw = b""
-        with client.stream("POST", CHAT, json=NAMED) as answer:
-            for part in answer.iter_bytes():
-                raw += part
-                if b": ping\n\n" in raw:
-                    go.set()
+    with world(tmp_path, script=script, timeouts=chatty) as w:
+        for raw in w.growing(NAMED):
+            if b": ping\n\n" in raw:
+                go.set()
     assert events(raw)[-1].name == "done"
 
 

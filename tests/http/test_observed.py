@@ -17,8 +17,9 @@ from clairai import wire
 from clairai.stream.health import Word
 from clairai.stream.metrics import Metrics
 from clairai.stream.observe import RunEnd
+from tests.http.answers import CHAT
 from tests.http.fake import Exchange
-from tests.http.world import CHAT, World, world
+from tests.http.world import World, world
 from tests.process.parts import until
 
 SCORED = {"clairai": {"probes": "all"}}

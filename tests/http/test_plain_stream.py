@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import threading
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from clairai import wire
 from tests.http import vllm_wire
 from tests.http.answers import CHAT, TEXT, asking, chunks, expected, told, without_ours
 from tests.http.fake import PROMPT, Exchange, answering
-from tests.http.world import HURRIED, World, world
-from tests.process.parts import until
+from tests.http.world import World, world
 
 HELLO = [72, 101, 108, 108, 111]
 BYE = [66, 121, 101]
@@ -107,168 +104,6 @@ def test_prompt_scores_come_once_with_the_prompts_tokens(w: World, path: str) ->
         "scores": [[256.0, 0.0], [72.0, 1.0], [105.0, 2.0], [257.0, 3.0]],
     }
     assert '"prompt_scores": true' in wanted
-
-
-def test_cached_tokens_have_no_scores_and_are_not_lost(w: World) -> None:
-    async def script(exchange: Exchange) -> None:
-        assert exchange.ring is not None
-        exchange.ring.mark(exchange.stream, wire.CACHED, position=0, span=3)
-        exchange.rows(3, PROMPT[3:], phase=wire.PREFILL)
-        await exchange.begin()
-        await exchange.tokens([72], finish="length")
-        await exchange.end()
-
-    w.upstream.script = script
-    (one,) = told(chunks(ask(w, clairai={"prompt_scores": True}))).values()
-    assert one.prompt is not None
-    assert one.prompt["scores"] == [[None, None]] * 3 + [[257.0, 3.0]]
-    assert "lost" not in one.prompt
-
-
-def test_tokens_forwarded_again_after_a_preemption_are_not_told_twice(w: World) -> None:
-    async def script(exchange: Exchange) -> None:
-        exchange.prefill()
-        await exchange.begin()
-        await exchange.tokens([72])
-        exchange.rows(4, [72])
-        await exchange.tokens([101])
-        everything = [*PROMPT, 72]
-        exchange.rows(0, everything[:4], phase=wire.PREFILL, flags=wire.RECOMPUTED)
-        exchange.rows(4, everything[4:], flags=wire.RECOMPUTED)
-        exchange.rows(5, [101])
-        await exchange.tokens([108], finish="stop")
-        await exchange.end()
-
-    w.upstream.script = script
-    (one,) = told(chunks(ask(w))).values()
-    assert one.scores == expected([72, 101, 108])
-    assert one.lost == 0
-
-
-def test_a_row_of_another_token_is_told_to_nobody_and_counted(w: World) -> None:
-    async def script(exchange: Exchange) -> None:
-        await exchange.begin()
-        exchange.rows(4, [72, 99, 108])  # the stream says 101
-        await exchange.tokens([72, 101, 108, 111], finish="stop")
-        await exchange.end()
-
-    w.upstream.script = script
-    before = w.proxy.numbers().ring.mismatched
-    (one,) = told(chunks(ask(w))).values()
-    mismatched = w.proxy.numbers().ring.mismatched - before
-    nothing = {"token": None, "position": None}
-    assert one.scores == [*expected([72, 1])[:1], nothing, {"token": 108, "position": 6}, nothing]
-    assert (one.lost, mismatched) == (1, 1)
-
-
-def test_rows_of_another_stream_reach_nobody(tmp_path: Path) -> None:
-    async def script(exchange: Exchange) -> None:
-        assert exchange.ring is not None
-        await exchange.begin()
-        exchange.ring.rows(exchange.stream ^ 1, 4, [72, 101])
-        await exchange.tokens([72, 101, 108], finish="stop")
-        await exchange.end()
-
-    with world(tmp_path, script=script, timeouts=HURRIED) as w:
-        (one,) = told(chunks(ask(w, clairai={"probes": ["token"]}))).values()
-        until(lambda: w.proxy.numbers().ring.orphaned == 2)
-        assert w.proxy.numbers().ring.rows == 0
-    assert one.scores == [{"token": None}] * 3
-    assert one.lost == 2
-
-
-def test_a_row_that_was_overwritten_is_lost_and_the_next_are_told(w: World) -> None:
-    async def script(exchange: Exchange) -> None:
-        await exchange.begin()
-        await exchange.tokens([72])
-        exchange.rows(4, [72])
-        await exchange.tokens([101])
-        # Token 101 was forwarded, but its record never reached us; 108's did.
-        exchange.rows(6, [108])
-        await exchange.tokens([108])
-        await exchange.tokens([111], finish="stop")
-        await exchange.end()
-
-    w.upstream.script = script
-    (one,) = told(chunks(ask(w))).values()
-    assert [row["token"] for row in one.scores] == [72, None, 108, None]
-    assert one.lost == 1
-
-
-def test_a_bank_that_changes_in_between_is_followed_by_name(w: World) -> None:
-    async def script(exchange: Exchange) -> None:
-        await exchange.begin()
-        exchange.rows(4, [72])
-        exchange.rows(5, [101], bank=2)
-        await exchange.tokens([72, 101, 108], finish="stop")
-        await exchange.end()
-
-    w.upstream.script = script
-    (one,) = told(chunks(ask(w))).values()
-    (named,) = told(chunks(ask(w, clairai={"probes": ["token", "position"]}))).values()
-    nothing = dict.fromkeys(("token", "position", "negative"))
-    first, second = {"token": 72, "position": 4}, {"position": 5, "negative": -101}
-    assert one.scores == [nothing | first, nothing | second, nothing]
-    assert named.scores[1] == {"token": None, "position": 5}
-    assert (one.lost, named.lost) == (0, 0)
-
-
-def test_the_last_chunk_waits_for_rows_that_are_on_their_way(tmp_path: Path) -> None:
-    is_sent = threading.Event()
-
-    async def script(exchange: Exchange) -> None:
-        await exchange.begin()
-        await exchange.tokens([72, 101], finish="stop")
-        await exchange.end()
-        is_sent.set()
-
-    with world(tmp_path, script=script) as w:
-        got: list[bytes] = []
-        asking_thread = threading.Thread(target=lambda: got.append(ask(w)))
-        asking_thread.start()
-        assert is_sent.wait(10)
-        w.upstream.last.rows(4, [72])
-        asking_thread.join(10)
-    (one,) = told(chunks(got[0])).values()
-    assert one.scores == expected([72, 101])
-
-
-def test_a_choice_that_waits_for_rows_holds_back_no_other(tmp_path: Path) -> None:
-    is_seen = threading.Event()
-
-    async def script(exchange: Exchange) -> None:
-        await exchange.begin(choices=2)
-        await exchange.tokens([72, 101], finish="stop")  # its row comes only after 66 was seen
-        await exchange.tokens([66], choice=1)
-        await exchange.end_when(is_seen)
-        exchange.rows(4, [72])
-        exchange.rows(4, [66], choice=1)
-        await exchange.tokens([121], choice=1, finish="stop")
-        await exchange.end()
-
-    with world(tmp_path, script=script) as w, w.client() as client:
-        raw = b""
-        with client.stream("POST", CHAT, json={**asking(), "n": 2}) as answer:
-            for part in answer.iter_bytes():
-                raw += part
-                if b'"content":"B"' in raw:
-                    is_seen.set()
-    found = told(chunks(raw))
-    assert found[0].scores == expected([72, 101])
-    assert found[1].scores == expected([66, 121])
-
-
-def test_a_last_chunk_does_not_wait_longer_than_it_may(tmp_path: Path) -> None:
-    async def script(exchange: Exchange) -> None:
-        await exchange.begin()
-        await exchange.tokens([72, 101], finish="stop")
-        await exchange.end()
-
-    with world(tmp_path, script=script, timeouts=HURRIED) as w:
-        (one,) = told(chunks(ask(w))).values()
-        (whole,) = told(chunks(ask(w))).values()
-    assert (len(one.scores), one.lost) == (2, 1)
-    assert (len(whole.scores), whole.lost) == (2, 1)
 
 
 def test_token_ids_that_the_client_asked_for_stay(w: World) -> None:

@@ -22,7 +22,9 @@ from clairai.stream.listen import server
 from clairai.stream.observe import Exposition, Observer
 from clairai.stream.proxy import Proxy
 from clairai.stream.settings import ProxySettings, Timeouts
-from tests.http.fake import Ring, Script, Upstream, answering, bank_of
+from tests.http.answers import CHAT
+from tests.http.fake import Ring, Script, answering, bank_of
+from tests.http.fake_server import Upstream
 from tests.process.parts import Engine, running_engine, until
 
 Result = TypeVar("Result")
@@ -30,8 +32,6 @@ SHAPE = RingShape(slots=512, slot_bytes=4096)
 # Rows that will come are waited for on a busy machine too; who tests that they do not, says so.
 PATIENT = Timeouts(finish=20.0)
 HURRIED = Timeouts(finish=0.05)
-CHAT = "/v1/chat/completions"
-TEXT = "/v1/completions"
 
 
 @dataclass(frozen=True)
@@ -48,6 +48,14 @@ class World:
 
     def client(self, **more: Any) -> httpx.Client:
         return _client(self.url, **more)
+
+    def growing(self, body: dict[str, Any], path: str = CHAT) -> Iterator[bytes]:
+        """A streamed answer so far, each time there is more of it."""
+        raw = b""
+        with self.client() as client, client.stream("POST", path, json=body) as answer:
+            for part in answer.iter_bytes():
+                raw += part
+                yield raw
 
     def direct(self) -> httpx.Client:
         """To the fake engine itself."""
@@ -183,12 +191,12 @@ async def _settled() -> None:
 
 
 @contextmanager
-def _within(loop: asyncio.AbstractEventLoop, manager: Any) -> Iterator[Any]:
+def _within(loop: asyncio.AbstractEventLoop, opened: Any) -> Iterator[Any]:
     def run(work: Coroutine[Any, Any, Result]) -> Result:
         return asyncio.run_coroutine_threadsafe(work, loop).result(30)
 
-    value = run(manager.__aenter__())
+    value = run(opened.__aenter__())
     try:
         yield value
     finally:
-        run(manager.__aexit__(None, None, None))
+        run(opened.__aexit__(None, None, None))

@@ -18,7 +18,7 @@ from clairai.stream.asked import Request, read
 from clairai.stream.chunk import read_chunk
 from clairai.stream.flow import flow
 from clairai.stream.merge import Merger, Voice
-from clairai.stream.named import NamedVoice, event
+from clairai.stream.named import Event, NamedVoice, event
 from clairai.stream.outgoing import EventStream
 from clairai.stream.plain import PlainVoice
 from clairai.stream.proxy import Completion, Proxy
@@ -161,15 +161,12 @@ class _Voices:
     async def _events(
         self, run: Run, response: aiohttp.ClientResponse, stack: AsyncExitStack
     ) -> None:
+        """Put the run's events into it, to its end."""
         assert self._texts is not None
         voice = NamedVoice(self._sheet, self._texts)
         async with stack:
             try:
-                parts = flow(response.content, self._merger(voice), self._sheet)
-                async with aclosing(parts):
-                    async for events in parts:
-                        self._completion.note_token()
-                        await run.put(events)
+                await self._put(run, flow(response.content, self._merger(voice), self._sheet))
                 self._completion.outcome = "error" if voice.has_failed else "done"
             except UpstreamGone:
                 self._note_death()
@@ -177,6 +174,12 @@ class _Voices:
             except asyncio.CancelledError:
                 run.add(voice.cancelled())
                 raise
+
+    async def _put(self, run: Run, parts: AsyncGenerator[list[Event], None]) -> None:
+        async with aclosing(parts):
+            async for events in parts:
+                self._completion.note_token()
+                await run.put(events)
 
     def _note_death(self) -> None:
         self._proxy.upstream.errors += 1

@@ -157,13 +157,17 @@ async def read_body(request: Request, limit: int) -> bytes:
     declared = request.headers.get("content-length", "0")
     if not declared.isdecimal() or len(declared) > 12 or int(declared) > limit:
         raise too_large
-    body = bytearray()
     try:
         async with asyncio.timeout(BODY_TIMEOUT_S):
-            async for part in request.stream():
-                if len(body) + len(part) > limit:
-                    raise too_large
-                body += part
+            return await _bounded(request, limit, too_large)
     except TimeoutError:
         raise Refused(HTTPStatus.REQUEST_TIMEOUT, "the body did not come in time") from None
+
+
+async def _bounded(request: Request, limit: int, too_large: Refused) -> bytes:
+    body = bytearray()
+    async for part in request.stream():
+        if len(body) + len(part) > limit:
+            raise too_large
+        body += part
     return bytes(body)
