@@ -120,7 +120,8 @@ async def one_way(
 ) -> dict[str, Any]:
     delays_ns: list[int] = []
     firsts_ns: list[int] = []
-    until_s, used_s = time.monotonic() + arguments.seconds, cpu_s(pid)
+    begun_s, used_s, ours_s, busy_s = time.monotonic(), cpu_s(pid), own_s(), machine_s()
+    until_s = begun_s + arguments.seconds
     await load(
         address if way == "direct" else url,
         way,
@@ -129,8 +130,13 @@ async def one_way(
         delays_ns=delays_ns,
         firsts_ns=firsts_ns,
     )
-    used_us = 1e6 * (cpu_s(pid) - used_s) / max(1, len(delays_ns))
-    found = {**summary(way, delays_ns, firsts_ns), "cpu_us": round(used_us)}
+    used_s = cpu_s(pid) - used_s
+    others_s = machine_s() - busy_s - (own_s() - ours_s) - used_s
+    found = {
+        **summary(way, delays_ns, firsts_ns),
+        "cpu_us": round(1e6 * used_s / max(1, len(delays_ns))),
+        "cores_used_by_others": round(others_s / (time.monotonic() - begun_s), 2),
+    }
     print(json.dumps(found), flush=True)
     return found
 
@@ -139,6 +145,17 @@ def cpu_s(pid: int) -> float:
     """What a process has used so far."""
     fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+def own_s() -> float:
+    """What this process has used so far."""
+    return sum(os.times()[:2])
+
+
+def machine_s() -> float:
+    """What all processes of the machine have used so far."""
+    user, nice, system, *_ = Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:]
+    return (int(user) + int(nice) + int(system)) / os.sysconf("SC_CLK_TCK")
 
 
 def table(found: list[dict[str, Any]]) -> str:

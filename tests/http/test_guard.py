@@ -216,7 +216,9 @@ def test_brackets_in_strings_are_not_depth(w: World) -> None:
         assert client.post(CHAT, json=body).status_code == 200
 
 
-@pytest.mark.parametrize("path", ["/v1/embeddings", "/v1", "/docs", "/redoc", "/v1/clairai/tokens"])
+@pytest.mark.parametrize(
+    "path", ["/v1/embeddings", "/docs", "/redoc", "/v1/clairai/tokens", "/v1/models/"]
+)
 def test_what_is_not_in_the_table_does_not_exist(w: World, path: str) -> None:
     with w.client() as client:
         answer = client.get(path)

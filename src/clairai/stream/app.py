@@ -55,6 +55,7 @@ def create_app(
         docs_url=None,
         redoc_url=None,
         openapi_url=None,
+        redirect_slashes=False,
         lifespan=lifespan,
     )
     app.state.proxy = proxy

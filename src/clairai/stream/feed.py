@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from clairai import wire
 from clairai.errors import RingError
-from clairai.match.ledger import runs
+from clairai.match.ledger import Run, runs
 from clairai.ring.attach import Reader
 from clairai.ring.reader import ReaderStatistics, Record, Start
 from clairai.stream.lane import Values
@@ -30,6 +30,7 @@ from clairai.stream.sheet import Parcel
 LOOK_PAUSE_S: Final = 0.1
 ATTACH_TIMEOUT_S: Final = 1.0
 _NOTHING: Final = ReaderStatistics(0, 0, 0, 0, 0)
+_FIELDS: Final = ("position", "token_id", "phase", "span")
 _log: Final = logging.getLogger(__name__)
 
 Deliver = Callable[[list[Parcel]], None]
@@ -108,7 +109,7 @@ class Feed:
                 path, start=self._resume.get(path, "oldest"), timeout_s=ATTACH_TIMEOUT_S
             )
         except RingError as error:
-            self.reason = error.reason
+            self._note_unattached(error.reason)
             return False
         with reader:
             self._note_attached(reader.welcome)
@@ -153,29 +154,30 @@ class Feed:
             self._tell_observers(bank, record)
 
     def _parcels(self, record: Record, bank: wire.Bank) -> list[Parcel]:
-        made, rows = [], record.rows
-        for run in runs(rows):
-            wants_prompt = self.watched.get(run.stream)
-            if wants_prompt is None:
-                self._orphaned += run.end - run.begin
-                continue
-            part = rows[run.begin : run.end]
-            self._rows += len(part)
-            if not wants_prompt and not (part["phase"] == wire.DECODE).any():
-                continue  # a prompt of a hundred thousand tokens that nobody asked about
-            made.append(
-                Parcel(
-                    run.stream,
-                    run.choice,
-                    bank,
-                    part["position"].tolist(),
-                    part["token_id"].tolist(),
-                    part["phase"].tolist(),
-                    part["span"].tolist(),
-                    [] if run.is_marks else plain(record.scores_RC[run.begin : run.end]),
-                )
-            )
+        """The rows of our own requests; converted all at once, as a step has a row of each."""
+        kept = [run for run in runs(record.rows) if self._is_kept(run, record.rows)]
+        tokens = [run for run in kept if not run.is_marks]
+        marks = [_marks(run, record.rows, bank) for run in kept if run.is_marks]
+        if not tokens:
+            return marks
+        taken = np.concatenate([np.arange(run.begin, run.end) for run in tokens])
+        columns = [record.rows[name][taken].tolist() for name in _FIELDS]
+        scores = plain(record.scores_RC[taken])
+        made, begin = marks, 0
+        for run in tokens:
+            part = slice(begin, begin + run.end - run.begin)
+            made.append(_parcel(run, bank, [column[part] for column in columns], scores[part]))
+            begin = part.stop
         return made
+
+    def _is_kept(self, run: Run, rows: NDArray[np.void]) -> bool:
+        wants_prompt = self.watched.get(run.stream)
+        if wants_prompt is None:
+            self._orphaned += run.end - run.begin
+            return False
+        self._rows += run.end - run.begin
+        # A prompt of a hundred thousand tokens that nobody asked about is not converted.
+        return wants_prompt or bool((rows["phase"][run.begin : run.end] == wire.DECODE).any())
 
     def _tell_observers(self, bank: wire.Bank, record: Record) -> None:
         for observer in list(self._observers):
@@ -184,6 +186,11 @@ class Feed:
             except Exception:
                 _log.exception("%r is told no more", observer)
                 self._observers.remove(observer)
+
+    def _note_unattached(self, reason: str) -> None:
+        if reason != self.reason:  # else: said already
+            _log.warning("the ring cannot be attached: %s", reason)
+        self.reason = reason
 
     def _note_attached(self, welcome: wire.Welcome) -> None:
         self.epoch, self.model, self.is_attached = welcome.epoch, welcome.model, True
@@ -202,6 +209,16 @@ class Feed:
         self._now = _NOTHING
         self.is_attached, self.reason = False, "the engine has closed its ring"
         self._on_change()
+
+
+def _marks(run: Run, rows: NDArray[np.void], bank: wire.Bank) -> Parcel:
+    columns = [rows[name][run.begin : run.end].tolist() for name in _FIELDS]
+    return _parcel(run, bank, columns, [])
+
+
+def _parcel(run: Run, bank: wire.Bank, columns: list[list[int]], scores: list[Values]) -> Parcel:
+    position, token_id, phase, span = columns
+    return Parcel(run.stream, run.choice, bank, position, token_id, phase, span, scores)
 
 
 def plain(scores_RP: NDArray[np.float32]) -> list[Values]:

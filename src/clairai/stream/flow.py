@@ -15,7 +15,7 @@ from clairai.stream.sheet import Sheet
 from clairai.stream.sse import FrameTooLong, Splitter
 from clairai.stream.upstream import UpstreamGone
 
-MAX_FRAME_BYTES: Final = 8 << 20
+MAX_FRAME_BYTES: Final = 32 << 20
 Item = TypeVar("Item")
 
 

@@ -24,6 +24,7 @@ from clairai.stream.settings import ProxySettings
 from clairai.stream.upstream import Upstream, UpstreamGone
 
 LOOK_PAUSE_S: Final = 0.5
+MAX_LOOK_PAUSE_S: Final = 2.0
 ASK_TIMEOUT_S: Final = 5.0
 _log: Final = logging.getLogger(__name__)
 
@@ -73,12 +74,15 @@ class Lookout:
         self._news.set()
 
     async def _watch(self) -> None:
+        pause_s = LOOK_PAUSE_S
         while True:
             if not self._feed.is_attached or self._is_by_age:
                 await self._aim()
             with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(LOOK_PAUSE_S):
+                async with asyncio.timeout(pause_s):
                     await self._news.wait()
+            # An engine whose ring cannot be attached is asked again, but not for ever so often.
+            pause_s = LOOK_PAUSE_S if self._news.is_set() else min(2 * pause_s, MAX_LOOK_PAUSE_S)
             self._news.clear()
 
     async def _aim(self) -> None:

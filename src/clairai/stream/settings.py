@@ -31,8 +31,8 @@ class Limits:
     choices: int = 64  # n of a scored request
     streams: int = 2048  # requests in the proxy at once; more get 503
     # Scores held until their token has come, 32 bytes each; more are lost, and counted.
-    scores: int = 1 << 20  # of one request
-    scores_in_all: int = 1 << 23
+    scores: int = 1 << 22  # of one request
+    scores_in_all: int = 1 << 24
     runs: int = 64  # named runs held, ended ones included
     run_bytes: int = 8 << 20  # events held of one run for a client that comes back
     answer_bytes: int = 64 << 20  # an answer that is not streamed

@@ -6,6 +6,7 @@ import re
 from typing import Final
 
 _END: Final = re.compile(rb"\r\n\r\n|\n\n|\r\r")
+_END_BYTES: Final = 3
 DONE: Final = b"[DONE]"
 
 
@@ -23,8 +24,10 @@ class Splitter:
     def feed(self, raw: bytes) -> list[bytes]:
         """The frames that are whole now, each with its empty line."""
         whole = self._rest + raw if self._rest else raw
+        # What was searched before has no end in it; one may have been cut in two.
+        looked = max(0, len(self._rest) - _END_BYTES)
         frames, begin = [], 0
-        for end in _END.finditer(whole):
+        for end in _END.finditer(whole, looked):
             frames.append(whole[begin : end.end()])
             begin = end.end()
         self._rest = whole[begin:]
