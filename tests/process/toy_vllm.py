@@ -50,7 +50,8 @@ def main() -> None:
 async def _serve(path: str) -> None:
     from aiohttp import web
 
-    from tests.http.fake import Ring, Upstream, answering, bank_of
+    from tests.http.fake import Ring, answering, bank_of
+    from tests.http.fake_server import Upstream
     from tests.http.world import SHAPE
     from tests.process.parts import running_engine
 

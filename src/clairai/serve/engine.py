@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Final, Self
 
 from clairai.errors import EngineGoneError
+from clairai.ring.folder import remove_stale
 from clairai.serve import keeper
 from clairai.serve.calls import Server
 from clairai.serve.launch import Launch
@@ -100,6 +101,9 @@ class EngineProcess:
         if self._lifeline >= 0:
             os.close(self._lifeline)
             self._lifeline = -1
+            # A worker that was killed leaves its ring's socket; nobody can be listening there.
+            if self.launch.runtime_folder is not None:
+                remove_stale(self.launch.runtime_folder)
 
     def _say(self, word: bytes) -> None:
         if self._lifeline >= 0:

@@ -113,6 +113,12 @@ class Launch:
         """What goes when the engine does."""
         return self.bind.path.parent if isinstance(self.bind, PrivateSocket) else None
 
+    @property
+    def runtime_folder(self) -> Path | None:
+        """Where its ring's socket is, if that was said."""
+        folder = self.additional_config.get("clairai", {}).get("runtime_dir")
+        return None if folder is None else Path(folder)
+
     def argv(self) -> list[str]:
         return [
             *(sys.executable, "-m", _MODULE, "--model", self.model),
