@@ -44,7 +44,7 @@ class Timeouts:
 
     connect: float = 5.0
     control: float = 60.0  # upstream's answer to anything but a completion
-    finish: float = 0.05  # how long a last chunk waits for rows that are still on their way
+    finish: float = 1.0  # how long a last chunk waits for rows that are still on their way
     ping: float = 15.0
     run_kept: float = 60.0  # after a named run's end
     run_alone: float = 10.0  # a named run without a client is cancelled then
