@@ -220,12 +220,13 @@ def _summary(probe: Probe) -> str:
 
 
 def _drawn(probe: Probe) -> str:
-    """The histogram as a row of bars, the tallest for the largest count."""
+    """The histogram as a row of bars, the tallest for the largest count, the lowest for none."""
     shape = probe.histogram
     if shape is None:
         return "none"
     tallest = max(shape.counts)
-    bars = "".join(_BARS[(len(_BARS) - 1) * count // tallest] for count in shape.counts)
+    rest = len(_BARS) - 2
+    bars = "".join(_BARS[bool(count) + rest * count // tallest] for count in shape.counts)
     return f"{shape.low:g} {bars} {shape.high:g}, {sum(shape.counts)} scores"
 
 

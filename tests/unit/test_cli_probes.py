@@ -70,7 +70,7 @@ def test_check_and_show_tell_what_people_are_told(tmp_path: Path) -> None:
     shown = _run("show", tmp_path / "a.safetensors").output.splitlines()
     assert "auroc       0.975" in shown
     assert "description Words in a row." in shown
-    assert "histogram   -1 ▁█▃▂▁▁▁▄ 2.5, 140 scores" in shown
+    assert "histogram   -1 ▁█▃▂▁▁▂▅ 2.5, 140 scores" in shown
 
 
 def test_json_probes_become_safetensors(tmp_path: Path) -> None:

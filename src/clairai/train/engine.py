@@ -31,7 +31,7 @@ def demo_arguments() -> dict[str, Any]:
 @contextmanager
 def running(model: str, patterns: Sequence[str], arguments: Mapping[str, Any]) -> Iterator[Source]:
     """An engine tapped where `patterns` say, or at a spread of points; ended after the block."""
-    _prepare_environment()
+    prepare_environment()
     with _in_words(model):
         about = llm.outline(model, arguments)
     max_len = arguments.get("max_model_len", min(about.max_len, MAX_LEN))
@@ -79,11 +79,11 @@ def distinct(points: Sequence[Point]) -> tuple[Point, ...]:
     return tuple(p for p in points if p.kind != "pre_attn" or p.layer not in after)
 
 
-def _prepare_environment() -> None:
+def prepare_environment() -> None:
     """Before vLLM is imported, which reads these; what the user has set stays."""
     usual = {"VLLM_LOGGING_LEVEL": "ERROR", "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
     if is_cpu_build():
-        # Without it one core is left to an API server that is not there.
+        # Else one core is left to an API server that is not there, and most of the memory taken.
         cores = ",".join(map(str, sorted(os.sched_getaffinity(0))))
         usual |= {"VLLM_CPU_OMP_THREADS_BIND": cores, "VLLM_CPU_KVCACHE_SPACE": "1"}
     for name, value in usual.items():
