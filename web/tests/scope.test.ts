@@ -1,6 +1,6 @@
 import { describe, expect, it } from "vitest";
 import { Tape } from "../src/data/tape";
-import { Pen } from "../src/views/scope/line";
+import { drawLine } from "../src/views/scope/line";
 import { highest, pixelsOf } from "../src/views/scope/pixels";
 import { clipped, difference, extentOf, isCommon, spread, traceOf } from "../src/views/scope/traces";
 import { placed } from "../src/views/tip/placed";
@@ -80,45 +80,56 @@ describe("the matrix", () => {
   });
 });
 
-describe("the pen of the chart", () => {
-  function drawn(points: ([number, number] | null)[]): string[] {
+describe("a line of the chart", () => {
+  function drawn(values: number[], perToken: number): string[] {
     const said: string[] = [];
-    const pen = new Pen({
-      moveTo: (x, y) => said.push(`M${x},${y}`),
-      lineTo: (x, y) => said.push(`L${x},${y}`),
-    });
-    for (const point of points) {
-      if (point) pen.put(...point);
-      else pen.lift();
-    }
-    pen.lift();
+    const note = (name: string) => (x: number, y: number, w?: number, h?: number) =>
+      said.push(`${name} ${[x, y, w, h].filter((number) => number !== undefined).join(" ")}`);
+    const nothing = () => undefined;
+    const surface = {
+      strokeStyle: "",
+      fillStyle: "",
+      lineWidth: 0,
+      beginPath: nothing,
+      stroke: nothing,
+      setLineDash: nothing,
+      moveTo: note("move"),
+      lineTo: note("line"),
+      fillRect: note("bar"),
+    };
+    const course = {
+      values: Float64Array.from(values),
+      first: 0,
+      last: values.length - 1,
+      toX: (i: number) => i * perToken,
+      toY: (value: number) => 100 - value,
+    };
+    drawLine(surface, course, { colour: "red", width: 2, dash: [] });
     return said;
   }
 
   it("leaves a gap where a score is missing", () => {
-    expect(drawn([[0, 5], [1, 6], null, [3, 7], [4, 8]])).toEqual([
-      "M0,5",
-      "L1,5",
-      "L1,6",
-      "M3,7",
-      "L4,7",
-      "L4,8",
+    expect(drawn([10, 20, NaN, 30, 40], 10)).toEqual([
+      "move -1 90",
+      "line 0 90",
+      "line 10 80",
+      "move 29 70",
+      "line 30 70",
+      "line 40 60",
     ]);
   });
 
-  it("draws from the lowest to the highest of a pixel's points", () => {
-    expect(
-      drawn([
-        [0, 5],
-        [0, 1],
-        [0, 9],
-        [1, 2],
-      ]),
-    ).toEqual(["M0,9", "L0,1", "L1,2"]);
+  it("is a bar from highest to lowest where tokens share a pixel, joined to the one before", () => {
+    expect(drawn([10, 50, 30, 20, 20, 90], 0.5)).toEqual(["bar 0 49 2 42", "bar 1 49 2 32", "bar 2 9 2 72"]);
   });
 
-  it("shows a point that stands alone", () => {
-    expect(drawn([null, [2, 3], null])).toEqual(["M2,3", "L3,3"]);
+  it("is not joined over a missing score there either", () => {
+    expect(drawn([10, 10, NaN, 90], 0.5)).toEqual(["bar 0 89 2 2", "bar 1 9 2 2"]);
+  });
+
+  it("shows no score at all as nothing", () => {
+    expect(drawn([NaN, NaN, NaN], 0.5)).toEqual([]);
+    expect(drawn([NaN, NaN, NaN], 10)).toEqual([]);
   });
 });
 

@@ -20,7 +20,8 @@ export class Lookout {
   readonly found: Excursion[] = [];
   #next = 0;
   #promptLength = 0;
-  #open = new Map<string, Excursion>();
+  /** Of probes that are over now: where in `found` their stretch is. */
+  #open = new Map<string, number>();
   #watched: Watched[];
 
   constructor(
@@ -61,9 +62,14 @@ export class Lookout {
     }
     const spot = tape.spot(row);
     const open = this.#open.get(probe.name);
-    if (open) grow(open, spot, value);
-    else this.#begin(probe, spot, value);
+    if (open === undefined) this.#begin(probe, spot, value);
+    else this.#grow(open, spot, value);
     return true;
+  }
+
+  #grow(at: number, spot: Spot, value: number): void {
+    const open = this.found[at];
+    if (open) this.found[at] = grown(open, spot, value);
   }
 
   #begin(probe: Watched, spot: Spot, value: number): void {
@@ -77,14 +83,12 @@ export class Lookout {
       peak: value,
       peakAt: spot,
     };
+    this.#open.set(name, this.found.length);
     this.found.push(begun);
-    this.#open.set(name, begun);
   }
 }
 
-function grow(open: Excursion, spot: Spot, value: number): void {
-  open.last = spot;
-  if (value <= open.peak) return;
-  open.peak = value;
-  open.peakAt = spot;
+/** A new one: whoever shows the old one can see that it has changed. */
+function grown(open: Excursion, spot: Spot, value: number): Excursion {
+  return value > open.peak ? { ...open, last: spot, peak: value, peakAt: spot } : { ...open, last: spot };
 }

@@ -43,12 +43,16 @@ export class Alarm {
   }
 
   #publish(numNew: number): void {
-    const all = [...this.#lookouts.values()].flatMap((lookout) => lookout.found);
-    // Copies: a stretch that is still open grows in place.
-    const newest: Excursion[] = all.slice(-MAX_LOGGED).map((excursion) => ({ ...excursion }));
+    const newest: Excursion[] = [];
+    let numAll = 0;
+    for (const { found } of this.#lookouts.values()) {
+      numAll += found.length;
+      newest.push(...found.slice(-MAX_LOGGED));
+    }
+    const excursions = newest.slice(-MAX_LOGGED);
     this.store.setState((state) => ({
-      excursions: newest,
-      numExcursionsDropped: all.length - newest.length,
+      excursions,
+      numExcursionsDropped: numAll - excursions.length,
       numUnseen: state.pane === "crossings" ? 0 : state.numUnseen + numNew,
     }));
   }

@@ -1,5 +1,5 @@
 // Takes the log of threshold crossings; lists them, newest first, each a way to its token.
-import { useEffect } from "react";
+import { memo, useEffect } from "react";
 import type { Excursion } from "../data/excursions";
 import type { Tape } from "../data/tape";
 import { usePage, type Page } from "../state/page";
@@ -8,7 +8,7 @@ import { counted, score } from "../text/number";
 import { visible } from "../text/token";
 import { isNarrow, useView } from "./hooks";
 
-const MAX_SHOWN = 200;
+const MAX_SHOWN = 100;
 
 export function Crossings() {
   const page = usePage();
@@ -25,9 +25,12 @@ export function Crossings() {
     <section className="panel crossings" aria-labelledby="crossings-title">
       <header className="panel-head">
         <h2 id="crossings-title">Threshold crossings</h2>
-        <span className="faint">
-          {excursions.length > 0 ? counted(excursions.length + dropped, "crossing") : ""}
-        </span>
+        {newest.length > 0 && (
+          // Another key starts the flash anew: something was crossed just now.
+          <span key={excursions.length + dropped} className="faint arrival">
+            {counted(excursions.length + dropped, "crossing")}
+          </span>
+        )}
       </header>
       {newest.length === 0 ? (
         <p className="empty">When a probe reaches its threshold, the token is listed here.</p>
@@ -46,7 +49,8 @@ export function Crossings() {
   );
 }
 
-function Crossing({ excursion }: { excursion: Excursion }) {
+/** Most of the list stays as it is while one stretch grows. */
+const Crossing = memo(function Crossing({ excursion }: { excursion: Excursion }) {
   const page = usePage();
   const { run, probe, first, last, peak } = excursion;
   const tape = page.shelf.get(run);
@@ -64,7 +68,7 @@ function Crossing({ excursion }: { excursion: Excursion }) {
       </button>
     </li>
   );
-}
+});
 
 /** The stretch as text, short enough for a line. */
 function words(tape: Tape, { first, last }: Excursion): string {

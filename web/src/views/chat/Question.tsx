@@ -32,7 +32,7 @@ export function Question({ run, promptLength }: { run: Run; promptLength: number
   const numOther = promptLength - (range ? range[1] - range[0] : 0);
   return (
     <section className="question" aria-label="Question">
-      <h3 className="who">
+      <h2 className="who">
         You
         {promptLength > 0 && (
           <button type="button" className="quiet" aria-expanded={isWhole} onClick={() => setWhole(!isWhole)}>
@@ -44,7 +44,7 @@ export function Question({ run, promptLength }: { run: Run; promptLength: number
             Edit
           </button>
         )}
-      </h3>
+      </h2>
       {isEditing ? (
         <Editor run={run} onClose={() => setEditing(false)} />
       ) : (

@@ -19,10 +19,10 @@ export function Turn({ run }: { run: Run }) {
     <article className="turn" aria-label={`Question: ${run.user.slice(0, 80)}`}>
       <Question run={run} promptLength={tape.promptLength} />
       <section className="answer" aria-label="Answer">
-        <h3 className="who">
+        <h2 className="who">
           {run.model}{" "}
           <span className="faint">{outcome(run, tape.answerLength, tape.done?.finish_reasons[0])}</span>
-        </h3>
+        </h2>
         {hasMarkdown ? (
           <Markdown text={tape.text} />
         ) : (

@@ -93,6 +93,8 @@ function MatrixPanel({ id }: { id: string | null }) {
   const probe = useView((state) => state.probe);
   const span = useView((state) => state.span);
   const [perColumn, setPerColumn] = useState(1);
+  // Rounded, so that a run that grows does not render this anew at every token.
+  const setScale = useCallback((exact: number) => setPerColumn(Math.round(exact * 10) / 10), []);
   const shown = useMemo(() => ordered(run?.probes.length ? run.probes : (probes ?? [])), [run, probes]);
   const drawing = useCallback(() => {
     const tapes = id === null ? [] : [page.shelf.get(id)];
@@ -120,7 +122,7 @@ function MatrixPanel({ id }: { id: string | null }) {
         label={`Matrix of ${shown.length} probes over tokens`}
         pointing={cells}
         marked={marked}
-        onScale={setPerColumn}
+        onScale={setScale}
       />
     </section>
   );

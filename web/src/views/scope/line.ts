@@ -1,61 +1,92 @@
-// Takes a series of uPlot; gives its line with a gap wherever a score is missing, at most two points a pixel.
-import type uPlot from "uplot";
+// Takes a series of scores and where it goes; draws it with a gap wherever a score is missing.
 
-/** uPlot's own paths would draw through a missing score; a gap has to look like one. */
-export const gappedLine: uPlot.Series.PathBuilder = (u, series, first, last) => {
-  const stroke = new Path2D();
-  const pen = new Pen(stroke);
-  const xs = u.data[0];
-  const ys = u.data[series];
-  if (!ys) return { stroke };
-  const toX = linear(u.scales.x, u.bbox.left, u.bbox.width);
-  const toY = linear(u.scales[u.series[series]?.scale ?? "y"], u.bbox.top + u.bbox.height, -u.bbox.height);
-  for (let i = first; i <= last; i += 1) {
-    const y = ys[i] ?? NaN;
-    if (Number.isNaN(y)) pen.lift();
-    else pen.put(Math.round(toX(xs[i] ?? 0)), toY(y));
-  }
-  pen.lift();
-  return { stroke };
-};
+/** What is drawn on: a canvas context, as far as lines need it. */
+export type Surface = Pick<
+  CanvasRenderingContext2D,
+  | "beginPath"
+  | "moveTo"
+  | "lineTo"
+  | "stroke"
+  | "fillRect"
+  | "strokeStyle"
+  | "fillStyle"
+  | "lineWidth"
+  | "setLineDash"
+>;
 
-/** A scale as a straight function: uPlot's own does more for each of many points. */
-function linear(scale: uPlot.Scale | undefined, origin: number, size: number): (value: number) => number {
-  const min = scale?.min ?? 0;
-  const factor = size / ((scale?.max ?? 1) - min || 1);
-  return (value) => origin + (value - min) * factor;
+export interface Course {
+  values: Float64Array;
+  first: number;
+  last: number;
+  /** The pixel of a place in the series. */
+  toX: (index: number) => number;
+  toY: (value: number) => number;
 }
 
-/** Draws from the highest to the lowest point of each pixel column. */
-export class Pen {
-  #column = NaN;
-  #top = NaN;
-  #bottom = NaN;
-  #isDown = false;
+export interface Stroke {
+  colour: string;
+  width: number;
+  dash: readonly number[];
+}
 
-  constructor(private readonly path: Pick<Path2D, "moveTo" | "lineTo">) {}
+/** Below this many pixels a token, strokes are dense: then a bar per pixel column is drawn, far quicker. */
+const SPARSE_PX = 1.5;
 
-  put(x: number, y: number): void {
-    if (x !== this.#column) this.#flush();
-    this.#column = x;
-    this.#top = Number.isNaN(this.#top) ? y : Math.min(this.#top, y);
-    this.#bottom = Number.isNaN(this.#bottom) ? y : Math.max(this.#bottom, y);
+export function drawLine(surface: Surface, course: Course, stroke: Stroke): void {
+  const perToken = course.toX(1) - course.toX(0);
+  if (perToken >= SPARSE_PX) drawStroke(surface, course, stroke);
+  else drawBars(surface, course, stroke);
+}
+
+function drawStroke(surface: Surface, course: Course, stroke: Stroke): void {
+  const { values, first, last, toX, toY } = course;
+  surface.strokeStyle = stroke.colour;
+  surface.lineWidth = stroke.width;
+  surface.setLineDash([...stroke.dash]);
+  surface.beginPath();
+  let isDown = false;
+  for (let i = first; i <= last; i += 1) {
+    const value = values[i] ?? NaN;
+    const isKnown = !Number.isNaN(value);
+    if (isKnown && isDown) surface.lineTo(toX(i), toY(value));
+    else if (isKnown) begin(surface, toX(i), toY(value), stroke.width);
+    isDown = isKnown;
   }
+  surface.stroke();
+}
 
-  /** What comes next begins anew. */
-  lift(): void {
-    this.#flush();
-    this.#isDown = false;
-  }
+/** A lone point would not show: it gets a little width. */
+function begin(surface: Surface, x: number, y: number, width: number): void {
+  surface.moveTo(x - width / 2, y);
+  surface.lineTo(x, y);
+}
 
-  #flush(): void {
-    if (Number.isNaN(this.#top)) return;
-    if (this.#isDown) this.path.lineTo(this.#column, this.#bottom);
-    else this.path.moveTo(this.#column, this.#bottom);
-    // A lone point would not show: it gets a pixel of width.
-    const isLone = !this.#isDown && this.#top === this.#bottom;
-    if (isLone || this.#top !== this.#bottom) this.path.lineTo(this.#column + (isLone ? 1 : 0), this.#top);
-    this.#isDown = true;
-    [this.#top, this.#bottom] = [NaN, NaN];
+/** From the highest to the lowest point of each pixel column, joined to the column before. */
+function drawBars(surface: Surface, course: Course, stroke: Stroke): void {
+  const { values, first, last, toX, toY } = course;
+  surface.fillStyle = stroke.colour;
+  let [column, top, bottom, before] = [NaN, NaN, NaN, NaN];
+  const flush = () => {
+    if (Number.isNaN(column)) return;
+    surface.fillRect(column, top - stroke.width / 2, stroke.width, bottom - top + stroke.width);
+    column = NaN;
+  };
+  for (let i = first; i <= last; i += 1) {
+    const value = values[i] ?? NaN;
+    if (Number.isNaN(value)) {
+      flush();
+      before = NaN;
+      continue;
+    }
+    const [x, y] = [Math.floor(toX(i)), toY(value)];
+    if (x !== column) {
+      flush();
+      [column, top, bottom] = [x, y, y];
+      if (!Number.isNaN(before)) [top, bottom] = [Math.min(y, before), Math.max(y, before)];
+    }
+    if (y < top) top = y;
+    if (y > bottom) bottom = y;
+    before = y;
   }
+  flush();
 }

@@ -2,7 +2,7 @@
 import uPlot from "uplot";
 import { brief } from "../../text/number";
 import type { LineStyle } from "../../colour/lines";
-import { gappedLine } from "./line";
+import { drawLine } from "./line";
 import { isCommon, spread, type Extent, type Trace } from "./traces";
 
 export interface Pointing {
@@ -83,9 +83,10 @@ export class Plot {
       },
       scales: { x: { time: false, range: (_, min, max) => [min, max] }, ...scalesOf(drawing.traces) },
       axes: [xAxis(tone), yAxis(tone, scaleKey(drawing, shared))],
-      series: [{}, ...drawing.traces.map((trace) => seriesOf(trace, drawing, shared))],
+      series: [{}, ...drawing.traces.map((trace) => seriesOf(trace, shared))],
       hooks: {
         drawAxes: [(u) => this.#underlay(u, tone)],
+        draw: [(u) => this.#lines(u)],
         setSelect: [(u) => this.#select(u)],
       },
     };
@@ -116,6 +117,35 @@ export class Plot {
     ctx.restore();
   }
 
+  /** The chosen line last, above the others. */
+  #lines(u: uPlot): void {
+    const drawing = this.#drawing;
+    const [first, last] = u.series[0]?.idxs ?? [0, -1];
+    if (!drawing) return;
+    const { ctx, bbox } = u;
+    ctx.save();
+    ctx.beginPath();
+    ctx.rect(bbox.left, bbox.top, bbox.width, bbox.height);
+    ctx.clip();
+    const isChosen = ({ key }: Trace) => (key === drawing.chosen ? 1 : 0);
+    const shared = isCommon(drawing.traces);
+    for (const trace of [...drawing.traces].sort((a, b) => isChosen(a) - isChosen(b))) {
+      const style = drawing.styles.get(trace.key);
+      if (!style) continue;
+      const toX = linear(u.scales.x, bbox.left, bbox.width);
+      const toY = linear(u.scales[shared ? "y" : trace.key], bbox.top + bbox.height, -bbox.height);
+      const values = spread(trace, drawing.extent);
+      const course = { values, first, last, toX: (i: number) => toX(drawing.extent.from + i + 0.5), toY };
+      const width = devicePixelRatio * (isChosen(trace) ? 2.25 : 1.25);
+      drawLine(ctx, course, {
+        colour: style.colour,
+        width,
+        dash: style.dash.map((px) => px * devicePixelRatio),
+      });
+    }
+    ctx.restore();
+  }
+
   #select(u: uPlot): void {
     const { left, width } = u.select;
     if (width < DRAG_PX) return;
@@ -137,6 +167,13 @@ export class Plot {
   }
 }
 
+/** A scale as a straight function: uPlot's own does more for each of many points. */
+function linear(scale: uPlot.Scale | undefined, origin: number, size: number): (value: number) => number {
+  const min = scale?.min ?? 0;
+  const factor = size / ((scale?.max ?? 1) - min || 1);
+  return (value) => origin + (value - min) * factor;
+}
+
 function scaleKey(drawing: Drawing, shared: boolean): string {
   const chosen = drawing.traces.find(({ key }) => key === drawing.chosen) ?? drawing.traces[0];
   return shared || !chosen ? "y" : chosen.key;
@@ -148,16 +185,9 @@ function scalesOf(traces: readonly Trace[]): uPlot.Scales {
   return scales;
 }
 
-function seriesOf(trace: Trace, drawing: Drawing, shared: boolean): uPlot.Series {
-  const style = drawing.styles.get(trace.key);
-  return {
-    scale: shared ? "y" : trace.key,
-    stroke: style?.colour ?? "#888888",
-    width: trace.key === drawing.chosen ? 2.25 : 1.25,
-    ...(style && style.dash.length > 0 ? { dash: [...style.dash] } : {}),
-    paths: gappedLine,
-    points: { show: false },
-  };
+/** uPlot draws axes and cursor; it would draw a line through a missing score, so lines are drawn here. */
+function seriesOf(trace: Trace, shared: boolean): uPlot.Series {
+  return { scale: shared ? "y" : trace.key, paths: () => null, points: { show: false } };
 }
 
 function dataOf(drawing: Drawing): uPlot.AlignedData {
