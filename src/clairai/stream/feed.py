@@ -8,6 +8,7 @@ R = rows of a record, P = probes of its bank
 
 from __future__ import annotations
 
+import itertools
 import logging
 import threading
 import time
@@ -28,6 +29,7 @@ from clairai.stream.observe import Observer, RingNumbers
 from clairai.stream.sheet import Parcel
 
 LOOK_PAUSE_S: Final = 0.1
+BUSY_PAUSE_S: Final = 1e-3
 ATTACH_TIMEOUT_S: Final = 1.0
 _NOTHING: Final = ReaderStatistics(0, 0, 0, 0, 0)
 _FIELDS: Final = ("position", "token_id", "phase", "span")
@@ -130,7 +132,12 @@ class Feed:
             self._note(reader.statistics())
             if not records and is_dead and self._now.lag == 0:
                 return
-            if not records:
+            if self._now.lag:
+                continue
+            if records:
+                # A score is told with the next token: nobody waits, and the next look finds more.
+                self._stopping.wait(BUSY_PAUSE_S)
+            else:
                 reader.wait(LOOK_PAUSE_S)
 
     def _note(self, now: ReaderStatistics) -> None:
@@ -139,35 +146,43 @@ class Feed:
         self._now = now
 
     def _hand_over(self, records: list[Record], reader: Reader) -> None:
-        named: list[tuple[Record, wire.Bank]] = []
-        for record in records:
-            try:
-                named.append((record, reader.bank(record.bank_version)))
-            except RingError as error:
-                self._unnamed += 1  # nobody can say what its columns are
-                _log.warning("a record is lost: %s", error.reason)
-        parcels = [parcel for record, bank in named for parcel in self._parcels(record, bank)]
+        named = [(record, bank) for record in records if (bank := self._bank_of(record, reader))]
+        parcels: list[Parcel] = []
+        for _, group in itertools.groupby(named, key=lambda pair: pair[1].version):
+            pairs = list(group)
+            parcels += self._parcels([record for record, _ in pairs], pairs[0][1])
         if parcels:
             self._deliver(parcels)
         for record, bank in named:
             self.bank = bank
             self._tell_observers(bank, record)
 
-    def _parcels(self, record: Record, bank: wire.Bank) -> list[Parcel]:
-        """The rows of our own requests; converted all at once, as a step has a row of each."""
-        kept = [run for run in runs(record.rows) if self._is_kept(run, record.rows)]
-        tokens = [run for run in kept if not run.is_marks]
-        marks = [_marks(run, record.rows, bank) for run in kept if run.is_marks]
-        if not tokens:
-            return marks
-        taken = np.concatenate([np.arange(run.begin, run.end) for run in tokens])
-        columns = [record.rows[name][taken].tolist() for name in _FIELDS]
-        scores = plain(record.scores_RC[taken])
-        made, begin = marks, 0
-        for run in tokens:
-            part = slice(begin, begin + run.end - run.begin)
-            made.append(_parcel(run, bank, [column[part] for column in columns], scores[part]))
-            begin = part.stop
+    def _bank_of(self, record: Record, reader: Reader) -> wire.Bank | None:
+        try:
+            return reader.bank(record.bank_version)
+        except RingError as error:
+            self._unnamed += 1  # nobody can say what its columns are
+            _log.warning("a record is lost: %s", error.reason)
+            return None
+
+    def _parcels(self, records: list[Record], bank: wire.Bank) -> list[Parcel]:
+        """The rows of our own requests, in order; converted all at once."""
+        rows = np.concatenate([record.rows for record in records])
+        kept = [run for run in runs(rows) if self._is_kept(run, rows)]
+        if not kept:
+            return []
+        tokens = [np.arange(run.begin, run.end) for run in kept if not run.is_marks]
+        scores: list[Values] = []
+        if tokens:
+            scores_RP = np.concatenate([record.scores_RC for record in records])
+            scores = plain(scores_RP[np.concatenate(tokens)])
+        columns = [rows[name].tolist() for name in _FIELDS]
+        made, begin = [], 0
+        for run in kept:
+            lists = [column[run.begin : run.end] for column in columns]
+            end = begin if run.is_marks else begin + run.end - run.begin
+            made.append(_parcel(run, bank, lists, scores[begin:end]))
+            begin = end
         return made
 
     def _is_kept(self, run: Run, rows: NDArray[np.void]) -> bool:
@@ -209,11 +224,6 @@ class Feed:
         self._now = _NOTHING
         self.is_attached, self.reason = False, "the engine has closed its ring"
         self._on_change()
-
-
-def _marks(run: Run, rows: NDArray[np.void], bank: wire.Bank) -> Parcel:
-    columns = [rows[name][run.begin : run.end].tolist() for name in _FIELDS]
-    return _parcel(run, bank, columns, [])
 
 
 def _parcel(run: Run, bank: wire.Bank, columns: list[list[int]], scores: list[Values]) -> Parcel:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncGenerator, Coroutine, Mapping
 from contextlib import AsyncExitStack
 from typing import Any, Final, TypeVar
@@ -53,18 +54,20 @@ class EventStream(Response):
         self._parts = parts
         self._closing = closing
         self._stall_s = stall_s
+        self._sending_since_s: float | None = None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         del scope
         async with self._closing:
             pumping = asyncio.ensure_future(self._pump(send))
-            watching = asyncio.ensure_future(_until_gone(receive))
+            ends = (_until_gone(receive), self._until_stalled())
+            tasks = (pumping, *map(asyncio.ensure_future, ends))
             try:
-                await asyncio.wait({pumping, watching}, return_when=asyncio.FIRST_COMPLETED)
+                await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
                 if pumping.done():
                     pumping.result()
             finally:
-                await _cancelled(pumping, watching)
+                await _cancelled(*tasks)
                 await self._parts.aclose()
 
     async def _pump(self, send: Send) -> None:
@@ -75,12 +78,18 @@ class EventStream(Response):
         }
         await send(start)
         async for part in self._parts:
-            try:
-                async with asyncio.timeout(self._stall_s):
-                    await send({"type": "http.response.body", "body": part, "more_body": True})
-            except TimeoutError:
-                return  # without an end: what it has is not the whole
+            self._sending_since_s = time.monotonic()
+            await send({"type": "http.response.body", "body": part, "more_body": True})
+            self._sending_since_s = None
         await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+    async def _until_stalled(self) -> None:
+        """Returns when one part has waited too long; a timer for each would cost more than it."""
+        while True:
+            await asyncio.sleep(self._stall_s / 4)
+            since_s = self._sending_since_s
+            if since_s is not None and time.monotonic() - since_s > self._stall_s:
+                return
 
 
 async def _until_gone(receive: Receive) -> None:
