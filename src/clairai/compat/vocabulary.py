@@ -25,13 +25,14 @@ def token_bytes(tokenizer: Any) -> list[bytes]:
     """UnsupportedError for a tokenizer that xgrammar cannot read."""
     import xgrammar
 
+    stop = [0]  # it wants to know one, for grammars; the bytes do not depend on it
     try:
         if type(tokenizer).__name__ == "MistralTokenizer":  # vLLM's own, not Hugging Face's
             kinds = xgrammar.VocabType
             kind = kinds.RAW if tokenizer.is_tekken else kinds.BYTE_FALLBACK
-            info = xgrammar.TokenizerInfo(tokenizer.vocab, vocab_type=kind)
+            info = xgrammar.TokenizerInfo(tokenizer.vocab, vocab_type=kind, stop_token_ids=stop)
         else:
-            info = xgrammar.TokenizerInfo.from_huggingface(tokenizer)
+            info = xgrammar.TokenizerInfo.from_huggingface(tokenizer, stop_token_ids=stop)
     except (TypeError, ValueError, RuntimeError) as error:
         raise UnsupportedError(
             f"the bytes of {type(tokenizer).__name__}'s tokens are not known ({error}); "
