@@ -154,6 +154,33 @@ def test_records_that_were_overwritten_are_counted_and_degrade_health(tmp_path: 
         assert "lost" in health.json()["reason"]
 
 
+def test_a_record_whose_columns_nobody_knows_is_lost_and_the_next_are_read(w: World) -> None:
+    assert w.engine is not None
+    before = w.proxy.numbers().ring.records_lost
+    rows = np.zeros(1, wire.ROW)
+    for columns, bank in ((3, 1), (2, 9)):  # not as many as its bank has; a bank there never was
+        scores = np.zeros((1, columns), np.float32)
+        w.engine.writer.publish(rows, scores, bank_version=bank, step=0)
+    w.upstream.script = answering(HELLO)
+    assert scored(w) == (4, 0)
+    assert w.proxy.numbers().ring.records_lost == before + 2
+
+
+def test_a_feed_that_fails_begins_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    failures = iter([RuntimeError("planted")])
+
+    def fail(feed: Any, *_: object) -> None:
+        del feed
+        raise next(failures, RingError("once is enough"))
+
+    with world(tmp_path, script=answering(HELLO), timeouts=HURRIED) as w:
+        with monkeypatch.context() as patch:
+            patch.setattr("clairai.stream.feed.Feed._hand_over", fail)
+            assert scored(w) == (0, 4)
+        until(lambda: w.proxy.feed.is_attached)
+        until(lambda: scored(w) == (4, 0))
+
+
 class Watcher:
     """An observer that keeps what it is told; raises if asked to."""
 

@@ -101,7 +101,12 @@ class Feed:
     def _run(self) -> None:
         while not self._stopping.is_set():
             self._aimed.clear()
-            if self._aim is None or not self._read_engine(self._aim):
+            try:
+                is_read = self._aim is not None and self._read_engine(self._aim)
+            except Exception:  # a mistake of ours must not end all scores without a word
+                _log.exception("the ring's feed failed; it begins again")
+                is_read = False
+            if not is_read:
                 self._aimed.wait(LOOK_PAUSE_S)
 
     def _read_engine(self, path: Path) -> bool:
@@ -119,7 +124,9 @@ class Feed:
                 self._read(reader, path)
             except RingError as error:
                 _log.warning("the ring cannot be read on: %s", error.reason)
-            self._note_detached(path)
+                return False
+            finally:
+                self._note_detached(path)
         return True
 
     def _read(self, reader: Reader, path: Path) -> None:
@@ -158,12 +165,18 @@ class Feed:
             self._tell_observers(bank, record)
 
     def _bank_of(self, record: Record, reader: Reader) -> wire.Bank | None:
+        """None if nobody can say what the record's columns are: it is lost."""
         try:
-            return reader.bank(record.bank_version)
+            bank = reader.bank(record.bank_version)
+            if record.scores_RC.shape[1] == len(bank.probes):
+                return bank
+            reason = f"it has {record.scores_RC.shape[1]} columns, its bank {len(bank.probes)}"
         except RingError as error:
-            self._unnamed += 1  # nobody can say what its columns are
-            _log.warning("a record is lost: %s", error.reason)
-            return None
+            reason = error.reason
+        self._unnamed += 1
+        self.lost_at_s = time.monotonic()
+        _log.warning("a record is lost: %s", reason)
+        return None
 
     def _parcels(self, records: list[Record], bank: wire.Bank) -> list[Parcel]:
         """The rows of our own requests, in order; converted all at once."""
