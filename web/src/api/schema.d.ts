@@ -606,7 +606,11 @@ export interface operations {
                 };
                 content: {
                     "application/json": Record<string, never>;
-                    "text/event-stream": string;
+                    "text/event-stream": {
+                        id?: string;
+                        event?: string;
+                        data: string;
+                    };
                 };
             };
             /** @description Refused, and why */
@@ -640,7 +644,11 @@ export interface operations {
                 };
                 content: {
                     "application/json": Record<string, never>;
-                    "text/event-stream": string;
+                    "text/event-stream": {
+                        id?: string;
+                        event?: string;
+                        data: string;
+                    };
                 };
             };
             /** @description Refused, and why */
@@ -675,7 +683,11 @@ export interface operations {
                     [name: string]: unknown;
                 };
                 content: {
-                    "text/event-stream": string;
+                    "text/event-stream": {
+                        id?: string;
+                        event?: string;
+                        data: string;
+                    };
                 };
             };
             /** @description The run has ended and the client has all of it */

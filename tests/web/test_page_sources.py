@@ -1,0 +1,129 @@
+"""The page's sources: typed, linted, tested; what is built and generated from them is not stale."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from scripts.web import WEB, Tools, is_new_enough
+
+pytestmark = pytest.mark.timeout(600)
+
+PAGE = WEB.parent / "src" / "clairai" / "stream" / "page"
+MAX_LINES = 300
+
+
+def files_of(folder: Path) -> dict[str, bytes]:
+    return {
+        str(file.relative_to(folder)): file.read_bytes()
+        for file in sorted(folder.rglob("*"))
+        if file.is_file()
+    }
+
+
+def differences(built: dict[str, bytes], kept: dict[str, bytes]) -> list[str]:
+    names = sorted(built.keys() | kept.keys())
+    return [name for name in names if built.get(name) != kept.get(name)]
+
+
+def passes(tools: Tools, *command: str) -> None:
+    done = tools.run("npx", *command, timeout_s=300)
+    assert done.returncode == 0, done.stdout[-8000:]
+
+
+def test_the_page_is_typed(tools: Tools) -> None:
+    passes(tools, "tsc", "-p", ".")
+
+
+def test_the_page_is_linted_and_formatted(tools: Tools) -> None:
+    passes(tools, "eslint", ".")
+    passes(tools, "prettier", "--check", ".")
+
+
+def test_the_logic_of_the_page_is_right(tools: Tools) -> None:
+    passes(tools, "vitest", "run")
+
+
+def test_the_page_in_the_package_is_what_its_sources_make(tools: Tools, tmp_path: Path) -> None:
+    built = tmp_path / "page"
+    passes(tools, "vite", "build", "--outDir", str(built), "--emptyOutDir")
+    assert differences(files_of(built), files_of(PAGE)) == [], "run `npm run build` in web/"
+
+
+def test_a_page_that_is_stale_is_found() -> None:
+    kept = {"index.html": b"a", "assets/x.js": b"b"}
+    assert differences(kept, kept) == []
+    assert differences({**kept, "index.html": b"c"}, kept) == ["index.html"]
+    assert differences({"index.html": b"a", "assets/y.js": b"b"}, kept) == [
+        "assets/x.js",
+        "assets/y.js",
+    ]
+
+
+def test_the_types_are_those_of_the_servers_schema(tools: Tools, tmp_path: Path) -> None:
+    document = tmp_path / "openapi.json"
+    made = subprocess.run(
+        [sys.executable, "-m", "clairai.stream.schema"], capture_output=True, check=True
+    )
+    document.write_bytes(made.stdout)
+    checked = tools.run("node", "scripts/types.mjs", "--check", str(document), timeout_s=60)
+    assert checked.returncode == 0, checked.stdout
+    planted = json.loads(made.stdout)
+    del planted["components"]["schemas"]["TokenEvent"]["properties"]["tokens"]
+    document.write_text(json.dumps(planted))
+    stale = tools.run("node", "scripts/types.mjs", "--check", str(document), timeout_s=60)
+    assert stale.returncode == 1
+    assert "npm run types" in stale.stdout
+
+
+def test_the_page_needs_no_inline_script_or_style_and_nobody_else() -> None:
+    html = (PAGE / "index.html").read_text()
+    assert re.findall(r"<script(?![^>]*\bsrc=)", html) == []
+    assert re.findall(r"<style|\sstyle=|\son\w+=", html) == []
+    assert re.findall(r'(?:src|href)="(?!\./assets/)', html) == []
+    assert not list(PAGE.rglob("*.map"))
+
+
+def test_the_lock_file_names_no_registry() -> None:
+    lock = json.loads((WEB / "package-lock.json").read_text())
+    packages = lock["packages"]
+    assert [name for name, entry in packages.items() if "resolved" in entry] == []
+    assert [name for name, entry in packages.items() if name and "integrity" not in entry] == []
+
+
+def test_no_file_of_the_page_is_longer_than_300_lines() -> None:
+    folders = [WEB / name for name in ("src", "tests", "journeys", "bench", "scripts")]
+    sources = [file for folder in folders for file in folder.rglob("*.*") if file.is_file()]
+    long = {str(file.relative_to(WEB)): len(file.read_text().splitlines()) for file in sources}
+    assert sources
+    assert {
+        name: lines
+        for name, lines in long.items()
+        if lines > MAX_LINES and name != "src/api/schema.d.ts"
+    } == {}
+
+
+def test_every_file_of_the_page_begins_with_what_it_is_for() -> None:
+    sources = [*(WEB / "src").rglob("*.ts*"), *(WEB / "scripts").glob("*.mjs")]
+    silent = [file.name for file in sources if not file.read_text().startswith("// ")]
+    assert silent == []
+
+
+@pytest.mark.parametrize(
+    ("version", "is_good"),
+    [
+        ("v20.19.0", True),
+        ("v24.1.0\n", True),
+        ("v20.18.9", False),
+        ("v18.20.1", False),
+        ("", False),
+        ("24", False),
+    ],
+)
+def test_a_node_that_is_too_old_is_not_used(version: str, is_good: bool) -> None:
+    assert is_new_enough(version) is is_good
