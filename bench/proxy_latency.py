@@ -3,7 +3,7 @@
 64 streams of 30 tokens a second, told directly, passed through, scored, and as named events. The
 upstream and the clients share one process, the proxy has its own: two cores, as many processes.
 Each chunk carries the time it was sent, on the clock that all processes share.
-Run: python -m bench.proxy_latency [--streams 64] [--rate 30] [--seconds 20] [--probes 6]
+Run: python -m bench.proxy_latency [--streams 64] [--rate 30] [--seconds 20] [--in-step]
 """
 
 from __future__ import annotations
@@ -110,7 +110,7 @@ async def measure(arguments: argparse.Namespace, *, is_in_step: bool) -> list[di
             proxy = running_proxy(address, folder)
             url, pid = await asyncio.to_thread(proxy.__enter__)
             try:
-                return [await one_way(way, address, url, pid, arguments) for way in WAYS]
+                return [await one_way(way, address, url, pid, arguments) for way in arguments.ways]
             finally:
                 await asyncio.to_thread(proxy.__exit__, None, None, None)
 
@@ -178,6 +178,7 @@ def main() -> None:
     parser.add_argument("--rate", type=float, default=30.0)
     parser.add_argument("--seconds", type=float, default=20.0)
     parser.add_argument("--probes", type=int, default=6)
+    parser.add_argument("--ways", nargs="+", default=list(WAYS), choices=list(WAYS))
     parser.add_argument("--in-step", action="store_true", help="all tokens at one moment")
     arguments = parser.parse_args()
     found = asyncio.run(measure(arguments, is_in_step=arguments.in_step))

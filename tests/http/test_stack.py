@@ -94,6 +94,7 @@ def test_no_score_of_two_hundred_requests_is_wrong(stack: Stack, report: Any) ->
     rows = sum(len(ids) - 1 for request in requests for ids in request.ids.values())
     report(test="proxy", rows=rows, wrong=len(wrong))
     assert wrong == []
+    assert _is_caught(requests, stack.embedding)
     numbers = stack.proxy.numbers()
     assert (numbers.ring.mismatched, numbers.ring.records_lost, numbers.rows_lost) == (0, 0, 0)
     # The load really was what it claims to be.
@@ -103,6 +104,14 @@ def test_no_score_of_two_hundred_requests_is_wrong(stack: Stack, report: Any) ->
     assert sum(not request.body["stream"] for request in requests) > 10
     assert _metric(stack, "vllm:num_preemptions_total") > 0, "nothing was preempted"
     assert _metric(stack, "vllm:prefix_cache_hits_total") > 0, "no prefix-cache hit"
+
+
+def _is_caught(requests: list[Sent], embedding: Embedding) -> bool:
+    """Whether scores that are one token off, or another choice's, would have been seen."""
+    several = next(r for r in requests if r.body["n"] > 1 and r.body["max_tokens"] > 8)
+    rows = [list(row.values()) for row in several.told[0].scores[:-1]]
+    own, other = several.ids[0][:-1], several.ids[1][:-1]
+    return bool(embedding.wrong(own[1:], rows[:-1]) and embedding.wrong(other, rows))
 
 
 def _metric(stack: Stack, name: str) -> float:
