@@ -25,6 +25,7 @@ lint: setup ## ruff and mypy
 	@$(BIN)/mypy
 
 test: lint ## lint, then the whole test suite
+	@$(BIN)/python -m scripts.web
 	@$(BIN)/python -m pytest
 
 matrix: setup ## the same tests on every vLLM release served, one environment at a time (KEEP=1 keeps them, VERSIONS=... picks some)
@@ -34,6 +35,7 @@ bench: setup ## measure every published number again
 	@$(BIN)/python -m bench.overhead
 	@$(BIN)/python -m bench.host_work
 	@$(BIN)/python -m bench.metrics
+	@$(BIN)/python -m bench.page
 
 clean: ## remove what the targets above have made in this folder
-	@rm -rf .venv .matrix .mypy_cache .ruff_cache .pytest_cache
+	@rm -rf .venv .matrix .mypy_cache .ruff_cache .pytest_cache web/node_modules

@@ -72,6 +72,7 @@ describe("taking a run away", () => {
 
   it("as a page opens from disk without any server, and can be looked at like the live one", async () => {
     const page = await withAnswer();
+    await page.getByLabel("Coloured by").selectOption("maths");
     const path = await exported(page, /^HTML/);
     const asked: string[] = [];
     const saved = await visit(pathToFileURL(path).href, { offline: true }, (made) => {
@@ -86,6 +87,7 @@ describe("taking a run away", () => {
     );
     await saved.locator(".answer .t").nth(2).hover();
     await saved.locator(".tip").waitFor();
+    expect(await saved.getByLabel("Coloured by").inputValue()).toBe("maths");
     await saved.getByLabel("Coloured by").selectOption("french");
     expect(await saved.getByLabel("Message").count()).toBe(0);
     expect(await saved.evaluate(() => document.fonts.check('16px "IBM Plex Sans Variable"'))).toBe(true);

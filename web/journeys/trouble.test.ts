@@ -95,7 +95,7 @@ describe("when something is wrong, the page", () => {
       );
       await streamed(made, [token(0, "a", "b"), lossy(), DONE]);
     });
-    await page.locator(".banner", { hasText: "the ring is gone" }).waitFor();
+    await page.locator(".banner", { hasText: "The ring is gone." }).waitFor();
     await ready(page);
     await ask(page, "Anything");
     await page.locator(".warning", { hasText: "2 tokens lost their scores" }).waitFor();

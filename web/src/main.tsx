@@ -2,8 +2,7 @@
 import { StrictMode } from "react";
 import { createRoot } from "react-dom/client";
 import { adoptBuckets } from "./colour/sheet";
-import type { RunFile } from "./data/runfile";
-import { SAVED_ID } from "./export/html";
+import { SAVED_ID, type Saved } from "./export/html";
 import { noHistory, openHistory, type History } from "./state/history";
 import { createPage, freeze, goLive, PageContext } from "./state/page";
 import { App } from "./views/App";
@@ -14,7 +13,7 @@ async function start(): Promise<void> {
   adoptBuckets(document);
   const saved = document.getElementById(SAVED_ID);
   const page = createPage(saved ? noHistory() : await history(), document.baseURI);
-  if (saved) freeze(page, JSON.parse(saved.textContent) as RunFile[]);
+  if (saved) freeze(page, JSON.parse(saved.textContent) as Saved);
   const root = document.getElementById("page");
   if (!root) throw new Error("the document has no place for the page");
   createRoot(root).render(

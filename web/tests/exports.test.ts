@@ -54,7 +54,12 @@ describe("CSV", () => {
 });
 
 describe("the page in a file", () => {
-  const text = html([sample().file], { script: "let a='</script>';", style: "p{}" }, "'sha256-x'", HOSTILE);
+  const text = html(
+    { runs: [sample().file], probe: "x", lines: ["x"] },
+    { script: "let a='</script>';", style: "p{}" },
+    "'sha256-x'",
+    HOSTILE,
+  );
 
   it("cannot be broken out of by a model's text", () => {
     expect(text.match(/<\/script>/g)).toHaveLength(2);
@@ -65,7 +70,7 @@ describe("the page in a file", () => {
 
   it("holds the run unharmed", () => {
     const json = /id="saved-runs">(.*?)<\/script>/s.exec(text)?.[1] ?? "";
-    expect(JSON.parse(json)).toEqual([sample().file]);
+    expect(JSON.parse(json)).toEqual({ runs: [sample().file], probe: "x", lines: ["x"] });
   });
 
   it("may reach nothing outside itself", () => {

@@ -64,7 +64,7 @@ describe("the picture of the server", () => {
     watch.stop();
     expect(messageOf(store.getState())).toMatchObject({
       title: "The engine is starting.",
-      text: "loading weights, 12 s",
+      text: "Loading weights, 12 s.",
     });
     expect(store.getState().probes).toBeNull();
   });
@@ -89,7 +89,7 @@ describe("the picture of the server", () => {
   it("warns of a degraded engine, of loss and of failure", () => {
     const degraded = { ...READY, status: "degraded" as const, reason: "the ring is not attached" };
     const link = { kind: "answered" as const, health: degraded };
-    expect(messageOf({ link, engine: null, isFrozen: false })?.text).toBe("the ring is not attached");
+    expect(messageOf({ link, engine: null, isFrozen: false })?.text).toBe("The ring is not attached.");
     const ready = { kind: "answered" as const, health: READY };
     const engine = { ...GOOD["v1/clairai"], reader: { ...READER, lost: 1234 } };
     expect(messageOf({ link: ready, engine, isFrozen: false })?.text).toContain("1,234 rows");
@@ -99,7 +99,7 @@ describe("the picture of the server", () => {
     };
     expect(messageOf({ link: failed, engine: null, isFrozen: false })).toMatchObject({
       tone: "bad",
-      text: "it died",
+      text: "It died.",
     });
     expect(messageOf({ link: failed, engine: null, isFrozen: true })).toBeNull();
     expect(messageOf({ link: { kind: "connecting" }, engine: null, isFrozen: false })?.title).toBe(

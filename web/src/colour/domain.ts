@@ -68,3 +68,8 @@ export function fraction(domain: Domain, value: number): number {
 export function isOver(threshold: number | null, value: number): boolean {
   return threshold !== null && value >= threshold;
 }
+
+/** A number that is nothing on this scale counts as nothing: 0 reads better than 6e-7. */
+export function edge(domain: Domain, value: number): number {
+  return Math.abs(value) < 0.001 * (domain.high - domain.low) ? 0 : value;
+}

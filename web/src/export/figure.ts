@@ -1,6 +1,6 @@
 // Takes a run and a probe; gives a picture of its tokens, legend, lines and matrix, fit for a slide.
 import type { ProbeInfo } from "../api/types";
-import { domainOf, isOver, position } from "../colour/domain";
+import { domainOf, edge, isOver, position } from "../colour/domain";
 import { colourAt, lookup, PAPER, swatch, type Theme } from "../colour/ramp";
 import type { Tape } from "../data/tape";
 import type { Run } from "../state/types";
@@ -95,8 +95,8 @@ function legend(context: CanvasRenderingContext2D, probe: ProbeInfo, theme: Them
     context.textAlign = align;
     context.fillText(text, left + (width * (value - domain.low)) / (domain.high - domain.low), top + 30);
   };
-  label(domain.low, brief(domain.low), "left");
-  label(domain.high, brief(domain.high), "right");
+  label(domain.low, brief(edge(domain, domain.low)), "left");
+  label(domain.high, brief(edge(domain, domain.high)), "right");
   if (probe.threshold !== null) label(probe.threshold, `threshold ${brief(probe.threshold)}`, "center");
   context.textAlign = "left";
 }

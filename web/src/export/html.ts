@@ -1,6 +1,13 @@
 // Takes run files and this page's own script and style; gives one file that shows them without a server.
 import type { RunFile } from "../data/runfile";
 
+/** What a saved page shows when it is opened: one run, or two compared, and how. */
+export interface Saved {
+  runs: RunFile[];
+  probe: string | null;
+  lines: string[];
+}
+
 export const SAVED_ID = "saved-runs";
 
 export interface Parts {
@@ -9,7 +16,7 @@ export interface Parts {
 }
 
 /** `scriptSource` is the policy's word for the script: its hash where the browser can make one. */
-export function html(files: readonly RunFile[], parts: Parts, scriptSource: string, title: string): string {
+export function html(saved: Saved, parts: Parts, scriptSource: string, title: string): string {
   const policy = [
     "default-src 'none'",
     `script-src ${scriptSource}`,
@@ -31,7 +38,7 @@ export function html(files: readonly RunFile[], parts: Parts, scriptSource: stri
 </head>
 <body>
 <div id="page"></div>
-<script type="application/json" id="${SAVED_ID}">${embedded(files)}</script>
+<script type="application/json" id="${SAVED_ID}">${embedded(saved)}</script>
 <script type="module">${closable(parts.script)}</script>
 </body>
 </html>

@@ -1,7 +1,7 @@
 // Takes the browser; gives the page's parts, wired together. The only place that knows all of them.
 import { createContext, useContext } from "react";
 import { createServer, type Server } from "../api/http";
-import type { RunFile } from "../data/runfile";
+import type { Saved } from "../export/html";
 import { fromFile } from "../data/runfile";
 import { addressOf, parseAddress, type Address } from "./address";
 import { Alarm } from "./alarm";
@@ -14,7 +14,7 @@ import { Places } from "./places";
 import { Shelf } from "./shelf";
 import { createPageStore, pathTo, type Store } from "./store";
 import { RUNNING, type Run, type ThemeChoice } from "./types";
-import { Watch } from "./watch";
+import { chosen, Watch } from "./watch";
 
 export interface Page {
   server: Server;
@@ -166,17 +166,15 @@ function writeAddress(page: Page): void {
 }
 
 /** An exported file: the runs are in it, nothing is asked of any server. */
-export function freeze(page: Page, files: readonly RunFile[]): void {
-  const loaded = files.map((file) => fromFile(file));
+export function freeze(page: Page, saved: Saved): void {
+  const loaded = saved.runs.map((file) => fromFile(file));
   for (const { run, tape } of loaded) page.shelf.put(run.id, tape);
   const [first, second] = loaded.map(({ run }) => run);
   const probes = first?.probes ?? [];
   page.store.setState({
     isFrozen: true,
     runs: Object.fromEntries(loaded.map(({ run }) => [run.id, { ...run, parent: null }])),
-    probes,
-    probe: probes[0]?.name ?? null,
-    lines: probes.slice(0, 8).map(({ name }) => name),
+    ...chosen(probes, saved.probe, saved.lines),
     head: first?.id ?? null,
     versus: second?.id ?? null,
     model: first?.model ?? null,

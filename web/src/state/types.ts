@@ -80,6 +80,12 @@ export interface State {
 
 export const RUNNING: ReadonlySet<RunStatus> = new Set<RunStatus>(["opening", "streaming", "reconnecting"]);
 
+/** Whether a question asked now would be answered. */
+export function isServing({ model, link }: Pick<State, "model" | "link">): boolean {
+  if (model === null || link.kind !== "answered") return false;
+  return link.health.status === "ready" || link.health.status === "degraded";
+}
+
 export const NO_SAMPLING: Sampling = {
   max_tokens: 256,
   temperature: null,

@@ -10,6 +10,7 @@ import { Banner } from "./bar/Banner";
 import { Talk } from "./chat/Talk";
 import { Compare } from "./Compare";
 import { Crossings } from "./Crossings";
+import { Glossary } from "./Glossary";
 import { useShownFocus, useTheme, useView } from "./hooks";
 import { KeyDialog } from "./KeyDialog";
 import { useKeys } from "./keys";
@@ -22,6 +23,7 @@ export function App() {
   const theme = useTheme();
   const pane = useView((state) => state.pane);
   const isComparing = useView((state) => state.versus !== null && state.head !== null);
+  const hasRun = useView((state) => state.head !== null);
   useKeys();
   useTitle();
   useEffect(() => {
@@ -36,8 +38,8 @@ export function App() {
         {isComparing ? <Compare /> : <Talk />}
         {!isComparing && (
           <div className="scope">
-            <Scope />
-            <Crossings />
+            {hasRun ? <Scope /> : <Glossary />}
+            {hasRun && <Crossings />}
           </div>
         )}
       </main>

@@ -1,12 +1,12 @@
 // Takes the log of threshold crossings; lists them, newest first, each a way to its token.
-import { memo, useEffect } from "react";
+import { Fragment, memo, useEffect } from "react";
 import type { Excursion } from "../data/excursions";
 import type { Tape } from "../data/tape";
 import { usePage, type Page } from "../state/page";
 import { leafOf, pathTo } from "../state/store";
 import { counted, score } from "../text/number";
 import { visible } from "../text/token";
-import { isNarrow, useView } from "./hooks";
+import { isNarrow, useRun, useView } from "./hooks";
 
 const MAX_SHOWN = 100;
 
@@ -15,6 +15,7 @@ export function Crossings() {
   const excursions = useView((state) => state.excursions);
   const dropped = useView((state) => state.numExcursionsDropped);
   const numUnseen = useView((state) => state.numUnseen);
+  const head = useView((state) => state.head);
   const isLooking = useView((state) => state.pane === "crossings");
   useEffect(() => {
     if (isLooking && numUnseen > 0) page.store.setState({ numUnseen: 0 });
@@ -36,17 +37,23 @@ export function Crossings() {
         <p className="empty">When a probe reaches its threshold, the token is listed here.</p>
       ) : (
         <ol className="log" aria-label="Crossings, newest first">
-          {newest.map((each) => (
-            <Crossing
-              key={`${each.run} ${each.probe} ${each.first.part}${each.first.index}`}
-              excursion={each}
-            />
+          {newest.map((each, i) => (
+            <Fragment key={`${each.run} ${each.probe} ${each.first.part}${each.first.index}`}>
+              {each.run !== (newest[i - 1]?.run ?? head) && <RunLine id={each.run} />}
+              <Crossing excursion={each} />
+            </Fragment>
           ))}
         </ol>
       )}
       {hidden > 0 && <p className="note">{counted(hidden, "older crossing")} not listed.</p>}
     </section>
   );
+}
+
+/** What follows belongs to another run than the one shown. */
+function RunLine({ id }: { id: string }) {
+  const run = useRun(id);
+  return <li className="log-run">In “{run?.user ?? "a run that is gone"}”</li>;
 }
 
 /** Most of the list stays as it is while one stretch grows. */

@@ -10,6 +10,12 @@ interface Message {
   text: string;
 }
 
+/** The server's reasons are parts of sentences. */
+function sentence(text: string): string {
+  const said = text.charAt(0).toUpperCase() + text.slice(1);
+  return /[.!?]$/.test(said) ? said : `${said}.`;
+}
+
 export function messageOf(state: Pick<State, "link" | "engine" | "isFrozen">): Message | null {
   const { link, engine } = state;
   if (state.isFrozen) return null;
@@ -27,12 +33,13 @@ export function messageOf(state: Pick<State, "link" | "engine" | "isFrozen">): M
     return {
       tone: "busy",
       title: "The engine is starting.",
-      text: reason ?? "Loading the model takes a moment.",
+      text: sentence(reason ?? "Loading the model takes a moment."),
     };
   }
-  if (status === "failed") return { tone: "bad", title: "The engine has failed.", text: reason ?? "" };
+  if (status === "failed")
+    return { tone: "bad", title: "The engine has failed.", text: sentence(reason ?? "No reason is known.") };
   if (status === "degraded") {
-    const text = reason ?? "Scores may be missing.";
+    const text = sentence(reason ?? "Scores may be missing.");
     return { tone: "busy", title: "Degraded: tokens flow, scores may not.", text };
   }
   if (engine && engine.reader.lost > 0) {

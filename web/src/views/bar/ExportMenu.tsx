@@ -77,6 +77,8 @@ async function savePng(page: Page, run: Run, theme: Theme): Promise<void> {
 async function saveHtml(page: Page, run: Run): Promise<void> {
   const parts = await ownParts(document);
   const source = await scriptSource(parts.script);
-  const text = html(filesOf(page, run), parts, source, `clairai: ${run.user.slice(0, 60)}`);
+  const { probe, lines } = page.store.getState();
+  const saved = { runs: filesOf(page, run), probe, lines };
+  const text = html(saved, parts, source, `clairai: ${run.user.slice(0, 60)}`);
   save(fileName(run.user, "html"), new Blob([text], { type: "text/html" }));
 }

@@ -1,7 +1,7 @@
 // Takes what is typed; asks it, or stops the answer that is running.
 import { useRef, useState } from "react";
 import { usePage } from "../../state/page";
-import { RUNNING } from "../../state/types";
+import { isServing, RUNNING } from "../../state/types";
 import { useView } from "../hooks";
 import { Settings } from "./Settings";
 
@@ -12,7 +12,8 @@ export function Composer() {
     const head = state.head === null ? undefined : state.runs[state.head];
     return head && RUNNING.has(head.status) ? head.id : null;
   });
-  const isReady = useView((state) => state.model !== null && state.link.kind === "answered");
+  const isReady = useView(isServing);
+  const isGone = useView((state) => state.link.kind === "unreachable");
   const hasTalk = useView((state) => state.head !== null);
   const [isOpen, setOpen] = useState(false);
   const box = useRef<HTMLTextAreaElement>(null);
@@ -34,7 +35,7 @@ export function Composer() {
           ref={box}
           id="message"
           rows={2}
-          placeholder={isReady ? "Ask the model something" : "The engine is not ready yet"}
+          placeholder={invitation(isReady, isGone)}
           value={draft.user}
           onChange={(event) => page.store.setState({ draft: { ...draft, user: event.target.value } })}
           onKeyDown={(event) => {
@@ -66,6 +67,11 @@ export function Composer() {
       </div>
     </form>
   );
+}
+
+function invitation(isReady: boolean, isGone: boolean): string {
+  if (isReady) return "Ask the model something";
+  return isGone ? "The server does not answer" : "The engine is not ready yet";
 }
 
 function summary(system: string, isOpen: boolean): string {

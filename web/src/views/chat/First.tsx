@@ -1,6 +1,7 @@
 // Takes nothing; gives the first screen: one sentence, and questions that make a probe light up.
 import type { Example } from "../../api/types";
 import { usePage } from "../../state/page";
+import { isServing } from "../../state/types";
 import { inWords } from "../../text/number";
 import { useView } from "../hooks";
 
@@ -30,7 +31,7 @@ export function First() {
 
 function ExampleCard({ example }: { example: Example }) {
   const page = usePage();
-  const isReady = useView((state) => state.model !== null);
+  const isReady = useView(isServing);
   const user = example.messages.findLast(({ role }) => role === "user")?.content ?? "";
   const system = example.messages.find(({ role }) => role === "system")?.content ?? "";
   const ask = () => {

@@ -1,5 +1,5 @@
 // Takes the chosen probe; shows what its colours mean, in numbers, and lets another be chosen.
-import { domainOf, fraction, isOver, type Domain } from "../../colour/domain";
+import { domainOf, edge, fraction, isOver, type Domain } from "../../colour/domain";
 import { colourAt, type Theme } from "../../colour/ramp";
 import { position } from "../../colour/domain";
 import type { ProbeInfo } from "../../api/types";
@@ -44,13 +44,13 @@ function Scale({ probe }: { probe: ProbeInfo }) {
     <div className="scale" title={sourceOf(domain)}>
       <Ramp domain={domain} theme={theme} value={value} />
       <div className="scale-numbers">
-        <span>{brief(domain.low)}</span>
+        <span>{brief(edge(domain, domain.low))}</span>
         {domain.isDiverging && (
           <span className="scale-neutral" style={{ left: labelAt(domain, domain.neutral) }}>
             {probe.threshold === null ? brief(domain.neutral) : `threshold ${brief(probe.threshold)}`}
           </span>
         )}
-        <span>{brief(domain.high)}</span>
+        <span>{brief(edge(domain, domain.high))}</span>
       </div>
       <span className="hidden" aria-live="off">
         {Number.isNaN(value)

@@ -2,6 +2,7 @@
 import { useEffect, useMemo, useRef, useState } from "react";
 import { usePage } from "../../state/page";
 import { pathTo } from "../../state/store";
+import { RUNNING } from "../../state/types";
 import { useView } from "../hooks";
 import { Composer } from "./Composer";
 import { First } from "./First";
@@ -18,6 +19,7 @@ export function Talk() {
   const hasMarks = useView((state) => state.hasMarks);
   const hasMono = useView((state) => state.hasMono);
   const path = useMemo(() => pathTo(runs, head), [runs, head]);
+  const isRunning = RUNNING.has(path.at(-1)?.status ?? "done");
   const scroller = useRef<HTMLDivElement>(null);
   const [isFollowing, setFollowing] = useState(true);
   useEffect(() => {
@@ -43,7 +45,7 @@ export function Talk() {
       >
         {path.length === 0 ? <First /> : path.map((run) => <Turn key={run.id} run={run} />)}
       </div>
-      {!isFollowing && path.length > 0 && (
+      {!isFollowing && isRunning && (
         <button type="button" className="newest" onClick={() => setFollowing(true)}>
           Newest token
         </button>

@@ -30,7 +30,7 @@ export interface Stroke {
 }
 
 /** Below this many pixels a token, strokes are dense: then a bar per pixel column is drawn, far quicker. */
-const SPARSE_PX = 1.5;
+const SPARSE_PX = 0.7;
 
 export function drawLine(surface: Surface, course: Course, stroke: Stroke): void {
   const perToken = course.toX(1) - course.toX(0);

@@ -20,7 +20,7 @@ export interface Drawing {
   shown: Extent;
 }
 
-export const GUTTER = 84;
+export const GUTTER = 110;
 const AXIS_HEIGHT = 22;
 const DRAG_PX = 4;
 
@@ -214,7 +214,7 @@ function xAxis(tone: (name: string) => string): uPlot.Axis {
     // One that would stand half outside is left out.
     values: (u, ticks) =>
       ticks.map((tick) => {
-        const isCut = u.valToPos(tick, "x") > u.over.clientWidth - 12;
+        const isCut = u.valToPos(tick, "x") > u.bbox.width / devicePixelRatio - 12;
         return isCut ? "" : `${Math.floor(tick)}`.replace("-", "\u2212");
       }),
   };
