@@ -5,8 +5,7 @@ Everything that is not ours to change keeps its bytes: only the fields named her
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import msgspec
 
@@ -66,8 +65,7 @@ class ChunkView(msgspec.Struct):
 _VIEW: Final = msgspec.json.Decoder(ChunkView)
 
 
-@dataclass(frozen=True)
-class Chunk:
+class Chunk(NamedTuple):
     """The chunk as it came, and what it says."""
 
     frame: bytes  # with its frame in a stream; the body of an answer that was not streamed

@@ -29,10 +29,10 @@ from clairai.stream.observe import Observer, RingNumbers
 from clairai.stream.sheet import Parcel
 
 LOOK_PAUSE_S: Final = 0.1
-BUSY_PAUSE_S: Final = 1e-3
+BUSY_PAUSE_S: Final = 2e-3
 ATTACH_TIMEOUT_S: Final = 1.0
 _NOTHING: Final = ReaderStatistics(0, 0, 0, 0, 0)
-_FIELDS: Final = ("position", "token_id", "phase", "span")
+_FIELDS: Final = ("position", "token_id", "span")
 _log: Final = logging.getLogger(__name__)
 
 Deliver = Callable[[list[Parcel]], None]
@@ -181,31 +181,30 @@ class Feed:
     def _parcels(self, records: list[Record], bank: wire.Bank) -> list[Parcel]:
         """The rows of our own requests, in order; converted all at once."""
         rows = np.concatenate([record.rows for record in records])
-        kept = [run for run in runs(rows) if self._is_kept(run, rows)]
+        phases = rows["phase"].tolist()
+        kept = [run for run in runs(rows) if self._is_kept(run, phases)]
         if not kept:
             return []
-        tokens = [np.arange(run.begin, run.end) for run in kept if not run.is_marks]
-        scores: list[Values] = []
-        if tokens:
-            scores_RP = np.concatenate([record.scores_RC for record in records])
-            scores = plain(scores_RP[np.concatenate(tokens)])
         columns = [rows[name].tolist() for name in _FIELDS]
+        scores = _scores(records, [run for run in kept if not run.is_marks])
         made, begin = [], 0
         for run in kept:
-            lists = [column[run.begin : run.end] for column in columns]
-            end = begin if run.is_marks else begin + run.end - run.begin
-            made.append(_parcel(run, bank, lists, scores[begin:end]))
+            part, end = slice(run.begin, run.end), begin
+            end += 0 if run.is_marks else run.end - run.begin
+            position, token_id, span = (column[part] for column in columns)
+            about = (run.stream, run.choice, bank, position, token_id, phases[part], span)
+            made.append(Parcel(*about, scores[begin:end]))
             begin = end
         return made
 
-    def _is_kept(self, run: Run, rows: NDArray[np.void]) -> bool:
+    def _is_kept(self, run: Run, phases: list[int]) -> bool:
         wants_prompt = self.watched.get(run.stream)
         if wants_prompt is None:
             self._orphaned += run.end - run.begin
             return False
         self._rows += run.end - run.begin
         # A prompt of a hundred thousand tokens that nobody asked about is not converted.
-        return wants_prompt or bool((rows["phase"][run.begin : run.end] == wire.DECODE).any())
+        return wants_prompt or wire.DECODE in phases[run.begin : run.end]
 
     def _tell_observers(self, bank: wire.Bank, record: Record) -> None:
         for observer in list(self._observers):
@@ -239,9 +238,13 @@ class Feed:
         self._on_change()
 
 
-def _parcel(run: Run, bank: wire.Bank, columns: list[list[int]], scores: list[Values]) -> Parcel:
-    position, token_id, phase, span = columns
-    return Parcel(run.stream, run.choice, bank, position, token_id, phase, span, scores)
+def _scores(records: list[Record], tokens: list[Run]) -> list[Values]:
+    """Of the rows of these runs, one after the other."""
+    taken = [at for run in tokens for at in range(run.begin, run.end)]
+    if not taken:
+        return []
+    scores_RP = np.concatenate([record.scores_RC for record in records])
+    return plain(scores_RP if len(taken) == len(scores_RP) else scores_RP[taken])
 
 
 def plain(scores_RP: NDArray[np.float32]) -> list[Values]:

@@ -35,8 +35,7 @@ class Row(NamedTuple):
         return 1 + len(self.values)
 
 
-@dataclass(frozen=True)
-class Slice:
+class Slice(NamedTuple):
     """Some rows in order: `scores[j]` belongs to token `start + j`; a lost one is all null."""
 
     names: tuple[str, ...]

@@ -7,8 +7,7 @@ others goes past it.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Generic, Protocol, TypeVar
+from typing import Generic, NamedTuple, Protocol, TypeVar
 
 from clairai.stream.chunk import Chunk, read_chunk
 from clairai.stream.sheet import Sheet
@@ -17,8 +16,7 @@ from clairai.stream.sse import DONE, data_of
 Item = TypeVar("Item")
 
 
-@dataclass(frozen=True)
-class Arrival:
+class Arrival(NamedTuple):
     """A frame; for a chunk with choices also what it holds, and where its tokens begin."""
 
     frame: bytes

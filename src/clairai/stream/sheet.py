@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from typing import NamedTuple
 
 from clairai import wire
 from clairai.stream.asked import Asked
@@ -19,8 +20,7 @@ from clairai.stream.prompt import PromptRows
 from clairai.stream.summary import Summary
 
 
-@dataclass(frozen=True)
-class Parcel:
+class Parcel(NamedTuple):
     """Neighbouring rows of one choice, as plain lists; no scores where `phase` is a mark's."""
 
     stream: int
@@ -193,7 +193,7 @@ class Sheet:
         before = prompt.held
         rows, lost = prompt.take(self.prompt_ids)
         self._charge(-before)
-        return self._noted(replace(cut(rows, 0, len(rows), self._names), lost=lost))
+        return self._noted(cut(rows, 0, len(rows), self._names)._replace(lost=lost))
 
     def results(self) -> tuple[ChoiceResult, ...]:
         """What became of each choice."""
