@@ -7,7 +7,8 @@ export default defineConfig({
     environment: "node",
     globalSetup: "journeys/browser.ts",
     fileParallelism: false,
-    testTimeout: 90_000,
+    testTimeout: 180_000,
     hookTimeout: 90_000,
+    expect: { poll: { timeout: 20_000 } },
   },
 });

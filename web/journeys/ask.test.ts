@@ -12,7 +12,7 @@ describe("asking", () => {
     await settle(page, { "Max tokens": "48", Temperature: "0" });
     const example = page.locator(".example", { has: page.locator(".example-probe", { hasText: /^code$/ }) });
     await example.first().click();
-    await page.locator(".answer .t.over").first().waitFor({ timeout: 60_000 });
+    await page.locator(".answer .t.over").first().waitFor();
     expect(await page.getByLabel("Coloured by").inputValue()).toBe("code");
     await answered(page);
     const colours = new Set(
@@ -73,7 +73,7 @@ describe("asking", () => {
     await settle(page, { "Max tokens": "900" });
     const deleted = page.waitForResponse((response) => response.request().method() === "DELETE");
     await ask(page, "Tell a very long story about a lighthouse.");
-    await page.locator(".answer .t").nth(8).waitFor({ timeout: 60_000 });
+    await page.locator(".answer .t").nth(8).waitFor();
     await page.locator(".composer").getByRole("button", { name: "Stop" }).click();
     expect((await deleted).ok()).toBe(true);
     await answered(page);

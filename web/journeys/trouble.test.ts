@@ -40,7 +40,7 @@ describe("when something is wrong, the page", () => {
     const page = await visit(DEMO);
     await ready(page);
     await page.context().setOffline(true);
-    await page.locator(".banner", { hasText: "Disconnected." }).waitFor({ timeout: 30_000 });
+    await page.locator(".banner", { hasText: "Disconnected." }).waitFor();
     expect(await page.locator(".example").count()).toBeGreaterThan(0);
     await page.context().setOffline(false);
     await expect.poll(() => page.locator(".banner").count(), { timeout: 30_000 }).toBe(0);
@@ -50,7 +50,7 @@ describe("when something is wrong, the page", () => {
     await using wire = await relayTo(DEMO);
     const page = await visit(wire.url);
     await ready(page);
-    await settle(page, { "Max tokens": "120", Temperature: "0" });
+    await settle(page, { "Max tokens": "80", Temperature: "0" });
     const posts: string[] = [];
     const resumed: string[] = [];
     page.on("request", (request) => {
@@ -60,25 +60,25 @@ describe("when something is wrong, the page", () => {
     await ask(page, "Tell a story about a lighthouse.");
     await page.locator(".answer .t").nth(10).waitFor();
     wire.cut();
-    await page.locator(".answer .t").nth(40).waitFor();
+    await page.locator(".answer .t").nth(30).waitFor();
     wire.cut();
     await answered(page);
     const file = await exportedJson(page);
     expect(posts).toHaveLength(1);
-    expect(resumed.length).toBeGreaterThanOrEqual(2);
-    expect(file.answer.tokens).toHaveLength(120);
+    expect(resumed.length).toBeGreaterThanOrEqual(1);
+    expect(file.answer.tokens).toHaveLength(80);
     expect(file.answer.scores.slice(0, -1).every((row) => row?.every((value) => value !== null))).toBe(true);
   });
 
   it("takes a run up again that was going on when the page was reloaded", async () => {
     const page = await visit(DEMO);
     await ready(page);
-    await settle(page, { "Max tokens": "120", Temperature: "0" });
+    await settle(page, { "Max tokens": "80", Temperature: "0" });
     await ask(page, "Tell a story about a mountain.");
     await page.locator(".answer .t").nth(10).waitFor();
     await page.reload();
     await answered(page);
-    expect((await exportedJson(page)).answer.tokens).toHaveLength(120);
+    expect((await exportedJson(page)).answer.tokens).toHaveLength(80);
   });
 
   it("says that there are no probes, and how to add one", async () => {

@@ -50,7 +50,7 @@ export function world(): Visit {
     });
     close.push(() => context.close());
     const page = await context.newPage();
-    page.setDefaultTimeout(30_000);
+    page.setDefaultTimeout(60_000);
     await page.exposeFunction("reportProblem", (text: string) => found.push(text));
     await page.addInitScript(reportViolations);
     page.on("pageerror", (error) => found.push(`error: ${error.message}`));
@@ -96,7 +96,11 @@ export async function ask(page: Page, text: string): Promise<void> {
 
 /** Wait for the newest answer's end. */
 export async function answered(page: Page): Promise<void> {
-  await page.locator(".turn").last().getByRole("button", { name: "Regenerate" }).waitFor({ timeout: 80_000 });
+  await page
+    .locator(".turn")
+    .last()
+    .getByRole("button", { name: "Regenerate" })
+    .waitFor({ timeout: 150_000 });
 }
 
 /** Choose an entry of the export menu; gives the path of what was saved. */

@@ -112,7 +112,10 @@ function nextCrossing(page: Page, by: number): void {
 
 function focusOn(page: Page, id: string): void {
   if (id === "probe-search") page.store.setState({ pane: "probes" });
-  page.beat.ask(() => document.getElementById(id)?.focus());
+  const element = document.getElementById(id);
+  // At once, so that no letter typed after the key is lost; later only if it has yet to appear.
+  if (element) element.focus();
+  else page.beat.ask(() => document.getElementById(id)?.focus());
 }
 
 /** Around the marked token, or the newest. */
