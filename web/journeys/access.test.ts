@@ -1,28 +1,9 @@
-import { readFileSync } from "node:fs";
-import { createRequire } from "node:module";
 import type { Page } from "playwright-core";
 import { describe, expect, it } from "vitest";
+import { faults } from "./axe";
 import { answered, ask, DEMO, PHONE, ready, settle, WAITING, world } from "./world";
 
 const visit = world();
-const AXE = readFileSync(createRequire(import.meta.url).resolve("axe-core/axe.min.js"), "utf8");
-
-interface AxeResult {
-  violations: { id: string; nodes: { html: string; failureSummary: string }[] }[];
-}
-
-/** Every rule of axe, on what is on the page now. */
-async function faults(page: Page): Promise<string[]> {
-  // By the test's own hand: the page's policy would not let it in.
-  await page.evaluate(AXE);
-  const { violations } = await page.evaluate<AxeResult>(
-    "axe.run(document, { runOnly: ['wcag2a', 'wcag2aa', 'wcag21a', 'wcag21aa', 'wcag22aa', 'best-practice'] })",
-  );
-  return violations.flatMap(({ id, nodes }) =>
-    nodes.map(({ html, failureSummary }) => `${id}: ${html.slice(0, 160)} ${failureSummary}`),
-  );
-}
-
 async function withAnswer(page: Page): Promise<void> {
   await ready(page);
   await settle(page, { "Max tokens": "16", Temperature: "0" });

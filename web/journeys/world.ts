@@ -28,15 +28,15 @@ type Visit = (
 /** To be called once at the top of a file of journeys. */
 export function world(): Visit {
   let browser: Browser;
-  let found: string[] = [];
+  const found: string[] = [];
   let close: (() => Promise<void>)[] = [];
   beforeAll(async () => {
     browser = await chromium.connect(inject("browser"));
   });
   afterEach(async () => {
     for (const each of close) await each();
-    const problems = found;
-    [close, found] = [[], []];
+    const problems = found.splice(0);
+    close = [];
     expect(problems).toEqual([]);
   });
   afterAll(() => browser.close());
@@ -51,16 +51,22 @@ export function world(): Visit {
     close.push(() => context.close());
     const page = await context.newPage();
     page.setDefaultTimeout(60_000);
-    await page.exposeFunction("reportProblem", (text: string) => found.push(text));
-    await page.addInitScript(reportViolations);
-    page.on("pageerror", (error) => found.push(`error: ${error.message}`));
-    page.on("console", (message) => {
-      if (message.type() === "error" && !isExpected(message.text())) found.push(`console: ${message.text()}`);
-    });
+    await noteProblems(page, found);
     await before(page);
     await page.goto(url);
     return page;
   };
+}
+
+/** Errors and violations of the policy, as they happen. */
+export async function noteProblems(page: Page, found: string[]): Promise<void> {
+  await page.exposeFunction("reportProblem", (text: string) => found.push(text));
+  await page.addInitScript(reportViolations);
+  page.on("pageerror", (error) => found.push(`error: ${error.message}`));
+  page.on("console", (message) => {
+    const text = message.text();
+    if (message.type() === "error" && !isExpected(text)) found.push(`console: ${text}`);
+  });
 }
 
 /** Runs in the page: its policy must never have to step in. */

@@ -107,6 +107,14 @@ describe("a question", () => {
   });
 });
 
+it("a history that is full is said, and the run is shown all the same", async () => {
+  const page = pageWith(scripted(answer("a")));
+  page.history.save = () => Promise.reject(new DOMException("full", "QuotaExceededError"));
+  await page.ask("Why?");
+  expect(page.head()?.status).toBe("done");
+  expect(page.store.getState().notice).toContain("storage is full");
+});
+
 describe("stopping", () => {
   it("deletes the run and keeps what still comes", async () => {
     let controller: ReadableStreamDefaultController<Uint8Array> | undefined;

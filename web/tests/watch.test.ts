@@ -86,6 +86,37 @@ describe("the picture of the server", () => {
     expect(forget).toHaveBeenCalledOnce();
   });
 
+  it("keeps its lists as they are while they say the same: nothing is drawn anew", async () => {
+    const { store, watch } = watched(GOOD);
+    await watch.look();
+    const { probes, lines, models, examples } = store.getState();
+    await watch.look();
+    watch.stop();
+    const again = store.getState();
+    expect(
+      [again.probes, again.lines, again.models, again.examples].map(
+        (list, i) => list === [probes, lines, models, examples][i],
+      ),
+    ).toEqual([true, true, true, true]);
+  });
+
+  it("can do without what a vLLM without clairai does not have", async () => {
+    const missing = new ApiError(404, "not found");
+    const { store, watch } = watched({ ...GOOD, "v1/probes": missing, "v1/clairai": missing });
+    await watch.look();
+    watch.stop();
+    expect(store.getState()).toMatchObject({ probes: [], model: "m", engine: null });
+  });
+
+  it("goes on looking after an answer that is not the server's", async () => {
+    const { store, watch } = watched({ ...GOOD, "v1/models": new SyntaxError("not JSON") });
+    await watch.look();
+    expect(store.getState().link.kind).toBe("unreachable");
+    await watch.look();
+    watch.stop();
+    expect(store.getState().link).toEqual({ kind: "unreachable", attempts: 1 });
+  });
+
   it("warns of a degraded engine, of loss and of failure", () => {
     const degraded = { ...READY, status: "degraded" as const, reason: "the ring is not attached" };
     const link = { kind: "answered" as const, health: degraded };

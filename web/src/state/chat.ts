@@ -173,6 +173,14 @@ export class Chat {
 
   async #keep(id: string): Promise<void> {
     const run = this.store.getState().runs[id];
-    if (run) await this.history.save(toFile(run, this.shelf.get(id)));
+    if (!run) return;
+    try {
+      await this.history.save(toFile(run, this.shelf.get(id)));
+    } catch {
+      // The browser's storage is full, or was taken away: the run is shown all the same.
+      this.store.setState({
+        notice: "This run could not be kept in the history: the browser's storage is full.",
+      });
+    }
   }
 }

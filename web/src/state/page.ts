@@ -34,6 +34,7 @@ export interface Page {
 const local = remembering(() => localStorage);
 const session = remembering(() => sessionStorage);
 const KEY = "clairai.key";
+const HIDDEN_MS = 1000;
 const THEME = "clairai.theme";
 const SHORTCUTS = "clairai.shortcuts";
 
@@ -46,7 +47,7 @@ export function usePage(): Page {
 }
 
 export function createPage(history: History, base: string): Page {
-  const beat = new Beat((callback) => requestAnimationFrame(callback));
+  const beat = new Beat(nextFrame);
   const shelf = new Shelf(beat);
   const store = createPageStore({ theme: storedTheme(), hasShortcuts: local.read(SHORTCUTS) !== "off" });
   const server = createServer(base, () => session.read(KEY));
@@ -78,6 +79,19 @@ export function createPage(history: History, base: string): Page {
     if (state.head !== before.head || state.versus !== before.versus) openShown(page);
   });
   return page;
+}
+
+/** A hidden page gets no frames, but crossings must still be counted in its title. */
+function nextFrame(callback: () => void): void {
+  let frame = 0;
+  const timer = setTimeout(() => {
+    cancelAnimationFrame(frame);
+    callback();
+  }, HIDDEN_MS);
+  frame = requestAnimationFrame(() => {
+    clearTimeout(timer);
+    callback();
+  });
 }
 
 function storedTheme(): ThemeChoice {

@@ -1,5 +1,5 @@
 // Takes the server; keeps the page's picture of it fresh: health, model, probes, ring, examples.
-import { ApiError, UnreachableError, type Server } from "../api/http";
+import { ApiError, type Server } from "../api/http";
 import type { EngineDescription, Example, Health, ModelList, ProbeInfo, ProbeList } from "../api/types";
 import { MAX_LINES } from "../colour/lines";
 import type { Store } from "./store";
@@ -49,19 +49,29 @@ export class Watch {
   async #learn(): Promise<void> {
     const [models, probes, engine, examples] = await Promise.all([
       this.server.json<ModelList>("v1/models"),
-      this.server.json<ProbeList>("v1/probes"),
-      this.server.json<EngineDescription>("v1/clairai"),
-      this.server.json<{ data: Example[] }>("v1/examples"),
+      this.#known<ProbeList>("v1/probes"),
+      this.#known<EngineDescription>("v1/clairai"),
+      this.#known<{ data: Example[] }>("v1/examples"),
     ]);
     const ids = models.data.map(({ id }) => id);
     this.store.setState((state) => ({
       key: { isNeeded: false, wasRefused: false },
-      models: ids,
+      models: unchanged(state.models, ids),
       model: state.model !== null && ids.includes(state.model) ? state.model : (ids[0] ?? null),
       engine,
-      examples: examples.data,
-      ...chosen(probes.data, state.probe, state.lines),
+      examples: unchanged(state.examples, examples?.data ?? []),
+      ...chosen(unchanged(state.probes, probes?.data ?? []), state.probe, state.lines),
     }));
+  }
+
+  /** null where the engine has no such route: a vLLM without clairai can still be talked to. */
+  async #known<T>(path: string): Promise<T | null> {
+    try {
+      return await this.server.json<T>(path);
+    } catch (error) {
+      if (error instanceof ApiError && error.status === 404) return null;
+      throw error;
+    }
   }
 
   #fail(error: unknown): void {
@@ -75,24 +85,29 @@ export class Watch {
       this.store.setState({ notice: error.message });
       return;
     }
+    // No answer, or one that is not this server's.
     this.store.setState(({ link }) => ({
       link: { kind: "unreachable", attempts: link.kind === "unreachable" ? link.attempts + 1 : 1 },
     }));
-    if (!(error instanceof UnreachableError)) throw error;
   }
+}
+
+/** The old list if the new one says the same: nothing that depends on it is drawn anew. */
+export function unchanged<T>(old: T[] | null, found: T[]): T[] {
+  return old !== null && JSON.stringify(old) === JSON.stringify(found) ? old : found;
 }
 
 /** Keep what is chosen while it exists; a first look chooses the first probes. */
 export function chosen(
   probes: ProbeInfo[],
   probe: string | null,
-  lines: readonly string[],
+  lines: string[],
 ): { probes: ProbeInfo[]; probe: string | null; lines: string[] } {
   const names = new Set(probes.map(({ name }) => name));
   const kept = lines.filter((name) => names.has(name));
   return {
     probes,
     probe: probe !== null && names.has(probe) ? probe : (probes[0]?.name ?? null),
-    lines: kept.length > 0 ? kept : [...names].slice(0, MAX_LINES),
+    lines: unchanged(lines, kept.length > 0 ? kept : [...names].slice(0, MAX_LINES)),
   };
 }

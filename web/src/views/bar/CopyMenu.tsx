@@ -5,6 +5,7 @@ import type { Page } from "../../state/page";
 import { usePage } from "../../state/page";
 import { bodyOf, messagesOf, type CompletionBody } from "../../state/request";
 import { pathTo } from "../../state/store";
+import { copyText } from "../../state/copy";
 import { curl, python } from "../../export/snippets";
 import { Menu, MenuItem } from "./Menu";
 
@@ -12,9 +13,13 @@ export function CopyMenu() {
   const page = usePage();
   const [done, setDone] = useState<string | null>(null);
   const copy = async (name: string, text: string) => {
-    await navigator.clipboard.writeText(text);
-    setDone(name);
-    setTimeout(() => setDone(null), 1500);
+    try {
+      await copyText(text);
+      setDone(name);
+      setTimeout(() => setDone(null), 1500);
+    } catch (error) {
+      page.store.setState({ notice: String(error instanceof Error ? error.message : error) });
+    }
   };
   const choices: readonly (readonly [string, () => string])[] = [
     ["Python", () => python(requestOf(page), location.origin, page.hasKey())],

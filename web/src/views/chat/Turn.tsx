@@ -1,5 +1,6 @@
 // Takes one run; shows its question and its answer, token by token, and what can be done with it.
 import { useState } from "react";
+import { copyText } from "../../state/copy";
 import { usePage } from "../../state/page";
 import type { Run } from "../../state/types";
 import { RUNNING } from "../../state/types";
@@ -73,9 +74,13 @@ function Actions({ run }: { run: Run }) {
     );
   }
   const copy = async () => {
-    await navigator.clipboard.writeText(page.shelf.get(run.id).text);
-    setCopied(true);
-    setTimeout(() => setCopied(false), 1500);
+    try {
+      await copyText(page.shelf.get(run.id).text);
+      setCopied(true);
+      setTimeout(() => setCopied(false), 1500);
+    } catch (error) {
+      page.store.setState({ notice: String(error instanceof Error ? error.message : error) });
+    }
   };
   return (
     <p className="actions">

@@ -5,7 +5,8 @@ import { domainOf, fraction, isOver } from "../../colour/domain";
 import { shownFocus } from "../../state/focus";
 import { usePage, type Page } from "../../state/page";
 
-/** Dozens of meters follow the pointer: each is one style change, not one render. */
+/** Dozens of meters follow the pointer: each is one style change, not one render. After every render
+ * they are moved anew, because a search may have brought others onto the page. */
 export function useMeters(list: RefObject<HTMLElement | null>, probes: readonly ProbeInfo[]): void {
   const page = usePage();
   useEffect(() => {

@@ -1,0 +1,22 @@
+// Takes a page; gives what axe finds wrong with what is on it now.
+import { readFileSync } from "node:fs";
+import { createRequire } from "node:module";
+import type { Page } from "playwright-core";
+
+const AXE = readFileSync(createRequire(import.meta.url).resolve("axe-core/axe.min.js"), "utf8");
+
+interface AxeResult {
+  violations: { id: string; nodes: { html: string; failureSummary: string }[] }[];
+}
+
+/** Every rule of axe, on what is on the page now. */
+export async function faults(page: Page): Promise<string[]> {
+  // By the test's own hand: the page's policy would not let it in.
+  await page.evaluate(AXE);
+  const { violations } = await page.evaluate<AxeResult>(
+    "axe.run(document, { runOnly: ['wcag2a', 'wcag2aa', 'wcag21a', 'wcag21aa', 'wcag22aa', 'best-practice'] })",
+  );
+  return violations.flatMap(({ id, nodes }) =>
+    nodes.map(({ html, failureSummary }) => `${id}: ${html.slice(0, 160)} ${failureSummary}`),
+  );
+}
