@@ -180,7 +180,7 @@ def test_an_engine_that_is_killed_comes_back_and_is_read_again(demo: Demo) -> No
 
 def _server(demo: Demo) -> int:
     """vLLM's API server: the keeper's child."""
-    parent_of = {pid: parent for pid, (_, parent) in keeper._processes().items()}
+    parent_of = keeper._parents()
     (kept,) = [pid for pid in _processes_of(demo.runtime) if parent_of[pid] == demo.process.pid]
     (server,) = [pid for pid in _processes_of(demo.runtime) if parent_of[pid] == kept]
     return server
@@ -188,7 +188,7 @@ def _server(demo: Demo) -> int:
 
 def _core(demo: Demo) -> int:
     """The engine core: the server's child that is no tracker."""
-    children = [pid for pid, (_, parent) in keeper._processes().items() if parent == _server(demo)]
+    children = [pid for pid, parent in keeper._parents().items() if parent == _server(demo)]
     (core,) = [pid for pid in children if not keeper._is_tracker(pid)]
     return core
 

@@ -85,9 +85,9 @@ class Served:
 
     def server_pid(self) -> int:
         """The toy itself: what the keeper has started."""
-        of = keeper._processes()
-        (kept,) = [pid for pid in self.engine_pids() if of[pid][1] == self.process.pid]
-        (server,) = [pid for pid in self.engine_pids() if of[pid][1] == kept]
+        parent_of = keeper._parents()
+        (kept,) = [pid for pid in self.engine_pids() if parent_of[pid] == self.process.pid]
+        (server,) = [pid for pid in self.engine_pids() if parent_of[pid] == kept]
         return server
 
     def end(self, number: signal.Signals = signal.SIGINT) -> float:

@@ -123,7 +123,7 @@ def test_a_server_ends_also_when_its_keeper_is_killed(tmp_path: Path) -> None:
 
 def _children_of(pid: int) -> list[int]:
     def found() -> list[int]:
-        return [child for child, (_, parent) in keeper._processes().items() if parent == pid]
+        return [child for child, parent in keeper._parents().items() if parent == pid]
 
     until(found)
     return found()

@@ -120,26 +120,27 @@ class Keeper:
 
 
 def descendants() -> list[int]:
-    """Every process below this one that still runs, wherever it has moved its group or session."""
+    """Every process below this one, wherever it has moved its group or session, until it is buried.
+
+    A zombie counts: one of several threads can still be on its way out, and holds sockets and
+    memory until it is. Who is left without a parent comes to us, and _bury() sees the end of it.
+    """
     children: dict[int, list[int]] = {}
-    running: set[int] = set()
-    for pid, (state, parent) in _processes().items():
+    for pid, parent in _parents().items():
         children.setdefault(parent, []).append(pid)
-        if state not in "ZX":
-            running.add(pid)
     found = [os.getpid()]
     for pid in found:  # grows while it is walked
         found += children.get(pid, ())
-    return [pid for pid in found[1:] if pid in running]
+    return found[1:]
 
 
-def _processes() -> dict[int, tuple[str, int]]:
-    """State and parent of every process of the machine."""
+def _parents() -> dict[int, int]:
+    """Of every process of the machine."""
     found = {}
     for folder in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):  # it has ended since
-            state, parent = (folder / "stat").read_text().rpartition(")")[2].split()[:2]
-            found[int(folder.name)] = (state, int(parent))
+            parent = (folder / "stat").read_text().rpartition(")")[2].split()[1]
+            found[int(folder.name)] = int(parent)
     return found
 
 
