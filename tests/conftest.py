@@ -5,11 +5,18 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import signal
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+
+
+def pytest_configure() -> None:
+    # A shell starts what it puts into the background with SIGINT ignored, and programs pass that
+    # on: the commands whose Ctrl-C is tested would not hear it.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(scope="session")
