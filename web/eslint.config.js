@@ -10,8 +10,8 @@ export default tseslint.config(
   ...tseslint.configs.strictTypeChecked,
   ...tseslint.configs.stylisticTypeChecked,
   { languageOptions: { parserOptions: { projectService: true, tsconfigRootDir: import.meta.dirname } } },
-  a11y.flatConfigs.strict,
-  hooks.configs.flat["recommended-latest"],
+  { files: ["src/**/*.{ts,tsx}"], ...a11y.flatConfigs.strict },
+  { files: ["src/**/*.{ts,tsx}"], ...hooks.configs.flat["recommended-latest"] },
   {
     rules: {
       "max-lines": ["error", { max: 300 }],
@@ -19,6 +19,11 @@ export default tseslint.config(
       "no-console": "error",
       "@typescript-eslint/restrict-template-expressions": ["error", { allowNumber: true }],
       "@typescript-eslint/no-confusing-void-expression": ["error", { ignoreArrowShorthand: true }],
+    },
+  },
+  {
+    files: ["src/**/*.{ts,tsx}"],
+    rules: {
       // Regions that scroll or that arrow keys move in have to take the focus.
       "jsx-a11y/no-noninteractive-tabindex": ["error", { tags: [], roles: ["group", "tabpanel"] }],
     },

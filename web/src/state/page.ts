@@ -119,6 +119,7 @@ export async function goLive(page: Page): Promise<void> {
   page.focus.subscribe((state, before) => {
     if (state.pin !== before.pin) page.beat.ask(write);
   });
+  for (const change of ["online", "offline"]) window.addEventListener(change, () => void page.watch.look());
   window.addEventListener("hashchange", () => {
     const next = parseAddress(location.hash);
     apply(page, next);
