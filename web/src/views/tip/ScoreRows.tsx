@@ -52,18 +52,27 @@ function ScoreRow({
       <button type="button" onClick={() => page.store.setState({ probe: probe.name })}>
         <span className="dab" style={{ backgroundColor: fill }} aria-hidden="true" />
         <span className="score-name">{probe.name}</span>
-        {pair ? <Pair pair={pair} /> : <span className="number">{score(value)}</span>}
+        {pair ? <Pair pair={pair} /> : <Exact value={value} />}
         {over && <span className="hidden">over its threshold</span>}
       </button>
     </li>
   );
 }
 
+/** Short to read; to the last digit for a pointer that rests on it. */
+function Exact({ value }: { value: number }) {
+  return (
+    <span className="number" title={Number.isNaN(value) ? "no score" : String(value)}>
+      {score(value)}
+    </span>
+  );
+}
+
 function Pair({ pair: [a, b] }: { pair: [number, number] }) {
   return (
     <span className="number pair">
-      <span>{score(a)}</span>
-      <span>{score(b)}</span>
+      <Exact value={a} />
+      <Exact value={b} />
       <span className="faint">{Number.isNaN(b - a) ? "–" : signed(b - a)}</span>
     </span>
   );
