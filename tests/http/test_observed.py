@@ -139,6 +139,25 @@ def test_a_client_that_leaves_is_told_as_cancelled_and_counted_once(
     assert proxied.proxy.numbers().cancelled == 1
 
 
+@pytest.mark.parametrize("fields", [{}, SCORED])
+def test_a_client_that_leaves_as_it_has_the_end_is_told_as_done(
+    proxied: World, told: Told, fields: dict[str, Any]
+) -> None:
+    async def linger(exchange: Exchange) -> None:
+        """Says the end, and keeps the connection open behind it."""
+        await exchange.begin()
+        await exchange.tokens([72], finish="length")
+        await exchange.end()
+        await asyncio.Event().wait()
+
+    proxied.upstream.script = linger
+    body = {"messages": [], "stream": True, **fields}
+    with proxied.client() as client, client.stream("POST", CHAT, json=body) as answer:
+        assert any("[DONE]" in line for line in answer.iter_lines())
+    assert _only(told).outcome == "done"
+    assert proxied.proxy.numbers().cancelled == 0
+
+
 def test_what_whoever_started_the_engine_says_is_what_clients_hear(
     proxied: World, told: Told
 ) -> None:

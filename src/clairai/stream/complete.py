@@ -152,6 +152,8 @@ class _Voices:
             async with aclosing(flow(response.content, merger, self._sheet)) as parts:
                 async for frames in parts:
                     self._completion.note_token()
+                    if merger.is_over:  # before it is sent: a client may leave as it has the end
+                        self._completion.outcome = "done"
                     yield b"".join(frames)
             self._completion.outcome = "done"
         except UpstreamGone:

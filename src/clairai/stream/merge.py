@@ -61,6 +61,11 @@ class Merger(Generic[Item]):
         self._waiting: list[Arrival] = []
 
     @property
+    def is_over(self) -> bool:
+        """Whether all has been said, the end too."""
+        return self.is_done and not self._waiting
+
+    @property
     def deadline_s(self) -> float | None:
         """When to call `release` at the latest, if anything waits."""
         deadlines = [a.deadline_s for a in self._waiting if a.deadline_s is not None]

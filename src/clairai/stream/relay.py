@@ -14,7 +14,7 @@ from starlette.responses import Response
 from clairai.stream.flow import MAX_FRAME_BYTES
 from clairai.stream.outgoing import EVENT_STREAM, EventStream
 from clairai.stream.proxy import Completion, Proxy
-from clairai.stream.sse import FrameTooLong, Splitter, frame_of
+from clairai.stream.sse import DONE, FrameTooLong, Splitter, data_of, frame_of
 from clairai.stream.upstream import Upstream, back, onward
 
 DIED: Final = {
@@ -94,6 +94,8 @@ async def _passed_on(
         while raw := await response.content.readany():
             completion.note_token()
             if frames := splitter.feed(raw):
+                if data_of(frames[-1]) == DONE:  # a client may leave as it has the end
+                    completion.answered(response.status)
                 yield b"".join(frames)
         if splitter.rest:
             yield splitter.rest
