@@ -1,6 +1,6 @@
 """Every message that crosses a process: rows in the ring, and the structs of the handshake socket.
 
-Takes nothing of ours and imports nothing of ours; both ends import this.
+Both ends import this. What concerns steering is in wire_steer.py; nothing else of ours is imported.
 """
 
 from __future__ import annotations
@@ -9,6 +9,8 @@ from typing import Final, Literal
 
 import msgspec
 import numpy as np
+
+from clairai import wire_steer
 
 Activation = Literal["none", "relu", "sigmoid"]
 
@@ -140,7 +142,15 @@ class FindStreams(msgspec.Struct, frozen=True, tag="find_streams", forbid_unknow
     request_ids: tuple[str, ...]
 
 
-Control = ListProbes | AddProbes | ReplaceProbes | RemoveProbes | Describe | FindStreams
+Control = (
+    ListProbes
+    | AddProbes
+    | ReplaceProbes
+    | RemoveProbes
+    | Describe
+    | FindStreams
+    | wire_steer.Control
+)
 
 
 class BankState(msgspec.Struct, frozen=True, tag="bank_state", forbid_unknown_fields=True):
@@ -169,6 +179,6 @@ class Streams(msgspec.Struct, frozen=True, tag="streams", forbid_unknown_fields=
     streams: tuple[int | None, ...]
 
 
-ControlReply = BankState | Description | Streams | Refusal
+ControlReply = BankState | Description | Streams | wire_steer.Reply | Refusal
 WIRE_VERSION: Final = 1
 MAX_MESSAGE_BYTES: Final = 1 << 20

@@ -6,32 +6,34 @@ import pytest
 
 from tests.shape.source import Module, is_importing, is_importing_at_start, ours, package
 
-COMMON = {"errors", "wire", "points"}
+COMMON = {"errors", "wire", "wire_steer", "points"}
 # What each part of clairai may import of clairai: arrows go down the path, never up.
 MAY_IMPORT: dict[str, set[str]] = {
     "errors": set(),
-    "wire": set(),
+    "wire": {"wire_steer"},
+    "wire_steer": set(),
     "points": {"errors"},
-    "wanted": {"errors", "points"},
+    "steer": {*COMMON, "probe", "steer"},
+    "wanted": {"errors", "points", "steer"},
     "probe": {*COMMON, "probe"},
-    "settings": {"errors", "points", "probe"},
+    "settings": {"errors", "points", "probe", "steer"},
     "ring": {"errors", "wire", "ring"},
     "tap": {
         *COMMON,
-        *("probe", "settings", "tap"),
+        *("probe", "settings", "steer", "tap"),
         *("ring.layout", "ring.writer", "ring.handshake", "ring.memory", "ring.cuda"),
     },
     "match": {*COMMON, "match"},
     "sidecar": {*COMMON, "ring", "match", "sidecar"},
-    "stream": {*COMMON, "probe", "wanted", "ring", "match", "stream"},
-    "compat": {*COMMON, "probe", "settings", "wanted", "tap", "compat"},
+    "stream": {*COMMON, "probe", "steer", "wanted", "ring", "match", "stream"},
+    "compat": {*COMMON, "probe", "settings", "steer", "wanted", "tap", "compat"},
     "train": {
         *COMMON,
         *("probe", "offline", "train"),
         *("compat.llm", "serve.launch", "demo.console", "demo.model"),
     },
 }
-WITHOUT_TORCH = ("ring", "match", "sidecar", "stream", "store", "probe", "wire", "errors")
+WITHOUT_TORCH = ("ring", "match", "sidecar", "stream", "store", "probe", "steer", "wire", "errors")
 MODULES = frozenset(module.name for module in package())
 
 
