@@ -152,8 +152,7 @@ class _Voices:
             async with aclosing(flow(response.content, merger, self._sheet)) as parts:
                 async for frames in parts:
                     self._completion.note_token()
-                    if merger.is_over:  # before it is sent: a client may leave as it has the end
-                        self._completion.outcome = "done"
+                    self._note_end(merger)
                     yield b"".join(frames)
             self._completion.outcome = "done"
         except UpstreamGone:
@@ -182,6 +181,11 @@ class _Voices:
             async for events in parts:
                 self._completion.note_token()
                 await run.put(events)
+
+    def _note_end(self, merger: Merger[bytes]) -> None:
+        """Before it is sent: a client may leave as it has the end, and was served."""
+        if merger.is_over:
+            self._completion.outcome = "done"
 
     def _note_death(self) -> None:
         self._proxy.upstream.errors += 1

@@ -94,8 +94,7 @@ async def _passed_on(
         while raw := await response.content.readany():
             completion.note_token()
             if frames := splitter.feed(raw):
-                if data_of(frames[-1]) == DONE:  # a client may leave as it has the end
-                    completion.answered(response.status)
+                _note_end(completion, response, frames)
                 yield b"".join(frames)
         if splitter.rest:
             yield splitter.rest
@@ -104,3 +103,11 @@ async def _passed_on(
         proxy.upstream.errors += 1
         completion.failed(response.status)
         yield DIED_FRAME
+
+
+def _note_end(
+    completion: Completion, response: aiohttp.ClientResponse, frames: list[bytes]
+) -> None:
+    """Before it is sent: a client may leave as it has the end, and was served."""
+    if data_of(frames[-1]) == DONE:
+        completion.answered(response.status)
