@@ -5,6 +5,8 @@ ClairaiError
 │   └── PointError       a tap point that does not exist, or is not tapped in this engine
 ├── ProbeError           a probe or a probe file is wrong; the running bank is untouched
 │   └── CapacityError    the bank is full
+├── VectorError          a steering vector or its file is wrong; the registered ones are untouched
+│   └── VectorCapacityError  what steers unfinished requests fills the engine's tables
 ├── RequestError         one request's clairai fields are wrong; other requests are untouched
 ├── UnsupportedError     this vLLM, architecture or mode is not served, and why
 ├── TapMissingError      a configured tap did not run during warm-up; the engine must not serve
@@ -50,6 +52,14 @@ class ProbeError(ClairaiError, ValueError):
 
 class CapacityError(ProbeError):
     code = "capacity"
+
+
+class VectorError(ClairaiError, ValueError):
+    code = "vector"
+
+
+class VectorCapacityError(VectorError):
+    code = "vector-capacity"
 
 
 class RequestError(ClairaiError, ValueError):

@@ -24,7 +24,7 @@ MAX_NAME: Final = 128
 MAX_WIDTH: Final = 1_000_000
 ACTIVATIONS: Final[tuple[wire.Activation, ...]] = get_args(wire.Activation)
 
-_NAME: Final = re.compile(rf"[A-Za-z0-9_:@+-][A-Za-z0-9._:/@+-]{{0,{MAX_NAME - 1}}}")
+NAME: Final = re.compile(rf"[A-Za-z0-9_:@+-][A-Za-z0-9._:/@+-]{{0,{MAX_NAME - 1}}}")
 
 
 @dataclass(frozen=True, eq=False)
@@ -145,7 +145,7 @@ def _activate(activation: wire.Activation, scores_T: NDArray[np.float64]) -> NDA
 
 def _check_name(name: object) -> None:
     # A name is shown, sent and may become a file's name: nothing that could climb a path.
-    if not isinstance(name, str) or _NAME.fullmatch(name) is None or ".." in name:
+    if not isinstance(name, str) or NAME.fullmatch(name) is None or ".." in name:
         raise ProbeError(
             f"{quote(name)} cannot name a probe; use 1 to {MAX_NAME} of A-Z a-z 0-9 . _ : / @ + -, "
             "not starting with . or / and without .."
