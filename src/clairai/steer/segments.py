@@ -35,20 +35,21 @@ def segments(course: Course) -> tuple[Segment, ...]:
 def program_key(course: Course, active: Iterable[int]) -> bytes:
     """Names what these actions do, in their order, to a row: equal for equal content.
 
-    Neither names nor positions are in it, nor what happens to special tokens: on those a shorter
-    list is active. A stateful gate's index in the course is: that is where its state is kept, and
-    all programs of one request must find it there.
+    Neither names nor positions are in it. Whether an action skips special tokens is: only the
+    device knows which token a row is for. A stateful gate's index in the course is: that is where
+    its state is kept, and all programs of one request must find it there.
     """
     actions = [course.actions[index] for index in active]
-    parts = [(content(course, action), _state(course, action)) for action in actions]
+    parts = [
+        (content(course, action), action.skips_special, _state(course, action))
+        for action in actions
+    ]
     return hashlib.blake2b(_ENCODER.encode(parts), digest_size=16).digest()
 
 
 def programs(course: Course) -> frozenset[bytes]:
-    """Keys of every program the course can need, those for special tokens included."""
-    lists = {active for _, _, active in segments(course)}
-    lists |= {_on_special(course, active) for active in lists}
-    return frozenset(program_key(course, active) for active in lists if active)
+    """Keys of every program the course needs."""
+    return frozenset(program_key(course, active) for _, _, active in segments(course))
 
 
 def content(course: Course, action: Action) -> tuple[object, ...]:
@@ -57,10 +58,6 @@ def content(course: Course, action: Action) -> tuple[object, ...]:
     bounds = (_real(action.low), _real(action.high))
     gate = None if action.gate is None else _gate_content(course.gates[action.gate])
     return action.op, rows, float(action.scale), action.is_matched, bounds, gate
-
-
-def _on_special(course: Course, active: tuple[int, ...]) -> tuple[int, ...]:
-    return tuple(index for index in active if not course.actions[index].skips_special)
 
 
 def _state(course: Course, action: Action) -> int | None:
