@@ -30,22 +30,24 @@ def load(path: StrPath, *, target_layer: int | None = None) -> Probe:
     """The probe in one file; `target_layer` serves a JSON file whose name has no layer."""
     file = Path(path)
     if file.suffix == ".json":
-        data = _read(file, seed.MAX_NBYTES)
+        data = read(file, seed.MAX_NBYTES)
         return seed.loads(data, source=os.fspath(path), target_layer=target_layer)
     if file.suffix == ".safetensors":
-        return native.loads(_read(file, native.MAX_NBYTES), source=os.fspath(path))
-    raise ProbeError(f"{_shown(file)}: not a probe file; its name must end in {_suffixes()}")
+        return native.loads(read(file, native.MAX_NBYTES), source=os.fspath(path))
+    raise ProbeError(
+        f"{shown(file)}: not a probe file; its name must end in {' or '.join(SUFFIXES)}"
+    )
 
 
 def load_many(path: StrPath, *, target_layer: int | None = None) -> list[Probe]:
     """Every probe of a file, a folder (not its subfolders) or a glob, by name; none twice."""
     found: dict[str, Probe] = {}
     origin: dict[str, Path] = {}
-    for file in _listed(path):
+    for file in listed(path, SUFFIXES):
         probe = load(file, target_layer=target_layer)
         if probe.name in found:
             raise ProbeError(
-                f"{_shown(file)} and {_shown(origin[probe.name])} are both named {probe.name}; "
+                f"{shown(file)} and {shown(origin[probe.name])} are both named {probe.name}; "
                 "names are unique: rename one of them"
             )
         found[probe.name], origin[probe.name] = probe, file
@@ -56,15 +58,16 @@ def save(path: StrPath, probe: Probe) -> None:
     """Write the probe whole or not at all: after a crash `path` is the old file or the new one."""
     file = Path(path)
     if file.suffix != ".safetensors":
-        raise ProbeError(f"{_shown(file)}: a probe is saved under a name ending in .safetensors")
+        raise ProbeError(f"{shown(file)}: a probe is saved under a name ending in .safetensors")
     try:
-        _replace(file, native.dumps(probe))
+        write_whole(file, native.dumps(probe))
     except (OSError, ValueError) as error:
-        raise ProbeError(f"{_shown(file)}: not saved, {_cause(error)}; check the folder") from None
+        raise ProbeError(f"{shown(file)}: not saved, {cause(error)}; check the folder") from None
 
 
-def _replace(file: Path, data: bytes) -> None:
-    descriptor, scratch = tempfile.mkstemp(prefix=".probe-", suffix=".tmp", dir=file.parent)
+def write_whole(file: Path, data: bytes) -> None:
+    """After a crash `file` is the old one or the new one."""
+    descriptor, scratch = tempfile.mkstemp(prefix=".clairai-", suffix=".tmp", dir=file.parent)
     try:
         with open(descriptor, "wb") as opened:
             opened.write(data)
@@ -86,13 +89,14 @@ def _sync_folder(folder: Path) -> None:
         os.close(descriptor)
 
 
-def _read(file: Path, limit: int) -> bytes:
+def read(file: Path, limit: int) -> bytes:
+    """All of a regular file, if it has at most `limit` bytes."""
     with within(str(file)):
         descriptor = _open(file)
         try:
             return _regular_bytes(descriptor, limit)
         except OSError as error:
-            raise ProbeError(f"cannot be read, {_cause(error)}; copy the file again") from None
+            raise ProbeError(f"cannot be read, {cause(error)}; copy the file again") from None
         finally:
             os.close(descriptor)
 
@@ -103,52 +107,51 @@ def _open(file: Path) -> int:
     try:
         return os.open(file, flags)
     except (OSError, ValueError) as error:
-        raise ProbeError(f"cannot be opened, {_cause(error)}; check the path") from None
+        raise ProbeError(f"cannot be opened, {cause(error)}; check the path") from None
 
 
 def _regular_bytes(descriptor: int, limit: int) -> bytes:
     status = os.fstat(descriptor)
     if not stat.S_ISREG(status.st_mode):
-        raise ProbeError("not a regular file; give the probe file itself")
+        raise ProbeError("not a regular file; give the file itself")
     data = b""
     if status.st_size <= limit:  # a file may grow after this, and some in /proc say 0
         with open(descriptor, "rb", closefd=False) as opened:
             data = opened.read(limit + 1)
     if max(status.st_size, len(data)) > limit:
-        raise ProbeError(f"over {limit} bytes, the most such a probe file has; export it again")
+        raise ProbeError(f"over {limit} bytes, the most such a file has; export it again")
     return data
 
 
-def _listed(path: StrPath) -> list[Path]:
+def listed(path: StrPath, suffixes: tuple[str, ...]) -> list[Path]:
+    """The files of a file, a folder or a glob, by name."""
     text = os.fspath(path)
     try:
         if os.path.isdir(text):
-            files = [Path(text, name) for name in os.listdir(text) if _is_probe_name(name)]
+            files = [Path(text, name) for name in os.listdir(text) if _is_named(name, suffixes)]
         elif os.path.exists(text) or not glob.has_magic(text):
             return [Path(text)]
         else:
-            files = [Path(name) for name in glob.iglob(text) if _is_probe_name(Path(name).name)]
+            files = [
+                Path(name) for name in glob.iglob(text) if _is_named(Path(name).name, suffixes)
+            ]
     except (OSError, ValueError) as error:
-        raise ProbeError(f"{quote(text)}: cannot be listed, {_cause(error)}") from None
+        raise ProbeError(f"{quote(text)}: cannot be listed, {cause(error)}") from None
     if not 1 <= len(files) <= MAX_FILES:
         raise ProbeError(
-            f"{quote(text)} has {len(files)} probe files; "
-            f"give 1 to {MAX_FILES} with names ending in {_suffixes()}"
+            f"{quote(text)} has {len(files)} such files; "
+            f"give 1 to {MAX_FILES} with names ending in {' or '.join(suffixes)}"
         )
     return sorted(files)
 
 
-def _is_probe_name(name: str) -> bool:
-    return name.endswith(SUFFIXES) and not name.startswith(".")
+def _is_named(name: str, suffixes: tuple[str, ...]) -> bool:
+    return name.endswith(suffixes) and not name.startswith(".")
 
 
-def _suffixes() -> str:
-    return " or ".join(SUFFIXES)
-
-
-def _shown(file: Path) -> str:
+def shown(file: Path) -> str:
     return quote(str(file), limit=200)
 
 
-def _cause(error: OSError | ValueError) -> str:
+def cause(error: OSError | ValueError) -> str:
     return (error.strerror if isinstance(error, OSError) else None) or "the path is not usable"

@@ -144,10 +144,11 @@ def _direction(data: bytes) -> NDArray[np.float32]:
     except safetensors.SafetensorError as error:
         raise ProbeError(f"safetensors refuses it ({error}); save the probe again") from None
     with np.errstate(all="ignore"):  # NaN is refused by the probe, in words
-        return _float32(tensor["dtype"], bytes(tensor["data"]))
+        return float32(tensor["dtype"], bytes(tensor["data"]))
 
 
-def _float32(dtype: str, body: bytes) -> NDArray[np.float32]:
+def float32(dtype: str, body: bytes) -> NDArray[np.float32]:
+    """The numbers of a tensor of any of the dtypes that are read."""
     if dtype == "BF16":  # the upper half of a float32
         return (np.frombuffer(body, "<u2").astype("<u4") << 16).view("<f4")
     return np.frombuffer(body, "<f2" if dtype == "F16" else "<f4").astype(np.float32)
@@ -155,18 +156,18 @@ def _float32(dtype: str, body: bytes) -> NDArray[np.float32]:
 
 def _probe(fields: dict[str, str], direction_D: NDArray[np.float32]) -> Probe:
     calibration = fields.get("calibration")
-    ends = None if calibration is None else [_number(end) for end in calibration.split(",")]
+    ends = None if calibration is None else [number(end) for end in calibration.split(",")]
     return Probe(
         name=_required(fields, "name"),
         point=Point.parse(_required(fields, "point")),
         direction_D=direction_D,
-        bias=_number(fields.get("bias", "0.0")),
+        bias=number(fields.get("bias", "0.0")),
         activation=cast(wire.Activation, fields.get("activation", "none")),  # Probe checks it
-        threshold=_number(fields["threshold"]) if "threshold" in fields else None,
+        threshold=number(fields["threshold"]) if "threshold" in fields else None,
         calibration=cast(tuple[float, float] | None, ends),  # Probe checks it
         model=fields.get("model"),
         description=fields.get("description"),
-        auroc=_number(fields["auroc"]) if "auroc" in fields else None,
+        auroc=number(fields["auroc"]) if "auroc" in fields else None,
         histogram=_histogram(fields["histogram"]) if "histogram" in fields else None,
     )
 
@@ -174,7 +175,7 @@ def _probe(fields: dict[str, str], direction_D: NDArray[np.float32]) -> Probe:
 def _histogram(text: str) -> wire.Histogram:
     low, _, rest = text.partition(",")
     high, _, counts = rest.partition(",")
-    return wire.Histogram(_number(low), _number(high), tuple(map(_whole, counts.split(","))))
+    return wire.Histogram(number(low), number(high), tuple(map(_whole, counts.split(","))))
 
 
 def _required(fields: dict[str, str], key: str) -> str:
@@ -183,7 +184,8 @@ def _required(fields: dict[str, str], key: str) -> str:
     return fields[key]
 
 
-def _number(text: str) -> float:
+def number(text: str) -> float:
+    """A number in metadata, in digits and nothing else."""
     if _NUMBER.fullmatch(text) is None:
         raise ProbeError(f"{quote(text)} is not a number; write it as 0.5 or 5e-1")
     return float(text)

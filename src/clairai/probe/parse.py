@@ -33,13 +33,9 @@ def strict_object(data: bytes) -> dict[str, object]:
     except ValueError as error:  # bad JSON, bad UTF-8, or an integer of thousands of digits
         if isinstance(error, ProbeError):
             raise
-        raise ProbeError(
-            f"not readable as JSON ({_cause(error)}); export the probe again"
-        ) from None
+        raise ProbeError(f"not readable as JSON ({_cause(error)}); export it again") from None
     if not isinstance(value, dict):
-        raise ProbeError(
-            f"holds a {type(value).__name__}, not a JSON object; export the probe again"
-        )
+        raise ProbeError(f"holds a {type(value).__name__}, not a JSON object; export it again")
     return value
 
 
