@@ -1,0 +1,92 @@
+"""Takes paths or bytes of vectors, in safetensors, GGUF or JSON; gives checked Vectors.
+
+Nothing here trusts a file: only regular files are read, and only up to a bound. What a file holds
+is told from its first bytes; its name tells what to look for in a folder.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path, PurePath
+from typing import Final
+
+from clairai.errors import ProbeError, VectorError
+from clairai.probe import files as disk
+from clairai.probe.files import StrPath, cause, shown
+from clairai.steer import gguf, native, seed
+from clairai.steer.native import dumps as dumps
+from clairai.steer.vector import Vector
+
+SUFFIXES: Final = (".safetensors", ".gguf", ".json")
+MAX_NBYTES: Final = max(native.MAX_NBYTES, gguf.MAX_NBYTES, seed.MAX_NBYTES)
+
+_MARK: Final = b"\xef\xbb\xbf"  # some editors begin UTF-8 with it
+
+
+def load(path: StrPath, *, name: str | None = None) -> Vector:
+    """The vector in one file; GGUF and JSON hold no name, so without one the file's is taken."""
+    file = Path(path)
+    if file.suffix not in SUFFIXES:
+        raise VectorError(
+            f"{shown(file)}: not a vector's file; its name must end in {' or '.join(SUFFIXES)}"
+        )
+    try:
+        data = disk.read(file, MAX_NBYTES)
+    except ProbeError as error:  # it names the file
+        raise VectorError(error.reason) from None
+    return loads(data, source=os.fspath(path), name=name)
+
+
+def loads(data: bytes, *, source: str, name: str | None = None) -> Vector:
+    """The vector in `data`; `source` names it in errors. Raises VectorError, whatever the bytes.
+
+    Safetensors hold a name and keep it. Others are called `name`, or as `source` is.
+    """
+    called = PurePath(source).stem if name is None else name
+    if data.startswith(gguf.MAGIC):
+        return gguf.loads(data, source=source, name=called)
+    if _is_json(data):
+        return seed.loads(data, source=source, name=called)
+    return native.loads(data, source=source)
+
+
+def load_many(path: StrPath) -> list[Vector]:
+    """Every vector of a file, a folder (not its subfolders) or a glob, by name; none twice."""
+    found: dict[str, Vector] = {}
+    origin: dict[str, Path] = {}
+    for file in _listed(path):
+        vector = load(file)
+        if vector.name in found:
+            raise VectorError(
+                f"{shown(file)} and {shown(origin[vector.name])} are both named {vector.name}; "
+                "names are unique: rename one of them"
+            )
+        found[vector.name], origin[vector.name] = vector, file
+    return [found[name] for name in sorted(found)]
+
+
+def save(vector: Vector, path: StrPath) -> None:
+    """Write the vector whole or not at all, as safetensors or, by the path's name, as GGUF."""
+    file = Path(path)
+    if file.suffix not in (".safetensors", ".gguf"):
+        raise VectorError(
+            f"{shown(file)}: a vector is saved under a name ending in .safetensors or .gguf"
+        )
+    data = gguf.dumps(vector) if file.suffix == ".gguf" else native.dumps(vector)
+    try:
+        disk.write_whole(file, data)
+    except (OSError, ValueError) as error:
+        raise VectorError(f"{shown(file)}: not saved, {cause(error)}; check the folder") from None
+
+
+def _listed(path: StrPath) -> list[Path]:
+    try:
+        return disk.listed(path, SUFFIXES)
+    except ProbeError as error:
+        raise VectorError(error.reason) from None
+
+
+def _is_json(data: bytes) -> bool:
+    # Safetensors begin with the length of a header: bounded, so zeros are among its 8 bytes.
+    start = data[:256].removeprefix(_MARK).lstrip(b" \t\r\n")
+    return start.startswith(b"{") and b"\0" not in data[:8]
