@@ -31,7 +31,7 @@ MAX_VALUE: Final = 1024
 _LENGTH: Final = struct.Struct("<Q")
 _METADATA: Final = "__metadata__"
 _ITEMSIZE: Final = {"F32": 4, "F16": 2, "BF16": 2}
-_SAVE: Final = "save it again with `clairai vectors convert`"
+_SAVE: Final = "save it again with clairai.steer.files.save"
 
 
 @contextmanager
