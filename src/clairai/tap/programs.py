@@ -1,0 +1,99 @@
+"""Takes a course and which of its actions act; gives a program: the ops of every site, as words.
+
+S = sites, O = ops of a program at a site, W = words of an op: see steer_tables.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from clairai.steer.course import MAX_OPS, Action, Course, Gate, Row
+from clairai.tap import steer_tables as t
+from clairai.tap.tables import ACTIVATION_CODES
+
+KINDS: Final = {"add": t.ADD, "ablate": t.ABLATE, "clamp": t.CLAMP, "replace": t.REPLACE}
+
+
+@dataclass(frozen=True, eq=False)
+class Program:
+    words_SOW: NDArray[np.int32]
+    num_ops_S: NDArray[np.int32]
+
+
+class Assembler:
+    """Knows where sites and vector rows are; puts ops into words."""
+
+    def __init__(self, sites: Iterable[str], site_of: Mapping[str, str]) -> None:
+        """`site_of` says for each point which site it is; two points can be the same."""
+        index_of = {site: index for index, site in enumerate(sites)}
+        self._site = {point: index_of[site] for point, site in site_of.items() if site in index_of}
+        self._num_sites = len(index_of)
+
+    def site(self, row: Row) -> int:
+        return self._site[row.point]
+
+    def program(
+        self, course: Course, active: Iterable[int], row_index: Callable[[str], int]
+    ) -> Program:
+        """Gates of a site come before all that acts there: they see the row as it arrives."""
+        words_SOW = np.zeros((self._num_sites, MAX_OPS, t.WORDS), np.int32)
+        num_ops_S = np.zeros(self._num_sites, np.int32)
+        actions = [course.actions[index] for index in active]
+        ops = [
+            (action_gate.row, _read(action_gate, action))
+            for action in actions
+            if (action_gate := gate_of(course, action)) is not None
+        ]
+        ops += [(row, _act(action, row)) for action in actions for row in action.rows]
+        for row, words_W in ops:
+            site = self.site(row)
+            words_W[t.ROW] = row_index(row.digest)
+            words_SOW[site, num_ops_S[site]] = words_W
+            num_ops_S[site] += 1
+        return Program(words_SOW, num_ops_S)
+
+    def reads(self, course: Course) -> NDArray[np.uint8]:
+        """Which stateful gates read at each site, one bit each."""
+        reads_S = np.zeros(self._num_sites, np.uint8)
+        for index, gate in enumerate(course.gates):
+            if gate.is_stateful:
+                reads_S[self.site(gate.row)] |= 1 << index
+        return reads_S
+
+
+def gate_of(course: Course, action: Action) -> Gate | None:
+    return None if action.gate is None else course.gates[action.gate]
+
+
+def _read(gate: Gate, action: Action) -> NDArray[np.int32]:
+    assert action.gate is not None
+    flags = t.SKIPS_SPECIAL * action.skips_special
+    flags |= t.IS_SOFT * (gate.sharpness is not None)
+    flags |= t.IS_HELD * (gate.release is not None) | t.IS_LATCHED * gate.latch
+    flags |= ACTIVATION_CODES[gate.activation] << t.ACTIVATION_SHIFT
+    reals = (gate.bias, gate.threshold, gate.sharpness or 0.0, gate.release or 0.0)
+    return _words(t.READ, action.gate, flags, reals)
+
+
+def _act(action: Action, row: Row) -> NDArray[np.int32]:
+    flags = t.SKIPS_SPECIAL * action.skips_special | t.IS_MATCHED * action.is_matched
+    norm = float(np.linalg.norm(row.read().astype(np.float64)))
+    low = -np.inf if action.low is None else action.low
+    high = np.inf if action.high is None else action.high
+    gate = t.NO_GATE if action.gate is None else action.gate
+    # Without a length it is not divided by: what would is refused at admission.
+    return _words(KINDS[action.op], gate, flags, (action.scale, low, high, norm and 1 / norm))
+
+
+def _words(
+    kind: int, gate: int, flags: int, reals: tuple[float, float, float, float]
+) -> NDArray[np.int32]:
+    words_W = np.zeros(t.WORDS, np.int32)
+    words_W[[t.KIND, t.GATE, t.FLAGS]] = kind, gate, flags
+    words_W[t.FIRST_REAL :].view(np.float32)[:] = reals
+    return words_W
