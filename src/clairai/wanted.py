@@ -5,18 +5,21 @@ Runs in the caller's process (`clairai.request`) and in the engine core, which t
 
 from __future__ import annotations
 
-import json
 import secrets
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
 from clairai.errors import RequestError
 from clairai.points import quote
+from clairai.steer.rules import Rule, parse_rules
+from clairai.steer.seed_fields import PHASES, parse_seed
+from clairai.steer.spec import MAX_ENTRIES, Entry, parse_entries, to_json
+from clairai.steer.text import read_text
 
 KEY: Final = "clairai"
 MAX_STREAM: Final = 2**64 - 1
-_MAX_TEXT: Final = 4096
-_KNOWN: Final = ("stream", "prompt_scores")
+_KNOWN: Final = ("stream", "prompt_scores", "steer", "stop")
 
 
 @dataclass(frozen=True)
@@ -25,6 +28,8 @@ class Wanted:
 
     stream: int | None = None
     prompt_scores: bool = False
+    steer: tuple[Entry, ...] = ()
+    stop: tuple[Rule, ...] = ()
 
     def __post_init__(self) -> None:
         if self.stream is not None and (
@@ -40,43 +45,60 @@ class Wanted:
             )
 
 
-def request(*, stream: int | None = None, prompt_scores: bool = False) -> dict[str, Any]:
+def request(
+    *,
+    stream: int | None = None,
+    prompt_scores: bool = False,
+    steer: Sequence[Mapping[str, Any]] = (),
+    stop: Sequence[Mapping[str, Any]] = (),
+) -> dict[str, Any]:
     """`extra_args` for vLLM's SamplingParams.
 
     `stream` names the request to readers of the ring: a 64-bit number that no other unfinished
     request uses; without it the engine makes one. `prompt_scores` has the whole prompt forwarded,
     also where the prefix cache could have served it, so that every prompt token is scored.
+    `steer` and `stop` are as in docs/steering.md; a `vector` may be a Vector, which then travels
+    with the request.
     """
-    wanted = Wanted(stream, prompt_scores)
+    entries, rules = parse_entries(steer, what="steer"), parse_rules(stop, what="stop")
+    wanted = Wanted(stream, prompt_scores, entries, rules)
     fields: dict[str, Any] = {"prompt_scores": True} if wanted.prompt_scores else {}
     if wanted.stream is not None:
         fields["stream"] = wanted.stream
+    if wanted.steer:
+        fields["steer"] = [to_json(entry) for entry in wanted.steer]
+    if wanted.stop:
+        fields["stop"] = [rule.written() for rule in wanted.stop]
     return {KEY: fields}
 
 
 def parse(extra_args: dict[str, Any] | None) -> Wanted:
-    """The clairai fields of a request: an object, or its JSON text (vLLM's HTTP `vllm_xargs`)."""
-    given = (extra_args or {}).get(KEY, {})
-    if isinstance(given, str):
-        given = _from_text(given)
+    """The clairai fields of a request, and the seeds' fields beside them.
+
+    Each is an object, or its JSON text (vLLM's HTTP `vllm_xargs`).
+    """
+    extra = extra_args or {}
+    given = _read(f"the {KEY} field", extra.get(KEY, {}))
     if not isinstance(given, dict):
         raise RequestError(f"the clairai field must be an object, got {type(given).__name__}")
-    unknown = sorted(map(quote, set(given) - set(_KNOWN)))
-    if unknown:
+    unknown = next((key for key in given if key not in _KNOWN), None)
+    if unknown is not None:
         raise RequestError(
-            f"unknown clairai request field {unknown[0]}; known: {', '.join(_KNOWN)}"
+            f"unknown clairai request field {quote(unknown)}; known: {', '.join(_KNOWN)}"
         )
-    return Wanted(**given)
+    entries = parse_entries(given.get("steer", ()), what="steer")
+    for name in PHASES:
+        if extra.get(name) is not None:
+            entries += parse_seed(_read(name, extra[name]), what=name)
+    if len(entries) > MAX_ENTRIES:
+        raise RequestError(f"steer and the seeds' fields: over {MAX_ENTRIES} entries; give fewer")
+    rules = parse_rules(given.get("stop", ()), what="stop")
+    return Wanted(**{**given, "steer": entries, "stop": rules})
 
 
 def mint() -> int:
     return secrets.randbelow(MAX_STREAM) + 1
 
 
-def _from_text(text: str) -> Any:
-    if len(text) > _MAX_TEXT:
-        raise RequestError(f"the clairai field is {len(text)} characters long, at most {_MAX_TEXT}")
-    try:
-        return json.loads(text)
-    except (ValueError, RecursionError):
-        raise RequestError("the clairai field is text, but not JSON") from None
+def _read(what: str, given: object) -> Any:
+    return read_text(given, what=what) if isinstance(given, str) else given

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from clairai.errors import RequestError
 from clairai.points import quote
+from clairai.steer.text import MAX_CHARS
 from clairai.wanted import KEY, MAX_STREAM, Wanted, mint, parse, request
 
 wanted = st.builds(
@@ -99,9 +100,9 @@ def test_text_that_is_no_json_is_refused_whatever_it_is(text: str) -> None:
 
 
 def test_text_is_read_up_to_its_bound_and_no_further() -> None:
-    assert parse({KEY: "{}".ljust(4096)}) == Wanted()
-    with pytest.raises(RequestError, match="4097 characters long, at most 4096"):
-        parse({KEY: "{}".ljust(4097)})
+    assert parse({KEY: "{}".ljust(MAX_CHARS)}) == Wanted()
+    with pytest.raises(RequestError, match=f"{MAX_CHARS + 1} characters long, at most {MAX_CHARS}"):
+        parse({KEY: "{}".ljust(MAX_CHARS + 1)})
 
 
 @settings(derandomize=True, deadline=None)

@@ -150,7 +150,7 @@ class Columns:
                 f"probe {probe.name} has width {probe.width} and {quote(self.model)} has "
                 f"{self.width}; use a probe trained on this model"
             )
-        if probe.model is not None and _short(probe.model) != _short(self.model):
+        if probe.model is not None and short_name(probe.model) != short_name(self.model):
             raise ProbeError(
                 f"probe {probe.name} was made for {quote(probe.model)} and this engine serves "
                 f"{quote(self.model)}; use a probe trained on it, or save it without `model`"
@@ -158,7 +158,7 @@ class Columns:
         if probe.point not in self.site_index_of:
             raise PointError(
                 f"probe {probe.name} reads {probe.point}, which is not tapped here; tapped are "
-                f"{_listed(map(str, sorted(self.site_index_of)))}: use one, or add it to `points`"
+                f"{listed(map(str, sorted(self.site_index_of)))}: use one, or add it to `points`"
             )
 
 
@@ -166,8 +166,8 @@ def _check_held(held: Mapping[str, Column], names: Iterable[str]) -> None:
     missing = sorted(set(names) - held.keys())
     if missing:
         raise ProbeError(
-            f"the bank has no probe named {_listed(map(quote, missing))}; "
-            f"it has {_listed(sorted(held)) or 'none'}: use one of those, or add"
+            f"the bank has no probe named {listed(map(quote, missing))}; "
+            f"it has {listed(sorted(held)) or 'none'}: use one of those, or add"
         )
 
 
@@ -175,12 +175,12 @@ def _by_name(columns: Iterable[Column]) -> dict[str, Column]:
     return {column.probe.name: column for column in columns}
 
 
-def _short(model: str) -> str:
+def short_name(model: str) -> str:
     """The last part of a model's name or path: where it was downloaded from does not matter."""
     return model.rstrip("/").rpartition("/")[2].casefold()
 
 
-def _listed(names: Iterable[str]) -> str:
+def listed(names: Iterable[str]) -> str:
     every = [*names]
     more = len(every) - _MOST_LISTED
     return ", ".join(every[:_MOST_LISTED]) + (f" and {more} more" if more > 0 else "")

@@ -13,8 +13,10 @@ import msgspec
 from clairai.steer.course import Action, Course, Gate
 
 Segment = tuple[int, int, tuple[int, ...]]  # first position, one past the last, indices of actions
+MAX_SEGMENTS: Final = 256  # of one course: the registry gives none with more
 
 _ENCODER: Final = msgspec.msgpack.Encoder()
+_KEY_BYTES: Final = 16
 
 
 def segments(course: Course) -> tuple[Segment, ...]:
@@ -39,37 +41,62 @@ def program_key(course: Course, active: Iterable[int]) -> bytes:
     device knows which token a row is for. A stateful gate's index in the course is: that is where
     its state is kept, and all programs of one request must find it there.
     """
-    actions = [course.actions[index] for index in active]
-    parts = [
-        (content(course, action), action.skips_special, _state(course, action))
-        for action in actions
-    ]
-    return hashlib.blake2b(_ENCODER.encode(parts), digest_size=16).digest()
+    return _joined(_program_part(course, course.actions[index]) for index in active)
 
 
 def programs(course: Course) -> frozenset[bytes]:
     """Keys of every program the course needs."""
-    return frozenset(program_key(course, active) for _, _, active in segments(course))
+    parts = [_program_part(course, action) for action in course.actions]
+    return frozenset(_joined(parts[i] for i in active) for _, _, active in segments(course))
+
+
+def treatments(course: Course) -> list[tuple[int, int, bytes]]:
+    """What is done to which positions, in one form only: equal lists are equal treatment.
+
+    Neighbours differ in key, whether one action or two of equal content act on them. Where a
+    stateful gate keeps its state is not in a key.
+    """
+    parts = [_digest(content(course, action)) for action in course.actions]
+    found: list[tuple[int, int, bytes]] = []
+    for start, end, active in segments(course):
+        key = _joined(parts[index] for index in active)
+        if found and found[-1][1:] == (start, key):
+            found[-1] = (found[-1][0], end, key)
+        else:
+            found.append((start, end, key))
+    return found
 
 
 def content(course: Course, action: Action) -> tuple[object, ...]:
-    """All that decides what it does to a row it acts on, for msgpack, which keeps parts apart."""
+    """All that decides what it does to a position it acts on, for msgpack, which keeps parts apart.
+
+    The tokens decide too, but whoever compares contents compares tokens first.
+    """
     rows = [(row.point, row.digest) for row in action.rows]
     bounds = (_real(action.low), _real(action.high))
     gate = None if action.gate is None else _gate_content(course.gates[action.gate])
-    return action.op, rows, float(action.scale), action.is_matched, bounds, gate
+    flags = (action.is_matched, action.skips_special)
+    return action.op, rows, float(action.scale), bounds, flags, gate
 
 
-def _state(course: Course, action: Action) -> int | None:
-    if action.gate is None or not course.gates[action.gate].is_stateful:
-        return None
-    return action.gate
+def _program_part(course: Course, action: Action) -> bytes:
+    is_stateful = action.gate is not None and course.gates[action.gate].is_stateful
+    return _digest((content(course, action), action.gate if is_stateful else None))
 
 
 def _gate_content(gate: Gate) -> tuple[object, ...]:
     scored = (gate.row.point, gate.row.digest, float(gate.bias), gate.activation)
     opened = (float(gate.threshold), _real(gate.sharpness), _real(gate.release), gate.latch)
     return *scored, *opened
+
+
+def _digest(parts: object) -> bytes:
+    return hashlib.blake2b(_ENCODER.encode(parts), digest_size=_KEY_BYTES).digest()
+
+
+def _joined(parts: Iterable[bytes]) -> bytes:
+    """Of parts that are all equally long: where one ends is no question."""
+    return hashlib.blake2b(b"".join(parts), digest_size=_KEY_BYTES).digest()
 
 
 def _real(number: float | None) -> float | None:

@@ -1,0 +1,122 @@
+"""Takes vectors and probes by name; gives what is known of them at one moment, never changed."""
+
+# D = model width
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType
+
+import numpy as np
+
+from clairai.errors import PointError, RequestError, VectorError
+from clairai.points import Point
+from clairai.probe.columns import listed, short_name
+from clairai.probe.model import Probe
+from clairai.steer.course import Row
+from clairai.steer.fields import close_to
+from clairai.steer.spec import Entry
+from clairai.steer.vector import Vector, digest_of, norm
+
+
+@dataclass(frozen=True)
+class HeldRow:
+    """A row ready to travel, and what decides whether an op can use it."""
+
+    row: Row
+    length: float
+    peak: float  # its largest number's size
+
+
+@dataclass(frozen=True)
+class Held:
+    """A vector that fits this engine."""
+
+    vector: Vector
+    rows: Mapping[Point, HeldRow]
+
+    @classmethod
+    def of(cls, vector: Vector) -> Held:
+        rows = {
+            point: HeldRow(
+                Row(str(point), digest_of(row_D), row_D.tobytes()),
+                norm(row_D),
+                float(np.abs(row_D).max()),
+            )
+            for point, row_D in vector.rows.items()
+        }
+        return cls(vector, MappingProxyType(rows))
+
+
+@dataclass(frozen=True)
+class Engine:
+    """What is served, and where it can be steered."""
+
+    points: frozenset[Point]
+    width: int
+    model: str | None = None
+    can_skip_special: bool = True
+
+    def hold(self, vector: Vector, *, what: str) -> Held:
+        """Checked against this engine; `what` is what errors call it."""
+        if vector.width != self.width:
+            raise VectorError(
+                f"{what} has width {vector.width} and the model has {self.width}; "
+                "use a vector made for this model"
+            )
+        made_for, served = vector.model, self.model
+        if made_for and served and short_name(made_for) != short_name(served):
+            raise VectorError(
+                f"{what} was made for {made_for!r} and this engine serves {served!r}; use a vector "
+                "made for it, or save it without `model`"
+            )
+        self.check_tapped(what, vector.points)
+        return Held.of(vector)
+
+    def check_tapped(self, what: str, points: Iterable[Point]) -> None:
+        missing = [str(point) for point in points if point not in self.points]
+        if missing:
+            raise PointError(
+                f"{what} is for {listed(missing)}, not tapped here; tapped are "
+                f"{listed(map(str, sorted(self.points)))}: use those, or add to `points`"
+            )
+
+
+@dataclass(frozen=True)
+class Tiers:
+    """What steers every request: on all tokens, on those of prompts, on generated ones."""
+
+    base: tuple[Entry, ...] = ()
+    prefill: tuple[Entry, ...] = ()
+    decode: tuple[Entry, ...] = ()
+    version: int = 0
+
+    def entries(self) -> tuple[Entry, ...]:
+        """All, in the order in which they act."""
+        return *self.base, *self.prefill, *self.decode
+
+
+@dataclass(frozen=True)
+class Known:
+    """Everything a request can name, at one moment."""
+
+    engine: Engine
+    vectors: Mapping[str, Held] = field(default_factory=dict)
+    probes: Mapping[str, Probe] = field(default_factory=dict)
+    tiers: Tiers = field(default_factory=Tiers)
+    version: int = 0  # of the vectors
+
+    def vector(self, name: str, *, what: str) -> Held:
+        held = self.vectors.get(name)
+        if held is None:
+            raise RequestError(
+                f"{what}: no vector is named {name!r}; {close_to(name, self.vectors)}"
+            )
+        return held
+
+    def probe(self, name: str, *, what: str) -> Probe:
+        probe = self.probes.get(name)
+        if probe is None:
+            raise RequestError(f"{what}: no probe is named {name!r}; {close_to(name, self.probes)}")
+        return probe

@@ -1,0 +1,125 @@
+"""Takes a request's `when`; gives the positions it means, absolute once the prompt is known."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any, Final, Literal, cast, get_args
+
+from clairai.errors import RequestError
+from clairai.points import quote
+from clairai.steer import fields
+from clairai.steer.course import MAX_RANGES, OPEN_END, Range
+
+Phase = Literal["both", "prompt", "generation", "last_prompt"]
+PHASES: Final[tuple[Phase, ...]] = get_args(Phase)
+Ends = tuple[int, int | None]  # as written: negative is from the prompt's end, None is open
+EVERYWHERE: Final[Range] = (0, OPEN_END)
+
+_KNOWN: Final = ("phase", "positions", "skip_special")
+_FAR: Final = OPEN_END - 1
+
+
+@dataclass(frozen=True)
+class When:
+    """On which tokens an entry acts."""
+
+    phase: Phase = "both"
+    positions: tuple[Ends, ...] | None = None  # None: all of the phase
+    skip_special: bool = False
+
+    def ranges(self, prompt_len: int, within: Range = EVERYWHERE) -> tuple[Range, ...]:
+        """Absolute, sorted, apart from each other, none empty; only of the phase and `within`."""
+        low, high = bounds(self.phase, prompt_len)
+        low, high = max(low, within[0]), min(high, within[1])
+        if self.positions is None:
+            return _merged([(low, high)])
+        count = prompt_len if self.phase == "generation" else 0
+        absolute = [
+            (_start(start, count, prompt_len), _end(end, count, prompt_len))
+            for start, end in self.positions
+        ]
+        return _merged((max(start, low), min(end, high)) for start, end in absolute)
+
+    def written(self) -> str | dict[str, Any]:
+        """As JSON, in the shortest form that means the same."""
+        if self.positions is None and not self.skip_special:
+            return self.phase
+        written: dict[str, Any] = {"phase": self.phase}
+        if self.positions is not None:
+            written["positions"] = [list(ends) for ends in self.positions]
+        if self.skip_special:
+            written["skip_special"] = True
+        return written
+
+
+def bounds(phase: Phase, prompt_len: int) -> Range:
+    """Position p is the row of the (p + 1)th token; the prompt's rows come first."""
+    if phase == "prompt":
+        return 0, prompt_len
+    if phase == "generation":
+        return prompt_len, OPEN_END
+    if phase == "last_prompt":
+        return prompt_len - 1, prompt_len
+    return EVERYWHERE
+
+
+def parse_when(given: object, *, what: str) -> When:
+    if isinstance(given, str):
+        return When(cast(Phase, fields.choice(what, given, PHASES)))
+    asked = fields.fields(what, given, _KNOWN)
+    phase = cast(Phase, fields.choice(f"{what}.phase", asked.get("phase", "both"), PHASES))
+    positions = asked.get("positions")
+    if positions is not None and phase == "last_prompt":
+        raise RequestError(
+            f"{what}: last_prompt is one token; leave positions out, or use phase prompt"
+        )
+    return When(
+        phase,
+        None if positions is None else _positions(f"{what}.positions", positions, phase),
+        fields.boolean(f"{what}.skip_special", asked.get("skip_special", False)),
+    )
+
+
+def _positions(what: str, given: object, phase: Phase) -> tuple[Ends, ...]:
+    pairs = fields.listed(what, given, limit=MAX_RANGES)
+    if not pairs:
+        raise RequestError(f"{what} is empty; leave it out to act on all of the phase")
+    return tuple(_ends(f"{what}[{i}]", pair, phase) for i, pair in enumerate(pairs))
+
+
+def _ends(what: str, given: object, phase: Phase) -> Ends:
+    if not isinstance(given, list | tuple) or len(given) != 2:
+        raise RequestError(f"{what} must be [first, end], got {quote(given)}")
+    lowest = 0 if phase == "generation" else -_FAR
+    start = fields.whole(f"{what}[0]", given[0], low=lowest, high=_FAR)
+    if given[1] is None:
+        return start, None
+    end = fields.whole(f"{what}[1]", given[1], low=lowest, high=_FAR)
+    is_comparable = (start < 0) == (end < 0)
+    if end == 0 or (is_comparable and end <= start):
+        raise RequestError(
+            f"{what} is [{start}, {end}] and holds no position; the end is one past the last, "
+            "null for as far as the phase goes"
+        )
+    return start, end
+
+
+def _start(start: int, count: int, prompt_len: int) -> int:
+    return count + start if start >= 0 else max(prompt_len + start, 0)
+
+
+def _end(end: int | None, count: int, prompt_len: int) -> int:
+    if end is None:
+        return OPEN_END
+    return count + end if end >= 0 else prompt_len + end
+
+
+def _merged(ranges: Iterable[Range]) -> tuple[Range, ...]:
+    found: list[Range] = []
+    for start, end in sorted(one for one in ranges if one[0] < one[1]):
+        if found and start <= found[-1][1]:
+            found[-1] = (found[-1][0], max(end, found[-1][1]))
+        else:
+            found.append((start, end))
+    return tuple(found)
