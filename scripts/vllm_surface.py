@@ -58,6 +58,7 @@ _SCHEDULED, _TORCH = "v1/core/sched/output.py", "utils/torch_utils.py"
 _GROUPS, _MODEL = "distributed/parallel_state.py", "config/model.py"
 _ARGUMENTS, _REQUEST = "engine/arg_utils.py", "v1/engine/__init__.py"
 _NORMS = "model_executor/layers/layernorm.py"
+_CACHE = "v1/core/kv_cache_utils.py"
 _ATTENTION = "model_executor/layers/attention/attention.py"
 _PLUGIN = "plugins/endpoint_plugins/interface.py"
 _RUNNER: Final = "GPUModelRunner"
@@ -66,6 +67,11 @@ NEEDS: Final[tuple[Need, ...]] = (
     # compat/arm.py, compat/sight.py
     _wraps(_CORE, "EngineCore.preprocess_add_request", "self", "request"),
     _wraps(_CORE, "EngineCore.__init__", "self", "vllm_config"),
+    _wraps(_CORE, "EngineCore.collective_rpc", "self", "method", "timeout", "args"),
+    _wraps(_CORE, "EngineCore.add_request", "self", "request"),
+    _wraps(_CACHE, "generate_block_hash_extra_keys", "request", "start_token_idx", "end_token_idx"),
+    _wraps("v1/core/sched/utils.py", "check_stop", "request", "max_model_len"),
+    *_reads("v1/core/sched/scheduler.py", "Scheduler", "requests"),
     _wraps(_WORKER, "WorkerBase.__init__", "self", "vllm_config"),
     _wraps(_WORKER, "WorkerWrapperBase.init_worker", "self"),
     _wraps(_ARGUMENTS, "EngineArgs.__post_init__", "self"),
@@ -75,6 +81,14 @@ NEEDS: Final[tuple[Need, ...]] = (
     *_reads("sampling_params.py", "SamplingParams", "extra_args", "skip_reading_prefix_cache"),
     *_reads(_REQUEST, "EngineCoreRequest", "request_id", "external_req_id", "sampling_params"),
     _calls("v1/request.py", "Request.is_finished", "self"),
+    *_reads(_REQUEST, "EngineCoreRequest", "prompt_token_ids"),
+    *_reads("v1/request.py", "Request", "num_tokens", "status", "stop_reason"),
+    *_reads("v1/request.py", "Request", "sampling_params"),
+    *_reads("v1/request.py", "RequestStatus", "FINISHED_STOPPED"),
+    # compat/vocabulary.py
+    _calls("tokenizers/registry.py", "cached_tokenizer_from_config", "model_config"),
+    *_reads(_MODEL, "ModelConfig", "skip_tokenizer_init"),
+    _calls(_MODEL, "ModelConfig.get_vocab_size", "self"),
     # compat/runner.py, compat/worker.py
     _wraps(_V1, f"{_RUNNER}._prepare_inputs", "self", "scheduler_output", "num_scheduled_tokens"),
     _wraps(_V1, f"{_RUNNER}.execute_model", "self", "scheduler_output"),

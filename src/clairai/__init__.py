@@ -26,6 +26,8 @@ if TYPE_CHECKING:
     from clairai.probe.files import load as load
     from clairai.probe.files import save as save
     from clairai.probe.model import Probe as Probe
+    from clairai.steer.vector import Vector as Vector
+    from clairai.steered import VectorBank as VectorBank
     from clairai.wanted import request as request
 
 __version__ = "0.1.0"
@@ -35,6 +37,8 @@ _HOME: Final = {
     "Probe": "clairai.probe.model",
     "ProbeBank": "clairai.offline",
     "Scores": "clairai.match.align",
+    "Vector": "clairai.steer.vector",
+    "VectorBank": "clairai.steered",
     "config": "clairai.offline",
     "load": "clairai.probe.files",
     "request": "clairai.wanted",

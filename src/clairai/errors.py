@@ -2,7 +2,8 @@
 
 ClairaiError
 ├── ConfigError          a setting is wrong: the text names it, its bound and the way out
-│   └── PointError       a tap point that does not exist, or is not tapped in this engine
+│   ├── PointError       a tap point that does not exist, or is not tapped in this engine
+│   └── SteeringOffError this engine was not started to steer
 ├── ProbeError           a probe or a probe file is wrong; the running bank is untouched
 │   └── CapacityError    the bank is full
 ├── VectorError          a steering vector or its file is wrong; the registered ones are untouched
@@ -44,6 +45,10 @@ class ConfigError(ClairaiError, ValueError):
 
 class PointError(ConfigError):
     code = "point"
+
+
+class SteeringOffError(ConfigError):
+    code = "steering-off"
 
 
 class ProbeError(ClairaiError, ValueError):

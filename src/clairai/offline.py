@@ -34,6 +34,10 @@ def config(
     *,
     points: Sequence[str] | str = (),
     probes: Sequence[str | Path] | str | Path = (),
+    vectors: Sequence[str | Path] | str | Path = (),
+    steering: bool = False,
+    steer_rows: int = 1024,
+    steer_programs: int = 1024,
     capacity: int = 16,
     ring_mib: int = 64,
     ring_home: Literal["host", "device"] = "host",
@@ -41,15 +45,19 @@ def config(
     runtime_dir: str | None = None,
     allow_untested_vllm: bool = False,
 ) -> dict[str, Any]:
-    """`additional_config` for vLLM's LLM: what to tap and which probes to load.
+    """`additional_config` for vLLM's LLM: what to tap, which probes to load, how to steer.
 
-    `points` may be left out when `probes` says where they belong. Paths are made absolute, because
-    the engine may run elsewhere.
+    `points` may be left out when `probes` and `vectors` say where they belong. Paths are made
+    absolute, because the engine may run elsewhere. `vectors`, or `steering` alone, make rows
+    steerable at the points.
     """
-    sources = [probes] if isinstance(probes, str | Path) else list(probes)
     settings = Settings(
         points=points,  # type: ignore[arg-type]  # Settings takes one text as well
-        probes=tuple(str(Path(source).absolute()) for source in sources),
+        probes=_absolute(probes),
+        vectors=_absolute(vectors),
+        steering=steering,
+        steer_rows=steer_rows,
+        steer_programs=steer_programs,
         capacity=capacity,
         ring_mib=ring_mib,
         ring_home=ring_home,
@@ -59,6 +67,11 @@ def config(
     )
     _arm_late()
     return {"clairai": settings.as_dict()}
+
+
+def _absolute(given: Sequence[str | Path] | str | Path) -> tuple[str, ...]:
+    sources = [given] if isinstance(given, str | Path) else given
+    return tuple(str(Path(source).absolute()) for source in sources)
 
 
 def _arm_late() -> None:
@@ -78,9 +91,9 @@ def scores(llm: Any, outputs: Sequence[Any]) -> list[list[Scores]]:
     Reads what the ring still holds: rows that were overwritten are a RowsLostError, never a gap
     that looks like an answer.
     """
-    described = _ask(llm, wire.Describe(), wire.Description)
+    described = ask(llm, wire.Describe(), wire.Description)
     asked = wire.FindStreams(tuple(output.request_id for output in outputs))
-    streams = _ask(llm, asked, wire.Streams).streams
+    streams = ask(llm, asked, wire.Streams).streams
     known = [
         (stream, output)
         for stream, output in zip(streams, outputs, strict=True)
@@ -139,10 +152,10 @@ class ProbeBank:
         return self._change(wire.RemoveProbes(names))
 
     def _change(self, control: wire.Control) -> tuple[wire.ListedProbe, ...]:
-        return _ask(self._llm, control, wire.BankState).probes
+        return ask(self._llm, control, wire.BankState).probes
 
 
-def _ask(llm: Any, control: wire.Control, kind: type[Reply]) -> Reply:
+def ask(llm: Any, control: wire.Control, kind: type[Reply]) -> Reply:
     try:
         replies = llm.collective_rpc(METHOD, args=(msgspec.msgpack.encode(control),))
     except Exception as error:  # which one depends on where vLLM keeps the worker

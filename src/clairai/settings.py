@@ -16,6 +16,7 @@ from clairai.errors import ConfigError
 from clairai.points import Point, expand, quote
 from clairai.probe.files import load_many
 from clairai.probe.model import Probe
+from clairai.steer.vector import Vector
 
 DISABLE_VARIABLE = "CLAIRAI_DISABLE"
 HOMES: Final = ("host", "device")
@@ -27,6 +28,10 @@ class Settings:
 
     points: tuple[str, ...] = ()  # "post_block.15", "pre_attn.0-3", "post_block.*", "all"
     probes: tuple[str, ...] = ()  # files, folders or globs
+    vectors: tuple[str, ...] = ()  # to steer with: files, folders or globs
+    steering: bool = False  # rows can be steered at the points; vectors imply it
+    steer_rows: int = 1024  # of vectors and gates that unfinished requests use at once
+    steer_programs: int = 1024  # different ways of steering a row, likewise
     capacity: int = 16  # probes per site, at most
     ring_mib: int = 64
     ring_home: str = "host"  # or "device": memory of the GPU, for readers with CUDA
@@ -37,17 +42,23 @@ class Settings:
     def __post_init__(self) -> None:
         _check_range("capacity", self.capacity, 1, 1024)
         _check_range("ring_mib", self.ring_mib, 1, 65536)
+        _check_range("steer_rows", self.steer_rows, 1, 65536)
+        _check_range("steer_programs", self.steer_programs, 1, 65536)
         if self.ring_home not in HOMES:
             raise ConfigError(
                 f"ring_home is {quote(self.ring_home)}; use one of {', '.join(HOMES)}"
             )
-        for name in ("points", "probes"):
+        for name in ("points", "probes", "vectors"):
             object.__setattr__(self, name, _texts(name, getattr(self, name)))
-        for name in ("branch", "allow_untested_vllm"):
+        for name in ("branch", "steering", "allow_untested_vllm"):
             if not isinstance(getattr(self, name), bool):
                 raise ConfigError(f"{name} must be true or false")
         if self.runtime_dir is not None and not isinstance(self.runtime_dir, str):
             raise ConfigError("runtime_dir must be a path, as text")
+
+    @property
+    def is_steering(self) -> bool:
+        return self.steering or bool(self.vectors)
 
     @classmethod
     def parse(cls, given: object) -> Settings:
@@ -75,6 +86,7 @@ class Plan:
 
     points: tuple[Point, ...]
     probes: tuple[Probe, ...]
+    vectors: tuple[Vector, ...] = ()
 
 
 def plan(settings: Settings, *, num_layers: int, environ: Mapping[str, str]) -> Plan:
@@ -82,15 +94,26 @@ def plan(settings: Settings, *, num_layers: int, environ: Mapping[str, str]) -> 
     target_layer = _target_layer(environ)
     sources = settings.probes or _seed_probes(environ)
     probes = [probe for source in sources for probe in load_many(source, target_layer=target_layer)]
+    vectors = _vectors(settings.vectors)
     patterns = list(settings.points) or [str(probe.point) for probe in probes]
+    if not settings.points:
+        patterns += [str(point) for vector in vectors for point in vector.points]
     if not patterns and target_layer is not None:
         patterns = [f"post_block.{target_layer}"]
     if not patterns:
         raise ConfigError(
-            'nothing to tap: give "points" (such as ["post_block.15"]) or "probes" in the '
-            "clairai settings, or set TARGET_LAYER"
+            'nothing to tap: give "points" (such as ["post_block.15"]), "probes" or "vectors" in '
+            "the clairai settings, or set TARGET_LAYER"
         )
-    return Plan(expand(patterns, num_layers), tuple(probes))
+    return Plan(expand(patterns, num_layers), tuple(probes), tuple(vectors))
+
+
+def _vectors(sources: Sequence[str]) -> list[Vector]:
+    if not sources:
+        return []
+    from clairai.steer.files import load_many as load_vectors
+
+    return [vector for source in sources for vector in load_vectors(source)]
 
 
 def is_disabled(environ: Mapping[str, str] | None = None) -> bool:

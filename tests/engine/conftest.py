@@ -33,7 +33,10 @@ def engine(cut_model: Path, runtime: Path) -> Iterator[EngineProcess]:
         num_gpu_blocks_override=26,
         enable_prefix_caching=True,
         additional_config=clairai.config(
-            points=["pre_attn.0", "post_attn.1", "post_block.3"], capacity=8, ring_mib=64
+            points=["pre_attn.0", "post_attn.1", "post_block.3"],
+            capacity=8,
+            ring_mib=64,
+            steering=True,
         ),
     ) as running:
         yield running

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from clairai.compat.requests import MARK, Reception, parent_and_choice, read_mark
 from clairai.errors import RequestError
+from clairai.steer.desk import Desk
 from clairai.tap.rows import Mark
 from clairai.wanted import MAX_STREAM, request
 
@@ -91,13 +92,23 @@ def params(**fields: Any) -> Params:
 
 
 def incoming(given: Params, request_id: str = "0-abcdef12", external: str = "0") -> SimpleNamespace:
-    return SimpleNamespace(request_id=request_id, external_req_id=external, sampling_params=given)
+    return SimpleNamespace(
+        request_id=request_id,
+        external_req_id=external,
+        sampling_params=given,
+        prompt_token_ids=[1, 2, 3],
+    )
+
+
+def reception_of() -> Reception:
+    """Of an engine that does not steer."""
+    return Reception(Desk(None, ()))
 
 
 def admit(reception: Reception, given: SimpleNamespace) -> Admitted:
     """What EngineCore.preprocess_add_request does with one request."""
-    ticket, admitted = reception.mark(given), Admitted()
-    reception.admit(ticket, admitted)
+    entry, admitted = reception.mark(given), Admitted()
+    reception.admit(entry, admitted)
     return admitted
 
 
@@ -107,21 +118,24 @@ def mark_of(given: SimpleNamespace) -> Mark:
 
 def test_the_worker_reads_the_mark_the_engine_core_wrote() -> None:
     asked = incoming(params(stream=2**64 - 1), "3_chat-1-abcdef12", "chat-1")
-    Reception().mark(asked)
+    reception_of().mark(asked)
     assert read_mark(asked.sampling_params, asked.request_id) == (Mark(2**64 - 1, 3), "chat-1")
 
 
 @pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy])
 def test_the_mark_survives_a_copy(copied: Any) -> None:
     asked = incoming(params(stream=7))
-    Reception().mark(asked)
+    reception_of().mark(asked)
     assert read_mark(copied(asked.sampling_params), "x") == (Mark(7, 0), "0")
 
 
 def test_params_that_requests_share_are_never_written_to() -> None:
     shared = params(prompt_scores=True)
     before = copy.deepcopy(shared)
-    reception, requests = Reception(), [incoming(shared, f"{i}-abcdef12", str(i)) for i in range(3)]
+    reception, requests = (
+        reception_of(),
+        [incoming(shared, f"{i}-abcdef12", str(i)) for i in range(3)],
+    )
     live = [admit(reception, asked) for asked in requests]
     assert shared == before
     assert len({mark_of(asked).stream for asked in requests}) == len(live)
@@ -134,14 +148,14 @@ def test_a_mark_written_into_shared_params_would_be_noticed(
     monkeypatch.setattr(copy, "copy", lambda given: given)
     shared = params()
     before = copy.deepcopy(shared)
-    Reception().mark(incoming(shared))
+    reception_of().mark(incoming(shared))
     assert shared != before
 
 
 def test_prompt_scores_skip_the_prefix_cache_for_this_request_alone() -> None:
     shared, plain = params(prompt_scores=True), params()
     asked, other = incoming(shared), incoming(plain, "1-abcdef12", "1")
-    reception = Reception()
+    reception = reception_of()
     reception.mark(asked)
     reception.mark(other)
     assert asked.sampling_params.skip_reading_prefix_cache is True
@@ -150,7 +164,7 @@ def test_prompt_scores_skip_the_prefix_cache_for_this_request_alone() -> None:
 
 
 def test_the_answers_to_one_request_share_its_stream_and_have_their_own_choice() -> None:
-    reception, shared = Reception(), params()
+    reception, shared = reception_of(), params()
     children = [incoming(shared, f"{index}_7-abcdef12", "7") for index in range(4)]
     live = [admit(reception, child) for child in children]
     marks = [mark_of(child) for child in children]
@@ -163,7 +177,7 @@ def test_the_answers_to_one_request_share_its_stream_and_have_their_own_choice()
 
 def test_minted_streams_are_streams_and_differ_between_engines() -> None:
     streams = set()
-    for reception in (Reception(), Reception()):
+    for reception in (reception_of(), reception_of()):
         for number in range(100):
             asked = incoming(params(), f"{number}-abcdef12", str(number))
             reception.mark(asked)
@@ -173,7 +187,7 @@ def test_minted_streams_are_streams_and_differ_between_engines() -> None:
 
 
 def test_a_stream_is_refused_while_its_request_is_unfinished() -> None:
-    reception = Reception()
+    reception = reception_of()
     first = admit(reception, incoming(params(stream=5)))
     second = incoming(params(stream=5), "1-abcdef12", "1")
     untouched = second.sampling_params
@@ -187,7 +201,7 @@ def test_a_stream_is_refused_while_its_request_is_unfinished() -> None:
 
 
 def test_a_stream_is_free_again_when_its_request_is_gone() -> None:
-    reception = Reception()
+    reception = reception_of()
     first = admit(reception, incoming(params(stream=5)))
     del first
     gc.collect()
@@ -197,7 +211,7 @@ def test_a_stream_is_free_again_when_its_request_is_gone() -> None:
 
 
 def test_a_request_that_vllm_refused_does_not_keep_its_stream() -> None:
-    reception = Reception()
+    reception = reception_of()
     reception.mark(incoming(params(stream=5)))  # and never admitted
     second = incoming(params(stream=5), "1-abcdef12", "1")
     reception.mark(second)
@@ -205,7 +219,7 @@ def test_a_request_that_vllm_refused_does_not_keep_its_stream() -> None:
 
 
 def test_a_stream_is_in_use_until_the_last_of_its_answers_is_finished() -> None:
-    reception, shared = Reception(), params(stream=5)
+    reception, shared = reception_of(), params(stream=5)
     first, last = (
         admit(reception, incoming(shared, f"{index}_7-abcdef12", "7")) for index in range(2)
     )
@@ -221,7 +235,7 @@ def test_a_caller_cannot_write_the_mark_itself() -> None:
     assert forged.extra_args is not None
     forged.extra_args[MARK] = [1, 2, "somebody else"]
     asked = incoming(forged)
-    Reception().mark(asked)
+    reception_of().mark(asked)
     assert read_mark(asked.sampling_params, "x") == (Mark(5, 0), "0")
 
 
@@ -229,7 +243,7 @@ def test_other_extra_args_are_left_as_they_are() -> None:
     given = params(stream=5)
     given.extra_args = {"other": [1], **request(stream=5)}
     asked = incoming(given)
-    Reception().mark(asked)
+    reception_of().mark(asked)
     extra = asked.sampling_params.extra_args
     assert {key: extra[key] for key in given.extra_args} == given.extra_args
     assert set(extra) - set(given.extra_args) == {MARK}
@@ -237,7 +251,7 @@ def test_other_extra_args_are_left_as_they_are() -> None:
 
 def test_a_request_without_any_extra_args_is_marked_too() -> None:
     asked = incoming(Params(extra_args=None, skip_reading_prefix_cache=None))
-    Reception().mark(asked)
+    reception_of().mark(asked)
     assert mark_of(asked).stream >= 1
 
 
@@ -245,7 +259,7 @@ def test_bad_fields_are_refused_before_anything_is_written() -> None:
     given = Params(extra_args={"clairai": {"stream": 0}})
     asked = incoming(given)
     with pytest.raises(RequestError, match="from 1 to"):
-        Reception().mark(asked)
+        reception_of().mark(asked)
     assert asked.sampling_params is given
 
 

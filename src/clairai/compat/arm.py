@@ -1,17 +1,24 @@
-"""Takes a vLLM process that will hold an engine with taps; gives it the two class-level wraps.
+"""Takes a vLLM process that will hold an engine with taps; gives it all the wraps there are.
 
 WorkerBase.__init__                    v1/worker/worker_base.py   0.26:44    0.32:44
 EngineCore.preprocess_add_request      v1/engine/core.py          0.26:954   0.32:1089
+EngineCore.collective_rpc              v1/engine/core.py          0.26:945   0.32:1073
+EngineCore.add_request                 v1/engine/core.py          0.26:431   0.32:508
+generate_block_hash_extra_keys         v1/core/kv_cache_utils.py  0.26:558   0.32:625
+check_stop                             v1/core/sched/scheduler.py 0.26:55    0.32:55
 
-Both look for the key in their own engine's config and pass straight through without it.
+The first three look for the key in their own engine's config, the others for a course or rules in
+the request, and pass straight through without.
 """
 
 from __future__ import annotations
 
 import functools
-from typing import Any
+from typing import Any, Final
 
 from clairai.compat.sight import KEY
+
+METHOD: Final = "clairai_control"
 
 
 def arm() -> None:
@@ -21,11 +28,14 @@ def arm() -> None:
 
     if hasattr(WorkerBase, "clairai_control"):
         return
-    from clairai.compat import worker
+    from clairai.compat import stops, worker
 
     WorkerBase.clairai_control = worker.control
     WorkerBase.__init__ = _with_taps(WorkerBase.__init__)
     EngineCore.preprocess_add_request = _with_marks(EngineCore.preprocess_add_request)
+    EngineCore.collective_rpc = _with_desk(EngineCore.collective_rpc)
+    EngineCore.add_request = stops.with_watch(EngineCore.add_request)
+    _wrap_functions()
 
 
 def is_armed_for(vllm_config: Any) -> bool:
@@ -46,6 +56,7 @@ def _with_taps(original: Any) -> Any:
 
 
 def _with_marks(original: Any) -> Any:
+    from clairai.compat.core import desk_of
     from clairai.compat.requests import Reception
 
     @functools.wraps(original)
@@ -53,10 +64,42 @@ def _with_marks(original: Any) -> Any:
         if request.sampling_params is None or not is_armed_for(self.vllm_config):
             return original(self, request)
         if not hasattr(self, "clairai_reception"):
-            self.clairai_reception = Reception()
-        ticket = self.clairai_reception.mark(request)
-        admitted = original(self, request)
-        self.clairai_reception.admit(ticket, admitted[0])
+            self.clairai_reception = Reception(desk_of(self))
+        given = self.clairai_reception.mark(request)
+        try:
+            admitted = original(self, request)
+        except BaseException:
+            self.clairai_reception.turn_away(given)
+            raise
+        self.clairai_reception.admit(given, admitted[0])
         return admitted
 
     return preprocess_add_request
+
+
+def _with_desk(original: Any) -> Any:
+    from clairai.compat.core import desk_of
+
+    @functools.wraps(original)
+    def collective_rpc(self: Any, method: Any, *args: Any, **kwargs: Any) -> Any:
+        def ask_workers() -> Any:
+            return original(self, method, *args, **kwargs)
+
+        if method != METHOD or not is_armed_for(self.vllm_config):
+            return ask_workers()
+        (message,) = kwargs["args"] if "args" in kwargs else args[1]
+        return desk_of(self).control(message, ask_workers)
+
+    return collective_rpc
+
+
+def _wrap_functions() -> None:
+    """Their own modules look them up by name at every call; copies elsewhere are for events."""
+    from vllm.v1.core import kv_cache_utils
+    from vllm.v1.core.sched import scheduler
+
+    from clairai.compat import core, stops
+
+    original = kv_cache_utils.generate_block_hash_extra_keys
+    kv_cache_utils.generate_block_hash_extra_keys = core.with_keys(original)
+    scheduler.check_stop = stops.with_rules(scheduler.check_stop)

@@ -11,7 +11,7 @@ looks up (compilation/decorators.py `_verify_source_unchanged`, 0.26:265, 0.32:2
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Final
 
 import torch
@@ -20,7 +20,7 @@ from torch import nn
 LIBRARY: Final = "clairai"
 OP: Final = "tap"
 # Raise when the op's schema or the wrapper changes: it is part of the compile-cache key.
-ABI: Final = 2
+ABI: Final = 3
 
 
 class Tapped(nn.Module):  # type: ignore[misc]  # torch is Any where it is not installed
@@ -42,12 +42,23 @@ class Tapped(nn.Module):  # type: ignore[misc]  # torch is Any where it is not i
 
 def attach(norm: nn.Module, *, name: str, token: torch.Tensor) -> None:
     """Make `norm` hand its residual to the site registered as `name`."""
+    norm.clairai_token = token  # a plain attribute: sleep and weight reload leave it alone
+    norm.clairai_name = encoded(name)
+    mix_in(norm, Tapped)
+
+
+def mix_in(norm: nn.Module, kind: type[nn.Module]) -> None:
+    """Put `kind` in front of the class of this one instance."""
+    base = type(norm)
+    name = f"{kind.__name__}{base.__name__}"
+    norm.__class__ = type(name, (kind, base), {"__module__": kind.__module__})
+
+
+def encoded(name: str) -> Any:
+    """vllm/utils/torch_utils.py, 0.26:887, 0.32:1054: a name that is an input of the graph."""
     from vllm.utils.torch_utils import _encode_layer_name
 
-    base = type(norm)
-    norm.clairai_token = token  # a plain attribute: sleep and weight reload leave it alone
-    norm.clairai_name = _encode_layer_name(name)
-    norm.__class__ = type(f"Tapped{base.__name__}", (Tapped, base), {"__module__": __name__})
+    return _encode_layer_name(name)
 
 
 def define_op() -> None:
@@ -62,7 +73,7 @@ def define_op() -> None:
 
     def tap(x: torch.Tensor, token: torch.Tensor, name: LayerNameType) -> None:
         del token
-        _site(name).read(x)
+        site_of(name).read(x)
 
     def fake(x: torch.Tensor, token: torch.Tensor, name: LayerNameType) -> None:
         del x, token, name
@@ -72,9 +83,13 @@ def define_op() -> None:
 
 
 def register(
-    name: str, op: Callable[..., None], fake: Callable[..., None], types: dict[str, Any]
+    name: str,
+    op: Callable[..., None],
+    fake: Callable[..., None],
+    types: dict[str, Any],
+    changes: Sequence[str] = ("token",),
 ) -> None:
-    """Define one op of ours that changes `token`; the second time nothing happens."""
+    """Define one op of ours that changes these arguments; the second time nothing happens."""
     if hasattr(torch.ops.clairai, name):
         return
     from vllm.platforms import current_platform
@@ -86,7 +101,7 @@ def register(
     direct_register_custom_op(
         name,
         op,
-        mutates_args=["token"],
+        mutates_args=list(changes),
         fake_impl=fake,
         target_lib=library,
         dispatch_key=current_platform.dispatch_key,
@@ -95,7 +110,7 @@ def register(
     getattr(torch.ops.clairai, name).clairai_library = library
 
 
-def _site(name: Any) -> Any:
+def site_of(name: Any) -> Any:
     """The site `name` of the engine whose forward is running.
 
     vLLM keeps one table of named layers per engine for its own opaque ops

@@ -1,4 +1,5 @@
-"""Takes a request as it enters the engine core; gives it marked with its stream id and choice.
+"""Takes a request as it enters the engine core; gives it marked with its stream id and choice,
+and with the course that steers it.
 
 This is the one place every request passes, whichever entry point it came from
 (EngineCore.preprocess_add_request, v1/engine/core.py, 0.26:954, 0.32:1089).
@@ -10,16 +11,38 @@ import copy
 import hashlib
 import re
 import secrets
+from dataclasses import dataclass
 from typing import Any, Final
-from weakref import WeakSet, WeakValueDictionary
+from weakref import WeakSet, WeakValueDictionary, finalize
 
 from clairai import wanted as fields
-from clairai.errors import RequestError
+from clairai.errors import ClairaiError, RequestError
+from clairai.steer import course as courses
+from clairai.steer.course import Course
+from clairai.steer.desk import Desk
+from clairai.steer.registry import Claim
+from clairai.steer.watch import Watch
 from clairai.tap.rows import Mark
 
 # What the engine core leaves in extra_args for the worker.
 MARK: Final = "clairai_mark"
+COURSE: Final = "clairai_course"
 _SUFFIX: Final = re.compile(r"-[0-9a-f]{8}")
+
+
+class Sealed(bytes):
+    """A course as it travels; within this process it need not be read again."""
+
+    course: Course
+
+    @classmethod
+    def seal(cls, course: Course) -> Sealed:
+        sealed = cls(courses.ENCODER.encode(course))
+        sealed.course = course
+        return sealed
+
+    def __reduce__(self) -> tuple[type[bytes], tuple[bytes]]:
+        return bytes, (bytes(self),)  # other processes get plain bytes, whoever carries them
 
 
 class Ticket:
@@ -33,36 +56,82 @@ class Ticket:
         return any(not child.is_finished() for child in self.children)
 
 
-class Reception:
-    """Marks requests of one engine core; refuses a stream id that is in use."""
+@dataclass(frozen=True)
+class Pass:
+    """What a request that may enter holds on to."""
 
-    def __init__(self) -> None:
+    ticket: Ticket
+    claim: Claim | None
+    watch: Watch | None
+    seat: tuple[int, int]  # stream and choice
+
+
+class Reception:
+    """Marks requests of one engine core; refuses what cannot be done as it was asked."""
+
+    def __init__(self, desk: Desk) -> None:
+        self._desk = desk
         self._secret = secrets.token_bytes(16)
         # A ticket goes when the scheduler lets go of its last child: no list to keep in step.
         self._tickets: WeakValueDictionary[int, Ticket] = WeakValueDictionary()
 
-    def mark(self, request: Any) -> Ticket:
-        """Check the fields of an EngineCoreRequest and write the mark into it."""
-        params = request.sampling_params
-        wanted = fields.parse(params.extra_args)
+    def mark(self, request: Any) -> Pass:
+        """Check the fields of an EngineCoreRequest and write the mark and the course into it."""
+        wanted = fields.parse(request.sampling_params.extra_args)
         parent, choice = parent_and_choice(request.request_id, request.external_req_id)
         stream = wanted.stream if wanted.stream is not None else self._mint(parent)
-        ticket = self._claim(stream, parent)
+        try:
+            watch = self._watch(wanted, request)
+            course = self._course(wanted, request)
+            ticket = self._claim(stream, parent)
+            claim = None if course is None else self._desk.registry.claim(course)
+        except ClairaiError as error:
+            self._desk.note_refusal(stream, error)
+            raise
         # Children of one request, and requests of one call, share this object: never write to it.
-        params = copy.copy(params)
-        params.extra_args = dict(params.extra_args or {}) | {
-            MARK: [stream, choice, request.external_req_id or request.request_id]
-        }
-        if wanted.prompt_scores:
+        params = copy.copy(request.sampling_params)
+        given = (stream, choice, request.external_req_id or request.request_id)
+        params.extra_args = {**_others(params.extra_args), MARK: list(given)}
+        if course is not None:
+            params.extra_args[COURSE] = Sealed.seal(course)
+        if wanted.prompt_scores or (course is not None and course.is_stateful):
             # v1/core/kv_cache_manager.py, 0.26:228, 0.32:249: forwards the whole prompt
             params.skip_reading_prefix_cache = True
         request.sampling_params = params
-        return ticket
+        return Pass(ticket, claim, watch, (stream, choice))
 
-    def admit(self, ticket: Ticket, request: Any) -> None:
-        """The engine took the request (v1/request.py): from now on it holds the ticket."""
-        ticket.children.add(request)
-        request.clairai_ticket = ticket
+    def admit(self, given: Pass, request: Any) -> None:
+        """The engine took the request (v1/request.py): from now on it holds ticket and claim."""
+        given.ticket.children.add(request)
+        request.clairai_ticket = given.ticket
+        if given.watch is not None:
+            request.clairai_watch, request.clairai_seat = given.watch, given.seat
+        if given.claim is not None:
+            finalize(request, given.claim.release)
+
+    def turn_away(self, given: Pass) -> None:
+        """The engine did not take it."""
+        if given.claim is not None:
+            given.claim.release()
+
+    def _watch(self, wanted: fields.Wanted, request: Any) -> Watch | None:
+        if not wanted.stop:
+            return None
+        thresholds = self._desk.thresholds(wanted.stop)
+        return Watch(wanted.stop, thresholds, len(request.prompt_token_ids or ()))
+
+    def _course(self, wanted: fields.Wanted, request: Any) -> Course | None:
+        if not self._desk.is_steering and not wanted.steer:
+            return None
+        prompt_len = len(request.prompt_token_ids or ())
+        course = self._desk.registry.resolve(wanted.steer, prompt_len=prompt_len)
+        # EngineCoreRequest.resumable, v1/engine/__init__.py 0.32:143; 0.26 has none
+        if course is not None and getattr(request, "resumable", False):
+            raise RequestError(
+                "a request whose prompt comes in parts is not steered: where the prompt ends is "
+                "not known; send the prompt whole"
+            )
+        return course
 
     def _claim(self, stream: int, parent: str) -> Ticket:
         held = self._tickets.get(stream)
@@ -107,3 +176,16 @@ def read_mark(sampling_params: Any, req_id: str) -> tuple[Mark, str]:
         return Mark(fields.mint()), req_id
     stream, choice, request_id = extra[MARK]
     return Mark(int(stream), int(choice)), str(request_id)
+
+
+def read_course(sampling_params: Any) -> Course | None:
+    """What steers the request; as it was sealed, or read from what another process sealed."""
+    sealed = (getattr(sampling_params, "extra_args", None) or {}).get(COURSE)
+    if sealed is None or isinstance(sealed, Sealed):
+        return getattr(sealed, "course", None)
+    return courses.DECODER.decode(sealed)
+
+
+def _others(extra_args: dict[str, Any] | None) -> dict[str, Any]:
+    """Nobody else marks a request, whatever a client sends."""
+    return {k: v for k, v in (extra_args or {}).items() if k not in (MARK, COURSE)}

@@ -39,3 +39,15 @@ def token_bytes(tokenizer: Any) -> list[bytes]:
             f"ask without prompt_scores and named events"
         ) from error
     return [bytes(piece) for piece in info.decoded_vocab]
+
+
+def special_ids(model_config: Any) -> list[int] | None:
+    """Ids of the tokens that stand for no text; None without a tokenizer.
+
+    tokenizers/registry.py cached_tokenizer_from_config, 0.26:253, 0.32:285
+    """
+    if model_config.skip_tokenizer_init:
+        return None
+    from vllm.tokenizers.registry import cached_tokenizer_from_config
+
+    return sorted(set(cached_tokenizer_from_config(model_config).all_special_ids))

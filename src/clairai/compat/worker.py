@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import functools
 import os
+from collections.abc import Iterator
 from typing import Any
 
 import msgspec
 
 from clairai import wire
-from clairai.compat import joins, layers, modes, norms, runner, version
+from clairai.compat import core, joins, layers, modes, norms, rig, runner, steers, version
 from clairai.compat.sight import KEY
 from clairai.errors import PointError
 from clairai.probe.columns import Columns
@@ -31,9 +32,12 @@ def prepare(worker: Any) -> None:
     modes.check_modes(config)
     text_config = config.model_config.hf_text_config
     planned = plan(settings, num_layers=text_config.num_hidden_layers, environ=os.environ)
-    _fingerprint(config, planned, is_branched=settings.branch)
+    core.keep_settings(config, settings)
+    core.make_desk(config)  # refuses what the engine core would refuse at the first request
+    _fingerprint(config, planned, settings)
     norms.define_op()
     joins.define_op()
+    steers.define_ops()
     _after(worker, "load_model", lambda: _install(worker, settings, planned))
     _after(worker, "compile_or_warm_up_model", lambda: _prove(worker))
     _before(worker, "shutdown", lambda: _close(worker))
@@ -51,7 +55,7 @@ def control(worker: Any, message: bytes) -> bytes:
     return msgspec.msgpack.encode(wire.Refusal("unsupported", reason))
 
 
-def _fingerprint(config: Any, planned: Plan, *, is_branched: bool) -> None:
+def _fingerprint(config: Any, planned: Plan, settings: Settings) -> None:
     """Leave in additional_config what the compiled graph depends on, and nothing else.
 
     vLLM hashes the whole dict into its compile-cache key (config/vllm.py compute_hash, 0.26:493,
@@ -61,7 +65,8 @@ def _fingerprint(config: Any, planned: Plan, *, is_branched: bool) -> None:
     config.additional_config[KEY] = {
         "abi": norms.ABI,
         "points": [str(point) for point in planned.points],
-        "branch": is_branched,
+        "branch": settings.branch,
+        "steering": settings.is_steering,
     }
 
 
@@ -86,8 +91,31 @@ def _install(worker: Any, settings: Settings, planned: Plan) -> None:
     _attach(config, sites, tables, is_branched=settings.branch)
     worker.clairai_tables = tables
     _count_memory(worker.model_runner, tables.nbytes)
-    if worker.rank != 0:
-        return  # every rank holds the whole residual: the first one speaks for all
+    listeners = [*_steered(worker, settings, sites, tables)]
+    if worker.rank == 0:  # every rank holds the whole residual: the first one speaks for all
+        worker.clairai_station = _station(worker, settings, planned, sites)
+        listeners.append(worker.clairai_station)
+    if listeners:
+        worker.clairai_inputs = runner.connect(worker.model_runner, listeners)
+    if settings.is_steering:  # before the first capture, which keeps its address
+        worker.clairai_steer_tables.use_token_ids(worker.clairai_inputs().token_ids_T)
+
+
+def _steered(
+    worker: Any, settings: Settings, sites: layers.Sites, tables: Tables
+) -> Iterator[runner.Listener]:
+    if not settings.is_steering:
+        return
+    steering = rig.make_tables(worker, settings, tables.sites, sites.width)
+    named = worker.vllm_config.compilation_config.static_forward_context
+    rig.attach(sites, steering, named)
+    worker.clairai_steer_tables = steering
+    _count_memory(worker.model_runner, steering.nbytes)
+    yield rig.make_helm(steering, sites)
+
+
+def _station(worker: Any, settings: Settings, planned: Plan, sites: layers.Sites) -> Station:
+    config = worker.vllm_config
     columns = _columns(config, sites, planned, settings)
     about = About(
         model=model_name(config),
@@ -95,8 +123,7 @@ def _install(worker: Any, settings: Settings, planned: Plan) -> None:
         points=tuple(str(point) for point in planned.points),
         max_requests=config.scheduler_config.max_num_seqs,
     )
-    worker.clairai_station = Station(settings, tables, columns, about)
-    worker.clairai_inputs = runner.connect(worker.model_runner, worker.clairai_station)
+    return Station(settings, worker.clairai_tables, columns, about)
 
 
 def _check_served(sites: layers.Sites, planned: Plan) -> None:
@@ -152,11 +179,14 @@ def _count_memory(model_runner: Any, nbytes: int) -> None:
 
 def _prove(worker: Any) -> None:
     """Refuse to serve unless every tap really runs in the forward that will serve."""
-    tables = worker.clairai_tables
-    if not bool(tables.ran_S.all()):
+    tables = [worker.clairai_tables]
+    if hasattr(worker, "clairai_steer_tables"):
+        tables.append(worker.clairai_steer_tables)
+    if not all(bool(table.ran_S.all()) for table in tables):
         # Eager with a fixed KV size warms nothing up (cpu_worker.py `_should_warm_up_model`).
         worker.model_runner._dummy_run(1)
-    tables.check_all_ran()
+    for table in tables:
+        table.check_all_ran()
     station = getattr(worker, "clairai_station", None)
     if station is not None:
         # v1/worker/gpu/warmup.py warms kernels up with requests of its own, through execute_model.

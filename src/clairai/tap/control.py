@@ -38,10 +38,12 @@ def _reply(station: Station, control: wire.Control) -> wire.ControlReply:
             return _describe(station)
         case wire.FindStreams(request_ids):
             return wire.Streams(tuple(map(station.stream_of, request_ids)))
-        case _:
+        case wire.AddProbes() | wire.ReplaceProbes() | wire.RemoveProbes():
             columns = _changed(station.columns, control)
             station.install(columns)
             return _state(columns)
+        case _:
+            return wire.Refusal("unsupported", "the engine core answers this, not a worker")
 
 
 def _changed(

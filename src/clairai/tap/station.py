@@ -17,6 +17,7 @@ from clairai.probe.columns import Columns
 from clairai.ring.handshake import RingServer, runtime_dir
 from clairai.ring.writer import new_epoch
 from clairai.settings import Settings
+from clairai.steer.course import Course
 from clairai.tap.home import open_home
 from clairai.tap.outlet import Inputs, Step
 from clairai.tap.rows import Batch, Mark, RowBook, StepRows
@@ -34,6 +35,7 @@ class NewRequest:
     request_id: str  # what the caller of vLLM knows it by
     mark: Mark
     prompt_len: int
+    course: Course | None = None  # what steers it
 
 
 class Station:
@@ -113,6 +115,9 @@ class Station:
         self._rows = None
         if rows.num_tokens or len(rows.events):
             self._send(rows, inputs())
+
+    def blank(self) -> None:
+        """Nobody's rows are not published: nothing to clear."""
 
     def _send(self, rows: StepRows, inputs: Inputs) -> None:
         self._step_number += 1

@@ -1,0 +1,78 @@
+"""Takes vLLM's engine core; gives it a desk for steering, and keys that keep the KV cache right.
+
+EngineCore.collective_rpc              v1/engine/core.py          0.26:945   0.32:1073
+generate_block_hash_extra_keys         v1/core/kv_cache_utils.py  0.26:558   0.32:625
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+from typing import Any, Final
+
+from clairai.compat.requests import read_course
+from clairai.compat.sight import KEY
+from clairai.settings import Settings, plan
+from clairai.steer.desk import Desk
+from clairai.steer.keys import block_key
+from clairai.steer.registry import Limits, Registry
+
+_DESK: Final = "clairai_desk"
+_SETTINGS: Final = "clairai_settings"
+
+
+def keep_settings(vllm_config: Any, settings: Settings) -> None:
+    """The worker's fingerprint takes their place in a config it may share with the core."""
+    object.__setattr__(vllm_config, _SETTINGS, settings)
+
+
+def settings_of(vllm_config: Any) -> Settings:
+    kept = getattr(vllm_config, _SETTINGS, None)
+    return kept or Settings.parse(vllm_config.additional_config[KEY])
+
+
+def desk_of(core: Any) -> Desk:
+    """Made when first asked for: the plugin is loaded while the core is being made."""
+    found: Desk | None = vars(core).get(_DESK)
+    if found is None:
+        # Two threads may come here first; setdefault lets one of the two desks be the one.
+        found = vars(core).setdefault(_DESK, make_desk(core.vllm_config))
+    assert found is not None
+    return found
+
+
+def make_desk(vllm_config: Any) -> Desk:
+    """Raises what is wrong with the settings' vectors."""
+    settings = settings_of(vllm_config)
+    model = vllm_config.model_config
+    num_layers = model.hf_text_config.num_hidden_layers
+    planned = plan(settings, num_layers=num_layers, environ=os.environ)
+    if not settings.is_steering:
+        return Desk(None, planned.probes)
+    registry = Registry(
+        points=planned.points,
+        width=model.get_hidden_size(),
+        limits=Limits(rows=settings.steer_rows, programs=settings.steer_programs),
+        can_skip_special=not model.skip_tokenizer_init,
+    )
+    registry.put(planned.vectors, "add")
+    registry.set_probes(planned.probes)
+    return Desk(registry, planned.probes)
+
+
+def with_keys(original: Any) -> Any:
+    """`generate_block_hash_extra_keys(request, start, end, mm index)` with what steers the block.
+
+    A tagged pair: 0.32 takes the first part off again for its events.
+    """
+
+    @functools.wraps(original)
+    def extra_keys(request: Any, start: int, end: int, mm_index: int) -> Any:
+        keys, next_index = original(request, start, end, mm_index)
+        course = read_course(request.sampling_params)
+        key = None if course is None else block_key(course, start, end)
+        if key is None:
+            return keys, next_index
+        return (*(keys or ()), (KEY, key)), next_index
+
+    return extra_keys

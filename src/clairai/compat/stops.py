@@ -1,0 +1,145 @@
+"""Takes requests with stop rules; gives each the end its rules ask for, in the engine's own words.
+
+EngineCore.add_request   v1/engine/core.py            0.26:431   0.32:508
+check_stop               v1/core/sched/scheduler.py   0.26:55    0.32:55    (imported there by name)
+
+The scheduler asks after every sampled token whether the request has ended. The scores of the token
+before it were made by the same forward, so they are in the ring, or about to be: they are waited
+for, and the answer ends at the same token however fast anybody reads.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Final
+from weakref import finalize
+
+import msgspec
+
+from clairai import wire
+from clairai.ring.attach import Reader
+from clairai.ring.reader import Record
+from clairai.steer.watch import Watch
+
+WAIT_S: Final = 2.0  # for a row that the GPU has computed; it takes some 50 us
+_LOOKOUT: Final = "clairai_lookout"
+_log: Final = logging.getLogger("clairai.stops")
+
+Seat = tuple[int, int]  # stream and choice
+
+
+class Lookout:
+    """Reads the ring in the engine core while requests with rules run."""
+
+    def __init__(self, attach: Callable[[], Reader]) -> None:
+        self._attach = attach
+        self._reader: Reader | None = None
+        self._watches: dict[Seat, Watch] = {}
+
+    def enter(self, seat: Seat, watch: Watch) -> None:
+        if not self._watches:  # nobody has read for a while: begin with what comes now
+            self.close()
+            self._reader = self._attach()
+        self._watches[seat] = watch
+
+    def leave(self, seat: Seat) -> None:
+        self._watches.pop(seat, None)
+
+    def judge(self, seat: Seat, position: int) -> str | None:
+        """Why the answer ends with what is known up to this position; None if it goes on."""
+        watch = self._watches[seat]
+        deadline_s = time.monotonic() + WAIT_S
+        while watch.end is None and watch.next_position <= position:
+            if not self._poll() and not self._wait(deadline_s):
+                watch.give_up("its scores did not come")
+        return watch.end
+
+    def close(self) -> None:
+        if self._reader is not None:
+            self._reader.close()
+            self._reader = None
+
+    def _wait(self, deadline_s: float) -> bool:
+        assert self._reader is not None
+        left_s = deadline_s - time.monotonic()
+        return left_s > 0 and self._reader.wait(left_s) and self._reader.is_alive()
+
+    def _poll(self) -> bool:
+        assert self._reader is not None
+        records = self._reader.poll()
+        for record in records:
+            self._read(record, self._reader)
+        return bool(records)
+
+    def _read(self, record: Record, reader: Reader) -> None:
+        names = [probe.name for probe in reader.bank(record.bank_version).probes]
+        is_decode_R = record.rows["phase"] == wire.DECODE
+        for row, scores_C in zip(
+            record.rows[is_decode_R], record.scores_RC[is_decode_R], strict=True
+        ):
+            watch = self._watches.get((int(row["stream"]), int(row["choice"])))
+            if watch is not None:
+                watch.see(int(row["position"]), dict(zip(names, scores_C.tolist(), strict=True)))
+
+
+def with_watch(original: Any) -> Any:
+    """`EngineCore.add_request(request, ...)`: on the core's own thread, between two steps."""
+
+    @functools.wraps(original)
+    def add_request(self: Any, request: Any, *args: Any, **kwargs: Any) -> Any:
+        watch = getattr(request, "clairai_watch", None)
+        if watch is not None:
+            request.clairai_lookout = _lookout(self)
+            request.clairai_lookout.enter(request.clairai_seat, watch)
+            # Also for one that is aborted: nobody asks then whether it has ended.
+            finalize(request, request.clairai_lookout.leave, request.clairai_seat)
+        return original(self, request, *args, **kwargs)
+
+    return add_request
+
+
+def with_rules(original: Any) -> Any:
+    """`check_stop(request, max_model_len)`, called after every token."""
+
+    @functools.wraps(original)
+    def check_stop(request: Any, max_model_len: int) -> bool:
+        has_ended = bool(original(request, max_model_len))
+        if getattr(request, "clairai_watch", None) is None:
+            return has_ended
+        # The newest token has no row yet: the one before it has.
+        reason = request.clairai_lookout.judge(request.clairai_seat, request.num_tokens - 2)
+        _tell(request.clairai_watch)
+        if not has_ended and reason is not None:
+            from vllm.v1.request import RequestStatus
+
+            request.status = RequestStatus.FINISHED_STOPPED
+            request.stop_reason = reason
+        return has_ended or reason is not None
+
+    return check_stop
+
+
+def _tell(watch: Watch) -> None:
+    """Alarms are in the log once; the request's own end says the rest."""
+    while watch.alarms:
+        alarm = watch.alarms.pop(0)
+        action = alarm.rule.action
+        _log.warning("%s: %s at position %d", action, alarm.reason, alarm.position)
+
+
+def _lookout(core: Any) -> Lookout:
+    found = vars(core).get(_LOOKOUT)
+    if found is None:
+        found = vars(core)[_LOOKOUT] = Lookout(lambda: _attached(core))
+    return found  # type: ignore[no-any-return]
+
+
+def _attached(core: Any) -> Reader:
+    message = msgspec.msgpack.encode(wire.Describe())
+    replies = core.model_executor.collective_rpc("clairai_control", None, (message,))
+    described = msgspec.msgpack.decode(replies[0], type=wire.Description)
+    return Reader.attach(Path(described.socket), start="newest")

@@ -1,0 +1,151 @@
+"""Takes control messages of steering in the engine core; gives replies, and remembers refusals.
+
+The core is where every request passes and the one process that all of an engine share: what a name
+means is known here, and nowhere else.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from typing import Final
+
+import msgspec
+
+from clairai import wire, wire_steer
+from clairai.errors import ClairaiError, RequestError, SteeringOffError
+from clairai.probe.files import loads as load_probe
+from clairai.probe.model import Probe
+from clairai.steer.fields import close_to
+from clairai.steer.files import dumps, loads
+from clairai.steer.registry import Registry
+from clairai.steer.rules import Rule
+from clairai.steer.spec import describe, parse_entries
+
+REMEMBERED_REFUSALS: Final = 1024
+_DECODER: Final = msgspec.msgpack.Decoder(wire.Control)
+_REPLY: Final = msgspec.msgpack.Decoder(wire.ControlReply)
+_ENCODER: Final = msgspec.msgpack.Encoder()
+_JSON: Final = msgspec.json.Encoder()
+_TIERS: Final = ("base", "prefill", "decode")
+_OFF: Final = (
+    'this engine cannot steer; start it with "steering": true or "vectors": [files] '
+    "in the clairai settings"
+)
+
+Workers = Callable[[], list[bytes]]
+
+
+class Desk:
+    """One for each engine core; `registry` is None where rows cannot be steered."""
+
+    def __init__(self, registry: Registry | None, probes: tuple[Probe, ...]) -> None:
+        self._registry = registry
+        self._probes = {probe.name: probe for probe in probes}
+        self._refusals: OrderedDict[int, wire_steer.Refused] = OrderedDict()
+        self._lock = threading.Lock()  # requests come on another thread than control messages
+
+    @property
+    def registry(self) -> Registry:
+        if self._registry is None:
+            raise SteeringOffError(_OFF)
+        return self._registry
+
+    @property
+    def is_steering(self) -> bool:
+        return self._registry is not None
+
+    def control(self, message: bytes, ask_workers: Workers) -> list[bytes]:
+        """One reply for each rank, or our own; the workers answer what is not about steering."""
+        try:
+            control = _DECODER.decode(message)
+        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+            return ask_workers()  # they say what is wrong with it
+        if not isinstance(control, wire_steer.Control):
+            replies = ask_workers()
+            self._note(control, replies[0])
+            return replies
+        try:
+            return [_ENCODER.encode(self._answer(control))]
+        except ClairaiError as error:
+            return [_ENCODER.encode(wire.Refusal(error.code, error.reason))]
+
+    def thresholds(self, rules: Sequence[Rule]) -> tuple[float, ...]:
+        """What each rule's score is compared with; RequestError if that is not known."""
+        return tuple(map(self._threshold, rules))
+
+    def _threshold(self, rule: Rule) -> float:
+        probe = self._probes.get(rule.probe)
+        if probe is None:
+            raise RequestError(
+                f"stop: no probe is named {rule.probe!r}; {close_to(rule.probe, self._probes)}"
+            )
+        threshold = probe.threshold if rule.threshold is None else rule.threshold
+        if threshold is None:
+            raise RequestError(
+                f"stop: probe {rule.probe!r} has no threshold of its own; give one in the rule"
+            )
+        return threshold
+
+    def note_refusal(self, stream: int, error: ClairaiError) -> None:
+        with self._lock:
+            self._refusals[stream] = wire_steer.Refused(error.code, error.reason)
+            while len(self._refusals) > REMEMBERED_REFUSALS:
+                self._refusals.popitem(last=False)
+
+    def _answer(self, control: wire_steer.Control) -> wire_steer.Reply:
+        match control:
+            case wire_steer.WhyRefused(stream):
+                with self._lock:
+                    return self._refusals.pop(stream, wire_steer.Refused("", ""))
+            case wire_steer.ListVectors():
+                return self.registry.state()
+            case wire_steer.GetVector(name):
+                vector = self.registry.vector(name)
+                return wire_steer.VectorFile(vector.name, vector.digest, dumps(vector))
+            case wire_steer.PutVectors(files, mode):
+                self.registry.put([loads(data, source="control message") for data in files], mode)
+                return self.registry.state()
+            case wire_steer.RemoveVectors(names):
+                self.registry.remove(names)
+                return self.registry.state()
+            case _:
+                return self._steer(control)
+
+    def _steer(self, control: wire_steer.Control) -> wire_steer.Reply:
+        match control:
+            case wire_steer.SetSteering():
+                given = {tier: getattr(control, tier) for tier in _TIERS}
+                self.registry.set_tiers(
+                    **{
+                        tier: parse_entries(msgspec.json.decode(text), what=tier)
+                        for tier, text in given.items()
+                        if text is not None
+                    }
+                )
+                return self._tiers()
+            case wire_steer.GetSteering():
+                return self._tiers()
+            case _:
+                raise SteeringOffError("a running request cannot be steered otherwise yet")
+
+    def _tiers(self) -> wire_steer.SteeringState:
+        tiers = self.registry.tiers()
+        shown = {tier: _JSON.encode(list(map(describe, getattr(tiers, tier)))) for tier in _TIERS}
+        return wire_steer.SteeringState(tiers.version, **shown)
+
+    def _note(self, control: wire.Control, reply: bytes) -> None:
+        """Gates are made of probes: keep the bank's."""
+        if not isinstance(_REPLY.decode(reply), wire.BankState):
+            return
+        match control:
+            case wire.AddProbes(files) | wire.ReplaceProbes(files):
+                changed = [load_probe(data, source="control message") for data in files]
+                self._probes |= {probe.name: probe for probe in changed}
+            case wire.RemoveProbes(names):
+                self._probes = {k: v for k, v in self._probes.items() if k not in names}
+            case _:
+                return
+        if self._registry is not None:
+            self._registry.set_probes(list(self._probes.values()))

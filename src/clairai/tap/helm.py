@@ -1,0 +1,33 @@
+"""Takes what the worker tells of each step; gives each steered request its course in the tables."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from clairai.tap.outlet import Inputs
+from clairai.tap.rows import Batch
+from clairai.tap.station import NewRequest
+from clairai.tap.steering import Steering
+
+
+class Helm:
+    """Beside the Station, and on every rank: all ranks steer alike."""
+
+    def __init__(self, steering: Steering) -> None:
+        self.steering = steering
+
+    def begin(self, new: Sequence[NewRequest], finished: Sequence[str]) -> None:
+        for req_id in finished:
+            self.steering.close(req_id)
+        for request in new:
+            if request.course is not None:
+                self.steering.open(request.req_id, request.course)
+
+    def place(self, batch: Batch) -> None:
+        self.steering.place(batch)
+
+    def end(self, inputs: Callable[[], Inputs]) -> None:
+        del inputs  # what was steered shows in the rows themselves
+
+    def blank(self) -> None:
+        self.steering.blank()

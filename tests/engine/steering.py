@@ -1,0 +1,91 @@
+"""Takes a running engine; gives answers of steered and plain requests in one batch, with logprobs.
+
+Scenarios: they run in the engine's process.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import clairai
+from clairai.steer.files import loads
+
+NUM_LOGPROBS = 20
+
+
+@dataclass(frozen=True)
+class Ask:
+    """One request: its prompt, what steers it, what else is asked of it."""
+
+    prompt: tuple[int, ...]
+    steer: tuple[dict[str, Any], ...] = ()
+    num_new: int = 12
+    salt: str | None = None  # one of its own keeps it out of everybody's prefix cache
+    prompt_scores: bool = False
+
+
+@dataclass(frozen=True)
+class Answer:
+    """Tokens, and for each the most likely ones' logprobs before it was chosen."""
+
+    token_ids: tuple[int, ...]
+    logprobs: tuple[dict[int, float], ...]
+    num_cached: int
+
+
+def answer(llm: Any, asks: list[Ask]) -> list[Answer]:
+    """All in one call: they share steps."""
+    from vllm import SamplingParams
+
+    prompts, params = [], []
+    for ask in asks:
+        prompt: dict[str, Any] = {"prompt_token_ids": list(ask.prompt)}
+        prompts.append(prompt if ask.salt is None else {**prompt, "cache_salt": ask.salt})
+        params.append(
+            SamplingParams(
+                max_tokens=ask.num_new,
+                temperature=0.0,
+                ignore_eos=True,
+                detokenize=False,
+                logprobs=NUM_LOGPROBS,
+                extra_args=clairai.request(steer=list(ask.steer), prompt_scores=ask.prompt_scores),
+            )
+        )
+    return [_read(output) for output in llm.generate(prompts, params, use_tqdm=False)]
+
+
+def _read(output: Any) -> Answer:
+    (found,) = output.outputs
+    logprobs = tuple({token: one.logprob for token, one in step.items()} for step in found.logprobs)
+    return Answer(tuple(found.token_ids), logprobs, output.num_cached_tokens or 0)
+
+
+def put(llm: Any, data: list[bytes]) -> None:
+    """Give these vectors their names, whatever the names meant before."""
+    bank = clairai.VectorBank(llm)
+    held = {listed.name for listed in bank.list()}
+    for vector in (loads(one, source="test") for one in data):
+        (bank.replace if vector.name in held else bank.add)(vector)
+
+
+def remove_all(llm: Any) -> None:
+    bank = clairai.VectorBank(llm)
+    bank.set_tiers(base=[], prefill=[], decode=[])
+    bank.remove(*(listed.name for listed in bank.list()))
+
+
+def add_probes(llm: Any, probes: list[clairai.Probe]) -> None:
+    clairai.ProbeBank(llm).add(*probes)
+
+
+def remove_probes(llm: Any, names: list[str]) -> None:
+    clairai.ProbeBank(llm).remove(*names)
+
+
+def set_tiers(llm: Any, **tiers: Any) -> dict[str, Any]:
+    return clairai.VectorBank(llm).set_tiers(**tiers)
+
+
+def reset_cache(llm: Any) -> None:
+    assert llm.reset_prefix_cache()
