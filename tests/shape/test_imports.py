@@ -62,7 +62,7 @@ def test_only_taps_and_compat_import_torch() -> None:
     assert importing
 
 
-KERNELS = ("tap.commit_kernel", "tap.score_kernel")
+KERNELS = ("tap.commit_kernel", "tap.score_kernel", "tap.steer_kernel")
 
 
 def test_only_the_kernels_import_triton_and_only_the_launch_of_one_imports_it_at_start() -> None:
