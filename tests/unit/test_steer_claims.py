@@ -1,0 +1,123 @@
+"""Room in the engine's tables: content counts once, nothing is lost, nobody waits for ever."""
+
+from __future__ import annotations
+
+import gc
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from weakref import finalize
+
+import pytest
+
+from clairai.errors import VectorCapacityError
+from clairai.steer.course import Course
+from clairai.steer.registry import Limits, Registry
+from tests.unit.tiny_courses import entries, registry, vector
+
+
+def course_of(known: Registry, *scales: float) -> Course:
+    course = known.resolve(
+        entries(*({"vector": "joy", "points": ["pre_attn.1"], "scale": s} for s in scales)),
+        prompt_len=3,
+    )
+    assert course is not None
+    return course
+
+
+def test_equal_content_takes_room_once_whoever_uses_it() -> None:
+    known = registry(limits=Limits(rows=1, programs=1))
+    inline = {"vector": vector(values=(1, 2, -2)), "points": ["pre_attn.1"]}
+    same = known.resolve(entries(inline), prompt_len=9)
+    assert same is not None
+    claims = [known.claim(course_of(known, 1.0)), known.claim(same)]
+    assert known.in_use() == (1, 1)
+    claims[0].release()
+    assert known.in_use() == (1, 1)
+    claims[1].release()
+    assert known.in_use() == (0, 0)
+
+
+def test_what_does_not_fit_is_refused_and_takes_nothing() -> None:
+    known = registry(limits=Limits(rows=9, programs=2))
+    held = [known.claim(course_of(known, scale)) for scale in (1.0, 2.0)]
+    with pytest.raises(VectorCapacityError, match="1 more steering programs; 2 of 2 are in use"):
+        known.claim(course_of(known, 3.0))
+    assert known.in_use() == (1, 2)
+    held[0].release()
+    known.claim(course_of(known, 3.0))
+    assert known.in_use() == (1, 2)
+
+
+def test_rows_of_gates_take_room_too() -> None:
+    known = registry(limits=Limits(rows=1, programs=9))
+    gated = known.resolve(
+        entries({"vector": "joy", "points": ["pre_attn.1"], "gate": {"probe": "sad"}}), prompt_len=3
+    )
+    assert gated is not None
+    with pytest.raises(VectorCapacityError, match="2 more steering rows; 0 of 1 are in use"):
+        known.claim(gated)
+    assert known.in_use() == (0, 0)
+
+
+def test_a_claim_is_released_any_number_of_times_and_counted_once() -> None:
+    known = registry()
+    kept, gone = known.claim(course_of(known, 1.0)), known.claim(course_of(known, 1.0))
+    for _ in range(3):
+        gone.release()
+    assert known.in_use() == (1, 1)
+    kept.release()
+    assert known.in_use() == (0, 0)
+
+
+class Request:
+    """What holds a claim; goes round in a circle, so that only the collector takes it away."""
+
+    def __init__(self) -> None:
+        self.me = self
+
+
+def test_a_claim_may_be_released_by_the_collector_in_the_middle_of_another() -> None:
+    """A finalizer that waited for a lock held by the code it interrupts would wait for ever."""
+    known = registry(limits=Limits(rows=1, programs=4))
+    course = course_of(known, 1.0, 2.0)
+    old = gc.get_threshold()
+    gc.set_threshold(1)  # collect at every turn
+    try:
+        for _ in range(200):
+            finalize(Request(), known.claim(course).release)
+    finally:
+        gc.set_threshold(*old)
+    gc.collect()
+    assert known.in_use() == (0, 0)
+
+
+def test_a_request_sees_one_moment_while_another_thread_changes_names_and_tiers() -> None:
+    """The vector and the tier are changed together; no request may see one without the other."""
+    known = registry(vector("a", values=(1, 1, 1)), vector("b", values=(2, 2, 2)))
+    stop = threading.Event()
+
+    def change() -> None:
+        while not stop.is_set():
+            for name in ("a", "b"):
+                known.set_tiers(base=entries({"vector": name}), decode=entries({"vector": name}))
+
+    def ask(_: int) -> set[str]:
+        seen = set()
+        for _ in range(100):
+            course = known.resolve((), prompt_len=2)
+            claim = known.claim(course) if course is not None else None
+            seen |= {"+".join(action.vector for action in course.actions)} if course else set()
+            if claim is not None:
+                claim.release()
+        return seen
+
+    with ThreadPoolExecutor(3) as pool:
+        changing = pool.submit(change)
+        try:
+            seen = set().union(*pool.map(ask, range(2)))
+        finally:
+            stop.set()
+        changing.result()
+    assert seen
+    assert seen <= {"a+a", "b+b"}
+    assert known.in_use() == (0, 0)

@@ -1,0 +1,229 @@
+"""Cache keys of steered blocks: equal exactly where every position so far was treated alike."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import msgspec
+import pytest
+from hypothesis import assume, event, given, settings
+from hypothesis import strategies as st
+
+from clairai.steer.course import OPEN_END, Action, Course, Gate
+from clairai.steer.keys import BlockKeys, block_key
+from clairai.steer.segments import MAX_SEGMENTS, program_key, programs, segments, treatments
+from tests.unit.tiny_courses import action, course, gate, row
+
+LAST = 9  # positions that the naive reference looks at one by one
+EDGES = (0, 1, 3, 4, 6, OPEN_END)
+
+# Few values, so that two courses drawn apart from each other are often alike in part.
+ranges = st.sampled_from(
+    [((a, b),) for a, b in itertools.combinations(EDGES, 2)]
+    + [((a, b), (c, d)) for a, b, c, d in itertools.combinations(EDGES, 4)]
+)
+gates = st.builds(
+    gate, latch=st.booleans(), threshold=st.sampled_from([0.0, 1.0]), probe=st.sampled_from("pq")
+)
+
+
+@st.composite
+def courses(draw: st.DrawFn) -> Course:
+    actions: list[Action] = []
+    held: list[Gate] = []
+    for _ in range(draw(st.integers(1, 3))):
+        gated = draw(st.booleans()) and draw(st.booleans())
+        if gated:
+            held.append(draw(gates))
+        actions.append(
+            action(
+                *draw(ranges),
+                vector=draw(st.sampled_from(["v", "w"])),
+                scale=draw(st.sampled_from([1.0, 2.0])),
+                rows=(row("pre_attn.1", draw(st.sampled_from("ab"))),),
+                skips_special=draw(st.sampled_from([False, False, True])),
+                gate=len(held) - 1 if gated else None,
+            )
+        )
+    return Course(tuple(actions), tuple(held))
+
+
+def content(one: Course, index: int) -> tuple[Any, ...]:
+    """All of an action but its name, its positions and the number of its gate."""
+    found = one.actions[index]
+    opened = (
+        None if found.gate is None else msgspec.structs.replace(one.gates[found.gate], probe="")
+    )
+    plain = msgspec.structs.replace(found, vector="", digest="", ranges=(), gate=None)
+    return plain, opened
+
+
+def acting(one: Course, position: int) -> list[int]:
+    return [
+        index
+        for index, found in enumerate(one.actions)
+        if any(start <= position < end for start, end in found.ranges)
+    ]
+
+
+def naive(one: Course, end: int) -> list[list[tuple[Any, ...]]]:
+    """What is done to each position below `end`, in order."""
+    return [[content(one, index) for index in acting(one, p)] for p in range(end)]
+
+
+@settings(derandomize=True, deadline=None, max_examples=500)
+@given(courses(), courses(), st.integers(1, LAST))
+def test_two_courses_share_a_block_exactly_if_they_treat_all_before_its_end_alike(
+    one: Course, other: Course, end: int
+) -> None:
+    is_alike = naive(one, end) == naive(other, end)
+    event(f"alike: {is_alike}, steered: {any(naive(one, end))}")
+    assert (block_key(one, 0, end) == block_key(other, 0, end)) == is_alike
+
+
+@settings(derandomize=True, deadline=None, max_examples=150)
+@given(courses(), st.integers(1, LAST), st.data())
+def test_a_course_written_otherwise_has_the_same_keys(
+    one: Course, end: int, data: st.DataObject
+) -> None:
+    """Split an action's ranges over two of equal content; rename it; clip what is past the end."""
+    index = data.draw(st.integers(0, len(one.actions) - 1))
+    found = one.actions[index]
+    assume(found.gate is None)
+    count = data.draw(st.integers(0, len(found.ranges)))
+    halves = [
+        msgspec.structs.replace(found, vector="other", digest="other", ranges=part)
+        for part in (found.ranges[:count], found.ranges[count:])
+    ]
+    actions = (*one.actions[:index], *halves, *one.actions[index + 1 :])
+    other = Course(actions, one.gates)
+    assert naive(other, end) == naive(one, end)
+    assert block_key(other, 0, end) == block_key(one, 0, end)
+    clipped = [_clipped(found, end) for found in one.actions]
+    assert block_key(Course(tuple(clipped), one.gates), 0, end) == block_key(one, 0, end)
+
+
+def _clipped(found: Action, end: int) -> Action:
+    kept = tuple((a, min(b, end)) for a, b in found.ranges if a < end)
+    return msgspec.structs.replace(found, ranges=kept)
+
+
+@settings(derandomize=True, deadline=None, max_examples=100)
+@given(courses())
+def test_a_block_has_no_key_exactly_where_nothing_was_done_yet(one: Course) -> None:
+    keys = BlockKeys(one)
+    for end in range(1, LAST):
+        assert (keys.key(end) is None) == (not any(naive(one, end)))
+        assert keys.key(end) == block_key(one, end - 1, end)
+
+
+@settings(derandomize=True, deadline=None, max_examples=100)
+@given(courses())
+def test_segments_are_what_acts_on_each_position(one: Course) -> None:
+    found = segments(one)
+    for position in range(LAST):
+        active = [active for start, end, active in found if start <= position < end]
+        assert active == ([tuple(acting(one, position))] if acting(one, position) else [])
+    for before, after in itertools.pairwise(found):
+        assert before[0] < before[1] <= after[0]
+        assert before[1] < after[0] or before[2] != after[2]
+
+
+@settings(derandomize=True, deadline=None, max_examples=100)
+@given(courses(), courses())
+def test_a_program_is_named_by_content_and_by_where_its_states_are(
+    one: Course, other: Course
+) -> None:
+    def meaning(held: Course, active: tuple[int, ...]) -> list[tuple[Any, ...]]:
+        found = []
+        for index in active:
+            number = held.actions[index].gate
+            is_stateful = number is not None and held.gates[number].is_stateful
+            found.append((content(held, index), number if is_stateful else None))
+        return found
+
+    for (_, _, mine), (_, _, theirs) in itertools.product(segments(one), segments(other)):
+        is_same = meaning(one, mine) == meaning(other, theirs)
+        assert (program_key(one, mine) == program_key(other, theirs)) == is_same
+    assert programs(one) == {program_key(one, active) for _, _, active in segments(one)}
+
+
+def test_a_prompt_is_shared_by_steering_of_both_phases_and_of_the_prompt_alone() -> None:
+    both, prompt = course(action((0, OPEN_END))), course(action((0, 20)))
+    assert block_key(both, 0, 16) == block_key(prompt, 0, 16) is not None
+    assert block_key(both, 16, 32) != block_key(prompt, 16, 32)
+
+
+def test_steering_of_generated_tokens_leaves_the_prompt_to_all_and_its_own_to_nobody() -> None:
+    one, longer = course(action((20, OPEN_END))), course(action((36, OPEN_END)))
+    assert block_key(one, 0, 16) is None
+    assert block_key(one, 16, 32) is not None
+    # The next turn of the conversation: what was generated is now part of a longer prompt.
+    assert block_key(longer, 16, 32) is None
+
+
+def test_the_order_of_two_actions_on_one_token_makes_another_key_and_on_two_tokens_none() -> None:
+    first, second = {"scale": 2.0}, {"op": "replace"}
+    together = [action((0, 9), **first), action((0, 9), **second)]
+    apart = [action((0, 4), **first), action((4, 9), **second)]
+    assert block_key(course(*together), 0, 9) != block_key(course(*together[::-1]), 0, 9)
+    assert block_key(course(*apart), 0, 9) == block_key(course(*apart[::-1]), 0, 9)
+
+
+CHANGES: list[dict[str, Any]] = [
+    {"op": "ablate"},
+    {"rows": (row(digest="1"),)},
+    {"rows": (row("pre_attn.0"),)},
+    {"rows": (row(), row())},
+    {"scale": -1.0},
+    {"scale": 1.0000000000000002},
+    {"is_matched": True},
+    {"low": 0.0},
+    {"high": 0.0},
+    {"gate": 0},
+    {"skips_special": True},
+]
+
+
+@pytest.mark.parametrize("change", CHANGES, ids=lambda change: next(iter(change)))
+def test_all_that_an_action_does_is_in_the_key(change: dict[str, Any]) -> None:
+    plain, changed = course(action((0, 4))), course(action((0, 4), **change), gates=(gate(),))
+    assert block_key(plain, 0, 4) != block_key(changed, 0, 4)
+    assert program_key(plain, (0,)) != program_key(changed, (0,))
+
+
+GATE_CHANGES: list[dict[str, Any]] = [
+    {"row": row("pre_attn.0", "h")},
+    {"row": row("post_attn.0", "g")},
+    {"bias": 1.0},
+    {"activation": "sigmoid"},
+    {"threshold": 0.25},
+    {"sharpness": 1.0},
+    {"release": 0.5},
+    {"latch": True},
+]
+
+
+@pytest.mark.parametrize("change", GATE_CHANGES, ids=lambda change: next(iter(change)))
+def test_all_that_a_gate_does_is_in_the_key(change: dict[str, Any]) -> None:
+    one = course(action((0, 4), gate=0), gates=(gate(),))
+    other = course(action((0, 4), gate=0), gates=(gate(**change),))
+    assert block_key(one, 0, 4) != block_key(other, 0, 4)
+    assert program_key(one, (0,)) != program_key(other, (0,))
+
+
+def test_names_of_vectors_and_probes_are_in_no_key() -> None:
+    one = course(action((0, 4), gate=0), gates=(gate(),))
+    other = course(action((0, 4), gate=0, vector="w", digest="e"), gates=(gate(probe="q"),))
+    assert block_key(one, 0, 4) == block_key(other, 0, 4)
+    assert programs(one) == programs(other)
+
+
+def test_the_most_segments_there_can_be_are_keyed_at_once() -> None:
+    many = [(2 * i, 2 * i + 1) for i in range(MAX_SEGMENTS)]
+    held = course(*(action(*many[i::8], scale=float(i + 1)) for i in range(8)))
+    assert len(treatments(held)) == MAX_SEGMENTS
+    assert len(programs(held)) == 8
+    keys = BlockKeys(held)
+    assert len({keys.key(end) for end in range(1, 2 * MAX_SEGMENTS)}) == MAX_SEGMENTS
