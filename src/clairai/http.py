@@ -8,50 +8,32 @@ from __future__ import annotations
 
 import asyncio
 from http import HTTPStatus
-from typing import Any, Final, TypeVar
+from typing import Any, Final
 
 import msgspec
 from fastapi import APIRouter, FastAPI, Request
 from fastapi.responses import JSONResponse, Response
 
-from clairai import wire
-from clairai.errors import CapacityError, ClairaiError, ConfigError, ProbeError
-from clairai.offline import read_reply
+from clairai import http_steering, wire
+from clairai.errors import ClairaiError, ConfigError, ProbeError
+from clairai.http_engine import (
+    ATTRIBUTE,
+    NO_TAPS,
+    Engine,
+    Unanswered,
+    bounded_body,
+    engine_of,
+    engine_or_none,
+    on_error,
+    on_unanswered,
+    refused,
+)
 from clairai.points import quote
 from clairai.probe.files import loads
 from clairai.probe.native import MAX_NBYTES
 from clairai.serve.fields import FieldCheck
 
-Reply = TypeVar("Reply", bound=msgspec.Struct)
-
-NO_TAPS: Final = (
-    "this engine was started without clairai; start it with "
-    """--additional-config '{"clairai": {...}}' and without CLAIRAI_DISABLE"""
-)
-_STATE: Final = "clairai_engine"
 _TOKENS: Final = "clairai_tokens"
-
-
-class Unanswered(Exception):
-    """A request that ends in this status, and why."""
-
-    def __init__(self, status: HTTPStatus, code: str, message: str) -> None:
-        super().__init__(message)
-        self.status, self.code, self.message = status, code, message
-
-
-class Engine:
-    """The one way from a route to the worker."""
-
-    def __init__(self, client: Any) -> None:
-        self._client = client
-        # PUT looks and then changes: one at a time, so that what it saw still holds.
-        self.changing = asyncio.Lock()
-
-    async def ask(self, control: wire.Control, kind: type[Reply]) -> Reply:
-        message = msgspec.msgpack.encode(control)
-        replies = await self._client.collective_rpc("clairai_control", args=(message,))
-        return read_reply(replies[0], kind)
 
 
 class Tokens:
@@ -83,14 +65,17 @@ def attach(app: FastAPI) -> None:
     # A probe's name may hold slashes.
     router.add_api_route("/probes/{name:path}", put_probe, methods=["PUT"])
     router.add_api_route("/probes/{name:path}", remove_probe, methods=["DELETE"])
+    http_steering.add_routes(router)
     app.include_router(router)
-    app.add_exception_handler(ClairaiError, _on_error)
-    app.add_exception_handler(Unanswered, _on_unanswered)
-    app.add_middleware(FieldCheck, refuse=_bad_request, is_on=_has_taps)
+    app.add_exception_handler(ClairaiError, on_error)
+    app.add_exception_handler(Unanswered, on_unanswered)
+    app.add_middleware(FieldCheck, refuse=refused, core_of=engine_or_none)
 
 
 def connect(client: Any, state: Any) -> None:
-    setattr(state, _STATE, Engine(client))
+    from clairai.compat.servers import is_one_of_many
+
+    setattr(state, ATTRIBUTE, Engine(client, is_shared=is_one_of_many(client)))
 
 
 def connect_tokens(client: Any, state: Any) -> None:
@@ -99,7 +84,7 @@ def connect_tokens(client: Any, state: Any) -> None:
 
 
 async def describe(request: Request) -> JSONResponse:
-    found = await _engine(request).ask(wire.Describe(), wire.Description)
+    found = await engine_of(request.app).ask(wire.Describe(), wire.Description)
     return JSONResponse(
         {
             "model": found.model,
@@ -121,13 +106,13 @@ async def list_tokens(request: Request) -> Response:
 
 
 async def list_probes(request: Request) -> JSONResponse:
-    return _bank(await _engine(request).ask(wire.ListProbes(), wire.BankState), HTTPStatus.OK)
+    return _bank(await engine_of(request.app).ask(wire.ListProbes(), wire.BankState), HTTPStatus.OK)
 
 
 async def put_probe(name: str, request: Request) -> JSONResponse:
     """Create or replace; `If-None-Match: *` only creates, `If-Match: *` only replaces."""
-    engine = _engine(request)
-    data = await _bounded_body(request)
+    engine = engine_of(request.app)
+    data = await bounded_body(request, MAX_NBYTES, ProbeError.code, "a probe file")
     probe = loads(data, source="request body")
     if probe.name != name:
         raise ProbeError(
@@ -143,42 +128,13 @@ async def put_probe(name: str, request: Request) -> JSONResponse:
 
 
 async def remove_probe(name: str, request: Request) -> JSONResponse:
-    engine = _engine(request)
+    engine = engine_of(request.app)
     async with engine.changing:
         held = await engine.ask(wire.ListProbes(), wire.BankState)
         if not any(info.name == name for info in held.probes):
             reason = f"the bank has no probe named {quote(name)}; GET /v1/probes lists them"
             raise Unanswered(HTTPStatus.NOT_FOUND, ProbeError.code, reason)
         return _bank(await engine.ask(wire.RemoveProbes((name,)), wire.BankState), HTTPStatus.OK)
-
-
-def _has_taps(app: FastAPI) -> bool:
-    return hasattr(app.state, _STATE)
-
-
-def _engine(request: Request) -> Engine:
-    if not _has_taps(request.app):
-        raise Unanswered(HTTPStatus.NOT_FOUND, ConfigError.code, NO_TAPS)
-    engine = getattr(request.app.state, _STATE)
-    assert isinstance(engine, Engine)
-    return engine
-
-
-async def _bounded_body(request: Request) -> bytes:
-    """The body, given up on before it is larger than a probe can be."""
-    too_large = Unanswered(
-        HTTPStatus.REQUEST_ENTITY_TOO_LARGE,
-        ProbeError.code,
-        f"the body is over {MAX_NBYTES} bytes, the most a probe file has",
-    )
-    if int(request.headers.get("content-length", "0")) > MAX_NBYTES:
-        raise too_large
-    body = bytearray()
-    async for chunk in request.stream():
-        if len(body) + len(chunk) > MAX_NBYTES:
-            raise too_large
-        body += chunk
-    return bytes(body)
 
 
 def _check_conditions(request: Request, name: str, *, is_there: bool) -> None:
@@ -196,24 +152,3 @@ def _bank(state: wire.BankState, status: HTTPStatus) -> JSONResponse:
     probes = [msgspec.to_builtins(probe) for probe in state.probes]
     content = {"data": probes, "capacity": state.capacity, "version": state.version}
     return JSONResponse(content, status)
-
-
-async def _on_error(_: Request, error: Exception) -> JSONResponse:
-    assert isinstance(error, ClairaiError)
-    status = HTTPStatus.CONFLICT if isinstance(error, CapacityError) else HTTPStatus.BAD_REQUEST
-    return _refusal(status, error.code, error.reason)
-
-
-async def _on_unanswered(_: Request, error: Exception) -> JSONResponse:
-    assert isinstance(error, Unanswered)
-    return _refusal(error.status, error.code, error.message)
-
-
-def _bad_request(error: ClairaiError) -> JSONResponse:
-    return _refusal(HTTPStatus.BAD_REQUEST, error.code, error.reason)
-
-
-def _refusal(status: HTTPStatus, code: str, message: str) -> JSONResponse:
-    """OpenAI's shape, so that its SDKs show the message."""
-    error = {"message": message, "type": "invalid_request_error", "param": None, "code": code}
-    return JSONResponse({"error": error}, status)

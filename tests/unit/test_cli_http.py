@@ -15,9 +15,9 @@ from fastapi import FastAPI, Request
 from starlette.testclient import TestClient
 
 from clairai.errors import RequestError
-from clairai.http import NO_TAPS
+from clairai.http_engine import NO_TAPS
 from clairai.plugin import Endpoint
-from clairai.serve.fields import check
+from clairai.serve.fields import read
 
 
 def _server(additional_config: dict[str, Any]) -> TestClient:
@@ -46,9 +46,17 @@ def _request(fields: Any) -> dict[str, Any]:
         ("PUT", "/v1/probes/a/b"),
         ("DELETE", "/v1/probes/a"),
         ("GET", "/v1/clairai"),
+        ("GET", "/v1/steering"),
+        ("POST", "/v1/steering"),
+        ("GET", "/v1/steering/vectors"),
+        ("GET", "/v1/steering/vectors/a/b"),
+        ("PUT", "/v1/steering/vectors/a"),
+        ("DELETE", "/v1/steering/vectors/a"),
     ],
 )
-def test_an_engine_without_taps_has_no_probes_and_says_why(method: str, path: str) -> None:
+def test_an_engine_without_taps_has_no_probes_and_no_vectors_and_says_why(
+    method: str, path: str
+) -> None:
     answer = _server({}).request(method, path)
     assert answer.status_code == 404
     assert answer.json()["error"]["message"] == NO_TAPS
@@ -85,12 +93,12 @@ def test_a_request_with_bad_fields_is_refused_with_the_reason(
 
 @pytest.mark.parametrize("body", [b"", b"clairai", b'{"clairai', b"\xff clairai", b'["clairai"]'])
 def test_what_is_not_ours_to_judge_passes(body: bytes) -> None:
-    check(body)
+    assert read(body) is None
 
 
 def test_fields_are_judged_wherever_they_stand_in_the_body() -> None:
     with pytest.raises(RequestError):
-        check(json.dumps({"a": [{}] * 9} | _request('{"bogus": 1}')).encode())
+        read(json.dumps({"a": [{}] * 9} | _request('{"bogus": 1}')).encode())
 
 
 def test_the_plugin_module_imports_nothing_that_could_fail() -> None:

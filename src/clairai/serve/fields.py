@@ -1,75 +1,173 @@
 """Takes every completion request on its way into vLLM; stops one whose clairai fields are wrong.
 
-The engine core refuses such a request too, but vLLM tells the client only "Internal server error"
-(_raise_if_error, entrypoints/generate/base/serving.py, 0.32:207). Here the reason can be given.
-Runs in the API server, behind vLLM's key check.
+The engine core refuses such a request too, but vLLM tells the client nothing of why (reply.py).
+Here the reason can be given. Runs in the API server, behind vLLM's key check.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, Final
+import asyncio
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Final, Protocol
 
 import msgspec
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from clairai import wanted
-from clairai.errors import RequestError
+from clairai import wanted as ours
+from clairai.errors import ClairaiError, RequestError
+from clairai.serve.mirror import Mirror
+from clairai.serve.reply import Refuse, Reply
+from clairai.serve.ruling import Ruling, judge
+from clairai.steer.seed_fields import PHASES
+from clairai.wanted import KEY, Wanted
 
-Refuse = Callable[[RequestError], ASGIApp]
-IsOn = Callable[[Any], bool]
 _PATHS: Final = frozenset({"/v1/chat/completions", "/v1/completions", "/v1/responses"})
+_MARKS: Final = (KEY.encode(), b"steering_vectors", b"\\u")
+_XARGS: Final = "vllm_xargs"
+_FIELDS: Final = msgspec.json.Decoder(dict[str, msgspec.Raw])
+_ANY: Final = msgspec.json.Decoder(dict[str, Any] | None)
+# What takes longer to read than a token may be late is read beside the event loop.
+_LARGE_BYTES: Final = 1 << 16
+_UNREADABLE: Final = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
 
 
-class _Body(msgspec.Struct):
-    """The parts of a request that can concern us; everything else is skipped unread."""
+class Core(Protocol):
+    """The engine core, as it is seen from here."""
 
-    vllm_xargs: dict[str, Any] | None = None
-    clairai: Any = None
+    mirror: Mirror
 
-
-_DECODER: Final = msgspec.json.Decoder(_Body)
+    async def why_refused(self, stream: int) -> ClairaiError | None: ...
 
 
-def check(body: bytes) -> None:
-    """RequestError if the engine would refuse the fields; what is not ours to judge passes."""
-    if wanted.KEY.encode() not in body:
-        return
+CoreOf = Callable[[Any], Core | None]
+
+
+@dataclass(frozen=True)
+class Given:
+    """What of a body concerns us, or can."""
+
+    wanted: Wanted
+    fields: Mapping[str, msgspec.Raw]
+    xargs: Mapping[str, Any]  # the seeds' fields among them, wherever they stood
+    is_moved: bool  # one of them stood beside vllm_xargs
+
+    @property
+    def is_ours(self) -> bool:
+        return not {KEY, *PHASES}.isdisjoint(self.xargs)
+
+    def rewritten(self, stream: int, pins: tuple[str | None, ...]) -> bytes:
+        """The body with a stream id, and with the contents that names stand for."""
+        text = self.xargs.get(KEY, {})
+        asked = msgspec.json.decode(text) if isinstance(text, str) else dict(text)
+        for entry, pin in zip(asked.get("steer", ()), pins, strict=False):
+            if pin is not None:
+                entry["digest"] = pin
+        asked["stream"] = stream
+        xargs = {**self.xargs, KEY: msgspec.json.encode(asked).decode()}
+        kept = {name: raw for name, raw in self.fields.items() if name not in PHASES}
+        return msgspec.json.encode({**kept, _XARGS: xargs})
+
+
+def read(body: bytes) -> Given | None:
+    """RequestError if the fields are wrong; None for what is not ours to judge."""
     try:
-        request = _DECODER.decode(body)
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
-        return  # vLLM says what is wrong with it
-    if request.clairai is not None:
+        fields = _FIELDS.decode(body)
+        xargs = dict(_ANY.decode(fields.get(_XARGS, b"null")) or {})
+    except _UNREADABLE:
+        return None  # vLLM says what is wrong with it
+    if bytes(fields.get(KEY, b"null")) != b"null":
         raise RequestError(
             "vLLM itself does not read a `clairai` field; "
             'give it as "vllm_xargs": {"clairai": "{...}"}'
         )
-    wanted.parse(request.vllm_xargs)
+    moved = {name: fields[name] for name in PHASES if bytes(fields.get(name, b"null")) != b"null"}
+    if twice := moved.keys() & xargs.keys():
+        raise RequestError(f"{min(twice)} stands beside vllm_xargs and in it; send it once")
+    xargs |= {name: bytes(raw).decode() for name, raw in moved.items()}
+    return Given(ours.parse(xargs), fields, xargs, bool(moved))
 
 
 class FieldCheck:
-    """ASGI middleware: reads the body once and hands it on unaltered."""
+    """ASGI middleware: reads the body once; `core_of` gives the app's engine, None without taps."""
 
-    def __init__(self, app: ASGIApp, *, refuse: Refuse, is_on: IsOn) -> None:
+    def __init__(self, app: ASGIApp, *, refuse: Refuse, core_of: CoreOf) -> None:
         self._app = app
         self._refuse = refuse
-        self._is_on = is_on
+        self._core_of = core_of
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if not _is_completion(scope) or not self._is_on(scope["app"]):
+        core = self._core_of(scope["app"]) if _is_completion(scope) else None
+        if core is None:
             return await self._app(scope, receive, send)
         messages = await _whole(receive)
         try:
-            check(b"".join(message.get("body", b"") for message in messages))
-        except RequestError as error:
+            found = await _found(b"".join(one.get("body", b"") for one in messages), core.mirror)
+        except ClairaiError as error:
             return await self._refuse(error)(scope, receive, send)
-        return await self._app(scope, _replayed(messages, receive), send)
+        if found is None:
+            return await self._app(scope, _replayed(messages, receive), send)
+        return await self._watched(core, found, messages, scope, receive, send)
+
+    async def _watched(
+        self,
+        core: Core,
+        found: tuple[Given, Ruling],
+        messages: list[Message],
+        scope: Scope,
+        receive: Receive,
+        send: Send,
+    ) -> None:
+        given, ruling = found
+        stream = given.wanted.stream or ours.mint()
+        if given.wanted.stream is None or given.is_moved or any(ruling.pins):
+            body = given.rewritten(stream, ruling.pins)
+            messages = [{"type": "http.request", "body": body, "more_body": False}]
+            scope = {**scope, "headers": _resized(scope["headers"], len(body))}
+
+        async def why() -> ClairaiError | None:
+            return await core.why_refused(stream)
+
+        reply = Reply(scope, receive, send, echo=ruling.echo, why=why)
+
+        async def sending(message: Message) -> None:
+            await reply(message, self._refuse)
+
+        await self._app(scope, _replayed(messages, receive), sending)
+
+
+async def _found(body: bytes, mirror: Mirror) -> tuple[Given, Ruling] | None:
+    """What is ours in a body, and what will be applied; None where neither has anything to say."""
+    # A key may be written with escapes, and only then lack the others' bytes.
+    if not mirror.has_tiers and not any(mark in body for mark in _MARKS):
+        return None
+    is_large = len(body) > _LARGE_BYTES
+    given = await asyncio.to_thread(read, body) if is_large else read(body)
+    if given is None or not (mirror.has_tiers or given.is_ours):
+        return None
+    if not (mirror.has_tiers or given.wanted.steer or given.wanted.stop):
+        return given, Ruling(None)
+    try:
+        return given, await _judged(given.wanted, mirror, is_large=is_large)
+    except ClairaiError:
+        await mirror.look()  # a name may be new, or mean something else by now
+        return given, await _judged(given.wanted, mirror, is_large=is_large)
+
+
+async def _judged(wanted: Wanted, mirror: Mirror, *, is_large: bool) -> Ruling:
+    view = await mirror.view()
+    return await asyncio.to_thread(judge, wanted, view) if is_large else judge(wanted, view)
 
 
 def _is_completion(scope: Scope) -> bool:
     if scope["type"] != "http" or scope["method"] != "POST":
         return False
     return scope["path"].removeprefix(scope.get("root_path", "")) in _PATHS
+
+
+def _resized(headers: Any, nbytes: int) -> list[tuple[bytes, bytes]]:
+    kept = [pair for pair in headers if pair[0] not in (b"content-length", b"transfer-encoding")]
+    return [*kept, (b"content-length", str(nbytes).encode())]
 
 
 async def _whole(receive: Receive) -> list[Message]:

@@ -1,0 +1,125 @@
+"""Takes what the engine core says of its vectors, probes and tiers; gives it again without asking.
+
+The core alone knows what a name means, and judges every request once more. What is held here is
+for refusing in words what it would refuse, and for naming the content that a name stands for.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Iterator
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any, Final, cast
+
+import msgspec
+import numpy as np
+
+from clairai import wire, wire_steer
+from clairai.errors import SteeringOffError
+from clairai.points import Point
+from clairai.probe.model import Probe
+from clairai.steer.course import Row
+from clairai.steer.known import Engine, Held, HeldRow, Known
+from clairai.steer.vector import Vector
+
+TIERS: Final = ("base", "prefill", "decode")
+Ask = Callable[[Any, Any], Awaitable[Any]]
+
+
+@dataclass(frozen=True)
+class View:
+    """The engine as it was last seen."""
+
+    known: Known  # of vectors and probes all but the numbers
+    tiers: tuple[dict[str, Any], ...] = ()  # entries as the core shows them, each with its `tier`
+    off: str | None = None  # why nothing is steered
+
+
+class Mirror:
+    """`ask` reaches the core; `is_shared`: others change it too, through servers of their own."""
+
+    def __init__(self, ask: Ask, *, is_shared: bool) -> None:
+        self._ask = ask
+        self._is_shared = is_shared
+        self._asking = asyncio.Lock()
+        self._vectors: wire_steer.VectorState | None = None
+        self._tiers: tuple[dict[str, Any], ...] = ()
+        self._bank: wire.BankState | None = None
+        self._off: str | None = None
+        self._view: View | None = None
+        self._has_looked = False
+
+    def note(self, reply: msgspec.Struct) -> None:
+        """What the core has said to anybody here."""
+        match reply:
+            case wire_steer.VectorState():
+                self._vectors = reply
+            case wire_steer.SteeringState():
+                self._tiers = tuple(_entries(reply))
+            case wire.BankState():
+                self._bank = reply
+            case _:
+                return
+        self._view = None
+
+    @property
+    def has_tiers(self) -> bool:
+        """Whether every request is steered, as far as is known without asking."""
+        return bool(self._tiers)
+
+    async def view(self) -> View:
+        if self._is_shared or not self._has_looked:
+            return await self.look()
+        if self._view is None:
+            self._view = self._made()
+        return self._view
+
+    async def look(self) -> View:
+        """As it is now; who asks at the same time waits for the same answer."""
+        async with self._asking:
+            await self._ask(wire.ListProbes(), wire.BankState)
+            if self._off is None:
+                await self._look_at_steering()
+            self._has_looked = True
+            self._view = self._made()
+            return self._view
+
+    async def _look_at_steering(self) -> None:
+        """An engine that does not steer never will: it is asked once."""
+        try:
+            await self._ask(wire_steer.ListVectors(), wire_steer.VectorState)
+            await self._ask(wire_steer.GetSteering(), wire_steer.SteeringState)
+        except SteeringOffError as error:
+            self._off = error.reason
+
+    def _made(self) -> View:
+        probes = () if self._bank is None else self._bank.probes
+        by_name = MappingProxyType({probe.name: _probe(probe) for probe in probes})
+        if self._vectors is None:
+            return View(Known(Engine(frozenset(), 0), probes=by_name), off=self._off)
+        engine = Engine(frozenset(map(Point.parse, self._vectors.points)), self._vectors.width)
+        held = MappingProxyType({one.name: _held(one) for one in self._vectors.vectors})
+        known = Known(engine, held, by_name, version=self._vectors.version)
+        return View(known, self._tiers)
+
+
+def _probe(listed: wire.ListedProbe) -> Probe:
+    """Without its direction, which only the core knows."""
+    point = Point.parse(listed.point)
+    return Probe(listed.name, point, np.ones(1, np.float32), threshold=listed.threshold)
+
+
+def _held(listed: wire_steer.ListedVector) -> Held:
+    """Without its numbers: lengths are told, and what is judged by the numbers the core judges."""
+    rows = {
+        Point.parse(point): HeldRow(Row(point, "", b""), length, peak=0.0)
+        for point, length in zip(listed.points, listed.norms, strict=True)
+    }
+    return Held(cast(Vector, listed), MappingProxyType(rows))
+
+
+def _entries(state: wire_steer.SteeringState) -> Iterator[dict[str, Any]]:
+    for tier in TIERS:
+        for entry in msgspec.json.decode(getattr(state, tier), type=list[dict[str, Any]]):
+            yield {**entry, "tier": tier}

@@ -1,0 +1,107 @@
+"""Takes vLLM's answer to a request as it is sent; gives it with what was applied, or says why not.
+
+When the engine core refuses a request, vLLM (0.32) tells the client "Internal server error" and
+nothing else (_raise_if_error, entrypoints/generate/base/serving.py:200): as the body of a 500, or,
+in a stream, in a frame behind the first chunks of a 200. The core remembers why; it is asked.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from typing import Any, Final
+
+import msgspec
+from starlette.datastructures import MutableHeaders
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from clairai.errors import ClairaiError
+
+Why = Callable[[], Awaitable[ClairaiError | None]]
+Refuse = Callable[[ClairaiError], ASGIApp]
+
+_ERROR: Final = b'data: {"error"'  # create_error_response, as the frame of a stream
+# The first chunks of a chat, one for each choice, before the first token is looked at
+# (entrypoints/openai/chat_completion/serving.py:550).
+_ROLE: Final = b'"delta":{"role":'
+_STREAM: Final = b"text/event-stream"
+_SERVER_ERROR: Final = 500
+
+
+class Reply:
+    """ASGI's `send` for one request; nothing goes out before it is known that it was admitted."""
+
+    def __init__(
+        self, scope: Scope, receive: Receive, send: Send, *, echo: dict[str, Any] | None, why: Why
+    ) -> None:
+        self._scope, self._receive, self._send = scope, receive, send
+        self._echo, self._why = echo, why
+        self._held: list[Message] = []  # the start, and bodies behind it
+        self._is_open = False  # what was held has gone out
+        self._is_over = False  # it was refused: whatever else comes is dropped
+
+    async def __call__(self, message: Message, refuse: Refuse) -> None:
+        if self._is_over:
+            return
+        if self._is_open:
+            await self._send(await self._explained(message))
+            return
+        self._held.append(message)
+        if message["type"] == "http.response.start" or self._is_waiting(message):
+            return
+        error = await self._why() if self._has_failed(message) else None
+        if error is None:
+            await self._open()
+            return
+        self._is_over = True
+        await refuse(error)(self._scope, self._receive, self._send)
+
+    def _is_waiting(self, message: Message) -> bool:
+        """Whether more must come before it is known how the request fared."""
+        if not message.get("more_body", False):
+            return False
+        return self._status == _SERVER_ERROR or (self._is_stream and _ROLE in message["body"])
+
+    def _has_failed(self, message: Message) -> bool:
+        if self._is_stream:
+            return bytes(message.get("body", b"")).startswith(_ERROR)
+        return self._status == _SERVER_ERROR
+
+    async def _open(self) -> None:
+        self._is_open = True
+        if self._echo is not None and self._status < 300 and len(self._held) > 1:
+            self._add_echo(self._held[0], self._held[1], self._echo)
+        for message in self._held:
+            await self._send(message)
+
+    def _add_echo(self, start: Message, first: Message, echo: dict[str, Any]) -> None:
+        """In front of the first object that is sent; every byte behind it stays."""
+        body = bytes(first.get("body", b""))
+        at = body.find(b"data: {") + len(b"data: ") if self._is_stream else 0
+        if body[at : at + 1] != b"{":
+            return
+        added = b'"clairai":' + msgspec.json.encode(echo) + b","
+        first["body"] = body[: at + 1] + added + body[at + 1 :]
+        headers = MutableHeaders(scope=start)
+        if "content-length" in headers:
+            headers["content-length"] = str(int(headers["content-length"]) + len(added))
+
+    async def _explained(self, message: Message) -> Message:
+        """The stream has begun: of several choices one can be refused behind another's tokens."""
+        if not bytes(message.get("body", b"")).startswith(_ERROR):
+            return message
+        error = await self._why()
+        if error is None:
+            return message
+        about = {"type": "invalid_request_error", "param": None, "code": error.code}
+        frame = msgspec.json.encode({"error": {"message": error.reason, **about}})
+        return {**message, "body": b"data: " + frame + b"\n\n"}
+
+    @property
+    def _status(self) -> int:
+        status: int = self._held[0]["status"]
+        return status
+
+    @property
+    def _is_stream(self) -> bool:
+        headers = dict(self._held[0].get("headers", ()))
+        return bytes(headers.get(b"content-type", b"")).startswith(_STREAM)

@@ -1,0 +1,145 @@
+"""Takes a desk and a station; gives an API server as vLLM's is, with clairai's routes and door.
+
+Real: routes, mirror, desk, registry, reception. Toy: what vLLM does between them, written as 0.32
+does it, a refused request included.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncIterator, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import msgspec
+import numpy as np
+from fastapi import FastAPI, Request
+from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.testclient import TestClient
+
+from clairai import http, wire
+from clairai.compat.requests import Reception, read_course
+from clairai.errors import ClairaiError
+from clairai.steer.course import Course
+from clairai.steer.desk import Desk
+from clairai.steer.registry import Limits, Registry
+from clairai.steer.vector import Vector
+from clairai.tap.control import answer
+from tests.unit import toy_station as toy
+
+PATHS = ("/v1/chat/completions", "/v1/completions")
+ERROR = {"message": "Internal server error", "type": "InternalServerError", "param": None}
+PROMPT = [1, 2, 3, 4, 5]
+
+
+def vector(name: str = "calm", *, width: int = toy.WIDTH, value: float = 1.0) -> Vector:
+    rows = {point: np.full(width, value, np.float32) for point in toy.POINTS}
+    return Vector(name, rows)
+
+
+@dataclass
+class ToyServer:
+    """`courses` has what each admitted request was steered by, `bodies` what vLLM got of it."""
+
+    desk: Desk
+    station: Any
+    api_servers: int = 1
+    asked: list[wire.Control] = field(default_factory=list)
+    bodies: list[dict[str, Any]] = field(default_factory=list)
+    courses: list[Course | None] = field(default_factory=list)
+    held: list[Any] = field(default_factory=list)  # requests that have not ended
+
+    def __post_init__(self) -> None:
+        self.reception = Reception(self.desk)
+        app = FastAPI()
+        for path in PATHS:
+            app.add_api_route(path, self._complete, methods=["POST"])
+        http.attach(app)
+        parallel = SimpleNamespace(_api_process_count=self.api_servers)
+        config = SimpleNamespace(parallel_config=parallel)
+        client = SimpleNamespace(collective_rpc=self._collective_rpc, vllm_config=config)
+        http.connect(client, app.state)
+        self.client = TestClient(app)
+
+    def control(self, message: wire.Control) -> bytes:
+        """Asked by somebody else than this server."""
+        raw = msgspec.msgpack.encode(message)
+        return self.desk.control(raw, lambda: [answer(self.station, raw)])[0]
+
+    def ask(self, path: str = PATHS[0], *, stream: bool = False, **clairai: Any) -> Any:
+        body = {"messages": [], "stream": stream, "vllm_xargs": {"clairai": json.dumps(clairai)}}
+        return self.client.post(path, json=body)
+
+    async def _collective_rpc(self, _: str, args: tuple[bytes]) -> list[bytes]:
+        self.asked.append(msgspec.msgpack.decode(args[0], type=wire.Control))
+        return self.desk.control(args[0], lambda: [answer(self.station, args[0])])
+
+    async def _complete(self, request: Request) -> Response:
+        body = await request.json()
+        self.bodies.append(body)
+        num_choices, is_chat = body.get("n", 1), "chat" in request.url.path
+        admitted = [self._admit(body, at) for at in range(num_choices)]
+        if body.get("stream"):
+            frames = _frames(admitted, is_chat=is_chat)
+            return StreamingResponse(frames, media_type="text/event-stream")
+        if not all(admitted):
+            return JSONResponse({"error": {**ERROR, "code": 500}}, 500)
+        return JSONResponse({"id": "1", "choices": [{"index": 0}]})
+
+    def _admit(self, body: dict[str, Any], choice: int) -> bool:
+        params = SimpleNamespace(extra_args=body.get("vllm_xargs"), skip_reading_prefix_cache=False)
+        number = len(self.bodies)
+        request = SimpleNamespace(
+            sampling_params=params,
+            request_id=f"{choice}_r{number}-0123abcd",
+            external_req_id=f"r{number}",
+            prompt_token_ids=PROMPT,
+        )
+        try:
+            given = self.reception.mark(request)
+        except ClairaiError:
+            return False  # EngineCoreProc._handle_request_preproc_error
+        running = Running()
+        self.reception.admit(given, running)
+        self.held.append(running)
+        self.courses.append(read_course(request.sampling_params))
+        return True
+
+
+class Running:
+    """A request in the scheduler."""
+
+    def is_finished(self) -> bool:
+        return False
+
+
+async def _frames(admitted: list[bool], *, is_chat: bool) -> AsyncIterator[str]:
+    """The order of chat_completion_stream_generator: roles of all choices, then what each says."""
+    for index in range(len(admitted) if is_chat else 0):
+        delta = {"role": "assistant", "content": ""}
+        yield _frame({"id": "1", "choices": [{"index": index, "delta": delta}]})
+    for index, is_in in enumerate(admitted):
+        if not is_in:
+            error = {"error": {**ERROR, "code": 500}}
+            yield f"data: {json.dumps(error)}\n\n"
+            break
+        said: dict[str, Any] = {"delta": {"content": "a"}} if is_chat else {"text": "a"}
+        yield _frame({"id": "1", "choices": [{"index": index, **said}]})
+    yield "data: [DONE]\n\n"
+
+
+def _frame(data: dict[str, Any]) -> str:
+    return f"data: {json.dumps(data, separators=(',', ':'))}\n\n"
+
+
+@contextmanager
+def toy_server(
+    runtime: Path, *, is_steering: bool = True, limits: Limits | None = None, **more: Any
+) -> Iterator[ToyServer]:
+    room = limits or Limits(rows=8, programs=8)
+    registry = Registry(toy.POINTS, toy.WIDTH, room) if is_steering else None
+    with toy.running_station(runtime) as station:
+        yield ToyServer(Desk(registry, ()), station, **more)
