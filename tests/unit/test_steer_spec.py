@@ -44,7 +44,7 @@ entries = st.builds(
 )  # fmt: skip
 
 
-@settings(derandomize=True, deadline=None, max_examples=150)
+@settings(derandomize=True, deadline=None, max_examples=100)
 @given(st.lists(entries, max_size=4))
 def test_an_entry_written_as_json_is_read_as_an_equal_one(every: list[Entry]) -> None:
     text = json.dumps([to_json(entry) for entry in every])
@@ -191,7 +191,7 @@ junk = st.recursive(
 )
 
 
-@settings(derandomize=True, deadline=None, max_examples=200)
+@settings(derandomize=True, deadline=None, max_examples=100)
 @given(st.lists(junk | st.dictionaries(st.sampled_from(KEYS), junk), max_size=2))
 def test_whatever_is_given_is_read_or_refused_and_nothing_else(given: object) -> None:
     with suppress(ClairaiError):

@@ -92,7 +92,7 @@ def whens(draw: st.DrawFn) -> When:
     return When(phase, tuple(draw(st.lists(ends, min_size=1, max_size=4))))
 
 
-@settings(derandomize=True, deadline=None, max_examples=300)
+@settings(derandomize=True, deadline=None, max_examples=150)
 @given(whens(), st.integers(1, 15), st.integers(0, 20), st.integers(0, 40))
 def test_ranges_are_what_slices_would_give(when: When, length: int, low: int, high: int) -> None:
     assert positions(when, length) == reference(when, length)

@@ -6,18 +6,37 @@ import json
 from contextlib import suppress
 from typing import Any, cast
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from clairai.errors import RequestError
-from clairai.points import quote
-from clairai.steer.text import MAX_CHARS
+from clairai.errors import ClairaiError, RequestError
+from clairai.points import Point, quote
+from clairai.steer.packed import pack
+from clairai.steer.rules import Rule
+from clairai.steer.spec import MAX_ENTRIES, Entry, to_json
+from clairai.steer.text import MAX_CHARS, MAX_ITEMS
+from clairai.steer.vector import Vector
+from clairai.steer.when import When
 from clairai.wanted import KEY, MAX_STREAM, Wanted, mint, parse, request
 
 wanted = st.builds(
-    Wanted, stream=st.none() | st.integers(1, MAX_STREAM), prompt_scores=st.booleans()
+    Wanted,
+    stream=st.none() | st.integers(1, MAX_STREAM),
+    prompt_scores=st.booleans(),
+    steer=st.sampled_from([(), (Entry("joy", scale=2.0),), (Entry("a"), Entry("b", op="ablate"))]),
+    stop=st.sampled_from([(), (Rule("anger", 0.5, 3, "alert"), Rule("joy"))]),
 )
+
+
+def written(asked: Wanted) -> dict[str, Any]:
+    return request(
+        stream=asked.stream,
+        prompt_scores=asked.prompt_scores,
+        steer=[to_json(entry) for entry in asked.steer],
+        stop=[rule.written() for rule in asked.stop],
+    )
 
 
 def test_a_plain_request_says_nothing() -> None:
@@ -28,15 +47,13 @@ def test_a_plain_request_says_nothing() -> None:
 @settings(derandomize=True, deadline=None)
 @given(wanted)
 def test_what_request_writes_parse_reads(asked: Wanted) -> None:
-    written = request(stream=asked.stream, prompt_scores=asked.prompt_scores)
-    assert parse(written) == asked
+    assert parse(written(asked)) == asked
 
 
 @settings(derandomize=True, deadline=None)
 @given(wanted)
 def test_the_json_text_of_the_fields_means_the_same(asked: Wanted) -> None:
-    written = request(stream=asked.stream, prompt_scores=asked.prompt_scores)
-    assert parse({KEY: json.dumps(written[KEY])}) == asked
+    assert parse({KEY: json.dumps(written(asked)[KEY])}) == asked
 
 
 @pytest.mark.parametrize("extra_args", [None, {}, {"other": 1}, {KEY: {}}, {KEY: "{}"}], ids=repr)
@@ -74,7 +91,7 @@ def test_prompt_scores_is_true_or_false_and_nothing_like_it(value: object) -> No
     ids=quote,
 )  # fmt: skip
 def test_an_unknown_field_is_refused_with_those_known(fields: dict[Any, Any]) -> None:
-    with pytest.raises(RequestError, match="known: stream, prompt_scores") as caught:
+    with pytest.raises(RequestError, match="known: stream, prompt_scores, steer, stop") as caught:
         parse({KEY: fields})
     assert len(str(caught.value).encode()) < 300
 
@@ -105,11 +122,77 @@ def test_text_is_read_up_to_its_bound_and_no_further() -> None:
         parse({KEY: "{}".ljust(MAX_CHARS + 1)})
 
 
+def test_text_of_more_values_than_a_request_can_need_is_refused_before_it_is_read() -> None:
+    with pytest.raises(RequestError, match=f"holds over {MAX_ITEMS} values"):
+        parse({KEY: "[" + "," * MAX_ITEMS})
+
+
+@pytest.mark.parametrize(
+    "text",
+    ['{"stream": 1, "stream": 2}', '{"steer": [{"vector": "a", "scale": 1, "scale": 2}]}'],
+)
+def test_a_key_that_comes_twice_is_refused(text: str) -> None:
+    with pytest.raises(RequestError, match="appears twice; keep one of them"):
+        parse({KEY: text})
+
+
+@pytest.mark.parametrize("key", ["steer", "stop"])
+@pytest.mark.parametrize("given", [None, {}, "joy", 3, True], ids=repr)
+def test_steer_and_stop_are_lists(key: str, given: object) -> None:
+    with pytest.raises(RequestError, match=f"{key} must be a list"):
+        parse({KEY: {key: given}})
+
+
+def test_a_vector_given_to_request_travels_as_json_bit_for_bit() -> None:
+    vector = Vector("mine", {Point("post_block", 3): np.array([0.1, -3e38], np.float32)})
+    fields = request(steer=[{"vector": vector, "scale": np.float32(2)}])
+    (entry,) = parse({KEY: json.dumps(fields[KEY])}).steer
+    assert entry == Entry(pack(vector), scale=2.0)
+    assert pack(vector).unpack(2, what="vector").digest == vector.digest
+
+
+def test_request_refuses_what_parse_would() -> None:
+    with pytest.raises(RequestError, match=r"steer\[0\]: unknown key 'scael'"):
+        request(steer=[{"vector": "joy", "scael": 2}])
+    with pytest.raises(RequestError, match=r"stop\[0\].tokens"):
+        request(stop=[{"probe": "anger", "tokens": 0}])
+
+
+SEED: dict[str, Any] = {"post_block": {"3": {"vector": [0.5, 1.0], "scale": 2.0}}}
+
+
+@pytest.mark.parametrize("is_text", [False, True], ids=["object", "text"])
+def test_fields_of_the_seeds_beside_ours_become_entries(is_text: bool) -> None:
+    field: Any = json.dumps(SEED) if is_text else SEED
+    extra_args = {KEY: {"steer": [{"vector": "joy"}]}, "decode_steering_vectors": field}
+    own, seed = parse(extra_args | {"steering_vectors": None}).steer
+    assert own == Entry("joy")
+    assert (seed.when, seed.op, seed.scale) == (When("generation"), "add", 1.0)
+    assert isinstance(seed.vector, Vector)
+    assert seed.vector.rows[Point("post_block", 3)].tolist() == [1.0, 2.0]
+    assert parse({"steering_vectors": field}).steer[0].when == When("both")
+    assert parse({"prefill_steering_vectors": field}).steer[0].when == When("prompt")
+
+
+@pytest.mark.parametrize("given", ["{", "[]", "null", 3, [1], b"{}"], ids=repr)
+def test_fields_of_the_seeds_that_are_no_objects_are_refused(given: object) -> None:
+    with pytest.raises(RequestError, match=r"steering_vectors (must be an object|is text, but)"):
+        parse({"steering_vectors": given})
+
+
+def test_entries_of_both_kinds_are_counted_together() -> None:
+    extra_args = {KEY: {"steer": [{"vector": "joy"}] * MAX_ENTRIES}}
+    assert len(parse(extra_args).steer) == MAX_ENTRIES
+    with pytest.raises(RequestError, match=f"over {MAX_ENTRIES} entries"):
+        parse(extra_args | {"steering_vectors": SEED})
+
+
 @settings(derandomize=True, deadline=None)
 @given(st.text(max_size=200) | st.recursive(st.none() | st.integers() | st.text(), st.lists))
 def test_any_value_is_read_or_refused_and_nothing_else(value: object) -> None:
-    for extra_args in ({KEY: value}, {KEY: {"stream": value}}, {KEY: json.dumps(value)}):
-        with suppress(RequestError):
+    ours: list[Any] = [value, json.dumps(value), {"stream": value}, {"steer": value}]
+    for extra_args in (*({KEY: one} for one in ours), {"steering_vectors": value}):
+        with suppress(ClairaiError):
             assert isinstance(parse(extra_args), Wanted)
 
 

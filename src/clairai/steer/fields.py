@@ -77,7 +77,7 @@ def choice(what: str, value: object, known: tuple[str, ...]) -> str:
 def close_to(name: str, names: Iterable[str]) -> str:
     """What may have been meant, for the end of an error: the close names, or some."""
     every = sorted(names)
-    near = get_close_matches(name, every, n=3)
+    near = get_close_matches(name[:MAX_TEXT], every, n=3)
     if near:
         return f"close to it: {', '.join(near)}"
     if not every:

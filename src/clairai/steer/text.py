@@ -9,7 +9,7 @@ from typing import Any, Final
 from clairai.errors import RequestError
 from clairai.points import quote
 
-MAX_CHARS: Final = 61 << 20  # the size of a vector's largest file, or of many small ones
+MAX_CHARS: Final = 64 << 20  # the size of a vector's largest file, or of many small ones
 # Vectors packed as base64 hold none of these characters; lists of numbers, as the seeds have them,
 # have one for each number. The most there can be of any kind takes 200 MB as Python objects.
 MAX_ITEMS: Final = 1 << 20
