@@ -16,6 +16,7 @@ import typer
 
 from clairai import __version__
 from clairai.cli_probes import probes
+from clairai.cli_vectors import vectors
 from clairai.errors import ClairaiError, ConfigError, EngineGoneError
 
 if TYPE_CHECKING:
@@ -30,6 +31,7 @@ app = typer.Typer(
     rich_markup_mode=None,
 )
 app.add_typer(probes, name="probes")
+app.add_typer(vectors, name="vectors")
 
 PROXY_NEEDS: Final = ("fastapi", "uvicorn", "aiohttp", "prometheus_client")
 # Exit codes. 0: as asked, Ctrl-C included; 2: the command line is wrong, and typer says so.

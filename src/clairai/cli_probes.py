@@ -16,9 +16,9 @@ probes = typer.Typer(help="Probe files, and the probes of a running server.", no
 
 _TITLES: Final = ("name", "point", "width", "activation", "threshold", "auroc", "model", "digest")
 _BARS: Final = "▁▂▃▄▅▆▇█"
-_SHORT_DIGEST: Final = 12
-_ONLY_NEW: Final = {"If-None-Match": "*"}
-_ONLY_KNOWN: Final = {"If-Match": "*"}
+SHORT_DIGEST: Final = 12
+ONLY_NEW: Final = {"If-None-Match": "*"}
+ONLY_KNOWN: Final = {"If-Match": "*"}
 
 Files = Annotated[list[str], typer.Argument(metavar="FILE", help="Probe files.")]
 Url = Annotated[str, typer.Option(metavar="URL", help="Address of the running server.")]
@@ -47,12 +47,12 @@ def list_(
     if (url is None) == (not paths):
         raise typer.BadParameter("give files or folders, or --url, and not both")
     if url is not None:
-        _print_bank(_server(url, api_key).probes())
+        _print_bank(server(url, api_key).probes())
         return
     from clairai.probe.files import load_many
 
     found = [probe for path in paths or [] for probe in load_many(path, target_layer=layer)]
-    _print(_TITLES, (_row(probe) for probe in found))
+    print_table(_TITLES, (_row(probe) for probe in found))
 
 
 @probes.command()
@@ -178,13 +178,13 @@ def train(
 @probes.command()
 def add(files: Files, url: Url, api_key: Key = None) -> None:
     """Add probes to a running server, without a restart."""
-    _put(files, _server(url, api_key), only_if=_ONLY_NEW, done="added")
+    _put(files, server(url, api_key), only_if=ONLY_NEW, done="added")
 
 
 @probes.command()
 def replace(files: Files, url: Url, api_key: Key = None) -> None:
     """Put probes in the place of their namesakes in a running server."""
-    _put(files, _server(url, api_key), only_if=_ONLY_KNOWN, done="replaced")
+    _put(files, server(url, api_key), only_if=ONLY_KNOWN, done="replaced")
 
 
 @probes.command()
@@ -192,22 +192,23 @@ def remove(
     names: Annotated[list[str], typer.Argument(metavar="NAME")], url: Url, api_key: Key = None
 ) -> None:
     """Take probes out of a running server."""
-    server = _server(url, api_key)
+    running = server(url, api_key)
     for name in names:
-        server.remove_probe(name)
+        running.remove_probe(name)
         typer.echo(f"removed {name}")
 
 
-def _put(files: list[str], server: Server, *, only_if: Mapping[str, str], done: str) -> None:
+def _put(files: list[str], running: Server, *, only_if: Mapping[str, str], done: str) -> None:
     from clairai.probe.files import dumps, load
 
     loaded = [load(file) for file in files]  # all are good before the first is sent
     for probe in loaded:
-        server.put_probe(probe.name, dumps(probe), only_if=only_if)
+        running.put_probe(probe.name, dumps(probe), only_if=only_if)
         typer.echo(f"{done} {probe.name}")
 
 
-def _server(url: str, api_key: str | None) -> Server:
+def server(url: str, api_key: str | None) -> Server:
+    """The running server at an address, not asked yet."""
     from clairai.serve.calls import Server
 
     return Server(url, api_key)
@@ -239,13 +240,13 @@ def _row(probe: Probe) -> tuple[str, ...]:
         _number(probe.threshold),
         _number(probe.auroc),
         probe.model or "any",
-        probe.digest[:_SHORT_DIGEST],
+        probe.digest[:SHORT_DIGEST],
     )
 
 
 def _print_bank(bank: Mapping[str, Any]) -> None:
     titles = ("name", "point", "activation", "threshold", "auroc", "digest")
-    _print(
+    print_table(
         titles,
         (
             (
@@ -254,7 +255,7 @@ def _print_bank(bank: Mapping[str, Any]) -> None:
                 p["activation"],
                 _number(p["threshold"]),
                 _number(p.get("auroc")),  # a server of an older clairai has none
-                p["digest"][:_SHORT_DIGEST],
+                p["digest"][:SHORT_DIGEST],
             )
             for p in bank["data"]
         ),
@@ -266,7 +267,7 @@ def _number(value: float | None) -> str:
     return "none" if value is None else f"{value:g}"
 
 
-def _print(titles: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> None:
+def print_table(titles: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> None:
     """Columns wide enough for what is in them: nothing is cut, also in a pipe."""
     listed = [titles, *rows]
     widths = [max(len(row[index]) for row in listed) for index in range(len(titles))]

@@ -29,7 +29,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "compat": {*COMMON, "probe", "settings", "steer", "wanted", "tap", "compat"},
     "train": {
         *COMMON,
-        *("probe", "offline", "train"),
+        *("probe", "steer", "offline", "train"),
         *("compat.llm", "serve.launch", "demo.console", "demo.model"),
     },
 }

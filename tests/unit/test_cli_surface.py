@@ -41,6 +41,19 @@ SURFACE = {
     "probes add": ["files", "--url", "--api-key"],
     "probes replace": ["files", "--url", "--api-key"],
     "probes remove": ["names", "--url", "--api-key"],
+    "vectors": [],
+    "vectors list": ["paths", "--url", "--api-key"],
+    "vectors check": ["files"],
+    "vectors show": ["file"],
+    "vectors import": ["files", "--out", "--model", "--scale"],
+    "vectors export": ["file", "out", "--points"],
+    "vectors make": [
+        *("name", "--pairs", "--positive", "--negative", "--probe", "--step", "--method"),
+        *("--tokens", "--model", "--points", "--scale", "--out", "--description", "--engine"),
+    ],
+    "vectors add": ["files", "--url", "--api-key"],
+    "vectors replace": ["files", "--url", "--api-key"],
+    "vectors remove": ["names", "--url", "--api-key"],
 }
 
 

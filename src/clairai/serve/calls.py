@@ -14,12 +14,13 @@ from dataclasses import dataclass
 from typing import Any, Final
 from urllib.parse import quote, urlsplit
 
-from clairai.errors import ClairaiError, ConfigError, ProbeError
+from clairai.errors import ClairaiError, ConfigError, ProbeError, VectorError
 
 CONTROL_TIMEOUT_S: Final = 60.0
 ANSWER_TIMEOUT_S: Final = 600.0
 _MAX_ANSWER_BYTES: Final = 64 << 20
 _UNIX: Final = "unix:"
+_VECTORS: Final = "/v1/steering/vectors"
 
 
 @dataclass(frozen=True)
@@ -61,6 +62,17 @@ class Server:
     def remove_probe(self, name: str) -> Mapping[str, Any]:
         return self._ask("DELETE", _path(name))
 
+    def vectors(self) -> Mapping[str, Any]:
+        return self._ask("GET", _VECTORS)
+
+    def put_vector(
+        self, name: str, data: bytes, *, only_if: Mapping[str, str]
+    ) -> Mapping[str, Any]:
+        return self._ask("PUT", f"{_VECTORS}/{quote(name, safe='')}", body=data, headers=only_if)
+
+    def remove_vector(self, name: str) -> Mapping[str, Any]:
+        return self._ask("DELETE", f"{_VECTORS}/{quote(name, safe='')}")
+
     def chat(self, request: Mapping[str, Any]) -> Mapping[str, Any]:
         body = json.dumps(request).encode()
         typed = {"Content-Type": "application/json"}
@@ -83,7 +95,7 @@ class Server:
                 f"{self.url} does not answer ({error}); start the server, or give its address"
             ) from None
         if answer.status >= 400:
-            raise self._refused(answer)
+            raise self._refused(answer, VectorError if path.startswith(_VECTORS) else ProbeError)
         return answer.body
 
     def _call(
@@ -117,12 +129,12 @@ class Server:
         kind = http.client.HTTPSConnection if is_safe else http.client.HTTPConnection
         return kind(str(parts.hostname), parts.port, timeout=timeout_s)
 
-    def _refused(self, answer: Answer) -> ClairaiError:
+    def _refused(self, answer: Answer, kind: type[ClairaiError]) -> ClairaiError:
         if answer.status == 401:
             return ConfigError(f"{self.url} wants another API key; give it with --api-key")
         error = answer.body.get("error")
         if isinstance(error, dict) and "message" in error:
-            return ProbeError(f"{self.url} refused ({answer.status}): {error['message']}")
+            return kind(f"{self.url} refused ({answer.status}): {error['message']}")
         return ConfigError(
             f"{self.url} answered {answer.status} and is no server with clairai's routes; "
             f"start it with `clairai serve`, or with VLLM_PLUGINS naming clairai"

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -16,7 +14,7 @@ from clairai.points import Point, quote
 from clairai.probe.files import save
 from clairai.probe.model import Probe
 from clairai.train.documents import Document, read_json_lines, read_texts
-from clairai.train.engine import demo_arguments, running
+from clairai.train.engine import chosen, running, short_name
 from clairai.train.run import Job, Trained, train
 
 
@@ -63,10 +61,10 @@ def train_file(wish: Wish, texts: Texts, model: str | None, arguments: str) -> I
     """Lines to print, the last of them after the file is there."""
     wish.check()
     job = Job(wish.name, texts.read(), wish.description)
-    source, settings = _model(model, _object(arguments))
+    source, settings = chosen(model, arguments)
     say(f"starting vLLM for {source}")
     with running(source, wish.points, settings) as tapped:
-        (made,) = train(tapped, [job], model=_short(source), seed=wish.seed)
+        (made,) = train(tapped, [job], model=short_name(source), seed=wish.seed)
     yield from lines(made)
     save(wish.out, made.probe)
     yield f"{wish.out}: {made.probe.name} at {made.probe.point}"
@@ -86,27 +84,3 @@ def lines(made: Trained) -> Iterator[str]:
     yield f"  AUROC of documents   {judged.auroc_documents:.4f}"
     yield f"  balanced accuracy    {judged.accuracy:.4f}  at the threshold, {probe.threshold:.3f}"
     yield f"  usual scores         {low:.3g} to {high:.3g}"
-
-
-def _model(model: str | None, given: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
-    if model is not None:
-        return model, dict(given)
-    from clairai.demo.model import smollm2
-
-    return str(smollm2()), demo_arguments() | dict(given)
-
-
-def _short(model: str) -> str:
-    return model.rstrip("/").rpartition("/")[2]
-
-
-def _object(text: str) -> dict[str, Any]:
-    try:
-        given = json.loads(text)
-    except ValueError:
-        given = None
-    if not isinstance(given, dict):
-        raise ConfigError(
-            f'--engine is {quote(text)}; give a JSON object, such as {{"dtype": "auto"}}'
-        )
-    return given

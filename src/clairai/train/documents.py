@@ -68,6 +68,14 @@ class Line(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     messages: tuple[Message, ...] = ()
 
 
+class Pair(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """One JSON line: two texts that differ in one thing; with a prompt, two answers to it."""
+
+    positive: str
+    negative: str
+    prompt: str | None = None
+
+
 def of_text(text: str, *, label: bool) -> Document:
     return Document((Turn(None, (Span(text, label),)),))
 
@@ -94,6 +102,36 @@ def read_json_lines(file: Path) -> list[Document]:
     """`{"text": ..., "label": true}` or `{"messages": [...], "label": true}` on each line."""
     numbered = [(number, line) for number, line in enumerate(_lines(file), 1) if line.strip()]
     return _bounded([_document(file, number, line) for number, line in numbered], file)
+
+
+def read_pairs(file: Path) -> tuple[list[Document], list[Document]]:
+    """`{"positive": ..., "negative": ..., "prompt": ...}` on each line; the prompt may be left out.
+
+    All that is said is labelled, on both sides: it is what rows are wanted of.
+    """
+    numbered = [(number, line) for number, line in enumerate(_lines(file), 1) if line.strip()]
+    pairs = [_pair(file, number, line) for number, line in numbered]
+    positive = [_said(pair.positive, pair.prompt) for pair in pairs]
+    return _bounded(positive, file), [_said(pair.negative, pair.prompt) for pair in pairs]
+
+
+def _pair(file: Path, number: int, line: str) -> Pair:
+    try:
+        pair = msgspec.json.decode(line, type=Pair)
+    except (msgspec.DecodeError, RecursionError) as error:
+        raise ConfigError(
+            f'{_at(file, number)}: {error}; write {{"positive": "...", "negative": "..."}}, and '
+            "prompt if both are answers to it"
+        ) from None
+    if not pair.positive.strip() or not pair.negative.strip() or pair.prompt == "":
+        raise ConfigError(f"{_at(file, number)}: a text is empty; write it, or leave the line out")
+    return pair
+
+
+def _said(text: str, prompt: str | None) -> Document:
+    if prompt is None:
+        return of_text(text, label=True)
+    return of_messages((Message("user", prompt), Message("assistant", text)), label=True)
 
 
 def _document(file: Path, number: int, line: str) -> Document:

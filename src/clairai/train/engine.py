@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
@@ -26,6 +27,33 @@ RING_MIB: Final = 256  # a token takes 8 KiB of it at most, so a batch an eighth
 def demo_arguments() -> dict[str, Any]:
     """As `clairai demo` serves its model."""
     return {"dtype": "float32" if is_cpu_build() else "bfloat16"}
+
+
+def chosen(model: str | None, arguments: str) -> tuple[str, dict[str, Any]]:
+    """The model to start, the demo's if none is named, and vLLM's arguments, given as JSON."""
+    given = _object(arguments)
+    if model is not None:
+        return model, given
+    from clairai.demo.model import smollm2
+
+    return str(smollm2()), demo_arguments() | given
+
+
+def short_name(model: str) -> str:
+    """What engines and probes call it."""
+    return model.rstrip("/").rpartition("/")[2]
+
+
+def _object(text: str) -> dict[str, Any]:
+    try:
+        given = json.loads(text)
+    except ValueError:
+        given = None
+    if not isinstance(given, dict):
+        raise ConfigError(
+            f'--engine is {quote(text)}; give a JSON object, such as {{"dtype": "auto"}}'
+        )
+    return given
 
 
 @contextmanager

@@ -14,7 +14,6 @@ from numpy.typing import NDArray
 
 from clairai import wire
 from clairai.demo.console import say, shown
-from clairai.errors import ConfigError
 from clairai.points import Point
 from clairai.probe.model import Probe
 from clairai.train import collect, fit
@@ -22,7 +21,7 @@ from clairai.train.documents import Document
 from clairai.train.fit import Choice, Labels
 from clairai.train.rows import Source
 from clairai.train.split import HELD_OUT, folds
-from clairai.train.tokens import Encoded, check_tokenizer, encode
+from clairai.train.tokens import check_lengths, check_tokenizer, encode
 
 NUM_BINS: Final = 32
 CALIBRATION: Final = (1, 99)  # percentiles, of tokens without and with the concept
@@ -72,7 +71,7 @@ def train(source: Source, jobs: Sequence[Job], *, model: str, seed: int = 0) -> 
     """Every document is forwarded as often as reading all points takes, whatever the jobs."""
     check_tokenizer(source.tokenizer)
     encodings = [[encode(d, source.tokenizer) for d in job.documents] for job in jobs]
-    _check_lengths(encodings[0], source.max_len)
+    check_lengths(encodings[0], source.max_len)
     kept = collect.keep(encodings, folds(jobs[0].documents, seed=seed))
     labels = [collect.labels(kept, encoded) for encoded in encodings]
     say(f"{len(kept.prompts)} documents, {kept.num_tokens} tokens with a label")
@@ -163,13 +162,3 @@ def _by_document(
     sides, at_T = np.unique(documents_T * 2 + positive_T, return_inverse=True)
     means = np.bincount(at_T, scores_T) / np.bincount(at_T)
     return means, sides % 2 == 1
-
-
-def _check_lengths(encoded: Sequence[Encoded], max_len: int) -> None:
-    longest = max(range(len(encoded)), key=lambda index: len(encoded[index].ids))
-    num_tokens = len(encoded[longest].ids)
-    if num_tokens >= max_len:  # one more is sampled
-        raise ConfigError(
-            f"document {longest + 1} has {num_tokens} tokens, and {max_len - 1} fit; cut it, "
-            "or raise max_model_len"
-        )

@@ -112,3 +112,14 @@ def check_tokenizer(tokenizer: Any) -> None:
             f"the tokenizer {type(tokenizer).__name__} does not tell where a token stands in the "
             "text; use a model with a tokenizer.json"
         )
+
+
+def check_lengths(encoded: Sequence[Encoded], max_len: int) -> None:
+    """Every document is forwarded whole, and one more token is sampled."""
+    longest = max(range(len(encoded)), key=lambda index: len(encoded[index].ids))
+    num_tokens = len(encoded[longest].ids)
+    if num_tokens >= max_len:
+        raise ConfigError(
+            f"document {longest + 1} has {num_tokens} tokens, and {max_len - 1} fit; cut it, "
+            "or raise max_model_len"
+        )
