@@ -98,13 +98,22 @@ class Exchange:
     ring: Ring | None
     http: web.Request
     response: web.StreamResponse | None = None
+    echo: dict[str, Any] | None = None  # what the first of the answer says under `clairai`
     was_cancelled: bool = False
     ended_s: float | None = None
 
     @property
+    def fields(self) -> dict[str, Any]:
+        """Ours, as the engine reads them."""
+        xargs = (self.body.get("vllm_xargs") if isinstance(self.body, dict) else None) or {}
+        made = json.loads(xargs.get("clairai", "{}"))
+        assert isinstance(made, dict)
+        seeds = [name for name in xargs if name.endswith("steering_vectors")]
+        return made | {name: json.loads(xargs[name]) for name in seeds}
+
+    @property
     def stream(self) -> int:
-        fields = json.loads(self.body["vllm_xargs"]["clairai"])
-        return int(fields["stream"])
+        return int(self.fields["stream"])
 
     @property
     def is_scored(self) -> bool:
@@ -131,7 +140,12 @@ class Exchange:
         await self.response.write(raw)
 
     async def say(self, data: dict[str, Any]) -> None:
-        await self.send(vllm_wire.frame(data))
+        await self.send(vllm_wire.frame(self.echoed(data)))
+
+    def echoed(self, data: dict[str, Any]) -> dict[str, Any]:
+        """The first thing that is said, with what is applied in front."""
+        echo, self.echo = self.echo, None
+        return data if echo is None else {"clairai": echo, **data}
 
     async def begin(self, *, choices: int = 1) -> None:
         """The first chunks of a chat; a completion has none of its own."""
@@ -144,15 +158,21 @@ class Exchange:
         *,
         choice: int = 0,
         finish: str | None = None,
+        stop_reason: str | int | None = None,
         first: bool = False,
     ) -> dict[str, Any]:
         ids = token_ids if self.shows_ids else None
         if self.is_chat:
             delta = {"content": text_of(token_ids)}
-            return vllm_wire.chat_chunk(choice, ids, delta, finish=finish)
+            return vllm_wire.chat_chunk(choice, ids, delta, finish=finish, stop_reason=stop_reason)
         prompt = PROMPT if first and self.shows_ids else None
         return vllm_wire.text_chunk(
-            choice, ids, text_of(token_ids), prompt_ids=prompt, finish=finish
+            choice,
+            ids,
+            text_of(token_ids),
+            prompt_ids=prompt,
+            finish=finish,
+            stop_reason=stop_reason,
         )
 
     async def tokens(self, token_ids: list[int], **more: Any) -> None:
@@ -197,26 +217,34 @@ def text_of(token_ids: Sequence[int]) -> str:
     return plain.decode(errors="ignore")
 
 
-def answering(*answers: list[int], at_once: int = 1, finish: str = "length") -> Script:
+def answering(
+    *answers: list[int],
+    at_once: int = 1,
+    finish: str = "length",
+    stop_reason: str | int | None = None,
+) -> Script:
     """Generates these tokens, `at_once` to a chunk, all choices in turn; streamed or not."""
+    end = {"finish": finish, "stop_reason": stop_reason}
 
     async def script(exchange: Exchange) -> web.StreamResponse | None:
         for choice in range(len(answers)):
             exchange.prefill(choice=choice)
         if not exchange.body.get("stream"):
-            return _whole(exchange, list(answers))
+            return _whole(exchange, list(answers), end)
         await exchange.begin(choices=len(answers))
         longest = max(map(len, answers))
         for at in range(0, longest, at_once):
             for choice, ids in enumerate(answers):
-                await _step(exchange, choice, ids, slice(at, at + at_once), finish)
+                await _step(exchange, choice, ids, slice(at, at + at_once), end)
         await exchange.end(num_generated=sum(map(len, answers)))
         return None
 
     return script
 
 
-async def _step(exchange: Exchange, choice: int, ids: list[int], step: slice, finish: str) -> None:
+async def _step(
+    exchange: Exchange, choice: int, ids: list[int], step: slice, end: dict[str, Any]
+) -> None:
     part, at = ids[step], step.start
     if not part:
         return
@@ -225,11 +253,10 @@ async def _step(exchange: Exchange, choice: int, ids: list[int], step: slice, fi
     forwarded = ids[max(at - 1, 0) : at + len(part) - 1]
     if forwarded:
         exchange.rows(len(PROMPT) + max(at - 1, 0), forwarded, choice=choice)
-    reason = finish if is_last else None
-    await exchange.tokens(part, choice=choice, finish=reason, first=at == 0)
+    await exchange.tokens(part, choice=choice, first=at == 0, **(end if is_last else {}))
 
 
-def _whole(exchange: Exchange, answers: list[list[int]]) -> web.Response:
+def _whole(exchange: Exchange, answers: list[list[int]], end: dict[str, Any]) -> web.Response:
     for choice, ids in enumerate(answers):
         if len(ids) > 1:
             exchange.rows(len(PROMPT), ids[:-1], choice=choice)
@@ -237,7 +264,10 @@ def _whole(exchange: Exchange, answers: list[list[int]]) -> web.Response:
     body = vllm_wire.whole(
         answers, texts, PROMPT, is_chat=exchange.is_chat, shows_ids=exchange.shows_ids
     )
-    return web.Response(body=vllm_wire.dumps(body), content_type="application/json")
+    for choice in body["choices"]:
+        choice |= {"finish_reason": end["finish"], "stop_reason": end["stop_reason"]}
+    made = vllm_wire.dumps(exchange.echoed(body))
+    return web.Response(body=made, content_type="application/json")
 
 
 def refusal(status: int, message: str, code: str | None = None) -> web.Response:

@@ -13,6 +13,7 @@ from typing import Any
 
 from aiohttp import web
 
+from clairai.errors import ClairaiError
 from tests.http import vllm_wire
 from tests.http.fake import (
     BANK,
@@ -23,6 +24,7 @@ from tests.http.fake import (
     answering,
     refusal,
 )
+from tests.http.fake_steering import Steering, applied
 
 
 @dataclass
@@ -36,6 +38,7 @@ class Upstream:
     key: str | None = None
     seen: list[Exchange] = field(default_factory=list)
     probes: list[tuple[str, str, bytes]] = field(default_factory=list)
+    steering: Steering = field(default_factory=Steering)
     changed: threading.Condition = field(default_factory=threading.Condition)
 
     def app(self) -> web.Application:
@@ -52,6 +55,7 @@ class Upstream:
             app.router.add_get("/v1/probes", self._list_probes)
             app.router.add_put("/v1/probes/{name:.+}", self._change_probe)
             app.router.add_delete("/v1/probes/{name:.+}", self._change_probe)
+            self.steering.add_to(app)
         return app
 
     def forget(self) -> None:
@@ -59,6 +63,7 @@ class Upstream:
             self.script = answering([72, 105])
             self.seen.clear()
             self.probes.clear()
+            self.steering.forget()
 
     def wait_for(self, condition: Callable[[], object], timeout_s: float = 10.0) -> None:
         """Called in the test: until something that was asked or ended makes it true."""
@@ -83,6 +88,11 @@ class Upstream:
         self._note(self.seen.append, exchange)
         if not isinstance(body, dict):
             return refusal(400, "no object of JSON")
+        if self.has_routes:
+            try:
+                exchange.echo = applied(body.get("vllm_xargs"))
+            except ClairaiError as error:
+                return refusal(400, error.reason, code=error.code)
         try:
             made = await self.script(exchange)
         except (asyncio.CancelledError, ConnectionError):

@@ -41,7 +41,10 @@ def test_known_fields_are_read(
 @pytest.mark.parametrize(
     ("clairai", "reason"),
     [
-        ({"steer": []}, "steer"),
+        ({"steer": {}}, "steer"),
+        ({"steer": None}, "steer"),
+        ({"stop": "now"}, "stop"),
+        ({"steering": []}, "steering"),
         ({"probes": "some"}, "some"),
         ({"probes": []}, "length"),
         ({"probes": ["a", "a"]}, "twice"),

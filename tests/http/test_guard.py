@@ -40,7 +40,7 @@ def guarded(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 def call(w: World, route: Route, **headers: str) -> httpx.Response:
     path = re.sub(r"{(\w+)(:path)?}", "x", route.path)
-    body = {"none": None, "json": b"{}", "probe": b"x"}[route.body]
+    body = {"none": None, "json": b"{}", "probe": b"x", "vector": b"x"}[route.body]
     with w.client() as client:
         return client.request(route.method, path, content=body, headers=headers)
 
@@ -167,12 +167,12 @@ def test_the_page_is_served_with_its_policy_and_nothing_beside_it(guarded: World
 
 @pytest.mark.parametrize("has_length", [True, False])
 def test_a_body_over_the_bound_is_refused_before_it_is_read(w: World, has_length: bool) -> None:
-    size = (4 << 20) + 1
-    content: Any = b"x" * size if has_length else (b"x" * 65536 for _ in range(65))
+    size = (8 << 20) + 1
+    content: Any = b"x" * size if has_length else (b"x" * 65536 for _ in range(129))
     with w.client() as client:
         answer = client.post(CHAT, content=content)
     assert answer.status_code == 413
-    assert str(4 << 20) in answer.json()["error"]["message"]
+    assert str(8 << 20) in answer.json()["error"]["message"]
     assert w.upstream.seen == []
 
 

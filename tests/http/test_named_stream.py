@@ -62,6 +62,7 @@ def test_the_last_events_sum_up_each_choice_and_the_run(w: World) -> None:
         "id": "chatcmpl-1",
         "model": "toy",
         "finish_reasons": ["length", "length"],
+        "stop_reasons": [None, None],
         "usage": {"prompt_tokens": 4, "total_tokens": 12, "completion_tokens": 8},
     }
 

@@ -57,7 +57,7 @@ def test_every_field_of_a_scored_request_reaches_upstream_as_it_was(w: World) ->
     assert answer.status_code == 200
     got = w.upstream.last.raw
     assert b'"temperature":1.0e0,"big":123456789012345678901' in got
-    assert b'"vllm_xargs":{"mine":[1.50,"x"],"clairai":"{\\"stream\\": ' in got
+    assert b'"vllm_xargs":{"mine":[1.50,"x"],"clairai":"{\\"stream\\":' in got
     assert b'"nested":{"clairai":1}' in got
     assert b'"return_token_ids":true' in got
     assert b'"clairai":{"probes"' not in got

@@ -103,7 +103,7 @@ def test_prompt_scores_come_once_with_the_prompts_tokens(w: World, path: str) ->
         "tokens": ["<|im_start|>", "H", "i", "<|im_end|>"],
         "scores": [[256.0, 0.0], [72.0, 1.0], [105.0, 2.0], [257.0, 3.0]],
     }
-    assert '"prompt_scores": true' in wanted
+    assert '"prompt_scores":true' in wanted
 
 
 def test_token_ids_that_the_client_asked_for_stay(w: World) -> None:

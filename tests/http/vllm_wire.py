@@ -47,6 +47,7 @@ def chat_chunk(
     delta: dict[str, Any],
     *,
     finish: str | None = None,
+    stop_reason: str | int | None = None,
     logprobs: Any = None,
 ) -> dict[str, Any]:
     made: dict[str, Any] = {
@@ -56,7 +57,7 @@ def chat_chunk(
         "finish_reason": finish,
     }
     if finish is not None:
-        made["stop_reason"] = None
+        made["stop_reason"] = stop_reason
     made["token_ids"] = token_ids
     return {**head(is_chat=True, is_stream=True), "choices": [made]}
 
@@ -68,13 +69,14 @@ def text_chunk(
     *,
     prompt_ids: list[int] | None = None,
     finish: str | None = None,
+    stop_reason: str | int | None = None,
 ) -> dict[str, Any]:
     made = {
         "index": choice,
         "text": text,
         "logprobs": None,
         "finish_reason": finish,
-        "stop_reason": None,
+        "stop_reason": stop_reason,
         "prompt_token_ids": prompt_ids,
         "token_ids": token_ids,
     }

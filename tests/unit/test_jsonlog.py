@@ -77,6 +77,7 @@ def test_a_completion_is_one_line_with_its_numbers(lines: Lines) -> None:
         "tokens": 20,
         "scored": 16,
         "lost": 2,
+        "stopped": None,
         "response": "chatcmpl-1",
         "run": "0123456789abcdef",
     }

@@ -28,7 +28,9 @@ from clairai.stream.table import TABLE, Route
 from clairai.stream.upstream import UpstreamGone
 
 _log: Final = logging.getLogger(__name__)
-_SENT_BY_PAGES: Final = ("Authorization", "Content-Type", "Last-Event-ID", "If-Match")
+_SENT_BY_PAGES: Final = (
+    *("Authorization", "Content-Type", "Last-Event-ID", "If-Match", "If-None-Match"),
+)
 
 
 def create_app(
@@ -92,7 +94,7 @@ def _add_guards(app: FastAPI, settings: ProxySettings) -> None:
             allow_origins=settings.allowed_origins,
             allow_methods=sorted({route.method for route in TABLE}),
             allow_headers=_SENT_BY_PAGES,
-            expose_headers=("X-Clairai-Run",),
+            expose_headers=("X-Clairai-Run", "ETag"),
         )
 
 

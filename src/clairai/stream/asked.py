@@ -1,6 +1,7 @@
 """Takes the body of a completion request; gives what it asks of clairai, and what upstream gets.
 
-A body without the key `clairai` is none of ours: None, and it goes upstream byte by byte.
+A body without the key `clairai`, and without the seeds' keys for vectors, is none of ours: None,
+and it goes upstream byte by byte.
 """
 
 from __future__ import annotations
@@ -14,12 +15,15 @@ import msgspec
 from clairai.errors import RequestError
 from clairai.points import quote
 from clairai.stream.settings import Limits
-from clairai.wanted import KEY, request
+from clairai.wanted import KEY
 
 _MAX_NAMES: Final = 2048
 _Name = Annotated[str, msgspec.Meta(min_length=1, max_length=200)]
 _Names = Annotated[list[_Name], msgspec.Meta(min_length=1, max_length=_MAX_NAMES)]
 _FIELDS: Final = msgspec.json.Decoder(dict[str, msgspec.Raw])
+# The seeds' own keys for vectors in a request; each holds the second.
+_SEED_KEYS: Final = ("prefill_steering_vectors", "steering_vectors", "decode_steering_vectors")
+_MARKS: Final = (KEY.encode(), b"steering_vectors", b"\\u")
 # What pydantic, and so vLLM, takes for true.
 _TRUE: Final = frozenset(("1", "on", "t", "true", "y", "yes"))
 
@@ -32,6 +36,8 @@ class Asked(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     probes: Literal["all"] | _Names = "all"
     prompt_scores: bool = False
     events: Literal["named"] | None = None
+    steer: list[Any] = []  # entries and rules are the engine's to judge
+    stop: list[Any] = []
 
     @property
     def names(self) -> tuple[str, ...] | None:
@@ -45,17 +51,30 @@ class Asked(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 @dataclass(frozen=True)
 class Request:
-    """A completion request that asks for scores."""
+    """A completion request that asks for scores, or to be steered."""
 
     asked: Asked
     keeps_ids: bool  # the client itself asked for token ids
-    _fields: Fields  # without our key
+    _fields: Fields  # without our keys
+    _seeds: Fields  # the seeds' keys among ours
     _xargs: Fields
+
+    @property
+    def is_steered(self) -> bool:
+        return bool(self.asked.steer or self._seeds)
+
+    @property
+    def is_bound(self) -> bool:
+        """Whether it asks for what an engine without clairai would leave out in silence."""
+        return self.is_steered or bool(self.asked.stop)
 
     def body(self, stream: int) -> bytes:
         """What upstream gets; every field that is not ours is as it came, byte by byte."""
-        wanted = request(stream=stream, prompt_scores=self.asked.prompt_scores)[KEY]
-        xargs = {**self._xargs, KEY: json.dumps(wanted)}
+        given = {name: getattr(self.asked, name) for name in ("prompt_scores", "steer", "stop")}
+        asked = {name: value for name, value in given.items() if value}
+        ours = {KEY: msgspec.json.encode({"stream": stream, **asked}).decode()}
+        seeds = {name: bytes(raw).decode() for name, raw in self._seeds.items()}
+        xargs = {**self._xargs, **ours, **seeds}
         made: dict[str, Any] = {**self._fields, "vllm_xargs": xargs, "return_token_ids": True}
         if self.asked.is_named:
             made["stream"] = True
@@ -65,22 +84,30 @@ class Request:
 
 def read(body: bytes, limits: Limits) -> Request | None:
     """RequestError if the request asks for what cannot be given."""
-    # A key may be written with escapes, and only then lack these bytes.
-    if KEY.encode() not in body and b"\\u" not in body:
+    # A key may be written with escapes, and only then lack the others' bytes.
+    if not any(mark in body for mark in _MARKS):
         return None
     try:
         fields = _FIELDS.decode(body)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
         _refuse_if_lax(body)
         return None
-    if KEY not in fields:
+    if KEY not in fields and not _seeds(fields):
         return None
     if is_repeating_a_key(body):
         raise RequestError("a key of the body is there twice; send each once")
-    asked = _asked(fields.pop(KEY))
+    asked = _asked(fields.pop(KEY, msgspec.Raw(b"{}")))
     _check(fields, limits)
+    seeds = _seeds(fields)
+    fields = {name: raw for name, raw in fields.items() if name not in _SEED_KEYS}
     xargs = _xargs(fields)
-    return Request(asked, is_true(fields.get("return_token_ids")), fields, xargs)
+    return Request(asked, is_true(fields.get("return_token_ids")), fields, seeds, xargs)
+
+
+def _seeds(fields: Fields) -> Fields:
+    """Those of the seeds' keys that say something."""
+    found = {name: fields[name] for name in _SEED_KEYS if name in fields}
+    return {name: raw for name, raw in found.items() if bytes(raw) != b"null"}
 
 
 def _refuse_if_lax(body: bytes) -> None:
@@ -89,7 +116,7 @@ def _refuse_if_lax(body: bytes) -> None:
         lax = json.loads(body)
     except (ValueError, RecursionError):
         return
-    if isinstance(lax, dict) and KEY in lax:
+    if isinstance(lax, dict) and {KEY, *_SEED_KEYS} & lax.keys():
         raise RequestError("the body is not strict JSON in UTF-8; leave out NaN and Infinity")
 
 
@@ -125,11 +152,12 @@ def _xargs(fields: Fields) -> Fields:
         return {}
     if not isinstance(found, dict):
         raise RequestError("vllm_xargs must be an object")
-    if KEY in found:
-        raise RequestError(
-            "the request has both a clairai field and a clairai entry in vllm_xargs; "
-            "send the field alone"
-        )
+    for name in (KEY, *_SEED_KEYS):
+        if name in found:
+            raise RequestError(
+                f"the request has both fields of ours and {name} in vllm_xargs; "
+                "send all of ours beside it"
+            )
     return _FIELDS.decode(raw)
 
 

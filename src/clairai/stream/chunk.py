@@ -26,6 +26,7 @@ class ChoiceView(msgspec.Struct):
     token_ids: list[int] | None = None
     prompt_token_ids: list[int] | None = None
     finish_reason: str | None = None
+    stop_reason: str | int | None = None
     delta: msgspec.Raw = _EMPTY
     text: str | None = None
     logprobs: msgspec.Raw = _EMPTY
@@ -48,10 +49,15 @@ class ChunkView(msgspec.Struct):
     prompt_token_ids: list[int] | None = None
     usage: msgspec.Raw = _EMPTY
     error: msgspec.Raw = _EMPTY
+    clairai: msgspec.Raw = _EMPTY  # what the engine says it does to this request
 
     @property
     def is_error(self) -> bool:
         return bytes(self.error) != b"null"
+
+    @property
+    def echo(self) -> msgspec.Raw | None:
+        return None if bytes(self.clairai) == b"null" else self.clairai
 
     @property
     def prompt(self) -> list[int] | None:

@@ -15,17 +15,15 @@ from starlette.responses import Response
 
 from clairai.errors import RequestError
 from clairai.stream.asked import Request, read
-from clairai.stream.chunk import read_chunk
+from clairai.stream.chunk import Chunk, read_chunk
 from clairai.stream.flow import flow
 from clairai.stream.merge import Merger, Voice
 from clairai.stream.named import Event, NamedVoice, event
 from clairai.stream.outgoing import EventStream
 from clairai.stream.plain import PlainVoice
 from clairai.stream.proxy import Completion, Proxy
-from clairai.stream.refusal import bad_request
+from clairai.stream.refusal import Refused, bad_request
 from clairai.stream.relay import (
-    DIED,
-    DIED_FRAME,
     headers_of,
     is_event_stream,
     relay_within,
@@ -35,7 +33,7 @@ from clairai.stream.relay import (
 from clairai.stream.run import Run
 from clairai.stream.shape import check_shape
 from clairai.stream.sheet import Sheet
-from clairai.stream.upstream import UpstreamGone, back
+from clairai.stream.upstream import NotSteered, UpstreamGone, back
 
 # A body that takes longer to look through than a chunk may be late is looked through elsewhere.
 _LARGE_BYTES: Final = 1 << 16
@@ -50,8 +48,8 @@ async def complete(proxy: Proxy, http: HttpRequest, body: bytes, path: str) -> R
         stack.enter_context(proxy.busy())
         if request is None:
             return await relay_within(stack.pop_all(), proxy, http, body, path, completion)
-        await proxy.knowledge.check(request.asked.names)
-        sheet = completion.sheet = stack.enter_context(proxy.scoring(request.asked))
+        await _check(proxy, request)
+        sheet = completion.sheet = stack.enter_context(proxy.scoring(request))
         opened = proxy.upstream.ask(
             "POST",
             with_query(path, http),
@@ -86,6 +84,13 @@ async def _read(proxy: Proxy, body: bytes) -> Request | None:
         raise bad_request(error, param="clairai") from None
 
 
+async def _check(proxy: Proxy, request: Request) -> None:
+    """Refused if upstream cannot do what is asked."""
+    await proxy.knowledge.check(request.asked.names)
+    if request.is_bound:
+        await proxy.knowledge.check_steering(is_steered=request.is_steered)
+
+
 class _Voices:
     """The three ways to answer one request."""
 
@@ -118,13 +123,19 @@ class _Voices:
         chunk = read_chunk(body, body)
         if chunk is None:
             return Response(body, response.status, headers)
-        self._sheet.read_head(chunk.view)
+        self._read_head(chunk)
         for choice in chunk.view.choices:
             self._sheet.read_choice(choice)
         await self._settled()
         self._completion.outcome = "done"
         made = self._plain().edited(chunk)
         return Response(body if made is None else made, response.status, headers)
+
+    def _read_head(self, chunk: Chunk) -> None:
+        try:
+            self._sheet.read_head(chunk.view)
+        except NotSteered as fault:
+            raise Refused(HTTPStatus.BAD_GATEWAY, fault.message, code=fault.code) from None
 
     def named(self, response: aiohttp.ClientResponse, stack: AsyncExitStack) -> Response:
         run = self._proxy.runs.new()
@@ -155,9 +166,9 @@ class _Voices:
                     self._note_end(merger)
                     yield b"".join(frames)
             self._completion.outcome = "done"
-        except UpstreamGone:
+        except UpstreamGone as gone:
             self._note_death()
-            yield DIED_FRAME
+            yield gone.frame()
 
     async def _events(
         self, run: Run, response: aiohttp.ClientResponse, stack: AsyncExitStack
@@ -169,9 +180,9 @@ class _Voices:
             try:
                 await self._put(run, flow(response.content, self._merger(voice), self._sheet))
                 self._completion.outcome = "error" if voice.has_failed else "done"
-            except UpstreamGone:
+            except UpstreamGone as gone:
                 self._note_death()
-                run.add([event("error", **DIED)])
+                run.add([event("error", **gone.told())])
             except asyncio.CancelledError:
                 run.add(voice.cancelled())
                 raise

@@ -9,7 +9,7 @@ from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 from starlette.responses import Response
 
-from clairai.stream import schema
+from clairai.stream import schema, schema_steering
 from clairai.stream.table import Route
 
 _REF: Final = "#/components/schemas/{model}"
@@ -22,6 +22,10 @@ _FRAME: Final[dict[str, Any]] = {
 _STREAM: Final[dict[str, Any]] = {"text/event-stream": {"schema": _FRAME}}
 _OBJECT: Final[dict[str, Any]] = {"application/json": {"schema": {"type": "object"}}}
 _TEXT: Final[dict[str, Any]] = {"text/plain": {"schema": {"type": "string"}}}
+_FILE: Final[dict[str, Any]] = {
+    "application/octet-stream": {"schema": {"type": "string", "format": "binary"}}
+}
+_NAME: Final = ("name", "path", _LINE)
 _NUMBER: Final[dict[str, Any]] = {"type": "integer", "minimum": 0}
 _SUMMARIES: Final = {
     "chat": "OpenAI chat completion; with `clairai`, with scores",
@@ -34,6 +38,12 @@ _SUMMARIES: Final = {
     "list_probes": "The bank of probes",
     "put_probe": "Create or replace a probe; the body is a probe file",
     "remove_probe": "Take a probe out of the bank",
+    "get_steering": "What steers every request",
+    "set_steering": "Change what steers every request from now on",
+    "list_vectors": "The steering vectors that have a name",
+    "get_vector": "A steering vector as a safetensors file",
+    "put_vector": "Name a steering vector; the body is safetensors, GGUF or the seeds' JSON",
+    "remove_vector": "Forget a steering vector; running requests keep it",
     "describe": "The engine, and how this proxy reads its ring",
     "examples": "Prompts to try",
     "health": "Whether requests are answered and scored",
@@ -46,6 +56,11 @@ _MODELS: Final[dict[str, type[BaseModel]]] = {
     "list_probes": schema.ProbeList,
     "put_probe": schema.ProbeList,
     "remove_probe": schema.ProbeList,
+    "get_steering": schema_steering.Tiers,
+    "set_steering": schema_steering.Tiers,
+    "list_vectors": schema_steering.VectorList,
+    "put_vector": schema_steering.VectorList,
+    "remove_vector": schema_steering.VectorList,
     "describe": schema.EngineDescription,
     "examples": schema.ExampleList,
     "health": schema.Health,
@@ -54,6 +69,7 @@ _CONTENT: Final[dict[str, dict[str, Any]]] = {
     "chat": {**_OBJECT, **_STREAM},
     "completions": {**_OBJECT, **_STREAM},
     "resume": _STREAM,
+    "get_vector": _FILE,
     "metrics": _TEXT,
     "page": {"text/html": {"schema": {"type": "string"}}},
     "asset": {"*/*": {"schema": {"type": "string", "format": "binary"}}},
@@ -65,7 +81,9 @@ _BODIES: Final[dict[str, dict[str, Any]]] = {
     },
     "tokenize": _OBJECT,
     "detokenize": _OBJECT,
-    "put_probe": {"application/octet-stream": {"schema": {"type": "string", "format": "binary"}}},
+    "put_probe": _FILE,
+    "put_vector": _FILE,
+    "set_steering": {"application/json": {"schema": {"$ref": _REF.format(model="TiersChange")}}},
 }
 _PARAMETERS: Final[dict[str, list[tuple[str, str, dict[str, Any]]]]] = {
     "resume": [
@@ -74,8 +92,11 @@ _PARAMETERS: Final[dict[str, list[tuple[str, str, dict[str, Any]]]]] = {
         ("Last-Event-ID", "header", _NUMBER),
     ],
     "stop": [("run", "path", {"type": "string"})],
-    "put_probe": [("name", "path", {"type": "string"})],
-    "remove_probe": [("name", "path", {"type": "string"})],
+    "put_probe": [_NAME],
+    "remove_probe": [_NAME],
+    "get_vector": [_NAME],
+    "put_vector": [_NAME],
+    "remove_vector": [_NAME],
     "asset": [("path", "path", {"type": "string"})],
 }
 
@@ -124,8 +145,10 @@ def _responses(route: Route) -> dict[int | str, dict[str, Any]]:
     made: dict[int | str, dict[str, Any]] = {204 if name == "stop" else 200: good}
     if name == "resume":
         made[204] = {"description": "The run has ended and the client has all of it"}
-    if name == "put_probe":
+    if name in ("put_probe", "put_vector"):
         made[201] = {**good, "description": "Created"}
+    if name == "get_vector":
+        made[304] = {"description": "The client has it: If-None-Match names its ETag"}
     if name == "health":
         made[503] = {"description": "Not now", "model": schema.Health}
     made["default"] = {"description": "Refused, and why", "model": schema.ErrorBody}

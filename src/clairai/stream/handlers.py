@@ -92,6 +92,30 @@ async def remove_probe(call: Call) -> Response:
     return answer
 
 
+async def get_steering(call: Call) -> Response:
+    return await relay(call.proxy, call.request, None, "/v1/steering")
+
+
+async def set_steering(call: Call) -> Response:
+    return await _checked_relay(call, "/v1/steering")
+
+
+async def list_vectors(call: Call) -> Response:
+    return await relay(call.proxy, call.request, None, "/v1/steering/vectors")
+
+
+async def get_vector(call: Call) -> Response:
+    return await relay(call.proxy, call.request, None, _vector_path(call.request))
+
+
+async def put_vector(call: Call) -> Response:
+    return await relay(call.proxy, call.request, call.body, _vector_path(call.request))
+
+
+async def remove_vector(call: Call) -> Response:
+    return await relay(call.proxy, call.request, None, _vector_path(call.request))
+
+
 async def describe(call: Call) -> Response:
     return await reading.describe(call.proxy, call.request)
 
@@ -127,10 +151,18 @@ async def _checked_relay(call: Call, path: str) -> Response:
 
 
 def _probe_path(request: Request) -> str:
+    return f"/v1/probes/{_name(request, 'probe')}"
+
+
+def _vector_path(request: Request) -> str:
+    return f"/v1/steering/vectors/{_name(request, 'vector')}"
+
+
+def _name(request: Request, kind: str) -> str:
     name = request.path_params["name"]
     if ".." in name:
-        raise Refused(HTTPStatus.BAD_REQUEST, "no probe's name holds ..", code="probe")
-    return f"/v1/probes/{quote(name, safe='')}"
+        raise Refused(HTTPStatus.BAD_REQUEST, f"no {kind}'s name holds ..", code=kind)
+    return quote(name, safe="")
 
 
 def _after(request: Request) -> int:
@@ -145,6 +177,7 @@ HANDLERS: Final[dict[str, Handler]] = {
     handler.__name__: handler
     for handler in (
         *(chat, completions, resume, stop, models, tokenize, detokenize, list_probes, put_probe),
-        *(remove_probe, describe, examples, health, metrics, openapi, page, asset),
+        *(remove_probe, get_steering, set_steering, list_vectors, get_vector, put_vector),
+        *(remove_vector, describe, examples, health, metrics, openapi, page, asset),
     )
 }

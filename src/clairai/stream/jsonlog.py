@@ -138,6 +138,7 @@ def access_fields(end: RunEnd) -> dict[str, Any]:
         "tokens": tokens,
         "scored": scored,
         "lost": lost,
+        "stopped": ",".join(sorted({c.stopped for c in end.choices if c.stopped})) or None,
         "response": end.response_id,
         "run": end.run,
     }

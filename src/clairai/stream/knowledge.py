@@ -22,6 +22,11 @@ _NO_ROUTES: Final = (
     "`clairai serve`, or with VLLM_PLUGINS naming clairai"
 )
 
+_NO_STEERING: Final = (
+    'the engine does not steer; start it with "steering": true or "vectors": [files] in its '
+    "clairai settings, and with clairai's routes (`clairai serve` has them)"
+)
+
 
 class _Probe(msgspec.Struct):
     name: str
@@ -48,6 +53,7 @@ class Knowledge:
         self._texts: Texts | None = None
         self._names: tuple[str, ...] = ()
         self._texts_of: Any = None
+        self._able: dict[str, Any] = {}  # routes that the engine was seen to have
         self._asking = asyncio.Lock()
 
     @property
@@ -72,6 +78,16 @@ class Knowledge:
                 code="probe",
                 param="clairai.probes",
             )
+
+    async def check_steering(self, *, is_steered: bool) -> None:
+        """Refused if the engine would answer as if nothing was asked; rules need taps alone."""
+        route = "/v1/steering/vectors" if is_steered else "/v1/probes"
+        key = (self._feed.epoch, self._upstream.outages)
+        if self._able.get(route) == key:
+            return
+        if await self._ask(route) is None:
+            raise Refused(HTTPStatus.CONFLICT, _NO_STEERING, code="steering-off", param="clairai")
+        self._able[route] = key
 
     def forget_bank(self) -> None:
         """The bank has changed: the next request that names a probe asks again."""

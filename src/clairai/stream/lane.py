@@ -68,6 +68,7 @@ class Lane:
         self.told = 0  # tokens whose row, or whose lack of one, was given away
         self.tokens = 0  # generated so far
         self.finish_reason: str | None = None
+        self.stop_reason: str | int | None = None
         self.mismatched = 0
         self._ids: deque[int] = deque()  # of the tokens that are not told yet
         self._rows: dict[int, Row] = {}  # by position, not told yet

@@ -32,6 +32,7 @@ from clairai.stream.observe import Numbers, RunEnd
 from clairai.stream.tally import Spread, Tally
 
 OUTCOMES: Final = ("done", "cancelled", "error")
+_MAX_NAMES: Final = 4096
 _LAG_EDGES_S: Final = (1e-4, 2.5e-4, 5e-4, 1e-3, 2.5e-3, 5e-3, 1e-2, 2.5e-2, 5e-2, 0.1, 0.5, 1, 5)
 _RUN_EDGES_S: Final = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
 
@@ -67,6 +68,7 @@ class Metrics:
         self._whole, self._first_token = Seconds(_RUN_EDGES_S), Seconds(_RUN_EDGES_S)
         self._ended = dict.fromkeys(OUTCOMES, 0)
         self._num_tokens = 0
+        self._stopped: dict[str, int] = {}
 
     def on_scores(
         self,
@@ -86,6 +88,13 @@ class Metrics:
             if end.first_token_seconds is not None:
                 self._first_token.add(end.first_token_seconds)
             self._num_tokens += sum(choice.tokens for choice in end.choices)
+            self._note_stops(end)
+
+    def _note_stops(self, end: RunEnd) -> None:
+        """Those of probes in the bank are shown; the bound is for names that never were in it."""
+        for name in filter(None, (choice.stopped for choice in end.choices)):
+            if name in self._stopped or len(self._stopped) < _MAX_NAMES:
+                self._stopped[name] = self._stopped.get(name, 0) + 1
 
     def text(self, numbers: Numbers) -> bytes:
         """Formatted after the lock is let go: nobody's scores wait for a scrape."""
@@ -98,6 +107,7 @@ class Metrics:
                 numbers,
                 dict(self._ended),
                 self._num_tokens,
+                dict(self._stopped),
                 deepcopy(self._whole),
                 deepcopy(self._first_token),
                 deepcopy(self._lag),
@@ -115,6 +125,7 @@ class _Snapshot(Collector):
     numbers: Numbers
     ended: Mapping[str, int]
     num_tokens: int
+    stopped: Mapping[str, int]
     whole: Seconds
     first_token: Seconds
     lag: Seconds
@@ -133,6 +144,7 @@ class _Snapshot(Collector):
         yield self._spread("clairai_generated_score", "Scores of generated tokens.", self.generated)
         yield self._spread("clairai_prompt_score", "Scores of prompt tokens.", self.prompt)
         yield self._above()
+        yield self._stops()
 
     def _completions(self) -> Iterator[Metric]:
         yield _gauge("clairai_streams", "Completions in the proxy now.", self.numbers.streams)
@@ -178,6 +190,14 @@ class _Snapshot(Collector):
         for info, count in zip(self.bank.probes, self.generated.above_P.tolist(), strict=True):
             if info.threshold is not None:
                 family.add_metric([info.name], count)
+        return family
+
+    def _stops(self) -> Metric:
+        family = CounterMetricFamily(
+            "clairai_stopped", "Answers that a probe's rule has ended.", labels=["probe"]
+        )
+        for info in self.bank.probes:
+            family.add_metric([info.name], self.stopped.get(info.name, 0))
         return family
 
 

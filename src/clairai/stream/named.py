@@ -1,4 +1,4 @@
-"""Takes chunks; gives named events: token, probe_update, probe_final, done, error."""
+"""Takes chunks; gives named events: steering, token, probe_update, probe_final, done, error."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from clairai.stream.sheet import Sheet
 from clairai.stream.sse import DONE
 from clairai.stream.vocabulary import Pieces, Texts
 
-Name = Literal["token", "probe_update", "probe_final", "done", "error"]
+Name = Literal["steering", "token", "probe_update", "probe_final", "done", "error"]
 # A prompt is told in parts, so that no event is long.
 _TOKENS_PER_EVENT: Final = 512
 
@@ -41,6 +41,7 @@ class NamedVoice:
         self._pieces: dict[int, Pieces] = {}
         self._usage = msgspec.Raw(b"null")
         self._is_prompt_shown = False
+        self._is_echo_told = False
         self.has_failed = False
 
     def chunk(self, chunk: Chunk, starts: dict[int, int]) -> list[Event]:
@@ -48,6 +49,7 @@ class NamedVoice:
         said: list[Event] = []
         if self.has_failed:
             return said  # an error is the last event
+        said += self._echo()
         for choice in chunk.view.choices:
             if choice.index == 0:
                 said += self._prompt(is_final=choice.finish_reason is not None)
@@ -86,8 +88,10 @@ class NamedVoice:
 
     def done(self) -> Event:
         reasons = [self.finish_reasons.get(choice) for choice in self._sheet.choices]
+        stops = [self._sheet.result(choice).stop_reason for choice in self._sheet.choices]
         about = {"id": self._sheet.response_id, "model": self._sheet.model}
-        return event("done", **about, finish_reasons=reasons, usage=self._usage)
+        ends = {"finish_reasons": reasons, "stop_reasons": stops}
+        return event("done", **about, **ends, usage=self._usage)
 
     def cancelled(self) -> list[Event]:
         """The end of a run that was stopped: what is known of each choice that had not ended."""
@@ -104,6 +108,13 @@ class NamedVoice:
         view = chunk.view
         if bytes(view.usage) != b"null":
             self._usage = view.usage.copy()
+
+    def _echo(self) -> list[Event]:
+        """Once, and before anything else: what the engine says it does to this request."""
+        if self._is_echo_told or self._sheet.echo is None:
+            return []
+        self._is_echo_told = True
+        return [event("steering", clairai=self._sheet.echo)]
 
     def _tokens(self, choice: ChoiceView, start: int) -> list[Event]:
         text, token_ids = choice.shown(), choice.token_ids or []

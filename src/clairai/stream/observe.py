@@ -38,6 +38,8 @@ class ChoiceResult:
     lost: int  # of them, without a score that there should have been
     finish_reason: str | None
     probes: tuple[ProbeResult, ...]
+    stop_reason: str | int | None = None  # the engine's: a text, a token, or our rule
+    stopped: str | None = None  # the probe whose rule ended it
 
 
 @dataclass(frozen=True)

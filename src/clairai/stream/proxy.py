@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from http import HTTPStatus
 from typing import Final
 
-from clairai.stream.asked import Asked
+from clairai.stream.asked import Request
 from clairai.stream.feed import Feed
 from clairai.stream.health import Health
 from clairai.stream.knowledge import Knowledge
@@ -144,9 +144,9 @@ class Proxy:
             self._note_end(completion)
 
     @contextmanager
-    def scoring(self, asked: Asked) -> Iterator[Sheet]:
+    def scoring(self, request: Request) -> Iterator[Sheet]:
         """A sheet with a stream id that nobody else has or can guess."""
-        stream = mint()
+        stream, asked = mint(), request.asked
         sheet = Sheet(
             stream,
             asked,
@@ -154,6 +154,7 @@ class Proxy:
             store=self._store,
             is_attached=lambda: self.feed.is_attached,
             names=self.knowledge.names,
+            is_echo_due=request.is_bound,
         )
         self._sheets[stream] = sheet
         self.feed.watched[stream] = asked.prompt_scores

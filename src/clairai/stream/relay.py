@@ -4,28 +4,16 @@ from __future__ import annotations
 
 from collections.abc import AsyncGenerator
 from contextlib import AsyncExitStack
-from typing import Final
 
 import aiohttp
-import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
 from clairai.stream.flow import MAX_FRAME_BYTES
 from clairai.stream.outgoing import EVENT_STREAM, EventStream
 from clairai.stream.proxy import Completion, Proxy
-from clairai.stream.sse import DONE, FrameTooLong, Splitter, data_of, frame_of
-from clairai.stream.upstream import Upstream, back, onward
-
-DIED: Final = {
-    "error": {
-        "message": "the engine ended in the middle of the answer",
-        "type": "server_error",
-        "param": None,
-        "code": "engine-gone",
-    }
-}
-DIED_FRAME: Final = frame_of(msgspec.json.encode(DIED))
+from clairai.stream.sse import DONE, FrameTooLong, Splitter, data_of
+from clairai.stream.upstream import Upstream, UpstreamGone, back, onward
 
 
 async def relay(proxy: Proxy, request: Request, body: bytes | None, path: str) -> Response:
@@ -102,7 +90,7 @@ async def _passed_on(
     except (aiohttp.ClientError, FrameTooLong, OSError):
         proxy.upstream.errors += 1
         completion.failed(response.status)
-        yield DIED_FRAME
+        yield UpstreamGone.frame()
 
 
 def _note_end(

@@ -10,6 +10,9 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from clairai.stream import schema_steering
+from clairai.stream.schema_steering import SteerEntry, StopRule
+
 Score = float | None  # null: no such score
 
 
@@ -38,6 +41,8 @@ class ClairaiFields(_Model):
     probes: Literal["all"] | list[str] = "all"
     prompt_scores: bool = False
     events: Literal["named"] | None = None
+    steer: list[SteerEntry] = []
+    stop: list[StopRule] = []
 
 
 class ChatRequest(BaseModel):
@@ -119,6 +124,9 @@ class DoneEvent(_Model):
     id: str | None
     model: str | None
     finish_reasons: list[str | None]
+    stop_reasons: list[str | int | None] = Field(
+        description="a text or token that ended a choice, or our rule that did"
+    )
     usage: dict[str, Any] | None
 
 
@@ -205,6 +213,7 @@ PARTS = (
     ProbeUpdateEvent,
     ProbeFinalEvent,
     DoneEvent,
+    *schema_steering.PARTS,
 )
 
 

@@ -11,6 +11,7 @@ from urllib.parse import urlsplit
 from clairai.errors import ConfigError
 from clairai.points import quote
 from clairai.probe.native import MAX_NBYTES
+from clairai.steer.files import MAX_NBYTES as MAX_VECTOR_NBYTES
 
 DEFAULT_HOST: Final = "127.0.0.1"
 DEFAULT_PORT: Final = 6969
@@ -22,8 +23,9 @@ PAGE: Final = Path(__file__).parent / "page"
 class Limits:
     """What one client may cost; each is checked before the work it bounds."""
 
-    body_bytes: int = 4 << 20
+    body_bytes: int = 8 << 20  # a vector of 80 layers and width 8192 in base64 has 3.5 MB
     probe_bytes: int = MAX_NBYTES
+    vector_bytes: int = MAX_VECTOR_NBYTES
     header_bytes: int = 64 << 10
     headers: int = 128
     depth: int = 64  # of a JSON body
@@ -35,7 +37,8 @@ class Limits:
     scores_in_all: int = 1 << 24
     runs: int = 64  # named runs held, ended ones included
     run_bytes: int = 8 << 20  # events held of one run for a client that comes back
-    answer_bytes: int = 64 << 20  # an answer that is not streamed
+    # An answer that is not streamed; a vector comes as a file.
+    answer_bytes: int = MAX_VECTOR_NBYTES
 
 
 @dataclass(frozen=True)

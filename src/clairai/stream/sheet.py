@@ -11,13 +11,17 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+import msgspec
+
 from clairai import wire
 from clairai.stream.asked import Asked
 from clairai.stream.chunk import ChoiceView, ChunkView
 from clairai.stream.lane import Columns, Lane, Row, Slice, Values, cut
 from clairai.stream.observe import ChoiceResult
 from clairai.stream.prompt import PromptRows
+from clairai.stream.stopping import stopped_by
 from clairai.stream.summary import Summary
+from clairai.stream.upstream import NotSteered
 
 
 class Parcel(NamedTuple):
@@ -61,15 +65,18 @@ class Sheet:
         store: Store,
         is_attached: Callable[[], bool],
         names: Sequence[str] = (),
+        is_echo_due: bool = False,
     ) -> None:
         self.stream = stream
         self.asked = asked
         self.response_id: str | None = None
         self.model: str | None = None
         self.prompt_ids: list[int] | None = None
+        self.echo: msgspec.Raw | None = None  # what the engine says it does to this request
         self.changed = asyncio.Event()  # a row came, or the ring went
         self.lost = 0  # rows that were told as lost, prompt included
         self._is_attached = is_attached
+        self._is_echo_due = is_echo_due  # an answer without it is none
         self._max_scores = max_scores
         self._store = store
         self._held = 0
@@ -144,6 +151,10 @@ class Sheet:
         self.model = self.model or view.model
         if self.prompt_ids is None:
             self.prompt_ids = view.prompt
+        if self.echo is None and view.echo is not None:
+            self.echo = view.echo.copy()
+        if self._is_echo_due and self.echo is None and view.choices:
+            raise NotSteered
 
     def read_choice(self, view: ChoiceView) -> int:
         """What a chunk says of one choice; the index of its first token."""
@@ -151,7 +162,7 @@ class Sheet:
         start = lane.tokens
         lane.add_tokens(view.token_ids or ())
         if view.finish_reason is not None:
-            lane.finish_reason = view.finish_reason
+            lane.finish_reason, lane.stop_reason = view.finish_reason, view.stop_reason
         return start
 
     def finish(self, choice: int, reason: str) -> None:
@@ -209,6 +220,8 @@ class Sheet:
             summary.lost,
             lane.finish_reason,
             summary.results(names),
+            lane.stop_reason,
+            stopped_by(self.asked.stop, lane.finish_reason, lane.stop_reason),
         )
 
     @property

@@ -11,7 +11,7 @@ from typing import Final, Literal
 from clairai.stream.settings import Limits
 
 Method = Literal["GET", "POST", "PUT", "DELETE"]
-Body = Literal["none", "json", "probe"]
+Body = Literal["none", "json", "probe", "vector"]
 
 
 @dataclass(frozen=True)
@@ -27,7 +27,12 @@ class Route:
 
     def body_limit(self, limits: Limits) -> int:
         """Bytes it reads at most."""
-        sizes = {"none": 0, "json": limits.body_bytes, "probe": limits.probe_bytes}
+        sizes = {
+            "none": 0,
+            "json": limits.body_bytes,
+            "probe": limits.probe_bytes,
+            "vector": limits.vector_bytes,
+        }
         return sizes[self.body]
 
 
@@ -43,6 +48,13 @@ TABLE: Final = (
     # A probe's name may hold slashes.
     Route("PUT", "/v1/probes/{name:path}", "put_probe", body="probe", changes=True),
     Route("DELETE", "/v1/probes/{name:path}", "remove_probe", changes=True),
+    Route("GET", "/v1/steering", "get_steering"),
+    Route("POST", "/v1/steering", "set_steering", body="json", changes=True),
+    Route("GET", "/v1/steering/vectors", "list_vectors"),
+    # So may a vector's.
+    Route("GET", "/v1/steering/vectors/{name:path}", "get_vector"),
+    Route("PUT", "/v1/steering/vectors/{name:path}", "put_vector", body="vector", changes=True),
+    Route("DELETE", "/v1/steering/vectors/{name:path}", "remove_vector", changes=True),
     Route("GET", "/v1/clairai", "describe"),
     Route("GET", "/v1/examples", "examples"),
     Route("GET", "/health", "health", needs_key=False),

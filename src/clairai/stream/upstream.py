@@ -5,17 +5,20 @@ Follows no redirect and no proxy setting: keys go to the address that was given,
 
 from __future__ import annotations
 
+import io
 from collections.abc import AsyncIterator, Iterable, Mapping
 from contextlib import asynccontextmanager
 from http import HTTPStatus
-from typing import Final
+from typing import Any, ClassVar, Final
 
 import aiohttp
+import msgspec
 from multidict import CIMultiDict
 from yarl import URL
 
 from clairai.stream.refusal import Refused
 from clairai.stream.settings import ProxySettings
+from clairai.stream.sse import frame_of
 
 # A little under the 5 s after which vLLM closes an idle connection (envs.py,
 # VLLM_HTTP_TIMEOUT_KEEP_ALIVE): a request on one that is just being closed would be lost.
@@ -38,6 +41,26 @@ _NOT_PASSED_BACK: Final = frozenset(("server", "date", "content-length", "set-co
 
 class UpstreamGone(Exception):
     """It ended in the middle of an answer."""
+
+    code: ClassVar[str] = "engine-gone"
+    message: ClassVar[str] = "the engine ended in the middle of the answer"
+
+    @classmethod
+    def told(cls) -> dict[str, Any]:
+        """OpenAI's shape: what a client is told who has a part of the answer."""
+        about = {"type": "server_error", "param": None, "code": cls.code}
+        return {"error": {"message": cls.message, **about}}
+
+    @classmethod
+    def frame(cls) -> bytes:
+        return frame_of(msgspec.json.encode(cls.told()))
+
+
+class NotSteered(UpstreamGone):
+    """It answers a request that was to be steered or watched, and does not say that it is."""
+
+    code = "unsupported"
+    message = "the engine does not say that it steers this answer, so it is not given"
 
 
 class Upstream:
@@ -82,9 +105,11 @@ class Upstream:
         key = self._settings.upstream_api_key
         if key is not None:
             sent["Authorization"] = f"Bearer {key}"
+        # In parts where it is large: other streams go on between them.
+        data = io.BytesIO(body) if body is not None and len(body) > READ_BYTES else body
         try:
             response = await self._session.request(
-                method, url, headers=sent, data=body, allow_redirects=False
+                method, url, headers=sent, data=data, allow_redirects=False
             )
         except (aiohttp.ClientError, TimeoutError, OSError) as error:
             self.outages += 1

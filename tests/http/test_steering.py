@@ -1,0 +1,299 @@
+"""Steering through the proxy: what goes upstream, what is echoed, what ends an answer."""
+
+from __future__ import annotations
+
+import base64
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote
+
+import numpy as np
+import pytest
+
+from clairai.errors import RequestError
+from clairai.stream import schema_steering as models
+from clairai.stream.asked import read
+from clairai.stream.metrics import Metrics
+from clairai.stream.settings import Limits
+from clairai.stream.stopping import stopped_by
+from clairai.wanted import parse
+from tests.http.answers import CHAT, TEXT, asking, chunks, events, expected, told
+from tests.http.fake import answering
+from tests.http.fake_steering import digest_of
+from tests.http.test_observed import Told
+from tests.http.world import World, world
+from tests.process.parts import until
+
+HELLO = [72, 101, 108, 108, 111]
+STEER = [{"vector": "calm", "scale": 2.0}]
+RULE = {"probe": "token", "threshold": 100.0, "tokens": 2}
+REASON = "clairai: probe token >= 100 for 2 tokens"
+SEEDS = ("steering_vectors", "prefill_steering_vectors", "decode_steering_vectors")
+VECTORS = "/v1/steering/vectors"
+FILE = b"\x00file"
+
+
+def whole(path: str = CHAT, **fields: Any) -> dict[str, Any]:
+    prompt: dict[str, Any] = {"messages": []} if path == CHAT else {"prompt": "Hi"}
+    return {**prompt, **fields}
+
+
+@pytest.mark.parametrize("path", [CHAT, TEXT])
+def test_an_answer_says_what_the_engine_applies(w: World, path: str) -> None:
+    with w.client() as client:
+        answer = client.post(path, json=whole(path, clairai={"steer": STEER})).json()
+    models.SteeringEcho.model_validate(answer["clairai"])
+    assert [one["vector"] for one in answer["clairai"]["steering"]] == ["calm"]
+    assert "probe_scores" in answer["choices"][0]
+    assert w.upstream.last.fields["steer"] == STEER
+
+
+@pytest.mark.parametrize("path", [CHAT, TEXT])
+def test_the_first_chunk_says_it_and_no_other(w: World, path: str) -> None:
+    w.upstream.script = answering(HELLO)
+    with w.client() as client:
+        body = whole(path, stream=True, clairai={"steer": STEER})
+        found = chunks(client.post(path, json=body).content)
+    assert found[0]["clairai"]["steering"][0]["vector"] == "calm"
+    assert not any("clairai" in chunk for chunk in found[1:])
+    assert told(found)[0].scores == expected(HELLO)
+
+
+def test_the_first_event_says_it(w: World) -> None:
+    with w.client() as client:
+        found = events(client.post(CHAT, json=asking(events="named", steer=STEER)).content)
+    assert [event.name for event in found].count("steering") == 1
+    assert (found[0].number, found[0].name) == (1, "steering")
+    models.SteeringEvent.model_validate(found[0].data)
+
+
+def test_a_request_that_is_not_steered_is_told_nothing_of_it(w: World) -> None:
+    with w.client() as client:
+        assert "clairai" not in client.post(CHAT, json=whole(clairai={})).json()
+        named = events(client.post(CHAT, json=asking(events="named")).content)
+    assert "steering" not in {event.name for event in named}
+    assert not w.upstream.steering.asked
+
+
+@pytest.mark.parametrize("field", SEEDS)
+def test_the_seeds_fields_steer_with_our_key_or_without(w: World, field: str) -> None:
+    rows = {"post_block": {"3": [0.5] * 8}}
+    for more in ({}, {"clairai": {"probes": ["token"]}}):
+        body = {**whole(), field: rows, **more}
+        with w.client() as client:
+            answer = client.post(CHAT, json=body).json()
+        assert len(answer["clairai"]["steering"]) == 1
+        assert "probe_scores" in answer["choices"][0]
+        assert w.upstream.last.fields[field] == rows
+        assert field not in w.upstream.last.body
+
+
+def test_the_engine_reads_what_the_proxy_sends() -> None:
+    rows = {"post_block": {"3": [0.5] * 8}}
+    body = whole(clairai={"steer": STEER, "stop": [RULE]}, steering_vectors=rows)
+    request = read(json.dumps(body).encode(), Limits())
+    assert request is not None
+    wanted = parse(json.loads(request.body(7))["vllm_xargs"])
+    assert [entry.vector for entry in wanted.steer][:1] == ["calm"]
+    assert (len(wanted.steer), wanted.stop[0].tokens, wanted.stream) == (2, 2, 7)
+
+
+@pytest.mark.parametrize(
+    "raw", [b'{"messages":[],"steering_vectors":null}', b'{"a":"steering_vectors"}']
+)
+def test_a_seeds_field_that_says_nothing_is_none_of_ours(raw: bytes) -> None:
+    assert read(raw, Limits()) is None
+
+
+@pytest.mark.parametrize("stream", [True, False])
+@pytest.mark.parametrize("clairai", [{"steer": STEER}, {"stop": [RULE]}])
+def test_an_answer_that_does_not_say_it_is_steered_is_not_given(
+    w: World, clairai: dict[str, Any], stream: bool
+) -> None:
+    answers = answering(HELLO)
+
+    async def silent(exchange: Any) -> Any:
+        exchange.echo = None
+        return await answers(exchange)
+
+    w.upstream.script = silent
+    with w.client() as client:
+        answer = client.post(CHAT, json=whole(stream=stream, clairai=clairai))
+    assert "does not say that it steers" in answer.text
+    assert "Hello" not in answer.text
+    assert '"content":"H"' not in answer.text
+    assert answer.status_code == (200 if stream else 502)
+
+
+def test_a_named_run_that_is_not_steered_ends_in_an_error(w: World) -> None:
+    answers = answering(HELLO)
+
+    async def silent(exchange: Any) -> Any:
+        exchange.echo = None
+        return await answers(exchange)
+
+    w.upstream.script = silent
+    with w.client() as client:
+        found = events(client.post(CHAT, json=asking(events="named", steer=STEER)).content)
+    assert [event.name for event in found] == ["error"]
+
+
+def test_an_engine_that_does_not_steer_is_not_asked_to(tmp_path: Path) -> None:
+    with world(tmp_path) as w, w.client() as client:
+        w.upstream.steering.is_on = False
+        answer = client.post(CHAT, json=whole(clairai={"steer": STEER}))
+        assert (answer.status_code, answer.json()["error"]["code"]) == (409, "steering-off")
+        assert w.upstream.seen == []
+        stopped = client.post(CHAT, json=whole(clairai={"stop": [RULE]}))
+        assert stopped.status_code == 200  # a rule needs taps alone
+
+
+@pytest.mark.parametrize("clairai", [{"steer": STEER}, {"stop": [RULE]}])
+def test_an_engine_without_our_routes_is_not_asked_to(
+    tmp_path: Path, clairai: dict[str, Any]
+) -> None:
+    with world(tmp_path, has_routes=False) as w, w.client() as client:
+        answer = client.post(CHAT, json=whole(clairai=clairai))
+        assert (answer.status_code, answer.json()["error"]["code"]) == (409, "steering-off")
+        assert w.upstream.seen == []
+
+
+def test_upstreams_refusal_of_a_vector_passes_as_it_is(w: World) -> None:
+    async def refuse(exchange: Any) -> Any:
+        return exchange.refuse(400, "no vector is named 'clam'")
+
+    w.upstream.script = refuse
+    with w.client() as client:
+        answer = client.post(CHAT, json=whole(stream=True, clairai={"steer": STEER}))
+    assert (answer.status_code, answer.json()["error"]["message"]) == (
+        400,
+        "no vector is named 'clam'",
+    )
+
+
+@pytest.mark.parametrize("field", SEEDS)
+def test_nothing_is_steered_twice(field: str) -> None:
+    body = whole(clairai={}, vllm_xargs={field: "{}"})
+    with pytest.raises(RequestError, match="both"):
+        read(json.dumps(body).encode(), Limits())
+
+
+# An answer that a rule ended
+
+
+@pytest.mark.parametrize("path", [CHAT, TEXT])
+def test_a_stopped_answer_says_why_in_chunks_and_whole(w: World, path: str) -> None:
+    w.upstream.script = answering(HELLO, finish="stop", stop_reason=REASON)
+    with w.client() as client:
+        body = whole(path, clairai={"stop": [RULE]})
+        one = client.post(path, json=body).json()["choices"][0]
+        found = chunks(client.post(path, json={**body, "stream": True}).content)
+    last = next(chunk["choices"][0] for chunk in reversed(found) if chunk["choices"])
+    for choice in (one, last):
+        assert (choice["finish_reason"], choice["stop_reason"]) == ("stop", REASON)
+
+
+def test_a_stopped_run_says_why_in_its_last_event(w: World) -> None:
+    w.upstream.script = answering(HELLO, finish="stop", stop_reason=REASON)
+    with w.client() as client:
+        found = events(client.post(CHAT, json=asking(events="named", stop=[RULE])).content)
+    assert found[-1].data["finish_reasons"] == ["stop"]
+    assert found[-1].data["stop_reasons"] == [REASON]
+
+
+@pytest.fixture
+def told_of() -> Told:
+    return Told()
+
+
+@pytest.fixture
+def proxied(tmp_path: Path, told_of: Told) -> Iterator[World]:
+    with world(tmp_path, observers=(told_of,), metrics=Metrics()) as made:
+        yield made
+
+
+def test_stopped_answers_are_counted_by_probe_and_told_to_observers(
+    proxied: World, told_of: Told
+) -> None:
+    proxied.upstream.script = answering(HELLO, finish="stop", stop_reason=REASON)
+    with proxied.client() as client:
+        for clairai in ({"stop": [RULE]}, {"stop": [RULE]}, {}):
+            client.post(CHAT, json=whole(clairai=clairai))
+        until(lambda: len(told_of.ends) == 3)
+        text = client.get("/metrics").text
+    assert [end.choices[0].stopped for end in told_of.ends] == ["token", "token", None]
+    assert {end.outcome for end in told_of.ends} == {"done"}
+    assert 'clairai_stopped_total{probe="token"} 2.0' in text
+    assert 'clairai_stopped_total{probe="position"} 0.0' in text
+
+
+@pytest.mark.parametrize(
+    ("finish", "reason", "probe"),
+    [
+        ("stop", REASON, "token"),
+        ("stop", "clairai: probe token >= 0.5 for 1 token", "token"),
+        ("length", REASON, None),
+        ("stop", "clairai: probe other >= 1 for 1 token", None),
+        ("stop", f"{REASON} more", None),
+        ("stop", 7, None),
+        ("stop", None, None),
+        (None, REASON, None),
+    ],
+)
+def test_only_a_rule_that_was_asked_for_has_stopped_an_answer(
+    finish: str | None, reason: str | int | None, probe: str | None
+) -> None:
+    assert stopped_by([RULE, "no rule"], finish, reason) == probe
+    assert stopped_by([], finish, reason) is None
+
+
+# Routes
+
+
+@pytest.mark.parametrize("name", ["calm", "mood/calm", "a b", "%2e", "é"])
+def test_vectors_are_put_read_and_removed_by_their_whole_name(w: World, name: str) -> None:
+    path = f"{VECTORS}/{quote(name)}"
+    with w.client() as client:
+        assert client.put(path, content=FILE).status_code == 201
+        got = client.get(path)
+        assert (got.content, got.headers["etag"]) == (FILE, f'"{digest_of(FILE)}"')
+        same = client.get(path, headers={"If-None-Match": got.headers["etag"]})
+        assert same.status_code == 304
+        listed = client.get(VECTORS).json()
+        models.VectorList.model_validate(listed)
+        assert [one["name"] for one in listed["data"]] == [name]
+        assert client.delete(path).json()["data"] == []
+        assert client.get(path).status_code == 404
+
+
+def test_conditions_reach_the_engine(w: World) -> None:
+    with w.client() as client:
+        client.put(f"{VECTORS}/a", content=b"x", headers={"If-None-Match": "*"})
+        client.delete(f"{VECTORS}/a", headers={"If-Match": '"d"'})
+    put, delete = w.upstream.steering.asked
+    assert (put[2]["If-None-Match"], delete[2]["If-Match"]) == ("*", '"d"')
+
+
+def test_a_vectors_name_that_climbs_is_refused_before_it_is_passed_on(w: World) -> None:
+    with w.client() as client:
+        assert client.get(f"{VECTORS}/..%2f..%2fmodels").status_code == 400
+    assert w.upstream.steering.asked == []
+
+
+def test_tiers_are_read_and_changed_through_the_proxy(w: World) -> None:
+    with w.client() as client:
+        changed = client.post("/v1/steering", json={"base": STEER}).json()
+        assert [one["vector"] for one in changed["base"]] == ["calm"]
+        assert (changed["prefill"], changed["decode"], changed["version"]) == ([], [], 2)
+        models.Tiers.model_validate(client.get("/v1/steering").json())
+
+
+def test_a_vector_of_80_layers_of_8192_fits_into_a_request(w: World) -> None:
+    packed = base64.b64encode(np.ones(8192, np.float32).tobytes()).decode()
+    inline = {"dtype": "f32", "points": {f"post_block.{at}": packed for at in range(80)}}
+    with w.client() as client:
+        answer = client.post(CHAT, json=whole(clairai={"steer": [{"vector": inline}]}))
+    assert answer.status_code == 200
+    assert w.upstream.last.fields["steer"] == [{"vector": inline}]
