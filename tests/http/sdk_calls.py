@@ -15,6 +15,8 @@ import openai
 MODEL = "toy"
 MESSAGES: list[Any] = [{"role": "user", "content": "Hi"}]
 SCORED: dict[str, Any] = {"clairai": {"probes": "all", "prompt_scores": True}}
+ENTRY = {"vector": "calm", "scale": 2.0, "when": "generation", "gate": {"probe": "token"}}
+STEERED: dict[str, Any] = {"clairai": {"steer": [ENTRY], "stop": [{"probe": "token"}]}}
 
 
 def gathered(chunks: list[Any]) -> dict[str, Any]:
@@ -55,7 +57,18 @@ def calls(client: openai.OpenAI) -> dict[str, Any]:
     with client.chat.completions.stream(model=MODEL, messages=MESSAGES, extra_body=SCORED) as it:
         found["assembled"] = it.until_done().get_final_completion().choices[0].message.content
     found["error"] = _error(client)
-    return found
+    return found | steered(client)
+
+
+def steered(client: openai.OpenAI) -> dict[str, Any]:
+    """What was applied: of an answer, and of each chunk of a stream."""
+    answer = chat(client, extra_body=STEERED)
+    every = list(chat(client, stream=True, extra_body=STEERED))
+    return {
+        "steered": (answer.model_extra or {}).get("clairai"),
+        "stop_reason": (answer.choices[0].model_extra or {}).get("stop_reason"),
+        "stream_steered": [(chunk.model_extra or {}).get("clairai") for chunk in every],
+    }
 
 
 def _error(client: openai.OpenAI) -> list[Any]:

@@ -19,11 +19,12 @@ from tests.http.world import World
 
 ROOT = Path(__file__).parents[2]
 HELLO, BYE = [72, 101, 108, 108, 111], [66, 121, 101]
+REASON = "clairai: probe token >= 100 for 1 token"
 NODE_MODULES = ROOT / "web" / "node_modules"
 
 
 def run(w: World, command: list[str], **variables: str) -> dict[str, Any]:
-    w.upstream.script = answering(HELLO, BYE, finish="stop")
+    w.upstream.script = answering(HELLO, BYE, finish="stop", stop_reason=REASON)
     done = subprocess.run(
         [*command, w.url],
         env=os.environ | variables,
@@ -60,6 +61,12 @@ def check_python(found: dict[str, Any]) -> None:
     assert found["asynchronous"] == found["stream_scored"]
     assert found["assembled"] == "Hello"
     assert found["usage"] == len(HELLO) + len(BYE)
+    (entry,) = found["steered"]["steering"]
+    assert (entry["vector"], entry["scale"], entry["when"]) == ("calm", 2.0, "generation")
+    assert found["steered"]["stop"][0]["probe"] == "token"
+    assert found["stop_reason"] == REASON
+    assert found["stream_steered"][0] == found["steered"]
+    assert set(map(type, found["stream_steered"][1:])) == {type(None)}
 
 
 @pytest.fixture(scope="session")
