@@ -38,11 +38,11 @@ def random_row(rng: np.random.Generator, point: str) -> Row:
 def random_course(rng: np.random.Generator) -> Course:
     actions: list[Action] = []
     gates: list[Gate] = []
-    for _ in range(rng.integers(1, 5)):
+    for _ in range(rng.integers(1, 4)):
         points = sorted(rng.choice(4, rng.integers(1, 4), replace=False))
         names = [[*SITE_OF][index] for index in points]
         gate = None
-        if rng.random() < 0.6 and len(gates) < 8:
+        if rng.random() < 0.7:
             gate = len(gates)
             gates.append(random_gate(rng, [*SITE_OF][rng.integers(points[0] + 1)]))
         actions.append(random_action(rng, names, gate))
@@ -72,7 +72,7 @@ def random_ranges(rng: np.random.Generator) -> tuple[Range, ...]:
 
 
 def random_gate(rng: np.random.Generator, point: str) -> Gate:
-    kind = rng.integers(3)  # hard, soft, held
+    kind = rng.choice(3, p=[0.2, 0.3, 0.5])  # hard, soft, held
     activations: tuple[Literal["none", "relu", "sigmoid"], ...] = ("none", "relu", "sigmoid")
     activation = activations[rng.integers(3)]
     threshold = 0.7 if activation == "sigmoid" else float(rng.integers(-1, 4)) + 0.5
@@ -81,7 +81,7 @@ def random_gate(rng: np.random.Generator, point: str) -> Gate:
         "toy", random_row(rng, point), bias=0.25, activation=activation, threshold=threshold,
         sharpness=0.2 if kind == 1 else None,
         release=lower if kind == 2 else None,
-        latch=bool(rng.random() < 0.3),
+        latch=bool(rng.random() < 0.4),
     )  # fmt: skip
 
 

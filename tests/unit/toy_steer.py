@@ -136,7 +136,7 @@ def _expected(request: Request, position: int, rows: dict[str, Float]) -> dict[s
 def fleet(dtype: torch.dtype = torch.float32, device: str = "cpu") -> ToyFleet:
     """With room for what four requests can need, and no more: others' rows must make way."""
     tables = SteerTables(
-        SITES, width=WIDTH, max_tokens=MAX_TOKENS, seats=4, rows=64, programs=64,
+        SITES, width=WIDTH, max_tokens=MAX_TOKENS, seats=4, rows=48, programs=64,
         vocabulary=VOCABULARY, device=device, dtype=dtype,
     )  # fmt: skip
     return ToyFleet(tables, Steering(tables, SITE_OF))
@@ -147,19 +147,27 @@ def random_history(
 ) -> list[str]:
     """Requests come, are prefilled in chunks, decode, are preempted, go; gives what was wrong."""
     found: list[str] = []
+    courses: list[Course | None] = [None]
     for number in range(num_steps):
         if len(held.live) < 4 and rng.random() < 0.7:
-            course = random_course(rng) if rng.random() < 0.8 else None
+            if rng.random() < 0.6:
+                courses.append(random_course(rng))
+            course = courses[rng.integers(len(courses))]
             held.open(f"r{number}", Request(course, seed=int(rng.integers(1 << 30))))
-        if held.live and rng.random() < 0.15:
+        if held.live and rng.random() < 0.2:
             held.preempt(str(rng.choice([*held.live])))
-        if held.live and rng.random() < 0.15:
+        if held.live and rng.random() < 0.2:
             held.close(str(rng.choice([*held.live])))
-        order = rng.permutation([*held.live]) if rng.random() < 0.3 else [*held.live]
-        counts = {str(req_id): int(rng.choice([0, 1, 1, 1, 5, 9])) for req_id in order}
-        for seen in held.step(counts, num_padded=int(rng.integers(4))):
+        for seen in held.step(_random_counts(held, rng), num_padded=int(rng.integers(4))):
             found += [f"step {number}, {fault}" for fault in faults(seen, tolerance)]
     return found
+
+
+def _random_counts(held: ToyFleet, rng: np.random.Generator) -> dict[str, int]:
+    if rng.random() < 0.5:
+        return dict.fromkeys(held.live, 1)
+    order = rng.permutation([*held.live]) if rng.random() < 0.5 else [*held.live]
+    return {str(req_id): int(rng.choice([0, 1, 1, 5, 9])) for req_id in order}
 
 
 def faults(seen: Seen, tolerance: float = 1e-5) -> list[str]:
