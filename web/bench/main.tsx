@@ -99,6 +99,8 @@ page.store.setState({
       model: "bench",
       system: "",
       user: "A long run",
+      steer: [],
+      stop: [],
       sampling: NO_SAMPLING,
       probes,
       status: "streaming",

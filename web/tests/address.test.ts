@@ -1,4 +1,7 @@
 import { describe, expect, it } from "vitest";
+import type { SteerEntry, StopRule } from "../src/api/steering";
+import { rulesOf } from "../src/data/rules";
+import { entriesOf } from "../src/data/steer";
 import { addressOf, parseAddress } from "../src/state/address";
 import { EMPTY } from "../src/state/store";
 import { NO_SAMPLING, type State } from "../src/state/types";
@@ -36,12 +39,17 @@ describe("the address", () => {
   });
 
   it("carries a question to a browser that lacks the run", () => {
-    const question = { user: "Pourquoi ?\n#&=", system: "Be brief", sampling: { ...NO_SAMPLING, seed: 7 } };
-    expect(parseAddress(addressOf(SHOWN, null, question)).question).toEqual(question);
+    const words = { user: "Pourquoi ?\n#&=", system: "Be brief", sampling: { ...NO_SAMPLING, seed: 7 } };
+    const steer: SteerEntry[] = [{ vector: "joy", scale: -2, op: "add", when: "prompt" }];
+    const stop: StopRule[] = [{ probe: "code", tokens: 2, action: "alert" }];
+    const offered = parseAddress(addressOf(SHOWN, null, { ...words, steer, stop })).question;
+    expect(offered).toMatchObject(words);
+    expect(entriesOf(offered?.entries ?? [])).toEqual(steer);
+    expect(rulesOf(offered?.rules ?? [])).toEqual(stop);
   });
 
   it("leaves a question out that is too long for a link", () => {
-    const question = { user: "x".repeat(7000), system: "", sampling: NO_SAMPLING };
+    const question = { user: "x".repeat(7000), system: "", sampling: NO_SAMPLING, steer: [], stop: [] };
     expect(parseAddress(addressOf(SHOWN, null, question)).question).toBeNull();
   });
 

@@ -1,6 +1,8 @@
 import { describe, expect, it } from "vitest";
+import type { RunEvent } from "../src/api/events";
 import { createServer } from "../src/api/http";
 import type { RunFile } from "../src/data/runfile";
+import { freshEntry } from "../src/data/steer";
 import { Beat } from "../src/state/beat";
 import { Chat } from "../src/state/chat";
 import { noHistory, type History } from "../src/state/history";
@@ -104,6 +106,91 @@ describe("a question", () => {
     await page.ask("Why?");
     expect(page.head()?.status).toBe("interrupted");
     expect(page.head()?.error).toContain("1 was next");
+  });
+});
+
+describe("a question asked both ways", () => {
+  const ON = {
+    kind: "on" as const,
+    vectors: [
+      {
+        name: "joy",
+        points: ["post_block.1"],
+        width: 1,
+        digest: "d",
+        norms: [1],
+        description: null,
+        method: null,
+        scale: 2,
+      },
+    ],
+    points: ["post_block.1"],
+    tiers: { base: [], prefill: [], decode: [] },
+  };
+
+  function steeredPage(server: ReturnType<typeof scripted>) {
+    const page = pageWith(server);
+    const { draft } = page.store.getState();
+    page.store.setState({
+      steering: ON,
+      draft: { ...draft, entries: [freshEntry(1, { name: "joy", scale: 2 })] },
+    });
+    return page;
+  }
+
+  it("is two runs at once, the plain one first, in one place of the conversation", async () => {
+    const page = steeredPage(scripted(answer("a"), answer("b")));
+    await page.ask("Why?");
+    const { runs, head, versus } = page.store.getState();
+    expect([head, versus]).toEqual(["run1", "run2"]);
+    expect(runs.run1).toMatchObject({ steer: [], status: "done", sampling: { seed: 1 } });
+    expect(runs.run2).toMatchObject({
+      steer: [{ vector: "joy", scale: 2, op: "add" }],
+      parent: null,
+      status: "done",
+      sampling: { seed: 1 },
+    });
+    expect([page.shelf.get("run1").text, page.shelf.get("run2").text]).toEqual(["a", "b"]);
+  });
+
+  it("is asked again in the same place, with the same words where none are written", async () => {
+    const page = steeredPage(scripted(answer("a"), answer("b"), answer("c"), answer("d")));
+    await page.ask("Why?");
+    await page.ask("");
+    const { runs, head, versus } = page.store.getState();
+    expect([head, versus]).toEqual(["run3", "run4"]);
+    expect(runs.run4).toMatchObject({ user: "Why?", parent: null });
+  });
+
+  it("says what the engine applied, in its file too", async () => {
+    const applied = [{ vector: "joy", scale: 2, op: "add" as const, digest: "abc" }];
+    const told: RunEvent = { kind: "steering", data: { clairai: { steering: applied } } };
+    const stream = opened(body(frame(1, told), frame(2, token(0, "b")), frame(3, DONE)));
+    const page = steeredPage(scripted(answer("a"), stream));
+    await page.ask("Why?");
+    expect(page.shelf.get("run1").echo).toBeNull();
+    expect(page.shelf.get("run2").echo?.steering).toEqual(applied);
+    expect(page.history.files.get("run2")?.echo?.steering).toEqual(applied);
+  });
+
+  it("is not asked at all while something is wrong with it, and its words stay", async () => {
+    const server = scripted(answer("a"));
+    const page = steeredPage(server);
+    page.store.setState({ steering: { kind: "off", reason: null } });
+    await page.ask("Why?");
+    expect(server.asked).toEqual([]);
+    expect(page.store.getState().notice).toContain("Not asked");
+    expect(page.store.getState().draft.user).toBe("Why?");
+  });
+
+  it("leaves a comparison where nothing steers any more", async () => {
+    const page = steeredPage(scripted(answer("a"), answer("b"), answer("c")));
+    await page.ask("Why?");
+    const { draft } = page.store.getState();
+    page.store.setState({ draft: { ...draft, entries: [] } });
+    await page.ask("And now?");
+    expect(page.store.getState().versus).toBeNull();
+    expect(page.head()).toMatchObject({ user: "And now?", parent: null, steer: [] });
   });
 });
 

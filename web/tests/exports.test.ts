@@ -1,4 +1,5 @@
 import { describe, expect, it } from "vitest";
+import type { SteerEntry, StopRule } from "../src/api/steering";
 import { fromFile, RunFileError, toFile, type RunFile } from "../src/data/runfile";
 import { Tape } from "../src/data/tape";
 import { csv } from "../src/export/csv";
@@ -29,6 +30,15 @@ describe("a run as a file", () => {
     expect(back.tape.scores.hasArrived(1)).toBe(false);
     expect(back.tape.scores.hasArrived(2)).toBe(true);
     expect(back.tape.scores.value("y", 2)).toBeNaN();
+  });
+
+  it("that was kept before there was steering is read as one without", () => {
+    const old = JSON.parse(JSON.stringify(sample().file)) as Record<string, Record<string, unknown>>;
+    delete old.echo;
+    delete old.run?.steer;
+    delete old.run?.stop;
+    const { run: back, tape } = fromFile(old as unknown as RunFile);
+    expect([back.steer, back.stop, tape.echo]).toEqual([[], [], null]);
   });
 
   it("of another format is refused", () => {
@@ -125,6 +135,17 @@ describe("a request", () => {
     expect(text).toContain('extra_body={"top_k": 5, "clairai": {"probes": "all", "prompt_scores": True}}');
     expect(text).toContain("    stream=True,");
     expect(text).not.toMatch(/^ {4}top_k=/m);
+  });
+
+  it("that steers is copied with its steering, and Python prints what was applied", () => {
+    const steer: SteerEntry[] = [{ vector: "joy", scale: 2, op: "add" }];
+    const stop: StopRule[] = [{ probe: "x", tokens: 3, action: "stop" }];
+    const steered = bodyOf(run("s", { steer, stop }), []);
+    expect(curl(steered, "http://h:1", false)).toContain('"vector": "joy"');
+    const text = python(steered, "http://h:1", false);
+    expect(text).toContain('"steer": [{"vector": "joy", "scale": 2, "op": "add"}]');
+    expect(text).toContain('print(applied["steering"])');
+    expect(python(body, "http://h:1", false)).not.toContain("applied");
   });
 
   it("becomes Python's words for JSON's", () => {

@@ -1,7 +1,8 @@
 import { describe, expect, it } from "vitest";
 import { locate } from "../src/text/locate";
 import { brief, count, counted, inWords, score, signed } from "../src/text/number";
-import { placeOf } from "../src/text/point";
+import { isBehind, placeOf } from "../src/text/point";
+import { entryWords, tierWords } from "../src/text/steering";
 import { kindOf, leadOf, shown, spoken, visible } from "../src/text/token";
 
 describe("a token", () => {
@@ -116,4 +117,39 @@ describe("a number", () => {
 it("a point is read as layer and place", () => {
   expect(placeOf("post_block.16")).toEqual({ layer: 16, where: "after the block" });
   expect(placeOf("elsewhere")).toEqual({ layer: -1, where: "elsewhere" });
+});
+
+it("a place lies behind another in the order of a forward pass; after a block is before the next", () => {
+  expect(isBehind("post_block.3", "post_attn.3")).toBe(true);
+  expect(isBehind("post_block.3", "pre_attn.4")).toBe(false);
+  expect(isBehind("pre_attn.4", "post_block.3")).toBe(false);
+  expect(isBehind("pre_attn.3", "post_block.10")).toBe(false);
+  expect(isBehind("somewhere", "post_block.1")).toBe(false);
+});
+
+describe("steering in words", () => {
+  it("says what is done, where, when and under which gate", () => {
+    expect(
+      entryWords({
+        vector: "joy",
+        scale: -2,
+        op: "add",
+        points: ["post_block.15"],
+        when: { phase: "prompt", positions: [[0, 4]], skip_special: true },
+        gate: { probe: "code", threshold: 0.5, latch: true },
+      }),
+    ).toBe(
+      "joy −2 at post_block.15 in the prompt, at positions 0:4, special tokens left out while code ≥ 0.5 (latched)",
+    );
+    expect(entryWords({ vector: "joy", op: "clamp", high: 3, when: "both" })).toBe("joy clamped to ∞…3");
+    expect(entryWords({ vector: null, op: "ablate", scale: 0.5 })).toBe("an inline vector ablated × 0.5");
+    expect(entryWords({ vector: "joy", scale: 0.25, match_norm: true })).toBe("joy +0.25 of the norm");
+  });
+
+  it("names the tiers that steer, and no other", () => {
+    expect(tierWords({ base: [], prefill: [{ vector: "joy", scale: 2 }], decode: [] })).toBe(
+      "prefill: joy +2",
+    );
+    expect(tierWords({ base: [], prefill: [], decode: [] })).toBe("");
+  });
 });

@@ -43,6 +43,8 @@ const GOOD = {
     reader: READER,
   },
   "v1/examples": { data: [] },
+  "v1/steering/vectors": { data: [], version: 1, points: ["post_block.1"] },
+  "v1/steering": { base: [], prefill: [], decode: [], version: 1 },
 };
 
 afterEach(() => void vi.clearAllTimers());
@@ -102,10 +104,37 @@ describe("the picture of the server", () => {
 
   it("can do without what a vLLM without clairai does not have", async () => {
     const missing = new ApiError(404, "not found");
-    const { store, watch } = watched({ ...GOOD, "v1/probes": missing, "v1/clairai": missing });
+    const without = ["v1/probes", "v1/clairai", "v1/steering", "v1/steering/vectors"];
+    const answers = { ...GOOD, ...Object.fromEntries(without.map((path) => [path, missing])) };
+    const { store, watch } = watched(answers);
     await watch.look();
     watch.stop();
     expect(store.getState()).toMatchObject({ probes: [], model: "m", engine: null });
+    expect(store.getState().steering).toEqual({ kind: "off", reason: null });
+  });
+
+  it("says in the engine's own words that it cannot steer", async () => {
+    const off = new ApiError(409, "this engine cannot steer");
+    const { store, watch } = watched({ ...GOOD, "v1/steering/vectors": off });
+    await watch.look();
+    watch.stop();
+    expect(store.getState().steering).toEqual({ kind: "off", reason: "this engine cannot steer" });
+    expect(store.getState().model).toBe("m");
+  });
+
+  it("knows the vectors and the tiers, and a tier that is not told is empty", async () => {
+    const base = [{ vector: "joy", scale: 2, op: "add" }];
+    const { store, watch } = watched({ ...GOOD, "v1/steering": { base, version: 2 } });
+    await watch.look();
+    const before = store.getState().steering;
+    await watch.look();
+    watch.stop();
+    expect(before).toMatchObject({
+      kind: "on",
+      points: ["post_block.1"],
+      tiers: { base, prefill: [], decode: [] },
+    });
+    expect(store.getState().steering).toBe(before);
   });
 
   it("goes on looking after an answer that is not the server's", async () => {

@@ -94,6 +94,8 @@ export function run(id: string, change: Partial<Run> = {}): Run {
     system: "",
     user: "Why?",
     sampling: NO_SAMPLING,
+    steer: [],
+    stop: [],
     probes: [],
     status: "done",
     error: null,

@@ -1,7 +1,14 @@
 // Takes the name and data of one server-sent event; gives a checked event of a run.
+import type { Echo } from "./steering";
 import type { DoneEvent, ErrorDetail, ProbeFinalEvent, ProbeUpdateEvent, TokenEvent } from "./types";
 
+/** The first event of a run that is steered, or stopped by a rule. */
+export interface SteeringEvent {
+  clairai: Echo;
+}
+
 export type RunEvent =
+  | { kind: "steering"; data: SteeringEvent }
   | { kind: "token"; data: TokenEvent }
   | { kind: "probe_update"; data: ProbeUpdateEvent }
   | { kind: "probe_final"; data: ProbeFinalEvent }
@@ -16,6 +23,8 @@ export class ProtocolError extends Error {
 /** The event, or null for a kind this page does not know. */
 export function decode(kind: string, text: string): RunEvent | null {
   switch (kind) {
+    case "steering":
+      return { kind, data: parsed(text) as SteeringEvent };
     case "token":
       return { kind, data: checkedToken(parsed(text) as TokenEvent) };
     case "probe_update":

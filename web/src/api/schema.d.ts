@@ -139,6 +139,60 @@ export interface paths {
         patch?: never;
         trace?: never;
     };
+    "/v1/steering": {
+        parameters: {
+            query?: never;
+            header?: never;
+            path?: never;
+            cookie?: never;
+        };
+        /** What steers every request */
+        get: operations["get_steering"];
+        put?: never;
+        /** Change what steers every request from now on */
+        post: operations["set_steering"];
+        delete?: never;
+        options?: never;
+        head?: never;
+        patch?: never;
+        trace?: never;
+    };
+    "/v1/steering/vectors": {
+        parameters: {
+            query?: never;
+            header?: never;
+            path?: never;
+            cookie?: never;
+        };
+        /** The steering vectors that have a name */
+        get: operations["list_vectors"];
+        put?: never;
+        post?: never;
+        delete?: never;
+        options?: never;
+        head?: never;
+        patch?: never;
+        trace?: never;
+    };
+    "/v1/steering/vectors/{name}": {
+        parameters: {
+            query?: never;
+            header?: never;
+            path?: never;
+            cookie?: never;
+        };
+        /** A steering vector as a safetensors file */
+        get: operations["get_vector"];
+        /** Name a steering vector; the body is safetensors, GGUF or the seeds' JSON */
+        put: operations["put_vector"];
+        post?: never;
+        /** Forget a steering vector; running requests keep it */
+        delete: operations["remove_vector"];
+        options?: never;
+        head?: never;
+        patch?: never;
+        trace?: never;
+    };
     "/v1/clairai": {
         parameters: {
             query?: never;
@@ -402,6 +456,103 @@ export interface components {
             attached: boolean;
         };
         /**
+         * Tiers
+         * @description What steers every request that is admitted from now on.
+         */
+        Tiers: {
+            /** Base */
+            base: {
+                [key: string]: unknown;
+            }[];
+            /** Prefill */
+            prefill: {
+                [key: string]: unknown;
+            }[];
+            /** Decode */
+            decode: {
+                [key: string]: unknown;
+            }[];
+            /** Version */
+            version: number;
+        };
+        /**
+         * VectorCapacity
+         * @description What unfinished requests may have in use at once.
+         */
+        VectorCapacity: {
+            /** Rows */
+            rows: number;
+            /** Programs */
+            programs: number;
+        };
+        /** VectorInfo */
+        VectorInfo: {
+            /** Name */
+            name: string;
+            /** Points */
+            points: string[];
+            /** Width */
+            width: number;
+            /** Digest */
+            digest: string;
+            /**
+             * Norms
+             * @description one for each point
+             */
+            norms: number[];
+            /** Description */
+            description?: string | null;
+            /** Method */
+            method?: string | null;
+            /**
+             * Scale
+             * @description suggested
+             * @default 1
+             */
+            scale: number;
+        } & {
+            [key: string]: unknown;
+        };
+        /** VectorList */
+        VectorList: {
+            /** Data */
+            data: components["schemas"]["VectorInfo"][];
+            /** Version */
+            version: number;
+            /**
+             * Points
+             * @description where this engine can steer
+             */
+            points: string[];
+            /** Width */
+            width: number;
+            capacity: components["schemas"]["VectorCapacity"];
+        };
+        /**
+         * AppliedEntry
+         * @description An entry as the engine applies it: with its content's digest, and all of its points.
+         */
+        AppliedEntry: {
+            /**
+             * Vector
+             * @description null: it came with the request
+             */
+            vector: string | null;
+            /** Digest */
+            digest: string;
+            /** Scale */
+            scale: number;
+            /**
+             * Op
+             * @enum {string}
+             */
+            op: "add" | "ablate" | "clamp" | "replace";
+            /** Points */
+            points: string[];
+        } & {
+            [key: string]: unknown;
+        };
+        /**
          * ChatRequest
          * @description OpenAI's and vLLM's fields go to the engine as they are; `clairai` is for the proxy.
          */
@@ -433,6 +584,16 @@ export interface components {
              * @default null
              */
             events: "named" | null;
+            /**
+             * Steer
+             * @default []
+             */
+            steer: components["schemas"]["SteerEntry"][];
+            /**
+             * Stop
+             * @default []
+             */
+            stop: components["schemas"]["StopRule"][];
         };
         /**
          * CompletionRequest
@@ -457,10 +618,62 @@ export interface components {
             model: string | null;
             /** Finish Reasons */
             finish_reasons: (string | null)[];
+            /**
+             * Stop Reasons
+             * @description a text or token that ended a choice, or our rule that did
+             */
+            stop_reasons: (string | number | null)[];
             /** Usage */
             usage: {
                 [key: string]: unknown;
             } | null;
+        };
+        /**
+         * Gate
+         * @description A probe's score of the same token opens and closes an entry.
+         */
+        Gate: {
+            /** Probe */
+            probe: string;
+            /**
+             * Threshold
+             * @description the probe's own if left out
+             * @default null
+             */
+            threshold: number | null;
+            /**
+             * Sharpness
+             * @description open or closed if left out
+             * @default null
+             */
+            sharpness: number | null;
+            /**
+             * Latch
+             * @default false
+             */
+            latch: boolean;
+            /**
+             * Release
+             * @description closes below this
+             * @default null
+             */
+            release: number | null;
+        };
+        /**
+         * InlineVector
+         * @description A vector that comes with its request: packed little-endian numbers in base64, by point.
+         */
+        InlineVector: {
+            /**
+             * Dtype
+             * @default f32
+             * @enum {string}
+             */
+            dtype: "f32" | "f16" | "bf16";
+            /** Points */
+            points: {
+                [key: string]: string;
+            };
         };
         /**
          * ProbeFinalEvent
@@ -557,6 +770,128 @@ export interface components {
             lost: number | null;
         };
         /**
+         * SteerEntry
+         * @description One vector's work on a request.
+         */
+        SteerEntry: {
+            /** Vector */
+            vector: string | components["schemas"]["InlineVector"];
+            /**
+             * Digest
+             * @description refused if the name means another content
+             * @default null
+             */
+            digest: string | null;
+            /**
+             * Scale
+             * @default 1
+             */
+            scale: number;
+            /**
+             * Op
+             * @default add
+             * @enum {string}
+             */
+            op: "add" | "ablate" | "clamp" | "replace";
+            /**
+             * Match Norm
+             * @default false
+             */
+            match_norm: boolean;
+            /**
+             * Low
+             * @default null
+             */
+            low: number | null;
+            /**
+             * High
+             * @default null
+             */
+            high: number | null;
+            /**
+             * Points
+             * @description all of the vector's if left out
+             * @default null
+             */
+            points: string[] | null;
+            /**
+             * When
+             * @default both
+             */
+            when: ("both" | "prompt" | "generation" | "last_prompt") | components["schemas"]["Window"];
+            /** @default null */
+            gate: components["schemas"]["Gate"] | null;
+        };
+        /**
+         * SteeringEcho
+         * @description `clairai` of an answer, and of the first chunk of a stream: what the engine applies.
+         */
+        SteeringEcho: {
+            /** Steering */
+            steering: components["schemas"]["AppliedEntry"][];
+            /**
+             * Stop
+             * @default null
+             */
+            stop: components["schemas"]["StopRule"][] | null;
+        } & {
+            [key: string]: unknown;
+        };
+        /**
+         * SteeringEvent
+         * @description Event `steering`: the first of a run that is steered, or has a rule.
+         */
+        SteeringEvent: {
+            clairai: components["schemas"]["SteeringEcho"];
+        };
+        /**
+         * StopRule
+         * @description End the answer, or say so, when a probe is at or over a threshold for so many tokens.
+         */
+        StopRule: {
+            /** Probe */
+            probe: string;
+            /**
+             * Threshold
+             * @description the probe's own if left out
+             * @default null
+             */
+            threshold: number | null;
+            /**
+             * Tokens
+             * @description in a row
+             * @default 1
+             */
+            tokens: number;
+            /**
+             * Action
+             * @default stop
+             * @enum {string}
+             */
+            action: "stop" | "alert";
+        };
+        /**
+         * TiersChange
+         * @description A tier that is left out stays as it is; an empty list clears it.
+         */
+        TiersChange: {
+            /**
+             * Base
+             * @default []
+             */
+            base: components["schemas"]["SteerEntry"][];
+            /**
+             * Prefill
+             * @default []
+             */
+            prefill: components["schemas"]["SteerEntry"][];
+            /**
+             * Decode
+             * @default []
+             */
+            decode: components["schemas"]["SteerEntry"][];
+        };
+        /**
          * TokenEvent
          * @description Event `token`: `tokens[k]` is the text to show for token `start + k`.
          */
@@ -576,6 +911,31 @@ export interface components {
             tokens: string[];
             /** Text */
             text: string;
+        };
+        /**
+         * Window
+         * @description Positions `[first, end)` of a phase; `end` null: on and on.
+         */
+        Window: {
+            /**
+             * Phase
+             * @default both
+             * @enum {string}
+             */
+            phase: "both" | "prompt" | "generation" | "last_prompt";
+            /**
+             * Positions
+             * @default null
+             */
+            positions: [
+                number,
+                number | null
+            ][] | null;
+            /**
+             * Skip Special
+             * @default false
+             */
+            skip_special: boolean;
         };
     };
     responses: never;
@@ -930,6 +1290,210 @@ export interface operations {
                 };
                 content: {
                     "application/json": components["schemas"]["ProbeList"];
+                };
+            };
+            /** @description Refused, and why */
+            default: {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["ErrorBody"];
+                };
+            };
+        };
+    };
+    get_steering: {
+        parameters: {
+            query?: never;
+            header?: never;
+            path?: never;
+            cookie?: never;
+        };
+        requestBody?: never;
+        responses: {
+            /** @description As asked */
+            200: {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["Tiers"];
+                };
+            };
+            /** @description Refused, and why */
+            default: {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["ErrorBody"];
+                };
+            };
+        };
+    };
+    set_steering: {
+        parameters: {
+            query?: never;
+            header?: never;
+            path?: never;
+            cookie?: never;
+        };
+        requestBody: {
+            content: {
+                "application/json": components["schemas"]["TiersChange"];
+            };
+        };
+        responses: {
+            /** @description As asked */
+            200: {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["Tiers"];
+                };
+            };
+            /** @description Refused, and why */
+            default: {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["ErrorBody"];
+                };
+            };
+        };
+    };
+    list_vectors: {
+        parameters: {
+            query?: never;
+            header?: never;
+            path?: never;
+            cookie?: never;
+        };
+        requestBody?: never;
+        responses: {
+            /** @description As asked */
+            200: {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["VectorList"];
+                };
+            };
+            /** @description Refused, and why */
+            default: {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["ErrorBody"];
+                };
+            };
+        };
+    };
+    get_vector: {
+        parameters: {
+            query?: never;
+            header?: never;
+            path: {
+                name: string;
+            };
+            cookie?: never;
+        };
+        requestBody?: never;
+        responses: {
+            /** @description As asked */
+            200: {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/octet-stream": string;
+                };
+            };
+            /** @description The client has it: If-None-Match names its ETag */
+            304: {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content?: never;
+            };
+            /** @description Refused, and why */
+            default: {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["ErrorBody"];
+                };
+            };
+        };
+    };
+    put_vector: {
+        parameters: {
+            query?: never;
+            header?: never;
+            path: {
+                name: string;
+            };
+            cookie?: never;
+        };
+        requestBody: {
+            content: {
+                "application/octet-stream": string;
+            };
+        };
+        responses: {
+            /** @description As asked */
+            200: {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["VectorList"];
+                };
+            };
+            /** @description Created */
+            201: {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["VectorList"];
+                };
+            };
+            /** @description Refused, and why */
+            default: {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["ErrorBody"];
+                };
+            };
+        };
+    };
+    remove_vector: {
+        parameters: {
+            query?: never;
+            header?: never;
+            path: {
+                name: string;
+            };
+            cookie?: never;
+        };
+        requestBody?: never;
+        responses: {
+            /** @description As asked */
+            200: {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["VectorList"];
                 };
             };
             /** @description Refused, and why */

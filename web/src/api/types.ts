@@ -14,7 +14,9 @@ export type ClairaiFields = Schemas["ClairaiFields"];
 export type TokenEvent = Schemas["TokenEvent"];
 export type ProbeUpdateEvent = Schemas["ProbeUpdateEvent"];
 export type ProbeFinalEvent = Schemas["ProbeFinalEvent"];
-export type DoneEvent = Schemas["DoneEvent"];
+/** Runs that were kept before there were rules have no reasons. */
+export type DoneEvent = Omit<Schemas["DoneEvent"], "stop_reasons"> &
+  Partial<Pick<Schemas["DoneEvent"], "stop_reasons">>;
 export type ErrorDetail = Schemas["ErrorDetail"];
 export type Part = TokenEvent["part"];
 

@@ -1,4 +1,5 @@
 // Takes a run and its tape; gives one plain object that says all of it, and reads such an object back.
+import type { Echo } from "../api/steering";
 import type { DoneEvent, Part, ProbeFinalEvent, ProbeInfo } from "../api/types";
 import type { Run } from "../state/types";
 import { Tape } from "./tape";
@@ -24,6 +25,8 @@ export interface RunFile {
   answer: PartFile;
   text: string;
   lost: number;
+  /** What the engine says it did; null where it said nothing. */
+  echo?: Echo | null;
   final: ProbeFinalEvent | null;
   done: DoneEvent | null;
 }
@@ -40,6 +43,7 @@ export function toFile(run: Run, tape: Tape): RunFile {
     answer: partOf(tape, names, tape.promptLength, tape.length),
     text: tape.text,
     lost: tape.lost,
+    echo: tape.echo,
     final: tape.final,
     done: tape.done,
   };
@@ -74,9 +78,16 @@ export function fromFile(file: RunFile): { run: Run; tape: Tape } {
   addPart(tape, "answer", file.answer, file.names, file.text);
   tape.scores.declare(file.names);
   tape.lost = file.lost;
+  tape.echo = file.echo ?? null;
   tape.final = file.final;
   tape.done = file.done;
-  return { run: { ...file.run, probes: file.probes }, tape };
+  return { run: runOf(file.run, file.probes), tape };
+}
+
+/** Runs that were kept before there was steering do not speak of it. */
+export function runOf(kept: RunFile["run"], probes: ProbeInfo[]): Run {
+  const { steer = [], stop = [] } = kept as Partial<Run>;
+  return { ...kept, steer, stop, probes };
 }
 
 function addPart(tape: Tape, part: Part, file: PartFile, names: string[], text: string): void {

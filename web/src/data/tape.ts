@@ -1,5 +1,6 @@
 // Takes the events of one run; gives its tokens with their scores, prompt first, answer after it.
 import { ProtocolError, type RunEvent } from "../api/events";
+import type { Echo } from "../api/steering";
 import type { DoneEvent, Part, ProbeFinalEvent, ProbeUpdateEvent, TokenEvent } from "../api/types";
 import { ScoreTable } from "./scores";
 
@@ -22,6 +23,8 @@ export class Tape {
   text = "";
   /** Rows that the server says are lost. */
   lost = 0;
+  /** What the engine says it does to the run; null until it has said. */
+  echo: Echo | null = null;
   final: ProbeFinalEvent | null = null;
   done: DoneEvent | null = null;
   /** Goes up with every change. */
@@ -52,6 +55,9 @@ export class Tape {
   apply(event: RunEvent): void {
     this.version += 1;
     switch (event.kind) {
+      case "steering":
+        this.echo = event.data.clairai;
+        return;
       case "token":
         this.#addTokens(event.data);
         return;

@@ -4,10 +4,17 @@ import type { CompletionBody } from "../state/request";
 /** Fields that the openai package does not know: they go into extra_body. */
 const EXTRA = ["clairai", "top_k", "min_p", "repetition_penalty"] as const;
 
+/** The first chunk says what was applied. */
+const ECHO = [
+  '    applied = getattr(chunk, "clairai", None)',
+  "    if applied:",
+  '        print(applied["steering"])',
+];
+
 /** Copies ask for OpenAI's own stream: named events are this page's business. */
 function plain(body: CompletionBody): Record<string, unknown> {
-  const { probes, prompt_scores } = body.clairai;
-  return { ...body, clairai: { probes, prompt_scores } };
+  const clairai = Object.entries(body.clairai).filter(([key]) => key !== "events");
+  return { ...body, clairai: Object.fromEntries(clairai) };
 }
 
 export function curl(body: CompletionBody, origin: string, hasKey: boolean): string {
@@ -30,6 +37,7 @@ export function python(body: CompletionBody, origin: string, hasKey: boolean): s
     `    extra_body=${literal(extra, 4)},`,
     ")",
     "for chunk in stream:",
+    ...(body.clairai.steer ? ECHO : []),
     "    for choice in chunk.choices:",
     '        print(choice.delta.content or "", end="", flush=True)',
     '        scores = getattr(choice, "probe_scores", None)',

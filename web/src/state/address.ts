@@ -1,14 +1,14 @@
 // Takes the view; gives it as the part of the address after #, which never leaves the browser. And back.
 import { MAX_LINES } from "../colour/lines";
 import type { Spot } from "../data/tape";
-import { NO_SAMPLING, type Pane, type Sampling, type State } from "./types";
+import { ruleDraftOf } from "../data/rules";
+import { draftOf, MAX_ENTRIES } from "../data/steer";
+import { NO_SAMPLING, type Draft, type Pane, type Run, type Sampling, type State } from "./types";
 
 /** What a link can carry of a run to a browser that does not have it. */
-export interface Question {
-  system: string;
-  user: string;
-  sampling: Sampling;
-}
+export type Question = Pick<Run, "system" | "user" | "sampling" | "steer" | "stop">;
+/** What of the draft a link sets. */
+export type Offered = Pick<Draft, "system" | "user" | "sampling" | "entries" | "rules">;
 
 export interface Address {
   run: string | null;
@@ -20,10 +20,10 @@ export interface Address {
   hasMarkdown: boolean;
   hasMarks: boolean;
   hasMono: boolean;
-  question: Question | null;
+  question: Offered | null;
 }
 
-const PANES: readonly Pane[] = ["chat", "charts", "probes", "history", "crossings"];
+const PANES: readonly Pane[] = ["chat", "charts", "probes", "steer", "history", "crossings"];
 const MAX_QUESTION = 6000;
 const MAX_NAME = 200;
 
@@ -75,7 +75,7 @@ function spotOf(text: string | null): Spot | null {
   return { part: match[1] === "p" ? "prompt" : "answer", index: Number(match[2]) };
 }
 
-function questionOf(text: string | null): Question | null {
+function questionOf(text: string | null): Offered | null {
   if (text === null || text.length > MAX_QUESTION) return null;
   try {
     return checked(JSON.parse(text) as Partial<Record<keyof Question, unknown>> | null);
@@ -84,10 +84,20 @@ function questionOf(text: string | null): Question | null {
   }
 }
 
-function checked(found: Partial<Record<keyof Question, unknown>> | null): Question | null {
+function checked(found: Partial<Record<keyof Question, unknown>> | null): Offered | null {
   if (typeof found?.user !== "string") return null;
   const system = typeof found.system === "string" ? found.system : "";
-  return { user: found.user, system, sampling: samplingOf(found.sampling) };
+  return {
+    user: found.user,
+    system,
+    sampling: samplingOf(found.sampling),
+    entries: listed(found.steer).flatMap((each, i) => draftOf(i + 1, each) ?? []),
+    rules: listed(found.stop).flatMap((each, i) => ruleDraftOf(i + 1, each) ?? []),
+  };
+}
+
+function listed(found: unknown): unknown[] {
+  return Array.isArray(found) ? found.slice(0, MAX_ENTRIES) : [];
 }
 
 function samplingOf(found: unknown): Sampling {

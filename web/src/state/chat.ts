@@ -4,7 +4,7 @@ import { resumeRun, startRun, type Follower } from "../api/follow";
 import type { RunEvent } from "../api/events";
 import { fromFile, toFile } from "../data/runfile";
 import type { History } from "./history";
-import { bodyOf, CHAT_PATH, messagesOf } from "./request";
+import { aimOf, asksOf, bodyOf, CHAT_PATH, draftFaults, isPair, messagesOf, type Asked } from "./request";
 import type { Shelf } from "./shelf";
 import { changeRun, pathTo, putRun, type Store } from "./store";
 import { RUNNING, type Run, type RunStatus } from "./types";
@@ -24,25 +24,25 @@ export class Chat {
     private readonly now: () => number,
   ) {}
 
-  /** Ask the draft's question after the conversation shown. */
+  /** Ask the draft's question after the conversation shown; beside a comparison, in its place. */
   async send(): Promise<void> {
-    const { draft, head } = this.store.getState();
-    const user = draft.user.trim();
-    if (user === "") return;
+    const { draft } = this.store.getState();
+    const { parent, user } = aimOf(this.store.getState());
+    if (user === "" || this.#isFaulty()) return;
     this.store.setState({ draft: { ...draft, user: "" } });
-    await this.#begin(head, user);
+    await this.#begin(parent, user, isPair(draft));
   }
 
   /** The same question again; the first answer stays in the history. */
   async regenerate(id: string): Promise<void> {
     const run = this.store.getState().runs[id];
-    if (run) await this.#begin(run.parent, run.user);
+    if (run) await this.#begin(run.parent, run.user, false);
   }
 
   /** Another question in this one's place. */
   async edit(id: string, user: string): Promise<void> {
     const run = this.store.getState().runs[id];
-    if (run && user.trim() !== "") await this.#begin(run.parent, user.trim());
+    if (run && user.trim() !== "") await this.#begin(run.parent, user.trim(), false);
   }
 
   startOver(): void {
@@ -81,10 +81,29 @@ export class Chat {
     await this.#follow(run.id, (follower, signal) => resumeRun(this.server, serverRun, follower, signal));
   }
 
-  async #begin(parent: string | null, user: string): Promise<void> {
-    const { draft, model, probes } = this.store.getState();
-    if (model === null) return;
-    const run: Run = {
+  async #begin(parent: string | null, user: string, isPairWanted: boolean): Promise<void> {
+    const { draft, model } = this.store.getState();
+    if (model === null || this.#isFaulty()) return;
+    const asks = asksOf(draft, isPairWanted);
+    const runs = asks.map((asked) => this.#fresh(parent, user, model, asked));
+    if (parent !== null) await this.open(parent);
+    for (const run of runs) putRun(this.store, run);
+    // Of two, the plain one is A: the difference B - A is then what steering has done.
+    const [first, second] = runs;
+    this.store.setState({ head: first?.id ?? null, versus: second?.id ?? null, span: null });
+    await Promise.all(runs.map((run) => this.#start(run)));
+  }
+
+  /** What the steering panel finds wrong is never sent, with steering or without. */
+  #isFaulty(): boolean {
+    const [fault] = draftFaults(this.store.getState());
+    if (fault !== undefined) this.store.setState({ notice: `Not asked. ${fault}` });
+    return fault !== undefined;
+  }
+
+  #fresh(parent: string | null, user: string, model: string, asked: Omit<Asked, "model">): Run {
+    const { draft, probes } = this.store.getState();
+    return {
       id: this.newId(),
       parent,
       createdAt: this.now(),
@@ -92,14 +111,14 @@ export class Chat {
       model,
       system: draft.system,
       user,
-      sampling: draft.sampling,
+      ...asked,
       probes: probes ?? [],
       status: "opening",
       error: null,
     };
-    if (parent !== null) await this.open(parent);
-    putRun(this.store, run);
-    this.store.setState({ head: run.id, span: null });
+  }
+
+  async #start(run: Run): Promise<void> {
     const path = pathTo(this.store.getState().runs, run.id);
     const answers = path.slice(0, -1).map(({ id }) => this.shelf.get(id).text);
     const body = bodyOf(run, messagesOf(path, answers));

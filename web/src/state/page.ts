@@ -2,7 +2,7 @@
 import { createContext, useContext } from "react";
 import { createServer, type Server } from "../api/http";
 import type { Saved } from "../export/html";
-import { fromFile } from "../data/runfile";
+import { fromFile, runOf } from "../data/runfile";
 import { addressOf, parseAddress, type Address } from "./address";
 import { Alarm } from "./alarm";
 import { Beat } from "./beat";
@@ -13,7 +13,7 @@ import { remembering } from "./memory";
 import { Places } from "./places";
 import { Shelf } from "./shelf";
 import { createPageStore, pathTo, type Store } from "./store";
-import { RUNNING, type Run, type ThemeChoice } from "./types";
+import { RUNNING, type ThemeChoice } from "./types";
 import { chosen, Watch } from "./watch";
 
 export interface Page {
@@ -143,7 +143,7 @@ function apply(page: Page, address: Address): void {
 async function recall(page: Page, address: Address): Promise<void> {
   const entries = await page.history.list();
   const kept = entries.slice(-MAX_KEPT);
-  const runs = kept.map(({ run, probes }): Run => ({ ...run, probes }));
+  const runs = kept.map(({ run, probes }) => runOf(run, probes));
   page.store.setState({ runs: Object.fromEntries(runs.map((run) => [run.id, run])) });
   await page.history.remove(entries.slice(0, -MAX_KEPT).map(({ id }) => id));
   for (const run of runs.filter(({ status }) => RUNNING.has(status))) void page.chat.takeUp(run);
@@ -160,9 +160,8 @@ function choose(page: Page, address: Address): void {
     page.focus.setState({ pin: { run: head, spot: address.at }, hover: null, anchor: null });
   }
   if (head === null && address.question) {
-    const { user, system, sampling } = address.question;
     page.store.setState({
-      draft: { ...draft, user, system, sampling },
+      draft: { ...draft, ...address.question },
       notice:
         address.run === null
           ? null

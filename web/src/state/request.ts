@@ -1,19 +1,30 @@
 // Takes a conversation and settings; gives the body of the request, the same for the page and for copies.
+import type { SteerEntry, StopRule } from "../api/steering";
 import type { ClairaiFields, Message } from "../api/types";
-import type { Run, Sampling } from "./types";
+import { entriesOf, faultsOf, type Stock } from "../data/steer";
+import { ruleFault, rulesOf } from "../data/rules";
+import type { Draft, Run, Sampling, State } from "./types";
 
 export interface CompletionBody {
   model: string;
   messages: Message[];
   stream: true;
-  clairai: ClairaiFields;
+  clairai: Omit<ClairaiFields, "steer" | "stop"> & { steer?: SteerEntry[]; stop?: StopRule[] };
   [setting: string]: unknown;
 }
 
 export const CHAT_PATH = "v1/chat/completions";
+/** Of two runs that are compared, where none is set: chance must not be what tells them apart. */
+export const PAIR_SEED = 1;
+
+/** What of a run goes into its request. */
+export type Asked = Pick<Run, "model" | "sampling" | "steer" | "stop">;
 
 /** `answers[i]` is what the model said in `path[i]`; the last run of the path is the one to make. */
-export function messagesOf(path: readonly Run[], answers: readonly string[]): Message[] {
+export function messagesOf(
+  path: readonly Pick<Run, "user" | "system">[],
+  answers: readonly string[],
+): Message[] {
   const last = path.at(-1);
   if (!last) return [];
   const before = path.slice(0, -1).flatMap((run, i): Message[] => [
@@ -24,13 +35,19 @@ export function messagesOf(path: readonly Run[], answers: readonly string[]): Me
   return [...system, ...before, { role: "user", content: last.user }];
 }
 
-export function bodyOf(run: Run, messages: Message[]): CompletionBody {
+export function bodyOf(run: Asked, messages: Message[]): CompletionBody {
   return {
     model: run.model,
     messages,
     stream: true,
     ...sent(run.sampling),
-    clairai: { probes: "all", prompt_scores: true, events: "named" },
+    clairai: {
+      probes: "all",
+      prompt_scores: true,
+      events: "named",
+      ...(run.steer.length > 0 ? { steer: run.steer } : {}),
+      ...(run.stop.length > 0 ? { stop: run.stop } : {}),
+    },
   };
 }
 
@@ -40,4 +57,44 @@ export function sent(sampling: Sampling): Partial<Sampling> {
     ([, value]) => value !== null && !(Array.isArray(value) && value.length === 0),
   );
   return Object.fromEntries(entries);
+}
+
+/** What the draft asks for beside its words: as it is, or in two runs of which one is not steered. */
+export function asksOf(draft: Draft, isPairWanted: boolean): Pick<Run, "sampling" | "steer" | "stop">[] {
+  const { sampling } = draft;
+  const [steer, stop] = [entriesOf(draft.entries), rulesOf(draft.rules)];
+  if (steer.length === 0 || !isPairWanted) return [{ sampling, steer, stop }];
+  const seeded = { ...sampling, seed: sampling.seed ?? PAIR_SEED };
+  return [
+    { sampling: seeded, steer: [], stop },
+    { sampling: seeded, steer, stop },
+  ];
+}
+
+/** The draft's words and the turn they follow; beside a comparison they take the place of what is compared. */
+export function aimOf(state: Pick<State, "draft" | "head" | "versus" | "runs">): {
+  parent: string | null;
+  user: string;
+} {
+  const { draft, head, versus, runs } = state;
+  const compared = head === null || versus === null ? undefined : runs[head];
+  const user = draft.user.trim() || (compared?.user ?? "");
+  return { parent: compared ? compared.parent : head, user };
+}
+
+export function isPair(draft: Draft): boolean {
+  return draft.isPaired && entriesOf(draft.entries).length > 0;
+}
+
+/** What is wrong with the draft's steering, by entry and rule; empty where it can be sent. */
+export function draftFaults(state: Pick<State, "draft" | "steering" | "probes">): string[] {
+  const { entries, rules } = state.draft;
+  const stock = stockOf(state);
+  const ofEntries = entries.filter(({ scale }) => scale !== 0).flatMap((entry) => faultsOf(entry, stock));
+  return [...ofEntries, ...rules.flatMap((rule) => ruleFault(rule, stock.probes) ?? [])];
+}
+
+export function stockOf({ steering, probes }: Pick<State, "steering" | "probes">): Stock {
+  const known = steering.kind === "on" ? steering : { vectors: [], points: [] };
+  return { vectors: known.vectors, points: known.points, probes: probes ?? [] };
 }

@@ -1,6 +1,9 @@
 // Takes nothing; gives the shapes of the page's state.
 import type { EngineDescription, Example, Health, ProbeInfo } from "../api/types";
+import type { StopRule, SteerEntry, Tiers, VectorInfo } from "../api/steering";
 import type { Excursion } from "../data/excursions";
+import type { RuleDraft } from "../data/rules";
+import type { EntryDraft } from "../data/steer";
 import type { Spot } from "../data/tape";
 
 /** null: not sent, the server's own default holds. */
@@ -30,6 +33,9 @@ export interface Run {
   system: string;
   user: string;
   sampling: Sampling;
+  /** As they were asked for; what came of it is on the tape. */
+  steer: SteerEntry[];
+  stop: StopRule[];
   /** As they were when the run began: a score is judged by the threshold that held then. */
   probes: ProbeInfo[];
   status: RunStatus;
@@ -39,7 +45,25 @@ export interface Run {
 export type Link =
   { kind: "connecting" } | { kind: "answered"; health: Health } | { kind: "unreachable"; attempts: number };
 
-export type Pane = "chat" | "charts" | "probes" | "history" | "crossings";
+/** What is known of the engine's steering. */
+export type Steering =
+  | { kind: "unknown" }
+  /** The engine has none; `reason` is the server's, where it gave one. */
+  | { kind: "off"; reason: string | null }
+  | { kind: "on"; vectors: VectorInfo[]; points: string[]; tiers: Tiers };
+
+/** The question that is being written, with all that goes with it. */
+export interface Draft {
+  user: string;
+  system: string;
+  sampling: Sampling;
+  entries: EntryDraft[];
+  rules: RuleDraft[];
+  /** Whether a steered question is asked without steering too. */
+  isPaired: boolean;
+}
+
+export type Pane = "chat" | "charts" | "probes" | "steer" | "history" | "crossings";
 export type ThemeChoice = "system" | "light" | "dark";
 
 /** A stretch of tokens shown in chart and matrix; null: all. */
@@ -71,7 +95,8 @@ export interface State {
   hasMono: boolean;
   hasShortcuts: boolean;
   theme: ThemeChoice;
-  draft: { user: string; system: string; sampling: Sampling };
+  steering: Steering;
+  draft: Draft;
   excursions: Excursion[];
   numExcursionsDropped: number;
   numUnseen: number;

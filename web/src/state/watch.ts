@@ -2,10 +2,15 @@
 import { ApiError, type Server } from "../api/http";
 import type { EngineDescription, Example, Health, ModelList, ProbeInfo, ProbeList } from "../api/types";
 import { MAX_LINES } from "../colour/lines";
+import { TIERS, type Tiers, type VectorList } from "../api/steering";
 import type { Store } from "./store";
+import type { Steering } from "./types";
 
 export const SOON_MS = 1500;
 export const LATER_MS = 8000;
+
+/** An engine without steering, an engine without clairai. */
+const NO_STEERING: ReadonlySet<number> = new Set([404, 405, 409, 501]);
 
 export class Watch {
   #timer: ReturnType<typeof setTimeout> | undefined;
@@ -47,11 +52,12 @@ export class Watch {
   }
 
   async #learn(): Promise<void> {
-    const [models, probes, engine, examples] = await Promise.all([
+    const [models, probes, engine, examples, steering] = await Promise.all([
       this.server.json<ModelList>("v1/models"),
       this.#known<ProbeList>("v1/probes"),
       this.#known<EngineDescription>("v1/clairai"),
       this.#known<{ data: Example[] }>("v1/examples"),
+      this.#steering(),
     ]);
     const ids = models.data.map(({ id }) => id);
     this.store.setState((state) => ({
@@ -59,6 +65,7 @@ export class Watch {
       models: unchanged(state.models, ids),
       model: state.model !== null && ids.includes(state.model) ? state.model : (ids[0] ?? null),
       engine,
+      steering: JSON.stringify(state.steering) === JSON.stringify(steering) ? state.steering : steering,
       examples: unchanged(state.examples, examples?.data ?? []),
       ...chosen(unchanged(state.probes, probes?.data ?? []), state.probe, state.lines),
     }));
@@ -70,6 +77,29 @@ export class Watch {
       return await this.server.json<T>(path);
     } catch (error) {
       if (error instanceof ApiError && error.status === 404) return null;
+      throw error;
+    }
+  }
+
+  /** Look at once at what steers: something there has just been changed. */
+  async lookAtSteering(): Promise<void> {
+    const steering = await this.#steering();
+    this.store.setState({ steering });
+  }
+
+  async #steering(): Promise<Steering> {
+    try {
+      const [list, tiers] = await Promise.all([
+        this.server.json<VectorList>("v1/steering/vectors"),
+        this.server.json<Partial<Tiers>>("v1/steering"),
+      ]);
+      const { data: vectors, points } = list;
+      const all = Object.fromEntries(TIERS.map((tier) => [tier, tiers[tier] ?? []])) as Tiers;
+      return { kind: "on", vectors, points, tiers: all };
+    } catch (error) {
+      if (error instanceof ApiError && NO_STEERING.has(error.status)) {
+        return { kind: "off", reason: error.status === 404 ? null : error.message };
+      }
       throw error;
     }
   }

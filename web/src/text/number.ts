@@ -21,6 +21,11 @@ export function brief(value: number): string {
   return tidy(value.toFixed(size >= 100 ? 0 : size >= 10 ? 1 : 2));
 }
 
+/** What somebody has set: as it was set, to six digits. */
+export function exact(value: number): string {
+  return tidy(String(Number(value.toPrecision(6))));
+}
+
 export function count(value: number): string {
   return value.toLocaleString("en-US");
 }

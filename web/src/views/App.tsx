@@ -56,6 +56,7 @@ const TABS: readonly { pane: Pane; title: string }[] = [
   { pane: "charts", title: "Charts" },
   { pane: "crossings", title: "Crossings" },
   { pane: "probes", title: "Probes" },
+  { pane: "steer", title: "Steer" },
   { pane: "history", title: "History" },
 ];
 

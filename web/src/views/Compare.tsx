@@ -1,20 +1,25 @@
 // Takes two runs; shows them side by side, the same token marked in both, and their difference.
-import { useCallback, useEffect, useRef, type RefObject } from "react";
+import { useCallback, useEffect, useMemo, useRef, type RefObject } from "react";
 import type { LineStyle } from "../colour/lines";
 import { lineStyle } from "../colour/lines";
+import { Differ } from "../data/differ";
+import type { Tape } from "../data/tape";
 import { usePage } from "../state/page";
-import type { Run } from "../state/types";
+import { RUNNING, type Run } from "../state/types";
 import { sent } from "../state/request";
-import { counted } from "../text/number";
+import { count, score, signed } from "../text/number";
 import { probeIn, useRun, useTapeVersion, useTheme, useView } from "./hooks";
+import { Composer } from "./chat/Composer";
 import { Legend } from "./chat/Legend";
+import { outcome } from "./chat/Turn";
 import { Cells } from "./scope/Cells";
 import { Stroke } from "./scope/Keys";
 import { Lines } from "./scope/Lines";
 import { GUTTER } from "./scope/plot";
 import { usePointing } from "./scope/pointing";
 import { clipped, difference, extentOf, traceOf, type Trace } from "./scope/traces";
-import { TokenList } from "./tokens/TokenList";
+import { Applied } from "./steer/Applied";
+import { TokenList, type Differing } from "./tokens/TokenList";
 
 export function Compare() {
   const a = useRun(useView((state) => state.head));
@@ -22,7 +27,9 @@ export function Compare() {
   const hasMarks = useView((state) => state.hasMarks);
   const hasMono = useView((state) => state.hasMono);
   const sides = useRef<HTMLDivElement>(null);
+  const hasComposer = useView((state) => !state.isFrozen && state.draft.entries.length > 0);
   useSyncedSides(sides, a?.id ?? null, b?.id ?? null);
+  const [ofA, ofB] = useDiffering(a?.id ?? "", b?.id ?? "");
   if (!a || !b) return null;
   return (
     <section className="compare" aria-label="Two runs compared">
@@ -33,12 +40,27 @@ export function Compare() {
         data-marks={hasMarks || undefined}
         data-mono={hasMono || undefined}
       >
-        <Side run={a} name="A" />
-        <Side run={b} name="B" />
+        <Side run={a} name="A" differing={ofA} />
+        <Side run={b} name="B" differing={ofB} />
       </div>
       <Both a={a} b={b} />
+      {hasComposer && <Composer />}
     </section>
   );
+}
+
+/** What each of the two has and the other has not, worked out once for both. */
+function useDiffering(a: string, b: string): [Differing, Differing] {
+  const page = usePage();
+  return useMemo(() => {
+    const differ = new Differ();
+    const isGrowing = (id: string) => RUNNING.has(page.store.getState().runs[id]?.status ?? "done");
+    const marks = () => differ.of(page.shelf.get(a), page.shelf.get(b), [isGrowing(a), isGrowing(b)]);
+    return [
+      { other: b, read: () => marks().a },
+      { other: a, read: () => marks().b },
+    ];
+  }, [page, a, b]);
 }
 
 /** One side scrolls with the other, and a pinned token is brought into view in both. */
@@ -66,26 +88,52 @@ function useSyncedSides(sides: RefObject<HTMLElement | null>, a: string | null, 
   }, [page, sides, a, b]);
 }
 
-function Side({ run, name }: { run: Run; name: "A" | "B" }) {
+function Side({ run, name, differing }: { run: Run; name: "A" | "B"; differing: Differing }) {
   const page = usePage();
   useTapeVersion(run.id);
+  useTapeVersion(differing.other);
+  const isFrozen = useView((state) => state.isFrozen);
   const tape = page.shelf.get(run.id);
+  const numDiffering = differing.read().size;
   const settings = Object.entries(sent(run.sampling)).map(([key, value]) => `${key} ${String(value)}`);
   return (
     <article className="side" aria-label={`Run ${name}`}>
       <header>
-        <h2>
-          <span className="side-name">{name}</span> {run.user}
-        </h2>
+        <div className="side-head">
+          <h2>
+            <span className="side-name">{name}</span> {run.user}
+          </h2>
+          {!isFrozen && (
+            <button
+              type="button"
+              className="quiet"
+              onClick={() => page.store.setState({ head: run.id, versus: null, span: null })}
+            >
+              Go on with {name}
+            </button>
+          )}
+        </div>
         <p className="faint">
           {[
-            counted(tape.answerLength, "token"),
+            run.steer.length > 0 ? "steered" : "plain",
+            outcome(run, tape),
             ...settings,
             run.system.trim() && `system: ${run.system.trim()}`,
           ]
             .filter(Boolean)
             .join(", ")}
+          {numDiffering > 0 && (
+            <>
+              , {count(numDiffering)} <span className="differs-key" aria-hidden="true" /> not in the other
+            </>
+          )}
         </p>
+        <Applied run={run} />
+        {run.error !== null && (
+          <p className="failure" role="alert">
+            {run.error}
+          </p>
+        )}
       </header>
       {tape.promptLength > 0 && (
         <TokenList run={run.id} from={0} to={tape.promptLength} label={`Prompt of ${name}, token by token`} />
@@ -95,6 +143,7 @@ function Side({ run, name }: { run: Run; name: "A" | "B" }) {
         from={tape.promptLength}
         to={null}
         label={`Answer of ${name}, token by token`}
+        differing={differing}
       />
     </article>
   );
@@ -145,6 +194,7 @@ function Both({ a, b }: { a: Run; b: Run }) {
             <Stroke style={style} /> {name}
           </span>
         ))}
+        <Means a={a} b={b} />
         {span && (
           <button type="button" className="quiet" onClick={() => page.store.setState({ span: null })}>
             All tokens
@@ -168,6 +218,34 @@ function Both({ a, b }: { a: Run; b: Run }) {
       />
     </section>
   );
+}
+
+/** The chosen probe's mean over each answer, and what lies between. */
+function Means({ a, b }: { a: Run; b: Run }) {
+  const page = usePage();
+  const probe = useView((state) => state.probe);
+  useTapeVersion(a.id);
+  useTapeVersion(b.id);
+  if (probe === null) return null;
+  const [first, second] = [meanOf(page.shelf.get(a.id), probe), meanOf(page.shelf.get(b.id), probe)];
+  if (Number.isNaN(second - first)) return null;
+  return (
+    <span className="means">
+      mean of the answer <span className="number">{score(first)}</span> and{" "}
+      <span className="number">{score(second)}</span>, B − A{" "}
+      <strong className="number">{signed(second - first)}</strong>
+    </span>
+  );
+}
+
+function meanOf(tape: Tape, probe: string): number {
+  let [sum, num] = [0, 0];
+  for (const value of tape.scores.column(probe).subarray(tape.promptLength)) {
+    if (Number.isNaN(value)) continue;
+    sum += value;
+    num += 1;
+  }
+  return num === 0 ? NaN : sum / num;
 }
 
 const noRow = () => undefined;

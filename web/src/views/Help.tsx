@@ -13,6 +13,7 @@ const KEYS: readonly (readonly [string, string])[] = [
   ["n N", "next and previous crossing of the chosen probe's threshold"],
   ["/", "search probes"],
   ["m", "write a message"],
+  ["s", "steering, open and closed"],
   ["+ − 0", "zoom chart and matrix around the token, and out again"],
 ];
 

@@ -59,6 +59,8 @@ function letterOf(page: Page, { key }: KeyboardEvent): Act {
       return () => nextCrossing(page, -1);
     case "/":
       return () => focusOn(page, "probe-search");
+    case "s":
+      return () => page.store.setState(({ pane }) => ({ pane: pane === "steer" ? "probes" : "steer" }));
     case "m":
       return () => focusOn(page, "message");
     case "+":

@@ -3,6 +3,7 @@ import { usePage } from "../../state/page";
 import type { State } from "../../state/types";
 import { count } from "../../text/number";
 import { useView } from "../hooks";
+import { TiersNotice } from "../steer/TiersNotice";
 
 interface Message {
   tone: "busy" | "bad";
@@ -57,20 +58,23 @@ export function Banner() {
   const notice = useView((state) => state.notice);
   const message = messageOf({ link, engine, isFrozen });
   return (
-    <div className="banners" role="status">
-      {message && (
-        <p className="banner" data-tone={message.tone}>
-          <strong>{message.title}</strong> {message.text}
-        </p>
-      )}
-      {notice !== null && (
-        <p className="banner" data-tone="busy">
-          {notice}{" "}
-          <button type="button" className="quiet" onClick={() => page.store.setState({ notice: null })}>
-            Close
-          </button>
-        </p>
-      )}
+    <div className="banners">
+      <div role="status">
+        {message && (
+          <p className="banner" data-tone={message.tone}>
+            <strong>{message.title}</strong> {message.text}
+          </p>
+        )}
+        {notice !== null && (
+          <p className="banner" data-tone="busy">
+            {notice}{" "}
+            <button type="button" className="quiet" onClick={() => page.store.setState({ notice: null })}>
+              Close
+            </button>
+          </p>
+        )}
+      </div>
+      <TiersNotice />
     </div>
   );
 }

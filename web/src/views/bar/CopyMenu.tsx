@@ -1,10 +1,11 @@
 // Takes the run shown; copies its request as Python or curl, or a link to this view.
 import { useState } from "react";
-import { addressOf } from "../../state/address";
+import { addressOf, type Question } from "../../state/address";
 import type { Page } from "../../state/page";
 import { usePage } from "../../state/page";
 import { bodyOf, messagesOf, type CompletionBody } from "../../state/request";
 import { pathTo } from "../../state/store";
+import type { Run } from "../../state/types";
 import { copyText } from "../../state/copy";
 import { curl, python } from "../../export/snippets";
 import { Menu, MenuItem } from "./Menu";
@@ -46,12 +47,16 @@ function requestOf(page: Page): CompletionBody {
   return bodyOf(run, messagesOf(path, answers));
 }
 
+function questionIn({ user, system, sampling, steer, stop }: Run): Question {
+  return { user, system, sampling, steer, stop };
+}
+
 /** With the question, so that a browser without this run can ask it again. */
 function linkOf(page: Page): string {
   const state = page.store.getState();
   const { pin } = page.focus.getState();
   const run = state.head === null ? undefined : state.runs[state.head];
-  const question = run ? { user: run.user, system: run.system, sampling: run.sampling } : null;
+  const question = run ? questionIn(run) : null;
   const at = pin !== null && pin.run === state.head ? pin.spot : null;
   return location.origin + location.pathname + addressOf(state, at, question);
 }

@@ -1,24 +1,33 @@
 // Takes what is typed; asks it, or stops the answer that is running.
 import { useRef, useState } from "react";
+import { entryOf, isOn } from "../../data/steer";
 import { usePage } from "../../state/page";
-import { isServing, RUNNING } from "../../state/types";
-import { useView } from "../hooks";
+import { aimOf, isPair } from "../../state/request";
+import { isServing, RUNNING, type Draft, type Run } from "../../state/types";
+import { counted } from "../../text/number";
+import { actWords } from "../../text/steering";
+import { isNarrow, useView } from "../hooks";
 import { Settings } from "./Settings";
 
 export function Composer() {
   const page = usePage();
   const draft = useView((state) => state.draft);
-  const running = useView((state) => {
-    const head = state.head === null ? undefined : state.runs[state.head];
-    return head && RUNNING.has(head.status) ? head.id : null;
-  });
+  // As one text: a new list at every look would render without end.
+  const running = useView((state) =>
+    [state.head, state.versus].filter((id) => isRunning(id === null ? undefined : state.runs[id])).join(" "),
+  );
+  const hasWords = useView((state) => aimOf(state).user !== "");
+  const isTwo = useView((state) => isPair(state.draft));
+  const compared = useView((state) =>
+    state.head === null || state.versus === null ? null : (state.runs[state.head]?.user ?? null),
+  );
   const isReady = useView(isServing);
   const isGone = useView((state) => state.link.kind === "unreachable");
   const hasTalk = useView((state) => state.head !== null);
   const [isOpen, setOpen] = useState(false);
   const box = useRef<HTMLTextAreaElement>(null);
   const send = () => {
-    if (isReady && running === null) void page.chat.send();
+    if (isReady && running === "") void page.chat.send();
   };
   return (
     <form
@@ -35,7 +44,7 @@ export function Composer() {
           ref={box}
           id="message"
           rows={2}
-          placeholder={invitation(isReady, isGone)}
+          placeholder={invitation(isReady, isGone, compared)}
           value={draft.user}
           onChange={(event) => page.store.setState({ draft: { ...draft, user: event.target.value } })}
           onKeyDown={(event) => {
@@ -49,19 +58,24 @@ export function Composer() {
         <button type="button" className="quiet" aria-expanded={isOpen} onClick={() => setOpen(!isOpen)}>
           {summary(draft.system, isOpen)}
         </button>
-        {hasTalk && (
+        <SteerButton />
+        {hasTalk && compared === null && (
           <button type="button" className="quiet" onClick={() => page.chat.startOver()}>
             New conversation
           </button>
         )}
         <span className="spring" />
-        {running !== null ? (
-          <button type="button" className="primary" onClick={() => void page.chat.stop(running)}>
+        {running !== "" ? (
+          <button
+            type="button"
+            className="primary"
+            onClick={() => running.split(" ").forEach((id) => void page.chat.stop(id))}
+          >
             Stop
           </button>
         ) : (
-          <button type="submit" className="primary" disabled={!isReady || draft.user.trim() === ""}>
-            Ask
+          <button type="submit" className="primary" disabled={!isReady || !hasWords}>
+            {isTwo ? "Ask both" : "Ask"}
           </button>
         )}
       </div>
@@ -69,7 +83,31 @@ export function Composer() {
   );
 }
 
-function invitation(isReady: boolean, isGone: boolean): string {
+/** Says what steers the next question, and opens the panel where that is set. */
+function SteerButton() {
+  const page = usePage();
+  const isOpen = useView((state) => state.pane === "steer");
+  const words = useView(({ draft }) => steerWords(draft));
+  const toggle = () => page.store.setState({ pane: isOpen ? (isNarrow() ? "chat" : "probes") : "steer" });
+  return (
+    <button type="button" className="quiet steer-button" aria-expanded={isOpen} onClick={toggle}>
+      {words === "" ? "Steering" : <strong>Steering: {words}</strong>}
+    </button>
+  );
+}
+
+function steerWords(draft: Draft): string {
+  const numRules = draft.rules.length;
+  const acts = draft.entries.filter(isOn).map((entry) => actWords(entryOf(entry)));
+  return [...acts, ...(numRules > 0 ? [counted(numRules, "stop rule")] : [])].join(", ");
+}
+
+function isRunning(run: Run | undefined): boolean {
+  return run !== undefined && RUNNING.has(run.status);
+}
+
+function invitation(isReady: boolean, isGone: boolean, compared: string | null): string {
+  if (isReady && compared !== null) return `Another question; left empty, again: ${compared}`;
   if (isReady) return "Ask the model something";
   return isGone ? "The server does not answer" : "The engine is not ready yet";
 }

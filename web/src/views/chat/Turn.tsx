@@ -1,11 +1,14 @@
 // Takes one run; shows its question and its answer, token by token, and what can be done with it.
 import { useState } from "react";
+import { stopWords } from "../../data/rules";
+import type { Tape } from "../../data/tape";
 import { copyText } from "../../state/copy";
 import { usePage } from "../../state/page";
 import type { Run } from "../../state/types";
 import { RUNNING } from "../../state/types";
 import { counted } from "../../text/number";
 import { useTapeVersion, useView } from "../hooks";
+import { Applied } from "../steer/Applied";
 import { TokenList } from "../tokens/TokenList";
 import { Markdown } from "./Markdown";
 import { Question } from "./Question";
@@ -21,9 +24,9 @@ export function Turn({ run }: { run: Run }) {
       <Question run={run} promptLength={tape.promptLength} />
       <section className="answer" aria-label="Answer">
         <h2 className="who">
-          {run.model}{" "}
-          <span className="faint">{outcome(run, tape.answerLength, tape.done?.finish_reasons[0])}</span>
+          {run.model} <span className="faint">{outcome(run, tape)}</span>
         </h2>
+        <Applied run={run} />
         {hasMarkdown ? (
           <Markdown text={tape.text} />
         ) : (
@@ -46,7 +49,11 @@ export function Turn({ run }: { run: Run }) {
   );
 }
 
-function outcome(run: Run, tokens: number, reason: string | null | undefined): string {
+/** How far the run is, or how it ended. */
+export function outcome(run: Run, tape: Tape): string {
+  const tokens = tape.answerLength;
+  const reason = tape.done?.finish_reasons[0];
+  const isRuled = stopWords(tape.done?.stop_reasons?.[0]) !== null;
   if (run.status === "opening") return "waiting for the first token";
   if (run.status === "reconnecting") return `${counted(tokens, "token")}, connection lost, reconnecting`;
   if (run.status === "streaming") return counted(tokens, "token");
@@ -55,7 +62,8 @@ function outcome(run: Run, tokens: number, reason: string | null | undefined): s
     interrupted: "interrupted",
     failed: "failed",
   };
-  const end = ends[run.status] ?? (reason === "length" ? "ended at max tokens" : null);
+  const end =
+    ends[run.status] ?? (isRuled ? "stopped by a rule" : reason === "length" ? "ended at max tokens" : null);
   return [counted(tokens, "token"), end].filter(Boolean).join(", ");
 }
 

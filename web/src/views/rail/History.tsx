@@ -1,8 +1,10 @@
 // Takes the runs this browser keeps; lists conversations, newest first, to open, compare or forget.
 import { useMemo } from "react";
+import { ruleDraftOf } from "../../data/rules";
+import { draftOf } from "../../data/steer";
 import { usePage } from "../../state/page";
 import { pathTo } from "../../state/store";
-import type { Run } from "../../state/types";
+import type { Draft, Run } from "../../state/types";
 import { RUNNING } from "../../state/types";
 import { isNarrow, useView } from "../hooks";
 
@@ -42,14 +44,14 @@ function Entry({ run }: { run: Run }) {
   const versus = useView((state) => state.versus);
   const turn = useView((state) => pathTo(state.runs, run.id).length);
   const isHead = head === run.id;
-  // What comes next continues this conversation: with its system prompt and sampling.
+  // What comes next continues this conversation: with its system prompt, sampling and steering.
   const open = () =>
     page.store.setState(({ draft, pane }) => ({
       head: run.id,
       versus: null,
       span: null,
       pane: isNarrow() ? "chat" : pane,
-      draft: { ...draft, system: run.system, sampling: run.sampling },
+      draft: { ...draft, ...settingsOf(run) },
     }));
   const compare = () =>
     page.store.setState({ versus: run.id, span: null, ...(isNarrow() ? { pane: "chat" } : {}) });
@@ -70,6 +72,15 @@ function Entry({ run }: { run: Run }) {
       )}
     </li>
   );
+}
+
+function settingsOf(run: Run): Partial<Draft> {
+  return {
+    system: run.system,
+    sampling: run.sampling,
+    entries: run.steer.flatMap((entry, i) => draftOf(i + 1, entry) ?? []),
+    rules: run.stop.flatMap((rule, i) => ruleDraftOf(i + 1, rule) ?? []),
+  };
 }
 
 function when(time: number): string {

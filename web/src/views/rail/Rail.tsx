@@ -1,42 +1,49 @@
-// Takes nothing; gives the left column: probes and history, with room for panels to come.
+// Takes nothing; gives the left column: probes, steering and history, one at a time.
 import { useId } from "react";
 import { usePage } from "../../state/page";
 import type { Pane } from "../../state/types";
 import { useView } from "../hooks";
 import { History } from "./History";
+import { SteerPanel } from "../steer/SteerPanel";
 import { ProbePicker } from "./ProbePicker";
 
+const PROBES: { pane: Pane; title: string } = { pane: "probes", title: "Probes" };
 const TABS: readonly { pane: Pane; title: string }[] = [
-  { pane: "probes", title: "Probes" },
+  PROBES,
+  { pane: "steer", title: "Steering" },
   { pane: "history", title: "History" },
 ];
 
 export function Rail() {
   const page = usePage();
   const id = useId();
-  const isHistory = useView((state) => state.pane === "history");
+  const pane = useView((state) => state.pane);
   const isFrozen = useView((state) => state.isFrozen);
-  const current: Pane = isHistory ? "history" : "probes";
+  const current = TABS.find((tab) => tab.pane === pane && !isFrozen) ?? PROBES;
+  const turn = (by: number) => {
+    const at = TABS.findIndex((tab) => tab === current);
+    const next = TABS[(at + by + TABS.length) % TABS.length] ?? PROBES;
+    page.store.setState({ pane: next.pane });
+    document.getElementById(`${id}${next.pane}`)?.focus();
+  };
   return (
-    <aside className="rail" aria-label="Probes and history">
+    <aside className="rail" aria-label="Probes, steering and history">
       {!isFrozen && (
         <div className="rail-tabs" role="tablist" aria-label="Left column">
-          {TABS.map(({ pane, title }) => (
+          {TABS.map(({ pane: name, title }) => (
             <button
-              key={pane}
+              key={name}
               type="button"
               role="tab"
-              id={`${id}${pane}`}
-              aria-selected={current === pane}
+              id={`${id}${name}`}
+              aria-selected={current.pane === name}
               aria-controls={`${id}panel`}
-              tabIndex={current === pane ? 0 : -1}
-              onClick={() => page.store.setState({ pane })}
+              tabIndex={current.pane === name ? 0 : -1}
+              onClick={() => page.store.setState({ pane: name })}
               onKeyDown={(event) => {
                 if (event.key !== "ArrowLeft" && event.key !== "ArrowRight") return;
                 event.stopPropagation();
-                page.store.setState({ pane: current === "probes" ? "history" : "probes" });
-                const other = current === "probes" ? "history" : "probes";
-                document.getElementById(`${id}${other}`)?.focus();
+                turn(event.key === "ArrowRight" ? 1 : -1);
               }}
             >
               {title}
@@ -44,14 +51,14 @@ export function Rail() {
           ))}
         </div>
       )}
-      <div
-        className="rail-panel"
-        id={`${id}panel`}
-        role="tabpanel"
-        aria-label={isHistory ? "History" : "Probes"}
-        tabIndex={0}
-      >
-        {isHistory && !isFrozen ? <History /> : <ProbePicker />}
+      <div className="rail-panel" id={`${id}panel`} role="tabpanel" aria-label={current.title} tabIndex={0}>
+        {current.pane === "history" ? (
+          <History />
+        ) : current.pane === "steer" ? (
+          <SteerPanel />
+        ) : (
+          <ProbePicker />
+        )}
       </div>
     </aside>
   );

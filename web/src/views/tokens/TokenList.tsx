@@ -1,5 +1,7 @@
 // Takes a stretch of a run; shows its tokens coloured by the chosen probe, live, each one to be pointed at.
 import { useLayoutEffect, useRef } from "react";
+import { firings, type Firing } from "../../data/rules";
+import type { Tape } from "../../data/tape";
 import type { Page } from "../../state/page";
 import { usePage } from "../../state/page";
 import { hover, move, pin, type FocusState } from "../../state/focus";
@@ -14,26 +16,48 @@ interface Props {
   /** null: to the end, however far that moves. */
   to: number | null;
   label: string;
+  /** In a comparison: which tokens of the answer the other run does not have. */
+  differing?: Differing;
 }
 
-export function TokenList({ run, from, to, label }: Props) {
+export interface Differing {
+  other: string;
+  read: () => ReadonlySet<number>;
+}
+
+export function TokenList({ run, from, to, label, differing }: Props) {
   const page = usePage();
   const host = useRef<HTMLDivElement>(null);
   useLayoutEffect(() => {
     if (!host.current) return;
-    return attach(page, host.current, run, from, to);
-  }, [page, run, from, to]);
+    return attach(page, host.current, { run, from, to, differing: differing ?? null });
+  }, [page, run, from, to, differing]);
   return <div ref={host} className="tokens" role="group" aria-label={label} tabIndex={0} />;
 }
 
-function attach(page: Page, host: HTMLElement, run: string, from: number, to: number | null): () => void {
+interface Stretch {
+  run: string;
+  from: number;
+  to: number | null;
+  differing: Differing | null;
+}
+
+function attach(page: Page, host: HTMLElement, { run, from, to, differing }: Stretch): () => void {
   const flow = new Flow(host, from);
   const tape = () => page.shelf.get(run);
   const painter = () => {
     const { runs, probes, probe } = page.store.getState();
     return painterOf(tape(), probeIn(runs[run] ?? null, probes, probe));
   };
-  const grow = () => flow.grow(tape(), to ?? tape().length, painter());
+  const compare = () => {
+    if (differing) flow.note("differs", rowsOf(tape(), differing.read()));
+  };
+  const grow = () => {
+    flow.grow(tape(), to ?? tape().length, painter());
+    const { stop, probes } = page.store.getState().runs[run] ?? { stop: [], probes: [] };
+    if (stop.length > 0) flow.note("fired", flagsOf(tape(), firings(tape(), stop, probes)));
+    compare();
+  };
   const mark = (state: FocusState) => {
     flow.mark(rowIn(state.hover), "hover");
     flow.mark(rowIn(state.pin), "pin");
@@ -68,8 +92,21 @@ function attach(page: Page, host: HTMLElement, run: string, from: number, to: nu
       },
     }),
     listen(page, host, run, flow),
+    differing ? page.shelf.watch(differing.other, compare) : () => undefined,
   ];
   return () => stops.forEach((stop) => stop());
+}
+
+function rowsOf(tape: Tape, indices: ReadonlySet<number>): Map<number, string> {
+  return new Map([...indices].map((index) => [tape.promptLength + index, ""]));
+}
+
+/** What is written behind the token at which rules fired. */
+function flagsOf(tape: Tape, fired: readonly Firing[]): Map<number, string> {
+  const flags = fired.flatMap(({ rule, indices }) =>
+    indices.map((index) => [tape.promptLength + index, `${rule.action}: ${rule.probe}`] as const),
+  );
+  return new Map(flags);
 }
 
 function isMarkedHere(page: Page, focused: string, run: string): boolean {

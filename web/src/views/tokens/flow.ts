@@ -17,6 +17,7 @@ export class Flow {
   #block: HTMLDivElement | null = null;
   #blockSize = 0;
   #firstWaiting = 0;
+  #notes = new Map<string, Map<TokenSpan, string>>();
   #marked = new Map<"hover" | "pin", TokenSpan>();
 
   constructor(
@@ -52,6 +53,21 @@ export class Flow {
     if (!span) return void this.#marked.delete(how);
     span.setAttribute(`data-${how}`, "");
     this.#marked.set(how, span);
+  }
+
+  /** Say something of tokens, by row, that their colour does not; what was said before is taken back. */
+  note(name: "fired" | "differs", notes: ReadonlyMap<number, string>): void {
+    for (const [span, said] of this.#notes.get(name) ?? []) {
+      if (notes.get(span.tokenRow ?? -1) !== said) span.removeAttribute(`data-${name}`);
+    }
+    const told = new Map<TokenSpan, string>();
+    for (const [row, text] of notes) {
+      const span = this.#spans[row - this.from];
+      if (!span) continue;
+      if (span.getAttribute(`data-${name}`) !== text) span.setAttribute(`data-${name}`, text);
+      told.set(span, text);
+    }
+    this.#notes.set(name, told);
   }
 
   span(row: number): HTMLElement | null {

@@ -1,0 +1,38 @@
+// Takes positions as they are typed, "0:4, -3:"; gives them as ranges, or what is wrong. And back.
+import type { Phase, PositionRange } from "../api/steering";
+
+const RANGE = /^(-?\d{1,7})\s*:\s*(-?\d{1,7})?$/;
+const PLACE = /^-?\d{1,7}$/;
+
+export type Ranges = { ranges: PositionRange[]; fault: null } | { ranges: null; fault: string };
+
+export function rangesOf(text: string, phase: Phase): Ranges {
+  const ranges: PositionRange[] = [];
+  for (const part of text.split(",").map((each) => each.trim())) {
+    if (part === "") continue;
+    const range = rangeOf(part);
+    if (typeof range === "string") return { ranges: null, fault: range };
+    const isNegative = range[0] < 0 || (range[1] ?? 0) < 0;
+    if (isNegative && phase === "generation") {
+      return { ranges: null, fault: `${part}: an answer has no end to count back from.` };
+    }
+    ranges.push(range);
+  }
+  return { ranges, fault: null };
+}
+
+function rangeOf(part: string): PositionRange | string {
+  if (PLACE.test(part)) {
+    const place = Number(part);
+    return place === -1 ? "-1: write -1: for all from the last prompt token on." : [place, place + 1];
+  }
+  const match = RANGE.exec(part);
+  if (!match) return `${part}: positions are written as 0:4 or -3: or 7.`;
+  const [from, to] = [Number(match[1]), match[2] === undefined ? null : Number(match[2])];
+  const isComparable = to !== null && from < 0 === to < 0;
+  return to === 0 || (isComparable && to <= from) ? `${part}: nothing lies in this range.` : [from, to];
+}
+
+export function rangesText(ranges: readonly PositionRange[]): string {
+  return ranges.map(([from, to]) => `${from}:${to ?? ""}`).join(", ");
+}

@@ -1,0 +1,84 @@
+// Takes stop rules and a tape; gives the rules as they are sent, and the token at which each fired.
+import type { StopRule } from "../api/steering";
+import type { ProbeInfo } from "../api/types";
+import type { Tape } from "./tape";
+
+export interface RuleDraft {
+  id: number;
+  probe: string;
+  /** null: the probe's own. */
+  threshold: number | null;
+  tokens: number | null;
+  action: StopRule["action"];
+}
+
+export interface Firing {
+  rule: StopRule;
+  threshold: number;
+  /** The answer's tokens that completed it: each time it stayed high for long enough. */
+  indices: number[];
+}
+
+export const MAX_RULES = 16;
+const MAX_TOKENS = 1000;
+
+export function rulesOf(drafts: readonly RuleDraft[]): StopRule[] {
+  return drafts.map(({ probe, threshold, tokens, action }) => ({
+    probe,
+    ...(threshold === null ? {} : { threshold }),
+    tokens: tokens ?? NaN,
+    action,
+  }));
+}
+
+export function ruleFault(draft: RuleDraft, probes: readonly ProbeInfo[]): string | null {
+  const probe = probes.find(({ name }) => name === draft.probe);
+  if (!probe) return "Choose a probe.";
+  if (draft.threshold === null && probe.threshold === null) {
+    return `${probe.name} has no threshold of its own: give one.`;
+  }
+  const tokens = draft.tokens ?? 0;
+  const isGood = Number.isInteger(tokens) && tokens >= 1 && tokens <= MAX_TOKENS;
+  return isGood ? null : `Give a whole number of tokens, 1 to ${MAX_TOKENS}.`;
+}
+
+/** What has fired, as far as scores have come. A token without a score ends a row of them. */
+export function firings(tape: Tape, rules: readonly StopRule[], probes: readonly ProbeInfo[]): Firing[] {
+  return rules.flatMap((rule, i) => {
+    const own = probes.find(({ name }) => name === rule.probe)?.threshold ?? null;
+    const threshold = tape.echo?.stop?.[i]?.threshold ?? rule.threshold ?? own;
+    const indices = threshold === null ? [] : firedAt(tape, rule, threshold);
+    return threshold === null || indices.length === 0 ? [] : [{ rule, threshold, indices }];
+  });
+}
+
+function firedAt(tape: Tape, rule: StopRule, threshold: number): number[] {
+  const column = tape.scores.column(rule.probe);
+  const indices: number[] = [];
+  let numOver = 0;
+  for (let row = tape.promptLength; row < column.length && tape.scores.hasArrived(row); row += 1) {
+    numOver = (column[row] ?? NaN) >= threshold ? numOver + 1 : 0;
+    if (numOver === rule.tokens) indices.push(row - tape.promptLength);
+  }
+  // An answer ends at the first: what was sampled before its end came does not count.
+  return rule.action === "stop" ? indices.slice(0, 1) : indices;
+}
+
+/** What a rule of ours says where it ended an answer; null for any other end. */
+export function stopWords(reason: unknown): string | null {
+  if (typeof reason !== "string" || !reason.startsWith("clairai: ")) return null;
+  return reason.slice("clairai: ".length);
+}
+
+export function ruleDraftOf(id: number, found: unknown): RuleDraft | null {
+  if (typeof found !== "object" || found === null) return null;
+  const { probe, threshold, tokens, action } = found as Partial<StopRule>;
+  if (typeof probe !== "string") return null;
+  return {
+    id,
+    probe,
+    threshold: typeof threshold === "number" && Number.isFinite(threshold) ? threshold : null,
+    tokens: Number.isInteger(tokens) ? (tokens ?? 1) : 1,
+    action: action === "alert" ? "alert" : "stop",
+  };
+}

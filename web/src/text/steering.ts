@@ -1,0 +1,94 @@
+// Takes entries and rules of steering; gives them as words, short enough for a line.
+import {
+  TIERS,
+  type AppliedEntry,
+  type PositionRange,
+  type SteerGate,
+  type StopRule,
+  type Tiers,
+  type When,
+} from "../api/steering";
+import { rangesText } from "../data/ranges";
+import { exact, counted } from "./number";
+
+const PHASES: Record<string, string> = {
+  prompt: "in the prompt",
+  generation: "in the answer",
+  last_prompt: "at the last prompt token",
+};
+
+export function entryWords(entry: AppliedEntry): string {
+  const parts = [
+    actWords(entry),
+    entry.points ? `at ${entry.points.join(", ")}` : "",
+    whenWords(entry.when),
+    entry.gate ? gateWords(entry.gate) : "",
+  ];
+  return parts.filter(Boolean).join(" ");
+}
+
+/** The vector and what is done with it, without where and when. */
+export function actWords(entry: AppliedEntry): string {
+  const name = typeof entry.vector === "string" && entry.vector !== "" ? entry.vector : "an inline vector";
+  const scale = entry.scale ?? 1;
+  switch (entry.op ?? "add") {
+    case "add":
+      return `${name} ${scale < 0 ? "" : "+"}${exact(scale)}${entry.match_norm ? " of the norm" : ""}`;
+    case "ablate":
+      return `${name} ablated${strength(scale)}`;
+    case "clamp":
+      return `${name} clamped to ${bound(entry.low)}…${bound(entry.high)}${strength(scale)}`;
+    case "replace":
+      return `replaced by ${name}${strength(scale)}`;
+  }
+}
+
+function strength(scale: number): string {
+  return scale === 1 ? "" : ` × ${exact(scale)}`;
+}
+
+function bound(value: number | null | undefined): string {
+  return value == null ? "∞" : exact(value);
+}
+
+export function whenWords(when: When | null | undefined): string {
+  if (when == null) return "";
+  if (typeof when === "string") return PHASES[when] ?? "";
+  const parts = [
+    PHASES[when.phase] ?? "",
+    when.positions?.length && !isAll(when.positions) ? `at positions ${rangesText(when.positions)}` : "",
+    when.skip_special ? "special tokens left out" : "",
+  ];
+  return parts.filter(Boolean).join(", ");
+}
+
+function isAll(positions: readonly PositionRange[]): boolean {
+  return positions.some(([from, to]) => from === 0 && to === null);
+}
+
+export function gateWords(gate: SteerGate): string {
+  const threshold = gate.threshold == null ? "its threshold" : exact(gate.threshold);
+  const how = [
+    gate.sharpness == null ? "" : `sharpness ${exact(gate.sharpness)}`,
+    gate.latch ? "latched" : "",
+    gate.release == null ? "" : `until below ${exact(gate.release)}`,
+  ].filter(Boolean);
+  const word = gate.sharpness == null ? "while" : "as far as";
+  return `${word} ${gate.probe} ≥ ${threshold}${how.length > 0 ? ` (${how.join(", ")})` : ""}`;
+}
+
+export function ruleWords(rule: StopRule): string {
+  return `${rule.action} at ${conditionWords(rule, rule.threshold ?? null)}`;
+}
+
+export function conditionWords({ probe, tokens }: StopRule, threshold: number | null): string {
+  const bar = threshold === null ? "its threshold" : exact(threshold);
+  return `${probe} ≥ ${bar} for ${counted(tokens, "token")}`;
+}
+
+/** Empty where no tier steers. */
+export function tierWords(tiers: Tiers): string {
+  return TIERS.filter((tier) => tiers[tier].length > 0)
+    .map((tier) => `${tier}: ${tiers[tier].map(entryWords).join("; ")}`)
+    .join(". ");
+}

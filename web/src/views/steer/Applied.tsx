@@ -1,0 +1,95 @@
+// Takes a run; shows what the engine says it did to it, and where stop rules fired.
+import type { AppliedEntry } from "../../api/steering";
+import { firings, stopWords, type Firing } from "../../data/rules";
+import type { Tape } from "../../data/tape";
+import { usePage } from "../../state/page";
+import { RUNNING, type Run } from "../../state/types";
+import { conditionWords, entryWords, ruleWords } from "../../text/steering";
+import { useTapeVersion } from "../hooks";
+
+/** Nothing where a run is neither steered nor watched by rules. */
+export function Applied({ run }: { run: Run }) {
+  const page = usePage();
+  useTapeVersion(run.id);
+  const tape = page.shelf.get(run.id);
+  const isSteered = run.steer.length > 0 || (tape.echo?.steering.length ?? 0) > 0;
+  if (!isSteered && run.stop.length === 0) return null;
+  return (
+    <div className="applied">
+      {isSteered && <Echo run={run} tape={tape} />}
+      {run.stop.length > 0 && <Rules run={run} tape={tape} />}
+    </div>
+  );
+}
+
+function Echo({ run, tape }: { run: Run; tape: Tape }) {
+  if (tape.echo === null) {
+    const isOver = !RUNNING.has(run.status);
+    const said = isOver ? "Not confirmed by the engine" : "Asked for";
+    return <Entries title={said} entries={run.steer} />;
+  }
+  const { steering } = tape.echo;
+  if (steering.length === 0) return <p>Steered by nothing: the engine applied no entry.</p>;
+  return <Entries title="Applied" entries={steering} />;
+}
+
+function Entries({ title, entries }: { title: string; entries: readonly AppliedEntry[] }) {
+  return (
+    <ul aria-label={title}>
+      {entries.map((entry, i) => (
+        <li key={i}>
+          <strong>{title}</strong> {entryWords(entry)}
+          {entry.digest !== undefined && (
+            <code title={`The vector’s content: ${entry.digest}`}>{entry.digest.slice(0, 8)}</code>
+          )}
+        </li>
+      ))}
+    </ul>
+  );
+}
+
+function Rules({ run, tape }: { run: Run; tape: Tape }) {
+  const fired = firings(tape, run.stop, run.probes);
+  const reason = stopWords(tape.done?.stop_reasons?.[0]);
+  const isSeen = fired.some(({ rule }) => rule.action === "stop");
+  const quiet = run.stop.filter((rule) => !fired.some((each) => each.rule === rule));
+  return (
+    <ul aria-label="Stop rules">
+      {fired.map((firing, i) => (
+        <FiredRule key={i} run={run} firing={firing} hasStopped={reason !== null} />
+      ))}
+      {reason !== null && !isSeen && (
+        <li className="fired">
+          <strong>Stopped:</strong> {reason}
+        </li>
+      )}
+      {quiet.map((rule, i) => (
+        <li key={i} className="faint">
+          Armed: {ruleWords(rule)}
+        </li>
+      ))}
+    </ul>
+  );
+}
+
+/** The way to the token that completed the rule. */
+function FiredRule({ run, firing, hasStopped }: { run: Run; firing: Firing; hasStopped: boolean }) {
+  const { rule, threshold, indices } = firing;
+  const [index = 0] = indices;
+  const word = rule.action === "alert" ? "Alert" : hasStopped ? "Stopped" : "Stop rule met";
+  const page = usePage();
+  const show = () => {
+    const focus = { run: run.id, spot: { part: "answer" as const, index } };
+    page.store.setState({ probe: rule.probe });
+    page.focus.setState({ pin: focus, hover: null, anchor: null });
+    page.beat.ask(() => page.places.reveal(focus));
+  };
+  return (
+    <li className="fired">
+      <button type="button" className="quiet" onClick={show}>
+        ⚑ <strong>{word}</strong> at token {index}: {conditionWords(rule, threshold)}
+        {indices.length > 1 && `, and ${indices.length - 1} more times`}
+      </button>
+    </li>
+  );
+}

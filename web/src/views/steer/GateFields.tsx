@@ -1,0 +1,101 @@
+// Takes an entry; lets a probe open and close it, token by token.
+import type { EntryDraft, GateDraft } from "../../data/steer";
+import { exact } from "../../text/number";
+import { useView } from "../hooks";
+import { ordered } from "../rail/groups";
+import { NumberField } from "./NumberField";
+
+interface Props {
+  entry: EntryDraft;
+  onChange: (gate: GateDraft | null) => void;
+}
+
+const SHARPNESS = 10;
+
+export function GateFields({ entry: { gate, vector }, onChange }: Props) {
+  const probes = useView((state) => state.probes) ?? [];
+  const chosen = useView((state) => state.probe);
+  const open = () =>
+    onChange({ probe: chosen ?? "", threshold: null, sharpness: null, isLatched: false, release: null });
+  return (
+    <>
+      <label className="check">
+        <input
+          type="checkbox"
+          checked={gate !== null}
+          disabled={probes.length === 0}
+          onChange={(event) => (event.target.checked ? open() : onChange(null))}
+        />
+        Only where a probe fires
+      </label>
+      {gate !== null && <Gate gate={gate} vector={vector} onChange={onChange} />}
+    </>
+  );
+}
+
+interface GateProps {
+  gate: GateDraft;
+  vector: string;
+  onChange: (gate: GateDraft) => void;
+}
+
+function Gate({ gate, vector, onChange }: GateProps) {
+  const probes = ordered(useView((state) => state.probes) ?? []);
+  const own = probes.find(({ name }) => name === gate.probe)?.threshold ?? null;
+  const change = (made: Partial<GateDraft>) => onChange({ ...gate, ...made });
+  const isSoft = gate.sharpness !== null;
+  return (
+    <div className="gate" role="group" aria-label={`Gate of ${vector}`}>
+      <div className="pair-row">
+        <label className="field">
+          Probe
+          <select value={gate.probe} onChange={(event) => change({ probe: event.target.value })}>
+            {!probes.some(({ name }) => name === gate.probe) && <option value={gate.probe}>choose</option>}
+            {probes.map(({ name }) => (
+              <option key={name}>{name}</option>
+            ))}
+          </select>
+        </label>
+        <NumberField
+          title="Threshold"
+          value={gate.threshold}
+          onChange={(threshold) => change({ threshold })}
+          placeholder={own === null ? "needed" : `its own, ${exact(own)}`}
+        />
+        <label className="field">
+          Opens
+          <select
+            value={isSoft ? "soft" : "hard"}
+            onChange={(event) => change({ sharpness: event.target.value === "soft" ? SHARPNESS : null })}
+          >
+            <option value="hard">all or nothing</option>
+            <option value="soft">gradually</option>
+          </select>
+        </label>
+        {isSoft && (
+          <NumberField
+            title="Sharpness"
+            value={gate.sharpness}
+            onChange={(sharpness) => change({ sharpness: sharpness ?? 0 })}
+          />
+        )}
+        {!isSoft && !gate.isLatched && (
+          <NumberField
+            title="Closes below"
+            value={gate.release}
+            onChange={(release) => change({ release })}
+            placeholder="the threshold"
+          />
+        )}
+      </div>
+      <label className="check">
+        <input
+          type="checkbox"
+          checked={gate.isLatched}
+          onChange={(event) => change({ isLatched: event.target.checked })}
+        />
+        Once open, stays open
+      </label>
+    </div>
+  );
+}

@@ -1,0 +1,31 @@
+// Takes a number or none; gives a field for it. What is no number yet is none.
+
+interface Props {
+  title: string;
+  value: number | null;
+  onChange: (value: number | null) => void;
+  placeholder?: string;
+  min?: number;
+  step?: number | "any";
+  /** Only screen readers are told the title: what stands beside it says enough. */
+  isTitleHidden?: boolean;
+}
+
+export function NumberField({ title, value, onChange, isTitleHidden, step = "any", ...rest }: Props) {
+  return (
+    <label className="field">
+      <span className={isTitleHidden ? "hidden" : undefined}>{title}</span>
+      <input
+        type="number"
+        inputMode="decimal"
+        step={step}
+        {...rest}
+        value={value ?? ""}
+        onChange={(event) => {
+          const number = event.target.valueAsNumber;
+          onChange(Number.isNaN(number) ? null : number);
+        }}
+      />
+    </label>
+  );
+}

@@ -1,0 +1,78 @@
+// Takes the draft; shows the request it makes, byte for byte, and copies it as JSON, curl or Python.
+import { useId, useState } from "react";
+import { curl, python } from "../../export/snippets";
+import { copyText } from "../../state/copy";
+import { usePage, type Page } from "../../state/page";
+import { aimOf, asksOf, bodyOf, isPair, messagesOf, type CompletionBody } from "../../state/request";
+import { pathTo } from "../../state/store";
+import { useView } from "../hooks";
+
+const FORMS = ["JSON", "curl", "Python"] as const;
+type Form = (typeof FORMS)[number];
+
+export function Preview() {
+  const page = usePage();
+  const id = useId();
+  const [form, setForm] = useState<Form>("JSON");
+  const [isCopied, setCopied] = useState(false);
+  const isTwo = useView((state) => isPair(state.draft));
+  useView((state) => state.draft);
+  useView((state) => state.head);
+  useView((state) => state.versus);
+  const body = draftBody(page);
+  if (!body) return null;
+  const text = textOf(page, body, form);
+  const copy = async () => {
+    try {
+      await copyText(text);
+      setCopied(true);
+      setTimeout(() => setCopied(false), 1500);
+    } catch (error) {
+      page.store.setState({ notice: String(error instanceof Error ? error.message : error) });
+    }
+  };
+  return (
+    <section className="preview" aria-labelledby={id}>
+      <header className="panel-head">
+        <h2 id={id}>Request</h2>
+        <div className="forms" role="group" aria-label="Written as">
+          {FORMS.map((each) => (
+            <button
+              key={each}
+              type="button"
+              className="quiet"
+              aria-pressed={form === each}
+              onClick={() => setForm(each)}
+            >
+              {each}
+            </button>
+          ))}
+        </div>
+        <button type="button" onClick={() => void copy()}>
+          {isCopied ? "Copied" : "Copy request"}
+        </button>
+      </header>
+      <pre tabIndex={0} role="group" aria-label={`The request as ${form}`}>
+        {text}
+      </pre>
+      {isTwo && <p className="note">The plain run is the same request without “steer”.</p>}
+    </section>
+  );
+}
+
+function textOf(page: Page, body: CompletionBody, form: Form): string {
+  if (form === "curl") return curl(body, location.origin, page.hasKey());
+  if (form === "Python") return python(body, location.origin, page.hasKey());
+  return JSON.stringify(body, null, 2);
+}
+
+/** Of two runs, the steered one. */
+function draftBody(page: Page): CompletionBody | null {
+  const { draft, model, runs } = page.store.getState();
+  const asked = asksOf(draft, isPair(draft)).at(-1);
+  if (model === null || !asked) return null;
+  const { parent, user } = aimOf(page.store.getState());
+  const before = pathTo(runs, parent);
+  const answers = before.map(({ id }) => page.shelf.get(id).text);
+  return bodyOf({ model, ...asked }, messagesOf([...before, { user, system: draft.system }], answers));
+}

@@ -1,0 +1,54 @@
+// Takes the tiers that steer every request; says so across the page, and can clear them after a question.
+import { useState } from "react";
+import { TIERS } from "../../api/steering";
+import { usePage } from "../../state/page";
+import { tierWords } from "../../text/steering";
+import { Dialog } from "../Dialog";
+import { useView } from "../hooks";
+
+export function TiersNotice() {
+  const words = useView((state) => (state.steering.kind === "on" ? tierWords(state.steering.tiers) : ""));
+  const [isAsking, setAsking] = useState(false);
+  if (words === "") return null;
+  return (
+    <>
+      <p className="banner" data-tone="busy">
+        <strong>Global steering is on.</strong> {words}. Every new request is steered by it.{" "}
+        <button type="button" className="quiet" onClick={() => setAsking(true)}>
+          Clear
+        </button>
+      </p>
+      {isAsking && <Confirm words={words} onClose={() => setAsking(false)} />}
+    </>
+  );
+}
+
+function Confirm({ words, onClose }: { words: string; onClose: () => void }) {
+  const page = usePage();
+  const [fault, setFault] = useState<string | null>(null);
+  const clear = async () => {
+    try {
+      const body = Object.fromEntries(TIERS.map((tier) => [tier, []]));
+      await page.server.json("v1/steering", { method: "POST", body });
+      await page.watch.lookAtSteering();
+      onClose();
+    } catch (error) {
+      setFault(error instanceof Error ? error.message : String(error));
+    }
+  };
+  return (
+    <Dialog title="Clear global steering?" onClose={onClose}>
+      <p>Everybody who uses this engine is steered by {words}. Requests that run now keep it.</p>
+      {fault !== null && (
+        <p className="failure" role="alert">
+          {fault}
+        </p>
+      )}
+      <p className="actions">
+        <button type="button" onClick={() => void clear()}>
+          Clear for everybody
+        </button>
+      </p>
+    </Dialog>
+  );
+}

@@ -1,0 +1,261 @@
+import { describe, expect, it } from "vitest";
+import type { components } from "../src/api/schema";
+import type { VectorInfo } from "../src/api/steering";
+import { rangesOf, rangesText } from "../src/data/ranges";
+import {
+  draftOf,
+  entriesOf,
+  faultsOf,
+  freshEntry,
+  nextId,
+  reachOf,
+  stepOf,
+  withOp,
+  type EntryDraft,
+  type GateDraft,
+  type Stock,
+} from "../src/data/steer";
+import { asksOf, bodyOf, draftFaults, PAIR_SEED } from "../src/state/request";
+import { EMPTY } from "../src/state/store";
+import type { Draft } from "../src/state/types";
+import { probe } from "./wire";
+
+const JOY: VectorInfo = {
+  name: "joy",
+  points: ["post_block.10", "post_block.15"],
+  width: 8,
+  digest: "ab12",
+  norms: [1, 2],
+  description: "more of it",
+  method: null,
+  scale: 4,
+};
+const STOCK: Stock = {
+  vectors: [JOY],
+  points: ["post_block.10", "post_block.15", "pre_attn.11"],
+  probes: [
+    probe("early", { point: "pre_attn.11" }),
+    probe("late", { point: "post_block.15" }),
+    probe("bare", { point: "post_block.2", threshold: null }),
+  ],
+};
+const GATE: GateDraft = {
+  probe: "early",
+  threshold: null,
+  sharpness: null,
+  isLatched: false,
+  release: null,
+};
+
+const entry = (change: Partial<EntryDraft> = {}): EntryDraft => ({ ...freshEntry(1, JOY), ...change });
+const sentOf = (change: Partial<EntryDraft>) => entriesOf([entry(change)])[0];
+const faults = (change: Partial<EntryDraft>) => faultsOf(entry(change), STOCK).join(" ");
+
+describe("an entry of the panel", () => {
+  it("begins as its vector's maker suggests", () => {
+    expect(entriesOf([entry()])).toEqual([{ vector: "joy", scale: 4, op: "add" }]);
+    expect(nextId([entry({ id: 7 }), entry()])).toBe(8);
+  });
+
+  it("is not sent at scale 0", () => {
+    expect(entriesOf([entry({ scale: 0 }), entry({ scale: -0.5 })])).toEqual([
+      { vector: "joy", scale: -0.5, op: "add" },
+    ]);
+  });
+
+  it("says all that is set, and nothing that its op does not know", () => {
+    expect(
+      sentOf({
+        op: "clamp",
+        isMatched: true,
+        low: -1,
+        high: 2.5,
+        points: ["post_block.15"],
+        phase: "prompt",
+        positions: "0:4, -3:",
+        skipsSpecial: true,
+        gate: { probe: "early", threshold: 0.25, sharpness: null, isLatched: false, release: 0.1 },
+      }),
+    ).toEqual({
+      vector: "joy",
+      scale: 4,
+      op: "clamp",
+      low: -1,
+      high: 2.5,
+      points: ["post_block.15"],
+      when: {
+        phase: "prompt",
+        positions: [
+          [0, 4],
+          [-3, null],
+        ],
+        skip_special: true,
+      },
+      gate: { probe: "early", threshold: 0.25, release: 0.1 },
+    });
+    expect(sentOf({ isMatched: true, low: 1 })).toEqual({
+      vector: "joy",
+      scale: 4,
+      op: "add",
+      match_norm: true,
+    });
+  });
+
+  it("writes when as a word where a word will do", () => {
+    expect(sentOf({ phase: "generation" })?.when).toBe("generation");
+    expect(sentOf({ phase: "last_prompt", positions: "3:" })?.when).toBe("last_prompt");
+    expect(sentOf({ skipsSpecial: true })?.when).toEqual({ phase: "both", skip_special: true });
+  });
+
+  it("sends no release with a gate that is soft or latched", () => {
+    expect(sentOf({ gate: { ...GATE, isLatched: true, release: 0.2 } })?.gate).toEqual({
+      probe: "early",
+      latch: true,
+    });
+    expect(sentOf({ gate: { ...GATE, sharpness: 8, release: 0.2 } })?.gate).toEqual({
+      probe: "early",
+      sharpness: 8,
+    });
+  });
+
+  it("is read back from what was sent", () => {
+    const set = entry({
+      op: "ablate",
+      scale: -1.5,
+      points: ["post_block.10"],
+      phase: "both",
+      positions: "2:5",
+      gate: { ...GATE, sharpness: 3 },
+    });
+    const [sent] = entriesOf([set]);
+    expect(draftOf(1, JSON.parse(JSON.stringify(sent)))).toEqual(set);
+  });
+
+  it.each([
+    null,
+    3,
+    {},
+    { vector: "joy" },
+    { vector: 1, scale: 1, op: "add" },
+    { vector: "joy", scale: 1, op: "x" },
+  ])("that is none is not read: %j", (found) => {
+    expect(draftOf(1, found)).toBeNull();
+  });
+
+  it("takes another way to act with that way's strength, its sign kept", () => {
+    expect(withOp(entry(), "ablate", false, 4)).toMatchObject({ op: "ablate", scale: 1 });
+    expect(withOp(entry({ scale: -8 }), "add", true, 4)).toMatchObject({ isMatched: true, scale: -0.25 });
+    expect(withOp(entry({ scale: 9 }), "add", false, 4).scale).toBe(9);
+  });
+
+  it("has a slider around the suggestion, to both sides", () => {
+    expect(reachOf(entry(), 4)).toBe(12);
+    expect(reachOf(entry(), -4)).toBe(12);
+    expect(reachOf(entry({ isMatched: true }), 4)).toBe(1);
+    expect(reachOf(entry({ op: "ablate" }), 4)).toBe(2);
+    expect(reachOf(entry(), 0)).toBe(1);
+    expect([stepOf(12), stepOf(1), stepOf(0.03)]).toEqual([0.1, 0.01, 0.0001]);
+  });
+});
+
+describe("what is wrong with an entry is said", () => {
+  it.each<[string, Partial<EntryDraft>, string]>([
+    ["a vector that is gone", { vector: "sorrow" }, "no vector sorrow any more"],
+    ["no scale", { scale: null }, "Give a scale"],
+    ["no point", { points: [] }, "at least one point"],
+    ["a point that is not tapped", { points: ["post_block.3"] }, "post_block.3 is not tapped"],
+    ["a clamp without bounds", { op: "clamp" }, "needs a low or a high"],
+    ["bounds the wrong way round", { op: "clamp", low: 2, high: 1 }, "over the high one"],
+    ["positions that are none", { positions: "x" }, "positions are written as"],
+    ["a gate without a probe", { gate: { ...GATE, probe: "" } }, "Choose the gate's probe"],
+    ["a gate without a threshold", { gate: { ...GATE, probe: "bare" } }, "give one"],
+    ["a gate on a later point", { gate: { ...GATE, probe: "late" } }, "only after post_block.10"],
+    ["a sharpness of nothing", { gate: { ...GATE, sharpness: 0 } }, "over 0"],
+    ["a release over the threshold", { gate: { ...GATE, release: 0.6 } }, "at or below"],
+  ])("%s", (_, change, words) => {
+    expect(faults(change)).toContain(words);
+  });
+
+  it("and nothing where all is well: a gate may read the same place", () => {
+    expect(faults({})).toBe("");
+    expect(faults({ gate: GATE })).toBe("");
+    expect(faults({ points: ["post_block.15"], gate: { ...GATE, probe: "late", release: 0.5 } })).toBe("");
+    expect(faults({ op: "clamp", high: 0 })).toBe("");
+  });
+});
+
+type Sent<T> = T extends (infer Each)[]
+  ? Sent<Each>[]
+  : T extends object
+    ? { [K in keyof T]?: Sent<T[K]> }
+    : T;
+
+it("what is sent is what the server's schema knows", () => {
+  const entries: Sent<components["schemas"]["SteerEntry"]>[] = entriesOf([entry({ gate: GATE })]);
+  expect(entries[0]?.gate?.probe).toBe("early");
+});
+
+describe("positions", () => {
+  it("are ranges and single places", () => {
+    expect(rangesOf(" 0:4, -3:,7 ,-2", "both").ranges).toEqual([
+      [0, 4],
+      [-3, null],
+      [7, 8],
+      [-2, -1],
+    ]);
+    expect(rangesOf("", "prompt")).toEqual({ ranges: [], fault: null });
+    expect(
+      rangesText([
+        [0, 4],
+        [-3, null],
+      ]),
+    ).toBe("0:4, -3:");
+  });
+
+  it.each(["4:4", "4:2", "-1:-3", "-3:0", "-1", "a:b", "1-2", "1:2:3"])("%s is refused", (text) => {
+    expect(rangesOf(text, "both").fault).toContain(text);
+  });
+
+  it("cannot count back from an answer's end", () => {
+    expect(rangesOf("-2:", "generation").fault).toContain("no end");
+    expect(rangesOf("0:8", "generation").fault).toBeNull();
+  });
+});
+
+describe("a question", () => {
+  const draft: Draft = { ...EMPTY.draft, entries: [entry()], rules: [] };
+
+  it("asked both ways is two requests that differ in nothing but steering", () => {
+    const [plain, steered] = asksOf(draft, true).map((asked) => bodyOf({ model: "m", ...asked }, []));
+    expect(steered?.clairai.steer).toEqual([{ vector: "joy", scale: 4, op: "add" }]);
+    const { steer, ...rest } = steered?.clairai ?? {};
+    expect(steer).toHaveLength(1);
+    expect(plain).toEqual({ ...steered, clairai: rest });
+    expect(plain?.seed).toBe(PAIR_SEED);
+  });
+
+  it("keeps a seed that was set, and its stop rules in both", () => {
+    const rules = [{ id: 1, probe: "early", threshold: null, tokens: 2, action: "stop" as const }];
+    const asks = asksOf({ ...draft, rules, sampling: { ...draft.sampling, seed: 7 } }, true);
+    expect(asks.map(({ sampling }) => sampling.seed)).toEqual([7, 7]);
+    expect(asks.map(({ stop }) => stop.length)).toEqual([1, 1]);
+  });
+
+  it("is one request where nothing steers, or no other was wanted", () => {
+    expect(asksOf(draft, false)).toHaveLength(1);
+    expect(asksOf({ ...draft, entries: [entry({ scale: 0 })] }, true)).toHaveLength(1);
+    expect(asksOf(draft, false)[0]?.sampling.seed).toBeNull();
+  });
+
+  it("is held back where an engine without steering would be asked to steer", () => {
+    const probes = [...STOCK.probes];
+    const on = {
+      kind: "on" as const,
+      vectors: [JOY],
+      points: [...STOCK.points],
+      tiers: { base: [], prefill: [], decode: [] },
+    };
+    expect(draftFaults({ draft, probes, steering: on })).toEqual([]);
+    expect(draftFaults({ draft, probes, steering: { kind: "off", reason: null } })).toHaveLength(1);
+  });
+});
