@@ -10,6 +10,7 @@ from weakref import finalize
 import pytest
 
 from clairai.errors import VectorCapacityError
+from clairai.steer.claims import Claims
 from clairai.steer.course import Course
 from clairai.steer.registry import Limits, Registry
 from tests.unit.tiny_courses import entries, registry, vector
@@ -76,19 +77,24 @@ class Request:
         self.me = self
 
 
-def test_a_claim_may_be_released_by_the_collector_in_the_middle_of_another() -> None:
+def test_a_claim_may_be_released_by_the_collector_in_the_middle_of_another(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """A finalizer that waited for a lock held by the code it interrupts would wait for ever."""
-    known = registry(limits=Limits(rows=1, programs=4))
-    course = course_of(known, 1.0, 2.0)
-    old = gc.get_threshold()
-    gc.set_threshold(1)  # collect at every turn
-    try:
-        for _ in range(200):
-            finalize(Request(), known.claim(course).release)
-    finally:
-        gc.set_threshold(*old)
-    gc.collect()
-    assert known.in_use() == (0, 0)
+    known = registry()
+    finalize(Request(), known.claim(course_of(known, 1.0)).release)
+    check = Claims._check
+
+    def collect_and_check(self: Claims, kind: str, limit: int, count: int) -> None:
+        gc.collect()
+        check(self, kind, limit, count)
+
+    monkeypatch.setattr(Claims, "_check", collect_and_check)
+    asking = threading.Thread(target=known.claim, args=(course_of(known, 2.0),), daemon=True)
+    asking.start()
+    asking.join(timeout=20)
+    assert not asking.is_alive()
+    assert known.in_use() == (1, 1)  # the first is gone, the second is there
 
 
 def test_a_request_sees_one_moment_while_another_thread_changes_names_and_tiers() -> None:

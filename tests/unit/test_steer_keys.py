@@ -87,26 +87,26 @@ def test_two_courses_share_a_block_exactly_if_they_treat_all_before_its_end_alik
 def test_a_course_written_otherwise_has_the_same_keys(
     one: Course, end: int, data: st.DataObject
 ) -> None:
-    """Split an action's ranges over two of equal content; rename it; clip what is past the end."""
+    """Split an action at a position into two of equal content; rename; clip past the end."""
     index = data.draw(st.integers(0, len(one.actions) - 1))
     found = one.actions[index]
     assume(found.gate is None)
-    count = data.draw(st.integers(0, len(found.ranges)))
+    cut = data.draw(st.integers(0, LAST))
     halves = [
         msgspec.structs.replace(found, vector="other", digest="other", ranges=part)
-        for part in (found.ranges[:count], found.ranges[count:])
+        for part in (_clipped(found, 0, cut).ranges, _clipped(found, cut, OPEN_END).ranges)
     ]
     actions = (*one.actions[:index], *halves, *one.actions[index + 1 :])
     other = Course(actions, one.gates)
     assert naive(other, end) == naive(one, end)
     assert block_key(other, 0, end) == block_key(one, 0, end)
-    clipped = [_clipped(found, end) for found in one.actions]
+    clipped = [_clipped(found, 0, end) for found in one.actions]
     assert block_key(Course(tuple(clipped), one.gates), 0, end) == block_key(one, 0, end)
 
 
-def _clipped(found: Action, end: int) -> Action:
-    kept = tuple((a, min(b, end)) for a, b in found.ranges if a < end)
-    return msgspec.structs.replace(found, ranges=kept)
+def _clipped(found: Action, low: int, high: int) -> Action:
+    kept = [(max(start, low), min(end, high)) for start, end in found.ranges]
+    return msgspec.structs.replace(found, ranges=tuple(one for one in kept if one[0] < one[1]))
 
 
 @settings(derandomize=True, deadline=None, max_examples=100)
@@ -147,6 +147,21 @@ def test_a_program_is_named_by_content_and_by_where_its_states_are(
         is_same = meaning(one, mine) == meaning(other, theirs)
         assert (program_key(one, mine) == program_key(other, theirs)) == is_same
     assert programs(one) == {program_key(one, active) for _, _, active in segments(one)}
+
+
+def test_ranges_that_touch_are_one_segment() -> None:
+    assert segments(course(action((0, 4), (4, 8)))) == ((0, 8, (0,)),)
+    assert treatments(course(action((0, 4)), action((4, 8)))) == treatments(course(action((0, 8))))
+
+
+@pytest.mark.parametrize("latch", [False, True])
+def test_where_a_gates_state_is_kept_makes_another_program_and_the_same_key(latch: bool) -> None:
+    """A program shared by two requests must find the state of a gate in the same place of both."""
+    gates = (gate(latch=latch), gate(latch=latch))
+    first = course(action((0, 4), gate=0), gates=gates)
+    second = course(action((0, 4), gate=1), gates=gates)
+    assert (programs(first) == programs(second)) == (not latch)
+    assert block_key(first, 0, 4) == block_key(second, 0, 4)
 
 
 def test_a_prompt_is_shared_by_steering_of_both_phases_and_of_the_prompt_alone() -> None:

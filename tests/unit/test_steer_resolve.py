@@ -6,6 +6,8 @@ from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from clairai.errors import ClairaiError, PointError, RequestError, VectorError
 from clairai.points import Point, quote
@@ -89,6 +91,49 @@ def test_post_block_of_a_layer_is_the_place_of_the_next_layers_pre_attn() -> Non
     path = [f"{kind}.{layer}" for layer in range(3) for kind in ("pre_attn", "post_attn")]
     assert [place(Point.parse(name)) for name in path] == list(range(6))
     assert place(Point("post_block", 1)) == place(Point("pre_attn", 2))
+
+
+asked = st.fixed_dictionaries(
+    {"vector": st.sampled_from(["joy", "joy", "gone"])},
+    optional={
+        "scale": st.sampled_from([0, 1, -2.5]),
+        "op": st.sampled_from(["add", "ablate", "replace"]),
+        "points": st.sampled_from([["pre_attn.1"], ["post_attn.2"]]),
+        "when": st.sampled_from(["prompt", "generation", "last_prompt"])
+        | st.fixed_dictionaries(
+            {"positions": st.lists(st.sampled_from([[0, 2], [1, -1], [3, None]]), min_size=1)},
+            optional={"skip_special": st.booleans(), "phase": st.just("prompt")},
+        ),
+        "gate": st.fixed_dictionaries(
+            {"probe": st.sampled_from(["sad", "late"])}, optional={"latch": st.booleans()}
+        ),
+    },
+)
+
+
+@settings(derandomize=True, deadline=None, max_examples=150)
+@given(st.lists(asked, max_size=4), st.integers(1, 6))
+def test_whatever_is_asked_becomes_a_sound_course_or_a_refusal(
+    every: list[dict[str, Any]], prompt_len: int
+) -> None:
+    known = registry()
+    try:
+        course = known.resolve(entries(*every), prompt_len=prompt_len)
+    except (RequestError, PointError):
+        return
+    acting = [one for one in every if one.get("scale", 1) != 0]
+    assert (course is None) == (not acting)
+    if course is None:
+        return
+    assert [action.scale for action in course.actions] == [one.get("scale", 1) for one in acting]
+    for action in course.actions:
+        edges = [edge for one in action.ranges for edge in one]
+        assert edges
+        assert edges == sorted(set(edges))
+    numbered = [action.gate for action in course.actions if action.gate is not None]
+    assert numbered == list(range(len(course.gates)))
+    # What the engine tells, asked for again, is the same course.
+    assert known.resolve(entries(*known.describe(course)), prompt_len=prompt_len) == course
 
 
 LONG = {"vector": {"points": {"pre_attn.1": "A" * 10**6}}}

@@ -35,11 +35,12 @@ class When:
         if self.positions is None:
             return _merged([(low, high)])
         count = prompt_len if self.phase == "generation" else 0
-        absolute = [
-            (_start(start, count, prompt_len), _end(end, count, prompt_len))
-            for start, end in self.positions
-        ]
-        return _merged((max(start, low), min(end, high)) for start, end in absolute)
+        found: list[Range] = []
+        for first, last in self.positions:
+            start = _absolute(first, count, prompt_len)
+            end = OPEN_END if last is None else _absolute(last, count, prompt_len)
+            found.append((max(start, low), min(end, high)))
+        return _merged(found)
 
     def written(self) -> str | dict[str, Any]:
         """As JSON, in the shortest form that means the same."""
@@ -105,14 +106,8 @@ def _ends(what: str, given: object, phase: Phase) -> Ends:
     return start, end
 
 
-def _start(start: int, count: int, prompt_len: int) -> int:
-    return count + start if start >= 0 else max(prompt_len + start, 0)
-
-
-def _end(end: int | None, count: int, prompt_len: int) -> int:
-    if end is None:
-        return OPEN_END
-    return count + end if end >= 0 else prompt_len + end
+def _absolute(at: int, count: int, prompt_len: int) -> int:
+    return count + at if at >= 0 else prompt_len + at
 
 
 def _merged(ranges: Iterable[Range]) -> tuple[Range, ...]:
