@@ -12,7 +12,14 @@ from hypothesis import strategies as st
 
 from clairai.steer.course import OPEN_END, Action, Course, Gate
 from clairai.steer.keys import BlockKeys, block_key
-from clairai.steer.segments import MAX_SEGMENTS, program_key, programs, segments, treatments
+from clairai.steer.segments import (
+    MAX_SEGMENTS,
+    program_key,
+    program_keys,
+    programs,
+    segments,
+    treatments,
+)
 from tests.unit.tiny_courses import action, course, gate, row
 
 LAST = 9  # positions that the naive reference looks at one by one
@@ -146,7 +153,9 @@ def test_a_program_is_named_by_content_and_by_where_its_states_are(
     for (_, _, mine), (_, _, theirs) in itertools.product(segments(one), segments(other)):
         is_same = meaning(one, mine) == meaning(other, theirs)
         assert (program_key(one, mine) == program_key(other, theirs)) == is_same
-    assert programs(one) == {program_key(one, active) for _, _, active in segments(one)}
+    found = segments(one)
+    assert program_keys(one, found) == [program_key(one, active) for _, _, active in found]
+    assert programs(one) == set(program_keys(one, found))
 
 
 def test_ranges_that_touch_are_one_segment() -> None:

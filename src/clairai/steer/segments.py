@@ -44,10 +44,15 @@ def program_key(course: Course, active: Iterable[int]) -> bytes:
     return _joined(_program_part(course, course.actions[index]) for index in active)
 
 
+def program_keys(course: Course, parts: Iterable[Segment]) -> list[bytes]:
+    """The program key of each segment; each action is read once."""
+    keys = [_program_part(course, action) for action in course.actions]
+    return [_joined(keys[index] for index in active) for _, _, active in parts]
+
+
 def programs(course: Course) -> frozenset[bytes]:
     """Keys of every program the course needs."""
-    parts = [_program_part(course, action) for action in course.actions]
-    return frozenset(_joined(parts[i] for i in active) for _, _, active in segments(course))
+    return frozenset(program_keys(course, segments(course)))
 
 
 def treatments(course: Course) -> list[tuple[int, int, bytes]]:

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from clairai.steer.course import OPEN_END, Course, Row
-from clairai.steer.segments import Segment, program_key, segments
+from clairai.steer.segments import Segment, program_keys, segments
 from clairai.tap.programs import Assembler
 from clairai.tap.seats import Seats
 from clairai.tap.steer_tables import SteerTables
@@ -53,10 +53,11 @@ class Depot:
         for row in rows.values():
             self._load_row(row)
         parts = segments(course)
-        lists = {program_key(course, active): active for _, _, active in parts}
+        keys = program_keys(course, parts)
+        lists = {key: active for key, (_, _, active) in zip(keys, parts, strict=True)}
         for key, active in lists.items():
             self._load_program(key, course, active)
-        edges, programs = _laid(parts, [self._programs[program_key(course, p[2])] for p in parts])
+        edges, programs = _laid(parts, [self._programs[key] for key in keys])
         seat = self._seat(req_id, course) if course.is_stateful else None
         return Track(edges, programs, seat, frozenset(lists), frozenset(rows))
 
