@@ -10,11 +10,10 @@ import functools
 import os
 from typing import Any, Final
 
-from clairai.compat.requests import read_course
+from clairai.compat.requests import read_keys
 from clairai.compat.sight import KEY
 from clairai.settings import Settings, plan
 from clairai.steer.desk import Desk
-from clairai.steer.keys import block_key
 from clairai.steer.registry import Limits, Registry
 
 _DESK: Final = "clairai_desk"
@@ -69,8 +68,8 @@ def with_keys(original: Any) -> Any:
     @functools.wraps(original)
     def extra_keys(request: Any, start: int, end: int, mm_index: int) -> Any:
         keys, next_index = original(request, start, end, mm_index)
-        course = read_course(request.sampling_params)
-        key = None if course is None else block_key(course, start, end)
+        steered = read_keys(request.sampling_params)
+        key = None if steered is None else steered.key(end)
         if key is None:
             return keys, next_index
         return (*(keys or ()), (KEY, key)), next_index

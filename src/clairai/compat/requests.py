@@ -20,6 +20,7 @@ from clairai.errors import ClairaiError, RequestError
 from clairai.steer import course as courses
 from clairai.steer.course import Course
 from clairai.steer.desk import Desk
+from clairai.steer.keys import BlockKeys
 from clairai.steer.registry import Claim
 from clairai.steer.watch import Watch
 from clairai.tap.rows import Mark
@@ -34,11 +35,12 @@ class Sealed(bytes):
     """A course as it travels; within this process it need not be read again."""
 
     course: Course
+    keys: BlockKeys  # asked for every block
 
     @classmethod
     def seal(cls, course: Course) -> Sealed:
         sealed = cls(courses.ENCODER.encode(course))
-        sealed.course = course
+        sealed.course, sealed.keys = course, BlockKeys(course)
         return sealed
 
     def __reduce__(self) -> tuple[type[bytes], tuple[bytes]]:
@@ -184,6 +186,15 @@ def read_course(sampling_params: Any) -> Course | None:
     if sealed is None or isinstance(sealed, Sealed):
         return getattr(sealed, "course", None)
     return courses.DECODER.decode(sealed)
+
+
+def read_keys(sampling_params: Any) -> BlockKeys | None:
+    """The keys that the request's blocks have in the prefix cache."""
+    sealed = (getattr(sampling_params, "extra_args", None) or {}).get(COURSE)
+    if isinstance(sealed, Sealed):
+        return sealed.keys
+    course = read_course(sampling_params)
+    return None if course is None else BlockKeys(course)
 
 
 def _others(extra_args: dict[str, Any] | None) -> dict[str, Any]:
