@@ -10,7 +10,7 @@ import numpy as np
 import clairai
 from clairai import wire
 from clairai.errors import ClairaiError
-from clairai.offline import _ask
+from clairai.offline import ask
 from clairai.ring.handshake import Reader
 
 WIDTH = 576
@@ -136,10 +136,10 @@ _CHANGES = {
 
 def events_of(llm: Any, prompts: list[list[int]], **asked: Any) -> list[tuple[int, ...]]:
     """(choice, position, span, phase, flags) of every row of one generate() and the step after."""
-    described = _ask(llm, wire.Describe(), wire.Description)
+    described = ask(llm, wire.Describe(), wire.Description)
     with Reader.attach(Path(described.socket), start="newest") as reader:
         generate(llm, prompts, **asked)
-        _ask(llm, wire.Describe(), wire.Description)
+        ask(llm, wire.Describe(), wire.Description)
         rows = np.concatenate([record.rows for record in reader.poll()])
     fields = ("choice", "position", "span", "phase", "flags")
     return [tuple(int(row[name]) for name in fields) for row in rows]
@@ -150,10 +150,10 @@ def overrun(llm: Any) -> str:
     bank = clairai.ProbeBank(llm)
     bank.add(probe("a"))
     first = generate(llm, [[9, 9, 9]], max_tokens=2)
-    described = _ask(llm, wire.Describe(), wire.Description)
+    described = ask(llm, wire.Describe(), wire.Description)
     with Reader.attach(Path(described.socket), start="newest") as reader:
         num_slots = reader.welcome.slots
-    while _ask(llm, wire.Describe(), wire.Description).published < described.published + num_slots:
+    while ask(llm, wire.Describe(), wire.Description).published < described.published + num_slots:
         generate(llm, [[9]], max_tokens=200)
     try:
         clairai.scores(llm, first)

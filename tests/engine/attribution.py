@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 import clairai
 from clairai import wire
-from clairai.offline import _ask
+from clairai.offline import ask
 from clairai.ring.handshake import Reader
 
 NUM_PROBES: Final = 8
@@ -95,7 +95,7 @@ def run(llm: Any, plan: Plan) -> Verdict:
     directions_DP = projections(vocabulary_VD)
     bank = clairai.ProbeBank(llm)
     bank.add(*probes(directions_DP))
-    socket = Path(_ask(llm, wire.Describe(), wire.Description).socket)
+    socket = Path(ask(llm, wire.Describe(), wire.Description).socket)
     with Reader.attach(socket, start="newest") as reader:
         rows, scores_RP, sent = _drive(llm, plan, reader)
         statistics = reader.statistics()
@@ -148,7 +148,7 @@ def _drive(
         SamplingParams(max_tokens=1, detokenize=False, extra_args=clairai.request(stream=2**60)),
         use_tqdm=False,
     )
-    _ask(llm, wire.Describe(), wire.Description)  # returns when all is published
+    ask(llm, wire.Describe(), wire.Description)  # returns when all is published
     while more := reader.poll():
         records += more
     rows = np.concatenate([record.rows for record in records])

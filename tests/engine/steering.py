@@ -89,3 +89,39 @@ def set_tiers(llm: Any, **tiers: Any) -> dict[str, Any]:
 
 def reset_cache(llm: Any) -> None:
     assert llm.reset_prefix_cache()
+
+
+def answer_and_count_preemptions(llm: Any, asks: list[Ask]) -> tuple[int, list[Answer]]:
+    scheduler = llm.llm_engine.engine_core.engine_core.scheduler
+    seen: list[int] = []
+    original = scheduler._preempt_request
+
+    def counted(request: Any, *args: Any, **kwargs: Any) -> Any:
+        seen.append(1)
+        return original(request, *args, **kwargs)
+
+    scheduler._preempt_request = counted
+    try:
+        answers = answer(llm, asks)
+        return len(seen), answers
+    finally:
+        del scheduler._preempt_request
+
+
+def forget_keys(llm: Any) -> None:
+    """Plant the bug that every rival has: steering is no part of a block's hash."""
+    del llm
+    from vllm.v1.core import kv_cache_utils
+
+    ours = kv_cache_utils.generate_block_hash_extra_keys
+    plain = ours.__wrapped__
+    plain.clairai_ours = ours
+    kv_cache_utils.generate_block_hash_extra_keys = plain
+
+
+def remember_keys(llm: Any) -> None:
+    del llm
+    from vllm.v1.core import kv_cache_utils
+
+    plain = kv_cache_utils.generate_block_hash_extra_keys
+    kv_cache_utils.generate_block_hash_extra_keys = plain.clairai_ours

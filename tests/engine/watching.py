@@ -8,7 +8,7 @@ from typing import Any
 import clairai
 from clairai import errors as clairai_errors
 from clairai import wire
-from clairai.offline import _ask
+from clairai.offline import ask
 from tests.engine.asks import generate, probe
 
 
@@ -62,7 +62,7 @@ def empty_bank(llm: Any) -> None:
 
 
 def clairai_points(llm: Any) -> tuple[str, ...]:
-    return _ask(llm, wire.Describe(), wire.Description).points
+    return ask(llm, wire.Describe(), wire.Description).points
 
 
 def ask_for_scores(llm: Any) -> str:
@@ -76,4 +76,4 @@ def ask_for_scores(llm: Any) -> str:
 
 def published(llm: Any) -> int:
     """Records in the ring so far."""
-    return _ask(llm, wire.Describe(), wire.Description).published
+    return ask(llm, wire.Describe(), wire.Description).published
