@@ -124,6 +124,24 @@ def test_nothing_is_smuggled_in_twice(raw: bytes) -> None:
         read(raw, LIMITS)
 
 
+BIG = b'{"steer":["' + b"A" * 70_000 + b'"],"probes":"all"}'
+
+
+@pytest.mark.parametrize(
+    "raw",
+    [
+        b'{"clairai":%s,"clairai":%s}' % (BIG, BIG),
+        b'{"clairai":%s,"n":1,"n":2}' % BIG,
+        b'{"clairai":%s}' % BIG.replace(b'"probes"', b'"probes":["a"],"probes"'),
+        b'{"messages":[%s],"vllm_xargs":{"a":1,"a":2},"clairai":%s}' % (BIG, BIG),
+    ],
+)
+def test_nothing_is_smuggled_in_behind_megabytes(raw: bytes) -> None:
+    with pytest.raises(RequestError, match="twice"):
+        read(raw, LIMITS)
+    assert read(b'{"clairai":%s,"n":1}' % BIG, LIMITS) is not None
+
+
 @pytest.mark.parametrize("raw", [b'{"clairai":{},"a":NaN}', b'{"clairai":{},"a":Infinity}'])
 def test_json_that_only_a_lax_parser_takes_cannot_hide_our_key(raw: bytes) -> None:
     with pytest.raises(RequestError, match="strict"):

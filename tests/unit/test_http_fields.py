@@ -22,6 +22,7 @@ CHAT, TEXT = PATHS
 ONES = base64.b64encode(np.ones(toy.WIDTH, np.float32).tobytes()).decode()
 INLINE = {"dtype": "f32", "points": {"post_block.1": ONES}}
 STEER = [{"vector": "calm", "scale": 2.0}]
+ZEROS = base64.b64encode(bytes(4 * toy.WIDTH)).decode()
 NAN = base64.b64encode(np.full(toy.WIDTH, np.nan, np.float32).tobytes()).decode()
 
 
@@ -135,8 +136,6 @@ def gated(probe: str, **more: Any) -> list[dict[str, Any]]:
         ({"steer": [{"vector": "calm", "digest": "0" * 64}]}, "request", "was changed"),
         ({"steer": [{"vector": "calm", "points": ["pre_attn.0"]}]}, "point", "no row for"),
         ({"steer": [{"vector": {"points": {"pre_attn.0": ONES}}}]}, "point", "not tapped"),
-        ({"steer": [{"vector": {"points": {"post_block.1": "AAAA"}}}]}, "request", "base64"),
-        ({"steer": [{"vector": {"points": {"post_block.1": NAN}}}]}, "vector", "NaN"),
         ({"steer": gated("late")}, "point", "comes after"),
         ({"steer": gated("early")}, "request", "no threshold"),
         ({"steer": gated("lite", threshold=1)}, "request", "no probe is named 'lite'"),
@@ -153,6 +152,35 @@ def test_what_cannot_be_applied_is_refused_before_vllm_sees_it(
     assert (answer.status_code, error["code"]) == (400, code)
     assert reason in error["message"]
     assert server.bodies == []
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    ("packed", "code", "reason"),
+    [
+        ("AAAA", "request", "base64"),
+        ("A" * 15 + "!", "request", "not base64"),
+        (NAN, "vector", "NaN"),
+        (ZEROS, "vector", "all zeros"),
+    ],
+)
+def test_numbers_that_cannot_be_applied_are_refused_by_the_core_in_words(
+    server: ToyServer, packed: str, code: str, reason: str, stream: bool
+) -> None:
+    steer = [{"vector": {"points": {"post_block.1": packed}}}]
+    answer = server.ask(stream=stream, steer=steer)
+    error = answer.json()["error"]
+    assert (answer.status_code, error["code"]) == (400, code)
+    assert reason in error["message"]
+    assert server.courses == []
+
+
+def test_a_vector_that_came_along_is_echoed_by_its_digest(server: ToyServer) -> None:
+    (told,) = server.ask(steer=[{"vector": INLINE}]).json()["clairai"]["steering"]
+    (course,) = server.courses
+    assert course is not None
+    assert (told["vector"], told["digest"]) == (None, course.actions[0].digest)
+    assert told["points"] == ["post_block.1"]
 
 
 def test_gates_and_rules_are_echoed_with_the_thresholds_that_hold(server: ToyServer) -> None:

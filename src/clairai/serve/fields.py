@@ -128,12 +128,22 @@ class FieldCheck:
         async def why() -> ClairaiError | None:
             return await core.why_refused(stream)
 
-        reply = Reply(scope, receive, send, echo=ruling.echo, why=why)
+        # In a thread, while the engine is at work.
+        echo = asyncio.ensure_future(asyncio.to_thread(ruling.echo)) if ruling.inline else None
+
+        async def told() -> dict[str, Any] | None:
+            return ruling.told if echo is None else await echo
+
+        reply = Reply(scope, receive, send, echo=told, why=why)
 
         async def sending(message: Message) -> None:
             await reply(message, self._refuse)
 
-        await self._app(scope, _replayed(messages, receive), sending)
+        try:
+            await self._app(scope, _replayed(messages, receive), sending)
+        finally:
+            if echo is not None:
+                await asyncio.gather(echo, return_exceptions=True)
 
 
 async def _found(body: bytes, mirror: Mirror) -> tuple[Given, Ruling] | None:
@@ -146,17 +156,12 @@ async def _found(body: bytes, mirror: Mirror) -> tuple[Given, Ruling] | None:
     if given is None or not (mirror.has_tiers or given.is_ours):
         return None
     if not (mirror.has_tiers or given.wanted.steer or given.wanted.stop):
-        return given, Ruling(None)
+        return given, Ruling()
     try:
-        return given, await _judged(given.wanted, mirror, is_large=is_large)
+        return given, judge(given.wanted, await mirror.view())
     except ClairaiError:
-        await mirror.look()  # a name may be new, or mean something else by now
-        return given, await _judged(given.wanted, mirror, is_large=is_large)
-
-
-async def _judged(wanted: Wanted, mirror: Mirror, *, is_large: bool) -> Ruling:
-    view = await mirror.view()
-    return await asyncio.to_thread(judge, wanted, view) if is_large else judge(wanted, view)
+        # A name may be new, or mean something else by now.
+        return given, judge(given.wanted, await mirror.look())
 
 
 def _is_completion(scope: Scope) -> bool:

@@ -7,7 +7,7 @@ for refusing in words what it would refuse, and for naming the content that a na
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, Final, cast
@@ -111,12 +111,22 @@ def _probe(listed: wire.ListedProbe) -> Probe:
 
 
 def _held(listed: wire_steer.ListedVector) -> Held:
-    """Without its numbers: lengths are told, and what is judged by the numbers the core judges."""
+    points = map(Point.parse, listed.points)
+    return outlined(listed.digest, dict(zip(points, listed.norms, strict=True)))
+
+
+@dataclass(frozen=True)
+class _Outline:
+    digest: str
+
+
+def outlined(digest: str, lengths: Mapping[Point, float]) -> Held:
+    """A vector without its numbers: what is judged by those the core judges."""
     rows = {
-        Point.parse(point): HeldRow(Row(point, "", b""), length, peak=0.0)
-        for point, length in zip(listed.points, listed.norms, strict=True)
+        point: HeldRow(Row(str(point), "", b""), length, peak=0.0)
+        for point, length in lengths.items()
     }
-    return Held(cast(Vector, listed), MappingProxyType(rows))
+    return Held(cast(Vector, _Outline(digest)), MappingProxyType(rows))
 
 
 def _entries(state: wire_steer.SteeringState) -> Iterator[dict[str, Any]]:

@@ -17,6 +17,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from clairai.errors import ClairaiError
 
 Why = Callable[[], Awaitable[ClairaiError | None]]
+Echo = Callable[[], Awaitable[dict[str, Any] | None]]
 Refuse = Callable[[ClairaiError], ASGIApp]
 
 _ERROR: Final = b'data: {"error"'  # create_error_response, as the frame of a stream
@@ -30,9 +31,7 @@ _SERVER_ERROR: Final = 500
 class Reply:
     """ASGI's `send` for one request; nothing goes out before it is known that it was admitted."""
 
-    def __init__(
-        self, scope: Scope, receive: Receive, send: Send, *, echo: dict[str, Any] | None, why: Why
-    ) -> None:
+    def __init__(self, scope: Scope, receive: Receive, send: Send, *, echo: Echo, why: Why) -> None:
         self._scope, self._receive, self._send = scope, receive, send
         self._echo, self._why = echo, why
         self._held: list[Message] = []  # the start, and bodies behind it
@@ -68,8 +67,9 @@ class Reply:
 
     async def _open(self) -> None:
         self._is_open = True
-        if self._echo is not None and self._status < 300 and len(self._held) > 1:
-            self._add_echo(self._held[0], self._held[1], self._echo)
+        echo = await self._echo() if self._status < 300 and len(self._held) > 1 else None
+        if echo is not None:
+            self._add_echo(self._held[0], self._held[1], echo)
         for message in self._held:
             await self._send(message)
 

@@ -5,41 +5,75 @@ Raises what the engine core would refuse, as far as it can be known before the p
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, Final
 
-from clairai.errors import RequestError, SteeringOffError
-from clairai.serve.mirror import View
+from clairai.errors import ClairaiError, RequestError, SteeringOffError
+from clairai.serve.mirror import View, outlined
 from clairai.steer.known import Known
+from clairai.steer.packed import Packed
 from clairai.steer.resolve import Part, look_up
 from clairai.steer.rules import Rule
-from clairai.steer.spec import describe
+from clairai.steer.spec import Entry, describe
+from clairai.steer.vector import Vector
 from clairai.wanted import Wanted
+
+_INLINE: Final = ""  # the name of a vector that came with its request, to the core too
 
 
 @dataclass(frozen=True)
 class Ruling:
     """`pins` has, for each entry that names a vector, the digest that the name stands for."""
 
-    echo: dict[str, Any] | None  # what the answer says was applied; None: nothing was asked
+    told: dict[str, Any] | None = None  # all but the digests of `inline`; None: nothing was asked
     pins: tuple[str | None, ...] = ()
+    inline: tuple[tuple[dict[str, Any], Packed | Vector], ...] = ()
+    width: int = 0
+
+    def echo(self) -> dict[str, Any] | None:
+        """What the answer says was applied. Hashes what came with the request: the engine works on
+        it meanwhile, and nothing waits for this before there is an answer."""
+        for entry, vector in self.inline:
+            with contextlib.suppress(ClairaiError):  # the core says what is wrong with it
+                whole = vector.unpack(self.width, what="") if isinstance(vector, Packed) else vector
+                entry["digest"] = whole.digest
+        return self.told
 
 
 def judge(wanted: Wanted, view: View) -> Ruling:
     if wanted.steer and view.off is not None:
         raise SteeringOffError(view.off)
-    parts = [look_up(entry, view.known) for entry in wanted.steer]
+    parts = [_look_up(entry, view.known) for entry in wanted.steer]
     rules = [_rule(rule, view.known, f"stop[{at}]") for at, rule in enumerate(wanted.stop)]
-    applied = [*_tiers(view), *(_applied(part) for part in parts if part.acts)]
-    pins = tuple(_pin(part) for part in parts)
+    both = zip(parts, wanted.steer, strict=True)
+    own = [(_applied(part), entry) for part, entry in both if part.acts]
+    applied = [*_tiers(view), *(told for told, _ in own)]
     if not (wanted.steer or wanted.stop or applied):
-        return Ruling(None)
-    return Ruling({"steering": applied} | ({"stop": rules} if rules else {}), pins)
+        return Ruling()
+    return Ruling(
+        {"steering": applied} | ({"stop": rules} if rules else {}),
+        tuple(_pin(part) for part in parts),
+        tuple((told, entry.vector) for told, entry in own if not isinstance(entry.vector, str)),
+        view.known.engine.width,
+    )
+
+
+def _look_up(entry: Entry, known: Known) -> Part:
+    """Of a vector that came with the request only the points are judged here; the core, which has
+    to read its numbers, judges those, and its refusal is told as well."""
+    vector = entry.vector
+    if isinstance(vector, str):
+        return look_up(entry, known)
+    points = vector.points if isinstance(vector, Vector) else [point for point, _ in vector.rows]
+    known.engine.check_tapped(f"{entry.label}.vector", points)
+    held = outlined(entry.digest or "", dict.fromkeys(points, 1.0))
+    return look_up(replace(entry, vector=_INLINE), replace(known, vectors={_INLINE: held}))
 
 
 def _pin(part: Part) -> str | None:
-    is_free = isinstance(part.entry.vector, str) and part.entry.digest is None
+    is_free = part.action.vector != _INLINE and part.entry.digest is None
     return part.action.digest if is_free else None
 
 

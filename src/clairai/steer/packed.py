@@ -6,6 +6,8 @@ from __future__ import annotations
 
 import base64
 import binascii
+import functools
+import importlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Final, Literal, cast
@@ -20,6 +22,12 @@ from clairai.steer.vector import MAX_POINTS, Vector
 
 Dtype = Literal["f32", "f16", "bf16"]
 INLINE: Final = "inline"  # what a vector is called that came with a request
+
+# vLLM brings a decoder that is forty times as fast; alone, Python's own will do.
+try:
+    _b64decode = functools.partial(importlib.import_module("pybase64").b64decode, validate=True)
+except ImportError:
+    _b64decode = functools.partial(binascii.a2b_base64, strict_mode=True)
 
 _NBYTES: Final[Mapping[str, int]] = {"f32": 4, "f16": 2, "bf16": 2}
 _KNOWN: Final = ("dtype", "points")
@@ -88,7 +96,7 @@ def decode(text: str, dtype: Dtype, count: int, *, what: str) -> NDArray[np.floa
             f"as many as are wanted here, have {expected}"
         )
     try:
-        data = binascii.a2b_base64(text, strict_mode=True)
+        data = _b64decode(text)
     except (binascii.Error, ValueError):  # ValueError: not ASCII
         raise RequestError(f"{what} is not base64; use the standard alphabet, padded") from None
     if len(data) != nbytes:

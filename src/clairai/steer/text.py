@@ -20,8 +20,8 @@ def read_text(text: str, *, what: str) -> Any:
     """RequestError for anything but one JSON value without a key that comes twice."""
     if len(text) > MAX_CHARS:
         raise RequestError(f"{what} is {len(text)} characters long, at most {MAX_CHARS}")
-    num_items = sum(map(text.count, _BEGINNINGS))
-    if num_items > MAX_ITEMS:
+    # A text that is shorter than that cannot hold so many.
+    if len(text) > MAX_ITEMS and sum(map(text.count, _BEGINNINGS)) > MAX_ITEMS:
         raise RequestError(
             f"{what} holds over {MAX_ITEMS} values; send vectors packed as base64, or fewer"
         )

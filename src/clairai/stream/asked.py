@@ -21,11 +21,16 @@ _MAX_NAMES: Final = 2048
 _Name = Annotated[str, msgspec.Meta(min_length=1, max_length=200)]
 _Names = Annotated[list[_Name], msgspec.Meta(min_length=1, max_length=_MAX_NAMES)]
 _FIELDS: Final = msgspec.json.Decoder(dict[str, msgspec.Raw])
+_XARGS: Final = msgspec.json.Decoder(dict[str, msgspec.Raw] | None)
 # The seeds' own keys for vectors in a request; each holds the second.
 _SEED_KEYS: Final = ("prefill_steering_vectors", "steering_vectors", "decode_steering_vectors")
 _MARKS: Final = (KEY.encode(), b"steering_vectors", b"\\u")
 # What pydantic, and so vLLM, takes for true.
 _TRUE: Final = frozenset(("1", "on", "t", "true", "y", "yes"))
+
+_LARGE_BYTES: Final = 1 << 16
+_HEAD_BYTES: Final = 256
+_NONE: Final = msgspec.Raw(b"[]")
 
 Fields = dict[str, msgspec.Raw]
 
@@ -36,7 +41,8 @@ class Asked(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     probes: Literal["all"] | _Names = "all"
     prompt_scores: bool = False
     events: Literal["named"] | None = None
-    steer: list[Any] = []  # entries and rules are the engine's to judge
+    # Entries and rules are the engine's to judge; vectors among them are megabytes.
+    steer: msgspec.Raw = _NONE
     stop: list[Any] = []
 
     @property
@@ -47,6 +53,13 @@ class Asked(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     @property
     def is_named(self) -> bool:
         return self.events == "named"
+
+    @property
+    def is_steered(self) -> bool:
+        return len(self.steer) > 64 or bool(_value(self.steer))
+
+
+_ASKED: Final = msgspec.json.Decoder(Asked)
 
 
 @dataclass(frozen=True)
@@ -61,7 +74,7 @@ class Request:
 
     @property
     def is_steered(self) -> bool:
-        return bool(self.asked.steer or self._seeds)
+        return self.asked.is_steered or bool(self._seeds)
 
     @property
     def is_bound(self) -> bool:
@@ -70,9 +83,12 @@ class Request:
 
     def body(self, stream: int) -> bytes:
         """What upstream gets; every field that is not ours is as it came, byte by byte."""
-        given = {name: getattr(self.asked, name) for name in ("prompt_scores", "steer", "stop")}
-        asked = {name: value for name, value in given.items() if value}
-        ours = {KEY: msgspec.json.encode({"stream": stream, **asked}).decode()}
+        asked = self.asked
+        wanted: dict[str, Any] = {"stream": stream}
+        wanted |= {"prompt_scores": True} if asked.prompt_scores else {}
+        wanted |= {"steer": asked.steer} if asked.is_steered else {}
+        wanted |= {"stop": asked.stop} if asked.stop else {}
+        ours = {KEY: msgspec.json.encode(wanted).decode()}
         seeds = {name: bytes(raw).decode() for name, raw in self._seeds.items()}
         xargs = {**self._xargs, **ours, **seeds}
         made: dict[str, Any] = {**self._fields, "vllm_xargs": xargs, "return_token_ids": True}
@@ -94,9 +110,8 @@ def read(body: bytes, limits: Limits) -> Request | None:
         return None
     if KEY not in fields and not _seeds(fields):
         return None
-    if is_repeating_a_key(body):
-        raise RequestError("a key of the body is there twice; send each once")
     asked = _asked(fields.pop(KEY, msgspec.Raw(b"{}")))
+    _check_keys(_without(asked.steer, body))
     _check(fields, limits)
     seeds = _seeds(fields)
     fields = {name: raw for name, raw in fields.items() if name not in _SEED_KEYS}
@@ -120,45 +135,69 @@ def _refuse_if_lax(body: bytes) -> None:
         raise RequestError("the body is not strict JSON in UTF-8; leave out NaN and Infinity")
 
 
-def is_repeating_a_key(body: bytes) -> bool:
-    """Whether the outermost object names a key twice: parsers differ in which one counts."""
+def _without(steer: msgspec.Raw, body: bytes) -> bytes:
+    """The body without megabytes of vectors; the engine looks through those itself."""
+    if len(steer) < _LARGE_BYTES:
+        return body
+    given = bytes(steer)
+    # Its beginning is looked for, as looking for all of it costs more than reading it.
+    at = body.find(given[:_HEAD_BYTES])
+    is_found = at >= 0 and body.startswith(given, at)
+    return body[:at] + b"0" + body[at + len(given) :] if is_found else body
+
+
+def _check_keys(body: bytes) -> None:
+    """RequestError for a key that is there twice, where it concerns us: parsers differ in which
+    one counts."""
     pairs = json.loads(body, object_pairs_hook=list)
-    keys = [key for key, _ in pairs]
-    return len(set(keys)) < len(keys)
+    _check_unique(pairs, "of the body")
+    for name, value in pairs:
+        if name in (KEY, "vllm_xargs"):
+            _check_within(value, name)
 
 
-def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    made = dict(pairs)
-    if len(made) < len(pairs):
-        raise RequestError("a key under clairai or vllm_xargs is there twice; send each once")
-    return made
+def _check_within(value: Any, name: str) -> None:
+    """An object is a list of pairs here, which no list of JSON is."""
+    if not isinstance(value, list):
+        return
+    is_object = bool(value) and isinstance(value[0], tuple)
+    if is_object:
+        _check_unique(value, f"under {name}")
+    for one in value:
+        _check_within(one[1] if is_object else one, name)
+
+
+def _check_unique(pairs: list[tuple[str, Any]], where: str) -> None:
+    if len({name for name, _ in pairs}) < len(pairs):
+        raise RequestError(f"a key {where} is there twice; send each once")
 
 
 def _asked(raw: msgspec.Raw) -> Asked:
-    found = json.loads(bytes(raw), object_pairs_hook=_unique)
     try:
-        asked = msgspec.convert(found, Asked)
+        asked = _ASKED.decode(raw)
     except msgspec.ValidationError as error:
         raise RequestError(f"clairai: {str(error)[:200]}") from None
+    if bytes(memoryview(asked.steer)[:1]) != b"[":
+        raise RequestError("clairai: steer must be a list of entries")
     if asked.names is not None and len(set(asked.names)) < len(asked.names):
         raise RequestError("clairai.probes names a probe twice; name each once")
     return asked
 
 
 def _xargs(fields: Fields) -> Fields:
-    raw = bytes(fields.get("vllm_xargs", b"null"))
-    found = json.loads(raw, object_pairs_hook=_unique)
+    try:
+        found = _XARGS.decode(fields.get("vllm_xargs", b"null"))
+    except msgspec.ValidationError:
+        raise RequestError("vllm_xargs must be an object") from None
     if found is None:
         return {}
-    if not isinstance(found, dict):
-        raise RequestError("vllm_xargs must be an object")
     for name in (KEY, *_SEED_KEYS):
         if name in found:
             raise RequestError(
                 f"the request has both fields of ours and {name} in vllm_xargs; "
                 "send all of ours beside it"
             )
-    return _FIELDS.decode(raw)
+    return dict(found)
 
 
 def _check(fields: Fields, limits: Limits) -> None:
