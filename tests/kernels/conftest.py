@@ -16,11 +16,15 @@ import pytest
 from numpy.typing import NDArray
 
 IS_INTERPRETING = os.environ.get("TRITON_INTERPRET") == "1"
-collect_ignore = (
-    ["test_interpreted.py"]
-    if IS_INTERPRETING
-    else ["test_score_kernel.py", "test_commit_kernel.py", "test_commit_planted.py"]
+INTERPRETED = (
+    "test_score_kernel",
+    "test_commit_kernel",
+    "test_commit_planted",
+    "test_steer_kernel",
 )
+collect_ignore = [
+    f"{name}.py" for name in (("test_interpreted",) if IS_INTERPRETING else INTERPRETED)
+]
 
 
 @pytest.fixture(scope="session", autouse=IS_INTERPRETING)

@@ -11,6 +11,7 @@ import hashlib
 from collections.abc import Sequence
 from typing import Any, Literal
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
@@ -49,6 +50,27 @@ def random_course(rng: np.random.Generator) -> Course:
     return Course(tuple(actions), tuple(gates))
 
 
+def rich_course(rng: np.random.Generator) -> Course:
+    """Much in few rows: three gates that remember, special tokens skipped, and segments."""
+    names = [*SITE_OF]
+    gates = tuple(random_gate(rng, names[index], stateful=True) for index in (0, 0, 1))
+    ranges: tuple[tuple[Range, ...], ...] = (((1, OPEN_END),), ((0, 3), (4, OPEN_END)))
+    points = (names[::2], names[1::2], names[2:], names[::3])
+    actions = [random_action(rng, names, None) for names in points]
+    return Course(
+        tuple(
+            msgspec.structs.replace(
+                action,
+                gate=index if index < len(gates) else None,
+                ranges=ranges[index % 2],
+                skips_special=index > 0,
+            )
+            for index, action in enumerate(actions)
+        ),
+        gates,
+    )
+
+
 def random_action(rng: np.random.Generator, points: list[str], gate: int | None) -> Action:
     ops: tuple[Literal["add", "ablate", "clamp", "replace"], ...]
     ops = ("add", "ablate", "clamp", "replace")
@@ -71,8 +93,9 @@ def random_ranges(rng: np.random.Generator) -> tuple[Range, ...]:
     return tuple(zip(edges[::2], edges[1::2], strict=True))
 
 
-def random_gate(rng: np.random.Generator, point: str) -> Gate:
+def random_gate(rng: np.random.Generator, point: str, *, stateful: bool = False) -> Gate:
     kind = rng.choice(3, p=[0.2, 0.3, 0.5])  # hard, soft, held
+    is_latched = rng.random() < 0.4 or (stateful and kind != 2)
     activations: tuple[Literal["none", "relu", "sigmoid"], ...] = ("none", "relu", "sigmoid")
     activation = activations[rng.integers(3)]
     threshold = 0.7 if activation == "sigmoid" else float(rng.integers(-1, 4)) + 0.5
@@ -81,7 +104,7 @@ def random_gate(rng: np.random.Generator, point: str) -> Gate:
         "toy", random_row(rng, point), bias=0.25, activation=activation, threshold=threshold,
         sharpness=0.2 if kind == 1 else None,
         release=lower if kind == 2 else None,
-        latch=bool(rng.random() < 0.4),
+        latch=bool(is_latched),
     )  # fmt: skip
 
 

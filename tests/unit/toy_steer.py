@@ -5,6 +5,7 @@ T = tokens, D = model width. How each row must come out: toy_courses.py.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -14,7 +15,16 @@ from clairai.steer.course import Course
 from clairai.tap.rows import Batch
 from clairai.tap.steer_tables import SteerTables
 from clairai.tap.steering import Steering
-from tests.unit.toy_courses import SITE_OF, SITES, WIDTH, Float, State, random_course, steered
+from tests.unit.toy_courses import (
+    SITE_OF,
+    SITES,
+    WIDTH,
+    Float,
+    State,
+    random_course,
+    rich_course,
+    steered,
+)
 
 MAX_TOKENS, MAX_POSITION, VOCABULARY, GUARD = 64, 128, 8, 5
 SPECIAL = (0, 3)
@@ -161,6 +171,25 @@ def random_history(
         for seen in held.step(_random_counts(held, rng), num_padded=int(rng.integers(4))):
             found += [f"step {number}, {fault}" for fault in faults(seen, tolerance)]
     return found
+
+
+def drill(held: ToyFleet, seed: int) -> Iterator[list[str]]:
+    """A short history in which everything happens; gives what was wrong, step by step."""
+    rng = np.random.default_rng(seed)
+    for number, name in enumerate(("a", "b", "plain")):
+        held.open(name, Request(rich_course(rng) if number < 2 else None, seed=number))
+    yield wrong_in(held.step({"a": 4, "b": 3}))
+    yield wrong_in(held.step({"plain": 1, "b": 2, "a": 3}))
+    held.preempt("a")
+    yield wrong_in(held.step({"a": 5, "b": 1, "plain": 1}))
+    held.close("b")
+    held.open("c", Request(rich_course(rng), seed=9))
+    for counts in ({"c": 4, "a": 1}, {"c": 1, "a": 1}):
+        yield wrong_in(held.step(counts))
+
+
+def wrong_in(step: list[Seen]) -> list[str]:
+    return [fault for seen in step for fault in faults(seen)]
 
 
 def _random_counts(held: ToyFleet, rng: np.random.Generator) -> dict[str, int]:

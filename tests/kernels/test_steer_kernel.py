@@ -1,0 +1,179 @@
+"""The steer kernel gives what the reference and the plain twin give, and touches nothing else.
+
+T = tokens, D = model width. The kernel's source with a bug in it is caught by the same comparison.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from clairai.steer.course import OPEN_END, Action, Course, Gate
+from clairai.tap import steer_kernel
+from clairai.tap.steer_kernel import Steerer
+from clairai.tap.steer_tables import Steer, SteerTables
+from clairai.tap.steer_twin import steer_twin
+from clairai.tap.steering import Steering
+from tests.unit.toy_courses import WIDTH, random_course, row
+from tests.unit.toy_steer import Request, ToyFleet, drill, fleet, random_history
+
+DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+ROUNDING = {"bfloat16": 2e-2, "float16": 2e-3, "float32": 1e-5}
+seeds = st.integers(0, 2**32 - 1)
+
+
+def kernel_fleet(dtype: torch.dtype = torch.float32, steer: Steer | None = None) -> ToyFleet:
+    held = fleet(dtype)
+    held.tables.steer = steer or Steerer(WIDTH)
+    return held
+
+
+@settings(derandomize=True, deadline=None, max_examples=4)
+@given(seeds, st.sampled_from([*DTYPES]))
+def test_every_row_of_any_history_is_steered_as_the_reference_has_it(seed: int, dtype: str) -> None:
+    held, rng = kernel_fleet(DTYPES[dtype]), np.random.default_rng(seed)
+    assert random_history(held, rng, num_steps=4, tolerance=ROUNDING[dtype]) == []
+
+
+@settings(derandomize=True, deadline=None, max_examples=4)
+@given(seeds)
+def test_kernel_and_twin_leave_the_same_behind(seed: int) -> None:
+    """Gates and what they remember included, over several steps of several requests."""
+    left, right = kernel_fleet(), fleet()
+    for held in (left, right):
+        rng = np.random.default_rng(seed)
+        for name in "abc":
+            held.open(name, Request(random_course(rng), seed=int(rng.integers(1 << 30))))
+        for counts in ({"a": 6, "b": 3}, {"b": 1, "a": 1, "c": 5}, {"b": 1, "a": 1, "c": 1}):
+            held.step(counts)
+    for name in ("state_ZG", "gates_TG", "map_T4", "reads_ZS", "ran_S"):
+        torch.testing.assert_close(getattr(left.tables, name), getattr(right.tables, name))
+
+
+def wide(width: int, dtype: torch.dtype, steer: Steer) -> SteerTables:
+    """One request, all four ops and a gate that reads, at rows of this width."""
+    rng = np.random.default_rng(width)
+    made = [row("p", rng.standard_normal(width)) for _ in range(5)]
+    always = ((0, OPEN_END),)
+    actions = (
+        Action("v", "", "add", (made[0],), 2.0, always, is_matched=True, gate=0),
+        Action("v", "", "ablate", (made[1],), 1.0, always),
+        Action("v", "", "clamp", (made[2],), 1.0, always, low=-0.5, high=0.5),
+        Action("v", "", "replace", (made[3],), 0.25, always),
+    )
+    gate = Gate("toy", made[4], 0.1, "sigmoid", 0.5, sharpness=3.0)
+    tables = SteerTables(
+        ["s"], width=width, max_tokens=8, seats=1, rows=8, programs=2, vocabulary=4,
+        device="cpu", dtype=dtype,
+    )  # fmt: skip
+    tables.steer = steer
+    Steering(tables, {"p": "s"}).open("r", Course(actions, (gate,)))
+    tables.map_T4[1:5, 0] = 1
+    tables.num_mapped = 5
+    return tables
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("width", [1, 63, 64, 65, 576])
+def test_a_row_of_any_width_is_steered_to_its_end_and_not_beyond(width: int, dtype: str) -> None:
+    """Rows lie apart, as slices of wider ones: what is between them is nobody's."""
+    generator = torch.Generator().manual_seed(width)
+    memory = torch.randn(2, 6, width + 9, generator=generator).to(DTYPES[dtype])
+    by_kernel, by_twin = memory.clone(), memory.clone()
+    for steer, held in ((Steerer(width), by_kernel), (steer_twin, by_twin)):
+        x_TD, residual_TD = held[:, :, 4 : 4 + width]
+        wide(width, DTYPES[dtype], steer).site("s").apply(x_TD, residual_TD)
+    tolerance = ROUNDING[dtype]
+    torch.testing.assert_close(by_kernel, by_twin, rtol=tolerance, atol=tolerance)
+    for place in (slice(0, 4), slice(4 + width, None)):
+        assert torch.equal(by_kernel[:, :, place], memory[:, :, place])
+    assert torch.equal(by_kernel[:, [0, 5]], memory[:, [0, 5]])
+    assert not by_kernel[0, 1:5, 4 : 4 + width].any()  # x, of the rows that are steered
+
+
+def test_a_row_has_the_same_bits_in_every_batch() -> None:
+    x_TD = torch.randn(6, 70, generator=torch.Generator().manual_seed(1))
+    together = x_TD.clone()
+    wide(70, torch.float32, Steerer(70)).site("s").apply(together, None)
+    for index in range(1, 5):
+        alone = x_TD[index - 1 : index + 1].clone()  # the second of two rows
+        wide(70, torch.float32, Steerer(70)).site("s").apply(alone, None)
+        assert torch.equal(alone[1], together[index])
+
+
+def test_indices_outside_of_the_tables_steer_nothing() -> None:
+    tables = wide(70, torch.float32, Steerer(70))
+    x_TD = torch.ones(6, 70)
+    tables.map_T4[1:5, 0] = torch.tensor([-1, 3, 10**9, -(10**9)])
+    tables.map_T4[1, 1:] = torch.tensor([5, 10**9, 1])  # a seat that is none
+    tables.site("s").apply(x_TD, None)
+    assert torch.equal(x_TD, torch.ones(6, 70))
+    tables.map_T4[1:5] = torch.tensor([1, 0, 0, 0])
+    tables.words_PSOW[1, 0, :, 1] = 10**9  # rows that are none
+    tables.site("s").apply(x_TD, None)
+    assert x_TD.isfinite().all()
+
+
+def test_a_run_that_goes_beyond_the_forward_ends_with_it() -> None:
+    tables = wide(70, torch.float32, Steerer(70))
+    tables.reads_ZS[0, 0] = 1
+    tables.map_T4[1] = torch.tensor([1, 10**6, 0, 0])
+    tables.map_T4[2:6] = torch.tensor([1, -1, 0, 0])
+    memory = torch.ones(8, 70)
+    tables.site("s").apply(memory[:4], None)
+    assert (memory[1:4] != 1).any(1).all()
+    assert torch.equal(memory[4:], torch.ones(4, 70))
+
+
+def test_an_empty_forward_is_no_launch() -> None:
+    wide(70, torch.float32, Steerer(70)).site("s").apply(torch.zeros(0, 70), None)
+
+
+PLANTED = {
+    "x is not zeroed": ("steered_D = tl.zeros_like(steered_D)", "pass"),
+    "no row walks": ("tl.minimum(run, tl.num_programs(0) - first), 1)", "1, 1)"),
+    "the seat of row 0": ("run, seat = tl.load(entry_ptr + 1), tl.load(entry_ptr + 2)",
+                          "run, seat = tl.load(entry_ptr + 1), tl.load(map_ptr + 2)"),
+    "never fresh": ("tl.load(entry_ptr + 3) == 0, reads, 0)", "run != 0, reads, 0)"),
+    "a walk one too short": ("in range(count):", "in range(count - (count > 1)):"),
+    "nothing is remembered": ("advanced = tl.where(run > 0, reads, 0)", "advanced = reads * 0"),
+    "the program of the first row": ("tl.load(map_ptr + row * ENTRY)", "tl.load(entry_ptr)"),
+    "special tokens advance gates": ("g == tl.where(is_skipped, -1, gate)", "g == gate"),
+    "special tokens are steered": ("tl.where(is_skipped, 0.0, amount)", "amount"),
+    "an op too few": ("in range(num_ops):", "in range(num_ops - (num_ops > 1)):"),
+    "a closed latch": ("((flags & IS_LATCHED) != 0) | is_held", "is_held"),
+    "a gate of another token": ("gates_ptr + far * NUM_GATES", "gates_ptr"),
+}  # fmt: skip
+SEED = 0
+
+
+def planted(tmp_path: Path, old: str, new: str) -> Steer:
+    source = Path(steer_kernel.__file__).read_text()
+    assert source.count(old) == 1
+    path = tmp_path / "planted.py"
+    path.write_text(source.replace(old, new))
+    spec = importlib.util.spec_from_file_location("planted", path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    steer: Steer = module.Steerer(WIDTH)
+    return steer
+
+
+@pytest.mark.parametrize("bug", PLANTED)
+def test_a_planted_bug_is_caught(bug: str, tmp_path: Path) -> None:
+    steer = planted(tmp_path, *PLANTED[bug])
+    assert any(drill(kernel_fleet(steer=steer), SEED))
+
+
+def test_without_a_planted_bug_the_drill_is_right() -> None:
+    held = kernel_fleet()
+    assert not any(drill(held, SEED))
+    assert held.tables.ran_S.tolist() == [5, 5, 5]
