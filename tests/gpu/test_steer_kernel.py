@@ -40,7 +40,7 @@ def test_the_drill_is_right_for_many_courses() -> None:
 def tables(width: int, dtype: str) -> SteerTables:
     return SteerTables(
         [f"s{index}" for index in range(NUM_SITES)], width=width, max_tokens=MAX_TOKENS, seats=8,
-        rows=64, programs=16, vocabulary=64, device="cuda:0", dtype=getattr(torch, dtype),
+        rows=128, programs=16, vocabulary=64, device="cuda:0", dtype=getattr(torch, dtype),
     )  # fmt: skip
 
 
@@ -75,10 +75,8 @@ def test_the_kernel_equals_its_twin_at_the_sizes_of_real_models(width: int, dtyp
     for number in range(4):
         steering.open(f"r{number}", course(width, number))
     for counts in ([1, 1, 1, 1], [300, 7, 1, 64]):
-        batch = Batch(
-            [f"r{n}" for n in range(4)], np.array(counts, np.int32), np.zeros(4, np.int32)
-        )
-        steering.place(batch)
+        names, starts_R = [f"r{number}" for number in range(4)], np.zeros(4, np.int32)
+        steering.place(Batch(names, np.array(counts, np.int32), starts_R))
         shape = (NUM_SITES, 2, sum(counts) + 5, width)
         by_kernel = torch.randn(shape, device="cuda").to(held.dtype)
         by_twin = by_kernel.clone()
