@@ -34,6 +34,7 @@ matrix: setup ## the same tests on every vLLM release served, one environment at
 bench: setup ## measure every published number again
 	@$(BIN)/python -m bench.overhead
 	@$(BIN)/python -m bench.host_work
+	@$(BIN)/python -m bench.steer_host
 	@$(BIN)/python -m bench.metrics
 	@$(BIN)/python -m bench.page
 
