@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 import clairai
-from tests.engine import models
+from tests.engine import hooked, models, steering
 from tests.engine.process import EngineProcess
 
 
@@ -40,3 +40,11 @@ def engine(cut_model: Path, runtime: Path) -> Iterator[EngineProcess]:
         ),
     ) as running:
         yield running
+
+
+@pytest.fixture(scope="module")
+def steered(engine: EngineProcess) -> Iterator[EngineProcess]:
+    """The engine with some named vectors, for as long as a module's tests run."""
+    engine.call(steering.put, [hooked.vector_file(*item) for item in hooked.ROWS.items()])
+    yield engine
+    engine.call(steering.remove_all)

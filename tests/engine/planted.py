@@ -34,8 +34,8 @@ def points_not_in_key() -> None:
     gpu_compile_mode()
     from clairai.compat import worker
 
-    def forget(config: Any, planned: Any, *, is_branched: bool) -> None:
-        del planned, is_branched
+    def forget(config: Any, planned: Any, settings: Any) -> None:
+        del planned, settings
         config.additional_config["clairai"] = {"abi": 1}
 
     worker._fingerprint = forget

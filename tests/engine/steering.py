@@ -22,7 +22,7 @@ class Ask:
     steer: tuple[dict[str, Any], ...] = ()
     num_new: int = 12
     salt: str | None = None  # one of its own keeps it out of everybody's prefix cache
-    prompt_scores: bool = False
+    stop: tuple[dict[str, Any], ...] = ()
 
 
 @dataclass(frozen=True)
@@ -32,6 +32,8 @@ class Answer:
     token_ids: tuple[int, ...]
     logprobs: tuple[dict[int, float], ...]
     num_cached: int
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
 
 
 def answer(llm: Any, asks: list[Ask]) -> list[Answer]:
@@ -49,7 +51,7 @@ def answer(llm: Any, asks: list[Ask]) -> list[Answer]:
                 ignore_eos=True,
                 detokenize=False,
                 logprobs=NUM_LOGPROBS,
-                extra_args=clairai.request(steer=list(ask.steer), prompt_scores=ask.prompt_scores),
+                extra_args=clairai.request(steer=list(ask.steer), stop=list(ask.stop)),
             )
         )
     return [_read(output) for output in llm.generate(prompts, params, use_tqdm=False)]
@@ -58,7 +60,13 @@ def answer(llm: Any, asks: list[Ask]) -> list[Answer]:
 def _read(output: Any) -> Answer:
     (found,) = output.outputs
     logprobs = tuple({token: one.logprob for token, one in step.items()} for step in found.logprobs)
-    return Answer(tuple(found.token_ids), logprobs, output.num_cached_tokens or 0)
+    return Answer(
+        tuple(found.token_ids),
+        logprobs,
+        output.num_cached_tokens or 0,
+        found.finish_reason,
+        found.stop_reason,
+    )
 
 
 def put(llm: Any, data: list[bytes]) -> None:
@@ -125,3 +133,44 @@ def remember_keys(llm: Any) -> None:
 
     plain = kv_cache_utils.generate_block_hash_extra_keys
     kv_cache_utils.generate_block_hash_extra_keys = plain.clairai_ours
+
+
+def answer_and_score(llm: Any, asks: list[Ask], probe: str) -> tuple[list[Answer], list[Any]]:
+    """Answers, and the probe's scores of every token of each."""
+    from vllm import SamplingParams
+
+    prompts = [{"prompt_token_ids": list(ask.prompt)} for ask in asks]
+    params = [
+        SamplingParams(
+            max_tokens=ask.num_new,
+            temperature=0.0,
+            ignore_eos=True,
+            detokenize=False,
+            logprobs=NUM_LOGPROBS,
+            extra_args=clairai.request(steer=list(ask.steer), stop=list(ask.stop)),
+        )
+        for ask in asks
+    ]
+    outputs = llm.generate(prompts, params, use_tqdm=False)
+    found = [scores[0] for scores in clairai.scores(llm, outputs)]
+    generated = [one[probe][one.num_prompt :].tolist() for one in found]
+    return [_read(output) for output in outputs], generated
+
+
+def abort_one(llm: Any, ask: Ask, num_steps: int) -> int:
+    """Abort a watched request in the middle; how many are still watched then."""
+    import gc
+
+    from vllm import SamplingParams
+
+    engine = llm.llm_engine
+    extra_args = clairai.request(stop=list(ask.stop))
+    params = SamplingParams(max_tokens=ask.num_new, ignore_eos=True, extra_args=extra_args)
+    request_id = engine.add_request("aborted", {"prompt_token_ids": list(ask.prompt)}, params)
+    for _ in range(num_steps):
+        engine.step()
+    engine.abort_request([request_id or "aborted"])
+    while engine.has_unfinished_requests():
+        engine.step()
+    gc.collect()
+    return len(engine.engine_core.engine_core.clairai_lookout._watches)

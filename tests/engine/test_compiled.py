@@ -5,15 +5,21 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any, Final
 
+import numpy as np
 import pytest
+from numpy.typing import NDArray
 
 import clairai
-from tests.engine import models, planted
+from clairai.points import Point
+from clairai.steer.files import dumps
+from tests.engine import models, planted, steering
 from tests.engine.process import EngineFailed, EngineProcess
+from tests.engine.steering import Ask
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
 
 PROMPTS: Final = models.random_prompts(4, (5, 20), 512)
+PLACES: Final = ("pre_attn.0", "post_attn.0", "post_block.1", "post_block.2")
 
 
 @pytest.fixture(scope="module")
@@ -86,3 +92,32 @@ def test_a_tap_that_never_runs_stops_the_engine_from_serving(
             plant=planted.one_tap_missing,
             enforce_eager=True,
         )
+
+
+def test_a_compiled_graph_steers_as_eager_does_and_is_not_that_of_an_engine_that_cannot(
+    model: Path, runtime: Path, tmp_path: Path
+) -> None:
+    """One cache for both: a graph without the ops, taken for one with them, would not start."""
+    with start(model, runtime, tmp_path, ["all"]):
+        pass
+    config = clairai.config(points=["all"], capacity=8, steering=True)
+    files = [dumps(clairai.Vector("v", {Point.parse(p): _row(i) for i, p in enumerate(PLACES)}))]
+    entries = [{"vector": "v"}, {"vector": "v", "op": "ablate", "when": "generation"}]
+    given = [Ask(tuple(PROMPTS[0]), (entry,)) for entry in entries] + [Ask(tuple(PROMPTS[0]))]
+    found = {}
+    for eager in (False, True):
+        with start(
+            model, runtime, tmp_path, [], additional_config=config, enforce_eager=eager
+        ) as engine:
+            engine.call(steering.put, files)
+            found[eager] = engine.call(steering.answer, given)
+    for compiled, plain in zip(found[False], found[True], strict=True):
+        assert compiled.token_ids == plain.token_ids
+        for step, other in zip(compiled.logprobs, plain.logprobs, strict=True):
+            assert step.keys() == other.keys()
+            assert max(abs(step[token] - other[token]) for token in step) <= 1e-4
+    assert len({answer.token_ids for answer in found[True]}) == len(given)
+
+
+def _row(seed: int) -> NDArray[np.float32]:
+    return np.random.default_rng(seed).standard_normal(64).astype(np.float32)

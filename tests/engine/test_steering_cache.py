@@ -29,7 +29,7 @@ TOLERANCE: Final = 1e-4
 
 def _file(name: str, seed: int) -> bytes:
     row = np.random.default_rng(seed).standard_normal(WIDTH).astype(np.float32)
-    return dumps(clairai.Vector(name, {Point.parse("pre_attn.0"): row / 6}))
+    return dumps(clairai.Vector(name, {Point.parse("pre_attn.0"): row / np.float32(6)}))
 
 
 @pytest.fixture(scope="module")

@@ -26,7 +26,11 @@ MAY_IMPORT: dict[str, set[str]] = {
     "match": {*COMMON, "match"},
     "sidecar": {*COMMON, "ring", "match", "sidecar"},
     "stream": {*COMMON, "probe", "steer", "wanted", "ring", "match", "stream"},
-    "compat": {*COMMON, "probe", "settings", "steer", "wanted", "tap", "compat"},
+    "compat": {
+        *COMMON,
+        *("probe", "settings", "steer", "wanted", "tap", "compat"),
+        *("ring.attach", "ring.reader"),  # stop rules read scores in the engine core
+    },
     "train": {
         *COMMON,
         *("probe", "steer", "offline", "train"),

@@ -52,6 +52,7 @@ def make_desk(vllm_config: Any) -> Desk:
         points=planned.points,
         width=model.get_hidden_size(),
         limits=Limits(rows=settings.steer_rows, programs=settings.steer_programs),
+        model=model_name(vllm_config),
         can_skip_special=not model.skip_tokenizer_init,
     )
     registry.put(planned.vectors, "add")
@@ -75,3 +76,10 @@ def with_keys(original: Any) -> Any:
         return (*(keys or ()), (KEY, key)), next_index
 
     return extra_keys
+
+
+def model_name(config: Any) -> str:
+    """The name users know the model by: what the server calls it, else the end of its path."""
+    served = config.model_config.served_model_name
+    name = served[0] if isinstance(served, list) else served
+    return str(name or config.model_config.model).rstrip("/").rsplit("/", 1)[-1]

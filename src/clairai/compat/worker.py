@@ -118,7 +118,7 @@ def _station(worker: Any, settings: Settings, planned: Plan, sites: layers.Sites
     config = worker.vllm_config
     columns = _columns(config, sites, planned, settings)
     about = About(
-        model=model_name(config),
+        model=core.model_name(config),
         vllm=version.vllm_version(),
         points=tuple(str(point) for point in planned.points),
         max_requests=config.scheduler_config.max_num_seqs,
@@ -158,17 +158,10 @@ def _columns(config: Any, sites: layers.Sites, planned: Plan, settings: Settings
         points=planned.points,
         capacity=settings.capacity,
         width=sites.width,
-        model=model_name(config),
+        model=core.model_name(config),
         aliases=sites.site_of,
     )
     return empty.add(planned.probes) if planned.probes else empty
-
-
-def model_name(config: Any) -> str:
-    """The name users know the model by: what the server calls it, else the end of its path."""
-    served = config.model_config.served_model_name
-    name = served[0] if isinstance(served, list) else served
-    return str(name or config.model_config.model).rstrip("/").rsplit("/", 1)[-1]
 
 
 def _count_memory(model_runner: Any, nbytes: int) -> None:
