@@ -16,7 +16,7 @@ from clairai.errors import VectorCapacityError
 from clairai.steer.files import dumps
 from clairai.steer.registry import Limits
 from tests.unit import toy_station as toy
-from tests.unit.toy_server import PATHS, ToyServer, toy_server, vector
+from tests.unit.toy_server import PATHS, RESPONSES, ToyServer, toy_server, vector
 
 CHAT, TEXT = PATHS
 ONES = base64.b64encode(np.ones(toy.WIDTH, np.float32).tobytes()).decode()
@@ -200,7 +200,7 @@ def test_global_tiers_are_echoed_to_who_asks_for_something(server: ToyServer) ->
     tiers = {"base": STEER, "decode": [{"vector": INLINE}]}
     server.client.post("/v1/steering", json=tiers)
     base, decode = server.ask(prompt_scores=True).json()["clairai"]["steering"]
-    assert (base["vector"], base["digest"], base["tier"]) == ("calm", vector().digest, "base")
+    assert base == {**applied(), "tier": "base"}
     assert (decode["vector"], decode["tier"], len(decode["digest"])) == (None, "decode", 64)
 
 
@@ -262,6 +262,18 @@ def _packed(value: float) -> str:
 
 
 @pytest.mark.parametrize("stream", [False, True])
+def test_a_response_of_the_newer_api_is_refused_and_echoed_alike(
+    server: ToyServer, stream: bool
+) -> None:
+    bad = server.ask(
+        RESPONSES, stream=stream, steer=[{"vector": {"points": {"post_block.1": NAN}}}]
+    )
+    assert (bad.status_code, bad.json()["error"]["code"]) == (400, "vector")
+    good = server.ask(RESPONSES, stream=stream, steer=STEER)
+    assert good.text.count('"clairai":{"steering":[{"vector":"calm"') == 1
+
+
+@pytest.mark.parametrize("stream", [False, True])
 def test_a_stream_id_in_use_is_said_to_be(server: ToyServer, stream: bool) -> None:
     body = {"messages": [], "stream": stream, "vllm_xargs": {"clairai": '{"stream": 7}'}}
     assert server.client.post(CHAT, json=body).status_code == 200
@@ -309,6 +321,15 @@ def test_an_error_that_is_not_ours_passes_as_it_is(server: ToyServer, stream: bo
     answer = server.ask(stream=stream, steer=STEER)
     assert answer.status_code == (200 if stream else 500)
     assert "Internal server error" in answer.text
+
+
+def test_a_break_that_is_not_ours_stays_one(server: ToyServer) -> None:
+    def failing(_: Any) -> Any:
+        raise VectorCapacityError("full")
+
+    server.reception.mark = failing  # type: ignore[assignment,method-assign]
+    with pytest.raises(ValueError, match="103 validation errors"):
+        server.ask(RESPONSES, stream=True, steer=STEER)
 
 
 def test_an_engine_that_does_not_steer_refuses_to_and_still_stops(runtime: Path) -> None:

@@ -31,6 +31,7 @@ from clairai.tap.control import answer
 from tests.unit import toy_station as toy
 
 PATHS = ("/v1/chat/completions", "/v1/completions")
+RESPONSES = "/v1/responses"
 ERROR = {"message": "Internal server error", "type": "InternalServerError", "param": None}
 PROMPT = [1, 2, 3, 4, 5]
 
@@ -55,7 +56,7 @@ class ToyServer:
     def __post_init__(self) -> None:
         self.reception = Reception(self.desk)
         app = FastAPI()
-        for path in PATHS:
+        for path in (*PATHS, RESPONSES):
             app.add_api_route(path, self._complete, methods=["POST"])
         http.attach(app)
         parallel = SimpleNamespace(_api_process_count=self.api_servers)
@@ -82,6 +83,8 @@ class ToyServer:
         self.bodies.append(body)
         num_choices, is_chat = body.get("n", 1), "chat" in request.url.path
         admitted = [self._admit(body, at) for at in range(num_choices)]
+        if body.get("stream") and request.url.path == RESPONSES:
+            return StreamingResponse(_events(admitted[0]), media_type="text/event-stream")
         if body.get("stream"):
             frames = _frames(admitted, is_chat=is_chat)
             return StreamingResponse(frames, media_type="text/event-stream")
@@ -129,6 +132,15 @@ async def _frames(admitted: list[bool], *, is_chat: bool) -> AsyncIterator[str]:
         said: dict[str, Any] = {"delta": {"content": "a"}} if is_chat else {"text": "a"}
         yield _frame({"id": "1", "choices": [{"index": index, **said}]})
     yield "data: [DONE]\n\n"
+
+
+async def _events(is_in: bool) -> AsyncIterator[str]:
+    """The order of responses_stream_generator; its event of an error fails its own types."""
+    for name in ("response.created", "response.in_progress"):
+        yield f'event: {name}\ndata: {{"type":"{name}"}}\n\n'
+    if not is_in:
+        raise ValueError("103 validation errors")
+    yield 'event: response.completed\ndata: {"type":"response.completed"}\n\n'
 
 
 def _frame(data: dict[str, Any]) -> str:

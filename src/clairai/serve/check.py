@@ -12,6 +12,7 @@ from clairai.errors import ConfigError
 from clairai.points import MAX_LAYER, quote
 from clairai.probe.columns import Columns
 from clairai.settings import Settings, plan
+from clairai.steer.registry import Limits, Registry
 
 _CONFIGS: Final = ("config.json", "params.json")  # Hugging Face's, Mistral's
 # vLLM's options by which a model may be another one than its folder says.
@@ -28,7 +29,7 @@ class Size(NamedTuple):
 def check(
     model: str, settings: Settings, arguments: Sequence[str], environ: Mapping[str, str]
 ) -> None:
-    """ConfigError, PointError or ProbeError; what cannot be known here is left to the engine."""
+    """ConfigError, PointError, ProbeError or VectorError; the rest is left to the engine."""
     is_overridden = any(map(_is_override, arguments))
     size = None if is_overridden else model_size(model)
     asked = plan(settings, num_layers=size.num_layers if size else MAX_LAYER + 1, environ=environ)
@@ -37,6 +38,9 @@ def check(
         points = tuple(dict.fromkeys((*asked.points, *(probe.point for probe in asked.probes))))
         bank = Columns.empty(points, settings.capacity, size.width, model)
         bank.add(replace(probe, model=None) for probe in asked.probes)
+        room = Limits(settings.steer_rows, settings.steer_programs)
+        registry = Registry(points, size.width, room)
+        registry.put([replace(vector, model=None) for vector in asked.vectors], "add")
     if not is_overridden:
         check_model(model, environ)
 

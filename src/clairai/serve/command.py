@@ -32,13 +32,21 @@ def serve(
     *,
     points: Sequence[str],
     probes: Sequence[str],
+    vectors: Sequence[str],
+    steering: bool,
     arguments: Sequence[str],
     on_death: OnDeath,
     vllm_log: str | None,
 ) -> None:
     """The command `clairai serve`."""
     folder = runtime_dir()
-    tapped = config(points=points, probes=probes, runtime_dir=str(folder))
+    tapped = config(
+        points=points,
+        probes=probes,
+        vectors=vectors,
+        steering=steering,
+        runtime_dir=str(folder),
+    )
     check(model, Settings.parse(tapped["clairai"]), arguments, os.environ)
     log = _log(vllm_log, folder, outside.bind)
     private = PrivateSocket.within(folder)

@@ -141,6 +141,9 @@ class FieldCheck:
 
         try:
             await self._app(scope, _replayed(messages, receive), sending)
+        except Exception:
+            if not await reply.is_refused(self._refuse):
+                raise
         finally:
             if echo is not None:
                 await asyncio.gather(echo, return_exceptions=True)

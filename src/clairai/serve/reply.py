@@ -2,7 +2,8 @@
 
 When the engine core refuses a request, vLLM (0.32) tells the client "Internal server error" and
 nothing else (_raise_if_error, entrypoints/generate/base/serving.py:200): as the body of a 500, or,
-in a stream, in a frame behind the first chunks of a 200. The core remembers why; it is asked.
+in a stream, in a frame behind the first chunks of a 200; a stream of /v1/responses breaks off. The
+core remembers why; it is asked.
 """
 
 from __future__ import annotations
@@ -21,9 +22,10 @@ Echo = Callable[[], Awaitable[dict[str, Any] | None]]
 Refuse = Callable[[ClairaiError], ASGIApp]
 
 _ERROR: Final = b'data: {"error"'  # create_error_response, as the frame of a stream
-# The first chunks of a chat, one for each choice, before the first token is looked at
-# (entrypoints/openai/chat_completion/serving.py:550).
-_ROLE: Final = b'"delta":{"role":'
+# What is said before the first token is looked at: the first chunks of a chat, one for each choice
+# (entrypoints/openai/chat_completion/serving.py:550), and the first events of a response
+# (entrypoints/openai/responses/serving.py:1350).
+_EARLY: Final = (b'"delta":{"role":', b"event: response.created", b"event: response.in_progress")
 _STREAM: Final = b"text/event-stream"
 _SERVER_ERROR: Final = 500
 
@@ -47,18 +49,25 @@ class Reply:
         self._held.append(message)
         if message["type"] == "http.response.start" or self._is_waiting(message):
             return
-        error = await self._why() if self._has_failed(message) else None
-        if error is None:
+        if not self._has_failed(message) or not await self.is_refused(refuse):
             await self._open()
-            return
+
+    async def is_refused(self, refuse: Refuse) -> bool:
+        """Whether the core did not admit the request; then the client has been told, and why."""
+        error = None if self._is_open or self._is_over else await self._why()
+        if error is None:
+            return self._is_over
         self._is_over = True
         await refuse(error)(self._scope, self._receive, self._send)
+        return True
 
     def _is_waiting(self, message: Message) -> bool:
         """Whether more must come before it is known how the request fared."""
         if not message.get("more_body", False):
             return False
-        return self._status == _SERVER_ERROR or (self._is_stream and _ROLE in message["body"])
+        if self._is_stream:
+            return any(early in message["body"] for early in _EARLY)
+        return self._status == _SERVER_ERROR
 
     def _has_failed(self, message: Message) -> bool:
         if self._is_stream:

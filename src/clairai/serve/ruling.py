@@ -100,7 +100,10 @@ def _tiers(view: View) -> Iterator[dict[str, Any]]:
             yield {**entry, **vector, "vector": None}
             continue
         held = view.known.vectors.get(vector)
-        yield entry if held is None else {**entry, "digest": held.vector.digest}
+        if held is not None:
+            points = entry.get("points", [*map(str, held.rows)])
+            entry = {**entry, "digest": held.vector.digest, "points": points}
+        yield entry
 
 
 def _rule(rule: Rule, known: Known, what: str) -> dict[str, Any]:
