@@ -37,7 +37,9 @@ def test_a_shipped_file_says_what_its_script_says(kind: Kind) -> None:
 
 def test_no_probe_was_trained_on_a_text_that_made_a_vector() -> None:
     trained = {line for file in TEXTS.glob("*.txt") for line in file.read_text().splitlines()}
-    pairs = [json.loads(line) for file in PAIRS.glob("*.jsonl") for line in file.open()]
+    pairs = [
+        json.loads(line) for file in PAIRS.glob("*.jsonl") for line in file.read_text().splitlines()
+    ]
     answers = {pair[side] for pair in pairs for side in ("positive", "negative")}
     assert len(answers) == 2 * len(pairs)
     assert answers & trained == set()
