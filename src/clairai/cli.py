@@ -127,7 +127,7 @@ def demo(
     on_death: Death = OnDeath.END,
     log_format: Logs = LogFormat.TEXT,
 ) -> None:
-    """Serve SmolLM2 with its probes, and a dashboard to watch it.
+    """Serve SmolLM2 with its probes and vectors, and a dashboard to watch and steer it.
 
     Needs no GPU and downloads nothing.
     """
@@ -156,6 +156,12 @@ def serve(
     points: Annotated[
         list[str] | None, typer.Option(metavar="POINT", help="Tap point, such as post_block.15.")
     ] = None,
+    vectors: Annotated[
+        list[str] | None, typer.Option(metavar="PATH", help="Steering vector, folder or glob.")
+    ] = None,
+    steering: Annotated[
+        bool, typer.Option("--steering", help="Rows can be steered; --vectors implies it.")
+    ] = False,
     host: Host = "127.0.0.1",
     port: Port = 6969,
     api_key_file: KeyFile = None,
@@ -179,6 +185,8 @@ def serve(
         Voice.of(log_format.value),
         points=points or [],
         probes=probes or [],
+        vectors=vectors or [],
+        steering=steering,
         arguments=vllm_arguments or [],
         on_death=on_death.value,
         vllm_log=vllm_log,

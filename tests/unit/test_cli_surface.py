@@ -20,7 +20,7 @@ SURFACE = {
     "sidecar": ["--runtime-dir", "--json", "--events", "--from"],
     "demo": [*LISTENING, "--prompt", "--on-death", "--log-format"],
     "serve": [
-        *("model", "vllm_arguments", "--probes", "--points"),
+        *("model", "vllm_arguments", "--probes", "--points", "--vectors", "--steering"),
         *(*LISTENING, "--allow-origin", "--allow-host"),
         *("--on-death", "--log-format", "--vllm-log"),
     ],

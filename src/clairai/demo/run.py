@@ -85,7 +85,8 @@ def _launch(folder: Path) -> Launch:
     kind = ("float32", "--enforce-eager") if is_cpu else ("bfloat16",)
     arguments = ("--served-model-name", NAME, "--max-model-len", "2048", QUIET, "--dtype", *kind)
     variables = {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"} | (_cpu() if is_cpu else {})
-    tapped = config(probes=probes, runtime_dir=str(folder))
+    vectors = sorted((Path(__file__).parent / "vectors").glob("*.safetensors"))
+    tapped = config(probes=probes, vectors=vectors, runtime_dir=str(folder))
     return Launch(str(smollm2()), tapped, PrivateSocket.within(folder), arguments, variables)
 
 
