@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import base64
 import json
 import re
 import shutil
@@ -13,6 +14,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import httpx
+import numpy as np
 import pytest
 
 from clairai.offline import config
@@ -22,7 +24,7 @@ from clairai.serve.log import EngineLog
 from clairai.stream.proxy import Proxy
 from clairai.stream.settings import ProxySettings
 from tests.engine import models
-from tests.engine.server import CPU, KEY, MODEL, NAMED, free_port
+from tests.engine.server import CPU, KEY, MODEL, NAMED, WIDTH, free_port
 from tests.http.answers import CHAT, TEXT, events, without_ours
 from tests.http.embedding import Embedding
 from tests.http.stack_load import Sent, plan, send_all
@@ -36,6 +38,10 @@ SMALL = (
     *("--dtype", "float32", "--enforce-eager", "--max-model-len", "256", "--max-num-seqs", "32"),
     *("--max-num-batched-tokens", "64", "--block-size", "32", "--num-gpu-blocks-override", "26"),
 )
+
+
+PROBE = "embedding:0"
+PAST = {"phase": "prompt", "positions": [[900, 901]]}  # of a shorter prompt
 
 
 class Stack(NamedTuple):
@@ -59,7 +65,7 @@ def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
     embedding.save_probes(scratch / "probes")
     launch = Launch(
         str(model),
-        config(probes=scratch / "probes", runtime_dir=str(runtime)),
+        config(probes=scratch / "probes", steering=True, steer_rows=2, runtime_dir=str(runtime)),
         Bind(port=free_port(), api_key=KEY),
         (*NAMED, *SMALL),
         CPU,
@@ -194,6 +200,69 @@ def test_tokens_are_shown_as_they_are_written(stack: Stack) -> None:
     assert "<|im_start|>" in tokens
     assert words in "".join(tokens)
     assert "" in tokens  # part of a character
+
+
+def asking(**clairai: Any) -> dict[str, Any]:
+    body = {"model": MODEL, "prompt": "The sea is", "max_tokens": 12, "temperature": 0}
+    return {**body, "ignore_eos": True, "clairai": {"probes": [PROBE], **clairai}}
+
+
+def packed(seed: int, *, value: float | None = None) -> dict[str, Any]:
+    """A vector as a request carries it, at the one point that is tapped."""
+    row_D = np.random.default_rng(seed).normal(size=WIDTH).astype(np.float32)
+    if value is not None:
+        row_D[:] = value
+    return {"points": {"pre_attn.0": base64.b64encode(row_D.tobytes()).decode()}}
+
+
+def test_a_steered_answer_is_another_one_and_leaves_the_next_alone(stack: Stack) -> None:
+    steer = [{"vector": packed(1), "scale": 4.0}]
+    with httpx.Client(base_url=stack.url, timeout=60) as client:
+        plain, steered, again = (
+            client.post(TEXT, json=asking(**given)).json() for given in ({}, {"steer": steer}, {})
+        )
+        named = events(client.post(TEXT, json=asking(steer=steer, events="named")).content)
+    texts = [answer["choices"][0]["text"] for answer in (plain, steered, again)]
+    assert texts[0] == texts[2] != texts[1]
+    assert "clairai" not in plain
+    (told,) = steered["clairai"]["steering"]
+    assert (told["vector"], told["scale"], len(told["digest"])) == (None, 4.0, 64)
+    assert named[0].data["clairai"] == steered["clairai"]
+    scored = steered["choices"][0]["probe_scores"]["scores"]
+    assert len(scored) == 12
+    assert None not in [row[0] for row in scored[:-1]]
+
+
+@pytest.mark.parametrize("stream", [True, False])
+@pytest.mark.parametrize(
+    ("steer", "status", "code"),
+    [
+        ([{"vector": "unknown"}], 400, "request"),
+        ([{"vector": packed(0, value=float("nan"))}], 400, "vector"),
+        ([{"vector": packed(seed)} for seed in range(3)], 409, "vector-capacity"),
+        ([{"vector": packed(0), "when": PAST}], 400, "request"),
+    ],
+)
+def test_what_the_engine_refuses_has_a_status_and_a_reason(
+    stack: Stack, steer: list[Any], status: int, code: str, stream: bool
+) -> None:
+    with httpx.Client(base_url=stack.url, timeout=60) as client:
+        chat = {"model": MODEL, "messages": [{"role": "user", "content": "Hi"}], "stream": stream}
+        answer = client.post(CHAT, json={**chat, "clairai": {"steer": steer}})
+    assert (answer.status_code, answer.json()["error"]["code"]) == (status, code)
+    assert "Internal" not in answer.json()["error"]["message"]
+
+
+def test_an_answer_is_stopped_by_a_probe_and_says_so(stack: Stack) -> None:
+    rule = {"probe": PROBE, "threshold": -1e9, "tokens": 3}
+    with httpx.Client(base_url=stack.url, timeout=60) as client:
+        answer = client.post(TEXT, json=asking(stop=[rule])).json()
+        named = events(client.post(TEXT, json=asking(stop=[rule], events="named")).content)
+    reason = f"clairai: probe {PROBE} >= -1e+09 for 3 tokens"
+    (choice,) = answer["choices"]
+    assert (choice["finish_reason"], choice["stop_reason"]) == ("stop", reason)
+    assert answer["usage"]["completion_tokens"] < 12
+    assert named[-1].data["stop_reasons"] == [reason]
 
 
 def test_a_client_that_leaves_frees_the_engine(stack: Stack) -> None:
