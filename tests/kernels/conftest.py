@@ -1,8 +1,8 @@
 """Takes TRITON_INTERPRET; gives kernels that run in Triton's interpreter, on tensors of the host.
 
 Triton reads the variable when a kernel is defined, so a process either interprets or compiles. A
-plain run of pytest collects test_interpreted.py alone, which starts the interpreting process; that
-one collects the rest.
+plain run of pytest collects test_compiled.py and test_interpreted.py; that one starts an
+interpreting process, which collects the rest.
 """
 
 from __future__ import annotations
@@ -16,15 +16,14 @@ import pytest
 from numpy.typing import NDArray
 
 IS_INTERPRETING = os.environ.get("TRITON_INTERPRET") == "1"
+COMPILED = ("test_compiled.py", "test_interpreted.py")
 INTERPRETED = (
-    "test_score_kernel",
-    "test_commit_kernel",
-    "test_commit_planted",
-    "test_steer_kernel",
+    "test_commit_kernel.py",
+    "test_commit_planted.py",
+    "test_score_kernel.py",
+    "test_steer_kernel.py",
 )
-collect_ignore = [
-    f"{name}.py" for name in (("test_interpreted",) if IS_INTERPRETING else INTERPRETED)
-]
+collect_ignore = list(COMPILED if IS_INTERPRETING else INTERPRETED)
 
 
 @pytest.fixture(scope="session", autouse=IS_INTERPRETING)

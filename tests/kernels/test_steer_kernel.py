@@ -20,8 +20,8 @@ from clairai.tap.steer_kernel import Steerer
 from clairai.tap.steer_tables import Steer, SteerTables
 from clairai.tap.steer_twin import steer_twin
 from clairai.tap.steering import Steering
-from tests.unit.toy_courses import WIDTH, random_course, row
-from tests.unit.toy_steer import Request, ToyFleet, drill, fleet, random_history
+from tests.unit.toy_courses import WIDTH, courses_of_one_program, random_course, row
+from tests.unit.toy_steer import Request, ToyFleet, drill, fleet, random_history, wrong_in
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 ROUNDING = {"bfloat16": 2e-2, "float16": 2e-3, "float32": 1e-5}
@@ -54,6 +54,14 @@ def test_kernel_and_twin_leave_the_same_behind(seed: int) -> None:
             held.step(counts)
     for name in ("state_ZG", "gates_TG", "map_T4", "reads_ZS", "ran_S"):
         torch.testing.assert_close(getattr(left.tables, name), getattr(right.tables, name))
+
+
+def test_a_program_that_two_courses_share_keeps_out_of_what_the_other_remembers() -> None:
+    held = kernel_fleet()
+    for number, course in enumerate(courses_of_one_program()):
+        held.open(f"r{number}", Request(course, seed=number))
+    for counts in ({"r0": 2, "r1": 3}, {"r1": 2, "r0": 1}, {"r0": 1, "r1": 2}):
+        assert wrong_in(held.step(counts)) == []
 
 
 def wide(width: int, dtype: torch.dtype, steer: Steer) -> SteerTables:
@@ -131,8 +139,11 @@ def test_a_run_that_goes_beyond_the_forward_ends_with_it() -> None:
     assert torch.equal(memory[4:], torch.ones(4, 70))
 
 
-def test_an_empty_forward_is_no_launch() -> None:
-    wide(70, torch.float32, Steerer(70)).site("s").apply(torch.zeros(0, 70), None)
+def test_an_empty_forward_is_no_launch_and_rows_that_lie_across_are_refused() -> None:
+    site = wide(70, torch.float32, Steerer(70)).site("s")
+    site.apply(torch.zeros(0, 70), None)
+    with pytest.raises(ValueError, match="in steps of more than one"):
+        site.apply(torch.zeros(70, 3).T, None)
 
 
 PLANTED = {
@@ -144,7 +155,7 @@ PLANTED = {
     "a walk one too short": ("in range(count):", "in range(count - (count > 1)):"),
     "nothing is remembered": ("advanced = tl.where(run > 0, reads, 0)", "advanced = reads * 0"),
     "the program of the first row": ("tl.load(map_ptr + row * ENTRY)", "tl.load(entry_ptr)"),
-    "special tokens advance gates": ("g == tl.where(is_skipped, -1, gate)", "g == gate"),
+    "special tokens advance gates": ("!= 0) & (is_skipped == 0)", "!= 0)"),
     "special tokens are steered": ("tl.where(is_skipped, 0.0, amount)", "amount"),
     "an op too few": ("in range(num_ops):", "in range(num_ops - (num_ops > 1)):"),
     "a closed latch": ("((flags & IS_LATCHED) != 0) | is_held", "is_held"),

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from clairai.errors import TapMissingError
 from clairai.steer.course import OPEN_END, Action, Course, Gate
 from clairai.tap.steer_tables import SteerTables
-from tests.unit.toy_courses import SITES, WIDTH, random_course, row
+from tests.unit.toy_courses import SITES, WIDTH, courses_of_one_program, random_course, row
 from tests.unit.toy_steer import (
     MAX_TOKENS,
     Request,
@@ -19,6 +19,7 @@ from tests.unit.toy_steer import (
     faults,
     fleet,
     random_history,
+    wrong_in,
 )
 
 seeds = st.integers(0, 2**32 - 1)
@@ -136,6 +137,14 @@ def test_a_seat_remembers_nothing_of_the_request_that_had_it_before() -> None:
     held.step({"second": 4})
     assert [fault for seen in held.step({"second": 1}) for fault in faults(seen)] == []
     assert held.tables.state_ZG[0, 0] == 0
+
+
+def test_a_program_that_two_courses_share_keeps_out_of_what_the_other_remembers() -> None:
+    held = fleet()
+    for number, course in enumerate(courses_of_one_program()):
+        held.open(f"r{number}", Request(course, seed=number))
+    for counts in ({"r0": 2, "r1": 3}, {"r1": 2, "r0": 1}, {"r0": 1, "r1": 2}):
+        assert wrong_in(held.step(counts)) == []
 
 
 def test_an_engine_where_nobody_steers_does_not_even_look_at_the_map() -> None:

@@ -71,6 +71,21 @@ def rich_course(rng: np.random.Generator) -> Course:
     )
 
 
+def courses_of_one_program() -> tuple[Course, Course]:
+    """Both have a segment with the same lone action; its gate is the first of one course only.
+
+    The other's first gate remembers, at the same site: the shared program must not touch that.
+    """
+    along, part = row("pre_attn.0", np.ones(WIDTH)), (row("pre_attn.0", np.arange(WIDTH)),)
+    always: tuple[Range, ...] = ((0, OPEN_END),)
+    is_open = Gate("toy", along, 0.0, "none", threshold=-1000.0)
+    is_closed = Gate("toy", along, 0.0, "none", threshold=1000.0, latch=True)
+    alone = Course((Action("toy", "", "add", part, 1.0, always, gate=0),), (is_open,))
+    latched = Action("toy", "", "add", part, 9.0, ((0, 1), (5, OPEN_END)), gate=0)
+    beside = Action("toy", "", "add", part, 1.0, always, gate=1)
+    return alone, Course((latched, beside), (is_closed, is_open))
+
+
 def random_action(rng: np.random.Generator, points: list[str], gate: int | None) -> Action:
     ops: tuple[Literal["add", "ablate", "clamp", "replace"], ...]
     ops = ("add", "ablate", "clamp", "replace")

@@ -117,7 +117,9 @@ def _steer_row(x_at, residual_at, gates_at, words_ptr, reals_ptr, num_ops, vecto
             product = tl.sum(stream_D * vector_D, axis=0)
             opened = _opened(product, real_ptr, flags, _one_of(state_G, gate))
             gates_G = tl.where(g == gate, tl.where(is_skipped, 0.0, opened), gates_G)
-            state_G = tl.where(g == tl.where(is_skipped, -1, gate), opened, state_G)
+            # A gate without memory has no number of its own: two courses share its program.
+            is_kept = ((flags & (IS_HELD | IS_LATCHED)) != 0) & (is_skipped == 0)
+            state_G = tl.where(g == tl.where(is_kept, gate, -1), opened, state_G)
             is_read = num_ops > 0
         else:
             amount = tl.load(real_ptr) * tl.where(gate < 0, 1.0, _one_of(gates_G, gate))
@@ -181,13 +183,15 @@ class Steerer:
 
     def __init__(self, width: int) -> None:
         self._block = triton.next_power_of_2(width)
-        self._num_warps = min(max(self._block // 1024, 1), 16)
+        self._num_warps = min(max(self._block // 512, 1), 16)
 
     def __call__(
         self, x_TD: torch.Tensor, residual_TD: torch.Tensor | None, tables: SteerTables, site: int
     ) -> None:
         if not len(x_TD):
             return
+        if x_TD.stride(1) != 1 or (residual_TD is not None and residual_TD.stride(1) != 1):
+            raise ValueError("a row lies in steps of more than one; the kernel walks along it")
         rows = (x_TD, x_TD.stride(0))
         pair = rows if residual_TD is None else (residual_TD, residual_TD.stride(0))
         program = (tables.map_T4, tables.words_PSOW, tables.reals_PSOW, tables.num_ops_PS)
