@@ -10,11 +10,13 @@ from typing import Any, Final
 import pytest
 
 from clairai.points import Point
+from clairai.serve.mirror import View
+from clairai.serve.ruling import judge
 from clairai.steer import course, packed, rules, segments, spec, text
 from clairai.steer.registry import Limits, Registry
 from clairai.steer.seed_fields import PHASES
 from clairai.steer.spec import Entry, parse_entries
-from clairai.wanted import KEY, parse
+from clairai.wanted import KEY, Wanted, parse
 from tests.unit.tiny_courses import probe, vector
 from tests.unit.tiny_probes import numbers
 
@@ -71,14 +73,12 @@ def test_the_example_of_tiers_can_be_set() -> None:
     assert known.resolve((), prompt_len=PROMPT_LEN) is not None
 
 
-def test_the_example_of_an_answer_is_what_the_engine_tells() -> None:
+def test_the_example_of_an_answer_is_what_the_server_tells() -> None:
     (told,) = [b for b in blocks() if isinstance(b, dict) and "steering" in b.get(KEY, {})]
     gate = {"probe": "anger", "latch": True}
     asked = [{"vector": "calm", "scale": 4, "when": "generation", "gate": gate}]
-    known = registry()
-    made = known.resolve(parse_entries(asked, what="steer"), prompt_len=PROMPT_LEN)
-    assert made is not None
-    assert known.describe(made) == told[KEY]["steering"]
+    wanted = Wanted(steer=parse_entries(asked, what="steer"))
+    assert judge(wanted, View(registry()._known)).echo() == told[KEY]
 
 
 def test_the_tables_name_every_key_and_value_of_the_language() -> None:
