@@ -20,6 +20,6 @@ def test_every_journey_of_a_file_comes_to_its_end(file: str, walk: Walk) -> None
     assert {title: faults for title, faults in journeys.items() if faults} == {}
 
 
-def test_there_are_journeys_for_asking_looking_trouble_sharing_and_access() -> None:
+def test_there_are_journeys_for_asking_looking_trouble_sharing_access_and_steering() -> None:
     named = {file.removesuffix(".test.ts") for file in FILES}
-    assert named >= {"ask", "look", "trouble", "share", "access"}
+    assert named >= {"ask", "look", "trouble", "share", "access", "steer"}

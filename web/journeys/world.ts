@@ -113,7 +113,7 @@ export async function answered(page: Page): Promise<void> {
 export async function exported(page: Page, entry: RegExp): Promise<string> {
   const download = page.waitForEvent("download");
   await page.getByRole("button", { name: "Export" }).click();
-  await page.getByRole("button", { name: entry }).click();
+  await page.locator(".menu").getByRole("button", { name: entry }).click();
   const saved = await download;
   const path = join(mkdtempSync(join(tmpdir(), "clairai-")), saved.suggestedFilename());
   await saved.saveAs(path);
@@ -127,7 +127,7 @@ export async function exportedJson(page: Page): Promise<RunFile> {
 /** Choose an entry of the copy menu; gives what is on the clipboard then. */
 export async function copied(page: Page, entry: string): Promise<string> {
   await page.getByRole("button", { name: "Copy", exact: true }).click();
-  await page.getByRole("button", { name: entry }).click();
+  await page.locator(".menu").getByRole("button", { name: entry }).click();
   await page.getByText("Copied").waitFor();
   return page.evaluate(() => navigator.clipboard.readText());
 }

@@ -141,14 +141,20 @@ describe("steering in words", () => {
     ).toBe(
       "joy −2 at post_block.15 in the prompt, at positions 0:4, special tokens left out while code ≥ 0.5 (latched)",
     );
-    expect(entryWords({ vector: "joy", op: "clamp", high: 3, when: "both" })).toBe("joy clamped to ∞…3");
-    expect(entryWords({ vector: null, op: "ablate", scale: 0.5 })).toBe("an inline vector ablated × 0.5");
-    expect(entryWords({ vector: "joy", scale: 0.25, match_norm: true })).toBe("joy +0.25 of the norm");
+    expect(entryWords({ vector: "joy", op: "clamp", high: 3, when: "both" })).toBe(
+      "joy clamped ≤ 3 on every token",
+    );
+    expect(entryWords({ vector: null, op: "ablate", scale: 0.5 })).toBe(
+      "an inline vector ablated × 0.5 on every token",
+    );
+    expect(entryWords({ vector: "joy", scale: 0.25, match_norm: true })).toBe(
+      "joy +0.25 of the norm on every token",
+    );
   });
 
   it("names the tiers that steer, and no other", () => {
     expect(tierWords({ base: [], prefill: [{ vector: "joy", scale: 2 }], decode: [] })).toBe(
-      "prefill: joy +2",
+      "prefill: joy +2 in the prompt",
     );
     expect(tierWords({ base: [], prefill: [], decode: [] })).toBe("");
   });

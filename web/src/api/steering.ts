@@ -45,7 +45,12 @@ export interface StopRule {
 }
 
 /** As the server says it: of what came inline there is a digest and no name. */
-export type AppliedEntry = Partial<Omit<SteerEntry, "vector">> & { vector?: unknown; digest?: string };
+export type AppliedEntry = Partial<Omit<SteerEntry, "vector">> & {
+  vector?: unknown;
+  digest?: string;
+  /** Of one that steers every request. */
+  tier?: Tier;
+};
 
 /** What the engine says it does to a run; thresholds of rules are known here. */
 export interface Echo {

@@ -21,9 +21,9 @@ export function brief(value: number): string {
   return tidy(value.toFixed(size >= 100 ? 0 : size >= 10 ? 1 : 2));
 }
 
-/** What somebody has set: as it was set, to six digits. */
+/** What somebody has set: as it was set, to six digits; "?" for an empty field. */
 export function exact(value: number): string {
-  return tidy(String(Number(value.toPrecision(6))));
+  return Number.isNaN(value) ? "?" : tidy(String(Number(value.toPrecision(6))));
 }
 
 export function count(value: number): string {

@@ -2,26 +2,31 @@
 import {
   TIERS,
   type AppliedEntry,
+  type Phase,
   type PositionRange,
   type SteerGate,
   type StopRule,
+  type Tier,
   type Tiers,
   type When,
 } from "../api/steering";
 import { rangesText } from "../data/ranges";
 import { exact, counted } from "./number";
 
-const PHASES: Record<string, string> = {
+const PHASES: Record<Phase, string> = {
+  both: "on every token",
   prompt: "in the prompt",
   generation: "in the answer",
   last_prompt: "at the last prompt token",
 };
+/** A tier cuts what its entries say to its own tokens. */
+const TIER_PHASES: Record<Tier, Phase> = { base: "both", prefill: "prompt", decode: "generation" };
 
 export function entryWords(entry: AppliedEntry): string {
   const parts = [
     actWords(entry),
     entry.points ? `at ${entry.points.join(", ")}` : "",
-    whenWords(entry.when),
+    whenWords(entry.when ?? "both", entry.tier ?? "base"),
     entry.gate ? gateWords(entry.gate) : "",
   ];
   return parts.filter(Boolean).join(" ");
@@ -37,7 +42,7 @@ export function actWords(entry: AppliedEntry): string {
     case "ablate":
       return `${name} ablated${strength(scale)}`;
     case "clamp":
-      return `${name} clamped to ${bound(entry.low)}…${bound(entry.high)}${strength(scale)}`;
+      return `${name} clamped${bounds(entry)}${strength(scale)}`;
     case "replace":
       return `replaced by ${name}${strength(scale)}`;
   }
@@ -47,17 +52,19 @@ function strength(scale: number): string {
   return scale === 1 ? "" : ` × ${exact(scale)}`;
 }
 
-function bound(value: number | null | undefined): string {
-  return value == null ? "∞" : exact(value);
+function bounds({ low, high }: AppliedEntry): string {
+  const parts = [low == null ? "" : ` ≥ ${exact(low)}`, high == null ? "" : ` ≤ ${exact(high)}`];
+  return parts.filter(Boolean).join(" and");
 }
 
-export function whenWords(when: When | null | undefined): string {
-  if (when == null) return "";
-  if (typeof when === "string") return PHASES[when] ?? "";
+export function whenWords(when: When, tier: Tier = "base"): string {
+  const given = typeof when === "string" ? { phase: when } : when;
+  const phase = given.phase === "both" ? TIER_PHASES[tier] : given.phase;
+  const isSome = given.positions != null && !isAll(given.positions);
   const parts = [
-    PHASES[when.phase] ?? "",
-    when.positions?.length && !isAll(when.positions) ? `at positions ${rangesText(when.positions)}` : "",
-    when.skip_special ? "special tokens left out" : "",
+    isSome && phase === "both" ? "" : PHASES[phase],
+    isSome && given.positions ? `at positions ${rangesText(given.positions)}` : "",
+    given.skip_special ? "special tokens left out" : "",
   ];
   return parts.filter(Boolean).join(", ");
 }
@@ -89,6 +96,6 @@ export function conditionWords({ probe, tokens }: StopRule, threshold: number | 
 /** Empty where no tier steers. */
 export function tierWords(tiers: Tiers): string {
   return TIERS.filter((tier) => tiers[tier].length > 0)
-    .map((tier) => `${tier}: ${tiers[tier].map(entryWords).join("; ")}`)
+    .map((tier) => `${tier}: ${tiers[tier].map((entry) => entryWords({ ...entry, tier })).join("; ")}`)
     .join(". ");
 }

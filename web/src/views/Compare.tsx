@@ -7,7 +7,7 @@ import type { Tape } from "../data/tape";
 import { usePage } from "../state/page";
 import { RUNNING, type Run } from "../state/types";
 import { sent } from "../state/request";
-import { count, score, signed } from "../text/number";
+import { counted, score, signed } from "../text/number";
 import { probeIn, useRun, useTapeVersion, useTheme, useView } from "./hooks";
 import { Composer } from "./chat/Composer";
 import { Legend } from "./chat/Legend";
@@ -124,7 +124,8 @@ function Side({ run, name, differing }: { run: Run; name: "A" | "B"; differing: 
             .join(", ")}
           {numDiffering > 0 && (
             <>
-              , {count(numDiffering)} <span className="differs-key" aria-hidden="true" /> not in the other
+              , {counted(numDiffering, "token")} <span className="differs-key" aria-hidden="true" /> not in
+              the other
             </>
           )}
         </p>

@@ -2,6 +2,7 @@
 import { usePage } from "../../state/page";
 import type { State } from "../../state/types";
 import { count } from "../../text/number";
+import { sentence } from "../../text/sentence";
 import { useView } from "../hooks";
 import { TiersNotice } from "../steer/TiersNotice";
 
@@ -9,12 +10,6 @@ interface Message {
   tone: "busy" | "bad";
   title: string;
   text: string;
-}
-
-/** The server's reasons are parts of sentences. */
-function sentence(text: string): string {
-  const said = text.charAt(0).toUpperCase() + text.slice(1);
-  return /[.!?]$/.test(said) ? said : `${said}.`;
 }
 
 export function messageOf(state: Pick<State, "link" | "engine" | "isFrozen">): Message | null {

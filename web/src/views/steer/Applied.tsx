@@ -38,7 +38,11 @@ function Entries({ title, entries }: { title: string; entries: readonly AppliedE
     <ul aria-label={title}>
       {entries.map((entry, i) => (
         <li key={i}>
-          <strong>{title}</strong> {entryWords(entry)}
+          <strong>
+            {title}
+            {entry.tier !== undefined && ` to everybody (${entry.tier})`}
+          </strong>{" "}
+          {entryWords(entry)}
           {entry.digest !== undefined && (
             <code title={`The vector’s content: ${entry.digest}`}>{entry.digest.slice(0, 8)}</code>
           )}

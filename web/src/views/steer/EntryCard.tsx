@@ -10,9 +10,9 @@ import { NumberField } from "./NumberField";
 
 const OP_WORDS: Record<Op, string> = {
   add: "Add",
-  ablate: "Ablate: take the direction out",
-  clamp: "Clamp: cap the projection",
-  replace: "Replace the row",
+  ablate: "Ablate (take out)",
+  clamp: "Clamp (cap)",
+  replace: "Replace (patch)",
 };
 
 const PHASE_WORDS: Record<Phase, string> = {

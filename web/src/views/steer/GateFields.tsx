@@ -1,6 +1,6 @@
 // Takes an entry; lets a probe open and close it, token by token.
 import type { EntryDraft, GateDraft } from "../../data/steer";
-import { exact } from "../../text/number";
+import { brief } from "../../text/number";
 import { useView } from "../hooks";
 import { ordered } from "../rail/groups";
 import { NumberField } from "./NumberField";
@@ -60,7 +60,7 @@ function Gate({ gate, vector, onChange }: GateProps) {
           title="Threshold"
           value={gate.threshold}
           onChange={(threshold) => change({ threshold })}
-          placeholder={own === null ? "needed" : `its own, ${exact(own)}`}
+          placeholder={own === null ? "needed" : `its own, ${brief(own)}`}
         />
         <label className="field">
           Opens

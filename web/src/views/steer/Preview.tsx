@@ -5,7 +5,7 @@ import { copyText } from "../../state/copy";
 import { usePage, type Page } from "../../state/page";
 import { aimOf, asksOf, bodyOf, isPair, messagesOf, type CompletionBody } from "../../state/request";
 import { pathTo } from "../../state/store";
-import { useView } from "../hooks";
+import { useTapeVersion, useView } from "../hooks";
 
 const FORMS = ["JSON", "curl", "Python"] as const;
 type Form = (typeof FORMS)[number];
@@ -16,9 +16,10 @@ export function Preview() {
   const [form, setForm] = useState<Form>("JSON");
   const [isCopied, setCopied] = useState(false);
   const isTwo = useView((state) => isPair(state.draft));
+  // Whatever the request is made of: the draft, where it goes, and the answers before it.
   useView((state) => state.draft);
-  useView((state) => state.head);
   useView((state) => state.versus);
+  useTapeVersion(useView((state) => state.head));
   const body = draftBody(page);
   if (!body) return null;
   const text = textOf(page, body, form);

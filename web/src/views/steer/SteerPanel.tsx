@@ -5,6 +5,7 @@ import { usePage } from "../../state/page";
 import { draftFaults } from "../../state/request";
 import { removeEntries, setPaired } from "../../state/steer";
 import { counted } from "../../text/number";
+import { sentence } from "../../text/sentence";
 import { useView } from "../hooks";
 import { Preview } from "./Preview";
 import { StopRules } from "./StopRules";
@@ -33,10 +34,7 @@ function Off({ reason }: { reason: string | null }) {
   const numLeft = useView((state) => state.draft.entries.length);
   return (
     <section className="empty">
-      <p>
-        {reason === null ? "This engine does not steer." : `${reason}.`} Start it with <code>--steering</code>
-        , or with vectors:
-      </p>
+      <p>{reason === null ? "This engine does not steer. Start it with vectors:" : sentence(reason)}</p>
       <pre>clairai serve MODEL --vectors vectors/</pre>
       {numLeft > 0 && (
         <button type="button" onClick={() => removeEntries(page.store, () => true)}>

@@ -2,7 +2,7 @@
 import { MAX_RULES, ruleFault, type RuleDraft } from "../../data/rules";
 import { usePage } from "../../state/page";
 import { addRule, changeRule, removeRule } from "../../state/steer";
-import { exact } from "../../text/number";
+import { brief } from "../../text/number";
 import { useView } from "../hooks";
 import { ordered } from "../rail/groups";
 import { NumberField } from "./NumberField";
@@ -57,7 +57,7 @@ function Rule({ rule }: { rule: RuleDraft }) {
           title="At or over"
           value={rule.threshold}
           onChange={(threshold) => change({ threshold })}
-          placeholder={own === null ? "needed" : `its own, ${exact(own)}`}
+          placeholder={own === null ? "needed" : `its own, ${brief(own)}`}
         />
         <NumberField
           title="Tokens in a row"

@@ -33,7 +33,7 @@ export function VectorRow({ vector, entries }: Props) {
         <p className="vector-foot">
           <span className="faint">
             Suggested {exact(vector.scale)}, norm {normsOf(vector)}
-            {vector.method != null && `, by ${vector.method}`}
+            {vector.method != null && ` (${vector.method})`}
           </span>
           <button type="button" className="quiet" onClick={() => addEntry(page.store, vector)}>
             Add again
