@@ -59,6 +59,16 @@ class VectorBank:
         control = wire_steer.SetSteering(_json(base), _json(prefill), _json(decode))
         return _shown(ask(self._llm, control, wire_steer.SteeringState))
 
+    def amend(self, stream: int, steer: Sequence[Entry]) -> tuple[int, ...]:
+        """Steer a running request otherwise from its next step on.
+
+        Gives for each of its running answers the position from which it is steered so. `stream` is
+        the number the request was given with `clairai.request(stream=...)`.
+        """
+        encoded = _json(steer)
+        assert encoded is not None
+        return ask(self._llm, wire_steer.Amend(stream, encoded), wire_steer.Amended).positions
+
     def _state(self, control: wire_steer.Control) -> tuple[wire_steer.ListedVector, ...]:
         return ask(self._llm, control, wire_steer.VectorState).vectors
 

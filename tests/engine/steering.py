@@ -174,3 +174,26 @@ def abort_one(llm: Any, ask: Ask, num_steps: int) -> int:
         engine.step()
     gc.collect()
     return len(engine.engine_core.engine_core.clairai_lookout._watches)
+
+
+def amend_after(llm: Any, ask: Ask, num_steps: int, steer: list[Any]) -> tuple[int, Answer]:
+    """Steer a request otherwise when it has run for some steps; from where on, and its answer."""
+    from vllm import SamplingParams
+
+    engine = llm.llm_engine
+    params = SamplingParams(
+        max_tokens=ask.num_new,
+        temperature=0.0,
+        ignore_eos=True,
+        detokenize=False,
+        logprobs=NUM_LOGPROBS,
+        extra_args=clairai.request(steer=list(ask.steer), stream=77),
+    )
+    engine.add_request("amended", {"prompt_token_ids": list(ask.prompt)}, params)
+    for _ in range(num_steps):
+        engine.step()
+    (position,) = clairai.VectorBank(llm).amend(77, steer)
+    done: list[Any] = []
+    while engine.has_unfinished_requests():
+        done += [output for output in engine.step() if output.finished]
+    return position, _read(done[0])

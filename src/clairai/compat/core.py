@@ -10,6 +10,7 @@ import functools
 import os
 from typing import Any, Final
 
+from clairai.compat.amends import amend
 from clairai.compat.requests import read_keys
 from clairai.compat.sight import KEY
 from clairai.settings import Settings, plan
@@ -35,13 +36,13 @@ def desk_of(core: Any) -> Desk:
     found: Desk | None = vars(core).get(_DESK)
     if found is None:
         # Two threads may come here first; setdefault lets one of the two desks be the one.
-        found = vars(core).setdefault(_DESK, make_desk(core.vllm_config))
+        found = vars(core).setdefault(_DESK, make_desk(core.vllm_config, core))
     assert found is not None
     return found
 
 
-def make_desk(vllm_config: Any) -> Desk:
-    """Raises what is wrong with the settings' vectors."""
+def make_desk(vllm_config: Any, core: Any = None) -> Desk:
+    """Raises what is wrong with the settings' vectors; without a core nobody's course changes."""
     settings = settings_of(vllm_config)
     model = vllm_config.model_config
     num_layers = model.hf_text_config.num_hidden_layers
@@ -57,7 +58,8 @@ def make_desk(vllm_config: Any) -> Desk:
     )
     registry.put(planned.vectors, "add")
     registry.set_probes(planned.probes)
-    return Desk(registry, planned.probes)
+    change = None if core is None else functools.partial(amend, core, registry)
+    return Desk(registry, planned.probes, change)
 
 
 def with_keys(original: Any) -> Any:

@@ -18,6 +18,7 @@ from weakref import WeakSet, WeakValueDictionary, finalize
 from clairai import wanted as fields
 from clairai.errors import ClairaiError, RequestError
 from clairai.steer import course as courses
+from clairai.steer.amend import check_acts
 from clairai.steer.course import Course
 from clairai.steer.desk import Desk
 from clairai.steer.keys import BlockKeys
@@ -106,8 +107,9 @@ class Reception:
         """The engine took the request (v1/request.py): from now on it holds ticket and claim."""
         given.ticket.children.add(request)
         request.clairai_ticket = given.ticket
+        request.clairai_seat = given.seat
         if given.watch is not None:
-            request.clairai_watch, request.clairai_seat = given.watch, given.seat
+            request.clairai_watch = given.watch
         if given.claim is not None:
             finalize(request, given.claim.release)
 
@@ -120,7 +122,12 @@ class Reception:
         if not wanted.stop:
             return None
         thresholds = self._desk.thresholds(wanted.stop)
-        return Watch(wanted.stop, thresholds, len(request.prompt_token_ids or ()))
+        prompt_len = len(request.prompt_token_ids or ())
+        for rule in wanted.stop:
+            if rule.steer:  # refused now, not when it goes off
+                check_acts(rule.steer, prompt_len, prompt_len)
+                self._desk.registry.resolve(rule.steer, prompt_len=prompt_len)
+        return Watch(wanted.stop, thresholds, prompt_len)
 
     def _course(self, wanted: fields.Wanted, request: Any) -> Course | None:
         if not self._desk.is_steering and not wanted.steer:
@@ -181,8 +188,12 @@ def read_mark(sampling_params: Any, req_id: str) -> tuple[Mark, str]:
 
 
 def read_course(sampling_params: Any) -> Course | None:
-    """What steers the request; as it was sealed, or read from what another process sealed."""
-    sealed = (getattr(sampling_params, "extra_args", None) or {}).get(COURSE)
+    """What steers the request."""
+    return read_sealed((getattr(sampling_params, "extra_args", None) or {}).get(COURSE))
+
+
+def read_sealed(sealed: bytes | None) -> Course | None:
+    """As it was sealed here, or read from what another process sealed."""
     if sealed is None or isinstance(sealed, Sealed):
         return getattr(sealed, "course", None)
     return courses.DECODER.decode(sealed)

@@ -13,8 +13,10 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from clairai.compat.requests import read_course, read_mark
+from clairai.compat.amends import CARRIED
+from clairai.compat.requests import read_course, read_mark, read_sealed
 from clairai.errors import UnsupportedError
+from clairai.steer.course import Course
 from clairai.tap.outlet import Inputs
 from clairai.tap.rows import Batch
 from clairai.tap.station import NewRequest
@@ -25,6 +27,9 @@ class Listener(Protocol):
 
     def begin(self, new: Sequence[NewRequest], finished: Sequence[str]) -> None:
         """Requests come and go."""
+
+    def amend(self, req_id: str, course: Course | None) -> None:
+        """From now on this is what steers the request."""
 
     def place(self, batch: Batch) -> None:
         """The batch is laid out; the forward has not begun."""
@@ -76,12 +81,21 @@ def _around_step(listeners: Sequence[Listener], inputs: Callable[[], Inputs], gi
     scheduled = args[0] if args else kwargs["scheduler_output"]
     new = list(map(_new_request, scheduled.scheduled_new_reqs))
     finished = list(scheduled.finished_req_ids)
+    changed = {req_id: read_sealed(sealed) for req_id, sealed in _carried(scheduled).items()}
     for listener in listeners:
         listener.begin(new, finished)
+        for req_id, course in changed.items():
+            listener.amend(req_id, course)
     result = original(*args, **kwargs)
     for listener in listeners:
         listener.end(inputs)
     return result
+
+
+def _carried(scheduled: Any) -> dict[str, Any]:
+    """What compat/amends.py put there: requests that are steered otherwise from now on."""
+    carried: dict[str, Any] = getattr(scheduled, CARRIED, {})
+    return carried
 
 
 def _before_dummy(listeners: Sequence[Listener], given: Given) -> Any:

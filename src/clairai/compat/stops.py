@@ -21,8 +21,12 @@ from weakref import finalize
 import msgspec
 
 from clairai import wire
+from clairai.compat.amends import amend_one
+from clairai.compat.core import desk_of
+from clairai.errors import ClairaiError
 from clairai.ring.attach import Reader
 from clairai.ring.reader import Record
+from clairai.steer.rules import Rule
 from clairai.steer.watch import Watch
 
 WAIT_S: Final = 2.0  # for a row that the GPU has computed; it takes some 50 us
@@ -35,8 +39,9 @@ Seat = tuple[int, int]  # stream and choice
 class Lookout:
     """Reads the ring in the engine core while requests with rules run."""
 
-    def __init__(self, attach: Callable[[], Reader]) -> None:
+    def __init__(self, attach: Callable[[], Reader], steer: Callable[[Any, Rule], None]) -> None:
         self._attach = attach
+        self._steer = steer
         self._reader: Reader | None = None
         self._watches: dict[Seat, Watch] = {}
 
@@ -49,13 +54,25 @@ class Lookout:
     def leave(self, seat: Seat) -> None:
         self._watches.pop(seat, None)
 
-    def judge(self, seat: Seat, position: int) -> str | None:
-        """Why the answer ends with what is known up to this position; None if it goes on."""
+    def judge(self, seat: Seat, position: int) -> None:
+        """Have the rules see the scores of everything up to this position."""
         watch = self._watches[seat]
         deadline_s = time.monotonic() + WAIT_S
         while watch.end is None and watch.next_position <= position:
             if not self._poll() and not self._wait(deadline_s):
                 watch.give_up("its scores did not come")
+
+    def react(self, request: Any) -> str | None:
+        """Do what the rules ask for; why the answer ends, None if it goes on."""
+        watch: Watch = request.clairai_watch
+        while watch.alarms:
+            alarm = watch.alarms.pop(0)
+            _log.warning("%s: %s, position %d", alarm.rule.action, alarm.reason, alarm.position)
+            if alarm.rule.action == "steer":
+                try:
+                    self._steer(request, alarm.rule)
+                except ClairaiError as error:
+                    watch.give_up(error.reason)
         return watch.end
 
     def close(self) -> None:
@@ -111,8 +128,9 @@ def with_rules(original: Any) -> Any:
         if getattr(request, "clairai_watch", None) is None:
             return has_ended
         # The newest token has no row yet: the one before it has.
-        reason = request.clairai_lookout.judge(request.clairai_seat, request.num_tokens - 2)
-        _tell(request.clairai_watch)
+        lookout, seat = request.clairai_lookout, request.clairai_seat
+        lookout.judge(seat, request.num_tokens - 2)
+        reason = lookout.react(request)
         if not has_ended and reason is not None:
             from vllm.v1.request import RequestStatus
 
@@ -123,19 +141,15 @@ def with_rules(original: Any) -> Any:
     return check_stop
 
 
-def _tell(watch: Watch) -> None:
-    """Alarms are in the log once; the request's own end says the rest."""
-    while watch.alarms:
-        alarm = watch.alarms.pop(0)
-        action = alarm.rule.action
-        _log.warning("%s: %s at position %d", action, alarm.reason, alarm.position)
-
-
 def _lookout(core: Any) -> Lookout:
-    found = vars(core).get(_LOOKOUT)
+    found: Lookout | None = vars(core).get(_LOOKOUT)
     if found is None:
-        found = vars(core)[_LOOKOUT] = Lookout(lambda: _attached(core))
-    return found  # type: ignore[no-any-return]
+
+        def steer(request: Any, rule: Rule) -> None:
+            amend_one(core, desk_of(core).registry, request, rule.steer)
+
+        found = vars(core)[_LOOKOUT] = Lookout(lambda: _attached(core), steer)
+    return found
 
 
 def _attached(core: Any) -> Reader:

@@ -21,7 +21,7 @@ from clairai.steer.fields import close_to
 from clairai.steer.files import dumps, loads
 from clairai.steer.registry import Registry
 from clairai.steer.rules import Rule
-from clairai.steer.spec import describe, parse_entries
+from clairai.steer.spec import Entry, describe, parse_entries
 
 REMEMBERED_REFUSALS: Final = 1024
 _DECODER: Final = msgspec.msgpack.Decoder(wire.Control)
@@ -35,13 +35,18 @@ _OFF: Final = (
 )
 
 Workers = Callable[[], list[bytes]]
+Amend = Callable[[int, Sequence[Entry]], list[int]]
 
 
 class Desk:
     """One for each engine core; `registry` is None where rows cannot be steered."""
 
-    def __init__(self, registry: Registry | None, probes: tuple[Probe, ...]) -> None:
+    def __init__(
+        self, registry: Registry | None, probes: tuple[Probe, ...], amend: Amend | None = None
+    ) -> None:
+        """`amend` steers the running answers of a stream otherwise; it says from where on each."""
         self._registry = registry
+        self._amend = amend
         self._probes = {probe.name: probe for probe in probes}
         self._refusals: OrderedDict[int, wire_steer.Refused] = OrderedDict()
         self._lock = threading.Lock()  # requests come on another thread than control messages
@@ -119,7 +124,7 @@ class Desk:
                 given = {tier: getattr(control, tier) for tier in _TIERS}
                 self.registry.set_tiers(
                     **{
-                        tier: parse_entries(msgspec.json.decode(text), what=tier)
+                        tier: parse_entries(_read(text), what=tier)
                         for tier, text in given.items()
                         if text is not None
                     }
@@ -127,8 +132,18 @@ class Desk:
                 return self._tiers()
             case wire_steer.GetSteering():
                 return self._tiers()
+            case wire_steer.Amend(stream, steer):
+                return self._amended(stream, parse_entries(_read(steer), what="steer"))
             case _:
-                raise SteeringOffError("a running request cannot be steered otherwise yet")
+                raise AssertionError(control)
+
+    def _amended(self, stream: int, entries: tuple[Entry, ...]) -> wire_steer.Amended:
+        assert self.registry is not None
+        assert self._amend is not None
+        positions = self._amend(stream, entries)
+        if not positions:
+            raise RequestError(f"no request of stream {stream} is running")
+        return wire_steer.Amended(tuple(positions), _JSON.encode(list(map(describe, entries))))
 
     def _tiers(self) -> wire_steer.SteeringState:
         tiers = self.registry.tiers()
@@ -149,3 +164,10 @@ class Desk:
                 return
         if self._registry is not None:
             self._registry.set_probes(list(self._probes.values()))
+
+
+def _read(text: bytes) -> object:
+    try:
+        return msgspec.json.decode(text)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+        raise RequestError("entries must be a list in JSON") from None

@@ -5,14 +5,16 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Final, Literal, cast, get_args
 
+from clairai.errors import RequestError
 from clairai.steer import fields
+from clairai.steer.spec import Entry, parse_entries, to_json
 
-RuleAction = Literal["stop", "alert"]
+RuleAction = Literal["stop", "alert", "steer"]
 RULE_ACTIONS: Final[tuple[RuleAction, ...]] = get_args(RuleAction)
 MAX_RULES: Final = 16  # of a request
 MAX_TOKENS: Final = 1000
 
-_KNOWN: Final = ("probe", "threshold", "tokens", "action")
+_KNOWN: Final = ("probe", "threshold", "tokens", "action", "steer")
 
 
 @dataclass(frozen=True)
@@ -23,13 +25,15 @@ class Rule:
     threshold: float | None = None  # None: the probe's own
     tokens: int = 1
     action: RuleAction = "stop"
+    steer: tuple[Entry, ...] = ()  # what steers the rest of the request, for the action steer
 
     def written(self) -> dict[str, Any]:
         """As JSON; what parse_rules reads as an equal rule."""
         written: dict[str, Any] = {"probe": self.probe}
         if self.threshold is not None:
             written["threshold"] = self.threshold
-        return written | {"tokens": self.tokens, "action": self.action}
+        written |= {"tokens": self.tokens, "action": self.action}
+        return written | ({"steer": list(map(to_json, self.steer))} if self.steer else {})
 
 
 def parse_rules(given: object, *, what: str) -> tuple[Rule, ...]:
@@ -41,9 +45,15 @@ def parse_rules(given: object, *, what: str) -> tuple[Rule, ...]:
 def _rule(given: object, what: str) -> Rule:
     asked = fields.fields(what, given, _KNOWN)
     action = fields.choice(f"{what}.action", asked.get("action", "stop"), RULE_ACTIONS)
+    if (action == "steer") != bool(asked.get("steer")):
+        raise RequestError(
+            f"{what}: the action steer and a list of entries under steer belong together; "
+            "give both, or neither"
+        )
     return Rule(
         probe=fields.text(f"{what}.probe", asked.get("probe")),
         threshold=fields.optional_number(f"{what}.threshold", asked.get("threshold")),
         tokens=fields.whole(f"{what}.tokens", asked.get("tokens", 1), low=1, high=MAX_TOKENS),
         action=cast(RuleAction, action),
+        steer=parse_entries(asked.get("steer", []), what=f"{what}.steer"),
     )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+from clairai.steer.course import Course
 from clairai.tap.outlet import Inputs
 from clairai.tap.rows import Batch
 from clairai.tap.station import NewRequest
@@ -22,6 +23,12 @@ class Helm:
         for request in new:
             if request.course is not None:
                 self.steering.open(request.req_id, request.course)
+
+    def amend(self, req_id: str, course: Course | None) -> None:
+        """Its gates begin anew: those that acted before act no more."""
+        self.steering.close(req_id)
+        if course is not None:
+            self.steering.open(req_id, course)
 
     def place(self, batch: Batch) -> None:
         self.steering.place(batch)

@@ -116,6 +116,9 @@ class Station:
         if rows.num_tokens or len(rows.events):
             self._send(rows, inputs())
 
+    def amend(self, req_id: str, course: Course | None) -> None:
+        """Whose rows they are does not depend on what steers them."""
+
     def blank(self) -> None:
         """Nobody's rows are not published: nothing to clear."""
 

@@ -79,6 +79,7 @@ class SteerTables:
         self.special_K = torch.zeros(vocabulary, dtype=torch.uint8, device=device)
         # How often each site ran: the proof that no compiled graph has lost one.
         self.ran_S = torch.zeros(len(sites), **ints)
+        self.ran = self.ran_S.unbind()  # the same memory, site by site
         self.token_ids_T: torch.Tensor | None = None
         self.num_mapped = 0  # rows of the map from here on are clear
         self.steer: Steer = _steer_of(self)
@@ -122,6 +123,7 @@ class SteerTables:
 
     def put_seat(self, seat: int, reads_S: NDArray[np.uint8]) -> None:
         self._put(self.reads_ZS[seat], reads_S)
+        self._put(self.state_ZG[seat], np.zeros(self.state_ZG.shape[1], np.float32))
 
     def _put(self, place: torch.Tensor, values: NDArray[Any]) -> None:
         """In the order of the stream: what was launched before still finds the old contents."""
