@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
@@ -21,23 +21,25 @@ from clairai.tap.steer_tables import SteerTables
 def steer_twin(
     x_TD: torch.Tensor, residual_TD: torch.Tensor | None, tables: SteerTables, site: int
 ) -> None:
-    tables.ran_S[site] += 1
+    tables.ran[site].add_(1)
     if not tables.num_mapped:
         return  # known on the host: an engine where nobody steers does nothing more
-    for stretch in _stretches(len(x_TD), tables, site):
-        rows_N = torch.from_numpy(stretch.rows_N).to(x_TD.device)
-        x_ND = x_TD[rows_N]
-        stream_ND = x_ND if residual_TD is None else x_ND + residual_TD[rows_N]
-        work = _Work(tables, stretch, rows_N, stream_ND.float())
+    for stretch in _stretches(x_TD.shape[0], tables, site):
+        rows = stretch.rows(x_TD.device)
+        x_ND = x_TD[rows]
+        stream_ND = x_ND if residual_TD is None else x_ND + residual_TD[rows]
+        work = _Work(tables, stretch.seat, rows, stream_ND.float())
         for op in _ops(tables, stretch.program, site):
             work.run(op)
-        changed_N = work.is_changed_N
-        steered_ND = work.stream_ND[changed_N].to(x_TD.dtype)
-        if residual_TD is None:
-            x_TD[rows_N[changed_N]] = steered_ND
-        else:
-            residual_TD[rows_N[changed_N]] = steered_ND
-            x_TD[rows_N[changed_N]] = 0
+        if work.is_changed_N1 is None:
+            continue
+        old_TD = x_TD if residual_TD is None else residual_TD
+        old_TD[rows] = torch.where(work.is_changed_N1, work.stream_ND.to(x_TD.dtype), old_TD[rows])
+        if residual_TD is not None:
+            x_TD[rows] = x_TD[rows].masked_fill(work.is_changed_N1, 0)
+
+
+Rows: TypeAlias = "slice | torch.Tensor"
 
 
 @dataclass(frozen=True)
@@ -48,24 +50,29 @@ class _Stretch:
     rows_N: NDArray[np.intp]
     seat: int | None = None
 
+    def rows(self, device: torch.device) -> Rows:
+        first, last = int(self.rows_N[0]), int(self.rows_N[-1])
+        if last - first + 1 == len(self.rows_N):
+            return slice(first, last + 1)  # much the cheaper way to them
+        return torch.from_numpy(self.rows_N).to(device)
+
 
 def _stretches(num_tokens: int, tables: SteerTables, site: int) -> Iterator[_Stretch]:
     map_T4: NDArray[np.int32] = tables.map_T4[:num_tokens].cpu().numpy()
     num_ops_P: NDArray[np.int32] = tables.num_ops_PS[:, site].cpu().numpy()
-    program_T = np.where(num_ops_P[map_T4[:, t.PROGRAM]] > 0, map_T4[:, t.PROGRAM], 0)
-    if not program_T.any() and not map_T4[:, t.RUN].any():
-        return
+    program_T = map_T4[:, t.PROGRAM] * (num_ops_P[map_T4[:, t.PROGRAM]] > 0)
     reads_Z: NDArray[np.uint8] = tables.reads_ZS[:, site].cpu().numpy()
     run_T, seat_T = map_T4[:, t.RUN], map_T4[:, t.SEAT]
     is_walked_T = (run_T != 0) & (reads_Z[seat_T] != 0)
-    for program in np.flatnonzero(np.bincount(program_T[~is_walked_T])):
+    alone_T = np.where(is_walked_T, 0, program_T)
+    for program in np.flatnonzero(np.bincount(alone_T)):
         if program:
-            yield _Stretch(int(program), np.flatnonzero((program_T == program) & ~is_walked_T))
+            yield _Stretch(int(program), np.flatnonzero(alone_T == program))
     for first in np.flatnonzero(is_walked_T & (run_T > 0)):
         seat = int(seat_T[first])
         if map_T4[first, t.FRESH]:
             _forget(tables.state_ZG[seat], int(reads_Z[seat]))
-        rows_N = np.arange(first, first + run_T[first])
+        rows_N = np.arange(first, min(first + run_T[first], num_tokens))
         edges = np.flatnonzero(np.diff(program_T[rows_N])) + 1
         for part_N in np.split(rows_N, edges):
             if program_T[part_N[0]]:
@@ -103,11 +110,11 @@ class _Work:
     """One stretch at one site, op by op."""
 
     def __init__(
-        self, tables: SteerTables, stretch: _Stretch, rows_N: torch.Tensor, stream_ND: torch.Tensor
+        self, tables: SteerTables, seat: int | None, rows: Rows, stream_ND: torch.Tensor
     ) -> None:
-        self._tables, self._seat, self._rows_N = tables, stretch.seat, rows_N
+        self._tables, self._seat, self._rows = tables, seat, rows
         self.stream_ND = stream_ND
-        self.is_changed_N = torch.zeros(len(rows_N), dtype=torch.bool, device=rows_N.device)
+        self.is_changed_N1: torch.Tensor | None = None  # None: no row is
 
     def run(self, op: _Op) -> None:
         vector_D = self._tables.vectors_VD[op.row]
@@ -116,11 +123,12 @@ class _Work:
         else:
             self._act(op, vector_D)
 
-    def _is_skipped(self, op: _Op) -> torch.Tensor:
+    def _is_skipped(self, op: _Op) -> torch.Tensor | None:
+        """Of each row; None if none is."""
         token_ids_T = self._tables.token_ids_T
         if not op.flags & t.SKIPS_SPECIAL or token_ids_T is None:
-            return torch.zeros_like(self.is_changed_N)
-        token_ids_N = token_ids_T[self._rows_N].long()
+            return None
+        token_ids_N = token_ids_T[self._rows].long()
         special_K = self._tables.special_K
         is_known_N = (token_ids_N >= 0) & (token_ids_N < len(special_K))
         return is_known_N & (special_K[token_ids_N.clamp(0, len(special_K) - 1)] != 0)
@@ -133,17 +141,20 @@ class _Work:
             gate_N = self._remembered(op, score_N, is_skipped_N)
         else:
             gate_N = _opened(op, score_N)
-        self._tables.gates_TG[self._rows_N, op.gate] = gate_N.masked_fill(is_skipped_N, 0)
+        if is_skipped_N is not None:
+            gate_N = gate_N.masked_fill(is_skipped_N, 0)
+        self._tables.gates_TG[self._rows, op.gate] = gate_N
 
     def _remembered(
-        self, op: _Op, score_N: torch.Tensor, is_skipped_N: torch.Tensor
+        self, op: _Op, score_N: torch.Tensor, is_skipped_N: torch.Tensor | None
     ) -> torch.Tensor:
         """Row by row: each depends on the one before."""
         state_G: Any = self._tables.state_ZG[self._seat]
         state = float(state_G[op.gate])
         scores, opened = score_N.tolist(), _opened(op, score_N).tolist()
+        skipped = [False] * len(scores) if is_skipped_N is None else is_skipped_N.tolist()
         release, gates = op.real(t.RELEASE), []
-        for score, gate, is_skipped in zip(scores, opened, is_skipped_N.tolist(), strict=True):
+        for score, gate, is_skipped in zip(scores, opened, skipped, strict=True):
             if not is_skipped:
                 is_kept = op.flags & t.IS_LATCHED or (op.flags & t.IS_HELD and score >= release)
                 state = max(gate, state) if is_kept else gate
@@ -152,16 +163,22 @@ class _Work:
         return torch.tensor(gates, device=score_N.device)
 
     def _act(self, op: _Op, vector_D: torch.Tensor) -> None:
-        amount_N = torch.full_like(self.stream_ND[:, 0], op.real(t.SCALE))
+        amount_N1 = torch.full_like(self.stream_ND[:, :1], op.real(t.SCALE))
         if op.gate != t.NO_GATE:
-            amount_N = amount_N * self._tables.gates_TG[self._rows_N, op.gate]
-        is_acting_N = (amount_N != 0) & ~self._is_skipped(op)
-        factor_N = _factor(op, self.stream_ND, vector_D) * amount_N
-        keep_N = 1 - amount_N if op.kind == t.REPLACE else torch.ones_like(amount_N)
-        is_acting_N &= (factor_N != 0) | (keep_N != 1)
-        steered_ND = keep_N[:, None] * self.stream_ND + factor_N[:, None] * vector_D
-        self.stream_ND = torch.where(is_acting_N[:, None], steered_ND, self.stream_ND)
-        self.is_changed_N |= is_acting_N
+            amount_N1 *= self._tables.gates_TG[self._rows, op.gate, None]
+        is_skipped_N = self._is_skipped(op)
+        if is_skipped_N is not None:
+            amount_N1.masked_fill_(is_skipped_N[:, None], 0)
+        factor_N1, keep_N1 = amount_N1, 1 - amount_N1
+        if op.kind != t.REPLACE:
+            factor_N1, keep_N1 = _factor(op, self.stream_ND, vector_D) * amount_N1, 1.0
+        # Both: a closed gate times what is not finite is not 0.
+        is_acting_N1 = (amount_N1 != 0) & (factor_N1 != 0)
+        steered_ND = torch.addcmul(keep_N1 * self.stream_ND, factor_N1, vector_D)
+        self.stream_ND = torch.where(is_acting_N1, steered_ND, self.stream_ND)
+        if self.is_changed_N1 is not None:
+            is_acting_N1 |= self.is_changed_N1
+        self.is_changed_N1 = is_acting_N1
 
 
 def _activated(score_N: torch.Tensor, activation: int) -> torch.Tensor:
@@ -178,14 +195,14 @@ def _opened(op: _Op, score_N: torch.Tensor) -> torch.Tensor:
     return (op.real(t.SHARPNESS) * (score_N - threshold)).sigmoid().nan_to_num(0)
 
 
-def _factor(op: _Op, stream_ND: torch.Tensor, vector_D: torch.Tensor) -> torch.Tensor:
-    """How much of the vector is added at full strength."""
+def _factor(op: _Op, stream_ND: torch.Tensor, vector_D: torch.Tensor) -> torch.Tensor | float:
+    """How much of the vector is added at full strength, in a column."""
     inverse = op.real(t.INVERSE_NORM)
     if op.kind == t.ABLATE:
-        return -(stream_ND @ vector_D) * inverse * inverse
+        return -(stream_ND @ vector_D[:, None]) * inverse * inverse
     if op.kind == t.CLAMP:
-        along_N = stream_ND @ vector_D * inverse
-        return (along_N.clamp(op.real(t.LOW), op.real(t.HIGH)) - along_N) * inverse
+        along_N1 = stream_ND @ vector_D[:, None] * inverse
+        return (along_N1.clamp(op.real(t.LOW), op.real(t.HIGH)) - along_N1) * inverse
     if op.flags & t.IS_MATCHED:
-        return torch.linalg.vector_norm(stream_ND, dim=1) * inverse
-    return torch.ones_like(stream_ND[:, 0])
+        return torch.linalg.vector_norm(stream_ND, dim=1, keepdim=True) * inverse
+    return 1.0
