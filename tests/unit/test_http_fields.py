@@ -53,9 +53,22 @@ def applied(**changes: Any) -> dict[str, Any]:
 
 @pytest.mark.parametrize("path", PATHS)
 def test_an_answer_says_what_was_applied(server: ToyServer, path: str) -> None:
-    answer = server.ask(path, steer=STEER).json()
+    response = server.ask(path, steer=STEER)
+    answer = response.json()
     assert answer.pop("clairai") == {"steering": [applied()]}
     assert answer == {"id": "1", "choices": [{"index": 0}]}
+    assert int(response.headers["content-length"]) == len(response.content)
+
+
+def test_what_was_changed_here_is_known_at_once(server: ToyServer) -> None:
+    server.ask(steer=STEER)
+    other = vector(value=3.0)
+    server.client.put("/v1/steering/vectors/calm", content=dumps(other))
+    told = server.ask(steer=STEER).json()["clairai"]
+    assert told == {"steering": [applied(digest=other.digest)]}
+    server.client.put("/v1/probes/early", content=toy.file_of("early", toy.FIRST, threshold=0.25))
+    rules = server.ask(stop=[{"probe": "early"}]).json()["clairai"]["stop"]
+    assert rules[0]["threshold"] == 0.25
 
 
 @pytest.mark.parametrize("path", PATHS)
