@@ -178,6 +178,34 @@ def test_gates_and_rules_are_echoed_with_the_thresholds_that_hold(server: ToySer
     assert told["stop"] == [{"probe": "late", "threshold": 0.5, "tokens": 3, "action": "stop"}]
 
 
+@pytest.mark.parametrize("prompt", [["a", "b"], [[1], [2]]])
+def test_prompts_of_one_request_do_not_share_a_stream(server: ToyServer, prompt: Any) -> None:
+    xargs = {"clairai": json.dumps({"steer": STEER})}
+    answer = server.client.post(TEXT, json={"prompt": prompt, "vllm_xargs": xargs})
+    assert answer.json()["clairai"] == {"steering": [applied()]}
+    assert len(server.courses) == 2
+    assert "stream" not in sent(server)
+
+
+@pytest.mark.parametrize("prompt", ["a", [1, 2]])
+def test_one_prompt_has_a_stream_to_ask_about(server: ToyServer, prompt: Any) -> None:
+    xargs = {"clairai": json.dumps({"steer": STEER})}
+    server.client.post(TEXT, json={"prompt": prompt, "vllm_xargs": xargs})
+    assert sent(server)["stream"] > 0
+
+
+@pytest.mark.parametrize("fields", [{"steer": STEER}, {"stop": [{"probe": "late"}]}])
+def test_beams_which_vllm_would_not_steer_are_refused(
+    server: ToyServer, fields: dict[str, Any]
+) -> None:
+    body = {"messages": [], "use_beam_search": True}
+    xargs = {"clairai": json.dumps(fields)}
+    answer = server.client.post(CHAT, json={**body, "vllm_xargs": xargs})
+    assert answer.status_code == 400
+    assert "beams" in answer.json()["error"]["message"]
+    assert server.client.post(CHAT, json=body).status_code == 200
+
+
 def test_a_scale_of_zero_applies_nothing_and_says_so(server: ToyServer) -> None:
     told = server.ask(steer=[{"vector": "calm", "scale": 0}]).json()["clairai"]
     assert told == {"steering": []}

@@ -82,7 +82,13 @@ class ToyServer:
         body = await request.json()
         self.bodies.append(body)
         num_choices, is_chat = body.get("n", 1), "chat" in request.url.path
-        admitted = [self._admit(body, at) for at in range(num_choices)]
+        given = body.get("prompt", "")
+        prompts = given if isinstance(given, list) and not isinstance(given[0], int) else [given]
+        admitted = [
+            self._admit(body, at, f"r{len(self.bodies)}-{prompt}")
+            for prompt in range(len(prompts))
+            for at in range(num_choices)
+        ]
         if body.get("stream") and request.url.path == RESPONSES:
             return StreamingResponse(_events(admitted[0]), media_type="text/event-stream")
         if body.get("stream"):
@@ -92,13 +98,12 @@ class ToyServer:
             return JSONResponse({"error": {**ERROR, "code": 500}}, 500)
         return JSONResponse({"id": "1", "choices": [{"index": 0}]})
 
-    def _admit(self, body: dict[str, Any], choice: int) -> bool:
+    def _admit(self, body: dict[str, Any], choice: int, name: str) -> bool:
         params = SimpleNamespace(extra_args=body.get("vllm_xargs"), skip_reading_prefix_cache=False)
-        number = len(self.bodies)
         request = SimpleNamespace(
             sampling_params=params,
-            request_id=f"{choice}_r{number}-0123abcd",
-            external_req_id=f"r{number}",
+            request_id=f"{choice}_{name}-0123abcd",
+            external_req_id=name,
             prompt_token_ids=PROMPT,
         )
         try:

@@ -20,12 +20,19 @@ from clairai.serve.mirror import Mirror
 from clairai.serve.reply import Refuse, Reply
 from clairai.serve.ruling import Ruling, judge
 from clairai.steer.seed_fields import PHASES
+from clairai.stream.asked import is_true
 from clairai.wanted import KEY, Wanted
 
-_PATHS: Final = frozenset({"/v1/chat/completions", "/v1/completions", "/v1/responses"})
+_PATHS: Final = frozenset(
+    (
+        *("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages"),
+        *("/v1/chat/completions/batch", "/invocations"),
+    )
+)
 _MARKS: Final = (KEY.encode(), b"steering_vectors", b"\\u")
 _XARGS: Final = "vllm_xargs"
 _FIELDS: Final = msgspec.json.Decoder(dict[str, msgspec.Raw])
+_LIST: Final = msgspec.json.Decoder(list[msgspec.Raw])
 _ANY: Final = msgspec.json.Decoder(dict[str, Any] | None)
 # What takes longer to read than a token may be late is read beside the event loop.
 _LARGE_BYTES: Final = 1 << 16
@@ -53,17 +60,23 @@ class Given:
     is_moved: bool  # one of them stood beside vllm_xargs
 
     @property
+    def is_single(self) -> bool:
+        """Whether it makes one request of the engine; more would share one stream id."""
+        return not any(_is_list_of_many(self.fields.get(name)) for name in ("prompt", "messages"))
+
+    @property
     def is_ours(self) -> bool:
         return not {KEY, *PHASES}.isdisjoint(self.xargs)
 
-    def rewritten(self, stream: int, pins: tuple[str | None, ...]) -> bytes:
+    def rewritten(self, stream: int | None, pins: tuple[str | None, ...]) -> bytes:
         """The body with a stream id, and with the contents that names stand for."""
         text = self.xargs.get(KEY, {})
         asked = msgspec.json.decode(text) if isinstance(text, str) else dict(text)
         for entry, pin in zip(asked.get("steer", ()), pins, strict=False):
             if pin is not None:
                 entry["digest"] = pin
-        asked["stream"] = stream
+        if stream is not None:
+            asked["stream"] = stream
         xargs = {**self.xargs, KEY: msgspec.json.encode(asked).decode()}
         kept = {name: raw for name, raw in self.fields.items() if name not in PHASES}
         return msgspec.json.encode({**kept, _XARGS: xargs})
@@ -85,7 +98,20 @@ def read(body: bytes) -> Given | None:
     if twice := moved.keys() & xargs.keys():
         raise RequestError(f"{min(twice)} stands beside vllm_xargs and in it; send it once")
     xargs |= {name: bytes(raw).decode() for name, raw in moved.items()}
-    return Given(ours.parse(xargs), fields, xargs, bool(moved))
+    wanted = ours.parse(xargs)
+    if (wanted.steer or wanted.stop) and is_true(fields.get("use_beam_search")):
+        # Its requests are made anew, without extra_args: generate/beam_search/online.py, 0.32:62.
+        raise RequestError("beams are neither steered nor stopped; leave out use_beam_search")
+    return Given(wanted, fields, xargs, bool(moved))
+
+
+def _is_list_of_many(raw: msgspec.Raw | None) -> bool:
+    """Prompts or conversations; the ids of one prompt, or one's messages, are a list as well."""
+    try:
+        items = _LIST.decode(b"[]" if raw is None else raw)
+    except _UNREADABLE:
+        return False
+    return bool(items) and bytes(memoryview(items[0])[:1]) in (b"[", b'"')
 
 
 class FieldCheck:
@@ -119,14 +145,15 @@ class FieldCheck:
         send: Send,
     ) -> None:
         given, ruling = found
-        stream = given.wanted.stream or ours.mint()
-        if given.wanted.stream is None or given.is_moved or any(ruling.pins):
+        asked = given.wanted.stream
+        stream = ours.mint() if asked is None and given.is_single else asked
+        if stream != asked or given.is_moved or any(ruling.pins):
             body = given.rewritten(stream, ruling.pins)
             messages = [{"type": "http.request", "body": body, "more_body": False}]
             scope = {**scope, "headers": _resized(scope["headers"], len(body))}
 
         async def why() -> ClairaiError | None:
-            return await core.why_refused(stream)
+            return None if stream is None else await core.why_refused(stream)
 
         # In a thread, while the engine is at work.
         echo = asyncio.ensure_future(asyncio.to_thread(ruling.echo)) if ruling.inline else None
