@@ -149,7 +149,9 @@ def export(
     if points:
         vector = replace(vector, rows=_chosen(vector, points))
     save(vector, out)
-    typer.echo(f"{out}: llama-cli --control-vector-scaled {out}:{vector.scale:g}")
+    typer.echo(
+        f"{out}: {vector.name}; --control-vector-scaled is to be given its scale, {vector.scale:g}"
+    )
 
 
 @vectors.command()
