@@ -73,6 +73,14 @@ def _packed(value: float) -> str:
     return base64.b64encode(np.full(toy.WIDTH, value, np.float32).tobytes()).decode()
 
 
+def test_numbers_of_several_prompts_are_looked_at_before_vllm_sees_them(server: ToyServer) -> None:
+    steer = [{"vector": {"points": {"post_block.1": NAN}}}]
+    xargs = {"clairai": json.dumps({"steer": steer})}
+    answer = server.client.post(TEXT, json={"prompt": ["a", "b"], "vllm_xargs": xargs})
+    assert (answer.status_code, answer.json()["error"]["code"]) == (400, "vector")
+    assert server.bodies == []
+
+
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_response_of_the_newer_api_is_refused_and_echoed_alike(
     server: ToyServer, stream: bool
@@ -133,6 +141,7 @@ def test_an_error_that_is_not_ours_passes_as_it_is(server: ToyServer, stream: bo
     answer = server.ask(stream=stream, steer=STEER)
     assert answer.status_code == (200 if stream else 500)
     assert "Internal server error" in answer.text
+    assert '"clairai"' not in answer.text
 
 
 def test_a_break_that_is_not_ours_stays_one(server: ToyServer) -> None:

@@ -188,10 +188,13 @@ async def _found(body: bytes, mirror: Mirror) -> tuple[Given, Ruling] | None:
     if not (mirror.has_tiers or given.wanted.steer or given.wanted.stop):
         return given, Ruling()
     try:
-        return given, judge(given.wanted, await mirror.view())
+        ruling = judge(given.wanted, await mirror.view())
     except ClairaiError:
         # A name may be new, or mean something else by now.
-        return given, judge(given.wanted, await mirror.look())
+        ruling = judge(given.wanted, await mirror.look())
+    if not given.is_single:  # without a stream id the core cannot be asked
+        await asyncio.to_thread(ruling.check_numbers)
+    return given, ruling
 
 
 def _is_completion(scope: Scope) -> bool:

@@ -22,10 +22,14 @@ Echo = Callable[[], Awaitable[dict[str, Any] | None]]
 Refuse = Callable[[ClairaiError], ASGIApp]
 
 _ERROR: Final = b'data: {"error"'  # create_error_response, as the frame of a stream
+_FAILED: Final = (_ERROR, b"event: error")  # the latter in a stream of /v1/messages
 # What is said before the first token is looked at: the first chunks of a chat, one for each choice
-# (entrypoints/openai/chat_completion/serving.py:550), and the first events of a response
-# (entrypoints/openai/responses/serving.py:1350).
-_EARLY: Final = (b'"delta":{"role":', b"event: response.created", b"event: response.in_progress")
+# (entrypoints/openai/chat_completion/serving.py:550), the first events of a response
+# (entrypoints/openai/responses/serving.py:1350) and of a message (anthropic/serving.py).
+_EARLY: Final = (
+    *(b'"delta":{"role":', b"event: response.created", b"event: response.in_progress"),
+    b"event: message_start",
+)
 _STREAM: Final = b"text/event-stream"
 _SERVER_ERROR: Final = 500
 
@@ -71,12 +75,13 @@ class Reply:
 
     def _has_failed(self, message: Message) -> bool:
         if self._is_stream:
-            return bytes(message.get("body", b"")).startswith(_ERROR)
+            return bytes(message.get("body", b"")).startswith(_FAILED)
         return self._status == _SERVER_ERROR
 
     async def _open(self) -> None:
         self._is_open = True
-        echo = await self._echo() if self._status < 300 and len(self._held) > 1 else None
+        is_answered = self._status < 300 and not any(map(self._has_failed, self._held[1:]))
+        echo = await self._echo() if is_answered else None
         if echo is not None:
             self._add_echo(self._held[0], self._held[1], echo)
         for message in self._held:

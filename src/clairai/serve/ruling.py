@@ -35,11 +35,19 @@ class Ruling:
     def echo(self) -> dict[str, Any] | None:
         """What the answer says was applied. Hashes what came with the request: the engine works on
         it meanwhile, and nothing waits for this before there is an answer."""
-        for entry, vector in self.inline:
-            with contextlib.suppress(ClairaiError):  # the core says what is wrong with it
-                whole = vector.unpack(self.width, what="") if isinstance(vector, Packed) else vector
-                entry["digest"] = whole.digest
+        with contextlib.suppress(ClairaiError):  # the core says what is wrong with it
+            self.check_numbers()
         return self.told
+
+    def check_numbers(self) -> None:
+        """Raises what the core would say of vectors that came with the request."""
+        for entry, vector in self.inline:
+            whole = (
+                vector.unpack(self.width, what="steer.vector")
+                if isinstance(vector, Packed)
+                else vector
+            )
+            entry["digest"] = whole.digest
 
 
 def judge(wanted: Wanted, view: View) -> Ruling:
