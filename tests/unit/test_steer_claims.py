@@ -60,6 +60,19 @@ def test_rows_of_gates_take_room_too() -> None:
     assert known.in_use() == (0, 0)
 
 
+def test_a_request_whose_gate_remembers_takes_a_seat_of_its_own() -> None:
+    known = registry(limits=Limits(rows=9, programs=9, seats=1))
+    gate = {"probe": "sad", "latch": True}
+    gated = known.resolve(entries({"vector": "joy", "gate": gate}), prompt_len=3)
+    assert gated is not None
+    held = known.claim(gated)
+    known.claim(course_of(known, 1.0))  # needs none
+    with pytest.raises(VectorCapacityError, match="1 unfinished requests have gates"):
+        known.claim(gated)
+    held.release()
+    known.claim(gated)
+
+
 def test_a_claim_is_released_any_number_of_times_and_counted_once() -> None:
     known = registry()
     kept, gone = known.claim(course_of(known, 1.0)), known.claim(course_of(known, 1.0))

@@ -17,6 +17,7 @@ from clairai.settings import Settings, plan
 from clairai.steer.desk import Desk
 from clairai.steer.registry import Limits, Registry
 
+MIN_SEATS: Final = 4096
 _DESK: Final = "clairai_desk"
 _SETTINGS: Final = "clairai_settings"
 
@@ -52,7 +53,7 @@ def make_desk(vllm_config: Any, core: Any = None) -> Desk:
     registry = Registry(
         points=planned.points,
         width=model.get_hidden_size(),
-        limits=Limits(rows=settings.steer_rows, programs=settings.steer_programs),
+        limits=Limits(settings.steer_rows, settings.steer_programs, num_seats(vllm_config)),
         model=model_name(vllm_config),
         can_skip_special=not model.skip_tokenizer_init,
     )
@@ -60,6 +61,11 @@ def make_desk(vllm_config: Any, core: Any = None) -> Desk:
     registry.set_probes(planned.probes)
     change = None if core is None else functools.partial(amend, core, registry)
     return Desk(registry, planned.probes, change)
+
+
+def num_seats(vllm_config: Any) -> int:
+    """Of requests whose gates remember: more than a batch has, for preempted ones keep theirs."""
+    return max(MIN_SEATS, 4 * int(vllm_config.scheduler_config.max_num_seqs))
 
 
 def with_keys(original: Any) -> Any:

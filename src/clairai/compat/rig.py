@@ -6,18 +6,15 @@ Every rank gets the same: each holds the whole residual, and all must change it 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Final
+from typing import Any
 
-from clairai.compat import layers, steers
+from clairai.compat import core, layers, steers
 from clairai.compat.sight import KEY
 from clairai.compat.vocabulary import special_ids
 from clairai.settings import Settings
 from clairai.tap.helm import Helm
 from clairai.tap.steer_tables import SteerTables
 from clairai.tap.steering import Steering
-
-# Preempted requests keep their seats, so there are more of these than requests in a batch.
-MIN_SEATS: Final = 4096
 
 
 def make_tables(worker: Any, settings: Settings, sites: Sequence[str], width: int) -> SteerTables:
@@ -26,9 +23,9 @@ def make_tables(worker: Any, settings: Settings, sites: Sequence[str], width: in
         sites,
         width=width,
         max_tokens=model_runner.max_num_tokens,
-        seats=max(MIN_SEATS, 4 * config.scheduler_config.max_num_seqs),
+        seats=core.num_seats(config),
         rows=settings.steer_rows,
-        programs=settings.steer_programs + 1,  # the first is that of rows that are not steered
+        programs=settings.steer_programs,
         vocabulary=config.model_config.get_vocab_size(),
         device=str(model_runner.device),
         dtype=config.model_config.dtype,

@@ -15,6 +15,7 @@ from clairai.steer.segments import programs
 Key = tuple[str, object]
 _ROW: Final = "row"
 _PROGRAM: Final = "program"
+_SEAT: Final = "seat"
 
 
 @dataclass(frozen=True)
@@ -23,6 +24,7 @@ class Limits:
 
     rows: int  # of vectors and gates, different in content
     programs: int  # different ways of steering a row
+    seats: int = 4096  # requests whose gates remember
     vectors: int = 2048
     nbytes: int = 1 << 30  # of the numbers of all named vectors
 
@@ -43,7 +45,7 @@ class Claims:
     """Counts rows and programs in use. The same content is one row, whoever uses it."""
 
     def __init__(self, limits: Limits) -> None:
-        self._limits = {_ROW: limits.rows, _PROGRAM: limits.programs}
+        self._limits = {_ROW: limits.rows, _PROGRAM: limits.programs, _SEAT: limits.seats}
         self._lock = threading.Lock()
         self._live: set[Claim] = set()
         self._users: Counter[Key] = Counter()
@@ -77,6 +79,9 @@ class Claims:
             f"this request needs {count} more steering {kind}s; {self._in_use[kind]} of {limit} "
             f"are in use by unfinished requests: ask again later, steer at fewer points, or raise "
             f"`steer_{kind}s` in the settings"
+            if kind != _SEAT
+            else f"{limit} unfinished requests have gates that remember, as many as there can be: "
+            f"ask again later, or leave out latch and release"
         )
 
     def _forget_gone(self) -> None:
@@ -96,3 +101,5 @@ def _keys(course: Course) -> Iterable[Key]:
         yield from ((_ROW, row.digest) for row in action.rows)
     yield from ((_ROW, gate.row.digest) for gate in course.gates)
     yield from ((_PROGRAM, key) for key in programs(course))
+    if course.is_stateful:
+        yield _SEAT, object()  # what a gate remembers is never shared
