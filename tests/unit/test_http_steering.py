@@ -14,7 +14,7 @@ from clairai.steer.files import MAX_NBYTES, dumps, loads
 from clairai.steer.registry import Limits
 from clairai.steer.vector import Vector
 from tests.unit import toy_station as toy
-from tests.unit.toy_server import ToyServer, toy_server, vector
+from tests.unit.toy_server import POSITION, RUNNING, ToyServer, toy_server, vector
 
 VECTORS = "/v1/steering/vectors"
 
@@ -204,3 +204,36 @@ def test_an_engine_that_does_not_steer_says_how_it_would(runtime: Path) -> None:
         error = answer.json()["error"]
         assert (answer.status_code, error["code"]) == (409, "steering-off")
         assert '"steering": true' in error["message"]
+
+
+def test_a_running_request_is_steered_otherwise_by_its_stream(server: ToyServer) -> None:
+    path = f"/v1/steering/requests/{RUNNING}"
+    answer = server.client.post(path, json={"steer": [{"vector": "calm", "scale": 2}]})
+    assert answer.status_code == 200
+    assert answer.json()["positions"] == [POSITION]
+    assert answer.json()["steering"][0]["scale"] == 2.0
+
+
+@pytest.mark.parametrize(
+    ("stream", "body"),
+    [
+        ("7", '{"steer": []}'),  # nobody's
+        ("0x7", '{"steer": []}'),
+        ("7" * 21, '{"steer": []}'),
+        (str(2**64), '{"steer": []}'),
+        ("-1", '{"steer": []}'),
+        ("\u0667", '{"steer": []}'),
+        (str(RUNNING), '{"steer": [{"vctor": 1}]}'),
+        (str(RUNNING), '{"ster": []}'),
+        (str(RUNNING), "[" * 10_000),
+        (str(RUNNING), "\ud800"),
+    ],
+    ids=range(10),
+)
+def test_a_change_that_is_wrong_or_comes_too_late_is_refused(
+    server: ToyServer, stream: str, body: str
+) -> None:
+    content = body.encode(errors="surrogatepass")
+    answer = server.client.post(f"/v1/steering/requests/{stream}", content=content)
+    assert answer.status_code == 400
+    assert answer.json()["error"]["code"] == "request"

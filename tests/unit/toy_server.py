@@ -7,7 +7,7 @@ does it, a refused request included.
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -26,6 +26,7 @@ from clairai.errors import ClairaiError
 from clairai.steer.course import Course
 from clairai.steer.desk import Desk
 from clairai.steer.registry import Limits, Registry
+from clairai.steer.spec import Entry
 from clairai.steer.vector import Vector
 from clairai.tap.control import answer
 from tests.unit import toy_station as toy
@@ -39,6 +40,14 @@ PROMPT = [1, 2, 3, 4, 5]
 def vector(name: str = "calm", *, width: int = toy.WIDTH, value: float = 1.0) -> Vector:
     rows = {point: np.full(width, value, np.float32) for point in toy.POINTS}
     return Vector(name, rows)
+
+
+RUNNING = 2**64 - 1  # the stream of one request that runs; it has come this far:
+POSITION = 12
+
+
+def _amend(stream: int, entries: Sequence[Entry]) -> list[int]:
+    return [POSITION] if stream == RUNNING else []
 
 
 @dataclass
@@ -159,4 +168,4 @@ def toy_server(
     room = limits or Limits(rows=8, programs=8)
     registry = Registry(toy.POINTS, toy.WIDTH, room) if is_steering else None
     with toy.running_station(runtime) as station:
-        yield ToyServer(Desk(registry, ()), station, **more)
+        yield ToyServer(Desk(registry, (), _amend), station, **more)

@@ -142,7 +142,9 @@ class Desk:
         assert self._amend is not None
         positions = self._amend(stream, entries)
         if not positions:
-            raise RequestError(f"no request of stream {stream} is running")
+            raise RequestError(
+                f"no request of stream {stream} is running; give the stream of one that is"
+            )
         return wire_steer.Amended(tuple(positions), _JSON.encode(list(map(describe, entries))))
 
     def _tiers(self) -> wire_steer.SteeringState:
