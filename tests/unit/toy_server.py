@@ -46,7 +46,7 @@ RUNNING = 2**64 - 1  # the stream of one request that runs; it has come this far
 POSITION = 12
 
 
-def _amend(stream: int, entries: Sequence[Entry]) -> list[int]:
+def _amend(stream: int, _: Sequence[Entry]) -> list[int]:
     return [POSITION] if stream == RUNNING else []
 
 
