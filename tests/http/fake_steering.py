@@ -37,6 +37,7 @@ class Steering:
     def add_to(self, app: web.Application) -> None:
         app.router.add_get("/v1/steering", self._tiers)
         app.router.add_post("/v1/steering", self._set_tiers)
+        app.router.add_post("/v1/steering/requests/{name}", self._amend)
         app.router.add_get("/v1/steering/vectors", self._list)
         for method, route in (("GET", self._get), ("PUT", self._put), ("DELETE", self._remove)):
             app.router.add_route(method, "/v1/steering/vectors/{name:.*}", route)
@@ -91,6 +92,17 @@ class Steering:
             return refusal(400, "these are no tiers", code="request")
         self.tiers.update({tier: [*map(describe, read[tier])] for tier in read})
         return web.json_response({**self.tiers, "version": 2})
+
+    async def _amend(self, request: web.Request) -> web.Response:
+        if no := self._note(request):
+            return no
+        try:
+            given = json.loads(await request.read())
+            entries = parse_entries(given["steer"], what="steer")
+        except (ValueError, TypeError, KeyError, ClairaiError):
+            return refusal(400, "no object with steer", code="request")
+        applied = [*map(describe, entries)]
+        return web.json_response({"positions": [9], "steering": applied})
 
     def _listed(self, status: int) -> web.Response:
         data = [_about(name, raw) for name, raw in self.vectors.items()]

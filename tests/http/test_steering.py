@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import json
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -247,6 +248,42 @@ def test_only_a_rule_that_was_asked_for_has_stopped_an_answer(
 ) -> None:
     assert stopped_by([RULE, "no rule"], finish, reason) == probe
     assert stopped_by([], finish, reason) is None
+
+
+def test_a_named_run_is_steered_otherwise_by_its_id(w: World) -> None:
+    go_on = threading.Event()
+
+    async def script(exchange: Any) -> None:
+        await exchange.begin()
+        await exchange.tokens([72])
+        await exchange.end_when(go_on)
+        await exchange.tokens([105], finish="length")
+        await exchange.end()
+
+    w.upstream.script = script
+    body = asking(events="named")
+    with w.client() as client, client.stream("POST", CHAT, json=body) as answer:
+        path = f"/v1/runs/{answer.headers['X-Clairai-Run']}/steering"
+        with w.client() as other:
+            changed = other.post(path, json={"steer": STEER})
+            assert other.post(path, json={"steer": 1}).status_code == 400
+        go_on.set()
+        answer.read()
+        models.Amended.model_validate(changed.json())
+        stream = str(w.upstream.last.stream)
+        assert [one[:2] for one in w.upstream.steering.asked] == [("POST", stream)] * 2
+        until(lambda: client.post(path, json={"steer": []}).status_code == 409)  # it has ended
+        assert client.post("/v1/runs/none/steering", json={"steer": []}).status_code == 404
+
+
+def test_a_rule_that_steers_needs_an_engine_that_does(tmp_path: Path) -> None:
+    rule = {**RULE, "action": "steer", "steer": STEER}
+    with world(tmp_path) as w, w.client() as client:
+        w.upstream.steering.is_on = False
+        assert client.post(CHAT, json=whole(clairai={"stop": [rule]})).status_code == 409
+        w.upstream.steering.is_on = True
+        answer = client.post(CHAT, json=whole(clairai={"stop": [rule]})).json()
+    assert answer["clairai"]["stop"][0]["action"] == "steer"
 
 
 # Routes

@@ -51,7 +51,8 @@ class Ruling:
 
 
 def judge(wanted: Wanted, view: View) -> Ruling:
-    if wanted.steer and view.off is not None:
+    is_steered = bool(wanted.steer) or any(rule.steer for rule in wanted.stop)
+    if is_steered and view.off is not None:
         raise SteeringOffError(view.off)
     parts = [_look_up(entry, view.known) for entry in wanted.steer]
     rules = [_rule(rule, view.known, f"stop[{at}]") for at, rule in enumerate(wanted.stop)]
@@ -119,4 +120,8 @@ def _rule(rule: Rule, known: Known, what: str) -> dict[str, Any]:
     threshold = probe.threshold if rule.threshold is None else rule.threshold
     if threshold is None:
         raise RequestError(f"{what}: probe {probe.name} has no threshold of its own; give one")
-    return {**rule.written(), "threshold": threshold}
+    for entry in rule.steer:
+        _look_up(entry, known)
+    told = {**replace(rule, steer=()).written(), "threshold": threshold}
+    # Without digests: a name stands for what it means when the rule goes off.
+    return told | ({"steer": [*map(describe, rule.steer)]} if rule.steer else {})

@@ -74,7 +74,9 @@ class Request:
 
     @property
     def is_steered(self) -> bool:
-        return self.asked.is_steered or bool(self._seeds)
+        rules = (rule for rule in self.asked.stop if isinstance(rule, dict))
+        is_due = any(rule.get("steer") for rule in rules)
+        return is_due or self.asked.is_steered or bool(self._seeds)
 
     @property
     def is_bound(self) -> bool:

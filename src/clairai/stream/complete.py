@@ -139,7 +139,7 @@ class _Voices:
 
     def named(self, response: aiohttp.ClientResponse, stack: AsyncExitStack) -> Response:
         run = self._proxy.runs.new()
-        self._completion.run = run.id
+        self._completion.run, run.stream = run.id, self._sheet.stream
         self._proxy.runs.start(run, self._events(run, response, stack.pop_all()))
         return self._proxy.runs.answer(run, after=0)
 

@@ -32,6 +32,7 @@ _SUMMARIES: Final = {
     "completions": "OpenAI completion; with `clairai`, with scores",
     "resume": "The events of a named run, from where the client was",
     "stop": "Stop a named run",
+    "amend": "Steer the rest of a named run otherwise",
     "models": "The engine's models",
     "tokenize": "The engine's tokens of a text",
     "detokenize": "The text of some tokens",
@@ -56,6 +57,7 @@ _MODELS: Final[dict[str, type[BaseModel]]] = {
     "list_probes": schema.ProbeList,
     "put_probe": schema.ProbeList,
     "remove_probe": schema.ProbeList,
+    "amend": schema_steering.Amended,
     "get_steering": schema_steering.Tiers,
     "set_steering": schema_steering.Tiers,
     "list_vectors": schema_steering.VectorList,
@@ -83,6 +85,7 @@ _BODIES: Final[dict[str, dict[str, Any]]] = {
     "detokenize": _OBJECT,
     "put_probe": _FILE,
     "put_vector": _FILE,
+    "amend": {"application/json": {"schema": {"$ref": _REF.format(model="Amendment")}}},
     "set_steering": {"application/json": {"schema": {"$ref": _REF.format(model="TiersChange")}}},
 }
 _PARAMETERS: Final[dict[str, list[tuple[str, str, dict[str, Any]]]]] = {
@@ -92,6 +95,7 @@ _PARAMETERS: Final[dict[str, list[tuple[str, str, dict[str, Any]]]]] = {
         ("Last-Event-ID", "header", _NUMBER),
     ],
     "stop": [("run", "path", {"type": "string"})],
+    "amend": [("run", "path", {"type": "string"})],
     "put_probe": [_NAME],
     "remove_probe": [_NAME],
     "get_vector": [_NAME],

@@ -64,6 +64,14 @@ async def stop(call: Call) -> Response:
     return Response(status_code=HTTPStatus.NO_CONTENT)
 
 
+async def amend(call: Call) -> Response:
+    """A run's request goes on steered otherwise."""
+    run = call.proxy.runs.get(call.request.path_params["run"])
+    if run.is_over:
+        raise Refused(HTTPStatus.CONFLICT, "the run has ended; nothing of it is left to steer")
+    return await _checked_relay(call, f"/v1/steering/requests/{run.stream}")
+
+
 async def models(call: Call) -> Response:
     return await relay(call.proxy, call.request, None, "/v1/models")
 
@@ -176,7 +184,8 @@ def _after(request: Request) -> int:
 HANDLERS: Final[dict[str, Handler]] = {
     handler.__name__: handler
     for handler in (
-        *(chat, completions, resume, stop, models, tokenize, detokenize, list_probes, put_probe),
+        *(chat, completions, resume, stop, amend, models, tokenize, detokenize, list_probes),
+        put_probe,
         *(remove_probe, get_steering, set_steering, list_vectors, get_vector, put_vector),
         *(remove_vector, describe, examples, health, metrics, openapi, page, asset),
     )

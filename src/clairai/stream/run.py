@@ -34,6 +34,7 @@ class Run:
         self.id = secrets.token_hex(16)
         self.is_over = False
         self.times_alone = 0
+        self.stream: int | None = None  # by which the engine knows its request
         self.task: asyncio.Task[None] | None = None
         self._limit_bytes = limit_bytes
         self._on_alone = on_alone

@@ -55,12 +55,14 @@ class SteerEntry(_Model):
 
 
 class StopRule(_Model):
-    """End the answer, or say so, when a probe is at or over a threshold for so many tokens."""
+    """Act when a probe is at or over a threshold for so many tokens: end the answer, say so in the
+    engine's log, or steer the rest of it."""
 
     probe: str
     threshold: float | None = Field(None, description="the probe's own if left out")
     tokens: int = Field(1, description="in a row")
-    action: Literal["stop", "alert"] = "stop"
+    action: Literal["stop", "alert", "steer"] = "stop"
+    steer: list[SteerEntry] = Field([], description="for the action steer")
 
 
 class AppliedEntry(BaseModel):
@@ -81,7 +83,7 @@ class SteeringEcho(BaseModel):
     model_config = ConfigDict(extra="allow")
 
     steering: list[AppliedEntry]
-    stop: list[StopRule] | None = None
+    stop: list[dict[str, Any]] | None = Field(None, description="rules, with their thresholds")
 
 
 class SteeringEvent(_Model):
@@ -118,6 +120,19 @@ class VectorList(_Model):
     capacity: VectorCapacity
 
 
+class Amendment(_Model):
+    """What steers the rest of a running request; an empty list: nothing."""
+
+    steer: list[SteerEntry]
+
+
+class Amended(_Model):
+    """From which position on it holds, for each answer of the request, and what."""
+
+    positions: list[int]
+    steering: list[dict[str, Any]]
+
+
 class Tiers(BaseModel):
     """What steers every request that is admitted from now on."""
 
@@ -137,4 +152,4 @@ class TiersChange(_Model):
     decode: list[SteerEntry] = []
 
 
-PARTS = (SteerEntry, StopRule, SteeringEcho, SteeringEvent, TiersChange)
+PARTS = (SteerEntry, StopRule, SteeringEcho, SteeringEvent, TiersChange, Amendment)

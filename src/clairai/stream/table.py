@@ -41,6 +41,7 @@ TABLE: Final = (
     Route("POST", "/v1/completions", "completions", body="json", changes=True),
     Route("GET", "/v1/runs/{run}", "resume"),
     Route("DELETE", "/v1/runs/{run}", "stop", changes=True),
+    Route("POST", "/v1/runs/{run}/steering", "amend", body="json", changes=True),
     Route("GET", "/v1/models", "models"),
     Route("POST", "/tokenize", "tokenize", body="json", changes=True),
     Route("POST", "/detokenize", "detokenize", body="json", changes=True),
