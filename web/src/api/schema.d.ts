@@ -53,6 +53,23 @@ export interface paths {
         patch?: never;
         trace?: never;
     };
+    "/v1/runs/{run}/steering": {
+        parameters: {
+            query?: never;
+            header?: never;
+            path?: never;
+            cookie?: never;
+        };
+        get?: never;
+        put?: never;
+        /** Steer the rest of a named run otherwise */
+        post: operations["amend"];
+        delete?: never;
+        options?: never;
+        head?: never;
+        patch?: never;
+        trace?: never;
+    };
     "/v1/models": {
         parameters: {
             query?: never;
@@ -316,6 +333,18 @@ export interface paths {
 export type webhooks = Record<string, never>;
 export interface components {
     schemas: {
+        /**
+         * Amended
+         * @description From which position on it holds, for each answer of the request, and what.
+         */
+        Amended: {
+            /** Positions */
+            positions: number[];
+            /** Steering */
+            steering: {
+                [key: string]: unknown;
+            }[];
+        };
         /** EngineDescription */
         EngineDescription: {
             /** Model */
@@ -527,6 +556,14 @@ export interface components {
             /** Width */
             width: number;
             capacity: components["schemas"]["VectorCapacity"];
+        };
+        /**
+         * Amendment
+         * @description What steers the rest of a running request; an empty list: nothing.
+         */
+        Amendment: {
+            /** Steer */
+            steer: components["schemas"]["SteerEntry"][];
         };
         /**
          * AppliedEntry
@@ -831,9 +868,12 @@ export interface components {
             steering: components["schemas"]["AppliedEntry"][];
             /**
              * Stop
+             * @description rules, with their thresholds
              * @default null
              */
-            stop: components["schemas"]["StopRule"][] | null;
+            stop: {
+                [key: string]: unknown;
+            }[] | null;
         } & {
             [key: string]: unknown;
         };
@@ -846,7 +886,8 @@ export interface components {
         };
         /**
          * StopRule
-         * @description End the answer, or say so, when a probe is at or over a threshold for so many tokens.
+         * @description Act when a probe is at or over a threshold for so many tokens: end the answer, say so in the
+         *     engine's log, or steer the rest of it.
          */
         StopRule: {
             /** Probe */
@@ -868,7 +909,13 @@ export interface components {
              * @default stop
              * @enum {string}
              */
-            action: "stop" | "alert";
+            action: "stop" | "alert" | "steer";
+            /**
+             * Steer
+             * @description for the action steer
+             * @default []
+             */
+            steer: components["schemas"]["SteerEntry"][];
         };
         /**
          * TiersChange
@@ -1092,6 +1139,41 @@ export interface operations {
                     [name: string]: unknown;
                 };
                 content?: never;
+            };
+            /** @description Refused, and why */
+            default: {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["ErrorBody"];
+                };
+            };
+        };
+    };
+    amend: {
+        parameters: {
+            query?: never;
+            header?: never;
+            path: {
+                run: string;
+            };
+            cookie?: never;
+        };
+        requestBody: {
+            content: {
+                "application/json": components["schemas"]["Amendment"];
+            };
+        };
+        responses: {
+            /** @description As asked */
+            200: {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["Amended"];
+                };
             };
             /** @description Refused, and why */
             default: {
