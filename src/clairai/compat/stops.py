@@ -46,13 +46,15 @@ class Lookout:
         self._watches: dict[Seat, Watch] = {}
 
     def enter(self, seat: Seat, watch: Watch) -> None:
-        if not self._watches:  # nobody has read for a while: begin with what comes now
-            self.close()
+        if self._reader is None:  # begin with what comes now: nobody waits for the rest
             self._reader = self._attach()
         self._watches[seat] = watch
 
     def leave(self, seat: Seat) -> None:
+        """Also called when a request is collected; whoever is being judged has not left."""
         self._watches.pop(seat, None)
+        if not self._watches:
+            self.close()
 
     def judge(self, seat: Seat, position: int) -> None:
         """Have the rules see the scores of everything up to this position."""
@@ -132,9 +134,7 @@ def with_rules(original: Any) -> Any:
         lookout.judge(seat, request.num_tokens - 2)
         reason = lookout.react(request)
         if not has_ended and reason is not None:
-            from vllm.v1.request import RequestStatus
-
-            request.status = RequestStatus.FINISHED_STOPPED
+            request.status = type(request.status).FINISHED_STOPPED  # v1/request.py RequestStatus
             request.stop_reason = reason
         return has_ended or reason is not None
 

@@ -1,0 +1,142 @@
+"""Rules in the engine core: read from a real ring, ended as vLLM ends a request."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from enum import Enum
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from clairai.compat.stops import Lookout, with_rules
+from clairai.errors import VectorError
+from clairai.probe.columns import Columns
+from clairai.ring.attach import Reader
+from clairai.steer.rules import Rule
+from clairai.steer.watch import Watch
+from clairai.tap.station import Station
+from tests.unit import toy_station as toy
+from tests.unit.tiny_probes import probe
+
+PROMPT_LEN = 2
+
+
+class Status(Enum):
+    RUNNING = 1
+    FINISHED_STOPPED = 2
+
+
+class Request:
+    """The part of vLLM's own that is looked at."""
+
+    def __init__(self, lookout: Lookout, number: int, *rules: Rule) -> None:
+        self.clairai_seat = (1000 + number, 0)
+        self.clairai_watch = Watch(
+            rules, tuple(rule.threshold or 0.0 for rule in rules), PROMPT_LEN
+        )
+        self.clairai_lookout = lookout
+        self.num_tokens = PROMPT_LEN
+        self.status = Status.RUNNING
+        self.stop_reason: str | None = None
+        lookout.enter(self.clairai_seat, self.clairai_watch)
+
+
+@pytest.fixture
+def station(runtime: Path) -> Iterator[Station]:
+    with toy.running_station(runtime) as running:
+        direction_D = np.full(toy.WIDTH, 1e-6, np.float32)  # its bias is its score
+        columns: Columns = running.columns
+        made = probe("p", point=toy.SECOND, direction_D=direction_D, bias=1.0)
+        running.install(columns.add([made]))
+        yield running
+
+
+@contextmanager
+def _lookout(station: Station, steered: list[Any] | None = None) -> Iterator[Lookout]:
+    def steer(request: Any, rule: Rule) -> None:
+        if steered is None:
+            raise VectorError("no vector is named so")
+        steered.append((request, rule))
+
+    made = Lookout(lambda: Reader.attach(station.server.path, start="newest"), steer)
+    try:
+        yield made
+    finally:
+        made.close()
+
+
+def _generate(station: Station, request: Request, number: int) -> bool:
+    """One step: the newest token is forwarded, the next one sampled, and the end asked for."""
+    if request.num_tokens == PROMPT_LEN:
+        station.begin([toy.new_request(number, prompt_len=PROMPT_LEN)], [])
+        toy.forward(station, number, start=0, count=PROMPT_LEN)
+    else:
+        toy.forward(station, number, start=request.num_tokens - 1, count=1)
+    request.num_tokens += 1
+    return bool(with_rules(lambda *_: False)(request, 100))
+
+
+def test_a_request_ends_when_its_rule_is_met_and_says_why(station: Station) -> None:
+    with _lookout(station) as lookout:
+        request = Request(lookout, 1, Rule("p", threshold=0.5, tokens=2))
+        assert [_generate(station, request, 1) for _ in range(3)] == [False, False, True]
+        assert request.status is Status.FINISHED_STOPPED
+        assert request.stop_reason == "clairai: probe p >= 0.5 for 2 tokens"
+
+
+def test_a_request_without_rules_is_not_looked_at() -> None:
+    assert with_rules(lambda *_: True)(SimpleNamespace(), 1) is True
+    assert with_rules(lambda *_: False)(SimpleNamespace(), 1) is False
+
+
+def test_an_end_of_vllms_own_keeps_its_reason(station: Station) -> None:
+    with _lookout(station) as lookout:
+        request = Request(lookout, 1, Rule("p", threshold=0.5))
+        _generate(station, request, 1)
+        toy.forward(station, 1, start=PROMPT_LEN, count=1)
+        request.num_tokens += 1
+        assert with_rules(lambda *_: True)(request, 100) is True
+        assert request.stop_reason is None
+
+
+def test_a_rule_that_steers_is_carried_out_once_and_the_answer_goes_on(station: Station) -> None:
+    steered: list[Any] = []
+    rule = Rule("p", threshold=0.5, tokens=2, action="steer")
+    with _lookout(station, steered) as lookout:
+        request = Request(lookout, 1, rule)
+        assert not any(_generate(station, request, 1) for _ in range(5))
+        assert steered == [(request, rule)]
+
+
+def test_a_rule_that_cannot_be_carried_out_ends_the_answer(station: Station) -> None:
+    with _lookout(station) as lookout:
+        request = Request(lookout, 1, Rule("p", threshold=0.5, action="steer"))
+        assert [_generate(station, request, 1) for _ in range(2)] == [False, True]
+        assert request.stop_reason is not None
+        assert "no vector is named so" in request.stop_reason
+
+
+def test_scores_that_never_come_end_the_answer(
+    station: Station, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("clairai.compat.stops.WAIT_S", 0.01)
+    with _lookout(station) as lookout:
+        request = Request(lookout, 1, Rule("p", threshold=0.5))
+        request.num_tokens += 2  # a token was sampled, and no row published
+        assert with_rules(lambda *_: False)(request, 100) is True
+        assert request.stop_reason is not None
+        assert "did not come" in request.stop_reason
+
+
+def test_the_ring_is_let_go_with_the_last_request(station: Station) -> None:
+    with _lookout(station) as lookout:
+        first, second = (Request(lookout, n, Rule("p", threshold=9.0)) for n in (1, 2))
+        lookout.leave(first.clairai_seat)
+        assert _generate(station, second, 2) is False
+        lookout.leave(second.clairai_seat)
+        lookout.leave(second.clairai_seat)
+        assert lookout._reader is None
