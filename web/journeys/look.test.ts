@@ -72,7 +72,7 @@ describe("looking at a run", () => {
     await page.locator(".tip-why", { hasText: "The last token is never read by the model" }).waitFor();
     await page.keyboard.press("Escape");
     await expect.poll(() => pinned(page).count()).toBe(0);
-    expect(page.url()).not.toContain("at=");
+    await expect.poll(() => page.url()).not.toContain("at=");
   });
 
   it("lists crossings, and jumps to the token of one", async () => {

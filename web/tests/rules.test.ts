@@ -74,6 +74,7 @@ describe("a rule of the panel", () => {
     const set: RuleDraft = { ...draft, threshold: 0.25, action: "alert" };
     expect(ruleDraftOf(1, rulesOf([set])[0])).toEqual(set);
     expect(ruleDraftOf(1, { tokens: 3 })).toBeNull();
+    expect(ruleDraftOf(1, { probe: "x", tokens: 3, action: "steer", steer: [] })).toBeNull();
   });
 
   it.each<[Partial<RuleDraft>, string]>([

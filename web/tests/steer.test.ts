@@ -7,6 +7,8 @@ import {
   entriesOf,
   faultsOf,
   freshEntry,
+  gatable,
+  gateProbe,
   nextId,
   reachOf,
   stepOf,
@@ -193,6 +195,22 @@ type Sent<T> = T extends (infer Each)[]
 it("what is sent is what the server's schema knows", () => {
   const entries: Sent<components["schemas"]["SteerEntry"]>[] = entriesOf([entry({ gate: GATE })]);
   expect(entries[0]?.gate?.probe).toBe("early");
+});
+
+describe("a gate is offered", () => {
+  const [early, late] = STOCK.probes;
+
+  it("the probe that is looked at, where its score is known in time", () => {
+    expect(gateProbe(STOCK.probes, "late", ["post_block.10", "post_block.15"])).toBe("late");
+    expect(gateProbe(STOCK.probes, "late", ["post_block.10"])).toBe("bare");
+    expect(gateProbe([], "late", ["post_block.10"])).toBe("");
+  });
+
+  it("and the points at which it can act", () => {
+    expect(gatable(late, ["post_block.10", "post_block.15"])).toEqual(["post_block.15"]);
+    expect(gatable(early, ["post_block.10", "post_block.15"])).toHaveLength(2);
+    expect(gatable(undefined, ["post_block.10"])).toEqual([]);
+  });
 });
 
 describe("positions", () => {

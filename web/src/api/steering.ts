@@ -41,7 +41,8 @@ export interface StopRule {
   threshold?: number;
   /** So many in a row. */
   tokens: number;
-  action: Schemas["StopRule"]["action"];
+  /** Of those the server knows, what the page offers. */
+  action: Extract<Schemas["StopRule"]["action"], "stop" | "alert">;
 }
 
 /** As the server says it: of what came inline there is a digest and no name. */

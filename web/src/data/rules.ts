@@ -73,12 +73,12 @@ export function stopWords(reason: unknown): string | null {
 export function ruleDraftOf(id: number, found: unknown): RuleDraft | null {
   if (typeof found !== "object" || found === null) return null;
   const { probe, threshold, tokens, action } = found as Partial<StopRule>;
-  if (typeof probe !== "string") return null;
+  if (typeof probe !== "string" || (action !== "stop" && action !== "alert")) return null;
   return {
     id,
     probe,
     threshold: typeof threshold === "number" && Number.isFinite(threshold) ? threshold : null,
     tokens: Number.isInteger(tokens) ? (tokens ?? 1) : 1,
-    action: action === "alert" ? "alert" : "stop",
+    action,
   };
 }

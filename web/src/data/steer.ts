@@ -159,11 +159,29 @@ function gateFault(gate: GateDraft, points: readonly string[], probes: readonly 
   if (threshold === null) return `${probe.name} has no threshold of its own: give one.`;
   const behind = points.find((point) => isBehind(probe.point, point));
   if (behind !== undefined) {
-    return `${probe.name} reads ${probe.point}, which the model reaches only after ${behind}.`;
+    return `${probe.name} reads ${probe.point}, which the model reaches only after ${behind}: take an earlier probe, or steer later.`;
   }
   if (gate.sharpness !== null && gate.sharpness <= 0) return "The sharpness has to be over 0.";
   const release = gate.sharpness === null && !gate.isLatched ? gate.release : null;
   return release !== null && release > threshold ? "A gate is released at or below its threshold." : null;
+}
+
+/** Of these points, those at which the probe's score is known in time. */
+export function gatable(probe: ProbeInfo | undefined, points: readonly string[]): string[] {
+  return points.filter((point) => probe !== undefined && !isBehind(probe.point, point));
+}
+
+/** The probe to offer for a gate: the one looked at where it can be one, else the earliest. */
+export function gateProbe(
+  probes: readonly ProbeInfo[],
+  looked: string | null,
+  points: readonly string[],
+): string {
+  const chosen = probes.find(({ name }) => name === looked);
+  if (chosen && gatable(chosen, points).length > 0) return chosen.name;
+  const [first, ...rest] = probes;
+  if (!first) return "";
+  return rest.reduce((best, each) => (isBehind(best.point, each.point) ? each : best), first).name;
 }
 
 /** The panel's fields for an entry of a run or of a link; null for one the panel cannot show. */

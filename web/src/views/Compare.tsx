@@ -1,25 +1,23 @@
 // Takes two runs; shows them side by side, the same token marked in both, and their difference.
-import { useCallback, useEffect, useMemo, useRef, type RefObject } from "react";
+import { useCallback, useEffect, useMemo, useRef, useState, type RefObject } from "react";
 import type { LineStyle } from "../colour/lines";
 import { lineStyle } from "../colour/lines";
 import { Differ } from "../data/differ";
 import type { Tape } from "../data/tape";
 import { usePage } from "../state/page";
 import { RUNNING, type Run } from "../state/types";
-import { sent } from "../state/request";
-import { counted, score, signed } from "../text/number";
+import { score, signed } from "../text/number";
 import { probeIn, useRun, useTapeVersion, useTheme, useView } from "./hooks";
 import { Composer } from "./chat/Composer";
 import { Legend } from "./chat/Legend";
-import { outcome } from "./chat/Turn";
 import { Cells } from "./scope/Cells";
 import { Stroke } from "./scope/Keys";
 import { Lines } from "./scope/Lines";
 import { GUTTER } from "./scope/plot";
 import { usePointing } from "./scope/pointing";
 import { clipped, difference, extentOf, traceOf, type Trace } from "./scope/traces";
-import { Applied } from "./steer/Applied";
-import { TokenList, type Differing } from "./tokens/TokenList";
+import { Side } from "./Side";
+import type { Differing } from "./tokens/TokenList";
 
 export function Compare() {
   const a = useRun(useView((state) => state.head));
@@ -29,6 +27,7 @@ export function Compare() {
   const sides = useRef<HTMLDivElement>(null);
   const hasComposer = useView((state) => !state.isFrozen && state.draft.entries.length > 0);
   useSyncedSides(sides, a?.id ?? null, b?.id ?? null);
+  const [hasPrompts, setPrompts] = useState(false);
   const [ofA, ofB] = useDiffering(a?.id ?? "", b?.id ?? "");
   if (!a || !b) return null;
   return (
@@ -40,8 +39,8 @@ export function Compare() {
         data-marks={hasMarks || undefined}
         data-mono={hasMono || undefined}
       >
-        <Side run={a} name="A" differing={ofA} />
-        <Side run={b} name="B" differing={ofB} />
+        <Side run={a} name="A" differing={ofA} hasPrompt={hasPrompts} onPrompt={setPrompts} />
+        <Side run={b} name="B" differing={ofB} hasPrompt={hasPrompts} onPrompt={setPrompts} />
       </div>
       <Both a={a} b={b} />
       {hasComposer && <Composer />}
@@ -86,68 +85,6 @@ function useSyncedSides(sides: RefObject<HTMLElement | null>, a: string | null, 
       stop();
     };
   }, [page, sides, a, b]);
-}
-
-function Side({ run, name, differing }: { run: Run; name: "A" | "B"; differing: Differing }) {
-  const page = usePage();
-  useTapeVersion(run.id);
-  useTapeVersion(differing.other);
-  const isFrozen = useView((state) => state.isFrozen);
-  const tape = page.shelf.get(run.id);
-  const numDiffering = differing.read().size;
-  const settings = Object.entries(sent(run.sampling)).map(([key, value]) => `${key} ${String(value)}`);
-  return (
-    <article className="side" aria-label={`Run ${name}`}>
-      <header>
-        <div className="side-head">
-          <h2>
-            <span className="side-name">{name}</span> {run.user}
-          </h2>
-          {!isFrozen && (
-            <button
-              type="button"
-              className="quiet"
-              onClick={() => page.store.setState({ head: run.id, versus: null, span: null })}
-            >
-              Go on with {name}
-            </button>
-          )}
-        </div>
-        <p className="faint">
-          {[
-            run.steer.length > 0 ? "steered" : "plain",
-            outcome(run, tape),
-            ...settings,
-            run.system.trim() && `system: ${run.system.trim()}`,
-          ]
-            .filter(Boolean)
-            .join(", ")}
-          {numDiffering > 0 && (
-            <>
-              , {counted(numDiffering, "token")} <span className="differs-key" aria-hidden="true" /> not in
-              the other
-            </>
-          )}
-        </p>
-        <Applied run={run} />
-        {run.error !== null && (
-          <p className="failure" role="alert">
-            {run.error}
-          </p>
-        )}
-      </header>
-      {tape.promptLength > 0 && (
-        <TokenList run={run.id} from={0} to={tape.promptLength} label={`Prompt of ${name}, token by token`} />
-      )}
-      <TokenList
-        run={run.id}
-        from={tape.promptLength}
-        to={null}
-        label={`Answer of ${name}, token by token`}
-        differing={differing}
-      />
-    </article>
-  );
 }
 
 /** The chosen probe in both runs, on one axis that begins where the answers do. */

@@ -5,10 +5,12 @@ interface Props {
   title: string;
   /** Left out: it cannot be dismissed. */
   onClose?: () => void;
+  /** Beside the button that closes it. */
+  action?: ReactNode;
   children: ReactNode;
 }
 
-export function Dialog({ title, onClose, children }: Props) {
+export function Dialog({ title, onClose, action, children }: Props) {
   const dialog = useRef<HTMLDialogElement>(null);
   const id = useId();
   useEffect(() => {
@@ -30,6 +32,7 @@ export function Dialog({ title, onClose, children }: Props) {
       {children}
       {onClose && (
         <p className="actions">
+          {action}
           <button type="button" className="primary" onClick={onClose}>
             Close
           </button>

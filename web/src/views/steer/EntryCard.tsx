@@ -1,6 +1,16 @@
 // Takes one vector at work; lets its strength, its way to act, its place and its time be set.
 import type { Op, Phase, VectorInfo } from "../../api/steering";
-import { faultsOf, isOn, OPS, PHASES, reachOf, stepOf, withOp, type EntryDraft } from "../../data/steer";
+import {
+  faultsOf,
+  gatable,
+  isOn,
+  OPS,
+  PHASES,
+  reachOf,
+  stepOf,
+  withOp,
+  type EntryDraft,
+} from "../../data/steer";
 import { usePage } from "../../state/page";
 import { stockOf } from "../../state/request";
 import { changeEntry, removeEntries } from "../../state/steer";
@@ -90,9 +100,9 @@ export function EntryCard({ entry, vector, isOnly }: Props) {
           Match the norm of each row
         </label>
       )}
-      <GateFields entry={entry} onChange={(gate) => change({ gate })} />
+      <GateFields entry={entry} own={vector.points} onChange={(gate) => change({ gate })} />
       <Where entry={entry} vector={vector} onChange={change} />
-      <EntryFaults entry={entry} />
+      <EntryFaults entry={entry} vector={vector} onChange={change} />
       {!isOnly && (
         <button
           type="button"
@@ -143,15 +153,13 @@ function near(value: number, step: number): number {
   return Number((Math.round(value / step) * step).toPrecision(12));
 }
 
-function Where({
-  entry,
-  vector,
-  onChange,
-}: {
+interface WhereProps {
   entry: EntryDraft;
   vector: VectorInfo;
   onChange: (made: Partial<EntryDraft>) => void;
-}) {
+}
+
+function Where({ entry, vector, onChange }: WhereProps) {
   const chosen = entry.points ?? vector.points;
   const toggle = (point: string) => {
     const points = vector.points.filter((each) => (each === point) !== chosen.includes(each));
@@ -206,16 +214,28 @@ function placesWords({ points, positions, skipsSpecial }: EntryDraft, vector: Ve
   return `${where}, ${which}${skipsSpecial ? ", no special tokens" : ""}`;
 }
 
-function EntryFaults({ entry }: { entry: EntryDraft }) {
+function EntryFaults({ entry, vector, onChange }: WhereProps) {
   const steering = useView((state) => state.steering);
   const probes = useView((state) => state.probes);
   const faults = isOn(entry) ? faultsOf(entry, stockOf({ steering, probes })) : [];
   if (faults.length === 0) return null;
+  const points = entry.points ?? vector.points;
+  const later = gatable(
+    probes?.find(({ name }) => name === entry.gate?.probe),
+    points,
+  );
   return (
     <ul className="failure">
       {faults.map((fault) => (
         <li key={fault}>{fault}</li>
       ))}
+      {later.length > 0 && later.length < points.length && (
+        <li>
+          <button type="button" className="quiet" onClick={() => onChange({ points: later })}>
+            Steer at {later.join(", ")} only
+          </button>
+        </li>
+      )}
     </ul>
   );
 }

@@ -1,5 +1,5 @@
 // Takes an entry; lets a probe open and close it, token by token.
-import type { EntryDraft, GateDraft } from "../../data/steer";
+import { gateProbe, type EntryDraft, type GateDraft } from "../../data/steer";
 import { brief } from "../../text/number";
 import { useView } from "../hooks";
 import { ordered } from "../rail/groups";
@@ -7,16 +7,24 @@ import { NumberField } from "./NumberField";
 
 interface Props {
   entry: EntryDraft;
+  /** The points of its vector. */
+  own: readonly string[];
   onChange: (gate: GateDraft | null) => void;
 }
 
 const SHARPNESS = 10;
 
-export function GateFields({ entry: { gate, vector }, onChange }: Props) {
+export function GateFields({ entry: { gate, vector, points }, own, onChange }: Props) {
   const probes = useView((state) => state.probes) ?? [];
   const chosen = useView((state) => state.probe);
   const open = () =>
-    onChange({ probe: chosen ?? "", threshold: null, sharpness: null, isLatched: false, release: null });
+    onChange({
+      probe: gateProbe(probes, chosen, points ?? own),
+      threshold: null,
+      sharpness: null,
+      isLatched: false,
+      release: null,
+    });
   return (
     <>
       <label className="check">

@@ -37,18 +37,21 @@ function Confirm({ words, onClose }: { words: string; onClose: () => void }) {
     }
   };
   return (
-    <Dialog title="Clear global steering?" onClose={onClose}>
-      <p>Everybody who uses this engine is steered by {words}. Requests that run now keep it.</p>
+    <Dialog
+      title="Clear global steering?"
+      onClose={onClose}
+      action={
+        <button type="button" onClick={() => void clear()}>
+          Clear for everybody
+        </button>
+      }
+    >
+      <p>It steers everybody who uses this engine. {words}. Requests that run now keep it.</p>
       {fault !== null && (
         <p className="failure" role="alert">
           {fault}
         </p>
       )}
-      <p className="actions">
-        <button type="button" onClick={() => void clear()}>
-          Clear for everybody
-        </button>
-      </p>
     </Dialog>
   );
 }

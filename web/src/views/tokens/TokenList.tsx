@@ -77,6 +77,7 @@ function attach(page: Page, host: HTMLElement, { run, from, to, differing }: Str
     }),
     page.store.subscribe((state, before) => {
       if (state.probe !== before.probe || state.probes !== before.probes) flow.recolour(painter());
+      if (state.runs !== before.runs) compare(); // one that has ended is judged to its last token
     }),
     page.focus.subscribe(mark),
     page.places.add(run, {
