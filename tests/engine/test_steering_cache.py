@@ -5,12 +5,14 @@ Every answer is compared with one that had no cache: the same request under a sa
 
 from __future__ import annotations
 
+import base64
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any, Final
 
 import numpy as np
 import pytest
+from numpy.typing import NDArray
 
 import clairai
 from clairai.points import Point
@@ -27,9 +29,13 @@ WHOLE_BLOCKS: Final = 96  # of the prompt, in blocks of 32
 TOLERANCE: Final = 1e-4
 
 
-def _file(name: str, seed: int) -> bytes:
+def _row(seed: int) -> NDArray[np.float32]:
     row = np.random.default_rng(seed).standard_normal(WIDTH).astype(np.float32)
-    return dumps(clairai.Vector(name, {Point.parse("pre_attn.0"): row / np.float32(6)}))
+    return row / np.float32(6)
+
+
+def _file(name: str, seed: int) -> bytes:
+    return dumps(clairai.Vector(name, {Point.parse("pre_attn.0"): _row(seed)}))
 
 
 @pytest.fixture(scope="module")
@@ -141,6 +147,17 @@ def test_an_answer_steered_as_its_prompt_was_is_shared_with_the_next_turn(
     turn = (*PROMPT, *first.token_ids, *range(6000, 6010))
     assert _ask(cached, salts, Ask(turn, _steer())) == 128
     assert _ask(cached, salts, Ask(turn)) == 0
+
+
+def test_a_vector_that_comes_along_is_the_named_one_of_equal_content(
+    cached: EngineProcess, salts: Salts
+) -> None:
+    packed = base64.b64encode(_row(21).tobytes()).decode()
+    inline = {"dtype": "f32", "points": {"pre_attn.0": packed}}
+    (named,) = cached.call(steering.answer, [Ask(PROMPT, _steer())])
+    assert _ask(cached, salts, Ask(PROMPT, ({"vector": inline},))) == WHOLE_BLOCKS
+    (found,) = cached.call(steering.answer, [Ask(PROMPT, ({"vector": inline},))])
+    assert _is_same(found, named)
 
 
 def test_a_name_with_new_content_never_acts_through_old_kv(
