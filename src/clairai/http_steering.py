@@ -6,6 +6,7 @@ Vectors have names, and content: an ETag is the content's digest. Tiers steer ev
 from __future__ import annotations
 
 import asyncio
+import re
 from http import HTTPStatus
 from typing import Any, Final
 
@@ -19,8 +20,11 @@ from clairai.http_engine import Unanswered, bounded_body, engine_of
 from clairai.points import quote
 from clairai.steer import files
 from clairai.steer.vector import Vector
+from clairai.wanted import MAX_STREAM
 
 MAX_TIERS_NBYTES: Final = 64 << 20
+_STREAM: Final = re.compile(r"[1-9][0-9]{0,19}")
+_UNREADABLE: Final = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
 _JSON: Final = "application/json"
 _FILE: Final = "application/octet-stream"
 
@@ -33,9 +37,16 @@ class _Tiers(msgspec.Struct, forbid_unknown_fields=True):
     decode: list[Any] | msgspec.UnsetType = msgspec.UNSET
 
 
+class _Change(msgspec.Struct, forbid_unknown_fields=True):
+    """What POST /v1/steering/requests/{stream} takes."""
+
+    steer: list[Any]
+
+
 def add_routes(router: APIRouter) -> None:
     router.add_api_route("/steering", get_steering, methods=["GET"])
     router.add_api_route("/steering", set_steering, methods=["POST"])
+    router.add_api_route("/steering/requests/{stream}", amend, methods=["POST"])
     router.add_api_route("/steering/vectors", list_vectors, methods=["GET"])
     # A vector's name may hold slashes.
     for method, route in (("GET", get_vector), ("PUT", put_vector), ("DELETE", remove_vector)):
@@ -103,11 +114,33 @@ async def set_steering(request: Request) -> Response:
         return _tiers(await engine.ask(change, wire_steer.SteeringState))
 
 
+async def amend(stream: str, request: Request) -> Response:
+    """Steer a running request otherwise from its next step on; `[]` for not at all."""
+    number = int(stream) if _STREAM.fullmatch(stream) else 0
+    if not 1 <= number <= MAX_STREAM:
+        raise RequestError(f"{quote(stream)} is no stream: a whole number from 1 to 2**64 - 1")
+    engine = engine_of(request.app)
+    body = await bounded_body(request, MAX_TIERS_NBYTES, RequestError.code, "a list of entries")
+    entries = await asyncio.to_thread(_read_change, body)
+    change = wire_steer.Amend(number, entries)
+    found = await engine.ask(change, wire_steer.Amended)
+    applied = msgspec.Raw(found.applied)
+    content = msgspec.json.encode({"positions": found.positions, "steering": applied})
+    return Response(content, media_type=_JSON)
+
+
+def _read_change(body: bytes) -> bytes:
+    try:
+        return msgspec.json.encode(msgspec.json.decode(body, type=_Change).steer)
+    except _UNREADABLE as error:
+        raise RequestError(f"the body is no object with steer: {str(error)[:200]}") from None
+
+
 def _read_tiers(body: bytes) -> dict[str, bytes | None]:
     """Each that is there as JSON, which the core reads again."""
     try:
         given = msgspec.json.decode(body, type=_Tiers)
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+    except _UNREADABLE as error:
         raise RequestError(
             f"the body is no object with base, prefill or decode: {str(error)[:200]}"
         ) from None

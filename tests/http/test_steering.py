@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import base64
 import json
 import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
-from urllib.parse import quote
 
-import numpy as np
 import pytest
 
 from clairai.errors import RequestError
@@ -22,7 +19,6 @@ from clairai.stream.stopping import stopped_by
 from clairai.wanted import parse
 from tests.http.answers import CHAT, TEXT, asking, chunks, events, expected, told
 from tests.http.fake import answering
-from tests.http.fake_steering import digest_of
 from tests.http.test_observed import Told
 from tests.http.world import World, world
 from tests.process.parts import until
@@ -32,8 +28,6 @@ STEER = [{"vector": "calm", "scale": 2.0}]
 RULE = {"probe": "token", "threshold": 100.0, "tokens": 2}
 REASON = "clairai: probe token >= 100 for 2 tokens"
 SEEDS = ("steering_vectors", "prefill_steering_vectors", "decode_steering_vectors")
-VECTORS = "/v1/steering/vectors"
-FILE = b"\x00file"
 
 
 def whole(path: str = CHAT, **fields: Any) -> dict[str, Any]:
@@ -284,53 +278,3 @@ def test_a_rule_that_steers_needs_an_engine_that_does(tmp_path: Path) -> None:
         w.upstream.steering.is_on = True
         answer = client.post(CHAT, json=whole(clairai={"stop": [rule]})).json()
     assert answer["clairai"]["stop"][0]["action"] == "steer"
-
-
-# Routes
-
-
-@pytest.mark.parametrize("name", ["calm", "mood/calm", "a b", "%2e", "é"])
-def test_vectors_are_put_read_and_removed_by_their_whole_name(w: World, name: str) -> None:
-    path = f"{VECTORS}/{quote(name)}"
-    with w.client() as client:
-        assert client.put(path, content=FILE).status_code == 201
-        got = client.get(path)
-        assert (got.content, got.headers["etag"]) == (FILE, f'"{digest_of(FILE)}"')
-        same = client.get(path, headers={"If-None-Match": got.headers["etag"]})
-        assert same.status_code == 304
-        listed = client.get(VECTORS).json()
-        models.VectorList.model_validate(listed)
-        assert [one["name"] for one in listed["data"]] == [name]
-        assert client.delete(path).json()["data"] == []
-        assert client.get(path).status_code == 404
-
-
-def test_conditions_reach_the_engine(w: World) -> None:
-    with w.client() as client:
-        client.put(f"{VECTORS}/a", content=b"x", headers={"If-None-Match": "*"})
-        client.delete(f"{VECTORS}/a", headers={"If-Match": '"d"'})
-    put, delete = w.upstream.steering.asked
-    assert (put[2]["If-None-Match"], delete[2]["If-Match"]) == ("*", '"d"')
-
-
-def test_a_vectors_name_that_climbs_is_refused_before_it_is_passed_on(w: World) -> None:
-    with w.client() as client:
-        assert client.get(f"{VECTORS}/..%2f..%2fmodels").status_code == 400
-    assert w.upstream.steering.asked == []
-
-
-def test_tiers_are_read_and_changed_through_the_proxy(w: World) -> None:
-    with w.client() as client:
-        changed = client.post("/v1/steering", json={"base": STEER}).json()
-        assert [one["vector"] for one in changed["base"]] == ["calm"]
-        assert (changed["prefill"], changed["decode"], changed["version"]) == ([], [], 2)
-        models.Tiers.model_validate(client.get("/v1/steering").json())
-
-
-def test_a_vector_of_80_layers_of_8192_fits_into_a_request(w: World) -> None:
-    packed = base64.b64encode(np.ones(8192, np.float32).tobytes()).decode()
-    inline = {"dtype": "f32", "points": {f"post_block.{at}": packed for at in range(80)}}
-    with w.client() as client:
-        answer = client.post(CHAT, json=whole(clairai={"steer": [{"vector": inline}]}))
-    assert answer.status_code == 200
-    assert w.upstream.last.fields["steer"] == [{"vector": inline}]
