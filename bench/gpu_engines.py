@@ -106,9 +106,11 @@ def _expanded(llm: Any, points: Sequence[str]) -> list[str]:
     return [str(point) for point in expand(list(points), num_layers)]
 
 
-def decode_times(llm: Any, batch: int, num_new: int) -> NDArray[np.float64]:
-    """Seconds between steps in which all of `batch` requests decode."""
-    _add(llm, batch, prompt_len=16, num_new=num_new)
+def decode_times(
+    llm: Any, batch: int, num_new: int, steer: Sequence[Sequence[Mapping[str, Any]]] = ((),)
+) -> NDArray[np.float64]:
+    """Seconds between steps in which all of `batch` requests decode; each steered in turn."""
+    _add(llm, batch, prompt_len=16, num_new=num_new, steer=steer)
     times, tokens = np.array(_run(llm)).T
     is_full = tokens == batch
     between = np.diff(times)[is_full[1:] & is_full[:-1]]
@@ -122,14 +124,28 @@ def prefill_seconds(llm: Any, batch: int, prompt_len: int) -> float:
     return time.perf_counter() - begin
 
 
-def _add(llm: Any, batch: int, *, prompt_len: int, num_new: int) -> None:
+def _add(
+    llm: Any,
+    batch: int,
+    *,
+    prompt_len: int,
+    num_new: int,
+    steer: Sequence[Sequence[Mapping[str, Any]]] = ((),),
+) -> None:
     from vllm import SamplingParams
 
-    params = SamplingParams(max_tokens=num_new, temperature=0.0, ignore_eos=True, detokenize=False)
     engine = llm.llm_engine
     stamp = time.monotonic_ns()
     for index in range(batch):
         prompt = {"prompt_token_ids": [100 + (index + i) % 1000 for i in range(prompt_len)]}
+        entries = list(steer[index % len(steer)])
+        params = SamplingParams(
+            max_tokens=num_new,
+            temperature=0.0,
+            ignore_eos=True,
+            detokenize=False,
+            extra_args=clairai.request(steer=entries) if entries else None,
+        )
         engine.add_request(f"{stamp}-{index}", prompt, params)
 
 

@@ -65,8 +65,9 @@ def _measured(
     p50, p99 = np.percentile(seconds, (50, 99)) * 1e6
     line = f"{name:25s} {kind:7s} {num_requests:4d} requests: p50 {p50:7.1f} us, p99 {p99:7.1f} us"
     sys.stdout.write(line + "\n")
-    sized = {"steered": name, "steps": kind, "requests": num_requests}
-    return sized | {"p50_us": round(p50, 1), "p99_us": round(p99, 1)}
+    sized: dict[str, str | int | float] = {"steered": name, "steps": kind}
+    times = {"p50_us": round(float(p50), 1), "p99_us": round(float(p99), 1)}
+    return sized | {"requests": num_requests} | times
 
 
 def _steering() -> Steering:
