@@ -25,6 +25,7 @@ export function Side({ run, name, differing, hasPrompt, onPrompt }: SideProps) {
   const isFrozen = useView((state) => state.isFrozen);
   const tape = page.shelf.get(run.id);
   const numDiffering = differing.read().size;
+  const isSame = numDiffering === 0 && tape.done !== null && page.shelf.get(differing.other).done !== null;
   usePromptOnDemand(run.id, hasPrompt, onPrompt);
   const settings = Object.entries(sent(run.sampling)).map(([key, value]) => `${key} ${String(value)}`);
   return (
@@ -63,6 +64,7 @@ export function Side({ run, name, differing, hasPrompt, onPrompt }: SideProps) {
           ]
             .filter(Boolean)
             .join(", ")}
+          {isSame && ", every token in the other too"}
           {numDiffering > 0 && (
             <>
               , {counted(numDiffering, "token")} <span className="differs-key" aria-hidden="true" /> not in
