@@ -149,8 +149,7 @@ def test_an_empty_forward_is_no_launch_and_rows_that_lie_across_are_refused() ->
 PLANTED = {
     "x is not zeroed": ("steered_D = tl.zeros_like(steered_D)", "pass"),
     "no row walks": ("tl.minimum(run, tl.num_programs(0) - first), 1)", "1, 1)"),
-    "the seat of row 0": ("run, seat = tl.load(entry_ptr + 1), tl.load(entry_ptr + 2)",
-                          "run, seat = tl.load(entry_ptr + 1), tl.load(map_ptr + 2)"),
+    "the seat of row 0": ("seat = tl.load(entry_ptr + 2)", "seat = tl.load(map_ptr + 2)"),
     "never fresh": ("tl.load(entry_ptr + 3) == 0, reads, 0)", "run != 0, reads, 0)"),
     "a walk one too short": ("in range(count):", "in range(count - (count > 1)):"),
     "nothing is remembered": ("advanced = tl.where(run > 0, reads, 0)", "advanced = reads * 0"),
@@ -164,7 +163,7 @@ PLANTED = {
 SEED = 0
 
 
-def planted(tmp_path: Path, old: str, new: str) -> Steer:
+def planted(tmp_path: Path, old: str, new: str, width: int = WIDTH) -> Steer:
     source = Path(steer_kernel.__file__).read_text()
     assert source.count(old) == 1
     path = tmp_path / "planted.py"
@@ -174,7 +173,7 @@ def planted(tmp_path: Path, old: str, new: str) -> Steer:
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
-    steer: Steer = module.Steerer(WIDTH)
+    steer: Steer = module.Steerer(width)
     return steer
 
 
@@ -182,6 +181,35 @@ def planted(tmp_path: Path, old: str, new: str) -> Steer:
 def test_a_planted_bug_is_caught(bug: str, tmp_path: Path) -> None:
     steer = planted(tmp_path, *PLANTED[bug])
     assert any(drill(kernel_fleet(steer=steer), SEED))
+
+
+def _is_walked(steer: Steer) -> bool:
+    """A run that is steered from its second row on: a chunk that crosses the end of a prompt."""
+    tables = wide(70, torch.float32, steer)
+    tables.reads_ZS[0, 0] = 1
+    tables.map_T4[1:4] = torch.tensor([[0, 3, 0, 0], [1, -1, 0, 0], [1, -1, 0, 0]])
+    rows = torch.ones(4, 70)
+    tables.site("s").apply(rows, None)
+    is_changed = (rows != 1).any(1).tolist()
+    return bool(is_changed == [False, False, True, True])
+
+
+def _is_alone(steer: Steer) -> bool:
+    """A row that has a program, and no seat."""
+    tables = wide(70, torch.float32, steer)
+    tables.map_T4[:] = 0
+    tables.map_T4[2, 0] = 1
+    rows = torch.ones(4, 70)
+    tables.site("s").apply(rows, None)
+    return bool((rows != 1).any(1).tolist() == [False, False, True, False])
+
+
+def test_rows_that_are_passed_over_are_those_that_nothing_acts_on(tmp_path: Path) -> None:
+    condition = "(run != 0) | (tl.load(entry_ptr) > 0)"
+    assert _is_walked(Steerer(70))
+    assert _is_alone(Steerer(70))
+    assert not _is_walked(planted(tmp_path, condition, "tl.load(entry_ptr) > 0", 70))
+    assert not _is_alone(planted(tmp_path, condition, "run != 0", 70))
 
 
 def test_without_a_planted_bug_the_drill_is_right() -> None:

@@ -150,32 +150,35 @@ def steer(x_ptr, stride_x, residual_ptr, stride_residual, map_ptr, words_ptr, re
     if first == 0:
         tl.store(ran_ptr + site, tl.load(ran_ptr + site) + 1)
     entry_ptr = map_ptr + first * ENTRY
-    run, seat = tl.load(entry_ptr + 1), tl.load(entry_ptr + 2)
-    is_seated = (run != 0) & (seat >= 0) & (seat < num_seats)
-    seat = tl.where(is_seated, seat, 0).to(tl.int64)
-    reads = tl.load(reads_ptr + seat * num_sites + site, mask=is_seated, other=0).to(tl.int32)
-    # Where a gate remembers, one instance walks; elsewhere each row is its own instance's.
-    count = tl.where(reads != 0, tl.minimum(run, tl.num_programs(0) - first), 1)
-    g = tl.arange(0, NUM_GATES)
-    remembered = tl.where(tl.load(entry_ptr + 3) == 0, reads, 0)  # nothing, if the run is fresh
-    state_at = state_ptr + seat * NUM_GATES + g
-    state_G = tl.load(state_at, mask=((remembered >> g) & 1) != 0, other=0.0)
-    for offset in range(count):
-        row = first + offset
-        program = tl.load(map_ptr + row * ENTRY)
-        is_known = (program > 0) & (program < num_programs)
-        at = tl.where(is_known, program, 0).to(tl.int64) * num_sites + site
-        num_ops = tl.minimum(tl.load(num_ops_ptr + at, mask=is_known, other=0), NUM_OPS)
-        if num_ops > 0:
-            far = row.to(tl.int64)
-            is_special = _is_special(row, token_ids_ptr, num_ids, special_ptr, vocabulary)
-            state_G = _steer_row(
-                x_ptr + far * stride_x, residual_ptr + far * stride_residual,
-                gates_ptr + far * NUM_GATES, words_ptr + at * (NUM_OPS * WORDS),
-                reals_ptr + at * (NUM_OPS * WORDS), num_ops, vectors_ptr, num_rows, is_special,
-                state_G, D, BLOCK_D, IS_PAIR)  # fmt: skip
-    advanced = tl.where(run > 0, reads, 0)
-    tl.store(state_at, state_G, mask=((advanced >> g) & 1) != 0)
+    run = tl.load(entry_ptr + 1)
+    # Nobody's row, and most rows where few are steered: one load, and it is over.
+    if (run != 0) | (tl.load(entry_ptr) > 0):
+        seat = tl.load(entry_ptr + 2)
+        is_seated = (run != 0) & (seat >= 0) & (seat < num_seats)
+        seat = tl.where(is_seated, seat, 0).to(tl.int64)
+        reads = tl.load(reads_ptr + seat * num_sites + site, mask=is_seated, other=0).to(tl.int32)
+        # Where a gate remembers, one instance walks; elsewhere each row is its own instance's.
+        count = tl.where(reads != 0, tl.minimum(run, tl.num_programs(0) - first), 1)
+        g = tl.arange(0, NUM_GATES)
+        remembered = tl.where(tl.load(entry_ptr + 3) == 0, reads, 0)  # nothing, if it is fresh
+        state_at = state_ptr + seat * NUM_GATES + g
+        state_G = tl.load(state_at, mask=((remembered >> g) & 1) != 0, other=0.0)
+        for offset in range(count):
+            row = first + offset
+            program = tl.load(map_ptr + row * ENTRY)
+            is_known = (program > 0) & (program < num_programs)
+            at = tl.where(is_known, program, 0).to(tl.int64) * num_sites + site
+            num_ops = tl.minimum(tl.load(num_ops_ptr + at, mask=is_known, other=0), NUM_OPS)
+            if num_ops > 0:
+                far = row.to(tl.int64)
+                is_special = _is_special(row, token_ids_ptr, num_ids, special_ptr, vocabulary)
+                state_G = _steer_row(
+                    x_ptr + far * stride_x, residual_ptr + far * stride_residual,
+                    gates_ptr + far * NUM_GATES, words_ptr + at * (NUM_OPS * WORDS),
+                    reals_ptr + at * (NUM_OPS * WORDS), num_ops, vectors_ptr, num_rows, is_special,
+                    state_G, D, BLOCK_D, IS_PAIR)  # fmt: skip
+        advanced = tl.where(run > 0, reads, 0)
+        tl.store(state_at, state_G, mask=((advanced >> g) & 1) != 0)
 
 
 class Steerer:
