@@ -229,8 +229,8 @@ def test_a_stream_in_use_is_never_given_to_a_second_request(running: Running) ->
         extra_body={**_fields(stream=600), "ignore_eos": True},
     ) as first:
         next(iter(first))
-        # Only the engine core knows this, and vLLM keeps its reason to itself.
-        with pytest.raises(openai.InternalServerError):
+        # Only the engine core knows this; vLLM keeps its reason to itself, our routes ask for it.
+        with pytest.raises(openai.BadRequestError, match="belongs to a request that is not fin"):
             _ask(running, stream=600)
     rows = running.sidecar.await_end(600)
     assert [row["position"] for row in rows] == [*range(len(rows))]
