@@ -13,8 +13,10 @@ import clairai
 from clairai.points import Point
 from clairai.steer.files import dumps
 from tests.engine import models, planted, steering
+from tests.engine.hooked import TOLERANCE, error_of, positions
 from tests.engine.process import EngineFailed, EngineProcess
 from tests.engine.steering import Ask
+from tests.fidelity.steered import Change
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
 
@@ -94,29 +96,29 @@ def test_a_tap_that_never_runs_stops_the_engine_from_serving(
         )
 
 
-def test_a_compiled_graph_steers_as_eager_does_and_is_not_that_of_an_engine_that_cannot(
+def test_a_compiled_graph_steers_as_hugging_face_does_with_hooks(
     model: Path, runtime: Path, tmp_path: Path
 ) -> None:
-    """One cache for both: a graph without the ops, taken for one with them, would not start."""
-    with start(model, runtime, tmp_path, ["all"]):
-        pass
+    """What eager is compared with elsewhere: so both are the same."""
     config = clairai.config(points=["all"], capacity=8, steering=True)
-    files = [dumps(clairai.Vector("v", {Point.parse(p): _row(i) for i, p in enumerate(PLACES)}))]
-    entries = [{"vector": "v"}, {"vector": "v", "op": "ablate", "when": "generation"}]
-    given = [Ask(tuple(PROMPTS[0]), (entry,)) for entry in entries] + [Ask(tuple(PROMPTS[0]))]
-    found = {}
-    for eager in (False, True):
-        with start(
-            model, runtime, tmp_path, [], additional_config=config, enforce_eager=eager
-        ) as engine:
-            engine.call(steering.put, files)
-            found[eager] = engine.call(steering.answer, given)
-    for compiled, plain in zip(found[False], found[True], strict=True):
-        assert compiled.token_ids == plain.token_ids
-        for step, other in zip(compiled.logprobs, plain.logprobs, strict=True):
-            assert step.keys() == other.keys()
-            assert max(abs(step[token] - other[token]) for token in step) <= 1e-4
-    assert len({answer.token_ids for answer in found[True]}) == len(given)
+    rows = {point: _row(seed).astype(np.float64) for seed, point in enumerate(PLACES)}
+    named = {Point.parse(point): row.astype(np.float32) for point, row in rows.items()}
+    prompt = tuple(PROMPTS[0])
+    always, answered = positions(0), positions(len(prompt))
+    cases: list[tuple[Ask, list[Change]]] = [
+        (Ask(prompt, ({"vector": "v"},)), [Change("add", rows, always)]),
+        (
+            Ask(prompt, ({"vector": "v", "op": "ablate", "when": "generation"},)),
+            [Change("ablate", rows, answered)],
+        ),
+        (Ask(prompt), []),
+    ]
+    with start(model, runtime, tmp_path, [], additional_config=config) as engine:
+        engine.call(steering.put, [dumps(clairai.Vector("v", named))])
+        answers = engine.call(steering.answer, [ask for ask, _ in cases])
+    for answer, (ask, changes) in zip(answers, cases, strict=True):
+        assert error_of(model, ask, answer, changes) <= TOLERANCE
+    assert len({answer.token_ids for answer in answers}) == len(answers)
 
 
 def _row(seed: int) -> NDArray[np.float32]:

@@ -78,8 +78,7 @@ def _is_same(found: Answer, truth: Answer) -> bool:
 
 def _ask(engine: EngineProcess, salts: Salts, ask: Ask) -> int:
     """How many tokens of it came from the cache; its answer is that of a run without one."""
-    (found,) = engine.call(steering.answer, [ask])
-    (truth,) = engine.call(steering.answer, [replace(ask, salt=salts.next())])
+    found, truth = engine.call(steering.answer, [ask, replace(ask, salt=salts.next())])
     assert truth.num_cached == 0
     assert _is_same(found, truth)
     assert isinstance(found.num_cached, int)
