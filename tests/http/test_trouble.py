@@ -91,7 +91,7 @@ def test_a_slow_client_is_waited_for_and_costs_a_bounded_amount(tmp_path: Path) 
         with w.client() as client:
             (one,) = told(chunks(client.post(CHAT, json=asking()).content)).values()
         assert (one.scores, one.lost) == (expected([72, 101, 108]), 0)
-        assert 150 <= sheet._held < 150 + 3
+        assert sheet._held < 150 + 3  # it may have taken some meanwhile
         slow.close()
         w.upstream.wait_for(lambda: w.upstream.seen[0].was_cancelled)
 
