@@ -16,6 +16,7 @@ from clairai.errors import ConfigError
 from clairai.points import Point, expand, quote
 from clairai.probe.files import load_many
 from clairai.probe.model import Probe
+from clairai.steer.files import load_many as load_vectors
 from clairai.steer.vector import Vector
 
 DISABLE_VARIABLE = "CLAIRAI_DISABLE"
@@ -94,7 +95,7 @@ def plan(settings: Settings, *, num_layers: int, environ: Mapping[str, str]) -> 
     target_layer = _target_layer(environ)
     sources = settings.probes or _seed_probes(environ)
     probes = [probe for source in sources for probe in load_many(source, target_layer=target_layer)]
-    vectors = _vectors(settings.vectors)
+    vectors = [vector for source in settings.vectors for vector in load_vectors(source)]
     patterns = list(settings.points) or [str(probe.point) for probe in probes]
     if not settings.points:
         patterns += [str(point) for vector in vectors for point in vector.points]
@@ -106,14 +107,6 @@ def plan(settings: Settings, *, num_layers: int, environ: Mapping[str, str]) -> 
             "the clairai settings, or set TARGET_LAYER"
         )
     return Plan(expand(patterns, num_layers), tuple(probes), tuple(vectors))
-
-
-def _vectors(sources: Sequence[str]) -> list[Vector]:
-    if not sources:
-        return []
-    from clairai.steer.files import load_many as load_vectors
-
-    return [vector for source in sources for vector in load_vectors(source)]
 
 
 def is_disabled(environ: Mapping[str, str] | None = None) -> bool:

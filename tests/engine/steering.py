@@ -38,23 +38,28 @@ class Answer:
 
 def answer(llm: Any, asks: list[Ask]) -> list[Answer]:
     """All in one call: they share steps."""
-    from vllm import SamplingParams
+    return list(map(_read, _generate(llm, asks)))
 
-    prompts, params = [], []
+
+def _generate(llm: Any, asks: list[Ask]) -> list[Any]:
+    prompts = []
     for ask in asks:
         prompt: dict[str, Any] = {"prompt_token_ids": list(ask.prompt)}
         prompts.append(prompt if ask.salt is None else {**prompt, "cache_salt": ask.salt})
-        params.append(
-            SamplingParams(
-                max_tokens=ask.num_new,
-                temperature=0.0,
-                ignore_eos=True,
-                detokenize=False,
-                logprobs=NUM_LOGPROBS,
-                extra_args=clairai.request(steer=list(ask.steer), stop=list(ask.stop)),
-            )
-        )
-    return [_read(output) for output in llm.generate(prompts, params, use_tqdm=False)]
+    return list(llm.generate(prompts, list(map(_params, asks)), use_tqdm=False))
+
+
+def _params(ask: Ask, **fields: Any) -> Any:
+    from vllm import SamplingParams
+
+    return SamplingParams(
+        max_tokens=ask.num_new,
+        temperature=0.0,
+        ignore_eos=True,
+        detokenize=False,
+        logprobs=NUM_LOGPROBS,
+        extra_args=clairai.request(steer=list(ask.steer), stop=list(ask.stop), **fields),
+    )
 
 
 def _read(output: Any) -> Answer:
@@ -137,36 +142,19 @@ def remember_keys(llm: Any) -> None:
 
 def answer_and_score(llm: Any, asks: list[Ask], probe: str) -> tuple[list[Answer], list[Any]]:
     """Answers, and the probe's scores of every token of each."""
-    from vllm import SamplingParams
-
-    prompts = [{"prompt_token_ids": list(ask.prompt)} for ask in asks]
-    params = [
-        SamplingParams(
-            max_tokens=ask.num_new,
-            temperature=0.0,
-            ignore_eos=True,
-            detokenize=False,
-            logprobs=NUM_LOGPROBS,
-            extra_args=clairai.request(steer=list(ask.steer), stop=list(ask.stop)),
-        )
-        for ask in asks
-    ]
-    outputs = llm.generate(prompts, params, use_tqdm=False)
+    outputs = _generate(llm, asks)
     found = [scores[0] for scores in clairai.scores(llm, outputs)]
     generated = [one[probe][one.num_prompt :].tolist() for one in found]
-    return [_read(output) for output in outputs], generated
+    return list(map(_read, outputs)), generated
 
 
 def abort_one(llm: Any, ask: Ask, num_steps: int) -> int:
     """Abort a watched request in the middle; how many are still watched then."""
     import gc
 
-    from vllm import SamplingParams
-
     engine = llm.llm_engine
-    extra_args = clairai.request(stop=list(ask.stop))
-    params = SamplingParams(max_tokens=ask.num_new, ignore_eos=True, extra_args=extra_args)
-    request_id = engine.add_request("aborted", {"prompt_token_ids": list(ask.prompt)}, params)
+    prompt = {"prompt_token_ids": list(ask.prompt)}
+    request_id = engine.add_request("aborted", prompt, _params(ask))
     for _ in range(num_steps):
         engine.step()
     engine.abort_request([request_id or "aborted"])
@@ -178,18 +166,8 @@ def abort_one(llm: Any, ask: Ask, num_steps: int) -> int:
 
 def amend_after(llm: Any, ask: Ask, num_steps: int, steer: list[Any]) -> tuple[int, Answer]:
     """Steer a request otherwise when it has run for some steps; from where on, and its answer."""
-    from vllm import SamplingParams
-
     engine = llm.llm_engine
-    params = SamplingParams(
-        max_tokens=ask.num_new,
-        temperature=0.0,
-        ignore_eos=True,
-        detokenize=False,
-        logprobs=NUM_LOGPROBS,
-        extra_args=clairai.request(steer=list(ask.steer), stream=77),
-    )
-    engine.add_request("amended", {"prompt_token_ids": list(ask.prompt)}, params)
+    engine.add_request("amended", {"prompt_token_ids": list(ask.prompt)}, _params(ask, stream=77))
     for _ in range(num_steps):
         engine.step()
     (position,) = clairai.VectorBank(llm).amend(77, steer)

@@ -27,6 +27,8 @@ pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
 
 READY_S = 180.0
 NUM_TOKENS = 12
+STEERED_TOKENS = 24
+STOPPED_TOKENS = 6  # five that cross, and the one sampled with the last score
 PROBES = {"code", "french", "maths", "negative_sentiment", "question", "refusal"}
 
 
@@ -143,9 +145,12 @@ def _steered(demo: Demo, scale: float) -> tuple[float, str]:
         answer = sdk.chat.completions.create(
             model=NAME,
             messages=[{"role": "user", "content": "Tell me about your day at the beach."}],
-            max_tokens=24,
+            max_tokens=STEERED_TOKENS,
             temperature=0,
-            extra_body={"clairai": {"probes": ["negative_sentiment"], "steer": [entry]}},
+            extra_body={
+                "clairai": {"probes": ["negative_sentiment"], "steer": [entry]},
+                "ignore_eos": True,
+            },
         )
     (choice,) = answer.choices
     assert choice.model_extra is not None
@@ -174,7 +179,7 @@ def test_an_answer_of_the_demo_ends_when_a_probe_says_so(demo: Demo) -> None:
     assert last.model_extra is not None
     assert last.model_extra["stop_reason"] == "clairai: probe code >= 0 for 5 tokens"
     scored = [(choice.model_extra or {}).get("probe_scores") for choice in choices]
-    assert sum(len(scores["scores"]) for scores in scored if scores) == 6
+    assert sum(len(scores["scores"]) for scores in scored if scores) == STOPPED_TOKENS
 
 
 def _status(demo: Demo) -> str:
@@ -253,8 +258,9 @@ def test_ctrl_c_ends_all_of_it_and_leaves_nothing(demo: Demo) -> None:
     lines = [json.loads(line) for line in demo.said().splitlines()]
     ended = [line for line in lines if line["message"] == "completion"]
     tokens = [line["tokens"] for line in ended if line["outcome"] == "done"]
-    assert tokens.count(NUM_TOKENS) >= 2
-    assert [line["stopped"] for line in ended if line["tokens"] == 6] == ["code"]
+    assert {*tokens} == {NUM_TOKENS, STEERED_TOKENS, STOPPED_TOKENS}
+    stopped = [line["stopped"] for line in ended if line["tokens"] == STOPPED_TOKENS]
+    assert stopped == ["code"]
 
 
 def _processes_of(runtime: Path) -> list[int]:

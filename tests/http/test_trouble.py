@@ -86,6 +86,7 @@ def test_a_slow_client_is_waited_for_and_costs_a_bounded_amount(tmp_path: Path) 
         assert is_stuck.wait(20)  # 40 MB do not fit anywhere
         (sheet,) = w.proxy._sheets.values()
         until(lambda: sheet._held >= 150)
+        assert sheet._held < 150 + 3
         # Nobody else notices.
         w.upstream.script = answering([72, 101, 108])
         with w.client() as client:

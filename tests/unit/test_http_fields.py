@@ -14,7 +14,7 @@ import pytest
 from clairai import wire, wire_steer
 from clairai.steer.files import dumps
 from tests.unit import toy_station as toy
-from tests.unit.toy_server import PATHS, ToyServer, toy_server, vector
+from tests.unit.toy_server import PATHS, ToyServer, steering_server, toy_server, vector
 
 CHAT, TEXT = PATHS
 ONES = base64.b64encode(np.ones(toy.WIDTH, np.float32).tobytes()).decode()
@@ -24,11 +24,7 @@ STEER = [{"vector": "calm", "scale": 2.0}]
 
 @pytest.fixture
 def server(runtime: Path) -> Iterator[ToyServer]:
-    with toy_server(runtime) as made:
-        made.client.put("/v1/steering/vectors/calm", content=dumps(vector()))
-        made.client.put("/v1/probes/late", content=toy.file_of("late", threshold=0.5))
-        made.client.put("/v1/probes/early", content=toy.file_of("early", toy.FIRST))
-        made.asked.clear()
+    with steering_server(runtime) as made:
         yield made
 
 

@@ -15,7 +15,7 @@ from clairai.errors import VectorCapacityError
 from clairai.steer.files import dumps
 from clairai.steer.registry import Limits
 from tests.unit import toy_station as toy
-from tests.unit.toy_server import PATHS, RESPONSES, ToyServer, toy_server, vector
+from tests.unit.toy_server import PATHS, RESPONSES, ToyServer, steering_server, toy_server, vector
 
 CHAT, TEXT = PATHS
 STEER = [{"vector": "calm", "scale": 2.0}]
@@ -25,11 +25,7 @@ NAN = base64.b64encode(np.full(toy.WIDTH, np.nan, np.float32).tobytes()).decode(
 
 @pytest.fixture
 def server(runtime: Path) -> Iterator[ToyServer]:
-    with toy_server(runtime) as made:
-        made.client.put("/v1/steering/vectors/calm", content=dumps(vector()))
-        made.client.put("/v1/probes/late", content=toy.file_of("late", threshold=0.5))
-        made.client.put("/v1/probes/early", content=toy.file_of("early", toy.FIRST))
-        made.asked.clear()
+    with steering_server(runtime) as made:
         yield made
 
 

@@ -44,6 +44,9 @@ class Request:
         self.stop_reason: str | None = None
         lookout.enter(self.clairai_seat, self.clairai_watch)
 
+    def is_finished(self) -> bool:
+        return self.status is Status.FINISHED_STOPPED
+
 
 @pytest.fixture
 def station(runtime: Path) -> Iterator[Station]:
@@ -110,6 +113,30 @@ def test_a_rule_that_steers_is_carried_out_once_and_the_answer_goes_on(station: 
         request = Request(lookout, 1, rule)
         assert not any(_generate(station, request, 1) for _ in range(5))
         assert steered == [(request, rule)]
+
+
+def test_a_rule_that_goes_off_with_the_last_token_steers_nobody(station: Station) -> None:
+    steered: list[Any] = []
+    with _lookout(station, steered) as lookout:
+        request = Request(lookout, 1, Rule("p", threshold=0.5, action="steer"))
+        _generate(station, request, 1)
+        toy.forward(station, 1, start=PROMPT_LEN, count=1)
+        request.num_tokens += 1
+        request.status = Status.FINISHED_STOPPED  # as vLLM's own check leaves it
+        assert with_rules(lambda *_: True)(request, 100) is True
+    assert steered == []
+
+
+def test_rows_of_others_and_of_other_choices_are_nobodys_business(station: Station) -> None:
+    with _lookout(station) as lookout:
+        request = Request(lookout, 1, Rule("p", threshold=0.5, tokens=3))
+        request.clairai_seat = (1001, 1)
+        lookout.enter(request.clairai_seat, request.clairai_watch)
+        station.begin([toy.new_request(2, prompt_len=PROMPT_LEN)], [])
+        toy.forward(station, 2, start=0, count=8)
+        assert not _generate(station, request, 1)
+        lookout._poll()
+        assert request.clairai_watch.next_position == PROMPT_LEN
 
 
 def test_a_rule_that_cannot_be_carried_out_ends_the_answer(station: Station) -> None:

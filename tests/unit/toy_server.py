@@ -25,6 +25,7 @@ from clairai.compat.requests import Reception, read_course
 from clairai.errors import ClairaiError
 from clairai.steer.course import Course
 from clairai.steer.desk import Desk
+from clairai.steer.files import dumps
 from clairai.steer.registry import Limits, Registry
 from clairai.steer.spec import Entry
 from clairai.steer.vector import Vector
@@ -168,4 +169,16 @@ def toy_server(
     room = limits or Limits(rows=8, programs=8)
     registry = Registry(toy.POINTS, toy.WIDTH, room) if is_steering else None
     with toy.running_station(runtime) as station:
-        yield ToyServer(Desk(registry, (), _amend), station, **more)
+        change = _amend if is_steering else None
+        yield ToyServer(Desk(registry, (), change), station, **more)
+
+
+@contextmanager
+def steering_server(runtime: Path, **more: Any) -> Iterator[ToyServer]:
+    """With a vector and two probes; nothing of that counts as asked."""
+    with toy_server(runtime, **more) as made:
+        made.client.put("/v1/steering/vectors/calm", content=dumps(vector()))
+        made.client.put("/v1/probes/late", content=toy.file_of("late", threshold=0.5))
+        made.client.put("/v1/probes/early", content=toy.file_of("early", toy.FIRST))
+        made.asked.clear()
+        yield made

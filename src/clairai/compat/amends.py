@@ -88,17 +88,21 @@ def _pending(core: Any) -> dict[str, Any]:
     held: dict[str, Any] | None = vars(core).get(_PENDING)
     if held is None:
         held = vars(core)[_PENDING] = {}
-        core.scheduler.schedule = _with_amends(core.scheduler.schedule, held)
+        core.scheduler.schedule = _with_amends(core.scheduler, held)
     return held
 
 
-def _with_amends(original: Any, pending: dict[str, Any]) -> Any:
+def _with_amends(scheduler: Any, pending: dict[str, Any]) -> Any:
+    original = scheduler.schedule
+
     @functools.wraps(original)
     def schedule(*args: Any, **kwargs: Any) -> Any:
         scheduled = original(*args, **kwargs)
         if pending:
+            # One that has ended meanwhile was told to the workers before, or is in this output.
+            live = {id_: held for id_, held in pending.items() if id_ in scheduler.requests}
             # An attribute of its own: SchedulerOutput is a plain dataclass, and travels whole.
-            setattr(scheduled, CARRIED, dict(pending))
+            setattr(scheduled, CARRIED, live)
             pending.clear()
         return scheduled
 

@@ -13,7 +13,7 @@ from typing import Any, Final
 from clairai.compat.amends import amend
 from clairai.compat.requests import read_keys
 from clairai.compat.sight import KEY
-from clairai.settings import Settings, plan
+from clairai.settings import Plan, Settings, plan
 from clairai.steer.desk import Desk
 from clairai.steer.registry import Limits, Registry
 
@@ -37,19 +37,26 @@ def desk_of(core: Any) -> Desk:
     found: Desk | None = vars(core).get(_DESK)
     if found is None:
         # Two threads may come here first; setdefault lets one of the two desks be the one.
-        found = vars(core).setdefault(_DESK, make_desk(core.vllm_config, core))
+        found = vars(core).setdefault(_DESK, _make_desk(core))
     assert found is not None
     return found
 
 
-def make_desk(vllm_config: Any, core: Any = None) -> Desk:
-    """Raises what is wrong with the settings' vectors; without a core nobody's course changes."""
+def _make_desk(core: Any) -> Desk:
+    vllm_config = core.vllm_config
     settings = settings_of(vllm_config)
-    model = vllm_config.model_config
-    num_layers = model.hf_text_config.num_hidden_layers
+    num_layers = vllm_config.model_config.hf_text_config.num_hidden_layers
     planned = plan(settings, num_layers=num_layers, environ=os.environ)
+    registry = make_registry(vllm_config, settings, planned)
+    change = None if registry is None else functools.partial(amend, core, registry)
+    return Desk(registry, planned.probes, change)
+
+
+def make_registry(vllm_config: Any, settings: Settings, planned: Plan) -> Registry | None:
+    """Raises what is wrong with the settings' vectors; None for an engine that does not steer."""
     if not settings.is_steering:
-        return Desk(None, planned.probes)
+        return None
+    model = vllm_config.model_config
     registry = Registry(
         points=planned.points,
         width=model.get_hidden_size(),
@@ -59,8 +66,7 @@ def make_desk(vllm_config: Any, core: Any = None) -> Desk:
     )
     registry.put(planned.vectors, "add")
     registry.set_probes(planned.probes)
-    change = None if core is None else functools.partial(amend, core, registry)
-    return Desk(registry, planned.probes, change)
+    return registry
 
 
 def num_seats(vllm_config: Any) -> int:

@@ -19,6 +19,7 @@ from typing import Any, Final
 from weakref import finalize
 
 import msgspec
+import numpy as np
 
 from clairai import wire
 from clairai.compat.amends import amend_one
@@ -31,6 +32,7 @@ from clairai.steer.watch import Watch
 
 WAIT_S: Final = 2.0  # for a row that the GPU has computed; it takes some 50 us
 _LOOKOUT: Final = "clairai_lookout"
+_WHOSE: Final = ("stream", "choice", "position")
 _log: Final = logging.getLogger("clairai.stops")
 
 Seat = tuple[int, int]  # stream and choice
@@ -70,7 +72,7 @@ class Lookout:
         while watch.alarms:
             alarm = watch.alarms.pop(0)
             _log.warning("%s: %s, position %d", alarm.rule.action, alarm.reason, alarm.position)
-            if alarm.rule.action == "steer":
+            if alarm.rule.action == "steer" and not request.is_finished():
                 try:
                     self._steer(request, alarm.rule)
                 except ClairaiError as error:
@@ -96,13 +98,16 @@ class Lookout:
 
     def _read(self, record: Record, reader: Reader) -> None:
         names = [probe.name for probe in reader.bank(record.bank_version).probes]
-        is_decode_R = record.rows["phase"] == wire.DECODE
-        for row, scores_C in zip(
-            record.rows[is_decode_R], record.scores_RC[is_decode_R], strict=True
-        ):
-            watch = self._watches.get((int(row["stream"]), int(row["choice"])))
+        watched = np.fromiter({stream for stream, _ in self._watches}, np.uint64)
+        rows = record.rows
+        # Only rows that a rule looks at are looked at one by one.
+        is_watched_R = (rows["phase"] == wire.DECODE) & np.isin(rows["stream"], watched)
+        for index in np.flatnonzero(is_watched_R):
+            stream, choice, position = (int(rows[index][f]) for f in _WHOSE)
+            watch = self._watches.get((stream, choice))
             if watch is not None:
-                watch.see(int(row["position"]), dict(zip(names, scores_C.tolist(), strict=True)))
+                scores = record.scores_RC[index].tolist()
+                watch.see(position, dict(zip(names, scores, strict=True)))
 
 
 def with_watch(original: Any) -> Any:

@@ -33,7 +33,7 @@ def prepare(worker: Any) -> None:
     text_config = config.model_config.hf_text_config
     planned = plan(settings, num_layers=text_config.num_hidden_layers, environ=os.environ)
     core.keep_settings(config, settings)
-    core.make_desk(config)  # refuses what the engine core would refuse at the first request
+    core.make_registry(config, settings, planned)  # refuse now what the core would refuse later
     _fingerprint(config, planned, settings)
     norms.define_op()
     joins.define_op()

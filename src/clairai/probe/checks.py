@@ -5,11 +5,13 @@ from __future__ import annotations
 from typing import Final
 
 import numpy as np
+from numpy.typing import NDArray
 
 from clairai import wire
 from clairai.errors import ProbeError
 from clairai.points import quote
 
+MAX_WIDTH: Final = 1_000_000
 MAX_MODEL: Final = 256
 MAX_DESCRIPTION: Final = 500
 MIN_BINS: Final = 8
@@ -29,6 +31,25 @@ def number(name: str, field: str, value: object) -> float:
         f"probe {name}: {field} is {quote(value)}; give a finite number, "
         f"at most {_LARGEST:.3g} in size"
     )
+
+
+def direction(what: str, given: object) -> NDArray[np.float32]:
+    """Finite numbers, one for each dimension; a copy, for the caller's array stays the caller's."""
+    if not isinstance(given, np.ndarray) or given.dtype != np.float32 or given.ndim != 1:
+        kind, shape = getattr(given, "dtype", type(given).__name__), getattr(given, "shape", "")
+        raise ProbeError(f"{what} is {kind}{shape}; give a float32 array of one dimension")
+    if not 1 <= given.shape[0] <= MAX_WIDTH:
+        raise ProbeError(
+            f"{what} has {given.shape[0]} numbers; give 1 to {MAX_WIDTH}, "
+            "one for each dimension of the model"
+        )
+    if not np.isfinite(given).all():
+        raise ProbeError(f"{what} holds NaN or infinity; make it again")
+    if not given.any():
+        raise ProbeError(f"{what} is all zeros and does nothing; make it again, or leave it out")
+    copied = np.array(given, dtype="<f4", order="C")
+    copied.setflags(write=False)
+    return copied
 
 
 def optional_number(name: str, field: str, value: object) -> float | None:

@@ -9,8 +9,9 @@ import glob
 import os
 import stat
 import tempfile
+from collections.abc import Iterable
 from pathlib import Path
-from typing import Final
+from typing import Final, Protocol, TypeVar
 
 from clairai.errors import ProbeError
 from clairai.points import quote
@@ -24,6 +25,14 @@ SUFFIXES: Final = (".safetensors", ".json")
 MAX_FILES: Final = 4096
 
 StrPath = str | os.PathLike[str]
+
+
+class _HasName(Protocol):
+    @property
+    def name(self) -> str: ...
+
+
+Named = TypeVar("Named", bound=_HasName)
 
 
 def load(path: StrPath, *, target_layer: int | None = None) -> Probe:
@@ -41,17 +50,21 @@ def load(path: StrPath, *, target_layer: int | None = None) -> Probe:
 
 def load_many(path: StrPath, *, target_layer: int | None = None) -> list[Probe]:
     """Every probe of a file, a folder (not its subfolders) or a glob, by name; none twice."""
-    found: dict[str, Probe] = {}
-    origin: dict[str, Path] = {}
-    for file in listed(path, SUFFIXES):
-        probe = load(file, target_layer=target_layer)
-        if probe.name in found:
+    files = listed(path, SUFFIXES)
+    return by_name((file, load(file, target_layer=target_layer)) for file in files)
+
+
+def by_name(loaded: Iterable[tuple[Path, Named]]) -> list[Named]:
+    """In order of their names; ProbeError if two files hold one name."""
+    found: dict[str, tuple[Path, Named]] = {}
+    for file, one in loaded:
+        if one.name in found:
             raise ProbeError(
-                f"{shown(file)} and {shown(origin[probe.name])} are both named {probe.name}; "
+                f"{shown(file)} and {shown(found[one.name][0])} are both named {one.name}; "
                 "names are unique: rename one of them"
             )
-        found[probe.name], origin[probe.name] = probe, file
-    return [found[name] for name in sorted(found)]
+        found[one.name] = file, one
+    return [found[name][1] for name in sorted(found)]
 
 
 def save(path: StrPath, probe: Probe) -> None:

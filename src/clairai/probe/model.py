@@ -19,9 +19,9 @@ from clairai import wire
 from clairai.errors import ProbeError
 from clairai.points import Point, quote
 from clairai.probe import checks
+from clairai.probe.checks import MAX_WIDTH as MAX_WIDTH
 
 MAX_NAME: Final = 128
-MAX_WIDTH: Final = 1_000_000
 ACTIVATIONS: Final[tuple[wire.Activation, ...]] = get_args(wire.Activation)
 
 NAME: Final = re.compile(rf"[A-Za-z0-9_:@+-][A-Za-z0-9._:/@+-]{{0,{MAX_NAME - 1}}}")
@@ -63,7 +63,7 @@ class Probe:
             name, "description", self.description, limit=checks.MAX_DESCRIPTION
         )
         return {
-            "direction_D": _direction(name, self.direction_D),
+            "direction_D": checks.direction(f"probe {name}: direction", self.direction_D),
             "bias": checks.number(name, "bias", self.bias),
             "threshold": checks.optional_number(name, "threshold", self.threshold),
             "calibration": checks.calibration(name, self.calibration),
@@ -150,23 +150,3 @@ def _check_name(name: object) -> None:
             f"{quote(name)} cannot name a probe; use 1 to {MAX_NAME} of A-Z a-z 0-9 . _ : / @ + -, "
             "not starting with . or / and without .."
         )
-
-
-def _direction(name: str, given: object) -> NDArray[np.float32]:
-    if not isinstance(given, np.ndarray) or given.dtype != np.float32 or given.ndim != 1:
-        kind, shape = getattr(given, "dtype", type(given).__name__), getattr(given, "shape", "")
-        raise ProbeError(
-            f"probe {name}: direction is {kind}{shape}; give a float32 array of one dimension"
-        )
-    if not 1 <= given.shape[0] <= MAX_WIDTH:
-        raise ProbeError(
-            f"probe {name}: direction has {given.shape[0]} numbers; give 1 to {MAX_WIDTH}, "
-            "one for each dimension of the model"
-        )
-    if not np.isfinite(given).all():
-        raise ProbeError(f"probe {name}: direction holds NaN or infinity; train it again")
-    if not given.any():
-        raise ProbeError(f"probe {name}: direction is all zeros and scores nothing; train it again")
-    copied = np.array(given, dtype="<f4", order="C")  # the caller's array stays the caller's
-    copied.setflags(write=False)
-    return copied

@@ -138,8 +138,8 @@ class Desk:
                 raise AssertionError(control)
 
     def _amended(self, stream: int, entries: tuple[Entry, ...]) -> wire_steer.Amended:
-        assert self.registry is not None
-        assert self._amend is not None
+        if self._amend is None:
+            raise SteeringOffError(_OFF)
         positions = self._amend(stream, entries)
         if not positions:
             raise RequestError(

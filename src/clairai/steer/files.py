@@ -52,17 +52,10 @@ def loads(data: bytes, *, source: str, name: str | None = None) -> Vector:
 
 def load_many(path: StrPath) -> list[Vector]:
     """Every vector of a file, a folder (not its subfolders) or a glob, by name; none twice."""
-    found: dict[str, Vector] = {}
-    origin: dict[str, Path] = {}
-    for file in _listed(path):
-        vector = load(file)
-        if vector.name in found:
-            raise VectorError(
-                f"{shown(file)} and {shown(origin[vector.name])} are both named {vector.name}; "
-                "names are unique: rename one of them"
-            )
-        found[vector.name], origin[vector.name] = vector, file
-    return [found[name] for name in sorted(found)]
+    try:
+        return disk.by_name((file, load(file)) for file in disk.listed(path, SUFFIXES))
+    except ProbeError as error:  # what is wrong with the folder; a file's own is a VectorError
+        raise VectorError(error.reason) from None
 
 
 def save(vector: Vector, path: StrPath) -> None:
@@ -77,13 +70,6 @@ def save(vector: Vector, path: StrPath) -> None:
         disk.write_whole(file, data)
     except (OSError, ValueError) as error:
         raise VectorError(f"{shown(file)}: not saved, {cause(error)}; check the folder") from None
-
-
-def _listed(path: StrPath) -> list[Path]:
-    try:
-        return disk.listed(path, SUFFIXES)
-    except ProbeError as error:
-        raise VectorError(error.reason) from None
 
 
 def _is_json(data: bytes) -> bool:

@@ -6,32 +6,34 @@ metadata: clairai="vector/1", name, and where set scale, description, model and 
 
 from __future__ import annotations
 
-import json
-import struct
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import Final, cast
+from typing import Final
 
 import numpy as np
 import safetensors
 
 from clairai.errors import PointError, ProbeError, VectorError
 from clairai.points import Point, quote
+from clairai.probe.envelope import METADATA, Kind, fields, pack, unpack
 from clairai.probe.model import MAX_WIDTH
 from clairai.probe.native import float32, number
-from clairai.probe.parse import strict_object
 from clairai.steer.vector import MAX_NUMBERS, MAX_POINTS, Row, Vector
 
 FORMAT: Final = "vector/1"
 MAX_HEADER: Final = 256 << 10
 MAX_NBYTES: Final = 4 * MAX_NUMBERS + MAX_HEADER
-MAX_KEYS: Final = 32
-MAX_VALUE: Final = 1024
 
-_LENGTH: Final = struct.Struct("<Q")
-_METADATA: Final = "__metadata__"
 _ITEMSIZE: Final = {"F32": 4, "F16": 2, "BF16": 2}
 _SAVE: Final = "save it again with clairai.steer.files.save"
+KIND: Final = Kind(
+    noun="vector",
+    format=FORMAT,
+    max_nbytes=MAX_NBYTES,
+    max_header=MAX_HEADER,
+    other="this is no vector in safetensors, GGUF or JSON: give one of those",
+    again=_SAVE,
+)
 
 
 @contextmanager
@@ -49,70 +51,32 @@ def within(source: str) -> Iterator[None]:
 
 def dumps(vector: Vector) -> bytes:
     """The file's bytes; equal vectors give equal bytes."""
-    # safetensors' own writer puts metadata in a random order, so the header is written here.
-    header: dict[str, object] = {_METADATA: _metadata(vector)}
+    header: dict[str, object] = {METADATA: _metadata(vector)}
     nbytes = 4 * vector.width
     for index, point in enumerate(vector.points):
         extent = [index * nbytes, (index + 1) * nbytes]
         header[str(point)] = {"dtype": "F32", "shape": [vector.width], "data_offsets": extent}
-    text = json.dumps(header, ensure_ascii=False, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)  # keeps the numbers aligned, as safetensors does
-    body = b"".join(row_D.astype("<f4").tobytes() for row_D in vector.rows.values())
-    return _LENGTH.pack(len(text)) + text + body
+    return pack(header, b"".join(row_D.astype("<f4").tobytes() for row_D in vector.rows.values()))
 
 
 def loads(data: bytes, *, source: str) -> Vector:
     """The vector in `data`; `source` names it in errors. Raises VectorError, whatever the bytes."""
     with within(source):
-        if len(data) > MAX_NBYTES:
-            raise VectorError(f"{len(data)} bytes, and a vector has at most {MAX_NBYTES}")
-        header, offset = _header(data)
-        fields = _fields(header.pop(_METADATA, None))
+        header, nbytes = unpack(data, KIND)
+        said = fields(header.pop(METADATA, None), KIND)
         points = _points(header)
-        _check_extents(header, len(data) - offset)
-        return _vector(fields, _rows(data, points))
+        _check_extents(header, nbytes)
+        return _vector(said, _rows(data, points))
 
 
 def _metadata(vector: Vector) -> dict[str, str]:
-    fields = {"clairai": FORMAT, "name": vector.name, "scale": repr(vector.scale)}
+    said = {"clairai": FORMAT, "name": vector.name, "scale": repr(vector.scale)}
     optional = {
         "description": vector.description,
         "model": vector.model,
         "method": vector.method,
     }
-    return fields | {key: value for key, value in optional.items() if value is not None}
-
-
-def _header(data: bytes) -> tuple[dict[str, object], int]:
-    """The header, and where the numbers start."""
-    if len(data) < _LENGTH.size:
-        raise VectorError(f"{len(data)} bytes is too short for safetensors; copy the file again")
-    (length,) = _LENGTH.unpack_from(data)
-    if length > MAX_HEADER:
-        raise VectorError(
-            f"header of {length} bytes, and a vector has at most {MAX_HEADER}; this is no vector "
-            "in safetensors, GGUF or JSON: give one of those"
-        )
-    offset = _LENGTH.size + length
-    if offset > len(data):
-        raise VectorError(f"cut short: {len(data)} of at least {offset} bytes; copy the file again")
-    return strict_object(data[_LENGTH.size : offset]), offset
-
-
-def _fields(metadata: object) -> dict[str, str]:
-    if not isinstance(metadata, dict) or metadata.get("clairai") != FORMAT:
-        found = metadata.get("clairai") if isinstance(metadata, dict) else None
-        raise VectorError(
-            f"metadata says clairai={quote(found)}, and this version reads {FORMAT}; {_SAVE}"
-        )
-    if len(metadata) > MAX_KEYS:
-        raise VectorError(f"{len(metadata)} metadata keys, and a vector has at most {MAX_KEYS}")
-    for key, value in metadata.items():
-        if not isinstance(value, str) or len(value) > MAX_VALUE or len(key) > MAX_VALUE:
-            raise VectorError(
-                f"metadata {quote(key)} must be text of at most {MAX_VALUE} characters"
-            )
-    return cast(dict[str, str], metadata)
+    return said | {key: value for key, value in optional.items() if value is not None}
 
 
 def _points(header: Mapping[str, object]) -> dict[str, Point]:
@@ -168,14 +132,14 @@ def _rows(data: bytes, points: Mapping[str, Point]) -> dict[Point, Row]:
         return {points[name]: float32(t["dtype"], bytes(t["data"])) for name, t in tensors}
 
 
-def _vector(fields: Mapping[str, str], rows: Mapping[Point, Row]) -> Vector:
-    if "name" not in fields:
+def _vector(said: Mapping[str, str], rows: Mapping[Point, Row]) -> Vector:
+    if "name" not in said:
         raise VectorError(f"metadata has no name; {_SAVE}")
     return Vector(
-        name=fields["name"],
+        name=said["name"],
         rows=rows,
-        description=fields.get("description"),
-        model=fields.get("model"),
-        method=fields.get("method"),
-        scale=number(fields.get("scale", "1.0")),
+        description=said.get("description"),
+        model=said.get("model"),
+        method=said.get("method"),
+        scale=number(said.get("scale", "1.0")),
     )

@@ -16,10 +16,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from clairai import wire_steer
-from clairai.errors import VectorError
+from clairai.errors import ProbeError, VectorError
 from clairai.points import Point, quote
+from clairai.probe import checks
 from clairai.probe.checks import MAX_DESCRIPTION, MAX_MODEL
-from clairai.probe.model import MAX_NAME, MAX_WIDTH, NAME
+from clairai.probe.model import MAX_NAME, NAME
 
 MAX_POINTS: Final = 1024
 MAX_NUMBERS: Final = 16 << 20  # of all points together: 64 MiB as float32
@@ -167,20 +168,7 @@ def _rows(name: str, given: object) -> Mapping[Point, Row]:
 
 
 def _row(place: str, given: object) -> Row:
-    if not isinstance(given, np.ndarray) or given.dtype != np.float32 or given.ndim != 1:
-        kind, shape = getattr(given, "dtype", type(given).__name__), getattr(given, "shape", "")
-        raise VectorError(
-            f"vector {place}: the row is {kind}{shape}; give a float32 array of one dimension"
-        )
-    if not 1 <= given.shape[0] <= MAX_WIDTH:
-        raise VectorError(
-            f"vector {place}: the row has {given.shape[0]} numbers; give 1 to {MAX_WIDTH}, "
-            "one for each dimension of the model"
-        )
-    if not np.isfinite(given).all():
-        raise VectorError(f"vector {place}: the row holds NaN or infinity; make it again")
-    if not given.any():
-        raise VectorError(f"vector {place}: the row is all zeros; leave the point out")
-    copied = np.array(given, dtype="<f4", order="C")  # the caller's array stays the caller's
-    copied.setflags(write=False)
-    return copied
+    try:
+        return checks.direction(f"vector {place}: the row", given)
+    except ProbeError as error:  # the words are the same, whosever row it is
+        raise VectorError(error.reason) from None
