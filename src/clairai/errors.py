@@ -14,6 +14,7 @@ ClairaiError
 ├── RingError            the ring or its socket cannot be used
 │   ├── HandshakeError   the peer is not one of ours, or said something we do not accept
 │   └── EngineGoneError  the writer has died or restarted; attach again
+├── EncodingError        rows or encoded rows are not what the encoder takes; nothing was changed
 ├── RowsLostError        scores that were asked for were overwritten before they were read
 └── ModelError           the demo model cannot be built from its package
 
@@ -93,6 +94,10 @@ class EngineGoneError(RingError):
 
 class RowsLostError(ClairaiError):
     code = "rows-lost"
+
+
+class EncodingError(ClairaiError, ValueError):
+    code = "encoding"
 
 
 class ModelError(ClairaiError):
