@@ -17,8 +17,6 @@ from clairai.errors import ConfigError, EncodingError
 from clairai.points import quote
 
 MAX_WIDTH: Final = 1 << 17
-# Arithmetic is in float64: this many values at a time keep its arrays small.
-BLOCK: Final = 1 << 20
 
 Rows: TypeAlias = NDArray[np.float32]
 Encoded: TypeAlias = dict[str, NDArray[Any]]
@@ -41,6 +39,8 @@ class Encoder(ABC):
     """Has no state but its parameters: equal name and parameters, equal bytes."""
 
     name: ClassVar[str]
+    # Arithmetic is in float64: this many values at a time keep its arrays in a processor's cache.
+    block: ClassVar[int] = 1 << 18
 
     @property
     def parameters(self) -> dict[str, int | str]:
@@ -62,7 +62,7 @@ class Encoder(ABC):
             name: np.empty((num_rows, column.size), column.dtype)
             for name, column in self.layout(width).items()
         }
-        for part in _blocks(num_rows, width):
+        for part in self._blocks(num_rows, width):
             for name, array in self._encode(rows_ND[part]).items():
                 np.copyto(encoded[name][part], array, casting="no")
         return encoded
@@ -71,7 +71,7 @@ class Encoder(ABC):
         """What the arrays stand for; those that this encoder cannot have made are refused."""
         num_rows = self._num_rows(encoded, width)
         rows_ND = np.empty((num_rows, self.decoded_width(width)), np.float32)
-        for part in _blocks(num_rows, max(rows_ND.shape[1], width)):
+        for part in self._blocks(num_rows, max(rows_ND.shape[1], width)):
             rows_ND[part] = self._decode({name: encoded[name][part] for name in encoded}, width)
         return rows_ND
 
@@ -85,6 +85,11 @@ class Encoder(ABC):
     def nbytes_per_row(self, width: int) -> int:
         check_width(width)
         return sum(column.nbytes for column in self.layout(width).values())
+
+    def _blocks(self, num_rows: int, width: int) -> Iterator[slice]:
+        step = max(1, self.block // width)
+        for start in range(0, num_rows, step):
+            yield slice(start, start + step)
 
     def _num_rows(self, encoded: Mapping[str, NDArray[Any]], width: int) -> int:
         check_width(width)
@@ -131,9 +136,3 @@ def check_stored(is_good: bool, name: str, reason: str) -> None:
     """Arrays may come from a file: one that would decode to something else is refused."""
     if not is_good:
         raise EncodingError(f"{name}: {reason}; these arrays were changed after encoding")
-
-
-def _blocks(num_rows: int, width: int) -> Iterator[slice]:
-    step = max(1, BLOCK // width)
-    for start in range(0, num_rows, step):
-        yield slice(start, start + step)

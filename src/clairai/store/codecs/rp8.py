@@ -29,6 +29,7 @@ _COLUMNS: Final = 512
 @dataclass(frozen=True)
 class Rp8(Encoder):
     name: ClassVar[str] = "rp8"
+    block: ClassVar[int] = 1 << 20  # each makes float64 of the signs again
     k: int = 512
     seed: int = 0
 
