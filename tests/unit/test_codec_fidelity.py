@@ -36,7 +36,7 @@ def test_a_measure_goes_through_json_unchanged(name: str) -> None:
     assert json.loads(json.dumps(found, allow_nan=False)) == found
     assert found == asdict(measure(encoder, like_a_model(300, 256)))
     assert found["num_rows"] == SAMPLE
-    assert None not in found.values()
+    assert measure(encoder, like_a_model(300, 256)).numbers == found
 
 
 def test_what_loses_nothing_measures_as_nothing() -> None:
@@ -96,3 +96,4 @@ def test_finite_rows_that_come_back_infinite_are_counted() -> None:
 def test_no_rows_measure_as_nothing_known() -> None:
     found = measure(Full8(), np.zeros((0, 8), np.float32))
     assert set(asdict(found).values()) == {0, None}
+    assert found.numbers == {"num_rows": 0, "num_not_finite": 0, "num_overflowed": 0}

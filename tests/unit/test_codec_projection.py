@@ -113,6 +113,16 @@ def test_rp8_to_512_keeps_distances_to_15_percent_at_p95(rows: object, width: in
     assert found.distortion_p95 <= 0.15
 
 
+@pytest.mark.parametrize(("apart", "is_kept"), [(0.05, True), (0.005, False)])
+def test_distances_are_kept_down_to_a_few_percent_of_the_rows_and_the_measure_tells(
+    apart: float, is_kept: bool
+) -> None:
+    rows_ND = _gaussian(1, 2048) + np.float32(apart) * _gaussian(61, 2048)[1:]
+    found = measure(Rp8(k=512), rows_ND)
+    assert found.distortion_p95 is not None
+    assert (found.distortion_p95 <= 0.15) == is_kept
+
+
 def test_rp8_to_16_does_not_keep_them_so_the_measure_can_fail() -> None:
     found = measure(Rp8(k=16), _gaussian(100, 576))
     assert found.distortion_p95 is not None

@@ -74,6 +74,14 @@ def test_full8_keeps_it_on_the_worst_row_there_is() -> None:
     assert 0.9995 <= _cosine_min(Full8(), np.tile(group_C, (1, 32))) < 0.9996
 
 
+@pytest.mark.parametrize("spread", [1, 8, 40, 250])
+def test_full8_keeps_it_whatever_the_sizes_in_a_row(spread: int) -> None:
+    rng = np.random.default_rng(spread)
+    powers = rng.uniform(-spread / 2, spread / 2, (300, 300))
+    rows_ND = (rng.choice([-1, 1], (300, 300)) * np.exp2(powers)).astype(np.float32)
+    assert _cosine_min(Full8(), rows_ND) >= 0.9995
+
+
 def test_one_scale_for_a_whole_row_would_not_keep_it() -> None:
     rows_ND = like_a_model(64, 4096)
     assert _cosine_min(Full8(group=4096), rows_ND) < 0.999

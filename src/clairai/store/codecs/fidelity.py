@@ -5,7 +5,7 @@ N = rows, M = sampled rows, D = model width.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Final
 
 import numpy as np
@@ -37,6 +37,11 @@ class Fidelity:
     cosine_mean: float | None
     distortion_p50: float | None
     distortion_p95: float | None
+
+    @property
+    def numbers(self) -> dict[str, float]:
+        """Those that are known, as a shard stores them."""
+        return {name: value for name, value in asdict(self).items() if value is not None}
 
 
 def sampled(num_rows: int, size: int = SAMPLE) -> NDArray[np.int64]:
