@@ -15,6 +15,8 @@ if TYPE_CHECKING:
     from clairai.store.reading import Request, Store
 
 capture = typer.Typer(help="Captured rows on disk.", no_args_is_help=True)
+export = typer.Typer(help="Captured rows as files of other kinds.", no_args_is_help=True)
+capture.add_typer(export, name="export")
 
 _TITLES: Final = ("stream", "rows", "choices", "positions", "points", "encoder", "model", "tags")
 _MAX_TAGS: Final = 60
@@ -90,8 +92,8 @@ def verify(folder: Folder) -> None:
         raise typer.Exit(1)
 
 
-@capture.command()
-def export(
+@export.command()
+def npz(
     folder: Folder,
     out: Annotated[Path, typer.Argument(metavar="OUT", help="A new folder for the .npz files.")],
 ) -> None:

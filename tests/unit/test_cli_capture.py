@@ -66,12 +66,12 @@ def test_a_shard_that_was_never_committed_is_noted(folder: Path) -> None:
 
 
 def test_an_export_has_a_file_for_each_request_and_point(folder: Path, tmp_path: Path) -> None:
-    result = _run("export", folder, tmp_path / "out")
+    result = _run("export", "npz", folder, tmp_path / "out")
     assert "4 files" in result.output
     with np.load(tmp_path / "out" / "0000000000000002-0-pre_attn.0.npz") as found:
         assert np.array_equal(found["values"], values(2, np.arange(3), "pre_attn.0"))
         assert found["position"].tolist() == [0, 1, 2]
-    assert isinstance(_run("export", folder, tmp_path / "out").exception, StoreError)
+    assert isinstance(_run("export", "npz", folder, tmp_path / "out").exception, StoreError)
 
 
 def test_an_index_is_written_into_the_folder(folder: Path) -> None:

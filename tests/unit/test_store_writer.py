@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -16,9 +17,6 @@ import pytest
 from clairai.errors import StoreBusyError, StoreError, StoreStoppedError
 from clairai.store import reading
 from clairai.store.disk import Buffer, LocalDisk, LocalFile
-from clairai.store.intake import Intake
-from clairai.store.rows import Block
-from clairai.store.spill import Spill
 from clairai.store.verify import verify
 from clairai.store.writer import Limits, Writer
 from tests.unit.tiny_rows import block, values
@@ -83,6 +81,37 @@ def test_new_weights_begin_a_new_shard(tmp_path: Path) -> None:
             writer.offer(block(1, weights=weights))
     found = [(entry.origin.weights, entry.rows) for entry in reading.open(tmp_path / "s").shards]
     assert found == [("v1", 6), ("v2", 3)]
+
+
+def test_the_kernel_is_asked_for_the_order_that_is_promised(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Which file is synced, renamed and written, in turn; the order itself is tried elsewhere."""
+    writer = Writer(tmp_path / "s")
+    calls: list[str] = []
+    for name in ("fsync", "rename", "writev"):
+        monkeypatch.setattr(f"os.{name}", _told(name, getattr(os, name), calls))
+    writer.offer(block(1))
+    writer.flush()
+    writer.close()
+    (shard,) = (file.name for file in (tmp_path / "s").glob("*.safetensors"))
+    assert calls == [
+        f"writev {shard}.tmp",
+        f"fsync {shard}.tmp",
+        f"rename {shard}",
+        "fsync s",
+        "writev manifest",
+        "fsync manifest",
+    ]
+
+
+def _told(name: str, call: Callable[..., Any], calls: list[str]) -> Callable[..., Any]:
+    def tell(first: Any, *rest: Any, **named: Any) -> Any:
+        target = Path(os.readlink(f"/proc/self/fd/{first}")).name if type(first) is int else rest[0]
+        calls.append(f"{name} {target}")
+        return call(first, *rest, **named)
+
+    return tell
 
 
 def test_a_second_writer_is_refused_and_readers_are_not(tmp_path: Path) -> None:
@@ -189,56 +218,19 @@ def test_flush_on_a_full_disk_says_why(tmp_path: Path, monkeypatch: pytest.Monke
         writer.flush()
 
 
-def test_dropping_counts_every_row_and_whose_it_was() -> None:
-    intake = Intake("drop", block(1).nbytes * 2)
-    taken = [intake.put(block(stream)) for stream in (1, 2, 3, 3)]
-    assert taken == [True, True, False, False]
-    counts = intake.counts
-    assert (counts.offered, counts.accepted, counts.dropped) == (12, 6, 6)
-    assert (intake.losses(1), intake.losses(3), intake.losses(3)) == (0, 6, 0)
-
-
-def test_a_block_larger_than_the_queue_is_taken_when_nothing_waits() -> None:
-    intake = Intake("drop", 1)
-    assert intake.put(block(1))
-    assert not intake.put(block(2))
-
-
-def test_blocking_waits_for_room_and_ends_when_the_intake_closes() -> None:
-    intake = Intake("block", 1)
-    assert intake.put(block(1))
-    results: list[bool] = []
-    first = threading.Thread(target=lambda: results.append(intake.put(block(2))))
-    first.start()
-    assert isinstance(intake.get(None), Block)
-    first.join(DEADLINE_S)
-    assert results == [True]
-    waiting = threading.Thread(target=lambda: results.append(intake.put(block(3))))
-    waiting.start()
-    intake.close()
-    waiting.join(DEADLINE_S)
-    assert results == [True, False]
-    assert (intake.counts.accepted, intake.counts.dropped) == (6, 3)
-
-
-def test_spilling_keeps_the_order_and_drops_beyond_its_bound(tmp_path: Path) -> None:
-    size = block(1).nbytes
-    spill = Spill(tmp_path, 4 * size)
-    intake = Intake("spill", size, spill)
-    taken = [intake.put(block(stream)) for stream in range(8)]
-    intake.put_other("after")
-    count = taken.count(True)
-    assert taken == [True] * count + [False] * (8 - count)
-    assert 2 <= count <= 5
-    found = [intake.get(None) for _ in range(count)]
-    blocks = [one for one in found if isinstance(one, Block)]
-    assert [int(one.rows_N["stream"][0]) for one in blocks] == list(range(count))
-    assert np.array_equal(blocks[-1].arrays["values"], block(count - 1).arrays["values"])
-    assert intake.get(None) == "after"
-    assert intake.put(block(9))
-    assert os.listdir(tmp_path) == []
-    assert intake.counts.accepted + intake.counts.dropped == intake.counts.offered
-    spill.close()
+def test_a_folder_that_cannot_be_made_ready_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with (
+        faulty(monkeypatch, "create", errno.ENOSPC),
+        pytest.raises(StoreStoppedError, match="cannot be made ready, No space left"),
+    ):
+        Writer(tmp_path / "s")
+    with Writer(tmp_path / "s") as writer:
+        writer.offer(block(1))
+    with pytest.raises(StoreStoppedError, match="the writer is closed"):
+        writer.flush()
+    assert not writer.offer(block(2))
 
 
 def test_spilled_rows_are_committed_when_the_disk_is_back(
@@ -246,11 +238,13 @@ def test_spilled_rows_are_committed_when_the_disk_is_back(
 ) -> None:
     limits = Limits(shard_nbytes=1, retry_s=0.005, reserve_nbytes=0, queue_nbytes=1)
     with Writer(tmp_path / "s", policy="spill", spill_to=tmp_path, limits=limits) as writer:
+        writer.begin(19, tags={"a": 1})
         with faulty(monkeypatch, "create", errno.ENOSPC):
             assert all(writer.offer(block(stream)) for stream in range(20))
         writer.flush()
         assert writer.counts.committed == 60
     assert _streams(tmp_path / "s") == list(range(20))
+    assert reading.open(tmp_path / "s").request(19).tags == {"a": 1}
 
 
 def test_many_who_offer_at_once_are_all_counted(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ not synced. Names are resolved below one open folder, and no link is ever follow
 
 from __future__ import annotations
 
+import errno
 import mmap
 import os
 import stat
@@ -114,6 +115,10 @@ class LocalDisk:
             raise
         return LocalFile(descriptor)
 
+    def open_or_make(self, name: str) -> int:
+        """A descriptor, which the caller closes."""
+        return os.open(name, os.O_RDWR | os.O_CREAT | _OLD, 0o600, dir_fd=self._folder)
+
     def append(self, name: str) -> LocalFile:
         return LocalFile(self._open(name, os.O_WRONLY | os.O_APPEND))
 
@@ -158,7 +163,7 @@ class LocalDisk:
                 raise StoreError(f"{quote(name)} has {nbytes} bytes, may have {MAX_READ_NBYTES}")
             with open(descriptor, "rb", closefd=False) as file:
                 data = file.read(nbytes)
-            os.fsync(descriptor)
+            _sync_if_possible(descriptor)
             return data
         finally:
             os.close(descriptor)
@@ -182,6 +187,14 @@ class LocalDisk:
             return descriptor
         os.close(descriptor)
         raise StoreError(f"{quote(name)} is not a plain file; remove it from the folder")
+
+
+def _sync_if_possible(descriptor: int) -> None:
+    try:
+        os.fsync(descriptor)
+    except OSError as error:
+        if error.errno not in (errno.EROFS, errno.EINVAL, errno.ENOSYS):
+            raise  # those say that nothing here can be written: what was read, stays
 
 
 def cause(error: OSError | ValueError) -> str:

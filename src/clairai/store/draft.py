@@ -10,7 +10,7 @@ import numpy as np
 
 from clairai.errors import StoreError
 from clairai.points import quote
-from clairai.store.rows import Block, Note
+from clairai.store.rows import Block, Given, Note
 from clairai.store.shard import named
 
 Layout = Literal["sharded", "packed", "per_file", "npz"]
@@ -40,7 +40,6 @@ class Drafts:
         self._layout: str = layout
         self._drafts: dict[tuple[object, ...], Draft] = {}
         self._finished: list[Draft] = []
-        self._notes: dict[int, Note] = {}
         self.nbytes = 0
 
     def __len__(self) -> int:
@@ -50,21 +49,19 @@ class Drafts:
     def is_full(self) -> bool:
         return len(self) >= MAX_DRAFTS
 
-    def note(self, stream: int, note: Note) -> None:
-        self._notes[stream] = note
-
-    def add(self, block: Block) -> None:
-        for stream, part in self._parts(block):
+    def add(self, given: Given) -> None:
+        for stream, part in self._parts(given.block):
             draft = self._draft(stream, part)
             draft.blocks.append(part)
             self._grow(draft, part.nbytes)
-            for one in {stream} if stream is not None else set(part.rows_N["stream"].tolist()):
-                self._remember(draft, one)
+            streams = given.notes if stream is None else given.notes.keys() & {stream}
+            for one in streams:
+                self._remember(draft, one, given.notes[one])
 
-    def _remember(self, draft: Draft, stream: int) -> None:
-        if stream in self._notes and stream not in draft.notes:
-            draft.notes[stream] = self._notes[stream]
-            self._grow(draft, self._notes[stream].nbytes)
+    def _remember(self, draft: Draft, stream: int, note: Note) -> None:
+        if stream not in draft.notes:
+            draft.notes[stream] = note
+            self._grow(draft, note.nbytes)
 
     def _grow(self, draft: Draft, nbytes: int) -> None:
         draft.nbytes += nbytes
@@ -91,7 +88,6 @@ class Drafts:
 
     def finish(self, stream: int) -> bool:
         """The request has ended; whether files of its own can be sealed."""
-        self._notes.pop(stream, None)
         own = [key for key in self._drafts if key[0] == stream]
         self._finished += [self._drafts.pop(key) for key in own]
         return bool(self._finished)

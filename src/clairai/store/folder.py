@@ -53,7 +53,7 @@ def claimed(path: str | os.PathLike[str]) -> Iterator[LocalDisk]:
     _make(Path(path))
     disk = LocalDisk(path)
     try:
-        with _lock(Path(path)):
+        with _locked(disk):
             yield disk
     finally:
         disk.close()
@@ -77,15 +77,14 @@ def _make(path: Path) -> None:
 
 
 @contextmanager
-def _lock(path: Path) -> Iterator[None]:
+def _locked(disk: LocalDisk) -> Iterator[None]:
     """The kernel lets go of it however the writer ends."""
-    flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
     try:
-        descriptor = os.open(path / LOCK, flags, 0o600)
+        descriptor = disk.open_or_make(LOCK)
     except OSError as error:
-        raise StoreError(f"{quote(str(path), 200)} cannot be locked, {cause(error)}") from None
+        raise StoreError(f"{quote(str(disk.path), 200)} cannot be locked, {cause(error)}") from None
     try:
-        _take(descriptor, path)
+        _take(descriptor, disk.path)
         yield
     finally:
         os.close(descriptor)

@@ -9,12 +9,13 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Final, Literal, get_args
 
 from clairai.errors import StoreError
 from clairai.points import quote
-from clairai.store.rows import Block
+from clairai.store.rows import Given
 from clairai.store.spill import Spill
 
 Policy = Literal["block", "drop", "spill"]
@@ -61,35 +62,35 @@ class Intake:
             accepted = self._offered - self._dropped
             return Counts(self._offered, accepted, self._dropped, self._committed, self._lost)
 
-    def put(self, block: Block) -> bool:
+    def put(self, given: Given) -> bool:
         """Whether it was accepted. Waits only under the policy `block`."""
         with self._changed:
-            while self._policy == "block" and self._is_open and not self._has_room(block):
+            while self._policy == "block" and self._is_open and not self._has_room(given):
                 self._changed.wait()
-            is_taken = self._is_open and self._take(block)
-            self._offered += block.num_rows
+            is_taken = self._is_open and self._take(given)
+            self._offered += given.num_rows
             if not is_taken:
-                self._dropped += block.num_rows
-                self._blame(block)
+                self._dropped += given.num_rows
+                self._blame(given.streams())
             self._changed.notify_all()
             return is_taken
 
-    def _has_room(self, block: Block) -> bool:
+    def _has_room(self, given: Given) -> bool:
         # A block larger than the bound is let in when nothing else waits.
-        return self._nbytes + block.nbytes <= self._limit or not self._nbytes
+        return self._nbytes + given.nbytes <= self._limit or not self._nbytes
 
-    def _take(self, block: Block) -> bool:
+    def _take(self, given: Given) -> bool:
         is_spilling = self._spill is not None and len(self._spill) > 0
-        if not is_spilling and self._has_room(block):
-            self._waiting.append(block)
-            self._nbytes += block.nbytes
+        if not is_spilling and self._has_room(given):
+            self._waiting.append(given)
+            self._nbytes += given.nbytes
             return True
-        return self._spill is not None and self._spill.put(block)
+        return self._spill is not None and self._spill.put(given)
 
-    def _blame(self, block: Block) -> None:
-        for stream in block.rows_N["stream"].tolist():
+    def _blame(self, streams: Mapping[int, int]) -> None:
+        for stream, count in streams.items():
             if stream in self._losses or len(self._losses) < MAX_NAMED_LOSSES:
-                self._losses[stream] = self._losses.get(stream, 0) + 1
+                self._losses[stream] = self._losses.get(stream, 0) + count
 
     def put_other(self, other: object) -> None:
         """Something that takes no room and keeps its place among the blocks."""
@@ -112,7 +113,7 @@ class Intake:
                 assert self._spill is not None
                 return self._spill.get()
             first = self._waiting.popleft()
-            self._nbytes -= first.nbytes if isinstance(first, Block) else 0
+            self._nbytes -= first.nbytes if isinstance(first, Given) else 0
             self._changed.notify_all()
             return first
 
@@ -120,11 +121,11 @@ class Intake:
         with self._changed:
             self._committed += num_rows
 
-    def lose(self, blocks: list[Block]) -> None:
+    def lose(self, streams: Mapping[int, int]) -> None:
+        """Rows that were accepted and cannot be committed, by request."""
         with self._changed:
-            for block in blocks:
-                self._lost += block.num_rows
-                self._blame(block)
+            self._lost += sum(streams.values())
+            self._blame(streams)
 
     def losses(self, stream: int) -> int:
         """Rows of this request that were dropped or lost; told once."""

@@ -65,10 +65,15 @@ class Store:
 
     def refresh(self) -> int:
         """See what was committed since; how many shards are new."""
-        if MANIFEST not in self._disk.names():
-            raise StoreError("no manifest is there: this is no folder of captures")
         known = len(self._parsed.entries)
-        parsed = parse(self._disk.read(MANIFEST))
+        try:
+            is_there = MANIFEST in self._disk.names()
+            data = self._disk.read(MANIFEST) if is_there else b""
+        except OSError as error:
+            raise StoreError(f"the manifest cannot be read, {error.strerror}") from None
+        if not is_there:
+            raise StoreError("no manifest is there: this is no folder of captures")
+        parsed = parse(data)
         parsed.require_whole()
         self._parsed = parsed
         return len(parsed.entries) - known

@@ -9,6 +9,7 @@ import json
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Any, Final
 
 import msgspec
@@ -17,7 +18,7 @@ from numpy.typing import NDArray
 
 from clairai.errors import StoreError
 from clairai.points import Point, quote
-from clairai.wire import DECODE, PREFILL, ROW
+from clairai.wire import DECODE, ROW
 
 MAX_TAGS_NBYTES: Final = 4096
 MAX_STEERING_NBYTES: Final = 65_536
@@ -110,7 +111,7 @@ class Block:
     fidelity: Mapping[str, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        Point.parse(self.point)
+        _parsed(self.point)
         _check_rows(self.rows_N)
         if not 1 <= len(self.arrays) <= MAX_ARRAYS:
             raise StoreError(f"{len(self.arrays)} arrays in a block; give 1 to {MAX_ARRAYS}")
@@ -135,6 +136,27 @@ class Block:
         """Some of its rows."""
         arrays = {name: array[indices] for name, array in self.arrays.items()}
         return Block(self.origin, self.point, self.rows_N[indices], arrays, self.fidelity)
+
+
+@dataclass(frozen=True)
+class Given:
+    """A block, and what is known of the requests in it."""
+
+    block: Block
+    notes: Mapping[int, Note] = field(default_factory=dict)
+
+    @property
+    def num_rows(self) -> int:
+        return self.block.num_rows
+
+    @property
+    def nbytes(self) -> int:
+        return self.block.nbytes + sum(note.nbytes for note in self.notes.values())
+
+    def streams(self) -> dict[int, int]:
+        """Whose rows, and how many of each."""
+        found, counts = np.unique(self.block.rows_N["stream"], return_counts=True)
+        return dict(zip(found.tolist(), counts.tolist(), strict=True))
 
 
 def text(value: object, name: str) -> str:
@@ -164,10 +186,15 @@ def _object(said: str, limit: int, name: str) -> None:
         raise StoreError(f"{name} must be a JSON object, not {quote(said)}")
 
 
+@lru_cache(maxsize=1024)
+def _parsed(point: str) -> Point:
+    return Point.parse(point)
+
+
 def _check_rows(rows_N: NDArray[np.void]) -> None:
     if rows_N.dtype != ROW or rows_N.ndim != 1:
         raise StoreError("rows of a block must be one array of the ring's row type")
-    if not np.isin(rows_N["phase"], (PREFILL, DECODE)).all():
+    if (rows_N["phase"] > DECODE).any():
         raise StoreError("a row of a block is neither prefill nor decode; only those have values")
 
 

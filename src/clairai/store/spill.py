@@ -18,7 +18,7 @@ import numpy as np
 from clairai.errors import StoreError
 from clairai.points import quote
 from clairai.store.disk import cause
-from clairai.store.rows import Block, Origin
+from clairai.store.rows import Block, Given, Note, Origin
 from clairai.wire import ROW
 
 
@@ -35,6 +35,7 @@ class _Spilled(msgspec.Struct, frozen=True):
     rows: bytes
     arrays: tuple[_Array, ...]
     fidelity: dict[str, float]
+    notes: dict[int, Note]
 
 
 @dataclass(frozen=True)
@@ -64,9 +65,9 @@ class Spill:
     def put_other(self, other: object) -> None:
         self._waiting.append(other)
 
-    def put(self, block: Block) -> bool:
+    def put(self, given: Given) -> bool:
         """False if there is no room for it, and nothing has changed."""
-        data = _dumps(block)
+        data = _dumps(given)
         if self._end + len(data) > self._limit:
             return False
         try:
@@ -86,30 +87,34 @@ class Spill:
         if not isinstance(first, _Place):
             return first
         self._file.seek(first.offset)
-        block = _loads(self._file.read(first.nbytes))
+        given = _loads(self._file.read(first.nbytes))
         if not any(isinstance(one, _Place) for one in self._waiting):
             self._end = 0
             self._file.truncate(0)
-        return block
+        return given
 
     def close(self) -> None:
         self._file.close()
 
 
-def _dumps(block: Block) -> bytes:
+def _dumps(given: Given) -> bytes:
+    block = given.block
     arrays = tuple(
         _Array(name, array.dtype.str, array.shape, array.tobytes())
         for name, array in block.arrays.items()
     )
     fidelity = {name: float(value) for name, value in block.fidelity.items()}
     return msgspec.msgpack.encode(
-        _Spilled(block.origin, block.point, block.rows_N.tobytes(), arrays, fidelity)
+        _Spilled(
+            block.origin, block.point, block.rows_N.tobytes(), arrays, fidelity, dict(given.notes)
+        )
     )
 
 
-def _loads(data: bytes) -> Block:
+def _loads(data: bytes) -> Given:
     read = msgspec.msgpack.decode(data, type=_Spilled)
     arrays = {
         one.name: np.frombuffer(one.data, one.dtype).reshape(one.shape) for one in read.arrays
     }
-    return Block(read.origin, read.point, np.frombuffer(read.rows, ROW), arrays, read.fidelity)
+    rows_N = np.frombuffer(read.rows, ROW)
+    return Given(Block(read.origin, read.point, rows_N, arrays, read.fidelity), read.notes)

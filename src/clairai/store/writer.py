@@ -17,12 +17,17 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any, Final, Literal, Self
 
+import numpy as np
+
 from clairai.errors import StoreError, StoreStoppedError
+from clairai.points import quote
+from clairai.store.disk import LocalDisk
 from clairai.store.draft import Draft, Drafts
 from clairai.store.folder import claimed
 from clairai.store.intake import Counts, Intake
+from clairai.store.manifest import Parsed
 from clairai.store.recover import Recovery, recover
-from clairai.store.rows import Block, Note
+from clairai.store.rows import Block, Given, Note
 from clairai.store.sealer import Ready, Sealer
 from clairai.store.spill import Spill
 
@@ -45,6 +50,8 @@ class Limits:
         for name in ("shard_nbytes", "queue_nbytes", "spill_nbytes", "seal_after_s", "retry_s"):
             if not getattr(self, name) > 0:
                 raise StoreError(f"{name} is {getattr(self, name)}, must be above 0")
+        if self.reserve_nbytes < 0:
+            raise StoreError(f"reserve_nbytes is {self.reserve_nbytes}, must be 0 or above")
 
 
 @dataclass(frozen=True)
@@ -53,12 +60,6 @@ class State:
 
     name: Literal["writing", "stopped", "failed"] = "writing"
     reason: str = ""
-
-
-@dataclass(frozen=True)
-class _Begun:
-    stream: int
-    note: Note
 
 
 @dataclass(frozen=True)
@@ -95,6 +96,9 @@ class Writer:
         self._limits = limits or Limits()
         self._state = State()
         self._drafts = Drafts(layout)
+        self._has_own_files = layout != "sharded"
+        self._notes: dict[int, Note] = {}  # of requests that are not finished
+        self._begun: set[int] = set()  # of those, the ones with files of their own
         self._held = ExitStack()
         spill = None
         if spill_to is not None:
@@ -103,7 +107,7 @@ class Writer:
         with self._held:
             self._intake = Intake(policy, self._limits.queue_nbytes, spill)
             disk = self._held.enter_context(claimed(path))
-            parsed, self.recovery = recover(disk)
+            parsed, self.recovery = _recovered(disk)
             self._sealer = Sealer(disk, parsed, reserve_nbytes=self._limits.reserve_nbytes)
             self._held = self._held.pop_all()
         self._work: queue.Queue[_Work | None] = queue.Queue(maxsize=1)
@@ -139,16 +143,25 @@ class Writer:
         tags: Mapping[str, Any] | None = None,
         steering: Mapping[str, Any] | None = None,
     ) -> None:
-        """Before a request's first rows: what travels with them."""
-        self._intake.put_other(_Begun(_stream(stream), Note.of(tags, steering)))
+        """Before a request's first rows: what travels with them, until it is finished."""
+        self._notes[_stream(stream)] = Note.of(tags, steering)
 
     def offer(self, block: Block) -> bool:
         """Whether the rows were accepted; if not, they are counted as dropped."""
-        return self._intake.put(block)
+        streams = np.unique(block.rows_N["stream"]).tolist()
+        notes = {stream: self._notes[stream] for stream in streams if stream in self._notes}
+        is_taken = self._intake.put(Given(block, notes))
+        if is_taken and self._has_own_files:
+            self._begun.update(streams)
+        return is_taken
 
     def finish(self, stream: int) -> None:
         """No rows of this request will follow; files of its own are sealed."""
-        self._intake.put_other(_Finished(_stream(stream)))
+        self._notes.pop(_stream(stream), None)
+        # Nothing waits for a request whose rows were all dropped, so that what waits is bounded.
+        if stream in self._begun:
+            self._begun.discard(stream)
+            self._intake.put_other(_Finished(stream))
 
     def losses(self, stream: int) -> int:
         """Rows of this request that were dropped or lost; told once."""
@@ -156,6 +169,8 @@ class Writer:
 
     def flush(self, timeout_s: float = 60.0) -> None:
         """Return when all that was accepted before is committed."""
+        if self._is_closed:
+            raise StoreStoppedError("the writer is closed: what was accepted is committed or lost")
         done = threading.Event()
         self._intake.put_other(done)
         if not done.wait(timeout_s) or self._state.name == "failed":
@@ -195,10 +210,8 @@ class Writer:
 
     def _placed(self, item: object) -> list[Draft]:
         """What is to be sealed now. No item at all: the oldest has waited long enough."""
-        if isinstance(item, Block):
+        if isinstance(item, Given):
             self._drafts.add(item)
-        elif isinstance(item, _Begun):
-            self._drafts.note(item.stream, item.note)
         elif isinstance(item, _Finished):
             # While the disk is busy they wait for each other, and are committed together.
             is_time = self._drafts.finish(item.stream) and not self._work.full()
@@ -220,8 +233,9 @@ class Writer:
         """The second thread: from sealed bytes to committed shards."""
         while (work := self._work.get()) is not None:
             if work.drafts and not self._commit(work.ready):
-                blocks = [block for draft in work.drafts for block in draft.blocks]
-                self._intake.lose(blocks)
+                for draft in work.drafts:
+                    for block in draft.blocks:
+                        self._intake.lose(Given(block).streams())
             if work.done is not None:
                 work.done.set()
 
@@ -252,6 +266,16 @@ class Writer:
     def _fail(self, reason: str) -> None:
         self._state = State("failed", reason)
         self._intake.close()
+
+
+def _recovered(disk: LocalDisk) -> tuple[Parsed, Recovery]:
+    try:
+        return recover(disk)
+    except OSError as error:
+        raise StoreStoppedError(
+            f"{quote(str(disk.path), 200)} cannot be made ready, {error.strerror}; nothing that "
+            "was committed is lost: make room, or check the disk"
+        ) from None
 
 
 def _stream(stream: object) -> int:
