@@ -56,7 +56,7 @@ class Spill:
                 "give a folder of yours"
             ) from None
         self._limit = nbytes
-        self._end = 0
+        self._end = self._num_blocks = 0
         self._waiting: deque[_Place | object] = deque()
 
     def __len__(self) -> int:
@@ -79,6 +79,7 @@ class Spill:
             return False
         self._waiting.append(_Place(self._end, len(data)))
         self._end += len(data)
+        self._num_blocks += 1
         return True
 
     def get(self) -> object:
@@ -88,7 +89,8 @@ class Spill:
             return first
         self._file.seek(first.offset)
         given = _loads(self._file.read(first.nbytes))
-        if not any(isinstance(one, _Place) for one in self._waiting):
+        self._num_blocks -= 1
+        if not self._num_blocks:
             self._end = 0
             self._file.truncate(0)
         return given

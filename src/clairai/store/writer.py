@@ -233,11 +233,13 @@ class Writer:
         """The second thread: from sealed bytes to committed shards."""
         while (work := self._work.get()) is not None:
             if work.drafts and not self._commit(work.ready):
-                for draft in work.drafts:
-                    for block in draft.blocks:
-                        self._intake.lose(Given(block).streams())
+                self._lose(work.drafts)
             if work.done is not None:
                 work.done.set()
+
+    def _lose(self, drafts: list[Draft]) -> None:
+        for block in (block for draft in drafts for block in draft.blocks):
+            self._intake.lose(Given(block).streams())
 
     def _commit(self, ready: list[Ready]) -> bool:
         while self._state.name != "failed":
