@@ -109,6 +109,13 @@ def test_blocks_that_contradict_themselves_are_refused() -> None:
             Block(good.origin, good.point, rows, arrays)
 
 
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_a_fidelity_that_is_no_number_is_refused_before_a_shard_has_it(value: float) -> None:
+    good = block(1)
+    with pytest.raises(StoreError, match="must be a finite number"):
+        Block(good.origin, good.point, good.rows_N, good.arrays, {"cosine_min": value})
+
+
 def test_a_link_in_place_of_the_folder_is_refused(tmp_path: Path) -> None:
     (tmp_path / "real").mkdir(mode=0o700)
     (tmp_path / "link").symlink_to(tmp_path / "real")

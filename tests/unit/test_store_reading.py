@@ -158,6 +158,19 @@ def test_fidelity_that_was_measured_is_kept_with_its_ends() -> None:
     assert shard.seal(blocks, {}).head.fidelity == {"cosine_min": (0.97, 0.99)}
 
 
+def test_a_shard_that_would_say_too_much_of_itself_becomes_several(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("clairai.store.sealer.MAX_START_NBYTES", 4000)
+    given = _mixed(*range(1, 30), point="post_block.3")
+    store = _write(tmp_path / "s", given)
+    assert len(store.commits) == 2
+    assert len(store.shards) > 2
+    assert all(entry.head_nbytes <= 4000 for entry in store.shards)
+    for stream in range(1, 30):
+        assert np.array_equal(store.rows(stream), values(stream, np.arange(4), "post_block.3"))
+
+
 def test_the_index_has_a_line_for_each_request_point_and_shard(tmp_path: Path) -> None:
     store = _write(tmp_path / "s", *[_mixed(5, 6, point=point) for point in POINTS])
     assert index.write(store, LocalDisk(tmp_path / "s")) == "index.parquet"

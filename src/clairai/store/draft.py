@@ -28,6 +28,23 @@ class Draft:
     notes: dict[int, Note] = field(default_factory=dict)
     nbytes: int = 0
 
+    @property
+    def num_rows(self) -> int:
+        return sum(block.num_rows for block in self.blocks)
+
+    def halves(self) -> tuple[Draft, Draft]:
+        """The same rows as two files; for a draft of two rows or more."""
+        blocks = self.blocks
+        if len(blocks) == 1:
+            places = np.arange(blocks[0].num_rows)
+            blocks = [blocks[0].taken(part) for part in np.array_split(places, 2)]
+        middle = len(blocks) // 2
+        first, second = blocks[:middle], blocks[middle:]
+        return (
+            Draft(self.tail, self.suffix, first, self.notes),
+            Draft(self.tail, self.suffix, second, self.notes),
+        )
+
 
 class Drafts:
     """What was accepted and is not yet handed to the disk."""

@@ -78,6 +78,7 @@ class Parsed:
 def dump(commit: Commit, chain: str) -> tuple[bytes, str]:
     """The line after the one whose checksum is `chain`, and its own checksum."""
     body = msgspec.json.encode(commit)
+    assert len(body) <= MAX_LINE_NBYTES, "a commit's files and their parameters are bounded"
     length = b"%08x" % len(body)
     checksum = _checksum(chain, length, body)
     return b"%s %s %s\n" % (length, checksum.encode(), body), checksum

@@ -6,6 +6,7 @@ Shapes: N rows of a block. Rows are those of the ring, `wire.ROW`: stream, choic
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -22,10 +23,11 @@ from clairai.wire import DECODE, ROW
 
 MAX_TAGS_NBYTES: Final = 4096
 MAX_STEERING_NBYTES: Final = 65_536
-MAX_PARAMETERS_NBYTES: Final = 65_536
+MAX_PARAMETERS_NBYTES: Final = 4096
 MAX_TEXT: Final = 512
 MAX_WIDTH: Final = 1 << 17
 MAX_ARRAYS: Final = 16
+MAX_MEASURES: Final = 32
 MAX_ROW_NBYTES: Final = 1 << 24
 _ARRAY_NAME: Final = re.compile(r"[a-z][a-z0-9_]{0,31}", re.ASCII)
 # Safetensors' names of the types that may be stored; a bfloat16 is stored as its 16 bits.
@@ -117,6 +119,7 @@ class Block:
             raise StoreError(f"{len(self.arrays)} arrays in a block; give 1 to {MAX_ARRAYS}")
         for name, array in self.arrays.items():
             _check_array(name, array, len(self.rows_N))
+        _check_fidelity(self.fidelity)
 
     @property
     def num_rows(self) -> int:
@@ -196,6 +199,14 @@ def _check_rows(rows_N: NDArray[np.void]) -> None:
         raise StoreError("rows of a block must be one array of the ring's row type")
     if (rows_N["phase"] > DECODE).any():
         raise StoreError("a row of a block is neither prefill nor decode; only those have values")
+
+
+def _check_fidelity(fidelity: Mapping[str, float]) -> None:
+    if len(fidelity) > MAX_MEASURES:
+        raise StoreError(f"{len(fidelity)} measures of fidelity; give at most {MAX_MEASURES}")
+    for name, value in fidelity.items():
+        if not _ARRAY_NAME.fullmatch(name) or not math.isfinite(value):
+            raise StoreError(f"fidelity {quote(name)} is {quote(value)}, must be a finite number")
 
 
 def _check_array(name: str, array: NDArray[Any], num_rows: int) -> None:

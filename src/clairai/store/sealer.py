@@ -10,8 +10,9 @@ from __future__ import annotations
 import contextlib
 import errno
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Final
 
 from clairai.errors import StoreStoppedError
 from clairai.store import npz, shard
@@ -20,6 +21,8 @@ from clairai.store.draft import Draft
 from clairai.store.folder import MANIFEST, TEMPORARY, Names
 from clairai.store.manifest import VERSION, Commit, Entry, Parsed, dump
 from clairai.store.shard import Sealed
+
+MAX_START_NBYTES: Final = 1 << 26  # below safetensors' own bound of 100 MB
 
 
 @dataclass(frozen=True)
@@ -44,11 +47,9 @@ class Sealer:
     def ready(self, drafts: Sequence[Draft]) -> list[Ready]:
         """Everything that takes the processor and not the disk."""
         return [
-            Ready(
-                self._names.next(draft.tail, draft.suffix),
-                (npz if draft.suffix == "npz" else shard).seal(draft.blocks, draft.notes),
-            )
+            Ready(self._names.next(part.tail, part.suffix), sealed)
             for draft in drafts
+            for part, sealed in _sealed(draft)
         ]
 
     def commit(self, ready: Sequence[Ready]) -> tuple[Entry, ...]:
@@ -135,6 +136,19 @@ class Sealer:
                 # What stays is set aside when the folder is opened next.
                 with contextlib.suppress(OSError):
                     self._disk.remove(name)
+
+
+def _sealed(draft: Draft) -> Iterator[tuple[Draft, Sealed]]:
+    """The draft as one file, or as several where one would say too much of itself to be opened."""
+    if draft.suffix == "npz":
+        yield draft, npz.seal(draft.blocks, draft.notes)
+        return
+    sealed = shard.seal(draft.blocks, draft.notes)
+    if len(sealed.start) <= MAX_START_NBYTES or draft.num_rows < 2:
+        yield draft, sealed
+        return
+    for half in draft.halves():
+        yield from _sealed(half)
 
 
 def _entry(one: Ready) -> Entry:
