@@ -148,6 +148,8 @@ class Writer:
 
     def offer(self, block: Block) -> bool:
         """Whether the rows were accepted; if not, they are counted as dropped."""
+        if not self._notes and not self._has_own_files:
+            return self._intake.put(Given(block))
         streams = np.unique(block.rows_N["stream"]).tolist()
         notes = {stream: self._notes[stream] for stream in streams if stream in self._notes}
         is_taken = self._intake.put(Given(block, notes))
