@@ -20,6 +20,8 @@ from clairai.store.spill import Spill
 
 Policy = Literal["block", "drop", "spill"]
 POLICIES: Final[tuple[Policy, ...]] = get_args(Policy)
+MIN_NBYTES: Final = 1 << 20  # of blocks that are handed on together, if they come
+LINGER_S: Final = 0.002  # within this time
 MAX_NAMED_LOSSES: Final = 65_536  # requests whose own losses are remembered; the sum always is
 
 
@@ -72,7 +74,8 @@ class Intake:
             if not is_taken:
                 self._dropped += given.num_rows
                 self._blame(given.streams())
-            self._changed.notify_all()
+            elif len(self._waiting) <= 1 or self._nbytes >= MIN_NBYTES:
+                self._changed.notify_all()
             return is_taken
 
     def _has_room(self, given: Given) -> bool:
@@ -101,21 +104,31 @@ class Intake:
                 self._waiting.append(other)
             self._changed.notify_all()
 
-    def get(self, deadline_s: float | None) -> object | None:
-        """The next thing, waited for until then (of time.monotonic); None if there was none."""
+    def get(self, deadline_s: float | None) -> list[object]:
+        """The next things, waited for until then (of time.monotonic); nothing if there was none."""
         with self._changed:
             while not self._waiting and not (self._spill is not None and len(self._spill)):
                 left_s = None if deadline_s is None else deadline_s - time.monotonic()
                 if left_s is not None and left_s <= 0:
-                    return None
+                    return []
                 self._changed.wait(left_s)
             if not self._waiting:
                 assert self._spill is not None
-                return self._spill.get()
-            first = self._waiting.popleft()
-            self._nbytes -= first.nbytes if isinstance(first, Given) else 0
-            self._changed.notify_all()
-            return first
+                return [self._spill.get()]
+            if self._nbytes < MIN_NBYTES and isinstance(self._waiting[-1], Given):
+                self._changed.wait(LINGER_S)  # one waking for many small blocks
+            return self._first()
+
+    def _first(self) -> list[object]:
+        taken: list[object] = []
+        nbytes = 0
+        while self._waiting and nbytes < MIN_NBYTES:
+            one = self._waiting.popleft()
+            nbytes += one.nbytes if isinstance(one, Given) else 0
+            taken.append(one)
+        self._nbytes -= nbytes
+        self._changed.notify_all()
+        return taken
 
     def committed(self, num_rows: int) -> None:
         with self._changed:

@@ -26,6 +26,7 @@ VERSION: Final = 1
 COLUMNS: Final = ("stream", "position", "token_id", "choice", "phase", "flags")
 POINT: Final = "point"
 ROWS: Final = "rows."  # begins the names of the encoder's arrays
+SMALL_NBYTES: Final = 1 << 18
 MAX_HEAD_NBYTES: Final = 100_000_000  # safetensors' own bound
 _PREFIX_NBYTES: Final = 8  # the header's length, little-endian
 _BY_NAME: Final[Mapping[str, np.dtype[Any]]] = {name: dtype for dtype, name in DTYPES.items()}
@@ -90,7 +91,8 @@ def parts(
 ) -> tuple[Head, dict[str, list[NDArray[Any]]]]:
     """What a file of these blocks says of itself, and each tensor as the arrays it is made of."""
     points = tuple(sorted({block.point for block in blocks}))
-    rows_N = np.concatenate([block.rows_N for block in blocks])
+    # As bytes: numpy would compare the types of all blocks, field by field.
+    rows_N = np.frombuffer(b"".join(block.rows_N.tobytes() for block in blocks), ROW)
     point_N = np.repeat(
         np.array([points.index(block.point) for block in blocks], "<u2"),
         [block.num_rows for block in blocks],
@@ -116,9 +118,15 @@ def _tensors(
     found = {name: [np.ascontiguousarray(rows_N[name])] for name in COLUMNS}
     found[POINT] = [point_N]
     for name in blocks[0].arrays:
-        found[ROWS + name] = [block.arrays[name] for block in blocks]
+        found[ROWS + name] = _fewer([block.arrays[name] for block in blocks])
     order = sorted(found, key=lambda name: (-found[name][0].dtype.itemsize, name))
     return {name: found[name] for name in order}
+
+
+def _fewer(arrays: list[NDArray[Any]]) -> list[NDArray[Any]]:
+    """Small ones are put together: to hand each on by itself takes longer than to copy it."""
+    is_small = sum(array.nbytes for array in arrays) < SMALL_NBYTES * len(arrays)
+    return [np.concatenate(arrays)] if is_small else arrays
 
 
 def _spans(

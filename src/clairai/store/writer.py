@@ -199,16 +199,23 @@ class Writer:
     def _collect(self) -> None:
         """The first thread: from the intake to sealed bytes."""
         due_s: float | None = None
-        while not isinstance(item := self._intake.get(due_s), _End):
-            drafts = self._placed(item)
-            done = item if isinstance(item, threading.Event) else None
-            if drafts or done is not None:
-                self._hand_over(drafts, done)
-            if not len(self._drafts):
-                due_s = None
-            elif due_s is None or drafts:
-                due_s = time.monotonic() + self._limits.seal_after_s
-        self._work.put(None)
+        while True:
+            for item in self._intake.get(due_s) or [None]:
+                if isinstance(item, _End):
+                    self._work.put(None)
+                    return
+                due_s = self._passed_on(item, due_s)
+
+    def _passed_on(self, item: object, due_s: float | None) -> float | None:
+        """When the oldest draft is due after this."""
+        drafts = self._placed(item)
+        done = item if isinstance(item, threading.Event) else None
+        if drafts or done is not None:
+            self._hand_over(drafts, done)
+        if not len(self._drafts):
+            return None
+        is_new = due_s is None or bool(drafts)
+        return time.monotonic() + self._limits.seal_after_s if is_new else due_s
 
     def _placed(self, item: object) -> list[Draft]:
         """What is to be sealed now. No item at all: the oldest has waited long enough."""
