@@ -1,7 +1,7 @@
 """Takes blocks of captured rows; gives them to the disk, sealed and committed, on its own threads.
 
 Two threads: one collects and computes checksums, the other waits for the disk. Memory is bounded by
-`queue_nbytes` and three times `shard_nbytes`. A disk that is full stops the writer with a reason,
+`queue_nbytes` and four times `shard_nbytes`. A disk that is full stops the writer with a reason,
 and it goes on by itself when there is room. Nobody who offers rows waits, unless `block` is set.
 """
 
@@ -76,7 +76,6 @@ class _End:
 class _Work:
     """What the disk's thread is given: shards, then whom to tell."""
 
-    drafts: list[Draft]
     ready: list[Ready]
     done: threading.Event | None = None
 
@@ -236,19 +235,21 @@ class Writer:
             ready = self._sealer.ready(drafts)
         except Exception as error:  # a thread that ends unseen would be the worst of answers
             self._fail(f"a shard could not be made, {type(error).__name__}: {error}")
-        self._work.put(_Work(drafts, ready, done))
+            for block in (block for draft in drafts for block in draft.blocks):
+                self._intake.lose(Given(block).streams())
+        self._work.put(_Work(ready, done))
 
     def _write(self) -> None:
         """The second thread: from sealed bytes to committed shards."""
         while (work := self._work.get()) is not None:
-            if work.drafts and not self._commit(work.ready):
-                self._lose(work.drafts)
+            if work.ready and not self._commit(work.ready):
+                self._lose(work.ready)
             if work.done is not None:
                 work.done.set()
 
-    def _lose(self, drafts: list[Draft]) -> None:
-        for block in (block for draft in drafts for block in draft.blocks):
-            self._intake.lose(Given(block).streams())
+    def _lose(self, ready: list[Ready]) -> None:
+        for span in (span for one in ready for span in one.sealed.head.spans):
+            self._intake.lose({int(span.stream, 16): span.rows})
 
     def _commit(self, ready: list[Ready]) -> bool:
         while self._state.name != "failed":
