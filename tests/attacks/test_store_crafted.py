@@ -90,8 +90,19 @@ def test_a_shard_whose_tensors_do_not_lie_as_they_must_is_refused(change: dict[s
         _crafted(change)
 
 
+SPAN = {"stream": "0" * 16, "choice": 0, "point": "post_block.3", "rows": 3, "first": 0, "last": 2}
+NAMES = [
+    {"points": ["../post_block.3"]},
+    {"spans": [SPAN | {"stream": "../up"}]},
+    {"spans": [SPAN | {"stream": "G" * 16}]},
+    {"spans": [SPAN | {"point": "post_block.4"}]},
+    {"notes": {"x": {"tags": "{}", "steering": "{}"}}},
+    {"notes": {"0" * 16: {"tags": "[]", "steering": "{}"}}},
+]
+
+
 @pytest.mark.parametrize(
-    "head", [{"rows": 2}, {"rows": 1 << 60}, {"version": 9}, {"digests": {}}, {"more": 1}]
+    "head", [{"rows": 2}, {"rows": 1 << 60}, {"version": 9}, {"digests": {}}, {"more": 1}, *NAMES]
 )
 def test_a_shard_whose_own_words_contradict_it_is_refused(head: dict[str, Any]) -> None:
     with pytest.raises(StoreDamagedError):

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
@@ -17,7 +18,8 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from clairai.errors import StoreDamagedError
+from clairai.errors import PointError, StoreDamagedError
+from clairai.points import Point
 from clairai.store.disk import Buffer
 from clairai.store.rows import DTYPES, Block, Note, Origin
 from clairai.wire import ROW
@@ -28,6 +30,7 @@ POINT: Final = "point"
 ROWS: Final = "rows."  # begins the names of the encoder's arrays
 SMALL_NBYTES: Final = 1 << 18
 MAX_HEAD_NBYTES: Final = 100_000_000  # safetensors' own bound
+_STREAM: Final = re.compile("[0-9a-f]{16}")
 _PREFIX_NBYTES: Final = 8  # the header's length, little-endian
 _BY_NAME: Final[Mapping[str, np.dtype[Any]]] = {name: dtype for dtype, name in DTYPES.items()}
 
@@ -236,7 +239,7 @@ def opened(name: str, data: memoryview, *, head_nbytes: int, digest: str, nbytes
 def check(name: str, head: Head, tensors: Mapping[str, Tensor], nbytes: int) -> None:
     """Everything that indexing relies on, as safetensors' own reader checks it."""
     needed = {*COLUMNS, POINT}
-    is_good = needed < tensors.keys() == head.digests.keys() and head.version == VERSION
+    is_good = needed < tensors.keys() == head.digests.keys() and _is_sound(head)
     end = 0
     for key, about in sorted(tensors.items(), key=lambda item: item[1].data_offsets):
         is_good &= _is_column(key, about) if key in needed else key.startswith(ROWS)
@@ -245,6 +248,17 @@ def check(name: str, head: Head, tensors: Mapping[str, Tensor], nbytes: int) -> 
         end = about.data_offsets[1]
     if not is_good or end != nbytes:
         raise damaged(name, "its tensors do not lie as they must")
+
+
+def _is_sound(head: Head) -> bool:
+    """Whether names in it are names: a shard may be made by others, with good checksums."""
+    try:
+        known = {str(Point.parse(point)) for point in head.points}
+    except PointError:
+        return False
+    streams = {span.stream for span in head.spans} | head.notes.keys()
+    is_named = all(_STREAM.fullmatch(stream) for stream in streams)
+    return is_named and known >= {span.point for span in head.spans} and head.version == VERSION
 
 
 def _nbytes(about: Tensor) -> int:
