@@ -62,7 +62,7 @@ def _crafted(change: dict[str, Any], head: dict[str, Any] | None = None) -> shar
     data = start + b"".join(bytes(piece) for piece in sealed.pieces)
     digest = hashlib.sha256(start).hexdigest()
     return shard.opened(
-        "x", memoryview(data), head_nbytes=len(start), digest=digest, nbytes=len(data)
+        "x", memoryview(data), head_nbytes=len(start), start_digest=digest, nbytes=len(data)
     )
 
 
@@ -113,7 +113,7 @@ def test_a_header_longer_than_the_file_is_refused_before_anything_is_made() -> N
     data = (1 << 62).to_bytes(8, "little") + b"{}"
     digest = hashlib.sha256(data).hexdigest()
     with pytest.raises(StoreDamagedError, match="not safetensors'"):
-        shard.opened("x", memoryview(data), head_nbytes=10, digest=digest, nbytes=10)
+        shard.opened("x", memoryview(data), head_nbytes=10, start_digest=digest, nbytes=10)
 
 
 @pytest.mark.parametrize("kind", ["objects", "not a zip", "no head", "compressed"])

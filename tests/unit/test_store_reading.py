@@ -137,7 +137,9 @@ def test_safetensors_own_reader_reads_a_shard_and_ours_reads_no_other_file(tmp_p
     assert np.array_equal(found["rows.codes"], block(1, 5, encoder="full8").arrays["codes"])
     foreign = save({"position": np.arange(3)})
     with pytest.raises(StoreError, match="checksum of its start"):
-        shard.opened("x", memoryview(foreign), head_nbytes=72, digest="0" * 64, nbytes=len(foreign))
+        shard.opened(
+            "x", memoryview(foreign), head_nbytes=72, start_digest="0" * 64, nbytes=len(foreign)
+        )
 
 
 def test_tensors_lie_at_multiples_of_their_own_size() -> None:

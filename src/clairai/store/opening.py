@@ -21,7 +21,7 @@ def opened(disk: Disk, entry: Entry) -> Opened:
             entry.name,
             data,
             head_nbytes=entry.head_nbytes,
-            digest=entry.head_digest,
+            start_digest=entry.head_digest,
             nbytes=entry.nbytes,
         )
     head = found.head

@@ -158,7 +158,7 @@ def _entry(one: Ready) -> Entry:
         name=one.name,
         nbytes=one.sealed.nbytes,
         head_nbytes=len(one.sealed.start),
-        head_digest=one.sealed.digest,
+        head_digest=one.sealed.start_digest,
         rows=head.rows,
         requests=len(set(streams)) if head.spans else 0,
         first_stream=min(streams),

@@ -1,7 +1,7 @@
 """Takes blocks of one kind; gives the bytes of a sealed shard, and reads such bytes back checked.
 
 A shard is a safetensors file. Its metadata has one key, `clairai`: the JSON of a `Head`, with the
-SHA-256 of every tensor. The manifest has that of the file's start up to the first tensor, so every
+digest of every tensor. The manifest has the SHA-256 of the file up to its first tensor, so every
 byte is covered, and what is read can be checked without reading the rest.
 """
 
@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 
 from clairai.errors import PointError, StoreDamagedError
 from clairai.points import Point
+from clairai.store.digest import digest
 from clairai.store.disk import Buffer
 from clairai.store.rows import DTYPES, Block, Note, Origin
 from clairai.wire import ROW
@@ -77,7 +78,7 @@ class Sealed:
     head: Head
 
     @property
-    def digest(self) -> str:
+    def start_digest(self) -> str:
         return hashlib.sha256(self.start).hexdigest()
 
 
@@ -85,7 +86,7 @@ def seal(blocks: Sequence[Block], notes: Mapping[int, Note]) -> Sealed:
     """The shard of these blocks, all of one kind."""
     head, tensors = parts(blocks, notes)
     start = _start(head, tensors)
-    pieces = [array.data.cast("B") for arrays in tensors.values() for array in arrays if array.size]
+    pieces = [piece for arrays in tensors.values() for piece in _pieces(arrays)]
     return Sealed(start, pieces, len(start) + sum(map(len, pieces)), head)
 
 
@@ -109,7 +110,7 @@ def parts(
         spans=_spans(rows_N, point_N, points),
         notes=_noted(rows_N, notes),
         fidelity=_fidelity(blocks),
-        digests={name: _digest(arrays) for name, arrays in tensors.items()},
+        digests={name: digest(_pieces(arrays)) for name, arrays in tensors.items()},
     )
     return head, tensors
 
@@ -167,12 +168,8 @@ def _fidelity(blocks: Sequence[Block]) -> dict[str, tuple[float, float]]:
     return {name: (min(values), max(values)) for name, values in found.items()}
 
 
-def _digest(arrays: Sequence[NDArray[Any]]) -> str:
-    digest = hashlib.sha256()
-    for array in arrays:
-        if array.size:
-            digest.update(array.data.cast("B"))
-    return digest.hexdigest()
+def _pieces(arrays: Sequence[NDArray[Any]]) -> list[memoryview]:
+    return [array.data.cast("B") for array in arrays if array.size]
 
 
 def _start(head: Head, tensors: Mapping[str, list[NDArray[Any]]]) -> bytes:
@@ -209,19 +206,21 @@ class Opened:
         about = self.tensors[name]
         raw = self.data[slice(*about.data_offsets)]
         if name not in self.checked:
-            if hashlib.sha256(raw).hexdigest() != self.head.digests[name]:
+            if digest([raw]) != self.head.digests[name]:
                 raise damaged(self.name, f"checksum of its tensor {name} is wrong")
             self.checked.add(name)
         flat: NDArray[Any] = np.frombuffer(raw, _BY_NAME[about.dtype])
         return flat.reshape(about.shape)
 
 
-def opened(name: str, data: memoryview, *, head_nbytes: int, digest: str, nbytes: int) -> Opened:
+def opened(
+    name: str, data: memoryview, *, head_nbytes: int, start_digest: str, nbytes: int
+) -> Opened:
     """The shard in these bytes, as its line in the manifest says it must be."""
     if len(data) != nbytes:
         raise damaged(name, f"it has {len(data)} bytes of {nbytes}")
     start = bytes(data[:head_nbytes])
-    if hashlib.sha256(start).hexdigest() != digest:
+    if hashlib.sha256(start).hexdigest() != start_digest:
         raise damaged(name, "checksum of its start is wrong")
     if head_nbytes > MAX_HEAD_NBYTES or int.from_bytes(start[:8], "little") + 8 != head_nbytes:
         raise damaged(name, "its start is not safetensors'")
