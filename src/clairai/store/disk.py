@@ -11,7 +11,7 @@ import mmap
 import os
 import stat
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Final, Protocol
 
@@ -59,11 +59,12 @@ class LocalFile:
         self._flushed = self._written = 0
 
     def write(self, pieces: Sequence[Buffer]) -> None:
-        views = [memoryview(piece).cast("B") for piece in pieces if len(piece)]
-        while views:
-            self._written += (count := os.writev(self._descriptor, views[:IOV_MAX]))
+        for batch in _batches(pieces):
+            views = batch
+            while views:
+                self._written += (count := os.writev(self._descriptor, views))
+                views = _after(views, count)
             self._start_flush()
-            views = _after(views, count)
 
     def _start_flush(self) -> None:
         # DONTNEED starts writing dirty pages back, so that the disk works while we still copy; and
@@ -79,6 +80,23 @@ class LocalFile:
         if self._descriptor >= 0:
             os.close(self._descriptor)
         self._descriptor = -1
+
+
+def _batches(pieces: Sequence[Buffer]) -> Iterator[list[memoryview]]:
+    """All bytes in order, as much at once as is to be on its way to the disk together."""
+    batch: list[memoryview] = []
+    room = FLUSH_NBYTES
+    for piece in pieces:
+        view = memoryview(piece).cast("B")
+        while len(view):
+            batch.append(view[:room])
+            room -= len(batch[-1])
+            view = view[len(batch[-1]) :]
+            if not room or len(batch) == IOV_MAX:
+                yield batch
+                batch, room = [], FLUSH_NBYTES
+    if batch:
+        yield batch
 
 
 def _after(views: list[memoryview], count: int) -> list[memoryview]:
