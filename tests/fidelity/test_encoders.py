@@ -11,6 +11,8 @@ from clairai.store.codecs.fidelity import compare
 from clairai.store.codecs.registry import named
 from tests.fidelity.oracle import hidden_states
 
+# Hugging Face and the model are loaded here, beside whatever else runs.
+pytestmark = pytest.mark.timeout(300)
 POINTS = [f"post_block.{layer}" for layer in (0, 1, 8, 15, 22, 28, 29)]
 
 Rows = NDArray[np.float32]
