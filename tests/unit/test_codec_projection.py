@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from clairai.store.codecs import base, rp8
 from clairai.store.codecs.base import Rows
 from clairai.store.codecs.fidelity import measure
 from clairai.store.codecs.philox import philox, signs
@@ -92,6 +93,15 @@ def test_the_order_of_a_rows_places_does_not_change_a_bit_of_its_sums(seed: int)
     exact_K = np.array(projected(encoder, row_D.tolist()), np.float32)
     slack = 2**-36 * np.abs(row_D).sum() / 4 + np.abs(exact_K) * 2**-23
     assert (np.abs(expected_K - exact_K) <= slack).all()
+
+
+def test_sums_whose_terms_cancel_are_exact() -> None:
+    """Where the order of adding would show: what is left is far below a double's last bit."""
+    assert base.MAX_WIDTH << rp8.FIXED_BITS <= 1 << 53
+    sizes = np.exp2(np.random.default_rng(0).uniform(-28, 0, 2000))
+    terms_D = np.concatenate([sizes, -sizes, [2.0**-30]]).astype(np.float32)
+    row_D = terms_D * signs(0, 4001, 1)[:, 0]
+    assert Rp8(k=1).project(row_D[None]).tolist() == [[2.0**-30]]
 
 
 def _gaussian(num_rows: int, width: int) -> Rows:
