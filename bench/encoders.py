@@ -16,6 +16,7 @@ from typing import Any, Final
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from sklearn.decomposition import PCA
 
 from clairai.demo.console import say, shown
 from clairai.demo.model import smollm2
@@ -42,7 +43,8 @@ EXPLANATION: Final = (
 )
 PROBES: Final = (
     "Probes as the demo's, at `post_block.{point}`, with a penalty of {penalty}: fitted on decoded "
-    "rows, and the AUROC over decoded rows of held-out texts, {num_tokens} tokens in all."
+    "rows, and the AUROC over decoded rows of held-out texts, {num_tokens} tokens in all. "
+    "Whitened: with all principal components of the training rows brought to the same size first."
 )
 Rows = NDArray[np.float32]
 
@@ -56,7 +58,8 @@ def main() -> None:
     losses = numbers.table(_HEADINGS, [line for layer in LAYERS for line in _lines(layer, rows)])
     sys.stdout.write(f"{losses}\n\n")
     sys.stdout.flush()
-    aurocs = numbers.table(("probe", "raw", *_names(TRAINED_ON)), _aurocs(labels, rows[PROBED]))
+    headings = ("probe", "raw", *_names(TRAINED_ON), "`rp8`, whitened")
+    aurocs = numbers.table(headings, _aurocs(labels, rows[PROBED]))
     took = f"{time.monotonic() - started:.0f} s"
     command = f"python -m bench.encoders --stride {stride}"
     probes = PROBES.format(point=PROBED, penalty=PENALTY, num_tokens=kept.num_tokens)
@@ -128,9 +131,15 @@ def _aurocs(labels: dict[str, fit.Labels], rows_TD: Rows) -> Sequence[Sequence[s
     decoded = [encoder.decode(encoder.encode(rows_TD), width=width) for encoder in TRAINED_ON]
     lines = []
     for name, known in shown(list(labels.items()), total=len(labels), label="probes"):
-        raw, *others = [_auroc(found, known) for found in (rows_TD, *decoded)]
+        whitened = _whitened(decoded[-1], known)
+        raw, *others = [_auroc(found, known) for found in (rows_TD, *decoded, whitened)]
         lines.append((f"`{name}`", f"{raw:.4f}", *(f"{o:.4f} ({o - raw:+.4f})" for o in others)))
     return lines
+
+
+def _whitened(rows_TD: Rows, labels: fit.Labels) -> Rows:
+    known = PCA(whiten=True).fit(rows_TD[labels.folds_T != HELD_OUT])
+    return np.asarray(known.transform(rows_TD), np.float32)
 
 
 def _auroc(rows_TD: Rows, labels: fit.Labels) -> float:
