@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from clairai.probe.model import Probe as Probe
     from clairai.steer.vector import Vector as Vector
     from clairai.steered import VectorBank as VectorBank
+    from clairai.store.reading import open as open
     from clairai.wanted import request as request
 
 __version__ = "0.1.0"
@@ -41,6 +42,7 @@ _HOME: Final = {
     "VectorBank": "clairai.steered",
     "config": "clairai.offline",
     "load": "clairai.probe.files",
+    "open": "clairai.store.reading",
     "request": "clairai.wanted",
     "save": "clairai.probe.files",
     "scores": "clairai.offline",

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Final
 import typer
 
 from clairai import __version__
+from clairai.cli_capture import capture
 from clairai.cli_probes import probes
 from clairai.cli_vectors import vectors
 from clairai.errors import ClairaiError, ConfigError, EngineGoneError
@@ -30,6 +31,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )
+app.add_typer(capture, name="capture")
 app.add_typer(probes, name="probes")
 app.add_typer(vectors, name="vectors")
 

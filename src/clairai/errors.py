@@ -14,6 +14,11 @@ ClairaiError
 ├── RingError            the ring or its socket cannot be used
 │   ├── HandshakeError   the peer is not one of ours, or said something we do not accept
 │   └── EngineGoneError  the writer has died or restarted; attach again
+├── StoreError           a folder of captures, or what is to be put into it, cannot be used
+│   ├── StoreBusyError   another writer has the folder
+│   ├── StoreDamagedError  bytes on disk are not those that were committed
+│   └── StoreStoppedError  rows that were accepted could not be committed, and why
+├── EncodingError        rows or encoded rows are not what the encoder takes; nothing was changed
 ├── RowsLostError        scores that were asked for were overwritten before they were read
 └── ModelError           the demo model cannot be built from its package
 
@@ -91,8 +96,28 @@ class EngineGoneError(RingError):
     code = "engine-gone"
 
 
+class StoreError(ClairaiError, ValueError):
+    code = "store"
+
+
+class StoreBusyError(StoreError):
+    code = "store-busy"
+
+
+class StoreDamagedError(StoreError):
+    code = "store-damaged"
+
+
+class StoreStoppedError(StoreError):
+    code = "store-stopped"
+
+
 class RowsLostError(ClairaiError):
     code = "rows-lost"
+
+
+class EncodingError(ClairaiError, ValueError):
+    code = "encoding"
 
 
 class ModelError(ClairaiError):

@@ -18,12 +18,14 @@ MAY_IMPORT: dict[str, set[str]] = {
     "probe": {*COMMON, "probe"},
     "settings": {"errors", "points", "probe", "steer"},
     "ring": {"errors", "wire", "ring"},
+    "store.codecs": {"errors", "points", "store.codecs"},  # decoders need numpy and no more
     "tap": {
         *COMMON,
-        *("probe", "settings", "steer", "tap"),
+        *("probe", "settings", "steer", "store.codecs", "tap"),
         *("ring.layout", "ring.writer", "ring.handshake", "ring.memory", "ring.cuda"),
     },
     "match": {*COMMON, "match"},
+    "store": {*COMMON, "store"},
     "sidecar": {*COMMON, "ring", "match", "sidecar"},
     "stream": {*COMMON, "probe", "steer", "wanted", "ring", "match", "stream"},
     "compat": {

@@ -1,0 +1,116 @@
+"""Takes rows and what an encoder made of them; gives how much was lost, in numbers.
+
+N = rows, M = sampled rows, D = model width.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from clairai.store.codecs.base import Encoded, Encoder, Rows
+from clairai.store.codecs.philox import philox
+
+SAMPLE: Final = 128  # rows; 8128 pairs of them
+_LEAST: Final = 2.0**-149
+
+
+@dataclass(frozen=True)
+class Fidelity:
+    """Of one encoder on rows of one shard; None where no row could be measured.
+
+    Errors and cosines compare what is decoded with what it stands for: the row, or, for rp8, its
+    exact projection. A relative error is the norm of a row's error over the norm of the row.
+    Distances are compared with those between the rows themselves.
+    """
+
+    num_rows: int  # the sample's
+    num_not_finite: int  # rows with NaN or infinity, not measured below
+    num_overflowed: int  # finite rows that came back with NaN or infinity, not measured below
+    relative_error_p50: float | None
+    relative_error_p99: float | None
+    relative_error_max: float | None
+    cosine_min: float | None
+    cosine_mean: float | None
+    distortion_p50: float | None
+    distortion_p95: float | None
+
+    @property
+    def numbers(self) -> dict[str, float]:
+        """Those that are known, as a shard stores them."""
+        return {name: value for name, value in asdict(self).items() if value is not None}
+
+
+def sampled(num_rows: int, size: int = SAMPLE) -> NDArray[np.int64]:
+    """Places of the rows to measure, rising; they depend on the number of rows and nothing else.
+
+    By a hash of the place: every n-th row could always be of the same layer.
+    """
+    hashes_N = philox((np.arange(num_rows), 0, 0, 0), 0)[0]
+    return np.sort(np.argsort(hashes_N, kind="stable")[:size])
+
+
+def measure(encoder: Encoder, rows_ND: Rows) -> Fidelity:
+    """On a sample of the rows."""
+    rows_MD = rows_ND[sampled(len(rows_ND))]
+    return compare(encoder, rows_MD, encoder.encode(rows_MD))
+
+
+def compare(encoder: Encoder, rows_MD: Rows, encoded: Encoded) -> Fidelity:
+    """Of rows that were encoded elsewhere, on a device say, and are at hand as they were, too."""
+    decoded = encoder.decode(encoded, width=rows_MD.shape[1])
+    is_finite_M = np.isfinite(rows_MD).all(axis=1)
+    is_whole_M = is_finite_M & np.isfinite(decoded).all(axis=1)
+    good_MD = rows_MD[is_whole_M]
+    truth = encoder.truth(good_MD).astype(np.float64)
+    back = decoded[is_whole_M].astype(np.float64)
+    errors_M, cosines_M = _errors(truth, back), _cosines(truth, back)
+    distortions = _distortions(good_MD.astype(np.float64), back)
+    return Fidelity(
+        num_rows=len(rows_MD),
+        num_not_finite=int((~is_finite_M).sum()),
+        num_overflowed=int((is_finite_M & ~is_whole_M).sum()),
+        relative_error_p50=_quantile(errors_M, 0.5),
+        relative_error_p99=_quantile(errors_M, 0.99),
+        relative_error_max=_quantile(errors_M, 1),
+        cosine_min=_quantile(cosines_M, 0),
+        cosine_mean=float(cosines_M.mean()) if len(cosines_M) else None,
+        distortion_p50=_quantile(distortions, 0.5),
+        distortion_p95=_quantile(distortions, 0.95),
+    )
+
+
+Reals = NDArray[np.float64]
+
+
+def _errors(truth: Reals, back: Reals) -> Reals:
+    norms = np.maximum(np.linalg.norm(truth, axis=1), _LEAST)
+    found: Reals = np.linalg.norm(back - truth, axis=1) / norms
+    return found
+
+
+def _cosines(truth: Reals, back: Reals) -> Reals:
+    """1 between two rows of zeros, 0 between one such and another."""
+    norms, norms_back = np.linalg.norm(truth, axis=1), np.linalg.norm(back, axis=1)
+    product = (truth * back).sum(axis=1)
+    is_measured = (norms > 0) & (norms_back > 0)
+    cosines: Reals = product / np.where(is_measured, norms * norms_back, 1)
+    return np.where(is_measured, cosines.clip(-1, 1), norms == norms_back)
+
+
+def _distortions(rows: Reals, back: Reals) -> Reals:
+    """Of the distance of each pair of rows; pairs of equal rows have none."""
+    found = [np.zeros(0)]
+    for index in range(len(rows) - 1):
+        distance = np.linalg.norm(rows[index + 1 :] - rows[index], axis=1)
+        distance_back = np.linalg.norm(back[index + 1 :] - back[index], axis=1)
+        apart = distance > 0
+        found.append(np.abs(distance_back[apart] / distance[apart] - 1))
+    return np.concatenate(found)
+
+
+def _quantile(values: Reals, share: float) -> float | None:
+    return float(np.quantile(values, share)) if len(values) else None

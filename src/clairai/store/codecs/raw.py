@@ -1,0 +1,61 @@
+"""Takes rows that are of the model's own type; gives its bits, unchanged. N = rows, D = width."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, ClassVar, Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from clairai.errors import ConfigError, EncodingError
+from clairai.points import quote
+from clairai.store.codecs.base import Column, Encoded, Encoder, Rows
+
+# What holds the values of each type; numpy has no bfloat16, so these are its bits.
+STORED: Final = {"float32": "float32", "float16": "float16", "bfloat16": "uint16"}
+
+
+@dataclass(frozen=True)
+class Raw(Encoder):
+    name: ClassVar[str] = "raw"
+    dtype: str = "bfloat16"
+
+    def __post_init__(self) -> None:
+        if self.dtype not in tuple(STORED):  # not by its hash: it may be anything
+            raise ConfigError(f"raw: dtype is {quote(self.dtype)}; give one of {', '.join(STORED)}")
+
+    def layout(self, width: int) -> dict[str, Column]:
+        return {"values": Column(STORED[self.dtype], width)}
+
+    def _encode(self, rows_ND: Rows) -> Encoded:
+        values_ND = narrowed(rows_ND, self.dtype)
+        back_ND = widened(values_ND, self.dtype)
+        changed = int(((back_ND != rows_ND) & ~(np.isnan(back_ND) & np.isnan(rows_ND))).sum())
+        if changed:
+            raise EncodingError(
+                f"raw: {changed} values are not of {self.dtype}; give the dtype of the model "
+                "that made the rows, or float32"
+            )
+        return {"values": values_ND}
+
+    def _decode(self, encoded: Encoded, width: int) -> Rows:  # noqa: ARG002 -- the values have it
+        return widened(encoded["values"], self.dtype)
+
+
+def narrowed(rows_ND: Rows, dtype: str) -> NDArray[Any]:
+    """Rows as a type stores them; bits below bfloat16's are cut off, and never turn NaN to inf."""
+    if dtype == "float32":
+        return rows_ND
+    if dtype == "float16":
+        with np.errstate(over="ignore"):
+            return rows_ND.astype(np.float16)
+    bits_ND = (np.ascontiguousarray(rows_ND).view(np.uint32) >> np.uint32(16)).astype(np.uint16)
+    return np.where(np.isnan(rows_ND), bits_ND | np.uint16(0x40), bits_ND)
+
+
+def widened(values_ND: NDArray[Any], dtype: str) -> Rows:
+    """Stored values of a type as float32; exact for all three types."""
+    if dtype == "bfloat16":
+        return (values_ND.astype(np.uint32) << np.uint32(16)).view(np.float32)
+    return values_ND.astype(np.float32)

@@ -1,0 +1,219 @@
+"""Takes bare names in one folder; gives the few operations on files that the store is made of.
+
+The one place that touches the filesystem. Tests put a disk in its place that forgets whatever was
+not synced. Names are resolved below one open folder, and no link is ever followed.
+"""
+
+from __future__ import annotations
+
+import errno
+import mmap
+import os
+import stat
+import weakref
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Final, Protocol
+
+from clairai.errors import StoreError
+from clairai.points import quote
+
+IOV_MAX: Final = 1024  # buffers of one writev(2)
+FLUSH_NBYTES: Final = 8 << 20  # the kernel is asked to start writing this often
+MAX_READ_NBYTES: Final = 1 << 30
+_NEW: Final = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+_OLD: Final = os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK  # a FIFO must not make us wait
+
+Buffer = bytes | memoryview
+
+
+class Writing(Protocol):
+    """A file that is being written."""
+
+    def write(self, pieces: Sequence[Buffer]) -> None: ...
+    def sync(self) -> None: ...
+    def close(self) -> None: ...
+
+
+class Disk(Protocol):
+    """A folder. What a call did may be forgotten in a crash, until the matching sync returns."""
+
+    def create(self, name: str, nbytes: int) -> Writing: ...
+    def append(self, name: str) -> Writing: ...
+    def cut(self, name: str, nbytes: int) -> None: ...
+    def rename(self, old: str, new: str) -> None: ...
+    def remove(self, name: str) -> None: ...
+    def sync_folder(self) -> None: ...
+    def names(self) -> list[str]: ...
+    def nbytes(self, name: str) -> int: ...
+    def read(self, name: str) -> bytes: ...
+    def view(self, name: str) -> memoryview: ...
+    def free_nbytes(self) -> int: ...
+
+
+class LocalFile:
+    """A descriptor open for writing."""
+
+    def __init__(self, descriptor: int) -> None:
+        self._descriptor = descriptor
+        self._flushed = self._written = 0
+
+    def write(self, pieces: Sequence[Buffer]) -> None:
+        for batch in _batches(pieces):
+            views = batch
+            while views:
+                self._written += (count := os.writev(self._descriptor, views))
+                views = _after(views, count)
+            self._start_flush()
+
+    def _start_flush(self) -> None:
+        # DONTNEED starts writing dirty pages back, so that the disk works while we still copy; and
+        # a capture does not push the model's files out of the page cache.
+        while self._written - self._flushed >= FLUSH_NBYTES:
+            os.posix_fadvise(self._descriptor, self._flushed, FLUSH_NBYTES, os.POSIX_FADV_DONTNEED)
+            self._flushed += FLUSH_NBYTES
+
+    def sync(self) -> None:
+        os.fsync(self._descriptor)
+
+    def close(self) -> None:
+        if self._descriptor >= 0:
+            os.close(self._descriptor)
+        self._descriptor = -1
+
+
+def _batches(pieces: Sequence[Buffer]) -> Iterator[list[memoryview]]:
+    """All bytes in order, as much at once as is to be on its way to the disk together."""
+    batch: list[memoryview] = []
+    room = FLUSH_NBYTES
+    for piece in pieces:
+        view = memoryview(piece).cast("B")
+        while len(view):
+            batch.append(view[:room])
+            room -= len(batch[-1])
+            view = view[len(batch[-1]) :]
+            if not room or len(batch) == IOV_MAX:
+                yield batch
+                batch, room = [], FLUSH_NBYTES
+    if batch:
+        yield batch
+
+
+def _after(views: list[memoryview], count: int) -> list[memoryview]:
+    """What is left of the buffers when `count` bytes of them are written."""
+    for index, view in enumerate(views):
+        if count < len(view):
+            return [view[count:], *views[index + 1 :]]
+        count -= len(view)
+    return []
+
+
+class LocalDisk:
+    """A folder of this machine, held open."""
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self.path = Path(path)
+        try:
+            self._folder = os.open(path, os.O_RDONLY | os.O_DIRECTORY | _OLD)
+        except (OSError, ValueError) as error:
+            raise StoreError(
+                f"{quote(os.fspath(path), 200)} cannot be opened as a folder of captures, "
+                f"{cause(error)}; links are not followed"
+            ) from None
+        self.close = weakref.finalize(self, os.close, self._folder)  # or when nobody has it
+
+    def create(self, name: str, nbytes: int) -> LocalFile:
+        descriptor = os.open(name, _NEW, 0o600, dir_fd=self._folder)
+        try:
+            if nbytes:
+                os.posix_fallocate(descriptor, 0, nbytes)  # a full disk is found here
+        except BaseException:
+            os.close(descriptor)
+            os.unlink(name, dir_fd=self._folder)
+            raise
+        return LocalFile(descriptor)
+
+    def open_or_make(self, name: str) -> int:
+        """A descriptor, which the caller closes."""
+        return os.open(name, os.O_RDWR | os.O_CREAT | _OLD, 0o600, dir_fd=self._folder)
+
+    def append(self, name: str) -> LocalFile:
+        return LocalFile(self._open(name, os.O_WRONLY | os.O_APPEND))
+
+    def cut(self, name: str, nbytes: int) -> None:
+        descriptor = self._open(name, os.O_WRONLY)
+        try:
+            os.ftruncate(descriptor, nbytes)
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+
+    def rename(self, old: str, new: str) -> None:
+        os.rename(old, new, src_dir_fd=self._folder, dst_dir_fd=self._folder)
+
+    def remove(self, name: str) -> None:
+        os.unlink(name, dir_fd=self._folder)
+
+    def sync_folder(self) -> None:
+        os.fsync(self._folder)
+
+    def names(self) -> list[str]:
+        """All names in the folder; StoreError if one is a link or a device."""
+        with os.scandir(self._folder) as entries:
+            listed = [(entry.name, entry.stat(follow_symlinks=False).st_mode) for entry in entries]
+        for name, mode in listed:
+            if not stat.S_ISREG(mode) and not stat.S_ISDIR(mode):
+                raise StoreError(
+                    f"{quote(name)} in {quote(str(self.path), 200)} is a link or a device; a "
+                    "folder of captures holds plain files: remove it"
+                )
+        return sorted(name for name, mode in listed if stat.S_ISREG(mode))
+
+    def nbytes(self, name: str) -> int:
+        return os.stat(name, dir_fd=self._folder, follow_symlinks=False).st_size
+
+    def read(self, name: str) -> bytes:
+        """All of a file, made durable first: what we have seen, a crash does not take back."""
+        descriptor = self._open(name, os.O_RDONLY)
+        try:
+            nbytes = os.fstat(descriptor).st_size
+            if nbytes > MAX_READ_NBYTES:
+                raise StoreError(f"{quote(name)} has {nbytes} bytes, may have {MAX_READ_NBYTES}")
+            with open(descriptor, "rb", closefd=False) as file:
+                data = file.read(nbytes)
+            _sync_if_possible(descriptor)
+            return data
+        finally:
+            os.close(descriptor)
+
+    def view(self, name: str) -> memoryview:
+        descriptor = self._open(name, os.O_RDONLY)
+        try:
+            if os.fstat(descriptor).st_size == 0:
+                return memoryview(b"")
+            return memoryview(mmap.mmap(descriptor, 0, access=mmap.ACCESS_READ))
+        finally:
+            os.close(descriptor)
+
+    def free_nbytes(self) -> int:
+        status = os.fstatvfs(self._folder)
+        return status.f_bavail * status.f_frsize
+
+    def _open(self, name: str, flags: int) -> int:
+        descriptor = os.open(name, flags | _OLD, dir_fd=self._folder)
+        if stat.S_ISREG(os.fstat(descriptor).st_mode):
+            return descriptor
+        os.close(descriptor)
+        raise StoreError(f"{quote(name)} is not a plain file; remove it from the folder")
+
+
+def _sync_if_possible(descriptor: int) -> None:
+    try:
+        os.fsync(descriptor)
+    except OSError as error:
+        if error.errno not in (errno.EROFS, errno.EINVAL, errno.ENOSYS):
+            raise  # those say that nothing here can be written: what was read, stays
+
+
+def cause(error: OSError | ValueError) -> str:
+    return (error.strerror if isinstance(error, OSError) else None) or "the path is not usable"
