@@ -165,6 +165,23 @@ def test_a_gpu_without_memory_is_an_error_with_the_drivers_word(driver: ToyDrive
         DeviceMemory.create(4096, 0)
 
 
+@pytest.mark.parametrize("name", ["cuMemAllocHost", "cuStreamCreate", "cuMemsetD8"])
+def test_memory_that_cannot_be_made_whole_is_given_back(driver: ToyDriver, name: str) -> None:
+    driver.failing[name] = CUresult.CUDA_ERROR_OUT_OF_MEMORY
+    with pytest.raises(RingError, match=f"{name} failed"):
+        DeviceMemory.create(4096, 0)
+    assert driver.held == {}
+
+
+@pytest.mark.parametrize("name", ["cuMemAllocHost", "cuStreamCreate", "cuPointerGetAttribute"])
+def test_a_handle_that_cannot_be_used_is_closed_again(driver: ToyDriver, name: str) -> None:
+    with DeviceMemory.create(SHAPE.nbytes, 0) as memory:
+        driver.failing[name] = CUresult.CUDA_ERROR_OUT_OF_MEMORY
+        with pytest.raises(RingError, match=f"{name} failed"):
+            DeviceMemory.attach(memory.handle, SHAPE.nbytes, memory.uuid)
+        assert driver.opened == set()
+
+
 def test_without_cuda_bindings_the_package_and_the_other_home_are_named(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -6,6 +6,7 @@ reader of a ring in host memory needs none of this.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import warnings
 from typing import Any, Final, Self
@@ -113,13 +114,22 @@ class DeviceMemory:
     fds: Final[tuple[int, ...]] = ()  # it travels as a handle
 
     def __init__(self, gpu: Gpu, address: int, nbytes: int, *, release: str | None) -> None:
-        """`release` is the driver's function that lets go of it; None: it is somebody else's."""
-        self._gpu, self._release = gpu, release
-        self._is_open = True
+        """`release` is the driver's function that lets go of it; None: it is somebody else's.
+
+        What cannot be opened whole is let go of here.
+        """
+        self._gpu = gpu
         self.address, self.nbytes = address, nbytes
-        # A stream that waits for no other: a reader's copies never queue behind a forward.
-        self._stream = gpu.call("cuStreamCreate", 1)  # CU_STREAM_NON_BLOCKING
-        self._staging = int(gpu.call("cuMemAllocHost", STAGING_BYTES))
+        with contextlib.ExitStack() as undo:
+            if release is not None:
+                undo.callback(gpu.call, release, address)
+            self._staging = int(gpu.call("cuMemAllocHost", STAGING_BYTES))
+            undo.callback(gpu.call, "cuMemFreeHost", self._staging)
+            # A stream that waits for no other: a reader's copies never queue behind a forward.
+            self._stream = gpu.call("cuStreamCreate", 1)  # CU_STREAM_NON_BLOCKING
+            undo.callback(gpu.call, "cuStreamDestroy", self._stream)
+            self._undo = undo.pop_all()
+        self._is_open = True
 
     @classmethod
     def create(cls, nbytes: int, ordinal: int) -> DeviceMemory:
@@ -128,8 +138,11 @@ class DeviceMemory:
         gpu.enter()
         held = -(-nbytes // GRANULE_BYTES) * GRANULE_BYTES
         address = int(gpu.call("cuMemAlloc", held))
-        gpu.call("cuMemsetD8", address, 0, held)
-        return cls(gpu, address, nbytes, release="cuMemFree")
+        with contextlib.ExitStack() as undo:
+            memory = undo.enter_context(cls(gpu, address, nbytes, release="cuMemFree"))
+            gpu.call("cuMemsetD8", address, 0, held)
+            undo.pop_all()
+        return memory
 
     @classmethod
     def attach(cls, handle: bytes, nbytes: int, uuid: str) -> DeviceMemory:
@@ -142,11 +155,14 @@ class DeviceMemory:
         gpu = Gpu.by_uuid(uuid)
         gpu.enter()
         address = int(gpu.call("cuIpcOpenMemHandle", gpu.ipc_handle(handle), 1))
-        extent = gpu.extent(address)
-        if extent < nbytes:
-            gpu.call("cuIpcCloseMemHandle", address)
-            raise HandshakeError(f"ring has {extent} bytes, peer claims {nbytes}; do not trust it")
-        return cls(gpu, address, nbytes, release="cuIpcCloseMemHandle")
+        with contextlib.ExitStack() as undo:
+            memory = undo.enter_context(cls(gpu, address, nbytes, release="cuIpcCloseMemHandle"))
+            if gpu.extent(address) < nbytes:
+                raise HandshakeError(
+                    f"ring has {gpu.extent(address)} bytes, peer claims {nbytes}; do not trust it"
+                )
+            undo.pop_all()
+        return memory
 
     @classmethod
     def borrow(cls, address: int, nbytes: int, uuid: str) -> DeviceMemory:
@@ -195,10 +211,7 @@ class DeviceMemory:
             return
         self._is_open = False
         self._gpu.enter()
-        self._gpu.call("cuStreamDestroy", self._stream)
-        self._gpu.call("cuMemFreeHost", self._staging)
-        if self._release is not None:
-            self._gpu.call(self._release, self.address)
+        self._undo.close()
 
     def __enter__(self) -> Self:
         return self
