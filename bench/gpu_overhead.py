@@ -47,11 +47,12 @@ def main() -> None:
         tempfile.TemporaryDirectory() as folder,
         engines(options.shape, cases, Path(folder)) as running,
     ):
-        found = [_measure(running[case.name], case, options) for case in cases]
+        found = [measure(running[case.name], case, options) for case in cases]
     sys.stdout.write(json.dumps({"shape": options.shape, "cases": found}) + "\n")
 
 
-def _measure(engine: EngineProcess, case: Case, options: argparse.Namespace) -> dict[str, Any]:
+def measure(engine: EngineProcess, case: Case, options: argparse.Namespace) -> dict[str, Any]:
+    """Decode at every batch size, then prefill."""
     if not case.points:
         return {"case": case.name, "decode": [_alone(engine, case, b) for b in options.batches]}
     engine.call(each_worker, gpu_mute.capture_silent)

@@ -48,12 +48,12 @@ def _distinct(vector: str, count: int = 256) -> tuple[Entries, ...]:
 
 
 LOADS: Final = {
-    "1 layer": (
+    "steering 1 layer": (
         Load("idle", ((),)),
         Load("one vector", ([{"vector": "one"}],)),
         Load("256 configurations", _distinct("one")),
     ),
-    "32 layers": (
+    "steering 32 layers": (
         Load("idle", ((),)),
         Load("one vector", ([{"vector": "all"}],)),
         Load("256 configurations", _distinct("all")),
@@ -68,27 +68,28 @@ def main() -> None:
     parser.add_argument("--batches", type=int, nargs="*", default=BATCHES)
     parser.add_argument("--cases", nargs="*", default=[*LOADS])
     options = parser.parse_args()
-    settings = {"steering": True}
-    cases = [Case(name, ONE if name == "1 layer" else ALL, 1, settings) for name in options.cases]
+    chosen = [case for case in cases() if case.name in options.cases]
     with (
         tempfile.TemporaryDirectory() as folder,
-        engines("llama-3.1-8b", cases, Path(folder)) as running,
+        engines("llama-3.1-8b", chosen, Path(folder)) as running,
     ):
-        found = [one for case in cases for one in _measure(running[case.name], case, options)]
+        found = [one for case in chosen for one in measure(running[case.name], case, options)]
     sys.stdout.write(json.dumps({"cases": found}) + "\n")
 
 
-def _measure(
-    engine: EngineProcess, case: Case, options: argparse.Namespace
-) -> list[dict[str, Any]]:
-    engine.call(name_vectors, case.name == "1 layer")
+def cases() -> list[Case]:
+    return [Case(name, ONE if "1 layer" in name else ALL, 1, {"steering": True}) for name in LOADS]
+
+
+def measure(engine: EngineProcess, case: Case, options: argparse.Namespace) -> list[dict[str, Any]]:
+    engine.call(name_vectors, "1 layer" in case.name)
     engine.call(each_worker, gpu_mute.capture_silent)
     found = [
         _decode(engine, case, load, batch, options.rounds)
         for load in LOADS[case.name]
         for batch in options.batches
     ]
-    if case.name == "32 layers":
+    if "32 layers" in case.name:
         found.append(_inline(engine, options.rounds))
     return found
 
@@ -124,7 +125,7 @@ def _inline(engine: EngineProcess, rounds: int) -> dict[str, Any]:
             if turn > 1:
                 taken[kind].append(seconds)
     added_ms = float(np.median(taken["inline"]) - np.median(taken["plain"])) * 1e3
-    sys.stdout.write(f"| 32 layers | inline vector | first token | +{added_ms:.2f} ms |\n")
+    sys.stdout.write(f"| steering 32 layers | inline vector | first token | +{added_ms:.2f} ms |\n")
     return {"load": "inline vector", "added_ms": added_ms}
 
 

@@ -77,7 +77,8 @@ def _factor(stream_D, vector_D, reals_ptr, kind, flags):
     if (kind == ABLATE) | (kind == CLAMP):
         along = tl.sum(stream_D * vector_D, axis=0) * inverse
         kept = tl.where(kind == CLAMP, tl.minimum(tl.maximum(along, low), high), 0.0)
-        factor = (kept - along) * inverse
+        # Compared, not only subtracted: a fused product would leave a rounding where nothing is.
+        factor = tl.where(kept == along, 0.0, (kept - along) * inverse)
     elif (flags & IS_MATCHED) != 0:
         factor = tl.sqrt(tl.sum(stream_D * stream_D, axis=0)) * inverse
     return factor
