@@ -60,14 +60,14 @@ OPT: Final = {
 TIED: Final = SHAPE | {"tie_word_embeddings": True}
 
 
-def tiny(architecture: str, target: Path) -> Path:
+def tiny(architecture: str, target: Path, **changes: int) -> Path:
     """A small model of that architecture with random weights, saved by Hugging Face itself."""
     import torch
     import transformers
 
     torch.manual_seed(11)
     config_class, extra = ARCHITECTURES[architecture]
-    config: Any = getattr(transformers, config_class)(**extra)
+    config: Any = getattr(transformers, config_class)(**(extra | changes))
     model = transformers.AutoModelForCausalLM.from_config(config).float()
     for parameter in model.parameters():
         # Larger than Hugging Face's init: small weights make every layer nearly the identity.

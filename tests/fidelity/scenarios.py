@@ -45,8 +45,9 @@ def compare(
     return judge(engine.call(tap_everything, prompts, points, width, num_new), folder)
 
 
-def judge(tapped: Tapped, folder: Path) -> list[Fidelity]:
-    sequences, truths = _truths(tapped, folder)
+def judge(tapped: Tapped, folder: Path, dtype: str = "float32") -> list[Fidelity]:
+    """`dtype` is Hugging Face's."""
+    sequences, truths = _truths(tapped, folder, dtype)
     return [_fidelity(point, sequences, rows, truths) for point, rows in tapped.items()]
 
 
@@ -64,8 +65,8 @@ def cosines(tapped: Tapped, folder: Path) -> dict[str, float]:
 
 def bfloat16_cosines(tapped: Tapped, folder: Path) -> dict[str, float]:
     """How far Hugging Face in bfloat16 is from itself in float32, on the same tokens."""
-    sequences, truths = _truths(tapped, folder)
-    coarse = [hidden_states(str(folder), sequence, dtype="bfloat16") for sequence in sequences]
+    _, truths = _truths(tapped, folder)
+    _, coarse = _truths(tapped, folder, "bfloat16")
     return {
         point: min(
             _worst_cosine(found[point][:-1], truth[point][:-1])
@@ -75,11 +76,42 @@ def bfloat16_cosines(tapped: Tapped, folder: Path) -> dict[str, float]:
     }
 
 
+def relative_errors(tapped: Tapped, folder: Path) -> dict[str, dict[str, float]]:
+    """The 99.9th percentile at each point, in each sense of the word.
+
+    Of values (each relative to its own size or its row's root mean square, the larger) and of rows
+    (the length of the difference over that of the row), against Hugging Face in each precision;
+    `floor` is Hugging Face in bfloat16 against itself in float32.
+    """
+    _, fine = _truths(tapped, folder)
+    _, coarse = _truths(tapped, folder, "bfloat16")
+    found: dict[str, dict[str, float]] = {}
+    for point, scores in tapped.items():
+        ours = np.concatenate([one.scores_NP[:-1] for one in scores])
+        exact, rounded = (
+            np.concatenate([truth[point][:-1] for truth in truths]) for truths in (fine, coarse)
+        )
+        pairs = {"float32": (ours, exact), "bfloat16": (ours, rounded), "floor": (rounded, exact)}
+        found[point] = {
+            f"{kind} {name}": float(np.quantile(error(*pair), 0.999))
+            for name, pair in pairs.items()
+            for kind, error in (("values", relative_error), ("rows", _row_error))
+        }
+    return found
+
+
+def _row_error(found_TD: NDArray[np.float32], truth_TD: NDArray[np.float32]) -> NDArray[np.float64]:
+    truth = truth_TD.astype(np.float64)
+    size = np.linalg.norm(truth, axis=1)
+    error: NDArray[np.float64] = np.linalg.norm(found_TD - truth, axis=1) / size
+    return error
+
+
 def _truths(
-    tapped: Tapped, folder: Path
+    tapped: Tapped, folder: Path, dtype: str = "float32"
 ) -> tuple[list[list[int]], list[dict[str, NDArray[np.float32]]]]:
     sequences = [scores.token_ids.tolist() for scores in next(iter(tapped.values()))]
-    return sequences, [hidden_states(str(folder), sequence) for sequence in sequences]
+    return sequences, [hidden_states(str(folder), sequence, dtype) for sequence in sequences]
 
 
 def _worst_cosine(found_TD: NDArray[np.float32], truth_TD: NDArray[np.float32]) -> float:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Final
@@ -82,6 +83,21 @@ def test_every_row_in_bfloat16_is_as_near_as_hugging_face_in_bfloat16_is(
     report(test="fidelity", arch="smollm2 bfloat16", cosine=found, hugging_face=floor)
     for point in POINTS:
         assert 1 - found[point] <= 2 * (1 - floor[point]) + 1e-6, (point, found, floor)
+
+
+def test_the_relative_error_in_bfloat16_is_no_more_than_hugging_faces_own(
+    engine: EngineProcess, real_model: Path, report: Callable[..., None]
+) -> None:
+    """Against float32, decode included: what bfloat16 itself costs, and no more for the tap."""
+    tapped = engine.call(scenarios.tap_everything, TEXTS, POINTS, WIDTH, 32)
+    found = scenarios.relative_errors(tapped, real_model)
+    for point, errors in found.items():
+        report(test="relative error", arch="smollm2 bfloat16", point=point, p999=errors)
+        cells = " | ".join(f"{name} {error:.2e}" for name, error in errors.items())
+        sys.stdout.write(f"| {point} | {cells} |\n")
+    for point, errors in found.items():
+        for kind in ("values", "rows"):
+            assert errors[f"{kind} float32"] <= 1.5 * errors[f"{kind} floor"] + 1e-3, (point, found)
 
 
 def test_every_value_in_float32_is_hugging_faces_and_the_same_in_eager(

@@ -1,0 +1,114 @@
+"""Takes one GPU; gives how long an engine takes to start: with taps and without, cold and warm.
+
+From the call of LLM(...) until it can be asked, in a process of its own. Cold: nothing compiled is
+there, of vLLM, of torch or of Triton; warm: the same start again. Beside the time: how many pieces
+vLLM cut the model into, how many compiled artefacts serve them all (equal layers share one), and
+how many of these a warm start had to make anew.
+Run: python -m bench.gpu_startup [--shape llama-3.1-8b] [--starts cold warm] [--arms alone tapped]
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any, Final
+
+from bench.gpu_engines import Case, engines
+from tests.engine.process import EngineFailed
+
+POINTS: Final = {"alone": (), "tapped": ("post_block.*",)}
+NUM_PROBES: Final = 16
+# compilation/backends.py CompilerManager.save_to_file, 0.26: one entry for each piece and range.
+INDEX: Final = "vllm_compile_cache.py"
+ENTRY: Final = re.compile(r"'cache_key': *'([^']*)'")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--shape", default="llama-3.1-8b")
+    parser.add_argument("--starts", nargs="*", choices=["cold", "warm"], default=["cold", "warm"])
+    parser.add_argument("--arms", nargs="*", choices=[*POINTS], default=[*POINTS])
+    options = parser.parse_args()
+    sys.stdout.write("| start | engine | seconds | pieces | artefacts | made now |\n")
+    sys.stdout.write("| --- | --- | --- | --- | --- | --- |\n")
+    with tempfile.TemporaryDirectory() as folder:
+        found = [
+            measure(options.shape, start, arm, Path(folder))
+            for start in options.starts
+            for arm in options.arms
+        ]
+    sys.stdout.write(json.dumps({"shape": options.shape, "starts": found, **added(found)}) + "\n")
+
+
+def measure(shape: str, start: str, arm: str, folder: Path) -> dict[str, Any]:
+    """One start; a start that fails is said, and the others go on."""
+    cache = folder / arm
+    before = artefacts(cache)
+    case = Case(f"{arm} {start}", POINTS[arm], NUM_PROBES, environment=caches(cache))
+    try:
+        with engines(shape, [case], folder, plant=time_start) as running:
+            seconds = running[case.name].call(start_seconds)
+    except EngineFailed as error:
+        sys.stdout.write(f"| {start} | {arm} | failed: {str(error).strip()[-200:]} |\n")
+        return {"start": start, "arm": arm, "failed": str(error)[-2000:]}
+    keys = artefacts(cache)
+    counts = {"pieces": len(keys), "artefacts": len({*keys}), "made": len({*keys} - {*before})}
+    cells = " | ".join(str(count) for count in counts.values())
+    sys.stdout.write(f"| {start} | {arm} | {seconds:.1f} | {cells} |\n")
+    sys.stdout.flush()
+    return {"start": start, "arm": arm, "seconds": round(seconds, 2), **counts}
+
+
+def caches(folder: Path) -> dict[str, str]:
+    """Where everything that is compiled is kept."""
+    return {
+        "VLLM_CACHE_ROOT": str(folder / "vllm"),
+        "TORCHINDUCTOR_CACHE_DIR": str(folder / "inductor"),
+        "TRITON_CACHE_DIR": str(folder / "triton"),
+    }
+
+
+def artefacts(folder: Path) -> list[str]:
+    """The key of the compiled artefact of every piece."""
+    indexes = sorted(folder.rglob(INDEX))
+    return [key for index in indexes for key in ENTRY.findall(index.read_text())]
+
+
+def added(found: list[dict[str, Any]]) -> dict[str, float]:
+    """Seconds that taps add to each kind of start."""
+    seconds = {(one["start"], one["arm"]): one["seconds"] for one in found if "seconds" in one}
+    both = [start for start, arm in seconds if arm == "tapped" and (start, "alone") in seconds]
+    difference = {
+        f"{start}_added_s": round(seconds[start, "tapped"] - seconds[start, "alone"], 2)
+        for start in both
+    }
+    for name, value in difference.items():
+        sys.stdout.write(f"| {name} | {value} |\n")
+    return difference
+
+
+def time_start() -> None:
+    """Have every LLM of this process know how long it took; runs before the engine starts."""
+    from vllm import LLM
+
+    original = LLM.__init__
+
+    def timed(self: Any, *args: Any, **kwargs: Any) -> None:
+        begin_s = time.perf_counter()
+        original(self, *args, **kwargs)
+        self.bench_start_s = time.perf_counter() - begin_s
+
+    LLM.__init__ = timed
+
+
+def start_seconds(llm: Any) -> float:
+    return float(llm.bench_start_s)
+
+
+if __name__ == "__main__":
+    main()
