@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import functools
+import itertools
 import json
 import sys
 import tempfile
@@ -155,14 +156,12 @@ def turns(
 ) -> dict[str, dict[int, float]]:
     """Seconds for each length of answer: the median of the rounds after one that warms."""
     taken: dict[str, dict[int, list[float]]] = {name: {n: [] for n in LENGTHS} for name in running}
-    for turn in range(rounds + 1):
-        for name, engine in running.items():
-            for num_new in LENGTHS:
-                seconds = seconds_of(engine, asked[name], batch, num_new)
-                if turn:
-                    taken[name][num_new].append(seconds)
+    for _ in range(rounds + 1):
+        for name, num_new in itertools.product(running, LENGTHS):
+            seconds = seconds_of(running[name], asked[name], batch, num_new)
+            taken[name][num_new].append(seconds)
     return {
-        name: {num_new: float(np.median(seconds)) for num_new, seconds in lengths.items()}
+        name: {num_new: float(np.median(seconds[1:])) for num_new, seconds in lengths.items()}
         for name, lengths in taken.items()
     }
 
