@@ -1,9 +1,9 @@
 """Takes one GPU; gives how long an engine takes to start: with taps and without, cold and warm.
 
 From the call of LLM(...) until it can be asked, in a process of its own. Cold: nothing compiled is
-there, of vLLM, of torch or of Triton; warm: the same start again. Beside the time: how many pieces
-vLLM cut the model into, how many compiled artefacts serve them all (equal layers share one), and
-how many of these a warm start had to make anew.
+there, of vLLM, of torch or of Triton; warm: the same start again. Beside the time, by vLLM's own
+count: how many pieces of the model it compiled, how many artefacts it saved for them all (equal
+layers share one), and how many it loaded; a warm start loads the whole model and saves nothing.
 Run: python -m bench.gpu_startup [--shape llama-3.1-8b] [--starts cold warm] [--arms alone tapped]
 """
 
@@ -11,21 +11,18 @@ from __future__ import annotations
 
 import argparse
 import json
-import re
 import sys
 import tempfile
 import time
 from pathlib import Path
 from typing import Any, Final
 
+from bench import gpu_compiled
 from bench.gpu_engines import Case, engines
 from tests.engine.process import EngineFailed
 
 POINTS: Final = {"alone": (), "tapped": ("post_block.*",)}
 NUM_PROBES: Final = 16
-# compilation/backends.py CompilerManager.save_to_file, 0.26: one entry for each piece and range.
-INDEX: Final = "vllm_compile_cache.py"
-ENTRY: Final = re.compile(r"'cache_key': *'([^']*)'")
 
 
 def main() -> None:
@@ -34,8 +31,8 @@ def main() -> None:
     parser.add_argument("--starts", nargs="*", choices=["cold", "warm"], default=["cold", "warm"])
     parser.add_argument("--arms", nargs="*", choices=[*POINTS], default=[*POINTS])
     options = parser.parse_args()
-    sys.stdout.write("| start | engine | seconds | pieces | artefacts | made now |\n")
-    sys.stdout.write("| --- | --- | --- | --- | --- | --- |\n")
+    sys.stdout.write("| start | engine | seconds | pieces | saved | loaded | models loaded |\n")
+    sys.stdout.write("| --- | --- | --- | --- | --- | --- | --- |\n")
     with tempfile.TemporaryDirectory() as folder:
         found = [
             measure(options.shape, start, arm, Path(folder))
@@ -47,17 +44,13 @@ def main() -> None:
 
 def measure(shape: str, start: str, arm: str, folder: Path) -> dict[str, Any]:
     """One start; a start that fails is said, and the others go on."""
-    cache = folder / arm
-    before = artefacts(cache)
-    case = Case(f"{arm} {start}", POINTS[arm], NUM_PROBES, environment=caches(cache))
+    case = Case(f"{arm} {start}", POINTS[arm], NUM_PROBES, environment=caches(folder / arm))
     try:
         with engines(shape, [case], folder, plant=time_start) as running:
-            seconds = running[case.name].call(start_seconds)
+            seconds, counts = running[case.name].call(started)
     except EngineFailed as error:
         sys.stdout.write(f"| {start} | {arm} | failed: {str(error).strip()[-200:]} |\n")
         return {"start": start, "arm": arm, "failed": str(error)[-2000:]}
-    keys = artefacts(cache)
-    counts = {"pieces": len(keys), "artefacts": len({*keys}), "made": len({*keys} - {*before})}
     cells = " | ".join(str(count) for count in counts.values())
     sys.stdout.write(f"| {start} | {arm} | {seconds:.1f} | {cells} |\n")
     sys.stdout.flush()
@@ -71,12 +64,6 @@ def caches(folder: Path) -> dict[str, str]:
         "TORCHINDUCTOR_CACHE_DIR": str(folder / "inductor"),
         "TRITON_CACHE_DIR": str(folder / "triton"),
     }
-
-
-def artefacts(folder: Path) -> list[str]:
-    """The key of the compiled artefact of every piece."""
-    indexes = sorted(folder.rglob(INDEX))
-    return [key for index in indexes for key in ENTRY.findall(index.read_text())]
 
 
 def added(found: list[dict[str, Any]]) -> dict[str, float]:
@@ -106,8 +93,8 @@ def time_start() -> None:
     LLM.__init__ = timed
 
 
-def start_seconds(llm: Any) -> float:
-    return float(llm.bench_start_s)
+def started(llm: Any) -> tuple[float, dict[str, int]]:
+    return llm.bench_start_s, llm.collective_rpc(gpu_compiled.counts)[0]
 
 
 if __name__ == "__main__":
