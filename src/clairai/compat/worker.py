@@ -165,7 +165,10 @@ def _columns(config: Any, sites: layers.Sites, planned: Plan, settings: Settings
 
 
 def _count_memory(model_runner: Any, nbytes: int) -> None:
-    """0.26 does not see what is allocated between load and profile (utils/mem_utils.py:303)."""
+    """0.26 does not see what torch allocates between load and profile (utils/mem_utils.py:303).
+
+    A ring in GPU memory is the driver's and not torch's: that the profile finds by itself.
+    """
     if hasattr(model_runner, "model_memory_usage"):
         model_runner.model_memory_usage += nbytes
 
