@@ -50,6 +50,7 @@ def measure(shape: str, start: str, arm: str, folder: Path) -> dict[str, Any]:
             seconds, counts = running[case.name].call(started)
     except EngineFailed as error:
         sys.stdout.write(f"| {start} | {arm} | failed: {str(error).strip()[-200:]} |\n")
+        sys.stdout.flush()
         return {"start": start, "arm": arm, "failed": str(error)[-2000:]}
     cells = " | ".join(str(count) for count in counts.values())
     sys.stdout.write(f"| {start} | {arm} | {seconds:.1f} | {cells} |\n")
