@@ -3,26 +3,25 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Final, TypeVar
+from typing import TYPE_CHECKING, Annotated, Final
 
 import typer
 
+from clairai.cli_export import export
 from clairai.cli_probes import print_table
+from clairai.cli_progress import progress
 
 if TYPE_CHECKING:
     from clairai.store.reading import Request, Store
 
 capture = typer.Typer(help="Captured rows on disk.", no_args_is_help=True)
-export = typer.Typer(help="Captured rows as files of other kinds.", no_args_is_help=True)
 capture.add_typer(export, name="export")
 
 _TITLES: Final = ("stream", "rows", "choices", "positions", "points", "encoder", "model", "tags")
 _MAX_TAGS: Final = 60
 
 Folder = Annotated[Path, typer.Argument(metavar="FOLDER", help="A folder of captures.")]
-Item = TypeVar("Item")
 
 
 @capture.command()
@@ -77,7 +76,7 @@ def verify(folder: Folder) -> None:
     disk = LocalDisk(folder)
     names = disk.names()
     num_files = len(parse(disk.read("manifest")).entries) + 1 if "manifest" in names else 1
-    checked = list(_progress(checks.verify(disk), num_files, "verifying"))
+    checked = list(progress(checks.verify(disk), num_files, "verifying"))
     faults = [one for one in checked if one.fault]
     for one in faults:
         typer.echo(f"bad   {one.name}: {one.fault}", err=True)
@@ -92,21 +91,6 @@ def verify(folder: Folder) -> None:
         raise typer.Exit(1)
 
 
-@export.command()
-def npz(
-    folder: Folder,
-    out: Annotated[Path, typer.Argument(metavar="OUT", help="A new folder for the .npz files.")],
-) -> None:
-    """Write an .npz for each request, choice and point: decoded rows, positions, tokens."""
-    from clairai.store.export import export_npz, files
-    from clairai.store.reading import open as open_store
-
-    store = open_store(folder)
-    wanted = files(store)
-    written = list(_progress(export_npz(store, wanted, out), len(wanted), "exporting"))
-    typer.echo(f"{len(written)} files in {out}")
-
-
 @capture.command()
 def index(folder: Folder) -> None:
     """Write an index of all requests for queries: Parquet with pyarrow, else JSON."""
@@ -117,17 +101,6 @@ def index(folder: Folder) -> None:
     store = open_store(folder)
     with claimed(folder) as disk:
         typer.echo(str(folder / write(store, disk)))
-
-
-def _progress(items: Iterable[Item], total: int, doing: str) -> Iterator[Item]:
-    """A bar on a terminal; nothing in a pipe."""
-    from rich.console import Console
-    from rich.progress import track
-
-    console = Console(stderr=True)
-    yield from track(
-        items, doing, total=total, console=console, disable=not console.is_terminal, transient=True
-    )
 
 
 def _row(request: Request) -> tuple[str, ...]:
