@@ -13,5 +13,6 @@ def counts(_worker: Any) -> dict[str, int]:
         "pieces": seen.num_backend_compilations,
         "saved": seen.num_compiled_artifacts_saved,
         "loaded": seen.num_compiled_artifacts_loaded,
+        "models_compiled": seen.num_aot_compiles,
         "models_loaded": seen.num_aot_artifacts_loaded,
     }

@@ -3,7 +3,8 @@
 From the call of LLM(...) until it can be asked, in a process of its own. Cold: nothing compiled is
 there, of vLLM, of torch or of Triton; warm: the same start again. Beside the time, by vLLM's own
 count: how many pieces of the model it compiled, how many artefacts it saved for them all (equal
-layers share one), and how many it loaded; a warm start loads the whole model and saves nothing.
+layers share one), and how many it loaded; and how many files it left in its compile cache that were
+not there before. A warm start saves nothing and leaves no new file.
 Run: python -m bench.gpu_startup [--shape llama-3.1-8b] [--starts cold warm] [--arms alone tapped]
 """
 
@@ -23,6 +24,10 @@ from tests.engine.process import EngineFailed
 
 POINTS: Final = {"alone": (), "tapped": ("post_block.*",)}
 NUM_PROBES: Final = 16
+HEAD: Final = (
+    *("start", "engine", "seconds", "pieces", "saved", "loaded"),
+    *("models compiled", "models loaded", "new files"),
+)
 
 
 def main() -> None:
@@ -31,8 +36,7 @@ def main() -> None:
     parser.add_argument("--starts", nargs="*", choices=["cold", "warm"], default=["cold", "warm"])
     parser.add_argument("--arms", nargs="*", choices=[*POINTS], default=[*POINTS])
     options = parser.parse_args()
-    sys.stdout.write("| start | engine | seconds | pieces | saved | loaded | models loaded |\n")
-    sys.stdout.write("| --- | --- | --- | --- | --- | --- | --- |\n")
+    sys.stdout.write(f"| {' | '.join(HEAD)} |\n{'| --- ' * len(HEAD)}|\n")
     with tempfile.TemporaryDirectory() as folder:
         found = [
             measure(options.shape, start, arm, Path(folder))
@@ -44,7 +48,9 @@ def main() -> None:
 
 def measure(shape: str, start: str, arm: str, folder: Path) -> dict[str, Any]:
     """One start; a start that fails is said, and the others go on."""
-    case = Case(f"{arm} {start}", POINTS[arm], NUM_PROBES, environment=caches(folder / arm))
+    cache = folder / arm
+    before = compiled_files(cache)
+    case = Case(f"{arm} {start}", POINTS[arm], NUM_PROBES, environment=caches(cache))
     try:
         with engines(shape, [case], folder, plant=time_start) as running:
             seconds, counts = running[case.name].call(started)
@@ -52,6 +58,7 @@ def measure(shape: str, start: str, arm: str, folder: Path) -> dict[str, Any]:
         sys.stdout.write(f"| {start} | {arm} | failed: {str(error).strip()[-200:]} |\n")
         sys.stdout.flush()
         return {"start": start, "arm": arm, "failed": str(error)[-2000:]}
+    counts["new_files"] = len(compiled_files(cache) - before)
     cells = " | ".join(str(count) for count in counts.values())
     sys.stdout.write(f"| {start} | {arm} | {seconds:.1f} | {cells} |\n")
     sys.stdout.flush()
@@ -65,6 +72,12 @@ def caches(folder: Path) -> dict[str, str]:
         "TORCHINDUCTOR_CACHE_DIR": str(folder / "inductor"),
         "TRITON_CACHE_DIR": str(folder / "triton"),
     }
+
+
+def compiled_files(folder: Path) -> set[Path]:
+    """compilation/backends.py VllmBackend.__call__, decorators.py: where vLLM keeps them."""
+    found = folder.glob("vllm/torch_compile_cache/**/*")
+    return {path for path in found if path.is_file() and path.parent.name != "locks"}
 
 
 def added(found: list[dict[str, Any]]) -> dict[str, float]:
