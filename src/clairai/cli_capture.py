@@ -103,6 +103,22 @@ def index(folder: Folder) -> None:
         typer.echo(str(folder / write(store, disk)))
 
 
+@capture.command()
+def send(
+    folder: Folder,
+    url: Annotated[str, typer.Argument(metavar="URL", help="Such as s3://bucket/captures.")],
+) -> None:
+    """Send what was committed, and not sent before, to an address. Needs `clairai[fsspec]`."""
+    from clairai.store.folder import claimed
+    from clairai.store.reading import open as open_store
+    from clairai.store.sending import Sender
+
+    total = len(open_store(folder).shards)
+    with claimed(folder) as disk:
+        sent = list(progress(Sender(disk, url).send(), total, "sending"))
+    typer.echo(f"{len(sent)} shards sent, {sum(entry.nbytes for entry in sent)} bytes")
+
+
 def _row(request: Request) -> tuple[str, ...]:
     from clairai.store.shard import named
 
