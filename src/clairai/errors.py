@@ -3,7 +3,8 @@
 ClairaiError
 ├── ConfigError          a setting is wrong: the text names it, its bound and the way out
 │   ├── PointError       a tap point that does not exist, or is not tapped in this engine
-│   └── SteeringOffError this engine was not started to steer
+│   ├── SteeringOffError this engine was not started to steer
+│   └── CaptureOffError  this engine was not started to capture
 ├── ProbeError           a probe or a probe file is wrong; the running bank is untouched
 │   └── CapacityError    the bank is full
 ├── VectorError          a steering vector or its file is wrong; the registered ones are untouched
@@ -54,6 +55,10 @@ class PointError(ConfigError):
 
 class SteeringOffError(ConfigError):
     code = "steering-off"
+
+
+class CaptureOffError(ConfigError):
+    code = "capture-off"
 
 
 class ProbeError(ClairaiError, ValueError):

@@ -6,22 +6,24 @@ import pytest
 
 from tests.shape.source import Module, is_importing, is_importing_at_start, ours, package
 
-COMMON = {"errors", "wire", "wire_steer", "points"}
+COMMON = {"errors", "wire", "wire_steer", "wire_capture", "points"}
 # What each part of clairai may import of clairai: arrows go down the path, never up.
 MAY_IMPORT: dict[str, set[str]] = {
     "errors": set(),
-    "wire": {"wire_steer"},
+    "wire": {"wire_steer", "wire_capture"},
     "wire_steer": set(),
+    "wire_capture": set(),
     "points": {"errors"},
     "steer": {*COMMON, "probe", "steer"},
-    "wanted": {"errors", "points", "steer"},
+    "capture": {*COMMON, "capture", "steer", "store.rows", "store.codecs"},
+    "wanted": {"errors", "points", "steer", "capture"},
     "probe": {*COMMON, "probe"},
-    "settings": {"errors", "points", "probe", "steer"},
+    "settings": {"errors", "points", "probe", "steer", "capture"},
     "ring": {"errors", "wire", "ring"},
     "store.codecs": {"errors", "points", "store.codecs"},  # decoders need numpy and no more
     "tap": {
         *COMMON,
-        *("probe", "settings", "steer", "store.codecs", "tap"),
+        *("probe", "settings", "steer", "capture", "store.rows", "store.codecs", "tap"),
         *("ring.layout", "ring.writer", "ring.handshake", "ring.memory", "ring.cuda"),
     },
     "match": {*COMMON, "match"},
@@ -30,7 +32,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "stream": {*COMMON, "probe", "steer", "wanted", "ring", "match", "stream"},
     "compat": {
         *COMMON,
-        *("probe", "settings", "steer", "wanted", "tap", "compat"),
+        *("probe", "settings", "steer", "capture", "wanted", "tap", "compat"),
         *("ring.attach", "ring.reader"),  # stop rules read scores in the engine core
     },
     "train": {
@@ -39,7 +41,18 @@ MAY_IMPORT: dict[str, set[str]] = {
         *("compat.llm", "serve.launch", "demo.console", "demo.model"),
     },
 }
-WITHOUT_TORCH = ("ring", "match", "sidecar", "stream", "store", "probe", "steer", "wire", "errors")
+WITHOUT_TORCH = (
+    "ring",
+    "match",
+    "sidecar",
+    "stream",
+    "store",
+    "probe",
+    "steer",
+    "capture",
+    "wire",
+    "errors",
+)
 MODULES = frozenset(module.name for module in package())
 
 
@@ -68,7 +81,12 @@ def test_only_taps_and_compat_import_torch() -> None:
     assert importing
 
 
-KERNELS = ("tap.commit_kernel", "tap.score_kernel", "tap.steer_kernel")
+EARLY = {
+    "tap.commit_kernel": ["tap.commit"],
+    "tap.score_kernel": ["tap.commit"],
+    "tap.steer_kernel": ["tap.norm_kernel"],
+}
+KERNELS = ("tap.commit_kernel", "tap.norm_kernel", "tap.score_kernel", "tap.steer_kernel")
 
 
 def test_only_the_kernels_import_triton_and_only_the_launch_of_one_imports_it_at_start() -> None:
@@ -78,7 +96,7 @@ def test_only_the_kernels_import_triton_and_only_the_launch_of_one_imports_it_at
     for kernel in (*KERNELS, "tap.commit"):
         name = f"clairai.{kernel}"
         early = [m.name for m in package() if is_importing_at_start(m, name, MODULES)]
-        assert early == (["tap.commit"] if kernel == "tap.commit_kernel" else [])
+        assert early == EARLY.get(kernel, [])
 
 
 def test_only_the_ring_in_gpu_memory_imports_cuda_and_only_when_it_is_used() -> None:

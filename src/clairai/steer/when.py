@@ -33,14 +33,14 @@ class When:
         low, high = bounds(self.phase, prompt_len)
         low, high = max(low, within[0]), min(high, within[1])
         if self.positions is None:
-            return _merged([(low, high)])
+            return merged([(low, high)])
         count = prompt_len if self.phase == "generation" else 0
         found: list[Range] = []
         for first, last in self.positions:
             start = _absolute(first, count, prompt_len)
             end = OPEN_END if last is None else _absolute(last, count, prompt_len)
             found.append((max(start, low), min(end, high)))
-        return _merged(found)
+        return merged(found)
 
     def written(self) -> str | dict[str, Any]:
         """As JSON, in the shortest form that means the same."""
@@ -110,7 +110,8 @@ def _absolute(at: int, count: int, prompt_len: int) -> int:
     return count + at if at >= 0 else prompt_len + at
 
 
-def _merged(ranges: Iterable[Range]) -> tuple[Range, ...]:
+def merged(ranges: Iterable[Range]) -> tuple[Range, ...]:
+    """Sorted, apart from each other, none empty."""
     found: list[Range] = []
     for start, end in sorted(one for one in ranges if one[0] < one[1]):
         if found and start <= found[-1][1]:

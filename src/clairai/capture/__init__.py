@@ -1,0 +1,1 @@
+"""Which rows are captured, for whom and where to. Imports neither torch nor vllm."""

@@ -1,0 +1,41 @@
+"""Takes nothing of ours; gives an order: what one request must give, as it travels to the worker.
+
+Everything in it is content: points by name, absolute positions, an encoder with all its parameters.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+import msgspec
+
+from clairai.steer.course import Range
+
+
+class Hold(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Rows are kept only if this probe's score of some token is at or above the threshold."""
+
+    probe: str
+    threshold: float
+
+
+class Order(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """All rows of one answer at these points and positions, encoded so, for these consumers."""
+
+    points: tuple[str, ...]  # in path order
+    ranges: tuple[Range, ...]  # sorted, apart from each other, none empty
+    encoder: str
+    parameters: tuple[tuple[str, int | str], ...]  # all of the encoder's, in its order
+    to: tuple[str, ...]
+    tags: str = "{}"  # JSON objects
+    steering: str = "{}"
+    hold: Hold | None = None
+
+    @property
+    def kind(self) -> tuple[Any, ...]:
+        """Requests of one kind are taken together."""
+        return (self.encoder, self.parameters, self.points, self.to)
+
+
+ENCODER: Final = msgspec.msgpack.Encoder()
+DECODER: Final = msgspec.msgpack.Decoder(Order)
