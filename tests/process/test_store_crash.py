@@ -15,8 +15,9 @@ import pytest
 
 from clairai.store import reading
 from clairai.store.disk import LocalDisk
+from clairai.store.limits import Limits
 from clairai.store.verify import verify
-from clairai.store.writer import Limits, Writer
+from clairai.store.writer import Writer
 from tests.unit.tiny_rows import block, values
 
 ROUNDS = 12

@@ -12,9 +12,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from clairai.errors import StoreBusyError, StoreError
+from clairai.errors import StoreBusyError, StoreError, StoreStoppedError
 from clairai.store import reading
-from clairai.store.writer import Limits, Writer
+from clairai.store.limits import Limits
+from clairai.store.writer import Writer
 from tests.unit.tiny_rows import block, values
 from tests.unit.toy_faults import DEADLINE_S, QUICK, faulty, until
 
@@ -152,3 +153,40 @@ def test_what_a_writer_cannot_be_is_said(tmp_path: Path, given: dict[str, str], 
         Writer(tmp_path / "s", **given)  # type: ignore[arg-type]
     with pytest.raises(StoreError, match="must be above 0"):
         Limits(shard_nbytes=0)
+
+
+def test_what_lies_between_two_flushes_is_one_commit_whatever_its_size_and_age(
+    tmp_path: Path,
+) -> None:
+    limits = Limits(seal_after_s=0.01, shard_nbytes=100_000)
+    with Writer(tmp_path / "s", commits="on_flush", limits=limits, layout="packed") as writer:
+        for stream in (1, 2):
+            writer.offer(block(stream, 200))
+            writer.finish(stream)
+        assert writer._placed(None) == []  # what the collecting thread asks when it is time
+        assert reading.open(tmp_path / "s").shards == ()
+        writer.flush()
+        assert [len(commit.shards) for commit in reading.open(tmp_path / "s").commits] == [0, 2]
+        assert _streams(tmp_path / "s") == [1, 2]
+
+
+def test_what_was_not_flushed_is_lost_with_the_writer_and_said(tmp_path: Path) -> None:
+    writer = Writer(tmp_path / "s", commits="on_flush")
+    writer.offer(block(1))
+    writer.flush()
+    writer.offer(block(2))
+    with pytest.raises(StoreStoppedError, match="3 accepted rows are lost: they were not flushed"):
+        writer.close()
+    assert writer.losses(2) == 3
+    assert _streams(tmp_path / "s") == [1]
+
+
+def test_more_than_one_commit_holds_fails_and_commits_none_of_it(tmp_path: Path) -> None:
+    writer = Writer(tmp_path / "s", commits="on_flush", limits=Limits(shard_nbytes=10_000))
+    writer.offer(block(1, 500))
+    with pytest.raises(StoreStoppedError, match="flush more often"):
+        writer.flush()
+    assert writer.losses(1) == 500
+    with pytest.raises(StoreStoppedError):
+        writer.close()
+    assert reading.open(tmp_path / "s").shards == ()

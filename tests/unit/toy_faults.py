@@ -10,7 +10,7 @@ from contextlib import contextmanager
 import pytest
 
 from clairai.store.disk import LocalDisk, LocalFile
-from clairai.store.writer import Limits
+from clairai.store.limits import Limits
 
 DEADLINE_S = 20.0
 QUICK = Limits(shard_nbytes=1, retry_s=0.005, reserve_nbytes=0)

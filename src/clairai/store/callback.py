@@ -22,9 +22,9 @@ from clairai.store import options
 from clairai.store.codecs.registry import named
 from clairai.store.consumers import CLOSE_S, Policy
 from clairai.store.intake import Intake
+from clairai.store.limits import State
 from clairai.store.rows import Block, Given, Note
 from clairai.store.spill import Spill
-from clairai.store.writer import State
 
 _WRITING: Final = State()
 

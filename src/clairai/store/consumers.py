@@ -15,9 +15,10 @@ from clairai.errors import ClairaiError, ConfigError, StoreStoppedError
 from clairai.points import quote
 from clairai.store import options
 from clairai.store.disk import LocalDisk
+from clairai.store.limits import State
 from clairai.store.rows import Block
 from clairai.store.sending import Sender
-from clairai.store.writer import State, Writer
+from clairai.store.writer import Writer
 
 Policy = Literal["block", "drop", "spill"]
 SEND_EVERY_S: Final = 2.0
@@ -35,6 +36,7 @@ class FolderConsumer:
             self.where,
             layout=layout,
             policy=chosen,
+            commits=options.commits(kind, given),
             limits=options.limits(kind, given),
             spill_to=options.spill_to(kind, given),
         )

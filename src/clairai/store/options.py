@@ -10,7 +10,7 @@ from clairai.errors import ConfigError
 from clairai.points import quote
 from clairai.store.draft import LAYOUTS
 from clairai.store.intake import POLICIES
-from clairai.store.writer import Limits
+from clairai.store.limits import COMMITS, Limits
 
 _MIB: Final = {
     "shard_mib": "shard_nbytes",
@@ -21,7 +21,7 @@ _MIB: Final = {
 _MAX_MIB: Final = 1 << 20
 _MAX_SEAL_S: Final = 3600.0
 QUEUE: Final = ("policy", "spill_to", "queue_mib", "spill_mib")
-WRITER: Final = (*QUEUE, "folder", "shard_mib", "reserve_mib", "seal_after_s")
+WRITER: Final = (*QUEUE, "folder", "shard_mib", "reserve_mib", "seal_after_s", "commits")
 
 
 def checked(kind: str, given: Mapping[str, Any], known: tuple[str, ...]) -> Mapping[str, Any]:
@@ -45,6 +45,10 @@ def folder(kind: str, given: Mapping[str, Any]) -> str:
 
 def layout(kind: str, given: Mapping[str, Any]) -> str:
     return _choice(kind, "layout", given.get("layout", LAYOUTS[0]), LAYOUTS)
+
+
+def commits(kind: str, given: Mapping[str, Any]) -> str:
+    return _choice(kind, "commits", given.get("commits", COMMITS[0]), COMMITS)
 
 
 def policy(kind: str, given: Mapping[str, Any]) -> str:

@@ -15,7 +15,7 @@ import time
 from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import Any, Final, Literal, Self
+from typing import Any, Final, Self
 
 import numpy as np
 
@@ -25,6 +25,7 @@ from clairai.store.disk import LocalDisk
 from clairai.store.draft import Draft, Drafts
 from clairai.store.folder import claimed
 from clairai.store.intake import Counts, Intake
+from clairai.store.limits import COMMITS, Limits, State
 from clairai.store.manifest import Parsed
 from clairai.store.recover import Recovery, recover
 from clairai.store.rows import Block, Given, Note
@@ -33,33 +34,6 @@ from clairai.store.spill import Spill
 
 FULL: Final = (errno.ENOSPC, errno.EDQUOT)
 MAX_STREAM: Final = (1 << 64) - 1
-
-
-@dataclass(frozen=True)
-class Limits:
-    """Bounds of one writer."""
-
-    shard_nbytes: int = 64 << 20
-    seal_after_s: float = 5.0
-    queue_nbytes: int = 256 << 20
-    reserve_nbytes: int = 64 << 20  # of the disk, left to others
-    retry_s: float = 1.0
-    spill_nbytes: int = 1 << 30
-
-    def __post_init__(self) -> None:
-        for name in ("shard_nbytes", "queue_nbytes", "spill_nbytes", "seal_after_s", "retry_s"):
-            if not getattr(self, name) > 0:
-                raise StoreError(f"{name} is {getattr(self, name)}, must be above 0")
-        if self.reserve_nbytes < 0:
-            raise StoreError(f"reserve_nbytes is {self.reserve_nbytes}, must be 0 or above")
-
-
-@dataclass(frozen=True)
-class State:
-    """`stopped` ends by itself; `failed` does not: the folder must be opened again."""
-
-    name: Literal["writing", "stopped", "failed"] = "writing"
-    reason: str = ""
 
 
 @dataclass(frozen=True)
@@ -89,9 +63,14 @@ class Writer:
         *,
         layout: str = "sharded",
         policy: str = "drop",
+        commits: str = "soon",
         limits: Limits | None = None,
         spill_to: str | os.PathLike[str] | None = None,
     ) -> None:
+        """`commits="on_flush"`: what was offered between two flushes is one commit, or none."""
+        if commits not in COMMITS:
+            raise StoreError(f"commits is {quote(commits)}; give one of {', '.join(COMMITS)}")
+        self._is_soon = commits == "soon"
         self._limits = limits or Limits()
         self._state = State()
         self._drafts = Drafts(layout)
@@ -184,16 +163,18 @@ class Writer:
             return
         self._is_closed = True
         self._intake.close()
-        done = threading.Event()
-        self._intake.put_other(done)
-        done.wait(timeout_s)
+        if self._is_soon:
+            done = threading.Event()
+            self._intake.put_other(done)
+            done.wait(timeout_s)
         self._is_ending.set()
         self._intake.put_other(_End())
         for thread in self._threads:
             thread.join()
         self._held.close()
         if lost := self.counts.lost:
-            raise StoreStoppedError(f"{lost} accepted rows are lost: {self._state.reason}")
+            why = self._state.reason or "they were not flushed"
+            raise StoreStoppedError(f"{lost} accepted rows are lost: {why}")
 
     def _collect(self) -> None:
         """The first thread: from the intake to sealed bytes."""
@@ -201,6 +182,7 @@ class Writer:
         while True:
             for item in self._intake.get(due_s) or [None]:
                 if isinstance(item, _End):
+                    self._lose_drafts(self._drafts.take())
                     self._work.put(None)
                     return
                 due_s = self._passed_on(item, due_s)
@@ -222,11 +204,14 @@ class Writer:
             self._drafts.add(item)
         elif isinstance(item, _Finished):
             # While the disk is busy they wait for each other, and are committed together.
-            is_time = self._drafts.finish(item.stream) and not self._work.full()
+            is_time = self._drafts.finish(item.stream) and self._is_soon and not self._work.full()
             return self._drafts.take_finished() if is_time else []
         else:
-            return self._drafts.take()
+            return self._drafts.take() if self._is_soon or item is not None else []
         is_large = self._drafts.nbytes >= self._limits.shard_nbytes or self._drafts.is_full
+        if is_large and not self._is_soon:
+            self._fail(f"over {self._drafts.nbytes} bytes since the last flush; flush more often")
+            self._lose_drafts(self._drafts.take())
         return self._drafts.take() if is_large else []
 
     def _hand_over(self, drafts: list[Draft], done: threading.Event | None) -> None:
@@ -235,9 +220,12 @@ class Writer:
             ready = self._sealer.ready(drafts)
         except Exception as error:  # a thread that ends unseen would be the worst of answers
             self._fail(f"a shard could not be made, {type(error).__name__}: {error}")
-            for block in (block for draft in drafts for block in draft.blocks):
-                self._intake.lose(Given(block).streams())
+            self._lose_drafts(drafts)
         self._work.put(_Work(ready, done))
+
+    def _lose_drafts(self, drafts: list[Draft]) -> None:
+        for block in (block for draft in drafts for block in draft.blocks):
+            self._intake.lose(Given(block).streams())
 
     def _write(self) -> None:
         """The second thread: from sealed bytes to committed shards."""
