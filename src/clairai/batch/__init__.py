@@ -1,0 +1,1 @@
+"""Many prompts through one engine, their rows into one folder."""

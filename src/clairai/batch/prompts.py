@@ -1,0 +1,104 @@
+"""Takes a file of prompts; gives them one by one, each with its line and a digest of its content.
+
+A `.jsonl` file has an object a line: `prompt` (a text), `messages` (a chat) or `prompt_token_ids`,
+and maybe `tags`. Any other file is text, a prompt a line. Empty lines are passed over.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated, Any, Final
+
+import msgspec
+
+from clairai.errors import ConfigError, RequestError
+from clairai.points import quote
+
+MAX_NBYTES: Final = 4 << 30
+MAX_LINE_NBYTES: Final = 16 << 20
+RESERVED: Final = ("prompt", "run")  # tags of ours
+_Token = Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)]
+
+
+class Message(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """One message of a chat."""
+
+    role: str
+    content: str
+
+
+class Line(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """One line of a `.jsonl` file; one of the three is given."""
+
+    prompt: str | None = None
+    messages: tuple[Message, ...] = ()
+    prompt_token_ids: tuple[_Token, ...] = ()
+    tags: dict[str, Any] = {}
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """One prompt; `number` counts the file's lines from 1."""
+
+    number: int
+    content: Line
+    digest: str
+    tags: dict[str, Any] = field(default_factory=dict)
+
+
+def read_prompts(path: Path) -> list[Prompt]:
+    """ConfigError if a line is none, with its number; and if there are no prompts at all."""
+    try:
+        if (nbytes := path.stat().st_size) > MAX_NBYTES:
+            raise ConfigError(
+                f"{path} has {nbytes} bytes, may have {MAX_NBYTES}; give a part of it"
+            )
+        found = list(_lines(path))
+    except OSError as error:
+        raise ConfigError(f"{quote(str(path), 200)} cannot be read, {error.strerror}") from None
+    if not found:
+        raise ConfigError(f"{quote(str(path), 200)} has no prompts; give one a line")
+    return found
+
+
+def _lines(path: Path) -> Iterator[Prompt]:
+    is_json = path.suffix == ".jsonl"
+    with path.open("rb") as file:
+        for number, raw in enumerate(file, start=1):
+            if not raw.strip():
+                continue
+            if len(raw) > MAX_LINE_NBYTES:
+                raise _wrong(path, number, f"over {MAX_LINE_NBYTES} bytes; shorten it")
+            try:
+                yield _prompt(number, _object(raw) if is_json else Line(prompt=_text(raw)))
+            except (msgspec.MsgspecError, UnicodeDecodeError, RequestError) as error:
+                raise _wrong(path, number, str(error)[:200]) from None
+
+
+def _text(raw: bytes) -> str:
+    return raw.decode().rstrip("\r\n")
+
+
+def _object(raw: bytes) -> Line:
+    line = msgspec.json.decode(raw, type=Line)
+    given = [line.prompt is not None, bool(line.messages), bool(line.prompt_token_ids)]
+    if sum(given) != 1 or line.prompt == "":
+        raise RequestError(
+            "give one of prompt, messages and prompt_token_ids, and not an empty one"
+        )
+    taken = next((name for name in RESERVED if name in line.tags), None)
+    if taken is not None:
+        raise RequestError(f"the tag {taken} is set by the run; call yours otherwise")
+    return line
+
+
+def _prompt(number: int, line: Line) -> Prompt:
+    said = msgspec.json.encode([line.prompt, line.messages, line.prompt_token_ids])
+    return Prompt(number, line, hashlib.sha256(said).hexdigest()[:32], line.tags)
+
+
+def _wrong(path: Path, number: int, why: str) -> ConfigError:
+    return ConfigError(f"line {number} of {quote(str(path), 200)} is no prompt: {why}")
