@@ -24,7 +24,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=6)
     parser.add_argument("--batches", type=int, nargs="*", default=gpu_overhead.BATCHES)
     options = parser.parse_args()
-    tapped, steered = gpu_overhead.CASES[SHAPE], gpu_steering.cases()
+    tapped, steered = gpu_overhead.CASES[SHAPE], gpu_steering.cases()[1:]
     with (
         tempfile.TemporaryDirectory() as folder,
         engines(SHAPE, [*tapped, *steered], Path(folder)) as running,

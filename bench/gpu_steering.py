@@ -55,6 +55,7 @@ LOADS: Final = {
     ),
     "steering 32 layers": (
         Load("idle", ((),)),
+        Load("one vector, 1 layer", ([{"vector": "one"}],)),
         Load("one vector", ([{"vector": "all"}],)),
         Load("256 configurations", _distinct("all")),
         Load("gated by a probe at layer 3", ([{"vector": "late", "gate": GATE}],)),
@@ -132,10 +133,9 @@ def _inline(engine: EngineProcess, rounds: int) -> dict[str, Any]:
 def name_vectors(llm: Any, is_one: bool) -> None:
     """Runs in the engine's process, like the one below."""
     bank = clairai.VectorBank(llm)
-    if is_one:
-        bank.add(_vector("one", (15,)))
-        return
-    bank.add(_vector("all", range(NUM_LAYERS)), _vector("late", range(16, NUM_LAYERS)))
+    bank.add(_vector("one", (15,)))
+    if not is_one:
+        bank.add(_vector("all", range(NUM_LAYERS)), _vector("late", range(16, NUM_LAYERS)))
 
 
 def first_token_seconds(llm: Any, seed: int | None) -> float:

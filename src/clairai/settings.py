@@ -36,7 +36,8 @@ class Settings:
     capacity: int = 16  # probes per site, at most
     ring_mib: int = 64
     ring_home: str = "host"  # or "device": memory of the GPU, for readers with CUDA
-    branch: bool = True  # taps on a branch of the captured CUDA graph, where the model allows it
+    fused: bool = True  # on a GPU the tapped norms are ours, which see and steer in passing
+    branch: bool = True  # where they are not: taps on a branch of the captured graph, if possible
     runtime_dir: str | None = None
     allow_untested_vllm: bool = False
 
@@ -51,7 +52,7 @@ class Settings:
             )
         for name in ("points", "probes", "vectors"):
             object.__setattr__(self, name, _texts(name, getattr(self, name)))
-        for name in ("branch", "steering", "allow_untested_vllm"):
+        for name in ("fused", "branch", "steering", "allow_untested_vllm"):
             if not isinstance(getattr(self, name), bool):
                 raise ConfigError(f"{name} must be true or false")
         if self.runtime_dir is not None and not isinstance(self.runtime_dir, str):

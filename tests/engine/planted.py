@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from typing import Any
+from unittest import mock
 
 import numpy as np
 
@@ -27,6 +28,21 @@ def gpu_compile_mode() -> None:
             config.compile_sizes = []
 
     CpuPlatform.check_and_update_config = classmethod(check_and_update_config)
+
+
+def norms_of_ours() -> None:
+    """As on a GPU, the kernels run by Triton's interpreter: wants TRITON_INTERPRET in its place."""
+    gpu_compile_mode()
+    from clairai.compat import fused
+
+    original = fused.fusible
+
+    def fusible(vllm_config: Any, *given: Any) -> list[str]:
+        found = vllm_config.device_config
+        with mock.patch.object(found, "device_type", "cuda"):
+            return original(vllm_config, *given)
+
+    fused.fusible = fusible
 
 
 def points_not_in_key() -> None:
@@ -66,3 +82,10 @@ def score_at(llm: Any, point: str, prompts: list[list[int]]) -> list[list[float]
         [{"prompt_token_ids": prompt} for prompt in prompts], params, use_tqdm=False
     )
     return [[float(v) for v in answers[0]["p"][:-1]] for answers in clairai.scores(llm, outputs)]
+
+
+def num_norms_of_ours(llm: Any) -> int:
+    from clairai.tap.fused import FusedSite
+
+    named = llm.llm_engine.vllm_config.compilation_config.static_forward_context
+    return sum(isinstance(site, FusedSite) for site in named.values())

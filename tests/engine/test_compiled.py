@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Final
 
@@ -96,8 +97,9 @@ def test_a_tap_that_never_runs_stops_the_engine_from_serving(
         )
 
 
+@pytest.mark.parametrize("plant", [planted.gpu_compile_mode, planted.norms_of_ours])
 def test_a_compiled_graph_steers_as_hugging_face_does_with_hooks(
-    model: Path, runtime: Path, tmp_path: Path
+    plant: Callable[[], None], model: Path, runtime: Path, tmp_path: Path
 ) -> None:
     """What eager is compared with elsewhere: so both are the same."""
     config = clairai.config(points=["all"], capacity=8, steering=True)
@@ -113,7 +115,11 @@ def test_a_compiled_graph_steers_as_hugging_face_does_with_hooks(
         ),
         (Ask(prompt), []),
     ]
-    with start(model, runtime, tmp_path, [], additional_config=config) as engine:
+    environment = {"VLLM_CACHE_ROOT": str(tmp_path), "TRITON_INTERPRET": "1"}
+    given: dict[str, Any] = {"additional_config": config, "environment": environment}
+    with start(model, runtime, tmp_path, [], plant=plant, **given) as engine:
+        is_ours = engine.call(planted.num_norms_of_ours) > 0
+        assert is_ours == (plant is planted.norms_of_ours)
         engine.call(steering.put, [dumps(clairai.Vector("v", named))])
         answers = engine.call(steering.answer, [ask for ask, _ in cases])
     for answer, (ask, changes) in zip(answers, cases, strict=True):

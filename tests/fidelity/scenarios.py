@@ -192,7 +192,7 @@ def plant_one_layer_off() -> None:
         sites = find_right(model, num_layers=num_layers, width=width)
         norms = [*sites.modules.values()]
         shifted = dict(zip(sites.modules, [*norms[2:], *norms[:2]], strict=True))
-        return layers.Sites(shifted, {}, sites.site_of, sites.refused, num_layers, width)
+        return replace(sites, modules=shifted, blocks={}, pairs=frozenset())
 
     layers.find_sites = find_wrong
 

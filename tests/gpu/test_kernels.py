@@ -25,7 +25,14 @@ DTYPES = ("bfloat16", "float16", "float32")
 TOKENS = (1, 2, 15, 16, 17, 100, 512, 513, 4096, 8192)
 
 
-def tables(num_sites: int, width: int, capacity: int, dtype: str, max_tokens: int = 8192) -> Tables:
+def tables(
+    num_sites: int,
+    width: int,
+    capacity: int,
+    dtype: str,
+    max_tokens: int = 8192,
+    stash_rows: int = 0,
+) -> Tables:
     made = Tables(
         [f"post_block.{layer}" for layer in range(num_sites)],
         width=width,
@@ -33,6 +40,7 @@ def tables(num_sites: int, width: int, capacity: int, dtype: str, max_tokens: in
         max_tokens=max_tokens,
         device="cuda:0",
         dtype=getattr(torch, dtype),
+        stash_rows=stash_rows,
     )
     made.load(bank(num_sites, width, capacity))
     return made

@@ -1,4 +1,4 @@
-"""The steer kernel compiles for a GPU where there is none: the interpreter forgives more types."""
+"""Kernels that steer compile for a GPU where there is none: the interpreter forgives more types."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from clairai.tap import steer_kernel
+from clairai.tap import norm_kernel, steer_kernel
 
 HOPPER = GPUTarget("cuda", 90, 32)
 WIDTH = 4096
@@ -23,24 +23,41 @@ CONSTANTS = ("BLOCK_D", "IS_PAIR")
 ALIGNED = ("D", "stride_x", "stride_residual")  # as every real width is
 
 
-def compiled(dtype: str, *, is_pair: bool) -> Any:
-    types = POINTERS | dict.fromkeys(("x_ptr", "residual_ptr"), f"*{dtype}")
-    names = steer_kernel.steer.arg_names
+ROWS = ("x_ptr", "residual_ptr", "weight_ptr", "normed_ptr", "stream_ptr", "stash_ptr")
+
+
+def compiled(kernel: Any, dtype: str, **constants: Any) -> Any:
+    types = POINTERS | {"steered_ptr": "*i32", "epsilon": "fp32"} | dict.fromkeys(ROWS, f"*{dtype}")
+    names = kernel.arg_names
     signature = {n: "constexpr" if n in CONSTANTS else types.get(n, "i32") for n in names}
-    aligned = {(names.index(name),): [["tt.divisibility", 16]] for name in (*types, *ALIGNED)}
-    source = ASTSource(
-        steer_kernel.steer, signature, {"BLOCK_D": WIDTH, "IS_PAIR": is_pair}, aligned
-    )
+    aligned = {
+        (names.index(name),): [["tt.divisibility", 16]]
+        for name in (*types, *ALIGNED)
+        if name in names and name != "epsilon"
+    }
+    source = ASTSource(kernel, signature, {"BLOCK_D": WIDTH, **constants}, aligned)
     options = {"num_warps": 8, "enable_fp_fusion": True}
     return triton.compile(source, target=HOPPER, options=options)
 
 
-@pytest.mark.parametrize(("dtype", "is_pair"), [("bf16", True), ("fp16", True), ("fp32", False)])
-def test_a_row_stays_in_registers(
-    dtype: str, is_pair: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-    made = compiled(dtype, is_pair=is_pair)
+def check(made: Any) -> None:
     assert made.asm["cubin"]
     assert ".local" not in made.asm["ptx"]  # where a compiler puts what does not fit
     assert made.metadata.shared <= 1024
+
+
+@pytest.mark.parametrize(("dtype", "is_pair"), [("bf16", True), ("fp16", True), ("fp32", False)])
+def test_a_row_that_is_steered_stays_in_registers(
+    dtype: str, is_pair: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    check(compiled(steer_kernel.steer, dtype, IS_PAIR=is_pair))
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp32"])
+@pytest.mark.parametrize("kernel", [norm_kernel.norm, norm_kernel.norm_steered])
+def test_a_row_in_its_norm_stays_in_registers(
+    kernel: Any, dtype: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    check(compiled(kernel, dtype))

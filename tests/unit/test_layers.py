@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -134,7 +135,7 @@ def test_a_norm_of_another_layer_would_be_noticed() -> None:
     sites = sites_of(model)
     norms = [*sites.modules.values()]
     shifted = dict(zip(sites.modules, [*norms[1:], norms[0]], strict=True))
-    moved = Sites(shifted, {}, sites.site_of, {}, NUM_LAYERS, toy.WIDTH)
+    moved = replace(sites, modules=shifted, blocks={}, refused={})
     assert len(wrong_points(tapped(model, moved), stream_of(model))) == len(every_point())
 
 

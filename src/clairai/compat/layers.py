@@ -20,6 +20,7 @@ class Sites:
 
     modules: Mapping[str, nn.Module]  # site name to norm
     blocks: Mapping[str, nn.Module]  # site name to the block whose attention follows the norm
+    pairs: frozenset[str]  # sites whose norm is always given two tensors, and adds them up
     site_of: Mapping[Point, str]
     refused: Mapping[Point, str]
     num_layers: int
@@ -61,10 +62,12 @@ def find_sites(model: nn.Module, *, num_layers: int, width: int) -> Sites:
         else:
             refused[post] = block.reason
     _place_last(decoder, blocks[-1], Point("post_block", num_layers - 1), place, refused)
+    # The first block is given the stream alone: nothing has been added to it yet.
+    pairs = frozenset(modules) - {"pre_attn.0"} if blocks[-1].is_fused else frozenset()
     untrue = untrue_points(type(decoder.owner))
     refused |= {point: untrue[point.kind] for point in site_of if point.kind in untrue}
     site_of = {point: site for point, site in site_of.items() if point not in refused}
-    return Sites(modules, behind, site_of, refused, num_layers, width)
+    return Sites(modules, behind, pairs, site_of, refused, num_layers, width)
 
 
 def _place_last(

@@ -20,7 +20,7 @@ from torch import nn
 LIBRARY: Final = "clairai"
 OP: Final = "tap"
 # Raise when the op's schema or the wrapper changes: it is part of the compile-cache key.
-ABI: Final = 3
+ABI: Final = 4
 
 
 class Tapped(nn.Module):  # type: ignore[misc]  # torch is Any where it is not installed
@@ -84,8 +84,8 @@ def define_op() -> None:
 
 def register(
     name: str,
-    op: Callable[..., None],
-    fake: Callable[..., None],
+    op: Callable[..., Any],
+    fake: Callable[..., Any],
     types: dict[str, Any],
     changes: Sequence[str] = ("token",),
 ) -> None:

@@ -12,6 +12,7 @@ from clairai.compat import core, layers, steers
 from clairai.compat.sight import KEY
 from clairai.compat.vocabulary import special_ids
 from clairai.settings import Settings
+from clairai.tap.fused import FusedSite
 from clairai.tap.helm import Helm
 from clairai.tap.steer_tables import SteerTables
 from clairai.tap.steering import Steering
@@ -37,8 +38,12 @@ def make_tables(worker: Any, settings: Settings, sites: Sequence[str], width: in
 
 
 def attach(sites: layers.Sites, tables: SteerTables, named: dict[str, Any]) -> None:
-    """Steer in front of every tapped norm; the tap stays behind it."""
+    """Steer in every norm that is ours, and in front of the others; the tap stays behind it."""
     for name in tables.sites:
+        site = named[f"{KEY}.{name}"]
+        if isinstance(site, FusedSite):
+            site.steer_with(tables, name)
+            continue
         key = f"{KEY}.steer.{name}"
         named[key] = tables.site(name)
         steers.attach(sites.modules[name], key)

@@ -8,20 +8,23 @@ from __future__ import annotations
 
 import functools
 import os
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Iterator, Sequence, Set
+from typing import Any, Final
 
 import msgspec
 
 from clairai import wire
-from clairai.compat import core, joins, layers, modes, norms, rig, runner, steers, version
+from clairai.compat import core, fused, joins, layers, modes, norms, rig, runner, steers, version
 from clairai.compat.sight import KEY
 from clairai.errors import PointError
 from clairai.probe.columns import Columns
 from clairai.settings import Plan, Settings, plan
 from clairai.tap.control import answer
+from clairai.tap.fused import FusedSite
 from clairai.tap.station import About, Station
 from clairai.tap.tables import Tables
+
+MIN_STASH_ROWS: Final = 512
 
 
 def prepare(worker: Any) -> None:
@@ -38,6 +41,7 @@ def prepare(worker: Any) -> None:
     norms.define_op()
     joins.define_op()
     steers.define_ops()
+    fused.define_op()
     _after(worker, "load_model", lambda: _install(worker, settings, planned))
     _after(worker, "compile_or_warm_up_model", lambda: _prove(worker))
     _before(worker, "shutdown", lambda: _close(worker))
@@ -65,6 +69,7 @@ def _fingerprint(config: Any, planned: Plan, settings: Settings) -> None:
     config.additional_config[KEY] = {
         "abi": norms.ABI,
         "points": [str(point) for point in planned.points],
+        "fused": settings.fused,
         "branch": settings.branch,
         "steering": settings.is_steering,
     }
@@ -80,6 +85,7 @@ def _install(worker: Any, settings: Settings, planned: Plan) -> None:
     )
     _check_served(sites, planned)
     names = list(dict.fromkeys(sites.site_of[point] for point in planned.points))
+    ours = fused.fusible(config, sites, names) if settings.fused else []
     tables = Tables(
         names,
         width=sites.width,
@@ -87,8 +93,10 @@ def _install(worker: Any, settings: Settings, planned: Plan) -> None:
         max_tokens=worker.model_runner.max_num_tokens,
         device=str(worker.model_runner.device),
         dtype=config.model_config.dtype,
+        stash_rows=_stash_rows(worker) if ours else 0,
     )
-    _attach(config, sites, tables, is_branched=settings.branch)
+    _attach_ours(config, sites, tables, ours)
+    _attach(config, sites, tables, set(names) - set(ours), is_branched=settings.branch)
     worker.clairai_tables = tables
     _count_memory(worker.model_runner, tables.nbytes)
     listeners = [*_steered(worker, settings, sites, tables)]
@@ -136,12 +144,30 @@ def _check_served(sites: layers.Sites, planned: Plan) -> None:
         )
 
 
-def _attach(config: Any, sites: layers.Sites, tables: Tables, *, is_branched: bool) -> None:
+def _stash_rows(worker: Any) -> int:
+    """As many as any captured graph has: config/compilation.py max_cudagraph_capture_size, 0.26."""
+    compilation = worker.vllm_config.compilation_config
+    largest = getattr(compilation, "max_cudagraph_capture_size", None) or 0
+    return min(max(largest, MIN_STASH_ROWS), int(worker.model_runner.max_num_tokens))
+
+
+def _attach_ours(config: Any, sites: layers.Sites, tables: Tables, names: Sequence[str]) -> None:
+    named = config.compilation_config.static_forward_context
+    for name in names:
+        norm = sites.modules[name]
+        named[f"{KEY}.{name}"] = FusedSite(tables, name, norm.variance_epsilon)
+        fused.attach(norm, f"{KEY}.{name}")
+        tables.score_later(name)
+
+
+def _attach(
+    config: Any, sites: layers.Sites, tables: Tables, names: Set[str], *, is_branched: bool
+) -> None:
     named = config.compilation_config.static_forward_context
     named[joins.KEY] = tables.branch
     token = tables.ran_S.new_zeros(1)
     is_branched &= tables.device.type == "cuda"
-    for name in tables.sites:
+    for name in [name for name in tables.sites if name in names]:
         key = f"{KEY}.{name}"
         block = sites.blocks.get(name)
         attention = joins.attention_of(block) if is_branched and block is not None else None

@@ -22,6 +22,7 @@ from clairai.ring.layout import RingHeader, RingShape, epoch_low
 from clairai.tap import commit_kernel as kernel
 from clairai.tap.outlet import Inputs, Step
 from clairai.tap.rows import Roster, StepRows
+from clairai.tap.score_kernel import StashScorer
 from clairai.tap.tables import Tables
 
 NUM_BRIEFS: Final = 8
@@ -48,6 +49,7 @@ class Brief:
         self._roster: Roster | None = None  # whose plan is written here already
         self._counts = b""  # whose request_T is
         self._number = 0
+        self.num_tokens = 0
 
     def is_free(self) -> bool:
         # Pairs with the last store of _publish() in commit_kernel.py.
@@ -55,7 +57,7 @@ class Brief:
 
     def write(self, rows: StepRows, head: tuple[int, ...]) -> None:
         """`head` is words 1 to 6 and 9: see the top of commit_kernel.py."""
-        num_requests = len(rows.counts_R)
+        num_requests, self.num_tokens = len(rows.counts_R), rows.num_tokens
         self._write_roster(rows.roster)
         self._plan_FR[3, :num_requests] = rows.seen_R
         counts = rows.counts_R.tobytes()
@@ -178,6 +180,7 @@ class GpuLaunch:
         self._ring, self._sizes = ring, (ticket.data_ptr(), *sizes)
         self._constants = constants(shape, max_requests)
         self._compiled: Any = None
+        self._score = StashScorer(tables)
 
     def begin(self) -> None:
         # The scores, positions and token ids of the last step are read until here.
@@ -186,6 +189,8 @@ class GpuLaunch:
     def __call__(self, brief: Brief, inputs: Inputs, grids: Iterator[tuple[int, int]]) -> None:
         self._gpu.record(self._forward_done, self._main())
         self._gpu.wait(self._side, self._forward_done)
+        if 0 < brief.num_tokens <= self._score.max_tokens:  # else the forward itself has scored
+            self._score(brief.num_tokens, self._stream.cuda_stream)
         read = (inputs.positions_T.data_ptr(), inputs.token_ids_T.data_ptr())
         given = (self._ring, brief.memory.data_ptr(), *self._scores, *read, *self._sizes)
         stream = self._stream.cuda_stream
@@ -207,6 +212,8 @@ class GpuLaunch:
         read = (scores_STK, offset_C, inputs.positions_T, inputs.token_ids_T, ticket)
         given = (Address(self._ring), brief.memory, *read, *self._sizes[1:], 0)
         self._compiled = kernel.commit.warmup(*given, **self._constants, grid=(1,))
+        if self._score.max_tokens:
+            self._score.prepare()
 
 
 class Address:

@@ -85,24 +85,21 @@ def _factor(stream_D, vector_D, reals_ptr, kind, flags):
 
 
 @triton.jit
-def _is_special(row, token_ids_ptr, num_ids, special_ptr, vocabulary):
+def is_special_token(row, token_ids_ptr, num_ids, special_ptr, vocabulary):
     token_id = tl.load(token_ids_ptr + row, mask=row < num_ids, other=-1).to(tl.int64)
     is_known = (token_id >= 0) & (token_id < vocabulary)
     return tl.load(special_ptr + token_id, mask=is_known, other=0) != 0
 
 
 @triton.jit
-def _steer_row(x_at, residual_at, gates_at, words_ptr, reals_ptr, num_ops, vectors_ptr, num_rows,
-               is_special, state_G, D,
-               BLOCK_D: tl.constexpr, IS_PAIR: tl.constexpr):  # fmt: skip
-    """Run a program's ops at this site on one row; gives what the gates remember now."""
+def run_ops(stream_D, gates_at, words_ptr, reals_ptr, num_ops, vectors_ptr, num_rows, is_special,
+            state_G, D, BLOCK_D: tl.constexpr):  # fmt: skip
+    """Run a program's ops at this site on one row, held as float32.
+
+    Gives the row, whether it was changed, and what the gates remember now.
+    """
     d = tl.arange(0, BLOCK_D)
     g = tl.arange(0, NUM_GATES)
-    stream_D = tl.load(x_at + d, mask=d < D, other=0.0).to(tl.float32)
-    if IS_PAIR:
-        # The stream is the sum in the model's own precision: what the norm would carry on.
-        stream_D += tl.load(residual_at + d, mask=d < D, other=0.0).to(tl.float32)
-        stream_D = stream_D.to(x_at.dtype.element_ty).to(tl.float32)
     gates_G = tl.load(gates_at + g)
     is_changed = num_ops < 0
     is_read = num_ops < 0
@@ -133,6 +130,23 @@ def _steer_row(x_at, residual_at, gates_at, words_ptr, reals_ptr, num_ops, vecto
                 is_changed = is_changed | is_acting
     if is_read:
         tl.store(gates_at + g, gates_G)
+    return stream_D, is_changed, state_G
+
+
+@triton.jit
+def _steer_row(x_at, residual_at, gates_at, words_ptr, reals_ptr, num_ops, vectors_ptr, num_rows,
+               is_special, state_G, D,
+               BLOCK_D: tl.constexpr, IS_PAIR: tl.constexpr):  # fmt: skip
+    """One row in its place; gives what the gates remember now."""
+    d = tl.arange(0, BLOCK_D)
+    stream_D = tl.load(x_at + d, mask=d < D, other=0.0).to(tl.float32)
+    if IS_PAIR:
+        # The stream is the sum in the model's own precision: what the norm would carry on.
+        stream_D += tl.load(residual_at + d, mask=d < D, other=0.0).to(tl.float32)
+        stream_D = stream_D.to(x_at.dtype.element_ty).to(tl.float32)
+    stream_D, is_changed, state_G = run_ops(
+        stream_D, gates_at, words_ptr, reals_ptr, num_ops, vectors_ptr, num_rows, is_special,
+        state_G, D, BLOCK_D)  # fmt: skip
     if is_changed:
         steered_D = stream_D.to(x_at.dtype.element_ty)
         if IS_PAIR:
@@ -172,7 +186,7 @@ def steer(x_ptr, stride_x, residual_ptr, stride_residual, map_ptr, words_ptr, re
             num_ops = tl.minimum(tl.load(num_ops_ptr + at, mask=is_known, other=0), NUM_OPS)
             if num_ops > 0:
                 far = row.to(tl.int64)
-                is_special = _is_special(row, token_ids_ptr, num_ids, special_ptr, vocabulary)
+                is_special = is_special_token(row, token_ids_ptr, num_ids, special_ptr, vocabulary)
                 state_G = _steer_row(
                     x_ptr + far * stride_x, residual_ptr + far * stride_residual,
                     gates_ptr + far * NUM_GATES, words_ptr + at * (NUM_OPS * WORDS),
@@ -198,16 +212,7 @@ class Steerer:
             raise ValueError("a row lies in steps of more than one; the kernel walks along it")
         rows = (x_TD, x_TD.stride(0))
         pair = rows if residual_TD is None else (residual_TD, residual_TD.stride(0))
-        program = (tables.map_T4, tables.words_PSOW, tables.reals_PSOW, tables.num_ops_PS)
-        kept = (tables.vectors_VD, tables.gates_TG, tables.state_ZG, tables.reads_ZS)
-        token_ids_T, num_ids = tables.map_T4, 0  # nothing is read where there are none
-        if tables.token_ids_T is not None:
-            token_ids_T, num_ids = tables.token_ids_T, len(tables.token_ids_T)
-        tokens = (token_ids_T, tables.special_K, tables.ran_S)
-        num_programs, num_sites = tables.num_ops_PS.shape
-        sizes = (num_programs, len(tables.vectors_VD), len(tables.state_ZG), num_ids)
         steer[(len(x_TD),)](
-            *rows, *pair, *program, *kept, *tokens, site, num_sites, *sizes,
-            len(tables.special_K), tables.width,
+            *rows, *pair, *tables.told(site), tables.width,
             BLOCK_D=self._block, IS_PAIR=residual_TD is not None, num_warps=self._num_warps,
         )  # fmt: skip

@@ -98,6 +98,18 @@ class SteerTables:
         """The runner's own buffer, read at each forward: known once, before graphs are captured."""
         self.token_ids_T = token_ids_T
 
+    def told(self, site: int) -> tuple[Any, ...]:
+        """What a kernel is given of these tables at this site: see `steer` in steer_kernel.py."""
+        program = (self.map_T4, self.words_PSOW, self.reals_PSOW, self.num_ops_PS)
+        kept = (self.vectors_VD, self.gates_TG, self.state_ZG, self.reads_ZS)
+        token_ids_T, num_ids = self.map_T4, 0  # nothing is read where there are none
+        if self.token_ids_T is not None:
+            token_ids_T, num_ids = self.token_ids_T, len(self.token_ids_T)
+        tokens = (token_ids_T, self.special_K, self.ran_S)
+        num_programs, num_sites = self.num_ops_PS.shape
+        sizes = (num_programs, len(self.vectors_VD), len(self.state_ZG), num_ids)
+        return (*program, *kept, *tokens, site, num_sites, *sizes, len(self.special_K))
+
     def set_special(self, token_ids: Sequence[int]) -> None:
         """Make these, and no others, the special tokens."""
         vocabulary = len(self.special_K)

@@ -11,6 +11,7 @@ oracle.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from typing import Final, Protocol
 
@@ -67,8 +68,9 @@ class Tables:
         max_tokens: int,
         device: str,
         dtype: torch.dtype = torch.float32,
+        stash_rows: int = 0,
     ) -> None:
-        """`dtype` is the model's: what the rows come in."""
+        """`dtype` is the model's: what the rows come in. `stash_rows` are kept of every step."""
         num_sites = len(sites)
         self.sites = tuple(sites)
         self.max_tokens = max_tokens
@@ -80,6 +82,12 @@ class Tables:
         self.bias_SK = torch.zeros(num_sites, capacity, device=device)
         self.activation_SK = torch.zeros(num_sites, capacity, dtype=torch.int32, device=device)
         self.scores_STK = torch.zeros(num_sites, max_tokens, capacity, device=device)
+        # The stream itself, of each step's first rows, until the next forward.
+        stash_shape = (num_sites, stash_rows, width)
+        self.stash_SRD = torch.zeros(stash_shape, dtype=dtype, device=device)
+        # How many probes are to be scored from the stash at each site, when the forward is over.
+        self.stashed_S = torch.zeros(num_sites, dtype=torch.int32, device=device)
+        self._is_stashed = [False] * num_sites
         # How often each site ran: the proof that no compiled graph has lost a tap.
         self.ran_S = torch.zeros(num_sites, dtype=torch.int32, device=device)
         # Where in scores_STK column p of token 0 lies; only the bank's columns count.
@@ -103,7 +111,8 @@ class Tables:
     @property
     def nbytes(self) -> int:
         """Of device memory."""
-        held = (self.weights_SHDK, self.bias_SK, self.activation_SK, self.scores_STK)
+        bank = (self.weights_SHDK, self.bias_SK, self.activation_SK)
+        held = (*bank, self.scores_STK, self.stash_SRD)
         return sum(int(tensor.nbytes) for tensor in held) + self._scratch_nbytes
 
     def site(self, name: str) -> Site:
@@ -111,6 +120,10 @@ class Tables:
 
     def site_aside(self, name: str) -> AsideSite:
         return AsideSite(self, self.sites.index(name))
+
+    def score_later(self, name: str) -> None:
+        """From now on this site's rows are scored from the stash."""
+        self._is_stashed[self.sites.index(name)] = True
 
     def load(self, columns: Columns) -> None:
         """Put the bank in place; runs between steps, in the order of the stream."""
@@ -125,6 +138,9 @@ class Tables:
         self.weights_SHDK.copy_(weights_SHDK)
         self.bias_SK.copy_(bias_SK)
         self.activation_SK.copy_(activation_SK)
+        counts = Counter(site for site, _ in slots)
+        stashed = [counts[site] * is_so for site, is_so in enumerate(self._is_stashed)]
+        self.stashed_S.copy_(torch.tensor(stashed, dtype=torch.int32))
         _, max_tokens, capacity = self.scores_STK.shape
         offsets = [site * max_tokens * capacity + slot for site, slot in slots]
         self.num_columns = len(offsets)
