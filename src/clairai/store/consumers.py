@@ -81,7 +81,6 @@ class AddressConsumer(FolderConsumer):
         except BaseException:
             super().close()
             raise
-        self.where = url
         self._refusal = ""  # why the address did not take the last shard
         self._rounds = 0  # of looking for what to send that have ended
         self._changed = threading.Condition()

@@ -84,7 +84,10 @@ class Sealed:
 
 def seal(blocks: Sequence[Block], notes: Mapping[int, Note]) -> Sealed:
     """The shard of these blocks, all of one kind."""
-    head, tensors = parts(blocks, notes)
+    return sealed(*parts(blocks, notes))
+
+
+def sealed(head: Head, tensors: Mapping[str, list[NDArray[Any]]]) -> Sealed:
     start = _start(head, tensors)
     pieces = [piece for arrays in tensors.values() for piece in _pieces(arrays)]
     return Sealed(start, pieces, len(start) + sum(map(len, pieces)), head)

@@ -66,6 +66,10 @@ class Part:
         return self._encoder.decode(self.encoded(places_N), width=width)
 
     @property
+    def nbytes_per_row(self) -> int:
+        return self._encoder.nbytes_per_row(self.shard.head.origin.width)
+
+    @property
     def width(self) -> int:
         return self._encoder.decoded_width(self.shard.head.origin.width)
 
