@@ -71,6 +71,7 @@ NEEDS: Final[tuple[Need, ...]] = (
     _wraps(_CORE, "EngineCore.add_request", "self", "request"),
     _wraps(_CACHE, "generate_block_hash_extra_keys", "request", "start_token_idx", "end_token_idx"),
     _wraps("v1/core/sched/utils.py", "check_stop", "request", "max_model_len"),
+    _wraps("v1/core/kv_cache_manager.py", "KVCacheManager.get_computed_blocks", "self", "request"),
     *_reads("v1/core/sched/scheduler.py", "Scheduler", "requests"),
     _wraps(_WORKER, "WorkerBase.__init__", "self", "vllm_config"),
     _wraps(_WORKER, "WorkerWrapperBase.init_worker", "self"),

@@ -18,6 +18,8 @@ import importlib
 from typing import TYPE_CHECKING, Final
 
 if TYPE_CHECKING:
+    from clairai.captured import Capture as Capture
+    from clairai.captured import captures as captures
     from clairai.match.align import Scores as Scores
     from clairai.offline import ProbeBank as ProbeBank
     from clairai.offline import config as config
@@ -34,12 +36,14 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _HOME: Final = {
+    "Capture": "clairai.captured",
     "Point": "clairai.points",
     "Probe": "clairai.probe.model",
     "ProbeBank": "clairai.offline",
     "Scores": "clairai.match.align",
     "Vector": "clairai.steer.vector",
     "VectorBank": "clairai.steered",
+    "captures": "clairai.captured",
     "config": "clairai.offline",
     "load": "clairai.probe.files",
     "open": "clairai.store.reading",

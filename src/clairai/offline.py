@@ -6,7 +6,7 @@ Runs in the user's process and reads the same ring as every other reader; import
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final, Literal, TypeVar
 
@@ -38,6 +38,7 @@ def config(
     steering: bool = False,
     steer_rows: int = 1024,
     steer_programs: int = 1024,
+    capture: Mapping[str, Any] | None = None,
     capacity: int = 16,
     ring_mib: int = 64,
     ring_home: Literal["host", "device"] = "host",
@@ -50,7 +51,7 @@ def config(
 
     `points` may be left out when `probes` and `vectors` say where they belong. Paths are made
     absolute, because the engine may run elsewhere. `vectors`, or `steering` alone, make rows
-    steerable at the points.
+    steerable at the points. `capture` keeps rows in a folder: docs/capture.md.
     """
     settings = Settings(
         points=points,  # type: ignore[arg-type]  # Settings takes one text as well
@@ -59,6 +60,7 @@ def config(
         steering=steering,
         steer_rows=steer_rows,
         steer_programs=steer_programs,
+        capture=None if capture is None else _with_absolute_folders(capture),
         capacity=capacity,
         ring_mib=ring_mib,
         ring_home=ring_home,
@@ -74,6 +76,20 @@ def config(
 def _absolute(given: Sequence[str | Path] | str | Path) -> tuple[str, ...]:
     sources = [given] if isinstance(given, str | Path) else given
     return tuple(str(Path(source).absolute()) for source in sources)
+
+
+def _with_absolute_folders(capture: Mapping[str, Any]) -> dict[str, Any]:
+    """A path where a folder is named; what is no path is refused when the settings are read."""
+    found = dict(capture)
+    if isinstance(found.get("folder"), str | Path):
+        found["folder"] = str(Path(found["folder"]).absolute())
+    consumers = found.get("consumers")
+    if isinstance(consumers, Mapping):
+        found["consumers"] = {
+            name: _with_absolute_folders(options) if isinstance(options, Mapping) else options
+            for name, options in consumers.items()
+        }
+    return found
 
 
 def _arm_late() -> None:

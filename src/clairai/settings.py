@@ -9,9 +9,11 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Final
 
+from clairai.capture.setting import ALL, Setting
 from clairai.errors import ConfigError
 from clairai.points import Point, expand, quote
 from clairai.probe.files import load_many
@@ -33,6 +35,7 @@ class Settings:
     steering: bool = False  # rows can be steered at the points; vectors imply it
     steer_rows: int = 1024  # of vectors and gates that unfinished requests use at once
     steer_programs: int = 1024  # different ways of steering a row, likewise
+    capture: Mapping[str, Any] | None = None  # rows are kept: where, which, whose
     capacity: int = 16  # probes per site, at most
     ring_mib: int = 64
     ring_home: str = "host"  # or "device": memory of the GPU, for readers with CUDA
@@ -55,8 +58,14 @@ class Settings:
         for name in ("fused", "branch", "steering", "allow_untested_vllm"):
             if not isinstance(getattr(self, name), bool):
                 raise ConfigError(f"{name} must be true or false")
+        assert self.capturing is None or self.capturing.consumers  # read now: it says what is wrong
         if self.runtime_dir is not None and not isinstance(self.runtime_dir, str):
             raise ConfigError("runtime_dir must be a path, as text")
+
+    @cached_property
+    def capturing(self) -> Setting | None:
+        """None: no rows are kept, and no request can ask for it."""
+        return None if self.capture is None else Setting.parse(self.capture)
 
     @property
     def is_steering(self) -> bool:
@@ -100,6 +109,7 @@ def plan(settings: Settings, *, num_layers: int, environ: Mapping[str, str]) -> 
     patterns = list(settings.points) or [str(probe.point) for probe in probes]
     if not settings.points:
         patterns += [str(point) for vector in vectors for point in vector.points]
+        patterns += _captured_points(settings)
     if not patterns and target_layer is not None:
         patterns = [f"post_block.{target_layer}"]
     if not patterns:
@@ -108,6 +118,12 @@ def plan(settings: Settings, *, num_layers: int, environ: Mapping[str, str]) -> 
             "the clairai settings, or set TARGET_LAYER"
         )
     return Plan(expand(patterns, num_layers), tuple(probes), tuple(vectors))
+
+
+def _captured_points(settings: Settings) -> tuple[str, ...]:
+    """Named ones; `all` are those that are tapped anyway."""
+    capturing = settings.capturing
+    return () if capturing is None or capturing.points == ALL else capturing.points
 
 
 def is_disabled(environ: Mapping[str, str] | None = None) -> bool:

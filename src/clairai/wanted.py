@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
+from clairai.capture.spec import Wish, parse_wish
 from clairai.errors import RequestError
 from clairai.points import quote
 from clairai.steer.rules import Rule, parse_rules
@@ -19,7 +20,7 @@ from clairai.steer.text import read_text
 
 KEY: Final = "clairai"
 MAX_STREAM: Final = 2**64 - 1
-_KNOWN: Final = ("stream", "prompt_scores", "steer", "stop")
+_KNOWN: Final = ("stream", "prompt_scores", "steer", "stop", "capture")
 
 
 @dataclass(frozen=True)
@@ -30,6 +31,7 @@ class Wanted:
     prompt_scores: bool = False
     steer: tuple[Entry, ...] = ()
     stop: tuple[Rule, ...] = ()
+    capture: Wish | None = None  # None: nothing was said
 
     def __post_init__(self) -> None:
         if self.stream is not None and (
@@ -51,6 +53,7 @@ def request(
     prompt_scores: bool = False,
     steer: Sequence[Mapping[str, Any]] = (),
     stop: Sequence[Mapping[str, Any]] = (),
+    capture: bool | Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
     """`extra_args` for vLLM's SamplingParams.
 
@@ -58,10 +61,11 @@ def request(
     request uses; without it the engine makes one. `prompt_scores` has the whole prompt forwarded,
     also where the prefix cache could have served it, so that every prompt token is scored.
     `steer` and `stop` are as in docs/steering.md; a `vector` may be a Vector, which then travels
-    with the request.
+    with the request. `capture` is as in docs/capture.md: True for all that the engine's own setting
+    says, False for nothing.
     """
     entries, rules = parse_entries(steer, what="steer"), parse_rules(stop, what="stop")
-    wanted = Wanted(stream, prompt_scores, entries, rules)
+    wanted = Wanted(stream, prompt_scores, entries, rules, parse_wish(capture))
     fields: dict[str, Any] = {"prompt_scores": True} if wanted.prompt_scores else {}
     if wanted.stream is not None:
         fields["stream"] = wanted.stream
@@ -69,6 +73,8 @@ def request(
         fields["steer"] = [to_json(entry) for entry in wanted.steer]
     if wanted.stop:
         fields["stop"] = [rule.written() for rule in wanted.stop]
+    if wanted.capture is not None:
+        fields["capture"] = wanted.capture.written()
     return {KEY: fields}
 
 
@@ -93,7 +99,8 @@ def parse(extra_args: dict[str, Any] | None) -> Wanted:
     if len(entries) > MAX_ENTRIES:
         raise RequestError(f"steer and the seeds' fields: over {MAX_ENTRIES} entries; give fewer")
     rules = parse_rules(given.get("stop", ()), what="stop")
-    return Wanted(**{**given, "steer": entries, "stop": rules})
+    wish = parse_wish(given.get("capture"))
+    return Wanted(**{**given, "steer": entries, "stop": rules, "capture": wish})
 
 
 def mint() -> int:

@@ -33,6 +33,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "compat": {
         *COMMON,
         *("probe", "settings", "steer", "capture", "wanted", "tap", "compat"),
+        *("store.rows", "store.codecs"),
         *("ring.attach", "ring.reader"),  # stop rules read scores in the engine core
     },
     "train": {

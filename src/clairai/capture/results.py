@@ -27,6 +27,7 @@ class _Entry:
     discarded: int = 0
     state: State = "open"
     reason: str = ""
+    waits: str = ""  # why it is not safe yet
     lost: dict[str, int] = field(default_factory=dict)  # by consumer
 
 
@@ -54,11 +55,13 @@ class Results:
         if not self._seats[seat[0]]:
             del self._seats[seat[0]]
 
-    def gave(self, seat: Seat, rows: int) -> None:
+    def gave(self, counts: Mapping[Seat, int]) -> None:
+        """Rows went to all of their consumers."""
         with self._lock:
-            self._totals.rows += rows
-            if seat in self._entries:
-                self._entries[seat].rows += rows
+            for seat, rows in counts.items():
+                self._totals.rows += rows
+                if seat in self._entries:
+                    self._entries[seat].rows += rows
 
     def dropped(self, seat: Seat, rows: int, reason: str) -> None:
         with self._lock:
@@ -93,12 +96,20 @@ class Results:
         with self._lock:
             return [seat for seat, entry in self._entries.items() if entry.state == "writing"]
 
+    def waits(self, seats: Iterable[Seat], reason: str) -> None:
+        """They are not safe yet, and why."""
+        with self._lock:
+            for seat in seats:
+                if seat in self._entries:
+                    self._entries[seat].waits = reason
+
     def kept(self, seats: Iterable[Seat]) -> None:
         """All that these gave is safe, or counted as lost."""
         with self._lock:
             for seat in seats:
-                if seat in self._entries and self._entries[seat].state == "writing":
-                    self._entries[seat].state = "kept"
+                entry = self._entries.get(seat)
+                if entry is not None and entry.state == "writing":
+                    entry.state, entry.waits = "kept", ""
 
     def of_stream(self, stream: int) -> tuple[Captured, ...]:
         with self._lock:
@@ -126,7 +137,7 @@ class Results:
             rows=entry.rows,
             dropped=entry.dropped,
             discarded=entry.discarded,
-            reason=entry.reason or next((place.reason for place in places if place.reason), ""),
+            reason=next(filter(None, (entry.reason, *(p.reason for p in places), entry.waits)), ""),
             places=places,
         )
 

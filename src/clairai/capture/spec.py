@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any, Final
 
@@ -27,7 +27,7 @@ class EncoderSpec:
     """An encoder as it was asked for; `raw` takes the model's own dtype where none is given."""
 
     name: str = "raw"
-    parameters: Mapping[str, Any] = _NOTHING
+    parameters: Mapping[str, Any] = field(default_factory=lambda: _NOTHING)
 
     def written(self) -> dict[str, Any]:
         return {"name": self.name, **self.parameters}

@@ -6,9 +6,10 @@ EngineCore.collective_rpc              v1/engine/core.py          0.26:945   0.3
 EngineCore.add_request                 v1/engine/core.py          0.26:431   0.32:508
 generate_block_hash_extra_keys         v1/core/kv_cache_utils.py  0.26:558   0.32:625
 check_stop                             v1/core/sched/scheduler.py 0.26:55    0.32:55
+KVCacheManager.get_computed_blocks     v1/core/kv_cache_manager.py 0.26:207  0.32:264
 
-The first three look for the key in their own engine's config, the others for a course or rules in
-the request, and pass straight through without.
+The first three look for the key in their own engine's config, the others for a course, rules or an
+order in the request, and pass straight through without.
 """
 
 from __future__ import annotations
@@ -56,7 +57,7 @@ def _with_taps(original: Any) -> Any:
 
 
 def _with_marks(original: Any) -> Any:
-    from clairai.compat.core import desk_of
+    from clairai.compat.core import desk_of, resolver_of
     from clairai.compat.requests import Reception
 
     @functools.wraps(original)
@@ -64,7 +65,7 @@ def _with_marks(original: Any) -> Any:
         if request.sampling_params is None or not is_armed_for(self.vllm_config):
             return original(self, request)
         if not hasattr(self, "clairai_reception"):
-            self.clairai_reception = Reception(desk_of(self))
+            self.clairai_reception = Reception(desk_of(self), resolver_of(self))
         given = self.clairai_reception.mark(request)
         try:
             admitted = original(self, request)
@@ -95,11 +96,13 @@ def _with_desk(original: Any) -> Any:
 
 def _wrap_functions() -> None:
     """Their own modules look them up by name at every call; copies elsewhere are for events."""
-    from vllm.v1.core import kv_cache_utils
+    from vllm.v1.core import kv_cache_manager, kv_cache_utils
     from vllm.v1.core.sched import scheduler
 
-    from clairai.compat import core, stops
+    from clairai.compat import captures, core, stops
 
     original = kv_cache_utils.generate_block_hash_extra_keys
     kv_cache_utils.generate_block_hash_extra_keys = core.with_keys(original)
+    cache = kv_cache_manager.KVCacheManager
+    cache.get_computed_blocks = captures.with_wanted_rows(cache.get_computed_blocks)
     scheduler.check_stop = stops.with_rules(scheduler.check_stop)

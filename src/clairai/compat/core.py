@@ -10,7 +10,9 @@ import functools
 import os
 from typing import Any, Final
 
+from clairai.capture.resolve import Resolver
 from clairai.compat.amends import amend
+from clairai.compat.captures import make_resolver
 from clairai.compat.requests import read_keys
 from clairai.compat.sight import KEY
 from clairai.settings import Plan, Settings, plan
@@ -50,6 +52,14 @@ def _make_desk(core: Any) -> Desk:
     registry = make_registry(vllm_config, settings, planned)
     change = None if registry is None else functools.partial(amend, core, registry)
     return Desk(registry, planned.probes, change)
+
+
+def resolver_of(core: Any) -> Resolver:
+    """What requests are captured, and how."""
+    settings = settings_of(core.vllm_config)
+    num_layers = core.vllm_config.model_config.hf_text_config.num_hidden_layers
+    planned = plan(settings, num_layers=num_layers, environ=os.environ)
+    return make_resolver(core.vllm_config, settings, planned)
 
 
 def make_registry(vllm_config: Any, settings: Settings, planned: Plan) -> Registry | None:

@@ -1,5 +1,5 @@
 """Takes a request as it enters the engine core; gives it marked with its stream id and choice,
-and with the course that steers it.
+with the course that steers it and the order of what is captured of it.
 
 This is the one place every request passes, whichever entry point it came from
 (EngineCore.preprocess_add_request, v1/engine/core.py, 0.26:954, 0.32:1089).
@@ -16,6 +16,9 @@ from typing import Any, Final
 from weakref import WeakSet, WeakValueDictionary, finalize
 
 from clairai import wanted as fields
+from clairai.capture.order import Order
+from clairai.capture.resolve import Asked, Resolver
+from clairai.compat.captures import ORDER, SealedOrder
 from clairai.errors import ClairaiError, RequestError
 from clairai.steer import course as courses
 from clairai.steer.amend import check_acts
@@ -72,8 +75,9 @@ class Pass:
 class Reception:
     """Marks requests of one engine core; refuses what cannot be done as it was asked."""
 
-    def __init__(self, desk: Desk) -> None:
-        self._desk = desk
+    def __init__(self, desk: Desk, captures: Resolver | None = None) -> None:
+        """Without `captures` nothing is captured."""
+        self._desk, self._captures = desk, captures
         self._secret = secrets.token_bytes(16)
         # A ticket goes when the scheduler lets go of its last child: no list to keep in step.
         self._tickets: WeakValueDictionary[int, Ticket] = WeakValueDictionary()
@@ -86,6 +90,7 @@ class Reception:
         try:
             watch = self._watch(wanted, request)
             course = self._course(wanted, request)
+            order = self._order(wanted, request, stream, course)
             ticket = self._claim(stream, parent)
             claim = None if course is None else self._desk.registry.claim(course)
         except ClairaiError as error:
@@ -97,6 +102,8 @@ class Reception:
         params.extra_args = {**_others(params.extra_args), MARK: list(given)}
         if course is not None:
             params.extra_args[COURSE] = Sealed.seal(course)
+        if order is not None:
+            params.extra_args[ORDER] = SealedOrder.seal(order)
         if wanted.prompt_scores or (course is not None and course.is_stateful):
             # v1/core/kv_cache_manager.py, 0.26:228, 0.32:249: forwards the whole prompt
             params.skip_reading_prefix_cache = True
@@ -141,6 +148,20 @@ class Reception:
                 "not known; send the prompt whole"
             )
         return course
+
+    def _order(
+        self, wanted: fields.Wanted, request: Any, stream: int, course: Course | None
+    ) -> Order | None:
+        if self._captures is None:
+            return None
+        prompt_len = len(request.prompt_token_ids or ())
+        order = self._captures.order(wanted.capture, Asked(stream, prompt_len, course))
+        if order is not None and getattr(request, "resumable", False):
+            raise RequestError(
+                "a request whose prompt comes in parts is not captured: where the prompt ends is "
+                "not known; send the prompt whole"
+            )
+        return order
 
     def _claim(self, stream: int, parent: str) -> Ticket:
         held = self._tickets.get(stream)
@@ -210,4 +231,4 @@ def read_keys(sampling_params: Any) -> BlockKeys | None:
 
 def _others(extra_args: dict[str, Any] | None) -> dict[str, Any]:
     """Nobody else marks a request, whatever a client sends."""
-    return {k: v for k, v in (extra_args or {}).items() if k not in (MARK, COURSE)}
+    return {k: v for k, v in (extra_args or {}).items() if k not in (MARK, COURSE, ORDER)}

@@ -14,6 +14,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from clairai.compat.amends import CARRIED
+from clairai.compat.captures import read_order
 from clairai.compat.requests import read_course, read_mark, read_sealed
 from clairai.errors import UnsupportedError
 from clairai.steer.course import Course
@@ -110,7 +111,8 @@ def _new_request(new: Any) -> NewRequest:
     """SchedulerOutput.scheduled_new_reqs: v1/core/sched/output.py NewRequestData, 0.26 and 0.32."""
     mark, request_id = read_mark(new.sampling_params, new.req_id)
     prompt_len = len(new.prompt_token_ids or ())
-    return NewRequest(new.req_id, request_id, mark, prompt_len, read_course(new.sampling_params))
+    course, order = read_course(new.sampling_params), read_order(new.sampling_params)
+    return NewRequest(new.req_id, request_id, mark, prompt_len, course, order)
 
 
 def _tell(listeners: Sequence[Listener], batch: Batch) -> None:

@@ -14,7 +14,19 @@ from typing import Any, Final
 import msgspec
 
 from clairai import wire
-from clairai.compat import core, fused, joins, layers, modes, norms, rig, runner, steers, version
+from clairai.compat import (
+    captures,
+    core,
+    fused,
+    joins,
+    layers,
+    modes,
+    norms,
+    rig,
+    runner,
+    steers,
+    version,
+)
 from clairai.compat.sight import KEY
 from clairai.errors import PointError
 from clairai.probe.columns import Columns
@@ -37,6 +49,7 @@ def prepare(worker: Any) -> None:
     planned = plan(settings, num_layers=text_config.num_hidden_layers, environ=os.environ)
     core.keep_settings(config, settings)
     core.make_registry(config, settings, planned)  # refuse now what the core would refuse later
+    captures.make_resolver(config, settings, planned)
     _fingerprint(config, planned, settings)
     norms.define_op()
     joins.define_op()
@@ -54,7 +67,7 @@ def control(worker: Any, message: bytes) -> bytes:
     """
     station = getattr(worker, "clairai_station", None)
     if station is not None:
-        return answer(station, message)
+        return answer(station, message, getattr(worker, "clairai_capture", None))
     reason = "this worker has no taps: the engine was started without the clairai key, or disabled"
     return msgspec.msgpack.encode(wire.Refusal("unsupported", reason))
 
@@ -93,7 +106,8 @@ def _install(worker: Any, settings: Settings, planned: Plan) -> None:
         max_tokens=worker.model_runner.max_num_tokens,
         device=str(worker.model_runner.device),
         dtype=config.model_config.dtype,
-        stash_rows=_stash_rows(worker) if ours else 0,
+        stash_rows=_stash_rows(worker, settings) if ours or settings.capturing else 0,
+        is_capturing=settings.capturing is not None,
     )
     _attach_ours(config, sites, tables, ours)
     _attach(config, sites, tables, set(names) - set(ours), is_branched=settings.branch)
@@ -103,6 +117,7 @@ def _install(worker: Any, settings: Settings, planned: Plan) -> None:
     if worker.rank == 0:  # every rank holds the whole residual: the first one speaks for all
         worker.clairai_station = _station(worker, settings, planned, sites)
         listeners.append(worker.clairai_station)
+        listeners += _captured(worker, settings, sites)  # behind the scores that rules wait for
     if listeners:
         worker.clairai_inputs = runner.connect(worker.model_runner, listeners)
     if settings.is_steering:  # before the first capture, which keeps its address
@@ -120,6 +135,13 @@ def _steered(
     worker.clairai_steer_tables = steering
     _count_memory(worker.model_runner, steering.nbytes)
     yield rig.make_helm(steering, sites)
+
+
+def _captured(worker: Any, settings: Settings, sites: layers.Sites) -> Iterator[runner.Listener]:
+    if settings.capturing is None:
+        return
+    worker.clairai_capture = captures.make_capture(worker, settings.capturing, sites)
+    yield worker.clairai_capture
 
 
 def _station(worker: Any, settings: Settings, planned: Plan, sites: layers.Sites) -> Station:
@@ -144,8 +166,13 @@ def _check_served(sites: layers.Sites, planned: Plan) -> None:
         )
 
 
-def _stash_rows(worker: Any) -> int:
-    """As many as any captured graph has: config/compilation.py max_cudagraph_capture_size, 0.26."""
+def _stash_rows(worker: Any, settings: Settings) -> int:
+    """As many as any captured graph has: config/compilation.py max_cudagraph_capture_size, 0.26.
+
+    Who captures wants rows of any step.
+    """
+    if settings.capturing is not None:
+        return int(worker.model_runner.max_num_tokens)
     compilation = worker.vllm_config.compilation_config
     largest = getattr(compilation, "max_cudagraph_capture_size", None) or 0
     return min(max(largest, MIN_STASH_ROWS), int(worker.model_runner.max_num_tokens))
@@ -217,9 +244,10 @@ def _prove(worker: Any) -> None:
 
 
 def _close(worker: Any) -> None:
-    station = worker.__dict__.pop("clairai_station", None)
-    if station is not None:
-        station.close()
+    for name in ("clairai_capture", "clairai_station"):
+        opened = worker.__dict__.pop(name, None)
+        if opened is not None:
+            opened.close()
 
 
 def _after(worker: Any, name: str, then: Any) -> None:

@@ -112,6 +112,15 @@ class Rows:
             **{name: column[order] for name, column in columns.items()},
         )
 
+    def before(self, position: int) -> Rows:
+        """Those of earlier positions."""
+        chosen = np.flatnonzero(self.position < position)
+        columns: dict[str, Any] = {
+            name: getattr(self, name)[chosen] for name in ("part_N", "place_N", *dict(_TYPES))
+        }
+        point = tuple(self.point[index] for index in chosen.tolist())
+        return Rows(parts=self.parts, point=point, **columns)
+
     def __len__(self) -> int:
         return len(self.part_N)
 

@@ -10,24 +10,37 @@ from typing import Final
 
 import msgspec
 
-from clairai import wire
-from clairai.errors import ClairaiError
+from clairai import wire, wire_capture
+from clairai.capture.resolve import CAPTURE_OFF
+from clairai.errors import CaptureOffError, ClairaiError
 from clairai.probe.columns import Columns
 from clairai.probe.files import loads
+from clairai.tap.capture import Capture
 from clairai.tap.station import Station
 
 _DECODER: Final = msgspec.msgpack.Decoder(wire.Control)
 _ENCODER: Final = msgspec.msgpack.Encoder()
 
 
-def answer(station: Station, message: bytes) -> bytes:
+def answer(station: Station, message: bytes, capture: Capture | None = None) -> bytes:
+    """`capture` is None in an engine that does not capture."""
     try:
-        reply = _reply(station, _DECODER.decode(message))
+        control = _DECODER.decode(message)
+        if isinstance(control, wire_capture.Control):
+            reply: wire.ControlReply = _captured(capture, control)
+        else:
+            reply = _reply(station, control)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         reply = wire.Refusal("request", f"control message not understood: {error}")
     except ClairaiError as error:
         reply = wire.Refusal(error.code, error.reason)
     return _ENCODER.encode(reply)
+
+
+def _captured(capture: Capture | None, control: wire_capture.Control) -> wire_capture.Reply:
+    if capture is None:
+        raise CaptureOffError(CAPTURE_OFF)
+    return capture.answer(control)
 
 
 def _reply(station: Station, control: wire.Control) -> wire.ControlReply:

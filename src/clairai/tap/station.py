@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from clairai import wire
+from clairai.capture.order import Order
 from clairai.probe.columns import Columns
 from clairai.ring.handshake import RingServer, runtime_dir
 from clairai.ring.writer import new_epoch
@@ -36,6 +37,7 @@ class NewRequest:
     mark: Mark
     prompt_len: int
     course: Course | None = None  # what steers it
+    order: Order | None = None  # what is captured of it
 
 
 class Station:

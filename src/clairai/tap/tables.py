@@ -69,8 +69,12 @@ class Tables:
         device: str,
         dtype: torch.dtype = torch.float32,
         stash_rows: int = 0,
+        is_capturing: bool = False,
     ) -> None:
-        """`dtype` is the model's: what the rows come in. `stash_rows` are kept of every step."""
+        """`dtype` is the model's: what the rows come in. `stash_rows` are kept of every step.
+
+        Who captures reads the stash: then sites that are scored in passing leave their rows there.
+        """
         num_sites = len(sites)
         self.sites = tuple(sites)
         self.max_tokens = max_tokens
@@ -85,6 +89,7 @@ class Tables:
         # The stream itself, of each step's first rows, until the next forward.
         stash_shape = (num_sites, stash_rows, width)
         self.stash_SRD = torch.zeros(stash_shape, dtype=dtype, device=device)
+        self.is_capturing = is_capturing
         # How many probes are to be scored from the stash at each site, when the forward is over.
         self.stashed_S = torch.zeros(num_sites, dtype=torch.int32, device=device)
         self._is_stashed = [False] * num_sites
@@ -186,11 +191,14 @@ class Site:
         )
         self._scores_TK = tables.scores_STK[index]
         self._ran = tables.ran_S[index]
+        self._stash_RD = tables.stash_SRD[index] if tables.is_capturing else None
 
     def read(self, hidden: torch.Tensor) -> None:
         """Called by the tap op; captured once, replayed for ever: fixed addresses, no host sync."""
         rows_TD, scores_TK = self._prepared(hidden)
         self._score(rows_TD, *self._bank, scores_TK, self._ran)
+        if self._stash_RD is not None:
+            self._stash_RD[: len(rows_TD)].copy_(rows_TD)
 
     def _prepared(self, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """One row per token, and where their scores go."""

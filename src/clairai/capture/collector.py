@@ -1,0 +1,257 @@
+"""Takes rows as they come from the device; gives blocks to the consumers, on a thread of its own.
+
+Whatever is told to it happens in the order in which it was told: a request begins before its rows
+and ends after them. Rows of several steps are handed on together.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import queue
+import threading
+import time
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any, Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from clairai.capture.consumers import Consumer
+from clairai.capture.flusher import Flusher
+from clairai.capture.gauge import Gauge
+from clairai.capture.order import Order
+from clairai.capture.pending import Shelf
+from clairai.capture.results import Results
+from clairai.capture.taken import Load, Seat, Taken, Verdict
+from clairai.errors import StoreError
+from clairai.store.codecs.base import Encoder
+from clairai.store.rows import Block, Origin
+
+LINGER_S: Final = 0.05
+MAX_STEPS: Final = 256
+_log: Final = logging.getLogger("clairai.capture")
+
+Told = Callable[[], None]
+OriginOf = Callable[[Encoder], Origin]
+
+
+class Collector:
+    """One thread between the engine and the consumers; nobody who tells it anything waits."""
+
+    def __init__(
+        self,
+        consumers: Mapping[str, Consumer],
+        origin_of: OriginOf,
+        *,
+        batch_nbytes: int,
+        pending_nbytes: int,
+    ) -> None:
+        self._consumers, self._origin_of = consumers, origin_of
+        self._batch_nbytes = batch_nbytes
+        self.results = Results(consumers)
+        self._flusher = Flusher(consumers, self.results)
+        self._gauge = Gauge()
+        self._shelf = Shelf(pending_nbytes)
+        self._orders: dict[Seat, Order] = {}
+        self._live: dict[int, set[int]] = {}  # choices of each stream that are not finished
+        self._queue: queue.SimpleQueue[Taken | Told] = queue.SimpleQueue()
+        self._is_ending = False
+        self._thread = threading.Thread(target=self._run, name="clairai-capture", daemon=True)
+        self._thread.start()
+
+    @property
+    def pending_nbytes(self) -> int:
+        return self._shelf.nbytes
+
+    def begin(self, seat: Seat, order: Order) -> None:
+        self.results.open(seat, order)
+        self._queue.put(partial(self._begin, seat, order))
+
+    def amend(self, seat: Seat, steering: str) -> None:
+        """From now on the request is steered so."""
+        self._queue.put(partial(self._amend, seat, steering))
+
+    def finish(self, seat: Seat) -> None:
+        self._queue.put(partial(self._finish, seat))
+
+    def put(self, taken: Taken) -> None:
+        self._queue.put(taken)
+
+    def commit(self) -> None:
+        """Have all that was given so far made safe; nobody waits for it."""
+        self._queue.put(lambda: self._flusher.ask(self.results.writing()))
+
+    def close(self) -> None:
+        """Give on what is there, then close the consumers."""
+        self._queue.put(self._end)
+        self._thread.join()
+        self._flusher.close()
+        for name, consumer in self._consumers.items():
+            try:
+                consumer.close()
+            except StoreError as error:
+                _log.error("consumer %s: %s", name, error.reason)
+
+    def _end(self) -> None:
+        for seat in list(self._orders):
+            self._finish(seat)
+        self._is_ending = True
+
+    def _run(self) -> None:
+        while not self._is_ending:
+            batch, told = self._next()
+            if batch:
+                self._deliver(batch)
+            if told is not None:
+                told()
+
+    def _next(self) -> tuple[list[Taken], Told | None]:
+        """Rows that may be handed on together, and what was told after them."""
+        batch: list[Taken] = []
+        deadline_s: float | None = None
+        while len(batch) < MAX_STEPS and sum(t.nbytes for t in batch) < self._batch_nbytes:
+            left_s = None if deadline_s is None else max(deadline_s - time.monotonic(), 0)
+            try:
+                item = self._queue.get(timeout=left_s)
+            except queue.Empty:
+                break
+            if callable(item):
+                return batch, item
+            batch.append(item)
+            deadline_s = deadline_s or time.monotonic() + LINGER_S
+        return batch, None
+
+    def _deliver(self, batch: list[Taken]) -> None:
+        counts: dict[Seat, int] = {}
+        try:
+            for taken in batch:
+                for seat, count in taken.counts().items():
+                    counts[seat] = counts.get(seat, 0) + count
+            loads = self._read(batch)
+        except Exception as error:  # a thread that ends unseen would be the worst of answers
+            reason = f"rows could not be read, {type(error).__name__}: {error}"
+            _log.exception("captured rows are lost")
+            for seat, count in counts.items():
+                self.results.dropped(seat, count, reason)
+                self.results.failed(seat, reason)
+            loads = []
+        finally:
+            for taken in batch:
+                taken.free()
+        for load in loads:
+            self._give(load)
+
+    def _read(self, batch: list[Taken]) -> list[Load]:
+        """Copies of what came, joined; the rules are judged before their rows go on."""
+        found: dict[tuple[object, ...], list[Load]] = {}
+        for taken in batch:
+            taken.wait()
+            for verdict in taken.verdicts():
+                self._judge(verdict)
+            for load in taken.loads():
+                found.setdefault(load.key, []).append(load)
+            for encoder, sample in taken.samples():
+                self._gauge.add(encoder, sample)
+        return [Load.joined(loads) for loads in found.values()]
+
+    def _give(self, load: Load) -> None:
+        origin, fidelity = self._origin_of(load.encoder), self._gauge.read(load.encoder)
+        held_N = self._held(load.rows_N)
+        for at, point in enumerate(load.points):
+            arrays = {name: array[at] for name, array in load.arrays.items()}
+            block = Block(origin, point, load.rows_N, arrays, fidelity)
+            if held_N is None:
+                self._offer(block, load.to)
+            else:
+                self._sort(block, load.to, held_N)
+
+    def _held(self, rows_N: NDArray[np.void]) -> NDArray[np.bool_] | None:
+        """Which rows wait for a rule; None if none does."""
+        if not len(self._shelf):
+            return None
+        seats = zip(rows_N["stream"].tolist(), rows_N["choice"].tolist(), strict=True)
+        held_N = np.fromiter((seat in self._shelf for seat in seats), bool, len(rows_N))
+        return held_N if held_N.any() else None
+
+    def _sort(self, block: Block, to: tuple[str, ...], held_N: NDArray[np.bool_]) -> None:
+        if not held_N.all():
+            self._offer(block.taken(np.flatnonzero(~held_N)), to)
+        for seat, places in _by_seat(block.rows_N, np.flatnonzero(held_N)):
+            part = block.taken(places)
+            if lost := self._shelf.put(seat, part, to):
+                reason = "no room to hold its rows until its rule is met; raise pending_mib"
+                self.results.dropped(seat, lost, reason)
+
+    def _offer(self, block: Block, to: tuple[str, ...]) -> None:
+        for name in to:
+            self._consumers[name].offer(block)
+        self.results.gave({seat: len(p) for seat, p in _by_seat(block.rows_N)})
+
+    def _judge(self, verdict: Verdict) -> None:
+        seat = verdict.seat
+        if seat not in self._shelf:
+            return
+        if verdict.score is None:
+            reason = f"probe {verdict.probe} has no score for it: its rows are not kept"
+            self._discard(seat, reason)
+            self.results.failed(seat, reason)
+        elif verdict.score >= verdict.threshold:
+            for block, to in self._shelf.take(seat):
+                self._offer(block, to)
+
+    def _discard(self, seat: Seat, reason: str) -> None:
+        rows = self._shelf.rows(seat)
+        self._shelf.take(seat)
+        self.results.discarded(seat, rows, reason)
+
+    def _begin(self, seat: Seat, order: Order) -> None:
+        self._orders[seat] = order
+        self._live.setdefault(seat[0], set()).add(seat[1])
+        if order.hold is not None:
+            self._shelf.open(seat)
+        self._tell(seat[0], order, order.steering)
+
+    def _amend(self, seat: Seat, steering: str) -> None:
+        if seat in self._orders:
+            self._tell(seat[0], self._orders[seat], steering)
+
+    def _tell(self, stream: int, order: Order, steering: str) -> None:
+        tags: dict[str, Any] = json.loads(order.tags)
+        for name in order.to:
+            self._consumers[name].begin(stream, tags=tags, steering=json.loads(steering))
+
+    def _finish(self, seat: Seat) -> None:
+        order = self._orders.pop(seat, None)
+        if order is None:
+            return  # told twice
+        if seat in self._shelf:
+            assert order.hold is not None
+            hold = order.hold
+            self._discard(seat, f"probe {hold.probe} stayed below {hold.threshold:g}")
+        self.results.finished(seat)
+        choices = self._live[seat[0]]
+        choices.discard(seat[1])
+        if not choices:
+            del self._live[seat[0]]
+            for name in order.to:
+                self._consumers[name].finish(seat[0])
+
+
+def _by_seat(
+    rows_N: NDArray[np.void], places: NDArray[np.intp] | None = None
+) -> list[tuple[Seat, NDArray[np.intp]]]:
+    """Rows, or those at these places, by the answer they belong to."""
+    at = np.arange(len(rows_N)) if places is None else places
+    stream, choice = rows_N["stream"][at], rows_N["choice"][at]
+    order = np.lexsort((choice, stream))
+    stream, choice = stream[order], choice[order]
+    is_new = np.ones(len(order), bool)
+    is_new[1:] = (stream[1:] != stream[:-1]) | (choice[1:] != choice[:-1])
+    firsts = np.flatnonzero(is_new)
+    parts = np.split(at[order], firsts[1:]) if len(firsts) else []
+    return [
+        ((int(stream[first]), int(choice[first])), np.sort(part))
+        for first, part in zip(firsts, parts, strict=True)
+    ]

@@ -1,0 +1,56 @@
+"""Takes rows of requests that wait for a rule; gives them back when it is met. Bounded, counted."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from dataclasses import dataclass, field
+
+from clairai.store.rows import Block
+
+Seat = tuple[int, int]  # stream and choice
+Waiting = tuple[Block, tuple[str, ...]]  # and for which consumers
+
+
+@dataclass
+class _Pile:
+    waiting: list[Waiting] = field(default_factory=list)
+    rows: int = 0
+    nbytes: int = 0
+
+
+class Shelf:
+    """Rows of answers of which it is not known whether they are wanted."""
+
+    def __init__(self, limit_nbytes: int) -> None:
+        self._limit = limit_nbytes
+        self._piles: OrderedDict[Seat, _Pile] = OrderedDict()
+        self.nbytes = 0
+
+    def open(self, seat: Seat) -> None:
+        self._piles[seat] = _Pile()
+
+    def __contains__(self, seat: Seat) -> bool:
+        return seat in self._piles
+
+    def __len__(self) -> int:
+        return len(self._piles)
+
+    def put(self, seat: Seat, block: Block, to: tuple[str, ...]) -> int:
+        """How many rows had no room: these, never others that are held already."""
+        if self.nbytes + block.nbytes > self._limit:
+            return block.num_rows
+        pile = self._piles[seat]
+        pile.waiting.append((block, to))
+        pile.rows += block.num_rows
+        pile.nbytes += block.nbytes
+        self.nbytes += block.nbytes
+        return 0
+
+    def take(self, seat: Seat) -> list[Waiting]:
+        """All that is held of it; it is held no more."""
+        pile = self._piles.pop(seat)
+        self.nbytes -= pile.nbytes
+        return pile.waiting
+
+    def rows(self, seat: Seat) -> int:
+        return self._piles[seat].rows

@@ -1,0 +1,194 @@
+"""Takes a request's wish and the engine's setting; gives the order it comes to. Engine core."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+from clairai.capture.order import Hold, Order
+from clairai.capture.positions import Positions, ranges
+from clairai.capture.setting import ALL, Setting
+from clairai.capture.spec import EncoderSpec, Wish
+from clairai.errors import CaptureOffError, ClairaiError, ConfigError, RequestError
+from clairai.points import Point, expand, quote
+from clairai.steer.applied import describe
+from clairai.steer.course import ENCODER as COURSE_ENCODER
+from clairai.steer.course import Course
+from clairai.steer.fields import close_to
+from clairai.store.codecs.base import Encoder
+from clairai.store.codecs.registry import named
+from clairai.store.rows import MAX_STEERING_NBYTES
+
+CAPTURE_OFF: Final = (
+    'this engine does not capture; start it with "capture": {"folder": "path"} '
+    "in the clairai settings"
+)
+PART_OF_STAGING: Final = 4  # one token's rows may take this part of the staging memory
+
+
+@dataclass(frozen=True)
+class Engine:
+    """What the rows of an engine are like."""
+
+    points: tuple[Point, ...]  # that are tapped
+    num_layers: int
+    width: int
+    dtype: str
+    thresholds: Mapping[str, float | None]  # of the probes it starts with
+
+
+@dataclass(frozen=True)
+class Asked:
+    """One request, as far as a capture depends on it."""
+
+    stream: int
+    prompt_len: int
+    course: Course | None = None
+
+
+class Resolver:
+    """One for each engine core; `setting` is None where nothing is captured."""
+
+    def __init__(self, setting: Setting | None, engine: Engine) -> None:
+        """ConfigError if the setting's own defaults cannot be ordered."""
+        self._setting, self._engine = setting, engine
+        self._hold: Hold | None = None
+        if setting is not None:
+            self._hold = _hold(setting, engine)
+            self._check(setting)
+
+    def _check(self, setting: Setting) -> None:
+        try:
+            self._points(setting.points, "capture.points")
+            self._encoder(setting.encoder, setting.points)
+            ranges(setting.positions, 1)
+        except RequestError as error:
+            raise ConfigError(error.reason) from None
+
+    def order(self, wish: Wish | None, asked: Asked) -> Order | None:
+        """None if nothing of the request is captured; RequestError for a wish that cannot be."""
+        if self._setting is None:
+            if wish is not None and wish.is_wanted:
+                raise CaptureOffError(CAPTURE_OFF)
+            return None
+        if wish is None:
+            is_chosen = is_sampled(asked.stream, self._setting.sample)
+            return self._made(Wish(), asked, self._hold) if is_chosen else None
+        if not wish.is_wanted:
+            return None
+        order = self._made(wish, asked, None)
+        if order is None:
+            raise RequestError(
+                f"capture.positions hold no position of a prompt of {asked.prompt_len} tokens or "
+                "of what follows it; name others, or leave it out for all"
+            )
+        return order
+
+    def _made(self, wish: Wish, asked: Asked, hold: Hold | None) -> Order | None:
+        setting = self._setting
+        assert setting is not None
+        positions: Positions = wish.positions or setting.positions
+        wanted = ranges(positions, asked.prompt_len)
+        if not wanted:
+            return None
+        points = wish.points or setting.points
+        encoder = self._encoder(wish.encoder or setting.encoder, points)
+        return Order(
+            points=tuple(map(str, self._points(points, "capture.points"))),
+            ranges=wanted,
+            encoder=encoder.name,
+            parameters=tuple(encoder.parameters.items()),
+            to=self._consumers(wish.to, setting),
+            tags=_joined(setting.tags, wish.tags),
+            steering=steering_note(asked.course),
+            hold=hold,
+        )
+
+    def _points(self, patterns: Sequence[str], what: str) -> tuple[Point, ...]:
+        if tuple(patterns) == ALL:
+            return self._engine.points
+        found = expand(patterns, self._engine.num_layers)
+        missing = [point for point in found if point not in self._engine.points]
+        if missing:
+            tapped = ", ".join(map(str, self._engine.points[:8]))
+            raise RequestError(
+                f"{what}: {missing[0]} is not tapped in this engine; tapped are {tapped}"
+                f"{' and more' if len(self._engine.points) > 8 else ''}"
+            )
+        return found
+
+    def _encoder(self, spec: EncoderSpec, points: Sequence[str]) -> Encoder:
+        engine, parameters = self._engine, dict(spec.parameters)
+        if spec.name == "raw" and parameters.setdefault("dtype", engine.dtype) != engine.dtype:
+            raise RequestError(
+                f"capture.encoder: raw rows are {engine.dtype} in this engine, not "
+                f"{quote(parameters['dtype'])}; leave dtype out"
+            )
+        try:
+            encoder = named(spec.name, parameters)
+            nbytes = encoder.nbytes_per_row(engine.width) * len(self._points(points, "points"))
+        except ClairaiError as error:
+            raise RequestError(f"capture.encoder: {error.reason}") from None
+        assert self._setting is not None
+        limit = (self._setting.staging_mib << 20) // PART_OF_STAGING
+        if nbytes > limit:
+            raise RequestError(
+                f"one token takes {nbytes} bytes at these points, and staging_mib has room for "
+                f"{limit}; raise it in the engine's capture setting, or name fewer points"
+            )
+        return encoder
+
+    def _consumers(self, asked: tuple[str, ...] | None, setting: Setting) -> tuple[str, ...]:
+        names = [consumer.name for consumer in setting.consumers]
+        for name in asked or ():
+            if name not in names:
+                raise RequestError(
+                    f"capture.to: no consumer is named {quote(name)}; {close_to(name, names)}"
+                )
+        return asked or setting.to
+
+
+def is_sampled(stream: int, share: float) -> bool:
+    """By a hash of the stream: the same request is chosen wherever it is asked."""
+    digest = hashlib.blake2b(stream.to_bytes(8, "little"), digest_size=8, person=b"clairai-sample")
+    return int.from_bytes(digest.digest(), "little") < share * 2**64
+
+
+def steering_note(course: Course | None) -> str:
+    """What is stored of a request's steering: a JSON object."""
+    if course is None:
+        return "{}"
+    said = json.dumps({"applied": describe(course)}, separators=(",", ":"))
+    if len(said.encode()) <= MAX_STEERING_NBYTES:
+        return said
+    # Too long to be stored with every request: what it was can still be told from another.
+    digest = hashlib.sha256(COURSE_ENCODER.encode(course)).hexdigest()
+    return json.dumps({"actions": len(course.actions), "digest": digest})
+
+
+def _joined(tags: str, others: str) -> str:
+    """The request's own tags count where both have one."""
+    if tags == "{}":
+        return others
+    joined: dict[str, Any] = {**json.loads(tags), **json.loads(others)}
+    return json.dumps(joined, separators=(",", ":"))
+
+
+def _hold(setting: Setting, engine: Engine) -> Hold | None:
+    rule = setting.when
+    if rule is None:
+        return None
+    if rule.probe not in engine.thresholds:
+        raise ConfigError(
+            f"capture.when: no probe is named {quote(rule.probe)}; "
+            f"{close_to(rule.probe, engine.thresholds)}"
+        )
+    threshold = engine.thresholds[rule.probe] if rule.above is None else rule.above
+    if threshold is None:
+        raise ConfigError(
+            f"capture.when: probe {quote(rule.probe)} has no threshold of its own; give above"
+        )
+    return Hold(rule.probe, threshold)

@@ -1,0 +1,87 @@
+"""Takes work on a step's rows that nobody shall wait for; gives it a way past the forward.
+
+On a CPU the work is done at once. On a GPU it runs on a stream of its own, behind the forward whose
+rows it reads and before the forward that overwrites them; the host waits for neither.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, Protocol
+
+import torch
+
+Wait = Callable[[], None]
+
+
+class Lane(Protocol):
+    def begin(self) -> None:
+        """A step begins: what the last one left may be overwritten from here on."""
+
+    def side(self) -> Any:
+        """A context: what is called in it runs beside the forward, and after the last one."""
+
+    def left(self) -> None:
+        """Within: the forward's own memory has been read."""
+
+    def done(self) -> Wait:
+        """Within: a call that returns when all so far is done."""
+
+
+class HostLane:
+    """Everything happens where it is called."""
+
+    def begin(self) -> None:
+        pass
+
+    @contextmanager
+    def side(self) -> Iterator[None]:
+        yield
+
+    def left(self) -> None:
+        pass
+
+    def done(self) -> Wait:
+        return _nothing
+
+
+class CudaLane:
+    """A stream beside the forward's."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._stream = torch.cuda.Stream(device)
+        self._forward = torch.cuda.Event()
+        self._left = torch.cuda.Event()
+        self._is_read = True
+
+    def begin(self) -> None:
+        if not self._is_read:
+            torch.cuda.current_stream(self._stream.device).wait_event(self._left)
+            self._is_read = True
+
+    @contextmanager
+    def side(self) -> Iterator[None]:
+        self._forward.record(torch.cuda.current_stream(self._stream.device))
+        with torch.cuda.stream(self._stream):
+            self._stream.wait_event(self._forward)
+            yield
+
+    def left(self) -> None:
+        self._left.record(self._stream)
+        self._is_read = False
+
+    def done(self) -> Wait:
+        # Blocking: the thread that waits sleeps, and leaves the processor to the engine.
+        event = torch.cuda.Event(blocking=True)
+        event.record(self._stream)
+        wait: Wait = event.synchronize
+        return wait
+
+
+def lane_for(device: torch.device) -> Lane:
+    return CudaLane(device) if device.type == "cuda" else HostLane()
+
+
+def _nothing() -> None:
+    pass

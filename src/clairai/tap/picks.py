@@ -1,0 +1,237 @@
+"""Takes requests with orders and the engine's batch of a step; gives which of its rows are wanted.
+
+N = wanted rows of a step (tokens), R = requests in it, E = ranges of positions its requests want,
+P = points. Nothing here looks at rows one by one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from clairai import wire
+from clairai.capture.order import Hold, Order
+from clairai.store.codecs.base import Encoder
+from clairai.store.codecs.registry import named
+from clairai.tap.rows import Batch, Mark
+
+Seat = tuple[int, int]  # stream and choice
+Numbers = NDArray[np.int64]
+
+
+@dataclass(frozen=True, eq=False)
+class Kind:
+    """Requests that want the same points in the same form are taken together."""
+
+    encoder: Encoder
+    points: tuple[str, ...]
+    sites_P: Numbers
+    to: tuple[str, ...]
+
+    def nbytes(self, width: int) -> int:
+        """Of one token."""
+        return len(self.points) * self.encoder.nbytes_per_row(width)
+
+
+@dataclass(frozen=True, eq=False)
+class Cast:
+    """Who in a batch gives what; ranges of one kind lie together. Shared while the batch is."""
+
+    req_ids: Sequence[str]
+    kinds: tuple[Kind, ...]
+    kind_E: Numbers
+    request_E: Numbers  # place in the batch
+    slot_E: Numbers
+    first_E: Numbers
+    end_E: Numbers
+    stream_E: NDArray[np.uint64]
+    choice_E: NDArray[np.uint16]
+    prompt_E: Numbers
+    holders: tuple[tuple[Seat, Hold, int], ...]  # whose rows wait for a rule, and where they are
+
+
+@dataclass(frozen=True)
+class Held:
+    """Tokens of a step whose scores decide about a request's rows."""
+
+    seat: Seat
+    hold: Hold
+    first: int
+    end: int
+
+
+@dataclass(frozen=True, eq=False)
+class Pick:
+    """Wanted rows of one step, or of a part of it, in the order of their kinds."""
+
+    cast: Cast
+    entry_N: Numbers  # which of the cast's ranges
+    row_N: Numbers  # in the forward
+    position_N: Numbers
+    seen_E: Numbers
+    num_tokens: int  # of the whole step
+    held: tuple[Held, ...] = ()
+
+    def __len__(self) -> int:
+        return len(self.row_N)
+
+    def bounds(self) -> Numbers:
+        """Rows of kind k are those from the kth number up to the next."""
+        counts = np.bincount(self.cast.kind_E[self.entry_N], minlength=len(self.cast.kinds))
+        return np.concatenate([np.zeros(1, np.int64), np.cumsum(counts)])
+
+    def cut(self, most: int) -> Iterator[Pick]:
+        """The same rows, with at most this many in each part; what is held goes with the first."""
+        for first in range(0, max(len(self), 1), most):
+            part = slice(first, first + most)
+            held = self.held if first == 0 else ()
+            cut = (self.entry_N[part], self.row_N[part], self.position_N[part])
+            yield replace(self, entry_N=cut[0], row_N=cut[1], position_N=cut[2], held=held)
+
+    def rows(self, token_ids_N: NDArray[np.integer]) -> NDArray[np.void]:
+        """As they are stored."""
+        cast, entry_N = self.cast, self.entry_N
+        rows_N = np.zeros(len(self), wire.ROW)
+        rows_N["stream"], rows_N["choice"] = cast.stream_E[entry_N], cast.choice_E[entry_N]
+        rows_N["position"], rows_N["token_id"], rows_N["span"] = self.position_N, token_ids_N, 1
+        rows_N["phase"] = self.position_N >= cast.prompt_E[entry_N]
+        rows_N["flags"] = self.position_N < self.seen_E[entry_N]
+        return rows_N
+
+    def counts(self) -> dict[Seat, int]:
+        """Tokens of each answer, times the points it wants."""
+        cast, found = self.cast, dict[Seat, int]()
+        for entry, count in enumerate(np.bincount(self.entry_N, minlength=len(cast.kind_E))):
+            if count:
+                seat = (int(cast.stream_E[entry]), int(cast.choice_E[entry]))
+                rows = int(count) * len(cast.kinds[cast.kind_E[entry]].points)
+                found[seat] = found.get(seat, 0) + rows
+        return found
+
+
+@dataclass(frozen=True)
+class _Taking:
+    """One request that is captured."""
+
+    slot: int
+    seat: Seat
+    prompt_len: int
+    order: Order
+    kind: Kind
+
+
+class Picks:
+    """The captured requests the engine works on."""
+
+    def __init__(self, site_of: Mapping[str, int]) -> None:
+        """`site_of` each tapped point: its place among the tables' sites."""
+        self._site_of = site_of
+        self._open: dict[str, _Taking] = {}
+        self._free: list[int] = []
+        self._seen_S = np.zeros(64, np.int64)  # how far each has been forwarded
+        self._kinds: dict[tuple[object, ...], Kind] = {}
+        self._cast = self._read(())
+
+    def __len__(self) -> int:
+        return len(self._open)
+
+    def open(self, req_id: str, mark: Mark, prompt_len: int, order: Order) -> bool:
+        """False for one that comes back after a preemption: it is known."""
+        if req_id in self._open:
+            return False
+        slot = self._free.pop() if self._free else len(self._open)
+        if slot == len(self._seen_S):
+            self._seen_S = np.concatenate([self._seen_S, np.zeros_like(self._seen_S)])
+        self._seen_S[slot] = 0
+        seat = (mark.stream, mark.choice)
+        self._open[req_id] = _Taking(slot, seat, prompt_len, order, self._kind(order))
+        return True
+
+    def _kind(self, order: Order) -> Kind:
+        if order.kind not in self._kinds:
+            if len(self._kinds) >= 1024:  # nobody asks for so many at once
+                self._kinds.clear()
+            encoder = named(order.encoder, dict(order.parameters))
+            sites_P = np.array([self._site_of[point] for point in order.points], np.int64)
+            self._kinds[order.kind] = Kind(encoder, order.points, sites_P, order.to)
+        return self._kinds[order.kind]
+
+    def seat_of(self, req_id: str) -> Seat | None:
+        taking = self._open.get(req_id)
+        return None if taking is None else taking.seat
+
+    def close(self, req_id: str) -> Seat | None:
+        """The engine is done with the request; None for one that is not captured."""
+        taking = self._open.pop(req_id, None)
+        if taking is None:
+            return None
+        self._free.append(taking.slot)
+        self._cast = self._read(())  # its place may soon be somebody else's
+        return taking.seat
+
+    def step(self, batch: Batch) -> Pick | None:
+        if not self._open:
+            return None
+        cast = self._cast
+        if batch.req_ids != cast.req_ids:
+            cast = self._cast = self._read(batch.req_ids)
+        if not len(cast.kind_E):
+            return None
+        starts_R, counts_R = batch.starts_R.astype(np.int64), batch.counts_R.astype(np.int64)
+        offsets_R = np.cumsum(counts_R) - counts_R
+        start_E = starts_R[cast.request_E]
+        end_E = start_E + counts_R[cast.request_E]
+        low_E = np.maximum(cast.first_E, start_E)
+        num_E = np.maximum(np.minimum(cast.end_E, end_E) - low_E, 0)
+        seen_E = self._seen_S[cast.slot_E]
+        self._seen_S[cast.slot_E] = np.maximum(seen_E, end_E)
+        held = tuple(
+            Held(seat, hold, int(offsets_R[at]), int(offsets_R[at] + counts_R[at]))
+            for seat, hold, at in cast.holders
+        )
+        num_rows = int(num_E.sum())
+        if not num_rows and not held:
+            return None
+        entry_N = np.repeat(np.arange(len(num_E)), num_E)
+        # The nth wanted row of a range is n after its first.
+        within_N = np.arange(num_rows) - (np.cumsum(num_E) - num_E)[entry_N]
+        position_N = low_E[entry_N] + within_N
+        row_N = (offsets_R[cast.request_E] - start_E)[entry_N] + position_N
+        return Pick(cast, entry_N, row_N, position_N, seen_E, int(counts_R.sum()), held)
+
+    def _read(self, req_ids: Sequence[str]) -> Cast:
+        found = [(at, self._open[id_]) for at, id_ in enumerate(req_ids) if id_ in self._open]
+        kinds = tuple(dict.fromkeys(taking.kind for _, taking in found))
+        number = {kind: index for index, kind in enumerate(kinds)}
+        entries = sorted(
+            (number[taking.kind], at, taking.slot, *one, *taking.seat, taking.prompt_len)
+            for at, taking in found
+            for one in taking.order.ranges
+        )
+        columns = list(zip(*entries, strict=True)) if entries else [()] * 8
+        kind, request, slot, first, end, stream, choice, prompt = columns
+        return Cast(
+            req_ids=list(req_ids),  # the runner changes its own in place
+            kinds=kinds,
+            **{
+                name: np.array(values, np.int64)
+                for name, values in (
+                    ("kind_E", kind),
+                    ("request_E", request),
+                    ("slot_E", slot),
+                    ("first_E", first),
+                    ("end_E", end),
+                    ("prompt_E", prompt),
+                )
+            },
+            stream_E=np.array(stream, np.uint64),
+            choice_E=np.array(choice, np.uint16),
+            holders=tuple(
+                (taking.seat, taking.order.hold, at)
+                for at, taking in found
+                if taking.order.hold is not None
+            ),
+        )
