@@ -6,6 +6,7 @@ Takes a FastAPI request; gives its engine, its body, or an answer in OpenAI's sh
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 from http import HTTPStatus
 from typing import Any, Final, TypeVar
 
@@ -13,9 +14,10 @@ import msgspec
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse
 
-from clairai import errors, wire, wire_steer
+from clairai import errors, wire, wire_capture, wire_steer
 from clairai.errors import (
     CapacityError,
+    CaptureOffError,
     ClairaiError,
     ConfigError,
     SteeringOffError,
@@ -23,6 +25,7 @@ from clairai.errors import (
 )
 from clairai.offline import METHOD, read_reply
 from clairai.serve.mirror import Mirror
+from clairai.wire_capture import Captured
 
 Reply = TypeVar("Reply", bound=msgspec.Struct)
 
@@ -36,7 +39,7 @@ _KINDS: Final = {
     for kind in vars(errors).values()
     if isinstance(kind, type) and issubclass(kind, ClairaiError)
 }
-_CONFLICTS: Final = (CapacityError, VectorCapacityError, SteeringOffError)
+_CONFLICTS: Final = (CapacityError, VectorCapacityError, SteeringOffError, CaptureOffError)
 
 
 class Unanswered(Exception):
@@ -67,6 +70,11 @@ class Engine:
         """Why the core did not admit this request; None if that is not what happened."""
         reply = await self.ask(wire_steer.WhyRefused(stream), wire_steer.Refused)
         return _KINDS.get(reply.code, ClairaiError)(reply.reason) if reply.reason else None
+
+    async def captured(self, stream: int, *, is_ended: bool) -> Sequence[Captured]:
+        """What the engine remembers of a request's captured rows, answer by answer."""
+        question = wire_capture.FindCaptures(streams=(stream,), is_ended=is_ended)
+        return (await self.ask(question, wire_capture.Captures)).found[0]
 
 
 def engine_or_none(app: FastAPI) -> Engine | None:

@@ -99,6 +99,7 @@ class Exchange:
     http: web.Request
     response: web.StreamResponse | None = None
     echo: dict[str, Any] | None = None  # what the first of the answer says under `clairai`
+    last: dict[str, Any] | None = None  # and what a chunk of its own says at the end
     was_cancelled: bool = False
     ended_s: float | None = None
 
@@ -183,6 +184,10 @@ class Exchange:
         if options.get("include_usage"):
             chunk = vllm_wire.usage_chunk(len(PROMPT), num_generated, is_chat=self.is_chat)
             await self.say(chunk)
+        if self.last is not None:
+            chunk = vllm_wire.usage_chunk(len(PROMPT), num_generated, is_chat=self.is_chat)
+            del chunk["usage"]
+            await self.say({**chunk, "clairai": self.last})
         await self.send(b"data: [DONE]\n\n")
 
     async def end_when(self, event: threading.Event) -> None:

@@ -24,6 +24,7 @@ from tests.http.fake import (
     answering,
     refusal,
 )
+from tests.http.fake_captures import Captures
 from tests.http.fake_steering import Steering, applied
 
 
@@ -39,6 +40,7 @@ class Upstream:
     seen: list[Exchange] = field(default_factory=list)
     probes: list[tuple[str, str, bytes]] = field(default_factory=list)
     steering: Steering = field(default_factory=Steering)
+    captures: Captures = field(default_factory=Captures)
     changed: threading.Condition = field(default_factory=threading.Condition)
 
     def app(self) -> web.Application:
@@ -56,6 +58,7 @@ class Upstream:
             app.router.add_put("/v1/probes/{name:.+}", self._change_probe)
             app.router.add_delete("/v1/probes/{name:.+}", self._change_probe)
             self.steering.add_to(app)
+            self.captures.add_to(app)
         return app
 
     def forget(self) -> None:
@@ -64,6 +67,7 @@ class Upstream:
             self.seen.clear()
             self.probes.clear()
             self.steering.forget()
+            self.captures.forget()
 
     def wait_for(self, condition: Callable[[], object], timeout_s: float = 10.0) -> None:
         """Called in the test: until something that was asked or ended makes it true."""

@@ -13,6 +13,7 @@ from clairai.errors import ClairaiError
 from clairai.steer.spec import describe, parse_entries
 from clairai.wanted import parse
 from tests.http.fake import refusal
+from tests.http.fake_captures import handle
 
 POINTS = ["post_block.1", "post_block.3"]
 WIDTH = 8
@@ -114,8 +115,10 @@ class Steering:
 def applied(xargs: Any) -> dict[str, Any] | None:
     """What an engine with clairai's routes says of a request; ClairaiError as it would refuse."""
     wanted = parse(xargs)
+    is_captured = wanted.capture is not None and wanted.capture.is_wanted
+    kept = {"capture": handle(f"{wanted.stream:016x}", state="open")} if is_captured else {}
     if not wanted.steer and not wanted.stop:
-        return None
+        return kept or None
     entries = [
         {**describe(entry), "digest": digest_of(b""), "points": POINTS}
         | {"vector": entry.vector if isinstance(entry.vector, str) else None}
@@ -123,7 +126,7 @@ def applied(xargs: Any) -> dict[str, Any] | None:
     ]
     made: dict[str, Any] = {"steering": entries}
     rules = [rule.written() for rule in wanted.stop]
-    return made | ({"stop": rules} if rules else {})
+    return made | ({"stop": rules} if rules else {}) | kept
 
 
 def digest_of(data: bytes) -> str:

@@ -7,21 +7,25 @@ Here the reason can be given. Runs in the API server, behind vLLM's key check.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, Final, Protocol
 
 import msgspec
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from clairai import wanted as ours
+from clairai.capture.positions import Positions
 from clairai.errors import ClairaiError, RequestError
+from clairai.serve import chats
+from clairai.serve.handle import handle, settled
 from clairai.serve.mirror import Mirror
-from clairai.serve.reply import Refuse, Reply
+from clairai.serve.reply import Echo, Refuse, Reply
 from clairai.serve.ruling import Ruling, judge
 from clairai.steer.seed_fields import PHASES
 from clairai.stream.asked import is_true
 from clairai.wanted import KEY, Wanted
+from clairai.wire_capture import Captured
 
 _PATHS: Final = frozenset(
     (
@@ -46,6 +50,8 @@ class Core(Protocol):
 
     async def why_refused(self, stream: int) -> ClairaiError | None: ...
 
+    async def captured(self, stream: int, *, is_ended: bool) -> Sequence[Captured]: ...
+
 
 CoreOf = Callable[[Any], Core | None]
 
@@ -57,7 +63,7 @@ class Given:
     wanted: Wanted
     fields: Mapping[str, msgspec.Raw]
     xargs: Mapping[str, Any]  # the seeds' fields among them, wherever they stood
-    is_moved: bool  # one of them stood beside vllm_xargs
+    is_moved: bool  # one of them stood beside vllm_xargs, or was said otherwise
 
     @property
     def is_single(self) -> bool:
@@ -68,6 +74,22 @@ class Given:
     def is_ours(self) -> bool:
         return not {KEY, *PHASES}.isdisjoint(self.xargs)
 
+    @property
+    def is_captured(self) -> bool:
+        """Whether rows were asked for; others may be captured too, as the engine's setting says."""
+        return self.wanted.capture is not None and self.wanted.capture.is_wanted
+
+    @property
+    def names_messages(self) -> bool:
+        wish = self.wanted.capture
+        return wish is not None and chats.names_messages(wish.positions)
+
+    def placed(self, positions: Positions) -> Given:
+        """The same with these positions."""
+        assert self.wanted.capture is not None
+        wish = replace(self.wanted.capture, positions=positions)
+        return replace(self, wanted=replace(self.wanted, capture=wish), is_moved=True)
+
     def rewritten(self, stream: int | None, pins: tuple[str | None, ...]) -> bytes:
         """The body with a stream id, and with the contents that names stand for."""
         text = self.xargs.get(KEY, {})
@@ -77,6 +99,8 @@ class Given:
                 entry["digest"] = pin
         if stream is not None:
             asked["stream"] = stream
+        if self.wanted.capture is not None:
+            asked["capture"] = self.wanted.capture.written()
         xargs = {**self.xargs, KEY: msgspec.json.encode(asked).decode()}
         kept = {name: raw for name, raw in self.fields.items() if name not in PHASES}
         return msgspec.json.encode({**kept, _XARGS: xargs})
@@ -99,10 +123,24 @@ def read(body: bytes) -> Given | None:
         raise RequestError(f"{min(twice)} stands beside vllm_xargs and in it; send it once")
     xargs |= {name: bytes(raw).decode() for name, raw in moved.items()}
     wanted = ours.parse(xargs)
-    if (wanted.steer or wanted.stop) and is_true(fields.get("use_beam_search")):
+    given = Given(wanted, fields, xargs, bool(moved))
+    _check(given)
+    return given
+
+
+def _check(given: Given) -> None:
+    """RequestError for what would be answered as if it had not been asked."""
+    wanted = given.wanted
+    is_bound = bool(wanted.steer or wanted.stop or given.is_captured)
+    if is_bound and is_true(given.fields.get("use_beam_search")):
         # Its requests are made anew, without extra_args: generate/beam_search/online.py, 0.32:62.
-        raise RequestError("beams are neither steered nor stopped; leave out use_beam_search")
-    return Given(wanted, fields, xargs, bool(moved))
+        raise RequestError(
+            "beams are neither steered, stopped nor captured; leave out use_beam_search"
+        )
+    if given.is_captured and not given.is_single:
+        raise RequestError(
+            "several prompts in one request would be captured as one; send one prompt in each"
+        )
 
 
 def _is_list_of_many(raw: msgspec.Raw | None) -> bool:
@@ -129,11 +167,23 @@ class FieldCheck:
         messages = await _whole(receive)
         try:
             found = await _found(b"".join(one.get("body", b"") for one in messages), core.mirror)
+            if found is not None and found[0].names_messages:
+                found = (await self._placed(found[0], scope), found[1])
         except ClairaiError as error:
             return await self._refuse(error)(scope, receive, send)
         if found is None:
             return await self._app(scope, _replayed(messages, receive), send)
         return await self._watched(core, found, messages, scope, receive, send)
+
+    async def _placed(self, given: Given, scope: Scope) -> Given:
+        """Messages of a chat have become positions."""
+        wish = given.wanted.capture
+        assert wish is not None
+        assert wish.positions is not None
+        if scope["path"].removeprefix(scope.get("root_path", "")) != chats.CHAT:
+            raise RequestError(f"only a chat has messages: POST {chats.CHAT}; or give from and to")
+        tokenize = chats.through(self._app, scope)
+        return given.placed(await chats.resolved(wish.positions, given.fields, tokenize))
 
     async def _watched(
         self,
@@ -159,9 +209,13 @@ class FieldCheck:
         echo = asyncio.ensure_future(asyncio.to_thread(ruling.echo)) if ruling.inline else None
 
         async def told() -> dict[str, Any] | None:
-            return ruling.told if echo is None else await echo
+            said = ruling.told if echo is None else await echo
+            if stream is None or not given.is_captured:
+                return said
+            return {**(said or {}), "capture": handle(stream, ())}
 
-        reply = Reply(scope, receive, send, echo=told, why=why)
+        result = None if stream is None or not given.is_captured else _result(core, stream)
+        reply = Reply(scope, receive, send, echo=told, why=why, result=result)
 
         async def sending(message: Message) -> None:
             await reply(message, self._refuse)
@@ -174,6 +228,16 @@ class FieldCheck:
         finally:
             if echo is not None:
                 await asyncio.gather(echo, return_exceptions=True)
+
+
+def _result(core: Core, stream: int) -> Echo:
+    """What became of its rows; asked when the request has ended."""
+
+    async def result() -> dict[str, Any] | None:
+        found = await settled(lambda: core.captured(stream, is_ended=True))
+        return {"capture": handle(stream, found)}
+
+    return result
 
 
 async def _found(body: bytes, mirror: Mirror) -> tuple[Given, Ruling] | None:

@@ -8,7 +8,8 @@ core remembers why; it is asked.
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
+import contextlib
+from collections.abc import Awaitable, Callable, Mapping
 from typing import Any, Final
 
 import msgspec
@@ -31,15 +32,36 @@ _EARLY: Final = (
     b"event: message_start",
 )
 _STREAM: Final = b"text/event-stream"
+_DONE: Final = b"data: [DONE]"
 _SERVER_ERROR: Final = 500
+
+
+class _Chunk(msgspec.Struct):
+    """What every chunk of a stream says of itself."""
+
+    id: str = ""
+    object: str = ""
+    created: int = 0
+    model: str = ""
 
 
 class Reply:
     """ASGI's `send` for one request; nothing goes out before it is known that it was admitted."""
 
-    def __init__(self, scope: Scope, receive: Receive, send: Send, *, echo: Echo, why: Why) -> None:
+    def __init__(
+        self,
+        scope: Scope,
+        receive: Receive,
+        send: Send,
+        *,
+        echo: Echo,
+        why: Why,
+        result: Echo | None = None,
+    ) -> None:
+        """`result` is what is known when the request has ended, and only then."""
         self._scope, self._receive, self._send = scope, receive, send
-        self._echo, self._why = echo, why
+        self._echo, self._why, self._result = echo, why, result
+        self._chunk = _Chunk()
         self._held: list[Message] = []  # the start, and bodies behind it
         self._is_open = False  # what was held has gone out
         self._is_over = False  # it was refused: whatever else comes is dropped
@@ -48,7 +70,7 @@ class Reply:
         if self._is_over:
             return
         if self._is_open:
-            await self._send(await self._explained(message))
+            await self._send(await self._ended(await self._explained(message)))
             return
         self._held.append(message)
         if message["type"] == "http.response.start" or self._is_waiting(message):
@@ -82,10 +104,12 @@ class Reply:
         self._is_open = True
         is_answered = self._status < 300 and not any(map(self._has_failed, self._held[1:]))
         echo = await self._echo() if is_answered else None
+        if is_answered and self._result is not None and not self._is_stream:
+            echo = _joined(echo, await self._result())
         if echo is not None:
             self._add_echo(self._held[0], self._held[1], echo)
         for message in self._held:
-            await self._send(message)
+            await self._send(await self._ended(message) if is_answered else message)
 
     def _add_echo(self, start: Message, first: Message, echo: dict[str, Any]) -> None:
         """In front of the first object that is sent; every byte behind it stays."""
@@ -93,11 +117,31 @@ class Reply:
         at = body.find(b"data: {") + len(b"data: ") if self._is_stream else 0
         if body[at : at + 1] != b"{":
             return
+        self._read_chunk(body[at:])
         added = b'"clairai":' + msgspec.json.encode(echo) + b","
         first["body"] = body[: at + 1] + added + body[at + 1 :]
         headers = MutableHeaders(scope=start)
         if "content-length" in headers:
             headers["content-length"] = str(int(headers["content-length"]) + len(added))
+
+    def _read_chunk(self, data: bytes) -> None:
+        with contextlib.suppress(msgspec.MsgspecError):  # of another kind of stream
+            self._chunk = msgspec.json.decode(data.partition(b"\n")[0], type=_Chunk)
+
+    async def _ended(self, message: Message) -> Message:
+        """A chunk more in front of the end of a stream: one without choices, as usage comes in."""
+        if self._result is None:
+            return message
+        body = bytes(message.get("body", b""))
+        at = body.find(_DONE)
+        if at < 0 or (at > 0 and body[at - 1 : at] != b"\n"):  # else it is in a token's text
+            return message
+        result = await self._result()
+        if result is None:
+            return message
+        told = {**msgspec.to_builtins(self._chunk), "choices": [], "clairai": result}
+        frame = b"data: " + msgspec.json.encode(told) + b"\n\n"
+        return {**message, "body": body[:at] + frame + body[at:]}
 
     async def _explained(self, message: Message) -> Message:
         """The stream has begun: of several choices one can be refused behind another's tokens."""
@@ -119,3 +163,9 @@ class Reply:
     def _is_stream(self) -> bool:
         headers = dict(self._held[0].get("headers", ()))
         return bytes(headers.get(b"content-type", b"")).startswith(_STREAM)
+
+
+def _joined(
+    first: Mapping[str, Any] | None, second: Mapping[str, Any] | None
+) -> dict[str, Any] | None:
+    return None if first is None and second is None else {**(first or {}), **(second or {})}

@@ -96,8 +96,22 @@ class Store:
 
     def requests(self) -> list[Request]:
         """Every request, in order of its first commit; reads the starts of the shards alone."""
+        return self._requests(self.shards)
+
+    def shards_with(self, stream: int) -> tuple[Entry, ...]:
+        """Those that may have rows of a request, as the manifest says it."""
+        name = named(stream)
+        return tuple(one for one in self.shards if one.first_stream <= name <= one.last_stream)
+
+    def has(self, stream: int) -> bool:
+        """Whether any of its rows were committed."""
+        name = named(stream)
+        heads = (self.shard(entry).head for entry in self.shards_with(stream))
+        return any(span.stream == name for head in heads for span in head.spans)
+
+    def _requests(self, entries: Iterable[Entry]) -> list[Request]:
         found: dict[str, _Found] = {}
-        for entry in self.shards:
+        for entry in entries:
             head = self.shard(entry).head
             for span in head.spans:
                 one = found.setdefault(span.stream, _Found())
@@ -109,7 +123,7 @@ class Store:
 
     def request(self, stream: int) -> Request:
         """One request; StoreError if none of its rows were committed."""
-        for one in self.requests():
+        for one in self._requests(self.shards_with(stream)):
             if one.stream == stream:
                 return one
         raise StoreError(f"no rows of stream {named(stream)} are in this folder")
@@ -130,9 +144,7 @@ class Store:
         chosen = None if positions is None else _positions(positions)
         name = named(stream)
         parts = []
-        for entry in self.shards:
-            if not entry.first_stream <= name <= entry.last_stream:
-                continue
+        for entry in self.shards_with(stream):
             one = self.shard(entry)
             spans = [s for s in one.head.spans if s.stream == name and wanted in (None, s.point)]
             if spans:

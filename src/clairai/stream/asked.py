@@ -44,6 +44,7 @@ class Asked(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     # Entries and rules are the engine's to judge; vectors among them are megabytes.
     steer: msgspec.Raw = _NONE
     stop: list[Any] = []
+    capture: bool | dict[str, Any] | None = None
 
     @property
     def names(self) -> tuple[str, ...] | None:
@@ -57,6 +58,10 @@ class Asked(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     @property
     def is_steered(self) -> bool:
         return len(self.steer) > 64 or bool(_value(self.steer))
+
+    @property
+    def is_captured(self) -> bool:
+        return self.capture is not None and self.capture is not False
 
 
 _ASKED: Final = msgspec.json.Decoder(Asked)
@@ -81,7 +86,7 @@ class Request:
     @property
     def is_bound(self) -> bool:
         """Whether it asks for what an engine without clairai would leave out in silence."""
-        return self.is_steered or bool(self.asked.stop)
+        return self.is_steered or bool(self.asked.stop) or self.asked.is_captured
 
     def body(self, stream: int) -> bytes:
         """What upstream gets; every field that is not ours is as it came, byte by byte."""
@@ -90,6 +95,7 @@ class Request:
         wanted |= {"prompt_scores": True} if asked.prompt_scores else {}
         wanted |= {"steer": asked.steer} if asked.is_steered else {}
         wanted |= {"stop": asked.stop} if asked.stop else {}
+        wanted |= {} if asked.capture is None else {"capture": asked.capture}
         ours = {KEY: msgspec.json.encode(wanted).decode()}
         seeds = {name: bytes(raw).decode() for name, raw in self._seeds.items()}
         xargs = {**self._xargs, **ours, **seeds}

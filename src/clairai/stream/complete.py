@@ -87,8 +87,10 @@ async def _read(proxy: Proxy, body: bytes) -> Request | None:
 async def _check(proxy: Proxy, request: Request) -> None:
     """Refused if upstream cannot do what is asked."""
     await proxy.knowledge.check(request.asked.names)
-    if request.is_bound:
+    if request.is_steered or request.asked.stop:
         await proxy.knowledge.check_steering(is_steered=request.is_steered)
+    if request.asked.is_captured:
+        await proxy.knowledge.check_capture()
 
 
 class _Voices:

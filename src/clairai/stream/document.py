@@ -9,7 +9,7 @@ from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 from starlette.responses import Response
 
-from clairai.stream import schema, schema_steering
+from clairai.stream import schema, schema_capture, schema_steering
 from clairai.stream.table import Route
 
 _REF: Final = "#/components/schemas/{model}"
@@ -45,6 +45,8 @@ _SUMMARIES: Final = {
     "get_vector": "A steering vector as a safetensors file",
     "put_vector": "Name a steering vector; the body is safetensors, GGUF or the seeds' JSON",
     "remove_vector": "Forget a steering vector; running requests keep it",
+    "list_captures": "What was captured last, and how its consumers are",
+    "get_capture": "A request's captured rows as a safetensors file, or a range of its bytes",
     "describe": "The engine, and how this proxy reads its ring",
     "examples": "Prompts to try",
     "health": "Whether requests are answered and scored",
@@ -63,6 +65,7 @@ _MODELS: Final[dict[str, type[BaseModel]]] = {
     "list_vectors": schema_steering.VectorList,
     "put_vector": schema_steering.VectorList,
     "remove_vector": schema_steering.VectorList,
+    "list_captures": schema_capture.CaptureList,
     "describe": schema.EngineDescription,
     "examples": schema.ExampleList,
     "health": schema.Health,
@@ -72,6 +75,7 @@ _CONTENT: Final[dict[str, dict[str, Any]]] = {
     "completions": {**_OBJECT, **_STREAM},
     "resume": _STREAM,
     "get_vector": _FILE,
+    "get_capture": _FILE,
     "metrics": _TEXT,
     "page": {"text/html": {"schema": {"type": "string"}}},
     "asset": {"*/*": {"schema": {"type": "string", "format": "binary"}}},
@@ -101,6 +105,15 @@ _PARAMETERS: Final[dict[str, list[tuple[str, str, dict[str, Any]]]]] = {
     "get_vector": [_NAME],
     "put_vector": [_NAME],
     "remove_vector": [_NAME],
+    "list_captures": [("limit", "query", {"type": "integer", "minimum": 1, "maximum": 1000})],
+    "get_capture": [
+        ("id", "path", {"type": "string", "pattern": "^[0-9a-f]{16}$"}),
+        ("point", "query", {"type": "array", "items": _LINE}),
+        ("choice", "query", {**_NUMBER, "maximum": 65535}),
+        ("Range", "header", _LINE),
+        ("If-Range", "header", _LINE),
+        ("If-None-Match", "header", _LINE),
+    ],
     "asset": [("path", "path", {"type": "string"})],
 }
 
@@ -151,7 +164,9 @@ def _responses(route: Route) -> dict[int | str, dict[str, Any]]:
         made[204] = {"description": "The run has ended and the client has all of it"}
     if name in ("put_probe", "put_vector"):
         made[201] = {**good, "description": "Created"}
-    if name == "get_vector":
+    if name == "get_capture":
+        made[206] = {**good, "description": "The range that was asked for"}
+    if name in ("get_vector", "get_capture"):
         made[304] = {"description": "The client has it: If-None-Match names its ETag"}
     if name == "health":
         made[503] = {"description": "Not now", "model": schema.Health}

@@ -16,7 +16,7 @@ from clairai.stream import reading
 from clairai.stream.complete import complete
 from clairai.stream.proxy import Proxy
 from clairai.stream.refusal import Refused
-from clairai.stream.relay import relay
+from clairai.stream.relay import relay, relay_parts
 from clairai.stream.shape import check_shape
 from clairai.stream.site import Site
 
@@ -124,6 +124,16 @@ async def remove_vector(call: Call) -> Response:
     return await relay(call.proxy, call.request, None, _vector_path(call.request))
 
 
+async def list_captures(call: Call) -> Response:
+    return await relay(call.proxy, call.request, None, "/v1/captures")
+
+
+async def get_capture(call: Call) -> Response:
+    """As it comes: rows of a long request are gigabytes."""
+    name = quote(call.request.path_params["id"], safe="")
+    return await relay_parts(call.proxy, call.request, f"/v1/captures/{name}")
+
+
 async def describe(call: Call) -> Response:
     return await reading.describe(call.proxy, call.request)
 
@@ -187,6 +197,7 @@ HANDLERS: Final[dict[str, Handler]] = {
         *(chat, completions, resume, stop, amend, models, tokenize, detokenize, list_probes),
         put_probe,
         *(remove_probe, get_steering, set_steering, list_vectors, get_vector, put_vector),
+        *(list_captures, get_capture),
         *(remove_vector, describe, examples, health, metrics, openapi, page, asset),
     )
 }

@@ -27,6 +27,11 @@ _NO_STEERING: Final = (
     "clairai settings, and with clairai's routes (`clairai serve` has them)"
 )
 
+_NO_CAPTURE: Final = (
+    'the engine does not capture; start it with "capture": {"folder": "path"} in its clairai '
+    "settings, and with clairai's routes (`clairai serve` has them)"
+)
+
 
 class _Probe(msgspec.Struct):
     name: str
@@ -82,12 +87,21 @@ class Knowledge:
     async def check_steering(self, *, is_steered: bool) -> None:
         """Refused if the engine would answer as if nothing was asked; rules need taps alone."""
         route = "/v1/steering/vectors" if is_steered else "/v1/probes"
-        key = (self._feed.epoch, self._upstream.outages)
-        if self._able.get(route) == key:
-            return
-        if await self._ask(route) is None:
+        if not await self._has(route):
             raise Refused(HTTPStatus.CONFLICT, _NO_STEERING, code="steering-off", param="clairai")
-        self._able[route] = key
+
+    async def check_capture(self) -> None:
+        """Refused if the engine would answer and keep nothing."""
+        if not await self._has("/v1/captures"):
+            code = "capture-off"
+            raise Refused(HTTPStatus.CONFLICT, _NO_CAPTURE, code=code, param="clairai.capture")
+
+    async def _has(self, route: str) -> bool:
+        """Whether this engine answers there; asked once."""
+        key = (self._feed.epoch, self._upstream.outages)
+        if self._able.get(route) != key and await self._ask(route) is not None:
+            self._able[route] = key
+        return self._able.get(route) == key
 
     def forget_bank(self) -> None:
         """The bank has changed: the next request that names a probe asks again."""

@@ -31,6 +31,13 @@ def event(name: Name, **fields: Any) -> Event:
     return Event(name, msgspec.json.encode(fields))
 
 
+class _Echo(msgspec.Struct):
+    """What the engine says it does to a request."""
+
+    steering: list[Any] | None = None
+    capture: dict[str, Any] | None = None
+
+
 class NamedVoice:
     """The stream of one run."""
 
@@ -42,6 +49,7 @@ class NamedVoice:
         self._usage = msgspec.Raw(b"null")
         self._is_prompt_shown = False
         self._is_echo_told = False
+        self._capture: dict[str, Any] | None = None  # what became of its rows
         self.has_failed = False
 
     def chunk(self, chunk: Chunk, starts: dict[int, int]) -> list[Event]:
@@ -91,7 +99,8 @@ class NamedVoice:
         stops = [self._sheet.result(choice).stop_reason for choice in self._sheet.choices]
         about = {"id": self._sheet.response_id, "model": self._sheet.model}
         ends = {"finish_reasons": reasons, "stop_reasons": stops}
-        return event("done", **about, **ends, usage=self._usage)
+        kept = {} if self._capture is None else {"capture": self._capture}
+        return event("done", **about, **ends, usage=self._usage, **kept)
 
     def cancelled(self) -> list[Event]:
         """The end of a run that was stopped: what is known of each choice that had not ended."""
@@ -108,12 +117,16 @@ class NamedVoice:
         view = chunk.view
         if bytes(view.usage) != b"null":
             self._usage = view.usage.copy()
+        if not view.choices and view.echo is not None:
+            self._capture = msgspec.json.decode(view.echo, type=_Echo).capture
 
     def _echo(self) -> list[Event]:
         """Once, and before anything else: what the engine says it does to this request."""
         if self._is_echo_told or self._sheet.echo is None:
             return []
         self._is_echo_told = True
+        if msgspec.json.decode(self._sheet.echo, type=_Echo).steering is None:
+            return []  # of a capture the end tells
         return [event("steering", clairai=self._sheet.echo)]
 
     def _tokens(self, choice: ChoiceView, start: int) -> list[Event]:

@@ -33,7 +33,7 @@ async def while_connected(request: Request, work: Coroutine[Any, Any, Result]) -
         await _cancelled(working, watching)
 
 
-class EventStream(Response):
+class PartStream(Response):
     """Sends parts as they come; what `closing` holds is closed when the last one is sent, when the
     client is gone, or when it has taken nothing for `stall_s`.
     """
@@ -47,10 +47,9 @@ class EventStream(Response):
         status: int = 200,
         headers: Mapping[str, str] | None = None,
     ) -> None:
-        super().__init__(status_code=status, headers=headers, media_type=EVENT_STREAM)
-        del self.headers["content-length"]
-        self.headers["Cache-Control"] = "no-cache"
-        self.headers["X-Accel-Buffering"] = "no"  # nginx would collect tokens
+        super().__init__(status_code=status, headers=headers)
+        if headers is None or "content-length" not in headers:
+            del self.headers["content-length"]
         self._parts = parts
         self._closing = closing
         self._stall_s = stall_s
@@ -90,6 +89,25 @@ class EventStream(Response):
             since_s = self._sending_since_s
             if since_s is not None and time.monotonic() - since_s > self._stall_s:
                 return
+
+
+class EventStream(PartStream):
+    """Events of a stream of tokens."""
+
+    media_type = EVENT_STREAM
+
+    def __init__(
+        self,
+        parts: AsyncGenerator[bytes, None],
+        closing: AsyncExitStack,
+        *,
+        stall_s: float,
+        status: int = 200,
+        headers: Mapping[str, str] | None = None,
+    ) -> None:
+        super().__init__(parts, closing, stall_s=stall_s, status=status, headers=headers)
+        self.headers["Cache-Control"] = "no-cache"
+        self.headers["X-Accel-Buffering"] = "no"  # nginx would collect tokens
 
 
 async def _until_gone(receive: Receive) -> None:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import AsyncGenerator
 from contextlib import AsyncExitStack
+from http import HTTPStatus
 
 import aiohttp
 from starlette.requests import Request
 from starlette.responses import Response
 
 from clairai.stream.flow import MAX_FRAME_BYTES
-from clairai.stream.outgoing import EVENT_STREAM, EventStream
+from clairai.stream.outgoing import EVENT_STREAM, EventStream, PartStream
 from clairai.stream.proxy import Completion, Proxy
 from clairai.stream.sse import DONE, FrameTooLong, Splitter, data_of
 from clairai.stream.upstream import Upstream, UpstreamGone, back, onward
@@ -19,6 +20,37 @@ from clairai.stream.upstream import Upstream, UpstreamGone, back, onward
 async def relay(proxy: Proxy, request: Request, body: bytes | None, path: str) -> Response:
     """`path` is upstream's; the query goes with it."""
     return await relay_within(AsyncExitStack(), proxy, request, body, path)
+
+
+async def relay_parts(proxy: Proxy, request: Request, path: str) -> Response:
+    """A file, of any size: passed on in parts, with the range that was asked for."""
+    async with AsyncExitStack() as stack:
+        opened = proxy.upstream.ask(
+            request.method,
+            with_query(path, request),
+            headers=headers_of(proxy, request, is_edited=False),
+        )
+        response = await stack.enter_async_context(opened)
+        if response.status >= HTTPStatus.BAD_REQUEST:
+            return await whole(proxy.upstream, response)
+        headers = dict(back(response.headers))
+        length = response.headers.get("content-length")
+        return PartStream(
+            _parts(proxy, response),
+            stack.pop_all(),
+            stall_s=proxy.settings.timeouts.stalled,
+            status=response.status,
+            headers=headers if length is None else {**headers, "content-length": length},
+        )
+
+
+async def _parts(proxy: Proxy, response: aiohttp.ClientResponse) -> AsyncGenerator[bytes, None]:
+    try:
+        while raw := await response.content.readany():
+            yield raw
+    except (aiohttp.ClientError, OSError) as error:
+        proxy.upstream.errors += 1
+        raise UpstreamGone(type(error).__name__) from error
 
 
 async def relay_within(

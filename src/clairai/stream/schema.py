@@ -10,7 +10,8 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from clairai.stream import schema_steering
+from clairai.stream import schema_capture, schema_steering
+from clairai.stream.schema_capture import CaptureHandle, CaptureRequest
 from clairai.stream.schema_steering import SteerEntry, StopRule
 
 Score = float | None  # null: no such score
@@ -43,6 +44,9 @@ class ClairaiFields(_Model):
     events: Literal["named"] | None = None
     steer: list[SteerEntry] = []
     stop: list[StopRule] = []
+    capture: bool | CaptureRequest | None = Field(
+        None, description="true: as the engine's setting says; false: nothing"
+    )
 
 
 class ChatRequest(BaseModel):
@@ -128,6 +132,7 @@ class DoneEvent(_Model):
         description="a text or token that ended a choice, or our rule that did"
     )
     usage: dict[str, Any] | None
+    capture: CaptureHandle | None = Field(None, description="what became of captured rows")
 
 
 class Histogram(_Model):
@@ -213,6 +218,7 @@ PARTS = (
     ProbeUpdateEvent,
     ProbeFinalEvent,
     DoneEvent,
+    *schema_capture.PARTS,
     *schema_steering.PARTS,
 )
 

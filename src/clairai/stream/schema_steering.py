@@ -82,7 +82,7 @@ class SteeringEcho(BaseModel):
 
     model_config = ConfigDict(extra="allow")
 
-    steering: list[AppliedEntry]
+    steering: list[AppliedEntry] = []
     stop: list[dict[str, Any]] | None = Field(None, description="rules, with their thresholds")
 
 

@@ -56,6 +56,8 @@ TABLE: Final = (
     Route("GET", "/v1/steering/vectors/{name:path}", "get_vector"),
     Route("PUT", "/v1/steering/vectors/{name:path}", "put_vector", body="vector", changes=True),
     Route("DELETE", "/v1/steering/vectors/{name:path}", "remove_vector", changes=True),
+    Route("GET", "/v1/captures", "list_captures"),
+    Route("GET", "/v1/captures/{id}", "get_capture"),
     Route("GET", "/v1/clairai", "describe"),
     Route("GET", "/v1/examples", "examples"),
     Route("GET", "/health", "health", needs_key=False),

@@ -210,6 +210,40 @@ export interface paths {
         patch?: never;
         trace?: never;
     };
+    "/v1/captures": {
+        parameters: {
+            query?: never;
+            header?: never;
+            path?: never;
+            cookie?: never;
+        };
+        /** What was captured last, and how its consumers are */
+        get: operations["list_captures"];
+        put?: never;
+        post?: never;
+        delete?: never;
+        options?: never;
+        head?: never;
+        patch?: never;
+        trace?: never;
+    };
+    "/v1/captures/{id}": {
+        parameters: {
+            query?: never;
+            header?: never;
+            path?: never;
+            cookie?: never;
+        };
+        /** A request's captured rows as a safetensors file, or a range of its bytes */
+        get: operations["get_capture"];
+        put?: never;
+        post?: never;
+        delete?: never;
+        options?: never;
+        head?: never;
+        patch?: never;
+        trace?: never;
+    };
     "/v1/clairai": {
         parameters: {
             query?: never;
@@ -344,6 +378,64 @@ export interface components {
             steering: {
                 [key: string]: unknown;
             }[];
+        };
+        /** CaptureInfo */
+        CaptureInfo: {
+            /**
+             * Id
+             * @description for GET /v1/captures/{id}
+             */
+            id: string;
+            /**
+             * State
+             * @enum {string}
+             */
+            state: "open" | "writing" | "kept" | "discarded" | "failed";
+            /** Rows */
+            rows: number;
+            /**
+             * Lost
+             * @description rows that were wanted and are missing at a consumer
+             */
+            lost: number;
+            /**
+             * Discarded
+             * @description rows that a rule was not met for
+             */
+            discarded: number;
+            /** Reason */
+            reason?: string | null;
+            /** Points */
+            points: string[];
+            /** Encoder */
+            encoder: string;
+            /** Answers */
+            answers: number;
+        };
+        /**
+         * CaptureList
+         * @description The newest first; rows are those since the engine started.
+         */
+        CaptureList: {
+            /** Data */
+            data: components["schemas"]["CaptureInfo"][];
+            /** Consumers */
+            consumers: components["schemas"]["ConsumerState"][];
+            /** Rows */
+            rows: number;
+            /** Dropped */
+            dropped: number;
+            /** Discarded */
+            discarded: number;
+        };
+        /** ConsumerState */
+        ConsumerState: {
+            /** Name */
+            name: string;
+            /** State */
+            state: string;
+            /** Reason */
+            reason: string;
         };
         /** EngineDescription */
         EngineDescription: {
@@ -590,6 +682,83 @@ export interface components {
             [key: string]: unknown;
         };
         /**
+         * CaptureHandle
+         * @description `clairai.capture` of an answer, and of the last chunk of a stream. A row is one token at one
+         *     point.
+         */
+        CaptureHandle: {
+            /**
+             * Id
+             * @description for GET /v1/captures/{id}
+             */
+            id: string;
+            /**
+             * State
+             * @enum {string}
+             */
+            state: "open" | "writing" | "kept" | "discarded" | "failed";
+            /** Rows */
+            rows: number;
+            /**
+             * Lost
+             * @description rows that were wanted and are missing at a consumer
+             */
+            lost: number;
+            /**
+             * Discarded
+             * @description rows that a rule was not met for
+             */
+            discarded: number;
+            /**
+             * Reason
+             * @default null
+             */
+            reason: string | null;
+        };
+        /**
+         * CaptureRequest
+         * @description Which rows of a request are kept; what is left out is as the engine's setting has it.
+         */
+        CaptureRequest: {
+            /**
+             * Points
+             * @description names, patterns or "all"
+             * @default null
+             */
+            points: string[] | string | null;
+            /**
+             * Positions
+             * @default null
+             */
+            positions: ("all" | "prompt" | "generated" | "last_prompt") | components["schemas"]["Span"] | components["schemas"]["ChatMessage"] | (("all" | "prompt" | "generated" | "last_prompt") | components["schemas"]["Span"] | components["schemas"]["ChatMessage"])[] | null;
+            /**
+             * Encoder
+             * @default null
+             */
+            encoder: string | components["schemas"]["EncoderChoice"] | null;
+            /**
+             * To
+             * @description names of the engine's consumers
+             * @default null
+             */
+            to: string[] | null;
+            /**
+             * Tags
+             * @default {}
+             */
+            tags: {
+                [key: string]: unknown;
+            };
+        };
+        /**
+         * ChatMessage
+         * @description All tokens of the chat's message with this index.
+         */
+        ChatMessage: {
+            /** Message */
+            message: number;
+        };
+        /**
          * ChatRequest
          * @description OpenAI's and vLLM's fields go to the engine as they are; `clairai` is for the proxy.
          */
@@ -631,6 +800,12 @@ export interface components {
              * @default []
              */
             stop: components["schemas"]["StopRule"][];
+            /**
+             * Capture
+             * @description true: as the engine's setting says; false: nothing
+             * @default null
+             */
+            capture: boolean | components["schemas"]["CaptureRequest"] | null;
         };
         /**
          * CompletionRequest
@@ -664,6 +839,24 @@ export interface components {
             usage: {
                 [key: string]: unknown;
             } | null;
+            /**
+             * @description what became of captured rows
+             * @default null
+             */
+            capture: components["schemas"]["CaptureHandle"] | null;
+        };
+        /**
+         * EncoderChoice
+         * @description An encoder and its parameters.
+         */
+        EncoderChoice: {
+            /**
+             * Name
+             * @enum {string}
+             */
+            name: "raw" | "rp8" | "full8" | "topk8" | "fp8" | "int4";
+        } & {
+            [key: string]: unknown;
         };
         /**
          * Gate
@@ -807,6 +1000,22 @@ export interface components {
             lost: number | null;
         };
         /**
+         * Span
+         * @description Positions from, up to and not including, to; negative: from the end of the prompt.
+         */
+        Span: {
+            /**
+             * From
+             * @default 0
+             */
+            from: number;
+            /**
+             * To
+             * @default null
+             */
+            to: number | null;
+        };
+        /**
          * SteerEntry
          * @description One vector's work on a request.
          */
@@ -864,7 +1073,10 @@ export interface components {
          * @description `clairai` of an answer, and of the first chunk of a stream: what the engine applies.
          */
         SteeringEcho: {
-            /** Steering */
+            /**
+             * Steering
+             * @default []
+             */
             steering: components["schemas"]["AppliedEntry"][];
             /**
              * Stop
@@ -1577,6 +1789,91 @@ export interface operations {
                 content: {
                     "application/json": components["schemas"]["VectorList"];
                 };
+            };
+            /** @description Refused, and why */
+            default: {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["ErrorBody"];
+                };
+            };
+        };
+    };
+    list_captures: {
+        parameters: {
+            query?: {
+                limit?: number;
+            };
+            header?: never;
+            path?: never;
+            cookie?: never;
+        };
+        requestBody?: never;
+        responses: {
+            /** @description As asked */
+            200: {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["CaptureList"];
+                };
+            };
+            /** @description Refused, and why */
+            default: {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["ErrorBody"];
+                };
+            };
+        };
+    };
+    get_capture: {
+        parameters: {
+            query?: {
+                point?: string[];
+                choice?: number;
+            };
+            header?: {
+                Range?: string;
+                "If-Range"?: string;
+                "If-None-Match"?: string;
+            };
+            path: {
+                id: string;
+            };
+            cookie?: never;
+        };
+        requestBody?: never;
+        responses: {
+            /** @description As asked */
+            200: {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/octet-stream": string;
+                };
+            };
+            /** @description The range that was asked for */
+            206: {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/octet-stream": string;
+                };
+            };
+            /** @description The client has it: If-None-Match names its ETag */
+            304: {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content?: never;
             };
             /** @description Refused, and why */
             default: {

@@ -1,0 +1,53 @@
+"""Takes what the engine says of a request's captured rows; gives what its client is told of them.
+
+Where the rows lie on this machine is not the client's to know: it gets an id to ask for them by.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any, Final
+
+from clairai.wire_capture import Captured
+
+WAIT_S: Final = 2.0
+_FIRST_WAIT_S: Final = 0.005
+_LAST_WAIT_S: Final = 0.1
+# The first that any of the answers is in is the state of all of them.
+_ORDER: Final = ("failed", "open", "writing", "kept", "discarded")
+_UNSETTLED: Final = ("open", "writing")
+
+Ask = Callable[[], Awaitable[Sequence[Captured]]]
+
+
+def handle(stream: int, found: Sequence[Captured]) -> dict[str, Any]:
+    """`rows` is what was given to the consumers, `lost` what is missing at any of them."""
+    states = [one.state for one in found] or ["open"]
+    told: dict[str, Any] = {
+        "id": f"{stream:016x}",
+        "state": min(states, key=_ORDER.index),
+        "rows": sum(one.rows for one in found),
+        "lost": sum(one.lost for one in found),
+        "discarded": sum(one.discarded for one in found),
+    }
+    reason = next((one.reason for one in found if one.reason), "")
+    return {**told, "reason": reason} if reason else told
+
+
+def is_settled(found: Sequence[Captured]) -> bool:
+    """Whether nothing more will become of it by waiting."""
+    return bool(found) and not any(one.state in _UNSETTLED for one in found)
+
+
+async def settled(ask: Ask, *, wait_s: float = WAIT_S) -> Sequence[Captured]:
+    """What is said when rows are safe, or what is said after so long."""
+    deadline_s = time.monotonic() + wait_s
+    pause_s = _FIRST_WAIT_S
+    found = await ask()
+    while not is_settled(found) and time.monotonic() < deadline_s:
+        await asyncio.sleep(pause_s)
+        pause_s = min(2 * pause_s, _LAST_WAIT_S)
+        found = await ask()
+    return found

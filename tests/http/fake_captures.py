@@ -1,0 +1,66 @@
+"""Takes requests under /v1/captures; gives a fake engine's answers: one file, and ranges of it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from aiohttp import web
+
+from tests.http.fake import refusal
+
+ID = "00000000000000ab"
+FILE = bytes(range(256)) * 40
+OFF = "this engine does not capture"
+
+
+def handle(id: str = ID, **more: Any) -> dict[str, Any]:
+    return {"id": id, "state": "kept", "rows": 6, "lost": 0, "discarded": 0, **more}
+
+
+@dataclass
+class Captures:
+    """The routes; `is_on` is whether the engine was started to capture."""
+
+    is_on: bool = True
+    ends_early: bool = False  # the engine dies in the middle of a file
+    asked: list[tuple[str, dict[str, str]]] = field(default_factory=list)
+
+    def forget(self) -> None:
+        self.is_on, self.ends_early = True, False
+        self.asked.clear()
+
+    def add_to(self, app: web.Application) -> None:
+        app.router.add_get("/v1/captures", self._list)
+        app.router.add_get("/v1/captures/{id}", self._get)
+
+    async def _list(self, request: web.Request) -> web.Response:
+        self.asked.append((request.path_qs, dict(request.headers)))
+        if not self.is_on:
+            return refusal(409, OFF, code="capture-off")
+        line = handle(points=["post_block.1"], encoder="raw", answers=1)
+        consumers = [{"name": "fs", "state": "writing", "reason": ""}]
+        counts = {"rows": 6, "dropped": 0, "discarded": 0}
+        return web.json_response({"data": [line], "consumers": consumers, **counts})
+
+    async def _get(self, request: web.Request) -> web.StreamResponse:
+        self.asked.append((request.path_qs, dict(request.headers)))
+        if not self.is_on or request.match_info["id"] != ID:
+            return refusal(404, "no capture has this id", code="store")
+        chosen = request.http_range
+        data = FILE[chosen]
+        headers = {"ETag": '"tag"', "Accept-Ranges": "bytes", "X-Clairai-Lost": "0"}
+        is_part = "Range" in request.headers
+        if is_part:
+            first = (chosen.start or 0) % len(FILE)
+            headers["Content-Range"] = f"bytes {first}-{first + len(data) - 1}/{len(FILE)}"
+        made = web.StreamResponse(status=206 if is_part else 200, headers=headers)
+        made.content_type, made.content_length = "application/octet-stream", len(data)
+        await made.prepare(request)
+        await made.write(data[: len(data) // 2])
+        if self.ends_early:
+            assert request.transport is not None
+            request.transport.abort()
+            return made
+        await made.write(data[len(data) // 2 :])
+        return made
