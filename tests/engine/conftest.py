@@ -19,7 +19,13 @@ def cut_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def engine(cut_model: Path, runtime: Path) -> Iterator[EngineProcess]:
+def capture_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where the engine keeps what requests ask it to capture."""
+    return tmp_path_factory.mktemp("captures") / "store"
+
+
+@pytest.fixture(scope="session")
+def engine(cut_model: Path, runtime: Path, capture_folder: Path) -> Iterator[EngineProcess]:
     """Small on purpose: 64 tokens a step cut prompts up, 26 blocks of 32 tokens run out."""
     with EngineProcess(
         runtime=runtime,
@@ -37,6 +43,7 @@ def engine(cut_model: Path, runtime: Path) -> Iterator[EngineProcess]:
             capacity=8,
             ring_mib=64,
             steering=True,
+            capture={"folder": str(capture_folder)},
         ),
     ) as running:
         yield running

@@ -67,6 +67,43 @@ def logits(folder: str, token_ids: list[int], changes: list[Change]) -> Floats:
             hook.remove()
 
 
+def streams(folder: str, token_ids: list[int], changes: list[Change]) -> dict[str, Floats]:
+    """The residual stream at every point, T x D, of the same forward: as the changes left it."""
+    import torch
+
+    model = _model(folder)
+    found: dict[str, Floats] = {}
+    hooks = [*_hooks(model, changes, _Steps()), *_keepers(model, found)]
+    try:
+        with torch.no_grad():
+            model(torch.tensor([token_ids]))
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return found
+
+
+def _keepers(model: Any, found: dict[str, Floats]) -> Iterator[Any]:
+    """Behind the hooks that change something: hooks run in the order they were registered in."""
+
+    def keep(name: str, given: Any) -> None:
+        stream = given[0] if isinstance(given, tuple) else given
+        rows_TD = stream.detach().reshape(-1, stream.shape[-1]).double()
+        found[name] = rows_TD.numpy().copy()
+
+    def on_input(name: str) -> Any:
+        return lambda _module, args: keep(name, args)
+
+    def on_output(name: str) -> Any:
+        return lambda _module, _args, output: keep(name, output)
+
+    for index, layer in enumerate(model.model.layers):
+        yield layer.input_layernorm.register_forward_pre_hook(on_input(f"pre_attn.{index}"))
+        norm = layer.post_attention_layernorm
+        yield norm.register_forward_pre_hook(on_input(f"post_attn.{index}"))
+        yield layer.register_forward_hook(on_output(f"post_block.{index}"))
+
+
 @cache
 def _model(folder: str) -> Any:
     import torch

@@ -1,0 +1,130 @@
+"""Takes a running engine; gives what it captured of requests in one batch. Runs in its process."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+import clairai
+from clairai import wire_capture
+from clairai.errors import ClairaiError
+from clairai.offline import ask as ask_engine
+
+
+@dataclass(frozen=True)
+class Ask:
+    """One request: its prompt, what is captured of it, what else is asked of it."""
+
+    prompt: tuple[int, ...]
+    capture: Any = True
+    steer: tuple[dict[str, Any], ...] = ()
+    num_new: int = 12
+    n: int = 1
+    fields: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Found:
+    """One answer, and what was captured of it."""
+
+    token_ids: tuple[int, ...]
+    num_cached: int
+    state: str = ""
+    reason: str = ""
+    lost: int = 0
+    told: int = 0  # rows, as the engine tells
+    discarded: int = 0
+    positions: tuple[int, ...] = ()
+    tokens: tuple[int, ...] = ()
+    rows: dict[str, NDArray[np.float32]] = field(default_factory=dict)
+    stored: dict[str, Any] = field(default_factory=dict)  # tags and steering
+
+
+def capture(llm: Any, asks: list[Ask]) -> list[list[Found]]:
+    """All in one call: they share steps. One for each answer of each."""
+    outputs = generate(llm, asks)
+    every = clairai.captures(llm, outputs)
+    return [_found(output, found) for output, found in zip(outputs, every, strict=True)]
+
+
+def generate(llm: Any, asks: list[Ask]) -> list[Any]:
+    prompts = [{"prompt_token_ids": list(ask.prompt)} for ask in asks]
+    return list(llm.generate(prompts, list(map(params, asks)), use_tqdm=False))
+
+
+def params(ask: Ask) -> Any:
+    from vllm import SamplingParams
+
+    is_one = ask.n == 1
+    return SamplingParams(
+        n=ask.n,
+        max_tokens=ask.num_new,
+        temperature=0.0 if is_one else 1.0,
+        seed=None if is_one else 3,
+        ignore_eos=True,
+        detokenize=False,
+        extra_args=clairai.request(capture=ask.capture, steer=list(ask.steer), **ask.fields),
+    )
+
+
+def _found(output: Any, captures: list[clairai.Capture]) -> list[Found]:
+    by_choice = {one.report.choice: one for one in captures}
+    return [_read(output, answer, by_choice.get(answer.index)) for answer in output.outputs]
+
+
+def _read(output: Any, answer: Any, capture: clairai.Capture | None) -> Found:
+    told = tuple(answer.token_ids), output.num_cached_tokens or 0
+    if capture is None:
+        return Found(*told)
+    report = capture.report
+    known = (capture.state, capture.reason, capture.lost, report.rows, report.discarded)
+    if capture.state != "kept":
+        return Found(*told, *known)
+    store = clairai.open(next(iter(capture.where.values())))
+    request = store.request(report.stream)
+    return Found(
+        *told,
+        *known,
+        positions=tuple(capture.positions.tolist()),
+        tokens=tuple(capture.tokens.tolist()),
+        rows={point: np.asarray(capture.rows(point)) for point in capture.points},
+        stored={"tags": request.tags, "steering": request.steering},
+    )
+
+
+def refused(llm: Any, ask: Ask) -> tuple[str, str]:
+    """Code and reason of a request that must not be admitted."""
+    from tests.engine.asks import drop_unfinished
+
+    try:
+        generate(llm, [ask])
+    except ClairaiError as error:
+        return error.code, error.reason
+    finally:
+        drop_unfinished(llm)
+    return "", "accepted"
+
+
+def preempted(llm: Any, asks: list[Ask]) -> tuple[int, list[list[Found]]]:
+    """The same, and how often the scheduler preempted a request."""
+    scheduler = llm.llm_engine.engine_core.engine_core.scheduler
+    seen: list[int] = []
+    original = scheduler._preempt_request
+
+    def counted(request: Any, *args: Any, **kwargs: Any) -> Any:
+        seen.append(1)
+        return original(request, *args, **kwargs)
+
+    scheduler._preempt_request = counted
+    try:
+        found = capture(llm, asks)
+        return len(seen), found
+    finally:
+        del scheduler._preempt_request
+
+
+def state(llm: Any) -> wire_capture.CaptureState:
+    return ask_engine(llm, wire_capture.DescribeCapture(), wire_capture.CaptureState)
