@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from clairai.captured import Capture as Capture
     from clairai.captured import captures as captures
     from clairai.match.align import Scores as Scores
+    from clairai.messages import message_range as message_range
     from clairai.offline import ProbeBank as ProbeBank
     from clairai.offline import config as config
     from clairai.offline import scores as scores
@@ -46,6 +47,7 @@ _HOME: Final = {
     "captures": "clairai.captured",
     "config": "clairai.offline",
     "load": "clairai.probe.files",
+    "message_range": "clairai.messages",
     "open": "clairai.store.reading",
     "request": "clairai.wanted",
     "save": "clairai.probe.files",

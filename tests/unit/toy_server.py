@@ -68,12 +68,16 @@ class ToyServer:
         app = FastAPI()
         for path in (*PATHS, RESPONSES):
             app.add_api_route(path, self._complete, methods=["POST"])
+        self.add_routes(app)
         http.attach(app)
         parallel = SimpleNamespace(_api_process_count=self.api_servers)
         config = SimpleNamespace(parallel_config=parallel)
         client = SimpleNamespace(collective_rpc=self._collective_rpc, vllm_config=config)
         http.connect(client, app.state)
         self.client = TestClient(app)
+
+    def add_routes(self, app: FastAPI) -> None:
+        """Others of vLLM's own."""
 
     def control(self, message: wire.Control) -> bytes:
         """Asked by somebody else than this server."""

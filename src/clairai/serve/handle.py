@@ -41,9 +41,9 @@ def is_settled(found: Sequence[Captured]) -> bool:
     return bool(found) and not any(one.state in _UNSETTLED for one in found)
 
 
-async def settled(ask: Ask, *, wait_s: float = WAIT_S) -> Sequence[Captured]:
-    """What is said when rows are safe, or what is said after so long."""
-    deadline_s = time.monotonic() + wait_s
+async def settled(ask: Ask) -> Sequence[Captured]:
+    """What is said when rows are safe, or what is said after WAIT_S."""
+    deadline_s = time.monotonic() + WAIT_S
     pause_s = _FIRST_WAIT_S
     found = await ask()
     while not is_settled(found) and time.monotonic() < deadline_s:

@@ -1,0 +1,46 @@
+"""Takes headers of a request; gives the bytes that RFC 9110 says they ask for."""
+
+from __future__ import annotations
+
+import pytest
+
+from clairai.http_range import NOT_SATISFIABLE, WHOLE, asked_range
+
+TAG = '"t"'
+SIZE = 100
+
+
+@pytest.mark.parametrize(
+    ("asked", "expected"),
+    [
+        ("bytes=0-0", (0, 1)),
+        ("bytes=0-99", (0, 100)),
+        ("bytes=0-5000", (0, 100)),
+        ("bytes=99-", (99, 100)),
+        ("bytes=-1", (99, 100)),
+        ("bytes=-500", (0, 100)),
+        (" bytes = 3 - 4 ", (3, 5)),
+        ("bytes=100-", NOT_SATISFIABLE),
+        ("bytes=-0", NOT_SATISFIABLE),
+        ("bytes=9999999999999999999-", NOT_SATISFIABLE),
+        ("bytes=5-4", WHOLE),
+        ("bytes=0-1,4-5", WHOLE),
+        ("bytes=-", WHOLE),
+        ("bytes=a-b", WHOLE),
+        ("bytes=\u0661-", WHOLE),
+        ("lines=0-1", WHOLE),
+        ("", WHOLE),
+    ],
+)
+def test_a_range_is_what_it_says_or_all_of_it(asked: str, expected: object) -> None:
+    assert asked_range({"range": asked}, TAG, SIZE) == expected
+
+
+def test_a_range_of_another_version_is_not_given() -> None:
+    assert asked_range({"range": "bytes=0-1", "if-range": TAG}, TAG, SIZE) == (0, 2)
+    assert asked_range({"range": "bytes=0-1", "if-range": '"u"'}, TAG, SIZE) == WHOLE
+
+
+def test_an_empty_file_has_no_range() -> None:
+    assert asked_range({"range": "bytes=-5"}, TAG, 0) == NOT_SATISFIABLE
+    assert asked_range({}, TAG, 0) == WHOLE
