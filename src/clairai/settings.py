@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Final
 
+from clairai.capture.seed import seed_setting
 from clairai.capture.setting import ALL, Setting
 from clairai.errors import ConfigError
 from clairai.points import Point, expand, quote
@@ -83,6 +84,16 @@ class Settings:
         if unknown:
             raise ConfigError(f"unknown clairai setting {unknown[0]}; known: {', '.join(known)}")
         return cls(**given)
+
+    @classmethod
+    def read(cls, given: object, environ: Mapping[str, str]) -> Settings:
+        """The same for an engine; the seed's switches fill in what the settings leave out."""
+        settings = cls.parse(given)
+        has_points = bool(settings.points or settings.probes or settings.vectors)
+        seeded = seed_setting(environ, has_points=has_points)
+        if seeded is None or settings.capture is not None:
+            return settings
+        return replace(settings, capture=seeded)
 
     def as_dict(self) -> dict[str, Any]:
         """The JSON form: what differs from the defaults, and no more."""

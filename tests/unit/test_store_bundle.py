@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import product
 from pathlib import Path
 
 import numpy as np
@@ -30,9 +31,8 @@ def store(tmp_path: Path) -> Store:
     with Writer(tmp_path / "s") as writer:
         writer.begin(1, tags={"a": 1})
         for start in (0, 3):
-            for point in POINTS:
-                for stream in (1, 2):
-                    writer.offer(_measured(block(stream, start=start, point=point), start))
+            for point, stream in product(POINTS, (1, 2)):
+                writer.offer(_measured(block(stream, start=start, point=point), start))
             writer.flush()
         again = block(1, 1, start=2, point=POINTS[0])
         again.rows_N["flags"] |= RECOMPUTED

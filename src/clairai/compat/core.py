@@ -31,7 +31,7 @@ def keep_settings(vllm_config: Any, settings: Settings) -> None:
 
 def settings_of(vllm_config: Any) -> Settings:
     kept = getattr(vllm_config, _SETTINGS, None)
-    return kept or Settings.parse(vllm_config.additional_config[KEY])
+    return kept or Settings.read(vllm_config.additional_config[KEY], os.environ)
 
 
 def desk_of(core: Any) -> Desk:

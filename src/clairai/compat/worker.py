@@ -42,7 +42,7 @@ MIN_STASH_ROWS: Final = 512
 def prepare(worker: Any) -> None:
     """Called at the end of WorkerBase.__init__: check, fingerprint, and wait for the model."""
     config = worker.vllm_config
-    settings = Settings.parse(config.additional_config[KEY])
+    settings = Settings.read(config.additional_config[KEY], os.environ)
     version.check_version(version.vllm_version(), allow_untested=settings.allow_untested_vllm)
     modes.check_modes(config)
     text_config = config.model_config.hf_text_config

@@ -47,7 +47,7 @@ def serve(
         steering=steering,
         runtime_dir=str(folder),
     )
-    check(model, Settings.parse(tapped["clairai"]), arguments, os.environ)
+    check(model, Settings.read(tapped["clairai"], os.environ), arguments, os.environ)
     log = _log(vllm_log, folder, outside.bind)
     private = PrivateSocket.within(folder)
     launch = Launch(model, tapped, private, (*_name(model, arguments), QUIET, *arguments))
