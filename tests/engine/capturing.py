@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -76,18 +76,24 @@ def _found(output: Any, captures: list[clairai.Capture]) -> list[Found]:
 
 
 def _read(output: Any, answer: Any, capture: clairai.Capture | None) -> Found:
-    told = tuple(answer.token_ids), output.num_cached_tokens or 0
+    found = Found(tuple(answer.token_ids), output.num_cached_tokens or 0)
     if capture is None:
-        return Found(*told)
+        return found
     report = capture.report
-    known = (capture.state, capture.reason, capture.lost, report.rows, report.discarded)
+    found = replace(
+        found,
+        state=capture.state,
+        reason=capture.reason,
+        lost=capture.lost,
+        told=report.rows,
+        discarded=report.discarded,
+    )
     if capture.state != "kept":
-        return Found(*told, *known)
+        return found
     store = clairai.open(next(iter(capture.where.values())))
     request = store.request(report.stream)
-    return Found(
-        *told,
-        *known,
+    return replace(
+        found,
         positions=tuple(capture.positions.tolist()),
         tokens=tuple(capture.tokens.tolist()),
         rows={point: np.asarray(capture.rows(point)) for point in capture.points},

@@ -45,7 +45,10 @@ def errors(folder: Path, ask: Ask, found: Found, changes: list[Change]) -> Any:
     """Of every value that was captured."""
     truth = streams(str(folder), [*ask.prompt, *found.token_ids], changes)
     at = list(found.positions)
-    parts = [relative_error(rows, truth[point][at]) for point, rows in found.rows.items()]
+    parts = [
+        relative_error(rows, truth[point][at].astype(np.float32))
+        for point, rows in found.rows.items()
+    ]
     return np.concatenate([part.ravel() for part in parts])
 
 

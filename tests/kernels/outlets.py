@@ -60,6 +60,9 @@ class InterpretedLaunch:
             commit_kernel.commit[grid](self._ring, brief.memory, *read, part, **self.constants)
             assert not self._ticket.any()  # ready for the next launch
 
+    def follow(self, stream: int) -> None:
+        pass
+
     def flush(self) -> None:
         pass
 

@@ -38,6 +38,8 @@ class StoppedGpu:
         self.briefs.append(brief)
         self.grids.append(list(grids))
 
+    def follow(self, stream: int) -> None: ...
+
     def flush(self) -> None:
         for brief in self.briefs:
             brief.memory[DONE_WORD] = brief.memory[9]

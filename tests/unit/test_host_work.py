@@ -41,6 +41,9 @@ class NoLaunch:
         del inputs, grids
         brief.memory[DONE_WORD] = brief.memory[9]
 
+    def follow(self, stream: int) -> None:
+        pass
+
     def flush(self) -> None:
         pass
 

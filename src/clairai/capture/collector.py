@@ -124,24 +124,27 @@ class Collector:
         return batch, None
 
     def _deliver(self, batch: list[Taken]) -> None:
-        counts: dict[Seat, int] = {}
         try:
-            for taken in batch:
-                for seat, count in taken.counts().items():
-                    counts[seat] = counts.get(seat, 0) + count
             loads = self._read(batch)
         except Exception as error:  # a thread that ends unseen would be the worst of answers
-            reason = f"rows could not be read, {type(error).__name__}: {error}"
-            _log.exception("captured rows are lost")
-            for seat, count in counts.items():
-                self.results.dropped(seat, count, reason)
-                self.results.failed(seat, reason)
+            for taken in batch:
+                self._lose(taken.counts(), error)
             loads = []
         finally:
             for taken in batch:
                 taken.free()
         for load in loads:
-            self._give(load)
+            try:
+                self._give(load)
+            except Exception as error:
+                self._lose(_counts(load), error)
+
+    def _lose(self, counts: Mapping[Seat, int], error: Exception) -> None:
+        reason = f"rows could not be read, {type(error).__name__}: {error}"
+        _log.error("%d captured rows are lost: %s", sum(counts.values()), reason)
+        for seat, count in counts.items():
+            self.results.dropped(seat, count, reason)
+            self.results.failed(seat, reason)
 
     def _read(self, batch: list[Taken]) -> list[Load]:
         """Copies of what came, joined; the rules are judged before their rows go on."""
@@ -237,6 +240,10 @@ class Collector:
             del self._live[seat[0]]
             for name in order.to:
                 self._consumers[name].finish(seat[0])
+
+
+def _counts(load: Load) -> dict[Seat, int]:
+    return {seat: len(p) * len(load.points) for seat, p in _by_seat(load.rows_N)}
 
 
 def _by_seat(

@@ -11,7 +11,7 @@ from typing import Any, Final
 from clairai.capture.order import Hold, Order
 from clairai.capture.positions import Positions, ranges
 from clairai.capture.setting import ALL, Setting
-from clairai.capture.spec import EncoderSpec, Wish
+from clairai.capture.spec import EncoderSpec, Wish, parse_tags
 from clairai.errors import CaptureOffError, ClairaiError, ConfigError, RequestError
 from clairai.points import Point, expand, quote
 from clairai.steer.applied import describe
@@ -174,7 +174,7 @@ def _joined(tags: str, others: str) -> str:
     if tags == "{}":
         return others
     joined: dict[str, Any] = {**json.loads(tags), **json.loads(others)}
-    return json.dumps(joined, separators=(",", ":"))
+    return parse_tags(joined, what="capture.tags, with those of the engine's setting")
 
 
 def _hold(setting: Setting, engine: Engine) -> Hold | None:

@@ -38,11 +38,13 @@ class Results:
         self._consumers = consumers
         self._lock = threading.Lock()
         self._entries: OrderedDict[Seat, _Entry] = OrderedDict()
+        self._writing: dict[Seat, None] = {}  # finished, and not known to be safe
         self._seats: dict[int, list[Seat]] = {}
         self._totals = _Totals()
 
     def open(self, seat: Seat, order: Order) -> None:
         with self._lock:
+            self._writing.pop(seat, None)
             if self._entries.pop(seat, None) is None:
                 self._seats.setdefault(seat[0], []).append(seat)
             self._entries[seat] = _Entry(order)
@@ -51,6 +53,7 @@ class Results:
 
     def _forget(self, seat: Seat) -> None:
         del self._entries[seat]
+        self._writing.pop(seat, None)
         self._seats[seat[0]].remove(seat)
         if not self._seats[seat[0]]:
             del self._seats[seat[0]]
@@ -84,17 +87,19 @@ class Results:
             if seat in self._entries:
                 entry = self._entries[seat]
                 entry.state, entry.reason = "failed", reason
+                self._writing.pop(seat, None)
 
     def finished(self, seat: Seat) -> None:
         """Nothing follows; what there is is on its way."""
         with self._lock:
             if seat in self._entries and self._entries[seat].state == "open":
                 self._entries[seat].state = "writing"
+                self._writing[seat] = None
 
     def writing(self) -> list[Seat]:
         """Those that are finished and not known to be safe."""
         with self._lock:
-            return [seat for seat, entry in self._entries.items() if entry.state == "writing"]
+            return list(self._writing)
 
     def waits(self, seats: Iterable[Seat], reason: str) -> None:
         """They are not safe yet, and why."""
@@ -110,6 +115,7 @@ class Results:
                 entry = self._entries.get(seat)
                 if entry is not None and entry.state == "writing":
                     entry.state, entry.waits = "kept", ""
+                    del self._writing[seat]
 
     def of_stream(self, stream: int) -> tuple[Captured, ...]:
         with self._lock:

@@ -25,7 +25,6 @@ from clairai.store.codecs.base import Encoder
 from clairai.store.codecs.raw import STORED
 from clairai.store.rows import Origin
 from clairai.tap.capture import Capture
-from clairai.tap.station import Station
 from clairai.tap.tables import Tables
 from clairai.tap.taker import Taker
 
@@ -143,8 +142,7 @@ def make_capture(worker: Any, setting: Setting, sites: Sites) -> Capture:
         pending_nbytes=setting.pending_mib << 20,
     )
     taker = Taker(tables, consumers, collector, staging_nbytes=staging_nbytes)
-    site_of = _places(sites, tables)
-    return Capture(taker, collector, site_of, functools.partial(_column, station))
+    return Capture(taker, collector, _places(sites, tables), station)
 
 
 def _origin(about: About, encoder: Encoder) -> Origin:
@@ -156,13 +154,6 @@ def _origin(about: About, encoder: Encoder) -> Origin:
         encoder=encoder.name,
         parameters=encoder.parameters,
     )
-
-
-def _column(station: Station, probe: str) -> tuple[int, int] | None:
-    """Where the bank has this probe now."""
-    columns = station.columns
-    found = zip(columns.probes, columns.slots(), strict=True)
-    return next((slot for one, slot in found if one.name == probe), None)
 
 
 def weights_version(model: Any) -> str:

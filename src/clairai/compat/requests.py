@@ -17,9 +17,9 @@ from weakref import WeakSet, WeakValueDictionary, finalize
 
 from clairai import wanted as fields
 from clairai.capture.order import Order
-from clairai.capture.resolve import Asked, Resolver
+from clairai.capture.resolve import CAPTURE_OFF, Asked, Resolver
 from clairai.compat.captures import ORDER, SealedOrder
-from clairai.errors import ClairaiError, RequestError
+from clairai.errors import CaptureOffError, ClairaiError, RequestError
 from clairai.steer import course as courses
 from clairai.steer.amend import check_acts
 from clairai.steer.course import Course
@@ -153,6 +153,8 @@ class Reception:
         self, wanted: fields.Wanted, request: Any, stream: int, course: Course | None
     ) -> Order | None:
         if self._captures is None:
+            if wanted.capture is not None and wanted.capture.is_wanted:
+                raise CaptureOffError(CAPTURE_OFF)
             return None
         prompt_len = len(request.prompt_token_ids or ())
         order = self._captures.order(wanted.capture, Asked(stream, prompt_len, course))

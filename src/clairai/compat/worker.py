@@ -106,8 +106,8 @@ def _install(worker: Any, settings: Settings, planned: Plan) -> None:
         max_tokens=worker.model_runner.max_num_tokens,
         device=str(worker.model_runner.device),
         dtype=config.model_config.dtype,
-        stash_rows=_stash_rows(worker, settings) if ours or settings.capturing else 0,
-        is_capturing=settings.capturing is not None,
+        stash_rows=_stash_rows(worker, settings) if ours or _captures(worker, settings) else 0,
+        is_capturing=_captures(worker, settings),
     )
     _attach_ours(config, sites, tables, ours)
     _attach(config, sites, tables, set(names) - set(ours), is_branched=settings.branch)
@@ -166,12 +166,17 @@ def _check_served(sites: layers.Sites, planned: Plan) -> None:
         )
 
 
+def _captures(worker: Any, settings: Settings) -> bool:
+    """Every rank holds the whole residual: the first one keeps it for all."""
+    return settings.capturing is not None and worker.rank == 0
+
+
 def _stash_rows(worker: Any, settings: Settings) -> int:
     """As many as any captured graph has: config/compilation.py max_cudagraph_capture_size, 0.26.
 
     Who captures wants rows of any step.
     """
-    if settings.capturing is not None:
+    if _captures(worker, settings):
         return int(worker.model_runner.max_num_tokens)
     compilation = worker.vllm_config.compilation_config
     largest = getattr(compilation, "max_cudagraph_capture_size", None) or 0

@@ -17,7 +17,7 @@ from clairai.tap.outlet import Inputs
 from clairai.tap.picks import Pick, Picks
 from clairai.tap.rows import Batch
 from clairai.tap.station import NewRequest
-from clairai.tap.taker import ColumnOf, Taker
+from clairai.tap.taker import Scores, Taker
 
 REMEMBERED: Final = 1 << 16
 
@@ -26,9 +26,9 @@ class Capture:
     """The worker's side of captures: who is captured, which rows of a step are theirs."""
 
     def __init__(
-        self, taker: Taker, collector: Collector, site_of: Mapping[str, int], column_of: ColumnOf
+        self, taker: Taker, collector: Collector, site_of: Mapping[str, int], scores: Scores
     ) -> None:
-        self._taker, self._collector, self._column_of = taker, collector, column_of
+        self._taker, self._collector, self._scores = taker, collector, scores
         self._picks = Picks(site_of)
         self._pick: Pick | None = None
         self._streams: OrderedDict[str, int] = OrderedDict()  # by the id the caller knows
@@ -74,7 +74,7 @@ class Capture:
     def end(self, inputs: Callable[[], Inputs]) -> None:
         pick, self._pick = self._pick, None
         if pick is not None:
-            self._taker.take(pick, inputs(), self._column_of)
+            self._taker.take(pick, inputs(), self._scores)
 
     def blank(self) -> None:
         """A forward of nobody's rows may write over the last step's."""

@@ -92,6 +92,9 @@ class Launch(Protocol):
     def __call__(self, brief: Brief, inputs: Inputs, grids: Iterator[tuple[int, int]]) -> None:
         """One launch for each grid; its number is the kernel's `part`."""
 
+    def follow(self, stream: int) -> None:
+        """Have this stream wait for the last launch."""
+
     def flush(self) -> None: ...
 
 
@@ -142,6 +145,9 @@ class DeviceOutlet:
         ahead = self._shape.ahead
         for first in range(0, num_records, ahead):
             yield min(ahead, num_records - first), num_programs
+
+    def follow(self, stream: int) -> None:
+        self._launch.follow(stream)
 
     def flush(self) -> None:
         self._launch.flush()
@@ -198,6 +204,9 @@ class GpuLaunch:
             launch = self._compiled[(*grid, 1)]
             launch(*given, part, *self._constants.values(), stream=stream)
         self._gpu.record(self._committed, self._side)
+
+    def follow(self, stream: int) -> None:
+        self._gpu.wait(self._gpu.stream(stream), self._committed)
 
     def flush(self) -> None:
         self._stream.synchronize()

@@ -75,7 +75,7 @@ def project_twin(rows_ND: torch.Tensor, encoder: Rp8) -> torch.Tensor:
     return (sums_NK * _power(-shift_N1) * (1 / math.sqrt(encoder.k))).float()
 
 
-@lru_cache(maxsize=1)  # an engine has one projection, for every row it ever captures
+@lru_cache(maxsize=4)  # requests may ask for different ones; each is some MiB on the device
 def _signs(seed: int, width: int, k: int, device: torch.device) -> torch.Tensor:
     return signs_twin(seed, width, k, device).double()
 

@@ -22,6 +22,10 @@ class Lane(Protocol):
     def side(self) -> Any:
         """A context: what is called in it runs beside the forward, and after the last one."""
 
+    @property
+    def handle(self) -> int:
+        """The driver's own name of the stream; 0 where there is none."""
+
     def left(self) -> None:
         """Within: the forward's own memory has been read."""
 
@@ -31,6 +35,8 @@ class Lane(Protocol):
 
 class HostLane:
     """Everything happens where it is called."""
+
+    handle = 0
 
     def begin(self) -> None:
         pass
@@ -54,6 +60,7 @@ class CudaLane:
         self._forward = torch.cuda.Event()
         self._left = torch.cuda.Event()
         self._is_read = True
+        self.handle = int(self._stream.cuda_stream)
 
     def begin(self) -> None:
         if not self._is_read:

@@ -48,6 +48,9 @@ class Outlet(Protocol):
 
     def send(self, step: Step) -> None: ...
 
+    def follow(self, stream: int) -> None:
+        """Have this stream of the GPU wait until the last step that was sent is in the ring."""
+
     def flush(self) -> None:
         """Return when every step that was sent is in the ring."""
 
@@ -82,6 +85,9 @@ class HostOutlet:
             blank = np.full((num_events, scores_RP.shape[1]), np.nan, np.float32)
             scores_RP = np.concatenate([blank, scores_RP])
         self._writer.publish(rows, scores_RP, bank_version=step.bank_version, step=step.number)
+
+    def follow(self, stream: int) -> None:
+        """It is there already, and there is no GPU."""
 
     def flush(self) -> None:
         pass

@@ -132,6 +132,15 @@ class Station:
         """Return when every step so far is in the ring: what a caller asks for next is there."""
         self._outlet.flush()
 
+    def column(self, probe: str) -> tuple[int, int] | None:
+        """A probe's site and its place there, in the bank as it is now."""
+        found = zip(self.columns.probes, self.columns.slots(), strict=True)
+        return next((slot for one, slot in found if one.name == probe), None)
+
+    def follow(self, stream: int) -> None:
+        """Have this stream of the GPU wait until the last step's scores are there."""
+        self._outlet.follow(stream)
+
     @property
     def published(self) -> int:
         """Records in the ring, or on their way there."""

@@ -7,8 +7,9 @@ encoded at most `PART_VALUES` numbers at a time.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import Final
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Final, Protocol
 
 import numpy as np
 import torch
@@ -16,6 +17,7 @@ import torch
 from clairai.capture.collector import Collector
 from clairai.capture.consumers import Consumer
 from clairai.capture.resolve import PART_OF_STAGING
+from clairai.store.codecs.base import Encoder
 from clairai.tap.arena import Arena
 from clairai.tap.encode_twin import encode_twin
 from clairai.tap.lanes import lane_for
@@ -29,7 +31,25 @@ NO_ROOM: Final = (
     "rows came faster than their consumers took them; raise staging_mib, or choose the policy block"
 )
 
-ColumnOf = Callable[[str], tuple[int, int] | None]  # a probe's site and its place there
+
+class Scores(Protocol):
+    """The engine's probes, as far as rules depend on them."""
+
+    def column(self, probe: str) -> tuple[int, int] | None:
+        """Its site and its place there; None if the bank has no such probe."""
+
+    def follow(self, stream: int) -> None:
+        """Have this stream of the GPU wait until the last step's scores are there."""
+
+
+@dataclass(frozen=True, eq=False)
+class _Span:
+    """Rows of one encoder among all that are gathered, or its sample."""
+
+    first: int
+    end: int
+    group: int
+    encoder: Encoder | None  # None: they stay as they are
 
 
 class Taker:
@@ -55,9 +75,9 @@ class Taker:
         """A step begins: from here on its forward may write over the last one's rows."""
         self._lane.begin()
 
-    def take(self, pick: Pick, inputs: Inputs, column_of: ColumnOf) -> None:
+    def take(self, pick: Pick, inputs: Inputs, scores: Scores) -> None:
         if pick.held:
-            self._take_scores(pick, column_of)
+            self._take_scores(pick, scores)
         if not len(pick):
             return
         per_token = max(kind.nbytes(self._width) for kind in pick.cast.kinds)
@@ -72,7 +92,7 @@ class Taker:
             "position": str(inputs.positions_T.dtype).removeprefix("torch."),
         }
         layout = layout_of(pick, groups, self._width, dtypes)
-        if self._may_wait(pick):
+        if self._may_wait(pick) and layout.nbytes <= self.arena.nbytes:
             region = self.arena.wait(layout.nbytes)
         else:
             found = self.arena.take(layout.nbytes)
@@ -91,7 +111,7 @@ class Taker:
         names = {name for kind in pick.cast.kinds for name in kind.to}
         return any(self._consumers[name].policy == "block" for name in names)
 
-    def _fill(self, staged: Staged, pick: Pick, groups: list[Group], inputs: Inputs) -> None:
+    def _fill(self, staged: Staged, pick: Pick, groups: Sequence[Group], inputs: Inputs) -> None:
         index = staged.tensor(PICK, "index")
         wanted = [pick.row_N]
         for group in groups:
@@ -99,43 +119,57 @@ class Taker:
         index.numpy()[:] = np.concatenate(wanted)
         with self._lane.side():
             on_device = index.to(self._tables.device, non_blocking=True)
-            row_N, at = on_device[: len(pick)], len(pick)
+            row_N = on_device[: len(pick)]
             for name, given in (("token", inputs.token_ids_T), ("position", inputs.positions_T)):
                 staged.tensor(PICK, name).copy_(given.index_select(0, row_N), non_blocking=True)
-            for number, group in enumerate(groups):
-                end = at + len(group.flat_M) + len(group.sample_K)
-                self._encode(staged, number, group, on_device[at:end])
-                at = end
-            self._lane.left()
+            self._gather(staged, [*_spans(groups)], on_device[len(pick) :])
             staged.will_be(self._lane.done())
 
-    def _encode(self, staged: Staged, number: int, group: Group, flat: torch.Tensor) -> None:
-        """Rows of one encoder into its arrays, then the sample as it is."""
-        num_rows, step = len(group.flat_M), max(PART_VALUES // self._width, 1)
-        layout = group.encoder.layout(self._width)
-        targets = {name: staged.tensor(number, f"rows.{name}") for name in layout}
-        for first in range(0, num_rows, step):
-            end = min(first + step, num_rows)
-            rows_MD = self._stash.index_select(0, flat[first:end])
-            for name, encoded in encode_twin(rows_MD, group.encoder).items():
-                targets[name][first:end].copy_(encoded, non_blocking=True)
-        sample_KD = self._stash.index_select(0, flat[num_rows:])
-        if self._dtype == "bfloat16":  # numpy has none: its bits
-            sample_KD = sample_KD.view(torch.uint16)
-        staged.tensor(number, "sample").copy_(sample_KD, non_blocking=True)
+    def _gather(self, staged: Staged, spans: Sequence[_Span], flat: torch.Tensor) -> None:
+        """The forward waits until the last row has been read, and not for what comes of them."""
+        step = max(PART_VALUES // self._width, 1)
+        for first in range(0, len(flat), step):
+            rows_MD = self._stash.index_select(0, flat[first : first + step])
+            end = first + len(rows_MD)
+            if end == len(flat):
+                self._lane.left()
+            for span in spans:
+                low, high = max(span.first, first), min(span.end, end)
+                if low < high:
+                    part = slice(low - span.first, high - span.first)
+                    self._put(staged, span, part, rows_MD[low - first : high - first])
 
-    def _take_scores(self, pick: Pick, column_of: ColumnOf) -> None:
-        scores: dict[str, torch.Tensor] = {}
+    def _put(self, staged: Staged, span: _Span, part: slice, rows_MD: torch.Tensor) -> None:
+        if span.encoder is None:
+            bits = rows_MD.view(torch.uint16) if self._dtype == "bfloat16" else rows_MD
+            staged.tensor(span.group, "sample")[part].copy_(bits, non_blocking=True)
+            return
+        for name, encoded in encode_twin(rows_MD, span.encoder).items():
+            staged.tensor(span.group, f"rows.{name}")[part].copy_(encoded, non_blocking=True)
+
+    def _take_scores(self, pick: Pick, scores: Scores) -> None:
+        found: dict[str, torch.Tensor] = {}
         is_pinned = self._tables.device.type == "cuda"
         with self._lane.side():
+            scores.follow(self._lane.handle)
             for probe in {held.hold.probe for held in pick.held}:
-                column = column_of(probe)
+                column = scores.column(probe)
                 if column is None:
                     continue
                 site, slot = column
-                found_T = self._tables.scores_STK[site, : pick.num_tokens, slot].contiguous()
-                scores[probe] = torch.empty(pick.num_tokens, pin_memory=is_pinned)
-                scores[probe].copy_(found_T, non_blocking=True)
+                scores_T = self._tables.scores_STK[site, : pick.num_tokens, slot].contiguous()
+                found[probe] = torch.empty(pick.num_tokens, pin_memory=is_pinned)
+                found[probe].copy_(scores_T, non_blocking=True)
             self._lane.left()
             wait = self._lane.done()
-        self._collector.put(Scored(pick.held, scores, wait))
+        self._collector.put(Scored(pick.held, found, wait))
+
+
+def _spans(groups: Sequence[Group]) -> Iterator[_Span]:
+    """In the order in which their places lie in the index."""
+    first = 0
+    for number, group in enumerate(groups):
+        middle = first + len(group.flat_M)
+        yield _Span(first, middle, number, group.encoder)
+        first = middle + len(group.sample_K)
+        yield _Span(middle, first, number, None)
