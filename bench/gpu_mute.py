@@ -13,7 +13,6 @@ from typing import Any, Final
 import torch
 
 from clairai.tap.fused import FusedSite
-from clairai.tap.norm_kernel import norm_twin
 
 WRAPPED: Final = ("execute_model", "prepare_inputs")
 
@@ -39,16 +38,16 @@ class SilentNorm:
     """
 
     def __init__(self, epsilon: float, width: int, dtype: torch.dtype) -> None:
-        self._epsilon = epsilon
+        # Not when this module is imported: that is in processes which are forked later.
+        from clairai.tap.norm_kernel import norm_twin
+
+        self._epsilon, self._norm = epsilon, torch.compile(norm_twin, dynamic=True)
         for num_tokens in (2, 3, 5):  # compiled now, outside of any capture
             rows_TD = torch.zeros(num_tokens, width, device="cuda", dtype=dtype)
             self.norm(rows_TD, rows_TD.clone(), rows_TD[0])
 
     def norm(self, x: Any, residual: Any, weight: Any) -> Any:
-        return _plain_norm(x, residual, weight, self._epsilon)
-
-
-_plain_norm = torch.compile(norm_twin, dynamic=True)
+        return self._norm(x, residual, weight, self._epsilon)
 
 
 @dataclass(frozen=True)

@@ -97,17 +97,17 @@ def test_the_drill_is_right() -> None:
 
 
 PLANTED = {
-    "the walk is one row off": ("row = first + offset", "row = first + offset + 1"),
-    "only the first row is stashed": (
-        "tl.where(row < stash_rows, D, 0)",
-        "tl.where(row < 1, D, 0)",
-    ),
+    "the walk is one row off": ("row = first + offset", "row = tl.maximum(first + offset - 1, 0)"),
+    "one row is stashed": ("tl.where(row < stash_rows, D, 0)", "tl.where(row < 1, D, 0)"),
     "a steered row is not passed on": ("tl.where(is_changed, steered_D, stream_D)", "stream_D"),
     "nothing is remembered": ("((tl.where(run > 0, reads, 0) >> g)", "((reads * 0 >> g)"),
-    "never fresh": ("tl.load(entry_ptr + 3) == 0, reads, 0)", "run != 0, reads, 0)"),
+    "never fresh": ("tl.where(is_fresh, 0, reads)", "reads"),
     "a walk that stays where it is": ("if offset > 0:", "if offset < 0:"),
-    "the program of the first row": ("tl.load(map_ptr + row * ENTRY)", "program"),
-}
+    "the seat of row 0": ("tl.load(map_ptr + first * ENTRY + 2)", "tl.load(map_ptr + 2)"),
+    "no row walks": ("tl.minimum(run, tl.num_programs(0) - first), 1)", "1, 1)"),
+    "a gate of another token": ("gates_ptr + row.to(tl.int64) * NUM_GATES, gates_G", "gates_ptr, "
+                                "gates_G"),
+}  # fmt: skip
 
 
 def planted(tmp_path: Path, old: str, new: str) -> ModuleType:

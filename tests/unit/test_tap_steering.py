@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from types import FrameType
 from typing import Any
 
@@ -39,9 +40,9 @@ class Sent(SteerTables):
         self.maps.append(map_N4.copy())
         super().put_map(map_N4)
 
-    def put_row(self, index: int, values_D: NDArray[np.float32]) -> None:
-        self.rows.append(index)
-        super().put_row(index, values_D)
+    def put_rows(self, indices: Sequence[int], rows: Sequence[NDArray[np.float32]]) -> None:
+        self.rows += indices
+        super().put_rows(indices, rows)
 
     def put_program(
         self, index: int, words_SOW: NDArray[np.int32], num_ops_S: NDArray[np.int32]

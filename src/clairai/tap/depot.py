@@ -50,8 +50,7 @@ class Depot:
         """Have all that this request will need in the tables, from the next forward on."""
         self._check_token_ids(course)
         rows = {row.digest: row for row in _rows_of(course)}
-        for row in rows.values():
-            self._load_row(row)
+        self._load_rows(rows.values())
         parts = segments(course)
         keys = program_keys(course, parts)
         lists = {key: active for key, (_, _, active) in zip(keys, parts, strict=True)}
@@ -79,15 +78,16 @@ class Depot:
                 "are to be refused at admission: please report this"
             )
 
-    def _load_row(self, row: Row) -> None:
-        place = self._rows.take(row.digest)
-        if not place.is_new:
-            return
-        # Nobody uses these either: whoever uses a program uses its rows.
-        for key in tuple(self._keys_of.get(place.evicted or "", ())):
-            self._programs.forget(key)
-            self._unlink(key)
-        self._tables.put_row(place.index, row.read())
+    def _load_rows(self, rows: Iterable[Row]) -> None:
+        places = [(self._rows.take(row.digest), row) for row in rows]
+        new = [(place, row) for place, row in places if place.is_new]
+        for place, _ in new:
+            # Nobody uses these either: whoever uses a program uses its rows.
+            for key in tuple(self._keys_of.get(place.evicted or "", ())):
+                self._programs.forget(key)
+                self._unlink(key)
+        if new:
+            self._tables.put_rows([place.index for place, _ in new], [r.read() for _, r in new])
 
     def _load_program(self, key: bytes, course: Course, active: tuple[int, ...]) -> None:
         place = self._programs.take(key)

@@ -16,7 +16,15 @@ import torch
 import triton
 import triton.language as tl
 
-from clairai.tap.steer_kernel import ENTRY, NUM_GATES, NUM_OPS, WORDS, is_special_token, run_ops
+from clairai.tap.steer_kernel import (
+    ENTRY,
+    NUM_GATES,
+    NUM_OPS,
+    WORDS,
+    fetch_op,
+    is_special_token,
+    run_ops,
+)
 from clairai.tap.steer_tables import SteerTables
 
 
@@ -59,7 +67,26 @@ def norm(x_ptr, stride_x, residual_ptr, stride_residual, weight_ptr, normed_ptr,
     _emit(row, stream_D, weight_D, normed_ptr, stream_ptr, stash_ptr, stash_rows, epsilon, D,
           BLOCK_D)  # fmt: skip
     if row == 0:
-        tl.store(ran_ptr, tl.load(ran_ptr) + 1)
+        tl.store(ran_ptr, 1)  # not counted: a load would be waited for
+
+
+@triton.jit
+def _ask(row, map_ptr, words_ptr, reals_ptr, num_ops_ptr, vectors_ptr, gates_ptr, token_ids_ptr,
+         special_ptr, site, num_sites, num_programs, num_rows, num_ids, vocabulary, D,
+         BLOCK_D: tl.constexpr):  # fmt: skip
+    """All that steers a row, its first op included, before it is known whether there is any."""
+    program = tl.load(map_ptr + row * ENTRY)
+    is_known = (program > 0) & (program < num_programs)
+    at = tl.where(is_known, program, 0).to(tl.int64) * num_sites + site
+    num_ops = tl.minimum(tl.load(num_ops_ptr + at, mask=is_known, other=0), NUM_OPS)
+    kind, gate, flags, real_0, real_1, real_2, real_3, vector_D = fetch_op(
+        words_ptr + at * (NUM_OPS * WORDS), reals_ptr + at * (NUM_OPS * WORDS), 0,
+        is_known.to(tl.int32), vectors_ptr, num_rows, D, BLOCK_D)  # fmt: skip
+    gates_at = gates_ptr + row.to(tl.int64) * NUM_GATES
+    gates_G = tl.load(gates_at + tl.arange(0, NUM_GATES))
+    is_special = is_special_token(row, token_ids_ptr, num_ids, special_ptr, vocabulary)
+    return (at, num_ops, is_special, gates_G, kind, gate, flags, real_0, real_1, real_2, real_3,
+            vector_D)  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["stash_rows", "site"])
@@ -68,51 +95,49 @@ def norm_steered(x_ptr, stride_x, residual_ptr, stride_residual, weight_ptr, nor
                  map_ptr, words_ptr, reals_ptr, num_ops_ptr, vectors_ptr, gates_ptr, state_ptr,
                  reads_ptr, token_ids_ptr, special_ptr, steered_ptr, site, num_sites, num_programs,
                  num_rows, num_seats, num_ids, vocabulary, BLOCK_D: tl.constexpr):  # fmt: skip
+    """Where a gate remembers, its request's first instance walks; else each row is its own's."""
     first = tl.program_id(0)
-    # All that does not depend on the map is asked for before it is known who steers.
-    entry_ptr = map_ptr + first * ENTRY
-    run, program = tl.load(entry_ptr + 1), tl.load(entry_ptr)
+    (at, num_ops, is_special, gates_G, kind, gate, flags, real_0, real_1, real_2, real_3,
+     vector_D) = _ask(first, map_ptr, words_ptr, reals_ptr, num_ops_ptr, vectors_ptr, gates_ptr,
+                      token_ids_ptr, special_ptr, site, num_sites, num_programs, num_rows, num_ids,
+                      vocabulary, D, BLOCK_D)  # fmt: skip
     stream_D = _summed(first, x_ptr, stride_x, residual_ptr, stride_residual, D, BLOCK_D)
     weight_D = _weight(weight_ptr, D, BLOCK_D)
-    if (run == 0) & (program <= 0):
-        # Nobody's row, and most rows where few are steered.
-        _emit(first, stream_D, weight_D, normed_ptr, stream_ptr, stash_ptr, stash_rows, epsilon,
-              D, BLOCK_D)  # fmt: skip
-    else:
-        seat = tl.load(entry_ptr + 2)
-        is_seated = (run != 0) & (seat >= 0) & (seat < num_seats)
-        seat = tl.where(is_seated, seat, 0).to(tl.int64)
-        reads = tl.load(reads_ptr + seat * num_sites + site, mask=is_seated, other=0).to(tl.int32)
-        # Where a gate remembers, one instance walks; elsewhere each row is its own instance's.
-        count = tl.where(reads != 0, tl.minimum(run, tl.num_programs(0) - first), 1)
-        remembered = tl.where(tl.load(entry_ptr + 3) == 0, reads, 0)  # nothing, if it is fresh
-        g = tl.arange(0, NUM_GATES)
-        state_at = state_ptr + seat * NUM_GATES + g
-        state_G = tl.load(state_at, mask=((remembered >> g) & 1) != 0, other=0.0)
-        for offset in range(count):
-            row = first + offset
-            if offset > 0:
-                stream_D = _summed(row, x_ptr, stride_x, residual_ptr, stride_residual, D, BLOCK_D)
-            program = tl.load(map_ptr + row * ENTRY)
-            is_known = (program > 0) & (program < num_programs)
-            at = tl.where(is_known, program, 0).to(tl.int64) * num_sites + site
-            num_ops = tl.minimum(tl.load(num_ops_ptr + at, mask=is_known, other=0), NUM_OPS)
-            if num_ops > 0:
-                is_special = is_special_token(row, token_ids_ptr, num_ids, special_ptr, vocabulary)
-                # Ops act on the stream in the model's own precision, and leave it in that.
-                rounded_D = stream_D.to(stream_ptr.dtype.element_ty).to(tl.float32)
-                steered_D, is_changed, state_G = run_ops(
-                    rounded_D, gates_ptr + row.to(tl.int64) * NUM_GATES,
-                    words_ptr + at * (NUM_OPS * WORDS), reals_ptr + at * (NUM_OPS * WORDS),
-                    num_ops, vectors_ptr, num_rows, is_special, state_G, D, BLOCK_D)  # fmt: skip
-                steered_D = steered_D.to(stream_ptr.dtype.element_ty).to(tl.float32)
-                stream_D = tl.where(is_changed, steered_D, stream_D)
-            _emit(row, stream_D, weight_D, normed_ptr, stream_ptr, stash_ptr, stash_rows, epsilon,
-                  D, BLOCK_D)  # fmt: skip
-        tl.store(state_at, state_G, mask=((tl.where(run > 0, reads, 0) >> g) & 1) != 0)
+    run, seat = tl.load(map_ptr + first * ENTRY + 1), tl.load(map_ptr + first * ENTRY + 2)
+    is_fresh = tl.load(map_ptr + first * ENTRY + 3) != 0
+    is_seated = (run != 0) & (seat >= 0) & (seat < num_seats)
+    seat = tl.where(is_seated, seat, 0).to(tl.int64)
+    reads = tl.load(reads_ptr + seat * num_sites + site, mask=is_seated, other=0).to(tl.int32)
+    g = tl.arange(0, NUM_GATES)
+    remembered = tl.where(is_fresh, 0, reads)
+    state_at = state_ptr + seat * NUM_GATES + g
+    state_G = tl.load(state_at, mask=((remembered >> g) & 1) != 0, other=0.0)
+    # A row whose request's walk is another instance's has a run below 0.
+    count = tl.where(reads != 0, tl.minimum(run, tl.num_programs(0) - first), 1)
+    for offset in range(count):
+        row = first + offset
+        if offset > 0:
+            (at, num_ops, is_special, gates_G, kind, gate, flags, real_0, real_1, real_2, real_3,
+             vector_D) = _ask(row, map_ptr, words_ptr, reals_ptr, num_ops_ptr, vectors_ptr,
+                              gates_ptr, token_ids_ptr, special_ptr, site, num_sites, num_programs,
+                              num_rows, num_ids, vocabulary, D, BLOCK_D)  # fmt: skip
+            stream_D = _summed(row, x_ptr, stride_x, residual_ptr, stride_residual, D, BLOCK_D)
+        if num_ops > 0:
+            # Ops act on the stream in the model's own precision, and leave it in that.
+            steered_D, is_changed, state_G = run_ops(
+                stream_D.to(stream_ptr.dtype.element_ty).to(tl.float32),
+                gates_ptr + row.to(tl.int64) * NUM_GATES, gates_G,
+                words_ptr + at * (NUM_OPS * WORDS), reals_ptr + at * (NUM_OPS * WORDS), num_ops,
+                vectors_ptr, num_rows, is_special, state_G, kind, gate, flags, real_0, real_1,
+                real_2, real_3, vector_D, D, BLOCK_D)  # fmt: skip
+            steered_D = steered_D.to(stream_ptr.dtype.element_ty).to(tl.float32)
+            stream_D = tl.where(is_changed, steered_D, stream_D)
+        _emit(row, stream_D, weight_D, normed_ptr, stream_ptr, stash_ptr, stash_rows, epsilon, D,
+              BLOCK_D)  # fmt: skip
+    tl.store(state_at, state_G, mask=((tl.where(run > 0, reads, 0) >> g) & 1) != 0)
     if first == 0:
-        tl.store(ran_ptr, tl.load(ran_ptr) + 1)
-        tl.store(steered_ptr + site, tl.load(steered_ptr + site) + 1)
+        tl.store(ran_ptr, 1)
+        tl.store(steered_ptr + site, 1)
 
 
 class Norm:

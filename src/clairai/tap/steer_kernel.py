@@ -51,10 +51,8 @@ def _one_of(values_G, gate):
 
 
 @triton.jit
-def _opened(product, reals_ptr, flags, state):
+def _opened(product, bias, threshold, sharpness, release, flags, state):
     """How far a gate is open, from 0 to 1, given what it remembers; NaN opens nothing."""
-    bias, threshold = tl.load(reals_ptr), tl.load(reals_ptr + 1)
-    sharpness, release = tl.load(reals_ptr + 2), tl.load(reals_ptr + 3)
     activation = flags >> ACTIVATION_SHIFT
     score = product + bias
     score = tl.where((activation == 1) & (score < 0), 0.0, score)
@@ -69,10 +67,8 @@ def _opened(product, reals_ptr, flags, state):
 
 
 @triton.jit
-def _factor(stream_D, vector_D, reals_ptr, kind, flags):
+def _factor(stream_D, vector_D, low, high, inverse, kind, flags):
     """How much of the vector is added at full strength."""
-    low, high = tl.load(reals_ptr + 1), tl.load(reals_ptr + 2)
-    inverse = tl.load(reals_ptr + 3)
     factor = inverse * 0.0 + 1.0
     if (kind == ABLATE) | (kind == CLAMP):
         along = tl.sum(stream_D * vector_D, axis=0) * inverse
@@ -92,42 +88,61 @@ def is_special_token(row, token_ids_ptr, num_ids, special_ptr, vocabulary):
 
 
 @triton.jit
-def run_ops(stream_D, gates_at, words_ptr, reals_ptr, num_ops, vectors_ptr, num_rows, is_special,
-            state_G, D, BLOCK_D: tl.constexpr):  # fmt: skip
-    """Run a program's ops at this site on one row, held as float32.
-
-    Gives the row, whether it was changed, and what the gates remember now.
-    """
+def fetch_op(words_ptr, reals_ptr, op, num_ops, vectors_ptr, num_rows, D, BLOCK_D: tl.constexpr):
+    """All there is of one op; nothing, if there are not so many."""
+    is_there = op < num_ops
+    word_ptr = words_ptr + op * WORDS
+    real_ptr = reals_ptr + op * WORDS + FIRST_REAL
+    kind = tl.load(word_ptr, mask=is_there, other=0)
+    row = tl.load(word_ptr + 1, mask=is_there, other=-1)
+    gate = tl.load(word_ptr + 2, mask=is_there, other=-1)
+    flags = tl.load(word_ptr + 3, mask=is_there, other=0)
+    real_0 = tl.load(real_ptr, mask=is_there, other=0.0)
+    real_1 = tl.load(real_ptr + 1, mask=is_there, other=0.0)
+    real_2 = tl.load(real_ptr + 2, mask=is_there, other=0.0)
+    real_3 = tl.load(real_ptr + 3, mask=is_there, other=0.0)
     d = tl.arange(0, BLOCK_D)
+    end = tl.where((row >= 0) & (row < num_rows), D, 0)
+    vector_D = tl.load(vectors_ptr + row.to(tl.int64) * D + d, mask=d < end, other=0.0)
+    return kind, gate, flags, real_0, real_1, real_2, real_3, vector_D
+
+
+@triton.jit
+def run_ops(stream_D, gates_at, gates_G, words_ptr, reals_ptr, num_ops, vectors_ptr, num_rows,
+            is_special, state_G, kind, gate, flags, real_0, real_1, real_2, real_3, vector_D, D,
+            BLOCK_D: tl.constexpr):  # fmt: skip
+    """Run a program's ops at this site on one row, held as float32; its first op has been fetched.
+
+    Gives the row, whether it was changed, and what the gates remember now. The next op is asked for
+    before this one is done: its loads take longer than the work on a row.
+    """
     g = tl.arange(0, NUM_GATES)
-    gates_G = tl.load(gates_at + g)
     is_changed = num_ops < 0
     is_read = num_ops < 0
     for op in range(num_ops):
-        word_ptr = words_ptr + op * WORDS
-        real_ptr = reals_ptr + op * WORDS + FIRST_REAL
-        kind, row = tl.load(word_ptr), tl.load(word_ptr + 1)
-        gate, flags = tl.load(word_ptr + 2), tl.load(word_ptr + 3)
-        end = tl.where((row >= 0) & (row < num_rows), D, 0)
-        vector_D = tl.load(vectors_ptr + row.to(tl.int64) * D + d, mask=d < end, other=0.0)
+        kind_1, gate_1, flags_1, a_1, b_1, c_1, d_1, vector_1_D = fetch_op(
+            words_ptr, reals_ptr, op + 1, num_ops, vectors_ptr, num_rows, D, BLOCK_D)  # fmt: skip
         is_skipped = is_special & ((flags & SKIPS_SPECIAL) != 0)
         if kind == READ:
             product = tl.sum(stream_D * vector_D, axis=0)
-            opened = _opened(product, real_ptr, flags, _one_of(state_G, gate))
+            state = _one_of(state_G, gate)
+            opened = _opened(product, real_0, real_1, real_2, real_3, flags, state)
             gates_G = tl.where(g == gate, tl.where(is_skipped, 0.0, opened), gates_G)
             # A gate without memory has no number of its own: two courses share its program.
             is_kept = ((flags & (IS_HELD | IS_LATCHED)) != 0) & (is_skipped == 0)
             state_G = tl.where(g == tl.where(is_kept, gate, -1), opened, state_G)
             is_read = num_ops > 0
         else:
-            amount = tl.load(real_ptr) * tl.where(gate < 0, 1.0, _one_of(gates_G, gate))
+            amount = real_0 * tl.where(gate < 0, 1.0, _one_of(gates_G, gate))
             amount = tl.where(is_skipped, 0.0, amount)
             if amount != 0:
-                factor = amount * _factor(stream_D, vector_D, real_ptr, kind, flags)
+                factor = amount * _factor(stream_D, vector_D, real_1, real_2, real_3, kind, flags)
                 keep = tl.where(kind == REPLACE, 1.0 - amount, 1.0)
                 is_acting = (factor != 0) | (keep != 1)
                 stream_D = tl.where(is_acting, keep * stream_D + factor * vector_D, stream_D)
                 is_changed = is_changed | is_acting
+        kind, gate, flags, vector_D = kind_1, gate_1, flags_1, vector_1_D
+        real_0, real_1, real_2, real_3 = a_1, b_1, c_1, d_1
     if is_read:
         tl.store(gates_at + g, gates_G)
     return stream_D, is_changed, state_G
@@ -144,9 +159,13 @@ def _steer_row(x_at, residual_at, gates_at, words_ptr, reals_ptr, num_ops, vecto
         # The stream is the sum in the model's own precision: what the norm would carry on.
         stream_D += tl.load(residual_at + d, mask=d < D, other=0.0).to(tl.float32)
         stream_D = stream_D.to(x_at.dtype.element_ty).to(tl.float32)
+    gates_G = tl.load(gates_at + tl.arange(0, NUM_GATES))
+    kind, gate, flags, real_0, real_1, real_2, real_3, vector_D = fetch_op(
+        words_ptr, reals_ptr, 0, num_ops, vectors_ptr, num_rows, D, BLOCK_D)  # fmt: skip
     stream_D, is_changed, state_G = run_ops(
-        stream_D, gates_at, words_ptr, reals_ptr, num_ops, vectors_ptr, num_rows, is_special,
-        state_G, D, BLOCK_D)  # fmt: skip
+        stream_D, gates_at, gates_G, words_ptr, reals_ptr, num_ops, vectors_ptr, num_rows,
+        is_special, state_G, kind, gate, flags, real_0, real_1, real_2, real_3, vector_D, D,
+        BLOCK_D)  # fmt: skip
     if is_changed:
         steered_D = stream_D.to(x_at.dtype.element_ty)
         if IS_PAIR:

@@ -124,8 +124,22 @@ class SteerTables:
         """The first rows of the map."""
         self._put(self.map_T4[: len(map_N4)], map_N4)
 
-    def put_row(self, index: int, values_D: NDArray[np.float32]) -> None:
-        self._put(self.vectors_VD[index], values_D)
+    def put_rows(self, indices: Sequence[int], rows: Sequence[NDArray[np.float32]]) -> None:
+        """Vectors in their places: through one piece of pinned memory, which is dear to make."""
+        staged_ND = self._staged(self.vectors_VD[: len(rows)])
+        for index, staged_D, values_D in zip(indices, staged_ND, rows, strict=True):
+            if values_D.shape != (self.width,):
+                raise ValueError(f"shape {values_D.shape} where {(self.width,)} belongs")
+            staged_D.numpy()[...] = values_D
+            self.vectors_VD[index].copy_(staged_D, non_blocking=True)
+
+    def _staged(self, like: torch.Tensor) -> torch.Tensor:
+        """Host memory to copy from, in the order of the stream.
+
+        torch gives pinned memory out again only when the copies from it are done.
+        """
+        is_pinned = self.device.type == "cuda"
+        return torch.empty(like.shape, dtype=like.dtype, pin_memory=is_pinned)
 
     def put_program(
         self, index: int, words_SOW: NDArray[np.int32], num_ops_S: NDArray[np.int32]
@@ -144,10 +158,9 @@ class SteerTables:
         if self.device.type != "cuda":
             place.numpy()[...] = values
             return
-        # torch gives pinned memory out again only when the copies from it are done.
-        pinned = torch.empty(place.shape, dtype=place.dtype, pin_memory=True)
-        pinned.numpy()[...] = values
-        place.copy_(pinned, non_blocking=True)
+        staged = self._staged(place)
+        staged.numpy()[...] = values
+        place.copy_(staged, non_blocking=True)
 
     def check_all_ran(self) -> None:
         ran_S = self.ran_S.tolist()
