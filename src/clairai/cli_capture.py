@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Final
 
 import typer
 
+from clairai.cli_capture_run import run
 from clairai.cli_export import export
 from clairai.cli_probes import print_table
 from clairai.cli_progress import progress
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
 
 capture = typer.Typer(help="Captured rows on disk.", no_args_is_help=True)
 capture.add_typer(export, name="export")
+capture.command()(run)
 
 _TITLES: Final = ("stream", "rows", "choices", "positions", "points", "encoder", "model", "tags")
 _MAX_TAGS: Final = 60

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from clairai.batch import done, run
+from clairai.batch.command import job
 from clairai.batch.done import Run
 from clairai.batch.prompts import Prompt, read_prompts
 from clairai.errors import ConfigError, StoreStoppedError
@@ -24,6 +25,7 @@ class ToyEngine:
     """Rows for prompts, through a real writer; may be killed while a batch is forwarded."""
 
     nbytes_per_token = 1 << 20
+    batch_nbytes = 256 << 20
     max_len = 300
 
     def __init__(self, folder: Path, *, dies_after: int | None = None) -> None:
@@ -159,3 +161,38 @@ def test_a_file_without_prompts_or_none_at_all_is_refused(tmp_path: Path) -> Non
     (tmp_path / "b.txt").write_bytes(b"\xff\xfe")
     with pytest.raises(ConfigError, match="line 1 of"):
         read_prompts(tmp_path / "b.txt")
+
+
+JOB: dict[str, Any] = {
+    "prompts": Path("p.txt"),
+    "folder": Path("s"),
+    "points": ["post_block.1"],
+    "positions": "all",
+    "encoder": "raw",
+    "max_tokens": 1,
+    "batch_mib": 1,
+    "engine": "{}",
+}
+
+
+@pytest.mark.parametrize(
+    ("wrong", "said"),
+    [
+        ({"max_tokens": 0}, "--max-tokens is 0"),
+        ({"batch_mib": 0}, "--batch-mib is 0"),
+        ({"engine": "[]"}, "give a JSON object"),
+        ({"engine": "{"}, "no JSON"),
+        ({"points": []}, "no points are named"),
+        ({"encoder": "zip"}, "no encoder is named"),
+        ({"encoder": '{"name": "rp8", "k": 0}'}, "--encoder"),
+        ({"positions": "some"}, "--positions must be one of all, prompt"),
+    ],
+)
+def test_an_option_that_is_wrong_is_named(wrong: dict[str, Any], said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        job("model", **{**JOB, **wrong})
+
+
+def test_options_may_be_names_or_json() -> None:
+    made = job("m", **{**JOB, "encoder": '{"name": "rp8", "k": 9}', "positions": '{"from": -2}'})
+    assert (made.encoder["k"], made.positions) == (9, {"from": -2})

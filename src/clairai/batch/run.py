@@ -12,12 +12,15 @@ from typing import Any, Final, Protocol
 from clairai.batch.prompts import Prompt
 from clairai.errors import ConfigError
 
-BATCH_NBYTES: Final = 256 << 20  # of rows, at most
 MAX_BATCH: Final = 4096  # prompts
 
 
 class Engine(Protocol):
     """A running engine that captures into the folder."""
+
+    @property
+    def batch_nbytes(self) -> int:
+        """Of the rows of a batch, at most."""
 
     @property
     def nbytes_per_token(self) -> int:
@@ -64,7 +67,7 @@ def plan(engine: Engine, prompts: Sequence[Prompt], max_tokens: int) -> Plan:
         if nbytes > room or len(batches[-1]) >= MAX_BATCH:
             batches.append([])
             tokens.append(0)
-            room = BATCH_NBYTES
+            room = engine.batch_nbytes
         batches[-1].append(prompt)
         tokens[-1] += length
         room -= nbytes
@@ -80,10 +83,10 @@ def _length(engine: Engine, prompt: Prompt, max_tokens: int) -> int:
             f"give 1 to {engine.max_len} in all, or raise max_model_len with --engine"
         )
     nbytes = length * engine.nbytes_per_token
-    if nbytes > BATCH_NBYTES:
+    if nbytes > engine.batch_nbytes:
         raise ConfigError(
-            f"line {prompt.number} gives {nbytes >> 20} MiB of rows, and a commit holds "
-            f"{BATCH_NBYTES >> 20}; capture fewer points or positions, or use an encoder"
+            f"line {prompt.number} gives {nbytes >> 20} MiB of rows, and a batch holds "
+            f"{engine.batch_nbytes >> 20}; raise --batch-mib, or name fewer points"
         )
     return length
 

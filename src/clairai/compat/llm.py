@@ -55,5 +55,24 @@ def forward(llm: Any, prompts: Sequence[Sequence[int]]) -> list[Any]:
     return list(llm.generate(inputs, params, use_tqdm=False))
 
 
+def answer(
+    llm: Any,
+    prompts: Sequence[Sequence[int]],
+    max_tokens: int,
+    extra_args: Sequence[Mapping[str, Any]],
+) -> list[Any]:
+    """vLLM's outputs, each prompt with extra arguments of its own; greedy."""
+    from vllm import SamplingParams
+
+    params = [
+        SamplingParams(
+            max_tokens=max_tokens, temperature=0.0, detokenize=False, extra_args=dict(given)
+        )
+        for given in extra_args
+    ]
+    inputs = [{"prompt_token_ids": list(prompt)} for prompt in prompts]
+    return list(llm.generate(inputs, params, use_tqdm=False))
+
+
 def stop(llm: Any) -> None:
     llm.llm_engine.engine_core.shutdown()

@@ -60,7 +60,7 @@ def _object(text: str) -> dict[str, Any]:
 def running(model: str, patterns: Sequence[str], arguments: Mapping[str, Any]) -> Iterator[Source]:
     """An engine tapped where `patterns` say, or at a spread of points; ended after the block."""
     prepare_environment()
-    with _in_words(model):
+    with in_words(model):
         about = llm.outline(model, arguments)
     max_len = arguments.get("max_model_len", min(about.max_len, MAX_LEN))
     if not isinstance(max_len, int) or not 1 < max_len <= BATCH_TOKENS:
@@ -74,7 +74,7 @@ def running(model: str, patterns: Sequence[str], arguments: Mapping[str, Any]) -
             ring_mib=RING_MIB,
             runtime_dir=folder,
         )
-        with _in_words(model):
+        with in_words(model):
             started = llm.start(model, config, {**arguments, "max_model_len": max_len})
         try:
             yield Source(started, points, about.width, max_len)
@@ -83,7 +83,7 @@ def running(model: str, patterns: Sequence[str], arguments: Mapping[str, Any]) -
 
 
 @contextmanager
-def _in_words(model: str) -> Iterator[None]:
+def in_words(model: str) -> Iterator[None]:
     """vLLM raises whatever its parts raise."""
     try:
         yield

@@ -1,0 +1,137 @@
+"""Takes a model and what is to be captured; gives a running engine to put batches through."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import msgspec
+
+from clairai import offline
+from clairai.batch.prompts import Prompt
+from clairai.captured import captures
+from clairai.compat import llm as vllm
+from clairai.errors import StoreStoppedError
+from clairai.points import Point
+from clairai.store.codecs.registry import named
+from clairai.train.engine import in_words, prepare_environment
+from clairai.wanted import request
+from clairai.wire import ROW
+
+COMMIT_S: Final = 600.0
+TAGS_MIB: Final = 32  # of a batch, at most: run.MAX_BATCH times store.rows.MAX_TAGS_NBYTES
+
+
+@dataclass(frozen=True)
+class Wish:
+    """What is captured of every prompt, as the engine's setting says it."""
+
+    points: tuple[Point, ...]
+    positions: object
+    encoder: Mapping[str, Any]
+    max_tokens: int
+    batch_mib: int
+
+    def setting(self, folder: Path) -> dict[str, Any]:
+        """Rows are never dropped, and committed only by a flush: a batch is whole or not there."""
+        consumer = {
+            "folder": str(folder),
+            "policy": "block",
+            "commits": "on_flush",
+            # What is forwarded again after a preemption is stored again.
+            "shard_mib": min(8 * self.batch_mib + TAGS_MIB, 1 << 20),
+        }
+        return {
+            "consumers": {"fs": consumer},
+            "points": [str(point) for point in self.points],
+            "positions": self.positions,
+            "encoder": dict(self.encoder),
+        }
+
+    def nbytes_per_token(self, width: int) -> int:
+        """At most: raw rows may be as wide as float32."""
+        parameters = {key: value for key, value in self.encoder.items() if key != "name"}
+        if self.encoder["name"] == "raw":
+            parameters = {"dtype": "float32"}
+        encoder = named(self.encoder["name"], parameters)
+        return len(self.points) * (encoder.nbytes_per_row(width) + ROW.itemsize)
+
+
+@dataclass(frozen=True)
+class CapturingEngine:
+    """One engine and its tokenizer."""
+
+    llm: Any
+    tokenizer: Any
+    wish: Wish
+    max_len: int
+    nbytes_per_token: int
+
+    @property
+    def batch_nbytes(self) -> int:
+        return self.wish.batch_mib << 20
+
+    def num_tokens(self, prompt: Prompt) -> int:
+        return len(self._ids(prompt))
+
+    def forward(self, prompts: Sequence[Prompt], tags: Sequence[dict[str, Any]]) -> None:
+        ids = [self._ids(prompt) for prompt in prompts]
+        extra = [request(capture={"tags": said}) for said in tags]
+        outputs = vllm.answer(self.llm, ids, self.wish.max_tokens, extra)
+        for prompt, found in zip(
+            prompts, captures(self.llm, outputs, timeout_s=COMMIT_S), strict=True
+        ):
+            bad = next((one for one in found if one.state != "kept" or one.lost), None)
+            if bad is not None or not found:
+                why = "nothing of it was captured" if bad is None else f"{bad.state}, {bad.reason}"
+                raise StoreStoppedError(f"rows of line {prompt.number} are not safe: {why}")
+
+    def _ids(self, prompt: Prompt) -> list[int]:
+        line = prompt.content
+        if line.prompt_token_ids:
+            return list(line.prompt_token_ids)
+        if line.prompt is not None:
+            return list(self.tokenizer.encode(line.prompt))
+        chat = msgspec.to_builtins(line.messages)
+        made = self.tokenizer.apply_chat_template(
+            chat, tokenize=True, add_generation_prompt=True, return_dict=True
+        )
+        return list(made["input_ids"])
+
+
+@contextmanager
+def capturing(
+    model: str, folder: Path, wish: Wish, arguments: Mapping[str, Any]
+) -> Iterator[CapturingEngine]:
+    """An engine that captures into the folder; ended after the block."""
+    with in_words(model):
+        about = vllm.outline(model, arguments)
+    with tempfile.TemporaryDirectory(prefix="clairai-") as runtime:  # no reader looks for it there
+        config = offline.config(
+            points=[str(point) for point in wish.points],
+            capture=wish.setting(folder),
+            capacity=1,
+            ring_mib=1,
+            runtime_dir=runtime,
+        )
+        # All of the machine: compiled, and with the cache where it serves nothing that is wanted.
+        chosen = {"enforce_eager": False, "enable_prefix_caching": True} | dict(arguments)
+        with in_words(model):
+            started = vllm.start(model, config, chosen)
+        try:
+            nbytes = wish.nbytes_per_token(about.width)
+            tokenizer = started.get_tokenizer()
+            yield CapturingEngine(started, tokenizer, wish, about.max_len, nbytes)
+        finally:
+            vllm.stop(started)
+
+
+def prepared(model: str, arguments: Mapping[str, Any]) -> vllm.Outline:
+    """What is known of a model without its weights; sets what vLLM reads when it is imported."""
+    prepare_environment()
+    with in_words(model):
+        return vllm.outline(model, arguments)
