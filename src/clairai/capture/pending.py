@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections import OrderedDict
 from dataclasses import dataclass, field
 
+import numpy as np
+
 from clairai.store.rows import Block
 
 Seat = tuple[int, int]  # stream and choice
@@ -36,15 +38,17 @@ class Shelf:
         return len(self._piles)
 
     def put(self, seat: Seat, block: Block, to: tuple[str, ...]) -> int:
-        """How many rows had no room: these, never others that are held already."""
-        if self.nbytes + block.nbytes > self._limit:
-            return block.num_rows
+        """How many rows had no room: the last of these, never others that are held already."""
+        room = (self._limit - self.nbytes) * block.num_rows // block.nbytes
+        lost = max(block.num_rows - room, 0)
+        if lost:
+            block = block.taken(np.arange(block.num_rows - lost))
         pile = self._piles[seat]
         pile.waiting.append((block, to))
         pile.rows += block.num_rows
         pile.nbytes += block.nbytes
         self.nbytes += block.nbytes
-        return 0
+        return lost
 
     def take(self, seat: Seat) -> list[Waiting]:
         """All that is held of it; it is held no more."""

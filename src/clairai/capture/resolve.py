@@ -62,8 +62,8 @@ class Resolver:
 
     def _check(self, setting: Setting) -> None:
         try:
-            self._points(setting.points, "capture.points")
-            self._encoder(setting.encoder, setting.points)
+            points = self._points(setting.points)
+            self._encoder(setting.encoder, len(points))
             ranges(setting.positions, 1)
         except RequestError as error:
             raise ConfigError(error.reason) from None
@@ -94,10 +94,10 @@ class Resolver:
         wanted = ranges(positions, asked.prompt_len)
         if not wanted:
             return None
-        points = wish.points or setting.points
-        encoder = self._encoder(wish.encoder or setting.encoder, points)
+        points = self._points(wish.points or setting.points)
+        encoder = self._encoder(wish.encoder or setting.encoder, len(points))
         return Order(
-            points=tuple(map(str, self._points(points, "capture.points"))),
+            points=tuple(map(str, points)),
             ranges=wanted,
             encoder=encoder.name,
             parameters=tuple(encoder.parameters.items()),
@@ -107,7 +107,7 @@ class Resolver:
             hold=hold,
         )
 
-    def _points(self, patterns: Sequence[str], what: str) -> tuple[Point, ...]:
+    def _points(self, patterns: Sequence[str]) -> tuple[Point, ...]:
         if tuple(patterns) == ALL:
             return self._engine.points
         found = expand(patterns, self._engine.num_layers)
@@ -115,12 +115,12 @@ class Resolver:
         if missing:
             tapped = ", ".join(map(str, self._engine.points[:8]))
             raise RequestError(
-                f"{what}: {missing[0]} is not tapped in this engine; tapped are {tapped}"
+                f"capture.points: {missing[0]} is not tapped in this engine; tapped are {tapped}"
                 f"{' and more' if len(self._engine.points) > 8 else ''}"
             )
         return found
 
-    def _encoder(self, spec: EncoderSpec, points: Sequence[str]) -> Encoder:
+    def _encoder(self, spec: EncoderSpec, num_points: int) -> Encoder:
         engine, parameters = self._engine, dict(spec.parameters)
         if spec.name == "raw" and parameters.setdefault("dtype", engine.dtype) != engine.dtype:
             raise RequestError(
@@ -129,7 +129,7 @@ class Resolver:
             )
         try:
             encoder = named(spec.name, parameters)
-            nbytes = encoder.nbytes_per_row(engine.width) * len(self._points(points, "points"))
+            nbytes = encoder.nbytes_per_row(engine.width) * num_points
         except ClairaiError as error:
             raise RequestError(f"capture.encoder: {error.reason}") from None
         assert self._setting is not None
