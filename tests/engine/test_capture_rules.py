@@ -1,0 +1,97 @@
+"""An engine that captures by itself: a share of its requests, of those the ones a probe picks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Final
+
+import numpy as np
+import pytest
+
+import clairai
+from clairai.capture.resolve import is_sampled
+from tests.engine import capturing
+from tests.engine.capturing import Ask
+from tests.engine.process import EngineProcess
+
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(300)]
+
+MARKED: Final = 4242  # the token that the probe looks for
+SHARE: Final = 0.5
+
+
+def _probe(folder: Path) -> clairai.Probe:
+    """At pre_attn.0 the stream is the token's embedding: this score is high for one token alone."""
+    from safetensors import safe_open
+
+    with safe_open(folder / "model.safetensors", "np") as file:
+        table_VD = file.get_tensor("model.embed_tokens.weight").astype(np.float32)
+    direction_D = table_VD[MARKED] / np.square(table_VD[MARKED]).sum()
+    point = clairai.Point.parse("pre_attn.0")
+    return clairai.Probe("marked", point, direction_D, threshold=0.99)
+
+
+@pytest.fixture(scope="module")
+def ruled(
+    cut_model: Path, runtime: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[EngineProcess]:
+    folder = tmp_path_factory.mktemp("ruled")
+    clairai.save(folder / "marked.safetensors", _probe(cut_model))
+    with EngineProcess(
+        runtime=runtime,
+        model=str(cut_model),
+        dtype="float32",
+        enforce_eager=True,
+        max_model_len=128,
+        max_num_seqs=16,
+        additional_config=clairai.config(
+            probes=folder / "marked.safetensors",
+            capture={
+                "folder": str(folder / "store"),
+                "positions": "generated",
+                "sample": SHARE,
+                "when": {"probe": "marked"},
+            },
+        ),
+    ) as running:
+        yield running
+
+
+def _ask(stream: int, *, is_marked: bool) -> Ask:
+    prompt = np.random.default_rng(stream).integers(5000, 30000, 20).tolist()
+    if is_marked:
+        prompt[7] = MARKED
+    return Ask(tuple(prompt), None, num_new=4, fields={"stream": stream})
+
+
+def test_of_the_sampled_requests_those_with_the_score_are_kept(ruled: EngineProcess) -> None:
+    asked = [_ask(stream, is_marked=stream % 2 == 0) for stream in range(1, 25)]
+    found = [one for (one,) in ruled.call(capturing.capture, asked)]
+    states = [one.state for one in found]
+    assert states == [
+        ("kept" if stream % 2 == 0 else "discarded") if is_sampled(stream, SHARE) else ""
+        for stream in range(1, 25)
+    ]
+    assert {"kept", "discarded", ""} == set(states)
+    for one in found:
+        if one.state == "kept":
+            assert one.positions == (20, 21, 22)
+            assert one.tokens == one.token_ids[:3]
+            assert one.discarded == 0
+        if one.state == "discarded":
+            assert (one.told, one.discarded, one.lost) == (0, 3, 0)
+            assert one.reason == "probe marked stayed below 0.99"
+
+
+def test_who_asks_is_captured_and_who_declines_is_not(ruled: EngineProcess) -> None:
+    left_out = next(s for s in range(100, 200) if not is_sampled(s, SHARE))
+    chosen = next(s for s in range(100, 200) if is_sampled(s, SHARE))
+    asks = [
+        replace(_ask(left_out, is_marked=False), capture=True),
+        replace(_ask(chosen, is_marked=True), capture=False),
+    ]
+    (asked,), (declined,) = ruled.call(capturing.capture, asks)
+    assert (asked.state, asked.told) == ("kept", 3)
+    assert declined.state == ""

@@ -1,0 +1,58 @@
+"""Rows that wait for a rule: kept when it is met, else discarded; counted, and never unbounded."""
+
+from __future__ import annotations
+
+from clairai import wire_capture
+from clairai.capture.order import Hold
+from tests.unit.toy_capture_rig import rig
+from tests.unit.toy_captures_engine import order
+
+HELD = order(hold=Hold("anger", 2.0))
+
+
+def test_rows_wait_for_their_rule_and_come_when_it_is_met() -> None:
+    with rig() as made:
+        made.enter("a", 1, HELD)
+        made.enter("b", 2, HELD)
+        made.enter("c", 3, order())
+        made.tables.bias_SK[1, 1] = 1.0  # every score of the probe
+        made.step(("a", 0, 2), ("b", 0, 1), ("c", 0, 1))
+        assert [made.found(stream).rows for stream in (1, 2, 3)] == [0, 0, 1]
+        made.tables.bias_SK[1, 1] = 2.0
+        made.step(("a", 2, 1), ("c", 1, 1))
+        assert [made.found(stream).rows for stream in (1, 2, 3)] == [3, 0, 2]
+        made.tables.bias_SK[1, 1] = 0.0
+        made.step(("a", 3, 1), ("b", 1, 1))
+        assert made.found(1).rows == 4  # once is enough
+        made.step(("c", 2, 1), finished=("a", "b"))
+        told = made.found(2)
+        assert (told.state, told.rows, told.discarded) == ("discarded", 0, 2)
+        assert told.reason == "probe anger stayed below 2"
+        assert made.found(1).state == "writing"
+    assert made.consumers["toy"].rows() == {
+        (1, 0, "post_block.0"): [0, 1, 2, 3],
+        (3, 0, "post_block.0"): [0, 1, 2],
+    }
+    assert made.scores.followed  # on a GPU: until the scores are there
+
+
+def test_a_probe_that_is_gone_keeps_nothing_and_says_so() -> None:
+    with rig() as made:
+        made.enter("a", 1, order(hold=Hold("joy", 2.0)))
+        made.step(("a", 0, 2))
+        told = made.found(1)
+        assert told.state == "failed"
+        assert "probe joy has no score" in told.reason
+
+
+def test_what_waits_is_bounded() -> None:
+    with rig() as made:
+        made.enter("a", 1, HELD)
+        for step in range(20):
+            made.step(("a", 8 * step, 8))
+        told = made.found(1)
+        assert 0 < told.dropped < 160
+        assert "raise pending_mib" in told.reason
+        state = made.capture.answer(wire_capture.DescribeCapture())
+        assert isinstance(state, wire_capture.CaptureState)
+        assert 0 < state.pending_nbytes <= 20_000
