@@ -6,6 +6,7 @@ they are.
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -126,6 +127,11 @@ class ToyCapture:
         return results.state(staging_nbytes=0, pending_nbytes=0)
 
 
+async def _until_gone(request: Request) -> None:
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
+
+
 @dataclass
 class CapturingServer(ToyServer):
     """`capture` is None in an engine that does not capture."""
@@ -143,6 +149,10 @@ class CapturingServer(ToyServer):
     async def _tokenize(self, request: Request) -> Response:
         """A template that says "<" and ">" around each message, and "!" where an answer begins."""
         body = await request.json()
+        listening = asyncio.ensure_future(_until_gone(request))  # as entrypoints/utils.py does
+        await asyncio.sleep(0)
+        assert not listening.done()
+        listening.cancel()
         if body.get("tools") == ["refused"]:
             return JSONResponse({"error": {"message": "no tools here", "code": 400}}, 400)
         said = "".join(f"<{one['content']}>" for one in body["messages"])

@@ -7,6 +7,7 @@ beginnings.
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
@@ -96,14 +97,22 @@ def through(app: ASGIApp, scope: Scope) -> Tokenize:
 
     async def tokenize(body: bytes) -> Sequence[int]:
         sent: list[Message] = []
+        left = [{"type": "http.request", "body": body, "more_body": False}]
+        done = asyncio.Event()
 
         async def given() -> Message:
-            return {"type": "http.request", "body": body, "more_body": False}
+            if left:
+                return left.pop()
+            await done.wait()  # vLLM listens here for the client to hang up
+            return {"type": "http.disconnect"}
 
         async def send(message: Message) -> None:
             sent.append(message)
 
-        await app(_scope(scope, len(body)), given, send)
+        try:
+            await app(_scope(scope, len(body)), given, send)
+        finally:
+            done.set()
         return _tokens(sent)
 
     return tokenize
