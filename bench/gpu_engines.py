@@ -107,10 +107,14 @@ def _expanded(llm: Any, points: Sequence[str]) -> list[str]:
 
 
 def decode_times(
-    llm: Any, batch: int, num_new: int, steer: Sequence[Sequence[Mapping[str, Any]]] = ((),)
+    llm: Any,
+    batch: int,
+    num_new: int,
+    steer: Sequence[Sequence[Mapping[str, Any]]] = ((),),
+    capture: Mapping[str, Any] | None = None,
 ) -> NDArray[np.float64]:
     """Seconds between steps in which all of `batch` requests decode; each steered in turn."""
-    _add(llm, batch, prompt_len=16, num_new=num_new, steer=steer)
+    _add(llm, batch, prompt_len=16, num_new=num_new, steer=steer, capture=capture)
     times, tokens = np.array(_run(llm)).T
     is_full = tokens == batch
     between = np.diff(times)[is_full[1:] & is_full[:-1]]
@@ -131,6 +135,7 @@ def _add(
     prompt_len: int,
     num_new: int,
     steer: Sequence[Sequence[Mapping[str, Any]]] = ((),),
+    capture: Mapping[str, Any] | None = None,
 ) -> None:
     from vllm import SamplingParams
 
@@ -144,9 +149,18 @@ def _add(
             temperature=0.0,
             ignore_eos=True,
             detokenize=False,
-            extra_args=clairai.request(steer=entries) if entries else None,
+            extra_args=_fields(entries, capture),
         )
         engine.add_request(f"{stamp}-{index}", prompt, params)
+
+
+def _fields(
+    entries: Sequence[Mapping[str, Any]], capture: Mapping[str, Any] | None
+) -> dict[str, Any] | None:
+    """A request that asks for nothing says nothing."""
+    if not entries and capture is None:
+        return None
+    return clairai.request(steer=entries, capture=capture)
 
 
 def _run(llm: Any) -> list[tuple[float, int]]:

@@ -30,6 +30,7 @@ from clairai.store.codecs.base import Encoder
 from clairai.store.rows import Block, Origin
 
 LINGER_S: Final = 0.05
+ENOUGH_NBYTES: Final = 1 << 20  # to go on at once
 MAX_STEPS: Final = 256
 _log: Final = logging.getLogger("clairai.capture")
 
@@ -110,16 +111,17 @@ class Collector:
     def _next(self) -> tuple[list[Taken], Told | None]:
         """Rows that may be handed on together, and what was told after them."""
         batch: list[Taken] = []
-        deadline_s: float | None = None
-        while len(batch) < MAX_STEPS and sum(t.nbytes for t in batch) < self._batch_nbytes:
-            left_s = None if deadline_s is None else max(deadline_s - time.monotonic(), 0)
+        nbytes, deadline_s = 0, 0.0
+        while len(batch) < MAX_STEPS and nbytes < self._batch_nbytes:
+            left_s = deadline_s - time.monotonic() if nbytes < ENOUGH_NBYTES else 0.0
             try:
-                item = self._queue.get(timeout=left_s)
+                item = self._queue.get(timeout=max(left_s, 0) if batch else None)
             except queue.Empty:
                 break
             if callable(item):
                 return batch, item
             batch.append(item)
+            nbytes += item.nbytes
             deadline_s = deadline_s or time.monotonic() + LINGER_S
         return batch, None
 

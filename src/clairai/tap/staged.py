@@ -5,6 +5,7 @@ N = wanted tokens, M = rows of one encoder (tokens times points), K = rows of th
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
@@ -59,12 +60,9 @@ class Field:
     """One array in the arena."""
 
     start: int
-    dtype: str  # numpy's name
+    nbytes: int
+    dtype: torch.dtype
     shape: tuple[int, ...]
-
-    @property
-    def nbytes(self) -> int:
-        return int(np.prod(self.shape)) * np.dtype(self.dtype).itemsize
 
 
 @dataclass
@@ -75,8 +73,10 @@ class Layout:
     nbytes: int = 0
 
     def add(self, group: int, name: str, dtype: str, *shape: int) -> None:
-        one = self.fields[group, name] = Field(self.nbytes, dtype, shape)
-        self.nbytes += -(-one.nbytes // ALIGNMENT) * ALIGNMENT
+        """`dtype` is numpy's name of it."""
+        nbytes = math.prod(shape) * np.dtype(dtype).itemsize
+        self.fields[group, name] = Field(self.nbytes, nbytes, getattr(torch, dtype), shape)
+        self.nbytes += -(-nbytes // ALIGNMENT) * ALIGNMENT
 
 
 PICK: Final = -1  # the group of what concerns the whole pick
@@ -96,13 +96,37 @@ def layout_of(pick: Pick, groups: Sequence[Group], width: int, dtypes: Mapping[s
     return layout
 
 
+@dataclass(eq=False)
+class Plan:
+    """How the rows of a pick are taken; steps that decode alike share one."""
+
+    pick: Pick
+    groups: Sequence[Group]
+    layout: Layout
+    index: torch.Tensor | None = None  # on the device, once it is there
+    uses: int = 0
+
+    def is_for(self, pick: Pick) -> bool:
+        """Whether the same rows are wanted of the same requests."""
+        return (
+            pick.cast is self.pick.cast
+            and np.array_equal(pick.row_N, self.pick.row_N)
+            and np.array_equal(pick.entry_N, self.pick.entry_N)
+        )
+
+    def wanted(self) -> NDArray[np.int64]:
+        """Places in the forward's inputs, then in the stash: of each group, and of its sample."""
+        parts = [self.pick.row_N]
+        for group in self.groups:
+            parts += [group.flat_M, group.flat_M[group.sample_K]]
+        return np.concatenate(parts)
+
+
 class Staged:
     """Rows in the arena, or on their way there."""
 
-    def __init__(
-        self, pick: Pick, groups: Sequence[Group], layout: Layout, arena: Arena, region: Region
-    ) -> None:
-        self._pick, self._groups, self._layout = pick, groups, layout
+    def __init__(self, pick: Pick, plan: Plan, arena: Arena, region: Region) -> None:
+        self._pick, self._groups, self._layout = pick, plan.groups, plan.layout
         self._arena, self._region = arena, region
         self._wait: Wait | None = None
         self.dtype = "float32"  # of the rows
@@ -116,7 +140,7 @@ class Staged:
         one = self._layout.fields[group, name]
         start = self._region.start + one.start
         memory = self._arena.memory[start : start + one.nbytes]
-        return memory.view(getattr(torch, one.dtype)).view(one.shape)
+        return memory.view(one.dtype).view(one.shape)
 
     def _array(self, group: int, name: str) -> NDArray[Any]:
         found: NDArray[Any] = self.tensor(group, name).numpy()

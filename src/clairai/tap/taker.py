@@ -18,15 +18,16 @@ from clairai.capture.collector import Collector
 from clairai.capture.consumers import Consumer
 from clairai.capture.resolve import PART_OF_STAGING
 from clairai.store.codecs.base import Encoder
-from clairai.tap.arena import Arena
+from clairai.tap.arena import Arena, Region
 from clairai.tap.encode_twin import encode_twin
 from clairai.tap.lanes import lane_for
 from clairai.tap.outlet import Inputs
 from clairai.tap.picks import Pick
-from clairai.tap.staged import PICK, Group, Scored, Staged, groups_of, layout_of
+from clairai.tap.staged import PICK, Group, Plan, Scored, Staged, groups_of, layout_of
 from clairai.tap.tables import Tables
 
 PART_VALUES: Final = 1 << 23  # 64 tokens at 32 points of a model 4096 wide
+MAX_USES: Final = 64
 NO_ROOM: Final = (
     "rows came faster than their consumers took them; raise staging_mib, or choose the policy block"
 )
@@ -70,6 +71,7 @@ class Taker:
         self._stash = tables.stash_SRD.view(num_sites * self._stash_rows, self._width)
         self._dtype = str(tables.stash_SRD.dtype).removeprefix("torch.")
         self._rng = np.random.default_rng(0)
+        self._plan: Plan | None = None
 
     def begin(self) -> None:
         """A step begins: from here on its forward may write over the last one's rows."""
@@ -85,44 +87,53 @@ class Taker:
             self._take(part, inputs)
 
     def _take(self, pick: Pick, inputs: Inputs) -> None:
+        plan = self._planned(pick, inputs)
+        region = self._room(pick, plan.layout.nbytes)
+        if region is None:
+            for seat, count in pick.counts().items():
+                self._collector.results.dropped(seat, count, NO_ROOM)
+            return
+        staged = Staged(pick, plan, self.arena, region)
+        staged.dtype = self._dtype
+        self._fill(staged, plan, inputs)
+        self._collector.put(staged)
+
+    def _planned(self, pick: Pick, inputs: Inputs) -> Plan:
+        """Made anew now and then, so that the sample is not of the same requests for ever."""
+        plan = self._plan
+        if plan is not None and plan.uses < MAX_USES and plan.is_for(pick):
+            plan.uses += 1
+            return plan
         groups = groups_of(pick, self._stash_rows, self._rng)
         dtypes = {
             "row": self._dtype,
             "token": str(inputs.token_ids_T.dtype).removeprefix("torch."),
             "position": str(inputs.positions_T.dtype).removeprefix("torch."),
         }
-        layout = layout_of(pick, groups, self._width, dtypes)
-        if self._may_wait(pick) and layout.nbytes <= self.arena.nbytes:
-            region = self.arena.wait(layout.nbytes)
-        else:
-            found = self.arena.take(layout.nbytes)
-            if found is None:
-                for seat, count in pick.counts().items():
-                    self._collector.results.dropped(seat, count, NO_ROOM)
-                return
-            region = found
-        staged = Staged(pick, groups, layout, self.arena, region)
-        staged.dtype = self._dtype
-        self._fill(staged, pick, groups, inputs)
-        self._collector.put(staged)
+        self._plan = Plan(pick, groups, layout_of(pick, groups, self._width, dtypes))
+        return self._plan
+
+    def _room(self, pick: Pick, nbytes: int) -> Region | None:
+        if self._may_wait(pick) and nbytes <= self.arena.nbytes:
+            return self.arena.wait(nbytes)
+        return self.arena.take(nbytes)
 
     def _may_wait(self, pick: Pick) -> bool:
         """Only a consumer that asks for it makes tokens wait."""
         names = {name for kind in pick.cast.kinds for name in kind.to}
         return any(self._consumers[name].policy == "block" for name in names)
 
-    def _fill(self, staged: Staged, pick: Pick, groups: Sequence[Group], inputs: Inputs) -> None:
-        index = staged.tensor(PICK, "index")
-        wanted = [pick.row_N]
-        for group in groups:
-            wanted += [group.flat_M, group.flat_M[group.sample_K]]
-        index.numpy()[:] = np.concatenate(wanted)
+    def _fill(self, staged: Staged, plan: Plan, inputs: Inputs) -> None:
+        num_tokens = len(plan.pick)
         with self._lane.side():
-            on_device = index.to(self._tables.device, non_blocking=True)
-            row_N = on_device[: len(pick)]
+            if plan.index is None:
+                pinned = staged.tensor(PICK, "index")
+                pinned.numpy()[:] = plan.wanted()
+                plan.index = pinned.to(self._tables.device, non_blocking=True, copy=True)
+            row_N = plan.index[:num_tokens]
             for name, given in (("token", inputs.token_ids_T), ("position", inputs.positions_T)):
                 staged.tensor(PICK, name).copy_(given.index_select(0, row_N), non_blocking=True)
-            self._gather(staged, [*_spans(groups)], on_device[len(pick) :])
+            self._gather(staged, [*_spans(plan.groups)], plan.index[num_tokens:])
             staged.will_be(self._lane.done())
 
     def _gather(self, staged: Staged, spans: Sequence[_Span], flat: torch.Tensor) -> None:

@@ -1,0 +1,188 @@
+"""Takes one GPU; gives the time per output token with captures over that of vLLM without clairai.
+
+In one engine, by turns, as in bench/gpu_steering.py: captured requests through the graphs that tap,
+plain requests through a second set of graphs in which nothing of clairai is. Then a lone prompt of
+512 tokens with all layers raw: when its rows lie in host memory, and when its consumer has them.
+Run: python -m bench.gpu_capture [--rounds 8] [--batches 64] [--folder FOLDER]
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import tempfile
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+
+import clairai
+from bench import gpu_mute
+from bench.gpu_engines import Case, decode_times, engines
+from bench.gpu_overhead import NUM_NEW, each_worker
+from clairai import wire_capture
+from clairai.offline import ask
+from tests.engine.process import EngineProcess
+
+PROMPT_LEN: Final = 512
+NUM_LAYERS: Final = 32
+
+
+@dataclass(frozen=True)
+class Load:
+    """What every request of a batch asks for."""
+
+    name: str
+    capture: Mapping[str, Any] | None
+
+
+RP8: Final = {"encoder": {"name": "rp8", "k": 512, "seed": 0}}
+LOADS: Final = {
+    "capture 1 layer": (
+        Load("unused", None),
+        Load("rp8 k = 512", RP8),
+        Load("raw", {"encoder": "raw"}),
+    ),
+    "capture 32 layers": (Load("unused", None), Load("rp8 k = 512", RP8)),
+}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--rounds", type=int, default=8)
+    parser.add_argument("--batches", type=int, nargs="*", default=[64])
+    parser.add_argument("--cases", nargs="*", default=[*LOADS])
+    parser.add_argument("--folder", type=Path, help="for the captures; else a temporary one")
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory(dir=options.folder) as folder:
+        chosen = [case for case in cases(Path(folder)) if case.name in options.cases]
+        runtime = Path(folder) / "runtime"
+        runtime.mkdir(mode=0o700)
+        with engines("llama-3.1-8b", chosen, runtime) as running:
+            found = [one for case in chosen for one in measure(running[case.name], case, options)]
+    sys.stdout.write(json.dumps({"cases": found}) + "\n")
+
+
+def cases(folder: Path) -> list[Case]:
+    return [
+        Case(
+            name,
+            ("post_block.15",) if "1 layer" in name else ("post_block.*",),
+            1,
+            {"capture": {"folder": str(folder / name.replace(" ", "-")), "staging_mib": 512}},
+        )
+        for name in LOADS
+    ]
+
+
+def measure(engine: EngineProcess, case: Case, options: argparse.Namespace) -> list[dict[str, Any]]:
+    engine.call(each_worker, gpu_mute.capture_silent)
+    found = [
+        _decode(engine, case, load, batch, options.rounds)
+        for load in LOADS[case.name]
+        for batch in options.batches
+    ]
+    if "32 layers" in case.name:
+        found.append(_prefill(engine, options.rounds))
+    state = engine.call(capture_state)
+    sys.stdout.write(
+        f"| {case.name} | {state.rows} rows, {state.dropped} dropped | "
+        f"{state.places[0].state} {state.places[0].reason} |\n"
+    )
+    return found
+
+
+def _decode(
+    engine: EngineProcess, case: Case, load: Load, batch: int, rounds: int
+) -> dict[str, Any]:
+    taken: dict[bool, list[Any]] = {False: [], True: []}
+    for turn in range(rounds + 1):
+        for is_on in (False, True) if turn % 2 else (True, False):
+            engine.call(each_worker, gpu_mute.serve_with_taps, is_on)
+            capture = load.capture if is_on else None
+            times = engine.call(decode_times, batch, NUM_NEW, ((),), capture)
+            if turn:
+                taken[is_on].append(np.percentile(times, (50, 99)))
+    ratios = np.median(np.array(taken[True]) / np.array(taken[False]), axis=0)
+    alone_ms = float(np.median(np.array(taken[False])[:, 0]) * 1e3)
+    sys.stdout.write(
+        f"| {case.name} | {load.name} | batch {batch} | {alone_ms:.3f} ms | "
+        f"p50 {ratios[0]:.4f} | p99 {ratios[1]:.4f} |\n"
+    )
+    sys.stdout.flush()
+    return {
+        "case": case.name,
+        "load": load.name,
+        "batch": batch,
+        "alone_ms": alone_ms,
+        "p50": float(ratios[0]),
+        "p99": float(ratios[1]),
+    }
+
+
+def _prefill(engine: EngineProcess, rounds: int) -> dict[str, Any]:
+    """From the call of generate() on, in ms."""
+    engine.call(each_worker, gpu_mute.serve_with_taps, True)
+    engine.call(each_worker, note_times)
+    found = [engine.call(prefill_ms, turn) for turn in range(rounds + 2)][2:]
+    host, given, plain = np.median(np.array(found), axis=0)
+    sys.stdout.write(
+        f"| capture 32 layers | raw, a prompt of {PROMPT_LEN} | first token {plain:.1f} ms, "
+        f"rows in host memory {host:.1f} ms, at the consumer {given:.1f} ms |\n"
+    )
+    return {"load": "prefill", "host_ms": host, "given_ms": given, "first_token_ms": plain}
+
+
+def note_times(worker: Any) -> None:
+    """From now on, when rows have come to the host, and when they were given; in the worker."""
+    from clairai.capture.collector import Collector
+    from clairai.tap.staged import Staged
+
+    worker.bench_times = {"host": 0.0, "given": 0.0}
+    waited, give = Staged.wait, Collector._give
+
+    def wait(self: Staged) -> None:
+        waited(self)
+        worker.bench_times["host"] = time.perf_counter()
+
+    def given(self: Collector, load: Any) -> None:
+        give(self, load)
+        worker.bench_times["given"] = time.perf_counter()
+
+    Staged.wait, Collector._give = wait, given  # type: ignore[method-assign]
+
+
+def times_of(worker: Any) -> tuple[float, float]:
+    return worker.bench_times["host"], worker.bench_times["given"]
+
+
+def prefill_ms(llm: Any, turn: int) -> tuple[float, float, float]:
+    """Rows in host memory, rows given, the first token; perf_counter is one clock for all."""
+    from vllm import SamplingParams
+
+    tokens = [100 + (turn * 7 + i) % 1000 for i in range(PROMPT_LEN)]
+    params = SamplingParams(
+        max_tokens=1,
+        temperature=0.0,
+        detokenize=False,
+        extra_args=clairai.request(capture={"positions": "prompt"}),
+    )
+    begin = time.perf_counter()
+    outputs = llm.generate([{"prompt_token_ids": tokens}], params, use_tqdm=False)
+    first = time.perf_counter()
+    ((capture,),) = clairai.captures(llm, outputs)
+    assert capture.report.rows == PROMPT_LEN * NUM_LAYERS, capture.report
+    ((host, given),) = llm.collective_rpc(times_of)
+    return tuple(1e3 * (at - begin) for at in (host, given, first))  # type: ignore[return-value]
+
+
+def capture_state(llm: Any) -> wire_capture.CaptureState:
+    return ask(llm, wire_capture.DescribeCapture(), wire_capture.CaptureState)
+
+
+if __name__ == "__main__":
+    main()
