@@ -36,6 +36,12 @@ MAY_IMPORT: dict[str, set[str]] = {
         *("store.rows", "store.codecs"),
         *("ring.attach", "ring.reader"),  # stop rules read scores in the engine core
     },
+    "messages": {"errors"},
+    "batch": {
+        *COMMON,
+        *("batch", "capture", "captured", "offline", "store", "wanted"),
+        *("compat.llm", "train.engine"),
+    },
     "train": {
         *COMMON,
         *("probe", "steer", "offline", "train"),
