@@ -4,11 +4,14 @@ ClairaiError
 ├── ConfigError          a setting is wrong: the text names it, its bound and the way out
 │   ├── PointError       a tap point that does not exist, or is not tapped in this engine
 │   ├── SteeringOffError this engine was not started to steer
-│   └── CaptureOffError  this engine was not started to capture
+│   ├── CaptureOffError  this engine was not started to capture
+│   └── WeightsOffError  this engine was not started to take new weights
 ├── ProbeError           a probe or a probe file is wrong; the running bank is untouched
 │   └── CapacityError    the bank is full
 ├── VectorError          a steering vector or its file is wrong; the registered ones are untouched
 │   └── VectorCapacityError  what steers unfinished requests fills the engine's tables
+├── WeightsError         new weights are not what the engine takes; the old ones serve on, whole
+│   └── WeightsTornError loading stopped half-way; the engine serves nobody until it is repaired
 ├── RequestError         one request's clairai fields are wrong; other requests are untouched
 ├── UnsupportedError     this vLLM, architecture or mode is not served, and why
 ├── TapMissingError      a configured tap did not run during warm-up; the engine must not serve
@@ -61,6 +64,10 @@ class CaptureOffError(ConfigError):
     code = "capture-off"
 
 
+class WeightsOffError(ConfigError):
+    code = "weights-off"
+
+
 class ProbeError(ClairaiError, ValueError):
     code = "probe"
 
@@ -75,6 +82,14 @@ class VectorError(ClairaiError, ValueError):
 
 class VectorCapacityError(VectorError):
     code = "vector-capacity"
+
+
+class WeightsError(ClairaiError, ValueError):
+    code = "weights"
+
+
+class WeightsTornError(WeightsError):
+    code = "weights-torn"
 
 
 class RequestError(ClairaiError, ValueError):

@@ -14,7 +14,7 @@ import msgspec
 from fastapi import APIRouter, FastAPI, Request
 from fastapi.responses import JSONResponse, Response
 
-from clairai import http_captures, http_steering, wire
+from clairai import http_captures, http_steering, http_weights, wire
 from clairai.errors import ClairaiError, ConfigError, ProbeError
 from clairai.http_engine import (
     ATTRIBUTE,
@@ -67,6 +67,7 @@ def attach(app: FastAPI) -> None:
     router.add_api_route("/probes/{name:path}", remove_probe, methods=["DELETE"])
     http_steering.add_routes(router)
     http_captures.add_routes(router)
+    http_weights.add_routes(router)
     app.include_router(router)
     app.add_exception_handler(ClairaiError, on_error)
     app.add_exception_handler(Unanswered, on_unanswered)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 from http import HTTPStatus
-from typing import Any, Final, TypeVar
+from typing import Any, Final, Literal, TypeVar
 
 import msgspec
 from fastapi import FastAPI, Request
@@ -22,12 +22,15 @@ from clairai.errors import (
     ConfigError,
     SteeringOffError,
     VectorCapacityError,
+    WeightsOffError,
 )
 from clairai.offline import METHOD, read_reply
 from clairai.serve.mirror import Mirror
 from clairai.wire_capture import Captured
 
 Reply = TypeVar("Reply", bound=msgspec.Struct)
+
+Drain = Literal["wait", "abort"]
 
 NO_TAPS: Final = (
     "this engine was started without clairai; start it with "
@@ -39,7 +42,13 @@ _KINDS: Final = {
     for kind in vars(errors).values()
     if isinstance(kind, type) and issubclass(kind, ClairaiError)
 }
-_CONFLICTS: Final = (CapacityError, VectorCapacityError, SteeringOffError, CaptureOffError)
+_CONFLICTS: Final = (
+    CapacityError,
+    VectorCapacityError,
+    SteeringOffError,
+    CaptureOffError,
+    WeightsOffError,
+)
 
 
 class Unanswered(Exception):
@@ -65,6 +74,21 @@ class Engine:
         reply = read_reply(replies[0], kind)
         self.mirror.note(reply)
         return reply
+
+    async def pause(self, mode: Drain) -> None:
+        """Return when no request runs and no block of the old weights is cached.
+
+        New requests wait in the queue; `wait` lets the running ones end, `abort` ends them.
+        """
+        await self._client.pause_generation(mode=mode, clear_cache=True)
+
+    async def resume(self) -> None:
+        await self._client.resume_generation()
+
+    async def name_weights(self, version: str) -> None:
+        """vLLM 0.32 says in its own answers which weights made them; 0.26 does not."""
+        if hasattr(self._client, "update_weight_version"):
+            await self._client.update_weight_version(version)
 
     async def why_refused(self, stream: int) -> ClairaiError | None:
         """Why the core did not admit this request; None if that is not what happened."""

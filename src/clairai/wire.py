@@ -1,7 +1,7 @@
 """Every message that crosses a process: rows in the ring, and the structs of the handshake socket.
 
-Both ends import this. What concerns steering is in wire_steer.py, what concerns captures in
-wire_capture.py; nothing else of ours is imported.
+Both ends import this. What concerns steering is in wire_steer.py, captures in wire_capture.py, new
+weights in wire_weights.py; nothing else of ours is imported.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import Final, Literal
 import msgspec
 import numpy as np
 
-from clairai import wire_capture, wire_steer
+from clairai import wire_capture, wire_steer, wire_weights
 
 Activation = Literal["none", "relu", "sigmoid"]
 
@@ -152,6 +152,7 @@ Control = (
     | FindStreams
     | wire_steer.Control
     | wire_capture.Control
+    | wire_weights.Control
 )
 
 
@@ -181,6 +182,14 @@ class Streams(msgspec.Struct, frozen=True, tag="streams", forbid_unknown_fields=
     streams: tuple[int | None, ...]
 
 
-ControlReply = BankState | Description | Streams | wire_steer.Reply | wire_capture.Reply | Refusal
+ControlReply = (
+    BankState
+    | Description
+    | Streams
+    | wire_steer.Reply
+    | wire_capture.Reply
+    | wire_weights.Reply
+    | Refusal
+)
 WIRE_VERSION: Final = 1
 MAX_MESSAGE_BYTES: Final = 1 << 20

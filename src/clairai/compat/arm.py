@@ -7,6 +7,7 @@ EngineCore.add_request                 v1/engine/core.py          0.26:431   0.3
 generate_block_hash_extra_keys         v1/core/kv_cache_utils.py  0.26:558   0.32:625
 check_stop                             v1/core/sched/scheduler.py 0.26:55    0.32:55
 KVCacheManager.get_computed_blocks     v1/core/kv_cache_manager.py 0.26:207  0.32:264
+WeightTransferEngineFactory            distributed/weight_transfer/factory.py 0.26:41 0.32:41
 
 The first three look for the key in their own engine's config, the others for a course, rules or an
 order in the request, and pass straight through without.
@@ -20,6 +21,7 @@ from typing import Any, Final
 from clairai.compat.sight import KEY
 
 METHOD: Final = "clairai_control"
+BACKEND: Final = "clairai_ipc"  # of --weight-transfer-config
 
 
 def arm() -> None:
@@ -37,6 +39,7 @@ def arm() -> None:
     EngineCore.collective_rpc = _with_desk(EngineCore.collective_rpc)
     EngineCore.add_request = stops.with_watch(EngineCore.add_request)
     _wrap_functions()
+    _register_backend()
 
 
 def is_armed_for(vllm_config: Any) -> bool:
@@ -92,6 +95,15 @@ def _with_desk(original: Any) -> Any:
         return desk_of(self).control(message, ask_workers)
 
     return collective_rpc
+
+
+def _register_backend() -> None:
+    """The engine itself is imported when a config asks for it."""
+    from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
+
+    if BACKEND not in WeightTransferEngineFactory._registry:
+        module = "clairai.compat.weights"
+        WeightTransferEngineFactory.register_engine(BACKEND, module, "ClairaiIpcEngine")
 
 
 def _wrap_functions() -> None:

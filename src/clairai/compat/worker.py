@@ -31,7 +31,7 @@ from clairai.compat.sight import KEY
 from clairai.errors import PointError
 from clairai.probe.columns import Columns
 from clairai.settings import Plan, Settings, plan
-from clairai.tap.control import answer
+from clairai.tap.control import Handover, answer
 from clairai.tap.fused import FusedSite
 from clairai.tap.station import About, Station
 from clairai.tap.tables import Tables
@@ -67,9 +67,18 @@ def control(worker: Any, message: bytes) -> bytes:
     """
     station = getattr(worker, "clairai_station", None)
     if station is not None:
-        return answer(station, message, getattr(worker, "clairai_capture", None))
+        capture = getattr(worker, "clairai_capture", None)
+        return answer(station, message, capture, _handover(worker))
     reason = "this worker has no taps: the engine was started without the clairai key, or disabled"
     return msgspec.msgpack.encode(wire.Refusal("unsupported", reason))
+
+
+def _handover(worker: Any) -> Handover | None:
+    if worker.vllm_config.weight_transfer_config is None:
+        return None
+    from clairai.compat.weights import handover_of
+
+    return handover_of(worker)
 
 
 def _fingerprint(config: Any, planned: Plan, settings: Settings) -> None:

@@ -176,6 +176,12 @@ class DeviceMemory:
         return self._gpu.uuid
 
     @property
+    def extent(self) -> int:
+        """How many bytes the driver says there are."""
+        self._gpu.enter()
+        return self._gpu.extent(self.address)
+
+    @property
     def handle(self) -> bytes:
         """64 bytes by which another process of this machine can attach."""
         self._gpu.enter()

@@ -33,9 +33,9 @@ def runtime_dir(explicit: str | None = None) -> Path:
     return folder
 
 
-def socket_path(folder: Path, epoch: int) -> Path:
-    """Where the engine of this epoch listens."""
-    path = folder / f"engine-{epoch:016x}.sock"
+def socket_path(folder: Path, epoch: int, kind: str = "engine") -> Path:
+    """Where the engine of this epoch listens: for readers, or for what `kind` says."""
+    path = folder / f"{kind}-{epoch:016x}.sock"
     nbytes = len(os.fsencode(path)) + len(STARTING_SUFFIX)
     if nbytes > MAX_SOCKET_PATH_BYTES:
         raise RingError(
@@ -45,9 +45,9 @@ def socket_path(folder: Path, epoch: int) -> Path:
     return path
 
 
-def engine_sockets(folder: Path) -> list[Path]:
+def engine_sockets(folder: Path, kind: str = "engine") -> list[Path]:
     """Our engines' sockets, newest first, whether or not anybody still listens."""
-    made = {path: _own_socket_made_s(path) for path in folder.glob("engine-*.sock")}
+    made = {path: _own_socket_made_s(path) for path in folder.glob(f"{kind}-*.sock")}
     ours = {path: made_s for path, made_s in made.items() if made_s is not None}
     return sorted(ours, key=ours.__getitem__, reverse=True)
 
@@ -57,12 +57,12 @@ def engines(folder: Path) -> list[Path]:
     return [path for path in engine_sockets(folder) if not _is_deserted(path)]
 
 
-def remove_stale(folder: Path) -> None:
+def remove_stale(folder: Path, kind: str = "engine") -> None:
     """Delete the sockets that dead engines left; never anything that is not ours."""
-    for path in engine_sockets(folder):
+    for path in engine_sockets(folder, kind):
         if _is_deserted(path):
             path.unlink(missing_ok=True)
-    for path in folder.glob(f"engine-*.sock{STARTING_SUFFIX}"):
+    for path in folder.glob(f"{kind}-*.sock{STARTING_SUFFIX}"):
         made_s = _own_socket_made_s(path)
         is_old = made_s is not None and time.time() - made_s > STARTING_AGE_S
         if is_old and _is_deserted(path):

@@ -16,7 +16,7 @@ _LENGTH: Final = struct.Struct("<I")
 _DECODER: Final[msgspec.msgpack.Decoder[Message]] = msgspec.msgpack.Decoder(Message)
 
 
-def encode_frame(message: Message) -> bytes:
+def encode_frame(message: msgspec.Struct) -> bytes:
     """One frame; HandshakeError if the message is longer than a peer would take."""
     body = msgspec.msgpack.encode(message)
     if len(body) > MAX_MESSAGE_BYTES:

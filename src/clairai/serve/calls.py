@@ -14,13 +14,14 @@ from dataclasses import dataclass
 from typing import Any, Final
 from urllib.parse import quote, urlsplit
 
-from clairai.errors import ClairaiError, ConfigError, ProbeError, VectorError
+from clairai.errors import ClairaiError, ConfigError, ProbeError, VectorError, WeightsError
 
 CONTROL_TIMEOUT_S: Final = 60.0
 ANSWER_TIMEOUT_S: Final = 600.0
 _MAX_ANSWER_BYTES: Final = 64 << 20
 _UNIX: Final = "unix:"
 _VECTORS: Final = "/v1/steering/vectors"
+_WEIGHTS: Final = "/v1/weights"
 
 
 @dataclass(frozen=True)
@@ -73,6 +74,14 @@ class Server:
     def remove_vector(self, name: str) -> Mapping[str, Any]:
         return self._ask("DELETE", f"{_VECTORS}/{quote(name, safe='')}")
 
+    def weights(self) -> Mapping[str, Any]:
+        return self._ask("GET", _WEIGHTS)
+
+    def post_weights(self, what: str, manifest: bytes) -> Mapping[str, Any]:
+        typed = {"Content-Type": "application/json"}
+        path = f"{_WEIGHTS}/{what}"
+        return self._ask("POST", path, body=manifest, headers=typed, timeout_s=ANSWER_TIMEOUT_S)
+
     def chat(self, request: Mapping[str, Any]) -> Mapping[str, Any]:
         body = json.dumps(request).encode()
         typed = {"Content-Type": "application/json"}
@@ -95,7 +104,7 @@ class Server:
                 f"{self.url} does not answer ({error}); start the server, or give its address"
             ) from None
         if answer.status >= 400:
-            raise self._refused(answer, VectorError if path.startswith(_VECTORS) else ProbeError)
+            raise self._refused(answer, _kind(path))
         return answer.body
 
     def _call(
@@ -152,6 +161,12 @@ class _UnixConnection(http.client.HTTPConnection):
         self.sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
         self.sock.settimeout(self.timeout)
         self.sock.connect(self._path)
+
+
+def _kind(path: str) -> type[ClairaiError]:
+    if path.startswith(_WEIGHTS):
+        return WeightsError
+    return VectorError if path.startswith(_VECTORS) else ProbeError
 
 
 def _path(name: str) -> str:

@@ -6,13 +6,13 @@ the others to the next call.
 
 from __future__ import annotations
 
-from typing import Final
+from typing import Final, Protocol
 
 import msgspec
 
-from clairai import wire, wire_capture
+from clairai import wire, wire_capture, wire_weights
 from clairai.capture.resolve import CAPTURE_OFF
-from clairai.errors import CaptureOffError, ClairaiError
+from clairai.errors import CaptureOffError, ClairaiError, WeightsOffError
 from clairai.probe.columns import Columns
 from clairai.probe.files import loads
 from clairai.tap.capture import Capture
@@ -20,14 +20,31 @@ from clairai.tap.station import Station
 
 _DECODER: Final = msgspec.msgpack.Decoder(wire.Control)
 _ENCODER: Final = msgspec.msgpack.Encoder()
+_WEIGHTS_OFF: Final = (
+    "this engine takes no new weights; start it with "
+    """--weight-transfer-config '{"backend": "clairai_ipc"}'"""
+)
 
 
-def answer(station: Station, message: bytes, capture: Capture | None = None) -> bytes:
-    """`capture` is None in an engine that does not capture."""
+class Handover(Protocol):
+    """Who takes new weights."""
+
+    def answer(self, control: wire_weights.Control) -> wire_weights.Reply: ...
+
+
+def answer(
+    station: Station,
+    message: bytes,
+    capture: Capture | None = None,
+    handover: Handover | None = None,
+) -> bytes:
+    """`capture` and `handover` are None in an engine that was not started for them."""
     try:
         control = _DECODER.decode(message)
         if isinstance(control, wire_capture.Control):
             reply: wire.ControlReply = _captured(capture, control)
+        elif isinstance(control, wire_weights.Control):
+            reply = _handed(handover, control)
         else:
             reply = _reply(station, control)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
@@ -41,6 +58,12 @@ def _captured(capture: Capture | None, control: wire_capture.Control) -> wire_ca
     if capture is None:
         raise CaptureOffError(CAPTURE_OFF)
     return capture.answer(control)
+
+
+def _handed(handover: Handover | None, control: wire_weights.Control) -> wire_weights.Reply:
+    if handover is None:
+        raise WeightsOffError(_WEIGHTS_OFF)
+    return handover.answer(control)
 
 
 def _reply(station: Station, control: wire.Control) -> wire.ControlReply:

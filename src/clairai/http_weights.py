@@ -1,0 +1,102 @@
+"""Takes requests under /v1/weights of vLLM's API server; gives the engine new weights, whole.
+
+Only manifests come this way. The weights themselves go over the worker's private socket.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from http import HTTPStatus
+from typing import Final, get_args
+
+import msgspec
+from fastapi import APIRouter, Request
+from fastapi.responses import Response
+
+from clairai import wire_weights
+from clairai.errors import WeightsError, WeightsTornError
+from clairai.http_engine import Drain, Engine, Unanswered, bounded_body, engine_of
+from clairai.points import quote
+from clairai.weights.manifest import MAX_MANIFEST_BYTES
+
+DRAIN_S: Final = 300.0  # requests that run longer keep the old weights serving
+_JSON: Final = "application/json"
+
+
+def add_routes(router: APIRouter) -> None:
+    router.add_api_route("/weights", describe, methods=["GET"])
+    router.add_api_route("/weights/tensors", list_tensors, methods=["GET"])
+    router.add_api_route("/weights/check", check, methods=["POST"])
+    router.add_api_route("/weights/plan", plan, methods=["POST"])
+    router.add_api_route("/weights/commit", commit, methods=["POST"])
+
+
+async def describe(request: Request) -> Response:
+    engine = engine_of(request.app)
+    return _json(await engine.ask(wire_weights.DescribeWeights(), wire_weights.WeightsState))
+
+
+async def list_tensors(request: Request) -> Response:
+    engine = engine_of(request.app)
+    found = await engine.ask(wire_weights.ListTensors(), wire_weights.Tensors)
+    return Response(msgspec.json.encode({"data": found.tensors}), media_type=_JSON)
+
+
+async def check(request: Request) -> Response:
+    """A dry run: would this be taken?"""
+    engine, manifest = engine_of(request.app), await _manifest(request)
+    return _json(await engine.ask(wire_weights.CheckWeights(manifest), wire_weights.WeightsPlanned))
+
+
+async def plan(request: Request) -> Response:
+    """As check; the worker now takes the buffers of this manifest."""
+    engine, manifest = engine_of(request.app), await _manifest(request)
+    return _json(await engine.ask(wire_weights.PlanWeights(manifest), wire_weights.WeightsPlanned))
+
+
+async def commit(request: Request) -> Response:
+    """Serve with what has come: a request is answered by the old weights or by the new ones."""
+    drain = request.query_params.get("drain", "wait")
+    if drain not in get_args(Drain):
+        raise WeightsError(f"drain is {quote(drain)}; give wait or abort")
+    engine, manifest = engine_of(request.app), await _manifest(request)
+    asked = wire_weights.CommitWeights(manifest)
+    async with engine.changing:
+        # In a task of its own: who asked may hang up, and what has begun is brought to its end.
+        swapping = asyncio.create_task(_swap(engine, asked, drain))  # type: ignore[arg-type]
+        return _json(await asyncio.shield(swapping))
+
+
+async def _swap(
+    engine: Engine, asked: wire_weights.CommitWeights, drain: Drain
+) -> wire_weights.WeightsCommitted:
+    await _pause(engine, drain)
+    try:
+        committed = await engine.ask(asked, wire_weights.WeightsCommitted)
+        await engine.name_weights(str(committed.version))
+    except WeightsTornError:
+        raise  # nobody is served by half of each: it stays paused until a whole set has come
+    except BaseException:
+        await engine.resume()
+        raise
+    await engine.resume()
+    return committed
+
+
+async def _pause(engine: Engine, drain: Drain) -> None:
+    try:
+        await asyncio.wait_for(engine.pause(drain), DRAIN_S)
+    except TimeoutError:
+        await engine.resume()
+        reason = f"requests still run after {DRAIN_S:.0f} s; send again, or with drain=abort"
+        raise Unanswered(HTTPStatus.CONFLICT, WeightsError.code, reason) from None
+
+
+async def _manifest(request: Request) -> bytes:
+    return await bounded_body(request, MAX_MANIFEST_BYTES, WeightsError.code, "a manifest")
+
+
+def _json(reply: msgspec.Struct) -> Response:
+    content = msgspec.to_builtins(reply)
+    content.pop("type", None)
+    return Response(msgspec.json.encode(content), media_type=_JSON)

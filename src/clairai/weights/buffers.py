@@ -1,0 +1,119 @@
+"""Takes sizes, descriptors and handles; gives buffers that the sender fills and the engine reads.
+
+In host memory a buffer is a memfd, sealed once it is full: not even its sender can change it after.
+In GPU memory it is the driver's own allocation, never a piece of torch's pool.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import mmap
+import os
+from typing import Final, Protocol, Self
+
+from clairai.errors import WeightsError
+from clairai.weights.checksum import checksum
+
+SEALS: Final = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_WRITE | fcntl.F_SEAL_SEAL
+
+
+class Landed(Protocol):
+    """A buffer that has come to the engine."""
+
+    @property
+    def extent(self) -> int:
+        """Bytes behind it, as the kernel or the driver says."""
+
+    def checksum(self, offset: int, nbytes: int) -> str: ...
+
+    def close(self) -> None: ...
+
+
+class HostBuffer:
+    """The sender's: fill `view`, then `seal` it and pass `fd` on."""
+
+    home: Final = "host"
+    handle: Final = b""
+
+    def __init__(self, nbytes: int) -> None:
+        self.nbytes = nbytes
+        self.fd = os.memfd_create("clairai-weights", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        try:
+            os.posix_fallocate(self.fd, 0, nbytes)  # refuses here, not with SIGBUS later
+            self._mapping: mmap.mmap | None = mmap.mmap(self.fd, nbytes, mmap.MAP_SHARED)
+        except OSError as error:
+            os.close(self.fd)
+            raise WeightsError(
+                f"no {nbytes} bytes of shared memory ({error.strerror}); free some"
+            ) from error
+
+    @property
+    def view(self) -> memoryview:
+        assert self._mapping is not None, "sealed"
+        return memoryview(self._mapping)
+
+    @property
+    def fds(self) -> tuple[int, ...]:
+        return (self.fd,)
+
+    def seal(self) -> None:
+        """No view may be held any more: from now on nobody writes here."""
+        assert self._mapping is not None
+        self._mapping.close()
+        self._mapping = None
+        fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, SEALS)
+
+    def close(self) -> None:
+        if self.fd < 0:
+            return
+        os.close(self.fd)
+        self.fd = -1
+        self._mapping = None  # a view that somebody still holds keeps the pages
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+class HostLanded:
+    """The engine's: the pages of a sealed memfd."""
+
+    def __init__(self, fd: int, nbytes: int) -> None:
+        """Takes the descriptor over, also when it refuses it."""
+        try:
+            _require_sealed(fd, nbytes)
+            # Private: torch wants memory it could write, and a sealed file has no such shared one.
+            self._mapping: mmap.mmap | None = mmap.mmap(fd, nbytes, mmap.MAP_PRIVATE)
+        except (OSError, ValueError) as error:
+            raise WeightsError(f"the buffer cannot be mapped ({error}); send it again") from error
+        finally:
+            os.close(fd)
+        self.extent = nbytes
+
+    @property
+    def view(self) -> memoryview:
+        assert self._mapping is not None, "closed"
+        return memoryview(self._mapping)
+
+    def checksum(self, offset: int, nbytes: int) -> str:
+        return checksum(self.view[offset : offset + nbytes])
+
+    def close(self) -> None:
+        """A tensor that somebody still holds keeps the pages and never dangles."""
+        self._mapping = None
+
+
+def _require_sealed(fd: int, nbytes: int) -> None:
+    size = os.fstat(fd).st_size
+    if size != nbytes:
+        raise WeightsError(f"the buffer has {size} bytes, {nbytes} were planned; plan again")
+    try:
+        seals = fcntl.fcntl(fd, fcntl.F_GET_SEALS)
+    except OSError:
+        raise WeightsError("the buffer is not a memfd; use the Sender") from None
+    if seals & SEALS != SEALS:
+        raise WeightsError(
+            f"the buffer has seals {seals:#x}, needs {SEALS:#x}: it could change while it is read"
+        )

@@ -1,0 +1,64 @@
+"""Takes a folder of safetensors; gives the name, type and shape of every tensor in it. No torch."""
+
+from __future__ import annotations
+
+import json
+import struct
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Final
+
+from clairai.errors import WeightsError
+from clairai.weights.manifest import ITEM_BYTES, MAX_TENSORS
+
+MAX_HEADER_BYTES: Final = 100 << 20  # safetensors' own bound
+_LENGTH: Final = struct.Struct("<Q")
+_PATTERN: Final = "*.safetensors"
+
+
+def shards(folder: Path) -> list[Path]:
+    """The weight files of a model's folder, in order."""
+    found = sorted(folder.glob(_PATTERN)) if folder.is_dir() else []
+    if not found:
+        raise WeightsError(f"{folder} holds no {_PATTERN}; give a folder with a model's weights")
+    return found
+
+
+def tensors(folder: Path) -> Iterator[tuple[str, str, tuple[int, ...]]]:
+    """(name, dtype, shape) of all of them; WeightsError for a file that is not safetensors."""
+    count = 0
+    for file in shards(folder):
+        for name, entry in _header(file).items():
+            count += 1
+            if count > MAX_TENSORS:
+                raise WeightsError(f"{folder} names over {MAX_TENSORS} tensors")
+            yield name, *_entry(file, name, entry)
+
+
+def _header(file: Path) -> dict[str, Any]:
+    with file.open("rb") as source:
+        head = source.read(_LENGTH.size)
+        nbytes = _LENGTH.unpack(head)[0] if len(head) == _LENGTH.size else MAX_HEADER_BYTES + 1
+        if nbytes > MAX_HEADER_BYTES:
+            raise WeightsError(f"{file.name} is not safetensors; copy it again")
+        raw = source.read(nbytes)
+    try:
+        header = json.loads(raw)
+    except (ValueError, RecursionError):
+        raise WeightsError(f"{file.name} has no readable header; copy it again") from None
+    if not isinstance(header, dict):
+        raise WeightsError(f"{file.name} has no readable header; copy it again")
+    header.pop("__metadata__", None)
+    return header
+
+
+def _entry(file: Path, name: str, entry: Any) -> tuple[str, tuple[int, ...]]:
+    try:
+        dtype, shape = entry["dtype"], tuple(map(int, entry["shape"]))
+    except (TypeError, KeyError, ValueError):
+        raise WeightsError(f"{file.name}: tensor {name!r:.60} has no dtype and shape") from None
+    if dtype not in ITEM_BYTES:
+        raise WeightsError(
+            f"{file.name}: tensor {name!r:.60} has dtype {dtype!r:.20}, which cannot be sent"
+        )
+    return dtype, shape

@@ -1,0 +1,135 @@
+"""Takes a plan and the buffers that come for it; gives them to the one who commits, once.
+
+The plan and the commit come on the worker's main thread, buffers on the socket's.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from clairai.errors import WeightsError
+from clairai.weights.buffers import HostLanded, Landed
+from clairai.weights.manifest import CPU, Manifest
+from clairai.wire_weights import Held, Offer
+
+HANDLE_BYTES = 64
+OpenDevice = Callable[[bytes, int], Landed]
+
+
+@dataclass
+class Cargo:
+    """What has come for one plan."""
+
+    plan: Manifest
+    buffers: list[Landed] = field(default_factory=list)
+    checksums: dict[str, str] = field(default_factory=dict)  # by tensor, as computed here
+
+    def close(self) -> None:
+        for buffer in self.buffers:
+            buffer.close()
+        self.buffers.clear()
+
+
+class Dock:
+    """Room for one hand-over at a time."""
+
+    def __init__(self, open_device: OpenDevice) -> None:
+        self._open_device = open_device
+        self._cargo: Cargo | None = None
+        self._lock = threading.Lock()
+
+    def expect(self, plan: Manifest) -> None:
+        """From now on buffers of this plan are taken, and of no other."""
+        self._replace(Cargo(plan))
+
+    def drop(self) -> None:
+        """Forget the plan and what has come; what was taken is not ours any more."""
+        self._replace(None)
+
+    def land(self, offer: Offer, fds: Sequence[int]) -> Held:
+        """Map a buffer and read it once; takes the descriptors over, whatever happens."""
+        owned = list(fds)
+        try:
+            cargo = self._expected(offer, owned)
+            buffer = self._open(offer, owned)
+        finally:
+            for fd in owned:
+                os.close(fd)
+        try:
+            found = _read(buffer, cargo.plan, offer.index)
+            self._keep(cargo, buffer, found)
+        except BaseException:
+            buffer.close()
+            raise
+        return Held(offer.index, buffer.extent)
+
+    def take(self, transfer: str) -> Cargo:
+        """What has come for this transfer; a second time there is nothing."""
+        with self._lock:
+            if self._cargo is None or self._cargo.plan.transfer != transfer:
+                raise WeightsError(
+                    f"transfer {transfer} is not planned, or was used or given up; plan it again"
+                )
+            cargo, self._cargo = self._cargo, None
+            return cargo
+
+    def _replace(self, cargo: Cargo | None) -> None:
+        with self._lock:
+            before, self._cargo = self._cargo, cargo
+        if before is not None:
+            before.close()
+
+    def _expected(self, offer: Offer, fds: Sequence[int]) -> Cargo:
+        with self._lock:
+            cargo = self._cargo
+        if cargo is None or cargo.plan.transfer != offer.transfer:
+            raise WeightsError("no such transfer is planned; POST /v1/weights/plan first")
+        if offer.index != len(cargo.buffers) or offer.index >= len(cargo.plan.buffers):
+            raise WeightsError(
+                f"buffer {offer.index} came, {len(cargo.buffers)} of {len(cargo.plan.buffers)} "
+                f"are here; send each once, in order"
+            )
+        planned = cargo.plan.buffers[offer.index]
+        if offer.nbytes != planned:
+            raise WeightsError(
+                f"buffer {offer.index} has {offer.nbytes} bytes, {planned} were planned"
+            )
+        _require_travelling(offer, fds, home="host" if cargo.plan.device == CPU else "device")
+        return cargo
+
+    def _open(self, offer: Offer, owned: list[int]) -> Landed:
+        if offer.home == "host":
+            return HostLanded(owned.pop(), offer.nbytes)
+        return self._open_device(offer.handle, offer.nbytes)
+
+    def _keep(self, cargo: Cargo, buffer: Landed, found: dict[str, str]) -> None:
+        with self._lock:
+            if self._cargo is not cargo:
+                raise WeightsError("another plan has come meanwhile; plan again")
+            cargo.buffers.append(buffer)
+            cargo.checksums.update(found)
+
+
+def _require_travelling(offer: Offer, fds: Sequence[int], *, home: str) -> None:
+    wanted = (1, 0) if home == "host" else (0, HANDLE_BYTES)
+    if offer.home != home or (len(fds), len(offer.handle)) != wanted:
+        raise WeightsError(
+            f"a buffer in {home} memory comes with {wanted[0]} descriptors and {wanted[1]} bytes "
+            f"of handle; {len(fds)} and {len(offer.handle)} came"
+        )
+
+
+def _read(buffer: Landed, plan: Manifest, index: int) -> dict[str, str]:
+    if buffer.extent < plan.buffers[index]:
+        raise WeightsError(
+            f"buffer {index} claims {plan.buffers[index]} bytes and has {buffer.extent}; "
+            f"do not trust this sender"
+        )
+    return {
+        tensor.name: buffer.checksum(tensor.offset, tensor.nbytes)
+        for tensor in plan.tensors
+        if tensor.buffer == index
+    }

@@ -1,0 +1,163 @@
+"""Takes the worker's dock; gives senders of our own user a private socket to bring buffers to."""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+import struct
+import threading
+from pathlib import Path
+from typing import Final, Self, TypeVar
+
+import msgspec
+
+from clairai.errors import ClairaiError, WeightsError
+from clairai.ring.folder import listen, peer_uid, remove_stale, socket_path
+from clairai.ring.frames import encode_frame
+from clairai.weights.dock import Dock
+from clairai.wire import Refusal
+from clairai.wire_weights import Greeting, Held, Offer
+
+KIND: Final = "weights"
+WIRE_VERSION: Final = 1
+MAX_FRAME_BYTES: Final = 4096
+MAX_FDS: Final = 4
+IDLE_S: Final = 600.0  # a sender that says nothing for so long is let go
+CLOSE_TIMEOUT_S: Final = 5.0
+_LENGTH: Final = struct.Struct("<I")
+_OFFER: Final = msgspec.msgpack.Decoder(Offer)
+_log: Final = logging.getLogger(__name__)
+
+Received = TypeVar("Received")
+
+
+class Link:
+    """One daemon thread, one sender at a time: the next one waits in the socket's queue."""
+
+    def __init__(self, folder: Path, epoch: int, device: str, dock: Dock) -> None:
+        self.path = socket_path(folder, epoch, KIND)
+        self._greeting = Greeting(WIRE_VERSION, f"{epoch:016x}", device, os.getpid())
+        self._dock = dock
+        self._pid = os.getpid()
+        self._is_closing = threading.Event()
+        self._session: socket.socket | None = None
+        remove_stale(folder, KIND)
+        self._listener = listen(self.path)
+        self._listener.setblocking(True)
+        self._thread = threading.Thread(target=self._serve, name="clairai-weights", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Remove the socket and let the sender go; in a forked child a no-op."""
+        if self._is_closing.is_set() or os.getpid() != self._pid:
+            return
+        self._is_closing.set()
+        self.path.unlink(missing_ok=True)
+        for sock in (self._listener, self._session):
+            _wake(sock)
+        self._thread.join(CLOSE_TIMEOUT_S)
+        self._listener.close()
+        self._dock.drop()
+
+    def _serve(self) -> None:
+        while not self._is_closing.is_set():
+            try:
+                sock, _ = self._listener.accept()
+            except OSError as error:
+                if not self._is_closing.is_set():
+                    _log.warning("no sender can come for now: %s", error)
+                    self._is_closing.wait(0.1)
+                continue
+            with sock:
+                self._session = sock
+                self._attend(sock)
+                self._session = None
+
+    def _attend(self, sock: socket.socket) -> None:
+        try:
+            self._admit(sock)
+            while not self._is_closing.is_set():
+                message, fds = receive(sock, _OFFER)
+                sock.sendall(encode_frame(self._dock.land(message, fds)))
+        except ClairaiError as error:
+            _log.warning("a sender is let go: %s", error.reason)
+            _refuse(sock, error)
+        except OSError as error:
+            _log.debug("a sender has gone: %s", error)
+        except Exception:
+            _log.exception("a sender is let go")
+        self._dock.drop()
+
+    def _admit(self, sock: socket.socket) -> None:
+        if (uid := peer_uid(sock)) != os.geteuid():
+            raise WeightsError(f"you are user {uid}, only {os.geteuid()} may send weights")
+        sock.settimeout(IDLE_S)
+        sock.sendall(encode_frame(self._greeting))
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def receive(
+    sock: socket.socket, decoder: msgspec.msgpack.Decoder[Received]
+) -> tuple[Received, list[int]]:
+    """The next message and what descriptors came with it; OSError once the peer has gone."""
+    head, fds, flags, _ = socket.recv_fds(sock, _LENGTH.size, MAX_FDS, socket.MSG_CMSG_CLOEXEC)
+    try:
+        if flags & socket.MSG_CTRUNC:
+            raise WeightsError(f"more than {MAX_FDS} descriptors came at once; not ours")
+        head += _exactly(sock, _LENGTH.size - len(head), is_begun=bool(head))
+        (nbytes,) = _LENGTH.unpack(head)
+        if nbytes > MAX_FRAME_BYTES:
+            raise WeightsError(f"peer sends {nbytes} bytes, may send {MAX_FRAME_BYTES}; not ours")
+        return _decode(_exactly(sock, nbytes, is_begun=True), decoder), fds
+    except BaseException:
+        for fd in fds:
+            os.close(fd)
+        raise
+
+
+def _exactly(sock: socket.socket, nbytes: int, *, is_begun: bool) -> bytes:
+    raw = bytearray()
+    while len(raw) < nbytes:
+        part = sock.recv(nbytes - len(raw))
+        if not part:
+            raise _gone(is_begun=is_begun)
+        raw += part
+    return bytes(raw)
+
+
+def _gone(*, is_begun: bool) -> Exception:
+    if is_begun:
+        return WeightsError("peer hung up in the middle of a message")
+    return ConnectionResetError("peer has hung up")
+
+
+def _decode(body: bytes, decoder: msgspec.msgpack.Decoder[Received]) -> Received:
+    try:
+        return decoder.decode(body)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        raise WeightsError(f"peer sent no message of ours ({str(error)[:200]})") from error
+
+
+def _refuse(sock: socket.socket, error: ClairaiError) -> None:
+    try:
+        sock.sendall(encode_frame(Refusal(error.code, error.reason)))
+    except OSError:
+        _log.debug("the sender has gone before it could be told")
+
+
+def _wake(sock: socket.socket | None) -> None:
+    try:
+        if sock is not None:
+            sock.shutdown(socket.SHUT_RDWR)
+    except OSError:
+        _log.debug("already closed")
+
+
+Answer = Greeting | Held | Refusal
+ANSWER: Final = msgspec.msgpack.Decoder(Answer)

@@ -1,0 +1,101 @@
+"""Takes the JSON of a hand-over; gives a typed Manifest: what lies where in which buffer.
+
+Nothing in it is believed: every number has a bound here, and check.py holds it against the engine.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable
+from typing import Annotated, Final, Literal, get_args
+
+import msgspec
+
+from clairai.errors import WeightsError
+
+VERSION: Final = 1
+# Smaller allocations of a GPU share a block, and a handle opens the whole block.
+GRANULE_BYTES: Final = 2 << 20
+ALIGNMENT: Final = 256
+MAX_MANIFEST_BYTES: Final = 32 << 20
+MAX_TENSORS: Final = 1 << 17
+MAX_BUFFERS: Final = 1 << 12
+MAX_DIMENSIONS: Final = 8
+MAX_NAME: Final = 512
+MAX_I64: Final = (1 << 63) - 1
+CPU: Final = "cpu"
+PROBE: Final = "probe::"
+STEER: Final = "steer::"
+
+Dtype = Literal["F64", "F32", "F16", "BF16", "I64", "I32", "I16", "I8", "U8", "BOOL", "F8_E4M3"]
+ITEM_BYTES: Final[dict[str, int]] = dict(
+    zip(get_args(Dtype), (8, 4, 2, 2, 8, 4, 2, 1, 1, 1, 1), strict=True)
+)
+Size = Annotated[int, msgspec.Meta(ge=0, le=MAX_I64)]
+Hex16 = Annotated[str, msgspec.Meta(pattern=r"^[0-9a-f]{16}\Z")]
+Hex32 = Annotated[str, msgspec.Meta(pattern=r"^[0-9a-f]{32}\Z")]
+
+
+class Tensor(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """One tensor, dense and in C order, in one buffer."""
+
+    name: Annotated[str, msgspec.Meta(min_length=1, max_length=MAX_NAME)]
+    dtype: Dtype
+    shape: Annotated[tuple[Size, ...], msgspec.Meta(max_length=MAX_DIMENSIONS)]
+    buffer: Annotated[int, msgspec.Meta(ge=0, lt=MAX_BUFFERS)]
+    offset: Size
+    nbytes: Size
+    checksum: Annotated[str, msgspec.Meta(pattern=r"^([0-9a-f]{16})?\Z")] = ""  # none in a plan
+
+
+class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """One hand-over: all of it takes effect at once, or none."""
+
+    version: Literal[1]
+    transfer: Hex32
+    epoch: Hex16  # of the engine it is meant for
+    device: Annotated[str, msgspec.Meta(pattern=r"^(cpu|[0-9a-f]{32})\Z")]  # where the buffers lie
+    buffers: Annotated[tuple[Size, ...], msgspec.Meta(max_length=MAX_BUFFERS)]  # bytes of each
+    tensors: Annotated[tuple[Tensor, ...], msgspec.Meta(max_length=MAX_TENSORS)]
+    label: Annotated[str, msgspec.Meta(pattern=r"^[A-Za-z0-9._:/@+-]{0,128}\Z")] = ""
+
+
+_DECODER: Final = msgspec.json.Decoder(Manifest)
+
+
+def parse(raw: bytes) -> Manifest:
+    """The manifest in these bytes; WeightsError if they are not one, or too many."""
+    if len(raw) > MAX_MANIFEST_BYTES:
+        raise WeightsError(
+            f"the manifest has {len(raw)} bytes, may have {MAX_MANIFEST_BYTES}; send less at once"
+        )
+    try:
+        return _DECODER.decode(raw)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        raise WeightsError(
+            f"this is no manifest of version {VERSION}: {str(error)[:200]}; use the Sender of the "
+            f"same clairai"
+        ) from None
+
+
+def encode(manifest: Manifest) -> bytes:
+    return msgspec.json.encode(manifest)
+
+
+def kind_of(name: str) -> str:
+    """`probe`, `steer` or `model`."""
+    for prefix in (PROBE, STEER):
+        if name.startswith(prefix):
+            return prefix.removesuffix("::")
+    return "model"
+
+
+def digest(tensors: Iterable[Tensor]) -> str:
+    """What the tensors hold, however they were packed: equal content gives equal text."""
+    parts = sorted((t.name, t.dtype, t.shape, t.checksum) for t in tensors)
+    return hashlib.blake2b(msgspec.msgpack.encode(parts), digest_size=16).hexdigest()
+
+
+def align(offset: int, step: int) -> int:
+    """The next multiple of `step`."""
+    return -(-offset // step) * step

@@ -1,0 +1,111 @@
+"""Takes an engine's epoch; gives the sender's end of its socket: buffers go, word comes back."""
+
+from __future__ import annotations
+
+import os
+import socket
+from pathlib import Path
+from typing import Final, Self
+
+from clairai.errors import EngineGoneError, WeightsError
+from clairai.ring.folder import peer_pid, peer_uid, socket_path
+from clairai.ring.frames import encode_frame
+from clairai.weights.link import ANSWER, KIND, WIRE_VERSION, receive
+from clairai.wire import Refusal
+from clairai.wire_weights import Greeting, Held, Offer
+
+GREETING_S: Final = 10.0
+READ_S: Final = 60.0
+READ_BYTES_PER_S: Final = 100 << 20  # slower than any machine that serves a model
+
+
+class Port:
+    """A connection to one engine; every wait on it has a deadline."""
+
+    def __init__(self, folder: Path, epoch: str) -> None:
+        self._path = socket_path(folder, int(epoch, 16), KIND)
+        self._sock = _connect(self._path)
+        try:
+            greeting = self._receive(GREETING_S)
+            _check_greeting(greeting, epoch)
+        except BaseException:
+            self._sock.close()
+            raise
+
+    @property
+    def is_here(self) -> bool:
+        """Whether the engine is this very process."""
+        return peer_pid(self._sock) == os.getpid()
+
+    def offer(self, offer: Offer, fds: tuple[int, ...]) -> None:
+        """Hand a buffer over; returns once the engine has read it."""
+        frame = encode_frame(offer)
+        try:
+            num_sent = socket.send_fds(self._sock, [frame], fds) if fds else 0
+            self._sock.sendall(frame[num_sent:])
+        except OSError as error:
+            raise self._gone() from error
+        held = self._receive(READ_S + offer.nbytes / READ_BYTES_PER_S)
+        if not isinstance(held, Held) or held.index != offer.index:
+            raise WeightsError(f"the engine answered {type(held).__name__} to buffer {offer.index}")
+
+    def close(self) -> None:
+        self._sock.close()
+
+    def _receive(self, timeout_s: float) -> Greeting | Held:
+        self._sock.settimeout(timeout_s)
+        try:
+            answer, fds = receive(self._sock, ANSWER)
+        except TimeoutError:
+            raise WeightsError(
+                f"the engine did not answer within {timeout_s:.0f} s; another sender may be at "
+                f"work, try again"
+            ) from None
+        except OSError as error:
+            raise self._gone() from error
+        for fd in fds:
+            os.close(fd)
+        if isinstance(answer, Refusal):
+            raise WeightsError(f"the engine refused: {answer.reason}")
+        assert isinstance(answer, Greeting | Held)
+        return answer
+
+    def _gone(self) -> EngineGoneError:
+        return EngineGoneError(f"engine at {self._path} has hung up; send again to the next one")
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def _connect(path: Path) -> socket.socket:
+    sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
+    sock.settimeout(GREETING_S)
+    try:
+        sock.connect(os.fspath(path))
+        if (uid := peer_uid(sock)) != os.geteuid():
+            raise WeightsError(f"{path} belongs to user {uid}, we are {os.geteuid()}; not ours")
+    except OSError as error:
+        sock.close()
+        raise EngineGoneError(
+            f"nobody takes weights at {path} ({error}): send from the engine's own machine, as its "
+            f"own user, with the same CLAIRAI_RUNTIME_DIR"
+        ) from error
+    except WeightsError:
+        sock.close()
+        raise
+    return sock
+
+
+def _check_greeting(greeting: Greeting | Held, epoch: str) -> None:
+    if not isinstance(greeting, Greeting):
+        raise WeightsError(f"the engine began with {type(greeting).__name__}; not ours")
+    if greeting.wire_version != WIRE_VERSION:
+        raise WeightsError(
+            f"engine speaks version {greeting.wire_version}, this sender {WIRE_VERSION}; run the "
+            f"same clairai in both"
+        )
+    if greeting.epoch != epoch:
+        raise WeightsError(f"epoch {greeting.epoch} answers in place of {epoch}; ask again")

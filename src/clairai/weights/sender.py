@@ -1,0 +1,136 @@
+"""Takes named tensors and an engine; gives the engine new weights while it serves, or the reason.
+
+The tensors are packed into buffers of our own; the engine reads one while the next is packed, and
+serves with the old weights until all have come and every checksum holds.
+"""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+from clairai.ring.folder import runtime_dir as meeting_folder
+from clairai.serve.calls import Server
+from clairai.weights.layout import BUFFER_BYTES, Meant, lay_out
+from clairai.weights.manifest import CPU, Manifest, Tensor, encode
+from clairai.weights.pack import Packed, Packer, home_of
+from clairai.weights.port import Port
+from clairai.weights.sources import Item, Named, items
+from clairai.weights.ways import Drain, InProcess, OverHttp, Way
+from clairai.wire_weights import Offer
+
+Progress = Callable[[int, int], None]
+
+
+@dataclass(frozen=True)
+class Sent:
+    """What one hand-over did; the engine serves with `version` from now on."""
+
+    version: int
+    digest: str  # of the content, as the engine computed it from the bytes it read
+    bank_version: int | None
+    num_tensors: int
+    nbytes: int
+    home: str  # "host" or "device": the memory it went through
+    seconds: float  # all of it
+    packed_s: float  # of that, until the last buffer had been read
+    load_s: float  # and vLLM's own loading
+
+    @property
+    def bytes_per_s(self) -> float:
+        return self.nbytes / self.seconds
+
+
+class Sender:
+    """`target` is a server's address or vLLM's LLM; the engine is on this machine, of our user."""
+
+    def __init__(
+        self,
+        target: str | Any,
+        *,
+        api_key: str | None = None,
+        runtime_dir: str | None = None,
+        drain: Drain = "wait",
+        buffer_bytes: int = BUFFER_BYTES,
+    ) -> None:
+        is_url = isinstance(target, str)
+        self._way: Way = OverHttp(Server(target, api_key), drain) if is_url else InProcess(target)
+        self._runtime_dir = runtime_dir
+        self._buffer_bytes = buffer_bytes
+
+    def check(self, named: Named, *, label: str = "") -> int:
+        """A dry run: names, types and shapes are held against the engine; bytes it would take."""
+        with ExitStack() as opened:
+            found = items(named, opened)
+            state = self._way.state()
+            plan = self._plan(found, state.epoch, CPU, label)
+            self._way.check(encode(plan))
+            return sum(tensor.nbytes for tensor in plan.tensors)
+
+    def send(self, named: Named, *, label: str = "", progress: Progress | None = None) -> Sent:
+        """All of it, or an error and the old weights; `progress` is told bytes done and in all."""
+        began_s = time.perf_counter()
+        with ExitStack() as opened:
+            found = items(named, opened)
+            state = self._way.state()
+            port = opened.enter_context(Port(meeting_folder(self._runtime_dir), state.epoch))
+            device = CPU if port.is_here else home_of(found, state.device)
+            plan = self._plan(found, state.epoch, device, label)
+            self._way.plan(encode(plan))
+            tensors = _hand_over(Packer(found, plan), plan, port, opened, progress or _silent)
+            packed_s = time.perf_counter() - began_s
+            manifest = msgspec.structs.replace(plan, tensors=tensors)
+            committed = self._way.commit(encode(manifest))
+        return Sent(
+            version=committed.version,
+            digest=committed.digest,
+            bank_version=committed.bank_version,
+            num_tensors=len(tensors),
+            nbytes=sum(tensor.nbytes for tensor in tensors),
+            home="host" if device == CPU else "device",
+            seconds=time.perf_counter() - began_s,
+            packed_s=packed_s,
+            load_s=committed.load_s,
+        )
+
+    def _plan(self, found: list[Item], epoch: str, device: str, label: str) -> Manifest:
+        meant = Meant(secrets.token_hex(16), epoch, device, label)
+        described = [item.described for item in found]
+        return lay_out(described, meant, buffer_bytes=self._buffer_bytes)
+
+
+def _hand_over(
+    packer: Packer, plan: Manifest, port: Port, opened: ExitStack, progress: Progress
+) -> tuple[Tensor, ...]:
+    """Each buffer is offered on a thread while the next is packed; all stay until `opened` ends."""
+    tensors: list[Tensor] = []
+    done = 0
+    with ThreadPoolExecutor(1) as offering:
+        before: Future[None] | None = None
+        for index, nbytes in enumerate(plan.buffers):
+            packed = packer.pack(index)
+            opened.callback(packed.close)
+            if before is not None:
+                before.result()
+            before = offering.submit(port.offer, _offer(plan, index, packed), packed.fds)
+            tensors += packed.tensors
+            done += nbytes
+            progress(done, sum(plan.buffers))
+        if before is not None:
+            before.result()
+    return tuple(tensors)
+
+
+def _offer(plan: Manifest, index: int, packed: Packed) -> Offer:
+    return Offer(plan.transfer, index, plan.buffers[index], packed.home, packed.handle)
+
+
+def _silent(done: int, total: int) -> None:
+    """Nobody wants to know."""

@@ -1,0 +1,120 @@
+"""Takes nothing of ours; gives the messages of a hand-over: to the worker, and on its socket.
+
+Control messages travel as those of wire.py do. A manifest is JSON, as HTTP brought it.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+import msgspec
+
+
+class DescribeWeights(
+    msgspec.Struct, frozen=True, tag="describe_weights", forbid_unknown_fields=True
+):
+    """Which weights serve, and where are new ones taken?"""
+
+
+class ListTensors(msgspec.Struct, frozen=True, tag="list_tensors", forbid_unknown_fields=True):
+    """What can be sent?"""
+
+
+class CheckWeights(msgspec.Struct, frozen=True, tag="check_weights", forbid_unknown_fields=True):
+    """Would this be taken? Nothing is expected after it: a dry run."""
+
+    manifest: bytes
+
+
+class PlanWeights(msgspec.Struct, frozen=True, tag="plan_weights", forbid_unknown_fields=True):
+    """Expect the buffers of this manifest; a plan before it is forgotten."""
+
+    manifest: bytes
+
+
+class CommitWeights(msgspec.Struct, frozen=True, tag="commit_weights", forbid_unknown_fields=True):
+    """Serve with what has come, all of it, or a Refusal and the old weights."""
+
+    manifest: bytes
+
+
+Control = DescribeWeights | ListTensors | CheckWeights | PlanWeights | CommitWeights
+
+
+class WeightsState(msgspec.Struct, frozen=True, tag="weights_state", forbid_unknown_fields=True):
+    """The weights that serve now."""
+
+    version: int  # 0: those the engine was started with
+    label: str
+    digest: str  # of the content; empty for version 0
+    epoch: str
+    device: str  # "cpu", or a GPU's UUID
+    num_tensors: int
+    is_torn: bool = False
+
+
+class ListedTensor(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """One tensor that can be sent."""
+
+    name: str
+    dtypes: tuple[str, ...]
+    shape: tuple[int, ...]
+
+
+class Tensors(msgspec.Struct, frozen=True, tag="tensors", forbid_unknown_fields=True):
+    """All that can be sent, in the order in which it is best sent."""
+
+    tensors: tuple[ListedTensor, ...]
+
+
+class WeightsPlanned(
+    msgspec.Struct, frozen=True, tag="weights_planned", forbid_unknown_fields=True
+):
+    """The plan is good."""
+
+    transfer: str
+    nbytes: int
+
+
+class WeightsCommitted(
+    msgspec.Struct, frozen=True, tag="weights_committed", forbid_unknown_fields=True
+):
+    """They serve."""
+
+    version: int
+    digest: str
+    nbytes: int
+    load_s: float
+    bank_version: int | None = None  # of the probes, if any were among it
+
+
+Reply = WeightsState | Tensors | WeightsPlanned | WeightsCommitted
+
+
+# On the socket: the engine greets, the sender offers buffer after buffer.
+
+
+class Greeting(msgspec.Struct, frozen=True, tag="weights_greeting", forbid_unknown_fields=True):
+    """Engine to sender, first message."""
+
+    wire_version: int
+    epoch: str
+    device: str
+    pid: int
+
+
+class Offer(msgspec.Struct, frozen=True, tag="offer", forbid_unknown_fields=True):
+    """Sender to engine: a packed buffer; one in host memory comes as a descriptor beside it."""
+
+    transfer: str
+    index: Annotated[int, msgspec.Meta(ge=0)]
+    nbytes: Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)]
+    home: Literal["host", "device"]
+    handle: Annotated[bytes, msgspec.Meta(max_length=64)] = b""
+
+
+class Held(msgspec.Struct, frozen=True, tag="held", forbid_unknown_fields=True):
+    """Engine to sender: it has come, and has been read once."""
+
+    index: int
+    extent: int
