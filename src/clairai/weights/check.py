@@ -45,9 +45,8 @@ class Holding:
 
     @property
     def max_nbytes(self) -> int:
-        """More than this no honest hand-over has: every slot once, each with its padding."""
-        largest = sum(_most(slot) for slot in self.slots.values())
-        return align(2 * largest, GRANULE_BYTES) + GRANULE_BYTES
+        """More than this no good plan has: every slot once, each in a buffer of its own."""
+        return sum(_most(slot) for slot in self.slots.values())
 
 
 def check_plan(manifest: Manifest, holding: Holding) -> None:
@@ -223,7 +222,7 @@ def _check_filled(index: int, nbytes: int, tensors: Sequence[Tensor]) -> None:
 
 def _most(slot: Slot) -> int:
     widest = max(slot.dtypes, key=ITEM_BYTES.__getitem__)
-    return align(size_of(slot.shape, widest), ALIGNMENT)
+    return align(max(size_of(slot.shape, widest), 1), GRANULE_BYTES)
 
 
 def _placed(tensor: Tensor) -> tuple[object, ...]:

@@ -1,0 +1,200 @@
+"""Takes verified shipments; gives the model new numbers and the bank new probes, or neither.
+
+Knows nothing of vLLM: `load` is given, and so is the worker that calls it as vLLM's own routes do.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Final, Protocol
+
+import numpy as np
+
+from clairai import wire_weights
+from clairai.errors import ClairaiError, WeightsError, WeightsTornError
+from clairai.probe.columns import Columns
+from clairai.weights.check import Slot
+from clairai.weights.dock import OpenDevice
+from clairai.weights.manifest import PROBE, Manifest
+from clairai.weights.receiver import Receiver, Shipment
+
+Load = Callable[[list[tuple[str, Any]]], None]
+_log: Final = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Served:
+    """The weights that serve now."""
+
+    version: int = 0
+    label: str = ""
+    digest: str = ""
+    nbytes: int = 0
+    load_s: float = 0.0
+
+
+class Intake:
+    """One for each engine; `load` puts a whole model's tensors into place."""
+
+    def __init__(
+        self,
+        folder: Path,
+        device: str,
+        open_device: OpenDevice,
+        model_slots: Mapping[str, Slot],
+        load: Load,
+    ) -> None:
+        self.served = Served()
+        self.is_torn = False
+        self.columns: Columns | None = None  # the probes as they are: set before each question
+        self.pending: Columns | None = None  # as they will be once the worker installs them
+        self._model_slots = dict(model_slots)
+        self._load = load
+        self.receiver = Receiver(folder, device, self.slots, open_device)
+
+    def slots(self) -> Mapping[str, Slot]:
+        """All that can be sent now."""
+        probes = () if self.columns is None else self.columns.probes
+        return self._model_slots | {
+            f"{PROBE}{probe.name}": Slot(("F32",), (probe.width,)) for probe in probes
+        }
+
+    def receive(self, raw: bytes) -> None:
+        """One manifest, whole; an error before the first number is changed, or `is_torn`."""
+        self.pending = None
+        try:
+            self._receive(raw)
+        except WeightsError as error:
+            if self.is_torn:  # by a load before this one: only a whole set repairs it
+                raise WeightsTornError(f"{error.reason}; and the weights are in pieces") from error
+            raise
+
+    def _receive(self, raw: bytes) -> None:
+        with self.receiver.unpack(raw) as shipment:
+            if self.is_torn and not shipment.of("model"):
+                raise WeightsError("this brings no weights of the model")
+            columns = self._changed(shipment)  # raises what a bank refuses, before anything changes
+            began_s = time.perf_counter()
+            if weights := shipment.of("model"):
+                self.is_torn = True
+                self._load(weights)
+                self.is_torn = False
+            self.served = _served(self.served, shipment, time.perf_counter() - began_s)
+            self.pending = columns
+
+    def state(self) -> wire_weights.WeightsState:
+        return wire_weights.WeightsState(
+            version=self.served.version,
+            label=self.served.label,
+            digest=self.served.digest,
+            epoch=f"{self.receiver.epoch:016x}",
+            device=self.receiver.device,
+            num_tensors=len(self.slots()),
+            is_torn=self.is_torn,
+        )
+
+    def close(self) -> None:
+        self.receiver.close()
+
+    def _changed(self, shipment: Shipment) -> Columns | None:
+        """The bank with the new directions; None if none came."""
+        rows = {name.removeprefix(PROBE): tensor for name, tensor in shipment.of("probe")}
+        if not rows or self.columns is None:
+            return None
+        # Copies: a probe must not point into a buffer that is let go of.
+        changed = [
+            replace(probe, direction_D=np.array(rows[probe.name].cpu().numpy(), np.float32))
+            for probe in self.columns.probes
+            if probe.name in rows
+        ]
+        return self.columns.replace(*changed)
+
+
+class Worker(Protocol):
+    """vLLM's worker, as far as weights concern it: v1/worker/gpu_worker.py, 0.26 and 0.32."""
+
+    def start_weight_update(self) -> None: ...
+
+    def update_weights(self, update_info: dict[str, Any]) -> None: ...
+
+    def finish_weight_update(self) -> None: ...
+
+
+class Handover:
+    """What the worker answers to control messages about weights; `station` has the bank."""
+
+    def __init__(self, worker: Worker, intake: Intake, station: Any) -> None:
+        self._worker, self._intake, self._station = worker, intake, station
+
+    def answer(self, control: wire_weights.Control) -> wire_weights.Reply:
+        intake = self._intake
+        intake.columns = None if self._station is None else self._station.columns
+        match control:
+            case wire_weights.DescribeWeights():
+                return intake.state()
+            case wire_weights.ListTensors():
+                return _listed(intake.slots())
+            case wire_weights.CheckWeights(manifest):
+                return _planned(intake.receiver.check(manifest))
+            case wire_weights.PlanWeights(manifest):
+                return _planned(intake.receiver.plan(manifest))
+            case wire_weights.CommitWeights(manifest):
+                return self._commit(manifest)
+
+    def _commit(self, manifest: bytes) -> wire_weights.WeightsCommitted:
+        """As vLLM's own routes do it, in one go; nothing but our errors comes out of it."""
+        try:
+            text = manifest.decode()
+            self._worker.start_weight_update()
+            self._worker.update_weights({"manifest": text})
+            self._worker.finish_weight_update()
+        except ClairaiError:
+            raise
+        except UnicodeDecodeError:
+            raise WeightsError("this is no manifest: it is not UTF-8; use the Sender") from None
+        except Exception as error:
+            _log.exception("new weights could not be loaded")
+            raise self._failed(error) from error
+        return self._committed()
+
+    def _failed(self, error: Exception) -> WeightsError:
+        kind = type(error).__name__
+        if self._intake.is_torn:
+            return WeightsTornError(
+                f"loading stopped half-way ({kind}, see the engine's log); send a whole set of "
+                f"weights, or restart the engine"
+            )
+        return WeightsError(
+            f"the engine cannot load them ({kind}, see its log); the old weights serve on"
+        )
+
+    def _committed(self) -> wire_weights.WeightsCommitted:
+        served, columns = self._intake.served, self._intake.pending
+        if columns is not None:
+            self._station.install(columns)
+        version = None if columns is None else columns.version
+        return wire_weights.WeightsCommitted(
+            served.version, served.digest, served.nbytes, served.load_s, version
+        )
+
+
+def _served(before: Served, shipment: Shipment, load_s: float) -> Served:
+    if not shipment.of("model"):
+        return replace(before, nbytes=shipment.nbytes, load_s=load_s)
+    label = shipment.manifest.label
+    return Served(before.version + 1, label, shipment.digest, shipment.nbytes, load_s)
+
+
+def _listed(slots: Mapping[str, Slot]) -> wire_weights.Tensors:
+    items = slots.items()
+    return wire_weights.Tensors(
+        tuple(wire_weights.ListedTensor(name, slot.dtypes, slot.shape) for name, slot in items)
+    )
+
+
+def _planned(manifest: Manifest) -> wire_weights.WeightsPlanned:
+    return wire_weights.WeightsPlanned(manifest.transfer, sum(manifest.buffers))

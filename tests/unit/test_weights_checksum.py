@@ -1,0 +1,56 @@
+"""Takes bytes; gives the same checksum by numpy, by torch and by the definition."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from clairai.weights import checksum as host
+from clairai.weights import tensors as device
+
+
+def plainly(raw: bytes) -> str:
+    """The definition, word by word."""
+    total = 0
+    for index in range(0, len(raw), 8):
+        word = int.from_bytes(raw[index : index + 8].ljust(8, b"\0"), "little")
+        x = (word + index // 8 * host.PLACE) & host.MASK
+        x ^= x >> 33
+        x = x * host.MIX & host.MASK
+        x ^= x >> 29
+        total += x
+    return f"{(total + len(raw) * host.PLACE) & host.MASK:016x}"
+
+
+@given(st.binary(max_size=300))
+def test_all_three_agree(raw: bytes) -> None:
+    expected = plainly(raw)
+    assert host.checksum(raw) == expected
+    given_N = torch.tensor(list(raw), dtype=torch.uint8)
+    assert device.checksum(given_N) == expected
+
+
+@pytest.mark.parametrize("words", [1, host.CHUNK_WORDS - 1, host.CHUNK_WORDS, host.CHUNK_WORDS + 1])
+def test_all_agree_where_a_chunk_ends(monkeypatch: pytest.MonkeyPatch, words: int) -> None:
+    raw = np.random.default_rng(words).bytes(8 * words + 3)
+    monkeypatch.setattr(device, "CHUNK_WORDS", 1000)
+    assert host.checksum(raw) == plainly(raw)
+    assert device.checksum(torch.frombuffer(bytearray(raw), dtype=torch.uint8)) == plainly(raw)
+
+
+def test_every_flipped_bit_shows() -> None:
+    raw = bytearray(np.random.default_rng(1).bytes(250))
+    before = host.checksum(bytes(raw))
+    for bit in range(8 * len(raw)):
+        raw[bit // 8] ^= 1 << bit % 8
+        assert host.checksum(bytes(raw)) != before
+        raw[bit // 8] ^= 1 << bit % 8
+
+
+def test_two_words_that_change_places_show_and_so_does_a_longer_end() -> None:
+    a, b = b"\x00" * 6 + b"\x80\x3f", b"\x00" * 6 + b"\x00\x40"
+    assert host.checksum(a + b) != host.checksum(b + a)
+    assert host.checksum(a) != host.checksum(a + b"\0")

@@ -1,0 +1,116 @@
+"""Takes a folder; gives an engine that takes weights, its model a few tensors and no vLLM.
+
+Real: manifest, checks, socket, buffers, intake, control messages. Toy: the model and the worker.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import torch
+
+from clairai import wire, wire_weights
+from clairai.tap.control import answer
+from clairai.weights.check import Holding, Slot
+from clairai.weights.intake import Handover, Intake
+from clairai.weights.layout import Described, Meant, lay_out
+from clairai.weights.manifest import CPU, Manifest, encode
+from clairai.weights.receiver import refuse_device
+
+EPOCH = "00000000000000aa"
+SHAPES: Mapping[str, tuple[int, ...]] = {
+    "model.embed.weight": (50, 16),
+    "model.layers.0.w": (16, 16),
+    "model.layers.0.b": (16,),
+    "model.norm.weight": (),
+}
+SLOTS = {name: Slot(("F32", "BF16"), shape) for name, shape in SHAPES.items()}
+
+
+def holding(epoch: str = EPOCH, device: str = CPU) -> Holding:
+    return Holding(epoch, device, SLOTS)
+
+
+def plan(described: Any = None, *, epoch: str = EPOCH, device: str = CPU, **given: Any) -> Manifest:
+    """A good one, unless it is told otherwise."""
+    if described is None:
+        described = [Described(name, "F32", shape) for name, shape in SHAPES.items()]
+    return lay_out(described, Meant(secrets.token_hex(16), epoch, device), **given)
+
+
+def altered(manifest: Manifest, index: int, **fields: Any) -> Manifest:
+    """The same, one tensor otherwise."""
+    tensors = list(manifest.tensors)
+    tensors[index] = msgspec.structs.replace(tensors[index], **fields)
+    return msgspec.structs.replace(manifest, tensors=tuple(tensors))
+
+
+def weights(seed: int) -> dict[str, torch.Tensor]:
+    rng = np.random.default_rng(seed)
+    return {
+        name: torch.from_numpy(np.asarray(rng.standard_normal(shape), np.float32))
+        for name, shape in SHAPES.items()
+    }
+
+
+class ToyLlm:
+    """What a Sender needs of vLLM's LLM; `fail_after` tensors loading breaks."""
+
+    def __init__(self, folder: Path, station: Any = None) -> None:
+        self.model = weights(0)
+        self.fail_after: int | None = None
+        self.resets = 0
+        self.station = station
+        self.intake = Intake(folder, CPU, refuse_device, SLOTS, self._load)
+
+    def _load(self, named: list[tuple[str, Any]]) -> None:
+        for count, (name, tensor) in enumerate(named):
+            if count == self.fail_after:
+                raise RuntimeError("planted")
+            self.model[name] = tensor.clone()
+
+    def start_weight_update(self) -> None:
+        """As the engine's: nothing."""
+
+    def update_weights(self, update_info: dict[str, Any]) -> None:
+        self.intake.receive(update_info["manifest"].encode())
+
+    def finish_weight_update(self) -> None:
+        """As the engine's: nothing."""
+
+    def collective_rpc(self, method: str, args: tuple[bytes]) -> list[bytes]:
+        assert method == "clairai_control"
+        handover = Handover(self, self.intake, self.station)
+        return [answer(self.station, args[0], None, handover)]
+
+    def reset_prefix_cache(self) -> None:
+        self.resets += 1
+
+    def ask(self, control: wire.Control) -> Any:
+        (reply,) = self.collective_rpc("clairai_control", (msgspec.msgpack.encode(control),))
+        return msgspec.msgpack.decode(reply, type=wire.ControlReply)
+
+    def planned(self, manifest: Manifest) -> Any:
+        return self.ask(wire_weights.PlanWeights(encode(manifest)))
+
+    def committed(self, manifest: Manifest) -> Any:
+        return self.ask(wire_weights.CommitWeights(encode(manifest)))
+
+    @property
+    def epoch(self) -> str:
+        return self.intake.state().epoch
+
+
+@contextmanager
+def engine(folder: Path, station: Any = None) -> Iterator[ToyLlm]:
+    running = ToyLlm(folder, station)
+    try:
+        yield running
+    finally:
+        running.intake.close()
