@@ -18,6 +18,7 @@ from clairai import __version__
 from clairai.cli_capture import capture
 from clairai.cli_probes import probes
 from clairai.cli_vectors import vectors
+from clairai.cli_weights import weights
 from clairai.errors import ClairaiError, ConfigError, EngineGoneError
 
 if TYPE_CHECKING:
@@ -34,6 +35,7 @@ app = typer.Typer(
 app.add_typer(capture, name="capture")
 app.add_typer(probes, name="probes")
 app.add_typer(vectors, name="vectors")
+app.add_typer(weights, name="weights")
 
 PROXY_NEEDS: Final = ("fastapi", "uvicorn", "aiohttp", "prometheus_client")
 # Exit codes. 0: as asked, Ctrl-C included; 2: the command line is wrong, and typer says so.

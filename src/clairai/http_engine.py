@@ -23,6 +23,7 @@ from clairai.errors import (
     SteeringOffError,
     VectorCapacityError,
     WeightsOffError,
+    WeightsTornError,
 )
 from clairai.offline import METHOD, read_reply
 from clairai.serve.mirror import Mirror
@@ -132,6 +133,8 @@ async def bounded_body(request: Request, limit: int, code: str, what: str) -> by
 
 
 def status_of(error: ClairaiError) -> HTTPStatus:
+    if isinstance(error, WeightsTornError):
+        return HTTPStatus.INTERNAL_SERVER_ERROR
     return HTTPStatus.CONFLICT if isinstance(error, _CONFLICTS) else HTTPStatus.BAD_REQUEST
 
 

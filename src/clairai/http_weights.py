@@ -62,6 +62,7 @@ async def commit(request: Request) -> Response:
     engine, manifest = engine_of(request.app), await _manifest(request)
     asked = wire_weights.CommitWeights(manifest)
     async with engine.changing:
+        await engine.ask(wire_weights.VerifyWeights(manifest), wire_weights.WeightsPlanned)
         # In a task of its own: who asked may hang up, and what has begun is brought to its end.
         swapping = asyncio.create_task(_swap(engine, asked, drain))  # type: ignore[arg-type]
         return _json(await asyncio.shield(swapping))

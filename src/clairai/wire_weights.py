@@ -10,35 +10,52 @@ from typing import Annotated, Literal
 import msgspec
 
 
-class DescribeWeights(
-    msgspec.Struct, frozen=True, tag="describe_weights", forbid_unknown_fields=True
-):
+class KnownVector(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A steering vector that can be replaced; only the engine core knows them."""
+
+    name: str
+    shape: tuple[int, int]  # points and width
+
+
+class Question(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """What all of these have: the core adds what it knows before the workers are asked."""
+
+    vectors: tuple[KnownVector, ...] = ()
+
+
+class DescribeWeights(Question, frozen=True, tag="describe_weights", forbid_unknown_fields=True):
     """Which weights serve, and where are new ones taken?"""
 
 
-class ListTensors(msgspec.Struct, frozen=True, tag="list_tensors", forbid_unknown_fields=True):
+class ListTensors(Question, frozen=True, tag="list_tensors", forbid_unknown_fields=True):
     """What can be sent?"""
 
 
-class CheckWeights(msgspec.Struct, frozen=True, tag="check_weights", forbid_unknown_fields=True):
+class CheckWeights(Question, frozen=True, tag="check_weights", forbid_unknown_fields=True):
     """Would this be taken? Nothing is expected after it: a dry run."""
 
     manifest: bytes
 
 
-class PlanWeights(msgspec.Struct, frozen=True, tag="plan_weights", forbid_unknown_fields=True):
+class PlanWeights(Question, frozen=True, tag="plan_weights", forbid_unknown_fields=True):
     """Expect the buffers of this manifest; a plan before it is forgotten."""
 
     manifest: bytes
 
 
-class CommitWeights(msgspec.Struct, frozen=True, tag="commit_weights", forbid_unknown_fields=True):
+class VerifyWeights(Question, frozen=True, tag="verify_weights", forbid_unknown_fields=True):
+    """Has all of it come, as it was planned and packed? Asked before anybody has to wait for it."""
+
+    manifest: bytes
+
+
+class CommitWeights(Question, frozen=True, tag="commit_weights", forbid_unknown_fields=True):
     """Serve with what has come, all of it, or a Refusal and the old weights."""
 
     manifest: bytes
 
 
-Control = DescribeWeights | ListTensors | CheckWeights | PlanWeights | CommitWeights
+Control = DescribeWeights | ListTensors | CheckWeights | PlanWeights | VerifyWeights | CommitWeights
 
 
 class WeightsState(msgspec.Struct, frozen=True, tag="weights_state", forbid_unknown_fields=True):
@@ -76,6 +93,13 @@ class WeightsPlanned(
     nbytes: int
 
 
+class VectorRows(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A vector's new numbers: float32, row after row."""
+
+    name: str
+    data: bytes
+
+
 class WeightsCommitted(
     msgspec.Struct, frozen=True, tag="weights_committed", forbid_unknown_fields=True
 ):
@@ -86,6 +110,10 @@ class WeightsCommitted(
     nbytes: int
     load_s: float
     bank_version: int | None = None  # of the probes, if any were among it
+    vectors_version: int | None = None  # of the steering vectors, likewise
+    # For the engine core, which takes them out: what gates and names mean is kept there.
+    probe_files: tuple[bytes, ...] = ()
+    vector_rows: tuple[VectorRows, ...] = ()
 
 
 Reply = WeightsState | Tensors | WeightsPlanned | WeightsCommitted

@@ -5,7 +5,10 @@ The reference is an engine that was started with the other weights, and the serv
 
 from __future__ import annotations
 
+import os
 import shutil
+import subprocess
+import sys
 import tempfile
 import threading
 from collections.abc import Iterator
@@ -19,9 +22,11 @@ import openai
 import pytest
 
 from clairai.errors import WeightsError
+from clairai.offline import config
 from clairai.serve.calls import Server
 from clairai.serve.engine import EngineProcess as ServerProcess
 from clairai.serve.log import EngineLog
+from clairai.steer.files import save
 from clairai.weights import Sender
 from tests.engine import server as parts
 from tests.engine import weighed
@@ -48,10 +53,21 @@ def running(cut_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterat
     scratch = tmp_path_factory.mktemp("weights")
     runtime = Path(tempfile.mkdtemp(prefix="clairai-"))  # short enough for a socket
     other = weighed.perturb(cut_model, scratch / "other" / cut_model.name)
-    (probes := scratch / "probes").mkdir()
-    launch = parts.launch(cut_model, runtime, probes)
+    for name in ("probes", "vectors"):
+        (scratch / name).mkdir()
+    launch = parts.launch(cut_model, runtime, scratch / "probes")
+    save(weighed.vector(), scratch / "vectors" / "calm.safetensors")
     asked = ("--weight-transfer-config", '{"backend": "clairai_ipc"}')
-    launch = replace(launch, arguments=(*launch.arguments, *asked))
+    launch = replace(
+        launch,
+        arguments=(*launch.arguments, *asked),
+        additional_config=config(
+            probes=scratch / "probes",
+            vectors=scratch / "vectors",
+            capacity=3,
+            runtime_dir=str(runtime),
+        ),
+    )
     log = scratch / "vllm.log"
     with ServerProcess(launch, log=EngineLog(log)) as engine:
         assert engine.wait_ready()
@@ -189,3 +205,28 @@ def test_a_probe_is_replaced_by_its_entry_alone(running: Running) -> None:
     assert sent.bank_version == after["version"] == held["version"] + 1
     changed = {p["name"] for p, q in zip(after["data"], held["data"], strict=True) if p != q}
     assert changed == {"first"}
+
+
+def test_a_vector_comes_with_the_weights_it_was_made_for(running: Running) -> None:
+    server = Server(running.url, parts.KEY)
+    (before,) = server.vectors()["data"]
+    rows_PD = np.ones((1, parts.WIDTH), np.float32)
+    sent = sender(running).send(weighed.held(running.other) | {"steer::calm": rows_PD})
+    (after,) = server.vectors()["data"]
+    assert (sent.version, sent.vectors_version) == (3, server.vectors()["version"])
+    assert after["digest"] != before["digest"]
+    assert after["points"] == before["points"]
+
+
+def test_the_command_line_pushes_a_folder(running: Running) -> None:
+    command = [sys.executable, "-m", "clairai.cli", "weights", "push", str(running.model)]
+    where = ["--to", running.url, "--runtime-dir", str(running.runtime)]
+    environment = os.environ | {"CLAIRAI_API_KEY": parts.KEY}
+    told = [
+        subprocess.run(
+            [*command, *where, *more], env=environment, capture_output=True, text=True, check=True
+        ).stdout
+        for more in (["--dry-run"], [])
+    ]
+    assert told[0].startswith("they would be taken: ")
+    assert told[1].startswith("version 4 serves: ")

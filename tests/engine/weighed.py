@@ -44,11 +44,27 @@ def _logprobs(output: Any) -> list[float]:
     return [one[token].logprob for token, one in pairs]
 
 
-def misfits(folder: Path) -> list[dict[str, Any]]:
-    """Checkpoints that this model cannot take: each wrong in one way."""
+def vector() -> Any:
+    """One row, at a point that the server taps."""
+    import numpy as np
+
+    from clairai.points import Point
+    from clairai.steer.vector import Vector
+
+    row_D = np.linspace(-1, 1, 576, dtype=np.float32)
+    return Vector("calm", {Point("post_block", 3): row_D})
+
+
+def held(folder: Path) -> dict[str, Any]:
     from safetensors.numpy import load_file
 
-    whole = load_file(folder / "model.safetensors")
+    found: dict[str, Any] = load_file(folder / "model.safetensors")
+    return found
+
+
+def misfits(folder: Path) -> list[dict[str, Any]]:
+    """Checkpoints that this model cannot take: each wrong in one way."""
+    whole = held(folder)
     name = next(iter(whole))
     return [
         {key: value for key, value in whole.items() if key != name},

@@ -6,13 +6,14 @@ import pytest
 
 from tests.shape.source import Module, is_importing, is_importing_at_start, ours, package
 
-COMMON = {"errors", "wire", "wire_steer", "wire_capture", "points"}
+COMMON = {"errors", "wire", "wire_steer", "wire_capture", "wire_weights", "points"}
 # What each part of clairai may import of clairai: arrows go down the path, never up.
 MAY_IMPORT: dict[str, set[str]] = {
     "errors": set(),
-    "wire": {"wire_steer", "wire_capture"},
+    "wire": {"wire_steer", "wire_capture", "wire_weights"},
     "wire_steer": set(),
     "wire_capture": set(),
+    "wire_weights": set(),
     "points": {"errors"},
     "steer": {*COMMON, "probe", "steer"},
     "capture": {*COMMON, "capture", "steer", "store.rows", "store.codecs"},
@@ -35,7 +36,9 @@ MAY_IMPORT: dict[str, set[str]] = {
         *("probe", "settings", "steer", "capture", "wanted", "tap", "compat"),
         *("store.rows", "store.codecs"),
         *("ring.attach", "ring.reader"),  # stop rules read scores in the engine core
+        *("weights", "ring.folder", "ring.cuda"),  # where new weights are taken
     },
+    "weights": {*COMMON, "probe", "steer", "ring", "offline", "serve.calls", "weights"},
     "messages": {"errors"},
     "batch": {
         *COMMON,
@@ -82,9 +85,13 @@ def test_only_the_plugin_and_compat_import_vllm() -> None:
     assert importing  # the rule looks at something
 
 
-def test_only_taps_and_compat_import_torch() -> None:
+TENSORS = ("weights.pack", "weights.sources", "weights.tensors")
+
+
+def test_only_taps_compat_and_who_packs_weights_import_torch() -> None:
     importing = [module.name for module in package() if is_importing(module, "torch")]
-    assert [n for n in importing if not is_within(n, "tap") and not is_within(n, "compat")] == []
+    others = [n for n in importing if not is_within(n, "tap") and not is_within(n, "compat")]
+    assert others == list(TENSORS)
     assert importing
 
 

@@ -48,6 +48,11 @@ SURFACE = {
     "probes add": ["files", "--url", "--api-key"],
     "probes replace": ["files", "--url", "--api-key"],
     "probes remove": ["names", "--url", "--api-key"],
+    "weights": [],
+    "weights push": [
+        *("folder", "--to", "--api-key", "--runtime-dir", "--drain", "--label", "--dry-run"),
+    ],
+    "weights show": ["--url", "--api-key"],
     "vectors": [],
     "vectors list": ["paths", "--url", "--api-key"],
     "vectors check": ["files"],

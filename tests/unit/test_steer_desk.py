@@ -35,11 +35,13 @@ def _probe(name: str, threshold: float | None = None) -> Probe:
     return Probe(name, POINT, np.ones(3, np.float32), threshold=threshold)
 
 
-def _never() -> list[bytes]:
+def _never(_: bytes) -> list[bytes]:
     raise AssertionError("a worker was asked")
 
 
-def _ask(desk: Desk, control: wire.Control, workers: Callable[[], list[bytes]] = _never) -> Any:
+def _ask(
+    desk: Desk, control: wire.Control, workers: Callable[[bytes], list[bytes]] = _never
+) -> Any:
     (reply,) = desk.control(msgspec.msgpack.encode(control), workers)
     return msgspec.msgpack.decode(reply, type=wire.ControlReply)
 
@@ -88,18 +90,18 @@ def test_a_gate_knows_the_probes_as_the_workers_have_them() -> None:
     good = [msgspec.msgpack.encode(wire.BankState(1, 16, ()))]
     bad = [msgspec.msgpack.encode(wire.Refusal("probe", "no"))]
     added = wire.AddProbes((dump_probe(_probe("new", 2.0)),))
-    _ask(desk, added, lambda: bad)
+    _ask(desk, added, lambda _: bad)
     with pytest.raises(RequestError, match="new"):
         desk.thresholds([Rule("new")])
-    _ask(desk, added, lambda: good)
+    _ask(desk, added, lambda _: good)
     assert desk.thresholds([Rule("new"), Rule("old", threshold=7.0)]) == (2.0, 7.0)
-    _ask(desk, wire.RemoveProbes(("old",)), lambda: good)
+    _ask(desk, wire.RemoveProbes(("old",)), lambda _: good)
     with pytest.raises(RequestError, match="old"):
         desk.thresholds([Rule("old", threshold=7.0)])
 
 
 def test_what_is_no_message_is_left_to_the_workers() -> None:
-    assert Desk(None, ()).control(b"\xc1", lambda: [b"reply"]) == [b"reply"]
+    assert Desk(None, ()).control(b"\xc1", lambda _: [b"reply"]) == [b"reply"]
 
 
 def test_a_running_request_is_amended_and_one_that_is_not_running_refused() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterator
 from multiprocessing import get_context
 from pathlib import Path
@@ -12,13 +13,23 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from clairai.errors import EngineGoneError, UnsupportedError, WeightsError, WeightsTornError
+from clairai.errors import (
+    ClairaiError,
+    EngineGoneError,
+    UnsupportedError,
+    WeightsError,
+    WeightsTornError,
+)
+from clairai.steer.desk import Desk
+from clairai.steer.registry import Limits, Registry
+from clairai.steer.vector import Vector
 from clairai.weights import Sender, Sent
 from clairai.weights.port import Port
 from clairai.wire_weights import DescribeWeights, ListTensors
 from tests.process.footprint import nothing_left_behind
 from tests.process.parts import until
 from tests.unit import toy_station
+from tests.unit.tiny_probes import probe
 from tests.unit.toy_weights import SHAPES, ToyLlm, engine, weights
 
 
@@ -36,7 +47,7 @@ def is_serving(llm: ToyLlm, expected: dict[str, torch.Tensor]) -> bool:
     return all(torch.equal(llm.model[name], tensor) for name, tensor in expected.items())
 
 
-class Module(torch.nn.Module):
+class Module(torch.nn.Module):  # type: ignore[misc]
     """A parameter for each tensor of the toy model."""
 
     def __init__(self, held: dict[str, torch.Tensor]) -> None:
@@ -51,14 +62,15 @@ def _folder(held: dict[str, torch.Tensor], folder: Path) -> Path:
     folder.mkdir()
     names = list(held)
     for number, part in enumerate((names[:2], names[2:])):
-        save_file({name: held[name] for name in part}, folder / f"{number}.safetensors")
+        held_here = {name: held[name] for name in part}
+        save_file(held_here, folder / f"{number}.safetensors")
     return folder
 
 
 @pytest.mark.parametrize("kind", ["mapping", "pairs", "generator", "module", "folder"])
 def test_weights_come_from_whatever_holds_them(llm: ToyLlm, tmp_path: Path, kind: str) -> None:
     new = weights(1)
-    given: Any = {
+    given: Any = {  # type: ignore[no-untyped-call]
         "mapping": lambda: new,
         "pairs": lambda: list(new.items()),
         "generator": lambda: (pair for pair in new.items()),
@@ -71,6 +83,7 @@ def test_weights_come_from_whatever_holds_them(llm: ToyLlm, tmp_path: Path, kind
         version=1,
         digest=llm.intake.served.digest,
         bank_version=None,
+        vectors_version=None,
         num_tensors=len(SHAPES),
         nbytes=sum(4 * tensor.numel() for tensor in new.values()),
         home="host",
@@ -139,7 +152,7 @@ def test_a_dry_run_says_how_much_it_would_be_and_disturbs_nobody(
 def test_a_tensor_that_changes_its_shape_while_it_is_sent_is_refused(
     llm: ToyLlm, tmp_path: Path
 ) -> None:
-    class Shifting(torch.Tensor):
+    class Shifting(torch.Tensor):  # type: ignore[misc]
         def full_tensor(self) -> torch.Tensor:
             return torch.zeros(3)
 
@@ -174,7 +187,7 @@ def _wrong_manifest(llm: ToyLlm) -> bytes:
 
 def test_a_probe_is_replaced_and_the_model_is_left_alone(tmp_path: Path) -> None:
     with toy_station.running_station(tmp_path) as station:
-        first = toy_station.probe("p", point=toy_station.SECOND)
+        first = probe("p", point=toy_station.SECOND)
         station.install(station.columns.add([first]))
         with engine(tmp_path, station) as llm:
             before = station.columns.version
@@ -192,7 +205,7 @@ def test_a_probe_is_replaced_and_the_model_is_left_alone(tmp_path: Path) -> None
 
 def test_a_probe_that_the_bank_refuses_leaves_the_model_too(tmp_path: Path) -> None:
     with toy_station.running_station(tmp_path) as station:
-        station.install(station.columns.add([toy_station.probe("p", point=toy_station.SECOND)]))
+        station.install(station.columns.add([probe("p", point=toy_station.SECOND)]))
         with engine(tmp_path, station) as llm:
             held = toy_station.state_of(station)
             with pytest.raises(Exception, match="NaN"):
@@ -201,6 +214,42 @@ def test_a_probe_that_the_bank_refuses_leaves_the_model_too(tmp_path: Path) -> N
                 )
             assert toy_station.state_of(station) == held
             assert is_serving(llm, weights(0))
+
+
+def _steering() -> Desk:
+    registry = Registry(toy_station.POINTS, toy_station.WIDTH, Limits(rows=8, programs=8))
+    rows = {point: np.ones(toy_station.WIDTH, np.float32) for point in toy_station.POINTS}
+    registry.put([Vector("calm", rows, description="kept")])
+    return Desk(registry, ())
+
+
+def test_a_vector_is_replaced_where_names_are_known(tmp_path: Path) -> None:
+    desk = _steering()
+    with engine(tmp_path, desk=desk) as llm:
+        rows_PD = np.arange(1, 7, dtype=np.float32).reshape(2, 3)
+        sent = sender(llm, tmp_path).send(weights(3) | {"steer::calm": rows_PD})
+        assert (sent.version, sent.vectors_version) == (1, desk.registry.state().version)
+        held = desk.registry.vector("calm")
+        assert [row_D.tolist() for row_D in held.rows.values()] == rows_PD.tolist()
+        assert held.description == "kept"
+        assert is_serving(llm, weights(3))
+        before = desk.registry.state().version
+        for wrong in (rows_PD[:1], np.full((2, 3), np.inf, np.float32)):
+            with pytest.raises(ClairaiError):
+                sender(llm, tmp_path).send(weights(4) | {"steer::calm": wrong})
+        assert desk.registry.state().version == before
+        assert is_serving(llm, weights(3))
+
+
+def test_gates_are_told_of_a_new_probe(tmp_path: Path) -> None:
+    """The core keeps probes of its own, for stop rules and gates."""
+    with toy_station.running_station(tmp_path) as station:
+        first = probe("p", point=toy_station.SECOND)
+        station.install(station.columns.add([first]))
+        desk = Desk(None, (first,))
+        with engine(tmp_path, station, desk) as llm:
+            sender(llm, tmp_path).send({"probe::p": np.array([7, 8, 9], np.float32)})
+        assert desk._probes["p"].direction_D.tolist() == [7.0, 8.0, 9.0]
 
 
 def test_what_can_be_sent_is_listed(llm: ToyLlm) -> None:
@@ -212,6 +261,8 @@ def test_a_hundred_hand_overs_leave_nothing_behind(llm: ToyLlm, tmp_path: Path) 
     sender(llm, tmp_path).send(weights(0))
     with nothing_left_behind():
         digests = {sender(llm, tmp_path).send(weights(5)).digest for _ in range(100)}
+    gc.collect()
+    assert "memfd:clairai-weights" not in Path("/proc/self/maps").read_text()
     assert len(digests) == 1
     assert llm.intake.served.version == 101
 

@@ -164,7 +164,7 @@ class CapturingServer(ToyServer):
     async def _collective_rpc(self, _: str, args: tuple[bytes]) -> list[bytes]:
         self.asked.append(msgspec.msgpack.decode(args[0], type=wire.Control))
         capture = cast(Capture | None, self.capture)
-        return self.desk.control(args[0], lambda: [answer(self.station, args[0], capture)])
+        return self.desk.control(args[0], lambda sent: [answer(self.station, sent, capture)])
 
     def _admit(self, body: dict[str, Any], choice: int, name: str) -> bool:
         params = SimpleNamespace(extra_args=body.get("vllm_xargs"), skip_reading_prefix_cache=False)

@@ -82,7 +82,7 @@ class ToyServer:
     def control(self, message: wire.Control) -> bytes:
         """Asked by somebody else than this server."""
         raw = msgspec.msgpack.encode(message)
-        return self.desk.control(raw, lambda: [answer(self.station, raw)])[0]
+        return self.desk.control(raw, lambda sent: [answer(self.station, sent)])[0]
 
     def ask(self, path: str = PATHS[0], *, stream: bool = False, **clairai: Any) -> Any:
         body = {"messages": [], "stream": stream, "vllm_xargs": {"clairai": json.dumps(clairai)}}
@@ -90,7 +90,7 @@ class ToyServer:
 
     async def _collective_rpc(self, _: str, args: tuple[bytes]) -> list[bytes]:
         self.asked.append(msgspec.msgpack.decode(args[0], type=wire.Control))
-        return self.desk.control(args[0], lambda: [answer(self.station, args[0])])
+        return self.desk.control(args[0], lambda sent: [answer(self.station, sent)])
 
     async def _complete(self, request: Request) -> Response:
         body = await request.json()

@@ -16,6 +16,7 @@ import numpy as np
 import torch
 
 from clairai import wire, wire_weights
+from clairai.steer.desk import Desk
 from clairai.tap.control import answer
 from clairai.weights.check import Holding, Slot
 from clairai.weights.intake import Handover, Intake
@@ -62,7 +63,8 @@ def weights(seed: int) -> dict[str, torch.Tensor]:
 class ToyLlm:
     """What a Sender needs of vLLM's LLM; `fail_after` tensors loading breaks."""
 
-    def __init__(self, folder: Path, station: Any = None) -> None:
+    def __init__(self, folder: Path, station: Any = None, desk: Desk | None = None) -> None:
+        self.desk = desk or Desk(None, ())
         self.model = weights(0)
         self.fail_after: int | None = None
         self.resets = 0
@@ -87,7 +89,7 @@ class ToyLlm:
     def collective_rpc(self, method: str, args: tuple[bytes]) -> list[bytes]:
         assert method == "clairai_control"
         handover = Handover(self, self.intake, self.station)
-        return [answer(self.station, args[0], None, handover)]
+        return self.desk.control(args[0], lambda sent: [answer(self.station, sent, None, handover)])
 
     def reset_prefix_cache(self) -> None:
         self.resets += 1
@@ -108,8 +110,8 @@ class ToyLlm:
 
 
 @contextmanager
-def engine(folder: Path, station: Any = None) -> Iterator[ToyLlm]:
-    running = ToyLlm(folder, station)
+def engine(folder: Path, station: Any = None, desk: Desk | None = None) -> Iterator[ToyLlm]:
+    running = ToyLlm(folder, station, desk)
     try:
         yield running
     finally:

@@ -16,6 +16,7 @@ order in the request, and pass straight through without.
 from __future__ import annotations
 
 import functools
+import inspect
 from typing import Any, Final
 
 from clairai.compat.sight import KEY
@@ -86,12 +87,15 @@ def _with_desk(original: Any) -> Any:
 
     @functools.wraps(original)
     def collective_rpc(self: Any, method: Any, *args: Any, **kwargs: Any) -> Any:
-        def ask_workers() -> Any:
-            return original(self, method, *args, **kwargs)
-
         if method != METHOD or not is_armed_for(self.vllm_config):
-            return ask_workers()
-        (message,) = kwargs["args"] if "args" in kwargs else args[1]
+            return original(self, method, *args, **kwargs)
+        given = inspect.signature(original).bind(self, method, *args, **kwargs)
+
+        def ask_workers(message: bytes) -> Any:
+            given.arguments["args"] = (message,)
+            return original(*given.args, **given.kwargs)
+
+        (message,) = given.arguments["args"]
         return desk_of(self).control(message, ask_workers)
 
     return collective_rpc

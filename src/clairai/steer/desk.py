@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from typing import Final
 
 import msgspec
+import numpy as np
 
-from clairai import wire, wire_steer
+from clairai import wire, wire_steer, wire_weights
 from clairai.errors import ClairaiError, RequestError, SteeringOffError
 from clairai.probe.files import loads as load_probe
 from clairai.probe.model import Probe
@@ -22,6 +24,7 @@ from clairai.steer.files import dumps, loads
 from clairai.steer.registry import Registry
 from clairai.steer.rules import Rule
 from clairai.steer.spec import Entry, describe, parse_entries
+from clairai.steer.vector import Vector
 
 REMEMBERED_REFUSALS: Final = 1024
 _DECODER: Final = msgspec.msgpack.Decoder(wire.Control)
@@ -34,7 +37,7 @@ _OFF: Final = (
     "in the clairai settings"
 )
 
-Workers = Callable[[], list[bytes]]
+Workers = Callable[[bytes], list[bytes]]
 Amend = Callable[[int, Sequence[Entry]], list[int]]
 
 
@@ -66,9 +69,11 @@ class Desk:
         try:
             control = _DECODER.decode(message)
         except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
-            return ask_workers()  # they say what is wrong with it
+            return ask_workers(message)  # they say what is wrong with it
+        if isinstance(control, wire_weights.Control):
+            return [self._arrived(ask_workers(_ENCODER.encode(self._informed(control)))[0])]
         if not isinstance(control, wire_steer.Control):
-            replies = ask_workers()
+            replies = ask_workers(message)
             self._note(control, replies[0])
             return replies
         try:
@@ -152,20 +157,55 @@ class Desk:
         shown = {tier: _JSON.encode(list(map(describe, getattr(tiers, tier)))) for tier in _TIERS}
         return wire_steer.SteeringState(tiers.version, **shown)
 
+    def _informed(self, control: wire_weights.Control) -> wire_weights.Control:
+        """With the vectors that can be replaced, whatever the asker said of them."""
+        held = () if self._registry is None else self._registry.vectors()
+        known = [
+            wire_weights.KnownVector(vector.name, (len(vector.points), vector.width))
+            for vector in held
+        ]
+        return msgspec.structs.replace(control, vectors=tuple(known))
+
+    def _arrived(self, reply: bytes) -> bytes:
+        """What came with new weights is known here too; the rest of the reply goes on."""
+        committed = _REPLY.decode(reply)
+        if not isinstance(committed, wire_weights.WeightsCommitted):
+            return reply
+        if committed.probe_files:
+            self._learn(load_probe(data, source="weights") for data in committed.probe_files)
+        version = None
+        if committed.vector_rows:
+            changed = [_with_rows(self.registry.vector(r.name), r) for r in committed.vector_rows]
+            self.registry.put(changed, "replace")
+            version = self.registry.state().version
+        return _ENCODER.encode(
+            msgspec.structs.replace(
+                committed, probe_files=(), vector_rows=(), vectors_version=version
+            )
+        )
+
+    def _learn(self, changed: Iterable[Probe]) -> None:
+        self._probes |= {probe.name: probe for probe in changed}
+        if self._registry is not None:
+            self._registry.set_probes(list(self._probes.values()))
+
     def _note(self, control: wire.Control, reply: bytes) -> None:
         """Gates are made of probes: keep the bank's."""
         if not isinstance(_REPLY.decode(reply), wire.BankState):
             return
         match control:
             case wire.AddProbes(files) | wire.ReplaceProbes(files):
-                changed = [load_probe(data, source="control message") for data in files]
-                self._probes |= {probe.name: probe for probe in changed}
+                self._learn(load_probe(data, source="control message") for data in files)
             case wire.RemoveProbes(names):
                 self._probes = {k: v for k, v in self._probes.items() if k not in names}
+                self._learn(())
             case _:
                 return
-        if self._registry is not None:
-            self._registry.set_probes(list(self._probes.values()))
+
+
+def _with_rows(vector: Vector, new: wire_weights.VectorRows) -> Vector:
+    rows_PD = np.frombuffer(new.data, "<f4").reshape(len(vector.points), vector.width)
+    return replace(vector, rows=dict(zip(vector.points, rows_PD, strict=True)))
 
 
 def _read(text: bytes) -> object:

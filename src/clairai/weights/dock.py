@@ -66,15 +66,24 @@ class Dock:
             raise
         return Held(offer.index, buffer.extent)
 
+    def look(self, transfer: str) -> Cargo:
+        """What has come for this transfer so far; it stays here."""
+        with self._lock:
+            return self._of(transfer)
+
     def take(self, transfer: str) -> Cargo:
         """What has come for this transfer; a second time there is nothing."""
         with self._lock:
-            if self._cargo is None or self._cargo.plan.transfer != transfer:
-                raise WeightsError(
-                    f"transfer {transfer} is not planned, or was used or given up; plan it again"
-                )
-            cargo, self._cargo = self._cargo, None
+            cargo = self._of(transfer)
+            self._cargo = None
             return cargo
+
+    def _of(self, transfer: str) -> Cargo:
+        if self._cargo is None or self._cargo.plan.transfer != transfer:
+            raise WeightsError(
+                f"transfer {transfer} is not planned, or was used or given up; plan it again"
+            )
+        return self._cargo
 
     def _replace(self, cargo: Cargo | None) -> None:
         with self._lock:

@@ -16,10 +16,14 @@ import numpy as np
 
 from clairai import wire_weights
 from clairai.errors import ClairaiError, WeightsError, WeightsTornError
+from clairai.points import Point
 from clairai.probe.columns import Columns
+from clairai.probe.files import dumps
+from clairai.probe.model import Probe
+from clairai.steer.vector import Vector
 from clairai.weights.check import Slot
 from clairai.weights.dock import OpenDevice
-from clairai.weights.manifest import PROBE, Manifest
+from clairai.weights.manifest import PROBE, STEER, Manifest
 from clairai.weights.receiver import Receiver, Shipment
 
 Load = Callable[[list[tuple[str, Any]]], None]
@@ -52,6 +56,8 @@ class Intake:
         self.is_torn = False
         self.columns: Columns | None = None  # the probes as they are: set before each question
         self.pending: Columns | None = None  # as they will be once the worker installs them
+        self.vectors: tuple[wire_weights.KnownVector, ...] = ()  # as the core said
+        self.vector_rows: tuple[wire_weights.VectorRows, ...] = ()  # for the core
         self._model_slots = dict(model_slots)
         self._load = load
         self.receiver = Receiver(folder, device, self.slots, open_device)
@@ -59,13 +65,15 @@ class Intake:
     def slots(self) -> Mapping[str, Slot]:
         """All that can be sent now."""
         probes = () if self.columns is None else self.columns.probes
+        banks = {f"{PROBE}{probe.name}": (probe.width,) for probe in probes}
+        steers = {f"{STEER}{vector.name}": vector.shape for vector in self.vectors}
         return self._model_slots | {
-            f"{PROBE}{probe.name}": Slot(("F32",), (probe.width,)) for probe in probes
+            name: Slot(("F32",), shape) for name, shape in (banks | steers).items()
         }
 
     def receive(self, raw: bytes) -> None:
         """One manifest, whole; an error before the first number is changed, or `is_torn`."""
-        self.pending = None
+        self.pending, self.vector_rows = None, ()
         try:
             self._receive(raw)
         except WeightsError as error:
@@ -78,13 +86,14 @@ class Intake:
             if self.is_torn and not shipment.of("model"):
                 raise WeightsError("this brings no weights of the model")
             columns = self._changed(shipment)  # raises what a bank refuses, before anything changes
+            rows = tuple(_vector_rows(*each) for each in shipment.of("steer"))
             began_s = time.perf_counter()
             if weights := shipment.of("model"):
                 self.is_torn = True
                 self._load(weights)
                 self.is_torn = False
             self.served = _served(self.served, shipment, time.perf_counter() - began_s)
-            self.pending = columns
+            self.pending, self.vector_rows = columns, rows
 
     def state(self) -> wire_weights.WeightsState:
         return wire_weights.WeightsState(
@@ -133,6 +142,7 @@ class Handover:
     def answer(self, control: wire_weights.Control) -> wire_weights.Reply:
         intake = self._intake
         intake.columns = None if self._station is None else self._station.columns
+        intake.vectors = control.vectors
         match control:
             case wire_weights.DescribeWeights():
                 return intake.state()
@@ -142,6 +152,8 @@ class Handover:
                 return _planned(intake.receiver.check(manifest))
             case wire_weights.PlanWeights(manifest):
                 return _planned(intake.receiver.plan(manifest))
+            case wire_weights.VerifyWeights(manifest):
+                return _planned(intake.receiver.verify(manifest))
             case wire_weights.CommitWeights(manifest):
                 return self._commit(manifest)
 
@@ -174,12 +186,30 @@ class Handover:
 
     def _committed(self) -> wire_weights.WeightsCommitted:
         served, columns = self._intake.served, self._intake.pending
+        changed = [] if columns is None else _changed_probes(columns, self._station.columns)
         if columns is not None:
             self._station.install(columns)
-        version = None if columns is None else columns.version
         return wire_weights.WeightsCommitted(
-            served.version, served.digest, served.nbytes, served.load_s, version
+            version=served.version,
+            digest=served.digest,
+            nbytes=served.nbytes,
+            load_s=served.load_s,
+            bank_version=None if columns is None else columns.version,
+            probe_files=tuple(map(dumps, changed)),
+            vector_rows=self._intake.vector_rows,
         )
+
+
+def _changed_probes(columns: Columns, before: Columns) -> list[Probe]:
+    held = {probe.name: probe for probe in before.probes}
+    return [probe for probe in columns.probes if held.get(probe.name) is not probe]
+
+
+def _vector_rows(name: str, tensor: Any) -> wire_weights.VectorRows:
+    """The numbers, as one more copy; VectorError for what no vector may hold."""
+    rows_PD = np.array(tensor.cpu().numpy(), np.float32)
+    Vector("checked", {Point("post_block", at): row_D for at, row_D in enumerate(rows_PD)})
+    return wire_weights.VectorRows(name.removeprefix(STEER), rows_PD.tobytes())
 
 
 def _served(before: Served, shipment: Shipment, load_s: float) -> Served:

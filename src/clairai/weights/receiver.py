@@ -14,7 +14,7 @@ from typing import Any
 
 from clairai.weights import check
 from clairai.weights.check import Holding, Slot
-from clairai.weights.dock import Dock, OpenDevice
+from clairai.weights.dock import Cargo, Dock, OpenDevice
 from clairai.weights.link import Link
 from clairai.weights.manifest import CPU, Manifest, digest, kind_of, parse
 
@@ -63,21 +63,31 @@ class Receiver:
         self._dock.expect(manifest)
         return manifest
 
+    def verify(self, raw: bytes) -> Manifest:
+        """As unpack, and nothing is taken: what would be refused is known before anybody waits."""
+        manifest = self.check(raw)
+        _check_cargo(manifest, self._dock.look(manifest.transfer))
+        return manifest
+
     @contextmanager
     def unpack(self, raw: bytes) -> Iterator[Shipment]:
         """All that came, verified; raises before anybody has seen a tensor."""
         manifest = self.check(raw)
         cargo = self._dock.take(manifest.transfer)
         try:
-            check.check_same(manifest, cargo.plan)
-            check.check_extents(manifest, [buffer.extent for buffer in cargo.buffers])
-            check.check_checksums(manifest, cargo.checksums)
+            _check_cargo(manifest, cargo)
             yield _shipment(manifest, cargo.buffers)
         finally:
             cargo.close()
 
     def close(self) -> None:
         self._link.close()
+
+
+def _check_cargo(manifest: Manifest, cargo: Cargo) -> None:
+    check.check_same(manifest, cargo.plan)
+    check.check_extents(manifest, [buffer.extent for buffer in cargo.buffers])
+    check.check_checksums(manifest, cargo.checksums)
 
 
 def _shipment(manifest: Manifest, buffers: list[Any]) -> Shipment:

@@ -35,7 +35,8 @@ class Sent:
 
     version: int
     digest: str  # of the content, as the engine computed it from the bytes it read
-    bank_version: int | None
+    bank_version: int | None  # of the probes, if any were sent
+    vectors_version: int | None  # of the steering vectors, likewise
     num_tensors: int
     nbytes: int
     home: str  # "host" or "device": the memory it went through
@@ -92,6 +93,7 @@ class Sender:
             version=committed.version,
             digest=committed.digest,
             bank_version=committed.bank_version,
+            vectors_version=committed.vectors_version,
             num_tensors=len(tensors),
             nbytes=sum(tensor.nbytes for tensor in tensors),
             home="host" if device == CPU else "device",

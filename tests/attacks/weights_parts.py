@@ -1,0 +1,129 @@
+"""Takes a folder; gives an engine that takes weights, behind its real routes and socket, to attack.
+
+Real: routes, manifest, checks, socket, buffers. Toy: the model, and vLLM between them.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import msgspec
+import torch
+from fastapi import FastAPI
+from starlette.testclient import TestClient
+
+from clairai import http
+from clairai.ring.frames import encode_frame
+from clairai.weights import Sender
+from clairai.weights.link import ANSWER, receive
+from clairai.weights.manifest import Manifest, encode
+from clairai.weights.pack import Packed, Packer
+from clairai.weights.sources import items
+from clairai.wire import Refusal
+from clairai.wire_weights import Offer
+from tests.unit.toy_weights import ToyLlm, engine, plan, weights
+
+
+@dataclass
+class Target:
+    """`told` has what vLLM would have been told."""
+
+    folder: Path
+    llm: ToyLlm
+    client: TestClient
+    told: list[str] = field(default_factory=list)
+
+    def post(self, what: str, body: bytes) -> str:
+        """What the routes say; empty if they took it."""
+        answer = self.client.post(f"/v1/weights/{what}", content=body)
+        if answer.status_code == 200:
+            return ""
+        assert answer.status_code in (400, 409, 413), answer.text
+        assert self.told == [], "nobody waits for what is refused"
+        return str(answer.json()["error"]["message"])
+
+    def plan(self, **given: Any) -> Manifest:
+        return plan(epoch=self.llm.epoch, **given)
+
+    def planned(self, **given: Any) -> Manifest:
+        manifest = self.plan(**given)
+        assert self.post("plan", encode(manifest)) == ""
+        return manifest
+
+    def pack(self, manifest: Manifest, index: int = 0, seed: int = 1) -> Packed:
+        return Packer(items(weights(seed), ExitStack()), manifest).pack(index)
+
+    @contextmanager
+    def connected(self) -> Iterator[socket.socket]:
+        with socket.socket(socket.AF_UNIX) as sock:
+            sock.settimeout(10)
+            sock.connect(os.fspath(self.llm.intake.receiver.path))
+            receive(sock, ANSWER)  # the greeting
+            yield sock
+
+    def offered(self, offer: Offer | bytes, fds: tuple[int, ...] = ()) -> str:
+        """What the socket says to it; empty if it was taken."""
+        with self.connected() as sock:
+            return said(sock, offer, fds)
+
+    def is_untouched(self) -> bool:
+        served = self.llm.intake.served.version == 0
+        return served and all(
+            torch.equal(self.llm.model[name], tensor) for name, tensor in weights(0).items()
+        )
+
+    def still_takes_honest_weights(self) -> bool:
+        sent = Sender(self.llm, runtime_dir=str(self.folder)).send(weights(8))
+        return sent.version == 1
+
+
+def said(sock: socket.socket, offer: Offer | bytes, fds: tuple[int, ...] = ()) -> str:
+    frame = offer if isinstance(offer, bytes) else encode_frame(offer)
+    socket.send_fds(sock, [frame], fds)
+    if isinstance(offer, bytes):
+        sock.shutdown(socket.SHUT_WR)
+    try:
+        answer, _ = receive(sock, ANSWER)
+    except ConnectionError:
+        return "hung up"
+    return answer.reason if isinstance(answer, Refusal) else ""
+
+
+def offer_of(manifest: Manifest, packed: Packed, **changes: Any) -> Offer:
+    made = Offer(manifest.transfer, 0, manifest.buffers[0], packed.home, packed.handle)
+    return msgspec.structs.replace(made, **changes)
+
+
+@contextmanager
+def target(folder: Path) -> Iterator[Target]:
+    with engine(folder) as llm:
+        told: list[str] = []
+        app = FastAPI()
+        http.attach(app)
+
+        async def collective_rpc(method: str, args: tuple[bytes]) -> list[bytes]:
+            return llm.collective_rpc(method, args)
+
+        async def pause_generation(mode: str, clear_cache: bool) -> None:
+            told.append(f"pause {mode} {clear_cache}")
+
+        async def resume_generation() -> None:
+            told.append("resume")
+
+        parallel = SimpleNamespace(_api_process_count=1)
+        client = SimpleNamespace(
+            collective_rpc=collective_rpc,
+            pause_generation=pause_generation,
+            resume_generation=resume_generation,
+            vllm_config=SimpleNamespace(parallel_config=parallel),
+        )
+        http.connect(client, app.state)
+        with TestClient(app) as web:
+            yield Target(folder, llm, web, told)

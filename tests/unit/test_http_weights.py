@@ -1,0 +1,93 @@
+"""Takes requests under /v1/weights; gives the order: verified, paused, loaded, resumed."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from clairai import http_weights
+from clairai.weights.manifest import Manifest, encode
+from tests.attacks.weights_parts import Target, offer_of, said, target
+from tests.unit.toy_server import toy_server
+from tests.unit.toy_weights import SHAPES
+
+
+@pytest.fixture
+def served(tmp_path: Path) -> Iterator[Target]:
+    with target(tmp_path) as made:
+        yield made
+
+
+def _commit(served: Target, *, drain: str = "wait") -> tuple[int, dict[str, object]]:
+    manifest = served.planned()
+    packed = served.pack(manifest)
+    with served.connected() as sock:
+        assert said(sock, offer_of(manifest, packed), packed.fds) == ""
+        summed: Manifest = msgspec.structs.replace(manifest, tensors=packed.tensors)
+        path = f"/v1/weights/commit?drain={drain}"
+        answer = served.client.post(path, content=encode(summed))
+    packed.close()
+    return answer.status_code, answer.json()
+
+
+def test_the_state_and_what_can_be_sent_are_told(served: Target) -> None:
+    state = served.client.get("/v1/weights").json()
+    assert state == {
+        "version": 0,
+        "label": "",
+        "digest": "",
+        "epoch": served.llm.epoch,
+        "device": "cpu",
+        "num_tensors": len(SHAPES),
+        "is_torn": False,
+    }
+    listed = served.client.get("/v1/weights/tensors").json()["data"]
+    assert {one["name"]: tuple(one["shape"]) for one in listed} == dict(SHAPES)
+
+
+@pytest.mark.parametrize("drain", ["wait", "abort"])
+def test_a_commit_waits_for_requests_loads_and_lets_them_go_on(served: Target, drain: str) -> None:
+    status, answer = _commit(served, drain=drain)
+    assert (status, answer["version"]) == (200, 1)
+    assert not {"probe_files", "vector_rows"} & {key for key, value in answer.items() if value}
+    assert served.told == [f"pause {drain} True", "resume"]
+
+
+def test_half_loaded_weights_serve_nobody_until_a_whole_set_has_come(served: Target) -> None:
+    served.llm.fail_after = 2
+    status, answer = _commit(served)
+    assert status == 500
+    assert "half-way" in str(answer)
+    assert served.told == ["pause wait True"], "it stays paused"
+    assert served.client.get("/v1/weights").json()["is_torn"]
+    served.told.clear()
+    served.llm.fail_after = None
+    assert _commit(served)[0] == 200
+    assert served.told == ["pause wait True", "resume"]
+
+
+def test_requests_that_do_not_end_keep_the_old_weights(
+    served: Target, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def never(*_: object) -> None:
+        await asyncio.Event().wait()
+
+    monkeypatch.setattr("clairai.http_engine.Engine.pause", never)
+    monkeypatch.setattr(http_weights, "DRAIN_S", 0.01)
+    status, answer = _commit(served)
+    assert status == 409
+    assert "still run" in str(answer)
+    assert served.told == ["resume"]
+    assert served.is_untouched()
+
+
+def test_an_engine_that_was_not_started_for_it_says_how(tmp_path: Path) -> None:
+    with toy_server(tmp_path) as plain:
+        answer = plain.client.get("/v1/weights")
+    assert answer.status_code == 409
+    assert "--weight-transfer-config" in answer.json()["error"]["message"]
+    assert answer.json()["error"]["code"] == "weights-off"
