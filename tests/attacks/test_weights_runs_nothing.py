@@ -20,7 +20,7 @@ from clairai.errors import WeightsError
 from clairai.weights import Sender
 from clairai.weights.manifest import parse
 from tests.unit.toy_weights import engine, weights, plan
-from tests.attacks.test_weights_attempts import MANIFESTS
+from tests.attacks.test_weights_manifests import MANIFESTS
 
 BANNED = {"pickle.find_class", "exec", "compile", "marshal.loads", "marshal.load", "code.__new__"}
 seen, is_watching = [], False

@@ -8,28 +8,21 @@ from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from safetensors.torch import save_file
 
 from clairai.errors import (
-    ClairaiError,
     EngineGoneError,
     UnsupportedError,
     WeightsError,
     WeightsTornError,
 )
-from clairai.steer.desk import Desk
-from clairai.steer.registry import Limits, Registry
-from clairai.steer.vector import Vector
 from clairai.weights import Sender, Sent
 from clairai.weights.port import Port
 from clairai.wire_weights import DescribeWeights, ListTensors
 from tests.process.footprint import nothing_left_behind
 from tests.process.parts import until
-from tests.unit import toy_station
-from tests.unit.tiny_probes import probe
 from tests.unit.toy_weights import SHAPES, ToyLlm, engine, weights
 
 
@@ -183,73 +176,6 @@ def _wrong_manifest(llm: ToyLlm) -> bytes:
     from tests.unit.toy_weights import altered, plan
 
     return encode(altered(plan(epoch=llm.epoch), 1, shape=(1,)))
-
-
-def test_a_probe_is_replaced_and_the_model_is_left_alone(tmp_path: Path) -> None:
-    with toy_station.running_station(tmp_path) as station:
-        first = probe("p", point=toy_station.SECOND)
-        station.install(station.columns.add([first]))
-        with engine(tmp_path, station) as llm:
-            before = station.columns.version
-            new_D = np.array([4.0, 5.0, 6.0], np.float32)
-            sent = sender(llm, tmp_path).send({"probe::p": new_D})
-            assert (sent.version, sent.bank_version) == (0, before + 1)
-            assert station.columns.probes[0].direction_D.tolist() == [4.0, 5.0, 6.0]
-            assert station.columns.probes[0].bias == first.bias
-            with pytest.raises(WeightsError, match="nothing named"):
-                sender(llm, tmp_path).send({"probe::q": new_D})
-            both = sender(llm, tmp_path).send(weights(4) | {"probe::p": 2 * new_D})
-            assert (both.version, both.bank_version) == (1, before + 2)
-            assert is_serving(llm, weights(4))
-
-
-def test_a_probe_that_the_bank_refuses_leaves_the_model_too(tmp_path: Path) -> None:
-    with toy_station.running_station(tmp_path) as station:
-        station.install(station.columns.add([probe("p", point=toy_station.SECOND)]))
-        with engine(tmp_path, station) as llm:
-            held = toy_station.state_of(station)
-            with pytest.raises(Exception, match="NaN"):
-                sender(llm, tmp_path).send(
-                    weights(1) | {"probe::p": np.full(3, np.nan, np.float32)}
-                )
-            assert toy_station.state_of(station) == held
-            assert is_serving(llm, weights(0))
-
-
-def _steering() -> Desk:
-    registry = Registry(toy_station.POINTS, toy_station.WIDTH, Limits(rows=8, programs=8))
-    rows = {point: np.ones(toy_station.WIDTH, np.float32) for point in toy_station.POINTS}
-    registry.put([Vector("calm", rows, description="kept")])
-    return Desk(registry, ())
-
-
-def test_a_vector_is_replaced_where_names_are_known(tmp_path: Path) -> None:
-    desk = _steering()
-    with engine(tmp_path, desk=desk) as llm:
-        rows_PD = np.arange(1, 7, dtype=np.float32).reshape(2, 3)
-        sent = sender(llm, tmp_path).send(weights(3) | {"steer::calm": rows_PD})
-        assert (sent.version, sent.vectors_version) == (1, desk.registry.state().version)
-        held = desk.registry.vector("calm")
-        assert [row_D.tolist() for row_D in held.rows.values()] == rows_PD.tolist()
-        assert held.description == "kept"
-        assert is_serving(llm, weights(3))
-        before = desk.registry.state().version
-        for wrong in (rows_PD[:1], np.full((2, 3), np.inf, np.float32)):
-            with pytest.raises(ClairaiError):
-                sender(llm, tmp_path).send(weights(4) | {"steer::calm": wrong})
-        assert desk.registry.state().version == before
-        assert is_serving(llm, weights(3))
-
-
-def test_gates_are_told_of_a_new_probe(tmp_path: Path) -> None:
-    """The core keeps probes of its own, for stop rules and gates."""
-    with toy_station.running_station(tmp_path) as station:
-        first = probe("p", point=toy_station.SECOND)
-        station.install(station.columns.add([first]))
-        desk = Desk(None, (first,))
-        with engine(tmp_path, station, desk) as llm:
-            sender(llm, tmp_path).send({"probe::p": np.array([7, 8, 9], np.float32)})
-        assert desk._probes["p"].direction_D.tolist() == [7.0, 8.0, 9.0]
 
 
 def test_what_can_be_sent_is_listed(llm: ToyLlm) -> None:

@@ -35,6 +35,12 @@ from clairai.weights.manifest import (
 from tests.unit.toy_weights import SHAPES, altered, holding, plan
 
 SUM = "0123456789abcdef"
+STEADY = settings(
+    derandomize=True,
+    deadline=None,
+    max_examples=300,
+    suppress_health_check=[HealthCheck.too_slow],  # of a busy machine
+)
 
 
 def summed(manifest: Manifest) -> Manifest:
@@ -193,6 +199,7 @@ def test_a_million_tensors_are_refused_while_they_are_counted() -> None:
         parse(raw)
 
 
+@STEADY
 @given(st.binary(max_size=400))
 def test_no_bytes_crash_the_parser(raw: bytes) -> None:
     assert len(reason_of(raw)) < 500
@@ -213,7 +220,7 @@ JSON = st.recursive(
 )
 
 
-@settings(suppress_health_check=[HealthCheck.too_slow], deadline=None)  # of a busy machine
+@STEADY
 @given(
     st.dictionaries(st.sampled_from(Manifest.__struct_fields__), JSON),
     st.lists(st.dictionaries(st.sampled_from(Tensor.__struct_fields__), JSON), max_size=3),
@@ -227,6 +234,7 @@ def test_no_json_crashes_the_parser(fields: dict[str, Any], tensors: list[Any]) 
 NUMBERS = st.integers(-(2**65), 2**65) | st.sampled_from([0, 1, 255, 256, 2**31, 2**63, 2**64])
 
 
+@STEADY
 @given(st.integers(0, 3), st.sampled_from(["buffer", "offset", "nbytes", "shape"]), NUMBERS)
 def test_no_number_slips_through(index: int, field: str, number: int) -> None:
     """Whatever one number is made: refused, or it was the right one."""
@@ -249,6 +257,7 @@ DESCRIBED = st.lists(
 )
 
 
+@STEADY
 @given(DESCRIBED, st.sampled_from([1, GRANULE_BYTES, 5 * GRANULE_BYTES]))
 def test_whatever_is_laid_out_is_taken(
     shapes: list[tuple[str, tuple[int, ...]]], buffer_bytes: int

@@ -1,0 +1,98 @@
+"""Takes peers of other users and links in place of folders, numbered; gives each a refusal."""
+
+from __future__ import annotations
+
+import os
+import socket
+import tempfile
+from collections.abc import Callable, Iterator
+from multiprocessing import get_context
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+import pytest
+
+from clairai.errors import EngineGoneError, RingError, WeightsError
+from clairai.ring.folder import runtime_dir, socket_path
+from clairai.weights.link import ANSWER, KIND, receive
+from clairai.weights.port import Port
+from clairai.wire import Refusal
+from tests.attacks.weights_parts import Target, target
+from tests.process.parts import forked
+
+NOBODY = 65534
+
+
+@pytest.fixture
+def attacked(tmp_path: Path) -> Iterator[Target]:
+    with target(tmp_path) as made:
+        yield made
+
+
+def test_61_a_peer_of_another_user_is_refused(
+    attacked: Target, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("clairai.weights.link.peer_uid", lambda _: os.geteuid() + 1)
+    with socket.socket(socket.AF_UNIX) as sock:
+        sock.connect(os.fspath(attacked.llm.intake.receiver.path))
+        answer, fds = receive(sock, ANSWER)
+    assert isinstance(answer, Refusal)
+    assert "may send weights" in answer.reason
+    assert fds == []
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
+def test_62_a_process_of_another_user_is_refused_even_where_it_can_connect() -> None:
+    ours, theirs = get_context("fork").Pipe()
+    with tempfile.TemporaryDirectory() as name, ours, theirs:
+        folder = Path(name)
+        go = get_context("fork").Event()
+        with forked(_connect_as_nobody, folder, theirs, go.wait), target(folder) as attacked:
+            folder.chmod(0o755)
+            attacked.llm.intake.receiver.path.chmod(0o666)
+            go.set()
+            assert ours.poll(10)
+            assert "may send weights" in ours.recv()
+
+
+def _connect_as_nobody(folder: Path, answers: Connection, wait: Callable[[], bool]) -> None:
+    wait()
+    os.setgid(NOBODY)
+    os.setuid(NOBODY)
+    with socket.socket(socket.AF_UNIX) as sock:
+        sock.connect(os.fspath(next(folder.glob(f"{KIND}-*.sock"))))
+        answer, _ = receive(sock, ANSWER)
+    answers.send(getattr(answer, "reason", "taken"))
+
+
+def test_63_an_engine_of_another_user_is_refused_by_the_sender(
+    attacked: Target, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("clairai.weights.port.peer_uid", lambda _: os.geteuid() + 1)
+    with pytest.raises(WeightsError, match="belongs to user"):
+        Port(attacked.folder, attacked.llm.epoch)
+
+
+def test_64_a_link_in_place_of_the_runtime_folder_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "real").mkdir(mode=0o700)
+    (tmp_path / "link").symlink_to(tmp_path / "real")
+    with pytest.raises(RingError, match="is a link"):
+        runtime_dir(str(tmp_path / "link"))
+
+
+def test_65_a_link_in_place_of_the_socket_leads_nowhere(attacked: Target, tmp_path: Path) -> None:
+    (tmp_path / "other").mkdir(mode=0o700)
+    planted = socket_path(tmp_path / "other", int("ab" * 8, 16), KIND)
+    planted.symlink_to(attacked.llm.intake.receiver.path)
+    with pytest.raises(WeightsError, match="answers in place of"):
+        Port(tmp_path / "other", "ab" * 8)
+    (tmp_path / "file").mkdir(mode=0o700)
+    socket_path(tmp_path / "file", 1, KIND).write_text("x")
+    with pytest.raises(EngineGoneError):
+        Port(tmp_path / "file", f"{1:016x}")
+
+
+def test_66_the_socket_is_for_its_user_alone(attacked: Target) -> None:
+    status = attacked.llm.intake.receiver.path.stat()
+    assert status.st_mode & 0o777 == 0o600
+    assert attacked.folder.stat().st_mode & 0o077 == 0
