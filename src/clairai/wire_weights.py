@@ -93,8 +93,8 @@ class WeightsPlanned(
     nbytes: int
 
 
-class VectorRows(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A vector's new numbers: float32, row after row."""
+class Rows(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The new numbers of a probe or a vector: float32, row after row."""
 
     name: str
     data: bytes
@@ -112,8 +112,8 @@ class WeightsCommitted(
     bank_version: int | None = None  # of the probes, if any were among it
     vectors_version: int | None = None  # of the steering vectors, likewise
     # For the engine core, which takes them out: what gates and names mean is kept there.
-    probe_files: tuple[bytes, ...] = ()
-    vector_rows: tuple[VectorRows, ...] = ()
+    probe_rows: tuple[Rows, ...] = ()
+    vector_rows: tuple[Rows, ...] = ()
 
 
 Reply = WeightsState | Tensors | WeightsPlanned | WeightsCommitted

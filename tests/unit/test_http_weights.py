@@ -53,7 +53,7 @@ def test_the_state_and_what_can_be_sent_are_told(served: Target) -> None:
 def test_a_commit_waits_for_requests_loads_and_lets_them_go_on(served: Target, drain: str) -> None:
     status, answer = _commit(served, drain=drain)
     assert (status, answer["version"]) == (200, 1)
-    assert not {"probe_files", "vector_rows"} & {key for key, value in answer.items() if value}
+    assert not {"probe_rows", "vector_rows"} & {key for key, value in answer.items() if value}
     assert served.told == [f"pause {drain} True", "resume"]
 
 

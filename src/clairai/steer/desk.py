@@ -171,8 +171,12 @@ class Desk:
         committed = _REPLY.decode(reply)
         if not isinstance(committed, wire_weights.WeightsCommitted):
             return reply
-        if committed.probe_files:
-            self._learn(load_probe(data, source="weights") for data in committed.probe_files)
+        if committed.probe_rows:
+            self._learn(
+                replace(self._probes[new.name], direction_D=np.frombuffer(new.data, "<f4"))
+                for new in committed.probe_rows
+                if new.name in self._probes
+            )
         version = None
         if committed.vector_rows:
             changed = [_with_rows(self.registry.vector(r.name), r) for r in committed.vector_rows]
@@ -180,7 +184,7 @@ class Desk:
             version = self.registry.state().version
         return _ENCODER.encode(
             msgspec.structs.replace(
-                committed, probe_files=(), vector_rows=(), vectors_version=version
+                committed, probe_rows=(), vector_rows=(), vectors_version=version
             )
         )
 
@@ -203,7 +207,7 @@ class Desk:
                 return
 
 
-def _with_rows(vector: Vector, new: wire_weights.VectorRows) -> Vector:
+def _with_rows(vector: Vector, new: wire_weights.Rows) -> Vector:
     rows_PD = np.frombuffer(new.data, "<f4").reshape(len(vector.points), vector.width)
     return replace(vector, rows=dict(zip(vector.points, rows_PD, strict=True)))
 

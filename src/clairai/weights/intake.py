@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final, Protocol
@@ -18,8 +18,6 @@ from clairai import wire_weights
 from clairai.errors import ClairaiError, WeightsError, WeightsTornError
 from clairai.points import Point
 from clairai.probe.columns import Columns
-from clairai.probe.files import dumps
-from clairai.probe.model import Probe
 from clairai.steer.vector import Vector
 from clairai.weights.check import Slot
 from clairai.weights.dock import OpenDevice
@@ -57,7 +55,8 @@ class Intake:
         self.columns: Columns | None = None  # the probes as they are: set before each question
         self.pending: Columns | None = None  # as they will be once the worker installs them
         self.vectors: tuple[wire_weights.KnownVector, ...] = ()  # as the core said
-        self.vector_rows: tuple[wire_weights.VectorRows, ...] = ()  # for the core
+        self.probe_rows: tuple[wire_weights.Rows, ...] = ()  # for the core, which keeps its own
+        self.vector_rows: tuple[wire_weights.Rows, ...] = ()
         self._model_slots = dict(model_slots)
         self._load = load
         self.receiver = Receiver(folder, device, self.slots, open_device)
@@ -73,7 +72,7 @@ class Intake:
 
     def receive(self, raw: bytes) -> None:
         """One manifest, whole; an error before the first number is changed, or `is_torn`."""
-        self.pending, self.vector_rows = None, ()
+        self.pending, self.probe_rows, self.vector_rows = None, (), ()
         try:
             self._receive(raw)
         except WeightsError as error:
@@ -85,15 +84,18 @@ class Intake:
         with self.receiver.unpack(raw) as shipment:
             if self.is_torn and not shipment.of("model"):
                 raise WeightsError("this brings no weights of the model")
-            columns = self._changed(shipment)  # raises what a bank refuses, before anything changes
-            rows = tuple(_vector_rows(*each) for each in shipment.of("steer"))
+            # Raises what a bank refuses, before anything changes.
+            probes = tuple(_rows(PROBE, *each) for each in shipment.of("probe"))
+            columns = self._changed(probes)
+            vectors = tuple(_rows(STEER, *each) for each in shipment.of("steer"))
+            self._check_vectors(vectors)
             began_s = time.perf_counter()
             if weights := shipment.of("model"):
                 self.is_torn = True
                 self._load(weights)
                 self.is_torn = False
             self.served = _served(self.served, shipment, time.perf_counter() - began_s)
-            self.pending, self.vector_rows = columns, rows
+            self.pending, self.probe_rows, self.vector_rows = columns, probes, vectors
 
     def state(self) -> wire_weights.WeightsState:
         return wire_weights.WeightsState(
@@ -109,16 +111,20 @@ class Intake:
     def close(self) -> None:
         self.receiver.close()
 
-    def _changed(self, shipment: Shipment) -> Columns | None:
+    def _check_vectors(self, rows: Sequence[wire_weights.Rows]) -> None:
+        widths = {vector.name: vector.shape[1] for vector in self.vectors}
+        for each in rows:
+            _check_vector(each, widths[each.name])
+
+    def _changed(self, rows: Sequence[wire_weights.Rows]) -> Columns | None:
         """The bank with the new directions; None if none came."""
-        rows = {name.removeprefix(PROBE): tensor for name, tensor in shipment.of("probe")}
         if not rows or self.columns is None:
             return None
-        # Copies: a probe must not point into a buffer that is let go of.
+        new = {each.name: np.frombuffer(each.data, "<f4") for each in rows}
         changed = [
-            replace(probe, direction_D=np.array(rows[probe.name].cpu().numpy(), np.float32))
+            replace(probe, direction_D=new[probe.name])
             for probe in self.columns.probes
-            if probe.name in rows
+            if probe.name in new
         ]
         return self.columns.replace(*changed)
 
@@ -186,7 +192,6 @@ class Handover:
 
     def _committed(self) -> wire_weights.WeightsCommitted:
         served, columns = self._intake.served, self._intake.pending
-        changed = [] if columns is None else _changed_probes(columns, self._station.columns)
         if columns is not None:
             self._station.install(columns)
         return wire_weights.WeightsCommitted(
@@ -195,21 +200,21 @@ class Handover:
             nbytes=served.nbytes,
             load_s=served.load_s,
             bank_version=None if columns is None else columns.version,
-            probe_files=tuple(map(dumps, changed)),
+            probe_rows=self._intake.probe_rows,
             vector_rows=self._intake.vector_rows,
         )
 
 
-def _changed_probes(columns: Columns, before: Columns) -> list[Probe]:
-    held = {probe.name: probe for probe in before.probes}
-    return [probe for probe in columns.probes if held.get(probe.name) is not probe]
+def _rows(prefix: str, name: str, tensor: Any) -> wire_weights.Rows:
+    """The numbers, as one more copy: nothing may point into a buffer that is let go of."""
+    data = np.ascontiguousarray(tensor.cpu().numpy(), "<f4").tobytes()
+    return wire_weights.Rows(name.removeprefix(prefix), data)
 
 
-def _vector_rows(name: str, tensor: Any) -> wire_weights.VectorRows:
-    """The numbers, as one more copy; VectorError for what no vector may hold."""
-    rows_PD = np.array(tensor.cpu().numpy(), np.float32)
+def _check_vector(new: wire_weights.Rows, width: int) -> None:
+    """VectorError for what no vector may hold; the core, which has them, asks no questions."""
+    rows_PD = np.frombuffer(new.data, "<f4").reshape(-1, width)
     Vector("checked", {Point("post_block", at): row_D for at, row_D in enumerate(rows_PD)})
-    return wire_weights.VectorRows(name.removeprefix(STEER), rows_PD.tobytes())
 
 
 def _served(before: Served, shipment: Shipment, load_s: float) -> Served:
