@@ -18,6 +18,7 @@ import importlib
 from typing import TYPE_CHECKING, Final
 
 if TYPE_CHECKING:
+    from clairai import weights as weights
     from clairai.captured import Capture as Capture
     from clairai.captured import captures as captures
     from clairai.match.align import Scores as Scores
@@ -53,10 +54,13 @@ _HOME: Final = {
     "save": "clairai.probe.files",
     "scores": "clairai.offline",
 }
-__all__ = [*_HOME]
+_PARTS: Final = ("weights",)
+__all__ = [*_HOME, *_PARTS]
 
 
 def __getattr__(name: str) -> object:
+    if name in _PARTS:
+        return importlib.import_module(f"clairai.{name}")
     if name not in _HOME:
         raise AttributeError(f"module 'clairai' has no attribute {name!r}")
     return getattr(importlib.import_module(_HOME[name]), name)

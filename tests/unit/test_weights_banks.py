@@ -13,9 +13,12 @@ from clairai.steer.desk import Desk
 from clairai.steer.registry import Limits, Registry
 from clairai.steer.vector import Vector
 from clairai.weights import Sender
+from clairai.weights.layout import Described
+from clairai.weights.manifest import encode
+from clairai.wire import Refusal
 from tests.unit import toy_station
 from tests.unit.tiny_probes import probe
-from tests.unit.toy_weights import ToyLlm, engine, weights
+from tests.unit.toy_weights import ToyLlm, engine, plan, weights
 
 
 def sender(llm: ToyLlm, tmp_path: Path) -> Sender:
@@ -91,3 +94,15 @@ def test_gates_are_told_of_a_new_probe(tmp_path: Path) -> None:
         with engine(tmp_path, station, desk) as llm:
             sender(llm, tmp_path).send({"probe::p": np.array([7, 8, 9], np.float32)})
         assert desk._probes["p"].direction_D.tolist() == [7.0, 8.0, 9.0]
+
+
+def test_by_vllms_own_routes_no_bank_can_be_named(tmp_path: Path) -> None:
+    """They call the worker, and nobody would install what came."""
+    with toy_station.running_station(tmp_path) as station:
+        station.install(station.columns.add([probe("p", point=toy_station.SECOND)]))
+        with engine(tmp_path, station) as llm:
+            sender(llm, tmp_path).check({"probe::p": np.ones(3, np.float32)})
+            manifest = plan([Described("probe::p", "F32", (3,))], epoch=llm.epoch)
+            assert not isinstance(llm.planned(manifest), Refusal)
+            with pytest.raises(WeightsError, match="nothing named"):
+                llm.update_weights({"manifest": encode(manifest).decode()})

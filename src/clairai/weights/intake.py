@@ -52,7 +52,7 @@ class Intake:
     ) -> None:
         self.served = Served()
         self.is_torn = False
-        self.columns: Columns | None = None  # the probes as they are: set before each question
+        self.columns: Columns | None = None  # the probes as they are, while a question is answered
         self.pending: Columns | None = None  # as they will be once the worker installs them
         self.vectors: tuple[wire_weights.KnownVector, ...] = ()  # as the core said
         self.probe_rows: tuple[wire_weights.Rows, ...] = ()  # for the core, which keeps its own
@@ -149,6 +149,14 @@ class Handover:
         intake = self._intake
         intake.columns = None if self._station is None else self._station.columns
         intake.vectors = control.vectors
+        try:
+            return self._answer(control)
+        finally:
+            # By vLLM's own routes nobody would tell the banks: there they cannot be named.
+            intake.columns, intake.vectors = None, ()
+
+    def _answer(self, control: wire_weights.Control) -> wire_weights.Reply:
+        intake = self._intake
         match control:
             case wire_weights.DescribeWeights():
                 return intake.state()

@@ -1,0 +1,60 @@
+"""Takes bytes that atheris makes up; gives them to the parsers of manifests and of offers.
+
+A Manifest or a WeightsError, and nothing else, comes out; memory stays under a bound. Not part of
+the suite: it ends when it is told to, and needs the package atheris.
+Run: python -m tests.attacks.fuzz_manifest -max_total_time=300 -rss_limit_mb=2048
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+
+import atheris
+import msgspec
+
+with atheris.instrument_imports(include=["clairai.weights"]):
+    from clairai.weights import check, link, manifest
+
+from clairai.errors import WeightsError
+from clairai.weights.check import Holding, Slot
+from clairai.wire_weights import Offer
+
+SLOTS = {"model.w": Slot(("F32", "BF16"), (16, 16)), "probe::p": Slot(("F32",), (8,))}
+HOLDING = Holding("00000000000000aa", "cpu", SLOTS)
+OFFER = msgspec.msgpack.Decoder(Offer)
+GOOD = manifest.encode(
+    manifest.Manifest(
+        version=1,
+        transfer="0" * 32,
+        epoch="00000000000000aa",
+        device="cpu",
+        buffers=(manifest.GRANULE_BYTES,),
+        tensors=(manifest.Tensor("model.w", "F32", (16, 16), 0, 0, 1024),),
+    )
+)
+
+
+def one(raw: bytes) -> None:
+    """Raw bytes, then the same bytes as a change of a good manifest, then as a frame's body."""
+    provider = atheris.FuzzedDataProvider(raw)
+    at = provider.ConsumeIntInRange(0, len(GOOD))
+    cut = provider.ConsumeIntInRange(0, 12)
+    given = provider.ConsumeBytes(1 << 16)
+    for text in (raw, GOOD[:at] + given + GOOD[at + cut :]):
+        bounded(lambda text=text: check.check_plan(manifest.parse(text), HOLDING))
+    bounded(lambda: link._decode(raw, OFFER))
+
+
+def bounded(parse: Callable[[], object]) -> None:
+    reason = ""
+    try:
+        parse()
+    except WeightsError as error:
+        reason = error.reason
+    assert len(reason) < 600
+
+
+if __name__ == "__main__":
+    atheris.Setup(sys.argv, one)
+    atheris.Fuzz()
