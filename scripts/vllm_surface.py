@@ -61,6 +61,12 @@ _NORMS = "model_executor/layers/layernorm.py"
 _CACHE = "v1/core/kv_cache_utils.py"
 _ATTENTION = "model_executor/layers/attention/attention.py"
 _PLUGIN = "plugins/endpoint_plugins/interface.py"
+_FACTORY = "distributed/weight_transfer/factory.py"
+_TRANSFER, _ENGINE = "distributed/weight_transfer/base.py", "WeightTransferEngine"
+_REGISTERED = ("cls", "name", "module_path_or_cls", "class_name")
+_BUILT = ("self", "config", "vllm_config", "device", "model")
+_GPU_WORKER, _ASYNC = "v1/worker/gpu_worker.py", "v1/engine/async_llm.py"
+_RELOAD = "model_executor/model_loader/reload/layerwise.py"
 _RUNNER: Final = "GPUModelRunner"
 
 NEEDS: Final[tuple[Need, ...]] = (
@@ -138,12 +144,31 @@ NEEDS: Final[tuple[Need, ...]] = (
     ),
     _calls(_GROUPS, "destroy_model_parallel"),
     _calls(_GROUPS, "destroy_distributed_environment"),
+    # compat/weights.py, compat/reload.py, http_engine.py
+    _calls(_FACTORY, "WeightTransferEngineFactory.register_engine", *_REGISTERED),
+    *_reads(_FACTORY, "WeightTransferEngineFactory", "_registry"),
+    _calls(_TRANSFER, f"{_ENGINE}.__init__", *_BUILT),
+    _wraps(_TRANSFER, f"{_ENGINE}.update_weights", "self", "update_info"),
+    _wraps(_TRANSFER, f"{_ENGINE}.receive_weights", "self", "update_info"),
+    *(
+        _wraps(_TRANSFER, f"{_ENGINE}.{name}", "self")
+        for name in ("start_weight_update", "finish_weight_update", "shutdown")
+    ),
+    _calls(_GPU_WORKER, "Worker.start_weight_update", "self"),
+    _calls(_GPU_WORKER, "Worker.update_weights", "self", "update_info"),
+    _calls(_GPU_WORKER, "Worker.finish_weight_update", "self"),
+    *_reads(_GPU_WORKER, "Worker", "weight_transfer_engine"),
+    _calls(_RELOAD, "initialize_layerwise_reload", "model"),
+    _calls(_RELOAD, "finalize_layerwise_processing", "model", "model_config"),
+    _calls(_ASYNC, "AsyncLLM.pause_generation", "self", named=("mode", "clear_cache")),
+    _calls(_ASYNC, "AsyncLLM.resume_generation", "self"),
+    _calls("entrypoints/llm.py", "LLM.reset_prefix_cache", "self"),
     # plugin.py, http.py, offline.py
     Need("plugins/__init__.py", "plugins_loaded", "read"),
     _wraps(_PLUGIN, "EndpointPlugin.attach_router", "self", "app"),
     _wraps(_PLUGIN, "EndpointPlugin.init_state", "self", "engine_client", "state", "args"),
     _calls("entrypoints/llm.py", "LLM.collective_rpc", "self", "method", named=("args",)),
-    _calls("v1/engine/async_llm.py", "AsyncLLM.collective_rpc", "self", "method", named=("args",)),
+    _calls(_ASYNC, "AsyncLLM.collective_rpc", "self", "method", named=("args",)),
 )
 
 

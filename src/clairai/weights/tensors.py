@@ -26,7 +26,7 @@ DTYPES: Final[dict[str, torch.dtype]] = {
     "F8_E4M3": torch.float8_e4m3fn,
 }
 NAMES: Final = {dtype: name for name, dtype in DTYPES.items()}
-CHUNK_WORDS: Final = 1 << 24  # of a GPU's memory at once: temporaries of 128 MiB
+CHUNK_WORDS: Final = 1 << 21  # at once: temporaries of 16 MiB, which vLLM's budget does not know
 
 
 class DeviceLanded:
@@ -81,20 +81,19 @@ def _bytes_of(buffer: Landed) -> torch.Tensor:
 def checksum(bytes_N: torch.Tensor) -> str:
     """The same number as checksum.checksum() of the same bytes, wherever they lie."""
     nbytes = len(bytes_N)
-    whole = nbytes // words.WORD_BYTES * words.WORD_BYTES
-    total = 0
-    for start in range(0, whole // words.WORD_BYTES, CHUNK_WORDS):
-        end = min(start + CHUNK_WORDS, whole // words.WORD_BYTES)
-        part = bytes_N[start * words.WORD_BYTES : end * words.WORD_BYTES]
-        total += _mixed_sum(part.view(torch.int64), start)
-    if whole < nbytes:
-        tail = torch.zeros(words.WORD_BYTES, dtype=torch.uint8, device=bytes_N.device)
-        tail[: nbytes - whole] = bytes_N[whole:]
-        total += _mixed_sum(tail.view(torch.int64), whole // words.WORD_BYTES)
-    return words.finish(total, nbytes)
+    count = nbytes // words.WORD_BYTES
+    total = torch.zeros((), dtype=torch.int64, device=bytes_N.device)
+    words_N = bytes_N[: count * words.WORD_BYTES].view(torch.int64)
+    for start in range(0, count, CHUNK_WORDS):
+        total += _mixed(words_N[start : start + CHUNK_WORDS], start).sum()
+    if tail := nbytes % words.WORD_BYTES:
+        last = torch.zeros(words.WORD_BYTES, dtype=torch.uint8, device=bytes_N.device)
+        last[:tail] = bytes_N[nbytes - tail :]
+        total += _mixed(last.view(torch.int64), count).sum()
+    return words.finish(int(total), nbytes)  # waits for the device, once
 
 
-def _mixed_sum(words_N: torch.Tensor, first: int) -> int:
+def _mixed(words_N: torch.Tensor, first: int) -> torch.Tensor:
     """int64 wraps as uint64 does; only its right shift drags the sign along."""
     places = torch.arange(len(words_N), dtype=torch.int64, device=words_N.device)
     x = places.mul_(_signed(words.PLACE)).add_(_signed(first * words.PLACE & words.MASK))
@@ -102,7 +101,7 @@ def _mixed_sum(words_N: torch.Tensor, first: int) -> int:
     x ^= (x >> words.SHIFTS[0]) & ((1 << (64 - words.SHIFTS[0])) - 1)
     x *= _signed(words.MIX)
     x ^= (x >> words.SHIFTS[1]) & ((1 << (64 - words.SHIFTS[1])) - 1)
-    return int(x.sum()) & words.MASK
+    return x
 
 
 def _signed(value: int) -> int:
