@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from functools import partial
 
 import atheris
 import msgspec
@@ -42,8 +43,12 @@ def one(raw: bytes) -> None:
     cut = provider.ConsumeIntInRange(0, 12)
     given = provider.ConsumeBytes(1 << 16)
     for text in (raw, GOOD[:at] + given + GOOD[at + cut :]):
-        bounded(lambda text=text: check.check_plan(manifest.parse(text), HOLDING))
-    bounded(lambda: link._decode(raw, OFFER))
+        bounded(partial(planned, text))
+    bounded(partial(link._decode, raw, OFFER))
+
+
+def planned(text: bytes) -> None:
+    check.check_plan(manifest.parse(text), HOLDING)
 
 
 def bounded(parse: Callable[[], object]) -> None:

@@ -96,3 +96,19 @@ def test_66_the_socket_is_for_its_user_alone(attacked: Target) -> None:
     status = attacked.llm.intake.receiver.path.stat()
     assert status.st_mode & 0o777 == 0o600
     assert attacked.folder.stat().st_mode & 0o077 == 0
+
+
+def test_67_a_forked_child_does_not_keep_the_socket_of_a_dead_engine(tmp_path: Path) -> None:
+    with target(tmp_path) as attacked:
+        os.link(attacked.llm.intake.receiver.path, socket_path(tmp_path, 7, KIND))
+        ours, theirs = get_context("fork").Pipe()
+        with ours, theirs, forked(_wait, theirs):
+            assert ours.poll(10)  # it lives, with what it inherited
+            attacked.llm.intake.close()
+            with pytest.raises(EngineGoneError):
+                Port(tmp_path, f"{7:016x}")
+
+
+def _wait(ready: Connection) -> None:
+    ready.send(True)
+    ready.poll(60)

@@ -7,6 +7,7 @@ import os
 import socket
 import struct
 import threading
+import weakref
 from pathlib import Path
 from typing import Final, Self, TypeVar
 
@@ -45,6 +46,7 @@ class Link:
         remove_stale(folder, KIND)
         self._listener = listen(self.path)
         self._listener.setblocking(True)
+        _release_in_forked_child(self)
         self._thread = threading.Thread(target=self._serve, name="clairai-weights", daemon=True)
         self._thread.start()
 
@@ -149,6 +151,17 @@ def _refuse(sock: socket.socket, error: ClairaiError) -> None:
         sock.sendall(encode_frame(Refusal(error.code, error.reason)))
     except OSError:
         _log.debug("the sender has gone before it could be told")
+
+
+def _release_in_forked_child(link: Link) -> None:
+    # A forked child would keep the socket open, and senders would wait for an engine that is dead.
+    reference = weakref.ref(link)
+
+    def release() -> None:
+        if (inherited := reference()) is not None:
+            inherited._listener.close()
+
+    os.register_at_fork(after_in_child=release)
 
 
 def _wake(sock: socket.socket | None) -> None:

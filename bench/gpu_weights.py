@@ -1,9 +1,10 @@
 """Takes a model; gives how long new weights, probes and vectors take to serve, and what is left.
 
 The engine core is a process of its own, as when it serves; the sender is another. On a GPU the
-weights are sent from the same GPU, beside the measured speed of a copy within it. Without --model
+weights are sent from the same GPU, beside the measured speed of a copy within it; a machine without
+one sends them through host memory. Without --model
 it is the demo's; --shape makes random weights of a shape of bench/shapes first.
-Run: python -m bench.weights [--model FOLDER | --shape llama-3.1-8b] [--rounds 5]
+Run: python -m bench.gpu_weights [--model FOLDER | --shape llama-3.1-8b] [--rounds 5]
 """
 
 from __future__ import annotations
