@@ -14,7 +14,7 @@ import pytest
 
 from clairai.errors import EngineGoneError, RingError, WeightsError
 from clairai.ring.folder import runtime_dir, socket_path
-from clairai.weights.link import ANSWER, KIND, receive
+from clairai.weights.link import ANSWER, KIND, Link, receive
 from clairai.weights.port import Port
 from clairai.wire import Refusal
 from tests.attacks.weights_parts import Target, target
@@ -98,17 +98,15 @@ def test_66_the_socket_is_for_its_user_alone(attacked: Target) -> None:
     assert attacked.folder.stat().st_mode & 0o077 == 0
 
 
-def test_67_a_forked_child_does_not_keep_the_socket_of_a_dead_engine(tmp_path: Path) -> None:
-    with target(tmp_path) as attacked:
-        os.link(attacked.llm.intake.receiver.path, socket_path(tmp_path, 7, KIND))
-        ours, theirs = get_context("fork").Pipe()
-        with ours, theirs, forked(_wait, theirs):
-            assert ours.poll(10)  # it lives, with what it inherited
-            attacked.llm.intake.close()
-            with pytest.raises(EngineGoneError):
-                Port(tmp_path, f"{7:016x}")
+def test_67_a_forked_child_does_not_keep_the_socket_of_a_dead_engine(attacked: Target) -> None:
+    link = attacked.llm.intake.receiver._link
+    ours, theirs = get_context("fork").Pipe()
+    with ours, theirs, forked(_tell_listener, theirs, link):
+        assert ours.poll(10)
+        assert ours.recv() == -1, "open: senders would wait for nobody"
+    assert link._listener.fileno() >= 0
+    assert attacked.still_takes_honest_weights()
 
 
-def _wait(ready: Connection) -> None:
-    ready.send(True)
-    ready.poll(60)
+def _tell_listener(answers: Connection, link: Link) -> None:
+    answers.send(link._listener.fileno())
