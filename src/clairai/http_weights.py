@@ -17,7 +17,7 @@ from clairai import wire_weights
 from clairai.errors import WeightsError, WeightsTornError
 from clairai.http_engine import Drain, Engine, Unanswered, bounded_body, engine_of
 from clairai.points import quote
-from clairai.weights.manifest import MAX_MANIFEST_BYTES
+from clairai.weights.manifest import MAX_MANIFEST_BYTES, parse
 
 DRAIN_S: Final = 300.0  # requests that run longer keep the old weights serving
 _JSON: Final = "application/json"
@@ -94,7 +94,10 @@ async def _pause(engine: Engine, drain: Drain) -> None:
 
 
 async def _manifest(request: Request) -> bytes:
-    return await bounded_body(request, MAX_MANIFEST_BYTES, WeightsError.code, "a manifest")
+    """The body; what is no manifest never reaches the engine, whose steps would wait for it."""
+    body = await bounded_body(request, MAX_MANIFEST_BYTES, WeightsError.code, "a manifest")
+    await asyncio.to_thread(parse, body)
+    return body
 
 
 def _json(reply: msgspec.Struct) -> Response:

@@ -85,6 +85,17 @@ def test_requests_that_do_not_end_keep_the_old_weights(
     assert served.is_untouched()
 
 
+@pytest.mark.parametrize("route", ["check", "plan", "commit"])
+def test_what_is_no_manifest_never_reaches_the_engine(
+    served: Target, monkeypatch: pytest.MonkeyPatch, route: str
+) -> None:
+    def reached(*_: object) -> None:
+        raise AssertionError("the engine was asked")
+
+    monkeypatch.setattr(served.llm, "collective_rpc", reached)
+    assert "no manifest" in served.post(route, b'{"version": 1, "code": "x"}')
+
+
 def test_an_engine_that_was_not_started_for_it_says_how(tmp_path: Path) -> None:
     with toy_server(tmp_path) as plain:
         answer = plain.client.get("/v1/weights")
