@@ -174,7 +174,7 @@ HOSTILE: dict[str, bytes] = {
     "a label that is a path": encode(plan()).replace(b'"label":""', b'"label":"a\\nb"'),
     "a transfer with a line after it": encode(plan()).replace(b'","epoch"', b'\\n","epoch"'),
     "too many buffers": encode(plan()).replace(b'"buffers":[', b'"buffers":[' + b"2097152," * 5000),
-    "more bytes than a manifest has": b" " * (MAX_MANIFEST_BYTES + 1),
+    "more bytes than a manifest has": encode(plan()) + b" " * MAX_MANIFEST_BYTES,
 }
 
 
