@@ -13,7 +13,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any, Final
+from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -79,6 +79,10 @@ class Collector:
 
     def put(self, taken: Taken) -> None:
         self._queue.put(taken)
+
+    def relabel(self, origin_of: OriginOf) -> None:
+        """What comes from now on is of other weights."""
+        self._queue.put(partial(setattr, self, "_origin_of", origin_of))
 
     def commit(self) -> None:
         """Have all that was given so far made safe; nobody waits for it."""
@@ -223,9 +227,11 @@ class Collector:
             self._tell(seat[0], self._orders[seat], steering)
 
     def _tell(self, stream: int, order: Order, steering: str) -> None:
-        tags: dict[str, Any] = json.loads(order.tags)
+        tags, applied = json.loads(order.tags), json.loads(steering)
+        if order.adapter is not None:
+            applied["adapter"] = order.adapter
         for name in order.to:
-            self._consumers[name].begin(stream, tags=tags, steering=json.loads(steering))
+            self._consumers[name].begin(stream, tags=tags, steering=applied)
 
     def _finish(self, seat: Seat) -> None:
         order = self._orders.pop(seat, None)

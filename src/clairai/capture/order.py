@@ -29,6 +29,7 @@ class Order(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     to: tuple[str, ...]
     tags: str = "{}"  # JSON objects
     steering: str = "{}"
+    adapter: str | None = None  # whose weights were added to the model's
     hold: Hold | None = None
 
     @property

@@ -47,6 +47,7 @@ class Asked:
     stream: int
     prompt_len: int
     course: Course | None = None
+    adapter: str | None = None  # LoRA's name of it
 
 
 class Resolver:
@@ -104,6 +105,7 @@ class Resolver:
             to=self._consumers(wish.to, setting),
             tags=_joined(setting.tags, wish.tags),
             steering=steering_note(asked.course),
+            adapter=asked.adapter,
             hold=hold,
         )
 
