@@ -223,7 +223,8 @@ def check(program: str, tool: str, part: str) -> dict[str, Any]:
     summary = SUMMARY.findall(said)
     errors = int(summary[-1]) if summary else "?"
     is_good = errors == 0 and done.returncode == 0
-    said = "" if is_good else said[-1500:]
+    first = max(said.find("========= "), 0)  # what was wrong first says most
+    said = "" if is_good else f"{said[first : first + 3000]}\n...\n{said[-500:]}"
     return {"tool": tool, "part": part, "errors": errors, "is_good": is_good, "said": said}
 
 
