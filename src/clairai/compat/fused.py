@@ -20,6 +20,7 @@ from clairai.compat.layers import Sites
 from clairai.compat.norms import encoded, mix_in, register, site_of
 
 OP: Final = "norm"
+PLAIN: Final = ("vllm.model_executor.layers.layernorm", "RMSNorm")
 
 
 class Fused(nn.Module):  # type: ignore[misc]  # torch is Any where it is not installed
@@ -86,10 +87,9 @@ def fusible(vllm_config: Any, sites: Sites, names: Iterable[str]) -> list[str]:
 
 def _is_plain(norm: nn.Module, dtype: torch.dtype) -> bool:
     """model_executor/layers/layernorm.py RMSNorm, 0.26:37 and 0.32: a weight, the whole width."""
-    from vllm.model_executor.layers.layernorm import RMSNorm
-
+    kind = type(norm)
     return (
-        type(norm) is RMSNorm
+        (kind.__module__, kind.__name__) == PLAIN
         and bool(getattr(norm, "has_weight", False))
         and getattr(norm, "variance_size_override", 0) is None
         and norm.weight.dtype == dtype
