@@ -38,7 +38,7 @@ def run(
     model: Model,
     prompts: Prompts,
     points: Points,
-    to: To,
+    to: To = Path("captures"),
     encoder: Encoder = "raw",
     positions: Positions = "all",
     max_tokens: MaxTokens = 1,

@@ -12,7 +12,7 @@ from clairai.batch.done import Run, left
 from clairai.batch.engine import Wish, capturing, prepared
 from clairai.batch.prompts import read_prompts
 from clairai.batch.run import Step, plan, run
-from clairai.capture.positions import parse_positions, written
+from clairai.capture.positions import Positions, parse_positions, written
 from clairai.capture.spec import parse_encoder
 from clairai.errors import ConfigError, RequestError
 from clairai.points import expand, quote
@@ -30,7 +30,7 @@ class Job:
     prompts: Path
     folder: Path
     points: tuple[str, ...]
-    positions: object
+    positions: Positions
     encoder: Mapping[str, Any]
     max_tokens: int
     batch_mib: int
@@ -80,7 +80,7 @@ def job(
         prompts,
         folder.absolute(),
         tuple(points),
-        written(where),
+        where,
         chosen.written(),
         max_tokens,
         batch_mib,
@@ -105,7 +105,7 @@ def carried_out(asked: Job) -> Iterator[Progress]:
     made = Run(
         short_name(asked.model),
         tuple(map(str, points)),
-        json.dumps(asked.positions),
+        json.dumps(written(asked.positions)),
         json.dumps(dict(asked.encoder), sort_keys=True),
         asked.max_tokens,
     )
