@@ -113,13 +113,14 @@ def carried_out(asked: Job) -> Iterator[Progress]:
     if not wanted:
         yield Progress(0, 0, len(prompts), 0, 0)
         return
+    tags = {prompt.number: made.tags(prompt) for prompt in wanted}
     wish = Wish(points, asked.positions, asked.encoder, asked.max_tokens, asked.batch_mib)
     with capturing(asked.model, asked.folder, wish, asked.arguments) as engine:
         planned = plan(engine, wanted, asked.max_tokens)
-        tags = [[made.tags(prompt) for prompt in batch] for batch in planned.batches]
+        said = [[tags[prompt.number] for prompt in batch] for batch in planned.batches]
         total, before = planned.num_prompts, len(prompts) - len(wanted)
         yield Progress(0, total, before, 0, sum(planned.tokens))
-        for step in run(engine, planned, tags):
+        for step in run(engine, planned, said):
             yield _progress(step, total, before, sum(planned.tokens))
 
 
