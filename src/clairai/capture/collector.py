@@ -52,7 +52,9 @@ class Collector:
         self._consumers, self._origin_of = consumers, origin_of
         self._batch_nbytes = batch_nbytes
         self.results = Results(consumers)
-        self._flusher = Flusher(consumers, self.results)
+        self._flushers = {
+            name: Flusher(name, consumer, self.results) for name, consumer in consumers.items()
+        }
         self._gauge = Gauge()
         self._shelf = Shelf(pending_nbytes)
         self._orders: dict[Seat, Order] = {}
@@ -86,18 +88,24 @@ class Collector:
 
     def commit(self) -> None:
         """Have all that was given so far made safe; nobody waits for it."""
-        self._queue.put(lambda: self._flusher.ask(self.results.writing()))
+        self._queue.put(self._commit)
 
     def close(self) -> None:
         """Give on what is there, then close the consumers."""
         self._queue.put(self._end)
         self._thread.join()
-        self._flusher.close()
+        for flusher in self._flushers.values():
+            flusher.close()
         for name, consumer in self._consumers.items():
             try:
                 consumer.close()
             except StoreError as error:
                 _log.error("consumer %s: %s", name, error.reason)
+
+    def _commit(self) -> None:
+        for name, flusher in self._flushers.items():
+            if seats := self.results.writing(name):
+                flusher.ask(seats)
 
     def _end(self) -> None:
         for seat in list(self._orders):
