@@ -82,6 +82,21 @@ def test_a_stream_says_the_id_first_and_what_became_of_it_last(
     assert frames[-2:] == ["data: [DONE]", ""]
 
 
+@pytest.mark.parametrize("is_streamed", [False, True])
+def test_an_engine_that_ends_too_early_to_tell_costs_no_answer(
+    server: CapturingServer, monkeypatch: pytest.MonkeyPatch, is_streamed: bool
+) -> None:
+    def gone(*_: Any) -> Any:
+        raise RuntimeError("EngineDeadError")
+
+    monkeypatch.setattr(server.capture, "answer", gone)
+    answer = server.ask(stream=is_streamed, capture=True)
+    assert answer.status_code == 200
+    assert '"state":"failed"' in answer.text
+    assert "did not say what became of its rows" in answer.text
+    assert not is_streamed or answer.text.endswith("data: [DONE]\n\n")
+
+
 def test_answers_of_one_request_are_one_capture(server: CapturingServer) -> None:
     body = {"messages": [], "n": 3, "vllm_xargs": {"clairai": '{"capture": true}'}}
     handle = server.client.post(CHAT, json=body).json()["clairai"]["capture"]

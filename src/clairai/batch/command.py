@@ -61,31 +61,42 @@ def job(
     engine: str,
 ) -> Job:
     """ConfigError for an option that is wrong; those that may be JSON are, if they look so."""
-    if not 1 <= max_tokens <= MAX_TOKENS:
-        raise ConfigError(f"--max-tokens is {max_tokens}; give 1 to {MAX_TOKENS}")
-    if not 1 <= batch_mib <= MAX_BATCH_MIB:
-        raise ConfigError(f"--batch-mib is {batch_mib}; give 1 to {MAX_BATCH_MIB}")
-    arguments = _json("--engine", engine)
-    if not isinstance(arguments, dict):
-        raise ConfigError(f"--engine is {quote(engine)}; give a JSON object")
-    try:
-        chosen = parse_encoder(_json("--encoder", encoder), what="--encoder")
-        where = parse_positions(_json("--positions", positions), what="--positions")
-    except RequestError as error:
-        raise ConfigError(error.reason) from None
     if not points:
         raise ConfigError('no points are named; give --points, such as --points "post_block.*"')
+    where, chosen = _selected(positions, encoder)
     return Job(
         model,
         prompts,
         folder.absolute(),
         tuple(points),
         where,
-        chosen.written(),
-        max_tokens,
-        batch_mib,
-        arguments,
+        chosen,
+        _within("--max-tokens", max_tokens, MAX_TOKENS),
+        _within("--batch-mib", batch_mib, MAX_BATCH_MIB),
+        _arguments(engine),
     )
+
+
+def _selected(positions: str, encoder: str) -> tuple[Positions, Mapping[str, Any]]:
+    try:
+        where = parse_positions(_json("--positions", positions), what="--positions")
+        chosen = parse_encoder(_json("--encoder", encoder), what="--encoder")
+    except RequestError as error:
+        raise ConfigError(error.reason) from None
+    return where, chosen.written()
+
+
+def _within(name: str, value: int, most: int) -> int:
+    if not 1 <= value <= most:
+        raise ConfigError(f"{name} is {value}; give 1 to {most}")
+    return value
+
+
+def _arguments(engine: str) -> Mapping[str, Any]:
+    found = _json("--engine", engine)
+    if not isinstance(found, dict):
+        raise ConfigError(f"--engine is {quote(engine)}; give a JSON object")
+    return found
 
 
 def _json(name: str, text: str) -> Any:
