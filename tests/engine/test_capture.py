@@ -124,7 +124,7 @@ def test_a_request_that_was_preempted_has_each_row_once(
     asked = [Ask(prompt(80 + i, 90), True, num_new=60) for i in range(10)]
     preempted, every = engine.call(capturing.preempted, asked)
     assert preempted > 0
-    off = []
+    off = list[Any]()
     for ask, (one,) in zip(asked, every, strict=True):
         assert list(one.positions) == [*range(149)]
         assert list(one.tokens) == [*ask.prompt, *one.token_ids][:149]

@@ -183,6 +183,8 @@ class Collector:
                 self._offer(block, load.to)
             else:
                 self._sort(block, load.to, held_N)
+        if held_N is None:
+            self.results.gave(_counts(load))
 
     def _held(self, rows_N: NDArray[np.void]) -> NDArray[np.bool_] | None:
         """Which rows wait for a rule; None if none does."""
@@ -194,7 +196,7 @@ class Collector:
 
     def _sort(self, block: Block, to: tuple[str, ...], held_N: NDArray[np.bool_]) -> None:
         if not held_N.all():
-            self._offer(block.taken(np.flatnonzero(~held_N)), to)
+            self._offer_and_count(block.taken(np.flatnonzero(~held_N)), to)
         for seat, places in _by_seat(block.rows_N, np.flatnonzero(held_N)):
             part = block.taken(places)
             if lost := self._shelf.put(seat, part, to):
@@ -204,6 +206,9 @@ class Collector:
     def _offer(self, block: Block, to: tuple[str, ...]) -> None:
         for name in to:
             self._consumers[name].offer(block)
+
+    def _offer_and_count(self, block: Block, to: tuple[str, ...]) -> None:
+        self._offer(block, to)
         self.results.gave({seat: len(p) for seat, p in _by_seat(block.rows_N)})
 
     def _judge(self, verdict: Verdict) -> None:
@@ -216,7 +221,7 @@ class Collector:
             self.results.failed(seat, reason)
         elif verdict.score >= verdict.threshold:
             for block, to in self._shelf.take(seat):
-                self._offer(block, to)
+                self._offer_and_count(block, to)
 
     def _discard(self, seat: Seat, reason: str) -> None:
         rows = self._shelf.rows(seat)

@@ -162,7 +162,9 @@ class Results:
         state = consumer.state
         return Place(name, consumer.where, entry.lost.get(name, 0), state.name, state.reason)
 
-    def state(self, *, staging_nbytes: int, pending_nbytes: int) -> CaptureState:
+    def state(
+        self, *, staging_nbytes: int, pending_nbytes: int, stash_nbytes: int = 0
+    ) -> CaptureState:
         with self._lock:
             totals = self._totals
             return CaptureState(
@@ -175,6 +177,7 @@ class Results:
                 discarded=totals.discarded,
                 staging_nbytes=staging_nbytes,
                 pending_nbytes=pending_nbytes,
+                stash_nbytes=stash_nbytes,
             )
 
 

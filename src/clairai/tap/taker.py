@@ -73,6 +73,11 @@ class Taker:
         self._rng = np.random.default_rng(0)
         self._plan: Plan | None = None
 
+    @property
+    def stash_nbytes(self) -> int:
+        """Of device memory: rows of a step at all tapped sites, kept until the next."""
+        return int(self._stash.nbytes)
+
     def begin(self) -> None:
         """A step begins: from here on its forward may write over the last one's rows."""
         self._lane.begin()
