@@ -58,6 +58,11 @@ async def list_captures(request: Request) -> Response:
         "rows": state.rows,
         "dropped": state.dropped,
         "discarded": state.discarded,
+        "memory": {
+            "stash_nbytes": state.stash_nbytes,
+            "staging_nbytes": state.staging_nbytes,
+            "pending_nbytes": state.pending_nbytes,
+        },
     }
     return Response(msgspec.json.encode(content), media_type=_JSON)
 

@@ -12,6 +12,7 @@ import pytest
 from safetensors.numpy import load
 
 from clairai.serve import handle as handle_module
+from clairai.stream import schema_capture as models
 from tests.process.parts import until
 from tests.unit.toy_captures import (
     NUM_ROWS,
@@ -120,6 +121,7 @@ def test_captures_are_listed_newest_first(server: CapturingServer) -> None:
     assert listed["data"][0]["points"] == ["post_block.1"]
     assert listed["consumers"] == [{"name": "fs", "state": "writing", "reason": ""}]
     assert listed["rows"] == 3 * NUM_ROWS
+    models.CaptureList.model_validate(listed)
 
 
 def test_any_range_can_be_asked_for_and_the_tag_holds_it_together(server: CapturingServer) -> None:
