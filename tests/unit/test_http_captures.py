@@ -13,6 +13,7 @@ from safetensors.numpy import load
 
 from clairai.serve import handle as handle_module
 from clairai.stream import schema_capture as models
+from clairai.wire_capture import Captured, Captures
 from tests.process.parts import until
 from tests.unit.toy_captures import (
     NUM_ROWS,
@@ -174,6 +175,16 @@ def test_a_request_that_runs_has_no_file_yet(
     assert (got.status_code, "is not whole" in got.text) == (409, True)
     server.capture.end()
     until(lambda: server.client.get(f"/v1/captures/{id}").status_code == 200)
+
+
+def test_rows_that_a_rule_discarded_are_gone_and_said_to_be(
+    server: CapturingServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    why = "probe anger stayed below 0.9"
+    told = Captured(7, 0, "discarded", ("post_block.1",), "raw", discarded=9, reason=why)
+    monkeypatch.setattr(server.capture, "answer", lambda _: Captures(((told,),)))
+    got = server.client.get("/v1/captures/0000000000000007")
+    assert (got.status_code, why in got.text) == (410, True)
 
 
 def test_rows_of_an_engine_before_this_one_are_given_too(runtime: Path, tmp_path: Path) -> None:
