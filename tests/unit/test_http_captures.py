@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load
 
+from clairai import http_captures
 from clairai.serve import handle as handle_module
 from clairai.stream import schema_capture as models
 from clairai.wire_capture import Captured, Captures
@@ -259,3 +260,22 @@ def test_a_message_whose_place_cannot_be_told_is_refused(
     refused = _ask(server, positions, **fields)
     assert (refused.status_code, said in refused.text) == (400, True)
     assert server.bodies == []
+
+
+def test_few_files_are_kept_for_the_next_range_and_the_last_always(
+    server: CapturingServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(http_captures, "KEPT_NBYTES", 1)
+    made: list[int] = []
+    real = http_captures.bundle
+
+    def counted(*given: Any, **more: Any) -> Any:
+        made.append(given[1])
+        return real(*given, **more)
+
+    monkeypatch.setattr(http_captures, "bundle", counted)
+    first, second = (told(server, capture=True)["id"] for _ in range(2))
+    for id in (first, first, second, second, first):
+        part = server.client.get(f"/v1/captures/{id}", headers={"Range": "bytes=0-7"})
+        assert part.status_code == 206
+    assert made == [int(id, 16) for id in (first, second, first)]
