@@ -13,6 +13,7 @@ from safetensors.numpy import load
 
 from clairai import http_captures
 from clairai.serve import handle as handle_module
+from clairai.store.bundle import bundle
 from clairai.stream import schema_capture as models
 from clairai.wire_capture import Captured, Captures
 from tests.process.parts import until
@@ -267,11 +268,10 @@ def test_few_files_are_kept_for_the_next_range_and_the_last_always(
 ) -> None:
     monkeypatch.setattr(http_captures, "KEPT_NBYTES", 1)
     made: list[int] = []
-    real = http_captures.bundle
 
     def counted(*given: Any, **more: Any) -> Any:
         made.append(given[1])
-        return real(*given, **more)
+        return bundle(*given, **more)
 
     monkeypatch.setattr(http_captures, "bundle", counted)
     first, second = (told(server, capture=True)["id"] for _ in range(2))
