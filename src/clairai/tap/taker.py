@@ -19,7 +19,7 @@ from clairai.capture.consumers import Consumer
 from clairai.capture.resolve import PART_OF_STAGING
 from clairai.store.codecs.base import Encoder
 from clairai.tap.arena import Arena, Region
-from clairai.tap.encode_twin import encode_twin
+from clairai.tap.encode import encode
 from clairai.tap.lanes import lane_for
 from clairai.tap.outlet import Inputs
 from clairai.tap.picks import Pick
@@ -160,7 +160,7 @@ class Taker:
             bits = rows_MD.view(torch.uint16) if self._dtype == "bfloat16" else rows_MD
             staged.tensor(span.group, "sample")[part].copy_(bits, non_blocking=True)
             return
-        for name, encoded in encode_twin(rows_MD, span.encoder).items():
+        for name, encoded in encode(rows_MD, span.encoder).items():
             staged.tensor(span.group, f"rows.{name}")[part].copy_(encoded, non_blocking=True)
 
     def _take_scores(self, pick: Pick, scores: Scores) -> None:
