@@ -118,7 +118,13 @@ class Collector:
             if batch:
                 self._deliver(batch)
             if told is not None:
-                told()
+                self._hear(told)
+
+    def _hear(self, told: Told) -> None:
+        try:
+            told()
+        except Exception:  # as below: the thread goes on for all others
+            _log.exception("what was told of a captured request could not be passed on")
 
     def _next(self) -> tuple[list[Taken], Told | None]:
         """Rows that may be handed on together, and what was told after them."""
