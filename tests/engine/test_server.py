@@ -160,7 +160,9 @@ def test_probes_change_while_a_request_runs_and_its_rows_follow(running: Running
         next(iter(stream))
         after = running.server.put_probe(added.name, dumps(added), only_if=ONLY_NEW)
         assert after["version"] == before["version"] + 1
-        running.sidecar.until(lambda: added.name in running.sidecar.rows(500)[-1]["scores"])
+        running.sidecar.until(
+            lambda: any(added.name in row["scores"] for row in running.sidecar.rows(500)[-1:])
+        )
         running.server.remove_probe(added.name)
         running.sidecar.until(lambda: added.name not in running.sidecar.rows(500)[-1]["scores"])
     rows = running.sidecar.await_end(500)
