@@ -39,7 +39,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "messages": {"errors"},
     "batch": {
         *COMMON,
-        *("batch", "capture", "captured", "offline", "store", "wanted"),
+        *("batch", "capture", "captured", "messages", "offline", "store", "wanted"),
         *("compat.llm", "train.engine"),
     },
     "train": {
