@@ -148,6 +148,7 @@ def make_capture(worker: Any, setting: Setting, sites: Sites) -> Capture:
         pending_nbytes=setting.pending_mib << 20,
     )
     taker = Taker(tables, consumers, collector, staging_nbytes=staging_nbytes)
+    taker.prepare(setting.encoder.for_rows(about.dtype))
     _watch_weights(worker, about, collector)
     return Capture(taker, collector, _places(sites, tables), station)
 

@@ -28,6 +28,8 @@ from clairai.tap.tables import Tables
 
 PART_VALUES: Final = 1 << 23  # 64 tokens at 32 points of a model 4096 wide
 MAX_USES: Final = 64
+# Triton compiles a kernel for each: a single row, a multiple of 16, any other number.
+WARM_ROWS: Final = (1, 16, 17)
 NO_ROOM: Final = (
     "rows came faster than their consumers took them; raise staging_mib, or choose the policy block"
 )
@@ -77,6 +79,13 @@ class Taker:
     def stash_nbytes(self) -> int:
         """Of device memory: rows of a step at all tapped sites, kept until the next."""
         return int(self._stash.nbytes)
+
+    def prepare(self, encoder: Encoder) -> None:
+        """Compile and compute now what the first captured request would else wait for."""
+        with self._lane.side():
+            for num_rows in WARM_ROWS:
+                encode(self._stash[:num_rows], encoder)
+            self._lane.left()
 
     def begin(self) -> None:
         """A step begins: from here on its forward may write over the last one's rows."""
