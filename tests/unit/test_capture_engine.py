@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from clairai.capture.consumers import About
+from clairai.capture.order import Hold
 from clairai.capture.resolve import Resolver
 from clairai.capture.setting import Setting
 from clairai.compat import captures
@@ -94,6 +95,11 @@ def test_a_hit_ends_before_the_first_wanted_row(capture: Any, hit: int) -> None:
     )
     assert with_wanted_rows(Cache.get_computed_blocks)(Cache(), running) == hit
     assert running.num_tokens == 100
+
+
+def test_a_prompt_whose_rule_looks_at_its_scores_is_forwarded_whole() -> None:
+    assert order(ranges=[(90, 95)]).first_position == 90
+    assert order(ranges=[(90, 95)], hold=Hold("anger", 1.0)).first_position == 0
 
 
 def test_weights_have_a_version_that_changes_with_them() -> None:

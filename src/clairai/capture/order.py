@@ -33,6 +33,11 @@ class Order(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     hold: Hold | None = None
 
     @property
+    def first_position(self) -> int:
+        """From here on all tokens must be forwarded; a rule looks at every one of them."""
+        return self.ranges[0][0] if self.hold is None else 0
+
+    @property
     def kind(self) -> tuple[Any, ...]:
         """Requests of one kind are taken together."""
         return (self.encoder, self.parameters, self.points, self.to)

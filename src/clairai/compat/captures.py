@@ -92,10 +92,10 @@ def _check_mode(vllm_config: Any, dtype: str) -> None:
 def with_wanted_rows(original: Any) -> Any:
     """`KVCacheManager.get_computed_blocks(request)`, up to the first row that is captured.
 
-    What the cache serves is not forwarded. The manager looks for the longest hit that leaves at
-    least one token (`request.num_tokens - 1`), so it is shown a request that is no longer than
-    that: the hit ends at a block's end before the first wanted position, whatever kinds of
-    attention the model has.
+    What the cache serves is not forwarded, and not scored. The manager looks for the longest hit
+    that leaves at least one token (`request.num_tokens - 1`), so it is shown a request that is no
+    longer than that: the hit ends at a block's end before the first wanted position, whatever kinds
+    of attention the model has.
     """
 
     @functools.wraps(original)
@@ -103,7 +103,7 @@ def with_wanted_rows(original: Any) -> Any:
         order = read_order(request.sampling_params)
         if order is None:
             return original(self, request)
-        return original(self, _Shortened(request, order.ranges[0][0] + 1))
+        return original(self, _Shortened(request, order.first_position + 1))
 
     return get_computed_blocks
 
