@@ -149,8 +149,8 @@ def note_times(worker: Any) -> None:
         waited(self)
         worker.bench_times["host"] = time.perf_counter()
 
-    def given(self: Collector, load: Any) -> None:
-        give(self, load)
+    def given(self: Collector, *load: Any) -> None:
+        give(self, *load)
         worker.bench_times["given"] = time.perf_counter()
 
     Staged.wait, Collector._give = wait, given  # type: ignore[method-assign]

@@ -120,10 +120,59 @@ def plant_racecheck() -> None:
     torch.cuda.synchronize()
 
 
+def launch_norm() -> None:
+    """Norms that steer, and the scores of what they leave: rows that fill no tile, one too many."""
+    from clairai.tap.fused import FusedSite
+    from clairai.tap.score_kernel import StashScorer
+    from tests.gpu.test_kernels import bank, tables
+    from tests.unit.toy_steer import WIDTH as NARROW
+    from tests.unit.toy_steer import drill, fleet
+
+    width = 200
+    held = tables(2, width, 3, "bfloat16", max_tokens=64, stash_rows=20)
+    sites = [FusedSite(held, name, 1e-5) for name in held.sites]
+    for name in held.sites:
+        held.score_later(name)
+    held.load(bank(2, width, 3))
+    scorer = StashScorer(held)
+    scorer.prepare()
+    weight_D = torch.ones(width, device="cuda", dtype=torch.bfloat16)
+    for num_tokens in (1, 17, 20, 21):
+        x_TD = torch.randn(num_tokens, width, device="cuda").bfloat16()
+        for site in sites:
+            site.norm(x_TD, x_TD.clone(), weight_D)
+        scorer(min(num_tokens, 20), torch.cuda.current_stream().cuda_stream)
+    steered = fleet(device="cuda:0")
+    steered.tables.steer = _SteerByNorm(NARROW)
+    any(map(any, drill(steered, 0)))
+    torch.cuda.synchronize()
+
+
+class _SteerByNorm:
+    """Steers pairs in the norm kernel, and others in the steer kernel."""
+
+    def __init__(self, width: int) -> None:
+        from clairai.tap.steer_kernel import Steerer
+
+        self._alone, self._width = Steerer(width), width
+
+    def __call__(self, x_TD: Any, residual_TD: Any, tables: Any, site: int) -> None:
+        from clairai.tap.norm_kernel import Norm
+
+        if residual_TD is None:
+            self._alone(x_TD, residual_TD, tables, site)
+            return
+        stash_RD = torch.zeros(3, self._width, device="cuda", dtype=x_TD.dtype)
+        ran = torch.zeros((), device="cuda", dtype=torch.int32)
+        weight_D = torch.ones(self._width, device="cuda", dtype=x_TD.dtype)
+        Norm(self._width, 1e-5, stash_RD, ran).steered(x_TD, residual_TD, weight_D, tables, site)
+
+
 PARTS: Final[dict[str, Callable[[], None]]] = {
     "score": lambda: launch_score(torch.device("cuda"), (torch.bfloat16, torch.float32)),
     "commit": launch_commit,
     "steer": launch_steer,
+    "norm": launch_norm,
 }
 PLANTED: Final[dict[str, Callable[[], None]]] = {
     "memcheck": plant_memcheck,
@@ -174,7 +223,8 @@ def check(program: str, tool: str, part: str) -> dict[str, Any]:
     summary = SUMMARY.findall(said)
     errors = int(summary[-1]) if summary else "?"
     is_good = errors == 0 and done.returncode == 0
-    said = "" if is_good else said[-1500:]
+    first = max(said.find("========= "), 0)  # what was wrong first says most
+    said = "" if is_good else f"{said[first : first + 3000]}\n...\n{said[-500:]}"
     return {"tool": tool, "part": part, "errors": errors, "is_good": is_good, "said": said}
 
 

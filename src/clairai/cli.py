@@ -73,6 +73,9 @@ KeyFile = Annotated[
         help="Holds the key that requests must carry; else CLAIRAI_API_KEY does.",
     ),
 ]
+Captures = Annotated[
+    str | None, typer.Option(metavar="FOLDER|JSON", help="Rows can be kept, in a folder.")
+]
 Origins = Annotated[
     list[str] | None,
     typer.Option("--allow-origin", metavar="ORIGIN", help="Site whose pages may call the API."),
@@ -166,6 +169,7 @@ def serve(
     steering: Annotated[
         bool, typer.Option("--steering", help="Rows can be steered; --vectors implies it.")
     ] = False,
+    capture: Captures = None,
     host: Host = "127.0.0.1",
     port: Port = 6969,
     api_key_file: KeyFile = None,
@@ -191,6 +195,7 @@ def serve(
         probes=probes or [],
         vectors=vectors or [],
         steering=steering,
+        capture=capture,
         arguments=vllm_arguments or [],
         on_death=on_death.value,
         vllm_log=vllm_log,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Final
 
 import typer
 
@@ -12,6 +12,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from clairai.batch.command import Progress
+
+INTERRUPTED: Final = 130  # as a shell says it of SIGINT
 
 Model = Annotated[str, typer.Argument(metavar="MODEL", help="What `vllm serve` would take.")]
 Prompts = Annotated[
@@ -36,7 +38,7 @@ def run(
     model: Model,
     prompts: Prompts,
     points: Points,
-    to: To,
+    to: To = Path("captures"),
     encoder: Encoder = "raw",
     positions: Positions = "all",
     max_tokens: MaxTokens = 1,
@@ -60,7 +62,11 @@ def run(
         batch_mib=batch_mib,
         engine=engine,
     )
-    typer.echo(_shown(carried_out(asked)) + f" in {to}")
+    try:
+        typer.echo(_shown(carried_out(asked)) + f" in {to}")
+    except KeyboardInterrupt:
+        typer.echo("stopped; the same command goes on from the last commit", err=True)
+        raise typer.Exit(INTERRUPTED) from None
 
 
 def _shown(steps: Iterable[Progress]) -> str:

@@ -33,7 +33,7 @@ from clairai.wire_capture import Captured
 ATTRIBUTE: Final = "clairai_captures"  # of the app's state
 MAX_LISTED: Final = 1000
 MAX_POINTS: Final = 512
-KEPT_BUNDLES: Final = 2  # that a client may come back to for the next range
+KEPT_NBYTES: Final = 256 << 20  # of files that a client may come back to for the next range
 _ID: Final = re.compile(r"[0-9a-f]{16}")
 _JSON: Final = "application/json"
 _FILE: Final = "application/octet-stream"
@@ -58,6 +58,11 @@ async def list_captures(request: Request) -> Response:
         "rows": state.rows,
         "dropped": state.dropped,
         "discarded": state.discarded,
+        "memory": {
+            "stash_nbytes": state.stash_nbytes,
+            "staging_nbytes": state.staging_nbytes,
+            "pending_nbytes": state.pending_nbytes,
+        },
     }
     return Response(msgspec.json.encode(content), media_type=_JSON)
 
@@ -116,10 +121,14 @@ class Shelf:
         if key not in self._bundles:
             made = bundle(store, asked.stream, points=asked.points, choice=asked.choice)
             self._bundles[key] = made
-            if len(self._bundles) > KEPT_BUNDLES:
-                self._bundles.popitem(last=False)
         self._bundles.move_to_end(key)
+        while len(self._bundles) > 1 and self._nbytes > KEPT_NBYTES:
+            self._bundles.popitem(last=False)
         return self._bundles[key]
+
+    @property
+    def _nbytes(self) -> int:
+        return sum(one.nbytes for one in self._bundles.values())
 
 
 def _shelf(request: Request) -> Shelf:

@@ -41,6 +41,8 @@ def check_index(index: object, num_messages: int) -> None:
     if type(index) is not int or not 0 <= index < num_messages:
         raise RequestError(
             f"message {index}: the chat has {num_messages} messages; give 0 to {num_messages - 1}"
+            if num_messages
+            else f"message {index}: this is no chat, and has no messages"
         )
 
 

@@ -87,8 +87,9 @@ class CaptureState(msgspec.Struct, frozen=True, tag="capture_state", forbid_unkn
     rows: int
     dropped: int
     discarded: int
-    staging_nbytes: int
-    pending_nbytes: int
+    staging_nbytes: int  # of host memory, for rows on their way
+    pending_nbytes: int  # of rows that wait for a rule, now
+    stash_nbytes: int = 0  # of device memory, for all rows of a step
 
 
 Reply = Captures | CaptureState

@@ -57,6 +57,7 @@ class Verdict:
     preempted: int
     aborted: int
     told: int  # rows, as the engine tells
+    unmeasured: int  # shards that do not say what their encoder lost
 
 
 def run(llm: Any, plan: Plan, mutant: Callable[[], Any] | None = None) -> Verdict:
@@ -157,6 +158,7 @@ def _judge(llm: Any, sent: dict[str, Sent], preempted: int) -> Verdict:
         preempted=preempted,
         aborted=sum(request.is_aborted for request in sent.values()),
         told=sum(one.rows for one in told),
+        unmeasured=sum(not store.shard(entry).head.fidelity for entry in store.shards),
     )
 
 

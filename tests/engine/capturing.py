@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -43,10 +44,10 @@ class Found:
     stored: dict[str, Any] = field(default_factory=dict)  # tags and steering
 
 
-def capture(llm: Any, asks: list[Ask]) -> list[list[Found]]:
+def capture(llm: Any, asks: list[Ask], timeout_s: float = 60.0) -> list[list[Found]]:
     """All in one call: they share steps. One for each answer of each."""
     outputs = generate(llm, asks)
-    every = clairai.captures(llm, outputs)
+    every = clairai.captures(llm, outputs, timeout_s=timeout_s)
     return [_found(output, found) for output, found in zip(outputs, every, strict=True)]
 
 
@@ -134,3 +135,24 @@ def preempted(llm: Any, asks: list[Ask]) -> tuple[int, list[list[Found]]]:
 
 def state(llm: Any) -> wire_capture.CaptureState:
     return ask_engine(llm, wire_capture.DescribeCapture(), wire_capture.CaptureState)
+
+
+def make_room(llm: Any) -> None:
+    """From now on the engine's full disk is full no more."""
+    llm.collective_rpc(_reserve_nothing)
+
+
+def _reserve_nothing(worker: Any) -> None:
+    full = worker.clairai_capture._collector._consumers["full"]
+    full._inner._writer._sealer._reserve_nbytes = 0
+
+
+def states(llm: Any, stream: int) -> list[str]:
+    """What has become of a stream's answers, when that is known."""
+    asked = wire_capture.FindCaptures(streams=(stream,), is_ended=True)
+    deadline_s = time.monotonic() + 60
+    while True:
+        ((*found,),) = ask_engine(llm, asked, wire_capture.Captures).found
+        if all(one.state not in ("open", "writing") for one in found):
+            return [one.state for one in found]
+        assert time.monotonic() < deadline_s, found

@@ -43,7 +43,19 @@ def engine(cut_model: Path, runtime: Path, capture_folder: Path) -> Iterator[Eng
             capacity=8,
             ring_mib=64,
             steering=True,
-            capture={"folder": str(capture_folder)},
+            capture={
+                "consumers": {
+                    "fs": {"folder": str(capture_folder)},
+                    "npz": {"folder": str(capture_folder.with_name("npz"))},
+                    # A disk that has less free than is to be left to others is full.
+                    "full": {
+                        "kind": "fs",
+                        "folder": str(capture_folder.with_name("full")),
+                        "reserve_mib": 1 << 20,
+                    },
+                },
+                "to": ["fs"],
+            },
         ),
     ) as running:
         yield running

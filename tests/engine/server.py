@@ -10,6 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Final, Self
 
+import httpx
 import numpy as np
 from openai import OpenAI
 
@@ -46,12 +47,17 @@ def free_port() -> int:
 
 
 def launch(model: Path, runtime: Path, probes: Path) -> Launch:
-    """Two probes and room for three, so that a test can fill the bank."""
+    """Two probes and room for three, so that a test can fill the bank; captures lie beside them."""
     save(probes / "first.safetensors", probe("first", seed=1))
     save(probes / "second.safetensors", probe("second", seed=2))
     return Launch(
         str(model),
-        config(probes=probes, capacity=3, runtime_dir=str(runtime)),
+        config(
+            probes=probes,
+            capacity=3,
+            capture={"folder": str(probes.parent / "captures")},
+            runtime_dir=str(runtime),
+        ),
         Bind(port=free_port(), api_key=KEY),
         (*NAMED, "--dtype", "float32", "--enforce-eager", "--max-model-len", "1024"),
         CPU,
@@ -61,6 +67,28 @@ def launch(model: Path, runtime: Path, probes: Path) -> Launch:
 def client(url: str, key: str = KEY) -> OpenAI:
     """Without retries: a request that fails has failed."""
     return OpenAI(base_url=f"{url}/v1", api_key=key, max_retries=0, timeout=DEADLINE_S)
+
+
+CHAT: Final[list[Any]] = [
+    {"role": "user", "content": "Name three rivers."},
+    {"role": "assistant", "content": "Rhine, Danube and Elbe."},
+    {"role": "user", "content": "And one more?"},
+]
+
+
+def captured(sdk: OpenAI, positions: Any, **more: Any) -> Any:
+    """An answer to the chat, some of whose rows are kept."""
+    wish = {"positions": positions, "encoder": "full8", "tags": {"chat": 1}}
+    xargs = {"clairai": json.dumps({"capture": wish})}
+    body = {"return_token_ids": True, "vllm_xargs": xargs, "ignore_eos": True}
+    return sdk.chat.completions.create(
+        model=MODEL, messages=CHAT, max_tokens=5, extra_body=body, **more
+    )
+
+
+def rows_of(url: str, handle: dict[str, Any], **headers: str) -> httpx.Response:
+    sent = {"Authorization": f"Bearer {KEY}", **headers}
+    return httpx.get(f"{url}/v1/captures/{handle['id']}", headers=sent)
 
 
 class Sidecar:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Final
@@ -123,12 +124,13 @@ def test_a_request_that_was_preempted_has_each_row_once(
     asked = [Ask(prompt(80 + i, 90), True, num_new=60) for i in range(10)]
     preempted, every = engine.call(capturing.preempted, asked)
     assert preempted > 0
-    off = []
+    off = list[Any]()
     for ask, (one,) in zip(asked, every, strict=True):
         assert list(one.positions) == [*range(149)]
         assert list(one.tokens) == [*ask.prompt, *one.token_ids][:149]
         assert one.lost == 0
-        off.append(errors(cut_model, ask, one, []))
+        if len(off) < 3:  # Hugging Face takes its time
+            off.append(errors(cut_model, ask, one, []))
     assert np.quantile(np.concatenate(off), 0.999) <= 1e-5
 
 
@@ -167,3 +169,25 @@ def test_what_cannot_be_captured_is_refused(engine: EngineProcess) -> None:
     state = engine.call(capturing.state)
     assert state.dropped == 0
     assert state.places[0].state == "writing"
+
+
+def test_rows_go_where_they_are_sent_and_a_full_disk_says_so_while_tokens_go_on(
+    engine: EngineProcess, capture_folder: Path
+) -> None:
+    if shutil.disk_usage(capture_folder).free >= 1 << 40:
+        pytest.skip("a disk with more than a TiB free is not full for this engine")
+    asked = [
+        Ask(prompt(95, 20), {"to": ["npz"]}),
+        Ask(prompt(96, 20), {"to": ["full"]}, fields={"stream": 96}),
+    ]
+    (kept,), (stopped,) = engine.call(capturing.capture, asked, 2.0)
+    assert (kept.state, len(kept.positions)) == ("kept", 20 + NUM_NEW - 1)
+    assert len(stopped.token_ids) == NUM_NEW
+    assert stopped.state == "writing"
+    assert "the disk is full" in stopped.reason
+    files = [*capture_folder.with_name("npz").glob("*.npz")]
+    assert len(files) == len(POINTS)  # one for each request and point
+    ((again,),) = engine.call(capturing.capture, [Ask(prompt(97, 20))])
+    assert again.state == "kept"  # nobody waits for the full one
+    engine.call(capturing.make_room)
+    assert engine.call(capturing.states, 96) == ["kept"]

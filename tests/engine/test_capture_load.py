@@ -22,6 +22,7 @@ def test_no_row_is_stored_under_another_request(
     report(test="capture attribution", rows=verdict.rows, wrong=len(verdict.wrong))
     assert verdict.wrong == []
     assert verdict.missing == 0
+    assert verdict.unmeasured == 0
     # The load really was what it claims to be.
     assert verdict.rows > 5_000
     assert verdict.cached > 0

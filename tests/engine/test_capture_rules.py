@@ -46,6 +46,7 @@ def ruled(
         enforce_eager=True,
         max_model_len=128,
         max_num_seqs=16,
+        block_size=32,
         additional_config=clairai.config(
             probes=folder / "marked.safetensors",
             capture={
@@ -83,6 +84,18 @@ def test_of_the_sampled_requests_those_with_the_score_are_kept(ruled: EngineProc
         if one.state == "discarded":
             assert (one.told, one.discarded, one.lost) == (0, 3, 0)
             assert one.reason == "probe marked stayed below 0.99"
+
+
+def test_a_prompt_that_the_cache_could_serve_is_scored_again(ruled: EngineProcess) -> None:
+    first, second, third = [s for s in range(300, 400) if is_sampled(s, SHARE)][:3]
+    prompt = (*range(6000, 6007), MARKED, *range(6010, 6060))
+    asked = [Ask(prompt, None, num_new=4, fields={"stream": s}) for s in (first, second)]
+    for ask in asked:
+        ((found,),) = ruled.call(capturing.capture, [ask])
+        assert (found.state, found.num_cached) == ("kept", 0)
+    declined = Ask(prompt, False, num_new=4, fields={"stream": third})
+    ((found,),) = ruled.call(capturing.capture, [declined])
+    assert found.num_cached == 32  # it was there
 
 
 def test_who_asks_is_captured_and_who_declines_is_not(ruled: EngineProcess) -> None:

@@ -1,4 +1,7 @@
-"""Many prompts through the command: killed and called again, each prompt's rows are there once."""
+"""Many prompts through the command: killed and called again, each prompt's rows are there once.
+
+The notebook then makes a probe of them.
+"""
 
 from __future__ import annotations
 
@@ -10,10 +13,12 @@ import sys
 from collections import Counter
 from pathlib import Path
 
-import numpy as np
 import pytest
+from transformers import AutoTokenizer
 
+from clairai.probe.files import load
 from clairai.store.reading import open as open_store
+from scripts.demo_documents import NUM_FOLDS, texts
 from tests.engine.process import ENVIRONMENT
 from tests.process.parts import until
 
@@ -21,13 +26,15 @@ pytestmark = [pytest.mark.engine, pytest.mark.timeout(300)]
 
 NUM_PROMPTS = 60
 START_S = 150.0
+MAX_LEN = 60
+NOTEBOOK = Path(__file__).parents[2] / "examples" / "probe_from_captures.ipynb"
 
 
 def _command(model: Path, prompts: Path, folder: Path) -> list[str]:
     return [
         *(sys.executable, "-m", "clairai.cli", "capture", "run", str(model)),
         *("--prompts", str(prompts), "--to", str(folder), "--points", "post_block.*"),
-        *("--max-tokens", "4", "--batch-mib", "1", "--positions", '[{"from": -3}]'),
+        *("--max-tokens", "4", "--batch-mib", "1", "--positions", '[{"from": 5}]'),
         *("--engine", '{"dtype": "float32", "enforce_eager": true, "max_model_len": 128}'),
     ]
 
@@ -36,12 +43,25 @@ def _commits(folder: Path) -> int:
     return len(open_store(folder).commits) if (folder / "manifest").exists() else 0
 
 
+def _prompts(model: Path) -> list[tuple[list[int], int]]:
+    """French and English in turn, as tokens, and which it is."""
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    french, english = (
+        [text for fold in range(NUM_FOLDS) for text in texts(name, fold)]
+        for name in ("french", "prose")
+    )
+    both = [one for a, b in zip(french, english, strict=False) for one in ((a, 1), (b, 0))]
+    found = [(tokenizer.encode(text)[:MAX_LEN], label) for text, label in both]
+    return found[:NUM_PROMPTS]
+
+
 def test_a_run_that_is_killed_goes_on_and_ends_with_every_prompt_once(
     cut_model: Path, tmp_path: Path
 ) -> None:
-    prompts, folder = tmp_path / "p.jsonl", tmp_path / "s"
-    ids = [[5 + number % 40] * (20 + number) for number in range(NUM_PROMPTS)]
-    prompts.write_text("\n".join(json.dumps({"prompt_token_ids": one}) for one in ids))
+    prompts, folder = tmp_path / "p.jsonl", tmp_path / "captures"
+    given = _prompts(cut_model)
+    lines = [{"prompt_token_ids": ids, "tags": {"label": label}} for ids, label in given]
+    prompts.write_text("\n".join(map(json.dumps, lines)))
     command = _command(cut_model, prompts, folder)
     environment = os.environ | ENVIRONMENT
     with subprocess.Popen(command, env=environment, stderr=subprocess.DEVNULL) as first:
@@ -58,8 +78,29 @@ def test_a_run_that_is_killed_goes_on_and_ends_with_every_prompt_once(
     found = {one.tags["prompt"]["line"]: one for one in store.requests()}
     assert sorted(found) == list(range(1, NUM_PROMPTS + 1))
     assert len(store.requests()) == NUM_PROMPTS
-    for line, given in enumerate(ids, start=1):
+    for line, (ids, label) in enumerate(given, start=1):
         rows = store.rows(found[line].stream, point="post_block.1")
-        assert rows.position[:3].tolist() == [len(given) - 3, len(given) - 2, len(given) - 1]
-        assert rows.token_id[:3].tolist() == given[-3:]
-        assert np.isfinite(np.asarray(rows)).all()
+        num_prompt = len(ids) - 5
+        assert rows.position[:num_prompt].tolist() == [*range(5, len(ids))]
+        assert rows.token_id[:num_prompt].tolist() == ids[5:]
+        assert num_prompt + 3 <= len(rows) <= num_prompt + 4
+        assert found[line].tags["label"] == label
+    _check_notebook(tmp_path)
+
+
+def _check_notebook(folder: Path) -> None:
+    """Its cells run as written, in a folder with `captures`."""
+    cells = json.loads(NOTEBOOK.read_text())["cells"]
+    code = ["".join(cell["source"]) for cell in cells if cell["cell_type"] == "code"]
+    assert len([line for line in code[0].splitlines() if line and "import" not in line]) <= 10
+    ran = subprocess.run(
+        [sys.executable, "-c", "\n".join(code)],
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert ran.returncode == 0, ran.stderr
+    accuracy, *_ = ran.stdout.partition("%")
+    assert int(accuracy) >= 90
+    assert load(folder / "french.safetensors").name == "french"

@@ -13,15 +13,20 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 import openai
 import pytest
+from safetensors.numpy import load
+from transformers import AutoTokenizer
 
+import clairai
 from clairai.errors import ConfigError, ProbeError
 from clairai.probe.files import dumps
 from clairai.serve.ask import ask
 from clairai.serve.calls import Server
 from clairai.serve.engine import EngineProcess
 from clairai.serve.log import EngineLog
+from clairai.store.codecs.registry import named
 from tests.engine import server as parts
 from tests.engine.server import MODEL, Sidecar
 
@@ -155,7 +160,9 @@ def test_probes_change_while_a_request_runs_and_its_rows_follow(running: Running
         next(iter(stream))
         after = running.server.put_probe(added.name, dumps(added), only_if=ONLY_NEW)
         assert after["version"] == before["version"] + 1
-        running.sidecar.until(lambda: added.name in running.sidecar.rows(500)[-1]["scores"])
+        running.sidecar.until(
+            lambda: any(added.name in row["scores"] for row in running.sidecar.rows(500)[-1:])
+        )
         running.server.remove_probe(added.name)
         running.sidecar.until(lambda: added.name not in running.sidecar.rows(500)[-1]["scores"])
     rows = running.sidecar.await_end(500)
@@ -244,6 +251,36 @@ def _ask(running: Running, **fields: Any) -> openai.types.chat.ChatCompletion:
         max_tokens=3,
         extra_body=_fields(**fields),
     )
+
+
+def test_the_rows_of_one_message_come_back_as_a_file(running: Running, cut_model: Path) -> None:
+    answer = parts.captured(running.sdk, {"message": 1})
+    handle = answer.clairai["capture"]
+    first, end = clairai.message_range(AutoTokenizer.from_pretrained(cut_model), parts.CHAT, 1)
+    assert (handle["state"], handle["rows"], handle["lost"]) == ("kept", end - first, 0)
+    got = parts.rows_of(running.server.url, handle)
+    found = load(got.content)
+    assert found["position"].tolist() == [*range(first, end)]
+    assert found["token_id"].tolist() == answer.prompt_token_ids[first:end]
+    rows = named("full8").decode(
+        {n: found[f"rows.{n}"] for n in ("codes", "low", "high")}, width=576
+    )
+    assert np.isfinite(rows).all()
+    assert rows.std() > 0
+    part = parts.rows_of(running.server.url, handle, Range="bytes=-100")
+    assert (part.status_code, part.content) == (206, got.content[-100:])
+
+
+def test_a_streamed_answer_ends_with_what_became_of_its_rows(running: Running) -> None:
+    chunks = list(parts.captured(running.sdk, "generated", stream=True))
+    told = [chunk.clairai["capture"] for chunk in (chunks[0], chunks[-1])]
+    assert (chunks[-1].choices, told[1]["state"], told[1]["id"]) == ([], "kept", told[0]["id"])
+    found = load(parts.rows_of(running.server.url, told[1]).content)
+    said = [choice.model_extra for chunk in chunks for choice in chunk.choices]
+    ids = [token for extra in said for token in extra.get("token_ids") or ()]
+    # An engine that schedules ahead may forward the last token too.
+    assert found["token_id"].tolist()[:4] == ids[:4]
+    assert len(found["token_id"]) in (4, 5)
 
 
 def test_a_killed_engine_is_reported(running: Running) -> None:

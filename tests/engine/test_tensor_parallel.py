@@ -12,12 +12,12 @@ import pytest
 import clairai
 from clairai.points import Point
 from clairai.steer.files import dumps
-from tests.engine import models, steering
+from tests.engine import capturing, models, steering
 from tests.engine.hooked import TOLERANCE, error_of, positions
 from tests.engine.process import EngineProcess
 from tests.engine.steering import Ask
-from tests.fidelity.oracle import hidden_states
-from tests.fidelity.steered import Change, Floats, Gated
+from tests.fidelity.oracle import hidden_states, relative_error
+from tests.fidelity.steered import Change, Floats, Gated, streams
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(300)]
 
@@ -49,7 +49,9 @@ def threshold(model: Path) -> float:
 
 
 @pytest.fixture(scope="module")
-def parallel(model: Path, runtime: Path, threshold: float) -> Iterator[EngineProcess]:
+def parallel(
+    model: Path, runtime: Path, threshold: float, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[EngineProcess]:
     with EngineProcess(
         runtime=runtime,
         environment={
@@ -65,7 +67,12 @@ def parallel(model: Path, runtime: Path, threshold: float) -> Iterator[EnginePro
         max_num_seqs=4,
         max_num_batched_tokens=32,
         tensor_parallel_size=2,
-        additional_config=clairai.config(points=["all"], capacity=8, steering=True),
+        additional_config=clairai.config(
+            points=["all"],
+            capacity=8,
+            steering=True,
+            capture={"folder": str(tmp_path_factory.mktemp("parallel") / "store")},
+        ),
     ) as engine:
         points = {Point.parse(point): row.astype(np.float32) for point, row in ROWS.items()}
         engine.call(steering.put, [dumps(clairai.Vector("v", points))])
@@ -113,6 +120,32 @@ def test_both_ranks_take_up_a_change_in_the_same_step(parallel: EngineProcess, m
     # The first generated token crosses; the second is sampled with it, the third is changed.
     change = Change("add", ROWS, positions(len(PROMPT) + 2))
     assert error_of(model, ask, answer, [change]) <= TOLERANCE
+
+
+def test_rows_are_captured_once_and_with_the_steering_that_came_on_the_way(
+    parallel: EngineProcess, model: Path
+) -> None:
+    rule = {"probe": "g", "threshold": -1e9, "action": "steer", "steer": [{"vector": "v"}]}
+    asks = [
+        capturing.Ask(PROMPT, True, fields={"stop": [rule]}),
+        capturing.Ask(OTHER, {"points": ["post_block.3"], "positions": "generated"}),
+    ]
+    (amended,), (plain,) = parallel.call(capturing.capture, asks)
+    changes = [Change("add", ROWS, positions(len(PROMPT) + 2))]
+    for ask, found, change in zip(asks, (amended, plain), (changes, []), strict=True):
+        tokens = [*ask.prompt, *found.token_ids]
+        assert found.tokens == tuple(tokens[at] for at in found.positions)
+        truth = streams(str(model), tokens, change)
+        for point, rows in found.rows.items():
+            wanted = truth[point][list(found.positions)].astype(np.float32)
+            assert np.quantile(relative_error(rows, wanted), 0.999) <= 1e-5
+    # A step that was on its way when the answer ended may have forwarded its last token, too.
+    assert amended.positions[:61] == (*range(61),)
+    assert plain.positions[:11] == (*range(40, 51),)
+    assert len(amended.rows) == 12
+    (applied,) = amended.stored["steering"]["applied"]
+    assert applied["when"]["positions"] == [[len(PROMPT) + 2, None]]
+    assert plain.stored["steering"] == {}
 
 
 def _on_ranks(llm: Any, what: Any) -> list[bytes]:

@@ -41,7 +41,9 @@ class Captures:
         line = handle(points=["post_block.1"], encoder="raw", answers=1)
         consumers = [{"name": "fs", "state": "writing", "reason": ""}]
         counts = {"rows": 6, "dropped": 0, "discarded": 0}
-        return web.json_response({"data": [line], "consumers": consumers, **counts})
+        memory = {"stash_nbytes": 1, "staging_nbytes": 2, "pending_nbytes": 0}
+        made = {"data": [line], "consumers": consumers, **counts, "memory": memory}
+        return web.json_response(made)
 
     async def _get(self, request: web.Request) -> web.StreamResponse:
         self.asked.append((request.path_qs, dict(request.headers)))

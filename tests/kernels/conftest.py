@@ -21,6 +21,7 @@ INTERPRETED = (
     "test_commit_kernel.py",
     "test_commit_planted.py",
     "test_norm_kernel.py",
+    "test_project_kernel.py",
     "test_score_kernel.py",
     "test_steer_kernel.py",
 )

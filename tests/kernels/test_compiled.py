@@ -10,7 +10,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from clairai.tap import norm_kernel, steer_kernel
+from clairai.tap import norm_kernel, project_kernel, steer_kernel
 
 HOPPER = GPUTarget("cuda", 90, 32)
 WIDTH = 4096
@@ -61,3 +61,21 @@ def test_a_row_in_its_norm_stays_in_registers(
 ) -> None:
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     check(compiled(kernel, dtype))
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp32"])
+def test_a_projection_needs_no_memory_of_its_own(
+    dtype: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    tiles = {"TILE_M": 32, "TILE_K": 64, "TILE_D": 64}
+    types = {"rows_ptr": f"*{dtype}", "signs_ptr": "*i8", "out_ptr": "*fp32", "factor_bits": "i64"}
+    types |= dict.fromkeys(("exponent_ptr", "infinite_ptr"), "*i32")
+    names = project_kernel.project.arg_names
+    signature = {n: "constexpr" if n in tiles else types.get(n, "i32") for n in names}
+    pointers = [n for n in names if n.endswith("_ptr") or n in ("D", "K")]
+    aligned = {(names.index(name),): [["tt.divisibility", 16]] for name in pointers}
+    source = ASTSource(project_kernel.project, signature, tiles, aligned)
+    made = triton.compile(source, target=HOPPER, options={"num_warps": 4, "enable_fp_fusion": True})
+    assert made.asm["cubin"]
+    assert ".local" not in made.asm["ptx"]

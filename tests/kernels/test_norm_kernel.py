@@ -99,15 +99,14 @@ def test_the_drill_is_right() -> None:
 PLANTED = {
     "the walk is one row off": ("row = first + offset", "row = tl.maximum(first + offset - 1, 0)"),
     "one row is stashed": ("tl.where(row < stash_rows, D, 0)", "tl.where(row < 1, D, 0)"),
-    "a steered row is not passed on": ("tl.where(is_changed, steered_D, stream_D)", "stream_D"),
+    "a steered row is not passed on": ("stream_D = tl.where(is_changed", "_ = tl.where(is_changed"),
     "nothing is remembered": ("((tl.where(run > 0, reads, 0) >> g)", "((reads * 0 >> g)"),
-    "never fresh": ("tl.where(is_fresh, 0, reads)", "reads"),
+    "never fresh": ("tl.where(is_fresh == 0, reads, 0)", "reads"),
     "a walk that stays where it is": ("if offset > 0:", "if offset < 0:"),
-    "the seat of row 0": ("tl.load(map_ptr + first * ENTRY + 2)", "tl.load(map_ptr + 2)"),
+    "the seat of row 0": ("tl.load(entry_ptr + 2)", "tl.load(map_ptr + 2)"),
     "no row walks": ("tl.minimum(run, tl.num_programs(0) - first), 1)", "1, 1)"),
-    "a gate of another token": ("gates_ptr + row.to(tl.int64) * NUM_GATES, gates_G", "gates_ptr, "
-                                "gates_G"),
-}  # fmt: skip
+    "a gate of another token": ("gates_ptr + row.to(tl.int64) * NUM_GATES", "gates_ptr"),
+}
 
 
 def planted(tmp_path: Path, old: str, new: str) -> ModuleType:

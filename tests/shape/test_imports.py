@@ -42,7 +42,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "messages": {"errors"},
     "batch": {
         *COMMON,
-        *("batch", "capture", "captured", "offline", "store", "wanted"),
+        *("batch", "capture", "captured", "messages", "offline", "store", "wanted"),
         *("compat.llm", "train.engine"),
     },
     "train": {
@@ -100,7 +100,13 @@ EARLY = {
     "tap.score_kernel": ["tap.commit"],
     "tap.steer_kernel": ["tap.norm_kernel"],
 }
-KERNELS = ("tap.commit_kernel", "tap.norm_kernel", "tap.score_kernel", "tap.steer_kernel")
+KERNELS = (
+    "tap.commit_kernel",
+    "tap.norm_kernel",
+    "tap.project_kernel",
+    "tap.score_kernel",
+    "tap.steer_kernel",
+)
 
 
 def test_only_the_kernels_import_triton_and_only_the_launch_of_one_imports_it_at_start() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -12,10 +13,13 @@ import pytest
 from clairai.batch import done, run
 from clairai.batch.command import job
 from clairai.batch.done import Run
+from clairai.batch.engine import CapturingEngine, Wish
 from clairai.batch.prompts import Prompt, read_prompts
+from clairai.capture.positions import Span, parse_positions
 from clairai.errors import ConfigError, StoreStoppedError
 from clairai.store.reading import open as open_store
 from clairai.store.writer import Writer
+from tests.unit.test_messages import Letters
 from tests.unit.tiny_rows import block
 
 RUN = Run("tiny", ("post_block.3",), '"all"', '{"name":"raw"}', 1)
@@ -195,4 +199,32 @@ def test_an_option_that_is_wrong_is_named(wrong: dict[str, Any], said: str) -> N
 
 def test_options_may_be_names_or_json() -> None:
     made = job("m", **{**JOB, "encoder": '{"name": "rp8", "k": 9}', "positions": '{"from": -2}'})
-    assert (made.encoder["k"], made.positions) == (9, {"from": -2})
+    assert (made.encoder["k"], made.positions) == (9, (Span(-2),))
+
+
+def _naming(positions: object) -> CapturingEngine:
+    where = parse_positions(positions, what="positions")
+    wish = Wish((), where, {"name": "raw"}, 1, 1)
+    return CapturingEngine(None, Letters("all"), wish, max_len=99, nbytes_per_token=1)
+
+
+def test_a_message_of_each_chat_has_positions_of_its_own(tmp_path: Path) -> None:
+    chats = [["ab", "c"], ["a", "bcd"]]
+    lines = [[{"role": "user", "content": text} for text in chat] for chat in chats]
+    file = _file(tmp_path / "p.jsonl", *(json.dumps({"messages": line}) for line in lines))
+    engine = _naming(["last_prompt", {"message": 1}])
+    assert engine.wish.setting(tmp_path)["positions"] == "all"
+    placed = [engine._placed(prompt)["positions"] for prompt in read_prompts(file)]
+    assert placed == [
+        ["last_prompt", {"from": 4, "to": 7}],
+        ["last_prompt", {"from": 3, "to": 8}],
+    ]
+
+
+def test_a_prompt_without_the_message_is_named_before_anything_is_forwarded(
+    tmp_path: Path,
+) -> None:
+    (text,) = read_prompts(_file(tmp_path / "p.txt", "a"))
+    with pytest.raises(ConfigError, match="line 1: message 1: this is no chat"):
+        _naming({"message": 1}).num_tokens(text)
+    assert _naming("all")._placed(text) == {}

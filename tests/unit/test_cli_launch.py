@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from clairai.errors import ConfigError, RingError
-from clairai.serve.command import _name
+from clairai.serve.command import _name, capture_setting
 from clairai.serve.launch import Bind, Launch, PrivateSocket, is_loopback
 
 PRIVATE = PrivateSocket(Path("/run/me/s-1/api.sock"))
@@ -101,3 +102,20 @@ def test_loopback_is_known_by_address_and_not_by_how_it_looks() -> None:
 def test_an_empty_key_is_no_key() -> None:
     with pytest.raises(ConfigError, match="empty"):
         Bind(api_key="")
+
+
+@pytest.mark.parametrize(
+    ("text", "setting"),
+    [
+        ("captures", {"folder": "captures"}),
+        ('{"folder": "a", "sample": 1}', {"folder": "a", "sample": 1}),
+    ],
+)
+def test_a_capture_is_a_folder_or_a_setting(text: str, setting: dict[str, Any]) -> None:
+    assert capture_setting(text) == setting
+
+
+@pytest.mark.parametrize("text", ["{", '{"a": }'])
+def test_a_capture_that_is_no_json_is_refused(text: str) -> None:
+    with pytest.raises(ConfigError, match="give a folder, or a JSON object"):
+        capture_setting(text)

@@ -20,7 +20,15 @@ SURFACE = {
     "sidecar": ["--runtime-dir", "--json", "--events", "--from"],
     "demo": [*LISTENING, "--prompt", "--on-death", "--log-format"],
     "serve": [
-        *("model", "vllm_arguments", "--probes", "--points", "--vectors", "--steering"),
+        *(
+            "model",
+            "vllm_arguments",
+            "--probes",
+            "--points",
+            "--vectors",
+            "--steering",
+            "--capture",
+        ),
         *(*LISTENING, "--allow-origin", "--allow-host"),
         *("--on-death", "--log-format", "--vllm-log"),
     ],
@@ -35,7 +43,14 @@ SURFACE = {
     "capture verify": ["folder"],
     "capture index": ["folder"],
     "capture export": [],
-    "capture export npz": ["folder", "out"],
+    **{
+        f"capture export {kind}": ["folder", "out"] for kind in ("npz", "datasets", "lance", "zarr")
+    },
+    "capture send": ["folder", "url"],
+    "capture run": [
+        *("model", "--prompts", "--points", "--to", "--encoder", "--positions", "--max-tokens"),
+        *("--batch-mib", "--engine"),
+    ],
     "probes": [],
     "probes list": ["paths", "--url", "--api-key", "--layer"],
     "probes check": ["files", "--layer"],

@@ -15,7 +15,12 @@ POINTS = ("post_block.1",)
 
 
 def _key(points: tuple[str, ...] = POINTS, **settings: Any) -> object:
-    config = SimpleNamespace(additional_config={"clairai": {"points": points}, "other": 1})
+    config = SimpleNamespace(
+        additional_config={"clairai": {"points": points}, "other": 1},
+        device_config=SimpleNamespace(device_type="cuda"),
+        quant_config=None,
+        parallel_config=SimpleNamespace(tensor_parallel_size=1),
+    )
     planned = Plan(expand(points, 4), ())
     _fingerprint(config, planned, Settings(points=points, **settings))
     assert config.additional_config["other"] == 1
@@ -24,7 +29,13 @@ def _key(points: tuple[str, ...] = POINTS, **settings: Any) -> object:
 
 @pytest.mark.parametrize(
     "change",
-    [{"points": ("post_block.2",)}, {"steering": True}, {"branch": False}, {"vectors": ("v/",)}],
+    [
+        {"points": ("post_block.2",)},
+        {"steering": True},
+        {"fused": False},
+        {"branch": False},
+        {"vectors": ("v/",)},
+    ],
     ids=str,
 )
 def test_another_graph_has_another_key(change: dict[str, Any]) -> None:

@@ -11,7 +11,11 @@ import numpy as np
 import pytest
 from safetensors.numpy import load
 
+from clairai import http_captures
 from clairai.serve import handle as handle_module
+from clairai.store.bundle import bundle
+from clairai.stream import schema_capture as models
+from clairai.wire_capture import Captured, Captures
 from tests.process.parts import until
 from tests.unit.toy_captures import (
     NUM_ROWS,
@@ -82,6 +86,21 @@ def test_a_stream_says_the_id_first_and_what_became_of_it_last(
     assert frames[-2:] == ["data: [DONE]", ""]
 
 
+@pytest.mark.parametrize("is_streamed", [False, True])
+def test_an_engine_that_ends_too_early_to_tell_costs_no_answer(
+    server: CapturingServer, monkeypatch: pytest.MonkeyPatch, is_streamed: bool
+) -> None:
+    def gone(*_: Any) -> Any:
+        raise RuntimeError("EngineDeadError")
+
+    monkeypatch.setattr(server.capture, "answer", gone)
+    answer = server.ask(stream=is_streamed, capture=True)
+    assert answer.status_code == 200
+    assert '"state":"failed"' in answer.text
+    assert "did not say what became of its rows" in answer.text
+    assert not is_streamed or answer.text.endswith("data: [DONE]\n\n")
+
+
 def test_answers_of_one_request_are_one_capture(server: CapturingServer) -> None:
     body = {"messages": [], "n": 3, "vllm_xargs": {"clairai": '{"capture": true}'}}
     handle = server.client.post(CHAT, json=body).json()["clairai"]["capture"]
@@ -105,6 +124,7 @@ def test_captures_are_listed_newest_first(server: CapturingServer) -> None:
     assert listed["data"][0]["points"] == ["post_block.1"]
     assert listed["consumers"] == [{"name": "fs", "state": "writing", "reason": ""}]
     assert listed["rows"] == 3 * NUM_ROWS
+    models.CaptureList.model_validate(listed)
 
 
 def test_any_range_can_be_asked_for_and_the_tag_holds_it_together(server: CapturingServer) -> None:
@@ -157,6 +177,16 @@ def test_a_request_that_runs_has_no_file_yet(
     assert (got.status_code, "is not whole" in got.text) == (409, True)
     server.capture.end()
     until(lambda: server.client.get(f"/v1/captures/{id}").status_code == 200)
+
+
+def test_rows_that_a_rule_discarded_are_gone_and_said_to_be(
+    server: CapturingServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    why = "probe anger stayed below 0.9"
+    told = Captured(7, 0, "discarded", ("post_block.1",), "raw", discarded=9, reason=why)
+    monkeypatch.setattr(server.capture, "answer", lambda _: Captures(((told,),)))
+    got = server.client.get("/v1/captures/0000000000000007")
+    assert (got.status_code, why in got.text) == (410, True)
 
 
 def test_rows_of_an_engine_before_this_one_are_given_too(runtime: Path, tmp_path: Path) -> None:
@@ -231,3 +261,21 @@ def test_a_message_whose_place_cannot_be_told_is_refused(
     refused = _ask(server, positions, **fields)
     assert (refused.status_code, said in refused.text) == (400, True)
     assert server.bodies == []
+
+
+def test_few_files_are_kept_for_the_next_range_and_the_last_always(
+    server: CapturingServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(http_captures, "KEPT_NBYTES", 1)
+    made: list[int] = []
+
+    def counted(*given: Any, **more: Any) -> Any:
+        made.append(given[1])
+        return bundle(*given, **more)
+
+    monkeypatch.setattr(http_captures, "bundle", counted)
+    first, second = (told(server, capture=True)["id"] for _ in range(2))
+    for id in (first, first, second, second, first):
+        part = server.client.get(f"/v1/captures/{id}", headers={"Range": "bytes=0-7"})
+        assert part.status_code == 206
+    assert made == [int(id, 16) for id in (first, second, first)]

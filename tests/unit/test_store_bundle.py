@@ -15,6 +15,7 @@ from clairai.errors import StoreError
 from clairai.store import bundle as bundles
 from clairai.store import shard
 from clairai.store.bundle import Bundle, bundle
+from clairai.store.draft import LAYOUTS
 from clairai.store.reading import Store
 from clairai.store.reading import open as open_store
 from clairai.store.rows import Block
@@ -102,3 +103,14 @@ def test_more_than_a_file_holds_is_refused(store: Store, monkeypatch: pytest.Mon
     with pytest.raises(StoreError, match="these rows have 384 bytes, and one file has 300"):
         bundle(store, 1)
     assert bundle(store, 1, points=["pre_attn.0"]).nbytes > 0
+
+
+def test_every_layout_gives_the_same_rows(tmp_path: Path) -> None:
+    found = []
+    for layout in LAYOUTS:
+        with Writer(tmp_path / layout, layout=layout) as writer:
+            for point in POINTS:
+                writer.offer(block(1, point=point))
+            writer.finish(1)
+        found.append(_whole(bundle(open_store(tmp_path / layout), 1)))
+    assert set(found) == {found[0]}

@@ -72,6 +72,7 @@ def test_what_each_encoder_stored_is_decoded_on_access(encoder: str, tmp_path: P
     stored = rows.encoded()
     assert all(np.array_equal(stored[name], given.arrays[name]) for name in given.arrays)
     whole = np.asarray(rows)
+    assert rows.shape == whole.shape
     assert np.array_equal(rows[1:3], whole[1:3])
     assert np.array_equal(rows[-1], whole[-1])
     assert np.array_equal(rows[[4, 0]], whole[[4, 0]])

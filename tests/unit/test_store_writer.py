@@ -51,6 +51,18 @@ def test_rows_are_sealed_by_size(tmp_path: Path) -> None:
     assert len(reading.open(tmp_path / "s").shards) == 4
 
 
+def test_what_is_known_of_a_request_last_is_what_its_shard_says(tmp_path: Path) -> None:
+    """A request may be steered otherwise on its way."""
+    with Writer(tmp_path / "s") as writer:
+        for steering in ({}, {"applied": [1]}, {"applied": [1, 2]}):
+            writer.begin(1, tags={"a": 1}, steering=steering)
+            writer.offer(block(1))
+    (shard,) = reading.open(tmp_path / "s").shards
+    assert shard.rows == 9
+    request = reading.open(tmp_path / "s").request(1)
+    assert (request.tags, request.steering) == ({"a": 1}, {"applied": [1, 2]})
+
+
 def test_new_weights_begin_a_new_shard(tmp_path: Path) -> None:
     with Writer(tmp_path / "s") as writer:
         for weights in ("v1", "v2", "v1"):

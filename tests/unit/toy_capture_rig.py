@@ -46,13 +46,20 @@ class ToyScores:
 class Rig:
     """A worker's captures on tables of their own."""
 
-    def __init__(self, consumers: dict[str, ToyConsumer], *, nbytes: int, dtype: torch.dtype):
+    def __init__(
+        self,
+        consumers: dict[str, ToyConsumer],
+        *,
+        nbytes: int,
+        dtype: torch.dtype,
+        device: str = "cpu",
+    ) -> None:
         self.tables = Tables(
             SITE_NAMES,
             width=WIDTH,
             capacity=2,
             max_tokens=ROWS,
-            device="cpu",
+            device=device,
             dtype=dtype,
             stash_rows=ROWS,
             is_capturing=True,
@@ -89,9 +96,11 @@ class Rig:
         self.capture.place(given)
         rows_STD = torch.tensor(self.rng.standard_normal((3, num_tokens, WIDTH)) * 3)
         for index, name in enumerate(SITE_NAMES):
-            self.tables.site(name).read(rows_STD[index].to(self.tables.stash_SRD.dtype))
+            self.tables.site(name).read(rows_STD[index].to(self.tables.stash_SRD))
         positions = np.concatenate([np.arange(s, s + n) for _, s, n in laid])
-        inputs = Inputs(torch.tensor(positions), torch.tensor(positions + 1000, dtype=torch.int32))
+        device = self.tables.device
+        tokens = torch.tensor(positions + 1000, dtype=torch.int32, device=device)
+        inputs = Inputs(torch.tensor(positions, device=device), tokens)
         self.capture.end(lambda: inputs)
         return self.tables.stash_SRD[:, :num_tokens].clone()
 
@@ -117,9 +126,13 @@ class Rig:
 
 @contextmanager
 def rig(
-    *, nbytes: int = 1 << 20, dtype: torch.dtype = torch.float32, **consumers: ToyConsumer
+    *,
+    nbytes: int = 1 << 20,
+    dtype: torch.dtype = torch.float32,
+    device: str = "cpu",
+    **consumers: ToyConsumer,
 ) -> Iterator[Rig]:
-    made = Rig(consumers or {"toy": ToyConsumer()}, nbytes=nbytes, dtype=dtype)
+    made = Rig(consumers or {"toy": ToyConsumer()}, nbytes=nbytes, dtype=dtype, device=device)
     try:
         yield made
     finally:

@@ -12,7 +12,7 @@ from clairai.batch.done import Run, left
 from clairai.batch.engine import Wish, capturing, prepared
 from clairai.batch.prompts import read_prompts
 from clairai.batch.run import Step, plan, run
-from clairai.capture.positions import parse_positions, written
+from clairai.capture.positions import Positions, parse_positions, written
 from clairai.capture.spec import parse_encoder
 from clairai.errors import ConfigError, RequestError
 from clairai.points import expand, quote
@@ -30,7 +30,7 @@ class Job:
     prompts: Path
     folder: Path
     points: tuple[str, ...]
-    positions: object
+    positions: Positions
     encoder: Mapping[str, Any]
     max_tokens: int
     batch_mib: int
@@ -61,31 +61,42 @@ def job(
     engine: str,
 ) -> Job:
     """ConfigError for an option that is wrong; those that may be JSON are, if they look so."""
-    if not 1 <= max_tokens <= MAX_TOKENS:
-        raise ConfigError(f"--max-tokens is {max_tokens}; give 1 to {MAX_TOKENS}")
-    if not 1 <= batch_mib <= MAX_BATCH_MIB:
-        raise ConfigError(f"--batch-mib is {batch_mib}; give 1 to {MAX_BATCH_MIB}")
-    arguments = _json("--engine", engine)
-    if not isinstance(arguments, dict):
-        raise ConfigError(f"--engine is {quote(engine)}; give a JSON object")
-    try:
-        chosen = parse_encoder(_json("--encoder", encoder), what="--encoder")
-        where = parse_positions(_json("--positions", positions), what="--positions")
-    except RequestError as error:
-        raise ConfigError(error.reason) from None
     if not points:
         raise ConfigError('no points are named; give --points, such as --points "post_block.*"')
+    where, chosen = _selected(positions, encoder)
     return Job(
         model,
         prompts,
         folder.absolute(),
         tuple(points),
-        written(where),
-        chosen.written(),
-        max_tokens,
-        batch_mib,
-        arguments,
+        where,
+        chosen,
+        _within("--max-tokens", max_tokens, MAX_TOKENS),
+        _within("--batch-mib", batch_mib, MAX_BATCH_MIB),
+        _arguments(engine),
     )
+
+
+def _selected(positions: str, encoder: str) -> tuple[Positions, Mapping[str, Any]]:
+    try:
+        where = parse_positions(_json("--positions", positions), what="--positions")
+        chosen = parse_encoder(_json("--encoder", encoder), what="--encoder")
+    except RequestError as error:
+        raise ConfigError(error.reason) from None
+    return where, chosen.written()
+
+
+def _within(name: str, value: int, most: int) -> int:
+    if not 1 <= value <= most:
+        raise ConfigError(f"{name} is {value}; give 1 to {most}")
+    return value
+
+
+def _arguments(engine: str) -> Mapping[str, Any]:
+    found = _json("--engine", engine)
+    if not isinstance(found, dict):
+        raise ConfigError(f"--engine is {quote(engine)}; give a JSON object")
+    return found
 
 
 def _json(name: str, text: str) -> Any:
@@ -105,7 +116,7 @@ def carried_out(asked: Job) -> Iterator[Progress]:
     made = Run(
         short_name(asked.model),
         tuple(map(str, points)),
-        json.dumps(asked.positions),
+        json.dumps(written(asked.positions)),
         json.dumps(dict(asked.encoder), sort_keys=True),
         asked.max_tokens,
     )
@@ -113,13 +124,14 @@ def carried_out(asked: Job) -> Iterator[Progress]:
     if not wanted:
         yield Progress(0, 0, len(prompts), 0, 0)
         return
+    tags = {prompt.number: made.tags(prompt) for prompt in wanted}
     wish = Wish(points, asked.positions, asked.encoder, asked.max_tokens, asked.batch_mib)
     with capturing(asked.model, asked.folder, wish, asked.arguments) as engine:
         planned = plan(engine, wanted, asked.max_tokens)
-        tags = [[made.tags(prompt) for prompt in batch] for batch in planned.batches]
+        said = [[tags[prompt.number] for prompt in batch] for batch in planned.batches]
         total, before = planned.num_prompts, len(prompts) - len(wanted)
         yield Progress(0, total, before, 0, sum(planned.tokens))
-        for step in run(engine, planned, tags):
+        for step in run(engine, planned, said):
             yield _progress(step, total, before, sum(planned.tokens))
 
 

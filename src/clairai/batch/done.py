@@ -16,11 +16,12 @@ from typing import Any, Final
 import msgspec
 
 from clairai.batch.prompts import Prompt
-from clairai.errors import ConfigError
+from clairai.errors import ConfigError, StoreError
 from clairai.points import quote
 from clairai.store.folder import MANIFEST
 from clairai.store.reading import Request
 from clairai.store.reading import open as open_store
+from clairai.store.rows import Note
 
 _PROMPT: Final = "prompt"
 _RUN: Final = "run"
@@ -44,9 +45,14 @@ class Run:
         return hashlib.sha256(said).hexdigest()[:16]
 
     def tags(self, prompt: Prompt) -> dict[str, Any]:
-        """What a prompt's rows are found again by."""
+        """What a prompt's rows are found again by; ConfigError if that is too much to store."""
         place = {"line": prompt.number, "sha256": prompt.digest}
-        return {**prompt.tags, _PROMPT: place, _RUN: self.digest}
+        tags = {**prompt.tags, _PROMPT: place, _RUN: self.digest}
+        try:
+            Note.of(tags)
+        except StoreError as error:
+            raise ConfigError(f"line {prompt.number}: {error.reason}") from None
+        return tags
 
 
 def left(folder: Path, prompts: Sequence[Prompt], run: Run) -> list[Prompt]:

@@ -13,9 +13,11 @@ import msgspec
 
 from clairai import offline
 from clairai.batch.prompts import Prompt
+from clairai.capture.positions import Message, Positions, Span, written
 from clairai.captured import captures
 from clairai.compat import llm as vllm
-from clairai.errors import StoreStoppedError
+from clairai.errors import ConfigError, RequestError, StoreStoppedError
+from clairai.messages import message_range
 from clairai.points import Point
 from clairai.store.codecs.registry import named
 from clairai.train.engine import in_words, prepare_environment
@@ -31,7 +33,7 @@ class Wish:
     """What is captured of every prompt, as the engine's setting says it."""
 
     points: tuple[Point, ...]
-    positions: object
+    positions: Positions
     encoder: Mapping[str, Any]
     max_tokens: int
     batch_mib: int
@@ -48,9 +50,14 @@ class Wish:
         return {
             "consumers": {"fs": consumer},
             "points": [str(point) for point in self.points],
-            "positions": self.positions,
+            "positions": "all" if self.names_messages else written(self.positions),
             "encoder": dict(self.encoder),
         }
+
+    @property
+    def names_messages(self) -> bool:
+        """Where a message lies, each prompt says for itself."""
+        return any(isinstance(part, Message) for part in self.positions)
 
     def nbytes_per_token(self, width: int) -> int:
         """At most: raw rows may be as wide as float32."""
@@ -76,19 +83,46 @@ class CapturingEngine:
         return self.wish.batch_mib << 20
 
     def num_tokens(self, prompt: Prompt) -> int:
+        """ConfigError if what is wanted of the prompt cannot be told."""
+        self._placed(prompt)
         return len(self._ids(prompt))
 
     def forward(self, prompts: Sequence[Prompt], tags: Sequence[dict[str, Any]]) -> None:
         ids = [self._ids(prompt) for prompt in prompts]
-        extra = [request(capture={"tags": said}) for said in tags]
+        wanted = [
+            {"tags": said, **self._placed(prompt)}
+            for prompt, said in zip(prompts, tags, strict=True)
+        ]
+        extra = [request(capture=one) for one in wanted]
         outputs = vllm.answer(self.llm, ids, self.wish.max_tokens, extra)
         for prompt, found in zip(
             prompts, captures(self.llm, outputs, timeout_s=COMMIT_S), strict=True
         ):
             bad = next((one for one in found if one.state != "kept" or one.lost), None)
-            if bad is not None or not found:
-                why = "nothing of it was captured" if bad is None else f"{bad.state}, {bad.reason}"
+            if bad is not None:
+                why = f"{bad.lost} are lost" if bad.lost else f"{bad.state}, {bad.reason}"
                 raise StoreStoppedError(f"rows of line {prompt.number} are not safe: {why}")
+            if not sum(one.report.rows for one in found):
+                raise ConfigError(
+                    f"line {prompt.number} has no token at these positions; leave the line out, or "
+                    "name others"
+                )
+
+    def _placed(self, prompt: Prompt) -> dict[str, Any]:
+        """The positions of a prompt that names messages; nothing of one that need not say them."""
+        if not self.wish.names_messages:
+            return {}
+        chat = msgspec.to_builtins(prompt.content.messages)
+        try:
+            found = [
+                Span(*message_range(self.tokenizer, chat, part.index))
+                if isinstance(part, Message)
+                else part
+                for part in self.wish.positions
+            ]
+        except RequestError as error:
+            raise ConfigError(f"line {prompt.number}: {error.reason}") from None
+        return {"positions": written(tuple(found))}
 
     def _ids(self, prompt: Prompt) -> list[int]:
         line = prompt.content

@@ -20,6 +20,7 @@ from clairai.points import quote
 MAX_NBYTES: Final = 4 << 30
 MAX_LINE_NBYTES: Final = 16 << 20
 RESERVED: Final = ("prompt", "run")  # tags of ours
+_WRONG: Final = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError, RequestError)
 _Token = Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)]
 
 
@@ -74,7 +75,7 @@ def _lines(path: Path) -> Iterator[Prompt]:
                 raise _wrong(path, number, f"over {MAX_LINE_NBYTES} bytes; shorten it")
             try:
                 yield _prompt(number, _object(raw) if is_json else Line(prompt=_text(raw)))
-            except (msgspec.MsgspecError, UnicodeDecodeError, RequestError) as error:
+            except _WRONG as error:
                 raise _wrong(path, number, str(error)[:200]) from None
 
 

@@ -13,7 +13,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any, Final
+from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -24,7 +24,7 @@ from clairai.capture.gauge import Gauge
 from clairai.capture.order import Order
 from clairai.capture.pending import Shelf
 from clairai.capture.results import Results
-from clairai.capture.taken import Load, Seat, Taken, Verdict
+from clairai.capture.taken import Load, Seat, Taken, Verdict, by_seat
 from clairai.errors import StoreError
 from clairai.store.codecs.base import Encoder
 from clairai.store.rows import Block, Origin
@@ -52,7 +52,9 @@ class Collector:
         self._consumers, self._origin_of = consumers, origin_of
         self._batch_nbytes = batch_nbytes
         self.results = Results(consumers)
-        self._flusher = Flusher(consumers, self.results)
+        self._flushers = {
+            name: Flusher(name, consumer, self.results) for name, consumer in consumers.items()
+        }
         self._gauge = Gauge()
         self._shelf = Shelf(pending_nbytes)
         self._orders: dict[Seat, Order] = {}
@@ -80,20 +82,31 @@ class Collector:
     def put(self, taken: Taken) -> None:
         self._queue.put(taken)
 
+    def relabel(self, origin_of: OriginOf) -> None:
+        """What comes from now on is of other weights."""
+        self._queue.put(partial(setattr, self, "_origin_of", origin_of))
+
     def commit(self) -> None:
         """Have all that was given so far made safe; nobody waits for it."""
-        self._queue.put(lambda: self._flusher.ask(self.results.writing()))
+        self._queue.put(self._commit)
 
     def close(self) -> None:
         """Give on what is there, then close the consumers."""
         self._queue.put(self._end)
         self._thread.join()
-        self._flusher.close()
+        for flusher in self._flushers.values():
+            flusher.close()
         for name, consumer in self._consumers.items():
             try:
                 consumer.close()
             except StoreError as error:
                 _log.error("consumer %s: %s", name, error.reason)
+
+    def _commit(self) -> None:
+        self._gauge.turn()
+        for name, flusher in self._flushers.items():
+            if seats := self.results.writing(name):
+                flusher.ask(seats)
 
     def _end(self) -> None:
         for seat in list(self._orders):
@@ -106,7 +119,13 @@ class Collector:
             if batch:
                 self._deliver(batch)
             if told is not None:
-                told()
+                self._hear(told)
+
+    def _hear(self, told: Told) -> None:
+        try:
+            told()
+        except Exception:  # as below: the thread goes on for all others
+            _log.exception("what was told of a captured request could not be passed on")
 
     def _next(self) -> tuple[list[Taken], Told | None]:
         """Rows that may be handed on together, and what was told after them."""
@@ -135,11 +154,19 @@ class Collector:
         finally:
             for taken in batch:
                 taken.free()
+        fidelity = self._measured(loads)
         for load in loads:
             try:
-                self._give(load)
+                self._give(load, fidelity[load.encoder])
             except Exception as error:
-                self._lose(_counts(load), error)
+                self._lose(load.counts(), error)
+
+    def _measured(self, loads: list[Load]) -> dict[Encoder, dict[str, float]]:
+        """One measure for all loads of an encoder that are given together."""
+        nbytes: dict[Encoder, int] = {}
+        for load in loads:
+            nbytes[load.encoder] = nbytes.get(load.encoder, 0) + load.nbytes
+        return {encoder: self._gauge.read(encoder, total) for encoder, total in nbytes.items()}
 
     def _lose(self, counts: Mapping[Seat, int], error: Exception) -> None:
         reason = f"rows could not be read, {type(error).__name__}: {error}"
@@ -161,8 +188,8 @@ class Collector:
                 self._gauge.add(encoder, sample)
         return [Load.joined(loads) for loads in found.values()]
 
-    def _give(self, load: Load) -> None:
-        origin, fidelity = self._origin_of(load.encoder), self._gauge.read(load.encoder)
+    def _give(self, load: Load, fidelity: Mapping[str, float]) -> None:
+        origin = self._origin_of(load.encoder)
         held_N = self._held(load.rows_N)
         for at, point in enumerate(load.points):
             arrays = {name: array[at] for name, array in load.arrays.items()}
@@ -171,6 +198,8 @@ class Collector:
                 self._offer(block, load.to)
             else:
                 self._sort(block, load.to, held_N)
+        if held_N is None:
+            self.results.gave(load.counts())
 
     def _held(self, rows_N: NDArray[np.void]) -> NDArray[np.bool_] | None:
         """Which rows wait for a rule; None if none does."""
@@ -182,8 +211,8 @@ class Collector:
 
     def _sort(self, block: Block, to: tuple[str, ...], held_N: NDArray[np.bool_]) -> None:
         if not held_N.all():
-            self._offer(block.taken(np.flatnonzero(~held_N)), to)
-        for seat, places in _by_seat(block.rows_N, np.flatnonzero(held_N)):
+            self._offer_and_count(block.taken(np.flatnonzero(~held_N)), to)
+        for seat, places in by_seat(block.rows_N, np.flatnonzero(held_N)):
             part = block.taken(places)
             if lost := self._shelf.put(seat, part, to):
                 reason = "no room to hold its rows until its rule is met; raise pending_mib"
@@ -192,7 +221,10 @@ class Collector:
     def _offer(self, block: Block, to: tuple[str, ...]) -> None:
         for name in to:
             self._consumers[name].offer(block)
-        self.results.gave({seat: len(p) for seat, p in _by_seat(block.rows_N)})
+
+    def _offer_and_count(self, block: Block, to: tuple[str, ...]) -> None:
+        self._offer(block, to)
+        self.results.gave({seat: len(p) for seat, p in by_seat(block.rows_N)})
 
     def _judge(self, verdict: Verdict) -> None:
         seat = verdict.seat
@@ -204,7 +236,7 @@ class Collector:
             self.results.failed(seat, reason)
         elif verdict.score >= verdict.threshold:
             for block, to in self._shelf.take(seat):
-                self._offer(block, to)
+                self._offer_and_count(block, to)
 
     def _discard(self, seat: Seat, reason: str) -> None:
         rows = self._shelf.rows(seat)
@@ -212,6 +244,7 @@ class Collector:
         self.results.discarded(seat, rows, reason)
 
     def _begin(self, seat: Seat, order: Order) -> None:
+        self._gauge.turn()  # it may have files of its own
         self._orders[seat] = order
         self._live.setdefault(seat[0], set()).add(seat[1])
         if order.hold is not None:
@@ -223,9 +256,11 @@ class Collector:
             self._tell(seat[0], self._orders[seat], steering)
 
     def _tell(self, stream: int, order: Order, steering: str) -> None:
-        tags: dict[str, Any] = json.loads(order.tags)
+        tags, applied = json.loads(order.tags), json.loads(steering)
+        if order.adapter is not None:
+            applied["adapter"] = order.adapter
         for name in order.to:
-            self._consumers[name].begin(stream, tags=tags, steering=json.loads(steering))
+            self._consumers[name].begin(stream, tags=tags, steering=applied)
 
     def _finish(self, seat: Seat) -> None:
         order = self._orders.pop(seat, None)
@@ -242,25 +277,3 @@ class Collector:
             del self._live[seat[0]]
             for name in order.to:
                 self._consumers[name].finish(seat[0])
-
-
-def _counts(load: Load) -> dict[Seat, int]:
-    return {seat: len(p) * len(load.points) for seat, p in _by_seat(load.rows_N)}
-
-
-def _by_seat(
-    rows_N: NDArray[np.void], places: NDArray[np.intp] | None = None
-) -> list[tuple[Seat, NDArray[np.intp]]]:
-    """Rows, or those at these places, by the answer they belong to."""
-    at = np.arange(len(rows_N)) if places is None else places
-    stream, choice = rows_N["stream"][at], rows_N["choice"][at]
-    order = np.lexsort((choice, stream))
-    stream, choice = stream[order], choice[order]
-    is_new = np.ones(len(order), bool)
-    is_new[1:] = (stream[1:] != stream[:-1]) | (choice[1:] != choice[:-1])
-    firsts = np.flatnonzero(is_new)
-    parts = np.split(at[order], firsts[1:]) if len(firsts) else []
-    return [
-        ((int(stream[first]), int(choice[first])), np.sort(part))
-        for first, part in zip(firsts, parts, strict=True)
-    ]

@@ -1,9 +1,9 @@
-"""Takes answers whose rows were given to consumers; says which of them are safe. One thread."""
+"""Takes answers whose rows one consumer was given; says when it has made them safe. One thread."""
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from typing import Final
 
 from clairai.capture.consumers import Consumer
@@ -15,10 +15,10 @@ TIMEOUT_S: Final = 30.0
 
 
 class Flusher:
-    """Waits for the disks, so that nobody else has to."""
+    """Waits for one consumer, so that nobody else has to: not the others' answers either."""
 
-    def __init__(self, consumers: Mapping[str, Consumer], results: Results) -> None:
-        self._consumers, self._results = consumers, results
+    def __init__(self, name: str, consumer: Consumer, results: Results) -> None:
+        self._name, self._consumer, self._results = name, consumer, results
         self._asked: set[Seat] = set()
         self._is_open = True
         self._changed = threading.Condition()
@@ -32,23 +32,22 @@ class Flusher:
             self._changed.notify_all()
 
     def close(self) -> None:
+        """Whoever still waits for the consumer is not waited for: closing it ends that too."""
         with self._changed:
             self._is_open = False
             self._changed.notify_all()
-        self._thread.join()
 
     def _run(self) -> None:
         while seats := self._next():
             try:
-                for consumer in self._consumers.values():
-                    consumer.flush(TIMEOUT_S)
+                self._consumer.flush(TIMEOUT_S)
             except StoreError as error:
                 # The consumer's own state says why, for as long as it lasts: ask again.
                 self._results.waits(seats, error.reason)
             except Exception as error:  # of somebody's plugin
                 self._results.waits(seats, f"{type(error).__name__}: {error}")
             else:
-                self._results.kept(seats)
+                self._results.safe(seats, self._name)
 
     def _next(self) -> set[Seat]:
         with self._changed:

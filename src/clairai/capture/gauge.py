@@ -1,9 +1,14 @@
-"""Takes samples of rows before and after an encoder; gives how much was lost, now and then."""
+"""Takes samples of rows before and after an encoder; gives how much was lost, for every shard.
+
+A shard is sealed by its size, its age, or because somebody asked or ended. So something is measured
+in time for each of these: a few rows at least, and more when the last time was long ago.
+"""
 
 from __future__ import annotations
 
 import math
 import time
+from dataclasses import dataclass, field
 from typing import Final
 
 import numpy as np
@@ -12,39 +17,63 @@ from clairai.capture.taken import Sample
 from clairai.store.codecs.base import Encoder
 from clairai.store.codecs.fidelity import SAMPLE, compare
 
-SHARE: Final = 20  # one part in this many of the time is spent on measuring, at most
+SHARE: Final = 20  # one part in this many of the time is spent on large samples, at most
+FEW: Final = 4  # rows; they cost little
+OWED_NBYTES: Final = 16 << 20  # a quarter of a shard
+
+
+@dataclass
+class _Account:
+    """What was measured of one encoder, and what was not."""
+
+    samples: list[Sample] = field(default_factory=list)
+    nbytes: int = 0  # given since the last measure
+    turn: int = 0  # the gauge's, at the last measure
+    due_s: float = 0.0  # when a large sample can be afforded
 
 
 class Gauge:
-    """Measures what comes, as often as its share of the time allows."""
+    """Measures what comes."""
 
     def __init__(self) -> None:
-        self._samples: dict[Encoder, list[Sample]] = {}
-        self._cost_s: dict[Encoder, float] = {}
-        self._last_s: dict[Encoder, float] = {}
+        self._accounts: dict[Encoder, _Account] = {}
+        self._turn = 1
 
     def add(self, encoder: Encoder, sample: Sample) -> None:
         """The newest are kept: they are of the rows that come next, or with them."""
-        held = self._samples.setdefault(encoder, [])
+        held = self._accounts.setdefault(encoder, _Account()).samples
         held.append(sample)
         while sum(len(one.rows_KD) for one in held) > SAMPLE and len(held) > 1:
             held.pop(0)
 
-    def read(self, encoder: Encoder) -> dict[str, float]:
-        """Numbers of what was added since the last time; nothing if it is too soon."""
+    def turn(self) -> None:
+        """What comes next may be in another shard than what came before."""
+        self._turn += 1
+
+    def read(self, encoder: Encoder, nbytes: int) -> dict[str, float]:
+        """Numbers for so many bytes of rows; none if those before them will do."""
+        account = self._accounts.setdefault(encoder, _Account())
+        account.nbytes += nbytes
         now_s = time.monotonic()
-        due_s = self._last_s.get(encoder, 0.0) + SHARE * self._cost_s.get(encoder, 0.0)
-        held = self._samples.get(encoder)
-        if not held or now_s < due_s:
+        is_owed = account.turn < self._turn or account.nbytes >= OWED_NBYTES
+        if not account.samples or not (is_owed or now_s >= account.due_s):
             return {}
-        del self._samples[encoder]
-        rows_KD = np.concatenate([one.rows_KD for one in held])
-        encoded = {
-            name: np.concatenate([one.encoded[name] for one in held]) for name in held[0].encoded
-        }
-        measured = compare(encoder, rows_KD, encoded).numbers
-        # Rows near the end of float32's range can be off by more than it holds.
-        numbers = {name: value for name, value in measured.items() if math.isfinite(value)}
-        self._last_s[encoder] = time.monotonic()
-        self._cost_s[encoder] = self._last_s[encoder] - now_s
+        num_rows = SAMPLE if now_s >= account.due_s else FEW
+        numbers = _measured(encoder, account.samples, num_rows)
+        taken_s = time.monotonic() - now_s
+        if num_rows == SAMPLE:
+            account.due_s = now_s + SHARE * taken_s
+        account.samples, account.nbytes, account.turn = [], 0, self._turn
         return numbers
+
+
+def _measured(encoder: Encoder, samples: list[Sample], num_rows: int) -> dict[str, float]:
+    """Of the newest rows of the samples."""
+    rows_KD = np.concatenate([one.rows_KD for one in samples])[-num_rows:]
+    encoded = {
+        name: np.concatenate([one.encoded[name] for one in samples])[-num_rows:]
+        for name in samples[0].encoded
+    }
+    measured = compare(encoder, rows_KD, encoded).numbers
+    # Rows near the end of float32's range can be off by more than it holds.
+    return {name: value for name, value in measured.items() if math.isfinite(value)}

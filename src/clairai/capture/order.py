@@ -29,7 +29,13 @@ class Order(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     to: tuple[str, ...]
     tags: str = "{}"  # JSON objects
     steering: str = "{}"
+    adapter: str | None = None  # whose weights were added to the model's
     hold: Hold | None = None
+
+    @property
+    def first_position(self) -> int:
+        """From here on all tokens must be forwarded; a rule looks at every one of them."""
+        return self.ranges[0][0] if self.hold is None else 0
 
     @property
     def kind(self) -> tuple[Any, ...]:

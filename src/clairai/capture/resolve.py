@@ -19,7 +19,6 @@ from clairai.steer.course import ENCODER as COURSE_ENCODER
 from clairai.steer.course import Course
 from clairai.steer.fields import close_to
 from clairai.store.codecs.base import Encoder
-from clairai.store.codecs.registry import named
 from clairai.store.rows import MAX_STEERING_NBYTES
 
 CAPTURE_OFF: Final = (
@@ -47,6 +46,7 @@ class Asked:
     stream: int
     prompt_len: int
     course: Course | None = None
+    adapter: str | None = None  # LoRA's name of it
 
 
 class Resolver:
@@ -104,6 +104,7 @@ class Resolver:
             to=self._consumers(wish.to, setting),
             tags=_joined(setting.tags, wish.tags),
             steering=steering_note(asked.course),
+            adapter=asked.adapter,
             hold=hold,
         )
 
@@ -121,14 +122,14 @@ class Resolver:
         return found
 
     def _encoder(self, spec: EncoderSpec, num_points: int) -> Encoder:
-        engine, parameters = self._engine, dict(spec.parameters)
-        if spec.name == "raw" and parameters.setdefault("dtype", engine.dtype) != engine.dtype:
+        engine, dtype = self._engine, spec.parameters.get("dtype", self._engine.dtype)
+        if spec.name == "raw" and dtype != engine.dtype:
             raise RequestError(
                 f"capture.encoder: raw rows are {engine.dtype} in this engine, not "
-                f"{quote(parameters['dtype'])}; leave dtype out"
+                f"{quote(dtype)}; leave dtype out"
             )
         try:
-            encoder = named(spec.name, parameters)
+            encoder = spec.for_rows(engine.dtype)
             nbytes = encoder.nbytes_per_row(engine.width) * num_points
         except ClairaiError as error:
             raise RequestError(f"capture.encoder: {error.reason}") from None

@@ -28,6 +28,7 @@ class _Entry:
     state: State = "open"
     reason: str = ""
     waits: str = ""  # why it is not safe yet
+    safe: set[str] = field(default_factory=set)  # consumers that have all of it
     lost: dict[str, int] = field(default_factory=dict)  # by consumer
 
 
@@ -96,10 +97,13 @@ class Results:
                 self._entries[seat].state = "writing"
                 self._writing[seat] = None
 
-    def writing(self) -> list[Seat]:
-        """Those that are finished and not known to be safe."""
+    def writing(self, consumer: str) -> list[Seat]:
+        """Those that are finished, and not known to be safe with this consumer."""
         with self._lock:
-            return list(self._writing)
+            entries = ((seat, self._entries[seat]) for seat in self._writing)
+            return [
+                s for s, one in entries if consumer in one.order.to and consumer not in one.safe
+            ]
 
     def waits(self, seats: Iterable[Seat], reason: str) -> None:
         """They are not safe yet, and why."""
@@ -108,12 +112,15 @@ class Results:
                 if seat in self._entries:
                     self._entries[seat].waits = reason
 
-    def kept(self, seats: Iterable[Seat]) -> None:
-        """All that these gave is safe, or counted as lost."""
+    def safe(self, seats: Iterable[Seat], consumer: str) -> None:
+        """All that these gave is safe there, or counted as lost."""
         with self._lock:
             for seat in seats:
                 entry = self._entries.get(seat)
-                if entry is not None and entry.state == "writing":
+                if entry is None or entry.state != "writing":
+                    continue
+                entry.safe.add(consumer)
+                if entry.safe.issuperset(entry.order.to):
                     entry.state, entry.waits = "kept", ""
                     del self._writing[seat]
 
@@ -155,7 +162,9 @@ class Results:
         state = consumer.state
         return Place(name, consumer.where, entry.lost.get(name, 0), state.name, state.reason)
 
-    def state(self, *, staging_nbytes: int, pending_nbytes: int) -> CaptureState:
+    def state(
+        self, *, staging_nbytes: int, pending_nbytes: int, stash_nbytes: int = 0
+    ) -> CaptureState:
         with self._lock:
             totals = self._totals
             return CaptureState(
@@ -168,6 +177,7 @@ class Results:
                 discarded=totals.discarded,
                 staging_nbytes=staging_nbytes,
                 pending_nbytes=pending_nbytes,
+                stash_nbytes=stash_nbytes,
             )
 
 

@@ -13,6 +13,7 @@ from clairai.capture.positions import Positions
 from clairai.errors import ConfigError, RequestError, StoreError
 from clairai.points import quote
 from clairai.steer import fields
+from clairai.store.codecs.base import Encoder
 from clairai.store.codecs.registry import ENCODERS, named
 from clairai.store.rows import Note
 
@@ -31,6 +32,11 @@ class EncoderSpec:
 
     def written(self) -> dict[str, Any]:
         return {"name": self.name, **self.parameters}
+
+    def for_rows(self, dtype: str) -> Encoder:
+        """The encoder of an engine whose rows have this type."""
+        usual = {"dtype": dtype} if self.name == "raw" else {}
+        return named(self.name, usual | dict(self.parameters))
 
 
 @dataclass(frozen=True)

@@ -50,6 +50,14 @@ class Load:
         """Loads with one key can be joined."""
         return (self.encoder, self.points, self.to)
 
+    @property
+    def nbytes(self) -> int:
+        return sum(array.nbytes for array in self.arrays.values())
+
+    def counts(self) -> dict[Seat, int]:
+        """Rows of each answer."""
+        return {seat: len(at) * len(self.points) for seat, at in by_seat(self.rows_N)}
+
     @staticmethod
     def joined(loads: Sequence[Load]) -> Load:
         """All of their rows, in memory of their own."""
@@ -81,3 +89,21 @@ class Taken(Protocol):
 
     def free(self) -> None:
         """Nobody reads its memory any more."""
+
+
+def by_seat(
+    rows_N: NDArray[np.void], places: NDArray[np.intp] | None = None
+) -> list[tuple[Seat, NDArray[np.intp]]]:
+    """Rows, or those at these places, by the answer they belong to."""
+    at = np.arange(len(rows_N)) if places is None else places
+    stream, choice = rows_N["stream"][at], rows_N["choice"][at]
+    order = np.lexsort((choice, stream))
+    stream, choice = stream[order], choice[order]
+    is_new = np.ones(len(order), bool)
+    is_new[1:] = (stream[1:] != stream[:-1]) | (choice[1:] != choice[:-1])
+    firsts = np.flatnonzero(is_new)
+    parts = np.split(at[order], firsts[1:]) if len(firsts) else []
+    return [
+        ((int(stream[first]), int(choice[first])), np.sort(part))
+        for first, part in zip(firsts, parts, strict=True)
+    ]

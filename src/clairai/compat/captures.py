@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import functools
 import hashlib
+from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, Final
 
 from clairai.capture import order as orders
@@ -29,6 +31,10 @@ from clairai.tap.tables import Tables
 from clairai.tap.taker import Taker
 
 ORDER: Final = "clairai_order"  # what the engine core leaves in extra_args for the worker
+# v1/worker/gpu_worker.py Worker, 0.26 and 0.32; the last is not in 0.26
+CHANGES_WEIGHTS: Final = (
+    *("reload_weights", "update_weights", "finish_weight_update", "reset_weights"),
+)
 SAMPLED_VALUES: Final = 64  # of each parameter
 
 
@@ -86,10 +92,10 @@ def _check_mode(vllm_config: Any, dtype: str) -> None:
 def with_wanted_rows(original: Any) -> Any:
     """`KVCacheManager.get_computed_blocks(request)`, up to the first row that is captured.
 
-    What the cache serves is not forwarded. The manager looks for the longest hit that leaves at
-    least one token (`request.num_tokens - 1`), so it is shown a request that is no longer than
-    that: the hit ends at a block's end before the first wanted position, whatever kinds of
-    attention the model has.
+    What the cache serves is not forwarded, and not scored. The manager looks for the longest hit
+    that leaves at least one token (`request.num_tokens - 1`), so it is shown a request that is no
+    longer than that: the hit ends at a block's end before the first wanted position, whatever kinds
+    of attention the model has.
     """
 
     @functools.wraps(original)
@@ -97,7 +103,7 @@ def with_wanted_rows(original: Any) -> Any:
         order = read_order(request.sampling_params)
         if order is None:
             return original(self, request)
-        return original(self, _Shortened(request, order.ranges[0][0] + 1))
+        return original(self, _Shortened(request, order.first_position + 1))
 
     return get_computed_blocks
 
@@ -142,7 +148,33 @@ def make_capture(worker: Any, setting: Setting, sites: Sites) -> Capture:
         pending_nbytes=setting.pending_mib << 20,
     )
     taker = Taker(tables, consumers, collector, staging_nbytes=staging_nbytes)
+    taker.prepare(setting.encoder.for_rows(about.dtype))
+    _watch_weights(worker, about, collector)
     return Capture(taker, collector, _places(sites, tables), station)
+
+
+def _watch_weights(worker: Any, about: About, collector: Collector) -> None:
+    """Rows are of the weights they were computed with, also after those were changed."""
+
+    def relabel() -> None:
+        version = weights_version(worker.model_runner.get_model())
+        collector.relabel(functools.partial(_origin, replace(about, weights=version)))
+
+    for name in CHANGES_WEIGHTS:
+        original = getattr(worker, name, None)
+        if original is not None:
+            setattr(worker, name, _followed(original, relabel))
+
+
+def _followed(original: Any, then: Callable[[], None]) -> Any:
+    @functools.wraps(original)
+    def wrapped(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return original(*args, **kwargs)
+        finally:
+            then()
+
+    return wrapped
 
 
 def _origin(about: About, encoder: Encoder) -> Origin:

@@ -20,6 +20,8 @@ from clairai.compat.layers import Sites
 from clairai.compat.norms import encoded, mix_in, register, site_of
 
 OP: Final = "norm"
+INVARIANT: Final = "VLLM_BATCH_INVARIANT"
+PLAIN: Final = ("vllm.model_executor.layers.layernorm", "RMSNorm")
 
 
 class Fused(nn.Module):  # type: ignore[misc]  # torch is Any where it is not installed
@@ -64,32 +66,30 @@ def define_op() -> None:
     register(OP, norm, fake, types, changes=())
 
 
-def fusible(vllm_config: Any, sites: Sites, names: Iterable[str]) -> list[str]:
-    """Those of the sites whose norm can be ours without costing vLLM a fusion of its own.
+def is_allowed(vllm_config: Any) -> bool:
+    """Whether a norm of ours costs this engine no fusion and no promise of vLLM's own.
 
     compilation/passes/fusion (0.26): norms are fused with the quantisation behind them, and with
-    the all-reduce before them; there the norm stays vLLM's.
+    the all-reduce before them. VLLM_BATCH_INVARIANT promises bits that only vLLM's norm keeps.
     """
-    model, parallel = vllm_config.model_config, vllm_config.parallel_config
-    if vllm_config.device_config.device_type != "cuda":
+    is_plain = vllm_config.quant_config is None and os.environ.get(INVARIANT, "0") in ("", "0")
+    is_alone = vllm_config.parallel_config.tensor_parallel_size == 1
+    return is_plain and is_alone and vllm_config.device_config.device_type == "cuda"
+
+
+def fusible(vllm_config: Any, sites: Sites, names: Iterable[str]) -> list[str]:
+    """Those of the sites whose norm can be ours."""
+    if not is_allowed(vllm_config):
         return []
-    if vllm_config.quant_config is not None or parallel.tensor_parallel_size > 1:
-        return []
-    if os.environ.get("VLLM_BATCH_INVARIANT", "0") not in ("", "0"):
-        return []
-    return [
-        name
-        for name in names
-        if name in sites.pairs and _is_plain(sites.modules[name], model.dtype)
-    ]
+    dtype = vllm_config.model_config.dtype
+    return [n for n in names if n in sites.pairs and _is_plain(sites.modules[n], dtype)]
 
 
 def _is_plain(norm: nn.Module, dtype: torch.dtype) -> bool:
     """model_executor/layers/layernorm.py RMSNorm, 0.26:37 and 0.32: a weight, the whole width."""
-    from vllm.model_executor.layers.layernorm import RMSNorm
-
+    kind = type(norm)
     return (
-        type(norm) is RMSNorm
+        (kind.__module__, kind.__name__) == PLAIN
         and bool(getattr(norm, "has_weight", False))
         and getattr(norm, "variance_size_override", 0) is None
         and norm.weight.dtype == dtype

@@ -157,7 +157,9 @@ class Reception:
                 raise CaptureOffError(CAPTURE_OFF)
             return None
         prompt_len = len(request.prompt_token_ids or ())
-        order = self._captures.order(wanted.capture, Asked(stream, prompt_len, course))
+        adapter = getattr(getattr(request, "lora_request", None), "lora_name", None)
+        asked = Asked(stream, prompt_len, course, adapter)
+        order = self._captures.order(wanted.capture, asked)
         if order is not None and getattr(request, "resumable", False):
             raise RequestError(
                 "a request whose prompt comes in parts is not captured: where the prompt ends is "

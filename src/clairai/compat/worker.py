@@ -91,7 +91,7 @@ def _fingerprint(config: Any, planned: Plan, settings: Settings) -> None:
     config.additional_config[KEY] = {
         "abi": norms.ABI,
         "points": [str(point) for point in planned.points],
-        "fused": settings.fused,
+        "fused": settings.fused and fused.is_allowed(config),
         "branch": settings.branch,
         "steering": settings.is_steering,
     }

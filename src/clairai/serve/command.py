@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 from clairai.errors import ConfigError
 from clairai.offline import config
@@ -34,6 +35,7 @@ def serve(
     probes: Sequence[str],
     vectors: Sequence[str],
     steering: bool,
+    capture: str | None,
     arguments: Sequence[str],
     on_death: OnDeath,
     vllm_log: str | None,
@@ -45,6 +47,7 @@ def serve(
         probes=probes,
         vectors=vectors,
         steering=steering,
+        capture=None if capture is None else capture_setting(capture),
         runtime_dir=str(folder),
     )
     check(model, Settings.read(tapped["clairai"], os.environ), arguments, os.environ)
@@ -60,6 +63,19 @@ def serve(
         on_death=on_death,
         banner=lambda: banner(_shown(model), outside.bind),
     )
+
+
+def capture_setting(text: str) -> dict[str, Any]:
+    """A folder, or all of the `capture` setting as JSON."""
+    if not text.lstrip().startswith("{"):
+        return {"folder": text}
+    try:
+        found = json.loads(text)
+    except ValueError:
+        found = None
+    if not isinstance(found, dict):
+        raise ConfigError(f"--capture is {quote(text)}; give a folder, or a JSON object")
+    return found
 
 
 def banner(what: str, bind: Bind) -> list[str]:

@@ -18,7 +18,7 @@ from clairai import wanted as ours
 from clairai.capture.positions import Positions
 from clairai.errors import ClairaiError, RequestError
 from clairai.serve import chats
-from clairai.serve.handle import handle, settled
+from clairai.serve.handle import handle, settled, unknown
 from clairai.serve.mirror import Mirror
 from clairai.serve.reply import Echo, Refuse, Reply
 from clairai.serve.ruling import Ruling, judge
@@ -234,7 +234,10 @@ def _result(core: Core, stream: int) -> Echo:
     """What became of its rows; asked when the request has ended."""
 
     async def result() -> dict[str, Any] | None:
-        found = await settled(lambda: core.captured(stream, is_ended=True))
+        try:
+            found = await settled(lambda: core.captured(stream, is_ended=True))
+        except Exception:  # whatever vLLM raises of an engine that has ended: the answer is there
+            return {"capture": unknown(stream)}
         return {"capture": handle(stream, found)}
 
     return result

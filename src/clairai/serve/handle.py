@@ -36,6 +36,12 @@ def handle(stream: int, found: Sequence[Captured]) -> dict[str, Any]:
     return {**told, "reason": reason} if reason else told
 
 
+def unknown(stream: int) -> dict[str, Any]:
+    """Of an engine that cannot be asked any more."""
+    reason = "the engine did not say what became of its rows; look into the folder"
+    return {**handle(stream, ()), "state": "failed", "reason": reason}
+
+
 def is_settled(found: Sequence[Captured]) -> bool:
     """Whether nothing more will become of it by waiting."""
     return bool(found) and not any(one.state in _UNSETTLED for one in found)

@@ -76,9 +76,11 @@ class Drafts:
                 self._remember(draft, one, given.notes[one])
 
     def _remember(self, draft: Draft, stream: int, note: Note) -> None:
-        if stream not in draft.notes:
+        """The newest: a request may be steered otherwise on its way, and its note tells it all."""
+        known = draft.notes.get(stream)
+        if known != note:
             draft.notes[stream] = note
-            self._grow(draft, note.nbytes)
+            self._grow(draft, note.nbytes - (0 if known is None else known.nbytes))
 
     def _grow(self, draft: Draft, nbytes: int) -> None:
         draft.nbytes += nbytes

@@ -124,6 +124,11 @@ class Rows:
     def __len__(self) -> int:
         return len(self.part_N)
 
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Of all rows decoded."""
+        return len(self), self.parts[0].width if self.parts else 0
+
     @cached_property
     def origins(self) -> tuple[Origin, ...]:
         return tuple(part.shard.head.origin for part in self.parts)

@@ -30,6 +30,11 @@ from clairai.stream.upstream import UpstreamGone
 _log: Final = logging.getLogger(__name__)
 _SENT_BY_PAGES: Final = (
     *("Authorization", "Content-Type", "Last-Event-ID", "If-Match", "If-None-Match"),
+    *("Range", "If-Range"),
+)
+_READ_BY_PAGES: Final = (
+    *("X-Clairai-Run", "X-Clairai-Lost"),
+    *("ETag", "Content-Range", "Accept-Ranges"),
 )
 
 
@@ -94,7 +99,7 @@ def _add_guards(app: FastAPI, settings: ProxySettings) -> None:
             allow_origins=settings.allowed_origins,
             allow_methods=sorted({route.method for route in TABLE}),
             allow_headers=_SENT_BY_PAGES,
-            expose_headers=("X-Clairai-Run", "ETag"),
+            expose_headers=_READ_BY_PAGES,
         )
 
 

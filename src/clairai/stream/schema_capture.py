@@ -74,6 +74,14 @@ class ConsumerState(_Model):
     reason: str
 
 
+class CaptureMemory(_Model):
+    """Bytes."""
+
+    stash_nbytes: int = Field(description="of the device, for all rows of a step")
+    staging_nbytes: int = Field(description="of the host, for rows on their way")
+    pending_nbytes: int = Field(description="of the host, for rows that wait for a rule, now")
+
+
 class CaptureList(_Model):
     """The newest first; rows are those since the engine started."""
 
@@ -82,6 +90,7 @@ class CaptureList(_Model):
     rows: int
     dropped: int
     discarded: int
+    memory: CaptureMemory
 
 
 PARTS = (CaptureRequest, CaptureHandle)

@@ -96,6 +96,7 @@ class Capture:
                 return results.state(
                     staging_nbytes=self._taker.arena.nbytes,
                     pending_nbytes=self._collector.pending_nbytes,
+                    stash_nbytes=self._taker.stash_nbytes,
                 )
 
     def _end(self, streams: Iterable[int]) -> None:

@@ -67,10 +67,10 @@ def _rp8(encoder: Rp8, rows_ND: torch.Tensor) -> Encoded:
 
 def project_twin(rows_ND: torch.Tensor, encoder: Rp8) -> torch.Tensor:
     signs_DK = _signs(encoder.seed, rows_ND.shape[1], encoder.k, rows_ND.device)
-    _, exponent_N1 = torch.frexp(_largest(rows_ND.double()))
+    _, exponent_N1 = torch.frexp(_largest(rows_ND).double())
     shift_N1 = FIXED_BITS - exponent_N1
     # Whole numbers whose sums are exact: the order of the product's sums does not matter.
-    whole_ND = (rows_ND.double() * _power(shift_N1)).round()
+    whole_ND = rows_ND.double().mul_(_power(shift_N1)).round_()
     sums_NK = whole_ND @ signs_DK
     return (sums_NK * _power(-shift_N1) * (1 / math.sqrt(encoder.k))).float()
 
@@ -102,7 +102,7 @@ def _topk8(encoder: TopK8, rows_ND: torch.Tensor) -> Encoded:
 @_encoded.register
 def _fp8(_encoder: Fp8, rows_ND: torch.Tensor) -> Encoded:
     is_finite_ND = rows_ND.isfinite()
-    size_N1 = _largest(rows_ND.double())
+    size_N1 = _largest(rows_ND).double()
     mantissa_N1, exponent_N1 = torch.frexp(size_N1)
     power_N1 = exponent_N1 - 9 + (mantissa_N1 > fp8.LARGEST / 512)
     power_N1 = power_N1.clamp_min(fp8.MIN_SCALE).masked_fill(size_N1 == 0, 0)

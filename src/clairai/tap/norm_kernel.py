@@ -71,22 +71,31 @@ def norm(x_ptr, stride_x, residual_ptr, stride_residual, weight_ptr, normed_ptr,
 
 
 @triton.jit
-def _ask(row, map_ptr, words_ptr, reals_ptr, num_ops_ptr, vectors_ptr, gates_ptr, token_ids_ptr,
-         special_ptr, site, num_sites, num_programs, num_rows, num_ids, vocabulary, D,
-         BLOCK_D: tl.constexpr):  # fmt: skip
-    """All that steers a row, its first op included, before it is known whether there is any."""
+def _steered(row, stream_D, state_G, map_ptr, words_ptr, reals_ptr, num_ops_ptr, vectors_ptr,
+             gates_ptr, token_ids_ptr, special_ptr, site, num_sites, num_programs, num_rows,
+             num_ids, vocabulary, D, DTYPE: tl.constexpr, BLOCK_D: tl.constexpr):  # fmt: skip
+    """The row as its program leaves it, and what its gates remember now."""
     program = tl.load(map_ptr + row * ENTRY)
     is_known = (program > 0) & (program < num_programs)
     at = tl.where(is_known, program, 0).to(tl.int64) * num_sites + site
+    words_ptr += at * (NUM_OPS * WORDS)
+    reals_ptr += at * (NUM_OPS * WORDS)
     num_ops = tl.minimum(tl.load(num_ops_ptr + at, mask=is_known, other=0), NUM_OPS)
-    kind, gate, flags, real_0, real_1, real_2, real_3, vector_D = fetch_op(
-        words_ptr + at * (NUM_OPS * WORDS), reals_ptr + at * (NUM_OPS * WORDS), 0,
-        is_known.to(tl.int32), vectors_ptr, num_rows, D, BLOCK_D)  # fmt: skip
     gates_at = gates_ptr + row.to(tl.int64) * NUM_GATES
     gates_G = tl.load(gates_at + tl.arange(0, NUM_GATES))
+    # The first op is fetched before it is known whether there is one.
+    kind, gate, flags, real_0, real_1, real_2, real_3, vector_D = fetch_op(
+        words_ptr, reals_ptr, 0, is_known.to(tl.int32), vectors_ptr, num_rows, D, BLOCK_D
+    )  # fmt: skip
     is_special = is_special_token(row, token_ids_ptr, num_ids, special_ptr, vocabulary)
-    return (at, num_ops, is_special, gates_G, kind, gate, flags, real_0, real_1, real_2, real_3,
-            vector_D)  # fmt: skip
+    if num_ops > 0:
+        # Ops act on the stream in the model's own precision, and leave it in that.
+        steered_D, is_changed, state_G = run_ops(
+            stream_D.to(DTYPE).to(tl.float32), gates_at, gates_G, words_ptr, reals_ptr, num_ops,
+            vectors_ptr, num_rows, is_special, state_G, kind, gate, flags, real_0, real_1, real_2,
+            real_3, vector_D, D, BLOCK_D)  # fmt: skip
+        stream_D = tl.where(is_changed, steered_D.to(DTYPE).to(tl.float32), stream_D)
+    return stream_D, state_G
 
 
 @triton.jit(do_not_specialize=["stash_rows", "site"])
@@ -97,44 +106,36 @@ def norm_steered(x_ptr, stride_x, residual_ptr, stride_residual, weight_ptr, nor
                  num_rows, num_seats, num_ids, vocabulary, BLOCK_D: tl.constexpr):  # fmt: skip
     """Where a gate remembers, its request's first instance walks; else each row is its own's."""
     first = tl.program_id(0)
-    (at, num_ops, is_special, gates_G, kind, gate, flags, real_0, real_1, real_2, real_3,
-     vector_D) = _ask(first, map_ptr, words_ptr, reals_ptr, num_ops_ptr, vectors_ptr, gates_ptr,
-                      token_ids_ptr, special_ptr, site, num_sites, num_programs, num_rows, num_ids,
-                      vocabulary, D, BLOCK_D)  # fmt: skip
+    # A GPU stops at the first value that it waits for: what needs no other is asked for first.
     stream_D = _summed(first, x_ptr, stride_x, residual_ptr, stride_residual, D, BLOCK_D)
     weight_D = _weight(weight_ptr, D, BLOCK_D)
-    run, seat = tl.load(map_ptr + first * ENTRY + 1), tl.load(map_ptr + first * ENTRY + 2)
-    is_fresh = tl.load(map_ptr + first * ENTRY + 3) != 0
-    is_seated = (run != 0) & (seat >= 0) & (seat < num_seats)
-    seat = tl.where(is_seated, seat, 0).to(tl.int64)
-    reads = tl.load(reads_ptr + seat * num_sites + site, mask=is_seated, other=0).to(tl.int32)
-    g = tl.arange(0, NUM_GATES)
-    remembered = tl.where(is_fresh, 0, reads)
-    state_at = state_ptr + seat * NUM_GATES + g
-    state_G = tl.load(state_at, mask=((remembered >> g) & 1) != 0, other=0.0)
-    # A row whose request's walk is another instance's has a run below 0.
-    count = tl.where(reads != 0, tl.minimum(run, tl.num_programs(0) - first), 1)
-    for offset in range(count):
-        row = first + offset
-        if offset > 0:
-            (at, num_ops, is_special, gates_G, kind, gate, flags, real_0, real_1, real_2, real_3,
-             vector_D) = _ask(row, map_ptr, words_ptr, reals_ptr, num_ops_ptr, vectors_ptr,
-                              gates_ptr, token_ids_ptr, special_ptr, site, num_sites, num_programs,
-                              num_rows, num_ids, vocabulary, D, BLOCK_D)  # fmt: skip
-            stream_D = _summed(row, x_ptr, stride_x, residual_ptr, stride_residual, D, BLOCK_D)
-        if num_ops > 0:
-            # Ops act on the stream in the model's own precision, and leave it in that.
-            steered_D, is_changed, state_G = run_ops(
-                stream_D.to(stream_ptr.dtype.element_ty).to(tl.float32),
-                gates_ptr + row.to(tl.int64) * NUM_GATES, gates_G,
-                words_ptr + at * (NUM_OPS * WORDS), reals_ptr + at * (NUM_OPS * WORDS), num_ops,
-                vectors_ptr, num_rows, is_special, state_G, kind, gate, flags, real_0, real_1,
-                real_2, real_3, vector_D, D, BLOCK_D)  # fmt: skip
-            steered_D = steered_D.to(stream_ptr.dtype.element_ty).to(tl.float32)
-            stream_D = tl.where(is_changed, steered_D, stream_D)
-        _emit(row, stream_D, weight_D, normed_ptr, stream_ptr, stash_ptr, stash_rows, epsilon, D,
+    entry_ptr = map_ptr + first * ENTRY
+    run, seat, is_fresh = tl.load(entry_ptr + 1), tl.load(entry_ptr + 2), tl.load(entry_ptr + 3)
+    if (tl.load(entry_ptr) <= 0) & (run == 0):
+        # Nobody's row, and most rows where few are steered.
+        _emit(first, stream_D, weight_D, normed_ptr, stream_ptr, stash_ptr, stash_rows, epsilon, D,
               BLOCK_D)  # fmt: skip
-    tl.store(state_at, state_G, mask=((tl.where(run > 0, reads, 0) >> g) & 1) != 0)
+    else:
+        is_seated = (run != 0) & (seat >= 0) & (seat < num_seats)
+        far = tl.where(is_seated, seat, 0).to(tl.int64)
+        reads = tl.load(reads_ptr + far * num_sites + site, mask=is_seated, other=0).to(tl.int32)
+        g = tl.arange(0, NUM_GATES)
+        remembered = tl.where(is_fresh == 0, reads, 0)
+        state_at = state_ptr + far * NUM_GATES + g
+        state_G = tl.load(state_at, mask=((remembered >> g) & 1) != 0, other=0.0)
+        # Where a gate remembers, one instance walks; elsewhere each row is its own instance's.
+        count = tl.where(reads != 0, tl.minimum(run, tl.num_programs(0) - first), 1)
+        for offset in range(count):
+            row = first + offset
+            if offset > 0:
+                stream_D = _summed(row, x_ptr, stride_x, residual_ptr, stride_residual, D, BLOCK_D)
+            stream_D, state_G = _steered(
+                row, stream_D, state_G, map_ptr, words_ptr, reals_ptr, num_ops_ptr, vectors_ptr,
+                gates_ptr, token_ids_ptr, special_ptr, site, num_sites, num_programs, num_rows,
+                num_ids, vocabulary, D, stream_ptr.dtype.element_ty, BLOCK_D)  # fmt: skip
+            _emit(row, stream_D, weight_D, normed_ptr, stream_ptr, stash_ptr, stash_rows, epsilon,
+                  D, BLOCK_D)  # fmt: skip
+        tl.store(state_at, state_G, mask=((tl.where(run > 0, reads, 0) >> g) & 1) != 0)
     if first == 0:
         tl.store(ran_ptr, 1)
         tl.store(steered_ptr + site, 1)

@@ -19,7 +19,7 @@ from clairai.capture.consumers import Consumer
 from clairai.capture.resolve import PART_OF_STAGING
 from clairai.store.codecs.base import Encoder
 from clairai.tap.arena import Arena, Region
-from clairai.tap.encode_twin import encode_twin
+from clairai.tap.encode import encode
 from clairai.tap.lanes import lane_for
 from clairai.tap.outlet import Inputs
 from clairai.tap.picks import Pick
@@ -28,6 +28,8 @@ from clairai.tap.tables import Tables
 
 PART_VALUES: Final = 1 << 23  # 64 tokens at 32 points of a model 4096 wide
 MAX_USES: Final = 64
+# Triton compiles a kernel for each: a single row, a multiple of 16, any other number.
+WARM_ROWS: Final = (1, 16, 17)
 NO_ROOM: Final = (
     "rows came faster than their consumers took them; raise staging_mib, or choose the policy block"
 )
@@ -72,6 +74,18 @@ class Taker:
         self._dtype = str(tables.stash_SRD.dtype).removeprefix("torch.")
         self._rng = np.random.default_rng(0)
         self._plan: Plan | None = None
+
+    @property
+    def stash_nbytes(self) -> int:
+        """Of device memory: rows of a step at all tapped sites, kept until the next."""
+        return int(self._stash.nbytes)
+
+    def prepare(self, encoder: Encoder) -> None:
+        """Compile and compute now what the first captured request would else wait for."""
+        with self._lane.side():
+            for num_rows in WARM_ROWS:
+                encode(self._stash[:num_rows], encoder)
+            self._lane.left()
 
     def begin(self) -> None:
         """A step begins: from here on its forward may write over the last one's rows."""
@@ -155,7 +169,7 @@ class Taker:
             bits = rows_MD.view(torch.uint16) if self._dtype == "bfloat16" else rows_MD
             staged.tensor(span.group, "sample")[part].copy_(bits, non_blocking=True)
             return
-        for name, encoded in encode_twin(rows_MD, span.encoder).items():
+        for name, encoded in encode(rows_MD, span.encoder).items():
             staged.tensor(span.group, f"rows.{name}")[part].copy_(encoded, non_blocking=True)
 
     def _take_scores(self, pick: Pick, scores: Scores) -> None:

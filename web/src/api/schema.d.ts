@@ -427,6 +427,28 @@ export interface components {
             dropped: number;
             /** Discarded */
             discarded: number;
+            memory: components["schemas"]["CaptureMemory"];
+        };
+        /**
+         * CaptureMemory
+         * @description Bytes.
+         */
+        CaptureMemory: {
+            /**
+             * Stash Nbytes
+             * @description of the device, for all rows of a step
+             */
+            stash_nbytes: number;
+            /**
+             * Staging Nbytes
+             * @description of the host, for rows on their way
+             */
+            staging_nbytes: number;
+            /**
+             * Pending Nbytes
+             * @description of the host, for rows that wait for a rule, now
+             */
+            pending_nbytes: number;
         };
         /** ConsumerState */
         ConsumerState: {
