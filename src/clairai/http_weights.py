@@ -17,7 +17,7 @@ from clairai import wire_weights
 from clairai.errors import WeightsError, WeightsTornError
 from clairai.http_engine import Drain, Engine, Unanswered, bounded_body, engine_of
 from clairai.points import quote
-from clairai.weights.manifest import MAX_MANIFEST_BYTES, parse
+from clairai.weights.manifest import MAX_MANIFEST_BYTES, Manifest, changes_model, parse
 
 DRAIN_S: Final = 300.0  # requests that run longer keep the old weights serving
 _JSON: Final = "application/json"
@@ -44,14 +44,14 @@ async def list_tensors(request: Request) -> Response:
 
 async def check(request: Request) -> Response:
     """A dry run: would this be taken?"""
-    engine, manifest = engine_of(request.app), await _manifest(request)
-    return _json(await engine.ask(wire_weights.CheckWeights(manifest), wire_weights.WeightsPlanned))
+    engine, (raw, _) = engine_of(request.app), await _manifest(request)
+    return _json(await engine.ask(wire_weights.CheckWeights(raw), wire_weights.WeightsPlanned))
 
 
 async def plan(request: Request) -> Response:
     """As check; the worker now takes the buffers of this manifest."""
-    engine, manifest = engine_of(request.app), await _manifest(request)
-    return _json(await engine.ask(wire_weights.PlanWeights(manifest), wire_weights.WeightsPlanned))
+    engine, (raw, _) = engine_of(request.app), await _manifest(request)
+    return _json(await engine.ask(wire_weights.PlanWeights(raw), wire_weights.WeightsPlanned))
 
 
 async def commit(request: Request) -> Response:
@@ -59,29 +59,35 @@ async def commit(request: Request) -> Response:
     drain = request.query_params.get("drain", "wait")
     if drain not in get_args(Drain):
         raise WeightsError(f"drain is {quote(drain)}; give wait or abort")
-    engine, manifest = engine_of(request.app), await _manifest(request)
-    asked = wire_weights.CommitWeights(manifest)
+    engine, (raw, manifest) = engine_of(request.app), await _manifest(request)
+    take = _swap if changes_model(manifest) else _install
+    # In a task of its own: who asked may hang up, and what has begun is brought to its end.
+    taking = asyncio.create_task(take(engine, raw, drain))  # type: ignore[arg-type]
+    return _json(await asyncio.shield(taking))
+
+
+async def _install(engine: Engine, raw: bytes, _: Drain) -> wire_weights.WeightsCommitted:
+    """Probes and vectors alone make nobody wait."""
     async with engine.changing:
-        await engine.ask(wire_weights.VerifyWeights(manifest), wire_weights.WeightsPlanned)
-        # In a task of its own: who asked may hang up, and what has begun is brought to its end.
-        swapping = asyncio.create_task(_swap(engine, asked, drain))  # type: ignore[arg-type]
-        return _json(await asyncio.shield(swapping))
+        return await engine.ask(wire_weights.CommitWeights(raw), wire_weights.WeightsCommitted)
 
 
-async def _swap(
-    engine: Engine, asked: wire_weights.CommitWeights, drain: Drain
-) -> wire_weights.WeightsCommitted:
-    await _pause(engine, drain)
-    try:
-        committed = await engine.ask(asked, wire_weights.WeightsCommitted)
-        await engine.name_weights(str(committed.version))
-    except WeightsTornError:
-        raise  # nobody is served by half of each: it stays paused until a whole set has come
-    except BaseException:
+async def _swap(engine: Engine, raw: bytes, drain: Drain) -> wire_weights.WeightsCommitted:
+    async with engine.changing:
+        await engine.ask(wire_weights.VerifyWeights(raw), wire_weights.WeightsPlanned)
+        await _pause(engine, drain)
+        try:
+            committed = await engine.ask(
+                wire_weights.CommitWeights(raw), wire_weights.WeightsCommitted
+            )
+            await engine.name_weights(str(committed.version))
+        except WeightsTornError:
+            raise  # nobody is served by half of each: it stays paused until a whole set has come
+        except BaseException:
+            await engine.resume()
+            raise
         await engine.resume()
-        raise
-    await engine.resume()
-    return committed
+        return committed
 
 
 async def _pause(engine: Engine, drain: Drain) -> None:
@@ -93,11 +99,10 @@ async def _pause(engine: Engine, drain: Drain) -> None:
         raise Unanswered(HTTPStatus.CONFLICT, WeightsError.code, reason) from None
 
 
-async def _manifest(request: Request) -> bytes:
+async def _manifest(request: Request) -> tuple[bytes, Manifest]:
     """The body; what is no manifest never reaches the engine, whose steps would wait for it."""
     body = await bounded_body(request, MAX_MANIFEST_BYTES, WeightsError.code, "a manifest")
-    await asyncio.to_thread(parse, body)
-    return body
+    return body, await asyncio.to_thread(parse, body)
 
 
 def _json(reply: msgspec.Struct) -> Response:

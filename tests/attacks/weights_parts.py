@@ -102,8 +102,8 @@ def offer_of(manifest: Manifest, packed: Packed, **changes: Any) -> Offer:
 
 
 @contextmanager
-def target(folder: Path) -> Iterator[Target]:
-    with engine(folder) as llm:
+def target(folder: Path, station: Any = None) -> Iterator[Target]:
+    with engine(folder, station) as llm:
         told: list[str] = []
         app = FastAPI()
         http.attach(app)

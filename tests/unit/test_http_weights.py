@@ -4,15 +4,22 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 
 import msgspec
+import numpy as np
 import pytest
 
 from clairai import http_weights
+from clairai.weights.layout import Described
 from clairai.weights.manifest import Manifest, encode
+from clairai.weights.pack import Packer
+from clairai.weights.sources import items
 from tests.attacks.weights_parts import Target, offer_of, said, target
+from tests.unit.tiny_probes import probe
 from tests.unit.toy_server import toy_server
+from tests.unit.toy_station import SECOND, running_station
 from tests.unit.toy_weights import SHAPES
 
 
@@ -55,6 +62,22 @@ def test_a_commit_waits_for_requests_loads_and_lets_them_go_on(served: Target, d
     assert (status, answer["version"]) == (200, 1)
     assert not {"probe_rows", "vector_rows"} & {key for key, value in answer.items() if value}
     assert served.told == [f"pause {drain} True", "resume"]
+
+
+def test_a_bank_alone_makes_nobody_wait(tmp_path: Path) -> None:
+    with running_station(tmp_path) as station:
+        station.install(station.columns.add([probe("p", point=SECOND)]))
+        with target(tmp_path, station) as served:
+            manifest = served.planned(described=[Described("probe::p", "F32", (3,))])
+            held = items({"probe::p": np.ones(3, np.float32)}, ExitStack())
+            packed = Packer(held, manifest).pack(0)
+            with served.connected() as sock:
+                assert said(sock, offer_of(manifest, packed), packed.fds) == ""
+                summed = msgspec.structs.replace(manifest, tensors=packed.tensors)
+                assert served.post("commit", encode(summed)) == ""
+            packed.close()
+            assert served.told == []
+            assert station.columns.probes[0].direction_D.tolist() == [1.0, 1.0, 1.0]
 
 
 def test_half_loaded_weights_serve_nobody_until_a_whole_set_has_come(served: Target) -> None:

@@ -15,9 +15,11 @@ from clairai.compat.amends import amend
 from clairai.compat.captures import make_resolver
 from clairai.compat.requests import read_keys
 from clairai.compat.sight import KEY
+from clairai.errors import WeightsError
 from clairai.settings import Plan, Settings, plan
 from clairai.steer.desk import Desk
 from clairai.steer.registry import Limits, Registry
+from clairai.weights.manifest import changes_model, parse
 
 MIN_SEATS: Final = 4096
 _DESK: Final = "clairai_desk"
@@ -51,7 +53,20 @@ def _make_desk(core: Any) -> Desk:
     planned = plan(settings, num_layers=num_layers, environ=os.environ)
     registry = make_registry(vllm_config, settings, planned)
     change = None if registry is None else functools.partial(amend, core, registry)
-    return Desk(registry, planned.probes, change)
+    return Desk(registry, planned.probes, change, functools.partial(require_idle, core))
+
+
+def require_idle(core: Any, manifest: bytes) -> None:
+    """No request goes on with other weights than it began with, whoever asked for them."""
+    if not changes_model(parse(manifest)):
+        return
+    held = core.scheduler.requests.values()
+    begun = sum(bool(one.num_computed_tokens or one.num_output_tokens) for one in held)
+    if begun:
+        raise WeightsError(
+            f"{begun} requests have begun with the weights that serve; weights change when they "
+            f"have ended: POST /v1/weights/commit waits for that"
+        )
 
 
 def resolver_of(core: Any) -> Resolver:

@@ -39,17 +39,26 @@ _OFF: Final = (
 
 Workers = Callable[[bytes], list[bytes]]
 Amend = Callable[[int, Sequence[Entry]], list[int]]
+Guard = Callable[[bytes], None]
 
 
 class Desk:
     """One for each engine core; `registry` is None where rows cannot be steered."""
 
     def __init__(
-        self, registry: Registry | None, probes: tuple[Probe, ...], amend: Amend | None = None
+        self,
+        registry: Registry | None,
+        probes: tuple[Probe, ...],
+        amend: Amend | None = None,
+        guard: Guard | None = None,
     ) -> None:
-        """`amend` steers the running answers of a stream otherwise; it says from where on each."""
+        """`amend` steers the running answers of a stream otherwise; it says from where on each.
+
+        `guard` raises if weights may not change now, by what their manifest brings.
+        """
         self._registry = registry
         self._amend = amend
+        self._guard = guard
         self._probes = {probe.name: probe for probe in probes}
         self._refusals: OrderedDict[int, wire_steer.Refused] = OrderedDict()
         self._lock = threading.Lock()  # requests come on another thread than control messages
@@ -71,7 +80,7 @@ class Desk:
         except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
             return ask_workers(message)  # they say what is wrong with it
         if isinstance(control, wire_weights.Control):
-            return [self._arrived(ask_workers(_ENCODER.encode(self._informed(control)))[0])]
+            return [self._weighed(control, ask_workers)]
         if not isinstance(control, wire_steer.Control):
             replies = ask_workers(message)
             self._note(control, replies[0])
@@ -156,6 +165,14 @@ class Desk:
         tiers = self.registry.tiers()
         shown = {tier: _JSON.encode(list(map(describe, getattr(tiers, tier)))) for tier in _TIERS}
         return wire_steer.SteeringState(tiers.version, **shown)
+
+    def _weighed(self, control: wire_weights.Control, ask_workers: Workers) -> bytes:
+        try:
+            if self._guard is not None and isinstance(control, wire_weights.CommitWeights):
+                self._guard(control.manifest)
+            return self._arrived(ask_workers(_ENCODER.encode(self._informed(control)))[0])
+        except ClairaiError as error:
+            return _ENCODER.encode(wire.Refusal(error.code, error.reason))
 
     def _informed(self, control: wire_weights.Control) -> wire_weights.Control:
         """With the vectors that can be replaced, whatever the asker said of them."""

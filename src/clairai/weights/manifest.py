@@ -90,6 +90,11 @@ def kind_of(name: str) -> str:
     return "model"
 
 
+def changes_model(manifest: Manifest) -> bool:
+    """Whether requests would be answered otherwise: probes only look on, vectors are named."""
+    return any(kind_of(tensor.name) == "model" for tensor in manifest.tensors)
+
+
 def digest(tensors: Iterable[Tensor]) -> str:
     """What the tensors hold, however they were packed: equal content gives equal text."""
     parts = sorted((t.name, t.dtype, t.shape, t.checksum) for t in tensors)
