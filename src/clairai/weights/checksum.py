@@ -18,6 +18,7 @@ MIX: Final = 0xFF51AFD7ED558CCD
 SHIFTS: Final = (33, 29)
 MASK: Final = (1 << 64) - 1
 CHUNK_WORDS: Final = 1 << 15  # stays in the cache between the passes
+_PLACES: Final = np.arange(CHUNK_WORDS, dtype=np.uint64) * np.uint64(PLACE)
 
 
 def checksum(raw: memoryview | bytes) -> str:
@@ -36,13 +37,12 @@ def finish(total: int, nbytes: int) -> str:
 
 
 def _sum(words: NDArray[np.uint64], first: int) -> int:
-    places = np.arange(min(len(words), CHUNK_WORDS), dtype=np.uint64) * np.uint64(PLACE)
-    mixed, shifted = np.empty_like(places), np.empty_like(places)
+    mixed, shifted = np.empty((2, min(len(words), CHUNK_WORDS)), np.uint64)
     total = 0
     for start in range(0, len(words), CHUNK_WORDS):
         part = words[start : start + CHUNK_WORDS]
         x, y = mixed[: len(part)], shifted[: len(part)]
-        np.add(part, places[: len(part)], out=x)
+        np.add(part, _PLACES[: len(part)], out=x)
         np.add(x, np.uint64((first + start) * PLACE & MASK), out=x)
         np.bitwise_xor(x, np.right_shift(x, np.uint64(SHIFTS[0]), out=y), out=x)
         np.multiply(x, np.uint64(MIX), out=x)
