@@ -23,7 +23,7 @@ import numpy as np
 import clairai
 from bench import gpu_mute
 from bench.gpu_engines import Case, decode_times, engines
-from bench.gpu_overhead import NUM_NEW, each_worker
+from bench.gpu_overhead import NUM_NEW, decode_ratios, each_worker
 from clairai import wire_capture
 from clairai.offline import ask
 from tests.engine.process import EngineProcess
@@ -99,29 +99,13 @@ def measure(engine: EngineProcess, case: Case, options: argparse.Namespace) -> l
 def _decode(
     engine: EngineProcess, case: Case, load: Load, batch: int, rounds: int
 ) -> dict[str, Any]:
-    taken: dict[bool, list[Any]] = {False: [], True: []}
-    for turn in range(rounds + 1):
-        for is_on in (False, True) if turn % 2 else (True, False):
-            engine.call(each_worker, gpu_mute.serve_with_taps, is_on)
-            capture = load.capture if is_on else None
-            times = engine.call(decode_times, batch, NUM_NEW, ((),), capture)
-            if turn:
-                taken[is_on].append(np.percentile(times, (50, 99)))
-    ratios = np.median(np.array(taken[True]) / np.array(taken[False]), axis=0)
-    alone_ms = float(np.median(np.array(taken[False])[:, 0]) * 1e3)
-    sys.stdout.write(
-        f"| {case.name} | {load.name} | batch {batch} | {alone_ms:.3f} ms | "
-        f"p50 {ratios[0]:.4f} | p99 {ratios[1]:.4f} |\n"
-    )
-    sys.stdout.flush()
-    return {
-        "case": case.name,
-        "load": load.name,
-        "batch": batch,
-        "alone_ms": alone_ms,
-        "p50": float(ratios[0]),
-        "p99": float(ratios[1]),
-    }
+    def times(is_on: bool) -> Any:
+        capture = load.capture if is_on else None
+        return engine.call(decode_times, batch, NUM_NEW, ((),), capture)
+
+    found = decode_ratios(engine, rounds, times)
+    told = found.told(case.name, load.name, f"batch {batch}")
+    return {"case": case.name, "load": load.name, "batch": batch, **told}
 
 
 def _prefill(engine: EngineProcess, rounds: int) -> dict[str, Any]:

@@ -12,6 +12,7 @@ import json
 import sys
 import tempfile
 from collections.abc import Callable
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Final
 
@@ -57,7 +58,7 @@ def measure(engine: EngineProcess, case: Case, options: argparse.Namespace) -> d
         return {"case": case.name, "decode": [_alone(engine, case, b) for b in options.batches]}
     engine.call(each_worker, gpu_mute.capture_silent)
     decode = [_decode(engine, case, batch, options.rounds) for batch in options.batches]
-    seconds = _turns(engine, options.rounds, lambda: engine.call(prefill_seconds, 8, 2048))
+    seconds = _turns(engine, options.rounds, lambda _: engine.call(prefill_seconds, 8, 2048))
     prefill = float(np.median(seconds[False] / seconds[True]))
     sys.stdout.write(f"| {case.name} | prefill 8 x 2048 | throughput {prefill:.4f} |\n")
     sys.stdout.flush()
@@ -65,19 +66,37 @@ def measure(engine: EngineProcess, case: Case, options: argparse.Namespace) -> d
 
 
 def _decode(engine: EngineProcess, case: Case, batch: int, rounds: int) -> dict[str, Any]:
-    def percentiles() -> NDArray[np.float64]:
-        times = engine.call(decode_times, batch, NUM_NEW)
-        return np.array(np.percentile(times, (50, 99)))
+    found = decode_ratios(engine, rounds, lambda _: engine.call(decode_times, batch, NUM_NEW))
+    return {"batch": batch, **found.told(case.name, f"batch {batch}")}
 
-    turns = _turns(engine, rounds, percentiles)
-    ratios = np.median(turns[True] / turns[False], axis=0)
-    alone, tapped = (np.median(turns[is_on], axis=0) * 1e3 for is_on in (False, True))
-    sys.stdout.write(
-        f"| {case.name} | batch {batch} | {alone[0]:.3f} -> {tapped[0]:.3f} ms | "
-        f"p50 {ratios[0]:.4f} | p99 {ratios[1]:.4f} |\n"
-    )
-    sys.stdout.flush()
-    return {"batch": batch, "p50": ratios[0], "p99": ratios[1], "alone_ms": alone[0]}
+
+@dataclass(frozen=True)
+class Ratios:
+    """Time per output token, with over without: its median and its 99th percentile."""
+
+    p50: float
+    p99: float
+    alone_ms: float
+    tapped_ms: float
+
+    def told(self, *what: str) -> dict[str, Any]:
+        """Prints a line of a table; gives it as JSON has it."""
+        sys.stdout.write(
+            f"| {' | '.join(what)} | {self.alone_ms:.3f} -> {self.tapped_ms:.3f} ms | "
+            f"p50 {self.p50:.4f} | p99 {self.p99:.4f} |\n"
+        )
+        sys.stdout.flush()
+        return asdict(self)
+
+
+def decode_ratios(
+    engine: EngineProcess, rounds: int, times: Callable[[bool], NDArray[np.float64]]
+) -> Ratios:
+    """`times` gives seconds a step, for a turn with taps or without."""
+    turns = _turns(engine, rounds, lambda is_on: np.percentile(times(is_on), (50, 99)))
+    p50, p99 = np.median(turns[True] / turns[False], axis=0)
+    alone, tapped = (np.median(turns[is_on][:, 0]) * 1e3 for is_on in (False, True))
+    return Ratios(float(p50), float(p99), float(alone), float(tapped))
 
 
 def _alone(engine: EngineProcess, case: Case, batch: int) -> dict[str, Any]:
@@ -87,14 +106,14 @@ def _alone(engine: EngineProcess, case: Case, batch: int) -> dict[str, Any]:
 
 
 def _turns(
-    engine: EngineProcess, rounds: int, measure: Callable[[], Any]
+    engine: EngineProcess, rounds: int, measure: Callable[[bool], Any]
 ) -> dict[bool, NDArray[np.float64]]:
     """With taps and without, each in turn; which goes first alternates, the first round warms."""
     found: dict[bool, list[Any]] = {False: [], True: []}
     for turn in range(rounds + 1):
         for is_on in (False, True) if turn % 2 else (True, False):
             engine.call(each_worker, gpu_mute.serve_with_taps, is_on)
-            measured = measure()
+            measured = measure(is_on)
             if turn:
                 found[is_on].append(measured)
     return {is_on: np.array(values) for is_on, values in found.items()}

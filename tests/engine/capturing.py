@@ -13,6 +13,7 @@ import clairai
 from clairai import wire_capture
 from clairai.errors import ClairaiError
 from clairai.offline import ask as ask_engine
+from tests.engine import preempting
 
 
 @dataclass(frozen=True)
@@ -117,20 +118,9 @@ def refused(llm: Any, ask: Ask) -> tuple[str, str]:
 
 def preempted(llm: Any, asks: list[Ask]) -> tuple[int, list[list[Found]]]:
     """The same, and how often the scheduler preempted a request."""
-    scheduler = llm.llm_engine.engine_core.engine_core.scheduler
-    seen: list[int] = []
-    original = scheduler._preempt_request
-
-    def counted(request: Any, *args: Any, **kwargs: Any) -> Any:
-        seen.append(1)
-        return original(request, *args, **kwargs)
-
-    scheduler._preempt_request = counted
-    try:
+    with preempting.counted(llm) as seen:
         found = capture(llm, asks)
-        return len(seen), found
-    finally:
-        del scheduler._preempt_request
+    return len(seen), found
 
 
 def state(llm: Any) -> wire_capture.CaptureState:

@@ -10,6 +10,7 @@ from typing import Any
 
 import clairai
 from clairai.steer.files import loads
+from tests.engine import preempting
 
 NUM_LOGPROBS = 20
 
@@ -105,20 +106,9 @@ def reset_cache(llm: Any) -> None:
 
 
 def answer_and_count_preemptions(llm: Any, asks: list[Ask]) -> tuple[int, list[Answer]]:
-    scheduler = llm.llm_engine.engine_core.engine_core.scheduler
-    seen: list[int] = []
-    original = scheduler._preempt_request
-
-    def counted(request: Any, *args: Any, **kwargs: Any) -> Any:
-        seen.append(1)
-        return original(request, *args, **kwargs)
-
-    scheduler._preempt_request = counted
-    try:
+    with preempting.counted(llm) as seen:
         answers = answer(llm, asks)
-        return len(seen), answers
-    finally:
-        del scheduler._preempt_request
+    return len(seen), answers
 
 
 def forget_keys(llm: Any) -> None:

@@ -5,7 +5,6 @@ T = tokens, D = model width, R = rows of the stash.
 
 from __future__ import annotations
 
-import importlib.util
 from pathlib import Path
 from types import ModuleType
 
@@ -17,6 +16,7 @@ from clairai.tap import norm_kernel
 from clairai.tap.norm_kernel import Norm, norm_twin
 from clairai.tap.steer_kernel import Steerer
 from clairai.tap.steer_tables import SteerTables
+from tests.kernels.planting import planted
 from tests.unit.toy_courses import WIDTH
 from tests.unit.toy_steer import ToyFleet, drill, fleet, random_history
 
@@ -109,21 +109,8 @@ PLANTED = {
 }
 
 
-def planted(tmp_path: Path, old: str, new: str) -> ModuleType:
-    source = Path(norm_kernel.__file__).read_text()
-    assert source.count(old) == 1
-    path = tmp_path / "planted.py"
-    path.write_text(source.replace(old, new))
-    spec = importlib.util.spec_from_file_location("planted", path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
 @pytest.mark.parametrize("bug", PLANTED)
 def test_a_planted_bug_is_caught(bug: str, tmp_path: Path) -> None:
-    held = norm_fleet(planted(tmp_path, *PLANTED[bug]))
+    held = norm_fleet(planted(norm_kernel, tmp_path, *PLANTED[bug]))
     with pytest.raises(AssertionError):
         assert not any(drill(held, 0))

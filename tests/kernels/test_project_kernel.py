@@ -5,7 +5,6 @@ M = rows, D = model width, K = projected.
 
 from __future__ import annotations
 
-import importlib.util
 from pathlib import Path
 from types import ModuleType
 
@@ -16,6 +15,7 @@ import torch
 from clairai.store.codecs.rp8 import Rp8
 from clairai.tap import project_kernel
 from clairai.tap.philox_twin import signs_twin
+from tests.kernels.planting import planted
 
 CPU = torch.device("cpu")
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
@@ -74,23 +74,10 @@ PLANTED = {
 }
 
 
-def planted(tmp_path: Path, old: str, new: str) -> ModuleType:
-    source = Path(project_kernel.__file__).read_text()
-    assert source.count(old) == 1
-    path = tmp_path / "planted.py"
-    path.write_text(source.replace(old, new))
-    spec = importlib.util.spec_from_file_location("planted", path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
 @pytest.mark.parametrize("bug", PLANTED)
 def test_a_planted_bug_is_caught(bug: str, tmp_path: Path) -> None:
     given = rows(6, 40, seed=2)
     given[1, 3] = given[2, 3] = torch.inf
     given[2, 9] = -torch.inf
     given[4, 11] = torch.nan
-    assert differences(given, Rp8(k=16), planted(tmp_path, *PLANTED[bug]))
+    assert differences(given, Rp8(k=16), planted(project_kernel, tmp_path, *PLANTED[bug]))

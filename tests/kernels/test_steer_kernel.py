@@ -5,7 +5,6 @@ T = tokens, D = model width. The kernel's source with a bug in it is caught by t
 
 from __future__ import annotations
 
-import importlib.util
 from pathlib import Path
 
 import numpy as np
@@ -20,6 +19,7 @@ from clairai.tap.steer_kernel import Steerer
 from clairai.tap.steer_tables import Steer, SteerTables
 from clairai.tap.steer_twin import steer_twin
 from clairai.tap.steering import Steering
+from tests.kernels.planting import planted
 from tests.unit.toy_courses import WIDTH, courses_of_one_program, random_course, row
 from tests.unit.toy_steer import Request, ToyFleet, drill, fleet, random_history, wrong_in
 
@@ -163,23 +163,14 @@ PLANTED = {
 SEED = 0
 
 
-def planted(tmp_path: Path, old: str, new: str, width: int = WIDTH) -> Steer:
-    source = Path(steer_kernel.__file__).read_text()
-    assert source.count(old) == 1
-    path = tmp_path / "planted.py"
-    path.write_text(source.replace(old, new))
-    spec = importlib.util.spec_from_file_location("planted", path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    steer: Steer = module.Steerer(width)
+def steer_with_bug(tmp_path: Path, old: str, new: str, width: int = WIDTH) -> Steer:
+    steer: Steer = planted(steer_kernel, tmp_path, old, new).Steerer(width)
     return steer
 
 
 @pytest.mark.parametrize("bug", PLANTED)
 def test_a_planted_bug_is_caught(bug: str, tmp_path: Path) -> None:
-    steer = planted(tmp_path, *PLANTED[bug])
+    steer = steer_with_bug(tmp_path, *PLANTED[bug])
     assert any(drill(kernel_fleet(steer=steer), SEED))
 
 
@@ -208,8 +199,8 @@ def test_rows_that_are_passed_over_are_those_that_nothing_acts_on(tmp_path: Path
     condition = "(run != 0) | (tl.load(entry_ptr) > 0)"
     assert _is_walked(Steerer(70))
     assert _is_alone(Steerer(70))
-    assert not _is_walked(planted(tmp_path, condition, "tl.load(entry_ptr) > 0", 70))
-    assert not _is_alone(planted(tmp_path, condition, "run != 0", 70))
+    assert not _is_walked(steer_with_bug(tmp_path, condition, "tl.load(entry_ptr) > 0", 70))
+    assert not _is_alone(steer_with_bug(tmp_path, condition, "run != 0", 70))
 
 
 def test_without_a_planted_bug_the_drill_is_right() -> None:

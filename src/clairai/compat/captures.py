@@ -189,7 +189,10 @@ def _origin(about: About, encoder: Encoder) -> Origin:
 
 
 def weights_version(model: Any) -> str:
-    """Of the weights as this rank serves them: other values, types or shapes, another version."""
+    """Of the weights as this rank serves them: by names, types, shapes and a sample of values.
+
+    Weights that differ nowhere in the sample have one version: a training step moves them all.
+    """
     digest = hashlib.sha256()
     for name, parameter in sorted(model.named_parameters()):
         flat = parameter.detach().reshape(-1)

@@ -5,13 +5,13 @@ from __future__ import annotations
 import os
 from dataclasses import replace
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from clairai.demo.model import NAME, smollm2
+from clairai.demo.model import NAME, cache_folder, smollm2
 from clairai.offline import config
 from clairai.ring.folder import runtime_dir
 from clairai.serve.ask import Scored, ask
@@ -32,13 +32,15 @@ from clairai.sidecar.table import marked
 MAX_ANSWER_TOKENS: Final = 64
 EXAMPLES: Final = Path(__file__).parent / "examples.json"
 TRY: Final = 'try: ask it "Write a loop in C.", choose the probe `code`, and watch the tokens turn'
+STAGING_MIB: Final = 32  # a model of this size fills no more
 _MAX_CORES: Final = 8  # more make a model of this size no faster
 
 
 def demo(outside: Outside, voice: Voice, *, on_death: OnDeath) -> None:
     """The command `clairai demo`; whichever way it ends, vLLM ends with it."""
     folder = runtime_dir()
-    launch = _launch(folder)
+    captures = cache_folder() / f"captures-{outside.bind.port}"
+    launch = _launch(folder, {"folder": str(captures), "staging_mib": STAGING_MIB})
     run_service(
         launch,
         replace(outside, examples=EXAMPLES).settings(launch.bind.url, folder),
@@ -46,7 +48,11 @@ def demo(outside: Outside, voice: Voice, *, on_death: OnDeath) -> None:
         voice,
         log=EngineLog(folder / f"vllm-{outside.bind.port}.log"),
         on_death=on_death,
-        banner=lambda: [*banner(_described(launch), outside.bind), TRY],
+        banner=lambda: [
+            *banner(_described(launch), outside.bind),
+            f"rows of requests that ask for it are kept in {captures}",
+            TRY,
+        ],
     )
 
 
@@ -79,14 +85,14 @@ def print_scored(console: Console, scored: Scored) -> None:
     console.print(table)
 
 
-def _launch(folder: Path) -> Launch:
+def _launch(folder: Path, capture: dict[str, Any] | None = None) -> Launch:
     probes = sorted((Path(__file__).parent / "probes").glob("*.safetensors"))
     is_cpu = is_cpu_build()
     kind = ("float32", "--enforce-eager") if is_cpu else ("bfloat16",)
     arguments = ("--served-model-name", NAME, "--max-model-len", "2048", QUIET, "--dtype", *kind)
     variables = {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"} | (_cpu() if is_cpu else {})
     vectors = sorted((Path(__file__).parent / "vectors").glob("*.safetensors"))
-    tapped = config(probes=probes, vectors=vectors, runtime_dir=str(folder))
+    tapped = config(probes=probes, vectors=vectors, capture=capture, runtime_dir=str(folder))
     return Launch(str(smollm2()), tapped, PrivateSocket.within(folder), arguments, variables)
 
 

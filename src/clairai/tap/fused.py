@@ -20,11 +20,11 @@ class FusedSite:
     """
 
     def __init__(self, tables: Tables, name: str, epsilon: float) -> None:
+        from clairai.tap.norm_kernel import Norm  # an engine on a CPU may have no Triton
+
         index = tables.sites.index(name)
         self._site = Site(tables, index)
         self._stash_RD = tables.stash_SRD[index]
-        from clairai.tap.norm_kernel import Norm  # an engine on a CPU may have no Triton
-
         width = self._stash_RD.shape[1]
         self._norm = Norm(width, epsilon, self._stash_RD, tables.ran_S[index])
         self._max_tokens = tables.max_tokens

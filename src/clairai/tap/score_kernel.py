@@ -131,6 +131,11 @@ def score_stash(stash_ptr, site_rows, weights_ptr, bias_ptr, activation_ptr, sco
                activation_ptr + far * K, first_t, first_k, T, K, TILE_T, TILE_K)  # fmt: skip
 
 
+def _tile_k(capacity: int) -> int:
+    """Probes that one program scores: rows have the same bits wherever they are scored."""
+    return int(min(max(TILE_T, triton.next_power_of_2(capacity)), MAX_TILE_K))
+
+
 class StashScorer:
     """Launches the kernel above; compiled beforehand, since it is on the way of every step."""
 
@@ -140,7 +145,7 @@ class StashScorer:
         num_sites, halves, width, capacity = tables.weights_SHDK.shape
         self.max_tokens = tables.stash_SRD.shape[1]
         self._sizes = (tables.max_tokens, width, capacity)
-        tile_k = min(max(TILE_T, triton.next_power_of_2(capacity)), MAX_TILE_K)
+        tile_k = _tile_k(capacity)
         self._grid = (triton.cdiv(capacity, tile_k), num_sites)
         self._constants: dict[str, Any] = {
             "TILE_T": TILE_T,
@@ -169,7 +174,7 @@ class Scorer:
     """Launches the kernel; taps of one engine run one by one, and share its scratch memory."""
 
     def __init__(self, width: int, capacity: int, max_tokens: int, device: torch.device) -> None:
-        tile_k = min(max(TILE_T, triton.next_power_of_2(capacity)), MAX_TILE_K)
+        tile_k = _tile_k(capacity)
         self._tiles_k = triton.cdiv(capacity, tile_k)
         self._slices = triton.cdiv(width, SLICE_D)
         block = self._slices * self._tiles_k * tile_k * TILE_T

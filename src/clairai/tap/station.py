@@ -122,7 +122,9 @@ class Station:
         """Whose rows they are does not depend on what steers them."""
 
     def blank(self) -> None:
-        """Nobody's rows are not published: nothing to clear."""
+        """Nobody's rows are not published; but they are written where the last step's lie."""
+        if self._is_serving:
+            self._outlet.begin()
 
     def _send(self, rows: StepRows, inputs: Inputs) -> None:
         self._step_number += 1

@@ -14,9 +14,9 @@ export type ClairaiFields = Schemas["ClairaiFields"];
 export type TokenEvent = Schemas["TokenEvent"];
 export type ProbeUpdateEvent = Schemas["ProbeUpdateEvent"];
 export type ProbeFinalEvent = Schemas["ProbeFinalEvent"];
-/** Runs that were kept before there were rules have no reasons. */
-export type DoneEvent = Omit<Schemas["DoneEvent"], "stop_reasons"> &
-  Partial<Pick<Schemas["DoneEvent"], "stop_reasons">>;
+/** Runs that were kept before there were rules and captures know of neither. */
+export type DoneEvent = Omit<Schemas["DoneEvent"], "stop_reasons" | "capture"> &
+  Partial<Pick<Schemas["DoneEvent"], "stop_reasons" | "capture">>;
 export type ErrorDetail = Schemas["ErrorDetail"];
 export type Part = TokenEvent["part"];
 

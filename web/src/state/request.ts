@@ -9,7 +9,7 @@ export interface CompletionBody {
   model: string;
   messages: Message[];
   stream: true;
-  clairai: Omit<ClairaiFields, "steer" | "stop"> & { steer?: SteerEntry[]; stop?: StopRule[] };
+  clairai: Omit<ClairaiFields, "steer" | "stop" | "capture"> & { steer?: SteerEntry[]; stop?: StopRule[] };
   [setting: string]: unknown;
 }
 
