@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from clairai.tap.fused import FusedSite
+from clairai.tap.launch import Driver
 from clairai.tap.norm_kernel import Norm, norm_twin
 from clairai.tap.rows import Batch
 from clairai.tap.score_kernel import StashScorer
@@ -88,7 +89,7 @@ def test_a_fused_site_has_the_scores_of_a_plain_one(num_tokens: int, dtype: str)
         held.score_later(name)
     held.load(bank(3, width, capacity))
     scorer = StashScorer(held)
-    scorer.prepare()
+    scorer.prepare(Driver())
     x_TD, residual_TD = pair(num_tokens, width, dtype)
     weight_D = torch.ones(width, device="cuda", dtype=x_TD.dtype)
     streams = [site.norm(x_TD, residual_TD, weight_D)[1] for site in sites]

@@ -20,6 +20,7 @@ from clairai.errors import EngineGoneError
 from clairai.ring.cuda import Gpu
 from clairai.ring.layout import RingHeader, RingShape, epoch_low
 from clairai.tap import commit_kernel as kernel
+from clairai.tap.launch import Driver, Kernel, by_name
 from clairai.tap.outlet import Inputs, Step
 from clairai.tap.rows import Roster, StepRows
 from clairai.tap.score_kernel import StashScorer
@@ -41,6 +42,7 @@ class Brief:
         num_words = plan + events + (max_tokens + 1) // 2
         is_pinned = torch.cuda.is_available()
         self.memory = torch.zeros(num_words, dtype=torch.int64, pin_memory=is_pinned)
+        self.address = self.memory.data_ptr()
         words = self.memory.numpy()
         self._head = words[: kernel.BRIEF_HEAD]
         self._plan_FR = words[kernel.BRIEF_HEAD : plan].reshape(kernel.PLAN_FIELDS, max_requests)
@@ -168,61 +170,62 @@ def _wait_for(brief: Brief) -> None:
 class GpuLaunch:
     """Runs the kernel on a stream of its own, between this step's forward and the next one's.
 
-    On the way of every step: so the kernel is compiled beforehand, all its arguments but two are
-    laid out once, and streams are told apart by the driver's own calls (torch's take 10 times as
-    long).
+    On the way of every step: so the kernels are compiled beforehand, their arguments laid out once,
+    and launched by calls that keep Python's lock (launch.py).
     """
 
     def __init__(self, ring: int, shape: RingShape, tables: Tables, max_requests: int) -> None:
         """`ring` is the address of the ring as the GPU sees it."""
-        self._gpu = Gpu(tables.device.index or 0)
+        gpu = Gpu(tables.device.index or 0)
+        self._driver = Driver()
         self._stream = torch.cuda.Stream(tables.device)
-        self._side = self._gpu.stream(self._stream.cuda_stream)
-        self._forward_done, self._committed = self._gpu.event(), self._gpu.event()
+        self._side, self._device = self._stream.cuda_stream, self._stream.device_index
+        self._forward_done, self._committed = int(gpu.event()), int(gpu.event())
         ticket = torch.zeros(1, dtype=torch.int32, device=tables.device)
         self._held = (tables.scores_STK, tables.offset_C, ticket)  # their addresses are given
-        self._scores = tuple(tensor.data_ptr() for tensor in self._held[:2])
-        sizes = (shape.slots, shape.slot_bytes, tables.scores_STK.shape[2])
-        self._ring, self._sizes = ring, (ticket.data_ptr(), *sizes)
-        self._constants = constants(shape, max_requests)
-        self._compiled: Any = None
+        self._ring, self._shape, self._max_requests = ring, shape, max_requests
         self._score = StashScorer(tables)
 
     def begin(self) -> None:
         # The scores, positions and token ids of the last step are read until here.
-        self._gpu.wait(self._main(), self._committed)
+        self._driver.wait(self._main(), self._committed)
 
     def __call__(self, brief: Brief, inputs: Inputs, grids: Iterator[tuple[int, int]]) -> None:
-        self._gpu.record(self._forward_done, self._main())
-        self._gpu.wait(self._side, self._forward_done)
+        self._driver.record(self._forward_done, self._main())
+        self._driver.wait(self._side, self._forward_done)
         if 0 < brief.num_tokens <= self._score.max_tokens:  # else the forward itself has scored
-            self._score(brief.num_tokens, self._stream.cuda_stream)
-        read = (inputs.positions_T.data_ptr(), inputs.token_ids_T.data_ptr())
-        given = (self._ring, brief.memory.data_ptr(), *self._scores, *read, *self._sizes)
-        stream = self._stream.cuda_stream
+            self._score(brief.num_tokens, self._side)
+        cells = self._commit.cells
+        cells["brief_ptr"].value = brief.address
+        cells["positions_ptr"].value = inputs.positions_T.data_ptr()
+        cells["token_ids_ptr"].value = inputs.token_ids_T.data_ptr()
         for part, grid in enumerate(grids):
-            launch = self._compiled[(*grid, 1)]
-            launch(*given, part, *self._constants.values(), stream=stream)
-        self._gpu.record(self._committed, self._side)
+            cells["part"].value = part
+            self._commit((*grid, 1), self._side)
+        self._driver.record(self._committed, self._side)
 
     def follow(self, stream: int) -> None:
-        self._gpu.wait(self._gpu.stream(stream), self._committed)
+        self._driver.wait(stream, self._committed)
 
     def flush(self) -> None:
         self._stream.synchronize()
 
-    def _main(self) -> Any:
+    def _main(self) -> int:
         """The stream that vLLM runs the model on, in this thread."""
-        return self._gpu.stream(torch._C._cuda_getCurrentRawStream(self._stream.device_index))
+        return int(torch._C._cuda_getCurrentRawStream(self._device))
 
     def prepare(self, brief: Brief, inputs: Inputs) -> None:
         """Compile the kernel for inputs of these types."""
         scores_STK, offset_C, ticket = self._held
+        sizes = (self._shape.slots, self._shape.slot_bytes, scores_STK.shape[2], 0)
         read = (scores_STK, offset_C, inputs.positions_T, inputs.token_ids_T, ticket)
-        given = (Address(self._ring), brief.memory, *read, *self._sizes[1:], 0)
-        self._compiled = kernel.commit.warmup(*given, **self._constants, grid=(1,))
+        given = (Address(self._ring), brief.memory, *read, *sizes)
+        compiled = kernel.commit.warmup(
+            *given, **constants(self._shape, self._max_requests), grid=(1,)
+        )
+        self._commit = Kernel(self._driver, compiled, by_name(kernel.commit, given))
         if self._score.max_tokens:
-            self._score.prepare()
+            self._score.prepare(self._driver)
 
 
 class Address:

@@ -15,6 +15,8 @@ import torch
 import triton
 import triton.language as tl
 
+from clairai.tap.launch import Driver, Kernel, by_name
+
 if TYPE_CHECKING:
     from clairai.tap.tables import Tables
 
@@ -156,18 +158,17 @@ class StashScorer:
         }
         self._num_warps = tile_k // 8
 
-    def prepare(self) -> None:
+    def prepare(self, driver: Driver) -> None:
         stash, *others = self._read
         given = (stash, self.max_tokens, *others, 1, *self._sizes)
-        self._compiled = score_stash.warmup(
+        compiled = score_stash.warmup(
             *given, **self._constants, num_warps=self._num_warps, grid=(1,)
         )
-        stash, *others = (tensor.data_ptr() for tensor in self._read)
-        self._given = (stash, self.max_tokens, *others)
+        self._kernel = Kernel(driver, compiled, by_name(score_stash, given))
 
     def __call__(self, num_tokens: int, stream: int) -> None:
-        launch = self._compiled[(triton.cdiv(num_tokens, TILE_T), *self._grid)]
-        launch(*self._given, num_tokens, *self._sizes, *self._constants.values(), stream=stream)
+        self._kernel.cells["T"].value = num_tokens
+        self._kernel((-(-num_tokens // TILE_T), *self._grid), stream)
 
 
 class Scorer:
