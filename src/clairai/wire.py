@@ -67,11 +67,15 @@ class ListedProbe(ProbeInfo, frozen=True, forbid_unknown_fields=True):
     histogram: Histogram | None = None
 
 
-class Bank(msgspec.Struct, frozen=True, tag="bank", forbid_unknown_fields=True):
-    """The columns of every record that carries this `version`, in order."""
+class Bank(msgspec.Struct, frozen=True, tag="bank", forbid_unknown_fields=True, omit_defaults=True):
+    """The columns of every record that carries this `version`, in order.
+
+    New weights make a new version too, so that records say at no cost whose rows they hold.
+    """
 
     version: int
     probes: tuple[ProbeInfo, ...]
+    weights: int | None = None  # version of the model's weights; None: they never change here
 
 
 class AskBank(msgspec.Struct, frozen=True, tag="ask_bank", forbid_unknown_fields=True):
@@ -153,6 +157,7 @@ Control = (
     | wire_steer.Control
     | wire_capture.Control
     | wire_weights.Control
+    | wire_weights.FindVersions
 )
 
 

@@ -58,6 +58,12 @@ class CommitWeights(Question, frozen=True, tag="commit_weights", forbid_unknown_
 Control = DescribeWeights | ListTensors | CheckWeights | PlanWeights | VerifyWeights | CommitWeights
 
 
+class FindVersions(msgspec.Struct, frozen=True, tag="find_versions", forbid_unknown_fields=True):
+    """With which weights did these streams begin?"""
+
+    streams: tuple[int, ...]
+
+
 class WeightsState(msgspec.Struct, frozen=True, tag="weights_state", forbid_unknown_fields=True):
     """The weights that serve now."""
 
@@ -116,7 +122,13 @@ class WeightsCommitted(
     vector_rows: tuple[Rows, ...] = ()
 
 
-Reply = WeightsState | Tensors | WeightsPlanned | WeightsCommitted
+class Versions(msgspec.Struct, frozen=True, tag="versions", forbid_unknown_fields=True):
+    """Of each stream that was asked for; None for one that has not begun, or is not remembered."""
+
+    versions: tuple[int | None, ...]
+
+
+Reply = WeightsState | Tensors | WeightsPlanned | WeightsCommitted | Versions
 
 
 # On the socket: the engine greets, the sender offers buffer after buffer.

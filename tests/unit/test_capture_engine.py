@@ -17,7 +17,7 @@ from clairai.capture.order import Hold
 from clairai.capture.resolve import Resolver
 from clairai.capture.setting import Setting
 from clairai.compat import captures
-from clairai.compat.captures import ORDER, read_order, weights_version, with_wanted_rows
+from clairai.compat.captures import ORDER, fingerprint, read_order, with_wanted_rows
 from clairai.compat.requests import Reception
 from clairai.errors import CaptureOffError, UnsupportedError
 from clairai.settings import Plan, Settings
@@ -102,32 +102,25 @@ def test_a_prompt_whose_rule_looks_at_its_scores_is_forwarded_whole() -> None:
     assert order(ranges=[(90, 95)], hold=Hold("anger", 1.0)).first_position == 0
 
 
-def test_weights_have_a_version_that_changes_with_them() -> None:
+def test_weights_have_a_fingerprint_that_changes_with_them() -> None:
     torch.manual_seed(0)
     model = torch.nn.Linear(8, 8)
-    version = weights_version(model)
-    assert version == weights_version(copy.deepcopy(model))
+    before = fingerprint(model)
+    assert before == fingerprint(copy.deepcopy(model))
     with torch.no_grad():
         model.weight[3, 3] += 1
-    assert weights_version(model) != version
-    assert len({weights_version(model.to(dtype)) for dtype in (torch.float32, torch.float16)}) == 2
+    assert fingerprint(model) != before
+    assert len({fingerprint(model.to(dtype)) for dtype in (torch.float32, torch.float16)}) == 2
 
 
 def test_rows_after_a_change_of_the_weights_are_of_the_new_ones() -> None:
     model = torch.nn.Linear(4, 4)
-
-    def reload_weights(value: float) -> None:
-        with torch.no_grad():
-            model.weight.fill_(value)
-
-    runner = SimpleNamespace(get_model=lambda: model)
-    worker = SimpleNamespace(model_runner=runner, reload_weights=reload_weights)
+    worker = SimpleNamespace(model_runner=SimpleNamespace(get_model=lambda: model))
     about = About("m", "first", "float32", 64, ())
     with rig() as made:
-        captures._watch_weights(worker, about, made.collector)
         made.enter("a", 1, order())
         made.step(("a", 0, 2))
-        worker.reload_weights(3.0)
+        captures._relabel(worker, about, made.collector, 7)
         made.step(("a", 2, 1))
         assert made.found(1).rows == 3
     weights = {
@@ -135,7 +128,7 @@ def test_rows_after_a_change_of_the_weights_are_of_the_new_ones() -> None:
         for block in made.consumers["toy"].blocks
         for at in block.rows_N["position"]
     }
-    assert weights == {0: "w", 1: "w", 2: weights_version(model)}
+    assert weights == {0: "w", 1: "w", 2: f"7-{fingerprint(model)}"}
 
 
 def _config(**changes: Any) -> Any:

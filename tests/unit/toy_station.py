@@ -28,7 +28,7 @@ POINTS = (FIRST, SECOND)
 
 
 @contextmanager
-def running_station(runtime: Path) -> Iterator[Station]:
+def running_station(runtime: Path, *, weights: int | None = None) -> Iterator[Station]:
     """A station that is gone, with its ring and its socket, after the block."""
     settings = Settings(
         points=tuple(map(str, POINTS)), capacity=CAPACITY, ring_mib=1, runtime_dir=str(runtime)
@@ -36,7 +36,8 @@ def running_station(runtime: Path) -> Iterator[Station]:
     names = list(dict.fromkeys(SITE_OF[point] for point in POINTS))
     tables = Tables(names, width=WIDTH, capacity=CAPACITY, max_tokens=MAX_TOKENS, device="cpu")
     columns = Columns.empty(POINTS, CAPACITY, WIDTH, "org/toy", SITE_OF)
-    station = Station(settings, tables, columns, About("toy", "0.0.0", settings.points))
+    about = About("toy", "0.0.0", settings.points, weights=weights)
+    station = Station(settings, tables, columns, about)
     station.serve()
     try:
         yield station

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import functools
 import hashlib
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, Final
 
@@ -31,10 +30,6 @@ from clairai.tap.tables import Tables
 from clairai.tap.taker import Taker
 
 ORDER: Final = "clairai_order"  # what the engine core leaves in extra_args for the worker
-# v1/worker/gpu_worker.py Worker, 0.26 and 0.32; the last is not in 0.26
-CHANGES_WEIGHTS: Final = (
-    *("reload_weights", "update_weights", "finish_weight_update", "reset_weights"),
-)
 SAMPLED_VALUES: Final = 64  # of each parameter
 
 
@@ -133,7 +128,7 @@ def make_capture(worker: Any, setting: Setting, sites: Sites) -> Capture:
     tables, station = worker.clairai_tables, worker.clairai_station
     about = About(
         model=station.about.model,
-        weights=weights_version(worker.model_runner.get_model()),
+        weights=weights_name(worker, station.weights),
         dtype=str(worker.vllm_config.model_config.dtype).removeprefix("torch."),
         width=sites.width,
         points=station.about.points,
@@ -149,32 +144,20 @@ def make_capture(worker: Any, setting: Setting, sites: Sites) -> Capture:
     )
     taker = Taker(tables, consumers, collector, staging_nbytes=staging_nbytes)
     taker.prepare(setting.encoder.for_rows(about.dtype))
-    _watch_weights(worker, about, collector)
+    station.followers.append(functools.partial(_relabel, worker, about, collector))
     return Capture(taker, collector, _places(sites, tables), station)
 
 
-def _watch_weights(worker: Any, about: About, collector: Collector) -> None:
+def _relabel(worker: Any, about: About, collector: Collector, version: int) -> None:
     """Rows are of the weights they were computed with, also after those were changed."""
-
-    def relabel() -> None:
-        version = weights_version(worker.model_runner.get_model())
-        collector.relabel(functools.partial(_origin, replace(about, weights=version)))
-
-    for name in CHANGES_WEIGHTS:
-        original = getattr(worker, name, None)
-        if original is not None:
-            setattr(worker, name, _followed(original, relabel))
+    named = replace(about, weights=weights_name(worker, version))
+    collector.relabel(functools.partial(_origin, named))
 
 
-def _followed(original: Any, then: Callable[[], None]) -> Any:
-    @functools.wraps(original)
-    def wrapped(*args: Any, **kwargs: Any) -> Any:
-        try:
-            return original(*args, **kwargs)
-        finally:
-            then()
-
-    return wrapped
+def weights_name(worker: Any, version: int | None) -> str:
+    """What rows say of their weights: the engine's count of them, and what they hold."""
+    held = fingerprint(worker.model_runner.get_model())
+    return held if version is None else f"{version}-{held}"
 
 
 def _origin(about: About, encoder: Encoder) -> Origin:
@@ -188,10 +171,10 @@ def _origin(about: About, encoder: Encoder) -> Origin:
     )
 
 
-def weights_version(model: Any) -> str:
+def fingerprint(model: Any) -> str:
     """Of the weights as this rank serves them: by names, types, shapes and a sample of values.
 
-    Weights that differ nowhere in the sample have one version: a training step moves them all.
+    Weights that differ nowhere in the sample have one: a training step moves them all.
     """
     digest = hashlib.sha256()
     for name, parameter in sorted(model.named_parameters()):

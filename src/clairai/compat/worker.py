@@ -16,6 +16,7 @@ import msgspec
 from clairai import wire
 from clairai.compat import (
     captures,
+    changes,
     core,
     fused,
     joins,
@@ -125,6 +126,7 @@ def _install(worker: Any, settings: Settings, planned: Plan) -> None:
     listeners = [*_steered(worker, settings, sites, tables)]
     if worker.rank == 0:  # every rank holds the whole residual: the first one speaks for all
         worker.clairai_station = _station(worker, settings, planned, sites)
+        changes.watch(worker, worker.clairai_station)
         listeners.append(worker.clairai_station)
         listeners += _captured(worker, settings, sites)  # behind the scores that rules wait for
     if listeners:
@@ -161,6 +163,7 @@ def _station(worker: Any, settings: Settings, planned: Plan, sites: layers.Sites
         vllm=version.vllm_version(),
         points=tuple(str(point) for point in planned.points),
         max_requests=config.scheduler_config.max_num_seqs,
+        weights=0 if changes.takes_weights(config) else None,
     )
     return Station(settings, worker.clairai_tables, columns, about)
 

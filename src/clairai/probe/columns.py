@@ -71,9 +71,10 @@ class Columns:
         """Every probe, in column order."""
         return tuple(column.probe for column in self.columns)
 
-    def bank(self) -> wire.Bank:
+    def bank(self, weights: int | None = None) -> wire.Bank:
         """What readers are told: the columns of records that carry this version."""
-        return wire.Bank(self.version, tuple(column.probe.info() for column in self.columns))
+        probes = tuple(column.probe.info() for column in self.columns)
+        return wire.Bank(self.version, probes, weights)
 
     def slots(self) -> tuple[tuple[int, int], ...]:
         """(site_index, slot_index) of each column, in column order."""

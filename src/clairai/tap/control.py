@@ -43,6 +43,8 @@ def answer(
         control = _DECODER.decode(message)
         if isinstance(control, wire_capture.Control):
             reply: wire.ControlReply = _captured(capture, control)
+        elif isinstance(control, wire_weights.FindVersions):
+            reply = wire_weights.Versions(tuple(map(station.began_with, control.streams)))
         elif isinstance(control, wire_weights.Control):
             reply = _handed(handover, control)
         else:
@@ -75,9 +77,7 @@ def _reply(station: Station, control: wire.Control) -> wire.ControlReply:
         case wire.FindStreams(request_ids):
             return wire.Streams(tuple(map(station.stream_of, request_ids)))
         case wire.AddProbes() | wire.ReplaceProbes() | wire.RemoveProbes():
-            columns = _changed(station.columns, control)
-            station.install(columns)
-            return _state(columns)
+            return _state(station.install(_changed(station.columns, control)))
         case _:
             return wire.Refusal("unsupported", "the engine core answers this, not a worker")
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final
 
 from clairai import wire
@@ -51,9 +51,14 @@ class Station:
         self._step_number = 0
         self._rows: StepRows | None = None
         self._streams: OrderedDict[str, int] = OrderedDict()
+        self._began: OrderedDict[int, int] = OrderedDict()  # streams, and with which weights
         self._banks: OrderedDict[int, wire.Bank] = OrderedDict()
+        self.weights = about.weights
+        self.followers: list[Callable[[int], None]] = []  # who else is told of new weights
         self._open_ring(settings)
-        self.install(columns)
+        self.columns = columns
+        self.tables.load(columns)
+        self._make_known(columns)
 
     def _open_ring(self, settings: Settings) -> None:
         epoch = self.epoch = new_epoch()
@@ -77,13 +82,25 @@ class Station:
         self.server = RingServer(folder, home.memory, welcome, self._banks.get)
         self._outlet = home.outlet
 
-    def install(self, columns: Columns) -> None:
-        """Make this the bank of every step from now on."""
+    def install(self, columns: Columns) -> Columns:
+        """Make this the bank of every step from now on; gives it with the version it has here."""
         self._outlet.flush()  # until then the last steps still read the old one
         self.tables.load(columns)
+        self._make_known(replace(columns, version=self.columns.version + 1))
+        return self.columns
+
+    def reweigh(self, version: int) -> None:
+        """Rows from now on are of these weights of the model; runs between steps."""
+        self._outlet.flush()
+        self.weights = version
+        self._make_known(replace(self.columns, version=self.columns.version + 1))
+        for follower in self.followers:
+            follower(version)
+
+    def _make_known(self, columns: Columns) -> None:
+        """To readers before the first record that carries its version is published."""
         self.columns = columns
-        # Known to readers before the first record that carries it is published.
-        self._banks[columns.version] = columns.bank()
+        self._banks[columns.version] = columns.bank(self.weights)
         while len(self._banks) > REMEMBERED_BANKS:
             self._banks.popitem(last=False)
 
@@ -103,10 +120,17 @@ class Station:
             self._book.close(req_id)
         for request in new:
             self._book.open(request.req_id, request.mark, request.prompt_len)
-            self._streams[request.request_id] = request.mark.stream
-        while len(self._streams) > REMEMBERED_STREAMS:
-            self._streams.popitem(last=False)
+            self._remember(request)
         self._rows = None
+
+    def _remember(self, request: NewRequest) -> None:
+        self._streams[request.request_id] = request.mark.stream
+        if len(self._streams) > REMEMBERED_STREAMS:
+            self._streams.popitem(last=False)
+        if self.weights is not None:
+            self._began[request.mark.stream] = self.weights
+        if len(self._began) > REMEMBERED_STREAMS:
+            self._began.popitem(last=False)
 
     def place(self, batch: Batch) -> None:
         if self._is_serving:
@@ -151,6 +175,10 @@ class Station:
     def stream_of(self, request_id: str) -> int | None:
         return self._streams.get(request_id)
 
+    def began_with(self, stream: int) -> int | None:
+        """Version of the weights of a stream's first forward; None if there was none yet."""
+        return self._began.get(stream)
+
     def close(self) -> None:
         self._outlet.close()
         self.server.close()
@@ -165,3 +193,4 @@ class About:
     vllm: str
     points: tuple[str, ...]
     max_requests: int = 1024  # at once
+    weights: int | None = None  # version of those it is started with; None: it takes no others

@@ -201,7 +201,7 @@ class Handover:
     def _committed(self) -> wire_weights.WeightsCommitted:
         served, columns = self._intake.served, self._intake.pending
         if columns is not None:
-            self._station.install(columns)
+            columns = self._station.install(columns)
         return wire_weights.WeightsCommitted(
             version=served.version,
             digest=served.digest,
