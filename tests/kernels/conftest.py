@@ -24,6 +24,7 @@ INTERPRETED = (
     "test_project_kernel.py",
     "test_score_kernel.py",
     "test_steer_kernel.py",
+    "test_sum_kernel.py",
 )
 collect_ignore = list(COMPILED if IS_INTERPRETING else INTERPRETED)
 

@@ -11,6 +11,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from clairai.tap import norm_kernel, project_kernel, steer_kernel
+from clairai.weights import sum_kernel
 
 HOPPER = GPUTarget("cuda", 90, 32)
 WIDTH = 4096
@@ -79,3 +80,17 @@ def test_a_projection_needs_no_memory_of_its_own(
     made = triton.compile(source, target=HOPPER, options={"num_warps": 4, "enable_fp_fusion": True})
     assert made.asm["cubin"]
     assert ".local" not in made.asm["ptx"]
+
+
+@pytest.mark.parametrize("kernel", [sum_kernel.sum_parts, sum_kernel.copy_parts])
+def test_a_checksum_stays_in_registers(
+    kernel: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    constants = dict(sum_kernel.CONSTANTS)
+    signature = {n: "constexpr" if n in constants else "*i64" for n in kernel.arg_names}
+    aligned = {(index,): [["tt.divisibility", 16]] for index in (0, 1)}
+    source = ASTSource(kernel, signature, constants, aligned)
+    options = {"num_warps": sum_kernel.NUM_WARPS, "enable_fp_fusion": True}
+    made = triton.compile(source, target=HOPPER, options=options)
+    check(made)

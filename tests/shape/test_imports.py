@@ -85,7 +85,13 @@ def test_only_the_plugin_and_compat_import_vllm() -> None:
     assert importing  # the rule looks at something
 
 
-TENSORS = ("weights.pack", "weights.sources", "weights.tensors")
+TENSORS = (
+    "weights.device_sums",
+    "weights.pack",
+    "weights.sources",
+    "weights.sum_kernel",
+    "weights.tensors",
+)
 
 
 def test_only_taps_compat_and_who_packs_weights_import_torch() -> None:
@@ -106,6 +112,7 @@ KERNELS = (
     "tap.project_kernel",
     "tap.score_kernel",
     "tap.steer_kernel",
+    "weights.sum_kernel",
 )
 
 

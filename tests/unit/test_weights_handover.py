@@ -253,3 +253,26 @@ def _die_half_way(folder: str, epoch: str, pipe: Any) -> None:
         port.offer(_offer(made, 0, packed), packed.fds)
         pipe.send("one buffer is over")
         time.sleep(60)
+
+
+def test_a_sender_frees_its_buffers_when_the_engine_has_let_go_of_them(
+    llm: ToyLlm, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A commit that its sender has stopped waiting for may still be reading the sender's GPU."""
+    from clairai.weights import port as ports
+    from tests.unit.toy_weights import plan
+
+    made = plan(epoch=llm.epoch)
+    llm.planned(made)
+    dock = llm.intake.receiver._dock
+    taken = dock.take(made.transfer)  # as a commit does, for as long as it loads
+    caplog.set_level("DEBUG", "clairai.weights.port")
+    monkeypatch.setattr(ports, "LOAD_S", 0.05)
+    Port(tmp_path, llm.epoch).close()
+    assert "before it let go" in caplog.text
+    assert not dock.let_go(0.0)
+    taken.close()
+    caplog.clear()
+    monkeypatch.setattr(ports, "LOAD_S", 60.0)
+    Port(tmp_path, llm.epoch).close()
+    assert caplog.text == ""

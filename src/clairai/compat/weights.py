@@ -143,14 +143,29 @@ def _uuid(device: Any) -> str:
 
 
 def _opener(gpu: str, device: Any) -> Any:
-    from clairai.ring.cuda import DeviceMemory
+    import torch
+
+    from clairai.ring.cuda import DeviceBlock
+
+    stream = torch.cuda.Stream(device)
+    _compile(stream)
 
     def open_device(handle: bytes, nbytes: int) -> DeviceLanded:
-        memory = DeviceMemory.attach(handle, nbytes, gpu)  # asks the driver for the extent
+        block = DeviceBlock.attach(handle, nbytes, gpu)  # asks the driver for the extent
         try:
-            return DeviceLanded(memory, device)
+            return DeviceLanded(block, stream)
         except BaseException:
-            memory.close()
+            block.close()
             raise
 
     return open_device
+
+
+def _compile(stream: Any) -> None:
+    """The kernel of checksums, now: while it serves, the engine's steps would wait for it."""
+    import torch
+
+    from clairai.weights.device_sums import checksums
+
+    with torch.cuda.stream(stream):
+        checksums([torch.zeros(8, dtype=torch.uint8, device=stream.device)])

@@ -107,69 +107,50 @@ class Gpu:
         return int(self.call("cuPointerGetAttribute", attribute, address))
 
 
-class DeviceMemory:
-    """Memory of a GPU; `create` it in the engine, `attach` it elsewhere by its handle."""
+class DeviceBlock:
+    """An allocation of a GPU, whole: `create` it here, `attach` another process's by its handle."""
 
     home: Final = "device"
     fds: Final[tuple[int, ...]] = ()  # it travels as a handle
 
     def __init__(self, gpu: Gpu, address: int, nbytes: int, *, release: str | None) -> None:
-        """`release` is the driver's function that lets go of it; None: it is somebody else's.
-
-        What cannot be opened whole is let go of here.
-        """
+        """`release` is the driver's function that lets go of it; None: it is somebody else's."""
         self._gpu = gpu
         self.address, self.nbytes = address, nbytes
-        with contextlib.ExitStack() as undo:
-            if release is not None:
-                undo.callback(gpu.call, release, address)
-            self._staging = int(gpu.call("cuMemAllocHost", STAGING_BYTES))
-            undo.callback(gpu.call, "cuMemFreeHost", self._staging)
-            # A stream that waits for no other: a reader's copies never queue behind a forward.
-            self._stream = gpu.call("cuStreamCreate", 1)  # CU_STREAM_NON_BLOCKING
-            undo.callback(gpu.call, "cuStreamDestroy", self._stream)
-            self._undo = undo.pop_all()
+        self._undo = contextlib.ExitStack()
+        if release is not None:
+            self._undo.callback(gpu.call, release, address)
         self._is_open = True
 
     @classmethod
-    def create(cls, nbytes: int, ordinal: int) -> DeviceMemory:
-        """New zeroed memory outside torch's pool, so that its handle shows nothing else."""
+    def create(cls, nbytes: int, ordinal: int) -> Self:
+        """New memory outside torch's pool, so that its handle shows nothing else."""
         gpu = Gpu(ordinal)
         gpu.enter()
         held = -(-nbytes // GRANULE_BYTES) * GRANULE_BYTES
         address = int(gpu.call("cuMemAlloc", held))
-        with contextlib.ExitStack() as undo:
-            memory = undo.enter_context(cls(gpu, address, nbytes, release="cuMemFree"))
-            gpu.call("cuMemsetD8", address, 0, held)
-            undo.pop_all()
-        return memory
+        return cls(gpu, address, nbytes, release="cuMemFree")
 
     @classmethod
-    def attach(cls, handle: bytes, nbytes: int, uuid: str) -> DeviceMemory:
+    def attach(cls, handle: bytes, nbytes: int, uuid: str) -> Self:
         """Open another process's memory; refused unless the driver too finds it large enough."""
         if len(handle) != HANDLE_BYTES:
             raise HandshakeError(
-                f"the ring's handle has {len(handle)} bytes, a CUDA IPC handle {HANDLE_BYTES}; "
+                f"the handle has {len(handle)} bytes, a CUDA IPC handle {HANDLE_BYTES}; "
                 f"do not trust this peer"
             )
         gpu = Gpu.by_uuid(uuid)
         gpu.enter()
         address = int(gpu.call("cuIpcOpenMemHandle", gpu.ipc_handle(handle), 1))
         with contextlib.ExitStack() as undo:
-            memory = undo.enter_context(cls(gpu, address, nbytes, release="cuIpcCloseMemHandle"))
-            if gpu.extent(address) < nbytes:
+            memory = cls(gpu, address, nbytes, release="cuIpcCloseMemHandle")
+            undo.callback(memory.close)
+            if memory.extent < nbytes:
                 raise HandshakeError(
-                    f"ring has {gpu.extent(address)} bytes, peer claims {nbytes}; do not trust it"
+                    f"memory has {memory.extent} bytes, peer claims {nbytes}; do not trust it"
                 )
             undo.pop_all()
         return memory
-
-    @classmethod
-    def borrow(cls, address: int, nbytes: int, uuid: str) -> DeviceMemory:
-        """Memory of this very process: CUDA IPC refuses to open a handle where it was made."""
-        gpu = Gpu.by_uuid(uuid)
-        gpu.enter()
-        return cls(gpu, address, nbytes, release=None)
 
     @property
     def uuid(self) -> str:
@@ -187,6 +168,56 @@ class DeviceMemory:
         self._gpu.enter()
         handle = self._gpu.call("cuIpcGetMemHandle", self.address)
         return ctypes.string_at(handle.getPtr(), HANDLE_BYTES)
+
+    def close(self) -> None:
+        """Let go; the engine's own close frees it."""
+        if not self._is_open:
+            return
+        self._is_open = False
+        self._gpu.enter()
+        self._undo.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def __del__(self) -> None:
+        if getattr(self, "_is_open", False):
+            warnings.warn(f"{self!r} was dropped open", ResourceWarning, stacklevel=2)
+
+
+class DeviceMemory(DeviceBlock):
+    """A block that the host reads and writes; the engine's is zero when it is new."""
+
+    def __init__(self, gpu: Gpu, address: int, nbytes: int, *, release: str | None) -> None:
+        """What cannot be opened whole is let go of here."""
+        super().__init__(gpu, address, nbytes, release=release)
+        with contextlib.ExitStack() as undo:
+            undo.callback(self.close)
+            self._staging = int(gpu.call("cuMemAllocHost", STAGING_BYTES))
+            self._undo.callback(gpu.call, "cuMemFreeHost", self._staging)
+            # A stream that waits for no other: a reader's copies never queue behind a forward.
+            self._stream = gpu.call("cuStreamCreate", 1)  # CU_STREAM_NON_BLOCKING
+            self._undo.callback(gpu.call, "cuStreamDestroy", self._stream)
+            undo.pop_all()
+
+    @classmethod
+    def create(cls, nbytes: int, ordinal: int) -> Self:
+        with contextlib.ExitStack() as undo:
+            memory = super().create(nbytes, ordinal)
+            undo.callback(memory.close)
+            memory._gpu.call("cuMemsetD8", memory.address, 0, memory.extent)
+            undo.pop_all()
+        return memory
+
+    @classmethod
+    def borrow(cls, address: int, nbytes: int, uuid: str) -> DeviceMemory:
+        """Memory of this very process: CUDA IPC refuses to open a handle where it was made."""
+        gpu = Gpu.by_uuid(uuid)
+        gpu.enter()
+        return cls(gpu, address, nbytes, release=None)
 
     def load(self, offset: int) -> int:
         return int.from_bytes(self.copy(offset, 8), "little")
@@ -210,21 +241,3 @@ class DeviceMemory:
         """For the engine, before any reader is there."""
         self._gpu.enter()
         self._gpu.call("cuMemcpyHtoD", self.address + offset, raw, len(raw))
-
-    def close(self) -> None:
-        """Let go; the engine's own close frees it."""
-        if not self._is_open:
-            return
-        self._is_open = False
-        self._gpu.enter()
-        self._undo.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-    def __del__(self) -> None:
-        if getattr(self, "_is_open", False):
-            warnings.warn(f"{self!r} was dropped open", ResourceWarning, stacklevel=2)

@@ -9,10 +9,12 @@ from __future__ import annotations
 import fcntl
 import mmap
 import os
+from collections.abc import Sequence
 from typing import Final, Protocol, Self
 
 from clairai.errors import WeightsError
 from clairai.weights.checksum import checksum
+from clairai.weights.manifest import Tensor
 
 SEALS: Final = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_WRITE | fcntl.F_SEAL_SEAL
 
@@ -24,7 +26,8 @@ class Landed(Protocol):
     def extent(self) -> int:
         """Bytes behind it, as the kernel or the driver says."""
 
-    def checksum(self, offset: int, nbytes: int) -> str: ...
+    def checksums(self, tensors: Sequence[Tensor]) -> list[str]:
+        """Of each of these tensors in it, as this side reads it."""
 
     def close(self) -> None: ...
 
@@ -97,8 +100,9 @@ class HostLanded:
         assert self._mapping is not None, "closed"
         return memoryview(self._mapping)
 
-    def checksum(self, offset: int, nbytes: int) -> str:
-        return checksum(self.view[offset : offset + nbytes])
+    def checksums(self, tensors: Sequence[Tensor]) -> list[str]:
+        view = self.view
+        return [checksum(view[each.offset : each.offset + each.nbytes]) for each in tensors]
 
     def close(self) -> None:
         """A tensor that somebody still holds keeps the pages and never dangles."""

@@ -1,4 +1,4 @@
-"""Takes bytes in host memory; gives their 64-bit checksum. device.py has the same for a GPU.
+"""Takes bytes in host memory; gives their 64-bit checksum. sum_kernel.py has the same for a GPU.
 
 Each 8-byte word is mixed with its place by a function that loses nothing, and all are added up:
 one changed word always shows, and the sum can be taken in any order, as a GPU takes it. It finds
@@ -25,11 +25,14 @@ def checksum(raw: memoryview | bytes) -> str:
     """16 hex digits; a tail shorter than a word counts as if zeros followed, and so its length."""
     whole = len(raw) // WORD_BYTES * WORD_BYTES
     words = np.frombuffer(raw, np.uint8, count=whole).view("<u8")
-    total = _sum(words, 0)
-    if tail := bytes(raw[whole:]):
-        padded = np.frombuffer(tail.ljust(WORD_BYTES, b"\0"), "<u8")
-        total += _sum(padded, len(words))
-    return finish(total, len(raw))
+    return finish(_sum(words, 0) + tail(bytes(raw[whole:]), len(words)), len(raw))
+
+
+def tail(rest: bytes, first: int) -> int:
+    """What less than a word adds that stands at place `first`; nothing adds nothing."""
+    if not rest:
+        return 0
+    return _sum(np.frombuffer(rest.ljust(WORD_BYTES, b"\0"), "<u8"), first)
 
 
 def finish(total: int, nbytes: int) -> str:

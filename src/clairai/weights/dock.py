@@ -26,11 +26,14 @@ class Cargo:
     plan: Manifest
     buffers: list[Landed] = field(default_factory=list)
     checksums: dict[str, str] = field(default_factory=dict)  # by tensor, as computed here
+    is_closed: threading.Event = field(default_factory=threading.Event)
 
     def close(self) -> None:
+        """From now on its sender may do with its memory what it likes."""
         for buffer in self.buffers:
             buffer.close()
         self.buffers.clear()
+        self.is_closed.set()
 
 
 class Dock:
@@ -39,6 +42,7 @@ class Dock:
     def __init__(self, open_device: OpenDevice) -> None:
         self._open_device = open_device
         self._cargo: Cargo | None = None
+        self._taken: Cargo | None = None
         self._lock = threading.Lock()
 
     def expect(self, plan: Manifest) -> None:
@@ -48,6 +52,13 @@ class Dock:
     def drop(self) -> None:
         """Forget the plan and what has come; what was taken is not ours any more."""
         self._replace(None)
+
+    def let_go(self, timeout_s: float) -> bool:
+        """Drop, and wait for one who has taken it and still reads; whether nobody does now."""
+        self.drop()
+        with self._lock:
+            taken = self._taken
+        return taken is None or taken.is_closed.wait(timeout_s)
 
     def land(self, offer: Offer, fds: Sequence[int]) -> Held:
         """Map a buffer and read it once; takes the descriptors over, whatever happens."""
@@ -75,7 +86,7 @@ class Dock:
         """What has come for this transfer; a second time there is nothing."""
         with self._lock:
             cargo = self._of(transfer)
-            self._cargo = None
+            self._cargo, self._taken = None, cargo
             return cargo
 
     def _of(self, transfer: str) -> Cargo:
@@ -137,8 +148,6 @@ def _read(buffer: Landed, plan: Manifest, index: int) -> dict[str, str]:
             f"buffer {index} claims {plan.buffers[index]} bytes and has {buffer.extent}; "
             f"do not trust this sender"
         )
-    return {
-        tensor.name: buffer.checksum(tensor.offset, tensor.nbytes)
-        for tensor in plan.tensors
-        if tensor.buffer == index
-    }
+    tensors = [tensor for tensor in plan.tensors if tensor.buffer == index]
+    sums = buffer.checksums(tensors)
+    return {tensor.name: found for tensor, found in zip(tensors, sums, strict=True)}

@@ -9,6 +9,8 @@ from clairai.weights.check import size_of
 from clairai.weights.manifest import ALIGNMENT, GRANULE_BYTES, Manifest, Tensor, align
 
 BUFFER_BYTES: Final = 128 << 20  # one is packed while the one before is read by the engine
+# A GPU fills one in less time than it takes to allocate, offer and open it.
+DEVICE_BUFFER_BYTES: Final = 512 << 20
 
 
 class Described(NamedTuple):

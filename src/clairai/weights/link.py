@@ -25,6 +25,7 @@ WIRE_VERSION: Final = 1
 MAX_FRAME_BYTES: Final = 4096
 MAX_FDS: Final = 4
 IDLE_S: Final = 600.0  # a sender that says nothing for so long is let go
+LOAD_S: Final = 600.0  # to load a model takes less
 CLOSE_TIMEOUT_S: Final = 5.0
 _LENGTH: Final = struct.Struct("<I")
 _OFFER: Final = msgspec.msgpack.Decoder(Offer)
@@ -89,7 +90,9 @@ class Link:
             _log.debug("a sender has gone: %s", error)
         except Exception:
             _log.exception("a sender is let go")
-        self._dock.drop()
+        # The sender waits for our end of the socket before it frees what is being read here.
+        if not self._dock.let_go(LOAD_S):
+            _log.warning("weights are still being loaded %.0f s after their sender left", LOAD_S)
 
     def _admit(self, sock: socket.socket) -> None:
         if (uid := peer_uid(sock)) != os.geteuid():

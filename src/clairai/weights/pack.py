@@ -9,8 +9,10 @@ from typing import Final, Literal, NamedTuple
 import msgspec
 import torch
 
-from clairai.errors import WeightsError
+from clairai.errors import RingError, WeightsError
 from clairai.points import quote
+from clairai.ring.cuda import DeviceBlock, Gpu
+from clairai.weights import device_sums
 from clairai.weights import tensors as device_memory
 from clairai.weights.buffers import HostBuffer
 from clairai.weights.checksum import checksum
@@ -18,6 +20,8 @@ from clairai.weights.layout import Described
 from clairai.weights.manifest import CPU, Manifest, Tensor
 from clairai.weights.sources import Item
 from clairai.weights.tensors import NAMES
+
+HOST: Final = torch.device("cpu")
 
 
 class Packed(NamedTuple):
@@ -33,9 +37,12 @@ class Packed(NamedTuple):
 class Packer:
     """Fills the buffers of one plan, each when it is asked for."""
 
-    def __init__(self, found: Sequence[Item], plan: Manifest) -> None:
+    def __init__(self, found: Sequence[Item], plan: Manifest, device: torch.device = HOST) -> None:
+        """`device` is where the buffers lie: the host, or the GPU that the plan names."""
         self._items: Final = {item.described.name: item for item in found}
-        self._is_host = plan.device == CPU
+        self._device = device
+        if device != HOST:
+            torch.cuda.synchronize(device)  # whatever stream the trainer's last step wrote on
         self._sizes = plan.buffers
         self._groups = {
             index: tuple(group) for index, group in groupby(plan.tensors, lambda t: t.buffer)
@@ -43,7 +50,8 @@ class Packer:
 
     def pack(self, index: int) -> Packed:
         group, nbytes = self._groups[index], self._sizes[index]
-        return self._into_host(group, nbytes) if self._is_host else self._into_gpu(group, nbytes)
+        into = self._into_host if self._device == HOST else self._into_gpu
+        return into(group, nbytes)
 
     def _into_host(self, group: tuple[Tensor, ...], nbytes: int) -> Packed:
         buffer = HostBuffer(nbytes)
@@ -61,37 +69,53 @@ class Packer:
         return Packed(_summed(group, sums), "host", buffer.fds, b"", buffer.close)
 
     def _into_gpu(self, group: tuple[Tensor, ...], nbytes: int) -> Packed:
-        from clairai.ring.cuda import DeviceMemory
-
-        device = self._items[group[0].name].device
-        memory = DeviceMemory.create(nbytes, device.index or 0)
+        """Copied and summed in one pass; on return it is in the memory of the GPU."""
+        block = _allocate(nbytes, self._device)
         try:
-            bytes_N = device_memory.device_bytes(memory, device)
-            self._fill(bytes_N, group)
-            sums = [device_memory.checksum(bytes_N[t.offset : t.offset + t.nbytes]) for t in group]
-            torch.cuda.synchronize(device)
-            handle = memory.handle
+            bytes_N = device_memory.device_bytes(block, self._device)
+            targets = [device_memory.span(bytes_N, planned) for planned in group]
+            with torch.cuda.device(self._device):
+                spans = [_flat(self._read(planned).to(self._device)) for planned in group]
+                sums = device_sums.copy(spans, targets)
+            handle = block.handle
         except BaseException:
-            memory.close()
+            block.close()
             raise
-        return Packed(_summed(group, sums), "device", (), handle, memory.close)
+        return Packed(_summed(group, sums), "device", (), handle, block.close)
 
     def _fill(self, bytes_N: torch.Tensor, group: tuple[Tensor, ...]) -> None:
         for planned in group:
-            tensor = self._items[planned.name].read()
-            _check_as_described(tensor, planned)
-            flat = tensor.contiguous().reshape(-1).view(torch.uint8)
-            bytes_N[planned.offset : planned.offset + planned.nbytes].copy_(flat)
+            device_memory.span(bytes_N, planned).copy_(_flat(self._read(planned)))
+
+    def _read(self, planned: Tensor) -> torch.Tensor:
+        tensor = self._items[planned.name].read()
+        _check_as_described(tensor, planned)
+        return tensor
 
 
-def home_of(found: Sequence[Item], engine: str) -> str:
-    """The engine's GPU if every tensor is there, else the host's memory, which all can reach."""
-    devices = {item.device for item in found}
-    if engine == CPU or len(devices) != 1 or (device := devices.pop()).type != "cuda":
-        return CPU
-    from clairai.ring.cuda import Gpu
+def _flat(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.contiguous().reshape(-1).view(torch.uint8)
 
-    return engine if Gpu(device.index or 0).uuid == engine else CPU
+
+def _allocate(nbytes: int, device: torch.device) -> DeviceBlock:
+    try:
+        return DeviceBlock.create(nbytes, device.index)
+    except RingError as error:
+        raise WeightsError(
+            f"no {nbytes} bytes more on {device} ({error.reason}); free some: while they are sent, "
+            f"weights take their room twice"
+        ) from error
+
+
+def home_of(found: Sequence[Item], engine: str) -> torch.device:
+    """The engine's GPU if a tensor is there, else the host's memory, which all can reach.
+
+    What else comes along (a probe, a vector) is copied to that GPU: it is less than the model.
+    """
+    for device in {item.device for item in found if engine != CPU}:
+        if device.type == "cuda" and Gpu(device.index).uuid == engine:
+            return device
+    return HOST
 
 
 def _check_as_described(tensor: torch.Tensor, planned: Tensor) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import socket
 from pathlib import Path
@@ -10,13 +11,14 @@ from typing import Final, Self
 from clairai.errors import EngineGoneError, WeightsError
 from clairai.ring.folder import peer_pid, peer_uid, socket_path
 from clairai.ring.frames import encode_frame
-from clairai.weights.link import ANSWER, KIND, WIRE_VERSION, receive
+from clairai.weights.link import ANSWER, KIND, LOAD_S, MAX_FRAME_BYTES, WIRE_VERSION, receive
 from clairai.wire import Refusal
 from clairai.wire_weights import Greeting, Held, Offer
 
 GREETING_S: Final = 10.0
 READ_S: Final = 60.0
 READ_BYTES_PER_S: Final = 100 << 20  # slower than any machine that serves a model
+_log: Final = logging.getLogger(__name__)
 
 
 class Port:
@@ -50,7 +52,16 @@ class Port:
             raise WeightsError(f"the engine answered {type(held).__name__} to buffer {offer.index}")
 
     def close(self) -> None:
-        self._sock.close()
+        """On return the engine reads none of the buffers any more, or has gone."""
+        try:
+            self._sock.shutdown(socket.SHUT_WR)
+            self._sock.settimeout(LOAD_S)
+            while self._sock.recv(MAX_FRAME_BYTES):  # an answer that nobody waits for any more
+                pass
+        except OSError as error:
+            _log.debug("the engine has gone before it let go: %s", error)
+        finally:
+            self._sock.close()
 
     def _receive(self, timeout_s: float) -> Greeting | Held:
         self._sock.settimeout(timeout_s)

@@ -18,9 +18,9 @@ import msgspec
 
 from clairai.ring.folder import runtime_dir as meeting_folder
 from clairai.serve.calls import Server
-from clairai.weights.layout import BUFFER_BYTES, Meant, lay_out
+from clairai.weights.layout import BUFFER_BYTES, DEVICE_BUFFER_BYTES, Meant, lay_out
 from clairai.weights.manifest import CPU, Manifest, Tensor, encode
-from clairai.weights.pack import Packed, Packer, home_of
+from clairai.weights.pack import HOST, Packed, Packer, home_of
 from clairai.weights.port import Port
 from clairai.weights.sources import Item, Named, items
 from clairai.weights.ways import Drain, InProcess, OverHttp, Way
@@ -59,7 +59,7 @@ class Sender:
         api_key: str | None = None,
         runtime_dir: str | None = None,
         drain: Drain = "wait",
-        buffer_bytes: int = BUFFER_BYTES,
+        buffer_bytes: int | None = None,
     ) -> None:
         is_url = isinstance(target, str)
         self._way: Way = OverHttp(Server(target, api_key), drain) if is_url else InProcess(target)
@@ -81,11 +81,15 @@ class Sender:
         with ExitStack() as opened:
             found = items(named, opened)
             state = self._way.state()
+            # Before the port: buffers are let go of when the engine has let go of them.
+            buffers = opened.enter_context(ExitStack())
             port = opened.enter_context(Port(meeting_folder(self._runtime_dir), state.epoch))
-            device = CPU if port.is_here else home_of(found, state.device)
-            plan = self._plan(found, state.epoch, device, label)
+            device = HOST if port.is_here else home_of(found, state.device)
+            home = CPU if device == HOST else state.device
+            plan = self._plan(found, state.epoch, home, label)
             self._way.plan(encode(plan))
-            tensors = _hand_over(Packer(found, plan), plan, port, opened, progress or _silent)
+            packer = Packer(found, plan, device)
+            tensors = _hand_over(packer, plan, port, buffers, progress or _silent)
             packed_s = time.perf_counter() - began_s
             manifest = msgspec.structs.replace(plan, tensors=tensors)
             committed = self._way.commit(encode(manifest))
@@ -96,7 +100,7 @@ class Sender:
             vectors_version=committed.vectors_version,
             num_tensors=len(tensors),
             nbytes=sum(tensor.nbytes for tensor in tensors),
-            home="host" if device == CPU else "device",
+            home="host" if device == HOST else "device",
             seconds=time.perf_counter() - began_s,
             packed_s=packed_s,
             load_s=committed.load_s,
@@ -105,20 +109,21 @@ class Sender:
     def _plan(self, found: list[Item], epoch: str, device: str, label: str) -> Manifest:
         meant = Meant(secrets.token_hex(16), epoch, device, label)
         described = [item.described for item in found]
-        return lay_out(described, meant, buffer_bytes=self._buffer_bytes)
+        usual = BUFFER_BYTES if device == CPU else DEVICE_BUFFER_BYTES
+        return lay_out(described, meant, buffer_bytes=self._buffer_bytes or usual)
 
 
 def _hand_over(
-    packer: Packer, plan: Manifest, port: Port, opened: ExitStack, progress: Progress
+    packer: Packer, plan: Manifest, port: Port, buffers: ExitStack, progress: Progress
 ) -> tuple[Tensor, ...]:
-    """Each buffer is offered on a thread while the next is packed; all stay until `opened` ends."""
+    """Each buffer is offered on a thread while the next is packed; all stay in `buffers`."""
     tensors: list[Tensor] = []
     done = 0
     with ThreadPoolExecutor(1) as offering:
         before: Future[None] | None = None
         for index, nbytes in enumerate(plan.buffers):
             packed = packer.pack(index)
-            opened.callback(packed.close)
+            buffers.callback(packed.close)
             if before is not None:
                 before.result()
             before = offering.submit(port.offer, _offer(plan, index, packed), packed.fds)

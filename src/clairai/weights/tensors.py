@@ -1,4 +1,4 @@
-"""Takes buffers and manifests; gives torch tensors in them, and checksums of memory on a GPU."""
+"""Takes buffers and manifests; gives torch tensors in them."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from typing import Any, Final
 
 import torch
 
-from clairai.ring.cuda import DeviceMemory
-from clairai.weights import checksum as words
+from clairai.ring.cuda import DeviceBlock
+from clairai.weights import device_sums
 from clairai.weights.buffers import HostLanded, Landed
 from clairai.weights.manifest import Tensor
 
@@ -26,49 +26,55 @@ DTYPES: Final[dict[str, torch.dtype]] = {
     "F8_E4M3": torch.float8_e4m3fn,
 }
 NAMES: Final = {dtype: name for name, dtype in DTYPES.items()}
-CHUNK_WORDS: Final = 1 << 21  # at once: temporaries of 16 MiB, which vLLM's budget does not know
 
 
 class DeviceLanded:
-    """A buffer of another process on this GPU."""
+    """A buffer of another process on this GPU, read on a stream that waits for no forward."""
 
-    def __init__(self, memory: DeviceMemory, device: torch.device) -> None:
-        self._memory = memory
-        self.extent = memory.extent
-        self.bytes_N = device_bytes(memory, device)
+    def __init__(self, block: DeviceBlock, stream: torch.cuda.Stream) -> None:
+        self._block, self._stream = block, stream
+        self.extent = block.extent
+        self.bytes_N = device_bytes(block, stream.device)
 
-    def checksum(self, offset: int, nbytes: int) -> str:
-        return checksum(self.bytes_N[offset : offset + nbytes])
+    def checksums(self, tensors: Sequence[Tensor]) -> list[str]:
+        with torch.cuda.stream(self._stream):
+            return device_sums.checksums([span(self.bytes_N, each) for each in tensors])
 
     def close(self) -> None:
+        torch.cuda.synchronize(self._stream.device)  # a load that failed may still be reading
         self.bytes_N = self.bytes_N[:0].clone()  # ours: nothing points at the mapping any more
-        self._memory.close()
+        self._block.close()
 
 
 class _Span:
     """Memory of the driver's, in the form that torch reads without a copy."""
 
-    def __init__(self, memory: DeviceMemory) -> None:
-        self._memory = memory  # lives as long as a tensor does
+    def __init__(self, block: DeviceBlock) -> None:
+        self._block = block  # lives as long as a tensor does
         self.__cuda_array_interface__ = {
-            "shape": (memory.nbytes,),
+            "shape": (block.nbytes,),
             "typestr": "|u1",
-            "data": (memory.address, False),
+            "data": (block.address, False),
             "version": 3,
         }
 
 
-def device_bytes(memory: DeviceMemory, device: torch.device) -> torch.Tensor:
+def device_bytes(block: DeviceBlock, device: torch.device) -> torch.Tensor:
     """All of it as bytes, in place."""
-    return torch.as_tensor(_Span(memory), device=device)
+    return torch.as_tensor(_Span(block), device=device)
 
 
 def placed(tensors: Sequence[Tensor], buffers: Sequence[Landed]) -> Iterator[tuple[str, Any]]:
     """Each tensor in its buffer, by name; nothing is copied."""
     whole = [_bytes_of(buffer) for buffer in buffers]
     for tensor in tensors:
-        bytes_N = whole[tensor.buffer][tensor.offset : tensor.offset + tensor.nbytes]
+        bytes_N = span(whole[tensor.buffer], tensor)
         yield tensor.name, bytes_N.view(DTYPES[tensor.dtype]).view(tensor.shape)
+
+
+def span(bytes_N: torch.Tensor, tensor: Tensor) -> torch.Tensor:
+    """The bytes of one tensor in its buffer's."""
+    return bytes_N[tensor.offset : tensor.offset + tensor.nbytes]
 
 
 def _bytes_of(buffer: Landed) -> torch.Tensor:
@@ -76,33 +82,3 @@ def _bytes_of(buffer: Landed) -> torch.Tensor:
         return torch.frombuffer(buffer.view, dtype=torch.uint8)
     assert isinstance(buffer, DeviceLanded)
     return buffer.bytes_N
-
-
-def checksum(bytes_N: torch.Tensor) -> str:
-    """The same number as checksum.checksum() of the same bytes, wherever they lie."""
-    nbytes = len(bytes_N)
-    count = nbytes // words.WORD_BYTES
-    total = torch.zeros((), dtype=torch.int64, device=bytes_N.device)
-    words_N = bytes_N[: count * words.WORD_BYTES].view(torch.int64)
-    for start in range(0, count, CHUNK_WORDS):
-        total += _mixed(words_N[start : start + CHUNK_WORDS], start).sum()
-    if tail := nbytes % words.WORD_BYTES:
-        last = torch.zeros(words.WORD_BYTES, dtype=torch.uint8, device=bytes_N.device)
-        last[:tail] = bytes_N[nbytes - tail :]
-        total += _mixed(last.view(torch.int64), count).sum()
-    return words.finish(int(total), nbytes)  # waits for the device, once
-
-
-def _mixed(words_N: torch.Tensor, first: int) -> torch.Tensor:
-    """int64 wraps as uint64 does; only its right shift drags the sign along."""
-    places = torch.arange(len(words_N), dtype=torch.int64, device=words_N.device)
-    x = places.mul_(_signed(words.PLACE)).add_(_signed(first * words.PLACE & words.MASK))
-    x += words_N
-    x ^= (x >> words.SHIFTS[0]) & ((1 << (64 - words.SHIFTS[0])) - 1)
-    x *= _signed(words.MIX)
-    x ^= (x >> words.SHIFTS[1]) & ((1 << (64 - words.SHIFTS[1])) - 1)
-    return x
-
-
-def _signed(value: int) -> int:
-    return value - (1 << 64) if value >> 63 else value
