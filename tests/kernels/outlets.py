@@ -44,7 +44,7 @@ class InterpretedLaunch:
         self._from = (tables.scores_STK, tables.offset_C)
         self._ticket = torch.zeros(1, dtype=torch.int32)
         self._sizes: tuple[Any, ...] = (self._ticket, shape.slots, shape.slot_bytes, CAPACITY)
-        self.constants = constants(shape, most)
+        self.constants = constants(shape, most) | {"IS_GPU": False}
         self.grids: list[tuple[int, int]] = []
 
     def prepare(self, brief: Brief, inputs: Inputs) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,9 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from clairai.tap import norm_kernel, project_kernel, steer_kernel
+from clairai.ring.layout import RingShape
+from clairai.tap import commit_kernel, norm_kernel, project_kernel, score_kernel, steer_kernel
+from clairai.tap.commit import constants
 from clairai.weights import sum_kernel
 
 HOPPER = GPUTarget("cuda", 90, 32)
@@ -94,3 +97,67 @@ def test_a_checksum_stays_in_registers(
     options = {"num_warps": sum_kernel.NUM_WARPS, "enable_fp_fusion": True}
     made = triton.compile(source, target=HOPPER, options=options)
     check(made)
+
+
+COMMIT_TYPES = {
+    **dict.fromkeys(("ring_ptr", "brief_ptr", "column_ptr", "positions_ptr"), "*i64"),
+    **dict.fromkeys(("token_ids_ptr", "ticket_ptr"), "*i32"),
+    "scores_ptr": "*fp32",
+}
+STASH_TYPES = {
+    **dict.fromkeys(("stash_ptr", "weights_ptr"), "*bf16"),
+    **dict.fromkeys(("bias_ptr", "scores_ptr"), "*fp32"),
+    **dict.fromkeys(("activation_ptr", "stashed_ptr"), "*i32"),
+}
+STASH_CONSTANTS = {"TILE_T": 16, "SLICE_D": 128, "TILE_K": 16, "IS_SPLIT": True, "NUM_SLICES": 32}
+
+
+def after_the_forward(kernel: Any, types: dict[str, str], constants: dict[str, Any]) -> Any:
+    names = kernel.arg_names
+    signature = {n: "constexpr" if n in constants else types.get(n, "i32") for n in names}
+    source = ASTSource(kernel, signature, constants)
+    return triton.compile(source, target=HOPPER, options={"enable_fp_fusion": True})
+
+
+def parameters(ptx: str) -> list[int]:
+    """The size of each parameter of the kernel, as the driver will be told."""
+    entry = ptx[ptx.index(".entry") :]
+    entry = entry[: entry.index(")")]
+    return [int(bits) // 8 for bits in re.findall(r"\.param \.[ub](\d+)", entry)]
+
+
+@pytest.mark.parametrize(
+    ("kernel", "types", "constants"),
+    [
+        (commit_kernel.commit, COMMIT_TYPES, constants(RingShape(64, 4096, 4), 256)),
+        (score_kernel.score_stash, STASH_TYPES, STASH_CONSTANTS),
+    ],
+    ids=["commit", "score_stash"],
+)
+def test_what_is_launched_by_the_driver_itself_has_the_parameters_that_we_give(
+    kernel: Any,
+    types: dict[str, str],
+    constants: dict[str, Any],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    made = after_the_forward(kernel, types, constants)
+    kinds = [kind for kind in made.src.signature.values() if kind != "constexpr"]
+    sizes = [8 if kind.startswith("*") else 4 for kind in kinds]
+    found = parameters(made.asm["ptx"])
+    assert found[: len(sizes)] == sizes
+    assert set(found[len(sizes) :]) <= {8}  # Triton's own, which stay null
+    assert made.metadata.global_scratch_size == 0
+
+
+def test_a_step_is_published_by_stores_and_no_exchange_reaches_the_host(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    shape = RingShape(64, 4096, 4)
+    made = after_the_forward(commit_kernel.commit, COMMIT_TYPES, constants(shape, 256))
+    ptx = made.asm["ptx"]
+    assert ptx.count("st.release.sys.global.u64") == 2
+    assert "atom.global.sys.release" not in ptx
+    assert ptx.count("atom.global") == 1  # the ticket, which lies on the device

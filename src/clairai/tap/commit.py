@@ -183,7 +183,8 @@ class GpuLaunch:
         self._forward_done, self._committed = int(gpu.event()), int(gpu.event())
         ticket = torch.zeros(1, dtype=torch.int32, device=tables.device)
         self._held = (tables.scores_STK, tables.offset_C, ticket)  # their addresses are given
-        self._ring, self._shape, self._max_requests = ring, shape, max_requests
+        self._ring, self._shape = ring, shape
+        self._constants = constants(shape, max_requests)
         self._score = StashScorer(tables)
 
     def begin(self) -> None:
@@ -220,9 +221,7 @@ class GpuLaunch:
         sizes = (self._shape.slots, self._shape.slot_bytes, scores_STK.shape[2], 0)
         read = (scores_STK, offset_C, inputs.positions_T, inputs.token_ids_T, ticket)
         given = (Address(self._ring), brief.memory, *read, *sizes)
-        compiled = kernel.commit.warmup(
-            *given, **constants(self._shape, self._max_requests), grid=(1,)
-        )
+        compiled = kernel.commit.warmup(*given, **self._constants, grid=(1,))
         self._commit = Kernel(self._driver, compiled, by_name(kernel.commit, given))
         if self._score.max_tokens:
             self._score.prepare(self._driver)
@@ -249,4 +248,5 @@ def constants(shape: RingShape, max_requests: int) -> dict[str, Any]:
         "TILE_W": kernel.TILE_W,
         "AHEAD": shape.ahead,
         "CLOCK": False,
+        "IS_GPU": True,
     }

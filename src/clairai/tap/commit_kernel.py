@@ -85,9 +85,34 @@ def _write_scores(payload_ptr, begin, count, brief_ptr, scores_ptr, column_ptr, 
         tl.store(out_ptr + e, score, mask=is_wanted)
 
 
+# By the first thread alone; the others' stores come before it, by the barrier above each use.
+STORE_RELEASE: Final = tl.constexpr("""{
+    .reg .pred is_first;
+    .reg .u32 thread;
+    mov.u32 thread, %tid.x;
+    setp.eq.u32 is_first, thread, 0;
+    @is_first st.release.sys.global.u64 [$1], $2;
+    mov.u32 $0, thread;
+}""")
+
+
+@triton.jit
+def _release(word_ptr, value, IS_GPU: tl.constexpr):
+    """Store with release at system scope: who sees the value sees all that was stored before.
+
+    Triton has no such store, only exchanges, which a GPU does not do on host memory by itself (CUDA
+    driver, hostNativeAtomicSupported). Its interpreter knows exchanges alone.
+    """
+    if IS_GPU:
+        given = [word_ptr.to(tl.int64), value.to(tl.int64)]
+        tl.inline_asm_elementwise(STORE_RELEASE, "=r,l,l", given, tl.int32, is_pure=False, pack=1)
+    else:
+        tl.atomic_xchg(word_ptr, value, sem="release", scope="sys")
+
+
 @triton.jit
 def _publish(ring_ptr, brief_ptr, first_row, num_records, SLOTS, SLOT_BYTES, part,
-             AHEAD: tl.constexpr, CLOCK: tl.constexpr):  # fmt: skip
+             AHEAD: tl.constexpr, CLOCK: tl.constexpr, IS_GPU: tl.constexpr):  # fmt: skip
     """Heads and tails of all records of this launch, then the ring's head."""
     num_rows, per_record = tl.load(brief_ptr + 1), tl.load(brief_ptr + 6)
     num_columns, step = tl.load(brief_ptr + 5), tl.load(brief_ptr + 3)
@@ -111,18 +136,18 @@ def _publish(ring_ptr, brief_ptr, first_row, num_records, SLOTS, SLOT_BYTES, par
     tl.store(slot_ptr + SLOT_BYTES // 8 - 1, seq, mask=is_wanted)
     tl.debug_barrier()  # all threads' stores come before the one that publishes them
     head = tl.load(brief_ptr + 2) + part * AHEAD + num_records
-    # Release at system scope; pairs with both loads of head in Ring.poll() in ring/reader.py.
-    tl.atomic_xchg(ring_ptr + 16, head, sem="release", scope="sys")
+    # Pairs with both loads of head in Ring.poll() in ring/reader.py.
+    _release(ring_ptr + 16, head, IS_GPU)
     if first_row + num_records * per_record >= num_rows:
         # Pairs with Brief.is_free() in commit.py: the host may write the brief again.
-        tl.atomic_xchg(brief_ptr + 15, tl.load(brief_ptr + 9), sem="release", scope="sys")
+        _release(brief_ptr + 15, tl.load(brief_ptr + 9), IS_GPU)
 
 
 @triton.jit(do_not_specialize=["SLOTS", "SLOT_BYTES", "K", "part"])
 def commit(ring_ptr, brief_ptr, scores_ptr, column_ptr, positions_ptr, token_ids_ptr,
            ticket_ptr, SLOTS, SLOT_BYTES, K, part,
            MAX_R: tl.constexpr, MAX_E: tl.constexpr, TILE_E: tl.constexpr, TILE_W: tl.constexpr,
-           AHEAD: tl.constexpr, CLOCK: tl.constexpr):  # fmt: skip
+           AHEAD: tl.constexpr, CLOCK: tl.constexpr, IS_GPU: tl.constexpr):  # fmt: skip
     """Part `part` of a step: at most AHEAD records. Grid: (records, programs for each)."""
     per_record = tl.load(brief_ptr + 6)
     first_row = per_record * AHEAD * part
@@ -140,4 +165,4 @@ def commit(ring_ptr, brief_ptr, scores_ptr, column_ptr, positions_ptr, token_ids
     if drawn == tl.num_programs(0) * tl.num_programs(1) - 1:
         tl.store(ticket_ptr, 0)  # for the next launch: it begins when this one has ended
         _publish(ring_ptr, brief_ptr, first_row, tl.num_programs(0), SLOTS, SLOT_BYTES,
-                 part, AHEAD, CLOCK)  # fmt: skip
+                 part, AHEAD, CLOCK, IS_GPU)  # fmt: skip
