@@ -48,7 +48,8 @@ class Brief:
         self._plan_FR = words[kernel.BRIEF_HEAD : plan].reshape(kernel.PLAN_FIELDS, max_requests)
         self._events = words[plan : plan + events].view(np.uint8)
         self._request_T = words[plan + events :].view(np.int32)
-        self._roster: Roster | None = None  # whose plan is written here already
+        self._rows: StepRows | None = None  # what is written here already
+        self._roster: Roster | None = None  # whose plan is
         self._counts = b""  # whose request_T is
         self._number = 0
         self.num_tokens = 0
@@ -59,20 +60,23 @@ class Brief:
 
     def write(self, rows: StepRows, head: tuple[int, ...]) -> None:
         """`head` is words 1 to 6 and 9: see the top of commit_kernel.py."""
-        num_requests, self.num_tokens = len(rows.counts_R), rows.num_tokens
+        if rows is not self._rows:  # steps that are all alike share theirs
+            self._write_rows(rows)
+        *sizes, self._number = head
+        now_ns = time.monotonic_ns()
+        numbers = (len(rows.events), *sizes, len(rows.counts_R), now_ns, self._number, rows.is_cut)
+        HEAD.pack_into(self._head, 0, *numbers)
+
+    def _write_rows(self, rows: StepRows) -> None:
+        self._rows, self.num_tokens = rows, rows.num_tokens
         self._write_roster(rows.roster)
-        self._plan_FR[3, :num_requests] = rows.seen_R
+        self._plan_FR[3, : len(rows.counts_R)] = rows.seen_R
         counts = rows.counts_R.tobytes()
         if counts != self._counts:
             self._request_T[: rows.num_tokens] = rows.request_T
             self._counts = counts
-        num_events = len(rows.events)
-        if num_events:
+        if len(rows.events):
             self._events[: rows.events.nbytes] = rows.events.view(np.uint8)
-        *sizes, self._number = head
-        now_ns = time.monotonic_ns()
-        numbers = (num_events, *sizes, num_requests, now_ns, self._number, rows.is_cut)
-        HEAD.pack_into(self._head, 0, *numbers)
 
     def _write_roster(self, roster: Roster) -> None:
         if roster is self._roster:
@@ -194,7 +198,7 @@ class GpuLaunch:
     def __call__(self, brief: Brief, inputs: Inputs, grids: Iterator[tuple[int, int]]) -> None:
         self._driver.record(self._forward_done, self._main())
         self._driver.wait(self._side, self._forward_done)
-        if 0 < brief.num_tokens <= self._score.max_tokens:  # else the forward itself has scored
+        if self._score.is_due(brief.num_tokens):
             self._score(brief.num_tokens, self._side)
         cells = self._commit.cells
         cells["brief_ptr"].value = brief.address

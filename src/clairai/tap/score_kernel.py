@@ -142,6 +142,7 @@ class StashScorer:
     """Launches the kernel above; compiled beforehand, since it is on the way of every step."""
 
     def __init__(self, tables: Tables) -> None:
+        self._tables = tables
         bank = (tables.weights_SHDK, tables.bias_SK, tables.activation_SK)
         self._read = (tables.stash_SRD, *bank, tables.scores_STK, tables.stashed_S)
         num_sites, halves, width, capacity = tables.weights_SHDK.shape
@@ -165,6 +166,10 @@ class StashScorer:
             *given, **self._constants, num_warps=self._num_warps, grid=(1,)
         )
         self._kernel = Kernel(driver, compiled, by_name(score_stash, given))
+
+    def is_due(self, num_tokens: int) -> bool:
+        """Of more tokens than the stash holds, the forward itself has the scores."""
+        return 0 < num_tokens <= self.max_tokens and self._tables.num_stashed > 0
 
     def __call__(self, num_tokens: int, stream: int) -> None:
         self._kernel.cells["T"].value = num_tokens

@@ -93,6 +93,7 @@ class Tables:
         # How many probes are to be scored from the stash at each site, when the forward is over.
         self.stashed_S = torch.zeros(num_sites, dtype=torch.int32, device=device)
         self._is_stashed = [False] * num_sites
+        self.num_stashed = 0  # at all sites together
         # How often each site ran: the proof that no compiled graph has lost a tap.
         self.ran_S = torch.zeros(num_sites, dtype=torch.int32, device=device)
         # Where in scores_STK column p of token 0 lies; only the bank's columns count.
@@ -146,6 +147,7 @@ class Tables:
         counts = Counter(site for site, _ in slots)
         stashed = [counts[site] * is_so for site, is_so in enumerate(self._is_stashed)]
         self.stashed_S.copy_(torch.tensor(stashed, dtype=torch.int32))
+        self.num_stashed = sum(stashed)
         _, max_tokens, capacity = self.scores_STK.shape
         offsets = [site * max_tokens * capacity + slot for site, slot in slots]
         self.num_columns = len(offsets)
