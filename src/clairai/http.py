@@ -31,6 +31,7 @@ from clairai.http_engine import (
 from clairai.points import quote
 from clairai.probe.files import loads
 from clairai.probe.native import MAX_NBYTES
+from clairai.serve.cards import ModelCards
 from clairai.serve.fields import FieldCheck
 
 _TOKENS: Final = "clairai_tokens"
@@ -72,12 +73,18 @@ def attach(app: FastAPI) -> None:
     app.add_exception_handler(ClairaiError, on_error)
     app.add_exception_handler(Unanswered, on_unanswered)
     app.add_middleware(FieldCheck, refuse=refused, core_of=engine_or_none)
+    app.add_middleware(ModelCards, core_of=engine_or_none)
 
 
 def connect(client: Any, state: Any) -> None:
-    from clairai.compat.servers import is_one_of_many
+    from clairai.compat.arm import takes_weights
+    from clairai.compat.servers import is_one_of_many, watch_others
 
-    setattr(state, ATTRIBUTE, Engine(client, is_shared=is_one_of_many(client)))
+    is_taking = takes_weights(getattr(client, "vllm_config", None))
+    engine = Engine(client, is_shared=is_one_of_many(client), is_taking=is_taking)
+    if is_taking:
+        watch_others(client, engine.editions.elsewhere)
+    setattr(state, ATTRIBUTE, engine)
 
 
 def connect_tokens(client: Any, state: Any) -> None:

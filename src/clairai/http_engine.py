@@ -26,6 +26,7 @@ from clairai.errors import (
     WeightsTornError,
 )
 from clairai.offline import METHOD, read_reply
+from clairai.serve.editions import Editions
 from clairai.serve.mirror import Mirror
 from clairai.wire_capture import Captured
 
@@ -63,11 +64,13 @@ class Unanswered(Exception):
 class Engine:
     """The one way from here to the engine; `mirror` sees every answer."""
 
-    def __init__(self, client: Any, *, is_shared: bool) -> None:
+    def __init__(self, client: Any, *, is_shared: bool, is_taking: bool = False) -> None:
+        """`is_shared`: through other servers too; `is_taking`: weights."""
         self._client = client
         # PUT looks and then changes: one at a time, so that what it saw still holds.
         self.changing = asyncio.Lock()
         self.mirror = Mirror(self.ask, is_shared=is_shared)
+        self.editions = Editions(self.ask, self.changing, is_taking=is_taking, is_shared=is_shared)
 
     async def ask(self, control: wire.Control, kind: type[Reply]) -> Reply:
         message = msgspec.msgpack.encode(control)
@@ -87,7 +90,8 @@ class Engine:
         await self._client.resume_generation()
 
     async def name_weights(self, version: str) -> None:
-        """vLLM 0.32 says in its own answers which weights made them; 0.26 does not."""
+        """Answers say which weights made them: ours, and vLLM's own from 0.32 on."""
+        await self.editions.settle()
         if hasattr(self._client, "update_weight_version"):
             await self._client.update_weight_version(version)
 

@@ -37,8 +37,12 @@ BANK = Bank(
 OTHER_BANK = Bank(2, (ProbeInfo("position", "post_block.3"), ProbeInfo("negative", "post_block.3")))
 
 
+# Banks of an engine that takes weights, before and after it took some.
+OLD_WEIGHTS, NEW_WEIGHTS = Bank(3, BANK.probes, 0), Bank(4, BANK.probes, 1)
+
+
 def bank_of(version: int) -> Bank | None:
-    return {1: BANK, 2: OTHER_BANK}.get(version)
+    return {one.version: one for one in (BANK, OTHER_BANK, OLD_WEIGHTS, NEW_WEIGHTS)}.get(version)
 
 
 def score(token_id: int, position: int) -> list[float]:

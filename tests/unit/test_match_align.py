@@ -15,7 +15,7 @@ from clairai.errors import ClairaiError, ProbeError
 from clairai.match.align import Scores, align
 from clairai.match.ledger import Ledger
 from clairai.match.trail import StreamRows
-from tests.unit.tiny_records import Row, bank, cached, record
+from tests.unit.tiny_records import Row, bank, cached, finished, record
 
 PROMPT, OUTPUT = (11, 12, 13), (21, 22, 23)
 
@@ -162,3 +162,25 @@ def test_every_token_is_scored_cached_last_or_missing_and_nothing_else(data: st.
         assert score == (tokens[at] if at in present and at != last else None)
     gaps = [at for at in range(len(tokens)) if at not in present and at >= span and at != last]
     assert scores.missing == len(gaps)
+
+
+def weighed(*steps: tuple[Sequence[Row], int | None]) -> tuple[int, ...]:
+    """What the scores say of their weights, if each step has these."""
+    ledger = Ledger()
+    for rows, weights in steps:
+        ledger.feed(record(rows), bank("a", weights=weights))
+    return align(ledger.close(1)[0], PROMPT, OUTPUT).weights
+
+
+def test_scores_say_which_weights_their_rows_are_of() -> None:
+    assert weighed((rows_at(range(5)), 4)) == (4,)
+    assert weighed((rows_at(range(5)), None)) == ()
+    assert weighed((rows_at(range(3)), 0), (rows_at([3, 4]), 1)) == (0, 1)
+
+
+def test_weights_are_those_of_rows_that_count() -> None:
+    """Not of one that was forwarded again, nor of a forward past the end, nor of an end mark."""
+    again = (rows_at([3]), 7), (rows_at([3]), 8)
+    assert weighed((rows_at(range(3)), 8), *again, (rows_at([4]), 8)) == (8,)
+    assert weighed((rows_at(range(5)), 8), (rows_at([5]), 9)) == (8,)
+    assert weighed((rows_at(range(5)), 8), ([finished(1)], 9)) == (8,)

@@ -18,8 +18,15 @@ def _record(*rows: Row, num_columns: int = 1) -> Record:
     return Record(0, 0, 0, False, 0, tiny.rows, tiny.scores_RC)
 
 
-def _printed(made: Record, *names: str, with_events: bool = False) -> list[dict[str, Any]]:
-    raw = lines.encode(lines.record_lines(made, names, with_events=with_events))
+def _bank(*names: str, weights: int | None = None) -> wire.Bank:
+    return wire.Bank(0, tuple(wire.ProbeInfo(name, "post_block.0") for name in names), weights)
+
+
+def _printed(
+    made: Record, *names: str, with_events: bool = False, weights: int | None = None
+) -> list[dict[str, Any]]:
+    bank = _bank(*names, weights=weights)
+    raw = lines.encode(lines.record_lines(made, bank, with_events=with_events))
     assert raw.endswith(b"\n")
     return [json.loads(line, parse_constant=_refuse) for line in raw.splitlines()]
 
@@ -52,6 +59,11 @@ def test_choice_and_recomputed_are_printed_only_where_they_say_something() -> No
     assert first["phase"] == second["phase"] == "prefill"
 
 
+def test_rows_of_an_engine_that_takes_weights_say_of_which_they_are() -> None:
+    made = _record(Row(1, 0, 5))
+    assert [_printed(made, "a", weights=version)[0]["weights"] for version in (0, 3)] == [0, 3]
+
+
 def test_a_score_that_is_not_finite_is_null() -> None:
     made = _record(Row(1, 0, 5, (np.nan, np.inf, -np.inf)), num_columns=3)
     assert _printed(made, "a", "b", "c")[0]["scores"] == {"a": None, "b": None, "c": None}
@@ -68,7 +80,8 @@ def test_only_tokens_are_printed_unless_events_are_asked_for() -> None:
 
 
 def test_a_record_without_tokens_prints_nothing() -> None:
-    assert lines.encode(lines.record_lines(_record(finished(1)), ("a",), with_events=False)) == b""
+    made = _record(finished(1))
+    assert lines.encode(lines.record_lines(made, _bank("a"), with_events=False)) == b""
 
 
 def test_what_happens_to_the_ring_is_an_event_with_its_counts() -> None:

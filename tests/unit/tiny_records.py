@@ -51,8 +51,9 @@ def finished(stream: int, choice: int = 0) -> Row:
     return Row(stream, 0, -1, (np.nan,), wire.FINISHED, choice, 0)
 
 
-def bank(*names: str, version: int = 0) -> wire.Bank:
-    return wire.Bank(version, tuple(wire.ProbeInfo(name, "post_block.0") for name in names))
+def bank(*names: str, version: int = 0, weights: int | None = None) -> wire.Bank:
+    probes = tuple(wire.ProbeInfo(name, "post_block.0") for name in names)
+    return wire.Bank(version, probes, weights)
 
 
 def fed(*records: list[Row], ledger: Ledger | None = None) -> Ledger:

@@ -62,6 +62,7 @@ class ToyServer:
     bodies: list[dict[str, Any]] = field(default_factory=list)
     courses: list[Course | None] = field(default_factory=list)
     held: list[Any] = field(default_factory=list)  # requests that have not ended
+    backend: Any = None  # of weights
 
     def __post_init__(self) -> None:
         self.reception = Reception(self.desk)
@@ -71,9 +72,14 @@ class ToyServer:
         self.add_routes(app)
         http.attach(app)
         parallel = SimpleNamespace(_api_process_count=self.api_servers)
-        config = SimpleNamespace(parallel_config=parallel)
-        client = SimpleNamespace(collective_rpc=self._collective_rpc, vllm_config=config)
-        http.connect(client, app.state)
+        config = SimpleNamespace(parallel_config=parallel, weight_transfer_config=self.backend)
+        self.engine_client = SimpleNamespace(
+            collective_rpc=self._collective_rpc,
+            pause_generation=self._nothing,
+            resume_generation=self._nothing,
+            vllm_config=config,
+        )
+        http.connect(self.engine_client, app.state)
         self.client = TestClient(app)
 
     def add_routes(self, app: FastAPI) -> None:
@@ -91,6 +97,9 @@ class ToyServer:
     async def _collective_rpc(self, _: str, args: tuple[bytes]) -> list[bytes]:
         self.asked.append(msgspec.msgpack.decode(args[0], type=wire.Control))
         return self.desk.control(args[0], lambda sent: [answer(self.station, sent)])
+
+    async def _nothing(self, **_: Any) -> None:
+        """Nothing runs here that could be paused."""
 
     async def _complete(self, request: Request) -> Response:
         body = await request.json()

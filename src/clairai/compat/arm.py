@@ -43,6 +43,12 @@ def arm() -> None:
     _register_backend()
 
 
+def takes_weights(vllm_config: Any) -> bool:
+    """Whether the engine was started with our backend of --weight-transfer-config."""
+    asked = getattr(vllm_config, "weight_transfer_config", None)
+    return getattr(asked, "backend", None) == BACKEND
+
+
 def is_armed_for(vllm_config: Any) -> bool:
     given = vllm_config.additional_config
     return isinstance(given, dict) and KEY in given

@@ -13,17 +13,11 @@ from __future__ import annotations
 import functools
 from typing import Any, Final
 
-from clairai.compat.arm import BACKEND
 from clairai.tap.station import Station
 from clairai.weights.intake import Intake, Served
 
 _BY_A_BACKEND: Final = ("update_weights", "finish_weight_update")
 _BY_VLLM: Final = ("reload_weights", "reset_weights")
-
-
-def takes_weights(vllm_config: Any) -> bool:
-    """Whether the engine was started with our backend of --weight-transfer-config."""
-    return getattr(vllm_config.weight_transfer_config, "backend", None) == BACKEND
 
 
 def watch(worker: Any, station: Station) -> None:

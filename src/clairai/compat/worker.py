@@ -28,6 +28,7 @@ from clairai.compat import (
     steers,
     version,
 )
+from clairai.compat.arm import takes_weights
 from clairai.compat.sight import KEY
 from clairai.errors import PointError
 from clairai.probe.columns import Columns
@@ -163,7 +164,7 @@ def _station(worker: Any, settings: Settings, planned: Plan, sites: layers.Sites
         vllm=version.vllm_version(),
         points=tuple(str(point) for point in planned.points),
         max_requests=config.scheduler_config.max_num_seqs,
-        weights=0 if changes.takes_weights(config) else None,
+        weights=0 if takes_weights(config) else None,
     )
     return Station(settings, worker.clairai_tables, columns, about)
 

@@ -31,6 +31,9 @@ class Scores:
     phase: NDArray[np.uint8]  # wire.PREFILL, DECODE or CACHED
     num_prompt: int
     missing: int  # tokens that were forwarded, but whose rows were lost
+    # Versions of the model's weights that the rows are of, in the order of tokens: one, if they
+    # were not changed under the request; none, if the engine takes no others.
+    weights: tuple[int, ...] = ()
 
     @property
     def prompt(self) -> NDArray[np.float32]:
@@ -71,7 +74,8 @@ def align(
     has_row[positions] = True
     is_missing = ~has_row & (phase != wire.CACHED)
     missing = int(is_missing[:num_forwarded].sum())
-    return Scores(rows.names, token_ids, scores_NP, phase, num_prompt, missing)
+    weights = _weights(rows.weights_N[is_kept])
+    return Scores(rows.names, token_ids, scores_NP, phase, num_prompt, missing, weights)
 
 
 def _check_tokens(
@@ -84,6 +88,11 @@ def _check_tokens(
             f"row for position {position} carries token {carried[wrong[0]]}, "
             f"request has token {token_ids[position]}: please report"
         )
+
+
+def _weights(weights_N: NDArray[np.int64]) -> tuple[int, ...]:
+    said = weights_N[weights_N >= 0]
+    return tuple(dict.fromkeys(said.tolist()))
 
 
 def _phases(rows: StreamRows, num_prompt: int, num_tokens: int) -> NDArray[np.uint8]:

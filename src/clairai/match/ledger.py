@@ -96,7 +96,8 @@ class Ledger:
             if run.is_marks:
                 self._held_rows += trail.add_marks(rows[part], names)
             else:
-                self._held_rows += trail.add_tokens(rows[part], scores_RC[part], names)
+                scores = scores_RC[part]
+                self._held_rows += trail.add_tokens(rows[part], scores, names, bank.weights)
             self._note_finished(run)
         self._evict()
 

@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from clairai import wire
 
 _FEWEST_ROWS: Final = 4
+_UNSAID: Final = -1  # in an array of versions
 
 
 @dataclass(frozen=True, eq=False)
@@ -25,15 +26,16 @@ class StreamRows:
     token_ids: NDArray[np.int32]
     phases: NDArray[np.uint8]
     scores_NP: NDArray[np.float32]  # NaN where the bank did not hold the probe at that step
+    weights_N: NDArray[np.int64]  # version of the weights; -1: the engine does not say
     cached: tuple[tuple[int, int], ...]  # (first position, span) of each run a cache served
     finished: bool
 
 
 class _Segment:
-    """Rows scored by the same probes; its arrays double as they fill."""
+    """Rows scored by the same probes and weights; its arrays double as they fill."""
 
-    def __init__(self, names: tuple[str, ...], num_rows: int) -> None:
-        self.names = names
+    def __init__(self, names: tuple[str, ...], weights: int | None, num_rows: int) -> None:
+        self.names, self.weights = names, weights
         self.num_rows = 0
         size = max(num_rows, _FEWEST_ROWS)
         self._rows = np.empty(size, wire.ROW)
@@ -75,18 +77,24 @@ class Trail:
         return sum(segment.num_rows for segment in self._segments) + len(self._cached)
 
     def add_tokens(
-        self, rows: NDArray[np.void], scores_RC: NDArray[np.float32], names: tuple[str, ...]
+        self,
+        rows: NDArray[np.void],
+        scores_RC: NDArray[np.float32],
+        names: tuple[str, ...],
+        weights: int | None = None,
     ) -> int:
         """Keep rows of forwarded tokens, scored by the probes `names`; how many it keeps."""
-        if not self._segments or self._segments[-1].names != names:
-            self._segments.append(_Segment(names, len(rows)))
-        self._segments[-1].append(rows, scores_RC)
+        last = self._segments[-1] if self._segments else None
+        if last is None or (last.names, last.weights) != (names, weights):
+            last = _Segment(names, weights, len(rows))
+            self._segments.append(last)
+        last.append(rows, scores_RC)
         return len(rows)
 
     def add_marks(self, rows: NDArray[np.void], names: tuple[str, ...]) -> int:
         """Keep rows that stand for no forwarded token; how many: the end is only noted."""
         if not self._segments:  # a request served whole from a cache still has its probes, unscored
-            self._segments.append(_Segment(names, 0))
+            self._segments.append(_Segment(names, None, 0))
         is_cached = rows["phase"] == wire.CACHED
         self.finished |= not is_cached.all()
         starts, spans = rows["position"][is_cached], rows["span"][is_cached]
@@ -105,9 +113,14 @@ class Trail:
             token_ids=kept["token_id"].astype(np.int32),
             phases=kept["phase"].astype(np.uint8),
             scores_NP=self._scores(names, len(rows))[newest],
+            weights_N=self._weights()[newest],
             cached=tuple(self._cached),
             finished=self.finished,
         )
+
+    def _weights(self) -> NDArray[np.int64]:
+        said = [_UNSAID if part.weights is None else part.weights for part in self._segments]
+        return np.repeat(np.array(said, np.int64), [part.num_rows for part in self._segments])
 
     def _scores(self, names: tuple[str, ...], num_rows: int) -> NDArray[np.float32]:
         scores = np.full((num_rows, len(names)), np.nan, np.float32)

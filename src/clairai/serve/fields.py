@@ -7,9 +7,9 @@ Here the reason can be given. Runs in the API server, behind vLLM's key check.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
 import msgspec
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -18,14 +18,13 @@ from clairai import wanted as ours
 from clairai.capture.positions import Positions
 from clairai.errors import ClairaiError, RequestError
 from clairai.serve import chats
-from clairai.serve.handle import handle, settled, unknown
 from clairai.serve.mirror import Mirror
-from clairai.serve.reply import Echo, Refuse, Reply
+from clairai.serve.reply import Refuse, Reply
 from clairai.serve.ruling import Ruling, judge
+from clairai.serve.told import Core, begun, ended
 from clairai.steer.seed_fields import PHASES
 from clairai.stream.asked import is_true
 from clairai.wanted import KEY, Wanted
-from clairai.wire_capture import Captured
 
 _PATHS: Final = frozenset(
     (
@@ -41,16 +40,6 @@ _ANY: Final = msgspec.json.Decoder(dict[str, Any] | None)
 # What takes longer to read than a token may be late is read beside the event loop.
 _LARGE_BYTES: Final = 1 << 16
 _UNREADABLE: Final = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
-
-
-class Core(Protocol):
-    """The engine core, as it is seen from here."""
-
-    mirror: Mirror
-
-    async def why_refused(self, stream: int) -> ClairaiError | None: ...
-
-    async def captured(self, stream: int, *, is_ended: bool) -> Sequence[Captured]: ...
 
 
 CoreOf = Callable[[Any], Core | None]
@@ -210,37 +199,23 @@ class FieldCheck:
 
         async def told() -> dict[str, Any] | None:
             said = ruling.told if echo is None else await echo
-            if stream is None or not given.is_captured:
-                return said
-            return {**(said or {}), "capture": handle(stream, ())}
+            return await begun(core, stream, said, is_captured=given.is_captured)
 
-        result = None if stream is None or not given.is_captured else _result(core, stream)
+        result = None if stream is None or not given.is_captured else ended(core, stream)
         reply = Reply(scope, receive, send, echo=told, why=why, result=result)
 
         async def sending(message: Message) -> None:
             await reply(message, self._refuse)
 
         try:
-            await self._app(scope, _replayed(messages, receive), sending)
+            with core.editions.waiting(stream):
+                await self._app(scope, _replayed(messages, receive), sending)
         except Exception:
             if not await reply.is_refused(self._refuse):
                 raise
         finally:
             if echo is not None:
                 await asyncio.gather(echo, return_exceptions=True)
-
-
-def _result(core: Core, stream: int) -> Echo:
-    """What became of its rows; asked when the request has ended."""
-
-    async def result() -> dict[str, Any] | None:
-        try:
-            found = await settled(lambda: core.captured(stream, is_ended=True))
-        except Exception:  # whatever vLLM raises of an engine that has ended: the answer is there
-            return {"capture": unknown(stream)}
-        return {"capture": handle(stream, found)}
-
-    return result
 
 
 async def _found(body: bytes, mirror: Mirror) -> tuple[Given, Ruling] | None:

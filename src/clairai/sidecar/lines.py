@@ -31,6 +31,7 @@ class Row(msgspec.Struct, frozen=True, omit_defaults=True):
     scores: dict[str, float]
     choice: int = 0
     recomputed: bool = False
+    weights: int | None = None  # version of the model's weights, in an engine that takes others
 
 
 class Cached(msgspec.Struct, frozen=True, omit_defaults=True, tag_field="event", tag="cached"):
@@ -88,31 +89,32 @@ def encode(lines: Iterable[Line]) -> bytes:
     return _ENCODER.encode_lines(lines)
 
 
-def record_lines(record: Record, names: tuple[str, ...], *, with_events: bool) -> list[Line]:
+def record_lines(record: Record, bank: wire.Bank, *, with_events: bool) -> list[Line]:
     """The record's rows in their order; rows that stand for no token only `with_events`."""
     rows, scores_RC = record.rows, record.scores_RC
     if not with_events:
         is_token = rows["phase"] <= wire.DECODE
-        return [*_token_lines(rows[is_token], scores_RC[is_token], names)]
+        return [*_token_lines(rows[is_token], scores_RC[is_token], bank)]
     found: list[Line] = []
     for run in runs(rows):
         part = slice(run.begin, run.end)
         if run.is_marks:
             found += _mark_lines(rows[part])
         else:
-            found += _token_lines(rows[part], scores_RC[part], names)
+            found += _token_lines(rows[part], scores_RC[part], bank)
     return found
 
 
 def _token_lines(
-    rows: NDArray[np.void], scores_RC: NDArray[np.float32], names: tuple[str, ...]
+    rows: NDArray[np.void], scores_RC: NDArray[np.float32], bank: wire.Bank
 ) -> Iterator[Row]:
+    names = tuple(probe.name for probe in bank.probes)
     columns = [rows[name].tolist() for name in _ROW_FIELDS]
     for row, scores in zip(zip(*columns, strict=True), scores_RC.tolist(), strict=True):
         stream, position, token_id, phase, choice, flags = row
         scored = dict(zip(names, scores, strict=True))
-        is_again = bool(flags & wire.RECOMPUTED)
-        yield Row(stream, position, token_id, wire.PHASE_NAMES[phase], scored, choice, is_again)
+        rest = (choice, bool(flags & wire.RECOMPUTED), bank.weights)
+        yield Row(stream, position, token_id, wire.PHASE_NAMES[phase], scored, *rest)
 
 
 def _mark_lines(rows: NDArray[np.void]) -> Iterator[Line]:

@@ -129,8 +129,7 @@ class JsonView:
             if bank is None:
                 self._loss.nameless()
                 continue
-            names = tuple(probe.name for probe in bank.probes)
-            found += lines.record_lines(record, names, with_events=self._with_events)
+            found += lines.record_lines(record, bank, with_events=self._with_events)
         # Before the rows: what was lost is older than all that were read with it.
         self._lost(batch.reader.statistics())
         self._out.write(lines.encode(found))

@@ -42,6 +42,20 @@ class ChoiceView(msgspec.Struct):
         return (delta.content or "") if delta is not None else ""
 
 
+class Echo(msgspec.Struct):
+    """What the engine says of a request: what it does to it, and which weights answer it."""
+
+    steering: list[Any] | None = None
+    stop: list[Any] | None = None
+    capture: dict[str, Any] | None = None
+    weights: int | None = None
+
+    @property
+    def is_bound(self) -> bool:
+        """Whether it does what an engine without clairai would leave out in silence."""
+        return not (self.steering is None and self.stop is None and self.capture is None)
+
+
 class ChunkView(msgspec.Struct):
     id: str | None = None
     model: str | None = None
@@ -69,6 +83,7 @@ class ChunkView(msgspec.Struct):
 
 
 _VIEW: Final = msgspec.json.Decoder(ChunkView)
+_ECHO: Final = msgspec.json.Decoder(Echo)
 
 
 class Chunk(NamedTuple):
@@ -89,6 +104,14 @@ class Chunk(NamedTuple):
             and bytes(choice.logprobs) == b"null"
             for choice in self.view.choices
         ) and bool(self.view.choices)
+
+
+def read_echo(echo: msgspec.Raw) -> Echo:
+    """Nothing, of an upstream that means something else by our field."""
+    try:
+        return _ECHO.decode(echo)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+        return Echo()
 
 
 def read_chunk(frame: bytes, data: bytes) -> Chunk | None:

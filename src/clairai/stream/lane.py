@@ -20,6 +20,7 @@ class Columns:
 
     names: tuple[str, ...]
     thresholds: tuple[float | None, ...]
+    weights: int | None = None  # version of the model's weights; None: the engine does not say
 
 
 class Row(NamedTuple):
@@ -42,11 +43,16 @@ class Slice(NamedTuple):
     start: int
     scores: list[Values]
     lost: tuple[int, ...]  # which of them, as j
+    weights: tuple[int, ...] = ()  # versions of the model's weights that they are of, in order
 
     def fields(self) -> dict[str, Any]:
         """As it goes on the wire."""
         made: dict[str, Any] = {"names": self.names, "start": self.start, "scores": self.scores}
-        return {**made, "lost": len(self.lost)} if self.lost else made
+        if self.lost:
+            made["lost"] = len(self.lost)
+        if self.weights:
+            made["weights"] = self.weights[0] if len(self.weights) == 1 else None
+        return made
 
     def parts(self, size: int) -> list[Slice]:
         """The same in slices of `size` rows."""
@@ -56,6 +62,7 @@ class Slice(NamedTuple):
                 self.start + at,
                 self.scores[at : at + size],
                 tuple(j - at for j in self.lost if at <= j < at + size),
+                self.weights,
             )
             for at in range(0, len(self.scores), size)
         ]
@@ -140,7 +147,7 @@ def cut(rows: list[Row | None], start: int, count: int, names: tuple[str, ...]) 
     empty: Values = [None] * len(names)
     scores = [empty if row is None else row.values for row in rows]
     scores += [empty] * (count - len(rows))
-    return Slice(names, start, scores, _missing(rows))
+    return Slice(names, start, scores, _missing(rows), _weights(found))
 
 
 def _cut_across(rows: list[Row | None], start: int, count: int) -> Slice:
@@ -151,7 +158,12 @@ def _cut_across(rows: list[Row | None], start: int, count: int) -> Slice:
     ]
     scores = [[values.get(name) for name in names] for values in held]
     scores += [[None] * len(names)] * (count - len(rows))
-    return Slice(names, start, scores, _missing(rows))
+    return Slice(names, start, scores, _missing(rows), _weights(found))
+
+
+def _weights(rows: list[Row]) -> tuple[int, ...]:
+    said = dict.fromkeys(row.columns.weights for row in rows)
+    return tuple(version for version in said if version is not None)
 
 
 def _missing(rows: list[Row | None]) -> tuple[int, ...]:

@@ -7,7 +7,7 @@ from typing import Any, Final, Literal
 
 import msgspec
 
-from clairai.stream.chunk import ChoiceView, Chunk
+from clairai.stream.chunk import ChoiceView, Chunk, read_echo
 from clairai.stream.lane import Slice
 from clairai.stream.observe import ChoiceResult
 from clairai.stream.sheet import Sheet
@@ -29,13 +29,6 @@ class Event:
 
 def event(name: Name, **fields: Any) -> Event:
     return Event(name, msgspec.json.encode(fields))
-
-
-class _Echo(msgspec.Struct):
-    """What the engine says it does to a request."""
-
-    steering: list[Any] | None = None
-    capture: dict[str, Any] | None = None
 
 
 class NamedVoice:
@@ -99,7 +92,9 @@ class NamedVoice:
         stops = [self._sheet.result(choice).stop_reason for choice in self._sheet.choices]
         about = {"id": self._sheet.response_id, "model": self._sheet.model}
         ends = {"finish_reasons": reasons, "stop_reasons": stops}
-        kept = {} if self._capture is None else {"capture": self._capture}
+        kept: dict[str, Any] = {} if self._capture is None else {"capture": self._capture}
+        weights = self._sheet.told.weights
+        kept |= {} if weights is None else {"weights": weights}
         return event("done", **about, **ends, usage=self._usage, **kept)
 
     def cancelled(self) -> list[Event]:
@@ -118,15 +113,15 @@ class NamedVoice:
         if bytes(view.usage) != b"null":
             self._usage = view.usage.copy()
         if not view.choices and view.echo is not None:
-            self._capture = msgspec.json.decode(view.echo, type=_Echo).capture
+            self._capture = read_echo(view.echo).capture
 
     def _echo(self) -> list[Event]:
         """Once, and before anything else: what the engine says it does to this request."""
         if self._is_echo_told or self._sheet.echo is None:
             return []
         self._is_echo_told = True
-        if msgspec.json.decode(self._sheet.echo, type=_Echo).steering is None:
-            return []  # of a capture the end tells
+        if self._sheet.told.steering is None:
+            return []  # of a capture, and of weights, the end tells
         return [event("steering", clairai=self._sheet.echo)]
 
     def _tokens(self, choice: ChoiceView, start: int) -> list[Event]:

@@ -15,6 +15,11 @@ from clairai.stream.schema_capture import CaptureHandle, CaptureRequest
 from clairai.stream.schema_steering import SteerEntry, StopRule
 
 Score = float | None  # null: no such score
+Weights: Any = Field(
+    None,
+    description="version of the model's weights that these rows are of, in an engine that takes "
+    "others; null: of several, or none has come",
+)
 
 
 class _Model(BaseModel):
@@ -74,6 +79,7 @@ class ProbeScores(_Model):
     start: int
     scores: list[list[Score]]
     lost: int | None = Field(None, description="rows of this object that are null because lost")
+    weights: int | None = Weights
 
 
 class PromptScores(_Model):
@@ -85,6 +91,7 @@ class PromptScores(_Model):
     tokens: list[str]
     scores: list[list[Score]]
     lost: int | None = None
+    weights: int | None = Weights
 
 
 class TokenEvent(_Model):
@@ -107,6 +114,7 @@ class ProbeUpdateEvent(_Model):
     start: int
     scores: list[list[Score]]
     lost: int | None = None
+    weights: int | None = Weights
 
 
 class ProbeFinalEvent(_Model):
@@ -133,6 +141,7 @@ class DoneEvent(_Model):
     )
     usage: dict[str, Any] | None
     capture: CaptureHandle | None = Field(None, description="what became of captured rows")
+    weights: int | None = Field(None, description="version of the weights that it began with")
 
 
 class Histogram(_Model):

@@ -84,6 +84,7 @@ class SteeringEcho(BaseModel):
 
     steering: list[AppliedEntry] = []
     stop: list[dict[str, Any]] | None = Field(None, description="rules, with their thresholds")
+    weights: int | None = Field(None, description="version of the weights that it began with")
 
 
 class SteeringEvent(_Model):

@@ -15,7 +15,7 @@ import msgspec
 
 from clairai import wire
 from clairai.stream.asked import Asked
-from clairai.stream.chunk import ChoiceView, ChunkView
+from clairai.stream.chunk import ChoiceView, ChunkView, Echo, read_echo
 from clairai.stream.lane import Columns, Lane, Row, Slice, Values, cut
 from clairai.stream.observe import ChoiceResult
 from clairai.stream.prompt import PromptRows
@@ -72,7 +72,8 @@ class Sheet:
         self.response_id: str | None = None
         self.model: str | None = None
         self.prompt_ids: list[int] | None = None
-        self.echo: msgspec.Raw | None = None  # what the engine says it does to this request
+        self.echo: msgspec.Raw | None = None  # what the engine says of this request
+        self.told = Echo()  # and what that is
         self.changed = asyncio.Event()  # a row came, or the ring went
         self.lost = 0  # rows that were told as lost, prompt included
         self._is_attached = is_attached
@@ -141,7 +142,7 @@ class Sheet:
         self._picked = [held.get(name) for name in names]
         thresholds = [None if at is None else bank.probes[at].threshold for at in self._picked]
         self._bank, self._names = bank, names
-        self._columns = Columns(names, tuple(thresholds))
+        self._columns = Columns(names, tuple(thresholds), bank.weights)
 
     # From upstream
 
@@ -153,7 +154,8 @@ class Sheet:
             self.prompt_ids = view.prompt
         if self.echo is None and view.echo is not None:
             self.echo = view.echo.copy()
-        if self._is_echo_due and self.echo is None and view.choices:
+            self.told = read_echo(self.echo)
+        if self._is_echo_due and not self.told.is_bound and view.choices:
             raise NotSteered
 
     def read_choice(self, view: ChoiceView) -> int:
