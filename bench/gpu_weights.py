@@ -1,10 +1,11 @@
-"""Takes a model; gives how long new weights, probes and vectors take to serve, and what is left.
+"""Takes a model's shape; gives how long new weights, probes and vectors take, and what they leave.
 
 The engine core is a process of its own, as when it serves; the sender is another. On a GPU the
-weights are sent from the same GPU, beside the measured speed of a copy within it; a machine without
-one sends them through host memory. Without --model
-it is the demo's; --shape makes random weights of a shape of bench/shapes first.
-Run: python -m bench.gpu_weights [--model FOLDER | --shape llama-3.1-8b] [--rounds 5]
+weights are sent from the same GPU, beside the measured speed of a copy within it and beside vLLM's
+own `ipc` weight transfer; a machine without one sends them through host memory. All numbers are
+made up, by both sides: time does not depend on them.
+Run: python -m bench.gpu_weights [--shape llama-3.1-8b] [--small qwen3-0.6b] [--rounds 5]
+     [--parts model banks many pause stock]
 """
 
 from __future__ import annotations
@@ -14,170 +15,164 @@ import json
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+import traceback
+from collections.abc import Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack
 from pathlib import Path
-from statistics import median
 from typing import Any, Final
 
-import numpy as np
-
 import clairai
-from clairai.weights import Sent
-from tests.engine.models import real
-from tests.engine.process import EngineProcess
+from bench import weights_pause, weights_sends, weights_stock
+from bench.weights_sends import NUM_PROBES, TRANSFERS
+from bench.weights_shape import hollow, layers_of
+from tests.engine.process import ENVIRONMENT, EngineProcess
+from tests.engine.server import free_port
 
-NUM_PROBES: Final = 512
-SHAPES: Final = Path(__file__).parent / "shapes"
-COPY_BYTES: Final = 4 << 30
+PARTS: Final = ("model", "banks", "many", "pause", "stock")
+# Which engine each part needs: parts of one engine follow each other.
+ENGINE_OF: Final = {"model": "ours", "banks": "ours", "many": "small"}
+Starting = Mapping[str, Future[Any]]
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--model", type=Path)
-    parser.add_argument("--shape")
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--shape", default="llama-3.1-8b")
+    parser.add_argument("--small", default="qwen3-0.6b")
     parser.add_argument("--rounds", type=int, default=5)
-    given = parser.parse_args()
-    with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        model = random_weights(given.shape, folder / "model") if given.shape else given.model
-        model = model or real()
-        with _engine(model, folder / "run") as engine:
-            for found in (
-                engine.call(send_model, model, given.rounds),
-                engine.call(send_banks, given.rounds),
-            ):
-                sys.stdout.write(json.dumps(found) + "\n")
+    parser.add_argument("--parts", nargs="*", choices=PARTS, default=PARTS)
+    parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
+    asked = parser.parse_args()
+    found: dict[str, Any] = {"shape": asked.shape, "device": asked.device}
+    with tempfile.TemporaryDirectory() as name, ExitStack() as opened:
+        bench = Bench(asked, Path(name), opened)
+        for part in asked.parts:
+            found[part] = bench.measure(part)
+    sys.stdout.write(json.dumps(found) + "\n")
 
 
-def _engine(model: Path, runtime: Path) -> EngineProcess:
-    runtime.mkdir(mode=0o700)
-    layers = json.loads((model / "config.json").read_text())["num_hidden_layers"]
-    return EngineProcess(
-        runtime=runtime,
-        environment={"VLLM_ENABLE_V1_MULTIPROCESSING": "1"},
-        model=str(model),
-        skip_tokenizer_init=True,
-        dtype="bfloat16",
-        enforce_eager=True,
-        max_model_len=512,
-        max_num_seqs=8,
-        weight_transfer_config={"backend": "clairai_ipc"},
-        additional_config=clairai.config(
-            points=[f"post_block.{at}" for at in range(layers)],
-            capacity=NUM_PROBES,
-            steering=True,
-            runtime_dir=str(runtime),
-        ),
-    )
+class Bench:
+    """Engines of all parts start at once and are measured one after the other."""
 
+    def __init__(self, asked: argparse.Namespace, folder: Path, opened: ExitStack) -> None:
+        self._asked, self._folder, self._opened = asked, folder, opened
+        self._models = {
+            name: hollow(shape, folder / name)
+            for name, shape in (("model", asked.shape), ("small", asked.small))
+        }
+        wanted = dict.fromkeys(ENGINE_OF.get(part, part) for part in asked.parts)
+        pool = opened.enter_context(ThreadPoolExecutor(len(wanted)))
+        starts = {name: getattr(self, f"_start_{name}") for name in wanted}
+        self._starting: Starting = {n: pool.submit(start) for n, start in starts.items()}
+        opened.callback(self._stop)
 
-def random_weights(shape: str, target: Path) -> Path:
-    """A checkpoint of that shape in bfloat16, as many shards as Hugging Face would write."""
-    import torch
-    import transformers
-
-    target.mkdir()
-    config = transformers.AutoConfig.from_pretrained(SHAPES / shape)
-    torch.manual_seed(1)
-    model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
-    model.save_pretrained(target)
-    return target
-
-
-def send_model(llm: Any, folder: Path, rounds: int) -> dict[str, Any]:
-    """Runs in the engine's front process, which is the trainer here."""
-    import torch
-    from safetensors.torch import load_file
-
-    from clairai.weights import Sender
-
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    held = {
-        name: tensor.to(device)
-        for file in sorted(folder.glob("*.safetensors"))
-        for name, tensor in load_file(file).items()
-    }
-    first = Sender(llm).send(held)  # warms
-    free_before = _free(device)
-    warm = [Sender(llm).send(held) for _ in range(rounds)]
-    seconds = median(one.seconds for one in warm)
-    return {
-        "what": "a whole model",
-        "bytes": warm[0].nbytes,
-        "home": warm[0].home,
-        "seconds": round(seconds, 4),
-        "packed and verified s": round(median(one.packed_s for one in warm), 4),
-        "vLLM's loading s": round(median(one.load_s for one in warm), 4),
-        "GB/s": round(warm[0].nbytes / seconds / 1e9, 3),
-        "GB/s without vLLM's loading": round(
-            median(one.nbytes / (one.seconds - one.load_s) for one in warm) / 1e9, 3
-        ),
-        "GB/s of a copy": round(_copy_bytes_per_s(device) / 1e9, 3),
-        "digests": len({one.digest for one in (first, *warm)}),
-        "bytes of the device not given back": free_before - _free(device),
-    }
-
-
-def _free(device: str) -> int:
-    import torch
-
-    return int(torch.cuda.mem_get_info()[0]) if device == "cuda" else 0
-
-
-def _copy_bytes_per_s(device: str) -> float:
-    """Of memory to memory on the same device, bytes copied in a second."""
-    import torch
-
-    nbytes = COPY_BYTES if device == "cuda" else COPY_BYTES >> 3
-    source = torch.zeros(nbytes, dtype=torch.uint8, device=device)
-    target = torch.empty_like(source)
-    taken = []
-    for _ in range(5):
+    def measure(self, part: str) -> dict[str, Any]:
+        """A part that fails is said, and the others go on."""
         began_s = time.perf_counter()
-        target.copy_(source)
-        if device == "cuda":
-            torch.cuda.synchronize()
-        taken.append(time.perf_counter() - began_s)
-    return nbytes / min(taken)
+        try:
+            engine = self._starting[ENGINE_OF.get(part, part)].result()
+            found: dict[str, Any] = getattr(self, f"_measure_{part}")(engine)
+        except Exception as error:
+            traceback.print_exc()
+            found = {"failed": str(error)[-2000:]}
+        for what, value in found.items():
+            sys.stdout.write(f"| {part} | {what} | {value} |\n")
+        sys.stdout.write(f"| {part} | took s | {time.perf_counter() - began_s:.1f} |\n")
+        sys.stdout.flush()
+        return found
 
+    def _start_ours(self) -> EngineProcess:
+        model = self._models["model"]
+        return self._engine(model, "ours", steering=True, points=["post_block.*"])
 
-def send_banks(llm: Any, rounds: int) -> dict[str, Any]:
-    """A full bank of probes, then a vector of every layer; times of the whole call, in ms."""
-    from clairai.points import Point
-    from clairai.probe.model import Probe
-    from clairai.steer.vector import Vector
-    from clairai.weights import Sender
+    def _start_small(self) -> EngineProcess:
+        return self._engine(self._models["small"], "small", points=["post_block.0"])
 
-    rng = np.random.default_rng(2)
-    point, width, layers = _about(llm)
-    rows_PD = rng.standard_normal((NUM_PROBES, width)).astype(np.float32)
-    names = [f"p{at}" for at in range(NUM_PROBES)]
-    probes = [Probe(name, point, row_D) for name, row_D in zip(names, rows_PD, strict=True)]
-    clairai.ProbeBank(llm).add(*probes)
-    points = [Point("post_block", at) for at in range(layers)]
-    clairai.VectorBank(llm).add(Vector("v", dict.fromkeys(points, rows_PD[0])))
-    many = {f"probe::{name}": row_D for name, row_D in zip(names, rows_PD, strict=True)}
-    one = {"steer::v": rng.standard_normal((layers, width)).astype(np.float32)}
-    sender = Sender(llm)
-    return {
-        "what": "banks",
-        f"{NUM_PROBES} probes, ms": _median_ms(lambda: sender.send(many), rounds),
-        f"a vector of {layers} layers, ms": _median_ms(lambda: sender.send(one), rounds),
-    }
+    def _start_stock(self) -> EngineProcess:
+        runtime = self._runtime("stock")
+        return EngineProcess(
+            runtime=runtime,
+            environment=self._variables | weights_stock.environment(runtime) | {"VLLM_PLUGINS": ""},
+            weight_transfer_config={"backend": "ipc"},
+            **self._arguments(self._models["model"]),
+        )
 
+    def _start_pause(self) -> Any:
+        runtime = self._runtime("pause")
+        variables = {**ENVIRONMENT, **self._variables}
+        if self._asked.device == "cuda":
+            variables.pop("VLLM_CPU_KVCACHE_SPACE")
+        return weights_pause.start(self._models["model"], runtime, free_port(), variables)
 
-def _median_ms(send: Callable[[], Sent], rounds: int) -> float:
-    send()
-    return round(median(send().seconds for _ in range(rounds)) * 1e3, 2)
+    @property
+    def _variables(self) -> dict[str, str]:
+        return {"VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
 
+    def _runtime(self, name: str) -> Path:
+        runtime = self._folder / f"run-{name}"
+        runtime.mkdir(mode=0o700)
+        return runtime
 
-def _about(llm: Any) -> tuple[Any, int, int]:
-    from clairai import wire
-    from clairai.offline import ask
-    from clairai.points import Point
+    def _engine(self, model: Path, name: str, **config: Any) -> EngineProcess:
+        runtime = self._runtime(name)
+        taps = clairai.config(capacity=NUM_PROBES, runtime_dir=str(runtime), **config)
+        return EngineProcess(
+            runtime=runtime,
+            environment=self._variables,
+            weight_transfer_config={"backend": "clairai_ipc"},
+            additional_config=taps,
+            **self._arguments(model),
+        )
 
-    described = ask(llm, wire.Describe(), wire.Description)
-    return Point("post_block", 0), described.width, len(described.points)
+    def _arguments(self, model: Path) -> dict[str, Any]:
+        given: dict[str, Any] = {
+            "model": str(model),
+            "load_format": "dummy",
+            "skip_tokenizer_init": True,
+            "dtype": "bfloat16",
+            "enforce_eager": True,  # loading is the same, and starts are sooner
+            "max_model_len": 512,
+            "max_num_seqs": 8,
+        }
+        if self._asked.device == "cuda":
+            given |= {"gpu_memory_utilization": 0.1, "kv_cache_memory_bytes": 1 << 30}
+        return given
+
+    def _measure_model(self, engine: EngineProcess) -> dict[str, Any]:
+        model, asked = self._models["model"], self._asked
+        found: dict[str, Any] = engine.call(
+            weights_sends.send_model, model, asked.device, asked.rounds
+        )
+        return found
+
+    def _measure_banks(self, engine: EngineProcess) -> dict[str, Any]:
+        layers = layers_of(self._models["model"])
+        found: dict[str, Any] = engine.call(weights_sends.send_banks, layers, self._asked.rounds)
+        return found
+
+    def _measure_many(self, engine: EngineProcess) -> dict[str, Any]:
+        found: dict[str, Any] = engine.call(
+            weights_sends.send_many, self._models["small"], self._asked.device, TRANSFERS
+        )
+        return found
+
+    def _measure_pause(self, server: Any) -> dict[str, Any]:
+        device, rounds = self._asked.device, self._asked.rounds
+        runtime = self._folder / "run-pause"
+        return weights_pause.measure(server, self._models["model"], runtime, device, rounds)
+
+    def _measure_stock(self, engine: EngineProcess) -> dict[str, Any]:
+        model, rounds = self._models["model"], self._asked.rounds
+        return {
+            name: engine.call(weights_stock.send, model, rounds, is_packed)
+            for name, is_packed in (("its own tensors", False), ("packed", True))
+        }
+
+    def _stop(self) -> None:
+        for starting in self._starting.values():
+            if starting.exception() is None:
+                engine = starting.result()
+                (engine.close if isinstance(engine, EngineProcess) else engine.kill)()
 
 
 if __name__ == "__main__":

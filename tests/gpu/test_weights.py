@@ -5,16 +5,28 @@ The engine core is a process of its own: CUDA opens no handle in the process tha
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from multiprocessing import get_context
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+import msgspec
 import pytest
 import torch
 
 import clairai
+from clairai import wire_weights
+from clairai.errors import WeightsError
 from clairai.weights import checksum as host
-from clairai.weights import tensors as device
+from clairai.weights import device_sums
+from clairai.weights.manifest import encode, parse
+from clairai.weights.pack import Packer
+from clairai.weights.port import Port
+from clairai.weights.sources import items
+from clairai.wire_weights import Offer
 from tests.engine import weighed
 from tests.engine.process import EngineProcess
 from tests.gpu import forced
@@ -34,27 +46,42 @@ def other(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return weighed.perturb(model, tmp_path_factory.mktemp("weights-other") / "tiny")
 
 
-def _arguments(model: Path, runtime: Path) -> dict[str, Any]:
-    return {
-        "runtime": runtime,
-        "environment": {"VLLM_ENABLE_V1_MULTIPROCESSING": "1"},
-        "model": str(model),
-        "skip_tokenizer_init": True,
-        "dtype": "bfloat16",
-        "max_model_len": 256,
-        "max_num_seqs": 16,
-        "gpu_memory_utilization": 0.1,
-    }
+class Running(NamedTuple):
+    """Two engines of the same arguments, started together: a start takes most of the time."""
+
+    engine: EngineProcess  # takes weights, and was started with `model`
+    fresh: EngineProcess  # was started with `other`
+    runtime: Path
 
 
 @pytest.fixture(scope="module")
-def engine(model: Path, runtime: Path) -> Iterator[EngineProcess]:
-    with EngineProcess(
-        **_arguments(model, runtime),
-        weight_transfer_config={"backend": "clairai_ipc"},
-        additional_config=clairai.config(points=["pre_attn.0"], runtime_dir=str(runtime)),
-    ) as running:
-        yield running
+def running(model: Path, other: Path, runtime: Path) -> Iterator[Running]:
+    taking = {
+        "weight_transfer_config": {"backend": "clairai_ipc"},
+        "additional_config": clairai.config(points=["pre_attn.0"], runtime_dir=str(runtime)),
+    }
+    with ThreadPoolExecutor(2) as pool, ExitStack() as opened:
+        starting = [
+            pool.submit(_start, model, runtime, taking),
+            pool.submit(_start, other, runtime, {}),
+        ]
+        engines = [opened.enter_context(each.result()) for each in starting]
+        yield Running(engines[0], engines[1], runtime)
+
+
+def _start(model: Path, runtime: Path, more: dict[str, Any]) -> EngineProcess:
+    return EngineProcess(
+        runtime=runtime,
+        environment={"VLLM_ENABLE_V1_MULTIPROCESSING": "1"},
+        model=str(model),
+        skip_tokenizer_init=True,
+        dtype="bfloat16",
+        max_model_len=256,
+        max_num_seqs=16,
+        gpu_memory_utilization=0.1,
+        kv_cache_memory_bytes=1 << 28,  # measured by none of the two while the other starts
+        **more,
+    )
 
 
 def answers(llm: Any) -> list[list[int]]:
@@ -65,16 +92,18 @@ def answers(llm: Any) -> list[list[int]]:
     return [list(o.outputs[0].token_ids) for o in llm.generate(prompts, given, use_tqdm=False)]
 
 
-def send(llm: Any, folder: Path, times: int = 1) -> dict[str, Any]:
-    """From tensors on the GPU; what the last one says, and what the GPU had free in between."""
+def _held(folder: Path) -> dict[str, torch.Tensor]:
     from safetensors.torch import load_file
 
+    loaded = load_file(folder / "model.safetensors")
+    return {name: tensor.to("cuda", torch.bfloat16) for name, tensor in loaded.items()}
+
+
+def send(llm: Any, folder: Path, times: int = 1) -> dict[str, Any]:
+    """From tensors on the GPU; what the last one says, and what the GPU had free in between."""
     from clairai.weights import Sender
 
-    held = {
-        name: tensor.to("cuda", torch.bfloat16)
-        for name, tensor in load_file(folder / "model.safetensors").items()
-    }
+    held = _held(folder)
     free, digests = [], set()
     for _ in range(times):
         sent = Sender(llm).send(held)
@@ -83,26 +112,85 @@ def send(llm: Any, folder: Path, times: int = 1) -> dict[str, Any]:
     return {"home": sent.home, "version": sent.version, "digests": len(digests), "free": free}
 
 
-def test_both_checksums_agree_on_the_gpu() -> None:
-    raw = torch.randint(0, 256, ((8 << 20) + 5,), dtype=torch.uint8)
-    assert device.checksum(raw.cuda()) == host.checksum(raw.numpy().tobytes())
+def test_the_kernels_checksum_is_the_hosts() -> None:
+    sizes = [(8 << 20) + 5, 0, 1, 8, 131072, 131080]
+    held = [torch.randint(0, 256, (size,), dtype=torch.uint8) for size in sizes]
+    expected = [host.checksum(raw.numpy().tobytes()) for raw in held]
+    spans = [raw.cuda() for raw in held]
+    targets = [torch.zeros_like(span) for span in spans]
+    assert device_sums.checksums(spans) == expected
+    assert device_sums.copy(spans, targets) == expected
+    assert all(torch.equal(span, target) for span, target in zip(spans, targets, strict=True))
 
 
 def test_weights_go_over_by_handle_and_come_back(
-    engine: EngineProcess, model: Path, other: Path, runtime: Path
+    running: Running, model: Path, other: Path
 ) -> None:
-    before = engine.call(answers)
-    there = engine.call(send, other)
-    after = engine.call(answers)
-    back = engine.call(send, model)
+    before = running.engine.call(answers)
+    there = running.engine.call(send, other)
+    after = running.engine.call(answers)
+    back = running.engine.call(send, model)
     assert there["home"] == back["home"] == "device"
     assert back["version"] == there["version"] + 1
-    assert engine.call(answers) == before != after
-    with EngineProcess(**_arguments(other, runtime)) as fresh:
-        assert fresh.call(answers) == after
+    assert running.engine.call(answers) == before != after
+    assert running.fresh.call(answers) == after
 
 
-def test_a_hundred_transfers_leave_the_gpu_as_it_was(engine: EngineProcess, model: Path) -> None:
-    found = engine.call(send, model, TRANSFERS)
+def test_a_hundred_transfers_leave_the_gpu_as_it_was(running: Running, model: Path) -> None:
+    found = running.engine.call(send, model, TRANSFERS)
     assert found["digests"] == 1
     assert found["free"][-1] == found["free"][1], "bytes were not given back"
+
+
+def plan(llm: Any, folder: Path) -> bytes:
+    """A manifest that the engine expects the buffers of from now on; four of them or more."""
+    from clairai.offline import ask
+    from clairai.weights.layout import Meant, lay_out
+
+    state = ask(llm, wire_weights.DescribeWeights(), wire_weights.WeightsState)
+    described = [item.described for item in items(_held(folder), ExitStack())]
+    meant = Meant(secrets.token_hex(16), state.epoch, state.device)
+    manifest = encode(lay_out(described, meant, buffer_bytes=1))
+    ask(llm, wire_weights.PlanWeights(manifest), wire_weights.WeightsPlanned)
+    return manifest
+
+
+def hand_over(raw: bytes, folder: Path, runtime: Path, told: Any, forge: str) -> None:
+    """One buffer, honest or not, in a process of its own; then it is waited for."""
+    manifest = parse(raw)
+    packed = Packer(items(_held(folder), ExitStack()), manifest, torch.device("cuda:0")).pack(0)
+    changes = {
+        "": {},
+        "a handle of nothing": {"handle": bytes(64)},
+        "a handle cut short": {"handle": packed.handle[:63]},
+    }[forge]
+    with Port(runtime, manifest.epoch) as port:
+        offer = Offer(manifest.transfer, 0, manifest.buffers[0], packed.home, packed.handle)
+        try:
+            port.offer(msgspec.structs.replace(offer, **changes), ())
+            told.send("taken")
+        except WeightsError as error:
+            told.send(error.reason)
+        told.recv()  # never comes: it is killed
+
+
+@pytest.mark.parametrize("forge", ["", "a handle of nothing", "a handle cut short"])
+def test_a_sender_that_is_killed_or_lies_leaves_the_old_weights_and_no_memory(
+    running: Running, model: Path, other: Path, forge: str
+) -> None:
+    running.engine.call(send, model)
+    before, free = running.engine.call(answers), torch.cuda.mem_get_info()[0]
+    context = get_context("spawn")
+    ours, theirs = context.Pipe()
+    given = (running.engine.call(plan, other), other, running.runtime, theirs, forge)
+    child = context.Process(target=hand_over, args=given)
+    child.start()
+    assert ours.poll(60)
+    assert (ours.recv() == "taken") == (forge == "")
+    child.kill()
+    child.join()
+    for pipe in (ours, theirs):
+        pipe.close()
+    assert running.engine.call(answers) == before
+    assert running.engine.call(send, model)["home"] == "device"
+    assert torch.cuda.mem_get_info()[0] >= free
