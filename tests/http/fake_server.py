@@ -26,6 +26,7 @@ from tests.http.fake import (
 )
 from tests.http.fake_captures import Captures
 from tests.http.fake_steering import Steering, applied
+from tests.http.fake_weights import Weights
 
 
 @dataclass
@@ -41,6 +42,7 @@ class Upstream:
     probes: list[tuple[str, str, bytes]] = field(default_factory=list)
     steering: Steering = field(default_factory=Steering)
     captures: Captures = field(default_factory=Captures)
+    weights: Weights = field(default_factory=Weights)
     changed: threading.Condition = field(default_factory=threading.Condition)
 
     def app(self) -> web.Application:
@@ -59,6 +61,7 @@ class Upstream:
             app.router.add_delete("/v1/probes/{name:.+}", self._change_probe)
             self.steering.add_to(app)
             self.captures.add_to(app)
+            self.weights.add_to(app)
         return app
 
     def forget(self) -> None:
@@ -68,6 +71,7 @@ class Upstream:
             self.probes.clear()
             self.steering.forget()
             self.captures.forget()
+            self.weights.asked.clear()
 
     def wait_for(self, condition: Callable[[], object], timeout_s: float = 10.0) -> None:
         """Called in the test: until something that was asked or ended makes it true."""

@@ -40,9 +40,9 @@ def guarded(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 def call(w: World, route: Route, **headers: str) -> httpx.Response:
     path = re.sub(r"{(\w+)(:path)?}", "x", route.path)
-    body = {"none": None, "json": b"{}", "probe": b"x", "vector": b"x"}[route.body]
+    bodies = {"none": None, "json": b"{}", "probe": b"x", "vector": b"x", "manifest": b"{}"}
     with w.client() as client:
-        return client.request(route.method, path, content=body, headers=headers)
+        return client.request(route.method, path, content=bodies[route.body], headers=headers)
 
 
 def routes_of(app: FastAPI) -> set[tuple[str, str]]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Sequence
 from typing import Any, Protocol
 
@@ -32,11 +31,11 @@ async def begun(
     told = dict(applied or {})
     if stream is not None and is_captured:
         told["capture"] = handle(stream, ())
-    # An engine that has just ended cannot be asked any more, and the answer is there.
-    with contextlib.suppress(Exception):
+    try:
         version = await core.editions.version_of(stream)
-        told |= {} if version is None else {"weights": version}
-    return told or None
+    except Exception:  # whatever vLLM raises of an engine that has ended: the answer is there
+        return told or None
+    return told | ({} if version is None else {"weights": version}) or None
 
 
 def ended(core: Core, stream: int) -> Echo:

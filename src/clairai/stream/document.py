@@ -9,7 +9,7 @@ from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 from starlette.responses import Response
 
-from clairai.stream import schema, schema_capture, schema_steering
+from clairai.stream import schema, schema_capture, schema_steering, schema_weights
 from clairai.stream.table import Route
 
 _REF: Final = "#/components/schemas/{model}"
@@ -47,6 +47,11 @@ _SUMMARIES: Final = {
     "remove_vector": "Forget a steering vector; running requests keep it",
     "list_captures": "What was captured last, and how its consumers are",
     "get_capture": "A request's captured rows as a safetensors file, or a range of its bytes",
+    "get_weights": "Which weights serve",
+    "list_tensors": "What can be sent as new weights",
+    "check_weights": "Would these weights be taken?",
+    "plan_weights": "The same; their buffers may now come to the engine",
+    "commit_weights": "Serve with the weights that have come",
     "describe": "The engine, and how this proxy reads its ring",
     "examples": "Prompts to try",
     "health": "Whether requests are answered and scored",
@@ -66,6 +71,11 @@ _MODELS: Final[dict[str, type[BaseModel]]] = {
     "put_vector": schema_steering.VectorList,
     "remove_vector": schema_steering.VectorList,
     "list_captures": schema_capture.CaptureList,
+    "get_weights": schema_weights.WeightsState,
+    "list_tensors": schema_weights.TensorList,
+    "check_weights": schema_weights.WeightsPlanned,
+    "plan_weights": schema_weights.WeightsPlanned,
+    "commit_weights": schema_weights.WeightsCommitted,
     "describe": schema.EngineDescription,
     "examples": schema.ExampleList,
     "health": schema.Health,
@@ -80,6 +90,9 @@ _CONTENT: Final[dict[str, dict[str, Any]]] = {
     "page": {"text/html": {"schema": {"type": "string"}}},
     "asset": {"*/*": {"schema": {"type": "string", "format": "binary"}}},
 }
+_MANIFEST: Final[dict[str, Any]] = {
+    "application/json": {"schema": {"$ref": _REF.format(model="WeightsManifest")}}
+}
 _BODIES: Final[dict[str, dict[str, Any]]] = {
     "chat": {"application/json": {"schema": {"$ref": _REF.format(model="ChatRequest")}}},
     "completions": {
@@ -91,6 +104,9 @@ _BODIES: Final[dict[str, dict[str, Any]]] = {
     "put_vector": _FILE,
     "amend": {"application/json": {"schema": {"$ref": _REF.format(model="Amendment")}}},
     "set_steering": {"application/json": {"schema": {"$ref": _REF.format(model="TiersChange")}}},
+    "check_weights": _MANIFEST,
+    "plan_weights": _MANIFEST,
+    "commit_weights": _MANIFEST,
 }
 _PARAMETERS: Final[dict[str, list[tuple[str, str, dict[str, Any]]]]] = {
     "resume": [
@@ -114,6 +130,7 @@ _PARAMETERS: Final[dict[str, list[tuple[str, str, dict[str, Any]]]]] = {
         ("If-Range", "header", _LINE),
         ("If-None-Match", "header", _LINE),
     ],
+    "commit_weights": [("drain", "query", {"type": "string", "enum": ["wait", "abort"]})],
     "asset": [("path", "path", {"type": "string"})],
 }
 

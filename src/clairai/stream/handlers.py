@@ -134,6 +134,27 @@ async def get_capture(call: Call) -> Response:
     return await relay_parts(call.proxy, call.request, f"/v1/captures/{name}")
 
 
+async def get_weights(call: Call) -> Response:
+    return await relay(call.proxy, call.request, None, "/v1/weights")
+
+
+async def list_tensors(call: Call) -> Response:
+    return await relay(call.proxy, call.request, None, "/v1/weights/tensors")
+
+
+async def check_weights(call: Call) -> Response:
+    return await relay(call.proxy, call.request, call.body, "/v1/weights/check")
+
+
+async def plan_weights(call: Call) -> Response:
+    return await relay(call.proxy, call.request, call.body, "/v1/weights/plan")
+
+
+async def commit_weights(call: Call) -> Response:
+    """The engine brings it to its end, also if the client hangs up meanwhile."""
+    return await relay(call.proxy, call.request, call.body, "/v1/weights/commit")
+
+
 async def describe(call: Call) -> Response:
     return await reading.describe(call.proxy, call.request)
 
@@ -198,6 +219,7 @@ HANDLERS: Final[dict[str, Handler]] = {
         put_probe,
         *(remove_probe, get_steering, set_steering, list_vectors, get_vector, put_vector),
         *(list_captures, get_capture),
+        *(get_weights, list_tensors, check_weights, plan_weights, commit_weights),
         *(remove_vector, describe, examples, health, metrics, openapi, page, asset),
     )
 }

@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from clairai.stream import schema_capture, schema_steering
+from clairai.stream import schema_capture, schema_steering, schema_weights
 from clairai.stream.schema_capture import CaptureHandle, CaptureRequest
 from clairai.stream.schema_steering import SteerEntry, StopRule
 
@@ -229,6 +229,7 @@ PARTS = (
     DoneEvent,
     *schema_capture.PARTS,
     *schema_steering.PARTS,
+    *schema_weights.PARTS,
 )
 
 

@@ -26,6 +26,7 @@ class Limits:
     body_bytes: int = 8 << 20  # a vector of 80 layers and width 8192 in base64 has 3.5 MB
     probe_bytes: int = MAX_NBYTES
     vector_bytes: int = MAX_VECTOR_NBYTES
+    manifest_bytes: int = 32 << 20  # of new weights: as many as the engine reads
     header_bytes: int = 64 << 10
     headers: int = 128
     depth: int = 64  # of a JSON body

@@ -11,7 +11,7 @@ from typing import Final, Literal
 from clairai.stream.settings import Limits
 
 Method = Literal["GET", "POST", "PUT", "DELETE"]
-Body = Literal["none", "json", "probe", "vector"]
+Body = Literal["none", "json", "probe", "vector", "manifest"]
 
 
 @dataclass(frozen=True)
@@ -32,6 +32,7 @@ class Route:
             "json": limits.body_bytes,
             "probe": limits.probe_bytes,
             "vector": limits.vector_bytes,
+            "manifest": limits.manifest_bytes,
         }
         return sizes[self.body]
 
@@ -58,6 +59,11 @@ TABLE: Final = (
     Route("DELETE", "/v1/steering/vectors/{name:path}", "remove_vector", changes=True),
     Route("GET", "/v1/captures", "list_captures"),
     Route("GET", "/v1/captures/{id}", "get_capture"),
+    Route("GET", "/v1/weights", "get_weights"),
+    Route("GET", "/v1/weights/tensors", "list_tensors"),
+    Route("POST", "/v1/weights/check", "check_weights", body="manifest", changes=True),
+    Route("POST", "/v1/weights/plan", "plan_weights", body="manifest", changes=True),
+    Route("POST", "/v1/weights/commit", "commit_weights", body="manifest", changes=True),
     Route("GET", "/v1/clairai", "describe"),
     Route("GET", "/v1/examples", "examples"),
     Route("GET", "/health", "health", needs_key=False),

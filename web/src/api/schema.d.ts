@@ -244,6 +244,91 @@ export interface paths {
         patch?: never;
         trace?: never;
     };
+    "/v1/weights": {
+        parameters: {
+            query?: never;
+            header?: never;
+            path?: never;
+            cookie?: never;
+        };
+        /** Which weights serve */
+        get: operations["get_weights"];
+        put?: never;
+        post?: never;
+        delete?: never;
+        options?: never;
+        head?: never;
+        patch?: never;
+        trace?: never;
+    };
+    "/v1/weights/tensors": {
+        parameters: {
+            query?: never;
+            header?: never;
+            path?: never;
+            cookie?: never;
+        };
+        /** What can be sent as new weights */
+        get: operations["list_tensors"];
+        put?: never;
+        post?: never;
+        delete?: never;
+        options?: never;
+        head?: never;
+        patch?: never;
+        trace?: never;
+    };
+    "/v1/weights/check": {
+        parameters: {
+            query?: never;
+            header?: never;
+            path?: never;
+            cookie?: never;
+        };
+        get?: never;
+        put?: never;
+        /** Would these weights be taken? */
+        post: operations["check_weights"];
+        delete?: never;
+        options?: never;
+        head?: never;
+        patch?: never;
+        trace?: never;
+    };
+    "/v1/weights/plan": {
+        parameters: {
+            query?: never;
+            header?: never;
+            path?: never;
+            cookie?: never;
+        };
+        get?: never;
+        put?: never;
+        /** The same; their buffers may now come to the engine */
+        post: operations["plan_weights"];
+        delete?: never;
+        options?: never;
+        head?: never;
+        patch?: never;
+        trace?: never;
+    };
+    "/v1/weights/commit": {
+        parameters: {
+            query?: never;
+            header?: never;
+            path?: never;
+            cookie?: never;
+        };
+        get?: never;
+        put?: never;
+        /** Serve with the weights that have come */
+        post: operations["commit_weights"];
+        delete?: never;
+        options?: never;
+        head?: never;
+        patch?: never;
+        trace?: never;
+    };
     "/v1/clairai": {
         parameters: {
             query?: never;
@@ -598,6 +683,27 @@ export interface components {
             /** Attached */
             attached: boolean;
         };
+        /** SendableTensor */
+        SendableTensor: {
+            /** Name */
+            name: string;
+            /** Dtypes */
+            dtypes: string[];
+            /** Shape */
+            shape: number[];
+        } & {
+            [key: string]: unknown;
+        };
+        /**
+         * TensorList
+         * @description What can be sent.
+         */
+        TensorList: {
+            /** Data */
+            data: components["schemas"]["SendableTensor"][];
+        } & {
+            [key: string]: unknown;
+        };
         /**
          * Tiers
          * @description What steers every request that is admitted from now on.
@@ -670,6 +776,78 @@ export interface components {
             /** Width */
             width: number;
             capacity: components["schemas"]["VectorCapacity"];
+        };
+        /**
+         * WeightsCommitted
+         * @description They serve.
+         */
+        WeightsCommitted: {
+            /** Version */
+            version: number;
+            /** Digest */
+            digest: string;
+            /** Nbytes */
+            nbytes: number;
+            /** Load S */
+            load_s: number;
+            /**
+             * Bank Version
+             * @description of the probes, if any came along
+             */
+            bank_version?: number | null;
+            /**
+             * Vectors Version
+             * @description of steering vectors, likewise
+             */
+            vectors_version?: number | null;
+        } & {
+            [key: string]: unknown;
+        };
+        /**
+         * WeightsPlanned
+         * @description The plan is good.
+         */
+        WeightsPlanned: {
+            /** Transfer */
+            transfer: string;
+            /** Nbytes */
+            nbytes: number;
+        } & {
+            [key: string]: unknown;
+        };
+        /**
+         * WeightsState
+         * @description The weights that serve.
+         */
+        WeightsState: {
+            /**
+             * Version
+             * @description counts hand-overs; 0: those the engine was started with
+             */
+            version: number;
+            /** Label */
+            label: string;
+            /**
+             * Digest
+             * @description of the content; empty if nobody handed it over
+             */
+            digest: string;
+            /** Epoch */
+            epoch: string;
+            /**
+             * Device
+             * @description "cpu", or a GPU's UUID
+             */
+            device: string;
+            /** Num Tensors */
+            num_tensors: number;
+            /**
+             * Is Torn
+             * @description a load stopped half-way; nobody is served
+             */
+            is_torn: boolean;
+        } & {
+            [key: string]: unknown;
         };
         /**
          * Amendment
@@ -866,6 +1044,12 @@ export interface components {
              * @default null
              */
             capture: components["schemas"]["CaptureHandle"] | null;
+            /**
+             * Weights
+             * @description version of the weights that it began with
+             * @default null
+             */
+            weights: number | null;
         };
         /**
          * EncoderChoice
@@ -928,6 +1112,29 @@ export interface components {
             };
         };
         /**
+         * ManifestTensor
+         * @description One tensor, dense and in C order, in one buffer.
+         */
+        ManifestTensor: {
+            /** Name */
+            name: string;
+            /** Dtype */
+            dtype: string;
+            /** Shape */
+            shape: number[];
+            /** Buffer */
+            buffer: number;
+            /** Offset */
+            offset: number;
+            /** Nbytes */
+            nbytes: number;
+            /**
+             * Checksum
+             * @default
+             */
+            checksum: string;
+        };
+        /**
          * ProbeFinalEvent
          * @description Event `probe_final`, one per choice; one entry per probe in each list.
          */
@@ -972,6 +1179,12 @@ export interface components {
              * @default null
              */
             lost: number | null;
+            /**
+             * Weights
+             * @description version of the model's weights that these rows are of, in an engine that takes others; null: of several, or none has come
+             * @default null
+             */
+            weights: number | null;
         };
         /**
          * ProbeUpdateEvent
@@ -996,6 +1209,12 @@ export interface components {
              * @default null
              */
             lost: number | null;
+            /**
+             * Weights
+             * @description version of the model's weights that these rows are of, in an engine that takes others; null: of several, or none has come
+             * @default null
+             */
+            weights: number | null;
         };
         /**
          * PromptScores
@@ -1020,6 +1239,12 @@ export interface components {
              * @default null
              */
             lost: number | null;
+            /**
+             * Weights
+             * @description version of the model's weights that these rows are of, in an engine that takes others; null: of several, or none has come
+             * @default null
+             */
+            weights: number | null;
         };
         /**
          * Span
@@ -1108,6 +1333,12 @@ export interface components {
             stop: {
                 [key: string]: unknown;
             }[] | null;
+            /**
+             * Weights
+             * @description version of the weights that it began with
+             * @default null
+             */
+            weights: number | null;
         } & {
             [key: string]: unknown;
         };
@@ -1192,6 +1423,32 @@ export interface components {
             tokens: string[];
             /** Text */
             text: string;
+        };
+        /**
+         * WeightsManifest
+         * @description One hand-over: all of it takes effect at once, or none.
+         */
+        WeightsManifest: {
+            /**
+             * Version
+             * @constant
+             */
+            version: 1;
+            /** Transfer */
+            transfer: string;
+            /** Epoch */
+            epoch: string;
+            /** Device */
+            device: string;
+            /** Buffers */
+            buffers: number[];
+            /** Tensors */
+            tensors: components["schemas"]["ManifestTensor"][];
+            /**
+             * Label
+             * @default
+             */
+            label: string;
         };
         /**
          * Window
@@ -1896,6 +2153,165 @@ export interface operations {
                     [name: string]: unknown;
                 };
                 content?: never;
+            };
+            /** @description Refused, and why */
+            default: {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["ErrorBody"];
+                };
+            };
+        };
+    };
+    get_weights: {
+        parameters: {
+            query?: never;
+            header?: never;
+            path?: never;
+            cookie?: never;
+        };
+        requestBody?: never;
+        responses: {
+            /** @description As asked */
+            200: {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["WeightsState"];
+                };
+            };
+            /** @description Refused, and why */
+            default: {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["ErrorBody"];
+                };
+            };
+        };
+    };
+    list_tensors: {
+        parameters: {
+            query?: never;
+            header?: never;
+            path?: never;
+            cookie?: never;
+        };
+        requestBody?: never;
+        responses: {
+            /** @description As asked */
+            200: {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["TensorList"];
+                };
+            };
+            /** @description Refused, and why */
+            default: {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["ErrorBody"];
+                };
+            };
+        };
+    };
+    check_weights: {
+        parameters: {
+            query?: never;
+            header?: never;
+            path?: never;
+            cookie?: never;
+        };
+        requestBody: {
+            content: {
+                "application/json": components["schemas"]["WeightsManifest"];
+            };
+        };
+        responses: {
+            /** @description As asked */
+            200: {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["WeightsPlanned"];
+                };
+            };
+            /** @description Refused, and why */
+            default: {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["ErrorBody"];
+                };
+            };
+        };
+    };
+    plan_weights: {
+        parameters: {
+            query?: never;
+            header?: never;
+            path?: never;
+            cookie?: never;
+        };
+        requestBody: {
+            content: {
+                "application/json": components["schemas"]["WeightsManifest"];
+            };
+        };
+        responses: {
+            /** @description As asked */
+            200: {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["WeightsPlanned"];
+                };
+            };
+            /** @description Refused, and why */
+            default: {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["ErrorBody"];
+                };
+            };
+        };
+    };
+    commit_weights: {
+        parameters: {
+            query?: {
+                drain?: "wait" | "abort";
+            };
+            header?: never;
+            path?: never;
+            cookie?: never;
+        };
+        requestBody: {
+            content: {
+                "application/json": components["schemas"]["WeightsManifest"];
+            };
+        };
+        responses: {
+            /** @description As asked */
+            200: {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["WeightsCommitted"];
+                };
             };
             /** @description Refused, and why */
             default: {

@@ -12,11 +12,13 @@ export type Example = Schemas["Example"];
 export type Message = Schemas["Message"];
 export type ClairaiFields = Schemas["ClairaiFields"];
 export type TokenEvent = Schemas["TokenEvent"];
-export type ProbeUpdateEvent = Schemas["ProbeUpdateEvent"];
+/** Only an engine that takes new weights says which ones answered. */
+export type ProbeUpdateEvent = Omit<Schemas["ProbeUpdateEvent"], "weights"> &
+  Partial<Pick<Schemas["ProbeUpdateEvent"], "weights">>;
 export type ProbeFinalEvent = Schemas["ProbeFinalEvent"];
-/** Runs that were kept before there were rules and captures know of neither. */
-export type DoneEvent = Omit<Schemas["DoneEvent"], "stop_reasons" | "capture"> &
-  Partial<Pick<Schemas["DoneEvent"], "stop_reasons" | "capture">>;
+/** Runs that were kept before there were rules, captures and new weights know of none. */
+export type DoneEvent = Omit<Schemas["DoneEvent"], "stop_reasons" | "capture" | "weights"> &
+  Partial<Pick<Schemas["DoneEvent"], "stop_reasons" | "capture" | "weights">>;
 export type ErrorDetail = Schemas["ErrorDetail"];
 export type Part = TokenEvent["part"];
 

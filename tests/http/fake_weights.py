@@ -1,0 +1,56 @@
+"""Takes requests under /v1/weights; gives a fake engine's answers: manifests are really read."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from aiohttp import web
+
+from clairai.errors import WeightsError
+from clairai.weights.manifest import parse
+from tests.http.fake import refusal
+
+STATE = {
+    "version": 3,
+    "label": "step-3",
+    "digest": "0123456789abcdef0123456789abcdef",
+    "epoch": "00000000000000aa",
+    "device": "cpu",
+    "num_tensors": 1,
+    "is_torn": False,
+}
+TENSOR = {"name": "model.norm.weight", "dtypes": ["F32", "BF16"], "shape": [8]}
+COMMITTED = {"version": 4, "digest": "ab", "nbytes": 32, "load_s": 0.5}
+
+
+@dataclass
+class Weights:
+    """The routes; `asked` has the path with its query, and the body."""
+
+    asked: list[tuple[str, bytes]] = field(default_factory=list)
+
+    def add_to(self, app: web.Application) -> None:
+        app.router.add_get("/v1/weights", self._state)
+        app.router.add_get("/v1/weights/tensors", self._tensors)
+        for name in ("check", "plan", "commit"):
+            app.router.add_post(f"/v1/weights/{name}", self._take)
+
+    async def _state(self, request: web.Request) -> web.Response:
+        self.asked.append((request.path_qs, b""))
+        return web.json_response(STATE)
+
+    async def _tensors(self, request: web.Request) -> web.Response:
+        self.asked.append((request.path_qs, b""))
+        return web.json_response({"data": [TENSOR]})
+
+    async def _take(self, request: web.Request) -> web.Response:
+        body = await request.read()
+        self.asked.append((request.path_qs, body))
+        try:
+            manifest = parse(body)
+        except WeightsError as error:
+            return refusal(400, error.reason, code=error.code)
+        if request.path.endswith("commit"):
+            return web.json_response(COMMITTED)
+        nbytes = sum(manifest.buffers)
+        return web.json_response({"transfer": manifest.transfer, "nbytes": nbytes})

@@ -1,0 +1,68 @@
+"""New weights through the proxy: the engine's own routes, behind the proxy's key."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from clairai.stream.settings import Limits
+from clairai.weights.manifest import MAX_MANIFEST_BYTES, encode
+from tests.http.fake_weights import COMMITTED, STATE, TENSOR
+from tests.http.world import World, world
+from tests.unit.toy_weights import plan
+
+PATHS = ("/v1/weights/check", "/v1/weights/plan", "/v1/weights/commit")
+KEY = {"Authorization": "Bearer secret"}
+
+
+def test_what_serves_and_what_can_be_sent_is_told(w: World) -> None:
+    with w.client() as client:
+        assert client.get("/v1/weights").json() == STATE
+        assert client.get("/v1/weights/tensors").json() == {"data": [TENSOR]}
+
+
+def test_a_manifest_goes_on_byte_by_byte_and_the_query_with_it(w: World) -> None:
+    manifest = plan()
+    body = encode(manifest)
+    with w.client() as client:
+        planned = [client.post(path, content=body).json() for path in PATHS[:2]]
+        committed = client.post(f"{PATHS[2]}?drain=abort", content=body).json()
+    told = {"transfer": manifest.transfer, "nbytes": sum(manifest.buffers)}
+    assert (planned, committed) == ([told, told], COMMITTED)
+    paths = (*PATHS[:2], f"{PATHS[2]}?drain=abort")
+    assert w.upstream.weights.asked == [(path, body) for path in paths]
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_what_the_engine_refuses_is_said_in_its_words(w: World, path: str) -> None:
+    with w.client() as client:
+        answer = client.post(path, content=b'{"version": 1, "code": "x"}')
+    assert answer.status_code == 400
+    assert "no manifest" in answer.json()["error"]["message"]
+    assert answer.json()["error"]["code"] == "weights"
+
+
+@pytest.mark.parametrize("path", ["/v1/weights", "/v1/weights/tensors", *PATHS])
+def test_nobody_gets_there_without_the_key(tmp_path: Path, path: str) -> None:
+    method = "POST" if path in PATHS else "GET"
+    with world(tmp_path, api_key="secret") as w, w.client() as client:
+        assert client.request(method, path).status_code == 401
+        assert w.upstream.weights.asked == []
+        assert client.request(method, path, headers=KEY).status_code in (200, 400)
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_a_page_of_another_site_cannot_change_weights(w: World, path: str) -> None:
+    with w.client() as client:
+        answer = client.post(path, content=encode(plan()), headers={"Origin": "http://evil.test"})
+    assert answer.status_code == 403
+    assert w.upstream.weights.asked == []
+
+
+def test_a_manifest_that_the_engine_would_not_read_is_not_read_here(tmp_path: Path) -> None:
+    assert Limits().manifest_bytes == MAX_MANIFEST_BYTES
+    limits = Limits(manifest_bytes=1000)
+    with world(tmp_path, limits=limits) as w, w.client() as client:
+        assert client.post(PATHS[1], content=bytes(1001)).status_code == 413
+        assert w.upstream.weights.asked == []
