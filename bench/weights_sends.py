@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 from statistics import median
 from typing import Any, Final
+from unittest import mock
 
 import numpy as np
 
@@ -55,8 +57,56 @@ def _send_model(llm: Any, model: Path, device: str, rounds: int) -> dict[str, An
         "of a copy, without vLLM's loading": round(nbytes / alone_s / copied, 4),
         "digests": len({one.digest for one in (first, *warm)}),
         "bytes not given back": left,
-        **(_pieces(held) if device == "cuda" else {}),
+        "ms of each stage": stages(llm, held),
+        **(_on_a_gpu(llm, held) if device == "cuda" else {}),
     }
+
+
+def stages(llm: Any, held: dict[str, Any]) -> dict[str, float]:
+    """What one send spends its time on; packing and offering overlap."""
+    from clairai.weights import Sender
+    from clairai.weights.pack import Packer
+    from clairai.weights.port import Port
+    from clairai.weights.ways import InProcess
+
+    taken: dict[str, float] = {}
+
+    def timed(owner: Any, name: str) -> Any:
+        original = getattr(owner, name)
+
+        def call(*given: Any) -> Any:
+            began_s = time.perf_counter()
+            try:
+                return original(*given)
+            finally:
+                taken[name] = taken.get(name, 0.0) + (time.perf_counter() - began_s) * 1e3
+
+        return mock.patch.object(owner, name, call)
+
+    with ExitStack() as patched:
+        for name in ("state", "plan", "commit"):
+            patched.enter_context(timed(InProcess, name))
+        patched.enter_context(timed(Packer, "pack"))
+        patched.enter_context(timed(Port, "offer"))
+        sent = Sender(llm).send(held)
+    taken["of the commit, loading"] = sent.load_s * 1e3
+    taken["all"] = sent.seconds * 1e3
+    return {name: round(value, 2) for name, value in taken.items()}
+
+
+def _on_a_gpu(llm: Any, held: dict[str, Any]) -> dict[str, Any]:
+    return _pieces(held) | {
+        f"ms without loading, buffers of {mib} MiB": _alone_ms(llm, held, mib << 20)
+        for mib in (128, 512, 2048, 16384)
+    }
+
+
+def _alone_ms(llm: Any, held: dict[str, Any], buffer_bytes: int) -> float:
+    from clairai.weights import Sender
+
+    sender = Sender(llm, buffer_bytes=buffer_bytes)
+    sent = [sender.send(held) for _ in range(3)]
+    return round(min(one.seconds - one.load_s for one in sent) * 1e3, 2)
 
 
 def _pieces(held: dict[str, Any]) -> dict[str, Any]:
