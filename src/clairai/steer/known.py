@@ -17,7 +17,7 @@ from clairai.probe.model import Probe
 from clairai.steer.course import Row
 from clairai.steer.fields import close_to
 from clairai.steer.spec import Entry
-from clairai.steer.vector import Vector, digest_of, norm
+from clairai.steer.vector import Vector, norm
 
 
 @dataclass(frozen=True)
@@ -38,13 +38,14 @@ class Held:
 
     @classmethod
     def of(cls, vector: Vector) -> Held:
+        peaks = np.abs(np.stack([*vector.rows.values()])).max(axis=1)
         rows = {
             point: HeldRow(
-                Row(str(point), digest_of(row_D), row_D.tobytes()),
+                Row(str(point), vector.row_digests[point], row_D.tobytes()),
                 norm(row_D),
-                float(np.abs(row_D).max()),
+                float(peak),
             )
-            for point, row_D in vector.rows.items()
+            for (point, row_D), peak in zip(vector.rows.items(), peaks, strict=True)
         }
         return cls(vector, MappingProxyType(rows))
 

@@ -26,7 +26,7 @@ MAX_POINTS: Final = 1024
 MAX_NUMBERS: Final = 16 << 20  # of all points together: 64 MiB as float32
 MAX_METHOD: Final = 100
 
-_SCHEMA: Final = b"clairai vector/1\0"
+_SCHEMA: Final = b"clairai vector/2\0"
 _ROW_SCHEMA: Final = b"clairai vector row/1\0"
 _WIDTH: Final = struct.Struct("<Q")
 _LARGEST: Final = float(np.finfo(np.float32).max)
@@ -62,19 +62,21 @@ class Vector:
         return tuple(self.rows)
 
     @cached_property
+    def row_digests(self) -> Mapping[Point, str]:
+        """Of the numbers at each point: see digest_of."""
+        return MappingProxyType({point: digest_of(row_D) for point, row_D in self.rows.items()})
+
+    @cached_property
     def digest(self) -> str:
         """SHA-256 of all that decides what it does: points and numbers, and not what it is called.
 
-        A row has a known length and a point's name ends in a zero byte: no two contents hash alike.
+        Of the rows' own digests, so that a vector in a request is read once. They have a known
+        length and a point's name ends in a zero byte: no two contents hash alike.
         """
         content = hashlib.sha256(_SCHEMA + _WIDTH.pack(self.width))
-        for point, row_D in self.rows.items():
-            content.update(f"{point}\0".encode() + row_D.tobytes())
+        for point, row_digest in self.row_digests.items():
+            content.update(f"{point}\0".encode() + bytes.fromhex(row_digest))
         return content.hexdigest()
-
-    def row_digest(self, point: Point) -> str:
-        """Of the numbers at one point, wherever that is."""
-        return digest_of(self.rows[point])
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Vector):
@@ -110,7 +112,9 @@ _TEXTS: Final = (
 
 def digest_of(row_D: Row) -> str:
     """SHA-256 of a row's numbers; equal for equal numbers, whichever point or vector has them."""
-    return hashlib.sha256(_ROW_SCHEMA + row_D.astype("<f4", copy=False).tobytes()).hexdigest()
+    content = hashlib.sha256(_ROW_SCHEMA)
+    content.update(np.ascontiguousarray(row_D, "<f4"))
+    return content.hexdigest()
 
 
 def norm(row_D: Row) -> float:

@@ -125,13 +125,21 @@ class SteerTables:
         self._put(self.map_T4[: len(map_N4)], map_N4)
 
     def put_rows(self, indices: Sequence[int], rows: Sequence[NDArray[np.float32]]) -> None:
-        """Vectors in their places: through one piece of pinned memory, which is dear to make."""
+        """Vectors in their places: through one piece of pinned memory, which is dear to make.
+
+        Rows side by side are one copy: a request with a vector for every layer waits for it.
+        """
         staged_ND = self._staged(self.vectors_VD[: len(rows)])
-        for index, staged_D, values_D in zip(indices, staged_ND, rows, strict=True):
+        for staged_D, values_D in zip(staged_ND.numpy(), rows, strict=True):
             if values_D.shape != (self.width,):
                 raise ValueError(f"shape {values_D.shape} where {(self.width,)} belongs")
-            staged_D.numpy()[...] = values_D
-            self.vectors_VD[index].copy_(staged_D, non_blocking=True)
+            staged_D[...] = values_D
+        first = 0
+        for end in range(1, len(rows) + 1):
+            if end == len(rows) or indices[end] != indices[end - 1] + 1:
+                place = self.vectors_VD[indices[first] : indices[end - 1] + 1]
+                place.copy_(staged_ND[first:end], non_blocking=True)
+                first = end
 
     def _staged(self, like: torch.Tensor) -> torch.Tensor:
         """Host memory to copy from, in the order of the stream.
