@@ -11,6 +11,7 @@ ClairaiError
 ├── VectorError          a steering vector or its file is wrong; the registered ones are untouched
 │   └── VectorCapacityError  what steers unfinished requests fills the engine's tables
 ├── WeightsError         new weights are not what the engine takes; the old ones serve on, whole
+│   ├── WeightsBusyError requests have begun with the weights that serve, and have not ended
 │   └── WeightsTornError loading stopped half-way; the engine serves nobody until it is repaired
 ├── RequestError         one request's clairai fields are wrong; other requests are untouched
 ├── UnsupportedError     this vLLM, architecture or mode is not served, and why
@@ -86,6 +87,10 @@ class VectorCapacityError(VectorError):
 
 class WeightsError(ClairaiError, ValueError):
     code = "weights"
+
+
+class WeightsBusyError(WeightsError):
+    code = "weights-busy"
 
 
 class WeightsTornError(WeightsError):

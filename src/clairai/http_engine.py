@@ -22,6 +22,7 @@ from clairai.errors import (
     ConfigError,
     SteeringOffError,
     VectorCapacityError,
+    WeightsBusyError,
     WeightsOffError,
     WeightsTornError,
 )
@@ -49,6 +50,7 @@ _CONFLICTS: Final = (
     VectorCapacityError,
     SteeringOffError,
     CaptureOffError,
+    WeightsBusyError,
     WeightsOffError,
 )
 

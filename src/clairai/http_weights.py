@@ -6,6 +6,7 @@ Only manifests come this way. The weights themselves go over the worker's privat
 from __future__ import annotations
 
 import asyncio
+import time
 from http import HTTPStatus
 from typing import Final, get_args
 
@@ -14,7 +15,7 @@ from fastapi import APIRouter, Request
 from fastapi.responses import Response
 
 from clairai import wire_weights
-from clairai.errors import WeightsError, WeightsTornError
+from clairai.errors import WeightsBusyError, WeightsError, WeightsTornError
 from clairai.http_engine import Drain, Engine, Unanswered, bounded_body, engine_of
 from clairai.points import quote
 from clairai.weights.manifest import MAX_MANIFEST_BYTES, Manifest, changes_model, parse
@@ -73,26 +74,36 @@ async def _install(engine: Engine, raw: bytes, _: Drain) -> wire_weights.Weights
 
 
 async def _swap(engine: Engine, raw: bytes, drain: Drain) -> wire_weights.WeightsCommitted:
+    deadline_s = time.monotonic() + DRAIN_S
     async with engine.changing:
         await engine.ask(wire_weights.VerifyWeights(raw), wire_weights.WeightsPlanned)
-        await _pause(engine, drain)
-        try:
-            committed = await engine.ask(
-                wire_weights.CommitWeights(raw), wire_weights.WeightsCommitted
-            )
-            await engine.name_weights(str(committed.version))
-        except WeightsTornError:
-            raise  # nobody is served by half of each: it stays paused until a whole set has come
-        except BaseException:
-            await engine.resume()
-            raise
-        await engine.resume()
-        return committed
+        while True:
+            await _pause(engine, drain, max(deadline_s - time.monotonic(), 0))
+            try:
+                return await _taken(engine, raw)
+            except WeightsBusyError:
+                # A pause does not wait for what was preempted: that goes on, before all others.
+                if time.monotonic() > deadline_s:
+                    raise
 
 
-async def _pause(engine: Engine, drain: Drain) -> None:
+async def _taken(engine: Engine, raw: bytes) -> wire_weights.WeightsCommitted:
+    """Nobody runs: load, and let them go on."""
     try:
-        await asyncio.wait_for(engine.pause(drain), DRAIN_S)
+        committed = await engine.ask(wire_weights.CommitWeights(raw), wire_weights.WeightsCommitted)
+        await engine.name_weights(str(committed.version))
+    except WeightsTornError:
+        raise  # nobody is served by half of each: it stays paused until a whole set has come
+    except BaseException:
+        await engine.resume()
+        raise
+    await engine.resume()
+    return committed
+
+
+async def _pause(engine: Engine, drain: Drain, timeout_s: float) -> None:
+    try:
+        await asyncio.wait_for(engine.pause(drain), timeout_s)
     except TimeoutError:
         await engine.resume()
         reason = f"requests still run after {DRAIN_S:.0f} s; send again, or with drain=abort"

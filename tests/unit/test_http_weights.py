@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from clairai import http_weights
+from clairai.errors import WeightsBusyError
 from clairai.weights.layout import Described
 from clairai.weights.manifest import Manifest, encode
 from clairai.weights.pack import Packer
@@ -105,6 +106,36 @@ def test_requests_that_do_not_end_keep_the_old_weights(
     assert status == 409
     assert "still run" in str(answer)
     assert served.told == ["resume"]
+    assert served.is_untouched()
+
+
+def _busy(served: Target, times: int) -> None:
+    """So often the core finds a request that was preempted, or an answer of several."""
+    left = iter(range(times))
+
+    def guard(_: bytes) -> None:
+        if next(left, None) is not None:
+            raise WeightsBusyError("planted")
+
+    served.llm.desk._guard = guard
+
+
+def test_what_a_pause_has_left_in_the_queue_goes_on_first(served: Target) -> None:
+    _busy(served, 2)
+    status, answer = _commit(served)
+    assert (status, answer["version"]) == (200, 1)
+    assert served.told == ["pause wait True", "resume"] * 3
+
+
+def test_what_never_ends_keeps_the_old_weights(
+    served: Target, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _busy(served, 1 << 30)
+    monkeypatch.setattr(http_weights, "DRAIN_S", 0.05)
+    status, answer = _commit(served)
+    assert status == 409
+    assert answer["error"]["code"] in ("weights-busy", "weights")  # type: ignore[index]
+    assert served.told[-1] == "resume"
     assert served.is_untouched()
 
 

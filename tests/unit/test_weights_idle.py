@@ -10,22 +10,27 @@ import pytest
 
 from clairai import wire, wire_weights
 from clairai.compat.core import require_idle
-from clairai.errors import WeightsError
+from clairai.compat.requests import Reception, Ticket
+from clairai.errors import WeightsBusyError, WeightsError
 from clairai.steer.desk import Desk
 from clairai.weights.layout import Described
 from clairai.weights.manifest import encode
+from tests.unit.toy_server import Running
 from tests.unit.toy_weights import plan
 
 MODEL = encode(plan())
 BANK = encode(plan([Described("probe::p", "F32", (3,))]))
 
 
-def core(*requests: tuple[int, int]) -> Any:
-    """Of each request: tokens computed, tokens sampled."""
+def core(*requests: tuple[int, ...], tickets: tuple[Ticket, ...] = ()) -> Any:
+    """Of each request: tokens computed, tokens sampled, times it was preempted."""
+    names = ("num_computed_tokens", "num_output_tokens", "num_preemptions")
     held = {
-        str(at): SimpleNamespace(num_computed_tokens=computed, num_output_tokens=sampled)
-        for at, (computed, sampled) in enumerate(requests)
+        str(at): SimpleNamespace(**dict(zip(names, (*counts, 0), strict=False)))
+        for at, counts in enumerate(requests)
     }
+    for request, ticket in zip(held.values(), tickets, strict=False):
+        request.clairai_ticket = ticket
     return SimpleNamespace(scheduler=SimpleNamespace(requests=held))
 
 
@@ -34,10 +39,37 @@ def test_requests_that_wait_do_not_hold_weights_up() -> None:
     require_idle(core((0, 0), (0, 0)), MODEL)
 
 
-@pytest.mark.parametrize("begun", [(1, 0), (12, 3), (0, 3)], ids=["prefill", "decode", "preempted"])
-def test_one_request_that_has_begun_does(begun: tuple[int, int]) -> None:
-    with pytest.raises(WeightsError, match="1 requests have begun"):
+BEGUN = {
+    "prefill": (1, 0),
+    "decode": (12, 3),
+    "preempted": (0, 3, 1),
+    "preempted in its prompt": (0, 0, 1),
+}
+
+
+@pytest.mark.parametrize("begun", BEGUN.values(), ids=BEGUN)
+def test_one_request_that_has_begun_does(begun: tuple[int, ...]) -> None:
+    with pytest.raises(WeightsBusyError, match="1 requests have begun"):
         require_idle(core((0, 0), begun), MODEL)
+
+
+def test_answers_to_one_request_are_of_one_set_of_weights() -> None:
+    """Of three answers one has ended, and two wait for a place in the batch."""
+    reception = Reception(Desk(None, ()))
+    running: list[Any] = [Running() for _ in range(3)]
+    for at, one in enumerate(running):
+        params = SimpleNamespace(extra_args={}, skip_reading_prefix_cache=None)
+        asked = SimpleNamespace(
+            request_id=f"{at}_r-0123abcd",
+            external_req_id="r",
+            sampling_params=params,
+            prompt_token_ids=[1],
+        )
+        reception.admit(reception.mark(asked), one)
+    tickets = tuple(one.clairai_ticket for one in running)
+    require_idle(core((0, 0), (0, 0), (0, 0), tickets=tickets), MODEL)
+    with pytest.raises(WeightsBusyError, match="2 requests have begun"):
+        require_idle(core((0, 0), (0, 0), tickets=tickets[1:]), MODEL)
 
 
 def test_probes_and_vectors_alone_wait_for_nobody() -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import os
+from collections import Counter
 from typing import Any, Final
 
 from clairai.capture.resolve import Resolver
@@ -15,7 +16,7 @@ from clairai.compat.amends import amend
 from clairai.compat.captures import make_resolver
 from clairai.compat.requests import read_keys
 from clairai.compat.sight import KEY
-from clairai.errors import WeightsError
+from clairai.errors import WeightsBusyError
 from clairai.settings import Plan, Settings, plan
 from clairai.steer.desk import Desk
 from clairai.steer.registry import Limits, Registry
@@ -60,13 +61,26 @@ def require_idle(core: Any, manifest: bytes) -> None:
     """No request goes on with other weights than it began with, whoever asked for them."""
     if not changes_model(parse(manifest)):
         return
-    held = core.scheduler.requests.values()
-    begun = sum(bool(one.num_computed_tokens or one.num_output_tokens) for one in held)
+    held = list(core.scheduler.requests.values())
+    waiting = Counter(id(getattr(one, "clairai_ticket", None)) for one in held)
+    begun = sum(_has_begun(one, waiting) for one in held)
     if begun:
-        raise WeightsError(
+        raise WeightsBusyError(
             f"{begun} requests have begun with the weights that serve; weights change when they "
             f"have ended: POST /v1/weights/commit waits for that"
         )
+
+
+def _has_begun(request: Any, waiting: Counter[int]) -> bool:
+    """It has, or another answer to the same request (n > 1) has, and is over.
+
+    A pause ends when nothing runs (v1/core/sched/scheduler.py get_num_unfinished_requests, 0.26 and
+    0.32), and what was preempted, or is the next answer to a request, waits in the queue.
+    """
+    if request.num_computed_tokens or request.num_output_tokens or request.num_preemptions:
+        return True
+    ticket = getattr(request, "clairai_ticket", None)
+    return ticket is not None and ticket.num_admitted > waiting[id(ticket)]
 
 
 def resolver_of(core: Any) -> Resolver:

@@ -57,6 +57,7 @@ class Ticket:
     def __init__(self, parent: str) -> None:
         self.parent = parent
         self.children: WeakSet[Any] = WeakSet()
+        self.num_admitted = 0  # also those that have ended
 
     def is_live(self) -> bool:
         return any(not child.is_finished() for child in self.children)
@@ -113,6 +114,7 @@ class Reception:
     def admit(self, given: Pass, request: Any) -> None:
         """The engine took the request (v1/request.py): from now on it holds ticket and claim."""
         given.ticket.children.add(request)
+        given.ticket.num_admitted += 1
         request.clairai_ticket = given.ticket
         request.clairai_seat = given.seat
         if given.watch is not None:
