@@ -8,7 +8,7 @@ from typing import Any
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from clairai.tap.arena import ALIGNMENT, Arena, Region
+from clairai.capture.arena import ALIGNMENT, Arena, Region
 
 NBYTES = 4096
 
@@ -16,11 +16,11 @@ NBYTES = 4096
 @settings(derandomize=True, deadline=None, max_examples=300)
 @given(st.lists(st.none() | st.integers(1, NBYTES), max_size=60))
 def test_what_is_out_never_overlaps_and_a_full_arena_says_so(wanted: Any) -> None:
-    arena, out = Arena(NBYTES), deque[Region]()
+    arena, out = Arena.create(NBYTES), deque[Region]()
     for nbytes in wanted:
         if nbytes is None:
             if out:
-                arena.free(out.popleft())
+                arena.free(out.popleft().end)
             continue
         region = arena.take(nbytes)
         if region is None:
@@ -33,6 +33,6 @@ def test_what_is_out_never_overlaps_and_a_full_arena_says_so(wanted: Any) -> Non
             assert is_before or region.start >= other.start + other.nbytes
         out.append(region)
     while out:
-        arena.free(out.popleft())
+        arena.free(out.popleft().end)
     assert arena.used_nbytes == 0
     assert arena.take(NBYTES) is not None

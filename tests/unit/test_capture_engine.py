@@ -12,7 +12,6 @@ import numpy as np
 import pytest
 import torch
 
-from clairai.capture.consumers import About
 from clairai.capture.order import Hold
 from clairai.capture.resolve import Resolver
 from clairai.capture.setting import Setting
@@ -116,11 +115,10 @@ def test_weights_have_a_fingerprint_that_changes_with_them() -> None:
 def test_rows_after_a_change_of_the_weights_are_of_the_new_ones() -> None:
     model = torch.nn.Linear(4, 4)
     worker = SimpleNamespace(model_runner=SimpleNamespace(get_model=lambda: model))
-    about = About("m", "first", "float32", 64, ())
     with rig() as made:
         made.enter("a", 1, order())
         made.step(("a", 0, 2))
-        captures._relabel(worker, about, made.collector, 7)
+        captures._relabel(worker, made.clerk, 7)
         made.step(("a", 2, 1))
         assert made.found(1).rows == 3
     weights = {

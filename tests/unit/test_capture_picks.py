@@ -12,9 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from clairai.capture.order import Hold, Order
-from clairai.tap.picks import Pick, Picks
-from clairai.tap.rows import Mark
-from tests.unit.toy_captures_engine import batch, order
+from clairai.tap.picks import Pick, Picks, _Step
+from clairai.tap.rows import Batch, Mark
+from tests.unit.toy_captures_engine import batch, order, told_rows
 
 SITES = {"pre_attn.0": 0, "post_block.0": 1, "pre_attn.1": 1}
 NOBODY = Mark(99)
@@ -59,10 +59,34 @@ def test_each_step_gives_the_ordered_rows_of_its_requests(data: Any, chosen: lis
         counts = [data.draw(st.integers(1, 6)) for _ in names]
         if data.draw(st.booleans()):  # preempted: it begins again
             models[names[0]].next = 0
-        laid = [(name, models[name].next, n) for name, n in zip(names, counts, strict=True)]
-        expected = list(_expected(models, laid))
-        found = list(_rows(picks.step(batch(*laid))))
-        assert sorted(found) == sorted(expected)
+        # The same requests go on, token by token.
+        for each in (counts, *[[1] * len(names)] * data.draw(st.integers(0, 6))):
+            laid = [(name, models[name].next, n) for name, n in zip(names, each, strict=True)]
+            expected = list(_expected(models, laid))
+            found = list(_rows(picks.step(batch(*laid))))
+            assert sorted(found) == sorted(expected)
+
+
+def test_a_step_like_the_last_is_known_from_it_until_a_range_begins_or_ends(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    made = list[int]()
+    monkeypatch.setattr(_Step, "of", lambda *given: made.append(len(made)) or original(*given))
+    picks, wanted = Picks(SITES), list[list[int]]()
+    picks.open("a", Mark(1), 2, order(ranges=[(4, 8), (12, 14)]))
+    picks.open("b", Mark(2), 2, order())
+    lives = np.array([0, 0], np.int32)  # the runner's own, changed in place
+    for at in range(16):
+        lives[:] = at
+        pick = picks.step(Batch(["a", "b"], np.array([1, 1], np.int32), lives))
+        assert pick is not None
+        assert pick.position_N.tolist() == [at] * len(pick)
+        wanted.append(pick.row_N.tolist())
+    assert wanted == [[0, 1] if at in (4, 5, 6, 7, 12, 13) else [1] for at in range(16)]
+    assert len(made) == 5
+
+
+original = _Step.of
 
 
 def _expected(models: dict[str, Model], laid: list[tuple[str, int, int]]) -> Iterator[Any]:
@@ -81,7 +105,7 @@ def _expected(models: dict[str, Model], laid: list[tuple[str, int, int]]) -> Ite
 def _rows(pick: Pick | None) -> Iterator[Any]:
     if pick is None:
         return
-    rows_N = pick.rows(np.arange(len(pick)))
+    rows_N = told_rows(pick)
     for kind, first, end in zip(pick.cast.kinds, pick.bounds(), pick.bounds()[1:], strict=False):
         for row, at in zip(rows_N[first:end], pick.row_N[first:end], strict=True):
             told = tuple(int(row[name]) for name in ("stream", "position", "phase", "flags"))
@@ -130,7 +154,7 @@ def test_a_place_is_used_again_by_another_request_and_nothing_of_the_first_is_le
         assert not picks.open(name, NOBODY, 9, order())  # it came back after a preemption
         pick = picks.step(batch((name, 0, 4)))
         assert pick is not None
-        rows = pick.rows(np.zeros(4, np.int32))
+        rows = told_rows(pick)
         assert rows["stream"].tolist() == [number + 1] * 4
         assert rows["flags"].tolist() == [0] * 4
         if number % 3:
@@ -145,5 +169,5 @@ def test_any_number_of_requests_can_be_captured_at_once(num_requests: int) -> No
         picks.open(str(number), Mark(number + 1), 1, order())
     pick = picks.step(batch(*((str(number), 0, 1) for number in range(num_requests))))
     assert pick is not None
-    rows = pick.rows(np.zeros(num_requests, np.int32))
+    rows = told_rows(pick)
     assert rows["stream"].tolist() == [*range(1, num_requests + 1)]

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 
 import numpy as np
 import pytest
 import torch
 
 from clairai import wire_capture
+from clairai.capture.arena import Arena, Region
 from clairai.store.codecs.raw import widened
 from clairai.store.codecs.registry import named
 from clairai.tap import taker as takers
-from clairai.tap.arena import Arena, Region
 from clairai.tap.outlet import Inputs
 from tests.unit.toy_capture_rig import WIDTH, rig
 from tests.unit.toy_captures_engine import ToyConsumer, ToyState, batch, order
@@ -99,13 +100,13 @@ def test_a_consumer_that_blocks_loses_nothing(monkeypatch: pytest.MonkeyPatch) -
         made.enter("a", 1, order())
         arena, waited = made.taker.arena, list[int]()
 
-        def wait(nbytes: int) -> Region:
+        def wait(nbytes: int, is_served: Callable[[], bool]) -> Region | None:
             region = arena.take(nbytes)
             if region is not None:
                 return region
             waited.append(nbytes)
             gate.set()
-            return Arena.wait(arena, nbytes)
+            return Arena.wait(arena, nbytes, is_served)
 
         monkeypatch.setattr(arena, "wait", wait)
         for step in range(40):

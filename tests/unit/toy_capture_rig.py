@@ -3,19 +3,25 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import torch
 
 from clairai import wire_capture
+from clairai.capture.arena import Arena
+from clairai.capture.clerks import Clerk
 from clairai.capture.collector import Collector
+from clairai.capture.consumers import About
 from clairai.capture.guarded import Guarded
+from clairai.capture.hiring import open_clerk
+from clairai.capture.near import NearClerk, origins
 from clairai.capture.order import Order
-from clairai.store.codecs.base import Encoder
-from clairai.store.rows import Origin
+from clairai.capture.setting import Setting
 from clairai.tap.capture import Capture
 from clairai.tap.outlet import Inputs
 from clairai.tap.rows import Mark
@@ -43,17 +49,13 @@ class ToyScores:
         self.followed.append(stream)
 
 
+ABOUT = About("m", "w", "float32", WIDTH, SITE_NAMES)
+
+
 class Rig:
     """A worker's captures on tables of their own."""
 
-    def __init__(
-        self,
-        consumers: dict[str, ToyConsumer],
-        *,
-        nbytes: int,
-        dtype: torch.dtype,
-        device: str = "cpu",
-    ) -> None:
+    def __init__(self, clerk: Clerk, *, dtype: torch.dtype, device: str = "cpu") -> None:
         self.tables = Tables(
             SITE_NAMES,
             width=WIDTH,
@@ -64,24 +66,10 @@ class Rig:
             stash_rows=ROWS,
             is_capturing=True,
         )
-        self.consumers = consumers
-        guarded: dict[str, Any] = {name: Guarded(one) for name, one in consumers.items()}
-        name = str(dtype).removeprefix("torch.")
-
-        def origin(encoder: Encoder) -> Origin:
-            return Origin.of(
-                model="m",
-                weights="w",
-                dtype=name,
-                width=WIDTH,
-                encoder=encoder.name,
-                parameters=encoder.parameters,
-            )
-
-        self.collector = Collector(guarded, origin, batch_nbytes=1 << 20, pending_nbytes=20_000)
-        self.taker = Taker(self.tables, guarded, self.collector, staging_nbytes=nbytes)
+        self.clerk = clerk
+        self.taker = Taker(self.tables, clerk)
         self.scores = ToyScores(anger=(1, 1))
-        self.capture = Capture(self.taker, self.collector, SITES, self.scores)
+        self.capture = Capture(self.taker, clerk, SITES, self.scores)
         self.rng = np.random.default_rng(3)
 
     def enter(self, name: str, stream: int, wanted: Order, choice: int = 0) -> None:
@@ -104,24 +92,59 @@ class Rig:
         self.capture.end(lambda: inputs)
         return self.tables.stash_SRD[:, :num_tokens].clone()
 
-    def found(self, stream: int) -> wire_capture.Captured:
-        """Of a stream's first answer, when all so far is settled."""
-        done = threading.Event()
-        self.collector._queue.put(done.set)
-        assert done.wait(10)
-        return self.capture.answer(wire_capture.FindCaptures(streams=(stream,))).found[0][0]  # type: ignore[union-attr]
+    def told(self, stream: int) -> wire_capture.Captured:
+        """Of a stream's first answer, as far as is known."""
+        reply = self.capture.answer(wire_capture.FindCaptures(streams=(stream,)))
+        assert isinstance(reply, wire_capture.Captures)
+        return reply.found[0][0]
 
     def ended(self, request_id: str, state: str) -> wire_capture.Captured:
         """The same of a request whose last token its caller has, when it has come to this state."""
         asked = wire_capture.FindCaptures((request_id,), is_ended=True)
-        for _ in range(1000):
+        deadline_s = time.monotonic() + 20
+        while True:
             reply = self.capture.answer(asked)
             assert isinstance(reply, wire_capture.Captures)
             ((told,),) = reply.found
             if told.state == state:
-                break
-            self.found(told.stream)
-        return told
+                return told
+            assert time.monotonic() < deadline_s, told
+            self.settle()
+
+    def settle(self) -> None:
+        """Let what was told come to its end."""
+        time.sleep(0.002)
+
+
+class NearRig(Rig):
+    """With consumers that the test holds."""
+
+    def __init__(
+        self,
+        consumers: dict[str, ToyConsumer],
+        *,
+        nbytes: int,
+        dtype: torch.dtype,
+        device: str = "cpu",
+    ) -> None:
+        self.consumers = consumers
+        guarded: dict[str, Any] = {name: Guarded(one) for name, one in consumers.items()}
+        about = replace(ABOUT, dtype=str(dtype).removeprefix("torch."))
+        self.collector = Collector(
+            guarded, origins(about), batch_nbytes=1 << 20, pending_nbytes=20_000
+        )
+        clerk = NearClerk(guarded, self.collector, about, Arena.create(nbytes))
+        super().__init__(clerk, dtype=dtype, device=device)
+
+    def found(self, stream: int) -> wire_capture.Captured:
+        """Of a stream's first answer, when all so far is settled."""
+        self.settle()
+        return self.told(stream)
+
+    def settle(self) -> None:
+        done = threading.Event()
+        self.collector._queue.put(done.set)
+        assert done.wait(10)
 
 
 @contextmanager
@@ -131,9 +154,22 @@ def rig(
     dtype: torch.dtype = torch.float32,
     device: str = "cpu",
     **consumers: ToyConsumer,
-) -> Iterator[Rig]:
-    made = Rig(consumers or {"toy": ToyConsumer()}, nbytes=nbytes, dtype=dtype, device=device)
+) -> Iterator[NearRig]:
+    made = NearRig(consumers or {"toy": ToyConsumer()}, nbytes=nbytes, dtype=dtype, device=device)
     try:
         yield made
     finally:
-        made.collector.close()
+        made.capture.close()
+
+
+@contextmanager
+def far_rig(
+    setting: dict[str, Any], *, dtype: torch.dtype = torch.float32, device: str = "cpu"
+) -> Iterator[Rig]:
+    """With a clerk in a process of its own, and the consumers of the setting."""
+    about = replace(ABOUT, dtype=str(dtype).removeprefix("torch."))
+    made = Rig(open_clerk(Setting.parse(setting), about), dtype=dtype, device=device)
+    try:
+        yield made
+    finally:
+        made.capture.close()

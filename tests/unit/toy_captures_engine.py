@@ -8,12 +8,18 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
+from clairai.capture import landed
+from clairai.capture.arena import Region
 from clairai.capture.consumers import Policy
 from clairai.capture.order import Hold, Order
 from clairai.errors import StoreStoppedError
 from clairai.store.rows import Block
+from clairai.tap import staged
+from clairai.tap.picks import Pick
 from clairai.tap.rows import Batch
+from clairai.tap.staged import Layout
 
 
 @dataclass(frozen=True)
@@ -103,3 +109,14 @@ def batch(*requests: tuple[str, int, int]) -> Batch:
     """Of each request: its id, its first position in this step, and how many tokens."""
     ids, starts, counts = zip(*requests, strict=True)
     return Batch(list(ids), np.array(counts, np.int32), np.array(starts, np.int32))
+
+
+def told_rows(pick: Pick) -> NDArray[np.void]:
+    """As the clerk reads them of what it is told; the nth has token n."""
+    plan = staged.Plan(1, pick, staged.groups_of(pick, 64, np.random.default_rng(0)), Layout())
+    ticket = plan.ticket(pick, 1, Region(0, 0, 0))
+    read = landed.Plan(plan.told("float32"))
+    position_N = np.frombuffer(ticket.firsts, np.int64)[read.entry_N] + read.within_N
+    assert np.array_equal(position_N, pick.position_N)
+    assert read.counts() == pick.counts()
+    return read.rows(position_N, np.arange(len(pick)), np.frombuffer(ticket.seen, np.int64))

@@ -11,7 +11,8 @@ import logging
 import queue
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Final
 
@@ -29,13 +30,19 @@ from clairai.errors import StoreError
 from clairai.store.codecs.base import Encoder
 from clairai.store.rows import Block, Origin
 
-LINGER_S: Final = 0.05
-ENOUGH_NBYTES: Final = 1 << 20  # to go on at once
 MAX_STEPS: Final = 256
 _log: Final = logging.getLogger("clairai.capture")
 
 Told = Callable[[], None]
 OriginOf = Callable[[Encoder], Origin]
+
+
+@dataclass(frozen=True)
+class Pace:
+    """How long rows wait for others, to be handed on together; what is told hurries them."""
+
+    linger_s: float = 0.05
+    enough_nbytes: int = 1 << 20  # to go on at once
 
 
 class Collector:
@@ -48,9 +55,11 @@ class Collector:
         *,
         batch_nbytes: int,
         pending_nbytes: int,
+        pace: Pace | None = None,
     ) -> None:
         self._consumers, self._origin_of = consumers, origin_of
-        self._batch_nbytes = batch_nbytes
+        self._batch_nbytes, self._pace = batch_nbytes, pace or Pace()
+        self.delivered = 0  # of those that were put
         self.results = Results(consumers)
         self._flushers = {
             name: Flusher(name, consumer, self.results) for name, consumer in consumers.items()
@@ -68,8 +77,9 @@ class Collector:
     def pending_nbytes(self) -> int:
         return self._shelf.nbytes
 
-    def begin(self, seat: Seat, order: Order) -> None:
-        self.results.open(seat, order)
+    def begin(self, seat: Seat, order: Order, number: int | None = None) -> None:
+        """`number` is its in the results of whoever is told of these."""
+        self.results.open(seat, order, number)
         self._queue.put(partial(self._begin, seat, order))
 
     def amend(self, seat: Seat, steering: str) -> None:
@@ -132,7 +142,7 @@ class Collector:
         batch: list[Taken] = []
         nbytes, deadline_s = 0, 0.0
         while len(batch) < MAX_STEPS and nbytes < self._batch_nbytes:
-            left_s = deadline_s - time.monotonic() if nbytes < ENOUGH_NBYTES else 0.0
+            left_s = deadline_s - time.monotonic() if nbytes < self._pace.enough_nbytes else 0.0
             try:
                 item = self._queue.get(timeout=max(left_s, 0) if batch else None)
             except queue.Empty:
@@ -141,12 +151,12 @@ class Collector:
                 return batch, item
             batch.append(item)
             nbytes += item.nbytes
-            deadline_s = deadline_s or time.monotonic() + LINGER_S
+            deadline_s = deadline_s or time.monotonic() + self._pace.linger_s
         return batch, None
 
     def _deliver(self, batch: list[Taken]) -> None:
         try:
-            loads = self._read(batch)
+            loads = self._joined(batch)
         except Exception as error:  # a thread that ends unseen would be the worst of answers
             for taken in batch:
                 self._lose(taken.counts(), error)
@@ -160,6 +170,7 @@ class Collector:
                 self._give(load, fidelity[load.encoder])
             except Exception as error:
                 self._lose(load.counts(), error)
+        self.delivered += len(batch)
 
     def _measured(self, loads: list[Load]) -> dict[Encoder, dict[str, float]]:
         """One measure for all loads of an encoder that are given together."""
@@ -175,18 +186,27 @@ class Collector:
             self.results.dropped(seat, count, reason)
             self.results.failed(seat, reason)
 
-    def _read(self, batch: list[Taken]) -> list[Load]:
-        """Copies of what came, joined; the rules are judged before their rows go on."""
+    def _joined(self, batch: list[Taken]) -> list[Load]:
+        """Copies of what came, joined."""
         found: dict[tuple[object, ...], list[Load]] = {}
         for taken in batch:
+            for load in self._read(taken):
+                found.setdefault(load.key, []).append(load)
+        return [Load.joined(loads) for loads in found.values()]
+
+    def _read(self, taken: Taken) -> Sequence[Load]:
+        """The rules are judged before their rows go on. One that never comes harms no other."""
+        try:
             taken.wait()
             for verdict in taken.verdicts():
                 self._judge(verdict)
-            for load in taken.loads():
-                found.setdefault(load.key, []).append(load)
+            loads = taken.loads()
             for encoder, sample in taken.samples():
                 self._gauge.add(encoder, sample)
-        return [Load.joined(loads) for loads in found.values()]
+        except Exception as error:
+            self._lose(taken.counts(), error)
+            return ()
+        return loads
 
     def _give(self, load: Load, fidelity: Mapping[str, float]) -> None:
         origin = self._origin_of(load.encoder)

@@ -86,6 +86,16 @@ class Consumer(Protocol):
 Factory = Callable[[Mapping[str, Any], About], Consumer]
 
 
+def in_engine(specs: Iterable[ConsumerSpec], found: Iterable[EntryPoint] | None = None) -> str:
+    """The first kind that must be in the engine's own process; empty if there is none.
+
+    Such a factory says so by an attribute: `in_engine = True`.
+    """
+    known = {entry.name: entry for entry in found or entry_points(group=GROUP)}
+    kinds = (spec.kind for spec in specs if getattr(_factory(spec, known), "in_engine", False))
+    return next(kinds, "")
+
+
 def open_consumers(
     specs: Iterable[ConsumerSpec], about: About, found: Iterable[EntryPoint] | None = None
 ) -> dict[str, Consumer]:

@@ -17,7 +17,7 @@ from clairai.capture.taken import Sample
 from clairai.store.codecs.base import Encoder
 from clairai.store.codecs.fidelity import SAMPLE, compare
 
-SHARE: Final = 20  # one part in this many of the time is spent on large samples, at most
+SHARE: Final = 100  # one part in this many of the time is spent on large samples, at most
 FEW: Final = 4  # rows; they cost little
 OWED_NBYTES: Final = 16 << 20  # a quarter of a shard
 

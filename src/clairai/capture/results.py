@@ -1,6 +1,8 @@
 """Takes what happens to captured rows, answer by answer; gives what to tell of each. Thread-safe.
 
-A row is one token at one point. Bounded: the oldest finished answers are forgotten first.
+A row is one token at one point. Bounded: the oldest finished answers are forgotten first. Where the
+rows are taken in a process of their own, there is one of these in each: the clerk's knows, and what
+changes in it is told to the engine's.
 """
 
 from __future__ import annotations
@@ -13,6 +15,7 @@ from typing import Final
 
 from clairai.capture.consumers import Consumer
 from clairai.capture.order import Order
+from clairai.capture.tickets import Told
 from clairai.wire_capture import Captured, CaptureState, Place, State
 
 REMEMBERED: Final = 1 << 14  # answers
@@ -22,14 +25,30 @@ Seat = tuple[int, int]  # stream and choice
 @dataclass
 class _Entry:
     order: Order
+    number: int  # tells it from others that had its seat
     rows: int = 0
     dropped: int = 0
+    heard_dropped: int = 0  # as the clerk's own results say
     discarded: int = 0
     state: State = "open"
     reason: str = ""
     waits: str = ""  # why it is not safe yet
     safe: set[str] = field(default_factory=set)  # consumers that have all of it
     lost: dict[str, int] = field(default_factory=dict)  # by consumer
+    last: Told | None = None  # what was told of it
+
+    @property
+    def is_live(self) -> bool:
+        return self.state in ("open", "writing")
+
+
+@dataclass(frozen=True)
+class Totals:
+    """Rows since the engine started."""
+
+    rows: int = 0
+    dropped: int = 0
+    discarded: int = 0
 
 
 class Results:
@@ -41,61 +60,76 @@ class Results:
         self._entries: OrderedDict[Seat, _Entry] = OrderedDict()
         self._writing: dict[Seat, None] = {}  # finished, and not known to be safe
         self._seats: dict[int, list[Seat]] = {}
-        self._totals = _Totals()
+        self._rows = self._dropped = self._discarded = 0
+        self._heard = Totals()
+        self._opened = 0
+        self._changed: dict[Seat, None] = {}  # since somebody last asked
+        self.is_news = threading.Event()  # something else than a number has changed
 
-    def open(self, seat: Seat, order: Order) -> None:
+    def open(self, seat: Seat, order: Order, number: int | None = None) -> int:
+        """The number by which it is told from others that had its seat."""
         with self._lock:
+            self._opened = self._opened + 1 if number is None else number
             self._writing.pop(seat, None)
             if self._entries.pop(seat, None) is None:
                 self._seats.setdefault(seat[0], []).append(seat)
-            self._entries[seat] = _Entry(order)
+            self._entries[seat] = _Entry(order, self._opened)
             while len(self._entries) > REMEMBERED:
                 self._forget(next(iter(self._entries)))
+            return self._opened
 
     def _forget(self, seat: Seat) -> None:
         del self._entries[seat]
         self._writing.pop(seat, None)
+        self._changed.pop(seat, None)
         self._seats[seat[0]].remove(seat)
         if not self._seats[seat[0]]:
             del self._seats[seat[0]]
+
+    def _entry(self, seat: Seat) -> _Entry | None:
+        """To be changed."""
+        entry = self._entries.get(seat)
+        if entry is not None:
+            self._changed[seat] = None
+        return entry
 
     def gave(self, counts: Mapping[Seat, int]) -> None:
         """Rows went to all of their consumers."""
         with self._lock:
             for seat, rows in counts.items():
-                self._totals.rows += rows
-                if seat in self._entries:
-                    self._entries[seat].rows += rows
+                self._rows += rows
+                if (entry := self._entry(seat)) is not None:
+                    entry.rows += rows
 
     def dropped(self, seat: Seat, rows: int, reason: str) -> None:
         with self._lock:
-            self._totals.dropped += rows
-            if seat in self._entries:
-                entry = self._entries[seat]
+            self._dropped += rows
+            if (entry := self._entry(seat)) is not None:
                 entry.dropped += rows
                 entry.reason = entry.reason or reason
 
     def discarded(self, seat: Seat, rows: int, reason: str) -> None:
         with self._lock:
-            self._totals.discarded += rows
-            if seat in self._entries:
-                entry = self._entries[seat]
+            self._discarded += rows
+            if (entry := self._entry(seat)) is not None:
                 entry.discarded += rows
                 entry.state, entry.reason = "discarded", reason
+        self.is_news.set()
 
     def failed(self, seat: Seat, reason: str) -> None:
         with self._lock:
-            if seat in self._entries:
-                entry = self._entries[seat]
+            if (entry := self._entry(seat)) is not None:
                 entry.state, entry.reason = "failed", reason
                 self._writing.pop(seat, None)
+        self.is_news.set()
 
     def finished(self, seat: Seat) -> None:
         """Nothing follows; what there is is on its way."""
         with self._lock:
-            if seat in self._entries and self._entries[seat].state == "open":
-                self._entries[seat].state = "writing"
+            if (entry := self._entry(seat)) is not None and entry.state == "open":
+                entry.state = "writing"
                 self._writing[seat] = None
+        self.is_news.set()
 
     def writing(self, consumer: str) -> list[Seat]:
         """Those that are finished, and not known to be safe with this consumer."""
@@ -109,20 +143,75 @@ class Results:
         """They are not safe yet, and why."""
         with self._lock:
             for seat in seats:
-                if seat in self._entries:
-                    self._entries[seat].waits = reason
+                if (entry := self._entry(seat)) is not None:
+                    entry.waits = reason
+        self.is_news.set()
 
     def safe(self, seats: Iterable[Seat], consumer: str) -> None:
         """All that these gave is safe there, or counted as lost."""
         with self._lock:
             for seat in seats:
-                entry = self._entries.get(seat)
+                entry = self._entry(seat)
                 if entry is None or entry.state != "writing":
                     continue
                 entry.safe.add(consumer)
                 if entry.safe.issuperset(entry.order.to):
                     entry.state, entry.waits = "kept", ""
                     del self._writing[seat]
+        self.is_news.set()
+
+    def abandon(self, reason: str) -> None:
+        """Nobody takes rows any more: what is not known to be safe is lost."""
+        with self._lock:
+            for entry in self._entries.values():
+                if not entry.is_live:
+                    continue
+                for name in set(entry.order.to) - entry.safe:
+                    entry.lost[name] = max(entry.lost.get(name, 0), entry.rows)
+                entry.state, entry.reason = "failed", reason
+            self._writing.clear()
+
+    def changes(self, *, is_thorough: bool = False) -> list[Told]:
+        """What has changed since this was last asked; a thorough look asks the consumers too."""
+        with self._lock:
+            if is_thorough:
+                live = (seat for seat, entry in self._entries.items() if entry.is_live)
+                self._changed.update(dict.fromkeys(live))
+            found, self._changed = [*self._changed], {}
+            return [told for seat in found if (told := self._summed(seat)) is not None]
+
+    def _summed(self, seat: Seat) -> Told | None:
+        """None if that is what was last told."""
+        entry = self._entries[seat]
+        lost = tuple(self._lost(name, seat, entry) for name in entry.order.to)
+        told = Told(
+            entry.number,
+            *seat,
+            entry.state,
+            entry.rows,
+            entry.dropped,
+            entry.discarded,
+            entry.reason,
+            entry.waits,
+            lost,
+            tuple(sorted(entry.safe)),
+        )
+        is_same, entry.last = told == entry.last, told
+        return None if is_same else told
+
+    def hear(self, told: Iterable[Told], totals: Totals) -> None:
+        """What another's `changes` say, of answers that are still those."""
+        with self._lock:
+            self._heard = totals
+            for one in told:
+                entry = self._entries.get((one.stream, one.choice))
+                if entry is None or entry.number != one.number:
+                    continue
+                entry.state, entry.rows, entry.discarded = one.state, one.rows, one.discarded
+                entry.heard_dropped, entry.waits = one.dropped, one.waits
+                entry.reason = one.reason or entry.reason
+                entry.safe = set(one.safe)
+                entry.lost = dict(zip(entry.order.to, one.lost, strict=True))
 
     def of_stream(self, stream: int) -> tuple[Captured, ...]:
         with self._lock:
@@ -140,7 +229,7 @@ class Results:
         entry = self._entries[seat]
         places = tuple(self._place(name, seat, entry) for name in entry.order.to)
         bad = next((place for place in places if place.state == "failed"), None)
-        is_failed = bad is not None and entry.state in ("open", "writing")
+        is_failed = bad is not None and entry.is_live
         return Captured(
             stream=seat[0],
             choice=seat[1],
@@ -148,7 +237,7 @@ class Results:
             points=entry.order.points,
             encoder=entry.order.encoder,
             rows=entry.rows,
-            dropped=entry.dropped,
+            dropped=entry.dropped + entry.heard_dropped,
             discarded=entry.discarded,
             reason=next(filter(None, (entry.reason, *(p.reason for p in places), entry.waits)), ""),
             places=places,
@@ -156,17 +245,35 @@ class Results:
 
     def _place(self, name: str, seat: Seat, entry: _Entry) -> Place:
         consumer = self._consumers[name]
+        state, lost = consumer.state, self._lost(name, seat, entry)
+        return Place(name, consumer.where, lost, state.name, state.reason)
+
+    def _lost(self, name: str, seat: Seat, entry: _Entry) -> int:
         # Told once, and of a stream: its first answer keeps the number for all of them.
-        first = self._entries.get(min(self._seats[seat[0]]), entry)
-        first.lost[name] = first.lost.get(name, 0) + consumer.losses(seat[0])
-        state = consumer.state
-        return Place(name, consumer.where, entry.lost.get(name, 0), state.name, state.reason)
+        first_seat = min(self._seats[seat[0]])
+        if count := self._consumers[name].losses(seat[0]):
+            first = self._entries[first_seat]
+            first.lost[name] = first.lost.get(name, 0) + count
+            self._changed[first_seat] = None
+        return entry.lost.get(name, 0)
+
+    def totals(self) -> Totals:
+        with self._lock:
+            return self._totals()
+
+    def _totals(self) -> Totals:
+        heard = self._heard
+        return Totals(
+            self._rows + heard.rows,
+            self._dropped + heard.dropped,
+            self._discarded + heard.discarded,
+        )
 
     def state(
         self, *, staging_nbytes: int, pending_nbytes: int, stash_nbytes: int = 0
     ) -> CaptureState:
         with self._lock:
-            totals = self._totals
+            totals = self._totals()
             return CaptureState(
                 places=tuple(
                     Place(name, one.where, 0, one.state.name, one.state.reason)
@@ -179,10 +286,3 @@ class Results:
                 pending_nbytes=pending_nbytes,
                 stash_nbytes=stash_nbytes,
             )
-
-
-@dataclass
-class _Totals:
-    rows: int = 0
-    dropped: int = 0
-    discarded: int = 0

@@ -22,8 +22,9 @@ from clairai.steer import fields
 
 _KNOWN: Final = (
     *("folder", "consumers", "points", "positions", "encoder", "to", "tags", "sample", "when"),
-    *("staging_mib", "pending_mib"),
+    *("staging_mib", "pending_mib", "process"),
 )
+PROCESSES: Final = ("own", "engine")
 ALL: Final = ("all",)
 RAW: Final = EncoderSpec("raw")
 
@@ -59,6 +60,7 @@ class Setting:
     when: Rule | None = None  # of those, only the ones with such a score
     staging_mib: int = 256  # of rows on their way from the device to the consumers
     pending_mib: int = 256  # of rows that wait for a rule
+    process: str | None = None  # that takes rows to the consumers: one of PROCESSES
 
     @classmethod
     def parse(cls, given: object) -> Setting:
@@ -88,6 +90,7 @@ def _parsed(asked: Mapping[str, Any]) -> Setting:
         when=None if when is None else _rule(when),
         staging_mib=_mib(asked, "staging_mib"),
         pending_mib=_mib(asked, "pending_mib"),
+        process=_process(asked.get("process")),
     )
 
 
@@ -125,6 +128,15 @@ def _rule(given: object) -> Rule:
         probe=fields.text("capture.when.probe", asked.get("probe")),
         above=fields.optional_number("capture.when.above", asked.get("above")),
     )
+
+
+def _process(given: object) -> str | None:
+    if given is not None and given not in PROCESSES:
+        raise ConfigError(
+            f"capture.process must be one of {', '.join(PROCESSES)}, or left out, got "
+            f"{quote(given)}"
+        )
+    return None if given is None else str(given)
 
 
 def _share(what: str, given: object) -> float:

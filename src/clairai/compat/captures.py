@@ -9,22 +9,19 @@ from __future__ import annotations
 
 import functools
 import hashlib
-from dataclasses import replace
 from typing import Any, Final
 
 from clairai.capture import order as orders
-from clairai.capture.collector import Collector
-from clairai.capture.consumers import About, Consumer, open_consumers
-from clairai.capture.guarded import Guarded
+from clairai.capture.clerks import Clerk
+from clairai.capture.consumers import About
+from clairai.capture.hiring import open_clerk
 from clairai.capture.order import Order
 from clairai.capture.resolve import Engine, Resolver
 from clairai.capture.setting import Setting
 from clairai.compat.layers import Sites
 from clairai.errors import UnsupportedError
 from clairai.settings import Plan, Settings
-from clairai.store.codecs.base import Encoder
 from clairai.store.codecs.raw import STORED
-from clairai.store.rows import Origin
 from clairai.tap.capture import Capture
 from clairai.tap.tables import Tables
 from clairai.tap.taker import Taker
@@ -124,7 +121,7 @@ def _places(sites: Sites, tables: Tables) -> dict[str, int]:
 
 
 def make_capture(worker: Any, setting: Setting, sites: Sites) -> Capture:
-    """The worker's listener, its threads started and its consumers open."""
+    """The worker's listener, its clerk at work and its consumers open."""
     tables, station = worker.clairai_tables, worker.clairai_station
     about = About(
         model=station.about.model,
@@ -133,42 +130,26 @@ def make_capture(worker: Any, setting: Setting, sites: Sites) -> Capture:
         width=sites.width,
         points=station.about.points,
     )
-    opened = open_consumers(setting.consumers, about)
-    consumers: dict[str, Consumer] = {name: Guarded(one) for name, one in opened.items()}
-    staging_nbytes = setting.staging_mib << 20
-    collector = Collector(
-        consumers,
-        functools.partial(_origin, about),
-        batch_nbytes=staging_nbytes // 4,
-        pending_nbytes=setting.pending_mib << 20,
-    )
-    taker = Taker(tables, consumers, collector, staging_nbytes=staging_nbytes)
-    taker.prepare(setting.encoder.for_rows(about.dtype))
-    station.followers.append(functools.partial(_relabel, worker, about, collector))
-    return Capture(taker, collector, _places(sites, tables), station)
+    clerk = open_clerk(setting, about)
+    try:
+        taker = Taker(tables, clerk)
+        taker.prepare(setting.encoder.for_rows(about.dtype))
+    except BaseException:
+        clerk.close()
+        raise
+    station.followers.append(functools.partial(_relabel, worker, clerk))
+    return Capture(taker, clerk, _places(sites, tables), station)
 
 
-def _relabel(worker: Any, about: About, collector: Collector, version: int) -> None:
+def _relabel(worker: Any, clerk: Clerk, version: int) -> None:
     """Rows are of the weights they were computed with, also after those were changed."""
-    named = replace(about, weights=weights_name(worker, version))
-    collector.relabel(functools.partial(_origin, named))
+    clerk.relabel(weights_name(worker, version))
 
 
 def weights_name(worker: Any, version: int | None) -> str:
     """What rows say of their weights: the engine's count of them, and what they hold."""
     held = fingerprint(worker.model_runner.get_model())
     return held if version is None else f"{version}-{held}"
-
-
-def _origin(about: About, encoder: Encoder) -> Origin:
-    return Origin.of(
-        model=about.model,
-        weights=about.weights,
-        dtype=about.dtype,
-        width=about.width,
-        encoder=encoder.name,
-        parameters=encoder.parameters,
-    )
 
 
 def fingerprint(model: Any) -> str:

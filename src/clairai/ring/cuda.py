@@ -84,6 +84,12 @@ class Gpu:
         (status,) = self._driver.cuStreamWaitEvent(stream, event, 0)
         self._require(status, "cuStreamWaitEvent")
 
+    def write(self, stream: int, address: int, value: int) -> None:
+        """Of torch's stream: store this word when all it was given before is done and seen."""
+        # Flags 0: "the write is preceded by a system-wide memory fence" (cuStreamWriteValue64).
+        (status,) = self._driver.cuStreamWriteValue64(self.stream(stream), address, value, 0)
+        self._require(status, "cuStreamWriteValue64")
+
     def map_host(self, address: int, nbytes: int) -> int:
         """Let the GPU reach host memory of ours; the address it has there."""
         self.enter()

@@ -145,6 +145,9 @@ def callback(given: Mapping[str, Any], about: object) -> CallbackConsumer:
     )
 
 
+callback.in_engine = True  # type: ignore[attr-defined]  # where the function's own objects are
+
+
 def _function(name: object) -> Function:
     module, colon, attribute = name.partition(":") if isinstance(name, str) else ("", "", "")
     if not (module and colon and attribute):

@@ -1,4 +1,4 @@
-"""Takes what the worker tells of each step; gives the rows that orders ask for to the collector.
+"""Takes what the worker tells of each step; gives the rows that orders ask for to the clerk.
 
 Beside the Station, on the first rank alone: every rank holds the same rows.
 """
@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Final
 
 from clairai import wire_capture
-from clairai.capture.collector import Collector
+from clairai.capture.clerks import Clerk
 from clairai.capture.resolve import steering_note
 from clairai.steer.course import Course
 from clairai.tap.outlet import Inputs
@@ -26,9 +26,9 @@ class Capture:
     """The worker's side of captures: who is captured, which rows of a step are theirs."""
 
     def __init__(
-        self, taker: Taker, collector: Collector, site_of: Mapping[str, int], scores: Scores
+        self, taker: Taker, clerk: Clerk, site_of: Mapping[str, int], scores: Scores
     ) -> None:
-        self._taker, self._collector, self._scores = taker, collector, scores
+        self._taker, self._clerk, self._scores = taker, clerk, scores
         self._picks = Picks(site_of)
         self._pick: Pick | None = None
         self._streams: OrderedDict[str, int] = OrderedDict()  # by the id the caller knows
@@ -41,6 +41,8 @@ class Capture:
         for request in new:
             if request.order is not None:
                 self._enter(request)
+        if new or finished:
+            self._clerk.post()
         self._pick = None
 
     def _enter(self, request: NewRequest) -> None:
@@ -48,7 +50,7 @@ class Capture:
         assert order is not None
         if not self._picks.open(request.req_id, mark, request.prompt_len, order):
             return
-        self._collector.begin((mark.stream, mark.choice), order)
+        self._clerk.begin((mark.stream, mark.choice), order)
         self._open.setdefault(mark.stream, set()).add(request.req_id)
         self._streams[request.request_id] = mark.stream
         while len(self._streams) > REMEMBERED:
@@ -61,12 +63,12 @@ class Capture:
         self._open[seat[0]].discard(req_id)
         if not self._open[seat[0]]:
             del self._open[seat[0]]
-        self._collector.finish(seat)
+        self._clerk.finish(seat)
 
     def amend(self, req_id: str, course: Course | None) -> None:
         seat = self._picks.seat_of(req_id)
         if seat is not None:
-            self._collector.amend(seat, steering_note(course))
+            self._clerk.amend(seat, steering_note(course))
 
     def place(self, batch: Batch) -> None:
         self._pick = self._picks.step(batch)
@@ -81,7 +83,7 @@ class Capture:
         self._taker.begin()
 
     def answer(self, control: wire_capture.Control) -> wire_capture.Reply:
-        results = self._collector.results
+        results = self._clerk.results
         match control:
             case wire_capture.FindCaptures(request_ids, streams, is_ended):
                 known = [*map(self._streams.get, request_ids), *streams]
@@ -95,7 +97,7 @@ class Capture:
             case wire_capture.DescribeCapture():
                 return results.state(
                     staging_nbytes=self._taker.arena.nbytes,
-                    pending_nbytes=self._collector.pending_nbytes,
+                    pending_nbytes=self._clerk.pending_nbytes,
                     stash_nbytes=self._taker.stash_nbytes,
                 )
 
@@ -104,7 +106,8 @@ class Capture:
         for stream in streams:
             for req_id in list(self._open.get(stream, ())):
                 self._close(req_id)
-        self._collector.commit()
+        self._clerk.commit()
 
     def close(self) -> None:
-        self._collector.close()
+        self._clerk.close()
+        self._taker.close()

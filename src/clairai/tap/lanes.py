@@ -13,6 +13,7 @@ from typing import Any, Protocol
 import torch
 
 Wait = Callable[[], None]
+Mark = Callable[[int, int], None]  # the driver's name of a stream, the number of a ticket
 
 
 class Lane(Protocol):
@@ -29,14 +30,17 @@ class Lane(Protocol):
     def left(self) -> None:
         """Within: the forward's own memory has been read."""
 
-    def done(self) -> Wait:
-        """Within: a call that returns when all so far is done."""
+    def done(self, number: int) -> Wait:
+        """Within: all so far is the ticket of this number. A call that returns when it is done."""
 
 
 class HostLane:
     """Everything happens where it is called."""
 
     handle = 0
+
+    def __init__(self, land: Callable[[int], None]) -> None:
+        self._land = land
 
     def begin(self) -> None:
         pass
@@ -48,15 +52,16 @@ class HostLane:
     def left(self) -> None:
         pass
 
-    def done(self) -> Wait:
+    def done(self, number: int) -> Wait:
+        self._land(number)
         return _nothing
 
 
 class CudaLane:
     """A stream beside the forward's."""
 
-    def __init__(self, device: torch.device) -> None:
-        self._stream = torch.cuda.Stream(device)
+    def __init__(self, device: torch.device, mark: Mark | None) -> None:
+        self._stream, self._mark = torch.cuda.Stream(device), mark
         self._forward = torch.cuda.Event()
         self._left = torch.cuda.Event()
         self._is_read = True
@@ -78,7 +83,10 @@ class CudaLane:
         self._left.record(self._stream)
         self._is_read = False
 
-    def done(self) -> Wait:
+    def done(self, number: int) -> Wait:
+        if self._mark is not None:  # the device says so itself: nobody here waits
+            self._mark(self.handle, number)
+            return _nothing
         # Blocking: the thread that waits sleeps, and leaves the processor to the engine.
         event = torch.cuda.Event(blocking=True)
         event.record(self._stream)
@@ -86,8 +94,9 @@ class CudaLane:
         return wait
 
 
-def lane_for(device: torch.device) -> Lane:
-    return CudaLane(device) if device.type == "cuda" else HostLane()
+def lane_for(device: torch.device, land: Callable[[int], None], mark: Mark | None) -> Lane:
+    """`land` says on the host that a ticket has come, `mark` has a stream say it."""
+    return CudaLane(device, mark) if device.type == "cuda" else HostLane(land)
 
 
 def _nothing() -> None:

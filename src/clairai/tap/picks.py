@@ -8,16 +8,18 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
 
-from clairai import wire
 from clairai.capture.order import Hold, Order
 from clairai.store.codecs.base import Encoder
 from clairai.store.codecs.registry import named
 from clairai.tap.rows import Batch, Mark
 
+FOREVER: Final = 1 << 62
 Seat = tuple[int, int]  # stream and choice
 Numbers = NDArray[np.int64]
 
@@ -52,6 +54,11 @@ class Cast:
     prompt_E: Numbers
     holders: tuple[tuple[Seat, Hold, int], ...]  # whose rows wait for a rule, and where they are
 
+    @cached_property
+    def to(self) -> frozenset[str]:
+        """All consumers of anybody."""
+        return frozenset(name for kind in self.kinds for name in kind.to)
+
 
 @dataclass(frozen=True)
 class Held:
@@ -85,21 +92,14 @@ class Pick:
 
     def cut(self, most: int) -> Iterator[Pick]:
         """The same rows, with at most this many in each part; what is held goes with the first."""
+        if len(self) <= most:
+            yield self
+            return
         for first in range(0, max(len(self), 1), most):
             part = slice(first, first + most)
             held = self.held if first == 0 else ()
             cut = (self.entry_N[part], self.row_N[part], self.position_N[part])
             yield replace(self, entry_N=cut[0], row_N=cut[1], position_N=cut[2], held=held)
-
-    def rows(self, token_ids_N: NDArray[np.integer]) -> NDArray[np.void]:
-        """As they are stored."""
-        cast, entry_N = self.cast, self.entry_N
-        rows_N = np.zeros(len(self), wire.ROW)
-        rows_N["stream"], rows_N["choice"] = cast.stream_E[entry_N], cast.choice_E[entry_N]
-        rows_N["position"], rows_N["token_id"], rows_N["span"] = self.position_N, token_ids_N, 1
-        rows_N["phase"] = self.position_N >= cast.prompt_E[entry_N]
-        rows_N["flags"] = self.position_N < self.seen_E[entry_N]
-        return rows_N
 
     def counts(self) -> dict[Seat, int]:
         """Tokens of each answer, times the points it wants."""
@@ -123,6 +123,69 @@ class _Taking:
     kind: Kind
 
 
+@dataclass(frozen=True, eq=False)
+class _Step:
+    """A step, and for how long those after it want the same rows at the next positions."""
+
+    cast: Cast
+    starts_R: Numbers  # copies: the runner changes its own in place
+    end_E: Numbers
+    seen_E: Numbers
+    pick: Pick | None
+    left: int  # steps with one token of each request that differ in nothing but positions
+
+    @staticmethod
+    def of(cast: Cast, batch: Batch, seen_E: Numbers) -> _Step:
+        starts_R, counts_R = batch.starts_R.astype(np.int64), batch.counts_R.astype(np.int64)
+        offsets_R = np.cumsum(counts_R) - counts_R
+        start_E = starts_R[cast.request_E]
+        end_E = start_E + counts_R[cast.request_E]
+        low_E = np.maximum(cast.first_E, start_E)
+        num_E = np.maximum(np.minimum(cast.end_E, end_E) - low_E, 0)
+        held = tuple(
+            Held(seat, hold, int(offsets_R[at]), int(offsets_R[at] + counts_R[at]))
+            for seat, hold, at in cast.holders
+        )
+        num_rows, pick = int(num_E.sum()), None
+        if num_rows or held:
+            entry_N = np.repeat(np.arange(len(num_E)), num_E)
+            # The nth wanted row of a range is n after its first.
+            within_N = np.arange(num_rows) - (np.cumsum(num_E) - num_E)[entry_N]
+            position_N = low_E[entry_N] + within_N
+            row_N = (offsets_R[cast.request_E] - start_E)[entry_N] + position_N
+            pick = Pick(cast, entry_N, row_N, position_N, seen_E, int(counts_R.sum()), held)
+        left = _left(cast, start_E) if (counts_R == 1).all() else 0
+        return _Step(cast, starts_R, end_E, seen_E, pick, left)
+
+    def is_before(self, batch: Batch) -> bool:
+        """Whether the batch is this one, one token later."""
+        return (
+            self.left > 0
+            and bool((batch.counts_R == 1).all())
+            and np.array_equal(batch.starts_R, self.starts_R + 1)
+        )
+
+    def next(self) -> _Step:
+        seen_E = np.maximum(self.seen_E, self.end_E)
+        pick = self.pick
+        if pick is not None:
+            pick = replace(pick, position_N=pick.position_N + 1, seen_E=seen_E)
+        return replace(
+            self,
+            starts_R=self.starts_R + 1,
+            end_E=self.end_E + 1,
+            seen_E=seen_E,
+            pick=pick,
+            left=self.left - 1,
+        )
+
+
+def _left(cast: Cast, start_E: Numbers) -> int:
+    """Tokens of each request until one of its ranges begins or ends."""
+    until_E = np.where(start_E < cast.first_E, cast.first_E, cast.end_E) - start_E - 1
+    return int(until_E[start_E < cast.end_E].min(initial=FOREVER))
+
+
 class Picks:
     """The captured requests the engine works on."""
 
@@ -134,6 +197,7 @@ class Picks:
         self._seen_S = np.zeros(64, np.int64)  # how far each has been forwarded
         self._kinds: dict[tuple[object, ...], Kind] = {}
         self._cast = self._read(())
+        self._last: _Step | None = None
 
     def __len__(self) -> int:
         return len(self._open)
@@ -180,27 +244,13 @@ class Picks:
             cast = self._cast = self._read(batch.req_ids)
         if not len(cast.kind_E):
             return None
-        starts_R, counts_R = batch.starts_R.astype(np.int64), batch.counts_R.astype(np.int64)
-        offsets_R = np.cumsum(counts_R) - counts_R
-        start_E = starts_R[cast.request_E]
-        end_E = start_E + counts_R[cast.request_E]
-        low_E = np.maximum(cast.first_E, start_E)
-        num_E = np.maximum(np.minimum(cast.end_E, end_E) - low_E, 0)
-        seen_E = self._seen_S[cast.slot_E]
-        self._seen_S[cast.slot_E] = np.maximum(seen_E, end_E)
-        held = tuple(
-            Held(seat, hold, int(offsets_R[at]), int(offsets_R[at] + counts_R[at]))
-            for seat, hold, at in cast.holders
-        )
-        num_rows = int(num_E.sum())
-        if not num_rows and not held:
-            return None
-        entry_N = np.repeat(np.arange(len(num_E)), num_E)
-        # The nth wanted row of a range is n after its first.
-        within_N = np.arange(num_rows) - (np.cumsum(num_E) - num_E)[entry_N]
-        position_N = low_E[entry_N] + within_N
-        row_N = (offsets_R[cast.request_E] - start_E)[entry_N] + position_N
-        return Pick(cast, entry_N, row_N, position_N, seen_E, int(counts_R.sum()), held)
+        last = self._last
+        if last is not None and last.cast is cast and last.is_before(batch):
+            self._last = last.next()
+        else:
+            self._last = _Step.of(cast, batch, self._seen_S[cast.slot_E])
+        self._seen_S[cast.slot_E] = np.maximum(self._last.seen_E, self._last.end_E)
+        return self._last.pick
 
     def _read(self, req_ids: Sequence[str]) -> Cast:
         found = [(at, self._open[id_]) for at, id_ in enumerate(req_ids) if id_ in self._open]

@@ -1,6 +1,7 @@
-"""Takes a pick and its part of the arena; gives where everything lies in it, and reads it later.
+"""Takes a pick; gives where its rows lie in a part of the arena, and how that is told to the clerk.
 
-N = wanted tokens, M = rows of one encoder (tokens times points), K = rows of the sample, D = width.
+N = wanted tokens, M = rows of one encoder (tokens times points), K = rows of the sample, D = width,
+E = ranges of positions.
 """
 
 from __future__ import annotations
@@ -8,18 +9,19 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Final
+from typing import Final
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from clairai.capture.taken import Load, Sample, Seat, Verdict
+from clairai.capture import tickets
+from clairai.capture.arena import ALIGNMENT, Region
+from clairai.capture.landed import ROWS, SAMPLE, WHOLE
 from clairai.store.codecs.base import Encoder
-from clairai.store.codecs.raw import STORED, widened
-from clairai.tap.arena import ALIGNMENT, Arena, Region
-from clairai.tap.lanes import Wait
-from clairai.tap.picks import Held, Kind, Pick
+from clairai.store.codecs.raw import STORED
+from clairai.tap.landing import Landing
+from clairai.tap.picks import Kind, Pick
 
 SAMPLE_ONE_IN: Final = 256
 MAX_SAMPLE: Final = 64
@@ -33,6 +35,14 @@ class Group:
     kinds: tuple[tuple[Kind, slice], ...]  # and which tokens of the pick
     flat_M: NDArray[np.int64]  # places in the stash
     sample_K: NDArray[np.int64]  # places among the M
+
+    def told(self) -> tickets.Group:
+        return tickets.Group(
+            self.encoder.name,
+            tuple(self.encoder.parameters.items()),
+            tuple(tickets.Part(kind.points, kind.to, p.start, p.stop) for kind, p in self.kinds),
+            self.sample_K.tobytes(),
+        )
 
 
 def groups_of(pick: Pick, stash_rows: int, rng: np.random.Generator) -> list[Group]:
@@ -60,8 +70,8 @@ class Field:
     """One array in the arena."""
 
     start: int
-    nbytes: int
-    dtype: torch.dtype
+    dtype: str  # numpy's name of it
+    torch_dtype: torch.dtype
     shape: tuple[int, ...]
 
 
@@ -75,44 +85,50 @@ class Layout:
     def add(self, group: int, name: str, dtype: str, *shape: int) -> None:
         """`dtype` is numpy's name of it."""
         nbytes = math.prod(shape) * np.dtype(dtype).itemsize
-        self.fields[group, name] = Field(self.nbytes, nbytes, getattr(torch, dtype), shape)
+        self.fields[group, name] = Field(self.nbytes, dtype, getattr(torch, dtype), shape)
         self.nbytes += -(-nbytes // ALIGNMENT) * ALIGNMENT
 
-
-PICK: Final = -1  # the group of what concerns the whole pick
+    def told(self) -> tuple[tickets.Field, ...]:
+        return tuple(
+            tickets.Field(group, name, one.start, one.dtype, one.shape)
+            for (group, name), one in self.fields.items()
+        )
 
 
 def layout_of(pick: Pick, groups: Sequence[Group], width: int, dtypes: Mapping[str, str]) -> Layout:
     """`dtypes` of `row` (the model's rows), `token` and `position` (the forward's inputs)."""
     layout = Layout()
     num_index = len(pick) + sum(len(g.flat_M) + len(g.sample_K) for g in groups)
-    layout.add(PICK, "index", "int64", num_index)
-    layout.add(PICK, "token", dtypes["token"], len(pick))
-    layout.add(PICK, "position", dtypes["position"], len(pick))
+    layout.add(WHOLE, "index", "int64", num_index)
+    layout.add(WHOLE, "token", dtypes["token"], len(pick))
+    layout.add(WHOLE, "position", dtypes["position"], len(pick))
     for number, group in enumerate(groups):
         for name, column in group.encoder.layout(width).items():
-            layout.add(number, f"rows.{name}", column.dtype, len(group.flat_M), column.size)
-        layout.add(number, "sample", STORED[dtypes["row"]], len(group.sample_K), width)
+            layout.add(number, f"{ROWS}{name}", column.dtype, len(group.flat_M), column.size)
+        layout.add(number, SAMPLE, STORED[dtypes["row"]], len(group.sample_K), width)
     return layout
 
 
-@dataclass(eq=False)
 class Plan:
     """How the rows of a pick are taken; steps that decode alike share one."""
 
-    pick: Pick
-    groups: Sequence[Group]
-    layout: Layout
-    index: torch.Tensor | None = None  # on the device, once it is there
-    uses: int = 0
+    def __init__(self, number: int, pick: Pick, groups: Sequence[Group], layout: Layout) -> None:
+        self.number, self.pick, self.groups, self.layout = number, pick, groups, layout
+        self.index: torch.Tensor | None = None  # on the device, once it is there
+        self.uses = 0
+        count_E = np.bincount(pick.entry_N, minlength=len(pick.cast.kind_E))
+        self._entries = np.flatnonzero(count_E)  # ranges that have rows here
+        self._count_E = count_E[self._entries]
+        self._at_E = np.cumsum(self._count_E) - self._count_E  # where each one's first row is
 
     def is_for(self, pick: Pick) -> bool:
         """Whether the same rows are wanted of the same requests."""
-        return (
-            pick.cast is self.pick.cast
-            and np.array_equal(pick.row_N, self.pick.row_N)
-            and np.array_equal(pick.entry_N, self.pick.entry_N)
-        )
+        mine = self.pick
+        if pick.cast is not mine.cast:
+            return False
+        if pick.row_N is mine.row_N and pick.entry_N is mine.entry_N:
+            return True
+        return np.array_equal(pick.row_N, mine.row_N) and np.array_equal(pick.entry_N, mine.entry_N)
 
     def wanted(self) -> NDArray[np.int64]:
         """Places in the forward's inputs, then in the stash: of each group, and of its sample."""
@@ -121,120 +137,41 @@ class Plan:
             parts += [group.flat_M, group.flat_M[group.sample_K]]
         return np.concatenate(parts)
 
+    def told(self, dtype: str) -> tickets.Plan:
+        """`dtype` of the model's rows."""
+        cast, entries = self.pick.cast, self._entries
+        return tickets.Plan(
+            number=self.number,
+            dtype=dtype,
+            fields=self.layout.told(),
+            groups=tuple(group.told() for group in self.groups),
+            counts=self._count_E.astype(np.int64).tobytes(),
+            streams=cast.stream_E[entries].tobytes(),
+            choices=cast.choice_E[entries].tobytes(),
+            prompts=cast.prompt_E[entries].tobytes(),
+        )
 
+    def ticket(self, pick: Pick, number: int, region: Region) -> tickets.Ticket:
+        """For a pick that this plan is for."""
+        return tickets.Ticket(
+            number,
+            self.number,
+            region.start,
+            region.nbytes,
+            region.end,
+            pick.position_N[self._at_E].tobytes(),
+            pick.seen_E[self._entries].tobytes(),
+        )
+
+
+@dataclass(frozen=True)
 class Staged:
-    """Rows in the arena, or on their way there."""
+    """The arrays of a plan in one region, to be written."""
 
-    def __init__(self, pick: Pick, plan: Plan, arena: Arena, region: Region) -> None:
-        self._pick, self._groups, self._layout = pick, plan.groups, plan.layout
-        self._arena, self._region = arena, region
-        self._wait: Wait | None = None
-        self.dtype = "float32"  # of the rows
-
-    @property
-    def nbytes(self) -> int:
-        return self._region.nbytes
+    layout: Layout
+    landing: Landing
+    start: int
 
     def tensor(self, group: int, name: str) -> torch.Tensor:
-        """One array, to be written."""
-        one = self._layout.fields[group, name]
-        start = self._region.start + one.start
-        memory = self._arena.memory[start : start + one.nbytes]
-        return memory.view(one.dtype).view(one.shape)
-
-    def _array(self, group: int, name: str) -> NDArray[Any]:
-        found: NDArray[Any] = self.tensor(group, name).numpy()
-        return found
-
-    def will_be(self, wait: Wait) -> None:
-        self._wait = wait
-
-    def wait(self) -> None:
-        assert self._wait is not None
-        self._wait()
-
-    def counts(self) -> Mapping[Seat, int]:
-        return self._pick.counts()
-
-    def verdicts(self) -> Sequence[Verdict]:
-        return ()
-
-    def loads(self) -> Sequence[Load]:
-        pick = self._pick
-        position_N = self._array(PICK, "position")
-        if not np.array_equal(position_N, pick.position_N):
-            raise RuntimeError(
-                "the forward read other positions than the batch was laid out for; "
-                "these rows are nobody's: please report this"
-            )
-        rows_N = pick.rows(self._array(PICK, "token"))
-        return [load for at in range(len(self._groups)) for load in self._loads(at, rows_N)]
-
-    def _loads(self, at: int, rows_N: NDArray[np.void]) -> Sequence[Load]:
-        group = self._groups[at]
-        names = [name for number, name in self._layout.fields if number == at and name != "sample"]
-        loads, first = [], 0
-        for kind, part in group.kinds:
-            num_points, num_rows = len(kind.points), part.stop - part.start
-            end = first + num_points * num_rows
-            arrays = {
-                name.removeprefix("rows."): self._array(at, name)[first:end].reshape(
-                    num_points, num_rows, -1
-                )
-                for name in names
-            }
-            loads.append(Load(kind.encoder, kind.points, kind.to, rows_N[part], arrays))
-            first = end
-        return loads
-
-    def samples(self) -> Sequence[tuple[Encoder, Sample]]:
-        return [self._sample(at, group) for at, group in enumerate(self._groups)]
-
-    def _sample(self, at: int, group: Group) -> tuple[Encoder, Sample]:
-        names = [name for number, name in self._layout.fields if number == at and name != "sample"]
-        encoded = {n.removeprefix("rows."): self._array(at, n)[group.sample_K] for n in names}
-        rows_KD = widened(self._array(at, "sample").copy(), self.dtype)
-        return group.encoder, Sample(rows_KD, encoded)
-
-    def free(self) -> None:
-        self._arena.free(self._region)
-
-
-class Scored:
-    """Scores of the tokens of requests whose rows wait for them."""
-
-    def __init__(self, held: Sequence[Held], scores: Mapping[str, torch.Tensor], wait: Wait):
-        """`scores` of each probe that has any: one for each token of the step."""
-        self._held, self._scores, self._wait = held, scores, wait
-
-    @property
-    def nbytes(self) -> int:
-        return sum(int(scores.nbytes) for scores in self._scores.values())
-
-    def wait(self) -> None:
-        self._wait()
-
-    def counts(self) -> Mapping[Seat, int]:
-        return {}
-
-    def verdicts(self) -> Sequence[Verdict]:
-        return [
-            Verdict(one.seat, one.hold.probe, one.hold.threshold, self._highest(one))
-            for one in self._held
-        ]
-
-    def _highest(self, held: Held) -> float | None:
-        scores_T = self._scores.get(held.hold.probe)
-        if scores_T is None or held.end <= held.first:
-            return None
-        # A score that is no number is below every threshold.
-        return float(np.fmax.reduce(scores_T.numpy()[held.first : held.end]))
-
-    def loads(self) -> Sequence[Load]:
-        return ()
-
-    def samples(self) -> Sequence[tuple[Encoder, Sample]]:
-        return ()
-
-    def free(self) -> None:
-        pass
+        one = self.layout.fields[group, name]
+        return self.landing.tensor(self.start + one.start, one.torch_dtype, one.shape)

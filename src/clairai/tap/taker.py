@@ -7,26 +7,29 @@ encoded at most `PART_VALUES` numbers at a time.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Final, Protocol
 
 import numpy as np
 import torch
 
-from clairai.capture.collector import Collector
-from clairai.capture.consumers import Consumer
+from clairai.capture import tickets
+from clairai.capture.arena import Region
+from clairai.capture.clerks import Clerk
+from clairai.capture.landed import ROWS, SAMPLE, WHOLE
 from clairai.capture.resolve import PART_OF_STAGING
 from clairai.store.codecs.base import Encoder
-from clairai.tap.arena import Arena, Region
 from clairai.tap.encode import encode
-from clairai.tap.lanes import lane_for
+from clairai.tap.landing import Landing
+from clairai.tap.lanes import Wait, lane_for
 from clairai.tap.outlet import Inputs
-from clairai.tap.picks import Pick
-from clairai.tap.staged import PICK, Group, Plan, Scored, Staged, groups_of, layout_of
+from clairai.tap.picks import Cast, Pick
+from clairai.tap.staged import Group, Plan, Staged, groups_of, layout_of
 from clairai.tap.tables import Tables
 
-PART_VALUES: Final = 1 << 23  # 64 tokens at 32 points of a model 4096 wide
+PART_VALUES: Final = 9 << 20  # 64 tokens at 32 points of a model 4096 wide, and their sample
+SPARE_PART: Final = 16  # of the arena, left to scores that rules wait for
 MAX_USES: Final = 64
 # Triton compiles a kernel for each: a single row, a multiple of 16, any other number.
 WARM_ROWS: Final = (1, 16, 17)
@@ -58,22 +61,20 @@ class _Span:
 class Taker:
     """One for each engine worker that captures."""
 
-    def __init__(
-        self,
-        tables: Tables,
-        consumers: Mapping[str, Consumer],
-        collector: Collector,
-        *,
-        staging_nbytes: int,
-    ) -> None:
-        self._tables, self._consumers, self._collector = tables, consumers, collector
-        self.arena = Arena(staging_nbytes)
-        self._lane = lane_for(tables.device)
+    def __init__(self, tables: Tables, clerk: Clerk) -> None:
+        self._tables, self._clerk = tables, clerk
+        self.arena = clerk.arena
+        self._landing = Landing(self.arena, tables.device)
+        mark = self._landing.mark if clerk.is_apart else None
+        self._lane = lane_for(tables.device, self.arena.land, mark)
         num_sites, self._stash_rows, self._width = tables.stash_SRD.shape
         self._stash = tables.stash_SRD.view(num_sites * self._stash_rows, self._width)
         self._dtype = str(tables.stash_SRD.dtype).removeprefix("torch.")
         self._rng = np.random.default_rng(0)
         self._plan: Plan | None = None
+        self._tickets = self._plans = 0  # so far
+        self._cast: Cast | None = None
+        self._most_tokens = 1
 
     @property
     def stash_nbytes(self) -> int:
@@ -94,23 +95,30 @@ class Taker:
     def take(self, pick: Pick, inputs: Inputs, scores: Scores) -> None:
         if pick.held:
             self._take_scores(pick, scores)
-        if not len(pick):
-            return
-        per_token = max(kind.nbytes(self._width) for kind in pick.cast.kinds)
-        for part in pick.cut(max(self.arena.nbytes // PART_OF_STAGING // per_token // 2, 1)):
-            self._take(part, inputs)
+        if len(pick):
+            for part in pick.cut(self._most(pick.cast)):
+                self._take(part, inputs)
+        self._clerk.post()
+
+    def _most(self, cast: Cast) -> int:
+        """Tokens that are taken together, so that several parts have room at once."""
+        if cast is not self._cast:
+            per_token = max(kind.nbytes(self._width) for kind in cast.kinds)
+            self._cast = cast
+            self._most_tokens = max(self.arena.nbytes // PART_OF_STAGING // per_token // 2, 1)
+        return self._most_tokens
 
     def _take(self, pick: Pick, inputs: Inputs) -> None:
         plan = self._planned(pick, inputs)
-        region = self._room(pick, plan.layout.nbytes)
+        region = None if self._clerk.trouble else self._room(pick, plan.layout.nbytes)
         if region is None:
+            reason = self._clerk.trouble or NO_ROOM
             for seat, count in pick.counts().items():
-                self._collector.results.dropped(seat, count, NO_ROOM)
+                self._clerk.results.dropped(seat, count, reason)
             return
-        staged = Staged(pick, plan, self.arena, region)
-        staged.dtype = self._dtype
-        self._fill(staged, plan, inputs)
-        self._collector.put(staged)
+        self._tickets += 1
+        wait = self._fill(Staged(plan.layout, self._landing, region.start), plan, inputs)
+        self._clerk.put(plan.ticket(pick, self._tickets, region), wait)
 
     def _planned(self, pick: Pick, inputs: Inputs) -> Plan:
         """Made anew now and then, so that the sample is not of the same requests for ever."""
@@ -124,31 +132,30 @@ class Taker:
             "token": str(inputs.token_ids_T.dtype).removeprefix("torch."),
             "position": str(inputs.positions_T.dtype).removeprefix("torch."),
         }
-        self._plan = Plan(pick, groups, layout_of(pick, groups, self._width, dtypes))
+        self._plans += 1
+        layout = layout_of(pick, groups, self._width, dtypes)
+        self._plan = Plan(self._plans, pick, groups, layout)
+        self._clerk.plan(self._plan.told(self._dtype))
         return self._plan
 
     def _room(self, pick: Pick, nbytes: int) -> Region | None:
-        if self._may_wait(pick) and nbytes <= self.arena.nbytes:
-            return self.arena.wait(nbytes)
-        return self.arena.take(nbytes)
-
-    def _may_wait(self, pick: Pick) -> bool:
         """Only a consumer that asks for it makes tokens wait."""
-        names = {name for kind in pick.cast.kinds for name in kind.to}
-        return any(self._consumers[name].policy == "block" for name in names)
+        if self._clerk.may_block(pick.cast.to) and nbytes <= self.arena.nbytes:
+            return self.arena.wait(nbytes, lambda: not self._clerk.trouble)
+        return self.arena.take(nbytes, spare=self.arena.nbytes // SPARE_PART if pick.held else 0)
 
-    def _fill(self, staged: Staged, plan: Plan, inputs: Inputs) -> None:
+    def _fill(self, staged: Staged, plan: Plan, inputs: Inputs) -> Wait:
         num_tokens = len(plan.pick)
         with self._lane.side():
             if plan.index is None:
-                pinned = staged.tensor(PICK, "index")
+                pinned = staged.tensor(WHOLE, "index")
                 pinned.numpy()[:] = plan.wanted()
                 plan.index = pinned.to(self._tables.device, non_blocking=True, copy=True)
             row_N = plan.index[:num_tokens]
             for name, given in (("token", inputs.token_ids_T), ("position", inputs.positions_T)):
-                staged.tensor(PICK, name).copy_(given.index_select(0, row_N), non_blocking=True)
+                staged.tensor(WHOLE, name).copy_(given.index_select(0, row_N), non_blocking=True)
             self._gather(staged, [*_spans(plan.groups)], plan.index[num_tokens:])
-            staged.will_be(self._lane.done())
+            return self._lane.done(self._tickets)
 
     def _gather(self, staged: Staged, spans: Sequence[_Span], flat: torch.Tensor) -> None:
         """The forward waits until the last row has been read, and not for what comes of them."""
@@ -167,27 +174,49 @@ class Taker:
     def _put(self, staged: Staged, span: _Span, part: slice, rows_MD: torch.Tensor) -> None:
         if span.encoder is None:
             bits = rows_MD.view(torch.uint16) if self._dtype == "bfloat16" else rows_MD
-            staged.tensor(span.group, "sample")[part].copy_(bits, non_blocking=True)
+            staged.tensor(span.group, SAMPLE)[part].copy_(bits, non_blocking=True)
             return
         for name, encoded in encode(rows_MD, span.encoder).items():
-            staged.tensor(span.group, f"rows.{name}")[part].copy_(encoded, non_blocking=True)
+            staged.tensor(span.group, f"{ROWS}{name}")[part].copy_(encoded, non_blocking=True)
 
     def _take_scores(self, pick: Pick, scores: Scores) -> None:
-        found: dict[str, torch.Tensor] = {}
-        is_pinned = self._tables.device.type == "cuda"
+        """Of probes that have some, if there is room; a rule without a score is not met."""
+        columns = {held.hold.probe: scores.column(held.hold.probe) for held in pick.held}
+        found = {probe: column for probe, column in columns.items() if column is not None}
+        region = self._scores_room(4 * len(found) * pick.num_tokens)
+        self._tickets += 1
         with self._lane.side():
-            scores.follow(self._lane.handle)
-            for probe in {held.hold.probe for held in pick.held}:
-                column = scores.column(probe)
-                if column is None:
-                    continue
-                site, slot = column
-                scores_T = self._tables.scores_STK[site, : pick.num_tokens, slot].contiguous()
-                found[probe] = torch.empty(pick.num_tokens, pin_memory=is_pinned)
-                found[probe].copy_(scores_T, non_blocking=True)
-            self._lane.left()
-            wait = self._lane.done()
-        self._collector.put(Scored(pick.held, found, wait))
+            if region.nbytes:
+                scores.follow(self._lane.handle)
+                shape = (len(found), pick.num_tokens)
+                given_PT = self._landing.tensor(region.start, torch.float32, shape)
+                for at, (site, slot) in enumerate(found.values()):
+                    scores_T = self._tables.scores_STK[site, : pick.num_tokens, slot]
+                    given_PT[at].copy_(scores_T.contiguous(), non_blocking=True)
+                self._lane.left()
+            wait = self._lane.done(self._tickets)
+        told = tickets.Scores(
+            self._tickets,
+            region.start,
+            region.nbytes,
+            region.end,
+            pick.num_tokens,
+            tuple(found) if region.nbytes else (),
+            tuple(
+                tickets.Held(*one.seat, one.hold.probe, one.hold.threshold, one.first, one.end)
+                for one in pick.held
+            ),
+        )
+        self._clerk.put(told, wait)
+
+    def _scores_room(self, nbytes: int) -> Region:
+        """An empty one where there is none."""
+        region = self.arena.take(nbytes) if nbytes and not self._clerk.trouble else None
+        return region or Region(0, 0, self.arena.given)
+
+    def close(self) -> None:
+        """The clerk has closed: all that the device was given has come."""
+        self._landing.close()
 
 
 def _spans(groups: Sequence[Group]) -> Iterator[_Span]:
