@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 import clairai
 from clairai import wire_capture
 from clairai.offline import ask
-from clairai.tap import picks
+from clairai.tap import picks, staged
 from tests.engine.attribution import embeddings
 
 POINT: Final = "pre_attn.0"
@@ -249,15 +249,32 @@ def served_from_the_cache() -> Iterator[None]:
 @contextmanager
 def phase_by_request() -> Iterator[None]:
     """A row is said to be of the prompt whatever its position."""
-    original = picks.Pick.rows
+    original = picks.Picks._read
 
-    def rows(self: picks.Pick, token_ids_N: Any) -> Any:
-        found = original(self, token_ids_N)
-        found["phase"] = 0
-        return found
+    def read(self: picks.Picks, req_ids: Any) -> Any:
+        cast = original(self, req_ids)
+        return replace(cast, prompt_E=np.full_like(cast.prompt_E, 1 << 30))
 
-    with mock.patch.object(picks.Pick, "rows", rows):
+    with mock.patch.object(picks.Picks, "_read", read):
         yield
 
 
-MUTANTS: Final = (neighbours_rows, rows_off_by_one, served_from_the_cache, phase_by_request)
+def wrong_plan() -> Any:
+    """A step is told as rows of the requests of the last."""
+    original = staged.Plan.is_for
+
+    def is_for(self: staged.Plan, pick: Any) -> bool:
+        mine = self.pick
+        is_alike = (len(mine), len(mine.seen_E)) == (len(pick), len(pick.seen_E))
+        return original(self, pick) or is_alike
+
+    return mock.patch.object(staged.Plan, "is_for", is_for)
+
+
+MUTANTS: Final = (
+    neighbours_rows,
+    rows_off_by_one,
+    served_from_the_cache,
+    phase_by_request,
+    wrong_plan,
+)

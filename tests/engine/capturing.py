@@ -127,16 +127,6 @@ def state(llm: Any) -> wire_capture.CaptureState:
     return ask_engine(llm, wire_capture.DescribeCapture(), wire_capture.CaptureState)
 
 
-def make_room(llm: Any) -> None:
-    """From now on the engine's full disk is full no more."""
-    llm.collective_rpc(_reserve_nothing)
-
-
-def _reserve_nothing(worker: Any) -> None:
-    full = worker.clairai_capture._collector._consumers["full"]
-    full._inner._writer._sealer._reserve_nbytes = 0
-
-
 def states(llm: Any, stream: int) -> list[str]:
     """What has become of a stream's answers, when that is known."""
     asked = wire_capture.FindCaptures(streams=(stream,), is_ended=True)

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 import clairai
-from tests.engine import hooked, models, steering
+from tests.engine import full_disk, hooked, models, steering
 from tests.engine.process import EngineProcess
 
 
@@ -25,10 +25,15 @@ def capture_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def engine(cut_model: Path, runtime: Path, capture_folder: Path) -> Iterator[EngineProcess]:
+def engine(
+    cut_model: Path, runtime: Path, capture_folder: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[EngineProcess]:
     """Small on purpose: 64 tokens a step cut prompts up, 26 blocks of 32 tokens run out."""
+    packages = tmp_path_factory.mktemp("packages")
+    full_disk.install(packages)
     with EngineProcess(
         runtime=runtime,
+        plant=full_disk.Found(packages),
         model=str(cut_model),
         dtype="float32",
         enforce_eager=True,
@@ -47,11 +52,9 @@ def engine(cut_model: Path, runtime: Path, capture_folder: Path) -> Iterator[Eng
                 "consumers": {
                     "fs": {"folder": str(capture_folder)},
                     "npz": {"folder": str(capture_folder.with_name("npz"))},
-                    # A disk that has less free than is to be left to others is full.
                     "full": {
-                        "kind": "fs",
+                        "kind": full_disk.KIND,
                         "folder": str(capture_folder.with_name("full")),
-                        "reserve_mib": 1 << 20,
                     },
                 },
                 "to": ["fs"],

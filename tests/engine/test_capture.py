@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Final
@@ -11,7 +10,7 @@ import numpy as np
 import pytest
 
 from clairai.store.codecs.registry import named
-from tests.engine import asks, capturing, steering
+from tests.engine import asks, capturing, full_disk, steering
 from tests.engine.capturing import Ask, Found
 from tests.engine.hooked import ALWAYS, POINTS, ROWS
 from tests.engine.process import EngineProcess
@@ -174,8 +173,8 @@ def test_what_cannot_be_captured_is_refused(engine: EngineProcess) -> None:
 def test_rows_go_where_they_are_sent_and_a_full_disk_says_so_while_tokens_go_on(
     engine: EngineProcess, capture_folder: Path
 ) -> None:
-    if shutil.disk_usage(capture_folder).free >= 1 << 40:
-        pytest.skip("a disk with more than a TiB free is not full for this engine")
+    is_full = full_disk.no_room(capture_folder.with_name("full"))
+    is_full.touch()
     asked = [
         Ask(prompt(95, 20), {"to": ["npz"]}),
         Ask(prompt(96, 20), {"to": ["full"]}, fields={"stream": 96}),
@@ -189,5 +188,5 @@ def test_rows_go_where_they_are_sent_and_a_full_disk_says_so_while_tokens_go_on(
     assert len(files) == len(POINTS)  # one for each request and point
     ((again,),) = engine.call(capturing.capture, [Ask(prompt(97, 20))])
     assert again.state == "kept"  # nobody waits for the full one
-    engine.call(capturing.make_room)
+    is_full.unlink()
     assert engine.call(capturing.states, 96) == ["kept"]

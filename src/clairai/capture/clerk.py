@@ -36,6 +36,10 @@ from clairai.errors import ClairaiError
 NICENESS: Final = 5
 LINGER_S: Final = 0.25
 PART_IN_BATCH: Final = 8  # of the arena, that goes on at once
+# To wake a process costs whoever does it, here the engine in each step, more than to leave it
+# something to find: while steps come this one looks for them by itself.
+LISTEN_S: Final = 0.004
+AWAKE: Final = 100  # looks in vain
 LOOK_S: Final = 0.0005  # between two looks at what the device has written
 LAST_S: Final = 2.0  # for which rows of an engine that is gone are waited for
 # Whoever ends a group of processes ends the engine first: its end is the clerk's.
@@ -124,14 +128,21 @@ class Clerk:
 
     def _messages(self) -> Iterator[tickets.Asked]:
         """Until the engine's end of the line is closed, or the engine is gone."""
+        rounds = 0
         while (heard := self._line.listen()) is not None:
-            for one in heard:
-                yield tickets.ASKED.decode(one)
-            if not heard and self._engine in {fd for fd, _ in self._poll.poll()}:
-                # A process that it forked may hold the line open; what was said comes first.
-                while heard := self._line.listen():
-                    yield from map(tickets.ASKED.decode, heard)
-                return
+            yield from map(tickets.ASKED.decode, heard)
+            rounds = 0 if heard else rounds + 1
+            if rounds > AWAKE:
+                if self._is_engine_gone():
+                    return
+            elif not heard:
+                time.sleep(LISTEN_S)
+
+    def _is_engine_gone(self) -> bool:
+        """Waits until there is something to read, or nobody who would say anything."""
+        readable = {fd for fd, _ in self._poll.poll()}
+        # A process that the engine forked may hold the line open; what was said comes first.
+        return readable == {self._engine}
 
     def _wait(self, number: int) -> None:
         """On the collector's thread: until the device says that these rows have come."""
@@ -160,6 +171,8 @@ def main(arguments: Sequence[str]) -> int:
         signal.signal(number, signal.SIG_IGN)
     with contextlib.suppress(OSError):
         os.nice(NICENESS)
+        # An engine may have bound the thread that started this to one processor.
+        os.sched_setaffinity(0, range(os.cpu_count() or 1))
     threading.main_thread().name = "clairai-clerk"
     line = Line(socket.socket(fileno=end))
     try:

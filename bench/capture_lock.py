@@ -1,0 +1,193 @@
+"""Takes nothing; gives how late a thread gets that needs Python's lock, beside captures.
+
+A thread stands for the engine's: every 5.7 ms it needs the lock for 2 ms, then a step of 64
+requests is captured. With nothing captured, with the rows taken to a folder by threads of this
+process, and by a process of their own. A copy into the arena stands for the GPU's, and is not in
+the time. Counted is the time in which the thread could not go on though a processor was free for
+it: not what it worked, and not what it waited for a processor on a busy machine (which Linux tells
+in /proc/thread-self/schedstat). Needs no GPU and no engine.
+Run: python -m bench.capture_lock [--steps 600]
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from clairai.capture.clerks import Clerk
+from clairai.capture.consumers import About
+from clairai.capture.hiring import open_clerk
+from clairai.capture.landed import ROWS, SAMPLE, WHOLE
+from clairai.capture.order import Order
+from clairai.capture.setting import PROCESSES, Setting
+from clairai.store.codecs.base import Encoder
+from clairai.store.codecs.registry import named
+from clairai.tap.picks import Picks
+from clairai.tap.rows import Batch, Mark
+from clairai.tap.staged import Plan, groups_of, layout_of
+
+WIDTH, NUM_REQUESTS, STASH_ROWS = 4096, 64, 64
+STEP_S: Final = 0.0057
+NEEDED_S: Final = 0.002
+DTYPES: Final = {"row": "bfloat16", "token": "int32", "position": "int64"}
+LOADS: Final = (
+    ("raw", 1, {"dtype": "bfloat16"}),
+    ("rp8", 1, {"k": 512, "seed": 0}),
+    ("rp8", 32, {"k": 512, "seed": 0}),
+)
+
+
+@dataclass(frozen=True)
+class Load:
+    """All requests want this."""
+
+    encoder: Encoder
+    points: tuple[str, ...]
+
+    @property
+    def order(self) -> Order:
+        parameters = tuple(self.encoder.parameters.items())
+        return Order(self.points, ((0, 1 << 30),), self.encoder.name, parameters, ("fs",))
+
+
+class Steps:
+    """Steps of an engine, as its clerk is told of them."""
+
+    def __init__(self, clerk: Clerk, load: Load) -> None:
+        self._clerk, self._number = clerk, 0
+        self._picks = Picks({point: site for site, point in enumerate(load.points)})
+        self._ids = [f"r{index}" for index in range(NUM_REQUESTS)]
+        for index, req_id in enumerate(self._ids):
+            self._picks.open(req_id, Mark(index + 1), 0, load.order)
+            clerk.begin((index + 1, 0), load.order)
+        pick = self._picks.step(self._batch())
+        assert pick is not None
+        groups = groups_of(pick, STASH_ROWS, np.random.default_rng(0))
+        self._plan = Plan(1, pick, groups, layout_of(pick, groups, WIDTH, DTYPES))
+        self._arrays = _arrays(load.encoder, self._plan)
+        clerk.plan(self._plan.told(DTYPES["row"]))
+        clerk.post()
+
+    def _batch(self) -> Batch:
+        ones_R = np.ones(NUM_REQUESTS, np.int32)
+        return Batch(self._ids, ones_R, np.full(NUM_REQUESTS, self._number, np.int32))
+
+    def copy(self) -> Callable[[], None]:
+        """What the GPU does; gives what the engine does."""
+        self._number += 1
+        pick = self._picks.step(self._batch())
+        region = self._clerk.arena.take(self._plan.layout.nbytes)
+        assert pick is not None
+        assert region is not None, "the arena is full: this machine is too slow for the load"
+        self._arrays[WHOLE, "position"] = pick.position_N
+        for key, array in self._arrays.items():
+            start = region.start + self._plan.layout.fields[key].start
+            self._clerk.arena.memory[start : start + array.nbytes] = array.view(np.uint8).ravel()
+        self._clerk.arena.land(self._number)
+        ticket = self._plan.ticket(pick, self._number, region)
+
+        def tell() -> None:
+            self._clerk.put(ticket, lambda: None)
+            self._clerk.post()
+
+        return tell
+
+
+def _arrays(encoder: Encoder, plan: Plan) -> dict[tuple[int, str], NDArray[Any]]:
+    (group,) = plan.groups
+    rows_ND = np.random.default_rng(0).standard_normal((NUM_REQUESTS, WIDTH)).astype(np.float32)
+    rows_ND = (rows_ND.view(np.uint32) & 0xFFFF0000).view(np.float32)  # bfloat16 has no more
+    times = len(group.flat_M) // NUM_REQUESTS
+    bits_ND = (rows_ND.view(np.uint32) >> 16).astype(np.uint16)
+    found = {
+        (0, f"{ROWS}{name}"): np.tile(array, (times, 1))
+        for name, array in encoder.encode(rows_ND).items()
+    }
+    found[0, SAMPLE] = bits_ND[group.sample_K % NUM_REQUESTS]
+    found[WHOLE, "token"] = np.zeros(NUM_REQUESTS, np.int32)
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--steps", type=int, default=600)
+    options = parser.parse_args()
+    sys.stdout.write("| captured | by | late p50 ms | mean | p99 | max | other threads here |\n")
+    sys.stdout.write("|---|---|---|---|---|---|---|\n")
+    found = [_line("nothing", "nobody", *_measured(options.steps, lambda: _nothing))]
+    for name, num_points, parameters in LOADS:
+        points = tuple(f"post_block.{layer}" for layer in range(num_points))
+        load = Load(named(name, parameters), points)
+        for process in PROCESSES:
+            said = f"{num_points} layers {name}"
+            found.append(_line(said, process, *_captured(load, process, options.steps)))
+    sys.stdout.write(json.dumps({"bench": "capture_lock", "cases": found}) + "\n")
+
+
+def _captured(load: Load, process: str, steps: int) -> tuple[NDArray[np.float64], float]:
+    about = About("m", "w", DTYPES["row"], WIDTH, load.points)
+    with tempfile.TemporaryDirectory() as folder:
+        setting = {"folder": str(Path(folder) / "store"), "staging_mib": 512, "process": process}
+        clerk = open_clerk(Setting.parse(setting), about)
+        try:
+            return _measured(steps, Steps(clerk, load).copy)
+        finally:
+            clerk.close()
+
+
+def _measured(
+    steps: int, copy: Callable[[], Callable[[], None]]
+) -> tuple[NDArray[np.float64], float]:
+    """How late 2 ms of work were done in each step, in ms, and what other threads here used."""
+    late = []
+    begin_s, own_s, alone_s = time.perf_counter(), time.process_time(), time.thread_time()
+    for step in range(steps):
+        tell = copy()
+        began_s, ran_s = time.perf_counter(), _scheduled_s()
+        _work()
+        tell()
+        ran_s = _scheduled_s() - ran_s  # asking is counted too, and lets go of the lock twice
+        late.append(time.perf_counter() - began_s - ran_s)
+        time.sleep(max(0.0, begin_s + (step + 1) * STEP_S - time.perf_counter()))
+    others_s = time.process_time() - own_s - (time.thread_time() - alone_s)
+    return 1e3 * np.array(late[steps // 10 :]), others_s / (time.perf_counter() - begin_s)
+
+
+def _work() -> None:
+    """Holds the lock for as long as it needs the processor."""
+    end_s = time.thread_time() + NEEDED_S
+    while time.thread_time() < end_s:
+        sum(range(50))
+
+
+def _scheduled_s() -> float:
+    """In which this thread ran, or waited for a processor."""
+    _, waited, _ = Path("/proc/thread-self/schedstat").read_text().split()
+    return time.thread_time() + int(waited) / 1e9
+
+
+def _nothing() -> None:
+    pass
+
+
+def _line(captured: str, by: str, late: NDArray[np.float64], share: float) -> dict[str, Any]:
+    p50, p99 = np.percentile(late, (50, 99))
+    numbers = {"p50": p50, "mean": late.mean(), "p99": p99, "max": late.max()}
+    said = " | ".join(f"{value:.2f}" for value in numbers.values())
+    sys.stdout.write(f"| {captured} | {by} | {said} | {100 * share:.0f} % |\n")
+    sys.stdout.flush()
+    return {"captured": captured, "by": by, "cpu": share, **numbers}
+
+
+if __name__ == "__main__":
+    main()
