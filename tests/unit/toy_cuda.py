@@ -142,6 +142,12 @@ class ToyDriver(ModuleType):
         self.ordered.append(f"{stream} waits for {event}")
         return (OK,)
 
+    def cuStreamWriteValue64(self, stream: str, address: int, value: int, flags: int) -> Answer:
+        assert flags == 0  # with a barrier before the write
+        self.ordered.append(f"{stream} writes {value}")
+        ctypes.memmove(address, value.to_bytes(8, "little"), 8)
+        return (OK,)
+
     def cuIpcGetMemHandle(self, address: int) -> Answer:
         return OK, Handle(address.to_bytes(8, "little"))
 

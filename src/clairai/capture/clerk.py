@@ -21,6 +21,8 @@ from dataclasses import replace
 from functools import partial
 from typing import Final
 
+import msgspec
+
 from clairai.capture import tickets
 from clairai.capture.arena import Arena
 from clairai.capture.collector import Collector, Pace
@@ -31,7 +33,7 @@ from clairai.capture.line import Line
 from clairai.capture.near import origins
 from clairai.capture.setting import ConsumerSpec
 from clairai.capture.teller import Teller
-from clairai.errors import ClairaiError
+from clairai.errors import ClairaiError, ConfigError
 
 NICENESS: Final = 5
 LINGER_S: Final = 0.25
@@ -68,17 +70,23 @@ class Clerk:
         try:
             consumers = self._open(hello)
         except ClairaiError as error:
-            self._line.say(tickets.Refused(error.code, error.reason))
-            self._line.post_all()
-            return 1
+            return self._refuse(error.code, error.reason)
+        except Exception as error:  # of somebody's plugin
+            said = f"a capture consumer cannot be opened, {type(error).__name__}: {error}"
+            return self._refuse(ConfigError.code, said)
         self._serve(hello, consumers, messages)
         return 0
+
+    def _refuse(self, code: str, reason: str) -> int:
+        self._line.say(tickets.Refused(code, reason))
+        self._line.post_all()
+        return 1
 
     def _open(self, hello: tickets.Hello) -> dict[str, Consumer]:
         specs = [ConsumerSpec(one.name, one.kind, one.options) for one in hello.consumers]
         opened = open_consumers(specs, hello.about)
         said = (tickets.Opened(name, one.where, one.policy) for name, one in opened.items())
-        self._line.say(tickets.Ready(tuple(said)))
+        self._line.say(tickets.Ready(os.getpid(), tuple(said)))
         self._line.post_all()
         return {name: Guarded(one) for name, one in opened.items()}
 
@@ -177,7 +185,7 @@ def main(arguments: Sequence[str]) -> int:
     line = Line(socket.socket(fileno=end))
     try:
         return Clerk(line, Arena.attach(arena), engine).run()
-    except (OSError, ValueError):
+    except (OSError, ValueError, msgspec.MsgspecError):
         _log.exception("the process that takes captures ends")
         return 1
 

@@ -111,6 +111,8 @@ class Collector:
                 consumer.close()
             except StoreError as error:
                 _log.error("consumer %s: %s", name, error.reason)
+            except Exception:  # of somebody's plugin: the others are closed too
+                _log.exception("consumer %s could not be closed", name)
 
     def _commit(self) -> None:
         self._gauge.turn()

@@ -79,12 +79,13 @@ class FarClerk:
         self,
         line: Line,
         arena: Arena,
-        consumers: dict[str, FarConsumer],
+        ready: tickets.Ready,
         early: Iterable[bytes] = (),
     ) -> None:
         """`early` is what was heard of it behind its greeting."""
-        self._line, self.arena, self._consumers = line, arena, consumers
-        self.results = Results(consumers)  # type: ignore[arg-type]  # all that is asked of them
+        self._line, self.arena, self.process = line, arena, ready.process
+        self._consumers = {one.name: FarConsumer(one.where, one.policy) for one in ready.consumers}
+        self.results = Results(self._consumers)  # type: ignore[arg-type]  # all that is asked of them
         self.pending_nbytes = 0
         self.trouble = ""
         self._is_closing = False
@@ -102,16 +103,14 @@ class FarClerk:
     def start(cls, hello: tickets.Hello, arena: Arena) -> FarClerk:
         """When all consumers are open; ConfigError if one cannot be."""
         ours, theirs = socket.socketpair()
-        with theirs:
-            _spawn(theirs.fileno(), arena)
-        line = Line(ours)
-        try:
+        with contextlib.ExitStack() as undo:
+            undo.callback(ours.close)
+            with theirs:
+                _spawn(theirs.fileno(), arena)
+            line = Line(ours)
             ready, early = _greeted(line, hello)
-        except BaseException:
-            line.close()
-            raise
-        opened = {one.name: FarConsumer(one.where, one.policy) for one in ready.consumers}
-        return cls(line, arena, opened, early)
+            undo.pop_all()
+        return cls(line, arena, ready, early)
 
     def may_block(self, names: Iterable[str]) -> bool:
         return any(self._consumers[name].policy == "block" for name in names)
@@ -181,8 +180,9 @@ class FarClerk:
                     break
                 for one in heard:
                     self._hear(one)
-        finally:
-            self._ended()
+        except Exception:  # as good as dead: nobody knows what becomes of rows
+            _log.exception("what the process that takes captures says is not understood")
+        self._ended()
 
     def _hear(self, message: bytes) -> None:
         report = tickets.ANSWERED.decode(message)

@@ -45,7 +45,13 @@ class Guarded:
 
     @property
     def state(self) -> Standing:
-        return self._failed or self._inner.state
+        if self._failed is None:
+            try:
+                return self._inner.state
+            except Exception as error:
+                self._fail(error)
+        assert self._failed is not None
+        return self._failed
 
     def begin(
         self, stream: int, *, tags: Mapping[str, Any] | None, steering: Mapping[str, Any] | None
@@ -80,7 +86,11 @@ class Guarded:
     def losses(self, stream: int) -> int:
         with self._lock:
             own = self._losses.pop(stream, 0)
-        return own + self._inner.losses(stream)
+        try:
+            return own + self._inner.losses(stream)
+        except Exception as error:
+            self._fail(error)
+            return own
 
     def flush(self, timeout_s: float) -> None:
         if self._failed is not None:

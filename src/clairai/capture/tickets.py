@@ -156,6 +156,7 @@ class Opened(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields
 class Ready(msgspec.Struct, frozen=True, tag="ready", forbid_unknown_fields=True):
     """The first that the clerk says."""
 
+    process: int
     consumers: tuple[Opened, ...]
 
 

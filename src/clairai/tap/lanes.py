@@ -33,6 +33,9 @@ class Lane(Protocol):
     def done(self, number: int) -> Wait:
         """Within: all so far is the ticket of this number. A call that returns when it is done."""
 
+    def drain(self) -> None:
+        """Return when nothing is on its way any more."""
+
 
 class HostLane:
     """Everything happens where it is called."""
@@ -55,6 +58,9 @@ class HostLane:
     def done(self, number: int) -> Wait:
         self._land(number)
         return _nothing
+
+    def drain(self) -> None:
+        pass
 
 
 class CudaLane:
@@ -92,6 +98,9 @@ class CudaLane:
         event.record(self._stream)
         wait: Wait = event.synchronize
         return wait
+
+    def drain(self) -> None:
+        self._stream.synchronize()
 
 
 def lane_for(device: torch.device, land: Callable[[int], None], mark: Mark | None) -> Lane:

@@ -87,6 +87,7 @@ class Taker:
             for num_rows in WARM_ROWS:
                 encode(self._stash[:num_rows], encoder)
             self._lane.left()
+            self._lane.done(0)  # a device that cannot say so refuses here
 
     def begin(self) -> None:
         """A step begins: from here on its forward may write over the last one's rows."""
@@ -215,7 +216,7 @@ class Taker:
         return region or Region(0, 0, self.arena.given)
 
     def close(self) -> None:
-        """The clerk has closed: all that the device was given has come."""
+        self._lane.drain()
         self._landing.close()
 
 

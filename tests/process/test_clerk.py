@@ -1,0 +1,303 @@
+"""A clerk in a process of its own: what it stores, and what is left when either of both dies."""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import clairai
+from clairai import wire_capture
+from clairai.capture.arena import Arena, Region
+from clairai.capture.far import FarClerk
+from clairai.capture.hiring import open_clerk
+from clairai.capture.near import NearClerk
+from clairai.capture.order import Hold
+from clairai.capture.setting import Setting
+from clairai.errors import ConfigError, StoreBusyError
+from clairai.store.codecs.registry import named
+from clairai.tap.encode_twin import encode_twin
+from tests.unit.toy_capture_rig import ABOUT, Rig, far_rig
+from tests.unit.toy_captures_engine import order
+
+DEADLINE_S = 20.0
+FS = ("fs",)
+POINTS = ("pre_attn.0", "post_block.0", "post_block.1")
+
+
+def clerk_of(made: Rig) -> FarClerk:
+    assert isinstance(made.clerk, FarClerk)
+    return made.clerk
+
+
+def gone(process: int) -> int:
+    """A descriptor that can be read when this process, of anybody, has ended."""
+    return os.pidfd_open(process)
+
+
+def wait_for_end(watched: int) -> None:
+    poll = select.poll()
+    poll.register(watched, select.POLLIN)
+    assert poll.poll(1e3 * DEADLINE_S)
+    os.close(watched)
+
+
+def until(is_so: Callable[[], bool]) -> None:
+    deadline_s = time.monotonic() + DEADLINE_S
+    while not is_so():
+        assert time.monotonic() < deadline_s
+        time.sleep(0.002)
+
+
+def state_of(made: Rig) -> wire_capture.CaptureState:
+    found = made.capture.answer(wire_capture.DescribeCapture())
+    assert isinstance(found, wire_capture.CaptureState)
+    return found
+
+
+@pytest.mark.parametrize("name", ["raw", "rp8"])
+def test_rows_reach_a_folder_through_another_process_to_the_bit(tmp_path: Path, name: str) -> None:
+    encoder = named(name, {"dtype": "bfloat16"} if name == "raw" else {"k": 16})
+    wanted = order(points=POINTS[1:], encoder=name, parameters=encoder.parameters, to=FS)
+    with far_rig({"folder": str(tmp_path / "s")}, dtype=torch.bfloat16) as made:
+        made.enter("a", 7, replace_tags(wanted, '{"label":1}'))
+        kept = [made.step(("x", 0, 2), ("a", 0, 5))]
+        kept += [made.step(("x", at, 1), ("a", at, 1)) for at in range(5, 90)]
+        told = made.ended("api-a", "kept")
+        assert (told.rows, told.lost) == (2 * 90, 0)
+        assert state_of(made).rows == 2 * 90
+        assert made.taker.arena.used_nbytes == 0
+    store = clairai.open(tmp_path / "s")
+    assert store.request(7).tags == {"label": 1}
+    for site, point in enumerate(POINTS[1:], 1):
+        rows = store.rows(7, point=point)
+        assert rows.position.tolist() == [*range(90)]
+        assert rows.token_id.tolist() == [*range(1000, 1090)]
+        bits = torch.cat([kept[0][site, 2:], *(step[site, 1:] for step in kept[1:])])
+        arrays = {key: array.numpy() for key, array in encode_twin(bits, encoder).items()}
+        assert np.array_equal(np.asarray(rows), encoder.decode(arrays, width=64))
+    assert all(store.shard(entry).head.fidelity for entry in store.shards)
+
+
+def replace_tags(given: Any, tags: str) -> Any:
+    import msgspec
+
+    return msgspec.structs.replace(given, tags=tags)
+
+
+def test_rules_amendments_and_new_weights_are_heard_in_their_order(tmp_path: Path) -> None:
+    held = order(hold=Hold("anger", 2.0), to=FS)
+    with far_rig({"folder": str(tmp_path / "s")}) as made:
+        for name, stream in (("a", 1), ("b", 2)):
+            made.enter(name, stream, held)
+        made.step(("a", 0, 2), ("b", 0, 2))
+        made.tables.bias_SK[1, 1] = 2.0
+        made.clerk.amend((1, 0), '{"applied":[]}')
+        made.clerk.relabel("second")
+        made.step(("a", 2, 1))
+        assert made.ended("api-a", "kept").rows == 3
+        told = made.ended("api-b", "discarded")
+        assert (told.rows, told.discarded) == (0, 2)
+        assert told.reason == "probe anger stayed below 2"
+        assert made.scores.followed
+    store = clairai.open(tmp_path / "s")
+    assert [request.stream for request in store.requests()] == [1]
+    assert store.request(1).steering == {"applied": []}
+    assert {store.shard(entry).head.origin.weights for entry in store.shards} == {"w", "second"}
+
+
+def capture_until_killed(folder: str) -> None:
+    """In a process of its own: a hundred steps, then one whose rows never come, then the end."""
+    with far_rig({"folder": folder}) as made:
+        made.enter("a", 7, order(to=FS))
+        for step in range(100):
+            made.step(("a", 8 * step, 8))
+        made.taker._lane._land = lambda _: None  # type: ignore[attr-defined]
+        made.step(("a", 800, 8))
+        sys.stdout.write(f"{clerk_of(made).process}\n")
+        sys.stdout.flush()
+        sys.stdin.readline()
+
+
+def test_an_engine_that_is_killed_loses_nothing_that_had_come(tmp_path: Path) -> None:
+    call = f"from tests.process.test_clerk import *; capture_until_killed({str(tmp_path / 's')!r})"
+    engine = subprocess.Popen(
+        [sys.executable, "-c", call], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    with engine:
+        assert engine.stdout is not None
+        watched = gone(int(engine.stdout.readline()))
+        engine.send_signal(signal.SIGKILL)
+    assert engine.returncode == -signal.SIGKILL
+    wait_for_end(watched)
+    found = clairai.open(tmp_path / "s").rows(7, point="post_block.0")
+    assert found.position.tolist() == [*range(800)]
+
+
+def test_a_clerk_that_is_killed_is_seen_and_tokens_go_on(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with far_rig({"folder": str(tmp_path / "s")}) as made:
+        made.enter("a", 1, order(to=FS))
+        made.step(("a", 0, 8))
+        assert made.ended("api-a", "kept").rows == 8
+        made.enter("b", 2, order(points=POINTS, to=FS))
+        made.enter("c", 3, order(to=FS))
+        made.step(("b", 0, 8), ("c", 0, 3))
+        until(lambda: made.told(2).rows == 24)
+        clerk = clerk_of(made)
+        os.kill(clerk.process, signal.SIGSTOP)
+        made.step(("b", 8, 4))  # it is told of these, and never takes them
+        os.kill(clerk.process, signal.SIGKILL)
+        until(lambda: bool(clerk.trouble) and made.told(2).state == "failed")
+        made.step(("b", 12, 1), ("c", 3, 1))
+        made.enter("d", 4, order(to=FS))
+        made.step(("d", 0, 2))
+        assert made.told(1).state == "kept"  # it was safe
+        second, third, late = (made.told(stream) for stream in (2, 3, 4))
+        assert (second.rows, second.dropped) == (24, 3 * 5)
+        assert second.lost == 24 + 3 * 5  # nobody can say what of it is on the disk
+        assert (third.state, third.rows, third.dropped) == ("failed", 3, 1)
+        assert (late.state, late.rows, late.dropped) == ("failed", 0, 2)
+        assert "the process that takes captures has ended" in late.reason
+        state = state_of(made)
+        assert [(place.state, place.reason) for place in state.places] == [("failed", late.reason)]
+        assert (state.rows, state.dropped) == (8 + 24 + 3, 15 + 1 + 2)
+    assert "has ended" in caplog.text
+
+
+def test_a_clerk_that_stands_still_makes_nobody_wait_and_what_has_no_room_is_counted(
+    tmp_path: Path,
+) -> None:
+    setting = {"folder": str(tmp_path / "s"), "staging_mib": 1}
+    with far_rig(setting) as made:
+        made.enter("a", 1, order(points=POINTS, to=FS))
+        os.kill(clerk_of(made).process, signal.SIGSTOP)
+        for step in range(200):
+            made.step(("a", 32 * step, 32))
+        dropped = made.told(1).dropped
+        assert 0 < dropped < 200 * 32 * 3
+        assert "raise staging_mib" in made.told(1).reason
+        os.kill(clerk_of(made).process, signal.SIGCONT)
+        told = made.ended("api-a", "kept")
+        assert (told.rows + told.dropped, told.dropped) == (200 * 32 * 3, dropped)
+
+
+def test_a_consumer_that_blocks_loses_nothing_there_either(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    blocking = {"kind": "fs", "folder": str(tmp_path / "s"), "policy": "block"}
+    with far_rig({"consumers": {"fs": blocking}, "staging_mib": 1}) as made:
+        made.enter("a", 1, order(points=POINTS, to=FS))
+        os.kill(clerk_of(made).process, signal.SIGSTOP)
+        arena, waited = made.taker.arena, list[int]()
+
+        def wait(nbytes: int, is_served: Callable[[], bool]) -> Region | None:
+            region = arena.take(nbytes)
+            if region is None:
+                waited.append(nbytes)
+                os.kill(clerk_of(made).process, signal.SIGCONT)
+            return region or Arena.wait(arena, nbytes, is_served)
+
+        monkeypatch.setattr(arena, "wait", wait)
+        for step in range(200):
+            made.step(("a", 32 * step, 32))
+        assert waited
+        told = made.ended("api-a", "kept")
+        assert (told.rows, told.lost) == (200 * 32 * 3, 0)
+
+
+def test_tokens_that_wait_for_a_clerk_go_on_when_it_is_dead(tmp_path: Path) -> None:
+    blocking = {"kind": "fs", "folder": str(tmp_path / "s"), "policy": "block"}
+    with far_rig({"consumers": {"fs": blocking}, "staging_mib": 1}) as made:
+        made.enter("a", 1, order(points=POINTS, to=FS))
+        os.kill(clerk_of(made).process, signal.SIGSTOP)
+        killer = subprocess.Popen(["sh", "-c", f"sleep 0.2; kill -9 {clerk_of(made).process}"])
+        for step in range(200):
+            made.step(("a", 32 * step, 32))
+        killer.wait()
+        until(lambda: made.told(1).state == "failed")
+        assert made.told(1).dropped == 200 * 32 * 3
+
+
+def test_what_ends_a_group_of_processes_is_left_to_the_engine(tmp_path: Path) -> None:
+    with far_rig({"folder": str(tmp_path / "s")}) as made:
+        clerk = clerk_of(made).process
+        assert os.getsid(clerk) != os.getsid(0)
+        assert os.getpriority(os.PRIO_PROCESS, clerk) > os.getpriority(os.PRIO_PROCESS, 0)
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            os.kill(clerk, number)
+        made.enter("a", 1, order(to=FS))
+        made.step(("a", 0, 3))
+        assert made.ended("api-a", "kept").rows == 3
+        watched = gone(clerk)
+    wait_for_end(watched)
+
+
+def test_rows_of_requests_that_run_at_the_end_are_in_the_folder(tmp_path: Path) -> None:
+    with far_rig({"folder": str(tmp_path / "s")}) as made:
+        made.enter("a", 1, order(to=FS))
+        made.step(("a", 0, 3))
+    assert len(clairai.open(tmp_path / "s").rows(1, point="post_block.0")) == 3
+
+
+def test_what_is_wrong_with_a_consumer_is_said_where_the_engine_starts(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"unknown option .shards"):
+        open_clerk(Setting.parse({"consumers": {"fs": {"folder": "x", "shards": 1}}}), ABOUT)
+    with pytest.raises(ConfigError, match="must be what JSON has"):
+        open_clerk(Setting.parse({"consumers": {"fs": {"folder": tmp_path}}}), ABOUT)
+    setting = {"folder": str(tmp_path / "s")}
+    with far_rig(setting), pytest.raises(StoreBusyError), far_rig(setting):
+        pass
+
+
+def test_a_clerk_that_cannot_be_started_is_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "no-python"))
+    with pytest.raises(ConfigError, match='"process": "engine"'):
+        open_clerk(Setting.parse({"folder": str(tmp_path / "s")}), ABOUT)
+
+
+HEARD: list[Any] = []
+
+
+def test_a_function_of_the_users_is_called_in_the_engines_own_process(tmp_path: Path) -> None:
+    consumers = {
+        "fs": {"folder": str(tmp_path / "s")},
+        "mine": {"kind": "callback", "call": f"{__name__}:hear"},
+    }
+    with pytest.raises(ConfigError, match="consumer callback is in the engine's own process"):
+        open_clerk(Setting.parse({"consumers": consumers, "process": "own"}), ABOUT)
+    with far_rig({"consumers": consumers}) as made:
+        assert isinstance(made.clerk, NearClerk)
+        made.enter("a", 1, order(to=("fs", "mine")))
+        made.step(("a", 0, 3))
+        assert made.ended("api-a", "kept").rows == 3
+    assert [one.rows["position"].tolist() for one in HEARD] == [[0, 1, 2]]
+
+
+def hear(delivery: Any) -> None:
+    HEARD.append(replace(delivery))
+
+
+def test_on_a_machine_whose_stores_have_no_order_rows_stay_in_the_engines_process(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("platform.machine", lambda: "aarch64")
+    made = open_clerk(Setting.parse({"folder": str(tmp_path / "s")}), ABOUT)
+    assert not made.is_apart
+    made.close()
+    with pytest.raises(ConfigError, match="on aarch64"):
+        open_clerk(Setting.parse({"folder": str(tmp_path / "s"), "process": "own"}), ABOUT)

@@ -1,0 +1,109 @@
+"""What the clerk knows of captured answers, and the engine after it."""
+
+from __future__ import annotations
+
+import socket
+import time
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from clairai.capture import tickets
+from clairai.capture.arena import Arena
+from clairai.capture.far import ENDED, FarClerk
+from clairai.capture.line import Line
+from clairai.capture.results import Results, Totals
+from tests.unit.toy_captures_engine import ToyConsumer, order
+
+SEAT = (5, 0)
+
+
+def told(there: Results, here: Results) -> None:
+    here.hear(there.changes(is_thorough=True), there.totals())
+
+
+def test_what_changes_there_is_known_here() -> None:
+    consumers = {"toy": ToyConsumer(), "other": ToyConsumer()}
+    there, here = Results(consumers), Results({"toy": ToyConsumer(), "other": ToyConsumer()})
+    wanted = order(to=("toy", "other"))
+    there.open(SEAT, wanted, here.open(SEAT, wanted))
+    there.gave({SEAT: 8})
+    there.dropped(SEAT, 2, "no room to hold it")
+    consumers["other"].lost[5] = 3
+    here.dropped(SEAT, 1, "no room")
+    told(there, here)
+    (found,) = here.of_stream(5)
+    assert (found.state, found.rows, found.dropped, found.lost) == ("open", 8, 3, 6)
+    assert found.reason == "no room to hold it"
+    assert [place.lost for place in found.places] == [0, 3]
+    there.finished(SEAT)
+    there.waits([SEAT], "the disk is full")
+    told(there, here)
+    assert here.of_stream(5)[0].state == "writing"
+    for name in ("toy", "other"):
+        there.safe([SEAT], name)
+    told(there, here)
+    assert (here.of_stream(5)[0].state, here.of_stream(5)[0].lost) == ("kept", 6)
+    assert there.changes(is_thorough=True) == []  # nothing is told twice
+    assert here.totals() == Totals(8, 3, 0)
+
+
+def test_what_was_told_of_another_that_had_the_seat_is_not_heard() -> None:
+    there, here = Results({"toy": ToyConsumer()}), Results({"toy": ToyConsumer()})
+    there.open(SEAT, order(), here.open(SEAT, order()))
+    there.gave({SEAT: 8})
+    there.finished(SEAT)
+    there.safe([SEAT], "toy")
+    late = there.changes()
+    here.open(SEAT, order())
+    here.hear(late, there.totals())
+    assert (here.of_stream(5)[0].state, here.of_stream(5)[0].rows) == ("open", 0)
+
+
+@pytest.fixture
+def clerk() -> Iterator[tuple[FarClerk, Line]]:
+    """An engine's, and the line at whose other end a test stands for the process."""
+    ours, theirs = map(Line, socket.socketpair())
+    ready = tickets.Ready(1, (tickets.Opened("toy", "here", "drop"),))
+    made = FarClerk(ours, Arena.create(4096), ready)
+    yield made, theirs
+    theirs.close()
+    made.close()
+
+
+def until(is_so: Callable[[], bool]) -> None:
+    deadline_s = time.monotonic() + 10
+    while not is_so():
+        assert time.monotonic() < deadline_s
+        time.sleep(0.001)
+
+
+def report(**changes: object) -> tickets.Report:
+    given = {"delivered": 0, "told": (), "standings": (), "rows": 0, "dropped": 0}
+    return tickets.Report(**{**given, "discarded": 0, "pending_nbytes": 0, **changes})  # type: ignore[arg-type]
+
+
+def test_how_a_consumer_is_doing_there_is_known_here(clerk: tuple[FarClerk, Line]) -> None:
+    made, line = clerk
+    line.say(report(standings=(tickets.Standing("toy", "stopped", "full"),), pending_nbytes=7))
+    line.post()
+    until(lambda: made.pending_nbytes == 7)
+    (place,) = made.results.state(staging_nbytes=0, pending_nbytes=0).places
+    assert (place.where, place.state, place.reason) == ("here", "stopped", "full")
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [report(delivered=3), report(standings=(tickets.Standing("who", "", ""),)), tickets.Commit()],
+    ids=["more than there was", "of nobody", "no report"],
+)
+def test_a_clerk_that_says_what_cannot_be_is_as_good_as_dead(
+    clerk: tuple[FarClerk, Line], wrong: tickets.Report, caplog: pytest.LogCaptureFixture
+) -> None:
+    made, line = clerk
+    made.begin(SEAT, order())
+    line.say(wrong)
+    line.post()
+    until(lambda: made.results.of_stream(5)[0].state == "failed")
+    assert made.trouble == ENDED
+    assert "is not understood" in caplog.text
