@@ -70,8 +70,13 @@ def test_each_step_gives_the_ordered_rows_of_its_requests(data: Any, chosen: lis
 def test_a_step_like_the_last_is_known_from_it_until_a_range_begins_or_ends(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    made = list[int]()
-    monkeypatch.setattr(_Step, "of", lambda *given: made.append(len(made)) or original(*given))
+    made, original = list[int](), _Step.of
+
+    def of(*given: Any) -> _Step:
+        made.append(len(made))
+        return original(*given)
+
+    monkeypatch.setattr(_Step, "of", of)
     picks, wanted = Picks(SITES), list[list[int]]()
     picks.open("a", Mark(1), 2, order(ranges=[(4, 8), (12, 14)]))
     picks.open("b", Mark(2), 2, order())
@@ -84,9 +89,6 @@ def test_a_step_like_the_last_is_known_from_it_until_a_range_begins_or_ends(
         wanted.append(pick.row_N.tolist())
     assert wanted == [[0, 1] if at in (4, 5, 6, 7, 12, 13) else [1] for at in range(16)]
     assert len(made) == 5
-
-
-original = _Step.of
 
 
 def _expected(models: dict[str, Model], laid: list[tuple[str, int, int]]) -> Iterator[Any]:
