@@ -74,6 +74,7 @@ class WeightsState(msgspec.Struct, frozen=True, tag="weights_state", forbid_unkn
     device: str  # "cpu", or a GPU's UUID
     num_tensors: int
     is_torn: bool = False
+    socket: str = ""  # where buffers are taken; said to who is on the engine's machine
 
 
 class ListedTensor(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

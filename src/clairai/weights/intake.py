@@ -106,6 +106,7 @@ class Intake:
             device=self.receiver.device,
             num_tensors=len(self.slots()),
             is_torn=self.is_torn,
+            socket=str(self.receiver.path),
         )
 
     def close(self) -> None:

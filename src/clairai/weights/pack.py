@@ -11,13 +11,13 @@ import torch
 
 from clairai.errors import RingError, WeightsError
 from clairai.points import quote
-from clairai.ring.cuda import DeviceBlock, Gpu
+from clairai.ring.cuda import DeviceBlock
 from clairai.weights import device_sums
 from clairai.weights import tensors as device_memory
 from clairai.weights.buffers import HostBuffer
 from clairai.weights.checksum import checksum
 from clairai.weights.layout import Described
-from clairai.weights.manifest import CPU, Manifest, Tensor
+from clairai.weights.manifest import Manifest, Tensor
 from clairai.weights.sources import Item
 from clairai.weights.tensors import NAMES
 
@@ -105,17 +105,6 @@ def _allocate(nbytes: int, device: torch.device) -> DeviceBlock:
             f"no {nbytes} bytes more on {device} ({error.reason}); free some: while they are sent, "
             f"weights take their room twice"
         ) from error
-
-
-def home_of(found: Sequence[Item], engine: str) -> torch.device:
-    """The engine's GPU if a tensor is there, else the host's memory, which all can reach.
-
-    What else comes along (a probe, a vector) is copied to that GPU: it is less than the model.
-    """
-    for device in {item.device for item in found if engine != CPU}:
-        if device.type == "cuda" and Gpu(device.index).uuid == engine:
-            return device
-    return HOST
 
 
 def _check_as_described(tensor: torch.Tensor, planned: Tensor) -> None:
