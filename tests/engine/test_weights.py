@@ -22,7 +22,7 @@ import numpy as np
 import openai
 import pytest
 
-from clairai.errors import WeightsError
+from clairai.errors import ConfigError, WeightsError
 from clairai.offline import config
 from clairai.serve.calls import Server
 from clairai.serve.engine import EngineProcess as ServerProcess
@@ -291,4 +291,22 @@ def test_the_command_line_pushes_a_folder(running: Running) -> None:
         for more in (["--dry-run"], [])
     ]
     assert told[0].startswith("they would be taken: ")
-    assert told[1].startswith(f"version {version + 1} serves: ")
+    way, served = told[1].splitlines()
+    assert way == "sending through shared memory: the engine has no GPU"
+    assert served.startswith(f"version {version + 1} serves: ")
+
+
+def test_who_cannot_reach_the_socket_sends_the_same_over_http(
+    running: Running, sdk: openai.OpenAI, tmp_path: Path
+) -> None:
+    client = Client(sdk, weighed.prompts(1)[0])
+    expected = sender(running).send(running.other), client.ask()
+    sender(running).send(running.model)
+    far = {"runtime_dir": str(tmp_path / "elsewhere"), "buffer_bytes": 32 << 20}
+    with pytest.raises(ConfigError, match="another API key"):
+        Sender(running.url, api_key="wrong", **far).send(running.other)
+    sent = Sender(running.url, api_key=parts.KEY, **far).send(running.other)
+    assert sent.home == "http"
+    assert "socket is not here" in sent.why
+    assert sent.digest == expected[0].digest
+    assert client.ask()[0] == expected[1][0]
