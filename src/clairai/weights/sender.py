@@ -17,6 +17,7 @@ from typing import Any
 import msgspec
 
 from clairai.serve.calls import Server
+from clairai.weights.actors import ByActor, is_actor
 from clairai.weights.carriers import Carrier
 from clairai.weights.layout import BUFFER_BYTES, DEVICE_BUFFER_BYTES, Meant, lay_out
 from clairai.weights.manifest import CPU, Manifest, Tensor, encode
@@ -51,7 +52,7 @@ class Sent:
 
 
 class Sender:
-    """`target` is a server's address or vLLM's LLM; see routes.py for the ways `through`."""
+    """`target` is a server's address, vLLM's LLM, or a Ray actor of it; `through`: routes.py."""
 
     def __init__(
         self,
@@ -65,7 +66,7 @@ class Sender:
         buffer_bytes: int | None = None,
     ) -> None:
         server = Server(target, api_key) if isinstance(target, str) else None
-        self._way: Way = InProcess(target) if server is None else OverHttp(server, drain)
+        self._way = _way(target, server, drain)
         self._router = Router(server, runtime_dir, through)
         self._chosen = chosen
         self._buffer_bytes = buffer_bytes
@@ -118,6 +119,12 @@ class Sender:
         described = [item.described for item in found]
         usual = BUFFER_BYTES if device == CPU else DEVICE_BUFFER_BYTES
         return lay_out(described, meant, buffer_bytes=self._buffer_bytes or usual)
+
+
+def _way(target: Any, server: Server | None, drain: Drain) -> Way:
+    if server is not None:
+        return OverHttp(server, drain)
+    return ByActor(target, drain) if is_actor(target) else InProcess(target)
 
 
 def _hand_over(
