@@ -5,10 +5,7 @@ The reference is an engine that was started with the other weights, and the serv
 
 from __future__ import annotations
 
-import os
 import shutil
-import subprocess
-import sys
 import tempfile
 import threading
 from collections.abc import Iterator
@@ -280,18 +277,9 @@ def test_a_vector_comes_with_the_weights_it_was_made_for(running: Running) -> No
 
 
 def test_the_command_line_pushes_a_folder(running: Running) -> None:
-    command = [sys.executable, "-m", "clairai.cli", "weights", "push", str(running.model)]
-    where = ["--to", running.url, "--runtime-dir", str(running.runtime)]
-    environment = os.environ | {"CLAIRAI_API_KEY": parts.KEY}
-    version = running.version
-    told = [
-        subprocess.run(
-            [*command, *where, *more], env=environment, capture_output=True, text=True, check=True
-        ).stdout
-        for more in (["--dry-run"], [])
-    ]
-    assert told[0].startswith("they would be taken: ")
-    way, served = told[1].splitlines()
+    given = (running.model, running.url, parts.KEY, "--runtime-dir", str(running.runtime))
+    assert weighed.pushed(*given, "--dry-run").startswith("they would be taken: ")
+    version, (way, served) = running.version, weighed.pushed(*given).splitlines()
     assert way == "sending through shared memory: the engine has no GPU"
     assert served.startswith(f"version {version + 1} serves: ")
 
