@@ -15,6 +15,7 @@ import openai
 from clairai import wanted, wire
 from clairai.ring.attach import Reader
 from clairai.ring.folder import engines
+from clairai.ring.reader import Record
 from clairai.store.reading import open as open_store
 from tests.engine import server as parts
 from tests.engine import weighed
@@ -91,17 +92,21 @@ def seen(runtime: Path) -> Seen:
     with Reader.attach(socket, start="oldest") as reader:
         while records := reader.poll():
             for record in records:
-                rows, version = record.rows, reader.bank(record.bank_version).weights
-                is_token = rows["phase"] <= wire.DECODE
-                if is_token.any():
-                    found.versions.append(version)
-                for stream in np.unique(rows["stream"][is_token]).tolist():
-                    found.streams.setdefault(stream, set()).add(version)
-                for row in rows[rows["phase"] == wire.CACHED]:
-                    stream, span = int(row["stream"]), int(row["span"])
-                    found.cached[stream] = found.cached.get(stream, 0) + span
+                _note(found, record, reader.bank(record.bank_version).weights)
         assert reader.statistics().lost == 0
     return found
+
+
+def _note(found: Seen, record: Record, version: int | None) -> None:
+    rows = record.rows
+    is_token = rows["phase"] <= wire.DECODE
+    if is_token.any():
+        found.versions.append(version)
+    for stream in np.unique(rows["stream"][is_token]).tolist():
+        found.streams.setdefault(stream, set()).add(version)
+    for row in rows[rows["phase"] == wire.CACHED]:
+        stream, span = int(row["stream"]), int(row["span"])
+        found.cached[stream] = found.cached.get(stream, 0) + span
 
 
 def kept_weights(folder: Path, handle: dict[str, Any]) -> str:
