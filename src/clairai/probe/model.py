@@ -148,10 +148,15 @@ def redirected(probes: Sequence[Probe], rows_PD: NDArray[np.float32]) -> tuple[P
             f"{len(probes)} probes"
         )
     checked_PD = checks.directions([probe.name for probe in probes], rows_PD)
-    return tuple(map(_redirected, probes, checked_PD))
+    return turned(probes, checked_PD)
 
 
-def _redirected(probe: Probe, direction_D: NDArray[np.float32]) -> Probe:
+def turned(probes: Sequence[Probe], checked_PD: NDArray[np.float32]) -> tuple[Probe, ...]:
+    """As `redirected`, to rows that were checked where they came from and that nobody changes."""
+    return tuple(map(_turned, probes, checked_PD))
+
+
+def _turned(probe: Probe, direction_D: NDArray[np.float32]) -> Probe:
     made: Probe = object.__new__(Probe)  # not by __init__: a bank of hundreds is made in no time
     fields = vars(made)
     fields.update(vars(probe))

@@ -18,7 +18,7 @@ import numpy as np
 from clairai import wire, wire_steer, wire_weights
 from clairai.errors import ClairaiError, RequestError, SteeringOffError
 from clairai.probe.files import loads as load_probe
-from clairai.probe.model import Probe, redirected
+from clairai.probe.model import Probe, turned
 from clairai.steer.fields import close_to
 from clairai.steer.files import dumps, loads
 from clairai.steer.registry import Registry
@@ -204,10 +204,11 @@ class Desk:
         )
 
     def _redirected(self, new: wire_weights.Rows) -> tuple[Probe, ...]:
+        """The worker has checked the rows, and holds the same ones."""
         rows_PD = np.frombuffer(new.data, "<f4").reshape(len(new.names), -1)
         known = [at for at, name in enumerate(new.names) if name in self._probes]
         chosen_PD = rows_PD if len(known) == len(rows_PD) else rows_PD[known]
-        return redirected([self._probes[new.names[at]] for at in known], chosen_PD)
+        return turned([self._probes[new.names[at]] for at in known], chosen_PD)
 
     def _learn(self, changed: Iterable[Probe]) -> None:
         self._probes |= {probe.name: probe for probe in changed}
