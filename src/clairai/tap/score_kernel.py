@@ -16,7 +16,7 @@ import torch
 import triton
 import triton.language as tl
 
-from clairai.tap.launch import Driver, Kernel, by_name
+from clairai.tap.launch import Driver, Kernel, Launch, by_name
 
 if TYPE_CHECKING:
     from clairai.tap.tables import Tables
@@ -212,12 +212,9 @@ class StashScorer:
         """Of more tokens than the stash holds, the forward itself has the scores."""
         return 0 < num_tokens <= self.max_tokens and self._tables.num_stashed > 0
 
-    def __call__(self, num_tokens: int, stream: int) -> None:
-        for tiling, kernel in self._kernels:
-            if num_tokens <= tiling.most_tokens:
-                kernel.cells["T"].value = num_tokens
-                kernel((-(-num_tokens // tiling.tile_t), *self._grid), stream)
-                return
+    def launch_for(self, num_tokens: int) -> Launch:
+        tiling, kernel = next(one for one in self._kernels if num_tokens <= one[0].most_tokens)
+        return kernel.launch((-(-num_tokens // tiling.tile_t), *self._grid), T=num_tokens)
 
 
 class Scorer:
