@@ -76,6 +76,7 @@ def cases(folder: Path) -> list[Case]:
             ("post_block.15",) if "1 layer" in name else ("post_block.*",),
             1,
             {"capture": {"folder": str(folder / name.replace(" ", "-")), "staging_mib": 512}},
+            probed=(),
         )
         for name in LOADS
     ]

@@ -23,6 +23,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=6)
     parser.add_argument("--batches", type=int, nargs="*", default=gpu_overhead.BATCHES)
+    parser.set_defaults(loads=None)  # of bench.gpu_steering: all
     options = parser.parse_args()
     tapped, steered = gpu_overhead.CASES[SHAPE], gpu_steering.cases()[1:]
     with (

@@ -34,6 +34,7 @@ class Case:
     probes: int = 0
     settings: Mapping[str, Any] = field(default_factory=dict)
     environment: Mapping[str, str] = field(default_factory=dict)
+    probed: tuple[str, ...] | None = None  # where the probes are; None: at all points
 
     @property
     def additional_config(self) -> dict[str, Any]:
@@ -53,8 +54,9 @@ def engines(
         running = {}
         for case in cases:
             running[case.name] = opened.enter_context(starting[case.name].result())
-            if case.points:
-                running[case.name].call(load, case.points, case.probes)
+            probed = case.points if case.probed is None else case.probed
+            if probed:
+                running[case.name].call(load, probed, case.probes)
         yield running
 
 

@@ -1,7 +1,8 @@
 """Takes one GPU; gives the time per output token under steering over that of vLLM without it.
 
 In one engine, by turns: steered requests through the graphs that steer, plain requests through a
-second set of graphs of the same model in which nothing of clairai is (bench/gpu_mute.py).
+second set of graphs of the same model in which nothing of clairai is (bench/gpu_mute.py). The bank
+has the one probe that gates name: what probes cost is in bench/gpu_overhead.py.
 Run: python -m bench.gpu_steering [--rounds 8] [--batches 1 16 64 256]
 """
 
@@ -68,6 +69,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=8)
     parser.add_argument("--batches", type=int, nargs="*", default=BATCHES)
     parser.add_argument("--cases", nargs="*", default=[*LOADS])
+    parser.add_argument("--loads", nargs="*", help="only those with these names")
     options = parser.parse_args()
     chosen = [case for case in cases() if case.name in options.cases]
     with (
@@ -79,7 +81,10 @@ def main() -> None:
 
 
 def cases() -> list[Case]:
-    return [Case(name, ONE if "1 layer" in name else ALL, 1, {"steering": True}) for name in LOADS]
+    return [
+        Case("steering 1 layer", ONE, 1, {"steering": True}, probed=()),
+        Case("steering 32 layers", ALL, 1, {"steering": True}, probed=("post_block.3",)),
+    ]
 
 
 def measure(engine: EngineProcess, case: Case, options: argparse.Namespace) -> list[dict[str, Any]]:
@@ -88,6 +93,7 @@ def measure(engine: EngineProcess, case: Case, options: argparse.Namespace) -> l
     found = [
         _decode(engine, case, load, batch, options.rounds)
         for load in LOADS[case.name]
+        if not options.loads or load.name in options.loads
         for batch in options.batches
     ]
     if "32 layers" in case.name:

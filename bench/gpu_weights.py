@@ -27,7 +27,6 @@ from bench import weights_pause, weights_sends, weights_stock
 from bench.weights_sends import NUM_PROBES, TRANSFERS
 from bench.weights_shape import hollow, layers_of
 from tests.engine.process import ENVIRONMENT, EngineProcess
-from tests.engine.server import free_port
 
 PARTS: Final = ("model", "banks", "many", "pause", "stock")
 # Which engine each part needs: parts of one engine follow each other.
@@ -102,7 +101,7 @@ class Bench:
         variables = {**ENVIRONMENT, **self._variables}
         if self._asked.device == "cuda":
             variables.pop("VLLM_CPU_KVCACHE_SPACE")
-        return weights_pause.start(self._models["model"], runtime, free_port(), variables)
+        return weights_pause.start(self._models["model"], runtime, variables)
 
     @property
     def _variables(self) -> dict[str, str]:

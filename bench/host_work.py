@@ -12,7 +12,7 @@ from __future__ import annotations
 import json
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import numpy as np
 import torch
@@ -24,7 +24,7 @@ from clairai.probe.model import Probe
 from clairai.ring.layout import RingHeader, RingShape
 from clairai.ring.memory import HostMemory
 from clairai.ring.writer import RingWriter
-from clairai.tap.commit import Brief, DeviceOutlet
+from clairai.tap.commit import Brief, DeviceOutlet, Form
 from clairai.tap.commit_kernel import DONE_WORD
 from clairai.tap.outlet import HostOutlet, Inputs, Outlet, Step
 from clairai.tap.rows import Batch, Mark, RowBook
@@ -49,8 +49,8 @@ class NoLaunch:
     def begin(self) -> None:
         pass
 
-    def __call__(self, brief: Brief, inputs: Inputs, grids: Iterator[tuple[int, int]]) -> None:
-        del inputs, grids
+    def __call__(self, brief: Brief, inputs: Inputs, form: Form) -> None:
+        del inputs, form
         self._briefs.append(brief)
 
     def flush(self) -> None:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import http.client
 import json
 import multiprocessing
+import socket
 import threading
 import time
 from collections.abc import Iterator
@@ -35,7 +36,7 @@ SETTLE_S: Final = 1.0
 MODEL: Final = "served"
 
 
-def start(model: Path, runtime: Path, port: int, variables: dict[str, str]) -> Server:
+def start(model: Path, runtime: Path, variables: dict[str, str]) -> Server:
     """A server as users start it: compiled, with graphs."""
     config = clairai.config(points=["post_block.0"], runtime_dir=str(runtime))
     arguments = {
@@ -49,10 +50,16 @@ def start(model: Path, runtime: Path, port: int, variables: dict[str, str]) -> S
     if "VLLM_CPU_KVCACHE_SPACE" not in variables:
         arguments |= {"--gpu-memory-utilization": "0.1", "--kv-cache-memory-bytes": str(4 << 30)}
     flat = tuple(text for pair in arguments.items() for text in pair)
-    launch = Launch(str(model), config, Bind(port=port), flat, variables)
+    launch = Launch(str(model), config, Bind(port=_free_port()), flat, variables)
     server = Server(launch, log=EngineLog(runtime / "server.log"))
     assert server.wait_ready()
     return server
+
+
+def _free_port() -> int:
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        return int(sock.getsockname()[1])
 
 
 def measure(server: Server, model: Path, runtime: Path, device: str, rounds: int) -> dict[str, Any]:

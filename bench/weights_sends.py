@@ -197,6 +197,7 @@ def send_banks(llm: Any, layers: int, rounds: int) -> dict[str, Any]:
     from clairai.points import Point
     from clairai.probe.model import Probe
     from clairai.steer.vector import Vector
+    from clairai.weights import bank
 
     width = ask(llm, wire.Describe(), wire.Description).width
     rng = np.random.default_rng(2)
@@ -207,10 +208,10 @@ def send_banks(llm: Any, layers: int, rounds: int) -> dict[str, Any]:
     points = [Point("post_block", at) for at in range(layers)]
     clairai.VectorBank(llm).add(Vector("v", dict.fromkeys(points, rows_PD[0])))
     rows_LD = rng.standard_normal((layers, width)).astype(np.float32)
+    one_by_one = {f"probe::{name}": row_D for name, row_D in rows.items()}
     return {
-        f"{NUM_PROBES} probes, ms": _sent_ms(
-            llm, {f"probe::{n}": r for n, r in rows.items()}, rounds
-        ),
+        f"{NUM_PROBES} probes, ms": _sent_ms(llm, bank(list(rows), rows_PD), rounds),
+        f"{NUM_PROBES} probes, a tensor for each, ms": _sent_ms(llm, one_by_one, rounds),
         f"a vector of {layers} layers, ms": _sent_ms(llm, {"steer::v": rows_LD}, rounds),
     }
 

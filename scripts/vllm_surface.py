@@ -61,6 +61,7 @@ _NORMS = "model_executor/layers/layernorm.py"
 _CACHE = "v1/core/kv_cache_utils.py"
 _ATTENTION = "model_executor/layers/attention/attention.py"
 _PLUGIN = "plugins/endpoint_plugins/interface.py"
+_PROGRESS = ("num_computed_tokens", "num_output_tokens", "num_preemptions")
 _FACTORY = "distributed/weight_transfer/factory.py"
 _TRANSFER, _ENGINE = "distributed/weight_transfer/base.py", "WeightTransferEngine"
 _REGISTERED = ("cls", "name", "module_path_or_cls", "class_name")
@@ -159,6 +160,10 @@ NEEDS: Final[tuple[Need, ...]] = (
     _calls(_GPU_WORKER, "Worker.update_weights", "self", "update_info"),
     _calls(_GPU_WORKER, "Worker.finish_weight_update", "self"),
     *_reads(_GPU_WORKER, "Worker", "weight_transfer_engine"),
+    # compat/changes.py, compat/core.py, compat/servers.py
+    _wraps(_GPU_WORKER, "Worker.reload_weights", "self"),
+    *_reads("v1/request.py", "Request", *_PROGRESS),
+    *_reads("v1/core/sched/scheduler.py", "Scheduler", "requests"),
     _calls(_RELOAD, "initialize_layerwise_reload", "model"),
     _calls(_RELOAD, "finalize_layerwise_processing", "model", "model_config"),
     _calls(_ASYNC, "AsyncLLM.pause_generation", "self", named=("mode", "clear_cache")),
@@ -169,7 +174,7 @@ NEEDS: Final[tuple[Need, ...]] = (
     _wraps(_PLUGIN, "EndpointPlugin.attach_router", "self", "app"),
     _wraps(_PLUGIN, "EndpointPlugin.init_state", "self", "engine_client", "state", "args"),
     _calls("entrypoints/llm.py", "LLM.collective_rpc", "self", "method", named=("args",)),
-    _calls(_ASYNC, "AsyncLLM.collective_rpc", "self", "method", named=("args",)),
+    _wraps(_ASYNC, "AsyncLLM.collective_rpc", "self", "method", named=("args",)),
 )
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Final
 
 import typer
 
@@ -27,6 +27,26 @@ class Drain(StrEnum):
     ABORT = "abort"
 
 
+class Through(StrEnum):
+    """Ways from here to the server: by shared memory on its machine, by HTTP from elsewhere."""
+
+    AUTO = "auto"
+    DEVICE = "device"
+    HOST = "host"
+    HTTP = "http"
+
+
+_WAYS: Final = {
+    "device": "by the GPU's own memory",
+    "host": "through shared memory",
+    "http": "over HTTP",
+}
+
+
+def _tell(home: str, why: str) -> None:
+    typer.echo(f"sending {_WAYS[home]}: {why}")
+
+
 @weights.command()
 def push(
     folder: Folder,
@@ -37,14 +57,24 @@ def push(
         Drain, typer.Option(help="Running requests: wait until they end, or end them.")
     ] = Drain.WAIT,
     label: Annotated[str, typer.Option(metavar="TEXT", help="What to call these weights.")] = "",
+    through: Annotated[
+        Through, typer.Option(help="Which way; by itself it takes the shortest there is.")
+    ] = Through.AUTO,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Only say whether they would be taken.")
     ] = False,
 ) -> None:
-    """Send a folder's weights to a server on this machine; they take effect at once, or not."""
+    """Send a folder's weights to a running server; they take effect at once, or not."""
     from clairai.weights.sender import Sender
 
-    sender = Sender(to, api_key=api_key, runtime_dir=runtime_dir, drain=drain.value)
+    sender = Sender(
+        to,
+        api_key=api_key,
+        runtime_dir=runtime_dir,
+        drain=drain.value,
+        through=through.value,
+        chosen=_tell,
+    )
     if dry_run:
         typer.echo(f"they would be taken: {sender.check(folder, label=label)} bytes")
         return

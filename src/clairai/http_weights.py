@@ -1,6 +1,7 @@
 """Takes requests under /v1/weights of vLLM's API server; gives the engine new weights, whole.
 
-Only manifests come this way. The weights themselves go over the worker's private socket.
+Manifests come this way. The weights themselves go over the worker's private socket; from where that
+cannot be reached they come to http_uploads.py.
 """
 
 from __future__ import annotations
@@ -14,9 +15,10 @@ import msgspec
 from fastapi import APIRouter, Request
 from fastapi.responses import Response
 
-from clairai import wire_weights
+from clairai import http_uploads, wire_weights
 from clairai.errors import WeightsBusyError, WeightsError, WeightsTornError
 from clairai.http_engine import Drain, Engine, Unanswered, bounded_body, engine_of
+from clairai.http_uploads import uploads_of
 from clairai.points import quote
 from clairai.weights.manifest import MAX_MANIFEST_BYTES, Manifest, changes_model, parse
 
@@ -30,6 +32,7 @@ def add_routes(router: APIRouter) -> None:
     router.add_api_route("/weights/check", check, methods=["POST"])
     router.add_api_route("/weights/plan", plan, methods=["POST"])
     router.add_api_route("/weights/commit", commit, methods=["POST"])
+    http_uploads.add_routes(router)
 
 
 async def describe(request: Request) -> Response:
@@ -50,9 +53,11 @@ async def check(request: Request) -> Response:
 
 
 async def plan(request: Request) -> Response:
-    """As check; the worker now takes the buffers of this manifest."""
-    engine, (raw, _) = engine_of(request.app), await _manifest(request)
-    return _json(await engine.ask(wire_weights.PlanWeights(raw), wire_weights.WeightsPlanned))
+    """As check; the worker now takes the buffers of this manifest, and so does http_uploads.py."""
+    engine, (raw, manifest) = engine_of(request.app), await _manifest(request)
+    planned = await engine.ask(wire_weights.PlanWeights(raw), wire_weights.WeightsPlanned)
+    uploads_of(request.app).plan(manifest)
+    return _json(planned)
 
 
 async def commit(request: Request) -> Response:
@@ -63,7 +68,9 @@ async def commit(request: Request) -> Response:
     engine, (raw, manifest) = engine_of(request.app), await _manifest(request)
     take = _swap if changes_model(manifest) else _install
     # In a task of its own: who asked may hang up, and what has begun is brought to its end.
-    taking = asyncio.create_task(take(engine, raw, drain))  # type: ignore[arg-type]
+    taking = asyncio.create_task(
+        uploads_of(request.app).until(manifest.transfer, take(engine, raw, drain))  # type: ignore[arg-type]
+    )
     return _json(await asyncio.shield(taking))
 
 
@@ -74,17 +81,21 @@ async def _install(engine: Engine, raw: bytes, _: Drain) -> wire_weights.Weights
 
 
 async def _swap(engine: Engine, raw: bytes, drain: Drain) -> wire_weights.WeightsCommitted:
-    deadline_s = time.monotonic() + DRAIN_S
     async with engine.changing:
         await engine.ask(wire_weights.VerifyWeights(raw), wire_weights.WeightsPlanned)
-        while True:
-            await _pause(engine, drain, max(deadline_s - time.monotonic(), 0))
-            try:
-                return await _taken(engine, raw)
-            except WeightsBusyError:
-                # A pause does not wait for what was preempted: that goes on, before all others.
-                if time.monotonic() > deadline_s:
-                    raise
+        return await _when_idle(engine, raw, drain)
+
+
+async def _when_idle(engine: Engine, raw: bytes, drain: Drain) -> wire_weights.WeightsCommitted:
+    deadline_s = time.monotonic() + DRAIN_S
+    while True:
+        await _pause(engine, drain, max(deadline_s - time.monotonic(), 0))
+        try:
+            return await _taken(engine, raw)
+        except WeightsBusyError:
+            # A pause does not wait for what was preempted: that goes on, before all others.
+            if time.monotonic() > deadline_s:
+                raise
 
 
 async def _taken(engine: Engine, raw: bytes) -> wire_weights.WeightsCommitted:
@@ -118,5 +129,6 @@ async def _manifest(request: Request) -> tuple[bytes, Manifest]:
 
 def _json(reply: msgspec.Struct) -> Response:
     content = msgspec.to_builtins(reply)
-    content.pop("type", None)
+    for name in ("type", "socket"):  # of no use to who asks over HTTP
+        content.pop(name, None)
     return Response(msgspec.json.encode(content), media_type=_JSON)

@@ -74,6 +74,7 @@ class WeightsState(msgspec.Struct, frozen=True, tag="weights_state", forbid_unkn
     device: str  # "cpu", or a GPU's UUID
     num_tensors: int
     is_torn: bool = False
+    socket: str = ""  # where buffers are taken; said to who is on the engine's machine
 
 
 class ListedTensor(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -100,10 +101,10 @@ class WeightsPlanned(
 
 
 class Rows(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The new numbers of a probe or a vector: float32, row after row."""
+    """New numbers of a vector, or of probes: float32, row after row. Not copied when it is read."""
 
-    name: str
-    data: bytes
+    names: tuple[str, ...]  # one of a vector, one for each row of probes
+    data: memoryview
 
 
 class WeightsCommitted(
@@ -118,7 +119,7 @@ class WeightsCommitted(
     bank_version: int | None = None  # of the probes, if any were among it
     vectors_version: int | None = None  # of the steering vectors, likewise
     # For the engine core, which takes them out: what gates and names mean is kept there.
-    probe_rows: tuple[Rows, ...] = ()
+    probe_rows: Rows | None = None
     vector_rows: tuple[Rows, ...] = ()
 
 

@@ -5,39 +5,39 @@ The reference is an engine that was started with the other weights, and the serv
 
 from __future__ import annotations
 
-import os
 import shutil
-import subprocess
-import sys
 import tempfile
 import threading
 from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from itertools import groupby
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import httpx
 import numpy as np
 import openai
 import pytest
 
-from clairai.errors import WeightsError
+from clairai.errors import ConfigError, WeightsError
 from clairai.offline import config
 from clairai.serve.calls import Server
 from clairai.serve.engine import EngineProcess as ServerProcess
 from clairai.serve.log import EngineLog
 from clairai.steer.files import save
+from clairai.stream.settings import ProxySettings
 from clairai.weights import Sender
 from tests.engine import server as parts
 from tests.engine import weighed
 from tests.engine.process import EngineProcess
-from tests.process.parts import until
+from tests.engine.swapping import Answer, Client, await_answers, kept_weights, seen
+from tests.http.world import proxy_of
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
 
-Answer = tuple[int, ...]
 STREAMS = 8
-DEADLINE_S = 120.0
+# Blocks of a CPU engine hold 128 tokens: this prompt fills some.
+LONG = "Once upon a time there was a lighthouse. " * 45
 
 
 class Running(NamedTuple):
@@ -45,7 +45,11 @@ class Running(NamedTuple):
     model: Path
     other: Path
     runtime: Path
-    log: Path
+    captures: Path
+
+    @property
+    def version(self) -> int:
+        return int(Server(self.url, parts.KEY).weights()["version"])
 
 
 @pytest.fixture(scope="module")
@@ -64,107 +68,160 @@ def running(cut_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterat
         additional_config=config(
             probes=scratch / "probes",
             vectors=scratch / "vectors",
+            capture={"folder": str(scratch / "captures")},
             capacity=3,
             runtime_dir=str(runtime),
         ),
     )
-    log = scratch / "vllm.log"
-    with ServerProcess(launch, log=EngineLog(log)) as engine:
+    with ServerProcess(launch, log=EngineLog(scratch / "vllm.log")) as engine:
         assert engine.wait_ready()
-        yield Running(launch.bind.url, cut_model, other, runtime, log)
+        yield Running(launch.bind.url, cut_model, other, runtime, scratch / "captures")
     shutil.rmtree(runtime)
 
 
 @pytest.fixture(scope="module")
-def expected(running: Running, runtime: Path) -> list[Answer]:
-    """What an engine answers that was started with the other weights."""
+def expected(running: Running, runtime: Path) -> list[tuple[int, ...]]:
+    """What an engine answers that was started with the other weights; the last to LONG."""
     with EngineProcess(
         runtime=runtime,
         model=str(running.other),
         dtype="float32",
         enforce_eager=True,
         max_model_len=1024,
+        enable_prefix_caching=False,
     ) as engine:
-        return [tuple(ids) for ids, _ in engine.call(weighed.answers, weighed.prompts(STREAMS))]
+        asked = [*weighed.prompts(STREAMS), LONG]
+        return [tuple(ids) for ids, _ in engine.call(weighed.answers, asked)]
 
 
-def sender(running: Running) -> Sender:
+@pytest.fixture(scope="module")
+def sdk(running: Running) -> Iterator[openai.OpenAI]:
+    with parts.client(running.url) as made:
+        yield made
+
+
+def sender(running: Running, url: str | None = None) -> Sender:
     return Sender(
-        running.url,
+        url or running.url,
         api_key=parts.KEY,
         runtime_dir=str(running.runtime),
         buffer_bytes=32 << 20,
     )
 
 
-@dataclass
-class Client:
-    """Asks the same again and again, each answer streamed, until it is told to stop."""
-
-    sdk: openai.OpenAI
-    prompt: str
-    stop: threading.Event
-    answers: list[Answer] = field(default_factory=list)
-
-    def run(self) -> None:
-        while not self.stop.is_set():
-            self.answers.append(self.ask())
-
-    def ask(self) -> Answer:
-        chunks = self.sdk.completions.create(
-            model=parts.MODEL,
-            prompt=self.prompt,
-            max_tokens=weighed.TOKENS,
-            temperature=0.0,
-            stream=True,
-            extra_body={"return_token_ids": True, "ignore_eos": True},
-        )
-        found: list[int] = []
-        for chunk in chunks:
-            for choice in chunk.choices:
-                found += getattr(choice, "token_ids", None) or []
-        return tuple(found)
-
-
 def test_eight_streams_see_the_old_weights_or_the_new_and_never_both(
-    running: Running, expected: list[Answer]
+    running: Running, sdk: openai.OpenAI, expected: list[tuple[int, ...]]
 ) -> None:
     stop = threading.Event()
-    with parts.client(running.url) as sdk:
-        clients = [Client(sdk, prompt, stop) for prompt in weighed.prompts(STREAMS)]
-        before = [client.ask() for client in clients]
-        threads = [threading.Thread(target=client.run) for client in clients]
+    clients = [Client(sdk, prompt, stop) for prompt in weighed.prompts(STREAMS)]
+    before = [client.ask().tokens for client in clients]
+    threads = [threading.Thread(target=client.run) for client in clients]
+    for thread in threads:
+        thread.start()
+    try:
+        await_answers(clients)
+        sent = sender(running).send(running.other, label="step-1")
+        await_answers(clients)
+        back = sender(running).send(running.model, label="step-2")
+        await_answers(clients)
+    finally:
+        stop.set()
         for thread in threads:
-            thread.start()
-        try:
-            _await_answers(clients)
-            sent = sender(running).send(running.other, label="step-1")
-            _await_answers(clients)
-            back = sender(running).send(running.model, label="step-2")
-            _await_answers(clients)
-        finally:
-            stop.set()
-            for thread in threads:
-                thread.join()
+            thread.join()
     assert (sent.version, back.version) == (1, 2)
     assert sent.digest != back.digest
-    for client, old, new in zip(clients, before, expected, strict=True):
+    for client, old, new in zip(clients, before, expected, strict=False):
         assert old != new
-        assert [answer for answer, _ in groupby(client.answers)] == [old, new, old]
+        found = [answer for answer, _ in groupby(client.answers.values())]
+        assert found == [Answer(old, 0), Answer(new, 1), Answer(old, 2)]
+    _check_ring(running, clients)
 
 
-def _await_answers(clients: list[Client]) -> None:
-    """Each client has had two more answers: the second one was asked for after this began."""
-    wanted = [len(client.answers) + 2 for client in clients]
-    until(
-        lambda: all(len(c.answers) >= n for c, n in zip(clients, wanted, strict=True)), DEADLINE_S
-    )
+def _check_ring(running: Running, clients: list[Client]) -> None:
+    """Versions change once for each hand-over, and each row has that of its answer."""
+    found = seen(running.runtime)
+    assert [version for version, _ in groupby(found.versions)] == [0, 1, 2]
+    told = {stream: {one.version} for client in clients for stream, one in client.answers.items()}
+    assert told == {stream: found.streams[stream] for stream in told}
 
 
 def test_the_server_says_which_weights_serve(running: Running) -> None:
     state = Server(running.url, parts.KEY).weights()
     assert (state["version"], state["label"], state["is_torn"]) == (2, "step-2", False)
     assert state["device"] == "cpu"
+    answer = httpx.get(f"{running.url}/v1/models", headers={"Authorization": f"Bearer {parts.KEY}"})
+    (card,) = answer.json()["data"]
+    about = {name: state[name] for name in ("version", "label", "digest")}
+    assert (card["id"], card["clairai"]) == (parts.MODEL, {"weights": about})
+    assert httpx.get(f"{running.url}/v1/models").status_code == 401
+
+
+def test_a_prompt_that_was_cached_with_old_weights_is_forwarded_with_the_new(
+    running: Running, sdk: openai.OpenAI, expected: list[tuple[int, ...]]
+) -> None:
+    client = Client(sdk, LONG)
+    old = [client.ask() for _ in range(2)]
+    sender(running).send(running.other)
+    new = [client.ask() for _ in range(2)]
+    sender(running).send(running.model)
+    back = client.ask()
+    tokens = [one.tokens for one in (*old, *new, back)]
+    assert tokens == [tokens[0]] * 2 + [expected[-1]] * 2 + [tokens[0]]
+    assert tokens[0] != expected[-1]
+    cached = seen(running.runtime).cached
+    is_cached = [cached.get(stream, 0) > 256 for stream in client.answers]
+    assert is_cached == [False, True, False, True, False], "the second of each is served from it"
+
+
+def test_captured_rows_say_which_weights_they_are_of(running: Running, sdk: openai.OpenAI) -> None:
+    first = running.version
+    names = []
+    for folder in (running.other, running.model):
+        names.append(_captured(running, sdk))
+        sender(running).send(folder)
+    names.append(_captured(running, sdk))
+    versions, held = zip(*(name.split("-") for name in names), strict=True)
+    assert [int(version) for version in versions] == [first, first + 1, first + 2]
+    assert held[0] == held[2] != held[1]
+
+
+def _captured(running: Running, sdk: openai.OpenAI) -> str:
+    answer = parts.captured(sdk, "generated")
+    told = answer.clairai
+    assert told["weights"] == running.version
+    assert told["capture"]["state"] == "kept"
+    return kept_weights(running.captures, told["capture"])
+
+
+def test_through_the_proxy_weights_are_sent_and_each_answer_says_which_made_it(
+    running: Running,
+) -> None:
+    settings = ProxySettings(
+        running.url, parts.KEY, api_key="of the proxy", runtime_dir=running.runtime
+    )
+    first = running.version
+    with proxy_of(settings) as (url, _):
+        told = [_told(url)]
+        sent = [
+            Sender(url, api_key="of the proxy", runtime_dir=str(running.runtime)).send(folder)
+            for folder in (running.other, running.model)
+        ]
+        told.append(_told(url))
+        with pytest.raises(Exception, match="another API key"):
+            sender(running, url).check(running.other)
+    assert [one.version for one in sent] == [first + 1, first + 2]
+    assert told == [{first}, {first + 2}]
+
+
+def _told(url: str) -> set[int]:
+    """The answer's own version, and those of all its scores."""
+    with parts.client(url, "of the proxy") as sdk:
+        answer: Any = sdk.completions.create(
+            model=parts.MODEL, prompt="One, two,", max_tokens=6, extra_body={"clairai": {}}
+        )
+        (card,) = sdk.models.list().data
+    weights = card.model_extra["clairai"]["weights"]["version"]  # type: ignore[index]
+    return {answer.clairai["weights"], answer.choices[0].probe_scores["weights"], weights}
 
 
 def test_the_routes_need_the_key(running: Running) -> None:
@@ -177,31 +234,32 @@ def _post(server: Server) -> Any:
     return server.post_weights("commit", b"{}")
 
 
-def test_weights_that_do_not_fit_are_refused_and_the_old_ones_serve_on(running: Running) -> None:
-    with parts.client(running.url) as sdk:
-        client = Client(sdk, weighed.prompts(1)[0], threading.Event())
-        before = client.ask()
-        for wrong in weighed.misfits(running.other):
-            with pytest.raises(WeightsError):
-                sender(running).send(wrong)
-        assert client.ask() == before
-    assert Server(running.url, parts.KEY).weights()["version"] == 2
+def test_weights_that_do_not_fit_are_refused_and_the_old_ones_serve_on(
+    running: Running, sdk: openai.OpenAI
+) -> None:
+    client = Client(sdk, weighed.prompts(1)[0])
+    before = client.ask()
+    for wrong in weighed.misfits(running.other):
+        with pytest.raises(WeightsError):
+            sender(running).send(wrong)
+    assert client.ask() == before, "the version too"
 
 
 def test_a_dry_run_changes_nothing(running: Running) -> None:
+    before = running.version
     assert sender(running).check(running.other) > 1 << 20
     with pytest.raises(WeightsError, match="nothing named"):
         sender(running).check({"model.nothing": np.zeros(4, np.float32)})
-    assert Server(running.url, parts.KEY).weights()["version"] == 2
+    assert running.version == before
 
 
 def test_a_probe_is_replaced_by_its_entry_alone(running: Running) -> None:
     server = Server(running.url, parts.KEY)
-    held = server.probes()
+    held, version = server.probes(), running.version
     direction_D = np.random.default_rng(77).normal(size=parts.WIDTH).astype(np.float32)
     sent = sender(running).send({"probe::first": direction_D})
     after = server.probes()
-    assert sent.version == 2, "the model's weights are the same"
+    assert sent.version == version, "the model's weights are the same"
     assert sent.bank_version == after["version"] == held["version"] + 1
     changed = {p["name"] for p, q in zip(after["data"], held["data"], strict=True) if p != q}
     assert changed == {"first"}
@@ -209,24 +267,34 @@ def test_a_probe_is_replaced_by_its_entry_alone(running: Running) -> None:
 
 def test_a_vector_comes_with_the_weights_it_was_made_for(running: Running) -> None:
     server = Server(running.url, parts.KEY)
-    (before,) = server.vectors()["data"]
+    (before,), version = server.vectors()["data"], running.version
     rows_PD = np.ones((1, parts.WIDTH), np.float32)
     sent = sender(running).send(weighed.held(running.other) | {"steer::calm": rows_PD})
     (after,) = server.vectors()["data"]
-    assert (sent.version, sent.vectors_version) == (3, server.vectors()["version"])
+    assert (sent.version, sent.vectors_version) == (version + 1, server.vectors()["version"])
     assert after["digest"] != before["digest"]
     assert after["points"] == before["points"]
 
 
 def test_the_command_line_pushes_a_folder(running: Running) -> None:
-    command = [sys.executable, "-m", "clairai.cli", "weights", "push", str(running.model)]
-    where = ["--to", running.url, "--runtime-dir", str(running.runtime)]
-    environment = os.environ | {"CLAIRAI_API_KEY": parts.KEY}
-    told = [
-        subprocess.run(
-            [*command, *where, *more], env=environment, capture_output=True, text=True, check=True
-        ).stdout
-        for more in (["--dry-run"], [])
-    ]
-    assert told[0].startswith("they would be taken: ")
-    assert told[1].startswith("version 4 serves: ")
+    given = (running.model, running.url, parts.KEY, "--runtime-dir", str(running.runtime))
+    assert weighed.pushed(*given, "--dry-run").startswith("they would be taken: ")
+    version, (way, served) = running.version, weighed.pushed(*given).splitlines()
+    assert way == "sending through shared memory: the engine has no GPU"
+    assert served.startswith(f"version {version + 1} serves: ")
+
+
+def test_who_cannot_reach_the_socket_sends_the_same_over_http(
+    running: Running, sdk: openai.OpenAI, tmp_path: Path
+) -> None:
+    client = Client(sdk, weighed.prompts(1)[0])
+    expected = sender(running).send(running.other), client.ask()
+    sender(running).send(running.model)
+    far = {"runtime_dir": str(tmp_path / "elsewhere"), "buffer_bytes": 32 << 20}
+    with pytest.raises(ConfigError, match="another API key"):
+        Sender(running.url, api_key="wrong", **far).send(running.other)
+    sent = Sender(running.url, api_key=parts.KEY, **far).send(running.other)
+    assert sent.home == "http"
+    assert "socket is not here" in sent.why
+    assert sent.digest == expected[0].digest
+    assert client.ask()[0] == expected[1][0]

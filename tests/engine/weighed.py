@@ -44,6 +44,19 @@ def _logprobs(output: Any) -> list[float]:
     return [one[token].logprob for token, one in pairs]
 
 
+def pushed(folder: Path, url: str, key: str, *more: str) -> str:
+    """What the command line says."""
+    import os
+    import subprocess
+    import sys
+
+    command = [sys.executable, "-m", "clairai.cli", "weights", "push", str(folder), "--to", url]
+    environment = os.environ | {"CLAIRAI_API_KEY": key}
+    return subprocess.run(
+        [*command, *more], env=environment, capture_output=True, text=True, check=True
+    ).stdout
+
+
 def vector() -> Any:
     """One row, at a point that the server taps."""
     import numpy as np

@@ -80,9 +80,12 @@ def test_it_steers_as_the_twin_does_and_leaves_others_their_bits(dtype: str) -> 
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-@pytest.mark.parametrize("num_tokens", [1, 16, 100, 513])
-def test_a_fused_site_has_the_scores_of_a_plain_one(num_tokens: int, dtype: str) -> None:
-    width, capacity = 1024, 33
+@pytest.mark.parametrize("capacity", [3, 33])
+@pytest.mark.parametrize("num_tokens", [1, 32, 33, 100, 129, 512, 513])
+def test_a_fused_site_has_the_scores_of_a_plain_one(
+    num_tokens: int, capacity: int, dtype: str
+) -> None:
+    width = 1024
     held = score_tables(3, width, capacity, dtype, max_tokens=1024, stash_rows=512)
     sites = [FusedSite(held, name, EPSILON) for name in held.sites]
     for name in held.sites:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from dataclasses import dataclass, field
 
 from aiohttp import web
@@ -20,6 +21,7 @@ STATE = {
     "is_torn": False,
 }
 TENSOR = {"name": "model.norm.weight", "dtypes": ["F32", "BF16"], "shape": [8]}
+UNPLANNED = "0" * 32
 COMMITTED = {"version": 4, "digest": "ab", "nbytes": 32, "load_s": 0.5}
 
 
@@ -34,6 +36,7 @@ class Weights:
         app.router.add_get("/v1/weights/tensors", self._tensors)
         for name in ("check", "plan", "commit"):
             app.router.add_post(f"/v1/weights/{name}", self._take)
+        app.router.add_put("/v1/weights/buffers/{transfer}/{index}", self._put)
 
     async def _state(self, request: web.Request) -> web.Response:
         self.asked.append((request.path_qs, b""))
@@ -42,6 +45,16 @@ class Weights:
     async def _tensors(self, request: web.Request) -> web.Response:
         self.asked.append((request.path_qs, b""))
         return web.json_response({"data": [TENSOR]})
+
+    async def _put(self, request: web.Request) -> web.Response:
+        """As the engine: what is not planned is refused before it is read."""
+        if request.match_info["transfer"] == UNPLANNED:
+            return refusal(400, "is not planned here", code=WeightsError.code)
+        hashed = hashlib.sha256()
+        async for piece in request.content.iter_any():
+            hashed.update(piece)
+        self.asked.append((request.path_qs, hashed.digest()))
+        return web.Response(status=204)
 
     async def _take(self, request: web.Request) -> web.Response:
         body = await request.read()

@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import hashlib
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from clairai.errors import WeightsError
+from clairai.serve.calls import Server
 from clairai.stream.settings import Limits
 from clairai.weights.manifest import MAX_MANIFEST_BYTES, encode
-from tests.http.fake_weights import COMMITTED, STATE, TENSOR
+from tests.http.fake_weights import COMMITTED, STATE, TENSOR, UNPLANNED
 from tests.http.world import World, world
 from tests.unit.toy_weights import plan
 
+PIECE = 1 << 17
+BUFFER = f"/v1/weights/buffers/{'a' * 32}/3"
 PATHS = ("/v1/weights/check", "/v1/weights/plan", "/v1/weights/commit")
 KEY = {"Authorization": "Bearer secret"}
 
@@ -34,6 +40,28 @@ def test_a_manifest_goes_on_byte_by_byte_and_the_query_with_it(w: World) -> None
     assert w.upstream.weights.asked == [(path, body) for path in paths]
 
 
+def pieces(count: int) -> Iterator[bytes]:
+    return (bytes([at % 251]) * PIECE for at in range(count))
+
+
+@pytest.mark.parametrize("count", [0, 1, 300])
+def test_a_buffer_goes_on_as_it_comes_and_is_never_held(w: World, count: int) -> None:
+    """The last is larger than any body that the proxy holds."""
+    assert Limits().manifest_bytes < 300 * PIECE
+    with w.client() as client:
+        answer = client.put(BUFFER, content=pieces(count))
+    assert (answer.status_code, answer.content) == (204, b"")
+    expected = hashlib.sha256(b"".join(pieces(count))).digest()
+    assert w.upstream.weights.asked == [(BUFFER, expected)]
+
+
+def test_a_buffer_that_the_engine_does_not_want_is_refused_in_its_words(w: World) -> None:
+    """By our own client: it has sent a part of the body when the answer comes."""
+    server = Server(w.url)
+    with pytest.raises(WeightsError, match="is not planned here"):
+        server.put_weights(UNPLANNED, 0, pieces(300), 300 * PIECE)
+
+
 @pytest.mark.parametrize("path", PATHS)
 def test_what_the_engine_refuses_is_said_in_its_words(w: World, path: str) -> None:
     with w.client() as client:
@@ -43,13 +71,13 @@ def test_what_the_engine_refuses_is_said_in_its_words(w: World, path: str) -> No
     assert answer.json()["error"]["code"] == "weights"
 
 
-@pytest.mark.parametrize("path", ["/v1/weights", "/v1/weights/tensors", *PATHS])
+@pytest.mark.parametrize("path", ["/v1/weights", "/v1/weights/tensors", BUFFER, *PATHS])
 def test_nobody_gets_there_without_the_key(tmp_path: Path, path: str) -> None:
-    method = "POST" if path in PATHS else "GET"
+    method = {BUFFER: "PUT"}.get(path, "POST" if path in PATHS else "GET")
     with world(tmp_path, api_key="secret") as w, w.client() as client:
         assert client.request(method, path).status_code == 401
         assert w.upstream.weights.asked == []
-        assert client.request(method, path, headers=KEY).status_code in (200, 400)
+        assert client.request(method, path, headers=KEY).status_code in (200, 204, 400)
 
 
 @pytest.mark.parametrize("path", PATHS)

@@ -20,6 +20,7 @@ COMPILED = ("test_compiled.py", "test_interpreted.py")
 INTERPRETED = (
     "test_commit_kernel.py",
     "test_commit_planted.py",
+    "test_device_handover.py",
     "test_norm_kernel.py",
     "test_project_kernel.py",
     "test_score_kernel.py",

@@ -23,7 +23,7 @@ from clairai.ring.memory import HostMemory
 from clairai.ring.reader import Record, Ring
 from clairai.ring.writer import RingWriter
 from clairai.tap import commit_kernel
-from clairai.tap.commit import Brief, DeviceOutlet, constants
+from clairai.tap.commit import Brief, DeviceOutlet, Form, constants
 from clairai.tap.outlet import HostOutlet, Inputs, Step
 from clairai.tap.rows import Batch, RowBook, StepRows
 from clairai.tap.tables import Tables
@@ -53,9 +53,9 @@ class InterpretedLaunch:
     def begin(self) -> None:
         pass
 
-    def __call__(self, brief: Brief, inputs: Inputs, grids: Iterator[tuple[int, int]]) -> None:
+    def __call__(self, brief: Brief, inputs: Inputs, form: Form) -> None:
         read = (*self._from, inputs.positions_T, inputs.token_ids_T, *self._sizes)
-        for part, grid in enumerate(grids):
+        for part, grid in enumerate(form.grids):
             self.grids.append(grid)
             commit_kernel.commit[grid](self._ring, brief.memory, *read, part, **self.constants)
             assert not self._ticket.any()  # ready for the next launch

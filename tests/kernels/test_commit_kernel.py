@@ -222,3 +222,18 @@ def test_a_record_says_when_its_step_was_sent() -> None:
         stamps = {record.stamp_ns for record in both.poll()[0]}
     assert len(stamps) == 1
     assert before_ns <= stamps.pop() <= after_ns
+
+
+def test_steps_that_are_all_alike_say_which_bank_scored_them_when_it_changes() -> None:
+    """The second bank has as many probes as the first: nothing else tells the steps apart."""
+    alike = [Plan(counts=[1, 1])] * (2 * NUM_BRIEFS)
+    with outlets() as both:
+        follow(both, [Plan(new=[(1, 0, 0)] * 2, counts=[1, 1])])
+        for version in (2, 3):
+            both.load(4)
+            for plan in alike:
+                expected = both.step(plan)
+                (record,), by_host = both.poll()
+                assert_same([record], by_host)
+                assert rows_in([record]) == expected
+                assert record.bank_version == version

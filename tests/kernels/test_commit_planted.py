@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from clairai import wire
 from clairai.tap import commit_kernel
-from clairai.tap.commit import Brief
+from clairai.tap.commit import Brief, Form
 from clairai.tap.rows import Roster, StepRows
 from tests.kernels.outlets import WIDE, Outlets, assert_same, outlets, rows_in
 from tests.unit.toy_engine import Plan
@@ -69,36 +69,51 @@ def a_roster_that_stays(monkeypatch: pytest.MonkeyPatch, _both: Outlets) -> None
 
 def counts_that_stay(monkeypatch: pytest.MonkeyPatch, _both: Outlets) -> None:
     """A brief that takes one split of tokens for another of the same sum."""
-    write = Brief.write
+    write = Brief._write_form
 
-    def write_stale(self: Brief, rows: StepRows, head: tuple[int, ...]) -> None:
+    def write_stale(self: Brief, form: Form) -> None:
+        rows = form.rows
         if self._counts and sum(np.frombuffer(self._counts, np.int32)) == rows.num_tokens:
             self._counts = rows.counts_R.tobytes()
-        write(self, rows, head)
+        write(self, form)
 
-    monkeypatch.setattr(Brief, "write", write_stale)
+    monkeypatch.setattr(Brief, "_write_form", write_stale)
+
+
+def a_form_that_stays(monkeypatch: pytest.MonkeyPatch, _both: Outlets) -> None:
+    """A brief takes one step for another with as many rows."""
+    write = Brief._write_form
+    written: dict[int, int] = {}
+
+    def write_new_sizes(self: Brief, form: Form) -> None:
+        if written.get(id(self)) == form.num_rows:
+            return
+        written[id(self)] = form.num_rows
+        write(self, form)
+
+    monkeypatch.setattr(Brief, "_write_form", write_new_sizes)
 
 
 def events_one_row_early(monkeypatch: pytest.MonkeyPatch, _both: Outlets) -> None:
     """The kernel finds an event where the one before it should be."""
-    write = Brief.write
+    write = Brief._write_form
 
-    def write_moved(self: Brief, rows: StepRows, head: tuple[int, ...]) -> None:
-        write(self, rows, head)
+    def write_moved(self: Brief, form: Form) -> None:
+        write(self, form)
         self._events[:] = np.roll(self._events, -wire.ROW.itemsize)
 
-    monkeypatch.setattr(Brief, "write", write_moved)
+    monkeypatch.setattr(Brief, "_write_form", write_moved)
 
 
 def nothing_is_recomputed(monkeypatch: pytest.MonkeyPatch, _both: Outlets) -> None:
     """How far a request had come is forgotten."""
-    write = Brief.write
+    write = Brief._write_form
 
-    def write_unseen(self: Brief, rows: StepRows, head: tuple[int, ...]) -> None:
-        write(self, rows, head)
+    def write_unseen(self: Brief, form: Form) -> None:
+        write(self, form)
         self._plan_FR[3] = 0
 
-    monkeypatch.setattr(Brief, "write", write_unseen)
+    monkeypatch.setattr(Brief, "_write_form", write_unseen)
 
 
 def half_a_stream_id(monkeypatch: pytest.MonkeyPatch, _both: Outlets) -> None:
@@ -116,9 +131,9 @@ def positions_of_another_step(monkeypatch: pytest.MonkeyPatch, both: Outlets) ->
     """The kernel runs when the runner has moved on."""
     call = both.launch.__class__.__call__
 
-    def late(self: Any, brief: Brief, inputs: Any, grids: Iterator[tuple[int, int]]) -> None:
+    def late(self: Any, brief: Brief, inputs: Any, form: Form) -> None:
         inputs.positions_T.add_(1)
-        call(self, brief, inputs, grids)
+        call(self, brief, inputs, form)
         inputs.positions_T.sub_(1)
 
     monkeypatch.setattr(both.launch.__class__, "__call__", late)
@@ -171,6 +186,7 @@ PLANTED: tuple[Plant, ...] = (
     rows_of_the_neighbour,
     a_roster_that_stays,
     counts_that_stay,
+    a_form_that_stays,
     events_one_row_early,
     nothing_is_recomputed,
     half_a_stream_id,

@@ -112,11 +112,13 @@ STASH_TYPES = {
 STASH_CONSTANTS = {"TILE_T": 16, "SLICE_D": 128, "TILE_K": 16, "IS_SPLIT": True, "NUM_SLICES": 32}
 
 
-def after_the_forward(kernel: Any, types: dict[str, str], constants: dict[str, Any]) -> Any:
+def after_the_forward(
+    kernel: Any, types: dict[str, str], constants: dict[str, Any], **options: Any
+) -> Any:
     names = kernel.arg_names
     signature = {n: "constexpr" if n in constants else types.get(n, "i32") for n in names}
     source = ASTSource(kernel, signature, constants)
-    return triton.compile(source, target=HOPPER, options={"enable_fp_fusion": True})
+    return triton.compile(source, target=HOPPER, options={"enable_fp_fusion": True, **options})
 
 
 def parameters(ptx: str) -> list[int]:
@@ -161,3 +163,17 @@ def test_a_step_is_published_by_stores_and_no_exchange_reaches_the_host(
     assert ptx.count("st.release.sys.global.u64") == 2
     assert "atom.global.sys.release" not in ptx
     assert ptx.count("atom.global") == 1  # the ticket, which lies on the device
+
+
+@pytest.mark.parametrize("tile_k", [16, 64])
+def test_what_is_scored_from_the_stash_fits_a_gpus_shared_memory(
+    tile_k: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    shared_nbytes = 232_448  # of an H200
+    for one in score_kernel.stash_tilings(tile_k, is_split=True, shared_nbytes=shared_nbytes):
+        tiles = STASH_CONSTANTS | {"TILE_T": one.tile_t, "TILE_K": tile_k}
+        options = {"num_warps": one.num_warps, "num_stages": one.num_stages}
+        made = after_the_forward(score_kernel.score_stash, STASH_TYPES, tiles, **options)
+        assert made.metadata.shared <= shared_nbytes
+        assert ".local" not in made.asm["ptx"]

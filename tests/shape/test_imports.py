@@ -88,6 +88,7 @@ def test_only_the_plugin_and_compat_import_vllm() -> None:
 TENSORS = (
     "weights.device_sums",
     "weights.pack",
+    "weights.routes",
     "weights.sources",
     "weights.sum_kernel",
     "weights.tensors",

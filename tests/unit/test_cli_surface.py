@@ -65,7 +65,8 @@ SURFACE = {
     "probes remove": ["names", "--url", "--api-key"],
     "weights": [],
     "weights push": [
-        *("folder", "--to", "--api-key", "--runtime-dir", "--drain", "--label", "--dry-run"),
+        *("folder", "--to", "--api-key", "--runtime-dir", "--drain", "--label", "--through"),
+        "--dry-run",
     ],
     "weights show": ["--url", "--api-key"],
     "vectors": [],

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import numpy as np
 import pytest
 import torch
@@ -11,7 +9,7 @@ import torch
 from clairai.errors import EngineGoneError
 from clairai.ring.layout import RingHeader, RingShape
 from clairai.tap import commit
-from clairai.tap.commit import NUM_BRIEFS, Brief, DeviceOutlet
+from clairai.tap.commit import NUM_BRIEFS, Brief, DeviceOutlet, Form
 from clairai.tap.commit_kernel import BRIEF_HEAD, DONE_WORD
 from clairai.tap.outlet import Inputs, Step
 from clairai.tap.rows import Batch, Mark, RowBook, StepRows
@@ -33,10 +31,10 @@ class StoppedGpu:
     def begin(self) -> None:
         pass
 
-    def __call__(self, brief: Brief, inputs: Inputs, grids: Iterator[tuple[int, int]]) -> None:
+    def __call__(self, brief: Brief, inputs: Inputs, form: Form) -> None:
         del inputs
         self.briefs.append(brief)
-        self.grids.append(list(grids))
+        self.grids.append(list(form.grids))
 
     def follow(self, stream: int) -> None: ...
 

@@ -18,7 +18,7 @@ from clairai.points import Point
 from clairai.ring.layout import RingHeader, RingShape
 from clairai.ring.memory import HostMemory
 from clairai.ring.writer import RingWriter
-from clairai.tap.commit import NUM_BRIEFS, Brief, DeviceOutlet
+from clairai.tap.commit import NUM_BRIEFS, Brief, DeviceOutlet, Form
 from clairai.tap.commit_kernel import DONE_WORD
 from clairai.tap.outlet import HostOutlet, Inputs, Outlet, Step
 from clairai.tap.rows import Batch, Mark, RowBook
@@ -37,8 +37,8 @@ class NoLaunch:
     def begin(self) -> None:
         pass
 
-    def __call__(self, brief: Brief, inputs: Inputs, grids: Iterator[tuple[int, int]]) -> None:
-        del inputs, grids
+    def __call__(self, brief: Brief, inputs: Inputs, form: Form) -> None:
+        del inputs, form
         brief.memory[DONE_WORD] = brief.memory[9]
 
     def follow(self, stream: int) -> None:

@@ -3,45 +3,49 @@
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Callable
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from clairai.errors import RingError, UnsupportedError
-from clairai.tap.launch import Driver, Kernel, by_name
+from clairai.tap.launch import (
+    CALLS,
+    Driver,
+    Kernel,
+    Launches,
+    NativeLaunches,
+    by_name,
+    launches,
+)
 
 SIGNATURE = {"ring_ptr": "*i64", "SLOTS": "i32", "one": "constexpr", "wide": "i64", "T": "i32"}
 
 
-class Function:
-    """One function of a library; what it was called with last."""
-
-    def __init__(self, act: Any) -> None:
-        self.argtypes: Any = None
-        self.restype: Any = None
-        self._act = act
-
-    def __call__(self, *given: Any) -> int:
-        assert len(given) == len(self.argtypes)
-        return int(self._act(*given))
+RECORD = ctypes.CFUNCTYPE(ctypes.c_int, *CALLS["cuEventRecord"])
+WAIT = ctypes.CFUNCTYPE(ctypes.c_int, *CALLS["cuStreamWaitEvent"])
+SIZE = ctypes.CFUNCTYPE(ctypes.c_int, *CALLS["cuFuncGetParamInfo"])
+LAUNCH = ctypes.CFUNCTYPE(ctypes.c_int, *CALLS["cuLaunchKernel"])
 
 
 class Library:
     """Knows a kernel whose parameters have these sizes, and reads what it is launched with."""
 
-    def __init__(self, sizes: list[int], status: int = 0) -> None:
-        self.sizes, self.status = sizes, status
+    def __init__(self, sizes: list[int], fault: str | None = None) -> None:
+        self.sizes, self._fault = sizes, fault
         self.launched: list[tuple[Any, ...]] = []
         self.queued: list[tuple[Any, ...]] = []
-        self.cuEventRecord = Function(lambda *given: self._queue("record", *given))
-        self.cuStreamWaitEvent = Function(lambda *given: self._queue("wait", *given))
-        self.cuFuncGetParamInfo = Function(self._size)
-        self.cuLaunchKernel = Function(self._launch)
+        # Real functions of C, with addresses that other C can call.
+        self.cuEventRecord = RECORD(lambda *given: self._queue("record", *given))
+        self.cuStreamWaitEvent = WAIT(lambda *given: self._queue("wait", *given))
+        self.cuFuncGetParamInfo = SIZE(self._size)
+        self.cuLaunchKernel = LAUNCH(self._launch)
 
     def _queue(self, *given: Any) -> int:
         self.queued.append(given)
-        return self.status
+        return 700 if given[0] == self._fault else 0
 
     def _size(self, _function: int, index: int, _offset: int, size: int) -> int:
         if index >= len(self.sizes):
@@ -50,14 +54,14 @@ class Library:
         return 0
 
     def _launch(self, function: int, *given: Any) -> int:
-        *shape, parameters, extra = given
+        *shape, parameters, _extra = given
+        addresses = (ctypes.c_void_p * len(self.sizes)).from_address(parameters)
         values = [
             int.from_bytes(ctypes.string_at(at, size), "little")
-            for at, size in zip(parameters, self.sizes, strict=True)
+            for at, size in zip(addresses, self.sizes, strict=True)
         ]
         self.launched.append((function, tuple(shape), values))
-        assert extra is None
-        return self.status
+        return self._queue("launch")
 
 
 class Compiled:
@@ -72,27 +76,65 @@ class Compiled:
 
 
 GIVEN = {"ring_ptr": 1 << 40, "SLOTS": 5, "one": 1, "wide": 1 << 35, "T": 9}
+SIDE, BEGUN, ENDED, MAIN = 50, 60, 61, 40
 
 
 def kernel(library: Library) -> Kernel:
     return Kernel(Driver(library), Compiled(), GIVEN)
 
 
+@pytest.fixture(params=[Launches, NativeLaunches])
+def make(request: pytest.FixtureRequest) -> Callable[[Library], Launches | NativeLaunches]:
+    def made(library: Library) -> Launches | NativeLaunches:
+        found: Launches | NativeLaunches = request.param(Driver(library), SIDE, BEGUN, ENDED)
+        return found
+
+    return made
+
+
 @pytest.mark.parametrize("num_hidden", [0, 1, 2])
 def test_arguments_come_in_order_without_constants_and_what_triton_adds_is_null(
-    num_hidden: int,
+    num_hidden: int, make: Callable[[Library], Launches | NativeLaunches]
 ) -> None:
     library = Library([8, 4, 8, 4] + [8] * num_hidden)
-    launch = kernel(library)
-    launch((3, 2, 1), 55)
-    launch.cells["T"].value = 11
-    launch((1, 1, 1), 56)
-    first, second = library.launched
-    assert first == (77, (3, 2, 1, 128, 1, 1, 96, 55), [1 << 40, 5, 1 << 35, 9] + [0] * num_hidden)
-    assert second[1:] == (
-        (1, 1, 1, 128, 1, 1, 96, 56),
-        [1 << 40, 5, 1 << 35, 11] + [0] * num_hidden,
-    )
+    made, step = kernel(library), make(library)
+    step.set([made.launch((3, 2, 1))])
+    made.cells["T"].value = 11
+    step.run(MAIN)
+    hidden = [0] * num_hidden
+    assert library.launched == [
+        (77, (3, 2, 1, 128, 1, 1, 96, SIDE), [1 << 40, 5, 1 << 35, 11, *hidden])
+    ]
+
+
+def test_a_step_waits_for_its_forward_and_runs_its_launches_in_order(
+    make: Callable[[Library], Launches | NativeLaunches],
+) -> None:
+    library = Library([8, 4, 8, 4])
+    made, step = kernel(library), make(library)
+    step.set([made.launch((1, 1, 1), T=part) for part in range(3)])
+    step.run(MAIN)
+    assert library.queued == [
+        ("record", BEGUN, MAIN),
+        ("wait", SIDE, BEGUN, 0),
+        *[("launch",)] * 3,
+        ("record", ENDED, SIDE),
+    ]
+    assert [values[3] for _, _, values in library.launched] == [0, 1, 2]
+    assert made.cells["T"].value == 9  # an argument of its own is a launch's alone
+
+
+def test_launches_can_be_run_again_and_set_anew(
+    make: Callable[[Library], Launches | NativeLaunches],
+) -> None:
+    library = Library([8, 4, 8, 4])
+    made, step = kernel(library), make(library)
+    step.set([made.launch((1, 1, 1)), made.launch((2, 1, 1))])
+    step.run(MAIN)
+    step.run(MAIN)
+    step.set([made.launch((4, 1, 1))])
+    step.run(MAIN)
+    assert [shape[0] for _, shape, _ in library.launched] == [1, 2, 1, 2, 4]
 
 
 @pytest.mark.parametrize("sizes", [[8, 8, 8, 4], [8, 4, 8], [8, 4, 8, 4, 4]])
@@ -101,26 +143,41 @@ def test_a_kernel_laid_out_in_another_way_is_refused(sizes: list[int]) -> None:
         kernel(Library(sizes))
 
 
-def test_what_the_driver_refuses_is_an_error() -> None:
-    library = Library([8, 4, 8, 4], status=700)
-    driver = Driver(library)
-    with pytest.raises(RingError, match="cuLaunchKernel failed on the GPU: CUDA error 700"):
-        kernel(library)((1, 1, 1), 0)
-    with pytest.raises(RingError, match="cuEventRecord"):
-        driver.record(1, 2)
-    with pytest.raises(RingError, match="cuStreamWaitEvent"):
-        driver.wait(2, 1)
+@pytest.mark.parametrize("fault", ["record", "wait", "launch"])
+def test_what_the_driver_refuses_is_an_error_and_nothing_comes_after_it(
+    fault: str, make: Callable[[Library], Launches | NativeLaunches]
+) -> None:
+    library = Library([8, 4, 8, 4], fault=fault)
+    step = make(library)
+    step.set([kernel(library).launch((1, 1, 1))])
+    with pytest.raises(RingError, match="failed on the GPU: CUDA error 700"):
+        step.run(MAIN)
+    assert library.queued[-1][0] == fault
 
 
-def test_events_name_the_stream_they_are_of() -> None:
+def test_a_stream_waits_for_an_event() -> None:
     library = Library([])
-    driver = Driver(library)
-    driver.record(7, 100)
-    driver.wait(200, 7)
-    assert library.queued == [("record", 7, 100), ("wait", 200, 7, 0)]
+    Driver(library).wait(200, 7)
+    assert library.queued == [("wait", 200, 7, 0)]
 
 
 def test_arguments_are_named_in_the_order_of_the_function() -> None:
     function = SimpleNamespace(arg_names=["a", "b", "CONSTANT"])
     tensor = SimpleNamespace(data_ptr=lambda: 4096)
     assert by_name(function, (tensor, 3)) == {"a": 4096, "b": 3}
+
+
+def test_without_a_compiler_the_launches_are_python_and_it_is_said(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.delenv("CC", raising=False)
+    found = launches(Driver(Library([])), SIDE, BEGUN, ENDED)
+    assert isinstance(found, Launches)
+    assert "no C compiler found" in caplog.text
+
+
+def test_with_a_compiler_they_are_one_call(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert isinstance(launches(Driver(Library([])), SIDE, BEGUN, ENDED), NativeLaunches)

@@ -5,6 +5,8 @@ T = tokens, D = model width, S = sites, K = capacity of a site, P = probes.
 
 from __future__ import annotations
 
+import dataclasses
+
 import numpy as np
 import pytest
 import torch
@@ -14,7 +16,7 @@ from clairai.errors import TapMissingError
 from clairai.points import Point
 from clairai.probe.columns import Columns
 from clairai.probe.model import Probe
-from clairai.tap.tables import Tables
+from clairai.tap.tables import Slots, Tables
 
 WIDTH, CAPACITY, MAX_TOKENS = 8, 3, 16
 POINTS = tuple(Point("post_block", layer) for layer in range(4))
@@ -188,3 +190,62 @@ def test_the_memory_the_tables_take_is_counted() -> None:
     # per site and column: a weight for each coordinate, a score for each token, bias, activation
     numbers = len(SITES) * CAPACITY * (WIDTH + MAX_TOKENS + 2)
     assert tables().nbytes == 4 * numbers
+
+
+def contents(held: Tables) -> tuple[bytes, ...]:
+    """All that a bank writes, but for places where columns have been."""
+    bank = (held.weights_SHDK, held.bias_SK, held.activation_SK, held.stashed_S)
+    placed = held.offset_C[: held.num_columns]
+    return tuple(tensor.numpy().tobytes() for tensor in (*bank, placed))
+
+
+def changed(columns: Columns, rng: np.random.Generator, at: int) -> Columns:
+    """The bank after some change of it: one comes, goes, is replaced, moves, or all are turned."""
+    names = list(columns.names)
+    new = made(f"new{at}", int(rng.integers(len(POINTS))), int(rng.integers(1 << 30)))
+    free = CAPACITY - sum(probe.point == new.point for probe in columns.probes)
+    kind = rng.choice(["add", "remove", "replace", "turn"])
+    if not names or (kind == "add" and free):
+        return columns.add([new]) if free else columns
+    chosen = [str(name) for name in rng.choice(names, rng.integers(1, len(names) + 1), False)]
+    if kind == "remove":
+        return columns.remove(chosen)
+    if kind == "replace" and free:
+        return columns.replace(dataclasses.replace(new, name=chosen[0], bias=1.5))
+    rows_PD = rng.standard_normal((len(chosen), WIDTH)).astype(np.float32)
+    return columns.redirect(chosen, rows_PD)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_what_changes_are_written_one_by_one_is_what_a_fresh_start_writes(seed: int) -> None:
+    rng, held, columns = np.random.default_rng(seed), tables(), bank()
+    held.load(columns)
+    for at in range(30):
+        columns = changed(columns, rng, at)
+        held.load(columns)
+        fresh = tables()
+        fresh.load(columns)
+        assert contents(held) == contents(fresh)
+
+
+def test_a_bank_that_stopped_half_way_is_written_whole_the_next_time(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    held, old = tables(), bank()
+    held.load(old)
+    before = contents(held)
+    rows_PD = np.ones((len(old.names), WIDTH), np.float32)
+    write, left = held._write, iter(range(1))
+
+    def stops(part: Slots) -> None:
+        if next(left, None) is None:
+            raise MemoryError
+        write(part)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(held, "_write", stops)
+        with pytest.raises(MemoryError):
+            held.load(old.redirect(old.names, rows_PD))
+    assert contents(held) != before
+    held.load(old)
+    assert contents(held) == before

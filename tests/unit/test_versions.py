@@ -77,7 +77,8 @@ def test_probes_that_come_with_weights_are_in_the_bank_that_says_so(
     station: Station, llm: ToyLlm, tmp_path: Path
 ) -> None:
     sent = sender(tmp_path, llm).send(weights(1) | {"probe::p": torch.ones(WIDTH)})
-    bank = station._banks[station.columns.version]
+    bank = station.bank(station.columns.version)
+    assert bank is not None
     assert (sent.bank_version, sent.version) == (bank.version, bank.weights)
     assert station.columns.probes[0].direction_D.tolist() == [1.0] * WIDTH
 
@@ -143,7 +144,5 @@ def test_others_are_told_of_new_weights_before_the_next_step(station: Station) -
     station.followers.append(heard.append)
     station.reweigh(5)
     assert heard == [5]
-    assert (
-        wire.Bank(station.columns.version, station.columns.bank().probes, 5)
-        == (station._banks[station.columns.version])
-    )
+    version, probes = station.columns.version, station.columns.bank().probes
+    assert station.bank(version) == wire.Bank(version, probes, 5)

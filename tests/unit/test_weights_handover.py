@@ -80,6 +80,7 @@ def test_weights_come_from_whatever_holds_them(llm: ToyLlm, tmp_path: Path, kind
         num_tensors=len(SHAPES),
         nbytes=sum(4 * tensor.numel() for tensor in new.values()),
         home="host",
+        why="the engine has no GPU",
         seconds=sent.seconds,
         packed_s=sent.packed_s,
         load_s=sent.load_s,
@@ -239,9 +240,9 @@ def _die_half_way(folder: str, epoch: str, pipe: Any) -> None:
     import time
     from contextlib import ExitStack
 
+    from clairai.weights.carriers import offer_of
     from clairai.weights.manifest import encode
     from clairai.weights.pack import Packer
-    from clairai.weights.sender import _offer
     from clairai.weights.sources import items
     from tests.unit.toy_weights import plan
 
@@ -250,7 +251,7 @@ def _die_half_way(folder: str, epoch: str, pipe: Any) -> None:
         pipe.send_bytes(encode(made))
         pipe.recv()
         packed = Packer(items(weights(9), ExitStack()), made).pack(0)
-        port.offer(_offer(made, 0, packed), packed.fds)
+        port.offer(offer_of(made, 0, packed), packed.fds)
         pipe.send("one buffer is over")
         time.sleep(60)
 
@@ -268,11 +269,21 @@ def test_a_sender_frees_its_buffers_when_the_engine_has_let_go_of_them(
     taken = dock.take(made.transfer)  # as a commit does, for as long as it loads
     caplog.set_level("DEBUG", "clairai.weights.port")
     monkeypatch.setattr(ports, "LOAD_S", 0.05)
-    Port(tmp_path, llm.epoch).close()
+    _offered(llm, tmp_path, made.transfer).close()
     assert "before it let go" in caplog.text
-    assert not dock.let_go(0.0)
+    assert not dock.let_go(made.transfer, 0.0)
     taken.close()
     caplog.clear()
     monkeypatch.setattr(ports, "LOAD_S", 60.0)
-    Port(tmp_path, llm.epoch).close()
-    assert caplog.text == ""
+    _offered(llm, tmp_path, made.transfer).close()
+    assert "before it let go" not in caplog.text
+
+
+def _offered(llm: ToyLlm, tmp_path: Path, transfer: str) -> Port:
+    """Of a sender that has brought something to this transfer; what it was is refused."""
+    from clairai.wire_weights import Offer
+
+    port = Port(tmp_path, llm.epoch)
+    with pytest.raises(WeightsError, match="refused"):
+        port.offer(Offer(transfer, 0, 1, "host"), ())
+    return port

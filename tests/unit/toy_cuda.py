@@ -105,6 +105,7 @@ class ToyDriver(ModuleType):
         return ctypes.addressof(memory)
 
     def cuMemFree(self, address: int) -> Answer:
+        assert address not in self.opened  # CUDA leaves undefined what comes of that
         del self.held[address]
         return (OK,)
 

@@ -19,6 +19,7 @@ from clairai import wire, wire_weights
 from clairai.steer.desk import Desk
 from clairai.tap.control import answer
 from clairai.weights.check import Holding, Slot
+from clairai.weights.dock import OpenDevice
 from clairai.weights.intake import Handover, Intake
 from clairai.weights.layout import Described, Meant, lay_out
 from clairai.weights.manifest import CPU, Manifest, encode
@@ -63,13 +64,19 @@ def weights(seed: int) -> dict[str, torch.Tensor]:
 class ToyLlm:
     """What a Sender needs of vLLM's LLM; `fail_after` tensors loading breaks."""
 
-    def __init__(self, folder: Path, station: Any = None, desk: Desk | None = None) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        station: Any = None,
+        desk: Desk | None = None,
+        gpu: tuple[str, OpenDevice] = (CPU, refuse_device),
+    ) -> None:
         self.desk = desk or Desk(None, ())
         self.model = weights(0)
         self.fail_after: int | None = None
         self.resets = 0
         self.station = station
-        self.intake = Intake(folder, CPU, refuse_device, SLOTS, self._load)
+        self.intake = Intake(folder, *gpu, SLOTS, self._load)
 
     def _load(self, named: list[tuple[str, Any]]) -> None:
         for count, (name, tensor) in enumerate(named):

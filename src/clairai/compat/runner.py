@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import numpy as np
+import torch
 
 from clairai.compat.amends import CARRIED
 from clairai.compat.captures import read_order
@@ -46,10 +47,10 @@ def connect(runner: Any, listeners: Sequence[Listener]) -> Callable[[], Inputs]:
     """Every real step of `runner` is told from now on; gives where its inputs lie."""
     if hasattr(runner, "prepare_inputs") and hasattr(runner, "req_states"):
         _wrap(runner, "prepare_inputs", lambda given: _after_v2(listeners, given))
-        inputs = functools.partial(_inputs_v2, runner)
+        inputs = _Inputs(functools.partial(_inputs_v2, runner))
     elif hasattr(runner, "_prepare_inputs") and hasattr(runner, "input_batch"):
         _wrap(runner, "_prepare_inputs", lambda given: _after_v1(listeners, runner, given))
-        inputs = functools.partial(_inputs_v1, runner)
+        inputs = _Inputs(functools.partial(_inputs_v1, runner))
     else:
         raise UnsupportedError(
             f"{type(runner).__module__}.{type(runner).__name__} is neither vLLM's V1 nor its V2 "
@@ -80,23 +81,29 @@ def _around_step(listeners: Sequence[Listener], inputs: Callable[[], Inputs], gi
     if kwargs.get("dummy_run"):  # V2 warms up and captures through the same method
         return original(*args, **kwargs)
     scheduled = args[0] if args else kwargs["scheduler_output"]
-    new = list(map(_new_request, scheduled.scheduled_new_reqs))
-    finished = list(scheduled.finished_req_ids)
-    changed = {req_id: read_sealed(sealed) for req_id, sealed in _carried(scheduled).items()}
+    new = [_new_request(one) for one in scheduled.scheduled_new_reqs]
+    finished, carried = list(scheduled.finished_req_ids), _carried(scheduled)
     for listener in listeners:
         listener.begin(new, finished)
-        for req_id, course in changed.items():
-            listener.amend(req_id, course)
+    if carried:
+        _amend(listeners, carried)
     result = original(*args, **kwargs)
     for listener in listeners:
         listener.end(inputs)
     return result
 
 
-def _carried(scheduled: Any) -> dict[str, Any]:
+def _carried(scheduled: Any) -> dict[str, Any] | None:
     """What compat/amends.py put there: requests that are steered otherwise from now on."""
-    carried: dict[str, Any] = getattr(scheduled, CARRIED, {})
+    carried: dict[str, Any] | None = getattr(scheduled, CARRIED, None)
     return carried
+
+
+def _amend(listeners: Sequence[Listener], carried: dict[str, Any]) -> None:
+    for req_id, sealed in carried.items():
+        course = read_sealed(sealed)
+        for listener in listeners:
+            listener.amend(req_id, course)
 
 
 def _before_dummy(listeners: Sequence[Listener], given: Given) -> Any:
@@ -156,10 +163,24 @@ def _after_v2(listeners: Sequence[Listener], given: Given) -> Any:
     return batch
 
 
-def _inputs_v1(runner: Any) -> Inputs:
-    return Inputs(positions_T=runner.positions, token_ids_T=runner.input_ids.gpu)
+def _inputs_v1(runner: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    return runner.positions, runner.input_ids.gpu
 
 
-def _inputs_v2(runner: Any) -> Inputs:
+def _inputs_v2(runner: Any) -> tuple[torch.Tensor, torch.Tensor]:
     buffers = runner.input_buffers
-    return Inputs(positions_T=buffers.positions, token_ids_T=buffers.input_ids)
+    return buffers.positions, buffers.input_ids
+
+
+class _Inputs:
+    """The runner's buffers; the same object for as long as they are the same."""
+
+    def __init__(self, read: Callable[[], tuple[torch.Tensor, torch.Tensor]]) -> None:
+        self._read, self._last = read, Inputs(*read())
+
+    def __call__(self) -> Inputs:
+        positions_T, token_ids_T = self._read()
+        last = self._last
+        if positions_T is not last.positions_T or token_ids_T is not last.token_ids_T:
+            self._last = Inputs(positions_T, token_ids_T)
+        return self._last

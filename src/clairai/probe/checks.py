@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Final
 
 import numpy as np
@@ -48,6 +49,25 @@ def direction(what: str, given: object) -> NDArray[np.float32]:
     if not given.any():
         raise ProbeError(f"{what} is all zeros and does nothing; make it again, or leave it out")
     copied = np.array(given, dtype="<f4", order="C")
+    copied.setflags(write=False)
+    return copied
+
+
+def directions(names: Sequence[str], given_PD: NDArray[np.float32]) -> NDArray[np.float32]:
+    """As `direction`, for a row of each probe; one look at all of them finds a bad one.
+
+    Numbers that nobody can write to any more are not copied.
+    """
+    with np.errstate(invalid="ignore"):
+        highest_P, lowest_P = given_PD.max(axis=1), given_PD.min(axis=1)  # a NaN is both
+        is_good_P = np.isfinite(highest_P) & np.isfinite(lowest_P) & (highest_P != lowest_P)
+    for at in np.flatnonzero(
+        ~is_good_P
+    ).tolist():  # all of its numbers may be one number, and that is fine
+        direction(f"probe {names[at]}: direction", given_PD[at])
+    if not given_PD.flags.writeable:
+        return given_PD
+    copied = np.array(given_PD, dtype="<f4", order="C")
     copied.setflags(write=False)
     return copied
 

@@ -8,13 +8,17 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from types import MappingProxyType
 from typing import Final
+
+import numpy as np
+from numpy.typing import NDArray
 
 from clairai import wire
 from clairai.errors import CapacityError, ConfigError, PointError, ProbeError
 from clairai.points import Point, quote
-from clairai.probe.model import Probe
+from clairai.probe.model import Probe, redirected
 
 # A bank must fit one message of wire.MAX_MESSAGE_BYTES, and a column takes at most 450 of them.
 MAX_PROBES: Final = 2048
@@ -71,6 +75,11 @@ class Columns:
         """Every probe, in column order."""
         return tuple(column.probe for column in self.columns)
 
+    @cached_property
+    def names(self) -> tuple[str, ...]:
+        """Of every probe, in column order."""
+        return tuple(column.probe.name for column in self.columns)
+
     def bank(self, weights: int | None = None) -> wire.Bank:
         """What readers are told: the columns of records that carry this version."""
         probes = tuple(column.probe.info() for column in self.columns)
@@ -105,6 +114,22 @@ class Columns:
             else:
                 moving.append(probe)
         return self._with(staying, moving)
+
+    def redirect(self, names: Sequence[str], rows_PD: NDArray[np.float32]) -> Columns:
+        """With other directions for the probes of these names, a row for each; all else stays."""
+        held = _by_name(self.columns)
+        _check_held(held, names)
+        if rows_PD.shape[1:] != (self.width,):
+            raise ProbeError(
+                f"directions have shape {rows_PD.shape} and {quote(self.model)} has width "
+                f"{self.width}; use probes trained on this model"
+            )
+        new = dict(zip(names, redirected([held[n].probe for n in names], rows_PD), strict=True))
+        columns = tuple(
+            Column(column.site_index, column.slot_index, new.get(column.probe.name, column.probe))
+            for column in self.columns
+        )
+        return replace(self, version=self.version + 1, columns=columns)
 
     def remove(self, names: Iterable[str]) -> Columns:
         """Without the probes of these names; their slots are free again."""

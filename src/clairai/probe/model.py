@@ -7,6 +7,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Final, get_args
@@ -84,11 +85,16 @@ class Probe:
         What is only told to people is left out: kept scores still match a probe whose description
         was mended, and files from before descriptions keep the digest they had.
         """
+        content = hashlib.blake2b(self._header, digest_size=16)
+        content.update(self.direction_D.data)
+        return content.hexdigest()
+
+    @cached_property
+    def _header(self) -> bytes:
+        """All but the direction; a probe with another direction has the same."""
         fields = (self.name, str(self.point), self.bias, self.activation)
         header = json.dumps([*fields, self.threshold, self.calibration, self.model])
-        content = hashlib.blake2b(header.encode(), digest_size=16)
-        content.update(b"\0" + self.direction_D.tobytes())
-        return content.hexdigest()
+        return header.encode() + b"\0"
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Probe):
@@ -132,6 +138,31 @@ class Probe:
             auroc=self.auroc,
             histogram=self.histogram,
         )
+
+
+def redirected(probes: Sequence[Probe], rows_PD: NDArray[np.float32]) -> tuple[Probe, ...]:
+    """The same probes with other directions, a row for each; nothing else is looked at again."""
+    if rows_PD.ndim != 2 or rows_PD.dtype != np.float32 or len(rows_PD) != len(probes):
+        raise ProbeError(
+            f"directions are {rows_PD.dtype}{rows_PD.shape}; give a row of float32 for each of "
+            f"{len(probes)} probes"
+        )
+    checked_PD = checks.directions([probe.name for probe in probes], rows_PD)
+    return turned(probes, checked_PD)
+
+
+def turned(probes: Sequence[Probe], checked_PD: NDArray[np.float32]) -> tuple[Probe, ...]:
+    """As `redirected`, to rows that were checked where they came from and that nobody changes."""
+    return tuple(map(_turned, probes, checked_PD))
+
+
+def _turned(probe: Probe, direction_D: NDArray[np.float32]) -> Probe:
+    made: Probe = object.__new__(Probe)  # not by __init__: a bank of hundreds is made in no time
+    fields = vars(made)
+    fields.update(vars(probe))
+    fields["direction_D"] = direction_D
+    fields.pop("digest", None)  # of the old one
+    return made
 
 
 def _activate(activation: wire.Activation, scores_T: NDArray[np.float64]) -> NDArray[np.float64]:

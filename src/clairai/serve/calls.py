@@ -6,10 +6,11 @@ else.
 
 from __future__ import annotations
 
+import contextlib
 import http.client
 import json
 import socket
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 from urllib.parse import quote, urlsplit
@@ -82,6 +83,12 @@ class Server:
         path = f"{_WEIGHTS}/{what}"
         return self._ask("POST", path, body=manifest, headers=typed, timeout_s=ANSWER_TIMEOUT_S)
 
+    def put_weights(self, transfer: str, index: int, body: Iterable[bytes], nbytes: int) -> None:
+        """One buffer of a planned hand-over, piece by piece: it may be larger than memory."""
+        typed = {"Content-Type": "application/octet-stream", "Content-Length": str(nbytes)}
+        path = f"{_WEIGHTS}/buffers/{transfer}/{index}"
+        self._ask("PUT", path, body=body, headers=typed, timeout_s=ANSWER_TIMEOUT_S)
+
     def chat(self, request: Mapping[str, Any]) -> Mapping[str, Any]:
         body = json.dumps(request).encode()
         typed = {"Content-Type": "application/json"}
@@ -93,7 +100,7 @@ class Server:
         method: str,
         path: str,
         *,
-        body: bytes | None = None,
+        body: bytes | Iterable[bytes] | None = None,
         headers: Mapping[str, str] | None = None,
         timeout_s: float = CONTROL_TIMEOUT_S,
     ) -> Mapping[str, Any]:
@@ -112,7 +119,7 @@ class Server:
         method: str,
         path: str,
         *,
-        body: bytes | None = None,
+        body: bytes | Iterable[bytes] | None = None,
         headers: Mapping[str, str] | None = None,
         timeout_s: float,
     ) -> Answer:
@@ -120,7 +127,9 @@ class Server:
         key = {} if self.api_key is None else {"Authorization": f"Bearer {self.api_key}"}
         try:
             sent = {**(headers or {}), **key}
-            connection.request(method, self._base + path, body, sent)
+            # One who refuses a long body does not read it to its end: its answer says why.
+            with contextlib.suppress(BrokenPipeError, ConnectionResetError):
+                connection.request(method, self._base + path, body, sent)
             response = connection.getresponse()
             return Answer(response.status, _object(response.read(_MAX_ANSWER_BYTES)))
         finally:

@@ -18,7 +18,7 @@ import numpy as np
 from clairai import wire, wire_steer, wire_weights
 from clairai.errors import ClairaiError, RequestError, SteeringOffError
 from clairai.probe.files import loads as load_probe
-from clairai.probe.model import Probe
+from clairai.probe.model import Probe, turned
 from clairai.steer.fields import close_to
 from clairai.steer.files import dumps, loads
 from clairai.steer.registry import Registry
@@ -188,22 +188,27 @@ class Desk:
         committed = _REPLY.decode(reply)
         if not isinstance(committed, wire_weights.WeightsCommitted):
             return reply
-        if committed.probe_rows:
-            self._learn(
-                replace(self._probes[new.name], direction_D=np.frombuffer(new.data, "<f4"))
-                for new in committed.probe_rows
-                if new.name in self._probes
-            )
+        if committed.probe_rows is not None:
+            self._learn(self._redirected(committed.probe_rows))
         version = None
         if committed.vector_rows:
-            changed = [_with_rows(self.registry.vector(r.name), r) for r in committed.vector_rows]
+            changed = [
+                _with_rows(self.registry.vector(r.names[0]), r) for r in committed.vector_rows
+            ]
             self.registry.put(changed, "replace")
             version = self.registry.state().version
         return _ENCODER.encode(
             msgspec.structs.replace(
-                committed, probe_rows=(), vector_rows=(), vectors_version=version
+                committed, probe_rows=None, vector_rows=(), vectors_version=version
             )
         )
+
+    def _redirected(self, new: wire_weights.Rows) -> tuple[Probe, ...]:
+        """The worker has checked the rows, and holds the same ones."""
+        rows_PD = np.frombuffer(new.data, "<f4").reshape(len(new.names), -1)
+        known = [at for at, name in enumerate(new.names) if name in self._probes]
+        chosen_PD = rows_PD if len(known) == len(rows_PD) else rows_PD[known]
+        return turned([self._probes[new.names[at]] for at in known], chosen_PD)
 
     def _learn(self, changed: Iterable[Probe]) -> None:
         self._probes |= {probe.name: probe for probe in changed}

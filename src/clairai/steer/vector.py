@@ -113,7 +113,7 @@ _TEXTS: Final = (
 def digest_of(row_D: Row) -> str:
     """SHA-256 of a row's numbers; equal for equal numbers, whichever point or vector has them."""
     content = hashlib.sha256(_ROW_SCHEMA)
-    content.update(np.ascontiguousarray(row_D, "<f4"))
+    content.update(np.ascontiguousarray(row_D, "<f4").data)
     return content.hexdigest()
 
 

@@ -84,6 +84,8 @@ def _endpoint(
 
     async def endpoint(request: Request) -> Response:
         admit(request, route, proxy.settings)
+        if route.body == "file":  # who reads it sees whether the client is still there
+            return await handler(Call(proxy, site, examples, request, None))
         body = await read_body(request, limit) if route.body != "none" else None
         call = Call(proxy, site, examples, request, body)
         return await while_connected(request, handler(call))

@@ -51,6 +51,7 @@ _SUMMARIES: Final = {
     "list_tensors": "What can be sent as new weights",
     "check_weights": "Would these weights be taken?",
     "plan_weights": "The same; their buffers may now come to the engine",
+    "put_buffer": "A buffer of a planned hand-over, as a safetensors file",
     "commit_weights": "Serve with the weights that have come",
     "describe": "The engine, and how this proxy reads its ring",
     "examples": "Prompts to try",
@@ -80,6 +81,7 @@ _MODELS: Final[dict[str, type[BaseModel]]] = {
     "examples": schema.ExampleList,
     "health": schema.Health,
 }
+_SILENT: Final = ("stop", "put_buffer")  # they answer with their status alone
 _CONTENT: Final[dict[str, dict[str, Any]]] = {
     "chat": {**_OBJECT, **_STREAM},
     "completions": {**_OBJECT, **_STREAM},
@@ -107,6 +109,7 @@ _BODIES: Final[dict[str, dict[str, Any]]] = {
     "check_weights": _MANIFEST,
     "plan_weights": _MANIFEST,
     "commit_weights": _MANIFEST,
+    "put_buffer": _FILE,
 }
 _PARAMETERS: Final[dict[str, list[tuple[str, str, dict[str, Any]]]]] = {
     "resume": [
@@ -129,6 +132,10 @@ _PARAMETERS: Final[dict[str, list[tuple[str, str, dict[str, Any]]]]] = {
         ("Range", "header", _LINE),
         ("If-Range", "header", _LINE),
         ("If-None-Match", "header", _LINE),
+    ],
+    "put_buffer": [
+        ("transfer", "path", {"type": "string", "pattern": "^[0-9a-f]{32}$"}),
+        ("index", "path", {**_NUMBER, "maximum": 4095}),
     ],
     "commit_weights": [("drain", "query", {"type": "string", "enum": ["wait", "abort"]})],
     "asset": [("path", "path", {"type": "string"})],
@@ -174,9 +181,9 @@ def _responses(route: Route) -> dict[int | str, dict[str, Any]]:
     good: dict[str, Any] = {"description": "As asked"}
     if name in _MODELS:
         good["model"] = _MODELS[name]
-    elif name != "stop":
+    elif name not in _SILENT:
         good["content"] = _CONTENT.get(name, _OBJECT)
-    made: dict[int | str, dict[str, Any]] = {204 if name == "stop" else 200: good}
+    made: dict[int | str, dict[str, Any]] = {204 if name in _SILENT else 200: good}
     if name == "resume":
         made[204] = {"description": "The run has ended and the client has all of it"}
     if name in ("put_probe", "put_vector"):

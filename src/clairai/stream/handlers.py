@@ -16,7 +16,7 @@ from clairai.stream import reading
 from clairai.stream.complete import complete
 from clairai.stream.proxy import Proxy
 from clairai.stream.refusal import Refused
-from clairai.stream.relay import relay, relay_parts
+from clairai.stream.relay import relay, relay_parts, relay_upload
 from clairai.stream.shape import check_shape
 from clairai.stream.site import Site
 
@@ -150,6 +150,13 @@ async def plan_weights(call: Call) -> Response:
     return await relay(call.proxy, call.request, call.body, "/v1/weights/plan")
 
 
+async def put_buffer(call: Call) -> Response:
+    """A part of new weights, of any size; the engine knows how large it may be."""
+    asked = [call.request.path_params[name] for name in ("transfer", "index")]
+    transfer, index = (quote(part, safe="") for part in asked)
+    return await relay_upload(call.proxy, call.request, f"/v1/weights/buffers/{transfer}/{index}")
+
+
 async def commit_weights(call: Call) -> Response:
     """The engine brings it to its end, also if the client hangs up meanwhile."""
     return await relay(call.proxy, call.request, call.body, "/v1/weights/commit")
@@ -219,7 +226,7 @@ HANDLERS: Final[dict[str, Handler]] = {
         put_probe,
         *(remove_probe, get_steering, set_steering, list_vectors, get_vector, put_vector),
         *(list_captures, get_capture),
-        *(get_weights, list_tensors, check_weights, plan_weights, commit_weights),
+        *(get_weights, list_tensors, check_weights, plan_weights, put_buffer, commit_weights),
         *(remove_vector, describe, examples, health, metrics, openapi, page, asset),
     )
 }

@@ -44,6 +44,20 @@ async def relay_parts(proxy: Proxy, request: Request, path: str) -> Response:
         )
 
 
+async def relay_upload(proxy: Proxy, request: Request, path: str) -> Response:
+    """A body of any size: passed on as it comes, and none of it is held here."""
+    headers = headers_of(proxy, request, is_edited=False)
+    asking = proxy.upstream.ask(request.method, path, headers=headers, body=_pieces(request))
+    async with asking as response:
+        return await whole(proxy.upstream, response)
+
+
+async def _pieces(request: Request) -> AsyncGenerator[bytes, None]:
+    async for piece in request.stream():
+        if piece:  # an empty one would end the body
+            yield piece
+
+
 async def _parts(proxy: Proxy, response: aiohttp.ClientResponse) -> AsyncGenerator[bytes, None]:
     try:
         while raw := await response.content.readany():

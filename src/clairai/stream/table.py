@@ -11,7 +11,7 @@ from typing import Final, Literal
 from clairai.stream.settings import Limits
 
 Method = Literal["GET", "POST", "PUT", "DELETE"]
-Body = Literal["none", "json", "probe", "vector", "manifest"]
+Body = Literal["none", "json", "probe", "vector", "manifest", "file"]
 
 
 @dataclass(frozen=True)
@@ -26,9 +26,10 @@ class Route:
     changes: bool = False
 
     def body_limit(self, limits: Limits) -> int:
-        """Bytes it reads at most."""
+        """Bytes it reads at most; of a file none: it is passed on as it comes."""
         sizes = {
             "none": 0,
+            "file": 0,
             "json": limits.body_bytes,
             "probe": limits.probe_bytes,
             "vector": limits.vector_bytes,
@@ -63,6 +64,7 @@ TABLE: Final = (
     Route("GET", "/v1/weights/tensors", "list_tensors"),
     Route("POST", "/v1/weights/check", "check_weights", body="manifest", changes=True),
     Route("POST", "/v1/weights/plan", "plan_weights", body="manifest", changes=True),
+    Route("PUT", "/v1/weights/buffers/{transfer}/{index}", "put_buffer", body="file", changes=True),
     Route("POST", "/v1/weights/commit", "commit_weights", body="manifest", changes=True),
     Route("GET", "/v1/clairai", "describe"),
     Route("GET", "/v1/examples", "examples"),

@@ -6,7 +6,7 @@ Follows no redirect and no proxy setting: keys go to the address that was given,
 from __future__ import annotations
 
 import io
-from collections.abc import AsyncIterator, Iterable, Mapping
+from collections.abc import AsyncIterable, AsyncIterator, Iterable, Mapping
 from contextlib import asynccontextmanager
 from http import HTTPStatus
 from typing import Any, ClassVar, Final
@@ -96,7 +96,12 @@ class Upstream:
 
     @asynccontextmanager
     async def ask(
-        self, method: str, path: str, *, headers: Headers = (), body: bytes | None = None
+        self,
+        method: str,
+        path: str,
+        *,
+        headers: Headers = (),
+        body: bytes | AsyncIterable[bytes] | None = None,
     ) -> AsyncIterator[aiohttp.ClientResponse]:
         """The answer, its body not read yet; leaving early hangs up, which ends the work on it."""
         assert self._session is not None
@@ -106,7 +111,7 @@ class Upstream:
         if key is not None:
             sent["Authorization"] = f"Bearer {key}"
         # In parts where it is large: other streams go on between them.
-        data = io.BytesIO(body) if body is not None and len(body) > READ_BYTES else body
+        data = _in_parts(body) if isinstance(body, bytes) else body
         try:
             response = await self._session.request(
                 method, url, headers=sent, data=data, allow_redirects=False
@@ -133,6 +138,10 @@ class Upstream:
         except (aiohttp.ClientError, TimeoutError, OSError) as error:
             raise UpstreamGone(type(error).__name__) from error
         return bytes(body)
+
+
+def _in_parts(body: bytes) -> bytes | io.BytesIO:
+    return io.BytesIO(body) if len(body) > READ_BYTES else body
 
 
 def onward(headers: Headers, *, has_own_key: bool, is_edited: bool) -> list[tuple[str, str]]:

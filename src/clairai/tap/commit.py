@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import struct
 import time
-from collections.abc import Iterator
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, Final, Protocol
 
 import numpy as np
@@ -20,7 +21,7 @@ from clairai.errors import EngineGoneError
 from clairai.ring.cuda import Gpu
 from clairai.ring.layout import RingHeader, RingShape, epoch_low
 from clairai.tap import commit_kernel as kernel
-from clairai.tap.launch import Driver, Kernel, by_name
+from clairai.tap.launch import Driver, Kernel, by_name, launches
 from clairai.tap.outlet import Inputs, Step
 from clairai.tap.rows import Roster, StepRows
 from clairai.tap.score_kernel import StashScorer
@@ -30,7 +31,34 @@ NUM_BRIEFS: Final = 8
 MAX_EVENTS: Final = 512
 MAX_PROGRAMS: Final = 32  # for one record
 STUCK_S: Final = 60.0
-HEAD: Final = struct.Struct("<11q")  # words 0 to 10 of a brief
+# Words of a brief's head that differ from step to step, and the one that the GPU writes.
+PLACE: Final = struct.Struct("<2q")
+NUMBER: Final = struct.Struct("<2q")
+DONE: Final = struct.Struct("<q")
+
+
+@dataclass(frozen=True, eq=False)
+class Form:
+    """What steps that are all alike tell the kernel. Compare with `is`."""
+
+    rows: StepRows
+    bank: int  # epoch low half, bank version
+    num_rows: int
+    num_columns: int
+    per_record: int
+    num_records: int
+    grids: tuple[tuple[int, int], ...]  # of each launch: records, programs for each
+
+    @classmethod
+    def of(cls, rows: StepRows, bank: int, num_columns: int, shape: RingShape) -> Form:
+        num_rows = len(rows.events) + rows.num_tokens
+        per_record = shape.rows_per_record(num_columns)
+        num_records = -(-num_rows // per_record)
+        num_scores = min(num_rows, per_record) * num_columns
+        num_programs = min(max(-(-num_scores // kernel.TILE_E), 1), MAX_PROGRAMS)
+        firsts = range(0, num_records, shape.ahead)
+        grids = tuple((min(shape.ahead, num_records - at), num_programs) for at in firsts)
+        return cls(rows, bank, num_rows, num_columns, per_record, num_records, grids)
 
 
 class Brief:
@@ -45,30 +73,29 @@ class Brief:
         self.address = self.memory.data_ptr()
         words = self.memory.numpy()
         self._head = words[: kernel.BRIEF_HEAD]
+        self._bytes = memoryview(self._head).cast("B")
         self._plan_FR = words[kernel.BRIEF_HEAD : plan].reshape(kernel.PLAN_FIELDS, max_requests)
         self._events = words[plan : plan + events].view(np.uint8)
         self._request_T = words[plan + events :].view(np.int32)
-        self._rows: StepRows | None = None  # what is written here already
+        self._form: Form | None = None  # what is written here already
         self._roster: Roster | None = None  # whose plan is
         self._counts = b""  # whose request_T is
         self._number = 0
-        self.num_tokens = 0
 
     def is_free(self) -> bool:
         # Pairs with the last store of _publish() in commit_kernel.py.
-        return bool(self._head[kernel.DONE_WORD] == self._number)
+        (done,) = DONE.unpack_from(self._bytes, 8 * kernel.DONE_WORD)
+        return bool(done == self._number)
 
-    def write(self, rows: StepRows, head: tuple[int, ...]) -> None:
-        """`head` is words 1 to 6 and 9: see the top of commit_kernel.py."""
-        if rows is not self._rows:  # steps that are all alike share theirs
-            self._write_rows(rows)
-        *sizes, self._number = head
-        now_ns = time.monotonic_ns()
-        numbers = (len(rows.events), *sizes, len(rows.counts_R), now_ns, self._number, rows.is_cut)
-        HEAD.pack_into(self._head, 0, *numbers)
+    def write(self, form: Form, first_seq: int, step: int, number: int) -> None:
+        if form is not self._form:
+            self._write_form(form)
+        self._number = number
+        PLACE.pack_into(self._bytes, 8 * 2, first_seq, step)
+        NUMBER.pack_into(self._bytes, 8 * 8, time.monotonic_ns(), number)
 
-    def _write_rows(self, rows: StepRows) -> None:
-        self._rows, self.num_tokens = rows, rows.num_tokens
+    def _write_form(self, form: Form) -> None:
+        rows, self._form = form.rows, None  # until all of it is there
         self._write_roster(rows.roster)
         self._plan_FR[3, : len(rows.counts_R)] = rows.seen_R
         counts = rows.counts_R.tobytes()
@@ -77,6 +104,9 @@ class Brief:
             self._counts = counts
         if len(rows.events):
             self._events[: rows.events.nbytes] = rows.events.view(np.uint8)
+        self._head[[0, 1, 4, 5]] = len(rows.events), form.num_rows, form.bank, form.num_columns
+        self._head[[6, 7, 10]] = form.per_record, len(rows.counts_R), rows.is_cut
+        self._form = form
 
     def _write_roster(self, roster: Roster) -> None:
         if roster is self._roster:
@@ -95,8 +125,8 @@ class Launch(Protocol):
 
     def begin(self) -> None: ...
 
-    def __call__(self, brief: Brief, inputs: Inputs, grids: Iterator[tuple[int, int]]) -> None:
-        """One launch for each grid; its number is the kernel's `part`."""
+    def __call__(self, brief: Brief, inputs: Inputs, form: Form) -> None:
+        """One launch for each grid of the form; its number is the kernel's `part`."""
 
     def follow(self, stream: int) -> None:
         """Have this stream wait for the last launch."""
@@ -114,6 +144,7 @@ class DeviceOutlet:
         self._epoch_low = epoch_low(header.epoch)
         self._briefs = [Brief(max_requests, tables.max_tokens) for _ in range(NUM_BRIEFS)]
         self._sent = 0
+        self._form: Form | None = None  # of the last step
         self.published = 0
 
     def prepare(self, inputs: Inputs) -> None:
@@ -123,22 +154,26 @@ class DeviceOutlet:
         self._launch.begin()
 
     def send(self, step: Step) -> None:
+        if len(step.rows.events) <= MAX_EVENTS:
+            self._send(step, step.rows)
+            return
         for rows in step.rows.cut_events(MAX_EVENTS):
             self._send(step, rows)
 
     def _send(self, step: Step, rows: StepRows) -> None:
-        num_rows = len(rows.events) + rows.num_tokens
-        num_columns = self._tables.num_columns
-        per_record = self._shape.rows_per_record(num_columns)
-        num_records = -(-num_rows // per_record)
+        form = self._form_of(rows, self._epoch_low | step.bank_version << 32)
         brief = self._next_brief()
-        bank = self._epoch_low | step.bank_version << 32
-        sizes = (num_rows, self.published, step.number, bank, num_columns, per_record)
-        brief.write(rows, (*sizes, self._sent))
-        num_scores = min(num_rows, per_record) * num_columns
-        num_programs = min(max(-(-num_scores // kernel.TILE_E), 1), MAX_PROGRAMS)
-        self._launch(brief, step.inputs, self._grids(num_records, num_programs))
-        self.published += num_records
+        brief.write(form, self.published, step.number, self._sent)
+        self._launch(brief, step.inputs, form)
+        self.published += form.num_records
+
+    def _form_of(self, rows: StepRows, bank: int) -> Form:
+        form, num_columns = self._form, self._tables.num_columns
+        if form is None or not (
+            form.rows is rows and form.bank == bank and form.num_columns == num_columns
+        ):
+            form = self._form = Form.of(rows, bank, num_columns, self._shape)
+        return form
 
     def _next_brief(self) -> Brief:
         brief = self._briefs[self._sent % NUM_BRIEFS]
@@ -146,11 +181,6 @@ class DeviceOutlet:
         if not brief.is_free():
             _wait_for(brief)  # only if the GPU is eight steps behind
         return brief
-
-    def _grids(self, num_records: int, num_programs: int) -> Iterator[tuple[int, int]]:
-        ahead = self._shape.ahead
-        for first in range(0, num_records, ahead):
-            yield min(ahead, num_records - first), num_programs
 
     def follow(self, stream: int) -> None:
         self._launch.follow(stream)
@@ -175,7 +205,7 @@ class GpuLaunch:
     """Runs the kernel on a stream of its own, between this step's forward and the next one's.
 
     On the way of every step: so the kernels are compiled beforehand, their arguments laid out once,
-    and launched by calls that keep Python's lock (launch.py).
+    and all of a step is one call (launch.py).
     """
 
     def __init__(self, ring: int, shape: RingShape, tables: Tables, max_requests: int) -> None:
@@ -183,31 +213,40 @@ class GpuLaunch:
         gpu = Gpu(tables.device.index or 0)
         self._driver = Driver()
         self._stream = torch.cuda.Stream(tables.device)
-        self._side, self._device = self._stream.cuda_stream, self._stream.device_index
-        self._forward_done, self._committed = int(gpu.event()), int(gpu.event())
+        self._device = self._stream.device_index
+        self._committed = int(gpu.event())
+        self._launches = launches(
+            self._driver, self._stream.cuda_stream, int(gpu.event()), self._committed
+        )
         ticket = torch.zeros(1, dtype=torch.int32, device=tables.device)
         self._held = (tables.scores_STK, tables.offset_C, ticket)  # their addresses are given
         self._ring, self._shape = ring, shape
         self._constants = constants(shape, max_requests)
         self._score = StashScorer(tables)
+        self._form: Form | None = None  # whose launches are laid out, and of what:
+        self._inputs: Inputs | None = None
+        self._is_scored = False
 
     def begin(self) -> None:
         # The scores, positions and token ids of the last step are read until here.
         self._driver.wait(self._main(), self._committed)
 
-    def __call__(self, brief: Brief, inputs: Inputs, grids: Iterator[tuple[int, int]]) -> None:
-        self._driver.record(self._forward_done, self._main())
-        self._driver.wait(self._side, self._forward_done)
-        if self._score.is_due(brief.num_tokens):
-            self._score(brief.num_tokens, self._side)
-        cells = self._commit.cells
-        cells["brief_ptr"].value = brief.address
+    def __call__(self, brief: Brief, inputs: Inputs, form: Form) -> None:
+        is_scored = self._score.is_due(form.rows.num_tokens)
+        is_known = form is self._form and inputs is self._inputs
+        if not is_known or is_scored is not self._is_scored:
+            self._lay_out(form, inputs, [self._score] if is_scored else [])
+            self._form, self._inputs, self._is_scored = form, inputs, is_scored
+        self._brief.value = brief.address
+        self._launches.run(self._main())
+
+    def _lay_out(self, form: Form, inputs: Inputs, scorers: Sequence[StashScorer]) -> None:
+        cells, commit = self._commit.cells, self._commit
         cells["positions_ptr"].value = inputs.positions_T.data_ptr()
         cells["token_ids_ptr"].value = inputs.token_ids_T.data_ptr()
-        for part, grid in enumerate(grids):
-            cells["part"].value = part
-            self._commit((*grid, 1), self._side)
-        self._driver.record(self._committed, self._side)
+        scored = [scorer.launch_for(form.rows.num_tokens) for scorer in scorers]
+        committed = [commit.launch((*grid, 1), part=part) for part, grid in enumerate(form.grids)]
+        self._launches.set([*scored, *committed])
 
     def follow(self, stream: int) -> None:
         self._driver.wait(stream, self._committed)
@@ -227,6 +266,7 @@ class GpuLaunch:
         given = (Address(self._ring), brief.memory, *read, *sizes)
         compiled = kernel.commit.warmup(*given, **self._constants, grid=(1,))
         self._commit = Kernel(self._driver, compiled, by_name(kernel.commit, given))
+        self._brief, self._form = self._commit.cells["brief_ptr"], None
         if self._score.max_tokens:
             self._score.prepare(self._driver)
 

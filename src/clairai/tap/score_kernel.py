@@ -9,13 +9,14 @@ fixed addresses, and what is given by value (sizes) is fixed for the graph.
 
 from __future__ import annotations
 
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
 import triton
 import triton.language as tl
 
-from clairai.tap.launch import Driver, Kernel, by_name
+from clairai.tap.launch import Driver, Kernel, Launch, by_name
 
 if TYPE_CHECKING:
     from clairai.tap.tables import Tables
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
 TILE_T: Final = 16  # the least that a tensor core multiplies
 SLICE_D: Final = 128
 MAX_TILE_K: Final = 64
+NO_END: Final = 1 << 31
 MAX_PARTIALS: Final = 1 << 21  # numbers, 8 MiB: with more tokens than fit, score_long
 
 
@@ -138,6 +140,36 @@ def _tile_k(capacity: int) -> int:
     return int(min(max(TILE_T, triton.next_power_of_2(capacity)), MAX_TILE_K))
 
 
+@dataclass(frozen=True)
+class Tiling:
+    """How the scores of at most this many tokens are spread over the GPU."""
+
+    most_tokens: int
+    tile_t: int
+    num_warps: int
+    num_stages: int  # tiles on their way from memory at once
+
+
+def stash_tilings(tile_k: int, *, is_split: bool, shared_nbytes: int) -> tuple[Tiling, ...]:
+    """Fewest tokens first; `shared_nbytes` is what one program can have of an SM's memory.
+
+    These programs run beside the product that makes the logits, and each keeps that off its SM:
+    few and large ones take least from it (bench/gpu_beside.py). Only bfloat16 is known to have the
+    same bits in tiles of any size.
+    """
+    small = Tiling(32, TILE_T, tile_k // 8, 6)
+    middle = Tiling(128, 64, 4, 5)
+    large = Tiling(NO_END, 128, 8, 4) if tile_k <= 32 else replace(middle, most_tokens=NO_END)
+    if not is_split:
+        return (Tiling(NO_END, TILE_T, tile_k // 8, 3),)
+
+    def fitting(one: Tiling) -> Tiling:
+        nbytes = 2 * SLICE_D * (one.tile_t + 2 * tile_k)
+        return replace(one, num_stages=min(one.num_stages, max(shared_nbytes // nbytes, 2)))
+
+    return tuple(map(fitting, (small, middle, large)))
+
+
 class StashScorer:
     """Launches the kernel above; compiled beforehand, since it is on the way of every step."""
 
@@ -151,29 +183,38 @@ class StashScorer:
         tile_k = _tile_k(capacity)
         self._grid = (triton.cdiv(capacity, tile_k), num_sites)
         self._constants: dict[str, Any] = {
-            "TILE_T": TILE_T,
             "SLICE_D": SLICE_D,
             "TILE_K": tile_k,
             "IS_SPLIT": halves == 2,
             "NUM_SLICES": triton.cdiv(width, SLICE_D),
         }
-        self._num_warps = tile_k // 8
+        self._kernels: list[tuple[Tiling, Kernel]] = []
 
     def prepare(self, driver: Driver) -> None:
         stash, *others = self._read
         given = (stash, self.max_tokens, *others, 1, *self._sizes)
-        compiled = score_stash.warmup(
-            *given, **self._constants, num_warps=self._num_warps, grid=(1,)
-        )
-        self._kernel = Kernel(driver, compiled, by_name(score_stash, given))
+        found = torch.cuda.get_device_properties(stash.device).shared_memory_per_block_optin
+        is_split, tile_k = self._constants["IS_SPLIT"], self._constants["TILE_K"]
+        self._kernels = []
+        for tiling in stash_tilings(tile_k, is_split=is_split, shared_nbytes=found):
+            compiled = score_stash.warmup(
+                *given,
+                **self._constants,
+                TILE_T=tiling.tile_t,
+                num_warps=tiling.num_warps,
+                num_stages=tiling.num_stages,
+                grid=(1,),
+            )
+            kernel = Kernel(driver, compiled, by_name(score_stash, given))
+            self._kernels.append((tiling, kernel))
 
     def is_due(self, num_tokens: int) -> bool:
         """Of more tokens than the stash holds, the forward itself has the scores."""
         return 0 < num_tokens <= self.max_tokens and self._tables.num_stashed > 0
 
-    def __call__(self, num_tokens: int, stream: int) -> None:
-        self._kernel.cells["T"].value = num_tokens
-        self._kernel((-(-num_tokens // TILE_T), *self._grid), stream)
+    def launch_for(self, num_tokens: int) -> Launch:
+        tiling, kernel = next(one for one in self._kernels if num_tokens <= one[0].most_tokens)
+        return kernel.launch((-(-num_tokens // tiling.tile_t), *self._grid), T=num_tokens)
 
 
 class Scorer:

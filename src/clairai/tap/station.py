@@ -7,8 +7,10 @@ and go), `place` (the runner laid out the batch), `end` (the forward is on its w
 from __future__ import annotations
 
 import os
+import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import Final
 
@@ -52,7 +54,8 @@ class Station:
         self._rows: StepRows | None = None
         self._streams: OrderedDict[str, int] = OrderedDict()
         self._began: OrderedDict[int, int] = OrderedDict()  # streams, and with which weights
-        self._banks: OrderedDict[int, wire.Bank] = OrderedDict()
+        self._describing = ThreadPoolExecutor(1, thread_name_prefix="clairai-bank")
+        self._banks: OrderedDict[int, Described] = OrderedDict()
         self.weights = about.weights
         self.followers: list[Callable[[int], None]] = []  # who else is told of new weights
         self._open_ring(settings)
@@ -79,13 +82,17 @@ class Station:
             address=home.memory.address,
         )
         folder = runtime_dir(settings.runtime_dir)
-        self.server = RingServer(folder, home.memory, welcome, self._banks.get)
+        self.server = RingServer(folder, home.memory, welcome, self.bank)
         self._outlet = home.outlet
 
     def install(self, columns: Columns) -> Columns:
         """Make this the bank of every step from now on; gives it with the version it has here."""
         self._outlet.flush()  # until then the last steps still read the old one
-        self.tables.load(columns)
+        try:
+            self.tables.load(columns)
+        except BaseException:  # such as no memory left: the old bank is whole
+            self.tables.load(self.columns)
+            raise
         self._make_known(replace(columns, version=self.columns.version + 1))
         return self.columns
 
@@ -97,10 +104,18 @@ class Station:
         for follower in self.followers:
             follower(version)
 
+    def bank(self, version: int) -> wire.Bank | None:
+        """What readers are told of this bank; None if it is not remembered any more."""
+        described = self._banks.get(version)
+        return None if described is None else described.bank()
+
     def _make_known(self, columns: Columns) -> None:
         """To readers before the first record that carries its version is published."""
+        before = self._banks.get(self.columns.version)
+        if before is not None:  # its numbers are needed no longer: make the words now
+            self._describing.submit(before.bank)
         self.columns = columns
-        self._banks[columns.version] = columns.bank(self.weights)
+        self._banks[columns.version] = Described(columns, self.weights)
         while len(self._banks) > REMEMBERED_BANKS:
             self._banks.popitem(last=False)
 
@@ -182,7 +197,25 @@ class Station:
     def close(self) -> None:
         self._outlet.close()
         self.server.close()
+        self._describing.shutdown()
         self._home.close()
+
+
+class Described:
+    """A bank in words, made when they are asked for: digests of hundreds of probes take a while."""
+
+    def __init__(self, columns: Columns, weights: int | None) -> None:
+        self._columns: Columns | None = columns
+        self._weights = weights
+        self._bank: wire.Bank | None = None
+        self._making = threading.Lock()  # readers ask on the server's thread
+
+    def bank(self) -> wire.Bank:
+        with self._making:
+            if self._columns is not None:
+                self._bank, self._columns = self._columns.bank(self._weights), None
+            assert self._bank is not None
+            return self._bank
 
 
 @dataclass(frozen=True)

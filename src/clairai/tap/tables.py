@@ -12,13 +12,16 @@ oracle.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
-from typing import Final, Protocol
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Final, NamedTuple, Protocol
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from clairai.errors import TapMissingError
 from clairai.probe.columns import Columns
+from clairai.probe.model import Probe
 from clairai.tap.branch import Branch, OneStream
 
 ACTIVATION_CODES: Final = {"none": 0, "relu": 1, "sigmoid": 2}
@@ -54,6 +57,33 @@ def score_twin(
     torch.where(is_relu_K, scores_TK.clamp_min(0), scores_TK, out=scores_TK)
     torch.where(is_sigmoid_K, scores_TK.sigmoid(), scores_TK, out=scores_TK)
     ran += 1
+
+
+Place = tuple[int, int]  # site and slot
+
+
+class Slots(NamedTuple):
+    """New directions for neighbouring slots of a site."""
+
+    site: int
+    slot: int  # the first of them
+    rows_PD: NDArray[np.float32]
+
+
+def changed_slots(before: Mapping[Place, Probe], after: Mapping[Place, Probe]) -> Iterator[Slots]:
+    """What has to be written to come from one to the other; both are in order of places."""
+    first, rows = (0, 0), list[NDArray[np.float32]]()
+    for (site, slot), probe in after.items():
+        if before.get((site, slot)) is probe:
+            continue
+        if rows and (site, slot) != (first[0], first[1] + len(rows)):
+            yield Slots(*first, np.stack(rows))
+            rows = []
+        if not rows:
+            first = (site, slot)
+        rows.append(probe.direction_D)
+    if rows:
+        yield Slots(*first, np.stack(rows))
 
 
 class Tables:
@@ -99,6 +129,7 @@ class Tables:
         # Where in scores_STK column p of token 0 lies; only the bank's columns count.
         self.offset_C = torch.zeros(num_sites * capacity, dtype=torch.int64, device=device)
         self.num_columns = 0
+        self._held: dict[Place, Probe] = {}  # what is in which slot
         self.branch: Branch = OneStream()
         self.score: Score = score_twin
         self._scratch_nbytes = 0
@@ -130,20 +161,45 @@ class Tables:
     def score_later(self, name: str) -> None:
         """From now on this site's rows are scored from the stash."""
         self._is_stashed[self.sites.index(name)] = True
+        self._held.clear()  # the next bank is placed anew
 
     def load(self, columns: Columns) -> None:
-        """Put the bank in place; runs between steps, in the order of the stream."""
-        weights_SHDK = torch.zeros_like(self.weights_SHDK, device="cpu")
-        bias_SK = torch.zeros_like(self.bias_SK, device="cpu")
-        activation_SK = torch.zeros_like(self.activation_SK, device="cpu")
-        slots = columns.slots()
-        for (site, slot), probe in zip(slots, columns.probes, strict=True):
-            weights_SHDK[site, :, :, slot] = self._split(torch.tensor(probe.direction_D))
-            bias_SK[site, slot] = probe.bias
-            activation_SK[site, slot] = ACTIVATION_CODES[probe.activation]
-        self.weights_SHDK.copy_(weights_SHDK)
-        self.bias_SK.copy_(bias_SK)
-        self.activation_SK.copy_(activation_SK)
+        """Put the bank in place; runs between steps, in the order of the stream.
+
+        Only what is new is written: a bank of hundreds of probes changes within one step's time.
+        """
+        held = {(c.site_index, c.slot_index): c.probe for c in columns.columns}
+        before, self._held = self._held, {}  # if this stops half-way, the next one writes all
+        for site, slot in before.keys() - held.keys():
+            self.weights_SHDK[site, :, :, slot] = 0
+        for part in changed_slots(before, held):
+            self._write(part)
+        self._set_numbers(held)
+        if tuple(held) != tuple(before):
+            self._place(tuple(held))
+        self._held = held
+
+    def _set_numbers(self, held: Mapping[Place, Probe]) -> None:
+        """What each probe has beside its direction."""
+        bias_SK, activation_SK = np.zeros((2, *self.bias_SK.shape), np.float32)
+        places = tuple(np.array(list(held), np.intp).reshape(-1, 2).T)
+        bias_SK[places] = [probe.bias for probe in held.values()]
+        activation_SK[places] = [ACTIVATION_CODES[one.activation] for one in held.values()]
+        self.bias_SK.copy_(torch.from_numpy(bias_SK))
+        self.activation_SK.copy_(torch.from_numpy(activation_SK))
+
+    def _write(self, part: Slots) -> None:
+        """Directions of neighbouring slots, each as halves that add up to it."""
+        rest_PD = torch.from_numpy(part.rows_PD).to(self.device)
+        end = part.slot + len(rest_PD)
+        for half, dtype in enumerate(self._halves):
+            split_PD = rest_PD.to(dtype)
+            self.weights_SHDK[part.site, half, :, part.slot : end].copy_(split_PD.T)
+            if half + 1 < len(self._halves):
+                rest_PD = rest_PD - split_PD.float()
+
+    def _place(self, slots: Sequence[Place]) -> None:
+        """Where the scores of the columns are found."""
         counts = Counter(site for site, _ in slots)
         stashed = [counts[site] * is_so for site, is_so in enumerate(self._is_stashed)]
         self.stashed_S.copy_(torch.tensor(stashed, dtype=torch.int32))
@@ -152,14 +208,6 @@ class Tables:
         offsets = [site * max_tokens * capacity + slot for site, slot in slots]
         self.num_columns = len(offsets)
         self.offset_C[: self.num_columns].copy_(torch.tensor(offsets, dtype=torch.int64))
-
-    def _split(self, direction_D: torch.Tensor) -> torch.Tensor:
-        """Halves that add up to the direction, each as wide as the table's numbers."""
-        halves = []
-        for dtype in self._halves:
-            halves.append(direction_D.to(dtype))
-            direction_D = direction_D - halves[-1].float()
-        return torch.stack(halves)
 
     def gather(self, num_tokens: int) -> torch.Tensor:
         """Scores of this step's first `num_tokens` rows, in the bank's column order."""

@@ -14,13 +14,14 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from clairai.weights.sender import Sender as Sender
     from clairai.weights.sender import Sent as Sent
+    from clairai.weights.whole import bank as bank
 
-__all__ = ["Sender", "Sent"]
+__all__ = ["Sender", "Sent", "bank"]
 
 
 def __getattr__(name: str) -> object:
     if name not in __all__:
         raise AttributeError(f"module 'clairai.weights' has no attribute {name!r}")
-    from clairai.weights import sender
+    from clairai.weights import sender, whole
 
-    return getattr(sender, name)
+    return getattr(whole if name == "bank" else sender, name)

@@ -6,10 +6,11 @@ Pure: no tensor, no socket, no CUDA. Time and memory grow with the manifest and 
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
-from typing import Final
+from typing import Final, NamedTuple
 
 from clairai.errors import WeightsError
 from clairai.points import quote
@@ -27,8 +28,7 @@ from clairai.weights.manifest import (
 _NAME: Final = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._:/@+-]*")
 
 
-@dataclass(frozen=True)
-class Slot:
+class Slot(NamedTuple):
     """What a name may be given."""
 
     dtypes: tuple[str, ...]
@@ -46,7 +46,7 @@ class Holding:
     @property
     def max_nbytes(self) -> int:
         """More than this no good plan has: every slot once, each in a buffer of its own."""
-        return sum(_most(slot) for slot in self.slots.values())
+        return sum(_most(slot) * count for slot, count in Counter(self.slots.values()).items())
 
 
 def check_plan(manifest: Manifest, holding: Holding) -> None:
@@ -137,6 +137,8 @@ def _check_name(name: str, holding: Holding) -> None:
 
 def _check_whole(names: set[str], holding: Holding) -> None:
     """vLLM joins tensors of a checkpoint into one: a part of a layer alone would be noise."""
+    if all(kind_of(name) != "model" for name in names):
+        return
     model = [name for name in holding.slots if kind_of(name) == "model"]
     missing = [name for name in model if name not in names]
     if 0 < len(missing) < len(model):

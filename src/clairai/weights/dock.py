@@ -53,12 +53,22 @@ class Dock:
         """Forget the plan and what has come; what was taken is not ours any more."""
         self._replace(None)
 
-    def let_go(self, timeout_s: float) -> bool:
-        """Drop, and wait for one who has taken it and still reads; whether nobody does now."""
-        self.drop()
+    def let_go(self, transfer: str, timeout_s: float) -> bool:
+        """Drop what came for it, and wait for one who has taken that; whether nobody reads it now.
+
+        A plan that has come meanwhile is somebody else's, and stays.
+        """
         with self._lock:
-            taken = self._taken
-        return taken is None or taken.is_closed.wait(timeout_s)
+            dropped, taken = self._cargo, self._taken
+            if dropped is None or dropped.plan.transfer != transfer:
+                dropped = None
+            else:
+                self._cargo = None
+        if dropped is not None:
+            dropped.close()
+        if taken is None or taken.plan.transfer != transfer:
+            return True
+        return taken.is_closed.wait(timeout_s)
 
     def land(self, offer: Offer, fds: Sequence[int]) -> Held:
         """Map a buffer and read it once; takes the descriptors over, whatever happens."""

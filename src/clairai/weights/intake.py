@@ -23,6 +23,7 @@ from clairai.weights.check import Slot
 from clairai.weights.dock import OpenDevice
 from clairai.weights.manifest import PROBE, STEER, Manifest
 from clairai.weights.receiver import Receiver, Shipment
+from clairai.weights.whole import bank_name
 
 Load = Callable[[list[tuple[str, Any]]], None]
 _log: Final = logging.getLogger(__name__)
@@ -55,7 +56,7 @@ class Intake:
         self.columns: Columns | None = None  # the probes as they are, while a question is answered
         self.pending: Columns | None = None  # as they will be once the worker installs them
         self.vectors: tuple[wire_weights.KnownVector, ...] = ()  # as the core said
-        self.probe_rows: tuple[wire_weights.Rows, ...] = ()  # for the core, which keeps its own
+        self.probe_rows: wire_weights.Rows | None = None  # for the core, which keeps its own
         self.vector_rows: tuple[wire_weights.Rows, ...] = ()
         self._model_slots = dict(model_slots)
         self._load = load
@@ -63,16 +64,13 @@ class Intake:
 
     def slots(self) -> Mapping[str, Slot]:
         """All that can be sent now."""
-        probes = () if self.columns is None else self.columns.probes
-        banks = {f"{PROBE}{probe.name}": (probe.width,) for probe in probes}
-        steers = {f"{STEER}{vector.name}": vector.shape for vector in self.vectors}
-        return self._model_slots | {
-            name: Slot(("F32",), shape) for name, shape in (banks | steers).items()
-        }
+        probes = {} if self.columns is None else _probe_slots(self.columns)
+        steers = {f"{STEER}{each.name}": Slot(("F32",), each.shape) for each in self.vectors}
+        return self._model_slots | probes | steers
 
     def receive(self, raw: bytes) -> None:
         """One manifest, whole; an error before the first number is changed, or `is_torn`."""
-        self.pending, self.probe_rows, self.vector_rows = None, (), ()
+        self.pending, self.probe_rows, self.vector_rows = None, None, ()
         try:
             self._receive(raw)
         except WeightsError as error:
@@ -85,9 +83,9 @@ class Intake:
             if self.is_torn and not shipment.of("model"):
                 raise WeightsError("this brings no weights of the model")
             # Raises what a bank refuses, before anything changes.
-            probes = tuple(_rows(PROBE, *each) for each in shipment.of("probe"))
+            probes = self._probes(shipment.of("probe"))
             columns = self._changed(probes)
-            vectors = tuple(_rows(STEER, *each) for each in shipment.of("steer"))
+            vectors = tuple(_vector_rows(*each) for each in shipment.of("steer"))
             self._check_vectors(vectors)
             began_s = time.perf_counter()
             if weights := shipment.of("model"):
@@ -106,6 +104,7 @@ class Intake:
             device=self.receiver.device,
             num_tensors=len(self.slots()),
             is_torn=self.is_torn,
+            socket=str(self.receiver.path),
         )
 
     def close(self) -> None:
@@ -114,19 +113,25 @@ class Intake:
     def _check_vectors(self, rows: Sequence[wire_weights.Rows]) -> None:
         widths = {vector.name: vector.shape[1] for vector in self.vectors}
         for each in rows:
-            _check_vector(each, widths[each.name])
+            _check_vector(each, widths[each.names[0]])
 
-    def _changed(self, rows: Sequence[wire_weights.Rows]) -> Columns | None:
-        """The bank with the new directions; None if none came."""
-        if not rows or self.columns is None:
+    def _probes(self, sent: Sequence[tuple[str, Any]]) -> wire_weights.Rows | None:
+        """New directions, by probe; those of a whole bank come as one tensor."""
+        if not sent or self.columns is None:
             return None
-        new = {each.name: np.frombuffer(each.data, "<f4") for each in rows}
-        changed = [
-            replace(probe, direction_D=new[probe.name])
-            for probe in self.columns.probes
-            if probe.name in new
-        ]
-        return self.columns.replace(*changed)
+        if len(sent) > 1 and any(name.startswith(f"{PROBE}/") for name, _ in sent):
+            raise WeightsError("a whole bank came, and probes of it beside; send it alone")
+        if sent[0][0].startswith(f"{PROBE}/"):
+            return wire_weights.Rows(self.columns.names, _numbers(sent[0][1]))
+        names = tuple(name.removeprefix(PROBE) for name, _ in sent)
+        return wire_weights.Rows(names, _numbers(*(tensor for _, tensor in sent)))
+
+    def _changed(self, rows: wire_weights.Rows | None) -> Columns | None:
+        """The bank with the new directions; None if none came."""
+        if rows is None or self.columns is None:
+            return None
+        rows_PD = np.frombuffer(rows.data, "<f4").reshape(len(rows.names), -1)
+        return self.columns.redirect(rows.names, rows_PD)
 
 
 class Worker(Protocol):
@@ -213,10 +218,26 @@ class Handover:
         )
 
 
-def _rows(prefix: str, name: str, tensor: Any) -> wire_weights.Rows:
-    """The numbers, as one more copy: nothing may point into a buffer that is let go of."""
-    data = np.ascontiguousarray(tensor.cpu().numpy(), "<f4").tobytes()
-    return wire_weights.Rows(name.removeprefix(prefix), data)
+def _probe_slots(columns: Columns) -> dict[str, Slot]:
+    """Each probe, and all of them as one."""
+    if not columns.names:
+        return {}
+    one = Slot(("F32",), (columns.width,))
+    whole = Slot(("F32",), (len(columns.names), columns.width))
+    named = dict.fromkeys((f"{PROBE}{name}" for name in columns.names), one)
+    return named | {bank_name(columns.names): whole}
+
+
+def _vector_rows(name: str, tensor: Any) -> wire_weights.Rows:
+    return wire_weights.Rows((name.removeprefix(STEER),), _numbers(tensor))
+
+
+def _numbers(*tensors: Any) -> memoryview:
+    """Of all, one after the other; a copy: nothing may point into a buffer that is let go of."""
+    parts = [np.asarray(tensor.cpu().numpy(), "<f4").reshape(-1) for tensor in tensors]
+    numbers = np.concatenate(parts)
+    numbers.setflags(write=False)
+    return numbers.data.cast("B")
 
 
 def _check_vector(new: wire_weights.Rows, width: int) -> None:

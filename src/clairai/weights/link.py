@@ -78,10 +78,20 @@ class Link:
                 self._session = None
 
     def _attend(self, sock: socket.socket) -> None:
+        transfers: set[str] = set()
+        self._listen(sock, transfers)
+        # The sender waits for our end of the socket before it frees what is being read here.
+        for transfer in transfers:
+            if not self._dock.let_go(transfer, LOAD_S):
+                _log.warning("weights are being loaded %.0f s after their sender left", LOAD_S)
+
+    def _listen(self, sock: socket.socket, transfers: set[str]) -> None:
+        """Until the sender goes, or says what it may not; `transfers` are those it brought to."""
         try:
             self._admit(sock)
             while not self._is_closing.is_set():
                 message, fds = receive(sock, _OFFER)
+                transfers.add(message.transfer)
                 sock.sendall(encode_frame(self._dock.land(message, fds)))
         except ClairaiError as error:
             _log.warning("a sender is let go: %s", error.reason)
@@ -90,9 +100,6 @@ class Link:
             _log.debug("a sender has gone: %s", error)
         except Exception:
             _log.exception("a sender is let go")
-        # The sender waits for our end of the socket before it frees what is being read here.
-        if not self._dock.let_go(LOAD_S):
-            _log.warning("weights are still being loaded %.0f s after their sender left", LOAD_S)
 
     def _admit(self, sock: socket.socket) -> None:
         if (uid := peer_uid(sock)) != os.geteuid():

@@ -7,17 +7,18 @@ from itertools import groupby
 from typing import Final, Literal, NamedTuple
 
 import msgspec
+import numpy as np
 import torch
 
 from clairai.errors import RingError, WeightsError
 from clairai.points import quote
-from clairai.ring.cuda import DeviceBlock, Gpu
+from clairai.ring.cuda import DeviceBlock
 from clairai.weights import device_sums
 from clairai.weights import tensors as device_memory
 from clairai.weights.buffers import HostBuffer
 from clairai.weights.checksum import checksum
 from clairai.weights.layout import Described
-from clairai.weights.manifest import CPU, Manifest, Tensor
+from clairai.weights.manifest import Manifest, Tensor
 from clairai.weights.sources import Item
 from clairai.weights.tensors import NAMES
 
@@ -85,7 +86,9 @@ class Packer:
 
     def _fill(self, bytes_N: torch.Tensor, group: tuple[Tensor, ...]) -> None:
         for planned in group:
-            device_memory.span(bytes_N, planned).copy_(_flat(self._read(planned)))
+            # Not copy_: torch wakes all its threads for it, and waits longer than a copy takes.
+            source = _flat(self._read(planned)).cpu().numpy()
+            np.copyto(device_memory.span(bytes_N, planned).numpy(), source)
 
     def _read(self, planned: Tensor) -> torch.Tensor:
         tensor = self._items[planned.name].read()
@@ -105,17 +108,6 @@ def _allocate(nbytes: int, device: torch.device) -> DeviceBlock:
             f"no {nbytes} bytes more on {device} ({error.reason}); free some: while they are sent, "
             f"weights take their room twice"
         ) from error
-
-
-def home_of(found: Sequence[Item], engine: str) -> torch.device:
-    """The engine's GPU if a tensor is there, else the host's memory, which all can reach.
-
-    What else comes along (a probe, a vector) is copied to that GPU: it is less than the model.
-    """
-    for device in {item.device for item in found if engine != CPU}:
-        if device.type == "cuda" and Gpu(device.index).uuid == engine:
-            return device
-    return HOST
 
 
 def _check_as_described(tensor: torch.Tensor, planned: Tensor) -> None:

@@ -44,7 +44,8 @@ class Port:
         frame = encode_frame(offer)
         try:
             num_sent = socket.send_fds(self._sock, [frame], fds) if fds else 0
-            self._sock.sendall(frame[num_sent:])
+            if rest := frame[num_sent:]:  # to send nothing fails too, once the engine has refused
+                self._sock.sendall(rest)
         except OSError as error:
             raise self._gone() from error
         held = self._receive(READ_S + offer.nbytes / READ_BYTES_PER_S)

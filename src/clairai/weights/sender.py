@@ -16,17 +16,18 @@ from typing import Any
 
 import msgspec
 
-from clairai.ring.folder import runtime_dir as meeting_folder
 from clairai.serve.calls import Server
+from clairai.weights.actors import ByActor, is_actor
+from clairai.weights.carriers import Carrier
 from clairai.weights.layout import BUFFER_BYTES, DEVICE_BUFFER_BYTES, Meant, lay_out
 from clairai.weights.manifest import CPU, Manifest, Tensor, encode
-from clairai.weights.pack import HOST, Packed, Packer, home_of
-from clairai.weights.port import Port
+from clairai.weights.pack import Packed, Packer
+from clairai.weights.routes import Router, Through
 from clairai.weights.sources import Item, Named, items
 from clairai.weights.ways import Drain, InProcess, OverHttp, Way
-from clairai.wire_weights import Offer
 
 Progress = Callable[[int, int], None]
+Chosen = Callable[[str, str], None]  # told which way and why, before anything is packed
 
 
 @dataclass(frozen=True)
@@ -39,7 +40,8 @@ class Sent:
     vectors_version: int | None  # of the steering vectors, likewise
     num_tensors: int
     nbytes: int
-    home: str  # "host" or "device": the memory it went through
+    home: str  # "device", "host" or "http": what it went through
+    why: str  # that way and no other
     seconds: float  # all of it
     packed_s: float  # of that, until the last buffer had been read
     load_s: float  # and vLLM's own loading
@@ -50,7 +52,7 @@ class Sent:
 
 
 class Sender:
-    """`target` is a server's address or vLLM's LLM; the engine is on this machine, of our user."""
+    """`target` is a server's address, vLLM's LLM, or a Ray actor of it; `through`: routes.py."""
 
     def __init__(
         self,
@@ -59,11 +61,14 @@ class Sender:
         api_key: str | None = None,
         runtime_dir: str | None = None,
         drain: Drain = "wait",
+        through: Through = "auto",
+        chosen: Chosen | None = None,
         buffer_bytes: int | None = None,
     ) -> None:
-        is_url = isinstance(target, str)
-        self._way: Way = OverHttp(Server(target, api_key), drain) if is_url else InProcess(target)
-        self._runtime_dir = runtime_dir
+        server = Server(target, api_key) if isinstance(target, str) else None
+        self._way = _way(target, server, drain)
+        self._router = Router(server, runtime_dir, through)
+        self._chosen = chosen
         self._buffer_bytes = buffer_bytes
 
     def check(self, named: Named, *, label: str = "") -> int:
@@ -81,15 +86,17 @@ class Sender:
         with ExitStack() as opened:
             found = items(named, opened)
             state = self._way.state()
-            # Before the port: buffers are let go of when the engine has let go of them.
+            # Before the carrier: buffers are let go of when the engine has let go of them.
             buffers = opened.enter_context(ExitStack())
-            port = opened.enter_context(Port(meeting_folder(self._runtime_dir), state.epoch))
-            device = HOST if port.is_here else home_of(found, state.device)
-            home = CPU if device == HOST else state.device
+            route = self._router.route(found, state)
+            opened.callback(route.carrier.close)
+            if self._chosen is not None:
+                self._chosen(route.home, route.why)
+            home = state.device if route.home == "device" else CPU
             plan = self._plan(found, state.epoch, home, label)
             self._way.plan(encode(plan))
-            packer = Packer(found, plan, device)
-            tensors = _hand_over(packer, plan, port, buffers, progress or _silent)
+            packer = Packer(found, plan, route.device)
+            tensors = _hand_over(packer, plan, route.carrier, buffers, progress or _silent)
             packed_s = time.perf_counter() - began_s
             manifest = msgspec.structs.replace(plan, tensors=tensors)
             committed = self._way.commit(encode(manifest))
@@ -100,7 +107,8 @@ class Sender:
             vectors_version=committed.vectors_version,
             num_tensors=len(tensors),
             nbytes=sum(tensor.nbytes for tensor in tensors),
-            home="host" if device == HOST else "device",
+            home=route.home,
+            why=route.why,
             seconds=time.perf_counter() - began_s,
             packed_s=packed_s,
             load_s=committed.load_s,
@@ -113,20 +121,26 @@ class Sender:
         return lay_out(described, meant, buffer_bytes=self._buffer_bytes or usual)
 
 
+def _way(target: Any, server: Server | None, drain: Drain) -> Way:
+    if server is not None:
+        return OverHttp(server, drain)
+    return ByActor(target, drain) if is_actor(target) else InProcess(target)
+
+
 def _hand_over(
-    packer: Packer, plan: Manifest, port: Port, buffers: ExitStack, progress: Progress
+    packer: Packer, plan: Manifest, carrier: Carrier, buffers: ExitStack, progress: Progress
 ) -> tuple[Tensor, ...]:
-    """Each buffer is offered on a thread while the next is packed; all stay in `buffers`."""
+    """Each buffer is carried on a thread while the next is packed; those of a GPU stay."""
     tensors: list[Tensor] = []
     done = 0
-    with ThreadPoolExecutor(1) as offering:
+    with ThreadPoolExecutor(1) as carrying:
         before: Future[None] | None = None
         for index, nbytes in enumerate(plan.buffers):
             packed = packer.pack(index)
             buffers.callback(packed.close)
             if before is not None:
                 before.result()
-            before = offering.submit(port.offer, _offer(plan, index, packed), packed.fds)
+            before = carrying.submit(_carry, carrier, plan, index, packed)
             tensors += packed.tensors
             done += nbytes
             progress(done, sum(plan.buffers))
@@ -135,8 +149,10 @@ def _hand_over(
     return tuple(tensors)
 
 
-def _offer(plan: Manifest, index: int, packed: Packed) -> Offer:
-    return Offer(plan.transfer, index, plan.buffers[index], packed.home, packed.handle)
+def _carry(carrier: Carrier, plan: Manifest, index: int, packed: Packed) -> None:
+    carrier.carry(plan, index, packed)
+    if packed.home == "host":
+        packed.close()  # the engine has the pages, or the server a copy
 
 
 def _silent(done: int, total: int) -> None:

@@ -9,6 +9,7 @@ import msgspec
 from clairai import wire_weights
 from clairai.offline import ask
 from clairai.serve.calls import Server
+from clairai.weights.manifest import changes_model, parse
 
 Drain = Literal["wait", "abort"]
 
@@ -63,5 +64,6 @@ class InProcess:
     def commit(self, manifest: bytes) -> wire_weights.WeightsCommitted:
         asked = wire_weights.CommitWeights(manifest)
         committed = ask(self._llm, asked, wire_weights.WeightsCommitted)
-        self._llm.reset_prefix_cache()  # its blocks were computed with the old weights
+        if changes_model(parse(manifest)):
+            self._llm.reset_prefix_cache()  # its blocks were computed with the old weights
         return committed

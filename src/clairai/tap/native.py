@@ -1,0 +1,73 @@
+"""Takes the name of a C file beside this one; gives the library that the machine's compiler makes.
+
+It is made once and kept in the user's own cache, under a name that is its content's: whoever finds
+it there has the very same code, and nobody else can write there.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import os
+import shutil
+import subprocess
+import tempfile
+from pathlib import Path
+from typing import Any, Final
+
+FLAGS: Final = ("-O2", "-shared", "-fPIC", "-std=c99", "-Wall", "-Werror")
+COMPILERS: Final = ("cc", "gcc", "clang")
+TIMEOUT_S: Final = 60.0
+
+
+class NoCompilerError(Exception):
+    """There is none, or it does not work; the text says which."""
+
+
+def load(name: str) -> Any:
+    """Its functions keep Python's lock: they are short."""
+    return ctypes.PyDLL(str(built(name, _cache())))
+
+
+def built(name: str, cache: Path) -> Path:
+    """The library of a C file; made now unless it is there."""
+    source = Path(__file__).with_name(name)
+    content = source.read_bytes() + "\0".join((*FLAGS, os.uname().machine)).encode()
+    library = cache / f"{source.stem}-{hashlib.sha256(content).hexdigest()[:24]}.so"
+    if not _is_ours(library):
+        _make(source, library)
+    return library
+
+
+def _cache() -> Path:
+    home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(home) / "clairai" / "native"
+
+
+def _is_ours(library: Path) -> bool:
+    """There, and written by nobody but us."""
+    try:
+        found, folder = library.stat(), library.parent.stat()
+    except OSError:
+        return False
+    is_private = not (found.st_mode | folder.st_mode) & 0o022
+    return is_private and found.st_uid == folder.st_uid == os.geteuid()
+
+
+def _make(source: Path, library: Path) -> None:
+    compiler = os.environ.get("CC") or next(filter(None, map(shutil.which, COMPILERS)), None)
+    if compiler is None:
+        raise NoCompilerError(f"no C compiler found ({', '.join(COMPILERS)})")
+    library.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    library.parent.chmod(0o700)
+    with tempfile.TemporaryDirectory(dir=library.parent) as folder:
+        made = Path(folder) / library.name
+        command = [*compiler.split(), *FLAGS, str(source), "-o", str(made)]
+        try:
+            done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S)  # noqa: S603
+        except (OSError, subprocess.TimeoutExpired) as error:
+            raise NoCompilerError(f"{compiler} could not be run: {error}") from None
+        if done.returncode:
+            raise NoCompilerError(f"{compiler} failed: {done.stderr.strip()[-300:]}")
+        made.chmod(0o700)
+        made.replace(library)

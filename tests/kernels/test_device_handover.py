@@ -1,0 +1,168 @@
+"""A hand-over by GPU memory, its driver a toy: nothing is left open or held, however it ends.
+
+The kernels run in Triton's interpreter. The toy's GPU is memory of this process, so real bytes go
+through them; it fails a test that frees what somebody has open, as CUDA would not.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from clairai.errors import ClairaiError, WeightsError, WeightsTornError
+from clairai.ring.cuda import DeviceBlock
+from clairai.weights import Sender, routes, sum_kernel, tensors
+from clairai.weights.dock import Dock
+from clairai.weights.port import Port
+from clairai.weights.tensors import DeviceLanded
+from clairai.weights.ways import InProcess
+from tests.unit.toy_cuda import UUIDS, CUresult, ToyDriver, install
+from tests.unit.toy_weights import ToyLlm, weights
+
+GPU = torch.device("cpu:0")  # not the host, which has no number
+UUID = UUIDS[0].hex()
+
+
+@pytest.fixture
+def driver(monkeypatch: pytest.MonkeyPatch) -> Iterator[ToyDriver]:
+    toy = install(monkeypatch)
+
+    def device_bytes(block: DeviceBlock, _: torch.device) -> torch.Tensor:
+        raw = (ctypes.c_char * block.nbytes).from_address(block.address)
+        return torch.frombuffer(raw, dtype=torch.uint8)
+
+    monkeypatch.setattr(tensors, "device_bytes", device_bytes)
+    monkeypatch.setattr(routes, "home_of", lambda *_: (GPU, "a toy"))
+    monkeypatch.setattr(Port, "is_here", False)
+    _take_turns(monkeypatch)
+    for name in ("synchronize", "device", "stream"):
+        monkeypatch.setattr(torch.cuda, name, lambda *_: contextlib.nullcontext())
+    yield toy
+    assert (toy.opened, toy.held) == (set(), {}), "all of it is given back"
+
+
+def _take_turns(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sender and engine are threads here, and Triton's interpreter is for one at a time."""
+    turn = threading.Lock()
+    for name in ("sum_all", "copy_all"):
+        launch = getattr(sum_kernel, name)
+
+        def alone(*given: Any, launch: Any = launch) -> None:
+            with turn:
+                launch(*given)
+
+        monkeypatch.setattr(sum_kernel, name, alone)
+
+
+def open_device(handle: bytes, nbytes: int) -> DeviceLanded:
+    block = DeviceBlock.attach(handle, nbytes, UUID)
+    stream: Any = SimpleNamespace(device=GPU)
+    return DeviceLanded(block, stream)
+
+
+@pytest.fixture
+def llm(driver: ToyDriver, tmp_path: Path) -> Iterator[ToyLlm]:
+    running = ToyLlm(tmp_path, gpu=(UUID, open_device))
+    yield running
+    running.intake.close()
+    assert driver.opened == set()
+
+
+def sender(llm: ToyLlm, tmp_path: Path, **given: Any) -> Sender:
+    return Sender(llm, runtime_dir=str(tmp_path), buffer_bytes=1, **given)
+
+
+def is_serving(llm: ToyLlm, seed: int) -> bool:
+    return all(torch.equal(llm.model[name], each) for name, each in weights(seed).items())
+
+
+def is_clean(driver: ToyDriver) -> bool:
+    return (driver.opened, driver.held) == (set(), {})
+
+
+def test_weights_go_over_and_every_buffer_is_given_back(
+    llm: ToyLlm, driver: ToyDriver, tmp_path: Path
+) -> None:
+    for seed in (1, 2):
+        sent = sender(llm, tmp_path).send(weights(seed))
+        assert (sent.home, sent.version) == ("device", seed)
+        assert is_serving(llm, seed)
+        assert is_clean(driver)
+    assert driver.asked.count("cuMemAlloc") == 2 * len(weights(0))
+    assert "cuMemAllocHost" not in driver.asked, "the host reads none of it"
+
+
+def test_a_load_that_breaks_gives_every_buffer_back(
+    llm: ToyLlm, driver: ToyDriver, tmp_path: Path
+) -> None:
+    llm.fail_after = 2
+    with pytest.raises(WeightsTornError):
+        sender(llm, tmp_path).send(weights(1))
+    assert is_clean(driver)
+
+
+@pytest.mark.parametrize(
+    "call", ["cuMemAlloc", "cuIpcGetMemHandle", "cuIpcOpenMemHandle", "cuPointerGetAttribute"]
+)
+def test_a_driver_that_fails_leaves_the_old_weights_and_nothing_else(
+    llm: ToyLlm, driver: ToyDriver, tmp_path: Path, call: str
+) -> None:
+    driver.failing[call] = CUresult.CUDA_ERROR_OUT_OF_MEMORY
+    with pytest.raises(ClairaiError, match="OUT_OF_MEMORY"):
+        sender(llm, tmp_path).send(weights(1))
+    assert is_clean(driver)
+    assert is_serving(llm, 0)
+    driver.failing.clear()
+    assert sender(llm, tmp_path).send(weights(2)).version == 1
+
+
+def test_a_commit_that_is_refused_frees_nothing_that_the_engine_has_open(
+    llm: ToyLlm, driver: ToyDriver, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its buffers are all mapped then; the toy would not let them be freed before."""
+
+    def refused(*_: Any) -> None:
+        assert len(driver.opened) == len(weights(0))
+        raise WeightsError("planted")
+
+    monkeypatch.setattr(InProcess, "commit", refused)
+    with pytest.raises(WeightsError, match="planted"):
+        sender(llm, tmp_path).send(weights(1))
+    assert is_clean(driver)
+
+
+def test_memory_smaller_than_the_plan_says_is_refused(
+    llm: ToyLlm, driver: ToyDriver, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def claimed(_: ToyDriver, _attribute: str, address: int) -> tuple[Any, ...]:
+        return CUresult.CUDA_SUCCESS, len(driver.held[address]) - 1
+
+    monkeypatch.setattr(ToyDriver, "cuPointerGetAttribute", claimed)
+    with pytest.raises(WeightsError, match="bytes, peer claims"):
+        sender(llm, tmp_path).send(weights(1))
+    assert is_clean(driver)
+
+
+def test_what_changed_between_packing_and_reading_is_refused(
+    llm: ToyLlm, driver: ToyDriver, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    original = Dock.land
+
+    def spoiled(self: Dock, offer: Any, fds: Any) -> Any:
+        address = int.from_bytes(offer.handle[:8], "little")
+        driver.held[address][0] = bytes([driver.held[address][0][0] ^ 1])
+        return original(self, offer, fds)
+
+    monkeypatch.setattr(Dock, "land", spoiled)
+    with pytest.raises(WeightsError, match="another checksum"):
+        sender(llm, tmp_path).send(weights(1))
+    assert is_clean(driver)
+    assert is_serving(llm, 0)

@@ -1,0 +1,53 @@
+"""A library is made once, by whatever compiler there is, where nobody else can write."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from clairai.tap import native
+
+SOURCE = "step.c"
+
+
+def test_it_is_made_once_and_found_again(tmp_path: Path) -> None:
+    made = native.built(SOURCE, tmp_path / "cache")
+    before = made.stat().st_mtime_ns
+    assert native.built(SOURCE, tmp_path / "cache") == made
+    assert made.stat().st_mtime_ns == before
+    assert [path.name for path in made.parent.iterdir()] == [made.name]
+
+
+def test_only_its_owner_can_write_it(tmp_path: Path) -> None:
+    made = native.built(SOURCE, tmp_path / "cache")
+    assert made.stat().st_mode & 0o077 == 0
+    assert made.parent.stat().st_mode & 0o077 == 0
+
+
+@pytest.mark.parametrize("place", ["file", "folder"])
+def test_one_that_others_could_have_written_is_made_again(tmp_path: Path, place: str) -> None:
+    made = native.built(SOURCE, tmp_path / "cache")
+    made.write_bytes(b"not a library")
+    (made if place == "file" else made.parent).chmod(0o777)
+    assert native.built(SOURCE, tmp_path / "cache").read_bytes()[:4] == b"\x7fELF"
+    assert made.parent.stat().st_mode & 0o077 == 0
+
+
+def test_a_compiler_that_fails_says_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    broken = tmp_path / "broken"
+    broken.write_text("#!/bin/sh\necho no room >&2\nexit 1\n")
+    broken.chmod(0o700)
+    monkeypatch.setenv("CC", str(broken))
+    with pytest.raises(native.NoCompilerError, match="broken failed: no room"):
+        native.built(SOURCE, tmp_path / "cache")
+    assert os.listdir(tmp_path / "cache") == []
+
+
+def test_a_compiler_that_is_not_there_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CC", str(tmp_path / "nothing"))
+    with pytest.raises(native.NoCompilerError, match="could not be run"):
+        native.built(SOURCE, tmp_path / "cache")
