@@ -143,7 +143,7 @@ class NearRig(Rig):
 
     def settle(self) -> None:
         done = threading.Event()
-        self.collector._queue.put(done.set)
+        self.collector._inbox.put(done.set)
         assert done.wait(10)
 
 

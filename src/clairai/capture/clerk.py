@@ -25,9 +25,10 @@ import msgspec
 
 from clairai.capture import tickets
 from clairai.capture.arena import Arena
-from clairai.capture.collector import Collector, Pace
+from clairai.capture.collector import Collector
 from clairai.capture.consumers import Consumer, open_consumers
 from clairai.capture.guarded import Guarded
+from clairai.capture.inbox import Pace
 from clairai.capture.landed import Reader
 from clairai.capture.line import Line
 from clairai.capture.near import origins

@@ -8,11 +8,8 @@ from __future__ import annotations
 
 import json
 import logging
-import queue
 import threading
-import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import Final
 
@@ -22,6 +19,7 @@ from numpy.typing import NDArray
 from clairai.capture.consumers import Consumer
 from clairai.capture.flusher import Flusher
 from clairai.capture.gauge import Gauge
+from clairai.capture.inbox import Inbox, Pace, Told
 from clairai.capture.order import Order
 from clairai.capture.pending import Shelf
 from clairai.capture.results import Results
@@ -30,19 +28,9 @@ from clairai.errors import StoreError
 from clairai.store.codecs.base import Encoder
 from clairai.store.rows import Block, Origin
 
-MAX_STEPS: Final = 256
 _log: Final = logging.getLogger("clairai.capture")
 
-Told = Callable[[], None]
 OriginOf = Callable[[Encoder], Origin]
-
-
-@dataclass(frozen=True)
-class Pace:
-    """How long rows wait for others, to be handed on together; what is told hurries them."""
-
-    linger_s: float = 0.05
-    enough_nbytes: int = 1 << 20  # to go on at once
 
 
 class Collector:
@@ -58,7 +46,6 @@ class Collector:
         pace: Pace | None = None,
     ) -> None:
         self._consumers, self._origin_of = consumers, origin_of
-        self._batch_nbytes, self._pace = batch_nbytes, pace or Pace()
         self.delivered = 0  # of those that were put
         self.results = Results(consumers)
         self._flushers = {
@@ -68,7 +55,7 @@ class Collector:
         self._shelf = Shelf(pending_nbytes)
         self._orders: dict[Seat, Order] = {}
         self._live: dict[int, set[int]] = {}  # choices of each stream that are not finished
-        self._queue: queue.SimpleQueue[Taken | Told] = queue.SimpleQueue()
+        self._inbox = Inbox(batch_nbytes, pace or Pace())
         self._is_ending = False
         self._thread = threading.Thread(target=self._run, name="clairai-capture", daemon=True)
         self._thread.start()
@@ -80,29 +67,29 @@ class Collector:
     def begin(self, seat: Seat, order: Order, number: int | None = None) -> None:
         """`number` is its in the results of whoever is told of these."""
         self.results.open(seat, order, number)
-        self._queue.put(partial(self._begin, seat, order))
+        self._inbox.put(partial(self._begin, seat, order))
 
     def amend(self, seat: Seat, steering: str) -> None:
         """From now on the request is steered so."""
-        self._queue.put(partial(self._amend, seat, steering))
+        self._inbox.put(partial(self._amend, seat, steering))
 
     def finish(self, seat: Seat) -> None:
-        self._queue.put(partial(self._finish, seat))
+        self._inbox.put(partial(self._finish, seat))
 
     def put(self, taken: Taken) -> None:
-        self._queue.put(taken)
+        self._inbox.put(taken)
 
     def relabel(self, origin_of: OriginOf) -> None:
         """What comes from now on is of other weights."""
-        self._queue.put(partial(setattr, self, "_origin_of", origin_of))
+        self._inbox.put(partial(setattr, self, "_origin_of", origin_of))
 
     def commit(self) -> None:
         """Have all that was given so far made safe; nobody waits for it."""
-        self._queue.put(self._commit)
+        self._inbox.put(self._commit)
 
     def close(self) -> None:
         """Give on what is there, then close the consumers."""
-        self._queue.put(self._end)
+        self._inbox.put(self._end)
         self._thread.join()
         for flusher in self._flushers.values():
             flusher.close()
@@ -127,7 +114,7 @@ class Collector:
 
     def _run(self) -> None:
         while not self._is_ending:
-            batch, told = self._next()
+            batch, told = self._inbox.next()
             if batch:
                 self._deliver(batch)
             if told is not None:
@@ -138,23 +125,6 @@ class Collector:
             told()
         except Exception:  # as below: the thread goes on for all others
             _log.exception("what was told of a captured request could not be passed on")
-
-    def _next(self) -> tuple[list[Taken], Told | None]:
-        """Rows that may be handed on together, and what was told after them."""
-        batch: list[Taken] = []
-        nbytes, deadline_s = 0, 0.0
-        while len(batch) < MAX_STEPS and nbytes < self._batch_nbytes:
-            left_s = deadline_s - time.monotonic() if nbytes < self._pace.enough_nbytes else 0.0
-            try:
-                item = self._queue.get(timeout=max(left_s, 0) if batch else None)
-            except queue.Empty:
-                break
-            if callable(item):
-                return batch, item
-            batch.append(item)
-            nbytes += item.nbytes
-            deadline_s = deadline_s or time.monotonic() + self._pace.linger_s
-        return batch, None
 
     def _deliver(self, batch: list[Taken]) -> None:
         try:
