@@ -16,7 +16,9 @@ from pathlib import Path
 import pytest
 from transformers import AutoTokenizer
 
+from clairai.errors import StoreBusyError
 from clairai.probe.files import load
+from clairai.store.folder import claimed
 from clairai.store.reading import open as open_store
 from scripts.demo_documents import NUM_FOLDS, texts
 from tests.engine.process import ENVIRONMENT
@@ -43,6 +45,14 @@ def _commits(folder: Path) -> int:
     return len(open_store(folder).commits) if (folder / "manifest").exists() else 0
 
 
+def _is_free(folder: Path) -> bool:
+    try:
+        with claimed(folder):
+            return True
+    except StoreBusyError:
+        return False
+
+
 def _prompts(model: Path) -> list[tuple[list[int], int]]:
     """French and English in turn, as tokens, and which it is."""
     tokenizer = AutoTokenizer.from_pretrained(model)
@@ -67,6 +77,7 @@ def test_a_run_that_is_killed_goes_on_and_ends_with_every_prompt_once(
     with subprocess.Popen(command, env=environment, stderr=subprocess.DEVNULL) as first:
         until(lambda: _commits(folder) >= 3 or first.poll() is not None, timeout_s=START_S)
         first.send_signal(signal.SIGKILL)
+    until(lambda: _is_free(folder))  # what was on its way to a commit gets there
     done = Counter(one.tags["prompt"]["line"] for one in open_store(folder).requests())
     assert 0 < len(done) < NUM_PROMPTS
 

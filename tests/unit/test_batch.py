@@ -6,6 +6,7 @@ import json
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,7 +17,7 @@ from clairai.batch.done import Run
 from clairai.batch.engine import CapturingEngine, Wish
 from clairai.batch.prompts import Prompt, read_prompts
 from clairai.capture.positions import Span, parse_positions
-from clairai.errors import ConfigError, StoreStoppedError
+from clairai.errors import ConfigError, StoreBusyError, StoreStoppedError
 from clairai.store.reading import open as open_store
 from clairai.store.writer import Writer
 from tests.unit.test_messages import Letters
@@ -98,6 +99,26 @@ def test_prompts_are_told_apart_by_content_and_not_by_place(tmp_path: Path) -> N
     engine = ToyEngine(tmp_path / "s")
     _run(engine, tmp_path / "s", more)
     assert engine.forwarded == [1, 5]
+
+
+def test_what_a_killed_run_is_still_writing_is_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = _file(tmp_path / "p.txt", "a", "b")
+    (prompt, other) = read_prompts(file)
+    writer = Writer(tmp_path / "s")
+
+    def commit_and_end(_: float) -> None:
+        writer.begin(7, tags=RUN.tags(prompt))
+        writer.offer(block(7, 1))
+        writer.close()
+
+    monkeypatch.setattr(done, "time", SimpleNamespace(monotonic=float, sleep=commit_and_end))
+    assert done.left(tmp_path / "s", [prompt, other], RUN) == [other]
+    moments = iter((0.0, done.REST_S + 1))
+    monkeypatch.setattr(done, "time", SimpleNamespace(monotonic=lambda: next(moments)))
+    with Writer(tmp_path / "s"), pytest.raises(StoreBusyError):
+        done.left(tmp_path / "s", [prompt, other], RUN)
 
 
 def test_how_far_it_is_is_told_after_each_commit(tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ is there whole. Prompts are told apart by content: lines may be added to the fil
 from __future__ import annotations
 
 import hashlib
+import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -16,13 +17,15 @@ from typing import Any, Final
 import msgspec
 
 from clairai.batch.prompts import Prompt
-from clairai.errors import ConfigError, StoreError
+from clairai.errors import ConfigError, StoreBusyError, StoreError
 from clairai.points import quote
-from clairai.store.folder import MANIFEST
+from clairai.store.folder import MANIFEST, claimed
 from clairai.store.reading import Request
 from clairai.store.reading import open as open_store
 from clairai.store.rows import Note
 
+REST_S: Final = 60.0
+POLL_S: Final = 0.05
 _PROMPT: Final = "prompt"
 _RUN: Final = "run"
 
@@ -57,6 +60,8 @@ class Run:
 
 def left(folder: Path, prompts: Sequence[Prompt], run: Run) -> list[Prompt]:
     """ConfigError if the folder has rows of another run, or of none."""
+    if folder.is_dir():
+        _rest(folder)
     done = Counter(_digests(folder, run)) if (folder / MANIFEST).exists() else Counter[str]()
     found = []
     for prompt in prompts:
@@ -65,6 +70,22 @@ def left(folder: Path, prompts: Sequence[Prompt], run: Run) -> list[Prompt]:
         else:
             found.append(prompt)
     return found
+
+
+def _rest(folder: Path) -> None:
+    """Until nobody writes to it: after a run that was killed, what it had asked for is committed.
+
+    StoreBusyError if that takes longer than it can.
+    """
+    deadline_s = time.monotonic() + REST_S
+    while True:
+        try:
+            with claimed(folder):
+                return
+        except StoreBusyError:
+            if time.monotonic() > deadline_s:
+                raise
+        time.sleep(POLL_S)
 
 
 def _digests(folder: Path, run: Run) -> list[str]:
