@@ -5,14 +5,20 @@ No engine is started here. The twin of the encoders on a CPU says what their byt
 
 from __future__ import annotations
 
+import time
+from pathlib import Path
+
 import numpy as np
 import pytest
 import torch
 
+import clairai
+from clairai.capture.arena import Arena
 from clairai.capture.order import Hold
 from clairai.store.codecs.registry import named
 from clairai.tap.encode_twin import encode_twin
-from tests.unit.toy_capture_rig import WIDTH, rig
+from clairai.tap.landing import Landing
+from tests.unit.toy_capture_rig import WIDTH, far_rig, rig
 from tests.unit.toy_captures_engine import order
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(120)]
@@ -46,6 +52,51 @@ def test_every_step_is_taken_before_the_next_one_overwrites_it(
             found = np.concatenate([block.arrays[array_name] for block in blocks])
             assert found.shape == tuple(values.shape)
             assert np.array_equal(found, values.numpy()), array_name
+
+
+@pytest.mark.parametrize("name", ["raw", "rp8"])
+def test_rows_reach_another_process_when_the_gpu_says_so(name: str, tmp_path: Path) -> None:
+    """Nobody here waits for the GPU: the clerk reads no row before its ticket's number is there."""
+    encoder = named(name, {"dtype": "bfloat16"} if name == "raw" else {"k": 16})
+    wanted = order(
+        points=["pre_attn.0", "post_block.1"],
+        encoder=name,
+        parameters=encoder.parameters,
+        to=("fs",),
+    )
+    with far_rig({"folder": str(tmp_path / "s")}, dtype=torch.bfloat16, device="cuda") as made:
+        made.enter("a", 7, wanted)
+        kept = [made.step(("x", 0, 3), ("a", 5 * step, 5)) for step in range(NUM_STEPS)]
+        told = made.ended("api-a", "kept")
+        assert (told.rows, told.lost) == (2 * 5 * NUM_STEPS, 0)
+    store = clairai.open(tmp_path / "s")
+    for site, point in ((0, "pre_attn.0"), (2, "post_block.1")):
+        rows = store.rows(7, point=point)
+        assert rows.token_id.tolist() == [*range(1000, 1000 + 5 * NUM_STEPS)]
+        truth = encode_twin(torch.cat([step[site, 3:] for step in kept]).cpu(), encoder)
+        arrays = {key: array.numpy() for key, array in truth.items()}
+        assert np.array_equal(np.asarray(rows), encoder.decode(arrays, width=WIDTH))
+
+
+def test_copies_into_registered_memory_do_not_wait_for_the_gpu() -> None:
+    """Long work is on the stream; the calls that come behind it return before it is done."""
+    arena = Arena.create(64 << 20)
+    landing = Landing(arena, torch.device("cuda", 0))
+    rows = torch.ones(8 << 20, dtype=torch.uint8, device="cuda")
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        torch.cuda._sleep(2_000_000_000)  # clock cycles: about a second
+        begin_s = time.perf_counter()
+        landing.tensor(0, torch.uint8, (len(rows),)).copy_(rows, non_blocking=True)
+        landing.mark(int(stream.cuda_stream), 1)
+        took_s = time.perf_counter() - begin_s
+    assert not arena.has_landed(1)
+    assert took_s < 0.2
+    stream.synchronize()
+    assert arena.has_landed(1)
+    assert (arena.memory[: len(rows)] == 1).all()
+    landing.close()
+    arena.close()
 
 
 def test_a_rule_sees_the_scores_of_the_gpu() -> None:

@@ -51,8 +51,13 @@ class Arena:
     @classmethod
     def create(cls, nbytes: int) -> Arena:
         """New memory; a multiple of ALIGNMENT."""
-        fd = os.memfd_create("clairai-rows", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         whole = HEADER_NBYTES + nbytes
+        if whole > (there := os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")):
+            raise ConfigError(
+                f"no {nbytes} bytes for rows on their way, the machine has {there}; lower "
+                "capture.staging_mib"
+            )
+        fd = os.memfd_create("clairai-rows", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         try:
             # Now: a machine without the memory refuses here, and not with SIGBUS in a step.
             os.posix_fallocate(fd, 0, whole)
