@@ -90,6 +90,9 @@ def measure(llm: Any, rounds: int) -> Times:
         "a bank of 512, handed over probe by probe": lambda: sender.send(
             {f"probe::{name}": row for name, row in zip(order, rows_PD, strict=True)}
         ),
+        "a bank of 512, by ProbeBank.redirect": lambda: clairai.ProbeBank(llm).redirect(
+            order, rows_PD
+        ),
         "a bank of 512, by ProbeBank.replace": lambda: clairai.ProbeBank(llm).replace(*probes),
         "one probe of the 512, by ProbeBank.replace": lambda: clairai.ProbeBank(llm).replace(
             probes[7]
