@@ -113,10 +113,10 @@ def scores(llm: Any, outputs: Sequence[Any]) -> list[list[Scores]]:
     """
     described = ask(llm, wire.Describe(), wire.Description)
     asked = wire.FindStreams(tuple(output.request_id for output in outputs))
-    streams = ask(llm, asked, wire.Streams).streams
+    found = ask(llm, asked, wire.Streams)
     known = [
         (stream, output)
-        for stream, output in zip(streams, outputs, strict=True)
+        for stream, output in zip(found.streams, outputs, strict=True)
         if stream is not None
     ]
     if len(known) < len(outputs):
@@ -124,17 +124,18 @@ def scores(llm: Any, outputs: Sequence[Any]) -> list[list[Scores]]:
             f"{len(outputs) - len(known)} of {len(outputs)} requests are not known to this engine; "
             f"pass the outputs of this LLM's own generate(), soon after it"
         )
-    ledger = _read(Path(described.socket), {stream for stream, _ in known})
+    wanted = {stream for stream, _ in known}
+    ledger = _read(Path(described.socket), wanted, found.since)
     return [
         [_aligned(ledger, stream, output, answer) for answer in output.outputs]
         for stream, output in known
     ]
 
 
-def _read(socket: Path, wanted: set[int]) -> Ledger:
+def _read(socket: Path, wanted: set[int], since: int) -> Ledger:
     # Bounded by the ring itself: what it holds fits in memory.
     ledger = Ledger(only=wanted, max_streams=len(wanted) + 1, max_rows=sys.maxsize)
-    with Reader.attach(socket, start="oldest") as reader:
+    with Reader.attach(socket, start=since) as reader:
         while records := reader.poll():
             for record in records:
                 ledger.feed(record, reader.bank(record.bank_version))

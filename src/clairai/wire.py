@@ -201,6 +201,7 @@ class Streams(msgspec.Struct, frozen=True, tag="streams", forbid_unknown_fields=
     """Stream id of each request asked for; None for one this engine does not remember."""
 
     streams: tuple[int | None, ...]
+    since: int = 0  # the first record in which rows of theirs can be
 
 
 ControlReply = (

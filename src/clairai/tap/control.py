@@ -77,7 +77,7 @@ def _reply(station: Station, control: wire.Control) -> wire.ControlReply:
         case wire.Describe():
             return _describe(station)
         case wire.FindStreams(request_ids):
-            return wire.Streams(tuple(map(station.stream_of, request_ids)))
+            return station.streams_of(request_ids)
         case wire.RedirectProbes(names, rows):
             turned = station.columns.redirect(names, _rows(names, rows))
             return wire.BankVersion(station.install(turned).version)
