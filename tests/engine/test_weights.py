@@ -291,7 +291,7 @@ def test_who_cannot_reach_the_socket_sends_the_same_over_http(
     client = Client(sdk, weighed.prompts(1)[0])
     expected = sender(running).send(running.other), client.ask()
     sender(running).send(running.model)
-    far = {"runtime_dir": str(tmp_path / "elsewhere"), "buffer_bytes": 32 << 20}
+    far: Any = {"runtime_dir": str(tmp_path / "elsewhere"), "buffer_bytes": 32 << 20}
     with pytest.raises(ConfigError, match="another API key"):
         Sender(running.url, api_key="wrong", **far).send(running.other)
     sent = Sender(running.url, api_key=parts.KEY, **far).send(running.other)
