@@ -46,14 +46,15 @@ def main() -> None:
 
 def measure(engine: EngineProcess) -> dict[str, Any]:
     taken: dict[bool, list[float]] = {False: [], True: []}
+    engine.call(decode_times, BATCH, NUM_NEW)  # warms
+    before = engine.call(describe).published
     with _reader(engine.call(describe).socket) as (pid, pipe):
-        engine.call(decode_times, BATCH, NUM_NEW)  # warms
         for _ in range(TURNS):
             for is_stopped in (False, True):
                 os.kill(pid, signal.SIGSTOP if is_stopped else signal.SIGCONT)
                 taken[is_stopped] += _for(engine, PAUSE_S / TURNS)
         os.kill(pid, signal.SIGCONT)
-        published = engine.call(describe).published
+        published = engine.call(describe).published - before
         pipe.send(published)
         counts = pipe.recv()
     ratio = float(np.median(taken[True]) / np.median(taken[False]))
@@ -85,6 +86,7 @@ def _reader(socket: str) -> Iterator[tuple[int, Connection]]:
     pipe, theirs = context.Pipe()
     process = context.Process(target=read, args=(socket, theirs))
     process.start()
+    theirs.close()  # so that a reader that dies is seen
     pipe.recv()  # attached
     assert process.pid is not None
     yield process.pid, pipe
@@ -92,8 +94,8 @@ def _reader(socket: str) -> Iterator[tuple[int, Connection]]:
 
 
 def read(socket: str, pipe: Connection) -> None:
-    """Take all there is until told how many were published; runs in the reader's process."""
-    with Reader.attach(socket, start=1) as reader:
+    """Take all that comes until told how many were published; runs in the reader's process."""
+    with Reader.attach(socket, start="newest") as reader:
         pipe.send(True)
         end = None
         while end is None or reader.statistics().delivered + reader.statistics().lost < end:

@@ -17,7 +17,7 @@ import tempfile
 import time
 import traceback
 from collections.abc import Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, Final
@@ -67,6 +67,7 @@ class Bench:
 
     def measure(self, part: str) -> dict[str, Any]:
         """A part that fails is said, and the others go on."""
+        wait(self._starting.values())  # an engine that starts takes memory and time of the others
         began_s = time.perf_counter()
         try:
             engine = self._starting[ENGINE_OF.get(part, part)].result()
@@ -91,7 +92,8 @@ class Bench:
         runtime = self._runtime("stock")
         return EngineProcess(
             runtime=runtime,
-            environment=self._variables | weights_stock.environment(runtime) | {"VLLM_PLUGINS": ""},
+            environment=self._variables | weights_stock.ENVIRONMENT,
+            plant=weights_stock.stand_in_for_ray,
             weight_transfer_config={"backend": "ipc"},
             **self._arguments(self._models["model"]),
         )

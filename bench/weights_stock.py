@@ -8,28 +8,30 @@ mode is; where there is none an empty module of that name stands in, and nothing
 from __future__ import annotations
 
 import base64
-import os
 import pickle
+import sys
 import time
 from collections.abc import Callable
 from functools import partial
-from importlib.util import find_spec
+from importlib.machinery import ModuleSpec
+from importlib.util import find_spec, module_from_spec
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Any, Final
 
 from bench.weights_shape import random_tensors, shapes_of
 
+ENVIRONMENT: Final = {
+    "VLLM_ALLOW_INSECURE_SERIALIZATION": "1",
+    "VLLM_PLUGINS": "",
+    "VLLM_WORKER_MULTIPROC_METHOD": "fork",  # the core has the stand-in too
+}
 
-def environment(folder: Path) -> dict[str, str]:
-    """What its processes need; `folder` is where a stand-in for ray may be made."""
-    if find_spec("ray") is not None:
-        return {"VLLM_ALLOW_INSECURE_SERIALIZATION": "1"}
-    stand_in = folder / "no-ray"
-    stand_in.mkdir()
-    (stand_in / "ray.py").write_text('"""Not installed here."""\n')
-    path = os.pathsep.join([str(stand_in), *filter(None, [os.environ.get("PYTHONPATH")])])
-    return {"VLLM_ALLOW_INSECURE_SERIALIZATION": "1", "PYTHONPATH": path}
+
+def stand_in_for_ray() -> None:
+    """Runs in the engine's process before vLLM is imported there."""
+    if find_spec("ray") is None:
+        sys.modules["ray"] = module_from_spec(ModuleSpec("ray", None))
 
 
 def send(llm: Any, model: Path, rounds: int, is_packed: bool) -> dict[str, Any]:

@@ -70,9 +70,9 @@ class Uploads:
 
     async def until(self, transfer: str, committed: Awaitable[Committed]) -> Committed:
         """What has come stays until the commit is through, however long requests take to end."""
-        async with self._busy:
-            if self._relay.transfer == transfer:
-                self._wait_no_more()
+        if self._relay.transfer != transfer:  # it came to the socket: no upload is in its way
+            return await committed
+        self._wait_no_more()
         try:
             return await committed
         finally:

@@ -11,6 +11,8 @@ from pathlib import Path
 from typing import Any, Final, Literal, TypeVar
 
 import msgspec
+import numpy as np
+from numpy.typing import NDArray
 
 from clairai import errors, wire
 from clairai.match.align import Scores, align
@@ -111,10 +113,10 @@ def scores(llm: Any, outputs: Sequence[Any]) -> list[list[Scores]]:
     """
     described = ask(llm, wire.Describe(), wire.Description)
     asked = wire.FindStreams(tuple(output.request_id for output in outputs))
-    streams = ask(llm, asked, wire.Streams).streams
+    found = ask(llm, asked, wire.Streams)
     known = [
         (stream, output)
-        for stream, output in zip(streams, outputs, strict=True)
+        for stream, output in zip(found.streams, outputs, strict=True)
         if stream is not None
     ]
     if len(known) < len(outputs):
@@ -122,17 +124,18 @@ def scores(llm: Any, outputs: Sequence[Any]) -> list[list[Scores]]:
             f"{len(outputs) - len(known)} of {len(outputs)} requests are not known to this engine; "
             f"pass the outputs of this LLM's own generate(), soon after it"
         )
-    ledger = _read(Path(described.socket), {stream for stream, _ in known})
+    wanted = {stream for stream, _ in known}
+    ledger = _read(Path(described.socket), wanted, found.since)
     return [
         [_aligned(ledger, stream, output, answer) for answer in output.outputs]
         for stream, output in known
     ]
 
 
-def _read(socket: Path, wanted: set[int]) -> Ledger:
+def _read(socket: Path, wanted: set[int], since: int) -> Ledger:
     # Bounded by the ring itself: what it holds fits in memory.
     ledger = Ledger(only=wanted, max_streams=len(wanted) + 1, max_rows=sys.maxsize)
-    with Reader.attach(socket, start="oldest") as reader:
+    with Reader.attach(socket, start=since) as reader:
         while records := reader.poll():
             for record in records:
                 ledger.feed(record, reader.bank(record.bank_version))
@@ -165,6 +168,19 @@ class ProbeBank:
 
     def replace(self, *probes: Probe) -> tuple[wire.ListedProbe, ...]:
         return self._change(wire.ReplaceProbes(tuple(map(dumps, probes))))
+
+    def redirect(self, names: Sequence[str], directions_PD: NDArray[np.float32]) -> int:
+        """Other directions for these probes, a row for each; all else of them stays.
+
+        Hundreds at once take milliseconds. Gives the bank's version.
+        """
+        if directions_PD.dtype != np.float32 or directions_PD.shape[:1] != (len(names),):
+            raise errors.ProbeError(
+                f"directions are {directions_PD.dtype}{directions_PD.shape}; give a row of float32 "
+                f"for each of {len(names)} probes"
+            )
+        rows = np.ascontiguousarray(directions_PD, "<f4").data.cast("B")
+        return ask(self._llm, wire.RedirectProbes(tuple(names), rows), wire.BankVersion).version
 
     def remove(self, *names: str) -> tuple[wire.ListedProbe, ...]:
         return self._change(wire.RemoveProbes(names))

@@ -131,6 +131,15 @@ class ReplaceProbes(msgspec.Struct, frozen=True, tag="replace_probes", forbid_un
     files: tuple[bytes, ...]
 
 
+class RedirectProbes(
+    msgspec.Struct, frozen=True, tag="redirect_probes", forbid_unknown_fields=True
+):
+    """Give the probes of these names other directions, a row of float32 for each; all, or none."""
+
+    names: tuple[str, ...]
+    rows: memoryview  # one after the other; not copied when it is read
+
+
 class RemoveProbes(msgspec.Struct, frozen=True, tag="remove_probes", forbid_unknown_fields=True):
     """Take the probes of these names out; all of them, or none."""
 
@@ -151,6 +160,7 @@ Control = (
     ListProbes
     | AddProbes
     | ReplaceProbes
+    | RedirectProbes
     | RemoveProbes
     | Describe
     | FindStreams
@@ -169,6 +179,12 @@ class BankState(msgspec.Struct, frozen=True, tag="bank_state", forbid_unknown_fi
     probes: tuple[ListedProbe, ...]
 
 
+class BankVersion(msgspec.Struct, frozen=True, tag="bank_version", forbid_unknown_fields=True):
+    """The bank's version after a change of numbers alone: to list it would take longer."""
+
+    version: int
+
+
 class Description(msgspec.Struct, frozen=True, tag="description", forbid_unknown_fields=True):
     """What the engine taps, and the socket that hands out its ring."""
 
@@ -185,10 +201,12 @@ class Streams(msgspec.Struct, frozen=True, tag="streams", forbid_unknown_fields=
     """Stream id of each request asked for; None for one this engine does not remember."""
 
     streams: tuple[int | None, ...]
+    since: int = 0  # the first record in which rows of theirs can be
 
 
 ControlReply = (
     BankState
+    | BankVersion
     | Description
     | Streams
     | wire_steer.Reply

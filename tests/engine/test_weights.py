@@ -194,7 +194,7 @@ def _captured(running: Running, sdk: openai.OpenAI) -> str:
 
 
 def test_through_the_proxy_weights_are_sent_and_each_answer_says_which_made_it(
-    running: Running,
+    running: Running, tmp_path: Path
 ) -> None:
     settings = ProxySettings(
         running.url, parts.KEY, api_key="of the proxy", runtime_dir=running.runtime
@@ -203,13 +203,14 @@ def test_through_the_proxy_weights_are_sent_and_each_answer_says_which_made_it(
     with proxy_of(settings) as (url, _):
         told = [_told(url)]
         sent = [
-            Sender(url, api_key="of the proxy", runtime_dir=str(running.runtime)).send(folder)
-            for folder in (running.other, running.model)
+            Sender(url, api_key="of the proxy", runtime_dir=str(meeting)).send(folder)
+            for folder, meeting in ((running.other, running.runtime), (running.model, tmp_path))
         ]
         told.append(_told(url))
         with pytest.raises(Exception, match="another API key"):
             sender(running, url).check(running.other)
-    assert [one.version for one in sent] == [first + 1, first + 2]
+    told_of = [(one.version, one.home) for one in sent]
+    assert told_of == [(first + 1, "host"), (first + 2, "http")]
     assert told == [{first}, {first + 2}]
 
 
@@ -290,11 +291,10 @@ def test_who_cannot_reach_the_socket_sends_the_same_over_http(
     client = Client(sdk, weighed.prompts(1)[0])
     expected = sender(running).send(running.other), client.ask()
     sender(running).send(running.model)
-    far = {"runtime_dir": str(tmp_path / "elsewhere"), "buffer_bytes": 32 << 20}
+    far: Any = {"runtime_dir": str(tmp_path / "elsewhere"), "buffer_bytes": 32 << 20}
     with pytest.raises(ConfigError, match="another API key"):
         Sender(running.url, api_key="wrong", **far).send(running.other)
     sent = Sender(running.url, api_key=parts.KEY, **far).send(running.other)
-    assert sent.home == "http"
     assert "socket is not here" in sent.why
-    assert sent.digest == expected[0].digest
+    assert (sent.home, sent.digest) == ("http", expected[0].digest)
     assert client.ask()[0] == expected[1][0]

@@ -14,7 +14,6 @@ from triton.compiler import ASTSource
 from clairai.ring.layout import RingShape
 from clairai.tap import commit_kernel, norm_kernel, project_kernel, score_kernel, steer_kernel
 from clairai.tap.commit import constants
-from clairai.weights import sum_kernel
 
 HOPPER = GPUTarget("cuda", 90, 32)
 WIDTH = 4096
@@ -67,36 +66,49 @@ def test_a_row_in_its_norm_stays_in_registers(
     check(compiled(kernel, dtype))
 
 
+PROJECT_TYPES = {
+    **dict.fromkeys(("planes_ptr", "signs_ptr"), "*i8"),
+    **dict.fromkeys(("sums_ptr", "exponent_ptr", "infinite_ptr"), "*i32"),
+    **dict.fromkeys(("low_ptr", "high_ptr"), "*fp32"),
+    "codes_ptr": "*u8",
+    "factor_bits": "i64",
+}
+
+
+def projecting(kernel: Any, dtype: str, constants: dict[str, int], **options: Any) -> Any:
+    types = PROJECT_TYPES | {"rows_ptr": f"*{dtype}"}
+    names = kernel.arg_names
+    signature = {n: "constexpr" if n in constants else types.get(n, "i32") for n in names}
+    pointers = [n for n in names if n.endswith("_ptr") or n in ("D", "K")]
+    aligned = {(names.index(name),): [["tt.divisibility", 16]] for name in pointers}
+    source = ASTSource(kernel, signature, constants, aligned)
+    return triton.compile(source, target=HOPPER, options={"enable_fp_fusion": True, **options})
+
+
 @pytest.mark.parametrize("dtype", ["bf16", "fp32"])
-def test_a_projection_needs_no_memory_of_its_own(
+def test_a_row_that_is_projected_stays_in_registers(
     dtype: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-    tiles = {"TILE_M": 32, "TILE_K": 64, "TILE_D": 64}
-    types = {"rows_ptr": f"*{dtype}", "signs_ptr": "*i8", "out_ptr": "*fp32", "factor_bits": "i64"}
-    types |= dict.fromkeys(("exponent_ptr", "infinite_ptr"), "*i32")
-    names = project_kernel.project.arg_names
-    signature = {n: "constexpr" if n in tiles else types.get(n, "i32") for n in names}
-    pointers = [n for n in names if n.endswith("_ptr") or n in ("D", "K")]
-    aligned = {(names.index(name),): [["tt.divisibility", 16]] for name in pointers}
-    source = ASTSource(project_kernel.project, signature, tiles, aligned)
-    made = triton.compile(source, target=HOPPER, options={"num_warps": 4, "enable_fp_fusion": True})
-    assert made.asm["cubin"]
-    assert ".local" not in made.asm["ptx"]
+    made = [
+        projecting(project_kernel.take_apart, dtype, {"BLOCK_D": WIDTH}, num_warps=8),
+        projecting(project_kernel.put_together, dtype, {"BLOCK_K": 512}, num_warps=4),
+    ]
+    for one in made:
+        assert one.asm["cubin"]
+        assert ".local" not in one.asm["ptx"]
 
 
-@pytest.mark.parametrize("kernel", [sum_kernel.sum_parts, sum_kernel.copy_parts])
-def test_a_checksum_stays_in_registers(
-    kernel: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("tiling", [project_kernel.FEW_ROWS, project_kernel.MANY_ROWS])
+def test_a_projection_is_a_product_of_bytes_on_tensor_cores(
+    tiling: dict[str, int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-    constants = dict(sum_kernel.CONSTANTS)
-    signature = {n: "constexpr" if n in constants else "*i64" for n in kernel.arg_names}
-    aligned = {(index,): [["tt.divisibility", 16]] for index in (0, 1)}
-    source = ASTSource(kernel, signature, constants, aligned)
-    options = {"num_warps": sum_kernel.NUM_WARPS, "enable_fp_fusion": True}
-    made = triton.compile(source, target=HOPPER, options=options)
-    check(made)
+    tiles = {"TILE_D": project_kernel.TILE_D, **{n: tiling[n] for n in ("TILE_R", "TILE_K")}}
+    options = {name: tiling[name] for name in ("num_warps", "num_stages")}
+    made = projecting(project_kernel.project, "bf16", tiles, **options)
+    assert re.search(r"wgmma\.mma_async[.\w]*\.s32\.s8\.s8", made.asm["ptx"])
+    assert made.metadata.shared <= 166_912  # of an A100
 
 
 COMMIT_TYPES = {

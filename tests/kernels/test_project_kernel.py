@@ -32,9 +32,9 @@ def rows(num_rows: int, width: int, seed: int) -> torch.Tensor:
 def differences(
     rows_MD: torch.Tensor, encoder: Rp8, module: ModuleType = project_kernel
 ) -> list[str]:
-    signs_DK = signs_twin(encoder.seed, rows_MD.shape[1], encoder.k, CPU)
+    signs_KD = signs_twin(encoder.seed, rows_MD.shape[1], encoder.k, CPU).t().contiguous()
     with np.errstate(all="ignore"):  # numpy warns of what a GPU computes in silence
-        found = module.encode_rp8(rows_MD, signs_DK)
+        found = module.encode_rp8(rows_MD, signs_KD)
     expected = encoder.encode(rows_MD.float().numpy())
     assert set(found) == set(expected)
     return [n for n in found if found[n].numpy().tobytes() != expected[n].tobytes()]
@@ -60,15 +60,27 @@ def test_whatever_is_no_number_and_whatever_is_nothing() -> None:
     assert differences(given, Rp8(k=33, seed=3)) == []
 
 
+def test_rows_beyond_those_taken_at_once_are_taken_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(project_kernel, "MAX_ROWS", 5)
+    assert differences(rows(13, 70, seed=4), Rp8(k=5)) == []
+
+
+def test_many_rows_go_another_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(project_kernel, "FEW_ROWS", {**project_kernel.FEW_ROWS, "TILE_R": 0})
+    assert differences(rows(30, 200, seed=4), Rp8(k=150)) == []
+
+
 def test_no_rows_are_no_rows() -> None:
     assert differences(torch.zeros(0, 16), Rp8(k=4)) == []
 
 
 PLANTED = {
-    "a limb is lost": ("sum_3 = tl.dot(limb_3", "sum_3 = 0 * tl.dot(limb_3"),
+    "a limb is lost": ("tl.load(in_ptr + 3 * step", "0 * tl.load(in_ptr + 3 * step"),
     "limbs of seven bits": ("(whole - limb) >> 8", "(whole - limb) >> 7"),
-    "one row's scale for all": ("exponent_ptr + m, mask", "exponent_ptr + m * 0, mask"),
-    "one infinity hides another": ("(tl.abs(sum_infinite) < count_MK)", "(count_MK < -2)"),
+    "one row's scale for all": ("tl.load(exponent_ptr + row)", "tl.load(exponent_ptr)"),
+    "one infinity hides another": ("(tl.abs(infinite_K) < count)", "(count < -2)"),
+    "one sign for all infinities": ("tl.where(x_D > 0, 1, -1)", "1"),
+    "planes overlap": ("out_ptr + 2 * step", "out_ptr + step"),
     "NaN is zero": ("tl.where(num_nan > 0, -1, count)", "count"),
     "the lower end is the first": ("tl.min(tl.where(", "tl.max(tl.where("),
 }

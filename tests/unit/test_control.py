@@ -189,6 +189,18 @@ def test_streams_are_found_by_the_ids_the_caller_knows(engine: Station) -> None:
     assert ask(engine, wire.FindStreams(())) == wire.Streams(())
 
 
+def test_who_looks_for_streams_is_told_from_which_record_on(engine: Station) -> None:
+    engine.begin([toy.new_request(1)], [])
+    toy.forward(engine, 1, start=0, count=2)
+    toy.forward(engine, 1, start=2, count=1)
+    engine.begin([toy.new_request(2)], [])
+    toy.forward(engine, 2, start=0, count=2)
+    assert ask(engine, wire.FindStreams(("ex-2", "nobody"))).since == 2
+    assert ask(engine, wire.FindStreams(("ex-2", "ex-1"))).since == 0
+    engine.begin([toy.new_request(2)], [])  # its second answer
+    assert ask(engine, wire.FindStreams(("ex-2",))).since == 2
+
+
 def test_old_streams_and_banks_are_forgotten_before_memory_is(
     engine: Station, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from clairai import http_uploads
+from clairai.errors import WeightsError
 from clairai.http_engine import Unanswered
 from clairai.weights.carriers import _body
 from clairai.weights.manifest import Manifest, Tensor, encode
@@ -131,6 +132,33 @@ def test_a_sender_that_is_slow_is_let_go(served: Target, monkeypatch: pytest.Mon
     with pytest.raises(Unanswered, match="did not come within"):
         asyncio.run(uploads.bring(manifest.transfer, 0, never()))
     assert "is not planned here" in put(served, manifest, 0, b"")
+
+
+def test_a_commit_of_another_hand_over_does_not_wait_for_an_upload(served: Target) -> None:
+    manifest = served.planned()
+    uploads = http_uploads.uploads_of(served.client.app)  # type: ignore[arg-type]
+
+    async def meanwhile() -> str:
+        begun, go_on = asyncio.Event(), asyncio.Event()
+
+        async def slowly() -> AsyncIterator[bytes]:
+            begun.set()
+            await go_on.wait()
+            yield b""
+
+        async def committed() -> str:
+            return "committed"
+
+        upload = asyncio.create_task(uploads.bring(manifest.transfer, 0, slowly()))
+        await begun.wait()
+        async with asyncio.timeout(5):
+            answer = await uploads.until("f" * 32, committed())
+        go_on.set()
+        with pytest.raises(WeightsError, match="early"):
+            await upload
+        return answer
+
+    assert asyncio.run(meanwhile()) == "committed"
 
 
 def test_a_sender_that_does_not_come_back_is_let_go(

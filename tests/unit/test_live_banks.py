@@ -11,7 +11,9 @@ import numpy as np
 import pytest
 import torch
 
+from clairai import wire
 from clairai.errors import ProbeError, WeightsError
+from clairai.offline import ProbeBank
 from clairai.points import Point
 from clairai.probe.columns import Columns
 from clairai.probe.model import Probe, redirected
@@ -184,3 +186,53 @@ def test_a_bank_is_put_into_words_once_and_lets_go_of_its_numbers(station: Stati
     assert station.bank(version) is station.bank(version)
     assert described._columns is None
     assert station.bank(version + 1) is None
+
+
+def test_python_gives_many_probes_other_directions_at_once(station: Station, llm: ToyLlm) -> None:
+    new_PD = rows(2)
+    before = station.columns.version
+    assert ProbeBank(llm).redirect(("d", "a"), new_PD) == before + 1 == station.columns.version
+    held = {one.name: one.direction_D.tolist() for one in station.columns.probes}
+    known = {name: one.direction_D.tolist() for name, one in llm.desk._probes.items()}
+    assert held == known
+    assert (held["d"], held["a"]) == (new_PD[0].tolist(), new_PD[1].tolist())
+    new_PD[:] = 0
+    assert held["a"] == station.columns.probes[0].direction_D.tolist(), "a copy"
+
+
+def test_the_tables_have_what_the_bank_says(station: Station, llm: ToyLlm) -> None:
+    ProbeBank(llm).redirect(station.columns.names, rows())
+    for (site, slot), one in zip(station.columns.slots(), station.columns.probes, strict=True):
+        written_D = station.tables.weights_SHDK[site, 0, :, slot]
+        assert written_D.tolist() == one.direction_D.tolist()
+
+
+@pytest.mark.parametrize(
+    ("names", "given"),
+    [
+        (("a", "a"), rows(2)),
+        (("a", "x"), rows(2)),
+        (("a",), rows(2)),
+        (("a",), rows(1, WIDTH + 1)),
+        (("a",), rows(1).astype(np.float64)),
+        (("a",), np.full((1, WIDTH), np.nan, np.float32)),
+    ],
+    ids=["twice", "unknown", "too many rows", "too wide", "of another type", "NaN"],
+)
+def test_what_python_gives_wrongly_changes_nothing(
+    station: Station, llm: ToyLlm, names: tuple[str, ...], given: Any
+) -> None:
+    before = station.columns
+    with pytest.raises(ProbeError):
+        ProbeBank(llm).redirect(names, given)
+    assert station.columns is before
+    assert llm.desk._probes == {one.name: one for one in probes()}
+
+
+@pytest.mark.parametrize(("names", "nbytes"), [((), 0), (("a",), 5), (("a", "b"), 12)])
+def test_bytes_that_are_no_rows_are_refused(
+    llm: ToyLlm, names: tuple[str, ...], nbytes: int
+) -> None:
+    refused = llm.ask(wire.RedirectProbes(names, memoryview(bytes(nbytes))))
+    assert isinstance(refused, wire.Refusal)
+    assert refused.code == "probe"

@@ -119,6 +119,8 @@ class Columns:
         """With other directions for the probes of these names, a row for each; all else stays."""
         held = _by_name(self.columns)
         _check_held(held, names)
+        if len(set(names)) != len(names):
+            raise ProbeError(f"{len(names)} names, and some are there twice; give each once")
         if rows_PD.shape[1:] != (self.width,):
             raise ProbeError(
                 f"directions have shape {rows_PD.shape} and {quote(self.model)} has width "

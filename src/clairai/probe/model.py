@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Final, get_args
 
-import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
@@ -133,7 +132,12 @@ class Probe:
     def listed(self) -> wire.ListedProbe:
         """`info`, and what people are told besides."""
         return wire.ListedProbe(
-            **msgspec.structs.asdict(self.info()),
+            name=self.name,
+            point=str(self.point),
+            activation=self.activation,
+            threshold=self.threshold,
+            calibration=self.calibration,
+            digest=self.digest,
             description=self.description,
             auroc=self.auroc,
             histogram=self.histogram,

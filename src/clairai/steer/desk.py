@@ -189,7 +189,7 @@ class Desk:
         if not isinstance(committed, wire_weights.WeightsCommitted):
             return reply
         if committed.probe_rows is not None:
-            self._learn(self._redirected(committed.probe_rows))
+            self._learn(self._redirected(committed.probe_rows.names, committed.probe_rows.data))
         version = None
         if committed.vector_rows:
             changed = [
@@ -203,12 +203,12 @@ class Desk:
             )
         )
 
-    def _redirected(self, new: wire_weights.Rows) -> tuple[Probe, ...]:
+    def _redirected(self, names: Sequence[str], data: memoryview) -> tuple[Probe, ...]:
         """The worker has checked the rows, and holds the same ones."""
-        rows_PD = np.frombuffer(new.data, "<f4").reshape(len(new.names), -1)
-        known = [at for at, name in enumerate(new.names) if name in self._probes]
+        rows_PD = np.frombuffer(data, "<f4").reshape(len(names), -1)
+        known = [at for at, name in enumerate(names) if name in self._probes]
         chosen_PD = rows_PD if len(known) == len(rows_PD) else rows_PD[known]
-        return turned([self._probes[new.names[at]] for at in known], chosen_PD)
+        return turned([self._probes[names[at]] for at in known], chosen_PD)
 
     def _learn(self, changed: Iterable[Probe]) -> None:
         self._probes |= {probe.name: probe for probe in changed}
@@ -217,9 +217,11 @@ class Desk:
 
     def _note(self, control: wire.Control, reply: bytes) -> None:
         """Gates are made of probes: keep the bank's."""
-        if not isinstance(_REPLY.decode(reply), wire.BankState):
+        if not isinstance(_REPLY.decode(reply), wire.BankState | wire.BankVersion):
             return
         match control:
+            case wire.RedirectProbes(names, rows):
+                self._learn(self._redirected(names, rows))
             case wire.AddProbes(files) | wire.ReplaceProbes(files):
                 self._learn(load_probe(data, source="control message") for data in files)
             case wire.RemoveProbes(names):

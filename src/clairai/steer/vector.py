@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import hashlib
 import struct
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from types import MappingProxyType
@@ -156,8 +156,11 @@ def _rows(name: str, given: object) -> Mapping[Point, Row]:
         raise VectorError(f"vector {name}: rows is {quote(given)}; give a row for each Point")
     if not 1 <= len(given) <= MAX_POINTS:
         raise VectorError(f"vector {name}: {len(given)} points; give 1 to {MAX_POINTS}")
-    rows = {point: _row(f"{name} at {point}", given[point]) for point in sorted(given)}
-    widths = sorted({len(row_D) for row_D in rows.values()})
+    points = sorted(given)
+    rows = _good_rows([given[point] for point in points])
+    if rows is None:  # one of them is not: say which
+        rows = [_row(f"{name} at {point}", given[point]) for point in points]
+    widths = sorted({len(row_D) for row_D in rows})
     if len(widths) > 1:
         raise VectorError(
             f"vector {name}: rows of width {widths[0]} and of {widths[-1]}; "
@@ -168,7 +171,23 @@ def _rows(name: str, given: object) -> Mapping[Point, Row]:
             f"vector {name}: {len(rows)} rows of width {widths[0]}, and a vector holds at most "
             f"{MAX_NUMBERS} numbers; give fewer points"
         )
-    return MappingProxyType(rows)
+    return MappingProxyType(dict(zip(points, rows, strict=True)))
+
+
+def _good_rows(given: Sequence[object]) -> list[Row] | None:
+    """Copies of rows that `_row` would take, all at once: requests bring many. None if unsure."""
+    rows = [one for one in given if isinstance(one, np.ndarray) and one.dtype == np.float32]
+    shapes = {row.shape for row in rows}
+    if len(rows) < len(given) or len(shapes) > 1:
+        return None
+    (shape,) = shapes
+    if len(shape) != 1 or not 1 <= shape[0] <= checks.MAX_WIDTH:
+        return None
+    block_ND = np.array(rows, "<f4")
+    if not (np.isfinite(block_ND).all() and block_ND.any(axis=1).all()):
+        return None
+    block_ND.setflags(write=False)
+    return list(block_ND)
 
 
 def _row(place: str, given: object) -> Row:

@@ -9,10 +9,12 @@ from __future__ import annotations
 from typing import Final, Protocol
 
 import msgspec
+import numpy as np
+from numpy.typing import NDArray
 
 from clairai import wire, wire_capture, wire_weights
 from clairai.capture.resolve import CAPTURE_OFF
-from clairai.errors import CaptureOffError, ClairaiError, WeightsOffError
+from clairai.errors import CaptureOffError, ClairaiError, ProbeError, WeightsOffError
 from clairai.probe.columns import Columns
 from clairai.probe.files import loads
 from clairai.tap.capture import Capture
@@ -75,11 +77,23 @@ def _reply(station: Station, control: wire.Control) -> wire.ControlReply:
         case wire.Describe():
             return _describe(station)
         case wire.FindStreams(request_ids):
-            return wire.Streams(tuple(map(station.stream_of, request_ids)))
+            return station.streams_of(request_ids)
+        case wire.RedirectProbes(names, rows):
+            turned = station.columns.redirect(names, _rows(names, rows))
+            return wire.BankVersion(station.install(turned).version)
         case wire.AddProbes() | wire.ReplaceProbes() | wire.RemoveProbes():
             return _state(station.install(_changed(station.columns, control)))
         case _:
             return wire.Refusal("unsupported", "the engine core answers this, not a worker")
+
+
+def _rows(names: tuple[str, ...], data: memoryview) -> NDArray[np.float32]:
+    if not names or len(data) % (4 * len(names)):
+        raise ProbeError(
+            f"{len(data)} bytes for {len(names)} probes; name one or more, and give a row of "
+            f"float32 for each"
+        )
+    return np.frombuffer(data, "<f4").reshape(len(names), -1)
 
 
 def _changed(

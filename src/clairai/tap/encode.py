@@ -21,10 +21,10 @@ def encode(rows_ND: torch.Tensor, encoder: Encoder) -> Encoded:
         return encode_twin(rows_ND, encoder)
     from clairai.tap.project_kernel import encode_rp8
 
-    signs_DK = _signs(encoder.seed, rows_ND.shape[1], encoder.k, rows_ND.device)
-    return encode_rp8(rows_ND, signs_DK)
+    return encode_rp8(rows_ND, _signs(encoder.seed, rows_ND.shape[1], encoder.k, rows_ND.device))
 
 
 @lru_cache(maxsize=4)  # an engine's own projection, and a few of requests
 def _signs(seed: int, width: int, k: int, device: torch.device) -> torch.Tensor:
-    return signs_twin(seed, width, k, device)
+    """Turned, as tensor cores want bytes: those that are added up side by side."""
+    return signs_twin(seed, width, k, device).t().contiguous()

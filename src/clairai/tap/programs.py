@@ -5,6 +5,8 @@ S = sites, O = ops of a program at a site, W = words of an op: see steer_tables.
 
 from __future__ import annotations
 
+import math
+import struct
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Final
@@ -16,6 +18,7 @@ from clairai.steer.course import MAX_OPS, Action, Course, Gate, Row
 from clairai.tap import steer_tables as t
 from clairai.tap.tables import ACTIVATION_CODES
 
+OP: Final = struct.Struct(f"<{t.FIRST_REAL}i{t.WORDS - t.FIRST_REAL}f")
 KINDS: Final = {"add": t.ADD, "ablate": t.ABLATE, "clamp": t.CLAMP, "replace": t.REPLACE}
 
 
@@ -50,10 +53,10 @@ class Assembler:
             if (action_gate := gate_of(course, action)) is not None
         ]
         ops += [(row, _act(action, row)) for action in actions for row in action.rows]
-        for row, words_W in ops:
+        for row, op in ops:
             site = self.site(row)
-            words_W[t.ROW] = row_index(row.digest)
-            words_SOW[site, num_ops_S[site]] = words_W
+            words_SOW[site, num_ops_S[site]] = np.frombuffer(op, np.int32)
+            words_SOW[site, num_ops_S[site], t.ROW] = row_index(row.digest)
             num_ops_S[site] += 1
         return Program(words_SOW, num_ops_S)
 
@@ -70,7 +73,7 @@ def gate_of(course: Course, action: Action) -> Gate | None:
     return None if action.gate is None else course.gates[action.gate]
 
 
-def _read(gate: Gate, action: Action) -> NDArray[np.int32]:
+def _read(gate: Gate, action: Action) -> bytes:
     assert action.gate is not None
     flags = t.SKIPS_SPECIAL * action.skips_special
     flags |= t.IS_SOFT * (gate.sharpness is not None)
@@ -80,9 +83,10 @@ def _read(gate: Gate, action: Action) -> NDArray[np.int32]:
     return _words(t.READ, action.gate, flags, reals)
 
 
-def _act(action: Action, row: Row) -> NDArray[np.int32]:
+def _act(action: Action, row: Row) -> bytes:
     flags = t.SKIPS_SPECIAL * action.skips_special | t.IS_MATCHED * action.is_matched
-    norm = float(np.linalg.norm(row.read().astype(np.float64)))
+    wide_D = row.read().astype(np.float64)
+    norm = math.sqrt(wide_D.dot(wide_D))
     low = -np.inf if action.low is None else action.low
     high = np.inf if action.high is None else action.high
     gate = t.NO_GATE if action.gate is None else action.gate
@@ -90,10 +94,8 @@ def _act(action: Action, row: Row) -> NDArray[np.int32]:
     return _words(KINDS[action.op], gate, flags, (action.scale, low, high, norm and 1 / norm))
 
 
-def _words(
-    kind: int, gate: int, flags: int, reals: tuple[float, float, float, float]
-) -> NDArray[np.int32]:
-    words_W = np.zeros(t.WORDS, np.int32)
-    words_W[[t.KIND, t.GATE, t.FLAGS]] = kind, gate, flags
-    words_W[t.FIRST_REAL :].view(np.float32)[:] = reals
-    return words_W
+def _words(kind: int, gate: int, flags: int, reals: tuple[float, float, float, float]) -> bytes:
+    """An op, but for its row."""
+    words = [0] * t.FIRST_REAL
+    words[t.KIND], words[t.GATE], words[t.FLAGS] = kind, gate, flags
+    return OP.pack(*words, *reals)

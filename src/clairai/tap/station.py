@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import Final
@@ -52,7 +52,7 @@ class Station:
         self._is_serving = False
         self._step_number = 0
         self._rows: StepRows | None = None
-        self._streams: OrderedDict[str, int] = OrderedDict()
+        self._streams: OrderedDict[str, tuple[int, int]] = OrderedDict()  # and its first record
         self._began: OrderedDict[int, int] = OrderedDict()  # streams, and with which weights
         self._describing = ThreadPoolExecutor(1, thread_name_prefix="clairai-bank")
         self._banks: OrderedDict[int, Described] = OrderedDict()
@@ -139,7 +139,11 @@ class Station:
         self._rows = None
 
     def _remember(self, request: NewRequest) -> None:
-        self._streams[request.request_id] = request.mark.stream
+        stream, first = request.mark.stream, self._outlet.published
+        known = self._streams.get(request.request_id)
+        if known is not None and known[0] == stream:
+            first = known[1]  # another answer to the same request
+        self._streams[request.request_id] = (stream, first)
         if len(self._streams) > REMEMBERED_STREAMS:
             self._streams.popitem(last=False)
         if self.weights is not None:
@@ -187,8 +191,10 @@ class Station:
         """Records in the ring, or on their way there."""
         return self._outlet.published
 
-    def stream_of(self, request_id: str) -> int | None:
-        return self._streams.get(request_id)
+    def streams_of(self, request_ids: Sequence[str]) -> wire.Streams:
+        found = [self._streams.get(request_id, (None, None)) for request_id in request_ids]
+        firsts = [first for _, first in found if first is not None]
+        return wire.Streams(tuple(stream for stream, _ in found), min(firsts, default=0))
 
     def began_with(self, stream: int) -> int | None:
         """Version of the weights of a stream's first forward; None if there was none yet."""

@@ -15,6 +15,7 @@ from typing import Final, Protocol, Self
 from clairai.errors import WeightsError
 from clairai.weights.checksum import checksum
 from clairai.weights.manifest import Tensor
+from clairai.weights.room import free_bytes
 
 SEALS: Final = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_WRITE | fcntl.F_SEAL_SEAL
 
@@ -40,9 +41,14 @@ class HostBuffer:
 
     def __init__(self, nbytes: int) -> None:
         self.nbytes = nbytes
+        if nbytes > (free := free_bytes()):
+            raise WeightsError(
+                f"no {nbytes} bytes of shared memory: {free} are free; free some, or send to an "
+                f"engine with more"
+            )
         self.fd = os.memfd_create("clairai-weights", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         try:
-            os.posix_fallocate(self.fd, 0, nbytes)  # refuses here, not with SIGBUS later
+            os.posix_fallocate(self.fd, 0, nbytes)  # all of it now, or none
             self._mapping: mmap.mmap | None = mmap.mmap(self.fd, nbytes, mmap.MAP_SHARED)
         except OSError as error:
             os.close(self.fd)

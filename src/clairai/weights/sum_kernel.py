@@ -17,51 +17,75 @@ import triton.language as tl
 from clairai.weights import checksum as words
 
 TILE_W: Final = 2048  # words that a program has in its registers
-TILES: Final = 8
+TILES: Final = 32  # half a MiB: with shorter parts a model's table took as long as its kernel
 PART_WORDS: Final = TILE_W * TILES
 FIELDS: Final = 5
-CONSTANTS: Final = {"TILE_W": TILE_W, "TILES": TILES, "PLACE": words.PLACE, "MIX": words.MIX}
+CONSTANTS: Final = {
+    "TILE_W": TILE_W,
+    "PLACE": words.PLACE,
+    "STEP": TILE_W * words.PLACE & words.MASK,
+    "MIX": words.MIX,
+}
 NUM_WARPS: Final = 8
 
 
 @triton.jit
-def _mixed(word_W, place_W, PLACE: tl.constexpr, MIX: tl.constexpr):  # fmt: skip
+def _mixed(word_W, place_W, MIX: tl.constexpr):
     """Unsigned throughout: products wrap, and a shift brings zeros."""
-    x_W = word_W.to(tl.uint64, bitcast=True) + place_W.to(tl.uint64, bitcast=True) * PLACE
+    x_W = word_W.to(tl.uint64, bitcast=True) + place_W
     x_W = (x_W ^ (x_W >> 33)) * MIX
     return x_W ^ (x_W >> 29)
 
 
 @triton.jit
-def sum_parts(table_ptr, sums_ptr, TILE_W: tl.constexpr, TILES: tl.constexpr,
-              PLACE: tl.constexpr, MIX: tl.constexpr):  # fmt: skip
+def _places(first, TILE_W: tl.constexpr, PLACE: tl.constexpr):
+    """Of the first tile; each later one is further by TILE_W times PLACE, without a product."""
+    return (first + tl.arange(0, TILE_W)).to(tl.uint64, bitcast=True) * PLACE
+
+
+@triton.jit
+def sum_parts(table_ptr, sums_ptr, TILE_W: tl.constexpr, PLACE: tl.constexpr,
+              STEP: tl.constexpr, MIX: tl.constexpr):  # fmt: skip
     """Each part's sum is added to its tensor's."""
     row_ptr = table_ptr + tl.program_id(0).to(tl.int64) * 5
     source_ptr = tl.multiple_of(tl.load(row_ptr), 16).to(tl.pointer_type(tl.int64))
-    first, count = tl.load(row_ptr + 1), tl.load(row_ptr + 2)
+    count = tl.load(row_ptr + 2).to(tl.int32)
+    place_W = _places(tl.load(row_ptr + 1), TILE_W, PLACE)
+    at_W = tl.arange(0, TILE_W)
     total_W = tl.zeros([TILE_W], dtype=tl.uint64)
-    for tile in range(TILES):
-        at_W = tile * TILE_W + tl.arange(0, TILE_W)
-        word_W = tl.load(source_ptr + at_W, mask=at_W < count, other=0)
-        total_W += tl.where(at_W < count, _mixed(word_W, first + at_W, PLACE, MIX), 0)
+    for _ in range(count // TILE_W):
+        total_W += _mixed(tl.load(source_ptr + at_W), place_W, MIX)
+        source_ptr += TILE_W
+        place_W += STEP
+    is_there_W = at_W < count % TILE_W
+    word_W = tl.load(source_ptr + at_W, mask=is_there_W, other=0)
+    total_W += tl.where(is_there_W, _mixed(word_W, place_W, MIX), 0)
     total = tl.sum(total_W, axis=0).to(tl.int64, bitcast=True)
     tl.atomic_add(sums_ptr + tl.load(row_ptr + 3), total, sem="relaxed")
 
 
 @triton.jit
-def copy_parts(table_ptr, sums_ptr, TILE_W: tl.constexpr, TILES: tl.constexpr,
-               PLACE: tl.constexpr, MIX: tl.constexpr):  # fmt: skip
+def copy_parts(table_ptr, sums_ptr, TILE_W: tl.constexpr, PLACE: tl.constexpr,
+               STEP: tl.constexpr, MIX: tl.constexpr):  # fmt: skip
     """As sum_parts; what is summed is what is stored, from the same registers."""
     row_ptr = table_ptr + tl.program_id(0).to(tl.int64) * 5
     source_ptr = tl.multiple_of(tl.load(row_ptr), 16).to(tl.pointer_type(tl.int64))
     target_ptr = tl.multiple_of(tl.load(row_ptr + 4), 16).to(tl.pointer_type(tl.int64))
-    first, count = tl.load(row_ptr + 1), tl.load(row_ptr + 2)
+    count = tl.load(row_ptr + 2).to(tl.int32)
+    place_W = _places(tl.load(row_ptr + 1), TILE_W, PLACE)
+    at_W = tl.arange(0, TILE_W)
     total_W = tl.zeros([TILE_W], dtype=tl.uint64)
-    for tile in range(TILES):
-        at_W = tile * TILE_W + tl.arange(0, TILE_W)
-        word_W = tl.load(source_ptr + at_W, mask=at_W < count, other=0)
-        tl.store(target_ptr + at_W, word_W, mask=at_W < count)
-        total_W += tl.where(at_W < count, _mixed(word_W, first + at_W, PLACE, MIX), 0)
+    for _ in range(count // TILE_W):
+        word_W = tl.load(source_ptr + at_W)
+        tl.store(target_ptr + at_W, word_W)
+        total_W += _mixed(word_W, place_W, MIX)
+        source_ptr += TILE_W
+        target_ptr += TILE_W
+        place_W += STEP
+    is_there_W = at_W < count % TILE_W
+    word_W = tl.load(source_ptr + at_W, mask=is_there_W, other=0)
+    tl.store(target_ptr + at_W, word_W, mask=is_there_W)
+    total_W += tl.where(is_there_W, _mixed(word_W, place_W, MIX), 0)
     total = tl.sum(total_W, axis=0).to(tl.int64, bitcast=True)
     tl.atomic_add(sums_ptr + tl.load(row_ptr + 3), total, sem="relaxed")
 

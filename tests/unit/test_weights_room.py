@@ -1,0 +1,59 @@
+"""What a machine cannot give is refused before it is asked for: nobody is ended for it."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from clairai.errors import WeightsError
+from clairai.weights import room
+from clairai.weights.buffers import HostBuffer
+from tests.process.footprint import nothing_left_behind
+
+GIB = 1 << 30
+
+
+@pytest.fixture
+def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """8 GiB available, and a group within a group; limits are written by the tests."""
+    (tmp_path / "meminfo").write_text(f"MemTotal: 99 kB\nMemAvailable:   {8 * GIB >> 10} kB\n")
+    (tmp_path / "cgroup").write_text("1:name=old:/x\n0::/outer/inner\n")
+    (tmp_path / "groups" / "outer" / "inner").mkdir(parents=True)
+    for name, file in (("MEMORY", "meminfo"), ("GROUP", "cgroup"), ("GROUPS", "groups")):
+        monkeypatch.setattr(room, name, tmp_path / file)
+    return tmp_path / "groups"
+
+
+def limit(folder: Path, most: str, used: int) -> None:
+    (folder / "memory.max").write_text(f"{most}\n")
+    (folder / "memory.current").write_text(f"{used}\n")
+
+
+def test_a_machine_without_limits_gives_what_it_has_available(machine: Path) -> None:
+    limit(machine / "outer", "max", 5 * GIB)
+    assert room.free_bytes() == 8 * GIB - room.KEPT_BYTES
+
+
+@pytest.mark.parametrize("group", ["outer", "outer/inner"])
+def test_a_group_gives_what_it_has_left(machine: Path, group: str) -> None:
+    limit(machine / group, str(3 * GIB), GIB)
+    assert room.free_bytes() == 2 * GIB - room.KEPT_BYTES
+
+
+def test_a_group_that_is_full_gives_nothing(machine: Path) -> None:
+    limit(machine / "outer", str(GIB), 2 * GIB)
+    assert room.free_bytes() == 0
+
+
+@pytest.mark.usefixtures("machine")
+def test_a_buffer_larger_than_that_is_refused_and_nothing_is_made() -> None:
+    with nothing_left_behind(), pytest.raises(WeightsError, match=r"are free; free some"):
+        HostBuffer(8 * GIB)
+
+
+def test_this_machine_can_be_asked_and_gives_less_than_it_has() -> None:
+    in_all = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    assert 0 < room.free_bytes() < in_all
+    HostBuffer(2 << 20).close()
