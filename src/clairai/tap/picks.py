@@ -166,18 +166,12 @@ class _Step:
         )
 
     def next(self) -> _Step:
-        seen_E = np.maximum(self.seen_E, self.end_E)
-        pick = self.pick
+        seen_E, pick = np.maximum(self.seen_E, self.end_E), self.pick
         if pick is not None:
-            pick = replace(pick, position_N=pick.position_N + 1, seen_E=seen_E)
-        return replace(
-            self,
-            starts_R=self.starts_R + 1,
-            end_E=self.end_E + 1,
-            seen_E=seen_E,
-            pick=pick,
-            left=self.left - 1,
-        )
+            same = (self.cast, pick.entry_N, pick.row_N)
+            pick = Pick(*same, pick.position_N + 1, seen_E, pick.num_tokens, pick.held)
+        starts_R, end_E = self.starts_R + 1, self.end_E + 1
+        return _Step(self.cast, starts_R, end_E, seen_E, pick, self.left - 1)
 
 
 def _left(cast: Cast, start_E: Numbers) -> int:

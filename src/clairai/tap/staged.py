@@ -7,7 +7,7 @@ E = ranges of positions.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -109,12 +109,42 @@ def layout_of(pick: Pick, groups: Sequence[Group], width: int, dtypes: Mapping[s
     return layout
 
 
+@dataclass(frozen=True, eq=False)
+class Span:
+    """Rows of one encoder among all that are gathered, or its sample."""
+
+    first: int
+    end: int
+    group: int
+    encoder: Encoder | None  # None: they stay as they are
+
+
+def _spans(groups: Sequence[Group]) -> Iterator[Span]:
+    """In the order in which their places lie in the index."""
+    first = 0
+    for number, group in enumerate(groups):
+        middle = first + len(group.flat_M)
+        yield Span(first, middle, number, group.encoder)
+        first = middle + len(group.sample_K)
+        yield Span(middle, first, number, None)
+
+
+@dataclass(frozen=True)
+class Places:
+    """Where wanted rows are, on the device."""
+
+    inputs_N: torch.Tensor  # in the forward's inputs
+    stash: torch.Tensor  # in the stash, of all spans
+    num_stash: int
+
+
 class Plan:
     """How the rows of a pick are taken; steps that decode alike share one."""
 
     def __init__(self, number: int, pick: Pick, groups: Sequence[Group], layout: Layout) -> None:
         self.number, self.pick, self.groups, self.layout = number, pick, groups, layout
-        self.index: torch.Tensor | None = None  # on the device, once it is there
+        self.spans = tuple(_spans(groups))
+        self.places: Places | None = None  # once they are there
         self.uses = 0
         count_E = np.bincount(pick.entry_N, minlength=len(pick.cast.kind_E))
         self._entries = np.flatnonzero(count_E)  # ranges that have rows here
@@ -136,6 +166,12 @@ class Plan:
         for group in self.groups:
             parts += [group.flat_M, group.flat_M[group.sample_K]]
         return np.concatenate(parts)
+
+    def placed(self, index: torch.Tensor) -> Places:
+        """`index` is `wanted` on the device; kept for all uses."""
+        num_tokens = len(self.pick)
+        self.places = Places(index[:num_tokens], index[num_tokens:], len(index) - num_tokens)
+        return self.places
 
     def told(self, dtype: str) -> tickets.Plan:
         """`dtype` of the model's rows."""

@@ -7,8 +7,7 @@ encoded at most `PART_VALUES` numbers at a time.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from typing import Final, Protocol
 
 import numpy as np
@@ -25,7 +24,7 @@ from clairai.tap.landing import Landing
 from clairai.tap.lanes import Wait, lane_for
 from clairai.tap.outlet import Inputs
 from clairai.tap.picks import Cast, Pick
-from clairai.tap.staged import Group, Plan, Staged, groups_of, layout_of
+from clairai.tap.staged import Places, Plan, Span, Staged, groups_of, layout_of
 from clairai.tap.tables import Tables
 
 PART_VALUES: Final = 9 << 20  # 64 tokens at 32 points of a model 4096 wide, and their sample
@@ -48,16 +47,6 @@ class Scores(Protocol):
         """Have this stream of the GPU wait until the last step's scores are there."""
 
 
-@dataclass(frozen=True, eq=False)
-class _Span:
-    """Rows of one encoder among all that are gathered, or its sample."""
-
-    first: int
-    end: int
-    group: int
-    encoder: Encoder | None  # None: they stay as they are
-
-
 class Taker:
     """One for each engine worker that captures."""
 
@@ -70,6 +59,7 @@ class Taker:
         num_sites, self._stash_rows, self._width = tables.stash_SRD.shape
         self._stash = tables.stash_SRD.view(num_sites * self._stash_rows, self._width)
         self._dtype = str(tables.stash_SRD.dtype).removeprefix("torch.")
+        self._part = max(PART_VALUES // self._width, 1)  # rows that are gathered together
         self._rng = np.random.default_rng(0)
         self._plan: Plan | None = None
         self._tickets = self._plans = 0  # so far
@@ -146,25 +136,31 @@ class Taker:
         return self.arena.take(nbytes, spare=self.arena.nbytes // SPARE_PART if pick.held else 0)
 
     def _fill(self, staged: Staged, plan: Plan, inputs: Inputs) -> Wait:
-        num_tokens = len(plan.pick)
         with self._lane.side():
-            if plan.index is None:
+            places = plan.places
+            if places is None:
                 pinned = staged.tensor(WHOLE, "index")
                 pinned.numpy()[:] = plan.wanted()
-                plan.index = pinned.to(self._tables.device, non_blocking=True, copy=True)
-            row_N = plan.index[:num_tokens]
+                index = pinned.to(self._tables.device, non_blocking=True, copy=True)
+                places = plan.placed(index)
             for name, given in (("token", inputs.token_ids_T), ("position", inputs.positions_T)):
-                staged.tensor(WHOLE, name).copy_(given.index_select(0, row_N), non_blocking=True)
-            self._gather(staged, [*_spans(plan.groups)], plan.index[num_tokens:])
+                found_N = given.index_select(0, places.inputs_N)
+                staged.tensor(WHOLE, name).copy_(found_N, non_blocking=True)
+            self._gather(staged, plan.spans, places)
             return self._lane.done(self._tickets)
 
-    def _gather(self, staged: Staged, spans: Sequence[_Span], flat: torch.Tensor) -> None:
+    def _gather(self, staged: Staged, spans: Sequence[Span], places: Places) -> None:
         """The forward waits until the last row has been read, and not for what comes of them."""
-        step = max(PART_VALUES // self._width, 1)
-        for first in range(0, len(flat), step):
-            rows_MD = self._stash.index_select(0, flat[first : first + step])
-            end = first + len(rows_MD)
-            if end == len(flat):
+        if places.num_stash <= self._part:
+            rows_MD = self._stash.index_select(0, places.stash)
+            self._lane.left()
+            for span in spans:
+                self._put(staged, span, slice(None), rows_MD[span.first : span.end])
+            return
+        for first in range(0, places.num_stash, self._part):
+            end = min(first + self._part, places.num_stash)
+            rows_MD = self._stash.index_select(0, places.stash[first:end])
+            if end == places.num_stash:
                 self._lane.left()
             for span in spans:
                 low, high = max(span.first, first), min(span.end, end)
@@ -172,7 +168,7 @@ class Taker:
                     part = slice(low - span.first, high - span.first)
                     self._put(staged, span, part, rows_MD[low - first : high - first])
 
-    def _put(self, staged: Staged, span: _Span, part: slice, rows_MD: torch.Tensor) -> None:
+    def _put(self, staged: Staged, span: Span, part: slice, rows_MD: torch.Tensor) -> None:
         if span.encoder is None:
             bits = rows_MD.view(torch.uint16) if self._dtype == "bfloat16" else rows_MD
             staged.tensor(span.group, SAMPLE)[part].copy_(bits, non_blocking=True)
@@ -218,13 +214,3 @@ class Taker:
     def close(self) -> None:
         self._lane.drain()
         self._landing.close()
-
-
-def _spans(groups: Sequence[Group]) -> Iterator[_Span]:
-    """In the order in which their places lie in the index."""
-    first = 0
-    for number, group in enumerate(groups):
-        middle = first + len(group.flat_M)
-        yield _Span(first, middle, number, group.encoder)
-        first = middle + len(group.sample_K)
-        yield _Span(middle, first, number, None)
