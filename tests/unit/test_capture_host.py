@@ -47,4 +47,4 @@ def calls_of(num_requests: int, num_points: int) -> int:
 def test_pitfall_13_captures_of_many_cost_no_more_python_than_of_one() -> None:
     one = calls_of(1, 1)
     assert calls_of(ROWS, 1) == calls_of(ROWS, len(SITE_NAMES)) == one
-    assert 0 < one < 250
+    assert 0 < one < 160
