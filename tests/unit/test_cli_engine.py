@@ -162,6 +162,37 @@ def test_a_server_that_does_not_listen_is_killed_at_once_when_there_is_a_hurry(
     assert not engine.is_alive()
 
 
+# Takes rows to a disk for longer than others have to end, after its engine has ended.
+CLERK = """
+import os, signal, sys, time
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+open(sys.argv[2], "w").write(str(os.getpid()))
+time.sleep(float(sys.argv[3]))
+open(sys.argv[2], "w").write("written")
+"""
+HIRING = """
+import subprocess, sys
+name = "clairai.capture.clerk"
+subprocess.Popen([sys.executable, "-c", sys.argv[1], name, *sys.argv[2:]], start_new_session=True)
+"""
+
+
+def test_rows_of_an_engine_that_has_died_are_let_be_written(tmp_path: Path) -> None:
+    rows, longer_s = tmp_path / "rows", keeper.SETTLE_S + 0.5
+    hiring = launch(tmp_path, HIRING, CLERK, str(rows), str(longer_s))
+    with EngineProcess(hiring) as engine:
+        until(lambda: not engine.is_alive())
+    assert rows.read_text() == "written"
+
+
+def test_rows_are_not_waited_for_by_who_is_in_a_hurry(tmp_path: Path) -> None:
+    rows = tmp_path / "rows"
+    with EngineProcess(launch(tmp_path, HIRING, CLERK, str(rows), "600")) as engine:
+        clerk = number_in(rows)
+        engine.kill()
+    assert not is_running(clerk)
+
+
 def test_waiting_ends_when_told_to(tmp_path: Path) -> None:
     with EngineProcess(launch(tmp_path, SLEEPER)) as engine:
         assert not engine.wait_ready(stop=lambda: True)

@@ -44,7 +44,7 @@ PART_IN_BATCH: Final = 8  # of the arena, that goes on at once
 LISTEN_S: Final = 0.004
 AWAKE: Final = 100  # looks in vain
 LOOK_S: Final = 0.0005  # between two looks at what the device has written
-LAST_S: Final = 2.0  # for which rows of an engine that is gone are waited for
+LAST_S: Final = 0.5  # for which rows of an engine that is gone are waited for
 # Whoever ends a group of processes ends the engine first: its end is the clerk's.
 LEFT_TO_THE_ENGINE: Final = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _log: Final = logging.getLogger("clairai.capture")

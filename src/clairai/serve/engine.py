@@ -22,7 +22,7 @@ from clairai.serve.log import EngineLog
 
 LOOK_PAUSE_S: Final = 0.2
 HEALTH_TIMEOUT_S: Final = 1.0
-STOP_TIMEOUT_S: Final = keeper.TERM_S + 2 * keeper.SETTLE_S
+STOP_TIMEOUT_S: Final = keeper.TERM_S + 2 * keeper.SETTLE_S + keeper.WRITE_S
 UNREADY_STOP_TIMEOUT_S: Final = 1.0
 KILL_TIMEOUT_S: Final = keeper.SETTLE_S + keeper.KILLED_S + 1.0
 _SIGNALLED: Final = 128

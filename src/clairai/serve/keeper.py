@@ -24,6 +24,7 @@ from typing import Final
 
 TERM_S: Final = 8.0  # for a server that was asked to end
 SETTLE_S: Final = 2.0  # for what it leaves to end by itself, and to take its shared memory away
+WRITE_S: Final = 20.0  # for rows of an engine that is gone, on their way to a disk
 KILLED_S: Final = 5.0  # for the kernel
 LOOK_S: Final = 0.05
 _PR_SET_PDEATHSIG: Final = 1  # prctl(2)
@@ -31,6 +32,8 @@ _PR_SET_CHILD_SUBREAPER: Final = 36
 _TERMINATE, _KILL = b"t", b"k"
 # Unlinks the shared memory of processes that were killed, once all of them are gone.
 _TRACKER: Final = b"multiprocessing.resource_tracker"
+# Takes captured rows to a disk, and ends by itself when its engine has ended.
+_CLERK: Final = b"clairai.capture.clerk"
 
 
 class Keeper:
@@ -64,10 +67,20 @@ class Keeper:
     def _clear(self) -> None:
         if self._status is not None:
             self._wait(lambda: self._is_hurried or not descendants(), SETTLE_S)
+        if any(map(_is_clerk, descendants())):
+            self._let_write()
         for is_sparing in (True, False):
             if not descendants():
                 return
             self._kill_all(is_sparing)
+
+    def _let_write(self) -> None:
+        """All others end now; nobody waits for it who is in a hurry."""
+        for pid in descendants():
+            if not (_is_clerk(pid) or _is_tracker(pid)):
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+        self._wait(lambda: self._is_hurried or not any(map(_is_clerk, descendants())), WRITE_S)
 
     def _kill_all(self, is_sparing: bool) -> None:
         """Again and again: one that forks while we look is found at the next look."""
@@ -145,9 +158,17 @@ def _parents() -> dict[int, int]:
 
 
 def _is_tracker(pid: int) -> bool:
+    return _TRACKER in _command(pid)
+
+
+def _is_clerk(pid: int) -> bool:
+    return _CLERK in _command(pid)
+
+
+def _command(pid: int) -> bytes:
     with contextlib.suppress(OSError):
-        return _TRACKER in Path(f"/proc/{pid}/cmdline").read_bytes()
-    return False
+        return Path(f"/proc/{pid}/cmdline").read_bytes()
+    return b""
 
 
 def _exit_code(status: int | None) -> int:
