@@ -238,7 +238,8 @@ def _server(demo: Demo) -> int:
     """vLLM's API server: the keeper's child."""
     parent_of = keeper._parents()
     (kept,) = [pid for pid in _processes_of(demo.runtime) if parent_of[pid] == demo.process.pid]
-    (server,) = [pid for pid in _processes_of(demo.runtime) if parent_of[pid] == kept]
+    children = [pid for pid in _processes_of(demo.runtime) if parent_of[pid] == kept]
+    (server,) = [pid for pid in children if not keeper._is_clerk(pid)]
     return server
 
 
