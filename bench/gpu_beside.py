@@ -35,17 +35,18 @@ def main() -> None:
 def _measure(output_VD: torch.Tensor, num_tokens: int, num_probes: int) -> dict[str, Any]:
     hidden_TD = torch.randn(num_tokens, WIDTH, device="cuda", dtype=torch.bfloat16)
     logits_TV = torch.empty(num_tokens, VOCABULARY, device="cuda", dtype=torch.bfloat16)
-    score, side = _scorer(num_probes), torch.cuda.Stream()
+    driver, side = Driver(), torch.cuda.Stream()
+    scored = _scorer(driver, num_probes).launch_for(num_tokens)
 
     def product() -> None:
         torch.mm(hidden_TD, output_VD.t(), out=logits_TV)
 
     def alone() -> None:
-        score(num_tokens, torch.cuda.current_stream().cuda_stream)
+        scored.run(driver, torch.cuda.current_stream().cuda_stream)
 
     def both() -> None:
         side.wait_stream(torch.cuda.current_stream())
-        score(num_tokens, side.cuda_stream)
+        scored.run(driver, side.cuda_stream)
         product()
         torch.cuda.current_stream().wait_stream(side)
 
@@ -57,7 +58,7 @@ def _measure(output_VD: torch.Tensor, num_tokens: int, num_probes: int) -> dict[
     return {"tokens": num_tokens, "probes": num_probes, **taken}
 
 
-def _scorer(num_probes: int) -> StashScorer:
+def _scorer(driver: Driver, num_probes: int) -> StashScorer:
     held = tables(
         NUM_SITES, WIDTH, num_probes, "bfloat16", max_tokens=STASH_ROWS, stash_rows=STASH_ROWS
     )
@@ -65,7 +66,7 @@ def _scorer(num_probes: int) -> StashScorer:
         held.score_later(name)
     held.load(bank(NUM_SITES, WIDTH, num_probes))
     scorer = StashScorer(held)
-    scorer.prepare(Driver())
+    scorer.prepare(driver)
     return scorer
 
 

@@ -136,13 +136,15 @@ def launch_norm() -> None:
         held.score_later(name)
     held.load(bank(2, width, 3))
     scorer = StashScorer(held)
-    scorer.prepare(Driver())
+    driver = Driver()
+    scorer.prepare(driver)
     weight_D = torch.ones(width, device="cuda", dtype=torch.bfloat16)
     for num_tokens in (1, 17, 20, 21):
         x_TD = torch.randn(num_tokens, width, device="cuda").bfloat16()
         for site in sites:
             site.norm(x_TD, x_TD.clone(), weight_D)
-        scorer(min(num_tokens, 20), torch.cuda.current_stream().cuda_stream)
+        scored = scorer.launch_for(min(num_tokens, 20))
+        scored.run(driver, torch.cuda.current_stream().cuda_stream)
     steered = fleet(device="cuda:0")
     steered.tables.steer = _SteerByNorm(NARROW)
     any(map(any, drill(steered, 0)))

@@ -86,6 +86,7 @@ class Engine:
 
         New requests wait in the queue; `wait` lets the running ones end, `abort` ends them.
         """
+        self.editions.forget()  # whatever becomes of the change, nobody is told an old version
         await self._client.pause_generation(mode=mode, clear_cache=True)
 
     async def resume(self) -> None:

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import json
+import shutil
+import tempfile
 import threading
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
@@ -13,15 +16,71 @@ import numpy as np
 import openai
 
 from clairai import wanted, wire
+from clairai.offline import config
 from clairai.ring.attach import Reader
 from clairai.ring.folder import engines
 from clairai.ring.reader import Record
+from clairai.serve.calls import Server
+from clairai.serve.engine import EngineProcess as ServerProcess
+from clairai.serve.log import EngineLog
+from clairai.steer.files import save
 from clairai.store.reading import open as open_store
+from clairai.weights import Sender
 from tests.engine import server as parts
 from tests.engine import weighed
 from tests.process.parts import until
 
 DEADLINE_S: Final = 120.0
+
+
+class Running(NamedTuple):
+    """A server that takes weights, the model it has and another like it."""
+
+    url: str
+    model: Path
+    other: Path
+    runtime: Path
+    captures: Path
+
+    @property
+    def version(self) -> int:
+        return int(Server(self.url, parts.KEY).weights()["version"])
+
+
+@contextmanager
+def serving(model: Path, scratch: Path, *, seats: int) -> Iterator[Running]:
+    """With probes, a vector and captures; `seats` are the answers it works on at once."""
+    runtime = Path(tempfile.mkdtemp(prefix="clairai-"))  # short enough for a socket
+    other = weighed.perturb(model, scratch / "other" / model.name)
+    for name in ("probes", "vectors"):
+        (scratch / name).mkdir()
+    launch = parts.launch(model, runtime, scratch / "probes")
+    save(weighed.vector(), scratch / "vectors" / "calm.safetensors")
+    asked = ("--weight-transfer-config", '{"backend": "clairai_ipc"}', "--max-num-seqs", str(seats))
+    launch = replace(
+        launch,
+        arguments=(*launch.arguments, *asked),
+        additional_config=config(
+            probes=scratch / "probes",
+            vectors=scratch / "vectors",
+            capture={"folder": str(scratch / "captures")},
+            capacity=3,
+            runtime_dir=str(runtime),
+        ),
+    )
+    with ServerProcess(launch, log=EngineLog(scratch / "vllm.log")) as engine:
+        assert engine.wait_ready()
+        yield Running(launch.bind.url, model, other, runtime, scratch / "captures")
+    shutil.rmtree(runtime)
+
+
+def sender(running: Running, url: str | None = None) -> Sender:
+    return Sender(
+        url or running.url,
+        api_key=parts.KEY,
+        runtime_dir=str(running.runtime),
+        buffer_bytes=32 << 20,
+    )
 
 
 class Answer(NamedTuple):

@@ -5,33 +5,39 @@ The reference is an engine that was started with the other weights, and the serv
 
 from __future__ import annotations
 
-import shutil
-import tempfile
+import json
 import threading
 from collections.abc import Iterator
-from dataclasses import replace
 from itertools import groupby
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import httpx
 import numpy as np
 import openai
 import pytest
 
+from clairai import wanted
 from clairai.errors import ConfigError, WeightsError
-from clairai.offline import config
 from clairai.serve.calls import Server
-from clairai.serve.engine import EngineProcess as ServerProcess
-from clairai.serve.log import EngineLog
-from clairai.steer.files import save
 from clairai.stream.settings import ProxySettings
 from clairai.weights import Sender
 from tests.engine import server as parts
 from tests.engine import weighed
 from tests.engine.process import EngineProcess
-from tests.engine.swapping import Answer, Client, await_answers, kept_weights, seen
+from tests.engine.swapping import (
+    DEADLINE_S,
+    Answer,
+    Client,
+    Running,
+    await_answers,
+    kept_weights,
+    seen,
+    sender,
+    serving,
+)
 from tests.http.world import proxy_of
+from tests.process.parts import until
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
 
@@ -40,43 +46,10 @@ STREAMS = 8
 LONG = "Once upon a time there was a lighthouse. " * 45
 
 
-class Running(NamedTuple):
-    url: str
-    model: Path
-    other: Path
-    runtime: Path
-    captures: Path
-
-    @property
-    def version(self) -> int:
-        return int(Server(self.url, parts.KEY).weights()["version"])
-
-
 @pytest.fixture(scope="module")
 def running(cut_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
-    scratch = tmp_path_factory.mktemp("weights")
-    runtime = Path(tempfile.mkdtemp(prefix="clairai-"))  # short enough for a socket
-    other = weighed.perturb(cut_model, scratch / "other" / cut_model.name)
-    for name in ("probes", "vectors"):
-        (scratch / name).mkdir()
-    launch = parts.launch(cut_model, runtime, scratch / "probes")
-    save(weighed.vector(), scratch / "vectors" / "calm.safetensors")
-    asked = ("--weight-transfer-config", '{"backend": "clairai_ipc"}')
-    launch = replace(
-        launch,
-        arguments=(*launch.arguments, *asked),
-        additional_config=config(
-            probes=scratch / "probes",
-            vectors=scratch / "vectors",
-            capture={"folder": str(scratch / "captures")},
-            capacity=3,
-            runtime_dir=str(runtime),
-        ),
-    )
-    with ServerProcess(launch, log=EngineLog(scratch / "vllm.log")) as engine:
-        assert engine.wait_ready()
-        yield Running(launch.bind.url, cut_model, other, runtime, scratch / "captures")
-    shutil.rmtree(runtime)
+    with serving(cut_model, tmp_path_factory.mktemp("weights"), seats=STREAMS) as made:
+        yield made
 
 
 @pytest.fixture(scope="module")
@@ -98,15 +71,6 @@ def expected(running: Running, runtime: Path) -> list[tuple[int, ...]]:
 def sdk(running: Running) -> Iterator[openai.OpenAI]:
     with parts.client(running.url) as made:
         yield made
-
-
-def sender(running: Running, url: str | None = None) -> Sender:
-    return Sender(
-        url or running.url,
-        api_key=parts.KEY,
-        runtime_dir=str(running.runtime),
-        buffer_bytes=32 << 20,
-    )
 
 
 def test_eight_streams_see_the_old_weights_or_the_new_and_never_both(
@@ -171,6 +135,36 @@ def test_a_prompt_that_was_cached_with_old_weights_is_forwarded_with_the_new(
     cached = seen(running.runtime).cached
     is_cached = [cached.get(stream, 0) > 256 for stream in client.answers]
     assert is_cached == [False, True, False, True, False], "the second of each is served from it"
+
+
+def test_all_answers_to_a_request_are_of_one_set_of_weights(
+    running: Running, sdk: openai.OpenAI
+) -> None:
+    """Three times as many as fit into the batch: some have ended and some not begun by then."""
+    stream, version, found = wanted.mint(), running.version, list[Any]()
+    fields = {"vllm_xargs": {"clairai": json.dumps({"stream": stream})}, "ignore_eos": True}
+
+    def ask() -> None:
+        found.append(
+            sdk.completions.create(
+                model=parts.MODEL,
+                prompt=weighed.prompts(1)[0],
+                n=3 * STREAMS,
+                max_tokens=weighed.TOKENS,
+                extra_body=fields,
+            )
+        )
+
+    asking = threading.Thread(target=ask)
+    asking.start()
+    until(lambda: stream in seen(running.runtime).streams, DEADLINE_S)
+    sent = sender(running).send(running.other)
+    asking.join()
+    sender(running).send(running.model)
+    (answer,) = found
+    assert (answer.clairai, sent.version) == ({"weights": version}, version + 1)
+    assert len(answer.choices) == 3 * STREAMS
+    assert seen(running.runtime).streams[stream] == {version}
 
 
 def test_captured_rows_say_which_weights_they_are_of(running: Running, sdk: openai.OpenAI) -> None:

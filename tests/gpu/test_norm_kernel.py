@@ -92,12 +92,13 @@ def test_a_fused_site_has_the_scores_of_a_plain_one(
         held.score_later(name)
     held.load(bank(3, width, capacity))
     scorer = StashScorer(held)
-    scorer.prepare(Driver())
+    driver = Driver()
+    scorer.prepare(driver)
     x_TD, residual_TD = pair(num_tokens, width, dtype)
     weight_D = torch.ones(width, device="cuda", dtype=x_TD.dtype)
     streams = [site.norm(x_TD, residual_TD, weight_D)[1] for site in sites]
     if num_tokens <= 512:
-        scorer(num_tokens, torch.cuda.current_stream().cuda_stream)
+        scorer.launch_for(num_tokens).run(driver, torch.cuda.current_stream().cuda_stream)
     found_TK = held.scores_STK[:, :num_tokens].clone()
     torch.testing.assert_close(found_TK[0], twin(held, streams[0]), rtol=2e-5, atol=2e-5)
     for index, stream_TD in enumerate(streams):

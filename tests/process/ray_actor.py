@@ -61,7 +61,8 @@ class Serving:
 
 
 def main(folder: str) -> None:
-    ray.init(num_cpus=1, include_dashboard=False, log_to_driver=False)
+    own = {"_temp_dir": f"{folder}/r"}  # else it leaves its logs in /tmp
+    ray.init(num_cpus=1, include_dashboard=False, log_to_driver=False, **own)
     found = {}
     for kind in (Plain, Serving):
         actor = ray.remote(num_cpus=0)(kind).remote(folder)

@@ -17,7 +17,8 @@ ROOT = Path(__file__).parents[2]
 @pytest.mark.skipif(find_spec("ray") is None, reason="Ray is not installed; pip install ray")
 @pytest.mark.timeout(180)
 def test_an_actor_of_ray_takes_weights() -> None:
-    with tempfile.TemporaryDirectory(prefix="clairai-") as folder:
+    # Its servers write their last lines when we have gone on.
+    with tempfile.TemporaryDirectory(prefix="clairai-", ignore_cleanup_errors=True) as folder:
         done = subprocess.run(
             [sys.executable, "-W", "ignore", "-m", "tests.process.ray_actor", folder],
             cwd=ROOT,

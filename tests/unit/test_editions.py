@@ -48,8 +48,9 @@ def run(work: Coroutine[Any, Any, None]) -> None:
 
 
 async def changed(worker: Worker, made: Editions) -> None:
-    """As a commit does it: the worker first, then this, then requests go on."""
+    """As a commit does it: a pause, the worker, then this, then requests go on."""
     async with made._changing:
+        made.forget()
         worker.version += 1
         await made.settle()
 
@@ -80,6 +81,41 @@ def test_while_the_weights_change_nothing_is_known_too_early(worker: Worker) -> 
                 assert await made.version_of(1) == 0
                 await made.settle()
             assert await made.version_of(2) == 0
+
+    run(work())
+
+
+def test_a_change_that_was_never_heard_of_again_leaves_nobody_with_an_old_version(
+    worker: Worker,
+) -> None:
+    """The worker has changed, and its answer, or the question after it, was lost."""
+
+    async def work() -> None:
+        made = editions(worker)
+        await made.version_of(9)
+        with made.waiting(1), made.waiting(2):
+            worker.begin(1)
+            async with made._changing:
+                made.forget()
+                worker.version += 1
+            with made.waiting(3):
+                worker.begin(2, 3)
+                told = [await made.version_of(stream) for stream in (1, 2, 3)]
+        assert told == [0, 1, 1]
+
+    run(work())
+
+
+def test_after_a_change_no_request_that_waited_costs_a_question(worker: Worker) -> None:
+    async def work() -> None:
+        made = editions(worker)
+        with made.waiting(1), made.waiting(2):
+            worker.begin(1)
+            await changed(worker, made)
+            worker.begin(2)
+            worker.asked.clear()
+            assert [await made.version_of(stream) for stream in (1, 2)] == [0, 1]
+        assert worker.asked == []
 
     run(work())
 

@@ -128,3 +128,24 @@ def test_an_engine_that_cannot_be_asked_any_more_has_answered_all_the_same(
     monkeypatch.setattr(server.engine_client, "collective_rpc", gone)
     answer = server.ask()
     assert (answer.status_code, answer.json()) == (200, {"id": "1", "choices": [{"index": 0}]})
+
+
+def test_weights_whose_arrival_was_never_heard_of_are_told_all_the_same(
+    server: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told = [server.ask().json()["clairai"]]
+    assert server.llm is not None
+    answering = server.llm.collective_rpc
+
+    def lost(method: str, args: tuple[bytes]) -> list[bytes]:
+        replies = answering(method, args)
+        if b"commit_weights" in args[0]:
+            raise RuntimeError("the answer was lost")
+        return replies
+
+    with monkeypatch.context() as patched:
+        patched.setattr(server.llm, "collective_rpc", lost)
+        with pytest.raises(RuntimeError, match="was lost"):
+            server.send()
+    told.append(server.ask().json()["clairai"])
+    assert told == [{"weights": 0}, {"weights": 1}]

@@ -73,31 +73,33 @@ class Editions:
         if not self._is_taking:
             return
         streams = tuple(self._waiting)
-        for stream, version in zip(streams, await self._find(streams), strict=True):
-            if stream in self._waiting:
-                self._waiting[stream] = version
-        self._state = await self._described()
+        found = zip(streams, await self._find(streams), strict=True)
+        state = await self._described()
+        self._waiting |= {one: version for one, version in found if one in self._waiting}
+        self._unsure.difference_update(streams)
+        self._state = state
 
     @contextmanager
     def elsewhere(self) -> Iterator[None]:
         """Somebody else asks the engine for something: it may be other weights."""
         self._num_elsewhere += 1
-        self._forget()
+        self.forget()
         try:
             yield
         finally:
             self._num_elsewhere -= 1
-            self._forget()
+            self.forget()
+
+    def forget(self) -> None:
+        """Weights may change: until they are known again, each request is asked about."""
+        self._state = None
+        self._num_forgotten += 1
+        self._unsure.update(stream for stream, known in self._waiting.items() if known is None)
 
     def _is_current(self, stream: int) -> bool:
         """Whether it began with the weights that serve now, as far as anybody here knows those."""
         is_sure = stream not in self._unsure and not self._is_shared
         return is_sure and self._state is not None and not self._num_elsewhere
-
-    def _forget(self) -> None:
-        self._state = None
-        self._num_forgotten += 1
-        self._unsure.update(stream for stream, known in self._waiting.items() if known is None)
 
     async def _look(self) -> None:
         """What serves now, if it is not known; nobody waits for a change that is under way."""

@@ -73,6 +73,14 @@ class Launch:
     parameters: Any  # addresses of the arguments
     held: tuple[Any, ...]  # what lies there
 
+    def run(self, driver: Driver, stream: int) -> None:
+        block = (self.threads, 1, 1)
+        status = driver.cuLaunchKernel(
+            self.function, *self.grid, *block, self.shared, stream, self.parameters, None
+        )
+        if status:
+            raise _failed("cuLaunchKernel", status)
+
 
 class Kernel:
     """A kernel and its arguments, laid out once; before a launch some may be set anew."""
@@ -133,12 +141,7 @@ class Launches:
         self._driver.record(self._begun, main)
         self._driver.wait(self._side, self._begun)
         for one in self._launches:
-            block = (one.threads, 1, 1)
-            status = self._driver.cuLaunchKernel(
-                one.function, *one.grid, *block, one.shared, self._side, one.parameters, None
-            )
-            if status:
-                raise _failed("cuLaunchKernel", status)
+            one.run(self._driver, self._side)
         self._driver.record(self._ended, self._side)
 
 
