@@ -13,6 +13,8 @@ from clairai.capture.taken import Sample
 from clairai.store.codecs.base import Encoder
 from clairai.store.codecs.fidelity import SAMPLE, compare
 from clairai.store.codecs.registry import named
+from tests.unit.toy_capture_rig import rig
+from tests.unit.toy_captures_engine import order
 
 FULL8, RP8 = named("full8"), named("rp8", {"k": 16})
 
@@ -94,3 +96,18 @@ def test_a_measure_beyond_what_a_shard_can_hold_is_left_out(
     gauge = Gauge()
     gauge.add(FULL8, sample(FULL8, 1))
     assert gauge.read(FULL8, 1) == {"num_rows": 1.0}
+
+
+def test_rows_that_cannot_be_measured_are_kept(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def broken(*_: object) -> dict[str, float]:
+        raise FloatingPointError("oh")
+
+    monkeypatch.setattr(gauges.Gauge, "read", broken)
+    with rig() as made:
+        made.enter("a", 1, order())
+        made.step(("a", 0, 2))
+        assert made.found(1).rows == 2
+    assert [block.fidelity for block in made.consumers["toy"].blocks] == [{}]
+    assert "cannot be measured" in caplog.text

@@ -32,21 +32,21 @@ def test_messages_come_whole_and_in_order_however_the_socket_cuts_them(
         ours.post()
         heard += map(tickets.ASKED.decode, theirs.listen() or ())
     assert heard == said
-    assert not ours.is_behind
+    assert not ours.behind_nbytes
 
 
 def test_who_speaks_never_waits_and_what_does_not_go_is_kept(lines: tuple[Line, Line]) -> None:
     ours, theirs = lines
     ours.say(tickets.Relabel("x" * (4 << 20)))
     ours.post()
-    assert ours.is_behind
+    assert ours.behind_nbytes
     with pytest.raises(TimeoutError):
         ours.post_all(0.01)
     found: list[bytes] = []
     while not found:
         found = theirs.listen() or []
         ours.post()
-    assert not ours.is_behind
+    assert not ours.behind_nbytes
     assert tickets.ASKED.decode(found[0]) == tickets.Relabel("x" * (4 << 20))
 
 

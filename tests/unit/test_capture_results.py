@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from clairai.capture import tickets
+from clairai.capture import far, tickets
 from clairai.capture.arena import Arena
 from clairai.capture.far import ENDED, FarClerk
 from clairai.capture.line import Line
@@ -107,3 +107,16 @@ def test_a_clerk_that_says_what_cannot_be_is_as_good_as_dead(
     until(lambda: made.results.of_stream(5)[0].state == "failed")
     assert made.trouble == ENDED
     assert "is not understood" in caplog.text
+
+
+def test_a_clerk_that_hears_nothing_for_long_is_as_good_as_dead(
+    clerk: tuple[FarClerk, Line], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made, _ = clerk
+    monkeypatch.setattr(far, "MAX_BEHIND_NBYTES", 1 << 20)
+    made.begin(SEAT, order())
+    for _ in range(40):
+        made.relabel("x" * (1 << 16))
+    until(lambda: made.results.of_stream(5)[0].state == "failed")
+    made.begin((6, 0), order())
+    assert made.results.of_stream(6)[0].reason == ENDED

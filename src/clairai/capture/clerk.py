@@ -45,6 +45,7 @@ LISTEN_S: Final = 0.004
 AWAKE: Final = 100  # looks in vain
 LOOK_S: Final = 0.0005  # between two looks at what the device has written
 LAST_S: Final = 0.5  # for which rows of an engine that is gone are waited for
+LEAVE_S: Final = 120.0  # for all that is to be done at the end
 # Whoever ends a group of processes ends the engine first: its end is the clerk's.
 LEFT_TO_THE_ENGINE: Final = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _log: Final = logging.getLogger("clairai.capture")
@@ -114,6 +115,9 @@ class Clerk:
             else:
                 self._is_orphan = True
         finally:
+            leaving = threading.Timer(LEAVE_S, _leave)
+            leaving.daemon = True
+            leaving.start()
             collector.close()
             teller.close()
 
@@ -162,6 +166,12 @@ class Clerk:
                 if time.monotonic() > deadline_s:
                     raise RuntimeError("the engine ended before its device had copied these rows")
             time.sleep(LOOK_S)
+
+
+def _leave() -> None:
+    """Nobody is left who waits for it, or makes room."""
+    _log.error("captured rows are lost: no consumer took them in %g s", LEAVE_S)
+    os._exit(1)
 
 
 def _watched(engine: int) -> int | None:

@@ -149,7 +149,14 @@ class Collector:
         nbytes: dict[Encoder, int] = {}
         for load in loads:
             nbytes[load.encoder] = nbytes.get(load.encoder, 0) + load.nbytes
-        return {encoder: self._gauge.read(encoder, total) for encoder, total in nbytes.items()}
+        return {encoder: self._read_gauge(encoder, total) for encoder, total in nbytes.items()}
+
+    def _read_gauge(self, encoder: Encoder, nbytes: int) -> dict[str, float]:
+        try:
+            return self._gauge.read(encoder, nbytes)
+        except Exception:  # rows that cannot be measured are kept all the same
+            _log.exception("what %s lost of rows cannot be measured", encoder.name)
+            return {}
 
     def _lose(self, counts: Mapping[Seat, int], error: Exception) -> None:
         reason = f"rows could not be read, {type(error).__name__}: {error}"

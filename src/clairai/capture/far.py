@@ -31,7 +31,8 @@ from clairai.capture.taken import Seat
 from clairai.errors import ClairaiError, ConfigError
 
 START_S: Final = 300.0  # a folder of many shards is looked through before it is written to
-CLOSE_S: Final = 180.0
+CLOSE_S: Final = 65.0  # a consumer gives up after 60
+MAX_BEHIND_NBYTES: Final = 64 << 20  # of what could not be told
 LOOK_S: Final = 0.25  # for what could not be sent at once
 MODULE: Final = "clairai.capture.clerk"
 # Numbers that are measured of a few rows need one thread each of these libraries.
@@ -156,6 +157,8 @@ class FarClerk:
     def post(self) -> None:
         with contextlib.suppress(OSError):  # the thread that listens finds the end, and says so
             self._line.post()
+        if self._line.behind_nbytes > MAX_BEHIND_NBYTES:
+            self._line.end()  # it has stood still for long: rows have had no room since
 
     def close(self) -> None:
         self._is_closing = True

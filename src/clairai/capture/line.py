@@ -6,6 +6,7 @@ holds an end; a message that is longer than any can be ends the line.
 
 from __future__ import annotations
 
+import contextlib
 import select
 import socket
 import threading
@@ -38,9 +39,9 @@ class Line:
             self._said += said
 
     @property
-    def is_behind(self) -> bool:
-        """Whether something that was said has not gone."""
-        return bool(self._said)
+    def behind_nbytes(self) -> int:
+        """What was said and has not gone."""
+        return len(self._said)
 
     def post(self) -> None:
         """All that was said goes now, as far as the other end takes it; OSError if it is gone."""
@@ -57,7 +58,7 @@ class Line:
         self.post()
         room = select.poll()
         room.register(self._end, select.POLLOUT)
-        while self.is_behind:
+        while self.behind_nbytes:
             if not room.poll(None if timeout_s is None else 1e3 * timeout_s):
                 raise TimeoutError("the other end reads nothing")
             self.post()
@@ -89,6 +90,11 @@ class Line:
             first = end
         del self._heard[:first]
         return found
+
+    def end(self) -> None:
+        """Nothing comes or goes any more; who listens at either end hears that."""
+        with contextlib.suppress(OSError):  # the other end is gone already
+            self._end.shutdown(socket.SHUT_RDWR)
 
     def fileno(self) -> int:
         return self._end.fileno()
