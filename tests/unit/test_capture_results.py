@@ -5,14 +5,18 @@ from __future__ import annotations
 import socket
 import time
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 
-from clairai.capture import far, tickets
+from clairai.capture import far, teller, tickets
 from clairai.capture.arena import Arena
+from clairai.capture.collector import Collector
 from clairai.capture.far import ENDED, FarClerk
 from clairai.capture.line import Line
+from clairai.capture.near import origins
 from clairai.capture.results import Results, Totals
+from tests.unit.toy_capture_rig import ABOUT
 from tests.unit.toy_captures_engine import ToyConsumer, order
 
 SEAT = (5, 0)
@@ -120,3 +124,29 @@ def test_a_clerk_that_hears_nothing_for_long_is_as_good_as_dead(
     until(lambda: made.results.of_stream(5)[0].state == "failed")
     made.begin((6, 0), order())
     assert made.results.of_stream(6)[0].reason == ENDED
+
+
+def test_losses_of_a_consumer_that_nobody_asked_for_are_told(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(teller, "THOROUGH_S", 0.0)
+    monkeypatch.setattr(teller, "COUNTS_S", 0.005)
+    toy = ToyConsumer()
+    consumers: Any = {"toy": toy}
+    collector = Collector(consumers, origins(ABOUT), batch_nbytes=1, pending_nbytes=1)
+    ours, theirs = map(Line, socket.socketpair())
+    teller_there = teller.Teller(ours, collector, consumers)
+    collector.begin(SEAT, order(), 3)
+    toy.lost[5] = 7  # of rows that the disk did not take, long after they were given
+    heard = list[tickets.Answered]()
+
+    def is_told() -> bool:
+        heard.extend(map(tickets.ANSWERED.decode, theirs.listen() or ()))
+        reports = [one for one in heard if isinstance(one, tickets.Report)]
+        return any(told.lost == (7,) and told.number == 3 for one in reports for told in one.told)
+
+    until(is_told)
+    collector.close()
+    teller_there.close()
+    ours.close()
+    theirs.close()

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import threading
+
 from clairai import wire_capture
 from clairai.capture.order import Hold
+from clairai.tap.taker import SPARE_PART
 from tests.unit.toy_capture_rig import rig
-from tests.unit.toy_captures_engine import order
+from tests.unit.toy_captures_engine import ToyConsumer, order
 
 HELD = order(hold=Hold("anger", 2.0))
 
@@ -40,9 +43,13 @@ def test_a_probe_that_is_gone_keeps_nothing_and_says_so() -> None:
     with rig() as made:
         made.enter("a", 1, order(hold=Hold("joy", 2.0)))
         made.step(("a", 0, 2))
+        made.step(("a", 2, 1))
         told = made.found(1)
-        assert told.state == "failed"
+        assert (told.state, told.rows, told.discarded) == ("failed", 0, 3)
         assert "probe joy has no score" in told.reason
+        made.step(("b", 0, 1), finished=("a",))
+        assert made.found(1).state == "failed"
+    assert made.consumers["toy"].blocks == []
 
 
 def test_what_waits_is_bounded() -> None:
@@ -56,3 +63,36 @@ def test_what_waits_is_bounded() -> None:
         state = made.capture.answer(wire_capture.DescribeCapture())
         assert isinstance(state, wire_capture.CaptureState)
         assert 0 < state.pending_nbytes <= 20_000
+
+
+def test_rows_leave_room_for_the_scores_that_decide_about_them() -> None:
+    gate = threading.Event()
+    with rig(nbytes=64 << 10, toy=ToyConsumer(gate=gate)) as made:
+        made.enter("a", 1, HELD)
+        made.enter("b", 2, order())
+        at = 0
+        while not made.told(1).dropped:
+            made.step(("a", at, 1), ("b", at, 1))
+            at += 1
+        arena = made.taker.arena
+        assert arena.nbytes - arena.used_nbytes >= arena.nbytes // SPARE_PART - 256
+        made.tables.bias_SK[1, 1] = 2.0
+        made.step(("a", at, 1), ("b", at, 1))
+        gate.set()
+        told = made.found(1)
+        assert (told.state, told.rows + told.dropped) == ("open", at + 1)
+        assert told.rows > 0
+
+
+def test_a_score_that_has_no_room_is_no_score() -> None:
+    gate = threading.Event()
+    with rig(nbytes=16 << 10, toy=ToyConsumer(gate=gate)) as made:
+        made.enter("a", 1, HELD)
+        made.enter("b", 2, order())
+        for at in range(80):
+            made.step(("a", at, 1), ("b", at, 1))
+        gate.set()
+        told = made.found(1)
+        assert told.state == "failed"
+        assert told.reason == "probe anger has no score for it: its rows are not kept"
+        assert told.discarded + told.dropped == 80

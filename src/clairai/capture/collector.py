@@ -53,6 +53,7 @@ class Collector:
         }
         self._gauge = Gauge()
         self._shelf = Shelf(pending_nbytes)
+        self._refused: dict[Seat, str] = {}  # whose rule cannot be judged, and why
         self._orders: dict[Seat, Order] = {}
         self._live: dict[int, set[int]] = {}  # choices of each stream that are not finished
         self._inbox = Inbox(batch_nbytes, pace or Pace())
@@ -202,16 +203,20 @@ class Collector:
 
     def _held(self, rows_N: NDArray[np.void]) -> NDArray[np.bool_] | None:
         """Which rows wait for a rule; None if none does."""
-        if not len(self._shelf):
+        if not len(self._shelf) and not self._refused:
             return None
         seats = zip(rows_N["stream"].tolist(), rows_N["choice"].tolist(), strict=True)
-        held_N = np.fromiter((seat in self._shelf for seat in seats), bool, len(rows_N))
+        is_held = (seat in self._shelf or seat in self._refused for seat in seats)
+        held_N = np.fromiter(is_held, bool, len(rows_N))
         return held_N if held_N.any() else None
 
     def _sort(self, block: Block, to: tuple[str, ...], held_N: NDArray[np.bool_]) -> None:
         if not held_N.all():
             self._offer_and_count(block.taken(np.flatnonzero(~held_N)), to)
         for seat, places in by_seat(block.rows_N, np.flatnonzero(held_N)):
+            if seat in self._refused:
+                self._refuse(seat, len(places))
+                continue
             part = block.taken(places)
             if lost := self._shelf.put(seat, part, to):
                 reason = "no room to hold its rows until its rule is met; raise pending_mib"
@@ -231,11 +236,17 @@ class Collector:
             return
         if verdict.score is None:
             reason = f"probe {verdict.probe} has no score for it: its rows are not kept"
-            self._discard(seat, reason)
-            self.results.failed(seat, reason)
+            self._refused[seat] = reason
+            self._refuse(seat, self._shelf.rows(seat))
+            self._shelf.take(seat)
         elif verdict.score >= verdict.threshold:
             for block, to in self._shelf.take(seat):
                 self._offer_and_count(block, to)
+
+    def _refuse(self, seat: Seat, rows: int) -> None:
+        """Those that come later too, until it is finished."""
+        self.results.discarded(seat, rows, self._refused[seat])
+        self.results.failed(seat, self._refused[seat])
 
     def _discard(self, seat: Seat, reason: str) -> None:
         rows = self._shelf.rows(seat)
@@ -265,6 +276,7 @@ class Collector:
         order = self._orders.pop(seat, None)
         if order is None:
             return  # told twice
+        self._refused.pop(seat, None)
         if seat in self._shelf:
             assert order.hold is not None
             hold = order.hold

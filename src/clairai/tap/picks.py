@@ -166,7 +166,7 @@ class _Step:
         )
 
     def next(self) -> _Step:
-        seen_E, pick = np.maximum(self.seen_E, self.end_E), self.pick
+        seen_E, pick = self.seen_E, self.pick  # what these steps compute, they compute once
         if pick is not None:
             same = (self.cast, pick.entry_N, pick.row_N)
             pick = Pick(*same, pick.position_N + 1, seen_E, pick.num_tokens, pick.held)
