@@ -11,9 +11,14 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from hypothesis import settings
+
+# The same examples every time, however slow the machine is today.
+settings.register_profile("clairai", derandomize=True, deadline=None)
 
 
 def pytest_configure() -> None:
+    settings.load_profile("clairai")
     # A shell starts what it puts into the background with SIGINT ignored, and programs pass that
     # on: the commands whose Ctrl-C is tested would not hear it.
     signal.signal(signal.SIGINT, signal.default_int_handler)
