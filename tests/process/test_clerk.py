@@ -7,7 +7,6 @@ import select
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,11 +17,13 @@ import torch
 
 import clairai
 from clairai import wire_capture
+from clairai.capture import tickets
 from clairai.capture.arena import Arena, Region
 from clairai.capture.far import FarClerk
 from clairai.capture.order import Hold
 from clairai.store.codecs.registry import named
 from clairai.tap.encode_twin import encode_twin
+from tests.process.parts import until
 from tests.unit.toy_capture_rig import Rig, far_rig
 from tests.unit.toy_captures_engine import order
 
@@ -46,13 +47,6 @@ def wait_for_end(watched: int) -> None:
     poll.register(watched, select.POLLIN)
     assert poll.poll(1e3 * DEADLINE_S)
     os.close(watched)
-
-
-def until(is_so: Callable[[], bool]) -> None:
-    deadline_s = time.monotonic() + DEADLINE_S
-    while not is_so():
-        assert time.monotonic() < deadline_s
-        time.sleep(0.002)
 
 
 def state_of(made: Rig) -> wire_capture.CaptureState:
@@ -112,7 +106,7 @@ def test_rules_amendments_and_new_weights_are_heard_in_their_order(tmp_path: Pat
     assert {store.shard(entry).head.origin.weights for entry in store.shards} == {"w", "second"}
 
 
-def capture_until_killed(folder: str) -> None:
+def capture_until_killed(folder: str, is_closing: bool) -> None:
     """In a process of its own: a hundred steps, then one whose rows never come, then the end."""
     with far_rig({"folder": folder}) as made:
         made.enter("a", 7, order(to=FS))
@@ -120,13 +114,20 @@ def capture_until_killed(folder: str) -> None:
             made.step(("a", 8 * step, 8))
         made.taker._lane._land = lambda _: None  # type: ignore[attr-defined]
         made.step(("a", 800, 8))
+        if is_closing:
+            clerk_of(made)._say(tickets.Close())
+            made.clerk.post()
         sys.stdout.write(f"{clerk_of(made).process}\n")
         sys.stdout.flush()
         sys.stdin.readline()
 
 
-def test_an_engine_that_is_killed_loses_nothing_that_had_come(tmp_path: Path) -> None:
-    call = f"from tests.process.test_clerk import *; capture_until_killed({str(tmp_path / 's')!r})"
+@pytest.mark.parametrize("is_closing", [False, True], ids=["in a step", "while it closes"])
+def test_an_engine_that_is_killed_loses_nothing_that_had_come(
+    tmp_path: Path, is_closing: bool
+) -> None:
+    given = f"{str(tmp_path / 's')!r}, {is_closing}"
+    call = f"from tests.process.test_clerk import *; capture_until_killed({given})"
     engine = subprocess.Popen(
         [sys.executable, "-c", call], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     )
@@ -189,23 +190,32 @@ def test_a_clerk_that_stands_still_makes_nobody_wait_and_what_has_no_room_is_cou
         assert (told.rows + told.dropped, told.dropped) == (200 * 32 * 3, dropped)
 
 
+BLOCKING = {"kind": "fs", "policy": "block"}
+
+
+def send_when_full(made: Rig, number: int, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The clerk stands still; when the engine waits for room it gets this signal."""
+    arena, process, waited = made.taker.arena, clerk_of(made).process, list[int]()
+    os.kill(process, signal.SIGSTOP)
+
+    def wait(nbytes: int, is_served: Callable[[], bool]) -> Region | None:
+        region = arena.take(nbytes)
+        if region is None and not waited:
+            waited.append(nbytes)
+            os.kill(process, number)
+        return region or Arena.wait(arena, nbytes, is_served)
+
+    monkeypatch.setattr(arena, "wait", wait)
+    return waited
+
+
 def test_a_consumer_that_blocks_loses_nothing_there_either(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    blocking = {"kind": "fs", "folder": str(tmp_path / "s"), "policy": "block"}
+    blocking = {**BLOCKING, "folder": str(tmp_path / "s")}
     with far_rig({"consumers": {"fs": blocking}, "staging_mib": 1}) as made:
         made.enter("a", 1, order(points=POINTS, to=FS))
-        os.kill(clerk_of(made).process, signal.SIGSTOP)
-        arena, waited = made.taker.arena, list[int]()
-
-        def wait(nbytes: int, is_served: Callable[[], bool]) -> Region | None:
-            region = arena.take(nbytes)
-            if region is None:
-                waited.append(nbytes)
-                os.kill(clerk_of(made).process, signal.SIGCONT)
-            return region or Arena.wait(arena, nbytes, is_served)
-
-        monkeypatch.setattr(arena, "wait", wait)
+        waited = send_when_full(made, signal.SIGCONT, monkeypatch)
         for step in range(200):
             made.step(("a", 32 * step, 32))
         assert waited
@@ -213,15 +223,16 @@ def test_a_consumer_that_blocks_loses_nothing_there_either(
         assert (told.rows, told.lost) == (200 * 32 * 3, 0)
 
 
-def test_tokens_that_wait_for_a_clerk_go_on_when_it_is_dead(tmp_path: Path) -> None:
-    blocking = {"kind": "fs", "folder": str(tmp_path / "s"), "policy": "block"}
+def test_tokens_that_wait_for_a_clerk_go_on_when_it_is_dead(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    blocking = {**BLOCKING, "folder": str(tmp_path / "s")}
     with far_rig({"consumers": {"fs": blocking}, "staging_mib": 1}) as made:
         made.enter("a", 1, order(points=POINTS, to=FS))
-        os.kill(clerk_of(made).process, signal.SIGSTOP)
-        killer = subprocess.Popen(["sh", "-c", f"sleep 0.2; kill -9 {clerk_of(made).process}"])
+        waited = send_when_full(made, signal.SIGKILL, monkeypatch)
         for step in range(200):
             made.step(("a", 32 * step, 32))
-        killer.wait()
+        assert waited
         until(lambda: made.told(1).state == "failed")
         assert made.told(1).dropped == 200 * 32 * 3
 

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import socket
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -16,6 +15,7 @@ from clairai.capture.far import ENDED, FarClerk
 from clairai.capture.line import Line
 from clairai.capture.near import origins
 from clairai.capture.results import Results, Totals
+from tests.process.parts import until
 from tests.unit.toy_capture_rig import ABOUT
 from tests.unit.toy_captures_engine import ToyConsumer, order
 
@@ -73,13 +73,6 @@ def clerk() -> Iterator[tuple[FarClerk, Line]]:
     yield made, theirs
     theirs.close()
     made.close()
-
-
-def until(is_so: Callable[[], bool]) -> None:
-    deadline_s = time.monotonic() + 10
-    while not is_so():
-        assert time.monotonic() < deadline_s
-        time.sleep(0.001)
 
 
 def report(**changes: object) -> tickets.Report:

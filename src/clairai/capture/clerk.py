@@ -60,8 +60,10 @@ class Clerk:
         self._poll = select.poll()
         self._poll.register(line.fileno(), select.POLLIN)
         self._engine = _watched(engine)
+        self._ended = select.poll()  # of the collector's thread
         if self._engine is not None:
             self._poll.register(self._engine, select.POLLIN)
+            self._ended.register(self._engine, select.POLLIN)
         self._is_orphan = False
 
     def run(self) -> int:
@@ -161,7 +163,7 @@ class Clerk:
         """On the collector's thread: until the device says that these rows have come."""
         deadline_s: float | None = None
         while not self._arena.has_landed(number):
-            if self._is_orphan:
+            if self._is_orphan or self._ended.poll(0):
                 deadline_s = deadline_s or time.monotonic() + LAST_S
                 if time.monotonic() > deadline_s:
                     raise RuntimeError("the engine ended before its device had copied these rows")
