@@ -6,6 +6,7 @@ import socket
 from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
 import pytest
 
 from clairai.capture import far, teller, tickets
@@ -104,6 +105,33 @@ def test_a_clerk_that_says_what_cannot_be_is_as_good_as_dead(
     until(lambda: made.results.of_stream(5)[0].state == "failed")
     assert made.trouble == ENDED
     assert "is not understood" in caplog.text
+    until(lambda: line.listen() is None)  # it is told to end
+
+
+def two_rows() -> tickets.Plan:
+    part = tickets.Part(("post_block.0",), ("toy",), 0, 2)
+    group = tickets.Group("raw", (("dtype", "float32"),), (part,), b"")
+    counts = [np.array([number], kind).tobytes() for number, kind in NUMBERS]
+    return tickets.Plan(1, "float32", (), (group,), *counts)
+
+
+NUMBERS = ((2, np.int64), (SEAT[0], np.uint64), (SEAT[1], np.uint16), (0, np.int64))
+
+
+def test_rows_that_a_clerk_did_not_take_before_it_ended_are_lost_at_the_end_too(
+    clerk: tuple[FarClerk, Line],
+) -> None:
+    made, line = clerk
+    made.begin(SEAT, order())
+    made.plan(two_rows())
+    for number in (1, 2):
+        made.put(tickets.Ticket(number, 1, 0, 0, 0, b"", b""), lambda: None)
+    line.say(report(delivered=1))
+    line.post()
+    line.end()
+    made.close()
+    (found,) = made.results.of_stream(5)
+    assert (found.state, found.dropped) == ("failed", 2)
 
 
 def test_a_clerk_that_hears_nothing_for_long_is_as_good_as_dead(

@@ -203,8 +203,9 @@ class FarClerk:
             self.trouble = ENDED
             lost = [*self._out]
             self._out.clear()
-        if self._is_closing:
+        if self._is_closing and not lost:
             return
+        self._line.end()  # if it lives it writes what it has, and ends
         _log.error(ENDED)
         for consumer in self._consumers.values():
             consumer.state = FarState("failed", ENDED)
