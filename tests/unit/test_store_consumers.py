@@ -100,10 +100,12 @@ class Heard:
     def __init__(self) -> None:
         self.deliveries: list[Delivery] = []
         self.error: Exception | None = None
+        self.is_called = threading.Event()
         self.may_go_on = threading.Event()
         self.may_go_on.set()
 
     def __call__(self, delivery: Delivery) -> None:
+        self.is_called.set()
         assert self.may_go_on.wait(20)
         if self.error is not None:
             raise self.error
@@ -148,7 +150,9 @@ def test_rows_a_function_failed_with_are_lost_and_counted(heard: Heard) -> None:
 def test_a_slow_function_makes_nobody_wait(heard: Heard) -> None:
     heard.may_go_on.clear()
     consumer = _opened("callback", call=f"{HERE}:hear", queue_mib=1)
-    taken = [consumer.offer(block(stream, 20_000)) for stream in range(1, 6)]
+    taken = [consumer.offer(block(1, 20_000))]
+    assert heard.is_called.wait(20)  # the function has the first, and gives it not back
+    taken += [consumer.offer(block(stream, 20_000)) for stream in range(2, 6)]
     assert (taken[0], taken[-1]) == (True, False)
     assert consumer.losses(5) == 20_000
     heard.may_go_on.set()
