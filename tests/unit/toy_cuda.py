@@ -135,14 +135,6 @@ class ToyDriver(ModuleType):
     def cuEventCreate(self, flags: int) -> Answer:
         return OK, f"event of kind {flags}"
 
-    def cuEventRecord(self, event: str, stream: str) -> Answer:
-        self.ordered.append(f"{stream} records {event}")
-        return (OK,)
-
-    def cuStreamWaitEvent(self, stream: str, event: str, _flags: int) -> Answer:
-        self.ordered.append(f"{stream} waits for {event}")
-        return (OK,)
-
     def cuStreamWriteValue64(self, stream: str, address: int, value: int, flags: int) -> Answer:
         assert flags == 0  # with a barrier before the write
         self.ordered.append(f"{stream} writes {value}")

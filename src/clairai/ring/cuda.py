@@ -74,16 +74,6 @@ class Gpu:
         self.enter()
         return self.call("cuEventCreate", self._driver.CUevent_flags.CU_EVENT_DISABLE_TIMING)
 
-    def record(self, event: Any, stream: Any) -> None:
-        """Pairs with wait(): what the stream was given before comes first."""
-        (status,) = self._driver.cuEventRecord(event, stream)
-        self._require(status, "cuEventRecord")
-
-    def wait(self, stream: Any, event: Any) -> None:
-        """What the stream is given from now on comes after the event."""
-        (status,) = self._driver.cuStreamWaitEvent(stream, event, 0)
-        self._require(status, "cuStreamWaitEvent")
-
     def write(self, stream: int, address: int, value: int) -> None:
         """Of torch's stream: store this word when all it was given before is done and seen."""
         # Flags 0: "the write is preceded by a system-wide memory fence" (cuStreamWriteValue64).

@@ -15,6 +15,7 @@ from typing import Final, Protocol, Self
 
 from clairai.errors import HandshakeError, RingError
 from clairai.ring.layout import WORD_BYTES
+from clairai.ring.room import free_bytes
 
 F_SEAL_FUTURE_WRITE: Final = 0x10  # linux/fcntl.h; Python's fcntl does not name it yet
 SEALS: Final = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | F_SEAL_FUTURE_WRITE | fcntl.F_SEAL_SEAL
@@ -55,6 +56,8 @@ class HostMemory:
     @classmethod
     def create(cls, nbytes: int) -> HostMemory:
         """New zeroed memory whose size and readers' rights are fixed for good."""
+        if nbytes > (free := free_bytes()):
+            raise RingError(f"ring of {nbytes} bytes, {free} are free here; lower its size")
         fd = os.memfd_create("clairai-ring", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         try:
             # Allocates now: a machine without the memory refuses here, not with SIGBUS in a step.

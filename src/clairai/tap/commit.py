@@ -32,8 +32,7 @@ MAX_EVENTS: Final = 512
 MAX_PROGRAMS: Final = 32  # for one record
 STUCK_S: Final = 60.0
 # Words of a brief's head that differ from step to step, and the one that the GPU writes.
-PLACE: Final = struct.Struct("<2q")
-NUMBER: Final = struct.Struct("<2q")
+PAIR: Final = struct.Struct("<2q")
 DONE: Final = struct.Struct("<q")
 
 
@@ -91,8 +90,8 @@ class Brief:
         if form is not self._form:
             self._write_form(form)
         self._number = number
-        PLACE.pack_into(self._bytes, 8 * 2, first_seq, step)
-        NUMBER.pack_into(self._bytes, 8 * 8, time.monotonic_ns(), number)
+        PAIR.pack_into(self._bytes, 8 * 2, first_seq, step)
+        PAIR.pack_into(self._bytes, 8 * 8, time.monotonic_ns(), number)
 
     def _write_form(self, form: Form) -> None:
         rows, self._form = form.rows, None  # until all of it is there

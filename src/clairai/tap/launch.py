@@ -200,7 +200,9 @@ def launches(driver: Driver, side: int, begun: int, ended: int) -> Launches | Na
     try:
         return NativeLaunches(driver, side, begun, ended)
     except native.NoCompilerError as error:
-        _log.warning("%s; each step takes the host about 30 us longer", error)
+        _log.warning(
+            "%s; the host makes the launches of each step one by one, which takes longer", error
+        )
         return Launches(driver, side, begun, ended)
 
 

@@ -157,11 +157,11 @@ def stash_tilings(tile_k: int, *, is_split: bool, shared_nbytes: int) -> tuple[T
     few and large ones take least from it (bench/gpu_beside.py). Only bfloat16 is known to have the
     same bits in tiles of any size.
     """
+    if not is_split:
+        return (Tiling(NO_END, TILE_T, tile_k // 8, 3),)
     small = Tiling(32, TILE_T, tile_k // 8, 6)
     middle = Tiling(128, 64, 4, 5)
     large = Tiling(NO_END, 128, 8, 4) if tile_k <= 32 else replace(middle, most_tokens=NO_END)
-    if not is_split:
-        return (Tiling(NO_END, TILE_T, tile_k // 8, 3),)
 
     def fitting(one: Tiling) -> Tiling:
         nbytes = 2 * SLICE_D * (one.tile_t + 2 * tile_k)

@@ -13,9 +13,9 @@ from collections.abc import Sequence
 from typing import Final, Protocol, Self
 
 from clairai.errors import WeightsError
+from clairai.ring.room import free_bytes
 from clairai.weights.checksum import checksum
 from clairai.weights.manifest import Tensor
-from clairai.weights.room import free_bytes
 
 SEALS: Final = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_WRITE | fcntl.F_SEAL_SEAL
 

@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from clairai.errors import WeightsError
-from clairai.weights import room
+from clairai.errors import RingError, WeightsError
+from clairai.ring import room
+from clairai.ring.memory import HostMemory
 from clairai.weights.buffers import HostBuffer
 from tests.process.footprint import nothing_left_behind
 
@@ -57,3 +58,16 @@ def test_this_machine_can_be_asked_and_gives_less_than_it_has() -> None:
     in_all = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     assert 0 < room.free_bytes() < in_all
     HostBuffer(2 << 20).close()
+
+
+def test_a_ring_that_the_machine_has_no_room_for_is_refused_before_the_kernel_is_asked(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Asked for, it would be promised, and somebody ended for it."""
+
+    def promise(*_: object) -> None:
+        raise AssertionError("the kernel was asked")
+
+    monkeypatch.setattr(os, "posix_fallocate", promise)
+    with pytest.raises(RingError, match=r"ring of \d+ bytes, \d+ are free here; lower its size"):
+        HostMemory.create(1 << 60)
