@@ -1,7 +1,7 @@
 """Takes one GPU; gives an engine's speed while its reader is stopped, and what the reader lost.
 
 One engine, 64 requests at once, 32 layers x 16 probes, a reader in a process of its own that is
-stopped with SIGSTOP for at least 10 s, in turns with times in which it reads.
+stopped with SIGSTOP for 10 s at once, between times in which it reads.
 Run: python -m bench.gpu_pauses
 """
 
@@ -32,7 +32,7 @@ CASE: Final = Case("32 layers x 16", ("post_block.*",), 16)
 BATCH: Final = 64
 NUM_NEW: Final = 256
 PAUSE_S: Final = 10.0
-TURNS: Final = 3
+TURNS: Final = ((False, PAUSE_S / 2), (True, PAUSE_S), (False, PAUSE_S / 2))  # is it stopped
 
 
 def main() -> None:
@@ -49,10 +49,9 @@ def measure(engine: EngineProcess) -> dict[str, Any]:
     engine.call(decode_times, BATCH, NUM_NEW)  # warms
     before = engine.call(describe).published
     with _reader(engine.call(describe).socket) as (pid, pipe):
-        for _ in range(TURNS):
-            for is_stopped in (False, True):
-                os.kill(pid, signal.SIGSTOP if is_stopped else signal.SIGCONT)
-                taken[is_stopped] += _for(engine, PAUSE_S / TURNS)
+        for is_stopped, seconds in TURNS:
+            os.kill(pid, signal.SIGSTOP if is_stopped else signal.SIGCONT)
+            taken[is_stopped] += _for(engine, seconds)
         os.kill(pid, signal.SIGCONT)
         published = engine.call(describe).published - before
         pipe.send(published)
