@@ -14,6 +14,7 @@ from clairai.probe.columns import Columns
 from clairai.probe.model import Probe
 from clairai.ring.reader import Ring
 from clairai.settings import Settings
+from clairai.tap import native
 from clairai.tap.home import open_home
 from clairai.tap.outlet import Inputs, Step
 from clairai.tap.rows import Batch, Mark, RowBook
@@ -164,5 +165,49 @@ def test_the_gpu_writes_the_rows_that_the_host_would(home: str) -> None:
         assert {record.bank_version for record in records} == {5}
         assert np.isnan(scores_RP[: len(step.events)]).all()
         assert np.array_equal(scores_RP[len(step.events) :], held.gather(num_tokens).cpu().numpy())
+    assert ring.statistics().lost == 0
+    opened.close()
+
+
+@pytest.mark.parametrize("is_waited_for", [True, False], ids=["a GPU that waits", "a busy GPU"])
+def test_steps_that_are_alike_reach_the_ring_like_any_other(is_waited_for: bool) -> None:
+    """By one call of C: on the engine's own stream if the GPU waits for work, else beside it."""
+    held = tables(3, 576, 16, "bfloat16", max_tokens=256)
+    settings = Settings(points=("post_block.0",), ring_mib=16)
+    opened = open_home(settings, held, max_requests=8, epoch=77)
+    start_T = torch.arange(256, device="cuda")
+    inputs = Inputs(start_T.clone(), start_T.to(torch.int32))
+    opened.outlet.prepare(inputs)
+    book, names, ones_R = RowBook(native.load("step.c")), ["r0", "r1", "r2"], np.ones(3, np.int32)
+    for index, name in enumerate(names):
+        book.open(name, Mark(index + 1, index), prompt_len=10)
+    ring, sent, num_again, expected = Ring(opened.memory), None, 0, []
+    for number in range(1, 41):
+        opened.outlet.begin()
+        inputs.positions_T.copy_(start_T + number)
+        held.scores_STK.normal_()
+        if not is_waited_for:
+            torch.cuda._sleep(4_000_000)  # clock ticks: about 2 ms
+        rows_of = book.step(Batch(names, ones_R, np.arange(3, dtype=np.int32) + number))
+        if rows_of is sent and opened.outlet.again(number):
+            num_again += 1
+        else:
+            opened.outlet.send(Step(number, rows_of, 5, inputs))
+            sent = rows_of
+        expected.append(rows_of.fill(np.arange(3) + number, np.arange(3)))
+        if is_waited_for:
+            opened.outlet.flush()
+            scores_TC = held.gather(3).cpu().numpy()
+            (record,) = ring.poll()
+            assert record.rows.tobytes() == expected[-1].tobytes()
+            assert np.array_equal(record.scores_RC, scores_TC)
+    opened.outlet.flush()
+    if not is_waited_for:
+        records = ring.poll()
+        assert [record.step for record in records] == [*range(1, 41)]
+        assert np.concatenate([one.rows for one in records]).tobytes() == b"".join(
+            one.tobytes() for one in expected
+        )
+    assert num_again >= (39 if is_waited_for else 8)
     assert ring.statistics().lost == 0
     opened.close()

@@ -36,6 +36,10 @@ class StoppedGpu:
         self.briefs.append(brief)
         self.grids.append(list(form.grids))
 
+    def again(self, ledger: int, step: int) -> bool:
+        del ledger, step
+        return False
+
     def follow(self, stream: int) -> None: ...
 
     def flush(self) -> None:

@@ -42,6 +42,10 @@ class NoLaunch:
         del inputs, form
         brief.memory[DONE_WORD] = brief.memory[9]
 
+    def again(self, ledger: int, step: int) -> bool:
+        del ledger, step
+        return False
+
     def follow(self, stream: int) -> None:
         pass
 

@@ -11,15 +11,9 @@ from typing import Any
 import pytest
 
 from clairai.errors import RingError, UnsupportedError
-from clairai.tap.launch import (
-    CALLS,
-    Driver,
-    Kernel,
-    Launches,
-    NativeLaunches,
-    by_name,
-    launches,
-)
+from clairai.tap import native
+from clairai.tap.launch import CALLS, Driver, Kernel, by_name
+from clairai.tap.lineup import Lane, Launches, NativeLaunches, PlainLaunches, launches
 
 SIGNATURE = {"ring_ptr": "*i64", "SLOTS": "i32", "one": "constexpr", "wide": "i64", "T": "i32"}
 
@@ -83,10 +77,18 @@ def kernel(library: Library) -> Kernel:
     return Kernel(Driver(library), Compiled(), GIVEN)
 
 
-@pytest.fixture(params=[Launches, NativeLaunches])
-def make(request: pytest.FixtureRequest) -> Callable[[Library], Launches | NativeLaunches]:
-    def made(library: Library) -> Launches | NativeLaunches:
-        found: Launches | NativeLaunches = request.param(Driver(library), SIDE, BEGUN, ENDED)
+LANE = Lane(lambda: MAIN, SIDE, BEGUN, ENDED)
+BRIEF = ctypes.c_uint64(0)
+
+
+def native_launches(driver: Driver, lane: Lane) -> Launches:
+    return NativeLaunches(driver, lane, native.load("step.c"))
+
+
+@pytest.fixture(params=[PlainLaunches, native_launches])
+def make(request: pytest.FixtureRequest) -> Callable[[Library], Launches]:
+    def made(library: Library) -> Launches:
+        found: Launches = request.param(Driver(library), LANE)
         return found
 
     return made
@@ -94,13 +96,13 @@ def make(request: pytest.FixtureRequest) -> Callable[[Library], Launches | Nativ
 
 @pytest.mark.parametrize("num_hidden", [0, 1, 2])
 def test_arguments_come_in_order_without_constants_and_what_triton_adds_is_null(
-    num_hidden: int, make: Callable[[Library], Launches | NativeLaunches]
+    num_hidden: int, make: Callable[[Library], Launches]
 ) -> None:
     library = Library([8, 4, 8, 4] + [8] * num_hidden)
     made, step = kernel(library), make(library)
-    step.set([made.launch((3, 2, 1))])
+    step.set([made.launch((3, 2, 1))], BRIEF)
     made.cells["T"].value = 11
-    step.run(MAIN)
+    step.run()
     hidden = [0] * num_hidden
     assert library.launched == [
         (77, (3, 2, 1, 128, 1, 1, 96, SIDE), [1 << 40, 5, 1 << 35, 11, *hidden])
@@ -108,12 +110,12 @@ def test_arguments_come_in_order_without_constants_and_what_triton_adds_is_null(
 
 
 def test_a_step_waits_for_its_forward_and_runs_its_launches_in_order(
-    make: Callable[[Library], Launches | NativeLaunches],
+    make: Callable[[Library], Launches],
 ) -> None:
     library = Library([8, 4, 8, 4])
     made, step = kernel(library), make(library)
-    step.set([made.launch((1, 1, 1), T=part) for part in range(3)])
-    step.run(MAIN)
+    step.set([made.launch((1, 1, 1), T=part) for part in range(3)], BRIEF)
+    step.run()
     assert library.queued == [
         ("record", BEGUN, MAIN),
         ("wait", SIDE, BEGUN, 0),
@@ -125,15 +127,15 @@ def test_a_step_waits_for_its_forward_and_runs_its_launches_in_order(
 
 
 def test_launches_can_be_run_again_and_set_anew(
-    make: Callable[[Library], Launches | NativeLaunches],
+    make: Callable[[Library], Launches],
 ) -> None:
     library = Library([8, 4, 8, 4])
     made, step = kernel(library), make(library)
-    step.set([made.launch((1, 1, 1)), made.launch((2, 1, 1))])
-    step.run(MAIN)
-    step.run(MAIN)
-    step.set([made.launch((4, 1, 1))])
-    step.run(MAIN)
+    step.set([made.launch((1, 1, 1)), made.launch((2, 1, 1))], BRIEF)
+    step.run()
+    step.run()
+    step.set([made.launch((4, 1, 1))], BRIEF)
+    step.run()
     assert [shape[0] for _, shape, _ in library.launched] == [1, 2, 1, 2, 4]
 
 
@@ -145,13 +147,13 @@ def test_a_kernel_laid_out_in_another_way_is_refused(sizes: list[int]) -> None:
 
 @pytest.mark.parametrize("fault", ["record", "wait", "launch"])
 def test_what_the_driver_refuses_is_an_error_and_nothing_comes_after_it(
-    fault: str, make: Callable[[Library], Launches | NativeLaunches]
+    fault: str, make: Callable[[Library], Launches]
 ) -> None:
     library = Library([8, 4, 8, 4], fault=fault)
     step = make(library)
-    step.set([kernel(library).launch((1, 1, 1))])
+    step.set([kernel(library).launch((1, 1, 1))], BRIEF)
     with pytest.raises(RingError, match="failed on the GPU: CUDA error 700"):
-        step.run(MAIN)
+        step.run()
     assert library.queued[-1][0] == fault
 
 
@@ -167,17 +169,27 @@ def test_arguments_are_named_in_the_order_of_the_function() -> None:
     assert by_name(function, (tensor, 3)) == {"a": 4096, "b": 3}
 
 
+def test_what_comes_next_waits_for_the_last_step(make: Callable[[Library], Launches]) -> None:
+    library = Library([8, 4, 8, 4])
+    step = make(library)
+    step.set([kernel(library).launch((1, 1, 1))], BRIEF)
+    step.run()
+    library.queued.clear()
+    step.begin()
+    step.follow(200)
+    assert library.queued == [("wait", MAIN, ENDED, 0), ("wait", 200, ENDED, 0)]
+
+
 def test_without_a_compiler_the_launches_are_python_and_it_is_said(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, tmp_path: Path
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.delenv("CC", raising=False)
-    found = launches(Driver(Library([])), SIDE, BEGUN, ENDED)
-    assert isinstance(found, Launches)
+    assert isinstance(launches(Driver(Library([])), LANE), PlainLaunches)
     assert "no C compiler found" in caplog.text
 
 
 def test_with_a_compiler_they_are_one_call(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    assert isinstance(launches(Driver(Library([])), SIDE, BEGUN, ENDED), NativeLaunches)
+    assert isinstance(launches(Driver(Library([])), LANE), NativeLaunches)

@@ -2,18 +2,28 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
+from msgspec.structs import replace
 
 from clairai import wire
+from clairai.tap import native
 from clairai.tap.rows import Batch, Mark, RowBook, StepRows
 
 
-def test_steps_that_are_all_alike_share_what_they_say_and_flag_rows_as_others_do() -> None:
+@pytest.fixture(params=["python", "c"])
+def compared_by(request: pytest.FixtureRequest) -> Any:
+    """What compares two steps: both must find the same."""
+    return native.load("step.c") if request.param == "c" else None
+
+
+def test_steps_that_are_all_alike_share_what_they_say_and_flag_rows_as_others_do(
+    compared_by: Any,
+) -> None:
     """Preempted after 9 tokens, computed again 2 at a time: 4 steps of old rows, then new ones."""
-    book = RowBook()
+    book = RowBook(compared_by)
     book.open("a", Mark(7), 3)
     counts_R = np.array([2], np.int32)
     book.step(Batch(["a"], np.array([9], np.int32), np.array([0], np.int32)))
@@ -33,9 +43,9 @@ def pairs(steps: list[StepRows]) -> list[tuple[int, StepRows]]:
     return [(2 * index, rows) for index, rows in enumerate(steps)]
 
 
-@pytest.mark.parametrize("other", ["counts", "starts", "requests", "an event"])
-def test_a_step_that_differs_in_anything_has_rows_of_its_own(other: str) -> None:
-    book = RowBook()
+@pytest.mark.parametrize("other", ["counts", "starts", "requests", "one request more", "an event"])
+def test_a_step_that_differs_in_anything_has_rows_of_its_own(other: str, compared_by: Any) -> None:
+    book = RowBook(compared_by)
     for number, req_id in enumerate("abc", 1):
         book.open(req_id, Mark(number), 1)
     one_R, at_R = np.ones(2, np.int32), np.array([4, 9], np.int32)
@@ -48,10 +58,43 @@ def test_a_step_that_differs_in_anything_has_rows_of_its_own(other: str) -> None
         batch = replace(batch, starts_R=np.array([6, 13], np.int32))
     if other == "requests":
         batch = replace(batch, req_ids=["b", "a"])
+    if other == "one request more":
+        batch = Batch(["a", "b", "c"], np.ones(3, np.int32), np.array([6, 11, 0], np.int32))
     if other == "an event":
         book.close("c")
     rows = book.step(batch)
     assert rows is not last
-    assert rows.seen_R.tolist() == ([11, 6] if other == "requests" else [6, 11])
+    seen = {"requests": [11, 6], "one request more": [6, 11, 0]}.get(other, [6, 11])
+    assert rows.seen_R.tolist() == seen
     skipped = [int(event["span"]) for event in rows.events if event["phase"] == wire.CACHED]
     assert skipped == {"starts": [2], "requests": [5]}.get(other, [])
+
+
+@pytest.mark.parametrize("kind", [np.int32, np.int64])
+def test_names_that_are_equal_are_the_same_and_numbers_of_another_kind_mean_the_same(
+    kind: type[np.integer[Any]], compared_by: Any
+) -> None:
+    """Names come over a pipe: equal, not identical. Another kind of number takes the long way."""
+    book = RowBook(compared_by)
+    book.open("request-a", Mark(7), 3)
+    steps = [
+        book.step(Batch(["-".join(("request", "a"))], np.ones(1, kind), np.array([at], kind)))
+        for at in range(6)
+    ]
+    assert len({id(rows) for rows in steps}) == (1 if kind is np.int32 else 6)
+    assert [rows.num_tokens for rows in steps] == [1] * 6
+    book.close("request-a")
+    (finished,) = book.idle().events
+    assert finished["position"] == 6
+
+
+def test_an_array_with_gaps_is_read_as_the_numbers_it_has(compared_by: Any) -> None:
+    book = RowBook(compared_by)
+    for number, req_id in enumerate("ab", 1):
+        book.open(req_id, Mark(number), 1)
+    one_R = np.ones(2, np.int32)
+    book.step(Batch(["a", "b"], one_R, np.array([4, 9], np.int32)))
+    book.step(Batch(["a", "b"], one_R, np.array([5, 7, 10, 7], np.int32)[::2]))
+    rows = book.step(Batch(["a", "b"], one_R, np.array([6, 11], np.int32)))
+    assert rows.num_tokens == 2
+    assert not len(rows.events)

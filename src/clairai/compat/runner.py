@@ -11,7 +11,6 @@ import functools
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
-import numpy as np
 import torch
 
 from clairai.compat.amends import CARRIED
@@ -46,10 +45,10 @@ class Listener(Protocol):
 def connect(runner: Any, listeners: Sequence[Listener]) -> Callable[[], Inputs]:
     """Every real step of `runner` is told from now on; gives where its inputs lie."""
     if hasattr(runner, "prepare_inputs") and hasattr(runner, "req_states"):
-        _wrap(runner, "prepare_inputs", lambda given: _after_v2(listeners, given))
+        _wrap(runner, "prepare_inputs", _laid_out_v2, listeners)
         inputs = _Inputs(functools.partial(_inputs_v2, runner))
     elif hasattr(runner, "_prepare_inputs") and hasattr(runner, "input_batch"):
-        _wrap(runner, "_prepare_inputs", lambda given: _after_v1(listeners, runner, given))
+        _wrap(runner, "_prepare_inputs", functools.partial(_laid_out_v1, runner), listeners)
         inputs = _Inputs(functools.partial(_inputs_v1, runner))
     else:
         raise UnsupportedError(
@@ -57,61 +56,66 @@ def connect(runner: Any, listeners: Sequence[Listener]) -> Callable[[], Inputs]:
             f"model runner, so no row could be attributed; use one of those, or remove the "
             f"clairai key from additional_config"
         )
-    _wrap(runner, "execute_model", lambda given: _around_step(listeners, inputs, given))
-    _wrap(runner, "_dummy_run", lambda given: _before_dummy(listeners, given))
+    _wrap(runner, "execute_model", functools.partial(_stepping, inputs), listeners)
+    _wrap(runner, "_dummy_run", _blanking, listeners)
     return inputs
 
 
-Given = tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]
+Method = Callable[..., Any]
 
 
-def _wrap(runner: Any, name: str, around: Callable[[Given], Any]) -> None:
+def _wrap(
+    runner: Any,
+    name: str,
+    around: Callable[[Method, Sequence[Listener]], Method],
+    listeners: Sequence[Listener],
+) -> None:
+    """On the way of every step: so each wrapper is one function, and calls what it must."""
     original = getattr(runner, name)
-
-    @functools.wraps(original)
-    def wrapped(*args: Any, **kwargs: Any) -> Any:
-        return around((original, args, kwargs))
-
-    setattr(runner, name, wrapped)
+    setattr(runner, name, functools.wraps(original)(around(original, listeners)))
 
 
-def _around_step(listeners: Sequence[Listener], inputs: Callable[[], Inputs], given: Given) -> Any:
+def _stepping(
+    inputs: Callable[[], Inputs], original: Method, listeners: Sequence[Listener]
+) -> Method:
     """execute_model(scheduler_output, ...), V1 0.26:4111 0.32:3940, V2 0.26:1151 0.32:1719."""
-    original, args, kwargs = given
-    if kwargs.get("dummy_run"):  # V2 warms up and captures through the same method
-        return original(*args, **kwargs)
-    scheduled = args[0] if args else kwargs["scheduler_output"]
-    new = [_new_request(one) for one in scheduled.scheduled_new_reqs]
-    finished, carried = list(scheduled.finished_req_ids), _carried(scheduled)
-    for listener in listeners:
-        listener.begin(new, finished)
-    if carried:
-        _amend(listeners, carried)
-    result = original(*args, **kwargs)
-    for listener in listeners:
-        listener.end(inputs)
-    return result
+
+    def wrapped(*args: Any, **kwargs: Any) -> Any:
+        if kwargs and kwargs.get("dummy_run"):  # V2 warms up and captures through the same method
+            return original(*args, **kwargs)
+        scheduled = args[0] if args else kwargs["scheduler_output"]
+        new, finished = scheduled.scheduled_new_reqs, scheduled.finished_req_ids
+        if new or finished:
+            new, finished = [_new_request(one) for one in new], list(finished)
+        for listener in listeners:
+            listener.begin(new, finished)
+        if CARRIED in vars(scheduled):
+            _amend(listeners, scheduled)
+        result = original(*args, **kwargs)
+        for listener in listeners:
+            listener.end(inputs)
+        return result
+
+    return wrapped
 
 
-def _carried(scheduled: Any) -> dict[str, Any] | None:
+def _amend(listeners: Sequence[Listener], scheduled: Any) -> None:
     """What compat/amends.py put there: requests that are steered otherwise from now on."""
-    carried: dict[str, Any] | None = getattr(scheduled, CARRIED, None)
-    return carried
-
-
-def _amend(listeners: Sequence[Listener], carried: dict[str, Any]) -> None:
-    for req_id, sealed in carried.items():
+    for req_id, sealed in getattr(scheduled, CARRIED).items():
         course = read_sealed(sealed)
         for listener in listeners:
             listener.amend(req_id, course)
 
 
-def _before_dummy(listeners: Sequence[Listener], given: Given) -> Any:
+def _blanking(original: Method, listeners: Sequence[Listener]) -> Method:
     """_dummy_run(num_tokens, ...), V1 0.26:5767 0.32:5508, V2 0.26:530 0.32:818."""
-    original, args, kwargs = given
-    for listener in listeners:
-        listener.blank()
-    return original(*args, **kwargs)
+
+    def wrapped(*args: Any, **kwargs: Any) -> Any:
+        for listener in listeners:
+            listener.blank()
+        return original(*args, **kwargs)
+
+    return wrapped
 
 
 def _new_request(new: Any) -> NewRequest:
@@ -122,45 +126,37 @@ def _new_request(new: Any) -> NewRequest:
     return NewRequest(new.req_id, request_id, mark, prompt_len, course, order)
 
 
-def _tell(listeners: Sequence[Listener], batch: Batch) -> None:
-    for listener in listeners:
-        listener.place(batch)
-
-
-def _after_v1(listeners: Sequence[Listener], runner: Any, given: Given) -> Any:
+def _laid_out_v1(runner: Any, original: Method, listeners: Sequence[Listener]) -> Method:
     """_prepare_inputs(scheduler_output, num_scheduled_tokens), 0.26:1937 0.32:1920."""
-    original, args, kwargs = given
-    result = original(*args, **kwargs)
-    counts_R = args[1] if len(args) > 1 else kwargs["num_scheduled_tokens"]
-    batch = runner.input_batch
-    num_reqs = batch.num_reqs
-    _tell(
-        listeners,
-        Batch(
-            req_ids=batch.req_ids[:num_reqs],
-            counts_R=np.asarray(counts_R[:num_reqs], np.int32),
-            starts_R=batch.num_computed_tokens_cpu[:num_reqs].copy(),
-        ),
-    )
-    return result
+
+    def wrapped(*args: Any, **kwargs: Any) -> Any:
+        result = original(*args, **kwargs)
+        counts_R = args[1] if len(args) > 1 else kwargs["num_scheduled_tokens"]
+        batch = runner.input_batch
+        num_reqs = batch.num_reqs
+        starts_R = batch.num_computed_tokens_cpu[:num_reqs].copy()
+        laid_out = Batch(batch.req_ids[:num_reqs], counts_R[:num_reqs], starts_R)
+        for listener in listeners:
+            listener.place(laid_out)
+        return result
+
+    return wrapped
 
 
-def _after_v2(listeners: Sequence[Listener], given: Given) -> Any:
+def _laid_out_v2(original: Method, listeners: Sequence[Listener]) -> Method:
     """prepare_inputs(scheduler_output, ...) -> InputBatch, 0.26:874 0.32:1354.
 
     The returned batch is sorted by the runner, not by the scheduler: only its own order counts.
     """
-    original, args, kwargs = given
-    batch = original(*args, **kwargs)
-    _tell(
-        listeners,
-        Batch(
-            req_ids=batch.req_ids,
-            counts_R=np.asarray(batch.num_scheduled_tokens, np.int32),
-            starts_R=np.asarray(batch.num_computed_tokens_np, np.int32),
-        ),
-    )
-    return batch
+
+    def wrapped(*args: Any, **kwargs: Any) -> Any:
+        batch = original(*args, **kwargs)
+        laid_out = Batch(batch.req_ids, batch.num_scheduled_tokens, batch.num_computed_tokens_np)
+        for listener in listeners:
+            listener.place(laid_out)
+        return batch
+
+    return wrapped
 
 
 def _inputs_v1(runner: Any) -> tuple[torch.Tensor, torch.Tensor]:

@@ -12,6 +12,7 @@ import struct
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Final, Protocol
 
 import numpy as np
@@ -21,13 +22,14 @@ from clairai.errors import EngineGoneError
 from clairai.ring.cuda import Gpu
 from clairai.ring.layout import RingHeader, RingShape, epoch_low
 from clairai.tap import commit_kernel as kernel
-from clairai.tap.launch import Driver, Kernel, by_name, launches
+from clairai.tap.launch import Driver, Kernel, by_name
+from clairai.tap.ledger import NO_FORM, NUM_BRIEFS, Ledger, Sheet
+from clairai.tap.lineup import Lane, launches
 from clairai.tap.outlet import Inputs, Step
 from clairai.tap.rows import Roster, StepRows
 from clairai.tap.score_kernel import StashScorer
 from clairai.tap.tables import Tables
 
-NUM_BRIEFS: Final = 8
 MAX_EVENTS: Final = 512
 MAX_PROGRAMS: Final = 32  # for one record
 STUCK_S: Final = 60.0
@@ -40,6 +42,7 @@ DONE: Final = struct.Struct("<q")
 class Form:
     """What steps that are all alike tell the kernel. Compare with `is`."""
 
+    number: int  # from one on: the ledger knows forms by it
     rows: StepRows
     bank: int  # epoch low half, bank version
     num_rows: int
@@ -49,7 +52,7 @@ class Form:
     grids: tuple[tuple[int, int], ...]  # of each launch: records, programs for each
 
     @classmethod
-    def of(cls, rows: StepRows, bank: int, num_columns: int, shape: RingShape) -> Form:
+    def of(cls, number: int, rows: StepRows, bank: int, num_columns: int, shape: RingShape) -> Form:
         num_rows = len(rows.events) + rows.num_tokens
         per_record = shape.rows_per_record(num_columns)
         num_records = -(-num_rows // per_record)
@@ -57,44 +60,47 @@ class Form:
         num_programs = min(max(-(-num_scores // kernel.TILE_E), 1), MAX_PROGRAMS)
         firsts = range(0, num_records, shape.ahead)
         grids = tuple((min(shape.ahead, num_records - at), num_programs) for at in firsts)
-        return cls(rows, bank, num_rows, num_columns, per_record, num_records, grids)
+        return cls(number, rows, bank, num_rows, num_columns, per_record, num_records, grids)
 
 
 class Brief:
     """What the kernel is told of one step: see the top of commit_kernel.py."""
 
-    def __init__(self, max_requests: int, max_tokens: int) -> None:
+    def __init__(self, sheet: Sheet, max_requests: int, max_tokens: int) -> None:
         plan = kernel.BRIEF_HEAD + kernel.PLAN_FIELDS * max_requests
         events = kernel.ROW_WORDS * MAX_EVENTS // 2
+        self.tokens_at = plan + events
         num_words = plan + events + (max_tokens + 1) // 2
         is_pinned = torch.cuda.is_available()
         self.memory = torch.zeros(num_words, dtype=torch.int64, pin_memory=is_pinned)
-        self.address = self.memory.data_ptr()
+        self.address = sheet.words = self.memory.data_ptr()
         words = self.memory.numpy()
+        self._sheet = sheet
         self._head = words[: kernel.BRIEF_HEAD]
         self._bytes = memoryview(self._head).cast("B")
         self._plan_FR = words[kernel.BRIEF_HEAD : plan].reshape(kernel.PLAN_FIELDS, max_requests)
         self._events = words[plan : plan + events].view(np.uint8)
         self._request_T = words[plan + events :].view(np.int32)
-        self._form: Form | None = None  # what is written here already
-        self._roster: Roster | None = None  # whose plan is
-        self._counts = b""  # whose request_T is
-        self._number = 0
+        self._written = NO_FORM  # the form that we wrote here, of which are:
+        self._roster: Roster | None = None
+        self._counts = b""
 
     def is_free(self) -> bool:
         # Pairs with the last store of _publish() in commit_kernel.py.
         (done,) = DONE.unpack_from(self._bytes, 8 * kernel.DONE_WORD)
-        return bool(done == self._number)
+        return bool(done == self._sheet.number)
 
     def write(self, form: Form, first_seq: int, step: int, number: int) -> None:
-        if form is not self._form:
+        if form.number != self._sheet.form:
             self._write_form(form)
-        self._number = number
+        self._sheet.number = number
         PAIR.pack_into(self._bytes, 8 * 2, first_seq, step)
         PAIR.pack_into(self._bytes, 8 * 8, time.monotonic_ns(), number)
 
     def _write_form(self, form: Form) -> None:
-        rows, self._form = form.rows, None  # until all of it is there
+        if self._sheet.form != self._written:  # step.c wrote another one
+            self._roster, self._counts = None, b""
+        rows, self._sheet.form = form.rows, NO_FORM  # until all of it is there
         self._write_roster(rows.roster)
         self._plan_FR[3, : len(rows.counts_R)] = rows.seen_R
         counts = rows.counts_R.tobytes()
@@ -105,7 +111,7 @@ class Brief:
             self._events[: rows.events.nbytes] = rows.events.view(np.uint8)
         self._head[[0, 1, 4, 5]] = len(rows.events), form.num_rows, form.bank, form.num_columns
         self._head[[6, 7, 10]] = form.per_record, len(rows.counts_R), rows.is_cut
-        self._form = form
+        self._sheet.form = self._written = form.number
 
     def _write_roster(self, roster: Roster) -> None:
         if roster is self._roster:
@@ -127,6 +133,9 @@ class Launch(Protocol):
     def __call__(self, brief: Brief, inputs: Inputs, form: Form) -> None:
         """One launch for each grid of the form; its number is the kernel's `part`."""
 
+    def again(self, ledger: int, step: int) -> bool:
+        """The same for the next brief, which is written here; False: nothing was done."""
+
     def follow(self, stream: int) -> None:
         """Have this stream wait for the last launch."""
 
@@ -141,16 +150,19 @@ class DeviceOutlet:
     ) -> None:
         self._launch, self._shape, self._tables = launch, header.shape, tables
         self._epoch_low = epoch_low(header.epoch)
-        self._briefs = [Brief(max_requests, tables.max_tokens) for _ in range(NUM_BRIEFS)]
-        self._sent = 0
+        self._ledger = Ledger()
+        self._briefs = [Brief(one, max_requests, tables.max_tokens) for one in self._ledger.sheets]
+        self._ledger.plan_words, self._ledger.tokens_at = max_requests, self._briefs[0].tokens_at
         self._form: Form | None = None  # of the last step
-        self.published = 0
+        self._num_forms = 0
+        self.begin, self.again = launch.begin, partial(launch.again, self._ledger.address)
+
+    @property
+    def published(self) -> int:
+        return self._ledger.published
 
     def prepare(self, inputs: Inputs) -> None:
         self._launch.prepare(self._briefs[0], inputs)
-
-    def begin(self) -> None:
-        self._launch.begin()
 
     def send(self, step: Step) -> None:
         if len(step.rows.events) <= MAX_EVENTS:
@@ -160,23 +172,27 @@ class DeviceOutlet:
             self._send(step, rows)
 
     def _send(self, step: Step, rows: StepRows) -> None:
-        form = self._form_of(rows, self._epoch_low | step.bank_version << 32)
+        form, ledger = self._form_of(rows, self._epoch_low | step.bank_version << 32), self._ledger
         brief = self._next_brief()
-        brief.write(form, self.published, step.number, self._sent)
+        brief.write(form, ledger.published, step.number, ledger.sent)
         self._launch(brief, step.inputs, form)
-        self.published += form.num_records
+        ledger.published += form.num_records
 
     def _form_of(self, rows: StepRows, bank: int) -> Form:
         form, num_columns = self._form, self._tables.num_columns
         if form is None or not (
             form.rows is rows and form.bank == bank and form.num_columns == num_columns
         ):
-            form = self._form = Form.of(rows, bank, num_columns, self._shape)
+            self._num_forms += 1
+            form = self._form = Form.of(self._num_forms, rows, bank, num_columns, self._shape)
+            ledger = self._ledger
+            ledger.form, ledger.num_records = form.number, form.num_records
+            ledger.num_requests, ledger.num_tokens = len(rows.counts_R), rows.num_tokens
         return form
 
     def _next_brief(self) -> Brief:
-        brief = self._briefs[self._sent % NUM_BRIEFS]
-        self._sent += 1
+        brief = self._briefs[self._ledger.sent % NUM_BRIEFS]
+        self._ledger.sent += 1
         if not brief.is_free():
             _wait_for(brief)  # only if the GPU is eight steps behind
         return brief
@@ -213,10 +229,13 @@ class GpuLaunch:
         self._driver = Driver()
         self._stream = torch.cuda.Stream(tables.device)
         self._device = self._stream.device_index
-        self._committed = int(gpu.event())
-        self._launches = launches(
-            self._driver, self._stream.cuda_stream, int(gpu.event()), self._committed
-        )
+        # The stream that vLLM runs the model on, in this thread.
+        main = partial(torch._C._cuda_getCurrentRawStream, self._device)
+        lane = Lane(main, self._stream.cuda_stream, int(gpu.event()), int(gpu.event()))
+        self._launches = launches(self._driver, lane)
+        self.again, self.follow = self._launches.again, self._launches.follow
+        # The scores, positions and token ids of the last step are read until then.
+        self.begin = self._launches.begin
         ticket = torch.zeros(1, dtype=torch.int32, device=tables.device)
         self._held = (tables.scores_STK, tables.offset_C, ticket)  # their addresses are given
         self._ring, self._shape = ring, shape
@@ -226,10 +245,6 @@ class GpuLaunch:
         self._inputs: Inputs | None = None
         self._is_scored = False
 
-    def begin(self) -> None:
-        # The scores, positions and token ids of the last step are read until here.
-        self._driver.wait(self._main(), self._committed)
-
     def __call__(self, brief: Brief, inputs: Inputs, form: Form) -> None:
         is_scored = self._score.is_due(form.rows.num_tokens)
         is_known = form is self._form and inputs is self._inputs
@@ -237,7 +252,7 @@ class GpuLaunch:
             self._lay_out(form, inputs, [self._score] if is_scored else [])
             self._form, self._inputs, self._is_scored = form, inputs, is_scored
         self._brief.value = brief.address
-        self._launches.run(self._main())
+        self._launches.run()
 
     def _lay_out(self, form: Form, inputs: Inputs, scorers: Sequence[StashScorer]) -> None:
         cells, commit = self._commit.cells, self._commit
@@ -245,17 +260,11 @@ class GpuLaunch:
         cells["token_ids_ptr"].value = inputs.token_ids_T.data_ptr()
         scored = [scorer.launch_for(form.rows.num_tokens) for scorer in scorers]
         committed = [commit.launch((*grid, 1), part=part) for part, grid in enumerate(form.grids)]
-        self._launches.set([*scored, *committed])
-
-    def follow(self, stream: int) -> None:
-        self._driver.wait(stream, self._committed)
+        self._launches.set([*scored, *committed], self._brief)
 
     def flush(self) -> None:
         self._stream.synchronize()
-
-    def _main(self) -> int:
-        """The stream that vLLM runs the model on, in this thread."""
-        return int(torch._C._cuda_getCurrentRawStream(self._device))
+        torch.cuda.current_stream(self._device).synchronize()  # where steps that are alike may be
 
     def prepare(self, brief: Brief, inputs: Inputs) -> None:
         """Compile the kernel for inputs of these types."""

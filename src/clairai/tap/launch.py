@@ -1,4 +1,4 @@
-"""Takes kernels that Triton compiled; gives a step's launches in a few microseconds.
+"""Takes kernels that Triton compiled; gives launches of them, laid out for the driver.
 
 Triton's launcher and cuda-bindings let go of Python's lock at every call. In an engine's process
 another thread takes it then (the one that sends tokens out), and the step waits to have it back.
@@ -8,16 +8,12 @@ These calls keep it (ctypes.PyDLL): all they do is to put work in a queue.
 from __future__ import annotations
 
 import ctypes
-import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
 from typing import Any, Final
 
 from clairai.errors import RingError, UnsupportedError
-from clairai.tap import native
-
-_log: Final = logging.getLogger("clairai.tap")
 
 LIBRARY: Final = "libcuda.so.1"
 POINTER_BYTES: Final = 8
@@ -123,87 +119,6 @@ class Kernel:
 
     def _all(self) -> list[tuple[str, Any]]:
         return [*self.cells.items(), *((str(at), cell) for at, cell in enumerate(self._hidden))]
-
-
-class Launches:
-    """All launches of a step: behind what its own stream was given, before what comes to wait."""
-
-    def __init__(self, driver: Driver, side: int, begun: int, ended: int) -> None:
-        """On the stream `side`; `begun` and `ended` are events."""
-        self._driver, self._side, self._begun, self._ended = driver, side, begun, ended
-        self._launches: tuple[Launch, ...] = ()
-
-    def set(self, launches: Sequence[Launch]) -> None:
-        self._launches = tuple(launches)
-
-    def run(self, main: int) -> None:
-        """All of them, after what the stream `main` was given so far."""
-        self._driver.record(self._begun, main)
-        self._driver.wait(self._side, self._begun)
-        for one in self._launches:
-            one.run(self._driver, self._side)
-        self._driver.record(self._ended, self._side)
-
-
-class _Item(ctypes.Structure):
-    """struct item of step.c."""
-
-    _fields_ = (
-        ("function", ctypes.c_void_p),
-        ("parameters", ctypes.c_void_p),
-        ("grid", ctypes.c_uint32 * 3),
-        ("threads", ctypes.c_uint32),
-        ("shared", ctypes.c_uint32),
-    )
-
-
-class _Step(ctypes.Structure):
-    """struct step of step.c."""
-
-    _fields_ = (
-        *((name, ctypes.c_void_p) for name in ("record", "wait", "launch")),
-        *((name, ctypes.c_void_p) for name in ("side", "begun", "ended")),
-        ("items", ctypes.c_void_p),
-        ("num_items", ctypes.c_uint64),
-    )
-
-
-class NativeLaunches:
-    """The same by one call of our own: Python between two calls takes longer than they do."""
-
-    def __init__(self, driver: Driver, side: int, begun: int, ended: int) -> None:
-        calls = (driver.cuEventRecord, driver.cuStreamWaitEvent, driver.cuLaunchKernel)
-        addresses = [ctypes.cast(call, ctypes.c_void_p) for call in calls]
-        self._step = _Step(*addresses, side, begun, ended, None, 0)
-        self._run = native.load("step.c").clairai_run
-        self._run.argtypes, self._run.restype = (ctypes.c_void_p, ctypes.c_void_p), ctypes.c_int
-        self._at = ctypes.addressof(self._step)
-        self._held: tuple[Any, ...] = ()
-
-    def set(self, launches: Sequence[Launch]) -> None:
-        items = (_Item * len(launches))()
-        for item, one in zip(items, launches, strict=True):
-            item.function, item.parameters = one.function, ctypes.addressof(one.parameters)
-            item.grid[:] = one.grid
-            item.threads, item.shared = one.threads, one.shared
-        self._held = (items, *launches)
-        self._step.items, self._step.num_items = ctypes.addressof(items), len(launches)
-
-    def run(self, main: int) -> None:
-        status = self._run(self._at, main)
-        if status:
-            raise _failed("a launch", status)
-
-
-def launches(driver: Driver, side: int, begun: int, ended: int) -> Launches | NativeLaunches:
-    """The faster ones, where there is a C compiler: Triton too is in need of one."""
-    try:
-        return NativeLaunches(driver, side, begun, ended)
-    except native.NoCompilerError as error:
-        _log.warning(
-            "%s; the host makes the launches of each step one by one, which takes longer", error
-        )
-        return Launches(driver, side, begun, ended)
 
 
 def by_name(function: Any, given: Sequence[Any]) -> dict[str, int]:

@@ -1,21 +1,30 @@
-"""Takes the name of a C file beside this one; gives the library that the machine's compiler makes.
+"""Takes the name of a C file beside this one; gives the module that the machine's compiler makes.
 
-It is made once and kept in the user's own cache, under a name that is its content's: whoever finds
-it there has the very same code, and nobody else can write there.
+Python's and numpy's headers are used. It is made once and kept in the user's own cache, under a
+name that is its content's: whoever finds it there has the very same code, and nobody else can write
+there.
 """
 
 from __future__ import annotations
 
-import ctypes
 import hashlib
+import importlib.util
+import logging
 import os
 import shutil
 import subprocess
+import sys
+import sysconfig
 import tempfile
+from importlib.machinery import ExtensionFileLoader
 from pathlib import Path
 from typing import Any, Final
 
-FLAGS: Final = ("-O2", "-shared", "-fPIC", "-std=c99", "-Wall", "-Werror")
+import numpy as np
+
+_log: Final = logging.getLogger("clairai.tap")
+
+FLAGS: Final = ("-O2", "-shared", "-fPIC", "-std=c99", "-D_POSIX_C_SOURCE=200809L", "-Wall")
 COMPILERS: Final = ("cc", "gcc", "clang")
 TIMEOUT_S: Final = 60.0
 
@@ -24,15 +33,29 @@ class NoCompilerError(Exception):
     """There is none, or it does not work; the text says which."""
 
 
+def step() -> Any:
+    """The module that step.c is; None, and a warning, where there is no compiler."""
+    try:
+        return load("step.c")
+    except NoCompilerError as error:
+        _log.warning("%s; the host's work in each step takes longer without it", error)
+        return None
+
+
 def load(name: str) -> Any:
     """Its functions keep Python's lock: they are short."""
-    return ctypes.PyDLL(str(built(name, _cache())))
+    stem = Path(name).stem
+    loader = ExtensionFileLoader(stem, str(built(name, _cache())))
+    spec = importlib.util.spec_from_loader(stem, loader)
+    assert spec is not None
+    return importlib.util.module_from_spec(spec)
 
 
 def built(name: str, cache: Path) -> Path:
     """The library of a C file; made now unless it is there."""
     source = Path(__file__).with_name(name)
-    content = source.read_bytes() + "\0".join((*FLAGS, os.uname().machine)).encode()
+    made_for = (*FLAGS, os.uname().machine, sys.version, np.__version__)
+    content = source.read_bytes() + "\0".join(made_for).encode()
     library = cache / f"{source.stem}-{hashlib.sha256(content).hexdigest()[:24]}.so"
     if not _is_ours(library):
         _make(source, library)
@@ -62,7 +85,8 @@ def _make(source: Path, library: Path) -> None:
     library.parent.chmod(0o700)
     with tempfile.TemporaryDirectory(dir=library.parent) as folder:
         made = Path(folder) / library.name
-        command = [*compiler.split(), *FLAGS, str(source), "-o", str(made)]
+        headers = [f"-I{folder}" for folder in (sysconfig.get_paths()["include"], np.get_include())]
+        command = [*compiler.split(), *FLAGS, *headers, str(source), "-o", str(made)]
         try:
             done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S)  # noqa: S603
         except (OSError, subprocess.TimeoutExpired) as error:

@@ -48,6 +48,9 @@ class Outlet(Protocol):
 
     def send(self, step: Step) -> None: ...
 
+    def again(self, number: int) -> bool:
+        """The last step once more, with the next rows of its requests; False: send it instead."""
+
     def follow(self, stream: int) -> None:
         """Have this stream of the GPU wait until the last step that was sent is in the ring."""
 
@@ -85,6 +88,10 @@ class HostOutlet:
             blank = np.full((num_events, scores_RP.shape[1]), np.nan, np.float32)
             scores_RP = np.concatenate([blank, scores_RP])
         self._writer.publish(rows, scores_RP, bank_version=step.bank_version, step=step.number)
+
+    def again(self, number: int) -> bool:
+        del number
+        return False
 
     def follow(self, stream: int) -> None:
         """It is there already, and there is no GPU."""

@@ -6,15 +6,19 @@ the model runner laid out, positions and token ids are what the forward pass rea
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import ctypes
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Final
+from functools import partial
+from typing import Any, Final
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
 from clairai import wire
 
+_INT32: Final = np.dtype(np.int32)
 _NO_EVENTS: Final = np.empty(0, wire.ROW)
 
 
@@ -26,9 +30,8 @@ class Mark:
     choice: int = 0
 
 
-@dataclass(frozen=True)
-class Batch:
-    """How the model runner laid out one step."""
+class Batch(msgspec.Struct, frozen=True):
+    """How the model runner laid out one step; made in every one, so a Struct and no dataclass."""
 
     req_ids: Sequence[str]
     counts_R: NDArray[np.int32]  # tokens forwarded for each request
@@ -91,29 +94,54 @@ class StepRows:
         return rows
 
 
-class _Pace:
+GoesOn = Callable[[Sequence[str], NDArray[np.int32], NDArray[np.int32]], bool]
+
+
+class Pace(ctypes.Structure):
     """Steps that are all alike: the same requests, each going on where it stopped, as decode does.
 
     They share one StepRows. Its `seen_R` is that of the first of them: what has been forwarded
     since lies before every later position, so that no row's flag depends on it.
     """
 
-    def __init__(self, rows: StepRows, ends_R: NDArray[np.int32]) -> None:
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("req_ids", "counts", "ends")),
+        ("num_requests", ctypes.c_int64),
+        *((name, ctypes.c_void_p) for name in ("array", "int32")),
+    )
+
+    def __init__(self, rows: StepRows, ends_R: NDArray[np.int32], native: Any) -> None:
+        """`native` is the module that step.c is, or None."""
+        req_ids, counts_R = rows.roster.req_ids, rows.counts_R
+        addresses = (id(req_ids), counts_R.ctypes.data, ends_R.ctypes.data)
+        super().__init__(*addresses, len(ends_R), id(np.ndarray), id(_INT32))
         self.rows = replace(rows, events=_NO_EVENTS) if len(rows.events) else rows
         self.ends_R = ends_R  # how far each request has come
-        self._counts = rows.counts_R.tobytes()
-
-    def goes_on(self, batch: Batch) -> bool:
-        """Whether this step is alike too; then it is counted."""
-        # Bytes: of a few hundred numbers they compare faster than arrays do.
-        is_alike = (
-            batch.req_ids == self.rows.roster.req_ids
-            and batch.counts_R.tobytes() == self._counts
-            and batch.starts_R.tobytes() == self.ends_R.tobytes()
+        # Whether a step is alike too; then it is counted.
+        self.goes_on: GoesOn = (
+            partial(_goes_on, rows, ends_R)
+            if native is None
+            else partial(native.goes_on, ctypes.addressof(self))
         )
-        if is_alike:
-            self.ends_R += self.rows.counts_R
-        return is_alike
+
+
+def _goes_on(
+    rows: StepRows,
+    ends_R: NDArray[np.int32],
+    req_ids: Sequence[str],
+    counts_R: NDArray[np.int32],
+    starts_R: NDArray[np.int32],
+) -> bool:
+    """The twin of goes_on() in step.c."""
+    # Bytes: of a few hundred numbers they compare faster than arrays do.
+    is_alike = (
+        req_ids == rows.roster.req_ids
+        and counts_R.tobytes() == rows.counts_R.tobytes()
+        and starts_R.tobytes() == ends_R.tobytes()
+    )
+    if is_alike:
+        ends_R += rows.counts_R
+    return is_alike
 
 
 def _nobody() -> StepRows:
@@ -123,7 +151,9 @@ def _nobody() -> StepRows:
 class RowBook:
     """The requests the engine works on, and how far each has been forwarded."""
 
-    def __init__(self) -> None:
+    def __init__(self, native: Any = None) -> None:
+        """`native` is the module that step.c is; without it the same takes longer."""
+        self._native = native
         self._slots: dict[str, int] = {}
         self._free: list[int] = []
         self._stream_S = np.zeros(64, np.uint64)
@@ -132,7 +162,7 @@ class RowBook:
         self._seen_S = np.zeros(64, np.uint32)
         self._events: list[NDArray[np.void]] = []
         self._roster = self._read_roster(())
-        self._pace: _Pace | None = None
+        self._pace: Pace | None = None
 
     def __len__(self) -> int:
         return len(self._slots)
@@ -170,20 +200,24 @@ class RowBook:
 
     def step(self, batch: Batch) -> StepRows:
         pace = self._pace
-        if pace is not None and not self._events and pace.goes_on(batch):
+        if (
+            pace is not None
+            and not self._events
+            and pace.goes_on(batch.req_ids, batch.counts_R, batch.starts_R)
+        ):
             return pace.rows
         self._settle()
         roster = self._roster
         if batch.req_ids != roster.req_ids:
             roster = self._roster = self._read_roster(batch.req_ids)
         starts_R = batch.starts_R.astype(np.uint32)
-        counts_R = batch.counts_R.copy()  # the runner's own buffer, soon used again
+        counts_R = batch.counts_R.astype(np.int32)  # a copy: the runner soon uses its own again
         seen_R = self._seen_S[roster.slots_R]
         self._note_cached(roster, seen_R, starts_R)
         ends_R = starts_R + counts_R.astype(np.uint32)
         self._seen_S[roster.slots_R] = np.maximum(seen_R, ends_R)
         rows = StepRows(self._take_events(), int(counts_R.sum()), counts_R, roster, seen_R)
-        self._pace = _Pace(rows, ends_R.astype(np.int32))
+        self._pace = Pace(rows, ends_R.astype(np.int32), self._native)
         return rows
 
     def _settle(self) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import Final
@@ -21,6 +21,7 @@ from clairai.ring.handshake import RingServer, runtime_dir
 from clairai.ring.writer import new_epoch
 from clairai.settings import Settings
 from clairai.steer.course import Course
+from clairai.tap import native
 from clairai.tap.home import open_home
 from clairai.tap.outlet import Inputs, Step
 from clairai.tap.rows import Batch, Mark, RowBook, StepRows
@@ -48,10 +49,11 @@ class Station:
     def __init__(self, settings: Settings, tables: Tables, columns: Columns, about: About) -> None:
         self.tables = tables
         self.about = about
-        self._book = RowBook()
+        self._book = RowBook(native.step())
         self._is_serving = False
         self._step_number = 0
-        self._rows: StepRows | None = None
+        self._rows: StepRows | None = None  # of this step
+        self._sent: StepRows | None = None  # of the last one, with the bank as it is
         self._streams: OrderedDict[str, tuple[int, int]] = OrderedDict()  # and its first record
         self._began: OrderedDict[int, int] = OrderedDict()  # streams, and with which weights
         self._describing = ThreadPoolExecutor(1, thread_name_prefix="clairai-bank")
@@ -87,6 +89,7 @@ class Station:
 
     def install(self, columns: Columns) -> Columns:
         """Make this the bank of every step from now on; gives it with the version it has here."""
+        self._sent = None
         self._outlet.flush()  # until then the last steps still read the old one
         try:
             self.tables.load(columns)
@@ -114,7 +117,7 @@ class Station:
         before = self._banks.get(self.columns.version)
         if before is not None:  # its numbers are needed no longer: make the words now
             self._describing.submit(before.bank)
-        self.columns = columns
+        self.columns, self._sent = columns, None
         self._banks[columns.version] = Described(columns, self.weights)
         while len(self._banks) > REMEMBERED_BANKS:
             self._banks.popitem(last=False)
@@ -127,16 +130,18 @@ class Station:
         """Start-up is over. Until now steps were vLLM's own warm-up: nobody's rows."""
         self._is_serving = True
 
-    def begin(self, new: Iterable[NewRequest], finished: Iterable[str]) -> None:
+    def begin(self, new: Sequence[NewRequest], finished: Sequence[str]) -> None:
         if not self._is_serving:
             return
         self._outlet.begin()
+        self._rows = None
+        if not new and not finished:
+            return
         for req_id in finished:
             self._book.close(req_id)
         for request in new:
             self._book.open(request.req_id, request.mark, request.prompt_len)
             self._remember(request)
-        self._rows = None
 
     def _remember(self, request: NewRequest) -> None:
         stream, first = request.mark.stream, self._outlet.published
@@ -156,10 +161,17 @@ class Station:
             self._rows = self._book.step(batch)
 
     def end(self, inputs: Callable[[], Inputs]) -> None:
-        rows = self._book.idle() if self._rows is None else self._rows
-        self._rows = None
+        rows, number = self._rows, self._step_number + 1
+        if rows is not None and rows is self._sent and self._outlet.again(number):
+            self._step_number = number  # as nearly all steps are
+            return
+        self._end(self._book.idle() if rows is None else rows, inputs)
+
+    def _end(self, rows: StepRows, inputs: Callable[[], Inputs]) -> None:
+        self._rows = self._sent = None
         if rows.num_tokens or len(rows.events):
             self._send(rows, inputs())
+            self._sent = rows
 
     def amend(self, req_id: str, course: Course | None) -> None:
         """Whose rows they are does not depend on what steers them."""

@@ -1,0 +1,160 @@
+"""Takes a step's launches, laid out; gives them to the driver, on a stream of their own.
+
+By one call of C where there is a compiler (step.c): Python between two calls takes longer than the
+calls do. Otherwise one by one.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Protocol
+
+from clairai.errors import RingError
+from clairai.tap import native
+from clairai.tap.launch import Driver, Launch
+
+ON_MAIN, LONG_WAY, ASIDE = -2, -1, 0  # as in step.c
+
+
+@dataclass(frozen=True)
+class Lane:
+    """Where launches run: behind what the engine's own stream was given, before what waits."""
+
+    main: Callable[[], int]  # the engine's stream
+    side: int  # another one
+    begun: int  # events
+    ended: int
+
+
+class Launches(Protocol):
+    """All launches of a step."""
+
+    def set(self, launches: Sequence[Launch], brief: Any) -> None:
+        """`brief` is the argument of theirs that differs from step to step."""
+
+    def begin(self) -> None:
+        """What the engine's stream is given next may overwrite what the last step left."""
+
+    def run(self) -> None:
+        """All of them, after what the engine's stream was given so far."""
+
+    def again(self, ledger: int, step: int) -> bool:
+        """The last step of the ledger at this address once more; False: nothing was done."""
+
+    def follow(self, stream: int) -> None:
+        """Have this stream wait for the last step's."""
+
+
+class PlainLaunches:
+    """One by one."""
+
+    def __init__(self, driver: Driver, lane: Lane) -> None:
+        self._driver, self._lane = driver, lane
+        self._launches: tuple[Launch, ...] = ()
+
+    def set(self, launches: Sequence[Launch], brief: Any) -> None:
+        del brief
+        self._launches = tuple(launches)
+
+    def begin(self) -> None:
+        self.follow(self._lane.main())
+
+    def run(self) -> None:
+        lane, driver = self._lane, self._driver
+        driver.record(lane.begun, lane.main())
+        driver.wait(lane.side, lane.begun)
+        for one in self._launches:
+            one.run(driver, lane.side)
+        driver.record(lane.ended, lane.side)
+
+    def again(self, ledger: int, step: int) -> bool:
+        del ledger, step
+        return False
+
+    def follow(self, stream: int) -> None:
+        self._driver.wait(stream, self._lane.ended)
+
+
+class Item(ctypes.Structure):
+    """struct item of step.c"""
+
+    _fields_ = (
+        ("function", ctypes.c_void_p),
+        ("parameters", ctypes.c_void_p),
+        ("grid", ctypes.c_uint32 * 3),
+        ("threads", ctypes.c_uint32),
+        ("shared", ctypes.c_uint32),
+    )
+
+
+class Line(ctypes.Structure):
+    """struct line of step.c"""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("record", "wait", "launch")),
+        *((name, ctypes.c_void_p) for name in ("side", "begun", "ended")),
+        ("items", ctypes.c_void_p),
+        ("num_items", ctypes.c_uint64),
+        ("brief", ctypes.c_void_p),
+    )
+
+
+class NativeLaunches:
+    """By one call. On the way of every step: what it calls, it calls without detours."""
+
+    def __init__(self, driver: Driver, lane: Lane, step: Any) -> None:
+        """`step` is the module that step.c is."""
+        calls = (driver.cuEventRecord, driver.cuStreamWaitEvent, driver.cuLaunchKernel)
+        addresses = [ctypes.cast(call, ctypes.c_void_p) for call in calls]
+        self._line = Line(*addresses, lane.side, lane.begun, lane.ended, None, 0, None)
+        at = ctypes.addressof(self._line)
+        self._run, self._again = partial(step.run, at), partial(step.again, at)
+        self._driver, self._lane, self._main = driver, lane, lane.main
+        self._where = ASIDE  # the last step's
+        self._held: tuple[Any, ...] = ()
+
+    def set(self, launches: Sequence[Launch], brief: Any) -> None:
+        items = (Item * len(launches))()
+        for item, one in zip(items, launches, strict=True):
+            item.function, item.parameters = one.function, ctypes.addressof(one.parameters)
+            item.grid[:] = one.grid
+            item.threads, item.shared = one.threads, one.shared
+        self._held = (items, brief, *launches)
+        self._line.items, self._line.num_items = ctypes.addressof(items), len(launches)
+        self._line.brief = ctypes.addressof(brief)
+
+    def begin(self) -> None:
+        if self._where != ON_MAIN:
+            self._driver.wait(self._main(), self._lane.ended)
+
+    def run(self) -> None:
+        _check(self._run(self._main()))
+        self._where = ASIDE
+
+    def again(self, ledger: int, step: int) -> bool:
+        where = self._again(ledger, self._main(), step)
+        if where == LONG_WAY:
+            return False
+        if where > 0:
+            _check(where)
+        self._where = where
+        return True
+
+    def follow(self, stream: int) -> None:
+        if self._where == ON_MAIN:
+            self._driver.record(self._lane.ended, self._main())
+        self._driver.wait(stream, self._lane.ended)
+
+
+def launches(driver: Driver, lane: Lane) -> Launches:
+    """The faster ones, where there is a C compiler: Triton too is in need of one."""
+    step = native.step()
+    return PlainLaunches(driver, lane) if step is None else NativeLaunches(driver, lane, step)
+
+
+def _check(status: int) -> None:
+    if status:
+        raise RingError(f"a launch failed on the GPU: CUDA error {status}; see the engine's log")

@@ -1,0 +1,216 @@
+"""A step that is like the last one says the same, whether C says it or Python.
+
+The GPU here is a library of C functions that look at what they are given. Two outlets get the same
+steps; one has C for those that are alike, the other has none.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from clairai.ring.layout import RingHeader, RingShape
+from clairai.tap import native
+from clairai.tap.commit import MAX_EVENTS, Brief, DeviceOutlet, Form
+from clairai.tap.commit_kernel import BRIEF_HEAD, DONE_WORD, PLAN_FIELDS, ROW_WORDS
+from clairai.tap.launch import CALLS, Driver, Launch
+from clairai.tap.lineup import Lane, NativeLaunches
+from clairai.tap.outlet import Inputs, Step
+from clairai.tap.rows import Batch, Mark, RowBook, StepRows
+from clairai.tap.tables import Tables
+
+MAX_REQUESTS, MAX_TOKENS = 4, 512
+MAIN, SIDE, BEGUN, ENDED = 40, 50, 60, 61
+STAMP_WORD, NUMBER_WORD = 8, 9
+PLAN_END = BRIEF_HEAD + PLAN_FIELDS * MAX_REQUESTS
+TOKENS_AT = PLAN_END + ROW_WORDS * MAX_EVENTS // 2
+NUM_WORDS = TOKENS_AT + (MAX_TOKENS + 1) // 2
+INPUTS = Inputs(torch.zeros(MAX_TOKENS), torch.zeros(MAX_TOKENS))
+
+
+def told(address: int) -> dict[str, list[int]]:
+    """What the kernel would read, but for the time."""
+    words = list((ctypes.c_int64 * NUM_WORDS).from_address(address))
+    num_events, num_rows, num_requests = words[0], words[1], words[7]
+    tokens = np.array(words[TOKENS_AT:]).view(np.int32)
+    fields = range(BRIEF_HEAD, PLAN_END, MAX_REQUESTS)
+    return {
+        "head": [word for at, word in enumerate(words[:DONE_WORD]) if at != STAMP_WORD],
+        "plan": [word for at in fields for word in words[at : at + num_requests]],
+        "events": words[PLAN_END : PLAN_END + num_events * ROW_WORDS // 2],
+        "tokens": tokens[: num_rows - num_events].tolist(),
+    }
+
+
+class Gpu:
+    """Takes launches; publishes steps when it is told to."""
+
+    def __init__(self) -> None:
+        self.brief = ctypes.c_uint64(0)
+        self.briefs: list[int] = []  # not published yet
+        self.told: list[dict[str, list[int]]] = []
+        self.queued: list[tuple[object, ...]] = []
+        self.cuEventRecord = self._called("cuEventRecord", "record")
+        self.cuStreamWaitEvent = self._called("cuStreamWaitEvent", "wait")
+        self.cuFuncGetParamInfo = self._called("cuFuncGetParamInfo", "size")
+        self.cuLaunchKernel = ctypes.CFUNCTYPE(ctypes.c_int, *CALLS["cuLaunchKernel"])(self._launch)
+
+    def _called(self, name: str, word: str) -> object:
+        def call(*given: object) -> int:
+            self.queued.append((word, *given))
+            return 0
+
+        return ctypes.CFUNCTYPE(ctypes.c_int, *CALLS[name])(call)
+
+    def _launch(self, *given: object) -> int:
+        self.queued.append(("launch", given[8]))  # the stream
+        self.briefs.append(self.brief.value)
+        self.told.append(told(self.brief.value))
+        return 0
+
+    def publish(self, count: int) -> None:
+        done, self.briefs = self.briefs[:count], self.briefs[count:]
+        for address in done:
+            words = (ctypes.c_int64 * BRIEF_HEAD).from_address(address)
+            words[DONE_WORD] = words[NUMBER_WORD]
+
+
+class Launching:
+    """Commit's launches without Triton."""
+
+    def __init__(self, gpu: Gpu) -> None:
+        lane = Lane(lambda: MAIN, SIDE, BEGUN, ENDED)
+        self._launches = NativeLaunches(Driver(gpu), lane, native.load("step.c"))
+        self._launches.set([Launch(1, (1, 1, 1), 32, 0, (ctypes.c_void_p * 1)(), ())], gpu.brief)
+        self._brief = gpu.brief
+        self.begin, self.follow = self._launches.begin, self._launches.follow
+
+    def prepare(self, brief: Brief, inputs: Inputs) -> None: ...
+
+    def __call__(self, brief: Brief, inputs: Inputs, form: Form) -> None:
+        del inputs, form
+        self._brief.value = brief.address
+        self._launches.run()
+
+    def again(self, ledger: int, step: int) -> bool:
+        return self._launches.again(ledger, step)
+
+    def flush(self) -> None: ...
+
+
+class LongWay(Launching):
+    def again(self, ledger: int, step: int) -> bool:
+        del ledger, step
+        return False
+
+
+@dataclass
+class Side:
+    """One of the two."""
+
+    gpu: Gpu
+    outlet: DeviceOutlet
+    sent: tuple[StepRows | None, int] = (None, 0)  # the last step's rows and bank
+    again: list[int] = field(default_factory=list)  # steps that needed no Python
+
+    def step(self, number: int, rows: StepRows, bank: int) -> None:
+        self.outlet.begin()
+        if (rows, bank) == self.sent and self.outlet.again(number):
+            self.again.append(number)
+            return
+        self.outlet.send(Step(number, rows, bank, INPUTS))
+        self.sent = (rows, bank)
+
+
+def side(launching: type[Launching]) -> Side:
+    gpu = Gpu()
+    tables = Tables(["a"], width=4, capacity=4, max_tokens=MAX_TOKENS, device="cpu")
+    header = RingHeader(0xABCD_0000_1234_5678, RingShape(slots=8, slot_bytes=4096, ahead=2))
+    return Side(gpu, DeviceOutlet(launching(gpu), header, tables, MAX_REQUESTS))
+
+
+# Of a step: who is in it, how many tokens each, is one of them over after it, how much is published
+SCRIPT = st.lists(
+    st.tuples(
+        st.sampled_from(["a", "ab", "ba", "abc", "abcd"]),
+        st.sampled_from([1, 2, 100]),  # of 100 for two, a step is two records
+        st.integers(1, 24),
+        st.sampled_from(["", "", "a", "c"]),
+        st.integers(0, 3),
+    ),
+    max_size=12,
+)
+
+
+@given(SCRIPT)
+def test_what_the_gpu_is_told_does_not_depend_on_who_tells_it(
+    script: list[tuple[str, int, int, str, int]],
+) -> None:
+    short, long = side(Launching), side(LongWay)
+    book, number, marks = RowBook(native.load("step.c")), 0, 0
+    come = dict.fromkeys("abcd", 0)
+    for who, count, times, gone, published in script:
+        for _ in range(times):
+            for req_id in who:
+                marks += 1
+                book.open(req_id, Mark(2**64 - marks, marks % 3), 5)
+            starts_R = np.array([come[req_id] for req_id in who], np.int32)
+            rows = book.step(Batch([*who], np.full(len(who), count, np.int32), starts_R))
+            come |= {req_id: come[req_id] + count for req_id in who}
+            number += 1
+            for one in (short, long):
+                one.step(number, rows, bank=1 + number // 40)
+                one.gpu.publish(published if len(one.gpu.briefs) < 6 else 6)
+        if gone:
+            book.close(gone)
+            come[gone] = 0
+    assert short.gpu.told == long.gpu.told
+    assert short.outlet.published == long.outlet.published
+
+
+def decoding(one: Side, steps: int, *, is_published: bool) -> None:
+    book = RowBook(native.load("step.c"))
+    book.open("a", Mark(7), 1)
+    for at in range(steps):
+        rows = book.step(Batch(["a"], np.ones(1, np.int32), np.array([at], np.int32)))
+        one.step(at + 1, rows, bank=1)
+        if is_published:
+            one.gpu.publish(1)
+
+
+def test_a_gpu_that_waits_is_given_the_launch_and_no_event() -> None:
+    one = side(Launching)
+    decoding(one, 6, is_published=True)
+    assert one.again == [2, 3, 4, 5, 6]
+    aside = [("wait", MAIN, ENDED, 0), ("record", BEGUN, MAIN), ("wait", SIDE, BEGUN, 0)]
+    aside += [("launch", SIDE), ("record", ENDED, SIDE)]
+    # The second step's begin still waits for the first, which Python sent; then nothing waits.
+    assert one.gpu.queued == [*aside, ("wait", MAIN, ENDED, 0), *[("launch", MAIN)] * 5]
+
+
+def test_a_gpu_that_is_busy_is_given_them_on_a_stream_of_their_own() -> None:
+    one = side(Launching)
+    decoding(one, 3, is_published=False)
+    assert one.again == [2, 3]
+    assert [call[-1] for call in one.gpu.queued if call[0] == "launch"] == [SIDE] * 3
+    assert one.gpu.queued.count(("wait", MAIN, ENDED, 0)) == 3
+
+
+def test_who_follows_a_step_on_the_engines_own_stream_waits_for_that() -> None:
+    one = side(Launching)
+    decoding(one, 4, is_published=True)
+    one.gpu.queued.clear()
+    one.outlet.follow(200)
+    assert one.gpu.queued == [("record", ENDED, MAIN), ("wait", 200, ENDED, 0)]
+
+
+def test_no_brief_is_written_that_the_gpu_has_not_given_back() -> None:
+    one = side(Launching)
+    decoding(one, 8, is_published=False)
+    assert not one.outlet.again(9)
+    assert len(one.gpu.briefs) == len(set(one.gpu.briefs)) == 8
