@@ -32,6 +32,11 @@ class ToyLaunch:
         self.given = (tables, max_requests)
         self.is_flushed = False
 
+    def begin(self) -> None: ...
+
+    def again(self, ledger: int, step: int) -> bool:
+        raise NotImplementedError
+
     def flush(self) -> None:
         self.is_flushed = True
 
