@@ -188,7 +188,7 @@ def test_steps_that_are_alike_reach_the_ring_like_any_other(is_waited_for: bool)
         held.scores_STK.normal_()
         if not is_waited_for:
             torch.cuda._sleep(4_000_000)  # clock ticks: about 2 ms
-        rows_of = book.step(Batch(names, ones_R, np.arange(3, dtype=np.int32) + number))
+        rows_of = book.step(Batch(names, ones_R, np.full(3, number - 1, np.int32)))
         if rows_of is sent and opened.outlet.again(number):
             num_again += 1
         else:
@@ -208,6 +208,6 @@ def test_steps_that_are_alike_reach_the_ring_like_any_other(is_waited_for: bool)
         assert np.concatenate([one.rows for one in records]).tobytes() == b"".join(
             one.tobytes() for one in expected
         )
-    assert num_again >= (39 if is_waited_for else 8)
+    assert num_again >= (39 if is_waited_for else 6)  # eight steps behind, Python waits
     assert ring.statistics().lost == 0
     opened.close()
