@@ -21,6 +21,7 @@ class Question(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     """What all of these have: the core adds what it knows before the workers are asked."""
 
     vectors: tuple[KnownVector, ...] = ()
+    wants_rows: bool = True  # False: the core sees the worker's bank, and needs no copy of it
 
 
 class DescribeWeights(Question, frozen=True, tag="describe_weights", forbid_unknown_fields=True):
@@ -144,13 +145,19 @@ class Greeting(msgspec.Struct, frozen=True, tag="weights_greeting", forbid_unkno
     pid: int
 
 
+Home = Literal["host", "copied", "device"]
+
+
 class Offer(msgspec.Struct, frozen=True, tag="offer", forbid_unknown_fields=True):
-    """Sender to engine: a packed buffer; one in host memory comes as a descriptor beside it."""
+    """Sender to engine: a packed buffer; one in host memory comes as a descriptor beside it.
+
+    `copied` is host memory that the sender will use again: the engine reads it, and maps nothing.
+    """
 
     transfer: str
     index: Annotated[int, msgspec.Meta(ge=0)]
     nbytes: Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)]
-    home: Literal["host", "device"]
+    home: Home
     handle: Annotated[bytes, msgspec.Meta(max_length=64)] = b""
 
 

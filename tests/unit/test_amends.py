@@ -99,7 +99,7 @@ def test_one_that_no_worker_has_seen_takes_its_course_along() -> None:
 def test_a_gate_that_remembers_keeps_the_request_out_of_the_prefix_cache() -> None:
     request = Request("a", 7)
     registry = _registry()
-    registry.set_probes([Probe("p", POINT, np.ones(3, np.float32))])
+    registry.set_probes({"p": Probe("p", POINT, np.ones(3, np.float32))})
     gate = {"probe": "p", "threshold": 0.0, "latch": True}
     amend_one(_core(request), registry, request, _entries(gate=gate))
     assert request.skip_reading_prefix_cache

@@ -29,7 +29,7 @@ def registry() -> Registry:
     names = ("pre_attn.1", "post_block.3")
     known = Registry(map(Point.parse, names), 2, Limits(100, 100))
     known.put([vector(name, *names, values=(1, 2)) for name in ("calm", "rude", "patch")])
-    known.set_probes([probe("anger", direction_D=numbers(1, -1))])
+    known.set_probes({"anger": probe("anger", direction_D=numbers(1, -1))})
     return known
 
 

@@ -221,11 +221,11 @@ def test_a_change_that_a_tier_could_not_follow_is_refused_and_others_are_not() -
 def test_a_tier_whose_probe_is_gone_refuses_requests_until_it_is_mended() -> None:
     known = registry()
     known.set_tiers(base=entries({"vector": "joy", "gate": {"probe": "sad"}}, what="base"))
-    known.set_probes([])
+    known.set_probes({})
     with pytest.raises(RequestError, match=r"base\[0\].gate: no probe is named 'sad'"):
         known.resolve((), prompt_len=3)
     known.put([vector("more")])  # what has nothing to do with it goes on
-    known.set_probes([probe()])
+    known.set_probes({probe().name: probe()})
     assert known.resolve((), prompt_len=3) is not None
 
 

@@ -206,7 +206,7 @@ def test_a_gate_may_read_where_its_vector_acts_and_at_later_points_only() -> Non
 
 def test_a_gate_at_an_untapped_point_is_refused() -> None:
     known = registry()
-    known.set_probes([probe("off", "post_block.0")])
+    known.set_probes({"off": probe("off", "post_block.0")})
     with pytest.raises(PointError, match=r"probe off is for post_block.0, not tapped"):
         resolved({"vector": "joy", "gate": {"probe": "off"}}, known=known)
 

@@ -16,7 +16,8 @@ from clairai.errors import TapMissingError
 from clairai.points import Point
 from clairai.probe.columns import Columns
 from clairai.probe.model import Probe
-from clairai.tap.tables import Slots, Tables
+from clairai.tap.slots import Slots
+from clairai.tap.tables import Tables
 
 WIDTH, CAPACITY, MAX_TOKENS = 8, 3, 16
 POINTS = tuple(Point("post_block", layer) for layer in range(4))
@@ -204,12 +205,14 @@ def changed(columns: Columns, rng: np.random.Generator, at: int) -> Columns:
     names = list(columns.names)
     new = made(f"new{at}", int(rng.integers(len(POINTS))), int(rng.integers(1 << 30)))
     free = CAPACITY - sum(probe.point == new.point for probe in columns.probes)
-    kind = rng.choice(["add", "remove", "replace", "turn"])
+    kind = rng.choice(["add", "remove", "replace", "turn", "turn all", "turn all"])
     if not names or (kind == "add" and free):
         return columns.add([new]) if free else columns
     chosen = [str(name) for name in rng.choice(names, rng.integers(1, len(names) + 1), False)]
     if kind == "remove":
         return columns.remove(chosen)
+    if kind == "turn all":
+        chosen = names
     if kind == "replace" and free:
         return columns.replace(dataclasses.replace(new, name=chosen[0], bias=1.5))
     rows_PD = rng.standard_normal((len(chosen), WIDTH)).astype(np.float32)

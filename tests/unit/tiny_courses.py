@@ -66,7 +66,8 @@ def probe(name: str = "sad", point: str = "pre_attn.1", **changes: Any) -> Probe
 def registry(*vectors: Vector, limits: Limits | None = None, **changes: Any) -> Registry:
     made = Registry(POINTS, WIDTH, limits or Limits(rows=100, programs=100), **changes)
     made.put(vectors or [vector()])
-    made.set_probes([probe(), probe("late", "post_attn.3"), probe("bare", threshold=None)])
+    probes = [probe(), probe("late", "post_attn.3"), probe("bare", threshold=None)]
+    made.set_probes({one.name: one for one in probes})
     return made
 
 

@@ -17,6 +17,7 @@ from clairai.compat.captures import make_resolver
 from clairai.compat.requests import read_keys
 from clairai.compat.sight import KEY
 from clairai.errors import WeightsBusyError
+from clairai.probe.columns import Columns
 from clairai.settings import Plan, Settings, plan
 from clairai.steer.desk import Desk
 from clairai.steer.registry import Limits, Registry
@@ -54,7 +55,18 @@ def _make_desk(core: Any) -> Desk:
     planned = plan(settings, num_layers=num_layers, environ=os.environ)
     registry = make_registry(vllm_config, settings, planned)
     change = None if registry is None else functools.partial(amend, core, registry)
-    return Desk(registry, planned.probes, change, functools.partial(require_idle, core))
+    guard, bank = functools.partial(require_idle, core), functools.partial(bank_here, core)
+    return Desk(registry, planned.probes, change, guard, bank)
+
+
+def bank_here(core: Any) -> Columns | None:
+    """The worker's, if it is in this process; None if it is in another.
+
+    UniProcExecutor.driver_worker  v1/executor/uniproc_executor.py, 0.26 and 0.32
+    """
+    wrapper = getattr(core.model_executor, "driver_worker", None)
+    station = getattr(getattr(wrapper, "worker", None), "clairai_station", None)
+    return None if station is None else station.columns
 
 
 def require_idle(core: Any, manifest: bytes) -> None:
@@ -104,7 +116,7 @@ def make_registry(vllm_config: Any, settings: Settings, planned: Plan) -> Regist
         can_skip_special=not model.skip_tokenizer_init,
     )
     registry.put(planned.vectors, "add")
-    registry.set_probes(planned.probes)
+    registry.set_probes({probe.name: probe for probe in planned.probes})
     return registry
 
 

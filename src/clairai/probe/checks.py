@@ -58,18 +58,23 @@ def directions(names: Sequence[str], given_PD: NDArray[np.float32]) -> NDArray[n
 
     Numbers that nobody can write to any more are not copied.
     """
-    with np.errstate(invalid="ignore"):
-        highest_P, lowest_P = given_PD.max(axis=1), given_PD.min(axis=1)  # a NaN is both
-        is_good_P = np.isfinite(highest_P) & np.isfinite(lowest_P) & (highest_P != lowest_P)
-    for at in np.flatnonzero(
-        ~is_good_P
-    ).tolist():  # all of its numbers may be one number, and that is fine
+    for at in np.flatnonzero(~are_good(given_PD)).tolist():
         direction(f"probe {names[at]}: direction", given_PD[at])
     if not given_PD.flags.writeable:
         return given_PD
     copied = np.array(given_PD, dtype="<f4", order="C")
     copied.setflags(write=False)
     return copied
+
+
+def are_good(given_PD: NDArray[np.float32]) -> NDArray[np.bool_]:
+    """Rows that are surely finite and not all zeros, in one pass; any other is to be looked at.
+
+    A NaN or an infinity stays one in the sum of squares; so does a number too large to be squared.
+    """
+    with np.errstate(all="ignore"):
+        square_P: NDArray[np.float32] = np.einsum("pd,pd->p", given_PD, given_PD)
+        return np.isfinite(square_P) & (square_P > 0)
 
 
 def optional_number(name: str, field: str, value: object) -> float | None:

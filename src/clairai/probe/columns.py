@@ -18,20 +18,12 @@ from numpy.typing import NDArray
 from clairai import wire
 from clairai.errors import CapacityError, ConfigError, PointError, ProbeError
 from clairai.points import Point, quote
-from clairai.probe.model import Probe, redirected
+from clairai.probe.model import Probe, checked_rows, redirected
+from clairai.probe.turned import ByName, Column, Place, Turned
 
 # A bank must fit one message of wire.MAX_MESSAGE_BYTES, and a column takes at most 450 of them.
 MAX_PROBES: Final = 2048
 _MOST_LISTED: Final = 8
-
-
-@dataclass(frozen=True, slots=True)
-class Column:
-    """Where one probe sits."""
-
-    site_index: int
-    slot_index: int
-    probe: Probe
 
 
 @dataclass(frozen=True)
@@ -44,7 +36,7 @@ class Columns:
     width: int
     model: str
     version: int = 0
-    columns: tuple[Column, ...] = ()
+    columns: Sequence[Column] = ()
 
     @classmethod
     def empty(
@@ -78,15 +70,24 @@ class Columns:
     @cached_property
     def names(self) -> tuple[str, ...]:
         """Of every probe, in column order."""
+        if isinstance(self.columns, Turned):
+            return self.columns.names
         return tuple(column.probe.name for column in self.columns)
+
+    @property
+    def by_name(self) -> Mapping[str, Probe]:
+        """Every probe."""
+        return ByName(self.names, self.columns)
 
     def bank(self, weights: int | None = None) -> wire.Bank:
         """What readers are told: the columns of records that carry this version."""
         probes = tuple(column.probe.info() for column in self.columns)
         return wire.Bank(self.version, probes, weights)
 
-    def slots(self) -> tuple[tuple[int, int], ...]:
+    def slots(self) -> tuple[Place, ...]:
         """(site_index, slot_index) of each column, in column order."""
+        if isinstance(self.columns, Turned):
+            return self.columns.places
         return tuple((column.site_index, column.slot_index) for column in self.columns)
 
     def add(self, probes: Iterable[Probe]) -> Columns:
@@ -110,28 +111,42 @@ class Columns:
         for probe in probes:
             old = held[probe.name]
             if self.site_index_of[probe.point] == old.site_index:
-                staying.append(replace(old, probe=probe))
+                staying.append(old._replace(probe=probe))
             else:
                 moving.append(probe)
         return self._with(staying, moving)
 
     def redirect(self, names: Sequence[str], rows_PD: NDArray[np.float32]) -> Columns:
         """With other directions for the probes of these names, a row for each; all else stays."""
+        if tuple(names) == self.names:
+            return self._turned(rows_PD)
         held = _by_name(self.columns)
         _check_held(held, names)
         if len(set(names)) != len(names):
             raise ProbeError(f"{len(names)} names, and some are there twice; give each once")
-        if rows_PD.shape[1:] != (self.width,):
-            raise ProbeError(
-                f"directions have shape {rows_PD.shape} and {quote(self.model)} has width "
-                f"{self.width}; use probes trained on this model"
-            )
+        self._check_width(rows_PD)
         new = dict(zip(names, redirected([held[n].probe for n in names], rows_PD), strict=True))
         columns = tuple(
             Column(column.site_index, column.slot_index, new.get(column.probe.name, column.probe))
             for column in self.columns
         )
         return replace(self, version=self.version + 1, columns=columns)
+
+    def _turned(self, rows_PD: NDArray[np.float32]) -> Columns:
+        """With another direction for each probe, in column order."""
+        self._check_width(rows_PD)
+        checked_PD = checked_rows(self.names, rows_PD)
+        before = self.columns
+        root = before.root if isinstance(before, Turned) else tuple(before)
+        columns = Turned(root, checked_PD, self.names, self.slots())
+        return replace(self, version=self.version + 1, columns=columns)
+
+    def _check_width(self, rows_PD: NDArray[np.float32]) -> None:
+        if rows_PD.shape[1:] != (self.width,):
+            raise ProbeError(
+                f"directions have shape {rows_PD.shape} and {quote(self.model)} has width "
+                f"{self.width}; use probes trained on this model"
+            )
 
     def remove(self, names: Iterable[str]) -> Columns:
         """Without the probes of these names; their slots are free again."""

@@ -146,13 +146,17 @@ class Probe:
 
 def redirected(probes: Sequence[Probe], rows_PD: NDArray[np.float32]) -> tuple[Probe, ...]:
     """The same probes with other directions, a row for each; nothing else is looked at again."""
-    if rows_PD.ndim != 2 or rows_PD.dtype != np.float32 or len(rows_PD) != len(probes):
+    return turned(probes, checked_rows([probe.name for probe in probes], rows_PD))
+
+
+def checked_rows(names: Sequence[str], rows_PD: NDArray[np.float32]) -> NDArray[np.float32]:
+    """A direction for each of these probes, which nobody can write to; ProbeError for others."""
+    if rows_PD.ndim != 2 or rows_PD.dtype != np.float32 or len(rows_PD) != len(names):
         raise ProbeError(
             f"directions are {rows_PD.dtype}{rows_PD.shape}; give a row of float32 for each of "
-            f"{len(probes)} probes"
+            f"{len(names)} probes"
         )
-    checked_PD = checks.directions([probe.name for probe in probes], rows_PD)
-    return turned(probes, checked_PD)
+    return checks.directions(names, rows_PD)
 
 
 def turned(probes: Sequence[Probe], checked_PD: NDArray[np.float32]) -> tuple[Probe, ...]:
@@ -162,10 +166,10 @@ def turned(probes: Sequence[Probe], checked_PD: NDArray[np.float32]) -> tuple[Pr
 
 def _turned(probe: Probe, direction_D: NDArray[np.float32]) -> Probe:
     made: Probe = object.__new__(Probe)  # not by __init__: a bank of hundreds is made in no time
-    fields = vars(made)
-    fields.update(vars(probe))
+    fields = probe.__dict__.copy()
     fields["direction_D"] = direction_D
     fields.pop("digest", None)  # of the old one
+    object.__setattr__(made, "__dict__", fields)
     return made
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Final
 
@@ -17,6 +17,7 @@ import numpy as np
 
 from clairai import wire, wire_steer, wire_weights
 from clairai.errors import ClairaiError, RequestError, SteeringOffError
+from clairai.probe.columns import Columns
 from clairai.probe.files import loads as load_probe
 from clairai.probe.model import Probe, turned
 from clairai.steer.fields import close_to
@@ -40,6 +41,7 @@ _OFF: Final = (
 Workers = Callable[[bytes], list[bytes]]
 Amend = Callable[[int, Sequence[Entry]], list[int]]
 Guard = Callable[[bytes], None]
+Bank = Callable[[], Columns | None]
 
 
 class Desk:
@@ -51,15 +53,18 @@ class Desk:
         probes: tuple[Probe, ...],
         amend: Amend | None = None,
         guard: Guard | None = None,
+        bank: Bank = lambda: None,
     ) -> None:
         """`amend` steers the running answers of a stream otherwise; it says from where on each.
 
-        `guard` raises if weights may not change now, by what their manifest brings.
+        `guard` raises if weights may not change now, by what their manifest brings. `bank` gives
+        what the worker has, if it is in this process: then nobody has to send it here.
         """
+        self._bank = bank
         self._registry = registry
         self._amend = amend
         self._guard = guard
-        self._probes = {probe.name: probe for probe in probes}
+        self._probes: Mapping[str, Probe] = {probe.name: probe for probe in probes}
         self._refusals: OrderedDict[int, wire_steer.Refused] = OrderedDict()
         self._lock = threading.Lock()  # requests come on another thread than control messages
 
@@ -181,7 +186,9 @@ class Desk:
             wire_weights.KnownVector(vector.name, (len(vector.points), vector.width))
             for vector in held
         ]
-        return msgspec.structs.replace(control, vectors=tuple(known))
+        return msgspec.structs.replace(
+            control, vectors=tuple(known), wants_rows=self._bank() is None
+        )
 
     def _arrived(self, reply: bytes) -> bytes:
         """What came with new weights is known here too; the rest of the reply goes on."""
@@ -190,13 +197,15 @@ class Desk:
             return reply
         if committed.probe_rows is not None:
             self._learn(self._redirected(committed.probe_rows.names, committed.probe_rows.data))
+        elif committed.bank_version is not None:
+            self._look()
         version = None
         if committed.vector_rows:
             changed = [
                 _with_rows(self.registry.vector(r.names[0]), r) for r in committed.vector_rows
             ]
             self.registry.put(changed, "replace")
-            version = self.registry.state().version
+            version = self.registry.version
         return _ENCODER.encode(
             msgspec.structs.replace(
                 committed, probe_rows=None, vector_rows=(), vectors_version=version
@@ -211,15 +220,27 @@ class Desk:
         return turned([self._probes[names[at]] for at in known], chosen_PD)
 
     def _learn(self, changed: Iterable[Probe]) -> None:
-        self._probes |= {probe.name: probe for probe in changed}
+        self._know({**self._probes, **{probe.name: probe for probe in changed}})
+
+    def _look(self) -> bool:
+        """At the worker's bank; whether it is here to be seen."""
+        columns = self._bank()
+        if columns is not None:
+            self._know(columns.by_name)
+        return columns is not None
+
+    def _know(self, probes: Mapping[str, Probe]) -> None:
+        self._probes = probes
         if self._registry is not None:
-            self._registry.set_probes(list(self._probes.values()))
+            self._registry.set_probes(probes)
 
     def _note(self, control: wire.Control, reply: bytes) -> None:
         """Gates are made of probes: keep the bank's."""
         if not isinstance(_REPLY.decode(reply), wire.BankState | wire.BankVersion):
             return
         match control:
+            case wire.RedirectProbes() if self._look():
+                return
             case wire.RedirectProbes(names, rows):
                 self._learn(self._redirected(names, rows))
             case wire.AddProbes(files) | wire.ReplaceProbes(files):

@@ -7,7 +7,7 @@ and a request is resolved from what was known at one moment.
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from types import MappingProxyType
 from typing import Any, Final, Literal, get_args
@@ -83,6 +83,11 @@ class Registry:
             raise _unknown(name, known)
         return known.vectors[name].vector
 
+    @property
+    def version(self) -> int:
+        """Of the vectors, all together."""
+        return self._known.version
+
     def state(self) -> VectorState:
         """What people are told."""
         known = self._known
@@ -95,11 +100,10 @@ class Registry:
             programs=self.limits.programs,
         )
 
-    def set_probes(self, probes: Iterable[Probe]) -> None:
-        """Those of the bank as it is now, for gates."""
-        by_name = MappingProxyType({probe.name: probe for probe in probes})
+    def set_probes(self, probes: Mapping[str, Probe]) -> None:
+        """Those of the bank as it is now, by name, for gates; nobody changes them any more."""
         with self._changing:
-            self._known = replace(self._known, probes=by_name)
+            self._known = replace(self._known, probes=probes)
 
     def tiers(self) -> Tiers:
         return self._known.tiers

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import os
 import threading
-from collections import OrderedDict
+import time
+from collections import OrderedDict, deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
@@ -29,6 +30,7 @@ from clairai.tap.tables import Tables
 
 REMEMBERED_STREAMS: Final = 1 << 16
 REMEMBERED_BANKS: Final = 256
+SETTLE_S: Final = 0.02
 
 
 @dataclass(frozen=True)
@@ -57,6 +59,7 @@ class Station:
         self._streams: OrderedDict[str, tuple[int, int]] = OrderedDict()  # and its first record
         self._began: OrderedDict[int, int] = OrderedDict()  # streams, and with which weights
         self._describing = ThreadPoolExecutor(1, thread_name_prefix="clairai-bank")
+        self._settling: deque[Described] = deque()  # banks that were replaced
         self._banks: OrderedDict[int, Described] = OrderedDict()
         self.weights = about.weights
         self.followers: list[Callable[[int], None]] = []  # who else is told of new weights
@@ -115,12 +118,21 @@ class Station:
     def _make_known(self, columns: Columns) -> None:
         """To readers before the first record that carries its version is published."""
         before = self._banks.get(self.columns.version)
-        if before is not None:  # its numbers are needed no longer: make the words now
-            self._describing.submit(before.bank)
+        if before is not None:  # its numbers are needed no longer: make the words
+            self._settling.append(before)
+            self._describing.submit(self._settle)
         self.columns, self._sent = columns, None
         self._banks[columns.version] = Described(columns, self.weights)
         while len(self._banks) > REMEMBERED_BANKS:
             self._banks.popitem(last=False)
+
+    def _settle(self) -> None:
+        """Not at once: who changed the bank waits for an answer, and this would delay it."""
+        if not self._settling:  # the last one did it
+            return
+        time.sleep(SETTLE_S)
+        while self._settling:
+            self._settling.popleft().bank()
 
     def prepare(self, inputs: Inputs) -> None:
         """Do what would otherwise make the first request wait."""

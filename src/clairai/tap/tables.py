@@ -12,8 +12,8 @@ oracle.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Final, NamedTuple, Protocol
+from collections.abc import Mapping, Sequence
+from typing import Final, Protocol
 
 import numpy as np
 import torch
@@ -22,7 +22,9 @@ from numpy.typing import NDArray
 from clairai.errors import TapMissingError
 from clairai.probe.columns import Columns
 from clairai.probe.model import Probe
+from clairai.probe.turned import Column, Place, Turned
 from clairai.tap.branch import Branch, OneStream
+from clairai.tap.slots import Slots, block_slots, changed_slots
 
 ACTIVATION_CODES: Final = {"none": 0, "relu": 1, "sigmoid": 2}
 
@@ -57,33 +59,6 @@ def score_twin(
     torch.where(is_relu_K, scores_TK.clamp_min(0), scores_TK, out=scores_TK)
     torch.where(is_sigmoid_K, scores_TK.sigmoid(), scores_TK, out=scores_TK)
     ran += 1
-
-
-Place = tuple[int, int]  # site and slot
-
-
-class Slots(NamedTuple):
-    """New directions for neighbouring slots of a site."""
-
-    site: int
-    slot: int  # the first of them
-    rows_PD: NDArray[np.float32]
-
-
-def changed_slots(before: Mapping[Place, Probe], after: Mapping[Place, Probe]) -> Iterator[Slots]:
-    """What has to be written to come from one to the other; both are in order of places."""
-    first, rows = (0, 0), list[NDArray[np.float32]]()
-    for (site, slot), probe in after.items():
-        if before.get((site, slot)) is probe:
-            continue
-        if rows and (site, slot) != (first[0], first[1] + len(rows)):
-            yield Slots(*first, np.stack(rows))
-            rows = []
-        if not rows:
-            first = (site, slot)
-        rows.append(probe.direction_D)
-    if rows:
-        yield Slots(*first, np.stack(rows))
 
 
 class Tables:
@@ -129,7 +104,10 @@ class Tables:
         # Where in scores_STK column p of token 0 lies; only the bank's columns count.
         self.offset_C = torch.zeros(num_sites * capacity, dtype=torch.int64, device=device)
         self.num_columns = 0
-        self._held: dict[Place, Probe] = {}  # what is in which slot
+        # What is in which slot; None: a probe that was turned, with all others.
+        self._held: dict[Place, Probe | None] = {}
+        self._root: tuple[Column, ...] | None = None  # what those were turned from, and again
+        self._staging = torch.empty(0)
         self.branch: Branch = OneStream()
         self.score: Score = score_twin
         self._scratch_nbytes = 0
@@ -161,15 +139,32 @@ class Tables:
     def score_later(self, name: str) -> None:
         """From now on this site's rows are scored from the stash."""
         self._is_stashed[self.sites.index(name)] = True
-        self._held.clear()  # the next bank is placed anew
+        self._held, self._root = {}, None  # the next bank is placed anew
 
     def load(self, columns: Columns) -> None:
         """Put the bank in place; runs between steps, in the order of the stream.
 
         Only what is new is written: a bank of hundreds of probes changes within one step's time.
         """
+        before, root = self._held, self._root
+        self._held, self._root = {}, None  # if this stops half-way, the next one writes all
+        given = columns.columns
+        if isinstance(given, Turned) and given.root is root:
+            self._held = self._turn(given)
+        else:
+            self._held = self._change(before, columns)
+        self._root = given.root if isinstance(given, Turned) else tuple(given)
+
+    def _turn(self, turned: Turned) -> dict[Place, Probe | None]:
+        """The same probes in the same slots: nothing but their directions is new."""
+        for part in block_slots(turned.places, turned.block_PD):
+            self._write(part)
+        return dict.fromkeys(turned.places)
+
+    def _change(
+        self, before: Mapping[Place, Probe | None], columns: Columns
+    ) -> dict[Place, Probe | None]:
         held = {(c.site_index, c.slot_index): c.probe for c in columns.columns}
-        before, self._held = self._held, {}  # if this stops half-way, the next one writes all
         for site, slot in before.keys() - held.keys():
             self.weights_SHDK[site, :, :, slot] = 0
         for part in changed_slots(before, held):
@@ -177,7 +172,7 @@ class Tables:
         self._set_numbers(held)
         if tuple(held) != tuple(before):
             self._place(tuple(held))
-        self._held = held
+        return {**held}
 
     def _set_numbers(self, held: Mapping[Place, Probe]) -> None:
         """What each probe has beside its direction."""
@@ -190,13 +185,21 @@ class Tables:
 
     def _write(self, part: Slots) -> None:
         """Directions of neighbouring slots, each as halves that add up to it."""
-        rest_PD = torch.from_numpy(part.rows_PD).to(self.device)
+        rest_PD = self._staged(part.rows_PD).to(self.device)
         end = part.slot + len(rest_PD)
         for half, dtype in enumerate(self._halves):
             split_PD = rest_PD.to(dtype)
             self.weights_SHDK[part.site, half, :, part.slot : end].copy_(split_PD.T)
             if half + 1 < len(self._halves):
                 rest_PD = rest_PD - split_PD.float()
+
+    def _staged(self, rows_PD: NDArray[np.float32]) -> torch.Tensor:
+        """In memory that torch may write to; kept, for fresh pages take longer than the copy."""
+        if self._staging.numel() < rows_PD.size:
+            self._staging = torch.empty(rows_PD.size)
+        staged_PD = self._staging[: rows_PD.size].view(rows_PD.shape)
+        np.copyto(staged_PD.numpy(), rows_PD)
+        return staged_PD
 
     def _place(self, slots: Sequence[Place]) -> None:
         """Where the scores of the columns are found."""

@@ -180,7 +180,8 @@ def _check_buffers(manifest: Manifest, holding: Holding) -> None:
                 f"buffer {index} has {nbytes} bytes; give a multiple of {GRANULE_BYTES}, not 0"
             )
     total = sum(manifest.buffers)
-    if total > holding.max_nbytes:
+    needed = sum(align(max(each.nbytes, 1), GRANULE_BYTES) for each in manifest.tensors)
+    if total > needed and total > holding.max_nbytes:  # the first is known soon
         raise WeightsError(
             f"the buffers claim {total} bytes, and all that this engine can take fits in "
             f"{holding.max_nbytes}"

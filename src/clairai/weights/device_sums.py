@@ -1,16 +1,15 @@
 """Takes tensors on a GPU; gives their checksums, and packed copies of them, in one pass each.
 
-P = parts, F = fields of a part, N = tensors. Kernel and table are in sum_kernel.py.
+N = tensors, F = fields of a row of the table. Kernel and table are in sum_kernel.py.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Final
+from typing import Final, NamedTuple
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from clairai.weights import checksum as words
 
@@ -22,9 +21,9 @@ def checksums(spans: Sequence[torch.Tensor]) -> list[str]:
     from clairai.weights.sum_kernel import sum_all
 
     sums_N = _sums(spans)
-    table_PF = _table(spans, spans)
-    if len(table_PF):
-        sum_all(_upload(table_PF, sums_N.device), sums_N)
+    table = _table(spans, spans)
+    if table.num_parts:
+        sum_all(table.rows_NF, sums_N, table.num_parts)
     return _finished(spans, sums_N)
 
 
@@ -34,9 +33,9 @@ def copy(spans: Sequence[torch.Tensor], targets: Sequence[torch.Tensor]) -> list
 
     spans = [_aligned(span) for span in spans]
     sums_N = _sums(spans)
-    table_PF = _table(spans, targets)
-    if len(table_PF):
-        copy_all(_upload(table_PF, sums_N.device), sums_N)
+    table = _table(spans, targets)
+    if table.num_parts:
+        copy_all(table.rows_NF, sums_N, table.num_parts)
     for span, target in zip(spans, targets, strict=True):
         if tail := len(span) % words.WORD_BYTES:
             target[-tail:] = span[-tail:]
@@ -52,26 +51,23 @@ def _sums(spans: Sequence[torch.Tensor]) -> torch.Tensor:
     return torch.zeros(len(spans), dtype=torch.int64, device=spans[0].device)
 
 
-def _table(spans: Sequence[torch.Tensor], targets: Sequence[torch.Tensor]) -> NDArray[np.int64]:
-    """A row for each part: address, first word, words, tensor, address of the copy."""
+class _Table(NamedTuple):
+    """A row for each span: address, words, parts before it, address of the copy."""
+
+    rows_NF: torch.Tensor
+    num_parts: int
+
+
+def _table(spans: Sequence[torch.Tensor], targets: Sequence[torch.Tensor]) -> _Table:
     from clairai.weights.sum_kernel import PART_WORDS
 
-    count_N = np.array([len(span) // words.WORD_BYTES for span in spans], np.int64)
+    count_N = np.array([len(span) for span in spans], np.int64) // words.WORD_BYTES
     parts_N = -(-count_N // PART_WORDS)
-    which_P = np.repeat(np.arange(len(spans), dtype=np.int64), parts_N)
-    begin_N = np.cumsum(parts_N) - parts_N
-    first_P = (np.arange(len(which_P), dtype=np.int64) - begin_N[which_P]) * PART_WORDS
-    count_P = np.minimum(count_N[which_P] - first_P, PART_WORDS)
-    from_P, to_P = (
-        np.array([each.data_ptr() for each in given], np.int64)[which_P]
-        + first_P * words.WORD_BYTES
-        for given in (spans, targets)
+    from_N, to_N = (
+        np.array([each.data_ptr() for each in given], np.int64) for given in (spans, targets)
     )
-    return np.stack((from_P, first_P, count_P, which_P, to_P), axis=1)
-
-
-def _upload(table_PF: NDArray[np.int64], device: torch.device) -> torch.Tensor:
-    return torch.from_numpy(np.ascontiguousarray(table_PF)).to(device)
+    rows_NF = np.stack((from_N, count_N, np.cumsum(parts_N) - parts_N, to_N), axis=1)
+    return _Table(torch.from_numpy(rows_NF).to(spans[0].device), int(parts_N.sum()))
 
 
 def _finished(spans: Sequence[torch.Tensor], sums_N: torch.Tensor) -> list[str]:

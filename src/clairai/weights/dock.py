@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from clairai.errors import WeightsError
 from clairai.weights.buffers import HostLanded, Landed
 from clairai.weights.manifest import CPU, Manifest
+from clairai.weights.shelf import COPIED_BYTES, Copied
 from clairai.wire_weights import Held, Offer
 
 HANDLE_BYTES = 64
@@ -75,7 +76,7 @@ class Dock:
         owned = list(fds)
         try:
             cargo = self._expected(offer, owned)
-            buffer = self._open(offer, owned)
+            buffer = self._open(offer, owned, cargo.plan)
         finally:
             for fd in owned:
                 os.close(fd)
@@ -127,12 +128,15 @@ class Dock:
             raise WeightsError(
                 f"buffer {offer.index} has {offer.nbytes} bytes, {planned} were planned"
             )
-        _require_travelling(offer, fds, home="host" if cargo.plan.device == CPU else "device")
+        _require_travelling(offer, fds, is_on_host=cargo.plan.device == CPU)
         return cargo
 
-    def _open(self, offer: Offer, owned: list[int]) -> Landed:
+    def _open(self, offer: Offer, owned: list[int], plan: Manifest) -> Landed:
         if offer.home == "host":
             return HostLanded(owned.pop(), offer.nbytes)
+        if offer.home == "copied":
+            ends = (t.offset + t.nbytes for t in plan.tensors if t.buffer == offer.index)
+            return Copied(owned.pop(), offer.nbytes, used=max(ends))
         return self._open_device(offer.handle, offer.nbytes)
 
     def _keep(self, cargo: Cargo, buffer: Landed, found: dict[str, str]) -> None:
@@ -143,12 +147,18 @@ class Dock:
             cargo.checksums.update(found)
 
 
-def _require_travelling(offer: Offer, fds: Sequence[int], *, home: str) -> None:
-    wanted = (1, 0) if home == "host" else (0, HANDLE_BYTES)
-    if offer.home != home or (len(fds), len(offer.handle)) != wanted:
+def _require_travelling(offer: Offer, fds: Sequence[int], *, is_on_host: bool) -> None:
+    homes = ("host", "copied") if is_on_host else ("device",)
+    wanted = (1, 0) if is_on_host else (0, HANDLE_BYTES)
+    if offer.home not in homes or (len(fds), len(offer.handle)) != wanted:
         raise WeightsError(
-            f"a buffer in {home} memory comes with {wanted[0]} descriptors and {wanted[1]} bytes "
-            f"of handle; {len(fds)} and {len(offer.handle)} came"
+            f"a buffer in {homes[0]} memory comes with {wanted[0]} descriptors and {wanted[1]} "
+            f"bytes of handle; {len(fds)} and {len(offer.handle)} came"
+        )
+    if offer.home == "copied" and offer.nbytes > COPIED_BYTES:
+        raise WeightsError(
+            f"buffer {offer.index} has {offer.nbytes} bytes, and at most {COPIED_BYTES} are "
+            f"copied; seal it and send it as host memory"
         )
 
 

@@ -12,11 +12,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final, Protocol
 
+import msgspec
 import numpy as np
 
 from clairai import wire_weights
 from clairai.errors import ClairaiError, WeightsError, WeightsTornError
 from clairai.points import Point
+from clairai.probe import checks
 from clairai.probe.columns import Columns
 from clairai.steer.vector import Vector
 from clairai.weights.check import Slot
@@ -60,13 +62,18 @@ class Intake:
         self.vector_rows: tuple[wire_weights.Rows, ...] = ()
         self._model_slots = dict(model_slots)
         self._load = load
+        self._slots: tuple[object, Mapping[str, Slot]] | None = None  # of which banks
         self.receiver = Receiver(folder, device, self.slots, open_device)
 
     def slots(self) -> Mapping[str, Slot]:
         """All that can be sent now."""
-        probes = {} if self.columns is None else _probe_slots(self.columns)
-        steers = {f"{STEER}{each.name}": Slot(("F32",), each.shape) for each in self.vectors}
-        return self._model_slots | probes | steers
+        columns = self.columns
+        banks = (() if columns is None else (columns.names, columns.width)), self.vectors
+        if self._slots is None or self._slots[0] != banks:  # hundreds, and they stay the same
+            probes = {} if columns is None else _probe_slots(columns)
+            steers = {f"{STEER}{each.name}": Slot(("F32",), each.shape) for each in self.vectors}
+            self._slots = banks, {**self._model_slots, **probes, **steers}
+        return self._slots[1]
 
     def receive(self, raw: bytes) -> None:
         """One manifest, whole; an error before the first number is changed, or `is_torn`."""
@@ -174,7 +181,10 @@ class Handover:
             case wire_weights.VerifyWeights(manifest):
                 return _planned(intake.receiver.verify(manifest))
             case wire_weights.CommitWeights(manifest):
-                return self._commit(manifest)
+                committed = self._commit(manifest)
+                if control.wants_rows:
+                    return committed
+                return msgspec.structs.replace(committed, probe_rows=None)
 
     def _commit(self, manifest: bytes) -> wire_weights.WeightsCommitted:
         """As vLLM's own routes do it, in one go; nothing but our errors comes out of it."""
@@ -233,9 +243,13 @@ def _vector_rows(name: str, tensor: Any) -> wire_weights.Rows:
 
 
 def _numbers(*tensors: Any) -> memoryview:
-    """Of all, one after the other; a copy: nothing may point into a buffer that is let go of."""
+    """Of all, one after the other, in memory that stays as long as they do.
+
+    A GPU's are copied here. What came in host memory is the engine's own copy, or sealed pages: it
+    lives on with who holds it.
+    """
     parts = [np.asarray(tensor.cpu().numpy(), "<f4").reshape(-1) for tensor in tensors]
-    numbers = np.concatenate(parts)
+    numbers = parts[0] if len(parts) == 1 else np.concatenate(parts)
     numbers.setflags(write=False)
     return numbers.data.cast("B")
 
@@ -243,6 +257,8 @@ def _numbers(*tensors: Any) -> memoryview:
 def _check_vector(new: wire_weights.Rows, width: int) -> None:
     """VectorError for what no vector may hold; the core, which has them, asks no questions."""
     rows_PD = np.frombuffer(new.data, "<f4").reshape(-1, width)
+    if checks.are_good(rows_PD).all():
+        return
     Vector("checked", {Point("post_block", at): row_D for at, row_D in enumerate(rows_PD)})
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from itertools import groupby
-from typing import Final, Literal, NamedTuple
+from typing import Final, NamedTuple
 
 import msgspec
 import numpy as np
@@ -19,8 +19,10 @@ from clairai.weights.buffers import HostBuffer
 from clairai.weights.checksum import checksum
 from clairai.weights.layout import Described
 from clairai.weights.manifest import Manifest, Tensor
+from clairai.weights.shelf import Shelf
 from clairai.weights.sources import Item
 from clairai.weights.tensors import NAMES
+from clairai.wire_weights import Home
 
 HOST: Final = torch.device("cpu")
 
@@ -29,7 +31,7 @@ class Packed(NamedTuple):
     """A full buffer, its tensors with their checksums, and what it travels as."""
 
     tensors: tuple[Tensor, ...]
-    home: Literal["host", "device"]
+    home: Home
     fds: tuple[int, ...]
     handle: bytes
     close: Callable[[], None]
@@ -38,8 +40,18 @@ class Packed(NamedTuple):
 class Packer:
     """Fills the buffers of one plan, each when it is asked for."""
 
-    def __init__(self, found: Sequence[Item], plan: Manifest, device: torch.device = HOST) -> None:
-        """`device` is where the buffers lie: the host, or the GPU that the plan names."""
+    def __init__(
+        self,
+        found: Sequence[Item],
+        plan: Manifest,
+        device: torch.device = HOST,
+        shelf: Shelf | None = None,
+    ) -> None:
+        """`device` is where the buffers lie: the host, or the GPU that the plan names.
+
+        With a shelf they lie there: for plans of one buffer.
+        """
+        self._shelf = shelf
         self._items: Final = {item.described.name: item for item in found}
         self._device = device
         if device != HOST:
@@ -51,8 +63,16 @@ class Packer:
 
     def pack(self, index: int) -> Packed:
         group, nbytes = self._groups[index], self._sizes[index]
+        if self._shelf is not None:
+            return self._onto(self._shelf, group, nbytes)
         into = self._into_host if self._device == HOST else self._into_gpu
         return into(group, nbytes)
+
+    def _onto(self, shelf: Shelf, group: tuple[Tensor, ...], nbytes: int) -> Packed:
+        bytes_N = shelf.room(nbytes)
+        self._fill(torch.from_numpy(bytes_N), group)
+        sums = [checksum(bytes_N[t.offset : t.offset + t.nbytes].data) for t in group]
+        return Packed(_summed(group, sums), "copied", shelf.fds, b"", _keep)
 
     def _into_host(self, group: tuple[Tensor, ...], nbytes: int) -> Packed:
         buffer = HostBuffer(nbytes)
@@ -94,6 +114,10 @@ class Packer:
         tensor = self._items[planned.name].read()
         _check_as_described(tensor, planned)
         return tensor
+
+
+def _keep() -> None:
+    """The shelf stays for the next time."""
 
 
 def _flat(tensor: torch.Tensor) -> torch.Tensor:

@@ -59,11 +59,15 @@ class Router:
         if self.through == "http":
             return self._over_http("it was asked for")
         try:
-            port = Port(meeting_folder(self.runtime_dir), state.epoch)
+            return self.by_socket(found, state)
         except EngineGoneError as error:
             if self.server is None or self.through != "auto":
                 raise
             return self._over_http(f"the engine's socket is not here: {error.reason}")
+
+    def by_socket(self, found: Sequence[Item], state: WeightsState) -> Route:
+        """EngineGoneError if no engine of this epoch answers there."""
+        port = Port(meeting_folder(self.runtime_dir), state.epoch)
         try:
             return self._over_socket(port, found, state.device)
         except BaseException:

@@ -10,21 +10,24 @@ import secrets
 import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from typing import Any
 
 import msgspec
 
+from clairai.errors import EngineGoneError
 from clairai.serve.calls import Server
 from clairai.weights.actors import ByActor, is_actor
 from clairai.weights.carriers import Carrier
 from clairai.weights.layout import BUFFER_BYTES, DEVICE_BUFFER_BYTES, Meant, lay_out
 from clairai.weights.manifest import CPU, Manifest, Tensor, encode
 from clairai.weights.pack import Packed, Packer
-from clairai.weights.routes import Router, Through
+from clairai.weights.routes import Route, Router, Through
+from clairai.weights.shelf import COPIED_BYTES, Shelf
 from clairai.weights.sources import Item, Named, items
 from clairai.weights.ways import Drain, InProcess, OverHttp, Way
+from clairai.wire_weights import WeightsState
 
 Progress = Callable[[int, int], None]
 Chosen = Callable[[str, str], None]  # told which way and why, before anything is packed
@@ -70,6 +73,8 @@ class Sender:
         self._router = Router(server, runtime_dir, through)
         self._chosen = chosen
         self._buffer_bytes = buffer_bytes
+        self._known: WeightsState | None = None  # as the last hand-over found it
+        self._shelf: Shelf | None = None
 
     def check(self, named: Named, *, label: str = "") -> int:
         """A dry run: names, types and shapes are held against the engine; bytes it would take."""
@@ -83,23 +88,25 @@ class Sender:
     def send(self, named: Named, *, label: str = "", progress: Progress | None = None) -> Sent:
         """All of it, or an error and the old weights; `progress` is told bytes done and in all."""
         began_s = time.perf_counter()
+        known, self._known = self._known, None  # until this one has come to its end
         with ExitStack() as opened:
             found = items(named, opened)
-            state = self._way.state()
             # Before the carrier: buffers are let go of when the engine has let go of them.
             buffers = opened.enter_context(ExitStack())
-            route = self._router.route(found, state)
+            state, route = self._reach(found, known)
             opened.callback(route.carrier.close)
             if self._chosen is not None:
                 self._chosen(route.home, route.why)
             home = state.device if route.home == "device" else CPU
             plan = self._plan(found, state.epoch, home, label)
-            self._way.plan(encode(plan))
-            packer = Packer(found, plan, route.device)
-            tensors = _hand_over(packer, plan, route.carrier, buffers, progress or _silent)
+            packer = Packer(found, plan, route.device, self._shelf_for(plan, route))
+            is_whole = all(item.is_whole for item in found)
+            handed = _Handing(packer, is_whole, plan, route.carrier, buffers, progress or _silent)
+            tensors = handed.over(lambda: self._way.plan(encode(plan)))
             packed_s = time.perf_counter() - began_s
             manifest = msgspec.structs.replace(plan, tensors=tensors)
             committed = self._way.commit(encode(manifest))
+        self._known = state
         return Sent(
             version=committed.version,
             digest=committed.digest,
@@ -114,6 +121,22 @@ class Sender:
             load_s=committed.load_s,
         )
 
+    def _reach(self, found: list[Item], known: WeightsState | None) -> tuple[WeightsState, Route]:
+        """The engine of the last time, if its socket still answers as that; else one is asked."""
+        if known is not None and self._router.through != "http":
+            with suppress(EngineGoneError):
+                return known, self._router.by_socket(found, known)
+        state = self._way.state()
+        return state, self._router.route(found, state)
+
+    def _shelf_for(self, plan: Manifest, route: Route) -> Shelf | None:
+        """What is small and goes by the host's memory goes in memory that was used before."""
+        is_small = len(plan.buffers) == 1 and plan.buffers[0] <= COPIED_BYTES
+        if route.home != "host" or not is_small:
+            return None
+        self._shelf = self._shelf or Shelf()
+        return self._shelf
+
     def _plan(self, found: list[Item], epoch: str, device: str, label: str) -> Manifest:
         meant = Meant(secrets.token_hex(16), epoch, device, label)
         described = [item.described for item in found]
@@ -127,26 +150,51 @@ def _way(target: Any, server: Server | None, drain: Drain) -> Way:
     return ByActor(target, drain) if is_actor(target) else InProcess(target)
 
 
-def _hand_over(
-    packer: Packer, plan: Manifest, carrier: Carrier, buffers: ExitStack, progress: Progress
-) -> tuple[Tensor, ...]:
-    """Each buffer is carried on a thread while the next is packed; those of a GPU stay."""
-    tensors: list[Tensor] = []
-    done = 0
-    with ThreadPoolExecutor(1) as carrying:
-        before: Future[None] | None = None
-        for index, nbytes in enumerate(plan.buffers):
-            packed = packer.pack(index)
-            buffers.callback(packed.close)
-            if before is not None:
-                before.result()
-            before = carrying.submit(_carry, carrier, plan, index, packed)
-            tensors += packed.tensors
-            done += nbytes
-            progress(done, sum(plan.buffers))
-        if before is not None:
+@dataclass(frozen=True)
+class _Handing:
+    """The buffers of one plan; each is carried on a thread while the next is packed."""
+
+    packer: Packer
+    is_whole: bool  # any thread may read what is packed
+    plan: Manifest
+    carrier: Carrier
+    buffers: ExitStack  # those of a GPU stay until it is closed
+    progress: Progress
+
+    def over(self, announce: Callable[[], None]) -> tuple[Tensor, ...]:
+        """All of them, once the engine has been told."""
+        if len(self.plan.buffers) > 1:
+            return self._at_once(announce)
+        announce()
+        packed = self._packed(0)  # a thread for one would take longer than it saves
+        _carry(self.carrier, self.plan, 0, packed)
+        self.progress(self.plan.buffers[0], self.plan.buffers[0])
+        return packed.tensors
+
+    def _at_once(self, announce: Callable[[], None]) -> tuple[Tensor, ...]:
+        """What is whole is packed while the engine is told; one is carried, the next is packed."""
+        tensors: list[Tensor] = []
+        done = 0
+        with ThreadPoolExecutor(1) as thread:
+            early = thread.submit(self._packed, 0) if self.is_whole else None
+            announce()
+            before: Future[None] | None = None
+            for index, nbytes in enumerate(self.plan.buffers):
+                packed = early.result() if early and index == 0 else self._packed(index)
+                if before is not None:
+                    before.result()
+                before = thread.submit(_carry, self.carrier, self.plan, index, packed)
+                tensors += packed.tensors
+                done += nbytes
+                self.progress(done, sum(self.plan.buffers))
+            assert before is not None
             before.result()
-    return tuple(tensors)
+        return tuple(tensors)
+
+    def _packed(self, index: int) -> Packed:
+        packed = self.packer.pack(index)
+        self.buffers.callback(packed.close)
+        return packed
 
 
 def _carry(carrier: Carrier, plan: Manifest, index: int, packed: Packed) -> None:

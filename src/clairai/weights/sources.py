@@ -25,6 +25,7 @@ class Item(NamedTuple):
     described: Described
     device: torch.device
     read: Callable[[], torch.Tensor]
+    is_whole: bool = True  # any thread may read it; a shard is gathered by the one that sends
 
 
 def items(named: Named, opened: ExitStack) -> list[Item]:
@@ -50,7 +51,8 @@ def _of_tensor(name: str, tensor: Any) -> Item:
     if tensor.dtype not in NAMES or tensor.layout != torch.strided:
         raise WeightsError(f"{quote(name)} is a {tensor.dtype} {tensor.layout}; send dense numbers")
     described = Described(name, NAMES[tensor.dtype], tuple(tensor.shape))
-    return Item(described, tensor.device, partial(_full, tensor))
+    is_whole = not hasattr(tensor, "full_tensor")
+    return Item(described, tensor.device, partial(_full, tensor), is_whole)
 
 
 def _full(tensor: Any) -> torch.Tensor:

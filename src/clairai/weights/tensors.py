@@ -11,6 +11,7 @@ from clairai.ring.cuda import DeviceBlock
 from clairai.weights import device_sums
 from clairai.weights.buffers import HostLanded, Landed
 from clairai.weights.manifest import Tensor
+from clairai.weights.shelf import Copied
 
 DTYPES: Final[dict[str, torch.dtype]] = {
     "F64": torch.float64,
@@ -80,5 +81,7 @@ def span(bytes_N: torch.Tensor, tensor: Tensor) -> torch.Tensor:
 def _bytes_of(buffer: Landed) -> torch.Tensor:
     if isinstance(buffer, HostLanded):
         return torch.frombuffer(buffer.view, dtype=torch.uint8)
+    if isinstance(buffer, Copied):
+        return torch.from_numpy(buffer.bytes_N)
     assert isinstance(buffer, DeviceLanded)
     return buffer.bytes_N
