@@ -9,6 +9,7 @@ from typing import Any, Final
 from unittest import mock
 
 import numpy as np
+from msgspec import structs
 
 from clairai.tap import rows, tables
 from tests.engine import attribution
@@ -23,12 +24,14 @@ def run(llm: Any, mutant: Mutant, plan: attribution.Plan) -> attribution.Verdict
 
 def rows_in_scheduler_order() -> Any:
     """Requests sorted by name instead of as the runner laid them out."""
-    return _batches(lambda batch: replace(batch, req_ids=sorted(batch.req_ids, key=hash)))
+    return _batches(lambda batch: structs.replace(batch, req_ids=sorted(batch.req_ids, key=hash)))
 
 
 def rows_shifted_by_one() -> Any:
     """Each request gets its neighbour's rows."""
-    return _batches(lambda batch: replace(batch, req_ids=[*batch.req_ids[1:], batch.req_ids[0]]))
+    return _batches(
+        lambda batch: structs.replace(batch, req_ids=[*batch.req_ids[1:], batch.req_ids[0]])
+    )
 
 
 @contextmanager
