@@ -8,38 +8,38 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from contextlib import ExitStack
 from pathlib import Path
 from statistics import median
 from typing import Any, Final
-from unittest import mock
 
 import numpy as np
 
 import clairai
+from bench import weights_stages
 from bench.weights_shape import random_tensors, shapes_of
-from clairai.weights import Sent
 
 NUM_PROBES: Final = 512
+STAGES: Final = "stages: first at ms, times, ms in all"
 TRANSFERS: Final = 100
 COPY_BYTES: Final = 4 << 30
 DEVICE_BUFFER_BYTES: Final = 512 << 20
 
 
-def send_model(llm: Any, model: Path, device: str, rounds: int) -> dict[str, Any]:
+def send_model(llm: Any, model: Path, device: str, rounds: int, runtime: Path) -> dict[str, Any]:
     """Runs in the engine's front process, which is the trainer here, as all below."""
-    found = _send_model(llm, model, device, rounds)
+    found = _send_model(llm, model, device, rounds, runtime)
     _give_back(device)
     return found
 
 
-def _send_model(llm: Any, model: Path, device: str, rounds: int) -> dict[str, Any]:
+def _send_model(llm: Any, model: Path, device: str, rounds: int, runtime: Path) -> dict[str, Any]:
     from clairai.weights import Sender
 
     held = random_tensors(shapes_of(model), device, seed=1)
-    first = Sender(llm).send(held)  # warms
+    sender = Sender(llm)
+    first = sender.send(held)  # warms
     free_before = _free(device)
-    warm = [Sender(llm).send(held) for _ in range(rounds)]
+    warm = [sender.send(held) for _ in range(rounds)]
     left = free_before - _free(device)
     copied = _copy_bytes_per_s(device)
     nbytes, seconds = warm[0].nbytes, median(one.seconds for one in warm)
@@ -57,41 +57,9 @@ def _send_model(llm: Any, model: Path, device: str, rounds: int) -> dict[str, An
         "of a copy, without vLLM's loading": round(nbytes / alone_s / copied, 4),
         "digests": len({one.digest for one in (first, *warm)}),
         "bytes not given back": left,
-        "ms of each stage": stages(llm, held),
+        STAGES: weights_stages.of(runtime, lambda: sender.send(held)),
         **(_on_a_gpu(llm, held) if device == "cuda" else {}),
     }
-
-
-def stages(llm: Any, held: dict[str, Any]) -> dict[str, float]:
-    """What one send spends its time on; packing and offering overlap."""
-    from clairai.weights import Sender
-    from clairai.weights.pack import Packer
-    from clairai.weights.port import Port
-    from clairai.weights.ways import InProcess
-
-    taken: dict[str, float] = {}
-
-    def timed(owner: Any, name: str) -> Any:
-        original = getattr(owner, name)
-
-        def call(*given: Any) -> Any:
-            began_s = time.perf_counter()
-            try:
-                return original(*given)
-            finally:
-                taken[name] = taken.get(name, 0.0) + (time.perf_counter() - began_s) * 1e3
-
-        return mock.patch.object(owner, name, call)
-
-    with ExitStack() as patched:
-        for name in ("state", "plan", "commit"):
-            patched.enter_context(timed(InProcess, name))
-        patched.enter_context(timed(Packer, "pack"))
-        patched.enter_context(timed(Port, "offer"))
-        sent = Sender(llm).send(held)
-    taken["of the commit, loading"] = sent.load_s * 1e3
-    taken["all"] = sent.seconds * 1e3
-    return {name: round(value, 2) for name, value in taken.items()}
 
 
 def _on_a_gpu(llm: Any, held: dict[str, Any]) -> dict[str, Any]:
@@ -168,36 +136,41 @@ def _free(device: str) -> int:
     return int(torch.cuda.mem_get_info()[0]) if device == "cuda" else 0
 
 
-def send_many(llm: Any, model: Path, device: str, times: int) -> dict[str, Any]:
+def send_many(llm: Any, model: Path, device: str, times: int, runtime: Path) -> dict[str, Any]:
     """One after the other; on a GPU, what it has free in between: of all processes together."""
     from clairai.weights import Sender
 
     held = random_tensors(shapes_of(model), device, seed=1)
-    warm = [Sender(llm).send(held) for _ in range(2)]
+    sender = Sender(llm)
+    warm = [sender.send(held) for _ in range(2)]
     free = [_free(device)]
     sent = []
     for _ in range(times):
-        sent.append(Sender(llm).send(held))
+        sent.append(sender.send(held))
         free.append(_free(device))
     return {
         "transfers": len(sent),
         "bytes of each": sent[0].nbytes,
         "home": sent[0].home,
+        "tensors of each": sent[0].num_tensors,
         "ms of each": round(median(one.seconds for one in sent) * 1e3, 2),
+        "of that vLLM's loading, ms": round(median(one.load_s for one in sent) * 1e3, 2),
+        "ms without it": round(median(one.seconds - one.load_s for one in sent) * 1e3, 2),
+        STAGES: weights_stages.of(runtime, lambda: sender.send(held)),
         "digests": len({one.digest for one in (*warm, *sent)}),
         "bytes not given back": free[0] - free[-1],
         "most at once": free[0] - min(free),
     }
 
 
-def send_banks(llm: Any, layers: int, rounds: int) -> dict[str, Any]:
+def send_banks(llm: Any, layers: int, rounds: int, runtime: Path) -> dict[str, Any]:
     """A full bank of probes, then a vector of every layer; times of the whole call, in ms."""
     from clairai import wire
     from clairai.offline import ask
     from clairai.points import Point
     from clairai.probe.model import Probe
     from clairai.steer.vector import Vector
-    from clairai.weights import bank
+    from clairai.weights import Sender, bank
 
     width = ask(llm, wire.Describe(), wire.Description).width
     rng = np.random.default_rng(2)
@@ -209,17 +182,23 @@ def send_banks(llm: Any, layers: int, rounds: int) -> dict[str, Any]:
     clairai.VectorBank(llm).add(Vector("v", dict.fromkeys(points, rows_PD[0])))
     rows_LD = rng.standard_normal((layers, width)).astype(np.float32)
     one_by_one = {f"probe::{name}": row_D for name, row_D in rows.items()}
-    return {
-        f"{NUM_PROBES} probes, ms": _sent_ms(llm, bank(list(rows), rows_PD), rounds),
-        f"{NUM_PROBES} probes, a tensor for each, ms": _sent_ms(llm, one_by_one, rounds),
-        f"a vector of {layers} layers, ms": _sent_ms(llm, {"steer::v": rows_LD}, rounds),
+    sender, names = Sender(llm), list(rows)
+    ways: dict[str, Callable[[], object]] = {
+        f"{NUM_PROBES} probes": lambda: sender.send(bank(names, rows_PD)),
+        f"{NUM_PROBES} probes, by redirect": lambda: clairai.ProbeBank(llm).redirect(
+            names, rows_PD
+        ),
+        f"{NUM_PROBES} probes, a tensor for each": lambda: sender.send(one_by_one),
+        f"a vector of {layers} layers": lambda: sender.send({"steer::v": rows_LD}),
     }
+    found: dict[str, Any] = {}
+    for way, act in ways.items():
+        found[f"{way}, ms"] = _ms(act, rounds)
+        found[f"{way}, {STAGES}"] = weights_stages.of(runtime, act)
+    return found
 
 
-def _sent_ms(llm: Any, named: dict[str, Any], rounds: int) -> float:
-    from clairai.weights import Sender
-
-    sender = Sender(llm)
-    sender.send(named)
-    sent: list[Sent] = [sender.send(named) for _ in range(rounds)]
-    return round(median(one.seconds for one in sent) * 1e3, 2)
+def _ms(act: Callable[[], object], rounds: int) -> list[float]:
+    """The median and the fastest of 2 that warm and three times `rounds` that count."""
+    taken = [_timed(act) * 1e3 for _ in range(2 + 3 * rounds)][2:]
+    return [round(median(taken), 2), round(min(taken), 2)]

@@ -149,18 +149,21 @@ def _check_whole(names: set[str], holding: Holding) -> None:
 
 
 def _check_tensor(tensor: Tensor, slot: Slot) -> None:
-    name = quote(tensor.name)
     if tensor.shape != slot.shape:
         raise WeightsError(
-            f"{name} has shape {list(tensor.shape)}, the engine's has {list(slot.shape)}"
+            f"{quote(tensor.name)} has shape {list(tensor.shape)}, the engine's has "
+            f"{list(slot.shape)}"
         )
     if tensor.dtype not in slot.dtypes:
         raise WeightsError(
-            f"{name} has dtype {tensor.dtype}, the engine takes {' or '.join(slot.dtypes)}; cast it"
+            f"{quote(tensor.name)} has dtype {tensor.dtype}, the engine takes "
+            f"{' or '.join(slot.dtypes)}; cast it"
         )
     nbytes = size_of(tensor.shape, tensor.dtype)
     if tensor.nbytes != nbytes:
-        raise WeightsError(f"{name} claims {tensor.nbytes} bytes, its shape has {nbytes}")
+        raise WeightsError(
+            f"{quote(tensor.name)} claims {tensor.nbytes} bytes, its shape has {nbytes}"
+        )
 
 
 def size_of(shape: Sequence[int], dtype: str) -> int:

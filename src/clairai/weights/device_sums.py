@@ -5,7 +5,8 @@ N = tensors, F = fields of a row of the table. Kernel and table are in sum_kerne
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Final, NamedTuple
 
 import numpy as np
@@ -29,6 +30,13 @@ def checksums(spans: Sequence[torch.Tensor]) -> list[str]:
 
 def copy(spans: Sequence[torch.Tensor], targets: Sequence[torch.Tensor]) -> list[str]:
     """Copy each span's bytes to its target, as long; the checksums. On return it is done."""
+    return begin_copy(spans, targets)()
+
+
+def begin_copy(
+    spans: Sequence[torch.Tensor], targets: Sequence[torch.Tensor]
+) -> Callable[[], list[str]]:
+    """As copy, under way: call what this gives to wait for it. `spans` must stay until then."""
     from clairai.weights.sum_kernel import copy_all
 
     spans = [_aligned(span) for span in spans]
@@ -37,9 +45,9 @@ def copy(spans: Sequence[torch.Tensor], targets: Sequence[torch.Tensor]) -> list
     if table.num_parts:
         copy_all(table.rows_NF, sums_N, table.num_parts)
     for span, target in zip(spans, targets, strict=True):
-        if tail := len(span) % words.WORD_BYTES:
+        if tail := span.nbytes % words.WORD_BYTES:
             target[-tail:] = span[-tail:]
-    return _finished(spans, sums_N)
+    return partial(_finished, spans, sums_N)
 
 
 def _aligned(span: torch.Tensor) -> torch.Tensor:
@@ -61,7 +69,7 @@ class _Table(NamedTuple):
 def _table(spans: Sequence[torch.Tensor], targets: Sequence[torch.Tensor]) -> _Table:
     from clairai.weights.sum_kernel import PART_WORDS
 
-    count_N = np.array([len(span) for span in spans], np.int64) // words.WORD_BYTES
+    count_N = np.array([span.nbytes for span in spans], np.int64) // words.WORD_BYTES
     parts_N = -(-count_N // PART_WORDS)
     from_N, to_N = (
         np.array([each.data_ptr() for each in given], np.int64) for given in (spans, targets)
@@ -74,14 +82,14 @@ def _finished(spans: Sequence[torch.Tensor], sums_N: torch.Tensor) -> list[str]:
     """Waits for the device, once for all of them, and again for each odd end."""
     totals: list[int] = sums_N.tolist()
     return [
-        words.finish(total + _tail(span), len(span))
+        words.finish(total + _tail(span), span.nbytes)
         for total, span in zip(totals, spans, strict=True)
     ]
 
 
 def _tail(span: torch.Tensor) -> int:
     """What the bytes after the last whole word add."""
-    if len(span) % words.WORD_BYTES == 0:
+    if span.nbytes % words.WORD_BYTES == 0:
         return 0  # as nearly always; asking the GPU for no bytes takes time too
     whole = len(span) // words.WORD_BYTES
     rest = bytes(span[whole * words.WORD_BYTES :].tolist())

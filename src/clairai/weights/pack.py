@@ -52,6 +52,7 @@ class Packer:
         With a shelf they lie there: for plans of one buffer.
         """
         self._shelf = shelf
+        self._rooms: dict[int, DeviceBlock] = {}  # of a GPU, for the next buffer
         self._items: Final = {item.described.name: item for item in found}
         self._device = device
         if device != HOST:
@@ -65,8 +66,7 @@ class Packer:
         group, nbytes = self._groups[index], self._sizes[index]
         if self._shelf is not None:
             return self._onto(self._shelf, group, nbytes)
-        into = self._into_host if self._device == HOST else self._into_gpu
-        return into(group, nbytes)
+        return self._into_host(group, nbytes) if self._device == HOST else self._into_gpu(group)
 
     def _onto(self, shelf: Shelf, group: tuple[Tensor, ...], nbytes: int) -> Packed:
         bytes_N = shelf.room(nbytes)
@@ -89,20 +89,35 @@ class Packer:
             raise
         return Packed(_summed(group, sums), "host", buffer.fds, b"", buffer.close)
 
-    def _into_gpu(self, group: tuple[Tensor, ...], nbytes: int) -> Packed:
+    def _into_gpu(self, group: tuple[Tensor, ...]) -> Packed:
         """Copied and summed in one pass; on return it is in the memory of the GPU."""
-        block = _allocate(nbytes, self._device)
+        block = self._room(group[0].buffer)
         try:
             bytes_N = device_memory.device_bytes(block, self._device)
             targets = [device_memory.span(bytes_N, planned) for planned in group]
             with torch.cuda.device(self._device):
                 spans = [_flat(self._read(planned).to(self._device)) for planned in group]
-                sums = device_sums.copy(spans, targets)
-            handle = block.handle
+                finish = device_sums.begin_copy(spans, targets)
+                handle = block.handle
+                self._prepare(group[0].buffer + 1)  # while the GPU copies
+                sums = finish()
         except BaseException:
             block.close()
             raise
         return Packed(_summed(group, sums), "device", (), handle, block.close)
+
+    def _room(self, index: int) -> DeviceBlock:
+        return self._rooms.pop(index, None) or _allocate(self._sizes[index], self._device)
+
+    def _prepare(self, index: int) -> None:
+        if index < len(self._sizes):
+            self._rooms[index] = _allocate(self._sizes[index], self._device)
+
+    def close(self) -> None:
+        """Let go of what was prepared and never packed."""
+        for room in self._rooms.values():
+            room.close()
+        self._rooms.clear()
 
     def _fill(self, bytes_N: torch.Tensor, group: tuple[Tensor, ...]) -> None:
         for planned in group:

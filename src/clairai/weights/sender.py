@@ -100,6 +100,7 @@ class Sender:
             home = state.device if route.home == "device" else CPU
             plan = self._plan(found, state.epoch, home, label)
             packer = Packer(found, plan, route.device, self._shelf_for(plan, route))
+            buffers.callback(packer.close)
             is_whole = all(item.is_whole for item in found)
             handed = _Handing(packer, is_whole, plan, route.carrier, buffers, progress or _silent)
             tensors = handed.over(lambda: self._way.plan(encode(plan)))
