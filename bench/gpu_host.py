@@ -33,8 +33,8 @@ def main() -> None:
     parser.add_argument("--shape", default="qwen3-0.6b")
     parser.add_argument("--batches", type=int, nargs="*", default=[64, 256])
     options = parser.parse_args()
-    sys.stdout.write("| engine | requests | steps | p50, us | p99, us |\n")
-    sys.stdout.write("| --- | --- | --- | --- | --- |\n")
+    sys.stdout.write("| engine | requests | steps | p50, us | p99, us | timers alone, p50 |\n")
+    sys.stdout.write("| --- | --- | --- | --- | --- | --- |\n")
     with (
         tempfile.TemporaryDirectory() as folder,
         engines(options.shape, CASES, Path(folder)) as running,
@@ -45,19 +45,29 @@ def main() -> None:
 
 def measure(engine: EngineProcess, case: Case, options: argparse.Namespace) -> list[dict[str, Any]]:
     engine.call(in_worker, gpu_shares.install)
-    return [_measure(engine, case.name, batch) for batch in options.batches]
+    ours = {batch: _seconds(engine, batch) for batch in options.batches}
+    engine.call(in_worker, gpu_shares.time_nothing)
+    nothing = {batch: _seconds(engine, batch) for batch in options.batches}
+    return [_told(case.name, batch, ours[batch], nothing[batch]) for batch in options.batches]
 
 
-def _measure(engine: EngineProcess, name: str, batch: int) -> dict[str, Any]:
+def _seconds(engine: EngineProcess, batch: int) -> list[float]:
     engine.call(decode_times, batch, 16)  # warms
     engine.call(in_worker, gpu_shares.take)
     engine.call(decode_times, batch, NUM_NEW)
-    seconds = engine.call(in_worker, gpu_shares.take)[batch]
-    p50, p99 = np.percentile(seconds, (50, 99)) * 1e6
-    sys.stdout.write(f"| {name} | {batch} | {len(seconds)} | {p50:.1f} | {p99:.1f} |\n")
+    found: list[float] = engine.call(in_worker, gpu_shares.take)[batch]
+    return found
+
+
+def _told(name: str, batch: int, ours: list[float], nothing: list[float]) -> dict[str, Any]:
+    """With the time that the timers take, and what that is."""
+    p50, p99 = np.percentile(ours, (50, 99)) * 1e6
+    timers = float(np.median(nothing)) * 1e6
+    sys.stdout.write(f"| {name} | {batch} | {len(ours)} | {p50:.1f} | {p99:.1f} | {timers:.1f} |\n")
     sys.stdout.flush()
-    row = {"engine": name, "requests": batch, "steps": len(seconds)}
-    return row | {"p50_us": round(p50, 1), "p99_us": round(p99, 1)}
+    found = {"p50_us": p50, "p99_us": p99, "timers_us": timers}
+    row = {"engine": name, "requests": batch, "steps": len(ours)}
+    return row | {key: round(float(value), 1) for key, value in found.items()}
 
 
 def in_worker(llm: Any, function: Any) -> Any:

@@ -14,7 +14,7 @@ import torch
 
 from clairai.tap.fused import FusedSite
 
-WRAPPED: Final = ("execute_model", "prepare_inputs")
+WRAPPED: Final = ("execute_model", "prepare_inputs", "sample_tokens")
 
 
 class Silence:

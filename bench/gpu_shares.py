@@ -1,25 +1,29 @@
 """Takes a worker with taps; gives how much of every step is our own work on its thread.
 
-Each wrapped method of the runner is timed from outside, and what it wraps from inside: ours is the
-difference, the launch and the copy of the row map included.
+Each wrapped method is timed from outside, and what it wraps from inside: ours is the difference,
+the launch and the copy of the row map included. What the timers themselves take of it is measured
+too, with wrappers that do nothing.
 """
 
 from __future__ import annotations
 
 import time
+from collections.abc import Callable, Iterator
 from typing import Any, Final
 
-# compat/runner.py: the outer one is left last.
+# compat/runner.py: execute_model is left last, but for what comes with the sampling.
 STEP: Final = "execute_model"
-LAYOUT: Final = ("prepare_inputs", "_prepare_inputs")  # of the V2 and of the V1 runner
+OF_RUNNER: Final = ("prepare_inputs", "_prepare_inputs", "sample_tokens", STEP)
+OF_MODEL: Final = ("compute_logits",)
 
 
 class Shares:
     """Seconds of our own work, of each step with so many requests that all decode."""
 
-    def __init__(self) -> None:
+    def __init__(self, wrapped: list[tuple[Any, str, Any]]) -> None:
         self.seconds: dict[int, list[float]] = {}
         self.pending = 0.0
+        self.wrapped = wrapped  # owners, names, and ours
 
     def end_step(self, scheduled: Any) -> None:
         num_requests = len(scheduled.num_scheduled_tokens)
@@ -29,12 +33,24 @@ class Shares:
 
 
 def install(worker: Any) -> None:
-    """Runs in the worker, like all here."""
-    runner, shares = worker.model_runner, Shares()
-    worker.bench_shares = shares
-    for name in (*LAYOUT, STEP):
-        if name in vars(runner):
-            _time(runner, name, shares)
+    """Time our wrappers from now on; runs in the worker, like all here."""
+    found = [(owner, name, vars(owner)[name]) for owner, name in _wrapped(worker.model_runner)]
+    shares = worker.bench_shares = Shares(found)
+    for owner, name, ours in found:
+        cell = ours.__closure__[ours.__code__.co_freevars.index("original")]
+        inside = [0.0]
+        cell.cell_contents = _timed_inside(cell.cell_contents, inside)
+        setattr(owner, name, _timed(ours, name, inside, shares))
+
+
+def time_nothing(worker: Any) -> None:
+    """From now on wrappers that do nothing are timed: nothing is tapped any more."""
+    shares = worker.bench_shares
+    for owner, name, ours in shares.wrapped:
+        inside, original = [0.0], ours.__wrapped__
+        setattr(
+            owner, name, _timed(_passing(_timed_inside(original, inside)), name, inside, shares)
+        )
 
 
 def take(worker: Any) -> dict[int, list[float]]:
@@ -44,17 +60,29 @@ def take(worker: Any) -> dict[int, list[float]]:
     return found
 
 
-def _time(runner: Any, name: str, shares: Shares) -> None:
-    ours = vars(runner)[name]
-    cell = ours.__closure__[ours.__code__.co_freevars.index("original")]
-    original, inside = cell.cell_contents, [0.0]
+def _wrapped(runner: Any) -> Iterator[tuple[Any, str]]:
+    for owner, names in ((runner, OF_RUNNER), (runner.model, OF_MODEL)):
+        yield from ((owner, name) for name in names if name in vars(owner))
 
+
+def _passing(original: Callable[..., Any]) -> Callable[..., Any]:
+    def passing(*args: Any, **kwargs: Any) -> Any:
+        return original(*args, **kwargs)
+
+    return passing
+
+
+def _timed_inside(original: Callable[..., Any], inside: list[float]) -> Callable[..., Any]:
     def timed_inside(*args: Any, **kwargs: Any) -> Any:
         begin_s = time.perf_counter()
         result = original(*args, **kwargs)
         inside[0] = time.perf_counter() - begin_s
         return result
 
+    return timed_inside
+
+
+def _timed(ours: Any, name: str, inside: list[float], shares: Shares) -> Callable[..., Any]:
     def timed(*args: Any, **kwargs: Any) -> Any:
         begin_s = time.perf_counter()
         result = ours(*args, **kwargs)
@@ -63,5 +91,4 @@ def _time(runner: Any, name: str, shares: Shares) -> None:
             shares.end_step(args[0] if args else kwargs["scheduler_output"])
         return result
 
-    cell.cell_contents = timed_inside
-    vars(runner)[name] = timed
+    return timed
