@@ -67,10 +67,10 @@ def main() -> None:
 def _said() -> list[str]:
     return [
         f"{NUM_PROBES} probes at one point, and a vector of all 30 layers, of "
-        "SmolLM2-135M-Instruct, width 576; vLLM's CPU build, the engine core in a process of its "
-        "own. From the call to its return, on two cores that others used as well. The goal is 10 "
-        "ms. A hand-over asks the engine twice and goes through shared memory, checked on both "
-        "sides; `redirect` is one message."
+        "SmolLM2-135M-Instruct, width 576; vLLM's CPU build, the engine core and its worker in a "
+        "process of their own, as on one GPU. From the call to its return, on two cores that "
+        "others used as well. The goal is 10 ms. A hand-over asks the engine twice and goes "
+        "through shared memory, checked on both sides; `redirect` is one message."
     ]
 
 
