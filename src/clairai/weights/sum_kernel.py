@@ -22,7 +22,7 @@ from clairai.weights import checksum as words
 
 TILE_R: Final = 8
 TILE_C: Final = 512
-TILES: Final = 32  # a MiB: to find its span takes a program a fiftieth of its time
+TILES: Final = 32  # a MiB: much to read for each search of the table
 TILE_W: Final = TILE_R * TILE_C
 PART_WORDS: Final = TILE_W * TILES
 FIELDS: Final = 4
