@@ -13,7 +13,7 @@ from clairai import wire_steer
 from clairai.errors import VectorError
 from clairai.points import Point, quote
 from clairai.probe.model import MAX_NAME, MAX_WIDTH
-from clairai.steer.vector import MAX_NUMBERS, MAX_POINTS, digest_of
+from clairai.steer.vector import MAX_NUMBERS, MAX_POINTS, Vector, digest_of
 from tests.unit.tiny_probes import numbers
 from tests.unit.tiny_vectors import vector
 
@@ -172,3 +172,23 @@ def test_what_people_are_told_survives_the_wire() -> None:
 def test_the_norm_of_the_largest_numbers_is_a_number() -> None:
     largest = np.full(4, np.finfo(np.float32).max, np.float32)
     assert np.isfinite(vector(rows={FIRST: largest}).listed().norms).all()
+
+
+def test_the_block_of_a_vector_has_its_rows_wherever_they_came_from() -> None:
+    """Rows that are views of the caller's own block, in another order, are not taken for it."""
+    theirs_ND = np.arange(1, 9, dtype=np.float32).reshape(2, 4)
+    points = [Point("post_block", layer) for layer in (3, 1)]
+    made = Vector("v", dict(zip(points, theirs_ND, strict=True)))
+    assert made.block_ND.tolist() == [[5, 6, 7, 8], [1, 2, 3, 4]]
+    assert np.shares_memory(made.block_ND, made.rows[points[0]])
+
+
+@pytest.mark.parametrize("is_read_only", [True, False])
+def test_rows_that_can_still_be_written_are_copied(is_read_only: bool) -> None:
+    theirs_ND = np.arange(1, 9, dtype=np.float32).reshape(2, 4).copy()
+    points = [Point("post_block", layer) for layer in (1, 3)]
+    theirs_ND.setflags(write=not is_read_only)
+    made = Vector("v", dict(zip(points, theirs_ND, strict=True)))
+    assert np.shares_memory(made.block_ND, theirs_ND) == is_read_only
+    assert not made.block_ND.flags.writeable
+    assert not made.rows[points[0]].flags.writeable

@@ -38,13 +38,10 @@ class Held:
 
     @classmethod
     def of(cls, vector: Vector) -> Held:
-        peaks = np.abs(np.stack([*vector.rows.values()])).max(axis=1)
+        block_ND, digests = vector.block_ND, vector.row_digests
+        peaks = np.maximum(block_ND.max(axis=1), -block_ND.min(axis=1)).tolist()
         rows = {
-            point: HeldRow(
-                Row(str(point), vector.row_digests[point], row_D.tobytes()),
-                norm(row_D),
-                float(peak),
-            )
+            point: HeldRow(Row(str(point), digests[point], row_D.tobytes()), norm(row_D), peak)
             for (point, row_D), peak in zip(vector.rows.items(), peaks, strict=True)
         }
         return cls(vector, MappingProxyType(rows))

@@ -41,11 +41,13 @@ class Packed:
     rows: tuple[tuple[Point, str], ...]
 
     def unpack(self, width: int, *, what: str) -> Vector:
-        unpacked = {
-            point: decode(text, self.dtype, width, what=f"{what}.points[{str(point)!r}]")
-            for point, text in self.rows
-        }
-        return Vector(INLINE, unpacked)
+        # Row by row into one block: memory not used before costs more than the work does.
+        block_ND = np.empty((len(self.rows), width), np.float32)
+        for row_D, (point, text) in zip(block_ND, self.rows, strict=True):
+            row_D[:] = decode(text, self.dtype, width, what=f"{what}.points[{str(point)!r}]")
+        block_ND.setflags(write=False)  # the vector takes it as it is
+        points = (point for point, _ in self.rows)
+        return Vector(INLINE, dict(zip(points, block_ND, strict=True)))
 
     def written(self) -> dict[str, Any]:
         return {"dtype": self.dtype, "points": {str(point): text for point, text in self.rows}}

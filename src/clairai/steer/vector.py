@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import hashlib
+import math
 import struct
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -62,6 +63,11 @@ class Vector:
         return tuple(self.rows)
 
     @cached_property
+    def block_ND(self) -> NDArray[np.float32]:
+        """All rows, in order: where they lie side by side already, without a copy."""
+        return _block([*self.rows.values()])
+
+    @cached_property
     def row_digests(self) -> Mapping[Point, str]:
         """Of the numbers at each point: see digest_of."""
         return MappingProxyType({point: digest_of(row_D) for point, row_D in self.rows.items()})
@@ -110,6 +116,12 @@ _TEXTS: Final = (
 )
 
 
+def _is_same(row_D: Row, other_D: Row) -> bool:
+    """Whether they are the same memory."""
+    mine, theirs = row_D.__array_interface__, other_D.__array_interface__
+    return bool(mine["data"] == theirs["data"] and mine["strides"] == theirs["strides"])
+
+
 def digest_of(row_D: Row) -> str:
     """SHA-256 of a row's numbers; equal for equal numbers, whichever point or vector has them."""
     content = hashlib.sha256(_ROW_SCHEMA)
@@ -119,7 +131,8 @@ def digest_of(row_D: Row) -> str:
 
 def norm(row_D: Row) -> float:
     """The row's length; in float64, where no float32 overflows."""
-    return float(np.linalg.norm(row_D.astype(np.float64)))
+    wide_D = row_D.astype(np.float64)
+    return math.sqrt(wide_D @ wide_D)
 
 
 def _check_name(name: object) -> None:
@@ -183,11 +196,31 @@ def _good_rows(given: Sequence[object]) -> list[Row] | None:
     (shape,) = shapes
     if len(shape) != 1 or not 1 <= shape[0] <= checks.MAX_WIDTH:
         return None
-    block_ND = np.array(rows, "<f4")
-    if not (np.isfinite(block_ND).all() and block_ND.any(axis=1).all()):
+    block_ND = _block(rows)
+    high_N, low_N = block_ND.max(axis=1), block_ND.min(axis=1)
+    is_finite = np.isfinite(high_N).all() and np.isfinite(low_N).all()  # NaN is both
+    if not (is_finite and (high_N.astype(bool) | low_N.astype(bool)).all()):
         return None
+    return list(block_ND)  # each has the block as its base: see Vector.block_ND
+
+
+def _block(rows: Sequence[Row]) -> NDArray[np.float32]:
+    """The rows, of one width, side by side; a copy, unless they are so and cannot be written."""
+    found_ND = _side_by_side(rows)
+    if found_ND is not None and not found_ND.flags.writeable and found_ND.flags.owndata:
+        return found_ND
+    block_ND = np.empty((len(rows), len(rows[0])), "<f4")
+    np.concatenate(rows, out=block_ND.reshape(-1))
     block_ND.setflags(write=False)
-    return list(block_ND)
+    return block_ND
+
+
+def _side_by_side(rows: Sequence[Row]) -> NDArray[np.float32] | None:
+    """The block that has just these rows, if there is one."""
+    block_ND = rows[0].base
+    if not isinstance(block_ND, np.ndarray) or block_ND.shape != (len(rows), len(rows[0])):
+        return None
+    return block_ND if all(map(_is_same, rows, block_ND)) else None
 
 
 def _row(place: str, given: object) -> Row:
