@@ -27,7 +27,8 @@ from clairai.ring.layout import RingHeader, RingShape
 from clairai.ring.memory import HostMemory
 from clairai.ring.writer import RingWriter
 from clairai.tap import native
-from clairai.tap.commit import Brief, DeviceOutlet, Form
+from clairai.tap.brief import Brief, Form
+from clairai.tap.commit import DeviceOutlet
 from clairai.tap.commit_kernel import DONE_WORD
 from clairai.tap.launch import CALLS, Driver, Launch
 from clairai.tap.lineup import Lane, NativeLaunches

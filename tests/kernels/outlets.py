@@ -23,7 +23,8 @@ from clairai.ring.memory import HostMemory
 from clairai.ring.reader import Record, Ring
 from clairai.ring.writer import RingWriter
 from clairai.tap import commit_kernel
-from clairai.tap.commit import Brief, DeviceOutlet, Form, constants
+from clairai.tap.brief import Brief, Form
+from clairai.tap.commit import DeviceOutlet, constants
 from clairai.tap.outlet import HostOutlet, Inputs, Step
 from clairai.tap.rows import Batch, RowBook, StepRows
 from clairai.tap.tables import Tables

@@ -23,7 +23,7 @@ from clairai.ring.layout import (
     row_bytes,
 )
 from clairai.tap import commit, commit_kernel
-from clairai.tap.commit import NUM_BRIEFS
+from clairai.tap.ledger import NUM_BRIEFS
 from tests.kernels.outlets import (
     WIDE,
     Outlets,

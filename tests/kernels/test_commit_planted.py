@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from clairai import wire
 from clairai.tap import commit_kernel
-from clairai.tap.commit import Brief, Form
+from clairai.tap.brief import Brief, Form
 from clairai.tap.rows import Roster, StepRows
 from tests.kernels.outlets import WIDE, Outlets, assert_same, outlets, rows_in
 from tests.unit.toy_engine import Plan

@@ -103,7 +103,8 @@ def test_only_taps_compat_and_who_packs_weights_import_torch() -> None:
 
 
 EARLY = {
-    "tap.commit_kernel": ["tap.commit"],
+    "tap.brief": ["tap.commit"],
+    "tap.commit_kernel": ["tap.brief", "tap.commit"],
     "tap.score_kernel": ["tap.commit"],
     "tap.steer_kernel": ["tap.norm_kernel"],
 }
@@ -121,7 +122,7 @@ def test_only_the_kernels_import_triton_and_only_the_launch_of_one_imports_it_at
     """A CPU engine has no Triton: what it imports must not need one."""
     importing = [module.name for module in package() if is_importing(module, "triton")]
     assert sorted(importing) == list(KERNELS)
-    for kernel in (*KERNELS, "tap.commit"):
+    for kernel in (*KERNELS, "tap.brief", "tap.commit"):
         name = f"clairai.{kernel}"
         early = [m.name for m in package() if is_importing_at_start(m, name, MODULES)]
         assert early == EARLY.get(kernel, [])

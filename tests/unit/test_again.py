@@ -16,7 +16,8 @@ from hypothesis import strategies as st
 
 from clairai.ring.layout import RingHeader, RingShape
 from clairai.tap import native
-from clairai.tap.commit import MAX_EVENTS, Brief, DeviceOutlet, Form
+from clairai.tap.brief import MAX_EVENTS, Brief, Form
+from clairai.tap.commit import DeviceOutlet
 from clairai.tap.commit_kernel import BRIEF_HEAD, DONE_WORD, PLAN_FIELDS, ROW_WORDS
 from clairai.tap.launch import CALLS, Driver, Launch
 from clairai.tap.lineup import Lane, NativeLaunches

@@ -9,8 +9,10 @@ import torch
 from clairai.errors import EngineGoneError
 from clairai.ring.layout import RingHeader, RingShape
 from clairai.tap import commit
-from clairai.tap.commit import NUM_BRIEFS, Brief, DeviceOutlet, Form
+from clairai.tap.brief import Brief, Form
+from clairai.tap.commit import DeviceOutlet
 from clairai.tap.commit_kernel import BRIEF_HEAD, DONE_WORD
+from clairai.tap.ledger import NUM_BRIEFS
 from clairai.tap.outlet import Inputs, Step
 from clairai.tap.rows import Batch, Mark, RowBook, StepRows
 from clairai.tap.tables import Tables

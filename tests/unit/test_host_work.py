@@ -19,8 +19,10 @@ from clairai.points import Point
 from clairai.ring.layout import RingHeader, RingShape
 from clairai.ring.memory import HostMemory
 from clairai.ring.writer import RingWriter
-from clairai.tap.commit import NUM_BRIEFS, Brief, DeviceOutlet, Form
+from clairai.tap.brief import Brief, Form
+from clairai.tap.commit import DeviceOutlet
 from clairai.tap.commit_kernel import DONE_WORD
+from clairai.tap.ledger import NUM_BRIEFS
 from clairai.tap.outlet import HostOutlet, Inputs, Outlet, Step
 from clairai.tap.rows import Batch, Mark, RowBook
 from clairai.tap.tables import Tables

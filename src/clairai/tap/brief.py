@@ -1,0 +1,110 @@
+"""Takes one step's rows; gives the brief that tells the kernel whose they are, in pinned memory.
+
+T = tokens in this step, R = requests in this step. Steps that are all alike share a form: of it,
+only four words of a brief differ.
+"""
+
+from __future__ import annotations
+
+import struct
+import time
+from dataclasses import dataclass
+from typing import Final
+
+import numpy as np
+import torch
+
+from clairai.ring.layout import RingShape
+from clairai.tap import commit_kernel as kernel
+from clairai.tap.ledger import NO_FORM, Sheet
+from clairai.tap.rows import Roster, StepRows
+
+MAX_EVENTS: Final = 512
+MAX_PROGRAMS: Final = 32  # for one record
+# Words of a brief's head that differ from step to step, and the one that the GPU writes.
+PAIR: Final = struct.Struct("<2q")
+DONE: Final = struct.Struct("<q")
+
+
+@dataclass(frozen=True, eq=False)
+class Form:
+    """What steps that are all alike tell the kernel. Compare with `is`."""
+
+    number: int  # from one on: the ledger knows forms by it
+    rows: StepRows
+    bank: int  # epoch low half, bank version
+    num_rows: int
+    num_columns: int
+    per_record: int
+    num_records: int
+    grids: tuple[tuple[int, int], ...]  # of each launch: records, programs for each
+
+    @classmethod
+    def of(cls, number: int, rows: StepRows, bank: int, num_columns: int, shape: RingShape) -> Form:
+        num_rows = len(rows.events) + rows.num_tokens
+        per_record = shape.rows_per_record(num_columns)
+        num_records = -(-num_rows // per_record)
+        num_scores = min(num_rows, per_record) * num_columns
+        num_programs = min(max(-(-num_scores // kernel.TILE_E), 1), MAX_PROGRAMS)
+        firsts = range(0, num_records, shape.ahead)
+        grids = tuple((min(shape.ahead, num_records - at), num_programs) for at in firsts)
+        return cls(number, rows, bank, num_rows, num_columns, per_record, num_records, grids)
+
+
+class Brief:
+    """What the kernel is told of one step: see the top of commit_kernel.py."""
+
+    def __init__(self, sheet: Sheet, max_requests: int, max_tokens: int) -> None:
+        plan = kernel.BRIEF_HEAD + kernel.PLAN_FIELDS * max_requests
+        events = kernel.ROW_WORDS * MAX_EVENTS // 2
+        self.tokens_at = plan + events
+        num_words = plan + events + (max_tokens + 1) // 2
+        is_pinned = torch.cuda.is_available()
+        self.memory = torch.zeros(num_words, dtype=torch.int64, pin_memory=is_pinned)
+        self.address = sheet.words = self.memory.data_ptr()
+        words = self.memory.numpy()
+        self._sheet = sheet
+        self._head = words[: kernel.BRIEF_HEAD]
+        self._bytes = memoryview(self._head).cast("B")
+        self._plan_FR = words[kernel.BRIEF_HEAD : plan].reshape(kernel.PLAN_FIELDS, max_requests)
+        self._events = words[plan : plan + events].view(np.uint8)
+        self._request_T = words[plan + events :].view(np.int32)
+        self._written = NO_FORM  # the form that we wrote here, of which are:
+        self._roster: Roster | None = None
+        self._counts = b""
+
+    def is_free(self) -> bool:
+        # Pairs with the last store of _publish() in commit_kernel.py.
+        (done,) = DONE.unpack_from(self._bytes, 8 * kernel.DONE_WORD)
+        return bool(done == self._sheet.number)
+
+    def write(self, form: Form, first_seq: int, step: int, number: int) -> None:
+        if form.number != self._sheet.form:
+            self._write_form(form)
+        self._sheet.number = number
+        PAIR.pack_into(self._bytes, 8 * 2, first_seq, step)
+        PAIR.pack_into(self._bytes, 8 * 8, time.monotonic_ns(), number)
+
+    def _write_form(self, form: Form) -> None:
+        if self._sheet.form != self._written:  # step.c wrote another one
+            self._roster, self._counts = None, b""
+        rows, self._sheet.form = form.rows, NO_FORM  # until all of it is there
+        self._write_roster(rows.roster)
+        self._plan_FR[3, : len(rows.counts_R)] = rows.seen_R
+        counts = rows.counts_R.tobytes()
+        if counts != self._counts:
+            self._request_T[: rows.num_tokens] = rows.request_T
+            self._counts = counts
+        if len(rows.events):
+            self._events[: rows.events.nbytes] = rows.events.view(np.uint8)
+        self._head[[0, 1, 4, 5]] = len(rows.events), form.num_rows, form.bank, form.num_columns
+        self._head[[6, 7, 10]] = form.per_record, len(rows.counts_R), rows.is_cut
+        self._sheet.form = self._written = form.number
+
+    def _write_roster(self, roster: Roster) -> None:
+        if roster is self._roster:
+            return
+        plan_FR = self._plan_FR[:, : len(roster.streams_R)]
+        plan_FR[0] = roster.streams_R.view(np.int64)
+        plan_FR[1], plan_FR[2] = roster.choices_R, roster.prompts_R
+        self._roster = roster
