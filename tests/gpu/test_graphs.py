@@ -37,6 +37,7 @@ def start(folder: Path, runtime: Path, runner: str, **changes: Any) -> EnginePro
         "max_num_seqs": 256,
         "max_num_batched_tokens": 256,
         "gpu_memory_utilization": 0.2,
+        "kv_cache_memory_bytes": 1 << 30,  # not what others leave of the GPU
     }
     return EngineProcess(runtime=runtime, environment=environment, **(arguments | changes))
 
