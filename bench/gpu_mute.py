@@ -14,7 +14,7 @@ import torch
 
 from clairai.tap.fused import FusedSite
 
-WRAPPED: Final = ("execute_model", "prepare_inputs", "sample_tokens")
+WRAPPED: Final = ("execute_model", "prepare_inputs")
 
 
 class Silence:

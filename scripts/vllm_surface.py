@@ -105,14 +105,12 @@ NEEDS: Final[tuple[Need, ...]] = (
     *_reads(_V1_BATCH, "InputBatch", "num_reqs", "req_ids", "num_computed_tokens_cpu"),
     _wraps(_V2, f"{_RUNNER}.prepare_inputs", "self", "scheduler_output"),
     _wraps(_V2, f"{_RUNNER}.execute_model", "self", "scheduler_output", named=("dummy_run",)),
-    _wraps(_V2, f"{_RUNNER}.sample_tokens", "self", "grammar_output"),
-    *_reads(_V2, _RUNNER, "req_states", "input_buffers", "max_num_tokens", "device", "model"),
+    *_reads(_V2, _RUNNER, "req_states", "input_buffers", "max_num_tokens", "device"),
     *_reads(_V2_BATCH, "InputBuffers", "positions", "input_ids"),
     *_reads(_V2_BATCH, "InputBatch", "req_ids", "num_scheduled_tokens", "num_computed_tokens_np"),
     *(_calls(runner, f"{_RUNNER}._dummy_run", "self", "num_tokens") for runner in (_V1, _V2)),
     *(_calls(runner, f"{_RUNNER}.get_model", "self") for runner in (_V1, _V2)),
     *_reads(_SCHEDULED, "SchedulerOutput", "scheduled_new_reqs", "finished_req_ids"),
-    *_reads(_SCHEDULED, "SchedulerOutput", "total_num_scheduled_tokens"),
     *_reads(_SCHEDULED, "NewRequestData", "req_id", "prompt_token_ids", "sampling_params"),
     # compat/norms.py, compat/joins.py
     _calls(

@@ -1,4 +1,4 @@
-"""A step's end is told once: at once, or when the logits are on their way, or at the latest after.
+"""Listeners hear of every real step, in the order in which the runner does things, and of no other.
 
 The runner here has the shape of vLLM's V2 runner (v1/worker/gpu/model_runner.py, 0.26 and 0.32).
 """
@@ -43,9 +43,9 @@ class Runner:
             num_computed_tokens_np=numbers,
         )
 
-    def execute_model(self, scheduled: Any, *, dummy_run: bool = False) -> str:
+    def execute_model(self, scheduler_output: Any, *, dummy_run: bool = False) -> str:
         if not dummy_run:
-            self.prepare_inputs(scheduled)
+            self.prepare_inputs(scheduler_output)
         self.told.append("forward")
         return "state"
 
@@ -93,42 +93,27 @@ def scheduled(num_tokens: int) -> Any:
     )
 
 
-FEW, MANY = compat.MOST_BESIDE_LOGITS, compat.MOST_BESIDE_LOGITS + 1
-
-
-def test_the_end_of_a_step_of_few_tokens_is_told_before_its_logits(engine: Runner) -> None:
-    assert engine.execute_model(scheduled(FEW)) == "state"
+def test_a_step_is_told_from_its_beginning_to_the_end_of_its_forward(engine: Runner) -> None:
+    assert engine.execute_model(scheduled(3)) == "state"
     assert engine.sample_tokens(None) == "tokens"
-    assert engine.told[:2] == [("begin", 0, []), ("place", FEW)]
+    assert engine.told[:2] == [("begin", 0, []), ("place", 3)]
     assert engine.told[2:] == ["forward", "end", "logits", "sampled"]
 
 
-def test_the_end_of_a_step_of_many_is_told_when_its_logits_are_on_their_way(
-    engine: Runner,
-) -> None:
-    engine.execute_model(scheduled(MANY))
-    engine.sample_tokens(None)
-    assert engine.told[:2] == [("begin", 0, []), ("place", MANY)]
-    assert engine.told[2:] == ["forward", "logits", "end", "sampled"]
-    assert engine.model.compute_logits("others") == "logits of others"
-    assert engine.told.count("end") == 1
+def test_the_scheduler_may_name_its_argument(engine: Runner) -> None:
+    assert engine.execute_model(scheduler_output=scheduled(2)) == "state"
+    assert engine.told[1] == ("place", 2)
 
 
-def test_a_step_without_logits_ends_with_its_sampling(engine: Runner) -> None:
-    engine.execute_model(scheduled(MANY))
-    engine.sample_tokens("no logits")
-    assert engine.told[-3:] == ["forward", "sampled", "end"]
-
-
-def test_a_step_that_nothing_came_after_ends_before_the_next_begins(engine: Runner) -> None:
-    engine.execute_model(scheduled(MANY))
-    engine.execute_model(scheduled(FEW))
-    assert engine.told.index("end") < engine.told.index(("begin", 0, []), 1)
-    assert engine.told.count("end") == 2
+def test_who_has_finished_is_told_when_the_next_step_begins(engine: Runner) -> None:
+    step = scheduled(1)
+    step.finished_req_ids.add("b")
+    engine.execute_model(step)
+    assert engine.told[0] == ("begin", 0, ["b"])
 
 
 def test_warm_up_is_nobodys_step(engine: Runner) -> None:
-    engine.execute_model(scheduled(MANY), dummy_run=True)
+    engine.execute_model(scheduled(5), dummy_run=True)
     engine.sample_tokens(None)
     engine._dummy_run(5)
     assert engine.told == ["forward", "logits", "sampled", "blank", "dummy 5"]

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, Final, Protocol
+from typing import Any, Protocol
 
 import torch
 
@@ -21,9 +21,6 @@ from clairai.steer.course import Course
 from clairai.tap.outlet import Inputs
 from clairai.tap.rows import Batch
 from clairai.tap.station import NewRequest
-
-MOST_BESIDE_LOGITS: Final = 32  # tokens
-NO_END: Final = 1 << 31
 
 
 class Listener(Protocol):
@@ -50,66 +47,18 @@ def connect(runner: Any, listeners: Sequence[Listener]) -> Callable[[], Inputs]:
     if hasattr(runner, "prepare_inputs") and hasattr(runner, "req_states"):
         _wrap(runner, "prepare_inputs", _laid_out_v2, listeners)
         inputs = _Inputs(functools.partial(_inputs_v2, runner))
-        ending = _Ending(listeners, inputs, most_at_once=MOST_BESIDE_LOGITS)
-        _end_after(runner.model, "compute_logits", ending)
-        _end_after(runner, "sample_tokens", ending)
     elif hasattr(runner, "_prepare_inputs") and hasattr(runner, "input_batch"):
         _wrap(runner, "_prepare_inputs", functools.partial(_laid_out_v1, runner), listeners)
         inputs = _Inputs(functools.partial(_inputs_v1, runner))
-        # Its execute_model makes the logits itself, 0.26:4429 0.32:4242.
-        ending = _Ending(listeners, inputs, most_at_once=NO_END)
     else:
         raise UnsupportedError(
             f"{type(runner).__module__}.{type(runner).__name__} is neither vLLM's V1 nor its V2 "
             f"model runner, so no row could be attributed; use one of those, or remove the "
             f"clairai key from additional_config"
         )
-    _wrap(runner, "execute_model", functools.partial(_stepping, ending), listeners)
+    _wrap(runner, "execute_model", functools.partial(_stepping, inputs), listeners)
     _wrap(runner, "_dummy_run", _blanking, listeners)
     return inputs
-
-
-class _Ending:
-    """When listeners hear of a step's end: what they launch then runs beside what comes next.
-
-    Beside the product that makes the logits it costs more than it takes alone, since each of its
-    programs keeps a part of that product off an SM (bench/gpu_beside.py); but for few tokens, of
-    which the sampling that follows is too short to hide it. So: few tokens at once, others as soon
-    as the product is on its way.
-    """
-
-    def __init__(
-        self, listeners: Sequence[Listener], inputs: Callable[[], Inputs], most_at_once: int
-    ) -> None:
-        self._listeners, self._inputs, self._most_at_once = listeners, inputs, most_at_once
-        self._is_due = False
-
-    def after(self, scheduled: Any) -> None:
-        """The forward is on its way."""
-        self._is_due = True
-        if scheduled.total_num_scheduled_tokens <= self._most_at_once:
-            self.now()
-
-    def now(self) -> None:
-        """If it was not told yet."""
-        if self._is_due:
-            self._is_due = False
-            for listener in self._listeners:
-                listener.end(self._inputs)
-
-
-def _end_after(owner: Any, name: str, ending: _Ending) -> None:
-    """compute_logits of V2's model, called in sample(), 0.26:1092 0.32:1615; and, for steps and
-    ranks that make no logits, sample_tokens(grammar_output), 0.26:1395 0.32:2088."""
-    original = getattr(owner, name)
-
-    @functools.wraps(original)
-    def wrapped(*args: Any, **kwargs: Any) -> Any:
-        result = original(*args, **kwargs)
-        ending.now()
-        return result
-
-    setattr(owner, name, wrapped)
 
 
 Method = Callable[..., Any]
@@ -126,13 +75,14 @@ def _wrap(
     setattr(runner, name, functools.wraps(original)(around(original, listeners)))
 
 
-def _stepping(ending: _Ending, original: Method, listeners: Sequence[Listener]) -> Method:
+def _stepping(
+    inputs: Callable[[], Inputs], original: Method, listeners: Sequence[Listener]
+) -> Method:
     """execute_model(scheduler_output, ...), V1 0.26:4111 0.32:3940, V2 0.26:1151 0.32:1719."""
 
     def wrapped(*args: Any, **kwargs: Any) -> Any:
         if kwargs and kwargs.get("dummy_run"):  # V2 warms up and captures through the same method
             return original(*args, **kwargs)
-        ending.now()  # of the last step, if nothing came after it
         scheduled = args[0] if args else kwargs["scheduler_output"]
         new, finished = scheduled.scheduled_new_reqs, scheduled.finished_req_ids
         if new or finished:
@@ -142,7 +92,8 @@ def _stepping(ending: _Ending, original: Method, listeners: Sequence[Listener]) 
         if CARRIED in vars(scheduled):
             _amend(listeners, scheduled)
         result = original(*args, **kwargs)
-        ending.after(scheduled)
+        for listener in listeners:
+            listener.end(inputs)
         return result
 
     return wrapped
