@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any, Final
 
 import clairai
-from bench import weights_pause, weights_sends, weights_stages, weights_stock
+from bench import weights_pause, weights_sends, weights_stock
 from bench.weights_sends import NUM_PROBES, TRANSFERS
 from bench.weights_shape import hollow, layers_of
 from tests.engine.process import ENVIRONMENT, EngineProcess
@@ -119,8 +119,7 @@ class Bench:
         taps = clairai.config(capacity=NUM_PROBES, runtime_dir=str(runtime), **config)
         return EngineProcess(
             runtime=runtime,
-            environment=self._variables | weights_stages.ENVIRONMENT,
-            plant=weights_stages.planted(runtime),
+            environment=self._variables,
             weight_transfer_config={"backend": "clairai_ipc"},
             additional_config=taps,
             **self._arguments(model),
@@ -143,15 +142,13 @@ class Bench:
     def _measure_model(self, engine: EngineProcess) -> dict[str, Any]:
         model, asked = self._models["model"], self._asked
         found: dict[str, Any] = engine.call(
-            weights_sends.send_model, model, asked.device, asked.rounds, self._folder / "run-ours"
+            weights_sends.send_model, model, asked.device, asked.rounds
         )
         return found
 
     def _measure_banks(self, engine: EngineProcess) -> dict[str, Any]:
-        layers, runtime = layers_of(self._models["model"]), self._folder / "run-ours"
-        found: dict[str, Any] = engine.call(
-            weights_sends.send_banks, layers, self._asked.rounds, runtime
-        )
+        layers = layers_of(self._models["model"])
+        found: dict[str, Any] = engine.call(weights_sends.send_banks, layers, self._asked.rounds)
         return found
 
     def _measure_many(self, engine: EngineProcess) -> dict[str, Any]:
@@ -160,7 +157,6 @@ class Bench:
             self._models["small"],
             self._asked.device,
             TRANSFERS,
-            self._folder / "run-small",
         )
         return found
 

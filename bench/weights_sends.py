@@ -25,14 +25,14 @@ COPY_BYTES: Final = 4 << 30
 DEVICE_BUFFER_BYTES: Final = 512 << 20
 
 
-def send_model(llm: Any, model: Path, device: str, rounds: int, runtime: Path) -> dict[str, Any]:
+def send_model(llm: Any, model: Path, device: str, rounds: int) -> dict[str, Any]:
     """Runs in the engine's front process, which is the trainer here, as all below."""
-    found = _send_model(llm, model, device, rounds, runtime)
+    found = _send_model(llm, model, device, rounds)
     _give_back(device)
     return found
 
 
-def _send_model(llm: Any, model: Path, device: str, rounds: int, runtime: Path) -> dict[str, Any]:
+def _send_model(llm: Any, model: Path, device: str, rounds: int) -> dict[str, Any]:
     from clairai.weights import Sender
 
     held = random_tensors(shapes_of(model), device, seed=1)
@@ -57,7 +57,7 @@ def _send_model(llm: Any, model: Path, device: str, rounds: int, runtime: Path) 
         "of a copy, without vLLM's loading": round(nbytes / alone_s / copied, 4),
         "digests": len({one.digest for one in (first, *warm)}),
         "bytes not given back": left,
-        STAGES: weights_stages.of(runtime, lambda: sender.send(held)),
+        STAGES: weights_stages.of(lambda: sender.send(held)),
         **(_on_a_gpu(llm, held) if device == "cuda" else {}),
     }
 
@@ -136,7 +136,7 @@ def _free(device: str) -> int:
     return int(torch.cuda.mem_get_info()[0]) if device == "cuda" else 0
 
 
-def send_many(llm: Any, model: Path, device: str, times: int, runtime: Path) -> dict[str, Any]:
+def send_many(llm: Any, model: Path, device: str, times: int) -> dict[str, Any]:
     """One after the other; on a GPU, what it has free in between: of all processes together."""
     from clairai.weights import Sender
 
@@ -156,14 +156,14 @@ def send_many(llm: Any, model: Path, device: str, times: int, runtime: Path) -> 
         "ms of each": round(median(one.seconds for one in sent) * 1e3, 2),
         "of that vLLM's loading, ms": round(median(one.load_s for one in sent) * 1e3, 2),
         "ms without it": round(median(one.seconds - one.load_s for one in sent) * 1e3, 2),
-        STAGES: weights_stages.of(runtime, lambda: sender.send(held)),
+        STAGES: weights_stages.of(lambda: sender.send(held)),
         "digests": len({one.digest for one in (*warm, *sent)}),
         "bytes not given back": free[0] - free[-1],
         "most at once": free[0] - min(free),
     }
 
 
-def send_banks(llm: Any, layers: int, rounds: int, runtime: Path) -> dict[str, Any]:
+def send_banks(llm: Any, layers: int, rounds: int) -> dict[str, Any]:
     """A full bank of probes, then a vector of every layer; times of the whole call, in ms."""
     from clairai import wire
     from clairai.offline import ask
@@ -194,7 +194,7 @@ def send_banks(llm: Any, layers: int, rounds: int, runtime: Path) -> dict[str, A
     found: dict[str, Any] = {}
     for way, act in ways.items():
         found[f"{way}, ms"] = _ms(act, rounds)
-        found[f"{way}, {STAGES}"] = weights_stages.of(runtime, act)
+        found[f"{way}, {STAGES}"] = weights_stages.of(act)
     return found
 
 

@@ -94,6 +94,9 @@ NEEDS: Final[tuple[Need, ...]] = (
     *_reads("v1/request.py", "Request", "num_computed_tokens", "num_output_tokens"),
     *_reads("v1/request.py", "Request", "sampling_params"),
     *_reads("v1/request.py", "RequestStatus", "FINISHED_STOPPED"),
+    # compat/core.py
+    *_reads("v1/executor/uniproc_executor.py", "UniProcExecutor", "driver_worker"),
+    *_reads(_WORKER, "WorkerWrapperBase", "worker"),
     # compat/vocabulary.py
     _calls("tokenizers/registry.py", "cached_tokenizer_from_config", "model_config"),
     *_reads(_MODEL, "ModelConfig", "skip_tokenizer_init"),
