@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
@@ -42,20 +45,28 @@ def start(folder: Path, runtime: Path, runner: str, **changes: Any) -> EnginePro
     return EngineProcess(runtime=runtime, environment=environment, **(arguments | changes))
 
 
-@pytest.fixture(scope="module", params=[*RUNNERS])
-def engine(
-    request: pytest.FixtureRequest, real_model: Path, runtime: Path
-) -> Iterator[EngineProcess]:
+def start_all(
+    folder: Path, runtime: Path, runner: str, changes: Sequence[dict[str, Any]]
+) -> list[EngineProcess]:
+    """At the same time: a start takes most of a test's time."""
+    with ThreadPoolExecutor(len(changes)) as pool:
+        starting = [pool.submit(partial(start, folder, runtime, runner, **one)) for one in changes]
+        return [each.result() for each in starting]
+
+
+@pytest.fixture(scope="module")
+def engines(real_model: Path, runtime: Path) -> Iterator[dict[str, EngineProcess]]:
     """vLLM's defaults: torch.compile, piecewise and full graphs, async scheduling."""
     config = clairai.config(points=POINTS, capacity=WIDTH)
-    with start(
-        real_model,
-        runtime,
-        request.param,
-        additional_config=config,
-        num_gpu_blocks_override=800,
-    ) as running:
-        yield running
+    changes = {"additional_config": config, "num_gpu_blocks_override": 800}
+    with ThreadPoolExecutor(len(RUNNERS)) as pool, ExitStack() as opened:
+        starting = {r: pool.submit(start, real_model, runtime, r, **changes) for r in RUNNERS}
+        yield {name: opened.enter_context(each.result()) for name, each in starting.items()}
+
+
+@pytest.fixture(params=[*RUNNERS])
+def engine(request: pytest.FixtureRequest, engines: dict[str, EngineProcess]) -> EngineProcess:
+    return engines[request.param]
 
 
 def test_pitfall_17_warm_up_leaves_no_rows(engine: EngineProcess) -> None:
@@ -109,17 +120,14 @@ def test_every_value_in_float32_is_hugging_faces_and_the_same_in_eager(
     Before the first attention the values must be exact; after it, graph and eager must agree.
     """
     config = clairai.config(points=POINTS, capacity=WIDTH)
+    changes = [
+        {"dtype": "float32", "enforce_eager": is_eager, "additional_config": config}
+        for is_eager in (False, True)
+    ]
     found = {}
-    for is_eager in (False, True):
-        with start(
-            real_model,
-            runtime,
-            "V2",
-            dtype="float32",
-            enforce_eager=is_eager,
-            additional_config=config,
-        ) as engine:
-            found[is_eager] = engine.call(scenarios.tap_everything, TEXTS, POINTS, WIDTH, 12)
+    for is_eager, engine in enumerate(start_all(real_model, runtime, "V2", changes)):
+        with engine:
+            found[bool(is_eager)] = engine.call(scenarios.tap_everything, TEXTS, POINTS, WIDTH, 12)
     errors = {result.point: result.p999 for result in scenarios.judge(found[False], real_model)}
     report(test="fidelity", arch="smollm2 float32", p999=errors)
     assert errors["pre_attn.0"] == 0.0
@@ -135,11 +143,12 @@ def test_every_value_in_float32_is_hugging_faces_and_the_same_in_eager(
 def test_pitfall_18_an_idle_plugin_is_bit_identical_under_graphs(
     runner: str, real_model: Path, runtime: Path
 ) -> None:
-    with start(real_model, runtime, runner, environment={"VLLM_PLUGINS": ""}) as engine:
-        without = engine.call(watching.logprobs, PROMPTS)
-    with start(real_model, runtime, runner) as engine:
-        assert engine.call(watching.traces) == []
-        assert engine.call(watching.logprobs, PROMPTS) == without
+    changes = [{"environment": {"VLLM_PLUGINS": ""}}, {}]
+    alone, idle = start_all(real_model, runtime, runner, changes)
+    with alone, idle:
+        without = alone.call(watching.logprobs, PROMPTS)
+        assert idle.call(watching.traces) == []
+        assert idle.call(watching.logprobs, PROMPTS) == without
 
 
 @pytest.mark.parametrize("runner", ["V2"])
@@ -154,6 +163,7 @@ def test_pitfall_10_a_warm_cache_never_serves_a_graph_with_other_taps(
             runtime,
             runner,
             environment=environment,
+            compilation_config={"cudagraph_capture_sizes": [1, 2, 4]},  # as many as are asked for
             additional_config=clairai.config(points=points, capacity=WIDTH),
         ) as engine:
             tapped = engine.call(scenarios.tap_everything, TEXTS, ["post_block.9"], WIDTH, 4)

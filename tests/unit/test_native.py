@@ -51,3 +51,9 @@ def test_a_compiler_that_is_not_there_says_so(
     monkeypatch.setenv("CC", str(tmp_path / "nothing"))
     with pytest.raises(native.NoCompilerError, match="could not be run"):
         native.built(SOURCE, tmp_path / "cache")
+
+
+@pytest.mark.parametrize("name", ["run", "again", "goes_on"])
+def test_a_call_without_its_arguments_is_an_error(name: str) -> None:
+    with pytest.raises(TypeError, match=r"1 arguments were given, [24] are wanted"):
+        getattr(native.load(SOURCE), name)(0)

@@ -90,9 +90,20 @@ static int launch_aside(const struct line *line, void *main)
     return status ? status : line->record(line->ended, line->side);
 }
 
+/* Whether a function was given as many arguments as it reads; else the error is set. */
+static int has_all(Py_ssize_t count, Py_ssize_t expected)
+{
+    if (count == expected)
+        return 1;
+    PyErr_Format(PyExc_TypeError, "%zd arguments were given, %zd are wanted", count, expected);
+    return 0;
+}
+
 /* run(line, main): launches that are laid out, of a brief that is written. */
 static PyObject *run(PyObject *module, PyObject *const *given, Py_ssize_t count)
 {
+    if (!has_all(count, 2))
+        return NULL;
     return PyLong_FromLong(launch_aside(PyLong_AsVoidPtr(given[0]), PyLong_AsVoidPtr(given[1])));
 }
 
@@ -131,6 +142,8 @@ static void write_head(struct ledger *ledger, struct sheet *sheet, int64_t step)
 /* again(line, ledger, main, step): the last step once more, with the next rows of its requests. */
 static PyObject *again(PyObject *module, PyObject *const *given, Py_ssize_t count)
 {
+    if (!has_all(count, 4))
+        return NULL;
     struct line *line = PyLong_AsVoidPtr(given[0]);
     struct ledger *ledger = PyLong_AsVoidPtr(given[1]);
     void *main = PyLong_AsVoidPtr(given[2]);
@@ -177,6 +190,8 @@ static int has(const struct pace *pace, PyObject *given, const int32_t *numbers)
  * does; then that is counted. */
 static PyObject *goes_on(PyObject *module, PyObject *const *given, Py_ssize_t count)
 {
+    if (!has_all(count, 4))
+        return NULL;
     struct pace *pace = PyLong_AsVoidPtr(given[0]);
     if (!are_same(given[1], pace) || !has(pace, given[2], pace->counts)
         || !has(pace, given[3], pace->ends))
