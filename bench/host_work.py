@@ -31,7 +31,7 @@ from clairai.tap.brief import Brief, Form
 from clairai.tap.commit import DeviceOutlet
 from clairai.tap.commit_kernel import DONE_WORD
 from clairai.tap.launch import CALLS, Driver, Launch
-from clairai.tap.lineup import Lane, NativeLaunches
+from clairai.tap.lineup import Lane, Lineup, NativeLaunches
 from clairai.tap.outlet import HostOutlet, Inputs, Outlet, Step
 from clairai.tap.rows import Batch, Mark, RowBook, StepRows
 from clairai.tap.tables import Tables
@@ -53,7 +53,7 @@ class NoLaunch:
         self._launches = NativeLaunches(driver, Lane(int, 0, 0, 0), native.load("step.c"))
         self._brief, parameters = ctypes.c_uint64(0), (ctypes.c_void_p * 1)()
         launch = Launch(0, (1, 1, 1), 1, 0, parameters, ())
-        self._launches.set([launch, launch], self._brief)
+        self._launches.use(Lineup.of([launch, launch], self._brief))
         self._at: set[int] = set()  # where briefs are
 
     def prepare(self, brief: Brief, inputs: Inputs) -> None:

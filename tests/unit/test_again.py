@@ -20,7 +20,7 @@ from clairai.tap.brief import MAX_EVENTS, Brief, Form
 from clairai.tap.commit import DeviceOutlet
 from clairai.tap.commit_kernel import BRIEF_HEAD, DONE_WORD, PLAN_FIELDS, ROW_WORDS
 from clairai.tap.launch import CALLS, Driver, Launch
-from clairai.tap.lineup import Lane, NativeLaunches
+from clairai.tap.lineup import Lane, Lineup, NativeLaunches
 from clairai.tap.outlet import Inputs, Step
 from clairai.tap.rows import Batch, Mark, RowBook, StepRows
 from clairai.tap.tables import Tables
@@ -87,7 +87,9 @@ class Launching:
     def __init__(self, gpu: Gpu) -> None:
         lane = Lane(lambda: MAIN, SIDE, BEGUN, ENDED)
         self._launches = NativeLaunches(Driver(gpu), lane, native.load("step.c"))
-        self._launches.set([Launch(1, (1, 1, 1), 32, 0, (ctypes.c_void_p * 1)(), ())], gpu.brief)
+        self._launches.use(
+            Lineup.of([Launch(1, (1, 1, 1), 32, 0, (ctypes.c_void_p * 1)(), ())], gpu.brief)
+        )
         self._brief = gpu.brief
         self.begin, self.follow = self._launches.begin, self._launches.follow
 

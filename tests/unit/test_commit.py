@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import ctypes
+from types import SimpleNamespace
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
@@ -10,9 +14,11 @@ from clairai.errors import EngineGoneError
 from clairai.ring.layout import RingHeader, RingShape
 from clairai.tap import commit
 from clairai.tap.brief import Brief, Form
-from clairai.tap.commit import DeviceOutlet
+from clairai.tap.commit import DeviceOutlet, GpuLaunch
 from clairai.tap.commit_kernel import BRIEF_HEAD, DONE_WORD
-from clairai.tap.ledger import NUM_BRIEFS
+from clairai.tap.launch import Launch as Launched
+from clairai.tap.ledger import NUM_BRIEFS, Ledger
+from clairai.tap.lineup import Lineup
 from clairai.tap.outlet import Inputs, Step
 from clairai.tap.rows import Batch, Mark, RowBook, StepRows
 from clairai.tap.tables import Tables
@@ -120,3 +126,75 @@ def test_what_has_to_be_ready_before_the_first_request_is_asked_for_once() -> No
     inputs = step_of(rows_of(1)).inputs
     outlet(launch).prepare(inputs)
     assert launch.prepared[1] is inputs
+
+
+class ToyKernel:
+    """A kernel's cells, and what it was asked to launch."""
+
+    def __init__(self) -> None:
+        names = ("brief_ptr", "positions_ptr", "token_ids_ptr")
+        self.cells = {name: ctypes.c_uint64(0) for name in names}
+        self.asked: list[tuple[Any, ...]] = []
+
+    def launch(self, grid: tuple[int, int, int], **own: int) -> Launched:
+        self.asked.append((grid, own))
+        return Launched(7, grid, 32, 0, (ctypes.c_void_p * 1)(), ())
+
+
+class ToyScorer:
+    """Due for steps of at most 4 tokens."""
+
+    def __init__(self, kernel: ToyKernel) -> None:
+        self._kernel = kernel
+
+    def is_due(self, num_tokens: int) -> bool:
+        return num_tokens <= 4
+
+    def launch_for(self, num_tokens: int) -> Launched:
+        return self._kernel.launch((9, 9, 9), T=num_tokens)
+
+
+def gpu_launch(kernel: ToyKernel, used: list[Lineup]) -> GpuLaunch:
+    """As it is after prepare(), but for the GPU."""
+    made = GpuLaunch.__new__(GpuLaunch)
+    launches = SimpleNamespace(use=used.append, run=lambda: None)
+    vars(made).update(
+        _launches=launches, _score=ToyScorer(kernel), _commit=kernel, _lineups={},
+        _brief=kernel.cells["brief_ptr"], _form=None, _inputs=None, _is_scored=False,
+    )  # fmt: skip
+    return made
+
+
+def form_of(number: int, num_requests: int, num_tokens: int = 1) -> Form:
+    shape = RingShape(slots=8, slot_bytes=4096, ahead=2)
+    return Form.of(number, rows_of(num_requests, num_tokens), bank=1, num_columns=0, shape=shape)
+
+
+def test_steps_of_one_kind_are_laid_out_once_whichever_requests_they_are_of() -> None:
+    kernel, used = ToyKernel(), list[Lineup]()
+    launch = gpu_launch(kernel, used)
+    briefs = [Brief(one, MAX_REQUESTS, MAX_TOKENS) for one in Ledger().sheets]
+    inputs = step_of(rows_of(1)).inputs
+    forms = [form_of(1, 2), form_of(2, 3), form_of(3, 2), form_of(4, 3, 2), form_of(5, 2)]
+    for form, brief in zip(forms, briefs, strict=False):
+        launch(brief, inputs, form)
+        launch(brief, inputs, form)
+        assert kernel.cells["brief_ptr"].value == brief.address
+    assert len(used) == 5  # once for each form
+    assert used[0] is used[2] is used[4]
+    assert len({id(lineup) for lineup in used}) == 3
+    scored = [own["T"] for _, own in kernel.asked if "T" in own]
+    assert scored == [2, 3]  # and none for the 6 tokens of the fourth
+    assert [len(lineup.launches) for lineup in used] == [2, 2, 2, 1, 2]
+    assert kernel.cells["positions_ptr"].value == inputs.positions_T.data_ptr()
+
+
+def test_kinds_of_steps_are_forgotten_before_they_are_too_many(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(commit, "MAX_LINEUPS", 2)
+    launch = gpu_launch(ToyKernel(), [])
+    brief, inputs = Brief(Ledger().sheets[0], MAX_REQUESTS, MAX_TOKENS), step_of(rows_of(1)).inputs
+    for number, num_requests in enumerate((1, 2, 3, 1), 1):
+        launch(brief, inputs, form_of(number, num_requests))
+        assert len(launch._lineups) <= 2

@@ -13,7 +13,7 @@ import pytest
 from clairai.errors import RingError, UnsupportedError
 from clairai.tap import native
 from clairai.tap.launch import CALLS, Driver, Kernel, by_name
-from clairai.tap.lineup import Lane, Launches, NativeLaunches, PlainLaunches, launches
+from clairai.tap.lineup import Lane, Launches, Lineup, NativeLaunches, PlainLaunches, launches
 
 SIGNATURE = {"ring_ptr": "*i64", "SLOTS": "i32", "one": "constexpr", "wide": "i64", "T": "i32"}
 
@@ -100,7 +100,7 @@ def test_arguments_come_in_order_without_constants_and_what_triton_adds_is_null(
 ) -> None:
     library = Library([8, 4, 8, 4] + [8] * num_hidden)
     made, step = kernel(library), make(library)
-    step.set([made.launch((3, 2, 1))], BRIEF)
+    step.use(Lineup.of([made.launch((3, 2, 1))], BRIEF))
     made.cells["T"].value = 11
     step.run()
     hidden = [0] * num_hidden
@@ -114,7 +114,7 @@ def test_a_step_waits_for_its_forward_and_runs_its_launches_in_order(
 ) -> None:
     library = Library([8, 4, 8, 4])
     made, step = kernel(library), make(library)
-    step.set([made.launch((1, 1, 1), T=part) for part in range(3)], BRIEF)
+    step.use(Lineup.of([made.launch((1, 1, 1), T=part) for part in range(3)], BRIEF))
     step.run()
     assert library.queued == [
         ("record", BEGUN, MAIN),
@@ -131,10 +131,10 @@ def test_launches_can_be_run_again_and_set_anew(
 ) -> None:
     library = Library([8, 4, 8, 4])
     made, step = kernel(library), make(library)
-    step.set([made.launch((1, 1, 1)), made.launch((2, 1, 1))], BRIEF)
+    step.use(Lineup.of([made.launch((1, 1, 1)), made.launch((2, 1, 1))], BRIEF))
     step.run()
     step.run()
-    step.set([made.launch((4, 1, 1))], BRIEF)
+    step.use(Lineup.of([made.launch((4, 1, 1))], BRIEF))
     step.run()
     assert [shape[0] for _, shape, _ in library.launched] == [1, 2, 1, 2, 4]
 
@@ -151,7 +151,7 @@ def test_what_the_driver_refuses_is_an_error_and_nothing_comes_after_it(
 ) -> None:
     library = Library([8, 4, 8, 4], fault=fault)
     step = make(library)
-    step.set([kernel(library).launch((1, 1, 1))], BRIEF)
+    step.use(Lineup.of([kernel(library).launch((1, 1, 1))], BRIEF))
     with pytest.raises(RingError, match="failed on the GPU: CUDA error 700"):
         step.run()
     assert library.queued[-1][0] == fault
@@ -172,7 +172,7 @@ def test_arguments_are_named_in_the_order_of_the_function() -> None:
 def test_what_comes_next_waits_for_the_last_step(make: Callable[[Library], Launches]) -> None:
     library = Library([8, 4, 8, 4])
     step = make(library)
-    step.set([kernel(library).launch((1, 1, 1))], BRIEF)
+    step.use(Lineup.of([kernel(library).launch((1, 1, 1))], BRIEF))
     step.run()
     library.queued.clear()
     step.begin()

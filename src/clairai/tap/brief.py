@@ -26,6 +26,9 @@ PAIR: Final = struct.Struct("<2q")
 DONE: Final = struct.Struct("<q")
 
 
+Grids = tuple[tuple[int, int], ...]  # of each launch: records, programs for each
+
+
 @dataclass(frozen=True, eq=False)
 class Form:
     """What steps that are all alike tell the kernel. Compare with `is`."""
@@ -37,7 +40,7 @@ class Form:
     num_columns: int
     per_record: int
     num_records: int
-    grids: tuple[tuple[int, int], ...]  # of each launch: records, programs for each
+    grids: Grids
 
     @classmethod
     def of(cls, number: int, rows: StepRows, bank: int, num_columns: int, shape: RingShape) -> Form:

@@ -9,7 +9,6 @@ The kernel runs on a stream of its own, behind the forward and beside the sample
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
 from functools import partial
 from typing import Any, Final, Protocol
 
@@ -19,16 +18,17 @@ from clairai.errors import EngineGoneError
 from clairai.ring.cuda import Gpu
 from clairai.ring.layout import RingHeader, RingShape, epoch_low
 from clairai.tap import commit_kernel as kernel
-from clairai.tap.brief import MAX_EVENTS, Brief, Form
+from clairai.tap.brief import MAX_EVENTS, Brief, Form, Grids
 from clairai.tap.launch import Driver, Kernel, by_name
 from clairai.tap.ledger import NUM_BRIEFS, Ledger
-from clairai.tap.lineup import Lane, launches
+from clairai.tap.lineup import Lane, Lineup, launches
 from clairai.tap.outlet import Inputs, Step
 from clairai.tap.rows import StepRows
 from clairai.tap.score_kernel import StashScorer
 from clairai.tap.tables import Tables
 
 STUCK_S: Final = 60.0
+MAX_LINEUPS: Final = 1024
 
 
 class Launch(Protocol):
@@ -158,18 +158,26 @@ class GpuLaunch:
         is_scored = self._score.is_due(form.rows.num_tokens)
         is_known = form is self._form and inputs is self._inputs
         if not is_known or is_scored is not self._is_scored:
-            self._lay_out(form, inputs, [self._score] if is_scored else [])
+            cells = self._commit.cells
+            cells["positions_ptr"].value = inputs.positions_T.data_ptr()
+            cells["token_ids_ptr"].value = inputs.token_ids_T.data_ptr()
+            self._launches.use(self._lineup(form.grids, form.rows.num_tokens if is_scored else 0))
             self._form, self._inputs, self._is_scored = form, inputs, is_scored
         self._brief.value = brief.address
         self._launches.run()
 
-    def _lay_out(self, form: Form, inputs: Inputs, scorers: Sequence[StashScorer]) -> None:
-        cells, commit = self._commit.cells, self._commit
-        cells["positions_ptr"].value = inputs.positions_T.data_ptr()
-        cells["token_ids_ptr"].value = inputs.token_ids_T.data_ptr()
-        scored = [scorer.launch_for(form.rows.num_tokens) for scorer in scorers]
-        committed = [commit.launch((*grid, 1), part=part) for part, grid in enumerate(form.grids)]
-        self._launches.set([*scored, *committed], self._brief)
+    def _lineup(self, grids: Grids, num_scored: int) -> Lineup:
+        """Laid out once for each kind of step: batches come and go, as large as others were."""
+        found = self._lineups.get((grids, num_scored))
+        if found is not None:
+            return found
+        scored = [self._score.launch_for(num_scored)] if num_scored else []
+        parts = enumerate(grids)
+        committed = [self._commit.launch((*grid, 1), part=part) for part, grid in parts]
+        if len(self._lineups) == MAX_LINEUPS:
+            self._lineups.clear()
+        lineup = self._lineups[grids, num_scored] = Lineup.of([*scored, *committed], self._brief)
+        return lineup
 
     def flush(self) -> None:
         self._stream.synchronize()
@@ -184,6 +192,7 @@ class GpuLaunch:
         compiled = kernel.commit.warmup(*given, **self._constants, grid=(1,))
         self._commit = Kernel(self._driver, compiled, by_name(kernel.commit, given))
         self._brief, self._form = self._commit.cells["brief_ptr"], None
+        self._lineups: dict[tuple[Grids, int], Lineup] = {}
         if self._score.max_tokens:
             self._score.prepare(self._driver)
 

@@ -29,11 +29,41 @@ class Lane:
     ended: int
 
 
+class Item(ctypes.Structure):
+    """struct item of step.c"""
+
+    _fields_ = (
+        ("function", ctypes.c_void_p),
+        ("parameters", ctypes.c_void_p),
+        ("grid", ctypes.c_uint32 * 3),
+        ("threads", ctypes.c_uint32),
+        ("shared", ctypes.c_uint32),
+    )
+
+
+@dataclass(frozen=True, eq=False)
+class Lineup:
+    """Launches one after the other, laid out for C too; may be used again and again."""
+
+    launches: tuple[Launch, ...]
+    brief: Any  # the argument of theirs that differs from step to step
+    items: Any
+
+    @classmethod
+    def of(cls, launches: Sequence[Launch], brief: Any) -> Lineup:
+        items = (Item * len(launches))()
+        for item, one in zip(items, launches, strict=True):
+            item.function, item.parameters = one.function, ctypes.addressof(one.parameters)
+            item.grid[:] = one.grid
+            item.threads, item.shared = one.threads, one.shared
+        return cls(tuple(launches), brief, items)
+
+
 class Launches(Protocol):
     """All launches of a step."""
 
-    def set(self, launches: Sequence[Launch], brief: Any) -> None:
-        """`brief` is the argument of theirs that differs from step to step."""
+    def use(self, lineup: Lineup) -> None:
+        """These are the step's, until there are others."""
 
     def begin(self) -> None:
         """What the engine's stream is given next may overwrite what the last step left."""
@@ -55,9 +85,8 @@ class PlainLaunches:
         self._driver, self._lane = driver, lane
         self._launches: tuple[Launch, ...] = ()
 
-    def set(self, launches: Sequence[Launch], brief: Any) -> None:
-        del brief
-        self._launches = tuple(launches)
+    def use(self, lineup: Lineup) -> None:
+        self._launches = lineup.launches
 
     def begin(self) -> None:
         self.follow(self._lane.main())
@@ -76,18 +105,6 @@ class PlainLaunches:
 
     def follow(self, stream: int) -> None:
         self._driver.wait(stream, self._lane.ended)
-
-
-class Item(ctypes.Structure):
-    """struct item of step.c"""
-
-    _fields_ = (
-        ("function", ctypes.c_void_p),
-        ("parameters", ctypes.c_void_p),
-        ("grid", ctypes.c_uint32 * 3),
-        ("threads", ctypes.c_uint32),
-        ("shared", ctypes.c_uint32),
-    )
 
 
 class Line(ctypes.Structure):
@@ -114,17 +131,12 @@ class NativeLaunches:
         self._run, self._again = partial(step.run, at), partial(step.again, at)
         self._driver, self._lane, self._main = driver, lane, lane.main
         self._where = ASIDE  # the last step's
-        self._held: tuple[Any, ...] = ()
+        self._held: Lineup | None = None  # it is read by C
 
-    def set(self, launches: Sequence[Launch], brief: Any) -> None:
-        items = (Item * len(launches))()
-        for item, one in zip(items, launches, strict=True):
-            item.function, item.parameters = one.function, ctypes.addressof(one.parameters)
-            item.grid[:] = one.grid
-            item.threads, item.shared = one.threads, one.shared
-        self._held = (items, brief, *launches)
-        self._line.items, self._line.num_items = ctypes.addressof(items), len(launches)
-        self._line.brief = ctypes.addressof(brief)
+    def use(self, lineup: Lineup) -> None:
+        self._held, line = lineup, self._line
+        line.items, line.num_items = ctypes.addressof(lineup.items), len(lineup.items)
+        line.brief = ctypes.addressof(lineup.brief)
 
     def begin(self) -> None:
         if self._where != ON_MAIN:
