@@ -1,0 +1,143 @@
+"""Takes one GPU; gives the time per output token with taps over that without, by turns of 24 steps.
+
+Within the same requests: a host that is slower for a second is so for both. The steps that follow a
+change are left out, since one step is prepared while another runs. bench/gpu_mute.py says what is
+the same with taps and without.
+Run: python -m bench.gpu_blocks [--shape qwen3-0.6b] [--batches 1 16 64 256] [--steps 2400]
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from bench import gpu_mute
+from bench.gpu_engines import Case, decode_times, engines
+from bench.gpu_overhead import BATCHES, CASES, each_worker
+from tests.engine.process import EngineProcess
+
+BLOCK, SKIPPED = 24, 8  # steps of a turn, and how many of its first are left out
+MOST_AT_ONCE: Final = 1200  # steps of one set of requests: of the model's longest
+Stamp = tuple[float, int, int]  # when a step began, its number, and of how many requests
+UNUSED: Final = {
+    "llama-3.1-8b": (
+        Case("steering 32 layers, idle", ("post_block.*",), 1, {"steering": True}, probed=()),
+        Case("captures 1 layer, idle", ("post_block.15",), 1, {"capture": {}}, probed=()),
+    ),
+    "qwen3-0.6b": (),
+}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--shape", choices=[*CASES], default="llama-3.1-8b")
+    parser.add_argument("--batches", type=int, nargs="*", default=BATCHES)
+    parser.add_argument("--steps", type=int, default=2400)
+    parser.add_argument("--cases", nargs="*", help="only those with these names")
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        cases = [
+            case for case in all_cases(options.shape, Path(folder)) if _is_wanted(case, options)
+        ]
+        with engines(options.shape, cases, Path(folder)) as running:
+            found = [one for case in cases for one in measure(running[case.name], case, options)]
+    sys.stdout.write(json.dumps({"shape": options.shape, "cases": found}) + "\n")
+
+
+def all_cases(shape: str, folder: Path) -> list[Case]:
+    unused = [
+        Case(case.name, case.points, case.probes, _placed(case.settings, folder), probed=())
+        for case in UNUSED[shape]
+    ]
+    return [*CASES[shape], *unused]
+
+
+def _placed(settings: Any, folder: Path) -> dict[str, Any]:
+    """Captures want a folder of their own."""
+    if "capture" not in settings:
+        return dict(settings)
+    return {"capture": {"folder": str(folder / "kept")}}
+
+
+def _is_wanted(case: Case, options: argparse.Namespace) -> bool:
+    return not options.cases or case.name in options.cases
+
+
+def measure(engine: EngineProcess, case: Case, options: argparse.Namespace) -> list[dict[str, Any]]:
+    engine.call(each_worker, gpu_mute.capture_silent)
+    engine.call(each_worker, alternate)
+    return [_measure(engine, case.name, batch, options.steps) for batch in options.batches]
+
+
+def _measure(engine: EngineProcess, name: str, batch: int, num_steps: int) -> dict[str, Any]:
+    engine.call(decode_times, batch, 2 * BLOCK)  # warms
+    engine.call(_taken)
+    for first in range(0, num_steps, MOST_AT_ONCE):
+        engine.call(decode_times, batch, min(MOST_AT_ONCE, num_steps - first))
+    seconds = by_turn(engine.call(_taken), batch)
+    p50, p99 = np.percentile(seconds[True], (50, 99)) / np.percentile(seconds[False], (50, 99))
+    mean = seconds[True].mean() / seconds[False].mean()
+    alone_ms, tapped_ms = (float(np.median(seconds[is_on])) * 1e3 for is_on in (False, True))
+    row = {"steps": len(seconds[True]), "alone_ms": alone_ms, "tapped_ms": tapped_ms}
+    row |= {"p50": float(p50), "p99": float(p99), "mean": float(mean)}
+    told = " | ".join(f"{key} {value:.4f}" for key, value in row.items())
+    sys.stdout.write(f"| {name} | batch {batch} | {told} |\n")
+    sys.stdout.flush()
+    return {"case": name, "batch": batch, **row}
+
+
+def by_turn(stamps: Sequence[Stamp], batch: int) -> dict[bool, NDArray[np.float64]]:
+    """Seconds of steps in which all decode, with taps and without."""
+    found: dict[bool, list[float]] = {False: [], True: []}
+    for (began_s, number, size), (next_s, _, _) in itertools.pairwise(stamps):
+        if size == batch and SKIPPED <= number % BLOCK < BLOCK - 1:
+            found[is_tapped(number)].append(next_s - began_s)
+    return {is_on: np.array(values) for is_on, values in found.items()}
+
+
+def is_tapped(number: int) -> bool:
+    return bool(number // BLOCK % 2)
+
+
+def alternate(worker: Any) -> None:
+    """From now on steps are served with taps and without, by turns; runs in the worker."""
+    inner = getattr(worker, "worker", worker)  # v1/worker/worker_base.py WorkerWrapperBase, 0.26
+    original, stamps = inner.execute_model, []  # type: Any, list[Stamp]
+    inner.bench_stamps = stamps
+
+    def execute_model(scheduled: Any, *given: Any, **named: Any) -> Any:
+        number, counts = len(stamps), scheduled.num_scheduled_tokens
+        if number % BLOCK == 0:
+            gpu_mute.serve_with_taps(worker, is_tapped(number))
+        is_decode = scheduled.total_num_scheduled_tokens == len(counts)
+        stamps.append((time.perf_counter(), number, len(counts) if is_decode else 0))
+        return original(scheduled, *given, **named)
+
+    inner.execute_model = execute_model
+
+
+def taken(worker: Any) -> list[Stamp]:
+    """What was noted since the last time; then a turn begins anew."""
+    stamps = getattr(worker, "worker", worker).bench_stamps
+    found = list(stamps)
+    stamps.clear()
+    return found
+
+
+def _taken(llm: Any) -> list[Stamp]:
+    found: list[Stamp] = llm.collective_rpc(taken)[0]
+    return found
+
+
+if __name__ == "__main__":
+    main()
