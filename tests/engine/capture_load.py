@@ -14,6 +14,7 @@ from typing import Any, Final
 from unittest import mock
 
 import numpy as np
+from msgspec import structs
 from numpy.typing import NDArray
 
 import clairai
@@ -221,7 +222,7 @@ def neighbours_rows() -> Any:
 
     def change(_self: Any, batch: Any, go_on: Any) -> Any:
         ids = list(batch.req_ids)
-        return go_on(replace(batch, req_ids=[*ids[1:], *ids[:1]]))
+        return go_on(structs.replace(batch, req_ids=[*ids[1:], *ids[:1]]))
 
     return _steps(change)
 
