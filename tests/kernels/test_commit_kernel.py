@@ -22,7 +22,7 @@ from clairai.ring.layout import (
     RingShape,
     row_bytes,
 )
-from clairai.tap import commit, commit_kernel
+from clairai.tap import brief, commit, commit_kernel
 from clairai.tap.ledger import NUM_BRIEFS
 from tests.kernels.outlets import (
     WIDE,
@@ -139,7 +139,8 @@ def test_a_step_of_events_alone_is_a_record() -> None:
 def test_more_events_than_a_brief_holds_go_in_several_briefs(
     monkeypatch: pytest.MonkeyPatch, num_finished: int
 ) -> None:
-    monkeypatch.setattr(commit, "MAX_EVENTS", 3)
+    for module in (brief, commit):
+        monkeypatch.setattr(module, "MAX_EVENTS", 3)
     with outlets() as both:
         follow(both, [Plan(new=[(2, 0, 0)] * 12, counts=[1] * 12)])
         before = both.device.published
