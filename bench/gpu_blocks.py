@@ -29,13 +29,6 @@ from tests.engine.process import EngineProcess
 BLOCK, SKIPPED = 24, 8  # steps of a turn, and how many of its first are left out
 MOST_AT_ONCE: Final = 1200  # steps of one set of requests: of the model's longest
 Stamp = tuple[float, int, int]  # when a step began, its number, and of how many requests
-UNUSED: Final = {
-    "llama-3.1-8b": (
-        Case("steering 32 layers, idle", ("post_block.*",), 1, {"steering": True}, probed=()),
-        Case("captures 1 layer, idle", ("post_block.15",), 1, {"capture": {}}, probed=()),
-    ),
-    "qwen3-0.6b": (),
-}
 
 
 def main() -> None:
@@ -55,18 +48,14 @@ def main() -> None:
 
 
 def all_cases(shape: str, folder: Path) -> list[Case]:
-    unused = [
-        Case(case.name, case.points, case.probes, _placed(case.settings, folder), probed=())
-        for case in UNUSED[shape]
+    if shape != "llama-3.1-8b":
+        return [*CASES[shape]]
+    kept = {"capture": {"folder": str(folder / "kept")}}
+    return [
+        *CASES[shape],
+        Case("steering 32 layers, idle", ("post_block.*",), 1, {"steering": True}, probed=()),
+        Case("captures 1 layer, idle", ("post_block.15",), 1, kept, probed=()),
     ]
-    return [*CASES[shape], *unused]
-
-
-def _placed(settings: Any, folder: Path) -> dict[str, Any]:
-    """Captures want a folder of their own."""
-    if "capture" not in settings:
-        return dict(settings)
-    return {"capture": {"folder": str(folder / "kept")}}
 
 
 def _is_wanted(case: Case, options: argparse.Namespace) -> bool:
@@ -112,7 +101,8 @@ def is_tapped(number: int) -> bool:
 def alternate(worker: Any) -> None:
     """From now on steps are served with taps and without, by turns; runs in the worker."""
     inner = getattr(worker, "worker", worker)  # v1/worker/worker_base.py WorkerWrapperBase, 0.26
-    original, stamps = inner.execute_model, []  # type: Any, list[Stamp]
+    original = inner.execute_model
+    stamps: list[Stamp] = []
     inner.bench_stamps = stamps
 
     def execute_model(scheduled: Any, *given: Any, **named: Any) -> Any:

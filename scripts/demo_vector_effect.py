@@ -25,27 +25,19 @@ from clairai.probe.model import Probe
 from clairai.steer.files import load
 from clairai.steer.vector import Vector
 from scripts import numbers
+from scripts.demo_questions import NUM_TOKENS, QUESTIONS
 from scripts.make_demo_vectors import FOLDER
 
 COMMAND: Final = "python -m scripts.demo_vector_effect"
 STEPS: Final = (-1.5, -1.0, -0.5, 0.0, 0.5, 1.0, 1.5)  # of the suggested scale
-NUM_TOKENS: Final = 40
 SHOWN: Final = 110  # characters of an answer
-PROMPTS: Final = (
-    "What do you think of the new restaurant in town?",
-    "How was your day?",
-    "Write a short review of a hotel.",
-    "Tell me about the weather.",
-    "Describe the film you saw last night.",
-    "Describe a journey by train.",
-)
 WATCHED: Final = {"positive_sentiment": "negative_sentiment", "formal": None}
 HEADINGS: Final = (
     *("vector", "scale", "mean score", "tokens over threshold", "mean score, read plainly"),
     *("letters per word", "answer to the first prompt"),
 )
 EXPLANATION: Final = (
-    f"Greedy answers of {NUM_TOKENS} tokens to {len(PROMPTS)} prompts, with the vector added to "
+    f"Greedy answers of {NUM_TOKENS} tokens to {len(QUESTIONS)} prompts, with the vector added to "
     "prompt and answer at its points by Hugging Face hooks, float32. The probe is "
     "`negative_sentiment`, for `positive_sentiment`; `formal` has none. "
     "`mean score` is over the answers' tokens as they are steered; `read plainly` is of the same "
@@ -159,7 +151,7 @@ def measured(model: Model, vector: Vector) -> Iterator[tuple[str, ...]]:
     for step in STEPS:
         scale = step * vector.scale
         with model.steered(vector, scale):
-            answers = model.answer(PROMPTS)
+            answers = model.answer(QUESTIONS)
             inside = None if probe is None else model.scores(answers, probe)
         plain = None if probe is None else model.scores(answers, probe)
         texts = model.texts(answers)

@@ -14,6 +14,7 @@ import clairai
 from clairai.demo import model as demo
 from clairai.probe import files as probe_files
 from clairai.steer import files as vector_files
+from scripts.demo_questions import NUM_TOKENS, QUESTIONS
 from tests.gpu.test_graphs import start
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
@@ -22,15 +23,6 @@ FOLDER: Final = Path(demo.__file__).parent
 PROBE: Final = FOLDER / "probes" / "negative_sentiment.safetensors"
 VECTOR: Final = FOLDER / "vectors" / "positive_sentiment.safetensors"
 FACTORS: Final = (-1.5, -1.0, -0.5, 0.0, 0.5, 1.0)  # of the suggested scale
-NUM_TOKENS: Final = 40
-QUESTIONS: Final = (
-    "What do you think of the new restaurant in town?",
-    "How was your day?",
-    "Write a short review of a hotel.",
-    "Tell me about the weather.",
-    "Describe the film you saw last night.",
-    "Describe a journey by train.",
-)
 
 
 def answers(llm: Any) -> list[tuple[float, float, list[str]]]:

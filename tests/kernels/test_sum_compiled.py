@@ -15,12 +15,13 @@ from clairai.weights import sum_kernel
 HOPPER = GPUTarget("cuda", 90, 32)
 
 
-@pytest.mark.parametrize("kernel", [sum_kernel.sum_parts, sum_kernel.copy_parts])
+@pytest.mark.parametrize("is_copied", [False, True])
 def test_a_checksum_stays_in_registers_and_reads_16_bytes_at_once(
-    kernel: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    is_copied: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-    constants = dict(sum_kernel.CONSTANTS)
+    kernel: Any = sum_kernel.sum_parts
+    constants = {**sum_kernel.CONSTANTS, "IS_COPIED": is_copied}
     signature = {n: "constexpr" if n in constants else "i32" for n in kernel.arg_names}
     signature |= {"table_ptr": "*i64", "sums_ptr": "*i64"}
     aligned = {(index,): [["tt.divisibility", 16]] for index in (0, 1)}
@@ -33,5 +34,5 @@ def test_a_checksum_stays_in_registers_and_reads_16_bytes_at_once(
     stores = sum("st.global" in line for line in wide)
     # 16 bytes each, a row of the tile; were its alignment not seen they would be 8.
     assert len(wide) - stores == sum_kernel.TILE_R
-    assert stores == (sum_kernel.TILE_R if kernel is sum_kernel.copy_parts else 0)
+    assert stores == (sum_kernel.TILE_R if is_copied else 0)
     assert made.metadata.shared <= 1024

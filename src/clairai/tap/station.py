@@ -174,6 +174,7 @@ class Station:
 
     def end(self, inputs: Callable[[], Inputs]) -> None:
         rows, number = self._rows, self._step_number + 1
+        # Where the inputs lie is not asked again: captured graphs have those addresses for ever.
         if rows is not None and rows is self._sent and self._outlet.again(number):
             self._step_number = number  # as nearly all steps are
             return

@@ -61,8 +61,9 @@ def _span_of(part, table_ptr, num_spans, num_halvings):
 @triton.jit
 def sum_parts(table_ptr, sums_ptr, num_spans, num_halvings, TILE_R: tl.constexpr,
               TILE_C: tl.constexpr, TILES: tl.constexpr, PLACE: tl.constexpr,
-              ROW_STEP: tl.constexpr, TILE_STEP: tl.constexpr, MIX: tl.constexpr):  # fmt: skip
-    """Each part's sum is added to its tensor's."""
+              ROW_STEP: tl.constexpr, TILE_STEP: tl.constexpr, MIX: tl.constexpr,
+              IS_COPIED: tl.constexpr):  # fmt: skip
+    """Each part's sum is added to its tensor's; what is copied is what is summed, as it is read."""
     part = tl.program_id(0).to(tl.int64)
     span = _span_of(part, table_ptr, num_spans, num_halvings)
     row_ptr = table_ptr + span * 4
@@ -70,6 +71,9 @@ def sum_parts(table_ptr, sums_ptr, num_spans, num_halvings, TILE_R: tl.constexpr
     count = tl.minimum(tl.load(row_ptr + 1) - first, TILE_R * TILE_C * TILES).to(tl.int32)
     source_ptr = (tl.load(row_ptr) + first * 8).to(tl.pointer_type(tl.int64))
     source_ptr = tl.multiple_of(source_ptr, 16)
+    if IS_COPIED:
+        target_ptr = (tl.load(row_ptr + 3) + first * 8).to(tl.pointer_type(tl.int64))
+        target_ptr = tl.multiple_of(target_ptr, 16)
     place = first.to(tl.uint64, bitcast=True) * PLACE
     row_R = tl.arange(0, TILE_R).to(tl.uint64) * ROW_STEP
     across_C = tl.arange(0, TILE_C).to(tl.uint64) * PLACE
@@ -77,48 +81,17 @@ def sum_parts(table_ptr, sums_ptr, num_spans, num_halvings, TILE_R: tl.constexpr
     total_C = tl.zeros([TILE_C], dtype=tl.uint64)
     for _ in range(count // (TILE_R * TILE_C)):
         word_RC = tl.load(source_ptr + at_RC, eviction_policy="evict_first")
+        if IS_COPIED:
+            tl.store(target_ptr + at_RC, word_RC, eviction_policy="evict_first")
+            target_ptr += TILE_R * TILE_C
         x_RC = word_RC.to(tl.uint64, bitcast=True) + (place + row_R)[:, None] + across_C[None, :]
         total_C += tl.sum(_mixed(x_RC, MIX), axis=0)
         source_ptr += TILE_R * TILE_C
         place += TILE_STEP
     is_there_RC = at_RC < count % (TILE_R * TILE_C)
     word_RC = tl.load(source_ptr + at_RC, mask=is_there_RC, other=0)
-    x_RC = word_RC.to(tl.uint64, bitcast=True) + (place + row_R)[:, None] + across_C[None, :]
-    total_C += tl.sum(tl.where(is_there_RC, _mixed(x_RC, MIX), 0), axis=0)
-    total = tl.sum(total_C, axis=0).to(tl.int64, bitcast=True)
-    tl.atomic_add(sums_ptr + span, total, sem="relaxed")
-
-
-@triton.jit
-def copy_parts(table_ptr, sums_ptr, num_spans, num_halvings, TILE_R: tl.constexpr,
-               TILE_C: tl.constexpr, TILES: tl.constexpr, PLACE: tl.constexpr,
-               ROW_STEP: tl.constexpr, TILE_STEP: tl.constexpr, MIX: tl.constexpr):  # fmt: skip
-    """As sum_parts; what is summed is what is stored, from the same registers."""
-    part = tl.program_id(0).to(tl.int64)
-    span = _span_of(part, table_ptr, num_spans, num_halvings)
-    row_ptr = table_ptr + span * 4
-    first = (part - tl.load(row_ptr + 2)) * (TILE_R * TILE_C * TILES)
-    count = tl.minimum(tl.load(row_ptr + 1) - first, TILE_R * TILE_C * TILES).to(tl.int32)
-    source_ptr = (tl.load(row_ptr) + first * 8).to(tl.pointer_type(tl.int64))
-    source_ptr = tl.multiple_of(source_ptr, 16)
-    target_ptr = (tl.load(row_ptr + 3) + first * 8).to(tl.pointer_type(tl.int64))
-    target_ptr = tl.multiple_of(target_ptr, 16)
-    place = first.to(tl.uint64, bitcast=True) * PLACE
-    row_R = tl.arange(0, TILE_R).to(tl.uint64) * ROW_STEP
-    across_C = tl.arange(0, TILE_C).to(tl.uint64) * PLACE
-    at_RC = tl.arange(0, TILE_R)[:, None] * TILE_C + tl.arange(0, TILE_C)[None, :]
-    total_C = tl.zeros([TILE_C], dtype=tl.uint64)
-    for _ in range(count // (TILE_R * TILE_C)):
-        word_RC = tl.load(source_ptr + at_RC, eviction_policy="evict_first")
-        tl.store(target_ptr + at_RC, word_RC, eviction_policy="evict_first")
-        x_RC = word_RC.to(tl.uint64, bitcast=True) + (place + row_R)[:, None] + across_C[None, :]
-        total_C += tl.sum(_mixed(x_RC, MIX), axis=0)
-        source_ptr += TILE_R * TILE_C
-        target_ptr += TILE_R * TILE_C
-        place += TILE_STEP
-    is_there_RC = at_RC < count % (TILE_R * TILE_C)
-    word_RC = tl.load(source_ptr + at_RC, mask=is_there_RC, other=0)
-    tl.store(target_ptr + at_RC, word_RC, mask=is_there_RC)
+    if IS_COPIED:
+        tl.store(target_ptr + at_RC, word_RC, mask=is_there_RC)
     x_RC = word_RC.to(tl.uint64, bitcast=True) + (place + row_R)[:, None] + across_C[None, :]
     total_C += tl.sum(tl.where(is_there_RC, _mixed(x_RC, MIX), 0), axis=0)
     total = tl.sum(total_C, axis=0).to(tl.int64, bitcast=True)
@@ -127,13 +100,17 @@ def copy_parts(table_ptr, sums_ptr, num_spans, num_halvings, TILE_R: tl.constexp
 
 def sum_all(table_NF: torch.Tensor, sums_N: torch.Tensor, num_parts: int) -> None:
     """One launch on the current stream."""
-    num_spans = len(table_NF)
-    given = (table_NF, sums_N, num_spans, num_spans.bit_length())
-    sum_parts[(num_parts,)](*given, **CONSTANTS, num_warps=NUM_WARPS)
+    _launch(table_NF, sums_N, num_parts, is_copied=False)
 
 
 def copy_all(table_NF: torch.Tensor, sums_N: torch.Tensor, num_parts: int) -> None:
     """One launch on the current stream."""
+    _launch(table_NF, sums_N, num_parts, is_copied=True)
+
+
+def _launch(
+    table_NF: torch.Tensor, sums_N: torch.Tensor, num_parts: int, *, is_copied: bool
+) -> None:
     num_spans = len(table_NF)
     given = (table_NF, sums_N, num_spans, num_spans.bit_length())
-    copy_parts[(num_parts,)](*given, **CONSTANTS, num_warps=NUM_WARPS)
+    sum_parts[(num_parts,)](*given, **CONSTANTS, IS_COPIED=is_copied, num_warps=NUM_WARPS)
