@@ -1,8 +1,9 @@
 """Takes one GPU; gives the time per output token with taps over that without, by turns of 24 steps.
 
 Within the same requests: a host that is slower for a second is so for both. The steps that follow a
-change are left out, since one step is prepared while another runs. bench/gpu_mute.py says what is
-the same with taps and without.
+change are left out, since one step is prepared while another runs. Steps in which requests come or
+go are served with taps, which must hear of them, and belong to no turn. bench/gpu_mute.py says what
+is the same with taps and without.
 Run: python -m bench.gpu_blocks [--shape qwen3-0.6b] [--batches 1 16 64 256] [--steps 2400]
 """
 
@@ -27,8 +28,9 @@ from bench.gpu_overhead import BATCHES, CASES, each_worker
 from tests.engine.process import EngineProcess
 
 BLOCK, SKIPPED = 24, 8  # steps of a turn, and how many of its first are left out
+OF_NO_TURN: Final = -1  # so that the next one is the first of a turn
 MOST_AT_ONCE: Final = 1200  # steps of one set of requests: of the model's longest
-Stamp = tuple[float, int, int]  # when a step began, its number, and of how many requests
+Stamp = tuple[float, int, int]  # when a step began, the how manyth alike, and of how many requests
 
 
 def main() -> None:
@@ -106,14 +108,20 @@ def alternate(worker: Any) -> None:
     inner.bench_stamps = stamps
 
     def execute_model(scheduled: Any, *given: Any, **named: Any) -> Any:
-        number, counts = len(stamps), scheduled.num_scheduled_tokens
-        if number % BLOCK == 0:
-            gpu_mute.serve_with_taps(worker, is_tapped(number))
-        is_decode = scheduled.total_num_scheduled_tokens == len(counts)
-        stamps.append((time.perf_counter(), number, len(counts) if is_decode else 0))
+        counts, is_alike = scheduled.num_scheduled_tokens, _is_alike(scheduled)
+        number = stamps[-1][1] + 1 if stamps and is_alike else OF_NO_TURN
+        if number == OF_NO_TURN or number % BLOCK == 0:
+            gpu_mute.serve_with_taps(worker, number == OF_NO_TURN or is_tapped(number))
+        stamps.append((time.perf_counter(), number, len(counts) if is_alike else 0))
         return original(scheduled, *given, **named)
 
     inner.execute_model = execute_model
+
+
+def _is_alike(scheduled: Any) -> bool:
+    """A token for each request, and the same requests as before: SchedulerOutput, 0.26."""
+    is_decode = scheduled.total_num_scheduled_tokens == len(scheduled.num_scheduled_tokens)
+    return is_decode and not (scheduled.scheduled_new_reqs or scheduled.finished_req_ids)
 
 
 def taken(worker: Any) -> list[Stamp]:

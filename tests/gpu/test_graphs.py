@@ -29,6 +29,7 @@ TEXTS: Final = [
 ]
 PROMPTS: Final = models.random_prompts(9, (3, 17, 40, 64, 5, 90), 40_000)
 RUNNERS: Final = {"V1": "0", "V2": "1"}
+NOISE: Final = 0.03  # of a value, what bfloat16 makes of ten layers
 
 
 def start(folder: Path, runtime: Path, runner: str, **changes: Any) -> EngineProcess:
@@ -58,7 +59,12 @@ def start_all(
 def engines(real_model: Path, runtime: Path) -> Iterator[dict[str, EngineProcess]]:
     """vLLM's defaults: torch.compile, piecewise and full graphs, async scheduling."""
     config = clairai.config(points=POINTS, capacity=WIDTH)
-    changes = {"additional_config": config, "num_gpu_blocks_override": 800}
+    changes = {
+        "additional_config": config,
+        # Hundreds run at once, and have to give way to each other.
+        "max_num_batched_tokens": 1024,
+        "num_gpu_blocks_override": 800,
+    }
     with ThreadPoolExecutor(len(RUNNERS)) as pool, ExitStack() as opened:
         starting = {r: pool.submit(start, real_model, runtime, r, **changes) for r in RUNNERS}
         yield {name: opened.enter_context(each.result()) for name, each in starting.items()}
@@ -156,8 +162,9 @@ def test_pitfall_10_a_warm_cache_never_serves_a_graph_with_other_taps(
     runner: str, real_model: Path, runtime: Path, tmp_path: Path
 ) -> None:
     environment = {"VLLM_CACHE_ROOT": str(tmp_path)}
+    wanted = ["post_block.9", "post_block.10"]
     found = []
-    for points in (["post_block.9"], ["post_block.*"], ["post_block.9"]):
+    for points in (wanted[:1], ["post_block.*"], wanted[:1]):
         with start(
             real_model,
             runtime,
@@ -166,8 +173,23 @@ def test_pitfall_10_a_warm_cache_never_serves_a_graph_with_other_taps(
             compilation_config={"cudagraph_capture_sizes": [1, 2, 4]},  # as many as are asked for
             additional_config=clairai.config(points=points, capacity=WIDTH),
         ) as engine:
-            tapped = engine.call(scenarios.tap_everything, TEXTS, ["post_block.9"], WIDTH, 4)
-            found.append([scores.scores_NP[:-1] for scores in tapped["post_block.9"]])
-    for other in found[1:]:
-        for mine, theirs in zip(found[0], other, strict=True):
-            np.testing.assert_allclose(mine, theirs, rtol=1e-2, atol=1e-1)
+            asked = wanted if points != wanted[:1] else points
+            found.append(engine.call(scenarios.tap_everything, TEXTS, asked, WIDTH, 4))
+    first, all_layers, again = found
+    for other in (all_layers, again):
+        assert apart(first["post_block.9"], other["post_block.9"]) <= NOISE
+    assert apart(first["post_block.9"], all_layers["post_block.10"]) > NOISE  # it would show
+
+
+def apart(mine: Sequence[Any], theirs: Sequence[Any]) -> float:
+    """By how much most values differ, of their row's usual one.
+
+    Graphs with other taps round otherwise here and there, and a few values in bfloat16 then differ
+    much; those of the next layer all do.
+    """
+    shares = []
+    for one, other in zip(mine, theirs, strict=True):
+        one_ND, other_ND = one.scores_NP[:-1], other.scores_NP[:-1]
+        usual_N1 = np.median(np.abs(one_ND), axis=1, keepdims=True)
+        shares.append(np.median(np.abs(one_ND - other_ND) / usual_N1))
+    return float(max(shares))
