@@ -15,6 +15,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "wire_capture": set(),
     "wire_weights": set(),
     "points": {"errors"},
+    "native": set(),
     "steer": {*COMMON, "probe", "steer"},
     "capture": {*COMMON, "capture", "steer", "store.rows", "store.codecs"},
     "wanted": {"errors", "points", "steer", "capture"},
@@ -26,6 +27,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         *COMMON,
         *("probe", "settings", "steer", "capture", "store.rows", "store.codecs", "tap"),
         *("ring.layout", "ring.writer", "ring.handshake", "ring.memory", "ring.cuda"),
+        "native",
     },
     "match": {*COMMON, "match"},
     "store": {*COMMON, "store"},
@@ -38,7 +40,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         *("ring.attach", "ring.reader"),  # stop rules read scores in the engine core
         *("weights", "ring.folder", "ring.cuda"),  # where new weights are taken
     },
-    "weights": {*COMMON, "probe", "steer", "ring", "offline", "serve.calls", "weights"},
+    "weights": {*COMMON, "native", "probe", "steer", "ring", "offline", "serve.calls", "weights"},
     "messages": {"errors"},
     "batch": {
         *COMMON,

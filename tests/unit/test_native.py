@@ -7,9 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from clairai.tap import native
+import clairai
+from clairai import native
 
-SOURCE = "step.c"
+SOURCE = Path(clairai.__file__).parent / "tap" / "step.c"
 
 
 def test_it_is_made_once_and_found_again(tmp_path: Path) -> None:
@@ -57,3 +58,12 @@ def test_a_compiler_that_is_not_there_says_so(
 def test_a_call_without_its_arguments_is_an_error(name: str) -> None:
     with pytest.raises(TypeError, match=r"1 arguments were given, [24] are wanted"):
         getattr(native.load(SOURCE), name)(0)
+
+
+def test_without_a_compiler_there_is_no_module_and_a_warning(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setenv("CC", str(tmp_path / "nothing"))
+    assert native.loaded(SOURCE, "steps take longer") is None
+    assert caplog.messages[0].endswith("; steps take longer")

@@ -1,13 +1,20 @@
-"""Takes bytes; gives the same checksum by numpy and by the definition."""
+"""Takes bytes; gives the same checksum by C, by numpy and by the definition."""
 
 from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from clairai import native
 from clairai.weights import checksum as host
+
+SOURCE = Path(host.__file__).with_name("sum.c")
+Sum = Callable[[bytes | memoryview], str]
 
 
 def plainly(raw: bytes) -> str:
@@ -23,16 +30,59 @@ def plainly(raw: bytes) -> str:
     return f"{(total + len(raw) * host.PLACE) & host.MASK:016x}"
 
 
+def by_numpy(raw: bytes | memoryview) -> str:
+    return host.finish(host._sum_all(raw), len(raw))
+
+
+@pytest.fixture(scope="module")
+def one_by_one(tmp_path_factory: pytest.TempPathFactory) -> Sum:
+    """sum.c as a processor runs it that cannot multiply eight words at once."""
+    folder = tmp_path_factory.mktemp("plain")
+    source = folder / "sum.c"
+    text = SOURCE.read_text()
+    assert "is_wide() ?" in text
+    source.write_text(text.replace("is_wide() ?", "0 ?"))
+    (folder / "cache").mkdir()
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setenv("XDG_CACHE_HOME", str(folder / "cache"))
+        module = native.load(source)
+    return lambda raw: host.finish(module.summed(raw), len(raw))
+
+
+def test_there_is_a_compiler_and_the_checksum_is_by_it() -> None:
+    assert host.native_sum() is not None
+
+
 @settings(derandomize=True, deadline=None)
 @given(st.binary(max_size=300))
-def test_it_is_as_defined(raw: bytes) -> None:
-    assert host.checksum(raw) == plainly(raw)
+def test_it_is_as_defined_by_c_and_by_numpy(one_by_one: Sum, raw: bytes) -> None:
+    assert {host.checksum(raw), one_by_one(raw), by_numpy(raw)} == {plainly(raw)}
+
+
+@settings(derandomize=True, deadline=None, max_examples=30)
+@given(st.integers(0, 3 * 8 * host.CHUNK_WORDS), st.integers(0, 7), st.integers(0, 2**32))
+def test_c_and_numpy_agree_wherever_memory_begins_and_ends(
+    one_by_one: Sum, nbytes: int, begin: int, seed: int
+) -> None:
+    raw = memoryview(np.random.default_rng(seed).bytes(nbytes + begin))[begin:]
+    assert host.checksum(raw) == one_by_one(raw) == by_numpy(raw)
 
 
 @pytest.mark.parametrize("words", [1, host.CHUNK_WORDS - 1, host.CHUNK_WORDS, host.CHUNK_WORDS + 1])
 def test_it_is_as_defined_where_a_chunk_ends(words: int) -> None:
     raw = np.random.default_rng(words).bytes(8 * words + 3)
+    assert host.checksum(raw) == by_numpy(raw) == plainly(raw)
+
+
+def test_without_a_compiler_it_is_by_numpy(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(host, "native_sum", lambda: None)
+    raw = np.random.default_rng(3).bytes(1003)
     assert host.checksum(raw) == plainly(raw)
+
+
+def test_memory_that_is_not_in_one_piece_is_refused() -> None:
+    with pytest.raises(BufferError):
+        host.checksum(memoryview(bytes(64))[::2])
 
 
 def test_every_flipped_bit_shows() -> None:

@@ -1,97 +1,19 @@
-"""Takes the name of a C file beside this one; gives the module that the machine's compiler makes.
-
-Python's and numpy's headers are used. It is made once and kept in the user's own cache, under a
-name that is its content's: whoever finds it there has the very same code, and nobody else can write
-there.
-"""
+"""Takes the name of a C file beside this one; gives the module the machine's compiler makes."""
 
 from __future__ import annotations
 
-import hashlib
-import importlib.util
-import logging
-import os
-import shutil
-import subprocess
-import sys
-import sysconfig
-import tempfile
-from importlib.machinery import ExtensionFileLoader
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
-import numpy as np
-
-_log: Final = logging.getLogger("clairai.tap")
-
-FLAGS: Final = ("-O2", "-shared", "-fPIC", "-std=c99", "-D_POSIX_C_SOURCE=200809L", "-Wall")
-COMPILERS: Final = ("cc", "gcc", "clang")
-TIMEOUT_S: Final = 60.0
-
-
-class NoCompilerError(Exception):
-    """There is none, or it does not work; the text says which."""
+from clairai import native
 
 
 def step() -> Any:
     """The module that step.c is; None, and a warning, where there is no compiler."""
-    try:
-        return load("step.c")
-    except NoCompilerError as error:
-        _log.warning("%s; the host's work in each step takes longer without it", error)
-        return None
+    source = Path(__file__).with_name("step.c")
+    return native.loaded(source, "the host's work in each step takes longer without it")
 
 
 def load(name: str) -> Any:
     """Its functions keep Python's lock: they are short."""
-    stem = Path(name).stem
-    loader = ExtensionFileLoader(stem, str(built(name, _cache())))
-    spec = importlib.util.spec_from_loader(stem, loader)
-    assert spec is not None
-    return importlib.util.module_from_spec(spec)
-
-
-def built(name: str, cache: Path) -> Path:
-    """The library of a C file; made now unless it is there."""
-    source = Path(__file__).with_name(name)
-    made_for = (*FLAGS, os.uname().machine, sys.version, np.__version__)
-    content = source.read_bytes() + "\0".join(made_for).encode()
-    library = cache / f"{source.stem}-{hashlib.sha256(content).hexdigest()[:24]}.so"
-    if not _is_ours(library):
-        _make(source, library)
-    return library
-
-
-def _cache() -> Path:
-    home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(home) / "clairai" / "native"
-
-
-def _is_ours(library: Path) -> bool:
-    """There, and written by nobody but us."""
-    try:
-        found, folder = library.stat(), library.parent.stat()
-    except OSError:
-        return False
-    is_private = not (found.st_mode | folder.st_mode) & 0o022
-    return is_private and found.st_uid == folder.st_uid == os.geteuid()
-
-
-def _make(source: Path, library: Path) -> None:
-    compiler = os.environ.get("CC") or next(filter(None, map(shutil.which, COMPILERS)), None)
-    if compiler is None:
-        raise NoCompilerError(f"no C compiler found ({', '.join(COMPILERS)})")
-    library.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-    library.parent.chmod(0o700)
-    with tempfile.TemporaryDirectory(dir=library.parent) as folder:
-        made = Path(folder) / library.name
-        headers = [f"-I{folder}" for folder in (sysconfig.get_paths()["include"], np.get_include())]
-        command = [*compiler.split(), *FLAGS, *headers, str(source), "-o", str(made)]
-        try:
-            done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S)  # noqa: S603
-        except (OSError, subprocess.TimeoutExpired) as error:
-            raise NoCompilerError(f"{compiler} could not be run: {error}") from None
-        if done.returncode:
-            raise NoCompilerError(f"{compiler} failed: {done.stderr.strip()[-300:]}")
-        made.chmod(0o700)
-        made.replace(library)
+    return native.load(Path(__file__).with_name(name))

@@ -3,14 +3,20 @@
 Each 8-byte word is mixed with its place by a function that loses nothing, and all are added up:
 one changed word always shows, and the sum can be taken in any order, as a GPU takes it. It finds
 damage; it does not keep out a forger, who by then would be a process of our own user.
+
+By sum.c where there is a compiler: several times as fast, and other threads run meanwhile.
 """
 
 from __future__ import annotations
 
-from typing import Final
+from functools import cache
+from pathlib import Path
+from typing import Any, Final
 
 import numpy as np
 from numpy.typing import NDArray
+
+from clairai import native
 
 WORD_BYTES: Final = 8
 PLACE: Final = 0x9E3779B97F4A7C15
@@ -23,9 +29,22 @@ _PLACES: Final = np.arange(CHUNK_WORDS, dtype=np.uint64) * np.uint64(PLACE)
 
 def checksum(raw: memoryview | bytes) -> str:
     """16 hex digits; a tail shorter than a word counts as if zeros followed, and so its length."""
+    module = native_sum()
+    return finish(_sum_all(raw) if module is None else module.summed(raw), len(raw))
+
+
+@cache
+def native_sum() -> Any:
+    """The module that sum.c is, made once; None where there is no compiler."""
+    source = Path(__file__).with_name("sum.c")
+    return native.loaded(source, "checksums of weights take longer without it")
+
+
+def _sum_all(raw: memoryview | bytes) -> int:
+    """The twin of summed() in sum.c."""
     whole = len(raw) // WORD_BYTES * WORD_BYTES
     words = np.frombuffer(raw, np.uint8, count=whole).view("<u8")
-    return finish(_sum(words, 0) + tail(bytes(raw[whole:]), len(words)), len(raw))
+    return (_sum(words, 0) + tail(bytes(raw[whole:]), len(words))) & MASK
 
 
 def tail(rest: bytes, first: int) -> int:

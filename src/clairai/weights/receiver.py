@@ -14,6 +14,7 @@ from typing import Any
 
 from clairai.weights import check
 from clairai.weights.check import Holding, Slot
+from clairai.weights.checksum import native_sum
 from clairai.weights.dock import Cargo, Dock, OpenDevice
 from clairai.weights.link import Link
 from clairai.weights.manifest import CPU, Manifest, digest, kind_of, parse
@@ -38,6 +39,7 @@ class Receiver:
     """`slots` is asked each time: what banks hold changes."""
 
     def __init__(self, folder: Path, device: str, slots: Slots, open_device: OpenDevice) -> None:
+        native_sum()  # compiled now: the first sender would wait for it
         self.epoch = secrets.randbits(63) + 1
         self.device = device
         self._slots = slots
