@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Final, Literal, TypeVar
 
@@ -15,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from clairai import errors, wire
+from clairai.lent import Lender
 from clairai.match.align import Scores, align
 from clairai.match.ledger import Ledger
 from clairai.probe.files import dumps
@@ -25,6 +27,7 @@ from clairai.settings import Settings, is_disabled
 Reply = TypeVar("Reply", bound=msgspec.Struct)
 
 METHOD: Final = "clairai_control"  # of a vLLM worker with taps: compat/arm.py
+_LENDER: Final = "clairai_lender"
 _ERRORS: Final = {
     kind.code: kind
     for kind in vars(errors).values()
@@ -179,14 +182,34 @@ class ProbeBank:
                 f"directions are {directions_PD.dtype}{directions_PD.shape}; give a row of float32 "
                 f"for each of {len(names)} probes"
             )
-        rows = np.ascontiguousarray(directions_PD, "<f4").data.cast("B")
-        return ask(self._llm, wire.RedirectProbes(tuple(names), rows), wire.BankVersion).version
+        rows_PD = np.ascontiguousarray(directions_PD, "<f4")
+        version = self._lent(tuple(names), rows_PD)
+        return self._sent(tuple(names), rows_PD) if version is None else version
+
+    def _lent(self, names: tuple[str, ...], rows_PD: NDArray[np.float32]) -> int | None:
+        """By memory that the engine can read; None where there is none, or it cannot."""
+        lender = lender_of(self._llm)
+        if not lender.takes(rows_PD.nbytes):
+            return None
+        with suppress(errors.UnsupportedError, errors.WeightsError), lender.lend(rows_PD) as lent:
+            return ask(self._llm, wire.TurnProbes(names, lent), wire.BankVersion).version
+        return None
+
+    def _sent(self, names: tuple[str, ...], rows_PD: NDArray[np.float32]) -> int:
+        asked = wire.RedirectProbes(names, rows_PD.data.cast("B"))
+        return ask(self._llm, asked, wire.BankVersion).version
 
     def remove(self, *names: str) -> tuple[wire.ListedProbe, ...]:
         return self._change(wire.RemoveProbes(names))
 
     def _change(self, control: wire.Control) -> tuple[wire.ListedProbe, ...]:
         return ask(self._llm, control, wire.BankState).probes
+
+
+def lender_of(llm: Any) -> Lender:
+    """Kept with the LLM: a bank is asked for anew each time, and memory is not."""
+    found: Lender | None = vars(llm).get(_LENDER)
+    return vars(llm).setdefault(_LENDER, Lender()) if found is None else found
 
 
 def ask(llm: Any, control: wire.Control, kind: type[Reply]) -> Reply:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -24,7 +25,13 @@ def attacked(tmp_path: Path) -> Iterator[Target]:
 
 
 def _memory(nbytes: int) -> int:
-    fd = os.memfd_create("attack", os.MFD_CLOEXEC)
+    fd = _unsealed(nbytes)
+    fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK)
+    return fd
+
+
+def _unsealed(nbytes: int) -> int:
+    fd = os.memfd_create("attack", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     os.truncate(fd, nbytes)
     return fd
 
@@ -42,6 +49,7 @@ FDS: dict[str, tuple[Callable[[], int], str]] = {
     "93 a file": (lambda: os.open(__file__, os.O_RDONLY), "not a memfd"),
     "94 memory that is too short": (lambda: _memory(GRANULE_BYTES - 1), "were planned"),
     "95 memory that nobody may read": (lambda: _unreadable(), "cannot be read"),
+    "98 memory that can be cut off": (lambda: _unsealed(GRANULE_BYTES), "could be cut off"),
 }
 
 

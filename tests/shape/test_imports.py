@@ -16,6 +16,8 @@ MAY_IMPORT: dict[str, set[str]] = {
     "wire_weights": set(),
     "points": {"errors"},
     "native": set(),
+    "lent": {"errors", "wire", "ring.room"},
+    "borrow": {"errors", "wire"},
     "steer": {*COMMON, "probe", "steer"},
     "capture": {*COMMON, "capture", "steer", "store.rows", "store.codecs"},
     "wanted": {"errors", "points", "steer", "capture"},
@@ -27,7 +29,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         *COMMON,
         *("probe", "settings", "steer", "capture", "store.rows", "store.codecs", "tap"),
         *("ring.layout", "ring.writer", "ring.handshake", "ring.memory", "ring.cuda"),
-        "native",
+        *("native", "borrow"),
     },
     "match": {*COMMON, "match"},
     "store": {*COMMON, "store"},
@@ -40,7 +42,20 @@ MAY_IMPORT: dict[str, set[str]] = {
         *("ring.attach", "ring.reader"),  # stop rules read scores in the engine core
         *("weights", "ring.folder", "ring.cuda"),  # where new weights are taken
     },
-    "weights": {*COMMON, "native", "probe", "steer", "ring", "offline", "serve.calls", "weights"},
+    "weights": {
+        *COMMON,
+        *(
+            "native",
+            "borrow",
+            "lent",
+            "probe",
+            "steer",
+            "ring",
+            "offline",
+            "serve.calls",
+            "weights",
+        ),
+    },
     "messages": {"errors"},
     "batch": {
         *COMMON,

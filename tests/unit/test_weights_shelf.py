@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 
+from clairai.borrow import Borrower
 from clairai.errors import WeightsError
 from clairai.offline import ProbeBank
 from clairai.probe.turned import Turned
@@ -134,17 +135,17 @@ def test_an_engine_that_was_started_anew_is_found(tmp_path: Path) -> None:
 
 
 def test_room_grows_and_what_is_cut_off_meanwhile_is_refused() -> None:
-    shelf = Shelf()
+    shelf, borrower = Shelf(), Borrower()
     shelf.room(10)[:] = 1
     room_N = shelf.room(5000)
     assert room_N[:10].tolist() == [1] * 10
     with pytest.raises(WeightsError, match="has 5000 bytes, 5001 were planned"):
-        Copied(os.dup(shelf.fds[0]), 5001, used=5001)
-    copied = Copied(os.dup(shelf.fds[0]), 5000, used=10)
+        Copied(borrower, os.dup(shelf.fds[0]), 5001, used=5001)
+    copied = Copied(borrower, os.dup(shelf.fds[0]), 5000, used=10)
     room_N[:10] = 2
     assert copied.bytes_N.tolist() == [1] * 10
     with pytest.raises(WeightsError, match="not a memfd"):
-        Copied(os.open("/dev/zero", os.O_RDONLY), 10, used=10)
+        Copied(borrower, os.open("/dev/zero", os.O_RDONLY), 10, used=10)
     assert COPIED_BYTES >= 512 * 8192 * 4, "a bank of 512 of a wide model fits"
 
 

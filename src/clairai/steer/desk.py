@@ -37,6 +37,10 @@ _OFF: Final = (
     'this engine cannot steer; start it with "steering": true or "vectors": [files] '
     "in the clairai settings"
 )
+# Rows that the worker alone can read would be unknown here.
+_ELSEWHERE: Final = wire.Refusal(
+    "unsupported", "the worker is in another process; send the rows in the message"
+)
 
 Workers = Callable[[bytes], list[bytes]]
 Amend = Callable[[int, Sequence[Entry]], list[int]]
@@ -86,6 +90,8 @@ class Desk:
             return ask_workers(message)  # they say what is wrong with it
         if isinstance(control, wire_weights.Control):
             return [self._weighed(control, ask_workers)]
+        if isinstance(control, wire.TurnProbes) and self._bank() is None:
+            return [_ENCODER.encode(_ELSEWHERE)]
         if not isinstance(control, wire_steer.Control):
             replies = ask_workers(message)
             self._note(control, replies[0])
@@ -239,6 +245,8 @@ class Desk:
         if not isinstance(_REPLY.decode(reply), wire.BankState | wire.BankVersion):
             return
         match control:
+            case wire.TurnProbes():
+                self._look()
             case wire.RedirectProbes() if self._look():
                 return
             case wire.RedirectProbes(names, rows):

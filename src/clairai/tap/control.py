@@ -81,6 +81,9 @@ def _reply(station: Station, control: wire.Control) -> wire.ControlReply:
         case wire.RedirectProbes(names, rows):
             turned = station.columns.redirect(names, _rows(names, rows))
             return wire.BankVersion(station.install(turned).version)
+        case wire.TurnProbes(names, lent):
+            turned = station.columns.redirect(names, _rows(names, station.borrower.borrowed(lent)))
+            return wire.BankVersion(station.install(turned).version)
         case wire.AddProbes() | wire.ReplaceProbes() | wire.RemoveProbes():
             return _state(station.install(_changed(station.columns, control)))
         case _:

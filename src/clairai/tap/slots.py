@@ -1,4 +1,4 @@
-"""Takes a bank before and after a change; gives the directions that have to be written, and where.
+"""Takes a bank before and after a change; gives the directions to write, where, and on the device.
 
 P = probes, D = model width.
 """
@@ -6,13 +6,16 @@ P = probes, D = model width.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
 from clairai.probe.model import Probe
 from clairai.probe.turned import Place
+
+LINE_NUMBERS: Final = 16  # float32 in a line of a CPU's cache
 
 
 class Slots(NamedTuple):
@@ -49,3 +52,40 @@ def block_slots(places: Sequence[Place], block_PD: NDArray[np.float32]) -> Itera
         if end == len(places) or places[end] != (site, slot + end - begin):
             yield Slots(site, slot, block_PD[begin:end])
             begin = end
+
+
+class Upload:
+    """Rows on their way to a device, in memory that is kept: fresh pages cost more than the copy.
+
+    For a GPU it is pinned: then the host goes on while the GPU fetches them.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._is_on_gpu = device.type == "cuda"
+        # Who turns rows into columns reads one number of each: rows that lie a power of two apart
+        # would all want the same few lines of a CPU's cache.
+        self._gap = 0 if self._is_on_gpu else LINE_NUMBERS
+        self._staging = torch.empty(0)
+        self._fetched: torch.cuda.Event | None = None
+
+    def __call__(self, rows_PD: NDArray[np.float32]) -> torch.Tensor:
+        """On the device, in the order of its current stream; on a CPU valid until the next call."""
+        num_rows, width = rows_PD.shape
+        pitch = width + self._gap
+        staged_PD = self._room(num_rows * pitch).view(num_rows, pitch)[:, :width]
+        np.copyto(staged_PD.numpy(), rows_PD)
+        if not self._is_on_gpu:
+            return staged_PD
+        moved_PD = staged_PD.to(self._device, non_blocking=True)
+        self._fetched = torch.cuda.Event()
+        self._fetched.record(torch.cuda.current_stream(self._device))
+        return moved_PD
+
+    def _room(self, size: int) -> torch.Tensor:
+        """Nobody reads what was there any more."""
+        if self._fetched is not None:
+            self._fetched.synchronize()
+        if self._staging.numel() < size:
+            self._staging = torch.empty(size, pin_memory=self._is_on_gpu)
+        return self._staging[:size]

@@ -16,6 +16,7 @@ from dataclasses import dataclass, replace
 from typing import Final
 
 from clairai import wire
+from clairai.borrow import Borrower
 from clairai.capture.order import Order
 from clairai.probe.columns import Columns
 from clairai.ring.handshake import RingServer, runtime_dir
@@ -51,6 +52,7 @@ class Station:
     def __init__(self, settings: Settings, tables: Tables, columns: Columns, about: About) -> None:
         self.tables = tables
         self.about = about
+        self.borrower = Borrower()  # of rows that do not come in a message
         self._book = RowBook(native.step())
         self._is_serving = False
         self._step_number = 0

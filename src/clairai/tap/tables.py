@@ -17,14 +17,13 @@ from typing import Final, Protocol
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from clairai.errors import TapMissingError
 from clairai.probe.columns import Columns
 from clairai.probe.model import Probe
 from clairai.probe.turned import Column, Place, Turned
 from clairai.tap.branch import Branch, OneStream
-from clairai.tap.slots import Slots, block_slots, changed_slots
+from clairai.tap.slots import Slots, Upload, block_slots, changed_slots
 
 ACTIVATION_CODES: Final = {"none": 0, "relu": 1, "sigmoid": 2}
 
@@ -107,7 +106,7 @@ class Tables:
         # What is in which slot; None: a probe that was turned, with all others.
         self._held: dict[Place, Probe | None] = {}
         self._root: tuple[Column, ...] | None = None  # what those were turned from, and again
-        self._staging = torch.empty(0)
+        self._upload = Upload(self.device)
         self.branch: Branch = OneStream()
         self.score: Score = score_twin
         self._scratch_nbytes = 0
@@ -185,21 +184,13 @@ class Tables:
 
     def _write(self, part: Slots) -> None:
         """Directions of neighbouring slots, each as halves that add up to it."""
-        rest_PD = self._staged(part.rows_PD).to(self.device)
+        rest_PD = self._upload(part.rows_PD)
         end = part.slot + len(rest_PD)
         for half, dtype in enumerate(self._halves):
             split_PD = rest_PD.to(dtype)
             self.weights_SHDK[part.site, half, :, part.slot : end].copy_(split_PD.T)
             if half + 1 < len(self._halves):
                 rest_PD = rest_PD - split_PD.float()
-
-    def _staged(self, rows_PD: NDArray[np.float32]) -> torch.Tensor:
-        """In memory that torch may write to; kept, for fresh pages take longer than the copy."""
-        if self._staging.numel() < rows_PD.size:
-            self._staging = torch.empty(rows_PD.size)
-        staged_PD = self._staging[: rows_PD.size].view(rows_PD.shape)
-        np.copyto(staged_PD.numpy(), rows_PD)
-        return staged_PD
 
     def _place(self, slots: Sequence[Place]) -> None:
         """Where the scores of the columns are found."""

@@ -10,11 +10,12 @@ import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+from clairai.borrow import Borrower
 from clairai.errors import WeightsError
 from clairai.weights.buffers import HostLanded, Landed
 from clairai.weights.manifest import CPU, Manifest
 from clairai.weights.shelf import COPIED_BYTES, Copied
-from clairai.wire_weights import Held, Offer
+from clairai.wire_weights import Full, Held, Offer
 
 HANDLE_BYTES = 64
 OpenDevice = Callable[[bytes, int], Landed]
@@ -25,7 +26,8 @@ class Cargo:
     """What has come for one plan."""
 
     plan: Manifest
-    buffers: list[Landed] = field(default_factory=list)
+    buffers: list[Landed] = field(default_factory=list)  # all that were opened
+    num_read: int = 0  # of these, in order
     checksums: dict[str, str] = field(default_factory=dict)  # by tensor, as computed here
     is_closed: threading.Event = field(default_factory=threading.Event)
 
@@ -42,6 +44,7 @@ class Dock:
 
     def __init__(self, open_device: OpenDevice) -> None:
         self._open_device = open_device
+        self._borrower = Borrower()
         self._cargo: Cargo | None = None
         self._taken: Cargo | None = None
         self._lock = threading.Lock()
@@ -71,8 +74,11 @@ class Dock:
             return True
         return taken.is_closed.wait(timeout_s)
 
-    def land(self, offer: Offer, fds: Sequence[int]) -> Held:
-        """Map a buffer and read it once; takes the descriptors over, whatever happens."""
+    def land(self, offer: Offer, fds: Sequence[int]) -> Held | None:
+        """Open a buffer, and read one that is full; takes the descriptors over, whatever happens.
+
+        One of a GPU is said to be full later: None.
+        """
         owned = list(fds)
         try:
             cargo = self._expected(offer, owned)
@@ -81,12 +87,23 @@ class Dock:
             for fd in owned:
                 os.close(fd)
         try:
-            found = _read(buffer, cargo.plan, offer.index)
-            self._keep(cargo, buffer, found)
+            _check_extent(buffer, cargo.plan, offer.index)
+            self._keep(cargo, buffer)
         except BaseException:
             buffer.close()
             raise
-        return Held(offer.index, buffer.extent)
+        return None if offer.home == "device" else self._read(cargo, offer.index)
+
+    def read(self, full: Full) -> Held:
+        """Read a buffer of a GPU that was opened before, once: its sender says that it is full."""
+        with self._lock:
+            cargo = self._of(full.transfer)
+            if full.index != cargo.num_read or full.index >= len(cargo.buffers):
+                raise WeightsError(
+                    f"buffer {full.index} is full, {len(cargo.buffers)} have come and "
+                    f"{cargo.num_read} of them were read; send each once, in order"
+                )
+        return self._read(cargo, full.index)
 
     def look(self, transfer: str) -> Cargo:
         """What has come for this transfer so far; it stays here."""
@@ -136,15 +153,28 @@ class Dock:
             return HostLanded(owned.pop(), offer.nbytes)
         if offer.home == "copied":
             ends = (t.offset + t.nbytes for t in plan.tensors if t.buffer == offer.index)
-            return Copied(owned.pop(), offer.nbytes, used=max(ends))
+            return Copied(self._borrower, owned.pop(), offer.nbytes, used=max(ends))
         return self._open_device(offer.handle, offer.nbytes)
 
-    def _keep(self, cargo: Cargo, buffer: Landed, found: dict[str, str]) -> None:
+    def _keep(self, cargo: Cargo, buffer: Landed) -> None:
         with self._lock:
-            if self._cargo is not cargo:
-                raise WeightsError("another plan has come meanwhile; plan again")
+            self._require_wanted(cargo)
             cargo.buffers.append(buffer)
-            cargo.checksums.update(found)
+
+    def _read(self, cargo: Cargo, index: int) -> Held:
+        """On the socket's thread, which alone opens and reads; the plan may change meanwhile."""
+        buffer = cargo.buffers[index]
+        tensors = [tensor for tensor in cargo.plan.tensors if tensor.buffer == index]
+        sums = buffer.checksums(tensors)
+        with self._lock:
+            self._require_wanted(cargo)
+            cargo.checksums.update(zip((each.name for each in tensors), sums, strict=True))
+            cargo.num_read += 1
+        return Held(index, buffer.extent)
+
+    def _require_wanted(self, cargo: Cargo) -> None:
+        if self._cargo is not cargo:
+            raise WeightsError("another plan has come meanwhile; plan again")
 
 
 def _require_travelling(offer: Offer, fds: Sequence[int], *, is_on_host: bool) -> None:
@@ -162,12 +192,9 @@ def _require_travelling(offer: Offer, fds: Sequence[int], *, is_on_host: bool) -
         )
 
 
-def _read(buffer: Landed, plan: Manifest, index: int) -> dict[str, str]:
+def _check_extent(buffer: Landed, plan: Manifest, index: int) -> None:
     if buffer.extent < plan.buffers[index]:
         raise WeightsError(
             f"buffer {index} claims {plan.buffers[index]} bytes and has {buffer.extent}; "
             f"do not trust this sender"
         )
-    tensors = [tensor for tensor in plan.tensors if tensor.buffer == index]
-    sums = buffer.checksums(tensors)
-    return {tensor.name: found for tensor, found in zip(tensors, sums, strict=True)}

@@ -1,0 +1,260 @@
+"""Takes memory that one process fills and another copies; gives each reader what it was meant."""
+
+from __future__ import annotations
+
+import gc
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+import torch
+
+from clairai import lent, wire
+from clairai.borrow import KEPT_BLOCKS, Borrower
+from clairai.errors import ProbeError, UnsupportedError, WeightsError
+from clairai.lent import Lender, Shelf
+from clairai.offline import ProbeBank
+from clairai.steer.desk import Desk
+from clairai.tap.station import Station
+from tests.unit.test_live_banks import probes, rows
+from tests.unit.toy_station import WIDTH, running_station
+from tests.unit.toy_weights import ToyLlm, engine
+
+
+class Listening(ToyLlm):
+    """Keeps what it is asked."""
+
+    asked: list[Any]
+
+    def collective_rpc(self, method: str, args: tuple[bytes]) -> list[bytes]:
+        self.asked.append(msgspec.msgpack.decode(args[0], type=wire.Control))
+        return super().collective_rpc(method, args)
+
+
+@pytest.fixture
+def station(runtime: Path) -> Iterator[Station]:
+    with running_station(runtime, weights=0) as made:
+        made.install(made.columns.add(probes()))
+        yield made
+
+
+@pytest.fixture
+def llm(station: Station, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Listening]:
+    """Whose core sees the worker's bank, as on one GPU; a few bytes are lent here too."""
+    monkeypatch.setattr(lent, "MIN_BYTES", 1)
+    monkeypatch.setattr("tests.unit.toy_weights.ToyLlm", Listening)
+    with engine(tmp_path, station, Desk(None, probes(), bank=lambda: station.columns)) as running:
+        assert isinstance(running, Listening)
+        running.asked = []
+        yield running
+
+
+def test_rows_are_lent_and_do_not_come_in_the_message(station: Station, llm: Listening) -> None:
+    names = station.columns.names
+    for times in (1, 2, 3):
+        before = station.columns.version
+        assert ProbeBank(llm).redirect(names, times * rows()) == before + 1
+        held = [one.direction_D.tolist() for one in station.columns.probes]
+        assert held == (times * rows()).tolist()
+    assert [type(each) for each in llm.asked] == [wire.TurnProbes] * 3
+    assert {(each.rows.fd, each.rows.token) for each in llm.asked} == {
+        (llm.asked[0].rows.fd, llm.asked[0].rows.token)
+    }, "one memory for all, whichever ProbeBank asked"
+    assert llm.desk._probes["a"] is station.columns.by_name["a"]
+
+
+def test_some_probes_in_another_order_are_lent_too(station: Station, llm: Listening) -> None:
+    ProbeBank(llm).redirect(("d", "a"), rows(2))
+    by_name = station.columns.by_name
+    assert by_name["d"].direction_D.tolist() == rows(2)[0].tolist()
+    assert by_name["a"].direction_D.tolist() == rows(2)[1].tolist()
+    assert [type(each) for each in llm.asked] == [wire.TurnProbes]
+
+
+@pytest.mark.parametrize(
+    ("names", "given", "reason"),
+    [
+        (("a", "a"), rows(2), "twice"),
+        (("a", "x"), rows(2), "no probe named"),
+        (("a",), rows(1, WIDTH + 1), "width"),
+        (("a",), np.full((1, WIDTH), np.nan, np.float32), "NaN"),
+    ],
+)
+def test_rows_that_are_lent_are_checked_as_those_of_a_message(
+    station: Station, llm: Listening, names: tuple[str, ...], given: Any, reason: str
+) -> None:
+    before = station.columns
+    with pytest.raises(ProbeError, match=reason):
+        ProbeBank(llm).redirect(names, given)
+    assert station.columns is before
+    assert [type(each) for each in llm.asked] == [wire.TurnProbes], "asked once"
+
+
+def test_where_the_worker_is_in_another_process_rows_come_in_the_message(
+    station: Station, llm: Listening
+) -> None:
+    llm.desk = Desk(None, probes())
+    for times in (1, 2):
+        ProbeBank(llm).redirect(station.columns.names, times * rows())
+        held = [one.direction_D.tolist() for one in station.columns.probes]
+        assert held == (times * rows()).tolist()
+        assert llm.desk._probes["a"].direction_D.tolist() == held[0]
+    kinds = [type(each) for each in llm.asked]
+    assert kinds == [wire.TurnProbes, wire.RedirectProbes, wire.RedirectProbes], "it learns"
+
+
+def test_what_is_small_or_very_large_comes_in_the_message() -> None:
+    lender = Lender()
+    assert [lender.takes(n) for n in (0, lent.MIN_BYTES - 1, wire.MAX_LENT_BYTES + 1)] == [
+        False
+    ] * 3
+    assert lender.takes(lent.MIN_BYTES)
+    assert lender.takes(512 * 4096 * 4), "a bank of 512 of a wide model"
+
+
+def test_without_shared_memory_rows_come_in_the_message(
+    station: Station, llm: Listening, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(lent, "free_bytes", lambda: 0)
+    ProbeBank(llm).redirect(station.columns.names, rows())
+    assert [type(each) for each in llm.asked] == [wire.RedirectProbes]
+    assert station.columns.probes[0].direction_D.tolist() == rows()[0].tolist()
+
+
+def test_memory_of_a_question_that_was_not_answered_is_not_filled_again(
+    station: Station, llm: Listening, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    names = station.columns.names
+    with monkeypatch.context() as patched:
+        patched.setattr(ToyLlm, "collective_rpc", _never)
+        with pytest.raises(TimeoutError):
+            ProbeBank(llm).redirect(names, rows())
+    late = llm.asked[0]
+    ProbeBank(llm).redirect(names, 2 * rows())
+    assert llm.asked[1].rows.token != late.rows.token
+    refused = llm.ask(late)  # the engine comes to it now
+    assert isinstance(refused, wire.Refusal)
+    assert refused.code == "unsupported"
+    assert station.columns.probes[0].direction_D.tolist() == (2 * rows())[0].tolist()
+
+
+def _never(*_: object) -> list[bytes]:
+    raise TimeoutError
+
+
+CHILD = """
+import sys, numpy as np
+from clairai.lent import Lender
+import clairai.lent as lent
+with Lender().lend(np.arange(5000, dtype=np.float32)) as told:
+    print(told.pid, told.fd, told.token, told.nbytes, flush=True)
+    sys.stdin.read()
+"""
+
+
+def test_another_process_reads_what_was_lent_and_not_when_it_has_gone() -> None:
+    command = [sys.executable, "-c", CHILD]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as child:
+        assert child.stdout is not None
+        pid, fd, token, nbytes = child.stdout.readline().decode().split()
+        told = wire.Lent(int(pid), int(fd), token, int(nbytes))
+        assert told.pid == child.pid != os.getpid()
+        found = np.frombuffer(Borrower().borrowed(told), np.float32)
+        assert found.tolist() == list(range(5000))
+        assert not found.flags.writeable
+    with pytest.raises(UnsupportedError, match="cannot be reached"):
+        Borrower().borrowed(told)
+
+
+def told(shelf: Shelf, nbytes: int, **changes: Any) -> wire.Lent:
+    made = wire.Lent(os.getpid(), shelf.fds[0], shelf.token, nbytes)
+    return msgspec.structs.replace(made, **changes)
+
+
+def test_memory_of_another_name_is_not_read() -> None:
+    shelf, other, borrower = Shelf(), Shelf(), Borrower()
+    shelf.room(10)[:] = 1
+    other.room(10)[:] = 2
+    for wrong in (told(shelf, 10, fd=other.fds[0]), told(shelf, 10, token="0" * 32)):
+        with pytest.raises(UnsupportedError, match="other memory"):
+            borrower.borrowed(wrong)
+    assert bytes(borrower.borrowed(told(shelf, 10))) == b"\1" * 10
+
+
+def test_what_lies_behind_the_end_is_not_read() -> None:
+    shelf = Shelf()
+    shelf.room(4096)
+    with pytest.raises(WeightsError, match="has 4096 bytes, 4097 were planned"):
+        Borrower().borrowed(told(shelf, 4097))
+
+
+@pytest.mark.parametrize(
+    "field",
+    [{"token": "../x"}, {"token": "A" * 32}, {"pid": 0}, {"fd": -1}, {"nbytes": 1 << 40}],
+    ids=str,
+)
+def test_a_message_that_names_no_memory_is_not_understood(field: dict[str, Any]) -> None:
+    good = {"pid": 1, "fd": 1, "token": "0" * 32, "nbytes": 1}
+    assert msgspec.convert(good, wire.Lent)
+    with pytest.raises(msgspec.ValidationError):
+        msgspec.convert(good | field, wire.Lent)
+
+
+def test_a_mapping_is_kept_and_grows_and_another_memory_has_its_own() -> None:
+    one, other, borrower = Shelf(), Shelf(), Borrower()
+    one.room(100)[:] = 1
+    first_N = borrower.copy(one.fds[0], 100)
+    mapped = borrower._theirs_N
+    one.room(100)[:] = 2
+    assert borrower.copy(one.fds[0], 50).tolist() == [2] * 50
+    assert borrower._theirs_N is mapped
+    assert first_N.tolist() == [1] * 100, "a copy"
+    one.room(1 << 20)[:] = 3
+    assert borrower.copy(one.fds[0], 1 << 20).tolist() == [3] * (1 << 20)
+    other.room(100)[:] = 4
+    assert borrower.copy(other.fds[0], 100).tolist() == [4] * 100
+    assert borrower.copy(one.fds[0], 100).tolist() == [3] * 100
+
+
+HOLDERS: dict[str, Callable[[Any], Any]] = {
+    "a view": lambda copied_N: copied_N[3:5],
+    "a view of another type": lambda copied_N: copied_N.view(np.float32).reshape(2, -1)[1],
+    "its bytes": lambda copied_N: copied_N.data.toreadonly()[5:],
+    "an array of its bytes": lambda copied_N: np.frombuffer(copied_N.data, np.float32)[1:],
+    "a tensor": lambda copied_N: torch.from_numpy(copied_N)[8:].view(torch.float32),
+}
+
+
+@pytest.mark.parametrize("kind", HOLDERS)
+def test_memory_is_used_again_and_not_before_the_last_one_has_let_go(kind: str) -> None:
+    shelf, borrower = Shelf(), Borrower()
+    shelf.room(64)[:] = 1
+    copied_N = borrower.copy(shelf.fds[0], 64)
+    address = copied_N.__array_interface__["data"][0]
+    held = HOLDERS[kind](copied_N)
+    before = bytes(np.asarray(held))
+    del copied_N
+    shelf.room(64)[:] = 2
+    others = [borrower.copy(shelf.fds[0], 64) for _ in range(3)]
+    assert bytes(np.asarray(held)) == before
+    assert address not in [each.__array_interface__["data"][0] for each in others]
+    del held
+    gc.collect()
+    again_N = borrower.copy(shelf.fds[0], 32)
+    assert again_N.__array_interface__["data"][0] == address
+    assert again_N.tolist() == [2] * 32
+
+
+def test_a_few_blocks_are_kept_and_no_more() -> None:
+    shelf, borrower = Shelf(), Borrower()
+    shelf.room(64)
+    held = [borrower.copy(shelf.fds[0], 64) for _ in range(3 * KEPT_BLOCKS)]
+    assert len(borrower._free) == 0
+    held.clear()
+    assert len(borrower._free) == KEPT_BLOCKS
