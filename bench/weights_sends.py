@@ -65,7 +65,7 @@ def _send_model(llm: Any, model: Path, device: str, rounds: int) -> dict[str, An
 def _on_a_gpu(llm: Any, held: dict[str, Any]) -> dict[str, Any]:
     return _pieces(held) | {
         f"ms without loading, buffers of {mib} MiB": _alone_ms(llm, held, mib << 20)
-        for mib in (128, 512, 2048, 16384)
+        for mib in (512, 1024, 2048, 4096, 16384)
     }
 
 

@@ -149,9 +149,10 @@ Home = Literal["host", "copied", "device"]
 
 
 class Offer(msgspec.Struct, frozen=True, tag="offer", forbid_unknown_fields=True):
-    """Sender to engine: a packed buffer; one in host memory comes as a descriptor beside it.
+    """Sender to engine: a buffer; one in host memory is full, and comes as a descriptor beside it.
 
     `copied` is host memory that the sender will use again: the engine reads it, and maps nothing.
+    One of a GPU is opened now and read when Full comes: to open it takes as long as to fill it.
     """
 
     transfer: str
@@ -159,6 +160,13 @@ class Offer(msgspec.Struct, frozen=True, tag="offer", forbid_unknown_fields=True
     nbytes: Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)]
     home: Home
     handle: Annotated[bytes, msgspec.Meta(max_length=64)] = b""
+
+
+class Full(msgspec.Struct, frozen=True, tag="full", forbid_unknown_fields=True):
+    """Sender to engine: a buffer of a GPU that it has opened holds all its numbers now."""
+
+    transfer: str
+    index: Annotated[int, msgspec.Meta(ge=0)]
 
 
 class Held(msgspec.Struct, frozen=True, tag="held", forbid_unknown_fields=True):

@@ -97,7 +97,7 @@ def said(sock: socket.socket, offer: Offer | bytes, fds: tuple[int, ...] = ()) -
 
 
 def offer_of(manifest: Manifest, packed: Packed, **changes: Any) -> Offer:
-    made = Offer(manifest.transfer, 0, manifest.buffers[0], packed.home, packed.handle)
+    made = Offer(manifest.transfer, 0, manifest.buffers[0], packed.home)
     return msgspec.structs.replace(made, **changes)
 
 

@@ -22,11 +22,11 @@ from clairai import wire_weights
 from clairai.errors import WeightsError
 from clairai.weights import checksum as host
 from clairai.weights import device_sums
+from clairai.weights.device_pack import DevicePacker
 from clairai.weights.manifest import encode, parse
-from clairai.weights.pack import Packer
 from clairai.weights.port import Port
 from clairai.weights.sources import items
-from clairai.wire_weights import Offer
+from clairai.wire_weights import Full, Offer
 from tests.engine import weighed
 from tests.engine.process import EngineProcess
 from tests.gpu import forced
@@ -180,16 +180,19 @@ def hand_over(folder: Path, runtime: Path, pipe: Any) -> None:
     while True:
         raw, changes = pipe.recv()
         manifest = parse(raw)
-        packed = Packer(held, manifest, torch.device("cuda:0")).pack(0)
-        offer = Offer(manifest.transfer, 0, manifest.buffers[0], packed.home, packed.handle)
+        packer = DevicePacker(held, manifest, torch.device("cuda:0"))
+        begun = packer.begin(0)
+        offer = Offer(manifest.transfer, 0, manifest.buffers[0], "device", begun.handle)
         with Port(runtime, manifest.epoch) as port:
+            port.show(msgspec.structs.replace(offer, **changes))
+            begun.finish()
             try:
-                port.offer(msgspec.structs.replace(offer, **changes), ())
+                port.full(Full(manifest.transfer, 0), manifest.buffers[0])
                 pipe.send("taken")
                 pipe.recv()  # never comes: it is killed, the buffer open on both sides
             except WeightsError as error:
                 pipe.send(error.reason)
-        packed.close()
+        packer.close()
 
 
 def test_a_sender_that_lies_or_is_killed_leaves_the_old_weights_and_no_memory(

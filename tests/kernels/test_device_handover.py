@@ -10,22 +10,29 @@ import contextlib
 import ctypes
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 
 from clairai.errors import ClairaiError, WeightsError, WeightsTornError
 from clairai.ring.cuda import DeviceBlock
 from clairai.weights import Sender, routes, sum_kernel, tensors
+from clairai.weights.device_pack import DevicePacker
 from clairai.weights.dock import Dock
+from clairai.weights.manifest import Manifest, Tensor
 from clairai.weights.port import Port
+from clairai.weights.sources import items
 from clairai.weights.tensors import DeviceLanded
 from clairai.weights.ways import InProcess
+from clairai.wire_weights import Full, Offer
+from tests.process.parts import until
 from tests.unit.toy_cuda import UUIDS, CUresult, ToyDriver, install
-from tests.unit.toy_weights import ToyLlm, weights
+from tests.unit.toy_weights import ToyLlm, plan, weights
 
 GPU = torch.device("cpu:0")  # not the host, which has no number
 UUID = UUIDS[0].hex()
@@ -154,15 +161,128 @@ def test_memory_smaller_than_the_plan_says_is_refused(
 def test_what_changed_between_packing_and_reading_is_refused(
     llm: ToyLlm, driver: ToyDriver, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    original = Dock.land
+    original = Dock.read
 
-    def spoiled(self: Dock, offer: Any, fds: Any) -> Any:
-        address = int.from_bytes(offer.handle[:8], "little")
+    def spoiled(self: Dock, full: Any) -> Any:
+        address = min(driver.held)
         driver.held[address][0] = bytes([driver.held[address][0][0] ^ 1])
-        return original(self, offer, fds)
+        return original(self, full)
 
-    monkeypatch.setattr(Dock, "land", spoiled)
+    monkeypatch.setattr(Dock, "read", spoiled)
     with pytest.raises(WeightsError, match="another checksum"):
         sender(llm, tmp_path).send(weights(1))
     assert is_clean(driver)
     assert is_serving(llm, 0)
+
+
+def test_a_buffer_is_opened_before_it_is_full_and_read_after(
+    llm: ToyLlm, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever is in it when it is opened: what counts is what it holds once it is full."""
+    order: list[str] = []
+    for owner, name in ((Dock, "land"), (DevicePacker, "_finish"), (Dock, "read")):
+        original = getattr(owner, name)
+
+        def noted(*given: Any, name: str = name, original: Any = original) -> Any:
+            found = original(*given)
+            order.append(name)
+            return found
+
+        monkeypatch.setattr(owner, name, noted)
+    opened = threading.Event()
+    show = Port.show
+
+    def shown(self: Port, offer: Any) -> None:
+        show(self, offer)
+        until(lambda: order.count("land") == offer.index + 1, 10.0)
+        opened.set()
+
+    monkeypatch.setattr(Port, "show", shown)
+    sender(llm, tmp_path).send(weights(1))
+    assert opened.is_set()
+    assert is_serving(llm, 1)
+    assert order[:3] == ["land", "land", "_finish"], "the second is filled before the first is read"
+    assert order.count("read") == len(weights(0))
+
+
+@pytest.mark.parametrize(("index", "reason"), [(1, "1 have come and 0 of them were read"), (0, "")])
+def test_a_buffer_is_said_to_be_full_in_its_turn(
+    llm: ToyLlm, tmp_path: Path, index: int, reason: str
+) -> None:
+    with begun(llm, tmp_path) as (made, port):
+        if not reason:
+            port.full(Full(made.transfer, index), made.buffers[index])
+            index, reason = 0, "1 have come and 1 of them were read"  # a second time
+        with pytest.raises(WeightsError, match=reason):
+            port.full(Full(made.transfer, index), made.buffers[index])
+    assert is_serving(llm, 0)
+
+
+def test_a_buffer_that_was_shown_and_not_filled_does_not_count(llm: ToyLlm, tmp_path: Path) -> None:
+    with begun(llm, tmp_path) as (made, _):
+        dock = llm.intake.receiver._dock
+        until(lambda: len(dock.look(made.transfer).buffers) == 1, 10.0)
+        refusal = llm.committed(msgspec.structs.replace(made, tensors=_summed(made)))
+        assert "0 of 4 buffers have come" in refusal.reason
+    assert is_serving(llm, 0)
+
+
+def test_a_plan_that_replaces_another_waits_for_who_reads(
+    llm: ToyLlm, driver: ToyDriver, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """To close memory that a kernel reads would end the engine's process."""
+    is_reading, may_go_on = threading.Event(), threading.Event()
+    original = DeviceLanded.checksums
+
+    def slow(self: DeviceLanded, wanted: Any) -> list[str]:
+        is_reading.set()
+        assert may_go_on.wait(10.0)
+        assert driver.opened, "it is open while it is read"
+        return original(self, wanted)
+
+    monkeypatch.setattr(DeviceLanded, "checksums", slow)
+    with begun(llm, tmp_path) as (made, port), ThreadPoolExecutor(2) as threads:
+        read = threads.submit(port.full, Full(made.transfer, 0), made.buffers[0])
+        assert is_reading.wait(10.0)
+        replaced = threads.submit(llm.intake.receiver._dock.drop)
+        until(lambda: llm.intake.receiver._dock._cargo is None, 10.0)
+        assert not replaced.done()
+        may_go_on.set()
+        with pytest.raises(WeightsError, match="another plan has come"):
+            read.result(10.0)
+        replaced.result(10.0)
+
+
+def _summed(made: Manifest) -> tuple[Tensor, ...]:
+    return tuple(msgspec.structs.replace(each, checksum="0" * 16) for each in made.tensors)
+
+
+def test_the_engine_answers_before_it_closes_what_it_read(
+    llm: ToyLlm, driver: ToyDriver, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """To close a buffer takes time in which requests would wait; its sender waits for it."""
+    commit, opened = InProcess.commit, []
+
+    def committed(self: InProcess, manifest: bytes) -> Any:
+        answer = commit(self, manifest)
+        opened.append(len(driver.opened))
+        return answer
+
+    monkeypatch.setattr(InProcess, "commit", committed)
+    sender(llm, tmp_path).send(weights(1))
+    assert opened == [len(weights(0))]
+    assert is_clean(driver)
+    assert is_serving(llm, 1)
+
+
+@contextlib.contextmanager
+def begun(llm: ToyLlm, tmp_path: Path) -> Iterator[tuple[Manifest, Port]]:
+    """A plan of four buffers of which the first is filled and shown."""
+    made = plan(epoch=llm.epoch, device=UUID, buffer_bytes=1)
+    llm.planned(made)
+    packer = DevicePacker(items(weights(1), contextlib.ExitStack()), made, GPU)
+    with contextlib.closing(packer), Port(tmp_path, llm.epoch) as port:
+        first = packer.begin(0)
+        port.show(Offer(made.transfer, 0, made.buffers[0], "device", first.handle))
+        first.finish()
+        yield made, port

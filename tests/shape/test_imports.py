@@ -103,6 +103,7 @@ def test_only_the_plugin_and_compat_import_vllm() -> None:
 
 
 TENSORS = (
+    "weights.device_pack",
     "weights.device_sums",
     "weights.pack",
     "weights.routes",

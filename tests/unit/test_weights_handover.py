@@ -240,7 +240,7 @@ def _die_half_way(folder: str, epoch: str, pipe: Any) -> None:
     import time
     from contextlib import ExitStack
 
-    from clairai.weights.carriers import offer_of
+    from clairai.weights.carriers import OverSocket
     from clairai.weights.manifest import encode
     from clairai.weights.pack import Packer
     from clairai.weights.sources import items
@@ -251,7 +251,7 @@ def _die_half_way(folder: str, epoch: str, pipe: Any) -> None:
         pipe.send_bytes(encode(made))
         pipe.recv()
         packed = Packer(items(weights(9), ExitStack()), made).pack(0)
-        port.offer(offer_of(made, 0, packed), packed.fds)
+        OverSocket(port).carry(made, 0, packed)
         pipe.send("one buffer is over")
         time.sleep(60)
 

@@ -12,7 +12,7 @@ from clairai.weights.manifest import Manifest
 from clairai.weights.pack import Packed
 from clairai.weights.port import Port
 from clairai.weights.spool import head
-from clairai.wire_weights import Offer
+from clairai.wire_weights import Full, Home, Offer
 
 PIECE_BYTES: Final = 1 << 20
 
@@ -33,7 +33,15 @@ class OverSocket:
         self._port = port
 
     def carry(self, plan: Manifest, index: int, packed: Packed) -> None:
-        self._port.offer(offer_of(plan, index, packed), packed.fds)
+        self._port.offer(_offer_of(plan, index, packed.home, b""), packed.fds)
+
+    def show(self, plan: Manifest, index: int, handle: bytes) -> None:
+        """A buffer of a GPU that is being filled; does not wait, nor say what goes wrong."""
+        self._port.show(_offer_of(plan, index, "device", handle))
+
+    def full(self, plan: Manifest, index: int) -> None:
+        """That one is filled; returns once the engine has read it."""
+        self._port.full(Full(plan.transfer, index), plan.buffers[index])
 
     def close(self) -> None:
         self._port.close()
@@ -55,8 +63,8 @@ class OverHttp:
         """Nothing of ours is read: the server has its own copy."""
 
 
-def offer_of(plan: Manifest, index: int, packed: Packed) -> Offer:
-    return Offer(plan.transfer, index, plan.buffers[index], packed.home, packed.handle)
+def _offer_of(plan: Manifest, index: int, home: Home, handle: bytes) -> Offer:
+    return Offer(plan.transfer, index, plan.buffers[index], home, handle)
 
 
 def _body(first: bytes, packed: Packed, nbytes: int) -> Iterator[bytes]:

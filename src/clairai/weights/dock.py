@@ -29,14 +29,18 @@ class Cargo:
     buffers: list[Landed] = field(default_factory=list)  # all that were opened
     num_read: int = 0  # of these, in order
     checksums: dict[str, str] = field(default_factory=dict)  # by tensor, as computed here
+    is_done: threading.Event = field(default_factory=threading.Event)  # nobody will read it again
     is_closed: threading.Event = field(default_factory=threading.Event)
+    reading: threading.Lock = field(default_factory=threading.Lock)  # none is closed meanwhile
 
     def close(self) -> None:
         """From now on its sender may do with its memory what it likes."""
-        for buffer in self.buffers:
-            buffer.close()
-        self.buffers.clear()
-        self.is_closed.set()
+        with self.reading:
+            for buffer in self.buffers:
+                buffer.close()
+            self.buffers.clear()
+            self.is_closed.set()
+            self.is_done.set()
 
 
 class Dock:
@@ -54,8 +58,10 @@ class Dock:
         self._replace(Cargo(plan))
 
     def drop(self) -> None:
-        """Forget the plan and what has come; what was taken is not ours any more."""
+        """Forget the plan and what has come; what was taken and not loaded yet is not ours."""
         self._replace(None)
+        if self._taken is not None and self._taken.is_done.is_set():
+            self._taken.close()
 
     def let_go(self, transfer: str, timeout_s: float) -> bool:
         """Drop what came for it, and wait for one who has taken that; whether nobody reads it now.
@@ -72,7 +78,10 @@ class Dock:
             dropped.close()
         if taken is None or taken.plan.transfer != transfer:
             return True
-        return taken.is_closed.wait(timeout_s)
+        if not taken.is_done.wait(timeout_s):
+            return False
+        taken.close()
+        return True
 
     def land(self, offer: Offer, fds: Sequence[int]) -> Held | None:
         """Open a buffer, and read one that is full; takes the descriptors over, whatever happens.
@@ -113,9 +122,20 @@ class Dock:
     def take(self, transfer: str) -> Cargo:
         """What has come for this transfer; a second time there is nothing."""
         with self._lock:
-            cargo = self._of(transfer)
+            cargo, before = self._of(transfer), self._taken
             self._cargo, self._taken = None, cargo
-            return cargo
+        if before is not None:
+            before.close()  # of the same sender: another's would have been let go of
+        return cargo
+
+    def done(self, cargo: Cargo) -> None:
+        """It has been loaded, or will not be. A GPU's is closed when its sender goes, not now.
+
+        That takes milliseconds in which requests would wait.
+        """
+        if cargo.plan.device == CPU:
+            cargo.close()
+        cargo.is_done.set()
 
     def _of(self, transfer: str) -> Cargo:
         if self._cargo is None or self._cargo.plan.transfer != transfer:
@@ -163,9 +183,12 @@ class Dock:
 
     def _read(self, cargo: Cargo, index: int) -> Held:
         """On the socket's thread, which alone opens and reads; the plan may change meanwhile."""
-        buffer = cargo.buffers[index]
         tensors = [tensor for tensor in cargo.plan.tensors if tensor.buffer == index]
-        sums = buffer.checksums(tensors)
+        with cargo.reading:
+            if cargo.is_closed.is_set():
+                raise WeightsError("another plan has come meanwhile; plan again")
+            buffer = cargo.buffers[index]
+            sums = buffer.checksums(tensors)
         with self._lock:
             self._require_wanted(cargo)
             cargo.checksums.update(zip((each.name for each in tensors), sums, strict=True))

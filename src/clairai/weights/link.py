@@ -18,17 +18,17 @@ from clairai.ring.folder import listen, peer_uid, remove_stale, socket_path
 from clairai.ring.frames import encode_frame
 from clairai.weights.dock import Dock
 from clairai.wire import Refusal
-from clairai.wire_weights import Greeting, Held, Offer
+from clairai.wire_weights import Full, Greeting, Held, Offer
 
 KIND: Final = "weights"
-WIRE_VERSION: Final = 1
+WIRE_VERSION: Final = 2
 MAX_FRAME_BYTES: Final = 4096
 MAX_FDS: Final = 4
 IDLE_S: Final = 600.0  # a sender that says nothing for so long is let go
 LOAD_S: Final = 600.0  # to load a model takes less
 CLOSE_TIMEOUT_S: Final = 5.0
 _LENGTH: Final = struct.Struct("<I")
-_OFFER: Final = msgspec.msgpack.Decoder(Offer)
+_BROUGHT: Final = msgspec.msgpack.Decoder(Offer | Full)
 _log: Final = logging.getLogger(__name__)
 
 Received = TypeVar("Received")
@@ -90,9 +90,11 @@ class Link:
         try:
             self._admit(sock)
             while not self._is_closing.is_set():
-                message, fds = receive(sock, _OFFER)
+                message, fds = receive(sock, _BROUGHT)
                 transfers.add(message.transfer)
-                sock.sendall(encode_frame(self._dock.land(message, fds)))
+                held = self._taken(message, fds)
+                if held is not None:
+                    sock.sendall(encode_frame(held))
         except ClairaiError as error:
             _log.warning("a sender is let go: %s", error.reason)
             _refuse(sock, error)
@@ -100,6 +102,13 @@ class Link:
             _log.debug("a sender has gone: %s", error)
         except Exception:
             _log.exception("a sender is let go")
+
+    def _taken(self, message: Offer | Full, fds: list[int]) -> Held | None:
+        if isinstance(message, Offer):
+            return self._dock.land(message, fds)
+        for fd in fds:
+            os.close(fd)
+        return self._dock.read(message)
 
     def _admit(self, sock: socket.socket) -> None:
         if (uid := peer_uid(sock)) != os.geteuid():

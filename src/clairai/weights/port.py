@@ -5,6 +5,8 @@ from __future__ import annotations
 import logging
 import os
 import socket
+import threading
+from contextlib import suppress
 from pathlib import Path
 from typing import Final, Self
 
@@ -13,7 +15,7 @@ from clairai.ring.folder import peer_pid, peer_uid, socket_path
 from clairai.ring.frames import encode_frame
 from clairai.weights.link import ANSWER, KIND, LOAD_S, MAX_FRAME_BYTES, WIRE_VERSION, receive
 from clairai.wire import Refusal
-from clairai.wire_weights import Greeting, Held, Offer
+from clairai.wire_weights import Full, Greeting, Held, Offer
 
 GREETING_S: Final = 10.0
 READ_S: Final = 60.0
@@ -27,6 +29,7 @@ class Port:
     def __init__(self, folder: Path, epoch: str) -> None:
         self._path = socket_path(folder, int(epoch, 16), KIND)
         self._sock = _connect(self._path)
+        self._sending = threading.Lock()  # one buffer is shown while another is said to be full
         try:
             greeting = self._receive(GREETING_S)
             _check_greeting(greeting, epoch)
@@ -40,17 +43,34 @@ class Port:
         return peer_pid(self._sock) == os.getpid()
 
     def offer(self, offer: Offer, fds: tuple[int, ...]) -> None:
-        """Hand a buffer over; returns once the engine has read it."""
-        frame = encode_frame(offer)
+        """Hand a full buffer over; returns once the engine has read it."""
         try:
+            self._send(encode_frame(offer), fds)
+        except OSError as error:
+            raise self._gone() from error
+        self._await(offer.index, offer.nbytes)
+
+    def show(self, offer: Offer) -> None:
+        """A buffer that is not full yet; if this fails, whoever says `full` is told why."""
+        with suppress(OSError):
+            self._send(encode_frame(offer), ())
+
+    def full(self, full: Full, nbytes: int) -> None:
+        """A buffer that was shown; returns once the engine has read it."""
+        with suppress(OSError):  # it has refused: why is what it said last
+            self._send(encode_frame(full), ())
+        self._await(full.index, nbytes)
+
+    def _send(self, frame: bytes, fds: tuple[int, ...]) -> None:
+        with self._sending:
             num_sent = socket.send_fds(self._sock, [frame], fds) if fds else 0
             if rest := frame[num_sent:]:  # to send nothing fails too, once the engine has refused
                 self._sock.sendall(rest)
-        except OSError as error:
-            raise self._gone() from error
-        held = self._receive(READ_S + offer.nbytes / READ_BYTES_PER_S)
-        if not isinstance(held, Held) or held.index != offer.index:
-            raise WeightsError(f"the engine answered {type(held).__name__} to buffer {offer.index}")
+
+    def _await(self, index: int, nbytes: int) -> None:
+        held = self._receive(READ_S + nbytes / READ_BYTES_PER_S)
+        if not isinstance(held, Held) or held.index != index:
+            raise WeightsError(f"the engine answered {type(held).__name__} to buffer {index}")
 
     def close(self) -> None:
         """On return the engine reads none of the buffers any more, or has gone."""

@@ -80,7 +80,7 @@ class Receiver:
             _check_cargo(manifest, cargo)
             yield _shipment(manifest, cargo.buffers)
         finally:
-            cargo.close()
+            self._dock.done(cargo)
 
     def close(self) -> None:
         self._link.close()
@@ -88,7 +88,7 @@ class Receiver:
 
 def _check_cargo(manifest: Manifest, cargo: Cargo) -> None:
     check.check_same(manifest, cargo.plan)
-    check.check_extents(manifest, [buffer.extent for buffer in cargo.buffers])
+    check.check_extents(manifest, [buffer.extent for buffer in cargo.buffers[: cargo.num_read]])
     check.check_checksums(manifest, cargo.checksums)
 
 

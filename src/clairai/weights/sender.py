@@ -9,7 +9,6 @@ from __future__ import annotations
 import secrets
 import time
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from typing import Any
@@ -19,17 +18,18 @@ import msgspec
 from clairai.errors import EngineGoneError
 from clairai.serve.calls import Server
 from clairai.weights.actors import ByActor, is_actor
-from clairai.weights.carriers import Carrier
+from clairai.weights.carriers import OverSocket
+from clairai.weights.device_pack import DevicePacker
+from clairai.weights.handing import ByDevice, ByHost, Handing, Progress
 from clairai.weights.layout import BUFFER_BYTES, DEVICE_BUFFER_BYTES, Meant, lay_out
-from clairai.weights.manifest import CPU, Manifest, Tensor, encode
-from clairai.weights.pack import Packed, Packer
+from clairai.weights.manifest import CPU, Manifest, encode
+from clairai.weights.pack import Packer
 from clairai.weights.routes import Route, Router, Through
 from clairai.weights.shelf import COPIED_BYTES, Shelf
 from clairai.weights.sources import Item, Named, items
 from clairai.weights.ways import Drain, InProcess, OverHttp, Way
 from clairai.wire_weights import WeightsState
 
-Progress = Callable[[int, int], None]
 Chosen = Callable[[str, str], None]  # told which way and why, before anything is packed
 
 
@@ -45,7 +45,7 @@ class Sent:
     nbytes: int
     home: str  # "device", "host" or "http": what it went through
     why: str  # that way and no other
-    seconds: float  # all of it
+    seconds: float  # until the engine served with them; to free what they took comes after
     packed_s: float  # of that, until the last buffer had been read
     load_s: float  # and vLLM's own loading
 
@@ -99,14 +99,12 @@ class Sender:
                 self._chosen(route.home, route.why)
             home = state.device if route.home == "device" else CPU
             plan = self._plan(found, state.epoch, home, label)
-            packer = Packer(found, plan, route.device, self._shelf_for(plan, route))
-            buffers.callback(packer.close)
-            is_whole = all(item.is_whole for item in found)
-            handed = _Handing(packer, is_whole, plan, route.carrier, buffers, progress or _silent)
-            tensors = handed.over(lambda: self._way.plan(encode(plan)))
+            handing = self._handing(found, plan, route, buffers, progress or _silent)
+            tensors = handing.over(lambda: self._way.plan(encode(plan)))
             packed_s = time.perf_counter() - began_s
             manifest = msgspec.structs.replace(plan, tensors=tensors)
             committed = self._way.commit(encode(manifest))
+            serves_s = time.perf_counter() - began_s
         self._known = state
         return Sent(
             version=committed.version,
@@ -117,7 +115,7 @@ class Sender:
             nbytes=sum(tensor.nbytes for tensor in tensors),
             home=route.home,
             why=route.why,
-            seconds=time.perf_counter() - began_s,
+            seconds=serves_s,
             packed_s=packed_s,
             load_s=committed.load_s,
         )
@@ -129,6 +127,24 @@ class Sender:
                 return known, self._router.by_socket(found, known)
         state = self._way.state()
         return state, self._router.route(found, state)
+
+    def _handing(
+        self,
+        found: list[Item],
+        plan: Manifest,
+        route: Route,
+        buffers: ExitStack,
+        progress: Progress,
+    ) -> Handing:
+        """`buffers` are let go of with it."""
+        is_whole = all(item.is_whole for item in found)
+        if route.home == "device":
+            assert isinstance(route.carrier, OverSocket)
+            packer = DevicePacker(found, plan, route.device)
+            buffers.callback(packer.close)
+            return ByDevice(packer, is_whole, plan, route.carrier, progress)
+        on_host = Packer(found, plan, self._shelf_for(plan, route))
+        return ByHost(on_host, is_whole, plan, route.carrier, buffers, progress)
 
     def _shelf_for(self, plan: Manifest, route: Route) -> Shelf | None:
         """What is small and goes by the host's memory goes in memory that was used before."""
@@ -149,59 +165,6 @@ def _way(target: Any, server: Server | None, drain: Drain) -> Way:
     if server is not None:
         return OverHttp(server, drain)
     return ByActor(target, drain) if is_actor(target) else InProcess(target)
-
-
-@dataclass(frozen=True)
-class _Handing:
-    """The buffers of one plan; each is carried on a thread while the next is packed."""
-
-    packer: Packer
-    is_whole: bool  # any thread may read what is packed
-    plan: Manifest
-    carrier: Carrier
-    buffers: ExitStack  # those of a GPU stay until it is closed
-    progress: Progress
-
-    def over(self, announce: Callable[[], None]) -> tuple[Tensor, ...]:
-        """All of them, once the engine has been told."""
-        if len(self.plan.buffers) > 1:
-            return self._at_once(announce)
-        announce()
-        packed = self._packed(0)  # a thread for one would take longer than it saves
-        _carry(self.carrier, self.plan, 0, packed)
-        self.progress(self.plan.buffers[0], self.plan.buffers[0])
-        return packed.tensors
-
-    def _at_once(self, announce: Callable[[], None]) -> tuple[Tensor, ...]:
-        """What is whole is packed while the engine is told; one is carried, the next is packed."""
-        tensors: list[Tensor] = []
-        done = 0
-        with ThreadPoolExecutor(1) as thread:
-            early = thread.submit(self._packed, 0) if self.is_whole else None
-            announce()
-            before: Future[None] | None = None
-            for index, nbytes in enumerate(self.plan.buffers):
-                packed = early.result() if early and index == 0 else self._packed(index)
-                if before is not None:
-                    before.result()
-                before = thread.submit(_carry, self.carrier, self.plan, index, packed)
-                tensors += packed.tensors
-                done += nbytes
-                self.progress(done, sum(self.plan.buffers))
-            assert before is not None
-            before.result()
-        return tuple(tensors)
-
-    def _packed(self, index: int) -> Packed:
-        packed = self.packer.pack(index)
-        self.buffers.callback(packed.close)
-        return packed
-
-
-def _carry(carrier: Carrier, plan: Manifest, index: int, packed: Packed) -> None:
-    carrier.carry(plan, index, packed)
-    if packed.home == "host":
-        packed.close()  # the engine has the pages, or the server a copy
 
 
 def _silent(done: int, total: int) -> None:
