@@ -43,7 +43,7 @@ class Borrower:
 
     def copy(self, fd: int, nbytes: int) -> Pages:
         """The first bytes of a memfd as they are now, in memory of our own."""
-        _require_memory(fd, nbytes)
+        require_memory(fd, nbytes)
         with self._lock:
             copied_N = self._room(nbytes)
             np.copyto(copied_N, self._mapped(fd, nbytes)[:nbytes])
@@ -94,7 +94,7 @@ def _open(lent: Lent) -> int:
         ) from error
 
 
-def _require_memory(fd: int, nbytes: int) -> None:
+def require_memory(fd: int, nbytes: int) -> None:
     """A pipe, a device or a file of a slow disk could take for ever."""
     try:
         seals = fcntl.fcntl(fd, fcntl.F_GET_SEALS)

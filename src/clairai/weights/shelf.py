@@ -10,7 +10,7 @@ import os
 from collections.abc import Sequence
 from typing import Final
 
-from clairai.borrow import Borrower
+from clairai.borrow import Borrower, require_memory
 from clairai.errors import WeightsError
 from clairai.lent import Shelf as Shelf
 from clairai.weights.checksum import checksum
@@ -25,7 +25,8 @@ class Copied:
     def __init__(self, borrower: Borrower, fd: int, nbytes: int, used: int) -> None:
         """Takes the descriptor over, also when it refuses it; after `used` bytes lies nothing."""
         try:
-            self.bytes_N = borrower.copy(fd, nbytes)[:used]
+            require_memory(fd, nbytes)
+            self.bytes_N = borrower.copy(fd, used)
         except OSError as error:
             raise WeightsError(f"the buffer cannot be read ({error}); send it again") from error
         finally:
