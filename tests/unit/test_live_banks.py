@@ -22,7 +22,14 @@ from clairai.tap.station import Station
 from clairai.weights import Sender
 from clairai.weights.whole import bank, bank_name
 from tests.unit.tiny_probes import probe
-from tests.unit.toy_station import FIRST, SECOND, WIDTH, running_station
+from tests.unit.toy_station import (
+    FIRST,
+    SECOND,
+    WIDTH,
+    forward,
+    new_request,
+    running_station,
+)
 from tests.unit.toy_weights import ToyLlm, engine
 
 NAMES = ("a", "b", "c", "d")
@@ -186,6 +193,27 @@ def test_a_bank_is_put_into_words_once_and_lets_go_of_its_numbers(station: Stati
     assert station.bank(version) is station.bank(version)
     assert described._columns is None
     assert station.bank(version + 1) is None
+
+
+def test_a_bank_that_scored_nothing_is_forgotten_and_nobody_puts_it_into_words(
+    station: Station, llm: ToyLlm
+) -> None:
+    names, first = station.columns.names, station.columns.version
+    described = station._banks[first]
+    ProbeBank(llm).redirect(names, rows())
+    assert station.bank(first) is None
+    assert described._bank is None
+    assert not station._settling
+    station.serve()
+    station.begin([new_request(1)], [])
+    forward(station, 1, start=0, count=1)
+    scored = station.columns.version
+    ProbeBank(llm).redirect(names, 2 * rows())
+    station.reweigh(7)
+    told = station.bank(scored)
+    assert told is not None, "a record has its version"
+    assert [info.name for info in told.probes] == list(names)
+    assert sorted(station._banks) == [scored, station.columns.version]
 
 
 def test_python_gives_many_probes_other_directions_at_once(station: Station, llm: ToyLlm) -> None:

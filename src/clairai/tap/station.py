@@ -63,6 +63,7 @@ class Station:
         self._describing = ThreadPoolExecutor(1, thread_name_prefix="clairai-bank")
         self._settling: deque[Described] = deque()  # banks that were replaced
         self._banks: OrderedDict[int, Described] = OrderedDict()
+        self._known_since = 0  # records there were when the last bank came
         self.weights = about.weights
         self.followers: list[Callable[[int], None]] = []  # who else is told of new weights
         self._open_ring(settings)
@@ -119,14 +120,23 @@ class Station:
 
     def _make_known(self, columns: Columns) -> None:
         """To readers before the first record that carries its version is published."""
-        before = self._banks.get(self.columns.version)
-        if before is not None:  # its numbers are needed no longer: make the words
-            self._settling.append(before)
-            self._describing.submit(self._settle)
+        self._let_go()
+        self._known_since = self._outlet.published
         self.columns, self._sent = columns, None
         self._banks[columns.version] = Described(columns, self.weights)
         while len(self._banks) > REMEMBERED_BANKS:
             self._banks.popitem(last=False)
+
+    def _let_go(self) -> None:
+        """Of the numbers of the bank that is replaced; runs when its last record is published."""
+        before = self._banks.get(self.columns.version)
+        if before is None:
+            return
+        if self._outlet.published == self._known_since:  # no record has its version: nobody asks
+            del self._banks[self.columns.version]
+            return
+        self._settling.append(before)  # make the words
+        self._describing.submit(self._settle)
 
     def _settle(self) -> None:
         """Not at once: who changed the bank waits for an answer, and this would delay it."""
