@@ -85,7 +85,7 @@ def _said() -> list[str]:
         "vLLM's CPU build, the engine core and its worker in one process, as on a GPU. "
         "From the call to its return, on two cores that others used as well. The goal is 10 ms. A "
         "hand-over asks the engine twice and goes through shared memory, checked on both sides; "
-        "`redirect` is one message."
+        "`redirect` is one message, its rows in shared memory."
     ]
 
 

@@ -151,7 +151,7 @@ Home = Literal["host", "copied", "device"]
 class Offer(msgspec.Struct, frozen=True, tag="offer", forbid_unknown_fields=True):
     """Sender to engine: a buffer; one in host memory is full, and comes as a descriptor beside it.
 
-    `copied` is host memory that the sender will use again: the engine reads it, and maps nothing.
+    `copied` is host memory that the sender will use again: the engine has a copy when it answers.
     One of a GPU is opened now and read when Full comes: to open it takes as long as to fill it.
     """
 
