@@ -73,7 +73,8 @@ def are_good(given_PD: NDArray[np.float32]) -> NDArray[np.bool_]:
     A NaN or an infinity stays one in the sum of squares; so does a number too large to be squared.
     """
     with np.errstate(all="ignore"):
-        square_P: NDArray[np.float32] = np.einsum("pd,pd->p", given_PD, given_PD)
+        # Row by column: BLAS, which reads memory several times as fast as einsum.
+        square_P: NDArray[np.float32] = (given_PD[:, None, :] @ given_PD[:, :, None]).reshape(-1)
         return np.isfinite(square_P) & (square_P > 0)
 
 
