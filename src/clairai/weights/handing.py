@@ -9,13 +9,14 @@ from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Final, Protocol
 
 from clairai.weights.carriers import Carrier, OverSocket
 from clairai.weights.device_pack import Begun, DevicePacker
 from clairai.weights.manifest import Manifest, Tensor
 from clairai.weights.pack import Packed, Packer
 
+THREAD_BYTES: Final = 4 << 20  # of less, a thread takes longer than it saves
 Progress = Callable[[int, int], None]
 Announce = Callable[[], None]
 
@@ -39,12 +40,13 @@ class ByHost:
     progress: Progress
 
     def over(self, announce: Announce) -> tuple[Tensor, ...]:
-        if len(self.plan.buffers) > 1:
+        first = self.plan.buffers[0]
+        if len(self.plan.buffers) > 1 or (self.is_whole and first >= THREAD_BYTES):
             return self._at_once(announce)
         announce()
-        packed = self._packed(0)  # a thread for one would take longer than it saves
+        packed = self._packed(0)
         self._carry(0, packed)
-        self.progress(self.plan.buffers[0], self.plan.buffers[0])
+        self.progress(first, first)
         return packed.tensors
 
     def _at_once(self, announce: Announce) -> tuple[Tensor, ...]:
