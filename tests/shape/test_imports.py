@@ -19,7 +19,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "lent": {"errors", "wire", "ring.room"},
     "borrow": {"errors", "wire"},
     "steer": {*COMMON, "probe", "steer"},
-    "capture": {*COMMON, "capture", "steer", "store.rows", "store.codecs"},
+    "capture": {*COMMON, "capture", "steer", "store.rows", "store.codecs", "ring.room"},
     "wanted": {"errors", "points", "steer", "capture"},
     "probe": {*COMMON, "probe"},
     "settings": {"errors", "points", "probe", "steer", "capture"},

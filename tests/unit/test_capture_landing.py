@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 
+from clairai.capture import arena as arenas
 from clairai.capture.arena import HEADER_NBYTES, LANDED, Arena
 from clairai.errors import ConfigError, RingError
 from clairai.tap.landing import Landing
@@ -65,6 +66,13 @@ def test_memory_that_somebody_could_resize_is_not_attached() -> None:
 def test_memory_that_there_is_not_is_said_before_the_first_step() -> None:
     with pytest.raises(ConfigError, match="staging_mib"):
         Arena.create(1 << 60)
+
+
+def test_memory_that_others_use_is_not_promised(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernel would promise it, and end some process once it is used."""
+    monkeypatch.setattr(arenas, "free_bytes", lambda: NBYTES)
+    with pytest.raises(ConfigError, match=f"no {NBYTES} bytes .* {NBYTES} are free"):
+        Arena.create(NBYTES)
 
 
 def test_a_gpu_writes_the_tickets_number_behind_its_copies(monkeypatch: pytest.MonkeyPatch) -> None:

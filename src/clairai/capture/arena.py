@@ -18,6 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from clairai.errors import ConfigError, RingError
+from clairai.ring.room import free_bytes
 
 ALIGNMENT: Final = 256
 HEADER_NBYTES: Final = 4096
@@ -52,9 +53,9 @@ class Arena:
     def create(cls, nbytes: int) -> Arena:
         """New memory; a multiple of ALIGNMENT."""
         whole = HEADER_NBYTES + nbytes
-        if whole > (there := os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")):
+        if whole > (free := free_bytes()):
             raise ConfigError(
-                f"no {nbytes} bytes for rows on their way, the machine has {there}; lower "
+                f"no {nbytes} bytes for rows on their way, {free} are free; lower "
                 "capture.staging_mib"
             )
         fd = os.memfd_create("clairai-rows", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
