@@ -10,9 +10,9 @@ from clairai.weights.manifest import ALIGNMENT, GRANULE_BYTES, Manifest, Tensor,
 
 BUFFER_BYTES: Final = 128 << 20  # one is packed while the one before is read by the engine
 # A GPU fills one in less time than it takes to allocate, offer and open it. 16 GB on an H200,
-# without vLLM's loading: 57 ms with 512 MiB, 44 with 1 GiB, 41 with 2, 38 with 4, 38 with one for
-# all, which takes as much room as it sends in one piece.
-DEVICE_BUFFER_BYTES: Final = 4 << 30
+# without vLLM's loading: 57 ms with 512 MiB, 44 with 1 GiB, 41 with 2, 38 with 4 or with one for
+# all; but as much as one holds is gathered at once, where a trainer has its weights in pieces.
+DEVICE_BUFFER_BYTES: Final = 2 << 30
 
 
 class Described(NamedTuple):
