@@ -30,7 +30,7 @@ from tests.engine.process import EngineProcess
 BLOCK, SKIPPED = 24, 8  # steps of a turn, and how many of its first are left out
 OF_NO_TURN: Final = -1  # so that the next one is the first of a turn
 MOST_AT_ONCE: Final = 1200  # steps of one set of requests: of the model's longest
-Stamp = tuple[float, int, int]  # when a step began, the how manyth alike, and of how many requests
+Stamp = tuple[float, int, int]  # when a step began, its number among those alike, how many requests
 
 
 def main() -> None:

@@ -24,7 +24,7 @@ from clairai.ring.cuda import DeviceBlock
 from clairai.weights import Sender, routes, sum_kernel, tensors
 from clairai.weights.device_pack import DevicePacker
 from clairai.weights.dock import Dock
-from clairai.weights.manifest import Manifest, Tensor
+from clairai.weights.manifest import Manifest
 from clairai.weights.port import Port
 from clairai.weights.sources import items
 from clairai.weights.tensors import DeviceLanded
@@ -164,8 +164,8 @@ def test_what_changed_between_packing_and_reading_is_refused(
     original = Dock.read
 
     def spoiled(self: Dock, full: Any) -> Any:
-        address = min(driver.held)
-        driver.held[address][0] = bytes([driver.held[address][0][0] ^ 1])
+        landed: Any = self.look(full.transfer).buffers[full.index]
+        landed.bytes_N[0] ^= 1
         return original(self, full)
 
     monkeypatch.setattr(Dock, "read", spoiled)
@@ -175,34 +175,48 @@ def test_what_changed_between_packing_and_reading_is_refused(
     assert is_serving(llm, 0)
 
 
-def test_a_buffer_is_opened_before_it_is_full_and_read_after(
-    llm: ToyLlm, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Whatever is in it when it is opened: what counts is what it holds once it is full."""
+def noted(monkeypatch: pytest.MonkeyPatch, *methods: tuple[type, str]) -> list[str]:
+    """Their names, as each has ended."""
     order: list[str] = []
-    for owner, name in ((Dock, "land"), (DevicePacker, "_finish"), (Dock, "read")):
+    for owner, name in methods:
         original = getattr(owner, name)
 
-        def noted(*given: Any, name: str = name, original: Any = original) -> Any:
+        def ended(*given: Any, name: str = name, original: Any = original) -> Any:
             found = original(*given)
             order.append(name)
             return found
 
-        monkeypatch.setattr(owner, name, noted)
-    opened = threading.Event()
+        monkeypatch.setattr(owner, name, ended)
+    return order
+
+
+def test_a_buffer_is_opened_before_it_is_full_and_read_after(
+    llm: ToyLlm, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever is in it when it is opened: what counts is what it holds once it is full."""
+    order = noted(monkeypatch, (Dock, "land"), (DevicePacker, "_finish"), (Dock, "read"))
     show = Port.show
 
     def shown(self: Port, offer: Any) -> None:
         show(self, offer)
         until(lambda: order.count("land") == offer.index + 1, 10.0)
-        opened.set()
 
     monkeypatch.setattr(Port, "show", shown)
     sender(llm, tmp_path).send(weights(1))
-    assert opened.is_set()
     assert is_serving(llm, 1)
     assert order[:3] == ["land", "land", "_finish"], "the second is filled before the first is read"
     assert order.count("read") == len(weights(0))
+
+
+def test_what_has_to_be_gathered_is_gathered_for_one_buffer_at_a_time(
+    llm: ToyLlm, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As a trainer has it whose weights are in shards: the GPU has no room for two."""
+    order = noted(monkeypatch, (DevicePacker, "begin"), (DevicePacker, "_finish"))
+    monkeypatch.setattr(torch.Tensor, "full_tensor", lambda shard: shard, raising=False)
+    sender(llm, tmp_path).send(weights(1))
+    assert order == ["begin", "_finish"] * len(weights(0))
+    assert is_serving(llm, 1)
 
 
 @pytest.mark.parametrize(("index", "reason"), [(1, "1 have come and 0 of them were read"), (0, "")])
@@ -222,7 +236,8 @@ def test_a_buffer_that_was_shown_and_not_filled_does_not_count(llm: ToyLlm, tmp_
     with begun(llm, tmp_path) as (made, _):
         dock = llm.intake.receiver._dock
         until(lambda: len(dock.look(made.transfer).buffers) == 1, 10.0)
-        refusal = llm.committed(msgspec.structs.replace(made, tensors=_summed(made)))
+        summed = (msgspec.structs.replace(each, checksum="0" * 16) for each in made.tensors)
+        refusal = llm.committed(msgspec.structs.replace(made, tensors=tuple(summed)))
         assert "0 of 4 buffers have come" in refusal.reason
     assert is_serving(llm, 0)
 
@@ -251,10 +266,6 @@ def test_a_plan_that_replaces_another_waits_for_who_reads(
         with pytest.raises(WeightsError, match="another plan has come"):
             read.result(10.0)
         replaced.result(10.0)
-
-
-def _summed(made: Manifest) -> tuple[Tensor, ...]:
-    return tuple(msgspec.structs.replace(each, checksum="0" * 16) for each in made.tensors)
 
 
 def test_the_engine_answers_before_it_closes_what_it_read(

@@ -22,8 +22,8 @@ from clairai.lent import Lender, Shelf
 from clairai.offline import ProbeBank
 from clairai.steer.desk import Desk
 from clairai.tap.station import Station
-from tests.unit.test_live_banks import probes, rows
-from tests.unit.toy_station import WIDTH, running_station
+from tests.unit.toy_banks import banked, probes, rows
+from tests.unit.toy_station import WIDTH
 from tests.unit.toy_weights import ToyLlm, engine
 
 
@@ -39,8 +39,7 @@ class Listening(ToyLlm):
 
 @pytest.fixture
 def station(runtime: Path) -> Iterator[Station]:
-    with running_station(runtime, weights=0) as made:
-        made.install(made.columns.add(probes()))
+    with banked(runtime) as made:
         yield made
 
 

@@ -21,31 +21,17 @@ from clairai.steer.desk import Desk
 from clairai.tap.station import Station
 from clairai.weights import Sender
 from clairai.weights.whole import bank, bank_name
-from tests.unit.tiny_probes import probe
+from tests.unit.toy_banks import banked, probes, rows
 from tests.unit.toy_station import (
     FIRST,
     SECOND,
     WIDTH,
     forward,
     new_request,
-    running_station,
 )
 from tests.unit.toy_weights import ToyLlm, engine
 
 NAMES = ("a", "b", "c", "d")
-
-
-def probes() -> tuple[Probe, ...]:
-    """Two at each of two points; the bank's order is by point."""
-    made = {"a": FIRST, "c": SECOND, "b": FIRST, "d": SECOND}
-    return tuple(
-        probe(name, point=point, bias=at, activation="relu")
-        for at, (name, point) in enumerate(made.items())
-    )
-
-
-def rows(count: int = 4, width: int = WIDTH) -> Any:
-    return np.random.default_rng(3).standard_normal((count, width)).astype(np.float32)
 
 
 def columns() -> Columns:
@@ -54,8 +40,7 @@ def columns() -> Columns:
 
 @pytest.fixture
 def station(runtime: Path) -> Iterator[Station]:
-    with running_station(runtime, weights=0) as made:
-        made.install(made.columns.add(probes()))
+    with banked(runtime) as made:
         yield made
 
 

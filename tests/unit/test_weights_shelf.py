@@ -12,6 +12,7 @@ import torch
 
 from clairai.borrow import Borrower
 from clairai.errors import WeightsError
+from clairai.lent import Shelf
 from clairai.offline import ProbeBank
 from clairai.probe.turned import Turned
 from clairai.steer.desk import Desk
@@ -19,7 +20,7 @@ from clairai.steer.registry import Limits, Registry
 from clairai.weights import Sender
 from clairai.weights.pack import Packer
 from clairai.weights.port import Port
-from clairai.weights.shelf import COPIED_BYTES, Copied, Shelf
+from clairai.weights.shelf import COPIED_BYTES, Copied
 from clairai.weights.ways import InProcess
 from clairai.weights.whole import bank
 from clairai.wire_weights import Offer, WeightsState

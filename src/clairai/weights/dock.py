@@ -30,7 +30,6 @@ class Cargo:
     num_read: int = 0  # of these, in order
     checksums: dict[str, str] = field(default_factory=dict)  # by tensor, as computed here
     is_done: threading.Event = field(default_factory=threading.Event)  # nobody will read it again
-    is_closed: threading.Event = field(default_factory=threading.Event)
     reading: threading.Lock = field(default_factory=threading.Lock)  # none is closed meanwhile
 
     def close(self) -> None:
@@ -39,8 +38,7 @@ class Cargo:
             for buffer in self.buffers:
                 buffer.close()
             self.buffers.clear()
-            self.is_closed.set()
-            self.is_done.set()
+        self.is_done.set()
 
 
 class Dock:
@@ -184,9 +182,8 @@ class Dock:
     def _read(self, cargo: Cargo, index: int) -> Held:
         """On the socket's thread, which alone opens and reads; the plan may change meanwhile."""
         tensors = [tensor for tensor in cargo.plan.tensors if tensor.buffer == index]
-        with cargo.reading:
-            if cargo.is_closed.is_set():
-                raise WeightsError("another plan has come meanwhile; plan again")
+        with cargo.reading:  # what is still wanted now is not closed before we are done
+            self._require_wanted(cargo)
             buffer = cargo.buffers[index]
             sums = buffer.checksums(tensors)
         with self._lock:

@@ -5,6 +5,7 @@ Whatever goes wrong is raised, and what the engine has been given stays until it
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
@@ -91,21 +92,19 @@ class ByDevice:
         first = self.packer.begin(0) if self.is_whole else None  # while the engine is told
         announce()
         tensors: list[Tensor] = []
+        ahead = 1 if self.is_whole else 0  # the GPU has the next to do while we wait for one
         with ThreadPoolExecutor(1) as thread:
-            reading: list[Future[None]] = []
-            before: Begun | None = None
+            under_way, reading = deque[tuple[int, Begun]](), list[Future[None]]()
             for index in range(len(self.plan.buffers)):
-                if before is not None and not self.is_whole:
-                    tensors += self._full(index - 1, before, thread, reading)
                 begun = first if first is not None and index == 0 else self.packer.begin(index)
                 self.carrier.show(self.plan, index, begun.handle)
-                if before is not None and self.is_whole:  # the GPU has the next to do
-                    tensors += self._full(index - 1, before, thread, reading)
-                before = begun
-            assert before is not None
-            tensors += self._full(len(self.plan.buffers) - 1, before, thread, reading)
-            for each in reading:
-                each.result()
+                under_way.append((index, begun))
+                if len(under_way) > ahead:
+                    tensors += self._full(*under_way.popleft(), thread, reading)
+            for each in under_way:
+                tensors += self._full(*each, thread, reading)
+            for read in reading:
+                read.result()
         return tuple(tensors)
 
     def _full(

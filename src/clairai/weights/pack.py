@@ -11,13 +11,13 @@ import numpy as np
 import torch
 
 from clairai.errors import WeightsError
+from clairai.lent import Shelf
 from clairai.points import quote
 from clairai.weights import tensors as device_memory
 from clairai.weights.buffers import HostBuffer
 from clairai.weights.checksum import checksum
 from clairai.weights.layout import Described
 from clairai.weights.manifest import Manifest, Tensor
-from clairai.weights.shelf import Shelf
 from clairai.weights.sources import Item
 from clairai.weights.tensors import NAMES
 

@@ -16,6 +16,7 @@ from typing import Any
 import msgspec
 
 from clairai.errors import EngineGoneError
+from clairai.lent import Shelf
 from clairai.serve.calls import Server
 from clairai.weights.actors import ByActor, is_actor
 from clairai.weights.carriers import OverSocket
@@ -25,7 +26,7 @@ from clairai.weights.layout import BUFFER_BYTES, DEVICE_BUFFER_BYTES, Meant, lay
 from clairai.weights.manifest import CPU, Manifest, encode
 from clairai.weights.pack import Packer
 from clairai.weights.routes import Route, Router, Through
-from clairai.weights.shelf import COPIED_BYTES, Shelf
+from clairai.weights.shelf import COPIED_BYTES
 from clairai.weights.sources import Item, Named, items
 from clairai.weights.ways import Drain, InProcess, OverHttp, Way
 from clairai.wire_weights import WeightsState

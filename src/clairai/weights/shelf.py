@@ -12,11 +12,11 @@ from typing import Final
 
 from clairai.borrow import Borrower, require_memory
 from clairai.errors import WeightsError
-from clairai.lent import Shelf as Shelf
 from clairai.weights.checksum import checksum
 from clairai.weights.manifest import Tensor
+from clairai.wire import MAX_LENT_BYTES
 
-COPIED_BYTES: Final = 32 << 20  # at most; more is mapped
+COPIED_BYTES: Final = MAX_LENT_BYTES  # at most; more is mapped
 
 
 class Copied:
