@@ -6,10 +6,10 @@ reads it. What every row must be is also told by the slow reference of tests/uni
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -25,6 +25,7 @@ from clairai.ring.writer import RingWriter
 from clairai.tap import commit_kernel
 from clairai.tap.brief import Brief, Form
 from clairai.tap.commit import DeviceOutlet, constants
+from clairai.tap.ledger import NUM_BRIEFS
 from clairai.tap.outlet import HostOutlet, Inputs, Step
 from clairai.tap.rows import Batch, RowBook, StepRows
 from clairai.tap.tables import Tables
@@ -35,35 +36,56 @@ POINTS = (Point("post_block", 0), Point("post_block", 1))
 WIDTH, CAPACITY = 4, 3
 WIDE = RingShape(slots=64, slot_bytes=4096, ahead=4)
 POLL = 1 << 20
+Way = Literal["sent", "live", "graph"]
 
 
 class InterpretedLaunch:
-    """Runs the kernel in Triton's interpreter, on a ring in host memory."""
+    """Runs the kernels in Triton's interpreter, on a ring in host memory."""
 
     def __init__(self, memory: HostMemory, shape: RingShape, tables: Tables, most: int) -> None:
         self._ring = torch.frombuffer(memory.buffer, dtype=torch.int64)
         self._from = (tables.scores_STK, tables.offset_C)
-        self._ticket = torch.zeros(1, dtype=torch.int32)
-        self._sizes: tuple[Any, ...] = (self._ticket, shape.slots, shape.slot_bytes, CAPACITY)
+        self._ticket, self.turn = torch.zeros(1, dtype=torch.int32), torch.zeros(1).long()
+        self._sizes: tuple[Any, ...] = (shape.slots, shape.slot_bytes, CAPACITY)
         self.constants = constants(shape, most) | {"IS_GPU": False}
         self.grids: list[tuple[int, int]] = []
+        self._table = torch.zeros(NUM_BRIEFS, dtype=torch.int64)
+        self.graphs: list[int] = []  # captured, of so many tokens
 
-    def prepare(self, brief: Brief, inputs: Inputs) -> None:
-        pass
+    def prepare(self, briefs: Sequence[Brief], inputs: Inputs) -> None:
+        del inputs
+        self._table[:] = torch.tensor([brief.address for brief in briefs])
 
     def begin(self) -> None:
         pass
 
-    def __call__(self, brief: Brief, inputs: Inputs, form: Form) -> None:
-        read = (*self._from, inputs.positions_T, inputs.token_ids_T, *self._sizes)
+    def _read(self, inputs: Inputs) -> tuple[Any, ...]:
+        given = (*self._from, inputs.positions_T, inputs.token_ids_T, self._ticket, self.turn)
+        return (*given, *self._sizes)
+
+    def __call__(self, brief: Brief, inputs: Inputs, form: Form, ledger: int) -> None:
+        del ledger
         for part, grid in enumerate(form.grids):
             self.grids.append(grid)
-            commit_kernel.commit[grid](self._ring, brief.memory, *read, part, **self.constants)
+            given = (self._ring, brief.memory, *self._read(inputs), part)
+            commit_kernel.commit[grid](*given, **self.constants)
             assert not self._ticket.any()  # ready for the next launch
 
-    def again(self, ledger: int, step: int) -> bool:
+    def capture(self, num_tokens: int) -> None:
+        self.graphs.append(num_tokens)
+
+    def replay(self, inputs: Inputs, grid: tuple[int, int] = (2, 2)) -> None:
+        """A graph, whose forward has left scores and inputs behind."""
+        given = (self._ring, self._table, *self._read(inputs))
+        commit_kernel.commit_in_graph[grid](*given, **self.constants, NUM_BRIEFS=NUM_BRIEFS)
+        assert not self._ticket.any()
+
+    def note(self, ledger: int, step: int) -> bool:
         del ledger, step
         return False
+
+    def noted(self) -> None:
+        pass
 
     def follow(self, stream: int) -> None:
         pass
@@ -97,8 +119,8 @@ class Outlets:
     def __post_init__(self) -> None:
         self.engine = ToyEngine(self.book)
 
-    def step(self, plan: Plan) -> list[Row]:
-        """Send one step both ways; what its rows must be."""
+    def step(self, plan: Plan, way: Way = "sent") -> list[Row]:
+        """One step by the kernel, in this way, and by the host; what its rows must be."""
         _, expected = self.engine.step(plan)
         self.number += 1
         generator = torch.Generator().manual_seed(self.number)
@@ -106,9 +128,23 @@ class Outlets:
         if expected:
             inputs = inputs_of(expected, self.tables.max_tokens)
             step = Step(self.number, self.book.last, self.bank_version, inputs)
-            self.device.send(step)
+            self.device.begin()
+            self._by_device(step, way)
             self.host.send(step)
         return expected
+
+    def _by_device(self, step: Step, way: Way) -> None:
+        """Whether its brief is written before the forward, and who publishes it then."""
+        noted = (step.number, step.rows, step.bank_version)
+        is_noted = way != "sent" and self.device.note(*noted)
+        if way == "graph":
+            self.launch.replay(step.inputs)
+        elif way == "live":
+            self.device.forwarded(step.rows.num_tokens, lambda: step.inputs, capturing=False)
+        if is_noted:
+            self.device.settle(lambda: step.inputs)
+        else:
+            self.device.send(step)
 
     def load(self, num_probes: int) -> None:
         """Another bank: so many probes, spread over the sites."""
@@ -141,6 +177,10 @@ def outlets(
         launch = InterpretedLaunch(here, shape, tables, max_requests)
         device = DeviceOutlet(launch, header, tables, max_requests)
         host = HostOutlet(RingWriter(there, large, EPOCH), tables)
+        anywhere = inputs_of([], max_tokens)
+        device.forwarded(1, lambda: anywhere, capturing=False)
+        device.forwarded(1, lambda: anywhere, capturing=True)
+        device.prepare(anywhere)
         yield Outlets(tables, device, host, launch, Ring(here), Ring(there))
 
 

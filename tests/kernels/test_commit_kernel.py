@@ -5,7 +5,9 @@ T = tokens in this step, R = requests in this step, C = columns of the bank.
 
 from __future__ import annotations
 
+import itertools
 import time
+from collections.abc import Sequence
 
 import numpy as np
 import pytest
@@ -27,8 +29,10 @@ from clairai.tap.ledger import NUM_BRIEFS
 from tests.kernels.outlets import (
     WIDE,
     Outlets,
+    Way,
     assert_same,
     assert_scored,
+    inputs_of,
     outlets,
     rows_in,
 )
@@ -36,13 +40,14 @@ from tests.unit.toy_engine import Plan, plans
 
 TINY = RingShape(slots=4, slot_bytes=4096, ahead=2)
 PER_RECORD = WIDE.rows_per_record(4)
+WAYS: tuple[Way, ...] = ("sent", "live", "graph")
 
 
-def follow(both: Outlets, history: list[Plan]) -> int:
-    """Both ways of every step agree with each other and with the reference; how many rows."""
+def follow(both: Outlets, history: list[Plan], ways: Sequence[Way] = ("sent",)) -> int:
+    """Kernel and host agree with each other and with the reference; how many rows."""
     num_rows = 0
-    for plan in history:
-        expected = both.step(plan)
+    for plan, way in zip(history, itertools.cycle(ways), strict=False):
+        expected = both.step(plan, way)
         found, by_host = both.poll()
         assert_same(found, by_host)
         assert rows_in(found) == expected
@@ -52,12 +57,53 @@ def follow(both: Outlets, history: list[Plan]) -> int:
 
 
 @settings(derandomize=True, deadline=None, max_examples=40)
-@given(st.lists(plans, min_size=1, max_size=8), st.integers(0, 6))
+@given(
+    st.lists(plans, min_size=1, max_size=8),
+    st.integers(0, 6),
+    st.lists(st.sampled_from(WAYS), min_size=1, max_size=8),
+)
 def test_any_history_of_an_engine_comes_out_as_the_host_and_the_reference_have_it(
-    history: list[Plan], num_probes: int
+    history: list[Plan], num_probes: int, ways: list[Way]
 ) -> None:
     with outlets(num_probes=num_probes) as both:
-        follow(both, history)
+        follow(both, history, ways)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_step_of_several_parts_is_published_once_however_it_ran(way: Way) -> None:
+    num_rows = 2 * WIDE.ahead * PER_RECORD + 3
+    with outlets(max_tokens=num_rows) as both:
+        for _ in range(2):
+            follow(both, [Plan(new=[(num_rows, 0, 0)], counts=[num_rows], finish=[])], [way])
+            both.step(Plan(finish=[0], counts=[]), "sent")
+            both.poll()
+
+
+def test_a_graph_that_is_replayed_without_a_step_publishes_nothing() -> None:
+    with outlets() as both:
+        inputs = inputs_of([], both.tables.max_tokens)
+        both.launch.replay(inputs)
+        assert both.poll() == ([], [])
+        follow(both, [Plan(new=[(3, 0, 0)], counts=[3])], ["graph"])
+        both.launch.replay(inputs)
+        assert both.poll() == ([], [])
+        assert both.launch.turn.item() == 1
+
+
+@pytest.mark.parametrize("is_graph", [True, False])
+def test_a_forward_of_nobodys_rows_leaves_the_next_step_alone(is_graph: bool) -> None:
+    """It is replayed after the next step's brief has been written: the host is ahead of the GPU."""
+    with outlets() as both:
+        inputs = inputs_of([], both.tables.max_tokens)
+        for at in range(2 * NUM_BRIEFS + 1):
+            both.device.blank()
+            if not is_graph:
+                both.device.forwarded(4, lambda: inputs, capturing=False)
+            both.device.blanked()
+            late = both.launch.replay
+            both.launch.replay = lambda *given: [late(inputs), late(*given)] if is_graph else late(*given)  # type: ignore[method-assign]
+            follow(both, [Plan(new=[(3, 0, 0)], counts=[3, *[1] * at])], ["graph"])
+            both.launch.replay = late  # type: ignore[method-assign]
 
 
 def test_prefill_decode_cached_recomputed_and_finished_rows_stand_in_one_step() -> None:

@@ -131,9 +131,9 @@ def positions_of_another_step(monkeypatch: pytest.MonkeyPatch, both: Outlets) ->
     """The kernel runs when the runner has moved on."""
     call = both.launch.__class__.__call__
 
-    def late(self: Any, brief: Brief, inputs: Any, form: Form) -> None:
+    def late(self: Any, brief: Brief, inputs: Any, form: Form, ledger: int) -> None:
         inputs.positions_T.add_(1)
-        call(self, brief, inputs, form)
+        call(self, brief, inputs, form, ledger)
         inputs.positions_T.sub_(1)
 
     monkeypatch.setattr(both.launch.__class__, "__call__", late)
@@ -173,13 +173,13 @@ def fewer_records_ahead(_monkeypatch: pytest.MonkeyPatch, both: Outlets) -> None
 
 def fewer_slots(_monkeypatch: pytest.MonkeyPatch, both: Outlets) -> None:
     """The kernel begins its next lap before the ring is full."""
-    ticket, slots, *rest = both.launch._sizes
-    both.launch._sizes = (ticket, slots // 8, *rest)
+    slots, *rest = both.launch._sizes
+    both.launch._sizes = (slots // 8, *rest)
 
 
 def smaller_slots(_monkeypatch: pytest.MonkeyPatch, both: Outlets) -> None:
-    ticket, slots, slot_bytes, capacity = both.launch._sizes
-    both.launch._sizes = (ticket, slots, slot_bytes - 8, capacity)
+    slots, slot_bytes, capacity = both.launch._sizes
+    both.launch._sizes = (slots, slot_bytes - 8, capacity)
 
 
 PLANTED: tuple[Plant, ...] = (

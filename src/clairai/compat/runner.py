@@ -38,8 +38,14 @@ class Listener(Protocol):
     def end(self, inputs: Callable[[], Inputs]) -> None:
         """The forward is on its way."""
 
+    def forwarded(self, num_tokens: int, inputs: Callable[[], Inputs], *, capturing: bool) -> None:
+        """A forward ran as Python: any but the replay of a graph that holds all of it."""
+
     def blank(self) -> None:
         """A forward of nobody's rows comes next."""
+
+    def blanked(self) -> None:
+        """It is on its way."""
 
 
 def connect(runner: Any, listeners: Sequence[Listener]) -> Callable[[], Inputs]:
@@ -58,7 +64,27 @@ def connect(runner: Any, listeners: Sequence[Listener]) -> Callable[[], Inputs]:
         )
     _wrap(runner, "execute_model", functools.partial(_stepping, inputs), listeners)
     _wrap(runner, "_dummy_run", _blanking, listeners)
+    _watch_forwards(runner.get_model(), inputs, listeners)
     return inputs
+
+
+def _watch_forwards(
+    model: torch.nn.Module, inputs: Callable[[], Inputs], listeners: Sequence[Listener]
+) -> None:
+    """The outermost module is Python's even where its inside is compiled.
+
+    A graph that holds a whole forward is captured around it, on both runners: V1
+    compilation/cuda_graph.py CUDAGraphWrapper, V2 v1/worker/gpu/cudagraph_utils.py capture(), 0.26.
+    """
+
+    def hook(module: Any, given: Any, output: Any) -> None:
+        del module, given
+        hidden = output[0] if isinstance(output, tuple) else output
+        capturing = hidden.is_cuda and torch.cuda.is_current_stream_capturing()
+        for listener in listeners:
+            listener.forwarded(len(hidden), inputs, capturing=capturing)
+
+    model.register_forward_hook(hook)
 
 
 Method = Callable[..., Any]
@@ -113,7 +139,10 @@ def _blanking(original: Method, listeners: Sequence[Listener]) -> Method:
     def wrapped(*args: Any, **kwargs: Any) -> Any:
         for listener in listeners:
             listener.blank()
-        return original(*args, **kwargs)
+        result = original(*args, **kwargs)
+        for listener in listeners:
+            listener.blanked()
+        return result
 
     return wrapped
 

@@ -41,6 +41,7 @@ class Form:
     per_record: int
     num_records: int
     grids: Grids
+    in_graph: bool  # its rows go out at once, and the forward's own graph may publish them
 
     @classmethod
     def of(cls, number: int, rows: StepRows, bank: int, num_columns: int, shape: RingShape) -> Form:
@@ -51,7 +52,8 @@ class Form:
         num_programs = min(max(-(-num_scores // kernel.TILE_E), 1), MAX_PROGRAMS)
         firsts = range(0, num_records, shape.ahead)
         grids = tuple((min(shape.ahead, num_records - at), num_programs) for at in firsts)
-        return cls(number, rows, bank, num_rows, num_columns, per_record, num_records, grids)
+        sizes = (num_rows, num_columns, per_record, num_records)
+        return cls(number, rows, bank, *sizes, grids, in_graph=len(grids) <= 1 and not rows.is_cut)
 
 
 class Brief:
@@ -77,9 +79,14 @@ class Brief:
         self._counts = b""
 
     def is_free(self) -> bool:
+        return self.done == self._sheet.number
+
+    @property
+    def done(self) -> int:
+        """The number of the last brief here that was published."""
         # Pairs with the last store of _publish() in commit_kernel.py.
         (done,) = DONE.unpack_from(self._bytes, 8 * kernel.DONE_WORD)
-        return bool(done == self._sheet.number)
+        return int(done)
 
     def write(self, form: Form, first_seq: int, step: int, number: int) -> None:
         if form.number != self._sheet.form:
@@ -101,7 +108,8 @@ class Brief:
         if len(rows.events):
             self._events[: rows.events.nbytes] = rows.events.view(np.uint8)
         self._head[[0, 1, 4, 5]] = len(rows.events), form.num_rows, form.bank, form.num_columns
-        self._head[[6, 7, 10]] = form.per_record, len(rows.counts_R), rows.is_cut
+        self._head[[6, 7]] = form.per_record, len(rows.counts_R)
+        self._head[[10, 11]] = rows.is_cut, form.in_graph
         self._sheet.form = self._written = form.number
 
     def _write_roster(self, roster: Roster) -> None:

@@ -82,6 +82,12 @@ class Capture:
         """A forward of nobody's rows may write over the last step's."""
         self._taker.begin()
 
+    def blanked(self) -> None:
+        """Nothing of it is left."""
+
+    def forwarded(self, num_tokens: int, inputs: Callable[[], Inputs], *, capturing: bool) -> None:
+        """Whoever ran it."""
+
     def answer(self, control: wire_capture.Control) -> wire_capture.Reply:
         results = self._clerk.results
         match control:

@@ -9,6 +9,7 @@ The kernel runs on a stream of its own, behind the forward and beside the sample
 from __future__ import annotations
 
 import time
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, Final, Protocol
 
@@ -23,27 +24,40 @@ from clairai.tap.launch import Driver, Kernel, by_name
 from clairai.tap.ledger import NUM_BRIEFS, Ledger
 from clairai.tap.lineup import Lane, Lineup, launches
 from clairai.tap.outlet import Inputs, Step
-from clairai.tap.rows import StepRows
+from clairai.tap.rows import RowBook, StepRows
 from clairai.tap.score_kernel import StashScorer
 from clairai.tap.tables import Tables
 
 STUCK_S: Final = 60.0
 MAX_LINEUPS: Final = 1024
+# Of a launch in a graph, which does not know how many scores there will be.
+ROWS_OF_A_PROGRAM: Final = 32
+MAX_RECORDS: Final = 8
+PROGRAMS: Final = 4
+
+
+NOBODY: Final = RowBook().idle()
 
 
 class Launch(Protocol):
     """How the kernel gets to run; on a GPU, `GpuLaunch`."""
 
-    def prepare(self, brief: Brief, inputs: Inputs) -> None:
+    def prepare(self, briefs: Sequence[Brief], inputs: Inputs) -> None:
         """Whatever the first launch would otherwise make a request wait for."""
 
     def begin(self) -> None: ...
 
-    def __call__(self, brief: Brief, inputs: Inputs, form: Form) -> None:
+    def note(self, ledger: int, step: int) -> bool:
+        """Write the last brief of this ledger once more; False: it was not."""
+
+    def __call__(self, brief: Brief, inputs: Inputs, form: Form, ledger: int) -> None:
         """One launch for each grid of the form; its number is the kernel's `part`."""
 
-    def again(self, ledger: int, step: int) -> bool:
-        """The same for the next brief, which is written here; False: nothing was done."""
+    def capture(self, num_tokens: int) -> None:
+        """Make the launches of so many tokens part of the graph that is being captured."""
+
+    def noted(self) -> None:
+        """The forward's own graph publishes the last brief."""
 
     def follow(self, stream: int) -> None:
         """Have this stream wait for the last launch."""
@@ -52,7 +66,11 @@ class Launch(Protocol):
 
 
 class DeviceOutlet:
-    """The one writer of a ring that the device itself writes."""
+    """The one writer of a ring that the device itself writes.
+
+    Before the forward a step's brief is written (`note`). If the forward is a graph that was
+    captured, that publishes it: nothing is left to do. If it ran as Python, `settle` launches.
+    """
 
     def __init__(
         self, launch: Launch, header: RingHeader, tables: Tables, max_requests: int
@@ -64,28 +82,62 @@ class DeviceOutlet:
         self._ledger.plan_words, self._ledger.tokens_at = max_requests, self._briefs[0].tokens_at
         self._form: Form | None = None  # of the last step
         self._num_forms = 0
-        self.begin, self.again = launch.begin, partial(launch.again, self._ledger.address)
+        self._is_prepared = False
+        self._is_captured = False  # graphs publish
+        self._is_forwarded = False  # by Python, since the last brief
+        self.begin, self.again = launch.begin, partial(launch.note, self._ledger.address)
 
     @property
     def published(self) -> int:
         return self._ledger.published
 
     def prepare(self, inputs: Inputs) -> None:
-        self._launch.prepare(self._briefs[0], inputs)
+        self._launch.prepare(self._briefs, inputs)
+        self._is_prepared, self._is_forwarded = True, False
+
+    def forwarded(self, num_tokens: int, inputs: Callable[[], Inputs], *, capturing: bool) -> None:
+        """A forward ran as Python; while it is captured, what publishes it is captured too."""
+        if not capturing:
+            self._is_forwarded = True
+            if not self._is_prepared:  # now: kernels cannot be loaded while a graph is captured
+                self.prepare(inputs())
+        elif self._is_prepared:
+            self._launch.capture(num_tokens)
+            self._is_captured = True
+
+    def note(self, number: int, rows: StepRows, bank_version: int) -> bool:
+        """Write a step's brief; False: it has too many events for one, send it when it is over."""
+        if len(rows.events) > MAX_EVENTS:
+            return False
+        self._write(number, rows, bank_version)
+        return True
+
+    def settle(self, inputs: Callable[[], Inputs]) -> None:
+        """The forward of the brief that was written last is on its way."""
+        is_forwarded, self._is_forwarded = self._is_forwarded, False
+        form = self._form
+        assert form is not None
+        if self._is_captured and form.in_graph and not is_forwarded:
+            self._launch.noted()
+            return
+        self._go(form, inputs())
 
     def send(self, step: Step) -> None:
-        if len(step.rows.events) <= MAX_EVENTS:
-            self._send(step, step.rows)
-            return
+        """A step whose forward is over, or that has none."""
+        self._is_forwarded = False
         for rows in step.rows.cut_events(MAX_EVENTS):
-            self._send(step, rows)
+            self._go(self._write(step.number, rows, step.bank_version), step.inputs)
 
-    def _send(self, step: Step, rows: StepRows) -> None:
-        form, ledger = self._form_of(rows, self._epoch_low | step.bank_version << 32), self._ledger
+    def _write(self, number: int, rows: StepRows, bank_version: int) -> Form:
+        form, ledger = self._form_of(rows, self._epoch_low | bank_version << 32), self._ledger
         brief = self._next_brief()
-        brief.write(form, ledger.published, step.number, ledger.sent)
-        self._launch(brief, step.inputs, form)
+        brief.write(form, ledger.published, number, ledger.sent)
         ledger.published += form.num_records
+        return form
+
+    def _go(self, form: Form, inputs: Inputs) -> None:
+        brief = self._briefs[(self._ledger.sent - 1) % NUM_BRIEFS]
+        self._launch(brief, inputs, form, self._ledger.address)
 
     def _form_of(self, rows: StepRows, bank: int) -> Form:
         form, num_columns = self._form, self._tables.num_columns
@@ -105,6 +157,20 @@ class DeviceOutlet:
         if not brief.is_free():
             _wait_for(brief)  # only if the GPU is eight steps behind
         return brief
+
+    def blank(self) -> None:
+        """A forward of nobody's rows comes: its graph must find a brief, and not the next step's."""
+        if self._is_captured:
+            self._is_forwarded = False
+            self._write(0, NOBODY, 0)
+
+    def blanked(self) -> None:
+        """That forward is on its way; if it was no graph, nobody will publish its brief."""
+        if self._is_captured and self._is_forwarded:
+            self._ledger.sent -= 1
+            sheet = self._ledger.sheets[self._ledger.sent % NUM_BRIEFS]
+            sheet.number = self._briefs[self._ledger.sent % NUM_BRIEFS].done
+            self._is_forwarded = False
 
     def follow(self, stream: int) -> None:
         self._launch.follow(stream)
@@ -141,12 +207,15 @@ class GpuLaunch:
         # The stream that vLLM runs the model on, in this thread.
         main = partial(torch._C._cuda_getCurrentRawStream, self._device)
         lane = Lane(main, self._stream.cuda_stream, int(gpu.event()), int(gpu.event()))
-        self._launches = launches(self._driver, lane)
-        self.again, self.follow = self._launches.again, self._launches.follow
+        self._main, self._launches = main, launches(self._driver, lane)
+        self.note, self.noted = self._launches.note, self._launches.noted
+        self.follow = self._launches.follow
         # The scores, positions and token ids of the last step are read until then.
         self.begin = self._launches.begin
         ticket = torch.zeros(1, dtype=torch.int32, device=tables.device)
-        self._held = (tables.scores_STK, tables.offset_C, ticket)  # their addresses are given
+        turn = torch.zeros(1, dtype=torch.int64, device=tables.device)
+        self._held = (tables.scores_STK, tables.offset_C, ticket, turn)  # their addresses are given
+        self._table: torch.Tensor | None = None  # where the briefs are; captured graphs know it
         self._ring, self._shape = ring, shape
         self._constants = constants(shape, max_requests)
         self._score = StashScorer(tables)
@@ -154,7 +223,7 @@ class GpuLaunch:
         self._inputs: Inputs | None = None
         self._is_scored = False
 
-    def __call__(self, brief: Brief, inputs: Inputs, form: Form) -> None:
+    def __call__(self, brief: Brief, inputs: Inputs, form: Form, ledger: int) -> None:
         is_scored = self._score.is_due(form.rows.num_tokens)
         is_known = form is self._form and inputs is self._inputs
         if not is_known or is_scored is not self._is_scored:
@@ -163,8 +232,15 @@ class GpuLaunch:
             cells["token_ids_ptr"].value = inputs.token_ids_T.data_ptr()
             self._launches.use(self._lineup(form.grids, form.rows.num_tokens if is_scored else 0))
             self._form, self._inputs, self._is_scored = form, inputs, is_scored
-        self._brief.value = brief.address
-        self._launches.run()
+        self._launches.run(brief, ledger)
+
+    def capture(self, num_tokens: int) -> None:
+        """Scores first; a bank without any makes that launch end at once."""
+        stream = self._main()
+        if 0 < num_tokens <= self._score.max_tokens:
+            self._score.launch_for(num_tokens).run(self._driver, stream)
+        grid = (min(max(num_tokens // ROWS_OF_A_PROGRAM, 1), MAX_RECORDS), PROGRAMS, 1)
+        self._graph_commit.launch(grid).run(self._driver, stream)
 
     def _lineup(self, grids: Grids, num_scored: int) -> Lineup:
         """Laid out once for each kind of step: batches come and go, as large as others were."""
@@ -183,14 +259,24 @@ class GpuLaunch:
         self._stream.synchronize()
         torch.cuda.current_stream(self._device).synchronize()  # where steps that are alike may be
 
-    def prepare(self, brief: Brief, inputs: Inputs) -> None:
-        """Compile the kernel for inputs of these types."""
-        scores_STK, offset_C, ticket = self._held
-        sizes = (self._shape.slots, self._shape.slot_bytes, scores_STK.shape[2], 0)
-        read = (scores_STK, offset_C, inputs.positions_T, inputs.token_ids_T, ticket)
-        given = (Address(self._ring), brief.memory, *read, *sizes)
-        compiled = kernel.commit.warmup(*given, **self._constants, grid=(1,))
+    def prepare(self, briefs: Sequence[Brief], inputs: Inputs) -> None:
+        """Compile the kernels for inputs of these types."""
+        if self._table is None:
+            addresses = torch.tensor([brief.address for brief in briefs])
+            self._table = addresses.to(self._held[0].device)
+        scores_STK, offset_C, ticket, turn = self._held
+        sizes = (self._shape.slots, self._shape.slot_bytes, scores_STK.shape[2])
+        read = (scores_STK, offset_C, inputs.positions_T, inputs.token_ids_T, ticket, turn)
+        ring, constants = Address(self._ring), self._constants
+        given = (ring, briefs[0].memory, *read, *sizes, 0)
+        compiled = kernel.commit.warmup(*given, **constants, grid=(1,))
         self._commit = Kernel(self._driver, compiled, by_name(kernel.commit, given))
+        given = (ring, self._table, *read, *sizes)
+        compiled = kernel.commit_in_graph.warmup(
+            *given, **constants, NUM_BRIEFS=NUM_BRIEFS, grid=(1,)
+        )
+        named = by_name(kernel.commit_in_graph, given)
+        self._graph_commit = Kernel(self._driver, compiled, named)
         self._brief, self._form = self._commit.cells["brief_ptr"], None
         self._lineups: dict[tuple[Grids, int], Lineup] = {}
         if self._score.max_tokens:

@@ -9,7 +9,11 @@ the words of its head:
 
     0 events  1 rows in all  2 first seq  3 step  4 epoch low half, bank version  5 columns
     6 rows per record  7 requests  8 stamp, ns  9 number of the brief  10 whether the step goes on
-    in the next brief  15 given back: the number of the brief
+    in the next brief  11 whether the forward's own graph may publish it  15 given back: the number
+    of the brief
+
+Briefs are numbered from one on and published in that order: `turn` is the number of the last. A
+graph that was captured knows no brief: it finds the next one by its turn.
 """
 
 from __future__ import annotations
@@ -111,7 +115,7 @@ def _release(word_ptr, value, IS_GPU: tl.constexpr):
 
 
 @triton.jit
-def _publish(ring_ptr, brief_ptr, first_row, num_records, SLOTS, SLOT_BYTES, part,
+def _publish(ring_ptr, brief_ptr, turn_ptr, first_row, num_records, SLOTS, SLOT_BYTES, part,
              AHEAD: tl.constexpr, CLOCK: tl.constexpr, IS_GPU: tl.constexpr):  # fmt: skip
     """Heads and tails of all records of this launch, then the ring's head."""
     num_rows, per_record = tl.load(brief_ptr + 1), tl.load(brief_ptr + 6)
@@ -139,30 +143,73 @@ def _publish(ring_ptr, brief_ptr, first_row, num_records, SLOTS, SLOT_BYTES, par
     # Pairs with both loads of head in Ring.poll() in ring/reader.py.
     _release(ring_ptr + 16, head, IS_GPU)
     if first_row + num_records * per_record >= num_rows:
+        tl.store(turn_ptr, tl.load(brief_ptr + 9))  # read by the next launch, in the GPU's order
         # Pairs with Brief.is_free() in commit.py: the host may write the brief again.
         _release(brief_ptr + 15, tl.load(brief_ptr + 9), IS_GPU)
 
 
-@triton.jit(do_not_specialize=["SLOTS", "SLOT_BYTES", "K", "part"])
-def commit(ring_ptr, brief_ptr, scores_ptr, column_ptr, positions_ptr, token_ids_ptr,
-           ticket_ptr, SLOTS, SLOT_BYTES, K, part,
-           MAX_R: tl.constexpr, MAX_E: tl.constexpr, TILE_E: tl.constexpr, TILE_W: tl.constexpr,
-           AHEAD: tl.constexpr, CLOCK: tl.constexpr, IS_GPU: tl.constexpr):  # fmt: skip
-    """Part `part` of a step: at most AHEAD records. Grid: (records, programs for each)."""
+@triton.jit
+def _write_record(ring_ptr, brief_ptr, scores_ptr, column_ptr, positions_ptr, token_ids_ptr,
+                  at, SLOTS, SLOT_BYTES, K, MAX_R: tl.constexpr, MAX_E: tl.constexpr,
+                  TILE_E: tl.constexpr, TILE_W: tl.constexpr):  # fmt: skip
+    """Rows and scores of record `at` of a step; this program's part of them."""
     per_record = tl.load(brief_ptr + 6)
-    first_row = per_record * AHEAD * part
-    begin = first_row + per_record * tl.program_id(0)
+    begin = per_record * at
     count = tl.minimum(tl.load(brief_ptr + 1) - begin, per_record)
-    seq = tl.load(brief_ptr + 2) + part * AHEAD + tl.program_id(0)
+    seq = tl.load(brief_ptr + 2) + at
     payload_ptr = ring_ptr + (4096 + (seq % SLOTS) * SLOT_BYTES + 64) // 8
     _write_rows(payload_ptr, begin, count, brief_ptr, positions_ptr, token_ids_ptr,
                 MAX_R, MAX_E, TILE_W)  # fmt: skip
     _write_scores(payload_ptr, begin, count, brief_ptr, scores_ptr, column_ptr, K, TILE_E)
+
+
+@triton.jit
+def _is_last(ticket_ptr):
+    """Whether all other programs of this launch have written what they write."""
     tl.debug_barrier()  # all threads' stores come before this program's ticket
     # Release at system scope: the payload is visible, to the host too, before the ticket. Acquire:
     # who draws the last ticket has all payloads before its own stores. The partner is this line.
     drawn = tl.atomic_add(ticket_ptr, 1, sem="acq_rel", scope="sys")
-    if drawn == tl.num_programs(0) * tl.num_programs(1) - 1:
+    return drawn == tl.num_programs(0) * tl.num_programs(1) - 1
+
+
+@triton.jit(do_not_specialize=["SLOTS", "SLOT_BYTES", "K", "part"])
+def commit(ring_ptr, brief_ptr, scores_ptr, column_ptr, positions_ptr, token_ids_ptr,
+           ticket_ptr, turn_ptr, SLOTS, SLOT_BYTES, K, part,
+           MAX_R: tl.constexpr, MAX_E: tl.constexpr, TILE_E: tl.constexpr, TILE_W: tl.constexpr,
+           AHEAD: tl.constexpr, CLOCK: tl.constexpr, IS_GPU: tl.constexpr):  # fmt: skip
+    """Part `part` of a step: at most AHEAD records. Grid: (records, programs for each)."""
+    first = part * AHEAD
+    _write_record(ring_ptr, brief_ptr, scores_ptr, column_ptr, positions_ptr, token_ids_ptr,
+                  first + tl.program_id(0), SLOTS, SLOT_BYTES, K,
+                  MAX_R, MAX_E, TILE_E, TILE_W)  # fmt: skip
+    if _is_last(ticket_ptr):
         tl.store(ticket_ptr, 0)  # for the next launch: it begins when this one has ended
-        _publish(ring_ptr, brief_ptr, first_row, tl.num_programs(0), SLOTS, SLOT_BYTES,
-                 part, AHEAD, CLOCK, IS_GPU)  # fmt: skip
+        _publish(ring_ptr, brief_ptr, turn_ptr, tl.load(brief_ptr + 6) * first,
+                 tl.num_programs(0), SLOTS, SLOT_BYTES, part, AHEAD, CLOCK, IS_GPU)  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["SLOTS", "SLOT_BYTES", "K"])
+def commit_in_graph(ring_ptr, briefs_ptr, scores_ptr, column_ptr, positions_ptr, token_ids_ptr,
+                    ticket_ptr, turn_ptr, SLOTS, SLOT_BYTES, K,
+                    NUM_BRIEFS: tl.constexpr, MAX_R: tl.constexpr, MAX_E: tl.constexpr,
+                    TILE_E: tl.constexpr, TILE_W: tl.constexpr, AHEAD: tl.constexpr,
+                    CLOCK: tl.constexpr, IS_GPU: tl.constexpr):  # fmt: skip
+    """The step whose turn it is, if its brief is there and says so; at most AHEAD records.
+
+    Captured with the forward. A replay without such a brief publishes nothing.
+    """
+    turn = tl.load(turn_ptr)
+    brief_ptr = tl.load(briefs_ptr + turn % NUM_BRIEFS).to(tl.pointer_type(tl.int64))
+    is_here = (tl.load(brief_ptr + 9) == turn + 1) & (tl.load(brief_ptr + 11) != 0)
+    if is_here:
+        per_record = tl.load(brief_ptr + 6)
+        num_records = (tl.load(brief_ptr + 1) + per_record - 1) // per_record
+        for at in range(tl.program_id(0), num_records, tl.num_programs(0)):
+            _write_record(ring_ptr, brief_ptr, scores_ptr, column_ptr, positions_ptr,
+                          token_ids_ptr, at, SLOTS, SLOT_BYTES, K,
+                          MAX_R, MAX_E, TILE_E, TILE_W)  # fmt: skip
+        if _is_last(ticket_ptr):
+            tl.store(ticket_ptr, 0)
+            _publish(ring_ptr, brief_ptr, turn_ptr, 0, num_records, SLOTS, SLOT_BYTES, 0,
+                     AHEAD, CLOCK, IS_GPU)  # fmt: skip

@@ -38,3 +38,9 @@ class Helm:
 
     def blank(self) -> None:
         self.steering.blank()
+
+    def blanked(self) -> None:
+        """Nothing of it is left."""
+
+    def forwarded(self, num_tokens: int, inputs: Callable[[], Inputs], *, capturing: bool) -> None:
+        """Whoever ran it."""

@@ -14,9 +14,10 @@ from typing import Any, Protocol
 
 from clairai.errors import RingError
 from clairai.tap import native
+from clairai.tap.brief import Brief
 from clairai.tap.launch import Driver, Launch
 
-ON_MAIN, LONG_WAY, ASIDE = -2, -1, 0  # as in step.c
+ON_MAIN, ASIDE = -1, 0  # as in step.c
 
 
 @dataclass(frozen=True)
@@ -68,11 +69,14 @@ class Launches(Protocol):
     def begin(self) -> None:
         """What the engine's stream is given next may overwrite what the last step left."""
 
-    def run(self) -> None:
-        """All of them, after what the engine's stream was given so far."""
+    def note(self, ledger: int, step: int) -> bool:
+        """Write the last brief of the ledger at this address once more; False: it was not."""
 
-    def again(self, ledger: int, step: int) -> bool:
-        """The last step of the ledger at this address once more; False: nothing was done."""
+    def run(self, brief: Brief, ledger: int) -> None:
+        """All of them, for the brief that was written last, behind what the engine's stream has."""
+
+    def noted(self) -> None:
+        """The engine's stream itself publishes the brief that was written last."""
 
     def follow(self, stream: int) -> None:
         """Have this stream wait for the last step's."""
@@ -84,24 +88,30 @@ class PlainLaunches:
     def __init__(self, driver: Driver, lane: Lane) -> None:
         self._driver, self._lane = driver, lane
         self._launches: tuple[Launch, ...] = ()
+        self._brief: Any = None
 
     def use(self, lineup: Lineup) -> None:
-        self._launches = lineup.launches
+        self._launches, self._brief = lineup.launches, lineup.brief
 
     def begin(self) -> None:
         self.follow(self._lane.main())
 
-    def run(self) -> None:
+    def note(self, ledger: int, step: int) -> bool:
+        del ledger, step
+        return False
+
+    def run(self, brief: Brief, ledger: int) -> None:
+        del ledger
         lane, driver = self._lane, self._driver
+        self._brief.value = brief.address
         driver.record(lane.begun, lane.main())
         driver.wait(lane.side, lane.begun)
         for one in self._launches:
             one.run(driver, lane.side)
         driver.record(lane.ended, lane.side)
 
-    def again(self, ledger: int, step: int) -> bool:
-        del ledger, step
-        return False
+    def noted(self) -> None:
+        self._driver.record(self._lane.ended, self._lane.main())
 
     def follow(self, stream: int) -> None:
         self._driver.wait(stream, self._lane.ended)
@@ -128,7 +138,7 @@ class NativeLaunches:
         addresses = [ctypes.cast(call, ctypes.c_void_p) for call in calls]
         self._line = Line(*addresses, lane.side, lane.begun, lane.ended, None, 0, None)
         at = ctypes.addressof(self._line)
-        self._run, self._again = partial(step.run, at), partial(step.again, at)
+        self._run, self.note = partial(step.run, at), step.note
         self._driver, self._lane, self._main = driver, lane, lane.main
         self._where = ASIDE  # the last step's
         self._held: Lineup | None = None  # it is read by C
@@ -142,18 +152,15 @@ class NativeLaunches:
         if self._where != ON_MAIN:
             self._driver.wait(self._main(), self._lane.ended)
 
-    def run(self) -> None:
-        _check(self._run(self._main()))
-        self._where = ASIDE
-
-    def again(self, ledger: int, step: int) -> bool:
-        where = self._again(ledger, self._main(), step)
-        if where == LONG_WAY:
-            return False
+    def run(self, brief: Brief, ledger: int) -> None:
+        del brief  # it is the ledger's last
+        where = self._run(ledger, self._main())
         if where > 0:
             _check(where)
         self._where = where
-        return True
+
+    def noted(self) -> None:
+        self._where = ON_MAIN
 
     def follow(self, stream: int) -> None:
         if self._where == ON_MAIN:

@@ -6,6 +6,7 @@ on, here; a GPU writes the ring itself (commit.py).
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -46,10 +47,26 @@ class Outlet(Protocol):
     def begin(self) -> None:
         """A step begins: what the last one left behind may be overwritten from here on."""
 
-    def send(self, step: Step) -> None: ...
+    def note(self, number: int, rows: StepRows, bank_version: int) -> bool:
+        """A step whose forward comes next; False: send it when that is over."""
 
     def again(self, number: int) -> bool:
-        """The last step once more, with the next rows of its requests; False: send it instead."""
+        """The last note once more, with the next rows of its requests; False: it was not."""
+
+    def forwarded(self, num_tokens: int, inputs: Callable[[], Inputs], *, capturing: bool) -> None:
+        """A forward ran, as Python: not as a graph that was captured before."""
+
+    def settle(self, inputs: Callable[[], Inputs]) -> None:
+        """The forward of what was noted is on its way."""
+
+    def send(self, step: Step) -> None:
+        """A step that was not noted."""
+
+    def blank(self) -> None:
+        """A forward of nobody's rows comes next."""
+
+    def blanked(self) -> None:
+        """It is on its way."""
 
     def follow(self, stream: int) -> None:
         """Have this stream of the GPU wait until the last step that was sent is in the ring."""
@@ -89,9 +106,25 @@ class HostOutlet:
             scores_RP = np.concatenate([blank, scores_RP])
         self._writer.publish(rows, scores_RP, bank_version=step.bank_version, step=step.number)
 
+    def note(self, number: int, rows: StepRows, bank_version: int) -> bool:
+        del number, rows, bank_version
+        return False
+
     def again(self, number: int) -> bool:
         del number
         return False
+
+    def forwarded(self, num_tokens: int, inputs: Callable[[], Inputs], *, capturing: bool) -> None:
+        """Whoever ran it: it is published when it is over."""
+
+    def settle(self, inputs: Callable[[], Inputs]) -> None:
+        raise AssertionError("nothing was noted")
+
+    def blank(self) -> None:
+        """Nothing looks for it."""
+
+    def blanked(self) -> None:
+        pass
 
     def follow(self, stream: int) -> None:
         """It is there already, and there is no GPU."""

@@ -55,6 +55,7 @@ class Station:
         self.borrower = Borrower()  # of rows that do not come in a message
         self._book = RowBook(native.step())
         self._is_serving = False
+        self._is_noted = False
         self._step_number = 0
         self._rows: StepRows | None = None  # of this step
         self._sent: StepRows | None = None  # of the last one, with the bank as it is
@@ -181,22 +182,30 @@ class Station:
             self._began.popitem(last=False)
 
     def place(self, batch: Batch) -> None:
-        if self._is_serving:
-            self._rows = self._book.step(batch)
+        if not self._is_serving:
+            return
+        rows, number = self._book.step(batch), self._step_number + 1
+        self._is_noted = (rows is self._sent and self._outlet.again(number)) or self._outlet.note(
+            number, rows, self.columns.version
+        )
+        if self._is_noted:
+            self._step_number, self._sent = number, rows
+        self._rows = rows
+
+    def forwarded(self, num_tokens: int, inputs: Callable[[], Inputs], *, capturing: bool) -> None:
+        self._outlet.forwarded(num_tokens, inputs, capturing=capturing)
 
     def end(self, inputs: Callable[[], Inputs]) -> None:
-        rows, number = self._rows, self._step_number + 1
-        # Where the inputs lie is not asked again: captured graphs have those addresses for ever.
-        if rows is not None and rows is self._sent and self._outlet.again(number):
-            self._step_number = number  # as nearly all steps are
+        if self._is_noted:
+            self._is_noted = False
+            self._outlet.settle(inputs)
             return
-        self._end(self._book.idle() if rows is None else rows, inputs)
+        self._end(self._book.idle() if self._rows is None else self._rows, inputs)
 
     def _end(self, rows: StepRows, inputs: Callable[[], Inputs]) -> None:
         self._rows = self._sent = None
         if rows.num_tokens or len(rows.events):
             self._send(rows, inputs())
-            self._sent = rows
 
     def amend(self, req_id: str, course: Course | None) -> None:
         """Whose rows they are does not depend on what steers them."""
@@ -205,6 +214,12 @@ class Station:
         """Nobody's rows are not published; but they are written where the last step's lie."""
         if self._is_serving:
             self._outlet.begin()
+            self._sent = None
+            self._outlet.blank()
+
+    def blanked(self) -> None:
+        if self._is_serving:
+            self._outlet.blanked()
 
     def _send(self, rows: StepRows, inputs: Inputs) -> None:
         self._step_number += 1

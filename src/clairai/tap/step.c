@@ -17,7 +17,7 @@
 enum { NUM_BRIEFS = 8, PLAN_FIELDS = 4 };
 /* Words of a brief's head: see the top of commit_kernel.py. */
 enum { SEQ_WORD = 2, STEP_WORD = 3, TIME_WORD = 8, NUMBER_WORD = 9, DONE_WORD = 15, BRIEF_HEAD = 16 };
-enum { ON_MAIN = -2, LONG_WAY = -1, ASIDE = 0 }; /* what became of a step; above: CUDA's error */
+enum { ON_MAIN = -1, ASIDE = 0 }; /* where a step's launches are; above: CUDA's error */
 
 /* Pace of rows.py: who was in the last step, how many tokens each, and where they ended. */
 struct pace {
@@ -99,14 +99,6 @@ static int has_all(Py_ssize_t count, Py_ssize_t expected)
     return 0;
 }
 
-/* run(line, main): launches that are laid out, of a brief that is written. */
-static PyObject *run(PyObject *module, PyObject *const *given, Py_ssize_t count)
-{
-    if (!has_all(count, 2))
-        return NULL;
-    return PyLong_FromLong(launch_aside(PyLong_AsVoidPtr(given[0]), PyLong_AsVoidPtr(given[1])));
-}
-
 /* Whether the GPU has published the step. Acquire: the brief is written after that. Pairs with the
  * last store of _publish() in commit_kernel.py. */
 static int is_done(const struct sheet *sheet)
@@ -139,26 +131,40 @@ static void write_head(struct ledger *ledger, struct sheet *sheet, int64_t step)
     ledger->published += ledger->num_records;
 }
 
-/* again(line, ledger, main, step): the last step once more, with the next rows of its requests. */
-static PyObject *again(PyObject *module, PyObject *const *given, Py_ssize_t count)
+/* The sheet of the last step but `back`. */
+static struct sheet *sheet_of(struct ledger *ledger, int64_t back)
 {
-    if (!has_all(count, 4))
+    return &ledger->sheets[(ledger->sent + NUM_BRIEFS - 1 - back) % NUM_BRIEFS];
+}
+
+/* note(ledger, step): write the brief of the last step once more, with the next rows of its requests;
+ * whether that could be done. */
+static PyObject *note(PyObject *module, PyObject *const *given, Py_ssize_t count)
+{
+    if (!has_all(count, 2))
+        return NULL;
+    struct ledger *ledger = PyLong_AsVoidPtr(given[0]);
+    struct sheet *last = sheet_of(ledger, 0), *sheet = sheet_of(ledger, -1);
+    if (last->form != ledger->form || !is_done(sheet))
+        Py_RETURN_FALSE;
+    if (sheet->form != ledger->form)
+        copy_form(ledger, last, sheet);
+    write_head(ledger, sheet, PyLong_AsLongLong(given[1]));
+    Py_RETURN_TRUE;
+}
+
+/* run(line, ledger, main): the launches of the brief that was written last. */
+static PyObject *run(PyObject *module, PyObject *const *given, Py_ssize_t count)
+{
+    if (!has_all(count, 3))
         return NULL;
     struct line *line = PyLong_AsVoidPtr(given[0]);
     struct ledger *ledger = PyLong_AsVoidPtr(given[1]);
     void *main = PyLong_AsVoidPtr(given[2]);
-    struct sheet *last = &ledger->sheets[(ledger->sent + NUM_BRIEFS - 1) % NUM_BRIEFS];
-    struct sheet *sheet = &ledger->sheets[ledger->sent % NUM_BRIEFS];
-    if (last->form != ledger->form || !is_done(sheet))
-        return PyLong_FromLong(LONG_WAY);
-    if (sheet->form != ledger->form)
-        copy_form(ledger, last, sheet);
-    /* A GPU that has done the last step already waits for the host, which then has no time for
+    *line->brief = (uint64_t)sheet_of(ledger, 0)->words;
+    /* A GPU that has done the step before already waits for the host, which then has no time for
      * events. One that has not is busy: there nothing may come between the model's own kernels. */
-    int is_waiting = is_done(last);
-    write_head(ledger, sheet, PyLong_AsLongLong(given[3]));
-    *line->brief = (uint64_t)sheet->words;
-    if (!is_waiting)
+    if (!is_done(sheet_of(ledger, 1)))
         return PyLong_FromLong(launch_aside(line, main));
     int status = launch_all(line, main);
     return PyLong_FromLong(status ? status : ON_MAIN);
@@ -202,7 +208,7 @@ static PyObject *goes_on(PyObject *module, PyObject *const *given, Py_ssize_t co
 }
 
 #define FUNCTION(name) {#name, (PyCFunction)(void (*)(void))name, METH_FASTCALL, NULL}
-static PyMethodDef functions[] = {FUNCTION(run), FUNCTION(again), FUNCTION(goes_on), {0}};
+static PyMethodDef functions[] = {FUNCTION(run), FUNCTION(note), FUNCTION(goes_on), {0}};
 static struct PyModuleDef definition = {PyModuleDef_HEAD_INIT, "step", NULL, -1, functions};
 
 PyMODINIT_FUNC PyInit_step(void)
