@@ -74,13 +74,20 @@ def capture_silent(worker: Any) -> None:
         methods={name: runner.__dict__[name] for name in WRAPPED},
     )
     serve_with_taps(worker, False)
+    outlet = worker.clairai_station._outlet
+    outlet.forwarded = _not_told  # nothing of ours is captured now
     descriptions = found._capture_descs
     found._capture_descs = {
         mode: sizes for mode, sizes in descriptions.items() if mode.name == "FULL"
     }
     runner.capture_model()
     found._capture_descs = descriptions
+    del outlet.forwarded
     serve_with_taps(worker, True)
+
+
+def _not_told(*given: Any, **named: Any) -> None:
+    """In place of DeviceOutlet.forwarded."""
 
 
 def _silent(site: Any) -> Silence | SilentNorm:

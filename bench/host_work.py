@@ -13,7 +13,7 @@ import ctypes
 import json
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 
 import numpy as np
@@ -56,22 +56,25 @@ class NoLaunch:
         self._launches.use(Lineup.of([launch, launch], self._brief))
         self._at: set[int] = set()  # where briefs are
 
-    def prepare(self, brief: Brief, inputs: Inputs) -> None:
+    def prepare(self, briefs: Sequence[Brief], inputs: Inputs) -> None:
         pass
 
     def begin(self) -> None:
         self._launches.begin()
 
-    def __call__(self, brief: Brief, inputs: Inputs, form: Form) -> None:
+    def __call__(self, brief: Brief, inputs: Inputs, form: Form, ledger: int) -> None:
         del inputs, form
         self._at.add(brief.address)
-        self._brief.value = brief.address
-        self._launches.run()
+        self._launches.run(brief, ledger)
 
-    def again(self, ledger: int, step: int) -> bool:
-        is_sent = self._launches.again(ledger, step)
-        self._at.add(self._brief.value)
-        return is_sent
+    def note(self, ledger: int, step: int) -> bool:
+        return self._launches.note(ledger, step)
+
+    def noted(self) -> None:
+        self._launches.noted()
+
+    def capture(self, num_tokens: int) -> None:
+        pass
 
     def follow(self, stream: int) -> None:
         pass
@@ -148,9 +151,11 @@ def _stepper(outlet: Outlet, num_requests: int, turn: int) -> Stepper:
         first = number * turn % num_requests
         batch = Batch(req_ids[first:] + req_ids[:first], counts_R, starts_R)
         rows = book.step(batch)
-        if rows is not sent[0] or not outlet.again(number):
-            outlet.send(Step(number, rows, 1, inputs))
+        if (rows is sent[0] and outlet.again(number)) or outlet.note(number, rows, 1):
+            outlet.settle(lambda: inputs)
             sent[0] = rows
+        else:
+            outlet.send(Step(number, rows, 1, inputs))
 
     return step
 

@@ -121,7 +121,8 @@ class Writer:
 
 class _Stamped:
     def __init__(self, launch: Any, call: Any) -> None:
-        self.begin, self.flush, self._call = launch.begin, launch.flush, call
+        self.begin, self.flush, self.note = launch.begin, launch.flush, launch.note
+        self._call = call
 
     def __call__(self, *given: Any) -> None:
         self._call(*given)

@@ -192,8 +192,9 @@ def test_steps_that_are_alike_reach_the_ring_like_any_other(is_waited_for: bool)
         if rows_of is sent and opened.outlet.again(number):
             num_again += 1
         else:
-            opened.outlet.send(Step(number, rows_of, 5, inputs))
+            assert opened.outlet.note(number, rows_of, 5)
             sent = rows_of
+        opened.outlet.settle(lambda: inputs)
         expected.append(rows_of.fill(np.arange(3) + number, np.arange(3)))
         if is_waited_for:
             opened.outlet.flush()
@@ -210,4 +211,52 @@ def test_steps_that_are_alike_reach_the_ring_like_any_other(is_waited_for: bool)
         )
     assert num_again >= (39 if is_waited_for else 6)  # eight steps behind, Python waits
     assert ring.statistics().lost == 0
+    opened.close()
+
+
+@pytest.mark.parametrize("is_busy", [False, True])
+def test_a_captured_graph_publishes_its_own_steps(is_busy: bool) -> None:
+    """The host launches nothing; replays without a step, and steps without a replay, in between."""
+    held = tables(3, 576, 16, "bfloat16", max_tokens=256)
+    opened = open_home(Settings(points=("post_block.0",), ring_mib=16), held, 8, epoch=77)
+    outlet, ring = opened.outlet, Ring(opened.memory)
+    positions_T, scores = torch.zeros(256, device="cuda", dtype=torch.int64), held.scores_STK
+    inputs = Inputs(positions_T, torch.arange(256, device="cuda", dtype=torch.int32))
+    outlet.forwarded(3, lambda: inputs, capturing=False)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        positions_T.add_(1)
+        scores.add_(1.0)
+        outlet.forwarded(3, lambda: inputs, capturing=True)
+    book, names, ones_R = RowBook(native.load("step.c")), ["r0", "r1", "r2"], np.ones(3, np.int32)
+    for index, name in enumerate(names):
+        book.open(name, Mark(index + 1, index), prompt_len=10)
+    sent, expected = None, []
+    for number in range(1, 61):
+        outlet.begin()
+        if is_busy:
+            torch.cuda._sleep(2_000_000)
+        if number % 7 == 0:  # nobody's forward
+            outlet.blank()
+            graph.replay()
+            outlet.blanked()
+            sent = None
+        rows_of = book.step(Batch(names, ones_R, np.full(3, number - 1, np.int32)))
+        if not (rows_of is sent and outlet.again(number)):
+            assert outlet.note(number, rows_of, 5)
+        sent = rows_of
+        if number % 5:
+            graph.replay()
+        else:
+            positions_T.add_(1)
+            scores.add_(1.0)
+            outlet.forwarded(3, lambda: inputs, capturing=False)
+        outlet.settle(lambda: inputs)
+        expected.append(number + number // 7)
+    outlet.flush()
+    records = ring.poll(1 << 20)
+    assert [record.step for record in records] == [*range(1, 61)]
+    assert [record.rows["position"].tolist() for record in records] == [[n] * 3 for n in expected]
+    assert all((record.scores_RC == n).all() for record, n in zip(records, expected, strict=True))
     opened.close()

@@ -14,6 +14,7 @@ from triton.compiler import ASTSource
 from clairai.ring.layout import RingShape
 from clairai.tap import commit_kernel, norm_kernel, project_kernel, score_kernel, steer_kernel
 from clairai.tap.commit import constants
+from clairai.tap.ledger import NUM_BRIEFS
 
 HOPPER = GPUTarget("cuda", 90, 32)
 WIDTH = 4096
@@ -113,9 +114,11 @@ def test_a_projection_is_a_product_of_bytes_on_tensor_cores(
 
 COMMIT_TYPES = {
     **dict.fromkeys(("ring_ptr", "brief_ptr", "column_ptr", "positions_ptr"), "*i64"),
+    **dict.fromkeys(("briefs_ptr", "turn_ptr"), "*i64"),
     **dict.fromkeys(("token_ids_ptr", "ticket_ptr"), "*i32"),
     "scores_ptr": "*fp32",
 }
+IN_GRAPH = {**constants(RingShape(64, 4096, 4), 256), "NUM_BRIEFS": NUM_BRIEFS}
 STASH_TYPES = {
     **dict.fromkeys(("stash_ptr", "weights_ptr"), "*bf16"),
     **dict.fromkeys(("bias_ptr", "scores_ptr"), "*fp32"),
@@ -144,9 +147,10 @@ def parameters(ptx: str) -> list[int]:
     ("kernel", "types", "constants"),
     [
         (commit_kernel.commit, COMMIT_TYPES, constants(RingShape(64, 4096, 4), 256)),
+        (commit_kernel.commit_in_graph, COMMIT_TYPES, IN_GRAPH),
         (score_kernel.score_stash, STASH_TYPES, STASH_CONSTANTS),
     ],
-    ids=["commit", "score_stash"],
+    ids=["commit", "commit_in_graph", "score_stash"],
 )
 def test_what_is_launched_by_the_driver_itself_has_the_parameters_that_we_give(
     kernel: Any,

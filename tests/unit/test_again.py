@@ -7,6 +7,7 @@ steps; one has C for those that are alike, the other has none.
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -90,24 +91,25 @@ class Launching:
         self._launches.use(
             Lineup.of([Launch(1, (1, 1, 1), 32, 0, (ctypes.c_void_p * 1)(), ())], gpu.brief)
         )
-        self._brief = gpu.brief
         self.begin, self.follow = self._launches.begin, self._launches.follow
+        self.noted = self._launches.noted
 
-    def prepare(self, brief: Brief, inputs: Inputs) -> None: ...
+    def prepare(self, briefs: Sequence[Brief], inputs: Inputs) -> None: ...
 
-    def __call__(self, brief: Brief, inputs: Inputs, form: Form) -> None:
+    def __call__(self, brief: Brief, inputs: Inputs, form: Form, ledger: int) -> None:
         del inputs, form
-        self._brief.value = brief.address
-        self._launches.run()
+        self._launches.run(brief, ledger)
 
-    def again(self, ledger: int, step: int) -> bool:
-        return self._launches.again(ledger, step)
+    def note(self, ledger: int, step: int) -> bool:
+        return bool(self._launches.note(ledger, step))
+
+    def capture(self, num_tokens: int) -> None: ...
 
     def flush(self) -> None: ...
 
 
 class LongWay(Launching):
-    def again(self, ledger: int, step: int) -> bool:
+    def note(self, ledger: int, step: int) -> bool:
         del ledger, step
         return False
 
@@ -125,8 +127,10 @@ class Side:
         self.outlet.begin()
         if (rows, bank) == self.sent and self.outlet.again(number):
             self.again.append(number)
+        elif not self.outlet.note(number, rows, bank):
+            self.outlet.send(Step(number, rows, bank, INPUTS))
             return
-        self.outlet.send(Step(number, rows, bank, INPUTS))
+        self.outlet.settle(lambda: INPUTS)
         self.sent = (rows, bank)
 
 
@@ -190,18 +194,43 @@ def test_a_gpu_that_waits_is_given_the_launch_and_no_event() -> None:
     one = side(Launching)
     decoding(one, 6, is_published=True)
     assert one.again == [2, 3, 4, 5, 6]
-    aside = [("wait", MAIN, ENDED, 0), ("record", BEGUN, MAIN), ("wait", SIDE, BEGUN, 0)]
-    aside += [("launch", SIDE), ("record", ENDED, SIDE)]
-    # The second step's begin still waits for the first, which Python sent; then nothing waits.
-    assert one.gpu.queued == [*aside, ("wait", MAIN, ENDED, 0), *[("launch", MAIN)] * 5]
+    assert one.gpu.queued == [("wait", MAIN, ENDED, 0), *[("launch", MAIN)] * 6]
 
 
 def test_a_gpu_that_is_busy_is_given_them_on_a_stream_of_their_own() -> None:
     one = side(Launching)
     decoding(one, 3, is_published=False)
     assert one.again == [2, 3]
-    assert [call[-1] for call in one.gpu.queued if call[0] == "launch"] == [SIDE] * 3
-    assert one.gpu.queued.count(("wait", MAIN, ENDED, 0)) == 3
+    assert [call[-1] for call in one.gpu.queued if call[0] == "launch"] == [MAIN, SIDE, SIDE]
+    assert one.gpu.queued.count(("wait", MAIN, ENDED, 0)) == 2
+    aside = [("record", BEGUN, MAIN), ("wait", SIDE, BEGUN, 0)]
+    assert one.gpu.queued[2:6] == [*aside, ("launch", SIDE), ("record", ENDED, SIDE)]
+
+
+def test_a_graph_that_publishes_is_given_its_brief_and_nothing_else() -> None:
+    one = side(Launching)
+    one.outlet.prepare(INPUTS)
+    one.outlet.forwarded(1, lambda: INPUTS, capturing=True)
+    decoding(one, 5, is_published=False)
+    assert one.again == [2, 3, 4, 5]
+    assert one.gpu.queued == [("wait", MAIN, ENDED, 0)]
+    numbers = [one.outlet._briefs[at].memory[NUMBER_WORD].item() for at in range(5)]
+    assert numbers == [1, 2, 3, 4, 5]
+    one.gpu.queued.clear()
+    one.outlet.follow(200)
+    assert one.gpu.queued == [("record", ENDED, MAIN), ("wait", 200, ENDED, 0)]
+
+
+def test_a_forward_that_was_no_graph_is_launched_for() -> None:
+    one = side(Launching)
+    one.outlet.prepare(INPUTS)
+    one.outlet.forwarded(1, lambda: INPUTS, capturing=True)
+    rows = RowBook().idle()
+    one.outlet.begin()
+    assert one.outlet.note(1, rows, 1)
+    one.outlet.forwarded(1, lambda: INPUTS, capturing=False)
+    one.outlet.settle(lambda: INPUTS)
+    assert [call[0] for call in one.gpu.queued].count("launch") == 1
 
 
 def test_who_follows_a_step_on_the_engines_own_stream_waits_for_that() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -33,20 +34,24 @@ class StoppedGpu:
         self.briefs: list[Brief] = []
         self.grids: list[list[tuple[int, int]]] = []
 
-    def prepare(self, brief: Brief, inputs: Inputs) -> None:
-        self.prepared = (brief, inputs)
+    def prepare(self, briefs: Sequence[Brief], inputs: Inputs) -> None:
+        self.prepared = (briefs, inputs)
 
     def begin(self) -> None:
         pass
 
-    def __call__(self, brief: Brief, inputs: Inputs, form: Form) -> None:
-        del inputs
+    def __call__(self, brief: Brief, inputs: Inputs, form: Form, ledger: int) -> None:
+        del inputs, ledger
         self.briefs.append(brief)
         self.grids.append(list(form.grids))
 
-    def again(self, ledger: int, step: int) -> bool:
+    def note(self, ledger: int, step: int) -> bool:
         del ledger, step
         return False
+
+    def noted(self) -> None: ...
+
+    def capture(self, num_tokens: int) -> None: ...
 
     def follow(self, stream: int) -> None: ...
 
@@ -114,7 +119,7 @@ def test_a_brief_says_what_the_top_of_the_kernel_says_it_says() -> None:
     words = launch.briefs[1].memory.tolist()
     # events, rows, first seq, step, epoch and bank, columns, rows per record, requests
     assert words[:8] == [0, 8, 1, 42, 0x1234_5678 | 9 << 32, 0, 167, 2]
-    assert words[9:BRIEF_HEAD] == [2, 0, 0, 0, 0, 0, 0]
+    assert words[9:BRIEF_HEAD] == [2, 0, 1, 0, 0, 0, 0]
     streams, choices = words[BRIEF_HEAD:][:2], words[BRIEF_HEAD + MAX_REQUESTS :][:2]
     assert [stream % 2**64 for stream in streams] == [2**64 - 1, 2**64 - 2]
     assert choices == [3, 3]
@@ -157,7 +162,7 @@ class ToyScorer:
 def gpu_launch(kernel: ToyKernel, used: list[Lineup]) -> GpuLaunch:
     """As it is after prepare(), but for the GPU."""
     made = GpuLaunch.__new__(GpuLaunch)
-    launches = SimpleNamespace(use=used.append, run=lambda: None)
+    launches = SimpleNamespace(use=used.append, run=lambda *_: None)
     vars(made).update(
         _launches=launches, _score=ToyScorer(kernel), _commit=kernel, _lineups={},
         _brief=kernel.cells["brief_ptr"], _form=None, _inputs=None, _is_scored=False,
@@ -177,9 +182,8 @@ def test_steps_of_one_kind_are_laid_out_once_whichever_requests_they_are_of() ->
     inputs = step_of(rows_of(1)).inputs
     forms = [form_of(1, 2), form_of(2, 3), form_of(3, 2), form_of(4, 3, 2), form_of(5, 2)]
     for form, brief in zip(forms, briefs, strict=False):
-        launch(brief, inputs, form)
-        launch(brief, inputs, form)
-        assert kernel.cells["brief_ptr"].value == brief.address
+        launch(brief, inputs, form, 0)
+        launch(brief, inputs, form, 0)
     assert len(used) == 5  # once for each form
     assert used[0] is used[2] is used[4]
     assert len({id(lineup) for lineup in used}) == 3
@@ -196,5 +200,5 @@ def test_kinds_of_steps_are_forgotten_before_they_are_too_many(
     launch = gpu_launch(ToyKernel(), [])
     brief, inputs = Brief(Ledger().sheets[0], MAX_REQUESTS, MAX_TOKENS), step_of(rows_of(1)).inputs
     for number, num_requests in enumerate((1, 2, 3, 1), 1):
-        launch(brief, inputs, form_of(number, num_requests))
+        launch(brief, inputs, form_of(number, num_requests), 0)
         assert len(launch._lineups) <= 2

@@ -34,7 +34,7 @@ class ToyLaunch:
 
     def begin(self) -> None: ...
 
-    def again(self, ledger: int, step: int) -> bool:
+    def note(self, ledger: int, step: int) -> bool:
         raise NotImplementedError
 
     def flush(self) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from types import FrameType
 from typing import Any
 
@@ -34,19 +34,25 @@ SHAPE = RingShape(slots=8, slot_bytes=1 << 20)
 class NoLaunch:
     """Stands where the GPU is; every step is published at once."""
 
-    def prepare(self, brief: Brief, inputs: Inputs) -> None:
+    def prepare(self, briefs: Sequence[Brief], inputs: Inputs) -> None:
         pass
 
     def begin(self) -> None:
         pass
 
-    def __call__(self, brief: Brief, inputs: Inputs, form: Form) -> None:
-        del inputs, form
+    def __call__(self, brief: Brief, inputs: Inputs, form: Form, ledger: int) -> None:
+        del inputs, form, ledger
         brief.memory[DONE_WORD] = brief.memory[9]
 
-    def again(self, ledger: int, step: int) -> bool:
+    def note(self, ledger: int, step: int) -> bool:
         del ledger, step
         return False
+
+    def noted(self) -> None:
+        pass
+
+    def capture(self, num_tokens: int) -> None:
+        pass
 
     def follow(self, stream: int) -> None:
         pass

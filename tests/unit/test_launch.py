@@ -12,7 +12,9 @@ import pytest
 
 from clairai.errors import RingError, UnsupportedError
 from clairai.tap import native
+from clairai.tap.brief import Brief
 from clairai.tap.launch import CALLS, Driver, Kernel, by_name
+from clairai.tap.ledger import Ledger
 from clairai.tap.lineup import Lane, Launches, Lineup, NativeLaunches, PlainLaunches, launches
 
 SIGNATURE = {"ring_ptr": "*i64", "SLOTS": "i32", "one": "constexpr", "wide": "i64", "T": "i32"}
@@ -79,6 +81,10 @@ def kernel(library: Library) -> Kernel:
 
 LANE = Lane(lambda: MAIN, SIDE, BEGUN, ENDED)
 BRIEF = ctypes.c_uint64(0)
+LEDGER = Ledger()
+BRIEFS = [Brief(sheet, 1, 1) for sheet in LEDGER.sheets]
+LEDGER.sent, LEDGER.sheets[0].number = 2, 1  # the GPU has not published the first yet
+BUSY = (BRIEFS[1], LEDGER.address)
 
 
 def native_launches(driver: Driver, lane: Lane) -> Launches:
@@ -102,7 +108,7 @@ def test_arguments_come_in_order_without_constants_and_what_triton_adds_is_null(
     made, step = kernel(library), make(library)
     step.use(Lineup.of([made.launch((3, 2, 1))], BRIEF))
     made.cells["T"].value = 11
-    step.run()
+    step.run(*BUSY)
     hidden = [0] * num_hidden
     assert library.launched == [
         (77, (3, 2, 1, 128, 1, 1, 96, SIDE), [1 << 40, 5, 1 << 35, 11, *hidden])
@@ -115,7 +121,7 @@ def test_a_step_waits_for_its_forward_and_runs_its_launches_in_order(
     library = Library([8, 4, 8, 4])
     made, step = kernel(library), make(library)
     step.use(Lineup.of([made.launch((1, 1, 1), T=part) for part in range(3)], BRIEF))
-    step.run()
+    step.run(*BUSY)
     assert library.queued == [
         ("record", BEGUN, MAIN),
         ("wait", SIDE, BEGUN, 0),
@@ -132,10 +138,10 @@ def test_launches_can_be_run_again_and_set_anew(
     library = Library([8, 4, 8, 4])
     made, step = kernel(library), make(library)
     step.use(Lineup.of([made.launch((1, 1, 1)), made.launch((2, 1, 1))], BRIEF))
-    step.run()
-    step.run()
+    step.run(*BUSY)
+    step.run(*BUSY)
     step.use(Lineup.of([made.launch((4, 1, 1))], BRIEF))
-    step.run()
+    step.run(*BUSY)
     assert [shape[0] for _, shape, _ in library.launched] == [1, 2, 1, 2, 4]
 
 
@@ -153,7 +159,7 @@ def test_what_the_driver_refuses_is_an_error_and_nothing_comes_after_it(
     step = make(library)
     step.use(Lineup.of([kernel(library).launch((1, 1, 1))], BRIEF))
     with pytest.raises(RingError, match="failed on the GPU: CUDA error 700"):
-        step.run()
+        step.run(*BUSY)
     assert library.queued[-1][0] == fault
 
 
@@ -173,7 +179,7 @@ def test_what_comes_next_waits_for_the_last_step(make: Callable[[Library], Launc
     library = Library([8, 4, 8, 4])
     step = make(library)
     step.use(Lineup.of([kernel(library).launch((1, 1, 1))], BRIEF))
-    step.run()
+    step.run(*BUSY)
     library.queued.clear()
     step.begin()
     step.follow(200)

@@ -54,9 +54,9 @@ def test_a_compiler_that_is_not_there_says_so(
         native.built(SOURCE, tmp_path / "cache")
 
 
-@pytest.mark.parametrize("name", ["run", "again", "goes_on"])
+@pytest.mark.parametrize("name", ["run", "note", "goes_on"])
 def test_a_call_without_its_arguments_is_an_error(name: str) -> None:
-    with pytest.raises(TypeError, match=r"1 arguments were given, [24] are wanted"):
+    with pytest.raises(TypeError, match=r"1 arguments were given, [234] are wanted"):
         getattr(native.load(SOURCE), name)(0)
 
 

@@ -16,9 +16,14 @@ from clairai.compat import runner as compat
 from clairai.tap.rows import Batch
 
 
-class Model:
+class Model(torch.nn.Module):  # type: ignore[misc]  # torch is Any where it is not installed
     def __init__(self, told: list[Any]) -> None:
+        super().__init__()
         self._told = told
+
+    def forward(self) -> torch.Tensor:
+        self._told.append("forward")
+        return torch.zeros(3, 8)
 
     def compute_logits(self, hidden: str) -> str:
         self._told.append("logits")
@@ -29,6 +34,7 @@ class Runner:
     """Forwards, then makes logits if the step has any."""
 
     req_states = None
+    graph = False  # of a whole forward
 
     def __init__(self) -> None:
         self.told: list[Any] = []
@@ -46,8 +52,12 @@ class Runner:
     def execute_model(self, scheduler_output: Any, *, dummy_run: bool = False) -> str:
         if not dummy_run:
             self.prepare_inputs(scheduler_output)
-        self.told.append("forward")
+        if not self.graph:
+            self.model()
         return "state"
+
+    def get_model(self) -> Model:
+        return self.model
 
     def sample_tokens(self, grammar: Any) -> str:
         if grammar != "no logits":
@@ -76,8 +86,16 @@ class Listener:
         self._told.append("end")
         inputs()
 
+    def forwarded(self, num_tokens: int, inputs: Any, *, capturing: bool) -> None:
+        assert not capturing
+        inputs()
+        self._told.append(("forwarded", num_tokens))
+
     def blank(self) -> None:
         self._told.append("blank")
+
+    def blanked(self) -> None:
+        self._told.append("blanked")
 
 
 @pytest.fixture
@@ -97,7 +115,7 @@ def test_a_step_is_told_from_its_beginning_to_the_end_of_its_forward(engine: Run
     assert engine.execute_model(scheduled(3)) == "state"
     assert engine.sample_tokens(None) == "tokens"
     assert engine.told[:2] == [("begin", 0, []), ("place", 3)]
-    assert engine.told[2:] == ["forward", "end", "logits", "sampled"]
+    assert engine.told[2:] == ["forward", ("forwarded", 3), "end", "logits", "sampled"]
 
 
 def test_the_scheduler_may_name_its_argument(engine: Runner) -> None:
@@ -116,4 +134,11 @@ def test_warm_up_is_nobodys_step(engine: Runner) -> None:
     engine.execute_model(scheduled(5), dummy_run=True)
     engine.sample_tokens(None)
     engine._dummy_run(5)
-    assert engine.told == ["forward", "logits", "sampled", "blank", "dummy 5"]
+    forward = ["forward", ("forwarded", 3), "logits", "sampled"]
+    assert engine.told == [*forward, "blank", "dummy 5", "blanked"]
+
+
+def test_a_graph_that_is_replayed_runs_no_forward_that_is_told_of(engine: Runner) -> None:
+    engine.graph = True
+    engine.execute_model(scheduled(3))
+    assert engine.told == [("begin", 0, []), ("place", 3), "end"]

@@ -84,7 +84,7 @@ class DeviceOutlet:
         self._num_forms = 0
         self._is_prepared = False
         self._is_captured = False  # graphs publish
-        self._is_forwarded = False  # by Python, since the last brief
+        self._forwarded = -1  # how many briefs there were when a forward last ran as Python
         self.begin, self.again = launch.begin, partial(launch.note, self._ledger.address)
 
     @property
@@ -93,12 +93,12 @@ class DeviceOutlet:
 
     def prepare(self, inputs: Inputs) -> None:
         self._launch.prepare(self._briefs, inputs)
-        self._is_prepared, self._is_forwarded = True, False
+        self._is_prepared = True
 
     def forwarded(self, num_tokens: int, inputs: Callable[[], Inputs], *, capturing: bool) -> None:
         """A forward ran as Python; while it is captured, what publishes it is captured too."""
         if not capturing:
-            self._is_forwarded = True
+            self._forwarded = self._ledger.sent
             if not self._is_prepared:  # now: kernels cannot be loaded while a graph is captured
                 self.prepare(inputs())
         elif self._is_prepared:
@@ -114,17 +114,15 @@ class DeviceOutlet:
 
     def settle(self, inputs: Callable[[], Inputs]) -> None:
         """The forward of the brief that was written last is on its way."""
-        is_forwarded, self._is_forwarded = self._is_forwarded, False
         form = self._form
         assert form is not None
-        if self._is_captured and form.in_graph and not is_forwarded:
+        if self._is_captured and form.in_graph and self._forwarded != self._ledger.sent:
             self._launch.noted()
             return
         self._go(form, inputs())
 
     def send(self, step: Step) -> None:
         """A step whose forward is over, or that has none."""
-        self._is_forwarded = False
         for rows in step.rows.cut_events(MAX_EVENTS):
             self._go(self._write(step.number, rows, step.bank_version), step.inputs)
 
@@ -159,18 +157,16 @@ class DeviceOutlet:
         return brief
 
     def blank(self) -> None:
-        """A forward of nobody's rows comes: its graph must find a brief, and not the next step's."""
+        """A forward of nobody's rows comes: its graph must not find the brief of the next step."""
         if self._is_captured:
-            self._is_forwarded = False
             self._write(0, NOBODY, 0)
 
     def blanked(self) -> None:
         """That forward is on its way; if it was no graph, nobody will publish its brief."""
-        if self._is_captured and self._is_forwarded:
+        if self._is_captured and self._forwarded == self._ledger.sent:
             self._ledger.sent -= 1
             sheet = self._ledger.sheets[self._ledger.sent % NUM_BRIEFS]
             sheet.number = self._briefs[self._ledger.sent % NUM_BRIEFS].done
-            self._is_forwarded = False
 
     def follow(self, stream: int) -> None:
         self._launch.follow(stream)
@@ -268,19 +264,19 @@ class GpuLaunch:
         sizes = (self._shape.slots, self._shape.slot_bytes, scores_STK.shape[2])
         read = (scores_STK, offset_C, inputs.positions_T, inputs.token_ids_T, ticket, turn)
         ring, constants = Address(self._ring), self._constants
-        given = (ring, briefs[0].memory, *read, *sizes, 0)
-        compiled = kernel.commit.warmup(*given, **constants, grid=(1,))
-        self._commit = Kernel(self._driver, compiled, by_name(kernel.commit, given))
+        given: tuple[Any, ...] = (ring, briefs[0].memory, *read, *sizes, 0)
+        self._commit = self._compiled(kernel.commit, given, constants)
         given = (ring, self._table, *read, *sizes)
-        compiled = kernel.commit_in_graph.warmup(
-            *given, **constants, NUM_BRIEFS=NUM_BRIEFS, grid=(1,)
-        )
-        named = by_name(kernel.commit_in_graph, given)
-        self._graph_commit = Kernel(self._driver, compiled, named)
+        constants = constants | {"NUM_BRIEFS": NUM_BRIEFS}
+        self._graph_commit = self._compiled(kernel.commit_in_graph, given, constants)
         self._brief, self._form = self._commit.cells["brief_ptr"], None
         self._lineups: dict[tuple[Grids, int], Lineup] = {}
         if self._score.max_tokens:
             self._score.prepare(self._driver)
+
+    def _compiled(self, function: Any, given: tuple[Any, ...], constants: dict[str, Any]) -> Kernel:
+        compiled = function.warmup(*given, **constants, grid=(1,))
+        return Kernel(self._driver, compiled, by_name(function, given))
 
 
 class Address:

@@ -118,7 +118,7 @@ class HostOutlet:
         """Whoever ran it: it is published when it is over."""
 
     def settle(self, inputs: Callable[[], Inputs]) -> None:
-        raise AssertionError("nothing was noted")
+        raise AssertionError(f"nothing was noted: {inputs}")
 
     def blank(self) -> None:
         """Nothing looks for it."""
