@@ -65,7 +65,7 @@ class NoLaunch:
     def __call__(self, brief: Brief, inputs: Inputs, form: Form, ledger: int) -> None:
         del inputs, form
         self._at.add(brief.address)
-        self._launches.run(brief, ledger)
+        self._launches.run(brief.address, ledger)
 
     def note(self, ledger: int, step: int) -> bool:
         return self._launches.note(ledger, step)

@@ -24,7 +24,8 @@ from clairai.ring.reader import Record, Ring
 from clairai.ring.writer import RingWriter
 from clairai.tap import commit_kernel
 from clairai.tap.brief import Brief, Form
-from clairai.tap.commit import DeviceOutlet, constants
+from clairai.tap.commit import DeviceOutlet
+from clairai.tap.gpu_launch import constants
 from clairai.tap.ledger import NUM_BRIEFS
 from clairai.tap.outlet import HostOutlet, Inputs, Step
 from clairai.tap.rows import Batch, RowBook, StepRows

@@ -8,8 +8,6 @@ from __future__ import annotations
 import itertools
 import time
 from collections.abc import Sequence
-from functools import partial
-from typing import Any
 
 import numpy as np
 import pytest
@@ -26,16 +24,14 @@ from clairai.ring.layout import (
     RingShape,
     row_bytes,
 )
-from clairai.tap import brief, commit, commit_kernel
+from clairai.tap import brief, commit, commit_kernel, gpu_launch
 from clairai.tap.ledger import NUM_BRIEFS
-from clairai.tap.outlet import Inputs
 from tests.kernels.outlets import (
     WIDE,
     Outlets,
     Way,
     assert_same,
     assert_scored,
-    inputs_of,
     outlets,
     rows_in,
 )
@@ -70,62 +66,6 @@ def test_any_history_of_an_engine_comes_out_as_the_host_and_the_reference_have_i
 ) -> None:
     with outlets(num_probes=num_probes) as both:
         follow(both, history, ways)
-
-
-def test_a_step_of_several_parts_is_not_for_a_graph() -> None:
-    num_rows = 2 * WIDE.ahead * PER_RECORD + 3
-    with outlets(max_tokens=num_rows) as both:
-        _, expected = both.engine.step(Plan(new=[(num_rows, 0, 0)], counts=[num_rows]))
-        inputs = inputs_of(expected, num_rows)
-        assert both.device.note(1, both.book.last, 1)
-        both.launch.replay(inputs)
-        assert both.device_ring.poll() == []
-        both.device.settle(lambda: inputs)
-        assert rows_in(both.device_ring.poll(1 << 20)) == expected
-
-
-@pytest.mark.parametrize("way", WAYS)
-def test_a_step_of_several_parts_is_published_once_however_it_ran(way: Way) -> None:
-    num_rows = 2 * WIDE.ahead * PER_RECORD + 3
-    with outlets(max_tokens=num_rows) as both:
-        for _ in range(2):
-            follow(both, [Plan(new=[(num_rows, 0, 0)], counts=[num_rows], finish=[])], [way])
-            both.step(Plan(finish=[0], counts=[]), "sent")
-            both.poll()
-
-
-def test_a_graph_that_is_replayed_without_a_step_publishes_nothing() -> None:
-    with outlets() as both:
-        inputs = inputs_of([], both.tables.max_tokens)
-        both.launch.replay(inputs)
-        assert both.poll() == ([], [])
-        follow(both, [Plan(new=[(3, 0, 0)], counts=[3])], ["graph"])
-        follow(both, [Plan(counts=[1])] * NUM_BRIEFS, ["graph"])
-        both.launch.replay(inputs)  # where the next brief will be, an old one lies
-        assert both.poll() == ([], [])
-        assert both.launch.turn.item() == 1 + NUM_BRIEFS
-
-
-@pytest.mark.parametrize("is_graph", [True, False])
-def test_a_forward_of_nobodys_rows_leaves_the_next_step_alone(is_graph: bool) -> None:
-    """It is replayed after the next step's brief has been written: the host is ahead of the GPU."""
-    with outlets() as both:
-        inputs = inputs_of([], both.tables.max_tokens)
-        for at in range(2 * NUM_BRIEFS + 1):
-            both.device.blank()
-            if not is_graph:
-                both.device.forwarded(4, lambda: inputs, capturing=False)
-            both.device.blanked()
-            late = both.launch.replay
-            replays = [partial(late, inputs)] if is_graph else []
-
-            def replayed(inputs: Inputs, first: list[Any] = replays, late: Any = late) -> None:
-                for one in [*first, partial(late, inputs)]:
-                    one()
-
-            both.launch.replay = replayed  # type: ignore[assignment,method-assign]
-            follow(both, [Plan(new=[(3, 0, 0)], counts=[3, *[1] * at])], ["graph"])
-            both.launch.replay = late  # type: ignore[method-assign]
 
 
 def test_prefill_decode_cached_recomputed_and_finished_rows_stand_in_one_step() -> None:
@@ -207,7 +147,7 @@ def test_a_step_of_events_alone_is_a_record() -> None:
 def test_more_events_than_a_brief_holds_go_in_several_briefs(
     monkeypatch: pytest.MonkeyPatch, num_finished: int
 ) -> None:
-    for module in (brief, commit):
+    for module in (brief, commit, gpu_launch):
         monkeypatch.setattr(module, "MAX_EVENTS", 3)
     with outlets() as both:
         follow(both, [Plan(new=[(2, 0, 0)] * 12, counts=[1] * 12)])

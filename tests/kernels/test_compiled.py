@@ -13,7 +13,7 @@ from triton.compiler import ASTSource
 
 from clairai.ring.layout import RingShape
 from clairai.tap import commit_kernel, norm_kernel, project_kernel, score_kernel, steer_kernel
-from clairai.tap.commit import constants
+from clairai.tap.gpu_launch import constants
 from clairai.tap.ledger import NUM_BRIEFS
 
 HOPPER = GPUTarget("cuda", 90, 32)

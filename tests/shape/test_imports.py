@@ -121,9 +121,9 @@ def test_only_taps_compat_and_who_packs_weights_import_torch() -> None:
 
 
 EARLY = {
-    "tap.brief": ["tap.commit"],
-    "tap.commit_kernel": ["tap.brief", "tap.commit"],
-    "tap.score_kernel": ["tap.commit"],
+    "tap.brief": ["tap.commit", "tap.gpu_launch"],
+    "tap.commit_kernel": ["tap.brief", "tap.gpu_launch"],
+    "tap.score_kernel": ["tap.gpu_launch"],
     "tap.steer_kernel": ["tap.norm_kernel"],
 }
 KERNELS = (

@@ -98,7 +98,7 @@ class Launching:
 
     def __call__(self, brief: Brief, inputs: Inputs, form: Form, ledger: int) -> None:
         del inputs, form
-        self._launches.run(brief, ledger)
+        self._launches.run(brief.address, ledger)
 
     def note(self, ledger: int, step: int) -> bool:
         return bool(self._launches.note(ledger, step))

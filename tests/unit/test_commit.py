@@ -14,9 +14,11 @@ import torch
 from clairai.errors import EngineGoneError
 from clairai.ring.layout import RingHeader, RingShape
 from clairai.tap import commit
+from clairai.tap import gpu_launch as launching
 from clairai.tap.brief import Brief, Form
-from clairai.tap.commit import DeviceOutlet, GpuLaunch
+from clairai.tap.commit import DeviceOutlet
 from clairai.tap.commit_kernel import BRIEF_HEAD, DONE_WORD
+from clairai.tap.gpu_launch import GpuLaunch
 from clairai.tap.launch import Launch as Launched
 from clairai.tap.ledger import NUM_BRIEFS, Ledger
 from clairai.tap.lineup import Lineup
@@ -196,7 +198,7 @@ def test_steps_of_one_kind_are_laid_out_once_whichever_requests_they_are_of() ->
 def test_kinds_of_steps_are_forgotten_before_they_are_too_many(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(commit, "MAX_LINEUPS", 2)
+    monkeypatch.setattr(launching, "MAX_LINEUPS", 2)
     launch = gpu_launch(ToyKernel(), [])
     brief, inputs = Brief(Ledger().sheets[0], MAX_REQUESTS, MAX_TOKENS), step_of(rows_of(1)).inputs
     for number, num_requests in enumerate((1, 2, 3, 1), 1):

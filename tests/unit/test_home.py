@@ -14,7 +14,7 @@ from clairai.ring.cuda import DeviceMemory
 from clairai.ring.layout import HEADER, RingHeader, RingShape
 from clairai.ring.memory import HostMemory
 from clairai.settings import Settings
-from clairai.tap import commit
+from clairai.tap import commit, gpu_launch
 from clairai.tap.home import Home, _with_ahead, open_home
 from clairai.tap.outlet import HostOutlet
 from clairai.tap.tables import Tables
@@ -43,7 +43,7 @@ class ToyLaunch:
 
 @pytest.fixture
 def driver(monkeypatch: pytest.MonkeyPatch) -> ToyDriver:
-    monkeypatch.setattr(commit, "GpuLaunch", ToyLaunch)
+    monkeypatch.setattr(gpu_launch, "GpuLaunch", ToyLaunch)
     return install(monkeypatch)
 
 
@@ -112,7 +112,7 @@ def test_a_launch_that_cannot_be_made_leaves_nothing_behind(
     def fail(*_: object) -> None:
         raise RingError("no stream")
 
-    monkeypatch.setattr(commit, "GpuLaunch", fail)
+    monkeypatch.setattr(gpu_launch, "GpuLaunch", fail)
     with nothing_left_behind(), pytest.raises(RingError, match="no stream"):
         opened("cuda:0", home)
     assert driver.held == {}

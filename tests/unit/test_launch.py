@@ -84,7 +84,7 @@ BRIEF = ctypes.c_uint64(0)
 LEDGER = Ledger()
 BRIEFS = [Brief(sheet, 1, 1) for sheet in LEDGER.sheets]
 LEDGER.sent, LEDGER.sheets[0].number = 2, 1  # the GPU has not published the first yet
-BUSY = (BRIEFS[1], LEDGER.address)
+BUSY = (BRIEFS[1].address, LEDGER.address)
 
 
 def native_launches(driver: Driver, lane: Lane) -> Launches:

@@ -51,7 +51,8 @@ def open_home(settings: Settings, tables: Tables, max_requests: int, epoch: int)
 
 
 def _open_on_gpu(settings: Settings, tables: Tables, max_requests: int, header: RingHeader) -> Home:
-    from clairai.tap.commit import DeviceOutlet, GpuLaunch
+    from clairai.tap.commit import DeviceOutlet
+    from clairai.tap.gpu_launch import GpuLaunch
 
     ordinal = tables.device.index or 0
     with contextlib.ExitStack() as undo:

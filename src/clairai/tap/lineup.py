@@ -14,7 +14,6 @@ from typing import Any, Protocol
 
 from clairai.errors import RingError
 from clairai.tap import native
-from clairai.tap.brief import Brief
 from clairai.tap.launch import Driver, Launch
 
 ON_MAIN, ASIDE = -1, 0  # as in step.c
@@ -72,8 +71,8 @@ class Launches(Protocol):
     def note(self, ledger: int, step: int) -> bool:
         """Write the last brief of the ledger at this address once more; False: it was not."""
 
-    def run(self, brief: Brief, ledger: int) -> None:
-        """All of them, for the brief that was written last, behind what the engine's stream has."""
+    def run(self, brief: int, ledger: int) -> None:
+        """All of them, for the brief at this address, which is the last of its ledger."""
 
     def noted(self) -> None:
         """The engine's stream itself publishes the brief that was written last."""
@@ -100,10 +99,10 @@ class PlainLaunches:
         del ledger, step
         return False
 
-    def run(self, brief: Brief, ledger: int) -> None:
+    def run(self, brief: int, ledger: int) -> None:
         del ledger
         lane, driver = self._lane, self._driver
-        self._brief.value = brief.address
+        self._brief.value = brief
         driver.record(lane.begun, lane.main())
         driver.wait(lane.side, lane.begun)
         for one in self._launches:
@@ -152,7 +151,7 @@ class NativeLaunches:
         if self._where != ON_MAIN:
             self._driver.wait(self._main(), self._lane.ended)
 
-    def run(self, brief: Brief, ledger: int) -> None:
+    def run(self, brief: int, ledger: int) -> None:
         del brief  # it is the ledger's last
         where = self._run(ledger, self._main())
         if where > 0:
