@@ -3,7 +3,8 @@
 Within the same requests: a host that is slower for a second is so for both. The steps that follow a
 change are left out, since one step is prepared while another runs. Steps in which requests come or
 go are served with taps, which must hear of them, and belong to no turn. bench/gpu_mute.py says what
-is the same with taps and without.
+is the same with taps and without. Each way has two sets of graphs: what the two without taps differ
+by is what cannot be told from nothing.
 Run: python -m bench.gpu_blocks [--shape qwen3-0.6b] [--batches 1 16 64 256] [--steps 2400]
 """
 
@@ -30,7 +31,10 @@ from tests.engine.process import EngineProcess
 BLOCK, SKIPPED = 24, 8  # steps of a turn, and how many of its first are left out
 OF_NO_TURN: Final = -1  # so that the next one is the first of a turn
 MOST_AT_ONCE: Final = 1200  # steps of one set of requests: of the model's longest
+MOST_TOKENS: Final = 32_000  # of all requests together: what the KV cache holds
+NUM_SETS: Final = 2  # of graphs, of each way
 Stamp = tuple[float, int, int]  # when a step began, its number among those alike, how many requests
+Seconds = dict[tuple[bool, int], NDArray[np.float64]]  # of steps with taps or without, by set
 
 
 def main() -> None:
@@ -66,6 +70,8 @@ def _is_wanted(case: Case, options: argparse.Namespace) -> bool:
 
 def measure(engine: EngineProcess, case: Case, options: argparse.Namespace) -> list[dict[str, Any]]:
     engine.call(each_worker, gpu_mute.capture_silent)
+    for _ in range(NUM_SETS - 1):
+        engine.call(each_worker, gpu_mute.capture_more, tuple(options.batches))
     engine.call(each_worker, alternate)
     return [_measure(engine, case.name, batch, options.steps) for batch in options.batches]
 
@@ -73,31 +79,43 @@ def measure(engine: EngineProcess, case: Case, options: argparse.Namespace) -> l
 def _measure(engine: EngineProcess, name: str, batch: int, num_steps: int) -> dict[str, Any]:
     engine.call(decode_times, batch, 2 * BLOCK)  # warms
     engine.call(_taken)
-    for first in range(0, num_steps, MOST_AT_ONCE):
-        engine.call(decode_times, batch, min(MOST_AT_ONCE, num_steps - first))
-    seconds = by_turn(engine.call(_taken), batch)
-    p50, p99 = np.percentile(seconds[True], (50, 99)) / np.percentile(seconds[False], (50, 99))
-    mean = seconds[True].mean() / seconds[False].mean()
-    alone_ms, tapped_ms = (float(np.median(seconds[is_on])) * 1e3 for is_on in (False, True))
-    row = {"steps": len(seconds[True]), "alone_ms": alone_ms, "tapped_ms": tapped_ms}
-    row |= {"p50": float(p50), "p99": float(p99), "mean": float(mean)}
+    at_once = min(MOST_AT_ONCE, MOST_TOKENS // batch - 2 * 16)
+    for first in range(0, num_steps, at_once):
+        engine.call(decode_times, batch, min(at_once, num_steps - first))
+    row = summary(by_turn(engine.call(_taken), batch))
     told = " | ".join(f"{key} {value:.4f}" for key, value in row.items())
     sys.stdout.write(f"| {name} | batch {batch} | {told} |\n")
     sys.stdout.flush()
     return {"case": name, "batch": batch, **row}
 
 
-def by_turn(stamps: Sequence[Stamp], batch: int) -> dict[bool, NDArray[np.float64]]:
-    """Seconds of steps in which all decode, with taps and without."""
-    found: dict[bool, list[float]] = {False: [], True: []}
+def summary(seconds: Seconds) -> dict[str, float]:
+    """Milliseconds and ratios; `alike` is between two sets of graphs without taps."""
+    off, on = (
+        np.concatenate([seconds[is_on, one] for one in range(NUM_SETS)]) for is_on in (False, True)
+    )
+    p50, p99 = np.percentile(on, (50, 99)) / np.percentile(off, (50, 99))
+    first, second = (float(np.median(seconds[False, one])) for one in range(NUM_SETS))
+    times = {"alone_ms": float(np.median(off)) * 1e3, "tapped_ms": float(np.median(on)) * 1e3}
+    ratios = {"p50": float(p50), "p99": float(p99), "mean": float(on.mean() / off.mean())}
+    return {"steps": len(on), **times, **ratios, "alike": second / first}
+
+
+def by_turn(stamps: Sequence[Stamp], batch: int) -> Seconds:
+    """Seconds of steps in which all decode."""
+    found: dict[tuple[bool, int], list[float]] = {}
     for (began_s, number, size), (next_s, _, _) in itertools.pairwise(stamps):
         if size == batch and SKIPPED <= number % BLOCK < BLOCK - 1:
-            found[is_tapped(number)].append(next_s - began_s)
-    return {is_on: np.array(values) for is_on, values in found.items()}
+            found.setdefault((is_tapped(number), set_of(number)), []).append(next_s - began_s)
+    return {turn: np.array(values) for turn, values in found.items()}
 
 
 def is_tapped(number: int) -> bool:
     return bool(number // BLOCK % 2)
+
+
+def set_of(number: int) -> int:
+    return number // (2 * BLOCK) % NUM_SETS
 
 
 def alternate(worker: Any) -> None:
@@ -111,7 +129,8 @@ def alternate(worker: Any) -> None:
         counts, is_alike = scheduled.num_scheduled_tokens, _is_alike(scheduled)
         number = stamps[-1][1] + 1 if stamps and is_alike else OF_NO_TURN
         if number == OF_NO_TURN or number % BLOCK == 0:
-            gpu_mute.serve_with_taps(worker, number == OF_NO_TURN or is_tapped(number))
+            is_on = number == OF_NO_TURN or is_tapped(number)
+            gpu_mute.serve_with_taps(worker, is_on, set_of(max(number, 0)))
         stamps.append((time.perf_counter(), number, len(counts) if is_alike else 0))
         return original(scheduled, *given, **named)
 

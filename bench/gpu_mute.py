@@ -2,11 +2,13 @@
 
 Two engines differ by several percent on one GPU for reasons of their own. So the cost of taps is
 taken in one engine, between two sets of graphs of the same compiled model: one as it serves, one
-captured again while every tap does nothing and the runner's own methods are back in place.
+captured again while every tap does nothing and the runner's own methods are back in place. Two sets
+of the same graphs may differ too, by where in the GPU's memory they lie: so there can be several.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -54,40 +56,56 @@ class SilentNorm:
 class Ways:
     """What differs between serving with taps and without."""
 
-    graphs: dict[bool, Any]
+    graphs: dict[bool, list[Any]]  # sets of them
     named: dict[bool, dict[str, Any]]
     methods: dict[str, Any]
 
 
 def capture_silent(worker: Any) -> None:
-    """Capture all decode graphs again, without taps; runs in the worker, like all here.
-
-    v1/worker/gpu/cudagraph_utils.py CudaGraphManager.graphs, _capture_descs (0.26).
-    """
+    """Capture all decode graphs again, without taps; runs in the worker, like all here."""
     runner = worker.model_runner
     named = worker.vllm_config.compilation_config.static_forward_context
     tapped = {key: value for key, value in named.items() if key.startswith("clairai.")}
-    found = runner.cudagraph_manager
     worker.bench_ways = Ways(
-        graphs={True: found.graphs, False: {}},
+        graphs={True: [runner.cudagraph_manager.graphs], False: [{}]},
         named={True: tapped, False: {key: _silent(value) for key, value in tapped.items()}},
         methods={name: runner.__dict__[name] for name in WRAPPED},
     )
-    serve_with_taps(worker, False)
-    outlet = worker.clairai_station._outlet
-    outlet.forwarded = _not_told  # nothing of ours is captured now
-    descriptions = found._capture_descs
-    found._capture_descs = {
-        mode: sizes for mode, sizes in descriptions.items() if mode.name == "FULL"
-    }
-    runner.capture_model()
-    found._capture_descs = descriptions
-    del outlet.forwarded
+    _capture(worker, is_on=False, set_number=0)
     serve_with_taps(worker, True)
 
 
+def capture_more(worker: Any, num_tokens: Sequence[int]) -> None:
+    """Another set of both ways, of graphs of these sizes, in other places of the GPU's memory."""
+    ways = worker.bench_ways
+    for is_on, sets in ways.graphs.items():
+        sets.append({})
+        _capture(worker, is_on=is_on, set_number=-1, num_tokens=num_tokens)
+        sets[-1] = sets[0] | sets[-1]
+    serve_with_taps(worker, True)
+
+
+def _capture(
+    worker: Any, *, is_on: bool, set_number: int, num_tokens: Sequence[int] | None = None
+) -> None:
+    """v1/worker/gpu/cudagraph_utils.py CudaGraphManager.graphs, pool, _capture_descs (0.26)."""
+    serve_with_taps(worker, is_on, set_number)
+    outlet, found = worker.clairai_station._outlet, worker.model_runner.cudagraph_manager
+    outlet.keep_out = _not_told  # of graphs without taps
+    descriptions, pool = found._capture_descs, found.pool
+    found.pool = torch.cuda.graph_pool_handle()
+    found._capture_descs = {
+        mode: [one for one in sizes if num_tokens is None or one.num_tokens in num_tokens]
+        for mode, sizes in descriptions.items()
+        if mode.name == "FULL"
+    }
+    worker.model_runner.capture_model()
+    found._capture_descs, found.pool = descriptions, pool
+    del outlet.keep_out
+
+
 def _not_told(*given: Any, **named: Any) -> None:
-    """In place of DeviceOutlet.forwarded."""
+    """In place of DeviceOutlet.keep_out."""
 
 
 def _silent(site: Any) -> Silence | SilentNorm:
@@ -97,10 +115,10 @@ def _silent(site: Any) -> Silence | SilentNorm:
     return SilentNorm(site._norm._kept[3], stash_RD.shape[1], stash_RD.dtype)
 
 
-def serve_with_taps(worker: Any, is_on: bool) -> None:
+def serve_with_taps(worker: Any, is_on: bool, set_number: int = 0) -> None:
     ways, runner = worker.bench_ways, worker.model_runner
     worker.vllm_config.compilation_config.static_forward_context.update(ways.named[is_on])
-    runner.cudagraph_manager.graphs = ways.graphs[is_on]
+    runner.cudagraph_manager.graphs = ways.graphs[is_on][set_number]
     for name, method in ways.methods.items():
         if is_on:
             runner.__dict__[name] = method

@@ -219,16 +219,17 @@ def test_a_captured_graph_publishes_its_own_steps(is_busy: bool) -> None:
     """The host launches nothing; replays without a step, and steps without a replay, in between."""
     held = tables(3, 576, 16, "bfloat16", max_tokens=256)
     opened = open_home(Settings(points=("post_block.0",), ring_mib=16), held, 8, epoch=77)
-    outlet, ring = opened.outlet, Ring(opened.memory)
+    outlet, forwards, ring = opened.outlet, opened.forwards, Ring(opened.memory)
+    assert forwards is not None
     positions_T, scores = torch.zeros(256, device="cuda", dtype=torch.int64), held.scores_STK
     inputs = Inputs(positions_T, torch.arange(256, device="cuda", dtype=torch.int32))
-    outlet.forwarded(3, lambda: inputs, capturing=False)
+    forwards.forwarded(lambda: inputs)
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         positions_T.add_(1)
         scores.add_(1.0)
-        outlet.forwarded(3, lambda: inputs, capturing=True)
+        forwards.captured(3)
     book, names, ones_R = RowBook(native.load("step.c")), ["r0", "r1", "r2"], np.ones(3, np.int32)
     for index, name in enumerate(names):
         book.open(name, Mark(index + 1, index), prompt_len=10)
@@ -251,7 +252,7 @@ def test_a_captured_graph_publishes_its_own_steps(is_busy: bool) -> None:
         else:
             positions_T.add_(1)
             scores.add_(1.0)
-            outlet.forwarded(3, lambda: inputs, capturing=False)
+            forwards.forwarded(lambda: inputs)
         outlet.settle(lambda: inputs)
         expected.append(number + number // 7)
     outlet.flush()

@@ -141,7 +141,7 @@ class Outlets:
         if way == "graph":
             self.launch.replay(step.inputs)
         elif way == "live":
-            self.device.forwarded(step.rows.num_tokens, lambda: step.inputs, capturing=False)
+            self.device.forwarded(lambda: step.inputs)
         if is_noted:
             self.device.settle(lambda: step.inputs)
         else:
@@ -179,8 +179,8 @@ def outlets(
         device = DeviceOutlet(launch, header, tables, max_requests)
         host = HostOutlet(RingWriter(there, large, EPOCH), tables)
         anywhere = inputs_of([], max_tokens)
-        device.forwarded(1, lambda: anywhere, capturing=False)
-        device.forwarded(1, lambda: anywhere, capturing=True)
+        device.forwarded(lambda: anywhere)
+        device.captured(1)
         device.prepare(anywhere)
         yield Outlets(tables, device, host, launch, Ring(here), Ring(there))
 

@@ -56,7 +56,7 @@ def test_a_forward_of_nobodys_rows_leaves_the_next_step_alone(is_graph: bool) ->
         for at in range(2 * NUM_BRIEFS + 1):
             both.device.blank()
             if not is_graph:
-                both.device.forwarded(4, lambda: inputs, capturing=False)
+                both.device.forwarded(lambda: inputs)
             both.device.blanked()
             late = both.launch.replay
             replays = [partial(late, inputs)] if is_graph else []

@@ -28,7 +28,7 @@ from clairai.tap.tables import Tables
 
 MAX_REQUESTS, MAX_TOKENS = 4, 512
 MAIN, SIDE, BEGUN, ENDED = 40, 50, 60, 61
-STAMP_WORD, NUMBER_WORD = 8, 9
+STAMP_WORD, NUMBER_WORD, IN_GRAPH_WORD = 8, 9, 11
 PLAN_END = BRIEF_HEAD + PLAN_FIELDS * MAX_REQUESTS
 TOKENS_AT = PLAN_END + ROW_WORDS * MAX_EVENTS // 2
 NUM_WORDS = TOKENS_AT + (MAX_TOKENS + 1) // 2
@@ -210,7 +210,7 @@ def test_a_gpu_that_is_busy_is_given_them_on_a_stream_of_their_own() -> None:
 def test_a_graph_that_publishes_is_given_its_brief_and_nothing_else() -> None:
     one = side(Launching)
     one.outlet.prepare(INPUTS)
-    one.outlet.forwarded(1, lambda: INPUTS, capturing=True)
+    one.outlet.captured(1)
     decoding(one, 5, is_published=False)
     assert one.again == [2, 3, 4, 5]
     assert one.gpu.queued == [("wait", MAIN, ENDED, 0)]
@@ -224,13 +224,33 @@ def test_a_graph_that_publishes_is_given_its_brief_and_nothing_else() -> None:
 def test_a_forward_that_was_no_graph_is_launched_for() -> None:
     one = side(Launching)
     one.outlet.prepare(INPUTS)
-    one.outlet.forwarded(1, lambda: INPUTS, capturing=True)
+    one.outlet.captured(1)
     rows = RowBook().idle()
     one.outlet.begin()
     assert one.outlet.note(1, rows, 1)
-    one.outlet.forwarded(1, lambda: INPUTS, capturing=False)
+    one.outlet.forwarded(lambda: INPUTS)
     one.outlet.settle(lambda: INPUTS)
     assert [call[0] for call in one.gpu.queued].count("launch") == 1
+
+
+def test_one_graph_that_does_not_publish_leaves_every_step_to_the_host() -> None:
+    """Which graph is replayed is not known here: a step that waited for it would be lost."""
+    one = side(Launching)
+    one.outlet.prepare(INPUTS)
+    one.outlet.captured(1)
+    one.outlet.keep_out()
+    one.outlet.captured(1)
+    decoding(one, 3, is_published=False)
+    assert [call[0] for call in one.gpu.queued].count("launch") == 3
+    in_graph = [one.outlet._briefs[at].memory[IN_GRAPH_WORD].item() for at in range(3)]
+    assert in_graph == [0, 0, 0]
+
+
+def test_a_graph_that_is_captured_before_any_forward_keeps_publishing_out() -> None:
+    one = side(Launching)
+    one.outlet.captured(1)
+    decoding(one, 2, is_published=False)
+    assert [call[0] for call in one.gpu.queued].count("launch") == 2
 
 
 def test_who_follows_a_step_on_the_engines_own_stream_waits_for_that() -> None:

@@ -12,7 +12,7 @@ import torch
 from clairai.points import Point
 from clairai.probe.columns import Columns
 from clairai.probe.model import Probe
-from clairai.tap.branch import OneStream, SideStream
+from clairai.tap.branch import OneStream, SideStream, Tail
 from clairai.tap.tables import Tables
 
 HERE = Point("post_block", 0)
@@ -127,3 +127,17 @@ def test_a_site_aside_is_read_on_the_branch_and_scores_the_same(cuda: ToyCuda) -
     assert cuda.noted == ["side waits for forward"]
     assert torch.equal(tables.gather(2), expected_TP)
     assert tables.ran_S.tolist() == [2]
+
+
+def test_a_tail_runs_beside_the_blocks_behind_the_last_tap_and_is_waited_for(cuda: ToyCuda) -> None:
+    tail, worked = Tail(side()), []
+    tail.begin(None)
+    tail.ran(5)
+    tail.end()
+    cuda.is_capturing = True
+    tail.begin(lambda num_tokens: worked.append((num_tokens, cuda.current.name)))
+    tail.ran(5)
+    assert worked == [(5, "side")]
+    assert cuda.noted == ["side waits for forward"]
+    assert tail.end()
+    assert cuda.noted == ["side waits for forward", "forward waits for side"]

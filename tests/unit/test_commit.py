@@ -121,7 +121,7 @@ def test_a_brief_says_what_the_top_of_the_kernel_says_it_says() -> None:
     words = launch.briefs[1].memory.tolist()
     # events, rows, first seq, step, epoch and bank, columns, rows per record, requests
     assert words[:8] == [0, 8, 1, 42, 0x1234_5678 | 9 << 32, 0, 167, 2]
-    assert words[9:BRIEF_HEAD] == [2, 0, 1, 0, 0, 0, 0]
+    assert words[9:BRIEF_HEAD] == [2, 0, 0, 0, 0, 0, 0]
     streams, choices = words[BRIEF_HEAD:][:2], words[BRIEF_HEAD + MAX_REQUESTS :][:2]
     assert [stream % 2**64 for stream in streams] == [2**64 - 1, 2**64 - 2]
     assert choices == [3, 3]

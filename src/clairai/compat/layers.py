@@ -26,6 +26,11 @@ class Sites:
     num_layers: int
     width: int
 
+    @property
+    def last(self) -> str:
+        """The site behind the last block, if there is one."""
+        return str(Point("post_block", self.num_layers - 1))
+
 
 @dataclass(frozen=True)
 class _Decoder:

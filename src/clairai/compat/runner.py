@@ -18,9 +18,10 @@ from clairai.compat.captures import read_order
 from clairai.compat.requests import read_course, read_mark, read_sealed
 from clairai.errors import UnsupportedError
 from clairai.steer.course import Course
+from clairai.tap.branch import Tail
 from clairai.tap.outlet import Inputs
 from clairai.tap.rows import Batch
-from clairai.tap.station import NewRequest
+from clairai.tap.station import NewRequest, Station
 
 
 class Listener(Protocol):
@@ -37,9 +38,6 @@ class Listener(Protocol):
 
     def end(self, inputs: Callable[[], Inputs]) -> None:
         """The forward is on its way."""
-
-    def forwarded(self, num_tokens: int, inputs: Callable[[], Inputs], *, capturing: bool) -> None:
-        """A forward ran as Python: any but the replay of a graph that holds all of it."""
 
     def blank(self) -> None:
         """A forward of nobody's rows comes next."""
@@ -64,27 +62,38 @@ def connect(runner: Any, listeners: Sequence[Listener]) -> Callable[[], Inputs]:
         )
     _wrap(runner, "execute_model", functools.partial(_stepping, inputs), listeners)
     _wrap(runner, "_dummy_run", _blanking, listeners)
-    _watch_forwards(runner.get_model(), inputs, listeners)
     return inputs
 
 
-def _watch_forwards(
-    model: torch.nn.Module, inputs: Callable[[], Inputs], listeners: Sequence[Listener]
+def watch_forwards(
+    runner: Any,
+    inputs: Callable[[], Inputs],
+    tail: Tail,
+    station: Station,
+    is_capturing: Callable[[], bool] = torch.cuda.is_current_stream_capturing,
 ) -> None:
-    """The outermost module is Python's even where its inside is compiled.
+    """A forward that is a graph publishes its own step; any that runs as Python is told of.
 
-    A graph that holds a whole forward is captured around it, on both runners: V1
-    compilation/cuda_graph.py CUDAGraphWrapper, V2 v1/worker/gpu/cudagraph_utils.py capture(), 0.26.
+    The outermost module is Python's even where its inside is compiled. A graph of a whole forward
+    is captured around it on both runners: V1 compilation/cuda_graph.py CUDAGraphWrapper, V2
+    v1/worker/gpu/cudagraph_utils.py capture(), 0.26. A piece of one begins and ends inside.
     """
+    forwards, model = station.forwards, runner.get_model()
+    if forwards is None:
+        return
 
-    def hook(module: Any, given: Any, output: Any) -> None:
-        del module, given
-        hidden = output[0] if isinstance(output, tuple) else output
-        capturing = hidden.is_cuda and torch.cuda.is_current_stream_capturing()
-        for listener in listeners:
-            listener.forwarded(len(hidden), inputs, capturing=capturing)
+    def begins(*_: Any) -> None:
+        tail.begin(forwards.captured if is_capturing() else None)
 
-    model.register_forward_hook(hook)
+    def ends(*_: Any) -> None:
+        is_whole = tail.end()
+        if not is_capturing():
+            forwards.forwarded(inputs)
+        elif not is_whole:
+            forwards.keep_out()
+
+    model.register_forward_pre_hook(begins)
+    model.register_forward_hook(ends)
 
 
 Method = Callable[..., Any]

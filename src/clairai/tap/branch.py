@@ -8,7 +8,7 @@ Outside of capture there is nothing to gain: the work stays on the forward's own
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Protocol
 
@@ -55,3 +55,34 @@ class SideStream:
         if self._is_forked:
             torch.cuda.current_stream().wait_stream(self._stream)
             self._is_forked = False
+
+
+class Tail:
+    """What a graph of a whole forward does when all taps have run, beside what follows them."""
+
+    def __init__(self, branch: Branch) -> None:
+        self._branch = branch
+        self._num_taps = 0  # the most that ran; a piece that is replayed runs none as Python
+        self._num_ran = 0
+        self._work: Callable[[int], None] | None = None
+        self._is_done = False
+
+    def begin(self, work: Callable[[int], None] | None) -> None:
+        """A forward begins; `work` is for the graph that is captured around it, if one is."""
+        self._num_ran, self._work, self._is_done = 0, work, False
+
+    def ran(self, num_tokens: int) -> None:
+        """A tap of so many tokens ran."""
+        self._num_ran += 1
+        if self._work is None or self._num_ran != self._num_taps:
+            return
+        with self._branch.fork():
+            self._work(num_tokens)
+        self._is_done = True
+
+    def end(self) -> bool:
+        """The forward ends; whether its graph does the work, once every tap has run."""
+        is_whole = self._is_done and self._num_ran == self._num_taps
+        self._num_taps = max(self._num_taps, self._num_ran)
+        self._branch.join()
+        return is_whole

@@ -85,9 +85,6 @@ class Capture:
     def blanked(self) -> None:
         """Nothing of it is left."""
 
-    def forwarded(self, num_tokens: int, inputs: Callable[[], Inputs], *, capturing: bool) -> None:
-        """Whoever ran it."""
-
     def answer(self, control: wire_capture.Control) -> wire_capture.Reply:
         results = self._clerk.results
         match control:

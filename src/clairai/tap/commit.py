@@ -10,13 +10,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Final, Protocol
 
 from clairai.errors import EngineGoneError
 from clairai.ring.layout import RingHeader, epoch_low
 from clairai.tap.brief import MAX_EVENTS, Brief, Form
-from clairai.tap.ledger import NUM_BRIEFS, Ledger
+from clairai.tap.ledger import NO_FORM, NUM_BRIEFS, Ledger
 from clairai.tap.outlet import Inputs, Step
 from clairai.tap.rows import RowBook, StepRows
 from clairai.tap.tables import Tables
@@ -70,6 +71,7 @@ class DeviceOutlet:
         self._num_forms = 0
         self._is_prepared = False
         self._is_captured = False  # graphs publish
+        self._is_kept_out = False  # they do not, and never will
         self._forwarded = -1  # how many briefs there were when a forward last ran as Python
         self.begin, self.again = launch.begin, partial(launch.note, self._ledger.address)
 
@@ -81,15 +83,21 @@ class DeviceOutlet:
         self._launch.prepare(self._briefs, inputs)
         self._is_prepared = True
 
-    def forwarded(self, num_tokens: int, inputs: Callable[[], Inputs], *, capturing: bool) -> None:
-        """A forward ran as Python; while it is captured, what publishes it is captured too."""
-        if not capturing:
-            self._forwarded = self._ledger.sent
-            if not self._is_prepared:  # now: kernels cannot be loaded while a graph is captured
-                self.prepare(inputs())
-        elif self._is_prepared:
-            self._launch.capture(num_tokens)
-            self._is_captured = True
+    def forwarded(self, inputs: Callable[[], Inputs]) -> None:
+        self._forwarded = self._ledger.sent
+        if not self._is_prepared:  # now: kernels cannot be loaded while a graph is captured
+            self.prepare(inputs())
+
+    def captured(self, num_tokens: int) -> None:
+        if not self._is_prepared:
+            self.keep_out()
+            return
+        self._launch.capture(num_tokens)
+        self._is_captured = not self._is_kept_out
+
+    def keep_out(self) -> None:
+        self._is_captured, self._is_kept_out = False, True
+        self._form, self._ledger.form = None, NO_FORM  # it may say otherwise
 
     def note(self, number: int, rows: StepRows, bank_version: int) -> bool:
         """Write a step's brief; False: it has too many events for one, send it when it is over."""
@@ -129,8 +137,10 @@ class DeviceOutlet:
             form.rows is rows and form.bank == bank and form.num_columns == num_columns
         ):
             self._num_forms += 1
-            form = self._form = Form.of(self._num_forms, rows, bank, num_columns, self._shape)
-            ledger = self._ledger
+            form = Form.of(self._num_forms, rows, bank, num_columns, self._shape)
+            if not self._is_captured:
+                form = replace(form, in_graph=False)
+            self._form, ledger = form, self._ledger
             ledger.form, ledger.num_records = form.number, form.num_records
             ledger.num_requests, ledger.num_tokens = len(rows.counts_R), rows.num_tokens
         return form

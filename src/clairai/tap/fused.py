@@ -27,7 +27,7 @@ class FusedSite:
         self._stash_RD = tables.stash_SRD[index]
         width = self._stash_RD.shape[1]
         self._norm = Norm(width, epsilon, self._stash_RD, tables.ran_S[index])
-        self._max_tokens = tables.max_tokens
+        self._max_tokens, self._tail = tables.max_tokens, tables.tail
         self._steering: tuple[SteerTables, int] | None = None
 
     def steer_with(self, tables: SteerTables, name: str) -> None:
@@ -49,4 +49,6 @@ class FusedSite:
             normed_TD, stream_TD = self._norm.steered(*given, *self._steering)
         if len(x_TD) > len(self._stash_RD):
             self._site.read(stream_TD)
+        else:
+            self._tail.ran(len(x_TD))
         return normed_TD, stream_TD

@@ -41,6 +41,3 @@ class Helm:
 
     def blanked(self) -> None:
         """Nothing of it is left."""
-
-    def forwarded(self, num_tokens: int, inputs: Callable[[], Inputs], *, capturing: bool) -> None:
-        """Whoever ran it."""

@@ -18,7 +18,7 @@ from clairai.ring.layout import RingHeader, RingShape
 from clairai.ring.memory import HostMemory
 from clairai.ring.writer import RingWriter
 from clairai.settings import Settings
-from clairai.tap.outlet import HostOutlet, Outlet
+from clairai.tap.outlet import Forwards, HostOutlet, Outlet
 from clairai.tap.tables import Tables
 
 MOST_AHEAD: Final = 64
@@ -32,6 +32,7 @@ class Home:
     shape: RingShape
     outlet: Outlet
     undo: contextlib.ExitStack
+    forwards: Forwards | None = None  # who wants to know how they run
 
     def close(self) -> None:
         self.outlet.close()
@@ -67,7 +68,7 @@ def _open_on_gpu(settings: Settings, tables: Tables, max_requests: int, header: 
             address = undo.enter_context(_mapped(memory, Gpu(ordinal)))
         launch = GpuLaunch(address, header.shape, tables, max_requests)
         outlet = DeviceOutlet(launch, header, tables, max_requests)
-        return Home(memory, header.shape, outlet, undo.pop_all())
+        return Home(memory, header.shape, outlet, undo.pop_all(), outlet)
 
 
 @contextlib.contextmanager

@@ -53,9 +53,6 @@ class Outlet(Protocol):
     def again(self, number: int) -> bool:
         """The last note once more, with the next rows of its requests; False: it was not."""
 
-    def forwarded(self, num_tokens: int, inputs: Callable[[], Inputs], *, capturing: bool) -> None:
-        """A forward ran, as Python: not as a graph that was captured before."""
-
     def settle(self, inputs: Callable[[], Inputs]) -> None:
         """The forward of what was noted is on its way."""
 
@@ -75,6 +72,19 @@ class Outlet(Protocol):
         """Return when every step that was sent is in the ring."""
 
     def close(self) -> None: ...
+
+
+class Forwards(Protocol):
+    """Is told how forwards run: one that is a graph can publish its own step."""
+
+    def forwarded(self, inputs: Callable[[], Inputs]) -> None:
+        """One ran as Python: not as a graph that was captured before."""
+
+    def captured(self, num_tokens: int) -> None:
+        """A graph of a whole one is being captured: here its step is to be published."""
+
+    def keep_out(self) -> None:
+        """A graph of a whole one was captured without that: then no graph publishes any more."""
 
 
 class HostOutlet:
@@ -113,9 +123,6 @@ class HostOutlet:
     def again(self, number: int) -> bool:
         del number
         return False
-
-    def forwarded(self, num_tokens: int, inputs: Callable[[], Inputs], *, capturing: bool) -> None:
-        """Whoever ran it: it is published when it is over."""
 
     def settle(self, inputs: Callable[[], Inputs]) -> None:
         raise AssertionError(f"nothing was noted: {inputs}")

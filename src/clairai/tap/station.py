@@ -92,7 +92,7 @@ class Station:
         )
         folder = runtime_dir(settings.runtime_dir)
         self.server = RingServer(folder, home.memory, welcome, self.bank)
-        self._outlet = home.outlet
+        self._outlet, self.forwards = home.outlet, home.forwards
 
     def install(self, columns: Columns) -> Columns:
         """Make this the bank of every step from now on; gives it with the version it has here."""
@@ -153,6 +153,7 @@ class Station:
 
     def serve(self) -> None:
         """Start-up is over. Until now steps were vLLM's own warm-up: nobody's rows."""
+        self._outlet.flush()  # a graph that is still replayed must not find the first brief
         self._is_serving = True
 
     def begin(self, new: Sequence[NewRequest], finished: Sequence[str]) -> None:
@@ -191,9 +192,6 @@ class Station:
         if self._is_noted:
             self._step_number, self._sent = number, rows
         self._rows = rows
-
-    def forwarded(self, num_tokens: int, inputs: Callable[[], Inputs], *, capturing: bool) -> None:
-        self._outlet.forwarded(num_tokens, inputs, capturing=capturing)
 
     def end(self, inputs: Callable[[], Inputs]) -> None:
         if self._is_noted:

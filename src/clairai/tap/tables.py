@@ -22,7 +22,7 @@ from clairai.errors import TapMissingError
 from clairai.probe.columns import Columns
 from clairai.probe.model import Probe
 from clairai.probe.turned import Column, Place, Turned
-from clairai.tap.branch import Branch, OneStream
+from clairai.tap.branch import Branch, OneStream, Tail
 from clairai.tap.slots import Slots, Upload, block_slots, changed_slots
 
 ACTIVATION_CODES: Final = {"none": 0, "relu": 1, "sigmoid": 2}
@@ -108,6 +108,7 @@ class Tables:
         self._root: tuple[Column, ...] | None = None  # what those were turned from, and again
         self._upload = Upload(self.device)
         self.branch: Branch = OneStream()
+        self.tail = Tail(OneStream())
         self.score: Score = score_twin
         self._scratch_nbytes = 0
         if self.device.type == "cuda":
@@ -120,7 +121,7 @@ class Tables:
         _, _, width, capacity = self.weights_SHDK.shape
         scorer = Scorer(width, capacity, self.max_tokens, self.device)
         self.score, self._scratch_nbytes = scorer, scorer.nbytes
-        self.branch = SideStream(self.device)
+        self.branch, self.tail = SideStream(self.device), Tail(SideStream(self.device))
 
     @property
     def nbytes(self) -> int:
@@ -227,7 +228,7 @@ class Site:
     """One place in the forward pass where the residual stream is read."""
 
     def __init__(self, tables: Tables, index: int) -> None:
-        self._score = tables.score
+        self._score, self._tail = tables.score, tables.tail
         self._bank = (
             tables.weights_SHDK[index],
             tables.bias_SK[index],
@@ -243,6 +244,7 @@ class Site:
         self._score(rows_TD, *self._bank, scores_TK, self._ran)
         if self._stash_RD is not None:
             self._stash_RD[: len(rows_TD)].copy_(rows_TD)
+        self._tail.ran(len(rows_TD))
 
     def _prepared(self, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """One row per token, and where their scores go."""

@@ -1,0 +1,115 @@
+"""A graph of a whole forward publishes its step when all taps have run; all graphs do, or none."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from clairai.compat.runner import watch_forwards
+from clairai.tap.branch import OneStream, Tail
+from clairai.tap.outlet import Inputs
+
+
+class Model(torch.nn.Module):  # type: ignore[misc]  # torch is Any where it is not installed
+    """Runs so many taps, each of three tokens."""
+
+    def __init__(self, tail: Tail, told: list[Any]) -> None:
+        super().__init__()
+        self._tail, self._told = tail, told
+
+    def forward(self, num_taps: int) -> torch.Tensor:
+        for at in range(num_taps):
+            self._told.append(f"tap {at}")
+            self._tail.ran(3)
+        self._told.append("last block")
+        return torch.zeros(3, 8)
+
+
+class Forwards:
+    def __init__(self, told: list[Any]) -> None:
+        self._told = told
+
+    def forwarded(self, inputs: Callable[[], Inputs]) -> None:
+        self._told.append(f"forwarded {inputs()}")
+
+    def captured(self, num_tokens: int) -> None:
+        self._told.append(f"publish {num_tokens}")
+
+    def keep_out(self) -> None:
+        self._told.append("keep out")
+
+
+class Engine:
+    """As vLLM: forwards, and graphs that are captured around them."""
+
+    def __init__(self) -> None:
+        self.told: list[Any] = []
+        self.is_capturing = False
+        tail = Tail(OneStream())
+        self.model = Model(tail, self.told)
+        runner = SimpleNamespace(get_model=lambda: self.model)
+        station: Any = SimpleNamespace(forwards=Forwards(self.told))
+        inputs: Any = lambda: "inputs"  # noqa: E731
+        watch_forwards(runner, inputs, tail, station, lambda: self.is_capturing)
+
+    def forward(self, num_taps: int = 2) -> list[Any]:
+        self.told.clear()
+        self.model(num_taps)
+        return list(self.told)
+
+    def capture(self, num_taps: int = 2) -> list[Any]:
+        self.is_capturing = True
+        told = self.forward(num_taps)
+        self.is_capturing = False
+        return told
+
+
+@pytest.fixture
+def engine() -> Engine:
+    return Engine()
+
+
+def test_a_forward_that_runs_as_python_is_told_when_it_is_over(engine: Engine) -> None:
+    assert engine.forward() == ["tap 0", "tap 1", "last block", "forwarded inputs"]
+
+
+def test_a_graph_publishes_as_soon_as_the_last_tap_has_run(engine: Engine) -> None:
+    engine.forward()
+    assert engine.capture() == ["tap 0", "tap 1", "publish 3", "last block"]
+    assert engine.capture() == ["tap 0", "tap 1", "publish 3", "last block"]
+
+
+def test_pieces_that_are_replayed_run_no_tap_and_are_no_measure_of_how_many_there_are(
+    engine: Engine,
+) -> None:
+    engine.forward()
+    assert engine.forward(num_taps=0) == ["last block", "forwarded inputs"]
+    assert engine.capture() == ["tap 0", "tap 1", "publish 3", "last block"]
+
+
+def test_a_graph_before_which_nothing_ran_keeps_publishing_out_of_all(engine: Engine) -> None:
+    assert engine.capture() == ["tap 0", "tap 1", "last block", "keep out"]
+
+
+@pytest.mark.parametrize(("num_taps", "is_published"), [(1, False), (3, True)])
+def test_a_graph_with_other_taps_keeps_publishing_out_of_all(
+    engine: Engine, num_taps: int, is_published: bool
+) -> None:
+    """Too early is as wrong as never: a tap would not have run yet."""
+    engine.forward()
+    told = engine.capture(num_taps)
+    assert ("publish 3" in told) is is_published
+    assert told[-1] == "keep out"
+
+
+def test_an_engine_on_a_cpu_has_nobody_to_tell() -> None:
+    model = Model(Tail(OneStream()), [])
+    runner = SimpleNamespace(get_model=lambda: model)
+    nobody: Any = SimpleNamespace(forwards=None)
+    watch_forwards(runner, lambda: None, Tail(OneStream()), nobody)  # type: ignore[arg-type,return-value]
+    assert not model._forward_hooks
+    assert not model._forward_pre_hooks
