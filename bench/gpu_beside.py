@@ -16,7 +16,7 @@ from typing import Any, Final
 import torch
 
 from clairai.tap.launch import Driver
-from clairai.tap.score_kernel import StashScorer
+from clairai.tap.stash_kernel import StashScorer
 from tests.gpu.test_kernels import bank, tables
 
 NUM_SITES, WIDTH, VOCABULARY, STASH_ROWS = 32, 4096, 128_256, 512

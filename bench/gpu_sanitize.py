@@ -124,7 +124,7 @@ def launch_norm() -> None:
     """Norms that steer, and the scores of what they leave: rows that fill no tile, one too many."""
     from clairai.tap.fused import FusedSite
     from clairai.tap.launch import Driver
-    from clairai.tap.score_kernel import StashScorer
+    from clairai.tap.stash_kernel import StashScorer
     from tests.gpu.test_kernels import bank, tables
     from tests.unit.toy_steer import WIDTH as NARROW
     from tests.unit.toy_steer import drill, fleet
@@ -143,8 +143,8 @@ def launch_norm() -> None:
         x_TD = torch.randn(num_tokens, width, device="cuda").bfloat16()
         for site in sites:
             site.norm(x_TD, x_TD.clone(), weight_D)
-        scored = scorer.launch_for(min(num_tokens, 20))
-        scored.run(driver, torch.cuda.current_stream().cuda_stream)
+        for way in (scorer.launch_for, scorer.launch_in_graph):
+            way(min(num_tokens, 20)).run(driver, torch.cuda.current_stream().cuda_stream)
     steered = fleet(device="cuda:0")
     steered.tables.steer = _SteerByNorm(NARROW)
     any(map(any, drill(steered, 0)))

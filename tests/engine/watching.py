@@ -25,6 +25,16 @@ def logprobs(llm: Any, prompts: list[list[int]]) -> list[Any]:
     ]
 
 
+def publishers(llm: Any) -> str:
+    """Who publishes a step of a captured graph: the graph itself, or the host behind it."""
+    (found,) = llm.collective_rpc(_publishers)
+    return str(found)
+
+
+def _publishers(worker: Any) -> str:
+    return "graph" if worker.clairai_station._outlet._is_captured else "host"
+
+
 def was_registered(_llm: Any) -> bool:
     return "clairai.plugin" in sys.modules
 

@@ -29,6 +29,8 @@ TEXTS: Final = [
 ]
 PROMPTS: Final = models.random_prompts(9, (3, 17, 40, 64, 5, 90), 40_000)
 RUNNERS: Final = {"V1": "0", "V2": "1"}
+# A graph publishes beside the blocks that follow the last tap, if there are any.
+PUBLISHERS: Final = {"graph": POINTS[:-1], "host": POINTS}
 NOISE: Final = 0.03  # of a value, what bfloat16 makes of ten layers
 
 
@@ -55,36 +57,42 @@ def start_all(
         return [each.result() for each in starting]
 
 
+Engines = dict[tuple[str, str], EngineProcess]  # by runner, and by who publishes a graph's steps
+
+
 @pytest.fixture(scope="module")
-def engines(real_model: Path, runtime: Path) -> Iterator[dict[str, EngineProcess]]:
+def engines(real_model: Path, runtime: Path) -> Iterator[Engines]:
     """vLLM's defaults: torch.compile, piecewise and full graphs, async scheduling."""
-    config = clairai.config(points=POINTS, capacity=WIDTH)
-    changes = {
-        "additional_config": config,
-        # Hundreds run at once, and have to give way to each other.
-        "max_num_batched_tokens": 1024,
-        "num_gpu_blocks_override": 800,
-    }
-    with ThreadPoolExecutor(len(RUNNERS)) as pool, ExitStack() as opened:
-        starting = {r: pool.submit(start, real_model, runtime, r, **changes) for r in RUNNERS}
-        yield {name: opened.enter_context(each.result()) for name, each in starting.items()}
+    changes = {"max_num_batched_tokens": 1024, "num_gpu_blocks_override": 800}  # they preempt
+    kinds = [(runner, publisher) for runner in RUNNERS for publisher in PUBLISHERS]
+    with ThreadPoolExecutor(len(kinds)) as pool, ExitStack() as opened:
+        starting = {}
+        for runner, publisher in kinds:
+            config = clairai.config(points=PUBLISHERS[publisher], capacity=WIDTH)
+            given = {"additional_config": config, **changes}
+            starting[runner, publisher] = pool.submit(start, real_model, runtime, runner, **given)
+        yield {kind: opened.enter_context(each.result()) for kind, each in starting.items()}
 
 
 @pytest.fixture(params=[*RUNNERS])
-def engine(request: pytest.FixtureRequest, engines: dict[str, EngineProcess]) -> EngineProcess:
-    return engines[request.param]
+def engine(request: pytest.FixtureRequest, engines: Engines) -> EngineProcess:
+    return engines[request.param, "host"]
 
 
-def test_pitfall_17_warm_up_leaves_no_rows(engine: EngineProcess) -> None:
-    assert engine.call(watching.published) == 0
+def test_pitfall_17_warm_up_leaves_no_rows(engines: Engines) -> None:
+    assert [each.call(watching.published) for each in engines.values()] == [0] * len(engines)
 
 
+@pytest.mark.parametrize("publisher", [*PUBLISHERS])
+@pytest.mark.parametrize("runner", [*RUNNERS])
 def test_pitfall_06_no_row_lands_on_another_request(
-    engine: EngineProcess, report: Callable[..., None]
+    runner: str, publisher: str, engines: Engines, report: Callable[..., None]
 ) -> None:
+    engine = engines[runner, publisher]
+    assert engine.call(watching.publishers) == publisher
     plan = attribution.Plan(num_requests=2000, num_at_once=256, max_prompt=200, max_new=40, seed=3)
     verdict = engine.call(attribution.run, plan)
-    report(test="attribution", rows=verdict.rows, wrong=len(verdict.wrong))
+    report(test="attribution", publisher=publisher, rows=verdict.rows, wrong=len(verdict.wrong))
     assert verdict.wrong == []
     assert verdict.unaccounted == 0
     assert verdict.lost == 0

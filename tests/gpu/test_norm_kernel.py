@@ -13,7 +13,7 @@ from clairai.tap.fused import FusedSite
 from clairai.tap.launch import Driver
 from clairai.tap.norm_kernel import Norm, norm_twin
 from clairai.tap.rows import Batch
-from clairai.tap.score_kernel import StashScorer
+from clairai.tap.stash_kernel import StashScorer
 from clairai.tap.steer_twin import steer_twin
 from clairai.tap.steering import Steering
 from tests.gpu.test_kernels import bank, rows, twin
@@ -100,6 +100,10 @@ def test_a_fused_site_has_the_scores_of_a_plain_one(
     if num_tokens <= 512:
         scorer.launch_for(num_tokens).run(driver, torch.cuda.current_stream().cuda_stream)
     found_TK = held.scores_STK[:, :num_tokens].clone()
+    if num_tokens <= 512:
+        held.scores_STK.zero_()
+        scorer.launch_in_graph(num_tokens).run(driver, torch.cuda.current_stream().cuda_stream)
+        assert torch.equal(found_TK, held.scores_STK[:, :num_tokens])
     torch.testing.assert_close(found_TK[0], twin(held, streams[0]), rtol=2e-5, atol=2e-5)
     for index, stream_TD in enumerate(streams):
         held.site(held.sites[index]).read(stream_TD)

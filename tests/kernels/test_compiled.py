@@ -12,7 +12,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from clairai.ring.layout import RingShape
-from clairai.tap import commit_kernel, norm_kernel, project_kernel, score_kernel, steer_kernel
+from clairai.tap import commit_kernel, norm_kernel, project_kernel, stash_kernel, steer_kernel
 from clairai.tap.gpu_launch import constants
 from clairai.tap.ledger import NUM_BRIEFS
 
@@ -121,8 +121,8 @@ COMMIT_TYPES = {
 IN_GRAPH = {**constants(RingShape(64, 4096, 4), 256), "NUM_BRIEFS": NUM_BRIEFS}
 STASH_TYPES = {
     **dict.fromkeys(("stash_ptr", "weights_ptr"), "*bf16"),
-    **dict.fromkeys(("bias_ptr", "scores_ptr"), "*fp32"),
-    **dict.fromkeys(("activation_ptr", "stashed_ptr"), "*i32"),
+    **dict.fromkeys(("bias_ptr", "scores_ptr", "partial_ptr"), "*fp32"),
+    **dict.fromkeys(("activation_ptr", "stashed_ptr", "ticket_ptr"), "*i32"),
 }
 STASH_CONSTANTS = {"TILE_T": 16, "SLICE_D": 128, "TILE_K": 16, "IS_SPLIT": True, "NUM_SLICES": 32}
 
@@ -148,9 +148,10 @@ def parameters(ptx: str) -> list[int]:
     [
         (commit_kernel.commit, COMMIT_TYPES, constants(RingShape(64, 4096, 4), 256)),
         (commit_kernel.commit_in_graph, COMMIT_TYPES, IN_GRAPH),
-        (score_kernel.score_stash, STASH_TYPES, STASH_CONSTANTS),
+        (stash_kernel.score_stash, STASH_TYPES, STASH_CONSTANTS),
+        (stash_kernel.score_stash_wide, STASH_TYPES, STASH_CONSTANTS),
     ],
-    ids=["commit", "commit_in_graph", "score_stash"],
+    ids=["commit", "commit_in_graph", "score_stash", "score_stash_wide"],
 )
 def test_what_is_launched_by_the_driver_itself_has_the_parameters_that_we_give(
     kernel: Any,
@@ -187,9 +188,9 @@ def test_what_is_scored_from_the_stash_fits_a_gpus_shared_memory(
 ) -> None:
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     shared_nbytes = 232_448  # of an H200
-    for one in score_kernel.stash_tilings(tile_k, is_split=True, shared_nbytes=shared_nbytes):
+    for one in stash_kernel.stash_tilings(tile_k, is_split=True, shared_nbytes=shared_nbytes):
         tiles = STASH_CONSTANTS | {"TILE_T": one.tile_t, "TILE_K": tile_k}
         options = {"num_warps": one.num_warps, "num_stages": one.num_stages}
-        made = after_the_forward(score_kernel.score_stash, STASH_TYPES, tiles, **options)
+        made = after_the_forward(stash_kernel.score_stash, STASH_TYPES, tiles, **options)
         assert made.metadata.shared <= shared_nbytes
         assert ".local" not in made.asm["ptx"]

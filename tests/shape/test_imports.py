@@ -123,7 +123,8 @@ def test_only_taps_compat_and_who_packs_weights_import_torch() -> None:
 EARLY = {
     "tap.brief": ["tap.commit", "tap.gpu_launch"],
     "tap.commit_kernel": ["tap.brief", "tap.gpu_launch"],
-    "tap.score_kernel": ["tap.gpu_launch"],
+    "tap.score_kernel": ["tap.stash_kernel"],
+    "tap.stash_kernel": ["tap.gpu_launch"],
     "tap.steer_kernel": ["tap.norm_kernel"],
 }
 KERNELS = (
@@ -131,6 +132,7 @@ KERNELS = (
     "tap.norm_kernel",
     "tap.project_kernel",
     "tap.score_kernel",
+    "tap.stash_kernel",
     "tap.steer_kernel",
     "weights.sum_kernel",
 )

@@ -19,7 +19,7 @@ from clairai.tap.launch import Driver, Kernel, by_name
 from clairai.tap.ledger import NUM_BRIEFS
 from clairai.tap.lineup import Lane, Lineup, launches
 from clairai.tap.outlet import Inputs
-from clairai.tap.score_kernel import StashScorer
+from clairai.tap.stash_kernel import StashScorer
 from clairai.tap.tables import Tables
 
 MAX_LINEUPS: Final = 1024
@@ -76,7 +76,7 @@ class GpuLaunch:
         """Scores first; a bank without any makes that launch end at once."""
         stream = self._main()
         if 0 < num_tokens <= self._score.max_tokens:
-            self._score.launch_for(num_tokens).run(self._driver, stream)
+            self._score.launch_in_graph(num_tokens).run(self._driver, stream)
         grid = (min(max(num_tokens // ROWS_OF_A_PROGRAM, 1), MAX_RECORDS), PROGRAMS, 1)
         self._graph_commit.launch(grid).run(self._driver, stream)
 

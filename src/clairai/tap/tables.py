@@ -110,7 +110,7 @@ class Tables:
         self.branch: Branch = OneStream()
         self.tail = Tail(OneStream())
         self.score: Score = score_twin
-        self._scratch_nbytes = 0
+        self.scratch: tuple[torch.Tensor, ...] = ()
         if self.device.type == "cuda":
             self._use_kernel()
 
@@ -120,15 +120,15 @@ class Tables:
 
         _, _, width, capacity = self.weights_SHDK.shape
         scorer = Scorer(width, capacity, self.max_tokens, self.device)
-        self.score, self._scratch_nbytes = scorer, scorer.nbytes
+        self.score, self.scratch = scorer, scorer.scratch
         self.branch, self.tail = SideStream(self.device), Tail(SideStream(self.device))
 
     @property
     def nbytes(self) -> int:
         """Of device memory."""
         bank = (self.weights_SHDK, self.bias_SK, self.activation_SK)
-        held = (*bank, self.scores_STK, self.stash_SRD)
-        return sum(int(tensor.nbytes) for tensor in held) + self._scratch_nbytes
+        held = (*bank, self.scores_STK, self.stash_SRD, *self.scratch)
+        return sum(int(tensor.nbytes) for tensor in held)
 
     def site(self, name: str) -> Site:
         return Site(self, self.sites.index(name))
