@@ -106,10 +106,26 @@ def test_a_graph_with_other_taps_keeps_publishing_out_of_all(
     assert told[-1] == "keep out"
 
 
-def test_an_engine_on_a_cpu_has_nobody_to_tell() -> None:
+def is_watched(model: Model, forwards: Forwards | None) -> bool:
+    runner, inputs = SimpleNamespace(get_model=lambda: model), SimpleNamespace()
+    station: Any = SimpleNamespace(forwards=forwards)
+    watch_forwards(runner, inputs, Tail(OneStream()), station)  # type: ignore[arg-type]
+    return bool(model._forward_hooks) and bool(model._forward_pre_hooks)
+
+
+def test_only_who_can_publish_in_a_graph_is_told() -> None:
+    assert is_watched(Model(Tail(OneStream()), []), Forwards([]))
+    assert not is_watched(Model(Tail(OneStream()), []), None)  # an engine on a CPU
+
+
+def test_a_model_whose_graphs_end_inside_of_it_is_left_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("VLLM_USE_BREAKABLE_CUDAGRAPH", "1")
+    assert not is_watched(Model(Tail(OneStream()), []), Forwards([]))
+
+
+def test_a_model_that_is_compiled_with_its_hooks_is_left_alone() -> None:
     model = Model(Tail(OneStream()), [])
-    runner = SimpleNamespace(get_model=lambda: model)
-    nobody: Any = SimpleNamespace(forwards=None)
-    watch_forwards(runner, lambda: None, Tail(OneStream()), nobody)  # type: ignore[arg-type,return-value]
-    assert not model._forward_hooks
-    assert not model._forward_pre_hooks
+    model._compiled_call_impl = model._call_impl  # as Module.compile does
+    assert not is_watched(model, Forwards([]))

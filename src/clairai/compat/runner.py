@@ -79,7 +79,7 @@ def watch_forwards(
     v1/worker/gpu/cudagraph_utils.py capture(), 0.26. A piece of one begins and ends inside.
     """
     forwards, model = station.forwards, runner.get_model()
-    if forwards is None:
+    if forwards is None or _is_cut(model):
         return
 
     def begins(*_: Any) -> None:
@@ -94,6 +94,17 @@ def watch_forwards(
 
     model.register_forward_pre_hook(begins)
     model.register_forward_hook(ends)
+
+
+def _is_cut(model: torch.nn.Module) -> bool:
+    """Whether a graph may end inside of a forward, or a compiler would take our hooks for vLLM's.
+
+    compilation/breakable_cudagraph.py; GPUModelRunner.load_model calls Module.compile, 0.26:5385.
+    """
+    from vllm import envs
+
+    is_breakable = bool(getattr(envs, "VLLM_USE_BREAKABLE_CUDAGRAPH", False))
+    return is_breakable or model._compiled_call_impl is not None
 
 
 Method = Callable[..., Any]
