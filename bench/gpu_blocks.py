@@ -4,7 +4,9 @@ Within the same requests: a host that is slower for a second is so for both. The
 change are left out, since one step is prepared while another runs. Steps in which requests come or
 go are served with taps, which must hear of them, and belong to no turn. bench/gpu_mute.py says what
 is the same with taps and without. Each way has two sets of graphs: what the two without taps differ
-by is what cannot be told from nothing.
+by is what cannot be told from nothing. Steps get longer as answers do, by more than what is to be
+seen (64 requests of an 8B model: 1.7 us with each token); so times are taken relative to the line
+through the steps without taps.
 Run: python -m bench.gpu_blocks [--shape qwen3-0.6b] [--batches 1 16 64 256] [--steps 2400]
 """
 
@@ -17,6 +19,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
@@ -34,7 +37,6 @@ MOST_AT_ONCE: Final = 1200  # steps of one set of requests: of the model's longe
 MOST_TOKENS: Final = 32_000  # of all requests together: what the KV cache holds
 NUM_SETS: Final = 2  # of graphs, of each way
 Stamp = tuple[float, int, int]  # when a step began, its number among those alike, how many requests
-Seconds = dict[tuple[bool, int], NDArray[np.float64]]  # of steps with taps or without, by set
 
 
 def main() -> None:
@@ -82,39 +84,62 @@ def _measure(engine: EngineProcess, name: str, batch: int, num_steps: int) -> di
     at_once = min(MOST_AT_ONCE, MOST_TOKENS // batch - 2 * 16)
     for first in range(0, num_steps, at_once):
         engine.call(decode_times, batch, min(at_once, num_steps - first))
-    row = summary(by_turn(engine.call(_taken), batch))
+    row = summary(steps_of(engine.call(_taken), batch))
     told = " | ".join(f"{key} {value:.4f}" for key, value in row.items())
     sys.stdout.write(f"| {name} | batch {batch} | {told} |\n")
     sys.stdout.flush()
     return {"case": name, "batch": batch, **row}
 
 
-def summary(seconds: Seconds) -> dict[str, float]:
+@dataclass(frozen=True)
+class Steps:
+    """Those in which all decode, and of which turn each is."""
+
+    number_N: NDArray[np.int64]
+    seconds_N: NDArray[np.float64]
+
+    def is_of(self, is_on: bool, *sets: int) -> NDArray[np.bool_]:
+        is_way_N: NDArray[np.bool_] = is_tapped(self.number_N) == is_on
+        return is_way_N & np.isin(set_of(self.number_N), sets)
+
+
+def steps_of(stamps: Sequence[Stamp], batch: int) -> Steps:
+    found = [
+        (number, next_s - began_s)
+        for (began_s, number, size), (next_s, _, _) in itertools.pairwise(stamps)
+        if size == batch and SKIPPED <= number % BLOCK < BLOCK - 1
+    ]
+    numbers, seconds = zip(*found, strict=True)
+    return Steps(np.array(numbers), np.array(seconds))
+
+
+def summary(steps: Steps) -> dict[str, float]:
     """Milliseconds and ratios; `alike` is between two sets of graphs without taps."""
-    off, on = (
-        np.concatenate([seconds[is_on, one] for one in range(NUM_SETS)]) for is_on in (False, True)
-    )
+    relative_N = steps.seconds_N / trend(steps)
+    off, on = (relative_N[steps.is_of(is_on, *range(NUM_SETS))] for is_on in (False, True))
     p50, p99 = np.percentile(on, (50, 99)) / np.percentile(off, (50, 99))
-    first, second = (float(np.median(seconds[False, one])) for one in range(NUM_SETS))
-    times = {"alone_ms": float(np.median(off)) * 1e3, "tapped_ms": float(np.median(on)) * 1e3}
+    first, second = (np.median(relative_N[steps.is_of(False, one)]) for one in range(NUM_SETS))
+    alone_ms = float(np.median(steps.seconds_N[steps.is_of(False, *range(NUM_SETS))])) * 1e3
     ratios = {"p50": float(p50), "p99": float(p99), "mean": float(on.mean() / off.mean())}
-    return {"steps": len(on), **times, **ratios, "alike": second / first}
+    return {"steps": len(on), "alone_ms": alone_ms, **ratios, "alike": float(second / first)}
 
 
-def by_turn(stamps: Sequence[Stamp], batch: int) -> Seconds:
-    """Seconds of steps in which all decode."""
-    found: dict[tuple[bool, int], list[float]] = {}
-    for (began_s, number, size), (next_s, _, _) in itertools.pairwise(stamps):
-        if size == batch and SKIPPED <= number % BLOCK < BLOCK - 1:
-            found.setdefault((is_tapped(number), set_of(number)), []).append(next_s - began_s)
-    return {turn: np.array(values) for turn, values in found.items()}
+def trend(steps: Steps) -> NDArray[np.float64]:
+    """What a step without taps takes at each place: a line through the medians of their turns."""
+    is_off_N = steps.is_of(False, *range(NUM_SETS))
+    turn_N = steps.number_N // BLOCK
+    turns = np.unique(turn_N[is_off_N])
+    medians = [np.median(steps.seconds_N[is_off_N & (turn_N == turn)]) for turn in turns]
+    line = np.polyfit(turns, medians, 1) if len(turns) > 1 else (0.0, medians[0])
+    return np.asarray(np.polyval(line, turn_N), np.float64)
 
 
-def is_tapped(number: int) -> bool:
-    return bool(number // BLOCK % 2)
+def is_tapped(number: Any) -> Any:
+    """Of a step or of many; so is `set_of`."""
+    return number // BLOCK % 2 == 1
 
 
-def set_of(number: int) -> int:
+def set_of(number: Any) -> Any:
     return number // (2 * BLOCK) % NUM_SETS
 
 

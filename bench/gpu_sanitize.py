@@ -30,7 +30,7 @@ from clairai.points import Point
 from clairai.probe.columns import Columns
 from clairai.probe.model import Probe
 from clairai.settings import Settings
-from clairai.tap.home import open_home
+from clairai.tap.home import Home, open_home
 from clairai.tap.outlet import Inputs, Step
 from clairai.tap.rows import Batch, Mark, RowBook
 from clairai.tap.score_kernel import Scorer
@@ -94,8 +94,21 @@ def launch_commit() -> None:
             batch = Batch(["r0", "r1", "r2"], np.array(counts, np.int32), np.zeros(3, np.int32))
             home.outlet.begin()
             home.outlet.send(Step(number, book.step(batch), 1, inputs))
+        _launch_as_in_a_graph(home, book, inputs)
         home.outlet.flush()
         home.close()
+
+
+def _launch_as_in_a_graph(home: Home, book: RowBook, inputs: Inputs) -> None:
+    """What a graph would replay, launched by itself: for a step of its own, and for none."""
+    assert home.forwards is not None
+    for counts in ([1, 1, 1], [5, 1, 690]):
+        batch = Batch(["r0", "r1", "r2"], np.array(counts, np.int32), np.zeros(3, np.int32))
+        home.outlet.begin()
+        home.forwards.captured(sum(counts))
+        assert home.outlet.note(9, book.step(batch), 1)
+        home.forwards.captured(sum(counts))
+        home.outlet.settle(lambda: inputs)
 
 
 def launch_steer() -> None:
