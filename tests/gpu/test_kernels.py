@@ -214,11 +214,13 @@ def test_steps_that_are_alike_reach_the_ring_like_any_other(is_waited_for: bool)
     opened.close()
 
 
+@pytest.mark.parametrize("home", ["host", "device"])
 @pytest.mark.parametrize("is_busy", [False, True])
-def test_a_captured_graph_publishes_its_own_steps(is_busy: bool) -> None:
+def test_a_captured_graph_publishes_its_own_steps(is_busy: bool, home: str) -> None:
     """The host launches nothing; replays without a step, and steps without a replay, in between."""
     held = tables(3, 576, 16, "bfloat16", max_tokens=256)
-    opened = open_home(Settings(points=("post_block.0",), ring_mib=16), held, 8, epoch=77)
+    settings = Settings(points=("post_block.0",), ring_mib=16, ring_home=home)
+    opened = open_home(settings, held, 8, epoch=77)
     outlet, forwards, ring = opened.outlet, opened.forwards, Ring(opened.memory)
     assert forwards is not None
     positions_T, scores = torch.zeros(256, device="cuda", dtype=torch.int64), held.scores_STK
