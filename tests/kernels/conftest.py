@@ -25,6 +25,7 @@ INTERPRETED = (
     "test_norm_kernel.py",
     "test_project_kernel.py",
     "test_score_kernel.py",
+    "test_stash_kernel.py",
     "test_steer_kernel.py",
     "test_sum_kernel.py",
 )
