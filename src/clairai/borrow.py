@@ -13,7 +13,8 @@ import os
 import threading
 import weakref
 from collections import deque
-from typing import Final
+from collections.abc import Callable
+from typing import Final, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,6 +24,7 @@ from clairai.wire import Lent
 
 KEPT_BLOCKS: Final = 3  # a bank, the one before it that is still described, and the next
 Pages = NDArray[np.uint8]
+Said = TypeVar("Said")
 
 
 class _Block:
@@ -43,15 +45,21 @@ class Borrower:
 
     def copy(self, fd: int, nbytes: int) -> Pages:
         """The first bytes of a memfd as they are now, in memory of our own."""
+        return self.copied(fd, nbytes, np.copyto)[0]
+
+    def copied(
+        self, fd: int, nbytes: int, copy: Callable[[Pages, Pages], Said]
+    ) -> tuple[Pages, Said]:
+        """As `copy`, by a function of where to and where from; and what that says."""
         require_memory(fd, nbytes)
         with self._lock:
             copied_N = self._room(nbytes)
-            np.copyto(copied_N, self._mapped(fd, nbytes)[:nbytes])
-        return copied_N
+            said = copy(copied_N, self._mapped(fd, nbytes)[:nbytes])
+        return copied_N, said
 
     def borrowed(self, lent: Lent) -> memoryview:
         """A copy that nobody writes to; UnsupportedError where the lender cannot be reached."""
-        fd = _open(lent)
+        fd = open_lent(lent)
         try:
             return self.copy(fd, lent.nbytes).data.toreadonly()
         finally:
@@ -81,7 +89,8 @@ class Borrower:
         return np.asarray(block)
 
 
-def _open(lent: Lent) -> int:
+def open_lent(lent: Lent) -> int:
+    """A descriptor of it; UnsupportedError where the lender cannot be reached."""
     path = f"/proc/{lent.pid}/fd/{lent.fd}"
     try:
         # Looked at before it is opened: to open something else may have effects, or no end.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -15,6 +16,7 @@ from clairai.weights import checksum as host
 
 SOURCE = Path(host.__file__).with_name("sum.c")
 Sum = Callable[[bytes | memoryview], str]
+Copy = Callable[[memoryview, bytes | memoryview], str]
 
 
 def plainly(raw: bytes) -> str:
@@ -35,18 +37,37 @@ def by_numpy(raw: bytes | memoryview) -> str:
 
 
 @pytest.fixture(scope="module")
-def one_by_one(tmp_path_factory: pytest.TempPathFactory) -> Sum:
+def narrow(tmp_path_factory: pytest.TempPathFactory) -> Any:
     """sum.c as a processor runs it that cannot multiply eight words at once."""
     folder = tmp_path_factory.mktemp("plain")
     source = folder / "sum.c"
     text = SOURCE.read_text()
-    assert "is_wide() ?" in text
+    assert text.count("is_wide() ?") == 2
     source.write_text(text.replace("is_wide() ?", "0 ?"))
     (folder / "cache").mkdir()
     with pytest.MonkeyPatch.context() as patched:
         patched.setenv("XDG_CACHE_HOME", str(folder / "cache"))
-        module = native.load(source)
-    return lambda raw: host.finish(module.summed(raw), len(raw))
+        return native.load(source)
+
+
+@pytest.fixture(scope="module")
+def one_by_one(narrow: Any) -> Sum:
+    return lambda raw: host.finish(narrow.summed(raw), len(raw))
+
+
+@pytest.fixture(scope="module")
+def copies(narrow: Any) -> dict[str, Copy]:
+    """Every way to copy and sum at once."""
+
+    def by_blocks(target: memoryview, source: bytes | memoryview) -> str:
+        return host.finish(narrow.copied(target, source), len(target))
+
+    def by_slices(target: memoryview, source: bytes | memoryview) -> str:
+        with pytest.MonkeyPatch.context() as patched:
+            patched.setattr(host, "native_sum", lambda: None)
+            return host.copied(target, source)
+
+    return {"as it is": host.copied, "block by block": by_blocks, "numpy": by_slices}
 
 
 def test_there_is_a_compiler_and_the_checksum_is_by_it() -> None:
@@ -78,6 +99,37 @@ def test_without_a_compiler_it_is_by_numpy(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(host, "native_sum", lambda: None)
     raw = np.random.default_rng(3).bytes(1003)
     assert host.checksum(raw) == plainly(raw)
+
+
+@settings(derandomize=True, deadline=None, max_examples=60)
+@given(
+    st.one_of(st.integers(0, 300), st.integers(4000, 20000)),
+    st.integers(0, 7),
+    st.integers(0, 7),
+    st.integers(0, 2**32),
+)
+def test_a_copy_is_all_of_it_and_no_more_and_its_sum_is_the_checksum(
+    copies: dict[str, Copy], nbytes: int, begin: int, lands: int, seed: int
+) -> None:
+    raw = memoryview(np.random.default_rng(seed).bytes(nbytes + begin))[begin:]
+    for way, copy in copies.items():
+        room = bytearray(b"\xa5" * (lands + nbytes + 64))
+        said = copy(memoryview(room)[lands : lands + nbytes], raw)
+        assert said == by_numpy(raw), way
+        assert room[lands : lands + nbytes] == raw, way
+        assert room[:lands] + room[lands + nbytes :] == b"\xa5" * (lands + 64), way
+
+
+def test_a_copy_that_does_not_fit_is_refused(copies: dict[str, Copy]) -> None:
+    for copy in copies.values():
+        for nbytes in (7, 9):
+            with pytest.raises(ValueError, match=r"."):
+                copy(memoryview(bytearray(8)), bytes(nbytes))
+
+
+def test_memory_that_nobody_may_write_to_is_not_copied_to() -> None:
+    with pytest.raises(TypeError):
+        host.copied(memoryview(bytes(8)), bytes(8))
 
 
 def test_memory_that_is_not_in_one_piece_is_refused() -> None:

@@ -18,6 +18,8 @@ from clairai.probe.turned import Turned
 from clairai.steer.desk import Desk
 from clairai.steer.registry import Limits, Registry
 from clairai.weights import Sender
+from clairai.weights.checksum import checksum
+from clairai.weights.manifest import Tensor
 from clairai.weights.pack import Packer
 from clairai.weights.port import Port
 from clairai.weights.shelf import COPIED_BYTES, Copied
@@ -140,13 +142,15 @@ def test_room_grows_and_what_is_cut_off_meanwhile_is_refused() -> None:
     shelf.room(10)[:] = 1
     room_N = shelf.room(5000)
     assert room_N[:10].tolist() == [1] * 10
+    ten = [Tensor("t", "U8", (10,), 0, 0, 10)]
     with pytest.raises(WeightsError, match="has 5000 bytes, 5001 were planned"):
-        Copied(borrower, os.dup(shelf.fds[0]), 5001, used=5001)
-    copied = Copied(borrower, os.dup(shelf.fds[0]), 5000, used=10)
+        Copied(borrower, os.dup(shelf.fds[0]), 5001, ten)
+    copied = Copied(borrower, os.dup(shelf.fds[0]), 5000, ten)
     room_N[:10] = 2
     assert copied.bytes_N.tolist() == [1] * 10
+    assert copied.checksums(ten) == [checksum(bytes([1] * 10))]
     with pytest.raises(WeightsError, match="not a memfd"):
-        Copied(borrower, os.open("/dev/zero", os.O_RDONLY), 10, used=10)
+        Copied(borrower, os.open("/dev/zero", os.O_RDONLY), 10, ten)
     assert COPIED_BYTES >= 512 * 8192 * 4, "a bank of 512 of a wide model fits"
 
 

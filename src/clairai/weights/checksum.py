@@ -33,6 +33,15 @@ def checksum(raw: memoryview | bytes) -> str:
     return finish(_sum_all(raw) if module is None else module.summed(raw), len(raw))
 
 
+def copied(target: memoryview, source: memoryview | bytes) -> str:
+    """Copy all of it, as many bytes; the checksum of the copy, whoever writes to the source."""
+    module = native_sum()
+    if module is not None:
+        return finish(module.copied(target, source), len(target))
+    target[:] = source
+    return checksum(target)
+
+
 @cache
 def native_sum() -> Any:
     """The module that sum.c is, made once; None where there is no compiler."""

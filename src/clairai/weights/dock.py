@@ -170,8 +170,8 @@ class Dock:
         if offer.home == "host":
             return HostLanded(owned.pop(), offer.nbytes)
         if offer.home == "copied":
-            ends = (t.offset + t.nbytes for t in plan.tensors if t.buffer == offer.index)
-            return Copied(self._borrower, owned.pop(), offer.nbytes, used=max(ends))
+            brought = [tensor for tensor in plan.tensors if tensor.buffer == offer.index]
+            return Copied(self._borrower, owned.pop(), offer.nbytes, brought)
         return self._open_device(offer.handle, offer.nbytes)
 
     def _keep(self, cargo: Cargo, buffer: Landed) -> None:

@@ -7,15 +7,13 @@ from itertools import groupby
 from typing import Final, Literal, NamedTuple
 
 import msgspec
-import numpy as np
 import torch
 
 from clairai.errors import WeightsError
 from clairai.lent import Shelf
 from clairai.points import quote
-from clairai.weights import tensors as device_memory
 from clairai.weights.buffers import HostBuffer
-from clairai.weights.checksum import checksum
+from clairai.weights.checksum import copied
 from clairai.weights.layout import Described
 from clairai.weights.manifest import Manifest, Tensor
 from clairai.weights.sources import Item
@@ -57,31 +55,28 @@ class Packer:
         return self._into_host(group, nbytes)
 
     def _onto(self, shelf: Shelf, group: tuple[Tensor, ...], nbytes: int) -> Packed:
-        bytes_N = shelf.room(nbytes)
-        self._fill(torch.from_numpy(bytes_N), group)
-        sums = [checksum(bytes_N[t.offset : t.offset + t.nbytes].data) for t in group]
+        sums = self._fill(shelf.room(nbytes).data, group)
         return Packed(summed(group, sums), "copied", shelf.fds, _keep)
 
     def _into_host(self, group: tuple[Tensor, ...], nbytes: int) -> Packed:
         buffer = HostBuffer(nbytes)
         try:
-            bytes_N = torch.frombuffer(buffer.view, dtype=torch.uint8)
-            self._fill(bytes_N, group)
-            del bytes_N  # nobody may hold the pages when they are sealed
-            view = buffer.view
-            sums = [checksum(view[t.offset : t.offset + t.nbytes]) for t in group]
-            view.release()
+            with buffer.view as view:  # nobody may hold the pages when they are sealed
+                sums = self._fill(view, group)
             buffer.seal()
         except BaseException:
             buffer.close()
             raise
         return Packed(summed(group, sums), "host", buffer.fds, buffer.close)
 
-    def _fill(self, bytes_N: torch.Tensor, group: tuple[Tensor, ...]) -> None:
+    def _fill(self, room: memoryview, group: tuple[Tensor, ...]) -> list[str]:
+        """Each tensor to its place, and the checksum of what lies there then."""
+        sums = []
         for planned in group:
-            # Not copy_: torch wakes all its threads for it, and waits longer than a copy takes.
-            source = flat(read(self._items, planned)).cpu().numpy()
-            np.copyto(device_memory.span(bytes_N, planned).numpy(), source)
+            source_N = flat(read(self._items, planned)).cpu().numpy()
+            with room[planned.offset : planned.offset + planned.nbytes] as place:
+                sums.append(copied(place, source_N.data))
+        return sums
 
 
 def _keep() -> None:
