@@ -42,6 +42,10 @@ class Shelf:
     def fds(self) -> tuple[int, ...]:
         return (self._fd,)
 
+    def lent(self, nbytes: int) -> Lent:
+        """Where so many bytes of it are to be read."""
+        return Lent(os.getpid(), self._fd, self.token, nbytes)
+
     def room(self, nbytes: int) -> NDArray[np.uint8]:
         """So many bytes, with whatever lies there from the last time."""
         if nbytes > len(self._pages_N):
@@ -77,7 +81,7 @@ class Lender:
         with self._lock:
             np.copyto(self._shelf.room(array.nbytes), array.reshape(-1).view(np.uint8))
             try:
-                yield Lent(os.getpid(), self._shelf.fds[0], self._shelf.token, array.nbytes)
+                yield self._shelf.lent(array.nbytes)
             except ClairaiError as error:
                 self._is_refused = isinstance(error, UnsupportedError)
                 raise

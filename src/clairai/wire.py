@@ -6,12 +6,14 @@ weights in wire_weights.py; nothing else of ours is imported.
 
 from __future__ import annotations
 
-from typing import Annotated, Final, Literal
+from typing import Final, Literal
 
 import msgspec
 import numpy as np
 
 from clairai import wire_capture, wire_steer, wire_weights
+from clairai.wire_weights import MAX_LENT_BYTES as MAX_LENT_BYTES
+from clairai.wire_weights import Lent as Lent
 
 Activation = Literal["none", "relu", "sigmoid"]
 
@@ -112,8 +114,6 @@ class Refusal(msgspec.Struct, frozen=True, tag="refusal", forbid_unknown_fields=
 Message = Welcome | Bank | AskBank | Refusal
 
 
-MAX_LENT_BYTES: Final = 32 << 20
-
 # Control plane: bytes into `collective_rpc("clairai_control", (message,))`, bytes out.
 
 
@@ -140,15 +140,6 @@ class RedirectProbes(
 
     names: tuple[str, ...]
     rows: memoryview  # one after the other; not copied when it is read
-
-
-class Lent(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Bytes in a memfd of another process, of the same user and on the same machine: lent.py."""
-
-    pid: Annotated[int, msgspec.Meta(ge=1, le=(1 << 31) - 1)]
-    fd: Annotated[int, msgspec.Meta(ge=0, le=(1 << 31) - 1)]
-    token: Annotated[str, msgspec.Meta(pattern=r"\A[0-9a-f]{32}\Z")]  # in the memfd's name
-    nbytes: Annotated[int, msgspec.Meta(ge=0, le=MAX_LENT_BYTES)]
 
 
 class TurnProbes(msgspec.Struct, frozen=True, tag="turn_probes", forbid_unknown_fields=True):

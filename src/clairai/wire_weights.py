@@ -5,9 +5,20 @@ Control messages travel as those of wire.py do. A manifest is JSON, as HTTP brou
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Final, Literal
 
 import msgspec
+
+MAX_LENT_BYTES: Final = 32 << 20
+
+
+class Lent(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Bytes in a memfd of another process, of the same user and on the same machine: lent.py."""
+
+    pid: Annotated[int, msgspec.Meta(ge=1, le=(1 << 31) - 1)]
+    fd: Annotated[int, msgspec.Meta(ge=0, le=(1 << 31) - 1)]
+    token: Annotated[str, msgspec.Meta(pattern=r"\A[0-9a-f]{32}\Z")]  # in the memfd's name
+    nbytes: Annotated[int, msgspec.Meta(ge=0, le=MAX_LENT_BYTES)]
 
 
 class KnownVector(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -51,9 +62,14 @@ class VerifyWeights(Question, frozen=True, tag="verify_weights", forbid_unknown_
 
 
 class CommitWeights(Question, frozen=True, tag="commit_weights", forbid_unknown_fields=True):
-    """Serve with what has come, all of it, or a Refusal and the old weights."""
+    """Serve with what has come, all of it, or a Refusal and the old weights.
+
+    Probes and vectors that are small need no plan: they are `lent`, and nothing has come before. An
+    engine that cannot read them there refuses that as unsupported.
+    """
 
     manifest: bytes
+    lent: Lent | None = None
 
 
 Control = DescribeWeights | ListTensors | CheckWeights | PlanWeights | VerifyWeights | CommitWeights

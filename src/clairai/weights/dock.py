@@ -10,12 +10,12 @@ import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from clairai.borrow import Borrower
+from clairai.borrow import Borrower, open_lent
 from clairai.errors import WeightsError
 from clairai.weights.buffers import HostLanded, Landed
-from clairai.weights.manifest import CPU, Manifest
+from clairai.weights.manifest import CPU, Manifest, changes_model
 from clairai.weights.shelf import COPIED_BYTES, Copied
-from clairai.wire_weights import Full, Held, Offer
+from clairai.wire_weights import Full, Held, Lent, Offer
 
 HANDLE_BYTES = 64
 OpenDevice = Callable[[bytes, int], Landed]
@@ -126,6 +126,14 @@ class Dock:
             before.close()  # of the same sender: another's would have been let go of
         return cargo
 
+    def borrow(self, plan: Manifest, lent: Lent) -> Cargo:
+        """What was lent for this plan, copied and read now; what else is expected stays so."""
+        _require_lendable(plan, lent)
+        copied = Copied(self._borrower, open_lent(lent), lent.nbytes, plan.tensors)
+        sums = copied.checksums(plan.tensors)
+        named = dict(zip((each.name for each in plan.tensors), sums, strict=True))
+        return Cargo(plan, [copied], num_read=1, checksums=named)
+
     def done(self, cargo: Cargo) -> None:
         """It has been loaded, or will not be. A GPU's is closed when its sender goes, not now.
 
@@ -195,6 +203,15 @@ class Dock:
     def _require_wanted(self, cargo: Cargo) -> None:
         if self._cargo is not cargo:
             raise WeightsError("another plan has come meanwhile; plan again")
+
+
+def _require_lendable(plan: Manifest, lent: Lent) -> None:
+    """The engine's main thread copies it, between two steps: no model comes so."""
+    if changes_model(plan) or plan.device != CPU or plan.buffers != (lent.nbytes,):
+        raise WeightsError(
+            f"{lent.nbytes} bytes are lent for buffers of {list(plan.buffers[:8])} bytes; lend one "
+            f"buffer in host memory, of probes and vectors alone, or plan and offer it"
+        )
 
 
 def _require_travelling(offer: Offer, fds: Sequence[int], *, is_on_host: bool) -> None:

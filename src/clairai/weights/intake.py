@@ -58,6 +58,7 @@ class Intake:
         self.columns: Columns | None = None  # the probes as they are, while a question is answered
         self.pending: Columns | None = None  # as they will be once the worker installs them
         self.vectors: tuple[wire_weights.KnownVector, ...] = ()  # as the core said
+        self.lent: wire_weights.Lent | None = None  # in place of what would have come before
         self.probe_rows: wire_weights.Rows | None = None  # for the core, which keeps its own
         self.vector_rows: tuple[wire_weights.Rows, ...] = ()
         self._model_slots = dict(model_slots)
@@ -86,7 +87,7 @@ class Intake:
             raise
 
     def _receive(self, raw: bytes) -> None:
-        with self.receiver.unpack(raw) as shipment:
+        with self.receiver.unpack(raw, self.lent) as shipment:
             if self.is_torn and not shipment.of("model"):
                 raise WeightsError("this brings no weights of the model")
             # Raises what a bank refuses, before anything changes.
@@ -165,7 +166,7 @@ class Handover:
             return self._answer(control)
         finally:
             # By vLLM's own routes nobody would tell the banks: there they cannot be named.
-            intake.columns, intake.vectors = None, ()
+            intake.columns, intake.vectors, intake.lent = None, (), None
 
     def _answer(self, control: wire_weights.Control) -> wire_weights.Reply:
         intake = self._intake
@@ -180,7 +181,8 @@ class Handover:
                 return _planned(intake.receiver.plan(manifest))
             case wire_weights.VerifyWeights(manifest):
                 return _planned(intake.receiver.verify(manifest))
-            case wire_weights.CommitWeights(manifest):
+            case wire_weights.CommitWeights(manifest, lent):
+                intake.lent = lent
                 committed = self._commit(manifest)
                 if control.wants_rows:
                     return committed

@@ -112,6 +112,11 @@ class Port:
         self.close()
 
 
+def is_there(folder: Path, epoch: str) -> bool:
+    """Whether the engine of this epoch takes weights here; one that comes removes dead ones'."""
+    return socket_path(folder, int(epoch, 16), KIND).is_socket()
+
+
 def _connect(path: Path) -> socket.socket:
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
     sock.settimeout(GREETING_S)

@@ -18,6 +18,7 @@ from clairai.weights.checksum import native_sum
 from clairai.weights.dock import Cargo, Dock, OpenDevice
 from clairai.weights.link import Link
 from clairai.weights.manifest import CPU, Manifest, digest, kind_of, parse
+from clairai.wire_weights import Lent
 
 Slots = Callable[[], Mapping[str, Slot]]
 
@@ -72,10 +73,13 @@ class Receiver:
         return manifest
 
     @contextmanager
-    def unpack(self, raw: bytes) -> Iterator[Shipment]:
-        """All that came, verified; raises before anybody has seen a tensor."""
+    def unpack(self, raw: bytes, lent: Lent | None = None) -> Iterator[Shipment]:
+        """All that came, or is lent, verified; raises before anybody has seen a tensor."""
         manifest = self.check(raw)
-        cargo = self._dock.take(manifest.transfer)
+        if lent is None:
+            cargo = self._dock.take(manifest.transfer)
+        else:
+            cargo = self._dock.borrow(manifest, lent)
         try:
             _check_cargo(manifest, cargo)
             yield _shipment(manifest, cargo.buffers)

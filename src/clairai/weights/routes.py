@@ -20,12 +20,13 @@ from clairai.serve.calls import Server
 from clairai.weights.carriers import Carrier, OverHttp, OverSocket
 from clairai.weights.manifest import CPU
 from clairai.weights.pack import HOST
-from clairai.weights.port import Port
+from clairai.weights.port import Port, is_there
 from clairai.weights.sources import Item
 from clairai.wire_weights import WeightsState
 
 Home = Literal["device", "host", "http"]
 Through = Literal["auto", "device", "host", "http"]
+_ASKED: Final = "it was asked for"
 _HERE: Final = "the engine is in this process, and CUDA opens no handle where it was made"
 
 
@@ -57,7 +58,7 @@ class Router:
     def route(self, found: Sequence[Item], state: WeightsState) -> Route:
         """Its carrier is open."""
         if self.through == "http":
-            return self._over_http("it was asked for")
+            return self._over_http(_ASKED)
         try:
             return self.by_socket(found, state)
         except EngineGoneError as error:
@@ -74,13 +75,24 @@ class Router:
             port.close()
             raise
 
+    def lending(self, found: Sequence[Item], state: WeightsState) -> str | None:
+        """Why the host's memory is the way, if the engine may copy it from this process."""
+        if self.server is not None or self.through not in ("auto", "host"):
+            return None
+        if not is_there(meeting_folder(self.runtime_dir), state.epoch):
+            return None
+        if self.through == "host":
+            return _ASKED
+        device, why = home_of(found, state.device)
+        return why if device == HOST else None
+
     def _over_http(self, why: str) -> Route:
         assert self.server is not None
         return Route("http", why, HOST, OverHttp(self.server))
 
     def _over_socket(self, port: Port, found: Sequence[Item], engine: str) -> Route:
         if self.through == "host":
-            return Route("host", "it was asked for", HOST, OverSocket(port))
+            return Route("host", _ASKED, HOST, OverSocket(port))
         device, why = home_of(found, engine)
         if device != HOST and port.is_here:
             device, why = HOST, _HERE

@@ -47,7 +47,7 @@ class OverHttp:
 
 
 class InProcess:
-    """vLLM's LLM: between two calls of generate() no request runs."""
+    """vLLM's LLM: between two calls of generate() no request runs. Also lent memory is its way."""
 
     def __init__(self, llm: Any) -> None:
         self._llm = llm
@@ -67,3 +67,10 @@ class InProcess:
         if changes_model(parse(manifest)):
             self._llm.reset_prefix_cache()  # its blocks were computed with the old weights
         return committed
+
+    def commit_lent(
+        self, manifest: bytes, lent: wire_weights.Lent
+    ) -> wire_weights.WeightsCommitted:
+        """Probes and vectors, without a plan; UnsupportedError where they cannot be read."""
+        asked = wire_weights.CommitWeights(manifest, lent)
+        return ask(self._llm, asked, wire_weights.WeightsCommitted)
