@@ -27,6 +27,10 @@ Pages = NDArray[np.uint8]
 Said = TypeVar("Said")
 
 
+def _ordinary(nbytes: int) -> Pages:
+    return np.empty(nbytes, np.uint8)
+
+
 class _Block:
     """Memory as numpy takes it without a copy: an array of it, or a view of one, keeps this."""
 
@@ -37,7 +41,9 @@ class _Block:
 class Borrower:
     """One for each place where memory comes; it keeps the mapping, and room for the next copies."""
 
-    def __init__(self) -> None:
+    def __init__(self, allocate: Callable[[int], Pages] = _ordinary) -> None:
+        """`allocate` gives the memory that copies lie in."""
+        self._allocate = allocate
         self._lock = threading.Lock()
         self._inode = (0, 0)
         self._theirs_N: Pages = np.empty(0, np.uint8)
@@ -83,7 +89,7 @@ class Borrower:
         """
         pages_N = self._free.pop() if self._free else np.empty(0, np.uint8)
         if len(pages_N) < nbytes:
-            pages_N = np.empty(nbytes, np.uint8)
+            pages_N = self._allocate(nbytes)
         block = _Block(pages_N, nbytes)
         weakref.finalize(block, self._free.append, pages_N).atexit = False
         return np.asarray(block)

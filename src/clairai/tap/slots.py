@@ -5,6 +5,7 @@ P = probes, D = model width.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Final, NamedTuple
 
@@ -57,7 +58,8 @@ def block_slots(places: Sequence[Place], block_PD: NDArray[np.float32]) -> Itera
 class Upload:
     """Rows on their way to a device, in memory that is kept: fresh pages cost more than the copy.
 
-    For a GPU it is pinned: then the host goes on while the GPU fetches them.
+    For a GPU it is pinned: then the host goes on while the GPU fetches them. Rows that lie in
+    pinned memory already are fetched from there, and held until they have been.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -67,25 +69,45 @@ class Upload:
         # would all want the same few lines of a CPU's cache.
         self._gap = 0 if self._is_on_gpu else LINE_NUMBERS
         self._staging = torch.empty(0)
-        self._fetched: torch.cuda.Event | None = None
+        self._fetching: deque[tuple[torch.cuda.Event, torch.Tensor]] = deque()
 
     def __call__(self, rows_PD: NDArray[np.float32]) -> torch.Tensor:
-        """On the device, in the order of its current stream; on a CPU valid until the next call."""
+        """On the device, in the order of its current stream; on a CPU valid until the next call.
+
+        Nobody writes to the rows any more: they are a bank's.
+        """
+        if not self._is_on_gpu:
+            return self._staged(rows_PD)
+        while self._fetching and self._fetching[0][0].query():
+            self._fetching.popleft()
+        given_PD = torch.from_numpy(np.asarray(_Held(rows_PD)))
+        source_PD = given_PD if given_PD.is_pinned() else self._staged(rows_PD)
+        moved_PD = source_PD.to(self._device, non_blocking=True)
+        fetched = torch.cuda.Event()
+        fetched.record(torch.cuda.current_stream(self._device))
+        self._fetching.append((fetched, source_PD))
+        return moved_PD
+
+    def _staged(self, rows_PD: NDArray[np.float32]) -> torch.Tensor:
         num_rows, width = rows_PD.shape
         pitch = width + self._gap
         staged_PD = self._room(num_rows * pitch).view(num_rows, pitch)[:, :width]
         np.copyto(staged_PD.numpy(), rows_PD)
-        if not self._is_on_gpu:
-            return staged_PD
-        moved_PD = staged_PD.to(self._device, non_blocking=True)
-        self._fetched = torch.cuda.Event()
-        self._fetched.record(torch.cuda.current_stream(self._device))
-        return moved_PD
+        return staged_PD
 
     def _room(self, size: int) -> torch.Tensor:
         """Nobody reads what was there any more."""
-        if self._fetched is not None:
-            self._fetched.synchronize()
+        while self._fetching:
+            self._fetching.popleft()[0].synchronize()
         if self._staging.numel() < size:
             self._staging = torch.empty(size, pin_memory=self._is_on_gpu)
         return self._staging[:size]
+
+
+class _Held:
+    """Rows that nobody may write to, as torch takes them: it warns of those, and writes to none."""
+
+    def __init__(self, rows_PD: NDArray[np.float32]) -> None:
+        found = rows_PD.__array_interface__
+        self._rows_PD = rows_PD  # as long as anybody has a tensor of them
+        self.__array_interface__ = {**found, "data": (found["data"][0], False)}

@@ -44,9 +44,10 @@ class Cargo:
 class Dock:
     """Room for one hand-over at a time."""
 
-    def __init__(self, open_device: OpenDevice) -> None:
+    def __init__(self, open_device: OpenDevice, borrower: Borrower) -> None:
+        """What is small and in host memory is copied by `borrower`."""
         self._open_device = open_device
-        self._borrower = Borrower()
+        self._borrower = borrower
         self._cargo: Cargo | None = None
         self._taken: Cargo | None = None
         self._lock = threading.Lock()

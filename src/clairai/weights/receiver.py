@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from clairai.borrow import Borrower
 from clairai.weights import check
 from clairai.weights.check import Holding, Slot
 from clairai.weights.checksum import native_sum
@@ -44,7 +45,7 @@ class Receiver:
         self.epoch = secrets.randbits(63) + 1
         self.device = device
         self._slots = slots
-        self._dock = Dock(open_device)
+        self._dock = Dock(open_device, _borrower(device))
         self._link = Link(folder, self.epoch, device, self._dock)
 
     @property
@@ -88,6 +89,15 @@ class Receiver:
 
     def close(self) -> None:
         self._link.close()
+
+
+def _borrower(device: str) -> Borrower:
+    """A GPU fetches new rows of a bank from where they were copied to, if that is pinned."""
+    if device == CPU:
+        return Borrower()
+    from clairai.weights.tensors import pinned
+
+    return Borrower(pinned)
 
 
 def _check_cargo(manifest: Manifest, cargo: Cargo) -> None:

@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any, Final
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from clairai.ring.cuda import DeviceBlock
 from clairai.weights import device_sums
@@ -63,6 +65,12 @@ class _Span:
 def device_bytes(block: DeviceBlock, device: torch.device) -> torch.Tensor:
     """All of it as bytes, in place."""
     return torch.as_tensor(_Span(block), device=device)
+
+
+def pinned(nbytes: int) -> NDArray[np.uint8]:
+    """Host memory that a GPU fetches from by itself."""
+    pages_N: NDArray[np.uint8] = torch.empty(nbytes, dtype=torch.uint8, pin_memory=True).numpy()
+    return pages_N
 
 
 def placed(tensors: Sequence[Tensor], buffers: Sequence[Landed]) -> Iterator[tuple[str, Any]]:
