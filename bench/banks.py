@@ -84,8 +84,8 @@ def _said() -> list[str]:
         "0.5 MB): as wide and as deep as an 8B model, the layers thin inside, weights made up. "
         "vLLM's CPU build, the engine core and its worker in one process, as on a GPU. "
         "From the call to its return, on two cores that others used as well. The goal is 10 ms. A "
-        "hand-over asks the engine twice and goes through shared memory, checked on both sides; "
-        "`redirect` is one message, its rows in shared memory."
+        "hand-over and `redirect` are one question each, their numbers in shared memory; those of "
+        "a hand-over are summed on both sides."
     ]
 
 

@@ -19,6 +19,7 @@ STAGES: Final = (
     "clairai.weights.ways:InProcess.state",
     "clairai.weights.ways:InProcess.plan",
     "clairai.weights.ways:InProcess.commit",
+    "clairai.weights.ways:InProcess.commit_lent",
     "clairai.weights.pack:Packer.pack",
     "clairai.weights.device_pack:DevicePacker.__init__",
     "clairai.weights.device_pack:DevicePacker.begin",
