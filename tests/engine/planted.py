@@ -41,6 +41,13 @@ def norms_of_ours() -> None:
     fused.is_allowed = is_allowed
 
 
+def large_model() -> None:
+    """No bug: every model counts as large, and its graphs publish as those of a large one do."""
+    from clairai.compat import graphs
+
+    graphs.LARGE_BYTES = 0  # type: ignore[misc]
+
+
 def points_not_in_key() -> None:
     """The planted bug: what is tapped is kept out of the compile-cache key."""
     gpu_compile_mode()

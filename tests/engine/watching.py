@@ -26,13 +26,18 @@ def logprobs(llm: Any, prompts: list[list[int]]) -> list[Any]:
 
 
 def publishers(llm: Any) -> str:
-    """Who publishes a step of a captured graph: the graph itself, or the host behind it."""
+    """Who publishes a captured graph's steps: the graph itself, and how, or the host behind it."""
     (found,) = llm.collective_rpc(_publishers)
     return str(found)
 
 
 def _publishers(worker: Any) -> str:
-    return "graph" if worker.clairai_station._outlet._is_captured else "host"
+    from clairai.tap.branch import OneStream
+
+    if not worker.clairai_station._outlet._is_captured:
+        return "host"
+    is_in_line = isinstance(worker.clairai_tables.tail._branch, OneStream)
+    return "graph, in line" if is_in_line else "graph, beside"
 
 
 def was_registered(_llm: Any) -> bool:

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 import clairai
-from tests.engine import attribution, models, watching
+from tests.engine import attribution, models, planted, watching
 from tests.engine.process import EngineProcess
 from tests.fidelity import scenarios
 from tests.fidelity.oracle import relative_error
@@ -29,8 +29,13 @@ TEXTS: Final = [
 ]
 PROMPTS: Final = models.random_prompts(9, (3, 17, 40, 64, 5, 90), 40_000)
 RUNNERS: Final = {"V1": "0", "V2": "1"}
-# A graph publishes beside the blocks that follow the last tap, if there are any.
-PUBLISHERS: Final = {"graph": POINTS[:-1], "host": POINTS}
+# Who publishes a graph's steps: a small model's graph in line; a large one's beside the blocks that
+# follow the last tap, else the host.
+PUBLISHERS: Final[dict[str, dict[str, Any]]] = {
+    "graph, in line": {"points": POINTS},
+    "graph, beside": {"points": POINTS[:-1], "plant": planted.large_model},
+    "host": {"points": POINTS, "plant": planted.large_model},
+}
 NOISE: Final = 0.03  # of a value, what bfloat16 makes of ten layers
 
 
@@ -68,15 +73,16 @@ def engines(real_model: Path, runtime: Path) -> Iterator[Engines]:
     with ThreadPoolExecutor(len(kinds)) as pool, ExitStack() as opened:
         starting = {}
         for runner, publisher in kinds:
-            config = clairai.config(points=PUBLISHERS[publisher], capacity=WIDTH)
-            given = {"additional_config": config, **changes}
+            given = {**changes, **PUBLISHERS[publisher]}
+            config = clairai.config(points=given.pop("points"), capacity=WIDTH)
+            given["additional_config"] = config
             starting[runner, publisher] = pool.submit(start, real_model, runtime, runner, **given)
         yield {kind: opened.enter_context(each.result()) for kind, each in starting.items()}
 
 
 @pytest.fixture(params=[*RUNNERS])
 def engine(request: pytest.FixtureRequest, engines: Engines) -> EngineProcess:
-    return engines[request.param, "host"]
+    return engines[request.param, "graph, in line"]
 
 
 def test_pitfall_17_warm_up_leaves_no_rows(engines: Engines) -> None:

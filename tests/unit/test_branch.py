@@ -141,3 +141,17 @@ def test_a_tail_runs_beside_the_blocks_behind_the_last_tap_and_is_waited_for(cud
     assert cuda.noted == ["side waits for forward"]
     assert tail.end()
     assert cuda.noted == ["side waits for forward", "forward waits for side"]
+
+
+def test_a_tail_in_line_leaves_the_graph_without_a_branch(cuda: ToyCuda) -> None:
+    tail, worked = Tail(side()), []
+    tail.stay_in_line()
+    tail.begin(None)
+    tail.ran(5)
+    tail.end()
+    cuda.is_capturing = True
+    tail.begin(lambda num_tokens: worked.append((num_tokens, cuda.current.name)))
+    tail.ran(5)
+    assert tail.end()
+    assert worked == [(5, "forward")]
+    assert cuda.noted == []

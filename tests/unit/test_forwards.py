@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from clairai.compat.runner import watch_forwards
+from clairai.compat import graphs
+from clairai.compat.graphs import publish_in_graphs, watch_forwards
 from clairai.tap.branch import OneStream, Tail
 from clairai.tap.outlet import Inputs
 
@@ -51,10 +52,8 @@ class Engine:
         self.is_capturing = False
         tail = Tail(OneStream())
         self.model = Model(tail, self.told)
-        runner = SimpleNamespace(get_model=lambda: self.model)
-        station: Any = SimpleNamespace(forwards=Forwards(self.told))
         inputs: Any = lambda: "inputs"  # noqa: E731
-        watch_forwards(runner, inputs, tail, station, lambda: self.is_capturing)
+        watch_forwards(self.model, inputs, tail, Forwards(self.told), lambda: self.is_capturing)
 
     def forward(self, num_taps: int = 2) -> list[Any]:
         self.told.clear()
@@ -106,26 +105,55 @@ def test_a_graph_with_other_taps_keeps_publishing_out_of_all(
     assert told[-1] == "keep out"
 
 
-def is_watched(model: Model, forwards: Forwards | None) -> bool:
+class Held(Tail):
+    """Notes whether it stays in line."""
+
+    is_in_line = False
+
+    def stay_in_line(self) -> None:
+        self.is_in_line = True
+
+
+def published(model: Model, tapped: str = "pre_attn.1") -> str:
+    """How the graphs of a model with two blocks publish."""
+    tail = Held(OneStream())
+    tables: Any = SimpleNamespace(tail=tail, sites=("pre_attn.0", tapped))
     runner, inputs = SimpleNamespace(get_model=lambda: model), SimpleNamespace()
-    station: Any = SimpleNamespace(forwards=forwards)
-    watch_forwards(runner, inputs, Tail(OneStream()), station)  # type: ignore[arg-type]
-    return bool(model._forward_hooks) and bool(model._forward_pre_hooks)
+    publish_in_graphs(runner, inputs, tables, Forwards([]), "post_block.1")  # type: ignore[arg-type]
+    if not (model._forward_hooks and model._forward_pre_hooks):
+        return "not"
+    return "in line" if tail.is_in_line else "beside"
 
 
-def test_only_who_can_publish_in_a_graph_is_told() -> None:
-    assert is_watched(Model(Tail(OneStream()), []), Forwards([]))
-    assert not is_watched(Model(Tail(OneStream()), []), None)  # an engine on a CPU
+@pytest.fixture
+def model() -> Model:
+    made = Model(Tail(OneStream()), [])
+    made.weight = torch.nn.Parameter(torch.zeros(1000))
+    return made
+
+
+@pytest.mark.parametrize("tapped", ["pre_attn.1", "post_block.1"])
+def test_a_small_models_graphs_publish_in_line_wherever_the_last_tap_is(
+    model: Model, tapped: str
+) -> None:
+    assert published(model, tapped) == "in line"
+
+
+@pytest.mark.parametrize(("tapped", "how"), [("pre_attn.1", "beside"), ("post_block.1", "not")])
+def test_a_large_models_graphs_publish_beside_what_follows_the_last_tap(
+    model: Model, tapped: str, how: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(graphs, "LARGE_BYTES", 4000)
+    assert published(model, tapped) == how
 
 
 def test_a_model_whose_graphs_end_inside_of_it_is_left_alone(
-    monkeypatch: pytest.MonkeyPatch,
+    model: Model, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("VLLM_USE_BREAKABLE_CUDAGRAPH", "1")
-    assert not is_watched(Model(Tail(OneStream()), []), Forwards([]))
+    assert published(model) == "not"
 
 
-def test_a_model_that_is_compiled_with_its_hooks_is_left_alone() -> None:
-    model = Model(Tail(OneStream()), [])
+def test_a_model_that_is_compiled_with_its_hooks_is_left_alone(model: Model) -> None:
     model._compiled_call_impl = model._call_impl  # as Module.compile does
-    assert not is_watched(model, Forwards([]))
+    assert published(model) == "not"

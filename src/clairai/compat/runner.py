@@ -18,10 +18,9 @@ from clairai.compat.captures import read_order
 from clairai.compat.requests import read_course, read_mark, read_sealed
 from clairai.errors import UnsupportedError
 from clairai.steer.course import Course
-from clairai.tap.branch import Tail
 from clairai.tap.outlet import Inputs
 from clairai.tap.rows import Batch
-from clairai.tap.station import NewRequest, Station
+from clairai.tap.station import NewRequest
 
 
 class Listener(Protocol):
@@ -63,48 +62,6 @@ def connect(runner: Any, listeners: Sequence[Listener]) -> Callable[[], Inputs]:
     _wrap(runner, "execute_model", functools.partial(_stepping, inputs), listeners)
     _wrap(runner, "_dummy_run", _blanking, listeners)
     return inputs
-
-
-def watch_forwards(
-    runner: Any,
-    inputs: Callable[[], Inputs],
-    tail: Tail,
-    station: Station,
-    is_capturing: Callable[[], bool] = torch.cuda.is_current_stream_capturing,
-) -> None:
-    """A forward that is a graph publishes its own step; any that runs as Python is told of.
-
-    The outermost module is Python's even where its inside is compiled. A graph of a whole forward
-    is captured around it on both runners: V1 compilation/cuda_graph.py CUDAGraphWrapper, V2
-    v1/worker/gpu/cudagraph_utils.py capture(), 0.26. A piece of one begins and ends inside.
-    """
-    forwards, model = station.forwards, runner.get_model()
-    if forwards is None or _is_cut(model):
-        return
-
-    def begins(*_: Any) -> None:
-        tail.begin(forwards.captured if is_capturing() else None)
-
-    def ends(*_: Any) -> None:
-        is_whole = tail.end()
-        if not is_capturing():
-            forwards.forwarded(inputs)
-        elif not is_whole:
-            forwards.keep_out()
-
-    model.register_forward_pre_hook(begins)
-    model.register_forward_hook(ends)
-
-
-def _is_cut(model: torch.nn.Module) -> bool:
-    """Whether a graph may end inside of a forward, or a compiler would take our hooks for vLLM's.
-
-    compilation/breakable_cudagraph.py; GPUModelRunner.load_model calls Module.compile, 0.26:5385.
-    """
-    from vllm import envs
-
-    is_breakable = bool(getattr(envs, "VLLM_USE_BREAKABLE_CUDAGRAPH", False))
-    return is_breakable or model._compiled_call_impl is not None
 
 
 Method = Callable[..., Any]

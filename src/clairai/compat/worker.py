@@ -19,6 +19,7 @@ from clairai.compat import (
     changes,
     core,
     fused,
+    graphs,
     joins,
     layers,
     modes,
@@ -132,9 +133,10 @@ def _install(worker: Any, settings: Settings, planned: Plan) -> None:
         listeners += _captured(worker, settings, sites)  # behind the scores that rules wait for
     if listeners:
         worker.clairai_inputs = runner.connect(worker.model_runner, listeners)
-    if worker.rank == 0 and sites.last not in names:  # beside the blocks behind the last tap
-        station = worker.clairai_station
-        runner.watch_forwards(worker.model_runner, worker.clairai_inputs, tables.tail, station)
+    forwards = worker.clairai_station.forwards if worker.rank == 0 else None
+    if forwards is not None:
+        inputs = worker.clairai_inputs
+        graphs.publish_in_graphs(worker.model_runner, inputs, tables, forwards, sites.last)
     if settings.is_steering:  # before the first capture, which keeps its address
         worker.clairai_steer_tables.use_token_ids(worker.clairai_inputs().token_ids_T)
 

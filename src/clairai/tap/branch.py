@@ -58,7 +58,7 @@ class SideStream:
 
 
 class Tail:
-    """What a graph of a whole forward does when all taps have run, beside what follows them."""
+    """What a graph of a whole forward does when all taps have run, beside the rest or before it."""
 
     def __init__(self, branch: Branch) -> None:
         self._branch = branch
@@ -66,6 +66,10 @@ class Tail:
         self._num_ran = 0
         self._work: Callable[[int], None] | None = None
         self._is_done = False
+
+    def stay_in_line(self) -> None:
+        """The graph gets no branch: what follows the taps waits."""
+        self._branch = OneStream()
 
     def begin(self, work: Callable[[int], None] | None) -> None:
         """A forward begins; `work` is for the graph that is captured around it, if one is."""
