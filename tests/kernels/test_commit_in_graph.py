@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from clairai.errors import EngineGoneError
 from clairai.tap.ledger import NUM_BRIEFS
 from clairai.tap.outlet import Inputs
 from tests.kernels.outlets import WIDE, Way, inputs_of, outlets, rows_in
@@ -68,3 +69,17 @@ def test_a_forward_of_nobodys_rows_leaves_the_next_step_alone(is_graph: bool) ->
             both.launch.replay = replayed  # type: ignore[assignment,method-assign]
             follow(both, [Plan(new=[(3, 0, 0)], counts=[3, *[1] * at])], ["graph"])
             both.launch.replay = late  # type: ignore[method-assign]
+
+
+def test_a_step_that_no_graph_has_published_is_noticed_as_soon_as_anybody_looks() -> None:
+    """As if a graph had been captured without what publishes: the next would take its brief."""
+    with outlets() as both:
+        both.engine.step(Plan(new=[(3, 0, 0)], counts=[3]))
+        inputs = inputs_of([], both.tables.max_tokens)
+        both.device.flush()
+        assert both.device.note(1, both.book.last, 1)
+        both.device.settle(lambda: inputs)
+        with pytest.raises(EngineGoneError, match="has not published the last"):
+            both.device.flush()
+        both.launch.replay(inputs)
+        both.device.flush()

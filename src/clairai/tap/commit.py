@@ -168,7 +168,14 @@ class DeviceOutlet:
         self._launch.follow(stream)
 
     def flush(self) -> None:
+        """A brief that no graph has published by then would be taken for the next step's."""
         self._launch.flush()
+        sent = self._ledger.sent
+        if sent and not self._briefs[(sent - 1) % NUM_BRIEFS].is_free():
+            raise EngineGoneError(
+                f"the GPU is done with all {sent} steps, but has not published the last: rows are "
+                f"no longer known to be whose they seem; restart the engine, and report it"
+            )
 
     def close(self) -> None:
         self._launch.flush()
