@@ -129,29 +129,29 @@ def test_a_site_aside_is_read_on_the_branch_and_scores_the_same(cuda: ToyCuda) -
     assert tables.ran_S.tolist() == [2]
 
 
-def test_a_tail_runs_beside_the_blocks_behind_the_last_tap_and_is_waited_for(cuda: ToyCuda) -> None:
-    tail, worked = Tail(side()), []
+def captured_with(tail: Tail, cuda: ToyCuda) -> list[tuple[int, str]]:
+    """What was worked, and on which stream, when a forward of one tap was captured."""
+    worked: list[tuple[int, str]] = []
     tail.begin(None)
     tail.ran(5)
     tail.end()
     cuda.is_capturing = True
     tail.begin(lambda num_tokens: worked.append((num_tokens, cuda.current.name)))
     tail.ran(5)
-    assert worked == [(5, "side")]
+    return worked
+
+
+def test_a_tail_runs_beside_the_blocks_behind_the_last_tap_and_is_waited_for(cuda: ToyCuda) -> None:
+    tail = Tail(side())
+    assert captured_with(tail, cuda) == [(5, "side")]
     assert cuda.noted == ["side waits for forward"]
     assert tail.end()
     assert cuda.noted == ["side waits for forward", "forward waits for side"]
 
 
 def test_a_tail_in_line_leaves_the_graph_without_a_branch(cuda: ToyCuda) -> None:
-    tail, worked = Tail(side()), []
+    tail = Tail(side())
     tail.stay_in_line()
-    tail.begin(None)
-    tail.ran(5)
-    tail.end()
-    cuda.is_capturing = True
-    tail.begin(lambda num_tokens: worked.append((num_tokens, cuda.current.name)))
-    tail.ran(5)
+    assert captured_with(tail, cuda) == [(5, "forward")]
     assert tail.end()
-    assert worked == [(5, "forward")]
     assert cuda.noted == []

@@ -27,16 +27,6 @@ from tests.unit.toy_station import WIDTH
 from tests.unit.toy_weights import ToyLlm, engine
 
 
-class Listening(ToyLlm):
-    """Keeps what it is asked."""
-
-    asked: list[Any]
-
-    def collective_rpc(self, method: str, args: tuple[bytes]) -> list[bytes]:
-        self.asked.append(msgspec.msgpack.decode(args[0], type=wire.Control))
-        return super().collective_rpc(method, args)
-
-
 @pytest.fixture
 def station(runtime: Path) -> Iterator[Station]:
     with banked(runtime) as made:
@@ -44,17 +34,14 @@ def station(runtime: Path) -> Iterator[Station]:
 
 
 @pytest.fixture
-def llm(station: Station, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Listening]:
+def llm(station: Station, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[ToyLlm]:
     """Whose core sees the worker's bank, as on one GPU; a few bytes are lent here too."""
     monkeypatch.setattr(lent, "MIN_BYTES", 1)
-    monkeypatch.setattr("tests.unit.toy_weights.ToyLlm", Listening)
     with engine(tmp_path, station, Desk(None, probes(), bank=lambda: station.columns)) as running:
-        assert isinstance(running, Listening)
-        running.asked = []
         yield running
 
 
-def test_rows_are_lent_and_do_not_come_in_the_message(station: Station, llm: Listening) -> None:
+def test_rows_are_lent_and_do_not_come_in_the_message(station: Station, llm: ToyLlm) -> None:
     names = station.columns.names
     for times in (1, 2, 3):
         before = station.columns.version
@@ -68,7 +55,7 @@ def test_rows_are_lent_and_do_not_come_in_the_message(station: Station, llm: Lis
     assert llm.desk._probes["a"] is station.columns.by_name["a"]
 
 
-def test_some_probes_in_another_order_are_lent_too(station: Station, llm: Listening) -> None:
+def test_some_probes_in_another_order_are_lent_too(station: Station, llm: ToyLlm) -> None:
     ProbeBank(llm).redirect(("d", "a"), rows(2))
     by_name = station.columns.by_name
     assert by_name["d"].direction_D.tolist() == rows(2)[0].tolist()
@@ -86,7 +73,7 @@ def test_some_probes_in_another_order_are_lent_too(station: Station, llm: Listen
     ],
 )
 def test_rows_that_are_lent_are_checked_as_those_of_a_message(
-    station: Station, llm: Listening, names: tuple[str, ...], given: Any, reason: str
+    station: Station, llm: ToyLlm, names: tuple[str, ...], given: Any, reason: str
 ) -> None:
     before = station.columns
     with pytest.raises(ProbeError, match=reason):
@@ -96,7 +83,7 @@ def test_rows_that_are_lent_are_checked_as_those_of_a_message(
 
 
 def test_where_the_worker_is_in_another_process_rows_come_in_the_message(
-    station: Station, llm: Listening
+    station: Station, llm: ToyLlm
 ) -> None:
     llm.desk = Desk(None, probes())
     for times in (1, 2):
@@ -118,7 +105,7 @@ def test_what_is_small_or_very_large_comes_in_the_message() -> None:
 
 
 def test_without_shared_memory_rows_come_in_the_message(
-    station: Station, llm: Listening, monkeypatch: pytest.MonkeyPatch
+    station: Station, llm: ToyLlm, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(lent, "free_bytes", lambda: 0)
     ProbeBank(llm).redirect(station.columns.names, rows())
@@ -127,11 +114,11 @@ def test_without_shared_memory_rows_come_in_the_message(
 
 
 def test_memory_of_a_question_that_was_not_answered_is_not_filled_again(
-    station: Station, llm: Listening, monkeypatch: pytest.MonkeyPatch
+    station: Station, llm: ToyLlm, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     names = station.columns.names
     with monkeypatch.context() as patched:
-        patched.setattr(ToyLlm, "collective_rpc", _never)
+        patched.setattr(Desk, "control", _never)
         with pytest.raises(TimeoutError):
             ProbeBank(llm).redirect(names, rows())
     late = llm.asked[0]

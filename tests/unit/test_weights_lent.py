@@ -26,23 +26,10 @@ from clairai.weights.port import Port
 from clairai.weights.sources import items
 from clairai.weights.ways import InProcess
 from clairai.weights.whole import bank
-from clairai.wire import Control, Refusal
+from clairai.wire import Refusal
 from tests.unit import toy_station
 from tests.unit.toy_banks import banked, probes, rows
-from tests.unit.toy_weights import ToyLlm, engine, plan, weights
-
-
-class Asked(ToyLlm):
-    """Keeps what it is asked."""
-
-    def __init__(self, *given: Any, **named: Any) -> None:
-        super().__init__(*given, **named)
-        self.asked: list[str] = []
-
-    def collective_rpc(self, method: str, args: tuple[bytes]) -> list[bytes]:
-        question = msgspec.msgpack.decode(args[0], type=Control)
-        self.asked.append(type(question).__name__)
-        return super().collective_rpc(method, args)
+from tests.unit.toy_weights import ToyLlm, engine, plan, spoil_what_is_packed, weights
 
 
 @pytest.fixture
@@ -52,15 +39,18 @@ def station(runtime: Path) -> Iterator[Station]:
 
 
 @pytest.fixture
-def llm(station: Station, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Asked]:
-    monkeypatch.setattr("tests.unit.toy_weights.ToyLlm", Asked)
+def llm(station: Station, tmp_path: Path) -> Iterator[ToyLlm]:
     with engine(tmp_path, station, Desk(None, probes(), bank=lambda: station.columns)) as running:
-        assert isinstance(running, Asked)
         yield running
 
 
+def kinds(llm: ToyLlm) -> list[str]:
+    """Of the questions so far."""
+    return [type(question).__name__ for question in llm.asked]
+
+
 @pytest.fixture
-def sender(llm: Asked, tmp_path: Path) -> Sender:
+def sender(llm: ToyLlm, tmp_path: Path) -> Sender:
     return Sender(llm, runtime_dir=str(tmp_path))
 
 
@@ -69,16 +59,17 @@ def held(station: Station) -> Any:
 
 
 def test_a_bank_goes_in_one_question_and_by_no_socket(
-    station: Station, llm: Asked, sender: Sender, monkeypatch: pytest.MonkeyPatch
+    station: Station, llm: ToyLlm, sender: Sender, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(Port, "__init__", _forbidden)
     told: list[tuple[int, int]] = []
     for times in (1, 2, 3):
-        before, llm.asked = station.columns.version, []
+        before = station.columns.version
+        llm.messages.clear()
         sent = sender.send(
             bank(station.columns.names, times * rows()), progress=lambda *said: told.append(said)
         )
-        assert llm.asked == ["DescribeWeights", "CommitWeights"][times > 1 :]
+        assert kinds(llm) == ["DescribeWeights", "CommitWeights"][times > 1 :]
         assert held(station) == (times * rows()).tolist()
         assert (sent.version, sent.bank_version) == (0, before + 1)
         assert (sent.home, sent.why) == ("host", "the engine has no GPU")
@@ -93,14 +84,14 @@ def _forbidden(*_: object) -> None:
 
 
 def test_the_engine_has_the_digest_of_what_came_whichever_way(
-    station: Station, llm: Asked, sender: Sender
+    station: Station, llm: ToyLlm, sender: Sender
 ) -> None:
     new = {f"probe::{name}": row for name, row in zip("abcd", rows(), strict=True)}
     lent = sender.send(new)
-    assert "PlanWeights" not in llm.asked
+    assert "PlanWeights" not in kinds(llm)
     sender._may_lend = False
     brought = sender.send(new)
-    assert "PlanWeights" in llm.asked
+    assert "PlanWeights" in kinds(llm)
     assert lent.digest == brought.digest
     assert lent.num_tensors == brought.num_tensors == 4
     by_name = {one.name: one.direction_D.tolist() for one in station.columns.probes}
@@ -129,7 +120,7 @@ def test_a_vector_goes_so_too(tmp_path: Path) -> None:
 )
 def test_what_is_refused_leaves_the_bank_and_the_next_is_taken(
     station: Station,
-    llm: Asked,
+    llm: ToyLlm,
     sender: Sender,
     change: Callable[[Any], Any],
     kind: type[ClairaiError],
@@ -144,21 +135,14 @@ def test_what_is_refused_leaves_the_bank_and_the_next_is_taken(
     assert toy_station.state_of(station) == before
     sender.send(bank(names, rows()))
     assert held(station) == rows().tolist()
-    assert "PlanWeights" not in llm.asked
+    assert "PlanWeights" not in kinds(llm)
 
 
 def test_what_changes_between_packing_and_reading_is_refused(
     station: Station, sender: Sender, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    pack, before = Packer.pack, toy_station.state_of(station)
-
-    def damaged(self: Packer, index: int) -> Any:
-        packed = pack(self, index)
-        assert self._shelf is not None
-        self._shelf.room(100)[17] ^= 1
-        return packed
-
-    monkeypatch.setattr(Packer, "pack", damaged)
+    before = toy_station.state_of(station)
+    spoil_what_is_packed(monkeypatch)
     with pytest.raises(WeightsError, match="another checksum"):
         sender.send(bank(station.columns.names, rows()))
     assert toy_station.state_of(station) == before
@@ -171,7 +155,7 @@ def test_what_a_sender_writes_later_changes_nothing(station: Station, sender: Se
     assert held(station) == rows().tolist()
 
 
-def test_a_hand_over_that_is_under_way_stays(station: Station, llm: Asked, sender: Sender) -> None:
+def test_a_hand_over_that_is_under_way_stays(station: Station, llm: ToyLlm, sender: Sender) -> None:
     manifest = plan(epoch=llm.epoch)
     packed = Packer(items(weights(1), ExitStack()), manifest).pack(0)
     llm.planned(manifest)
@@ -186,7 +170,7 @@ def test_a_hand_over_that_is_under_way_stays(station: Station, llm: Asked, sende
 
 
 def test_an_engine_that_cannot_read_it_gets_it_by_the_socket_from_then_on(
-    station: Station, llm: Asked, sender: Sender, monkeypatch: pytest.MonkeyPatch
+    station: Station, llm: ToyLlm, sender: Sender, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def unreachable(_: object) -> int:
         raise UnsupportedError("planted")
@@ -197,11 +181,11 @@ def test_an_engine_that_cannot_read_it_gets_it_by_the_socket_from_then_on(
         assert held(station) == (times * rows()).tolist()
     brought = ["PlanWeights", "CommitWeights"]
     once = ["DescribeWeights", "CommitWeights", "DescribeWeights"]
-    assert llm.asked == [*once, *brought, *brought]
+    assert kinds(llm) == [*once, *brought, *brought]
 
 
 def test_memory_of_a_question_that_was_not_answered_is_not_filled_again(
-    station: Station, llm: Asked, sender: Sender, monkeypatch: pytest.MonkeyPatch
+    station: Station, llm: ToyLlm, sender: Sender, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     names, late = station.columns.names, []
 
@@ -221,7 +205,7 @@ def test_memory_of_a_question_that_was_not_answered_is_not_filled_again(
 
 
 def test_an_engine_that_was_started_anew_is_found(
-    station: Station, llm: Asked, sender: Sender, tmp_path: Path
+    station: Station, llm: ToyLlm, sender: Sender, tmp_path: Path
 ) -> None:
     sender.send(bank(station.columns.names, rows()))
     llm.intake.close()

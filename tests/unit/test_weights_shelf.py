@@ -20,7 +20,6 @@ from clairai.steer.registry import Limits, Registry
 from clairai.weights import Sender
 from clairai.weights.checksum import checksum
 from clairai.weights.manifest import Tensor
-from clairai.weights.pack import Packer
 from clairai.weights.port import Port
 from clairai.weights.shelf import COPIED_BYTES, Copied
 from clairai.weights.ways import InProcess
@@ -28,7 +27,7 @@ from clairai.weights.whole import bank
 from clairai.wire_weights import Offer, WeightsState
 from tests.unit import toy_station
 from tests.unit.tiny_probes import probe
-from tests.unit.toy_weights import ToyLlm, engine, weights
+from tests.unit.toy_weights import ToyLlm, engine, spoil_what_is_packed, weights
 
 
 def is_serving(llm: ToyLlm, seed: int) -> bool:
@@ -91,15 +90,7 @@ def test_what_a_sender_writes_after_it_was_read_changes_nothing(
 def test_what_changes_between_packing_and_reading_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    pack = Packer.pack
-
-    def damaged(self: Packer, index: int) -> Any:
-        packed = pack(self, index)
-        assert self._shelf is not None
-        self._shelf.room(100)[17] ^= 1
-        return packed
-
-    monkeypatch.setattr(Packer, "pack", damaged)
+    spoil_what_is_packed(monkeypatch)
     with engine(tmp_path) as llm:
         with pytest.raises(WeightsError, match="another checksum"):
             Sender(llm, runtime_dir=str(tmp_path)).send(weights(1))

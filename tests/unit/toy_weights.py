@@ -13,6 +13,7 @@ from typing import Any
 
 import msgspec
 import numpy as np
+import pytest
 import torch
 
 from clairai import wire, wire_weights
@@ -23,6 +24,7 @@ from clairai.weights.dock import OpenDevice
 from clairai.weights.intake import Handover, Intake
 from clairai.weights.layout import Described, Meant, lay_out
 from clairai.weights.manifest import CPU, Manifest, encode
+from clairai.weights.pack import Packer
 from clairai.weights.receiver import refuse_device
 
 EPOCH = "00000000000000aa"
@@ -75,6 +77,7 @@ class ToyLlm:
         self.model = weights(0)
         self.fail_after: int | None = None
         self.resets = 0
+        self.messages: list[bytes] = []
         self.station = station
         self.intake = Intake(folder, *gpu, SLOTS, self._load)
 
@@ -95,8 +98,14 @@ class ToyLlm:
 
     def collective_rpc(self, method: str, args: tuple[bytes]) -> list[bytes]:
         assert method == "clairai_control"
+        self.messages.append(args[0])
         handover = Handover(self, self.intake, self.station)
         return self.desk.control(args[0], lambda sent: [answer(self.station, sent, None, handover)])
+
+    @property
+    def asked(self) -> list[Any]:
+        """The questions so far."""
+        return [msgspec.msgpack.decode(each, type=wire.Control) for each in self.messages]
 
     def reset_prefix_cache(self) -> None:
         self.resets += 1
@@ -114,6 +123,19 @@ class ToyLlm:
     @property
     def epoch(self) -> str:
         return self.intake.state().epoch
+
+
+def spoil_what_is_packed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """From now on a bit of it changes before it is read."""
+    pack = Packer.pack
+
+    def damaged(self: Packer, index: int) -> Any:
+        packed = pack(self, index)
+        assert self._shelf is not None
+        self._shelf.room(100)[17] ^= 1
+        return packed
+
+    monkeypatch.setattr(Packer, "pack", damaged)
 
 
 @contextmanager

@@ -3,7 +3,7 @@
 T = tokens in this step, R = requests in this step.
 
 The host writes down whose rows they are in a brief: pinned memory that the kernel reads in place.
-The kernel runs on a stream of its own, behind the forward and beside the sampler.
+The kernel runs within the forward's own graph, or on a stream of its own, behind the forward.
 """
 
 from __future__ import annotations

@@ -30,7 +30,7 @@ PROGRAMS: Final = 4
 
 
 class GpuLaunch:
-    """Runs the kernel on a stream of its own, between this step's forward and the next one's.
+    """Runs the kernel within a graph, or on a stream of its own, before the next step's forward.
 
     On the way of every step: so the kernels are compiled beforehand, their arguments laid out once,
     and all of a step is one call (launch.py).

@@ -38,7 +38,7 @@ def score_stash(stash_ptr, site_rows, weights_ptr, bias_ptr, activation_ptr, sco
                 stashed_ptr, T, max_tokens, D, K,
                 TILE_T: tl.constexpr, SLICE_D: tl.constexpr, TILE_K: tl.constexpr,
                 IS_SPLIT: tl.constexpr, NUM_SLICES: tl.constexpr):  # fmt: skip
-    """All sites at once, from the rows that the forward has left; the same bits as above."""
+    """All sites at once, from the rows that the forward has left; bits as in score_kernel.py."""
     tile, column, site = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     if column * TILE_K < tl.load(stashed_ptr + site):
         first_t, first_k, far = tile * TILE_T, column * TILE_K, site.to(tl.int64)
@@ -106,7 +106,7 @@ def stash_tilings(tile_k: int, *, is_split: bool, shared_nbytes: int) -> tuple[T
 
 
 class StashScorer:
-    """Launches the kernel above; compiled beforehand, since it is on the way of every step."""
+    """Launches the kernels above; compiled beforehand, since they are on the way of every step."""
 
     def __init__(self, tables: Tables) -> None:
         self._tables = tables
