@@ -3,10 +3,12 @@
 Within the same requests: a host that is slower for a second is so for both. The steps that follow a
 change are left out, since one step is prepared while another runs. Steps in which requests come or
 go are served with taps, which must hear of them, and belong to no turn. bench/gpu_mute.py says what
-is the same with taps and without. Each way has two sets of graphs: what the two without taps differ
-by is what cannot be told from nothing. Steps get longer as answers do, by more than what is to be
+is the same with taps and without. Steps get longer as answers do, by more than what is to be
 seen (64 requests of an 8B model: 1.7 us with each token); so times are taken relative to the line
-through the steps without taps.
+through the steps without taps. And a host has its slow seconds, in which the steps of a small model
+take half as long again; so each turn with taps is held against the two beside it. Each way has six
+sets of graphs, since a set is faster or slower than another of the same graphs by where it lies:
+`p50` is the mean of the sets' usual ratios, `error` the standard error of that mean.
 Run: python -m bench.gpu_blocks [--shape qwen3-0.6b] [--batches 1 16 64 256] [--steps 2400]
 """
 
@@ -21,7 +23,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -35,8 +37,21 @@ BLOCK, SKIPPED = 24, 8  # steps of a turn, and how many of its first are left ou
 OF_NO_TURN: Final = -1  # so that the next one is the first of a turn
 MOST_AT_ONCE: Final = 1200  # steps of one set of requests: of the model's longest
 MOST_TOKENS: Final = 32_000  # of all requests together: what the KV cache holds
-NUM_SETS: Final = 2  # of graphs, of each way
-Stamp = tuple[float, int, int]  # when a step began, its number among those alike, how many requests
+NUM_SETS: Final = 6  # of graphs, of each way
+
+
+class Stamp(NamedTuple):
+    """When a step began."""
+
+    began_s: float
+    turn: int  # of all turns
+    place: int  # among the steps of the same requests; or OF_NO_TURN
+    num_requests: int  # that decode in it, if they all do
+
+    @property
+    def is_counted(self) -> bool:
+        """The last of a turn ends when the next one has begun."""
+        return self.place != OF_NO_TURN and SKIPPED <= self.place % BLOCK < BLOCK - 1
 
 
 def main() -> None:
@@ -95,52 +110,69 @@ def _measure(engine: EngineProcess, name: str, batch: int, num_steps: int) -> di
 class Steps:
     """Those in which all decode, and of which turn each is."""
 
-    number_N: NDArray[np.int64]
+    turn_N: NDArray[np.int64]
+    place_N: NDArray[np.int64]
     seconds_N: NDArray[np.float64]
 
     def is_of(self, is_on: bool, *sets: int) -> NDArray[np.bool_]:
-        is_way_N: NDArray[np.bool_] = is_tapped(self.number_N) == is_on
-        return is_way_N & np.isin(set_of(self.number_N), sets)
+        is_way_N: NDArray[np.bool_] = is_tapped(self.turn_N) == is_on
+        return is_way_N & np.isin(set_of(self.turn_N), sets)
 
 
 def steps_of(stamps: Sequence[Stamp], batch: int) -> Steps:
     found = [
-        (number, next_s - began_s)
-        for (began_s, number, size), (next_s, _, _) in itertools.pairwise(stamps)
-        if size == batch and SKIPPED <= number % BLOCK < BLOCK - 1
+        (one.turn, one.place, after.began_s - one.began_s)
+        for one, after in itertools.pairwise(stamps)
+        if one.num_requests == batch and one.is_counted
     ]
-    numbers, seconds = zip(*found, strict=True)
-    return Steps(np.array(numbers), np.array(seconds))
+    turns, places, seconds = zip(*found, strict=True)
+    return Steps(np.array(turns), np.array(places), np.array(seconds))
 
 
 def summary(steps: Steps) -> dict[str, float]:
-    """Milliseconds and ratios; `alike` is between two sets of graphs without taps."""
+    """Milliseconds and ratios."""
     relative_N = steps.seconds_N / trend(steps)
-    off, on = (relative_N[steps.is_of(is_on, *range(NUM_SETS))] for is_on in (False, True))
-    p50, p99 = np.percentile(on, (50, 99)) / np.percentile(off, (50, 99))
-    first, second = (np.median(relative_N[steps.is_of(False, one)]) for one in range(NUM_SETS))
-    alone_ms = float(np.median(steps.seconds_N[steps.is_of(False, *range(NUM_SETS))])) * 1e3
-    ratios = {"p50": float(p50), "p99": float(p99), "mean": float(on.mean() / off.mean())}
-    return {"steps": len(on), "alone_ms": alone_ms, **ratios, "alike": float(second / first)}
+    is_off_N, is_on_N = (steps.is_of(is_on, *range(NUM_SETS)) for is_on in (False, True))
+    off, on = relative_N[is_off_N], relative_N[is_on_N]
+    ratio_G = by_set(steps, relative_N)
+    return {
+        "steps": len(on),
+        "alone_ms": float(np.median(steps.seconds_N[is_off_N])) * 1e3,
+        "p50": float(ratio_G.mean()),
+        "error": float(ratio_G.std(ddof=1) / NUM_SETS**0.5),
+        "p99": float(np.percentile(on, 99) / np.percentile(off, 99)),
+        "mean": float(on.mean() / off.mean()),
+    }
+
+
+def by_set(steps: Steps, relative_N: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Of each set of graphs: the usual ratio of a turn with taps to those before and after it."""
+    turns = np.unique(steps.turn_N)
+    median = {turn: np.median(relative_N[steps.turn_N == turn]) for turn in turns}
+    found: list[list[float]] = [[] for _ in range(NUM_SETS)]
+    for turn in turns[is_tapped(turns)]:
+        beside = [median[one] for one in (turn - 1, turn + 1) if one in median]
+        found[set_of(turn)].append(median[turn] / np.mean(beside))
+    return np.array([np.median(ratios) for ratios in found])
 
 
 def trend(steps: Steps) -> NDArray[np.float64]:
-    """What a step without taps takes at each place: a line through the medians of their turns."""
+    """What a step without taps takes at each place: a line through the medians of those there."""
     is_off_N = steps.is_of(False, *range(NUM_SETS))
-    turn_N = steps.number_N // BLOCK
-    turns = np.unique(turn_N[is_off_N])
-    medians = [np.median(steps.seconds_N[is_off_N & (turn_N == turn)]) for turn in turns]
-    line = np.polyfit(turns, medians, 1) if len(turns) > 1 else (0.0, medians[0])
-    return np.asarray(np.polyval(line, turn_N), np.float64)
+    block_N = steps.place_N // BLOCK
+    blocks = np.unique(block_N[is_off_N])
+    medians = [np.median(steps.seconds_N[is_off_N & (block_N == block)]) for block in blocks]
+    line = np.polyfit(blocks, medians, 1) if len(blocks) > 1 else (0.0, medians[0])
+    return np.asarray(np.polyval(line, block_N), np.float64)
 
 
-def is_tapped(number: Any) -> Any:
-    """Of a step or of many; so is `set_of`."""
-    return number // BLOCK % 2 == 1
+def is_tapped(turn: Any) -> Any:
+    """Of a turn or of many; so is `set_of`."""
+    return turn % 2 == 1
 
 
-def set_of(number: Any) -> Any:
-    return number // (2 * BLOCK) % NUM_SETS
+def set_of(turn: Any) -> Any:
+    return turn // 2 % NUM_SETS
 
 
 def alternate(worker: Any) -> None:
@@ -151,15 +183,26 @@ def alternate(worker: Any) -> None:
     inner.bench_stamps = stamps
 
     def execute_model(scheduled: Any, *given: Any, **named: Any) -> Any:
-        counts, is_alike = scheduled.num_scheduled_tokens, _is_alike(scheduled)
-        number = stamps[-1][1] + 1 if stamps and is_alike else OF_NO_TURN
-        if number == OF_NO_TURN or number % BLOCK == 0:
-            is_on = number == OF_NO_TURN or is_tapped(number)
-            gpu_mute.serve_with_taps(worker, is_on, set_of(max(number, 0)))
-        stamps.append((time.perf_counter(), number, len(counts) if is_alike else 0))
+        turn, place = following(stamps[-1] if stamps else None, _is_alike(scheduled))
+        if place == OF_NO_TURN or place % BLOCK == 0:
+            is_on = place == OF_NO_TURN or is_tapped(turn)
+            gpu_mute.serve_with_taps(worker, is_on, set_of(turn))
+        num_requests = 0 if place == OF_NO_TURN else len(scheduled.num_scheduled_tokens)
+        stamps.append(Stamp(time.perf_counter(), turn, place, num_requests))
         return original(scheduled, *given, **named)
 
     inner.execute_model = execute_model
+
+
+def following(last: Stamp | None, is_alike: bool) -> tuple[int, int]:
+    """The turn and the place of the step after this one.
+
+    Turns go on from requests to requests: one that they cut short is taken again.
+    """
+    if last is None:
+        return 0, OF_NO_TURN
+    is_over = last.place != OF_NO_TURN and (last.place + 1) % BLOCK == 0
+    return last.turn + is_over, last.place + 1 if is_alike else OF_NO_TURN
 
 
 def _is_alike(scheduled: Any) -> bool:
@@ -169,11 +212,11 @@ def _is_alike(scheduled: Any) -> bool:
 
 
 def taken(worker: Any) -> list[Stamp]:
-    """What was noted since the last time; then a turn begins anew."""
+    """What was noted since the last time."""
     stamps = getattr(worker, "worker", worker).bench_stamps
     found = list(stamps)
-    stamps.clear()
-    return found
+    del stamps[:-1]  # the next turn goes on from there
+    return found[1:]
 
 
 def _taken(llm: Any) -> list[Stamp]:

@@ -2,7 +2,7 @@
 
 Each wrapped method is timed from outside, and what it wraps from inside: ours is the difference,
 the launch and the copy of the row map included. What the timers themselves take of it is measured
-too, with wrappers that do nothing.
+too, around methods that nobody wraps.
 """
 
 from __future__ import annotations
@@ -37,20 +37,17 @@ def install(worker: Any) -> None:
     found = [(owner, name, vars(owner)[name]) for owner, name in _wrapped(worker.model_runner)]
     shares = worker.bench_shares = Shares(found)
     for owner, name, ours in found:
-        cell = ours.__closure__[ours.__code__.co_freevars.index("original")]
         inside = [0.0]
-        cell.cell_contents = _timed_inside(cell.cell_contents, inside)
+        _time_inside(ours, _timed_inside(ours.__wrapped__, inside))
         setattr(owner, name, _timed(ours, name, inside, shares))
 
 
 def time_nothing(worker: Any) -> None:
-    """From now on wrappers that do nothing are timed: nothing is tapped any more."""
+    """From now on vLLM's own methods are timed: nothing is tapped any more."""
     shares = worker.bench_shares
-    for owner, name, ours in shares.wrapped:
-        inside, original = [0.0], ours.__wrapped__
-        setattr(
-            owner, name, _timed(_passing(_timed_inside(original, inside)), name, inside, shares)
-        )
+    for owner, name, _ in shares.wrapped:
+        inside, original = [0.0], getattr(type(owner), name).__get__(owner)
+        setattr(owner, name, _timed(_timed_inside(original, inside), name, inside, shares))
 
 
 def take(worker: Any) -> dict[int, list[float]]:
@@ -65,11 +62,13 @@ def _wrapped(runner: Any) -> Iterator[tuple[Any, str]]:
         yield from ((owner, name) for name in names if name in vars(owner))
 
 
-def _passing(original: Callable[..., Any]) -> Callable[..., Any]:
-    def passing(*args: Any, **kwargs: Any) -> Any:
-        return original(*args, **kwargs)
-
-    return passing
+def _time_inside(ours: Any, timed: Callable[..., Any]) -> None:
+    """Have `timed` called where ours calls what it wraps: from C (steady.h), and from Python."""
+    in_python = getattr(ours, "otherwise", ours)
+    cell = in_python.__closure__[in_python.__code__.co_freevars.index("original")]
+    cell.cell_contents = timed
+    if in_python is not ours:
+        ours.__wrapped__ = timed
 
 
 def _timed_inside(original: Callable[..., Any], inside: list[float]) -> Callable[..., Any]:

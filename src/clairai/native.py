@@ -53,7 +53,9 @@ def load(source: Path) -> Any:
 def built(source: Path, cache: Path) -> Path:
     """The library of a C file; made now unless it is there."""
     made_for = (*FLAGS, os.uname().machine, sys.version, np.__version__)
-    content = source.read_bytes() + "\0".join(made_for).encode()
+    headers = sorted(source.parent.glob("*.h"))
+    content = b"\0".join(file.read_bytes() for file in (source, *headers))
+    content += "\0".join(made_for).encode()
     library = cache / f"{source.stem}-{hashlib.sha256(content).hexdigest()[:24]}.so"
     if not _is_ours(library):
         _make(source, library)

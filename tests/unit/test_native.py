@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 from pathlib import Path
 
 import pytest
@@ -19,6 +20,15 @@ def test_it_is_made_once_and_found_again(tmp_path: Path) -> None:
     assert native.built(SOURCE, tmp_path / "cache") == made
     assert made.stat().st_mtime_ns == before
     assert [path.name for path in made.parent.iterdir()] == [made.name]
+
+
+def test_one_whose_header_has_changed_is_another(tmp_path: Path) -> None:
+    for file in (SOURCE, *SOURCE.parent.glob("*.h")):
+        shutil.copy(file, tmp_path)
+    made = native.built(tmp_path / SOURCE.name, tmp_path / "cache")
+    with (tmp_path / "ledger.h").open("a") as header:
+        header.write("/* another */\n")
+    assert native.built(tmp_path / SOURCE.name, tmp_path / "cache") != made
 
 
 def test_only_its_owner_can_write_it(tmp_path: Path) -> None:

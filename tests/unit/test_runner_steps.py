@@ -14,6 +14,7 @@ import torch
 
 from clairai.compat import runner as compat
 from clairai.tap.rows import Batch
+from clairai.tap.steady import PlainSteady
 
 
 class Model:
@@ -76,6 +77,9 @@ class Listener:
         self._told.append("end")
         inputs()
 
+    def rests(self) -> bool:
+        return False
+
     def blank(self) -> None:
         self._told.append("blank")
 
@@ -86,7 +90,7 @@ class Listener:
 @pytest.fixture
 def engine() -> Runner:
     made = Runner()
-    compat.connect(made, [Listener(made.told)])
+    compat.connect(made, [Listener(made.told)], PlainSteady())
     return made
 
 

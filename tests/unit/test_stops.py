@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from enum import Enum
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 
-from clairai.compat.stops import Lookout, with_rules
+from clairai.compat import stops
+from clairai.compat.stops import Lookout, with_rules, with_watch
 from clairai.errors import VectorError
 from clairai.probe.columns import Columns
 from clairai.ring.attach import Reader
@@ -94,6 +96,26 @@ def test_a_request_ends_when_its_rule_is_met_and_says_why(station: Station) -> N
 def test_a_request_without_rules_is_not_looked_at() -> None:
     assert with_rules(lambda *_: True)(SimpleNamespace(), 1) is True
     assert with_rules(lambda *_: False)(SimpleNamespace(), 1) is False
+
+
+def test_nothing_is_on_the_way_of_a_token_before_a_request_has_rules(
+    station: Station, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def check_stop(*_: Any) -> bool:
+        return False
+
+    for name in ("vllm", "vllm.v1", "vllm.v1.core", "vllm.v1.core.sched"):
+        monkeypatch.setitem(sys.modules, name, ModuleType(name))
+    scheduler: Any = SimpleNamespace(check_stop=check_stop)
+    monkeypatch.setattr(sys.modules["vllm.v1.core.sched"], "scheduler", scheduler, raising=False)
+    add_request = with_watch(lambda *_: None)
+    add_request(SimpleNamespace(), SimpleNamespace())
+    assert scheduler.check_stop is check_stop
+    with _lookout(station) as lookout:
+        monkeypatch.setattr(stops, "_lookout", lambda _: lookout)
+        for number in (1, 2):
+            add_request(SimpleNamespace(), Request(lookout, number, Rule("p", threshold=0.5)))
+            assert vars(scheduler)["check_stop"].__wrapped__ is check_stop
 
 
 def test_an_end_of_vllms_own_keeps_its_reason(station: Station) -> None:

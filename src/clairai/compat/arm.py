@@ -5,12 +5,12 @@ EngineCore.preprocess_add_request      v1/engine/core.py          0.26:954   0.3
 EngineCore.collective_rpc              v1/engine/core.py          0.26:945   0.32:1073
 EngineCore.add_request                 v1/engine/core.py          0.26:431   0.32:508
 generate_block_hash_extra_keys         v1/core/kv_cache_utils.py  0.26:558   0.32:625
-check_stop                             v1/core/sched/scheduler.py 0.26:55    0.32:55
 KVCacheManager.get_computed_blocks     v1/core/kv_cache_manager.py 0.26:207  0.32:264
 WeightTransferEngineFactory            distributed/weight_transfer/factory.py 0.26:41 0.32:41
 
 The first three look for the key in their own engine's config, the others for a course, rules or an
-order in the request, and pass straight through without.
+order in the request, and pass straight through without. What is on the way of every token is
+wrapped when the first request with rules comes (stops.py).
 """
 
 from __future__ import annotations
@@ -119,12 +119,10 @@ def _register_backend() -> None:
 def _wrap_functions() -> None:
     """Their own modules look them up by name at every call; copies elsewhere are for events."""
     from vllm.v1.core import kv_cache_manager, kv_cache_utils
-    from vllm.v1.core.sched import scheduler
 
-    from clairai.compat import captures, core, stops
+    from clairai.compat import captures, core
 
     original = kv_cache_utils.generate_block_hash_extra_keys
     kv_cache_utils.generate_block_hash_extra_keys = core.with_keys(original)
     cache = kv_cache_manager.KVCacheManager
     cache.get_computed_blocks = captures.with_wanted_rows(cache.get_computed_blocks)
-    scheduler.check_stop = stops.with_rules(scheduler.check_stop)

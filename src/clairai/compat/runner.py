@@ -21,6 +21,7 @@ from clairai.steer.course import Course
 from clairai.tap.outlet import Inputs
 from clairai.tap.rows import Batch
 from clairai.tap.station import NewRequest
+from clairai.tap.steady import Method, Steady
 
 
 class Listener(Protocol):
@@ -38,6 +39,9 @@ class Listener(Protocol):
     def end(self, inputs: Callable[[], Inputs]) -> None:
         """The forward is on its way."""
 
+    def rests(self) -> bool:
+        """Whether steps that are like this one need not be told: `Steady` does what is to do."""
+
     def blank(self) -> None:
         """A forward of nobody's rows comes next."""
 
@@ -45,13 +49,14 @@ class Listener(Protocol):
         """It is on its way."""
 
 
-def connect(runner: Any, listeners: Sequence[Listener]) -> Callable[[], Inputs]:
+def connect(runner: Any, listeners: Sequence[Listener], steady: Steady) -> Callable[[], Inputs]:
     """Every real step of `runner` is told from now on; gives where its inputs lie."""
     if hasattr(runner, "prepare_inputs") and hasattr(runner, "req_states"):
-        _wrap(runner, "prepare_inputs", _laid_out_v2, listeners)
+        _wrap(runner, "prepare_inputs", functools.partial(_laid_out_v2, steady), listeners)
         inputs = _Inputs(functools.partial(_inputs_v2, runner))
     elif hasattr(runner, "_prepare_inputs") and hasattr(runner, "input_batch"):
-        _wrap(runner, "_prepare_inputs", functools.partial(_laid_out_v1, runner), listeners)
+        laid_out = functools.partial(_laid_out_v1, runner, steady)
+        _wrap(runner, "_prepare_inputs", laid_out, listeners)
         inputs = _Inputs(functools.partial(_inputs_v1, runner))
     else:
         raise UnsupportedError(
@@ -59,12 +64,9 @@ def connect(runner: Any, listeners: Sequence[Listener]) -> Callable[[], Inputs]:
             f"model runner, so no row could be attributed; use one of those, or remove the "
             f"clairai key from additional_config"
         )
-    _wrap(runner, "execute_model", functools.partial(_stepping, inputs), listeners)
+    _wrap(runner, "execute_model", functools.partial(_stepping, inputs, steady), listeners)
     _wrap(runner, "_dummy_run", _blanking, listeners)
     return inputs
-
-
-Method = Callable[..., Any]
 
 
 def _wrap(
@@ -73,33 +75,42 @@ def _wrap(
     around: Callable[[Method, Sequence[Listener]], Method],
     listeners: Sequence[Listener],
 ) -> None:
-    """On the way of every step: so each wrapper is one function, and calls what it must."""
-    original = getattr(runner, name)
-    setattr(runner, name, functools.wraps(original)(around(original, listeners)))
+    setattr(runner, name, around(getattr(runner, name), listeners))
 
 
 def _stepping(
-    inputs: Callable[[], Inputs], original: Method, listeners: Sequence[Listener]
+    inputs: Callable[[], Inputs], steady: Steady, original: Method, listeners: Sequence[Listener]
 ) -> Method:
     """execute_model(scheduler_output, ...), V1 0.26:4111 0.32:3940, V2 0.26:1151 0.32:1719."""
 
+    @functools.wraps(original)
     def wrapped(*args: Any, **kwargs: Any) -> Any:
-        if kwargs and kwargs.get("dummy_run"):  # V2 warms up and captures through the same method
+        if kwargs.get("dummy_run"):  # V2 warms up and captures through the same method
             return original(*args, **kwargs)
-        scheduled = args[0] if args else kwargs["scheduler_output"]
-        new, finished = scheduled.scheduled_new_reqs, scheduled.finished_req_ids
-        if new or finished:
-            new, finished = [_new_request(one) for one in new], list(finished)
-        for listener in listeners:
-            listener.begin(new, finished)
-        if CARRIED in vars(scheduled):
-            _amend(listeners, scheduled)
+        steady.is_on = False
+        _begin(listeners, args[0] if args else kwargs["scheduler_output"])
         result = original(*args, **kwargs)
-        for listener in listeners:
-            listener.end(inputs)
+        steady.is_on = _end(listeners, inputs)
         return result
 
-    return wrapped
+    names = ("scheduled_new_reqs", "finished_req_ids", CARRIED)
+    return steady.stepping(original, wrapped, functools.partial(_end, listeners, inputs), names)
+
+
+def _begin(listeners: Sequence[Listener], scheduled: Any) -> None:
+    new = [_new_request(one) for one in scheduled.scheduled_new_reqs]
+    finished = list(scheduled.finished_req_ids)
+    for listener in listeners:
+        listener.begin(new, finished)
+    if CARRIED in vars(scheduled):
+        _amend(listeners, scheduled)
+
+
+def _end(listeners: Sequence[Listener], inputs: Callable[[], Inputs]) -> bool:
+    """Whether all listeners rest."""
+    for listener in listeners:
+        listener.end(inputs)
+    return all(listener.rests() for listener in listeners)
 
 
 def _amend(listeners: Sequence[Listener], scheduled: Any) -> None:
@@ -113,6 +124,7 @@ def _amend(listeners: Sequence[Listener], scheduled: Any) -> None:
 def _blanking(original: Method, listeners: Sequence[Listener]) -> Method:
     """_dummy_run(num_tokens, ...), V1 0.26:5767 0.32:5508, V2 0.26:530 0.32:818."""
 
+    @functools.wraps(original)
     def wrapped(*args: Any, **kwargs: Any) -> Any:
         for listener in listeners:
             listener.blank()
@@ -132,37 +144,50 @@ def _new_request(new: Any) -> NewRequest:
     return NewRequest(new.req_id, request_id, mark, prompt_len, course, order)
 
 
-def _laid_out_v1(runner: Any, original: Method, listeners: Sequence[Listener]) -> Method:
+def _laid_out_v1(
+    runner: Any, steady: Steady, original: Method, listeners: Sequence[Listener]
+) -> Method:
     """_prepare_inputs(scheduler_output, num_scheduled_tokens), 0.26:1937 0.32:1920."""
 
+    @functools.wraps(original)
     def wrapped(*args: Any, **kwargs: Any) -> Any:
         result = original(*args, **kwargs)
         counts_R = args[1] if len(args) > 1 else kwargs["num_scheduled_tokens"]
         batch = runner.input_batch
         num_reqs = batch.num_reqs
         starts_R = batch.num_computed_tokens_cpu[:num_reqs].copy()
-        laid_out = Batch(batch.req_ids[:num_reqs], counts_R[:num_reqs], starts_R)
-        for listener in listeners:
-            listener.place(laid_out)
+        laid_out = (batch.req_ids[:num_reqs], counts_R[:num_reqs], starts_R)
+        if not steady.is_on or not steady.again(*laid_out):
+            _place(listeners, steady, Batch(*laid_out))
         return result
 
     return wrapped
 
 
-def _laid_out_v2(original: Method, listeners: Sequence[Listener]) -> Method:
+def _laid_out_v2(steady: Steady, original: Method, listeners: Sequence[Listener]) -> Method:
     """prepare_inputs(scheduler_output, ...) -> InputBatch, 0.26:874 0.32:1354.
 
     The returned batch is sorted by the runner, not by the scheduler: only its own order counts.
     """
 
+    def then(batch: Any) -> None:
+        laid_out = Batch(batch.req_ids, batch.num_scheduled_tokens, batch.num_computed_tokens_np)
+        _place(listeners, steady, laid_out)
+
+    @functools.wraps(original)
     def wrapped(*args: Any, **kwargs: Any) -> Any:
         batch = original(*args, **kwargs)
-        laid_out = Batch(batch.req_ids, batch.num_scheduled_tokens, batch.num_computed_tokens_np)
-        for listener in listeners:
-            listener.place(laid_out)
+        then(batch)
         return batch
 
-    return wrapped
+    names = ("req_ids", "num_scheduled_tokens", "num_computed_tokens_np")
+    return steady.laying(original, wrapped, then, names)
+
+
+def _place(listeners: Sequence[Listener], steady: Steady, batch: Batch) -> None:
+    steady.is_on = False
+    for listener in listeners:
+        listener.place(batch)
 
 
 def _inputs_v1(runner: Any) -> tuple[torch.Tensor, torch.Tensor]:

@@ -32,6 +32,7 @@ from clairai.steer.watch import Watch
 
 WAIT_S: Final = 2.0  # for a row that the GPU has computed; it takes some 50 us
 _LOOKOUT: Final = "clairai_lookout"
+_RULED: Final = "clairai_rules"
 _WHOSE: Final = ("stream", "choice", "position")
 _log: Final = logging.getLogger("clairai.stops")
 
@@ -117,6 +118,7 @@ def with_watch(original: Any) -> Any:
     def add_request(self: Any, request: Any, *args: Any, **kwargs: Any) -> Any:
         watch = getattr(request, "clairai_watch", None)
         if watch is not None:
+            _ask_of_every_token()
             request.clairai_lookout = _lookout(self)
             request.clairai_lookout.enter(request.clairai_seat, watch)
             # Also for one that is aborted: nobody asks then whether it has ended.
@@ -124,6 +126,14 @@ def with_watch(original: Any) -> Any:
         return original(self, request, *args, **kwargs)
 
     return add_request
+
+
+def _ask_of_every_token() -> None:
+    """Not before a request has rules: it is on the way of every token of all the others too."""
+    from vllm.v1.core.sched import scheduler  # looks it up by name at every call
+
+    if not hasattr(scheduler.check_stop, _RULED):
+        scheduler.check_stop = with_rules(scheduler.check_stop)
 
 
 def with_rules(original: Any) -> Any:
@@ -143,6 +153,7 @@ def with_rules(original: Any) -> Any:
             request.stop_reason = reason
         return has_ended or reason is not None
 
+    setattr(check_stop, _RULED, True)
     return check_stop
 
 

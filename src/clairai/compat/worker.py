@@ -37,6 +37,7 @@ from clairai.settings import Plan, Settings, plan
 from clairai.tap.control import Handover, answer
 from clairai.tap.fused import FusedSite
 from clairai.tap.station import About, Station
+from clairai.tap.steady import PlainSteady
 from clairai.tap.tables import Tables
 
 MIN_STASH_ROWS: Final = 512
@@ -132,7 +133,8 @@ def _install(worker: Any, settings: Settings, planned: Plan) -> None:
         listeners.append(worker.clairai_station)
         listeners += _captured(worker, settings, sites)  # behind the scores that rules wait for
     if listeners:
-        worker.clairai_inputs = runner.connect(worker.model_runner, listeners)
+        steady = worker.clairai_station.steady if worker.rank == 0 else PlainSteady()
+        worker.clairai_inputs = runner.connect(worker.model_runner, listeners, steady)
     forwards = worker.clairai_station.forwards if worker.rank == 0 else None
     if forwards is not None:
         inputs = worker.clairai_inputs

@@ -78,6 +78,10 @@ class Capture:
         if pick is not None:
             self._taker.take(pick, inputs(), self._scores)
 
+    def rests(self) -> bool:
+        """Who was the last to be captured left in a step that began here."""
+        return not len(self._picks)
+
     def blank(self) -> None:
         """A forward of nobody's rows may write over the last step's."""
         self._taker.begin()

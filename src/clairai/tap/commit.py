@@ -19,7 +19,8 @@ from clairai.ring.layout import RingHeader, epoch_low
 from clairai.tap.brief import MAX_EVENTS, Brief, Form
 from clairai.tap.ledger import NO_FORM, NUM_BRIEFS, Ledger
 from clairai.tap.outlet import Inputs, Step
-from clairai.tap.rows import RowBook, StepRows
+from clairai.tap.rows import Pace, RowBook, StepRows
+from clairai.tap.steady import Steady, steady
 from clairai.tap.tables import Tables
 
 STUCK_S: Final = 60.0
@@ -72,19 +73,25 @@ class DeviceOutlet:
         self._is_prepared = False
         self._is_captured = False  # graphs publish
         self._is_kept_out = False  # they do not, and never will
+        self._is_by_graph = False  # the last step was published so
         self._forwarded = -1  # how many briefs there were when a forward last ran as Python
+        self.steady: Steady = steady()
         self.begin, self.again = launch.begin, partial(launch.note, self._ledger.address)
 
     @property
     def published(self) -> int:
         return self._ledger.published
 
+    @property
+    def last_step(self) -> int:
+        return self._ledger.step
+
     def prepare(self, inputs: Inputs) -> None:
         self._launch.prepare(self._briefs, inputs)
         self._is_prepared = True
 
     def forwarded(self, inputs: Callable[[], Inputs]) -> None:
-        self._forwarded = self._ledger.sent
+        self._forwarded, self.steady.is_on = self._ledger.sent, False
         if not self._is_prepared:  # now: kernels cannot be loaded while a graph is captured
             self.prepare(inputs())
 
@@ -104,19 +111,26 @@ class DeviceOutlet:
         if len(rows.events) > MAX_EVENTS:
             return False
         self._write(number, rows, bank_version)
+        self._ledger.step = number
         return True
 
     def settle(self, inputs: Callable[[], Inputs]) -> None:
         """The forward of the brief that was written last is on its way."""
         form = self._form
         assert form is not None
-        if self._is_captured and form.in_graph and self._forwarded != self._ledger.sent:
+        is_graphs = self._is_captured and form.in_graph
+        self._is_by_graph = is_graphs and self._forwarded != self._ledger.sent
+        if self._is_by_graph:
             self._launch.noted()
             return
         self._go(form, inputs())
 
+    def repeat(self, pace: Pace) -> bool:
+        return self._is_by_graph and self.steady.repeat(pace.address, self._ledger.address, pace)
+
     def send(self, step: Step) -> None:
         """A step whose forward is over, or that has none."""
+        self._ledger.step = step.number
         for rows in step.rows.cut_events(MAX_EVENTS):
             self._go(self._write(step.number, rows, step.bank_version), step.inputs)
 

@@ -36,6 +36,9 @@ class Helm:
     def end(self, inputs: Callable[[], Inputs]) -> None:
         del inputs  # what was steered shows in the rows themselves
 
+    def rests(self) -> bool:
+        return not len(self.steering) and not self.steering.num_mapped
+
     def blank(self) -> None:
         self.steering.blank()
 

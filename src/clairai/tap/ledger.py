@@ -27,6 +27,7 @@ class Ledger(ctypes.Structure):
 
     sent: int
     published: int
+    step: int  # the number of the last one that had rows
     form: int  # of the last step, like the four below
     num_records: int
     num_requests: int
@@ -35,7 +36,7 @@ class Ledger(ctypes.Structure):
     tokens_at: int  # the word of a brief at which the tokens' requests begin
     sheets: ctypes.Array[Sheet]
     _fields_ = (
-        *((name, WORD) for name in ("sent", "published", "form", "num_records")),
+        *((name, WORD) for name in ("sent", "published", "step", "form", "num_records")),
         *((name, WORD) for name in ("num_requests", "num_tokens", "plan_words", "tokens_at")),
         ("sheets", Sheet * NUM_BRIEFS),
     )

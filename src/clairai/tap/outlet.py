@@ -14,7 +14,8 @@ import numpy as np
 import torch
 
 from clairai.ring.writer import RingWriter
-from clairai.tap.rows import StepRows
+from clairai.tap.rows import Pace, StepRows
+from clairai.tap.steady import PlainSteady, Steady
 from clairai.tap.tables import Tables
 
 
@@ -37,9 +38,15 @@ class Step:
 
 
 class Outlet(Protocol):
+    steady: Steady
+
     @property
     def published(self) -> int:
         """Records given to the ring so far."""
+
+    @property
+    def last_step(self) -> int:
+        """The number of the last one."""
 
     def prepare(self, inputs: Inputs) -> None:
         """Start-up is over: steps with inputs like these will follow."""
@@ -55,6 +62,9 @@ class Outlet(Protocol):
 
     def settle(self, inputs: Callable[[], Inputs]) -> None:
         """The forward of what was noted is on its way."""
+
+    def repeat(self, pace: Pace) -> bool:
+        """Have `steady` note steps that keep the pace of the last one; False: it cannot."""
 
     def send(self, step: Step) -> None:
         """A step that was not noted."""
@@ -93,6 +103,8 @@ class HostOutlet:
     def __init__(self, writer: RingWriter, tables: Tables) -> None:
         self._writer = writer
         self._tables = tables
+        self.steady: Steady = PlainSteady()
+        self.last_step = 0
 
     @property
     def published(self) -> int:
@@ -114,6 +126,7 @@ class HostOutlet:
         if num_events:
             blank = np.full((num_events, scores_RP.shape[1]), np.nan, np.float32)
             scores_RP = np.concatenate([blank, scores_RP])
+        self.last_step = step.number
         self._writer.publish(rows, scores_RP, bank_version=step.bank_version, step=step.number)
 
     def note(self, number: int, rows: StepRows, bank_version: int) -> bool:
@@ -126,6 +139,10 @@ class HostOutlet:
 
     def settle(self, inputs: Callable[[], Inputs]) -> None:
         raise AssertionError(f"nothing was noted: {inputs}")
+
+    def repeat(self, pace: Pace) -> bool:
+        del pace
+        return False
 
     def blank(self) -> None:
         """Nothing looks for it."""

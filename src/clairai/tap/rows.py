@@ -115,13 +115,14 @@ class Pace(ctypes.Structure):
         req_ids, counts_R = rows.roster.req_ids, rows.counts_R
         addresses = (id(req_ids), counts_R.ctypes.data, ends_R.ctypes.data)
         super().__init__(*addresses, len(ends_R), id(np.ndarray), id(_INT32))
+        self.address = ctypes.addressof(self)
         self.rows = replace(rows, events=_NO_EVENTS) if len(rows.events) else rows
         self.ends_R = ends_R  # how far each request has come
         # Whether a step is alike too; then it is counted.
         self.goes_on: GoesOn = (
             partial(_goes_on, rows, ends_R)
             if native is None
-            else partial(native.goes_on, ctypes.addressof(self))
+            else partial(native.goes_on, self.address)
         )
 
 
@@ -163,6 +164,11 @@ class RowBook:
         self._events: list[NDArray[np.void]] = []
         self._roster = self._read_roster(())
         self._pace: Pace | None = None
+
+    @property
+    def pace(self) -> Pace | None:
+        """Of the last step; None: it has been written down."""
+        return self._pace
 
     def __len__(self) -> int:
         return len(self._slots)

@@ -56,7 +56,6 @@ class Station:
         self._book = RowBook(native.step())
         self._is_serving = False
         self._is_noted = False
-        self._step_number = 0
         self._rows: StepRows | None = None  # of this step
         self._sent: StepRows | None = None  # of the last one, with the bank as it is
         self._streams: OrderedDict[str, tuple[int, int]] = OrderedDict()  # and its first record
@@ -93,10 +92,11 @@ class Station:
         folder = runtime_dir(settings.runtime_dir)
         self.server = RingServer(folder, home.memory, welcome, self.bank)
         self._outlet, self.forwards = home.outlet, home.forwards
+        self.steady = home.outlet.steady
 
     def install(self, columns: Columns) -> Columns:
         """Make this the bank of every step from now on; gives it with the version it has here."""
-        self._sent = None
+        self._forget()
         self._outlet.flush()  # until then the last steps still read the old one
         try:
             self.tables.load(columns)
@@ -123,10 +123,15 @@ class Station:
         """To readers before the first record that carries its version is published."""
         self._let_go()
         self._known_since = self._outlet.published
-        self.columns, self._sent = columns, None
+        self.columns = columns
+        self._forget()
         self._banks[columns.version] = Described(columns, self.weights)
         while len(self._banks) > REMEMBERED_BANKS:
             self._banks.popitem(last=False)
+
+    def _forget(self) -> None:
+        """The next step is not like the last, whoever is in it."""
+        self._sent, self.steady.is_on = None, False
 
     def _let_go(self) -> None:
         """Of the numbers of the bank that is replaced; runs when its last record is published."""
@@ -160,7 +165,7 @@ class Station:
         if not self._is_serving:
             return
         self._outlet.begin()
-        self._rows = None
+        self._rows, self._is_noted = None, False
         if not new and not finished:
             return
         for req_id in finished:
@@ -185,12 +190,12 @@ class Station:
     def place(self, batch: Batch) -> None:
         if not self._is_serving:
             return
-        rows, number = self._book.step(batch), self._step_number + 1
+        rows, number = self._book.step(batch), self._outlet.last_step + 1
         self._is_noted = (rows is self._sent and self._outlet.again(number)) or self._outlet.note(
             number, rows, self.columns.version
         )
         if self._is_noted:
-            self._step_number, self._sent = number, rows
+            self._sent = rows
         self._rows = rows
 
     def end(self, inputs: Callable[[], Inputs]) -> None:
@@ -199,6 +204,12 @@ class Station:
             self._outlet.settle(inputs)
             return
         self._end(self._book.idle() if self._rows is None else self._rows, inputs)
+
+    def rests(self) -> bool:
+        """From here on, a step that keeps the pace is noted without `place`."""
+        pace = self._book.pace
+        self._is_noted = pace is not None and pace.rows is self._sent and self._outlet.repeat(pace)
+        return self._is_noted
 
     def _end(self, rows: StepRows, inputs: Callable[[], Inputs]) -> None:
         self._rows = self._sent = None
@@ -212,7 +223,7 @@ class Station:
         """Nobody's rows are not published; but they are written where the last step's lie."""
         if self._is_serving:
             self._outlet.begin()
-            self._sent = None
+            self._forget()
             self._outlet.blank()
 
     def blanked(self) -> None:
@@ -220,8 +231,8 @@ class Station:
             self._outlet.blanked()
 
     def _send(self, rows: StepRows, inputs: Inputs) -> None:
-        self._step_number += 1
-        self._outlet.send(Step(self._step_number, rows, self.columns.version, inputs))
+        number = self._outlet.last_step + 1
+        self._outlet.send(Step(number, rows, self.columns.version, inputs))
 
     def flush(self) -> None:
         """Return when every step so far is in the ring: what a caller asks for next is there."""
@@ -251,6 +262,7 @@ class Station:
         return self._began.get(stream)
 
     def close(self) -> None:
+        self._forget()
         self._outlet.close()
         self.server.close()
         self._describing.shutdown()

@@ -71,6 +71,11 @@ class Steering:
     def __len__(self) -> int:
         return len(self._berths)
 
+    @property
+    def num_mapped(self) -> int:
+        """Tokens of the last step whose map says anything."""
+        return self._tables.num_mapped
+
     def open(self, req_id: str, course: Course) -> None:
         """A request reached the worker; one that comes back after preemption is known already."""
         if req_id in self._berths:

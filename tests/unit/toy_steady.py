@@ -1,0 +1,148 @@
+"""Takes how launches are made; gives an engine in the shape of vLLM's V2 runner, with a Station.
+
+Its graphs are replayed by a GPU of C functions (toy_gpu.py), or its forwards run as Python.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from clairai.compat import runner as compat
+from clairai.compat.amends import CARRIED
+from clairai.ring.layout import RingHeader, RingShape
+from clairai.tap import station as stations
+from clairai.tap.commit import DeviceOutlet
+from clairai.tap.home import Home, open_home
+from clairai.tap.rows import Batch, Mark
+from clairai.tap.station import NewRequest, Station
+from clairai.tap.steady import PlainSteady
+from tests.unit.toy_gpu import INPUTS, MAX_REQUESTS, MAX_TOKENS, Gpu, Launching, LongWay
+from tests.unit.toy_station import running_station
+
+
+class Other:
+    """Another listener; rests when it is told to."""
+
+    def __init__(self) -> None:
+        self.told: list[Any] = []
+        self.is_resting = True
+
+    def begin(self, new: Any, finished: Any) -> None:
+        self.told.append(("begin", [one.req_id for one in new], finished))
+
+    def amend(self, req_id: str, course: Any) -> None:
+        self.told.append(("amend", req_id, course))
+
+    def place(self, batch: Batch) -> None:
+        self.told.append(("place", list(batch.req_ids), batch.starts_R.tolist()))
+
+    def end(self, inputs: Any) -> None:
+        inputs()
+        self.told.append("end")
+
+    def rests(self) -> bool:
+        return self.is_resting
+
+    def blank(self) -> None: ...
+
+    def blanked(self) -> None: ...
+
+    def take(self) -> list[Any]:
+        told, self.told = self.told, []
+        return told
+
+
+class Engine:
+    """As vLLM's V2 runner: lays a batch out, forwards it as a graph or as Python."""
+
+    req_states = None
+
+    def __init__(self, station: Station, gpu: Gpu, outlet: DeviceOutlet) -> None:
+        self.station, self.gpu, self.outlet, self.other = station, gpu, outlet, Other()
+        buffers = {"positions": INPUTS.positions_T, "input_ids": INPUTS.token_ids_T}
+        self.input_buffers = SimpleNamespace(**buffers)
+        self.come: dict[str, int] = {}
+        self.is_graph = True
+        self.carried: dict[str, Any] = {}
+        self._counts: dict[str, int] = {}
+        outlet.prepare(INPUTS)
+        outlet.captured(1)
+        compat.connect(self, [station, self.other], station.steady)
+
+    def prepare_inputs(self, scheduled: Any) -> Any:
+        del scheduled
+        counts_R = np.array([*self._counts.values()], np.int32)
+        starts_R = np.array([self.come[one] for one in self._counts], np.int32)
+        for one, count in self._counts.items():
+            self.come[one] += count
+        named = {"num_scheduled_tokens": counts_R, "num_computed_tokens_np": starts_R}
+        return SimpleNamespace(req_ids=[*self._counts], **named)
+
+    def execute_model(self, scheduler_output: Any) -> str:
+        if self._counts:
+            self.prepare_inputs(scheduler_output)
+            self._forward()
+        return "state"
+
+    def _forward(self) -> None:
+        if self.is_graph:
+            self.gpu.replay(self.outlet._briefs)
+        else:
+            self.outlet.forwarded(lambda: INPUTS)
+
+    def _dummy_run(self, num_tokens: int) -> None:
+        del num_tokens
+        self._forward()
+
+    def scheduled(self, counts: dict[str, int], finished: tuple[str, ...] = ()) -> Any:
+        new = [one for one in counts if one not in self.come]
+        for one in finished:
+            self.come.pop(one, None)
+        self.come |= dict.fromkeys(new, 0)
+        self._counts = counts
+        said = {"scheduled_new_reqs": new, "finished_req_ids": set(finished)}
+        carried, self.carried = self.carried, {}
+        return SimpleNamespace(**said, **({CARRIED: carried} if carried else {}))
+
+    def step(self, counts: dict[str, int], finished: tuple[str, ...] = ()) -> None:
+        assert self.execute_model(self.scheduled(counts, finished)) == "state"
+
+
+@contextmanager
+def engine(launching: type[Launching] = Launching) -> Iterator[Engine]:
+    """With C for steps that are alike, if the launches have it."""
+    gpu, made = Gpu(), list[DeviceOutlet]()
+
+    def on_gpu(*given: Any) -> Home:
+        home = open_home(*given)
+        header = RingHeader(given[3], RingShape(slots=8, slot_bytes=4096, ahead=2))
+        outlet = DeviceOutlet(launching(gpu), header, given[1], MAX_REQUESTS)
+        if launching is LongWay:
+            outlet.steady = PlainSteady()
+        made.append(outlet)
+        return replace(home, outlet=outlet, forwards=outlet)
+
+    with ExitStack() as opened:
+        patched = opened.enter_context(pytest.MonkeyPatch.context())
+        patched.setattr(stations, "open_home", on_gpu)
+        patched.setattr(stations, "new_epoch", lambda: 0xABCD_0000_1234_5678)
+        patched.setattr("tests.unit.toy_station.MAX_TOKENS", MAX_TOKENS)
+        patched.setattr(compat, "_new_request", new_request)
+        patched.setattr(compat, "read_sealed", lambda sealed: sealed)
+        folder = Path(opened.enter_context(TemporaryDirectory()))
+        station = opened.enter_context(running_station(folder))
+        yield Engine(station, gpu, made[0])
+        gpu.publish(len(gpu.briefs))  # else closing waits
+
+
+def new_request(name: str) -> NewRequest:
+    return NewRequest(name, f"ex-{name}", Mark(ord(name)), 2)
