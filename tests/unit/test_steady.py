@@ -9,10 +9,12 @@ import gc
 import weakref
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from clairai.tap.steady import steady
 from tests.unit.tiny_probes import probe
 from tests.unit.toy_gpu import LongWay
 from tests.unit.toy_station import SECOND
@@ -98,6 +100,15 @@ def test_an_argument_by_its_name_is_understood() -> None:
         assert steps_told(one) == [1, 2, 3, 4]
 
 
+def test_warm_up_between_two_steps_is_nobodys() -> None:
+    with engine() as one:
+        decode(one, 3, "a")
+        assert one.execute_model(one.scheduled({"a": 1}), dummy_run=True) == "nobody's"
+        decode(one, 2, "a")
+        assert placed(one) == [0]
+        assert steps_told(one) == [1, 2, 3, 4, 5]
+
+
 def test_a_forward_that_was_no_graph_is_launched_for_though_its_step_was_like_the_last() -> None:
     with engine() as one:
         decode(one, 4)
@@ -138,6 +149,11 @@ def test_a_bank_that_comes_in_between_is_the_next_steps() -> None:
         decode(one, 3)
         versions = [told["head"][4] >> 32 for told in one.gpu.told]
         assert versions == [0, 0, 0, 1, 1, 1]
+
+
+def test_before_any_step_there_is_none_to_repeat() -> None:
+    ones_R = np.ones(1, np.int32)
+    assert not steady().again(["a"], ones_R, ones_R)
 
 
 @pytest.mark.parametrize("name", ["execute_model", "prepare_inputs"])

@@ -96,7 +96,7 @@ class Brief:
         PAIR.pack_into(self._bytes, 8 * 8, time.monotonic_ns(), number)
 
     def _write_form(self, form: Form) -> None:
-        if self._sheet.form != self._written:  # step.c wrote another one
+        if self._sheet.form != self._written:  # alike.h wrote another one
             self._roster, self._counts = None, b""
         rows, self._sheet.form = form.rows, NO_FORM  # until all of it is there
         self._write_roster(rows.roster)

@@ -144,7 +144,7 @@ def _publish(ring_ptr, brief_ptr, turn_ptr, first_row, num_records, SLOTS, SLOT_
     _release(ring_ptr + 16, head, IS_GPU)
     if first_row + num_records * per_record >= num_rows:
         tl.store(turn_ptr, tl.load(brief_ptr + 9))  # read by the next launch, in the GPU's order
-        # Pairs with Brief.done in brief.py and is_done() in step.c: the host may write it again.
+        # Pairs with Brief.done in brief.py and is_done() in ledger.h: the host may write it again.
         _release(brief_ptr + 15, tl.load(brief_ptr + 9), IS_GPU)
 
 

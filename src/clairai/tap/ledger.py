@@ -1,4 +1,4 @@
-"""Takes nothing; gives what the host knows of the steps it has sent, for Python and for step.c.
+"""Takes nothing; gives what the host knows of the steps it has sent, for Python and for C.
 
 One truth for both: Python writes steps of any kind, C those that are like the one before.
 """
@@ -8,7 +8,7 @@ from __future__ import annotations
 import ctypes
 from typing import Final
 
-NUM_BRIEFS: Final = 8  # as in step.c
+NUM_BRIEFS: Final = 8  # as in ledger.h
 WORD: Final = ctypes.c_int64
 NO_FORM: Final = 0
 
@@ -23,7 +23,7 @@ class Sheet(ctypes.Structure):
 
 
 class Ledger(ctypes.Structure):
-    """struct ledger of step.c"""
+    """struct ledger of ledger.h"""
 
     sent: int
     published: int
