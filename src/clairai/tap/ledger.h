@@ -1,4 +1,4 @@
-/* Takes the ledger of ledger.py; gives its sheets, for what is compiled here: step.c and steady.c. */
+/* Takes the ledger of ledger.py; gives its sheets, to what is compiled here. */
 #ifndef CLAIRAI_LEDGER_H
 #define CLAIRAI_LEDGER_H
 #define PY_SSIZE_T_CLEAN
@@ -7,7 +7,8 @@
 
 enum { NUM_BRIEFS = 8, PLAN_FIELDS = 4 };
 /* Words of a brief's head: see the top of commit_kernel.py. */
-enum { SEQ_WORD = 2, STEP_WORD = 3, TIME_WORD = 8, NUMBER_WORD = 9, DONE_WORD = 15, BRIEF_HEAD = 16 };
+enum { SEQ_WORD = 2, STEP_WORD = 3, TIME_WORD = 8, NUMBER_WORD = 9, DONE_WORD = 15 };
+enum { BRIEF_HEAD = 16 };
 
 /* Sheet of ledger.py: one brief, which step of all it is for, and which form is written in it. */
 struct sheet {

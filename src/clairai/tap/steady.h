@@ -1,4 +1,4 @@
-/* Takes the methods of a model runner that are wrapped; gives them, without Python for nearly all steps.
+/* Takes the methods of a runner that are wrapped; gives them, without Python for nearly all steps.
  *
  * Called with Python's lock held. What a step costs is not what it computes but what it touches:
  * between two steps the engine has used all of the caches, so that every object and every line of
@@ -17,7 +17,7 @@ struct steady {
     PyObject *held; /* whose pace it is */
 };
 
-/* goes_on() and note() in one; whether they could be done, else neither was. The step is the next. */
+/* goes_on() and note() of step.c in one; whether they could be done, else neither was. */
 static int repeats(struct steady *self, PyObject *const *batch)
 {
     struct ledger *ledger = self->ledger;
@@ -93,9 +93,9 @@ static PyObject *step(PyObject *object, PyObject *const *given, size_t count, Py
     if (!is_alike)
         return PyObject_Vectorcall(self->otherwise, given, count, keywords);
     PyObject *result = PyObject_Vectorcall(self->wrapped, given, count, NULL);
-    if (!result || self->steady->is_on)
+    if (result && self->steady->is_on)
         return result;
-    int is_on = follows(self, NULL);
+    int is_on = result ? follows(self, NULL) : 0;
     if (is_on < 0)
         Py_CLEAR(result);
     self->steady->is_on = is_on > 0;
@@ -107,8 +107,11 @@ static int keeps_on(struct around *self, PyObject *batch)
 {
     PyObject *parts[3];
     int count = 0, is_noted = -1;
-    while (count < 3 && (parts[count] = PyObject_GetAttr(batch, PyTuple_GET_ITEM(self->names, count))))
-        count++;
+    for (; count < 3; count++) {
+        parts[count] = PyObject_GetAttr(batch, PyTuple_GET_ITEM(self->names, count));
+        if (!parts[count])
+            break;
+    }
     if (count == 3)
         is_noted = repeats(self->steady, parts);
     while (count)
@@ -220,7 +223,8 @@ static PyObject *laying(PyObject *self, PyObject *const *given, Py_ssize_t count
 
 static PyMethodDef steady_methods[] = {
     FUNCTION(again), FUNCTION(repeat), FUNCTION(stepping), FUNCTION(laying), {0}};
-static PyMemberDef steady_members[] = {{"is_on", T_BOOL, offsetof(struct steady, is_on), 0, NULL}, {0}};
+static PyMemberDef steady_members[] = {
+    {"is_on", T_BOOL, offsetof(struct steady, is_on), 0, NULL}, {0}};
 
 static PyTypeObject steady_type = {
     PyVarObject_HEAD_INIT(NULL, 0)
