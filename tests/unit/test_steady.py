@@ -68,6 +68,14 @@ def test_who_comes_or_goes_is_heard_of() -> None:
                         ("begin", [], [])]  # fmt: skip
 
 
+def test_a_step_that_only_says_who_is_gone_has_a_number_of_its_own() -> None:
+    with engine() as one:
+        decode(one, 3, "ab")
+        one.step({}, finished=("a", "b"))
+        decode(one, 2, "c")
+        assert steps_told(one) == [1, 2, 3, 4, 5, 6]
+
+
 def test_who_is_steered_otherwise_is_heard_of() -> None:
     with engine() as one:
         decode(one, 3, "a")
@@ -192,12 +200,20 @@ def test_a_step_that_is_like_the_last_holds_nothing_of_its_batch() -> None:
 
 
 def test_an_engine_that_is_gone_leaves_nothing_behind() -> None:
+    gc.collect()
+    before = num_of_c()
     with engine() as one:
         decode(one, 3)
+        assert num_of_c() == before + 3  # Steady, and two methods that are wrapped
         watched = weakref.ref(one)
         del one
     gc.collect()
     assert watched() is None
+    assert num_of_c() == before
+
+
+def num_of_c() -> int:
+    return [type(one).__module__ for one in gc.get_objects()].count("steady")
 
 
 # Of some steps: what they are, who is in them, how many, and how much is published after each.
