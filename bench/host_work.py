@@ -1,7 +1,8 @@
 """Takes nothing; gives the host's own work per engine step, on a CPU engine and on a GPU's.
 
 What a worker does beside the forward pass, for decode steps of 1 to 256 requests with 16 probes. On
-a CPU: row book, rows, scores, ring. On a GPU: row book and brief; the GPU does the rest. What the
+a CPU: row book, rows, scores, ring. On a GPU: row book and brief, for steps that Python is told of
+(bench/gpu_host.py has the others); the GPU does the rest. What the
 launch itself costs is not in it, so that this runs on any machine. Another batch is the worst case:
 each step has other requests, or the same in another order, so that nothing is known from the last.
 Run: python -m bench.host_work
