@@ -11,7 +11,7 @@ import pytest
 import clairai
 from tests.engine import models
 from tests.engine.process import EngineProcess
-from tests.fidelity.scenarios import compare
+from tests.fidelity.scenarios import judge, tap_everything
 
 pytestmark = [pytest.mark.engine, pytest.mark.matrix, pytest.mark.timeout(600)]
 
@@ -44,7 +44,10 @@ def test_pitfall_02_every_value_is_hidden_plus_residual_as_hugging_face_has_it(
         max_num_batched_tokens=32,  # the long text is prefilled in three chunks
         additional_config=clairai.config(points=POINTS, capacity=WIDTH),
     ) as engine:
-        results = compare(engine, folder, TEXTS, POINTS, WIDTH, 12)
+        tapped = engine.call(tap_everything, TEXTS, POINTS, WIDTH, 12)
+    # Finer than the engine, whose rounding alone is to be seen: after 20 layers Hugging Face in
+    # float32 is itself up to 9e-6 from that, on some processors.
+    results = judge(tapped, folder, dtype="float64")
     report(test="fidelity", arch="smollm2", p999=max(result.p999 for result in results))
     assert [result.point for result in results] == POINTS
     for result in results:
