@@ -38,6 +38,7 @@ OF_NO_TURN: Final = -1  # so that the next one is the first of a turn
 MOST_AT_ONCE: Final = 1200  # steps of one set of requests: of the model's longest
 MOST_TOKENS: Final = 32_000  # of all requests together: what the KV cache holds
 NUM_SETS: Final = 6  # of graphs, of each way
+LEAST_STEPS: Final = 4 * NUM_SETS * BLOCK  # two turns of each set
 
 
 class Stamp(NamedTuple):
@@ -61,6 +62,8 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=2400)
     parser.add_argument("--cases", nargs="*", help="only those with these names")
     options = parser.parse_args()
+    if options.steps < LEAST_STEPS:
+        parser.error(f"--steps {options.steps}: every set of graphs has its turns in {LEAST_STEPS}")
     with tempfile.TemporaryDirectory() as folder:
         cases = [
             case for case in all_cases(options.shape, Path(folder)) if _is_wanted(case, options)

@@ -1,4 +1,4 @@
-"""Takes how launches are made; gives an engine in the shape of vLLM's V2 runner, with a Station.
+"""Takes how launches are made; gives an engine in the shape of a vLLM runner, with a Station.
 
 Its graphs are replayed by a GPU of C functions (toy_gpu.py), or its forwards run as Python.
 """
@@ -62,36 +62,36 @@ class Other:
 
 
 class Engine:
-    """As vLLM's V2 runner: lays a batch out, forwards it as a graph or as Python."""
-
-    req_states = None
+    """As vLLM's runners: lays a batch out, forwards it as a graph or as Python."""
 
     def __init__(self, station: Station, gpu: Gpu, outlet: DeviceOutlet) -> None:
         self.station, self.gpu, self.outlet, self.other = station, gpu, outlet, Other()
-        buffers = {"positions": INPUTS.positions_T, "input_ids": INPUTS.token_ids_T}
-        self.input_buffers = SimpleNamespace(**buffers)
         self.come: dict[str, int] = {}
         self.is_graph = True
         self.carried: dict[str, Any] = {}
+        self._starts: dict[int, list[int]] = {}  # of each step's requests, by its number
         self._counts: dict[str, int] = {}
         outlet.prepare(INPUTS)
         outlet.captured(1)
         compat.connect(self, [station, self.other], station.steady)
 
-    def prepare_inputs(self, scheduled: Any) -> Any:
-        del scheduled
+    def lay_out(self, scheduled: Any) -> Any:
+        """Through the method that is wrapped."""
+        raise NotImplementedError
+
+    def _laid_out(self) -> tuple[list[str], Any, Any]:
         counts_R = np.array([*self._counts.values()], np.int32)
         starts_R = np.array([self.come[one] for one in self._counts], np.int32)
+        self._starts[self.outlet.last_step + 1] = starts_R.tolist()
         for one, count in self._counts.items():
             self.come[one] += count
-        named = {"num_scheduled_tokens": counts_R, "num_computed_tokens_np": starts_R}
-        return SimpleNamespace(req_ids=[*self._counts], **named)
+        return [*self._counts], counts_R, starts_R
 
     def execute_model(self, scheduler_output: Any, *, dummy_run: bool = False) -> str:
         if dummy_run:
             return "nobody's"
         if self._counts:
-            self.prepare_inputs(scheduler_output)
+            self.lay_out(scheduler_output)
             self._forward()
         return "state"
 
@@ -104,6 +104,16 @@ class Engine:
     def _dummy_run(self, num_tokens: int) -> None:
         del num_tokens
         self._forward()
+
+    def told(self) -> list[dict[str, Any]]:
+        """What the GPU was told; of `seen`, to how many of its rows that gives a flag."""
+        found = []
+        for told in self.gpu.told:
+            starts = self._starts.get(told["head"][3], [])[: told["head"][7]]
+            plan, seen = told["plan"][: -len(starts)], told["plan"][-len(starts) :]
+            flagged = [max(end - start, 0) for end, start in zip(seen, starts, strict=True)]
+            found.append(told | {"plan": plan + flagged} if starts else told)
+        return found
 
     def scheduled(self, counts: dict[str, int], finished: tuple[str, ...] = ()) -> Any:
         new = [one for one in counts if one not in self.come]
@@ -119,8 +129,43 @@ class Engine:
         assert self.execute_model(self.scheduled(counts, finished)) == "state"
 
 
+class V2(Engine):
+    """v1/worker/gpu/model_runner.py, 0.26"""
+
+    req_states = None
+    input_buffers = SimpleNamespace(positions=INPUTS.positions_T, input_ids=INPUTS.token_ids_T)
+
+    def lay_out(self, scheduled: Any) -> Any:
+        return self.prepare_inputs(scheduled)
+
+    def prepare_inputs(self, scheduled: Any) -> Any:
+        del scheduled
+        req_ids, counts_R, starts_R = self._laid_out()
+        named = {"num_scheduled_tokens": counts_R, "num_computed_tokens_np": starts_R}
+        return SimpleNamespace(req_ids=req_ids, **named)
+
+
+class V1(Engine):
+    """v1/worker/gpu_model_runner.py, 0.26: its batch has room for more, and is used again."""
+
+    positions, input_ids = INPUTS.positions_T, SimpleNamespace(gpu=INPUTS.token_ids_T)
+
+    def __init__(self, *given: Any) -> None:
+        numbers_R = np.zeros(MAX_REQUESTS, np.int32)
+        self.input_batch = SimpleNamespace(num_reqs=0, num_computed_tokens_cpu=numbers_R)
+        super().__init__(*given)
+
+    def lay_out(self, scheduled: Any) -> Any:
+        batch, (req_ids, counts_R, starts_R) = self.input_batch, self._laid_out()
+        batch.req_ids, batch.num_reqs = [*req_ids, "nobody"], len(req_ids)
+        batch.num_computed_tokens_cpu[: len(req_ids)] = starts_R
+        return self._prepare_inputs(scheduled, counts_R)
+
+    def _prepare_inputs(self, scheduled: Any, num_scheduled_tokens: Any) -> None: ...
+
+
 @contextmanager
-def engine(launching: type[Launching] = Launching) -> Iterator[Engine]:
+def engine(launching: type[Launching] = Launching, runner: type[Engine] = V2) -> Iterator[Engine]:
     """With C for steps that are alike, if the launches have it."""
     gpu, made = Gpu(), list[DeviceOutlet]()
 
@@ -142,7 +187,7 @@ def engine(launching: type[Launching] = Launching) -> Iterator[Engine]:
         patched.setattr(compat, "read_sealed", lambda sealed: sealed)
         folder = Path(opened.enter_context(TemporaryDirectory()))
         station = opened.enter_context(running_station(folder))
-        yield Engine(station, gpu, made[0])
+        yield runner(station, gpu, made[0])
         gpu.publish(len(gpu.briefs))  # else closing waits
 
 

@@ -51,7 +51,7 @@ class Steady(Protocol):
 
 
 class PlainSteady:
-    """Never on: for engines whose steps the host publishes, and machines without a compiler."""
+    """Repeats nothing: for steps that the host publishes, and machines without a compiler."""
 
     is_on = False
 
