@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from pathlib import Path
 from typing import Any
 
 import clairai
@@ -51,15 +52,11 @@ def traces(_llm: Any) -> list[str]:
     from vllm.v1.worker.worker_base import WorkerBase
 
     found = [name for name in sys.modules if name.startswith(("clairai.compat.arm", "clairai.tap"))]
+    package = str(Path(clairai.__file__).parent)  # a clone's folder may be called clairai too
     for kind in (WorkerBase, EngineCore):
         for name, value in vars(kind).items():
-            function = getattr(value, "__wrapped__", value)
-            module = getattr(getattr(value, "__code__", None), "co_filename", "")
-            if (
-                "clairai" in name
-                or "/clairai/" in module
-                or (function is not value and "clairai" in module)
-            ):
+            file = getattr(getattr(value, "__code__", None), "co_filename", "")
+            if "clairai" in name or file.startswith(package):
                 found.append(f"{kind.__name__}.{name}")
     if hasattr(torch.ops.clairai, "tap"):
         found.append("torch.ops.clairai.tap")
