@@ -19,16 +19,16 @@ from typing import Any, Final
 import numpy as np
 import torch
 
-from clairai.capture.consumers import About
-from clairai.capture.hiring import open_clerk
-from clairai.capture.order import Order
-from clairai.capture.setting import Setting
-from clairai.tap.capture import Capture
-from clairai.tap.outlet import Inputs
-from clairai.tap.rows import Batch, Mark
-from clairai.tap.station import NewRequest
-from clairai.tap.tables import Tables
-from clairai.tap.taker import Taker
+from clairai.capture.backend import open_backend
+from clairai.capture.capture_settings import CaptureSettings
+from clairai.capture.consumers import EngineInfo
+from clairai.engine.capture.capture_plan import CapturePlan
+from clairai.engine.capture.row_copier import RowCopier
+from clairai.engine.capture.worker_capture import WorkerCapture
+from clairai.engine.publish.publisher import ForwardInputs
+from clairai.engine.publish.step_publisher import NewRequest
+from clairai.engine.publish.step_rows import RequestMark, StepBatch
+from clairai.engine.score.score_tables import ScoreTables
 
 WIDTH, NUM_REQUESTS, MAX_TOKENS = 8, 64, 512
 PAUSE_S: Final = 0.002
@@ -63,10 +63,10 @@ def measured(num_points: int, steps: int) -> dict[str, float]:
     """Medians in microseconds."""
     points = tuple(f"post_block.{layer}" for layer in range(num_points))
     with tempfile.TemporaryDirectory() as folder:
-        setting = Setting.parse({"folder": str(Path(folder) / "s")})
-        clerk = open_clerk(setting, About("m", "w", "float32", WIDTH, points))
+        setting = CaptureSettings.parse({"folder": str(Path(folder) / "s")})
+        clerk = open_backend(setting, EngineInfo("m", "w", "float32", WIDTH, points))
         sites = {point: site for site, point in enumerate(points)}
-        capture = Capture(Taker(_tables(points), clerk), clerk, sites, NoScores())
+        capture = WorkerCapture(RowCopier(_tables(points), clerk), clerk, sites, NoScores())
         try:
             took = _steps(capture, points, steps)
         finally:
@@ -74,8 +74,8 @@ def measured(num_points: int, steps: int) -> dict[str, float]:
     return {part: float(np.median(took[part]) * 1e6) for part in PARTS}
 
 
-def _tables(points: tuple[str, ...]) -> Tables:
-    return Tables(
+def _tables(points: tuple[str, ...]) -> ScoreTables:
+    return ScoreTables(
         points,
         width=WIDTH,
         capacity=1,
@@ -86,19 +86,19 @@ def _tables(points: tuple[str, ...]) -> Tables:
     )
 
 
-def _steps(capture: Capture, points: tuple[str, ...], steps: int) -> dict[str, list[float]]:
-    order = Order(points, ((0, 1 << 30),), "raw", (("dtype", "float32"),), ("fs",))
+def _steps(capture: WorkerCapture, points: tuple[str, ...], steps: int) -> dict[str, list[float]]:
+    order = CapturePlan(points, ((0, 1 << 30),), "raw", (("dtype", "float32"),), ("fs",))
     ids = [f"request-{index}" for index in range(NUM_REQUESTS)]
     marked = enumerate(ids, start=1)
-    capture.begin([NewRequest(i, i, Mark(at), 0, None, order) for at, i in marked], [])
-    inputs = Inputs(
+    capture.begin([NewRequest(i, i, RequestMark(at), 0, None, order) for at, i in marked], [])
+    inputs = ForwardInputs(
         torch.zeros(MAX_TOKENS, dtype=torch.int64), torch.zeros(MAX_TOKENS, dtype=torch.int32)
     )
     took: dict[str, list[float]] = {part: [] for part in PARTS}
     for step in range(steps):
         inputs.positions_T[:] = step
         ones_R = np.ones(NUM_REQUESTS, np.int32)
-        batch = Batch(ids, ones_R, step * ones_R)
+        batch = StepBatch(ids, ones_R, step * ones_R)
         calls: tuple[Any, ...] = (
             lambda: capture.begin([], []),
             lambda batch=batch: capture.place(batch),

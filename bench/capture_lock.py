@@ -24,17 +24,16 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from clairai.capture.clerks import Clerk
-from clairai.capture.consumers import About
-from clairai.capture.hiring import open_clerk
-from clairai.capture.landed import ROWS, SAMPLE, WHOLE
-from clairai.capture.order import Order
-from clairai.capture.setting import PROCESSES, Setting
+from clairai.capture.backend import CaptureBackend, open_backend
+from clairai.capture.capture_settings import PROCESSES, CaptureSettings
+from clairai.capture.consumers import EngineInfo
+from clairai.capture.staging_reader import ROWS, SAMPLE, WHOLE_STEP
+from clairai.engine.capture.capture_plan import CapturePlan
+from clairai.engine.capture.row_selection import RowSelector
+from clairai.engine.capture.staging_layout import StagingPlan, group_by_encoder, lay_out_rows
+from clairai.engine.publish.step_rows import RequestMark, StepBatch
 from clairai.store.codecs.base import Encoder
 from clairai.store.codecs.registry import named
-from clairai.tap.picks import Picks
-from clairai.tap.rows import Batch, Mark
-from clairai.tap.staged import Plan, groups_of, layout_of
 
 WIDTH, NUM_REQUESTS, STASH_ROWS = 4096, 64, 64
 STEP_S: Final = 0.0057
@@ -55,46 +54,48 @@ class Load:
     points: tuple[str, ...]
 
     @property
-    def order(self) -> Order:
+    def order(self) -> CapturePlan:
         parameters = tuple(self.encoder.parameters.items())
-        return Order(self.points, ((0, 1 << 30),), self.encoder.name, parameters, ("fs",))
+        return CapturePlan(self.points, ((0, 1 << 30),), self.encoder.name, parameters, ("fs",))
 
 
 class Steps:
     """Steps of an engine, as its clerk is told of them."""
 
-    def __init__(self, clerk: Clerk, load: Load) -> None:
+    def __init__(self, clerk: CaptureBackend, load: Load) -> None:
         self._clerk, self._number = clerk, 0
-        self._picks = Picks({point: site for site, point in enumerate(load.points)})
+        self._picks = RowSelector({point: site for site, point in enumerate(load.points)})
         self._ids = [f"r{index}" for index in range(NUM_REQUESTS)]
         for index, req_id in enumerate(self._ids):
-            self._picks.open(req_id, Mark(index + 1), 0, load.order)
+            self._picks.open(req_id, RequestMark(index + 1), 0, load.order)
             clerk.begin((index + 1, 0), load.order)
-        pick = self._picks.step(self._batch())
-        assert pick is not None
-        groups = groups_of(pick, STASH_ROWS, np.random.default_rng(0))
-        self._plan = Plan(1, pick, groups, layout_of(pick, groups, WIDTH, DTYPES))
+        selection = self._picks.step(self._batch())
+        assert selection is not None
+        groups = group_by_encoder(selection, STASH_ROWS, np.random.default_rng(0))
+        self._plan = StagingPlan(
+            1, selection, groups, lay_out_rows(selection, groups, WIDTH, DTYPES)
+        )
         self._arrays = _arrays(load.encoder, self._plan)
         clerk.plan(self._plan.told(DTYPES["row"]))
         clerk.post()
 
-    def _batch(self) -> Batch:
+    def _batch(self) -> StepBatch:
         ones_R = np.ones(NUM_REQUESTS, np.int32)
-        return Batch(self._ids, ones_R, np.full(NUM_REQUESTS, self._number, np.int32))
+        return StepBatch(self._ids, ones_R, np.full(NUM_REQUESTS, self._number, np.int32))
 
     def copy(self) -> Callable[[], None]:
         """What the GPU does; gives what the engine does."""
         self._number += 1
-        pick = self._picks.step(self._batch())
+        selection = self._picks.step(self._batch())
         region = self._clerk.arena.take(self._plan.layout.nbytes)
-        assert pick is not None
+        assert selection is not None
         assert region is not None, "the arena is full: this machine is too slow for the load"
-        self._arrays[WHOLE, "position"] = pick.position_N
+        self._arrays[WHOLE_STEP, "position"] = selection.position_N
         for key, array in self._arrays.items():
             start = region.start + self._plan.layout.fields[key].start
             self._clerk.arena.memory[start : start + array.nbytes] = array.view(np.uint8).ravel()
         self._clerk.arena.land(self._number)
-        ticket = self._plan.ticket(pick, self._number, region)
+        ticket = self._plan.ticket(selection, self._number, region)
 
         def tell() -> None:
             self._clerk.put(ticket, lambda: None)
@@ -103,7 +104,7 @@ class Steps:
         return tell
 
 
-def _arrays(encoder: Encoder, plan: Plan) -> dict[tuple[int, str], NDArray[Any]]:
+def _arrays(encoder: Encoder, plan: StagingPlan) -> dict[tuple[int, str], NDArray[Any]]:
     (group,) = plan.groups
     rows_ND = np.random.default_rng(0).standard_normal((NUM_REQUESTS, WIDTH)).astype(np.float32)
     rows_ND = (rows_ND.view(np.uint32) & 0xFFFF0000).view(np.float32)  # bfloat16 has no more
@@ -114,7 +115,7 @@ def _arrays(encoder: Encoder, plan: Plan) -> dict[tuple[int, str], NDArray[Any]]
         for name, array in encoder.encode(rows_ND).items()
     }
     found[0, SAMPLE] = bits_ND[group.sample_K % NUM_REQUESTS]
-    found[WHOLE, "token"] = np.zeros(NUM_REQUESTS, np.int32)
+    found[WHOLE_STEP, "token"] = np.zeros(NUM_REQUESTS, np.int32)
     return found
 
 
@@ -135,10 +136,10 @@ def main() -> None:
 
 
 def _captured(load: Load, process: str, steps: int) -> tuple[NDArray[np.float64], float]:
-    about = About("m", "w", DTYPES["row"], WIDTH, load.points)
+    about = EngineInfo("m", "w", DTYPES["row"], WIDTH, load.points)
     with tempfile.TemporaryDirectory() as folder:
         setting = {"folder": str(Path(folder) / "store"), "staging_mib": 512, "process": process}
-        clerk = open_clerk(Setting.parse(setting), about)
+        clerk = open_backend(CaptureSettings.parse(setting), about)
         try:
             return _measured(steps, Steps(clerk, load).copy)
         finally:

@@ -18,15 +18,15 @@ import torch
 from numpy.typing import NDArray
 from sklearn.decomposition import PCA
 
-from clairai.demo.console import say, shown
+from clairai.demo.console import say, show_progress
 from clairai.demo.model import smollm2
 from clairai.store.codecs.base import Encoder
 from clairai.store.codecs.fidelity import Fidelity, measure
 from clairai.store.codecs.registry import named
-from clairai.train import collect, fit
-from clairai.train.collect import Kept
-from clairai.train.split import HELD_OUT
-from clairai.train.tokens import encode
+from clairai.train import fit, train_probe
+from clairai.train.fit import HELD_OUT
+from clairai.train.label_tokens import tokenize
+from clairai.train.train_probe import KeptTokens
 from scripts import numbers
 from scripts.demo_documents import CONCEPTS, documents
 
@@ -69,7 +69,7 @@ def main() -> None:
     numbers.write_section("Encoders", paragraphs)
 
 
-def _read(stride: int) -> tuple[Kept, dict[str, fit.Labels], dict[int, Rows]]:
+def _read(stride: int) -> tuple[KeptTokens, dict[str, fit.Labels], dict[int, Rows]]:
     """Which tokens are kept, what each concept says of them, and their rows at each layer."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -77,20 +77,24 @@ def _read(stride: int) -> tuple[Kept, dict[str, fit.Labels], dict[int, Rows]]:
     tokenizer = AutoTokenizer.from_pretrained(folder)
     texts = {concept.name: documents(concept)[::stride] for concept in CONCEPTS}
     encodings = {
-        name: [encode(text, tokenizer) for text in labelled] for name, labelled in texts.items()
+        name: [tokenize(text, tokenizer) for text in labelled] for name, labelled in texts.items()
     }
     folds = [text.fold for text in next(iter(texts.values()))]
-    kept = collect.keep(list(encodings.values()), [fold for fold in folds if fold is not None])
-    labels = {name: collect.labels(kept, encoded) for name, encoded in encodings.items()}
+    kept = train_probe.choose_tokens(
+        list(encodings.values()), [fold for fold in folds if fold is not None]
+    )
+    labels = {
+        name: train_probe.label_kept_tokens(kept, encoded) for name, encoded in encodings.items()
+    }
     say(f"{len(kept.prompts)} texts, {kept.num_tokens} tokens with a label")
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     return kept, labels, _forward(model, kept)
 
 
-def _forward(model: Any, kept: Kept) -> dict[int, Rows]:
+def _forward(model: Any, kept: KeptTokens) -> dict[int, Rows]:
     parts: dict[int, list[Rows]] = {layer: [] for layer in LAYERS}
     pairs = list(zip(kept.prompts, kept.positions, strict=True))
-    for ids, at in shown(pairs, total=len(pairs), label="rows"):
+    for ids, at in show_progress(pairs, total=len(pairs), label="rows"):
         with torch.inference_mode():
             found = model.model(torch.tensor([ids]), output_hidden_states=True).hidden_states
         for layer in LAYERS:
@@ -130,7 +134,7 @@ def _aurocs(labels: dict[str, fit.Labels], rows_TD: Rows) -> Sequence[Sequence[s
     width = rows_TD.shape[1]
     decoded = [encoder.decode(encoder.encode(rows_TD), width=width) for encoder in TRAINED_ON]
     lines = []
-    for name, known in shown(list(labels.items()), total=len(labels), label="probes"):
+    for name, known in show_progress(list(labels.items()), total=len(labels), label="probes"):
         whitened = _whitened(decoded[-1], known)
         raw, *others = [_auroc(found, known) for found in (rows_TD, *decoded, whitened)]
         lines.append((f"`{name}`", f"{raw:.4f}", *(f"{o:.4f} ({o - raw:+.4f})" for o in others)))
@@ -143,7 +147,7 @@ def _whitened(rows_TD: Rows, labels: fit.Labels) -> Rows:
 
 
 def _auroc(rows_TD: Rows, labels: fit.Labels) -> float:
-    line = fit.fit(rows_TD, labels, PENALTY)
+    line = fit.fit_direction(rows_TD, labels, PENALTY)
     is_judged_T = (labels.folds_T == HELD_OUT) & labels.judged_T
     scores_T = rows_TD[is_judged_T] @ line.direction_D + line.bias
     return fit.auroc(scores_T.astype(np.float64), labels.positive_T[is_judged_T])

@@ -15,8 +15,8 @@ from typing import Any, Final
 
 import torch
 
-from clairai.tap.launch import Driver
-from clairai.tap.stash_kernel import StashScorer
+from clairai.engine.kernel_launch import CudaDriver
+from clairai.engine.score.stash_kernel import StashScorer
 from tests.gpu.test_kernels import bank, tables
 
 NUM_SITES, WIDTH, VOCABULARY, STASH_ROWS = 32, 4096, 128_256, 512
@@ -35,7 +35,7 @@ def main() -> None:
 def _measure(output_VD: torch.Tensor, num_tokens: int, num_probes: int) -> dict[str, Any]:
     hidden_TD = torch.randn(num_tokens, WIDTH, device="cuda", dtype=torch.bfloat16)
     logits_TV = torch.empty(num_tokens, VOCABULARY, device="cuda", dtype=torch.bfloat16)
-    driver, side = Driver(), torch.cuda.Stream()
+    driver, side = CudaDriver(), torch.cuda.Stream()
     scored = _scorer(driver, num_probes).launch_for(num_tokens)
 
     def product() -> None:
@@ -58,12 +58,12 @@ def _measure(output_VD: torch.Tensor, num_tokens: int, num_probes: int) -> dict[
     return {"tokens": num_tokens, "probes": num_probes, **taken}
 
 
-def _scorer(driver: Driver, num_probes: int) -> StashScorer:
+def _scorer(driver: CudaDriver, num_probes: int) -> StashScorer:
     held = tables(
         NUM_SITES, WIDTH, num_probes, "bfloat16", max_tokens=STASH_ROWS, stash_rows=STASH_ROWS
     )
     for name in held.sites:
-        held.score_later(name)
+        held.score_from_stash(name)
     held.load(bank(NUM_SITES, WIDTH, num_probes))
     scorer = StashScorer(held)
     scorer.prepare(driver)
@@ -86,7 +86,7 @@ def _microseconds(work: Callable[[], None]) -> float:
         end.record()
         end.synchronize()
         taken.append(begin.elapsed_time(end) / NUM_IN_GRAPH * 1e3)
-    return statistics.median(taken)
+    return float(statistics.median(taken))
 
 
 if __name__ == "__main__":

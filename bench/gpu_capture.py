@@ -25,8 +25,8 @@ import clairai
 from bench import gpu_mute
 from bench.gpu_engines import Case, decode_times, engines
 from bench.gpu_overhead import NUM_NEW, decode_ratios, each_worker
-from clairai import wire_capture
-from clairai.offline import ask
+from clairai.library.engine_control import ask_engine
+from clairai.wire import capture_messages
 from tests.engine.process import EngineProcess
 
 PROMPT_LEN: Final = 512
@@ -165,8 +165,8 @@ def prefill_ms(llm: Any, turn: int) -> tuple[float, float, float]:
     return tuple(1e3 * (at - begin) for at in (host, given, first))  # type: ignore[return-value]
 
 
-def capture_state(llm: Any) -> wire_capture.CaptureState:
-    return ask(llm, wire_capture.DescribeCapture(), wire_capture.CaptureState)
+def capture_state(llm: Any) -> capture_messages.CaptureState:
+    return ask_engine(llm, capture_messages.DescribeCapture(), capture_messages.CaptureState)
 
 
 if __name__ == "__main__":

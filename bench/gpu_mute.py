@@ -14,7 +14,7 @@ from typing import Any, Final
 
 import torch
 
-from clairai.tap.fused import FusedSite
+from clairai.engine.score.fused_norm import FusedNormSite
 
 WRAPPED: Final = ("execute_model", "prepare_inputs")
 
@@ -41,7 +41,7 @@ class SilentNorm:
 
     def __init__(self, epsilon: float, width: int, dtype: torch.dtype) -> None:
         # Not when this module is imported: that is in processes which are forked later.
-        from clairai.tap.norm_kernel import norm_twin
+        from clairai.engine.score.norm_kernel import norm_twin
 
         self._epsilon, self._norm = epsilon, torch.compile(norm_twin, dynamic=True)
         for num_tokens in (2, 3, 5):  # compiled now, outside of any capture
@@ -90,8 +90,11 @@ def _capture(
 ) -> None:
     """v1/worker/gpu/cudagraph_utils.py CudaGraphManager.graphs, pool, _capture_descs (0.26)."""
     serve_with_taps(worker, is_on, set_number)
-    outlet, found = worker.clairai_station._outlet, worker.model_runner.cudagraph_manager
-    outlet.keep_out = _not_told  # of graphs without taps
+    publisher, found = (
+        worker.clairai_step_publisher._publisher,
+        worker.model_runner.cudagraph_manager,
+    )
+    publisher.disable_graphs = _not_told  # of graphs without taps
     descriptions, pool = found._capture_descs, found.pool
     found.pool = torch.cuda.graph_pool_handle()
     found._capture_descs = {
@@ -101,7 +104,7 @@ def _capture(
     }
     worker.model_runner.capture_model()
     found._capture_descs, found.pool = descriptions, pool
-    del outlet.keep_out
+    del publisher.disable_graphs
 
 
 def _not_told(*given: Any, **named: Any) -> None:
@@ -109,7 +112,7 @@ def _not_told(*given: Any, **named: Any) -> None:
 
 
 def _silent(site: Any) -> Silence | SilentNorm:
-    if not isinstance(site, FusedSite):
+    if not isinstance(site, FusedNormSite):
         return Silence()
     stash_RD = site._stash_RD
     return SilentNorm(site._norm._kept[3], stash_RD.shape[1], stash_RD.dtype)

@@ -18,12 +18,12 @@ import numpy as np
 import torch
 
 from bench.gpu_mute import SilentNorm
-from clairai.steer.course import OPEN_END, Action, Course, Gate, Row
-from clairai.tap.norm_kernel import Norm
-from clairai.tap.rows import Batch
-from clairai.tap.steer_tables import SteerTables
-from clairai.tap.steering import Steering
-from tests.unit.toy_courses import row
+from clairai.engine.publish.step_rows import StepBatch
+from clairai.engine.score.norm_kernel import FusedNorm
+from clairai.engine.steer.steer_tables import SteerTables
+from clairai.engine.steer.steering_plan import OPEN_END, PlanAction, PlanGate, PlanRow, SteeringPlan
+from clairai.engine.steer.worker_steering import ProgramMap
+from tests.support.random_plans import row
 
 WIDTH, NUM_NORMS, NUM_REPLAYS = 4096, 32, 200
 EPSILON: Final = 1e-5
@@ -45,7 +45,7 @@ def main() -> None:
         for name, (chain, request) in ways.items():
             names = [request or "nobody"] * num_tokens
             counts = np.ones(num_tokens, np.int32)
-            steering.place(Batch(_distinct(names), counts, np.full(num_tokens, 9, np.int32)))
+            steering.place(StepBatch(_distinct(names), counts, np.full(num_tokens, 9, np.int32)))
             found[f"{name}, {num_tokens} rows"] = _microseconds(chain, num_tokens) / NUM_NORMS
     for name, microseconds in found.items():
         sys.stdout.write(f"| {name} | {microseconds:.2f} us a norm |\n")
@@ -88,10 +88,10 @@ def _own() -> Chain:
     return chain
 
 
-def _norms() -> list[Norm]:
+def _norms() -> list[FusedNorm]:
     stash_SRD = torch.zeros(NUM_NORMS, 512, WIDTH, device="cuda", dtype=torch.bfloat16)
     ran_S = torch.zeros(NUM_NORMS, dtype=torch.int32, device="cuda")
-    return [Norm(WIDTH, EPSILON, stash_SRD[i], ran_S[i]) for i in range(NUM_NORMS)]
+    return [FusedNorm(WIDTH, EPSILON, stash_SRD[i], ran_S[i]) for i in range(NUM_NORMS)]
 
 
 def _ours() -> Chain:
@@ -114,25 +114,27 @@ def _steered(tables: SteerTables) -> Chain:
     return chain
 
 
-def _steering() -> tuple[Steering, SteerTables]:
+def _steering() -> tuple[ProgramMap, SteerTables]:
     tables = SteerTables(
         SITES, width=WIDTH, max_tokens=512, seats=8, rows=128, programs=1024, vocabulary=64,
         device="cuda:0", dtype=torch.bfloat16,
     )  # fmt: skip
     tables.use_token_ids(torch.zeros(512, dtype=torch.int32, device="cuda"))
-    steering = Steering(tables, {site: site for site in SITES})
+    steering = ProgramMap(tables, {site: site for site in SITES})
     rows = tuple(_row(site, seed) for seed, site in enumerate(SITES))
-    gate = Gate("toy", _row("s0", 99), 0.0, "none", -1e9)
+    gate = PlanGate("toy", _row("s0", 99), 0.0, "none", -1e9)
     always: Any = ((0, OPEN_END),)
     for index in range(256):
         scale = 0.01 * (index + 1)
-        steering.open(f"vector{index}", Course((Action("v", "", "add", rows, scale, always),)))
-        gated = Action("v", "", "add", rows[16:], scale, always, gate=0)
-        steering.open(f"gate{index}", Course((gated,), (gate,)))
+        steering.open(
+            f"vector{index}", SteeringPlan((PlanAction("v", "", "add", rows, scale, always),))
+        )
+        gated = PlanAction("v", "", "add", rows[16:], scale, always, gate=0)
+        steering.open(f"gate{index}", SteeringPlan((gated,), (gate,)))
     return steering, tables
 
 
-def _row(site: str, seed: int) -> Row:
+def _row(site: str, seed: int) -> PlanRow:
     values_D = np.random.default_rng(seed).standard_normal(WIDTH, np.float32) / np.float32(64)
     return row(site, values_D)
 

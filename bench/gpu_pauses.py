@@ -23,9 +23,9 @@ from typing import Any, Final
 import numpy as np
 
 from bench.gpu_engines import Case, decode_times, engines
-from clairai import wire
-from clairai.offline import ask
-from clairai.ring.attach import Reader
+from clairai.library.engine_control import ask_engine
+from clairai.ring.attach import RingReader
+from clairai.wire import ring_messages
 from tests.engine.process import EngineProcess
 
 CASE: Final = Case("32 layers x 16", ("post_block.*",), 16)
@@ -65,9 +65,9 @@ def measure(engine: EngineProcess) -> dict[str, Any]:
     return found
 
 
-def describe(llm: Any) -> wire.Description:
+def describe(llm: Any) -> ring_messages.Description:
     """Runs in the engine's process."""
-    return ask(llm, wire.Describe(), wire.Description)
+    return ask_engine(llm, ring_messages.Describe(), ring_messages.Description)
 
 
 def _for(engine: EngineProcess, seconds: float) -> list[float]:
@@ -94,7 +94,7 @@ def _reader(socket: str) -> Iterator[tuple[int, Connection]]:
 
 def read(socket: str, pipe: Connection) -> None:
     """Take all that comes until told how many were published; runs in the reader's process."""
-    with Reader.attach(socket, start="newest") as reader:
+    with RingReader.attach(socket, start="newest") as reader:
         pipe.send(True)
         end = None
         while end is None or reader.statistics().delivered + reader.statistics().lost < end:

@@ -26,16 +26,16 @@ import torch
 import triton
 import triton.language as tl
 
+from clairai.engine.publish.publisher import FinishedStep, ForwardInputs
+from clairai.engine.publish.ring_setup import OpenRing, open_ring
+from clairai.engine.publish.step_rows import RequestMark, RowBuilder, StepBatch
+from clairai.engine.score.score_kernel import Scorer
+from clairai.engine.score.score_tables import ScoreTables, score_twin
 from clairai.points import Point
-from clairai.probe.columns import Columns
+from clairai.probe.bank import EngineBank
 from clairai.probe.model import Probe
 from clairai.settings import Settings
-from clairai.tap.home import Home, open_home
-from clairai.tap.outlet import Inputs, Step
-from clairai.tap.rows import Batch, Mark, RowBook
-from clairai.tap.score_kernel import Scorer
-from clairai.tap.tables import Tables, score_twin
-from tests.unit.toy_steer import fleet, random_history
+from tests.support.steered_engine import fleet, random_history
 
 INSTALLED: Final = Path("/usr/local/cuda/bin/compute-sanitizer")
 LIMIT_S: Final = 240.0
@@ -79,36 +79,36 @@ def launch_commit() -> None:
     """Both homes; steps of one record and of several, with events and without."""
     point = Point("post_block", 0)
     probes = [Probe(f"p{index}", point, np.ones(64, np.float32)) for index in range(5)]
-    tables = Tables([str(point)], width=64, capacity=7, max_tokens=700, device="cuda:0")
-    tables.load(Columns.empty([point], 7, 64, "toy").add(probes))
-    inputs = Inputs(
+    tables = ScoreTables([str(point)], width=64, capacity=7, max_tokens=700, device="cuda:0")
+    tables.load(EngineBank.empty([point], 7, 64, "toy").add(probes))
+    inputs = ForwardInputs(
         torch.arange(700, device="cuda"), torch.arange(700, device="cuda", dtype=torch.int32)
     )
     for kind in ("host", "device"):
-        home = open_home(Settings(points=(str(point),), ring_mib=1, ring_home=kind), tables, 3, 9)
-        home.outlet.prepare(inputs)
-        book = RowBook()
+        home = open_ring(Settings(points=(str(point),), ring_mib=1, ring_home=kind), tables, 3, 9)
+        home.publisher.prepare(inputs)
+        book = RowBuilder()
         for index in range(3):
-            book.open(f"r{index}", Mark(index + 1), prompt_len=40 * index)
+            book.open(f"r{index}", RequestMark(index + 1), prompt_len=40 * index)
         for number, counts in enumerate(([1, 1, 1], [5, 1, 690], [300, 1, 17]), start=1):
-            batch = Batch(["r0", "r1", "r2"], np.array(counts, np.int32), np.zeros(3, np.int32))
-            home.outlet.begin()
-            home.outlet.send(Step(number, book.step(batch), 1, inputs))
+            batch = StepBatch(["r0", "r1", "r2"], np.array(counts, np.int32), np.zeros(3, np.int32))
+            home.publisher.begin()
+            home.publisher.send(FinishedStep(number, book.step(batch), 1, inputs))
         _launch_as_in_a_graph(home, book, inputs)
-        home.outlet.flush()
+        home.publisher.flush()
         home.close()
 
 
-def _launch_as_in_a_graph(home: Home, book: RowBook, inputs: Inputs) -> None:
+def _launch_as_in_a_graph(home: OpenRing, book: RowBuilder, inputs: ForwardInputs) -> None:
     """What a graph would replay, launched by itself: for a step of its own, and for none."""
     assert home.forwards is not None
     for counts in ([1, 1, 1], [5, 1, 690]):
-        batch = Batch(["r0", "r1", "r2"], np.array(counts, np.int32), np.zeros(3, np.int32))
-        home.outlet.begin()
+        batch = StepBatch(["r0", "r1", "r2"], np.array(counts, np.int32), np.zeros(3, np.int32))
+        home.publisher.begin()
         home.forwards.captured(sum(counts))
-        assert home.outlet.note(9, book.step(batch), 1)
+        assert home.publisher.note(9, book.step(batch), 1)
         home.forwards.captured(sum(counts))
-        home.outlet.settle(lambda: inputs)
+        home.publisher.settle(lambda: inputs)
 
 
 def launch_steer() -> None:
@@ -135,21 +135,21 @@ def plant_racecheck() -> None:
 
 def launch_norm() -> None:
     """Norms that steer, and the scores of what they leave: rows that fill no tile, one too many."""
-    from clairai.tap.fused import FusedSite
-    from clairai.tap.launch import Driver
-    from clairai.tap.stash_kernel import StashScorer
+    from clairai.engine.kernel_launch import CudaDriver
+    from clairai.engine.score.fused_norm import FusedNormSite
+    from clairai.engine.score.stash_kernel import StashScorer
     from tests.gpu.test_kernels import bank, tables
-    from tests.unit.toy_steer import WIDTH as NARROW
-    from tests.unit.toy_steer import drill, fleet
+    from tests.support.random_plans import WIDTH as NARROW
+    from tests.support.steered_engine import drill, fleet
 
     width = 200
     held = tables(2, width, 3, "bfloat16", max_tokens=64, stash_rows=20)
-    sites = [FusedSite(held, name, 1e-5) for name in held.sites]
+    sites = [FusedNormSite(held, name, 1e-5) for name in held.sites]
     for name in held.sites:
-        held.score_later(name)
+        held.score_from_stash(name)
     held.load(bank(2, width, 3))
     scorer = StashScorer(held)
-    driver = Driver()
+    driver = CudaDriver()
     scorer.prepare(driver)
     weight_D = torch.ones(width, device="cuda", dtype=torch.bfloat16)
     for num_tokens in (1, 17, 20, 21):
@@ -168,12 +168,12 @@ class _SteerByNorm:
     """Steers pairs in the norm kernel, and others in the steer kernel."""
 
     def __init__(self, width: int) -> None:
-        from clairai.tap.steer_kernel import Steerer
+        from clairai.engine.steer.steer_kernel import SteerLauncher
 
-        self._alone, self._width = Steerer(width), width
+        self._alone, self._width = SteerLauncher(width), width
 
     def __call__(self, x_TD: Any, residual_TD: Any, tables: Any, site: int) -> None:
-        from clairai.tap.norm_kernel import Norm
+        from clairai.engine.score.norm_kernel import FusedNorm
 
         if residual_TD is None:
             self._alone(x_TD, residual_TD, tables, site)
@@ -181,7 +181,9 @@ class _SteerByNorm:
         stash_RD = torch.zeros(3, self._width, device="cuda", dtype=x_TD.dtype)
         ran = torch.zeros((), device="cuda", dtype=torch.int32)
         weight_D = torch.ones(self._width, device="cuda", dtype=x_TD.dtype)
-        Norm(self._width, 1e-5, stash_RD, ran).steered(x_TD, residual_TD, weight_D, tables, site)
+        FusedNorm(self._width, 1e-5, stash_RD, ran).steered(
+            x_TD, residual_TD, weight_D, tables, site
+        )
 
 
 PARTS: Final[dict[str, Callable[[], None]]] = {

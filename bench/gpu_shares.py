@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any, Final
 
-# compat/runner.py: execute_model is left last, but for what comes with the sampling.
+# compat/step_hooks.py: execute_model is left last, but for what comes with the sampling.
 STEP: Final = "execute_model"
 OF_RUNNER: Final = ("prepare_inputs", "_prepare_inputs", "sample_tokens", STEP)
 OF_MODEL: Final = ("compute_logits",)

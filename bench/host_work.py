@@ -21,21 +21,21 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from clairai.engine.kernel_launch import DRIVER_CALLS, CudaDriver, KernelLaunch
+from clairai.engine.publish import step_library
+from clairai.engine.publish.device_publisher import DevicePublisher
+from clairai.engine.publish.launch_list import LaunchList, LaunchStreams, NativeLauncher
+from clairai.engine.publish.publish_kernel import DONE_WORD
+from clairai.engine.publish.publisher import FinishedStep, ForwardInputs, HostPublisher, Publisher
+from clairai.engine.publish.step_header import StepHeader, StepShape
+from clairai.engine.publish.step_rows import RequestMark, RowBuilder, StepBatch, StepRows
+from clairai.engine.score.score_tables import ScoreTables
 from clairai.points import Point
-from clairai.probe.columns import Columns
+from clairai.probe.bank import EngineBank
 from clairai.probe.model import Probe
 from clairai.ring.layout import RingHeader, RingShape
 from clairai.ring.memory import HostMemory
 from clairai.ring.writer import RingWriter
-from clairai.tap import native
-from clairai.tap.brief import Brief, Form
-from clairai.tap.commit import DeviceOutlet
-from clairai.tap.commit_kernel import DONE_WORD
-from clairai.tap.launch import CALLS, Driver, Launch
-from clairai.tap.lineup import Lane, Lineup, NativeLaunches
-from clairai.tap.outlet import HostOutlet, Inputs, Outlet, Step
-from clairai.tap.rows import Batch, Mark, RowBook, StepRows
-from clairai.tap.tables import Tables
 
 NUM_PROBES, WIDTH, MAX_TOKENS = 16, 64, 8192
 NUM_STEPS, NUM_WARM = 4000, 500
@@ -50,26 +50,32 @@ class NoLaunch:
 
     def __init__(self) -> None:
         # Of zero it gives zero: the driver's word for success.
-        driver = Driver(SimpleNamespace(**{name: ctypes.PyDLL(None)["labs"] for name in CALLS}))
-        self._launches = NativeLaunches(driver, Lane(int, 0, 0, 0), native.load("step.c"))
+        driver = CudaDriver(
+            SimpleNamespace(**{name: ctypes.PyDLL(None)["labs"] for name in DRIVER_CALLS})
+        )
+        self._launches = NativeLauncher(
+            driver, LaunchStreams(int, 0, 0, 0), step_library.load_library("step.c")
+        )
         self._brief, parameters = ctypes.c_uint64(0), (ctypes.c_void_p * 1)()
-        launch = Launch(0, (1, 1, 1), 1, 0, parameters, ())
-        self._launches.use(Lineup.of([launch, launch], self._brief))
+        launch = KernelLaunch(0, (1, 1, 1), 1, 0, parameters, ())
+        self._launches.use(LaunchList.of([launch, launch], self._brief))
         self._at: set[int] = set()  # where briefs are
 
-    def prepare(self, briefs: Sequence[Brief], inputs: Inputs) -> None:
+    def prepare(self, step_headers: Sequence[StepHeader], inputs: ForwardInputs) -> None:
         pass
 
     def begin(self) -> None:
         self._launches.begin()
 
-    def __call__(self, brief: Brief, inputs: Inputs, form: Form, ledger: int) -> None:
+    def __call__(
+        self, step_header: StepHeader, inputs: ForwardInputs, form: StepShape, ledger: int
+    ) -> None:
         del inputs, form
-        self._at.add(brief.address)
-        self._launches.run(brief.address, ledger)
+        self._at.add(step_header.address)
+        self._launches.run(step_header.address, ledger)
 
     def note(self, ledger: int, step: int) -> bool:
-        return self._launches.note(ledger, step)
+        return bool(self._launches.note(ledger, step))
 
     def noted(self) -> None:
         self._launches.noted()
@@ -90,33 +96,33 @@ class NoLaunch:
 def main() -> None:
     tables = _tables()
     with HostMemory.create(_shape().nbytes) as memory:
-        outlet = HostOutlet(RingWriter(memory, _shape(), epoch=1), tables)
-        _print("CPU engine", outlet, turn=0)
-        del outlet
+        publisher = HostPublisher(RingWriter(memory, _shape(), epoch=1), tables)
+        _print("CPU engine", publisher, turn=0)
+        del publisher
     for name, turn in (("GPU engine", 0), ("GPU engine, another batch each step", 1)):
         header = RingHeader(1, _shape())
-        _print(name, DeviceOutlet(NoLaunch(), header, tables, max(REQUESTS)), turn=turn)
+        _print(name, DevicePublisher(NoLaunch(), header, tables, max(REQUESTS)), turn=turn)
 
 
 def _shape() -> RingShape:
     return RingShape.for_budget(64 << 20, NUM_PROBES)
 
 
-def _tables() -> Tables:
+def _tables() -> ScoreTables:
     here = Point("post_block", 0)
-    tables = Tables(
+    tables = ScoreTables(
         [str(here)], width=WIDTH, capacity=NUM_PROBES, max_tokens=MAX_TOKENS, device="cpu"
     )
     probes = [Probe(f"p{index}", here, np.ones(WIDTH, np.float32)) for index in range(NUM_PROBES)]
-    tables.load(Columns.empty((here,), NUM_PROBES, WIDTH, "toy").add(probes))
+    tables.load(EngineBank.empty((here,), NUM_PROBES, WIDTH, "toy").add(probes))
     return tables
 
 
-def _print(name: str, outlet: Outlet, *, turn: int) -> None:
+def _print(name: str, publisher: Publisher, *, turn: int) -> None:
     """`turn`: by how many places the batch is turned from step to step."""
     found = {}
     for num_requests in REQUESTS:
-        times = _time(_stepper(outlet, num_requests, turn), outlet, num_requests)
+        times = _time(_stepper(publisher, num_requests, turn), publisher, num_requests)
         p50, p99 = np.percentile(times, (50, 99)) * 1e6
         found[num_requests] = {"p50_us": round(p50, 1), "p99_us": round(p99, 1)}
         line = f"{name}, {num_requests:4d} requests: p50 {p50:6.1f} us, p99 {p99:6.1f} us"
@@ -124,7 +130,7 @@ def _print(name: str, outlet: Outlet, *, turn: int) -> None:
     sys.stdout.write(json.dumps({"bench": "host_work", "engine": name, "requests": found}) + "\n")
 
 
-def _time(step: Stepper, outlet: Outlet, num_requests: int) -> list[float]:
+def _time(step: Stepper, publisher: Publisher, num_requests: int) -> list[float]:
     seconds = []
     for number in range(1, NUM_STEPS + 1):
         # the runner's own work, not ours
@@ -132,31 +138,31 @@ def _time(step: Stepper, outlet: Outlet, num_requests: int) -> list[float]:
         begin = time.perf_counter()
         step(number, starts_R)
         seconds.append(time.perf_counter() - begin)
-        outlet.flush()
+        publisher.flush()
     return seconds[NUM_WARM:]
 
 
-def _stepper(outlet: Outlet, num_requests: int, turn: int) -> Stepper:
-    book = RowBook(native.load("step.c"))
+def _stepper(publisher: Publisher, num_requests: int, turn: int) -> Stepper:
+    book = RowBuilder(step_library.load_library("step.c"))
     req_ids = [f"request-{index}" for index in range(num_requests)]
     for index, req_id in enumerate(req_ids):
-        book.open(req_id, Mark(index + 1), prompt_len=0)
+        book.open(req_id, RequestMark(index + 1), prompt_len=0)
     counts_R = np.ones(num_requests, np.int32)
     positions_T = torch.zeros(MAX_TOKENS, dtype=torch.int64)
-    inputs = Inputs(positions_T, torch.zeros(MAX_TOKENS, dtype=torch.int32))
+    inputs = ForwardInputs(positions_T, torch.zeros(MAX_TOKENS, dtype=torch.int32))
 
     sent: list[StepRows | None] = [None]
 
     def step(number: int, starts_R: NDArray[np.int32]) -> None:
-        outlet.begin()
+        publisher.begin()
         first = number * turn % num_requests
-        batch = Batch(req_ids[first:] + req_ids[:first], counts_R, starts_R)
+        batch = StepBatch(req_ids[first:] + req_ids[:first], counts_R, starts_R)
         rows = book.step(batch)
-        if (rows is sent[0] and outlet.again(number)) or outlet.note(number, rows, 1):
-            outlet.settle(lambda: inputs)
+        if (rows is sent[0] and publisher.again(number)) or publisher.note(number, rows, 1):
+            publisher.settle(lambda: inputs)
             sent[0] = rows
         else:
-            outlet.send(Step(number, rows, 1, inputs))
+            publisher.send(FinishedStep(number, rows, 1, inputs))
 
     return step
 

@@ -13,13 +13,13 @@ from collections.abc import Callable
 
 import numpy as np
 
-from clairai import wire
-from clairai.stream.metrics import Metrics
-from clairai.stream.observe import Numbers, RingNumbers
+from clairai.proxy.observe.metrics import Metrics
+from clairai.proxy.observe.observer import ProxyCounts, RingCounts
+from clairai.wire import ring_messages
 from scripts.numbers import stamp, table, write_section
 
 NUM_ROWS, NUM_PROBES, NUM_RECORDS, NUM_SCRAPES = 64, 16, 32_000, 50
-NUMBERS = Numbers(RingNumbers(), 0, 0, 0, 0, 0, 0)
+NUMBERS = ProxyCounts(RingCounts(), 0, 0, 0, 0, 0, 0)
 
 
 def main() -> None:
@@ -39,10 +39,12 @@ def main() -> None:
 
 
 def _feed(metrics: Metrics) -> None:
-    infos = [wire.ProbeInfo(f"p{i}", "post_block.1", "sigmoid", 0.5) for i in range(NUM_PROBES)]
-    bank = wire.Bank(1, tuple(infos))
-    rows = np.zeros(NUM_ROWS, wire.ROW)
-    rows["phase"] = wire.DECODE
+    infos = [
+        ring_messages.ProbeInfo(f"p{i}", "post_block.1", "sigmoid", 0.5) for i in range(NUM_PROBES)
+    ]
+    bank = ring_messages.Bank(1, tuple(infos))
+    rows = np.zeros(NUM_ROWS, ring_messages.ROW)
+    rows["phase"] = ring_messages.DECODE
     random = np.random.default_rng(0)
     scores = [random.random((NUM_ROWS, NUM_PROBES), np.float32) for _ in range(97)]
     for index in range(NUM_RECORDS):

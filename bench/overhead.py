@@ -107,7 +107,7 @@ def time_per_token(llm: Any, batch: int, is_on: bool) -> float:
 
 def take_off(worker: Any) -> None:
     """Give norms their own class and the runner its own methods back."""
-    from clairai.compat.norms import Tapped
+    from clairai.compat.model_ops import Tapped
 
     runner = worker.model_runner
     norms = [module for module in runner.get_model().modules() if isinstance(module, Tapped)]

@@ -21,11 +21,11 @@ from typing import Any, Final
 
 import numpy as np
 
-from clairai import wire
 from clairai.ring.layout import RingShape
 from clairai.ring.memory import HostMemory
 from clairai.ring.server import RingServer
 from clairai.ring.writer import RingWriter, new_epoch
+from clairai.wire import ring_messages
 
 PROMPT: Final = [1, 2, 3, 4]
 TOKEN: Final = 7
@@ -45,9 +45,11 @@ class Ring:
         self._memory = HostMemory.create(shape.nbytes)
         self.writer = RingWriter(self._memory, shape, self.epoch)
         names = [f"probe-{at}" for at in range(num_probes)]
-        bank = wire.Bank(1, tuple(wire.ProbeInfo(name, "post_block.0") for name in names))
-        greeting = wire.Welcome(
-            wire_version=wire.WIRE_VERSION,
+        bank = ring_messages.Bank(
+            1, tuple(ring_messages.ProbeInfo(name, "post_block.0") for name in names)
+        )
+        greeting = ring_messages.Welcome(
+            wire_version=ring_messages.WIRE_VERSION,
             epoch=self.epoch,
             pid=1,
             model="toy",
@@ -63,9 +65,9 @@ class Ring:
         self._step = 0
 
     def publish(self, streams: list[int], positions: list[int], token_ids: list[int]) -> None:
-        rows = np.zeros(len(streams), wire.ROW)
+        rows = np.zeros(len(streams), ring_messages.ROW)
         rows["stream"], rows["position"], rows["token_id"] = streams, positions, token_ids
-        rows["span"], rows["phase"] = 1, wire.DECODE
+        rows["span"], rows["phase"] = 1, ring_messages.DECODE
         self._step += 1
         scores = np.ascontiguousarray(self._scores[np.asarray(positions) % 4096])
         # So that a score under the wrong token, or of another request, shows.
@@ -249,12 +251,11 @@ def running_proxy(upstream: str, folder: Path, **limits: int) -> Iterator[tuple[
 
 
 def _serve(upstream: str, folder: str, limits: dict[str, int], pipe: Any) -> None:
-    from clairai.stream.app import create_app
-    from clairai.stream.listen import server
-    from clairai.stream.settings import Limits, ProxySettings
+    from clairai.proxy.app import create_app, create_server
+    from clairai.proxy.proxy_settings import Limits, ProxySettings
 
     listener = socket.create_server(("127.0.0.1", 0), backlog=2048)
     settings = ProxySettings(upstream, runtime_dir=Path(folder), limits=Limits(**limits))
     app = create_app(settings)
     pipe.send(f"http://127.0.0.1:{listener.getsockname()[1]}")
-    server(app, settings).run(sockets=[listener])
+    create_server(app, settings).run(sockets=[listener])

@@ -23,7 +23,7 @@ from typing import Any, Final
 from urllib.parse import urlsplit
 
 from bench.proxy_load import PROMPT, STAMP, Upstream, running_proxy, running_ring
-from clairai.stream.upstream import KEEP_ALIVE_S
+from clairai.proxy.upstream import KEEP_ALIVE_S
 
 PATH: Final = "/v1/chat/completions"
 BODY: Final[dict[str, Any]] = {"messages": [{"role": "user", "content": "Hi"}], "stream": True}

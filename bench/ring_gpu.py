@@ -29,7 +29,7 @@ import triton
 import triton.language as tl
 
 from bench.ring_writer import NUM_COLUMNS, STREAM, Writer
-from clairai.ring.attach import Reader
+from clairai.ring.attach import RingReader
 from clairai.ring.reader import Record
 
 NUM_LATENCIES: Final = 5000
@@ -145,7 +145,7 @@ def _reader(writer: Writer, work: Any) -> Iterator[_Child]:
 
 def take_latencies(path: str, pipe: Connection, _per_record: int) -> None:
     """Spin until every record has come; runs in the reader's process."""
-    with Reader.attach(path, start="newest") as reader:
+    with RingReader.attach(path, start="newest") as reader:
         pipe.send(True)
         found: list[tuple[int, int]] = []
         while len(found) < NUM_LATENCIES:
@@ -157,7 +157,7 @@ def take_latencies(path: str, pipe: Connection, _per_record: int) -> None:
 
 def verify(path: str, pipe: Connection, per_record: int) -> None:
     """Check every record that can be had; runs in the reader's process."""
-    with Reader.attach(path, start=1) as reader:
+    with RingReader.attach(path, start=1) as reader:
         pipe.send(True)
         wrong, end = 0, None
         while end is None or reader.statistics().lag:

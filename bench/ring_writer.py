@@ -16,22 +16,22 @@ import torch
 import triton
 import triton.language as tl
 
-from clairai import wire
+from clairai.engine.publish import ring_setup
+from clairai.engine.publish.publisher import FinishedStep, ForwardInputs
+from clairai.engine.publish.step_rows import RequestMark, RowBuilder, StepBatch, StepRows
+from clairai.engine.score.score_tables import ScoreTables
 from clairai.points import Point
-from clairai.probe.columns import Columns
+from clairai.probe.bank import EngineBank
 from clairai.probe.model import Probe
 from clairai.ring.layout import STAMP_OFFSET
 from clairai.ring.server import RingServer
 from clairai.ring.writer import new_epoch
 from clairai.settings import Settings
-from clairai.tap import home
-from clairai.tap.outlet import Inputs, Step
-from clairai.tap.rows import Batch, Mark, RowBook, StepRows
-from clairai.tap.tables import Tables
+from clairai.wire import ring_messages
 
 NUM_COLUMNS: Final = 16
 STREAM: Final = 0x1234_5678_9ABC_DEF0
-STAMP_WORD: Final = 8  # of a brief: tap/commit_kernel.py
+STAMP_WORD: Final = 8  # of a brief: engine/publish/publish_kernel.py
 assert STAMP_OFFSET == 40
 
 
@@ -52,14 +52,14 @@ class Writer:
     """An engine's side of the ring, without the engine."""
 
     def __init__(self, folder: Path, kind: str, ahead: int) -> None:
-        home.MOST_AHEAD = ahead  # type: ignore[misc]  # an engine never writes so much at once
+        ring_setup.MAX_AHEAD = ahead  # type: ignore[misc]  # an engine never writes so much at once
         settings = Settings(points=("post_block.0",), ring_mib=256, ring_home=kind)
         self._tables = _tables()
         epoch = new_epoch()
-        self._home = home.open_home(settings, self._tables, 1, epoch)
+        self._home = ring_setup.open_ring(settings, self._tables, 1, epoch)
         shape, memory = self._home.shape, self._home.memory
-        welcome = wire.Welcome(
-            wire_version=wire.WIRE_VERSION,
+        welcome = ring_messages.Welcome(
+            wire_version=ring_messages.WIRE_VERSION,
             epoch=epoch,
             pid=os.getpid(),
             model="none",
@@ -78,38 +78,38 @@ class Writer:
         self.per_record = shape.rows_per_record(NUM_COLUMNS)
         self.most_rows = shape.ahead * self.per_record
         self._inputs = _inputs(self._tables)
-        self._outlet: Any = self._home.outlet
-        self._outlet.prepare(self._inputs)
+        self._publisher: Any = self._home.publisher
+        self._publisher.prepare(self._inputs)
         self._steps = self._rows = 0
 
     @property
     def published(self) -> int:
-        return int(self._outlet.published)
+        return int(self._publisher.published)
 
     def write(self, num_rows: int) -> None:
         inputs = self._inputs
         given = (inputs.positions_T, inputs.token_ids_T, self._tables.scores_STK)
-        self._outlet.begin()  # the last step has been read: its inputs may be overwritten
+        self._publisher.begin()  # the last step has been read: its inputs may be overwritten
         mark[(num_rows,)](*given, self._rows, C=NUM_COLUMNS)
         self._rows += num_rows
         self._steps += 1
-        self._outlet.send(Step(self._steps, _rows(num_rows), 1, inputs))
+        self._publisher.send(FinishedStep(self._steps, _rows(num_rows), 1, inputs))
 
     def stamp_with(self, offset_ns: int) -> None:
         """From now on records carry the GPU's own clock at commit, on the host's scale."""
-        launch = self._outlet._launch
+        launch = self._publisher._launch
         launch._constants["CLOCK"] = True
-        self._outlet.prepare(self._inputs)
+        self._publisher.prepare(self._inputs)
         launched = type(launch).__call__
 
-        def stamped(brief: Any, *given: Any) -> None:
-            brief.memory.numpy()[STAMP_WORD] = offset_ns
-            launched(launch, brief, *given)
+        def stamped(step_header: Any, *given: Any) -> None:
+            step_header.memory.numpy()[STAMP_WORD] = offset_ns
+            launched(launch, step_header, *given)
 
-        self._outlet._launch = _Stamped(launch, stamped)
+        self._publisher._launch = _Stamped(launch, stamped)
 
     def flush(self) -> None:
-        self._outlet.flush()
+        self._publisher.flush()
 
     def __enter__(self) -> Self:
         return self
@@ -128,20 +128,20 @@ class _Stamped:
         self._call(*given)
 
 
-def _tables() -> Tables:
+def _tables() -> ScoreTables:
     point = Point("post_block", 0)
-    tables = Tables(
+    tables = ScoreTables(
         ["post_block.0"], width=16, capacity=NUM_COLUMNS, max_tokens=1 << 16, device="cuda:0"
     )
     ones = np.ones(16, np.float32)
     probes = [Probe(f"p{k}", point, ones) for k in range(NUM_COLUMNS)]
-    tables.load(Columns.empty((point,), NUM_COLUMNS, 16, "none").add(probes))
+    tables.load(EngineBank.empty((point,), NUM_COLUMNS, 16, "none").add(probes))
     return tables
 
 
-def _inputs(tables: Tables) -> Inputs:
+def _inputs(tables: ScoreTables) -> ForwardInputs:
     size = tables.max_tokens
-    return Inputs(
+    return ForwardInputs(
         positions_T=torch.zeros(size, dtype=torch.int64, device=tables.device),
         token_ids_T=torch.zeros(size, dtype=torch.int32, device=tables.device),
     )
@@ -149,6 +149,6 @@ def _inputs(tables: Tables) -> Inputs:
 
 @functools.cache
 def _rows(num_rows: int) -> StepRows:
-    book = RowBook()
-    book.open("only", Mark(STREAM), prompt_len=0)
-    return book.step(Batch(["only"], np.array([num_rows], np.int32), np.zeros(1, np.int32)))
+    book = RowBuilder()
+    book.open("only", RequestMark(STREAM), prompt_len=0)
+    return book.step(StepBatch(["only"], np.array([num_rows], np.int32), np.zeros(1, np.int32)))

@@ -21,17 +21,17 @@ from collections.abc import Callable, Iterator
 import numpy as np
 from numpy.typing import NDArray
 
-from clairai.steer.course import OPEN_END, Action, Course, Row
-from clairai.tap.rows import Batch
-from clairai.tap.steer_tables import SteerTables
-from clairai.tap.steering import Steering
+from clairai.engine.publish.step_rows import StepBatch
+from clairai.engine.steer.steer_tables import SteerTables
+from clairai.engine.steer.steering_plan import OPEN_END, PlanAction, PlanRow, SteeringPlan
+from clairai.engine.steer.worker_steering import ProgramMap
 
 WIDTH, NUM_SITES, MAX_TOKENS, PROMPT = 4096, 32, 8192, 32
 NUM_STEPS, NUM_WARM = 3000, 300
 REQUESTS = (64, 256)
 POINTS = tuple(f"post_block.{layer}" for layer in range(NUM_SITES))
 
-Choose = Callable[[int], Course | None]
+Choose = Callable[[int], SteeringPlan | None]
 
 
 def main() -> None:
@@ -50,11 +50,11 @@ def main() -> None:
     sys.stdout.write(json.dumps({"bench": "steer_host", "results": found}) + "\n")
 
 
-def _course(number: int) -> Course:
+def _course(number: int) -> SteeringPlan:
     """Generated tokens only, at one layer of 32, with a vector of its own."""
     values_D = np.full(WIDTH, number + 1, "<f4")
-    rows = (Row(POINTS[number % NUM_SITES], f"digest {number}", values_D.tobytes()),)
-    return Course((Action("toy", "", "add", rows, 1.0, ((PROMPT, OPEN_END),)),))
+    rows = (PlanRow(POINTS[number % NUM_SITES], f"digest {number}", values_D.tobytes()),)
+    return SteeringPlan((PlanAction("toy", "", "add", rows, 1.0, ((PROMPT, OPEN_END),)),))
 
 
 def _measured(
@@ -70,12 +70,12 @@ def _measured(
     return sized | {"requests": num_requests} | times
 
 
-def _steering() -> Steering:
+def _steering() -> ProgramMap:
     tables = SteerTables(
         POINTS, width=WIDTH, max_tokens=MAX_TOKENS, seats=8, rows=1024, programs=1024,
         vocabulary=8, device="cpu",
     )  # fmt: skip
-    return Steering(tables, {point: point for point in POINTS})
+    return ProgramMap(tables, {point: point for point in POINTS})
 
 
 def _decode(num_requests: int, choose: Choose) -> Iterator[float]:
@@ -112,18 +112,18 @@ def _mixed(num_requests: int, choose: Choose) -> Iterator[float]:
         yield spent + _place(steering, req_ids, counts_R, starts_R)
 
 
-def _open(steering: Steering, req_id: str, course: Course | None) -> None:
-    if course is not None:
-        steering.open(req_id, course)
+def _open(steering: ProgramMap, req_id: str, plan: SteeringPlan | None) -> None:
+    if plan is not None:
+        steering.open(req_id, plan)
 
 
 def _place(
-    steering: Steering,
+    steering: ProgramMap,
     req_ids: list[str],
     counts_R: NDArray[np.int32],
     starts_R: NDArray[np.int32],
 ) -> float:
-    batch = Batch(req_ids, counts_R, starts_R)  # the runner's own work, not ours
+    batch = StepBatch(req_ids, counts_R, starts_R)  # the runner's own work, not ours
     begin = time.thread_time()
     steering.place(batch)
     return time.thread_time() - begin

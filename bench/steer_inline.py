@@ -18,22 +18,22 @@ from typing import Any
 import numpy as np
 from pydantic import TypeAdapter
 
+from clairai.engine.steer import steering_plan as courses
+from clairai.engine.steer.snapshot import SteerableModel, SteeringSnapshot
+from clairai.engine.steer.steering_registry import SteeringLimits, SteeringRegistry
+from clairai.fields.request_fields import parse_fields
 from clairai.points import Point
-from clairai.serve.fields import read
-from clairai.serve.mirror import View
-from clairai.serve.ruling import judge
-from clairai.steer import course as courses
-from clairai.steer.known import Engine, Known
-from clairai.steer.registry import Limits, Registry
-from clairai.stream import asked
-from clairai.stream.settings import Limits as ProxyLimits
-from clairai.stream.shape import check_shape
-from clairai.wanted import parse
+from clairai.proxy.completions import completion_request
+from clairai.proxy.proxy_settings import Limits as ProxyLimits
+from clairai.proxy.request_guard import check_json_shape
+from clairai.server.core_cache import CoreView
+from clairai.server.request_check import read_request
+from clairai.server.steering_preview import preview_steering
 from scripts.numbers import stamp, table, write_section
 
 NUM_LAYERS, WIDTH, NUM_TIMES = 32, 4096, 100
 POINTS = tuple(Point("post_block", layer) for layer in range(NUM_LAYERS))
-VIEW = View(Known(Engine(frozenset(POINTS), WIDTH)))
+VIEW = CoreView(SteeringSnapshot(SteerableModel(frozenset(POINTS), WIDTH)))
 PROXY_LIMITS = ProxyLimits()
 PROMPT_LEN = 64
 VLLMS = "beside them: vLLM reads the same request"
@@ -79,25 +79,25 @@ def _body(steer: list[Any]) -> bytes:
 
 
 def _proxied(body: bytes) -> bytes:
-    check_shape(body, PROXY_LIMITS)
-    request = asked.read(body, PROXY_LIMITS)
+    check_json_shape(body, PROXY_LIMITS)
+    request = completion_request.read_request(body, PROXY_LIMITS)
     assert request is not None
     return request.body(7)
 
 
 def _judged(upstream: bytes) -> None:
-    given = read(upstream)
+    given = read_request(upstream)
     assert given is not None
-    judge(given.wanted, VIEW)
+    preview_steering(given.wanted, VIEW)
 
 
 def _admitted(xargs: dict[str, Any]) -> None:
     """What the engine core does, on its input thread."""
-    registry = Registry(POINTS, WIDTH, Limits(rows=1024, programs=1024))
-    course = registry.resolve(parse(xargs).steer, prompt_len=PROMPT_LEN)
-    if course is not None:
-        registry.claim(course)
-        courses.ENCODER.encode(course)
+    registry = SteeringRegistry(POINTS, WIDTH, SteeringLimits(rows=1024, programs=1024))
+    plan = registry.resolve(parse_fields(xargs).steer, prompt_len=PROMPT_LEN)
+    if plan is not None:
+        registry.claim(plan)
+        courses.ENCODER.encode(plan)
 
 
 def _work(stage: Callable[[Any], object], given: Any) -> Callable[[], object]:

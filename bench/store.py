@@ -21,9 +21,9 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
-from clairai.store.rows import Block, Origin
-from clairai.store.writer import Writer
-from clairai.wire import DECODE, ROW
+from clairai.store.row_block import Origin, RowBlock
+from clairai.store.write import Writer
+from clairai.wire.ring_messages import DECODE, ROW
 from scripts.numbers import stamp, table, write_section
 
 WIDTH: Final = 4096
@@ -96,7 +96,7 @@ def plain(path: Path, values: Values) -> float:
     return time.perf_counter() - start_s
 
 
-def stored(path: Path, blocks: Iterator[Block]) -> float:
+def stored(path: Path, blocks: Iterator[RowBlock]) -> float:
     start_s = time.perf_counter()
     with Writer(path, policy="block") as writer:
         for block in blocks:
@@ -104,20 +104,20 @@ def stored(path: Path, blocks: Iterator[Block]) -> float:
     return time.perf_counter() - start_s
 
 
-def steps(values: Values, *, num_requests: int) -> Iterator[Block]:
+def steps(values: Values, *, num_requests: int) -> Iterator[RowBlock]:
     for step in range(NBYTES // values.nbytes):
         rows_N = np.zeros(ROWS, ROW)
         index_N = step * ROWS + np.arange(ROWS)
         rows_N["stream"], rows_N["position"] = index_N % num_requests, index_N // num_requests
         rows_N["phase"] = DECODE
-        yield Block(ORIGIN, "post_block.15", rows_N, {"values": values})
+        yield RowBlock(ORIGIN, "post_block.15", rows_N, {"values": values})
 
 
-def lone_rows(blocks: Iterator[Block]) -> Iterator[Block]:
+def lone_rows(blocks: Iterator[RowBlock]) -> Iterator[RowBlock]:
     for block in blocks:
         for n in range(block.num_rows):
             values = block.arrays["values"][n : n + 1]
-            yield Block(block.origin, block.point, block.rows_N[n : n + 1], {"values": values})
+            yield RowBlock(block.origin, block.point, block.rows_N[n : n + 1], {"values": values})
 
 
 if __name__ == "__main__":

@@ -26,9 +26,9 @@ import numpy as np
 
 import clairai
 from bench.weights_shape import random_tensors, shapes_of
-from clairai.serve.engine import EngineProcess as Server
-from clairai.serve.launch import Bind, Launch
-from clairai.serve.log import EngineLog
+from clairai.launch.engine_command import EngineCommand, ListenAddress
+from clairai.launch.engine_log import EngineLog
+from clairai.launch.engine_process import EngineProcess as Server
 
 CLIENTS: Final = 8
 NUM_NEW: Final = 64
@@ -50,7 +50,7 @@ def start(model: Path, runtime: Path, variables: dict[str, str]) -> Server:
     if "VLLM_CPU_KVCACHE_SPACE" not in variables:
         arguments |= {"--gpu-memory-utilization": "0.1", "--kv-cache-memory-bytes": str(4 << 30)}
     flat = tuple(text for pair in arguments.items() for text in pair)
-    launch = Launch(str(model), config, Bind(port=_free_port()), flat, variables)
+    launch = EngineCommand(str(model), config, ListenAddress(port=_free_port()), flat, variables)
     server = Server(launch, log=EngineLog(runtime / "server.log"))
     assert server.wait_ready()
     return server

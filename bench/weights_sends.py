@@ -81,15 +81,17 @@ def _pieces(held: dict[str, Any]) -> dict[str, Any]:
     """What the time goes to, each alone: the kernels, and the driver's memory."""
     import torch
 
-    from clairai.ring.cuda import DeviceBlock
-    from clairai.weights import device_sums
+    from clairai.local.gpu_memory import DeviceBlock
+    from clairai.weights import device_checksum
 
     spans = [each.reshape(-1).view(torch.uint8) for each in held.values()]
     targets = [torch.empty_like(span) for span in spans]
     nbytes = sum(len(span) for span in spans)
     return {
-        "GB/s copied and summed": round(nbytes / _best_s(device_sums.copy, spans, targets) / 1e9),
-        "GB/s summed": round(nbytes / _best_s(device_sums.checksums, spans) / 1e9),
+        "GB/s copied and summed": round(
+            nbytes / _best_s(device_checksum.copy_and_checksum, spans, targets) / 1e9
+        ),
+        "GB/s summed": round(nbytes / _best_s(device_checksum.checksums, spans) / 1e9),
         "ms to allocate and free 512 MiB": round(
             _best_s(lambda: DeviceBlock.create(DEVICE_BUFFER_BYTES, 0).close()) * 1e3, 3
         ),
@@ -165,14 +167,14 @@ def send_many(llm: Any, model: Path, device: str, times: int) -> dict[str, Any]:
 
 def send_banks(llm: Any, layers: int, rounds: int) -> dict[str, Any]:
     """A full bank of probes, then a vector of every layer; times of the whole call, in ms."""
-    from clairai import wire
-    from clairai.offline import ask
+    from clairai.library.engine_control import ask_engine
     from clairai.points import Point
     from clairai.probe.model import Probe
-    from clairai.steer.vector import Vector
+    from clairai.vector.model import Vector
     from clairai.weights import Sender, bank
+    from clairai.wire import ring_messages
 
-    width = ask(llm, wire.Describe(), wire.Description).width
+    width = ask_engine(llm, ring_messages.Describe(), ring_messages.Description).width
     rng = np.random.default_rng(2)
     rows_PD = rng.standard_normal((NUM_PROBES, width)).astype(np.float32)
     rows = {f"p{at}": row_D for at, row_D in enumerate(rows_PD)}

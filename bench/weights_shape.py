@@ -31,7 +31,7 @@ def hollow(shape: str, target: Path) -> Path:
 def shapes_of(folder: Path) -> Shapes:
     from clairai.weights import checkpoint
 
-    return {name: shape for name, _, shape in checkpoint.tensors(folder)}
+    return {name: shape for name, _, shape in checkpoint.list_tensors(folder)}
 
 
 def layers_of(folder: Path) -> int:

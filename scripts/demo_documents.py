@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, Literal
 
-from clairai.train.documents import Document, Span, Turn
+from clairai.train.documents import Document, TextSpan, Turn
 
 Frame = Literal["answer", "dialogue", "request", "bare"]
 
@@ -69,10 +69,10 @@ class Piece:
     has: frozenset[str] = frozenset()
     unsaid: frozenset[str] = frozenset()
 
-    def labelled(self, concept: Concept) -> Span:
+    def labelled(self, concept: Concept) -> TextSpan:
         if concept.name in self.unsaid:
-            return Span(self.text, None)
-        return Span(self.text, concept.name in self.has)
+            return TextSpan(self.text, None)
+        return TextSpan(self.text, concept.name in self.has)
 
 
 @dataclass(frozen=True)

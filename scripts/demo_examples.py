@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 import clairai
 from clairai import demo
 from clairai.demo.model import smollm2
-from clairai.train.engine import prepare_environment
+from clairai.train.start_engine import prepare_environment
 from scripts import numbers
 
 FOLDER: Final = Path(demo.__file__).parent

@@ -22,8 +22,8 @@ from clairai.demo.console import say
 from clairai.demo.model import smollm2
 from clairai.probe import files as probe_files
 from clairai.probe.model import Probe
-from clairai.steer.files import load
-from clairai.steer.vector import Vector
+from clairai.vector.files import load
+from clairai.vector.model import Vector
 from scripts import numbers
 from scripts.demo_questions import NUM_TOKENS, QUESTIONS
 from scripts.make_demo_vectors import FOLDER

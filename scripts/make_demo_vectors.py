@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import Final
 
 from clairai.demo.model import NAME, smollm2
-from clairai.steer.files import save
 from clairai.train.documents import read_pairs
-from clairai.train.engine import demo_arguments, running
-from clairai.train.vectors import Reading, make
+from clairai.train.make_vector import ReadingOptions, make_vector
+from clairai.train.start_engine import demo_arguments, run_engine
+from clairai.vector.files import save
 
 PAIRS: Final = Path(__file__).resolve().parent / "demo_pairs"
 FOLDER: Final = Path(__file__).resolve().parent.parent / "src" / "clairai" / "demo" / "vectors"
@@ -39,10 +39,10 @@ KINDS: Final = (
 def main() -> None:
     """Make every vector, write the files, and say what is in them."""
     FOLDER.mkdir(exist_ok=True)
-    with running(str(smollm2()), POINTS, demo_arguments()) as source:
+    with run_engine(str(smollm2()), POINTS, demo_arguments()) as source:
         for kind in KINDS:
             texts = read_pairs(PAIRS / f"{kind.name}.jsonl")
-            made = make(source, kind.name, texts, Reading(), model=NAME)
+            made = make_vector(source, kind.name, texts, ReadingOptions(), model=NAME)
             told = replace(made.vector, description=kind.description, scale=kind.scale)
             save(told, FOLDER / f"{kind.name}.safetensors")
             norms = zip(told.listed().points, told.listed().norms, made.apart, strict=True)

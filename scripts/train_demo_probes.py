@@ -13,8 +13,8 @@ from typing import Final
 from clairai.demo.console import say
 from clairai.demo.model import NAME, smollm2
 from clairai.probe import files
-from clairai.train.engine import demo_arguments, running
-from clairai.train.run import Job, Trained, train
+from clairai.train.start_engine import demo_arguments, run_engine
+from clairai.train.train_probe import ProbeJob, TrainedProbe, train
 from scripts import numbers
 from scripts.demo_documents import CONCEPTS, documents
 
@@ -43,8 +43,8 @@ EXPLANATION: Final = (
 def main() -> None:
     """Train every concept, write the files and the table."""
     started = time.monotonic()
-    jobs = [Job(concept.name, documents(concept), concept.description) for concept in CONCEPTS]
-    with running(str(smollm2()), (), demo_arguments()) as source:
+    jobs = [ProbeJob(concept.name, documents(concept), concept.description) for concept in CONCEPTS]
+    with run_engine(str(smollm2()), (), demo_arguments()) as source:
         trained = train(source, jobs, model=NAME)
     FOLDER.mkdir(exist_ok=True)
     for made in trained:
@@ -56,7 +56,7 @@ def main() -> None:
     numbers.write_section("Demo probes", [numbers.stamp(COMMAND, took=took), EXPLANATION, table])
 
 
-def cells(made: Trained) -> tuple[str, ...]:
+def cells(made: TrainedProbe) -> tuple[str, ...]:
     probe, judged = made.probe, made.judged
     low, high = probe.calibration or (0.0, 1.0)
     return (

@@ -71,7 +71,7 @@ _RELOAD = "model_executor/model_loader/reload/layerwise.py"
 _RUNNER: Final = "GPUModelRunner"
 
 NEEDS: Final[tuple[Need, ...]] = (
-    # compat/arm.py, compat/sight.py
+    # compat/install.py, compat/find_config.py
     _wraps(_CORE, "EngineCore.preprocess_add_request", "self", "request"),
     _wraps(_CORE, "EngineCore.__init__", "self", "vllm_config"),
     _wraps(_CORE, "EngineCore.collective_rpc", "self", "method", "timeout", "args"),
@@ -85,7 +85,7 @@ NEEDS: Final[tuple[Need, ...]] = (
     _wraps(_ARGUMENTS, "EngineArgs.__post_init__", "self"),
     _wraps(_ARGUMENTS, "AsyncEngineArgs.add_cli_args"),
     *_reads(_ARGUMENTS, "EngineArgs", "additional_config"),
-    # compat/requests.py
+    # compat/admission.py
     *_reads("sampling_params.py", "SamplingParams", "extra_args", "skip_reading_prefix_cache"),
     *_reads(_REQUEST, "EngineCoreRequest", "request_id", "external_req_id", "sampling_params"),
     _calls("v1/request.py", "Request.is_finished", "self"),
@@ -94,14 +94,14 @@ NEEDS: Final[tuple[Need, ...]] = (
     *_reads("v1/request.py", "Request", "num_computed_tokens", "num_output_tokens"),
     *_reads("v1/request.py", "Request", "sampling_params"),
     *_reads("v1/request.py", "RequestStatus", "FINISHED_STOPPED"),
-    # compat/core.py
+    # compat/engine_core.py
     *_reads("v1/executor/uniproc_executor.py", "UniProcExecutor", "driver_worker"),
     *_reads(_WORKER, "WorkerWrapperBase", "worker"),
-    # compat/vocabulary.py
+    # compat/api_server.py
     _calls("tokenizers/registry.py", "cached_tokenizer_from_config", "model_config"),
     *_reads(_MODEL, "ModelConfig", "skip_tokenizer_init"),
     _calls(_MODEL, "ModelConfig.get_vocab_size", "self"),
-    # compat/runner.py, compat/worker.py
+    # compat/step_hooks.py, compat/worker.py
     _wraps(_V1, f"{_RUNNER}._prepare_inputs", "self", "scheduler_output", "num_scheduled_tokens"),
     _wraps(_V1, f"{_RUNNER}.execute_model", "self", "scheduler_output"),
     *_reads(_V1, _RUNNER, "input_batch", "positions", "input_ids", "max_num_tokens", "device"),
@@ -115,7 +115,7 @@ NEEDS: Final[tuple[Need, ...]] = (
     *(_calls(runner, f"{_RUNNER}.get_model", "self") for runner in (_V1, _V2)),
     *_reads(_SCHEDULED, "SchedulerOutput", "scheduled_new_reqs", "finished_req_ids"),
     *_reads(_SCHEDULED, "NewRequestData", "req_id", "prompt_token_ids", "sampling_params"),
-    # compat/norms.py, compat/joins.py
+    # compat/model_ops.py, compat/model_ops.py
     _calls(
         *(_TORCH, "direct_register_custom_op", "op_name", "op_func"),
         named=("mutates_args", "fake_impl", "target_lib", "dispatch_key"),
@@ -135,7 +135,7 @@ NEEDS: Final[tuple[Need, ...]] = (
     *_reads("config/scheduler.py", "SchedulerConfig", "max_num_seqs"),
     *_reads(_MODEL, "ModelConfig", "dtype", "hf_text_config", "served_model_name", "model"),
     _calls(_MODEL, "ModelConfig.get_hidden_size", "self"),
-    # compat/blueprint.py
+    # compat/doctor.py
     _calls(_ARGUMENTS, "EngineArgs.create_engine_config", "self"),
     _calls("model_executor/model_loader/utils.py", "initialize_model", "vllm_config"),
     _calls("config/vllm.py", "set_current_vllm_config", "vllm_config"),
@@ -149,7 +149,7 @@ NEEDS: Final[tuple[Need, ...]] = (
     ),
     _calls(_GROUPS, "destroy_model_parallel"),
     _calls(_GROUPS, "destroy_distributed_environment"),
-    # compat/weights.py, compat/reload.py, http_engine.py
+    # compat/weight_transfer.py, compat/weight_transfer.py, server/engine_rpc.py
     _calls(_FACTORY, "WeightTransferEngineFactory.register_engine", *_REGISTERED),
     *_reads(_FACTORY, "WeightTransferEngineFactory", "_registry"),
     _calls(_TRANSFER, f"{_ENGINE}.__init__", *_BUILT),
@@ -163,7 +163,7 @@ NEEDS: Final[tuple[Need, ...]] = (
     _calls(_GPU_WORKER, "Worker.update_weights", "self", "update_info"),
     _calls(_GPU_WORKER, "Worker.finish_weight_update", "self"),
     *_reads(_GPU_WORKER, "Worker", "weight_transfer_engine"),
-    # compat/changes.py, compat/core.py, compat/servers.py
+    # compat/worker.py, compat/engine_core.py, compat/api_server.py
     _wraps(_GPU_WORKER, "Worker.reload_weights", "self"),
     *_reads("v1/request.py", "Request", *_PROGRESS),
     *_reads("v1/core/sched/scheduler.py", "Scheduler", "requests"),
@@ -172,7 +172,7 @@ NEEDS: Final[tuple[Need, ...]] = (
     _calls(_ASYNC, "AsyncLLM.pause_generation", "self", named=("mode", "clear_cache")),
     _calls(_ASYNC, "AsyncLLM.resume_generation", "self"),
     _calls("entrypoints/llm.py", "LLM.reset_prefix_cache", "self"),
-    # plugin.py, http.py, offline.py
+    # plugin.py, http.py, library/engine_control.py
     Need("plugins/__init__.py", "plugins_loaded", "read"),
     _wraps(_PLUGIN, "EndpointPlugin.attach_router", "self", "app"),
     _wraps(_PLUGIN, "EndpointPlugin.init_state", "self", "engine_client", "state", "args"),

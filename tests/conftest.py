@@ -24,6 +24,14 @@ def pytest_configure() -> None:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
+@pytest.fixture
+def tmp_path() -> Iterator[Path]:
+    """A folder of the test's own, short enough for a socket's path in parallel runs too."""
+    folder = Path(tempfile.mkdtemp(prefix="clairai-"))
+    yield folder
+    shutil.rmtree(folder, ignore_errors=True)
+
+
 @pytest.fixture(scope="session")
 def runtime() -> Iterator[Path]:
     """A private runtime folder with a path short enough for a socket."""

@@ -25,7 +25,7 @@ export default defineConfig({
   base: "./",
   plugins: [react(), fontLicences()],
   build: {
-    outDir: "../src/clairai/stream/page",
+    outDir: "../src/clairai/proxy/page",
     emptyOutDir: true,
     target: "es2022",
     assetsInlineLimit: 0, // the page's policy allows no data: fonts

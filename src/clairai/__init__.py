@@ -19,40 +19,40 @@ from typing import TYPE_CHECKING, Final
 
 if TYPE_CHECKING:
     from clairai import weights as weights
-    from clairai.captured import Capture as Capture
-    from clairai.captured import captures as captures
+    from clairai.fields.request_fields import request as request
+    from clairai.library.captures import Capture as Capture
+    from clairai.library.captures import captures as captures
+    from clairai.library.engine_control import ProbeBank as ProbeBank
+    from clairai.library.engine_control import config as config
+    from clairai.library.engine_control import scores as scores
+    from clairai.library.message_range import message_range as message_range
+    from clairai.library.vector_bank import VectorBank as VectorBank
     from clairai.match.align import Scores as Scores
-    from clairai.messages import message_range as message_range
-    from clairai.offline import ProbeBank as ProbeBank
-    from clairai.offline import config as config
-    from clairai.offline import scores as scores
     from clairai.points import Point as Point
     from clairai.probe.files import load as load
     from clairai.probe.files import save as save
     from clairai.probe.model import Probe as Probe
-    from clairai.steer.vector import Vector as Vector
-    from clairai.steered import VectorBank as VectorBank
-    from clairai.store.reading import open as open
-    from clairai.wanted import request as request
+    from clairai.store.read import open as open
+    from clairai.vector.model import Vector as Vector
 
 __version__ = "0.1.0"
 
 _HOME: Final = {
-    "Capture": "clairai.captured",
+    "Capture": "clairai.library.captures",
     "Point": "clairai.points",
     "Probe": "clairai.probe.model",
-    "ProbeBank": "clairai.offline",
+    "ProbeBank": "clairai.library.engine_control",
     "Scores": "clairai.match.align",
-    "Vector": "clairai.steer.vector",
-    "VectorBank": "clairai.steered",
-    "captures": "clairai.captured",
-    "config": "clairai.offline",
+    "Vector": "clairai.vector.model",
+    "VectorBank": "clairai.library.vector_bank",
+    "captures": "clairai.library.captures",
+    "config": "clairai.library.engine_control",
     "load": "clairai.probe.files",
-    "message_range": "clairai.messages",
-    "open": "clairai.store.reading",
-    "request": "clairai.wanted",
+    "message_range": "clairai.library.message_range",
+    "open": "clairai.store.read",
+    "request": "clairai.fields.request_fields",
     "save": "clairai.probe.files",
-    "scores": "clairai.offline",
+    "scores": "clairai.library.engine_control",
 }
 _PARTS: Final = ("weights",)
 __all__ = [*_HOME, *_PARTS]

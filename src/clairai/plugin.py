@@ -22,17 +22,17 @@ def register() -> None:
     Installs nothing, and imports neither torch nor vllm, unless the engine that is being built was
     asked for taps.
     """
-    from clairai.compat.sight import is_asked_for
+    from clairai.compat.find_config import is_requested
 
-    if not is_asked_for(sys.argv):
+    if not is_requested(sys.argv):
         return
     from clairai.settings import is_disabled
 
     if is_disabled():
         return
-    from clairai.compat.arm import arm
+    from clairai.compat.install import install_hooks
 
-    arm()
+    install_hooks()
 
 
 class Endpoint:
@@ -45,18 +45,18 @@ class Endpoint:
     required_tasks = ("generate",)
 
     def attach_router(self, app: FastAPI) -> None:
-        from clairai.http import attach
+        from clairai.server.install_routes import attach
 
         attach(app)
 
     async def init_state(self, engine_client: Any, state: State, args: Namespace) -> None:  # noqa: ARG002
-        from clairai.compat.arm import is_armed_for
+        from clairai.compat.install import is_enabled_for
         from clairai.settings import is_disabled
 
         if engine_client is None or is_disabled():
             return  # the routes say so
-        from clairai.http import connect, connect_tokens
+        from clairai.server.install_routes import connect, connect_tokens
 
         connect_tokens(engine_client, state)
-        if is_armed_for(engine_client.vllm_config):
+        if is_enabled_for(engine_client.vllm_config):
             connect(engine_client, state)

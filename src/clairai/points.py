@@ -10,8 +10,10 @@ from typing import Final, Literal, get_args
 
 from clairai.errors import PointError
 
-Kind = Literal["pre_attn", "post_attn", "post_block"]
-KINDS: Final[tuple[Kind, ...]] = get_args(Kind)  # in the order the residual meets them
+PointKind = Literal["pre_attn", "post_attn", "post_block"]
+POINT_KINDS: Final[tuple[PointKind, ...]] = get_args(
+    PointKind
+)  # in the order the residual meets them
 MAX_LAYER: Final = 99_999
 
 _ALIASES: Final = (
@@ -20,7 +22,7 @@ _ALIASES: Final = (
     ("resid_post", "post_block"),
 )
 _SYNTAX: Final = (
-    f"write KIND.LAYER with KIND one of {', '.join(KINDS)} "
+    f"write KIND.LAYER with KIND one of {', '.join(POINT_KINDS)} "
     f"(or {', '.join(alias for alias, _ in _ALIASES)}), such as post_block.15"
 )
 # One spelling for each layer: no sign, no leading zero, no digits outside ASCII.
@@ -44,11 +46,11 @@ def quote(value: object, limit: int = 60) -> str:
 class Point:
     """A place on the residual stream; sorts in path order: by layer, then along the block."""
 
-    kind: Kind
+    kind: PointKind
     layer: int
 
     def __post_init__(self) -> None:
-        if self.kind not in KINDS:
+        if self.kind not in POINT_KINDS:
             raise PointError(f"{quote(self.kind)} is not a kind of tap point; {_SYNTAX}")
         if type(self.layer) is not int or not 0 <= self.layer <= MAX_LAYER:
             raise PointError(
@@ -62,7 +64,7 @@ class Point:
         matched = _POINT.fullmatch(text) if isinstance(text, str) else None
         if matched is None:
             raise PointError(f"{quote(text)} is not a tap point; {_SYNTAX}")
-        return cls(_kind(matched[1]), int(matched[2]))
+        return cls(_parse_kind(matched[1]), int(matched[2]))
 
     def __str__(self) -> str:
         return f"{self.kind}.{self.layer}"
@@ -71,7 +73,7 @@ class Point:
         return self._path_order() < other._path_order()
 
     def _path_order(self) -> tuple[int, int]:
-        return self.layer, KINDS.index(self.kind)
+        return self.layer, POINT_KINDS.index(self.kind)
 
 
 def expand(patterns: Sequence[str], num_layers: int) -> tuple[Point, ...]:
@@ -84,27 +86,27 @@ def expand(patterns: Sequence[str], num_layers: int) -> tuple[Point, ...]:
     listed = [patterns] if isinstance(patterns, str) else list(patterns)
     if not listed:
         raise PointError("no tap points were given; list at least one, such as post_block.15")
-    return tuple(sorted({point for text in listed for point in _matching(text, num_layers)}))
+    return tuple(sorted({point for text in listed for point in _expand_pattern(text, num_layers)}))
 
 
-def _matching(pattern: str, num_layers: int) -> Iterator[Point]:
+def _expand_pattern(pattern: str, num_layers: int) -> Iterator[Point]:
     if pattern == "all":
-        return (Point(kind, layer) for layer in range(num_layers) for kind in KINDS)
+        return (Point(kind, layer) for layer in range(num_layers) for kind in POINT_KINDS)
     if not isinstance(pattern, str):
         raise PointError(f"{quote(pattern)} is not the name of a tap point; {_SYNTAX}")
     name, dot, layers = pattern.partition(".")
     if not dot:
         raise PointError(f"{quote(pattern)} is not a tap point; {_SYNTAX}, or all")
-    kind = _kind(name)
-    return (Point(kind, layer) for layer in _layers(layers, pattern, num_layers))
+    kind = _parse_kind(name)
+    return (Point(kind, layer) for layer in _parse_layers(layers, pattern, num_layers))
 
 
-def _layers(text: str, pattern: str, num_layers: int) -> list[int]:
+def _parse_layers(text: str, pattern: str, num_layers: int) -> list[int]:
     if text == "*":
         return list(range(num_layers))
     layers: set[int] = set()
     for part in text.split(","):
-        first, last = _bounds(part, pattern)
+        first, last = _parse_bounds(part, pattern)
         if last >= num_layers:
             raise PointError(
                 f"{quote(pattern)} names layer {last}, and this model has {num_layers} layers: "
@@ -114,7 +116,7 @@ def _layers(text: str, pattern: str, num_layers: int) -> list[int]:
     return sorted(layers)
 
 
-def _bounds(part: str, pattern: str) -> tuple[int, int]:
+def _parse_bounds(part: str, pattern: str) -> tuple[int, int]:
     matched = _PART.fullmatch(part)
     if matched is None:
         raise PointError(
@@ -126,8 +128,8 @@ def _bounds(part: str, pattern: str) -> tuple[int, int]:
     return first, last
 
 
-def _kind(name: str) -> Kind:
+def _parse_kind(name: str) -> PointKind:
     kind = dict(_ALIASES).get(name, name)
-    if kind not in KINDS:
+    if kind not in POINT_KINDS:
         raise PointError(f"{quote(name)} is not a kind of tap point; {_SYNTAX}")
     return kind

@@ -1,7 +1,7 @@
 """Takes the `clairai` key of additional_config and the environment; gives checked settings.
 
 What the engine reads of the environment is read here, except where the ring's socket lies
-(ring/folder.py).
+(local/private_socket.py).
 """
 
 from __future__ import annotations
@@ -13,17 +13,16 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, Final
 
-from clairai.capture.seed import seed_setting
-from clairai.capture.setting import ALL, Setting
+from clairai.capture.capture_settings import ALL_POINTS, CaptureSettings, settings_from_environment
 from clairai.errors import ConfigError
 from clairai.points import Point, expand, quote
 from clairai.probe.files import load_many
 from clairai.probe.model import Probe
-from clairai.steer.files import load_many as load_vectors
-from clairai.steer.vector import Vector
+from clairai.vector.files import load_many as load_vectors
+from clairai.vector.model import Vector
 
 DISABLE_VARIABLE = "CLAIRAI_DISABLE"
-HOMES: Final = ("host", "device")
+RING_HOMES: Final = ("host", "device")
 
 
 @dataclass(frozen=True)
@@ -50,12 +49,12 @@ class Settings:
         _check_range("ring_mib", self.ring_mib, 1, 65536)
         _check_range("steer_rows", self.steer_rows, 1, 65536)
         _check_range("steer_programs", self.steer_programs, 1, 65536)
-        if self.ring_home not in HOMES:
+        if self.ring_home not in RING_HOMES:
             raise ConfigError(
-                f"ring_home is {quote(self.ring_home)}; use one of {', '.join(HOMES)}"
+                f"ring_home is {quote(self.ring_home)}; use one of {', '.join(RING_HOMES)}"
             )
         for name in ("points", "probes", "vectors"):
-            object.__setattr__(self, name, _texts(name, getattr(self, name)))
+            object.__setattr__(self, name, _check_texts(name, getattr(self, name)))
         for name in ("fused", "branch", "steering", "allow_untested_vllm"):
             if not isinstance(getattr(self, name), bool):
                 raise ConfigError(f"{name} must be true or false")
@@ -64,9 +63,9 @@ class Settings:
             raise ConfigError("runtime_dir must be a path, as text")
 
     @cached_property
-    def capturing(self) -> Setting | None:
+    def capturing(self) -> CaptureSettings | None:
         """None: no rows are kept, and no request can ask for it."""
-        return None if self.capture is None else Setting.parse(self.capture)
+        return None if self.capture is None else CaptureSettings.parse(self.capture)
 
     @property
     def is_steering(self) -> bool:
@@ -90,7 +89,7 @@ class Settings:
         """The same for an engine; the seed's switches fill in what the settings leave out."""
         settings = cls.parse(given)
         has_points = bool(settings.points or settings.probes or settings.vectors)
-        seeded = seed_setting(environ, has_points=has_points)
+        seeded = settings_from_environment(environ, has_points=has_points)
         if seeded is None or settings.capture is not None:
             return settings
         return replace(settings, capture=seeded)
@@ -103,7 +102,7 @@ class Settings:
 
 
 @dataclass(frozen=True)
-class Plan:
+class ResolvedSettings:
     """Settings made concrete for one model."""
 
     points: tuple[Point, ...]
@@ -111,7 +110,9 @@ class Plan:
     vectors: tuple[Vector, ...] = ()
 
 
-def plan(settings: Settings, *, num_layers: int, environ: Mapping[str, str]) -> Plan:
+def resolve_settings(
+    settings: Settings, *, num_layers: int, environ: Mapping[str, str]
+) -> ResolvedSettings:
     """Points to tap and probes to load; variables fill in what the settings leave out."""
     target_layer = _target_layer(environ)
     sources = settings.probes or _seed_probes(environ)
@@ -120,7 +121,7 @@ def plan(settings: Settings, *, num_layers: int, environ: Mapping[str, str]) -> 
     patterns = list(settings.points) or [str(probe.point) for probe in probes]
     if not settings.points:
         patterns += [str(point) for vector in vectors for point in vector.points]
-        patterns += _captured_points(settings)
+        patterns += _list_capture_points(settings)
     if not patterns and target_layer is not None:
         patterns = [f"post_block.{target_layer}"]
     if not patterns:
@@ -128,13 +129,13 @@ def plan(settings: Settings, *, num_layers: int, environ: Mapping[str, str]) -> 
             'nothing to tap: give "points" (such as ["post_block.15"]), "probes" or "vectors" in '
             "the clairai settings, or set TARGET_LAYER"
         )
-    return Plan(expand(patterns, num_layers), tuple(probes), tuple(vectors))
+    return ResolvedSettings(expand(patterns, num_layers), tuple(probes), tuple(vectors))
 
 
-def _captured_points(settings: Settings) -> tuple[str, ...]:
+def _list_capture_points(settings: Settings) -> tuple[str, ...]:
     """Named ones; `all` are those that are tapped anyway."""
     capturing = settings.capturing
-    return () if capturing is None or capturing.points == ALL else capturing.points
+    return () if capturing is None or capturing.points == ALL_POINTS else capturing.points
 
 
 def is_disabled(environ: Mapping[str, str] | None = None) -> bool:
@@ -172,7 +173,7 @@ def _check_range(name: str, value: object, low: int, high: int) -> None:
         raise ConfigError(f"{name} must be a whole number from {low} to {high}, got {quote(value)}")
 
 
-def _texts(name: str, value: object) -> tuple[str, ...]:
+def _check_texts(name: str, value: object) -> tuple[str, ...]:
     items = [value] if isinstance(value, str) else value
     if not isinstance(items, Sequence) or not all(isinstance(item, str) for item in items):
         raise ConfigError(f"{name} must be a text or a list of texts, got {quote(value)}")

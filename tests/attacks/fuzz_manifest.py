@@ -15,23 +15,26 @@ import atheris
 import msgspec
 
 with atheris.instrument_imports(include=["clairai.weights"]):
-    from clairai.weights import check, link, manifest
+    from clairai.weights import check_manifest, manifest, socket_server
 
 from clairai.errors import WeightsError
-from clairai.weights.check import Holding, Slot
-from clairai.wire_weights import Offer
+from clairai.weights.check_manifest import EngineTensors, ExpectedTensor
+from clairai.wire.weights_messages import BufferOffer
 
-SLOTS = {"model.w": Slot(("F32", "BF16"), (16, 16)), "probe::p": Slot(("F32",), (8,))}
-HOLDING = Holding("00000000000000aa", "cpu", SLOTS)
-OFFER = msgspec.msgpack.Decoder(Offer)
-GOOD = manifest.encode(
+SLOTS = {
+    "model.w": ExpectedTensor(("F32", "BF16"), (16, 16)),
+    "probe::p": ExpectedTensor(("F32",), (8,)),
+}
+HOLDING = EngineTensors("00000000000000aa", "cpu", SLOTS)
+OFFER = msgspec.msgpack.Decoder(BufferOffer)
+GOOD = manifest.encode_manifest(
     manifest.Manifest(
         version=1,
         transfer="0" * 32,
         epoch="00000000000000aa",
         device="cpu",
         buffers=(manifest.GRANULE_BYTES,),
-        tensors=(manifest.Tensor("model.w", "F32", (16, 16), 0, 0, 1024),),
+        tensors=(manifest.PlannedTensor("model.w", "F32", (16, 16), 0, 0, 1024),),
     )
 )
 
@@ -44,11 +47,11 @@ def one(raw: bytes) -> None:
     given = provider.ConsumeBytes(1 << 16)
     for text in (raw, GOOD[:at] + given + GOOD[at + cut :]):
         bounded(partial(planned, text))
-    bounded(partial(link._decode, raw, OFFER))
+    bounded(partial(socket_server._decode, raw, OFFER))
 
 
 def planned(text: bytes) -> None:
-    check.check_plan(manifest.parse(text), HOLDING)
+    check_manifest.check_plan(manifest.parse_manifest(text), HOLDING)
 
 
 def bounded(parse: Callable[[], object]) -> None:

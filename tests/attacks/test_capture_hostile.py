@@ -10,17 +10,17 @@ from uuid import uuid4
 
 import pytest
 
-from clairai.batch.done import Run
 from clairai.batch.prompts import read_prompts
+from clairai.batch.resume import RunIdentity
 from clairai.errors import ConfigError, StoreDamagedError, StoreError
 from clairai.store.disk import LocalDisk
-from clairai.store.sending import Sender
-from clairai.store.writer import Writer
-from tests.unit.tiny_rows import block
-from tests.unit.toy_captures import CapturingServer, capturing_server
+from clairai.store.send_shards import ShardSender
+from clairai.store.write import Writer
+from tests.support.capturing_server import CapturingServer, capturing_server
+from tests.support.row_blocks import block
 
 SECRET = b"not for clients"
-RUN = Run("tiny", ("post_block.3",), '"all"', '{"name":"raw"}', 1)
+RUN = RunIdentity("tiny", ("post_block.3",), '"all"', '{"name":"raw"}', 1)
 
 
 @pytest.fixture
@@ -120,11 +120,11 @@ def test_tags_of_a_prompt_that_are_too_long_are_found_before_an_engine_starts(
         RUN.tags(prompt)
 
 
-def _sent(tmp_path: Path, state: bytes) -> Sender:
+def _sent(tmp_path: Path, state: bytes) -> ShardSender:
     """A folder that was sent, and whose state of sending was changed then."""
     with Writer(tmp_path / "s") as writer:
         writer.offer(block(1))
-    sender = Sender(LocalDisk(tmp_path / "s"), f"memory://{uuid4().hex}/c")
+    sender = ShardSender(LocalDisk(tmp_path / "s"), f"memory://{uuid4().hex}/c")
     assert len(list(sender.send())) == 1
     (tmp_path / "s" / sender._name).write_bytes(state)
     return sender
@@ -152,7 +152,7 @@ def test_a_link_in_place_of_the_state_of_sending_is_not_followed(tmp_path: Path)
         writer.offer(block(1))
     (tmp_path / "victim").write_bytes(SECRET)
     url = f"memory://{uuid4().hex}/c"
-    sender = Sender(LocalDisk(tmp_path / "s"), url)
+    sender = ShardSender(LocalDisk(tmp_path / "s"), url)
     (tmp_path / "s" / sender._name).symlink_to(tmp_path / "victim")
     with pytest.raises(StoreError, match="is a link"):
         list(sender.send())

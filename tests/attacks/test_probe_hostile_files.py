@@ -12,11 +12,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from clairai import wire
 from clairai.errors import ProbeError
-from clairai.probe import files, native, seed
+from clairai.probe import files
+from clairai.probe import files as native
+from clairai.probe import files as seed
 from clairai.probe.model import MAX_WIDTH, Probe
-from tests.unit.tiny_probes import numbers, probe
+from clairai.wire import ring_messages
+from tests.support.probes import numbers, probe
 
 GOOD = files.dumps(
     probe(
@@ -26,7 +28,7 @@ GOOD = files.dumps(
         model="m",
         description="Words.",
         auroc=0.9,
-        histogram=wire.Histogram(0.0, 1.0, tuple(range(8))),
+        histogram=ring_messages.Histogram(0.0, 1.0, tuple(range(8))),
     )
 )
 GOOD_JSON = b'{"vector": [1, -2.5e0, 3], "bias": 0.5, "name": "p", "activation": "none"}'
@@ -39,7 +41,7 @@ def loads(data: bytes) -> Probe:
 
 
 def loads_json(data: bytes) -> Probe:
-    return seed.loads(data, source="enc_1_x.json")
+    return seed.loads_json(data, source="enc_1_x.json")
 
 
 def outcome(read: Loads, data: bytes) -> Probe | None:
@@ -208,7 +210,7 @@ SPOILED = {
     "all zeros": file_of(body=bytes(12)),
     "a pickle": b"\x80\x04cos\nsystem\n(S'true'\ntR.",
     "a zip": b"PK\x03\x04" + bytes(100),
-    "over the cap": bytes(native.MAX_NBYTES + 1),
+    "over the cap": bytes(native.MAX_PROBE_NBYTES + 1),
 }  # fmt: skip
 
 
@@ -254,7 +256,7 @@ SPOILED_JSON = {
     "threshold is true": b'{"vector": [1], "threshold": true}',
     "activation is an object": b'{"vector": [1], "activation": {}}',
     "trailing words": b'{"vector": [1]} x',
-    "over the cap": b" " * (seed.MAX_NBYTES + 1),
+    "over the cap": b" " * (seed.MAX_JSON_NBYTES + 1),
 }
 
 

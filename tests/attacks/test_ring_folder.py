@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from clairai.errors import RingError
-from clairai.ring.folder import engine_sockets, runtime_dir
+from clairai.local.private_socket import engine_sockets, runtime_dir
 
 
 def test_a_symlinked_runtime_folder_is_refused(tmp_path: Path) -> None:

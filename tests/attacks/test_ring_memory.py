@@ -16,7 +16,7 @@ import pytest
 from clairai.errors import HandshakeError
 from clairai.ring import layout
 from clairai.ring.memory import HostMemory
-from clairai.ring.reader import Ring
+from clairai.ring.reader import RingCursor
 from clairai.ring.writer import RingWriter
 from tests.process.parts import SMALL, publish_plain
 
@@ -108,7 +108,7 @@ def test_a_slot_that_lies_is_counted_torn_and_allocates_nothing(
     offset: int, form: str, value: int
 ) -> None:
     with HostMemory.create(SMALL.nbytes) as memory:
-        writer, ring = RingWriter(memory, SMALL, EPOCH), Ring(memory)
+        writer, ring = RingWriter(memory, SMALL, EPOCH), RingCursor(memory)
         publish_plain(writer, 3)
         struct.pack_into(form, memory.buffer, SMALL.slot_offset(1) + offset, value)
         tracemalloc.start()
@@ -124,7 +124,7 @@ def test_a_slot_that_lies_is_counted_torn_and_allocates_nothing(
 def test_a_head_that_lies_is_counted_and_costs_one_lap_at_most() -> None:
     with HostMemory.create(SMALL.nbytes) as memory:
         RingWriter(memory, SMALL, EPOCH)
-        ring = Ring(memory)
+        ring = RingCursor(memory)
         memory.buffer.cast("Q")[layout.HEAD_OFFSET // layout.WORD_BYTES] = 2**63
         assert ring.poll() == []
         counts = ring.statistics()

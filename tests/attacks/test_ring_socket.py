@@ -18,12 +18,16 @@ import msgspec
 import pytest
 
 from clairai.errors import EngineGoneError, HandshakeError, RingError
-from clairai.ring.attach import Reader
-from clairai.ring.folder import engine_sockets
-from clairai.ring.frames import MAX_REQUEST_BYTES, Inbox, encode_frame
+from clairai.local.private_socket import (
+    MAX_REQUEST_BYTES,
+    FrameBuffer,
+    encode_frame,
+    engine_sockets,
+)
+from clairai.ring.attach import RingReader
 from clairai.ring.memory import HostMemory
 from clairai.ring.writer import RingWriter
-from clairai.wire import MAX_MESSAGE_BYTES, AskBank, Bank, Refusal
+from clairai.wire.ring_messages import MAX_MESSAGE_BYTES, AskBank, Bank, Refusal
 from tests.process.footprint import nothing_left_behind
 from tests.process.parts import SMALL, forked, running_engine, small_bank, until, welcome
 
@@ -53,7 +57,7 @@ GARBAGE = {
 def test_a_reader_that_sends_garbage_is_let_go_and_others_stay(tmp_path: Path, name: str) -> None:
     with (
         running_engine(tmp_path) as engine,
-        Reader.attach(engine.server.path) as honest,
+        RingReader.attach(engine.server.path) as honest,
         _raw_reader(engine.server.path) as hostile,
     ):
         hostile.sendall(GARBAGE[name])
@@ -62,7 +66,7 @@ def test_a_reader_that_sends_garbage_is_let_go_and_others_stay(tmp_path: Path, n
 
 
 def test_a_truncated_frame_waits_and_costs_nobody_anything(tmp_path: Path) -> None:
-    with running_engine(tmp_path) as engine, Reader.attach(engine.server.path) as honest:
+    with running_engine(tmp_path) as engine, RingReader.attach(engine.server.path) as honest:
         with _raw_reader(engine.server.path) as hostile:
             hostile.sendall(encode_frame(AskBank(1))[:-1])
             assert honest.bank(1) == small_bank(1)
@@ -82,7 +86,7 @@ def test_a_reader_that_asks_without_end_and_never_listens_cannot_fill_the_engine
 
     with (
         running_engine(tmp_path, bank_of=bank_of) as engine,
-        Reader.attach(engine.server.path) as honest,
+        RingReader.attach(engine.server.path) as honest,
         _raw_reader(engine.server.path) as hostile,
     ):
         hostile.settimeout(0.2)
@@ -98,7 +102,7 @@ def test_a_reader_of_another_user_is_refused(
     with running_engine(tmp_path) as engine:
         monkeypatch.setattr("clairai.ring.server.peer_uid", lambda _: os.geteuid() + 1)
         with pytest.raises(HandshakeError, match="foreign-user"):
-            Reader.attach(engine.server.path)
+            RingReader.attach(engine.server.path)
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
@@ -122,7 +126,7 @@ def test_an_engine_of_another_user_is_refused(
     with running_engine(tmp_path) as engine:
         monkeypatch.setattr("clairai.ring.attach.peer_uid", lambda _: os.geteuid() + 1)
         with pytest.raises(HandshakeError, match="belongs to user"):
-            Reader.attach(engine.server.path)
+            RingReader.attach(engine.server.path)
 
 
 ON_GPU = msgspec.structs.replace(welcome(1, SMALL), home="device", handle=bytes(64), gpu="00ff")
@@ -179,7 +183,7 @@ def test_an_engine_that_never_greets_is_given_up(tmp_path: Path) -> None:
         silent.bind(os.fspath(tmp_path / "s"))
         silent.listen()
         with pytest.raises(HandshakeError, match="did not answer"):
-            Reader.attach(tmp_path / "s", timeout_s=0.01)
+            RingReader.attach(tmp_path / "s", timeout_s=0.01)
 
 
 @contextmanager
@@ -207,7 +211,7 @@ def _refusal_of(path: Path, frame: bytes, fds: list[int]) -> RingError:
         thread = threading.Thread(target=_greet_falsely, args=(listener, frame, fds))
         thread.start()
         with pytest.raises(RingError) as refused:
-            Reader.attach(path)
+            RingReader.attach(path)
         thread.join()
     return refused.value
 
@@ -227,7 +231,7 @@ def _connect_as_nobody(folder: Path, answers: Connection, wait: Callable[[], boo
     with socket.socket(socket.AF_UNIX) as sock:
         sock.connect(os.fspath(next(folder.iterdir())))
         raw, fds, _, _ = socket.recv_fds(sock, 4096, 1)
-    inbox = Inbox(MAX_MESSAGE_BYTES)
+    inbox = FrameBuffer(MAX_MESSAGE_BYTES)
     inbox.feed(raw)
     answer = inbox.take()
     answers.send((answer.code if isinstance(answer, Refusal) else "none", len(fds)))

@@ -12,24 +12,31 @@ import numpy as np
 import pytest
 
 from clairai.errors import StoreDamagedError
-from clairai.store import npz, reading, shard
-from clairai.store.manifest import START, VERSION, Commit, dump, parse
-from clairai.store.shard import Head
-from clairai.store.taken import Part
-from clairai.store.writer import Writer
-from tests.unit.tiny_rows import block, origin
+from clairai.store import read, shard
+from clairai.store import shard as npz
+from clairai.store.read import ShardRows
+from clairai.store.shard import ShardHead
+from clairai.store.shard_manifest import (
+    FIRST_CHAIN,
+    MANIFEST_VERSION,
+    CommitLine,
+    dump_commit,
+    parse_manifest,
+)
+from clairai.store.write import Writer
+from tests.support.row_blocks import block, origin
 
 
 @pytest.mark.parametrize("name", ["../x.safetensors", "/etc/passwd", "manifest", "x", "a\0.npz"])
 def test_a_manifest_that_names_another_file_is_refused_though_its_checksum_is_good(
     name: str,
 ) -> None:
-    line, chain = dump(Commit(VERSION, 0, 1), START)
-    body = {"version": VERSION, "sequence": 1, "time_ns": 1, "shards": [_entry(name)]}
+    line, chain = dump_commit(CommitLine(MANIFEST_VERSION, 0, 1), FIRST_CHAIN)
+    body = {"version": MANIFEST_VERSION, "sequence": 1, "time_ns": 1, "shards": [_entry(name)]}
     raw = msgspec.json.encode(body)
     length = b"%08x" % len(raw)
     checksum = hashlib.sha256(chain.encode() + length + raw).hexdigest().encode()
-    parsed = parse(line + b"%s %s %s\n" % (length, checksum, raw))
+    parsed = parse_manifest(line + b"%s %s %s\n" % (length, checksum, raw))
     assert parsed.damage == "it says what we never write"
     assert parsed.entries == ()
 
@@ -49,9 +56,9 @@ def _entry(name: str) -> dict[str, Any]:
     }
 
 
-def _crafted(change: dict[str, Any], head: dict[str, Any] | None = None) -> shard.Opened:
+def _crafted(change: dict[str, Any], head: dict[str, Any] | None = None) -> shard.OpenShard:
     """A shard with good checksums and a bad header."""
-    sealed = shard.seal([block(1)], {})
+    sealed = shard.seal_safetensors([block(1)], {})
     said = json.loads(sealed.start[8:])
     inner = json.loads(said["__metadata__"]["clairai"]) | (head or {})
     said["__metadata__"]["clairai"] = json.dumps(inner)
@@ -61,7 +68,7 @@ def _crafted(change: dict[str, Any], head: dict[str, Any] | None = None) -> shar
     start = len(body).to_bytes(8, "little") + body
     data = start + b"".join(bytes(piece) for piece in sealed.pieces)
     digest = hashlib.sha256(start).hexdigest()
-    return shard.opened(
+    return shard.open_safetensors(
         "x", memoryview(data), head_nbytes=len(start), start_digest=digest, nbytes=len(data)
     )
 
@@ -113,7 +120,9 @@ def test_a_header_longer_than_the_file_is_refused_before_anything_is_made() -> N
     data = (1 << 62).to_bytes(8, "little") + b"{}"
     digest = hashlib.sha256(data).hexdigest()
     with pytest.raises(StoreDamagedError, match="not safetensors'"):
-        shard.opened("x", memoryview(data), head_nbytes=10, start_digest=digest, nbytes=10)
+        shard.open_safetensors(
+            "x", memoryview(data), head_nbytes=10, start_digest=digest, nbytes=10
+        )
 
 
 @pytest.mark.parametrize("kind", ["objects", "not a zip", "no head", "compressed"])
@@ -130,15 +139,15 @@ def test_an_npz_that_is_not_ours_is_refused(kind: str, tmp_path: Path) -> None:
     data = file.read_bytes()
     digest = hashlib.sha256(data).hexdigest()
     with pytest.raises(StoreDamagedError, match="never write"):
-        npz.opened("x", memoryview(data), digest=digest, nbytes=len(data))
+        npz.open_npz("x", memoryview(data), digest=digest, nbytes=len(data))
 
 
 def test_a_point_index_beyond_the_list_is_refused() -> None:
     found = _crafted({})
-    head = Head(**(msgspec.structs.asdict(found.head) | {"points": ()}))
-    broken = shard.Opened("x", head, found.tensors, found.data)
+    head = ShardHead(**(msgspec.structs.asdict(found.head) | {"points": ()}))
+    broken = shard.OpenShard("x", head, found.tensors, found.data)
     with pytest.raises(StoreDamagedError, match="names a point"):
-        Part.of(broken, 1, None, None, None)
+        ShardRows.of(broken, 1, None, None, None)
 
 
 def test_no_error_of_the_store_is_anything_but_ours(tmp_path: Path) -> None:
@@ -149,6 +158,6 @@ def test_no_error_of_the_store_is_anything_but_ours(tmp_path: Path) -> None:
         for _ in range(20):
             (tmp_path / "s" / "manifest").write_bytes(source.bytes(size))
             with pytest.raises(StoreDamagedError):
-                reading.open(tmp_path / "s")
+                read.open(tmp_path / "s")
             with pytest.raises(StoreDamagedError):
                 Writer(tmp_path / "s")

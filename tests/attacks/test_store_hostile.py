@@ -10,12 +10,12 @@ import numpy as np
 import pytest
 
 from clairai.errors import PointError, StoreDamagedError, StoreError
-from clairai.store import reading
+from clairai.store import read
 from clairai.store.disk import LocalDisk
-from clairai.store.rows import Block, Note, Origin
-from clairai.store.writer import Writer
-from clairai.wire import CACHED, ROW
-from tests.unit.tiny_rows import block
+from clairai.store.row_block import Origin, RequestNote, RowBlock
+from clairai.store.write import Writer
+from clairai.wire.ring_messages import CACHED, ROW
+from tests.support.row_blocks import block
 
 PATHS = ["../up", "/etc/passwd", "a\0b", "x" * 10_000, "..", "~", "a/b", "con\n", "\u202e", ""]
 
@@ -44,7 +44,7 @@ def deep(levels: int) -> dict[str, Any]:
 )
 def test_tags_that_are_no_small_json_object_are_refused(tags: Any) -> None:
     with pytest.raises(StoreError):
-        Note.of(tags=tags)
+        RequestNote.of(tags=tags)
 
 
 @pytest.mark.parametrize("path", PATHS)
@@ -56,7 +56,7 @@ def test_a_tag_that_looks_like_a_path_is_data_and_no_file_has_its_name(
             writer.begin(1, tags={"id": path, path: "key"})
         writer.offer(block(1))
     names = set(os.listdir(tmp_path / "s"))
-    assert names - {"lock", "manifest"} == {reading.open(tmp_path / "s").shards[0].name}
+    assert names - {"lock", "manifest"} == {read.open(tmp_path / "s").shards[0].name}
     assert os.listdir(tmp_path) == ["s"]
 
 
@@ -64,9 +64,9 @@ def test_a_tag_that_looks_like_a_path_is_data_and_no_file_has_its_name(
 def test_a_point_or_an_array_or_a_model_that_is_a_path_is_refused(name: str) -> None:
     good = block(1)
     with pytest.raises(PointError):
-        Block(good.origin, name, good.rows_N, good.arrays)
+        RowBlock(good.origin, name, good.rows_N, good.arrays)
     with pytest.raises(StoreError):
-        Block(good.origin, good.point, good.rows_N, {name: good.arrays["values"]})
+        RowBlock(good.origin, good.point, good.rows_N, {name: good.arrays["values"]})
     if not name.isprintable() or len(name) > 512 or not name:
         with pytest.raises(StoreError):
             Origin.of(model=name, weights="v", dtype="f", width=1, encoder="raw", parameters={})
@@ -100,14 +100,14 @@ def test_blocks_that_contradict_themselves_are_refused() -> None:
     ]
     for rows, arrays in hostile:
         with pytest.raises((StoreError, AttributeError)):
-            Block(good.origin, good.point, rows, arrays)
+            RowBlock(good.origin, good.point, rows, arrays)
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 def test_a_fidelity_that_is_no_number_is_refused_before_a_shard_has_it(value: float) -> None:
     good = block(1)
     with pytest.raises(StoreError, match="must be a finite number"):
-        Block(good.origin, good.point, good.rows_N, good.arrays, {"cosine_min": value})
+        RowBlock(good.origin, good.point, good.rows_N, good.arrays, {"cosine_min": value})
 
 
 def test_a_link_in_place_of_the_folder_is_refused(tmp_path: Path) -> None:
@@ -116,7 +116,7 @@ def test_a_link_in_place_of_the_folder_is_refused(tmp_path: Path) -> None:
     with pytest.raises(StoreError, match="links are not followed"):
         Writer(tmp_path / "link")
     with pytest.raises(StoreError, match="links are not followed"):
-        reading.open(tmp_path / "link")
+        read.open(tmp_path / "link")
     assert os.listdir(tmp_path / "real") == []
 
 
@@ -130,28 +130,28 @@ def test_a_link_in_the_folder_is_refused_and_what_it_leads_to_is_untouched(
     with pytest.raises(StoreError):
         Writer(tmp_path / "s")
     with pytest.raises(StoreError):
-        reading.open(tmp_path / "s")
+        read.open(tmp_path / "s")
     assert (tmp_path / "victim").read_text() == "mine"
 
 
 def test_a_shard_replaced_by_a_link_to_an_equal_file_is_refused(tmp_path: Path) -> None:
     with Writer(tmp_path / "s") as writer:
         writer.offer(block(1))
-    store = reading.open(tmp_path / "s")
+    store = read.open(tmp_path / "s")
     file = tmp_path / "s" / store.shards[0].name
     file.rename(tmp_path / "elsewhere")
     file.symlink_to(tmp_path / "elsewhere")
     with pytest.raises(StoreDamagedError, match="cannot be read"):
         store.rows(1)
     with pytest.raises(StoreError, match="is a link"):
-        reading.open(tmp_path / "s")
+        read.open(tmp_path / "s")
 
 
 def test_a_pipe_in_the_folder_makes_nobody_wait(tmp_path: Path) -> None:
     (tmp_path / "s").mkdir(mode=0o700)
     os.mkfifo(tmp_path / "s" / "manifest")
     with pytest.raises(StoreError, match="is a link or a device"):
-        reading.open(tmp_path / "s")
+        read.open(tmp_path / "s")
     with pytest.raises(StoreError, match="not a plain file"):
         LocalDisk(tmp_path / "s").read("manifest")
 

@@ -14,16 +14,16 @@ from hypothesis import strategies as st
 from clairai.errors import VectorError
 from clairai.points import Point
 from clairai.probe.model import MAX_WIDTH
-from clairai.steer import files, gguf, native, seed
-from clairai.steer.vector import MAX_POINTS, Vector
-from tests.unit.tiny_probes import numbers
-from tests.unit.tiny_vectors import vector
+from clairai.vector import files, gguf_format, json_format, safetensors_format
+from clairai.vector.model import MAX_POINTS, Vector
+from tests.support.probes import numbers
+from tests.support.vectors import vector
 
 BLOCKS = vector(
     rows={Point("post_block", 3): numbers(1, -2), Point("post_block", 4): numbers(0, 4)}
 )
 GOOD = files.dumps(vector(scale=0.5, description="Words.", model="m", method="PCA"))
-GOOD_GGUF = gguf.dumps(BLOCKS)
+GOOD_GGUF = gguf_format.dumps(BLOCKS)
 GOOD_JSON = b'{"post_block": {"1": [3, -4, 0]}, "pre_attn": {"1": {"vector": [1, 2e0, 2]}}}'
 GOOD_FILES = {"safetensors": GOOD, "GGUF": GOOD_GGUF, "JSON": GOOD_JSON}
 
@@ -101,7 +101,7 @@ MANY = {f"post_block.{i}": {"dtype": "F32", "shape": [1], "data_offsets": [4 * i
         for i in range(MAX_POINTS + 1)}  # fmt: skip
 SPOILED = {
     "header length of 2**64-1": struct.pack("<Q", 2**64 - 1) + b"{}",
-    "header padded past the cap": crafted(b"{}" + b" " * native.MAX_HEADER),
+    "header padded past the cap": crafted(b"{}" + b" " * safetensors_format.MAX_HEADER),
     "header is a list": crafted([]),
     "no metadata": crafted({"post_block.1": FIRST, "post_block.2": SECOND}),
     "metadata is a list": crafted({"__metadata__": [], "post_block.1": FIRST}),
@@ -151,7 +151,7 @@ SPOILED = {
     "NaN": file_of(body=bytes(numbers(1, np.nan, 3, 1, 1, 1))),
     "a row of zeros": file_of(body=bytes(numbers(0, 0, 0, 1, 1, 1))),
     "a pickle": b"\x80\x04cos\nsystem\n(S'true'\ntR.",
-    "over the cap": bytes(native.MAX_NBYTES + 1),
+    "over the cap": bytes(safetensors_format.MAX_NBYTES + 1),
 }  # fmt: skip
 
 
@@ -198,7 +198,7 @@ SPOILED_JSON = {
     "nested 100000 deep": b'{"post_block": ' + b"[" * 100_000,
     "too wide": b'{"post_block": {"1": [' + b"1," * MAX_WIDTH + b"1]}}",
     "too many points": json.dumps({"post_block": {i: [1] for i in range(MAX_POINTS + 1)}}).encode(),
-    "over the cap": b"{" + b" " * seed.MAX_NBYTES,
+    "over the cap": b"{" + b" " * json_format.MAX_NBYTES,
 }
 
 

@@ -10,10 +10,10 @@ import pytest
 
 from clairai.points import Point
 from clairai.probe.model import MAX_WIDTH
-from clairai.steer import gguf
+from clairai.vector import gguf_format
 from tests.attacks.test_vector_hostile_files import outcome
-from tests.unit.tiny_probes import numbers
-from tests.unit.tiny_vectors import vector
+from tests.support.probes import numbers
+from tests.support.vectors import vector
 
 
 def text(value: str | bytes) -> bytes:
@@ -82,7 +82,7 @@ SPOILED_GGUF = {
     "a sum that is infinite": gguf_of(
         tensor(), tensor("direction.3.b"), body=bytes(numbers(3e38, 1))
     ),
-    "over the cap": b"GGUF" + bytes(gguf.MAX_NBYTES),
+    "over the cap": b"GGUF" + bytes(gguf_format.MAX_NBYTES),
     "rows that overlap, over the numbers a vector holds": gguf_of(
         *(text(f"direction.3.{i}") + WIDE[8 + 11 :] for i in range(20)), body=bytes(4 * MAX_WIDTH)
     ),

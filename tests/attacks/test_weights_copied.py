@@ -11,10 +11,10 @@ import msgspec
 import pytest
 
 from clairai.errors import WeightsError
-from clairai.weights import dock
+from clairai.weights import pending_transfer
+from clairai.weights.host_buffers import MAX_COPIED_BYTES
 from clairai.weights.manifest import GRANULE_BYTES
-from clairai.weights.shelf import COPIED_BYTES
-from clairai.wire_weights import Offer
+from clairai.wire.weights_messages import BufferOffer
 from tests.attacks.weights_parts import Target, offer_of, said, target
 
 
@@ -98,6 +98,6 @@ def test_96_zeros_in_place_of_the_numbers_are_not_believed(attacked: Target) -> 
 
 
 def test_97_more_than_an_engine_copies_is_refused() -> None:
-    offer = Offer("0" * 32, 0, COPIED_BYTES + 1, "copied")
+    offer = BufferOffer("0" * 32, 0, MAX_COPIED_BYTES + 1, "copied")
     with pytest.raises(WeightsError, match="at most 33554432 are copied"):
-        dock._require_travelling(offer, (7,), is_on_host=True)
+        pending_transfer._check_offer(offer, (7,), is_on_host=True)

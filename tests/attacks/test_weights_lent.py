@@ -11,58 +11,59 @@ import msgspec
 import pytest
 import torch
 
-from clairai import wire_weights
-from clairai.lent import Shelf
-from clairai.tap.station import Station
-from clairai.weights.layout import Described
-from clairai.weights.manifest import Manifest, encode, parse
-from clairai.weights.pack import Packed, Packer
-from clairai.weights.sources import items
-from clairai.weights.whole import bank
-from clairai.wire import Refusal
-from tests.unit import toy_station
-from tests.unit.toy_banks import banked, rows
-from tests.unit.toy_weights import ToyLlm, altered, engine, plan, weights
+from clairai.engine.publish.step_publisher import StepPublisher
+from clairai.local.shared_buffer import SharedBuffer
+from clairai.weights.manifest import Manifest, bank, encode_manifest, parse_manifest
+from clairai.weights.pack import HostPacker, PackedBuffer, TensorSpec, open_sources
+from clairai.wire import weights_messages
+from clairai.wire.ring_messages import Refusal
+from tests.support import toy_publisher
+from tests.support.probe_banks import banked, rows
+from tests.support.weights import ToyLlm, altered, engine, plan, weights
 
 
 @pytest.fixture
-def station(runtime: Path) -> Iterator[Station]:
+def step_publisher(runtime: Path) -> Iterator[StepPublisher]:
     with banked(runtime) as made:
         yield made
 
 
 @pytest.fixture
-def llm(station: Station, tmp_path: Path) -> Iterator[ToyLlm]:
-    with engine(tmp_path, station) as running:
+def llm(step_publisher: StepPublisher, tmp_path: Path) -> Iterator[ToyLlm]:
+    with engine(tmp_path, step_publisher) as running:
         yield running
 
 
-def lend(manifest: Manifest, packed: Packed, shelf: Shelf) -> wire_weights.CommitWeights:
+def lend(
+    manifest: Manifest, packed: PackedBuffer, shelf: SharedBuffer
+) -> weights_messages.CommitWeights:
     claimed = msgspec.structs.replace(manifest, tensors=packed.tensors)
-    return wire_weights.CommitWeights(encode(claimed), shelf.lent(manifest.buffers[0]))
+    return weights_messages.CommitWeights(encode_manifest(claimed), shelf.lent(manifest.buffers[0]))
 
 
 def test_a_model_is_not_lent(llm: ToyLlm) -> None:
-    manifest, shelf = plan(epoch=llm.epoch), Shelf()
-    packed = Packer(items(weights(2), ExitStack()), manifest, shelf).pack(0)
+    manifest, shelf = plan(epoch=llm.epoch), SharedBuffer()
+    packed = HostPacker(open_sources(weights(2), ExitStack()), manifest, shelf).pack(0)
     refused = llm.ask(lend(manifest, packed, shelf))
     assert isinstance(refused, Refusal)
     assert "probes and vectors alone" in refused.reason
     assert torch.equal(llm.model["model.norm.weight"], weights(0)["model.norm.weight"])
 
 
-def _of_bank(station: Station, llm: ToyLlm, shelf: Shelf) -> tuple[Manifest, Packed]:
-    named = bank(station.columns.names, rows())
-    described = [Described(next(iter(named)), "F32", rows().shape)]
+def _of_bank(
+    step_publisher: StepPublisher, llm: ToyLlm, shelf: SharedBuffer
+) -> tuple[Manifest, PackedBuffer]:
+    named = bank(step_publisher.columns.names, rows())
+    described = [TensorSpec(next(iter(named)), "F32", rows().shape)]
     manifest = plan(described, epoch=llm.epoch)
-    return manifest, Packer(items(named, ExitStack()), manifest, shelf).pack(0)
+    return manifest, HostPacker(open_sources(named, ExitStack()), manifest, shelf).pack(0)
 
 
-Change = Callable[[wire_weights.CommitWeights], wire_weights.CommitWeights]
+Change = Callable[[weights_messages.CommitWeights], weights_messages.CommitWeights]
 
 
 def _with(**changes: Any) -> Change:
-    def change(asked: wire_weights.CommitWeights) -> wire_weights.CommitWeights:
+    def change(asked: weights_messages.CommitWeights) -> weights_messages.CommitWeights:
         assert asked.lent is not None
         return msgspec.structs.replace(asked, lent=msgspec.structs.replace(asked.lent, **changes))
 
@@ -70,16 +71,16 @@ def _with(**changes: Any) -> Change:
 
 
 def _other(**changes: Any) -> Change:
-    def change(asked: wire_weights.CommitWeights) -> wire_weights.CommitWeights:
-        manifest = msgspec.structs.replace(parse(asked.manifest), **changes)
-        return msgspec.structs.replace(asked, manifest=encode(manifest))
+    def change(asked: weights_messages.CommitWeights) -> weights_messages.CommitWeights:
+        manifest = msgspec.structs.replace(parse_manifest(asked.manifest), **changes)
+        return msgspec.structs.replace(asked, manifest=encode_manifest(manifest))
 
     return change
 
 
-def _further_on(asked: wire_weights.CommitWeights) -> wire_weights.CommitWeights:
-    manifest = altered(parse(asked.manifest), 0, offset=256)
-    return msgspec.structs.replace(asked, manifest=encode(manifest))
+def _further_on(asked: weights_messages.CommitWeights) -> weights_messages.CommitWeights:
+    manifest = altered(parse_manifest(asked.manifest), 0, offset=256)
+    return msgspec.structs.replace(asked, manifest=encode_manifest(manifest))
 
 
 LIES: dict[str, tuple[Change, str]] = {
@@ -98,21 +99,23 @@ LIES: dict[str, tuple[Change, str]] = {
 
 
 @pytest.mark.parametrize("lie", LIES)
-def test_a_lie_about_what_is_lent_changes_nothing(station: Station, llm: ToyLlm, lie: str) -> None:
+def test_a_lie_about_what_is_lent_changes_nothing(
+    step_publisher: StepPublisher, llm: ToyLlm, lie: str
+) -> None:
     change, reason = LIES[lie]
-    shelf, before = Shelf(), toy_station.state_of(station)
-    honest = lend(*_of_bank(station, llm, shelf), shelf)
+    shelf, before = SharedBuffer(), toy_publisher.state_of(step_publisher)
+    honest = lend(*_of_bank(step_publisher, llm, shelf), shelf)
     refused = llm.ask(change(honest))
     assert isinstance(refused, Refusal)
     assert reason in refused.reason
-    assert toy_station.state_of(station) == before
+    assert toy_publisher.state_of(step_publisher) == before
     assert not isinstance(llm.ask(honest), Refusal)
-    assert [one.direction_D.tolist() for one in station.columns.probes] == rows().tolist()
+    assert [one.direction_D.tolist() for one in step_publisher.columns.probes] == rows().tolist()
 
 
-def test_a_commit_without_a_checksum_is_refused(station: Station, llm: ToyLlm) -> None:
-    shelf = Shelf()
-    manifest, packed = _of_bank(station, llm, shelf)
+def test_a_commit_without_a_checksum_is_refused(step_publisher: StepPublisher, llm: ToyLlm) -> None:
+    shelf = SharedBuffer()
+    manifest, packed = _of_bank(step_publisher, llm, shelf)
     bare = packed._replace(tensors=manifest.tensors)
     refused = llm.ask(lend(manifest, bare, shelf))
     assert isinstance(refused, Refusal)

@@ -9,9 +9,9 @@ from typing import Any
 import msgspec
 import pytest
 
-from clairai.weights.manifest import MAX_I64, MAX_MANIFEST_BYTES, Manifest, encode
+from clairai.weights.manifest import MAX_I64, MAX_MANIFEST_BYTES, Manifest, encode_manifest
 from tests.attacks.weights_parts import Target, target
-from tests.unit.toy_weights import altered
+from tests.support.weights import altered
 
 
 @pytest.fixture
@@ -37,63 +37,83 @@ MANIFESTS: dict[str, tuple[Body, str]] = {
         "no manifest",
     ),
     "02 vLLM's own pickled handles": (
-        lambda m: _swap(encode(m), b'{"version"', b'{"ipc_handles_pickled":"gASV","version"'),
+        lambda m: _swap(
+            encode_manifest(m), b'{"version"', b'{"ipc_handles_pickled":"gASV","version"'
+        ),
         "unknown field",
     ),
     "03 a name the engine does not have": (
-        lambda m: encode(altered(m, 0, name="model.backdoor")),
+        lambda m: encode_manifest(altered(m, 0, name="model.backdoor")),
         "nothing named",
     ),
     "04 a path in a name": (
-        lambda m: encode(altered(m, 0, name="../../../etc/passwd")),
+        lambda m: encode_manifest(altered(m, 0, name="../../../etc/passwd")),
         "cannot name",
     ),
-    "05 a zero byte in a name": (lambda m: encode(altered(m, 0, name="a\0b")), "cannot name"),
-    "06 another shape": (lambda m: encode(altered(m, 0, shape=(51, 16))), "has shape"),
-    "07 another type": (lambda m: encode(altered(m, 0, dtype="F64")), "has dtype"),
+    "05 a zero byte in a name": (
+        lambda m: encode_manifest(altered(m, 0, name="a\0b")),
+        "cannot name",
+    ),
+    "06 another shape": (lambda m: encode_manifest(altered(m, 0, shape=(51, 16))), "has shape"),
+    "07 another type": (lambda m: encode_manifest(altered(m, 0, dtype="F64")), "has dtype"),
     "08 a type that is code": (
-        lambda m: _swap(encode(m), b'"F32"', b'"torch.load"'),
+        lambda m: _swap(encode_manifest(m), b'"F32"', b'"torch.load"'),
         "no manifest",
     ),
-    "09 two tensors that overlap": (lambda m: encode(altered(m, 1, offset=256)), "overlaps"),
-    "10 a hole to read neighbours by": (lambda m: encode(altered(m, 1, offset=8192)), "hole"),
+    "09 two tensors that overlap": (
+        lambda m: encode_manifest(altered(m, 1, offset=256)),
+        "overlaps",
+    ),
+    "10 a hole to read neighbours by": (
+        lambda m: encode_manifest(altered(m, 1, offset=8192)),
+        "hole",
+    ),
     "11 an offset past 64 bits": (
-        lambda m: _swap(encode(m), b'"offset":0', b'"offset":%d' % (1 << 64)),
+        lambda m: _swap(encode_manifest(m), b'"offset":0', b'"offset":%d' % (1 << 64)),
         "no manifest",
     ),
     "12 an offset at the end of 64 bits": (
-        lambda m: encode(altered(m, 1, offset=MAX_I64 - 1023)),
+        lambda m: encode_manifest(altered(m, 1, offset=MAX_I64 - 1023)),
         "hole",
     ),
     "13 a negative offset": (
-        lambda m: _swap(encode(m), b'"offset":0', b'"offset":-256'),
+        lambda m: _swap(encode_manifest(m), b'"offset":0', b'"offset":-256'),
         "no manifest",
     ),
-    "14 a buffer of 2 TiB": (lambda m: encode(_set(m, buffers=(1 << 41,))), "all that"),
-    "15 a buffer that shares its block": (lambda m: encode(_set(m, buffers=(4096,))), "multiple"),
-    "16 the buffers of another GPU": (lambda m: encode(_set(m, device="f" * 32)), "on GPU"),
-    "17 the epoch of an engine before": (lambda m: encode(_set(m, epoch="0" * 16)), "restarted"),
+    "14 a buffer of 2 TiB": (lambda m: encode_manifest(_set(m, buffers=(1 << 41,))), "all that"),
+    "15 a buffer that shares its block": (
+        lambda m: encode_manifest(_set(m, buffers=(4096,))),
+        "multiple",
+    ),
+    "16 the buffers of another GPU": (
+        lambda m: encode_manifest(_set(m, device="f" * 32)),
+        "on GPU",
+    ),
+    "17 the epoch of an engine before": (
+        lambda m: encode_manifest(_set(m, epoch="0" * 16)),
+        "restarted",
+    ),
     "18 one name twice": (
-        lambda m: encode(_set(m, tensors=(m.tensors[0], *m.tensors[:3]))),
+        lambda m: encode_manifest(_set(m, tensors=(m.tensors[0], *m.tensors[:3]))),
         "twice",
     ),
     "19 a part of a layer": (
-        lambda m: encode(_set(m, tensors=m.tensors[:2])),
+        lambda m: encode_manifest(_set(m, tensors=m.tensors[:2])),
         "are missing",
     ),
     "20 a hundred thousand tensors": (
-        lambda m: encode(_set(m, tensors=m.tensors * 25_000)),
+        lambda m: encode_manifest(_set(m, tensors=m.tensors * 25_000)),
         "the engine takes",
     ),
     "21 brackets a million deep": (lambda _: b'{"tensors":' + b"[" * 1_000_000, "no manifest"),
     "22 objects a million deep": (lambda _: b'{"a":' * 1_000_000, "no manifest"),
     "23 a body without an end": (lambda _: b" " * (MAX_MANIFEST_BYTES + 1), "over"),
     "24 not a number": (
-        lambda m: _swap(encode(m), b'"offset":0', b'"offset":NaN'),
+        lambda m: _swap(encode_manifest(m), b'"offset":0', b'"offset":NaN'),
         "no manifest",
     ),
     "25 a label that breaks out of a log line": (
-        lambda m: _swap(encode(m), b'"label":""', b'"label":"a\\nroot logged in"'),
+        lambda m: _swap(encode_manifest(m), b'"label":""', b'"label":"a\\nroot logged in"'),
         "no manifest",
     ),
 }

@@ -13,10 +13,10 @@ from pathlib import Path
 import pytest
 
 from clairai.errors import EngineGoneError, RingError, WeightsError
-from clairai.ring.folder import runtime_dir, socket_path
-from clairai.weights.link import ANSWER, KIND, Link, receive
-from clairai.weights.port import Port
-from clairai.wire import Refusal
+from clairai.local.private_socket import runtime_dir, socket_path
+from clairai.weights.socket_client import BufferClient
+from clairai.weights.socket_server import FROM_ENGINE, SOCKET_KIND, BufferServer, receive_message
+from clairai.wire.ring_messages import Refusal
 from tests.attacks.weights_parts import Target, target
 from tests.process.parts import forked
 
@@ -32,10 +32,10 @@ def attacked(tmp_path: Path) -> Iterator[Target]:
 def test_61_a_peer_of_another_user_is_refused(
     attacked: Target, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("clairai.weights.link.peer_uid", lambda _: os.geteuid() + 1)
+    monkeypatch.setattr("clairai.weights.socket_server.peer_uid", lambda _: os.geteuid() + 1)
     with socket.socket(socket.AF_UNIX) as sock:
         sock.connect(os.fspath(attacked.llm.intake.receiver.path))
-        answer, fds = receive(sock, ANSWER)
+        answer, fds = receive_message(sock, FROM_ENGINE)
     assert isinstance(answer, Refusal)
     assert "may send weights" in answer.reason
     assert fds == []
@@ -60,17 +60,17 @@ def _connect_as_nobody(folder: Path, answers: Connection, wait: Callable[[], boo
     os.setgid(NOBODY)
     os.setuid(NOBODY)
     with socket.socket(socket.AF_UNIX) as sock:
-        sock.connect(os.fspath(next(folder.glob(f"{KIND}-*.sock"))))
-        answer, _ = receive(sock, ANSWER)
+        sock.connect(os.fspath(next(folder.glob(f"{SOCKET_KIND}-*.sock"))))
+        answer, _ = receive_message(sock, FROM_ENGINE)
     answers.send(getattr(answer, "reason", "taken"))
 
 
 def test_63_an_engine_of_another_user_is_refused_by_the_sender(
     attacked: Target, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("clairai.weights.port.peer_uid", lambda _: os.geteuid() + 1)
+    monkeypatch.setattr("clairai.weights.socket_client.peer_uid", lambda _: os.geteuid() + 1)
     with pytest.raises(WeightsError, match="belongs to user"):
-        Port(attacked.folder, attacked.llm.epoch)
+        BufferClient(attacked.folder, attacked.llm.epoch)
 
 
 def test_64_a_link_in_place_of_the_runtime_folder_is_refused(tmp_path: Path) -> None:
@@ -82,14 +82,14 @@ def test_64_a_link_in_place_of_the_runtime_folder_is_refused(tmp_path: Path) -> 
 
 def test_65_a_link_in_place_of_the_socket_leads_nowhere(attacked: Target, tmp_path: Path) -> None:
     (tmp_path / "other").mkdir(mode=0o700)
-    planted = socket_path(tmp_path / "other", int("ab" * 8, 16), KIND)
+    planted = socket_path(tmp_path / "other", int("ab" * 8, 16), SOCKET_KIND)
     planted.symlink_to(attacked.llm.intake.receiver.path)
     with pytest.raises(WeightsError, match="answers in place of"):
-        Port(tmp_path / "other", "ab" * 8)
+        BufferClient(tmp_path / "other", "ab" * 8)
     (tmp_path / "file").mkdir(mode=0o700)
-    socket_path(tmp_path / "file", 1, KIND).write_text("x")
+    socket_path(tmp_path / "file", 1, SOCKET_KIND).write_text("x")
     with pytest.raises(EngineGoneError):
-        Port(tmp_path / "file", f"{1:016x}")
+        BufferClient(tmp_path / "file", f"{1:016x}")
 
 
 def test_66_the_socket_is_for_its_user_alone(attacked: Target) -> None:
@@ -108,5 +108,5 @@ def test_67_a_forked_child_does_not_keep_the_socket_of_a_dead_engine(attacked: T
     assert attacked.still_takes_honest_weights()
 
 
-def _tell_listener(answers: Connection, link: Link) -> None:
+def _tell_listener(answers: Connection, link: BufferServer) -> None:
     answers.send(link._listener.fileno())

@@ -12,12 +12,12 @@ from typing import Any
 import msgspec
 import pytest
 
-from clairai.weights.buffers import HostBuffer
-from clairai.weights.link import MAX_FRAME_BYTES
-from clairai.weights.manifest import GRANULE_BYTES, Manifest, encode
+from clairai.weights.host_buffers import HostBuffer
+from clairai.weights.manifest import GRANULE_BYTES, Manifest, encode_manifest
+from clairai.weights.socket_server import MAX_FRAME_BYTES
 from tests.attacks.weights_parts import Target, offer_of, said, target
 from tests.process.footprint import nothing_left_behind
-from tests.unit.toy_weights import altered
+from tests.support.weights import altered
 
 
 @pytest.fixture
@@ -165,7 +165,7 @@ def test_51_a_buffer_that_comes_twice_is_refused(attacked: Target) -> None:
 def test_52_a_commit_without_its_buffers_is_refused(attacked: Target) -> None:
     manifest = attacked.planned()
     summed = _set(manifest, tensors=attacked.pack(manifest).tensors)
-    assert "0 of 1 buffers" in attacked.post("commit", encode(summed))
+    assert "0 of 1 buffers" in attacked.post("commit", encode_manifest(summed))
     assert attacked.is_untouched()
 
 
@@ -191,7 +191,7 @@ def test_a_commit_that_is_not_its_plan_is_refused(attacked: Target, attempt: str
     with attacked.connected() as sock:
         assert said(sock, offer_of(manifest, packed), packed.fds) == ""
         given = change(_set(manifest, tensors=packed.tensors))
-        assert reason in attacked.post("commit", encode(given))
+        assert reason in attacked.post("commit", encode_manifest(given))
     packed.close()
     assert attacked.is_untouched()
     assert attacked.still_takes_honest_weights()
@@ -200,7 +200,7 @@ def test_a_commit_that_is_not_its_plan_is_refused(attacked: Target, attempt: str
 def test_57_a_manifest_that_was_used_cannot_be_used_again(attacked: Target) -> None:
     manifest = attacked.planned()
     packed = attacked.pack(manifest)
-    summed = encode(_set(manifest, tensors=packed.tensors))
+    summed = encode_manifest(_set(manifest, tensors=packed.tensors))
     with attacked.connected() as sock:
         assert said(sock, offer_of(manifest, packed), packed.fds) == ""
         assert attacked.post("commit", summed) == ""
@@ -230,7 +230,7 @@ def test_59_a_sender_that_leaves_takes_its_plan_along(attacked: Target) -> None:
     assert attacked.offered(offer_of(manifest, packed), packed.fds) == ""
     packed.close()
     with attacked.connected():  # the one before has been let go
-        summed = encode(_set(manifest, tensors=packed.tensors))
+        summed = encode_manifest(_set(manifest, tensors=packed.tensors))
         assert "given up" in attacked.post("commit", summed)
     assert attacked.is_untouched()
 

@@ -12,11 +12,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from clairai.errors import WeightsError
-from clairai.weights.manifest import Manifest, encode
-from clairai.weights.spool import MAX_HEAD_BYTES, Spool, head
+from clairai.weights.manifest import Manifest, encode_manifest
+from clairai.weights.upload import MAX_UPLOAD_HEADER_BYTES, SafetensorsUpload, safetensors_header
 from tests.attacks.weights_parts import Target, target
 from tests.process.footprint import nothing_left_behind
-from tests.unit.toy_weights import plan, weights
+from tests.support.weights import plan, weights
 
 OTHER = "f" * 32
 
@@ -38,7 +38,7 @@ def put(attacked: Target, name: str, body: bytes) -> str:
 def honest(manifest: Manifest, seed: int = 1) -> bytes:
     held = weights(seed)
     numbers = (held[tensor.name].numpy().tobytes() for tensor in manifest.tensors)
-    return head(manifest.tensors) + b"".join(numbers)
+    return safetensors_header(manifest.tensors) + b"".join(numbers)
 
 
 def _headed(entries: object, numbers: bytes = b"") -> bytes:
@@ -74,14 +74,18 @@ def _of_an_older_plan(attacked: Target, made: Manifest) -> str:
 
 def _committed_without_a_buffer(attacked: Target, made: Manifest) -> str:
     summed = [msgspec.structs.replace(t, checksum="0" * 16) for t in made.tensors]
-    return attacked.post("commit", encode(msgspec.structs.replace(made, tensors=tuple(summed))))
+    return attacked.post(
+        "commit", encode_manifest(msgspec.structs.replace(made, tensors=tuple(summed)))
+    )
 
 
 def _other_numbers_than_were_summed(attacked: Target, made: Manifest) -> str:
     packed = attacked.pack(made)
     packed.close()
     assert put(attacked, f"{made.transfer}/0", honest(made, seed=2)) == ""
-    return attacked.post("commit", encode(msgspec.structs.replace(made, tensors=packed.tensors)))
+    return attacked.post(
+        "commit", encode_manifest(msgspec.structs.replace(made, tensors=packed.tensors))
+    )
 
 
 ATTEMPTS: dict[str, Callable[[Target, Manifest], str]] = {
@@ -97,7 +101,7 @@ ATTEMPTS: dict[str, Callable[[Target, Manifest], str]] = {
     "77 other numbers than were summed": _other_numbers_than_were_summed,
     "78 a head that claims all memory": _in_an_upload(lambda _: b"\xff" * 8),
     "79 a head one byte too long": _in_an_upload(
-        lambda _: (MAX_HEAD_BYTES + 1).to_bytes(8, "little") + b"{"
+        lambda _: (MAX_UPLOAD_HEADER_BYTES + 1).to_bytes(8, "little") + b"{"
     ),
     "80 a head of brackets": _in_an_upload(lambda _: _deep(b"[")),
     "81 a head of objects in objects": _in_an_upload(lambda _: _deep(b'{"a":')),
@@ -122,7 +126,7 @@ ATTEMPTS: dict[str, Callable[[Target, Manifest], str]] = {
 def test_an_upload_that_is_not_what_was_planned_changes_nothing(
     attacked: Target, attempt: str
 ) -> None:
-    attacked.post("plan", encode(attacked.plan()))  # whatever is made once
+    attacked.post("plan", encode_manifest(attacked.plan()))  # whatever is made once
     made = attacked.planned()
     assert ATTEMPTS[attempt](attacked, made) != ""
     assert attacked.told == [], "nobody waits for what is refused"
@@ -135,13 +139,13 @@ def test_an_upload_that_is_not_what_was_planned_changes_nothing(
 def test_bytes_of_any_kind_are_an_error_in_words(raw: bytes, is_headed: bool) -> None:
     """In a head that is as long as it says, too; nothing is held when it is over."""
     made = plan()
-    spool = Spool(0, made.tensors, made.buffers[0])
+    spool = SafetensorsUpload(0, made.tensors, made.buffers[0])
     with pytest.raises(WeightsError):
         _whole(spool, len(raw).to_bytes(8, "little") + raw if is_headed else raw)
     spool.close()
 
 
-def _whole(spool: Spool, raw: bytes) -> None:
+def _whole(spool: SafetensorsUpload, raw: bytes) -> None:
     spool.feed(raw)
     spool.finish()
 
@@ -150,6 +154,6 @@ def test_a_hundred_that_fail_leave_nothing_behind() -> None:
     made = plan()
     with nothing_left_behind():
         for length in range(0, 1000, 10):
-            spool = Spool(0, made.tensors, made.buffers[0])
+            spool = SafetensorsUpload(0, made.tensors, made.buffers[0])
             spool.feed(honest(made)[:length])
             spool.close()

@@ -19,16 +19,15 @@ import torch
 from fastapi import FastAPI
 from starlette.testclient import TestClient
 
-from clairai import http
-from clairai.ring.frames import encode_frame
+from clairai.local.private_socket import encode_frame
+from clairai.server import install_routes
 from clairai.weights import Sender
-from clairai.weights.link import ANSWER, receive
-from clairai.weights.manifest import Manifest, encode
-from clairai.weights.pack import Packed, Packer
-from clairai.weights.sources import items
-from clairai.wire import Refusal
-from clairai.wire_weights import Offer
-from tests.unit.toy_weights import ToyLlm, engine, plan, weights
+from clairai.weights.manifest import Manifest, encode_manifest
+from clairai.weights.pack import HostPacker, PackedBuffer, open_sources
+from clairai.weights.socket_server import FROM_ENGINE, receive_message
+from clairai.wire.ring_messages import Refusal
+from clairai.wire.weights_messages import BufferOffer
+from tests.support.weights import ToyLlm, engine, plan, weights
 
 
 @dataclass
@@ -54,21 +53,21 @@ class Target:
 
     def planned(self, **given: Any) -> Manifest:
         manifest = self.plan(**given)
-        assert self.post("plan", encode(manifest)) == ""
+        assert self.post("plan", encode_manifest(manifest)) == ""
         return manifest
 
-    def pack(self, manifest: Manifest, index: int = 0, seed: int = 1) -> Packed:
-        return Packer(items(weights(seed), ExitStack()), manifest).pack(index)
+    def pack(self, manifest: Manifest, index: int = 0, seed: int = 1) -> PackedBuffer:
+        return HostPacker(open_sources(weights(seed), ExitStack()), manifest).pack(index)
 
     @contextmanager
     def connected(self) -> Iterator[socket.socket]:
         with socket.socket(socket.AF_UNIX) as sock:
             sock.settimeout(10)
             sock.connect(os.fspath(self.llm.intake.receiver.path))
-            receive(sock, ANSWER)  # the greeting
+            receive_message(sock, FROM_ENGINE)  # the greeting
             yield sock
 
-    def offered(self, offer: Offer | bytes, fds: tuple[int, ...] = ()) -> str:
+    def offered(self, offer: BufferOffer | bytes, fds: tuple[int, ...] = ()) -> str:
         """What the socket says to it; empty if it was taken."""
         with self.connected() as sock:
             return said(sock, offer, fds)
@@ -84,29 +83,29 @@ class Target:
         return sent.version == 1
 
 
-def said(sock: socket.socket, offer: Offer | bytes, fds: tuple[int, ...] = ()) -> str:
+def said(sock: socket.socket, offer: BufferOffer | bytes, fds: tuple[int, ...] = ()) -> str:
     frame = offer if isinstance(offer, bytes) else encode_frame(offer)
     socket.send_fds(sock, [frame], fds)
     if isinstance(offer, bytes):
         sock.shutdown(socket.SHUT_WR)
     try:
-        answer, _ = receive(sock, ANSWER)
+        answer, _ = receive_message(sock, FROM_ENGINE)
     except ConnectionError:
         return "hung up"
     return answer.reason if isinstance(answer, Refusal) else ""
 
 
-def offer_of(manifest: Manifest, packed: Packed, **changes: Any) -> Offer:
-    made = Offer(manifest.transfer, 0, manifest.buffers[0], packed.home)
+def offer_of(manifest: Manifest, packed: PackedBuffer, **changes: Any) -> BufferOffer:
+    made = BufferOffer(manifest.transfer, 0, manifest.buffers[0], packed.home)
     return msgspec.structs.replace(made, **changes)
 
 
 @contextmanager
-def target(folder: Path, station: Any = None) -> Iterator[Target]:
-    with engine(folder, station) as llm:
+def target(folder: Path, step_publisher: Any = None) -> Iterator[Target]:
+    with engine(folder, step_publisher) as llm:
         told: list[str] = []
         app = FastAPI()
-        http.attach(app)
+        install_routes.attach(app)
 
         async def collective_rpc(method: str, args: tuple[bytes]) -> list[bytes]:
             return llm.collective_rpc(method, args)
@@ -124,6 +123,6 @@ def target(folder: Path, station: Any = None) -> Iterator[Target]:
             resume_generation=resume_generation,
             vllm_config=SimpleNamespace(parallel_config=parallel),
         )
-        http.connect(client, app.state)
+        install_routes.connect(client, app.state)
         with TestClient(app) as web:
             yield Target(folder, llm, web, told)

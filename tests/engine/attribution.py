@@ -15,9 +15,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 import clairai
-from clairai import wire
-from clairai.offline import ask
-from clairai.ring.handshake import Reader
+from clairai.library.engine_control import ask_engine
+from clairai.ring.attach import RingReader
+from clairai.wire import ring_messages
 
 NUM_PROBES: Final = 8
 POINT: Final = "pre_attn.0"
@@ -95,8 +95,8 @@ def run(llm: Any, plan: Plan) -> Verdict:
     directions_DP = projections(vocabulary_VD)
     bank = clairai.ProbeBank(llm)
     bank.add(*probes(directions_DP))
-    socket = Path(ask(llm, wire.Describe(), wire.Description).socket)
-    with Reader.attach(socket, start="newest") as reader:
+    socket = Path(ask_engine(llm, ring_messages.Describe(), ring_messages.Description).socket)
+    with RingReader.attach(socket, start="newest") as reader:
         rows, scores_RP, sent = _drive(llm, plan, reader)
         statistics = reader.statistics()
     bank.remove(*(info.name for info in bank.list()))
@@ -105,7 +105,7 @@ def run(llm: Any, plan: Plan) -> Verdict:
 
 
 def _drive(
-    llm: Any, plan: Plan, reader: Reader
+    llm: Any, plan: Plan, reader: RingReader
 ) -> tuple[NDArray[np.void], NDArray[np.float32], dict[int, Sent]]:
     from vllm import SamplingParams
 
@@ -148,7 +148,9 @@ def _drive(
         SamplingParams(max_tokens=1, detokenize=False, extra_args=clairai.request(stream=2**60)),
         use_tqdm=False,
     )
-    ask(llm, wire.Describe(), wire.Description)  # returns when all is published
+    ask_engine(
+        llm, ring_messages.Describe(), ring_messages.Description
+    )  # returns when all is published
     while more := reader.poll():
         records += more
     rows = np.concatenate([record.rows for record in records])
@@ -175,16 +177,16 @@ def judge(
 ) -> Verdict:
     """Every row belongs to the request it names, at the position it names; none is missing."""
     # End marks of earlier requests may still come in; no other row of a stranger may.
-    strangers = set(rows["stream"][rows["phase"] != wire.FINISHED].tolist()) - set(sent)
+    strangers = set(rows["stream"][rows["phase"] != ring_messages.FINISHED].tolist()) - set(sent)
     wrong = [f"stream {stream} is nobody's" for stream in strangers]
-    is_token = rows["phase"] <= wire.DECODE
+    is_token = rows["phase"] <= ring_messages.DECODE
     covered: dict[int, Counter[int]] = {stream: Counter() for stream in sent}
     for row, scores_P in zip(rows[is_token], scores_RP[is_token], strict=True):
         stream, position = int(row["stream"]), int(row["position"])
         if stream in sent:
-            covered[stream][position] += 0 if row["flags"] & wire.RECOMPUTED else 1
+            covered[stream][position] += 0 if row["flags"] & ring_messages.RECOMPUTED else 1
             wrong += _wrongs(row, scores_P, sent[stream], expected_VP)
-    cached = rows[rows["phase"] == wire.CACHED]
+    cached = rows[rows["phase"] == ring_messages.CACHED]
     for row in cached[np.isin(cached["stream"], list(sent))]:
         stream = int(row["stream"])
         if sent[stream].wants_prompt_scores and not row["position"] >= len(sent[stream].prompt):
@@ -194,11 +196,11 @@ def judge(
     return Verdict(
         rows=int(is_token.sum()),
         wrong=wrong,
-        decode_rows=int((rows["phase"] == wire.DECODE).sum()),
+        decode_rows=int((rows["phase"] == ring_messages.DECODE).sum()),
         cached_tokens=int(cached["span"].sum()),
-        recomputed_rows=int(((rows["flags"] & wire.RECOMPUTED) != 0).sum()),
+        recomputed_rows=int(((rows["flags"] & ring_messages.RECOMPUTED) != 0).sum()),
         aborted=sum(request.is_aborted for request in sent.values()),
-        finished_marks=int((rows["phase"] == wire.FINISHED).sum()),
+        finished_marks=int((rows["phase"] == ring_messages.FINISHED).sum()),
         lost=lost,
         unaccounted=sum(_unaccounted(sent[stream], seen) for stream, seen in covered.items()),
     )
@@ -218,7 +220,7 @@ def _wrongs(
     token = tokens[position]
     # Tokens that were never trained share one embedding: compare with this token's own.
     is_own = np.allclose(scores_P, expected_VP[token], rtol=tolerance, atol=tolerance)
-    phase = wire.DECODE if position >= len(request.prompt) else wire.PREFILL
+    phase = ring_messages.DECODE if position >= len(request.prompt) else ring_messages.PREFILL
     wrong = []
     if int(row["token_id"]) != token:
         wrong.append(f"{stream}@{position} says token {row['token_id']}, is {token}")

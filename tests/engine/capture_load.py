@@ -18,9 +18,9 @@ from msgspec import structs
 from numpy.typing import NDArray
 
 import clairai
-from clairai import wire_capture
-from clairai.offline import ask
-from clairai.tap import picks, staged
+from clairai.engine.capture import row_selection, staging_layout
+from clairai.library.engine_control import ask_engine
+from clairai.wire import capture_messages
 from tests.engine.attribution import embeddings
 
 POINT: Final = "pre_attn.0"
@@ -163,11 +163,13 @@ def _judge(llm: Any, sent: dict[str, Sent], preempted: int) -> Verdict:
     )
 
 
-def _settled(llm: Any, streams: tuple[int, ...]) -> tuple[tuple[wire_capture.Captured, ...], ...]:
-    asked = wire_capture.FindCaptures(streams=streams, is_ended=True)
+def _settled(
+    llm: Any, streams: tuple[int, ...]
+) -> tuple[tuple[capture_messages.Captured, ...], ...]:
+    asked = capture_messages.FindCaptures(streams=streams, is_ended=True)
     deadline_s = time.monotonic() + 60
     while True:
-        found = ask(llm, asked, wire_capture.Captures).found
+        found = ask_engine(llm, asked, capture_messages.Captures).found
         if all(one.state not in ("open", "writing") for answers in found for one in answers):
             return found
         assert time.monotonic() < deadline_s, "captures did not become safe"
@@ -207,13 +209,13 @@ def _missing(request: Sent, choice: int, positions: NDArray[np.uint32]) -> int:
 
 
 @contextmanager
-def _steps(change: Callable[[picks.Picks, Any, Any], Any]) -> Iterator[None]:
-    original = picks.Picks.step
+def _steps(change: Callable[[row_selection.RowSelector, Any, Any], Any]) -> Iterator[None]:
+    original = row_selection.RowSelector.step
 
-    def step(self: picks.Picks, batch: Any) -> Any:
+    def step(self: row_selection.RowSelector, batch: Any) -> Any:
         return change(self, batch, lambda given: original(self, given))
 
-    with mock.patch.object(picks.Picks, "step", step):
+    with mock.patch.object(row_selection.RowSelector, "step", step):
         yield
 
 
@@ -231,8 +233,8 @@ def rows_off_by_one() -> Any:
     """Rows are taken one place too early in the forward."""
 
     def change(_self: Any, batch: Any, go_on: Any) -> Any:
-        pick = go_on(batch)
-        return pick and replace(pick, row_N=np.maximum(pick.row_N - 1, 0))
+        selection = go_on(batch)
+        return selection and replace(selection, row_N=np.maximum(selection.row_N - 1, 0))
 
     return _steps(change)
 
@@ -250,26 +252,26 @@ def served_from_the_cache() -> Iterator[None]:
 @contextmanager
 def phase_by_request() -> Iterator[None]:
     """A row is said to be of the prompt whatever its position."""
-    original = picks.Picks._read
+    original = row_selection.RowSelector._read
 
-    def read(self: picks.Picks, req_ids: Any) -> Any:
+    def read(self: row_selection.RowSelector, req_ids: Any) -> Any:
         cast = original(self, req_ids)
         return replace(cast, prompt_E=np.full_like(cast.prompt_E, 1 << 30))
 
-    with mock.patch.object(picks.Picks, "_read", read):
+    with mock.patch.object(row_selection.RowSelector, "_read", read):
         yield
 
 
 def wrong_plan() -> Any:
     """A step is told as rows of the requests of the last."""
-    original = staged.Plan.is_for
+    original = staging_layout.StagingPlan.is_plan_for
 
-    def is_for(self: staged.Plan, pick: Any) -> bool:
-        mine = self.pick
-        is_alike = (len(mine), len(mine.seen_E)) == (len(pick), len(pick.seen_E))
-        return original(self, pick) or is_alike
+    def is_plan_for(self: staging_layout.StagingPlan, selection: Any) -> bool:
+        mine = self.selection
+        is_alike = (len(mine), len(mine.seen_E)) == (len(selection), len(selection.seen_E))
+        return original(self, selection) or is_alike
 
-    return mock.patch.object(staged.Plan, "is_for", is_for)
+    return mock.patch.object(staging_layout.StagingPlan, "is_plan_for", is_plan_for)
 
 
 MUTANTS: Final = (

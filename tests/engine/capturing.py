@@ -10,9 +10,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 import clairai
-from clairai import wire_capture
 from clairai.errors import ClairaiError
-from clairai.offline import ask as ask_engine
+from clairai.library.engine_control import ask_engine as ask_engine
+from clairai.wire import capture_messages
 from tests.engine import preempting
 
 
@@ -123,16 +123,16 @@ def preempted(llm: Any, asks: list[Ask]) -> tuple[int, list[list[Found]]]:
     return len(seen), found
 
 
-def state(llm: Any) -> wire_capture.CaptureState:
-    return ask_engine(llm, wire_capture.DescribeCapture(), wire_capture.CaptureState)
+def state(llm: Any) -> capture_messages.CaptureState:
+    return ask_engine(llm, capture_messages.DescribeCapture(), capture_messages.CaptureState)
 
 
 def states(llm: Any, stream: int) -> list[str]:
     """What has become of a stream's answers, when that is known."""
-    asked = wire_capture.FindCaptures(streams=(stream,), is_ended=True)
+    asked = capture_messages.FindCaptures(streams=(stream,), is_ended=True)
     deadline_s = time.monotonic() + 60
     while True:
-        ((*found,),) = ask_engine(llm, asked, wire_capture.Captures).found
+        ((*found,),) = ask_engine(llm, asked, capture_messages.Captures).found
         if all(one.state not in ("open", "writing") for one in found):
             return [one.state for one in found]
         assert time.monotonic() < deadline_s, found

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final
 
-from clairai.store.consumers import FolderConsumer, fs
+from clairai.store.folder_consumers import FolderConsumer, fs
 
 KIND: Final = "full_disk"
 ENTRY: Final = f"[clairai.capture_consumers]\n{KIND} = tests.engine.full_disk:full_disk\n"

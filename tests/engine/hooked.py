@@ -9,7 +9,7 @@ import numpy as np
 
 import clairai
 from clairai.points import Point
-from clairai.steer.files import dumps
+from clairai.vector.safetensors_format import dumps
 from tests.engine.steering import Answer, Ask
 from tests.fidelity.steered import Change, Floats, logits
 

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
-from clairai.compat import joins, layers
+from clairai.compat import model_ops, model_sites
 from tests.engine.watching import logprobs
 
 
@@ -40,22 +40,22 @@ def _joined(llm: Any, branch: CountingBranch) -> Iterator[None]:
     finally:
         for attention, kind, named, before in undo:
             attention.__class__ = kind
-            named[joins.KEY] = before
+            named[model_ops.JOIN_NAME] = before
 
 
 def _join_all(worker: Any, branch: CountingBranch) -> list[Any]:
     config = worker.vllm_config
-    sites = layers.find_sites(
+    sites = model_sites.find_sites(
         worker.model_runner.get_model(),
         num_layers=config.model_config.hf_text_config.num_hidden_layers,
         width=config.model_config.get_hidden_size(),
     )
     named = config.compilation_config.static_forward_context
-    before, named[joins.KEY] = named[joins.KEY], branch
+    before, named[model_ops.JOIN_NAME] = named[model_ops.JOIN_NAME], branch
     undo = []
     for block in sites.blocks.values():
-        attention = joins.attention_of(block)
+        attention = model_ops.find_attention(block)
         assert attention is not None
         undo.append((attention, type(attention), named, before))
-        joins.attach(attention, worker.clairai_tables.ran_S.new_zeros(1))
+        model_ops.attach_join(attention, worker.clairai_tables.ran_S.new_zeros(1))
     return undo

@@ -11,7 +11,8 @@ from unittest import mock
 import numpy as np
 from msgspec import structs
 
-from clairai.tap import rows, tables
+from clairai.engine.publish import step_rows
+from clairai.engine.score import score_tables
 from tests.engine import attribution
 
 Mutant = Callable[[], Any]
@@ -37,60 +38,60 @@ def rows_shifted_by_one() -> Any:
 @contextmanager
 def stale_row_map() -> Iterator[None]:
     """The map of the step before is used whenever it has the right length."""
-    kept: list[rows.StepRows] = []
-    original = rows.RowBook.step
+    kept: list[step_rows.StepRows] = []
+    original = step_rows.RowBuilder.step
 
-    def step(self: rows.RowBook, batch: rows.Batch) -> rows.StepRows:
+    def step(self: step_rows.RowBuilder, batch: step_rows.StepBatch) -> step_rows.StepRows:
         fresh = original(self, batch)
         stale = kept[-1] if kept and kept[-1].num_tokens == fresh.num_tokens else fresh
         kept.append(fresh)
         return replace(stale, events=fresh.events)
 
-    with mock.patch.object(rows.RowBook, "step", step):
+    with mock.patch.object(step_rows.RowBuilder, "step", step):
         yield
 
 
 @contextmanager
 def scores_rolled_by_one() -> Iterator[None]:
     """Scores move one row down: off-by-one between rows and scores."""
-    original = tables.Tables.gather
+    original = score_tables.ScoreTables.gather
 
-    def gather(self: tables.Tables, num_tokens: int) -> Any:
+    def gather(self: score_tables.ScoreTables, num_tokens: int) -> Any:
         return original(self, num_tokens).roll(1, 0)
 
-    with mock.patch.object(tables.Tables, "gather", gather):
+    with mock.patch.object(score_tables.ScoreTables, "gather", gather):
         yield
 
 
 @contextmanager
 def phase_by_count() -> Iterator[None]:
     """One token means decode, many mean prefill: wrong for the last chunk of a prompt."""
-    original = rows.StepRows.fill
+    original = step_rows.StepRows.fill
 
-    def fill(self: rows.StepRows, positions_T: Any, token_ids_T: Any) -> Any:
+    def fill(self: step_rows.StepRows, positions_T: Any, token_ids_T: Any) -> Any:
         filled = original(self, positions_T, token_ids_T)
         filled["phase"][len(self.events) :] = np.repeat(self.counts_R == 1, self.counts_R)
         return filled
 
-    with mock.patch.object(rows.StepRows, "fill", fill):
+    with mock.patch.object(step_rows.StepRows, "fill", fill):
         yield
 
 
 @contextmanager
 def cache_hits_forgotten() -> Iterator[None]:
     """Tokens that the prefix cache served are reported by no one."""
-    with mock.patch.object(rows.RowBook, "_note_cached", return_value=None):
+    with mock.patch.object(step_rows.RowBuilder, "_note_cached", return_value=None):
         yield
 
 
 @contextmanager
-def _batches(change: Callable[[rows.Batch], rows.Batch]) -> Iterator[None]:
-    original = rows.RowBook.step
+def _batches(change: Callable[[step_rows.StepBatch], step_rows.StepBatch]) -> Iterator[None]:
+    original = step_rows.RowBuilder.step
 
-    def step(self: rows.RowBook, batch: rows.Batch) -> rows.StepRows:
+    def step(self: step_rows.RowBuilder, batch: step_rows.StepBatch) -> step_rows.StepRows:
         return original(self, change(batch) if len(batch.req_ids) else batch)
 
-    with mock.patch.object(rows.RowBook, "step", step):
+    with mock.patch.object(step_rows.RowBuilder, "step", step):
         yield
 
 

@@ -32,20 +32,20 @@ def gpu_compile_mode() -> None:
 def norms_of_ours() -> None:
     """As on a GPU, the kernels run by Triton's interpreter: wants TRITON_INTERPRET in its place."""
     gpu_compile_mode()
-    from clairai.compat import fused
+    from clairai.compat import model_ops
 
     def is_allowed(vllm_config: Any) -> bool:
         del vllm_config
         return True
 
-    fused.is_allowed = is_allowed
+    model_ops.can_fuse_norms = is_allowed
 
 
 def large_model() -> None:
     """No bug: every model counts as large, and its graphs publish as those of a large one do."""
-    from clairai.compat import graphs
+    from clairai.compat import step_hooks
 
-    graphs.LARGE_BYTES = 0  # type: ignore[misc]
+    step_hooks.LARGE_MODEL_BYTES = 0  # type: ignore[misc]
 
 
 def points_not_in_key() -> None:
@@ -57,21 +57,21 @@ def points_not_in_key() -> None:
         del planned, settings
         config.additional_config["clairai"] = {"abi": 1}
 
-    worker._fingerprint = forget
+    worker._set_compile_key = forget
 
 
 def one_tap_missing() -> None:
     """The planted bug: one norm loses its tap after it was attached."""
-    from clairai.compat import norms
+    from clairai.compat import model_ops
 
-    attach = norms.attach
+    attach = model_ops.attach_tap
 
     def attach_most(norm: Any, *, name: str, token: Any) -> None:
         attach(norm, name=name, token=token)
         if name.endswith("pre_attn.1"):
             norm.__class__ = type(norm).__bases__[1]
 
-    norms.attach = attach_most
+    model_ops.attach_tap = attach_most
 
 
 def score_at(llm: Any, point: str, prompts: list[list[int]]) -> list[list[float]]:
@@ -88,7 +88,7 @@ def score_at(llm: Any, point: str, prompts: list[list[int]]) -> list[list[float]
 
 
 def num_norms_of_ours(llm: Any) -> int:
-    from clairai.tap.fused import FusedSite
+    from clairai.engine.score.fused_norm import FusedNormSite
 
     named = llm.llm_engine.vllm_config.compilation_config.static_forward_context
-    return sum(isinstance(site, FusedSite) for site in named.values())
+    return sum(isinstance(site, FusedNormSite) for site in named.values())

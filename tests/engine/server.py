@@ -14,11 +14,11 @@ import httpx
 import numpy as np
 from openai import OpenAI
 
-from clairai.offline import config
+from clairai.launch.engine_command import EngineCommand, ListenAddress
+from clairai.library.engine_control import config
 from clairai.points import Point
 from clairai.probe.files import save
 from clairai.probe.model import Probe
-from clairai.serve.launch import Bind, Launch
 from tests.process.parts import until
 
 MODEL: Final = "SmolLM2-135M-Instruct"
@@ -46,11 +46,11 @@ def free_port() -> int:
         return int(sock.getsockname()[1])
 
 
-def launch(model: Path, runtime: Path, probes: Path) -> Launch:
+def launch(model: Path, runtime: Path, probes: Path) -> EngineCommand:
     """Two probes and room for three, so that a test can fill the bank; captures lie beside them."""
     save(probes / "first.safetensors", probe("first", seed=1))
     save(probes / "second.safetensors", probe("second", seed=2))
-    return Launch(
+    return EngineCommand(
         str(model),
         config(
             probes=probes,
@@ -58,7 +58,7 @@ def launch(model: Path, runtime: Path, probes: Path) -> Launch:
             capture={"folder": str(probes.parent / "captures")},
             runtime_dir=str(runtime),
         ),
-        Bind(port=free_port(), api_key=KEY),
+        ListenAddress(port=free_port(), api_key=KEY),
         (*NAMED, "--dtype", "float32", "--enforce-eager", "--max-model-len", "1024"),
         CPU,
     )

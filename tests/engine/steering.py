@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import clairai
-from clairai.steer.files import loads
+from clairai.vector.files import loads
 from tests.engine import preempting
 
 NUM_LOGPROBS = 20
@@ -151,7 +151,7 @@ def abort_one(llm: Any, ask: Ask, num_steps: int) -> int:
     while engine.has_unfinished_requests():
         engine.step()
     gc.collect()
-    return len(engine.engine_core.engine_core.clairai_lookout._watches)
+    return len(engine.engine_core.engine_core.clairai_rule_monitor._watches)
 
 
 def amend_after(llm: Any, ask: Ask, num_steps: int, steer: list[Any]) -> tuple[int, Answer]:

@@ -15,17 +15,18 @@ from typing import Any, Final, NamedTuple
 import numpy as np
 import openai
 
-from clairai import wanted, wire
-from clairai.offline import config
-from clairai.ring.attach import Reader
-from clairai.ring.folder import engines
+from clairai.fields import request_fields
+from clairai.launch.engine_log import EngineLog
+from clairai.launch.engine_process import EngineProcess as ServerProcess
+from clairai.library.engine_control import config
+from clairai.library.http_client import ServerClient
+from clairai.local.private_socket import live_engine_sockets
+from clairai.ring.attach import RingReader
 from clairai.ring.reader import Record
-from clairai.serve.calls import Server
-from clairai.serve.engine import EngineProcess as ServerProcess
-from clairai.serve.log import EngineLog
-from clairai.steer.files import save
-from clairai.store.reading import open as open_store
+from clairai.store.read import open as open_store
+from clairai.vector.files import save
 from clairai.weights import Sender
+from clairai.wire import ring_messages
 from tests.engine import server as parts
 from tests.engine import weighed
 from tests.process.parts import until
@@ -44,7 +45,7 @@ class Running(NamedTuple):
 
     @property
     def version(self) -> int:
-        return int(Server(self.url, parts.KEY).weights()["version"])
+        return int(ServerClient(self.url, parts.KEY).weights()["version"])
 
 
 @contextmanager
@@ -104,7 +105,7 @@ class Client:
             self.ask()
 
     def ask(self, **more: Any) -> Answer:
-        stream = wanted.mint()
+        stream = request_fields.new_stream_id()
         ours = json.dumps({"stream": stream, **more})
         chunks = self.sdk.completions.create(
             model=parts.MODEL,
@@ -147,8 +148,8 @@ class Seen(NamedTuple):
 def seen(runtime: Path) -> Seen:
     """All that the engine has published; none of it may be lost."""
     found = Seen([], {}, {})
-    (socket,) = engines(runtime)
-    with Reader.attach(socket, start="oldest") as reader:
+    (socket,) = live_engine_sockets(runtime)
+    with RingReader.attach(socket, start="oldest") as reader:
         while records := reader.poll():
             for record in records:
                 _note(found, record, reader.bank(record.bank_version).weights)
@@ -158,12 +159,12 @@ def seen(runtime: Path) -> Seen:
 
 def _note(found: Seen, record: Record, version: int | None) -> None:
     rows = record.rows
-    is_token = rows["phase"] <= wire.DECODE
+    is_token = rows["phase"] <= ring_messages.DECODE
     if is_token.any():
         found.versions.append(version)
     for stream in np.unique(rows["stream"][is_token]).tolist():
         found.streams.setdefault(stream, set()).add(version)
-    for row in rows[rows["phase"] == wire.CACHED]:
+    for row in rows[rows["phase"] == ring_messages.CACHED]:
         stream, span = int(row["stream"]), int(row["span"])
         found.cached[stream] = found.cached.get(stream, 0) + span
 

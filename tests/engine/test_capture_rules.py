@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import clairai
-from clairai.capture.resolve import is_sampled
+from clairai.engine.capture.capture_resolver import is_sampled
 from tests.engine import capturing
 from tests.engine.capturing import Ask
 from tests.engine.process import EngineProcess

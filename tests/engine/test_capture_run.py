@@ -18,8 +18,8 @@ from transformers import AutoTokenizer
 
 from clairai.errors import StoreBusyError
 from clairai.probe.files import load
-from clairai.store.folder import claimed
-from clairai.store.reading import open as open_store
+from clairai.store.disk import claim_folder
+from clairai.store.read import open as open_store
 from scripts.demo_documents import NUM_FOLDS, texts
 from tests.engine.process import ENVIRONMENT
 from tests.process.parts import until
@@ -47,7 +47,7 @@ def _commits(folder: Path) -> int:
 
 def _is_free(folder: Path) -> bool:
     try:
-        with claimed(folder):
+        with claim_folder(folder):
             return True
     except StoreBusyError:
         return False

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 import clairai
 from clairai.store.codecs.registry import named
-from clairai.store.reading import open as open_store
+from clairai.store.read import open as open_store
 from tests.engine.process import EngineProcess
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(300)]

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 import clairai
 from clairai.points import Point
-from clairai.steer.files import dumps
+from clairai.vector.safetensors_format import dumps
 from tests.engine import models, planted, steering
 from tests.engine.hooked import TOLERANCE, error_of, positions
 from tests.engine.process import EngineFailed, EngineProcess

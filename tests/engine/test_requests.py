@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import clairai
-from clairai import wire
+from clairai.wire import ring_messages
 from tests.engine import asks
 from tests.engine.process import EngineFailed, EngineProcess
 
@@ -50,14 +50,16 @@ def test_pitfall_04_cached_prompt_tokens_are_reported_as_such(engine: EngineProc
     prompt = list(range(100, 180))
     engine.call(asks.generate_quietly, [prompt], max_tokens=1)
     rows = engine.call(asks.events_of, [prompt], max_tokens=1)
-    cached = [(position, span) for _, position, span, phase, _ in rows if phase == wire.CACHED]
-    forwarded = [position for _, position, _, phase, _ in rows if phase == wire.PREFILL]
+    cached = [
+        (position, span) for _, position, span, phase, _ in rows if phase == ring_messages.CACHED
+    ]
+    forwarded = [position for _, position, _, phase, _ in rows if phase == ring_messages.PREFILL]
     assert cached == [(0, 64)]  # two blocks of 32; the rest was forwarded
     assert forwarded == list(range(64, 80))
     ((scores,),) = engine.call(asks.scores, [prompt], ["a"], max_tokens=2)
     assert np.isnan(scores["a"][:64]).all()
     assert np.isfinite(scores["a"][64:80]).all()
-    assert (scores.phase[:64] == wire.CACHED).all()
+    assert (scores.phase[:64] == ring_messages.CACHED).all()
 
 
 def test_prompt_scores_forward_the_prompt_again(engine: EngineProcess) -> None:
@@ -74,9 +76,9 @@ def test_pitfall_08_a_chunked_prompt_gives_each_position_once(engine: EngineProc
     rows = engine.call(
         asks.events_of, [prompt], max_tokens=2, extra=clairai.request(prompt_scores=True)
     )
-    positions = [position for _, position, _, phase, _ in rows if phase <= wire.DECODE]
+    positions = [position for _, position, _, phase, _ in rows if phase <= ring_messages.DECODE]
     assert positions == list(range(201))
-    assert [phase for *_, phase, _ in rows if phase <= wire.DECODE] == [0] * 200 + [1]
+    assert [phase for *_, phase, _ in rows if phase <= ring_messages.DECODE] == [0] * 200 + [1]
 
 
 def test_a_stream_in_use_is_refused_and_free_again_afterwards(engine: EngineProcess) -> None:

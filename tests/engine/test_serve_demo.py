@@ -19,7 +19,7 @@ import openai
 import pytest
 
 from clairai.demo.model import NAME
-from clairai.serve import keeper
+from clairai.launch import process_guard
 from tests.engine import server as parts
 from tests.process.parts import until
 
@@ -236,23 +236,25 @@ def test_an_engine_that_is_killed_comes_back_and_is_read_again(demo: Demo) -> No
 
 def _server(demo: Demo) -> int:
     """vLLM's API server: the keeper's child."""
-    parent_of = keeper._parents()
+    parent_of = process_guard._parent_pids()
     (kept,) = [pid for pid in _processes_of(demo.runtime) if parent_of[pid] == demo.process.pid]
     children = [pid for pid in _processes_of(demo.runtime) if parent_of[pid] == kept]
-    (server,) = [pid for pid in children if not keeper._is_clerk(pid)]
+    (server,) = [pid for pid in children if not process_guard._is_capture_writer(pid)]
     return server
 
 
 def _core(demo: Demo) -> int:
     """The engine core: the server's child that is no tracker."""
-    children = [pid for pid, parent in keeper._parents().items() if parent == _server(demo)]
-    (core,) = [pid for pid in children if not keeper._is_tracker(pid)]
+    children = [
+        pid for pid, parent in process_guard._parent_pids().items() if parent == _server(demo)
+    ]
+    (core,) = [pid for pid in children if not process_guard._is_tracker(pid)]
     return core
 
 
 def test_ctrl_c_ends_all_of_it_and_leaves_nothing(demo: Demo) -> None:
     demo.process.send_signal(signal.SIGINT)
-    demo.process.wait(keeper.TERM_S + 10)
+    demo.process.wait(process_guard.TERM_S + 10)
     assert demo.process.returncode == 0
     assert _processes_of(demo.runtime) == []
     assert [entry.name for entry in demo.runtime.iterdir() if "vllm-" not in entry.name] == []

@@ -20,12 +20,12 @@ from safetensors.numpy import load
 from transformers import AutoTokenizer
 
 import clairai
+from clairai.demo.scored_answer import ask_with_scores
 from clairai.errors import ConfigError, ProbeError
+from clairai.launch.engine_log import EngineLog
+from clairai.launch.engine_process import EngineProcess
+from clairai.library.http_client import ServerClient
 from clairai.probe.files import dumps
-from clairai.serve.ask import ask
-from clairai.serve.calls import Server
-from clairai.serve.engine import EngineProcess
-from clairai.serve.log import EngineLog
 from clairai.store.codecs.registry import named
 from tests.engine import server as parts
 from tests.engine.server import MODEL, Sidecar
@@ -40,7 +40,7 @@ class Running(NamedTuple):
     sidecar: Sidecar
     runtime: Path
     sdk: openai.OpenAI
-    server: Server  # clairai's own client
+    server: ServerClient  # clairai's own client
 
 
 @pytest.fixture(scope="module")
@@ -57,7 +57,7 @@ def running(cut_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterat
         parts.client(launch.bind.url) as sdk,
     ):
         assert engine.wait_ready()
-        yield Running(engine, sidecar, runtime, sdk, Server(launch.bind.url, parts.KEY))
+        yield Running(engine, sidecar, runtime, sdk, ServerClient(launch.bind.url, parts.KEY))
     shutil.rmtree(runtime)
 
 
@@ -139,7 +139,7 @@ def test_tokens_that_the_prefix_cache_served_are_an_event_and_no_rows(running: R
 
 
 def test_the_demo_prints_an_answer_with_its_scores(running: Running) -> None:
-    scored = ask(running.server, running.runtime, "What is a lighthouse?", max_tokens=8)
+    scored = ask_with_scores(running.server, running.runtime, "What is a lighthouse?", max_tokens=8)
     assert len(scored.texts) == len(scored.scores.generated) <= 8
     assert all(map(math.isfinite, scored.scores.generated[:-1, 0]))
     assert math.isnan(scored.scores.generated[-1, 0])
@@ -217,7 +217,7 @@ def test_the_description_tells_what_is_tapped_and_nothing_of_the_machine(running
 
 def test_the_key_guards_our_routes_as_it_guards_vllms(running: Running) -> None:
     with pytest.raises(ConfigError, match="another API key"):
-        Server(running.server.url, "wrong").probes()
+        ServerClient(running.server.url, "wrong").probes()
     with pytest.raises(openai.AuthenticationError):
         parts.client(running.server.url, "wrong").models.list()
 

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 import clairai
 from clairai.points import Point
-from clairai.steer.files import dumps
+from clairai.vector.safetensors_format import dumps
 from tests.engine import steering
 from tests.engine.process import EngineProcess
 from tests.engine.steering import Answer, Ask

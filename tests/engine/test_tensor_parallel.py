@@ -11,7 +11,7 @@ import pytest
 
 import clairai
 from clairai.points import Point
-from clairai.steer.files import dumps
+from clairai.vector.safetensors_format import dumps
 from tests.engine import capturing, models, steering
 from tests.engine.hooked import TOLERANCE, error_of, positions
 from tests.engine.process import EngineProcess

@@ -17,10 +17,10 @@ import numpy as np
 import openai
 import pytest
 
-from clairai import wanted
 from clairai.errors import ConfigError, WeightsError
-from clairai.serve.calls import Server
-from clairai.stream.settings import ProxySettings
+from clairai.fields import request_fields
+from clairai.library.http_client import ServerClient
+from clairai.proxy.proxy_settings import ProxySettings
 from clairai.weights import Sender
 from tests.engine import server as parts
 from tests.engine import weighed
@@ -110,7 +110,7 @@ def _check_ring(running: Running, clients: list[Client]) -> None:
 
 
 def test_the_server_says_which_weights_serve(running: Running) -> None:
-    state = Server(running.url, parts.KEY).weights()
+    state = ServerClient(running.url, parts.KEY).weights()
     assert (state["version"], state["label"], state["is_torn"]) == (2, "step-2", False)
     assert state["device"] == "cpu"
     answer = httpx.get(f"{running.url}/v1/models", headers={"Authorization": f"Bearer {parts.KEY}"})
@@ -141,7 +141,7 @@ def test_all_answers_to_a_request_are_of_one_set_of_weights(
     running: Running, sdk: openai.OpenAI
 ) -> None:
     """Three times as many as fit into the batch: some have ended and some not begun by then."""
-    stream, version, found = wanted.mint(), running.version, list[Any]()
+    stream, version, found = request_fields.new_stream_id(), running.version, list[Any]()
     fields = {"vllm_xargs": {"clairai": json.dumps({"stream": stream})}, "ignore_eos": True}
 
     def ask() -> None:
@@ -220,12 +220,15 @@ def _told(url: str) -> set[int]:
 
 
 def test_the_routes_need_the_key(running: Running) -> None:
-    for ask in (Server(running.url).weights, lambda: _post(Server(running.url, "wrong"))):
+    for ask in (
+        ServerClient(running.url).weights,
+        lambda: _post(ServerClient(running.url, "wrong")),
+    ):
         with pytest.raises(Exception, match="another API key"):
             ask()
 
 
-def _post(server: Server) -> Any:
+def _post(server: ServerClient) -> Any:
     return server.post_weights("commit", b"{}")
 
 
@@ -249,7 +252,7 @@ def test_a_dry_run_changes_nothing(running: Running) -> None:
 
 
 def test_a_probe_is_replaced_by_its_entry_alone(running: Running) -> None:
-    server = Server(running.url, parts.KEY)
+    server = ServerClient(running.url, parts.KEY)
     held, version = server.probes(), running.version
     direction_D = np.random.default_rng(77).normal(size=parts.WIDTH).astype(np.float32)
     sent = sender(running).send({"probe::first": direction_D})
@@ -261,7 +264,7 @@ def test_a_probe_is_replaced_by_its_entry_alone(running: Running) -> None:
 
 
 def test_a_vector_comes_with_the_weights_it_was_made_for(running: Running) -> None:
-    server = Server(running.url, parts.KEY)
+    server = ServerClient(running.url, parts.KEY)
     (before,), version = server.vectors()["data"], running.version
     rows_PD = np.ones((1, parts.WIDTH), np.float32)
     sent = sender(running).send(weighed.held(running.other) | {"steer::calm": rows_PD})

@@ -8,8 +8,8 @@ from typing import Any
 
 import clairai
 from clairai import errors as clairai_errors
-from clairai import wire
-from clairai.offline import ask
+from clairai.library.engine_control import ask_engine
+from clairai.wire import ring_messages
 from tests.engine.asks import generate, probe
 
 
@@ -33,11 +33,11 @@ def publishers(llm: Any) -> str:
 
 
 def _publishers(worker: Any) -> str:
-    from clairai.tap.branch import OneStream
+    from clairai.engine.side_stream import NoSideStream
 
-    if not worker.clairai_station._outlet._is_captured:
+    if not worker.clairai_step_publisher._publisher._is_captured:
         return "host"
-    is_in_line = isinstance(worker.clairai_tables.tail._branch, OneStream)
+    is_in_line = isinstance(worker.clairai_tables.tail._branch, NoSideStream)
     return "graph, in line" if is_in_line else "graph, beside"
 
 
@@ -51,7 +51,11 @@ def traces(_llm: Any) -> list[str]:
     from vllm.v1.engine.core import EngineCore
     from vllm.v1.worker.worker_base import WorkerBase
 
-    found = [name for name in sys.modules if name.startswith(("clairai.compat.arm", "clairai.tap"))]
+    found = [
+        name
+        for name in sys.modules
+        if name.startswith(("clairai.compat.install", "clairai.engine"))
+    ]
     package = str(Path(clairai.__file__).parent)  # a clone's folder may be called clairai too
     for kind in (WorkerBase, EngineCore):
         for name, value in vars(kind).items():
@@ -74,7 +78,7 @@ def empty_bank(llm: Any) -> None:
 
 
 def clairai_points(llm: Any) -> tuple[str, ...]:
-    return ask(llm, wire.Describe(), wire.Description).points
+    return ask_engine(llm, ring_messages.Describe(), ring_messages.Description).points
 
 
 def ask_for_scores(llm: Any) -> str:
@@ -88,4 +92,4 @@ def ask_for_scores(llm: Any) -> str:
 
 def published(llm: Any) -> int:
     """Records in the ring so far."""
-    return ask(llm, wire.Describe(), wire.Description).published
+    return ask_engine(llm, ring_messages.Describe(), ring_messages.Description).published

@@ -62,7 +62,7 @@ def vector() -> Any:
     import numpy as np
 
     from clairai.points import Point
-    from clairai.steer.vector import Vector
+    from clairai.vector.model import Vector
 
     row_D = np.linspace(-1, 1, 576, dtype=np.float32)
     return Vector("calm", {Point("post_block", 3): row_D})

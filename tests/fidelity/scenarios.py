@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 import clairai
-from clairai.probe.columns import MAX_PROBES
+from clairai.probe.bank import MAX_PROBES
 from tests.engine.process import EngineProcess
 from tests.fidelity.oracle import hidden_states, relative_error
 
@@ -184,28 +184,28 @@ def _fidelity(
 
 def plant_one_layer_off() -> None:
     """The norm of layer L + 1 is taken for that of layer L."""
-    from clairai.compat import layers
+    from clairai.compat import model_sites
 
-    find_right = layers.find_sites
+    find_right = model_sites.find_sites
 
-    def find_wrong(model: Any, *, num_layers: int, width: int) -> layers.Sites:
+    def find_wrong(model: Any, *, num_layers: int, width: int) -> model_sites.Sites:
         sites = find_right(model, num_layers=num_layers, width=width)
         norms = [*sites.modules.values()]
         shifted = dict(zip(sites.modules, [*norms[2:], *norms[:2]], strict=True))
         return replace(sites, modules=shifted, blocks={}, pairs=frozenset())
 
-    layers.find_sites = find_wrong
+    model_sites.find_sites = find_wrong
 
 
 def plant_hidden_alone() -> None:
     """What the sublayer added is read instead of the stream it was added to."""
     import torch
 
-    from clairai.compat import norms
+    from clairai.compat import model_ops
 
     def forward(self: Any, x_TD: Any, residual_TD: Any = None) -> Any:
         torch.ops.clairai.tap(x_TD, self.clairai_token, self.clairai_name)
-        base = super(norms.Tapped, self).forward
+        base = super(model_ops.Tapped, self).forward
         return base(x_TD) if residual_TD is None else base(x_TD, residual_TD)
 
-    norms.Tapped.forward = forward  # type: ignore[method-assign]
+    model_ops.Tapped.forward = forward  # type: ignore[method-assign]

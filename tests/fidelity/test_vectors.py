@@ -14,7 +14,7 @@ import pytest
 from numpy.typing import NDArray
 
 from clairai.points import Point
-from clairai.steer.files import load
+from clairai.vector.files import load
 from scripts.make_demo_vectors import FOLDER, KINDS, PAIRS, Kind
 from tests.engine import models
 

@@ -13,13 +13,13 @@ import pytest
 import torch
 
 import clairai
-from clairai.capture.arena import Arena
-from clairai.capture.order import Hold
+from clairai.capture.staging_arena import StagingArena
+from clairai.engine.capture.capture_plan import KeepThreshold
+from clairai.engine.capture.encode import encode_twin
+from clairai.engine.capture.pinned_arena import PinnedArena
 from clairai.store.codecs.registry import named
-from clairai.tap.encode_twin import encode_twin
-from clairai.tap.landing import Landing
-from tests.unit.toy_capture_rig import WIDTH, far_rig, rig
-from tests.unit.toy_captures_engine import order
+from tests.support.capture_parts import order
+from tests.support.capture_rig import WIDTH, far_rig, rig
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(120)]
 
@@ -80,28 +80,28 @@ def test_rows_reach_another_process_when_the_gpu_says_so(name: str, tmp_path: Pa
 
 def test_copies_into_registered_memory_do_not_wait_for_the_gpu() -> None:
     """Long work is on the stream; the calls that come behind it return before it is done."""
-    arena = Arena.create(64 << 20)
-    landing = Landing(arena, torch.device("cuda", 0))
+    arena = StagingArena.create(64 << 20)
+    pinned = PinnedArena(arena, torch.device("cuda", 0))
     rows = torch.ones(8 << 20, dtype=torch.uint8, device="cuda")
     stream = torch.cuda.Stream()
     with torch.cuda.stream(stream):
         torch.cuda._sleep(2_000_000_000)  # clock cycles: about a second
         begin_s = time.perf_counter()
-        landing.tensor(0, torch.uint8, (len(rows),)).copy_(rows, non_blocking=True)
-        landing.mark(int(stream.cuda_stream), 1)
+        pinned.tensor(0, torch.uint8, (len(rows),)).copy_(rows, non_blocking=True)
+        pinned.mark(int(stream.cuda_stream), 1)
         took_s = time.perf_counter() - begin_s
-    assert not arena.has_landed(1)
+    assert not arena.is_copied(1)
     assert took_s < 0.2
     stream.synchronize()
-    assert arena.has_landed(1)
+    assert arena.is_copied(1)
     assert (arena.memory[: len(rows)] == 1).all()
-    landing.close()
+    pinned.close()
     arena.close()
 
 
 def test_a_rule_sees_the_scores_of_the_gpu() -> None:
     with rig(device="cuda") as made:
-        made.enter("a", 1, order(hold=Hold("anger", 2.0)))
+        made.enter("a", 1, order(hold=KeepThreshold("anger", 2.0)))
         made.tables.bias_SK[1, 1] = 1.0
         made.step(("a", 0, 2))
         assert made.found(1).rows == 0

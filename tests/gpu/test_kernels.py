@@ -9,16 +9,16 @@ import numpy as np
 import pytest
 import torch
 
+from clairai.engine.publish import step_library
+from clairai.engine.publish.publisher import FinishedStep, ForwardInputs
+from clairai.engine.publish.ring_setup import open_ring
+from clairai.engine.publish.step_rows import RequestMark, RowBuilder, StepBatch
+from clairai.engine.score.score_tables import ScoreTables, score_twin
 from clairai.points import Point
-from clairai.probe.columns import Columns
+from clairai.probe.bank import EngineBank
 from clairai.probe.model import Probe
-from clairai.ring.reader import Ring
+from clairai.ring.reader import RingCursor
 from clairai.settings import Settings
-from clairai.tap import native
-from clairai.tap.home import open_home
-from clairai.tap.outlet import Inputs, Step
-from clairai.tap.rows import Batch, Mark, RowBook
-from clairai.tap.tables import Tables, score_twin
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
 
@@ -33,8 +33,8 @@ def tables(
     dtype: str,
     max_tokens: int = 8192,
     stash_rows: int = 0,
-) -> Tables:
-    made = Tables(
+) -> ScoreTables:
+    made = ScoreTables(
         [f"post_block.{layer}" for layer in range(num_sites)],
         width=width,
         capacity=capacity,
@@ -47,7 +47,7 @@ def tables(
     return made
 
 
-def bank(num_sites: int, width: int, capacity: int, seed: int = 0) -> Columns:
+def bank(num_sites: int, width: int, capacity: int, seed: int = 0) -> EngineBank:
     rng = np.random.default_rng(seed)
     points = [Point("post_block", layer) for layer in range(num_sites)]
     probes = [
@@ -61,7 +61,7 @@ def bank(num_sites: int, width: int, capacity: int, seed: int = 0) -> Columns:
         for point in points
         for slot in range(capacity)
     ]
-    return Columns.empty(points, capacity, width, "toy").add(probes)
+    return EngineBank.empty(points, capacity, width, "toy").add(probes)
 
 
 def rows(num_tokens: int, width: int, dtype: str) -> torch.Tensor:
@@ -70,7 +70,7 @@ def rows(num_tokens: int, width: int, dtype: str) -> torch.Tensor:
     return made.to(getattr(torch, dtype))
 
 
-def twin(held: Tables, hidden_TD: torch.Tensor) -> torch.Tensor:
+def twin(held: ScoreTables, hidden_TD: torch.Tensor) -> torch.Tensor:
     out_TK = torch.empty(len(hidden_TD), held.scores_STK.shape[2], device="cuda")
     given = (held.weights_SHDK[0], held.bias_SK[0], held.activation_SK[0])
     score_twin(hidden_TD, *given, out_TK, torch.zeros((), dtype=torch.int32, device="cuda"))
@@ -103,7 +103,7 @@ def test_the_kernel_equals_its_twin(width: int, capacity: int, dtype: str) -> No
 def test_a_row_has_the_same_bits_captured_or_eager_alone_or_padded(dtype: str) -> None:
     held = tables(2, 4096, 16, dtype)
     hidden_TD = rows(64, 4096, dtype)
-    plain, aside = held.site("post_block.0"), held.site_aside("post_block.0")
+    plain, aside = held.site("post_block.0"), held.side_stream_site("post_block.0")
     plain.read(hidden_TD[:5])
     eager_TK = held.scores_STK[0, :5].clone()
     graph = torch.cuda.CUDAGraph()
@@ -118,7 +118,7 @@ def test_a_row_has_the_same_bits_captured_or_eager_alone_or_padded(dtype: str) -
 def test_a_captured_graph_sees_a_new_bank_and_new_rows() -> None:
     held = tables(1, 1024, 16, "bfloat16")
     hidden_TD = rows(8, 1024, "bfloat16")
-    site = held.site_aside("post_block.0")
+    site = held.side_stream_site("post_block.0")
     site.read(hidden_TD)  # compiles
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
@@ -136,23 +136,23 @@ def test_the_gpu_writes_the_rows_that_the_host_would(home: str) -> None:
     held = tables(3, 576, 16, "bfloat16", max_tokens=2048)
     held.scores_STK.normal_()
     settings = Settings(points=("post_block.0",), ring_mib=16, ring_home=home)
-    opened = open_home(settings, held, max_requests=8, epoch=77)
-    inputs = Inputs(
+    opened = open_ring(settings, held, max_requests=8, epoch=77)
+    inputs = ForwardInputs(
         torch.arange(2048, device="cuda") + 30,
         torch.arange(2048, device="cuda", dtype=torch.int32) * 3,
     )
-    opened.outlet.prepare(inputs)
-    book = RowBook()
+    opened.publisher.prepare(inputs)
+    book = RowBuilder()
     for index in range(4):
-        book.open(f"r{index}", Mark(2**64 - 1 - index, index), prompt_len=40 * index)
-    ring = Ring(opened.memory)
+        book.open(f"r{index}", RequestMark(2**64 - 1 - index, index), prompt_len=40 * index)
+    ring = RingCursor(opened.memory)
     for number, counts in enumerate(([5, 1, 1, 900], [1, 1, 1, 1], [1000, 3, 7, 1]), start=1):
         counts_R = np.array(counts, np.int32)
-        batch = Batch(["r0", "r1", "r2", "r3"], counts_R, np.full(4, 20 * number, np.int32))
+        batch = StepBatch(["r0", "r1", "r2", "r3"], counts_R, np.full(4, 20 * number, np.int32))
         step = book.step(batch)
-        opened.outlet.begin()
-        opened.outlet.send(Step(number, step, 5, inputs))
-        opened.outlet.flush()
+        opened.publisher.begin()
+        opened.publisher.send(FinishedStep(number, step, 5, inputs))
+        opened.publisher.flush()
         num_tokens = sum(counts)
         expected = step.fill(
             inputs.positions_T[:num_tokens].cpu().numpy(),
@@ -174,35 +174,39 @@ def test_steps_that_are_alike_reach_the_ring_like_any_other(is_waited_for: bool)
     """By one call of C: on the engine's own stream if the GPU waits for work, else beside it."""
     held = tables(3, 576, 16, "bfloat16", max_tokens=256)
     settings = Settings(points=("post_block.0",), ring_mib=16)
-    opened = open_home(settings, held, max_requests=8, epoch=77)
+    opened = open_ring(settings, held, max_requests=8, epoch=77)
     start_T = torch.arange(256, device="cuda")
-    inputs = Inputs(start_T.clone(), start_T.to(torch.int32))
-    opened.outlet.prepare(inputs)
-    book, names, ones_R = RowBook(native.load("step.c")), ["r0", "r1", "r2"], np.ones(3, np.int32)
+    inputs = ForwardInputs(start_T.clone(), start_T.to(torch.int32))
+    opened.publisher.prepare(inputs)
+    book, names, ones_R = (
+        RowBuilder(step_library.load_library("step.c")),
+        ["r0", "r1", "r2"],
+        np.ones(3, np.int32),
+    )
     for index, name in enumerate(names):
-        book.open(name, Mark(index + 1, index), prompt_len=10)
-    ring, sent, num_again, expected = Ring(opened.memory), None, 0, []
+        book.open(name, RequestMark(index + 1, index), prompt_len=10)
+    ring, sent, num_again, expected = RingCursor(opened.memory), None, 0, []
     for number in range(1, 41):
-        opened.outlet.begin()
+        opened.publisher.begin()
         inputs.positions_T.copy_(start_T + number)
         held.scores_STK.normal_()
         if not is_waited_for:
             torch.cuda._sleep(4_000_000)  # clock ticks: about 2 ms
-        rows_of = book.step(Batch(names, ones_R, np.full(3, number - 1, np.int32)))
-        if rows_of is sent and opened.outlet.again(number):
+        rows_of = book.step(StepBatch(names, ones_R, np.full(3, number - 1, np.int32)))
+        if rows_of is sent and opened.publisher.again(number):
             num_again += 1
         else:
-            assert opened.outlet.note(number, rows_of, 5)
+            assert opened.publisher.note(number, rows_of, 5)
             sent = rows_of
-        opened.outlet.settle(lambda: inputs)
+        opened.publisher.settle(lambda: inputs)
         expected.append(rows_of.fill(np.arange(3) + number, np.arange(3)))
         if is_waited_for:
-            opened.outlet.flush()
+            opened.publisher.flush()
             scores_TC = held.gather(3).cpu().numpy()
             (record,) = ring.poll()
             assert record.rows.tobytes() == expected[-1].tobytes()
             assert np.array_equal(record.scores_RC, scores_TC)
-    opened.outlet.flush()
+    opened.publisher.flush()
     if not is_waited_for:
         records = ring.poll()
         assert [record.step for record in records] == [*range(1, 41)]
@@ -220,11 +224,11 @@ def test_a_captured_graph_publishes_its_own_steps(is_busy: bool, home: str) -> N
     """The host launches nothing; replays without a step, and steps without a replay, in between."""
     held = tables(3, 576, 16, "bfloat16", max_tokens=256)
     settings = Settings(points=("post_block.0",), ring_mib=16, ring_home=home)
-    opened = open_home(settings, held, 8, epoch=77)
-    outlet, forwards, ring = opened.outlet, opened.forwards, Ring(opened.memory)
+    opened = open_ring(settings, held, 8, epoch=77)
+    publisher, forwards, ring = opened.publisher, opened.forwards, RingCursor(opened.memory)
     assert forwards is not None
     positions_T, scores = torch.zeros(256, device="cuda", dtype=torch.int64), held.scores_STK
-    inputs = Inputs(positions_T, torch.arange(256, device="cuda", dtype=torch.int32))
+    inputs = ForwardInputs(positions_T, torch.arange(256, device="cuda", dtype=torch.int32))
     forwards.forwarded(lambda: inputs)
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
@@ -232,22 +236,26 @@ def test_a_captured_graph_publishes_its_own_steps(is_busy: bool, home: str) -> N
         positions_T.add_(1)
         scores.add_(1.0)
         forwards.captured(3)
-    book, names, ones_R = RowBook(native.load("step.c")), ["r0", "r1", "r2"], np.ones(3, np.int32)
+    book, names, ones_R = (
+        RowBuilder(step_library.load_library("step.c")),
+        ["r0", "r1", "r2"],
+        np.ones(3, np.int32),
+    )
     for index, name in enumerate(names):
-        book.open(name, Mark(index + 1, index), prompt_len=10)
+        book.open(name, RequestMark(index + 1, index), prompt_len=10)
     sent, expected = None, []
     for number in range(1, 61):
-        outlet.begin()
+        publisher.begin()
         if is_busy:
             torch.cuda._sleep(2_000_000)
         if number % 7 == 0:  # nobody's forward
-            outlet.blank()
+            publisher.blank()
             graph.replay()
-            outlet.blanked()
+            publisher.blanked()
             sent = None
-        rows_of = book.step(Batch(names, ones_R, np.full(3, number - 1, np.int32)))
-        if not (rows_of is sent and outlet.again(number)):
-            assert outlet.note(number, rows_of, 5)
+        rows_of = book.step(StepBatch(names, ones_R, np.full(3, number - 1, np.int32)))
+        if not (rows_of is sent and publisher.again(number)):
+            assert publisher.note(number, rows_of, 5)
         sent = rows_of
         if number % 5:
             graph.replay()
@@ -255,9 +263,9 @@ def test_a_captured_graph_publishes_its_own_steps(is_busy: bool, home: str) -> N
             positions_T.add_(1)
             scores.add_(1.0)
             forwards.forwarded(lambda: inputs)
-        outlet.settle(lambda: inputs)
+        publisher.settle(lambda: inputs)
         expected.append(number + number // 7)
-    outlet.flush()
+    publisher.flush()
     records = ring.poll(1 << 20)
     assert [record.step for record in records] == [*range(1, 61)]
     assert [record.rows["position"].tolist() for record in records] == [[n] * 3 for n in expected]

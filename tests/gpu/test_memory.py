@@ -14,9 +14,9 @@ import pytest
 import torch
 
 import clairai
+from clairai.engine.score.score_tables import ScoreTables
+from clairai.engine.steer.steer_tables import SteerTables
 from clairai.errors import RingError
-from clairai.tap.steer_tables import SteerTables
-from clairai.tap.tables import Tables
 from tests.engine.process import EngineProcess
 from tests.gpu import forced
 
@@ -70,7 +70,7 @@ def budget(worker: Any) -> dict[str, int]:
 
 def let_go(worker: Any) -> dict[str, Any]:
     """End the worker; what the driver says of the ring's memory before and after."""
-    memory = worker.clairai_station._home.memory
+    memory = worker.clairai_step_publisher._home.memory
     gpu, address = memory._gpu, memory.address
     held, free = gpu.extent(address), torch.cuda.mem_get_info()[0]
     worker.shutdown()
@@ -127,8 +127,8 @@ def test_the_ring_goes_with_the_engine(engine: EngineProcess) -> None:
     assert found["freed"] >= (RING_MIB - 1) << 20
 
 
-def tap_tables() -> Tables:
-    return Tables(
+def tap_tables() -> ScoreTables:
+    return ScoreTables(
         ["a", "b"], width=4096, capacity=64, max_tokens=8192, device="cuda:0", dtype=torch.bfloat16
     )
 
@@ -141,7 +141,7 @@ def steer_tables() -> SteerTables:
 
 
 @pytest.mark.parametrize("make", [tap_tables, steer_tables])
-def test_tables_take_what_they_say(make: Callable[[], Tables | SteerTables]) -> None:
+def test_tables_take_what_they_say(make: Callable[[], ScoreTables | SteerTables]) -> None:
     before = torch.cuda.memory_allocated()
     made = make()
     taken = torch.cuda.memory_allocated() - before

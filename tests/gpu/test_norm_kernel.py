@@ -9,16 +9,16 @@ import numpy as np
 import pytest
 import torch
 
-from clairai.tap.fused import FusedSite
-from clairai.tap.launch import Driver
-from clairai.tap.norm_kernel import Norm, norm_twin
-from clairai.tap.rows import Batch
-from clairai.tap.stash_kernel import StashScorer
-from clairai.tap.steer_twin import steer_twin
-from clairai.tap.steering import Steering
+from clairai.engine.kernel_launch import CudaDriver
+from clairai.engine.publish.step_rows import StepBatch
+from clairai.engine.score.fused_norm import FusedNormSite
+from clairai.engine.score.norm_kernel import FusedNorm, norm_twin
+from clairai.engine.score.stash_kernel import StashScorer
+from clairai.engine.steer.steer_twin import steer_twin
+from clairai.engine.steer.worker_steering import ProgramMap
 from tests.gpu.test_kernels import bank, rows, twin
 from tests.gpu.test_kernels import tables as score_tables
-from tests.gpu.test_steer_kernel import NUM_SITES, course
+from tests.gpu.test_steer_kernel import NUM_SITES, plan
 from tests.gpu.test_steer_kernel import tables as steer_tables
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
@@ -40,7 +40,7 @@ def test_it_is_vllms_norm_and_the_stream_has_equal_bits(width: int, dtype: str) 
         x_TD, residual_TD = pair(num_tokens, width, dtype)
         stash_RD = torch.full((512, width), 7.0, device="cuda", dtype=x_TD.dtype)
         ran = torch.zeros((), dtype=torch.int32, device="cuda")
-        normed_TD, stream_TD = Norm(width, EPSILON, stash_RD, ran)(x_TD, residual_TD, weight_D)
+        normed_TD, stream_TD = FusedNorm(width, EPSILON, stash_RD, ran)(x_TD, residual_TD, weight_D)
         expected = norm_twin(x_TD, residual_TD, weight_D, EPSILON)
         assert torch.equal(stream_TD, expected[1])
         bound = ROUNDING[dtype]
@@ -54,16 +54,16 @@ def test_it_is_vllms_norm_and_the_stream_has_equal_bits(width: int, dtype: str) 
 def test_it_steers_as_the_twin_does_and_leaves_others_their_bits(dtype: str) -> None:
     width = 4096
     held = steer_tables(width, dtype)
-    steering = Steering(held, {f"s{index}": f"s{index}" for index in range(NUM_SITES)})
+    steering = ProgramMap(held, {f"s{index}": f"s{index}" for index in range(NUM_SITES)})
     for number in range(3):
-        steering.open(f"r{number}", course(width, number))
+        steering.open(f"r{number}", plan(width, number))
     counts = np.array([1, 300, 7, 64], np.int32)
     names = ["r0", "plain", "r1", "r2"]
-    steering.place(Batch(names, counts, np.zeros(4, np.int32)))
+    steering.place(StepBatch(names, counts, np.zeros(4, np.int32)))
     x_TD, residual_TD = pair(380, width, dtype)
     weight_D = rows(1, width, dtype)[0]
     stash_RD = torch.zeros(512, width, device="cuda", dtype=x_TD.dtype)
-    norm = Norm(width, EPSILON, stash_RD, held.ran_S.new_zeros(()))
+    norm = FusedNorm(width, EPSILON, stash_RD, held.ran_S.new_zeros(()))
     plain = norm(x_TD, residual_TD, weight_D)
     normed_TD, stream_TD = norm.steered(x_TD, residual_TD, weight_D, held, 0)
     kernel_state = held.state_ZG.clone()
@@ -87,12 +87,12 @@ def test_a_fused_site_has_the_scores_of_a_plain_one(
 ) -> None:
     width = 1024
     held = score_tables(3, width, capacity, dtype, max_tokens=1024, stash_rows=512)
-    sites = [FusedSite(held, name, EPSILON) for name in held.sites]
+    sites = [FusedNormSite(held, name, EPSILON) for name in held.sites]
     for name in held.sites:
-        held.score_later(name)
+        held.score_from_stash(name)
     held.load(bank(3, width, capacity))
     scorer = StashScorer(held)
-    driver = Driver()
+    driver = CudaDriver()
     scorer.prepare(driver)
     x_TD, residual_TD = pair(num_tokens, width, dtype)
     weight_D = torch.ones(width, device="cuda", dtype=x_TD.dtype)

@@ -8,9 +8,9 @@ from __future__ import annotations
 import pytest
 import torch
 
+from clairai.engine.capture.encode import encode
 from clairai.store.codecs.base import Encoder
 from clairai.store.codecs.registry import named
-from clairai.tap.encode import encode
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
 

@@ -9,13 +9,13 @@ import numpy as np
 import pytest
 import torch
 
-from clairai.steer.course import OPEN_END, Action, Course, Gate, Row
-from clairai.tap.rows import Batch
-from clairai.tap.steer_tables import SteerTables
-from clairai.tap.steer_twin import steer_twin
-from clairai.tap.steering import Steering
-from tests.unit.toy_courses import row
-from tests.unit.toy_steer import drill, fleet, random_history
+from clairai.engine.publish.step_rows import StepBatch
+from clairai.engine.steer.steer_tables import SteerTables
+from clairai.engine.steer.steer_twin import steer_twin
+from clairai.engine.steer.steering_plan import OPEN_END, PlanAction, PlanGate, PlanRow, SteeringPlan
+from clairai.engine.steer.worker_steering import ProgramMap
+from tests.support.random_plans import row
+from tests.support.steered_engine import drill, fleet, random_history
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
 
@@ -44,22 +44,22 @@ def tables(width: int, dtype: str) -> SteerTables:
     )  # fmt: skip
 
 
-def course(width: int, seed: int) -> Course:
+def plan(width: int, seed: int) -> SteeringPlan:
     """All four ops over all sites, one gate that is soft and one that remembers."""
     rng = np.random.default_rng(seed)
 
-    def rows() -> tuple[Row, ...]:
+    def rows() -> tuple[PlanRow, ...]:
         return tuple(row(f"s{i}", rng.standard_normal(width)) for i in range(NUM_SITES))
 
     actions = (
-        Action("v", "", "add", rows(), 0.5, ALWAYS, is_matched=True, gate=0),
-        Action("v", "", "ablate", rows(), 1.0, ((3, OPEN_END),), gate=1),
-        Action("v", "", "clamp", rows(), 1.0, ALWAYS, low=-0.5, high=0.5),
-        Action("v", "", "replace", rows(), 0.25, ((0, 90), (95, OPEN_END))),
+        PlanAction("v", "", "add", rows(), 0.5, ALWAYS, is_matched=True, gate=0),
+        PlanAction("v", "", "ablate", rows(), 1.0, ((3, OPEN_END),), gate=1),
+        PlanAction("v", "", "clamp", rows(), 1.0, ALWAYS, low=-0.5, high=0.5),
+        PlanAction("v", "", "replace", rows(), 0.25, ((0, 90), (95, OPEN_END))),
     )
-    soft = Gate("toy", rows()[0], 0.1, "sigmoid", 0.5, sharpness=3.0)
-    held = Gate("toy", rows()[0], 0.1, "none", 2.0, release=-1.0, latch=seed % 2 == 0)
-    return Course(actions, (soft, held))
+    soft = PlanGate("toy", rows()[0], 0.1, "sigmoid", 0.5, sharpness=3.0)
+    held = PlanGate("toy", rows()[0], 0.1, "none", 2.0, release=-1.0, latch=seed % 2 == 0)
+    return SteeringPlan(actions, (soft, held))
 
 
 def forward(held: SteerTables, streams: torch.Tensor) -> None:
@@ -71,12 +71,12 @@ def forward(held: SteerTables, streams: torch.Tensor) -> None:
 @pytest.mark.parametrize("width", [576, 4096, 8192])
 def test_the_kernel_equals_its_twin_at_the_sizes_of_real_models(width: int, dtype: str) -> None:
     held = tables(width, dtype)
-    steering = Steering(held, {f"s{index}": f"s{index}" for index in range(NUM_SITES)})
+    steering = ProgramMap(held, {f"s{index}": f"s{index}" for index in range(NUM_SITES)})
     for number in range(4):
-        steering.open(f"r{number}", course(width, number))
+        steering.open(f"r{number}", plan(width, number))
     for counts in ([1, 1, 1, 1], [300, 7, 1, 64]):
         names, starts_R = [f"r{number}" for number in range(4)], np.zeros(4, np.int32)
-        steering.place(Batch(names, np.array(counts, np.int32), starts_R))
+        steering.place(StepBatch(names, np.array(counts, np.int32), starts_R))
         shape = (NUM_SITES, 2, sum(counts) + 5, width)
         by_kernel = torch.randn(shape, device="cuda").to(held.dtype)
         by_twin = by_kernel.clone()
@@ -95,7 +95,7 @@ def test_a_captured_graph_follows_the_map_and_the_programs() -> None:
     width, num_tokens = 576, 16
     held, eager = tables(width, "bfloat16"), tables(width, "bfloat16")
     sites = {f"s{index}": f"s{index}" for index in range(NUM_SITES)}
-    steerings = Steering(held, sites), Steering(eager, sites)
+    steerings = ProgramMap(held, sites), ProgramMap(eager, sites)
     given = torch.randn(NUM_SITES, 2, num_tokens, width, device="cuda", dtype=torch.bfloat16)
     streams = given.clone()
     forward(held, streams)  # compiled before the capture
@@ -104,9 +104,9 @@ def test_a_captured_graph_follows_the_map_and_the_programs() -> None:
         forward(held, streams)
     for number, counts in enumerate(([5, 3], [1, 1], [1, 9], [2])):
         names = [f"r{number - place}" for place in range(len(counts))]
-        batch = Batch(names, np.array(counts, np.int32), np.full(len(counts), number, np.int32))
+        batch = StepBatch(names, np.array(counts, np.int32), np.full(len(counts), number, np.int32))
         for steering in steerings:
-            steering.open(f"r{number}", course(width, number))
+            steering.open(f"r{number}", plan(width, number))
             steering.place(batch)
         streams.copy_(given)
         graph.replay()
@@ -121,14 +121,16 @@ def test_a_captured_graph_follows_the_map_and_the_programs() -> None:
 def test_a_map_sent_for_the_next_step_does_not_reach_the_one_under_way() -> None:
     """The host runs ahead: what it sends is ordered behind the forward it had launched before."""
     held = tables(4096, "bfloat16")
-    steering = Steering(held, {"s0": "s0"})
+    steering = ProgramMap(held, {"s0": "s0"})
     added = row("s0", np.ones(4096))
-    steering.open("r", Course((Action("v", "", "add", (added,), 1.0, ALWAYS),)))
+    steering.open("r", SteeringPlan((PlanAction("v", "", "add", (added,), 1.0, ALWAYS),)))
     site = held.site("s0")
     rows = torch.zeros(400, 64, 4096, device="cuda", dtype=torch.bfloat16)
     for number in range(400):
         is_steered = number % 2 == 0
-        step = Batch(["r" if is_steered else "q"], np.array([64], np.int32), np.zeros(1, np.int32))
+        step = StepBatch(
+            ["r" if is_steered else "q"], np.array([64], np.int32), np.zeros(1, np.int32)
+        )
         steering.place(step)
         site.apply(rows[number], None)
     assert (rows[::2] == 1).all()

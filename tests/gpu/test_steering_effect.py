@@ -13,7 +13,7 @@ import pytest
 import clairai
 from clairai.demo import model as demo
 from clairai.probe import files as probe_files
-from clairai.steer import files as vector_files
+from clairai.vector import files as vector_files
 from scripts.demo_questions import NUM_TOKENS, QUESTIONS
 from tests.gpu.test_graphs import start
 

@@ -18,15 +18,14 @@ import pytest
 import torch
 
 import clairai
-from clairai import wire_weights
 from clairai.errors import WeightsError
 from clairai.weights import checksum as host
-from clairai.weights import device_sums
-from clairai.weights.device_pack import DevicePacker
-from clairai.weights.manifest import encode, parse
-from clairai.weights.port import Port
-from clairai.weights.sources import items
-from clairai.wire_weights import Full, Offer
+from clairai.weights import device_checksum
+from clairai.weights.manifest import encode_manifest, parse_manifest
+from clairai.weights.pack import DevicePacker, open_sources
+from clairai.weights.socket_client import BufferClient
+from clairai.wire import weights_messages
+from clairai.wire.weights_messages import BufferFilled, BufferOffer
 from tests.engine import weighed
 from tests.engine.process import EngineProcess
 from tests.gpu import forced
@@ -127,8 +126,8 @@ def test_the_kernels_checksum_is_the_hosts() -> None:
     expected = [host.checksum(raw.numpy().tobytes()) for raw in held]
     spans = [raw.cuda() for raw in held]
     targets = [torch.zeros_like(span) for span in spans]
-    assert device_sums.checksums(spans) == expected
-    assert device_sums.copy(spans, targets) == expected
+    assert device_checksum.checksums(spans) == expected
+    assert device_checksum.copy_and_checksum(spans, targets) == expected
     assert all(torch.equal(span, target) for span, target in zip(spans, targets, strict=True))
 
 
@@ -153,14 +152,14 @@ def test_a_hundred_transfers_leave_the_gpu_as_it_was(running: Running, model: Pa
 
 def plan(llm: Any, folder: Path) -> bytes:
     """A manifest that the engine expects the buffers of from now on; four of them or more."""
-    from clairai.offline import ask
-    from clairai.weights.layout import Meant, lay_out
+    from clairai.library.engine_control import ask_engine
+    from clairai.weights.pack import TransferTarget, plan_buffers
 
-    state = ask(llm, wire_weights.DescribeWeights(), wire_weights.WeightsState)
-    described = [item.described for item in items(_held(folder), ExitStack())]
-    meant = Meant(secrets.token_hex(16), state.epoch, state.device)
-    manifest = encode(lay_out(described, meant, buffer_bytes=1))
-    ask(llm, wire_weights.PlanWeights(manifest), wire_weights.WeightsPlanned)
+    state = ask_engine(llm, weights_messages.DescribeWeights(), weights_messages.WeightsState)
+    described = [item.described for item in open_sources(_held(folder), ExitStack())]
+    meant = TransferTarget(secrets.token_hex(16), state.epoch, state.device)
+    manifest = encode_manifest(plan_buffers(described, meant, buffer_bytes=1))
+    ask_engine(llm, weights_messages.PlanWeights(manifest), weights_messages.WeightsPlanned)
     return manifest
 
 
@@ -176,18 +175,18 @@ def hand_over(folder: Path, runtime: Path, pipe: Any) -> None:
 
     One process for all: to start one, and CUDA in it, takes longer than all else here.
     """
-    held = items(_held(folder), ExitStack())
+    held = open_sources(_held(folder), ExitStack())
     while True:
         raw, changes = pipe.recv()
-        manifest = parse(raw)
+        manifest = parse_manifest(raw)
         packer = DevicePacker(held, manifest, torch.device("cuda:0"))
         begun = packer.begin(0)
-        offer = Offer(manifest.transfer, 0, manifest.buffers[0], "device", begun.handle)
-        with Port(runtime, manifest.epoch) as port:
+        offer = BufferOffer(manifest.transfer, 0, manifest.buffers[0], "device", begun.handle)
+        with BufferClient(runtime, manifest.epoch) as port:
             port.show(msgspec.structs.replace(offer, **changes))
             begun.finish()
             try:
-                port.full(Full(manifest.transfer, 0), manifest.buffers[0])
+                port.full(BufferFilled(manifest.transfer, 0), manifest.buffers[0])
                 pipe.send("taken")
                 pipe.recv()  # never comes: it is killed, the buffer open on both sides
             except WeightsError as error:

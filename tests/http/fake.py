@@ -16,9 +16,9 @@ from typing import Any
 import numpy as np
 from aiohttp import web
 
-from clairai import wire
 from clairai.ring.writer import RingWriter
-from clairai.wire import Bank, ProbeInfo
+from clairai.wire import ring_messages
+from clairai.wire.ring_messages import Bank, ProbeInfo
 from tests.http import vllm_wire
 
 PROMPT = [256, 72, 105, 257]  # <|im_start|>Hi<|im_end|>
@@ -63,13 +63,13 @@ class Ring:
         start: int,
         token_ids: Sequence[int],
         *,
-        phase: int = wire.DECODE,
+        phase: int = ring_messages.DECODE,
         choice: int = 0,
         flags: int = 0,
         bank: int = 1,
     ) -> None:
         """One record: these tokens were forwarded, from position `start` on."""
-        made = np.zeros(len(token_ids), wire.ROW)
+        made = np.zeros(len(token_ids), ring_messages.ROW)
         made["stream"], made["choice"], made["span"] = stream, choice, 1
         made["phase"], made["flags"] = phase, flags
         made["token_id"] = token_ids
@@ -81,7 +81,7 @@ class Ring:
         self._publish(made, np.array(scores, np.float32), bank)
 
     def mark(self, stream: int, phase: int, *, position: int = 0, span: int = 0) -> None:
-        made = np.zeros(1, wire.ROW)
+        made = np.zeros(1, ring_messages.ROW)
         made["stream"], made["phase"] = stream, phase
         made["position"], made["span"], made["token_id"] = position, span, -1
         self._publish(made, np.full((1, 2), np.nan, np.float32), 1)
@@ -135,7 +135,7 @@ class Exchange:
 
     def prefill(self, *, choice: int = 0, prompt: list[int] | None = None) -> None:
         ids = PROMPT if prompt is None else prompt
-        self.rows(0, ids, phase=wire.PREFILL, choice=choice)
+        self.rows(0, ids, phase=ring_messages.PREFILL, choice=choice)
 
     async def send(self, raw: bytes) -> None:
         if self.response is None:

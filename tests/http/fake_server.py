@@ -15,15 +15,7 @@ from aiohttp import web
 
 from clairai.errors import ClairaiError
 from tests.http import vllm_wire
-from tests.http.fake import (
-    BANK,
-    TOKEN_BYTES,
-    Exchange,
-    Ring,
-    Script,
-    answering,
-    refusal,
-)
+from tests.http.fake import BANK, TOKEN_BYTES, Exchange, Ring, Script, answering, refusal
 from tests.http.fake_captures import Captures
 from tests.http.fake_steering import Steering, applied
 from tests.http.fake_weights import Weights

@@ -10,8 +10,8 @@ from typing import Any
 from aiohttp import web
 
 from clairai.errors import ClairaiError
-from clairai.steer.spec import describe, parse_entries
-from clairai.wanted import parse
+from clairai.fields.request_fields import parse_fields
+from clairai.fields.steer import describe_entry, parse_entries
 from tests.http.fake import refusal
 from tests.http.fake_captures import handle
 
@@ -91,7 +91,7 @@ class Steering:
             read = {tier: parse_entries(given[tier], what=tier) for tier in given}
         except (ValueError, AssertionError, ClairaiError):
             return refusal(400, "these are no tiers", code="request")
-        self.tiers.update({tier: [*map(describe, read[tier])] for tier in read})
+        self.tiers.update({tier: [*map(describe_entry, read[tier])] for tier in read})
         return web.json_response({**self.tiers, "version": 2})
 
     async def _amend(self, request: web.Request) -> web.Response:
@@ -102,7 +102,7 @@ class Steering:
             entries = parse_entries(given["steer"], what="steer")
         except (ValueError, TypeError, KeyError, ClairaiError):
             return refusal(400, "no object with steer", code="request")
-        applied = [*map(describe, entries)]
+        applied = [*map(describe_entry, entries)]
         return web.json_response({"positions": [9], "steering": applied})
 
     def _listed(self, status: int) -> web.Response:
@@ -114,13 +114,13 @@ class Steering:
 
 def applied(xargs: Any) -> dict[str, Any] | None:
     """What an engine with clairai's routes says of a request; ClairaiError as it would refuse."""
-    wanted = parse(xargs)
+    wanted = parse_fields(xargs)
     is_captured = wanted.capture is not None and wanted.capture.is_wanted
     kept = {"capture": handle(f"{wanted.stream:016x}", state="open")} if is_captured else {}
     if not wanted.steer and not wanted.stop:
         return kept or None
     entries = [
-        {**describe(entry), "digest": digest_of(b""), "points": POINTS}
+        {**describe_entry(entry), "digest": digest_of(b""), "points": POINTS}
         | {"vector": entry.vector if isinstance(entry.vector, str) else None}
         for entry in wanted.steer
     ]

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from aiohttp import web
 
 from clairai.errors import WeightsError
-from clairai.weights.manifest import parse
+from clairai.weights.manifest import parse_manifest
 from tests.http.fake import refusal
 
 STATE = {
@@ -60,7 +60,7 @@ class Weights:
         body = await request.read()
         self.asked.append((request.path_qs, body))
         try:
-            manifest = parse(body)
+            manifest = parse_manifest(body)
         except WeightsError as error:
             return refusal(400, error.reason, code=error.code)
         if request.path.endswith("commit"):

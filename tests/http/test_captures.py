@@ -9,7 +9,7 @@ import httpx
 import pytest
 from aiohttp import web
 
-from clairai.stream import schema_capture as models
+from clairai.proxy import schema as models
 from tests.http.answers import CHAT, TEXT, asking, chunks, events
 from tests.http.fake import Exchange, Script, answering
 from tests.http.fake_captures import FILE, ID, handle

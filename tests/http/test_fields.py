@@ -9,9 +9,9 @@ import msgspec
 import pytest
 
 from clairai.errors import RequestError
-from clairai.stream.asked import is_true, read
-from clairai.stream.settings import Limits
-from clairai.wanted import parse
+from clairai.fields.request_fields import parse_fields
+from clairai.proxy.completions.completion_request import is_true, read_request
+from clairai.proxy.proxy_settings import Limits
 
 LIMITS = Limits()
 
@@ -32,7 +32,7 @@ def body(clairai: Any, **more: Any) -> bytes:
 def test_known_fields_are_read(
     clairai: dict[str, Any], names: tuple[str, ...] | None, is_named: bool
 ) -> None:
-    request = read(body(clairai), LIMITS)
+    request = read_request(body(clairai), LIMITS)
     assert request is not None
     assert request.asked.names == names
     assert request.asked.is_named == is_named
@@ -61,7 +61,7 @@ def test_known_fields_are_read(
 )
 def test_anything_else_is_refused(clairai: Any, reason: str) -> None:
     with pytest.raises(RequestError, match=reason):
-        read(body(clairai), LIMITS)
+        read_request(body(clairai), LIMITS)
 
 
 @pytest.mark.parametrize(
@@ -80,7 +80,7 @@ def test_anything_else_is_refused(clairai: Any, reason: str) -> None:
 )
 def test_what_scores_would_change_is_refused(more: dict[str, Any], reason: str) -> None:
     with pytest.raises(RequestError, match=reason):
-        read(body({}, **more), LIMITS)
+        read_request(body({}, **more), LIMITS)
 
 
 @pytest.mark.parametrize(
@@ -99,7 +99,7 @@ def test_what_scores_would_change_is_refused(more: dict[str, Any], reason: str) 
     ],
 )
 def test_what_scores_do_not_change_is_passed_on(more: dict[str, Any]) -> None:
-    request = read(body({}, **more), LIMITS)
+    request = read_request(body({}, **more), LIMITS)
     assert request is not None
     sent = json.loads(request.body(7))
     assert {name: sent[name] for name in more if name != "vllm_xargs"} == {
@@ -121,7 +121,7 @@ def test_what_scores_do_not_change_is_passed_on(more: dict[str, Any]) -> None:
 )
 def test_nothing_is_smuggled_in_twice(raw: bytes) -> None:
     with pytest.raises(RequestError, match=r"twice|both"):
-        read(raw, LIMITS)
+        read_request(raw, LIMITS)
 
 
 BIG = b'{"steer":["' + b"A" * 70_000 + b'"],"probes":"all"}'
@@ -138,18 +138,18 @@ BIG = b'{"steer":["' + b"A" * 70_000 + b'"],"probes":"all"}'
 )
 def test_nothing_is_smuggled_in_behind_megabytes(raw: bytes) -> None:
     with pytest.raises(RequestError, match="twice"):
-        read(raw, LIMITS)
-    assert read(b'{"clairai":%s,"n":1}' % BIG, LIMITS) is not None
+        read_request(raw, LIMITS)
+    assert read_request(b'{"clairai":%s,"n":1}' % BIG, LIMITS) is not None
 
 
 @pytest.mark.parametrize("raw", [b'{"clairai":{},"a":NaN}', b'{"clairai":{},"a":Infinity}'])
 def test_json_that_only_a_lax_parser_takes_cannot_hide_our_key(raw: bytes) -> None:
     with pytest.raises(RequestError, match="strict"):
-        read(raw, LIMITS)
+        read_request(raw, LIMITS)
 
 
 def test_a_key_in_escapes_is_our_key() -> None:
-    request = read(b'{"\\u0063lairai":{"probes":["a"]},"messages":[]}', LIMITS)
+    request = read_request(b'{"\\u0063lairai":{"probes":["a"]},"messages":[]}', LIMITS)
     assert request is not None
     assert "clairai" not in json.loads(request.body(1))
 
@@ -169,22 +169,22 @@ def test_a_key_in_escapes_is_our_key() -> None:
     ],
 )
 def test_whatever_is_not_our_key_is_none_of_ours(raw: bytes) -> None:
-    assert read(raw, LIMITS) is None
+    assert read_request(raw, LIMITS) is None
 
 
 def test_upstream_gets_the_stream_and_is_asked_for_token_ids() -> None:
-    request = read(body({"prompt_scores": True}, vllm_xargs={"mine": "x"}), LIMITS)
+    request = read_request(body({"prompt_scores": True}, vllm_xargs={"mine": "x"}), LIMITS)
     assert request is not None
     sent = json.loads(request.body(2**64 - 1))
     assert sent["return_token_ids"] is True
     assert sent["vllm_xargs"]["mine"] == "x"
-    wanted = parse(sent["vllm_xargs"])  # as the engine reads it
+    wanted = parse_fields(sent["vllm_xargs"])  # as the engine reads it
     assert (wanted.stream, wanted.prompt_scores) == (2**64 - 1, True)
     assert "stream" not in sent
 
 
 def test_named_events_are_streamed_and_counted_whatever_was_asked() -> None:
-    request = read(body({"events": "named"}, stream=False, stream_options=None), LIMITS)
+    request = read_request(body({"events": "named"}, stream=False, stream_options=None), LIMITS)
     assert request is not None
     sent = json.loads(request.body(1))
     assert (sent["stream"], sent["stream_options"]) == (True, {"include_usage": True})

@@ -13,12 +13,12 @@ from fastapi import FastAPI
 from fastapi.routing import APIRoute
 from starlette.routing import Route as StarletteRoute
 
-from clairai.stream.app import create_app
-from clairai.stream.guard import host_names
-from clairai.stream.handlers import HANDLERS
-from clairai.stream.settings import Limits, ProxySettings
-from clairai.stream.site import CONTENT_SECURITY_POLICY
-from clairai.stream.table import TABLE, Route
+from clairai.proxy.app import create_app
+from clairai.proxy.dashboard import CONTENT_SECURITY_POLICY
+from clairai.proxy.handlers import HANDLERS
+from clairai.proxy.proxy_settings import Limits, ProxySettings
+from clairai.proxy.request_guard import host_names
+from clairai.proxy.routes import ROUTES, Route
 from tests.http.answers import CHAT, asking
 from tests.http.world import World, world
 
@@ -56,14 +56,14 @@ def routes_of(app: FastAPI) -> set[tuple[str, str]]:
 
 def test_the_app_has_the_routes_of_the_table_and_no_others() -> None:
     app = create_app(ProxySettings(upstream="http://127.0.0.1:8000"))
-    listed = {(route.method, route.path) for route in TABLE}
+    listed = {(route.method, route.path) for route in ROUTES}
     assert routes_of(app) == listed
-    assert {route.handler for route in TABLE} == set(HANDLERS)
+    assert {route.handler for route in ROUTES} == set(HANDLERS)
     app.add_api_route("/debug", lambda: None)
     assert routes_of(app) != listed  # one more would be seen
 
 
-@pytest.mark.parametrize("route", TABLE, ids=lambda route: route.handler)
+@pytest.mark.parametrize("route", ROUTES, ids=lambda route: route.handler)
 def test_the_key_is_asked_for_exactly_where_the_table_says(guarded: World, route: Route) -> None:
     for given in ({}, {"Authorization": "Bearer wrong"}, {"Authorization": f"Basic {KEY}"}):
         answer = call(guarded, route, **given)
@@ -76,10 +76,10 @@ def test_the_key_is_asked_for_exactly_where_the_table_says(guarded: World, route
 
 
 def test_only_the_page_and_health_are_open() -> None:
-    assert {route.handler for route in TABLE if not route.needs_key} == {"health", "page", "asset"}
+    assert {route.handler for route in ROUTES if not route.needs_key} == {"health", "page", "asset"}
 
 
-@pytest.mark.parametrize("route", TABLE, ids=lambda route: route.handler)
+@pytest.mark.parametrize("route", ROUTES, ids=lambda route: route.handler)
 @pytest.mark.parametrize("origin", ["http://elsewhere", "null", "http://localhost:1", "file://"])
 def test_other_sites_pages_change_nothing(w: World, route: Route, origin: str) -> None:
     answer = call(w, route, Origin=origin)
@@ -88,7 +88,7 @@ def test_other_sites_pages_change_nothing(w: World, route: Route, origin: str) -
 
 
 def test_every_route_that_is_not_just_read_is_marked_as_changing() -> None:
-    assert all(route.changes == (route.method != "GET") for route in TABLE)
+    assert all(route.changes == (route.method != "GET") for route in ROUTES)
 
 
 def test_our_own_page_and_listed_origins_are_let_in(guarded: World, w: World) -> None:
@@ -142,7 +142,7 @@ def test_names_are_checked_unless_the_proxy_is_meant_to_be_reached() -> None:
 
 
 def test_every_answer_carries_the_security_headers(guarded: World) -> None:
-    for route in TABLE:
+    for route in ROUTES:
         for given in ({}, {"Authorization": f"Bearer {KEY}"}, {"Host": "evil"}):
             headers = call(guarded, route, **given).headers
             assert headers["x-content-type-options"] == "nosniff"

@@ -9,12 +9,12 @@ from typing import Any
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from clairai import wire
-from clairai.stream.asked import Asked
-from clairai.stream.merge import Merger
-from clairai.stream.plain import PlainVoice
-from clairai.stream.sheet import Parcel, Sheet, Store
-from clairai.stream.vocabulary import Texts
+from clairai.proxy.completions.completion_request import ClairaiOptions
+from clairai.proxy.completions.merger import Merger
+from clairai.proxy.completions.request_scores import RequestScores, RowBatch, ScoreBudget
+from clairai.proxy.completions.stream_writers import OpenAIStreamWriter
+from clairai.proxy.completions.token_text import TokenTexts
+from clairai.wire import ring_messages
 from tests.http import vllm_wire
 from tests.http.answers import chunks, told
 from tests.http.fake import BANK, TOKEN_BYTES, score
@@ -31,14 +31,14 @@ class Row:
     position: int
     token_id: int
     fate: str  # whole, lost, wrong, twice
-    phase: int = wire.DECODE
+    phase: int = ring_messages.DECODE
 
-    def parcels(self) -> list[Parcel]:
+    def parcels(self) -> list[RowBatch]:
         if self.fate == "lost":
             return []
         token_id = self.token_id + (1 if self.fate == "wrong" else 0)
         values: list[Any] = score(token_id, self.position)
-        made = Parcel(
+        made = RowBatch(
             STREAM, self.choice, BANK, [self.position], [token_id], [self.phase], [1], [values]
         )
         return [made, made] if self.fate == "twice" else [made]
@@ -53,7 +53,7 @@ class Story:
     frames: list[bytes]
     rows: list[Row]
     order: list[str]  # frame, row or tick
-    keeps_ids: bool
+    keeps_token_ids: bool
     prompt_scores: bool
     known: dict[tuple[int, int], bool] = field(default_factory=dict)
 
@@ -65,7 +65,13 @@ def stories(draw: st.DrawFn) -> Story:
     answers = draw(st.lists(st.lists(tokens, min_size=1, max_size=6), min_size=1, max_size=3))
     frames = draw(_frames(prompt, answers))
     rows = [
-        Row(0, at, token, draw(st.sampled_from(("whole", "whole", "lost", "wrong"))), wire.PREFILL)
+        Row(
+            0,
+            at,
+            token,
+            draw(st.sampled_from(("whole", "whole", "lost", "wrong"))),
+            ring_messages.PREFILL,
+        )
         for at, token in enumerate(prompt)
     ]
     fates = st.sampled_from(("whole", "whole", "whole", "lost", "wrong", "twice"))
@@ -109,10 +115,14 @@ def _cut(draw: st.DrawFn, ids: list[int]) -> list[list[int]]:
 def played(story: Story) -> bytes:
     """What the client gets."""
     now_s = 0.0
-    asked = Asked(prompt_scores=story.prompt_scores)
-    sheet = Sheet(STREAM, asked, max_scores=1000, store=Store(1000), is_attached=lambda: True)
-    voice = PlainVoice(sheet, keeps_ids=story.keeps_ids, texts=Texts(TOKEN_BYTES))
-    merger = Merger(sheet, voice, patience_s=PATIENCE_S, clock=lambda: now_s)
+    asked = ClairaiOptions(prompt_scores=story.prompt_scores)
+    sheet = RequestScores(
+        STREAM, asked, max_scores=1000, store=ScoreBudget(1000), is_attached=lambda: True
+    )
+    voice = OpenAIStreamWriter(
+        sheet, keeps_token_ids=story.keeps_token_ids, texts=TokenTexts(TOKEN_BYTES)
+    )
+    merger = Merger(sheet, voice, max_wait_s=PATIENCE_S, clock=lambda: now_s)
     frames, rows = iter(story.frames), iter(story.rows)
     said: list[bytes] = []
     ended: set[int] = set()
@@ -141,7 +151,11 @@ def test_every_token_is_told_once_in_order_with_its_own_score_or_none(story: Sto
     got = chunks(raw)
     found = told(got)  # asserts order and once
     assert got[-1]["choices"] == []  # usage comes after every choice has ended
-    fates = {(row.choice, row.position): row.fate for row in story.rows if row.phase == wire.DECODE}
+    fates = {
+        (row.choice, row.position): row.fate
+        for row in story.rows
+        if row.phase == ring_messages.DECODE
+    }
     for choice, ids in enumerate(story.answers):
         one = found[choice]
         assert len(one.scores) == len(ids)

@@ -11,7 +11,7 @@ from typing import Any
 import httpx
 import pytest
 
-from clairai.stream.settings import Limits
+from clairai.proxy.proxy_settings import Limits
 from tests.http.answers import CHAT, TEXT, asking, events, expected, told_by_events
 from tests.http.fake import PROMPT, Exchange, answering
 from tests.http.world import HURRIED, PATIENT, World, world

@@ -13,10 +13,10 @@ import pytest
 from aiohttp import web
 from numpy.typing import NDArray
 
-from clairai import wire
-from clairai.stream.health import Word
-from clairai.stream.metrics import Metrics
-from clairai.stream.observe import RunEnd
+from clairai.proxy.engine_info import HealthStatus
+from clairai.proxy.observe.metrics import Metrics
+from clairai.proxy.observe.observer import CompletionEnd
+from clairai.wire import ring_messages
 from tests.http.answers import CHAT
 from tests.http.fake import Exchange
 from tests.http.world import World, world
@@ -29,12 +29,12 @@ class Told:
     """An Observer that keeps what it is told."""
 
     def __init__(self) -> None:
-        self.ends: list[RunEnd] = []
+        self.ends: list[CompletionEnd] = []
         self.lags_s: list[float] = []
 
     def on_scores(
         self,
-        bank: wire.Bank,
+        bank: ring_messages.Bank,
         rows: NDArray[np.void],
         scores_RP: NDArray[np.float32],
         stamp_ns: int,
@@ -42,7 +42,7 @@ class Told:
         assert scores_RP.shape == (len(rows), len(bank.probes))
         self.lags_s.append((time.monotonic_ns() - stamp_ns) / 1e9)
 
-    def on_run_end(self, end: RunEnd) -> None:
+    def on_run_end(self, end: CompletionEnd) -> None:
         self.ends.append(end)
 
 
@@ -63,7 +63,7 @@ def _post(proxied: World, **fields: Any) -> int:
         return client.post(CHAT, json=body).status_code
 
 
-def _only(told: Told) -> RunEnd:
+def _only(told: Told) -> CompletionEnd:
     until(lambda: told.ends)
     (end,) = told.ends
     return end
@@ -166,7 +166,7 @@ def test_what_whoever_started_the_engine_says_is_what_clients_hear(
 
     proxied.upstream.script = die
     for status, code in (("starting", "engine-starting"), ("failed", "engine-gone")):
-        proxied.proxy.health.tell(Word(status, "it is being mended"))  # type: ignore[arg-type]
+        proxied.proxy.health.tell(HealthStatus(status, "it is being mended"))  # type: ignore[arg-type]
         with proxied.client() as client:
             answer = client.post(CHAT, json={"messages": []})
         assert answer.status_code == 503

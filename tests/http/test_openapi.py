@@ -19,10 +19,10 @@ from schemathesis.specs.openapi.checks import (
     unsupported_method,
 )
 
-from clairai.stream import schema as models
-from clairai.stream.app import create_app
-from clairai.stream.settings import ProxySettings
-from clairai.stream.table import TABLE
+from clairai.proxy import schema as models
+from clairai.proxy.app import create_app
+from clairai.proxy.proxy_settings import ProxySettings
+from clairai.proxy.routes import ROUTES
 from tests.http.answers import CHAT, asking, events
 from tests.http.world import World
 
@@ -57,11 +57,11 @@ def test_every_route_of_the_table_is_in_the_document() -> None:
         for path, operations in DOCUMENT["paths"].items()
         for method in operations
     }
-    assert found == {(route.method, route.path.replace(":path", "")) for route in TABLE}
+    assert found == {(route.method, route.path.replace(":path", "")) for route in ROUTES}
 
 
 def test_the_module_prints_the_document_that_the_proxy_serves(w: World) -> None:
-    command = [sys.executable, "-m", "clairai.stream.schema"]
+    command = [sys.executable, "-m", "clairai.proxy.schema"]
     printed = subprocess.run(command, capture_output=True, check=True, timeout=50).stdout
     with w.client() as client:
         assert json.loads(printed) == client.get("/openapi.json").json() == DOCUMENT

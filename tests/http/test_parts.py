@@ -12,16 +12,16 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from clairai.errors import ConfigError
-from clairai.stream.feed import plain
-from clairai.stream.lane import Columns, Lane, Row
-from clairai.stream.reading import load_examples
-from clairai.stream.settings import ProxySettings
-from clairai.stream.sse import FrameTooLong, Splitter, data_of
-from clairai.stream.summary import Summary
-from clairai.stream.upstream import back, onward
-from clairai.stream.vocabulary import Pieces, Texts
+from clairai.match.choice_scores import ChoiceScores, ScoreColumns, ScoreRow
+from clairai.proxy.completions.request_scores import ScoreSummary
+from clairai.proxy.completions.sse import FrameSplitter, FrameTooLong, frame_data
+from clairai.proxy.completions.token_text import TokenTextDecoder, TokenTexts
+from clairai.proxy.handlers import load_examples
+from clairai.proxy.proxy_settings import ProxySettings
+from clairai.proxy.ring_feed import to_json_numbers
+from clairai.proxy.upstream import request_headers, response_headers
 
-COLUMNS = Columns(("a",), (0.5,))
+COLUMNS = ScoreColumns(("a",), (0.5,))
 
 
 @given(st.lists(st.sampled_from([b"data: x\n\n", b": c\r\n\r\n", b"a\r\r", b"e: 1\ndata: 2\n\n"])))
@@ -29,7 +29,7 @@ COLUMNS = Columns(("a",), (0.5,))
 def test_frames_are_whole_however_the_bytes_are_cut(frames: list[bytes]) -> None:
     raw = b"".join(frames) + b"rest"
     for size in (1, 3, len(raw)):
-        splitter = Splitter(100)
+        splitter = FrameSplitter(100)
         found = [f for at in range(0, len(raw), size) for f in splitter.feed(raw[at : at + size])]
         assert b"".join(found) + splitter.rest == raw
         assert all(frame.endswith((b"\n\n", b"\r\r", b"\r\n\r\n")) for frame in found)
@@ -37,7 +37,7 @@ def test_frames_are_whole_however_the_bytes_are_cut(frames: list[bytes]) -> None
 
 
 def test_a_frame_without_an_end_is_given_up_on() -> None:
-    splitter = Splitter(10)
+    splitter = FrameSplitter(10)
     with pytest.raises(FrameTooLong):
         splitter.feed(b"x" * 11)
 
@@ -54,13 +54,13 @@ def test_a_frame_without_an_end_is_given_up_on() -> None:
     ],
 )
 def test_the_data_of_a_frame_is_found(frame: bytes, data: bytes | None) -> None:
-    assert data_of(frame) == data
+    assert frame_data(frame) == data
 
 
 @given(hnp.arrays(np.float32, (3, 4), elements=st.floats(width=32)))
 @settings(max_examples=300, deadline=None, derandomize=True)
 def test_a_score_that_is_read_back_is_the_same_float32(scores_RP: np.ndarray) -> None:
-    made = json.loads(json.dumps(plain(scores_RP), allow_nan=False))
+    made = json.loads(json.dumps(to_json_numbers(scores_RP), allow_nan=False))
     for row, wanted in zip(made, scores_RP, strict=True):
         for value, score in zip(row, wanted, strict=True):
             if np.isfinite(score):
@@ -70,23 +70,23 @@ def test_a_score_that_is_read_back_is_the_same_float32(scores_RP: np.ndarray) ->
 
 
 def test_a_score_is_written_in_few_digits() -> None:
-    text = json.dumps(plain(np.array([[0.1, -12.3456789, 1e-7]], np.float32)))
+    text = json.dumps(to_json_numbers(np.array([[0.1, -12.3456789, 1e-7]], np.float32)))
     assert text == "[[0.100000001, -12.3456793, 1.00000001e-07]]"
 
 
 def test_texts_complete_a_character_at_its_last_token() -> None:
-    texts = Texts([b"<s>", b"\xf0\x9f", b"\x99\x82", b"a", b"\xc3"])
-    pieces = Pieces(texts)
+    texts = TokenTexts([b"<s>", b"\xf0\x9f", b"\x99\x82", b"a", b"\xc3"])
+    pieces = TokenTextDecoder(texts)
     assert pieces.of([0, 1]) == ["<s>", ""]
     assert pieces.of([2, 3]) == ["🙂", "a"]
     assert pieces.of([4, 3, 4], is_end=True) == ["", "\ufffda", "\ufffd"]
     assert texts.all_of([3, 99]) == ["a", "<99>"]
-    assert Pieces(texts).of([], is_end=True) == []
+    assert TokenTextDecoder(texts).of([], is_end=True) == []
 
 
 def test_sums_leave_out_what_has_no_score() -> None:
-    summary = Summary()
-    row = Row(1, Columns(("a", "b"), (2.0, None)), [1.0, None])
+    summary = ScoreSummary()
+    row = ScoreRow(1, ScoreColumns(("a", "b"), (2.0, None)), [1.0, None])
     summary.add(0, [row, None, row._replace(values=[3.0, -1.0])])
     a, b, c = summary.results(("a", "b", "c"))
     assert (summary.count, summary.lost) == (2, 1)
@@ -96,21 +96,21 @@ def test_sums_leave_out_what_has_no_score() -> None:
 
 
 def test_a_row_that_was_told_is_not_held_again() -> None:
-    lane = Lane()
+    lane = ChoiceScores()
     lane.add_tokens([5, 6, 7])
-    lane.add_row(4, Row(5, COLUMNS, [0.5]), first=4)
-    lane.add_row(4, Row(5, COLUMNS, [1.0]), first=4)
+    lane.add_row(4, ScoreRow(5, COLUMNS, [0.5]), first=4)
+    lane.add_row(4, ScoreRow(5, COLUMNS, [1.0]), first=4)
     assert lane.held == 2
-    assert lane.take(4, is_final=False, is_hopeless=False) == [Row(5, COLUMNS, [1.0])]
-    lane.add_row(4, Row(5, COLUMNS, [2.0]), first=4)
+    assert lane.take(4, is_final=False, is_cut_off_from_rows=False) == [ScoreRow(5, COLUMNS, [1.0])]
+    lane.add_row(4, ScoreRow(5, COLUMNS, [2.0]), first=4)
     assert lane.held == 0
-    assert lane.take(4, is_final=False, is_hopeless=False) is None
+    assert lane.take(4, is_final=False, is_cut_off_from_rows=False) is None
 
 
 def test_an_answer_without_tokens_has_nothing_to_tell() -> None:
-    lane = Lane()
+    lane = ChoiceScores()
     assert lane.is_complete(4)
-    assert lane.take(4, is_final=True, is_hopeless=False) is None
+    assert lane.take(4, is_final=True, is_cut_off_from_rows=False) is None
 
 
 @pytest.mark.parametrize("upstream", ["", "127.0.0.1:8000", "ftp://x", "http://", "file:///etc"])
@@ -140,10 +140,10 @@ def test_an_empty_key_is_no_key() -> None:
 def test_headers_between_two_hops_stay_there() -> None:
     given = [("Connection", "close, X-Hop"), ("X-Hop", "1"), ("X-Kept", "1"), ("Cookie", "c")]
     given += [("Host", "h"), ("Sec-Fetch-Site", "x"), ("Authorization", "k"), ("TE", "trailers")]
-    assert onward(given, has_own_key=True, is_edited=False) == [("X-Kept", "1")]
-    assert ("Authorization", "k") in onward(given, has_own_key=False, is_edited=False)
+    assert request_headers(given, has_own_key=True, is_edited=False) == [("X-Kept", "1")]
+    assert ("Authorization", "k") in request_headers(given, has_own_key=False, is_edited=False)
     answered = {"Server": "v", "Access-Control-Allow-Origin": "*", "X-Kept": "1", "Set-Cookie": "c"}
-    assert back(answered) == [("X-Kept", "1")]
+    assert response_headers(answered) == [("X-Kept", "1")]
 
 
 def test_examples_come_from_a_file_that_is_checked(tmp_path: Path) -> None:

@@ -6,7 +6,7 @@ import threading
 from pathlib import Path
 from typing import Any
 
-from clairai import wire
+from clairai.wire import ring_messages
 from tests.http.answers import CHAT, asking, chunks, expected, told
 from tests.http.fake import PROMPT, Exchange
 from tests.http.world import HURRIED, World, world
@@ -26,8 +26,8 @@ def ask(w: World, path: str = CHAT, **body: Any) -> bytes:
 def test_cached_tokens_have_no_scores_and_are_not_lost(w: World) -> None:
     async def script(exchange: Exchange) -> None:
         assert exchange.ring is not None
-        exchange.ring.mark(exchange.stream, wire.CACHED, position=0, span=3)
-        exchange.rows(3, PROMPT[3:], phase=wire.PREFILL)
+        exchange.ring.mark(exchange.stream, ring_messages.CACHED, position=0, span=3)
+        exchange.rows(3, PROMPT[3:], phase=ring_messages.PREFILL)
         await exchange.begin()
         await exchange.tokens([72], finish="length")
         await exchange.end()
@@ -47,8 +47,10 @@ def test_tokens_forwarded_again_after_a_preemption_are_not_told_twice(w: World) 
         exchange.rows(4, [72])
         await exchange.tokens([101])
         everything = [*PROMPT, 72]
-        exchange.rows(0, everything[:4], phase=wire.PREFILL, flags=wire.RECOMPUTED)
-        exchange.rows(4, everything[4:], flags=wire.RECOMPUTED)
+        exchange.rows(
+            0, everything[:4], phase=ring_messages.PREFILL, flags=ring_messages.RECOMPUTED
+        )
+        exchange.rows(4, everything[4:], flags=ring_messages.RECOMPUTED)
         exchange.rows(5, [101])
         await exchange.tokens([108], finish="stop")
         await exchange.end()

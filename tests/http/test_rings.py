@@ -12,12 +12,12 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from clairai import wire
 from clairai.errors import RingError
+from clairai.proxy.app import create_app
+from clairai.proxy.observe.observer import CompletionEnd
+from clairai.proxy.proxy_settings import ProxySettings
 from clairai.ring.layout import RingShape
-from clairai.stream.app import create_app
-from clairai.stream.observe import RunEnd
-from clairai.stream.settings import ProxySettings
+from clairai.wire import ring_messages
 from tests.http.answers import CHAT, asking, chunks, expected, told
 from tests.http.fake import Exchange, Ring, answering, bank_of
 from tests.http.world import HURRIED, World, world
@@ -157,7 +157,7 @@ def test_records_that_were_overwritten_are_counted_and_degrade_health(tmp_path: 
 def test_a_record_whose_columns_nobody_knows_is_lost_and_the_next_are_read(w: World) -> None:
     assert w.engine is not None
     before = w.proxy.numbers().ring.records_lost
-    rows = np.zeros(1, wire.ROW)
+    rows = np.zeros(1, ring_messages.ROW)
     for columns, bank in ((3, 1), (2, 9)):  # not as many as its bank has; a bank there never was
         scores = np.zeros((1, columns), np.float32)
         w.engine.writer.publish(rows, scores, bank_version=bank, step=0)
@@ -175,7 +175,7 @@ def test_a_feed_that_fails_begins_again(tmp_path: Path, monkeypatch: pytest.Monk
 
     with world(tmp_path, script=answering(HELLO), timeouts=HURRIED) as w:
         with monkeypatch.context() as patch:
-            patch.setattr("clairai.stream.feed.Feed._hand_over", fail)
+            patch.setattr("clairai.proxy.ring_feed.RingFeed._hand_over", fail)
             assert scored(w) == (0, 4)
         until(lambda: w.proxy.feed.is_attached)
         until(lambda: scored(w) == (4, 0))
@@ -186,12 +186,12 @@ class Watcher:
 
     def __init__(self, *, is_broken: bool = False) -> None:
         self.scores: list[tuple[tuple[str, ...], int]] = []
-        self.ends: list[RunEnd] = []
+        self.ends: list[CompletionEnd] = []
         self._is_broken = is_broken
 
     def on_scores(
         self,
-        bank: wire.Bank,
+        bank: ring_messages.Bank,
         rows: NDArray[np.void],
         scores_RP: NDArray[np.float32],
         stamp_ns: int,
@@ -202,7 +202,7 @@ class Watcher:
         if self._is_broken:
             raise RuntimeError("broken")
 
-    def on_run_end(self, end: RunEnd) -> None:
+    def on_run_end(self, end: CompletionEnd) -> None:
         self.ends.append(end)
 
 

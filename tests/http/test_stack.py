@@ -17,12 +17,12 @@ import httpx
 import numpy as np
 import pytest
 
-from clairai.offline import config
-from clairai.serve.engine import EngineProcess
-from clairai.serve.launch import Bind, Launch
-from clairai.serve.log import EngineLog
-from clairai.stream.proxy import Proxy
-from clairai.stream.settings import ProxySettings
+from clairai.launch.engine_command import EngineCommand, ListenAddress
+from clairai.launch.engine_log import EngineLog
+from clairai.launch.engine_process import EngineProcess
+from clairai.library.engine_control import config
+from clairai.proxy.proxy import Proxy
+from clairai.proxy.proxy_settings import ProxySettings
 from tests.engine import models
 from tests.engine.server import CPU, KEY, MODEL, NAMED, WIDTH, free_port
 from tests.http.answers import CHAT, TEXT, events, without_ours
@@ -63,10 +63,10 @@ def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
     embedding = Embedding(model)
     (scratch / "probes").mkdir()
     embedding.save_probes(scratch / "probes")
-    launch = Launch(
+    launch = EngineCommand(
         str(model),
         config(probes=scratch / "probes", steering=True, steer_rows=2, runtime_dir=str(runtime)),
-        Bind(port=free_port(), api_key=KEY),
+        ListenAddress(port=free_port(), api_key=KEY),
         (*NAMED, *SMALL),
         CPU,
     )

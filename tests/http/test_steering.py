@@ -11,12 +11,12 @@ from typing import Any
 import pytest
 
 from clairai.errors import RequestError
-from clairai.stream import schema_steering as models
-from clairai.stream.asked import read
-from clairai.stream.metrics import Metrics
-from clairai.stream.settings import Limits
-from clairai.stream.stopping import stopped_by
-from clairai.wanted import parse
+from clairai.fields.request_fields import parse_fields
+from clairai.proxy import schema as models
+from clairai.proxy.completions.completion_request import read_request
+from clairai.proxy.completions.request_scores import find_stopping_probe
+from clairai.proxy.observe.metrics import Metrics
+from clairai.proxy.proxy_settings import Limits
 from tests.http.answers import CHAT, TEXT, asking, chunks, events, expected, told
 from tests.http.fake import answering
 from tests.http.test_observed import Told
@@ -88,9 +88,9 @@ def test_the_seeds_fields_steer_with_our_key_or_without(w: World, field: str) ->
 def test_the_engine_reads_what_the_proxy_sends() -> None:
     rows = {"post_block": {"3": [0.5] * 8}}
     body = whole(clairai={"steer": STEER, "stop": [RULE]}, steering_vectors=rows)
-    request = read(json.dumps(body).encode(), Limits())
+    request = read_request(json.dumps(body).encode(), Limits())
     assert request is not None
-    wanted = parse(json.loads(request.body(7))["vllm_xargs"])
+    wanted = parse_fields(json.loads(request.body(7))["vllm_xargs"])
     assert [entry.vector for entry in wanted.steer][:1] == ["calm"]
     assert (len(wanted.steer), wanted.stop[0].tokens, wanted.stream) == (2, 2, 7)
 
@@ -99,7 +99,7 @@ def test_the_engine_reads_what_the_proxy_sends() -> None:
     "raw", [b'{"messages":[],"steering_vectors":null}', b'{"a":"steering_vectors"}']
 )
 def test_a_seeds_field_that_says_nothing_is_none_of_ours(raw: bytes) -> None:
-    assert read(raw, Limits()) is None
+    assert read_request(raw, Limits()) is None
 
 
 @pytest.mark.parametrize("stream", [True, False])
@@ -172,7 +172,7 @@ def test_upstreams_refusal_of_a_vector_passes_as_it_is(w: World) -> None:
 def test_nothing_is_steered_twice(field: str) -> None:
     body = whole(clairai={}, vllm_xargs={field: "{}"})
     with pytest.raises(RequestError, match="both"):
-        read(json.dumps(body).encode(), Limits())
+        read_request(json.dumps(body).encode(), Limits())
 
 
 # An answer that a rule ended
@@ -240,8 +240,8 @@ def test_stopped_answers_are_counted_by_probe_and_told_to_observers(
 def test_only_a_rule_that_was_asked_for_has_stopped_an_answer(
     finish: str | None, reason: str | int | None, probe: str | None
 ) -> None:
-    assert stopped_by([RULE, "no rule"], finish, reason) == probe
-    assert stopped_by([], finish, reason) is None
+    assert find_stopping_probe([RULE, "no rule"], finish, reason) == probe
+    assert find_stopping_probe([], finish, reason) is None
 
 
 def test_a_named_run_is_steered_otherwise_by_its_id(w: World) -> None:

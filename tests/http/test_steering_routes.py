@@ -8,7 +8,7 @@ from urllib.parse import quote
 import numpy as np
 import pytest
 
-from clairai.stream import schema_steering as models
+from clairai.proxy import schema as models
 from tests.http.answers import CHAT
 from tests.http.fake_steering import digest_of
 from tests.http.test_steering import STEER, whole

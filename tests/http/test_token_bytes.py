@@ -14,10 +14,10 @@ from starlette.testclient import TestClient
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from clairai.compat.vocabulary import token_bytes
+from clairai.compat.api_server import list_token_bytes
 from clairai.errors import UnsupportedError
 from clairai.plugin import Endpoint
-from clairai.stream.vocabulary import Texts
+from clairai.proxy.completions.token_text import TokenTexts
 from tests.engine.models import real
 
 
@@ -50,15 +50,15 @@ def _fast(made: Tokenizer) -> PreTrainedTokenizerFast:
 def test_the_bytes_of_the_tokens_are_the_bytes_of_the_text(
     tokenizer: PreTrainedTokenizerFast, text: str
 ) -> None:
-    pieces = token_bytes(tokenizer)
+    pieces = list_token_bytes(tokenizer)
     ids = tokenizer.encode(text.replace(" ", "▁") if 256 in tokenizer.encode("▁") else text)
     assert b"".join(pieces[token_id] for token_id in ids).decode() == text
-    assert "".join(Texts(pieces).all_of(ids)) == text
+    assert "".join(TokenTexts(pieces).all_of(ids)) == text
 
 
 def test_every_token_of_the_demo_model_has_its_bytes() -> None:
     tokenizer = PreTrainedTokenizerFast.from_pretrained(real())
-    pieces = token_bytes(tokenizer)
+    pieces = list_token_bytes(tokenizer)
     assert len(pieces) >= len(tokenizer)
     assert pieces[tokenizer.convert_tokens_to_ids("<|im_start|>")] == b"<|im_start|>"
     ids = tokenizer.encode("Écris « 漢字 » 🙂\n\tfor i in range(3):")
@@ -67,7 +67,7 @@ def test_every_token_of_the_demo_model_has_its_bytes() -> None:
 
 def test_a_tokenizer_that_nobody_can_read_is_an_error_that_says_so() -> None:
     with pytest.raises(UnsupportedError, match="SimpleNamespace"):
-        token_bytes(SimpleNamespace())
+        list_token_bytes(SimpleNamespace())
 
 
 def _server(*, is_async: bool, is_disabled: bool = False) -> TestClient:
@@ -94,7 +94,7 @@ def test_the_route_answers_with_or_without_taps(is_async: bool) -> None:
     server = _server(is_async=is_async)
     answer = server.get("/v1/clairai/tokens")
     tokens = [base64.b64decode(token) for token in answer.json()["tokens"]]
-    assert tokens == token_bytes(byte_level())
+    assert tokens == list_token_bytes(byte_level())
     assert server.get("/v1/clairai").status_code == 404
     assert server.get("/v1/clairai/tokens").content == answer.content
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from clairai.stream.settings import Limits
+from clairai.proxy.proxy_settings import Limits
 from tests.http.answers import CHAT, asking, chunks, expected, told
 from tests.http.fake import Exchange, answering
 from tests.http.world import HURRIED, World, world

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from clairai import wire
-from clairai.stream import schema
+from clairai.proxy import schema
+from clairai.wire import ring_messages
 from tests.http.answers import CHAT, asking, chunks, events
 from tests.http.fake import PROMPT, Exchange, Script
 from tests.http.world import HURRIED, World, world
@@ -29,7 +29,7 @@ def weighed(*banks: int, echo: dict[str, Any] | None = None) -> Script:
 
     async def script(exchange: Exchange) -> None:
         exchange.echo = echo
-        exchange.rows(0, PROMPT, phase=wire.PREFILL, bank=banks[0])
+        exchange.rows(0, PROMPT, phase=ring_messages.PREFILL, bank=banks[0])
         await exchange.begin()
         for at, bank in enumerate(banks):
             exchange.rows(len(PROMPT) + at, [TOKENS[at]], bank=bank)

@@ -9,12 +9,12 @@ from pathlib import Path
 import pytest
 
 from clairai.errors import WeightsError
-from clairai.serve.calls import Server
-from clairai.stream.settings import Limits
-from clairai.weights.manifest import MAX_MANIFEST_BYTES, encode
+from clairai.library.http_client import ServerClient
+from clairai.proxy.proxy_settings import Limits
+from clairai.weights.manifest import MAX_MANIFEST_BYTES, encode_manifest
 from tests.http.fake_weights import COMMITTED, STATE, TENSOR, UNPLANNED
 from tests.http.world import World, world
-from tests.unit.toy_weights import plan
+from tests.support.weights import plan
 
 PIECE = 1 << 17
 BUFFER = f"/v1/weights/buffers/{'a' * 32}/3"
@@ -30,7 +30,7 @@ def test_what_serves_and_what_can_be_sent_is_told(w: World) -> None:
 
 def test_a_manifest_goes_on_byte_by_byte_and_the_query_with_it(w: World) -> None:
     manifest = plan()
-    body = encode(manifest)
+    body = encode_manifest(manifest)
     with w.client() as client:
         planned = [client.post(path, content=body).json() for path in PATHS[:2]]
         committed = client.post(f"{PATHS[2]}?drain=abort", content=body).json()
@@ -57,7 +57,7 @@ def test_a_buffer_goes_on_as_it_comes_and_is_never_held(w: World, count: int) ->
 
 def test_a_buffer_that_the_engine_does_not_want_is_refused_in_its_words(w: World) -> None:
     """By our own client: it has sent a part of the body when the answer comes."""
-    server = Server(w.url)
+    server = ServerClient(w.url)
     with pytest.raises(WeightsError, match="is not planned here"):
         server.put_weights(UNPLANNED, 0, pieces(300), 300 * PIECE)
 
@@ -83,7 +83,9 @@ def test_nobody_gets_there_without_the_key(tmp_path: Path, path: str) -> None:
 @pytest.mark.parametrize("path", PATHS)
 def test_a_page_of_another_site_cannot_change_weights(w: World, path: str) -> None:
     with w.client() as client:
-        answer = client.post(path, content=encode(plan()), headers={"Origin": "http://evil.test"})
+        answer = client.post(
+            path, content=encode_manifest(plan()), headers={"Origin": "http://evil.test"}
+        )
     assert answer.status_code == 403
     assert w.upstream.weights.asked == []
 

@@ -16,12 +16,11 @@ import httpx
 import uvicorn
 from aiohttp import web
 
+from clairai.proxy.app import create_app, create_server
+from clairai.proxy.observe.observer import MetricsObserver, Observer
+from clairai.proxy.proxy import Proxy
+from clairai.proxy.proxy_settings import ProxySettings, Timeouts
 from clairai.ring.layout import RingShape
-from clairai.stream.app import create_app
-from clairai.stream.listen import server
-from clairai.stream.observe import Exposition, Observer
-from clairai.stream.proxy import Proxy
-from clairai.stream.settings import ProxySettings, Timeouts
 from tests.http.answers import CHAT
 from tests.http.fake import Ring, Script, answering, bank_of
 from tests.http.fake_server import Upstream
@@ -75,7 +74,7 @@ def world(
     has_routes: bool = True,
     shape: RingShape = SHAPE,
     observers: tuple[Observer, ...] = (),
-    metrics: Exposition | None = None,
+    metrics: MetricsObserver | None = None,
     upstream_key: str | None = None,
     upstream_is_socket: bool = False,
     **settings: Any,
@@ -105,7 +104,7 @@ async def _serving(
     path: Path | None,
     settings: dict[str, Any],
     observers: tuple[Observer, ...],
-    metrics: Exposition | None,
+    metrics: MetricsObserver | None,
 ) -> Any:
     async with AsyncExitStack() as stack:
         address, runner = await stack.enter_async_context(running_upstream(upstream, path))
@@ -114,7 +113,7 @@ async def _serving(
         usual = {"upstream": address, "runtime_dir": folder, "timeouts": PATIENT}
         chosen = ProxySettings(**{**usual, **settings})
         app = create_app(replace(chosen, port=port), observers=observers, metrics=metrics)
-        serving = server(app, chosen)
+        serving = create_server(app, chosen)
         await stack.enter_async_context(_uvicorn(serving, listener))
         yield f"http://127.0.0.1:{port}", address, app.state.proxy, serving, runner
 
@@ -132,7 +131,7 @@ def proxy_of(settings: ProxySettings) -> Iterator[tuple[str, Proxy]]:
 async def _proxy(settings: ProxySettings) -> Any:
     listener = socket.create_server(("127.0.0.1", 0))
     app = create_app(settings)
-    serving = server(app, settings)
+    serving = create_server(app, settings)
     async with _uvicorn(serving, listener):
         yield f"http://127.0.0.1:{listener.getsockname()[1]}", app.state.proxy, serving
 

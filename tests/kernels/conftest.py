@@ -18,12 +18,12 @@ from numpy.typing import NDArray
 IS_INTERPRETING = os.environ.get("TRITON_INTERPRET") == "1"
 COMPILED = ("test_compiled.py", "test_interpreted.py", "test_sum_compiled.py")
 INTERPRETED = (
-    "test_commit_in_graph.py",
-    "test_commit_kernel.py",
-    "test_commit_planted.py",
     "test_device_handover.py",
     "test_norm_kernel.py",
     "test_project_kernel.py",
+    "test_publish_in_graph.py",
+    "test_publish_kernel.py",
+    "test_publish_planted.py",
     "test_score_kernel.py",
     "test_stash_kernel.py",
     "test_steer_kernel.py",

@@ -11,10 +11,13 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
+from clairai.engine.capture import rp8_kernel
+from clairai.engine.publish import publish_kernel
+from clairai.engine.publish.gpu_launcher import kernel_constants
+from clairai.engine.publish.step_header import NUM_HEADERS
+from clairai.engine.score import norm_kernel, stash_kernel
+from clairai.engine.steer import steer_kernel
 from clairai.ring.layout import RingShape
-from clairai.tap import commit_kernel, norm_kernel, project_kernel, stash_kernel, steer_kernel
-from clairai.tap.gpu_launch import constants
-from clairai.tap.ledger import NUM_BRIEFS
 
 HOPPER = GPUTarget("cuda", 90, 32)
 WIDTH = 4096
@@ -92,22 +95,22 @@ def test_a_row_that_is_projected_stays_in_registers(
 ) -> None:
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     made = [
-        projecting(project_kernel.take_apart, dtype, {"BLOCK_D": WIDTH}, num_warps=8),
-        projecting(project_kernel.put_together, dtype, {"BLOCK_K": 512}, num_warps=4),
+        projecting(rp8_kernel.split_into_planes, dtype, {"BLOCK_D": WIDTH}, num_warps=8),
+        projecting(rp8_kernel.combine_sums, dtype, {"BLOCK_K": 512}, num_warps=4),
     ]
     for one in made:
         assert one.asm["cubin"]
         assert ".local" not in one.asm["ptx"]
 
 
-@pytest.mark.parametrize("tiling", [project_kernel.FEW_ROWS, project_kernel.MANY_ROWS])
+@pytest.mark.parametrize("tiling", [rp8_kernel.FEW_ROWS, rp8_kernel.MANY_ROWS])
 def test_a_projection_is_a_product_of_bytes_on_tensor_cores(
     tiling: dict[str, int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-    tiles = {"TILE_D": project_kernel.TILE_D, **{n: tiling[n] for n in ("TILE_R", "TILE_K")}}
+    tiles = {"TILE_D": rp8_kernel.TILE_D, **{n: tiling[n] for n in ("TILE_R", "TILE_K")}}
     options = {name: tiling[name] for name in ("num_warps", "num_stages")}
-    made = projecting(project_kernel.project, "bf16", tiles, **options)
+    made = projecting(rp8_kernel.project_planes, "bf16", tiles, **options)
     assert re.search(r"wgmma\.mma_async[.\w]*\.s32\.s8\.s8", made.asm["ptx"])
     assert made.metadata.shared <= 166_912  # of an A100
 
@@ -118,7 +121,7 @@ COMMIT_TYPES = {
     **dict.fromkeys(("token_ids_ptr", "ticket_ptr"), "*i32"),
     "scores_ptr": "*fp32",
 }
-IN_GRAPH = {**constants(RingShape(64, 4096, 4), 256), "NUM_BRIEFS": NUM_BRIEFS}
+IN_GRAPH = {**kernel_constants(RingShape(64, 4096, 4), 256), "NUM_BRIEFS": NUM_HEADERS}
 STASH_TYPES = {
     **dict.fromkeys(("stash_ptr", "weights_ptr"), "*bf16"),
     **dict.fromkeys(("bias_ptr", "scores_ptr", "partial_ptr"), "*fp32"),
@@ -146,8 +149,8 @@ def parameters(ptx: str) -> list[int]:
 @pytest.mark.parametrize(
     ("kernel", "types", "constants"),
     [
-        (commit_kernel.commit, COMMIT_TYPES, constants(RingShape(64, 4096, 4), 256)),
-        (commit_kernel.commit_in_graph, COMMIT_TYPES, IN_GRAPH),
+        (publish_kernel.publish_step, COMMIT_TYPES, kernel_constants(RingShape(64, 4096, 4), 256)),
+        (publish_kernel.publish_in_graph, COMMIT_TYPES, IN_GRAPH),
         (stash_kernel.score_stash, STASH_TYPES, STASH_CONSTANTS),
         (stash_kernel.score_stash_wide, STASH_TYPES, STASH_CONSTANTS),
     ],
@@ -175,7 +178,9 @@ def test_a_step_is_published_by_stores_and_no_exchange_reaches_the_host(
 ) -> None:
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     shape = RingShape(64, 4096, 4)
-    made = after_the_forward(commit_kernel.commit, COMMIT_TYPES, constants(shape, 256))
+    made = after_the_forward(
+        publish_kernel.publish_step, COMMIT_TYPES, kernel_constants(shape, 256)
+    )
     ptx = made.asm["ptx"]
     assert ptx.count("st.release.sys.global.u64") == 2
     assert "atom.global.sys.release" not in ptx

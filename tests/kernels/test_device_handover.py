@@ -20,19 +20,18 @@ import pytest
 import torch
 
 from clairai.errors import ClairaiError, WeightsError, WeightsTornError
-from clairai.ring.cuda import DeviceBlock
-from clairai.weights import Sender, routes, sum_kernel, tensors
-from clairai.weights.device_pack import DevicePacker
-from clairai.weights.dock import Dock
+from clairai.local.gpu_memory import DeviceBlock
+from clairai.weights import Sender, checksum_kernel, torch_buffers, transport
+from clairai.weights.engine_client import LlmEngine
 from clairai.weights.manifest import Manifest
-from clairai.weights.port import Port
-from clairai.weights.sources import items
-from clairai.weights.tensors import DeviceLanded
-from clairai.weights.ways import InProcess
-from clairai.wire_weights import Full, Offer
+from clairai.weights.pack import DevicePacker, open_sources
+from clairai.weights.pending_transfer import TransferTracker
+from clairai.weights.socket_client import BufferClient
+from clairai.weights.torch_buffers import ReceivedDeviceBuffer
+from clairai.wire.weights_messages import BufferFilled, BufferOffer
 from tests.process.parts import until
-from tests.unit.toy_cuda import UUIDS, CUresult, ToyDriver, install
-from tests.unit.toy_weights import ToyLlm, plan, weights
+from tests.support.cuda import UUIDS, CUresult, ToyDriver, install
+from tests.support.weights import ToyLlm, plan, weights
 
 GPU = torch.device("cpu:0")  # not the host, which has no number
 UUID = UUIDS[0].hex()
@@ -46,9 +45,9 @@ def driver(monkeypatch: pytest.MonkeyPatch) -> Iterator[ToyDriver]:
         raw = (ctypes.c_char * block.nbytes).from_address(block.address)
         return torch.frombuffer(raw, dtype=torch.uint8)
 
-    monkeypatch.setattr(tensors, "device_bytes", device_bytes)
-    monkeypatch.setattr(routes, "home_of", lambda *_: (GPU, "a toy"))
-    monkeypatch.setattr(Port, "is_here", False)
+    monkeypatch.setattr(torch_buffers, "device_bytes", device_bytes)
+    monkeypatch.setattr(transport, "choose_memory", lambda *_: (GPU, "a toy"))
+    monkeypatch.setattr(BufferClient, "is_here", False)
     _take_turns(monkeypatch)
     for name in ("synchronize", "device", "stream"):
         monkeypatch.setattr(torch.cuda, name, lambda *_: contextlib.nullcontext())
@@ -59,20 +58,20 @@ def driver(monkeypatch: pytest.MonkeyPatch) -> Iterator[ToyDriver]:
 def _take_turns(monkeypatch: pytest.MonkeyPatch) -> None:
     """Sender and engine are threads here, and Triton's interpreter is for one at a time."""
     turn = threading.Lock()
-    for name in ("sum_all", "copy_all"):
-        launch = getattr(sum_kernel, name)
+    for name in ("launch_sum", "launch_copy_and_sum"):
+        launch = getattr(checksum_kernel, name)
 
         def alone(*given: Any, launch: Any = launch) -> None:
             with turn:
                 launch(*given)
 
-        monkeypatch.setattr(sum_kernel, name, alone)
+        monkeypatch.setattr(checksum_kernel, name, alone)
 
 
-def open_device(handle: bytes, nbytes: int) -> DeviceLanded:
+def open_device(handle: bytes, nbytes: int) -> ReceivedDeviceBuffer:
     block = DeviceBlock.attach(handle, nbytes, UUID)
     stream: Any = SimpleNamespace(device=GPU)
-    return DeviceLanded(block, stream)
+    return ReceivedDeviceBuffer(block, stream)
 
 
 @pytest.fixture
@@ -140,7 +139,7 @@ def test_a_commit_that_is_refused_frees_nothing_that_the_engine_has_open(
         assert len(driver.opened) == len(weights(0))
         raise WeightsError("planted")
 
-    monkeypatch.setattr(InProcess, "commit", refused)
+    monkeypatch.setattr(LlmEngine, "commit", refused)
     with pytest.raises(WeightsError, match="planted"):
         sender(llm, tmp_path).send(weights(1))
     assert is_clean(driver)
@@ -161,14 +160,14 @@ def test_memory_smaller_than_the_plan_says_is_refused(
 def test_what_changed_between_packing_and_reading_is_refused(
     llm: ToyLlm, driver: ToyDriver, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    original = Dock.read
+    original = TransferTracker.read
 
-    def spoiled(self: Dock, full: Any) -> Any:
+    def spoiled(self: TransferTracker, full: Any) -> Any:
         landed: Any = self.look(full.transfer).buffers[full.index]
         landed.bytes_N[0] ^= 1
         return original(self, full)
 
-    monkeypatch.setattr(Dock, "read", spoiled)
+    monkeypatch.setattr(TransferTracker, "read", spoiled)
     with pytest.raises(WeightsError, match="another checksum"):
         sender(llm, tmp_path).send(weights(1))
     assert is_clean(driver)
@@ -194,14 +193,16 @@ def test_a_buffer_is_opened_before_it_is_full_and_read_after(
     llm: ToyLlm, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Whatever is in it when it is opened: what counts is what it holds once it is full."""
-    order = noted(monkeypatch, (Dock, "land"), (DevicePacker, "_finish"), (Dock, "read"))
-    show = Port.show
+    order = noted(
+        monkeypatch, (TransferTracker, "land"), (DevicePacker, "_finish"), (TransferTracker, "read")
+    )
+    show = BufferClient.show
 
-    def shown(self: Port, offer: Any) -> None:
+    def shown(self: BufferClient, offer: Any) -> None:
         show(self, offer)
         until(lambda: order.count("land") == offer.index + 1, 10.0)
 
-    monkeypatch.setattr(Port, "show", shown)
+    monkeypatch.setattr(BufferClient, "show", shown)
     sender(llm, tmp_path).send(weights(1))
     assert is_serving(llm, 1)
     assert order[:3] == ["land", "land", "_finish"], "the second is filled before the first is read"
@@ -225,10 +226,10 @@ def test_a_buffer_is_said_to_be_full_in_its_turn(
 ) -> None:
     with begun(llm, tmp_path) as (made, port):
         if not reason:
-            port.full(Full(made.transfer, index), made.buffers[index])
+            port.full(BufferFilled(made.transfer, index), made.buffers[index])
             index, reason = 0, "1 have come and 1 of them were read"  # a second time
         with pytest.raises(WeightsError, match=reason):
-            port.full(Full(made.transfer, index), made.buffers[index])
+            port.full(BufferFilled(made.transfer, index), made.buffers[index])
     assert is_serving(llm, 0)
 
 
@@ -247,17 +248,17 @@ def test_a_plan_that_replaces_another_waits_for_who_reads(
 ) -> None:
     """To close memory that a kernel reads would end the engine's process."""
     is_reading, may_go_on = threading.Event(), threading.Event()
-    original = DeviceLanded.checksums
+    original = ReceivedDeviceBuffer.checksums
 
-    def slow(self: DeviceLanded, wanted: Any) -> list[str]:
+    def slow(self: ReceivedDeviceBuffer, wanted: Any) -> list[str]:
         is_reading.set()
         assert may_go_on.wait(10.0)
         assert driver.opened, "it is open while it is read"
         return original(self, wanted)
 
-    monkeypatch.setattr(DeviceLanded, "checksums", slow)
+    monkeypatch.setattr(ReceivedDeviceBuffer, "checksums", slow)
     with begun(llm, tmp_path) as (made, port), ThreadPoolExecutor(2) as threads:
-        read = threads.submit(port.full, Full(made.transfer, 0), made.buffers[0])
+        read = threads.submit(port.full, BufferFilled(made.transfer, 0), made.buffers[0])
         assert is_reading.wait(10.0)
         replaced = threads.submit(llm.intake.receiver._dock.drop)
         until(lambda: llm.intake.receiver._dock._cargo is None, 10.0)
@@ -272,14 +273,14 @@ def test_the_engine_answers_before_it_closes_what_it_read(
     llm: ToyLlm, driver: ToyDriver, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """To close a buffer takes time in which requests would wait; its sender waits for it."""
-    commit, opened = InProcess.commit, []
+    commit, opened = LlmEngine.commit, []
 
-    def committed(self: InProcess, manifest: bytes) -> Any:
+    def committed(self: LlmEngine, manifest: bytes) -> Any:
         answer = commit(self, manifest)
         opened.append(len(driver.opened))
         return answer
 
-    monkeypatch.setattr(InProcess, "commit", committed)
+    monkeypatch.setattr(LlmEngine, "commit", committed)
     sender(llm, tmp_path).send(weights(1))
     assert opened == [len(weights(0))]
     assert is_clean(driver)
@@ -287,13 +288,13 @@ def test_the_engine_answers_before_it_closes_what_it_read(
 
 
 @contextlib.contextmanager
-def begun(llm: ToyLlm, tmp_path: Path) -> Iterator[tuple[Manifest, Port]]:
+def begun(llm: ToyLlm, tmp_path: Path) -> Iterator[tuple[Manifest, BufferClient]]:
     """A plan of four buffers of which the first is filled and shown."""
     made = plan(epoch=llm.epoch, device=UUID, buffer_bytes=1)
     llm.planned(made)
-    packer = DevicePacker(items(weights(1), contextlib.ExitStack()), made, GPU)
-    with contextlib.closing(packer), Port(tmp_path, llm.epoch) as port:
+    packer = DevicePacker(open_sources(weights(1), contextlib.ExitStack()), made, GPU)
+    with contextlib.closing(packer), BufferClient(tmp_path, llm.epoch) as port:
         first = packer.begin(0)
-        port.show(Offer(made.transfer, 0, made.buffers[0], "device", first.handle))
+        port.show(BufferOffer(made.transfer, 0, made.buffers[0], "device", first.handle))
         first.finish()
         yield made, port

@@ -12,13 +12,13 @@ import numpy as np
 import pytest
 import torch
 
-from clairai.tap import norm_kernel
-from clairai.tap.norm_kernel import Norm, norm_twin
-from clairai.tap.steer_kernel import Steerer
-from clairai.tap.steer_tables import SteerTables
+from clairai.engine.score import norm_kernel
+from clairai.engine.score.norm_kernel import FusedNorm, norm_twin
+from clairai.engine.steer.steer_kernel import SteerLauncher
+from clairai.engine.steer.steer_tables import SteerTables
 from tests.kernels.planting import planted
-from tests.unit.toy_courses import WIDTH
-from tests.unit.toy_steer import ToyFleet, drill, fleet, random_history
+from tests.support.random_plans import WIDTH
+from tests.support.steered_engine import ToyFleet, drill, fleet, random_history
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 ROUNDING = {"bfloat16": 1.6e-2, "float16": 2e-3, "float32": 2e-6}
@@ -37,7 +37,7 @@ def test_it_is_vllms_norm_and_gives_the_sum_too(num_tokens: int, width: int, dty
     x_TD, residual_TD = (rows(num_tokens, width, kind, seed) for seed in (1, 2))
     weight_D = rows(1, width, kind, 3)[0]
     stash_RD, ran = torch.full((2, width), 7.0, dtype=kind), torch.zeros((), dtype=torch.int32)
-    made = Norm(width, EPSILON, stash_RD, ran)(x_TD, residual_TD, weight_D)
+    made = FusedNorm(width, EPSILON, stash_RD, ran)(x_TD, residual_TD, weight_D)
     normed_TD, stream_TD = norm_twin(x_TD, residual_TD, weight_D, EPSILON)
     # The interpreter cuts a bfloat16 off where a GPU rounds it: tests/gpu asks for equal bits.
     bound = ROUNDING[dtype]
@@ -51,7 +51,7 @@ def test_rows_may_lie_in_larger_memory() -> None:
     memory = rows(4, 100, torch.float32, 5)
     x_TD, residual_TD = memory[:, :30], memory[:, 60:90]
     stash_RD, ran = torch.zeros(4, 30), torch.zeros((), dtype=torch.int32)
-    normed_TD, stream_TD = Norm(30, EPSILON, stash_RD, ran)(x_TD, residual_TD, torch.ones(30))
+    normed_TD, stream_TD = FusedNorm(30, EPSILON, stash_RD, ran)(x_TD, residual_TD, torch.ones(30))
     expected = norm_twin(x_TD.clone(), residual_TD.clone(), torch.ones(30), EPSILON)
     torch.testing.assert_close((normed_TD, stream_TD), expected)
 
@@ -60,8 +60,8 @@ class ByNorm:
     """Steers pairs with the norm kernel, in the form in which the steer kernel would leave them."""
 
     def __init__(self, module: ModuleType = norm_kernel) -> None:
-        self._alone = Steerer(WIDTH)
-        self._kind = module.Norm
+        self._alone = SteerLauncher(WIDTH)
+        self._kind = module.FusedNorm
 
     def __call__(
         self, x_TD: torch.Tensor, residual_TD: torch.Tensor | None, tables: SteerTables, site: int

@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 import torch
 
+from clairai.engine.capture import rp8_kernel
+from clairai.engine.capture.encode import signs_twin
 from clairai.store.codecs.rp8 import Rp8
-from clairai.tap import project_kernel
-from clairai.tap.philox_twin import signs_twin
 from tests.kernels.planting import planted
 
 CPU = torch.device("cpu")
@@ -29,9 +29,7 @@ def rows(num_rows: int, width: int, seed: int) -> torch.Tensor:
     return torch.tensor(made, dtype=torch.float32)
 
 
-def differences(
-    rows_MD: torch.Tensor, encoder: Rp8, module: ModuleType = project_kernel
-) -> list[str]:
+def differences(rows_MD: torch.Tensor, encoder: Rp8, module: ModuleType = rp8_kernel) -> list[str]:
     signs_KD = signs_twin(encoder.seed, rows_MD.shape[1], encoder.k, CPU).t().contiguous()
     with np.errstate(all="ignore"):  # numpy warns of what a GPU computes in silence
         found = module.encode_rp8(rows_MD, signs_KD)
@@ -61,12 +59,12 @@ def test_whatever_is_no_number_and_whatever_is_nothing() -> None:
 
 
 def test_rows_beyond_those_taken_at_once_are_taken_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(project_kernel, "MAX_ROWS", 5)
+    monkeypatch.setattr(rp8_kernel, "MAX_ROWS", 5)
     assert differences(rows(13, 70, seed=4), Rp8(k=5)) == []
 
 
 def test_many_rows_go_another_way(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(project_kernel, "FEW_ROWS", {**project_kernel.FEW_ROWS, "TILE_R": 0})
+    monkeypatch.setattr(rp8_kernel, "FEW_ROWS", {**rp8_kernel.FEW_ROWS, "TILE_R": 0})
     assert differences(rows(30, 200, seed=4), Rp8(k=150)) == []
 
 
@@ -92,4 +90,4 @@ def test_a_planted_bug_is_caught(bug: str, tmp_path: Path) -> None:
     given[1, 3] = given[2, 3] = torch.inf
     given[2, 9] = -torch.inf
     given[4, 11] = torch.nan
-    assert differences(given, Rp8(k=16), planted(project_kernel, tmp_path, *PLANTED[bug]))
+    assert differences(given, Rp8(k=16), planted(rp8_kernel, tmp_path, *PLANTED[bug]))

@@ -13,9 +13,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from clairai.tap import score_kernel
-from clairai.tap.score_kernel import SLICE_D, TILE_T, Scorer
-from clairai.tap.tables import score_twin
+from clairai.engine.score import score_kernel
+from clairai.engine.score.score_kernel import SLICE_D, TILE_T, Scorer
+from clairai.engine.score.score_tables import score_twin
 
 CPU = torch.device("cpu")
 GUARD = 7  # rows of memory on both sides that are nobody's

@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 import torch
 
-from clairai.tap import stash_kernel
-from clairai.tap.score_kernel import SLICE_D, TILE_T, tile_k_of
-from clairai.tap.stash_kernel import StashScorer, stash_tilings
-from clairai.tap.tables import Tables
+from clairai.engine.score import stash_kernel
+from clairai.engine.score.score_kernel import SLICE_D, TILE_T, choose_tile_k
+from clairai.engine.score.score_tables import ScoreTables
+from clairai.engine.score.stash_kernel import StashScorer, stash_tilings
 from tests.kernels.test_score_kernel import DTYPES, Case, case, kernel
 
 WIDTH, MAX_TOKENS, STASH_ROWS = 200, 40, 24
@@ -47,7 +47,7 @@ def constants_of(given: tuple[Any, ...], tile_t: int) -> dict[str, Any]:
     return {
         "TILE_T": tile_t,
         "SLICE_D": SLICE_D,
-        "TILE_K": tile_k_of(given[-1]),
+        "TILE_K": choose_tile_k(given[-1]),
         "IS_SPLIT": given[0].dtype == torch.bfloat16,
         "NUM_SLICES": -(-WIDTH // SLICE_D),
     }
@@ -120,7 +120,9 @@ def test_a_slice_that_is_left_out_would_be_noticed() -> None:
 def test_many_programs_are_used_where_what_they_leave_for_each_other_has_room(
     num_tokens: int, is_wide: bool
 ) -> None:
-    held = Tables(["a", "b"], width=WIDTH, capacity=70, max_tokens=64, device="cpu", stash_rows=48)
+    held = ScoreTables(
+        ["a", "b"], width=WIDTH, capacity=70, max_tokens=64, device="cpu", stash_rows=48
+    )
     held.scratch = (torch.zeros(1), torch.zeros(8, dtype=torch.int32))  # 2 sites x 2 x 2 tiles
     scorer = StashScorer(held)
     wide, plain = ToyKernel(), ToyKernel()
@@ -146,11 +148,11 @@ class ToyKernel:
 def test_every_tiling_fits_the_gpu_and_there_is_one_for_any_number_of_tokens(
     capacity: int, shared_nbytes: int
 ) -> None:
-    tile_k = tile_k_of(capacity)
+    tile_k = choose_tile_k(capacity)
     found = stash_tilings(tile_k, is_split=True, shared_nbytes=shared_nbytes)
-    assert [one.most_tokens for one in found] == [32, 128, stash_kernel.NO_END]
+    assert [one.most_tokens for one in found] == [32, 128, stash_kernel.NO_LIMIT]
     for one in found:
         assert one.num_stages * 2 * SLICE_D * (one.tile_t + 2 * tile_k) <= shared_nbytes
         assert one.num_stages >= 2
     (alone,) = stash_tilings(tile_k, is_split=False, shared_nbytes=shared_nbytes)
-    assert (alone.tile_t, alone.most_tokens) == (TILE_T, stash_kernel.NO_END)
+    assert (alone.tile_t, alone.most_tokens) == (TILE_T, stash_kernel.NO_LIMIT)

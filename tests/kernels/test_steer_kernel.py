@@ -13,24 +13,26 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from clairai.steer.course import OPEN_END, Action, Course, Gate
-from clairai.tap import steer_kernel
-from clairai.tap.steer_kernel import Steerer
-from clairai.tap.steer_tables import Steer, SteerTables
-from clairai.tap.steer_twin import steer_twin
-from clairai.tap.steering import Steering
+from clairai.engine.steer import steer_kernel
+from clairai.engine.steer.steer_kernel import SteerLauncher
+from clairai.engine.steer.steer_tables import SteerFunction, SteerTables
+from clairai.engine.steer.steer_twin import steer_twin
+from clairai.engine.steer.steering_plan import OPEN_END, PlanAction, PlanGate, SteeringPlan
+from clairai.engine.steer.worker_steering import ProgramMap
 from tests.kernels.planting import planted
-from tests.unit.toy_courses import WIDTH, courses_of_one_program, random_course, row
-from tests.unit.toy_steer import Request, ToyFleet, drill, fleet, random_history, wrong_in
+from tests.support.random_plans import WIDTH, courses_of_one_program, random_plan, row
+from tests.support.steered_engine import Request, ToyFleet, drill, fleet, random_history, wrong_in
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 ROUNDING = {"bfloat16": 2e-2, "float16": 2e-3, "float32": 1e-5}
 seeds = st.integers(0, 2**32 - 1)
 
 
-def kernel_fleet(dtype: torch.dtype = torch.float32, steer: Steer | None = None) -> ToyFleet:
+def kernel_fleet(
+    dtype: torch.dtype = torch.float32, steer: SteerFunction | None = None
+) -> ToyFleet:
     held = fleet(dtype)
-    held.tables.steer = steer or Steerer(WIDTH)
+    held.tables.steer = steer or SteerLauncher(WIDTH)
     return held
 
 
@@ -49,7 +51,7 @@ def test_kernel_and_twin_leave_the_same_behind(seed: int) -> None:
     for held in (left, right):
         rng = np.random.default_rng(seed)
         for name in "abc":
-            held.open(name, Request(random_course(rng), seed=int(rng.integers(1 << 30))))
+            held.open(name, Request(random_plan(rng), seed=int(rng.integers(1 << 30))))
         for counts in ({"a": 6, "b": 3}, {"b": 1, "a": 1, "c": 5}, {"b": 1, "a": 1, "c": 1}):
             held.step(counts)
     for name in ("state_ZG", "gates_TG", "map_T4", "reads_ZS", "ran_S"):
@@ -58,30 +60,30 @@ def test_kernel_and_twin_leave_the_same_behind(seed: int) -> None:
 
 def test_a_program_that_two_courses_share_keeps_out_of_what_the_other_remembers() -> None:
     held = kernel_fleet()
-    for number, course in enumerate(courses_of_one_program()):
-        held.open(f"r{number}", Request(course, seed=number))
+    for number, plan in enumerate(courses_of_one_program()):
+        held.open(f"r{number}", Request(plan, seed=number))
     for counts in ({"r0": 2, "r1": 3}, {"r1": 2, "r0": 1}, {"r0": 1, "r1": 2}):
         assert wrong_in(held.step(counts)) == []
 
 
-def wide(width: int, dtype: torch.dtype, steer: Steer) -> SteerTables:
+def wide(width: int, dtype: torch.dtype, steer: SteerFunction) -> SteerTables:
     """One request, all four ops and a gate that reads, at rows of this width."""
     rng = np.random.default_rng(width)
     made = [row("p", rng.standard_normal(width)) for _ in range(5)]
     always = ((0, OPEN_END),)
     actions = (
-        Action("v", "", "add", (made[0],), 2.0, always, is_matched=True, gate=0),
-        Action("v", "", "ablate", (made[1],), 1.0, always),
-        Action("v", "", "clamp", (made[2],), 1.0, always, low=-0.5, high=0.5),
-        Action("v", "", "replace", (made[3],), 0.25, always),
+        PlanAction("v", "", "add", (made[0],), 2.0, always, is_matched=True, gate=0),
+        PlanAction("v", "", "ablate", (made[1],), 1.0, always),
+        PlanAction("v", "", "clamp", (made[2],), 1.0, always, low=-0.5, high=0.5),
+        PlanAction("v", "", "replace", (made[3],), 0.25, always),
     )
-    gate = Gate("toy", made[4], 0.1, "sigmoid", 0.5, sharpness=3.0)
+    gate = PlanGate("toy", made[4], 0.1, "sigmoid", 0.5, sharpness=3.0)
     tables = SteerTables(
         ["s"], width=width, max_tokens=8, seats=1, rows=8, programs=2, vocabulary=4,
         device="cpu", dtype=dtype,
     )  # fmt: skip
     tables.steer = steer
-    Steering(tables, {"p": "s"}).open("r", Course(actions, (gate,)))
+    ProgramMap(tables, {"p": "s"}).open("r", SteeringPlan(actions, (gate,)))
     tables.map_T4[1:5, 0] = 1
     tables.num_mapped = 5
     return tables
@@ -94,7 +96,7 @@ def test_a_row_of_any_width_is_steered_to_its_end_and_not_beyond(width: int, dty
     generator = torch.Generator().manual_seed(width)
     memory = torch.randn(2, 6, width + 9, generator=generator).to(DTYPES[dtype])
     by_kernel, by_twin = memory.clone(), memory.clone()
-    for steer, held in ((Steerer(width), by_kernel), (steer_twin, by_twin)):
+    for steer, held in ((SteerLauncher(width), by_kernel), (steer_twin, by_twin)):
         x_TD, residual_TD = held[:, :, 4 : 4 + width]
         wide(width, DTYPES[dtype], steer).site("s").apply(x_TD, residual_TD)
     tolerance = ROUNDING[dtype]
@@ -108,15 +110,15 @@ def test_a_row_of_any_width_is_steered_to_its_end_and_not_beyond(width: int, dty
 def test_a_row_has_the_same_bits_in_every_batch() -> None:
     x_TD = torch.randn(6, 70, generator=torch.Generator().manual_seed(1))
     together = x_TD.clone()
-    wide(70, torch.float32, Steerer(70)).site("s").apply(together, None)
+    wide(70, torch.float32, SteerLauncher(70)).site("s").apply(together, None)
     for index in range(1, 5):
         alone = x_TD[index - 1 : index + 1].clone()  # the second of two rows
-        wide(70, torch.float32, Steerer(70)).site("s").apply(alone, None)
+        wide(70, torch.float32, SteerLauncher(70)).site("s").apply(alone, None)
         assert torch.equal(alone[1], together[index])
 
 
 def test_indices_outside_of_the_tables_steer_nothing() -> None:
-    tables = wide(70, torch.float32, Steerer(70))
+    tables = wide(70, torch.float32, SteerLauncher(70))
     x_TD = torch.ones(6, 70)
     tables.map_T4[1:5, 0] = torch.tensor([-1, 3, 10**9, -(10**9)])
     tables.map_T4[1, 1:] = torch.tensor([5, 10**9, 1])  # a seat that is none
@@ -129,7 +131,7 @@ def test_indices_outside_of_the_tables_steer_nothing() -> None:
 
 
 def test_a_run_that_goes_beyond_the_forward_ends_with_it() -> None:
-    tables = wide(70, torch.float32, Steerer(70))
+    tables = wide(70, torch.float32, SteerLauncher(70))
     tables.reads_ZS[0, 0] = 1
     tables.map_T4[1] = torch.tensor([1, 10**6, 0, 0])
     tables.map_T4[2:6] = torch.tensor([1, -1, 0, 0])
@@ -140,7 +142,7 @@ def test_a_run_that_goes_beyond_the_forward_ends_with_it() -> None:
 
 
 def test_an_empty_forward_is_no_launch_and_rows_that_lie_across_are_refused() -> None:
-    site = wide(70, torch.float32, Steerer(70)).site("s")
+    site = wide(70, torch.float32, SteerLauncher(70)).site("s")
     site.apply(torch.zeros(0, 70), None)
     with pytest.raises(ValueError, match="in steps of more than one"):
         site.apply(torch.zeros(70, 3).T, None)
@@ -163,8 +165,8 @@ PLANTED = {
 SEED = 0
 
 
-def steer_with_bug(tmp_path: Path, old: str, new: str, width: int = WIDTH) -> Steer:
-    steer: Steer = planted(steer_kernel, tmp_path, old, new).Steerer(width)
+def steer_with_bug(tmp_path: Path, old: str, new: str, width: int = WIDTH) -> SteerFunction:
+    steer: SteerFunction = planted(steer_kernel, tmp_path, old, new).SteerLauncher(width)
     return steer
 
 
@@ -174,7 +176,7 @@ def test_a_planted_bug_is_caught(bug: str, tmp_path: Path) -> None:
     assert any(drill(kernel_fleet(steer=steer), SEED))
 
 
-def _is_walked(steer: Steer) -> bool:
+def _is_walked(steer: SteerFunction) -> bool:
     """A run that is steered from its second row on: a chunk that crosses the end of a prompt."""
     tables = wide(70, torch.float32, steer)
     tables.reads_ZS[0, 0] = 1
@@ -185,7 +187,7 @@ def _is_walked(steer: Steer) -> bool:
     return bool(is_changed == [False, False, True, True])
 
 
-def _is_alone(steer: Steer) -> bool:
+def _is_alone(steer: SteerFunction) -> bool:
     """A row that has a program, and no seat."""
     tables = wide(70, torch.float32, steer)
     tables.map_T4[:] = 0
@@ -197,8 +199,8 @@ def _is_alone(steer: Steer) -> bool:
 
 def test_rows_that_are_passed_over_are_those_that_nothing_acts_on(tmp_path: Path) -> None:
     condition = "(run != 0) | (tl.load(entry_ptr) > 0)"
-    assert _is_walked(Steerer(70))
-    assert _is_alone(Steerer(70))
+    assert _is_walked(SteerLauncher(70))
+    assert _is_alone(SteerLauncher(70))
     assert not _is_walked(steer_with_bug(tmp_path, condition, "tl.load(entry_ptr) > 0", 70))
     assert not _is_alone(steer_with_bug(tmp_path, condition, "run != 0", 70))
 

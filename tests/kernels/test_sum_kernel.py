@@ -9,8 +9,8 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from clairai.weights import checksum as host
-from clairai.weights import device_sums
-from clairai.weights.sum_kernel import PART_WORDS, TILE_W
+from clairai.weights import device_checksum
+from clairai.weights.checksum_kernel import PART_WORDS, TILE_W
 
 GUARD = 256
 PART = 8 * PART_WORDS
@@ -40,7 +40,7 @@ def expected(given_N: list[torch.Tensor]) -> list[str]:
 @example([3 * PART + 8 * TILE_W + 5, 1, PART])
 def test_every_size_has_the_checksum_that_the_host_computes(sizes: list[int]) -> None:
     held = spans(sizes)
-    assert device_sums.checksums(held) == expected(held)
+    assert device_checksum.checksums(held) == expected(held)
 
 
 @settings(derandomize=True, deadline=None, max_examples=25)
@@ -50,7 +50,7 @@ def test_a_copy_is_the_bytes_that_were_summed_and_nothing_beside_them(sizes: lis
     held = spans(sizes)
     room = [torch.full((len(each) + 2 * GUARD,), 0xA5, dtype=torch.uint8) for each in held]
     targets = [each[GUARD : len(each) - GUARD] for each in room]
-    assert device_sums.copy(held, targets) == expected(held)
+    assert device_checksum.copy_and_checksum(held, targets) == expected(held)
     for each, target, whole in zip(held, targets, room, strict=True):
         assert torch.equal(each, target)
         assert (whole[:GUARD] == 0xA5).all()
@@ -62,14 +62,14 @@ def test_a_piece_of_a_tensor_may_begin_anywhere(offset: int) -> None:
     (whole,) = spans([5000])
     piece = whole[offset:]
     target = torch.zeros(len(piece), dtype=torch.uint8)
-    assert device_sums.copy([piece], [target]) == expected([piece])
+    assert device_checksum.copy_and_checksum([piece], [target]) == expected([piece])
     assert torch.equal(piece, target)
 
 
 def test_every_flipped_bit_of_a_word_shows() -> None:
     (held,) = spans([64])
-    before = device_sums.checksums([held])
+    before = device_checksum.checksums([held])
     for bit in range(8):
         held[37] ^= 1 << bit
-        assert device_sums.checksums([held]) != before
+        assert device_checksum.checksums([held]) != before
         held[37] ^= 1 << bit

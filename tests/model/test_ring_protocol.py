@@ -38,7 +38,7 @@ HOST = Protocol(
     reach=2,
 )
 
-# What tap/commit_kernel.py does: several records in one launch, published by one store.
+# What engine/publish/publish_kernel.py does: several records in one launch, published by one store.
 COMMIT = replace(DEVICE_BY_VALUE, slots=4, records=3, ahead=2, reach=3)
 
 HOLDING = {

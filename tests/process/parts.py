@@ -19,14 +19,14 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from clairai.ring.attach import Reader
-from clairai.ring.folder import engines
+from clairai.local.private_socket import live_engine_sockets
+from clairai.ring.attach import RingReader
 from clairai.ring.layout import RingShape
 from clairai.ring.memory import HostMemory
-from clairai.ring.reader import Record, Start
-from clairai.ring.server import BankOf, RingServer
+from clairai.ring.reader import Record, StartAt
+from clairai.ring.server import GetBank, RingServer
 from clairai.ring.writer import RingWriter, new_epoch
-from clairai.wire import ROW, WIRE_VERSION, Bank, ProbeInfo, Welcome
+from clairai.wire.ring_messages import ROW, WIRE_VERSION, Bank, ProbeInfo, Welcome
 
 SMALL = RingShape(slots=8, slot_bytes=4096)
 NUM_COLUMNS = 16
@@ -49,7 +49,7 @@ def running_engine(
     folder: Path,
     *,
     shape: RingShape = SMALL,
-    bank_of: BankOf | None = None,
+    bank_of: GetBank | None = None,
     writer_class: type[RingWriter] = RingWriter,
 ) -> Iterator[Engine]:
     """An engine that is gone, with all it held, after the block."""
@@ -110,10 +110,10 @@ def publish_plain(writer: RingWriter, num_records: int) -> None:
         writer.publish(rows, scores_RC, bank_version=1, step=step)
 
 
-def attach_first(folder: Path, *, start: Start = "oldest") -> Reader:
+def attach_first(folder: Path, *, start: StartAt = "oldest") -> RingReader:
     """Attach to the engine that is or soon will be in the folder."""
-    until(lambda: engines(folder))
-    return Reader.attach(engines(folder)[0], start=start)
+    until(lambda: live_engine_sockets(folder))
+    return RingReader.attach(live_engine_sockets(folder)[0], start=start)
 
 
 def until(condition: Callable[[], object], timeout_s: float = DEADLINE_S) -> None:

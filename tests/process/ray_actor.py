@@ -16,7 +16,7 @@ from typing import Any
 import ray
 
 from clairai.weights import Sender
-from tests.unit.toy_weights import ToyLlm, weights
+from tests.support.weights import ToyLlm, weights
 
 
 class Plain:

@@ -17,7 +17,7 @@ from typing import Any
 import httpx
 import pytest
 
-from clairai.serve import keeper
+from clairai.launch import process_guard
 from tests.process import toy_vllm
 from tests.process.parts import until as until_within
 
@@ -85,7 +85,7 @@ class Served:
 
     def server_pid(self) -> int:
         """The toy itself: what the keeper has started."""
-        parent_of = keeper._parents()
+        parent_of = process_guard._parent_pids()
         (kept,) = [pid for pid in self.engine_pids() if parent_of[pid] == self.process.pid]
         (server,) = [pid for pid in self.engine_pids() if parent_of[pid] == kept]
         return server

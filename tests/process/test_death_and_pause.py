@@ -18,8 +18,8 @@ from pathlib import Path
 import pytest
 
 from clairai.errors import EngineGoneError
-from clairai.ring.attach import Reader
-from clairai.ring.follow import Attached, Batch, Detached, Event, follow
+from clairai.ring.attach import RingReader
+from clairai.ring.follow import EngineAttached, EngineDetached, FollowEvent, RecordBatch, follow
 from tests.process.footprint import footprint, nothing_left_behind
 from tests.process.parts import (
     SMALL,
@@ -93,25 +93,25 @@ def test_a_thousand_attachments_leave_nothing_behind(tmp_path: Path) -> None:
 
 def test_the_leak_check_catches_a_reader_left_open(tmp_path: Path) -> None:
     with running_engine(tmp_path) as engine:
-        leaked: list[Reader] = []
+        leaked: list[RingReader] = []
         with pytest.raises(AssertionError), nothing_left_behind(timeout_s=0.2):
-            leaked.append(Reader.attach(engine.server.path))
+            leaked.append(RingReader.attach(engine.server.path))
         leaked[0].close()
 
 
 def _attach_often(folder: Path) -> None:
     with running_engine(folder) as engine:
         for _ in range(50):
-            Reader.attach(engine.server.path).close()
+            RingReader.attach(engine.server.path).close()
 
 
-def _one_life(folder: Path, events: Iterator[Event], num_records: int) -> tuple[int, float]:
+def _one_life(folder: Path, events: Iterator[FollowEvent], num_records: int) -> tuple[int, float]:
     """Kill a new writer after that many records; its epoch, and how long its death took to show."""
     with forked(_write_forever, folder) as writer:
-        epoch = next(event.welcome.epoch for event in events if isinstance(event, Attached))
+        epoch = next(event.welcome.epoch for event in events if isinstance(event, EngineAttached))
         num_read = 0
         for event in events:
-            assert isinstance(event, Batch)
+            assert isinstance(event, RecordBatch)
             assert all(is_intact(record, epoch) for record in event.records)
             num_read += len(event.records)
             if num_read >= num_records:
@@ -121,13 +121,13 @@ def _one_life(folder: Path, events: Iterator[Event], num_records: int) -> tuple[
         return epoch, _detach(events, epoch) - killed_s
 
 
-def _detach(events: Iterator[Event], epoch: int) -> float:
+def _detach(events: Iterator[FollowEvent], epoch: int) -> float:
     for event in events:
-        if isinstance(event, Detached):
+        if isinstance(event, EngineDetached):
             assert event.reason == "engine gone"
             assert (event.statistics.torn, event.statistics.lag) == (0, 0)
             break
-        assert isinstance(event, Batch)
+        assert isinstance(event, RecordBatch)
         assert all(is_intact(record, epoch) for record in event.records)
     return time.monotonic()
 

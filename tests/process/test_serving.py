@@ -15,7 +15,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from clairai.serve import keeper
+from clairai.launch import process_guard
 from tests.process.served import KEY, Serve, Served, until
 from tests.process.served import serve as serve
 
@@ -93,7 +93,7 @@ def test_ctrl_c_once_more_ends_at_once_what_does_not_want_to_end(serve: Serve) -
     served.process.send_signal(signal.SIGINT)
     with pytest.raises(subprocess.TimeoutExpired):
         served.process.wait(0.8)  # it is deaf, and a second wish is one that comes later
-    assert served.end() < keeper.TERM_S / 2
+    assert served.end() < process_guard.TERM_S / 2
     assert served.process.returncode == 0
     served.check_nothing_left()
 

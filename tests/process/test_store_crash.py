@@ -13,16 +13,15 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from clairai.store import reading
+from clairai.store import read
 from clairai.store.disk import LocalDisk
-from clairai.store.limits import Limits
-from clairai.store.verify import verify
-from clairai.store.writer import Writer
-from tests.unit.tiny_rows import block, values
+from clairai.store.recover import verify
+from clairai.store.write import Writer, WriterLimits
+from tests.support.row_blocks import block, values
 
 ROUNDS = 12
 NUM_ROWS = 40
-LIMITS = Limits(shard_nbytes=20_000, seal_after_s=0.01, reserve_nbytes=0)
+LIMITS = WriterLimits(shard_nbytes=20_000, seal_after_s=0.01, reserve_nbytes=0)
 
 
 def write_until_killed(path: str, first: int) -> None:
@@ -68,7 +67,7 @@ def test_sigkill_at_random_moments_loses_no_committed_row_and_the_next_writer_go
     with Writer(tmp_path / "s") as writer:
         writer.offer(block(first, NUM_ROWS))
     assert [one.fault for one in verify(LocalDisk(tmp_path / "s")) if one.fault] == []
-    store = reading.open(tmp_path / "s")
+    store = read.open(tmp_path / "s")
     found = {request.stream: request for request in store.requests()}
     assert {stream: found[stream].rows for stream in committed} == dict.fromkeys(
         committed, NUM_ROWS
@@ -83,7 +82,7 @@ def fill_a_tiny_disk(path: str) -> None:
     """On a filesystem of 4 MiB: capture stops with a reason, room is made, and it goes on."""
     ballast = Path(path) / "ballast"
     ballast.write_bytes(bytes(2 << 20))
-    limits = Limits(
+    limits = WriterLimits(
         shard_nbytes=200_000,
         seal_after_s=0.01,
         retry_s=0.01,
@@ -108,7 +107,7 @@ def fill_a_tiny_disk(path: str) -> None:
     assert counts.accepted + counts.dropped == counts.offered
     assert counts.committed == counts.accepted
     assert counts.committed > full.committed
-    store = reading.open(Path(path) / "s")
+    store = read.open(Path(path) / "s")
     assert sum(request.rows for request in store.requests()) == counts.committed
     sys.stdout.write(f"{reason}\n{longest_s:.6f}\n")
 

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from clairai.ring.attach import Reader
+from clairai.ring.attach import RingReader
 from clairai.ring.layout import HEAD_OFFSET, WORD_BYTES
 from clairai.ring.memory import HostMemory
 from clairai.ring.reader import ReaderStatistics
@@ -107,7 +107,7 @@ def _write_fast(folder: Path, writer_class: type[RingWriter], go: Event) -> None
         get_context("fork").Event().wait()  # the reader still asks; it kills us when it is done
 
 
-def _read_all(reader: Reader) -> int:
+def _read_all(reader: RingReader) -> int:
     """Read at a random pace until all is accounted for; the number of records with a wrong word."""
     pace = random.Random(0)  # noqa: S311 - a test, not a secret
     num_spoiled = accounted = 0

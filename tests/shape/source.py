@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -48,6 +48,7 @@ def package() -> tuple[Module, ...]:
 def everything() -> tuple[Module, ...]:
     """Every Python file of the repository, by its path."""
     files = [file for folder in FOLDERS for file in sorted((ROOT / folder).rglob("*.py"))]
+    files = [file for file in files if "rename" not in file.parts]
     return tuple(Module(str(file.relative_to(ROOT)), file.read_text()) for file in files)
 
 
@@ -59,7 +60,7 @@ def _dotted(path: Path) -> str:
 def imports(module: Module, known: frozenset[str]) -> set[str]:
     """Dotted names of all that it imports, in functions and under TYPE_CHECKING too.
 
-    `from clairai import wire` is an import of clairai.wire where `known` has such a module.
+    `from clairai.wire import x` is an import of clairai.wire.x where `known` has such a module.
     """
     found: set[str] = set()
     for node in ast.walk(module.tree):
@@ -85,8 +86,18 @@ def _called(node: ast.Call) -> str:
 
 def ours(module: Module, known: frozenset[str]) -> set[str]:
     """Modules of clairai that it imports, without the leading `clairai.`."""
-    every = imports(module, known)
-    return {name.removeprefix("clairai").lstrip(".") for name in every if _is_in(name, "clairai")}
+    return _below_clairai(imports(module, known))
+
+
+def ours_at_start(module: Module, known: frozenset[str]) -> set[str]:
+    """The same without what functions import when they are called."""
+    return _below_clairai(
+        name for node in _at_start(module.tree) for name in _imported(node, known)
+    )
+
+
+def _below_clairai(names: Iterable[str]) -> set[str]:
+    return {name.removeprefix("clairai").lstrip(".") for name in names if _is_in(name, "clairai")}
 
 
 def is_importing(module: Module, library: str) -> bool:

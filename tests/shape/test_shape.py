@@ -12,7 +12,6 @@ import pytest
 from tests.shape import rules
 from tests.shape.source import Module, everything, functions, package
 
-MAX_FILE_LINES, MEDIAN_FILE_LINES = 300, 120
 MAX_FUNCTION_LINES, P90_FUNCTION_LINES, MEDIAN_FUNCTION_LINES = 50, 25, 8
 MAX_NESTING = 3
 
@@ -21,14 +20,6 @@ Rule = Callable[[ast.Module], list[str]]
 
 def broken(rule: Rule, modules: tuple[Module, ...]) -> list[str]:
     return [f"{module.name}: {fault}" for module in modules for fault in rule(module.tree)]
-
-
-def test_no_file_is_longer_than_300_lines() -> None:
-    assert [m.name for m in everything() if m.num_lines > MAX_FILE_LINES] == []
-
-
-def test_half_of_all_source_files_are_short() -> None:
-    assert statistics.median(module.num_lines for module in package()) <= MEDIAN_FILE_LINES
 
 
 def test_no_function_is_longer_than_50_lines() -> None:

@@ -11,9 +11,9 @@ from pathlib import Path
 import numpy as np
 
 import clairai
-from clairai.steer import files as vector_files
-from clairai.store.writer import Writer
-from tests.unit.tiny_rows import block
+from clairai.store.write import Writer
+from clairai.vector import files as vector_files
+from tests.support.row_blocks import block
 
 POINTS = ("pre_attn.0", "post_block.3")
 ENCODERS = ("raw", "fp8", "int4")

@@ -18,17 +18,18 @@ import msgspec
 import typer
 
 import clairai
-from clairai import errors, settings, wire, wire_capture, wire_steer, wire_weights
-from clairai.cli import app
+from clairai import errors, settings
+from clairai.cli.commands import app
+from clairai.proxy.app import create_app
+from clairai.proxy.observe.metrics import Metrics
+from clairai.proxy.proxy_settings import ProxySettings
 from clairai.ring import layout
-from clairai.stream.app import create_app
-from clairai.stream.metrics import Metrics
-from clairai.stream.settings import ProxySettings
-from tests.unit.test_metrics import NUMBERS
+from clairai.wire import capture_messages, ring_messages, steering_messages, weights_messages
+from tests.unit.proxy.observe.test_metrics import NUMBERS
 
 ROOT: Final = Path(__file__).parents[2]
 FILE: Final = Path(__file__).with_name("surface.json")
-WIRE: Final = (wire, wire_capture, wire_steer, wire_weights)
+WIRE: Final = (ring_messages, capture_messages, steering_messages, weights_messages)
 
 
 def surface() -> dict[str, Any]:
@@ -100,19 +101,17 @@ def _ring() -> dict[str, Any]:
     numbers = {name: value for name, value in vars(layout).items() if name.isupper()}
     found: dict[str, Any] = {k: v for k, v in numbers.items() if isinstance(v, int)}
     found["HEADER"], found["SLOT_HEADER"] = layout.HEADER.format, layout.SLOT_HEADER.format
-    dtypes = {name: wire.ROW.fields[name] for name in wire.ROW.names or ()}  # type: ignore[index]
+    dtypes = {name: ring_messages.ROW.fields[name] for name in ring_messages.ROW.names or ()}  # type: ignore[index]
     found["ROW"] = {name: [dtype.str, offset] for name, (dtype, offset, *_) in dtypes.items()}
     return found
 
 
 def _messages() -> Iterator[tuple[str, list[str]]]:
     """Fields of each struct that has a tag; the classes' own names may change."""
-    for module in WIRE:
-        for kind in vars(module).values():
-            if isinstance(kind, type) and issubclass(kind, msgspec.Struct):
-                tag = kind.__struct_config__.tag
-                if tag is not None:
-                    yield str(tag), [*kind.__struct_fields__]
+    kinds = [kind for module in WIRE for kind in vars(module).values() if isinstance(kind, type)]
+    for kind in kinds:
+        if issubclass(kind, msgspec.Struct) and kind.__struct_config__.tag is not None:
+            yield str(kind.__struct_config__.tag), [*kind.__struct_fields__]
 
 
 def _entry_points() -> dict[str, list[str]]:

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 import clairai
+from tests.support.row_blocks import values
 from tests.surface.make_golden import ENCODERS, POINTS
 from tests.surface.surface import FILE, surface
-from tests.unit.tiny_rows import values
 
 GOLDEN = Path(__file__).with_name("golden")
 

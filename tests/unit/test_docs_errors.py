@@ -16,8 +16,8 @@ import typer
 
 import clairai
 from clairai import errors
-from clairai.cli import app
-from clairai.compat.modes import REFUSED
+from clairai.cli.commands import app
+from clairai.compat.check_engine import REFUSED_MODES
 from clairai.settings import Settings
 
 ROOT: Final = Path(__file__).resolve().parents[2]
@@ -155,7 +155,7 @@ def test_the_readme_names_only_what_the_package_exports() -> None:
 def test_the_readme_lists_every_setting_and_every_refused_mode() -> None:
     text = README.read_text()
     assert [field.name for field in fields(Settings) if f"| `{field.name}` |" not in text] == []
-    assert [reason for reason, _ in REFUSED if f"- {reason}\n" not in text] == []
+    assert [reason for reason, _ in REFUSED_MODES if f"- {reason}\n" not in text] == []
 
 
 @pytest.mark.parametrize("page", DECISIONS, ids=lambda page: page.stem)

@@ -12,21 +12,27 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from clairai import offline
 from clairai.errors import ConfigError, PointError, ProbeError
+from clairai.library import engine_control
 from clairai.points import MAX_LAYER, quote
 from clairai.probe.files import save
-from clairai.settings import DISABLE_VARIABLE, Plan, Settings, is_disabled, plan
-from tests.unit.tiny_probes import probe
+from clairai.settings import (
+    DISABLE_VARIABLE,
+    ResolvedSettings,
+    Settings,
+    is_disabled,
+    resolve_settings,
+)
+from tests.support.probes import probe
 
 NUM_LAYERS = 4
 
 
-def planned(given: Mapping[str, Any], environ: Mapping[str, str] | None = None) -> Plan:
-    return plan(Settings.parse(given), num_layers=NUM_LAYERS, environ=environ or {})
+def planned(given: Mapping[str, Any], environ: Mapping[str, str] | None = None) -> ResolvedSettings:
+    return resolve_settings(Settings.parse(given), num_layers=NUM_LAYERS, environ=environ or {})
 
 
-def points(found: Plan) -> list[str]:
+def points(found: ResolvedSettings) -> list[str]:
     return [str(point) for point in found.points]
 
 
@@ -152,7 +158,7 @@ def test_config_makes_paths_absolute_and_needs_no_other_key(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    made = offline.config(probes=["a", tmp_path / "b"], points="post_block.1", capacity=2)
+    made = engine_control.config(probes=["a", tmp_path / "b"], points="post_block.1", capacity=2)
     assert list(made) == ["clairai"]
     assert Settings.parse(made["clairai"]) == Settings(
         points=("post_block.1",), probes=(f"{tmp_path}/a", f"{tmp_path}/b"), capacity=2

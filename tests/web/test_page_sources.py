@@ -77,7 +77,7 @@ def test_a_page_that_is_stale_is_found() -> None:
 def test_the_types_are_those_of_the_servers_schema(tools: Tools, tmp_path: Path) -> None:
     document = tmp_path / "openapi.json"
     made = subprocess.run(
-        [sys.executable, "-m", "clairai.stream.schema"], capture_output=True, check=True
+        [sys.executable, "-m", "clairai.proxy.schema"], capture_output=True, check=True
     )
     document.write_bytes(made.stdout)
     checked = tools.run("node", "scripts/types.mjs", "--check", str(document), timeout_s=60)

@@ -13,7 +13,7 @@ const file = process.argv.slice(2).find((argument) => argument !== "--check");
 
 function fromServer() {
   const python = process.env.PYTHON ?? (existsSync(VENV) ? VENV.pathname : "python3");
-  return execFileSync(python, ["-m", "clairai.stream.schema"], { encoding: "utf8", maxBuffer: 1 << 24 });
+  return execFileSync(python, ["-m", "clairai.proxy.schema"], { encoding: "utf8", maxBuffer: 1 << 24 });
 }
 
 const document = JSON.parse(file ? readFileSync(file, "utf8") : fromServer());

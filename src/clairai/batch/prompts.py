@@ -20,22 +20,22 @@ from clairai.points import quote
 MAX_NBYTES: Final = 4 << 30
 MAX_LINE_NBYTES: Final = 16 << 20
 RESERVED: Final = ("prompt", "run")  # tags of ours
-_WRONG: Final = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError, RequestError)
+_BAD_LINE_ERRORS: Final = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError, RequestError)
 _Token = Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)]
 
 
-class Message(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class PromptMessage(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """One message of a chat."""
 
     role: str
     content: str
 
 
-class Line(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class PromptLine(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """One line of a `.jsonl` file; one of the three is given."""
 
     prompt: str | None = None
-    messages: tuple[Message, ...] = ()
+    messages: tuple[PromptMessage, ...] = ()
     prompt_token_ids: tuple[_Token, ...] = ()
     tags: dict[str, Any] = {}
 
@@ -45,7 +45,7 @@ class Prompt:
     """One prompt; `number` counts the file's lines from 1."""
 
     number: int
-    content: Line
+    content: PromptLine
     digest: str
     tags: dict[str, Any] = field(default_factory=dict)
 
@@ -57,7 +57,7 @@ def read_prompts(path: Path) -> list[Prompt]:
             raise ConfigError(
                 f"{path} has {nbytes} bytes, may have {MAX_NBYTES}; give a part of it"
             )
-        found = list(_lines(path))
+        found = list(_read_lines(path))
     except OSError as error:
         raise ConfigError(f"{quote(str(path), 200)} cannot be read, {error.strerror}") from None
     if not found:
@@ -65,26 +65,28 @@ def read_prompts(path: Path) -> list[Prompt]:
     return found
 
 
-def _lines(path: Path) -> Iterator[Prompt]:
+def _read_lines(path: Path) -> Iterator[Prompt]:
     is_json = path.suffix == ".jsonl"
     with path.open("rb") as file:
         for number, raw in enumerate(file, start=1):
             if not raw.strip():
                 continue
             if len(raw) > MAX_LINE_NBYTES:
-                raise _wrong(path, number, f"over {MAX_LINE_NBYTES} bytes; shorten it")
+                raise _bad_line(path, number, f"over {MAX_LINE_NBYTES} bytes; shorten it")
             try:
-                yield _prompt(number, _object(raw) if is_json else Line(prompt=_text(raw)))
-            except _WRONG as error:
-                raise _wrong(path, number, str(error)[:200]) from None
+                yield _make_prompt(
+                    number, _decode_object(raw) if is_json else PromptLine(prompt=_decode_text(raw))
+                )
+            except _BAD_LINE_ERRORS as error:
+                raise _bad_line(path, number, str(error)[:200]) from None
 
 
-def _text(raw: bytes) -> str:
+def _decode_text(raw: bytes) -> str:
     return raw.decode().rstrip("\r\n")
 
 
-def _object(raw: bytes) -> Line:
-    line = msgspec.json.decode(raw, type=Line)
+def _decode_object(raw: bytes) -> PromptLine:
+    line = msgspec.json.decode(raw, type=PromptLine)
     given = [line.prompt is not None, bool(line.messages), bool(line.prompt_token_ids)]
     if sum(given) != 1 or line.prompt == "":
         raise RequestError(
@@ -96,10 +98,10 @@ def _object(raw: bytes) -> Line:
     return line
 
 
-def _prompt(number: int, line: Line) -> Prompt:
+def _make_prompt(number: int, line: PromptLine) -> Prompt:
     said = msgspec.json.encode([line.prompt, line.messages, line.prompt_token_ids])
     return Prompt(number, line, hashlib.sha256(said).hexdigest()[:32], line.tags)
 
 
-def _wrong(path: Path, number: int, why: str) -> ConfigError:
+def _bad_line(path: Path, number: int, why: str) -> ConfigError:
     return ConfigError(f"line {number} of {quote(str(path), 200)} is no prompt: {why}")

@@ -7,22 +7,26 @@ it does not take; the engine then does not start.
 
 from __future__ import annotations
 
+import threading
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from importlib.metadata import EntryPoint, entry_points
 from typing import Any, Final, Literal, Protocol
 
-from clairai.capture.setting import ConsumerSpec
-from clairai.errors import ConfigError
+import numpy as np
+
+from clairai.capture.capture_settings import ConsumerSpec
+from clairai.errors import ClairaiError, ConfigError, StoreStoppedError
 from clairai.points import quote
-from clairai.store.rows import Block
+from clairai.store.row_block import RowBlock
 
 GROUP: Final = "clairai.capture_consumers"
 Policy = Literal["block", "drop", "spill"]
 
 
 @dataclass(frozen=True)
-class About:
+class EngineInfo:
     """The engine whose rows will come."""
 
     model: str
@@ -32,7 +36,7 @@ class About:
     points: tuple[str, ...]  # that are tapped
 
 
-class Standing(Protocol):
+class ConsumerHealth(Protocol):
     """How a consumer is doing."""
 
     @property
@@ -45,7 +49,7 @@ class Standing(Protocol):
 
 class Consumer(Protocol):
     """Where rows go. One thread calls it, never the engine's; only `flush`, `losses`, `state` and
-    `where` are called from others. `clairai.store.writer.Writer` is the model of one.
+    `where` are called from others. `clairai.store.write.Writer` is the model of one.
     """
 
     @property
@@ -57,14 +61,14 @@ class Consumer(Protocol):
         """Where rows can be found, for people and programs: a folder, an address."""
 
     @property
-    def state(self) -> Standing: ...
+    def state(self) -> ConsumerHealth: ...
 
     def begin(
         self, stream: int, *, tags: Mapping[str, Any] | None, steering: Mapping[str, Any] | None
     ) -> None:
         """Before a request's first rows, and again when it is steered otherwise."""
 
-    def offer(self, block: Block) -> bool:
+    def offer(self, block: RowBlock) -> bool:
         """Rows of any requests at one point; False: refused, and counted in `losses`.
 
         The same row may come again after a preemption: the newest counts.
@@ -83,10 +87,12 @@ class Consumer(Protocol):
         """Nothing follows; StoreStoppedError if rows that were accepted are lost."""
 
 
-Factory = Callable[[Mapping[str, Any], About], Consumer]
+Factory = Callable[[Mapping[str, Any], EngineInfo], Consumer]
 
 
-def in_engine(specs: Iterable[ConsumerSpec], found: Iterable[EntryPoint] | None = None) -> str:
+def find_in_engine_kind(
+    specs: Iterable[ConsumerSpec], found: Iterable[EntryPoint] | None = None
+) -> str:
     """The first kind that must be in the engine's own process; empty if there is none.
 
     Such a factory says so by an attribute: `in_engine = True`.
@@ -97,7 +103,7 @@ def in_engine(specs: Iterable[ConsumerSpec], found: Iterable[EntryPoint] | None 
 
 
 def open_consumers(
-    specs: Iterable[ConsumerSpec], about: About, found: Iterable[EntryPoint] | None = None
+    specs: Iterable[ConsumerSpec], about: EngineInfo, found: Iterable[EntryPoint] | None = None
 ) -> dict[str, Consumer]:
     """All of them by name, or ConfigError and none is left open."""
     known = {entry.name: entry for entry in found or entry_points(group=GROUP)}
@@ -121,3 +127,103 @@ def _factory(spec: ConsumerSpec, known: Mapping[str, EntryPoint]) -> Factory:
         )
     factory: Factory = known[spec.kind].load()
     return factory
+
+
+# MERGED
+# Takes a consumer that anybody may have written; gives one that never raises, and says so
+# instead.
+#
+# What it raises makes it failed, with the reason; rows that it does not take then are counted.
+
+
+MAX_NAMED: Final = 65_536  # requests whose own losses are remembered
+
+
+@dataclass(frozen=True)
+class ConsumerFailure:
+    reason: str
+    name: str = "failed"
+
+
+class GuardedConsumer:
+    """A Consumer around another."""
+
+    def __init__(self, inner: Consumer) -> None:
+        self._inner = inner
+        self._failed: ConsumerFailure | None = None
+        self._losses: Counter[int] = Counter()
+        self._lock = threading.Lock()
+
+    @property
+    def policy(self) -> Policy:
+        return self._inner.policy
+
+    @property
+    def where(self) -> str:
+        return self._inner.where
+
+    @property
+    def state(self) -> ConsumerHealth:
+        if self._failed is None:
+            try:
+                return self._inner.state
+            except Exception as error:
+                self._fail(error)
+        assert self._failed is not None
+        return self._failed
+
+    def begin(
+        self, stream: int, *, tags: Mapping[str, Any] | None, steering: Mapping[str, Any] | None
+    ) -> None:
+        if self._failed is not None:
+            return
+        try:
+            self._inner.begin(stream, tags=tags, steering=steering)
+        except Exception as error:
+            self._fail(error)
+
+    def offer(self, block: RowBlock) -> bool:
+        if self._failed is None:
+            try:
+                return bool(self._inner.offer(block))
+            except Exception as error:
+                self._fail(error)
+        with self._lock:
+            for stream, count in zip(*_rows_by_stream(block), strict=True):
+                if stream in self._losses or len(self._losses) < MAX_NAMED:
+                    self._losses[stream] += count
+        return False
+
+    def finish(self, stream: int) -> None:
+        if self._failed is not None:
+            return
+        try:
+            self._inner.finish(stream)
+        except Exception as error:
+            self._fail(error)
+
+    def losses(self, stream: int) -> int:
+        with self._lock:
+            own = self._losses.pop(stream, 0)
+        try:
+            return own + self._inner.losses(stream)
+        except Exception as error:
+            self._fail(error)
+            return own
+
+    def flush(self, timeout_s: float) -> None:
+        if self._failed is not None:
+            raise StoreStoppedError(self._failed.reason)
+        self._inner.flush(timeout_s)
+
+    def close(self) -> None:
+        self._inner.close()
+
+    def _fail(self, error: Exception) -> None:
+        said = error.reason if isinstance(error, ClairaiError) else f"{error}"
+        self._failed = ConsumerFailure(f"the consumer failed, {type(error).__name__}: {said}")
+
+
+def _rows_by_stream(block: RowBlock) -> tuple[list[int], list[int]]:
+    found, counts = np.unique(block.rows_N["stream"], return_counts=True)
+    return found.tolist(), counts.tolist()

@@ -14,28 +14,28 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from clairai.capture.consumers import Consumer
-from clairai.capture.order import Order
-from clairai.capture.tickets import Told
-from clairai.wire_capture import Captured, CaptureState, Place, State
+from clairai.capture.pipe_messages import AnswerReport
+from clairai.engine.capture.capture_plan import CapturePlan
+from clairai.wire.capture_messages import Captured, CapturePlace, CaptureState, CaptureStatus
 
-REMEMBERED: Final = 1 << 14  # answers
-Seat = tuple[int, int]  # stream and choice
+MAX_REMEMBERED_ANSWERS: Final = 1 << 14  # answers
+AnswerId = tuple[int, int]  # stream and choice
 
 
 @dataclass
-class _Entry:
-    order: Order
+class _AnswerState:
+    order: CapturePlan
     number: int  # tells it from others that had its seat
     rows: int = 0
     dropped: int = 0
     heard_dropped: int = 0  # as the clerk's own results say
     discarded: int = 0
-    state: State = "open"
+    state: CaptureStatus = "open"
     reason: str = ""
     waits: str = ""  # why it is not safe yet
     safe: set[str] = field(default_factory=set)  # consumers that have all of it
     lost: dict[str, int] = field(default_factory=dict)  # by consumer
-    last: Told | None = None  # what was told of it
+    last: AnswerReport | None = None  # what was told of it
 
     @property
     def is_live(self) -> bool:
@@ -43,7 +43,7 @@ class _Entry:
 
 
 @dataclass(frozen=True)
-class Totals:
+class RowTotals:
     """Rows since the engine started."""
 
     rows: int = 0
@@ -51,34 +51,34 @@ class Totals:
     discarded: int = 0
 
 
-class Results:
+class CaptureResults:
     """What became of the rows of each answer."""
 
     def __init__(self, consumers: Mapping[str, Consumer]) -> None:
         self._consumers = consumers
         self._lock = threading.Lock()
-        self._entries: OrderedDict[Seat, _Entry] = OrderedDict()
-        self._writing: dict[Seat, None] = {}  # finished, and not known to be safe
-        self._seats: dict[int, list[Seat]] = {}
+        self._entries: OrderedDict[AnswerId, _AnswerState] = OrderedDict()
+        self._writing: dict[AnswerId, None] = {}  # finished, and not known to be safe
+        self._seats: dict[int, list[AnswerId]] = {}
         self._rows = self._dropped = self._discarded = 0
-        self._heard = Totals()
+        self._heard = RowTotals()
         self._opened = 0
-        self._changed: dict[Seat, None] = {}  # since somebody last asked
-        self.is_news = threading.Event()  # something else than a number has changed
+        self._changed: dict[AnswerId, None] = {}  # since somebody last asked
+        self.news = threading.Event()  # something else than a number has changed
 
-    def open(self, seat: Seat, order: Order, number: int | None = None) -> int:
+    def open(self, seat: AnswerId, order: CapturePlan, number: int | None = None) -> int:
         """The number by which it is told from others that had its seat."""
         with self._lock:
             self._opened = self._opened + 1 if number is None else number
             self._writing.pop(seat, None)
             if self._entries.pop(seat, None) is None:
                 self._seats.setdefault(seat[0], []).append(seat)
-            self._entries[seat] = _Entry(order, self._opened)
-            while len(self._entries) > REMEMBERED:
+            self._entries[seat] = _AnswerState(order, self._opened)
+            while len(self._entries) > MAX_REMEMBERED_ANSWERS:
                 self._forget(next(iter(self._entries)))
             return self._opened
 
-    def _forget(self, seat: Seat) -> None:
+    def _forget(self, seat: AnswerId) -> None:
         del self._entries[seat]
         self._writing.pop(seat, None)
         self._changed.pop(seat, None)
@@ -86,14 +86,14 @@ class Results:
         if not self._seats[seat[0]]:
             del self._seats[seat[0]]
 
-    def _entry(self, seat: Seat) -> _Entry | None:
+    def _entry(self, seat: AnswerId) -> _AnswerState | None:
         """To be changed."""
         entry = self._entries.get(seat)
         if entry is not None:
             self._changed[seat] = None
         return entry
 
-    def gave(self, counts: Mapping[Seat, int]) -> None:
+    def gave(self, counts: Mapping[AnswerId, int]) -> None:
         """Rows went to all of their consumers."""
         with self._lock:
             for seat, rows in counts.items():
@@ -101,37 +101,37 @@ class Results:
                 if (entry := self._entry(seat)) is not None:
                     entry.rows += rows
 
-    def dropped(self, seat: Seat, rows: int, reason: str) -> None:
+    def dropped(self, seat: AnswerId, rows: int, reason: str) -> None:
         with self._lock:
             self._dropped += rows
             if (entry := self._entry(seat)) is not None:
                 entry.dropped += rows
                 entry.reason = entry.reason or reason
 
-    def discarded(self, seat: Seat, rows: int, reason: str) -> None:
+    def discarded(self, seat: AnswerId, rows: int, reason: str) -> None:
         with self._lock:
             self._discarded += rows
             if (entry := self._entry(seat)) is not None:
                 entry.discarded += rows
                 entry.state, entry.reason = "discarded", reason
-        self.is_news.set()
+        self.news.set()
 
-    def failed(self, seat: Seat, reason: str) -> None:
+    def failed(self, seat: AnswerId, reason: str) -> None:
         with self._lock:
             if (entry := self._entry(seat)) is not None:
                 entry.state, entry.reason = "failed", reason
                 self._writing.pop(seat, None)
-        self.is_news.set()
+        self.news.set()
 
-    def finished(self, seat: Seat) -> None:
+    def finished(self, seat: AnswerId) -> None:
         """Nothing follows; what there is is on its way."""
         with self._lock:
             if (entry := self._entry(seat)) is not None and entry.state == "open":
                 entry.state = "writing"
                 self._writing[seat] = None
-        self.is_news.set()
+        self.news.set()
 
-    def writing(self, consumer: str) -> list[Seat]:
+    def writing(self, consumer: str) -> list[AnswerId]:
         """Those that are finished, and not known to be safe with this consumer."""
         with self._lock:
             entries = ((seat, self._entries[seat]) for seat in self._writing)
@@ -139,15 +139,15 @@ class Results:
                 s for s, one in entries if consumer in one.order.to and consumer not in one.safe
             ]
 
-    def waits(self, seats: Iterable[Seat], reason: str) -> None:
+    def waits(self, seats: Iterable[AnswerId], reason: str) -> None:
         """They are not safe yet, and why."""
         with self._lock:
             for seat in seats:
                 if (entry := self._entry(seat)) is not None:
                     entry.waits = reason
-        self.is_news.set()
+        self.news.set()
 
-    def safe(self, seats: Iterable[Seat], consumer: str) -> None:
+    def safe(self, seats: Iterable[AnswerId], consumer: str) -> None:
         """All that these gave is safe there, or counted as lost."""
         with self._lock:
             for seat in seats:
@@ -158,9 +158,9 @@ class Results:
                 if entry.safe.issuperset(entry.order.to):
                     entry.state, entry.waits = "kept", ""
                     del self._writing[seat]
-        self.is_news.set()
+        self.news.set()
 
-    def abandon(self, reason: str) -> None:
+    def fail_unsafe(self, reason: str) -> None:
         """Nobody takes rows any more: what is not known to be safe is lost."""
         with self._lock:
             for entry in self._entries.values():
@@ -171,20 +171,20 @@ class Results:
                 entry.state, entry.reason = "failed", reason
             self._writing.clear()
 
-    def changes(self, *, is_thorough: bool = False) -> list[Told]:
+    def changes(self, *, asks_consumers: bool = False) -> list[AnswerReport]:
         """What has changed since this was last asked; a thorough look asks the consumers too."""
         with self._lock:
-            if is_thorough:
+            if asks_consumers:
                 live = (seat for seat, entry in self._entries.items() if entry.is_live)
                 self._changed.update(dict.fromkeys(live))
             found, self._changed = [*self._changed], {}
             return [told for seat in found if (told := self._summed(seat)) is not None]
 
-    def _summed(self, seat: Seat) -> Told | None:
+    def _summed(self, seat: AnswerId) -> AnswerReport | None:
         """None if that is what was last told."""
         entry = self._entries[seat]
         lost = tuple(self._lost(name, seat, entry) for name in entry.order.to)
-        told = Told(
+        told = AnswerReport(
             entry.number,
             *seat,
             entry.state,
@@ -199,7 +199,7 @@ class Results:
         is_same, entry.last = told == entry.last, told
         return None if is_same else told
 
-    def hear(self, told: Iterable[Told], totals: Totals) -> None:
+    def hear(self, told: Iterable[AnswerReport], totals: RowTotals) -> None:
         """What another's `changes` say, of answers that are still those."""
         with self._lock:
             self._heard = totals
@@ -225,7 +225,7 @@ class Results:
                 for stream in [*streams][: max(limit, 0)]
             )
 
-    def _told(self, seat: Seat) -> Captured:
+    def _told(self, seat: AnswerId) -> Captured:
         entry = self._entries[seat]
         places = tuple(self._place(name, seat, entry) for name in entry.order.to)
         bad = next((place for place in places if place.state == "failed"), None)
@@ -243,27 +243,27 @@ class Results:
             places=places,
         )
 
-    def _place(self, name: str, seat: Seat, entry: _Entry) -> Place:
+    def _place(self, name: str, seat: AnswerId, entry: _AnswerState) -> CapturePlace:
         consumer = self._consumers[name]
         state, lost = consumer.state, self._lost(name, seat, entry)
-        return Place(name, consumer.where, lost, state.name, state.reason)
+        return CapturePlace(name, consumer.where, lost, state.name, state.reason)
 
-    def _lost(self, name: str, seat: Seat, entry: _Entry) -> int:
+    def _lost(self, name: str, seat: AnswerId, entry: _AnswerState) -> int:
         # Told once, and of a stream: its first answer keeps the number for all of them.
-        first_seat = min(self._seats[seat[0]])
+        first_answer = min(self._seats[seat[0]])
         if count := self._consumers[name].losses(seat[0]):
-            first = self._entries[first_seat]
+            first = self._entries[first_answer]
             first.lost[name] = first.lost.get(name, 0) + count
-            self._changed[first_seat] = None
+            self._changed[first_answer] = None
         return entry.lost.get(name, 0)
 
-    def totals(self) -> Totals:
+    def totals(self) -> RowTotals:
         with self._lock:
             return self._totals()
 
-    def _totals(self) -> Totals:
+    def _totals(self) -> RowTotals:
         heard = self._heard
-        return Totals(
+        return RowTotals(
             self._rows + heard.rows,
             self._dropped + heard.dropped,
             self._discarded + heard.discarded,
@@ -276,7 +276,7 @@ class Results:
             totals = self._totals()
             return CaptureState(
                 places=tuple(
-                    Place(name, one.where, 0, one.state.name, one.state.reason)
+                    CapturePlace(name, one.where, 0, one.state.name, one.state.reason)
                     for name, one in self._consumers.items()
                 ),
                 rows=totals.rows,

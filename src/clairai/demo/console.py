@@ -16,7 +16,7 @@ def say(line: str) -> None:
     Console(stderr=True, highlight=False, soft_wrap=True).print(line, markup=False)
 
 
-def shown(items: Iterable[Item], *, total: int, label: str) -> Iterator[Item]:
+def show_progress(items: Iterable[Item], *, total: int, label: str) -> Iterator[Item]:
     """Pass `items` through unchanged while showing how far along they are."""
     console = Console(stderr=True, highlight=False)
     if console.is_terminal:

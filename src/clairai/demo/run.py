@@ -12,22 +12,20 @@ from rich.table import Table
 from rich.text import Text
 
 from clairai.demo.model import NAME, cache_folder, smollm2
-from clairai.offline import config
-from clairai.ring.folder import runtime_dir
-from clairai.serve.ask import Scored, ask
-from clairai.serve.calls import Server
-from clairai.serve.command import QUIET, banner
-from clairai.serve.engine import EngineProcess
-from clairai.serve.launch import Launch, PrivateSocket, is_cpu_build
-from clairai.serve.log import EngineLog
-from clairai.serve.progress import progress
-from clairai.serve.proxy import Outside
-from clairai.serve.service import run_service
-from clairai.serve.supervise import OnDeath
-from clairai.serve.voice import Voice
-from clairai.sidecar.board import Cell
-from clairai.sidecar.stopping import Stopping
-from clairai.sidecar.table import marked
+from clairai.demo.scored_answer import ScoredAnswer, ask_with_scores
+from clairai.launch.engine_command import EngineCommand, PrivateSocket, is_cpu_build
+from clairai.launch.engine_log import EngineLog
+from clairai.launch.engine_process import EngineProcess
+from clairai.launch.proxy_thread import ProxyOptions
+from clairai.launch.serve import QUIET, banner, run_service
+from clairai.launch.supervisor import DeathPolicy
+from clairai.launch.user_output import UserOutput, show_start_progress
+from clairai.library.engine_control import config
+from clairai.library.http_client import ServerClient
+from clairai.local.private_socket import runtime_dir
+from clairai.local.stop_signal import StopSignal
+from clairai.sidecar.live_state import Cell
+from clairai.sidecar.live_table import format_cell
 
 MAX_ANSWER_TOKENS: Final = 64
 EXAMPLES: Final = Path(__file__).parent / "examples.json"
@@ -36,7 +34,7 @@ STAGING_MIB: Final = 32  # a model of this size fills no more
 _MAX_CORES: Final = 8  # more make a model of this size no faster
 
 
-def demo(outside: Outside, voice: Voice, *, on_death: OnDeath) -> None:
+def demo(outside: ProxyOptions, voice: UserOutput, *, on_death: DeathPolicy) -> None:
     """The command `clairai demo`; whichever way it ends, vLLM ends with it."""
     folder = runtime_dir()
     captures = cache_folder() / f"captures-{outside.bind.port}"
@@ -56,21 +54,23 @@ def demo(outside: Outside, voice: Voice, *, on_death: OnDeath) -> None:
     )
 
 
-def answer_once(prompt: str, voice: Voice) -> None:
+def answer_once(prompt: str, voice: UserOutput) -> None:
     """`clairai demo --prompt`: one answer, token by token with its scores; needs no port."""
     folder = runtime_dir()
     launch = _launch(folder)
     log = EngineLog(folder / "vllm-demo.log")
     voice.say(f"starting vLLM for {NAME}; its log: {log.path}")
-    with Stopping() as stop, EngineProcess(launch, log=log) as engine:
-        with progress(voice.console, log, voice.say) as tick:
+    with StopSignal() as stop, EngineProcess(launch, log=log) as engine:
+        with show_start_progress(voice.console, log, voice.say) as tick:
             is_ready = engine.wait_ready(stop=stop, tick=tick)
         if is_ready:
-            scored = ask(Server(launch.bind.url), folder, prompt, max_tokens=MAX_ANSWER_TOKENS)
+            scored = ask_with_scores(
+                ServerClient(launch.bind.url), folder, prompt, max_tokens=MAX_ANSWER_TOKENS
+            )
             print_scored(voice.console or Console(highlight=False), scored)
 
 
-def print_scored(console: Console, scored: Scored) -> None:
+def print_scored(console: Console, scored: ScoredAnswer) -> None:
     """The answer token by token; the last one was never an input, so it has no score."""
     table = Table(box=None, pad_edge=False, header_style="bold")
     table.add_column("token", no_wrap=True)
@@ -79,13 +79,13 @@ def print_scored(console: Console, scored: Scored) -> None:
     thresholds = {probe["name"]: probe["threshold"] for probe in scored.probes}
     for text, row in zip(scored.texts, scored.scores.generated, strict=True):
         scores = zip(scored.scores.names, row.tolist(), strict=True)
-        cells = [marked(_cell(score, thresholds.get(name))) for name, score in scores]
+        cells = [format_cell(_cell(score, thresholds.get(name))) for name, score in scores]
         table.add_row(Text(repr(text)), *cells)
     console.print("".join(scored.texts), markup=False, soft_wrap=True)
     console.print(table)
 
 
-def _launch(folder: Path, capture: dict[str, Any] | None = None) -> Launch:
+def _launch(folder: Path, capture: dict[str, Any] | None = None) -> EngineCommand:
     probes = sorted((Path(__file__).parent / "probes").glob("*.safetensors"))
     is_cpu = is_cpu_build()
     kind = ("float32", "--enforce-eager") if is_cpu else ("bfloat16",)
@@ -93,7 +93,7 @@ def _launch(folder: Path, capture: dict[str, Any] | None = None) -> Launch:
     variables = {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"} | (_cpu() if is_cpu else {})
     vectors = sorted((Path(__file__).parent / "vectors").glob("*.safetensors"))
     tapped = config(probes=probes, vectors=vectors, capture=capture, runtime_dir=str(folder))
-    return Launch(str(smollm2()), tapped, PrivateSocket.within(folder), arguments, variables)
+    return EngineCommand(str(smollm2()), tapped, PrivateSocket.within(folder), arguments, variables)
 
 
 def _cpu() -> dict[str, str]:
@@ -105,8 +105,8 @@ def _cpu() -> dict[str, str]:
     }
 
 
-def _described(launch: Launch) -> str:
-    names = ", ".join(probe["name"] for probe in Server(launch.bind.url).probes()["data"])
+def _described(launch: EngineCommand) -> str:
+    names = ", ".join(probe["name"] for probe in ServerClient(launch.bind.url).probes()["data"])
     return f"{NAME} with {names}"
 
 

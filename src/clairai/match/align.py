@@ -11,10 +11,10 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from clairai import wire
 from clairai.errors import ClairaiError, ProbeError
-from clairai.match.trail import StreamRows
+from clairai.match.row_collector import RowsByPosition
 from clairai.points import quote
+from clairai.wire import ring_messages
 
 
 @dataclass(frozen=True, eq=False)
@@ -54,7 +54,7 @@ class Scores:
 
 
 def align(
-    rows: StreamRows, prompt_token_ids: Sequence[int], output_token_ids: Sequence[int]
+    rows: RowsByPosition, prompt_token_ids: Sequence[int], output_token_ids: Sequence[int]
 ) -> Scores:
     """Put each row at its token; raises if a row carries another token than the request has."""
     token_ids = np.array([*prompt_token_ids, *output_token_ids], np.int32)
@@ -68,13 +68,13 @@ def align(
 
     scores_NP = np.full((num_tokens, len(rows.names)), np.nan, np.float32)
     scores_NP[positions] = rows.scores_NP[is_kept]
-    phase = _phases(rows, num_prompt, num_tokens)
+    phase = _default_phases(rows, num_prompt, num_tokens)
     phase[positions] = rows.phases[is_kept]
     has_row = np.zeros(num_tokens, bool)
     has_row[positions] = True
-    is_missing = ~has_row & (phase != wire.CACHED)
+    is_missing = ~has_row & (phase != ring_messages.CACHED)
     missing = int(is_missing[:num_forwarded].sum())
-    weights = _weights(rows.weights_N[is_kept])
+    weights = _weights_versions(rows.weights_N[is_kept])
     return Scores(rows.names, token_ids, scores_NP, phase, num_prompt, missing, weights)
 
 
@@ -90,15 +90,15 @@ def _check_tokens(
         )
 
 
-def _weights(weights_N: NDArray[np.int64]) -> tuple[int, ...]:
+def _weights_versions(weights_N: NDArray[np.int64]) -> tuple[int, ...]:
     said = weights_N[weights_N >= 0]
     return tuple(dict.fromkeys(said.tolist()))
 
 
-def _phases(rows: StreamRows, num_prompt: int, num_tokens: int) -> NDArray[np.uint8]:
+def _default_phases(rows: RowsByPosition, num_prompt: int, num_tokens: int) -> NDArray[np.uint8]:
     """What each token would be if it had no row."""
-    phase = np.full(num_tokens, wire.DECODE, np.uint8)
-    phase[:num_prompt] = wire.PREFILL
+    phase = np.full(num_tokens, ring_messages.DECODE, np.uint8)
+    phase[:num_prompt] = ring_messages.PREFILL
     for first, span in rows.cached:
-        phase[first : first + span] = wire.CACHED
+        phase[first : first + span] = ring_messages.CACHED
     return phase

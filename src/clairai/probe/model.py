@@ -1,5 +1,6 @@
 """Takes the parts of one linear probe; gives a checked, frozen `Probe` and its exact scores."""
 
+
 # T = tokens, D = model width
 
 from __future__ import annotations
@@ -15,14 +16,12 @@ from typing import Final, get_args
 import numpy as np
 from numpy.typing import NDArray
 
-from clairai import wire
 from clairai.errors import ProbeError
 from clairai.points import Point, quote
-from clairai.probe import checks
-from clairai.probe.checks import MAX_WIDTH as MAX_WIDTH
+from clairai.wire import ring_messages
 
 MAX_NAME: Final = 128
-ACTIVATIONS: Final[tuple[wire.Activation, ...]] = get_args(wire.Activation)
+ACTIVATIONS: Final[tuple[ring_messages.Activation, ...]] = get_args(ring_messages.Activation)
 
 NAME: Final = re.compile(rf"[A-Za-z0-9_:@+-][A-Za-z0-9._:/@+-]{{0,{MAX_NAME - 1}}}")
 
@@ -35,14 +34,14 @@ class Probe:
     point: Point
     direction_D: NDArray[np.float32]
     bias: float = 0.0
-    activation: wire.Activation = "none"
+    activation: ring_messages.Activation = "none"
     threshold: float | None = None
     calibration: tuple[float, float] | None = None  # low and high end of the usual scores
     model: str | None = None  # the model it was made for
     # For people: what follows changes neither the score nor how it is read.
     description: str | None = None
     auroc: float | None = None  # on documents that neither the fit nor a choice has seen
-    histogram: wire.Histogram | None = None  # of the scores on a reference set
+    histogram: ring_messages.Histogram | None = None  # of the scores on a reference set
 
     def __post_init__(self) -> None:
         _check_name(self.name)
@@ -58,19 +57,19 @@ class Probe:
 
     def _checked(self) -> dict[str, object]:
         name = self.name
-        model = checks.optional_text(name, "model", self.model, limit=checks.MAX_MODEL)
-        described = checks.optional_text(
-            name, "description", self.description, limit=checks.MAX_DESCRIPTION
+        model = check_optional_text(name, "model", self.model, limit=MAX_MODEL)
+        described = check_optional_text(
+            name, "description", self.description, limit=MAX_DESCRIPTION
         )
         return {
-            "direction_D": checks.direction(f"probe {name}: direction", self.direction_D),
-            "bias": checks.number(name, "bias", self.bias),
-            "threshold": checks.optional_number(name, "threshold", self.threshold),
-            "calibration": checks.calibration(name, self.calibration),
+            "direction_D": check_direction(f"probe {name}: direction", self.direction_D),
+            "bias": check_number(name, "bias", self.bias),
+            "threshold": check_optional_number(name, "threshold", self.threshold),
+            "calibration": check_calibration(name, self.calibration),
             "model": model,
             "description": described,
-            "auroc": checks.auroc(name, self.auroc),
-            "histogram": checks.histogram(name, self.histogram),
+            "auroc": check_auroc(name, self.auroc),
+            "histogram": check_histogram(name, self.histogram),
         }
 
     @property
@@ -118,9 +117,9 @@ class Probe:
             scores_T = _activate(self.activation, scores_T + self.bias)
             return scores_T.astype(np.result_type(hidden_TD.dtype, np.float32))
 
-    def info(self) -> wire.ProbeInfo:
+    def info(self) -> ring_messages.ProbeInfo:
         """What a reader is told of this probe's column."""
-        return wire.ProbeInfo(
+        return ring_messages.ProbeInfo(
             name=self.name,
             point=str(self.point),
             activation=self.activation,
@@ -129,9 +128,9 @@ class Probe:
             digest=self.digest,
         )
 
-    def listed(self) -> wire.ListedProbe:
+    def listed(self) -> ring_messages.ListedProbe:
         """`info`, and what people are told besides."""
-        return wire.ListedProbe(
+        return ring_messages.ListedProbe(
             name=self.name,
             point=str(self.point),
             activation=self.activation,
@@ -144,27 +143,31 @@ class Probe:
         )
 
 
-def redirected(probes: Sequence[Probe], rows_PD: NDArray[np.float32]) -> tuple[Probe, ...]:
+def replace_directions(probes: Sequence[Probe], rows_PD: NDArray[np.float32]) -> tuple[Probe, ...]:
     """The same probes with other directions, a row for each; nothing else is looked at again."""
-    return turned(probes, checked_rows([probe.name for probe in probes], rows_PD))
+    return replace_checked_directions(
+        probes, check_direction_rows([probe.name for probe in probes], rows_PD)
+    )
 
 
-def checked_rows(names: Sequence[str], rows_PD: NDArray[np.float32]) -> NDArray[np.float32]:
+def check_direction_rows(names: Sequence[str], rows_PD: NDArray[np.float32]) -> NDArray[np.float32]:
     """A direction for each of these probes, which nobody can write to; ProbeError for others."""
     if rows_PD.ndim != 2 or rows_PD.dtype != np.float32 or len(rows_PD) != len(names):
         raise ProbeError(
             f"directions are {rows_PD.dtype}{rows_PD.shape}; give a row of float32 for each of "
             f"{len(names)} probes"
         )
-    return checks.directions(names, rows_PD)
+    return check_directions(names, rows_PD)
 
 
-def turned(probes: Sequence[Probe], checked_PD: NDArray[np.float32]) -> tuple[Probe, ...]:
+def replace_checked_directions(
+    probes: Sequence[Probe], checked_PD: NDArray[np.float32]
+) -> tuple[Probe, ...]:
     """As `redirected`, to rows that were checked where they came from and that nobody changes."""
-    return tuple(map(_turned, probes, checked_PD))
+    return tuple(map(_with_direction, probes, checked_PD))
 
 
-def _turned(probe: Probe, direction_D: NDArray[np.float32]) -> Probe:
+def _with_direction(probe: Probe, direction_D: NDArray[np.float32]) -> Probe:
     made: Probe = object.__new__(Probe)  # not by __init__: a bank of hundreds is made in no time
     fields = probe.__dict__.copy()
     fields["direction_D"] = direction_D
@@ -173,7 +176,9 @@ def _turned(probe: Probe, direction_D: NDArray[np.float32]) -> Probe:
     return made
 
 
-def _activate(activation: wire.Activation, scores_T: NDArray[np.float64]) -> NDArray[np.float64]:
+def _activate(
+    activation: ring_messages.Activation, scores_T: NDArray[np.float64]
+) -> NDArray[np.float64]:
     if activation == "relu":
         return np.maximum(scores_T, 0.0)
     if activation == "sigmoid":
@@ -189,3 +194,133 @@ def _check_name(name: object) -> None:
             f"{quote(name)} cannot name a probe; use 1 to {MAX_NAME} of A-Z a-z 0-9 . _ : / @ + -, "
             "not starting with . or / and without .."
         )
+
+
+# MERGED
+# Takes one field of a probe as somebody gave it; gives it checked, or a ProbeError in words.
+
+
+MAX_WIDTH: Final = 1_000_000
+MAX_MODEL: Final = 256
+MAX_DESCRIPTION: Final = 500
+MIN_BINS: Final = 8
+MAX_BINS: Final = 64
+MAX_COUNT: Final = 10**12  # 64 of them fit one value of a file's metadata
+
+_MAX_FLOAT32: Final = float(np.finfo(np.float32).max)
+
+
+def check_number(name: str, field: str, value: object) -> float:
+    # Scores are float32 in the engine: what is beyond float32 would be infinity there.
+    if isinstance(value, bool) or not isinstance(value, int | float | np.floating):
+        raise ProbeError(f"probe {name}: {field} is {quote(value)}; give a number")
+    if -_MAX_FLOAT32 <= value <= _MAX_FLOAT32:  # false for NaN too
+        return float(value)
+    raise ProbeError(
+        f"probe {name}: {field} is {quote(value)}; give a finite number, "
+        f"at most {_MAX_FLOAT32:.3g} in size"
+    )
+
+
+def check_direction(what: str, given: object) -> NDArray[np.float32]:
+    """Finite numbers, one for each dimension; a copy, for the caller's array stays the caller's."""
+    if not isinstance(given, np.ndarray) or given.dtype != np.float32 or given.ndim != 1:
+        kind, shape = getattr(given, "dtype", type(given).__name__), getattr(given, "shape", "")
+        raise ProbeError(f"{what} is {kind}{shape}; give a float32 array of one dimension")
+    if not 1 <= given.shape[0] <= MAX_WIDTH:
+        raise ProbeError(
+            f"{what} has {given.shape[0]} numbers; give 1 to {MAX_WIDTH}, "
+            "one for each dimension of the model"
+        )
+    if not np.isfinite(given).all():
+        raise ProbeError(f"{what} holds NaN or infinity; make it again")
+    if not given.any():
+        raise ProbeError(f"{what} is all zeros and does nothing; make it again, or leave it out")
+    copied = np.array(given, dtype="<f4", order="C")
+    copied.setflags(write=False)
+    return copied
+
+
+def check_directions(names: Sequence[str], given_PD: NDArray[np.float32]) -> NDArray[np.float32]:
+    """As `direction`, for a row of each probe; one look at all of them finds a bad one.
+
+    Numbers that nobody can write to any more are not copied.
+    """
+    for at in np.flatnonzero(~are_usable(given_PD)).tolist():
+        check_direction(f"probe {names[at]}: direction", given_PD[at])
+    if not given_PD.flags.writeable:
+        return given_PD
+    copied = np.array(given_PD, dtype="<f4", order="C")
+    copied.setflags(write=False)
+    return copied
+
+
+def are_usable(given_PD: NDArray[np.float32]) -> NDArray[np.bool_]:
+    """Rows that are surely finite and not all zeros, in one pass; any other is to be looked at.
+
+    A NaN or an infinity stays one in the sum of squares; so does a number too large to be squared.
+    """
+    with np.errstate(all="ignore"):
+        # Row by column: BLAS, which reads memory several times as fast as einsum.
+        square_P: NDArray[np.float32] = (given_PD[:, None, :] @ given_PD[:, :, None]).reshape(-1)
+        return np.isfinite(square_P) & (square_P > 0)
+
+
+def check_optional_number(name: str, field: str, value: object) -> float | None:
+    return None if value is None else check_number(name, field, value)
+
+
+def check_optional_text(name: str, field: str, value: object, *, limit: int) -> str | None:
+    if value is None:
+        return None
+    if isinstance(value, str) and 1 <= len(value) <= limit and value.isprintable():
+        return value
+    raise ProbeError(
+        f"probe {name}: {field} is {quote(value)}; give 1 to {limit} printable characters, "
+        "or leave it out"
+    )
+
+
+def check_calibration(name: str, value: object) -> tuple[float, float] | None:
+    if value is None:
+        return None
+    if not isinstance(value, tuple | list) or len(value) != 2:
+        raise ProbeError(f"probe {name}: calibration is {quote(value)}; give (low, high)")
+    return _check_range(name, "calibration", value[0], value[1])
+
+
+def check_auroc(name: str, value: object) -> float | None:
+    if value is None:
+        return None
+    area = check_number(name, "auroc", value)
+    if 0 <= area <= 1:
+        return area
+    raise ProbeError(f"probe {name}: auroc is {area}; give 0 to 1, or leave it out")
+
+
+def check_histogram(name: str, value: object) -> ring_messages.Histogram | None:
+    if value is None:
+        return None
+    if not isinstance(value, ring_messages.Histogram):
+        raise ProbeError(f"probe {name}: histogram is {quote(value)}; give a wire.Histogram")
+    low, high = _check_range(name, "histogram", value.low, value.high)
+    counts = value.counts
+    if not isinstance(counts, tuple | list) or not MIN_BINS <= len(counts) <= MAX_BINS:
+        raise ProbeError(
+            f"probe {name}: histogram has counts {quote(counts)}; give {MIN_BINS} to {MAX_BINS}"
+        )
+    # type() and not isinstance(): true and false are ints to isinstance.
+    if not all(type(count) is int and 0 <= count <= MAX_COUNT for count in counts):
+        raise ProbeError(
+            f"probe {name}: histogram counts must be whole numbers of 0 to {MAX_COUNT}; count again"
+        )
+    if not any(counts):
+        raise ProbeError(f"probe {name}: histogram counts nothing; leave it out")
+    return ring_messages.Histogram(low, high, tuple(counts))
+
+
+def _check_range(name: str, field: str, *ends: object) -> tuple[float, float]:
+    low, high = (check_number(name, field, end) for end in ends)
+    if low < high:
+        return low, high
+    raise ProbeError(f"probe {name}: {field} runs from {low} to {high}; low must be below high")

@@ -12,22 +12,37 @@ from pathlib import Path
 from typing import Final, Self
 
 from clairai.errors import EngineGoneError, HandshakeError
-from clairai.ring.folder import peer_pid, peer_uid
-from clairai.ring.frames import RECEIVE_BYTES, Inbox, encode_frame
+from clairai.local.private_socket import (
+    RECEIVE_BYTES,
+    FrameBuffer,
+    encode_frame,
+    peer_pid,
+    peer_uid,
+)
 from clairai.ring.layout import RingShape
 from clairai.ring.memory import HostMemory, RingMemory
-from clairai.ring.reader import POLL_LIMIT, ReaderStatistics, Record, Ring, Start
-from clairai.wire import MAX_MESSAGE_BYTES, WIRE_VERSION, AskBank, Bank, Message, Refusal, Welcome
+from clairai.ring.reader import POLL_LIMIT, ReaderStatistics, Record, RingCursor, StartAt
+from clairai.wire.ring_messages import (
+    MAX_MESSAGE_BYTES,
+    WIRE_VERSION,
+    AskBank,
+    Bank,
+    Refusal,
+    RingMessage,
+    Welcome,
+)
 
 ANSWER_TIMEOUT_S: Final = 5.0
 MIN_PAUSE_S: Final = 50e-6
 MAX_PAUSE_S: Final = 2e-3
 
 
-class Reader:
+class RingReader:
     """One engine's ring and the socket it came by; the socket's end is the engine's death."""
 
-    def __init__(self, link: _Link, memory: RingMemory, welcome: Welcome, ring: Ring) -> None:
+    def __init__(
+        self, link: _Connection, memory: RingMemory, welcome: Welcome, ring: RingCursor
+    ) -> None:
         self.welcome = welcome
         self._link = link
         self._memory = memory
@@ -39,16 +54,16 @@ class Reader:
         cls,
         socket_path: Path | str,
         *,
-        start: Start = "oldest",
+        start: StartAt = "oldest",
         timeout_s: float = ANSWER_TIMEOUT_S,
     ) -> Self:
         """Connect, check the peer, map its ring; EngineGoneError if nobody listens."""
         with contextlib.ExitStack() as undo:
-            link = undo.enter_context(_Link(Path(socket_path)))
+            link = undo.enter_context(_Connection(Path(socket_path)))
             welcome, fds = link.receive_welcome(timeout_s)
-            memory = undo.enter_context(_map(welcome, fds, is_here=link.is_here()))
-            ring = Ring(memory, start=start)
-            _require_promised(ring, welcome)
+            memory = undo.enter_context(_map_ring(welcome, fds, is_here=link.is_here()))
+            ring = RingCursor(memory, start=start)
+            _check_ring(ring, welcome)
             undo.pop_all()
         return cls(link, memory, welcome, ring)
 
@@ -94,12 +109,12 @@ class Reader:
         self.close()
 
 
-class _Link:
+class _Connection:
     """The reader's end of the socket; every wait on it has a deadline."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        self._inbox = Inbox(MAX_MESSAGE_BYTES)
+        self._inbox = FrameBuffer(MAX_MESSAGE_BYTES)
         self._sock = _connect(path)
         self._hangup = select.poll()
         self._hangup.register(self._sock, select.POLLRDHUP)
@@ -113,7 +128,7 @@ class _Link:
             welcome = self._receive(deadline_s)
             if flags & socket.MSG_CTRUNC or not isinstance(welcome, Welcome):
                 raise HandshakeError("peer did not send a Welcome; not ours")
-            _require_known(welcome, fds)
+            _check_welcome(welcome, fds)
         except BaseException:
             for fd in fds:
                 os.close(fd)
@@ -144,7 +159,7 @@ class _Link:
     def close(self) -> None:
         self._sock.close()
 
-    def _receive(self, deadline_s: float) -> Message:
+    def _receive(self, deadline_s: float) -> RingMessage:
         while (message := self._inbox.take()) is None:
             self._wait_readable(deadline_s)
             try:
@@ -211,17 +226,17 @@ def _connect(path: Path) -> socket.socket:
     return sock
 
 
-def _map(welcome: Welcome, fds: list[int], *, is_here: bool) -> RingMemory:
+def _map_ring(welcome: Welcome, fds: list[int], *, is_here: bool) -> RingMemory:
     if welcome.home == "host":
         return HostMemory.attach(fds[0], welcome.nbytes)
-    from clairai.ring.cuda import DeviceMemory
+    from clairai.local.gpu_memory import DeviceMemory
 
     if is_here and welcome.address:
         return DeviceMemory.borrow(welcome.address, welcome.nbytes, welcome.gpu)
     return DeviceMemory.attach(welcome.handle, welcome.nbytes, welcome.gpu)
 
 
-def _require_known(welcome: Welcome, fds: list[int]) -> None:
+def _check_welcome(welcome: Welcome, fds: list[int]) -> None:
     if len(fds) != (1 if welcome.home == "host" else 0):
         raise HandshakeError(
             f"peer sent {len(fds)} descriptors with a ring in {welcome.home} memory; not ours"
@@ -233,7 +248,7 @@ def _require_known(welcome: Welcome, fds: list[int]) -> None:
         )
 
 
-def _require_promised(ring: Ring, welcome: Welcome) -> None:
+def _check_ring(ring: RingCursor, welcome: Welcome) -> None:
     header = ring.header
     promised = RingShape(welcome.slots, welcome.slot_bytes, header.shape.ahead)
     if header.epoch != welcome.epoch or header.shape != promised:

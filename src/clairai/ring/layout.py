@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from clairai.errors import RingError
-from clairai.wire import ROW
+from clairai.wire.ring_messages import ROW
 
 MAGIC: Final = int.from_bytes(b"clairing", "little")
 LAYOUT_VERSION: Final = 2

@@ -14,8 +14,8 @@ import warnings
 from typing import Final, Protocol, Self
 
 from clairai.errors import HandshakeError, RingError
+from clairai.local.shared_buffer import free_memory_bytes
 from clairai.ring.layout import WORD_BYTES
-from clairai.ring.room import free_bytes
 
 F_SEAL_FUTURE_WRITE: Final = 0x10  # linux/fcntl.h; Python's fcntl does not name it yet
 SEALS: Final = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | F_SEAL_FUTURE_WRITE | fcntl.F_SEAL_SEAL
@@ -56,7 +56,7 @@ class HostMemory:
     @classmethod
     def create(cls, nbytes: int) -> HostMemory:
         """New zeroed memory whose size and readers' rights are fixed for good."""
-        if nbytes > (free := free_bytes()):
+        if nbytes > (free := free_memory_bytes()):
             raise RingError(f"ring of {nbytes} bytes, {free} are free here; lower its size")
         fd = os.memfd_create("clairai-ring", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         try:

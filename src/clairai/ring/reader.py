@@ -24,12 +24,12 @@ from clairai.ring.layout import (
     row_bytes,
 )
 from clairai.ring.memory import RingMemory
-from clairai.wire import ROW
+from clairai.wire.ring_messages import ROW
 
 POLL_LIMIT: Final = 256
 
 # Where to begin: at the oldest record still there, at the next one, or at the one with this seq.
-Start = Literal["oldest", "newest"] | int
+StartAt = Literal["oldest", "newest"] | int
 
 
 @dataclass(frozen=True, eq=False)
@@ -56,10 +56,10 @@ class ReaderStatistics:
     lag: int
 
 
-class Ring:
+class RingCursor:
     """One reader of a ring; never makes the writer wait."""
 
-    def __init__(self, memory: RingMemory, *, start: Start = "oldest") -> None:
+    def __init__(self, memory: RingMemory, *, start: StartAt = "oldest") -> None:
         self._memory = memory
         self.header = _read_header(memory)
         self._shape = self.header.shape
@@ -91,7 +91,7 @@ class Ring:
         """Records published and not yet taken."""
         return self._load_head() - self._next
 
-    def _first_seq(self, start: Start) -> int:
+    def _first_seq(self, start: StartAt) -> int:
         head = self._load_head()
         if start == "oldest":
             return max(0, self._oldest(head))

@@ -13,11 +13,18 @@ from pathlib import Path
 from typing import Final, Protocol, Self
 
 from clairai.errors import HandshakeError
-from clairai.ring.folder import listen, peer_uid, remove_stale, socket_path
-from clairai.ring.frames import MAX_REQUEST_BYTES, Inbox, encode_frame
-from clairai.wire import AskBank, Bank, Message, Refusal, Welcome
+from clairai.local.private_socket import (
+    MAX_REQUEST_BYTES,
+    FrameBuffer,
+    encode_frame,
+    listen,
+    peer_uid,
+    remove_dead_sockets,
+    socket_path,
+)
+from clairai.wire.ring_messages import AskBank, Bank, Refusal, RingMessage, Welcome
 
-BankOf = Callable[[int], Bank | None]
+GetBank = Callable[[int], Bank | None]
 
 MAX_READERS: Final = 64
 CLOSE_TIMEOUT_S: Final = 5.0
@@ -25,7 +32,7 @@ ACCEPT_PAUSE_S: Final = 0.1
 _log: Final = logging.getLogger(__name__)
 
 
-class Passed(Protocol):
+class ShareableMemory(Protocol):
     """Memory that readers are let into."""
 
     @property
@@ -36,7 +43,9 @@ class Passed(Protocol):
 class RingServer:
     """One daemon thread; whatever a reader does, only that reader is let go."""
 
-    def __init__(self, folder: Path, memory: Passed, welcome: Welcome, bank_of: BankOf) -> None:
+    def __init__(
+        self, folder: Path, memory: ShareableMemory, welcome: Welcome, bank_of: GetBank
+    ) -> None:
         self.path = socket_path(folder, welcome.epoch)
         self._memory = memory
         self._welcome = welcome
@@ -44,7 +53,7 @@ class RingServer:
         self._sessions: set[_Session] = set()
         self._pid = os.getpid()
         self._is_closing = threading.Event()
-        remove_stale(folder)
+        remove_dead_sockets(folder)
         self._listener = listen(self.path)
         self._wake_fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._selector = selectors.DefaultSelector()
@@ -95,7 +104,7 @@ class RingServer:
         try:
             self._admit(sock)
         except Exception as error:
-            _log.log(_level(error), "a reader could not attach: %s", error)
+            _log.log(_log_level(error), "a reader could not attach: %s", error)
             sock.close()
 
     def _admit(self, sock: socket.socket) -> None:
@@ -119,7 +128,7 @@ class RingServer:
                 self._selector.modify(session.sock, session.events, session)
                 return
         except Exception as error:
-            _log.log(_level(error), "a reader is let go: %s", error)
+            _log.log(_log_level(error), "a reader is let go: %s", error)
         self._selector.unregister(session.sock)
         self._sessions.discard(session)
         session.sock.close()
@@ -134,10 +143,10 @@ class RingServer:
 class _Session:
     """One attached reader; while it has an answer to fetch, nothing more is read from it."""
 
-    def __init__(self, sock: socket.socket, bank_of: BankOf) -> None:
+    def __init__(self, sock: socket.socket, bank_of: GetBank) -> None:
         self.sock = sock
         self._bank_of = bank_of
-        self._inbox = Inbox(MAX_REQUEST_BYTES)
+        self._inbox = FrameBuffer(MAX_REQUEST_BYTES)
         self._outbox = bytearray()
 
     @property
@@ -164,7 +173,7 @@ class _Session:
             self._reply(message)
         return True
 
-    def send(self, message: Message) -> None:
+    def send(self, message: RingMessage) -> None:
         """Send what the socket takes now, keep the rest for later."""
         self._outbox += encode_frame(message)
         self._flush()
@@ -176,14 +185,14 @@ class _Session:
             return
         del self._outbox[:num_sent]
 
-    def _reply(self, message: Message) -> None:
+    def _reply(self, message: RingMessage) -> None:
         answer = self._answer(message)
         try:
             self.send(answer)
         except HandshakeError as error:
             self.send(Refusal("too-large", error.reason))
 
-    def _answer(self, message: Message) -> Bank | Refusal:
+    def _answer(self, message: RingMessage) -> Bank | Refusal:
         if not isinstance(message, AskBank):
             raise HandshakeError(f"reader sent {type(message).__name__}, may send AskBank")
         bank = self._bank_of(message.version)
@@ -192,7 +201,7 @@ class _Session:
         return bank
 
 
-def _level(error: Exception) -> int:
+def _log_level(error: Exception) -> int:
     # A reader may vanish at any moment; anything else is worth a look.
     return logging.DEBUG if isinstance(error, ConnectionError) else logging.WARNING
 

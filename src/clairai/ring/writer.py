@@ -26,7 +26,7 @@ from clairai.ring.layout import (
     epoch_low,
 )
 from clairai.ring.memory import HostMemory, require_total_store_order
-from clairai.wire import ROW
+from clairai.wire.ring_messages import ROW
 
 _HEAD_WORD: Final = HEAD_OFFSET // WORD_BYTES
 _MAX_U32: Final = (1 << 32) - 1

@@ -11,14 +11,14 @@ from typing import Final, Protocol, Self
 from rich.console import Console
 from rich.live import Live
 
-from clairai import wire
 from clairai.errors import RingError
-from clairai.ring.attach import Reader
-from clairai.ring.follow import Attached, Batch, Detached, Event, Waiting
+from clairai.ring.attach import RingReader
+from clairai.ring.follow import EngineAttached, EngineDetached, FollowEvent, NoEngine, RecordBatch
 from clairai.ring.reader import ReaderStatistics
-from clairai.sidecar import lines, table
-from clairai.sidecar.board import Board
-from clairai.sidecar.outflow import Outflow
+from clairai.sidecar import json_lines, live_table
+from clairai.sidecar.live_state import LiveState
+from clairai.sidecar.pipe_writer import PipeWriter
+from clairai.wire import ring_messages
 
 FRAME_S: Final = 0.2
 LINE_S: Final = 1.0
@@ -26,10 +26,10 @@ STOPPED: Final = "stopped"  # what follow() says when we are the one to leave
 Say = Callable[[str], None]
 
 
-class View(Protocol):
+class SidecarView(Protocol):
     """Shows events; `tick` comes several times a second, also when nothing happens."""
 
-    def show(self, event: Event) -> None: ...
+    def show(self, event: FollowEvent) -> None: ...
     def tick(self) -> None: ...
 
 
@@ -43,7 +43,7 @@ def last_line(statistics: ReaderStatistics, reason: str) -> str:
     return said if reason == STOPPED else f"{said}; waiting"
 
 
-class Loss:
+class LossReport:
     """How much of an engine's loss has not been said yet."""
 
     def __init__(self, say: Say) -> None:
@@ -53,16 +53,16 @@ class Loss:
     def begin(self) -> None:
         self._num_said = self._num_nameless = 0
 
-    def nameless(self) -> None:
+    def add_unnamed(self) -> None:
         """A record whose columns nobody can name any more: as good as lost."""
         self._num_nameless += 1
 
     def counted(self, statistics: ReaderStatistics) -> ReaderStatistics:
-        nameless = self._num_nameless
+        add_unnamed = self._num_nameless
         return replace(
             statistics,
-            delivered=statistics.delivered - nameless,
-            lost=statistics.lost + nameless,
+            delivered=statistics.delivered - add_unnamed,
+            lost=statistics.lost + add_unnamed,
         )
 
     def news(self, statistics: ReaderStatistics) -> int:
@@ -75,16 +75,16 @@ class Loss:
         return fresh
 
 
-def banks_of(batch: Batch) -> dict[int, wire.Bank | None]:
+def find_banks(batch: RecordBatch) -> dict[int, ring_messages.Bank | None]:
     """By version; None where the engine died, or forgot, before it could be asked for the names.
 
     Asked once for a batch: an engine that hangs makes us wait for each question.
     """
     versions = {record.bank_version for record in batch.records}
-    return {version: _bank(batch.reader, version) for version in versions}
+    return {version: _find_bank(batch.reader, version) for version in versions}
 
 
-def _bank(reader: Reader, version: int) -> wire.Bank | None:
+def _find_bank(reader: RingReader, version: int) -> ring_messages.Bank | None:
     try:
         return reader.bank(version)
     except RingError:
@@ -94,53 +94,53 @@ def _bank(reader: Reader, version: int) -> wire.Bank | None:
 class JsonView:
     """One object per scored row on stdout; everything a person should read on stderr."""
 
-    def __init__(self, out: Outflow, *, folder: Path, with_events: bool, say: Say) -> None:
+    def __init__(self, out: PipeWriter, *, folder: Path, with_events: bool, say: Say) -> None:
         self._out = out
         self._folder = folder
         self._with_events = with_events
         self._say = say
-        self._loss = Loss(say)
+        self._loss = LossReport(say)
         self._said = ""
 
-    def show(self, event: Event) -> None:
+    def show(self, event: FollowEvent) -> None:
         match event:
-            case Waiting(reason):
+            case NoEngine(reason):
                 self._say_once(waiting_line(self._folder, reason))
-            case Attached(welcome):
+            case EngineAttached(welcome):
                 self._loss.begin()
-                self._say_once(f"attached to {table.engine_line(welcome)}")
-                self._event(lines.Attached.to(welcome))
-            case Batch():
+                self._say_once(f"attached to {live_table.engine_line(welcome)}")
+                self._event(json_lines.AttachedLine.to(welcome))
+            case RecordBatch():
                 self._rows(event)
-            case Detached(statistics, reason):
+            case EngineDetached(statistics, reason):
                 self._lost(statistics)
                 counted = self._loss.counted(statistics)
                 self._say_once(last_line(counted, reason))
-                self._event(lines.Detached.after(counted, reason))
+                self._event(json_lines.DetachedLine.after(counted, reason))
 
     def tick(self) -> None:
         pass
 
-    def _rows(self, batch: Batch) -> None:
-        found: list[lines.Line] = []
-        banks = banks_of(batch)
+    def _rows(self, batch: RecordBatch) -> None:
+        found: list[json_lines.JsonLine] = []
+        banks = find_banks(batch)
         for record in batch.records:
             bank = banks[record.bank_version]
             if bank is None:
-                self._loss.nameless()
+                self._loss.add_unnamed()
                 continue
-            found += lines.record_lines(record, bank, with_events=self._with_events)
+            found += json_lines.record_lines(record, bank, with_events=self._with_events)
         # Before the rows: what was lost is older than all that were read with it.
         self._lost(batch.reader.statistics())
-        self._out.write(lines.encode(found))
+        self._out.write(json_lines.encode_lines(found))
 
     def _lost(self, statistics: ReaderStatistics) -> None:
         if num_lost := self._loss.news(statistics):
-            self._event(lines.Lost(num_lost))
+            self._event(json_lines.LostLine(num_lost))
 
-    def _event(self, line: lines.Line) -> None:
+    def _event(self, line: json_lines.JsonLine) -> None:
         if self._with_events:
-            self._out.write(lines.encode([line]))
+            self._out.write(json_lines.encode_lines([line]))
 
     def _say_once(self, line: str) -> None:
         if line != self._said:
@@ -148,27 +148,27 @@ class JsonView:
             self._said = line
 
 
-class _BoardView:
+class _LiveView:
     """What the live table and the plain lines have in common: a board that is kept current."""
 
     def __init__(self, *, folder: Path, say: Say) -> None:
-        self.board = Board()
+        self.board = LiveState()
         self.status = ""
         self._folder = folder
-        self._loss = Loss(say)
+        self._loss = LossReport(say)
 
-    def show(self, event: Event) -> None:
+    def show(self, event: FollowEvent) -> None:
         match event:
-            case Waiting(reason):
+            case NoEngine(reason):
                 if self.board.num_attached == 0:
                     self.status = waiting_line(self._folder, reason)
-            case Attached(welcome):
+            case EngineAttached(welcome):
                 self._loss.begin()
                 self.board.attach(welcome)
-                self.status = table.engine_line(welcome)
-            case Batch():
+                self.status = live_table.engine_line(welcome)
+            case RecordBatch():
                 self._feed(event)
-            case Detached(statistics, reason):
+            case EngineDetached(statistics, reason):
                 self._loss.news(statistics)
                 counted = self._loss.counted(statistics)
                 self.board.note(counted)
@@ -176,12 +176,12 @@ class _BoardView:
                     self.board.detach()
                 self.status = last_line(counted, reason)
 
-    def _feed(self, batch: Batch) -> None:
-        banks = banks_of(batch)
+    def _feed(self, batch: RecordBatch) -> None:
+        banks = find_banks(batch)
         for record in batch.records:
             bank = banks[record.bank_version]
             if bank is None:
-                self._loss.nameless()
+                self._loss.add_unnamed()
             else:
                 self.board.feed(record, bank)
         statistics = batch.reader.statistics()
@@ -189,7 +189,7 @@ class _BoardView:
         self.board.note(self._loss.counted(statistics))
 
 
-class TableView(_BoardView):
+class TableView(_LiveView):
     """A table that stays in place; a context manager, because the terminal must be given back."""
 
     def __init__(
@@ -206,7 +206,9 @@ class TableView(_BoardView):
             self._due_s = time.monotonic() + FRAME_S
             size = self._console.size
             height = size.height - self._num_lines_kept
-            drawn = table.picture(self.board, status=self.status, width=size.width, height=height)
+            drawn = live_table.draw_table(
+                self.board, status=self.status, width=size.width, height=height
+            )
             self._live.update(drawn, refresh=True)
 
     def __enter__(self) -> Self:
@@ -219,7 +221,7 @@ class TableView(_BoardView):
         self._live.stop()
 
 
-class PlainView(_BoardView):
+class PlainView(_LiveView):
     """For a log: a line when something changed, at most one a second."""
 
     def __init__(self, say: Say, *, folder: Path, say_loss: Say) -> None:
@@ -228,7 +230,7 @@ class PlainView(_BoardView):
         self._said_status = self._said_counts = ""
         self._due_s = 0.0
 
-    def show(self, event: Event) -> None:
+    def show(self, event: FollowEvent) -> None:
         super().show(event)
         if self.status != self._said_status:
             self._said_status = self.status
@@ -238,7 +240,7 @@ class PlainView(_BoardView):
         if time.monotonic() < self._due_s:
             return
         self._due_s = time.monotonic() + LINE_S
-        line = table.counts(self.board)
+        line = live_table.counts_line(self.board)
         if self.board.num_rows and line != self._said_counts:
             self._said_counts = line
             self._say(line)

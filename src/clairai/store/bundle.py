@@ -16,11 +16,10 @@ from numpy.typing import NDArray
 
 from clairai.errors import StoreError
 from clairai.store import shard
-from clairai.store.reading import Store
-from clairai.store.rows import Block, Note, Origin
-from clairai.store.shard import COLUMNS, Sealed
-from clairai.store.taken import Rows
-from clairai.wire import ROW
+from clairai.store.read import Store, StoredRows
+from clairai.store.row_block import Origin, RequestNote, RowBlock
+from clairai.store.shard import COLUMNS, SealedShard
+from clairai.wire.ring_messages import ROW
 
 MAX_NBYTES: Final = 1 << 30
 PART_NBYTES: Final = 1 << 18
@@ -30,7 +29,7 @@ PART_NBYTES: Final = 1 << 18
 class Bundle:
     """Bytes of a safetensors file, as docs/store.md describes a shard."""
 
-    sealed: Sealed
+    sealed: SealedShard
 
     @property
     def nbytes(self) -> int:
@@ -61,14 +60,18 @@ def bundle(
     if unknown is not None:
         raise StoreError(f"no rows at {unknown} were kept; there are {', '.join(request.points)}")
     rows = [store.rows(stream, point=point, choice=choice) for point in dict.fromkeys(asked)]
-    _check(rows)
-    blocks = [_block(part, point) for part, point in zip(rows, dict.fromkeys(asked), strict=True)]
-    note = Note.of(request.tags, request.steering)
-    head, tensors = shard.parts(blocks, {stream: note})
-    return Bundle(shard.sealed(msgspec.structs.replace(head, fidelity=_fidelity(rows)), tensors))
+    _check_rows(rows)
+    blocks = [
+        _row_block(part, point) for part, point in zip(rows, dict.fromkeys(asked), strict=True)
+    ]
+    note = RequestNote.of(request.tags, request.steering)
+    head, tensors = shard.shard_contents(blocks, {stream: note})
+    return Bundle(
+        shard.seal_contents(msgspec.structs.replace(head, fidelity=_fidelity(rows)), tensors)
+    )
 
 
-def _check(rows: Sequence[Rows]) -> None:
+def _check_rows(rows: Sequence[StoredRows]) -> None:
     origins: set[Origin] = {origin for part in rows for origin in part.origins}
     if len(origins) > 1:
         raise StoreError("these rows were stored by encoders that differ; ask for one point each")
@@ -82,21 +85,21 @@ def _check(rows: Sequence[Rows]) -> None:
         raise StoreError("this request has no such rows")
 
 
-def _nbytes(rows: Rows) -> int:
+def _nbytes(rows: StoredRows) -> int:
     """Without reading any of them."""
     per_row = [part.nbytes_per_row for part in rows.parts]
     return sum(per_row[index] for index in rows.part_N.tolist())
 
 
-def _block(rows: Rows, point: str) -> Block:
+def _row_block(rows: StoredRows, point: str) -> RowBlock:
     rows_N: NDArray[np.void] = np.zeros(len(rows), ROW)
     for name in COLUMNS:
         if name != "flags":  # each row is here once: the newest
             rows_N[name] = getattr(rows, name)
-    return Block(rows.origins[0], point, rows_N, rows.encoded())
+    return RowBlock(rows.origins[0], point, rows_N, rows.encoded())
 
 
-def _fidelity(rows: Sequence[Rows]) -> dict[str, tuple[float, float]]:
+def _fidelity(rows: Sequence[StoredRows]) -> dict[str, tuple[float, float]]:
     """Of all the shards the rows are from."""
     found: dict[str, tuple[float, float]] = {}
     for head in (part.shard.head for one in rows for part in one.parts):

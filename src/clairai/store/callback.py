@@ -18,15 +18,14 @@ from numpy.typing import NDArray
 
 from clairai.errors import ConfigError, StoreStoppedError
 from clairai.points import quote
-from clairai.store import options
+from clairai.store import folder_consumers
+from clairai.store.block_queue import BlockQueue, SpillFile
 from clairai.store.codecs.registry import named
-from clairai.store.consumers import CLOSE_S, Policy
-from clairai.store.intake import Intake
-from clairai.store.limits import State
-from clairai.store.rows import Block, Given, Note
-from clairai.store.spill import Spill
+from clairai.store.folder_consumers import CLOSE_S, Policy
+from clairai.store.row_block import NotedBlock, RequestNote, RowBlock
+from clairai.store.write import WriterState
 
-_WRITING: Final = State()
+_WRITING: Final = WriterState()
 
 
 @dataclass(frozen=True)
@@ -34,8 +33,8 @@ class Delivery:
     """What the function is called with: rows of any requests at one point."""
 
     about: Any  # the engine: model, weights, dtype, width, points
-    block: Block
-    notes: Mapping[int, Note]  # tags and steering of the requests in it
+    block: RowBlock
+    notes: Mapping[int, RequestNote]  # tags and steering of the requests in it
 
     @property
     def rows(self) -> NDArray[np.void]:
@@ -49,7 +48,7 @@ class Delivery:
         return encoder.decode(dict(self.block.arrays), width=origin.width)
 
 
-Function = Callable[[Delivery], object]
+CallbackFunction = Callable[[Delivery], object]
 
 
 class CallbackConsumer:
@@ -57,30 +56,30 @@ class CallbackConsumer:
 
     def __init__(
         self,
-        function: Function,
+        function: CallbackFunction,
         where: str,
         *,
         about: object,
-        intake: Intake,
+        intake: BlockQueue,
         policy: Policy,
-        spill: Spill | None = None,
+        spill: SpillFile | None = None,
     ) -> None:
         self.policy, self.where, self.state = policy, where, _WRITING
         self._function, self._about = function, about
         self._intake, self._spill = intake, spill
-        self._notes: dict[int, Note] = {}
+        self._notes: dict[int, RequestNote] = {}
         self._thread = threading.Thread(target=self._call_all, name="clairai-call", daemon=True)
         self._thread.start()
 
     def begin(
         self, stream: int, *, tags: Mapping[str, Any] | None, steering: Mapping[str, Any] | None
     ) -> None:
-        self._notes[stream] = Note.of(tags, steering)
+        self._notes[stream] = RequestNote.of(tags, steering)
 
-    def offer(self, block: Block) -> bool:
+    def offer(self, block: RowBlock) -> bool:
         streams = np.unique(block.rows_N["stream"]).tolist()
         notes = {stream: self._notes[stream] for stream in streams if stream in self._notes}
-        return self._intake.put(Given(block, notes))
+        return self._intake.put(NotedBlock(block, notes))
 
     def finish(self, stream: int) -> None:
         self._notes.pop(stream, None)
@@ -112,15 +111,15 @@ class CallbackConsumer:
                     return
                 if isinstance(item, threading.Event):
                     item.set()
-                elif isinstance(item, Given):
+                elif isinstance(item, NotedBlock):
                     self._call(item)
 
-    def _call(self, given: Given) -> None:
+    def _call(self, given: NotedBlock) -> None:
         try:
             self._function(Delivery(self._about, given.block, given.notes))
         except Exception as error:  # it is not ours, and the next rows may go well
             said = f"{type(error).__name__}: {quote(str(error), 200)}"
-            self.state = State("stopped", f"{self.where} failed, {said}")
+            self.state = WriterState("stopped", f"{self.where} failed, {said}")
             self._intake.lose(given.streams())
         else:
             self.state = _WRITING
@@ -129,17 +128,19 @@ class CallbackConsumer:
 
 def callback(given: Mapping[str, Any], about: object) -> CallbackConsumer:
     """`call`, `policy` and the queue's bounds."""
-    checked = options.checked("callback", given, (*options.QUEUE, "call"))
-    policy = options.policy("callback", checked)
-    limits = options.limits("callback", checked)
-    function = _function(checked.get("call"))
-    folder = options.spill_to("callback", checked)
-    spill = None if folder is None else Spill(folder, limits.spill_nbytes)
+    checked = folder_consumers.check_options(
+        "callback", given, (*folder_consumers.QUEUE_OPTIONS, "call")
+    )
+    policy = folder_consumers.policy_option("callback", checked)
+    limits = folder_consumers.limits_option("callback", checked)
+    function = _import_function(checked.get("call"))
+    folder = folder_consumers.spill_option("callback", checked)
+    spill = None if folder is None else SpillFile(folder, limits.spill_nbytes)
     return CallbackConsumer(
         function,
         str(checked["call"]),
         about=about,
-        intake=Intake(policy, limits.queue_nbytes, spill),
+        intake=BlockQueue(policy, limits.queue_nbytes, spill),
         policy=cast(Policy, policy),
         spill=spill,
     )
@@ -148,7 +149,7 @@ def callback(given: Mapping[str, Any], about: object) -> CallbackConsumer:
 callback.in_engine = True  # type: ignore[attr-defined]  # where the function's own objects are
 
 
-def _function(name: object) -> Function:
+def _import_function(name: object) -> CallbackFunction:
     module, colon, attribute = name.partition(":") if isinstance(name, str) else ("", "", "")
     if not (module and colon and attribute):
         raise ConfigError(
@@ -162,4 +163,4 @@ def _function(name: object) -> Function:
         ) from None
     if not callable(found):
         raise ConfigError(f"capture consumer callback: {quote(name)} is no function")
-    return cast(Function, found)
+    return cast(CallbackFunction, found)

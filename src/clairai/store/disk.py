@@ -7,15 +7,20 @@ not synced. Names are resolved below one open folder, and no link is ever follow
 from __future__ import annotations
 
 import errno
+import fcntl
 import mmap
 import os
+import re
+import secrets
 import stat
 import weakref
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final, Protocol
 
-from clairai.errors import StoreError
+from clairai.errors import StoreBusyError, StoreError
 from clairai.points import quote
 
 IOV_MAX: Final = 1024  # buffers of one writev(2)
@@ -27,7 +32,7 @@ _OLD: Final = os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK  # a FIFO must not ma
 Buffer = bytes | memoryview
 
 
-class Writing(Protocol):
+class WritableFile(Protocol):
     """A file that is being written."""
 
     def write(self, pieces: Sequence[Buffer]) -> None: ...
@@ -38,8 +43,8 @@ class Writing(Protocol):
 class Disk(Protocol):
     """A folder. What a call did may be forgotten in a crash, until the matching sync returns."""
 
-    def create(self, name: str, nbytes: int) -> Writing: ...
-    def append(self, name: str) -> Writing: ...
+    def create(self, name: str, nbytes: int) -> WritableFile: ...
+    def append(self, name: str) -> WritableFile: ...
     def cut(self, name: str, nbytes: int) -> None: ...
     def rename(self, old: str, new: str) -> None: ...
     def remove(self, name: str) -> None: ...
@@ -63,7 +68,7 @@ class LocalFile:
             views = batch
             while views:
                 self._written += (count := os.writev(self._descriptor, views))
-                views = _after(views, count)
+                views = _unwritten(views, count)
             self._start_flush()
 
     def _start_flush(self) -> None:
@@ -99,7 +104,7 @@ def _batches(pieces: Sequence[Buffer]) -> Iterator[list[memoryview]]:
         yield batch
 
 
-def _after(views: list[memoryview], count: int) -> list[memoryview]:
+def _unwritten(views: list[memoryview], count: int) -> list[memoryview]:
     """What is left of the buffers when `count` bytes of them are written."""
     for index, view in enumerate(views):
         if count < len(view):
@@ -118,7 +123,7 @@ class LocalDisk:
         except (OSError, ValueError) as error:
             raise StoreError(
                 f"{quote(os.fspath(path), 200)} cannot be opened as a folder of captures, "
-                f"{cause(error)}; links are not followed"
+                f"{describe_error(error)}; links are not followed"
             ) from None
         self.close = weakref.finalize(self, os.close, self._folder)  # or when nobody has it
 
@@ -215,5 +220,93 @@ def _sync_if_possible(descriptor: int) -> None:
             raise  # those say that nothing here can be written: what was read, stays
 
 
-def cause(error: OSError | ValueError) -> str:
+def describe_error(error: OSError | ValueError) -> str:
     return (error.strerror if isinstance(error, OSError) else None) or "the path is not usable"
+
+
+# MERGED
+# Takes a path; gives a private folder with one writer, and the names of the files in it.
+#
+# Names are ours alone: a random epoch of the writer, a counter, and for some layouts the stream
+# and
+# the point. Nothing that a client says is ever part of a name.
+
+
+MANIFEST: Final = "manifest"
+LOCK: Final = "lock"
+TEMPORARY: Final = ".tmp"
+ORPHAN: Final = ".orphan"
+_SHARD: Final = re.compile(
+    r"[0-9a-f]{16}-[0-9]{8}(-[0-9a-f]{16}(-[a-z_]{1,16}\.[0-9]{1,5})?)?\.(safetensors|npz)",
+    re.ASCII,
+)
+
+
+def is_shard(name: str) -> bool:
+    return _SHARD.fullmatch(name) is not None
+
+
+@dataclass
+class ShardNames:
+    """The names one writer gives to its shards; no two writers share one."""
+
+    epoch: str = field(default_factory=lambda: secrets.token_hex(8))
+    counter: int = 0
+
+    def next(self, tail: str, suffix: str) -> str:
+        self.counter += 1
+        return f"{self.epoch}-{self.counter:08d}{tail}.{suffix}"
+
+
+@contextmanager
+def claim_folder(path: str | os.PathLike[str]) -> Iterator[LocalDisk]:
+    """The folder, made if it is not there, with no other writer in it until the end."""
+    _make_folder(Path(path))
+    disk = LocalDisk(path)
+    try:
+        with _hold_lock(disk):
+            yield disk
+    finally:
+        disk.close()
+
+
+def _make_folder(path: Path) -> None:
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.mkdir(mode=0o700, exist_ok=True)
+        mode = path.lstat().st_mode
+    except (OSError, ValueError) as error:
+        raise StoreError(
+            f"{quote(str(path), 200)} cannot be made a folder of captures, "
+            f"{describe_error(error)}; give a folder of yours"
+        ) from None
+    if stat.S_ISDIR(mode) and mode & 0o022:
+        raise StoreError(
+            f"{quote(str(path), 200)} can be written by others (mode {mode & 0o777:03o}); "
+            "chmod go-w it"
+        )
+
+
+@contextmanager
+def _hold_lock(disk: LocalDisk) -> Iterator[None]:
+    """The kernel lets go of it however the writer ends."""
+    try:
+        descriptor = disk.open_or_make(LOCK)
+    except OSError as error:
+        raise StoreError(
+            f"{quote(str(disk.path), 200)} cannot be locked, {describe_error(error)}"
+        ) from None
+    try:
+        _take_lock(descriptor, disk.path)
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def _take_lock(descriptor: int, path: Path) -> None:
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise StoreBusyError(
+            f"{quote(str(path), 200)} has a writer already; end it, or write to another folder"
+        ) from None

@@ -17,7 +17,7 @@ SEPARATOR: Final = "%%"  # alone on a line, where documents have lines of their 
 
 
 @dataclass(frozen=True)
-class Span:
+class TextSpan:
     """A stretch of text: the concept is in it, is not, or nothing is claimed (None)."""
 
     text: str
@@ -29,7 +29,7 @@ class Turn:
     """One message of a chat; without a role, plain text as /v1/completions takes it."""
 
     role: str | None
-    spans: tuple[Span, ...]
+    spans: tuple[TextSpan, ...]
 
     @property
     def text(self) -> str:
@@ -53,22 +53,22 @@ class Document:
         return tuple((turn.role, turn.text) for turn in self.turns)
 
 
-class Message(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class ChatMessage(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """One message of a chat in a JSON line."""
 
     role: str
     content: str
 
 
-class Line(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class LabelledLine(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """One JSON line: a text, or a chat whose last message is what the label is about."""
 
     label: bool
     text: str | None = None
-    messages: tuple[Message, ...] = ()
+    messages: tuple[ChatMessage, ...] = ()
 
 
-class Pair(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class ContrastPair(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """One JSON line: two texts that differ in one thing; with a prompt, two answers to it."""
 
     positive: str
@@ -76,15 +76,15 @@ class Pair(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     prompt: str | None = None
 
 
-def of_text(text: str, *, label: bool) -> Document:
-    return Document((Turn(None, (Span(text, label),)),))
+def text_document(text: str, *, label: bool) -> Document:
+    return Document((Turn(None, (TextSpan(text, label),)),))
 
 
-def of_messages(messages: tuple[Message, ...], *, label: bool) -> Document:
+def chat_document(messages: tuple[ChatMessage, ...], *, label: bool) -> Document:
     """The label is about the last message; of those before it nothing is claimed."""
     labels = [None] * (len(messages) - 1) + [label]
     turns = [
-        Turn(message.role, (Span(message.content.strip(), mark),))
+        Turn(message.role, (TextSpan(message.content.strip(), mark),))
         for message, mark in zip(messages, labels, strict=True)
     ]
     return Document(tuple(turns))
@@ -92,16 +92,16 @@ def of_messages(messages: tuple[Message, ...], *, label: bool) -> Document:
 
 def read_texts(file: Path, *, label: bool) -> list[Document]:
     """One document a line; or, where a line is just `%%`, one between each two of those."""
-    lines = _lines(file)
+    lines = _read_lines(file)
     units = "\n".join(lines).split(f"\n{SEPARATOR}\n") if SEPARATOR in lines else lines
-    documents = [of_text(unit.strip("\n"), label=label) for unit in units if unit.strip()]
-    return _bounded(documents, file)
+    documents = [text_document(unit.strip("\n"), label=label) for unit in units if unit.strip()]
+    return _check_count(documents, file)
 
 
 def read_json_lines(file: Path) -> list[Document]:
     """`{"text": ..., "label": true}` or `{"messages": [...], "label": true}` on each line."""
-    numbered = [(number, line) for number, line in enumerate(_lines(file), 1) if line.strip()]
-    return _bounded([_document(file, number, line) for number, line in numbered], file)
+    numbered = [(number, line) for number, line in enumerate(_read_lines(file), 1) if line.strip()]
+    return _check_count([_parse_document(file, number, line) for number, line in numbered], file)
 
 
 def read_pairs(file: Path) -> tuple[list[Document], list[Document]]:
@@ -109,15 +109,17 @@ def read_pairs(file: Path) -> tuple[list[Document], list[Document]]:
 
     All that is said is labelled, on both sides: it is what rows are wanted of.
     """
-    numbered = [(number, line) for number, line in enumerate(_lines(file), 1) if line.strip()]
-    pairs = [_pair(file, number, line) for number, line in numbered]
-    positive = [_said(pair.positive, pair.prompt) for pair in pairs]
-    return _bounded(positive, file), [_said(pair.negative, pair.prompt) for pair in pairs]
+    numbered = [(number, line) for number, line in enumerate(_read_lines(file), 1) if line.strip()]
+    pairs = [_parse_pair(file, number, line) for number, line in numbered]
+    positive = [_answer_document(pair.positive, pair.prompt) for pair in pairs]
+    return _check_count(positive, file), [
+        _answer_document(pair.negative, pair.prompt) for pair in pairs
+    ]
 
 
-def _pair(file: Path, number: int, line: str) -> Pair:
+def _parse_pair(file: Path, number: int, line: str) -> ContrastPair:
     try:
-        pair = msgspec.json.decode(line, type=Pair)
+        pair = msgspec.json.decode(line, type=ContrastPair)
     except (msgspec.DecodeError, RecursionError) as error:
         raise ConfigError(
             f'{_at(file, number)}: {error}; write {{"positive": "...", "negative": "..."}}, and '
@@ -128,15 +130,15 @@ def _pair(file: Path, number: int, line: str) -> Pair:
     return pair
 
 
-def _said(text: str, prompt: str | None) -> Document:
+def _answer_document(text: str, prompt: str | None) -> Document:
     if prompt is None:
-        return of_text(text, label=True)
-    return of_messages((Message("user", prompt), Message("assistant", text)), label=True)
+        return text_document(text, label=True)
+    return chat_document((ChatMessage("user", prompt), ChatMessage("assistant", text)), label=True)
 
 
-def _document(file: Path, number: int, line: str) -> Document:
+def _parse_document(file: Path, number: int, line: str) -> Document:
     try:
-        given = msgspec.json.decode(line, type=Line)
+        given = msgspec.json.decode(line, type=LabelledLine)
     except (msgspec.DecodeError, RecursionError) as error:
         raise ConfigError(
             f'{_at(file, number)}: {error}; write {{"text": "...", "label": true}}, or messages '
@@ -147,11 +149,11 @@ def _document(file: Path, number: int, line: str) -> Document:
     if len(texts) != 1 or not texts[0].strip():
         raise ConfigError(f"{_at(file, number)}: give text or messages, not both, and not empty")
     if given.text is not None:
-        return of_text(given.text, label=given.label)
-    return of_messages(given.messages, label=given.label)
+        return text_document(given.text, label=given.label)
+    return chat_document(given.messages, label=given.label)
 
 
-def _bounded(documents: list[Document], file: Path) -> list[Document]:
+def _check_count(documents: list[Document], file: Path) -> list[Document]:
     if 1 <= len(documents) <= MAX_DOCUMENTS:
         return documents
     raise ConfigError(
@@ -159,7 +161,7 @@ def _bounded(documents: list[Document], file: Path) -> list[Document]:
     )
 
 
-def _lines(file: Path) -> list[str]:
+def _read_lines(file: Path) -> list[str]:
     try:
         with file.open("rb") as opened:
             raw = opened.read(MAX_NBYTES + 1)

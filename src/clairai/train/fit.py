@@ -1,10 +1,8 @@
-"""Takes labelled rows; gives the line between those with the concept and those without.
-
-T = labelled tokens, D = model width
-"""
+"""Takes documents; gives each its fold: the last is held out, the others are left out in turn."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -12,15 +10,55 @@ import numpy as np
 from numpy.typing import NDArray
 from sklearn.linear_model import LogisticRegression
 from sklearn.metrics import balanced_accuracy_score, roc_auc_score
+from sklearn.model_selection import StratifiedGroupKFold
 from sklearn.pipeline import Pipeline, make_pipeline
 from sklearn.preprocessing import StandardScaler
 
 from clairai.errors import ConfigError
-from clairai.train.split import HELD_OUT
+from clairai.train.documents import Document
+
+NUM_FOLDS: Final = 4
+HELD_OUT: Final = NUM_FOLDS - 1  # chooses nothing and fits nothing: it is scored, once, at the end
+MIN_DOCUMENTS: Final = 2 * NUM_FOLDS  # of each label
+
+
+def assign_folds(documents: Sequence[Document], *, seed: int) -> list[int]:
+    """As the documents say, where they do; else both labels in each, and the same text in one."""
+    given = [document.fold for document in documents if document.fold is not None]
+    if given:
+        assert len(given) == len(documents), "either all documents know their fold, or none does"
+        return given
+    return _draw_folds(documents, seed)
+
+
+def _draw_folds(documents: Sequence[Document], seed: int) -> list[int]:
+    """Whole documents are dealt out, never tokens: neighbours in a text say the same."""
+    numbers: dict[object, int] = {}
+    groups = [numbers.setdefault(document.key, len(numbers)) for document in documents]
+    positive = np.array([document.is_positive for document in documents])
+    for label, name in ((True, "with"), (False, "without")):
+        num_texts = len({g for g, is_it in zip(groups, positive, strict=True) if is_it == label})
+        if num_texts < MIN_DOCUMENTS:
+            raise ConfigError(
+                f"{num_texts} different documents {name} the concept; give at least {MIN_DOCUMENTS}"
+            )
+    dealt = [0] * len(documents)
+    dealer = StratifiedGroupKFold(NUM_FOLDS, shuffle=True, random_state=seed)
+    for fold, (_, chosen) in enumerate(dealer.split(positive, positive, groups)):
+        for index in chosen.tolist():
+            dealt[index] = fold
+    return dealt
+
+
+# MERGED
+# Takes labelled rows; gives the line between those with the concept and those without.
+#
+# T = labelled tokens, D = model width
+
 
 PENALTIES: Final = (0.001, 0.01, 0.1)  # on the squared weights, beside the mean loss of a token
 MAX_FALSE_ALARMS: Final = 0.01
-EVEN: Final = 0.5  # the score at which both answers are as likely
+EVEN_ODDS: Final = 0.5  # the score at which both answers are as likely
 MAX_STEPS: Final = 2000
 
 Rows = NDArray[np.float32]
@@ -50,7 +88,7 @@ class Labels:
 
 
 @dataclass(frozen=True)
-class Choice:
+class PenaltyChoice:
     """A penalty, and what folds left out in turn say of it."""
 
     penalty: float
@@ -59,41 +97,45 @@ class Choice:
 
 
 @dataclass(frozen=True)
-class Line:
+class LinearFit:
     """`rows @ direction_D + bias`: the log odds that the concept is there."""
 
     direction_D: NDArray[np.float32]
     bias: float
 
 
-def choose(rows_TD: Rows, labels: Labels) -> Choice:
+def choose_penalty(rows_TD: Rows, labels: Labels) -> PenaltyChoice:
     """The penalty whose lines tell best apart what they have not seen, `HELD_OUT` left aside."""
-    return max((_tried(rows_TD, labels, p) for p in PENALTIES), key=lambda choice: choice.auroc)
+    return max(
+        (_cross_validate(rows_TD, labels, p) for p in PENALTIES), key=lambda choice: choice.auroc
+    )
 
 
-def _tried(rows_TD: Rows, labels: Labels, penalty: float) -> Choice:
+def _cross_validate(rows_TD: Rows, labels: Labels, penalty: float) -> PenaltyChoice:
     scores, positive = [], []
     for fold in range(HELD_OUT):
         is_known_T = (labels.folds_T != fold) & (labels.folds_T != HELD_OUT) & labels.fitted_T
         is_left_T = (labels.folds_T == fold) & labels.judged_T
-        machine = _fitted(rows_TD[is_known_T], labels.positive_T[is_known_T], penalty)
+        machine = _fit_pipeline(rows_TD[is_known_T], labels.positive_T[is_known_T], penalty)
         scores.append(machine.predict_proba(rows_TD[is_left_T])[:, 1])
         positive.append(labels.positive_T[is_left_T])
     scores_T, positive_T = np.concatenate(scores), np.concatenate(positive)
-    return Choice(penalty, auroc(scores_T, positive_T), threshold(scores_T, positive_T))
+    return PenaltyChoice(
+        penalty, auroc(scores_T, positive_T), choose_threshold(scores_T, positive_T)
+    )
 
 
-def fit(rows_TD: Rows, labels: Labels, penalty: float) -> Line:
+def fit_direction(rows_TD: Rows, labels: Labels, penalty: float) -> LinearFit:
     """On all folds but the one held out; the standardising is folded into the line."""
     is_known_T = (labels.folds_T != HELD_OUT) & labels.fitted_T
-    machine = _fitted(rows_TD[is_known_T], labels.positive_T[is_known_T], penalty)
+    machine = _fit_pipeline(rows_TD[is_known_T], labels.positive_T[is_known_T], penalty)
     scaler, regression = machine[0], machine[1]
     weights_D = regression.coef_[0].astype(np.float64) / scaler.scale_
     bias = float(regression.intercept_[0] - weights_D @ scaler.mean_)
-    return Line(weights_D.astype(np.float32), bias)
+    return LinearFit(weights_D.astype(np.float32), bias)
 
 
-def _fitted(rows_TD: Rows, positive_T: Mask, penalty: float) -> Pipeline:
+def _fit_pipeline(rows_TD: Rows, positive_T: Mask, penalty: float) -> Pipeline:
     """Both sides weigh the same, however many tokens each has."""
     _check_sides(positive_T)
     # C weighs the *sum* of losses: divided by their number, a penalty means the same anywhere
@@ -113,10 +155,10 @@ def balanced_accuracy(scores_T: Scores, positive_T: Mask, least: float) -> float
     return float(balanced_accuracy_score(positive_T, scores_T >= least))
 
 
-def threshold(scores_T: Scores, positive_T: Mask) -> float:
+def choose_threshold(scores_T: Scores, positive_T: Mask) -> float:
     """Even odds; or more, where over one in a hundred tokens without the concept reaches that."""
     rare = float(np.quantile(scores_T[~positive_T], 1 - MAX_FALSE_ALARMS, method="higher"))
-    return max(EVEN, rare)
+    return max(EVEN_ODDS, rare)
 
 
 def _check_sides(positive_T: Mask) -> None:

@@ -12,9 +12,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from clairai.weights.manifest import bank as bank
     from clairai.weights.sender import Sender as Sender
     from clairai.weights.sender import Sent as Sent
-    from clairai.weights.whole import bank as bank
 
 __all__ = ["Sender", "Sent", "bank"]
 
@@ -22,6 +22,6 @@ __all__ = ["Sender", "Sent", "bank"]
 def __getattr__(name: str) -> object:
     if name not in __all__:
         raise AttributeError(f"module 'clairai.weights' has no attribute {name!r}")
-    from clairai.weights import sender, whole
+    from clairai.weights import manifest, sender
 
-    return getattr(whole if name == "bank" else sender, name)
+    return getattr(manifest if name == "bank" else sender, name)

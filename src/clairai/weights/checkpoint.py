@@ -13,29 +13,31 @@ from clairai.weights.manifest import ITEM_BYTES, MAX_TENSORS
 
 MAX_HEADER_BYTES: Final = 100 << 20  # safetensors' own bound
 _LENGTH: Final = struct.Struct("<Q")
-_PATTERN: Final = "*.safetensors"
+_FILE_PATTERN: Final = "*.safetensors"
 
 
-def shards(folder: Path) -> list[Path]:
+def weight_files(folder: Path) -> list[Path]:
     """The weight files of a model's folder, in order."""
-    found = sorted(folder.glob(_PATTERN)) if folder.is_dir() else []
+    found = sorted(folder.glob(_FILE_PATTERN)) if folder.is_dir() else []
     if not found:
-        raise WeightsError(f"{folder} holds no {_PATTERN}; give a folder with a model's weights")
+        raise WeightsError(
+            f"{folder} holds no {_FILE_PATTERN}; give a folder with a model's weights"
+        )
     return found
 
 
-def tensors(folder: Path) -> Iterator[tuple[str, str, tuple[int, ...]]]:
+def list_tensors(folder: Path) -> Iterator[tuple[str, str, tuple[int, ...]]]:
     """(name, dtype, shape) of all of them; WeightsError for a file that is not safetensors."""
     count = 0
-    for file in shards(folder):
-        for name, entry in _header(file).items():
+    for file in weight_files(folder):
+        for name, entry in _read_header(file).items():
             count += 1
             if count > MAX_TENSORS:
                 raise WeightsError(f"{folder} names over {MAX_TENSORS} tensors")
-            yield name, *_entry(file, name, entry)
+            yield name, *_parse_entry(file, name, entry)
 
 
-def _header(file: Path) -> dict[str, Any]:
+def _read_header(file: Path) -> dict[str, Any]:
     with file.open("rb") as source:
         head = source.read(_LENGTH.size)
         nbytes = _LENGTH.unpack(head)[0] if len(head) == _LENGTH.size else MAX_HEADER_BYTES + 1
@@ -52,7 +54,7 @@ def _header(file: Path) -> dict[str, Any]:
     return header
 
 
-def _entry(file: Path, name: str, entry: Any) -> tuple[str, tuple[int, ...]]:
+def _parse_entry(file: Path, name: str, entry: Any) -> tuple[str, tuple[int, ...]]:
     try:
         dtype, shape = entry["dtype"], tuple(map(int, entry["shape"]))
     except (TypeError, KeyError, ValueError):

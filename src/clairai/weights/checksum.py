@@ -16,7 +16,7 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from clairai import native
+from clairai.local import c_extension
 
 WORD_BYTES: Final = 8
 PLACE: Final = 0x9E3779B97F4A7C15
@@ -29,45 +29,45 @@ _PLACES: Final = np.arange(CHUNK_WORDS, dtype=np.uint64) * np.uint64(PLACE)
 
 def checksum(raw: memoryview | bytes) -> str:
     """16 hex digits; a tail shorter than a word counts as if zeros followed, and so its length."""
-    module = native_sum()
-    return finish(_sum_all(raw) if module is None else module.summed(raw), len(raw))
+    module = load_native()
+    return finish_checksum(_sum_bytes(raw) if module is None else module.summed(raw), len(raw))
 
 
-def copied(target: memoryview, source: memoryview | bytes) -> str:
+def copy_and_checksum(target: memoryview, source: memoryview | bytes) -> str:
     """Copy all of it, as many bytes; the checksum of the copy, whoever writes to the source."""
-    module = native_sum()
+    module = load_native()
     if module is not None:
-        return finish(module.copied(target, source), len(target))
+        return finish_checksum(module.copied(target, source), len(target))
     target[:] = source
     return checksum(target)
 
 
 @cache
-def native_sum() -> Any:
+def load_native() -> Any:
     """The module that sum.c is, made once; None where there is no compiler."""
     source = Path(__file__).with_name("sum.c")
-    return native.loaded(source, "checksums of weights take longer without it")
+    return c_extension.load_or_warn(source, "checksums of weights take longer without it")
 
 
-def _sum_all(raw: memoryview | bytes) -> int:
+def _sum_bytes(raw: memoryview | bytes) -> int:
     """The twin of summed() in sum.c."""
     whole = len(raw) // WORD_BYTES * WORD_BYTES
     words = np.frombuffer(raw, np.uint8, count=whole).view("<u8")
-    return (_sum(words, 0) + tail(bytes(raw[whole:]), len(words))) & MASK
+    return (_sum_words(words, 0) + tail_sum(bytes(raw[whole:]), len(words))) & MASK
 
 
-def tail(rest: bytes, first: int) -> int:
+def tail_sum(rest: bytes, first: int) -> int:
     """What less than a word adds that stands at place `first`; nothing adds nothing."""
     if not rest:
         return 0
-    return _sum(np.frombuffer(rest.ljust(WORD_BYTES, b"\0"), "<u8"), first)
+    return _sum_words(np.frombuffer(rest.ljust(WORD_BYTES, b"\0"), "<u8"), first)
 
 
-def finish(total: int, nbytes: int) -> str:
+def finish_checksum(total: int, nbytes: int) -> str:
     return f"{(total + nbytes * PLACE) & MASK:016x}"
 
 
-def _sum(words: NDArray[np.uint64], first: int) -> int:
+def _sum_words(words: NDArray[np.uint64], first: int) -> int:
     mixed, shifted = np.empty((2, min(len(words), CHUNK_WORDS)), np.uint64)
     total = 0
     for start in range(0, len(words), CHUNK_WORDS):

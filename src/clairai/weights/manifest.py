@@ -6,8 +6,8 @@ Nothing in it is believed: every number has a bound here, and check.py holds it 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable
-from typing import Annotated, Final, Literal, get_args
+from collections.abc import Iterable, Sequence
+from typing import Annotated, Any, Final, Literal, get_args
 
 import msgspec
 
@@ -24,8 +24,8 @@ MAX_DIMENSIONS: Final = 8
 MAX_NAME: Final = 512
 MAX_I64: Final = (1 << 63) - 1
 CPU: Final = "cpu"
-PROBE: Final = "probe::"
-STEER: Final = "steer::"
+PROBE_PREFIX: Final = "probe::"
+STEER_PREFIX: Final = "steer::"
 
 Dtype = Literal["F64", "F32", "F16", "BF16", "I64", "I32", "I16", "I8", "U8", "BOOL", "F8_E4M3"]
 ITEM_BYTES: Final[dict[str, int]] = dict(
@@ -36,7 +36,7 @@ Hex16 = Annotated[str, msgspec.Meta(pattern=r"^[0-9a-f]{16}\Z")]
 Hex32 = Annotated[str, msgspec.Meta(pattern=r"^[0-9a-f]{32}\Z")]
 
 
-class Tensor(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class PlannedTensor(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """One tensor, dense and in C order, in one buffer."""
 
     name: Annotated[str, msgspec.Meta(min_length=1, max_length=MAX_NAME)]
@@ -56,14 +56,14 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     epoch: Hex16  # of the engine it is meant for
     device: Annotated[str, msgspec.Meta(pattern=r"^(cpu|[0-9a-f]{32})\Z")]  # where the buffers lie
     buffers: Annotated[tuple[Size, ...], msgspec.Meta(max_length=MAX_BUFFERS)]  # bytes of each
-    tensors: Annotated[tuple[Tensor, ...], msgspec.Meta(max_length=MAX_TENSORS)]
+    tensors: Annotated[tuple[PlannedTensor, ...], msgspec.Meta(max_length=MAX_TENSORS)]
     label: Annotated[str, msgspec.Meta(pattern=r"^[A-Za-z0-9._:/@+-]{0,128}\Z")] = ""
 
 
 _DECODER: Final = msgspec.json.Decoder(Manifest)
 
 
-def parse(raw: bytes) -> Manifest:
+def parse_manifest(raw: bytes) -> Manifest:
     """The manifest in these bytes; WeightsError if they are not one, or too many."""
     if len(raw) > MAX_MANIFEST_BYTES:
         raise WeightsError(
@@ -78,13 +78,13 @@ def parse(raw: bytes) -> Manifest:
         ) from None
 
 
-def encode(manifest: Manifest) -> bytes:
+def encode_manifest(manifest: Manifest) -> bytes:
     return msgspec.json.encode(manifest)
 
 
 def kind_of(name: str) -> str:
     """`probe`, `steer` or `model`."""
-    for prefix in (PROBE, STEER):
+    for prefix in (PROBE_PREFIX, STEER_PREFIX):
         if name.startswith(prefix):
             return prefix.removesuffix("::")
     return "model"
@@ -95,12 +95,39 @@ def changes_model(manifest: Manifest) -> bool:
     return any(kind_of(tensor.name) == "model" for tensor in manifest.tensors)
 
 
-def digest(tensors: Iterable[Tensor]) -> str:
+def content_digest(tensors: Iterable[PlannedTensor]) -> str:
     """What the tensors hold, however they were packed: equal content gives equal text."""
     parts = sorted((t.name, t.dtype, t.shape, t.checksum) for t in tensors)
     return hashlib.blake2b(msgspec.msgpack.encode(parts), digest_size=16).hexdigest()
 
 
-def align(offset: int, step: int) -> int:
+def round_up(offset: int, step: int) -> int:
     """The next multiple of `step`."""
     return -(-offset // step) * step
+
+
+# MERGED
+# Takes the names of all probes of a bank and a row for each; gives the one tensor they travel as.
+#
+# Its name is made of theirs, in order: a bank whose probes are others, or in another order, has
+# no
+# tensor of that name, and so no row can come to another probe than it was meant for.
+
+
+def bank_name(names: Sequence[str]) -> str:
+    """No probe's own name begins with a slash."""
+    content = hashlib.blake2b(msgspec.msgpack.encode(tuple(names)), digest_size=8)
+    return f"{PROBE_PREFIX}/{content.hexdigest()}"
+
+
+def bank(names: Sequence[str], rows_PD: Any) -> dict[str, Any]:
+    """For Sender.send: new directions of a whole bank, float32; `names` as GET /v1/probes has them.
+
+    Hundreds of probes go as fast as one.
+    """
+    if len(set(names)) != len(names) or tuple(rows_PD.shape[:1]) != (len(names),):
+        raise WeightsError(
+            f"{len(names)} names, {len(set(names))} of them different, and rows of shape "
+            f"{list(rows_PD.shape)}; give each name once, and a row for each"
+        )
+    return {bank_name(names): rows_PD}

@@ -1,7 +1,7 @@
 /* Takes bytes; gives the sum that checksum.py defines, at the speed of the memory they lie in; or a
  * copy of them and the sum of that copy, in no more time than the copy.
  *
- * Compiled by whatever C compiler there is (native.py); the twin is `_sum` of checksum.py. Python's
+ * Compiled by whatever C compiler there is (local/c_extension.py); the twin is `_sum` of checksum.py. Python's
  * lock is let go meanwhile: steps of the engine go on while a buffer is read.
  */
 #pragma GCC optimize("O3") /* loops as wide as the processor's registers */

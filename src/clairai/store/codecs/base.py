@@ -18,12 +18,12 @@ from clairai.points import quote
 
 MAX_WIDTH: Final = 1 << 17
 
-Rows: TypeAlias = NDArray[np.float32]
-Encoded: TypeAlias = dict[str, NDArray[Any]]
+RowArray: TypeAlias = NDArray[np.float32]
+EncodedArrays: TypeAlias = dict[str, NDArray[Any]]
 
 
 @dataclass(frozen=True)
-class Column:
+class ArraySpec:
     """One stored array: numpy's name of its type, and how many values a row has there."""
 
     dtype: str
@@ -47,18 +47,18 @@ class Encoder(ABC):
         return asdict(self)
 
     @abstractmethod
-    def layout(self, width: int) -> dict[str, Column]:
+    def layout(self, width: int) -> dict[str, ArraySpec]:
         """The arrays that rows of this width become."""
 
     @abstractmethod
-    def _encode(self, rows_ND: Rows) -> Encoded: ...
+    def _encode(self, rows_ND: RowArray) -> EncodedArrays: ...
 
     @abstractmethod
-    def _decode(self, encoded: Encoded, width: int) -> Rows: ...
+    def _decode(self, encoded: EncodedArrays, width: int) -> RowArray: ...
 
-    def encode(self, rows_ND: Rows) -> Encoded:
-        num_rows, width = _shape(rows_ND)
-        encoded: Encoded = {
+    def encode(self, rows_ND: RowArray) -> EncodedArrays:
+        num_rows, width = _check_rows(rows_ND)
+        encoded: EncodedArrays = {
             name: np.empty((num_rows, column.size), column.dtype)
             for name, column in self.layout(width).items()
         }
@@ -67,7 +67,7 @@ class Encoder(ABC):
                 np.copyto(encoded[name][part], array, casting="no")
         return encoded
 
-    def decode(self, encoded: Mapping[str, NDArray[Any]], *, width: int) -> Rows:
+    def decode(self, encoded: Mapping[str, NDArray[Any]], *, width: int) -> RowArray:
         """What the arrays stand for; those that this encoder cannot have made are refused."""
         num_rows = self._num_rows(encoded, width)
         rows_ND = np.empty((num_rows, self.decoded_width(width)), np.float32)
@@ -78,7 +78,7 @@ class Encoder(ABC):
     def decoded_width(self, width: int) -> int:
         return width
 
-    def truth(self, rows_ND: Rows) -> Rows:
+    def truth(self, rows_ND: RowArray) -> RowArray:
         """What decode would give if the encoder lost nothing after its reduction."""
         return rows_ND
 
@@ -110,7 +110,7 @@ class Encoder(ABC):
         return num_rows
 
 
-def _shape(rows_ND: Rows) -> tuple[int, int]:
+def _check_rows(rows_ND: RowArray) -> tuple[int, int]:
     if rows_ND.ndim != 2 or rows_ND.dtype != np.float32:
         raise EncodingError(
             f"rows are {rows_ND.dtype} {rows_ND.shape}; give float32 of two dimensions, "

@@ -11,10 +11,10 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
-from clairai.store.codecs.base import Encoded, Encoder, Rows
+from clairai.store.codecs.base import EncodedArrays, Encoder, RowArray
 from clairai.store.codecs.philox import philox
 
-SAMPLE: Final = 128  # rows; 8128 pairs of them
+SAMPLE_ROWS: Final = 128  # rows; 8128 pairs of them
 _LEAST: Final = 2.0**-149
 
 
@@ -44,7 +44,7 @@ class Fidelity:
         return {name: value for name, value in asdict(self).items() if value is not None}
 
 
-def sampled(num_rows: int, size: int = SAMPLE) -> NDArray[np.int64]:
+def sample_places(num_rows: int, size: int = SAMPLE_ROWS) -> NDArray[np.int64]:
     """Places of the rows to measure, rising; they depend on the number of rows and nothing else.
 
     By a hash of the place: every n-th row could always be of the same layer.
@@ -53,13 +53,13 @@ def sampled(num_rows: int, size: int = SAMPLE) -> NDArray[np.int64]:
     return np.sort(np.argsort(hashes_N, kind="stable")[:size])
 
 
-def measure(encoder: Encoder, rows_ND: Rows) -> Fidelity:
+def measure(encoder: Encoder, rows_ND: RowArray) -> Fidelity:
     """On a sample of the rows."""
-    rows_MD = rows_ND[sampled(len(rows_ND))]
+    rows_MD = rows_ND[sample_places(len(rows_ND))]
     return compare(encoder, rows_MD, encoder.encode(rows_MD))
 
 
-def compare(encoder: Encoder, rows_MD: Rows, encoded: Encoded) -> Fidelity:
+def compare(encoder: Encoder, rows_MD: RowArray, encoded: EncodedArrays) -> Fidelity:
     """Of rows that were encoded elsewhere, on a device say, and are at hand as they were, too."""
     decoded = encoder.decode(encoded, width=rows_MD.shape[1])
     is_finite_M = np.isfinite(rows_MD).all(axis=1)

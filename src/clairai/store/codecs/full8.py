@@ -8,8 +8,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar, Final
 
-from clairai.store.codecs import ends8
-from clairai.store.codecs.base import MAX_WIDTH, Column, Encoded, Encoder, Rows, check_number
+from clairai.store.codecs import minmax8
+from clairai.store.codecs.base import (
+    MAX_WIDTH,
+    ArraySpec,
+    EncodedArrays,
+    Encoder,
+    RowArray,
+    check_number,
+)
 
 # Any finite row keeps a cosine of 0.9995: with both ends exact and 126 others half a step off, the
 # error is at most sqrt(126) / 504 * sqrt(2) of the group's norm (docs/encoders.md).
@@ -24,20 +31,22 @@ class Full8(Encoder):
     def __post_init__(self) -> None:
         check_number(self.name, "group", self.group, low=2, high=MAX_WIDTH)
 
-    def layout(self, width: int) -> dict[str, Column]:
+    def layout(self, width: int) -> dict[str, ArraySpec]:
         groups = -(-width // self.group)
-        ends = Column("float32", groups)
-        return {"codes": Column("uint8", width), "low": ends, "high": ends}
+        ends = ArraySpec("float32", groups)
+        return {"codes": ArraySpec("uint8", width), "low": ends, "high": ends}
 
-    def _encode(self, rows_ND: Rows) -> Encoded:
+    def _encode(self, rows_ND: RowArray) -> EncodedArrays:
         num_rows, width = rows_ND.shape
-        codes_NGC, low_NG, high_NG = ends8.to_bytes(ends8.grouped(rows_ND, self._size(width)))
+        codes_NGC, low_NG, high_NG = minmax8.to_bytes(
+            minmax8.split_groups(rows_ND, self._size(width))
+        )
         codes_ND = codes_NGC.reshape(num_rows, -1)[:, :width]
         return {"codes": codes_ND, "low": low_NG, "high": high_NG}
 
-    def _decode(self, encoded: Encoded, width: int) -> Rows:
-        codes_NGC = ends8.grouped(encoded["codes"], self._size(width))
-        values_NGC = ends8.from_bytes(codes_NGC, encoded["low"], encoded["high"])
+    def _decode(self, encoded: EncodedArrays, width: int) -> RowArray:
+        codes_NGC = minmax8.split_groups(encoded["codes"], self._size(width))
+        values_NGC = minmax8.from_bytes(codes_NGC, encoded["low"], encoded["high"])
         return values_NGC.reshape(len(codes_NGC), -1)[:, :width]
 
     def _size(self, width: int) -> int:

@@ -39,7 +39,7 @@ def philox(counter: tuple[Any, Any, Any, Any], seed: int) -> tuple[Words, Words,
 
 
 @lru_cache(maxsize=4)
-def signs(seed: int, width: int, k: int) -> NDArray[np.int8]:
+def random_signs(seed: int, width: int, k: int) -> NDArray[np.int8]:
     """+1 and -1 as [D, K]; smaller D or K give a part of the same."""
     row_D1 = np.arange(width, dtype=np.uint64)[:, None]
     block_1B = np.arange(-(-k // BITS), dtype=np.uint64)[None]

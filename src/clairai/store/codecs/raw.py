@@ -10,10 +10,10 @@ from numpy.typing import NDArray
 
 from clairai.errors import ConfigError, EncodingError
 from clairai.points import quote
-from clairai.store.codecs.base import Column, Encoded, Encoder, Rows
+from clairai.store.codecs.base import ArraySpec, EncodedArrays, Encoder, RowArray
 
 # What holds the values of each type; numpy has no bfloat16, so these are its bits.
-STORED: Final = {"float32": "float32", "float16": "float16", "bfloat16": "uint16"}
+STORED_DTYPES: Final = {"float32": "float32", "float16": "float16", "bfloat16": "uint16"}
 
 
 @dataclass(frozen=True)
@@ -22,15 +22,17 @@ class Raw(Encoder):
     dtype: str = "bfloat16"
 
     def __post_init__(self) -> None:
-        if self.dtype not in tuple(STORED):  # not by its hash: it may be anything
-            raise ConfigError(f"raw: dtype is {quote(self.dtype)}; give one of {', '.join(STORED)}")
+        if self.dtype not in tuple(STORED_DTYPES):  # not by its hash: it may be anything
+            raise ConfigError(
+                f"raw: dtype is {quote(self.dtype)}; give one of {', '.join(STORED_DTYPES)}"
+            )
 
-    def layout(self, width: int) -> dict[str, Column]:
-        return {"values": Column(STORED[self.dtype], width)}
+    def layout(self, width: int) -> dict[str, ArraySpec]:
+        return {"values": ArraySpec(STORED_DTYPES[self.dtype], width)}
 
-    def _encode(self, rows_ND: Rows) -> Encoded:
-        values_ND = narrowed(rows_ND, self.dtype)
-        back_ND = widened(values_ND, self.dtype)
+    def _encode(self, rows_ND: RowArray) -> EncodedArrays:
+        values_ND = narrow(rows_ND, self.dtype)
+        back_ND = widen(values_ND, self.dtype)
         changed = int(((back_ND != rows_ND) & ~(np.isnan(back_ND) & np.isnan(rows_ND))).sum())
         if changed:
             raise EncodingError(
@@ -39,11 +41,11 @@ class Raw(Encoder):
             )
         return {"values": values_ND}
 
-    def _decode(self, encoded: Encoded, width: int) -> Rows:  # noqa: ARG002 -- the values have it
-        return widened(encoded["values"], self.dtype)
+    def _decode(self, encoded: EncodedArrays, width: int) -> RowArray:  # noqa: ARG002 -- the values have it
+        return widen(encoded["values"], self.dtype)
 
 
-def narrowed(rows_ND: Rows, dtype: str) -> NDArray[Any]:
+def narrow(rows_ND: RowArray, dtype: str) -> NDArray[Any]:
     """Rows as a type stores them; bits below bfloat16's are cut off, and never turn NaN to inf."""
     if dtype == "float32":
         return rows_ND
@@ -54,7 +56,7 @@ def narrowed(rows_ND: Rows, dtype: str) -> NDArray[Any]:
     return np.where(np.isnan(rows_ND), bits_ND | np.uint16(0x40), bits_ND)
 
 
-def widened(values_ND: NDArray[Any], dtype: str) -> Rows:
+def widen(values_ND: NDArray[Any], dtype: str) -> RowArray:
     """Stored values of a type as float32; exact for all three types."""
     if dtype == "bfloat16":
         return (values_ND.astype(np.uint32) << np.uint32(16)).view(np.float32)

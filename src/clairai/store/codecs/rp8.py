@@ -13,9 +13,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from clairai.errors import EncodingError
-from clairai.store.codecs import ends8
-from clairai.store.codecs.base import Column, Encoded, Encoder, Rows, check_number
-from clairai.store.codecs.philox import signs
+from clairai.store.codecs import minmax8
+from clairai.store.codecs.base import ArraySpec, EncodedArrays, Encoder, RowArray, check_number
+from clairai.store.codecs.philox import random_signs
 
 MAX_K: Final = 8192
 MAX_SIGNS: Final = 1 << 28
@@ -37,50 +37,50 @@ class Rp8(Encoder):
         check_number(self.name, "k", self.k, low=1, high=MAX_K)
         check_number(self.name, "seed", self.seed, low=0, high=MAX_SEED)
 
-    def layout(self, width: int) -> dict[str, Column]:
+    def layout(self, width: int) -> dict[str, ArraySpec]:
         if width * self.k > MAX_SIGNS:
             raise EncodingError(
                 f"rp8: k = {self.k} of width {width} makes {width * self.k} signs, and at most "
                 f"{MAX_SIGNS} are made; give a smaller k"
             )
-        end = Column("float32", 1)
-        return {"codes": Column("uint8", self.k), "low": end, "high": end}
+        end = ArraySpec("float32", 1)
+        return {"codes": ArraySpec("uint8", self.k), "low": end, "high": end}
 
     def decoded_width(self, width: int) -> int:  # noqa: ARG002 -- k values, however wide a row was
         return self.k
 
-    def truth(self, rows_ND: Rows) -> Rows:
+    def truth(self, rows_ND: RowArray) -> RowArray:
         return self.project(rows_ND)
 
-    def project(self, rows_ND: Rows) -> Rows:
+    def project(self, rows_ND: RowArray) -> RowArray:
         """Each row times the signs over sqrt(k), correctly rounded but for the last of 35 bits."""
-        whole_ND, unit_N1 = _whole(rows_ND)
-        signs_DK = signs(self.seed, rows_ND.shape[1], self.k)
+        whole_ND, unit_N1 = _to_fixed_point(rows_ND)
+        signs_DK = random_signs(self.seed, rows_ND.shape[1], self.k)
         with np.errstate(invalid="ignore", over="ignore"):  # infinity, and beyond float32
             sums_NK = _product(whole_ND, signs_DK)
             return (sums_NK * unit_N1 * (1 / math.sqrt(self.k))).astype(np.float32)
 
-    def reconstruct(self, projected_NK: Rows, *, width: int) -> Rows:
+    def reconstruct(self, projected_NK: RowArray, *, width: int) -> RowArray:
         """Back to the model's width by the transpose: right on average over seeds, and noisy.
 
         The expected cosine with the row is sqrt(k / (k + width)).
         """
         self.layout(width)
-        signs_KD = signs(self.seed, width, self.k).T
+        signs_KD = random_signs(self.seed, width, self.k).T
         with np.errstate(invalid="ignore", over="ignore"):
             sums_ND = _product(projected_NK.astype(np.float64), signs_KD)
             return (sums_ND * (1 / math.sqrt(self.k))).astype(np.float32)
 
-    def _encode(self, rows_ND: Rows) -> Encoded:
-        codes_N1K, low_N1, high_N1 = ends8.to_bytes(self.project(rows_ND)[:, None])
+    def _encode(self, rows_ND: RowArray) -> EncodedArrays:
+        codes_N1K, low_N1, high_N1 = minmax8.to_bytes(self.project(rows_ND)[:, None])
         return {"codes": codes_N1K[:, 0], "low": low_N1, "high": high_N1}
 
-    def _decode(self, encoded: Encoded, width: int) -> Rows:  # noqa: ARG002 -- as above
+    def _decode(self, encoded: EncodedArrays, width: int) -> RowArray:  # noqa: ARG002 -- as above
         codes_N1K = encoded["codes"][:, None]
-        return ends8.from_bytes(codes_N1K, encoded["low"], encoded["high"])[:, 0]
+        return minmax8.from_bytes(codes_N1K, encoded["low"], encoded["high"])[:, 0]
 
 
-def _whole(rows_ND: Rows) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+def _to_fixed_point(rows_ND: RowArray) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
     """Whole numbers below 2**35, and the power of two that each row's were divided by."""
     finite_ND = np.where(np.isfinite(rows_ND), rows_ND, 0)
     _, exponent_N1 = np.frexp(np.abs(finite_ND).max(axis=1, keepdims=True).astype(np.float64))

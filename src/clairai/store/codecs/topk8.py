@@ -11,13 +11,13 @@ from typing import ClassVar, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from clairai.store.codecs import ends8
+from clairai.store.codecs import minmax8
 from clairai.store.codecs.base import (
     MAX_WIDTH,
-    Column,
-    Encoded,
+    ArraySpec,
+    EncodedArrays,
     Encoder,
-    Rows,
+    RowArray,
     check_number,
     check_stored,
 )
@@ -37,21 +37,21 @@ class TopK8(Encoder):
     def kept(self, width: int) -> int:
         return min(self.k, width)
 
-    def layout(self, width: int) -> dict[str, Column]:
-        kept, end = self.kept(width), Column("float32", 1)
+    def layout(self, width: int) -> dict[str, ArraySpec]:
+        kept, end = self.kept(width), ArraySpec("float32", 1)
         return {
-            "indices": Column("uint16" if width <= MAX_SHORT else "uint32", kept),
-            "codes": Column("uint8", kept),
-            "signs": Column("uint8", -(-kept // 8)),
+            "indices": ArraySpec("uint16" if width <= MAX_SHORT else "uint32", kept),
+            "codes": ArraySpec("uint8", kept),
+            "signs": ArraySpec("uint8", -(-kept // 8)),
             "low": end,
             "high": end,
         }
 
-    def _encode(self, rows_ND: Rows) -> Encoded:
+    def _encode(self, rows_ND: RowArray) -> EncodedArrays:
         width = rows_ND.shape[1]
-        indices_NK = _largest(rows_ND, self.kept(width))
+        indices_NK = _largest_places(rows_ND, self.kept(width))
         values_NK = np.take_along_axis(rows_ND, indices_NK, axis=1)
-        codes_N1K, low_N1, high_N1 = ends8.to_bytes(np.abs(values_NK)[:, None])
+        codes_N1K, low_N1, high_N1 = minmax8.to_bytes(np.abs(values_NK)[:, None])
         is_negative_NK = np.signbit(values_NK) & ~np.isnan(values_NK)
         return {
             "indices": indices_NK.astype(self.layout(width)["indices"].dtype),
@@ -61,11 +61,11 @@ class TopK8(Encoder):
             "high": high_N1,
         }
 
-    def _decode(self, encoded: Encoded, width: int) -> Rows:
+    def _decode(self, encoded: EncodedArrays, width: int) -> RowArray:
         indices_NK = encoded["indices"].astype(np.int64)
         _check(indices_NK, encoded["codes"], encoded["low"], width)
         codes_N1K = encoded["codes"][:, None]
-        sizes_NK = ends8.from_bytes(codes_N1K, encoded["low"], encoded["high"])[:, 0]
+        sizes_NK = minmax8.from_bytes(codes_N1K, encoded["low"], encoded["high"])[:, 0]
         kept = self.kept(width)
         is_negative_NK = np.unpackbits(encoded["signs"], axis=1, count=kept, bitorder="little")
         rows_ND = np.zeros((len(indices_NK), width), np.float32)
@@ -74,7 +74,7 @@ class TopK8(Encoder):
         return rows_ND
 
 
-def _largest(rows_ND: Rows, kept: int) -> NDArray[np.int64]:
+def _largest_places(rows_ND: RowArray, kept: int) -> NDArray[np.int64]:
     """Places of the largest sizes, in order of place; of equals the first. NaN is above all."""
     sizes_ND = np.abs(rows_ND).view(np.int32)
     sizes_ND = np.where(np.isnan(rows_ND), np.int32(NAN_SIZE), sizes_ND).astype(np.int64)
@@ -83,9 +83,11 @@ def _largest(rows_ND: Rows, kept: int) -> NDArray[np.int64]:
     return np.sort(np.argpartition(rank_ND, kept - 1, axis=1)[:, :kept], axis=1)
 
 
-def _check(indices_NK: NDArray[np.int64], codes_NK: ends8.Bytes, low_N1: Rows, width: int) -> None:
+def _check(
+    indices_NK: NDArray[np.int64], codes_NK: minmax8.Bytes, low_N1: RowArray, width: int
+) -> None:
     is_rising = bool((np.diff(indices_NK, axis=1) > 0).all())
     check_stored(is_rising, "indices", "they do not rise")
     check_stored(bool((indices_NK < width).all()), "indices", "one is beyond the width")
-    is_size = bool((codes_NK != ends8.MINUS_INFINITY).all() and (low_N1 >= 0).all())
+    is_size = bool((codes_NK != minmax8.MINUS_INFINITY).all() and (low_N1 >= 0).all())
     check_stored(is_size, "codes and low", "a size is negative")

@@ -1,0 +1,171 @@
+"""Takes a model and what is to be captured; gives a running engine to put batches through."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import msgspec
+
+from clairai.batch.prompts import Prompt
+from clairai.compat import offline_llm as vllm
+from clairai.errors import ConfigError, RequestError, StoreStoppedError
+from clairai.fields.positions import MessagePosition, Positions, PositionSpan, positions_to_json
+from clairai.fields.request_fields import request
+from clairai.library import engine_control
+from clairai.library.captures import captures
+from clairai.library.message_range import message_range
+from clairai.points import Point
+from clairai.store.codecs.registry import named
+from clairai.train.start_engine import explain_start_errors, prepare_environment
+from clairai.wire.ring_messages import ROW
+
+COMMIT_S: Final = 600.0
+TAGS_MIB: Final = 32  # of a batch, at most: run.MAX_BATCH times store.rows.MAX_TAGS_NBYTES
+
+
+@dataclass(frozen=True)
+class BatchCapture:
+    """What is captured of every prompt, as the engine's setting says it."""
+
+    points: tuple[Point, ...]
+    positions: Positions
+    encoder: Mapping[str, Any]
+    max_tokens: int
+    batch_mib: int
+
+    def setting(self, folder: Path) -> dict[str, Any]:
+        """Rows are never dropped, and committed only by a flush: a batch is whole or not there."""
+        consumer = {
+            "folder": str(folder),
+            "policy": "block",
+            "commits": "on_flush",
+            # What is forwarded again after a preemption is stored again.
+            "shard_mib": min(8 * self.batch_mib + TAGS_MIB, 1 << 20),
+        }
+        return {
+            "consumers": {"fs": consumer},
+            "points": [str(point) for point in self.points],
+            "positions": "all" if self.names_messages else positions_to_json(self.positions),
+            "encoder": dict(self.encoder),
+        }
+
+    @property
+    def names_messages(self) -> bool:
+        """Where a message lies, each prompt says for itself."""
+        return any(isinstance(part, MessagePosition) for part in self.positions)
+
+    def nbytes_per_token(self, width: int) -> int:
+        """At most: raw rows may be as wide as float32."""
+        parameters = {key: value for key, value in self.encoder.items() if key != "name"}
+        if self.encoder["name"] == "raw":
+            parameters = {"dtype": "float32"}
+        encoder = named(self.encoder["name"], parameters)
+        return len(self.points) * (encoder.nbytes_per_row(width) + ROW.itemsize)
+
+
+@dataclass(frozen=True)
+class CapturingEngine:
+    """One engine and its tokenizer."""
+
+    llm: Any
+    tokenizer: Any
+    wish: BatchCapture
+    max_len: int
+    nbytes_per_token: int
+
+    @property
+    def batch_nbytes(self) -> int:
+        return self.wish.batch_mib << 20
+
+    def num_tokens(self, prompt: Prompt) -> int:
+        """ConfigError if what is wanted of the prompt cannot be told."""
+        self._placed(prompt)
+        return len(self._ids(prompt))
+
+    def forward(self, prompts: Sequence[Prompt], tags: Sequence[dict[str, Any]]) -> None:
+        ids = [self._ids(prompt) for prompt in prompts]
+        wanted = [
+            {"tags": said, **self._placed(prompt)}
+            for prompt, said in zip(prompts, tags, strict=True)
+        ]
+        extra = [request(capture=one) for one in wanted]
+        outputs = vllm.generate_answers(self.llm, ids, self.wish.max_tokens, extra)
+        for prompt, found in zip(
+            prompts, captures(self.llm, outputs, timeout_s=COMMIT_S), strict=True
+        ):
+            bad = next((one for one in found if one.state != "kept" or one.lost), None)
+            if bad is not None:
+                why = f"{bad.lost} are lost" if bad.lost else f"{bad.state}, {bad.reason}"
+                raise StoreStoppedError(f"rows of line {prompt.number} are not safe: {why}")
+            if not sum(one.report.rows for one in found):
+                raise ConfigError(
+                    f"line {prompt.number} has no token at these positions; leave the line out, or "
+                    "name others"
+                )
+
+    def _placed(self, prompt: Prompt) -> dict[str, Any]:
+        """The positions of a prompt that names messages; nothing of one that need not say them."""
+        if not self.wish.names_messages:
+            return {}
+        chat = msgspec.to_builtins(prompt.content.messages)
+        try:
+            found = [
+                PositionSpan(*message_range(self.tokenizer, chat, part.index))
+                if isinstance(part, MessagePosition)
+                else part
+                for part in self.wish.positions
+            ]
+        except RequestError as error:
+            raise ConfigError(f"line {prompt.number}: {error.reason}") from None
+        return {"positions": positions_to_json(tuple(found))}
+
+    def _ids(self, prompt: Prompt) -> list[int]:
+        line = prompt.content
+        if line.prompt_token_ids:
+            return list(line.prompt_token_ids)
+        if line.prompt is not None:
+            return list(self.tokenizer.encode(line.prompt))
+        chat = msgspec.to_builtins(line.messages)
+        made = self.tokenizer.apply_chat_template(
+            chat, tokenize=True, add_generation_prompt=True, return_dict=True
+        )
+        return list(made["input_ids"])
+
+
+@contextmanager
+def start_engine(
+    model: str, folder: Path, wish: BatchCapture, arguments: Mapping[str, Any]
+) -> Iterator[CapturingEngine]:
+    """An engine that captures into the folder; ended after the block."""
+    with explain_start_errors(model):
+        about = vllm.read_model_shape(model, arguments)
+    with tempfile.TemporaryDirectory(prefix="clairai-") as runtime:  # no reader looks for it there
+        config = engine_control.config(
+            points=[str(point) for point in wish.points],
+            capture=wish.setting(folder),
+            capacity=1,
+            ring_mib=1,
+            runtime_dir=runtime,
+        )
+        # All of the machine: compiled, and with the cache where it serves nothing that is wanted.
+        chosen = {"enforce_eager": False, "enable_prefix_caching": True} | dict(arguments)
+        with explain_start_errors(model):
+            started = vllm.start_llm(model, config, chosen)
+        try:
+            nbytes = wish.nbytes_per_token(about.width)
+            tokenizer = started.get_tokenizer()
+            yield CapturingEngine(started, tokenizer, wish, about.max_len, nbytes)
+        finally:
+            vllm.stop_llm(started)
+
+
+def describe_model(model: str, arguments: Mapping[str, Any]) -> vllm.ModelShape:
+    """What is known of a model without its weights; sets what vLLM reads when it is imported."""
+    prepare_environment()
+    with explain_start_errors(model):
+        return vllm.read_model_shape(model, arguments)

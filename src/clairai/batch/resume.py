@@ -1,0 +1,113 @@
+"""Takes a folder of captures and prompts; gives the prompts whose rows are not in it.
+
+The manifest is the truth: a batch of prompts is one commit, so a prompt of which any row is there
+is there whole. Prompts are told apart by content: lines may be added to the file in between.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import msgspec
+
+from clairai.batch.prompts import Prompt
+from clairai.errors import ConfigError, StoreBusyError, StoreError
+from clairai.points import quote
+from clairai.store.disk import MANIFEST, claim_folder
+from clairai.store.read import StoredRequest
+from clairai.store.read import open as open_store
+from clairai.store.row_block import RequestNote
+
+BUSY_TIMEOUT_S: Final = 60.0
+POLL_S: Final = 0.05
+_PROMPT: Final = "prompt"
+_RUN: Final = "run"
+
+
+@dataclass(frozen=True)
+class RunIdentity:
+    """What decides which rows a prompt gives; runs that differ in it need folders of their own."""
+
+    model: str
+    points: tuple[str, ...]
+    positions: str  # JSON
+    encoder: str  # JSON
+    max_tokens: int
+
+    @property
+    def digest(self) -> str:
+        said = msgspec.json.encode(
+            [self.model, self.points, self.positions, self.encoder, self.max_tokens]
+        )
+        return hashlib.sha256(said).hexdigest()[:16]
+
+    def tags(self, prompt: Prompt) -> dict[str, Any]:
+        """What a prompt's rows are found again by; ConfigError if that is too much to store."""
+        place = {"line": prompt.number, "sha256": prompt.digest}
+        tags = {**prompt.tags, _PROMPT: place, _RUN: self.digest}
+        try:
+            RequestNote.of(tags)
+        except StoreError as error:
+            raise ConfigError(f"line {prompt.number}: {error.reason}") from None
+        return tags
+
+
+def find_unfinished(folder: Path, prompts: Sequence[Prompt], run: RunIdentity) -> list[Prompt]:
+    """ConfigError if the folder has rows of another run, or of none."""
+    if folder.is_dir():
+        _wait_for_writer(folder)
+    done = (
+        Counter(_finished_digests(folder, run)) if (folder / MANIFEST).exists() else Counter[str]()
+    )
+    found = []
+    for prompt in prompts:
+        if done[prompt.digest]:
+            done[prompt.digest] -= 1
+        else:
+            found.append(prompt)
+    return found
+
+
+def _wait_for_writer(folder: Path) -> None:
+    """Until nobody writes to it: after a run that was killed, what it had asked for is committed.
+
+    StoreBusyError if that takes longer than it can.
+    """
+    deadline_s = time.monotonic() + BUSY_TIMEOUT_S
+    while True:
+        try:
+            with claim_folder(folder):
+                return
+        except StoreBusyError:
+            if time.monotonic() > deadline_s:
+                raise
+        time.sleep(POLL_S)
+
+
+def _finished_digests(folder: Path, run: RunIdentity) -> list[str]:
+    requests = open_store(folder).requests()
+    other = next((one for one in requests if not _is_of_run(one.tags, run)), None)
+    if other is not None:
+        raise ConfigError(
+            f"{quote(str(folder), 200)} has rows that this run would not make, such as "
+            f"{_describe(other)}; "
+            "give another folder, or the model and options that it was begun with"
+        )
+    return [str(request.tags[_PROMPT]["sha256"]) for request in requests]
+
+
+def _is_of_run(tags: Mapping[str, Any], run: RunIdentity) -> bool:
+    place = tags.get(_PROMPT)
+    return tags.get(_RUN) == run.digest and isinstance(place, Mapping) and "sha256" in place
+
+
+def _describe(request: StoredRequest) -> str:
+    encoders = ", ".join(sorted({origin.encoder for origin in request.origins}))
+    models = ", ".join(sorted({origin.model for origin in request.origins}))
+    return f"{len(request.points)} points of {models} as {encoders}"

@@ -1,0 +1,211 @@
+"""Takes the engine's `capture` setting; gives it checked: what is captured, how much, where to."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any, Final
+
+from clairai.errors import ConfigError, RequestError
+from clairai.fields import json_fields
+from clairai.fields.capture import (
+    MAX_CONSUMERS,
+    EncoderSpec,
+    parse_consumer_names,
+    parse_encoder,
+    parse_points,
+    parse_tags,
+)
+from clairai.fields.positions import ALL_POSITIONS, Positions, parse_positions
+from clairai.points import quote
+
+_KNOWN: Final = (
+    *("folder", "consumers", "points", "positions", "encoder", "to", "tags", "sample", "when"),
+    *("staging_mib", "pending_mib", "process"),
+)
+PROCESSES: Final = ("own", "engine")
+ALL_POINTS: Final = ("all",)
+RAW: Final = EncoderSpec("raw")
+
+
+@dataclass(frozen=True)
+class KeepWhen:
+    """Rows of a request are held until the probe's score is at or above the threshold once."""
+
+    probe: str
+    above: float | None = None  # None: the probe's own threshold
+
+
+@dataclass(frozen=True)
+class ConsumerSpec:
+    """One place where rows go: its kind is an entry point, its options are the kind's own."""
+
+    name: str
+    kind: str
+    options: Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class CaptureSettings:
+    """Defaults of every capture of an engine, and its bounds."""
+
+    consumers: tuple[ConsumerSpec, ...]
+    points: tuple[str, ...] = ALL_POINTS
+    positions: Positions = ALL_POSITIONS
+    encoder: EncoderSpec = RAW
+    to: tuple[str, ...] = ()  # all consumers, if it was left out
+    tags: str = "{}"
+    sample: float = 0.0  # share of requests that are captured without asking
+    when: KeepWhen | None = None  # of those, only the ones with such a score
+    staging_mib: int = 256  # of rows on their way from the device to the consumers
+    pending_mib: int = 256  # of rows that wait for a rule
+    process: str | None = None  # that takes rows to the consumers: one of PROCESSES
+
+    @classmethod
+    def parse(cls, given: object) -> CaptureSettings:
+        """ConfigError says what is wrong, its bound and the way out."""
+        try:
+            return _parse(json_fields.read_object("capture", given, _KNOWN))
+        except RequestError as error:
+            raise ConfigError(error.reason) from None
+
+
+def _parse(asked: Mapping[str, Any]) -> CaptureSettings:
+    consumers = _parse_consumers(asked)
+    names = tuple(consumer.name for consumer in consumers)
+    to = parse_consumer_names(asked.get("to", names), what="capture.to")
+    unknown = next((name for name in to if name not in names), None)
+    if unknown is not None:
+        raise ConfigError(f"capture.to: no consumer is named {quote(unknown)}; {', '.join(names)}")
+    when = asked.get("when")
+    return CaptureSettings(
+        consumers=consumers,
+        points=parse_points(asked.get("points", ALL_POINTS), what="capture.points"),
+        positions=parse_positions(asked.get("positions", ALL_POSITIONS), what="capture.positions"),
+        encoder=parse_encoder(asked.get("encoder", "raw"), what="capture.encoder"),
+        to=to,
+        tags=parse_tags(asked.get("tags", {}), what="capture.tags"),
+        sample=_parse_share("capture.sample", asked.get("sample", 0.0 if when is None else 1.0)),
+        when=None if when is None else _parse_when(when),
+        staging_mib=_parse_mib(asked, "staging_mib"),
+        pending_mib=_parse_mib(asked, "pending_mib"),
+        process=_parse_process(asked.get("process")),
+    )
+
+
+def _parse_consumers(asked: Mapping[str, Any]) -> tuple[ConsumerSpec, ...]:
+    if ("folder" in asked) == ("consumers" in asked):
+        raise ConfigError(
+            'capture needs "folder": "path", or "consumers": {name: options}; give one of the two'
+        )
+    if "folder" in asked:
+        given: object = {"fs": {"folder": asked["folder"]}}
+    else:
+        given = asked["consumers"]
+    if not isinstance(given, Mapping) or not 1 <= len(given) <= MAX_CONSUMERS:
+        raise ConfigError(
+            f"capture.consumers must be an object with 1 to {MAX_CONSUMERS} names and their "
+            f"options, got {quote(given)}"
+        )
+    return tuple(_parse_consumer(name, options) for name, options in given.items())
+
+
+def _parse_consumer(name: object, options: object) -> ConsumerSpec:
+    called = json_fields.read_string("capture.consumers: a name", name)
+    if not isinstance(options, Mapping):
+        raise ConfigError(
+            f"capture.consumers[{quote(called)}] must be an object of options, got {quote(options)}"
+        )
+    kind = json_fields.read_string(
+        f"capture.consumers[{quote(called)}].kind", options.get("kind", called)
+    )
+    rest = {key: value for key, value in options.items() if key != "kind"}
+    return ConsumerSpec(called, kind, MappingProxyType(rest))
+
+
+def _parse_when(given: object) -> KeepWhen:
+    asked = json_fields.read_object("capture.when", given, ("probe", "above"))
+    return KeepWhen(
+        probe=json_fields.read_string("capture.when.probe", asked.get("probe")),
+        above=json_fields.read_optional_number("capture.when.above", asked.get("above")),
+    )
+
+
+def _parse_process(given: object) -> str | None:
+    if given is not None and given not in PROCESSES:
+        raise ConfigError(
+            f"capture.process must be one of {', '.join(PROCESSES)}, or left out, got "
+            f"{quote(given)}"
+        )
+    return None if given is None else str(given)
+
+
+def _parse_share(what: str, given: object) -> float:
+    share = json_fields.read_number(what, given)
+    if not 0 <= share <= 1:
+        raise ConfigError(f"{what} must be a number of 0 to 1, got {quote(given)}")
+    return share
+
+
+def _parse_mib(asked: Mapping[str, Any], name: str) -> int:
+    return json_fields.read_integer(f"capture.{name}", asked.get(name, 256), low=1, high=1 << 20)
+
+
+# MERGED
+# Takes the seed's switches, VLLM_ACT_*, from the environment; gives the setting they stand for.
+#
+# Every request is captured at every point, in an .npz for each sequence and layer. The residual
+# stream is whole on every rank, so `sharded` and `gathered` give the same: all of each row, once.
+
+
+CAPTURE: Final = "VLLM_ACT_CAPTURE"
+MODE: Final = "VLLM_ACT_MODE"
+RP_K: Final = "VLLM_ACT_RP_K"
+RETURN: Final = "VLLM_ACT_RETURN"
+OUTDIR: Final = "VLLM_ACT_OUTDIR"
+MODES: Final = ("rp8", "full8", "topk8")
+RETURNS: Final = ("sharded", "gathered")
+# What its README says where a switch is not set.
+DEFAULTS: Final[Mapping[str, str]] = {
+    MODE: "rp8",
+    RP_K: "512",
+    RETURN: "sharded",
+    OUTDIR: "/tmp/vllm_activations",  # noqa: S108  # the store makes it private, or refuses it
+}
+EVERY_LAYER: Final = ("post_block.*",)
+SEAL_AFTER_S: Final = 3600.0  # a sequence is written when it ends
+
+
+def settings_from_environment(
+    environ: Mapping[str, str], *, has_points: bool
+) -> dict[str, Any] | None:
+    """A `capture` setting; None unless VLLM_ACT_CAPTURE is 1. ConfigError for a wrong value."""
+    if _one_of(environ, CAPTURE, ("0", "1"), usual="0") == "0":
+        return None
+    _one_of(environ, RETURN, RETURNS, usual=DEFAULTS[RETURN])
+    mode = _one_of(environ, MODE, MODES, usual=DEFAULTS[MODE])
+    encoder: dict[str, Any] = {"name": mode}
+    if mode == "rp8":
+        encoder["k"] = _parse_dimensions(environ)
+    folder = environ.get(OUTDIR) or DEFAULTS[OUTDIR]
+    return {
+        "consumers": {"npz": {"folder": folder, "seal_after_s": SEAL_AFTER_S}},
+        "points": ["all"] if has_points else list(EVERY_LAYER),
+        "encoder": encoder,
+        "sample": 1.0,
+    }
+
+
+def _one_of(environ: Mapping[str, str], name: str, known: tuple[str, ...], *, usual: str) -> str:
+    value = environ.get(name) or usual
+    if value not in known:
+        raise ConfigError(f"{name} is {quote(value)}; set it to one of {', '.join(known)}")
+    return value
+
+
+def _parse_dimensions(environ: Mapping[str, str]) -> int:
+    value = environ.get(RP_K) or DEFAULTS[RP_K]
+    if not value.isascii() or not value.isdecimal() or len(value) > 9:
+        raise ConfigError(f"{RP_K} is {quote(value)}; set it to a whole number, such as 512")
+    return int(value)

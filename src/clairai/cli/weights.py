@@ -1,0 +1,92 @@
+"""Takes the `clairai weights` command line; gives a running server new weights, in words."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated, Final
+
+import typer
+
+from clairai.cli.probes import Key, Url, server
+
+weights = typer.Typer(
+    help="New weights for a running server, without a restart.", no_args_is_help=True
+)
+Folder = Annotated[Path, typer.Argument(metavar="FOLDER", help="A model's safetensors.")]
+To = Annotated[str, typer.Option("--to", metavar="URL", help="Address of the running server.")]
+Runtime = Annotated[
+    str | None, typer.Option(metavar="DIR", help="Where the server's socket is; as it was told.")
+]
+
+
+class Drain(StrEnum):
+    """What happens to requests that run when the weights change."""
+
+    WAIT = "wait"
+    ABORT = "abort"
+
+
+class Through(StrEnum):
+    """Ways from here to the server: by shared memory on its machine, by HTTP from elsewhere."""
+
+    AUTO = "auto"
+    DEVICE = "device"
+    HOST = "host"
+    HTTP = "http"
+
+
+_WAYS: Final = {
+    "device": "by the GPU's own memory",
+    "host": "through shared memory",
+    "http": "over HTTP",
+}
+
+
+def _tell(home: str, why: str) -> None:
+    typer.echo(f"sending {_WAYS[home]}: {why}")
+
+
+@weights.command()
+def push(
+    folder: Folder,
+    to: To,
+    api_key: Key = None,
+    runtime_dir: Runtime = None,
+    drain: Annotated[
+        Drain, typer.Option(help="Running requests: wait until they end, or end them.")
+    ] = Drain.WAIT,
+    label: Annotated[str, typer.Option(metavar="TEXT", help="What to call these weights.")] = "",
+    through: Annotated[
+        Through, typer.Option(help="Which way; by itself it takes the shortest there is.")
+    ] = Through.AUTO,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Only say whether they would be taken.")
+    ] = False,
+) -> None:
+    """Send a folder's weights to a running server; they take effect at once, or not."""
+    from clairai.weights.sender import Sender
+
+    sender = Sender(
+        to,
+        api_key=api_key,
+        runtime_dir=runtime_dir,
+        drain=drain.value,
+        through=through.value,
+        chosen=_tell,
+    )
+    if dry_run:
+        typer.echo(f"they would be taken: {sender.check(folder, label=label)} bytes")
+        return
+    sent = sender.send(folder, label=label)
+    typer.echo(
+        f"version {sent.version} serves: {sent.num_tensors} tensors, {sent.nbytes} bytes in "
+        f"{sent.seconds:.2f} s ({sent.bytes_per_s / 1e9:.2f} GB/s), checksum {sent.digest}"
+    )
+
+
+@weights.command()
+def show(url: Url, api_key: Key = None) -> None:
+    """Print which weights a server serves with."""
+    for title, value in server(url, api_key).weights().items():
+        typer.echo(f"{title:<16}{value}")

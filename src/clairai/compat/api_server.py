@@ -1,0 +1,86 @@
+"""Takes vLLM's engine client; gives what its engine shares, and word of what others ask it.
+
+AsyncLLM.collective_rpc   v1/engine/async_llm.py   0.26:964   0.32:1205
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any
+
+from clairai.compat.install import CONTROL_METHOD
+from clairai.errors import UnsupportedError
+
+
+def is_one_of_several_servers(client: Any) -> bool:
+    """`--api-server-count` (config/parallel.py, `_api_process_count`, 0.32:443)."""
+    config = getattr(client, "vllm_config", None)
+    parallel = getattr(config, "parallel_config", None)
+    return int(getattr(parallel, "_api_process_count", 1)) > 1
+
+
+def watch_other_calls(client: Any, elsewhere: Callable[[], AbstractContextManager[None]]) -> None:
+    """vLLM's own routes for weights, and its development mode's, call the workers this way."""
+    original = client.collective_rpc
+
+    @functools.wraps(original)
+    async def collective_rpc(method: Any, *args: Any, **kwargs: Any) -> Any:
+        if method == CONTROL_METHOD:
+            return await original(method, *args, **kwargs)
+        with elsewhere():
+            return await original(method, *args, **kwargs)
+
+    client.collective_rpc = collective_rpc
+
+
+# MERGED
+# Takes the tokenizer of vLLM's API server; gives the bytes of every token, by its id.
+#
+# xgrammar knows how the kinds of tokenizers write bytes (GPT-2's alphabet, SentencePiece's
+# <0xE4>);
+# vLLM brings it and builds its grammars on the same table
+# (v1/structured_output/backend_xgrammar.py,
+# 0.32:46).
+
+
+async def fetch_tokenizer(engine_client: Any) -> Any:
+    """EngineClient.get_tokenizer: a coroutine in some releases, a plain method in 0.32
+    (v1/engine/async_llm.py:1079).
+    """
+    found = engine_client.get_tokenizer()
+    return await found if inspect.isawaitable(found) else found
+
+
+def list_token_bytes(tokenizer: Any) -> list[bytes]:
+    """UnsupportedError for a tokenizer that xgrammar cannot read."""
+    import xgrammar
+
+    stop = [0]  # it wants to know one, for grammars; the bytes do not depend on it
+    try:
+        if type(tokenizer).__name__ == "MistralTokenizer":  # vLLM's own, not Hugging Face's
+            kinds = xgrammar.VocabType
+            kind = kinds.RAW if tokenizer.is_tekken else kinds.BYTE_FALLBACK
+            info = xgrammar.TokenizerInfo(tokenizer.vocab, vocab_type=kind, stop_token_ids=stop)
+        else:
+            info = xgrammar.TokenizerInfo.from_huggingface(tokenizer, stop_token_ids=stop)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise UnsupportedError(
+            f"the bytes of {type(tokenizer).__name__}'s tokens are not known ({error}); "
+            f"ask without prompt_scores and named events"
+        ) from error
+    return [bytes(piece) for piece in info.decoded_vocab]
+
+
+def list_special_ids(model_config: Any) -> list[int] | None:
+    """Ids of the tokens that stand for no text; None without a tokenizer.
+
+    tokenizers/registry.py cached_tokenizer_from_config, 0.26:253, 0.32:285
+    """
+    if model_config.skip_tokenizer_init:
+        return None
+    from vllm.tokenizers.registry import cached_tokenizer_from_config
+
+    return sorted(set(cached_tokenizer_from_config(model_config).all_special_ids))

@@ -1,0 +1,124 @@
+"""Takes the installed vLLM; gives its version, or the reason why it is not served."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import Any, Final
+
+from clairai.errors import UnsupportedError
+
+# 0.26.0 was run on a GPU (docs/numbers.md), 0.27.1 to 0.32.0 on a CPU (docs/matrix.md).
+FIRST_VLLM: Final = (0, 26)
+LAST_VLLM: Final = (0, 32)
+
+
+def vllm_version() -> str:
+    import vllm
+
+    return str(vllm.__version__)
+
+
+def check_version(version: str, *, allow_untested: bool) -> None:
+    """Refuse a vLLM outside the tested range, unless the user takes the risk."""
+    numbers = re.match(r"(\d+)\.(\d+)", version)
+    served = numbers is not None and FIRST_VLLM <= tuple(map(int, numbers.groups())) <= LAST_VLLM
+    if served or allow_untested:
+        return
+    raise UnsupportedError(
+        f"vLLM {version} is outside the tested range "
+        f"{FIRST_VLLM[0]}.{FIRST_VLLM[1]} to {LAST_VLLM[0]}.{LAST_VLLM[1]}; "
+        "install one of those, or set "
+        f'"allow_untested_vllm": true in the clairai config to try (taps are still proven at start)'
+    )
+
+
+# MERGED
+# Takes a VllmConfig; gives the reasons why clairai does not serve such an engine.
+#
+# Each refused mode would give wrong or missing rows, or has not been proven to give right ones.
+# Attribute names: vllm/config/*.py, 0.26.0 and 0.32.0; one that a release lacks counts as off.
+
+
+ModeCheck = Callable[[Any], bool]
+
+
+def _read_path(config: Any, path: str) -> Any:
+    for name in path.split("."):
+        config = getattr(config, name, None)
+    return config
+
+
+def _over_one(path: str) -> ModeCheck:
+    return lambda config: (_read_path(config, path) or 1) > 1
+
+
+def _is_set(path: str) -> ModeCheck:
+    return lambda config: bool(_read_path(config, path))
+
+
+REFUSED_MODES: Final[tuple[tuple[str, ModeCheck], ...]] = (
+    (
+        "pipeline parallelism (each stage would hold only a part of every row)",
+        _over_one("parallel_config.pipeline_parallel_size"),
+    ),
+    (
+        "data parallelism (one ring per engine; run one server per engine instead)",
+        _over_one("parallel_config.data_parallel_size"),
+    ),
+    (
+        "prefill context parallelism (rows are split between ranks)",
+        _over_one("parallel_config.prefill_context_parallel_size"),
+    ),
+    (
+        "dual batch overlap (the batch is cut into micro-batches inside the forward)",
+        lambda config: (
+            bool(_read_path(config, "parallel_config.enable_dbo"))
+            or (_read_path(config, "parallel_config.ubatch_size") or 0) > 1
+        ),
+    ),
+    (
+        "sequence-parallel residuals (residual rows are sharded between ranks)",
+        lambda config: bool(
+            _read_path(config, "compilation_config.pass_config.enable_sp")
+            or _read_path(config, "compilation_config.pass_config.enable_sequence_parallelism")
+        ),
+    ),
+    (
+        "speculative decoding (rejected draft tokens would be reported as rows)",
+        _is_set("speculative_config"),
+    ),
+    (
+        "KV-sharing fast prefill (later layers see fewer rows than earlier ones)",
+        _is_set("cache_config.kv_sharing_fast_prefill"),
+    ),
+    (
+        "prompt embeddings (rows would carry no token ids)",
+        _is_set("model_config.enable_prompt_embeds"),
+    ),
+    (
+        "pooling models (no generation to attribute rows to)",
+        lambda config: _read_path(config, "model_config.runner_type") not in (None, "generate"),
+    ),
+    ("encoder-decoder models", _is_set("model_config.is_encoder_decoder")),
+    (
+        "DeepSeek in float16 (vLLM scales the residual stream there: models/deepseek_v2.py)",
+        lambda config: (
+            str(_read_path(config, "model_config.hf_config.model_type")).startswith("deepseek")
+            and str(_read_path(config, "model_config.dtype")) == "torch.float16"
+        ),
+    ),
+)
+
+
+def list_refused_modes(vllm_config: Any) -> list[str]:
+    return [reason for reason, applies in REFUSED_MODES if applies(vllm_config)]
+
+
+def check_modes(vllm_config: Any) -> None:
+    reasons = list_refused_modes(vllm_config)
+    if reasons:
+        raise UnsupportedError(
+            f"clairai does not serve this engine's mode: {'; '.join(reasons)}; "
+            f"turn it off, or remove the clairai key from additional_config"
+        )

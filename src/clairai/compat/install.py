@@ -1,0 +1,132 @@
+"""Takes a vLLM process that will hold an engine with taps; gives it all the wraps there are.
+
+WorkerBase.__init__                    v1/worker/worker_base.py   0.26:44    0.32:44
+EngineCore.preprocess_add_request      v1/engine/core.py          0.26:954   0.32:1089
+EngineCore.collective_rpc              v1/engine/core.py          0.26:945   0.32:1073
+EngineCore.add_request                 v1/engine/core.py          0.26:431   0.32:508
+generate_block_hash_extra_keys         v1/core/kv_cache_utils.py  0.26:558   0.32:625
+KVCacheManager.get_computed_blocks     v1/core/kv_cache_manager.py 0.26:207  0.32:264
+WeightTransferEngineFactory            distributed/weight_transfer/factory.py 0.26:41 0.32:41
+
+The first three look for the key in their own engine's config, the others for a course, rules or an
+order in the request, and pass straight through without. What is on the way of every token is
+wrapped when the first request with rules comes (stops.py).
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from typing import Any, Final
+
+from clairai.compat.find_config import CONFIG_KEY
+
+CONTROL_METHOD: Final = "clairai_control"
+TRANSFER_BACKEND: Final = "clairai_ipc"  # of --weight-transfer-config
+
+
+def install_hooks() -> None:
+    """Install the wraps; a second call, or a child that inherited them, changes nothing."""
+    from vllm.v1.engine.core import EngineCore
+    from vllm.v1.worker.worker_base import WorkerBase
+
+    if hasattr(WorkerBase, "clairai_control"):
+        return
+    from clairai.compat import stop_rules, worker
+
+    WorkerBase.clairai_control = worker.handle_control
+    WorkerBase.__init__ = _wrap_worker_init(WorkerBase.__init__)
+    EngineCore.preprocess_add_request = _wrap_preprocess_add_request(
+        EngineCore.preprocess_add_request
+    )
+    EngineCore.collective_rpc = _wrap_collective_rpc(EngineCore.collective_rpc)
+    EngineCore.add_request = stop_rules.wrap_add_request(EngineCore.add_request)
+    _wrap_prefix_cache()
+    _register_backend()
+
+
+def accepts_weights(vllm_config: Any) -> bool:
+    """Whether the engine was started with our backend of --weight-transfer-config."""
+    asked = getattr(vllm_config, "weight_transfer_config", None)
+    return getattr(asked, "backend", None) == TRANSFER_BACKEND
+
+
+def is_enabled_for(vllm_config: Any) -> bool:
+    given = vllm_config.additional_config
+    return isinstance(given, dict) and CONFIG_KEY in given
+
+
+def _wrap_worker_init(original: Any) -> Any:
+    @functools.wraps(original)
+    def init(self: Any, *args: Any, **kwargs: Any) -> None:
+        original(self, *args, **kwargs)
+        if is_enabled_for(self.vllm_config):
+            from clairai.compat import worker
+
+            worker.prepare(self)
+
+    return init
+
+
+def _wrap_preprocess_add_request(original: Any) -> Any:
+    from clairai.compat.admission import Admission
+    from clairai.compat.engine_core import get_core_control, make_core_capture_resolver
+
+    @functools.wraps(original)
+    def preprocess_add_request(self: Any, request: Any) -> Any:
+        if request.sampling_params is None or not is_enabled_for(self.vllm_config):
+            return original(self, request)
+        if not hasattr(self, "clairai_admission"):
+            self.clairai_admission = Admission(
+                get_core_control(self), make_core_capture_resolver(self)
+            )
+        given = self.clairai_admission.mark(request)
+        try:
+            admitted = original(self, request)
+        except BaseException:
+            self.clairai_admission.reject(given)
+            raise
+        self.clairai_admission.admit(given, admitted[0])
+        return admitted
+
+    return preprocess_add_request
+
+
+def _wrap_collective_rpc(original: Any) -> Any:
+    from clairai.compat.engine_core import get_core_control
+
+    @functools.wraps(original)
+    def collective_rpc(self: Any, method: Any, *args: Any, **kwargs: Any) -> Any:
+        if method != CONTROL_METHOD or not is_enabled_for(self.vllm_config):
+            return original(self, method, *args, **kwargs)
+        given = inspect.signature(original).bind(self, method, *args, **kwargs)
+
+        def ask_workers(message: bytes) -> Any:
+            given.arguments["args"] = (message,)
+            return original(*given.args, **given.kwargs)
+
+        (message,) = given.arguments["args"]
+        return get_core_control(self).control(message, ask_workers)
+
+    return collective_rpc
+
+
+def _register_backend() -> None:
+    """The engine itself is imported when a config asks for it."""
+    from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
+
+    if TRANSFER_BACKEND not in WeightTransferEngineFactory._registry:
+        module = "clairai.compat.weight_transfer"
+        WeightTransferEngineFactory.register_engine(TRANSFER_BACKEND, module, "ClairaiIpcEngine")
+
+
+def _wrap_prefix_cache() -> None:
+    """Their own modules look them up by name at every call; copies elsewhere are for events."""
+    from vllm.v1.core import kv_cache_manager, kv_cache_utils
+
+    from clairai.compat import capture_setup, engine_core
+
+    original = kv_cache_utils.generate_block_hash_extra_keys
+    kv_cache_utils.generate_block_hash_extra_keys = engine_core.wrap_extra_keys(original)
+    cache = kv_cache_manager.KVCacheManager
+    cache.get_computed_blocks = capture_setup.wrap_get_computed_blocks(cache.get_computed_blocks)

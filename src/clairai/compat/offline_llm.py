@@ -1,0 +1,80 @@
+"""Takes what `vllm serve` would take as model; gives vLLM's own LLM, for prompts to be forwarded.
+
+EngineArgs.create_model_config   engine/arg_utils.py      0.26:1629  0.32:1943
+LLM                              entrypoints/llm.py       0.26:66    0.32:63
+LLMEngine.engine_core            v1/engine/llm_engine.py  0.26:105   0.32:116
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from clairai.fields import request_fields
+
+
+@dataclass(frozen=True)
+class ModelShape:
+    """What has to be known of a model before an engine is built for it."""
+
+    num_layers: int
+    width: int
+    max_len: int  # tokens of a prompt and its answer
+
+
+def read_model_shape(model: str, arguments: Mapping[str, Any]) -> ModelShape:
+    """From the model's config alone: no weight is read."""
+    from vllm.engine.arg_utils import EngineArgs
+
+    config = EngineArgs(model=model, **arguments).create_model_config()
+    return ModelShape(
+        config.hf_text_config.num_hidden_layers, config.get_hidden_size(), config.max_model_len
+    )
+
+
+def start_llm(
+    model: str, additional_config: Mapping[str, Any], arguments: Mapping[str, Any]
+) -> Any:
+    from vllm import LLM
+
+    return LLM(
+        model=model,
+        additional_config=dict(additional_config),
+        # Forwarding some thousand prompts once is over before a compiler has begun.
+        **({"enforce_eager": True, "enable_prefix_caching": False} | dict(arguments)),
+    )
+
+
+def forward_prompts(llm: Any, prompts: Sequence[Sequence[int]]) -> list[Any]:
+    """vLLM's outputs after every token of every prompt was forwarded once."""
+    from vllm import SamplingParams
+
+    params = SamplingParams(
+        max_tokens=1, detokenize=False, extra_args=request_fields.request(prompt_scores=True)
+    )
+    inputs = [{"prompt_token_ids": list(prompt)} for prompt in prompts]
+    return list(llm.generate(inputs, params, use_tqdm=False))
+
+
+def generate_answers(
+    llm: Any,
+    prompts: Sequence[Sequence[int]],
+    max_tokens: int,
+    extra_args: Sequence[Mapping[str, Any]],
+) -> list[Any]:
+    """vLLM's outputs, each prompt with extra arguments of its own; greedy."""
+    from vllm import SamplingParams
+
+    params = [
+        SamplingParams(
+            max_tokens=max_tokens, temperature=0.0, detokenize=False, extra_args=dict(given)
+        )
+        for given in extra_args
+    ]
+    inputs = [{"prompt_token_ids": list(prompt)} for prompt in prompts]
+    return list(llm.generate(inputs, params, use_tqdm=False))
+
+
+def stop_llm(llm: Any) -> None:
+    llm.llm_engine.engine_core.shutdown()

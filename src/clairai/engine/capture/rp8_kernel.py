@@ -1,0 +1,186 @@
+"""Takes rows of the residual stream on a GPU; gives their random projection in bytes, as rp8 does.
+
+M = rows, D = model width, K = projected, P = planes: five limbs, and which values are infinite.
+
+The bits are those of store/codecs/rp8.py. A row becomes whole numbers of 35 bits, and those five
+limbs of eight: a tensor core multiplies bytes by signs without any rounding, whatever the order of
+its sums, and the five sums are put together as one whole number of 64 bits. Rows are taken apart
+once, by a kernel of its own: it takes many more instructions than the product does.
+"""
+
+from __future__ import annotations
+
+import math
+import struct
+from typing import Any, Final
+
+import torch
+import triton
+import triton.language as tl
+
+from clairai.store.codecs import minmax8
+from clairai.store.codecs.rp8 import FIXED_BITS
+
+NUM_PLANES: Final = 6
+BITS: Final = tl.constexpr(FIXED_BITS)
+TOP: Final = tl.constexpr(minmax8.TOP)
+NAN: Final = tl.constexpr(minmax8.NAN)
+MINUS_INFINITY: Final = tl.constexpr(minmax8.MINUS_INFINITY)
+PLUS_INFINITY: Final = tl.constexpr(minmax8.PLUS_INFINITY)
+# Added and taken away again, it leaves a float64 below 2**51 rounded to a whole number, to even.
+MAGIC: Final = tl.constexpr(3.0 * 2**51)
+MAX_ROWS: Final = 1024  # at once, in memory of 40 MiB for a model 4096 wide
+TILE_D: Final = 128
+# Rows of all planes, and columns, of one program; how many threads; tiles on their way at once.
+FEW_ROWS: Final = {"TILE_R": 64, "TILE_K": 64, "num_warps": 4, "num_stages": 4}
+MANY_ROWS: Final = {"TILE_R": 128, "TILE_K": 128, "num_warps": 8, "num_stages": 4}
+
+
+@triton.jit
+def _power(exponent):
+    """Two to this, in float64, by its bits."""
+    return ((exponent.to(tl.int64) + 1023) << 52).to(tl.float64, bitcast=True)
+
+
+@triton.jit
+def _limb(whole):
+    """The lowest eight bits as a number from -128 to 127, and the rest."""
+    limb = ((whole + 128) & 255) - 128
+    return limb, (whole - limb) >> 8
+
+
+@triton.jit(do_not_specialize=["M"])
+def split_into_planes(
+    rows_ptr, planes_ptr, exponent_ptr, infinite_ptr, M, D, BLOCK_D: tl.constexpr
+):
+    """Of each row: its planes, the exponent of its largest finite value; how many are infinite.
+
+    -1 of them: one is NaN.
+    """
+    row, d = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK_D)
+    x_D = tl.load(rows_ptr + row * D + d, mask=d < D, other=0.0).to(tl.float32)
+    is_nan_D, is_infinite_D = x_D != x_D, tl.abs(x_D) == float("inf")
+    infinite_D = tl.where(is_infinite_D, tl.where(x_D > 0, 1, -1), 0)
+    x_D = tl.where(is_infinite_D | is_nan_D, 0.0, x_D)
+    largest = tl.max(tl.abs(x_D), axis=0)
+    bits = largest.to(tl.float64).to(tl.int64, bitcast=True)
+    exponent = tl.where(largest == 0, 0, (bits >> 52) - 1022)
+    tl.store(exponent_ptr + row, exponent.to(tl.int32))
+    count, num_nan = tl.sum(tl.abs(infinite_D), axis=0), tl.sum(is_nan_D.to(tl.int32), axis=0)
+    tl.store(infinite_ptr + row, tl.where(num_nan > 0, -1, count))
+    whole_D = (x_D.to(tl.float64) * _power(-(exponent - BITS)) + MAGIC - MAGIC).to(tl.int64)
+    out_ptr, step = planes_ptr + row * D + d, M.to(tl.int64) * D
+    limb_D, whole_D = _limb(whole_D)
+    tl.store(out_ptr, limb_D.to(tl.int8), mask=d < D)
+    limb_D, whole_D = _limb(whole_D)
+    tl.store(out_ptr + step, limb_D.to(tl.int8), mask=d < D)
+    limb_D, whole_D = _limb(whole_D)
+    tl.store(out_ptr + 2 * step, limb_D.to(tl.int8), mask=d < D)
+    limb_D, whole_D = _limb(whole_D)
+    tl.store(out_ptr + 3 * step, limb_D.to(tl.int8), mask=d < D)
+    tl.store(out_ptr + 4 * step, whole_D.to(tl.int8), mask=d < D)
+    tl.store(out_ptr + 5 * step, infinite_D.to(tl.int8), mask=d < D)
+
+
+@triton.jit(do_not_specialize=["R"])
+def project_planes(planes_ptr, signs_ptr, sums_ptr, R, D, K,
+            TILE_R: tl.constexpr, TILE_K: tl.constexpr, TILE_D: tl.constexpr):  # fmt: skip
+    """planes @ signs, in whole numbers; R = rows of all planes."""
+    r = tl.program_id(0) * TILE_R + tl.arange(0, TILE_R)
+    k = tl.program_id(1) * TILE_K + tl.arange(0, TILE_K)
+    row_at = planes_ptr + r.to(tl.int64)[:, None] * D
+    sign_at = signs_ptr + k.to(tl.int64)[:, None] * D
+    sum_RK = tl.zeros([TILE_R, TILE_K], dtype=tl.int32)
+    for first in range(0, D, TILE_D):
+        d = first + tl.arange(0, TILE_D)
+        plane_RD = tl.load(row_at + d[None, :], mask=(r < R)[:, None] & (d < D)[None, :], other=0)
+        sign_KD = tl.load(sign_at + d[None, :], mask=(k < K)[:, None] & (d < D)[None, :], other=0)
+        sum_RK = tl.dot(plane_RD, tl.trans(sign_KD), sum_RK, out_dtype=tl.int32)
+    at = sums_ptr + r.to(tl.int64)[:, None] * K + k[None, :]
+    tl.store(at, sum_RK, mask=(r < R)[:, None] & (k < K)[None, :])
+
+
+@triton.jit(do_not_specialize=["M", "factor_bits"])
+def combine_sums(sums_ptr, exponent_ptr, infinite_ptr, codes_ptr, low_ptr, high_ptr, M, K,
+                 factor_bits, BLOCK_K: tl.constexpr):  # fmt: skip
+    """The sums of a row as one number each, times the factor, which is given by its bits."""
+    row, k = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK_K)
+    in_ptr, step = sums_ptr + row * K + k, M.to(tl.int64) * K
+    sum_K = tl.load(in_ptr + 4 * step, mask=k < K, other=0).to(tl.int64)
+    sum_K = (sum_K << 8) + tl.load(in_ptr + 3 * step, mask=k < K, other=0)
+    sum_K = (sum_K << 8) + tl.load(in_ptr + 2 * step, mask=k < K, other=0)
+    sum_K = (sum_K << 8) + tl.load(in_ptr + step, mask=k < K, other=0)
+    sum_K = (sum_K << 8) + tl.load(in_ptr, mask=k < K, other=0)
+    factor = factor_bits.to(tl.int64).to(tl.float64, bitcast=True)
+    unit = _power(tl.load(exponent_ptr + row) - BITS)
+    value_K = (sum_K.to(tl.float64) * unit * factor).to(tl.float32)
+    # Of the infinite values of a row so many have one sign, and the others the other.
+    infinite_K = tl.load(in_ptr + 5 * step, mask=k < K, other=0)
+    count = tl.load(infinite_ptr + row)
+    value_K = tl.where((count > 0) & (infinite_K == count), float("inf"), value_K)
+    value_K = tl.where((count > 0) & (infinite_K == -count), -float("inf"), value_K)
+    is_nan_K = (count < 0) | (tl.abs(infinite_K) < count)
+    value_K = tl.where(is_nan_K | (k >= K), float("nan"), value_K)
+    _to_bytes(value_K, codes_ptr + row * K, low_ptr + row, high_ptr + row, k, K)
+
+
+@triton.jit
+def _to_bytes(value_K, codes_ptr, low_ptr, high_ptr, k, K):
+    """As ends8.to_bytes, of one group."""
+    is_finite_K = tl.abs(value_K) < float("inf")
+    low = tl.min(tl.where(is_finite_K, value_K, float("inf")), axis=0)
+    high = tl.max(tl.where(is_finite_K, value_K, -float("inf")), axis=0)
+    is_empty = low > high
+    low, high = tl.where(is_empty, 0.0, low) + 0.0, tl.where(is_empty, 0.0, high) + 0.0
+    span = high.to(tl.float64) - low.to(tl.float64)
+    offset_K = tl.where(is_finite_K, value_K, low).to(tl.float64) - low.to(tl.float64)
+    place_K = offset_K * TOP / tl.where(span > 0, span, 1.0)
+    code_K = (place_K + MAGIC - MAGIC).to(tl.int32)
+    code_K = tl.where(value_K != value_K, NAN, code_K)
+    code_K = tl.where(value_K == -float("inf"), MINUS_INFINITY, code_K)
+    code_K = tl.where(value_K == float("inf"), PLUS_INFINITY, code_K)
+    tl.store(codes_ptr + k, code_K.to(tl.uint8), mask=k < K)
+    tl.store(low_ptr, low)
+    tl.store(high_ptr, high)
+
+
+def encode_rp8(rows_MD: torch.Tensor, signs_KD: torch.Tensor) -> dict[str, torch.Tensor]:
+    """On the current stream; encode_twin is what it must equal, bit for bit."""
+    rows_MD = rows_MD.contiguous()
+    num_rows, (k, width) = len(rows_MD), signs_KD.shape
+    made: dict[str, Any] = {"device": rows_MD.device}
+    codes_MK = torch.empty(num_rows, k, dtype=torch.uint8, **made)
+    low_M1, high_M1 = torch.empty(2, num_rows, 1, **made)
+    most = min(num_rows, MAX_ROWS)
+    planes = torch.empty(NUM_PLANES * most, width, dtype=torch.int8, **made)
+    sums = torch.empty(NUM_PLANES * most, k, dtype=torch.int32, **made)
+    scales = torch.empty(2, most, dtype=torch.int32, **made)
+    for first in range(0, num_rows, MAX_ROWS):
+        part = slice(first, first + MAX_ROWS)
+        encoded = (codes_MK[part], low_M1[part], high_M1[part])
+        _launch(rows_MD[part], signs_KD, (planes, sums, scales), encoded)
+    return {"codes": codes_MK, "low": low_M1, "high": high_M1}
+
+
+def _launch(
+    rows_MD: torch.Tensor,
+    signs_KD: torch.Tensor,
+    scratch: tuple[torch.Tensor, ...],
+    encoded: tuple[torch.Tensor, ...],
+) -> None:
+    """Three launches."""
+    num_rows, (k, width) = len(rows_MD), signs_KD.shape
+    planes, sums, (exponent_M, infinite_M) = scratch
+    split_into_planes[(num_rows,)](
+        rows_MD, planes, exponent_M, infinite_M, num_rows, width,
+        BLOCK_D=triton.next_power_of_2(width), num_warps=8,
+    )  # fmt: skip
+    rows = NUM_PLANES * num_rows
+    tiling = FEW_ROWS if rows <= FEW_ROWS["TILE_R"] * MANY_ROWS["TILE_R"] else MANY_ROWS
+    tiles = (triton.cdiv(rows, tiling["TILE_R"]), triton.cdiv(k, tiling["TILE_K"]))
+    project_planes[tiles](planes, signs_KD, sums, rows, width, k, TILE_D=TILE_D, **tiling)
+    factor_bits = struct.unpack("<q", struct.pack("<d", 1 / math.sqrt(k)))[0]
+    combine_sums[(num_rows,)](
+        sums, exponent_M, infinite_M, *encoded, num_rows, k, factor_bits,
+        BLOCK_K=triton.next_power_of_2(k),
+    )  # fmt: skip

@@ -1,0 +1,101 @@
+"""Takes a course and which of its actions act; gives a program: the ops of every site, as words.
+
+S = sites, O = ops of a program at a site, W = words of an op: see steer_tables.py.
+"""
+
+from __future__ import annotations
+
+import math
+import struct
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from clairai.engine.score.score_tables import ACTIVATION_CODES
+from clairai.engine.steer import steer_tables as t
+from clairai.engine.steer.steering_plan import MAX_OPS, PlanAction, PlanGate, PlanRow, SteeringPlan
+
+OP_STRUCT: Final = struct.Struct(f"<{t.FIRST_REAL}i{t.OP_WORDS - t.FIRST_REAL}f")
+OP_KINDS: Final = {"add": t.ADD, "ablate": t.ABLATE, "clamp": t.CLAMP, "replace": t.REPLACE}
+
+
+@dataclass(frozen=True, eq=False)
+class ProgramWords:
+    words_SOW: NDArray[np.int32]
+    num_ops_S: NDArray[np.int32]
+
+
+class ProgramAssembler:
+    """Knows where sites and vector rows are; puts ops into words."""
+
+    def __init__(self, sites: Iterable[str], site_of: Mapping[str, str]) -> None:
+        """`site_of` says for each point which site it is; two points can be the same."""
+        index_of = {site: index for index, site in enumerate(sites)}
+        self._site = {point: index_of[site] for point, site in site_of.items() if site in index_of}
+        self._num_sites = len(index_of)
+
+    def site(self, row: PlanRow) -> int:
+        return self._site[row.point]
+
+    def program(
+        self, plan: SteeringPlan, active: Iterable[int], row_index: Callable[[str], int]
+    ) -> ProgramWords:
+        """Gates of a site come before all that acts there: they see the row as it arrives."""
+        words_SOW = np.zeros((self._num_sites, MAX_OPS, t.OP_WORDS), np.int32)
+        num_ops_S = np.zeros(self._num_sites, np.int32)
+        actions = [plan.actions[index] for index in active]
+        ops = [
+            (action_gate.row, _gate_op(action_gate, action))
+            for action in actions
+            if (action_gate := gate_of(plan, action)) is not None
+        ]
+        ops += [(row, _action_op(action, row)) for action in actions for row in action.rows]
+        for row, op in ops:
+            site = self.site(row)
+            words_SOW[site, num_ops_S[site]] = np.frombuffer(op, np.int32)
+            words_SOW[site, num_ops_S[site], t.ROW] = row_index(row.digest)
+            num_ops_S[site] += 1
+        return ProgramWords(words_SOW, num_ops_S)
+
+    def reads(self, plan: SteeringPlan) -> NDArray[np.uint8]:
+        """Which stateful gates read at each site, one bit each."""
+        reads_S = np.zeros(self._num_sites, np.uint8)
+        for index, gate in enumerate(plan.gates):
+            if gate.is_stateful:
+                reads_S[self.site(gate.row)] |= 1 << index
+        return reads_S
+
+
+def gate_of(plan: SteeringPlan, action: PlanAction) -> PlanGate | None:
+    return None if action.gate is None else plan.gates[action.gate]
+
+
+def _gate_op(gate: PlanGate, action: PlanAction) -> bytes:
+    assert action.gate is not None
+    flags = t.SKIPS_SPECIAL * action.skips_special
+    flags |= t.IS_SOFT * (gate.sharpness is not None)
+    flags |= t.IS_HELD * (gate.release is not None) | t.IS_LATCHED * gate.latch
+    flags |= ACTIVATION_CODES[gate.activation] << t.ACTIVATION_SHIFT
+    reals = (gate.bias, gate.threshold, gate.sharpness or 0.0, gate.release or 0.0)
+    return _pack_op(t.READ, action.gate, flags, reals)
+
+
+def _action_op(action: PlanAction, row: PlanRow) -> bytes:
+    flags = t.SKIPS_SPECIAL * action.skips_special | t.IS_MATCHED * action.is_matched
+    wide_D = row.read().astype(np.float64)
+    norm = math.sqrt(wide_D.dot(wide_D))
+    low = -np.inf if action.low is None else action.low
+    high = np.inf if action.high is None else action.high
+    gate = t.NO_GATE if action.gate is None else action.gate
+    # Without a length it is not divided by: what would is refused at admission.
+    return _pack_op(OP_KINDS[action.op], gate, flags, (action.scale, low, high, norm and 1 / norm))
+
+
+def _pack_op(kind: int, gate: int, flags: int, reals: tuple[float, float, float, float]) -> bytes:
+    """An op, but for its row."""
+    words = [0] * t.FIRST_REAL
+    words[t.KIND], words[t.GATE], words[t.FLAGS] = kind, gate, flags
+    return OP_STRUCT.pack(*words, *reals)

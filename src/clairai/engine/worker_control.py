@@ -1,0 +1,146 @@
+"""Takes one control message as bytes; gives the reply as bytes. Runs in the worker, between steps.
+
+A refusal is a reply, never a raise: with several ranks, one that raises would leave the replies of
+the others to the next call.
+"""
+
+from __future__ import annotations
+
+from typing import Final, Protocol
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from clairai.engine.capture.capture_resolver import CAPTURE_OFF
+from clairai.engine.capture.worker_capture import WorkerCapture
+from clairai.engine.publish.step_publisher import StepPublisher
+from clairai.errors import CaptureOffError, ClairaiError, ProbeError, WeightsOffError
+from clairai.probe.bank import EngineBank
+from clairai.probe.files import loads
+from clairai.wire import capture_messages, ring_messages, weights_messages
+
+_DECODER: Final = msgspec.msgpack.Decoder(ring_messages.Control)
+_ENCODER: Final = msgspec.msgpack.Encoder()
+_WEIGHTS_OFF: Final = (
+    "this engine takes no new weights; start it with "
+    """--weight-transfer-config '{"backend": "clairai_ipc"}'"""
+)
+
+
+class WeightsReceiver(Protocol):
+    """Who takes new weights."""
+
+    def answer(self, control: weights_messages.WeightsControl) -> weights_messages.WeightsReply: ...
+
+
+def answer_control(
+    step_publisher: StepPublisher,
+    message: bytes,
+    capture: WorkerCapture | None = None,
+    handover: WeightsReceiver | None = None,
+) -> bytes:
+    """`capture` and `handover` are None in an engine that was not started for them."""
+    try:
+        control = _DECODER.decode(message)
+        if isinstance(control, capture_messages.CaptureControl):
+            reply: ring_messages.ControlReply = _answer_capture(capture, control)
+        elif isinstance(control, weights_messages.FindVersions):
+            reply = weights_messages.Versions(
+                tuple(map(step_publisher.first_weights_of, control.streams))
+            )
+        elif isinstance(control, weights_messages.WeightsControl):
+            reply = _answer_weights(handover, control)
+        else:
+            reply = _answer_probes(step_publisher, control)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        reply = ring_messages.Refusal("request", f"control message not understood: {error}")
+    except ClairaiError as error:
+        reply = ring_messages.Refusal(error.code, error.reason)
+    return _ENCODER.encode(reply)
+
+
+def _answer_capture(
+    capture: WorkerCapture | None, control: capture_messages.CaptureControl
+) -> capture_messages.CaptureReply:
+    if capture is None:
+        raise CaptureOffError(CAPTURE_OFF)
+    return capture.answer(control)
+
+
+def _answer_weights(
+    handover: WeightsReceiver | None, control: weights_messages.WeightsControl
+) -> weights_messages.WeightsReply:
+    if handover is None:
+        raise WeightsOffError(_WEIGHTS_OFF)
+    return handover.answer(control)
+
+
+def _answer_probes(
+    step_publisher: StepPublisher, control: ring_messages.Control
+) -> ring_messages.ControlReply:
+    match control:
+        case ring_messages.ListProbes():
+            return _bank_state(step_publisher.columns)
+        case ring_messages.Describe():
+            return _describe(step_publisher)
+        case ring_messages.FindStreams(request_ids):
+            return step_publisher.find_streams(request_ids)
+        case ring_messages.RedirectProbes(names, rows):
+            turned = step_publisher.columns.redirect(names, _read_rows(names, rows))
+            return ring_messages.BankVersion(step_publisher.install(turned).version)
+        case ring_messages.RedirectProbesShared(names, lent):
+            turned = step_publisher.columns.redirect(
+                names, _read_rows(names, step_publisher.borrower.borrowed(lent))
+            )
+            return ring_messages.BankVersion(step_publisher.install(turned).version)
+        case (
+            ring_messages.AddProbes() | ring_messages.ReplaceProbes() | ring_messages.RemoveProbes()
+        ):
+            return _bank_state(
+                step_publisher.install(_apply_change(step_publisher.columns, control))
+            )
+        case _:
+            return ring_messages.Refusal(
+                "unsupported", "the engine core answers this, not a worker"
+            )
+
+
+def _read_rows(names: tuple[str, ...], data: memoryview) -> NDArray[np.float32]:
+    if not names or len(data) % (4 * len(names)):
+        raise ProbeError(
+            f"{len(data)} bytes for {len(names)} probes; name one or more, and give a row of "
+            f"float32 for each"
+        )
+    return np.frombuffer(data, "<f4").reshape(len(names), -1)
+
+
+def _apply_change(
+    columns: EngineBank,
+    control: ring_messages.AddProbes | ring_messages.ReplaceProbes | ring_messages.RemoveProbes,
+) -> EngineBank:
+    """The bank after the change; raises before anything has changed."""
+    if isinstance(control, ring_messages.RemoveProbes):
+        return columns.remove(control.names)
+    probes = [loads(data, source="control message") for data in control.files]
+    if isinstance(control, ring_messages.AddProbes):
+        return columns.add(probes)
+    return columns.replace(*probes)
+
+
+def _bank_state(columns: EngineBank) -> ring_messages.BankState:
+    listed = tuple(probe.listed() for probe in columns.probes)
+    return ring_messages.BankState(columns.version, columns.capacity, listed)
+
+
+def _describe(step_publisher: StepPublisher) -> ring_messages.Description:
+    step_publisher.flush()
+    return ring_messages.Description(
+        socket=str(step_publisher.server.path),
+        epoch=step_publisher.epoch,
+        model=step_publisher.about.model,
+        width=step_publisher.columns.width,
+        points=step_publisher.about.points,
+        capacity=step_publisher.columns.capacity,
+        published=step_publisher.published,
+    )

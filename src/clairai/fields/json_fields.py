@@ -1,0 +1,124 @@
+"""Takes one field of a request as somebody gave it; gives it checked, or a RequestError."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from difflib import get_close_matches
+from typing import Any, Final
+
+import numpy as np
+
+from clairai.errors import RequestError
+from clairai.points import quote
+
+MAX_TEXT: Final = 128
+# Arithmetic is float32 in the engine: what is beyond float32 would be infinity there.
+LARGEST: Final = float(np.finfo(np.float32).max)
+
+
+def read_object(what: str, given: object, known: tuple[str, ...]) -> Mapping[str, Any]:
+    """An object that has no other keys than these."""
+    if not isinstance(given, Mapping):
+        raise RequestError(
+            f"{what} must be an object, got {quote(given)}; its keys are {', '.join(known)}"
+        )
+    unknown = next((key for key in given if key not in known), None)
+    if unknown is not None:
+        raise RequestError(f"{what}: unknown key {quote(unknown)}; known: {', '.join(known)}")
+    return given
+
+
+def read_list(what: str, given: object, *, limit: int) -> list[Any] | tuple[Any, ...]:
+    if not isinstance(given, list | tuple):
+        raise RequestError(f"{what} must be a list, got {quote(given)}")
+    if len(given) > limit:
+        raise RequestError(f"{what} has {len(given)} items; give at most {limit}")
+    return given
+
+
+def read_number(what: str, value: object) -> float:
+    is_number = isinstance(value, int | float | np.floating) and not isinstance(value, bool)
+    if is_number and -LARGEST <= value <= LARGEST:  # type: ignore[operator]  # false for NaN too
+        return float(value)  # type: ignore[arg-type]
+    raise RequestError(
+        f"{what} must be a finite number, at most {LARGEST:.3g} in size, got {quote(value)}"
+    )
+
+
+def read_optional_number(what: str, value: object) -> float | None:
+    return None if value is None else read_number(what, value)
+
+
+def read_integer(what: str, value: object, *, low: int, high: int) -> int:
+    # type() and not isinstance(): true and false are ints to isinstance.
+    if type(value) is int and low <= value <= high:
+        return value
+    raise RequestError(f"{what} must be a whole number of {low} to {high}, got {quote(value)}")
+
+
+def read_boolean(what: str, value: object) -> bool:
+    if type(value) is bool:
+        return value
+    raise RequestError(f"{what} must be true or false, got {quote(value)}")
+
+
+def read_string(what: str, value: object) -> str:
+    if isinstance(value, str) and 1 <= len(value) <= MAX_TEXT:
+        return value
+    raise RequestError(f"{what} must be text of 1 to {MAX_TEXT} characters, got {quote(value)}")
+
+
+def read_choice(what: str, value: object, known: tuple[str, ...]) -> str:
+    if isinstance(value, str) and value in known:
+        return value
+    raise RequestError(f"{what} must be one of {', '.join(known)}, got {quote(value)}")
+
+
+def suggest_names(name: str, names: Iterable[str]) -> str:
+    """What may have been meant, for the end of an error: the close names, or some."""
+    every = sorted(names)
+    near = get_close_matches(name[:MAX_TEXT], every, n=3)
+    if near:
+        return f"close to it: {', '.join(near)}"
+    if not every:
+        return "there are none"
+    more = f" and {len(every) - 8} more" if len(every) > 8 else ""
+    return f"there are {', '.join(every[:8])}{more}"
+
+
+# MERGED
+# Takes JSON text that nobody vouches for; gives its value, at a cost that is known beforehand.
+
+
+MAX_CHARS: Final = 64 << 20  # the size of a vector's largest file, or of many small ones
+# Vectors packed as base64 hold none of these characters; lists of numbers, as the seeds have them,
+# have one for each number. The most there can be of any kind takes 200 MB as Python objects.
+MAX_ITEMS: Final = 1 << 20
+_ITEM_STARTS: Final = ",[{"
+
+
+def decode_json(text: str, *, what: str) -> Any:
+    """RequestError for anything but one JSON value without a key that comes twice."""
+    if len(text) > MAX_CHARS:
+        raise RequestError(f"{what} is {len(text)} characters long, at most {MAX_CHARS}")
+    # A text that is shorter than that cannot hold so many.
+    if len(text) > MAX_ITEMS and sum(map(text.count, _ITEM_STARTS)) > MAX_ITEMS:
+        raise RequestError(
+            f"{what} holds over {MAX_ITEMS} values; send vectors packed as base64, or fewer"
+        )
+    try:
+        return json.loads(text, object_pairs_hook=_refuse_repeated_keys)
+    except RequestError as error:
+        raise RequestError(f"{what}: {error.reason}") from None
+    except (ValueError, RecursionError):  # ValueError: also a number of thousands of digits
+        raise RequestError(f"{what} is text, but not JSON") from None
+
+
+def _refuse_repeated_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) == len(pairs):
+        return found
+    ((twice, _),) = Counter(name for name, _ in pairs).most_common(1)
+    raise RequestError(f"the key {quote(twice)} appears twice; keep one of them")

@@ -1,0 +1,119 @@
+"""Takes the `positions` of a capture, as somebody wrote them; gives the absolute ones they mean."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Final, Literal, cast, get_args
+
+from clairai.engine.steer.steering_plan import MAX_RANGES, OPEN_END, Range
+from clairai.errors import RequestError
+from clairai.fields import json_fields
+from clairai.fields.when import merge_ranges
+from clairai.points import quote
+
+PositionSelector = Literal["all", "prompt", "generated", "last_prompt"]
+SELECTORS: Final[tuple[PositionSelector, ...]] = get_args(PositionSelector)
+MAX_MESSAGES: Final = 100_000
+_FAR: Final = OPEN_END - 1
+
+
+@dataclass(frozen=True)
+class PositionSpan:
+    """From `first` up to, not including, `end`; negative: from the prompt's end; None: open."""
+
+    first: int = 0
+    end: int | None = None
+
+    def written(self) -> dict[str, Any]:
+        return {"from": self.first} | ({} if self.end is None else {"to": self.end})
+
+
+@dataclass(frozen=True)
+class MessagePosition:
+    """All tokens of one message of a chat; whoever knows the chat's template makes a Span of it."""
+
+    index: int
+
+    def written(self) -> dict[str, Any]:
+        return {"message": self.index}
+
+
+PositionPart = PositionSelector | PositionSpan | MessagePosition
+Positions = tuple[PositionPart, ...]  # what any of them holds
+ALL_POSITIONS: Final[Positions] = ("all",)
+
+
+def parse_positions(given: object, *, what: str) -> Positions:
+    """One of them, or a list of them; RequestError if wrong."""
+    if not isinstance(given, list | tuple):
+        return (_parse_part(given, what),)
+    parts = json_fields.read_list(what, given, limit=MAX_RANGES)
+    if not parts:
+        raise RequestError(f"{what} is empty; leave it out for all positions")
+    return tuple(_parse_part(part, f"{what}[{i}]") for i, part in enumerate(parts))
+
+
+def positions_to_json(positions: Positions) -> object:
+    """As JSON; what parse_positions reads as equal."""
+    found = [part if isinstance(part, str) else part.written() for part in positions]
+    return found[0] if len(found) == 1 else found
+
+
+def absolute_ranges(positions: Positions, prompt_len: int) -> tuple[Range, ...]:
+    """Absolute, sorted, apart from each other, none empty."""
+    return merge_ranges(_absolute(part, prompt_len) for part in positions)
+
+
+def _parse_part(given: object, what: str) -> PositionPart:
+    if isinstance(given, str):
+        return cast(PositionSelector, json_fields.read_choice(what, given, SELECTORS))
+    if isinstance(given, Mapping) and "message" in given:
+        asked = json_fields.read_object(what, given, ("message",))
+        at = f"{what}.message"
+        return MessagePosition(
+            json_fields.read_integer(at, asked["message"], low=0, high=MAX_MESSAGES)
+        )
+    if not isinstance(given, Mapping):
+        raise RequestError(
+            f"{what} must be one of {', '.join(SELECTORS)}, an object with from and to, or one "
+            f"with message, got {quote(given)}"
+        )
+    return _parse_span(given, what)
+
+
+def _parse_span(given: Mapping[str, Any], what: str) -> PositionSpan:
+    asked = json_fields.read_object(what, given, ("from", "to"))
+    first = json_fields.read_integer(f"{what}.from", asked.get("from", 0), low=-_FAR, high=_FAR)
+    if asked.get("to") is None:
+        return PositionSpan(first)
+    end = json_fields.read_integer(f"{what}.to", asked["to"], low=-_FAR, high=_FAR)
+    is_comparable = (first < 0) == (end < 0)
+    if end == 0 or (is_comparable and end <= first):
+        raise RequestError(
+            f"{what} is from {first} to {end} and holds no position; `to` is one past the last, "
+            "leave it out for as far as the request goes"
+        )
+    return PositionSpan(first, end)
+
+
+def _absolute(part: PositionPart, prompt_len: int) -> Range:
+    if isinstance(part, MessagePosition):
+        raise RequestError(
+            f"message {part.index}: where a message lies is known from the chat's template alone; "
+            "send the chat to the server's chat route, or give clairai.message_range(...)"
+        )
+    if isinstance(part, PositionSpan):
+        end = OPEN_END if part.end is None else _from_prompt_end(part.end, prompt_len)
+        return max(_from_prompt_end(part.first, prompt_len), 0), end
+    if part == "prompt":
+        return 0, prompt_len
+    if part == "generated":
+        return prompt_len, OPEN_END
+    if part == "last_prompt":
+        return max(prompt_len - 1, 0), prompt_len
+    return 0, OPEN_END
+
+
+def _from_prompt_end(at: int, prompt_len: int) -> int:
+    return at if at >= 0 else prompt_len + at

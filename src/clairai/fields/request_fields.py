@@ -1,0 +1,111 @@
+"""Takes a request's clairai fields, from wherever they came; gives them checked, with a stream id.
+
+Runs in the caller's process (`clairai.request`) and in the engine core, which trusts no caller.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+from clairai.errors import RequestError
+from clairai.fields.capture import CaptureSpec, parse_capture
+from clairai.fields.json_fields import decode_json
+from clairai.fields.rules import StopRule, parse_rules
+from clairai.fields.steer import MAX_ENTRIES, SteerEntry, entry_to_json, parse_entries
+from clairai.fields.steering_vectors import FIELD_PHASES, parse_steering_vectors
+from clairai.points import quote
+
+KEY: Final = "clairai"
+MAX_STREAM: Final = 2**64 - 1
+_KNOWN: Final = ("stream", "prompt_scores", "steer", "stop", "capture")
+
+
+@dataclass(frozen=True)
+class RequestFields:
+    """What one request asks of clairai."""
+
+    stream: int | None = None
+    prompt_scores: bool = False
+    steer: tuple[SteerEntry, ...] = ()
+    stop: tuple[StopRule, ...] = ()
+    capture: CaptureSpec | None = None  # None: nothing was said
+
+    def __post_init__(self) -> None:
+        if self.stream is not None and (
+            type(self.stream) is not int or not 1 <= self.stream <= MAX_STREAM
+        ):
+            raise RequestError(
+                f"stream must be a whole number from 1 to 2**64 - 1, got {quote(self.stream)}; "
+                f"leave it out to have one made"
+            )
+        if type(self.prompt_scores) is not bool:
+            raise RequestError(
+                f"prompt_scores must be true or false, got {quote(self.prompt_scores)}"
+            )
+
+
+def request(
+    *,
+    stream: int | None = None,
+    prompt_scores: bool = False,
+    steer: Sequence[Mapping[str, Any]] = (),
+    stop: Sequence[Mapping[str, Any]] = (),
+    capture: bool | Mapping[str, Any] | None = None,
+) -> dict[str, Any]:
+    """`extra_args` for vLLM's SamplingParams.
+
+    `stream` names the request to readers of the ring: a 64-bit number that no other unfinished
+    request uses; without it the engine makes one. `prompt_scores` has the whole prompt forwarded,
+    also where the prefix cache could have served it, so that every prompt token is scored.
+    `steer` and `stop` are as in docs/steering.md; a `vector` may be a Vector, which then travels
+    with the request. `capture` is as in docs/capture.md: True for all that the engine's own setting
+    says, False for nothing.
+    """
+    entries, rules = parse_entries(steer, what="steer"), parse_rules(stop, what="stop")
+    wanted = RequestFields(stream, prompt_scores, entries, rules, parse_capture(capture))
+    fields: dict[str, Any] = {"prompt_scores": True} if wanted.prompt_scores else {}
+    if wanted.stream is not None:
+        fields["stream"] = wanted.stream
+    if wanted.steer:
+        fields["steer"] = [entry_to_json(entry) for entry in wanted.steer]
+    if wanted.stop:
+        fields["stop"] = [rule.written() for rule in wanted.stop]
+    if wanted.capture is not None:
+        fields["capture"] = wanted.capture.written()
+    return {KEY: fields}
+
+
+def parse_fields(extra_args: dict[str, Any] | None) -> RequestFields:
+    """The clairai fields of a request, and the seeds' fields beside them.
+
+    Each is an object, or its JSON text (vLLM's HTTP `vllm_xargs`).
+    """
+    extra = extra_args or {}
+    given = _decode(f"the {KEY} field", extra.get(KEY, {}))
+    if not isinstance(given, dict):
+        raise RequestError(f"the clairai field must be an object, got {type(given).__name__}")
+    unknown = next((key for key in given if key not in _KNOWN), None)
+    if unknown is not None:
+        raise RequestError(
+            f"unknown clairai request field {quote(unknown)}; known: {', '.join(_KNOWN)}"
+        )
+    entries = parse_entries(given.get("steer", ()), what="steer")
+    for name in FIELD_PHASES:
+        if extra.get(name) is not None:
+            entries += parse_steering_vectors(_decode(name, extra[name]), what=name)
+    if len(entries) > MAX_ENTRIES:
+        raise RequestError(f"steer and the seeds' fields: over {MAX_ENTRIES} entries; give fewer")
+    rules = parse_rules(given.get("stop", ()), what="stop")
+    wish = parse_capture(given.get("capture"))
+    return RequestFields(**{**given, "steer": entries, "stop": rules, "capture": wish})
+
+
+def new_stream_id() -> int:
+    return secrets.randbelow(MAX_STREAM) + 1
+
+
+def _decode(what: str, given: object) -> Any:
+    return decode_json(given, what=what) if isinstance(given, str) else given

@@ -1,0 +1,106 @@
+"""Takes a C file of this package; gives the module that the machine's compiler makes of it.
+
+Python's and numpy's headers are used. It is made once and kept in the user's own cache, under a
+name that is its content's: whoever finds it there has the very same code, and nobody else can write
+there.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+import logging
+import os
+import shutil
+import subprocess
+import sys
+import sysconfig
+import tempfile
+from importlib.machinery import ExtensionFileLoader
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+
+_log: Final = logging.getLogger(__name__)
+
+COMPILER_FLAGS: Final = (
+    "-O2",
+    "-shared",
+    "-fPIC",
+    "-std=c99",
+    "-D_POSIX_C_SOURCE=200809L",
+    "-Wall",
+)
+COMPILERS: Final = ("cc", "gcc", "clang")
+COMPILE_TIMEOUT_S: Final = 60.0
+
+
+class NoCompilerError(Exception):
+    """There is none, or it does not work; the text says which."""
+
+
+def load_or_warn(source: Path, without: str) -> Any:
+    """Its module; None, and a warning that says what is `without` it, where nothing compiles."""
+    try:
+        return load_extension(source)
+    except NoCompilerError as error:
+        _log.warning("%s; %s", error, without)
+        return None
+
+
+def load_extension(source: Path) -> Any:
+    """The module of a C file, named as the file is."""
+    loader = ExtensionFileLoader(source.stem, str(build_extension(source, _cache_folder())))
+    spec = importlib.util.spec_from_loader(source.stem, loader)
+    assert spec is not None
+    return importlib.util.module_from_spec(spec)
+
+
+def build_extension(source: Path, cache: Path) -> Path:
+    """The library of a C file; made now unless it is there."""
+    made_for = (*COMPILER_FLAGS, os.uname().machine, sys.version, np.__version__)
+    headers = sorted(source.parent.glob("*.h"))
+    content = b"\0".join(file.read_bytes() for file in (source, *headers))
+    content += "\0".join(made_for).encode()
+    library = cache / f"{source.stem}-{hashlib.sha256(content).hexdigest()[:24]}.so"
+    if not _is_private(library):
+        _compile(source, library)
+    return library
+
+
+def _cache_folder() -> Path:
+    home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(home) / "clairai" / "native"
+
+
+def _is_private(library: Path) -> bool:
+    """There, and written by nobody but us."""
+    try:
+        found, folder = library.stat(), library.parent.stat()
+    except OSError:
+        return False
+    is_private = not (found.st_mode | folder.st_mode) & 0o022
+    return is_private and found.st_uid == folder.st_uid == os.geteuid()
+
+
+def _compile(source: Path, library: Path) -> None:
+    compiler = os.environ.get("CC") or next(filter(None, map(shutil.which, COMPILERS)), None)
+    if compiler is None:
+        raise NoCompilerError(f"no C compiler found ({', '.join(COMPILERS)})")
+    library.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    library.parent.chmod(0o700)
+    with tempfile.TemporaryDirectory(dir=library.parent) as folder:
+        made = Path(folder) / library.name
+        headers = [f"-I{folder}" for folder in (sysconfig.get_paths()["include"], np.get_include())]
+        command = [*compiler.split(), *COMPILER_FLAGS, *headers, str(source), "-o", str(made)]
+        try:
+            done = subprocess.run(  # noqa: S603
+                command, capture_output=True, text=True, timeout=COMPILE_TIMEOUT_S
+            )
+        except (OSError, subprocess.TimeoutExpired) as error:
+            raise NoCompilerError(f"{compiler} could not be run: {error}") from None
+        if done.returncode:
+            raise NoCompilerError(f"{compiler} failed: {done.stderr.strip()[-300:]}")
+        made.chmod(0o700)
+        made.replace(library)

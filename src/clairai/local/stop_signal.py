@@ -1,0 +1,45 @@
+"""Takes the signals that end a command; gives a question to ask between two pieces of work."""
+
+from __future__ import annotations
+
+import signal
+import time
+from types import FrameType
+from typing import Final, Self
+
+_SIGNALS: Final = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+# A shell, `make` and `timeout` may each pass the same Ctrl-C on.
+_REPEAT_S: Final = 0.5
+
+
+class StopSignal:
+    """Inside the block a signal stops nothing by itself: it turns the answer to True."""
+
+    def __init__(self) -> None:
+        self._is_asked = self._is_urgent = False
+        self._asked_s = 0.0
+        self._before: dict[signal.Signals, object] = {}
+
+    def __call__(self) -> bool:
+        return self._is_asked
+
+    def is_urgent(self) -> bool:
+        """Whether it was asked for a second time."""
+        return self._is_urgent
+
+    def __enter__(self) -> Self:
+        for number in _SIGNALS:
+            # nohup: what was ignored when we came stays ignored
+            if signal.getsignal(number) is not signal.SIG_IGN:
+                self._before[number] = signal.signal(number, self._ask)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)  # type: ignore[arg-type]  # what getsignal gave
+
+    def _ask(self, _number: int, _frame: FrameType | None) -> None:
+        now_s = time.monotonic()
+        if not self._is_asked:
+            self._is_asked, self._asked_s = True, now_s
+        self._is_urgent |= now_s - self._asked_s > _REPEAT_S

@@ -1,0 +1,178 @@
+"""Takes ProxySettings; gives the proxy as an ASGI app: the routes of the table and no others."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import asynccontextmanager
+from http import HTTPStatus
+from importlib.metadata import version
+from typing import Final
+
+import uvicorn
+from fastapi import FastAPI, Request
+from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
+from starlette.responses import Response
+
+from clairai.proxy.dashboard import Dashboard
+from clairai.proxy.handlers import HANDLERS, HandlerCall, load_examples
+from clairai.proxy.observe.observer import MetricsObserver, Observer
+from clairai.proxy.proxy import Proxy
+from clairai.proxy.proxy_settings import ProxySettings
+from clairai.proxy.request_guard import SECURITY_HEADERS, RequestGuard, check_access, read_body
+from clairai.proxy.responses import ClientGone, HttpRefusal, error_response, while_connected
+from clairai.proxy.routes import ROUTES, Route, describe_route, openapi_document
+from clairai.proxy.upstream import UpstreamGone
+
+_log: Final = logging.getLogger(__name__)
+_SENT_BY_PAGES: Final = (
+    *("Authorization", "Content-Type", "Last-Event-ID", "If-Match", "If-None-Match"),
+    *("Range", "If-Range"),
+)
+_READ_BY_PAGES: Final = (
+    *("X-Clairai-Run", "X-Clairai-Lost"),
+    *("ETag", "Content-Range", "Accept-Ranges"),
+)
+
+
+def create_app(
+    settings: ProxySettings,
+    *,
+    observers: Sequence[Observer] = (),
+    metrics: MetricsObserver | None = None,
+) -> FastAPI:
+    """`metrics` observes too, and answers GET /metrics; `app.state.proxy` is the Proxy."""
+    proxy = Proxy(settings, observers, metrics)
+    site, examples = Dashboard.read(settings.page), load_examples(settings.examples)
+
+    @asynccontextmanager
+    async def lifespan(_: FastAPI) -> AsyncIterator[None]:
+        await proxy.open()
+        try:
+            yield
+        finally:
+            await proxy.close()
+
+    app = FastAPI(
+        title="clairai",
+        version=version("clairai"),
+        docs_url=None,
+        redoc_url=None,
+        openapi_url=None,
+        redirect_slashes=False,
+        lifespan=lifespan,
+    )
+    app.state.proxy = proxy
+    for route in ROUTES:
+        endpoint = _endpoint(route, proxy, site, examples)
+        app.add_api_route(route.path, endpoint, methods=[route.method], **describe_route(route))
+    app.openapi = lambda: openapi_document(app)  # type: ignore[method-assign]
+    _add_refusals(app, proxy)
+    _add_guards(app, settings)
+    return app
+
+
+def _endpoint(
+    route: Route, proxy: Proxy, site: Dashboard, examples: bytes
+) -> Callable[[Request], Awaitable[Response]]:
+    """The route's handler behind what the table asks of a caller."""
+    handler = HANDLERS[route.handler]
+    limit = route.body_limit(proxy.settings.limits)
+
+    async def endpoint(request: Request) -> Response:
+        check_access(request, route, proxy.settings)
+        if route.body == "file":  # who reads it sees whether the client is still there
+            return await handler(HandlerCall(proxy, site, examples, request, None))
+        body = await read_body(request, limit) if route.body != "none" else None
+        call = HandlerCall(proxy, site, examples, request, body)
+        return await while_connected(request, handler(call))
+
+    return endpoint
+
+
+def _add_guards(app: FastAPI, settings: ProxySettings) -> None:
+    app.add_middleware(RequestGuard, settings=settings)
+    if settings.allowed_origins:
+        app.add_middleware(
+            CORSMiddleware,
+            allow_origins=settings.allowed_origins,
+            allow_methods=sorted({route.method for route in ROUTES}),
+            allow_headers=_SENT_BY_PAGES,
+            expose_headers=_READ_BY_PAGES,
+        )
+
+
+def _add_refusals(app: FastAPI, proxy: Proxy) -> None:
+    """Every error leaves in OpenAI's shape, in words of our own."""
+
+    async def on_refused(_: Request, error: Exception) -> Response:
+        assert isinstance(error, HttpRefusal)
+        return error_response(error)
+
+    async def on_upstream_gone(_: Request, error: Exception) -> Response:
+        del error
+        proxy.upstream.errors += 1
+        return error_response(proxy.health.unanswered())
+
+    async def on_client_gone(_: Request, error: Exception) -> Response:
+        del error
+        return Response(status_code=499)  # nobody reads it
+
+    app.add_exception_handler(HttpRefusal, on_refused)
+    app.add_exception_handler(UpstreamGone, on_upstream_gone)
+    app.add_exception_handler(ClientGone, on_client_gone)
+    app.add_exception_handler(HTTPException, _on_http_error)
+    app.add_exception_handler(Exception, _on_internal_error)
+
+
+async def _on_http_error(_: Request, error: Exception) -> Response:
+    """A path or a method that the table does not have."""
+    assert isinstance(error, HTTPException)
+    status = HTTPStatus(error.status_code)
+    message = f"{status.phrase.lower()}; GET /openapi.json lists the routes"
+    refused = HttpRefusal(status, message, headers=dict(error.headers or {}))
+    return error_response(refused)
+
+
+async def _on_internal_error(_: Request, error: Exception) -> Response:
+    """Ours: the log has it, the client gets no part of it."""
+    _log.error("a request failed", exc_info=error)
+    made = error_response(
+        HttpRefusal(HTTPStatus.INTERNAL_SERVER_ERROR, "the proxy failed; see its log")
+    )
+    for name, value in SECURITY_HEADERS:  # outside of what would add them
+        made.headers[name] = value
+    return made
+
+
+# MERGED
+# Takes the app and its settings; gives the server that listens for it, with its own bounds.
+
+
+KEEP_ALIVE_S: Final = 30
+GRACE_S: Final = 2
+
+
+def create_server(app: FastAPI, settings: ProxySettings) -> uvicorn.Server:
+    """Run it with `.run()`, or in a loop of yours with `await .serve()`.
+
+    h11 and not httptools: the latter takes a header of any length before anybody can look at it.
+    """
+    return uvicorn.Server(
+        uvicorn.Config(
+            app,
+            host=settings.host,
+            port=settings.port,
+            http="h11",
+            ws="none",
+            lifespan="on",
+            log_config=None,
+            access_log=False,
+            server_header=False,
+            proxy_headers=False,
+            h11_max_incomplete_event_size=settings.limits.header_bytes,
+            timeout_keep_alive=KEEP_ALIVE_S,
+            timeout_graceful_shutdown=GRACE_S,
+        )
+    )

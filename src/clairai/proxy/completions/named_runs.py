@@ -1,0 +1,225 @@
+"""Takes the events of one named run; gives them, numbered, to clients that come and come back.
+
+The run goes on without a client for a while. Memory is bounded: events that every attached client
+has are let go first; while one still needs them, the run waits for it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import secrets
+from collections import deque
+from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
+from contextlib import AsyncExitStack
+from http import HTTPStatus
+from typing import Any, Final
+
+from starlette.responses import Response
+
+from clairai.proxy.completions.sse import PING, named_frame
+from clairai.proxy.completions.stream_writers import NamedEvent
+from clairai.proxy.proxy_settings import ProxySettings
+from clairai.proxy.responses import EventStream, HttpRefusal
+
+_PART_BYTES: Final = 1 << 16
+
+
+class RunClient:
+    """One that reads; it has every event up to `has`."""
+
+    def __init__(self, has: int) -> None:
+        self.has = has
+        self.news = asyncio.Event()
+
+
+class NamedRun:
+    """One named run; `on_alone` is called when the last client has gone."""
+
+    def __init__(self, *, limit_bytes: int, on_alone: Callable[[NamedRun], None]) -> None:
+        self.id = secrets.token_hex(16)
+        self.is_over = False
+        self.num_times_alone = 0
+        self.stream: int | None = None  # by which the engine knows its request
+        self.task: asyncio.Task[None] | None = None
+        self._limit_bytes = limit_bytes
+        self._on_alone = on_alone
+        self._frames: deque[bytes] = deque()
+        self._first = 1  # number of the first event held
+        self._nbytes = 0
+        self._clients: set[RunClient] = set()
+        self._moved = asyncio.Event()
+
+    @property
+    def last(self) -> int:
+        """Number of the newest event; 0 before the first."""
+        return self._first + len(self._frames) - 1
+
+    @property
+    def is_alone(self) -> bool:
+        return not self._clients
+
+    def reaches(self, after: int) -> bool:
+        """Whether all events after that one are still here."""
+        return after >= self._first - 1
+
+    def add(self, events: Sequence[NamedEvent]) -> None:
+        """Number them and keep them, over the bound too: the last words of a run."""
+        for event in events:
+            frame = named_frame(event.name, self.last + 1, event.data)
+            self._frames.append(frame)
+            self._nbytes += len(frame)
+        self._tell()
+
+    async def put(self, events: Sequence[NamedEvent]) -> None:
+        """Add them, and return when there is room for more."""
+        self.add(events)
+        while self._nbytes > self._limit_bytes:
+            if any(client.has < self._first for client in self._clients):
+                self._moved.clear()
+                await self._moved.wait()
+            else:
+                self._nbytes -= len(self._frames.popleft())
+                self._first += 1
+
+    def end(self) -> None:
+        self.is_over = True
+        self._tell()
+
+    def attach(self, after: int) -> RunClient:
+        """A client that has the events up to that one; from now on none it needs is let go."""
+        client = RunClient(after)
+        self._clients.add(client)
+        return client
+
+    def detach(self, client: RunClient) -> None:
+        self._clients.discard(client)
+        self._moved.set()
+        if not self._clients:
+            self.num_times_alone += 1
+            self._on_alone(self)
+
+    async def follow(self, client: RunClient, *, ping_s: float) -> AsyncGenerator[bytes, None]:
+        """Frames of what the client does not have, to the run's end; a comment when it is quiet."""
+        while True:
+            client.news.clear()
+            if part := self._part(client):
+                yield part
+                self._moved.set()
+            elif self.is_over:
+                return
+            elif not await _is_set(client.news, ping_s):
+                yield PING
+
+    def _part(self, client: RunClient) -> bytes:
+        frames, nbytes = [], 0
+        skipped = client.has + 1 - self._first
+        for frame in itertools.islice(self._frames, skipped, None):
+            frames.append(frame)
+            nbytes += len(frame)
+            if nbytes >= _PART_BYTES:
+                break
+        client.has += len(frames)
+        return b"".join(frames)
+
+    def _tell(self) -> None:
+        for client in self._clients:
+            client.news.set()
+
+
+async def _is_set(event: asyncio.Event, timeout_s: float) -> bool:
+    try:
+        async with asyncio.timeout(timeout_s):
+            await event.wait()
+    except TimeoutError:
+        return False
+    return True
+
+
+# MERGED
+# Takes named runs as they begin; gives them back by their id, and ends those nobody wants.
+
+
+class NamedRuns:
+    """Bounded: ended runs go first, and while all are live no more are begun."""
+
+    def __init__(self, settings: ProxySettings) -> None:
+        self._limits = settings.limits
+        self._timeouts = settings.timeouts
+        self._runs: dict[str, NamedRun] = {}  # oldest first
+
+    def __len__(self) -> int:
+        return len(self._runs)
+
+    def make_room(self) -> None:
+        """Refused if there is none."""
+        while len(self._runs) >= self._limits.runs:
+            ended = next((run for run in self._runs.values() if run.is_over), None)
+            if ended is None:
+                raise HttpRefusal(
+                    HTTPStatus.SERVICE_UNAVAILABLE,
+                    f"{len(self._runs)} named runs are going on, and no more are taken; try later",
+                    code="overloaded",
+                    headers={"Retry-After": "1"},
+                )
+            self._forget(ended)
+
+    def new(self) -> NamedRun:
+        self.make_room()
+        run = NamedRun(limit_bytes=self._limits.run_bytes, on_alone=self._note_alone)
+        self._runs[run.id] = run
+        return run
+
+    def start(self, run: NamedRun, work: Coroutine[Any, Any, None]) -> None:
+        """Have `work` put the run's events into it."""
+        run.task = asyncio.create_task(work)
+        run.task.add_done_callback(lambda _: self._note_end(run))
+
+    def get(self, run_id: str) -> NamedRun:
+        """Refused if there is none, or no more."""
+        run = self._runs.get(run_id)
+        if run is None:
+            raise HttpRefusal(
+                HTTPStatus.NOT_FOUND,
+                f"no run has this id; it is kept {self._timeouts.run_kept:.0f} s after its end",
+            )
+        return run
+
+    def answer(self, run: NamedRun, after: int) -> Response:
+        """The events after that one, as they come."""
+        client = run.attach(after)
+        leaving = AsyncExitStack()
+        leaving.callback(run.detach, client)
+        return EventStream(
+            run.follow(client, ping_s=self._timeouts.ping),
+            leaving,
+            stall_s=self._timeouts.stalled,
+            headers={"X-Clairai-Run": run.id},
+        )
+
+    def stop(self, run: NamedRun) -> None:
+        """At once; a run that has ended stays as it is."""
+        if run.task is not None:
+            run.task.cancel()
+
+    async def close(self) -> None:
+        tasks = [run.task for run in self._runs.values() if run.task is not None]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    def _note_alone(self, run: NamedRun) -> None:
+        loop = asyncio.get_running_loop()
+        loop.call_later(self._timeouts.run_alone, self._stop_if_alone, run, run.num_times_alone)
+
+    def _stop_if_alone(self, run: NamedRun, num_times_alone: int) -> None:
+        if run.is_alone and run.num_times_alone == num_times_alone:  # nobody came in between
+            self.stop(run)
+
+    def _note_end(self, run: NamedRun) -> None:
+        run.end()
+        loop = asyncio.get_running_loop()
+        loop.call_later(self._timeouts.run_kept, self._forget, run)
+
+    def _forget(self, run: NamedRun) -> None:
+        self._runs.pop(run.id, None)

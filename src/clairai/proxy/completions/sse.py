@@ -1,0 +1,65 @@
+"""Takes the bytes of an event stream as they come; gives whole frames, byte for byte. And back."""
+
+from __future__ import annotations
+
+import re
+from typing import Final
+
+_END: Final = re.compile(rb"\r\n\r\n|\n\n|\r\r")
+_END_BYTES: Final = 3
+DONE: Final = b"[DONE]"
+
+
+class FrameTooLong(Exception):
+    """A frame without an end."""
+
+
+class FrameSplitter:
+    """Cuts after each empty line, keeps what is not whole; `limit` bytes at most."""
+
+    def __init__(self, limit: int) -> None:
+        self._limit = limit
+        self._rest = b""
+
+    def feed(self, raw: bytes) -> list[bytes]:
+        """The frames that are whole now, each with its empty line."""
+        whole = self._rest + raw if self._rest else raw
+        # What was searched before has no end in it; one may have been cut in two.
+        looked = max(0, len(self._rest) - _END_BYTES)
+        frames, begin = [], 0
+        for end in _END.finditer(whole, looked):
+            frames.append(whole[begin : end.end()])
+            begin = end.end()
+        self._rest = whole[begin:]
+        if len(self._rest) > self._limit:
+            raise FrameTooLong(len(self._rest))
+        return frames
+
+    @property
+    def rest(self) -> bytes:
+        """What has no end yet."""
+        return self._rest
+
+
+def frame_data(frame: bytes) -> bytes | None:
+    """What the frame says; None for a comment. An OpenAI stream says one line a frame."""
+    if frame.startswith(b"data: "):  # as vLLM writes it
+        body = frame[6:].rstrip(b"\r\n")
+        if b"\n" not in body and b"\r" not in body:
+            return body
+    lines = [line for line in frame.splitlines() if line.startswith(b"data:")]
+    parts = [line.removeprefix(b"data:").removeprefix(b" ") for line in lines]
+    return b"\n".join(parts) if parts else None
+
+
+def data_frame(data: bytes) -> bytes:
+    """One frame without a name."""
+    return b"data: " + data + b"\n\n"
+
+
+def named_frame(name: str, number: int, data: bytes) -> bytes:
+    """One frame of the named stream."""
+    return b"id: %d\nevent: %s\ndata: %s\n\n" % (number, name.encode(), data)
+
+
+PING: Final = b": ping\n\n"

@@ -1,0 +1,70 @@
+"""Takes the folder of the built page; gives its files, and nothing that was not in it then."""
+
+from __future__ import annotations
+
+import mimetypes
+from dataclasses import dataclass
+from http import HTTPStatus
+from pathlib import Path
+from typing import Final
+
+from starlette.responses import Response
+
+from clairai.proxy.responses import HttpRefusal
+
+CONTENT_SECURITY_POLICY: Final = "; ".join(
+    (
+        "default-src 'none'",
+        "script-src 'self'",
+        "style-src 'self'",
+        "img-src 'self' data: blob:",
+        "font-src 'self'",
+        "connect-src 'self'",
+        "base-uri 'none'",
+        "form-action 'none'",
+        "frame-ancestors 'none'",
+    )
+)
+INDEX: Final = "index.html"
+
+
+@dataclass(frozen=True)
+class Dashboard:
+    """Files by their path in the folder; a client's path is looked up, never opened."""
+
+    files: dict[str, tuple[bytes, str]]
+
+    @classmethod
+    def read(cls, folder: Path) -> Dashboard:
+        found = [path for path in sorted(folder.rglob("*")) if path.is_file()]
+        return cls(
+            {
+                path.relative_to(folder).as_posix(): (path.read_bytes(), _media_type(path))
+                for path in found
+            }
+        )
+
+    def page(self) -> Response:
+        return self._answer(INDEX, "no-cache")
+
+    def asset(self, path: str) -> Response:
+        # The built names carry a hash of what is in them.
+        return self._answer(f"assets/{path}", "public, max-age=31536000, immutable")
+
+    def _answer(self, name: str, caching: str) -> Response:
+        if name not in self.files:
+            raise HttpRefusal(HTTPStatus.NOT_FOUND, "no such file belongs to the page")
+        body, kind = self.files[name]
+        return Response(
+            body,
+            headers={
+                "Content-Type": kind,
+                "Content-Security-Policy": CONTENT_SECURITY_POLICY,
+                "Cache-Control": caching,
+            },
+        )
+
+
+def _media_type(path: Path) -> str:
+    kind = mimetypes.guess_type(path.name)[0] or "application/octet-stream"
+    return f"{kind}; charset=utf-8" if kind.startswith("text/") else kind

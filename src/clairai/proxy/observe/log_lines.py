@@ -1,0 +1,170 @@
+"""Takes log records and ended completions; gives lines: plain text, or JSON, one object a line.
+
+Neither holds a prompt, an answer, a key or a path. Messages are ours; of other libraries' messages
+only the first line is kept, and of an exception its kind and the place in the code.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import queue
+import threading
+import traceback
+from collections.abc import Callable, Mapping
+from datetime import UTC, datetime
+from typing import Any, Final, Literal
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from clairai.proxy.observe.observer import CompletionEnd
+from clairai.wire import ring_messages
+
+LogFormat = Literal["text", "json"]
+LOGGER: Final = "clairai"
+FIELDS: Final = "clairai_fields"  # of a record: what stands beside the message
+MAX_WAITING: Final = 10_000  # lines
+CLOSE_S: Final = 2.0
+_DROPPED: Final = '{{"level": "warning", "message": "log lines were dropped", "lines": {}}}'
+_MAX_FOREIGN_CHARACTERS: Final = 200
+_ENCODER: Final = msgspec.json.Encoder()
+
+
+class JsonLines(logging.Formatter):
+    """`{"time": ..., "level": ..., "message": ..., ...}`"""
+
+    def format(self, record: logging.LogRecord) -> str:
+        line = {
+            "time": datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds"),
+            "level": record.levelname.lower(),
+            "logger": record.name,
+            "message": _message(record),
+            **_fields(record),
+            **_error(record),
+        }
+        return _ENCODER.encode(line).decode()
+
+
+class TextLines(logging.Formatter):
+    """What a person reads: the message, and `warning:` or `error:` before it."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        fields = {**_fields(record), **_error(record)}
+        shown = " ".join(f"{name}={value}" for name, value in fields.items() if value is not None)
+        line = f"{_message(record)} {shown}" if shown else _message(record)
+        return line if record.levelno < logging.WARNING else f"{record.levelname.lower()}: {line}"
+
+
+class ThreadedLogHandler(logging.Handler):
+    """Lines are written by a thread: a terminal that is held up holds up no token.
+
+    `say` writes one. `close`, which logging calls when the process ends, writes what is waiting.
+    """
+
+    def __init__(self, say: Callable[[str], None]) -> None:
+        super().__init__()
+        self._say = say
+        self._waiting: queue.Queue[str | None] = queue.Queue(MAX_WAITING)
+        self._num_dropped = 0
+        self._thread = threading.Thread(target=self._write, name="clairai-log", daemon=True)
+        self._thread.start()
+
+    def emit(self, record: logging.LogRecord) -> None:
+        try:
+            self._waiting.put_nowait(self.format(record))
+        except queue.Full:
+            self._num_dropped += 1
+        except Exception:  # logging's own way with an error in a handler
+            self.handleError(record)
+
+    def close(self) -> None:
+        with contextlib.suppress(queue.Full):
+            self._waiting.put(None, timeout=CLOSE_S)
+            self._thread.join(CLOSE_S)
+        super().close()
+
+    def _write(self) -> None:
+        while (line := self._waiting.get()) is not None:
+            dropped, self._num_dropped = self._num_dropped, 0
+            with contextlib.suppress(OSError, ValueError):  # a terminal that is gone, a closed file
+                if dropped:
+                    self._say(_DROPPED.format(dropped))
+                self._say(line)
+
+
+def configure_logging(form: LogFormat, say: Callable[[str], None]) -> ThreadedLogHandler:
+    """For a whole process, once: ours from INFO on, other libraries' from WARNING on."""
+    scribe = ThreadedLogHandler(say)
+    scribe.setFormatter(JsonLines() if form == "json" else TextLines())
+    root = logging.getLogger()
+    root.handlers[:] = [scribe]
+    root.setLevel(logging.WARNING)
+    logging.getLogger(LOGGER).setLevel(logging.INFO)
+    return scribe
+
+
+class AccessLog:
+    """An Observer: one line for each completion, when it has ended."""
+
+    def __init__(self) -> None:
+        self._logger = logging.getLogger(f"{LOGGER}.access")
+
+    def on_scores(
+        self,
+        bank: ring_messages.Bank,
+        rows: NDArray[np.void],
+        scores_RP: NDArray[np.float32],
+        stamp_ns: int,
+    ) -> None:
+        pass
+
+    def on_run_end(self, end: CompletionEnd) -> None:
+        self._logger.info("completion", extra={FIELDS: access_fields(end)})
+
+
+def access_fields(end: CompletionEnd) -> dict[str, Any]:
+    """What is only known of a scored completion is null without scores."""
+    first_s = end.first_token_seconds
+    counts = [(choice.tokens, choice.count, choice.lost) for choice in end.choices]
+    tokens, scored, lost = map(sum, zip(*counts, strict=True)) if counts else (None, None, None)
+    return {
+        "route": end.route,
+        "status": end.status,
+        "outcome": end.outcome,
+        "seconds": round(end.seconds, 4),
+        "first_token_seconds": None if first_s is None else round(first_s, 4),
+        "tokens": tokens,
+        "scored": scored,
+        "lost": lost,
+        "stopped": ",".join(sorted({c.stopped for c in end.choices if c.stopped})) or None,
+        "response": end.response_id,
+        "run": end.run,
+    }
+
+
+def _message(record: logging.LogRecord) -> str:
+    is_ours = record.name.partition(".")[0] == LOGGER
+    if is_ours:
+        return record.getMessage()
+    # The rest of it may quote anything: a path, a request, an exception's text.
+    first, _, _ = record.getMessage().strip().partition("\n")
+    return first[:_MAX_FOREIGN_CHARACTERS]
+
+
+def _fields(record: logging.LogRecord) -> Mapping[str, Any]:
+    fields: Mapping[str, Any] = getattr(record, FIELDS, {})
+    return fields
+
+
+def _error(record: logging.LogRecord) -> dict[str, str]:
+    """The kind of an exception and where it was raised, as module and line."""
+    if not record.exc_info or record.exc_info[0] is None:
+        return {}
+    kind, _, trace = record.exc_info
+    frames = [frame for frame, _ in traceback.walk_tb(trace)]
+    if not frames:
+        return {"error": kind.__name__}
+    line = traceback.extract_tb(trace)[-1].lineno
+    return {"error": kind.__name__, "at": f"{frames[-1].f_globals.get('__name__', '?')}:{line}"}

@@ -1,0 +1,127 @@
+"""Takes what the proxy was asked to be; gives it checked: where it listens, whom it asks."""
+
+from __future__ import annotations
+
+import ipaddress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Final
+from urllib.parse import urlsplit
+
+from clairai.errors import ConfigError
+from clairai.points import quote
+from clairai.probe.files import MAX_PROBE_NBYTES
+from clairai.vector.files import MAX_NBYTES as MAX_VECTOR_NBYTES
+
+DEFAULT_HOST: Final = "127.0.0.1"
+DEFAULT_PORT: Final = 6969
+UNIX: Final = "unix:"
+PAGE: Final = Path(__file__).parent / "page"
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What one client may cost; each is checked before the work it bounds."""
+
+    body_bytes: int = 8 << 20  # a vector of 80 layers and width 8192 in base64 has 3.5 MB
+    probe_bytes: int = MAX_PROBE_NBYTES
+    vector_bytes: int = MAX_VECTOR_NBYTES
+    manifest_bytes: int = 32 << 20  # of new weights: as many as the engine reads
+    header_bytes: int = 64 << 10
+    headers: int = 128
+    depth: int = 64  # of a JSON body
+    items: int = 200_000  # strings, lists and objects in a JSON body
+    choices: int = 64  # n of a scored request
+    streams: int = 2048  # requests in the proxy at once; more get 503
+    # Scores held until their token has come, 32 bytes each; more are lost, and counted.
+    scores: int = 1 << 22  # of one request
+    scores_in_all: int = 1 << 24
+    runs: int = 64  # named runs held, ended ones included
+    run_bytes: int = 8 << 20  # events held of one run for a client that comes back
+    # An answer that is not streamed; a vector comes as a file.
+    answer_bytes: int = MAX_VECTOR_NBYTES
+
+
+@dataclass(frozen=True)
+class Timeouts:
+    """Seconds."""
+
+    connect: float = 5.0
+    control: float = 60.0  # upstream's answer to anything but a completion
+    finish: float = 1.0  # how long a last chunk waits for rows that are still on their way
+    ping: float = 15.0
+    run_kept: float = 60.0  # after a named run's end
+    run_alone: float = 10.0  # a named run without a client is cancelled then
+    stalled: float = 120.0  # a client that takes nothing for so long is let go
+
+
+@dataclass(frozen=True)
+class ProxySettings:
+    """One proxy.
+
+    `upstream` is an address (http://127.0.0.1:8000) or a Unix socket (unix:/run/me/vllm.sock).
+    The ring is found in `runtime_dir` (None: where engines of this user meet), newest engine
+    first, or at `ring_socket` alone.
+    """
+
+    upstream: str
+    upstream_api_key: str | None = None
+    host: str = DEFAULT_HOST
+    port: int = DEFAULT_PORT
+    api_key: str | None = None
+    runtime_dir: Path | None = None
+    ring_socket: Path | None = None
+    examples: Path | None = None
+    page: Path = PAGE
+    allowed_origins: tuple[str, ...] = ()
+    allowed_hosts: tuple[str, ...] = ()  # names besides the bound one that a request may call us by
+    limits: Limits = field(default_factory=Limits)
+    timeouts: Timeouts = field(default_factory=Timeouts)
+
+    def __post_init__(self) -> None:
+        if self.upstream_socket is None:
+            parts = urlsplit(self.upstream)
+            if parts.scheme not in ("http", "https") or not parts.hostname:
+                raise ConfigError(
+                    f"{quote(self.upstream)} is no upstream; write http://127.0.0.1:8000, "
+                    f"or unix:/path/of/its.sock"
+                )
+        for key in (self.api_key, self.upstream_api_key):
+            if key == "":
+                raise ConfigError("an API key is empty; give one, or leave it out")
+        if self.api_key is None and not is_loopback(self.host):
+            raise ConfigError(
+                f"host {quote(self.host)} can be reached from other machines; give an API key, "
+                f"or keep to {DEFAULT_HOST}"
+            )
+        for origin in self.allowed_origins:
+            _check_origin(origin)
+
+    @property
+    def upstream_socket(self) -> Path | None:
+        """The Unix socket, where upstream is one."""
+        if not self.upstream.startswith(UNIX):
+            return None
+        return Path(self.upstream.removeprefix(UNIX))
+
+    @property
+    def upstream_url(self) -> str:
+        """What comes before a path in a request to upstream."""
+        is_socket = self.upstream_socket is not None
+        return "http://engine" if is_socket else self.upstream.rstrip("/")
+
+
+def is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+def _check_origin(origin: str) -> None:
+    parts = urlsplit(origin)
+    is_whole = parts.scheme in ("http", "https") and origin == f"{parts.scheme}://{parts.netloc}"
+    if not is_whole or not parts.netloc:
+        raise ConfigError(
+            f"{quote(origin)} is no origin; write scheme, host and port: http://127.0.0.1:5173"
+        )

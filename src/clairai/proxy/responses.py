@@ -1,0 +1,168 @@
+"""Takes a reason to say no; gives an answer in OpenAI's shape, with fixed words of our own."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncGenerator, Coroutine, Mapping
+from contextlib import AsyncExitStack
+from http import HTTPStatus
+from typing import Any, Final, TypeVar
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.types import Message, Receive, Scope, Send
+
+from clairai.errors import ClairaiError
+
+
+class HttpRefusal(Exception):
+    """A request that ends in this status, and why; says nothing of paths, addresses or code."""
+
+    def __init__(
+        self,
+        status: HTTPStatus,
+        message: str,
+        *,
+        code: str | None = None,
+        param: str | None = None,
+        headers: dict[str, str] | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.status, self.message, self.code, self.param = status, message, code, param
+        self.headers = headers or {}
+
+    @property
+    def body(self) -> dict[str, Any]:
+        """What an OpenAI client reads the message from."""
+        kind = "invalid_request_error" if self.status < 500 else "server_error"
+        error = {"message": self.message, "type": kind, "param": self.param, "code": self.code}
+        return {"error": error}
+
+
+def bad_request(error: ClairaiError, *, param: str | None = None) -> HttpRefusal:
+    """One of our own errors, as the client's mistake that it is."""
+    return HttpRefusal(HTTPStatus.BAD_REQUEST, error.reason, code=error.code, param=param)
+
+
+def error_response(refused: HttpRefusal) -> Response:
+    return Response(
+        msgspec.json.encode(refused.body),
+        refused.status,
+        {**refused.headers},
+        media_type="application/json",
+    )
+
+
+# MERGED
+# Takes an answer in the making; gives it to the client, and stops work when the client goes.
+
+
+EVENT_STREAM: Final = "text/event-stream"
+Result = TypeVar("Result")
+
+
+class ClientGone(Exception):
+    """Nobody is left to answer."""
+
+
+async def while_connected(request: Request, work: Coroutine[Any, Any, Result]) -> Result:
+    """The result of `work`, which is cancelled if the client hangs up first."""
+    working = asyncio.ensure_future(work)
+    watching = asyncio.ensure_future(_wait_for_disconnect(request.receive))
+    try:
+        await asyncio.wait({working, watching}, return_when=asyncio.FIRST_COMPLETED)
+        if not working.done():
+            raise ClientGone
+        return working.result()
+    finally:
+        await _cancel(working, watching)
+
+
+class PartStream(Response):
+    """Sends parts as they come; what `closing` holds is closed when the last one is sent, when the
+    client is gone, or when it has taken nothing for `stall_s`.
+    """
+
+    def __init__(
+        self,
+        parts: AsyncGenerator[bytes, None],
+        closing: AsyncExitStack,
+        *,
+        stall_s: float,
+        status: int = 200,
+        headers: Mapping[str, str] | None = None,
+    ) -> None:
+        super().__init__(status_code=status, headers=headers)
+        if headers is None or "content-length" not in headers:
+            del self.headers["content-length"]
+        self._parts = parts
+        self._closing = closing
+        self._stall_s = stall_s
+        self._sending_since_s: float | None = None
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        del scope
+        async with self._closing:
+            pumping = asyncio.ensure_future(self._pump(send))
+            ends = (_wait_for_disconnect(receive), self._until_stalled())
+            tasks = (pumping, *map(asyncio.ensure_future, ends))
+            try:
+                await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+                if pumping.done():
+                    pumping.result()
+            finally:
+                await _cancel(*tasks)
+                await self._parts.aclose()
+
+    async def _pump(self, send: Send) -> None:
+        start: Message = {
+            "type": "http.response.start",
+            "status": self.status_code,
+            "headers": self.raw_headers,
+        }
+        await send(start)
+        async for part in self._parts:
+            self._sending_since_s = time.monotonic()
+            await send({"type": "http.response.body", "body": part, "more_body": True})
+            self._sending_since_s = None
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+    async def _until_stalled(self) -> None:
+        """Returns when one part has waited too long; a timer for each would cost more than it."""
+        while True:
+            await asyncio.sleep(self._stall_s / 4)
+            since_s = self._sending_since_s
+            if since_s is not None and time.monotonic() - since_s > self._stall_s:
+                return
+
+
+class EventStream(PartStream):
+    """Events of a stream of tokens."""
+
+    media_type = EVENT_STREAM
+
+    def __init__(
+        self,
+        parts: AsyncGenerator[bytes, None],
+        closing: AsyncExitStack,
+        *,
+        stall_s: float,
+        status: int = 200,
+        headers: Mapping[str, str] | None = None,
+    ) -> None:
+        super().__init__(parts, closing, stall_s=stall_s, status=status, headers=headers)
+        self.headers["Cache-Control"] = "no-cache"
+        self.headers["X-Accel-Buffering"] = "no"  # nginx would collect tokens
+
+
+async def _wait_for_disconnect(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+async def _cancel(*tasks: asyncio.Future[Any]) -> None:
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)

@@ -1,0 +1,138 @@
+"""Takes buffers of a planned hand-over as HTTP bodies; gives them to the engine beside this server.
+
+A body is a safetensors file with the buffer's tensors in the plan's order. Whatever its length,
+this process holds one buffer of it, in shared memory that the engine then reads in place.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from collections.abc import AsyncIterator, Awaitable
+from http import HTTPStatus
+from pathlib import Path
+from typing import Final, TypeVar
+
+from fastapi import APIRouter, FastAPI, Request
+from fastapi.responses import Response
+from starlette.requests import ClientDisconnect
+
+from clairai.errors import WeightsError
+from clairai.points import quote
+from clairai.server.engine_rpc import EngineClient, HttpRefusal, require_engine
+from clairai.weights.manifest import Manifest
+from clairai.weights.upload import SafetensorsUpload, UploadRelay
+from clairai.wire import weights_messages
+
+ATTRIBUTE: Final = "clairai_uploads"  # of the app's state
+BEGIN_S: Final = 30.0
+MIN_BYTES_PER_S: Final = 1 << 20  # who is slower keeps others from sending
+IDLE_S: Final = 60.0  # and so does one that brings no next buffer, and no commit
+_TRANSFER: Final = re.compile(r"[0-9a-f]{32}")
+_INDEX: Final = re.compile(r"[0-9]{1,4}")
+CommitResult = TypeVar("CommitResult")
+
+
+def add_routes(router: APIRouter) -> None:
+    router.add_api_route("/weights/buffers/{transfer}/{index}", put_buffer, methods=["PUT"])
+
+
+class BufferUploads:
+    """The relay, and who may use it now."""
+
+    def __init__(self, engine: EngineClient) -> None:
+        self._engine = engine
+        self._relay = UploadRelay()
+        self._planned: Manifest | None = None
+        self._busy = asyncio.Lock()
+        self._giving_up: asyncio.TimerHandle | None = None
+
+    def plan(self, manifest: Manifest) -> None:
+        """The engine has taken this plan; its buffers may come here, or to the socket."""
+        self._planned = manifest
+
+    async def bring(self, transfer: str, index: int, pieces: AsyncIterator[bytes]) -> None:
+        """One buffer; what fails gives the whole hand-over up."""
+        async with self._busy:
+            await self._begin(transfer)
+            spool = await asyncio.to_thread(self._relay.spool, transfer, index)
+            self._wait_no_more()
+            try:
+                await _fill(spool, pieces)
+                await asyncio.to_thread(self._relay.deliver, index, spool)
+            except BaseException:
+                await asyncio.to_thread(self._relay.forget)
+                raise
+            finally:
+                spool.close()
+            self._giving_up = asyncio.get_running_loop().call_later(IDLE_S, self._give_up, transfer)
+
+    async def until(self, transfer: str, committed: Awaitable[CommitResult]) -> CommitResult:
+        """What has come stays until the commit is through, however long requests take to end."""
+        if self._relay.transfer != transfer:  # it came to the socket: no upload is in its way
+            return await committed
+        self._wait_no_more()
+        try:
+            return await committed
+        finally:
+            await self._end(transfer)
+
+    async def _end(self, transfer: str) -> None:
+        """The hand-over is over, one way or the other."""
+        async with self._busy:
+            if self._relay.transfer == transfer:
+                self._wait_no_more()
+                await asyncio.to_thread(self._relay.forget)
+
+    async def _begin(self, transfer: str) -> None:
+        """The first buffer of a plan ends the hand-over before it."""
+        planned = self._planned
+        if planned is None or planned.transfer != transfer:
+            return
+        self._planned = None
+        await asyncio.to_thread(self._relay.forget)
+        asked = weights_messages.DescribeWeights()
+        state = await self._engine.ask(asked, weights_messages.WeightsState)
+        self._relay.expect(planned, Path(state.socket).parent)
+
+    def _wait_no_more(self) -> None:
+        if self._giving_up is not None:
+            self._giving_up.cancel()
+            self._giving_up = None
+
+    def _give_up(self, transfer: str) -> None:
+        self._ending = asyncio.get_running_loop().create_task(self._end(transfer))
+
+
+async def _fill(spool: SafetensorsUpload, pieces: AsyncIterator[bytes]) -> None:
+    deadline_s = BEGIN_S + spool.nbytes / MIN_BYTES_PER_S
+    try:
+        async with asyncio.timeout(deadline_s):
+            async for piece in pieces:
+                spool.feed(piece)
+    except TimeoutError:
+        reason = f"{spool.nbytes} bytes did not come within {deadline_s:.0f} s; send it again"
+        raise HttpRefusal(HTTPStatus.REQUEST_TIMEOUT, WeightsError.code, reason) from None
+    except ClientDisconnect:
+        raise WeightsError("the sender hung up in the middle of a buffer") from None
+
+
+def uploads_of(app: FastAPI) -> BufferUploads:
+    """Those of this server, made when they are first asked for."""
+    found = getattr(app.state, ATTRIBUTE, None)
+    if found is None:
+        found = BufferUploads(require_engine(app))
+        setattr(app.state, ATTRIBUTE, found)
+    assert isinstance(found, BufferUploads)
+    return found
+
+
+async def put_buffer(request: Request, transfer: str, index: str) -> Response:
+    """One buffer, as a safetensors file."""
+    uploads = uploads_of(request.app)
+    if not _TRANSFER.fullmatch(transfer) or not _INDEX.fullmatch(index):
+        raise WeightsError(
+            f"{quote(f'{transfer}/{index}')} names no buffer; give the plan's transfer and a number"
+        )
+    await uploads.bring(transfer, int(index), request.stream())
+    return Response(status_code=HTTPStatus.NO_CONTENT)

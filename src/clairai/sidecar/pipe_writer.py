@@ -1,0 +1,40 @@
+"""Takes bytes; gives them to a pipe, a terminal or a file, and never hangs on one that sleeps."""
+
+from __future__ import annotations
+
+import os
+import select
+from collections.abc import Callable
+from typing import Final
+
+# What a pipe that polls as writable takes without blocking: pipe(7).
+_CHUNK_BYTES: Final = select.PIPE_BUF
+_POLL_MS: Final = 100
+
+
+class PipeWriter:
+    """Blocking writes in pieces, so that `stop` is asked also while nobody reads."""
+
+    def __init__(self, descriptor: int, *, stop: Callable[[], bool]) -> None:
+        self._descriptor = descriptor
+        self._stop = stop
+        self._writable = select.poll()
+        self._writable.register(descriptor, select.POLLOUT)
+        self._hangup = select.poll()
+        self._hangup.register(descriptor, 0)
+
+    def write(self, data: bytes) -> None:
+        """All of it; what is left is dropped if nobody reads and it is time to stop.
+
+        Raises BrokenPipeError once the reader is gone.
+        """
+        left = memoryview(data)
+        while left:
+            if self._writable.poll(_POLL_MS):
+                left = left[os.write(self._descriptor, left[:_CHUNK_BYTES]) :]
+            elif self._stop():
+                return
+
+    def is_reader_gone(self) -> bool:
+        """Whether the reader has gone, known before there is anything to write."""
+        return bool(self._hangup.poll(0))

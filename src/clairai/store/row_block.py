@@ -1,0 +1,222 @@
+"""Takes what a capture offers: encoded rows, where they are from, whose they are; gives it checked.
+
+Shapes: N rows of a block. Rows are those of the ring, `wire.ROW`: stream, choice, position, token.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import lru_cache
+from typing import Any, Final
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from clairai.errors import StoreError
+from clairai.points import Point, quote
+from clairai.wire.ring_messages import DECODE, ROW
+
+MAX_TAGS_NBYTES: Final = 4096
+MAX_STEERING_NBYTES: Final = 65_536
+MAX_PARAMETERS_NBYTES: Final = 4096
+MAX_TEXT: Final = 512
+MAX_WIDTH: Final = 1 << 17
+MAX_ARRAYS: Final = 16
+MAX_MEASURES: Final = 32
+MAX_ROW_NBYTES: Final = 1 << 24
+_ARRAY_NAME: Final = re.compile(r"[a-z][a-z0-9_]{0,31}", re.ASCII)
+# Safetensors' names of the types that may be stored; a bfloat16 is stored as its 16 bits.
+DTYPES: Final[Mapping[np.dtype[Any], str]] = {
+    np.dtype(np.uint8): "U8",
+    np.dtype(np.int8): "I8",
+    np.dtype("<u2"): "U16",
+    np.dtype("<i2"): "I16",
+    np.dtype("<u4"): "U32",
+    np.dtype("<i4"): "I32",
+    np.dtype("<u8"): "U64",
+    np.dtype("<i8"): "I64",
+    np.dtype("<f2"): "F16",
+    np.dtype("<f4"): "F32",
+    np.dtype("<f8"): "F64",
+}
+
+
+class Origin(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What all rows of a shard have in common."""
+
+    model: str
+    weights: str  # version of the weights
+    dtype: str  # of the residual stream
+    width: int  # of the residual stream
+    encoder: str
+    parameters: str  # of the encoder, its seed among them: a JSON object
+
+    def __post_init__(self) -> None:
+        for name in ("model", "weights", "dtype", "encoder"):
+            check_text(getattr(self, name), name)
+        if not 1 <= self.width <= MAX_WIDTH:
+            raise StoreError(f"width {quote(self.width)} must be a whole number of 1..{MAX_WIDTH}")
+        _check_json_object(self.parameters, MAX_PARAMETERS_NBYTES, "parameters of the encoder")
+
+    @classmethod
+    def of(
+        cls,
+        *,
+        model: str,
+        weights: str,
+        dtype: str,
+        width: int,
+        encoder: str,
+        parameters: Mapping[str, Any],
+    ) -> Origin:
+        said = dump_json_object(parameters, MAX_PARAMETERS_NBYTES, "parameters of the encoder")
+        return cls(model, weights, dtype, width, encoder, said)
+
+
+class RequestNote(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What is known of a request: tags its client gave, steering that was applied. JSON objects."""
+
+    tags: str = "{}"
+    steering: str = "{}"
+
+    def __post_init__(self) -> None:
+        _check_json_object(self.tags, MAX_TAGS_NBYTES, "tags")
+        _check_json_object(self.steering, MAX_STEERING_NBYTES, "steering")
+
+    @classmethod
+    def of(
+        cls, tags: Mapping[str, Any] | None = None, steering: Mapping[str, Any] | None = None
+    ) -> RequestNote:
+        return cls(
+            dump_json_object(tags or {}, MAX_TAGS_NBYTES, "tags"),
+            dump_json_object(steering or {}, MAX_STEERING_NBYTES, "steering"),
+        )
+
+    @property
+    def nbytes(self) -> int:
+        return len(self.tags) + len(self.steering)
+
+
+@dataclass(frozen=True)
+class RowBlock:
+    """Encoded rows at one point. Its arrays are given away: nobody may change them afterwards."""
+
+    origin: Origin
+    point: str
+    rows_N: NDArray[np.void]
+    arrays: Mapping[str, NDArray[Any]]
+    fidelity: Mapping[str, float] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        _parse_point(self.point)
+        _check_rows(self.rows_N)
+        if not 1 <= len(self.arrays) <= MAX_ARRAYS:
+            raise StoreError(f"{len(self.arrays)} arrays in a block; give 1 to {MAX_ARRAYS}")
+        for name, array in self.arrays.items():
+            _check_array(name, array, len(self.rows_N))
+        _check_fidelity(self.fidelity)
+
+    @property
+    def num_rows(self) -> int:
+        return len(self.rows_N)
+
+    @property
+    def nbytes(self) -> int:
+        return int(self.rows_N.nbytes + sum(array.nbytes for array in self.arrays.values()))
+
+    @property
+    def kind(self) -> tuple[object, ...]:
+        """Blocks of one kind fit into one shard."""
+        shapes = ((n, a.dtype.str, a.shape[1:]) for n, a in sorted(self.arrays.items()))
+        return (self.origin, *shapes)
+
+    def taken(self, indices: NDArray[np.intp]) -> RowBlock:
+        """Some of its rows."""
+        arrays = {name: array[indices] for name, array in self.arrays.items()}
+        return RowBlock(self.origin, self.point, self.rows_N[indices], arrays, self.fidelity)
+
+
+@dataclass(frozen=True)
+class NotedBlock:
+    """A block, and what is known of the requests in it."""
+
+    block: RowBlock
+    notes: Mapping[int, RequestNote] = field(default_factory=dict)
+
+    @property
+    def num_rows(self) -> int:
+        return self.block.num_rows
+
+    @property
+    def nbytes(self) -> int:
+        return self.block.nbytes + sum(note.nbytes for note in self.notes.values())
+
+    def streams(self) -> dict[int, int]:
+        """Whose rows, and how many of each."""
+        found, counts = np.unique(self.block.rows_N["stream"], return_counts=True)
+        return dict(zip(found.tolist(), counts.tolist(), strict=True))
+
+
+def check_text(value: object, name: str) -> str:
+    if type(value) is not str or not 1 <= len(value) <= MAX_TEXT or not value.isprintable():
+        raise StoreError(f"{name} {quote(value)} must be 1 to {MAX_TEXT} printable characters")
+    return value
+
+
+def dump_json_object(value: Mapping[str, Any], limit: int, name: str) -> str:
+    """A JSON object in one line, with no number that JSON has not."""
+    try:
+        said = json.dumps(value, allow_nan=False, separators=(",", ":"))
+    except (TypeError, ValueError, RecursionError):
+        raise StoreError(f"{name} {quote(value)} cannot be written as a JSON object") from None
+    _check_json_object(said, limit, name)
+    return said
+
+
+def _check_json_object(said: str, limit: int, name: str) -> None:
+    if len(said.encode(errors="replace")) > limit:
+        raise StoreError(f"{name} take {len(said)} bytes as JSON, may take {limit}; say less")
+    try:
+        is_object = isinstance(msgspec.json.decode(said), dict)
+    except (msgspec.DecodeError, RecursionError, UnicodeError):
+        is_object = False
+    if not is_object:
+        raise StoreError(f"{name} must be a JSON object, not {quote(said)}")
+
+
+@lru_cache(maxsize=1024)
+def _parse_point(point: str) -> Point:
+    return Point.parse(point)
+
+
+def _check_rows(rows_N: NDArray[np.void]) -> None:
+    if rows_N.dtype != ROW or rows_N.ndim != 1:
+        raise StoreError("rows of a block must be one array of the ring's row type")
+    if (rows_N["phase"] > DECODE).any():
+        raise StoreError("a row of a block is neither prefill nor decode; only those have values")
+
+
+def _check_fidelity(fidelity: Mapping[str, float]) -> None:
+    if len(fidelity) > MAX_MEASURES:
+        raise StoreError(f"{len(fidelity)} measures of fidelity; give at most {MAX_MEASURES}")
+    for name, value in fidelity.items():
+        if not _ARRAY_NAME.fullmatch(name) or not math.isfinite(value):
+            raise StoreError(f"fidelity {quote(name)} is {quote(value)}, must be a finite number")
+
+
+def _check_array(name: str, array: NDArray[Any], num_rows: int) -> None:
+    if not _ARRAY_NAME.fullmatch(name):
+        raise StoreError(f"array name {quote(name)} must be a small letter, then letters or digits")
+    if array.dtype not in DTYPES:
+        raise StoreError(f"array {name} has type {array.dtype}, which cannot be stored")
+    if array.ndim < 1 or len(array) != num_rows:
+        raise StoreError(f"array {name} has shape {array.shape}, must have {num_rows} rows")
+    if not array.flags.c_contiguous:
+        raise StoreError(f"array {name} does not lie in one piece; copy it first")
+    if num_rows and array.nbytes // num_rows > MAX_ROW_NBYTES:
+        raise StoreError(f"a row of array {name} may take {MAX_ROW_NBYTES} bytes")

@@ -1,0 +1,156 @@
+"""Takes commits; gives checksummed lines, and back. A shard that is in no line does not exist.
+
+A line is `LENGTH CHECKSUM JSON\\n`: the JSON's bytes counted in 8 hex digits; 64 hex digits of the
+SHA-256 of (checksum of the line before, LENGTH, JSON); one JSON object without a raw newline. Lines
+are chained, so that one that is missing, doubled or moved is seen as well as one that is changed.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from dataclasses import dataclass
+from typing import Final
+
+import msgspec
+
+from clairai.errors import StoreDamagedError
+from clairai.store.disk import is_shard
+from clairai.store.row_block import Origin
+
+MANIFEST_VERSION: Final = 1
+MAX_LINE_NBYTES: Final = 1 << 24
+_HEAD: Final = re.compile(rb"([0-9a-f]{8}) ([0-9a-f]{64}) ")
+_HEAD_NBYTES: Final = 8 + 1 + 64 + 1
+FIRST_CHAIN: Final = "0" * 64
+
+
+class ShardEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """One sealed shard."""
+
+    name: str
+    nbytes: int
+    head_nbytes: int  # of the file's part before the first tensor
+    head_digest: str  # its SHA-256; the head holds those of the tensors
+    rows: int
+    requests: int
+    first_stream: str  # the lowest, in 16 hex digits
+    last_stream: str  # the highest
+    points: tuple[str, ...]
+    origin: Origin
+
+    def __post_init__(self) -> None:
+        if not is_shard(self.name) or not 0 < self.head_nbytes <= self.nbytes:
+            raise ValueError("not an entry of ours")
+
+
+class CommitLine(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """One line: shards that appeared together. The first line of a manifest has none."""
+
+    version: int
+    sequence: int
+    time_ns: int
+    shards: tuple[ShardEntry, ...] = ()
+
+
+@dataclass(frozen=True)
+class ParsedManifest:
+    """What a manifest says: its good lines, and what became of the rest of its bytes."""
+
+    commits: tuple[CommitLine, ...]
+    nbytes: int  # of the good lines
+    chain: str  # checksum of the last good line
+    torn_nbytes: int = 0  # of a last line that was never finished
+    damage: str = ""  # why the rest cannot be read
+
+    @property
+    def entries(self) -> tuple[ShardEntry, ...]:
+        return tuple(entry for commit in self.commits for entry in commit.shards)
+
+    def require_whole(self) -> None:
+        if self.damage:
+            raise StoreDamagedError(
+                f"line {len(self.commits) + 1} of the manifest is damaged, {self.damage}; nothing "
+                "was changed: bring the file back from a copy"
+            )
+
+
+def dump_commit(commit: CommitLine, chain: str) -> tuple[bytes, str]:
+    """The line after the one whose checksum is `chain`, and its own checksum."""
+    body = msgspec.json.encode(commit)
+    assert len(body) <= MAX_LINE_NBYTES, "a commit's files and their parameters are bounded"
+    length = b"%08x" % len(body)
+    checksum = _checksum(chain, length, body)
+    return b"%s %s %s\n" % (length, checksum.encode(), body), checksum
+
+
+def _checksum(chain: str, length: bytes, body: bytes) -> str:
+    return hashlib.sha256(chain.encode() + length + body).hexdigest()
+
+
+def parse_manifest(data: bytes) -> ParsedManifest:
+    """Every good line from the start; never raises for what the bytes are."""
+    if not data:
+        return ParsedManifest((), 0, FIRST_CHAIN, damage="it is not there")
+    commits: list[CommitLine] = []
+    offset, chain = 0, FIRST_CHAIN
+    while offset < len(data):
+        read = _parse_line(data, offset, chain)
+        if isinstance(read, str):
+            return _parse_end(tuple(commits), offset, chain, data[offset:], read)
+        commit, offset, chain = read
+        if commit.sequence != len(commits) or commit.version != MANIFEST_VERSION:
+            damage = f"it is line {commit.sequence} of version {commit.version}"
+            return ParsedManifest(tuple(commits), offset, chain, damage=damage)
+        commits.append(commit)
+    return ParsedManifest(tuple(commits), offset, chain)
+
+
+def _parse_line(data: bytes, offset: int, chain: str) -> tuple[CommitLine, int, str] | str:
+    """The line at `offset`, where the next one begins, and its checksum; or what is wrong."""
+    head = _HEAD.match(data, offset)
+    if head is None:
+        return "its head is not one of ours"
+    nbytes = int(head[1], 16)
+    start, end = head.end(), head.end() + nbytes
+    if nbytes > MAX_LINE_NBYTES or data[end : end + 1] != b"\n":
+        return "its length is wrong"
+    body = data[start:end]
+    checksum = _checksum(chain, head[1], body)
+    if checksum != head[2].decode():
+        return "its checksum is wrong"
+    try:
+        return msgspec.json.decode(body, type=CommitLine), end + 1, checksum
+    except (msgspec.DecodeError, ValueError):
+        return "it says what we never write"
+
+
+def _parse_end(
+    commits: tuple[CommitLine, ...], offset: int, chain: str, rest: bytes, damage: str
+) -> ParsedManifest:
+    if commits and is_torn(rest):  # the first line comes with the file, by a rename
+        return ParsedManifest(commits, offset, chain, torn_nbytes=len(rest))
+    return ParsedManifest(commits, offset, chain, damage=damage)
+
+
+def is_torn(rest: bytes) -> bool:
+    """Whether the end of a manifest is a line that a crash kept from being finished.
+
+    Lines are appended one at a time, each synced before the next, so that only the last one can be
+    unfinished: cut short, or with sectors the disk never got, which read as zeros. A finished line
+    with one bit changed is neither: no zero can come to its ends, and only one into its middle.
+    """
+    num_newlines = rest.count(b"\n")
+    if num_newlines > 1 or (num_newlines == 1 and not rest.endswith(b"\n")):
+        return False
+    if rest.startswith(b"\0") or rest.endswith(b"\0") or rest.count(b"\0") >= 2:
+        return True
+    return num_newlines == 0 and len(rest) < _claimed_nbytes(rest)
+
+
+def _claimed_nbytes(rest: bytes) -> int:
+    """How long the line says it is; longer than any, if that cannot be read yet."""
+    if len(rest) < _HEAD_NBYTES:
+        return _HEAD_NBYTES
+    head = _HEAD.match(rest)
+    return 0 if head is None else _HEAD_NBYTES + int(head[1], 16) + 1

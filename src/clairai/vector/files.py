@@ -1,0 +1,82 @@
+"""Takes paths or bytes of vectors, in safetensors, GGUF or JSON; gives checked Vectors.
+
+Nothing here trusts a file: only regular files are read, and only up to a bound. What a file holds
+is told from its first bytes; its name tells what to look for in a folder.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path, PurePath
+from typing import Final
+
+from clairai.errors import ProbeError, VectorError
+from clairai.probe import files as disk
+from clairai.probe.files import StrPath, describe_error, quote_path
+from clairai.vector import gguf_format, json_format, safetensors_format
+from clairai.vector.model import Vector
+from clairai.vector.safetensors_format import dumps as dumps
+
+SUFFIXES: Final = (".safetensors", ".gguf", ".json")
+MAX_NBYTES: Final = max(
+    safetensors_format.MAX_NBYTES, gguf_format.MAX_NBYTES, json_format.MAX_NBYTES
+)
+
+_BYTE_ORDER_MARK: Final = b"\xef\xbb\xbf"  # some editors begin UTF-8 with it
+
+
+def load(path: StrPath, *, name: str | None = None) -> Vector:
+    """The vector in one file; GGUF and JSON hold no name, so without one the file's is taken."""
+    file = Path(path)
+    if file.suffix not in SUFFIXES:
+        raise VectorError(
+            f"{quote_path(file)}: not a vector's file; its name must end in {' or '.join(SUFFIXES)}"
+        )
+    try:
+        data = disk.read_file(file, MAX_NBYTES)
+    except ProbeError as error:  # it names the file
+        raise VectorError(error.reason) from None
+    return loads(data, source=os.fspath(path), name=name)
+
+
+def loads(data: bytes, *, source: str, name: str | None = None) -> Vector:
+    """The vector in `data`; `source` names it in errors. Raises VectorError, whatever the bytes.
+
+    Safetensors hold a name and keep it. Others are called `name`, or as `source` is.
+    """
+    called = PurePath(source).stem if name is None else name
+    if data.startswith(gguf_format.MAGIC):
+        return gguf_format.loads(data, source=source, name=called)
+    if _is_json(data):
+        return json_format.loads(data, source=source, name=called)
+    return safetensors_format.loads(data, source=source)
+
+
+def load_many(path: StrPath) -> list[Vector]:
+    """Every vector of a file, a folder (not its subfolders) or a glob, by name; none twice."""
+    try:
+        return disk.sort_by_name((file, load(file)) for file in disk.list_files(path, SUFFIXES))
+    except ProbeError as error:  # what is wrong with the folder; a file's own is a VectorError
+        raise VectorError(error.reason) from None
+
+
+def save(vector: Vector, path: StrPath) -> None:
+    """Write the vector whole or not at all, as safetensors or, by the path's name, as GGUF."""
+    file = Path(path)
+    if file.suffix not in (".safetensors", ".gguf"):
+        raise VectorError(
+            f"{quote_path(file)}: a vector is saved under a name ending in .safetensors or .gguf"
+        )
+    data = gguf_format.dumps(vector) if file.suffix == ".gguf" else safetensors_format.dumps(vector)
+    try:
+        disk.replace_file(file, data)
+    except (OSError, ValueError) as error:
+        raise VectorError(
+            f"{quote_path(file)}: not saved, {describe_error(error)}; check the folder"
+        ) from None
+
+
+def _is_json(data: bytes) -> bool:
+    # Safetensors begin with the length of a header: bounded, so zeros are among its 8 bytes.
+    start = data[:256].removeprefix(_BYTE_ORDER_MARK).lstrip(b" \t\r\n")
+    return start.startswith(b"{") and b"\0" not in data[:8]

@@ -1,0 +1,242 @@
+"""Takes a manifest and what the engine has; gives nothing, or the reason why it is refused.
+
+Pure: no tensor, no socket, no CUDA. Time and memory grow with the manifest and with nothing else.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from typing import Final, NamedTuple
+
+from clairai.errors import WeightsError
+from clairai.points import quote
+from clairai.weights.manifest import (
+    ALIGNMENT,
+    GRANULE_BYTES,
+    ITEM_BYTES,
+    MAX_I64,
+    Manifest,
+    PlannedTensor,
+    kind_of,
+    round_up,
+)
+
+_NAME: Final = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._:/@+-]*")
+
+
+class ExpectedTensor(NamedTuple):
+    """What a name may be given."""
+
+    dtypes: tuple[str, ...]
+    shape: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class EngineTensors:
+    """What the engine has: `slots` by name, of the model and, with their prefixes, of the banks."""
+
+    epoch: str
+    device: str
+    slots: Mapping[str, ExpectedTensor]
+
+    @property
+    def max_nbytes(self) -> int:
+        """More than this no good plan has: every slot once, each in a buffer of its own."""
+        return sum(
+            _max_nbytes(slot) * count for slot, count in Counter(self.slots.values()).items()
+        )
+
+
+def check_plan(manifest: Manifest, holding: EngineTensors) -> None:
+    """Everything that can be known without touching a buffer."""
+    _check_target(manifest, holding)
+    _check_names(manifest, holding)
+    for tensor in manifest.tensors:
+        _check_tensor(tensor, holding.slots[tensor.name])
+    _check_buffers(manifest, holding)
+    _check_layout(manifest)
+
+
+def check_matches_plan(manifest: Manifest, plan: Manifest) -> None:
+    """A commit is its plan, and a checksum for each tensor."""
+    for given, planned in zip(manifest.tensors, plan.tensors, strict=False):
+        if not given.checksum:
+            raise WeightsError(f"{quote(given.name)} has no checksum; send it as it was packed")
+        if _placement(given) != _placement(planned):
+            raise WeightsError(f"{quote(given.name)} is not where the plan has it; plan again")
+    if _outline(manifest) != _outline(plan):
+        raise WeightsError("the manifest is not the one that was planned; plan again")
+
+
+def check_extents(manifest: Manifest, extents: Sequence[int]) -> None:
+    """`extents` are the bytes behind each buffer that came, as the kernel or the driver says."""
+    if len(extents) != len(manifest.buffers):
+        raise WeightsError(
+            f"{len(extents)} of {len(manifest.buffers)} buffers have come; send them all first"
+        )
+    for index, (nbytes, extent) in enumerate(zip(manifest.buffers, extents, strict=True)):
+        if extent < nbytes:
+            raise WeightsError(
+                f"buffer {index} claims {nbytes} bytes and has {extent}; do not trust this sender"
+            )
+
+
+def check_checksums(manifest: Manifest, found: Mapping[str, str]) -> None:
+    """`found` is what this side computed from the bytes, by name."""
+    for tensor in manifest.tensors:
+        if found.get(tensor.name) != tensor.checksum:
+            raise WeightsError(
+                f"{quote(tensor.name)} has another checksum here than where it was packed; "
+                f"send it again"
+            )
+
+
+def _check_target(manifest: Manifest, holding: EngineTensors) -> None:
+    if manifest.epoch != holding.epoch:
+        raise WeightsError(
+            f"made for epoch {manifest.epoch}, this engine is {holding.epoch}: it has restarted; "
+            f"ask it again and pack anew"
+        )
+    if manifest.device not in (holding.device, "cpu"):
+        raise WeightsError(
+            f"the buffers are on GPU {manifest.device}, the engine on {holding.device}; send from "
+            f"the same GPU, or through host memory"
+        )
+
+
+def _check_names(manifest: Manifest, holding: EngineTensors) -> None:
+    if len(manifest.tensors) > len(holding.slots):
+        raise WeightsError(
+            f"{len(manifest.tensors)} tensors, and the engine takes {len(holding.slots)}; "
+            f"send each once"
+        )
+    if not manifest.tensors:
+        raise WeightsError("the manifest names no tensor; send one or more")
+    seen: set[str] = set()
+    for tensor in manifest.tensors:
+        _check_name(tensor.name, holding)
+        if tensor.name in seen:
+            raise WeightsError(f"{quote(tensor.name)} is there twice; send each once")
+        seen.add(tensor.name)
+    _check_complete(seen, holding)
+
+
+def _check_name(name: str, holding: EngineTensors) -> None:
+    if not _NAME.fullmatch(name) or ".." in name:
+        raise WeightsError(
+            f"{quote(name)} cannot name a tensor; use A-Z a-z 0-9 . _ : / @ + -, not starting "
+            f"with . or / and without .."
+        )
+    if name not in holding.slots:
+        raise WeightsError(
+            f"the engine has nothing named {quote(name)}; GET /v1/weights/tensors lists its names"
+        )
+
+
+def _check_complete(names: set[str], holding: EngineTensors) -> None:
+    """vLLM joins tensors of a checkpoint into one: a part of a layer alone would be noise."""
+    if all(kind_of(name) != "model" for name in names):
+        return
+    model = [name for name in holding.slots if kind_of(name) == "model"]
+    missing = [name for name in model if name not in names]
+    if 0 < len(missing) < len(model):
+        raise WeightsError(
+            f"{len(missing)} of the model's {len(model)} tensors are missing, "
+            f"{quote(missing[0])} first; send all of them, or none"
+        )
+
+
+def _check_tensor(tensor: PlannedTensor, slot: ExpectedTensor) -> None:
+    if tensor.shape != slot.shape:
+        raise WeightsError(
+            f"{quote(tensor.name)} has shape {list(tensor.shape)}, the engine's has "
+            f"{list(slot.shape)}"
+        )
+    if tensor.dtype not in slot.dtypes:
+        raise WeightsError(
+            f"{quote(tensor.name)} has dtype {tensor.dtype}, the engine takes "
+            f"{' or '.join(slot.dtypes)}; cast it"
+        )
+    nbytes = tensor_nbytes(tensor.shape, tensor.dtype)
+    if tensor.nbytes != nbytes:
+        raise WeightsError(
+            f"{quote(tensor.name)} claims {tensor.nbytes} bytes, its shape has {nbytes}"
+        )
+
+
+def tensor_nbytes(shape: Sequence[int], dtype: str) -> int:
+    """Bytes of a dense tensor; WeightsError where 64 bits do not hold them."""
+    nbytes = ITEM_BYTES[dtype]
+    for size in shape:
+        nbytes *= size
+        if nbytes > MAX_I64:
+            raise WeightsError(f"shape {list(shape)} has more bytes than 64 bits can say")
+    return nbytes
+
+
+def _check_buffers(manifest: Manifest, holding: EngineTensors) -> None:
+    for index, nbytes in enumerate(manifest.buffers):
+        if nbytes == 0 or nbytes % GRANULE_BYTES:
+            raise WeightsError(
+                f"buffer {index} has {nbytes} bytes; give a multiple of {GRANULE_BYTES}, not 0"
+            )
+    total = sum(manifest.buffers)
+    needed = sum(round_up(max(each.nbytes, 1), GRANULE_BYTES) for each in manifest.tensors)
+    if total > needed and total > holding.max_nbytes:  # the first is known soon
+        raise WeightsError(
+            f"the buffers claim {total} bytes, and all that this engine can take fits in "
+            f"{holding.max_nbytes}"
+        )
+
+
+def _check_layout(manifest: Manifest) -> None:
+    """Each buffer is filled from its start, in the order of the manifest, without a gap."""
+    placed = [(tensor.buffer, tensor) for tensor in manifest.tensors]
+    used = [index for index, _ in groupby(placed, key=lambda item: item[0])]
+    if used != list(range(len(manifest.buffers))):
+        raise WeightsError(
+            f"{len(manifest.buffers)} buffers, and the tensors use {used[:8]} in this order; fill "
+            f"each buffer, one after the other"
+        )
+    for index, group in groupby(placed, key=lambda item: item[0]):
+        _check_buffer_layout(index, manifest.buffers[index], [tensor for _, tensor in group])
+
+
+def _check_buffer_layout(index: int, nbytes: int, tensors: Sequence[PlannedTensor]) -> None:
+    end = 0
+    for tensor in tensors:
+        start = round_up(end, ALIGNMENT)
+        if tensor.offset < end:
+            raise WeightsError(
+                f"{quote(tensor.name)} at {tensor.offset} of buffer {index} overlaps what ends at "
+                f"{end}"
+            )
+        if tensor.offset != start:
+            raise WeightsError(
+                f"{quote(tensor.name)} at {tensor.offset} of buffer {index} leaves a hole; "
+                f"it belongs at {start}"
+            )
+        end = tensor.offset + tensor.nbytes
+    if round_up(max(end, 1), GRANULE_BYTES) != nbytes:
+        raise WeightsError(
+            f"buffer {index} has {nbytes} bytes and its tensors end at {end}; allocate the next "
+            f"multiple of {GRANULE_BYTES}"
+        )
+
+
+def _max_nbytes(slot: ExpectedTensor) -> int:
+    widest = max(slot.dtypes, key=ITEM_BYTES.__getitem__)
+    return round_up(max(tensor_nbytes(slot.shape, widest), 1), GRANULE_BYTES)
+
+
+def _placement(tensor: PlannedTensor) -> tuple[object, ...]:
+    return (tensor.name, tensor.dtype, tensor.shape, tensor.buffer, tensor.offset, tensor.nbytes)
+
+
+def _outline(manifest: Manifest) -> tuple[object, ...]:
+    counted = len(manifest.tensors)
+    return (manifest.transfer, manifest.epoch, manifest.device, manifest.buffers, counted)

@@ -1,0 +1,128 @@
+"""Control messages about steering; the engine core answers them."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+
+
+class ListedVector(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What people are told of a steering vector."""
+
+    name: str
+    points: tuple[str, ...]
+    width: int
+    digest: str  # of its content
+    norms: tuple[float, ...]  # one for each point
+    description: str | None = None
+    method: str | None = None  # how it was made
+    scale: float = 1.0  # suggested
+
+
+class ListVectors(msgspec.Struct, frozen=True, tag="list_vectors", forbid_unknown_fields=True):
+    """Which steering vectors have a name?"""
+
+
+class GetVector(msgspec.Struct, frozen=True, tag="get_vector", forbid_unknown_fields=True):
+    """The file of one vector."""
+
+    name: str
+
+
+class PutVectors(msgspec.Struct, frozen=True, tag="put_vectors", forbid_unknown_fields=True):
+    """Give these vectors (safetensors) their names; all of them, or none and a Refusal.
+
+    `add` refuses a name that is taken, `replace` one that is not.
+    """
+
+    files: tuple[bytes, ...]
+    mode: Literal["add", "replace", "put"] = "put"
+
+
+class RemoveVectors(msgspec.Struct, frozen=True, tag="remove_vectors", forbid_unknown_fields=True):
+    """Forget the vectors of these names; all of them, or none. Running requests keep theirs."""
+
+    names: tuple[str, ...]
+
+
+class GetSteering(msgspec.Struct, frozen=True, tag="get_steering", forbid_unknown_fields=True):
+    """What steers every request?"""
+
+
+class SetSteering(msgspec.Struct, frozen=True, tag="set_steering", forbid_unknown_fields=True):
+    """Steer every request from now on; a tier is a JSON list, None leaves it as it is."""
+
+    base: bytes | None = None
+    prefill: bytes | None = None
+    decode: bytes | None = None
+
+
+class ChangeSteering(msgspec.Struct, frozen=True, tag="amend", forbid_unknown_fields=True):
+    """Steer a running request otherwise from its next step on; `steer` is a JSON list."""
+
+    stream: int
+    steer: bytes
+
+
+class WhyRefused(msgspec.Struct, frozen=True, tag="why_refused", forbid_unknown_fields=True):
+    """Why was the last request of this stream not admitted?"""
+
+    stream: int
+
+
+SteeringControl = (
+    ListVectors
+    | GetVector
+    | PutVectors
+    | RemoveVectors
+    | GetSteering
+    | SetSteering
+    | ChangeSteering
+    | WhyRefused
+)
+
+
+class VectorState(msgspec.Struct, frozen=True, tag="vector_state", forbid_unknown_fields=True):
+    """The vectors after what was asked, and what there is room for."""
+
+    version: int
+    vectors: tuple[ListedVector, ...]
+    points: tuple[str, ...]  # that can be steered
+    width: int
+    rows: int  # of vectors and gates, in use by unfinished requests at once
+    programs: int  # different ways to steer a row, likewise
+
+
+class VectorFile(msgspec.Struct, frozen=True, tag="vector_file", forbid_unknown_fields=True):
+    """A vector as safetensors."""
+
+    name: str
+    digest: str
+    data: bytes
+
+
+class SteeringState(msgspec.Struct, frozen=True, tag="steering_state", forbid_unknown_fields=True):
+    """What steers every request; each tier a JSON list."""
+
+    version: int
+    base: bytes
+    prefill: bytes
+    decode: bytes
+
+
+class SteeringChanged(msgspec.Struct, frozen=True, tag="amended", forbid_unknown_fields=True):
+    """From which position on each of the stream's running requests is steered otherwise."""
+
+    positions: tuple[int, ...]
+    applied: bytes  # a JSON list
+
+
+class RefusalReason(msgspec.Struct, frozen=True, tag="refused", forbid_unknown_fields=True):
+    """Why a request was not admitted; both empty for one that is not remembered."""
+
+    code: str
+    reason: str
+
+
+SteeringReply = VectorState | VectorFile | SteeringState | SteeringChanged | RefusalReason

@@ -1,0 +1,72 @@
+"""Where captured rows are taken to their consumers: which process, and what is wrong with that."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from clairai.capture.backend import open_backend
+from clairai.capture.capture_settings import CaptureSettings
+from clairai.capture.in_process import InProcessBackend
+from clairai.errors import ConfigError, StoreBusyError
+from tests.support.capture_parts import order
+from tests.support.capture_rig import ABOUT, far_rig
+
+
+def test_what_is_wrong_with_a_consumer_is_said_where_the_engine_starts(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"unknown option .shards"):
+        open_backend(
+            CaptureSettings.parse({"consumers": {"fs": {"folder": "x", "shards": 1}}}), ABOUT
+        )
+    with pytest.raises(ConfigError, match="must be what JSON has"):
+        open_backend(CaptureSettings.parse({"consumers": {"fs": {"folder": tmp_path}}}), ABOUT)
+    setting = {"folder": str(tmp_path / "s")}
+    with far_rig(setting), pytest.raises(StoreBusyError), far_rig(setting):
+        pass
+
+
+def test_a_clerk_that_cannot_be_started_is_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "no-python"))
+    with pytest.raises(ConfigError, match='"process": "engine"'):
+        open_backend(CaptureSettings.parse({"folder": str(tmp_path / "s")}), ABOUT)
+
+
+HEARD: list[Any] = []
+
+
+def test_a_function_of_the_users_is_called_in_the_engines_own_process(tmp_path: Path) -> None:
+    consumers = {
+        "fs": {"folder": str(tmp_path / "s")},
+        "mine": {"kind": "callback", "call": f"{__name__}:hear"},
+    }
+    with pytest.raises(ConfigError, match="consumer callback is in the engine's own process"):
+        open_backend(CaptureSettings.parse({"consumers": consumers, "process": "own"}), ABOUT)
+    with far_rig({"consumers": consumers}) as made:
+        assert isinstance(made.clerk, InProcessBackend)
+        made.enter("a", 1, order(to=("fs", "mine")))
+        made.step(("a", 0, 3))
+        assert made.ended("api-a", "kept").rows == 3
+    assert [one.rows["position"].tolist() for one in HEARD] == [[0, 1, 2]]
+
+
+def hear(delivery: Any) -> None:
+    HEARD.append(replace(delivery))
+
+
+def test_on_a_machine_whose_stores_have_no_order_rows_stay_in_the_engines_process(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("platform.machine", lambda: "aarch64")
+    made = open_backend(CaptureSettings.parse({"folder": str(tmp_path / "s")}), ABOUT)
+    assert not made.is_remote
+    made.close()
+    with pytest.raises(ConfigError, match="on aarch64"):
+        open_backend(
+            CaptureSettings.parse({"folder": str(tmp_path / "s"), "process": "own"}), ABOUT
+        )

@@ -1,0 +1,258 @@
+"""A clerk in a process of its own: what it stores, and what is left when either of both dies."""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import clairai
+from clairai.capture import pipe_messages
+from clairai.capture.remote import RemoteBackend
+from clairai.capture.staging_arena import ArenaRegion, StagingArena
+from clairai.engine.capture.capture_plan import KeepThreshold
+from clairai.engine.capture.encode import encode_twin
+from clairai.store.codecs.registry import named
+from clairai.wire import capture_messages
+from tests.process.parts import until
+from tests.support.capture_parts import order
+from tests.support.capture_rig import Rig, far_rig
+
+DEADLINE_S = 20.0
+FS = ("fs",)
+POINTS = ("pre_attn.0", "post_block.0", "post_block.1")
+
+
+def clerk_of(made: Rig) -> RemoteBackend:
+    assert isinstance(made.clerk, RemoteBackend)
+    return made.clerk
+
+
+def gone(process: int) -> int:
+    """A descriptor that can be read when this process, of anybody, has ended."""
+    return os.pidfd_open(process)
+
+
+def wait_for_end(watched: int) -> None:
+    poll = select.poll()
+    poll.register(watched, select.POLLIN)
+    assert poll.poll(1e3 * DEADLINE_S)
+    os.close(watched)
+
+
+def state_of(made: Rig) -> capture_messages.CaptureState:
+    found = made.capture.answer(capture_messages.DescribeCapture())
+    assert isinstance(found, capture_messages.CaptureState)
+    return found
+
+
+@pytest.mark.parametrize("name", ["raw", "rp8"])
+def test_rows_reach_a_folder_through_another_process_to_the_bit(tmp_path: Path, name: str) -> None:
+    encoder = named(name, {"dtype": "bfloat16"} if name == "raw" else {"k": 16})
+    wanted = order(points=POINTS[1:], encoder=name, parameters=encoder.parameters, to=FS)
+    with far_rig({"folder": str(tmp_path / "s")}, dtype=torch.bfloat16) as made:
+        made.enter("a", 7, replace_tags(wanted, '{"label":1}'))
+        kept = [made.step(("x", 0, 2), ("a", 0, 5))]
+        kept += [made.step(("x", at, 1), ("a", at, 1)) for at in range(5, 90)]
+        told = made.ended("api-a", "kept")
+        assert (told.rows, told.lost) == (2 * 90, 0)
+        assert state_of(made).rows == 2 * 90
+        assert made.copier.arena.used_nbytes == 0
+    store = clairai.open(tmp_path / "s")
+    assert store.request(7).tags == {"label": 1}
+    for site, point in enumerate(POINTS[1:], 1):
+        rows = store.rows(7, point=point)
+        assert rows.position.tolist() == [*range(90)]
+        assert rows.token_id.tolist() == [*range(1000, 1090)]
+        bits = torch.cat([kept[0][site, 2:], *(step[site, 1:] for step in kept[1:])])
+        arrays = {key: array.numpy() for key, array in encode_twin(bits, encoder).items()}
+        assert np.array_equal(np.asarray(rows), encoder.decode(arrays, width=64))
+    assert all(store.shard(entry).head.fidelity for entry in store.shards)
+
+
+def replace_tags(given: Any, tags: str) -> Any:
+    import msgspec
+
+    return msgspec.structs.replace(given, tags=tags)
+
+
+def test_rules_amendments_and_new_weights_are_heard_in_their_order(tmp_path: Path) -> None:
+    held = order(hold=KeepThreshold("anger", 2.0), to=FS)
+    with far_rig({"folder": str(tmp_path / "s")}) as made:
+        for name, stream in (("a", 1), ("b", 2)):
+            made.enter(name, stream, held)
+        made.step(("a", 0, 2), ("b", 0, 2))
+        made.tables.bias_SK[1, 1] = 2.0
+        made.clerk.amend((1, 0), '{"applied":[]}')
+        made.clerk.relabel("second")
+        made.step(("a", 2, 1))
+        assert made.ended("api-a", "kept").rows == 3
+        told = made.ended("api-b", "discarded")
+        assert (told.rows, told.discarded) == (0, 2)
+        assert told.reason == "probe anger stayed below 2"
+        assert made.scores.followed
+    store = clairai.open(tmp_path / "s")
+    assert [request.stream for request in store.requests()] == [1]
+    assert store.request(1).steering == {"applied": []}
+    assert {store.shard(entry).head.origin.weights for entry in store.shards} == {"w", "second"}
+
+
+def capture_until_killed(folder: str, is_closing: bool) -> None:
+    """In a process of its own: a hundred steps, then one whose rows never come, then the end."""
+    with far_rig({"folder": folder}) as made:
+        made.enter("a", 7, order(to=FS))
+        for step in range(100):
+            made.step(("a", 8 * step, 8))
+        made.copier._lane._land = lambda _: None  # type: ignore[attr-defined]
+        made.step(("a", 800, 8))
+        if is_closing:
+            clerk_of(made)._say(pipe_messages.CloseWriter())
+            made.clerk.post()
+        sys.stdout.write(f"{clerk_of(made).process}\n")
+        sys.stdout.flush()
+        sys.stdin.readline()
+
+
+@pytest.mark.parametrize("is_closing", [False, True], ids=["in a step", "while it closes"])
+def test_an_engine_that_is_killed_loses_nothing_that_had_come(
+    tmp_path: Path, is_closing: bool
+) -> None:
+    given = f"{str(tmp_path / 's')!r}, {is_closing}"
+    call = f"from tests.process.test_capture_writer import *; capture_until_killed({given})"
+    engine = subprocess.Popen(
+        [sys.executable, "-c", call], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    with engine:
+        assert engine.stdout is not None
+        watched = gone(int(engine.stdout.readline()))
+        engine.send_signal(signal.SIGKILL)
+    assert engine.returncode == -signal.SIGKILL
+    wait_for_end(watched)
+    found = clairai.open(tmp_path / "s").rows(7, point="post_block.0")
+    assert found.position.tolist() == [*range(800)]
+
+
+def test_a_clerk_that_is_killed_is_seen_and_tokens_go_on(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with far_rig({"folder": str(tmp_path / "s")}) as made:
+        made.enter("a", 1, order(to=FS))
+        made.step(("a", 0, 8))
+        assert made.ended("api-a", "kept").rows == 8
+        made.enter("b", 2, order(points=POINTS, to=FS))
+        made.enter("c", 3, order(to=FS))
+        made.step(("b", 0, 8), ("c", 0, 3))
+        until(lambda: made.told(2).rows == 24)
+        clerk = clerk_of(made)
+        os.kill(clerk.process, signal.SIGSTOP)
+        made.step(("b", 8, 4))  # it is told of these, and never takes them
+        os.kill(clerk.process, signal.SIGKILL)
+        until(lambda: bool(clerk.trouble) and made.told(2).state == "failed")
+        made.step(("b", 12, 1), ("c", 3, 1))
+        made.enter("d", 4, order(to=FS))
+        made.step(("d", 0, 2))
+        assert made.told(1).state == "kept"  # it was safe
+        second, third, late = (made.told(stream) for stream in (2, 3, 4))
+        assert (second.rows, second.dropped) == (24, 3 * 5)
+        assert second.lost == 24 + 3 * 5  # nobody can say what of it is on the disk
+        assert (third.state, third.rows, third.dropped) == ("failed", 3, 1)
+        assert (late.state, late.rows, late.dropped) == ("failed", 0, 2)
+        assert "the process that takes captures has ended" in late.reason
+        state = state_of(made)
+        assert [(place.state, place.reason) for place in state.places] == [("failed", late.reason)]
+        assert (state.rows, state.dropped) == (8 + 24 + 3, 15 + 1 + 2)
+    assert "has ended" in caplog.text
+
+
+def test_a_clerk_that_stands_still_makes_nobody_wait_and_what_has_no_room_is_counted(
+    tmp_path: Path,
+) -> None:
+    setting = {"folder": str(tmp_path / "s"), "staging_mib": 1}
+    with far_rig(setting) as made:
+        made.enter("a", 1, order(points=POINTS, to=FS))
+        os.kill(clerk_of(made).process, signal.SIGSTOP)
+        for step in range(200):
+            made.step(("a", 32 * step, 32))
+        dropped = made.told(1).dropped
+        assert 0 < dropped < 200 * 32 * 3
+        assert "raise staging_mib" in made.told(1).reason
+        os.kill(clerk_of(made).process, signal.SIGCONT)
+        told = made.ended("api-a", "kept")
+        assert (told.rows + told.dropped, told.dropped) == (200 * 32 * 3, dropped)
+
+
+BLOCKING = {"kind": "fs", "policy": "block"}
+
+
+def send_when_full(made: Rig, number: int, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The clerk stands still; when the engine waits for room it gets this signal."""
+    arena, process, waited = made.copier.arena, clerk_of(made).process, list[int]()
+    os.kill(process, signal.SIGSTOP)
+
+    def wait(nbytes: int, is_served: Callable[[], bool]) -> ArenaRegion | None:
+        region = arena.take(nbytes)
+        if region is None and not waited:
+            waited.append(nbytes)
+            os.kill(process, number)
+        return region or StagingArena.wait(arena, nbytes, is_served)
+
+    monkeypatch.setattr(arena, "wait", wait)
+    return waited
+
+
+def test_a_consumer_that_blocks_loses_nothing_there_either(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    blocking = {**BLOCKING, "folder": str(tmp_path / "s")}
+    with far_rig({"consumers": {"fs": blocking}, "staging_mib": 1}) as made:
+        made.enter("a", 1, order(points=POINTS, to=FS))
+        waited = send_when_full(made, signal.SIGCONT, monkeypatch)
+        for step in range(200):
+            made.step(("a", 32 * step, 32))
+        assert waited
+        told = made.ended("api-a", "kept")
+        assert (told.rows, told.lost) == (200 * 32 * 3, 0)
+
+
+def test_tokens_that_wait_for_a_clerk_go_on_when_it_is_dead(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    blocking = {**BLOCKING, "folder": str(tmp_path / "s")}
+    with far_rig({"consumers": {"fs": blocking}, "staging_mib": 1}) as made:
+        made.enter("a", 1, order(points=POINTS, to=FS))
+        waited = send_when_full(made, signal.SIGKILL, monkeypatch)
+        for step in range(200):
+            made.step(("a", 32 * step, 32))
+        assert waited
+        until(lambda: made.told(1).state == "failed")
+        assert made.told(1).dropped == 200 * 32 * 3
+
+
+def test_what_ends_a_group_of_processes_is_left_to_the_engine(tmp_path: Path) -> None:
+    with far_rig({"folder": str(tmp_path / "s")}) as made:
+        clerk = clerk_of(made).process
+        assert os.getsid(clerk) != os.getsid(0)
+        assert os.getpriority(os.PRIO_PROCESS, clerk) > os.getpriority(os.PRIO_PROCESS, 0)
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            os.kill(clerk, number)
+        made.enter("a", 1, order(to=FS))
+        made.step(("a", 0, 3))
+        assert made.ended("api-a", "kept").rows == 3
+        watched = gone(clerk)
+    wait_for_end(watched)
+
+
+def test_rows_of_requests_that_run_at_the_end_are_in_the_folder(tmp_path: Path) -> None:
+    with far_rig({"folder": str(tmp_path / "s")}) as made:
+        made.enter("a", 1, order(to=FS))
+        made.step(("a", 0, 3))
+    assert len(clairai.open(tmp_path / "s").rows(1, point="post_block.0")) == 3

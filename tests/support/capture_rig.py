@@ -1,0 +1,173 @@
+"""Takes consumers; gives a worker's captures on tables of their own, step by step."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import torch
+
+from clairai.capture.backend import CaptureBackend, open_backend
+from clairai.capture.capture_settings import CaptureSettings
+from clairai.capture.collector import Collector
+from clairai.capture.consumers import EngineInfo, GuardedConsumer
+from clairai.capture.in_process import InProcessBackend, origin_for
+from clairai.capture.staging_arena import StagingArena
+from clairai.engine.capture.capture_plan import CapturePlan
+from clairai.engine.capture.row_copier import RowCopier
+from clairai.engine.capture.worker_capture import WorkerCapture
+from clairai.engine.publish.publisher import ForwardInputs
+from clairai.engine.publish.step_publisher import NewRequest
+from clairai.engine.publish.step_rows import RequestMark
+from clairai.engine.score.score_tables import ScoreTables
+from clairai.wire import capture_messages
+from tests.support.capture_parts import ToyConsumer, batch
+
+WIDTH, ROWS = 64, 32
+SITE_NAMES = ("pre_attn.0", "post_block.0", "post_block.1")
+SITES = {name: index for index, name in enumerate(SITE_NAMES)}
+
+
+class ToyScores:
+    """Probes of the bank: their sites and places."""
+
+    def __init__(self, **columns: tuple[int, int]) -> None:
+        self._columns = columns
+        self.followed: list[int] = []
+
+    def column(self, probe: str) -> tuple[int, int] | None:
+        return self._columns.get(probe)
+
+    def follow(self, stream: int) -> None:
+        self.followed.append(stream)
+
+
+ABOUT = EngineInfo("m", "w", "float32", WIDTH, SITE_NAMES)
+
+
+class Rig:
+    """A worker's captures on tables of their own."""
+
+    def __init__(self, clerk: CaptureBackend, *, dtype: torch.dtype, device: str = "cpu") -> None:
+        self.tables = ScoreTables(
+            SITE_NAMES,
+            width=WIDTH,
+            capacity=2,
+            max_tokens=ROWS,
+            device=device,
+            dtype=dtype,
+            stash_rows=ROWS,
+            is_capturing=True,
+        )
+        self.clerk = clerk
+        self.copier = RowCopier(self.tables, clerk)
+        self.scores = ToyScores(anger=(1, 1))
+        self.capture = WorkerCapture(self.copier, clerk, SITES, self.scores)
+        self.rng = np.random.default_rng(3)
+
+    def enter(self, name: str, stream: int, wanted: CapturePlan, choice: int = 0) -> None:
+        request = NewRequest(name, f"api-{name}", RequestMark(stream, choice), 4, None, wanted)
+        self.capture.begin([request], [])
+
+    def step(self, *laid: tuple[str, int, int], finished: tuple[str, ...] = ()) -> Any:
+        """Rows of a forward, as they were; token 1000 + position everywhere."""
+        self.capture.begin([], finished)
+        given = batch(*laid)
+        num_tokens = int(given.counts_R.sum())
+        self.capture.place(given)
+        rows_STD = torch.tensor(self.rng.standard_normal((3, num_tokens, WIDTH)) * 3)
+        for index, name in enumerate(SITE_NAMES):
+            self.tables.site(name).read(rows_STD[index].to(self.tables.stash_SRD))
+        positions = np.concatenate([np.arange(s, s + n) for _, s, n in laid])
+        device = self.tables.device
+        tokens = torch.tensor(positions + 1000, dtype=torch.int32, device=device)
+        inputs = ForwardInputs(torch.tensor(positions, device=device), tokens)
+        self.capture.end(lambda: inputs)
+        return self.tables.stash_SRD[:, :num_tokens].clone()
+
+    def told(self, stream: int) -> capture_messages.Captured:
+        """Of a stream's first answer, as far as is known."""
+        reply = self.capture.answer(capture_messages.FindCaptures(streams=(stream,)))
+        assert isinstance(reply, capture_messages.Captures)
+        return reply.found[0][0]
+
+    def ended(self, request_id: str, state: str) -> capture_messages.Captured:
+        """The same of a request whose last token its caller has, when it has come to this state."""
+        asked = capture_messages.FindCaptures((request_id,), is_ended=True)
+        deadline_s = time.monotonic() + 20
+        while True:
+            reply = self.capture.answer(asked)
+            assert isinstance(reply, capture_messages.Captures)
+            ((told,),) = reply.found
+            if told.state == state:
+                return told
+            assert time.monotonic() < deadline_s, told
+            self.settle()
+
+    def settle(self) -> None:
+        """Let what was told come to its end."""
+        time.sleep(0.002)
+
+
+class NearRig(Rig):
+    """With consumers that the test holds."""
+
+    def __init__(
+        self,
+        consumers: dict[str, ToyConsumer],
+        *,
+        nbytes: int,
+        dtype: torch.dtype,
+        device: str = "cpu",
+    ) -> None:
+        self.consumers = consumers
+        guarded: dict[str, Any] = {name: GuardedConsumer(one) for name, one in consumers.items()}
+        about = replace(ABOUT, dtype=str(dtype).removeprefix("torch."))
+        self.collector = Collector(
+            guarded, origin_for(about), batch_nbytes=1 << 20, pending_nbytes=20_000
+        )
+        clerk = InProcessBackend(guarded, self.collector, about, StagingArena.create(nbytes))
+        super().__init__(clerk, dtype=dtype, device=device)
+
+    def found(self, stream: int) -> capture_messages.Captured:
+        """Of a stream's first answer, when all so far is settled."""
+        self.settle()
+        return self.told(stream)
+
+    def settle(self) -> None:
+        done = threading.Event()
+        self.collector._inbox.put(done.set)
+        assert done.wait(10)
+
+
+@contextmanager
+def rig(
+    *,
+    nbytes: int = 1 << 20,
+    dtype: torch.dtype = torch.float32,
+    device: str = "cpu",
+    **consumers: ToyConsumer,
+) -> Iterator[NearRig]:
+    made = NearRig(consumers or {"toy": ToyConsumer()}, nbytes=nbytes, dtype=dtype, device=device)
+    try:
+        yield made
+    finally:
+        made.capture.close()
+
+
+@contextmanager
+def far_rig(
+    setting: dict[str, Any], *, dtype: torch.dtype = torch.float32, device: str = "cpu"
+) -> Iterator[Rig]:
+    """With a clerk in a process of its own, and the consumers of the setting."""
+    about = replace(ABOUT, dtype=str(dtype).removeprefix("torch."))
+    made = Rig(open_backend(CaptureSettings.parse(setting), about), dtype=dtype, device=device)
+    try:
+        yield made
+    finally:
+        made.capture.close()

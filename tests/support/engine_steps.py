@@ -1,0 +1,152 @@
+"""Takes choices from hypothesis; gives an engine's steps, and whose every row is, told slowly.
+
+The reference keeps one dict per request and one tuple per row: obvious, and nothing like the code
+it checks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import numpy as np
+from hypothesis import strategies as st
+
+from clairai.engine.publish.step_rows import RequestMark, RowBuilder, StepBatch
+from clairai.wire import ring_messages
+
+
+class Row(NamedTuple):
+    stream: int
+    position: int
+    token_id: int
+    span: int
+    choice: int
+    phase: int
+    flags: int
+
+
+@dataclass
+class Request:
+    mark: RequestMark
+    prompt_len: int
+    next_position: int = 0  # where the engine goes on
+    forwarded_to: int = 0  # how far any step has come
+
+
+@dataclass
+class Plan:
+    """What the engine does in one step."""
+
+    finish: list[int] = field(default_factory=list)
+    new: list[tuple[int, int, int]] = field(default_factory=list)  # prompt, cached, choice
+    counts: list[int] = field(default_factory=list)  # tokens for each request, in batch order
+    preempt: list[tuple[int, int]] = field(default_factory=list)  # whom, to which position
+    order: int = 0
+
+
+numbers = st.integers(0, 1000)
+plans = st.builds(
+    Plan,
+    finish=st.lists(numbers, max_size=2),
+    new=st.lists(st.tuples(st.integers(1, 30), st.integers(0, 29), st.integers(0, 3)), max_size=4),
+    counts=st.lists(st.integers(0, 12), max_size=12),
+    preempt=st.lists(st.tuples(numbers, numbers), max_size=1),
+    order=numbers,
+)
+
+
+class ToyEngine:
+    """Drives a RowBook as a model runner does, and says what each step's rows must be."""
+
+    def __init__(self, book: RowBuilder) -> None:
+        self.book = book
+        self.live: dict[str, Request] = {}
+        self._pending: list[Row] = []  # marks that the next step must carry
+        self._num_requests = 0
+
+    def step(self, plan: Plan) -> tuple[list[Row], list[Row]]:
+        """Rows as the book has them, and as they must be."""
+        for index in plan.finish:
+            self._finish(index)
+        for prompt_len, cached, choice in plan.new:
+            self._open(prompt_len, min(cached, prompt_len - 1), choice)
+        for index, position in plan.preempt:
+            self._preempt(index, position)
+        return self._forward(plan)
+
+    def _finish(self, index: int) -> None:
+        if not self.live:
+            self.book.close("never seen")
+            return
+        req_id = [*self.live][index % len(self.live)]
+        gone = self.live.pop(req_id)
+        stream, choice = gone.mark.stream, gone.mark.choice
+        self._pending.append(
+            Row(stream, gone.forwarded_to, -1, 0, choice, ring_messages.FINISHED, 0)
+        )
+        self.book.close(req_id)
+        self.book.close(req_id)  # a second word of the same end says nothing
+
+    def _open(self, prompt_len: int, cached: int, choice: int) -> None:
+        self._num_requests += 1
+        req_id, mark = f"r{self._num_requests}", RequestMark(2**64 - self._num_requests, choice)
+        self.live[req_id] = Request(mark, prompt_len, next_position=cached)
+        self.book.open(req_id, mark, prompt_len)
+
+    def _preempt(self, index: int, position: int) -> None:
+        if self.live:
+            req_id = [*self.live][index % len(self.live)]
+            request = self.live[req_id]
+            request.next_position = position % (request.next_position + 1)
+            # Comes back as one that is new to the runner, and is known already.
+            self.book.open(req_id, RequestMark(1, 9), 1)
+
+    def _forward(self, plan: Plan) -> tuple[list[Row], list[Row]]:
+        listed = [*self.live]
+        turn = plan.order % len(listed) if listed else 0
+        batch = [*listed[turn:], *listed[:turn]][: len(plan.counts)]
+        counts = plan.counts[: len(batch)]
+        starts = [self.live[req_id].next_position for req_id in batch]
+        given = StepBatch(batch, np.array(counts, np.int32), np.array(starts, np.int32))
+        steps = self.book.step(given) if batch else self.book.idle()
+        positions = [s + i for s, n in zip(starts, counts, strict=True) for i in range(n)]
+        filled = steps.fill(np.array(positions, np.int64), np.array(positions, np.int32) * 7)
+        assert steps.num_tokens == len(positions)
+        found = [Row(*map(int, row)) for row in filled]
+        return found, self._expected(batch, counts)
+
+    def _expected(self, batch: list[str], counts: list[int]) -> list[Row]:
+        events, self._pending = self._pending, []
+        tokens: list[Row] = []
+        for req_id, count in zip(batch, counts, strict=True):
+            request = self.live[req_id]
+            events.extend(_cached(request))
+            tokens.extend(_forwarded(request, count))
+        return [*events, *tokens]
+
+
+def _cached(request: Request) -> Iterator[Row]:
+    seen, start = request.forwarded_to, request.next_position
+    if start > seen:
+        yield Row(
+            request.mark.stream,
+            seen,
+            -1,
+            start - seen,
+            request.mark.choice,
+            ring_messages.CACHED,
+            0,
+        )
+        request.forwarded_to = start
+
+
+def _forwarded(request: Request, count: int) -> Iterator[Row]:
+    for position in range(request.next_position, request.next_position + count):
+        phase = ring_messages.PREFILL if position < request.prompt_len else ring_messages.DECODE
+        flags = ring_messages.RECOMPUTED if position < request.forwarded_to else 0
+        mark = request.mark
+        yield Row(mark.stream, position, position * 7, 1, mark.choice, phase, flags)
+    request.next_position += count
+    request.forwarded_to = max(request.forwarded_to, request.next_position)

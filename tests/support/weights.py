@@ -1,0 +1,149 @@
+"""Takes a folder; gives an engine that takes weights, its model a few tensors and no vLLM.
+
+Real: manifest, checks, socket, buffers, intake, control messages. Toy: the model and the worker.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+import torch
+
+from clairai.engine.core_control import CoreControl
+from clairai.engine.worker_control import answer_control
+from clairai.weights.check_manifest import EngineTensors, ExpectedTensor
+from clairai.weights.manifest import CPU, Manifest, encode_manifest
+from clairai.weights.pack import HostPacker, TensorSpec, TransferTarget, plan_buffers
+from clairai.weights.pending_transfer import OpenDeviceBuffer
+from clairai.weights.receive import WeightsControl, WeightsUpdater, refuse_device_buffer
+from clairai.wire import ring_messages, weights_messages
+
+EPOCH = "00000000000000aa"
+SHAPES: Mapping[str, tuple[int, ...]] = {
+    "model.embed.weight": (50, 16),
+    "model.layers.0.w": (16, 16),
+    "model.layers.0.b": (16,),
+    "model.norm.weight": (),
+}
+SLOTS = {name: ExpectedTensor(("F32", "BF16"), shape) for name, shape in SHAPES.items()}
+
+
+def holding(epoch: str = EPOCH, device: str = CPU) -> EngineTensors:
+    return EngineTensors(epoch, device, SLOTS)
+
+
+def plan(described: Any = None, *, epoch: str = EPOCH, device: str = CPU, **given: Any) -> Manifest:
+    """A good one, unless it is told otherwise."""
+    if described is None:
+        described = [TensorSpec(name, "F32", shape) for name, shape in SHAPES.items()]
+    return plan_buffers(described, TransferTarget(secrets.token_hex(16), epoch, device), **given)
+
+
+def altered(manifest: Manifest, index: int, **fields: Any) -> Manifest:
+    """The same, one tensor otherwise."""
+    tensors = list(manifest.tensors)
+    tensors[index] = msgspec.structs.replace(tensors[index], **fields)
+    return msgspec.structs.replace(manifest, tensors=tuple(tensors))
+
+
+def weights(seed: int) -> dict[str, torch.Tensor]:
+    rng = np.random.default_rng(seed)
+    return {
+        name: torch.from_numpy(np.asarray(rng.standard_normal(shape), np.float32))
+        for name, shape in SHAPES.items()
+    }
+
+
+class ToyLlm:
+    """What a Sender needs of vLLM's LLM; `fail_after` tensors loading breaks."""
+
+    def __init__(
+        self,
+        folder: Path,
+        step_publisher: Any = None,
+        core_control: CoreControl | None = None,
+        gpu: tuple[str, OpenDeviceBuffer] = (CPU, refuse_device_buffer),
+    ) -> None:
+        self.core_control = core_control or CoreControl(None, ())
+        self.model = weights(0)
+        self.fail_after: int | None = None
+        self.resets = 0
+        self.messages: list[bytes] = []
+        self.step_publisher = step_publisher
+        self.intake = WeightsUpdater(folder, *gpu, SLOTS, self._load)
+
+    def _load(self, named: list[tuple[str, Any]]) -> None:
+        for count, (name, tensor) in enumerate(named):
+            if count == self.fail_after:
+                raise RuntimeError("planted")
+            self.model[name] = tensor.clone()
+
+    def start_weight_update(self) -> None:
+        """As the engine's: nothing."""
+
+    def update_weights(self, update_info: dict[str, Any]) -> None:
+        self.intake.receive(update_info["manifest"].encode())
+
+    def finish_weight_update(self) -> None:
+        """As the engine's: nothing."""
+
+    def collective_rpc(self, method: str, args: tuple[bytes]) -> list[bytes]:
+        assert method == "clairai_control"
+        self.messages.append(args[0])
+        handover = WeightsControl(self, self.intake, self.step_publisher)
+        return self.core_control.control(
+            args[0], lambda sent: [answer_control(self.step_publisher, sent, None, handover)]
+        )
+
+    @property
+    def asked(self) -> list[Any]:
+        """The questions so far."""
+        return [msgspec.msgpack.decode(each, type=ring_messages.Control) for each in self.messages]
+
+    def reset_prefix_cache(self) -> None:
+        self.resets += 1
+
+    def ask(self, control: ring_messages.Control) -> Any:
+        (reply,) = self.collective_rpc("clairai_control", (msgspec.msgpack.encode(control),))
+        return msgspec.msgpack.decode(reply, type=ring_messages.ControlReply)
+
+    def planned(self, manifest: Manifest) -> Any:
+        return self.ask(weights_messages.PlanWeights(encode_manifest(manifest)))
+
+    def committed(self, manifest: Manifest) -> Any:
+        return self.ask(weights_messages.CommitWeights(encode_manifest(manifest)))
+
+    @property
+    def epoch(self) -> str:
+        return self.intake.state().epoch
+
+
+def spoil_what_is_packed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """From now on a bit of it changes before it is read."""
+    pack = HostPacker.pack
+
+    def damaged(self: HostPacker, index: int) -> Any:
+        packed = pack(self, index)
+        assert self._shelf is not None
+        self._shelf.room(100)[17] ^= 1
+        return packed
+
+    monkeypatch.setattr(HostPacker, "pack", damaged)
+
+
+@contextmanager
+def engine(
+    folder: Path, step_publisher: Any = None, core_control: CoreControl | None = None
+) -> Iterator[ToyLlm]:
+    running = ToyLlm(folder, step_publisher, core_control)
+    try:
+        yield running
+    finally:
+        running.intake.close()

@@ -1,0 +1,89 @@
+"""Takes folders of captures; gives what `clairai capture` prints, writes and finds wrong."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from typer.testing import CliRunner, Result
+
+from clairai.cli.commands import app
+from clairai.errors import StoreError
+from clairai.store.write import Writer
+from tests.support.row_blocks import block, values
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    with Writer(tmp_path / "s") as writer:
+        writer.begin(1, tags={"user": "someone"}, steering={"vector": "calm"})
+        for stream in (1, 2):
+            writer.offer(block(stream))
+            writer.offer(block(stream, point="pre_attn.0"))
+    return tmp_path / "s"
+
+
+def _run(*arguments: object) -> Result:
+    return CliRunner().invoke(app, ["capture", *map(str, arguments)])
+
+
+def test_requests_are_listed_with_everything_they_are(folder: Path) -> None:
+    titles, first, second, end = _run("ls", folder).output.splitlines()
+    assert titles.split()[:3] == ["stream", "rows", "choices"]
+    assert first.split()[:4] == ["0000000000000001", "6", "0", "0-2"]
+    assert "pre_attn.0 and 1 more" in first
+    assert '{"user": "someone"}' in first
+    assert second.split()[0] == "0000000000000002"
+    assert end.startswith("12 rows in 1 shards, ")
+
+
+def test_one_request_is_shown_whole(folder: Path) -> None:
+    output = _run("show", folder, "1").output
+    for said in ("pre_attn.0, post_block.3", "calm", "someone", "v1", ".safetensors", "float32"):
+        assert said in output
+    assert "a stream is up to 16 hex digits" in _run("show", folder, "x").output
+    assert isinstance(_run("show", folder, "3").exception, StoreError)
+
+
+def test_a_good_folder_verifies_and_a_changed_one_does_not(folder: Path) -> None:
+    good = _run("verify", folder)
+    assert (good.exit_code, "2 of 2 files are good, 12 rows" in good.output) == (0, True)
+    (file,) = folder.glob("*.safetensors")
+    data = bytearray(file.read_bytes())
+    data[-1] ^= 1
+    file.write_bytes(data)
+    bad = _run("verify", folder)
+    assert (bad.exit_code, f"bad   {file.name}: " in bad.output) == (1, True)
+    assert "1 of 2 files are good, 0 rows" in bad.output
+
+
+def test_a_shard_that_was_never_committed_is_noted(folder: Path) -> None:
+    name = "0123456789abcdef-00000001.safetensors"
+    (folder / name).write_bytes(b"")
+    result = _run("verify", folder)
+    assert (result.exit_code, f"note  {name} is in no line" in result.output) == (0, True)
+
+
+def test_an_export_has_a_file_for_each_request_and_point(folder: Path, tmp_path: Path) -> None:
+    result = _run("export", "npz", folder, tmp_path / "out")
+    assert "4 files" in result.output
+    with np.load(tmp_path / "out" / "0000000000000002-0-pre_attn.0.npz") as found:
+        assert np.array_equal(found["values"], values(2, np.arange(3), "pre_attn.0"))
+        assert found["position"].tolist() == [0, 1, 2]
+    assert isinstance(_run("export", "npz", folder, tmp_path / "out").exception, StoreError)
+
+
+def test_an_index_is_written_into_the_folder(folder: Path) -> None:
+    assert _run("index", folder).output.strip() == str(folder / "index.parquet")
+    assert (folder / "index.parquet").stat().st_mode & 0o777 == 0o600
+    assert _run("verify", folder).exit_code == 0
+
+
+def test_what_is_no_folder_of_captures_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    assert isinstance(_run("ls", tmp_path / "empty").exception, StoreError)
+    assert isinstance(_run("ls", tmp_path / "nowhere").exception, StoreError)
+    assert isinstance(_run("index", tmp_path / "nowhere").exception, StoreError)
+    assert not (tmp_path / "nowhere").exists()
+    assert _run("verify", tmp_path / "empty").exit_code == 1

@@ -1,0 +1,274 @@
+"""Who a request is, from the id vLLM gave it; marks that no two unfinished requests share."""
+
+from __future__ import annotations
+
+import copy
+import gc
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from clairai.compat.admission import MARK_KEY, Admission, read_mark, split_request_id
+from clairai.engine.core_control import CoreControl
+from clairai.engine.publish.step_rows import RequestMark
+from clairai.errors import RequestError
+from clairai.fields.request_fields import MAX_STREAM, request
+
+
+@pytest.mark.parametrize(
+    ("internal", "external", "expected"),
+    [
+        # one answer: {external}-{8 hex}
+        ("0-abcdef12", "0", ("0-abcdef12", 0)),
+        ("cmpl-1-abcdef12", "cmpl-1", ("cmpl-1-abcdef12", 0)),
+        # n answers: {index}_{parent}
+        ("3_0-abcdef12", "0", ("0-abcdef12", 3)),
+        ("0_0-abcdef12", "0", ("0-abcdef12", 0)),
+        ("127_cmpl-1-abcdef12", "cmpl-1", ("cmpl-1-abcdef12", 127)),
+        # callers' ids that look like ours
+        ("1_x-abcdef12", "1_x", ("1_x-abcdef12", 0)),
+        ("2_1_x-abcdef12", "1_x", ("1_x-abcdef12", 2)),
+        ("x-deadbeef-abcdef12", "x-deadbeef", ("x-deadbeef-abcdef12", 0)),
+        ("5_x-deadbeef-abcdef12", "x-deadbeef", ("x-deadbeef-abcdef12", 5)),
+        ("a.*b-abcdef12", "a.*b", ("a.*b-abcdef12", 0)),
+        # VLLM_DISABLE_REQUEST_ID_RANDOMIZATION: the caller's id as it is
+        ("x", "x", ("x", 0)),
+        ("3_x", "x", ("x", 3)),
+        ("1_x", "1_x", ("1_x", 0)),
+        ("2_1_x", "1_x", ("1_x", 2)),
+        ("x-deadbeef", "x-deadbeef", ("x-deadbeef", 0)),
+        ("4_x-deadbeef", "x-deadbeef", ("x-deadbeef", 4)),
+        # not derived from one another: a request of its own
+        ("warmup", None, ("warmup", 0)),
+        ("3_warmup", None, ("3_warmup", 0)),
+        ("3_warmup", "", ("3_warmup", 0)),
+        ("3_other-abcdef12", "x", ("3_other-abcdef12", 0)),
+        ("x-ABCDEF12", "x", ("x-ABCDEF12", 0)),
+        ("-1_x", "x", ("-1_x", 0)),
+    ],
+)
+def test_the_callers_id_is_taken_off_exactly(
+    internal: str, external: str | None, expected: tuple[str, int]
+) -> None:
+    assert split_request_id(internal, external) == expected
+
+
+ids = st.text("ab_-.0123456789", max_size=12) | st.text(max_size=8)
+suffixes = st.none() | st.text("0123456789abcdef", min_size=8, max_size=8)
+
+
+@settings(derandomize=True, deadline=None, max_examples=300)
+@given(ids.filter(bool), suffixes, st.none() | st.integers(0, 16383))
+def test_any_id_that_vllm_makes_is_read_back(
+    external: str, suffix: str | None, index: int | None
+) -> None:
+    parent = external if suffix is None else f"{external}-{suffix}"
+    internal = parent if index is None else f"{index}_{parent}"
+    assert split_request_id(internal, external) == (parent, index or 0)
+
+
+class Params(SimpleNamespace):
+    """vLLM's SamplingParams, as far as it is read here."""
+
+    extra_args: dict[str, Any] | None
+    skip_reading_prefix_cache: bool | None
+
+
+class Admitted:
+    """A request as the scheduler holds it."""
+
+    def __init__(self) -> None:
+        self.finished = False
+
+    def is_finished(self) -> bool:
+        return self.finished
+
+
+def params(**fields: Any) -> Params:
+    return Params(extra_args=request(**fields), skip_reading_prefix_cache=None, n=1)
+
+
+def incoming(given: Params, request_id: str = "0-abcdef12", external: str = "0") -> SimpleNamespace:
+    return SimpleNamespace(
+        request_id=request_id,
+        external_req_id=external,
+        sampling_params=given,
+        prompt_token_ids=[1, 2, 3],
+    )
+
+
+def reception_of() -> Admission:
+    """Of an engine that does not steer."""
+    return Admission(CoreControl(None, ()))
+
+
+def admit(admission: Admission, given: SimpleNamespace) -> Admitted:
+    """What EngineCore.preprocess_add_request does with one request."""
+    entry, admitted = admission.mark(given), Admitted()
+    admission.admit(entry, admitted)
+    return admitted
+
+
+def mark_of(given: SimpleNamespace) -> RequestMark:
+    return read_mark(given.sampling_params, given.request_id)[0]
+
+
+def test_the_worker_reads_the_mark_the_engine_core_wrote() -> None:
+    asked = incoming(params(stream=2**64 - 1), "3_chat-1-abcdef12", "chat-1")
+    reception_of().mark(asked)
+    assert read_mark(asked.sampling_params, asked.request_id) == (
+        RequestMark(2**64 - 1, 3),
+        "chat-1",
+    )
+
+
+@pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy])
+def test_the_mark_survives_a_copy(copied: Any) -> None:
+    asked = incoming(params(stream=7))
+    reception_of().mark(asked)
+    assert read_mark(copied(asked.sampling_params), "x") == (RequestMark(7, 0), "0")
+
+
+def test_params_that_requests_share_are_never_written_to() -> None:
+    shared = params(prompt_scores=True)
+    before = copy.deepcopy(shared)
+    admission, requests = (
+        reception_of(),
+        [incoming(shared, f"{i}-abcdef12", str(i)) for i in range(3)],
+    )
+    live = [admit(admission, asked) for asked in requests]
+    assert shared == before
+    assert len({mark_of(asked).stream for asked in requests}) == len(live)
+    assert all(asked.sampling_params is not shared for asked in requests)
+
+
+def test_a_mark_written_into_shared_params_would_be_noticed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(copy, "copy", lambda given: given)
+    shared = params()
+    before = copy.deepcopy(shared)
+    reception_of().mark(incoming(shared))
+    assert shared != before
+
+
+def test_prompt_scores_skip_the_prefix_cache_for_this_request_alone() -> None:
+    shared, plain = params(prompt_scores=True), params()
+    asked, other = incoming(shared), incoming(plain, "1-abcdef12", "1")
+    admission = reception_of()
+    admission.mark(asked)
+    admission.mark(other)
+    assert asked.sampling_params.skip_reading_prefix_cache is True
+    assert shared.skip_reading_prefix_cache is None
+    assert other.sampling_params.skip_reading_prefix_cache is None
+
+
+def test_the_answers_to_one_request_share_its_stream_and_have_their_own_choice() -> None:
+    admission, shared = reception_of(), params()
+    children = [incoming(shared, f"{index}_7-abcdef12", "7") for index in range(4)]
+    live = [admit(admission, child) for child in children]
+    marks = [mark_of(child) for child in children]
+    assert len({mark.stream for mark in marks}) == 1
+    assert [mark.choice for mark in marks] == [0, 1, 2, 3]
+    other = incoming(shared, "0_8-abcdef12", "8")
+    live.append(admit(admission, other))
+    assert mark_of(other).stream != marks[0].stream
+
+
+def test_minted_streams_are_streams_and_differ_between_engines() -> None:
+    streams = set()
+    for admission in (reception_of(), reception_of()):
+        for number in range(100):
+            asked = incoming(params(), f"{number}-abcdef12", str(number))
+            admission.mark(asked)
+            assert 1 <= mark_of(asked).stream <= MAX_STREAM
+            streams.add(mark_of(asked).stream)
+    assert len(streams) == 200
+
+
+def test_a_stream_is_refused_while_its_request_is_unfinished() -> None:
+    admission = reception_of()
+    first = admit(admission, incoming(params(stream=5)))
+    second = incoming(params(stream=5), "1-abcdef12", "1")
+    untouched = second.sampling_params
+    with pytest.raises(RequestError, match="stream 5 belongs to a request that is not finished"):
+        admission.mark(second)
+    assert second.sampling_params is untouched
+    first.finished = True
+    again = admit(admission, second)
+    assert mark_of(second).stream == 5
+    again.finished = True
+
+
+def test_a_stream_is_free_again_when_its_request_is_gone() -> None:
+    admission = reception_of()
+    first = admit(admission, incoming(params(stream=5)))
+    del first
+    gc.collect()
+    second = incoming(params(stream=5), "1-abcdef12", "1")
+    admission.mark(second)
+    assert mark_of(second) == RequestMark(5, 0)
+
+
+def test_a_request_that_vllm_refused_does_not_keep_its_stream() -> None:
+    admission = reception_of()
+    admission.mark(incoming(params(stream=5)))  # and never admitted
+    second = incoming(params(stream=5), "1-abcdef12", "1")
+    admission.mark(second)
+    assert mark_of(second) == RequestMark(5, 0)
+
+
+def test_a_stream_is_in_use_until_the_last_of_its_answers_is_finished() -> None:
+    admission, shared = reception_of(), params(stream=5)
+    first, last = (
+        admit(admission, incoming(shared, f"{index}_7-abcdef12", "7")) for index in range(2)
+    )
+    first.finished = True
+    with pytest.raises(RequestError, match="stream 5 belongs to a request that is not finished"):
+        admission.mark(incoming(params(stream=5), "8-abcdef12", "8"))
+    last.finished = True
+    admission.mark(incoming(params(stream=5), "8-abcdef12", "8"))
+
+
+def test_a_caller_cannot_write_the_mark_itself() -> None:
+    forged = params(stream=5)
+    assert forged.extra_args is not None
+    forged.extra_args[MARK_KEY] = [1, 2, "somebody else"]
+    asked = incoming(forged)
+    reception_of().mark(asked)
+    assert read_mark(asked.sampling_params, "x") == (RequestMark(5, 0), "0")
+
+
+def test_other_extra_args_are_left_as_they_are() -> None:
+    given = params(stream=5)
+    given.extra_args = {"other": [1], **request(stream=5)}
+    asked = incoming(given)
+    reception_of().mark(asked)
+    extra = asked.sampling_params.extra_args
+    assert {key: extra[key] for key in given.extra_args} == given.extra_args
+    assert set(extra) - set(given.extra_args) == {MARK_KEY}
+
+
+def test_a_request_without_any_extra_args_is_marked_too() -> None:
+    asked = incoming(Params(extra_args=None, skip_reading_prefix_cache=None))
+    reception_of().mark(asked)
+    assert mark_of(asked).stream >= 1
+
+
+def test_bad_fields_are_refused_before_anything_is_written() -> None:
+    given = Params(extra_args={"clairai": {"stream": 0}})
+    asked = incoming(given)
+    with pytest.raises(RequestError, match="from 1 to"):
+        reception_of().mark(asked)
+    assert asked.sampling_params is given
+
+
+@pytest.mark.parametrize("given", [None, Params(extra_args=None), Params(extra_args={})])
+def test_a_request_that_came_by_another_door_gets_a_stream_nobody_knows(given: object) -> None:
+    marks = {read_mark(given, "warmup")[0] for _ in range(50)}
+    assert len(marks) == 50
+    assert {mark.choice for mark in marks} == {0}
+    assert read_mark(given, "warmup")[1] == "warmup"

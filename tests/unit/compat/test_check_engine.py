@@ -1,0 +1,118 @@
+"""Modes and versions that are not served: each is refused with its reason and the way out."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from clairai.compat.check_engine import (
+    REFUSED_MODES,
+    check_modes,
+    check_version,
+    list_refused_modes,
+)
+from clairai.errors import UnsupportedError
+
+
+def config(path: str = "", value: object = None) -> Any:
+    """A VllmConfig as vLLM 0.26 and 0.32 have it by default, with one attribute changed."""
+    parts: dict[str, dict[str, object]] = {
+        "parallel_config": {
+            "tensor_parallel_size": 2,
+            "pipeline_parallel_size": 1,
+            "data_parallel_size": 1,
+            "prefill_context_parallel_size": 1,
+            "enable_dbo": False,
+            "ubatch_size": 0,
+        },
+        "cache_config": {"kv_sharing_fast_prefill": False, "enable_prefix_caching": True},
+        "model_config": {
+            "enable_prompt_embeds": False,
+            "runner_type": "generate",
+            "is_encoder_decoder": False,
+            "hf_config": SimpleNamespace(model_type="deepseek_v3"),
+            "dtype": "torch.bfloat16",
+        },
+    }
+    passes = {"enable_sp": False, "enable_sequence_parallelism": None}
+    holder, _, name = path.rpartition(".")
+    if holder == "pass_config":
+        passes[name] = bool(value)
+    elif holder:
+        parts[holder][name] = value
+    compilation = SimpleNamespace(pass_config=SimpleNamespace(**passes))
+    return SimpleNamespace(
+        **{part: SimpleNamespace(**attributes) for part, attributes in parts.items()},
+        compilation_config=compilation,
+        speculative_config=value if path == "speculative_config" else None,
+    )
+
+
+MODES = [
+    ("parallel_config.pipeline_parallel_size", 2, "pipeline parallelism"),
+    ("parallel_config.data_parallel_size", 2, "data parallelism"),
+    ("parallel_config.prefill_context_parallel_size", 2, "prefill context parallelism"),
+    ("parallel_config.enable_dbo", True, "dual batch overlap"),
+    ("parallel_config.ubatch_size", 2, "dual batch overlap"),
+    ("pass_config.enable_sp", True, "sequence-parallel residuals"),
+    ("pass_config.enable_sequence_parallelism", True, "sequence-parallel residuals"),
+    ("speculative_config", SimpleNamespace(method="ngram"), "speculative decoding"),
+    ("cache_config.kv_sharing_fast_prefill", True, "KV-sharing fast prefill"),
+    ("model_config.enable_prompt_embeds", True, "prompt embeddings"),
+    ("model_config.runner_type", "pooling", "pooling models"),
+    ("model_config.runner_type", "draft", "pooling models"),
+    ("model_config.is_encoder_decoder", True, "encoder-decoder models"),
+    ("model_config.dtype", "torch.float16", "DeepSeek in float16"),
+]
+
+
+@pytest.mark.parametrize(("path", "value", "mode"), MODES)
+def test_a_mode_that_would_give_wrong_rows_is_refused_with_the_way_out(
+    path: str, value: object, mode: str
+) -> None:
+    (reason,) = list_refused_modes(config(path, value))
+    assert reason.startswith(mode)
+    with pytest.raises(UnsupportedError, match=f"{mode}.*turn it off, or remove the clairai key"):
+        check_modes(config(path, value))
+
+
+def test_every_refused_mode_is_listed_here() -> None:
+    assert {reason.partition(" (")[0] for reason, _ in REFUSED_MODES} == {
+        mode for *_, mode in MODES
+    }
+
+
+def test_a_plain_engine_is_served_and_tensor_parallelism_with_it() -> None:
+    assert list_refused_modes(config()) == []
+    check_modes(config())
+
+
+def test_an_attribute_that_a_release_does_not_have_counts_as_off() -> None:
+    assert list_refused_modes(SimpleNamespace()) == []
+    assert list_refused_modes(SimpleNamespace(parallel_config=None, model_config=None)) == []
+
+
+def test_every_reason_is_given_at_once() -> None:
+    both = config("speculative_config", object())
+    both.parallel_config.data_parallel_size = 4
+    with pytest.raises(UnsupportedError, match=r"data parallelism .*; speculative decoding"):
+        check_modes(both)
+
+
+@pytest.mark.parametrize(
+    "version", ["0.26", "0.26.0", "0.26.0rc1", "0.29.3", "0.32.0+cpu", "0.32.1", "0.32.1.dev7+g1"]
+)
+def test_a_release_of_the_tested_range_is_served(version: str) -> None:
+    check_version(version, allow_untested=False)
+
+
+@pytest.mark.parametrize(
+    "version",
+    ["0.25.9", "0.2", "0.33.0", "0.33.0rc1", "1.26.0", "0.260.0", "", "dev", "v0.30", "-"],
+)
+def test_any_other_release_is_refused_unless_the_user_takes_the_risk(version: str) -> None:
+    with pytest.raises(UnsupportedError, match=r'0\.26 to 0\.32; .*"allow_untested_vllm": true'):
+        check_version(version, allow_untested=False)
+    check_version(version, allow_untested=True)

@@ -1,0 +1,55 @@
+"""What is left in vLLM's config for its compile cache: all the graph depends on, and no more."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from clairai.compat.worker import _set_compile_key
+from clairai.points import expand
+from clairai.settings import ResolvedSettings, Settings
+
+POINTS = ("post_block.1",)
+
+
+def _key(points: tuple[str, ...] = POINTS, **settings: Any) -> object:
+    config = SimpleNamespace(
+        additional_config={"clairai": {"points": points}, "other": 1},
+        device_config=SimpleNamespace(device_type="cuda"),
+        quant_config=None,
+        parallel_config=SimpleNamespace(tensor_parallel_size=1),
+    )
+    planned = ResolvedSettings(expand(points, 4), ())
+    _set_compile_key(config, planned, Settings(points=points, **settings))
+    assert config.additional_config["other"] == 1
+    return config.additional_config["clairai"]
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"points": ("post_block.2",)},
+        {"steering": True},
+        {"fused": False},
+        {"branch": False},
+        {"vectors": ("v/",)},
+    ],
+    ids=str,
+)
+def test_another_graph_has_another_key(change: dict[str, Any]) -> None:
+    assert _key(**change) != _key()
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"ring_mib": 8}, {"capacity": 64}, {"probes": ("p/",)}, {"steer_rows": 9}],
+    ids=str,
+)
+def test_what_is_looked_up_at_run_time_is_no_part_of_the_key(change: dict[str, Any]) -> None:
+    assert _key(**change) == _key()
+
+
+def test_vectors_or_the_setting_alone_make_the_same_graph() -> None:
+    assert _key(vectors=("v/",)) == _key(steering=True)

@@ -1,0 +1,199 @@
+"""Rules in the engine core: read from a real ring, ended as vLLM ends a request."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from enum import Enum
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from clairai.compat import stop_rules
+from clairai.compat.stop_rules import RuleMonitor, wrap_add_request, wrap_check_stop
+from clairai.engine.publish.step_publisher import StepPublisher
+from clairai.engine.rule_watcher import RuleWatcher
+from clairai.errors import VectorError
+from clairai.fields.rules import StopRule
+from clairai.probe.bank import EngineBank
+from clairai.ring.attach import RingReader
+from tests.support import toy_publisher as toy
+from tests.support.probes import probe
+
+PROMPT_LEN = 2
+
+
+class Status(Enum):
+    RUNNING = 1
+    FINISHED_STOPPED = 2
+
+
+class Request:
+    """The part of vLLM's own that is looked at."""
+
+    def __init__(self, lookout: RuleMonitor, number: int, *rules: StopRule) -> None:
+        self.clairai_request_mark = (1000 + number, 0)
+        self.clairai_watch = RuleWatcher(
+            rules, tuple(rule.threshold or 0.0 for rule in rules), PROMPT_LEN
+        )
+        self.clairai_rule_monitor = lookout
+        self.num_tokens = PROMPT_LEN
+        self.status = Status.RUNNING
+        self.stop_reason: str | None = None
+        lookout.enter(self.clairai_request_mark, self.clairai_watch)
+
+    def is_finished(self) -> bool:
+        return self.status is Status.FINISHED_STOPPED
+
+
+@pytest.fixture
+def step_publisher(runtime: Path) -> Iterator[StepPublisher]:
+    with toy.running_publisher(runtime) as running:
+        direction_D = np.full(toy.WIDTH, 1e-6, np.float32)  # its bias is its score
+        columns: EngineBank = running.columns
+        made = probe("p", point=toy.SECOND, direction_D=direction_D, bias=1.0)
+        running.install(columns.add([made]))
+        yield running
+
+
+@contextmanager
+def _lookout(
+    step_publisher: StepPublisher, steered: list[Any] | None = None
+) -> Iterator[RuleMonitor]:
+    def steer(request: Any, rule: StopRule) -> None:
+        if steered is None:
+            raise VectorError("no vector is named so")
+        steered.append((request, rule))
+
+    made = RuleMonitor(lambda: RingReader.attach(step_publisher.server.path, start="newest"), steer)
+    try:
+        yield made
+    finally:
+        made.close()
+
+
+def _generate(step_publisher: StepPublisher, request: Request, number: int) -> bool:
+    """One step: the newest token is forwarded, the next one sampled, and the end asked for."""
+    if request.num_tokens == PROMPT_LEN:
+        step_publisher.begin([toy.new_request(number, prompt_len=PROMPT_LEN)], [])
+        toy.forward(step_publisher, number, start=0, count=PROMPT_LEN)
+    else:
+        toy.forward(step_publisher, number, start=request.num_tokens - 1, count=1)
+    request.num_tokens += 1
+    return bool(wrap_check_stop(lambda *_: False)(request, 100))
+
+
+def test_a_request_ends_when_its_rule_is_met_and_says_why(step_publisher: StepPublisher) -> None:
+    with _lookout(step_publisher) as lookout:
+        request = Request(lookout, 1, StopRule("p", threshold=0.5, tokens=2))
+        assert [_generate(step_publisher, request, 1) for _ in range(3)] == [False, False, True]
+        assert request.status is Status.FINISHED_STOPPED
+        assert request.stop_reason == "clairai: probe p >= 0.5 for 2 tokens"
+
+
+def test_a_request_without_rules_is_not_looked_at() -> None:
+    assert wrap_check_stop(lambda *_: True)(SimpleNamespace(), 1) is True
+    assert wrap_check_stop(lambda *_: False)(SimpleNamespace(), 1) is False
+
+
+def test_nothing_is_on_the_way_of_a_token_before_a_request_has_rules(
+    step_publisher: StepPublisher, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def check_stop(*_: Any) -> bool:
+        return False
+
+    for name in ("vllm", "vllm.v1", "vllm.v1.core", "vllm.v1.core.sched"):
+        monkeypatch.setitem(sys.modules, name, ModuleType(name))
+    scheduler: Any = SimpleNamespace(check_stop=check_stop)
+    monkeypatch.setattr(sys.modules["vllm.v1.core.sched"], "scheduler", scheduler, raising=False)
+    add_request = wrap_add_request(lambda *_: None)
+    add_request(SimpleNamespace(), SimpleNamespace())
+    assert scheduler.check_stop is check_stop
+    with _lookout(step_publisher) as lookout:
+        monkeypatch.setattr(stop_rules, "_get_monitor", lambda _: lookout)
+        for number in (1, 2):
+            add_request(SimpleNamespace(), Request(lookout, number, StopRule("p", threshold=0.5)))
+            assert vars(scheduler)["check_stop"].__wrapped__ is check_stop
+
+
+def test_an_end_of_vllms_own_keeps_its_reason(step_publisher: StepPublisher) -> None:
+    with _lookout(step_publisher) as lookout:
+        request = Request(lookout, 1, StopRule("p", threshold=0.5))
+        _generate(step_publisher, request, 1)
+        toy.forward(step_publisher, 1, start=PROMPT_LEN, count=1)
+        request.num_tokens += 1
+        assert wrap_check_stop(lambda *_: True)(request, 100) is True
+        assert request.stop_reason is None
+
+
+def test_a_rule_that_steers_is_carried_out_once_and_the_answer_goes_on(
+    step_publisher: StepPublisher,
+) -> None:
+    steered: list[Any] = []
+    rule = StopRule("p", threshold=0.5, tokens=2, action="steer")
+    with _lookout(step_publisher, steered) as lookout:
+        request = Request(lookout, 1, rule)
+        assert not any(_generate(step_publisher, request, 1) for _ in range(5))
+        assert steered == [(request, rule)]
+
+
+def test_a_rule_that_goes_off_with_the_last_token_steers_nobody(
+    step_publisher: StepPublisher,
+) -> None:
+    steered: list[Any] = []
+    with _lookout(step_publisher, steered) as lookout:
+        request = Request(lookout, 1, StopRule("p", threshold=0.5, action="steer"))
+        _generate(step_publisher, request, 1)
+        toy.forward(step_publisher, 1, start=PROMPT_LEN, count=1)
+        request.num_tokens += 1
+        request.status = Status.FINISHED_STOPPED  # as vLLM's own check leaves it
+        assert wrap_check_stop(lambda *_: True)(request, 100) is True
+    assert steered == []
+
+
+def test_rows_of_others_and_of_other_choices_are_nobodys_business(
+    step_publisher: StepPublisher,
+) -> None:
+    with _lookout(step_publisher) as lookout:
+        request = Request(lookout, 1, StopRule("p", threshold=0.5, tokens=3))
+        request.clairai_request_mark = (1001, 1)
+        lookout.enter(request.clairai_request_mark, request.clairai_watch)
+        step_publisher.begin([toy.new_request(2, prompt_len=PROMPT_LEN)], [])
+        toy.forward(step_publisher, 2, start=0, count=8)
+        assert not _generate(step_publisher, request, 1)
+        lookout._poll()
+        assert request.clairai_watch.next_position == PROMPT_LEN
+
+
+def test_a_rule_that_cannot_be_carried_out_ends_the_answer(step_publisher: StepPublisher) -> None:
+    with _lookout(step_publisher) as lookout:
+        request = Request(lookout, 1, StopRule("p", threshold=0.5, action="steer"))
+        assert [_generate(step_publisher, request, 1) for _ in range(2)] == [False, True]
+        assert request.stop_reason is not None
+        assert "no vector is named so" in request.stop_reason
+
+
+def test_scores_that_never_come_end_the_answer(
+    step_publisher: StepPublisher, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("clairai.compat.stop_rules.SCORE_WAIT_S", 0.01)
+    with _lookout(step_publisher) as lookout:
+        request = Request(lookout, 1, StopRule("p", threshold=0.5))
+        request.num_tokens += 2  # a token was sampled, and no row published
+        assert wrap_check_stop(lambda *_: False)(request, 100) is True
+        assert request.stop_reason is not None
+        assert "did not come" in request.stop_reason
+
+
+def test_the_ring_is_let_go_with_the_last_request(step_publisher: StepPublisher) -> None:
+    with _lookout(step_publisher) as lookout:
+        first, second = (Request(lookout, n, StopRule("p", threshold=9.0)) for n in (1, 2))
+        lookout.leave(first.clairai_request_mark)
+        assert _generate(step_publisher, second, 2) is False
+        lookout.leave(second.clairai_request_mark)
+        lookout.leave(second.clairai_request_mark)
+        assert lookout._reader is None

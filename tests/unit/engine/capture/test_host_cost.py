@@ -1,0 +1,53 @@
+"""What captures cost the engine's own thread does not grow with requests, points or tokens."""
+
+from __future__ import annotations
+
+import gc
+import sys
+from types import FrameType
+from typing import Any
+
+import numpy as np
+import torch
+
+from clairai.engine.publish.publisher import ForwardInputs
+from clairai.engine.publish.step_rows import StepBatch
+from tests.support.capture_parts import order
+from tests.support.capture_rig import ROWS, SITE_NAMES, rig
+
+NUM_WARM = 4
+
+
+def calls_of(num_requests: int, num_points: int) -> int:
+    """Python calls, built-in ones too, of one step in which all decode on."""
+    calls = 0
+
+    def count(_frame: FrameType, event: str, _argument: Any) -> None:
+        nonlocal calls
+        calls += event in ("call", "c_call")
+
+    with rig() as made:
+        ids = [f"r{index}" for index in range(num_requests)]
+        for index, req_id in enumerate(ids):
+            made.enter(req_id, index + 1, order(points=SITE_NAMES[:num_points]))
+        ones_R = np.ones(num_requests, np.int32)
+        for step in range(NUM_WARM + 1):
+            inputs = ForwardInputs(torch.full((ROWS,), step), torch.zeros(ROWS, dtype=torch.int32))
+            batch = StepBatch(ids, ones_R, step * ones_R)
+            gc.disable()  # what others left behind is not counted here
+            sys.setprofile(count if step == NUM_WARM else None)
+            try:
+                made.capture.begin([], [])
+                made.capture.place(batch)
+                made.capture.end(lambda inputs=inputs: inputs)  # type: ignore[misc]
+            finally:
+                sys.setprofile(None)
+                gc.enable()
+        assert made.found(1).rows == (NUM_WARM + 1) * num_points
+    return calls
+
+
+def test_pitfall_13_captures_of_many_cost_no_more_python_than_of_one() -> None:
+    one = calls_of(1, 1)
+    assert calls_of(ROWS, 1) == calls_of(ROWS, len(SITE_NAMES)) == one
+    assert 0 < one < 160

@@ -1,0 +1,92 @@
+"""Where rows come to: torch writes what the clerk reads, and a GPU says when it is there."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+
+import numpy as np
+import pytest
+import torch
+
+from clairai.capture import staging_arena as arenas
+from clairai.capture.staging_arena import COPIED_WORD, HEADER_NBYTES, StagingArena
+from clairai.engine.capture.pinned_arena import PinnedArena
+from clairai.errors import ConfigError, RingError
+from tests.support import cuda
+
+NBYTES = 8192
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.uint16, torch.int32, torch.float32])
+def test_what_torch_writes_lies_where_the_clerk_reads(dtype: torch.dtype) -> None:
+    arena = StagingArena.create(NBYTES)
+    pinned = PinnedArena(arena, torch.device("cpu"))
+    values = torch.arange(12).to(dtype)
+    pinned.tensor(512, dtype, (12,)).copy_(values)
+    pinned.tensor(1024, dtype, (3, 4)).copy_(values.view(3, 4))
+    other = StagingArena.attach(_passed(arena))
+    for start in (512, 1024):
+        read = other.memory[start : start + values.nbytes]
+        assert read.tobytes() == values.numpy().tobytes()
+    arena.land(3)
+    assert (other.is_copied(3), other.is_copied(4), other.landed) == (True, False, 3)
+    pinned.close()
+    arena.close()
+
+
+def _passed(arena: StagingArena) -> int:
+    assert arena.fd is not None
+    return os.dup(arena.fd)
+
+
+def test_room_that_the_clerk_gives_back_is_the_engines_again() -> None:
+    arena = StagingArena.create(1024)
+    clerk = StagingArena.attach(_passed(arena))
+    regions = [arena.take(256) for _ in range(4)]
+    assert arena.take(1) is None
+    assert arena.wait(1, is_served=lambda: False) is None
+    assert regions[1] is not None
+    clerk.free(regions[1].end)
+    assert arena.used_nbytes == 512
+    assert arena.take(256, spare=512) is None
+    again = arena.take(256, spare=256)
+    assert again is not None
+    assert again.start == 0
+    arena.close()
+
+
+def test_memory_that_somebody_could_resize_is_not_attached() -> None:
+    plain = os.memfd_create("plain", os.MFD_ALLOW_SEALING)
+    os.ftruncate(plain, HEADER_NBYTES + NBYTES)
+    with pytest.raises(RingError, match="not sealed"):
+        StagingArena.attach(plain)
+
+
+def test_memory_that_there_is_not_is_said_before_the_first_step() -> None:
+    with pytest.raises(ConfigError, match="staging_mib"):
+        StagingArena.create(1 << 60)
+
+
+def test_memory_that_others_use_is_not_promised(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernel would promise it, and end some process once it is used."""
+    monkeypatch.setattr(arenas, "free_memory_bytes", lambda: NBYTES)
+    with pytest.raises(ConfigError, match=f"no {NBYTES} bytes .* {NBYTES} are free"):
+        StagingArena.create(NBYTES)
+
+
+def test_a_gpu_writes_the_tickets_number_behind_its_copies(monkeypatch: pytest.MonkeyPatch) -> None:
+    driver = cuda.install(monkeypatch)
+    arena = StagingArena.create(NBYTES)
+    pinned = PinnedArena(arena, torch.device("cuda", 1))
+    address = int(arena.whole.ctypes.data)
+    pinned.mark(7, 41)
+    assert driver.ordered == ["stream 7 writes 41"]
+    there = ctypes.string_at(driver.held[address], HEADER_NBYTES)
+    assert np.frombuffer(there, np.uint64)[COPIED_WORD] == 41
+    pinned.close()
+    assert address not in driver.held
+    driver.failing["cuStreamWriteValue64"] = cuda.CUresult.CUDA_ERROR_INVALID_HANDLE
+    with pytest.raises(RingError, match="cuStreamWriteValue64"):
+        pinned.mark(7, 42)
+    arena.close()

@@ -1,0 +1,181 @@
+"""Of any batches, exactly the rows that were ordered are picked, and each for its own request."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from clairai.engine.capture.capture_plan import CapturePlan, KeepThreshold
+from clairai.engine.capture.row_selection import RowSelection, RowSelector, _SelectedStep
+from clairai.engine.publish.step_rows import RequestMark, StepBatch
+from tests.support.capture_parts import batch, order, told_rows
+
+SITES = {"pre_attn.0": 0, "post_block.0": 1, "pre_attn.1": 1}
+NOBODY = RequestMark(99)
+
+
+@dataclass
+class Model:
+    """One request, row by row."""
+
+    stream: int
+    order: CapturePlan | None
+    prompt_len: int
+    next: int = 0
+    seen: int = 0
+    got: list[int] = field(default_factory=list)
+
+    def wants(self, at: int) -> bool:
+        assert self.order is not None
+        return any(first <= at < end for first, end in self.order.ranges)
+
+
+ORDERS = [
+    None,
+    order(),
+    order(ranges=[(3, 7)]),
+    order(ranges=[(0, 2), (5, 6), (9, 2**31 - 1)], points=["pre_attn.0", "post_block.0"]),
+    order(encoder="full8", parameters={"group": 128}, ranges=[(4, 2**31 - 1)]),
+]
+lives = st.lists(st.sampled_from(range(len(ORDERS))), min_size=1, max_size=6)
+
+
+@settings(derandomize=True, deadline=None, max_examples=200)
+@given(st.data(), lives)
+def test_each_step_gives_the_ordered_rows_of_its_requests(data: Any, chosen: list[int]) -> None:
+    selector, models = RowSelector(SITES), dict[str, Model]()
+    for number, which in enumerate(chosen):
+        model = models[f"r{number}"] = Model(number + 1, ORDERS[which], 5 + number)
+        if model.order is not None:
+            assert selector.open(
+                f"r{number}", RequestMark(model.stream), model.prompt_len, model.order
+            )
+    for _ in range(5):
+        names = data.draw(st.lists(st.sampled_from(sorted(models)), unique=True, min_size=1))
+        counts = [data.draw(st.integers(1, 6)) for _ in names]
+        if data.draw(st.booleans()):  # preempted: it begins again
+            models[names[0]].next = 0
+        # The same requests go on, token by token.
+        for each in (counts, *[[1] * len(names)] * data.draw(st.integers(0, 6))):
+            laid = [(name, models[name].next, n) for name, n in zip(names, each, strict=True)]
+            expected = list(_expected(models, laid))
+            found = list(_rows(selector.step(batch(*laid))))
+            assert sorted(found) == sorted(expected)
+
+
+def test_a_step_like_the_last_is_known_from_it_until_a_range_begins_or_ends(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    made, original = list[int](), _SelectedStep.of
+
+    def of(*given: Any) -> _SelectedStep:
+        made.append(len(made))
+        return original(*given)
+
+    monkeypatch.setattr(_SelectedStep, "of", of)
+    selector, wanted = RowSelector(SITES), list[list[int]]()
+    selector.open("a", RequestMark(1), 2, order(ranges=[(4, 8), (12, 14)]))
+    selector.open("b", RequestMark(2), 2, order())
+    lives = np.array([0, 0], np.int32)  # the runner's own, changed in place
+    for at in range(16):
+        lives[:] = at
+        selection = selector.step(StepBatch(["a", "b"], np.array([1, 1], np.int32), lives))
+        assert selection is not None
+        assert selection.position_N.tolist() == [at] * len(selection)
+        wanted.append(selection.row_N.tolist())
+    assert wanted == [[0, 1] if at in (4, 5, 6, 7, 12, 13) else [1] for at in range(16)]
+    assert len(made) == 5
+
+
+def _expected(models: dict[str, Model], laid: list[tuple[str, int, int]]) -> Iterator[Any]:
+    row = 0
+    for name, start, count in laid:
+        model = models[name]
+        for at in range(start, start + count):
+            if model.order is not None and model.wants(at):
+                is_again, phase = at < model.seen, int(at >= model.prompt_len)
+                yield (model.stream, at, row, phase, int(is_again), model.order.points)
+            row += 1
+        model.next = start + count
+        model.seen = max(model.seen, model.next)
+
+
+def _rows(selection: RowSelection | None) -> Iterator[Any]:
+    if selection is None:
+        return
+    rows_N = told_rows(selection)
+    for kind, first, end in zip(
+        selection.cast.kinds, selection.bounds(), selection.bounds()[1:], strict=False
+    ):
+        for row, at in zip(rows_N[first:end], selection.row_N[first:end], strict=True):
+            told = tuple(int(row[name]) for name in ("stream", "position", "phase", "flags"))
+            yield (told[0], told[1], int(at), told[2], told[3], kind.points)
+
+
+def test_a_pick_in_parts_is_the_same_rows() -> None:
+    selector = RowSelector(SITES)
+    selector.open("a", RequestMark(1), 4, order())
+    selector.open(
+        "b", RequestMark(2, 3), 4, order(points=["pre_attn.0"], hold=KeepThreshold("p", 1.0))
+    )
+    selection = selector.step(batch(("a", 0, 5), ("x", 0, 2), ("b", 2, 4)))
+    assert selection is not None
+    parts = list(selection.cut(2))
+    assert [len(part) for part in parts] == [2, 2, 2, 2, 1]
+    assert [row for part in parts for row in _rows(part)] == list(_rows(selection))
+    assert [len(part.held) for part in parts] == [1, 0, 0, 0, 0]
+    assert selection.held[0].seat == (2, 3)
+    assert (selection.held[0].first, selection.held[0].end) == (7, 11)
+    assert selection.counts() == {(1, 0): 5, (2, 3): 4}
+
+
+def test_scores_are_looked_at_where_no_row_is_wanted() -> None:
+    selector = RowSelector(SITES)
+    selector.open("a", RequestMark(1), 4, order(ranges=[(3, 4)], hold=KeepThreshold("p", 1.0)))
+    selection = selector.step(batch(("a", 7, 1)))
+    assert selection is not None
+    assert len(selection) == 0
+    assert [len(part) for part in selection.cut(10)] == [0]
+
+
+def test_steps_without_captured_requests_pick_nothing() -> None:
+    selector = RowSelector(SITES)
+    assert selector.step(batch(("a", 0, 5))) is None
+    selector.open("b", RequestMark(1), 4, order())
+    assert selector.step(batch(("a", 5, 1))) is None
+    assert selector.close("b") == (1, 0)
+    assert selector.close("b") is None
+    assert selector.step(batch(("b", 0, 5))) is None
+
+
+def test_a_place_is_used_again_by_another_request_and_nothing_of_the_first_is_left() -> None:
+    selector = RowSelector(SITES)
+    for number in range(200):
+        name = f"r{number}"
+        assert selector.open(name, RequestMark(number + 1), 3, order())
+        assert not selector.open(name, NOBODY, 9, order())  # it came back after a preemption
+        selection = selector.step(batch((name, 0, 4)))
+        assert selection is not None
+        rows = told_rows(selection)
+        assert rows["stream"].tolist() == [number + 1] * 4
+        assert rows["flags"].tolist() == [0] * 4
+        if number % 3:
+            selector.close(name)
+    assert len(selector) == 67
+
+
+@pytest.mark.parametrize("num_requests", [1, 65, 200])
+def test_any_number_of_requests_can_be_captured_at_once(num_requests: int) -> None:
+    selector = RowSelector(SITES)
+    for number in range(num_requests):
+        selector.open(str(number), RequestMark(number + 1), 1, order())
+    selection = selector.step(batch(*((str(number), 0, 1) for number in range(num_requests))))
+    assert selection is not None
+    rows = told_rows(selection)
+    assert rows["stream"].tolist() == [*range(1, num_requests + 1)]

@@ -1,0 +1,156 @@
+"""A step's rows and scores reach the ring as they are, and nothing of them changes afterwards.
+
+T = tokens in this step, P = probes, D = model width.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import numpy as np
+import torch
+
+from clairai.engine.publish.publisher import FinishedStep, ForwardInputs, HostPublisher
+from clairai.engine.publish.step_rows import RequestMark, RowBuilder, StepBatch, StepRows
+from clairai.engine.score.score_tables import ScoreTables
+from clairai.points import Point
+from clairai.probe.bank import EngineBank
+from clairai.probe.model import Probe
+from clairai.ring.layout import PAYLOAD_OFFSET, RingShape
+from clairai.ring.memory import HostMemory
+from clairai.ring.reader import Record, RingCursor
+from clairai.ring.writer import RingWriter
+from clairai.wire import ring_messages
+
+HERE = Point("post_block", 0)
+SHAPE = RingShape(slots=8, slot_bytes=4096)
+MAX_TOKENS = 256
+VERSION = 3
+
+
+def tables(num_probes: int) -> ScoreTables:
+    """Probe p scores coordinate p of a row."""
+    held = ScoreTables(
+        [str(HERE)], width=num_probes, capacity=num_probes, max_tokens=MAX_TOKENS, device="cpu"
+    )
+    probes = [Probe(f"p{i}", HERE, row_D) for i, row_D in enumerate(np.eye(num_probes, dtype="f4"))]
+    held.load(EngineBank.empty((HERE,), num_probes, num_probes, "toy").add(probes))
+    return held
+
+
+@contextmanager
+def ring(held: ScoreTables) -> Iterator[tuple[HostPublisher, RingCursor]]:
+    with HostMemory.create(SHAPE.nbytes) as memory:
+        publisher = HostPublisher(RingWriter(memory, SHAPE, 0xABCD), held)
+        yield publisher, RingCursor(memory)
+        publisher.close()
+
+
+def rows_of(num_tokens: int, *, start: int = 0, stream: int = 7) -> StepRows:
+    book = RowBuilder()
+    book.open("a", RequestMark(stream, 2), 2)
+    counts_R, starts_R = np.array([num_tokens], np.int32), np.array([start], np.int32)
+    return book.step(StepBatch(["a"], counts_R, starts_R))
+
+
+def inputs() -> ForwardInputs:
+    """The runner's buffers: longer than the step."""
+    return ForwardInputs(
+        torch.arange(MAX_TOKENS), torch.arange(MAX_TOKENS, dtype=torch.int32) + 100
+    )
+
+
+def step_of(rows: StepRows, number: int = 1) -> FinishedStep:
+    return FinishedStep(number, rows, VERSION, inputs())
+
+
+def test_a_step_comes_out_of_the_ring_as_it_was_sent() -> None:
+    held = tables(3)
+    scores_TP = torch.randn(4, 3, generator=torch.Generator().manual_seed(1))
+    held.site(str(HERE)).read(scores_TP)
+    with ring(held) as (publisher, reader):
+        publisher.send(step_of(rows_of(4), number=9))
+        (record,) = reader.poll()
+        assert publisher.published == 1
+    assert (record.step, record.bank_version, record.continued) == (9, VERSION, False)
+    assert record.rows["stream"].tolist() == [7] * 4
+    assert record.rows["choice"].tolist() == [2] * 4
+    assert record.rows["position"].tolist() == [0, 1, 2, 3]
+    assert record.rows["token_id"].tolist() == [100, 101, 102, 103]
+    assert record.rows["phase"].tolist() == [ring_messages.PREFILL] * 2 + [ring_messages.DECODE] * 2
+    assert np.array_equal(record.scores_RC, scores_TP.numpy())
+
+
+def test_rows_that_stand_for_no_forward_carry_no_scores() -> None:
+    held = tables(2)
+    held.site(str(HERE)).read(torch.ones(2, 2))
+    with ring(held) as (publisher, reader):
+        publisher.send(step_of(rows_of(2, start=1)))
+        (record,) = reader.poll()
+    assert record.rows["phase"].tolist() == [
+        ring_messages.CACHED,
+        ring_messages.PREFILL,
+        ring_messages.PREFILL,
+    ]
+    assert np.isnan(record.scores_RC[0]).all()
+    assert (record.scores_RC[1:] == 1).all()
+
+
+def test_a_step_of_events_alone_is_published_too() -> None:
+    book = RowBuilder()
+    book.open("a", RequestMark(7), 2)
+    book.close("a")
+    with ring(tables(2)) as (publisher, reader):
+        publisher.send(step_of(book.idle()))
+        (record,) = reader.poll()
+    assert record.rows["phase"].tolist() == [ring_messages.FINISHED]
+    assert np.isnan(record.scores_RC).all()
+    assert record.scores_RC.shape == (1, 2)
+
+
+def test_a_step_larger_than_a_slot_comes_back_whole() -> None:
+    held = tables(6)
+    scores_TP = torch.randn(200, 6, generator=torch.Generator().manual_seed(2))
+    held.site(str(HERE)).read(scores_TP)
+    with ring(held) as (publisher, reader):
+        publisher.send(step_of(rows_of(200)))
+        records = reader.poll()
+    assert [record.continued for record in records] == [True, True, False]
+    assert np.array_equal(np.concatenate([r.scores_RC for r in records]), scores_TP.numpy())
+    assert np.concatenate([r.rows["position"] for r in records]).tolist() == list(range(200))
+
+
+def content(record: Record) -> bytes:
+    return record.rows.tobytes() + record.scores_RC.tobytes()
+
+
+def test_pitfall_07_a_record_that_is_held_does_not_change_when_the_writer_goes_on() -> None:
+    held = tables(2)
+    with ring(held) as (publisher, reader):
+        kept = []
+        for number in range(4 * SHAPE.slots):
+            held.site(str(HERE)).read(torch.full((3, 2), float(number)))  # in the same tables
+            publisher.send(step_of(rows_of(3, stream=number + 1), number=number))
+            kept += [(record, content(record)) for record in reader.poll()]
+    assert len(kept) == 4 * SHAPE.slots
+    for number, (record, before) in enumerate(kept):
+        assert content(record) == before
+        assert (record.step, set(record.rows["stream"])) == (number, {number + 1})
+        assert (record.scores_RC == number).all()
+
+
+def test_pitfall_07_a_record_that_lies_in_the_ring_itself_would_be_caught() -> None:
+    held = tables(1)
+    with HostMemory.create(SHAPE.nbytes) as memory:
+        publisher = HostPublisher(RingWriter(memory, SHAPE, 0xABCD), held)
+        publisher.send(step_of(rows_of(3)))
+        begin = SHAPE.slot_offset(0) + PAYLOAD_OFFSET
+        rows = np.ndarray((3,), ring_messages.ROW, memory.buffer, begin)
+        scores_RC = np.ndarray((3, 1), np.float32, memory.buffer, begin + rows.nbytes)
+        planted = Record(0, 1, VERSION, False, 0, rows, scores_RC)
+        before = content(planted)
+        held.site(str(HERE)).read(torch.ones(3, 1))
+        for _ in range(SHAPE.slots):
+            publisher.send(step_of(rows_of(3)))
+        assert content(planted) != before

@@ -1,0 +1,267 @@
+"""While the same requests decode, one call of C says what all listeners together would have said.
+
+Two engines get the same steps; one has C for steps that are alike, the other has none.
+"""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from clairai.engine.publish.repeat_path import make_repeat_path
+from tests.support.gpu_launches import LongWay
+from tests.support.probes import probe
+from tests.support.repeat_engine import V1, V2, Engine, engine
+from tests.support.toy_publisher import SECOND
+
+
+def decode(one: Engine, steps: int, who: str = "ab") -> None:
+    for _ in range(steps):
+        one.step(dict.fromkeys(who, 1))
+        one.gpu.publish(1)
+
+
+def steps_told(one: Engine) -> list[int]:
+    return [told["head"][3] for told in one.gpu.told]
+
+
+def placed(one: Engine) -> list[int]:
+    """Where the first request was in the steps that listeners were told of."""
+    return [told[2][0] for told in one.other.take() if told[0] == "place"]
+
+
+@pytest.mark.parametrize("runner", [V1, V2])
+def test_listeners_hear_of_a_step_only_until_steps_are_alike(runner: type[Engine]) -> None:
+    with engine(runner=runner) as one, engine(LongWay, runner) as other:
+        for each in (one, other):
+            decode(each, 6)
+        assert placed(one) == [0]
+        assert placed(other) == [0, 1, 2, 3, 4, 5]
+        assert one.told() == other.told()
+        assert steps_told(one) == [1, 2, 3, 4, 5, 6]
+
+
+def test_one_listener_that_does_not_rest_has_all_of_them_told() -> None:
+    with engine() as one:
+        one.other.is_resting = False
+        decode(one, 3)
+        assert placed(one) == [0, 1, 2]
+        one.other.is_resting = True
+        decode(one, 3)
+        assert placed(one) == [3]
+
+
+def test_who_comes_or_goes_is_heard_of() -> None:
+    with engine() as one:
+        decode(one, 3, "ab")
+        decode(one, 3, "abc")
+        one.step({"a": 1, "c": 1}, finished=("b",))
+        # The step that tells of b is not like the one after it.
+        decode(one, 3, "ac")
+        told = [word for word in one.other.take() if word[0] == "begin"]
+        assert told == [("begin", ["a", "b"], []), ("begin", ["c"], []), ("begin", [], ["b"]),
+                        ("begin", [], [])]  # fmt: skip
+
+
+def test_a_step_that_only_says_who_is_gone_has_a_number_of_its_own() -> None:
+    with engine() as one:
+        decode(one, 3, "ab")
+        one.step({}, finished=("a", "b"))
+        decode(one, 2, "c")
+        assert steps_told(one) == [1, 2, 3, 4, 5, 6]
+
+
+def test_who_is_steered_otherwise_is_heard_of() -> None:
+    with engine() as one:
+        decode(one, 3, "a")
+        one.other.take()
+        one.carried = {"a": None}
+        decode(one, 3, "a")
+        assert one.other.take() == [
+            ("begin", [], []),
+            ("amend", "a", None),
+            ("place", ["a"], [3]),
+            "end",
+        ]
+
+
+def test_a_batch_in_another_order_is_heard_of_from_where_it_is_found_out() -> None:
+    with engine() as one:
+        decode(one, 3, "ab")
+        one.other.take()
+        one.step({"b": 1, "a": 1})
+        assert one.other.take() == [("place", ["b", "a"], [3, 3]), "end"]
+        assert steps_told(one) == [1, 2, 3, 4]
+
+
+def test_an_argument_by_its_name_is_understood() -> None:
+    with engine() as one:
+        decode(one, 3, "a")
+        one.other.take()
+        assert one.execute_model(scheduler_output=one.scheduled({"a": 1})) == "state"
+        assert placed(one) == [3]
+        assert steps_told(one) == [1, 2, 3, 4]
+
+
+def test_warm_up_between_two_steps_is_nobodys() -> None:
+    with engine() as one:
+        decode(one, 3, "a")
+        assert one.execute_model(one.scheduled({"a": 1}), dummy_run=True) == "nobody's"
+        decode(one, 2, "a")
+        assert placed(one) == [0]
+        assert steps_told(one) == [1, 2, 3, 4, 5]
+
+
+def test_a_forward_that_was_no_graph_is_launched_for_though_its_step_was_like_the_last() -> None:
+    with engine() as one:
+        decode(one, 4)
+        one.is_graph = False
+        decode(one, 2)
+        one.is_graph = True
+        decode(one, 3)
+        assert [call[0] for call in one.gpu.queued].count("launch") == 2
+        assert steps_told(one) == [*range(1, 10)]
+
+
+def test_a_step_without_tokens_says_nothing_and_changes_nothing() -> None:
+    with engine() as one:
+        decode(one, 3)
+        one.step({})
+        decode(one, 2)
+        assert placed(one) == [0]
+        assert steps_told(one) == [1, 2, 3, 4, 5]
+
+
+def test_a_gpu_that_is_behind_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All briefs are taken: C has nothing to write on, and leaves the step as it was."""
+    with engine() as one:
+        for _ in range(8):
+            one.step({"a": 1})
+        monkeypatch.setattr(
+            "clairai.engine.publish.device_publisher._wait_for", lambda _: one.gpu.publish(1)
+        )
+        one.step({"a": 1})
+        assert placed(one) == [0, 8]
+        assert steps_told(one) == [*range(1, 10)]
+        *_, flagged = one.told()[-1]["plan"]
+        assert flagged == 0  # had C counted the step too, its row would be told as one seen before
+
+
+def test_a_bank_that_comes_in_between_is_the_next_steps() -> None:
+    with engine() as one:
+        decode(one, 3)
+        one.step_publisher.install(one.step_publisher.columns.add([probe("new", point=SECOND)]))
+        decode(one, 3)
+        versions = [told["head"][4] >> 32 for told in one.gpu.told]
+        assert versions == [0, 0, 0, 1, 1, 1]
+
+
+def test_before_any_step_there_is_none_to_repeat() -> None:
+    ones_R = np.ones(1, np.int32)
+    assert not make_repeat_path().again(["a"], ones_R, ones_R)
+
+
+@pytest.mark.parametrize("name", ["execute_model", "prepare_inputs"])
+def test_what_the_runner_raises_is_raised(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*_: Any) -> None:
+        raise RuntimeError("CUDA error")
+
+    monkeypatch.setattr(V2, name, broken)
+    with engine() as one:
+        one.come["a"], one.step_publisher.repeat_path.is_on = 0, True
+        with pytest.raises(RuntimeError, match="CUDA error"):
+            one.step({"a": 1})
+
+
+@pytest.mark.parametrize("gone", ["scheduled_new_reqs", "finished_req_ids"])
+def test_a_scheduler_that_says_nothing_of_who_comes_or_goes_is_an_error(gone: str) -> None:
+    with engine() as one:
+        decode(one, 2, "a")
+        scheduled = one.scheduled({"a": 1})
+        delattr(scheduled, gone)
+        with pytest.raises(AttributeError, match=gone):
+            one.execute_model(scheduled)
+
+
+def test_a_step_that_is_like_the_last_holds_nothing_of_its_batch() -> None:
+    with engine() as one:
+        decode(one, 3, "a")
+        batch = one.lay_out(one.scheduled({"a": 1}))
+        assert one.step_publisher.repeat_path.is_on
+        watched = [
+            weakref.ref(batch.num_scheduled_tokens),
+            weakref.ref(batch.num_computed_tokens_np),
+        ]
+        del batch
+        assert [each() for each in watched] == [None, None]
+
+
+def test_an_engine_that_is_gone_leaves_nothing_behind() -> None:
+    gc.collect()
+    before = num_of_c()
+    with engine() as one:
+        decode(one, 3)
+        assert num_of_c() == before + 3  # Steady, and two methods that are wrapped
+        watched = weakref.ref(one)
+        del one
+    gc.collect()
+    assert watched() is None
+    assert num_of_c() == before
+
+
+def num_of_c() -> int:
+    return [type(one).__module__ for one in gc.get_objects()].count("steady")
+
+
+# Of some steps: what they are, who is in them, how many, and how much is published after each.
+SCRIPT = st.lists(
+    st.tuples(
+        st.sampled_from(["graph", "graph", "graph", "python", "blank", "empty", "bank", "weights"]),
+        st.sampled_from(["a", "ab", "ba", "abc", "abcd"]),
+        st.integers(1, 12),
+        st.sampled_from([1, 1, 1, 2, 100]),
+        st.sampled_from(["", "", "a", "c"]),
+        st.integers(0, 3),
+    ),
+    max_size=10,
+)
+
+
+@given(SCRIPT)
+@pytest.mark.parametrize("runner", [V1, V2])
+def test_what_the_gpu_is_told_does_not_depend_on_who_tells_it(
+    runner: type[Engine], script: list[tuple[str, str, int, int, str, int]]
+) -> None:
+    with engine(runner=runner) as short, engine(LongWay, runner) as long:
+        for one in (short, long):
+            for kind, who, times, count, gone, published in script:
+                play(one, kind, who, times, count, gone, published)
+        assert short.told() == long.told()
+        assert short.publisher.published == long.publisher.published
+        assert short.publisher.last_step == long.publisher.last_step
+
+
+def play(
+    one: Engine, kind: str, who: str, times: int, count: int, gone: str, published: int
+) -> None:
+    one.is_graph = kind != "python"
+    if kind == "bank":
+        one.gpu.publish(len(one.gpu.step_headers))  # it is waited for
+        one.step_publisher.install(one.step_publisher.columns)
+    if kind == "weights":
+        one.gpu.publish(len(one.gpu.step_headers))
+        one.step_publisher.set_weights_version((one.step_publisher.weights or 0) + 1)
+    for _ in range(times):
+        if kind == "blank":
+            one._dummy_run(3)
+        one.step({} if kind == "empty" else dict.fromkeys(who, count))
+        one.gpu.publish(published if len(one.gpu.step_headers) < 5 else 5)
+    if gone in one.come:
+        one.step({}, finished=(gone,))
+        one.gpu.publish(1)

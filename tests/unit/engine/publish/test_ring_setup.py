@@ -1,0 +1,128 @@
+"""A ring opens in the home that was asked for, says so to readers, and leaves nothing behind."""
+
+from __future__ import annotations
+
+import ctypes
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from clairai.engine.publish import device_publisher, gpu_launcher
+from clairai.engine.publish.publisher import HostPublisher
+from clairai.engine.publish.ring_setup import OpenRing, _with_ahead, open_ring
+from clairai.engine.score.score_tables import ScoreTables
+from clairai.errors import ConfigError, RingError
+from clairai.local.gpu_memory import DeviceMemory
+from clairai.ring.layout import HEADER, RingHeader, RingShape
+from clairai.ring.memory import HostMemory
+from clairai.settings import Settings
+from tests.process.footprint import nothing_left_behind
+from tests.support.cuda import UUIDS, ToyDriver, install
+
+EPOCH = 7
+
+
+class ToyLaunch:
+    """Stands where the kernel is launched; keeps what it was told of the ring."""
+
+    def __init__(self, ring: int, shape: RingShape, tables: ScoreTables, max_requests: int) -> None:
+        self.ring, self.shape = ring, shape
+        self.given = (tables, max_requests)
+        self.is_flushed = False
+
+    def begin(self) -> None: ...
+
+    def note(self, ledger: int, step: int) -> bool:
+        raise NotImplementedError
+
+    def flush(self) -> None:
+        self.is_flushed = True
+
+
+@pytest.fixture
+def driver(monkeypatch: pytest.MonkeyPatch) -> ToyDriver:
+    monkeypatch.setattr(gpu_launcher, "GpuLauncher", ToyLaunch)
+    return install(monkeypatch)
+
+
+def tables(device: str) -> ScoreTables:
+    held = ScoreTables(["a", "b"], width=4, capacity=8, max_tokens=16, device="cpu")
+    held.device = torch.device(device)
+    return held
+
+
+def opened(device: str, home: str) -> OpenRing:
+    return open_ring(Settings(ring_mib=1, ring_home=home), tables(device), 32, EPOCH)
+
+
+def launch_of(home: OpenRing) -> ToyLaunch:
+    assert isinstance(home.publisher, device_publisher.DevicePublisher)
+    assert isinstance(home.publisher._launch, ToyLaunch)
+    return home.publisher._launch
+
+
+def test_a_cpu_engine_has_its_ring_in_host_memory_and_writes_it_itself() -> None:
+    with nothing_left_behind():
+        home = opened("cpu", "host")
+        assert isinstance(home.publisher, HostPublisher)
+        assert isinstance(home.memory, HostMemory)
+        assert home.shape.ahead == 1
+        assert home.shape.rows_per_record(16) >= 16
+        home.close()
+        home.close()
+        del home  # its writer's view keeps the pages: a late write never hits another's memory
+
+
+def test_a_ring_in_gpu_memory_is_refused_on_a_cpu() -> None:
+    with nothing_left_behind(), pytest.raises(ConfigError, match='runs on a CPU; use "host"'):
+        opened("cpu", "device")
+
+
+def test_on_a_gpu_the_host_ring_is_mapped_for_as_long_as_it_is_open(driver: ToyDriver) -> None:
+    with nothing_left_behind():
+        home = opened("cuda:1", "host")
+        launch = launch_of(home)
+        assert isinstance(home.memory, HostMemory)
+        assert RingHeader.unpack(home.memory.copy(0, HEADER.size)) == RingHeader(EPOCH, home.shape)
+        assert launch.shape.ahead == 64
+        here = ctypes.addressof(ctypes.c_char.from_buffer(home.memory.buffer))
+        assert len(driver.held[here]) == home.memory.nbytes
+        assert driver.context == "context of 1"
+        assert launch.ring == ctypes.addressof(driver.held[here])
+        home.close()
+        assert (launch.is_flushed, driver.held) == (True, {})
+
+
+def test_on_a_gpu_the_device_ring_lies_where_the_engine_runs(driver: ToyDriver) -> None:
+    home = opened("cuda:1", "device")
+    assert isinstance(home.memory, DeviceMemory)
+    assert (home.memory.uuid, home.memory.fds) == (UUIDS[1].hex(), ())
+    assert RingHeader.unpack(home.memory.copy(0, HEADER.size)) == RingHeader(EPOCH, home.shape)
+    assert launch_of(home).ring == home.memory.address
+    home.close()
+    assert driver.held == {}
+
+
+@pytest.mark.parametrize("home", ["host", "device"])
+def test_a_launch_that_cannot_be_made_leaves_nothing_behind(
+    driver: ToyDriver, monkeypatch: pytest.MonkeyPatch, home: str
+) -> None:
+    def fail(*_: object) -> None:
+        raise RingError("no stream")
+
+    monkeypatch.setattr(gpu_launcher, "GpuLauncher", fail)
+    with nothing_left_behind(), pytest.raises(RingError, match="no stream"):
+        opened("cuda:0", home)
+    assert driver.held == {}
+
+
+@given(st.integers(2, 1000))
+def test_a_gpu_writes_a_power_of_two_of_records_at_once_and_half_the_ring_at_most(
+    slots: int,
+) -> None:
+    ahead = _with_ahead(RingShape(slots, 4096)).ahead
+    assert ahead in (1, 2, 4, 8, 16, 32, 64)
+    assert ahead <= slots // 2
+    assert ahead == 64 or 2 * ahead > slots // 2

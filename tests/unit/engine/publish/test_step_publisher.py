@@ -1,0 +1,25 @@
+"""What the worker's side of clairai does between the steps of an engine."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.support.toy_publisher import running_publisher
+
+
+def test_a_forward_of_nobodys_rows_waits_until_the_last_steps_are_read(
+    runtime: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It writes where they lie; on a GPU they may still be on their way out."""
+    waited = []
+    with running_publisher(runtime) as step_publisher:
+        monkeypatch.setattr(step_publisher._publisher, "begin", lambda: waited.append(1))
+        step_publisher.blank()
+        assert waited == [1]
+        step_publisher._is_serving = (
+            False  # start-up: nothing has been read, and graphs are captured
+        )
+        step_publisher.blank()
+    assert waited == [1]

@@ -1,0 +1,266 @@
+"""Every forwarded token is one row of its own request, whatever the engine does to its batch."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from clairai.engine.publish.step_rows import RequestMark, RowBuilder, StepBatch, StepRows
+from clairai.wire import ring_messages
+from tests.support.engine_steps import Plan, Row, ToyEngine, plans
+
+histories = st.lists(plans, min_size=1, max_size=25)
+
+
+def run(history: list[Plan], book: RowBuilder | None = None) -> list[Row]:
+    """All rows of a history, each step's compared with the reference."""
+    engine = ToyEngine(RowBuilder() if book is None else book)
+    rows = []
+    for plan in [*history, Plan()]:
+        found, expected = engine.step(plan)
+        assert found == expected
+        assert len(engine.book) == len(engine.live)
+        rows += found
+    return rows
+
+
+@settings(derandomize=True, deadline=None, max_examples=300)
+@given(histories)
+def test_pitfall_01_every_row_is_whose_a_slow_and_obvious_reference_says(
+    history: list[Plan],
+) -> None:
+    run(history)
+
+
+@settings(derandomize=True, deadline=None, max_examples=100)
+@given(histories)
+def test_a_request_is_finished_once_and_says_nothing_afterwards(history: list[Plan]) -> None:
+    rows = run(history)
+    finished = Counter(row.stream for row in rows if row.phase == ring_messages.FINISHED)
+    assert set(finished.values()) <= {1}
+    for stream in finished:
+        assert [row.phase for row in rows if row.stream == stream][-1] == ring_messages.FINISHED
+
+
+@settings(derandomize=True, deadline=None, max_examples=100)
+@given(histories)
+def test_the_newest_rows_and_cached_spans_of_a_request_cover_it_without_a_gap(
+    history: list[Plan],
+) -> None:
+    covered: dict[int, int] = {}
+    for row in run(history):
+        if row.phase == ring_messages.FINISHED:
+            assert row.position == covered.get(row.stream, 0)
+        elif not row.flags:
+            assert row.position == covered.get(row.stream, 0)
+            covered[row.stream] = row.position + row.span
+        else:
+            assert row.position < covered[row.stream]
+
+
+def test_a_chunked_prompt_an_answer_and_its_end_come_as_they_happen() -> None:
+    engine = ToyEngine(RowBuilder())
+    phases = []
+    history = [Plan(new=[(5, 2, 0)], counts=[2]), *[Plan(counts=[1])] * 2, Plan(finish=[0])]
+    for plan in history:
+        found, expected = engine.step(plan)
+        assert found == expected
+        phases += [(ring_messages.PHASE_NAMES[row.phase], row.position, row.span) for row in found]
+    assert phases == [
+        ("cached", 0, 2),
+        *(("prefill", 2, 1), ("prefill", 3, 1), ("prefill", 4, 1)),
+        *(("decode", 5, 1), ("finished", 6, 0)),
+    ]
+
+
+def test_a_preempted_request_computes_again_what_it_had_and_says_so() -> None:
+    engine = ToyEngine(RowBuilder())
+    engine.step(Plan(new=[(3, 0, 0)], counts=[5]))
+    found, expected = engine.step(Plan(preempt=[(0, 1)], counts=[6]))
+    assert found == expected
+    assert [(row.position, row.phase, row.flags) for row in found] == [
+        (1, ring_messages.PREFILL, ring_messages.RECOMPUTED),
+        (2, ring_messages.PREFILL, ring_messages.RECOMPUTED),
+        (3, ring_messages.DECODE, ring_messages.RECOMPUTED),
+        (4, ring_messages.DECODE, ring_messages.RECOMPUTED),
+        (5, ring_messages.DECODE, 0),
+        (6, ring_messages.DECODE, 0),
+    ]
+
+
+@pytest.mark.parametrize("num_requests", [63, 64, 65, 128, 129, 300])
+def test_more_requests_than_the_book_began_with_keep_their_own_rows(num_requests: int) -> None:
+    history = [
+        Plan(new=[(index % 7 + 1, 0, index % 4) for index in range(num_requests)]),
+        Plan(counts=[3] * num_requests, order=17),
+        Plan(finish=list(range(0, num_requests, 3))),
+        Plan(new=[(4, 1, 2)] * num_requests),  # in the places of the finished ones, and new ones
+        Plan(counts=[2] * 2 * num_requests, order=5),
+    ]
+    assert len(run(history)) > 3 * num_requests
+
+
+def test_a_place_that_is_used_again_remembers_nothing_of_its_last_owner() -> None:
+    book = RowBuilder()
+    book.open("a", RequestMark(7, 3), 100)
+    book.step(StepBatch(["a"], np.array([50], np.int32), np.array([0], np.int32)))
+    book.close("a")
+    book.open("b", RequestMark(8, 0), 1)
+    rows = book.step(StepBatch(["b"], np.array([1], np.int32), np.array([1], np.int32)))
+    (finished, cached, token) = rows.fill(np.array([1]), np.array([42]))
+    assert (finished["stream"], finished["position"], finished["choice"]) == (7, 50, 3)
+    assert (cached["stream"], cached["position"], cached["span"]) == (8, 0, 1)
+    assert (token["stream"], token["choice"], token["phase"], token["flags"]) == (8, 0, 1, 0)
+
+
+def test_a_request_that_never_reached_the_worker_ends_in_silence() -> None:
+    book = RowBuilder()
+    book.close("nobody")
+    rows = book.idle()
+    assert (rows.num_tokens, len(rows.events)) == (0, 0)
+
+
+def test_a_step_that_forwards_nothing_still_says_who_finished() -> None:
+    book = RowBuilder()
+    book.open("a", RequestMark(7), 3)
+    book.close("a")
+    rows = book.idle().fill(np.zeros(0, np.int64), np.zeros(0, np.int32))
+    assert [(row["stream"], row["phase"], row["span"]) for row in rows] == [
+        (7, ring_messages.FINISHED, 0)
+    ]
+    assert len(book.idle().events) == 0
+
+
+def test_a_step_keeps_its_rows_while_the_book_goes_on() -> None:
+    """On a GPU the rows are filled in later, when the next step may have begun."""
+    book = RowBuilder()
+    counts, starts = np.array([2], np.int32), np.array([0], np.int32)
+    book.open("a", RequestMark(7), 1)
+    step = book.step(StepBatch(["a"], counts, starts))
+    book.close("a")
+    book.open("b", RequestMark(8, 5), 99)
+    counts[:] = 9  # the runner's own buffers, reused
+    book.step(StepBatch(["b"], np.array([4], np.int32), starts))
+    rows = step.fill(np.array([0, 1]), np.array([10, 11]))
+    assert rows["stream"].tolist() == [7, 7]
+    assert rows["phase"].tolist() == [ring_messages.PREFILL, ring_messages.DECODE]
+
+
+def test_a_batch_with_a_request_nobody_opened_is_an_error_and_not_a_guess() -> None:
+    with pytest.raises(KeyError, match="stranger"):
+        RowBuilder().step(StepBatch(["stranger"], np.array([1], np.int32), np.array([0], np.int32)))
+
+
+def test_steps_of_the_same_requests_share_what_they_are_told_and_others_do_not() -> None:
+    book = RowBuilder()
+    for number in range(3):
+        book.open(f"r{number}", RequestMark(number + 1), 5)
+    req_ids = ["r0", "r1"]
+    first, second = step_of(book, req_ids), step_of(book, req_ids)
+    assert second.roster is first.roster
+    req_ids.reverse()  # the runner's own list, changed in place
+    assert step_of(book, req_ids).roster.streams_R.tolist() == [2, 1]
+    assert step_of(book, ["r1", "r2"]).roster.streams_R.tolist() == [2, 3]
+    assert first.roster.streams_R.tolist() == [1, 2]
+
+
+def step_of(book: RowBuilder, req_ids: list[str]) -> StepRows:
+    counts_R = np.ones(len(req_ids), np.int32)
+    return book.step(StepBatch(req_ids, counts_R, np.zeros(len(req_ids), np.int32)))
+
+
+def reused_name(book: RowBuilder) -> list[int]:
+    """Streams of two steps between which a request ends and another takes its name."""
+    book.open("a", RequestMark(7), 1)
+    first = step_of(book, ["a"])
+    book.close("a")
+    book.open("b", RequestMark(8), 1)
+    book.open("a", RequestMark(9), 1)
+    return [*first.roster.streams_R.tolist(), *step_of(book, ["a"]).roster.streams_R.tolist()]
+
+
+def test_a_name_that_is_used_again_is_another_request() -> None:
+    assert reused_name(RowBuilder()) == [7, 9]
+
+
+def test_a_batch_with_a_request_that_has_ended_is_an_error_and_not_a_memory() -> None:
+    book = RowBuilder()
+    book.open("a", RequestMark(7), 1)
+    step_of(book, ["a"])
+    book.close("a")
+    with pytest.raises(KeyError, match="a"):
+        step_of(book, ["a"])
+
+
+class RememberingBook(RowBuilder):
+    """Knows a batch again although one of it has ended."""
+
+    def close(self, req_id: str) -> None:
+        roster = self._roster
+        super().close(req_id)
+        self._roster = roster
+
+
+def test_a_book_that_remembers_too_long_would_be_caught() -> None:
+    assert reused_name(RememberingBook()) == [7, 7]
+
+
+@pytest.mark.parametrize("num_events", [0, 1, 4, 5, 8, 9, 17])
+def test_events_are_cut_into_parts_in_order_and_the_tokens_come_last(num_events: int) -> None:
+    book = RowBuilder()
+    for number in range(num_events):
+        book.open(f"gone-{number}", RequestMark(100 + number), 1)
+        book.close(f"gone-{number}")
+    book.open("a", RequestMark(7), 1)
+    whole = book.step(StepBatch(["a"], np.array([3], np.int32), np.array([0], np.int32)))
+    *before, last = whole.cut_events(4)
+    parts = [*before, last]
+    assert np.concatenate([part.events for part in parts]).tobytes() == whole.events.tobytes()
+    assert all(len(part.events) == 4 and part.num_tokens == 0 for part in before)
+    assert len(last.events) <= 4
+    assert [part.is_cut for part in parts] == [True] * len(before) + [False]
+    assert (last.num_tokens, last.roster) == (3, whole.roster)
+
+
+class NeighbourBook(RowBuilder):
+    """Gives every request the rows of the next one in the batch."""
+
+    def step(self, batch: StepBatch) -> StepRows:
+        return super().step(StepBatch([*batch.req_ids[1:], *batch.req_ids[:1]], *_arrays(batch)))
+
+
+class ForgetfulBook(RowBuilder):
+    """Does not know a request that comes back."""
+
+    def open(self, req_id: str, mark: RequestMark, prompt_len: int) -> None:
+        self._slots.pop(req_id, None)
+        super().open(req_id, mark, prompt_len)
+
+
+class StaleBook(RowBuilder):
+    """Leaves in a place what its last owner had."""
+
+    def open(self, req_id: str, mark: RequestMark, prompt_len: int) -> None:
+        seen = self._seen_S.copy()
+        super().open(req_id, mark, prompt_len)
+        self._seen_S[: len(seen)] = seen
+
+
+def _arrays(batch: StepBatch) -> tuple[np.ndarray, np.ndarray]:
+    return batch.counts_R, batch.starts_R
+
+
+@pytest.mark.parametrize("broken", [NeighbourBook, ForgetfulBook, StaleBook])
+def test_a_book_that_mixes_requests_up_is_caught_by_the_reference(broken: type[RowBuilder]) -> None:
+    history = [
+        Plan(new=[(6, 1, 0), (3, 0, 1)], counts=[3, 3]),
+        Plan(counts=[2, 1], preempt=[(1, 0)]),
+        Plan(finish=[0], new=[(9, 0, 2)], counts=[1, 2]),
+    ]
+    run(history)
+    with pytest.raises(AssertionError):
+        run(history, broken())

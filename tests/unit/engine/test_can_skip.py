@@ -1,0 +1,37 @@
+"""Who steers or captures nobody has nothing to do in a step that is like the last one."""
+
+from __future__ import annotations
+
+from clairai.engine.publish.step_publisher import NewRequest
+from clairai.engine.publish.step_rows import RequestMark
+from clairai.engine.steer.worker_steering import WorkerSteering
+from tests.support.capture_parts import order
+from tests.support.capture_rig import rig
+from tests.unit.engine.steer.test_worker_steering import adding, batch, made
+
+
+def steered(name: str) -> NewRequest:
+    return NewRequest(name, f"api-{name}", RequestMark(1), 4, adding(1))
+
+
+def test_steering_rests_while_nobody_is_steered_and_the_map_says_so() -> None:
+    _, steering = made()
+    worker_steering = WorkerSteering(steering)
+    assert worker_steering.can_skip()
+    worker_steering.begin([steered("a")], [])
+    worker_steering.place(batch(a=(0, 1), b=(0, 1)))
+    assert not worker_steering.can_skip()
+    worker_steering.begin([], ["a"])
+    assert not worker_steering.can_skip()  # its row on the GPU is still steered
+    worker_steering.place(batch(b=(1, 1)))
+    assert worker_steering.can_skip()
+
+
+def test_captures_rest_while_nobody_is_captured() -> None:
+    with rig() as one:
+        assert one.capture.can_skip()
+        one.enter("a", 1, order())
+        one.step(("a", 0, 2), ("b", 0, 2))
+        assert not one.capture.can_skip()
+        one.step(("b", 2, 1), finished=("a",))
+        assert one.capture.can_skip()

@@ -1,0 +1,93 @@
+"""Takes vLLM's log; gives what it is doing and why it ended, and never an endless file."""
+
+from __future__ import annotations
+
+import stat
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from clairai.launch import engine_log as log_module
+from clairai.launch.engine_log import EngineLog
+from clairai.launch.user_output import show_start_progress
+
+PREFIX = "(EngineCore pid=5) INFO 11-15 03:55:40 [core.py:20] "
+
+
+def test_the_log_says_what_vllm_is_doing_without_its_prefix(tmp_path: Path) -> None:
+    log = EngineLog(tmp_path / "log")
+    assert log.newest() == ""
+    log.path.write_text(f"{PREFIX}Loading weights\n\n")
+    assert log.newest() == "Loading weights"
+
+
+@pytest.mark.parametrize(
+    ("line", "stage"),
+    [
+        ("", "importing vLLM"),
+        (f"{PREFIX}Initializing a V1 LLM engine (v0.32.0)", "setting up"),
+        (f"{PREFIX}Starting to load model /models/tiny...", "loading the weights"),
+        ("Loading safetensors checkpoint shards:  50% Completed | 1/2", "loading the weights"),
+        (f"{PREFIX}Enforce eager set, disabling torch.compile, CUDAGraphs", "importing vLLM"),
+        (f"{PREFIX}Dynamo bytecode transform time: 3.10 s", "compiling"),
+        (f"{PREFIX}CPU KV cache size: 23,296 tokens", "warming up"),
+        ("Capturing CUDA graphs (mixed prefill-decode, PIECEWISE):  10%", "capturing graphs"),
+        (f"{PREFIX}Starting vLLM server on unix:/run/me/api.sock", "opening its server"),
+    ],
+)
+def test_a_stage_is_known_by_vllms_own_words_and_holds_none_of_them(
+    tmp_path: Path, line: str, stage: str
+) -> None:
+    log = EngineLog(tmp_path / "log")
+    log.path.write_text(f"{line}\nanything else\n")
+    assert log.stage() == stage
+
+
+def test_a_log_is_ours_alone_and_begins_anew_with_each_server(tmp_path: Path) -> None:
+    log = EngineLog(tmp_path / "log")
+    log.path.write_text("an older server\n")
+    with log.create() as file:
+        file.write(b"a newer one\n")
+    assert log.lines() == ["a newer one"]
+    assert (tmp_path / "log.old").read_text() == "an older server\n"
+    assert stat.S_IMODE(log.path.stat().st_mode) == 0o600
+
+
+def test_a_long_log_is_cut_and_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(log_module, "_MAX_BYTES", 10)
+    log = EngineLog(tmp_path / "log")
+    log.trim()  # not there yet
+    with log.create() as file:
+        file.write(b"line one\n")
+        file.flush()
+        log.trim()
+        assert log.lines() == ["line one"]
+        file.write(b"line two\n")
+        file.flush()
+        log.trim()
+        file.write(b"three\n")
+    assert log.lines() == ["three"]
+    assert (tmp_path / "log.old").read_text() == "line one\nline two\n"
+
+
+def test_off_a_terminal_each_stage_is_a_line_of_its_own_once(tmp_path: Path) -> None:
+    log = EngineLog(tmp_path / "log")
+    said: list[str] = []
+    with show_start_progress(None, log, said.append) as tick:
+        tick()
+        tick()
+        log.path.write_text(f"{PREFIX}Starting to load model /secret/path...\n")
+        tick()
+        tick()
+    assert said == ["vLLM is importing vLLM, 0 s", "vLLM is loading the weights, 0 s"]
+
+
+def test_on_a_terminal_one_line_moves_and_nothing_is_said(tmp_path: Path) -> None:
+    log = EngineLog(tmp_path / "log")
+    log.path.write_text(f"{PREFIX}Starting to load model tiny...\n")
+    with (tmp_path / "screen").open("w") as screen:
+        console = Console(file=screen, force_terminal=True, width=60)
+        with show_start_progress(console, log, lambda line: pytest.fail(line)) as tick:
+            tick()
+    assert "loading the weights: Starting to load model tiny" in (tmp_path / "screen").read_text()

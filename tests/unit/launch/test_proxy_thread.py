@@ -1,0 +1,79 @@
+"""Takes an app and a port; gives it answering in a thread, and a port that is free again."""
+
+from __future__ import annotations
+
+import contextlib
+import http.client
+import socket
+from collections.abc import AsyncIterator
+
+import pytest
+import uvicorn
+from fastapi import FastAPI
+
+from clairai.errors import ClairaiError, ConfigError
+from clairai.launch.engine_command import ListenAddress
+from clairai.launch.proxy_thread import ProxyThread, listen
+from clairai.proxy.app import create_server
+from clairai.proxy.proxy_settings import ProxySettings
+
+
+def free_port() -> int:
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        return int(sock.getsockname()[1])
+
+
+def _server(app: FastAPI) -> uvicorn.Server:
+    return create_server(app, ProxySettings("http://127.0.0.1:1"))
+
+
+def _get(port: int, path: str) -> tuple[int, bytes]:
+    with contextlib.closing(http.client.HTTPConnection("127.0.0.1", port, timeout=10)) as asked:
+        asked.request("GET", path)
+        answer = asked.getresponse()
+        return answer.status, answer.read()
+
+
+def test_the_app_answers_inside_the_block_and_the_port_is_free_after_it() -> None:
+    ended: list[bool] = []
+
+    @contextlib.asynccontextmanager
+    async def lifespan(_: FastAPI) -> AsyncIterator[None]:
+        yield
+        ended.append(True)
+
+    app = FastAPI(lifespan=lifespan)
+    app.get("/health")(lambda: "well")
+    port = free_port()
+    with ProxyThread(_server(app), listen(ListenAddress(port=port))) as front:
+        assert _get(port, "/health") == (200, b'"well"')
+        front.check()
+    assert ended == [True]
+    listen(ListenAddress(port=port)).close()
+
+
+def test_a_port_that_is_taken_is_said_before_anything_starts() -> None:
+    port = free_port()
+    with (
+        listen(ListenAddress(port=port)),
+        pytest.raises(ConfigError, match=r"in use\); choose another with --port"),
+    ):
+        listen(ListenAddress(port=port))
+
+
+def test_a_host_that_is_not_ours_is_said() -> None:
+    with pytest.raises(ConfigError, match="cannot be used"):
+        listen(ListenAddress("192.0.2.1", 7000, api_key="k"))
+
+
+def test_an_app_that_cannot_start_is_an_error_and_not_a_wait() -> None:
+    @contextlib.asynccontextmanager
+    async def lifespan(_: FastAPI) -> AsyncIterator[None]:
+        raise RuntimeError("planted")
+        yield
+
+    with listen(ListenAddress(port=free_port())) as listener:
+        front = ProxyThread(_server(FastAPI(lifespan=lifespan)), listener)
+        with pytest.raises(ClairaiError, match="the proxy has ended"):
+            front.__enter__()

@@ -1,0 +1,202 @@
+"""Takes an engine and its readers in one folder; gives the promises of the handshake, each."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import stat
+import warnings
+from pathlib import Path
+
+import pytest
+
+from clairai.errors import EngineGoneError, HandshakeError, RingError
+from clairai.local.private_socket import encode_frame, live_engine_sockets, runtime_dir, socket_path
+from clairai.ring.attach import RingReader
+from clairai.ring.server import MAX_READERS
+from clairai.wire.ring_messages import MAX_MESSAGE_BYTES, Bank, ProbeInfo
+from tests.process.parts import attach_first, forked, publish_plain, running_engine, until
+
+
+def test_many_readers_each_get_every_record(tmp_path: Path) -> None:
+    with running_engine(tmp_path) as engine:
+        readers = [RingReader.attach(engine.server.path) for _ in range(5)]
+        publish_plain(engine.writer, 3)
+        assert [len(reader.poll()) for reader in readers] == [3] * 5
+        assert {reader.welcome.epoch for reader in readers} == {engine.epoch}
+        for reader in readers:
+            reader.close()
+
+
+def test_a_bank_of_a_thousand_probes_crosses_the_socket(tmp_path: Path) -> None:
+    probes = tuple(
+        ProbeInfo(
+            f"probe-{i:04}-{'n' * 40}", "post_block.10", "sigmoid", 0.5, (-1.0, 1.0), "d" * 64
+        )
+        for i in range(1000)
+    )
+    bank = Bank(3, probes)
+    assert 200_000 < len(encode_frame(bank)) < MAX_MESSAGE_BYTES
+    with (
+        running_engine(tmp_path, bank_of=lambda _: bank) as engine,
+        RingReader.attach(engine.server.path) as reader,
+    ):
+        assert reader.bank(3) == bank
+
+
+def test_a_bank_too_large_for_a_message_is_refused_and_the_reader_stays(tmp_path: Path) -> None:
+    bank = Bank(3, (ProbeInfo("n" * MAX_MESSAGE_BYTES, "post_block.1"),))
+    with (
+        running_engine(tmp_path, bank_of=lambda _: bank) as engine,
+        RingReader.attach(engine.server.path) as reader,
+    ):
+        with pytest.raises(HandshakeError, match="too-large"):
+            reader.bank(3)
+        assert reader.is_alive()
+
+
+def test_a_bank_is_asked_for_once(tmp_path: Path) -> None:
+    asked: list[int] = []
+
+    def bank_of(version: int) -> Bank:
+        asked.append(version)
+        return Bank(version, ())
+
+    with (
+        running_engine(tmp_path, bank_of=bank_of) as engine,
+        RingReader.attach(engine.server.path) as reader,
+    ):
+        assert reader.bank(4) is reader.bank(4)
+    assert asked == [4]
+
+
+def test_a_bank_that_never_was_is_refused_and_the_reader_goes_on(tmp_path: Path) -> None:
+    with running_engine(tmp_path) as engine, RingReader.attach(engine.server.path) as reader:
+        with pytest.raises(HandshakeError, match="unknown-bank"):
+            reader.bank(99)
+        assert reader.bank(1).version == 1
+
+
+def test_an_engine_whose_bank_lookup_fails_lets_only_that_reader_go(tmp_path: Path) -> None:
+    def bank_of(version: int) -> Bank:
+        return {1: Bank(1, ())}[version]
+
+    with (
+        running_engine(tmp_path, bank_of=bank_of) as engine,
+        RingReader.attach(engine.server.path) as first,
+        RingReader.attach(engine.server.path) as second,
+    ):
+        with pytest.raises(EngineGoneError):
+            first.bank(2)
+        assert second.bank(1) == Bank(1, ())
+
+
+def test_a_closed_engine_is_seen_as_gone_and_its_socket_is_removed(tmp_path: Path) -> None:
+    with running_engine(tmp_path) as engine:
+        reader = RingReader.attach(engine.server.path)
+        assert reader.is_alive()
+        assert not reader.wait(timeout_s=0.001)
+    with reader:
+        assert not reader.is_alive()
+        assert reader.wait(timeout_s=0)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_nobody_at_the_socket_is_an_engine_gone(tmp_path: Path) -> None:
+    with pytest.raises(EngineGoneError, match="start the engine"):
+        RingReader.attach(tmp_path / "engine-0.sock")
+
+
+def test_engines_are_listed_newest_first_and_only_while_they_live(tmp_path: Path) -> None:
+    with running_engine(tmp_path) as old:
+        os.utime(old.server.path, (1, 1))
+        with running_engine(tmp_path) as new:
+            assert live_engine_sockets(tmp_path) == [new.server.path, old.server.path]
+        assert live_engine_sockets(tmp_path) == [old.server.path]
+
+
+def test_a_starting_engine_removes_dead_sockets_and_nothing_else(tmp_path: Path) -> None:
+    dead = tmp_path / "engine-00000000deadbeef.sock"
+    with socket.socket(socket.AF_UNIX) as abandoned:
+        abandoned.bind(os.fspath(dead))
+    starting = tmp_path / "engine-00000000deadbeef.sock.new"
+    with socket.socket(socket.AF_UNIX) as abandoned:
+        abandoned.bind(os.fspath(starting))
+    os.utime(starting, (1, 1))
+    (tmp_path / "engine-file.sock").write_text("not a socket")
+    (tmp_path / "notes.txt").write_text("mine")
+    with running_engine(tmp_path) as living, running_engine(tmp_path):
+        assert living.server.path.exists()
+    assert {path.name for path in tmp_path.iterdir()} == {"engine-file.sock", "notes.txt"}
+
+
+def test_folder_and_socket_are_for_our_user_alone(tmp_path: Path) -> None:
+    folder = runtime_dir(os.fspath(tmp_path / "a" / "run"))
+    with running_engine(folder) as engine:
+        assert stat.S_IMODE(folder.lstat().st_mode) == 0o700
+        assert stat.S_IMODE(engine.server.path.lstat().st_mode) == 0o600
+
+
+def test_the_runtime_folder_is_the_first_that_is_set(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", os.fspath(tmp_path / "home"))
+    monkeypatch.delenv("XDG_RUNTIME_DIR", raising=False)
+    monkeypatch.delenv("CLAIRAI_RUNTIME_DIR", raising=False)
+    assert runtime_dir(None) == tmp_path / "home/.local/state/clairai/run"
+    monkeypatch.setenv("XDG_RUNTIME_DIR", os.fspath(tmp_path))
+    assert runtime_dir(None) == tmp_path / "clairai"
+    monkeypatch.setenv("CLAIRAI_RUNTIME_DIR", os.fspath(tmp_path / "set"))
+    assert runtime_dir(None) == tmp_path / "set"
+    assert runtime_dir(os.fspath(tmp_path / "given")) == tmp_path / "given"
+
+
+def test_a_path_too_long_for_a_socket_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(RingError, match="may take 107"):
+        socket_path(tmp_path / ("x" * 100), 1)
+
+
+def test_readers_beyond_the_limit_are_refused(tmp_path: Path) -> None:
+    with running_engine(tmp_path) as engine:
+        readers = [RingReader.attach(engine.server.path) for _ in range(MAX_READERS)]
+        with pytest.raises(HandshakeError, match="detach one"):
+            RingReader.attach(engine.server.path)
+        for reader in readers:
+            reader.close()
+        until(lambda: _can_attach(engine.server.path))
+
+
+def test_a_reader_dropped_open_warns(tmp_path: Path) -> None:
+    with running_engine(tmp_path) as engine:
+        reader = RingReader.attach(engine.server.path)
+        with pytest.warns(ResourceWarning, match="dropped open"):
+            del reader
+
+
+def test_a_forked_child_of_the_engine_neither_unlinks_nor_hides_its_death(tmp_path: Path) -> None:
+    with forked(_fork_and_wait, tmp_path) as engine, attach_first(tmp_path) as reader:
+        child_file = tmp_path / "child"
+        until(child_file.exists)
+        assert live_engine_sockets(tmp_path)
+        engine.kill()
+        until(lambda: not reader.is_alive())
+        os.kill(int(child_file.read_text()), signal.SIGKILL)
+
+
+def _fork_and_wait(folder: Path) -> None:
+    with running_engine(folder) as engine:
+        warnings.simplefilter("ignore")  # newer Pythons warn of a fork beside a thread
+        if os.fork() == 0:
+            engine.server.close()
+            (folder / "starting").write_text(str(os.getpid()))
+            (folder / "starting").rename(folder / "child")
+        signal.pause()
+
+
+def _can_attach(path: Path) -> bool:
+    try:
+        RingReader.attach(path).close()
+    except HandshakeError:
+        return False
+    return True

@@ -1,0 +1,111 @@
+"""Takes requests to vLLM's API server; gives what clairai answers without asking an engine."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import subprocess
+import sys
+from argparse import Namespace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from fastapi import FastAPI, Request
+from starlette.testclient import TestClient
+
+from clairai.errors import RequestError
+from clairai.plugin import Endpoint
+from clairai.server.engine_rpc import NO_TAPS
+from clairai.server.request_check import read_request
+
+
+def _server(additional_config: dict[str, Any]) -> TestClient:
+    """Stock vLLM's order of calls, with an engine that was configured so and is never reached."""
+    app = FastAPI()
+
+    @app.post("/v1/chat/completions")
+    async def complete(request: Request) -> Any:
+        return await request.json()
+
+    plugin = Endpoint()
+    plugin.attach_router(app)
+    engine = SimpleNamespace(vllm_config=SimpleNamespace(additional_config=additional_config))
+    asyncio.run(plugin.init_state(engine, app.state, Namespace()))
+    return TestClient(app)
+
+
+def _request(fields: Any) -> dict[str, Any]:
+    return {"messages": [], "vllm_xargs": {"clairai": fields}}
+
+
+@pytest.mark.parametrize(
+    ("method", "path"),
+    [
+        ("GET", "/v1/probes"),
+        ("PUT", "/v1/probes/a/b"),
+        ("DELETE", "/v1/probes/a"),
+        ("GET", "/v1/clairai"),
+        ("GET", "/v1/steering"),
+        ("POST", "/v1/steering"),
+        ("GET", "/v1/steering/vectors"),
+        ("GET", "/v1/steering/vectors/a/b"),
+        ("PUT", "/v1/steering/vectors/a"),
+        ("DELETE", "/v1/steering/vectors/a"),
+    ],
+)
+def test_an_engine_without_taps_has_no_probes_and_no_vectors_and_says_why(
+    method: str, path: str
+) -> None:
+    answer = _server({}).request(method, path)
+    assert answer.status_code == 404
+    assert answer.json()["error"]["message"] == NO_TAPS
+
+
+def test_an_engine_without_taps_answers_everything_else_as_before() -> None:
+    request = _request("{}") | {"clairai": 1}
+    assert _server({}).post("/v1/chat/completions", json=request).json() == request
+
+
+def test_a_request_with_good_fields_passes_unaltered() -> None:
+    request = _request('{"stream": 5}') | {"prompt": "x" * 100_000}
+    assert _server({"clairai": {}}).post("/v1/chat/completions", json=request).json() == request
+
+
+@pytest.mark.parametrize(
+    ("request_body", "reason"),
+    [
+        (_request('{"bogus": 1}'), "unknown clairai request field 'bogus'"),
+        (_request('{"stream": 0}'), "stream must be a whole number"),
+        (_request("not JSON"), "not JSON"),
+        (_request(5), "must be an object"),
+        ({"clairai": {"probes": "all"}}, "vLLM itself does not read"),
+    ],
+)
+def test_a_request_with_bad_fields_is_refused_with_the_reason(
+    request_body: dict[str, Any], reason: str
+) -> None:
+    answer = _server({"clairai": {}}).post("/v1/chat/completions", json=request_body)
+    assert answer.status_code == 400
+    assert reason in answer.json()["error"]["message"]
+    assert answer.json()["error"]["code"] == "request"
+
+
+@pytest.mark.parametrize("body", [b"", b"clairai", b'{"clairai', b"\xff clairai", b'["clairai"]'])
+def test_what_is_not_ours_to_judge_passes(body: bytes) -> None:
+    assert read_request(body) is None
+
+
+def test_fields_are_judged_wherever_they_stand_in_the_body() -> None:
+    with pytest.raises(RequestError):
+        read_request(json.dumps({"a": [{}] * 9} | _request('{"bogus": 1}')).encode())
+
+
+def test_the_plugin_module_imports_nothing_that_could_fail() -> None:
+    program = (
+        "import sys, clairai.plugin\n"
+        "heavy = {'torch', 'vllm', 'fastapi', 'numpy', 'msgspec'} & set(sys.modules)\n"
+        "sys.exit(repr(heavy) if heavy else 0)"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, timeout=30)
+    assert done.returncode == 0, done.stderr.decode()

@@ -1,0 +1,46 @@
+"""Takes headers of a request; gives the bytes that RFC 9110 says they ask for."""
+
+from __future__ import annotations
+
+import pytest
+
+from clairai.server.capture_routes import NOT_SATISFIABLE, WHOLE_FILE, requested_range
+
+TAG = '"t"'
+SIZE = 100
+
+
+@pytest.mark.parametrize(
+    ("asked", "expected"),
+    [
+        ("bytes=0-0", (0, 1)),
+        ("bytes=0-99", (0, 100)),
+        ("bytes=0-5000", (0, 100)),
+        ("bytes=99-", (99, 100)),
+        ("bytes=-1", (99, 100)),
+        ("bytes=-500", (0, 100)),
+        (" bytes = 3 - 4 ", (3, 5)),
+        ("bytes=100-", NOT_SATISFIABLE),
+        ("bytes=-0", NOT_SATISFIABLE),
+        ("bytes=9999999999999999999-", NOT_SATISFIABLE),
+        ("bytes=5-4", WHOLE_FILE),
+        ("bytes=0-1,4-5", WHOLE_FILE),
+        ("bytes=-", WHOLE_FILE),
+        ("bytes=a-b", WHOLE_FILE),
+        ("bytes=\u0661-", WHOLE_FILE),
+        ("lines=0-1", WHOLE_FILE),
+        ("", WHOLE_FILE),
+    ],
+)
+def test_a_range_is_what_it_says_or_all_of_it(asked: str, expected: object) -> None:
+    assert requested_range({"range": asked}, TAG, SIZE) == expected
+
+
+def test_a_range_of_another_version_is_not_given() -> None:
+    assert requested_range({"range": "bytes=0-1", "if-range": TAG}, TAG, SIZE) == (0, 2)
+    assert requested_range({"range": "bytes=0-1", "if-range": '"u"'}, TAG, SIZE) == WHOLE_FILE
+
+
+def test_an_empty_file_has_no_range() -> None:
+    assert requested_range({"range": "bytes=-5"}, TAG, 0) == NOT_SATISFIABLE
+    assert requested_range({}, TAG, 0) == WHOLE_FILE

@@ -1,0 +1,220 @@
+"""Takes hand-overs between and under requests; gives the version that each one's answer tells."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+import pytest
+
+from clairai.server.weight_versions import WeightVersions
+from clairai.wire.weights_messages import DescribeWeights, FindVersions, Versions, WeightsState
+
+
+class Worker:
+    """An engine's worker: which streams began with which weights, and what was asked of it."""
+
+    def __init__(self) -> None:
+        self.version = 0
+        self.began: dict[int, int] = {}
+        self.asked: list[type] = []
+        self.before_answer: Callable[[], None] = lambda: None
+
+    def begin(self, *streams: int) -> None:
+        self.began |= dict.fromkeys(streams, self.version)
+
+    async def ask(self, control: Any, _: Any) -> Any:
+        self.asked.append(type(control))
+        reply: Any = WeightsState(self.version, "", "", "", "cpu", 0)
+        if isinstance(control, FindVersions):
+            reply = Versions(tuple(map(self.began.get, control.streams)))
+        await asyncio.sleep(0)
+        self.before_answer()
+        return reply
+
+
+@pytest.fixture
+def worker() -> Worker:
+    return Worker()
+
+
+def weight_versions(
+    worker: Worker, *, is_taking: bool = True, is_shared: bool = False
+) -> WeightVersions:
+    return WeightVersions(worker.ask, asyncio.Lock(), is_taking=is_taking, is_shared=is_shared)
+
+
+def run(work: Coroutine[Any, Any, None]) -> None:
+    asyncio.run(work)
+
+
+async def changed(worker: Worker, made: WeightVersions) -> None:
+    """As a commit does it: a pause, the worker, then this, then requests go on."""
+    async with made._changing:
+        made.forget()
+        worker.version += 1
+        await made.settle()
+
+
+def test_a_request_that_ended_before_the_change_is_told_the_old_version(worker: Worker) -> None:
+    async def work() -> None:
+        made = weight_versions(worker)
+        with made.waiting(1), made.waiting(2), made.waiting(3):
+            worker.begin(1)
+            await changed(worker, made)
+            worker.begin(2)
+            await changed(worker, made)
+            worker.begin(3)
+            assert [await made.version_of(stream) for stream in (1, 2, 3)] == [0, 1, 2]
+
+    run(work())
+
+
+def test_while_the_weights_change_nothing_is_known_too_early(worker: Worker) -> None:
+    """The first look at an engine may not overtake a change that is under way."""
+
+    async def work() -> None:
+        made = weight_versions(worker)
+        with made.waiting(1), made.waiting(2):
+            worker.begin(1, 2)
+            async with made._changing:
+                worker.version += 1
+                assert await made.version_of(1) == 0
+                await made.settle()
+            assert await made.version_of(2) == 0
+
+    run(work())
+
+
+def test_a_change_that_was_never_heard_of_again_leaves_nobody_with_an_old_version(
+    worker: Worker,
+) -> None:
+    """The worker has changed, and its answer, or the question after it, was lost."""
+
+    async def work() -> None:
+        made = weight_versions(worker)
+        await made.version_of(9)
+        with made.waiting(1), made.waiting(2):
+            worker.begin(1)
+            async with made._changing:
+                made.forget()
+                worker.version += 1
+            with made.waiting(3):
+                worker.begin(2, 3)
+                told = [await made.version_of(stream) for stream in (1, 2, 3)]
+        assert told == [0, 1, 1]
+
+    run(work())
+
+
+def test_after_a_change_no_request_that_waited_costs_a_question(worker: Worker) -> None:
+    async def work() -> None:
+        made = weight_versions(worker)
+        with made.waiting(1), made.waiting(2):
+            worker.begin(1)
+            await changed(worker, made)
+            worker.begin(2)
+            worker.asked.clear()
+            assert [await made.version_of(stream) for stream in (1, 2)] == [0, 1]
+        assert worker.asked == []
+
+    run(work())
+
+
+def test_requests_cost_no_question_once_the_version_is_known(worker: Worker) -> None:
+    async def work() -> None:
+        made = weight_versions(worker)
+        for stream in range(1, 6):
+            with made.waiting(stream):
+                worker.begin(stream)
+                assert await made.version_of(stream) == 0
+        assert worker.asked == [DescribeWeights]
+        assert await made.state() is made._state
+        await changed(worker, made)
+        assert worker.asked == [DescribeWeights, FindVersions, DescribeWeights]
+
+    run(work())
+
+
+def test_what_others_may_have_changed_is_asked_for_again(worker: Worker) -> None:
+    async def work() -> None:
+        made = weight_versions(worker)
+        await made.version_of(9)
+        with made.waiting(1), made.waiting(2), made.waiting(3):
+            worker.begin(1)
+            with made.elsewhere():
+                worker.version = 7
+                worker.begin(2)
+                assert await made.version_of(2) == 7, "its token may come before their answer"
+            worker.begin(3)
+            assert [await made.version_of(stream) for stream in (3, 1)] == [7, 0]
+
+    run(work())
+
+
+def test_a_look_that_others_overtook_is_not_kept(worker: Worker) -> None:
+    async def work() -> None:
+        made = weight_versions(worker)
+
+        def overtake() -> None:
+            worker.before_answer = lambda: None
+            with made.elsewhere():
+                worker.version = 3
+            worker.begin(2)
+
+        with made.waiting(1), made.waiting(2):
+            worker.begin(1)
+            worker.before_answer = overtake
+            assert await made.version_of(1) == 0
+            assert await made.version_of(2) == 3
+
+    run(work())
+
+
+def test_one_of_several_servers_asks_each_time(worker: Worker) -> None:
+    async def work() -> None:
+        made = weight_versions(worker, is_shared=True)
+        for stream in (1, 2):
+            with made.waiting(stream):
+                worker.begin(stream)
+                assert await made.version_of(stream) == worker.version
+            worker.version += 1  # by another
+        found = await made.state()
+        assert found is not None
+        assert found.version == 2
+
+    run(work())
+
+
+def test_an_engine_that_takes_no_weights_is_never_asked(worker: Worker) -> None:
+    async def work() -> None:
+        made = weight_versions(worker, is_taking=False)
+        with made.waiting(1):
+            assert await made.version_of(1) is None
+        await made.settle()
+        assert await made.state() is None
+        assert worker.asked == []
+
+    run(work())
+
+
+def test_several_prompts_in_one_request_have_no_one_version(worker: Worker) -> None:
+    async def work() -> None:
+        made = weight_versions(worker)
+        with made.waiting(None):
+            assert await made.version_of(None) is None
+
+    run(work())
+
+
+def test_nothing_is_kept_of_requests_that_have_ended(worker: Worker) -> None:
+    async def work() -> None:
+        made = weight_versions(worker)
+        for stream in (1, 2, 3):
+            with made.waiting(stream), made.elsewhere():
+                pass
+        assert not made._waiting
+        assert not made._unsure
+
+    run(work())

@@ -1,0 +1,198 @@
+"""Takes stored rows; gives them back by request, point and position, in each layout and encoder."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pyarrow.parquet as pq
+import pytest
+from safetensors.numpy import load_file, save
+
+import clairai
+from clairai.errors import StoreError
+from clairai.store import read, shard, write_index
+from clairai.store.codecs.registry import ENCODERS
+from clairai.store.commit_shards import LAYOUTS
+from clairai.store.disk import LocalDisk, is_shard
+from clairai.store.row_block import RowBlock
+from clairai.store.write import Writer
+from clairai.wire.ring_messages import RECOMPUTED
+from tests.support.row_blocks import block, draft, values
+
+POINTS = ("pre_attn.0", "post_block.3")
+
+
+def _write(path: Path, *blocks: RowBlock, layout: str = "sharded") -> read.Store:
+    with Writer(path, layout=layout) as writer:
+        for one in blocks:
+            writer.offer(one)
+        for stream in sorted({int(s) for one in blocks for s in one.rows_N["stream"]}):
+            writer.finish(stream)
+    return read.open(path)
+
+
+def _mixed(*streams: int, point: str) -> RowBlock:
+    """One block with rows of several requests in turns, as a batch has them."""
+    parts = [block(stream, 4, point=point) for stream in streams]
+    order = np.arange(4 * len(parts)).reshape(len(parts), 4).T.ravel()
+    rows_N = np.concatenate([part.rows_N for part in parts])[order]
+    arrays = {n: np.concatenate([p.arrays[n] for p in parts])[order] for n in parts[0].arrays}
+    return RowBlock(parts[0].origin, point, rows_N, arrays)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_every_row_comes_back_under_its_own_request_point_and_position(
+    layout: str, tmp_path: Path
+) -> None:
+    mixed = [_mixed(5, 6, 7, point=point) for point in POINTS]
+    store = _write(tmp_path / "s", *mixed, layout=layout)
+    assert [request.stream for request in store.requests()] == [5, 6, 7]
+    for request in store.requests():
+        assert (request.points, request.rows, request.positions) == (POINTS, 8, (0, 3))
+        for point in POINTS:
+            rows = store.rows(request.stream, point=point)
+            assert np.array_equal(rows, values(request.stream, np.arange(4), point))
+            assert rows.position.tolist() == [0, 1, 2, 3]
+            assert rows.token_id.tolist() == [7, 8, 9, 10]
+            assert set(rows.point) == {point}
+    num_files = {"sharded": 1, "packed": 3, "per_file": 6, "npz": 6}[layout]
+    assert len(store.shards) == num_files
+    assert len([name for name in LocalDisk(tmp_path / "s").names() if is_shard(name)]) == num_files
+
+
+@pytest.mark.parametrize("encoder", ENCODERS)
+def test_what_each_encoder_stored_is_decoded_on_access(encoder: str, tmp_path: Path) -> None:
+    given = block(1, 5, encoder=encoder)
+    store = _write(tmp_path / "s", given)
+    rows = store.rows(1)
+    assert rows.origins[0].encoder == encoder
+    stored = rows.encoded()
+    assert all(np.array_equal(stored[name], given.arrays[name]) for name in given.arrays)
+    whole = np.asarray(rows)
+    assert rows.shape == whole.shape
+    assert np.array_equal(rows[1:3], whole[1:3])
+    assert np.array_equal(rows[-1], whole[-1])
+    assert np.array_equal(rows[[4, 0]], whole[[4, 0]])
+    assert np.asarray(rows, np.float64).dtype == np.float64
+
+
+def test_rows_are_chosen_by_position_choice_and_point(tmp_path: Path) -> None:
+    other = block(1, 4)
+    other.rows_N["choice"] = 2
+    store = _write(tmp_path / "s", block(1, 6), other, block(1, 6, point="pre_attn.0"))
+    assert store.rows(1, positions=range(2, 4), choice=0).position.tolist() == [2, 3, 2, 3]
+    assert store.rows(1, positions=[1, 99], point="resid_post.3", choice=2).position.tolist() == [1]
+    assert store.request(1).choices == (0, 2)
+    assert store.rows(1).point[:6] == ("pre_attn.0",) * 6
+    assert len(store.rows(2)) == len(store.rows(1, positions=[])) == 0
+    assert store.rows(1, choice=9)[:].shape[0] == 0
+
+
+def test_a_row_that_was_computed_twice_is_given_once_and_the_newest(tmp_path: Path) -> None:
+    again = block(1, 2, start=1)
+    again.rows_N["flags"] = RECOMPUTED
+    again = RowBlock(
+        again.origin, again.point, again.rows_N, {"values": again.arrays["values"] + 1}
+    )
+    store = _write(tmp_path / "s", block(1, 4), again)
+    rows = store.rows(1)
+    assert rows.position.tolist() == [0, 1, 2, 3]
+    difference = np.asarray(rows) - values(1, np.arange(4), "post_block.3")
+    assert difference[:, 0].tolist() == [0, 1, 1, 0]
+
+
+def test_rows_over_several_shards_and_writers_are_one(tmp_path: Path) -> None:
+    _write(tmp_path / "s", block(1, 3), block(2, 3))
+    store = _write(tmp_path / "s", block(1, 3, start=3))
+    assert len(store.request(1).shards) == 2
+    assert np.array_equal(store.rows(1), values(1, np.arange(6), "post_block.3"))
+    assert np.array_equal(store.rows(1)[2:4], values(1, np.arange(2, 4), "post_block.3"))
+    stored = store.rows(1).encoded()["values"]
+    assert np.array_equal(stored, values(1, np.arange(6), "post_block.3"))
+
+
+def test_rows_of_two_encoders_are_not_made_one_array(tmp_path: Path) -> None:
+    store = _write(tmp_path / "s", block(1, 3), block(1, 3, start=3, encoder="full8"))
+    with pytest.raises(StoreError, match="encoders that differ"):
+        np.asarray(store.rows(1))
+    assert store.rows(1, positions=range(3, 6))[:].shape == (3, 8)
+
+
+def test_tags_and_steering_travel_with_the_rows_as_data(tmp_path: Path) -> None:
+    tags = {"user": "../../etc/passwd", "n": [1, None], "text": "line\nbreak\0"}
+    with Writer(tmp_path / "s") as writer:
+        writer.begin(1, tags=tags, steering={"vector": "calm", "scale": 2.5})
+        writer.offer(block(1))
+    request = clairai.open(tmp_path / "s").request(1)
+    assert request.tags == tags
+    assert request.steering == {"vector": "calm", "scale": 2.5}
+    with pytest.raises(StoreError, match="no rows of stream 00000000000000ff"):
+        clairai.open(tmp_path / "s").request(255)
+
+
+def test_safetensors_own_reader_reads_a_shard_and_ours_reads_no_other_file(tmp_path: Path) -> None:
+    store = _write(tmp_path / "s", block(1, 5, encoder="full8"))
+    found = load_file(tmp_path / "s" / store.shards[0].name)
+    assert found["position"].tolist() == [0, 1, 2, 3, 4]
+    assert np.array_equal(found["rows.codes"], block(1, 5, encoder="full8").arrays["codes"])
+    foreign = save({"position": np.arange(3)})
+    with pytest.raises(StoreError, match="checksum of its start"):
+        shard.open_safetensors(
+            "x", memoryview(foreign), head_nbytes=72, start_digest="0" * 64, nbytes=len(foreign)
+        )
+
+
+def test_tensors_lie_at_multiples_of_their_own_size() -> None:
+    sealed = shard.seal_safetensors(draft(block(1, 5, encoder="topk8")).blocks, {})
+    said = json.loads(sealed.start[8:])
+    sizes = {"U64": 8, "I64": 8, "F64": 8, "U32": 4, "I32": 4, "F32": 4, "U16": 2, "U8": 1}
+    said.pop("__metadata__")
+    for about in said.values():
+        assert (len(sealed.start) + about["data_offsets"][0]) % sizes[about["dtype"]] == 0
+
+
+def test_fidelity_that_was_measured_is_kept_with_its_ends() -> None:
+    first, second = block(1), block(1, start=3)
+    blocks = [
+        RowBlock(first.origin, first.point, first.rows_N, first.arrays, {"cosine_min": 0.99}),
+        RowBlock(first.origin, first.point, second.rows_N, second.arrays, {"cosine_min": 0.97}),
+    ]
+    assert shard.seal_safetensors(blocks, {}).head.fidelity == {"cosine_min": (0.97, 0.99)}
+
+
+def test_a_shard_that_would_say_too_much_of_itself_becomes_several(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("clairai.store.commit_shards.MAX_START_NBYTES", 4000)
+    given = _mixed(*range(1, 30), point="post_block.3")
+    store = _write(tmp_path / "s", given)
+    assert len(store.commits) == 2
+    assert len(store.shards) > 2
+    assert all(entry.head_nbytes <= 4000 for entry in store.shards)
+    for stream in range(1, 30):
+        assert np.array_equal(store.rows(stream), values(stream, np.arange(4), "post_block.3"))
+
+
+def test_the_index_has_a_line_for_each_request_point_and_shard(tmp_path: Path) -> None:
+    store = _write(tmp_path / "s", *[_mixed(5, 6, point=point) for point in POINTS])
+    assert write_index.write_index(store, LocalDisk(tmp_path / "s")) == "index.parquet"
+    table = pq.read_table(tmp_path / "s" / "index.parquet").to_pylist()
+    assert [(line["stream"][-1], line["point"], line["rows"]) for line in table] == [
+        ("5", "post_block.3", 4),
+        ("5", "pre_attn.0", 4),
+        ("6", "post_block.3", 4),
+        ("6", "pre_attn.0", 4),
+    ]
+    assert read.open(tmp_path / "s").refresh() == 0
+
+
+def test_without_pyarrow_the_index_is_lines_of_json(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = _write(tmp_path / "s", block(5))
+    monkeypatch.setattr(write_index, "find_spec", lambda _: None)
+    assert write_index.write_index(store, LocalDisk(tmp_path / "s")) == "index.jsonl"
+    (line,) = (tmp_path / "s" / "index.jsonl").read_text().splitlines()
+    assert (json.loads(line)["rows"], json.loads(line)["weights"]) == (3, "v1")

@@ -1,0 +1,246 @@
+"""Takes probes and vectors that are small; gives them over in one question, checked as ever."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+import torch
+
+from clairai.engine.core_control import CoreControl
+from clairai.engine.publish.step_publisher import StepPublisher
+from clairai.engine.steer.steering_registry import SteeringLimits, SteeringRegistry
+from clairai.errors import ClairaiError, ProbeError, UnsupportedError, WeightsError
+from clairai.vector.model import Vector
+from clairai.weights import Sender
+from clairai.weights.engine_client import LlmEngine
+from clairai.weights.manifest import bank
+from clairai.weights.pack import HostPacker, open_sources
+from clairai.weights.socket_client import BufferClient
+from clairai.wire import weights_messages
+from clairai.wire.ring_messages import Refusal
+from tests.support import toy_publisher
+from tests.support.probe_banks import banked, probes, rows
+from tests.support.weights import ToyLlm, engine, plan, spoil_what_is_packed, weights
+
+
+@pytest.fixture
+def step_publisher(runtime: Path) -> Iterator[StepPublisher]:
+    with banked(runtime) as made:
+        yield made
+
+
+@pytest.fixture
+def llm(step_publisher: StepPublisher, tmp_path: Path) -> Iterator[ToyLlm]:
+    with engine(
+        tmp_path, step_publisher, CoreControl(None, probes(), bank=lambda: step_publisher.columns)
+    ) as running:
+        yield running
+
+
+def kinds(llm: ToyLlm) -> list[str]:
+    """Of the questions so far."""
+    return [type(question).__name__ for question in llm.asked]
+
+
+@pytest.fixture
+def sender(llm: ToyLlm, tmp_path: Path) -> Sender:
+    return Sender(llm, runtime_dir=str(tmp_path))
+
+
+def held(step_publisher: StepPublisher) -> Any:
+    return np.stack([one.direction_D for one in step_publisher.columns.probes]).tolist()
+
+
+def test_a_bank_goes_in_one_question_and_by_no_socket(
+    step_publisher: StepPublisher, llm: ToyLlm, sender: Sender, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(BufferClient, "__init__", _forbidden)
+    told: list[tuple[int, int]] = []
+    for times in (1, 2, 3):
+        before = step_publisher.columns.version
+        llm.messages.clear()
+        sent = sender.send(
+            bank(step_publisher.columns.names, times * rows()),
+            progress=lambda *said: told.append(said),
+        )
+        assert kinds(llm) == ["DescribeWeights", "CommitWeights"][times > 1 :]
+        assert held(step_publisher) == (times * rows()).tolist()
+        assert (sent.version, sent.bank_version) == (0, before + 1)
+        assert (sent.home, sent.why) == ("host", "the engine has no GPU")
+        assert (sent.num_tensors, sent.nbytes) == (1, rows().nbytes)
+        assert 0 < sent.packed_s < sent.seconds
+    assert told == [(2 << 20, 2 << 20)] * 3
+    assert llm.intake.lent is None, "who comes by vLLM's own routes has lent nothing"
+
+
+def _forbidden(*_: object) -> None:
+    raise AssertionError("a socket was opened")
+
+
+def test_the_engine_has_the_digest_of_what_came_whichever_way(
+    step_publisher: StepPublisher, llm: ToyLlm, sender: Sender
+) -> None:
+    new = {f"probe::{name}": row for name, row in zip("abcd", rows(), strict=True)}
+    lent = sender.send(new)
+    assert "PlanWeights" not in kinds(llm)
+    sender._may_lend = False
+    brought = sender.send(new)
+    assert "PlanWeights" in kinds(llm)
+    assert lent.digest == brought.digest
+    assert lent.num_tensors == brought.num_tensors == 4
+    by_name = {one.name: one.direction_D.tolist() for one in step_publisher.columns.probes}
+    assert by_name == dict(zip("abcd", rows().tolist(), strict=True))
+
+
+def test_a_vector_goes_so_too(tmp_path: Path) -> None:
+    registry = SteeringRegistry(
+        toy_publisher.POINTS, toy_publisher.WIDTH, SteeringLimits(rows=8, programs=8)
+    )
+    registry.put([Vector("v", {toy_publisher.SECOND: np.ones(3, np.float32)})], "add")
+    with engine(tmp_path, None, CoreControl(registry, ())) as llm:
+        new_LD = np.array([[1, 2, 3]], np.float32)
+        sent = Sender(llm, runtime_dir=str(tmp_path)).send({"steer::v": new_LD})
+        assert sent.vectors_version == registry.version
+        assert registry.vector("v").rows[toy_publisher.SECOND].tolist() == [1, 2, 3]
+
+
+@pytest.mark.parametrize(
+    ("change", "kind", "reason"),
+    [
+        (lambda rows_PD: rows_PD * np.nan, ProbeError, "NaN"),
+        (lambda rows_PD: rows_PD * 0, ProbeError, "all zeros"),
+        (lambda rows_PD: rows_PD[:, :-1], WeightsError, "has shape"),
+        (lambda rows_PD: rows_PD.astype(np.float64), WeightsError, "dtype"),
+    ],
+    ids=["nan", "zeros", "width", "dtype"],
+)
+def test_what_is_refused_leaves_the_bank_and_the_next_is_taken(
+    step_publisher: StepPublisher,
+    llm: ToyLlm,
+    sender: Sender,
+    change: Callable[[Any], Any],
+    kind: type[ClairaiError],
+    reason: str,
+) -> None:
+    names, before = step_publisher.columns.names, toy_publisher.state_of(step_publisher)
+    with pytest.raises(kind, match=reason):
+        sender.send(bank(names, change(rows())))
+    assert toy_publisher.state_of(step_publisher) == before
+    with pytest.raises(WeightsError, match="nothing named"):
+        sender.send(bank(names[::-1], rows()))
+    assert toy_publisher.state_of(step_publisher) == before
+    sender.send(bank(names, rows()))
+    assert held(step_publisher) == rows().tolist()
+    assert "PlanWeights" not in kinds(llm)
+
+
+def test_what_changes_between_packing_and_reading_is_refused(
+    step_publisher: StepPublisher, sender: Sender, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = toy_publisher.state_of(step_publisher)
+    spoil_what_is_packed(monkeypatch)
+    with pytest.raises(WeightsError, match="another checksum"):
+        sender.send(bank(step_publisher.columns.names, rows()))
+    assert toy_publisher.state_of(step_publisher) == before
+
+
+def test_what_a_sender_writes_later_changes_nothing(
+    step_publisher: StepPublisher, sender: Sender
+) -> None:
+    sender.send(bank(step_publisher.columns.names, rows()))
+    assert sender._shelf is not None
+    sender._shelf.room(1 << 20)[:] = 0xA5
+    assert held(step_publisher) == rows().tolist()
+
+
+def test_a_hand_over_that_is_under_way_stays(
+    step_publisher: StepPublisher, llm: ToyLlm, sender: Sender
+) -> None:
+    manifest = plan(epoch=llm.epoch)
+    packed = HostPacker(open_sources(weights(1), ExitStack()), manifest).pack(0)
+    llm.planned(manifest)
+    offer = weights_messages.BufferOffer(manifest.transfer, 0, manifest.buffers[0], packed.home)
+    llm.intake.receiver._dock.land(offer, (os.dup(packed.fds[0]),))
+    sender.send(bank(step_publisher.columns.names, rows()))
+    assert held(step_publisher) == rows().tolist()
+    committed = llm.committed(msgspec.structs.replace(manifest, tensors=packed.tensors))
+    assert committed.version == 1
+    assert torch.equal(llm.model["model.norm.weight"], weights(1)["model.norm.weight"])
+    packed.close()
+
+
+def test_an_engine_that_cannot_read_it_gets_it_by_the_socket_from_then_on(
+    step_publisher: StepPublisher, llm: ToyLlm, sender: Sender, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def unreachable(_: object) -> int:
+        raise UnsupportedError("planted")
+
+    monkeypatch.setattr("clairai.weights.pending_transfer.open_shared", unreachable)
+    for times in (1, 2):
+        sender.send(bank(step_publisher.columns.names, times * rows()))
+        assert held(step_publisher) == (times * rows()).tolist()
+    brought = ["PlanWeights", "CommitWeights"]
+    once = ["DescribeWeights", "CommitWeights", "DescribeWeights"]
+    assert kinds(llm) == [*once, *brought, *brought]
+
+
+def test_memory_of_a_question_that_was_not_answered_is_not_filled_again(
+    step_publisher: StepPublisher, llm: ToyLlm, sender: Sender, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    names, late = step_publisher.columns.names, []
+
+    def unanswered(_: LlmEngine, manifest: bytes, lent: weights_messages.SharedBytes) -> Any:
+        late.append(weights_messages.CommitWeights(manifest, lent))
+        raise TimeoutError
+
+    with monkeypatch.context() as patched:
+        patched.setattr(LlmEngine, "commit_shared", unanswered)
+        with pytest.raises(TimeoutError):
+            sender.send(bank(names, rows()))
+    sender.send(bank(names, 2 * rows()))
+    refused = llm.ask(late[0])  # the engine comes to it now
+    assert isinstance(refused, Refusal)
+    assert refused.code == "unsupported"
+    assert held(step_publisher) == (2 * rows()).tolist()
+
+
+def test_an_engine_that_was_started_anew_is_found(
+    step_publisher: StepPublisher, llm: ToyLlm, sender: Sender, tmp_path: Path
+) -> None:
+    sender.send(bank(step_publisher.columns.names, rows()))
+    llm.intake.close()
+    with engine(tmp_path, step_publisher) as second:
+        sender._way = LlmEngine(second)
+        sender.send(bank(step_publisher.columns.names, 2 * rows()))
+        assert held(step_publisher) == (2 * rows()).tolist()
+
+
+def test_two_at_once_by_one_sender_are_both_taken_whole(
+    step_publisher: StepPublisher, sender: Sender
+) -> None:
+    names, failed = step_publisher.columns.names, list[BaseException]()
+
+    def send_many(scale: int) -> None:
+        try:
+            for _ in range(20):
+                sender.send(bank(names, scale * rows()))
+        except BaseException as error:  # an assertion of another thread is seen by nobody
+            failed.append(error)
+
+    before = step_publisher.columns.version
+    threads = [threading.Thread(target=send_many, args=(scale,)) for scale in (1, 2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert failed == []
+    assert step_publisher.columns.version == before + 40
+    assert held(step_publisher) in [(scale * rows()).tolist() for scale in (1, 2)]

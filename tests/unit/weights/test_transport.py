@@ -1,0 +1,131 @@
+"""Takes where tensors and engine are; gives the way between them, and the reason in words."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from clairai.errors import EngineGoneError, WeightsError
+from clairai.library.http_client import ServerClient
+from clairai.weights.manifest import CPU
+from clairai.weights.pack import CPU_DEVICE, TensorSource, TensorSpec
+from clairai.weights.socket_client import BufferClient
+from clairai.weights.transport import (
+    ChosenTransport,
+    HttpTransport,
+    SocketTransport,
+    TransportChooser,
+    choose_memory,
+)
+from clairai.wire.weights_messages import WeightsState
+from tests.support.cuda import UUIDS, install
+from tests.support.weights import ToyLlm, engine
+
+FIRST, SECOND = (uuid.hex() for uuid in UUIDS)
+SERVER = ServerClient("http://127.0.0.1:1")
+
+
+def on(*devices: str) -> list[TensorSource]:
+    described = TensorSpec("w", "F32", (1,))
+    return [
+        TensorSource(described, torch.device(device), lambda: torch.zeros(1)) for device in devices
+    ]
+
+
+@pytest.fixture
+def llm(tmp_path: Path) -> Iterator[ToyLlm]:
+    with engine(tmp_path) as running:
+        yield running
+
+
+def state(llm: ToyLlm, device: str = CPU) -> WeightsState:
+    return WeightsState(0, "", "", llm.epoch, device, 1)
+
+
+def route(llm: ToyLlm, folder: Path, found: list[TensorSource], **given: Any) -> ChosenTransport:
+    """Closed again; what was chosen is still known."""
+    device = given.pop("device", CPU)
+    asked = {"server": SERVER, "runtime_dir": str(folder), "through": "auto", **given}
+    made = TransportChooser(**asked).route(found, state(llm, device))
+    made.carrier.close()
+    return made
+
+
+@pytest.mark.parametrize(
+    ("found", "engine", "device", "why"),
+    [
+        (on("cpu"), CPU, "cpu", "no GPU"),
+        (on("cpu"), FIRST, "cpu", "in host memory"),
+        (on("cuda:0"), FIRST, "cuda:0", "own GPU"),
+        (on("cuda:1"), SECOND, "cuda:1", "own GPU"),
+        (on("cpu", "cuda:1"), SECOND, "cuda:1", "own GPU"),
+        (on("cuda:0", "cuda:1"), SECOND, "cuda:1", "own GPU"),
+        (on("cuda:1"), FIRST, "cpu", f"on GPU {SECOND}, the engine is on {FIRST}"),
+        (on("cuda:1"), CPU, "cpu", "no GPU"),
+    ],
+)
+def test_the_shortest_way_is_taken_and_said(
+    monkeypatch: pytest.MonkeyPatch, found: list[TensorSource], engine: str, device: str, why: str
+) -> None:
+    install(monkeypatch)
+    home, said = choose_memory(found, engine)
+    assert home == torch.device(device)
+    assert why in said
+
+
+def test_on_one_machine_it_is_the_socket(llm: ToyLlm, tmp_path: Path) -> None:
+    made = route(llm, tmp_path, on("cpu"))
+    assert (made.home, made.device, made.why) == ("host", CPU_DEVICE, "the engine has no GPU")
+    assert isinstance(made.carrier, SocketTransport)
+
+
+def test_where_the_socket_is_not_it_is_http(llm: ToyLlm, tmp_path: Path) -> None:
+    made = route(llm, tmp_path / "elsewhere", on("cpu"))
+    assert (made.home, made.device) == ("http", CPU_DEVICE)
+    assert "socket is not here" in made.why
+    assert isinstance(made.carrier, HttpTransport)
+
+
+def test_a_way_that_is_asked_for_is_taken_though_there_is_a_shorter_one(
+    llm: ToyLlm, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    install(monkeypatch)
+    monkeypatch.setattr(BufferClient, "is_here", False)
+    gpu = {"device": FIRST}
+    assert route(llm, tmp_path, on("cuda:0"), **gpu).home == "device"
+    assert route(llm, tmp_path, on("cuda:0"), through="device", **gpu).home == "device"
+    for through in ("host", "http"):
+        made = route(llm, tmp_path, on("cuda:0"), through=through, **gpu)
+        assert (made.home, made.device, made.why) == (through, CPU_DEVICE, "it was asked for")
+
+
+def test_an_engine_in_this_process_opens_no_handle(
+    llm: ToyLlm, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    install(monkeypatch)
+    made = route(llm, tmp_path, on("cuda:0"), device=FIRST)
+    assert made.home == "host"
+    assert "in this process" in made.why
+
+
+@pytest.mark.parametrize(
+    ("given", "elsewhere", "kind", "reason"),
+    [
+        ({"through": "device"}, False, WeightsError, "the engine has no GPU"),
+        ({"through": "host"}, True, EngineGoneError, "own machine"),
+        ({"server": None}, True, EngineGoneError, "own machine"),
+        ({"server": None, "through": "http"}, False, WeightsError, "address of a server"),
+        ({"through": "pigeon"}, False, WeightsError, "auto, device, host, http"),
+    ],
+)
+def test_a_way_that_cannot_be_is_refused_and_no_other_is_taken(
+    llm: ToyLlm, tmp_path: Path, given: Any, elsewhere: bool, kind: Any, reason: str
+) -> None:
+    folder = tmp_path / "elsewhere" if elsewhere else tmp_path
+    with pytest.raises(kind, match=reason):
+        route(llm, folder, on("cpu"), **given)
+    BufferClient(tmp_path, llm.epoch).close()  # whoever was refused holds the socket no more
