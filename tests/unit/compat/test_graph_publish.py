@@ -25,7 +25,7 @@ class Model(torch.nn.Module):  # type: ignore[misc]  # torch is Any where it is 
     def forward(self, num_taps: int) -> torch.Tensor:
         for at in range(num_taps):
             self._told.append(f"tap {at}")
-            self._tail.ran(3)
+            self._tail.tap_ran(3)
         self._told.append("last block")
         return torch.zeros(3, 8)
 

@@ -1,4 +1,4 @@
-"""Taps leave the forward's stream only while a graph is captured, and are waited for once."""
+"""Forked work runs on the side stream, and is waited for once; of taps, only in a graph."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ HERE = Point("post_block", 0)
 
 
 class ToyCuda:
-    """Streams that note who waits for whom; stands where torch.cuda's functions stand."""
+    """Streams that record who waits for whom; stands where torch.cuda's functions stand."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.is_capturing = False
@@ -28,7 +28,8 @@ class ToyCuda:
         for name, function in (
             ("Stream", lambda _device: self.Stream("side")),
             ("stream", self.within),
-            ("current_stream", lambda: self.current),
+            ("current_stream", lambda _device: self.current),
+            ("Event", ToyEvent),
             ("is_current_stream_capturing", lambda: self.is_capturing),
         ):
             monkeypatch.setattr(torch.cuda, name, function)
@@ -43,12 +44,20 @@ class ToyCuda:
         self.current = before
 
 
+class ToyEvent:
+    def record(self, stream: ToyStream) -> None:
+        self.stream, self.num_queued = stream, len(stream.queued)
+
+
 class ToyStream:
     def __init__(self, name: str, cuda: ToyCuda) -> None:
         self.name, self._cuda = name, cuda
+        self.queued: list[str] = []
 
-    def wait_stream(self, other: ToyStream) -> None:
-        self._cuda.noted.append(f"{self.name} waits for {other.name}")
+    def wait_event(self, event: ToyEvent) -> None:
+        work = event.stream.queued[: event.num_queued]
+        after = f" after {work[-1]}" if work else ""
+        self._cuda.noted.append(f"{self.name} waits for {event.stream.name}{after}")
 
 
 @pytest.fixture
@@ -57,15 +66,38 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> ToyCuda:
 
 
 def side() -> SideStream:
-    return SideStream(torch.device("cpu"))
+    return SideStream(torch.device("cpu"), only_in_graphs=True)
 
 
 def test_outside_of_capture_the_work_stays_on_the_forwards_own_stream(cuda: ToyCuda) -> None:
     branch = side()
     with branch.fork():
         assert cuda.current.name == "forward"
+        branch.release()
     branch.join()
     assert cuda.noted == []
+
+
+def test_work_after_the_release_is_not_waited_for(cuda: ToyCuda) -> None:
+    """Captured rows are copied out of the forward's memory, and encoded after that."""
+    stream = SideStream(torch.device("cpu"))
+    with stream.fork():
+        for work in ("copy", "encode"):
+            cuda.current.queued.append(work)
+            if work == "copy":
+                stream.release()
+    stream.join()
+    stream.join()
+    assert cuda.noted == ["side waits for forward", "forward waits for side after copy"]
+
+
+def test_a_fork_that_releases_nothing_is_not_waited_for(cuda: ToyCuda) -> None:
+    stream = SideStream(torch.device("cpu"))
+    with stream.fork():
+        pass
+    stream.release()  # not within the fork
+    stream.join()
+    assert cuda.noted == ["side waits for forward"]
 
 
 def test_within_a_capture_the_work_forks_and_is_joined_once(cuda: ToyCuda) -> None:
@@ -73,6 +105,7 @@ def test_within_a_capture_the_work_forks_and_is_joined_once(cuda: ToyCuda) -> No
     branch = side()
     with branch.fork():
         assert cuda.current.name == "side"
+        branch.release()
     assert cuda.current.name == "forward"
     branch.join()
     branch.join()  # a second attention without a tap before it
@@ -84,7 +117,7 @@ def test_two_taps_before_one_join_each_wait_for_their_own_rows(cuda: ToyCuda) ->
     branch = side()
     for _ in range(2):
         with branch.fork():
-            pass
+            branch.release()
     branch.join()
     assert cuda.noted == ["side waits for forward"] * 2 + ["forward waits for side"]
 
@@ -101,7 +134,7 @@ def test_every_piece_of_a_captured_graph_is_joined_for_itself(cuda: ToyCuda) -> 
     branch = side()
     for _ in range(3):
         with branch.fork():
-            pass
+            branch.release()
         branch.join()
     assert cuda.noted == ["side waits for forward", "forward waits for side"] * 3
 
@@ -133,11 +166,11 @@ def captured_with(tail: AfterTaps, cuda: ToyCuda) -> list[tuple[int, str]]:
     """What was worked, and on which stream, when a forward of one tap was captured."""
     worked: list[tuple[int, str]] = []
     tail.begin(None)
-    tail.ran(5)
+    tail.tap_ran(5)
     tail.end()
     cuda.is_capturing = True
     tail.begin(lambda num_tokens: worked.append((num_tokens, cuda.current.name)))
-    tail.ran(5)
+    tail.tap_ran(5)
     return worked
 
 

@@ -7,7 +7,7 @@ encoded at most `PART_VALUES` numbers at a time.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Final, Protocol
 
 import numpy as np
@@ -31,7 +31,7 @@ from clairai.engine.capture.staging_layout import (
 )
 from clairai.engine.publish.publisher import ForwardInputs
 from clairai.engine.score.score_tables import ScoreTables
-from clairai.engine.side_stream import WaitFunction, open_capture_stream
+from clairai.engine.side_stream import open_side_stream
 from clairai.store.codecs.base import Encoder
 
 PART_VALUES: Final = 9 << 20  # 64 tokens at 32 points of a model 4096 wide, and their sample
@@ -61,8 +61,7 @@ class RowCopier:
         self._tables, self._clerk = tables, clerk
         self.arena = clerk.arena
         self._landing = PinnedArena(self.arena, tables.device)
-        mark = self._landing.mark if clerk.is_remote else None
-        self._lane = open_capture_stream(tables.device, self.arena.land, mark)
+        self._side = open_side_stream(tables.device)
         num_sites, self._stash_rows, self._width = tables.stash_SRD.shape
         self._stash = tables.stash_SRD.view(num_sites * self._stash_rows, self._width)
         self._dtype = str(tables.stash_SRD.dtype).removeprefix("torch.")
@@ -80,15 +79,15 @@ class RowCopier:
 
     def prepare(self, encoder: Encoder) -> None:
         """Compile and compute now what the first captured request would else wait for."""
-        with self._lane.side():
+        with self._side.fork():
             for num_rows in WARM_ROWS:
                 encode(self._stash[:num_rows], encoder)
-            self._lane.left()
-            self._lane.done(0)  # a device that cannot say so refuses here
+            self._side.release()
+            self._mark_done(0)  # a device that cannot say so refuses here
 
     def begin(self) -> None:
         """A step begins: from here on its forward may write over the last one's rows."""
-        self._lane.begin()
+        self._side.join()
 
     def take(self, selection: RowSelection, inputs: ForwardInputs, scores: ScoreSource) -> None:
         if selection.held:
@@ -146,8 +145,8 @@ class RowCopier:
 
     def _fill(
         self, staged: StagingTensors, plan: StagingPlan, inputs: ForwardInputs
-    ) -> WaitFunction:
-        with self._lane.side():
+    ) -> Callable[[], None]:
+        with self._side.fork():
             places = plan.places
             if places is None:
                 pinned = staged.tensor(WHOLE_STEP, "index")
@@ -158,7 +157,21 @@ class RowCopier:
                 found_N = given.index_select(0, places.inputs_N)
                 staged.tensor(WHOLE_STEP, name).copy_(found_N, non_blocking=True)
             self._gather(staged, plan.spans, places)
-            return self._lane.done(self._tickets)
+            return self._mark_done(self._tickets)
+
+    def _mark_done(self, number: int) -> Callable[[], None]:
+        """Within the fork: all so far is the message of this number. Wait by calling the result."""
+        if self._tables.device.type != "cuda":
+            self.arena.land(number)
+        elif self._clerk.is_remote:  # the device tells the writer process: nobody waits here
+            self._landing.mark(self._side.handle, number)
+        else:
+            # Blocking: the thread that waits sleeps, and leaves the processor to the engine.
+            event = torch.cuda.Event(blocking=True)
+            event.record()
+            wait: Callable[[], None] = event.synchronize
+            return wait
+        return lambda: None
 
     def _gather(
         self, staged: StagingTensors, spans: Sequence[GatherSpan], places: DeviceIndex
@@ -166,7 +179,7 @@ class RowCopier:
         """The forward waits until the last row has been read, and not for what comes of them."""
         if places.num_stash <= self._part:
             rows_MD = self._stash.index_select(0, places.stash)
-            self._lane.left()
+            self._side.release()
             for span in spans:
                 self._put(staged, span, slice(None), rows_MD[span.first : span.end])
             return
@@ -174,7 +187,7 @@ class RowCopier:
             end = min(first + self._part, places.num_stash)
             rows_MD = self._stash.index_select(0, places.stash[first:end])
             if end == places.num_stash:
-                self._lane.left()
+                self._side.release()
             for span in spans:
                 low, high = max(span.first, first), min(span.end, end)
                 if low < high:
@@ -197,16 +210,16 @@ class RowCopier:
         found = {probe: column for probe, column in columns.items() if column is not None}
         region = self._scores_room(4 * len(found) * selection.num_tokens)
         self._tickets += 1
-        with self._lane.side():
+        with self._side.fork():
             if region.nbytes:
-                scores.follow(self._lane.handle)
+                scores.follow(self._side.handle)
                 shape = (len(found), selection.num_tokens)
                 given_PT = self._landing.tensor(region.start, torch.float32, shape)
                 for at, (site, slot) in enumerate(found.values()):
                     scores_T = self._tables.scores_STK[site, : selection.num_tokens, slot]
                     given_PT[at].copy_(scores_T.contiguous(), non_blocking=True)
-                self._lane.left()
-            wait = self._lane.done(self._tickets)
+                self._side.release()
+            wait = self._mark_done(self._tickets)
         told = pipe_messages.StagedScores(
             self._tickets,
             region.start,
@@ -229,5 +242,5 @@ class RowCopier:
         return region or ArenaRegion(0, 0, self.arena.given)
 
     def close(self) -> None:
-        self._lane.drain()
+        self._side.synchronize()
         self._landing.close()

@@ -52,5 +52,5 @@ class FusedNormSite:
         if len(x_TD) > len(self._stash_RD):
             self._site.read(stream_TD)
         else:
-            self._tail.ran(len(x_TD))
+            self._tail.tap_ran(len(x_TD))
         return normed_TD, stream_TD

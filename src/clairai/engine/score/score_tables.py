@@ -19,7 +19,7 @@ import numpy as np
 import torch
 
 from clairai.engine.score.row_upload import RowUpload, SlotRows, block_slots, changed_slots
-from clairai.engine.side_stream import AfterTaps, GraphBranch, NoSideStream
+from clairai.engine.side_stream import AfterTaps, NoSideStream, SideStream
 from clairai.errors import TapMissingError
 from clairai.probe.bank import EngineBank, ProbeColumn, RedirectedColumns, SiteSlot
 from clairai.probe.model import Probe
@@ -106,7 +106,7 @@ class ScoreTables:
         self._held: dict[SiteSlot, Probe | None] = {}
         self._root: tuple[ProbeColumn, ...] | None = None  # what those were turned from, and again
         self._upload = RowUpload(self.device)
-        self.branch: GraphBranch = NoSideStream()
+        self.branch: SideStream | NoSideStream = NoSideStream()
         self.tail = AfterTaps(NoSideStream())
         self.score: ScoreFunction = score_twin
         self.scratch: tuple[torch.Tensor, ...] = ()
@@ -115,12 +115,12 @@ class ScoreTables:
 
     def _use_kernel(self) -> None:
         from clairai.engine.score.score_kernel import Scorer
-        from clairai.engine.side_stream import SideStream
 
         _, _, width, capacity = self.weights_SHDK.shape
         scorer = Scorer(width, capacity, self.max_tokens, self.device)
         self.score, self.scratch = scorer, scorer.scratch
-        self.branch, self.tail = SideStream(self.device), AfterTaps(SideStream(self.device))
+        self.branch = SideStream(self.device, only_in_graphs=True)
+        self.tail = AfterTaps(SideStream(self.device, only_in_graphs=True))
 
     @property
     def nbytes(self) -> int:
@@ -243,7 +243,7 @@ class ScoreSite:
         self._score(rows_TD, *self._bank, scores_TK, self._ran)
         if self._stash_RD is not None:
             self._stash_RD[: len(rows_TD)].copy_(rows_TD)
-        self._tail.ran(len(rows_TD))
+        self._tail.tap_ran(len(rows_TD))
 
     def _prepared(self, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """One row per token, and where their scores go."""
@@ -267,3 +267,4 @@ class SideStreamSite(ScoreSite):
     def read(self, hidden: torch.Tensor) -> None:
         with self._branch.fork():
             super().read(hidden)
+            self._branch.release()
