@@ -11,7 +11,7 @@ from aiohttp import web
 
 from clairai.errors import ClairaiError
 from clairai.fields.request_fields import parse_fields
-from clairai.fields.steer import describe_entry, parse_entries
+from clairai.fields.steer import parse_entries
 from tests.http.fake import refusal
 from tests.http.fake_captures import handle
 
@@ -91,7 +91,7 @@ class Steering:
             read = {tier: parse_entries(given[tier], what=tier) for tier in given}
         except (ValueError, AssertionError, ClairaiError):
             return refusal(400, "these are no tiers", code="request")
-        self.tiers.update({tier: [*map(describe_entry, read[tier])] for tier in read})
+        self.tiers.update({tier: [one.describe() for one in read[tier]] for tier in read})
         return web.json_response({**self.tiers, "version": 2})
 
     async def _amend(self, request: web.Request) -> web.Response:
@@ -102,7 +102,7 @@ class Steering:
             entries = parse_entries(given["steer"], what="steer")
         except (ValueError, TypeError, KeyError, ClairaiError):
             return refusal(400, "no object with steer", code="request")
-        applied = [*map(describe_entry, entries)]
+        applied = [one.describe() for one in entries]
         return web.json_response({"positions": [9], "steering": applied})
 
     def _listed(self, status: int) -> web.Response:
@@ -120,12 +120,12 @@ def applied(xargs: Any) -> dict[str, Any] | None:
     if not wanted.steer and not wanted.stop:
         return kept or None
     entries = [
-        {**describe_entry(entry), "digest": digest_of(b""), "points": POINTS}
+        {**entry.describe(), "digest": digest_of(b""), "points": POINTS}
         | {"vector": entry.vector if isinstance(entry.vector, str) else None}
         for entry in wanted.steer
     ]
     made: dict[str, Any] = {"steering": entries}
-    rules = [rule.written() for rule in wanted.stop]
+    rules = [rule.to_json() for rule in wanted.stop]
     return made | ({"stop": rules} if rules else {}) | kept
 
 

@@ -17,8 +17,9 @@ from clairai.engine.steer import steer_kernel
 from clairai.engine.steer.steer_kernel import SteerLauncher
 from clairai.engine.steer.steer_tables import SteerFunction, SteerTables
 from clairai.engine.steer.steer_twin import steer_twin
-from clairai.engine.steer.steering_plan import OPEN_END, PlanAction, PlanGate, SteeringPlan
+from clairai.engine.steer.steering_plan import PlanAction, PlanGate, SteeringPlan
 from clairai.engine.steer.worker_steering import ProgramMap
+from clairai.fields.ranges import OPEN_END
 from tests.kernels.planting import planted
 from tests.support.random_plans import WIDTH, courses_of_one_program, random_plan, row
 from tests.support.steered_engine import Request, ToyFleet, drill, fleet, random_history, wrong_in

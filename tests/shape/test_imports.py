@@ -32,11 +32,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "match": {*COMMON, "match"},
     "store.codecs": {"errors", "points", "store.codecs"},  # decoders need numpy and no more
     "store": {*COMMON, "store"},
-    "fields": {
-        *COMMON,
-        *("probe", "vector", "store.row_block", "store.codecs", "fields"),
-        "engine.steer.steering_plan",
-    },
+    "fields": {*COMMON, "probe", "vector", "store.row_block", "store.codecs", "fields"},
     "capture": {
         *COMMON,
         *("local", "fields", "store.row_block", "store.codecs", "capture"),

@@ -15,14 +15,8 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from clairai.engine.steer.steering_plan import (
-    OPEN_END,
-    PlanAction,
-    PlanGate,
-    PlanRow,
-    Range,
-    SteeringPlan,
-)
+from clairai.engine.steer.steering_plan import PlanAction, PlanGate, PlanRow, SteeringPlan
+from clairai.fields.ranges import OPEN_END, Range
 
 WIDTH = 12
 SITE_OF = {"pre_attn.0": "a", "post_block.0": "b", "pre_attn.1": "b", "post_block.1": "c"}

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from clairai.engine.steer.steering_plan import PlanAction, PlanGate, PlanRow, Range, SteeringPlan
+from clairai.engine.steer.steering_plan import PlanAction, PlanGate, PlanRow, SteeringPlan
 from clairai.engine.steer.steering_registry import SteeringLimits, SteeringRegistry
+from clairai.fields.ranges import Range
 from clairai.fields.steer import SteerEntry, parse_entries
 from clairai.points import Point
 from clairai.probe.model import Probe

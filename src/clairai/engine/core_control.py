@@ -19,7 +19,7 @@ from clairai.engine.steer.steering_registry import SteeringRegistry
 from clairai.errors import ClairaiError, RequestError, SteeringOffError
 from clairai.fields.json_fields import suggest_names
 from clairai.fields.rules import StopRule
-from clairai.fields.steer import SteerEntry, describe_entry, parse_entries
+from clairai.fields.steer import SteerEntry, parse_entries
 from clairai.probe.bank import EngineBank
 from clairai.probe.files import loads as load_probe
 from clairai.probe.model import Probe, replace_checked_directions
@@ -176,13 +176,13 @@ class CoreControl:
                 f"no request of stream {stream} is running; give the stream of one that is"
             )
         return steering_messages.SteeringChanged(
-            tuple(positions), _JSON_ENCODER.encode(list(map(describe_entry, entries)))
+            tuple(positions), _JSON_ENCODER.encode([one.describe() for one in entries])
         )
 
     def _tiers(self) -> steering_messages.SteeringState:
         tiers = self.registry.tiers()
         shown = {
-            tier: _JSON_ENCODER.encode(list(map(describe_entry, getattr(tiers, tier))))
+            tier: _JSON_ENCODER.encode([one.describe() for one in getattr(tiers, tier)])
             for tier in _TIER_NAMES
         }
         return steering_messages.SteeringState(tiers.version, **shown)

@@ -1,4 +1,7 @@
-"""Takes one field of a request as somebody gave it; gives it checked, or a RequestError."""
+"""Checked reads of JSON values in a request: each gives the value, or raises RequestError.
+
+`what` names the value in the message, such as `steer[0].scale`.
+"""
 
 from __future__ import annotations
 
@@ -14,12 +17,16 @@ from clairai.errors import RequestError
 from clairai.points import quote
 
 MAX_TEXT: Final = 128
-# Arithmetic is float32 in the engine: what is beyond float32 would be infinity there.
+MAX_CHARS: Final = 64 << 20  # of JSON text: the largest vector file, or many small ones
+# Of JSON text. A vector packed as base64 is one value; a list has one for each number. At the
+# limit the decoded Python objects take 200 MB.
+MAX_ITEMS: Final = 1 << 20
+# The engine computes in float32, where anything larger would be infinity.
 LARGEST: Final = float(np.finfo(np.float32).max)
 
 
 def read_object(what: str, given: object, known: tuple[str, ...]) -> Mapping[str, Any]:
-    """An object that has no other keys than these."""
+    """An object with no other keys than `known`."""
     if not isinstance(given, Mapping):
         raise RequestError(
             f"{what} must be an object, got {quote(given)}; its keys are {', '.join(known)}"
@@ -77,7 +84,7 @@ def read_choice(what: str, value: object, known: tuple[str, ...]) -> str:
 
 
 def suggest_names(name: str, names: Iterable[str]) -> str:
-    """What may have been meant, for the end of an error: the close names, or some."""
+    """The end of an error message: names close to `name`, or else some of `names`."""
     every = sorted(names)
     near = get_close_matches(name[:MAX_TEXT], every, n=3)
     if near:
@@ -88,23 +95,12 @@ def suggest_names(name: str, names: Iterable[str]) -> str:
     return f"there are {', '.join(every[:8])}{more}"
 
 
-# MERGED
-# Takes JSON text that nobody vouches for; gives its value, at a cost that is known beforehand.
-
-
-MAX_CHARS: Final = 64 << 20  # the size of a vector's largest file, or of many small ones
-# Vectors packed as base64 hold none of these characters; lists of numbers, as the seeds have them,
-# have one for each number. The most there can be of any kind takes 200 MB as Python objects.
-MAX_ITEMS: Final = 1 << 20
-_ITEM_STARTS: Final = ",[{"
-
-
 def decode_json(text: str, *, what: str) -> Any:
-    """RequestError for anything but one JSON value without a key that comes twice."""
+    """Decode untrusted text at a bounded cost; RequestError also for a key that appears twice."""
     if len(text) > MAX_CHARS:
         raise RequestError(f"{what} is {len(text)} characters long, at most {MAX_CHARS}")
-    # A text that is shorter than that cannot hold so many.
-    if len(text) > MAX_ITEMS and sum(map(text.count, _ITEM_STARTS)) > MAX_ITEMS:
+    # Every value follows one of these characters; a shorter text cannot hold too many.
+    if len(text) > MAX_ITEMS and sum(map(text.count, ",[{")) > MAX_ITEMS:
         raise RequestError(
             f"{what} holds over {MAX_ITEMS} values; send vectors packed as base64, or fewer"
         )

@@ -1,6 +1,4 @@
-"""Takes vectors packed as base64, which nobody vouches for; gives Vectors, and packs them."""
-
-# D = model width
+"""Vectors that travel inside a request, packed as base64. N = points, D = model width."""
 
 from __future__ import annotations
 
@@ -21,9 +19,9 @@ from clairai.points import Point, quote
 from clairai.vector.model import MAX_POINTS, Vector
 
 Dtype = Literal["f32", "f16", "bf16"]
-INLINE_NAME: Final = "inline"  # what a vector is called that came with a request
+INLINE_NAME: Final = "inline"  # the name of a vector that travels inside a request
 
-# vLLM brings a decoder that is forty times as fast; alone, Python's own will do.
+# vLLM installs pybase64, which decodes forty times as fast as the standard library.
 try:
     _b64decode = functools.partial(importlib.import_module("pybase64").b64decode, validate=True)
 except ImportError:
@@ -35,23 +33,23 @@ _KEYS: Final = ("dtype", "points")
 
 @dataclass(frozen=True)
 class PackedVector:
-    """A vector as it came with a request: not decoded before the model's width is known."""
+    """A vector as the request carries it; decoding waits until the model's width is known."""
 
     dtype: Dtype
     rows: tuple[tuple[Point, str], ...]
 
     def unpack(self, width: int, *, what: str) -> Vector:
-        # Row by row into one block: memory not used before costs more than the work does.
+        # Row by row into one block: touching fresh memory costs more than decoding.
         block_ND = np.empty((len(self.rows), width), np.float32)
         for row_D, (point, text) in zip(block_ND, self.rows, strict=True):
             row_D[:] = decode_numbers(
                 text, self.dtype, width, what=f"{what}.points[{str(point)!r}]"
             )
-        block_ND.setflags(write=False)  # the vector takes it as it is
+        block_ND.setflags(write=False)  # Vector takes a read-only block without a copy
         points = (point for point, _ in self.rows)
         return Vector(INLINE_NAME, dict(zip(points, block_ND, strict=True)))
 
-    def written(self) -> dict[str, Any]:
+    def to_json(self) -> dict[str, Any]:
         return {"dtype": self.dtype, "points": {str(point): text for point, text in self.rows}}
 
 
@@ -85,19 +83,19 @@ def parse_point(what: str, name: object) -> Point:
 
 
 def pack_vector(vector: Vector) -> PackedVector:
-    """The vector's numbers, bit for bit."""
+    """Lossless: the vector's own float32 numbers."""
     rows = [(point, base64.b64encode(row_D.tobytes())) for point, row_D in vector.rows.items()]
     return PackedVector("f32", tuple((point, text.decode()) for point, text in rows))
 
 
 def decode_numbers(text: str, dtype: Dtype, count: int, *, what: str) -> NDArray[np.float32]:
-    """`count` little-endian numbers; the length is compared before anything is decoded."""
+    """Decode `count` little-endian numbers; the length is checked before anything is decoded."""
     nbytes = count * _NBYTES[dtype]
     expected = (nbytes + 2) // 3 * 4
     if len(text) != expected:
         raise RequestError(
             f"{what} has {len(text)} characters of base64; {count} numbers of {dtype}, "
-            f"as many as are wanted here, have {expected}"
+            f"as many as belong here, have {expected}"
         )
     try:
         data = _b64decode(text)
@@ -112,6 +110,6 @@ def _to_float32(data: bytes, dtype: Dtype) -> NDArray[np.float32]:
     if dtype == "f32":
         return np.frombuffer(data, "<f4").astype(np.float32, copy=False)
     if dtype == "f16":
-        with np.errstate(invalid="ignore"):  # Vector refuses NaN, in words
+        with np.errstate(invalid="ignore"):  # Vector refuses NaN with a message
             return np.frombuffer(data, "<f2").astype(np.float32)
     return (np.frombuffer(data, "<u2").astype(np.uint32) << 16).view(np.float32)

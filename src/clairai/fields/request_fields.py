@@ -14,7 +14,7 @@ from clairai.errors import RequestError
 from clairai.fields.capture import CaptureSpec, parse_capture
 from clairai.fields.json_fields import decode_json
 from clairai.fields.rules import StopRule, parse_rules
-from clairai.fields.steer import MAX_ENTRIES, SteerEntry, entry_to_json, parse_entries
+from clairai.fields.steer import MAX_ENTRIES, SteerEntry, parse_entries
 from clairai.fields.steering_vectors import FIELD_PHASES, parse_steering_vectors
 from clairai.points import quote
 
@@ -70,9 +70,9 @@ def request(
     if wanted.stream is not None:
         fields["stream"] = wanted.stream
     if wanted.steer:
-        fields["steer"] = [entry_to_json(entry) for entry in wanted.steer]
+        fields["steer"] = [entry.to_json() for entry in wanted.steer]
     if wanted.stop:
-        fields["stop"] = [rule.written() for rule in wanted.stop]
+        fields["stop"] = [rule.to_json() for rule in wanted.stop]
     if wanted.capture is not None:
         fields["capture"] = wanted.capture.written()
     return {KEY: fields}

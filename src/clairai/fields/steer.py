@@ -1,13 +1,12 @@
-"""Takes the `steer` list of a request or a tier; gives checked entries, and their JSON again."""
+"""The `steer` list of a request or of a global tier: which vectors act, where and how."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Final, cast, get_args
+from typing import Any, Final, Literal, cast, get_args
 
-from clairai.engine.steer.steering_plan import Op
 from clairai.errors import RequestError
 from clairai.fields import json_fields
 from clairai.fields.packed_vector import PackedVector, pack_vector, parse_packed, parse_point
@@ -15,8 +14,9 @@ from clairai.fields.when import When, parse_when
 from clairai.points import Point, quote
 from clairai.vector.model import MAX_POINTS, Vector
 
+Op = Literal["add", "ablate", "clamp", "replace"]
 OPS: Final[tuple[Op, ...]] = get_args(Op)
-MAX_ENTRIES: Final = 32  # of a request; and of all tiers together
+MAX_ENTRIES: Final = 32  # of a request, and of all tiers together
 
 _ENTRY_KEYS: Final = (
     *("vector", "digest", "scale", "op", "match_norm", "low", "high", "points", "when", "gate"),
@@ -27,70 +27,70 @@ _DIGEST: Final = re.compile("[0-9a-f]{64}")
 
 @dataclass(frozen=True)
 class GateSpec:
-    """Which probe opens an entry; what it reads is known when the entry is resolved."""
+    """The probe that opens and closes an entry, by name."""
 
     probe: str
     threshold: float | None = None  # None: the probe's own
-    sharpness: float | None = None  # None: open or closed, nothing between
-    latch: bool = False
-    release: float | None = None
+    sharpness: float | None = None  # None: fully open or closed
+    latch: bool = False  # never closes again
+    release: float | None = None  # closes below this; None: below the threshold
 
-    def written(self) -> dict[str, Any]:
+    def to_json(self) -> dict[str, Any]:
         values = {"threshold": self.threshold, "sharpness": self.sharpness, "release": self.release}
-        written = {key: value for key, value in values.items() if value is not None}
-        return {"probe": self.probe, **written} | ({"latch": True} if self.latch else {})
+        fields = {key: value for key, value in values.items() if value is not None}
+        return {"probe": self.probe, **fields} | ({"latch": True} if self.latch else {})
 
 
 @dataclass(frozen=True)
 class SteerEntry:
-    """One vector and what it is to do, as it was asked for."""
+    """One vector and what it does, as the request asks for it."""
 
     vector: str | PackedVector | Vector  # a name, or one that came with the request
-    digest: str | None = None  # that the vector must have
+    digest: str | None = None  # the content that the vector must have
     scale: float = 1.0
     op: Op = "add"
-    is_matched: bool = False
-    low: float | None = None
+    match_norm: bool = False  # add: scale the vector to the length of the row
+    low: float | None = None  # clamp
     high: float | None = None
     points: tuple[Point, ...] | None = None  # None: all of the vector's
     when: When = field(default_factory=When)
     gate: GateSpec | None = None
-    label: str = field(default="steer", compare=False)  # what errors call it
+    label: str = field(default="steer", compare=False)  # its name in error messages
+
+    def to_json(self) -> dict[str, Any]:
+        """What `parse_entries` reads as an equal entry."""
+        vector = pack_vector(self.vector) if isinstance(self.vector, Vector) else self.vector
+        return self._fields(vector.to_json() if isinstance(vector, PackedVector) else vector)
+
+    def describe(self) -> dict[str, Any]:
+        """`to_json` for people: an inline vector is shown by its digest and points."""
+        vector = self.vector
+        if isinstance(vector, Vector):
+            return self._fields({"digest": vector.digest, "points": [*map(str, vector.points)]})
+        if isinstance(vector, PackedVector):
+            return self._fields({"points": [str(point) for point, _ in vector.rows]})
+        return self._fields(vector)
+
+    def _fields(self, vector: object) -> dict[str, Any]:
+        optional = {
+            "digest": self.digest,
+            "match_norm": self.match_norm or None,
+            "low": self.low,
+            "high": self.high,
+            "points": None if self.points is None else [*map(str, self.points)],
+            "gate": None if self.gate is None else self.gate.to_json(),
+        }
+        always = {"vector": vector, "scale": self.scale, "op": self.op, "when": self.when.to_json()}
+        return always | {key: value for key, value in optional.items() if value is not None}
 
 
 def parse_entries(given: object, *, what: str) -> tuple[SteerEntry, ...]:
-    """Decoded JSON as entries; a `vector` may be a Vector. RequestError or PointError if wrong."""
-    every = json_fields.read_list(what, given, limit=MAX_ENTRIES)
-    return tuple(_parse_entry(one, f"{what}[{i}]") for i, one in enumerate(every))
+    """Read decoded JSON, where a `vector` may also be a Vector.
 
-
-def entry_to_json(entry: SteerEntry) -> dict[str, Any]:
-    """What parse_entries reads as an equal entry."""
-    vector = pack_vector(entry.vector) if isinstance(entry.vector, Vector) else entry.vector
-    return _entry_fields(entry, vector.written() if isinstance(vector, PackedVector) else vector)
-
-
-def describe_entry(entry: SteerEntry) -> dict[str, Any]:
-    """`to_json` for people: a vector that came along is shown by its digest and points."""
-    vector = entry.vector
-    if isinstance(vector, Vector):
-        return _entry_fields(entry, {"digest": vector.digest, "points": [*map(str, vector.points)]})
-    if isinstance(vector, PackedVector):
-        return _entry_fields(entry, {"points": [str(point) for point, _ in vector.rows]})
-    return _entry_fields(entry, vector)
-
-
-def _entry_fields(entry: SteerEntry, vector: object) -> dict[str, Any]:
-    optional = {
-        "digest": entry.digest,
-        "match_norm": entry.is_matched or None,
-        "low": entry.low,
-        "high": entry.high,
-        "points": None if entry.points is None else [*map(str, entry.points)],
-        "gate": None if entry.gate is None else entry.gate.written(),
-    }
-    always = {"vector": vector, "scale": entry.scale, "op": entry.op, "when": entry.when.written()}
-    return always | {key: value for key, value in optional.items() if value is not None}
+    RequestError or PointError if it is wrong.
+    """
+    entries = json_fields.read_list(what, given, limit=MAX_ENTRIES)
+    return tuple(_parse_entry(one, f"{what}[{i}]") for i, one in enumerate(entries))
 
 
 def _parse_entry(given: object, what: str) -> SteerEntry:
@@ -104,7 +104,7 @@ def _parse_entry(given: object, what: str) -> SteerEntry:
         digest=_parse_digest(f"{what}.digest", asked.get("digest")),
         scale=json_fields.read_number(f"{what}.scale", asked.get("scale", 1.0)),
         op=op,
-        is_matched=_parse_match_norm(what, asked.get("match_norm", False), op),
+        match_norm=_parse_match_norm(what, asked.get("match_norm", False), op),
         **_parse_clamp_bounds(what, asked, op),
         points=None if points is None else _parse_points(f"{what}.points", points),
         when=parse_when(asked.get("when", "both"), what=f"{what}.when"),
@@ -135,10 +135,10 @@ def _parse_digest(what: str, given: object) -> str | None:
 
 
 def _parse_match_norm(what: str, given: object, op: Op) -> bool:
-    is_matched = json_fields.read_boolean(f"{what}.match_norm", given)
-    if is_matched and op != "add":
+    match_norm = json_fields.read_boolean(f"{what}.match_norm", given)
+    if match_norm and op != "add":
         raise RequestError(f"{what}: match_norm goes with add, not with {op}; leave it out")
-    return is_matched
+    return match_norm
 
 
 def _parse_clamp_bounds(what: str, asked: Mapping[str, Any], op: Op) -> dict[str, Any]:

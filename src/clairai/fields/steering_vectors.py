@@ -1,10 +1,10 @@
-"""Takes `steering_vectors` and its two sisters, as requests of the seeds carry them; gives entries.
+"""The request fields `steering_vectors`, `prefill_steering_vectors` and `decode_steering_vectors`.
 
-Each is {hook: {layer: row}}: a row is a list of numbers, or {"vector": numbers, "scale": s}, with
-numbers as a list or packed. Or {hook: packed rows of many layers}, as the seeds send over HTTP.
+Other steering servers for vLLM use them; clairai reads them as ordinary steering entries. Each is
+{hook: {layer: row}}, where a row is a list of numbers or {"vector": numbers, "scale": s}, with the
+numbers as a list or packed as base64; or {hook: rows of many layers, packed together}.
+D = model width.
 """
-
-# L = layers in one pack, D = model width
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ _EXAMPLE: Final = 'write {"post_block": {"15": {"vector": [0.1, ...], "scale": 2
 
 
 def parse_steering_vectors(given: object, *, what: str) -> tuple[SteerEntry, ...]:
-    """The entry that one of the fields is; none where all of its scales are 0."""
+    """The one entry that the field `what` stands for; none if all of its scales are 0."""
     if not isinstance(given, Mapping):
         raise RequestError(f"{what} must be an object, got {quote(given)}; {_EXAMPLE}")
     try:
@@ -61,7 +61,7 @@ def _parse_rows(given: Mapping[str, Any], what: str) -> dict[Point, Row]:
             raise RequestError(f"{what} has over {MAX_POINTS} points; give fewer")
         if point in rows:
             raise RequestError(f"{what} names {point} twice; keep one of them")
-        if scale != 0:  # adds nothing, whatever the row holds
+        if scale != 0:  # a row of scale 0 adds nothing
             rows[point] = row_D
     return rows
 

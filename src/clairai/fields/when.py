@@ -1,20 +1,19 @@
-"""Takes a request's `when`; gives the positions it means, absolute once the prompt is known."""
+"""The `when` of a steering entry: on which tokens it acts."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, Final, Literal, cast, get_args
 
-from clairai.engine.steer.steering_plan import MAX_RANGES, OPEN_END, Range
 from clairai.errors import RequestError
 from clairai.fields import json_fields
+from clairai.fields.ranges import EVERYWHERE, MAX_RANGES, OPEN_END, Range, merge_ranges
 from clairai.points import quote
 
 Phase = Literal["both", "prompt", "generation", "last_prompt"]
 PHASES: Final[tuple[Phase, ...]] = get_args(Phase)
-Ends = tuple[int, int | None]  # as written: negative is from the prompt's end, None is open
-EVERYWHERE: Final[Range] = (0, OPEN_END)
+# A pair as the request gives it: negative counts from the end of the prompt, None is open.
+Ends = tuple[int, int | None]
 
 _KEYS: Final = ("phase", "positions", "skip_special")
 _LAST_POSITION: Final = OPEN_END - 1
@@ -22,40 +21,40 @@ _LAST_POSITION: Final = OPEN_END - 1
 
 @dataclass(frozen=True)
 class When:
-    """On which tokens an entry acts."""
+    """Positions as the request gives them; `ranges` makes them absolute."""
 
     phase: Phase = "both"
     positions: tuple[Ends, ...] | None = None  # None: all of the phase
     skip_special: bool = False
 
     def ranges(self, prompt_len: int, within: Range = EVERYWHERE) -> tuple[Range, ...]:
-        """Absolute, sorted, apart from each other, none empty; only of the phase and `within`."""
+        """The absolute positions that lie in the phase and in `within`, merged."""
         low, high = phase_bounds(self.phase, prompt_len)
         low, high = max(low, within[0]), min(high, within[1])
         if self.positions is None:
             return merge_ranges([(low, high)])
-        count = prompt_len if self.phase == "generation" else 0
-        found: list[Range] = []
+        # Positions of the generation count from its first token, all others from the prompt's.
+        origin = prompt_len if self.phase == "generation" else 0
+        clipped: list[Range] = []
         for first, last in self.positions:
-            start = _absolute_position(first, count, prompt_len)
-            end = OPEN_END if last is None else _absolute_position(last, count, prompt_len)
-            found.append((max(start, low), min(end, high)))
-        return merge_ranges(found)
+            start = _absolute_position(first, origin, prompt_len)
+            end = OPEN_END if last is None else _absolute_position(last, origin, prompt_len)
+            clipped.append((max(start, low), min(end, high)))
+        return merge_ranges(clipped)
 
-    def written(self) -> str | dict[str, Any]:
-        """As JSON, in the shortest form that means the same."""
+    def to_json(self) -> str | dict[str, Any]:
+        """The shortest form that `parse_when` reads as equal."""
         if self.positions is None and not self.skip_special:
             return self.phase
-        written: dict[str, Any] = {"phase": self.phase}
+        fields: dict[str, Any] = {"phase": self.phase}
         if self.positions is not None:
-            written["positions"] = [list(ends) for ends in self.positions]
+            fields["positions"] = [list(ends) for ends in self.positions]
         if self.skip_special:
-            written["skip_special"] = True
-        return written
+            fields["skip_special"] = True
+        return fields
 
 
 def phase_bounds(phase: Phase, prompt_len: int) -> Range:
-    """Position p is the row of the (p + 1)th token; the prompt's rows come first."""
     if phase == "prompt":
         return 0, prompt_len
     if phase == "generation":
@@ -108,16 +107,5 @@ def _parse_ends(what: str, given: object, phase: Phase) -> Ends:
     return start, end
 
 
-def _absolute_position(at: int, count: int, prompt_len: int) -> int:
-    return count + at if at >= 0 else prompt_len + at
-
-
-def merge_ranges(ranges: Iterable[Range]) -> tuple[Range, ...]:
-    """Sorted, apart from each other, none empty."""
-    found: list[Range] = []
-    for start, end in sorted(one for one in ranges if one[0] < one[1]):
-        if found and start <= found[-1][1]:
-            found[-1] = (found[-1][0], max(end, found[-1][1]))
-        else:
-            found.append((start, end))
-    return tuple(found)
+def _absolute_position(position: int, origin: int, prompt_len: int) -> int:
+    return origin + position if position >= 0 else prompt_len + position

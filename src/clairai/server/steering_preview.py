@@ -16,7 +16,7 @@ from clairai.errors import ClairaiError, RequestError, SteeringOffError
 from clairai.fields.packed_vector import PackedVector
 from clairai.fields.request_fields import RequestFields
 from clairai.fields.rules import StopRule
-from clairai.fields.steer import SteerEntry, describe_entry
+from clairai.fields.steer import SteerEntry
 from clairai.server.core_cache import CoreView, outline_vector
 from clairai.vector.model import Vector
 
@@ -94,10 +94,10 @@ def _applied(part: ResolvedEntry) -> dict[str, Any]:
         "digest": action.digest,
         "points": [row.point for row in action.rows],
     }
-    gate = describe_entry(entry).get("gate")
+    gate = entry.describe().get("gate")
     if gate is not None and part.gate is not None:
         told["gate"] = {**gate, "threshold": part.gate.threshold}
-    return {**describe_entry(entry), **told}
+    return {**entry.describe(), **told}
 
 
 def _tiers(view: CoreView) -> Iterator[dict[str, Any]]:
@@ -122,6 +122,6 @@ def _rule(rule: StopRule, known: SteeringSnapshot, what: str) -> dict[str, Any]:
         raise RequestError(f"{what}: probe {probe.name} has no threshold of its own; give one")
     for entry in rule.steer:
         _look_up(entry, known)
-    told = {**replace(rule, steer=()).written(), "threshold": threshold}
+    told = {**replace(rule, steer=()).to_json(), "threshold": threshold}
     # Without digests: a name stands for what it means when the rule goes off.
-    return told | ({"steer": [*map(describe_entry, rule.steer)]} if rule.steer else {})
+    return told | ({"steer": [one.describe() for one in rule.steer]} if rule.steer else {})

@@ -10,7 +10,8 @@ import pytest
 from clairai.compat.admission import STEERING_KEY, EncodedSteeringPlan
 from clairai.compat.engine_core import wrap_extra_keys
 from clairai.engine.steer.cache_keys import block_key
-from clairai.engine.steer.steering_plan import OPEN_END, SteeringPlan
+from clairai.engine.steer.steering_plan import SteeringPlan
+from clairai.fields.ranges import OPEN_END
 from tests.support.steering_plans import action, plan
 
 

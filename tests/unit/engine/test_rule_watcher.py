@@ -86,4 +86,4 @@ def test_a_rule_that_steers_says_with_what(given: dict[str, Any], said: str) -> 
 def test_a_rule_that_steers_is_written_as_it_is_read() -> None:
     given = {"probe": "p", "action": "steer", "steer": [{"vector": "v", "scale": 2.0}]}
     (rule,) = parse_rules([given], what="stop")
-    assert parse_rules([rule.written()], what="stop") == (rule,)
+    assert parse_rules([rule.to_json()], what="stop") == (rule,)

@@ -12,7 +12,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from clairai.capture.capture_settings import CaptureSettings
-from clairai.engine.steer.steering_plan import OPEN_END
 from clairai.errors import ClairaiError, ConfigError, RequestError
 from clairai.fields.capture import CaptureSpec, EncoderSpec, parse_capture
 from clairai.fields.positions import (
@@ -23,6 +22,7 @@ from clairai.fields.positions import (
     parse_positions,
     positions_to_json,
 )
+from clairai.fields.ranges import OPEN_END
 from clairai.fields.request_fields import KEY, RequestFields, parse_fields, request
 
 spans = st.builds(PositionSpan, st.integers(-50, 50), st.none())

@@ -23,7 +23,7 @@ from clairai.fields.request_fields import (
     request,
 )
 from clairai.fields.rules import StopRule
-from clairai.fields.steer import MAX_ENTRIES, SteerEntry, entry_to_json
+from clairai.fields.steer import MAX_ENTRIES, SteerEntry
 from clairai.fields.when import When
 from clairai.points import Point, quote
 from clairai.vector.model import Vector
@@ -43,8 +43,8 @@ def written(asked: RequestFields) -> dict[str, Any]:
     return request(
         stream=asked.stream,
         prompt_scores=asked.prompt_scores,
-        steer=[entry_to_json(entry) for entry in asked.steer],
-        stop=[rule.written() for rule in asked.stop],
+        steer=[entry.to_json() for entry in asked.steer],
+        stop=[rule.to_json() for rule in asked.stop],
     )
 
 

@@ -18,8 +18,6 @@ from clairai.fields.steer import (
     OPS,
     GateSpec,
     SteerEntry,
-    describe_entry,
-    entry_to_json,
     parse_entries,
 )
 from clairai.fields.when import PHASES, When
@@ -48,16 +46,16 @@ entries = st.builds(
     when=whens,
     gate=st.none() | gates | hard_gates,
 ) | st.builds(SteerEntry, st.just("v"), op=st.just("clamp"), low=reals) | st.builds(
-    SteerEntry, st.just("v"), is_matched=st.just(True)
+    SteerEntry, st.just("v"), match_norm=st.just(True)
 )  # fmt: skip
 
 
 @settings(derandomize=True, deadline=None, max_examples=100)
 @given(st.lists(entries, max_size=4))
 def test_an_entry_written_as_json_is_read_as_an_equal_one(every: list[SteerEntry]) -> None:
-    text = json.dumps([entry_to_json(entry) for entry in every])
+    text = json.dumps([entry.to_json() for entry in every])
     read = parse_entries(json.loads(text), what="steer")
-    assert [entry_to_json(entry) for entry in read] == [entry_to_json(entry) for entry in every]
+    assert [entry.to_json() for entry in read] == [entry.to_json() for entry in every]
     for entry, again in zip(every, read, strict=True):
         if not isinstance(entry.vector, type(vector())):
             assert again == entry
@@ -67,7 +65,7 @@ def test_the_shortest_entry_adds_a_vector_to_all_tokens_at_all_of_its_points() -
     (entry,) = parse_entries([{"vector": "joy"}], what="steer")
     assert entry == SteerEntry("joy", None, 1.0, "add", False, None, None, None, When(), None)
     assert entry.label == "steer[0]"
-    assert describe_entry(entry) == {"vector": "joy", "scale": 1.0, "op": "add", "when": "both"}
+    assert entry.describe() == {"vector": "joy", "scale": 1.0, "op": "add", "when": "both"}
 
 
 def test_points_are_read_by_either_name_in_path_order() -> None:
@@ -78,10 +76,10 @@ def test_points_are_read_by_either_name_in_path_order() -> None:
 
 def test_a_vector_that_came_along_is_described_by_its_digest_and_never_by_its_numbers() -> None:
     (entry,) = parse_entries([{"vector": vector()}], what="steer")
-    shown = describe_entry(entry)["vector"]
+    shown = entry.describe()["vector"]
     assert shown == {"digest": vector().digest, "points": ["pre_attn.1", "post_attn.2"]}
-    (packed_entry,) = parse_entries([entry_to_json(entry)], what="steer")
-    assert describe_entry(packed_entry)["vector"] == {"points": ["pre_attn.1", "post_attn.2"]}
+    (packed_entry,) = parse_entries([entry.to_json()], what="steer")
+    assert packed_entry.describe()["vector"] == {"points": ["pre_attn.1", "post_attn.2"]}
 
 
 HUGE = 10**9000
@@ -216,7 +214,7 @@ rules = st.builds(
 @settings(derandomize=True, deadline=None, max_examples=50)
 @given(st.lists(rules, max_size=MAX_RULES))
 def test_a_rule_written_as_json_is_read_as_an_equal_one(every: list[StopRule]) -> None:
-    text = json.dumps([rule.written() for rule in every])
+    text = json.dumps([rule.to_json() for rule in every])
     assert parse_rules(json.loads(text), what="stop") == tuple(every)
 
 

@@ -11,7 +11,7 @@ import pytest
 
 from clairai.engine.steer import steering_plan
 from clairai.engine.steer.steering_registry import SteeringLimits, SteeringRegistry
-from clairai.fields import json_fields, packed_vector, rules, steer
+from clairai.fields import json_fields, packed_vector, ranges, rules, steer
 from clairai.fields.request_fields import KEY, RequestFields, parse_fields
 from clairai.fields.steer import SteerEntry, parse_entries
 from clairai.fields.steering_vectors import FIELD_PHASES
@@ -106,7 +106,7 @@ def test_the_limits_are_those_of_the_code() -> None:
     rows = dict(re.findall(r"^\| ([^|]+?) \| ([^|]+?) \|$", section, re.MULTILINE))
     limits = SteeringLimits(1, 1)
     assert rows["entries of a request; of all tiers"] == f"{steer.MAX_ENTRIES}; {steer.MAX_ENTRIES}"
-    assert rows["positions of an entry"] == str(steering_plan.MAX_RANGES)
+    assert rows["positions of an entry"] == str(ranges.MAX_RANGES)
     stretches = "stretches of tokens that are steered differently, in a request"
     assert rows[stretches] == str(steering_plan.MAX_SEGMENTS)
     assert rows["gates of a request, those of tiers included"] == str(steering_plan.MAX_GATES)

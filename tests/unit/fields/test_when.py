@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from clairai.engine.steer.steering_plan import MAX_RANGES, OPEN_END, Range
 from clairai.errors import RequestError
+from clairai.fields.ranges import MAX_RANGES, OPEN_END, Range
 from clairai.fields.when import Phase, When, parse_when
 from clairai.points import quote
 

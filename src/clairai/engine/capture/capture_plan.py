@@ -9,7 +9,7 @@ from typing import Any, Final
 
 import msgspec
 
-from clairai.engine.steer.steering_plan import Range
+from clairai.fields.ranges import Range
 
 
 class KeepThreshold(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

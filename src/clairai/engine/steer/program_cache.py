@@ -11,13 +11,13 @@ from typing import Generic, TypeVar
 from clairai.engine.steer.assemble_program import ProgramAssembler
 from clairai.engine.steer.steer_tables import SteerTables
 from clairai.engine.steer.steering_plan import (
-    OPEN_END,
     PlanRow,
     Segment,
     SteeringPlan,
     program_keys,
     split_segments,
 )
+from clairai.fields.ranges import OPEN_END
 
 Key = TypeVar("Key", bound=Hashable)
 

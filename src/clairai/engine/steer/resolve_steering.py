@@ -18,19 +18,17 @@ from clairai.engine.steer.steering_plan import (
     MAX_GATES,
     MAX_OPS,
     MAX_SEGMENTS,
-    OPEN_END,
     PlanAction,
     PlanGate,
     PlanRow,
-    Range,
     SteeringPlan,
     split_segments,
 )
 from clairai.errors import PointError, RequestError
 from clairai.fields.json_fields import LARGEST
 from clairai.fields.packed_vector import PackedVector
+from clairai.fields.ranges import EVERYWHERE, OPEN_END, Range
 from clairai.fields.steer import GateSpec, SteerEntry
-from clairai.fields.when import EVERYWHERE
 from clairai.points import POINT_KINDS, Point
 from clairai.vector.model import Vector, digest_row
 
@@ -81,7 +79,7 @@ def resolve_entry(entry: SteerEntry, known: SteeringSnapshot) -> ResolvedEntry:
         rows=tuple(one.row for one in rows),
         scale=entry.scale,
         ranges=(),
-        is_matched=entry.is_matched,
+        is_matched=entry.match_norm,
         low=entry.low,
         high=entry.high,
         skips_special=entry.when.skip_special,
@@ -152,12 +150,12 @@ def _choose_rows(entry: SteerEntry, held: PreparedVector) -> list[PreparedRow]:
 
 
 def _check_rows(entry: SteerEntry, rows: Iterable[PreparedRow]) -> None:
-    is_divided = entry.is_matched or entry.op in ("ablate", "clamp")
+    is_divided = entry.match_norm or entry.op in ("ablate", "clamp")
     for one in rows:
         if is_divided and not MIN_ROW_LENGTH <= one.length <= MAX_ROW_LENGTH:
             raise RequestError(
                 f"{entry.label}: the row at {one.row.point} has length {one.length:.3g}, which "
-                f"{'match_norm' if entry.is_matched else entry.op} divides by; "
+                f"{'match_norm' if entry.match_norm else entry.op} divides by; "
                 f"scale the vector to a length of {MIN_ROW_LENGTH:g} to {MAX_ROW_LENGTH:g}"
             )
         if not is_divided and abs(entry.scale) * one.peak > LARGEST:

@@ -10,22 +10,19 @@ import hashlib
 from collections import defaultdict
 from collections.abc import Iterable
 from itertools import pairwise
-from typing import Any, Final, Literal
+from typing import Any, Final
 
 import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from clairai.fields.ranges import OPEN_END, Range
+from clairai.fields.steer import Op
 from clairai.wire.ring_messages import Activation
 
-Op = Literal["add", "ablate", "clamp", "replace"]
-OPEN_END: Final = 2**31 - 1  # of a range that goes on for as long as the request does
 MAX_OPS: Final = 16  # that act on one row at one point, gates included
 MAX_GATES: Final = 8  # of one course
 MAX_ACTIONS: Final = 64
-MAX_RANGES: Final = 64  # of one action
-
-Range = tuple[int, int]  # positions from the first up to, not including, the second
 
 
 class PlanRow(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

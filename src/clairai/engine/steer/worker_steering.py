@@ -21,7 +21,8 @@ from clairai.engine.publish.step_rows import StepBatch
 from clairai.engine.steer import steer_tables as t
 from clairai.engine.steer.program_cache import ProgramCache, Schedule
 from clairai.engine.steer.steer_tables import SteerTables
-from clairai.engine.steer.steering_plan import OPEN_END, SteeringPlan
+from clairai.engine.steer.steering_plan import SteeringPlan
+from clairai.fields.ranges import OPEN_END
 
 UNSTEERED: Final = 0  # the berth of every request that is not steered
 NO_SEAT: Final = -1

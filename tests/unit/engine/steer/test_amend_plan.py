@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 from clairai.engine.steer.resolve_steering import amend_plan, check_entries_act
 from clairai.engine.steer.steering_plan import (
     MAX_GATES,
-    OPEN_END,
     PlanAction,
     PlanGate,
     PlanRow,
@@ -18,6 +17,7 @@ from clairai.engine.steer.steering_plan import (
     action_content,
 )
 from clairai.errors import RequestError
+from clairai.fields.ranges import OPEN_END
 from clairai.fields.steer import parse_entries
 
 END = 20

@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 from clairai.engine.steer.cache_keys import BlockKeys, block_key
 from clairai.engine.steer.steering_plan import (
     MAX_SEGMENTS,
-    OPEN_END,
     PlanAction,
     PlanGate,
     SteeringPlan,
@@ -23,6 +22,7 @@ from clairai.engine.steer.steering_plan import (
     split_segments,
     treatments,
 )
+from clairai.fields.ranges import OPEN_END
 from tests.support.steering_plans import action, gate, plan, row
 
 LAST = 9  # positions that the naive reference looks at one by one

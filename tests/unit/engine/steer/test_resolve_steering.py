@@ -10,17 +10,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from clairai.engine.steer.resolve_steering import path_order
-from clairai.engine.steer.steering_plan import (
-    DECODER,
-    ENCODER,
-    MAX_GATES,
-    MAX_OPS,
-    OPEN_END,
-    SteeringPlan,
-)
+from clairai.engine.steer.steering_plan import DECODER, ENCODER, MAX_GATES, MAX_OPS, SteeringPlan
 from clairai.engine.steer.steering_registry import SteeringRegistry
 from clairai.errors import ClairaiError, PointError, RequestError, VectorError
 from clairai.fields.packed_vector import pack_vector
+from clairai.fields.ranges import OPEN_END
 from clairai.points import Point, quote
 from clairai.vector.model import Vector, digest_row
 from tests.support.probes import numbers
@@ -47,13 +41,13 @@ def test_a_named_vector_becomes_its_rows_with_absolute_positions() -> None:
 
 def test_a_course_travels_as_bytes_and_arrives_equal() -> None:
     gated = {"vector": "joy", "gate": {"probe": "sad", "latch": True}, "op": "clamp", "low": 0}
-    plan = resolved({"vector": pack_vector(vector()).written(), "match_norm": True}, gated)
+    plan = resolved({"vector": pack_vector(vector()).to_json(), "match_norm": True}, gated)
     assert DECODER.decode(ENCODER.encode(plan)) == plan
 
 
 def test_a_vector_that_came_along_is_the_same_to_the_engine_as_a_named_one() -> None:
     named = resolved({"vector": "joy"}).actions[0]
-    inline = resolved({"vector": pack_vector(vector("other")).written()}).actions[0]
+    inline = resolved({"vector": pack_vector(vector("other")).to_json()}).actions[0]
     assert inline.vector == ""
     assert (inline.digest, inline.rows) == (named.digest, named.rows)
 

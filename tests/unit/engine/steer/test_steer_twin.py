@@ -9,8 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from clairai.engine.steer.steer_tables import SteerTables
-from clairai.engine.steer.steering_plan import OPEN_END, PlanAction, PlanGate, SteeringPlan
+from clairai.engine.steer.steering_plan import PlanAction, PlanGate, SteeringPlan
 from clairai.errors import TapMissingError
+from clairai.fields.ranges import OPEN_END
 from tests.support.random_plans import SITES, WIDTH, courses_of_one_program, random_plan, row
 from tests.support.steered_engine import (
     MAX_TOKENS,

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from clairai.engine.steer.steering_plan import OPEN_END, SteeringPlan
+from clairai.engine.steer.steering_plan import SteeringPlan
 from clairai.engine.steer.steering_registry import Mode, SteeringLimits, SteeringRegistry
 from clairai.errors import ClairaiError, PointError, RequestError, VectorCapacityError, VectorError
+from clairai.fields.ranges import OPEN_END
 from clairai.vector.model import Vector
 from tests.support.steering_plans import POINTS, entries, probe, registry, vector
 

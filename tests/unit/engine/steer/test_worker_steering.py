@@ -17,8 +17,9 @@ from clairai.engine.publish.step_rows import StepBatch
 from clairai.engine.steer import steer_tables as t
 from clairai.engine.steer.program_cache import SlotTable
 from clairai.engine.steer.steer_tables import SteerTables
-from clairai.engine.steer.steering_plan import OPEN_END, PlanAction, PlanGate, Range, SteeringPlan
+from clairai.engine.steer.steering_plan import PlanAction, PlanGate, SteeringPlan
 from clairai.engine.steer.worker_steering import ProgramMap
+from clairai.fields.ranges import OPEN_END, Range
 from tests.support.random_plans import SITE_OF, SITES, WIDTH, row
 
 MAX_TOKENS = 512
