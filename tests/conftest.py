@@ -26,8 +26,8 @@ def pytest_configure() -> None:
 
 @pytest.fixture
 def tmp_path() -> Iterator[Path]:
-    """A folder of the test's own, short enough for a socket's path in parallel runs too."""
-    folder = Path(tempfile.mkdtemp(prefix="clairai-"))
+    """A folder of the test's own: short, for a socket's path, and without our name in it."""
+    folder = Path(tempfile.mkdtemp(prefix="test-"))
     yield folder
     shutil.rmtree(folder, ignore_errors=True)
 

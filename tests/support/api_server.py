@@ -20,7 +20,8 @@ from fastapi import FastAPI, Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.testclient import TestClient
 
-from clairai.compat.admission import Admission, read_steering_plan
+from clairai.compat.admission import Admission
+from clairai.compat.extra_args import read_steering_plan
 from clairai.engine.core_control import CoreControl
 from clairai.engine.steer.steering_plan import SteeringPlan
 from clairai.engine.steer.steering_registry import SteeringLimits, SteeringRegistry
@@ -135,11 +136,11 @@ class ToyServer:
             prompt_token_ids=PROMPT,
         )
         try:
-            given = self.admission.mark(request)
+            given = self.admission.prepare(request)
         except ClairaiError:
             return False  # EngineCoreProc._handle_request_preproc_error
         running = Running()
-        self.admission.admit(given, running)
+        self.admission.accept(given, running)
         self.held.append(running)
         self.courses.append(read_steering_plan(request.sampling_params))
         return True

@@ -25,7 +25,7 @@ from clairai.capture.collector import Collector
 from clairai.capture.consumers import EngineInfo, open_consumers
 from clairai.capture.staging_reader import AnswerId, EncodedRows, FidelitySample, RuleScore
 from clairai.compat.admission import Admission
-from clairai.compat.capture_setup import read_capture_plan
+from clairai.compat.extra_args import read_capture_plan
 from clairai.engine.capture.capture_resolver import CaptureResolver, EngineShape
 from clairai.engine.capture.worker_capture import WorkerCapture
 from clairai.engine.core_control import CoreControl
@@ -177,11 +177,11 @@ class CapturingServer(ToyServer):
             prompt_token_ids=PROMPT,
         )
         try:
-            given = self.admission.mark(request)
+            given = self.admission.prepare(request)
         except ClairaiError:
             return False
         if self.capture is not None:
-            self.capture.forward(given.seat, request.sampling_params)
+            self.capture.forward((given.mark.stream, given.mark.choice), request.sampling_params)
         return True
 
 

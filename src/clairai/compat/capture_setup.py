@@ -14,9 +14,8 @@ from typing import Any, Final
 from clairai.capture.backend import CaptureBackend, open_backend
 from clairai.capture.capture_settings import CaptureSettings
 from clairai.capture.consumers import EngineInfo
+from clairai.compat.extra_args import read_capture_plan
 from clairai.compat.model_sites import Sites
-from clairai.engine.capture import capture_plan as orders
-from clairai.engine.capture.capture_plan import CapturePlan
 from clairai.engine.capture.capture_resolver import CaptureResolver, EngineShape
 from clairai.engine.capture.row_copier import RowCopier
 from clairai.engine.capture.worker_capture import WorkerCapture
@@ -25,33 +24,7 @@ from clairai.errors import UnsupportedError
 from clairai.settings import ResolvedSettings, Settings
 from clairai.store.codecs.raw import STORED_DTYPES
 
-CAPTURE_KEY: Final = (
-    "clairai_capture_plan"  # what the engine core leaves in extra_args for the worker
-)
 FINGERPRINT_VALUES: Final = 64  # of each parameter
-
-
-class EncodedCapturePlan(bytes):
-    """An order as it travels; within this process it need not be read again."""
-
-    order: CapturePlan
-
-    @classmethod
-    def seal(cls, order: CapturePlan) -> EncodedCapturePlan:
-        sealed = cls(orders.PLAN_ENCODER.encode(order))
-        sealed.order = order
-        return sealed
-
-    def __reduce__(self) -> tuple[type[bytes], tuple[bytes]]:
-        return bytes, (bytes(self),)  # other processes get plain bytes, whoever carries them
-
-
-def read_capture_plan(sampling_params: Any) -> CapturePlan | None:
-    """What is captured of a request."""
-    sealed = (getattr(sampling_params, "extra_args", None) or {}).get(CAPTURE_KEY)
-    if sealed is None or isinstance(sealed, EncodedCapturePlan):
-        return getattr(sealed, "order", None)
-    return orders.PLAN_DECODER.decode(sealed)
 
 
 def make_capture_resolver(

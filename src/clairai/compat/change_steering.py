@@ -1,103 +1,101 @@
-"""Takes a running request and what is to steer it; gives it the new course from its next step on.
+"""Changes the steering of running requests, from their next step on.
 
 Scheduler.schedule   v1/core/sched/scheduler.py   0.26:425   0.32:591
 Scheduler.requests   same file: request id to Request
 
-The scheduler's own output carries the change to every worker, so that all take it up in the same
-step. It acts from the first position that no step has computed and no block hash has counted in.
+The scheduler's own output carries the change to every worker, so that all of them apply it in the
+same step. It acts from the first position that no step has computed and no block hash includes.
+Runs in: the engine core.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
 from typing import Any, Final
 from weakref import finalize
 
-from clairai.compat.admission import STEERING_KEY, EncodedSteeringPlan, read_steering_plan
+from clairai.compat.extra_args import STEERING_KEY, EncodedSteeringPlan, read_steering_plan
 from clairai.engine.steer.resolve_steering import amend_plan, check_entries_act
 from clairai.engine.steer.steering_plan import SteeringPlan
 from clairai.engine.steer.steering_registry import SteeringRegistry
 from clairai.fields.steer import SteerEntry
 
-CHANGES_ATTRIBUTE: Final = "clairai_changed_steering"
+CHANGES_ATTRIBUTE: Final = "clairai_changed_steering"  # of SchedulerOutput
 _PENDING: Final = "clairai_steering_changes"
 
 
 def change_stream_steering(
     core: Any, registry: SteeringRegistry, stream: int, entries: Sequence[SteerEntry]
 ) -> list[int]:
-    """From which position on each running answer of the stream is steered so; all, or an error."""
-    changes = [
-        _prepare_change(registry, request, entries) for request in _list_running(core, stream)
+    """Change every running choice of the stream, or raise and change none.
+
+    Gives the position from which each of them is steered anew.
+    """
+    requests = [
+        request
+        for request in core.scheduler.requests.values()
+        if _has_stream(request, stream) and not request.is_finished()
     ]
+    changes = [_prepare_change(registry, request, entries) for request in requests]
     with ExitStack() as undo:
-        for change in changes:
-            if change.plan is not None:
-                claim = registry.claim(change.plan)
+        for request, (plan, _) in zip(requests, changes, strict=True):
+            if plan is not None:
+                claim = registry.claim(plan)
                 undo.callback(claim.release)
-                finalize(change.request, claim.release)
+                finalize(request, claim.release)
         undo.pop_all()
-    for change in changes:
-        _apply_change(core, change)
-    return [change.position for change in changes]
+    for request, (plan, _) in zip(requests, changes, strict=True):
+        _apply_change(core, request, plan)
+    return [position for _, position in changes]
 
 
 def change_request_steering(
     core: Any, registry: SteeringRegistry, request: Any, entries: Sequence[SteerEntry]
 ) -> None:
-    """The same for one answer alone: what a rule does."""
-    change = _prepare_change(registry, request, entries)
-    if change.plan is not None:
-        finalize(request, registry.claim(change.plan).release)
-    _apply_change(core, change)
+    """Change one choice: what a rule with the action `steer` does."""
+    plan, _ = _prepare_change(registry, request, entries)
+    if plan is not None:
+        finalize(request, registry.claim(plan).release)
+    _apply_change(core, request, plan)
 
 
-@dataclass(frozen=True)
-class _SteeringChange:
-    request: Any  # vLLM's own
-    plan: SteeringPlan | None
-    position: int
-
-
-def _list_running(core: Any, stream: int) -> Iterator[Any]:
-    for request in core.scheduler.requests.values():
-        seat = getattr(request, "clairai_request_mark", None)
-        if seat is not None and seat[0] == stream and not request.is_finished():
-            yield request
+def _has_stream(request: Any, stream: int) -> bool:
+    mark = getattr(request, "clairai_request_mark", None)
+    return mark is not None and mark.stream == stream
 
 
 def _prepare_change(
     registry: SteeringRegistry, request: Any, entries: Sequence[SteerEntry]
-) -> _SteeringChange:
-    """The tokens that are known have block hashes; those that are scheduled are on their way."""
+) -> tuple[SteeringPlan | None, int]:
+    """The request's new plan, and the first position that it can still change.
+
+    Block hashes exist for all known tokens, and scheduled tokens are already being computed.
+    """
     position = max(request.num_tokens, request.num_computed_tokens)
     prompt_len = request.num_prompt_tokens
     check_entries_act(entries, prompt_len, position)
     new = registry.resolve(entries, prompt_len=prompt_len)
-    plan = amend_plan(read_steering_plan(request.sampling_params), new, position)
-    return _SteeringChange(request, plan, position)
+    return amend_plan(read_steering_plan(request.sampling_params), new, position), position
 
 
-def _apply_change(core: Any, change: _SteeringChange) -> None:
-    request, plan = change.request, change.plan
-    extra_args = request.sampling_params.extra_args
-    sealed = extra_args[STEERING_KEY] = None if plan is None else EncodedSteeringPlan.seal(plan)
-    # After a preemption a gate that remembers must see all of its tokens again.
+def _apply_change(core: Any, request: Any, plan: SteeringPlan | None) -> None:
+    encoded = None if plan is None else EncodedSteeringPlan.encode(plan)
+    request.sampling_params.extra_args[STEERING_KEY] = encoded
+    # After a preemption a gate with memory must see all of its tokens again.
     request.skip_reading_prefix_cache |= plan is not None and plan.is_stateful
-    if request.status.name != "WAITING":  # one that no worker has seen takes it along
-        _get_pending(core)[request.request_id] = sealed
+    if request.status.name != "WAITING":  # a waiting request takes its plan along when it starts
+        _get_pending(core)[request.request_id] = encoded
 
 
 def _get_pending(core: Any) -> dict[str, Any]:
-    """What the next step carries; made, with the wrap that sends it, when first needed."""
-    held: dict[str, Any] | None = vars(core).get(_PENDING)
-    if held is None:
-        held = vars(core)[_PENDING] = {}
-        core.scheduler.schedule = _wrap_schedule(core.scheduler, held)
-    return held
+    """Changes that the next step carries; made, with the wrap that sends it, when first needed."""
+    pending: dict[str, Any] | None = vars(core).get(_PENDING)
+    if pending is None:
+        pending = vars(core)[_PENDING] = {}
+        core.scheduler.schedule = _wrap_schedule(core.scheduler, pending)
+    return pending
 
 
 def _wrap_schedule(scheduler: Any, pending: dict[str, Any]) -> Any:
@@ -107,9 +105,9 @@ def _wrap_schedule(scheduler: Any, pending: dict[str, Any]) -> Any:
     def schedule(*args: Any, **kwargs: Any) -> Any:
         scheduled = original(*args, **kwargs)
         if pending:
-            # One that has ended meanwhile was told to the workers before, or is in this output.
-            live = {id_: held for id_, held in pending.items() if id_ in scheduler.requests}
-            # An attribute of its own: SchedulerOutput is a plain dataclass, and travels whole.
+            # Workers already know of those that ended meanwhile, or learn it from this output.
+            live = {id_: plan for id_, plan in pending.items() if id_ in scheduler.requests}
+            # SchedulerOutput is a plain dataclass: an attribute of our own travels with it.
             setattr(scheduled, CHANGES_ATTRIBUTE, live)
             pending.clear()
         return scheduled

@@ -11,9 +11,9 @@ import os
 from collections import Counter
 from typing import Any, Final
 
-from clairai.compat.admission import read_cache_keys
 from clairai.compat.capture_setup import make_capture_resolver
 from clairai.compat.change_steering import change_stream_steering
+from clairai.compat.extra_args import read_cache_keys
 from clairai.compat.find_config import CONFIG_KEY
 from clairai.engine.capture.capture_resolver import CaptureResolver
 from clairai.engine.core_control import CoreControl

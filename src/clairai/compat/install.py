@@ -80,13 +80,13 @@ def _wrap_preprocess_add_request(original: Any) -> Any:
             self.clairai_admission = Admission(
                 get_core_control(self), make_core_capture_resolver(self)
             )
-        given = self.clairai_admission.mark(request)
+        given = self.clairai_admission.prepare(request)
         try:
             admitted = original(self, request)
         except BaseException:
             self.clairai_admission.reject(given)
             raise
-        self.clairai_admission.admit(given, admitted[0])
+        self.clairai_admission.accept(given, admitted[0])
         return admitted
 
     return preprocess_add_request

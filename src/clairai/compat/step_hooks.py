@@ -13,9 +13,13 @@ from typing import Any, Final, Protocol
 
 import torch
 
-from clairai.compat.admission import decode_steering_plan, read_mark, read_steering_plan
-from clairai.compat.capture_setup import read_capture_plan
 from clairai.compat.change_steering import CHANGES_ATTRIBUTE
+from clairai.compat.extra_args import (
+    decode_steering_plan,
+    read_capture_plan,
+    read_mark,
+    read_steering_plan,
+)
 from clairai.engine.publish.publisher import ForwardInputs, ForwardListener
 from clairai.engine.publish.repeat_path import RepeatPath, RunnerMethod
 from clairai.engine.publish.step_publisher import NewRequest

@@ -1,11 +1,11 @@
-"""Takes requests with stop rules; gives each the end its rules ask for, in the engine's own words.
+"""Enforces the rules of running requests: ends an answer, or changes its steering, by its scores.
 
 EngineCore.add_request   v1/engine/core.py            0.26:431   0.32:508
 check_stop               v1/core/sched/scheduler.py   0.26:55    0.32:55    (imported there by name)
 
-The scheduler asks after every sampled token whether the request has ended. The scores of the token
-before it were made by the same forward, so they are in the ring, or about to be: they are waited
-for, and the answer ends at the same token however fast anybody reads.
+The scheduler calls `check_stop` after every sampled token. The forward that sampled it also scored
+the token before it, so those scores are in the ring or about to be. They are waited for: an answer
+ends at the same token however fast the ring is read. Runs in: the engine core.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ import numpy as np
 
 from clairai.compat.change_steering import change_request_steering
 from clairai.compat.engine_core import get_core_control
+from clairai.engine.publish.step_rows import RequestMark
 from clairai.engine.rule_watcher import RuleWatcher
 from clairai.errors import ClairaiError
 from clairai.fields.rules import StopRule
@@ -30,16 +31,13 @@ from clairai.ring.attach import RingReader
 from clairai.ring.reader import Record
 from clairai.wire import ring_messages
 
-SCORE_WAIT_S: Final = 2.0  # for a row that the GPU has computed; it takes some 50 us
-_MONITOR: Final = "clairai_rule_monitor"
-_CHECKS_RULES: Final = "clairai_rules"
-_ROW_FIELDS: Final = ("stream", "choice", "position")
+SCORE_WAIT_S: Final = 2.0  # for scores that the GPU has computed; they take some 50 us
+_ENFORCER: Final = "clairai_rule_enforcer"
+_CHECKS_RULES: Final = "clairai_checks_rules"
 _log: Final = logging.getLogger("clairai.stops")
 
-StreamChoice = tuple[int, int]  # stream and choice
 
-
-class RuleMonitor:
+class RuleEnforcer:
     """Reads the ring in the engine core while requests with rules run."""
 
     def __init__(
@@ -48,39 +46,39 @@ class RuleMonitor:
         self._attach = attach
         self._steer = steer
         self._reader: RingReader | None = None
-        self._watches: dict[StreamChoice, RuleWatcher] = {}
+        self._rules: dict[RequestMark, RuleWatcher] = {}
 
-    def enter(self, seat: StreamChoice, watch: RuleWatcher) -> None:
-        if self._reader is None:  # begin with what comes now: nobody waits for the rest
+    def add(self, mark: RequestMark, rules: RuleWatcher) -> None:
+        if self._reader is None:  # only records from now on matter
             self._reader = self._attach()
-        self._watches[seat] = watch
+        self._rules[mark] = rules
 
-    def leave(self, seat: StreamChoice) -> None:
-        """Also called when a request is collected; whoever is being judged has not left."""
-        self._watches.pop(seat, None)
-        if not self._watches:
+    def remove(self, mark: RequestMark) -> None:
+        """May be called twice: when a request ends, and when Python frees it."""
+        self._rules.pop(mark, None)
+        if not self._rules:
             self.close()
 
-    def judge(self, seat: StreamChoice, position: int) -> None:
-        """Have the rules see the scores of everything up to this position."""
-        watch = self._watches[seat]
+    def read_scores(self, mark: RequestMark, position: int) -> None:
+        """Give the request's rules the scores of every position up to this one."""
+        rules = self._rules[mark]
         deadline_s = time.monotonic() + SCORE_WAIT_S
-        while watch.end is None and watch.next_position <= position:
+        while rules.end is None and rules.next_position <= position:
             if not self._poll() and not self._wait(deadline_s):
-                watch.give_up("its scores did not come")
+                rules.give_up("its scores did not come")
 
     def apply_actions(self, request: Any) -> str | None:
-        """Do what the rules ask for; why the answer ends, None if it goes on."""
-        watch: RuleWatcher = request.clairai_watch
-        while watch.alarms:
-            alarm = watch.alarms.pop(0)
+        """Carry out the rules that triggered; why the answer ends, None if it goes on."""
+        rules: RuleWatcher = request.clairai_rules
+        while rules.alarms:
+            alarm = rules.alarms.pop(0)
             _log.warning("%s: %s, position %d", alarm.rule.action, alarm.reason, alarm.position)
             if alarm.rule.action == "steer" and not request.is_finished():
                 try:
                     self._steer(request, alarm.rule)
                 except ClairaiError as error:
-                    watch.give_up(error.reason)
-        return watch.end
+                    rules.give_up(error.reason)
+        return rules.end
 
     def close(self) -> None:
         if self._reader is not None:
@@ -101,55 +99,55 @@ class RuleMonitor:
 
     def _read(self, record: Record, reader: RingReader) -> None:
         names = [probe.name for probe in reader.bank(record.bank_version).probes]
-        watched = np.fromiter({stream for stream, _ in self._watches}, np.uint64)
+        streams = np.fromiter({mark.stream for mark in self._rules}, np.uint64)
         rows = record.rows
-        # Only rows that a rule looks at are looked at one by one.
-        is_watched_R = (rows["phase"] == ring_messages.DECODE) & np.isin(rows["stream"], watched)
+        # Most rows belong to requests without rules: leave them out before the loop in Python.
+        is_watched_R = (rows["phase"] == ring_messages.DECODE) & np.isin(rows["stream"], streams)
         for index in np.flatnonzero(is_watched_R):
-            stream, choice, position = (int(rows[index][f]) for f in _ROW_FIELDS)
-            watch = self._watches.get((stream, choice))
-            if watch is not None:
+            row = rows[index]
+            rules = self._rules.get(RequestMark(int(row["stream"]), int(row["choice"])))
+            if rules is not None:
                 scores = record.scores_RC[index].tolist()
-                watch.see(position, dict(zip(names, scores, strict=True)))
+                rules.see(int(row["position"]), dict(zip(names, scores, strict=True)))
 
 
 def wrap_add_request(original: Any) -> Any:
-    """`EngineCore.add_request(request, ...)`: on the core's own thread, between two steps."""
+    """Wrap `EngineCore.add_request(request, ...)`, which the core's own thread calls."""
 
     @functools.wraps(original)
     def add_request(self: Any, request: Any, *args: Any, **kwargs: Any) -> Any:
-        watch = getattr(request, "clairai_watch", None)
-        if watch is not None:
+        rules = getattr(request, "clairai_rules", None)
+        if rules is not None:
             _install_check_stop()
-            request.clairai_rule_monitor = _get_monitor(self)
-            request.clairai_rule_monitor.enter(request.clairai_request_mark, watch)
-            # Also for one that is aborted: nobody asks then whether it has ended.
-            finalize(request, request.clairai_rule_monitor.leave, request.clairai_request_mark)
+            enforcer = request.clairai_rule_enforcer = _get_enforcer(self)
+            enforcer.add(request.clairai_request_mark, rules)
+            # vLLM asks no more about an aborted request, so its end is taken from its deletion.
+            finalize(request, enforcer.remove, request.clairai_request_mark)
         return original(self, request, *args, **kwargs)
 
     return add_request
 
 
 def _install_check_stop() -> None:
-    """Not before a request has rules: it is on the way of every token of all the others too."""
-    from vllm.v1.core.sched import scheduler  # looks it up by name at every call
+    """Only when a request has rules: vLLM calls it for every token of every request."""
+    from vllm.v1.core.sched import scheduler  # looks check_stop up by name at every call
 
     if not hasattr(scheduler.check_stop, _CHECKS_RULES):
         scheduler.check_stop = wrap_check_stop(scheduler.check_stop)
 
 
 def wrap_check_stop(original: Any) -> Any:
-    """`check_stop(request, max_model_len)`, called after every token."""
+    """Wrap `check_stop(request, max_model_len)`, called after every token."""
 
     @functools.wraps(original)
     def check_stop(request: Any, max_model_len: int) -> bool:
         has_ended = bool(original(request, max_model_len))
-        if getattr(request, "clairai_watch", None) is None:
+        if getattr(request, "clairai_rules", None) is None:
             return has_ended
-        # The newest token has no row yet: the one before it has.
-        lookout, seat = request.clairai_rule_monitor, request.clairai_request_mark
-        lookout.judge(seat, request.num_tokens - 2)
-        reason = lookout.apply_actions(request)
+        enforcer: RuleEnforcer = request.clairai_rule_enforcer
+        # The newest token has not been forwarded yet: the one before it has.
+        enforcer.read_scores(request.clairai_request_mark, request.num_tokens - 2)
+        reason = enforcer.apply_actions(request)
         if not has_ended and reason is not None:
             request.status = type(request.status).FINISHED_STOPPED  # v1/request.py RequestStatus
             request.stop_reason = reason
@@ -159,14 +157,14 @@ def wrap_check_stop(original: Any) -> Any:
     return check_stop
 
 
-def _get_monitor(core: Any) -> RuleMonitor:
-    found: RuleMonitor | None = vars(core).get(_MONITOR)
+def _get_enforcer(core: Any) -> RuleEnforcer:
+    found: RuleEnforcer | None = vars(core).get(_ENFORCER)
     if found is None:
 
         def steer(request: Any, rule: StopRule) -> None:
             change_request_steering(core, get_core_control(core).registry, request, rule.steer)
 
-        found = vars(core)[_MONITOR] = RuleMonitor(lambda: _attach_reader(core), steer)
+        found = vars(core)[_ENFORCER] = RuleEnforcer(lambda: _attach_reader(core), steer)
     return found
 
 

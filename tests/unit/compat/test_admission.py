@@ -11,7 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from clairai.compat.admission import MARK_KEY, Admission, read_mark, split_request_id
+from clairai.compat.admission import Admission, split_request_id
+from clairai.compat.extra_args import MARK_KEY, read_mark
 from clairai.engine.core_control import CoreControl
 from clairai.engine.publish.step_rows import RequestMark
 from clairai.errors import RequestError
@@ -100,15 +101,15 @@ def incoming(given: Params, request_id: str = "0-abcdef12", external: str = "0")
     )
 
 
-def reception_of() -> Admission:
+def make_admission() -> Admission:
     """Of an engine that does not steer."""
     return Admission(CoreControl(None, ()))
 
 
 def admit(admission: Admission, given: SimpleNamespace) -> Admitted:
     """What EngineCore.preprocess_add_request does with one request."""
-    entry, admitted = admission.mark(given), Admitted()
-    admission.admit(entry, admitted)
+    entry, admitted = admission.prepare(given), Admitted()
+    admission.accept(entry, admitted)
     return admitted
 
 
@@ -118,7 +119,7 @@ def mark_of(given: SimpleNamespace) -> RequestMark:
 
 def test_the_worker_reads_the_mark_the_engine_core_wrote() -> None:
     asked = incoming(params(stream=2**64 - 1), "3_chat-1-abcdef12", "chat-1")
-    reception_of().mark(asked)
+    make_admission().prepare(asked)
     assert read_mark(asked.sampling_params, asked.request_id) == (
         RequestMark(2**64 - 1, 3),
         "chat-1",
@@ -128,7 +129,7 @@ def test_the_worker_reads_the_mark_the_engine_core_wrote() -> None:
 @pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy])
 def test_the_mark_survives_a_copy(copied: Any) -> None:
     asked = incoming(params(stream=7))
-    reception_of().mark(asked)
+    make_admission().prepare(asked)
     assert read_mark(copied(asked.sampling_params), "x") == (RequestMark(7, 0), "0")
 
 
@@ -136,7 +137,7 @@ def test_params_that_requests_share_are_never_written_to() -> None:
     shared = params(prompt_scores=True)
     before = copy.deepcopy(shared)
     admission, requests = (
-        reception_of(),
+        make_admission(),
         [incoming(shared, f"{i}-abcdef12", str(i)) for i in range(3)],
     )
     live = [admit(admission, asked) for asked in requests]
@@ -151,23 +152,23 @@ def test_a_mark_written_into_shared_params_would_be_noticed(
     monkeypatch.setattr(copy, "copy", lambda given: given)
     shared = params()
     before = copy.deepcopy(shared)
-    reception_of().mark(incoming(shared))
+    make_admission().prepare(incoming(shared))
     assert shared != before
 
 
 def test_prompt_scores_skip_the_prefix_cache_for_this_request_alone() -> None:
     shared, plain = params(prompt_scores=True), params()
     asked, other = incoming(shared), incoming(plain, "1-abcdef12", "1")
-    admission = reception_of()
-    admission.mark(asked)
-    admission.mark(other)
+    admission = make_admission()
+    admission.prepare(asked)
+    admission.prepare(other)
     assert asked.sampling_params.skip_reading_prefix_cache is True
     assert shared.skip_reading_prefix_cache is None
     assert other.sampling_params.skip_reading_prefix_cache is None
 
 
 def test_the_answers_to_one_request_share_its_stream_and_have_their_own_choice() -> None:
-    admission, shared = reception_of(), params()
+    admission, shared = make_admission(), params()
     children = [incoming(shared, f"{index}_7-abcdef12", "7") for index in range(4)]
     live = [admit(admission, child) for child in children]
     marks = [mark_of(child) for child in children]
@@ -180,22 +181,22 @@ def test_the_answers_to_one_request_share_its_stream_and_have_their_own_choice()
 
 def test_minted_streams_are_streams_and_differ_between_engines() -> None:
     streams = set()
-    for admission in (reception_of(), reception_of()):
+    for admission in (make_admission(), make_admission()):
         for number in range(100):
             asked = incoming(params(), f"{number}-abcdef12", str(number))
-            admission.mark(asked)
+            admission.prepare(asked)
             assert 1 <= mark_of(asked).stream <= MAX_STREAM
             streams.add(mark_of(asked).stream)
     assert len(streams) == 200
 
 
 def test_a_stream_is_refused_while_its_request_is_unfinished() -> None:
-    admission = reception_of()
+    admission = make_admission()
     first = admit(admission, incoming(params(stream=5)))
     second = incoming(params(stream=5), "1-abcdef12", "1")
     untouched = second.sampling_params
     with pytest.raises(RequestError, match="stream 5 belongs to a request that is not finished"):
-        admission.mark(second)
+        admission.prepare(second)
     assert second.sampling_params is untouched
     first.finished = True
     again = admit(admission, second)
@@ -204,33 +205,33 @@ def test_a_stream_is_refused_while_its_request_is_unfinished() -> None:
 
 
 def test_a_stream_is_free_again_when_its_request_is_gone() -> None:
-    admission = reception_of()
+    admission = make_admission()
     first = admit(admission, incoming(params(stream=5)))
     del first
     gc.collect()
     second = incoming(params(stream=5), "1-abcdef12", "1")
-    admission.mark(second)
+    admission.prepare(second)
     assert mark_of(second) == RequestMark(5, 0)
 
 
 def test_a_request_that_vllm_refused_does_not_keep_its_stream() -> None:
-    admission = reception_of()
-    admission.mark(incoming(params(stream=5)))  # and never admitted
+    admission = make_admission()
+    admission.prepare(incoming(params(stream=5)))  # and never admitted
     second = incoming(params(stream=5), "1-abcdef12", "1")
-    admission.mark(second)
+    admission.prepare(second)
     assert mark_of(second) == RequestMark(5, 0)
 
 
 def test_a_stream_is_in_use_until_the_last_of_its_answers_is_finished() -> None:
-    admission, shared = reception_of(), params(stream=5)
+    admission, shared = make_admission(), params(stream=5)
     first, last = (
         admit(admission, incoming(shared, f"{index}_7-abcdef12", "7")) for index in range(2)
     )
     first.finished = True
     with pytest.raises(RequestError, match="stream 5 belongs to a request that is not finished"):
-        admission.mark(incoming(params(stream=5), "8-abcdef12", "8"))
+        admission.prepare(incoming(params(stream=5), "8-abcdef12", "8"))
     last.finished = True
-    admission.mark(incoming(params(stream=5), "8-abcdef12", "8"))
+    admission.prepare(incoming(params(stream=5), "8-abcdef12", "8"))
 
 
 def test_a_caller_cannot_write_the_mark_itself() -> None:
@@ -238,7 +239,7 @@ def test_a_caller_cannot_write_the_mark_itself() -> None:
     assert forged.extra_args is not None
     forged.extra_args[MARK_KEY] = [1, 2, "somebody else"]
     asked = incoming(forged)
-    reception_of().mark(asked)
+    make_admission().prepare(asked)
     assert read_mark(asked.sampling_params, "x") == (RequestMark(5, 0), "0")
 
 
@@ -246,7 +247,7 @@ def test_other_extra_args_are_left_as_they_are() -> None:
     given = params(stream=5)
     given.extra_args = {"other": [1], **request(stream=5)}
     asked = incoming(given)
-    reception_of().mark(asked)
+    make_admission().prepare(asked)
     extra = asked.sampling_params.extra_args
     assert {key: extra[key] for key in given.extra_args} == given.extra_args
     assert set(extra) - set(given.extra_args) == {MARK_KEY}
@@ -254,7 +255,7 @@ def test_other_extra_args_are_left_as_they_are() -> None:
 
 def test_a_request_without_any_extra_args_is_marked_too() -> None:
     asked = incoming(Params(extra_args=None, skip_reading_prefix_cache=None))
-    reception_of().mark(asked)
+    make_admission().prepare(asked)
     assert mark_of(asked).stream >= 1
 
 
@@ -262,7 +263,7 @@ def test_bad_fields_are_refused_before_anything_is_written() -> None:
     given = Params(extra_args={"clairai": {"stream": 0}})
     asked = incoming(given)
     with pytest.raises(RequestError, match="from 1 to"):
-        reception_of().mark(asked)
+        make_admission().prepare(asked)
     assert asked.sampling_params is given
 
 

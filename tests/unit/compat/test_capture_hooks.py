@@ -15,12 +15,8 @@ import torch
 from clairai.capture.capture_settings import CaptureSettings
 from clairai.compat import capture_setup
 from clairai.compat.admission import Admission
-from clairai.compat.capture_setup import (
-    CAPTURE_KEY,
-    fingerprint_weights,
-    read_capture_plan,
-    wrap_get_computed_blocks,
-)
+from clairai.compat.capture_setup import fingerprint_weights, wrap_get_computed_blocks
+from clairai.compat.extra_args import CAPTURE_KEY, read_capture_plan
 from clairai.engine.capture.capture_plan import KeepThreshold
 from clairai.engine.capture.capture_resolver import CaptureResolver
 from clairai.engine.core_control import CoreControl
@@ -48,7 +44,7 @@ def incoming(capture: Any, adapter: str | None = None) -> Any:
 def marked(capture: Any, adapter: str | None = None) -> Any:
     resolver = CaptureResolver(CaptureSettings.parse({"folder": "x"}), ENGINE)
     given = incoming(capture, adapter)
-    Admission(CoreControl(None, ()), resolver).mark(given)
+    Admission(CoreControl(None, ()), resolver).prepare(given)
     return given
 
 
@@ -66,16 +62,16 @@ def test_an_order_reaches_the_worker_also_in_another_process() -> None:
 def test_nobody_orders_but_the_engine_core() -> None:
     given = incoming(None)
     given.sampling_params.extra_args[CAPTURE_KEY] = b"anything"
-    Admission(CoreControl(None, ())).mark(given)
+    Admission(CoreControl(None, ())).prepare(given)
     assert read_capture_plan(given.sampling_params) is None
 
 
 def test_an_engine_that_does_not_capture_refuses_and_remembers_why() -> None:
     core_control = CoreControl(None, ())
     with pytest.raises(CaptureOffError):
-        Admission(core_control).mark(incoming(True))
+        Admission(core_control).prepare(incoming(True))
     with pytest.raises(CaptureOffError):
-        Admission(core_control, CaptureResolver(None, ENGINE)).mark(incoming(True))
+        Admission(core_control, CaptureResolver(None, ENGINE)).prepare(incoming(True))
     assert 5 in core_control._refusals
 
 

@@ -10,12 +10,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from clairai.compat.admission import STEERING_KEY, decode_steering_plan, read_steering_plan
 from clairai.compat.change_steering import (
     CHANGES_ATTRIBUTE,
     change_request_steering,
     change_stream_steering,
 )
+from clairai.compat.extra_args import STEERING_KEY, decode_steering_plan, read_steering_plan
+from clairai.engine.publish.step_rows import RequestMark
 from clairai.engine.steer.steering_registry import SteeringLimits, SteeringRegistry
 from clairai.errors import RequestError, VectorCapacityError
 from clairai.fields.steer import SteerEntry, parse_entries
@@ -38,7 +39,7 @@ class Request:
 
     def __init__(self, request_id: str, stream: int, choice: int = 0) -> None:
         self.request_id = request_id
-        self.clairai_request_mark = (stream, choice)
+        self.clairai_request_mark = RequestMark(stream, choice)
         self.num_prompt_tokens, self.num_tokens, self.num_computed_tokens = PROMPT_LEN, 6, 7
         self.sampling_params = SimpleNamespace(extra_args={})
         self.skip_reading_prefix_cache = False

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from clairai.compat.admission import STEERING_KEY, EncodedSteeringPlan
 from clairai.compat.engine_core import wrap_extra_keys
+from clairai.compat.extra_args import STEERING_KEY, EncodedSteeringPlan
 from clairai.engine.steer.cache_keys import block_key
 from clairai.engine.steer.steering_plan import SteeringPlan
 from clairai.fields.ranges import OPEN_END
@@ -34,13 +34,13 @@ STEERED = plan(action((20, OPEN_END)))
 @pytest.mark.parametrize("own", [None, ("lora",)])
 def test_a_request_that_is_not_steered_has_the_keys_it_always_had(own: Any) -> None:
     assert keys_of(None, 0, 16, own) == (own, 19)
-    assert keys_of(EncodedSteeringPlan.seal(STEERED), 0, 16, own) == (own, 19)
+    assert keys_of(EncodedSteeringPlan.encode(STEERED), 0, 16, own) == (own, 19)
 
 
 @pytest.mark.parametrize("is_elsewhere", [False, True])
 def test_a_steered_block_has_the_key_of_its_course(is_elsewhere: bool) -> None:
     """Sealed in this process, or as plain bytes from another."""
-    sealed: bytes = EncodedSteeringPlan.seal(STEERED)
+    sealed: bytes = EncodedSteeringPlan.encode(STEERED)
     sealed = bytes(sealed) if is_elsewhere else sealed
     ((tag, key),), index = keys_of(sealed, 16, 32)
     assert (tag, key) == ("clairai", block_key(STEERED, 16, 32))
@@ -49,5 +49,5 @@ def test_a_steered_block_has_the_key_of_its_course(is_elsewhere: bool) -> None:
 
 def test_our_key_comes_behind_vllms_own() -> None:
     early: SteeringPlan = plan(action((0, 4)))
-    keys, _ = keys_of(EncodedSteeringPlan.seal(early), 0, 16, ("lora", "salt"))
+    keys, _ = keys_of(EncodedSteeringPlan.encode(early), 0, 16, ("lora", "salt"))
     assert keys == ("lora", "salt", ("clairai", block_key(early, 0, 16)))

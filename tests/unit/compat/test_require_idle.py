@@ -65,7 +65,7 @@ def test_answers_to_one_request_are_of_one_set_of_weights() -> None:
             sampling_params=params,
             prompt_token_ids=[1],
         )
-        admission.admit(admission.mark(asked), one)
+        admission.accept(admission.prepare(asked), one)
     tickets = tuple(one.clairai_stream_owner for one in running)
     require_idle(core((0, 0), (0, 0), (0, 0), tickets=tickets), MODEL)
     with pytest.raises(WeightsBusyError, match="2 requests have begun"):

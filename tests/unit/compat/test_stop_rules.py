@@ -14,8 +14,9 @@ import numpy as np
 import pytest
 
 from clairai.compat import stop_rules
-from clairai.compat.stop_rules import RuleMonitor, wrap_add_request, wrap_check_stop
+from clairai.compat.stop_rules import RuleEnforcer, wrap_add_request, wrap_check_stop
 from clairai.engine.publish.step_publisher import StepPublisher
+from clairai.engine.publish.step_rows import RequestMark
 from clairai.engine.rule_watcher import RuleWatcher
 from clairai.errors import VectorError
 from clairai.fields.rules import StopRule
@@ -35,16 +36,16 @@ class Status(Enum):
 class Request:
     """The part of vLLM's own that is looked at."""
 
-    def __init__(self, lookout: RuleMonitor, number: int, *rules: StopRule) -> None:
-        self.clairai_request_mark = (1000 + number, 0)
-        self.clairai_watch = RuleWatcher(
+    def __init__(self, enforcer: RuleEnforcer, number: int, *rules: StopRule) -> None:
+        self.clairai_request_mark = RequestMark(1000 + number)
+        self.clairai_rules = RuleWatcher(
             rules, tuple(rule.threshold or 0.0 for rule in rules), PROMPT_LEN
         )
-        self.clairai_rule_monitor = lookout
+        self.clairai_rule_enforcer = enforcer
         self.num_tokens = PROMPT_LEN
         self.status = Status.RUNNING
         self.stop_reason: str | None = None
-        lookout.enter(self.clairai_request_mark, self.clairai_watch)
+        enforcer.add(self.clairai_request_mark, self.clairai_rules)
 
     def is_finished(self) -> bool:
         return self.status is Status.FINISHED_STOPPED
@@ -61,15 +62,17 @@ def step_publisher(runtime: Path) -> Iterator[StepPublisher]:
 
 
 @contextmanager
-def _lookout(
+def _enforcer(
     step_publisher: StepPublisher, steered: list[Any] | None = None
-) -> Iterator[RuleMonitor]:
+) -> Iterator[RuleEnforcer]:
     def steer(request: Any, rule: StopRule) -> None:
         if steered is None:
             raise VectorError("no vector is named so")
         steered.append((request, rule))
 
-    made = RuleMonitor(lambda: RingReader.attach(step_publisher.server.path, start="newest"), steer)
+    made = RuleEnforcer(
+        lambda: RingReader.attach(step_publisher.server.path, start="newest"), steer
+    )
     try:
         yield made
     finally:
@@ -88,8 +91,8 @@ def _generate(step_publisher: StepPublisher, request: Request, number: int) -> b
 
 
 def test_a_request_ends_when_its_rule_is_met_and_says_why(step_publisher: StepPublisher) -> None:
-    with _lookout(step_publisher) as lookout:
-        request = Request(lookout, 1, StopRule("p", threshold=0.5, tokens=2))
+    with _enforcer(step_publisher) as enforcer:
+        request = Request(enforcer, 1, StopRule("p", threshold=0.5, tokens=2))
         assert [_generate(step_publisher, request, 1) for _ in range(3)] == [False, False, True]
         assert request.status is Status.FINISHED_STOPPED
         assert request.stop_reason == "clairai: probe p >= 0.5 for 2 tokens"
@@ -113,16 +116,16 @@ def test_nothing_is_on_the_way_of_a_token_before_a_request_has_rules(
     add_request = wrap_add_request(lambda *_: None)
     add_request(SimpleNamespace(), SimpleNamespace())
     assert scheduler.check_stop is check_stop
-    with _lookout(step_publisher) as lookout:
-        monkeypatch.setattr(stop_rules, "_get_monitor", lambda _: lookout)
+    with _enforcer(step_publisher) as enforcer:
+        monkeypatch.setattr(stop_rules, "_get_enforcer", lambda _: enforcer)
         for number in (1, 2):
-            add_request(SimpleNamespace(), Request(lookout, number, StopRule("p", threshold=0.5)))
+            add_request(SimpleNamespace(), Request(enforcer, number, StopRule("p", threshold=0.5)))
             assert vars(scheduler)["check_stop"].__wrapped__ is check_stop
 
 
 def test_an_end_of_vllms_own_keeps_its_reason(step_publisher: StepPublisher) -> None:
-    with _lookout(step_publisher) as lookout:
-        request = Request(lookout, 1, StopRule("p", threshold=0.5))
+    with _enforcer(step_publisher) as enforcer:
+        request = Request(enforcer, 1, StopRule("p", threshold=0.5))
         _generate(step_publisher, request, 1)
         toy.forward(step_publisher, 1, start=PROMPT_LEN, count=1)
         request.num_tokens += 1
@@ -135,8 +138,8 @@ def test_a_rule_that_steers_is_carried_out_once_and_the_answer_goes_on(
 ) -> None:
     steered: list[Any] = []
     rule = StopRule("p", threshold=0.5, tokens=2, action="steer")
-    with _lookout(step_publisher, steered) as lookout:
-        request = Request(lookout, 1, rule)
+    with _enforcer(step_publisher, steered) as enforcer:
+        request = Request(enforcer, 1, rule)
         assert not any(_generate(step_publisher, request, 1) for _ in range(5))
         assert steered == [(request, rule)]
 
@@ -145,8 +148,8 @@ def test_a_rule_that_goes_off_with_the_last_token_steers_nobody(
     step_publisher: StepPublisher,
 ) -> None:
     steered: list[Any] = []
-    with _lookout(step_publisher, steered) as lookout:
-        request = Request(lookout, 1, StopRule("p", threshold=0.5, action="steer"))
+    with _enforcer(step_publisher, steered) as enforcer:
+        request = Request(enforcer, 1, StopRule("p", threshold=0.5, action="steer"))
         _generate(step_publisher, request, 1)
         toy.forward(step_publisher, 1, start=PROMPT_LEN, count=1)
         request.num_tokens += 1
@@ -158,20 +161,20 @@ def test_a_rule_that_goes_off_with_the_last_token_steers_nobody(
 def test_rows_of_others_and_of_other_choices_are_nobodys_business(
     step_publisher: StepPublisher,
 ) -> None:
-    with _lookout(step_publisher) as lookout:
-        request = Request(lookout, 1, StopRule("p", threshold=0.5, tokens=3))
-        request.clairai_request_mark = (1001, 1)
-        lookout.enter(request.clairai_request_mark, request.clairai_watch)
+    with _enforcer(step_publisher) as enforcer:
+        request = Request(enforcer, 1, StopRule("p", threshold=0.5, tokens=3))
+        request.clairai_request_mark = RequestMark(1001, 1)
+        enforcer.add(request.clairai_request_mark, request.clairai_rules)
         step_publisher.begin([toy.new_request(2, prompt_len=PROMPT_LEN)], [])
         toy.forward(step_publisher, 2, start=0, count=8)
         assert not _generate(step_publisher, request, 1)
-        lookout._poll()
-        assert request.clairai_watch.next_position == PROMPT_LEN
+        enforcer._poll()
+        assert request.clairai_rules.next_position == PROMPT_LEN
 
 
 def test_a_rule_that_cannot_be_carried_out_ends_the_answer(step_publisher: StepPublisher) -> None:
-    with _lookout(step_publisher) as lookout:
-        request = Request(lookout, 1, StopRule("p", threshold=0.5, action="steer"))
+    with _enforcer(step_publisher) as enforcer:
+        request = Request(enforcer, 1, StopRule("p", threshold=0.5, action="steer"))
         assert [_generate(step_publisher, request, 1) for _ in range(2)] == [False, True]
         assert request.stop_reason is not None
         assert "no vector is named so" in request.stop_reason
@@ -181,8 +184,8 @@ def test_scores_that_never_come_end_the_answer(
     step_publisher: StepPublisher, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("clairai.compat.stop_rules.SCORE_WAIT_S", 0.01)
-    with _lookout(step_publisher) as lookout:
-        request = Request(lookout, 1, StopRule("p", threshold=0.5))
+    with _enforcer(step_publisher) as enforcer:
+        request = Request(enforcer, 1, StopRule("p", threshold=0.5))
         request.num_tokens += 2  # a token was sampled, and no row published
         assert wrap_check_stop(lambda *_: False)(request, 100) is True
         assert request.stop_reason is not None
@@ -190,10 +193,10 @@ def test_scores_that_never_come_end_the_answer(
 
 
 def test_the_ring_is_let_go_with_the_last_request(step_publisher: StepPublisher) -> None:
-    with _lookout(step_publisher) as lookout:
-        first, second = (Request(lookout, n, StopRule("p", threshold=9.0)) for n in (1, 2))
-        lookout.leave(first.clairai_request_mark)
+    with _enforcer(step_publisher) as enforcer:
+        first, second = (Request(enforcer, n, StopRule("p", threshold=9.0)) for n in (1, 2))
+        enforcer.remove(first.clairai_request_mark)
         assert _generate(step_publisher, second, 2) is False
-        lookout.leave(second.clairai_request_mark)
-        lookout.leave(second.clairai_request_mark)
-        assert lookout._reader is None
+        enforcer.remove(second.clairai_request_mark)
+        enforcer.remove(second.clairai_request_mark)
+        assert enforcer._reader is None

@@ -116,7 +116,7 @@ def test_a_choice_that_is_refused_behind_anothers_tokens_says_so_in_the_stream(
     runtime: Path,
 ) -> None:
     with toy_server(runtime) as server:
-        mark, marked = server.admission.mark, []
+        mark, marked = server.admission.prepare, []
 
         def refusing(request: Any) -> Any:
             """The second choice finds the tables full."""
@@ -126,7 +126,7 @@ def test_a_choice_that_is_refused_behind_anothers_tokens_says_so_in_the_stream(
                 raise VectorCapacityError("full")
             return mark(request)
 
-        server.admission.mark = refusing  # type: ignore[method-assign]
+        server.admission.prepare = refusing  # type: ignore[method-assign]
         xargs = {"clairai": '{"stream": 9}'}
         body = {"messages": [], "stream": True, "n": 2, "vllm_xargs": xargs}
         frames = server.client.post(CHAT, json=body).text.split("\n\n")
@@ -140,7 +140,7 @@ def test_an_error_that_is_not_ours_passes_as_it_is(server: ToyServer, stream: bo
     def failing(_: Any) -> Any:
         raise VectorCapacityError("full")
 
-    server.admission.mark = failing  # type: ignore[assignment,method-assign]
+    server.admission.prepare = failing  # type: ignore[assignment,method-assign]
     answer = server.ask(stream=stream, steer=STEER)
     assert answer.status_code == (200 if stream else 500)
     assert "Internal server error" in answer.text
@@ -151,6 +151,6 @@ def test_a_break_that_is_not_ours_stays_one(server: ToyServer) -> None:
     def failing(_: Any) -> Any:
         raise VectorCapacityError("full")
 
-    server.admission.mark = failing  # type: ignore[assignment,method-assign]
+    server.admission.prepare = failing  # type: ignore[assignment,method-assign]
     with pytest.raises(ValueError, match="103 validation errors"):
         server.ask(RESPONSES, stream=True, steer=STEER)
