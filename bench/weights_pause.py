@@ -63,7 +63,7 @@ def _free_port() -> int:
 
 
 def measure(server: Server, model: Path, runtime: Path, device: str, rounds: int) -> dict[str, Any]:
-    url = server.launch.bind.url
+    url = server.command.address.url
     with _trainer(url, model, runtime, device) as trainer, _clients(url) as answers:
         trainer.send(None)
         trainer.recv()  # warms

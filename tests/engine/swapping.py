@@ -71,7 +71,7 @@ def serving(model: Path, scratch: Path, *, seats: int) -> Iterator[Running]:
     )
     with ServerProcess(launch, log=EngineLog(scratch / "vllm.log")) as engine:
         assert engine.wait_ready()
-        yield Running(launch.bind.url, model, other, runtime, scratch / "captures")
+        yield Running(launch.address.url, model, other, runtime, scratch / "captures")
     shutil.rmtree(runtime)
 
 

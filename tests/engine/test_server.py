@@ -54,10 +54,10 @@ def running(cut_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterat
     with (
         Sidecar(runtime, scratch) as sidecar,
         EngineProcess(launch, log=EngineLog(scratch / "vllm.log")) as engine,
-        parts.client(launch.bind.url) as sdk,
+        parts.client(launch.address.url) as sdk,
     ):
         assert engine.wait_ready()
-        yield Running(engine, sidecar, runtime, sdk, ServerClient(launch.bind.url, parts.KEY))
+        yield Running(engine, sidecar, runtime, sdk, ServerClient(launch.address.url, parts.KEY))
     shutil.rmtree(runtime)
 
 

@@ -72,9 +72,9 @@ def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
     )
     with EngineProcess(launch, log=EngineLog(scratch / "vllm.log")) as engine:
         assert engine.wait_ready()
-        settings = ProxySettings(launch.bind.url, upstream_api_key=KEY, runtime_dir=runtime)
+        settings = ProxySettings(launch.address.url, upstream_api_key=KEY, runtime_dir=runtime)
         with proxy_of(replace(settings, timeouts=PATIENT)) as (url, proxy):
-            yield Stack(url, proxy, launch.bind.url, embedding)
+            yield Stack(url, proxy, launch.address.url, embedding)
     shutil.rmtree(runtime)
 
 

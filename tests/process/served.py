@@ -1,4 +1,4 @@
-"""Takes options; gives `clairai serve` as a user runs it, with a toy for vLLM."""
+"""Runs `clairai serve` as a user does, with a toy in the place of vLLM."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ class Served:
         return False
 
     def engine_pids(self) -> list[int]:
-        """Every process of the engine, the keeper first."""
+        """Every process of the engine, the guard first."""
         mark = f"TOY_GATE={self.gate}".encode()
         found = []
         for folder in Path("/proc").glob("[0-9]*"):
@@ -84,10 +84,10 @@ class Served:
         return sorted(set(found) - {self.process.pid})
 
     def server_pid(self) -> int:
-        """The toy itself: what the keeper has started."""
+        """The toy server itself, the guard's child."""
         parent_of = process_guard._parent_pids()
-        (kept,) = [pid for pid in self.engine_pids() if parent_of[pid] == self.process.pid]
-        (server,) = [pid for pid in self.engine_pids() if parent_of[pid] == kept]
+        (guard,) = [pid for pid in self.engine_pids() if parent_of[pid] == self.process.pid]
+        (server,) = [pid for pid in self.engine_pids() if parent_of[pid] == guard]
         return server
 
     def end(self, number: signal.Signals = signal.SIGINT) -> float:
@@ -98,11 +98,10 @@ class Served:
         return time.monotonic() - began_s
 
     def check_nothing_left(self) -> None:
-        """But logs, and where we were killed the name of the ring's socket: the next takes it."""
+        """No process and no file but the log."""
         until(lambda: not self.engine_pids())
-        kept = ("vllm-", "engine-") if self.process.returncode == -signal.SIGKILL else ("vllm-",)
         left = [entry.name for entry in self.runtime.iterdir()]
-        assert [name for name in left if not name.startswith(kept)] == []
+        assert [name for name in left if not name.startswith("vllm-")] == []
 
 
 Serve = Callable[..., Served]
@@ -129,7 +128,7 @@ def serve(tmp_path: Path) -> Iterator[Serve]:
         gate, output = tmp_path / "gate", tmp_path / f"output-{len(started)}"
         environ = {
             **os.environ,
-            "PYTHONPATH": f"{packages}:{ROOT}",
+            "PYTHONPATH": f"{packages}:{ROOT}:{ROOT / 'src'}",
             "CLAIRAI_RUNTIME_DIR": str(runtime),
             "TOY_VLLM": ways,
             "TOY_GATE": str(gate),

@@ -143,12 +143,12 @@ def demo(
     from clairai.demo.run import demo as run
     from clairai.launch.user_output import UserOutput
 
-    outside = _proxy_options(host, port, api_key_file)
-    voice = UserOutput.of(log_format.value)
+    options = _proxy_options(host, port, api_key_file)
+    output = UserOutput.of(log_format.value)
     if prompt is not None:
-        answer_once(prompt, voice)
+        answer_once(prompt, output)
     else:
-        run(outside, voice, on_death=on_death.value)
+        run(options, output, on_death=on_death.value)
 
 
 @app.command()
@@ -249,8 +249,8 @@ def _proxy_options(
     from clairai.launch.engine_command import ListenAddress
     from clairai.launch.proxy_thread import ProxyOptions
 
-    bind = ListenAddress(host, port, api_key(key_file, OWN))
-    return ProxyOptions(bind, tuple(origins or ()), tuple(names or ()))
+    address = ListenAddress(host, port, api_key(key_file, OWN))
+    return ProxyOptions(address, tuple(origins or ()), tuple(names or ()))
 
 
 def _require_engine() -> None:

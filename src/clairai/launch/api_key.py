@@ -1,4 +1,4 @@
-"""Takes a file and the environment; gives the API key. Never a command line: `ps` shows those."""
+"""Reads an API key from a file or the environment, never from a command line: `ps` shows those."""
 
 from __future__ import annotations
 

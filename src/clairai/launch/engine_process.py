@@ -1,4 +1,4 @@
-"""Takes a Launch; gives a vLLM server process: started, waited for, stopped with all it made."""
+"""Starts a vLLM server under a process guard, waits until it serves, and stops all of it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ import sys
 import time
 import warnings
 from collections.abc import Callable
-from pathlib import Path
 from typing import Final, Self
 
 from clairai.errors import EngineGoneError
@@ -18,97 +17,94 @@ from clairai.launch import process_guard
 from clairai.launch.engine_command import EngineCommand
 from clairai.launch.engine_log import EngineLog
 from clairai.library.http_client import ServerClient
-from clairai.local.private_socket import remove_dead_sockets
 
-LOOK_PAUSE_S: Final = 0.2
+POLL_S: Final = 0.2
 HEALTH_TIMEOUT_S: Final = 1.0
 STOP_TIMEOUT_S: Final = process_guard.TERM_S + 2 * process_guard.SETTLE_S + process_guard.WRITE_S
 UNREADY_STOP_TIMEOUT_S: Final = 1.0
-KILL_TIMEOUT_S: Final = process_guard.SETTLE_S + process_guard.KILLED_S + 1.0
-_SIGNALLED: Final = 128
+KILL_TIMEOUT_S: Final = 30.0  # for the kernel to end large processes on a busy machine
+_SIGNAL_CODE: Final = 128
 
 
 class EngineProcess:
-    """One vLLM server under a keeper, which ends it and all it made also if we cannot."""
+    """One vLLM server. Its guard ends it, and every process it made, even if we are killed."""
 
-    def __init__(self, launch: EngineCommand, *, log: EngineLog | None = None) -> None:
+    def __init__(self, command: EngineCommand, *, log: EngineLog | None = None) -> None:
         """Start it. Its output goes to `log`, or where ours goes."""
-        self.launch = launch
+        self.command = command
         self.log = log
-        self._server = ServerClient(launch.bind.url)
+        self._client = ServerClient(command.address.url)
         self._was_ready = False
-        self._process, self._lifeline = _start(launch, log)
+        self._guard, self._control_fd = _start_guard(command, log)
 
     @property
     def pid(self) -> int:
-        """Of the keeper: every process of the engine is below it."""
-        return self._process.pid
+        """Of the guard: every process of the engine is below it."""
+        return self._guard.pid
 
     def is_alive(self) -> bool:
-        """Whether anything of it is left."""
-        return self._process.poll() is None
+        """True while any process of the engine is left."""
+        return self._guard.poll() is None
 
     def wait_ready(
         self, *, stop: Callable[[], bool] = lambda: False, tick: Callable[[], None] = lambda: None
     ) -> bool:
         """True once it serves, False if `stop()` came first; EngineGoneError if it died.
 
-        A large model takes many minutes, so there is no time limit; `tick` comes every moment.
+        There is no time limit, because a large model takes many minutes; `tick` is called often.
         """
         while not stop():
             tick()
             if not self.is_alive():
                 raise EngineGoneError(self.describe_death())
-            if self._server.is_healthy(HEALTH_TIMEOUT_S):
+            if self._client.is_healthy(HEALTH_TIMEOUT_S):
                 self._was_ready = True
                 return True
-            time.sleep(LOOK_PAUSE_S)
+            time.sleep(POLL_S)
         return False
 
     def describe_death(self) -> str:
-        """How it ended, in words, with what its log says of it."""
-        told = "its log is above" if self.log is None else self.log.describe_death()
-        return f"{self.ending()}; {told}"
+        """How it ended, with the end of its log."""
+        tail = "its log is above" if self.log is None else self.log.describe_death()
+        return f"{self.exit_reason()}; {tail}"
 
-    def ending(self) -> str:
-        """How it ended, in words."""
-        code = self._process.poll()
+    def exit_reason(self) -> str:
+        """How it ended, without anything of its log, which may name paths."""
+        code = self._guard.poll()
         if code is None:
             return "vLLM has not ended"
         names = {number.value: number.name for number in signal.Signals}
-        if code > _SIGNALLED and code - _SIGNALLED in names:
-            return f"vLLM was killed by {names[code - _SIGNALLED]}"
+        if code > _SIGNAL_CODE and code - _SIGNAL_CODE in names:
+            return f"vLLM was killed by {names[code - _SIGNAL_CODE]}"
         return f"vLLM ended with exit code {code}"
 
-    def stop(self, *, hurry: Callable[[], bool] = lambda: False) -> None:
-        """Ask the server to end, then end whatever is left; at once if `hurry()`. Repeatable."""
-        self._say(b"t")
-        # One that is still starting hardly listens, and has nothing to lose.
+    def stop(self, *, is_urgent: Callable[[], bool] = lambda: False) -> None:
+        """Ask the server to end, then kill what is left; at once if `is_urgent()`. Repeatable."""
+        self._tell_guard(b"t")
+        # One that is still starting hardly reacts to signals, and has nothing to lose.
         timeout_s = STOP_TIMEOUT_S if self._was_ready else UNREADY_STOP_TIMEOUT_S
         deadline_s = time.monotonic() + timeout_s
-        while self.is_alive() and not hurry() and time.monotonic() < deadline_s:
-            time.sleep(process_guard.LOOK_S)
+        while self.is_alive() and not is_urgent() and time.monotonic() < deadline_s:
+            time.sleep(process_guard.POLL_S)
         self.kill()
 
     def kill(self) -> None:
-        """End everything at once, as a machine that runs out of memory would."""
-        self._say(b"k")
+        """Kill every process of the engine now."""
+        self._tell_guard(b"k")
+        self._guard.send_signal(signal.SIGCONT)  # a guard that was stopped could not obey
         try:
-            self._process.wait(KILL_TIMEOUT_S)
-        except subprocess.TimeoutExpired:  # a keeper that was stopped with SIGSTOP
-            self._process.kill()
-            self._process.wait()
-        if self._lifeline >= 0:
-            os.close(self._lifeline)
-            self._lifeline = -1
-            # A worker that was killed leaves its ring's socket; nobody can be listening there.
-            if self.launch.runtime_folder is not None:
-                remove_dead_sockets(self.launch.runtime_folder)
+            self._guard.wait(KILL_TIMEOUT_S)
+        except subprocess.TimeoutExpired:  # a process that even SIGKILL does not end
+            self._guard.kill()
+            self._guard.wait()
+        if self._control_fd >= 0:
+            os.close(self._control_fd)
+            self._control_fd = -1
 
-    def _say(self, word: bytes) -> None:
-        if self._lifeline >= 0:
+    def _tell_guard(self, word: bytes) -> None:
+        if self._control_fd >= 0:
             with contextlib.suppress(BrokenPipeError):
-                os.write(self._lifeline, word)
+                os.write(self._control_fd, word)
 
     def __enter__(self) -> Self:
         return self
@@ -117,38 +113,36 @@ class EngineProcess:
         self.stop()
 
     def __del__(self) -> None:
-        process = getattr(self, "_process", None)
-        if process is not None and self._lifeline >= 0:
-            warnings.warn(
-                f"vLLM {process.pid} was dropped unstopped", ResourceWarning, stacklevel=2
-            )
+        guard = getattr(self, "_guard", None)
+        if guard is not None and self._control_fd >= 0:
+            warnings.warn(f"vLLM {guard.pid} was not stopped", ResourceWarning, stacklevel=2)
             self.stop()
 
 
-def _start(launch: EngineCommand, log: EngineLog | None) -> tuple[subprocess.Popen[bytes], int]:
-    """The keeper, and the end of its lifeline that nobody but us holds."""
-    if launch.private_folder is not None:
-        launch.private_folder.mkdir(mode=0o700, exist_ok=True)  # the last keeper took it away
-    hearing, lifeline = os.pipe()
+def _start_guard(
+    command: EngineCommand, log: EngineLog | None
+) -> tuple[subprocess.Popen[bytes], int]:
+    """The guard, and the write end of its control pipe, which no other process holds."""
+    folder, runtime = command.private_folder, command.runtime_folder
+    if folder is not None:
+        folder.mkdir(mode=0o700, exist_ok=True)  # the guard of the engine before removed it
+    reading, control_fd = os.pipe()
     with contextlib.ExitStack() as opened:
-        opened.callback(os.close, hearing)
+        opened.callback(os.close, reading)
         undo = opened.enter_context(contextlib.ExitStack())
-        undo.callback(os.close, lifeline)
+        undo.callback(os.close, control_fd)
         output = None if log is None else opened.enter_context(log.create())
+        # -I: the environment's Python settings are meant for vLLM.
+        guard = [sys.executable, "-I", process_guard.__file__]
         process = subprocess.Popen(  # noqa: S603  # a list, no shell; the user's own arguments
-            [*_guard_command(hearing, launch.private_folder), *launch.argv()],
-            env=launch.environ(os.environ),
+            [*guard, str(reading), str(folder or ""), str(runtime or ""), *command.argv()],
+            env=command.environ(os.environ),
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=None if output is None else subprocess.STDOUT,
-            pass_fds=(hearing,),
+            pass_fds=(reading,),
             # Ctrl-C in the terminal is for us to answer: vLLM is stopped in order, once.
             start_new_session=True,
         )
         undo.pop_all()
-    return process, lifeline
-
-
-def _guard_command(hearing: int, folder: Path | None) -> list[str]:
-    # -I: whatever the environment says of Python is meant for vLLM.
-    return [sys.executable, "-I", process_guard.__file__, str(hearing), str(folder or "")]
+    return process, control_fd

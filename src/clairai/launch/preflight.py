@@ -1,4 +1,4 @@
-"""Takes what is to be served; finds now what the engine would only find after it has loaded."""
+"""Checks a model and its settings before vLLM is started, which would find errors much later."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from clairai.probe.bank import EngineBank
 from clairai.settings import Settings, resolve_settings
 
 _CONFIGS: Final = ("config.json", "params.json")  # Hugging Face's, Mistral's
-# vLLM's options by which a model may be another one than its folder says.
+# vLLM options that can make the model differ from its folder's config.
 _OVERRIDES: Final = ("--hf-overrides", "--hf-config-path", "--config-format", "--revision")
 
 
 class ModelSize(NamedTuple):
-    """What probes depend on."""
+    """What must fit probes and vectors."""
 
     num_layers: int
     width: int
@@ -29,29 +29,29 @@ class ModelSize(NamedTuple):
 def check_before_start(
     model: str, settings: Settings, arguments: Sequence[str], environ: Mapping[str, str]
 ) -> None:
-    """ConfigError, PointError, ProbeError or VectorError; the rest is left to the engine."""
+    """Raise ConfigError, PointError, ProbeError or VectorError for what is wrong already now."""
     is_overridden = any(map(_is_override, arguments))
     size = None if is_overridden else model_size(model)
     asked = resolve_settings(
         settings, num_layers=size.num_layers if size else MAX_LAYER + 1, environ=environ
     )
     if size is not None:
-        # A probe's own point may be another name of a tapped one: only the engine can tell.
+        # Only the engine can tell whether a probe's point is another name of a tapped one.
         points = tuple(dict.fromkeys((*asked.points, *(probe.point for probe in asked.probes))))
         bank = EngineBank.empty(points, settings.capacity, size.width, model)
         bank.add(replace(probe, model=None) for probe in asked.probes)
-        room = SteeringLimits(settings.steer_rows, settings.steer_programs)
-        registry = SteeringRegistry(points, size.width, room)
+        limits = SteeringLimits(settings.steer_rows, settings.steer_programs)
+        registry = SteeringRegistry(points, size.width, limits)
         registry.put([replace(vector, model=None) for vector in asked.vectors], "add")
     if not is_overridden:
         check_model(model, environ)
 
 
 def check_model(model: str, environ: Mapping[str, str]) -> None:
-    """ConfigError if there is no such model here, and it cannot be fetched either."""
+    """ConfigError if there is no such model here and it cannot be downloaded."""
     folder = Path(model)
     if folder.is_file() or "://" in model:
-        return  # a GGUF file, or in somebody's store
+        return  # a GGUF file, or an object store
     if folder.is_dir():
         if not any((folder / name).is_file() for name in _CONFIGS):
             raise ConfigError(f"{quote(model)} has no {_CONFIGS[0]}; give a model's folder")
@@ -67,7 +67,7 @@ def check_model(model: str, environ: Mapping[str, str]) -> None:
 
 
 def model_size(model: str) -> ModelSize | None:
-    """From the folder's own config; None where there is none, or it does not say it plainly."""
+    """From the folder's config; None if there is none, or it does not say."""
     file = Path(model) / _CONFIGS[0]
     try:
         read: Any = json.loads(file.read_bytes())
@@ -84,10 +84,10 @@ def _is_cached(model: str) -> bool:
     try:
         from huggingface_hub import try_to_load_from_cache
     except ImportError:
-        return True  # not ours to say
+        return True  # vLLM will say
     try:
         return any(isinstance(try_to_load_from_cache(model, name), str) for name in _CONFIGS)
-    except ValueError:  # no name that the hub could have
+    except ValueError:  # not a possible name of a model
         return False
 
 

@@ -1,4 +1,4 @@
-"""Takes a Launch and an address; runs that engine behind a proxy until told to stop."""
+"""The command `clairai serve`: one engine behind the proxy, until told to stop."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from typing import Any, Final
 from clairai.errors import ConfigError
 from clairai.launch.engine_command import EngineCommand, ListenAddress, PrivateSocket
 from clairai.launch.engine_log import EngineLog
-from clairai.launch.engine_process import LOOK_PAUSE_S, EngineProcess
+from clairai.launch.engine_process import POLL_S, EngineProcess
 from clairai.launch.preflight import check_before_start
-from clairai.launch.proxy_thread import ProxyOptions, RunningProxy, listen, run_proxy
+from clairai.launch.proxy_thread import ProxyOptions, ProxyThread, listen, run_proxy
 from clairai.launch.supervisor import DeathPolicy, StopRequest, SupervisedEngine, Supervisor
 from clairai.launch.user_output import UserOutput, show_start_progress
 from clairai.library.engine_control import config
@@ -22,104 +22,22 @@ from clairai.local.private_socket import runtime_dir
 from clairai.local.stop_signal import StopSignal
 from clairai.points import quote
 from clairai.proxy.engine_info import HealthStatus
+from clairai.proxy.proxy import Proxy
 from clairai.proxy.proxy_settings import ProxySettings
 from clairai.settings import Settings
 
-RING_S: Final = 5.0
+LOG_TO_OUTPUT: Final = "-"  # vLLM's log goes where ours goes
+# The proxy's own access log says more.
+NO_ACCESS_LOG: Final = "--disable-uvicorn-access-log"
+RING_TIMEOUT_S: Final = 5.0
+_NAME_OPTION: Final = "--served-model-name"
 Banner = Callable[[], Sequence[str]]
-
-
-def run_service(
-    launch: EngineCommand,
-    settings: ProxySettings,
-    outside: ProxyOptions,
-    voice: UserOutput,
-    *,
-    log: EngineLog | None,
-    on_death: DeathPolicy,
-    banner: Banner,
-) -> None:
-    """The proxy answers from the first moment on; whichever way this ends, all of it ends."""
-    with StopSignal() as stop, run_proxy(settings, listen(outside.bind)) as running:
-        service = EngineService(launch, running, voice, stop, log=log, banner=banner)
-        Supervisor(service, on_death=on_death).run(stop)
-
-
-class EngineService:
-    """What happens around an engine: shown here, told to the proxy."""
-
-    def __init__(
-        self,
-        launch: EngineCommand,
-        running: RunningProxy,
-        voice: UserOutput,
-        stop: StopRequest,
-        *,
-        log: EngineLog | None,
-        banner: Banner,
-    ) -> None:
-        self._launch, self._running, self._voice, self._stop = launch, running, voice, stop
-        self._log, self._banner = log, banner
-
-    def start(self) -> EngineProcess:
-        told = "" if self._log is None else f"; its log: {self._log.path}"
-        self.say(f"starting vLLM{told}")
-        return EngineProcess(self._launch, log=self._log)
-
-    def await_ready(self, engine: SupervisedEngine) -> bool:
-        began_s = time.monotonic()
-        with show_start_progress(self._voice.console, self._log, self.say) as shown:
-
-            def tick() -> None:
-                shown()
-                self.check()
-                stage = "starting" if self._log is None else self._log.stage()
-                seconds = time.monotonic() - began_s
-                self.tell(HealthStatus("starting", f"the engine is {stage}, {seconds:.0f} s"))
-
-            if not engine.wait_ready(stop=self._stop, tick=tick):
-                return False
-        self._await_ring(engine)
-        return True
-
-    def _await_ring(self, engine: SupervisedEngine) -> None:
-        """Else the first answers would come before anybody reads their scores."""
-        deadline_s = time.monotonic() + RING_S
-        feed = self._running.proxy.feed
-        while not feed.is_attached and not self._stop() and engine.is_alive():
-            if time.monotonic() > deadline_s:
-                self.say("warning: the engine serves, and its ring cannot be read: no scores")
-                return
-            time.sleep(LOOK_PAUSE_S)
-
-    def announce(self) -> None:
-        self._voice.announce(self._banner())
-
-    def tell(self, word: HealthStatus | None) -> None:
-        self._running.proxy.health.tell(word)
-
-    def say(self, line: str) -> None:
-        self._voice.say(line)
-
-    def check(self) -> None:
-        self._running.front.check()
-        if self._log is not None:
-            self._log.trim()
-
-
-# MERGED
-# Takes a model and what to tap; serves it, engine and proxy, until told to stop.
-
-
-BESIDE: Final = "-"  # vLLM's log goes where ours goes
-_NAMED: Final = "--served-model-name"
-QUIET: Final = "--disable-uvicorn-access-log"  # the proxy's own says more
 
 
 def serve(
     model: str,
-    outside: ProxyOptions,
-    voice: UserOutput,
+    options: ProxyOptions,
+    output: UserOutput,
     *,
     points: Sequence[str],
     probes: Sequence[str],
@@ -132,30 +50,110 @@ def serve(
 ) -> None:
     """The command `clairai serve`."""
     folder = runtime_dir()
-    tapped = config(
+    additional_config = config(
         points=points,
         probes=probes,
         vectors=vectors,
         steering=steering,
-        capture=None if capture is None else capture_setting(capture),
+        capture=None if capture is None else parse_capture_option(capture),
         runtime_dir=str(folder),
     )
-    check_before_start(model, Settings.read(tapped["clairai"], os.environ), arguments, os.environ)
-    log = _log(vllm_log, folder, outside.bind)
+    settings = Settings.read(additional_config["clairai"], os.environ)
+    check_before_start(model, settings, arguments, os.environ)
+    log = _open_log(vllm_log, folder, options.address)
     private = PrivateSocket.within(folder)
-    launch = EngineCommand(model, tapped, private, (*_name(model, arguments), QUIET, *arguments))
+    arguments = (*_name_arguments(model, arguments), NO_ACCESS_LOG, *arguments)
     run_service(
-        launch,
-        outside.settings(private.url, folder),
-        outside,
-        voice,
+        EngineCommand(model, additional_config, private, arguments),
+        options.settings(private.url, folder),
+        options.address,
+        output,
         log=log,
         on_death=on_death,
-        banner=lambda: banner(_shown(model), outside.bind),
+        banner=lambda: make_banner(_shown_name(model), options.address),
     )
 
 
-def capture_setting(text: str) -> dict[str, Any]:
+def run_service(
+    command: EngineCommand,
+    settings: ProxySettings,
+    address: ListenAddress,
+    output: UserOutput,
+    *,
+    log: EngineLog | None,
+    on_death: DeathPolicy,
+    banner: Banner,
+) -> None:
+    """Run engine and proxy until told to stop. The proxy answers before the engine serves."""
+    with StopSignal() as stop, run_proxy(settings, listen(address)) as (thread, proxy):
+        service = EngineService(command, thread, proxy, output, stop, log=log, banner=banner)
+        Supervisor(service, on_death=on_death).run(stop)
+
+
+class EngineService:
+    """The supervisor's EngineHost: reports an engine's state to the user and to the proxy."""
+
+    def __init__(
+        self,
+        command: EngineCommand,
+        thread: ProxyThread,
+        proxy: Proxy,
+        output: UserOutput,
+        stop: StopRequest,
+        *,
+        log: EngineLog | None,
+        banner: Banner,
+    ) -> None:
+        self._command, self._thread, self._proxy = command, thread, proxy
+        self._output, self._stop = output, stop
+        self._log, self._banner = log, banner
+
+    def start(self) -> EngineProcess:
+        where = "" if self._log is None else f"; its log: {self._log.path}"
+        self.say(f"starting vLLM{where}")
+        return EngineProcess(self._command, log=self._log)
+
+    def wait_ready(self, engine: SupervisedEngine) -> bool:
+        began_s = time.monotonic()
+        with show_start_progress(self._output.console, self._log, self.say) as show:
+
+            def tick() -> None:
+                show()
+                self.check()
+                stage = "starting" if self._log is None else self._log.stage()
+                seconds = time.monotonic() - began_s
+                self.set_health(HealthStatus("starting", f"the engine is {stage}, {seconds:.0f} s"))
+
+            if not engine.wait_ready(stop=self._stop, tick=tick):
+                return False
+        self._wait_for_ring(engine)
+        return True
+
+    def _wait_for_ring(self, engine: SupervisedEngine) -> None:
+        """So that the scores of the first answers are not missed."""
+        deadline_s = time.monotonic() + RING_TIMEOUT_S
+        while not self._proxy.feed.is_attached and not self._stop() and engine.is_alive():
+            if time.monotonic() > deadline_s:
+                self.say("warning: the engine serves, and its ring cannot be read: no scores")
+                return
+            time.sleep(POLL_S)
+
+    def announce(self) -> None:
+        self._output.announce(self._banner())
+
+    def set_health(self, status: HealthStatus | None) -> None:
+        self._proxy.health.tell(status)
+
+    def say(self, line: str) -> None:
+        self._output.say(line)
+
+    def check(self) -> None:
+        self._thread.check()
+        if self._log is not None:
+            self._log.trim()
+
+
+def parse_capture_option(text: str) -> dict[str, Any]:
     """A folder, or all of the `capture` setting as JSON."""
     if not text.lstrip().startswith("{"):
         return {"folder": text}
@@ -168,31 +166,31 @@ def capture_setting(text: str) -> dict[str, Any]:
     return found
 
 
-def banner(what: str, bind: ListenAddress) -> list[str]:
-    """Where it is, and what one can do there."""
-    key = "" if bind.api_key is None else "; both ask for the key"
+def make_banner(what: str, address: ListenAddress) -> list[str]:
+    """Where it serves, and what one can do there."""
+    key = "" if address.api_key is None else "; both ask for the key"
     return [
-        f"{what} is served on {bind.url}",
+        f"{what} is served on {address.url}",
         f"dashboard in a browser, OpenAI's API under /v1{key}; "
         f"scores in a terminal: clairai sidecar; Ctrl-C stops everything",
     ]
 
 
-def _log(chosen: str | None, folder: Path, bind: ListenAddress) -> EngineLog | None:
-    if chosen == BESIDE:
+def _open_log(chosen: str | None, folder: Path, address: ListenAddress) -> EngineLog | None:
+    if chosen == LOG_TO_OUTPUT:
         return None
-    path = Path(chosen) if chosen else folder / f"vllm-{bind.port}.log"
+    path = Path(chosen) if chosen else folder / f"vllm-{address.port}.log"
     if not path.parent.is_dir() or path.is_dir():
         raise ConfigError(f"{quote(str(path))} cannot be a log file; check --vllm-log")
     return EngineLog(path)
 
 
-def _name(model: str, arguments: Sequence[str]) -> tuple[str, ...]:
-    """A folder is served under its own name: its whole path is nobody's business."""
+def _name_arguments(model: str, arguments: Sequence[str]) -> tuple[str, ...]:
+    """A folder is served under its last name, so that clients do not see its path."""
     names = [argument.partition("=")[0].replace("_", "-") for argument in arguments]
-    is_named = any(len(name) > len("--se") and _NAMED.startswith(name) for name in names)
-    return () if is_named or not Path(model).exists() else (_NAMED, _shown(model))
+    is_named = any(len(name) > len("--se") and _NAME_OPTION.startswith(name) for name in names)
+    return () if is_named or not Path(model).exists() else (_NAME_OPTION, _shown_name(model))
 
 
-def _shown(model: str) -> str:
+def _shown_name(model: str) -> str:
     return Path(model).absolute().name if Path(model).exists() else model

@@ -1,4 +1,4 @@
-"""Takes a way to start an engine; keeps one running until told to stop, or says why not."""
+"""Keeps one engine running until told to stop, with a limited number of restarts."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Final, Literal, Protocol
 
 from clairai.errors import EngineGoneError
-from clairai.launch.engine_process import LOOK_PAUSE_S
+from clairai.launch.engine_process import POLL_S
 from clairai.proxy.engine_info import HealthStatus
 
 DeathPolicy = Literal["restart", "end"]
@@ -16,50 +16,50 @@ STARTING: Final = HealthStatus("starting", "the engine is starting")
 
 
 class StopRequest(Protocol):
-    """Whether to stop, and whether at once."""
+    """Says whether to stop, and whether at once."""
 
     def __call__(self) -> bool: ...
     def is_urgent(self) -> bool: ...
 
 
 class SupervisedEngine(Protocol):
-    """As EngineProcess has it."""
+    """What the supervisor uses of an EngineProcess."""
 
     def wait_ready(self, *, stop: Callable[[], bool], tick: Callable[[], None]) -> bool: ...
     def is_alive(self) -> bool: ...
     def describe_death(self) -> str: ...
-    def ending(self) -> str: ...
-    def stop(self, *, hurry: Callable[[], bool]) -> None: ...
+    def exit_reason(self) -> str: ...
+    def stop(self, *, is_urgent: Callable[[], bool]) -> None: ...
 
 
 class EngineHost(Protocol):
-    """What happens around an engine."""
+    """What the supervisor tells of an engine, and to whom."""
 
     def start(self) -> SupervisedEngine: ...
 
-    def await_ready(self, engine: SupervisedEngine) -> bool:
+    def wait_ready(self, engine: SupervisedEngine) -> bool:
         """False if told to stop; EngineGoneError if it died."""
 
     def announce(self) -> None:
-        """It serves."""
+        """Tell the user that the engine serves."""
 
-    def tell(self, word: HealthStatus | None) -> None:
-        """To whoever asks the proxy; None: the engine can be asked itself."""
+    def set_health(self, status: HealthStatus | None) -> None:
+        """What the proxy answers about the engine; None: it asks the engine itself."""
 
     def say(self, line: str) -> None:
-        """To whoever watches us."""
+        """Print a line for the user."""
 
     def check(self) -> None:
-        """Comes every moment; raises if there is another reason to end."""
+        """Called often; raises if there is another reason to end."""
 
 
 @dataclass(frozen=True)
 class RestartPolicy:
-    """How often to start again; an engine that served for `long_s` counts as well again."""
+    """How often to start again. An engine that served for `long_s` resets the count."""
 
     max_restarts: int = 3  # in a row
     long_s: float = 120.0
-    pause_s: float = 1.0  # before the first new start; doubled for each death after it
+    pause_s: float = 1.0  # before the first restart; doubled for each death after it
     max_pause_s: float = 30.0
 
     def pause_after(self, num_deaths: int) -> float:
@@ -69,87 +69,87 @@ class RestartPolicy:
 @dataclass(frozen=True)
 class _Death:
     error: EngineGoneError
-    ending: str  # without what the log says of it, which may name paths
-    served_s: float | None  # None: it never did
+    reason: str  # without the end of the log, which may name paths
+    served_s: float | None  # None: it never served
 
 
 class Supervisor:
-    """One engine after the other."""
+    """Runs one engine after the other."""
 
     def __init__(
-        self, serving: EngineHost, *, on_death: DeathPolicy, patience: RestartPolicy | None = None
+        self, host: EngineHost, *, on_death: DeathPolicy, policy: RestartPolicy | None = None
     ) -> None:
-        self._serving = serving
+        self._host = host
         self._on_death = on_death
-        self._patience = patience or RestartPolicy()
+        self._policy = policy or RestartPolicy()
         self._num_deaths = 0
         self._has_served = False
 
     def run(self, stop: StopRequest) -> None:
         """Return when told to stop; EngineGoneError if the engine ended and does not come back.
 
-        One that cannot even be started the first time is not started again: it would fail again.
+        An engine that fails in its first start is not started again: it would fail again.
         """
-        while (death := self._live(stop)) is not None:
+        while (death := self._run_engine(stop)) is not None:
             self._has_served |= death.served_s is not None
             if not self._has_served or self._on_death == "end":
-                self._serving.tell(HealthStatus("failed", f"the engine is gone: {death.ending}"))
+                self._host.set_health(HealthStatus("failed", f"the engine is gone: {death.reason}"))
                 raise death.error
-            is_well_again = (death.served_s or 0.0) >= self._patience.long_s
+            is_well_again = (death.served_s or 0.0) >= self._policy.long_s
             self._num_deaths = 1 if is_well_again else self._num_deaths + 1
-            if self._num_deaths > self._patience.max_restarts:
+            if self._num_deaths > self._policy.max_restarts:
                 self._give_up(death, stop)
             self._pause(death, stop)
 
-    def _live(self, stop: StopRequest) -> _Death | None:
+    def _run_engine(self, stop: StopRequest) -> _Death | None:
         """One engine, from its start to its end; None if the end was asked for."""
         if stop():
             return None
-        self._serving.tell(STARTING)
-        engine = self._serving.start()
+        self._host.set_health(STARTING)
+        engine = self._host.start()
         ready_s: float | None = None
         try:
-            if self._serving.await_ready(engine):
+            if self._host.wait_ready(engine):
                 ready_s = time.monotonic()
-                self._serving.tell(None)
-                self._serving.announce()
+                self._host.set_health(None)
+                self._host.announce()
                 self._watch(engine, stop)
         except EngineGoneError as error:
             served_s = None if ready_s is None else time.monotonic() - ready_s
-            return _Death(error, engine.ending(), served_s)
+            return _Death(error, engine.exit_reason(), served_s)
         finally:
             if stop():
-                self._serving.say("stopping vLLM (Ctrl-C once more: at once)")
-            engine.stop(hurry=stop.is_urgent)
+                self._host.say("stopping vLLM (Ctrl-C once more: at once)")
+            engine.stop(is_urgent=stop.is_urgent)
         return None
 
     def _watch(self, engine: SupervisedEngine, stop: StopRequest) -> None:
         while not stop():
-            self._serving.check()
+            self._host.check()
             if not engine.is_alive():
                 raise EngineGoneError(engine.describe_death())
-            time.sleep(LOOK_PAUSE_S)
+            time.sleep(POLL_S)
 
     def _pause(self, death: _Death, stop: StopRequest) -> None:
-        pause_s = self._patience.pause_after(self._num_deaths)
-        attempt = f"{self._num_deaths} of {self._patience.max_restarts}"
-        self._serving.say(death.error.reason)
-        self._serving.say(f"starting vLLM again in {pause_s:g} s (attempt {attempt})")
-        reason = f"the engine is gone: {death.ending}; it is started again (attempt {attempt})"
-        self._serving.tell(HealthStatus("starting", reason))
+        pause_s = self._policy.pause_after(self._num_deaths)
+        attempt = f"{self._num_deaths} of {self._policy.max_restarts}"
+        self._host.say(death.error.reason)
+        self._host.say(f"starting vLLM again in {pause_s:g} s (attempt {attempt})")
+        reason = f"the engine is gone: {death.reason}; it is started again (attempt {attempt})"
+        self._host.set_health(HealthStatus("starting", reason))
         due_s = time.monotonic() + pause_s
         self._wait(lambda: stop() or time.monotonic() >= due_s)
 
     def _give_up(self, death: _Death, stop: StopRequest) -> None:
-        """The proxy stays, so that whoever asks it learns why there is no answer."""
-        reason = f"the engine died {self._num_deaths} times in a row, at last: {death.ending}"
-        self._serving.say(death.error.reason)
-        self._serving.say(f"{reason}; not started again. Ctrl-C ends the proxy")
-        self._serving.tell(HealthStatus("failed", reason))
+        """Keep the proxy, so that clients learn why there is no answer."""
+        reason = f"the engine died {self._num_deaths} times in a row, at last: {death.reason}"
+        self._host.say(death.error.reason)
+        self._host.say(f"{reason}; not started again. Ctrl-C ends the proxy")
+        self._host.set_health(HealthStatus("failed", reason))
         self._wait(stop)
         raise death.error
 
     def _wait(self, until: Callable[[], bool]) -> None:
         while not until():
-            self._serving.check()
-            time.sleep(LOOK_PAUSE_S)
+            self._host.check()
+            time.sleep(POLL_S)

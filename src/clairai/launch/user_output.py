@@ -1,4 +1,4 @@
-"""Takes lines for whoever started us; gives them to stdout, as text or as JSON."""
+"""Prints a command's lines to stdout, as text or as JSON, and the progress of an engine's start."""
 
 from __future__ import annotations
 
@@ -18,30 +18,33 @@ from clairai.launch.engine_log import EngineLog
 from clairai.proxy.observe import log_lines
 from clairai.proxy.observe.log_lines import LogFormat
 
+LINE_S: Final = 10.0
+_MARGIN: Final = 4  # the spinner, and the cursor after the last character
+
 
 @dataclass(frozen=True)
 class UserOutput:
-    """`console` is where more than lines may be drawn; None where every line is a JSON object."""
+    """Lines for the user. `console` is None where every line is a JSON object."""
 
     console: Console | None
 
     @classmethod
     def of(cls, form: LogFormat) -> Self:
-        """Sets up logging for the process: our own lines are log lines like any other."""
+        """Set up logging for the process: these lines are log lines like any other."""
         if form == "json":
             log_lines.configure_logging(form, _write)
             return cls(None)
         console = Console(highlight=False)
-        # Above what else is drawn there; a file takes lines as they are.
-        draw = partial(console.print, markup=False, soft_wrap=True)
-        log_lines.configure_logging(form, draw if console.is_terminal else _write)
+        # On a terminal the console keeps lines above the moving progress line.
+        print_line = partial(console.print, markup=False, soft_wrap=True)
+        log_lines.configure_logging(form, print_line if console.is_terminal else _write)
         return cls(console)
 
     def say(self, line: str) -> None:
         logging.getLogger(log_lines.LOGGER).info(line)
 
     def announce(self, lines: Sequence[str]) -> None:
-        """All of it for a person; the first line, which says it all, for a machine."""
+        """All lines as text; only the first, which names the address, as JSON."""
         for line in lines if self.console is not None else lines[:1]:
             self.say(line)
 
@@ -51,21 +54,13 @@ def _write(line: str) -> None:
     sys.stdout.flush()
 
 
-# MERGED
-# Takes the log of a vLLM that starts; shows what it is doing, for as long as that takes.
-
-
-LINE_S: Final = 10.0
-_MARGIN: Final = 4  # the spinner, and the cursor after the last character
-
-
 @contextmanager
 def show_start_progress(
     console: Console | None, log: EngineLog | None, say: Callable[[str], None]
 ) -> Iterator[Callable[[], None]]:
-    """A tick to call often: one moving line on a terminal, else a plain line now and then.
+    """A function to call often: it moves one line on a terminal, or prints a line now and then.
 
-    Without a log to look into, vLLM's own lines are seen and there is nothing to add.
+    Without a log file vLLM's own lines are visible, and it does nothing.
     """
     began_s = time.monotonic()
     if log is None:
@@ -89,12 +84,12 @@ class _ProgressLines:
 
     def __init__(self, log: EngineLog, say: Callable[[str], None], began_s: float) -> None:
         self._log, self._say, self._began_s = log, say, began_s
-        self._said = ""
+        self._last_stage = ""
         self._due_s = 0.0
 
     def tick(self) -> None:
         now_s, stage = time.monotonic(), self._log.stage()
-        if stage == self._said and now_s < self._due_s:
+        if stage == self._last_stage and now_s < self._due_s:
             return
-        self._said, self._due_s = stage, now_s + LINE_S
+        self._last_stage, self._due_s = stage, now_s + LINE_S
         self._say(f"vLLM is {stage}, {now_s - self._began_s:.0f} s")

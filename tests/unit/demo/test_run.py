@@ -1,4 +1,4 @@
-"""Takes answers and places to listen; gives what `clairai demo` prints of them."""
+"""What `clairai demo` prints: an answer with its scores, and the banner."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ import io
 import numpy as np
 from rich.console import Console
 
-from clairai.demo.run import print_scored
+from clairai.demo.run import print_answer
 from clairai.demo.scored_answer import ScoredAnswer
 from clairai.launch.engine_command import ListenAddress
-from clairai.launch.serve import banner
+from clairai.launch.serve import make_banner
 from clairai.match.align import Scores
 from clairai.wire import ring_messages
 
@@ -24,7 +24,7 @@ def test_an_answer_is_printed_token_by_token_with_marks_and_a_dash_for_the_last(
     phase = np.full(4, ring_messages.DECODE, np.uint8)
     scores = Scores(("kind",), np.arange(4, dtype=np.int32), scores_NP, phase, 1, 0)
     console = _console()
-    print_scored(
+    print_answer(
         console, ScoredAnswer(("a", " b", "\n"), scores, ({"name": "kind", "threshold": 0.7},))
     )
     printed = [line.split() for line in console.export_text().splitlines() if line.strip()]
@@ -37,8 +37,8 @@ def test_an_answer_is_printed_token_by_token_with_marks_and_a_dash_for_the_last(
 
 
 def test_the_banner_says_where_and_does_not_show_the_key() -> None:
-    for bind in (ListenAddress(), ListenAddress("0.0.0.0", 7000, "secret")):  # noqa: S104
-        said = banner("m", bind)
-        assert said[0] == f"m is served on {bind.url}"
+    for address in (ListenAddress(), ListenAddress("0.0.0.0", 7000, "secret")):  # noqa: S104
+        said = make_banner("m", address)
+        assert said[0] == f"m is served on {address.url}"
         assert "secret" not in " ".join(said)
-        assert ("ask for the key" in said[1]) == (bind.api_key is not None)
+        assert ("ask for the key" in said[1]) == (address.api_key is not None)

@@ -1,4 +1,4 @@
-"""Takes what a user asks to be served; gives vLLM's command line and environment."""
+"""vLLM's command line and environment, and the options that are refused."""
 
 from __future__ import annotations
 
@@ -10,20 +10,22 @@ import pytest
 
 from clairai.errors import ConfigError, RingError
 from clairai.launch.engine_command import EngineCommand, ListenAddress, PrivateSocket, is_loopback
-from clairai.launch.serve import _name, capture_setting
+from clairai.launch.serve import _name_arguments, parse_capture_option
 
 PRIVATE = PrivateSocket(Path("/run/me/s-1/api.sock"))
 
 
 def test_the_engine_listens_on_a_private_socket_and_gets_our_settings() -> None:
-    launch = EngineCommand("m", {"clairai": {"points": ["all"]}}, PRIVATE, ("--max-model-len", "9"))
-    argv = launch.argv()
+    command = EngineCommand(
+        "m", {"clairai": {"points": ["all"]}}, PRIVATE, ("--max-model-len", "9")
+    )
+    argv = command.argv()
     assert argv[argv.index("--uds") + 1] == "/run/me/s-1/api.sock"
     assert not {"--host", "--port"} & {*argv}
     config = json.loads(argv[argv.index("--additional-config") + 1])
     assert config == {"clairai": {"points": ["all"]}}
-    assert launch.private_folder == Path("/run/me/s-1")
-    assert launch.bind.url == "unix:/run/me/s-1/api.sock"
+    assert command.private_folder == Path("/run/me/s-1")
+    assert command.address.url == "unix:/run/me/s-1/api.sock"
 
 
 def test_a_key_is_never_on_the_command_line_and_the_engine_does_not_get_the_proxys() -> None:
@@ -60,11 +62,11 @@ def test_the_socket_of_every_run_is_its_own(tmp_path: Path) -> None:
 
 
 def test_naming_our_plugin_leaves_the_others_on() -> None:
-    launch = EngineCommand("m", {}, PRIVATE)
-    usual = launch.environ({})["VLLM_PLUGINS"].split(",")
+    command = EngineCommand("m", {}, PRIVATE)
+    usual = command.environ({})["VLLM_PLUGINS"].split(",")
     assert {"clairai", "lora_filesystem_resolver", "lora_hf_hub_resolver"} <= {*usual}
-    assert launch.environ({"VLLM_PLUGINS": "mine"})["VLLM_PLUGINS"] == "clairai,mine"
-    assert launch.environ({"VLLM_PLUGINS": ""})["VLLM_PLUGINS"] == "clairai"
+    assert command.environ({"VLLM_PLUGINS": "mine"})["VLLM_PLUGINS"] == "clairai,mine"
+    assert command.environ({"VLLM_PLUGINS": ""})["VLLM_PLUGINS"] == "clairai"
 
 
 @pytest.mark.parametrize(
@@ -87,11 +89,14 @@ def test_other_vllm_options_pass(argument: str) -> None:
 def test_a_folder_is_served_under_its_own_name_and_not_under_its_path(tmp_path: Path) -> None:
     folder = tmp_path / "SmolLM2"
     folder.mkdir()
-    assert _name(str(folder), []) == ("--served-model-name", "SmolLM2")
-    assert _name(f"{folder}/", ["--dtype", "float32"]) == ("--served-model-name", "SmolLM2")
+    assert _name_arguments(str(folder), []) == ("--served-model-name", "SmolLM2")
+    assert _name_arguments(f"{folder}/", ["--dtype", "float32"]) == (
+        "--served-model-name",
+        "SmolLM2",
+    )
     for given in ("--served-model-name", "--served_model_name=x", "--served"):
-        assert _name(str(folder), [given]) == ()
-    assert _name("org/name", []) == ()
+        assert _name_arguments(str(folder), [given]) == ()
+    assert _name_arguments("org/name", []) == ()
 
 
 def test_loopback_is_known_by_address_and_not_by_how_it_looks() -> None:
@@ -112,10 +117,10 @@ def test_an_empty_key_is_no_key() -> None:
     ],
 )
 def test_a_capture_is_a_folder_or_a_setting(text: str, setting: dict[str, Any]) -> None:
-    assert capture_setting(text) == setting
+    assert parse_capture_option(text) == setting
 
 
 @pytest.mark.parametrize("text", ["{", '{"a": }'])
 def test_a_capture_that_is_no_json_is_refused(text: str) -> None:
     with pytest.raises(ConfigError, match="give a folder, or a JSON object"):
-        capture_setting(text)
+        parse_capture_option(text)

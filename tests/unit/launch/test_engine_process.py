@@ -1,4 +1,4 @@
-"""Takes a Launch; gives a process under a keeper, and nothing of it is left when either ends."""
+"""A server under its process guard: nothing of it is left, whichever process ends first."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import signal
 import stat
 import subprocess
 import sys
+import threading
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,10 +19,10 @@ from clairai.launch import process_guard
 from clairai.launch.engine_command import EngineCommand, PrivateSocket
 from clairai.launch.engine_log import EngineLog
 from clairai.launch.engine_process import EngineProcess
+from clairai.local.private_socket import socket_path
 from tests.process.parts import until
 
-# Stands in for vLLM: a server with a child of its own, which has moved to a session of its own and
-# does not mind SIGTERM.
+# Stands in for vLLM: a server with a child in a session of its own that ignores SIGTERM.
 SERVER = """
 import os, signal, socketserver, sys, time
 from http.server import BaseHTTPRequestHandler
@@ -38,7 +39,7 @@ class Handler(BaseHTTPRequestHandler):
 socketserver.UnixStreamServer(sys.argv[1], Handler).serve_forever()
 """
 SLEEPER = "import time; time.sleep(600)"
-DEAF = """
+IGNORES_SIGTERM = """
 import signal, time
 signal.signal(signal.SIGTERM, signal.SIG_IGN)
 print("deaf", flush=True)
@@ -47,20 +48,25 @@ time.sleep(600)
 
 
 @dataclass(frozen=True)
-class OtherLaunch(EngineCommand):
+class OtherCommand(EngineCommand):
+    """Starts any program in the place of vLLM."""
+
     program: tuple[str, ...] = ()
 
     def argv(self) -> list[str]:
         return [sys.executable, "-c", *self.program]
 
 
-def launch(folder: Path, *program: str) -> OtherLaunch:
-    return OtherLaunch("m", {}, PrivateSocket.within(folder), program=program)
+def command(folder: Path, *program: str) -> OtherCommand:
+    settings = {"clairai": {"runtime_dir": str(folder)}}
+    return OtherCommand("m", settings, PrivateSocket.within(folder), program=program)
 
 
-def serving(folder: Path, *child_file: Path) -> OtherLaunch:
-    bind = PrivateSocket.within(folder)
-    return OtherLaunch("m", {}, bind, program=(SERVER, str(bind.path), *map(str, child_file)))
+def serving(folder: Path, *child_file: Path) -> OtherCommand:
+    address = PrivateSocket.within(folder)
+    return OtherCommand(
+        "m", {}, address, program=(SERVER, str(address.path), *map(str, child_file))
+    )
 
 
 def is_running(pid: int) -> bool:
@@ -81,7 +87,7 @@ def test_a_server_and_its_children_are_gone_after_the_block(tmp_path: Path) -> N
         assert engine.wait_ready()
         child = number_in(tmp_path / "child")
         assert is_running(child)
-        assert stat.S_IMODE(engine.launch.private_folder.stat().st_mode) == 0o700  # type: ignore[union-attr]
+        assert stat.S_IMODE(engine.command.private_folder.stat().st_mode) == 0o700  # type: ignore[union-attr]
     assert not engine.is_alive()
     assert not is_running(child)
     assert [entry.name for entry in tmp_path.iterdir()] == ["child"]
@@ -101,24 +107,33 @@ def test_nothing_is_left_when_we_are_killed(tmp_path: Path) -> None:
         "import sys; from pathlib import Path\n"
         "from tests.unit.launch.test_engine_process import EngineProcess, serving\n"
         "engine = EngineProcess(serving(Path(sys.argv[1]), Path(sys.argv[1], 'child')))\n"
-        "engine.wait_ready(); Path(sys.argv[1], 'keeper').write_text(str(engine.pid))\n"
-        "engine._process.wait()"
+        "engine.wait_ready(); Path(sys.argv[1], 'guard').write_text(str(engine.pid))\n"
+        "engine._guard.wait()"
     )
     parent = subprocess.Popen([sys.executable, "-c", program, str(tmp_path)])
-    child, kept = number_in(tmp_path / "child"), number_in(tmp_path / "keeper")
+    child, guard = number_in(tmp_path / "child"), number_in(tmp_path / "guard")
     os.kill(parent.pid, signal.SIGKILL)
     parent.wait()
-    until(lambda: not is_running(kept))
+    until(lambda: not is_running(guard))
     assert not is_running(child)
-    assert sorted(entry.name for entry in tmp_path.iterdir()) == ["child", "keeper"]
+    assert sorted(entry.name for entry in tmp_path.iterdir()) == ["child", "guard"]
 
 
-def test_a_server_ends_also_when_its_keeper_is_killed(tmp_path: Path) -> None:
-    engine = EngineProcess(launch(tmp_path, SLEEPER))
+def test_a_server_also_ends_when_its_guard_is_killed(tmp_path: Path) -> None:
+    engine = EngineProcess(command(tmp_path, SLEEPER))
     servers = _children_of(engine.pid)
     os.kill(engine.pid, signal.SIGKILL)
     until(lambda: not any(map(is_running, servers)))
     engine.stop()
+
+
+def test_a_guard_that_was_suspended_still_ends_its_server(tmp_path: Path) -> None:
+    engine = EngineProcess(command(tmp_path, SLEEPER))
+    servers = _children_of(engine.pid)
+    os.kill(engine.pid, signal.SIGSTOP)
+    engine.stop(is_urgent=lambda: True)
+    assert not any(map(is_running, servers))
+    assert list(tmp_path.iterdir()) == []
 
 
 def _children_of(pid: int) -> list[int]:
@@ -129,78 +144,167 @@ def _children_of(pid: int) -> list[int]:
     return found()
 
 
-def test_a_server_that_dies_tells_its_last_lines_and_its_first_error(tmp_path: Path) -> None:
+# A server that ends when it is asked to, and a worker below it that listens on the ring's socket.
+WORKER = """
+import signal, sys, time
+from pathlib import Path
+from clairai.local.private_socket import listen
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+listener = listen(Path(sys.argv[1]))
+time.sleep(600)
+"""
+STARTS_WORKER = """
+import subprocess, sys, time
+subprocess.Popen([sys.executable, "-c", *sys.argv[1:]], start_new_session=True)
+time.sleep(600)
+"""
+# A machine on which SIGKILL takes effect only when the gate file is there.
+SLOW_KILL_GUARD = """
+import importlib.util, os, signal, sys
+spec = importlib.util.spec_from_file_location("guard", {guard!r})
+guard = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(guard)
+kill = os.kill
+def slow_kill(pid, number):
+    if number != signal.SIGKILL or os.path.exists({gate!r}):
+        kill(pid, number)
+    else:
+        open({asked!r}, "w").close()
+os.kill = slow_kill
+guard.SETTLE_S = guard.KILLED_S = 0.05
+guard.main(*sys.argv[1:])
+"""
+
+
+def test_the_rings_socket_is_removed_however_long_the_kernel_takes_to_end_the_worker(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """While a killed worker has not closed its files, its socket still accepts connections."""
+    runtime, gate, asked = tmp_path / "r", tmp_path / "gate", tmp_path / "asked"
+    runtime.mkdir()
+    ring = socket_path(runtime, 7)
+    script = tmp_path / "slow_guard.py"
+    script.write_text(
+        SLOW_KILL_GUARD.format(guard=process_guard.__file__, gate=str(gate), asked=str(asked))
+    )
+    monkeypatch.setattr(process_guard, "__file__", str(script))
+    engine = EngineProcess(command(runtime, STARTS_WORKER, WORKER, str(ring)))
+    until(ring.is_socket)
+    engine._was_ready = True  # so that stop() waits as it does for an engine that serves
+    stopping = threading.Thread(target=engine.stop)
+    stopping.start()
+    until(asked.exists)
+    stopping.join(1.0)  # many times the guard's patience, were it to give up
+    gate.touch()
+    stopping.join(60)
+    assert not stopping.is_alive()
+    assert [entry.name for entry in runtime.iterdir()] == []
+
+
+def test_the_rings_socket_is_removed_when_we_are_killed(tmp_path: Path) -> None:
+    ring = socket_path(tmp_path, 7)
+    program = (
+        "import sys; from pathlib import Path\n"
+        "from tests.unit.launch.test_engine_process import *\n"
+        "ring = Path(sys.argv[1])\n"
+        "engine = EngineProcess(command(ring.parent, STARTS_WORKER, WORKER, str(ring)))\n"
+        "engine._guard.wait()"
+    )
+    parent = subprocess.Popen([sys.executable, "-c", program, str(ring)])
+    until(ring.is_socket)
+    parent.kill()
+    parent.wait()
+    until(lambda: not list(tmp_path.iterdir()))
+
+
+def test_sockets_that_somebody_listens_on_and_other_files_are_not_removed(tmp_path: Path) -> None:
+    (tmp_path / "notes.sock").write_text("no socket")
+    live = subprocess.Popen([sys.executable, "-c", WORKER, str(tmp_path / "engine-1.sock")])
+    try:
+        until((tmp_path / "engine-1.sock").is_socket)
+        process_guard._remove_dead_sockets(tmp_path)
+        names = sorted(entry.name for entry in tmp_path.iterdir())
+    finally:
+        live.kill()
+        live.wait()
+    assert names == ["engine-1.sock", "notes.sock"]
+    process_guard._remove_dead_sockets(tmp_path)
+    assert [entry.name for entry in tmp_path.iterdir()] == ["notes.sock"]
+
+
+def test_a_server_that_dies_reports_its_last_lines_and_its_first_error(tmp_path: Path) -> None:
     log = EngineLog(tmp_path / "log")
     program = "print('(EngineCore pid=1) ERROR 01-01 ConfigError: the cause'); raise SystemExit(3)"
     with (
-        EngineProcess(launch(tmp_path, program), log=log) as engine,
+        EngineProcess(command(tmp_path, program), log=log) as engine,
         pytest.raises(EngineGoneError) as caught,
     ):
         engine.wait_ready()
     assert "vLLM ended with exit code 3" in caught.value.reason
     assert "first error: ConfigError: the cause" in caught.value.reason
-    assert engine.ending() == "vLLM ended with exit code 3"
+    assert engine.exit_reason() == "vLLM ended with exit code 3"
 
 
-def test_a_server_that_is_killed_says_by_what(tmp_path: Path) -> None:
+def test_a_server_that_is_killed_reports_the_signal(tmp_path: Path) -> None:
     program = "import os; os.kill(os.getpid(), 9)"
-    with EngineProcess(launch(tmp_path, program)) as engine, pytest.raises(EngineGoneError):
+    with EngineProcess(command(tmp_path, program)) as engine, pytest.raises(EngineGoneError):
         engine.wait_ready()
-    assert engine.ending() == "vLLM was killed by SIGKILL"
+    assert engine.exit_reason() == "vLLM was killed by SIGKILL"
 
 
-def test_a_server_that_does_not_listen_is_killed_at_once_when_there_is_a_hurry(
+def test_a_server_that_ignores_sigterm_is_killed_at_once_when_it_is_urgent(
     tmp_path: Path,
 ) -> None:
     log = EngineLog(tmp_path / "log")
-    with EngineProcess(launch(tmp_path, DEAF), log=log) as engine:
+    with EngineProcess(command(tmp_path, IGNORES_SIGTERM), log=log) as engine:
         until(lambda: "deaf" in log.lines())
-        engine._was_ready = True  # else there is little patience anyway
+        engine._was_ready = True  # otherwise it is killed soon anyway
         began_s = time.monotonic()
-        engine.stop(hurry=lambda: True)
+        engine.stop(is_urgent=lambda: True)
         assert time.monotonic() - began_s < process_guard.TERM_S / 2
     assert not engine.is_alive()
 
 
-# Takes rows to a disk for longer than others have to end, after its engine has ended.
-CLERK = """
+# Writes rows to a disk for longer than other processes may take, after its engine has ended.
+CAPTURE_WRITER = """
 import os, signal, sys, time
 signal.signal(signal.SIGTERM, signal.SIG_IGN)
 open(sys.argv[2], "w").write(str(os.getpid()))
 time.sleep(float(sys.argv[3]))
 open(sys.argv[2], "w").write("written")
 """
-HIRING = """
+STARTS_WRITER = """
 import subprocess, sys
 name = "clairai.capture.writer_process"
 subprocess.Popen([sys.executable, "-c", sys.argv[1], name, *sys.argv[2:]], start_new_session=True)
 """
 
 
-def test_rows_of_an_engine_that_has_died_are_let_be_written(tmp_path: Path) -> None:
+def test_captured_rows_of_an_engine_that_has_died_are_still_written(tmp_path: Path) -> None:
     rows, longer_s = tmp_path / "rows", process_guard.SETTLE_S + 0.5
-    hiring = launch(tmp_path, HIRING, CLERK, str(rows), str(longer_s))
-    with EngineProcess(hiring) as engine:
+    starting = command(tmp_path, STARTS_WRITER, CAPTURE_WRITER, str(rows), str(longer_s))
+    with EngineProcess(starting) as engine:
         until(lambda: not engine.is_alive())
     assert rows.read_text() == "written"
 
 
-def test_rows_are_not_waited_for_by_who_is_in_a_hurry(tmp_path: Path) -> None:
+def test_captured_rows_are_not_waited_for_when_it_is_urgent(tmp_path: Path) -> None:
     rows = tmp_path / "rows"
-    with EngineProcess(launch(tmp_path, HIRING, CLERK, str(rows), "600")) as engine:
-        clerk = number_in(rows)
+    starting = command(tmp_path, STARTS_WRITER, CAPTURE_WRITER, str(rows), "600")
+    with EngineProcess(starting) as engine:
+        writer = number_in(rows)
         engine.kill()
-    assert not is_running(clerk)
+    assert not is_running(writer)
 
 
 def test_waiting_ends_when_told_to(tmp_path: Path) -> None:
-    with EngineProcess(launch(tmp_path, SLEEPER)) as engine:
+    with EngineProcess(command(tmp_path, SLEEPER)) as engine:
         assert not engine.wait_ready(stop=lambda: True)
 
 
-def test_an_engine_that_is_dropped_is_stopped_and_complained_about(tmp_path: Path) -> None:
-    engine = EngineProcess(launch(tmp_path, SLEEPER))
-    kept = engine.pid
-    with pytest.warns(ResourceWarning, match="dropped unstopped"):
+def test_an_engine_that_is_dropped_is_stopped_with_a_warning(tmp_path: Path) -> None:
+    engine = EngineProcess(command(tmp_path, SLEEPER))
+    guard = engine.pid
+    with pytest.warns(ResourceWarning, match="was not stopped"):
         del engine
-    assert not is_running(kept)
+    assert not is_running(guard)
