@@ -156,7 +156,7 @@ class Collector:
         self._flushers = {
             name: Flusher(name, consumer, self.results) for name, consumer in consumers.items()
         }
-        self._gauge = FidelityMeter()
+        self._meter = FidelityMeter()
         self._shelf = HeldRows(pending_nbytes)
         self._refused: dict[AnswerId, str] = {}  # whose rule cannot be judged, and why
         self._orders: dict[AnswerId, CapturePlan] = {}
@@ -187,7 +187,7 @@ class Collector:
 
     def relabel(self, origin_of: OriginOf) -> None:
         """What comes from now on is of other weights."""
-        self._inbox.put(partial(setattr, self, "_origin_of", origin_of))
+        self._inbox.put(partial(self._relabel, origin_of))
 
     def commit(self) -> None:
         """Have all that was given so far made safe; nobody waits for it."""
@@ -207,8 +207,11 @@ class Collector:
             except Exception:  # of somebody's plugin: the others are closed too
                 _log.exception("consumer %s could not be closed", name)
 
+    def _relabel(self, origin_of: OriginOf) -> None:
+        self._origin_of = origin_of
+        self._meter.expire()
+
     def _commit(self) -> None:
-        self._gauge.turn()
         for name, flusher in self._flushers.items():
             if seats := self.results.writing(name):
                 flusher.ask(seats)
@@ -242,7 +245,7 @@ class Collector:
         finally:
             for taken in batch:
                 taken.free()
-        fidelity = self._measured(loads)
+        fidelity = {encoder: self._measure(encoder) for encoder in {load.encoder for load in loads}}
         for load in loads:
             try:
                 self._give(load, fidelity[load.encoder])
@@ -250,16 +253,10 @@ class Collector:
                 self._lose(load.counts(), error)
         self.delivered += len(batch)
 
-    def _measured(self, loads: list[EncodedRows]) -> dict[Encoder, dict[str, float]]:
-        """One measure for all loads of an encoder that are given together."""
-        nbytes: dict[Encoder, int] = {}
-        for load in loads:
-            nbytes[load.encoder] = nbytes.get(load.encoder, 0) + load.nbytes
-        return {encoder: self._read_gauge(encoder, total) for encoder, total in nbytes.items()}
-
-    def _read_gauge(self, encoder: Encoder, nbytes: int) -> dict[str, float]:
+    def _measure(self, encoder: Encoder) -> dict[str, float]:
+        """One measure for all rows of an encoder that are handed on together."""
         try:
-            return self._gauge.read(encoder, nbytes)
+            return self._meter.measure(encoder)
         except Exception:  # rows that cannot be measured are kept all the same
             _log.exception("what %s lost of rows cannot be measured", encoder.name)
             return {}
@@ -287,7 +284,7 @@ class Collector:
                 self._judge(verdict)
             loads = taken.loads()
             for encoder, sample in taken.samples():
-                self._gauge.add(encoder, sample)
+                self._meter.add(encoder, sample)
         except Exception as error:
             self._lose(taken.counts(), error)
             return ()
@@ -359,7 +356,6 @@ class Collector:
         self.results.discarded(seat, rows, reason)
 
     def _begin(self, seat: AnswerId, order: CapturePlan) -> None:
-        self._gauge.turn()  # it may have files of its own
         self._orders[seat] = order
         self._live.setdefault(seat[0], set()).add(seat[1])
         if order.hold is not None:

@@ -1,14 +1,18 @@
-"""Takes samples of rows before and after an encoder; gives how much was lost, for every shard.
+"""Measures how much an encoder loses, on samples of the rows that it encodes.
 
-A shard is sealed by its size, its age, or because somebody asked or ended. So something is measured
-in time for each of these: a few rows at least, and more when the last time was long ago.
+Only a consumer knows which rows become one shard, and other threads than the collector's decide
+when a shard is sealed. So every batch of rows gets numbers: measured on a few rows of its own, on a
+large sample when time allows, or those of rows that came at most FRESH_S before. Then every shard
+says what its encoder lost, whoever seals it and whenever.
+
+Runs in: the capture writer process, or the worker where there is none.
 """
 
 from __future__ import annotations
 
 import math
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Final
 
 import numpy as np
@@ -17,63 +21,64 @@ from clairai.capture.staging_reader import FidelitySample
 from clairai.store.codecs.base import Encoder
 from clairai.store.codecs.fidelity import SAMPLE_ROWS, compare
 
-TIME_SHARE: Final = 100  # one part in this many of the time is spent on large samples, at most
-FEW_ROWS: Final = 4  # rows; they cost little
-OWED_NBYTES: Final = 16 << 20  # a quarter of a shard
+TIME_SHARE: Final = 100  # large samples take at most one part in this many of the time
+FEW_ROWS: Final = 4  # cheap enough for several batches a second
+FRESH_S: Final = 0.25  # in which the numbers of one batch hold for the next ones
 
 
 @dataclass
-class _EncoderSamples:
-    """What was measured of one encoder, and what was not."""
+class _Measure:
+    """The last one of an encoder."""
 
-    samples: list[FidelitySample] = field(default_factory=list)
-    nbytes: int = 0  # given since the last measure
-    turn: int = 0  # the gauge's, at the last measure
-    due_s: float = 0.0  # when a large sample can be afforded
+    numbers: dict[str, float]
+    fresh_until_s: float
+    large_due_s: float  # when a large sample can be afforded again
 
 
 class FidelityMeter:
-    """Measures what comes."""
+    """Measures batches of encoded rows. One thread uses it."""
 
     def __init__(self) -> None:
-        self._accounts: dict[Encoder, _EncoderSamples] = {}
-        self._turn = 1
+        self._samples: dict[Encoder, list[FidelitySample]] = {}  # of the batch that is coming
+        self._last: dict[Encoder, _Measure] = {}
 
     def add(self, encoder: Encoder, sample: FidelitySample) -> None:
-        """The newest are kept: they are of the rows that come next, or with them."""
-        held = self._accounts.setdefault(encoder, _EncoderSamples()).samples
-        held.append(sample)
-        while sum(len(one.rows_KD) for one in held) > SAMPLE_ROWS and len(held) > 1:
-            held.pop(0)
+        """Sampled rows of the coming batch; the newest SAMPLE_ROWS are kept."""
+        samples = self._samples.setdefault(encoder, [])
+        samples.append(sample)
+        while sum(len(one.rows_KD) for one in samples) > SAMPLE_ROWS and len(samples) > 1:
+            samples.pop(0)
 
-    def turn(self) -> None:
-        """What comes next may be in another shard than what came before."""
-        self._turn += 1
-
-    def read(self, encoder: Encoder, nbytes: int) -> dict[str, float]:
-        """Numbers for so many bytes of rows; none if those before them will do."""
-        account = self._accounts.setdefault(encoder, _EncoderSamples())
-        account.nbytes += nbytes
-        now_s = time.monotonic()
-        is_owed = account.turn < self._turn or account.nbytes >= OWED_NBYTES
-        if not account.samples or not (is_owed or now_s >= account.due_s):
+    def measure(self, encoder: Encoder) -> dict[str, float]:
+        """Numbers for the batch, as a shard stores them; none if nothing was sampled."""
+        samples, last = self._samples.pop(encoder, []), self._last.get(encoder)
+        begin_s = time.monotonic()
+        if last is not None and begin_s < last.fresh_until_s:
+            return last.numbers
+        if not samples:
             return {}
-        num_rows = SAMPLE_ROWS if now_s >= account.due_s else FEW_ROWS
-        numbers = _measure(encoder, account.samples, num_rows)
-        taken_s = time.monotonic() - now_s
-        if num_rows == SAMPLE_ROWS:
-            account.due_s = now_s + TIME_SHARE * taken_s
-        account.samples, account.nbytes, account.turn = [], 0, self._turn
+        is_large = last is None or begin_s >= last.large_due_s
+        numbers = _compare_newest(encoder, samples, SAMPLE_ROWS if is_large else FEW_ROWS)
+        due_s = begin_s + TIME_SHARE * (time.monotonic() - begin_s)
+        if last is not None and not is_large:
+            due_s = last.large_due_s
+        self._last[encoder] = _Measure(numbers, begin_s + FRESH_S, due_s)
         return numbers
 
+    def expire(self) -> None:
+        """What comes next is measured anew: its rows are of other weights."""
+        for last in self._last.values():
+            last.fresh_until_s = 0.0
 
-def _measure(encoder: Encoder, samples: list[FidelitySample], num_rows: int) -> dict[str, float]:
-    """Of the newest rows of the samples."""
+
+def _compare_newest(
+    encoder: Encoder, samples: list[FidelitySample], num_rows: int
+) -> dict[str, float]:
     rows_KD = np.concatenate([one.rows_KD for one in samples])[-num_rows:]
     encoded = {
         name: np.concatenate([one.encoded[name] for one in samples])[-num_rows:]
         for name in samples[0].encoded
     }
-    measured = compare(encoder, rows_KD, encoded).numbers
-    # Rows near the end of float32's range can be off by more than it holds.
-    return {name: value for name, value in measured.items() if math.isfinite(value)}
+    numbers = compare(encoder, rows_KD, encoded).numbers
+    # Rows near the end of float32's range can be off by more than float32 can hold.
+    return {name: value for name, value in numbers.items() if math.isfinite(value)}
