@@ -147,3 +147,8 @@ class EncodingError(ClairaiError, ValueError):
 
 class ModelError(ClairaiError):
     code = "model"
+
+
+def describe_os_error(error: OSError | ValueError) -> str:
+    """Why a path could not be used, in the operating system's words where it has any."""
+    return (error.strerror if isinstance(error, OSError) else None) or "the path is not usable"

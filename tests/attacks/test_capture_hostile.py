@@ -126,7 +126,7 @@ def _sent(tmp_path: Path, state: bytes) -> ShardSender:
         writer.offer(block(1))
     sender = ShardSender(LocalDisk(tmp_path / "s"), f"memory://{uuid4().hex}/c")
     assert len(list(sender.send())) == 1
-    (tmp_path / "s" / sender._name).write_bytes(state)
+    (tmp_path / "s" / sender._progress_name).write_bytes(state)
     return sender
 
 
@@ -153,7 +153,7 @@ def test_a_link_in_place_of_the_state_of_sending_is_not_followed(tmp_path: Path)
     (tmp_path / "victim").write_bytes(SECRET)
     url = f"memory://{uuid4().hex}/c"
     sender = ShardSender(LocalDisk(tmp_path / "s"), url)
-    (tmp_path / "s" / sender._name).symlink_to(tmp_path / "victim")
+    (tmp_path / "s" / sender._progress_name).symlink_to(tmp_path / "victim")
     with pytest.raises(StoreError, match="is a link"):
         list(sender.send())
     assert (tmp_path / "victim").read_bytes() == SECRET

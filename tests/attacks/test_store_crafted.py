@@ -147,7 +147,7 @@ def test_a_point_index_beyond_the_list_is_refused() -> None:
     head = ShardHead(**(msgspec.structs.asdict(found.head) | {"points": ()}))
     broken = shard.OpenShard("x", head, found.tensors, found.data)
     with pytest.raises(StoreDamagedError, match="names a point"):
-        ShardRows.of(broken, 1, None, None, None)
+        ShardRows.select(broken, 1, None, None, None)
 
 
 def test_no_error_of_the_store_is_anything_but_ours(tmp_path: Path) -> None:

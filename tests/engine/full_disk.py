@@ -19,9 +19,9 @@ ENTRY: Final = f"[clairai.capture_consumers]\n{KIND} = tests.engine.full_disk:fu
 
 def full_disk(given: Mapping[str, Any], about: object) -> FolderConsumer:
     consumer = fs(given, about)
-    sealer = consumer._writer._sealer
-    is_full, free_nbytes = no_room(Path(consumer.where)), sealer._disk.free_nbytes
-    sealer._disk.free_nbytes = lambda: 0 if is_full.exists() else free_nbytes()  # type: ignore[method-assign]
+    committer = consumer._committer
+    is_full, free_nbytes = no_room(Path(consumer.where)), committer._disk.free_nbytes
+    committer._disk.free_nbytes = lambda: 0 if is_full.exists() else free_nbytes()  # type: ignore[method-assign]
     return consumer
 
 

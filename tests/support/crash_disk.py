@@ -1,8 +1,8 @@
-"""Takes the operations of a disk; gives one in memory that forgets, in a crash, all not synced.
+"""A disk in memory that forgets in a crash whatever was not synced.
 
-It is as unkind as POSIX allows. Of the bytes of a file that were not synced, a crash keeps all,
-none, some or zeros; of the names that were changed since the folder was synced, any part. One more
-operation than allowed is the crash.
+It is as unkind as POSIX allows: of the unsynced bytes of a file, a crash keeps all, none, some or
+zeros; of the names changed since the folder was last synced, any subset. The crash comes when a
+given number of operations is used up.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ class Inode:
 
 
 @dataclass
-class ToyDisk:
-    """`operations_left` counts down; the crash comes before the first operation beyond."""
+class CrashDisk:
+    """`operations_left` counts down; the operation after the last one raises CrashError."""
 
     operations_left: int = 1 << 60
     room: int = 1 << 60
@@ -48,7 +48,7 @@ class ToyDisk:
         change(self.files)
         self.changes.append(change)
 
-    def create(self, name: str, nbytes: int) -> ToyFile:
+    def create(self, name: str, nbytes: int) -> CrashFile:
         self.tick("create")
         if name in self.files:
             raise FileExistsError(errno.EEXIST, "exists")
@@ -56,13 +56,13 @@ class ToyDisk:
             raise OSError(errno.ENOSPC, "No space left on device")
         inode = Inode()
         self._change(lambda files: files.__setitem__(name, inode))
-        return ToyFile(self, inode)
+        return CrashFile(self, inode)
 
-    def append(self, name: str) -> ToyFile:
-        return ToyFile(self, self.files[name])
+    def append(self, name: str) -> CrashFile:
+        return CrashFile(self, self.files[name])
 
-    def cut(self, name: str, nbytes: int) -> None:
-        self.tick("cut")
+    def truncate(self, name: str, nbytes: int) -> None:
+        self.tick("truncate")
         inode = self.files[name]
         inode.data = inode.synced = inode.data[:nbytes]
 
@@ -107,22 +107,22 @@ class ToyDisk:
     def free_nbytes(self) -> int:
         return self.room - sum(len(inode.data) for inode in self.files.values())
 
-    def after_crash(self, fate: Fate) -> ToyDisk:
-        """What the next boot finds."""
+    def after_crash(self, fate: Fate) -> CrashDisk:
+        """Return the disk as the next boot finds it."""
         files = dict(self.synced_files)
         for change in self.changes:
             if fate.keeps_name():
                 change(files)
         kept = {name: fate.kept(inode) for name, inode in files.items()}
         found = {name: Inode(data, data) for name, data in kept.items()}
-        return ToyDisk(room=self.room, files=found, synced_files=dict(found))
+        return CrashDisk(room=self.room, files=found, synced_files=dict(found))
 
 
 @dataclass
-class ToyFile:
+class CrashFile:
     """A file that is being written."""
 
-    disk: ToyDisk
+    disk: CrashDisk
     inode: Inode
 
     def write(self, pieces: Sequence[Buffer]) -> None:
@@ -143,7 +143,7 @@ class ToyFile:
 
 @dataclass
 class Fate:
-    """What becomes of that which was not synced, of names and of bytes."""
+    """What a crash does to unsynced names and bytes."""
 
     keeps_name: Callable[[], bool]
     kept: Callable[[Inode], bytes]
@@ -158,7 +158,7 @@ def _half(inode: Inode) -> bytes:
 
 
 def fates() -> list[Fate]:
-    """The plain ones: nothing survives, everything does (kill -9), names or bytes alone."""
+    """The simple ones: nothing survives, everything does (kill -9), or only names or bytes."""
     old, new = (lambda inode: inode.synced), (lambda inode: inode.data)
     yes, no = (lambda: True), (lambda: False)
     kept = (old, new, _zeros, _half)
@@ -166,7 +166,7 @@ def fates() -> list[Fate]:
 
 
 def random_fate(source: random.Random) -> Fate:
-    """Any part of the names; of the bytes any prefix, with a hole of zeros in it or not."""
+    """Keep any subset of the names, and any prefix of the bytes, maybe with a hole of zeros."""
 
     def kept(inode: Inode) -> bytes:
         start, end = sorted((len(inode.synced), len(inode.data)))

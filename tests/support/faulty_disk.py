@@ -1,4 +1,4 @@
-"""Takes a moment to wait for, or a call to break; gives the wait, and a disk that fails there."""
+"""A disk on which one operation fails, and a wait for a condition."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ DEADLINE_S = 20.0
 QUICK = WriterLimits(shard_nbytes=1, retry_s=0.005, reserve_nbytes=0)
 
 
-def until(is_so: Callable[[], bool]) -> None:
+def wait_until(is_true: Callable[[], bool]) -> None:
     deadline_s = time.monotonic() + DEADLINE_S
-    while not is_so():
+    while not is_true():
         assert time.monotonic() < deadline_s
         time.sleep(0.001)
 
 
 @contextmanager
-def faulty(monkeypatch: pytest.MonkeyPatch, name: str, code: int) -> Iterator[None]:
-    """A disk whose calls of that name fail."""
+def failing(monkeypatch: pytest.MonkeyPatch, name: str, code: int) -> Iterator[None]:
+    """Make every call of this disk operation fail with this errno."""
 
     def fail(*_: object) -> None:
         raise OSError(code, os.strerror(code))

@@ -1,4 +1,4 @@
-"""Takes a stream and a number; gives blocks whose every value says where it belongs."""
+"""Small blocks of rows whose values tell which row they belong to."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def origin(encoder: str = "raw", weights: str = "v1") -> Origin:
 
 
 def values(stream: int, positions_N: NDArray[np.int64], point: str) -> NDArray[np.float32]:
-    """A function of whose row it is, so that any other row's values show."""
+    """Values that differ for every stream, position and point, so that a mix-up shows."""
     base_N1 = (stream * 1000 + positions_N * 10 + len(point))[:, None]
     return (base_N1 + np.arange(WIDTH) / 16).astype(np.float32)
 
@@ -44,5 +44,5 @@ def block(
     return RowBlock(made, point, rows_N, encoder.encode(values(stream, positions_N, point)))
 
 
-def draft(*blocks: RowBlock, notes: dict[int, RequestNote] | None = None) -> PendingShard:
+def pending_shard(*blocks: RowBlock, notes: dict[int, RequestNote] | None = None) -> PendingShard:
     return PendingShard("", "safetensors", list(blocks), notes or {})

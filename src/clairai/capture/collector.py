@@ -314,12 +314,12 @@ class Collector:
 
     def _sort(self, block: RowBlock, to: tuple[str, ...], held_N: NDArray[np.bool_]) -> None:
         if not held_N.all():
-            self._offer_and_count(block.taken(np.flatnonzero(~held_N)), to)
+            self._offer_and_count(block.select(np.flatnonzero(~held_N)), to)
         for seat, places in group_by_answer(block.rows_N, np.flatnonzero(held_N)):
             if seat in self._refused:
                 self._refuse(seat, len(places))
                 continue
-            part = block.taken(places)
+            part = block.select(places)
             if lost := self._shelf.put(seat, part, to):
                 reason = "no room to hold its rows until its rule is met; raise pending_mib"
                 self.results.dropped(seat, lost, reason)

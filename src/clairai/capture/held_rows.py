@@ -42,7 +42,7 @@ class HeldRows:
         room = (self._limit - self.nbytes) * block.num_rows // block.nbytes
         lost = max(block.num_rows - room, 0)
         if lost:
-            block = block.taken(np.arange(block.num_rows - lost))
+            block = block.select(np.arange(block.num_rows - lost))
         pile = self._piles[seat]
         pile.waiting.append((block, to))
         pile.rows += block.num_rows

@@ -1,7 +1,7 @@
-"""Takes blocks from whoever captures; gives them to the writer in order, and counts the refused.
+"""The bounded queue of blocks between whoever captures rows and the thread that stores them.
 
-Bounded: with no room left it waits, drops or spills, as was chosen. At every moment
-accepted + dropped == offered, in rows.
+With no room left, `put` waits, drops the block or spills it to a file, as the policy says. At every
+moment `accepted + dropped == offered`, counted in rows.
 """
 
 from __future__ import annotations
@@ -11,43 +11,54 @@ import threading
 import time
 from collections import deque
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final, Literal, get_args
 
 import msgspec
 import numpy as np
 
-from clairai.errors import StoreError
+from clairai.errors import StoreError, describe_os_error
 from clairai.points import quote
-from clairai.store.disk import describe_error
-from clairai.store.row_block import NotedBlock, Origin, RequestNote, RowBlock
+from clairai.store.row_block import Origin, RequestNote, RowBlock, count_rows
 from clairai.wire.ring_messages import ROW
 
 Policy = Literal["block", "drop", "spill"]
 POLICIES: Final[tuple[Policy, ...]] = get_args(Policy)
-MIN_NBYTES: Final = 1 << 20  # of blocks that are handed on together, if they come
+BATCH_NBYTES: Final = 1 << 20  # `get` returns about this much at once, if it arrives
 LINGER_S: Final = 0.002  # within this time
-MAX_NAMED_LOSSES: Final = 65_536  # requests whose own losses are remembered; the sum always is
+MAX_NAMED_LOSSES: Final = 65_536  # requests whose losses are counted one by one; the sum always is
 
 
 @dataclass(frozen=True)
 class RowCounts:
-    """Rows. What is accepted and neither committed nor lost is on its way."""
+    """What became of the rows offered so far."""
 
     offered: int = 0
     accepted: int = 0
     dropped: int = 0
     committed: int = 0
-    lost: int = 0  # accepted, and given up: the reason is the writer's
+    lost: int = 0  # accepted, then given up; the writer's state has the reason
 
     @property
     def pending(self) -> int:
         return self.accepted - self.committed - self.lost
 
 
+@dataclass(frozen=True)
+class QueuedBlock:
+    """A block, with the notes of the requests in it as they were when it was offered."""
+
+    block: RowBlock
+    notes: Mapping[int, RequestNote] = field(default_factory=dict)
+
+    @property
+    def nbytes(self) -> int:
+        return self.block.nbytes + sum(note.nbytes for note in self.notes.values())
+
+
 class BlockQueue:
-    """Many may put, one gets."""
+    """A queue of blocks and markers, first in, first out. Many threads may put, one gets."""
 
     def __init__(self, policy: str, nbytes: int, spill: SpillFile | None = None) -> None:
         if policy not in POLICIES:
@@ -57,6 +68,7 @@ class BlockQueue:
         if (policy == "spill") != (spill is not None):
             raise StoreError("policy spill needs a folder to spill to, and only it has one")
         self._policy, self._limit, self._spill = policy, nbytes, spill
+        self._notes: dict[int, RequestNote] = {}  # of the requests that are running
         self._changed = threading.Condition()
         self._waiting: deque[object] = deque()
         self._nbytes = 0
@@ -70,48 +82,65 @@ class BlockQueue:
             accepted = self._offered - self._dropped
             return RowCounts(self._offered, accepted, self._dropped, self._committed, self._lost)
 
-    def put(self, given: NotedBlock) -> bool:
-        """Whether it was accepted. Waits only under the policy `block`."""
+    def begin(self, stream: int, note: RequestNote) -> None:
+        """Attach this note to the request's blocks from now on, until `end`."""
+        self._notes[stream] = note
+
+    def end(self, stream: int) -> None:
+        self._notes.pop(stream, None)
+
+    def put(self, block: RowBlock) -> bool:
+        """Return whether the block was accepted. Waits for room only under the policy `block`."""
+        item = QueuedBlock(block, self._notes_of(block))
         with self._changed:
-            while self._policy == "block" and self._is_open and not self._has_room(given):
+            while self._policy == "block" and self._is_open and not self._has_room(item):
                 self._changed.wait()
-            is_taken = self._is_open and self._take(given)
-            self._offered += given.num_rows
-            if not is_taken:
-                self._dropped += given.num_rows
-                self._blame(given.streams())
-            elif len(self._waiting) <= 1 or self._nbytes >= MIN_NBYTES:
+            is_accepted = self._is_open and self._accept(item)
+            self._offered += block.num_rows
+            if not is_accepted:
+                self._dropped += block.num_rows
+                self._add_losses(count_rows(block))
+            elif len(self._waiting) <= 1 or self._nbytes >= BATCH_NBYTES:
                 self._changed.notify_all()
-            return is_taken
+            return is_accepted
 
-    def _has_room(self, given: NotedBlock) -> bool:
-        # A block larger than the bound is let in when nothing else waits.
-        return self._nbytes + given.nbytes <= self._limit or not self._nbytes
+    def _notes_of(self, block: RowBlock) -> dict[int, RequestNote]:
+        if not self._notes:
+            return {}
+        streams = np.unique(block.rows_N["stream"]).tolist()
+        return {stream: self._notes[stream] for stream in streams if stream in self._notes}
 
-    def _take(self, given: NotedBlock) -> bool:
+    def _has_room(self, item: QueuedBlock) -> bool:
+        # A block larger than the bound is accepted when nothing else waits.
+        return self._nbytes + item.nbytes <= self._limit or not self._nbytes
+
+    def _accept(self, item: QueuedBlock) -> bool:
         is_spilling = self._spill is not None and len(self._spill) > 0
-        if not is_spilling and self._has_room(given):
-            self._waiting.append(given)
-            self._nbytes += given.nbytes
+        if not is_spilling and self._has_room(item):
+            self._waiting.append(item)
+            self._nbytes += item.nbytes
             return True
-        return self._spill is not None and self._spill.put(given)
+        return self._spill is not None and self._spill.put(item)
 
-    def _blame(self, streams: Mapping[int, int]) -> None:
-        for stream, count in streams.items():
+    def _add_losses(self, num_rows: Mapping[int, int]) -> None:
+        for stream, count in num_rows.items():
             if stream in self._losses or len(self._losses) < MAX_NAMED_LOSSES:
                 self._losses[stream] = self._losses.get(stream, 0) + count
 
-    def put_other(self, other: object) -> None:
-        """Something that takes no room and keeps its place among the blocks."""
+    def put_marker(self, marker: object) -> None:
+        """Queue something that takes no room, in order with the blocks."""
         with self._changed:
             if self._spill is not None and len(self._spill):
-                self._spill.put_other(other)
+                self._spill.put_marker(marker)
             else:
-                self._waiting.append(other)
+                self._waiting.append(marker)
             self._changed.notify_all()
 
     def get(self, deadline_s: float | None) -> list[object]:
-        """The next things, waited for until then (of time.monotonic); nothing if there was none."""
+        """Return the next blocks and markers, or nothing if none came by `deadline_s`.
+
+        The deadline is of `time.monotonic`; None waits for ever.
+        """
         with self._changed:
             while not self._waiting and not (self._spill is not None and len(self._spill)):
                 left_s = None if deadline_s is None else deadline_s - time.monotonic()
@@ -121,49 +150,41 @@ class BlockQueue:
             if not self._waiting:
                 assert self._spill is not None
                 return [self._spill.get()]
-            if self._nbytes < MIN_NBYTES and isinstance(self._waiting[-1], NotedBlock):
-                self._changed.wait(LINGER_S)  # one waking for many small blocks
-            return self._first()
+            if self._nbytes < BATCH_NBYTES and isinstance(self._waiting[-1], QueuedBlock):
+                self._changed.wait(LINGER_S)  # wake once for many small blocks
+            return self._take_batch()
 
-    def _first(self) -> list[object]:
-        taken: list[object] = []
+    def _take_batch(self) -> list[object]:
+        batch: list[object] = []
         nbytes = 0
-        while self._waiting and nbytes < MIN_NBYTES:
-            one = self._waiting.popleft()
-            nbytes += one.nbytes if isinstance(one, NotedBlock) else 0
-            taken.append(one)
+        while self._waiting and nbytes < BATCH_NBYTES:
+            item = self._waiting.popleft()
+            nbytes += item.nbytes if isinstance(item, QueuedBlock) else 0
+            batch.append(item)
         self._nbytes -= nbytes
         self._changed.notify_all()
-        return taken
+        return batch
 
-    def committed(self, num_rows: int) -> None:
+    def count_committed(self, num_rows: int) -> None:
         with self._changed:
             self._committed += num_rows
 
-    def lose(self, streams: Mapping[int, int]) -> None:
-        """Rows that were accepted and cannot be committed, by request."""
+    def count_lost(self, num_rows: Mapping[int, int]) -> None:
+        """Count accepted rows that cannot be committed, by stream."""
         with self._changed:
-            self._lost += sum(streams.values())
-            self._blame(streams)
+            self._lost += sum(num_rows.values())
+            self._add_losses(num_rows)
 
     def losses(self, stream: int) -> int:
-        """Rows of this request that were dropped or lost; told once."""
+        """Return how many rows of a request were dropped or lost, and forget the number."""
         with self._changed:
             return self._losses.pop(stream, 0)
 
     def close(self) -> None:
-        """What is put from now on is dropped, and counted."""
+        """Drop, and count, whatever is put from now on."""
         with self._changed:
             self._is_open = False
             self._changed.notify_all()
-
-
-# MERGED
-# Takes blocks that memory has no room for; gives them back in order, from a bounded file.
-#
-# The file has no name, so nothing is left of it when the process ends: what is spilled is
-# accepted,
-# not committed. Put it on another disk than the captures, or in /dev/shm.
 
 
 class _SpilledArray(msgspec.Struct, frozen=True):
@@ -189,15 +210,19 @@ class _FileRange:
 
 
 class SpillFile:
-    """First in, first out; `other` things, which take no room, keep their place among blocks."""
+    """A bounded file that continues a queue when memory has no room left.
+
+    The file has no name, so nothing of it remains when the process ends: spilled rows are accepted,
+    not committed. Put it on another disk than the captures, or in /dev/shm.
+    """
 
     def __init__(self, folder: str | Path, nbytes: int) -> None:
         try:
             self._file: Any = tempfile.TemporaryFile(dir=folder, buffering=0)  # noqa: SIM115
         except (OSError, ValueError) as error:
             raise StoreError(
-                f"{quote(str(folder), 200)} cannot hold what is spilled, {describe_error(error)}; "
-                "give a folder of yours"
+                f"{quote(str(folder), 200)} cannot hold what is spilled, "
+                f"{describe_os_error(error)}; give a folder of yours"
             ) from None
         self._limit = nbytes
         self._end = self._num_blocks = 0
@@ -206,20 +231,20 @@ class SpillFile:
     def __len__(self) -> int:
         return len(self._waiting)
 
-    def put_other(self, other: object) -> None:
-        self._waiting.append(other)
+    def put_marker(self, marker: object) -> None:
+        self._waiting.append(marker)
 
-    def put(self, given: NotedBlock) -> bool:
-        """False if there is no room for it, and nothing has changed."""
-        data = _dump_block(given)
+    def put(self, item: QueuedBlock) -> bool:
+        """Return False, and change nothing, if there is no room for the block."""
+        data = _dump_block(item)
         if self._end + len(data) > self._limit:
             return False
         try:
             self._file.seek(self._end)
-            done = self._file.write(data)
+            num_written = self._file.write(data)
         except OSError:
-            return False  # this disk is full too: as good as the bound
-        if done != len(data):
+            return False  # a full disk is a bound too
+        if num_written != len(data):
             return False
         self._waiting.append(_FileRange(self._end, len(data)))
         self._end += len(data)
@@ -227,24 +252,24 @@ class SpillFile:
         return True
 
     def get(self) -> object:
-        """The oldest: a block, or another thing; the file is used anew when nothing is left."""
-        first = self._waiting.popleft()
-        if not isinstance(first, _FileRange):
-            return first
-        self._file.seek(first.offset)
-        given = _load_block(self._file.read(first.nbytes))
+        """Return the oldest block or marker. When no block is left, the file starts over."""
+        oldest = self._waiting.popleft()
+        if not isinstance(oldest, _FileRange):
+            return oldest
+        self._file.seek(oldest.offset)
+        item = _load_block(self._file.read(oldest.nbytes))
         self._num_blocks -= 1
         if not self._num_blocks:
             self._end = 0
             self._file.truncate(0)
-        return given
+        return item
 
     def close(self) -> None:
         self._file.close()
 
 
-def _dump_block(given: NotedBlock) -> bytes:
-    block = given.block
+def _dump_block(item: QueuedBlock) -> bytes:
+    block = item.block
     arrays = tuple(
         _SpilledArray(name, array.dtype.str, array.shape, array.tobytes())
         for name, array in block.arrays.items()
@@ -252,15 +277,15 @@ def _dump_block(given: NotedBlock) -> bytes:
     fidelity = {name: float(value) for name, value in block.fidelity.items()}
     return msgspec.msgpack.encode(
         _SpilledBlock(
-            block.origin, block.point, block.rows_N.tobytes(), arrays, fidelity, dict(given.notes)
+            block.origin, block.point, block.rows_N.tobytes(), arrays, fidelity, dict(item.notes)
         )
     )
 
 
-def _load_block(data: bytes) -> NotedBlock:
+def _load_block(data: bytes) -> QueuedBlock:
     read = msgspec.msgpack.decode(data, type=_SpilledBlock)
     arrays = {
         one.name: np.frombuffer(one.data, one.dtype).reshape(one.shape) for one in read.arrays
     }
     rows_N = np.frombuffer(read.rows, ROW)
-    return NotedBlock(RowBlock(read.origin, read.point, rows_N, arrays, read.fidelity), read.notes)
+    return QueuedBlock(RowBlock(read.origin, read.point, rows_N, arrays, read.fidelity), read.notes)

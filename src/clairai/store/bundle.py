@@ -1,6 +1,8 @@
-"""Takes a request's committed rows; gives them as one shard's bytes, of which any part can be sent.
+"""The committed rows of one request as the bytes of one shard, for download.
 
-The same rows give the same bytes, so that a client may ask for them in ranges. Nothing is decoded.
+The same rows always give the same bytes, so a client may ask for ranges. Nothing is decoded.
+
+Runs in: the API server.
 """
 
 from __future__ import annotations
@@ -15,10 +17,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from clairai.errors import StoreError
-from clairai.store import shard
 from clairai.store.read import Store, StoredRows
 from clairai.store.row_block import Origin, RequestNote, RowBlock
-from clairai.store.shard import COLUMNS, SealedShard
+from clairai.store.shard import COLUMNS, SealedShard, seal_contents, shard_contents
 from clairai.wire.ring_messages import ROW
 
 MAX_NBYTES: Final = 1 << 30
@@ -27,7 +28,7 @@ PART_NBYTES: Final = 1 << 18
 
 @dataclass(frozen=True)
 class Bundle:
-    """Bytes of a safetensors file, as docs/store.md describes a shard."""
+    """The bytes of a safetensors file, as docs/store.md describes a shard."""
 
     sealed: SealedShard
 
@@ -37,38 +38,38 @@ class Bundle:
 
     @cached_property
     def digest(self) -> str:
-        """Of its start, which holds those of the rest."""
+        """The digest of the file's start, which has the digests of the rest."""
         return self.sealed.start_digest
 
     def part(self, first: int, end: int) -> Iterator[bytes]:
-        """Bytes [first, end), a little at a time."""
-        at = 0
+        """Yield bytes [first, end), at most PART_NBYTES at a time."""
+        offset = 0
         for piece in (self.sealed.start, *self.sealed.pieces):
-            low, high = max(first - at, 0), min(end - at, len(piece))
+            low, high = max(first - offset, 0), min(end - offset, len(piece))
             for start in range(low, high, PART_NBYTES):
                 yield bytes(piece[start : min(start + PART_NBYTES, high)])
-            at += len(piece)
+            offset += len(piece)
 
 
 def bundle(
     store: Store, stream: int, *, points: Sequence[str] = (), choice: int | None = None
 ) -> Bundle:
-    """Rows at these points, or at all; StoreError if there are none, or too many for one file."""
+    """Bundle a request's rows at these points, or at all points.
+
+    Raises StoreError if there are no such rows, or too many for one file.
+    """
     request = store.request(stream)
-    asked = points or request.points
-    unknown = next((point for point in asked if point not in request.points), None)
+    selected = dict.fromkeys(points or request.points)
+    unknown = next((point for point in selected if point not in request.points), None)
     if unknown is not None:
         raise StoreError(f"no rows at {unknown} were kept; there are {', '.join(request.points)}")
-    rows = [store.rows(stream, point=point, choice=choice) for point in dict.fromkeys(asked)]
+    rows = [store.rows(stream, point=point, choice=choice) for point in selected]
     _check_rows(rows)
-    blocks = [
-        _row_block(part, point) for part, point in zip(rows, dict.fromkeys(asked), strict=True)
-    ]
+    blocks = [_row_block(part, point) for part, point in zip(rows, selected, strict=True)]
     note = RequestNote.of(request.tags, request.steering)
-    head, tensors = shard.shard_contents(blocks, {stream: note})
-    return Bundle(
-        shard.seal_contents(msgspec.structs.replace(head, fidelity=_fidelity(rows)), tensors)
-    )
+    head, tensors = shard_contents(blocks, {stream: note})
+    head = msgspec.structs.replace(head, fidelity=_fidelity(rows))
+    return Bundle(seal_contents(head, tensors))
 
 
 def _check_rows(rows: Sequence[StoredRows]) -> None:
@@ -86,7 +87,7 @@ def _check_rows(rows: Sequence[StoredRows]) -> None:
 
 
 def _nbytes(rows: StoredRows) -> int:
-    """Without reading any of them."""
+    """The encoded size, computed without reading the rows."""
     per_row = [part.nbytes_per_row for part in rows.parts]
     return sum(per_row[index] for index in rows.part_N.tolist())
 
@@ -94,16 +95,16 @@ def _nbytes(rows: StoredRows) -> int:
 def _row_block(rows: StoredRows, point: str) -> RowBlock:
     rows_N: NDArray[np.void] = np.zeros(len(rows), ROW)
     for name in COLUMNS:
-        if name != "flags":  # each row is here once: the newest
+        if name != "flags":  # they tell repeated rows apart, and each row is here once
             rows_N[name] = getattr(rows, name)
     return RowBlock(rows.origins[0], point, rows_N, rows.encoded())
 
 
 def _fidelity(rows: Sequence[StoredRows]) -> dict[str, tuple[float, float]]:
-    """Of all the shards the rows are from."""
-    found: dict[str, tuple[float, float]] = {}
+    """The range of each measure over all the shards that the rows come from."""
+    ranges: dict[str, tuple[float, float]] = {}
     for head in (part.shard.head for one in rows for part in one.parts):
         for name, (low, high) in head.fidelity.items():
-            least, most = found.get(name, (low, high))
-            found[name] = (min(least, low), max(most, high))
-    return dict(sorted(found.items()))
+            least, most = ranges.get(name, (low, high))
+            ranges[name] = (min(least, low), max(most, high))
+    return dict(sorted(ranges.items()))

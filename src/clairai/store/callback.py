@@ -1,7 +1,9 @@
-"""Takes captured rows of a running engine; gives them to a function, in the engine's own process.
+"""The capture consumer that calls a function with captured rows: the kind `callback`.
 
-The kind `callback` of the entry points `clairai.capture_consumers`. The function is named in the
-engine's settings, `"call": "package.module:name"`, and runs on a thread of its own.
+An entry point of the group `clairai.capture_consumers`. The engine's settings name the function,
+`"call": "package.module:name"`; it runs on a thread of its own in the engine's process.
+
+Runs in: the worker.
 """
 
 from __future__ import annotations
@@ -10,22 +12,23 @@ import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from importlib import import_module
-from typing import Any, Final, cast
+from typing import Any, cast
 
-import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
 from clairai.errors import ConfigError, StoreStoppedError
 from clairai.points import quote
-from clairai.store import folder_consumers
-from clairai.store.block_queue import BlockQueue, SpillFile
-from clairai.store.codecs.registry import named
-from clairai.store.folder_consumers import CLOSE_S, Policy
-from clairai.store.row_block import NotedBlock, RequestNote, RowBlock
-from clairai.store.write import WriterState
-
-_WRITING: Final = WriterState()
+from clairai.store.block_queue import BlockQueue, Policy, QueuedBlock, SpillFile
+from clairai.store.folder_consumers import (
+    QUEUE_OPTIONS,
+    check_options,
+    limits_option,
+    policy_option,
+    spill_option,
+)
+from clairai.store.row_block import RequestNote, RowBlock, count_rows
+from clairai.store.write import CLOSE_S, WriterState
 
 
 @dataclass(frozen=True)
@@ -38,21 +41,20 @@ class Delivery:
 
     @property
     def rows(self) -> NDArray[np.void]:
-        """Of each row `stream`, `choice`, `position`, `token_id`, `phase`, `flags`."""
+        """`stream`, `choice`, `position`, `token_id`, `phase` and `flags` of each row."""
         return self.block.rows_N
 
     def values(self) -> NDArray[np.float32]:
-        """The rows decoded, one line each."""
+        """Decode the rows, one line each."""
         origin = self.block.origin
-        encoder = named(origin.encoder, msgspec.json.decode(origin.parameters))
-        return encoder.decode(dict(self.block.arrays), width=origin.width)
+        return origin.make_encoder().decode(dict(self.block.arrays), width=origin.width)
 
 
 CallbackFunction = Callable[[Delivery], object]
 
 
 class CallbackConsumer:
-    """A function and the queue in front of it."""
+    """Calls a function with the blocks of a queue, on a thread of its own."""
 
     def __init__(
         self,
@@ -60,93 +62,89 @@ class CallbackConsumer:
         where: str,
         *,
         about: object,
-        intake: BlockQueue,
+        queue: BlockQueue,
         policy: Policy,
         spill: SpillFile | None = None,
     ) -> None:
-        self.policy, self.where, self.state = policy, where, _WRITING
+        self.policy, self.where, self.state = policy, where, WriterState()
         self._function, self._about = function, about
-        self._intake, self._spill = intake, spill
-        self._notes: dict[int, RequestNote] = {}
+        self._queue, self._spill = queue, spill
         self._thread = threading.Thread(target=self._call_all, name="clairai-call", daemon=True)
         self._thread.start()
 
     def begin(
         self, stream: int, *, tags: Mapping[str, Any] | None, steering: Mapping[str, Any] | None
     ) -> None:
-        self._notes[stream] = RequestNote.of(tags, steering)
+        self._queue.begin(stream, RequestNote.of(tags, steering))
 
     def offer(self, block: RowBlock) -> bool:
-        streams = np.unique(block.rows_N["stream"]).tolist()
-        notes = {stream: self._notes[stream] for stream in streams if stream in self._notes}
-        return self._intake.put(NotedBlock(block, notes))
+        return self._queue.put(block)
 
     def finish(self, stream: int) -> None:
-        self._notes.pop(stream, None)
+        self._queue.end(stream)
 
     def losses(self, stream: int) -> int:
-        return self._intake.losses(stream)
+        return self._queue.losses(stream)
 
     def flush(self, timeout_s: float) -> None:
         done = threading.Event()
-        self._intake.put_other(done)
+        self._queue.put_marker(done)
         if not done.wait(timeout_s):
             raise StoreStoppedError(f"{self.where} took longer than {timeout_s:g} s")
 
     def close(self) -> None:
-        """The function gets what was accepted; StoreStoppedError if it failed with some of it."""
-        self._intake.close()
-        self._intake.put_other(None)
+        """Call the function with all that was accepted. Raises StoreStoppedError if some failed."""
+        self._queue.close()
+        self._queue.put_marker(None)
         self._thread.join(CLOSE_S)
-        counts = self._intake.counts
+        counts = self._queue.counts
         if self._spill is not None and not self._thread.is_alive():
             self._spill.close()
         if missed := counts.lost + counts.pending:
             raise StoreStoppedError(f"{missed} accepted rows are lost: {self.state.reason}")
 
     def _call_all(self) -> None:
+        """Run the thread `clairai-call`."""
         while True:
-            for item in self._intake.get(None):
+            for item in self._queue.get(None):
                 if item is None:
                     return
                 if isinstance(item, threading.Event):
                     item.set()
-                elif isinstance(item, NotedBlock):
+                elif isinstance(item, QueuedBlock):
                     self._call(item)
 
-    def _call(self, given: NotedBlock) -> None:
+    def _call(self, item: QueuedBlock) -> None:
         try:
-            self._function(Delivery(self._about, given.block, given.notes))
-        except Exception as error:  # it is not ours, and the next rows may go well
-            said = f"{type(error).__name__}: {quote(str(error), 200)}"
-            self.state = WriterState("stopped", f"{self.where} failed, {said}")
-            self._intake.lose(given.streams())
+            self._function(Delivery(self._about, item.block, item.notes))
+        except Exception as error:  # the function is a user's; its next call may succeed
+            cause = f"{type(error).__name__}: {quote(str(error), 200)}"
+            self.state = WriterState("stopped", f"{self.where} failed, {cause}")
+            self._queue.count_lost(count_rows(item.block))
         else:
-            self.state = _WRITING
-            self._intake.committed(given.num_rows)
+            self.state = WriterState()
+            self._queue.count_committed(item.block.num_rows)
 
 
-def callback(given: Mapping[str, Any], about: object) -> CallbackConsumer:
-    """`call`, `policy` and the queue's bounds."""
-    checked = folder_consumers.check_options(
-        "callback", given, (*folder_consumers.QUEUE_OPTIONS, "call")
-    )
-    policy = folder_consumers.policy_option("callback", checked)
-    limits = folder_consumers.limits_option("callback", checked)
-    function = _import_function(checked.get("call"))
-    folder = folder_consumers.spill_option("callback", checked)
+def callback(options: Mapping[str, Any], about: object) -> CallbackConsumer:
+    """Call a function with the rows: `call`, `policy` and the queue's bounds."""
+    check_options("callback", options, (*QUEUE_OPTIONS, "call"))
+    policy = policy_option("callback", options)
+    limits = limits_option("callback", options)
+    function = _import_function(options.get("call"))
+    folder = spill_option("callback", options)
     spill = None if folder is None else SpillFile(folder, limits.spill_nbytes)
     return CallbackConsumer(
         function,
-        str(checked["call"]),
+        str(options["call"]),
         about=about,
-        intake=BlockQueue(policy, limits.queue_nbytes, spill),
-        policy=cast(Policy, policy),
+        queue=BlockQueue(policy, limits.queue_nbytes, spill),
+        policy=policy,
         spill=spill,
     )
 
 
-callback.in_engine = True  # type: ignore[attr-defined]  # where the function's own objects are
+callback.in_engine = True  # type: ignore[attr-defined]  # so that the function sees the engine's objects
 
 
 def _import_function(name: object) -> CallbackFunction:

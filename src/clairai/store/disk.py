@@ -1,7 +1,9 @@
-"""Takes bare names in one folder; gives the few operations on files that the store is made of.
+"""A folder of captures on disk: its lock, the names of its files, and the operations on them.
 
-The one place that touches the filesystem. Tests put a disk in its place that forgets whatever was
-not synced. Names are resolved below one open folder, and no link is ever followed.
+This is the only module of the store that touches the filesystem; tests replace it by a disk that
+forgets whatever was not synced. Names are resolved below one open folder, and links are never
+followed. A file's name consists of the writer's random epoch, a counter, and for some layouts the
+stream and the point: nothing that a client says becomes part of it.
 """
 
 from __future__ import annotations
@@ -20,14 +22,22 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final, Protocol
 
-from clairai.errors import StoreBusyError, StoreError
+from clairai.errors import StoreBusyError, StoreError, describe_os_error
 from clairai.points import quote
 
 IOV_MAX: Final = 1024  # buffers of one writev(2)
-FLUSH_NBYTES: Final = 8 << 20  # the kernel is asked to start writing this often
+FLUSH_NBYTES: Final = 8 << 20  # how often the kernel is asked to start writing
 MAX_READ_NBYTES: Final = 1 << 30
 _NEW: Final = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
-_OLD: Final = os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK  # a FIFO must not make us wait
+_OLD: Final = os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK  # opening a FIFO must not wait
+MANIFEST: Final = "manifest"
+LOCK: Final = "lock"
+TEMPORARY: Final = ".tmp"
+ORPHAN: Final = ".orphan"
+_SHARD: Final = re.compile(
+    r"[0-9a-f]{16}-[0-9]{8}(-[0-9a-f]{16}(-[a-z_]{1,16}\.[0-9]{1,5})?)?\.(safetensors|npz)",
+    re.ASCII,
+)
 
 Buffer = bytes | memoryview
 
@@ -41,11 +51,11 @@ class WritableFile(Protocol):
 
 
 class Disk(Protocol):
-    """A folder. What a call did may be forgotten in a crash, until the matching sync returns."""
+    """A folder. A crash may undo what a call did, until the matching sync has returned."""
 
     def create(self, name: str, nbytes: int) -> WritableFile: ...
     def append(self, name: str) -> WritableFile: ...
-    def cut(self, name: str, nbytes: int) -> None: ...
+    def truncate(self, name: str, nbytes: int) -> None: ...
     def rename(self, old: str, new: str) -> None: ...
     def remove(self, name: str) -> None: ...
     def sync_folder(self) -> None: ...
@@ -72,8 +82,8 @@ class LocalFile:
             self._start_flush()
 
     def _start_flush(self) -> None:
-        # DONTNEED starts writing dirty pages back, so that the disk works while we still copy; and
-        # a capture does not push the model's files out of the page cache.
+        # DONTNEED starts writing dirty pages back, so that the disk works while later pieces are
+        # copied, and keeps a capture from pushing the model's files out of the page cache.
         while self._written - self._flushed >= FLUSH_NBYTES:
             os.posix_fadvise(self._descriptor, self._flushed, FLUSH_NBYTES, os.POSIX_FADV_DONTNEED)
             self._flushed += FLUSH_NBYTES
@@ -88,7 +98,7 @@ class LocalFile:
 
 
 def _batches(pieces: Sequence[Buffer]) -> Iterator[list[memoryview]]:
-    """All bytes in order, as much at once as is to be on its way to the disk together."""
+    """Cut the pieces into batches of at most FLUSH_NBYTES and IOV_MAX buffers, in order."""
     batch: list[memoryview] = []
     room = FLUSH_NBYTES
     for piece in pieces:
@@ -105,7 +115,7 @@ def _batches(pieces: Sequence[Buffer]) -> Iterator[list[memoryview]]:
 
 
 def _unwritten(views: list[memoryview], count: int) -> list[memoryview]:
-    """What is left of the buffers when `count` bytes of them are written."""
+    """The buffers without their first `count` bytes."""
     for index, view in enumerate(views):
         if count < len(view):
             return [view[count:], *views[index + 1 :]]
@@ -114,7 +124,7 @@ def _unwritten(views: list[memoryview], count: int) -> list[memoryview]:
 
 
 class LocalDisk:
-    """A folder of this machine, held open."""
+    """A folder of this machine, kept open."""
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = Path(path)
@@ -123,15 +133,15 @@ class LocalDisk:
         except (OSError, ValueError) as error:
             raise StoreError(
                 f"{quote(os.fspath(path), 200)} cannot be opened as a folder of captures, "
-                f"{describe_error(error)}; links are not followed"
+                f"{describe_os_error(error)}; links are not followed"
             ) from None
-        self.close = weakref.finalize(self, os.close, self._folder)  # or when nobody has it
+        self.close = weakref.finalize(self, os.close, self._folder)  # also runs at collection
 
     def create(self, name: str, nbytes: int) -> LocalFile:
         descriptor = os.open(name, _NEW, 0o600, dir_fd=self._folder)
         try:
             if nbytes:
-                os.posix_fallocate(descriptor, 0, nbytes)  # a full disk is found here
+                os.posix_fallocate(descriptor, 0, nbytes)  # fails here if the disk is full
         except BaseException:
             os.close(descriptor)
             os.unlink(name, dir_fd=self._folder)
@@ -139,13 +149,13 @@ class LocalDisk:
         return LocalFile(descriptor)
 
     def open_or_make(self, name: str) -> int:
-        """A descriptor, which the caller closes."""
+        """Return a descriptor, which the caller closes."""
         return os.open(name, os.O_RDWR | os.O_CREAT | _OLD, 0o600, dir_fd=self._folder)
 
     def append(self, name: str) -> LocalFile:
         return LocalFile(self._open(name, os.O_WRONLY | os.O_APPEND))
 
-    def cut(self, name: str, nbytes: int) -> None:
+    def truncate(self, name: str, nbytes: int) -> None:
         descriptor = self._open(name, os.O_WRONLY)
         try:
             os.ftruncate(descriptor, nbytes)
@@ -163,7 +173,7 @@ class LocalDisk:
         os.fsync(self._folder)
 
     def names(self) -> list[str]:
-        """All names in the folder; StoreError if one is a link or a device."""
+        """Return the names of all files. Raises StoreError if one is a link or a device."""
         with os.scandir(self._folder) as entries:
             listed = [(entry.name, entry.stat(follow_symlinks=False).st_mode) for entry in entries]
         for name, mode in listed:
@@ -178,7 +188,7 @@ class LocalDisk:
         return os.stat(name, dir_fd=self._folder, follow_symlinks=False).st_size
 
     def read(self, name: str) -> bytes:
-        """All of a file, made durable first: what we have seen, a crash does not take back."""
+        """Return all of a file, synced first: no crash can undo what was read."""
         descriptor = self._open(name, os.O_RDONLY)
         try:
             nbytes = os.fstat(descriptor).st_size
@@ -217,29 +227,7 @@ def _sync_if_possible(descriptor: int) -> None:
         os.fsync(descriptor)
     except OSError as error:
         if error.errno not in (errno.EROFS, errno.EINVAL, errno.ENOSYS):
-            raise  # those say that nothing here can be written: what was read, stays
-
-
-def describe_error(error: OSError | ValueError) -> str:
-    return (error.strerror if isinstance(error, OSError) else None) or "the path is not usable"
-
-
-# MERGED
-# Takes a path; gives a private folder with one writer, and the names of the files in it.
-#
-# Names are ours alone: a random epoch of the writer, a counter, and for some layouts the stream
-# and
-# the point. Nothing that a client says is ever part of a name.
-
-
-MANIFEST: Final = "manifest"
-LOCK: Final = "lock"
-TEMPORARY: Final = ".tmp"
-ORPHAN: Final = ".orphan"
-_SHARD: Final = re.compile(
-    r"[0-9a-f]{16}-[0-9]{8}(-[0-9a-f]{16}(-[a-z_]{1,16}\.[0-9]{1,5})?)?\.(safetensors|npz)",
-    re.ASCII,
-)
+            raise  # the others mean that nothing can be written here, so nothing can be undone
 
 
 def is_shard(name: str) -> bool:
@@ -248,7 +236,7 @@ def is_shard(name: str) -> bool:
 
 @dataclass
 class ShardNames:
-    """The names one writer gives to its shards; no two writers share one."""
+    """Gives the shards of one writer their names; no two writers give the same."""
 
     epoch: str = field(default_factory=lambda: secrets.token_hex(8))
     counter: int = 0
@@ -260,7 +248,7 @@ class ShardNames:
 
 @contextmanager
 def claim_folder(path: str | os.PathLike[str]) -> Iterator[LocalDisk]:
-    """The folder, made if it is not there, with no other writer in it until the end."""
+    """Open a folder, made if it is not there, and keep other writers out until the end."""
     _make_folder(Path(path))
     disk = LocalDisk(path)
     try:
@@ -278,7 +266,7 @@ def _make_folder(path: Path) -> None:
     except (OSError, ValueError) as error:
         raise StoreError(
             f"{quote(str(path), 200)} cannot be made a folder of captures, "
-            f"{describe_error(error)}; give a folder of yours"
+            f"{describe_os_error(error)}; give a folder of yours"
         ) from None
     if stat.S_ISDIR(mode) and mode & 0o022:
         raise StoreError(
@@ -289,12 +277,12 @@ def _make_folder(path: Path) -> None:
 
 @contextmanager
 def _hold_lock(disk: LocalDisk) -> Iterator[None]:
-    """The kernel lets go of it however the writer ends."""
+    """Hold the folder's lock; the kernel releases it however the process ends."""
     try:
         descriptor = disk.open_or_make(LOCK)
     except OSError as error:
         raise StoreError(
-            f"{quote(str(disk.path), 200)} cannot be locked, {describe_error(error)}"
+            f"{quote(str(disk.path), 200)} cannot be locked, {describe_os_error(error)}"
         ) from None
     try:
         _take_lock(descriptor, disk.path)
@@ -310,3 +298,18 @@ def _take_lock(descriptor: int, path: Path) -> None:
         raise StoreBusyError(
             f"{quote(str(path), 200)} has a writer already; end it, or write to another folder"
         ) from None
+
+
+def replace_file(disk: Disk, name: str, data: bytes) -> None:
+    """Write a small file so that after a crash it is the old one or the new one."""
+    temporary = name + TEMPORARY
+    if temporary in disk.names():
+        disk.remove(temporary)
+    file = disk.create(temporary, 0)
+    try:
+        file.write([data])
+        file.sync()
+    finally:
+        file.close()
+    disk.rename(temporary, name)
+    disk.sync_folder()

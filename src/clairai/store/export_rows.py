@@ -1,4 +1,10 @@
-"""Takes an open store; gives its rows decoded, as .npz files for whoever has numpy alone."""
+"""Export the rows of a folder of captures, decoded: .npz files, datasets, Lance or Zarr.
+
+`export_npz` needs numpy alone. The other three write tables: one line for each row, and what is
+known about each request. Their libraries are extras, imported only when they are used.
+
+N = rows of a batch, D = values of a decoded row.
+"""
 
 from __future__ import annotations
 
@@ -15,19 +21,34 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from clairai.errors import ConfigError, StoreError
+from clairai.errors import ConfigError, StoreError, describe_os_error
 from clairai.points import Point, quote
-from clairai.store.codecs.registry import named as encoder_named
-from clairai.store.disk import LocalDisk, describe_error
+from clairai.store.disk import LocalDisk, replace_file
 from clairai.store.read import Store, StoredRequest, StoredRows
-from clairai.store.recover import replace_file
-from clairai.store.row_block import Origin
 from clairai.store.shard import stream_hex
+
+BATCH_ROWS: Final = 1024
+# The columns of a table beside the values; `point` is an index into the points of the store.
+TABLE_COLUMNS: Final[dict[str, str]] = {
+    "stream": "uint64",
+    "choice": "uint16",
+    "point": "uint16",
+    "position": "uint32",
+    "token_id": "int32",
+    "phase": "uint8",
+}
+# Text in Arrow tables. A stream is 16 hex digits there: in numpy's format the datasets library
+# turns every whole number into an int64, and not every stream fits one.
+_TEXT_COLUMNS: Final = ("stream", "point")
+ROWS_TABLE: Final = "rows"
+REQUESTS_TABLE: Final = "requests"
+VALUES_ARRAY: Final = "values"
+_FRAGMENT_BATCHES: Final = 64  # batches of one append to Lance, which makes files of its own
 
 
 @dataclass(frozen=True)
 class ExportFile:
-    """One file: rows of one choice of a request at one point."""
+    """One .npz file: the rows of one choice of a request at one point."""
 
     stream: int
     choice: int
@@ -39,6 +60,7 @@ class ExportFile:
 
 
 def export_files(store: Store) -> list[ExportFile]:
+    """Return the files of a complete export."""
     return [
         ExportFile(request.stream, choice, point)
         for request in store.requests()
@@ -48,24 +70,24 @@ def export_files(store: Store) -> list[ExportFile]:
 
 
 def export_npz(
-    store: Store, wanted: Sequence[ExportFile], out: str | os.PathLike[str]
+    store: Store, files: Sequence[ExportFile], out: str | os.PathLike[str]
 ) -> Iterator[str]:
-    """Write them into a new folder, each whole or not at all; the names, one by one."""
+    """Write files into a new folder, each whole or not at all. Yields each name when written."""
     path = Path(out)
     try:
         path.mkdir(mode=0o700, parents=True)
     except (OSError, ValueError) as error:
         raise StoreError(
-            f"{quote(str(path), 200)} cannot be made, {describe_error(error)}; give a new folder"
+            f"{quote(str(path), 200)} cannot be made, {describe_os_error(error)}; give a new folder"
         ) from None
     disk = LocalDisk(path)
-    for one in wanted:
-        replace_file(disk, one.name, _npz_bytes(store, one))
-        yield one.name
+    for file in files:
+        replace_file(disk, file.name, _npz_bytes(store, file))
+        yield file.name
 
 
-def _npz_bytes(store: Store, wanted: ExportFile) -> bytes:
-    rows = store.rows(wanted.stream, point=wanted.point, choice=wanted.choice)
+def _npz_bytes(store: Store, file: ExportFile) -> bytes:
+    rows = store.rows(file.stream, point=file.point, choice=file.choice)
     target = io.BytesIO()
     np.savez(
         target,
@@ -77,22 +99,71 @@ def _npz_bytes(store: Store, wanted: ExportFile) -> bytes:
     return target.getvalue()
 
 
-# MERGED
-# Takes an open store; gives its requests as lines, and all its rows decoded, batch by batch.
-#
-# What exports into tables are made of. Shapes: N rows of a batch, D values of a decoded row.
+def export_datasets(store: Store, out: str | os.PathLike[str]) -> Iterator[int]:
+    """Write folders for `datasets.load_from_disk`. Yields the number of rows of each batch."""
+    try:
+        import datasets
+        from datasets.arrow_writer import ArrowWriter
+    except ImportError:
+        raise missing_extra("datasets", "datasets") from None
+
+    outline = outline_store(store)
+    datasets.disable_progress_bars()  # the caller shows one of its own
+    with new_folder(out) as folder:
+        scratch = folder / "rows.arrow"
+        features = datasets.Features.from_arrow_schema(_arrow_schema(outline))
+        with ArrowWriter(path=str(scratch), features=features) as writer:
+            for batch in row_batches(store, outline):
+                writer.write_table(_arrow_table(batch, outline))
+                yield len(batch)
+            writer.finalize()
+        datasets.Dataset.from_file(str(scratch)).save_to_disk(str(folder / ROWS_TABLE))
+        scratch.unlink()
+        requests = datasets.Dataset(_requests_table(outline))
+        requests.save_to_disk(str(folder / REQUESTS_TABLE))
 
 
-BATCH_ROWS: Final = 1024
-# Of each row, beside its values; `point` is an index into the points of the store.
-TABLE_COLUMNS: Final[dict[str, str]] = {
-    "stream": "uint64",
-    "choice": "uint16",
-    "point": "uint16",
-    "position": "uint32",
-    "token_id": "int32",
-    "phase": "uint8",
-}
+def export_lance(store: Store, out: str | os.PathLike[str]) -> Iterator[int]:
+    """Write datasets for `lance.dataset`. Yields the number of rows of each append."""
+    try:
+        import lance
+    except ImportError:
+        raise missing_extra("pylance", "lance") from None
+    import pyarrow as pa
+
+    outline = outline_store(store)
+    with new_folder(out) as folder:
+        path = str(folder / f"{ROWS_TABLE}.lance")
+        lance.write_dataset(_requests_table(outline), str(folder / f"{REQUESTS_TABLE}.lance"))
+        lance.write_dataset(_arrow_schema(outline).empty_table(), path)
+        for group in _group_batches(row_batches(store, outline)):
+            table = pa.concat_tables([_arrow_table(batch, outline) for batch in group])
+            lance.write_dataset(table, path, mode="append")
+            yield sum(map(len, group))
+
+
+def export_zarr(store: Store, out: str | os.PathLike[str]) -> Iterator[int]:
+    """Write a group for `zarr.open_group`. Yields the number of rows of each batch.
+
+    The group has an array for each column and one for the values. Its attributes are `points`, the
+    names that the array `point` counts into, and `requests`.
+    """
+    try:
+        import zarr
+    except ImportError:
+        raise missing_extra("zarr", "zarr") from None
+
+    outline = outline_store(store)
+    with new_folder(out) as folder:
+        group = zarr.open_group(str(folder), mode="w")
+        requests = [msgspec.structs.asdict(row) for row in request_rows(outline)]
+        group.attrs.update({"points": list(outline.points), "requests": requests})
+        arrays = _create_zarr_arrays(group, outline)
+        for batch in row_batches(store, outline):
+            for name, column in batch.columns.items():
+                arrays[name].append(column)
+            arrays[VALUES_ARRAY].append(batch.values_ND)
+            yield len(batch)
 
 
 class RequestRow(msgspec.Struct, frozen=True):
@@ -111,7 +182,7 @@ class RequestRow(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True)
 class TableOutline:
-    """What all rows have in common."""
+    """What all rows of a table share."""
 
     requests: tuple[StoredRequest, ...]
     points: tuple[str, ...]  # in path order
@@ -120,7 +191,7 @@ class TableOutline:
 
 @dataclass(frozen=True)
 class ExportBatch:
-    """Rows that follow each other: by request, choice, point, position."""
+    """Consecutive rows: by request, choice, point, position."""
 
     columns: dict[str, NDArray[Any]]
     values_ND: NDArray[np.float32]
@@ -130,22 +201,23 @@ class ExportBatch:
 
 
 def outline_store(store: Store) -> TableOutline:
-    """StoreError if there are no rows, or if they do not fit into one table."""
+    """Raises StoreError if there are no rows, or if they do not fit into one table."""
     requests = tuple(store.requests())
-    widths = {_decoded_width(origin) for request in requests for origin in request.origins}
+    origins = (origin for request in requests for origin in request.origins)
+    widths = {origin.make_encoder().decoded_width(origin.width) for origin in origins}
     if not requests:
         raise StoreError("no rows are in this folder; there is nothing to export")
     if len(widths) > 1:
-        said = ", ".join(map(str, sorted(widths)))
+        listed = ", ".join(map(str, sorted(widths)))
         raise StoreError(
-            f"these rows have {len(widths)} widths when they are decoded ({said}), and a table has "
-            "one; export npz, or capture with one encoder into one folder"
+            f"these rows have {len(widths)} widths when they are decoded ({listed}), and a table "
+            "has one; export npz, or capture with one encoder into one folder"
         )
     points = {point for request in requests for point in request.points}
     return TableOutline(requests, tuple(sorted(points, key=Point.parse)), widths.pop())
 
 
-def request_rows(about: TableOutline) -> list[RequestRow]:
+def request_rows(outline: TableOutline) -> list[RequestRow]:
     return [
         RequestRow(
             stream=stream_hex(request.stream),
@@ -158,48 +230,48 @@ def request_rows(about: TableOutline) -> list[RequestRow]:
             tags=msgspec.json.encode(request.tags).decode(),
             steering=msgspec.json.encode(request.steering).decode(),
         )
-        for request in about.requests
+        for request in outline.requests
         for origin in request.origins
     ]
 
 
-def row_batches(store: Store, about: TableOutline) -> Iterator[ExportBatch]:
-    """Every row once; all batches but the last have BATCH_ROWS rows."""
-    held: list[ExportBatch] = []
-    for request in about.requests:
+def row_batches(store: Store, outline: TableOutline) -> Iterator[ExportBatch]:
+    """Yield every row once; all batches but the last have BATCH_ROWS rows."""
+    waiting: list[ExportBatch] = []
+    for request in outline.requests:
         rows = store.rows(request.stream)
         for start in range(0, len(rows), BATCH_ROWS):
-            held.append(_read_batch(rows, start, about))
-            while sum(map(len, held)) >= BATCH_ROWS:
-                whole = _join_batches(held)
-                yield _slice_batch(whole, 0, BATCH_ROWS)
-                held = [_slice_batch(whole, BATCH_ROWS, len(whole))]
-    last = _join_batches(held)
+            waiting.append(_read_batch(rows, start, outline))
+            while sum(map(len, waiting)) >= BATCH_ROWS:
+                joined = _join_batches(waiting)
+                yield _slice_batch(joined, 0, BATCH_ROWS)
+                waiting = [_slice_batch(joined, BATCH_ROWS, len(joined))]
+    last = _join_batches(waiting)
     if len(last):
         yield last
 
 
-def num_batches(about: TableOutline) -> int:
-    """At most: a row that was computed twice is counted twice here, and given once."""
-    return -(-sum(request.rows for request in about.requests) // BATCH_ROWS)
+def num_batches(outline: TableOutline) -> int:
+    """An upper bound: rows that were computed twice are counted twice here, and exported once."""
+    return -(-sum(request.rows for request in outline.requests) // BATCH_ROWS)
 
 
-def _read_batch(rows: StoredRows, start: int, about: TableOutline) -> ExportBatch:
-    chosen = slice(start, start + BATCH_ROWS)
-    places = {point: place for place, point in enumerate(about.points)}
+def _read_batch(rows: StoredRows, start: int, outline: TableOutline) -> ExportBatch:
+    selected = slice(start, start + BATCH_ROWS)
+    index_of = {point: index for index, point in enumerate(outline.points)}
     columns: dict[str, NDArray[Any]] = {
-        name: getattr(rows, name)[chosen] for name in TABLE_COLUMNS if name != "point"
+        name: getattr(rows, name)[selected] for name in TABLE_COLUMNS if name != "point"
     }
-    points_N = np.array([places[point] for point in rows.point[chosen]], TABLE_COLUMNS["point"])
-    return ExportBatch({name: columns.get(name, points_N) for name in TABLE_COLUMNS}, rows[chosen])
+    point_N = np.array([index_of[point] for point in rows.point[selected]], TABLE_COLUMNS["point"])
+    return ExportBatch({name: columns.get(name, point_N) for name in TABLE_COLUMNS}, rows[selected])
 
 
-def _join_batches(parts: list[ExportBatch]) -> ExportBatch:
+def _join_batches(batches: list[ExportBatch]) -> ExportBatch:
     columns = {
-        name: np.concatenate([np.empty(0, kind), *(part.columns[name] for part in parts)])
-        for name, kind in TABLE_COLUMNS.items()
+        name: np.concatenate([np.empty(0, dtype), *(batch.columns[name] for batch in batches)])
+        for name, dtype in TABLE_COLUMNS.items()
     }
-    values = [part.values_ND for part in parts]
+    values = [batch.values_ND for batch in batches]
     return ExportBatch(columns, np.concatenate(values) if values else np.empty((0, 0), np.float32))
 
 
@@ -208,14 +280,63 @@ def _slice_batch(batch: ExportBatch, start: int, end: int) -> ExportBatch:
     return ExportBatch(columns, batch.values_ND[start:end])
 
 
-def _decoded_width(origin: Origin) -> int:
-    encoder = encoder_named(origin.encoder, msgspec.json.decode(origin.parameters))
-    return encoder.decoded_width(origin.width)
+def _group_batches(batches: Iterator[ExportBatch]) -> Iterator[list[ExportBatch]]:
+    group: list[ExportBatch] = []
+    for batch in batches:
+        group.append(batch)
+        if len(group) == _FRAGMENT_BATCHES:
+            yield group
+            group = []
+    if group:
+        yield group
+
+
+def _arrow_schema(outline: TableOutline) -> Any:
+    import pyarrow as pa
+
+    columns = [
+        (name, pa.string() if name in _TEXT_COLUMNS else pa.from_numpy_dtype(dtype))
+        for name, dtype in TABLE_COLUMNS.items()
+    ]
+    return pa.schema([*columns, ("values", pa.list_(pa.float32(), outline.width))])
+
+
+def _arrow_table(batch: ExportBatch, outline: TableOutline) -> Any:
+    import pyarrow as pa
+
+    texts = {
+        "stream": [stream_hex(stream) for stream in batch.columns["stream"].tolist()],
+        "point": [outline.points[index] for index in batch.columns["point"].tolist()],
+    }
+    columns = [pa.array(texts.get(name, column)) for name, column in batch.columns.items()]
+    flat = pa.array(batch.values_ND.reshape(-1))
+    columns.append(pa.FixedSizeListArray.from_arrays(flat, outline.width))
+    return pa.Table.from_arrays(columns, schema=_arrow_schema(outline))
+
+
+def _requests_table(outline: TableOutline) -> Any:
+    import pyarrow as pa
+
+    rows = [msgspec.structs.asdict(row) for row in request_rows(outline)]
+    types = {name: pa.string() for name in RequestRow.__struct_fields__}
+    return pa.Table.from_pylist(rows, schema=pa.schema(types | {"rows": pa.int64()}))
+
+
+def _create_zarr_arrays(group: Any, outline: TableOutline) -> dict[str, Any]:
+    """Create empty arrays with chunks of one batch, so that an append writes whole chunks."""
+    arrays = {
+        name: group.create_array(name, shape=(0,), chunks=(BATCH_ROWS,), dtype=dtype)
+        for name, dtype in TABLE_COLUMNS.items()
+    }
+    arrays[VALUES_ARRAY] = group.create_array(
+        VALUES_ARRAY, shape=(0, outline.width), chunks=(BATCH_ROWS, outline.width), dtype="float32"
+    )
+    return arrays
 
 
 @contextmanager
 def new_folder(out: str | os.PathLike[str]) -> Iterator[Path]:
-    """A folder to fill; it has its name when the block has ended, and is gone if that failed."""
+    """A folder to fill under a temporary name: renamed at the end, removed if the block fails."""
     path = Path(out)
     if path.exists() or path.is_symlink():
         raise StoreError(f"{quote(str(path), 200)} is there already; give a new folder")
@@ -225,7 +346,7 @@ def new_folder(out: str | os.PathLike[str]) -> Iterator[Path]:
         temporary.mkdir(mode=0o700)
     except (OSError, ValueError) as error:
         raise StoreError(
-            f"{quote(str(temporary), 200)} cannot be made, {describe_error(error)}; "
+            f"{quote(str(temporary), 200)} cannot be made, {describe_os_error(error)}; "
             "give a new folder"
         ) from None
     try:
@@ -238,156 +359,3 @@ def new_folder(out: str | os.PathLike[str]) -> Iterator[Path]:
 
 def missing_extra(library: str, extra: str) -> ConfigError:
     return ConfigError(f"this needs {library}; run `pip install 'clairai[{extra}]'`")
-
-
-# MERGED
-# Takes an open store; gives its rows as a Hugging Face dataset or as a Lance dataset.
-#
-# Both hold Arrow tables: `rows`, one line for each row, and `requests`, what is known of each
-# request. A stream is 16 hex digits, as everywhere: in numpy's format datasets makes every whole
-# number an int64, which not every stream is. Imported only when it is asked for: pyarrow,
-# datasets
-# and lance are extras.
-
-
-ROWS_TABLE: Final = "rows"
-REQUESTS_TABLE: Final = "requests"
-_TEXT_COLUMNS: Final = ("stream", "point")
-
-
-def export_datasets(store: Store, out: str | os.PathLike[str]) -> Iterator[int]:
-    """Folders that `datasets.load_from_disk` opens; how many rows each batch had, one by one."""
-    try:
-        import datasets
-        from datasets.arrow_writer import ArrowWriter
-    except ImportError:
-        raise missing_extra("datasets", "datasets") from None
-
-    about = outline_store(store)
-    datasets.disable_progress_bars()  # whoever calls this shows one of their own
-    with new_folder(out) as folder:
-        scratch = folder / "rows.arrow"
-        features = datasets.Features.from_arrow_schema(_arrow_schema(about))
-        with ArrowWriter(path=str(scratch), features=features) as writer:
-            for batch in row_batches(store, about):
-                writer.write_table(_arrow_table(batch, about))
-                yield len(batch)
-            writer.finalize()
-        datasets.Dataset.from_file(str(scratch)).save_to_disk(str(folder / ROWS_TABLE))
-        scratch.unlink()
-        known = datasets.Dataset(_requests_table(about))
-        known.save_to_disk(str(folder / REQUESTS_TABLE))
-
-
-def export_lance(store: Store, out: str | os.PathLike[str]) -> Iterator[int]:
-    """Datasets that `lance.dataset` opens; how many rows each batch had, one by one."""
-    try:
-        import lance
-    except ImportError:
-        raise missing_extra("pylance", "lance") from None
-
-    about = outline_store(store)
-    with new_folder(out) as folder:
-        path = str(folder / f"{ROWS_TABLE}.lance")
-        lance.write_dataset(_requests_table(about), str(folder / f"{REQUESTS_TABLE}.lance"))
-        lance.write_dataset(_arrow_schema(about).empty_table(), path)
-        for held in _group_batches(row_batches(store, about)):
-            lance.write_dataset(_concat_tables(held, about), path, mode="append")
-            yield sum(map(len, held))
-
-
-_FRAGMENT_BATCHES: Final = 64  # in one append: each makes files of its own
-
-
-def _group_batches(found: Iterator[ExportBatch]) -> Iterator[list[ExportBatch]]:
-    held: list[ExportBatch] = []
-    for batch in found:
-        held.append(batch)
-        if len(held) == _FRAGMENT_BATCHES:
-            yield held
-            held = []
-    if held:
-        yield held
-
-
-def _concat_tables(held: list[ExportBatch], about: TableOutline) -> Any:
-    import pyarrow as pa
-
-    return pa.concat_tables([_arrow_table(batch, about) for batch in held])
-
-
-def _arrow_schema(about: TableOutline) -> Any:
-    import pyarrow as pa
-
-    fields = [(name, pa.from_numpy_dtype(kind)) for name, kind in TABLE_COLUMNS.items()]
-    named = [(name, pa.string() if name in _TEXT_COLUMNS else kind) for name, kind in fields]
-    return pa.schema([*named, ("values", pa.list_(pa.float32(), about.width))])
-
-
-def _arrow_table(batch: ExportBatch, about: TableOutline) -> Any:
-    import pyarrow as pa
-
-    texts = {
-        "stream": [stream_hex(stream) for stream in batch.columns["stream"].tolist()],
-        "point": [about.points[place] for place in batch.columns["point"].tolist()],
-    }
-    columns = [pa.array(texts.get(name, column)) for name, column in batch.columns.items()]
-    flat = pa.array(batch.values_ND.reshape(-1))
-    columns.append(pa.FixedSizeListArray.from_arrays(flat, about.width))
-    return pa.Table.from_arrays(columns, schema=_arrow_schema(about))
-
-
-def _requests_table(about: TableOutline) -> Any:
-    import pyarrow as pa
-
-    lines = [msgspec.structs.asdict(line) for line in request_rows(about)]
-    kinds = {name: pa.string() for name in RequestRow.__struct_fields__}
-    return pa.Table.from_pylist(lines, schema=pa.schema(kinds | {"rows": pa.int64()}))
-
-
-# MERGED
-# Takes an open store; gives its rows as a Zarr group: one array for each column, one for values.
-#
-# Imported only when it is asked for: zarr is an extra.
-
-
-VALUES_ARRAY: Final = "values"
-
-
-def export_zarr(store: Store, out: str | os.PathLike[str]) -> Iterator[int]:
-    """A group that `zarr.open_group` opens; how many rows each batch had, one by one.
-
-    Attributes of the group: `points`, into which the array `point` counts, and `requests`.
-    """
-    try:
-        import zarr
-    except ImportError:
-        raise missing_extra("zarr", "zarr") from None
-
-    about = outline_store(store)
-    with new_folder(out) as folder:
-        group = zarr.open_group(str(folder), mode="w")
-        group.attrs.update(_zarr_attributes(about))
-        arrays = _create_zarr_arrays(group, about)
-        for batch in row_batches(store, about):
-            for name, column in batch.columns.items():
-                arrays[name].append(column)
-            arrays[VALUES_ARRAY].append(batch.values_ND)
-            yield len(batch)
-
-
-def _zarr_attributes(about: TableOutline) -> dict[str, Any]:
-    lines = [msgspec.structs.asdict(line) for line in request_rows(about)]
-    return {"points": list(about.points), "requests": lines}
-
-
-def _create_zarr_arrays(group: Any, about: TableOutline) -> dict[str, Any]:
-    """Empty, in chunks as large as a batch: an append writes whole ones."""
-    made = {
-        name: group.create_array(name, shape=(0,), chunks=(BATCH_ROWS,), dtype=kind)
-        for name, kind in TABLE_COLUMNS.items()
-    }
-    made[VALUES_ARRAY] = group.create_array(
-        VALUES_ARRAY, shape=(0, about.width), chunks=(BATCH_ROWS, about.width), dtype="float32"
-    )
-    return made

@@ -1,7 +1,8 @@
-"""Takes captured rows of a running engine; gives them to a folder, and on to an address.
+"""The capture consumers that write to a folder: the kinds `fs`, `npz` and `fsspec`.
 
-The kinds `fs`, `npz` and `fsspec` of the entry points `clairai.capture_consumers`; each is called
-with its options and what is known of the engine (`clairai.capture.consumers`).
+Each kind is an entry point of the group `clairai.capture_consumers`: a function of the consumer's
+options and of what is known about the engine (`clairai.capture.consumers`). The functions that read
+single options are used by `callback` too.
 """
 
 from __future__ import annotations
@@ -10,132 +11,122 @@ import os
 import threading
 import time
 from collections.abc import Mapping
-from typing import Any, Final, Literal, cast
+from typing import Any, Final, cast
 
 from clairai.errors import ClairaiError, ConfigError, StoreStoppedError
 from clairai.points import quote
-from clairai.store.block_queue import POLICIES
+from clairai.store.block_queue import POLICIES, Policy
 from clairai.store.commit_shards import LAYOUTS
 from clairai.store.disk import LocalDisk
-from clairai.store.row_block import RowBlock
 from clairai.store.send_shards import ShardSender
-from clairai.store.write import COMMITS, Writer, WriterLimits, WriterState
+from clairai.store.write import CLOSE_S, COMMITS, Writer, WriterLimits, WriterState
 
-Policy = Literal["block", "drop", "spill"]
 SEND_EVERY_S: Final = 2.0
-CLOSE_S: Final = 60.0
+QUEUE_OPTIONS: Final = ("policy", "spill_to", "queue_mib", "spill_mib")
+FOLDER_OPTIONS: Final = (
+    *QUEUE_OPTIONS,
+    *("folder", "shard_mib", "reserve_mib", "seal_after_s", "commits"),
+)
+_SIZE_OPTIONS: Final = {
+    "shard_mib": "shard_nbytes",
+    "queue_mib": "queue_nbytes",
+    "spill_mib": "spill_nbytes",
+    "reserve_mib": "reserve_nbytes",
+}
+_MAX_MIB: Final = 1 << 20
+_MAX_SEAL_S: Final = 3600.0
 
 
-class FolderConsumer:
+class FolderConsumer(Writer):
     """A folder of captures and its one writer."""
 
-    def __init__(self, kind: str, given: Mapping[str, Any], *, layout: str) -> None:
-        chosen = policy_option(kind, given)
-        self.policy: Policy = cast(Policy, chosen)
-        self.where = folder_option(kind, given)
-        self._writer = Writer(
+    def __init__(self, kind: str, options: Mapping[str, Any], *, layout: str) -> None:
+        self.policy: Policy = policy_option(kind, options)
+        self.where = folder_option(kind, options)
+        super().__init__(
             self.where,
             layout=layout,
-            policy=chosen,
-            commits=commits_option(kind, given),
-            limits=limits_option(kind, given),
-            spill_to=spill_option(kind, given),
+            policy=self.policy,
+            commits=commits_option(kind, options),
+            limits=limits_option(kind, options),
+            spill_to=spill_option(kind, options),
         )
-
-    @property
-    def state(self) -> WriterState:
-        return self._writer.state
-
-    def begin(
-        self, stream: int, *, tags: Mapping[str, Any] | None, steering: Mapping[str, Any] | None
-    ) -> None:
-        self._writer.begin(stream, tags=tags, steering=steering)
-
-    def offer(self, block: RowBlock) -> bool:
-        return self._writer.offer(block)
-
-    def finish(self, stream: int) -> None:
-        self._writer.finish(stream)
-
-    def losses(self, stream: int) -> int:
-        return self._writer.losses(stream)
-
-    def flush(self, timeout_s: float) -> None:
-        self._writer.flush(timeout_s)
-
-    def close(self) -> None:
-        self._writer.close(CLOSE_S)
 
 
 class FsspecConsumer(FolderConsumer):
-    """A folder, whose sealed shards a thread of its own sends on; the folder keeps all of it."""
+    """A folder whose committed shards a thread also sends to an address; the folder keeps them."""
 
-    def __init__(self, kind: str, given: Mapping[str, Any], *, layout: str) -> None:
-        url = given.get("url")
+    def __init__(self, kind: str, options: Mapping[str, Any], *, layout: str) -> None:
+        url = options.get("url")
         if not isinstance(url, str):
             raise ConfigError(
                 f'capture consumer {kind} needs "url": an address, as text, got {quote(url)}'
             )
-        super().__init__(kind, given, layout=layout)
+        super().__init__(kind, options, layout=layout)
         try:
             self._sender = ShardSender(LocalDisk(self.where), url)
         except BaseException:
             super().close()
             raise
-        self._refusal = ""  # why the address did not take the last shard
-        self._rounds = 0  # of looking for what to send that have ended
+        self._send_error = ""  # why the last round of sending failed; empty if it did not
+        self._num_rounds = 0  # rounds of sending that have ended
         self._changed = threading.Condition()
-        self._is_asked = self._is_ending = False
-        self._thread = threading.Thread(target=self._send, name="clairai-send", daemon=True)
-        self._thread.start()
+        self._is_asked = self._is_stopping = False
+        self._send_thread = threading.Thread(
+            target=self._send_all, name="clairai-send", daemon=True
+        )
+        self._send_thread.start()
 
     @property
     def state(self) -> WriterState:
-        state, refusal = self._writer.state, self._refusal
-        return WriterState("stopped", refusal) if state.name == "writing" and refusal else state
+        state, error = super().state, self._send_error
+        return WriterState("stopped", error) if state.name == "writing" and error else state
 
-    def flush(self, timeout_s: float) -> None:
-        """All that was accepted is committed, and at the address."""
+    def flush(self, timeout_s: float = CLOSE_S) -> None:
+        """Return when everything accepted so far is committed and at the address."""
         deadline_s = time.monotonic() + timeout_s
         super().flush(timeout_s)
-        if not self._has_sent(deadline_s) or self._refusal:
-            why = self._refusal or f"the address took longer than {timeout_s:g} s"
+        if not self._wait_until_sent(deadline_s) or self._send_error:
+            why = self._send_error or f"the address took longer than {timeout_s:g} s"
             raise StoreStoppedError(f"rows are committed here and not at the address: {why}")
 
-    def close(self) -> None:
-        """What the address does not take until the end is in the folder, and sent another time."""
+    def close(self, timeout_s: float = CLOSE_S) -> None:
+        """Commit and send; what the address has not taken stays in the folder, to be sent later."""
         try:
-            super().close()
+            super().close(timeout_s)
         finally:
-            self._has_sent(time.monotonic() + CLOSE_S)
+            self._wait_until_sent(time.monotonic() + CLOSE_S)
             with self._changed:
-                self._is_ending = True
+                self._is_stopping = True
                 self._changed.notify_all()
-            self._thread.join(CLOSE_S)
+            self._send_thread.join(CLOSE_S)
 
-    def _has_sent(self, deadline_s: float) -> bool:
-        """Whether a round that began after this call has ended by then."""
+    def _wait_until_sent(self, deadline_s: float) -> bool:
+        """Return whether a round that began after this call has ended by then."""
         with self._changed:
-            wanted = self._rounds + 2  # one may be under way, and have looked before
-            while self._rounds < wanted:
+            wanted = self._num_rounds + 2  # a round under way may have looked too early
+            while self._num_rounds < wanted:
                 self._is_asked = True
                 self._changed.notify_all()
                 if not self._changed.wait(deadline_s - time.monotonic()):
                     return False
         return True
 
-    def _send(self) -> None:
-        while not self._is_ending:
-            self._refusal = self._round()
+    def _send_all(self) -> None:
+        """Run the thread `clairai-send`."""
+        while not self._is_stopping:
+            self._send_error = self._send_round()
             with self._changed:
-                self._rounds += 1
+                self._num_rounds += 1
                 self._changed.notify_all()
                 if not self._is_asked:
-                    self._changed.wait_for(lambda: self._is_asked or self._is_ending, SEND_EVERY_S)
+                    self._changed.wait_for(
+                        lambda: self._is_asked or self._is_stopping, SEND_EVERY_S
+                    )
                 self._is_asked = False
 
-    def _round(self) -> str:
-        """Send all there is; why not, if not."""
+    def _send_round(self) -> str:
+        """Send every shard that was not sent. Returns why that failed, or an empty text."""
         try:
             for _ in self._sender.send():
                 pass
@@ -146,59 +137,38 @@ class FsspecConsumer(FolderConsumer):
         return ""
 
 
-def fs(given: Mapping[str, Any], _: object) -> FolderConsumer:
-    """Sealed shards in a folder: `folder`, `layout`, `policy` and the writer's bounds."""
-    checked = check_options("fs", given, (*WRITER_OPTIONS, "layout"))
-    return FolderConsumer("fs", checked, layout=layout_option("fs", checked))
+def fs(options: Mapping[str, Any], _: object) -> FolderConsumer:
+    """Write sealed shards to a folder: `folder`, `layout`, `policy` and the writer's bounds."""
+    check_options("fs", options, (*FOLDER_OPTIONS, "layout"))
+    return FolderConsumer("fs", options, layout=layout_option("fs", options))
 
 
-def npz(given: Mapping[str, Any], _: object) -> FolderConsumer:
-    """An .npz for each request and point, in a folder."""
-    checked = check_options("npz", given, WRITER_OPTIONS)
-    return FolderConsumer("npz", checked, layout="npz")
+def npz(options: Mapping[str, Any], _: object) -> FolderConsumer:
+    """Write an .npz for each request and point to a folder."""
+    check_options("npz", options, FOLDER_OPTIONS)
+    return FolderConsumer("npz", options, layout="npz")
 
 
-def fsspec(given: Mapping[str, Any], _: object) -> FsspecConsumer:
-    """As `fs`, and the folder again at `url`, any address that fsspec knows."""
-    checked = check_options("fsspec", given, (*WRITER_OPTIONS, "layout", "url"))
-    return FsspecConsumer("fsspec", checked, layout=layout_option("fsspec", checked))
+def fsspec(options: Mapping[str, Any], _: object) -> FsspecConsumer:
+    """Write as `fs` does, and copy the folder to `url`, any address that fsspec knows."""
+    check_options("fsspec", options, (*FOLDER_OPTIONS, "layout", "url"))
+    return FsspecConsumer("fsspec", options, layout=layout_option("fsspec", options))
 
 
-# MERGED
-# Takes the options of a capture consumer as settings have them; gives a writer's arguments.
+# Options of a consumer, as the engine's settings have them
 
 
-_MIB: Final = {
-    "shard_mib": "shard_nbytes",
-    "queue_mib": "queue_nbytes",
-    "spill_mib": "spill_nbytes",
-    "reserve_mib": "reserve_nbytes",
-}
-_MAX_MIB: Final = 1 << 20
-_MAX_SEAL_S: Final = 3600.0
-QUEUE_OPTIONS: Final = ("policy", "spill_to", "queue_mib", "spill_mib")
-WRITER_OPTIONS: Final = (
-    *QUEUE_OPTIONS,
-    "folder",
-    "shard_mib",
-    "reserve_mib",
-    "seal_after_s",
-    "commits",
-)
-
-
-def check_options(kind: str, given: Mapping[str, Any], known: tuple[str, ...]) -> Mapping[str, Any]:
-    """ConfigError if there are others than the known."""
-    unknown = next((key for key in given if key not in known), None)
+def check_options(kind: str, options: Mapping[str, Any], known: tuple[str, ...]) -> None:
+    """Raise ConfigError for an option that is not known."""
+    unknown = next((key for key in options if key not in known), None)
     if unknown is not None:
         raise ConfigError(
             f"capture consumer {kind}: unknown option {quote(unknown)}; known: {', '.join(known)}"
         )
-    return given
 
 
-def folder_option(kind: str, given: Mapping[str, Any]) -> str:
-    path = given.get("folder")
+def folder_option(kind: str, options: Mapping[str, Any]) -> str:
+    path = options.get("folder")
     if not isinstance(path, str) or not path:
         raise ConfigError(
             f'capture consumer {kind} needs "folder": a path, as text, got {quote(path)}'
@@ -206,41 +176,43 @@ def folder_option(kind: str, given: Mapping[str, Any]) -> str:
     return os.path.abspath(path)
 
 
-def layout_option(kind: str, given: Mapping[str, Any]) -> str:
-    return _choice_option(kind, "layout", given.get("layout", LAYOUTS[0]), LAYOUTS)
+def layout_option(kind: str, options: Mapping[str, Any]) -> str:
+    return _choice_option(kind, "layout", options.get("layout", LAYOUTS[0]), LAYOUTS)
 
 
-def commits_option(kind: str, given: Mapping[str, Any]) -> str:
-    return _choice_option(kind, "commits", given.get("commits", COMMITS[0]), COMMITS)
+def commits_option(kind: str, options: Mapping[str, Any]) -> str:
+    return _choice_option(kind, "commits", options.get("commits", COMMITS[0]), COMMITS)
 
 
-def policy_option(kind: str, given: Mapping[str, Any]) -> str:
-    chosen = _choice_option(kind, "policy", given.get("policy", "drop"), POLICIES)
-    if (chosen == "spill") != ("spill_to" in given):
+def policy_option(kind: str, options: Mapping[str, Any]) -> Policy:
+    policy = _choice_option(kind, "policy", options.get("policy", "drop"), POLICIES)
+    if (policy == "spill") != ("spill_to" in options):
         raise ConfigError(
             f'capture consumer {kind}: "policy": "spill" and "spill_to": a folder go together; '
             "give both, or none"
         )
-    return chosen
+    return cast(Policy, policy)
 
 
-def spill_option(kind: str, given: Mapping[str, Any]) -> str | None:
-    path = given.get("spill_to")
+def spill_option(kind: str, options: Mapping[str, Any]) -> str | None:
+    path = options.get("spill_to")
     if path is not None and (not isinstance(path, str) or not path):
         raise ConfigError(f"capture consumer {kind}: spill_to must be a path, got {quote(path)}")
     return path
 
 
-def limits_option(kind: str, given: Mapping[str, Any]) -> WriterLimits:
+def limits_option(kind: str, options: Mapping[str, Any]) -> WriterLimits:
     sizes = {
-        field: _mib(kind, name, given[name]) << 20 for name, field in _MIB.items() if name in given
+        field: _check_mib(kind, name, options[name]) << 20
+        for name, field in _SIZE_OPTIONS.items()
+        if name in options
     }
-    if "seal_after_s" in given:
-        return WriterLimits(**sizes, seal_after_s=_seconds(kind, given["seal_after_s"]))
+    if "seal_after_s" in options:
+        return WriterLimits(**sizes, seal_after_s=_check_seconds(kind, options["seal_after_s"]))
     return WriterLimits(**sizes)
 
 
-def _mib(kind: str, name: str, value: object) -> int:
+def _check_mib(kind: str, name: str, value: object) -> int:
     low = 0 if name == "reserve_mib" else 1
     if type(value) is int and low <= value <= _MAX_MIB:
         return value
@@ -250,7 +222,7 @@ def _mib(kind: str, name: str, value: object) -> int:
     )
 
 
-def _seconds(kind: str, value: object) -> float:
+def _check_seconds(kind: str, value: object) -> float:
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
     if is_number and 0 < value <= _MAX_SEAL_S:  # type: ignore[operator]  # false for NaN too
         return float(value)  # type: ignore[arg-type]

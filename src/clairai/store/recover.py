@@ -1,13 +1,14 @@
-"""Takes a folder as a crash left it; gives it ready to be written to, and says what was done.
+"""Repair a folder of captures after a crash, and verify one byte by byte.
 
-What a line of the manifest names is kept, and nothing else is shown. Rules, in this order:
+Rows count as committed if a line of the manifest names their shard, and readers see nothing else.
+`recover` applies these rules, in this order:
 
-- a link in the folder, a damaged line, a shard that is missing or has another size: nothing is
-  changed, and an error says which;
+- a link in the folder, a damaged line of the manifest, or a shard that is missing or has another
+  size is an error, and nothing is changed;
 - a last line that was never finished is left out of a fresh copy of the manifest;
 - files that were being written are removed: no line can name them;
-- a shard that was sealed and has no line is set aside, as NAME.orphan, and not deleted. Its rows
-  were never said to be committed; but had somebody else cut the manifest, it would be all there is.
+- a sealed shard that no line names is renamed to NAME.orphan and not deleted. Its rows were never
+  reported as committed; but if somebody else truncated the manifest, it is all that is left.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from clairai.errors import StoreDamagedError
-from clairai.store.disk import MANIFEST, ORPHAN, TEMPORARY, Disk, is_shard
+from clairai.store.disk import MANIFEST, ORPHAN, TEMPORARY, Disk, is_shard, replace_file
 from clairai.store.shard import open_shard
 from clairai.store.shard_manifest import (
     FIRST_CHAIN,
@@ -32,53 +33,54 @@ from clairai.store.shard_manifest import (
 
 @dataclass(frozen=True)
 class Recovery:
-    """What had to be done when the folder was opened."""
+    """What was repaired when the folder was opened."""
 
-    torn_nbytes: int = 0
+    torn_nbytes: int = 0  # of an unfinished last line
     removed: tuple[str, ...] = ()
     set_aside: tuple[str, ...] = ()
 
     def __str__(self) -> str:
-        said = []
+        steps = []
         if self.torn_nbytes:
-            said.append(f"cut an unfinished line of {self.torn_nbytes} bytes off the manifest")
+            steps.append(f"cut an unfinished line of {self.torn_nbytes} bytes off the manifest")
         if self.removed:
-            said.append(f"removed {len(self.removed)} unfinished files")
+            steps.append(f"removed {len(self.removed)} unfinished files")
         if self.set_aside:
-            said.append(f"set aside {len(self.set_aside)} shards that were never committed")
-        return "; ".join(said) or "nothing to recover"
+            steps.append(f"set aside {len(self.set_aside)} shards that were never committed")
+        return "; ".join(steps) or "nothing to recover"
 
 
 def recover(disk: Disk) -> tuple[ParsedManifest, Recovery]:
-    """For the one writer of the folder."""
+    """Make a folder ready for its one writer. Raises StoreDamagedError and changes nothing if data
+    that was committed is missing or damaged."""
     names = set(disk.names())
-    parsed = _read_manifest(disk, names)
-    parsed.require_whole()
-    _require_shards(disk, parsed, names)
-    # A copy, not the same file: after a sync that failed, what we read may be in memory alone, and
-    # another sync of it would be told that all is well.
-    data = disk.read(MANIFEST)[: parsed.nbytes] if MANIFEST in names else b""
-    if not parsed.commits:
+    manifest = _read_manifest(disk, names)
+    manifest.require_undamaged()
+    _require_shards(disk, manifest, names)
+    # A fresh copy, not the same file: if an earlier sync failed, the bytes just read may be in
+    # memory only, and syncing that file again would report success.
+    data = disk.read(MANIFEST)[: manifest.nbytes] if MANIFEST in names else b""
+    if not manifest.commits:
         first = CommitLine(MANIFEST_VERSION, 0, time.time_ns())
         data, chain = dump_commit(first, FIRST_CHAIN)
-        parsed = ParsedManifest((first,), len(data), chain)
+        manifest = ParsedManifest((first,), len(data), chain)
     replace_file(disk, MANIFEST, data)
-    return parsed, _clear_leftovers(disk, parsed, names)
+    return manifest, _clear_leftovers(disk, manifest, names)
 
 
 def _read_manifest(disk: Disk, names: set[str]) -> ParsedManifest:
     if MANIFEST in names:
         return parse_manifest(disk.read(MANIFEST))
-    if sealed := [name for name in names if is_shard(name)]:
+    if shards := [name for name in names if is_shard(name)]:
         raise StoreDamagedError(
-            f"the manifest is missing, and {len(sealed)} shards are there; nothing was changed: "
+            f"the manifest is missing, and {len(shards)} shards are there; nothing was changed: "
             "bring it back from a copy"
         )
     return ParsedManifest((), 0, FIRST_CHAIN)
 
 
-def _require_shards(disk: Disk, parsed: ParsedManifest, names: set[str]) -> None:
-    for entry in parsed.entries:
+def _require_shards(disk: Disk, manifest: ParsedManifest, names: set[str]) -> None:
+    for entry in manifest.entries:
         if entry.name not in names or disk.nbytes(entry.name) != entry.nbytes:
             raise StoreDamagedError(
                 f"shard {entry.name} is missing or has not its {entry.nbytes} bytes; nothing was "
@@ -86,24 +88,9 @@ def _require_shards(disk: Disk, parsed: ParsedManifest, names: set[str]) -> None
             )
 
 
-def replace_file(disk: Disk, name: str, data: bytes) -> None:
-    """After a crash the file is the old one or the new one."""
-    temporary = name + TEMPORARY
-    if temporary in disk.names():
-        disk.remove(temporary)
-    file = disk.create(temporary, 0)
-    try:
-        file.write([data])
-        file.sync()
-    finally:
-        file.close()
-    disk.rename(temporary, name)
-    disk.sync_folder()
-
-
-def _clear_leftovers(disk: Disk, parsed: ParsedManifest, names: set[str]) -> Recovery:
-    kept = {entry.name for entry in parsed.entries}
-    orphans = sorted(name for name in names - kept if is_shard(name))
+def _clear_leftovers(disk: Disk, manifest: ParsedManifest, names: set[str]) -> Recovery:
+    committed = {entry.name for entry in manifest.entries}
+    orphans = sorted(name for name in names - committed if is_shard(name))
     unfinished = sorted(name for name in names if name.endswith(TEMPORARY))
     unfinished = [name for name in unfinished if name in set(disk.names())]
     for name in unfinished:
@@ -111,16 +98,12 @@ def _clear_leftovers(disk: Disk, parsed: ParsedManifest, names: set[str]) -> Rec
     for name in orphans:
         disk.rename(name, name + ORPHAN)
     disk.sync_folder()
-    return Recovery(parsed.torn_nbytes, tuple(unfinished), tuple(orphans))
-
-
-# MERGED
-# Takes a folder of captures; gives every fault that is in it, one file after the other.
+    return Recovery(manifest.torn_nbytes, tuple(unfinished), tuple(orphans))
 
 
 @dataclass(frozen=True)
 class FileCheck:
-    """A file: how large, and what is wrong with it. `fault` is empty if nothing is."""
+    """One verified file, and what is wrong with it; `fault` is empty if nothing is."""
 
     name: str
     nbytes: int
@@ -129,36 +112,31 @@ class FileCheck:
 
 
 def verify(disk: Disk) -> Iterator[FileCheck]:
-    """The manifest first, then each shard it names, every byte of it."""
-    names = disk.names()
-    if MANIFEST not in names:
+    """Check the manifest, then every byte of each shard that it names."""
+    if MANIFEST not in disk.names():
         yield FileCheck(MANIFEST, 0, 0, "it is missing: this is no folder of captures")
         return
     data = disk.read(MANIFEST)
-    parsed = parse_manifest(data)
-    fault = f"line {len(parsed.commits) + 1}: {parsed.damage}" if parsed.damage else ""
+    manifest = parse_manifest(data)
+    fault = f"line {len(manifest.commits) + 1}: {manifest.damage}" if manifest.damage else ""
     yield FileCheck(MANIFEST, len(data), 0, fault)
-    for entry in parsed.entries:
-        yield FileCheck(entry.name, entry.nbytes, entry.rows, _fault(disk, entry))
+    for entry in manifest.entries:
+        yield FileCheck(entry.name, entry.nbytes, entry.rows, _find_fault(disk, entry))
 
 
-def _fault(disk: Disk, entry: ShardEntry) -> str:
+def _find_fault(disk: Disk, entry: ShardEntry) -> str:
     try:
-        found = open_shard(disk, entry)
-        for name in found.tensors:
-            found.array(name)
+        shard = open_shard(disk, entry)
+        for name in shard.tensors:
+            shard.array(name)
     except StoreDamagedError as error:
         return error.reason
     return ""
 
 
 def uncommitted_shards(disk: Disk) -> tuple[str, ...]:
-    """Shards without a line: a writer is at work on them now, or a crash came between."""
+    """Shards that no line names: a writer is working on them now, or a crash interrupted one."""
     names = disk.names()
-    named = (
-        {entry.name for entry in parse_manifest(disk.read(MANIFEST)).entries}
-        if MANIFEST in names
-        else ()
-    )
-    loose = (n for n in names if n not in named and is_shard(n.removesuffix(ORPHAN)))
-    return tuple(loose)
+    manifest = parse_manifest(disk.read(MANIFEST)) if MANIFEST in names else None
+    committed = {entry.name for entry in manifest.entries} if manifest else set()
+    return tuple(n for n in names if n not in committed and is_shard(n.removesuffix(ORPHAN)))

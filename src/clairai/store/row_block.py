@@ -1,6 +1,6 @@
-"""Takes what a capture offers: encoded rows, where they are from, whose they are; gives it checked.
+"""The captured rows that a consumer is offered: one block of encoded rows at one point, checked.
 
-Shapes: N rows of a block. Rows are those of the ring, `wire.ROW`: stream, choice, position, token.
+N = rows of a block. A row is the ring's row type, `ROW`: stream, choice, position, token id, phase.
 """
 
 from __future__ import annotations
@@ -19,6 +19,8 @@ from numpy.typing import NDArray
 
 from clairai.errors import StoreError
 from clairai.points import Point, quote
+from clairai.store.codecs.base import Encoder
+from clairai.store.codecs.registry import named
 from clairai.wire.ring_messages import DECODE, ROW
 
 MAX_TAGS_NBYTES: Final = 4096
@@ -30,7 +32,7 @@ MAX_ARRAYS: Final = 16
 MAX_MEASURES: Final = 32
 MAX_ROW_NBYTES: Final = 1 << 24
 _ARRAY_NAME: Final = re.compile(r"[a-z][a-z0-9_]{0,31}", re.ASCII)
-# Safetensors' names of the types that may be stored; a bfloat16 is stored as its 16 bits.
+# The types that may be stored, by safetensors' names; a bfloat16 is stored as its 16 bits.
 DTYPES: Final[Mapping[np.dtype[Any], str]] = {
     np.dtype(np.uint8): "U8",
     np.dtype(np.int8): "I8",
@@ -47,7 +49,7 @@ DTYPES: Final[Mapping[np.dtype[Any], str]] = {
 
 
 class Origin(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What all rows of a shard have in common."""
+    """What all rows of a shard share: the model, its weights and the encoder."""
 
     model: str
     weights: str  # version of the weights
@@ -74,12 +76,15 @@ class Origin(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         encoder: str,
         parameters: Mapping[str, Any],
     ) -> Origin:
-        said = dump_json_object(parameters, MAX_PARAMETERS_NBYTES, "parameters of the encoder")
-        return cls(model, weights, dtype, width, encoder, said)
+        text = dump_json_object(parameters, MAX_PARAMETERS_NBYTES, "parameters of the encoder")
+        return cls(model, weights, dtype, width, encoder, text)
+
+    def make_encoder(self) -> Encoder:
+        return named(self.encoder, msgspec.json.decode(self.parameters))
 
 
 class RequestNote(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What is known of a request: tags its client gave, steering that was applied. JSON objects."""
+    """A request's tags and the steering applied to it, each as the text of a JSON object."""
 
     tags: str = "{}"
     steering: str = "{}"
@@ -104,7 +109,7 @@ class RequestNote(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 @dataclass(frozen=True)
 class RowBlock:
-    """Encoded rows at one point. Its arrays are given away: nobody may change them afterwards."""
+    """Encoded rows at one point. Whoever offers a block must not change its arrays afterwards."""
 
     origin: Origin
     point: str
@@ -131,35 +136,20 @@ class RowBlock:
 
     @property
     def kind(self) -> tuple[object, ...]:
-        """Blocks of one kind fit into one shard."""
+        """Blocks of the same kind can share a shard."""
         shapes = ((n, a.dtype.str, a.shape[1:]) for n, a in sorted(self.arrays.items()))
         return (self.origin, *shapes)
 
-    def taken(self, indices: NDArray[np.intp]) -> RowBlock:
-        """Some of its rows."""
+    def select(self, indices: NDArray[np.intp]) -> RowBlock:
+        """A block of the rows at these indices."""
         arrays = {name: array[indices] for name, array in self.arrays.items()}
         return RowBlock(self.origin, self.point, self.rows_N[indices], arrays, self.fidelity)
 
 
-@dataclass(frozen=True)
-class NotedBlock:
-    """A block, and what is known of the requests in it."""
-
-    block: RowBlock
-    notes: Mapping[int, RequestNote] = field(default_factory=dict)
-
-    @property
-    def num_rows(self) -> int:
-        return self.block.num_rows
-
-    @property
-    def nbytes(self) -> int:
-        return self.block.nbytes + sum(note.nbytes for note in self.notes.values())
-
-    def streams(self) -> dict[int, int]:
-        """Whose rows, and how many of each."""
-        found, counts = np.unique(self.block.rows_N["stream"], return_counts=True)
-        return dict(zip(found.tolist(), counts.tolist(), strict=True))
+def count_rows(block: RowBlock) -> dict[int, int]:
+    """The number of rows of each stream in a block."""
+    streams, counts = np.unique(block.rows_N["stream"], return_counts=True)
+    return dict(zip(streams.tolist(), counts.tolist(), strict=True))
 
 
 def check_text(value: object, name: str) -> str:
@@ -169,24 +159,24 @@ def check_text(value: object, name: str) -> str:
 
 
 def dump_json_object(value: Mapping[str, Any], limit: int, name: str) -> str:
-    """A JSON object in one line, with no number that JSON has not."""
+    """The text of a JSON object, on one line and without NaN or infinity."""
     try:
-        said = json.dumps(value, allow_nan=False, separators=(",", ":"))
+        text = json.dumps(value, allow_nan=False, separators=(",", ":"))
     except (TypeError, ValueError, RecursionError):
         raise StoreError(f"{name} {quote(value)} cannot be written as a JSON object") from None
-    _check_json_object(said, limit, name)
-    return said
+    _check_json_object(text, limit, name)
+    return text
 
 
-def _check_json_object(said: str, limit: int, name: str) -> None:
-    if len(said.encode(errors="replace")) > limit:
-        raise StoreError(f"{name} take {len(said)} bytes as JSON, may take {limit}; say less")
+def _check_json_object(text: str, limit: int, name: str) -> None:
+    if len(text.encode(errors="replace")) > limit:
+        raise StoreError(f"{name} take {len(text)} bytes as JSON, may take {limit}; shorten it")
     try:
-        is_object = isinstance(msgspec.json.decode(said), dict)
+        is_object = isinstance(msgspec.json.decode(text), dict)
     except (msgspec.DecodeError, RecursionError, UnicodeError):
         is_object = False
     if not is_object:
-        raise StoreError(f"{name} must be a JSON object, not {quote(said)}")
+        raise StoreError(f"{name} must be a JSON object, not {quote(text)}")
 
 
 @lru_cache(maxsize=1024)

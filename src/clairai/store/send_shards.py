@@ -1,8 +1,8 @@
-"""Takes a folder of captures and an address that fsspec knows; gives the same folder there.
+"""Copy a folder of captures to any address that fsspec knows.
 
-Sealed shards go first and the manifest, up to the line that names them, last. So what is there is
-a folder of captures at every moment, and what it shows was committed here. How far it has come is
-kept in the folder and synced: whoever goes on later sends nothing twice.
+Shards are sent first, then the manifest up to the line that names them. So at every moment there is
+a folder of captures at the address, and what it shows is committed here. Progress is kept in the
+folder and synced: whoever continues later sends nothing twice.
 """
 
 from __future__ import annotations
@@ -15,16 +15,15 @@ import msgspec
 
 from clairai.errors import StoreDamagedError, StoreError, StoreStoppedError
 from clairai.points import quote
-from clairai.store.disk import MANIFEST, Disk
+from clairai.store.disk import MANIFEST, Disk, replace_file
 from clairai.store.export_rows import missing_extra
-from clairai.store.recover import replace_file
 from clairai.store.shard_manifest import CommitLine, ParsedManifest, ShardEntry, parse_manifest
 
 MAX_URL: Final = 2048
 
 
 class SendProgress(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """How far one address has come."""
+    """How much of the folder is at one address."""
 
     commits: int = 0
     nbytes: int = 0  # of the manifest
@@ -32,7 +31,7 @@ class SendProgress(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class ShardSender:
-    """Sends one folder to one address. StoreError if the address is none that fsspec knows."""
+    """Copies one folder to one address. Raises StoreError for an address fsspec does not know."""
 
     def __init__(self, disk: Disk, url: str) -> None:
         try:
@@ -42,91 +41,81 @@ class ShardSender:
         if type(url) is not str or not 1 <= len(url) <= MAX_URL or "://" not in url:
             raise StoreError(f"{quote(url)} is no address; give one such as s3://bucket/captures")
         try:
-            self._there, self._root = url_to_fs(url)
-        except Exception as error:  # each kind of filesystem raises what its library raises
+            self._remote, self._root = url_to_fs(url)
+        except Exception as error:  # every filesystem library has exceptions of its own
             raise StoreError(f"fsspec cannot use this address, {_describe(error)}") from None
         self._disk = disk
-        self._name = f"sent-{hashlib.sha256(url.encode()).hexdigest()[:16]}"
+        self._progress_name = f"sent-{hashlib.sha256(url.encode()).hexdigest()[:16]}"
 
     def send(self) -> Iterator[ShardEntry]:
-        """Every shard that was committed and not sent, as it has come there.
+        """Send every committed shard that is not at the address yet, and yield it when it is.
 
-        StoreStoppedError if the address did not take one: nothing is lost, and it may be tried
-        again.
+        Raises StoreStoppedError if the address refused one: nothing is lost, and the call may be
+        tried again.
         """
-        data, parsed = self._manifest()
-        sent = self._sent(data)
-        if not sent.commits:
-            self._require_free(data)
-        for commit, end in _unsent_commits(data, parsed, sent):
+        data = self._disk.read(MANIFEST) if MANIFEST in self._disk.names() else b""
+        manifest = parse_manifest(data)
+        manifest.require_undamaged()
+        progress = self._read_progress(data)
+        if not progress.commits:
+            self._require_own_or_empty(data)
+        for commit, end in _unsent_commits(data, manifest, progress):
             for entry in commit.shards:
                 self._put(entry.name, self._disk.view(entry.name), entry.nbytes)
                 yield entry
             self._put(MANIFEST, memoryview(data)[:end], end)
-            self._keep(SendProgress(commit.sequence + 1, end, _digest(data[:end])))
+            progress = SendProgress(commit.sequence + 1, end, _digest(data[:end]))
+            replace_file(self._disk, self._progress_name, msgspec.json.encode(progress))
 
-    def _manifest(self) -> tuple[bytes, ParsedManifest]:
-        data = self._disk.read(MANIFEST) if MANIFEST in self._disk.names() else b""
-        parsed = parse_manifest(data)
-        parsed.require_whole()
-        return data, parsed
-
-    def _sent(self, data: bytes) -> SendProgress:
-        if self._name not in self._disk.names():
+    def _read_progress(self, data: bytes) -> SendProgress:
+        if self._progress_name not in self._disk.names():
             return SendProgress()
         try:
-            sent = msgspec.json.decode(self._disk.read(self._name), type=SendProgress)
+            progress = msgspec.json.decode(self._disk.read(self._progress_name), type=SendProgress)
         except msgspec.DecodeError:
-            return SendProgress()  # everything is sent again, which changes nothing there
-        if _digest(data[: sent.nbytes]) != sent.digest:
+            return SendProgress()  # sending everything again is harmless
+        if _digest(data[: progress.nbytes]) != progress.digest:
             raise StoreDamagedError(
                 f"the manifest is not the one that was sent before; nothing was sent: remove "
-                f"{self._name} to send it all, over what is there"
+                f"{self._progress_name} to send it all, over what is there"
             )
-        return sent
+        return progress
 
-    def _require_free(self, data: bytes) -> None:
-        """Another folder's manifest there is never written over; a part of this one's is."""
+    def _require_own_or_empty(self, data: bytes) -> None:
+        """Refuse to overwrite the manifest of another folder; a part of this one's is fine."""
         path = self._path(MANIFEST)
         try:
-            there = self._there.cat_file(path) if self._there.exists(path) else b""
-        except Exception as error:  # each kind of filesystem raises what its library raises
+            present = self._remote.cat_file(path) if self._remote.exists(path) else b""
+        except Exception as error:
             raise StoreStoppedError(f"the address cannot be read, {_describe(error)}") from None
-        if not data.startswith(there):
+        if not data.startswith(present):
             raise StoreError("another folder of captures is at this address; give a new one")
 
     def _path(self, name: str) -> str:
         return f"{self._root.rstrip('/')}/{name}"
 
-    def _keep(self, sent: SendProgress) -> None:
-        replace_file(self._disk, self._name, msgspec.json.encode(sent))
-
     def _put(self, name: str, data: memoryview, nbytes: int) -> None:
         path = self._path(name)
         try:
-            self._there.makedirs(self._root, exist_ok=True)
-            with self._there.open(path, "wb") as file:
+            self._remote.makedirs(self._root, exist_ok=True)
+            with self._remote.open(path, "wb") as file:
                 file.write(data)
-            there = self._size(path)
-        except Exception as error:  # each kind of filesystem raises what its library raises
+            self._remote.invalidate_cache(path)
+            size: Any = self._remote.info(path)["size"]
+        except Exception as error:
             raise StoreStoppedError(f"{name} could not be sent, {_describe(error)}") from None
-        if there != nbytes:
-            raise StoreStoppedError(f"{name} has {there} bytes there and {nbytes} here; try again")
-
-    def _size(self, path: str) -> int:
-        self._there.invalidate_cache(path)
-        size: Any = self._there.info(path)["size"]
-        return int(size)
+        if int(size) != nbytes:
+            raise StoreStoppedError(f"{name} has {size} bytes there and {nbytes} here; try again")
 
 
 def _unsent_commits(
-    data: bytes, parsed: ParsedManifest, sent: SendProgress
+    data: bytes, manifest: ParsedManifest, progress: SendProgress
 ) -> Iterator[tuple[CommitLine, int]]:
-    """Each commit that was not sent, and where its line ends."""
+    """Yield each commit that was not sent, and where its line ends."""
     end = 0
-    for commit in parsed.commits:
+    for commit in manifest.commits:
         end = data.index(b"\n", end) + 1
-        if commit.sequence >= sent.commits:
+        if commit.sequence >= progress.commits:
             yield commit, end
 
 

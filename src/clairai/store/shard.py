@@ -1,8 +1,14 @@
-"""Takes blocks of one kind; gives the bytes of a sealed shard, and reads such bytes back checked.
+"""The shard file: how blocks become a sealed file, and how such a file is opened and checked.
 
-A shard is a safetensors file. Its metadata has one key, `clairai`: the JSON of a `Head`, with the
-digest of every tensor. The manifest has the SHA-256 of the file up to its first tensor, so every
-byte is covered, and what is read can be checked without reading the rest.
+A shard is a safetensors file. Its metadata has one key, `clairai`: the JSON of a `ShardHead`, with
+the digest of every tensor. The manifest has the SHA-256 of the file up to its first tensor. So
+every byte is covered by a checksum, and a part can be checked without reading the rest.
+
+The layout `npz` stores the same arrays in an .npz file that numpy alone can read, with the head as
+the bytes of the array `clairai`. Its one checksum, in the manifest, covers the whole file.
+
+A tensor's digest is the SHA-256, in hex, of the SHA-256s (32 bytes each) of its chunks of 4 MiB:
+with one SHA-256 over everything, a single thread would be slower than a good disk.
 """
 
 from __future__ import annotations
@@ -33,16 +39,19 @@ from clairai.wire.ring_messages import ROW
 SHARD_VERSION: Final = 1
 COLUMNS: Final = ("stream", "position", "token_id", "choice", "phase", "flags")
 POINT: Final = "point"
-ROWS: Final = "rows."  # begins the names of the encoder's arrays
+ROWS: Final = "rows."  # the prefix of the names of the encoder's arrays
+NPZ_HEAD: Final = "clairai"
 SMALL_NBYTES: Final = 1 << 18
 MAX_HEAD_NBYTES: Final = 100_000_000  # safetensors' own bound
+CHUNK_NBYTES: Final = 4 << 20
+MAX_DIGEST_THREADS: Final = 4
 _STREAM: Final = re.compile("[0-9a-f]{16}")
 _PREFIX_NBYTES: Final = 8  # the header's length, little-endian
 _DTYPE_BY_NAME: Final[Mapping[str, np.dtype[Any]]] = {name: dtype for dtype, name in DTYPES.items()}
 
 
 class ShardSpan(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Rows of one choice of one request at one point: how many, and their positions' ends."""
+    """The rows of one choice of one request at one point, and their lowest and highest position."""
 
     stream: str
     choice: int
@@ -53,7 +62,7 @@ class ShardSpan(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class ShardHead(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What a shard says of itself."""
+    """What a shard says about itself."""
 
     version: int
     rows: int
@@ -75,20 +84,46 @@ class TensorInfo(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 @dataclass(frozen=True)
 class SealedShard:
-    """A shard's bytes, in pieces, and what the manifest is told of it."""
+    """The bytes of a shard: a start, then the tensors in pieces that are not copied."""
 
     start: bytes
     pieces: Sequence[Buffer]
     nbytes: int
     head: ShardHead
+    name: str = ""  # of the file, if it is one
 
     @property
     def start_digest(self) -> str:
         return hashlib.sha256(self.start).hexdigest()
 
+    def entry(self) -> ShardEntry:
+        """The shard's entry in the manifest."""
+        head = self.head
+        streams = [span.stream for span in head.spans] or ["0" * 16]
+        return ShardEntry(
+            name=self.name,
+            nbytes=self.nbytes,
+            head_nbytes=len(self.start),
+            head_digest=self.start_digest,
+            rows=head.rows,
+            requests=len(set(streams)) if head.spans else 0,
+            first_stream=min(streams),
+            last_stream=max(streams),
+            points=head.points,
+            origin=head.origin,
+        )
+
+
+def stream_hex(stream: int) -> str:
+    """A stream as names and JSON have it: not every reader knows 64-bit numbers."""
+    return f"{stream:016x}"
+
+
+# Sealing
+
 
 def seal_safetensors(blocks: Sequence[RowBlock], notes: Mapping[int, RequestNote]) -> SealedShard:
-    """The shard of these blocks, all of one kind."""
+    """Seal blocks of one kind as a safetensors file."""
     return seal_contents(*shard_contents(blocks, notes))
 
 
@@ -98,25 +133,37 @@ def seal_contents(head: ShardHead, tensors: Mapping[str, list[NDArray[Any]]]) ->
     return SealedShard(start, pieces, len(start) + sum(map(len, pieces)), head)
 
 
+def seal_npz(blocks: Sequence[RowBlock], notes: Mapping[int, RequestNote]) -> SealedShard:
+    """Seal blocks of one kind as an .npz file."""
+    head, tensors = shard_contents(blocks, notes)
+    arrays: dict[str, Any] = {name: np.concatenate(parts) for name, parts in tensors.items()}
+    arrays[NPZ_HEAD] = np.frombuffer(msgspec.json.encode(head), np.uint8)
+    target = io.BytesIO()
+    np.savez(target, **arrays)
+    data = target.getvalue()
+    return SealedShard(data, (), len(data), head)
+
+
 def shard_contents(
     blocks: Sequence[RowBlock], notes: Mapping[int, RequestNote]
 ) -> tuple[ShardHead, dict[str, list[NDArray[Any]]]]:
-    """What a file of these blocks says of itself, and each tensor as the arrays it is made of."""
+    """Return the head of a file of these blocks, and each tensor as the arrays it consists of."""
     points = tuple(sorted({block.point for block in blocks}))
-    # As bytes: numpy would compare the types of all blocks, field by field.
+    # Joined as bytes: np.concatenate would compare the structured types of all blocks.
     rows_N = np.frombuffer(b"".join(block.rows_N.tobytes() for block in blocks), ROW)
     point_N = np.repeat(
         np.array([points.index(block.point) for block in blocks], "<u2"),
         [block.num_rows for block in blocks],
     )
     tensors = _tensors(blocks, rows_N, point_N)
+    streams = np.unique(rows_N["stream"]).tolist()
     head = ShardHead(
         version=SHARD_VERSION,
         rows=len(rows_N),
         origin=blocks[0].origin,
         points=points,
         spans=_spans(rows_N, point_N, points),
-        notes=_notes_of_rows(rows_N, notes),
+        notes={stream_hex(stream): notes[stream] for stream in streams if stream in notes},
         fidelity=_fidelity(blocks),
         digests={name: chunked_digest(_pieces(arrays)) for name, arrays in tensors.items()},
     )
@@ -126,17 +173,17 @@ def shard_contents(
 def _tensors(
     blocks: Sequence[RowBlock], rows_N: NDArray[np.void], point_N: NDArray[np.uint16]
 ) -> dict[str, list[NDArray[Any]]]:
-    """The widest types come first, so that all are aligned."""
-    found = {name: [np.ascontiguousarray(rows_N[name])] for name in COLUMNS}
-    found[POINT] = [point_N]
+    """All tensors, those of the widest types first, so that every tensor is aligned."""
+    tensors = {name: [np.ascontiguousarray(rows_N[name])] for name in COLUMNS}
+    tensors[POINT] = [point_N]
     for name in blocks[0].arrays:
-        found[ROWS + name] = _join_small([block.arrays[name] for block in blocks])
-    order = sorted(found, key=lambda name: (-found[name][0].dtype.itemsize, name))
-    return {name: found[name] for name in order}
+        tensors[ROWS + name] = _join_small([block.arrays[name] for block in blocks])
+    order = sorted(tensors, key=lambda name: (-tensors[name][0].dtype.itemsize, name))
+    return {name: tensors[name] for name in order}
 
 
 def _join_small(arrays: list[NDArray[Any]]) -> list[NDArray[Any]]:
-    """Small ones are put together: to hand each on by itself takes longer than to copy it."""
+    """Join arrays that are small on average: copying them is faster than writing each by itself."""
     is_small = sum(array.nbytes for array in arrays) < SMALL_NBYTES * len(arrays)
     return [np.concatenate(arrays)] if is_small else arrays
 
@@ -146,11 +193,11 @@ def _spans(
 ) -> tuple[ShardSpan, ...]:
     order = np.lexsort((rows_N["position"], point_N, rows_N["choice"], rows_N["stream"]))
     sorted_N, sorted_point_N = rows_N[order], point_N[order]
-    is_new = np.zeros(len(order), bool)
-    is_new[:1] = True
+    is_first_N = np.zeros(len(order), bool)
+    is_first_N[:1] = True
     for column_N in (sorted_N["stream"], sorted_N["choice"], sorted_point_N):
-        is_new[1:] |= column_N[1:] != column_N[:-1]
-    starts = np.flatnonzero(is_new)
+        is_first_N[1:] |= column_N[1:] != column_N[:-1]
+    starts = np.flatnonzero(is_first_N)
     ends = np.append(starts[1:], len(order))
     return tuple(
         ShardSpan(
@@ -165,17 +212,10 @@ def _spans(
     )
 
 
-def _notes_of_rows(
-    rows_N: NDArray[np.void], notes: Mapping[int, RequestNote]
-) -> dict[str, RequestNote]:
-    streams = np.unique(rows_N["stream"]).tolist()
-    return {stream_hex(stream): notes[stream] for stream in streams if stream in notes}
-
-
 def _fidelity(blocks: Sequence[RowBlock]) -> dict[str, tuple[float, float]]:
-    names = {name for block in blocks for name in block.fidelity}
-    found = {n: [float(b.fidelity[n]) for b in blocks if n in b.fidelity] for n in sorted(names)}
-    return {name: (min(values), max(values)) for name, values in found.items()}
+    names = sorted({name for block in blocks for name in block.fidelity})
+    measured = {n: [float(b.fidelity[n]) for b in blocks if n in b.fidelity] for n in names}
+    return {name: (min(values), max(values)) for name, values in measured.items()}
 
 
 def _pieces(arrays: Sequence[NDArray[Any]]) -> list[memoryview]:
@@ -183,208 +223,23 @@ def _pieces(arrays: Sequence[NDArray[Any]]) -> list[memoryview]:
 
 
 def _file_start(head: ShardHead, tensors: Mapping[str, list[NDArray[Any]]]) -> bytes:
-    """The file up to its first tensor, as safetensors wants it: padded with spaces to 8 bytes."""
-    said: dict[str, object] = {"__metadata__": {"clairai": msgspec.json.encode(head).decode()}}
+    """The safetensors file up to its first tensor, padded with spaces to 8 bytes."""
+    header: dict[str, object] = {"__metadata__": {"clairai": msgspec.json.encode(head).decode()}}
     offset = 0
     for name, arrays in tensors.items():
         end = offset + sum(array.nbytes for array in arrays)
         shape = (sum(map(len, arrays)), *arrays[0].shape[1:])
-        said[name] = TensorInfo(DTYPES[arrays[0].dtype], shape, (offset, end))
+        header[name] = TensorInfo(DTYPES[arrays[0].dtype], shape, (offset, end))
         offset = end
-    body = msgspec.json.encode(said)
+    body = msgspec.json.encode(header)
     body += b" " * (-len(body) % 8)
     return len(body).to_bytes(_PREFIX_NBYTES, "little") + body
 
 
-def stream_hex(stream: int) -> str:
-    """A stream as it is written in names and in JSON, whose readers may not know 64-bit numbers."""
-    return f"{stream:016x}"
-
-
-@dataclass(frozen=True)
-class OpenShard:
-    """A shard whose start is checked; its tensors are checked when they are asked for."""
-
-    name: str
-    head: ShardHead
-    tensors: Mapping[str, TensorInfo]
-    data: memoryview  # from the first tensor on
-    checked: set[str] = field(default_factory=set)
-
-    def array(self, name: str) -> NDArray[Any]:
-        """A tensor, in place; StoreDamagedError if one bit of it is not as committed."""
-        about = self.tensors[name]
-        raw = self.data[slice(*about.data_offsets)]
-        if name not in self.checked:
-            if chunked_digest([raw]) != self.head.digests[name]:
-                raise damage_error(self.name, f"checksum of its tensor {name} is wrong")
-            self.checked.add(name)
-        flat: NDArray[Any] = np.frombuffer(raw, _DTYPE_BY_NAME[about.dtype])
-        return flat.reshape(about.shape)
-
-
-def open_safetensors(
-    name: str, data: memoryview, *, head_nbytes: int, start_digest: str, nbytes: int
-) -> OpenShard:
-    """The shard in these bytes, as its line in the manifest says it must be."""
-    if len(data) != nbytes:
-        raise damage_error(name, f"it has {len(data)} bytes of {nbytes}")
-    start = bytes(data[:head_nbytes])
-    if hashlib.sha256(start).hexdigest() != start_digest:
-        raise damage_error(name, "checksum of its start is wrong")
-    if head_nbytes > MAX_HEAD_NBYTES or int.from_bytes(start[:8], "little") + 8 != head_nbytes:
-        raise damage_error(name, "its start is not safetensors'")
-    try:
-        parts = msgspec.json.decode(start[_PREFIX_NBYTES:], type=dict[str, msgspec.Raw])
-        metadata = msgspec.json.decode(parts.pop("__metadata__"), type=dict[str, str])
-        head = msgspec.json.decode(metadata["clairai"], type=ShardHead)
-        tensors = {key: msgspec.json.decode(raw, type=TensorInfo) for key, raw in parts.items()}
-    except (msgspec.DecodeError, KeyError, ValueError):
-        raise damage_error(name, "its start says what we never write") from None
-    check_layout(name, head, tensors, nbytes - head_nbytes)
-    return OpenShard(name, head, tensors, data[head_nbytes:])
-
-
-def check_layout(
-    name: str, head: ShardHead, tensors: Mapping[str, TensorInfo], nbytes: int
-) -> None:
-    """Everything that indexing relies on, as safetensors' own reader checks it."""
-    needed = {*COLUMNS, POINT}
-    is_good = needed < tensors.keys() == head.digests.keys() and _has_valid_names(head)
-    end = 0
-    for key, about in sorted(tensors.items(), key=lambda item: item[1].data_offsets):
-        is_good &= _is_column(key, about) if key in needed else key.startswith(ROWS)
-        is_good &= about.shape[:1] == (head.rows,)
-        is_good &= about.data_offsets == (end, end + _nbytes(about))
-        end = about.data_offsets[1]
-    if not is_good or end != nbytes:
-        raise damage_error(name, "its tensors do not lie as they must")
-
-
-def _has_valid_names(head: ShardHead) -> bool:
-    """Whether names in it are names: a shard may be made by others, with good checksums."""
-    try:
-        known = {str(Point.parse(point)) for point in head.points}
-    except PointError:
-        return False
-    streams = {span.stream for span in head.spans} | head.notes.keys()
-    is_named = all(_STREAM.fullmatch(stream) for stream in streams)
-    return (
-        is_named and known >= {span.point for span in head.spans} and head.version == SHARD_VERSION
-    )
-
-
-def _nbytes(about: TensorInfo) -> int:
-    """Of a type and shape that can be; -1 of any other."""
-    dtype = _DTYPE_BY_NAME.get(about.dtype)
-    if dtype is None or min(about.shape, default=-1) < 0:
-        return -1
-    return math.prod(about.shape) * dtype.itemsize
-
-
-def _is_column(key: str, about: TensorInfo) -> bool:
-    dtype = np.dtype("<u2") if key == POINT else ROW[key]
-    return len(about.shape) == 1 and about.dtype == DTYPES[dtype]
-
-
-def damage_error(name: str, why: str) -> StoreDamagedError:
-    return StoreDamagedError(f"shard {name} is damaged, {why}; bring it back from a copy")
-
-
-# MERGED
-# Takes blocks of one request at one point; gives the bytes of one .npz file, and back.
-#
-# The same arrays as in a shard, and `clairai`: the bytes of the JSON of its `Head`. Numpy alone
-# reads
-# it. It is checked whole: its one checksum is in the manifest.
-
-
-NPZ_HEAD: Final = "clairai"
-
-
-def seal_npz(blocks: Sequence[RowBlock], notes: Mapping[int, RequestNote]) -> SealedShard:
-    head, tensors = shard_contents(blocks, notes)
-    arrays: dict[str, Any] = {name: np.concatenate(found) for name, found in tensors.items()}
-    arrays[NPZ_HEAD] = np.frombuffer(msgspec.json.encode(head), np.uint8)
-    target = io.BytesIO()
-    np.savez(target, **arrays)
-    data = target.getvalue()
-    return SealedShard(data, (), len(data), head)
-
-
-def open_npz(name: str, data: memoryview, *, digest: str, nbytes: int) -> OpenShard:
-    """As `shard.opened`, for the other kind of file."""
-    if len(data) != nbytes or hashlib.sha256(data).hexdigest() != digest:
-        raise damage_error(name, "its checksum is wrong")
-    try:
-        arrays = _read_npz_arrays(bytes(data))
-        head = msgspec.json.decode(arrays.pop(NPZ_HEAD).tobytes(), type=ShardHead)
-    except (zipfile.BadZipFile, msgspec.DecodeError, KeyError, ValueError, EOFError):
-        raise damage_error(name, "it says what we never write") from None
-    tensors, pieces, offset = {}, [], 0
-    for key, array in arrays.items():
-        end = offset + array.nbytes
-        tensors[key] = TensorInfo(DTYPES.get(array.dtype, ""), array.shape, (offset, end))
-        pieces.append(array.tobytes())
-        offset = end
-    check_layout(name, head, tensors, offset)
-    return OpenShard(name, head, tensors, memoryview(b"".join(pieces)))
-
-
-def _read_npz_arrays(data: bytes) -> dict[str, NDArray[Any]]:
-    found = {}
-    with zipfile.ZipFile(io.BytesIO(data)) as file:
-        for info in file.infolist():
-            if info.compress_type != zipfile.ZIP_STORED or info.file_size > len(data):
-                raise ValueError("we store and do not compress")
-            found[info.filename.removesuffix(".npy")] = npy.read_array(io.BytesIO(file.read(info)))
-    return found
-
-
-# MERGED
-# Takes an entry of the manifest; gives the file it names, opened and checked.
-
-
-def open_shard(disk: Disk, entry: ShardEntry) -> OpenShard:
-    """Its start is checked; StoreDamagedError if it is not what was committed."""
-    try:
-        data = disk.view(entry.name)
-    except OSError as error:
-        raise damage_error(entry.name, f"it cannot be read ({error.strerror})") from None
-    if entry.name.endswith(".npz"):
-        found = open_npz(entry.name, data, digest=entry.head_digest, nbytes=entry.nbytes)
-    else:
-        found = open_safetensors(
-            entry.name,
-            data,
-            head_nbytes=entry.head_nbytes,
-            start_digest=entry.head_digest,
-            nbytes=entry.nbytes,
-        )
-    head = found.head
-    if (head.rows, head.origin, head.points) != (entry.rows, entry.origin, entry.points):
-        raise damage_error(entry.name, "it is not what the manifest says")
-    return found
-
-
-# MERGED
-# Takes the bytes of a tensor, in pieces; gives their digest, computed by several threads at once.
-#
-# The digest is the SHA-256, in hex, of the SHA-256s (32 bytes each) of every 4 MiB: one thread
-# alone
-# computes SHA-256 more slowly than good disks write.
-
-
-CHUNK_NBYTES: Final = 4 << 20
-MAX_THREADS: Final = 4
-
-Chunk = list[memoryview]
-
-
 def chunked_digest(pieces: Sequence[memoryview]) -> str:
-    """However the bytes are cut into pieces, the digest is the same."""
+    """The digest of a tensor. It does not depend on how the bytes are cut into pieces."""
     chunks = list(_chunks(pieces))
-    num_threads = min(len(chunks), MAX_THREADS, os.cpu_count() or 1)
+    num_threads = min(len(chunks), MAX_DIGEST_THREADS, os.cpu_count() or 1)
     if num_threads < 2:
         return _digest_of_digests(map(_chunk_digest, chunks))
     with ThreadPoolExecutor(num_threads) as pool:
@@ -395,8 +250,9 @@ def _digest_of_digests(digests: Iterator[bytes]) -> str:
     return hashlib.sha256(b"".join(digests)).hexdigest()
 
 
-def _chunks(pieces: Sequence[memoryview]) -> Iterator[Chunk]:
-    chunk: Chunk = []
+def _chunks(pieces: Sequence[memoryview]) -> Iterator[list[memoryview]]:
+    """Cut the bytes into chunks of CHUNK_NBYTES, each a list of parts of the pieces."""
+    chunk: list[memoryview] = []
     room = CHUNK_NBYTES
     for piece in pieces:
         offset = 0
@@ -411,8 +267,155 @@ def _chunks(pieces: Sequence[memoryview]) -> Iterator[Chunk]:
         yield chunk
 
 
-def _chunk_digest(chunk: Chunk) -> bytes:
-    found = hashlib.sha256()
+def _chunk_digest(chunk: list[memoryview]) -> bytes:
+    digest = hashlib.sha256()
     for part in chunk:
-        found.update(part)
-    return found.digest()
+        digest.update(part)
+    return digest.digest()
+
+
+# Opening
+
+
+@dataclass(frozen=True)
+class OpenShard:
+    """A shard whose start is checked; each tensor is checked the first time it is read."""
+
+    name: str
+    head: ShardHead
+    tensors: Mapping[str, TensorInfo]
+    data: memoryview  # from the first tensor on
+    checked: set[str] = field(default_factory=set)
+
+    def array(self, name: str) -> NDArray[Any]:
+        """A tensor, not copied. Raises StoreDamagedError if one bit differs from the commit."""
+        tensor = self.tensors[name]
+        raw = self.data[slice(*tensor.data_offsets)]
+        if name not in self.checked:
+            if chunked_digest([raw]) != self.head.digests[name]:
+                raise damage_error(self.name, f"checksum of its tensor {name} is wrong")
+            self.checked.add(name)
+        flat: NDArray[Any] = np.frombuffer(raw, _DTYPE_BY_NAME[tensor.dtype])
+        return flat.reshape(tensor.shape)
+
+
+def open_shard(disk: Disk, entry: ShardEntry) -> OpenShard:
+    """Open the file of a manifest entry, and check its start.
+
+    Raises StoreDamagedError if it is not what was committed.
+    """
+    try:
+        data = disk.view(entry.name)
+    except OSError as error:
+        raise damage_error(entry.name, f"it cannot be read ({error.strerror})") from None
+    if entry.name.endswith(".npz"):
+        shard = open_npz(entry.name, data, digest=entry.head_digest, nbytes=entry.nbytes)
+    else:
+        shard = open_safetensors(
+            entry.name,
+            data,
+            head_nbytes=entry.head_nbytes,
+            start_digest=entry.head_digest,
+            nbytes=entry.nbytes,
+        )
+    head = shard.head
+    if (head.rows, head.origin, head.points) != (entry.rows, entry.origin, entry.points):
+        raise damage_error(entry.name, "it is not what the manifest says")
+    return shard
+
+
+def open_safetensors(
+    name: str, data: memoryview, *, head_nbytes: int, start_digest: str, nbytes: int
+) -> OpenShard:
+    """Open a shard in these bytes, given what its manifest entry says about them."""
+    if len(data) != nbytes:
+        raise damage_error(name, f"it has {len(data)} bytes of {nbytes}")
+    start = bytes(data[:head_nbytes])
+    if hashlib.sha256(start).hexdigest() != start_digest:
+        raise damage_error(name, "checksum of its start is wrong")
+    if head_nbytes > MAX_HEAD_NBYTES or int.from_bytes(start[:8], "little") + 8 != head_nbytes:
+        raise damage_error(name, "its start is not safetensors'")
+    try:
+        parts = msgspec.json.decode(start[_PREFIX_NBYTES:], type=dict[str, msgspec.Raw])
+        metadata = msgspec.json.decode(parts.pop("__metadata__"), type=dict[str, str])
+        head = msgspec.json.decode(metadata["clairai"], type=ShardHead)
+        tensors = {key: msgspec.json.decode(raw, type=TensorInfo) for key, raw in parts.items()}
+    except (msgspec.DecodeError, KeyError, ValueError):
+        raise damage_error(name, "its start says what we never write") from None
+    _check_layout(name, head, tensors, nbytes - head_nbytes)
+    return OpenShard(name, head, tensors, data[head_nbytes:])
+
+
+def open_npz(name: str, data: memoryview, *, digest: str, nbytes: int) -> OpenShard:
+    """Open an .npz shard in these bytes, given what its manifest entry says about them."""
+    if len(data) != nbytes or hashlib.sha256(data).hexdigest() != digest:
+        raise damage_error(name, "its checksum is wrong")
+    try:
+        arrays = _read_npz_arrays(bytes(data))
+        head = msgspec.json.decode(arrays.pop(NPZ_HEAD).tobytes(), type=ShardHead)
+    except (zipfile.BadZipFile, msgspec.DecodeError, KeyError, ValueError, EOFError):
+        raise damage_error(name, "it says what we never write") from None
+    tensors, pieces, offset = {}, [], 0
+    for key, array in arrays.items():
+        end = offset + array.nbytes
+        tensors[key] = TensorInfo(DTYPES.get(array.dtype, ""), array.shape, (offset, end))
+        pieces.append(array.tobytes())
+        offset = end
+    _check_layout(name, head, tensors, offset)
+    return OpenShard(name, head, tensors, memoryview(b"".join(pieces)))
+
+
+def _read_npz_arrays(data: bytes) -> dict[str, NDArray[Any]]:
+    arrays = {}
+    with zipfile.ZipFile(io.BytesIO(data)) as file:
+        for info in file.infolist():
+            if info.compress_type != zipfile.ZIP_STORED or info.file_size > len(data):
+                raise ValueError("shards are never compressed")
+            name = info.filename.removesuffix(".npy")
+            arrays[name] = npy.read_array(io.BytesIO(file.read(info)))
+    return arrays
+
+
+def _check_layout(
+    name: str, head: ShardHead, tensors: Mapping[str, TensorInfo], nbytes: int
+) -> None:
+    """Check everything that reading by index relies on, as safetensors' own reader does."""
+    required = {*COLUMNS, POINT}
+    is_valid = required < tensors.keys() == head.digests.keys() and _has_valid_names(head)
+    end = 0
+    for key, tensor in sorted(tensors.items(), key=lambda item: item[1].data_offsets):
+        is_valid &= _is_column(key, tensor) if key in required else key.startswith(ROWS)
+        is_valid &= tensor.shape[:1] == (head.rows,)
+        is_valid &= tensor.data_offsets == (end, end + _nbytes(tensor))
+        end = tensor.data_offsets[1]
+    if not is_valid or end != nbytes:
+        raise damage_error(name, "its tensors do not lie as they must")
+
+
+def _has_valid_names(head: ShardHead) -> bool:
+    """Whether points and streams are well-formed: others can make shards with right checksums."""
+    try:
+        points = {str(Point.parse(point)) for point in head.points}
+    except PointError:
+        return False
+    streams = {span.stream for span in head.spans} | head.notes.keys()
+    are_streams = all(_STREAM.fullmatch(stream) for stream in streams)
+    has_points = points >= {span.point for span in head.spans}
+    return are_streams and has_points and head.version == SHARD_VERSION
+
+
+def _nbytes(tensor: TensorInfo) -> int:
+    """The size of a tensor, or -1 if its type or shape is impossible."""
+    dtype = _DTYPE_BY_NAME.get(tensor.dtype)
+    if dtype is None or min(tensor.shape, default=-1) < 0:
+        return -1
+    return math.prod(tensor.shape) * dtype.itemsize
+
+
+def _is_column(key: str, tensor: TensorInfo) -> bool:
+    dtype = np.dtype("<u2") if key == POINT else ROW[key]
+    return len(tensor.shape) == 1 and tensor.dtype == DTYPES[dtype]
+
+
+def damage_error(name: str, why: str) -> StoreDamagedError:
+    return StoreDamagedError(f"shard {name} is damaged, {why}; bring it back from a copy")

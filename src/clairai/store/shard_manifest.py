@@ -1,8 +1,8 @@
-"""Takes commits; gives checksummed lines, and back. A shard that is in no line does not exist.
+"""The manifest of a folder of captures: one line for each commit, checksummed and chained.
 
-A line is `LENGTH CHECKSUM JSON\\n`: the JSON's bytes counted in 8 hex digits; 64 hex digits of the
-SHA-256 of (checksum of the line before, LENGTH, JSON); one JSON object without a raw newline. Lines
-are chained, so that one that is missing, doubled or moved is seen as well as one that is changed.
+A line is `LENGTH CHECKSUM JSON\\n`: the JSON's number of bytes in 8 hex digits; the SHA-256 of
+(checksum of the line before, LENGTH, JSON) in 64 hex digits; one JSON object without a raw newline.
+The chain reveals a line that is missing, doubled or moved as well as one that is changed.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ class ShardEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     name: str
     nbytes: int
-    head_nbytes: int  # of the file's part before the first tensor
-    head_digest: str  # its SHA-256; the head holds those of the tensors
+    head_nbytes: int  # of the part of the file before the first tensor
+    head_digest: str  # the SHA-256 of that part, which has the digests of the tensors
     rows: int
     requests: int
     first_stream: str  # the lowest, in 16 hex digits
@@ -45,7 +45,7 @@ class ShardEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class CommitLine(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """One line: shards that appeared together. The first line of a manifest has none."""
+    """One commit: shards that became visible together. The first line of a manifest has none."""
 
     version: int
     sequence: int
@@ -55,19 +55,19 @@ class CommitLine(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 @dataclass(frozen=True)
 class ParsedManifest:
-    """What a manifest says: its good lines, and what became of the rest of its bytes."""
+    """The valid lines of a manifest, and what is wrong with the rest of its bytes."""
 
     commits: tuple[CommitLine, ...]
-    nbytes: int  # of the good lines
-    chain: str  # checksum of the last good line
-    torn_nbytes: int = 0  # of a last line that was never finished
-    damage: str = ""  # why the rest cannot be read
+    nbytes: int  # of the valid lines
+    chain: str  # checksum of the last valid line
+    torn_nbytes: int = 0  # of a last line that a crash interrupted
+    damage: str = ""  # why the rest cannot be read; empty if there is no such rest
 
     @property
     def entries(self) -> tuple[ShardEntry, ...]:
         return tuple(entry for commit in self.commits for entry in commit.shards)
 
-    def require_whole(self) -> None:
+    def require_undamaged(self) -> None:
         if self.damage:
             raise StoreDamagedError(
                 f"line {len(self.commits) + 1} of the manifest is damaged, {self.damage}; nothing "
@@ -76,7 +76,7 @@ class ParsedManifest:
 
 
 def dump_commit(commit: CommitLine, chain: str) -> tuple[bytes, str]:
-    """The line after the one whose checksum is `chain`, and its own checksum."""
+    """Return the line that follows the one with the checksum `chain`, and its own checksum."""
     body = msgspec.json.encode(commit)
     assert len(body) <= MAX_LINE_NBYTES, "a commit's files and their parameters are bounded"
     length = b"%08x" % len(body)
@@ -89,16 +89,16 @@ def _checksum(chain: str, length: bytes, body: bytes) -> str:
 
 
 def parse_manifest(data: bytes) -> ParsedManifest:
-    """Every good line from the start; never raises for what the bytes are."""
+    """Parse the valid lines at the start of these bytes. Raises for no content whatever."""
     if not data:
         return ParsedManifest((), 0, FIRST_CHAIN, damage="it is not there")
     commits: list[CommitLine] = []
     offset, chain = 0, FIRST_CHAIN
     while offset < len(data):
-        read = _parse_line(data, offset, chain)
-        if isinstance(read, str):
-            return _parse_end(tuple(commits), offset, chain, data[offset:], read)
-        commit, offset, chain = read
+        line = _parse_line(data, offset, chain)
+        if isinstance(line, str):
+            return _parse_end(tuple(commits), offset, chain, data[offset:], line)
+        commit, offset, chain = line
         if commit.sequence != len(commits) or commit.version != MANIFEST_VERSION:
             damage = f"it is line {commit.sequence} of version {commit.version}"
             return ParsedManifest(tuple(commits), offset, chain, damage=damage)
@@ -107,7 +107,7 @@ def parse_manifest(data: bytes) -> ParsedManifest:
 
 
 def _parse_line(data: bytes, offset: int, chain: str) -> tuple[CommitLine, int, str] | str:
-    """The line at `offset`, where the next one begins, and its checksum; or what is wrong."""
+    """Return the line at `offset`, the next offset and the checksum; or what is wrong."""
     head = _HEAD.match(data, offset)
     if head is None:
         return "its head is not one of ours"
@@ -128,17 +128,17 @@ def _parse_line(data: bytes, offset: int, chain: str) -> tuple[CommitLine, int, 
 def _parse_end(
     commits: tuple[CommitLine, ...], offset: int, chain: str, rest: bytes, damage: str
 ) -> ParsedManifest:
-    if commits and is_torn(rest):  # the first line comes with the file, by a rename
+    if commits and is_torn(rest):  # the first line cannot be torn: the file is renamed into place
         return ParsedManifest(commits, offset, chain, torn_nbytes=len(rest))
     return ParsedManifest(commits, offset, chain, damage=damage)
 
 
 def is_torn(rest: bytes) -> bool:
-    """Whether the end of a manifest is a line that a crash kept from being finished.
+    """Whether the end of a manifest is a line that a crash interrupted.
 
-    Lines are appended one at a time, each synced before the next, so that only the last one can be
-    unfinished: cut short, or with sectors the disk never got, which read as zeros. A finished line
-    with one bit changed is neither: no zero can come to its ends, and only one into its middle.
+    Lines are appended one at a time and synced before the next, so only the last can be unfinished:
+    cut short, or with sectors that never reached the disk and read as zeros. A finished line with
+    one flipped bit is neither: a flip cannot make its first or last byte zero, nor two bytes zero.
     """
     num_newlines = rest.count(b"\n")
     if num_newlines > 1 or (num_newlines == 1 and not rest.endswith(b"\n")):
@@ -149,7 +149,7 @@ def is_torn(rest: bytes) -> bool:
 
 
 def _claimed_nbytes(rest: bytes) -> int:
-    """How long the line says it is; longer than any, if that cannot be read yet."""
+    """The length that the line states; longer than `rest` if that part is cut off."""
     if len(rest) < _HEAD_NBYTES:
         return _HEAD_NBYTES
     head = _HEAD.match(rest)

@@ -1,7 +1,7 @@
-"""Takes an open store; gives one line for each request, choice, point and shard, for queries.
+"""Write an index of a folder of captures: a line for each request, choice, point and shard.
 
-The index is made from the shards' starts and can be made again: nothing else reads it. Parquet
-where pyarrow is installed (`clairai[capture]`), else the same lines as JSON.
+The index is for queries: it is made from the heads of the shards, and nothing of clairai reads it.
+It is a Parquet file where pyarrow is installed (`clairai[capture]`), else the same lines as JSON.
 """
 
 from __future__ import annotations
@@ -12,16 +12,16 @@ from typing import Any, Final
 
 import msgspec
 
-from clairai.store.disk import Disk
+from clairai.store.disk import Disk, replace_file
 from clairai.store.read import Store
-from clairai.store.recover import replace_file
 
 PARQUET: Final = "index.parquet"
 JSON_LINES: Final = "index.jsonl"
+_NUMBERS: Final = frozenset(("choice", "rows", "first", "last", "time_ns"))
 
 
 class IndexRow(msgspec.Struct, frozen=True):
-    """Rows of one choice of one request at one point in one shard."""
+    """The rows of one choice of one request at one point in one shard."""
 
     stream: str
     choice: int
@@ -58,7 +58,7 @@ def index_rows(store: Store) -> list[IndexRow]:
 
 
 def write_index(store: Store, disk: Disk) -> str:
-    """Put the index into the folder, whole or not at all; the name it has."""
+    """Write the index into the folder, whole or not at all. Returns its file name."""
     if find_spec("pyarrow") is None:
         data = b"".join(msgspec.json.encode(line) + b"\n" for line in index_rows(store))
         replace_file(disk, JSON_LINES, data)
@@ -67,7 +67,7 @@ def write_index(store: Store, disk: Disk) -> str:
     return PARQUET
 
 
-def _parquet_bytes(found: list[IndexRow]) -> bytes:
+def _parquet_bytes(lines: list[IndexRow]) -> bytes:
     import pyarrow as pa
     from pyarrow import parquet
 
@@ -75,12 +75,9 @@ def _parquet_bytes(found: list[IndexRow]) -> bytes:
     names = IndexRow.__struct_fields__
     types = [kinds[int if name in _NUMBERS else str] for name in names]
     columns = [
-        pa.array([getattr(line, name) for line in found], kind)
+        pa.array([getattr(line, name) for line in lines], kind)
         for name, kind in zip(names, types, strict=True)
     ]
     target = io.BytesIO()
     parquet.write_table(pa.table(columns, names=list(names)), target, compression="zstd")
     return target.getvalue()
-
-
-_NUMBERS: Final = frozenset(("choice", "rows", "first", "last", "time_ns"))

@@ -10,9 +10,9 @@ import os
 from pathlib import Path, PurePath
 from typing import Final
 
-from clairai.errors import ProbeError, VectorError
+from clairai.errors import ProbeError, VectorError, describe_os_error
 from clairai.probe import files as disk
-from clairai.probe.files import StrPath, describe_error, quote_path
+from clairai.probe.files import StrPath, quote_path
 from clairai.vector import gguf_format, json_format, safetensors_format
 from clairai.vector.model import Vector
 from clairai.vector.safetensors_format import dumps as dumps
@@ -72,7 +72,7 @@ def save(vector: Vector, path: StrPath) -> None:
         disk.replace_file(file, data)
     except (OSError, ValueError) as error:
         raise VectorError(
-            f"{quote_path(file)}: not saved, {describe_error(error)}; check the folder"
+            f"{quote_path(file)}: not saved, {describe_os_error(error)}; check the folder"
         ) from None
 
 

@@ -86,7 +86,7 @@ def test_the_tables_name_every_key_and_value_of_the_language() -> None:
         "to",
         "message",
     }
-    consumers = {*folder_consumers.WRITER_OPTIONS, "layout", "url", "call", "kind"}
+    consumers = {*folder_consumers.FOLDER_OPTIONS, "layout", "url", "call", "kind"}
     values = {
         *LAYOUTS,
         *POLICIES,

@@ -1,4 +1,4 @@
-"""Takes a folder with one bit changed; gives proof that verifying and reading both see it."""
+"""Every flipped bit in a folder of captures is found, by verifying and by reading."""
 
 from __future__ import annotations
 
@@ -13,23 +13,23 @@ from clairai.store.commit_shards import Committer, PendingShard
 from clairai.store.read import Store
 from clairai.store.recover import recover, verify
 from clairai.store.shard_manifest import FIRST_CHAIN, CommitLine, dump_commit, parse_manifest
-from tests.support.crash_disk import ToyDisk
-from tests.support.row_blocks import block, draft
+from tests.support.crash_disk import CrashDisk
+from tests.support.row_blocks import block, pending_shard
 
 NUM_FLIPS = 10_000
 
 
-def _disk() -> ToyDisk:
-    disk = ToyDisk()
-    parsed, _ = recover(disk)
-    sealer = Committer(disk, parsed)
-    sealer.commit(sealer.ready([draft(block(1))]))
+def _disk() -> CrashDisk:
+    disk = CrashDisk()
+    manifest, _ = recover(disk)
+    committer = Committer(disk, manifest)
+    committer.commit(committer.seal([pending_shard(block(1))]))
     npz = PendingShard("", "npz", [block(3, encoder="full8")])
-    sealer.commit(sealer.ready([draft(block(2, encoder="topk8")), npz]))
+    committer.commit(committer.seal([pending_shard(block(2, encoder="topk8")), npz]))
     return disk
 
 
-def _read_all(disk: ToyDisk) -> None:
+def _read_all(disk: CrashDisk) -> None:
     store = Store(disk)
     streams = [request.stream for request in store.requests()]
     assert streams == [1, 2, 3]
@@ -37,11 +37,11 @@ def _read_all(disk: ToyDisk) -> None:
         np.asarray(store.rows(stream))
 
 
-def _is_seen_by_verify(disk: ToyDisk) -> bool:
-    return any(checked.fault for checked in verify(disk))
+def _is_found_by_verify(disk: CrashDisk) -> bool:
+    return any(check.fault for check in verify(disk))
 
 
-def _is_seen_by_reading(disk: ToyDisk) -> bool:
+def _is_found_by_reading(disk: CrashDisk) -> bool:
     try:
         _read_all(disk)
     except StoreDamagedError:
@@ -51,25 +51,25 @@ def _is_seen_by_reading(disk: ToyDisk) -> bool:
 
 def test_a_folder_as_it_was_written_has_no_fault() -> None:
     disk = _disk()
-    assert not _is_seen_by_verify(disk)
-    assert not _is_seen_by_reading(disk)
+    assert not _is_found_by_verify(disk)
+    assert not _is_found_by_reading(disk)
 
 
-def test_each_of_10000_random_single_bit_flips_is_seen_by_verifying_and_by_reading() -> None:
+def test_each_of_10000_random_single_bit_flips_is_found_by_verifying_and_by_reading() -> None:
     disk, source = _disk(), random.Random(0)  # noqa: S311
     places = [(name, index) for name in disk.files for index in range(len(disk.files[name].data))]
-    unseen = []
+    missed = []
     for name, index in source.choices(places, k=NUM_FLIPS):
         inode, bit = disk.files[name], source.randrange(8)
         good = inode.data
         inode.data = good[:index] + bytes([good[index] ^ 1 << bit]) + good[index + 1 :]
-        if not (_is_seen_by_verify(disk) and _is_seen_by_reading(disk)):
-            unseen.append((name, index, bit))
+        if not (_is_found_by_verify(disk) and _is_found_by_reading(disk)):
+            missed.append((name, index, bit))
         inode.data = good
-    assert unseen == []
+    assert missed == []
 
 
-def test_every_single_bit_of_the_last_line_is_told_from_a_line_that_was_not_finished() -> None:
+def test_a_flipped_bit_in_the_last_line_is_not_taken_for_an_unfinished_line() -> None:
     data = _disk().files["manifest"].data
     start = data.rindex(b"\n", 0, -1) + 1
     for index in range(start, len(data)):
@@ -90,7 +90,7 @@ def test_every_prefix_of_the_last_line_is_an_unfinished_line() -> None:
             assert parsed.torn_nbytes == end + len(tail) - start
 
 
-def test_a_last_line_whose_first_sector_never_came_is_an_unfinished_line() -> None:
+def test_a_last_line_without_its_first_sectors_is_an_unfinished_line() -> None:
     data = _disk().files["manifest"].data
     start = data.rindex(b"\n", 0, -1) + 1
     for sector in range(start + 1, len(data)):
@@ -99,7 +99,7 @@ def test_a_last_line_whose_first_sector_never_came_is_an_unfinished_line() -> No
 
 
 @pytest.mark.parametrize("change", ["missing", "doubled", "swapped"])
-def test_a_line_that_is_missing_doubled_or_moved_is_seen(change: str) -> None:
+def test_a_line_that_is_missing_doubled_or_moved_is_found(change: str) -> None:
     first, second, third = _disk().files["manifest"].data.splitlines(keepends=True)
     changed = {
         "missing": [first, third],
@@ -137,7 +137,7 @@ def test_a_shard_that_is_missing_is_damage_and_so_is_a_manifest_that_is() -> Non
         Store(disk)
 
 
-def test_a_good_line_that_says_what_we_never_write_is_damage() -> None:
+def test_a_checksummed_line_with_wrong_content_is_damage() -> None:
     line, chain = dump_commit(CommitLine(shard_manifest.MANIFEST_VERSION, 0, 1), FIRST_CHAIN)
     later, _ = dump_commit(CommitLine(shard_manifest.MANIFEST_VERSION + 1, 1, 1), chain)
     assert "version 2" in parse_manifest(line + later).damage

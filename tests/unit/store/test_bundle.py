@@ -1,4 +1,4 @@
-"""Takes stored rows of a request; gives one file of them, whole or in any ranges of its bytes."""
+"""The rows of a request as one file, whole or in any range of bytes."""
 
 from __future__ import annotations
 

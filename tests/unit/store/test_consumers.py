@@ -1,4 +1,4 @@
-"""Takes settings of consumers; gives consumers that keep rows, count the rest, and say why not."""
+"""The built-in capture consumers, opened from settings: what they keep, count and report."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ ABOUT = EngineInfo("tiny", "v1", "float32", WIDTH, ("post_block.3",))
 HERE = "tests.unit.store.test_consumers"
 
 
-def _opened(name: str, **options: Any) -> Consumer:
+def _open(name: str, **options: Any) -> Consumer:
     specs = CaptureSettings.parse({"consumers": {name: options}}).consumers
     return open_consumers(specs, ABOUT)[name]
 
 
-def _fed(consumer: Consumer) -> Consumer:
+def _feed(consumer: Consumer) -> Consumer:
     consumer.begin(1, tags={"a": 1}, steering={"vector": "calm"})
     assert consumer.offer(block(1))
     consumer.finish(1)
@@ -36,7 +36,7 @@ def _fed(consumer: Consumer) -> Consumer:
 
 def test_a_folder_alone_is_the_consumer_fs(tmp_path: Path) -> None:
     (spec,) = CaptureSettings.parse({"folder": str(tmp_path / "s")}).consumers
-    consumer = _fed(open_consumers([spec], ABOUT)["fs"])
+    consumer = _feed(open_consumers([spec], ABOUT)["fs"])
     consumer.flush(10)
     assert (consumer.policy, consumer.where) == ("drop", str(tmp_path / "s"))
     assert (consumer.state.name, consumer.losses(1)) == ("writing", 0)
@@ -53,19 +53,19 @@ def test_a_layout_decides_the_files(
     kind: str, layout: str | None, suffix: str, tmp_path: Path
 ) -> None:
     chosen = {} if layout is None else {"layout": layout}
-    _fed(_opened(kind, folder=str(tmp_path / "s"), **chosen)).close()
+    _feed(_open(kind, folder=str(tmp_path / "s"), **chosen)).close()
     (file,) = (tmp_path / "s").glob("*-0000000000000001-*")
     assert file.name.endswith(suffix)
 
 
-def test_the_kind_may_be_said_beside_a_name_of_ones_own(tmp_path: Path) -> None:
-    _fed(_opened("mine", kind="npz", folder=str(tmp_path / "s"))).close()
+def test_a_consumer_may_have_a_name_of_its_own_and_a_kind(tmp_path: Path) -> None:
+    _feed(_open("mine", kind="npz", folder=str(tmp_path / "s"))).close()
     assert [*(tmp_path / "s").glob("*.npz")]
 
 
 def test_rows_are_at_the_address_when_a_flush_returns(tmp_path: Path) -> None:
     name = uuid4().hex
-    consumer = _fed(_opened("fsspec", folder=str(tmp_path / "s"), url=f"memory://{name}/c"))
+    consumer = _feed(_open("fsspec", folder=str(tmp_path / "s"), url=f"memory://{name}/c"))
     consumer.flush(20)
     there = MemoryFileSystem().ls(f"/{name}/c", detail=False)
     assert [Path(path).suffix for path in there].count(".safetensors") == 1
@@ -76,7 +76,7 @@ def test_rows_are_at_the_address_when_a_flush_returns(tmp_path: Path) -> None:
     assert [Path(path).suffix for path in there].count(".safetensors") == 2
 
 
-def test_an_address_that_fails_is_said_and_no_row_is_lost(
+def test_an_address_that_fails_is_reported_and_no_row_is_lost(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def failing(*_: Any, **__: Any) -> Any:
@@ -85,7 +85,7 @@ def test_an_address_that_fails_is_said_and_no_row_is_lost(
     with monkeypatch.context() as patch:
         patch.setattr(MemoryFileSystem, "open", failing)
         url = f"memory://{uuid4().hex}/c"
-        consumer = _fed(_opened("fsspec", folder=str(tmp_path / "s"), url=url))
+        consumer = _feed(_open("fsspec", folder=str(tmp_path / "s"), url=url))
         with pytest.raises(StoreStoppedError, match="not at the address"):
             consumer.flush(20)
         assert (consumer.state.name, "line is down" in consumer.state.reason) == ("stopped", True)
@@ -94,8 +94,8 @@ def test_an_address_that_fails_is_said_and_no_row_is_lost(
     consumer.close()
 
 
-class Heard:
-    """What the function below was called with; a test puts one in its place."""
+class Recorder:
+    """Stands in for the callback below and records what it is called with."""
 
     def __init__(self) -> None:
         self.deliveries: list[Delivery] = []
@@ -112,52 +112,52 @@ class Heard:
         self.deliveries.append(delivery)
 
 
-hear = Heard()
+receive = Recorder()
 
 
 @pytest.fixture
-def heard(monkeypatch: pytest.MonkeyPatch) -> Heard:
-    made = Heard()
-    monkeypatch.setattr(f"{HERE}.hear", made)
+def recorder(monkeypatch: pytest.MonkeyPatch) -> Recorder:
+    made = Recorder()
+    monkeypatch.setattr(f"{HERE}.receive", made)
     return made
 
 
-def test_a_function_is_called_with_decoded_rows_and_whose_they_are(heard: Heard) -> None:
-    consumer = _fed(_opened("callback", call=f"{HERE}:hear"))
+def test_a_function_is_called_with_the_rows_and_their_notes(recorder: Recorder) -> None:
+    consumer = _feed(_open("callback", call=f"{HERE}:receive"))
     consumer.flush(10)
-    (delivery,) = heard.deliveries
+    (delivery,) = recorder.deliveries
     assert np.array_equal(delivery.values(), values(1, np.arange(3), "post_block.3"))
     assert delivery.rows["position"].tolist() == [0, 1, 2]
     assert (delivery.about, delivery.notes[1].tags) == (ABOUT, '{"a":1}')
-    assert (consumer.where, consumer.policy) == (f"{HERE}:hear", "drop")
+    assert (consumer.where, consumer.policy) == (f"{HERE}:receive", "drop")
     consumer.close()
 
 
-def test_rows_a_function_failed_with_are_lost_and_counted(heard: Heard) -> None:
-    heard.error = RuntimeError("no")
-    consumer = _fed(_opened("callback", call=f"{HERE}:hear"))
+def test_rows_with_which_a_function_failed_are_counted_as_lost(recorder: Recorder) -> None:
+    recorder.error = RuntimeError("no")
+    consumer = _feed(_open("callback", call=f"{HERE}:receive"))
     consumer.flush(10)
     assert (consumer.state.name, "RuntimeError" in consumer.state.reason) == ("stopped", True)
     assert consumer.losses(1) == 3
-    heard.error = None
+    recorder.error = None
     assert consumer.offer(block(2))
     consumer.flush(10)
-    assert (consumer.state.name, len(heard.deliveries)) == ("writing", 1)
+    assert (consumer.state.name, len(recorder.deliveries)) == ("writing", 1)
     with pytest.raises(StoreStoppedError, match="3 accepted rows are lost"):
         consumer.close()
 
 
-def test_a_slow_function_makes_nobody_wait(heard: Heard) -> None:
-    heard.may_go_on.clear()
-    consumer = _opened("callback", call=f"{HERE}:hear", queue_mib=1)
-    taken = [consumer.offer(block(1, 20_000))]
-    assert heard.is_called.wait(20)  # the function has the first, and gives it not back
-    taken += [consumer.offer(block(stream, 20_000)) for stream in range(2, 6)]
-    assert (taken[0], taken[-1]) == (True, False)
+def test_a_slow_function_does_not_delay_offers(recorder: Recorder) -> None:
+    recorder.may_go_on.clear()
+    consumer = _open("callback", call=f"{HERE}:receive", queue_mib=1)
+    accepted = [consumer.offer(block(1, 20_000))]
+    assert recorder.is_called.wait(20)  # the function has the first, and does not return
+    accepted += [consumer.offer(block(stream, 20_000)) for stream in range(2, 6)]
+    assert (accepted[0], accepted[-1]) == (True, False)
     assert consumer.losses(5) == 20_000
-    heard.may_go_on.set()
+    recorder.may_go_on.set()
     consumer.close()
-    assert len(heard.deliveries) == sum(taken)
+    assert len(recorder.deliveries) == sum(accepted)
 
 
 WRONG: list[tuple[str, dict[str, Any], str]] = [
@@ -182,13 +182,17 @@ WRONG: list[tuple[str, dict[str, Any], str]] = [
 ]
 
 
-@pytest.mark.parametrize(("kind", "options", "said"), WRONG, ids=lambda v: str(v)[:40])
+@pytest.mark.parametrize(("kind", "options", "message"), WRONG, ids=lambda v: str(v)[:40])
 def test_wrong_options_are_refused_with_the_way_out(
-    kind: str, options: dict[str, Any], said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    kind: str,
+    options: dict[str, Any],
+    message: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(ClairaiError, match=said):
-        _opened(kind, **options)
+    with pytest.raises(ClairaiError, match=message):
+        _open(kind, **options)
 
 
 def test_a_consumer_that_cannot_be_opened_leaves_no_other_open(tmp_path: Path) -> None:
@@ -196,4 +200,4 @@ def test_a_consumer_that_cannot_be_opened_leaves_no_other_open(tmp_path: Path) -
     specs = CaptureSettings.parse({"consumers": {"fs": good, "npz": {}}}).consumers
     with pytest.raises(ConfigError):
         open_consumers(specs, ABOUT)
-    _opened("fs", **good).close()  # the folder has no writer any more
+    _open("fs", **good).close()  # the folder has no writer any more

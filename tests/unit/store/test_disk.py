@@ -1,4 +1,4 @@
-"""Takes pieces of bytes; gives them to a file whole and in order, however few are taken at once."""
+"""A local disk writes files whole and in order, and never over an existing one."""
 
 from __future__ import annotations
 

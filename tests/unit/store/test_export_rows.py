@@ -1,4 +1,4 @@
-"""Takes stored rows; gives them as other libraries read them back: the same rows, each once."""
+"""Exports hold every row once, as the libraries read them back."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Takes stored rows; gives them back by request, point and position, in each layout and encoder."""
+"""Stored rows are read back by request, point and position, in every layout and encoder."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from clairai.store.disk import LocalDisk, is_shard
 from clairai.store.row_block import RowBlock
 from clairai.store.write import Writer
 from clairai.wire.ring_messages import RECOMPUTED
-from tests.support.row_blocks import block, draft, values
+from tests.support.row_blocks import block, pending_shard, values
 
 POINTS = ("pre_attn.0", "post_block.3")
 
@@ -34,7 +34,7 @@ def _write(path: Path, *blocks: RowBlock, layout: str = "sharded") -> read.Store
 
 
 def _mixed(*streams: int, point: str) -> RowBlock:
-    """One block with rows of several requests in turns, as a batch has them."""
+    """One block with the rows of several requests interleaved, as in a batch."""
     parts = [block(stream, 4, point=point) for stream in streams]
     order = np.arange(4 * len(parts)).reshape(len(parts), 4).T.ravel()
     rows_N = np.concatenate([part.rows_N for part in parts])[order]
@@ -43,7 +43,7 @@ def _mixed(*streams: int, point: str) -> RowBlock:
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_every_row_comes_back_under_its_own_request_point_and_position(
+def test_every_row_is_found_under_its_request_point_and_position(
     layout: str, tmp_path: Path
 ) -> None:
     mixed = [_mixed(5, 6, 7, point=point) for point in POINTS]
@@ -90,7 +90,7 @@ def test_rows_are_chosen_by_position_choice_and_point(tmp_path: Path) -> None:
     assert store.rows(1, choice=9)[:].shape[0] == 0
 
 
-def test_a_row_that_was_computed_twice_is_given_once_and_the_newest(tmp_path: Path) -> None:
+def test_of_a_row_computed_twice_only_the_newest_is_read(tmp_path: Path) -> None:
     again = block(1, 2, start=1)
     again.rows_N["flags"] = RECOMPUTED
     again = RowBlock(
@@ -113,14 +113,14 @@ def test_rows_over_several_shards_and_writers_are_one(tmp_path: Path) -> None:
     assert np.array_equal(stored, values(1, np.arange(6), "post_block.3"))
 
 
-def test_rows_of_two_encoders_are_not_made_one_array(tmp_path: Path) -> None:
+def test_rows_of_two_encoders_are_not_joined(tmp_path: Path) -> None:
     store = _write(tmp_path / "s", block(1, 3), block(1, 3, start=3, encoder="full8"))
     with pytest.raises(StoreError, match="encoders that differ"):
         np.asarray(store.rows(1))
     assert store.rows(1, positions=range(3, 6))[:].shape == (3, 8)
 
 
-def test_tags_and_steering_travel_with_the_rows_as_data(tmp_path: Path) -> None:
+def test_tags_and_steering_are_stored_with_the_rows(tmp_path: Path) -> None:
     tags = {"user": "../../etc/passwd", "n": [1, None], "text": "line\nbreak\0"}
     with Writer(tmp_path / "s") as writer:
         writer.begin(1, tags=tags, steering={"vector": "calm", "scale": 2.5})
@@ -144,16 +144,16 @@ def test_safetensors_own_reader_reads_a_shard_and_ours_reads_no_other_file(tmp_p
         )
 
 
-def test_tensors_lie_at_multiples_of_their_own_size() -> None:
-    sealed = shard.seal_safetensors(draft(block(1, 5, encoder="topk8")).blocks, {})
-    said = json.loads(sealed.start[8:])
+def test_tensors_are_aligned() -> None:
+    sealed = shard.seal_safetensors(pending_shard(block(1, 5, encoder="topk8")).blocks, {})
+    header = json.loads(sealed.start[8:])
     sizes = {"U64": 8, "I64": 8, "F64": 8, "U32": 4, "I32": 4, "F32": 4, "U16": 2, "U8": 1}
-    said.pop("__metadata__")
-    for about in said.values():
-        assert (len(sealed.start) + about["data_offsets"][0]) % sizes[about["dtype"]] == 0
+    header.pop("__metadata__")
+    for tensor in header.values():
+        assert (len(sealed.start) + tensor["data_offsets"][0]) % sizes[tensor["dtype"]] == 0
 
 
-def test_fidelity_that_was_measured_is_kept_with_its_ends() -> None:
+def test_the_range_of_measured_fidelity_is_stored() -> None:
     first, second = block(1), block(1, start=3)
     blocks = [
         RowBlock(first.origin, first.point, first.rows_N, first.arrays, {"cosine_min": 0.99}),
@@ -162,7 +162,7 @@ def test_fidelity_that_was_measured_is_kept_with_its_ends() -> None:
     assert shard.seal_safetensors(blocks, {}).head.fidelity == {"cosine_min": (0.97, 0.99)}
 
 
-def test_a_shard_that_would_say_too_much_of_itself_becomes_several(
+def test_a_shard_whose_header_is_too_large_is_split(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("clairai.store.commit_shards.MAX_START_NBYTES", 4000)

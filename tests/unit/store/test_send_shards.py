@@ -1,4 +1,4 @@
-"""Takes a folder of captures; gives the same one at an address, whatever goes wrong on the way."""
+"""A folder of captures is copied to an address, whatever goes wrong on the way."""
 
 from __future__ import annotations
 
@@ -44,17 +44,17 @@ def _send(folder: Path, url: str) -> list[str]:
     return [entry.name for entry in ShardSender(LocalDisk(folder), url).send()]
 
 
-def _there(url: str, to: Path) -> Path:
-    """What is at the address, brought here."""
+def _download(url: str, to: Path) -> Path:
+    """Download what is at the address."""
     MemoryFileSystem().get(url.removeprefix("memory:/") + "/", str(to) + "/", recursive=True)
     return to
 
 
-def test_what_is_there_is_the_same_folder(folder: Path, url: str, tmp_path: Path) -> None:
+def test_the_copy_is_the_same_folder(folder: Path, url: str, tmp_path: Path) -> None:
     _add(folder, 2)
     assert len(_send(folder, url)) == 2
-    copy = _there(url, tmp_path / "copy")
-    assert [one.fault for one in verify(LocalDisk(copy))] == ["", "", ""]
+    copy = _download(url, tmp_path / "copy")
+    assert [check.fault for check in verify(LocalDisk(copy))] == ["", "", ""]
     for stream in (1, 2):
         found = np.asarray(open_store(copy).rows(stream))
         assert np.array_equal(found, values(stream, np.arange(3), "post_block.3"))
@@ -67,7 +67,7 @@ def test_what_was_sent_is_not_sent_again(folder: Path, url: str) -> None:
     assert len(_send(folder, url)) == 1
 
 
-def test_an_address_that_fails_is_taken_up_where_it_was(
+def test_sending_continues_where_an_address_failed(
     folder: Path, url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     _add(folder, 2, 3)
@@ -82,27 +82,27 @@ def test_an_address_that_fails_is_taken_up_where_it_was(
     monkeypatch.setattr(MemoryFileSystem, "open", failing)
     with pytest.raises(StoreStoppedError, match="could not be sent, ConnectionError"):
         _send(folder, url)
-    assert [r.stream for r in open_store(_there(url, tmp_path / "half")).requests()] == [1]
+    assert [r.stream for r in open_store(_download(url, tmp_path / "half")).requests()] == [1]
     assert len(_send(folder, url)) == 2
-    assert [r.stream for r in open_store(_there(url, tmp_path / "all")).requests()] == [1, 2, 3]
+    assert [r.stream for r in open_store(_download(url, tmp_path / "all")).requests()] == [1, 2, 3]
 
 
-def test_a_shard_that_came_short_is_not_named_there(
+def test_a_shard_that_arrived_short_is_not_committed_there(
     folder: Path, url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    real = ShardSender._size
+    real = MemoryFileSystem.info
 
-    def short(self: ShardSender, path: str) -> int:
-        return 5 if path.endswith(".safetensors") else real(self, path)
+    def short(self: Any, path: str, **rest: Any) -> Any:
+        return {"size": 5} if path.endswith(".safetensors") else real(self, path, **rest)
 
-    monkeypatch.setattr(ShardSender, "_size", short)
+    monkeypatch.setattr(MemoryFileSystem, "info", short)
     with pytest.raises(StoreStoppedError, match="has 5 bytes there"):
         _send(folder, url)
     manifest = MemoryFileSystem().cat_file(f"{url.removeprefix('memory:/')}/manifest")
     assert parse_manifest(manifest).entries == ()
 
 
-def test_another_folders_captures_are_not_written_over(
+def test_the_captures_of_another_folder_are_not_overwritten(
     folder: Path, url: str, tmp_path: Path
 ) -> None:
     _send(folder, url)
@@ -111,7 +111,7 @@ def test_another_folders_captures_are_not_written_over(
         _send(tmp_path / "other", url)
 
 
-def test_a_manifest_that_is_not_the_one_sent_before_stops_it(folder: Path, url: str) -> None:
+def test_a_manifest_other_than_the_one_sent_before_is_refused(folder: Path, url: str) -> None:
     _send(folder, url)
     for path in [*folder.glob("*.safetensors"), folder / "manifest"]:
         path.unlink()
@@ -134,9 +134,9 @@ def test_without_fsspec_the_extra_is_named(
         ShardSender(LocalDisk(folder), url)
 
 
-def test_the_command_sends_and_says_what(folder: Path, url: str) -> None:
-    said = CliRunner().invoke(app, ["capture", "send", str(folder), url]).output
-    assert said.startswith("1 shards sent, ")
+def test_the_command_sends_and_reports(folder: Path, url: str) -> None:
+    output = CliRunner().invoke(app, ["capture", "send", str(folder), url]).output
+    assert output.startswith("1 shards sent, ")
     with Writer(folder):
         result = CliRunner().invoke(app, ["capture", "send", str(folder), url])
     assert "has a writer already" in str(result.exception)

@@ -1,4 +1,4 @@
-"""Takes bytes cut in any way; gives one digest, and another one for any other bytes."""
+"""The digest of a tensor depends on its bytes and not on how they are cut."""
 
 from __future__ import annotations
 
@@ -27,6 +27,6 @@ def test_the_digest_is_that_of_the_bytes_however_they_are_cut(pieces: list[bytes
 def test_more_than_one_thread_computes_what_one_would(monkeypatch: pytest.MonkeyPatch) -> None:
     data = bytes(range(256)) * (3 * shard.CHUNK_NBYTES // 256) + b"end"
     by_many = digest_of([memoryview(data)])
-    monkeypatch.setattr(shard, "MAX_THREADS", 1)
+    monkeypatch.setattr(shard, "MAX_DIGEST_THREADS", 1)
     assert digest_of([memoryview(data)]) == by_many
     assert digest_of([memoryview(data)[:-1]]) != by_many

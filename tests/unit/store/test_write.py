@@ -1,4 +1,4 @@
-"""Takes blocks; gives them to a writer that seals by size, age and origin, and counts them all."""
+"""A writer seals shards by size, age and origin, and counts every row."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import pytest
 from clairai.errors import StoreBusyError, StoreError, StoreStoppedError
 from clairai.store import read
 from clairai.store.write import Writer, WriterLimits
-from tests.support.faulty_disk import DEADLINE_S, QUICK, faulty, until
+from tests.support.faulty_disk import DEADLINE_S, QUICK, failing, wait_until
 from tests.support.row_blocks import block, values
 
 
@@ -23,7 +23,7 @@ def _streams(path: Path) -> list[int]:
     return [request.stream for request in read.open(path).requests()]
 
 
-def test_what_was_flushed_is_there_for_a_reader_while_the_writer_goes_on(tmp_path: Path) -> None:
+def test_flushed_rows_are_visible_to_a_reader_while_the_writer_continues(tmp_path: Path) -> None:
     with Writer(tmp_path / "s") as writer:
         writer.offer(block(1))
         writer.flush()
@@ -36,22 +36,22 @@ def test_what_was_flushed_is_there_for_a_reader_while_the_writer_goes_on(tmp_pat
         assert (writer.counts.committed, writer.counts.pending) == (6, 0)
 
 
-def test_rows_are_sealed_by_age_without_anybody_asking(tmp_path: Path) -> None:
+def test_rows_are_sealed_by_age(tmp_path: Path) -> None:
     with Writer(tmp_path / "s", limits=WriterLimits(seal_after_s=0.01, reserve_nbytes=0)) as writer:
         writer.offer(block(1))
-        until(lambda: writer.counts.committed == 3)
+        wait_until(lambda: writer.counts.committed == 3)
 
 
 def test_rows_are_sealed_by_size(tmp_path: Path) -> None:
     with Writer(tmp_path / "s", limits=QUICK) as writer:
         for stream in range(4):
             writer.offer(block(stream))
-        until(lambda: writer.counts.committed == 12)
+        wait_until(lambda: writer.counts.committed == 12)
     assert len(read.open(tmp_path / "s").shards) == 4
 
 
-def test_what_is_known_of_a_request_last_is_what_its_shard_says(tmp_path: Path) -> None:
-    """A request may be steered otherwise on its way."""
+def test_a_shard_has_the_last_note_of_a_request(tmp_path: Path) -> None:
+    """The steering of a request may change while it runs."""
     with Writer(tmp_path / "s") as writer:
         for steering in ({}, {"applied": [1]}, {"applied": [1, 2]}):
             writer.begin(1, tags={"a": 1}, steering=steering)
@@ -62,7 +62,7 @@ def test_what_is_known_of_a_request_last_is_what_its_shard_says(tmp_path: Path) 
     assert (request.tags, request.steering) == ({"a": 1}, {"applied": [1, 2]})
 
 
-def test_new_weights_begin_a_new_shard(tmp_path: Path) -> None:
+def test_new_weights_start_a_new_shard(tmp_path: Path) -> None:
     with Writer(tmp_path / "s") as writer:
         for weights in ("v1", "v2", "v1"):
             writer.offer(block(1, weights=weights))
@@ -70,14 +70,14 @@ def test_new_weights_begin_a_new_shard(tmp_path: Path) -> None:
     assert found == [("v1", 6), ("v2", 3)]
 
 
-def test_the_kernel_is_asked_for_the_order_that_is_promised(
+def test_files_are_written_synced_and_renamed_in_the_promised_order(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Which file is synced, renamed and written, in turn; the order itself is tried elsewhere."""
+    """The calls of the kernel; that this order survives crashes is tested elsewhere."""
     writer = Writer(tmp_path / "s")
     calls: list[str] = []
     for name in ("fsync", "rename", "writev"):
-        monkeypatch.setattr(f"os.{name}", _told(name, getattr(os, name), calls))
+        monkeypatch.setattr(f"os.{name}", _recording(name, getattr(os, name), calls))
     writer.offer(block(1))
     writer.flush()
     writer.close()
@@ -92,13 +92,13 @@ def test_the_kernel_is_asked_for_the_order_that_is_promised(
     ]
 
 
-def _told(name: str, call: Callable[..., Any], calls: list[str]) -> Callable[..., Any]:
-    def tell(first: Any, *rest: Any, **named: Any) -> Any:
+def _recording(name: str, call: Callable[..., Any], calls: list[str]) -> Callable[..., Any]:
+    def record(first: Any, *rest: Any, **named: Any) -> Any:
         target = Path(os.readlink(f"/proc/self/fd/{first}")).name if type(first) is int else rest[0]
         calls.append(f"{name} {target}")
         return call(first, *rest, **named)
 
-    return tell
+    return record
 
 
 def test_a_second_writer_is_refused_and_readers_are_not(tmp_path: Path) -> None:
@@ -118,7 +118,7 @@ def test_spilled_rows_are_committed_when_the_disk_is_back(
     limits = WriterLimits(shard_nbytes=1, retry_s=0.005, reserve_nbytes=0, queue_nbytes=1)
     with Writer(tmp_path / "s", policy="spill", spill_to=tmp_path, limits=limits) as writer:
         writer.begin(19, tags={"a": 1})
-        with faulty(monkeypatch, "create", errno.ENOSPC):
+        with failing(monkeypatch, "create", errno.ENOSPC):
             assert all(writer.offer(block(stream)) for stream in range(20))
         writer.flush()
         assert writer.counts.committed == 60
@@ -126,7 +126,7 @@ def test_spilled_rows_are_committed_when_the_disk_is_back(
     assert read.open(tmp_path / "s").request(19).tags == {"a": 1}
 
 
-def test_many_who_offer_at_once_are_all_counted(tmp_path: Path) -> None:
+def test_blocks_of_many_threads_are_all_counted(tmp_path: Path) -> None:
     limits = WriterLimits(shard_nbytes=4096, reserve_nbytes=0, queue_nbytes=2048)
     with Writer(tmp_path / "s", limits=limits) as writer:
 
@@ -152,21 +152,23 @@ def test_many_who_offer_at_once_are_all_counted(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("given", "said"),
+    ("arguments", "message"),
     [
         ({"layout": "heap"}, "no layout is named 'heap'"),
         ({"policy": "hope"}, "no policy is named 'hope'"),
         ({"policy": "spill"}, "needs a folder to spill to"),
     ],
 )
-def test_what_a_writer_cannot_be_is_said(tmp_path: Path, given: dict[str, str], said: str) -> None:
-    with pytest.raises(StoreError, match=said):
-        Writer(tmp_path / "s", **given)  # type: ignore[arg-type]
+def test_wrong_arguments_are_refused(
+    tmp_path: Path, arguments: dict[str, str], message: str
+) -> None:
+    with pytest.raises(StoreError, match=message):
+        Writer(tmp_path / "s", **arguments)  # type: ignore[arg-type]
     with pytest.raises(StoreError, match="must be above 0"):
         WriterLimits(shard_nbytes=0)
 
 
-def test_what_lies_between_two_flushes_is_one_commit_whatever_its_size_and_age(
+def test_everything_between_two_flushes_is_one_commit(
     tmp_path: Path,
 ) -> None:
     limits = WriterLimits(seal_after_s=0.01, shard_nbytes=100_000)
@@ -174,14 +176,14 @@ def test_what_lies_between_two_flushes_is_one_commit_whatever_its_size_and_age(
         for stream in (1, 2):
             writer.offer(block(stream, 200))
             writer.finish(stream)
-        assert writer._placed(None) == []  # what the collecting thread asks when it is time
+        assert writer._take_due(None) == []  # what the collecting thread does when a shard is due
         assert read.open(tmp_path / "s").shards == ()
         writer.flush()
         assert [len(commit.shards) for commit in read.open(tmp_path / "s").commits] == [0, 2]
         assert _streams(tmp_path / "s") == [1, 2]
 
 
-def test_what_was_not_flushed_is_lost_with_the_writer_and_said(tmp_path: Path) -> None:
+def test_rows_that_were_not_flushed_are_lost_and_reported(tmp_path: Path) -> None:
     writer = Writer(tmp_path / "s", commits="on_flush")
     writer.offer(block(1))
     writer.flush()
@@ -192,7 +194,7 @@ def test_what_was_not_flushed_is_lost_with_the_writer_and_said(tmp_path: Path) -
     assert _streams(tmp_path / "s") == [1]
 
 
-def test_more_than_one_commit_holds_fails_and_commits_none_of_it(tmp_path: Path) -> None:
+def test_too_much_for_one_commit_fails_and_commits_nothing(tmp_path: Path) -> None:
     writer = Writer(tmp_path / "s", commits="on_flush", limits=WriterLimits(shard_nbytes=10_000))
     writer.offer(block(1, 500))
     with pytest.raises(StoreStoppedError, match="flush more often"):

@@ -1,4 +1,4 @@
-"""Takes a writer whose disk is full or broken; gives what is counted, said and kept."""
+"""What a writer counts, reports and keeps when its disk is full or broken."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from clairai.store import read
 from clairai.store.disk import Buffer, LocalDisk, LocalFile
 from clairai.store.recover import verify
 from clairai.store.write import Writer
-from tests.support.faulty_disk import QUICK, faulty, until
+from tests.support.faulty_disk import QUICK, failing, wait_until
 from tests.support.row_blocks import block
 
 
@@ -21,18 +21,18 @@ def _streams(path: Path) -> list[int]:
     return [request.stream for request in read.open(path).requests()]
 
 
-def test_a_full_disk_stops_the_writer_with_a_reason_and_it_goes_on_when_there_is_room(
+def test_a_full_disk_stops_the_writer_with_a_reason_and_it_continues_when_there_is_room(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with Writer(tmp_path / "s", limits=QUICK) as writer:
         writer.offer(block(1))
         writer.flush()
-        with faulty(monkeypatch, "create", errno.ENOSPC):
+        with failing(monkeypatch, "create", errno.ENOSPC):
             assert writer.offer(block(2))
-            until(lambda: writer.state.name == "stopped")
+            wait_until(lambda: writer.state.name == "stopped")
             assert "the disk is full, No space left on device" in writer.state.reason
             assert _streams(tmp_path / "s") == [1]
-        until(lambda: writer.counts.committed == 6)
+        wait_until(lambda: writer.counts.committed == 6)
         assert writer.state.name == "writing"
     assert _streams(tmp_path / "s") == [1, 2]
 
@@ -42,7 +42,7 @@ def test_a_disk_below_its_reserve_is_full(tmp_path: Path, monkeypatch: pytest.Mo
         with monkeypatch.context() as patched:
             patched.setattr(LocalDisk, "free_nbytes", lambda _: 10)
             writer.offer(block(1))
-            until(lambda: "10 bytes are free" in writer.state.reason)
+            wait_until(lambda: "10 bytes are free" in writer.state.reason)
         writer.flush()
 
 
@@ -53,10 +53,10 @@ def test_a_broken_disk_fails_the_writer_for_good_and_every_row_is_accounted_for(
     writer = Writer(tmp_path / "s", limits=QUICK)
     writer.offer(block(1))
     writer.flush()
-    with faulty(monkeypatch, call, errno.EIO):
+    with failing(monkeypatch, call, errno.EIO):
         writer.offer(block(2))
-        until(lambda: writer.state.name == "failed")
-        until(lambda: writer.counts.lost == 3)
+        wait_until(lambda: writer.state.name == "failed")
+        wait_until(lambda: writer.counts.lost == 3)
     assert not writer.offer(block(3))
     with pytest.raises(StoreStoppedError, match="3 accepted rows are lost"):
         writer.close()
@@ -67,10 +67,10 @@ def test_a_broken_disk_fails_the_writer_for_good_and_every_row_is_accounted_for(
     with Writer(tmp_path / "s", limits=QUICK) as again:
         again.offer(block(4))
     assert _streams(tmp_path / "s") == [1, 4]
-    assert [checked.fault for checked in verify(LocalDisk(tmp_path / "s")) if checked.fault] == []
+    assert [check.fault for check in verify(LocalDisk(tmp_path / "s")) if check.fault] == []
 
 
-def test_a_line_that_the_disk_had_no_room_for_is_cut_and_written_again_later(
+def test_a_partly_written_line_is_removed_and_written_again_later(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     real = LocalFile.write
@@ -85,7 +85,7 @@ def test_a_line_that_the_disk_had_no_room_for_is_cut_and_written_again_later(
         with monkeypatch.context() as patched:
             patched.setattr(LocalFile, "write", half)
             writer.offer(block(1))
-            until(lambda: writer.state.name == "stopped")
+            wait_until(lambda: writer.state.name == "stopped")
             assert _streams(tmp_path / "s") == []
         writer.flush()
     assert _streams(tmp_path / "s") == [1]
@@ -97,7 +97,7 @@ def test_closing_on_a_full_disk_gives_up_and_counts_what_was_lost(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     writer = Writer(tmp_path / "s", limits=QUICK)
-    with faulty(monkeypatch, "create", errno.EDQUOT):
+    with failing(monkeypatch, "create", errno.EDQUOT):
         writer.offer(block(1))
         with pytest.raises(StoreStoppedError, match="3 accepted rows are lost: the disk is full"):
             writer.close(timeout_s=0.01)
@@ -106,15 +106,15 @@ def test_closing_on_a_full_disk_gives_up_and_counts_what_was_lost(
 
 def test_flush_on_a_full_disk_says_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with Writer(tmp_path / "s", limits=QUICK) as writer:
-        with faulty(monkeypatch, "create", errno.ENOSPC):
+        with failing(monkeypatch, "create", errno.ENOSPC):
             writer.offer(block(1))
-            until(lambda: writer.state.name == "stopped")
+            wait_until(lambda: writer.state.name == "stopped")
             with pytest.raises(StoreStoppedError, match="3 rows are not committed: the disk is f"):
                 writer.flush(timeout_s=0.01)
         writer.flush()
 
 
-def test_a_shard_that_cannot_be_made_fails_the_writer_in_words_and_not_in_silence(
+def test_a_shard_that_cannot_be_made_fails_the_writer_with_a_reason(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fail(*_: object) -> None:
@@ -122,9 +122,9 @@ def test_a_shard_that_cannot_be_made_fails_the_writer_in_words_and_not_in_silenc
 
     writer = Writer(tmp_path / "s", limits=QUICK)
     with monkeypatch.context() as patched:
-        patched.setattr("clairai.store.commit_shards.Committer.ready", fail)
+        patched.setattr("clairai.store.commit_shards.Committer.seal", fail)
         writer.offer(block(1))
-        until(lambda: writer.counts.lost == 3)
+        wait_until(lambda: writer.counts.lost == 3)
     with pytest.raises(StoreStoppedError, match="could not be made, MemoryError: no room"):
         writer.close()
 
@@ -133,7 +133,7 @@ def test_a_folder_that_cannot_be_made_ready_says_so(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with (
-        faulty(monkeypatch, "create", errno.ENOSPC),
+        failing(monkeypatch, "create", errno.ENOSPC),
         pytest.raises(StoreStoppedError, match="cannot be made ready, No space left"),
     ):
         Writer(tmp_path / "s")
