@@ -12,21 +12,18 @@ from collections.abc import Callable
 from functools import partial
 
 import atheris
-import msgspec
 
 with atheris.instrument_imports(include=["clairai.weights"]):
     from clairai.weights import check_manifest, manifest, socket_server
 
 from clairai.errors import WeightsError
 from clairai.weights.check_manifest import EngineTensors, ExpectedTensor
-from clairai.wire.weights_messages import BufferOffer
 
 SLOTS = {
     "model.w": ExpectedTensor(("F32", "BF16"), (16, 16)),
     "probe::p": ExpectedTensor(("F32",), (8,)),
 }
 HOLDING = EngineTensors("00000000000000aa", "cpu", SLOTS)
-OFFER = msgspec.msgpack.Decoder(BufferOffer)
 GOOD = manifest.encode_manifest(
     manifest.Manifest(
         version=1,
@@ -47,7 +44,7 @@ def one(raw: bytes) -> None:
     given = provider.ConsumeBytes(1 << 16)
     for text in (raw, GOOD[:at] + given + GOOD[at + cut :]):
         bounded(partial(planned, text))
-    bounded(partial(socket_server._decode, raw, OFFER))
+    bounded(partial(socket_server._FROM_SENDER.decode, raw))
 
 
 def planned(text: bytes) -> None:

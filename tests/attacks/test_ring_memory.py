@@ -67,9 +67,9 @@ def test_a_reader_cannot_seal_the_ring_further() -> None:
 
 def test_a_descriptor_of_another_size_than_claimed_is_refused() -> None:
     with HostMemory.create(SMALL.nbytes) as memory:
-        with pytest.raises(HandshakeError, match="peer claims"):
+        with pytest.raises(HandshakeError, match="were announced"):
             HostMemory.attach(os.dup(memory.fd), SMALL.nbytes * 2)
-        with pytest.raises(HandshakeError, match="peer claims"):
+        with pytest.raises(HandshakeError, match="were announced"):
             HostMemory.attach(os.dup(memory.fd), -1)
 
 

@@ -19,13 +19,13 @@ import pytest
 
 from clairai.errors import EngineGoneError, HandshakeError, RingError
 from clairai.local.private_socket import (
-    MAX_REQUEST_BYTES,
     FrameBuffer,
     encode_frame,
     engine_sockets,
 )
 from clairai.ring.attach import RingReader
 from clairai.ring.memory import HostMemory
+from clairai.ring.server import _ACCEPTED, MAX_REQUEST_BYTES
 from clairai.ring.writer import RingWriter
 from clairai.wire.ring_messages import MAX_MESSAGE_BYTES, AskBank, Bank, Refusal
 from tests.process.footprint import nothing_left_behind
@@ -124,7 +124,7 @@ def test_an_engine_of_another_user_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with running_engine(tmp_path) as engine:
-        monkeypatch.setattr("clairai.ring.attach.peer_uid", lambda _: os.geteuid() + 1)
+        monkeypatch.setattr("clairai.local.private_socket.peer_uid", lambda _: os.geteuid() + 1)
         with pytest.raises(HandshakeError, match="belongs to user"):
             RingReader.attach(engine.server.path)
 
@@ -231,8 +231,8 @@ def _connect_as_nobody(folder: Path, answers: Connection, wait: Callable[[], boo
     with socket.socket(socket.AF_UNIX) as sock:
         sock.connect(os.fspath(next(folder.iterdir())))
         raw, fds, _, _ = socket.recv_fds(sock, 4096, 1)
-    inbox = FrameBuffer(MAX_MESSAGE_BYTES)
-    inbox.feed(raw)
-    answer = inbox.take()
+    frames = FrameBuffer(_ACCEPTED)
+    frames.feed(raw)
+    answer = frames.take()
     answers.send((answer.code if isinstance(answer, Refusal) else "none", len(fds)))
     assert engine_sockets(folder) == []

@@ -47,9 +47,9 @@ FDS: dict[str, tuple[Callable[[], int], str]] = {
     "91 a device without end": (lambda: os.open("/dev/zero", os.O_RDONLY), "not a memfd"),
     "92 a folder": (lambda: os.open("/", os.O_RDONLY), "not a memfd"),
     "93 a file": (lambda: os.open(__file__, os.O_RDONLY), "not a memfd"),
-    "94 memory that is too short": (lambda: _memory(GRANULE_BYTES - 1), "were planned"),
+    "94 memory that is too short": (lambda: _memory(GRANULE_BYTES - 1), "were announced"),
     "95 memory that nobody may read": (lambda: _unreadable(), "cannot be read"),
-    "98 memory that can be cut off": (lambda: _unsealed(GRANULE_BYTES), "could be cut off"),
+    "98 memory that can be cut off": (lambda: _unsealed(GRANULE_BYTES), "it could change"),
 }
 
 

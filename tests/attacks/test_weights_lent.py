@@ -38,7 +38,9 @@ def lend(
     manifest: Manifest, packed: PackedBuffer, shelf: SharedBuffer
 ) -> weights_messages.CommitWeights:
     claimed = msgspec.structs.replace(manifest, tensors=packed.tensors)
-    return weights_messages.CommitWeights(encode_manifest(claimed), shelf.lent(manifest.buffers[0]))
+    return weights_messages.CommitWeights(
+        encode_manifest(claimed), shelf.reference(manifest.buffers[0])
+    )
 
 
 def test_a_model_is_not_lent(llm: ToyLlm) -> None:
@@ -84,8 +86,8 @@ def _further_on(asked: weights_messages.CommitWeights) -> weights_messages.Commi
 
 
 LIES: dict[str, tuple[Change, str]] = {
-    "fewer bytes than planned": (_with(nbytes=1), "lend one buffer"),
-    "more bytes than planned": (_with(nbytes=4 << 20), "lend one buffer"),
+    "fewer bytes than planned": (_with(nbytes=1), "share one buffer"),
+    "more bytes than planned": (_with(nbytes=4 << 20), "share one buffer"),
     "other memory": (_with(token="0" * 32), "other memory"),
     "a descriptor that is not there": (_with(fd=1 << 20), "cannot be reached"),
     "a process that is not there": (_with(pid=(1 << 31) - 1), "cannot be reached"),

@@ -7,15 +7,15 @@ import socket
 import tempfile
 from collections.abc import Callable, Iterator
 from multiprocessing import get_context
-from multiprocessing.connection import Connection
+from multiprocessing.connection import Connection as PipeEnd
 from pathlib import Path
 
 import pytest
 
 from clairai.errors import EngineGoneError, RingError, WeightsError
-from clairai.local.private_socket import runtime_dir, socket_path
+from clairai.local.private_socket import Connection, runtime_dir, socket_path
 from clairai.weights.socket_client import BufferClient
-from clairai.weights.socket_server import FROM_ENGINE, SOCKET_KIND, BufferServer, receive_message
+from clairai.weights.socket_server import FROM_ENGINE, SOCKET_KIND, BufferServer
 from clairai.wire.ring_messages import Refusal
 from tests.attacks.weights_parts import Target, target
 from tests.process.parts import forked
@@ -35,7 +35,7 @@ def test_61_a_peer_of_another_user_is_refused(
     monkeypatch.setattr("clairai.weights.socket_server.peer_uid", lambda _: os.geteuid() + 1)
     with socket.socket(socket.AF_UNIX) as sock:
         sock.connect(os.fspath(attacked.llm.intake.receiver.path))
-        answer, fds = receive_message(sock, FROM_ENGINE)
+        answer, fds = Connection(sock, FROM_ENGINE, max_fds=4).receive(10)
     assert isinstance(answer, Refusal)
     assert "may send weights" in answer.reason
     assert fds == []
@@ -55,20 +55,20 @@ def test_62_a_process_of_another_user_is_refused_even_where_it_can_connect() -> 
             assert "may send weights" in ours.recv()
 
 
-def _connect_as_nobody(folder: Path, answers: Connection, wait: Callable[[], bool]) -> None:
+def _connect_as_nobody(folder: Path, answers: PipeEnd, wait: Callable[[], bool]) -> None:
     wait()
     os.setgid(NOBODY)
     os.setuid(NOBODY)
     with socket.socket(socket.AF_UNIX) as sock:
         sock.connect(os.fspath(next(folder.glob(f"{SOCKET_KIND}-*.sock"))))
-        answer, _ = receive_message(sock, FROM_ENGINE)
+        answer, _ = Connection(sock, FROM_ENGINE, max_fds=4).receive(10)
     answers.send(getattr(answer, "reason", "taken"))
 
 
 def test_63_an_engine_of_another_user_is_refused_by_the_sender(
     attacked: Target, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("clairai.weights.socket_client.peer_uid", lambda _: os.geteuid() + 1)
+    monkeypatch.setattr("clairai.local.private_socket.peer_uid", lambda _: os.geteuid() + 1)
     with pytest.raises(WeightsError, match="belongs to user"):
         BufferClient(attacked.folder, attacked.llm.epoch)
 
@@ -99,7 +99,7 @@ def test_66_the_socket_is_for_its_user_alone(attacked: Target) -> None:
 
 
 def test_67_a_forked_child_does_not_keep_the_socket_of_a_dead_engine(attacked: Target) -> None:
-    link = attacked.llm.intake.receiver._link
+    link = attacked.llm.intake.receiver._server
     ours, theirs = get_context("fork").Pipe()
     with ours, theirs, forked(_tell_listener, theirs, link):
         assert ours.poll(10)
@@ -108,5 +108,5 @@ def test_67_a_forked_child_does_not_keep_the_socket_of_a_dead_engine(attacked: T
     assert attacked.still_takes_honest_weights()
 
 
-def _tell_listener(answers: Connection, link: BufferServer) -> None:
+def _tell_listener(answers: PipeEnd, link: BufferServer) -> None:
     answers.send(link._listener.fileno())

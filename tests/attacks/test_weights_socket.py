@@ -71,11 +71,11 @@ def _pipe(_: Target) -> int:
 FDS: dict[str, tuple[Callable[[Target], int], str]] = {
     "26 a file in place of memory": (lambda _: _file(), "not a memfd|cannot be mapped|seals"),
     "27 memory that can still change": (lambda _: _open_memfd(), "it could change"),
-    "28 memory that can be cut off": (lambda _: _open_memfd(4 * GRANULE_BYTES), "were planned"),
-    "29 sealed memory that is too short": (_sealed_short, "were planned"),
-    "30 a pipe": (_pipe, "were planned"),
-    "31 a device": (lambda _: os.open("/dev/zero", os.O_RDONLY), "were planned"),
-    "32 a folder": (lambda _: os.open("/", os.O_RDONLY), "were planned"),
+    "28 memory that can be cut off": (lambda _: _open_memfd(4 * GRANULE_BYTES), "were announced"),
+    "29 sealed memory that is too short": (_sealed_short, "were announced"),
+    "30 a pipe": (_pipe, "not a memfd"),
+    "31 a device": (lambda _: os.open("/dev/zero", os.O_RDONLY), "not a memfd"),
+    "32 a folder": (lambda _: os.open("/", os.O_RDONLY), "not a memfd"),
 }
 
 

@@ -19,12 +19,12 @@ import torch
 from fastapi import FastAPI
 from starlette.testclient import TestClient
 
-from clairai.local.private_socket import encode_frame
+from clairai.local.private_socket import Connection, encode_frame
 from clairai.server import install_routes
 from clairai.weights import Sender
 from clairai.weights.manifest import Manifest, encode_manifest
 from clairai.weights.pack import HostPacker, PackedBuffer, open_sources
-from clairai.weights.socket_server import FROM_ENGINE, receive_message
+from clairai.weights.socket_server import FROM_ENGINE
 from clairai.wire.ring_messages import Refusal
 from clairai.wire.weights_messages import BufferOffer
 from tests.support.weights import ToyLlm, engine, plan, weights
@@ -64,7 +64,7 @@ class Target:
         with socket.socket(socket.AF_UNIX) as sock:
             sock.settimeout(10)
             sock.connect(os.fspath(self.llm.intake.receiver.path))
-            receive_message(sock, FROM_ENGINE)  # the greeting
+            Connection(sock, FROM_ENGINE, max_fds=4).receive(10)  # the greeting
             yield sock
 
     def offered(self, offer: BufferOffer | bytes, fds: tuple[int, ...] = ()) -> str:
@@ -89,7 +89,7 @@ def said(sock: socket.socket, offer: BufferOffer | bytes, fds: tuple[int, ...] =
     if isinstance(offer, bytes):
         sock.shutdown(socket.SHUT_WR)
     try:
-        answer, _ = receive_message(sock, FROM_ENGINE)
+        answer, _ = Connection(sock, FROM_ENGINE, max_fds=4).receive(10)
     except ConnectionError:
         return "hung up"
     return answer.reason if isinstance(answer, Refusal) else ""

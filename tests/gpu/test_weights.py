@@ -183,10 +183,10 @@ def hand_over(folder: Path, runtime: Path, pipe: Any) -> None:
         begun = packer.begin(0)
         offer = BufferOffer(manifest.transfer, 0, manifest.buffers[0], "device", begun.handle)
         with BufferClient(runtime, manifest.epoch) as port:
-            port.show(msgspec.structs.replace(offer, **changes))
+            port.offer_early(msgspec.structs.replace(offer, **changes))
             begun.finish()
             try:
-                port.full(BufferFilled(manifest.transfer, 0), manifest.buffers[0])
+                port.finish(BufferFilled(manifest.transfer, 0), manifest.buffers[0])
                 pipe.send("taken")
                 pipe.recv()  # never comes: it is killed, the buffer open on both sides
             except WeightsError as error:

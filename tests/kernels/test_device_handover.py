@@ -47,7 +47,7 @@ def driver(monkeypatch: pytest.MonkeyPatch) -> Iterator[ToyDriver]:
 
     monkeypatch.setattr(torch_buffers, "device_bytes", device_bytes)
     monkeypatch.setattr(transport, "choose_memory", lambda *_: (GPU, "a toy"))
-    monkeypatch.setattr(BufferClient, "is_here", False)
+    monkeypatch.setattr(BufferClient, "is_same_process", False)
     _take_turns(monkeypatch)
     for name in ("synchronize", "device", "stream"):
         monkeypatch.setattr(torch.cuda, name, lambda *_: contextlib.nullcontext())
@@ -160,14 +160,14 @@ def test_memory_smaller_than_the_plan_says_is_refused(
 def test_what_changed_between_packing_and_reading_is_refused(
     llm: ToyLlm, driver: ToyDriver, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    original = TransferTracker.read
+    original = TransferTracker.read_full
 
     def spoiled(self: TransferTracker, full: Any) -> Any:
-        landed: Any = self.look(full.transfer).buffers[full.index]
+        landed: Any = self.peek(full.transfer).buffers[full.index]
         landed.bytes_N[0] ^= 1
         return original(self, full)
 
-    monkeypatch.setattr(TransferTracker, "read", spoiled)
+    monkeypatch.setattr(TransferTracker, "read_full", spoiled)
     with pytest.raises(WeightsError, match="another checksum"):
         sender(llm, tmp_path).send(weights(1))
     assert is_clean(driver)
@@ -194,19 +194,24 @@ def test_a_buffer_is_opened_before_it_is_full_and_read_after(
 ) -> None:
     """Whatever is in it when it is opened: what counts is what it holds once it is full."""
     order = noted(
-        monkeypatch, (TransferTracker, "land"), (DevicePacker, "_finish"), (TransferTracker, "read")
+        monkeypatch,
+        (TransferTracker, "accept_offer"),
+        (DevicePacker, "_finish"),
+        (TransferTracker, "read_full"),
     )
-    show = BufferClient.show
+    offer_early = BufferClient.offer_early
 
     def shown(self: BufferClient, offer: Any) -> None:
-        show(self, offer)
-        until(lambda: order.count("land") == offer.index + 1, 10.0)
+        offer_early(self, offer)
+        until(lambda: order.count("accept_offer") == offer.index + 1, 10.0)
 
-    monkeypatch.setattr(BufferClient, "show", shown)
+    monkeypatch.setattr(BufferClient, "offer_early", shown)
     sender(llm, tmp_path).send(weights(1))
     assert is_serving(llm, 1)
-    assert order[:3] == ["land", "land", "_finish"], "the second is filled before the first is read"
-    assert order.count("read") == len(weights(0))
+    assert order[:3] == ["accept_offer", "accept_offer", "_finish"], (
+        "the second is filled before the first is read"
+    )
+    assert order.count("read_full") == len(weights(0))
 
 
 def test_what_has_to_be_gathered_is_gathered_for_one_buffer_at_a_time(
@@ -226,17 +231,17 @@ def test_a_buffer_is_said_to_be_full_in_its_turn(
 ) -> None:
     with begun(llm, tmp_path) as (made, port):
         if not reason:
-            port.full(BufferFilled(made.transfer, index), made.buffers[index])
+            port.finish(BufferFilled(made.transfer, index), made.buffers[index])
             index, reason = 0, "1 have come and 1 of them were read"  # a second time
         with pytest.raises(WeightsError, match=reason):
-            port.full(BufferFilled(made.transfer, index), made.buffers[index])
+            port.finish(BufferFilled(made.transfer, index), made.buffers[index])
     assert is_serving(llm, 0)
 
 
 def test_a_buffer_that_was_shown_and_not_filled_does_not_count(llm: ToyLlm, tmp_path: Path) -> None:
     with begun(llm, tmp_path) as (made, _):
-        dock = llm.intake.receiver._dock
-        until(lambda: len(dock.look(made.transfer).buffers) == 1, 10.0)
+        tracker = llm.intake.receiver._tracker
+        until(lambda: len(tracker.peek(made.transfer).buffers) == 1, 10.0)
         summed = (msgspec.structs.replace(each, checksum="0" * 16) for each in made.tensors)
         refusal = llm.committed(msgspec.structs.replace(made, tensors=tuple(summed)))
         assert "0 of 4 buffers have come" in refusal.reason
@@ -258,10 +263,10 @@ def test_a_plan_that_replaces_another_waits_for_who_reads(
 
     monkeypatch.setattr(ReceivedDeviceBuffer, "checksums", slow)
     with begun(llm, tmp_path) as (made, port), ThreadPoolExecutor(2) as threads:
-        read = threads.submit(port.full, BufferFilled(made.transfer, 0), made.buffers[0])
+        read = threads.submit(port.finish, BufferFilled(made.transfer, 0), made.buffers[0])
         assert is_reading.wait(10.0)
-        replaced = threads.submit(llm.intake.receiver._dock.drop)
-        until(lambda: llm.intake.receiver._dock._cargo is None, 10.0)
+        replaced = threads.submit(llm.intake.receiver._tracker.drop)
+        until(lambda: llm.intake.receiver._tracker._expected is None, 10.0)
         assert not replaced.done()
         may_go_on.set()
         with pytest.raises(WeightsError, match="another plan has come"):
@@ -295,6 +300,6 @@ def begun(llm: ToyLlm, tmp_path: Path) -> Iterator[tuple[Manifest, BufferClient]
     packer = DevicePacker(open_sources(weights(1), contextlib.ExitStack()), made, GPU)
     with contextlib.closing(packer), BufferClient(tmp_path, llm.epoch) as port:
         first = packer.begin(0)
-        port.show(BufferOffer(made.transfer, 0, made.buffers[0], "device", first.handle))
+        port.offer_early(BufferOffer(made.transfer, 0, made.buffers[0], "device", first.handle))
         first.finish()
         yield made, port

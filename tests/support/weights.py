@@ -132,7 +132,7 @@ def spoil_what_is_packed(monkeypatch: pytest.MonkeyPatch) -> None:
     def damaged(self: HostPacker, index: int) -> Any:
         packed = pack(self, index)
         assert self._shelf is not None
-        self._shelf.room(100)[17] ^= 1
+        self._shelf.view(100)[17] ^= 1
         return packed
 
     monkeypatch.setattr(HostPacker, "pack", damaged)

@@ -6,6 +6,7 @@ clerk's reads them and gives the parts back. Each word of the header has one wri
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import mmap
 import os
@@ -18,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from clairai.errors import ConfigError, RingError
-from clairai.local.shared_buffer import free_memory_bytes
+from clairai.local.shared_buffer import SIZE_SEALS, create_memfd
 
 ALIGNMENT: Final = 256
 HEADER_NBYTES: Final = 4096
@@ -27,7 +28,6 @@ FREED_WORD: Final = 0  # bytes that were ever given back; the clerk's side write
 COPIED_WORD: Final = (
     8  # the last ticket whose rows are there; the engine's side, or its GPU, writes it
 )
-SEALS: Final = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 POLL_S: Final = 0.0005
 
 
@@ -55,28 +55,25 @@ class StagingArena:
     def create(cls, nbytes: int) -> StagingArena:
         """New memory; a multiple of ALIGNMENT."""
         whole = HEADER_NBYTES + nbytes
-        if whole > (free := free_memory_bytes()):
-            raise ConfigError(
-                f"no {nbytes} bytes for rows on their way, {free} are free; lower "
-                "capture.staging_mib"
-            )
-        fd = os.memfd_create("clairai-rows", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-        try:
-            # Now: a machine without the memory refuses here, and not with SIGBUS in a step.
-            os.posix_fallocate(fd, 0, whole)
-            fcntl.fcntl(fd, fcntl.F_ADD_SEALS, SEALS)
-            return cls(mmap.mmap(fd, whole), fd)
-        except OSError as error:
-            os.close(fd)
-            raise ConfigError(
-                f"no {nbytes} bytes for rows on their way ({error}); lower capture.staging_mib"
-            ) from error
+        with contextlib.ExitStack() as undo:
+            try:
+                fd = create_memfd("rows", whole)
+                undo.callback(os.close, fd)
+                fcntl.fcntl(fd, fcntl.F_ADD_SEALS, SIZE_SEALS)
+                mapping = mmap.mmap(fd, whole)
+            except OSError as error:
+                raise ConfigError(
+                    f"no {nbytes} bytes for rows on their way: {error.strerror}; lower "
+                    "capture.staging_mib"
+                ) from error
+            undo.pop_all()
+        return cls(mapping, fd)
 
     @classmethod
     def attach(cls, fd: int) -> StagingArena:
         """The same memory in another process; takes the descriptor over."""
         try:
-            if fcntl.fcntl(fd, fcntl.F_GET_SEALS) & SEALS != SEALS:
+            if fcntl.fcntl(fd, fcntl.F_GET_SEALS) & SIZE_SEALS != SIZE_SEALS:
                 raise RingError("memory for rows is not sealed; its owner could resize it under us")
             return cls(mmap.mmap(fd, os.fstat(fd).st_size), None)
         finally:

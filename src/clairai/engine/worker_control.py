@@ -87,13 +87,9 @@ def _answer_probes(
         case ring_messages.FindStreams(request_ids):
             return step_publisher.find_streams(request_ids)
         case ring_messages.RedirectProbes(names, rows):
-            turned = step_publisher.columns.redirect(names, _read_rows(names, rows))
-            return ring_messages.BankVersion(step_publisher.install(turned).version)
-        case ring_messages.RedirectProbesShared(names, lent):
-            turned = step_publisher.columns.redirect(
-                names, _read_rows(names, step_publisher.borrower.borrowed(lent))
-            )
-            return ring_messages.BankVersion(step_publisher.install(turned).version)
+            return _redirect(step_publisher, names, rows)
+        case ring_messages.RedirectProbesShared(names, shared):
+            return _redirect(step_publisher, names, step_publisher.copier.copy_shared(shared))
         case (
             ring_messages.AddProbes() | ring_messages.ReplaceProbes() | ring_messages.RemoveProbes()
         ):
@@ -104,6 +100,13 @@ def _answer_probes(
             return ring_messages.Refusal(
                 "unsupported", "the engine core answers this, not a worker"
             )
+
+
+def _redirect(
+    step_publisher: StepPublisher, names: tuple[str, ...], data: memoryview
+) -> ring_messages.BankVersion:
+    redirected = step_publisher.columns.redirect(names, _read_rows(names, data))
+    return ring_messages.BankVersion(step_publisher.install(redirected).version)
 
 
 def _read_rows(names: tuple[str, ...], data: memoryview) -> NDArray[np.float32]:

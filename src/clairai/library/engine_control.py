@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from clairai import errors
-from clairai.local.shared_buffer import SharedBufferPool
+from clairai.local.shared_buffer import ReusableBuffer
 from clairai.match.align import Scores, align
 from clairai.match.row_collector import RowCollector
 from clairai.probe.files import dumps
@@ -28,7 +28,7 @@ from clairai.wire import ring_messages
 Reply = TypeVar("Reply", bound=msgspec.Struct)
 
 CONTROL_METHOD: Final = "clairai_control"  # of a vLLM worker with taps: compat/install.py
-_LENDER: Final = "clairai_lender"
+_SHARED_BUFFER: Final = "clairai_shared_buffer"
 _ERRORS: Final = {
     kind.code: kind
     for kind in vars(errors).values()
@@ -184,25 +184,20 @@ class ProbeBank:
                 f"for each of {len(names)} probes"
             )
         rows_PD = np.ascontiguousarray(directions_PD, "<f4")
-        version = self._lent(tuple(names), rows_PD)
-        return self._sent(tuple(names), rows_PD) if version is None else version
+        data_N = rows_PD.reshape(-1).view(np.uint8)
+        shared = _shared_buffer(self._llm)
+        if shared.can_hold(data_N.nbytes):
+            # An engine that cannot read shared memory gets the rows in the message, from then on.
+            with suppress(errors.UnsupportedError, errors.WeightsError), shared.lock() as buffer:
+                np.copyto(buffer.view(data_N.nbytes), data_N)
+                reference = buffer.reference(data_N.nbytes)
+                return self._ask_version(
+                    ring_messages.RedirectProbesShared(tuple(names), reference)
+                )
+        return self._ask_version(ring_messages.RedirectProbes(tuple(names), data_N.data))
 
-    def _lent(self, names: tuple[str, ...], rows_PD: NDArray[np.float32]) -> int | None:
-        """By memory that the engine can read; None where there is none, or it cannot."""
-        lender = lender_of(self._llm)
-        if not lender.takes(rows_PD.nbytes):
-            return None
-        with suppress(errors.UnsupportedError, errors.WeightsError), lender.lend(rows_PD) as lent:
-            return ask_engine(
-                self._llm,
-                ring_messages.RedirectProbesShared(names, lent),
-                ring_messages.BankVersion,
-            ).version
-        return None
-
-    def _sent(self, names: tuple[str, ...], rows_PD: NDArray[np.float32]) -> int:
-        asked = ring_messages.RedirectProbes(names, rows_PD.data.cast("B"))
-        return ask_engine(self._llm, asked, ring_messages.BankVersion).version
+    def _ask_version(self, control: ring_messages.Control) -> int:
+        return ask_engine(self._llm, control, ring_messages.BankVersion).version
 
     def remove(self, *names: str) -> tuple[ring_messages.ListedProbe, ...]:
         return self._change(ring_messages.RemoveProbes(names))
@@ -211,10 +206,10 @@ class ProbeBank:
         return ask_engine(self._llm, control, ring_messages.BankState).probes
 
 
-def lender_of(llm: Any) -> SharedBufferPool:
-    """Kept with the LLM: a bank is asked for anew each time, and memory is not."""
-    found: SharedBufferPool | None = vars(llm).get(_LENDER)
-    return vars(llm).setdefault(_LENDER, SharedBufferPool()) if found is None else found
+def _shared_buffer(llm: Any) -> ReusableBuffer:
+    """Kept on the LLM object, because a ProbeBank is made anew each time."""
+    found: ReusableBuffer | None = vars(llm).get(_SHARED_BUFFER)
+    return vars(llm).setdefault(_SHARED_BUFFER, ReusableBuffer()) if found is None else found
 
 
 def ask_engine(llm: Any, control: ring_messages.Control, kind: type[Reply]) -> Reply:

@@ -1,7 +1,6 @@
-"""Takes sizes, addresses and 64-byte handles; gives CUDA memory that two processes share. No torch.
+"""GPU memory that two processes share, through the CUDA driver's own functions. No torch.
 
-The driver's own functions through cuda-bindings, which every CUDA build of vLLM brings along. A
-reader of a ring in host memory needs none of this.
+cuda-bindings comes with every CUDA build of vLLM. A reader of a ring in host memory never needs it.
 """
 
 from __future__ import annotations
@@ -16,11 +15,10 @@ from clairai.errors import HandshakeError, RingError
 # Smaller allocations share a block, and a handle opens the whole block (CUDA programming guide).
 GRANULE_BYTES: Final = 2 << 20
 HANDLE_BYTES: Final = 64
-STAGING_BYTES: Final = 1 << 20
 
 
 class Gpu:
-    """One GPU, with the context that torch uses too; its calls raise RingError."""
+    """One GPU, with the primary context that torch uses too; its calls raise RingError."""
 
     def __init__(self, ordinal: int) -> None:
         try:
@@ -49,25 +47,25 @@ class Gpu:
             f"on the same machine, with the same CUDA_VISIBLE_DEVICES"
         )
 
-    def call(self, name: str, *given: Any) -> Any:
-        """One function of the driver; what it returns beside its status."""
-        status, *found = getattr(self._driver, name)(*given)
+    def call(self, name: str, *arguments: Any) -> Any:
+        """Call a driver function; return its results without the status."""
+        status, *results = getattr(self._driver, name)(*arguments)
         self._require(status, name)
-        return found[0] if len(found) == 1 else found
+        return results[0] if len(results) == 1 else results
 
     def _require(self, status: Any, name: str) -> None:
         if status != self._driver.CUresult.CUDA_SUCCESS:
             raise RingError(f"{name} failed on the GPU: {status.name}; see the engine's log")
 
     def enter(self) -> None:
-        """Make this thread's calls go to this GPU."""
+        """Make this GPU current for the calling thread."""
         if self._context is None:
-            # Not before: a context takes hundreds of MiB, also on GPUs that are only looked at.
+            # Not earlier: a context takes hundreds of MiB, also on GPUs that are only listed.
             self._context = self.call("cuDevicePrimaryCtxRetain", self._device)
         self.call("cuCtxSetCurrent", self._context)
 
     def stream(self, handle: int) -> Any:
-        """The driver's name for a stream of torch's."""
+        """The driver's handle of a torch stream."""
         return self._driver.CUstream(handle)
 
     def event(self) -> Any:
@@ -75,13 +73,13 @@ class Gpu:
         return self.call("cuEventCreate", self._driver.CUevent_flags.CU_EVENT_DISABLE_TIMING)
 
     def write(self, stream: int, address: int, value: int) -> None:
-        """Of torch's stream: store this word when all it was given before is done and seen."""
+        """Store this word once all earlier work of a torch stream is done and visible."""
         # Flags 0: "the write is preceded by a system-wide memory fence" (cuStreamWriteValue64).
         (status,) = self._driver.cuStreamWriteValue64(self.stream(stream), address, value, 0)
         self._require(status, "cuStreamWriteValue64")
 
     def map_host(self, address: int, nbytes: int) -> int:
-        """Let the GPU reach host memory of ours; the address it has there."""
+        """Map host memory for the GPU; return its device address."""
         self.enter()
         flags = self._driver.CU_MEMHOSTREGISTER_DEVICEMAP | self._driver.CU_MEMHOSTREGISTER_PORTABLE
         self.call("cuMemHostRegister", address, nbytes, flags)
@@ -98,38 +96,38 @@ class Gpu:
         return handle
 
     def extent(self, address: int) -> int:
-        """How many bytes the driver itself says lie behind an address."""
+        """The size of the allocation at an address, according to the driver."""
         attribute = self._driver.CUpointer_attribute.CU_POINTER_ATTRIBUTE_RANGE_SIZE
         return int(self.call("cuPointerGetAttribute", attribute, address))
 
 
 class DeviceBlock:
-    """An allocation of a GPU, whole: `create` it here, `attach` another process's by its handle."""
+    """A whole GPU allocation: `create` a new one, or `attach` another process's by its handle."""
 
     home: Final = "device"
-    fds: Final[tuple[int, ...]] = ()  # it travels as a handle
+    fds: Final[tuple[int, ...]] = ()  # it is passed on as a handle
 
     def __init__(self, gpu: Gpu, address: int, nbytes: int, *, release: str | None) -> None:
-        """`release` is the driver's function that lets go of it; None: it is somebody else's."""
+        """`release` names the driver function that frees it; None if it is not ours."""
         self._gpu = gpu
         self.address, self.nbytes = address, nbytes
-        self._undo = contextlib.ExitStack()
+        self._cleanup = contextlib.ExitStack()
         if release is not None:
-            self._undo.callback(gpu.call, release, address)
+            self._cleanup.callback(gpu.call, release, address)
         self._is_open = True
 
     @classmethod
     def create(cls, nbytes: int, ordinal: int) -> Self:
-        """New memory outside torch's pool, so that its handle shows nothing else."""
+        """Allocate outside torch's pool, so that the handle exposes nothing else."""
         gpu = Gpu(ordinal)
         gpu.enter()
-        held = -(-nbytes // GRANULE_BYTES) * GRANULE_BYTES
-        address = int(gpu.call("cuMemAlloc", held))
+        size = -(-nbytes // GRANULE_BYTES) * GRANULE_BYTES
+        address = int(gpu.call("cuMemAlloc", size))
         return cls(gpu, address, nbytes, release="cuMemFree")
 
     @classmethod
     def attach(cls, handle: bytes, nbytes: int, uuid: str) -> Self:
-        """Open another process's memory; refused unless the driver too finds it large enough."""
+        """Open another process's memory; refused if the driver says that it is smaller."""
         if len(handle) != HANDLE_BYTES:
             raise HandshakeError(
                 f"the handle has {len(handle)} bytes, a CUDA IPC handle {HANDLE_BYTES}; "
@@ -154,24 +152,24 @@ class DeviceBlock:
 
     @property
     def extent(self) -> int:
-        """How many bytes the driver says there are."""
+        """The size according to the driver."""
         self._gpu.enter()
         return self._gpu.extent(self.address)
 
     @property
     def handle(self) -> bytes:
-        """64 bytes by which another process of this machine can attach."""
+        """64 bytes by which another process on this machine can attach."""
         self._gpu.enter()
         handle = self._gpu.call("cuIpcGetMemHandle", self.address)
         return ctypes.string_at(handle.getPtr(), HANDLE_BYTES)
 
     def close(self) -> None:
-        """Let go; the engine's own close frees it."""
+        """Free it, or detach from another process's memory."""
         if not self._is_open:
             return
         self._is_open = False
         self._gpu.enter()
-        self._undo.close()
+        self._cleanup.close()
 
     def __enter__(self) -> Self:
         return self
@@ -182,58 +180,3 @@ class DeviceBlock:
     def __del__(self) -> None:
         if getattr(self, "_is_open", False):
             warnings.warn(f"{self!r} was dropped open", ResourceWarning, stacklevel=2)
-
-
-class DeviceMemory(DeviceBlock):
-    """A block that the host reads and writes; the engine's is zero when it is new."""
-
-    def __init__(self, gpu: Gpu, address: int, nbytes: int, *, release: str | None) -> None:
-        """What cannot be opened whole is let go of here."""
-        super().__init__(gpu, address, nbytes, release=release)
-        with contextlib.ExitStack() as undo:
-            undo.callback(self.close)
-            self._staging = int(gpu.call("cuMemAllocHost", STAGING_BYTES))
-            self._undo.callback(gpu.call, "cuMemFreeHost", self._staging)
-            # A stream that waits for no other: a reader's copies never queue behind a forward.
-            self._stream = gpu.call("cuStreamCreate", 1)  # CU_STREAM_NON_BLOCKING
-            self._undo.callback(gpu.call, "cuStreamDestroy", self._stream)
-            undo.pop_all()
-
-    @classmethod
-    def create(cls, nbytes: int, ordinal: int) -> Self:
-        with contextlib.ExitStack() as undo:
-            memory = super().create(nbytes, ordinal)
-            undo.callback(memory.close)
-            memory._gpu.call("cuMemsetD8", memory.address, 0, memory.extent)
-            undo.pop_all()
-        return memory
-
-    @classmethod
-    def borrow(cls, address: int, nbytes: int, uuid: str) -> DeviceMemory:
-        """Memory of this very process: CUDA IPC refuses to open a handle where it was made."""
-        gpu = Gpu.by_uuid(uuid)
-        gpu.enter()
-        return cls(gpu, address, nbytes, release=None)
-
-    def load(self, offset: int) -> int:
-        return int.from_bytes(self.copy(offset, 8), "little")
-
-    def copy(self, offset: int, nbytes: int) -> bytes:
-        """Own bytes; the copy has completed on return."""
-        if not 0 <= offset <= offset + nbytes <= self.nbytes:
-            raise RingError(f"bytes {offset} to {offset + nbytes} of {self.nbytes}: please report")
-        self._gpu.enter()
-        parts = range(offset, offset + nbytes, STAGING_BYTES)
-        return b"".join(self._copy(at, min(STAGING_BYTES, offset + nbytes - at)) for at in parts)
-
-    def _copy(self, offset: int, nbytes: int) -> bytes:
-        self._gpu.call(
-            "cuMemcpyDtoHAsync", self._staging, self.address + offset, nbytes, self._stream
-        )
-        self._gpu.call("cuStreamSynchronize", self._stream)
-        return ctypes.string_at(self._staging, nbytes)
-
-    def write(self, offset: int, raw: bytes) -> None:
-        """For the engine, before any reader is there."""
-        self._gpu.enter()
-        self._gpu.call("cuMemcpyHtoD", self.address + offset, raw, len(raw))

@@ -1,28 +1,41 @@
-"""Takes what the user set; gives the private folder where engines and readers meet."""
+"""Private Unix sockets: the folder where a user's engines listen, and messages over a connection.
+
+A message is a u32 length and msgpack; file descriptors may travel with it. A socket is open to the
+processes of one user on one machine: the folder is 0700, the socket 0600, and both ends ask the
+kernel who the other is.
+"""
 
 from __future__ import annotations
 
 import os
+import select
 import socket
 import stat
 import struct
+import threading
 import time
+import weakref
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import Final
+from typing import Any, Final, Generic, TypeVar
 
 import msgspec
 
-from clairai.errors import HandshakeError, RingError
-from clairai.wire.ring_messages import MAX_MESSAGE_BYTES, RingMessage
+from clairai.errors import ClairaiError, HandshakeError, RingError
+from clairai.wire.ring_messages import MAX_MESSAGE_BYTES
+
+MessageT = TypeVar("MessageT")
 
 MAX_SOCKET_PATH_BYTES: Final = 107  # sun_path of unix(7), less its final NUL
 NEW_SUFFIX: Final = ".new"
 NEW_AGE_S: Final = 60.0
+SEND_TIMEOUT_S: Final = 10.0
 _PEER_CREDENTIALS: Final = struct.Struct("iII")  # pid, uid, gid: struct ucred of unix(7)
+_LENGTH: Final = struct.Struct("<I")
 
 
 def runtime_dir(explicit: str | None = None) -> Path:
-    """The folder to meet in, made if it is not there; RingError if others can reach into it."""
+    """Return the folder of the sockets, creating it; RingError if other users can reach into it."""
     folder = _runtime_path(explicit)
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
@@ -37,7 +50,7 @@ def runtime_dir(explicit: str | None = None) -> Path:
 
 
 def socket_path(folder: Path, epoch: int, kind: str = "engine") -> Path:
-    """Where the engine of this epoch listens: for readers, or for what `kind` says."""
+    """The socket of the engine of this epoch: `engine` for readers, or another `kind`."""
     path = folder / f"{kind}-{epoch:016x}.sock"
     nbytes = len(os.fsencode(path)) + len(NEW_SUFFIX)
     if nbytes > MAX_SOCKET_PATH_BYTES:
@@ -49,19 +62,19 @@ def socket_path(folder: Path, epoch: int, kind: str = "engine") -> Path:
 
 
 def engine_sockets(folder: Path, kind: str = "engine") -> list[Path]:
-    """Our engines' sockets, newest first, whether or not anybody still listens."""
+    """List this user's sockets, newest first, whether or not an engine still listens."""
     made = {path: _own_socket_time(path) for path in folder.glob(f"{kind}-*.sock")}
     ours = {path: made_s for path, made_s in made.items() if made_s is not None}
     return sorted(ours, key=ours.__getitem__, reverse=True)
 
 
 def live_engine_sockets(folder: Path) -> list[Path]:
-    """The sockets of the engines that are alive, newest first."""
+    """List the sockets at which an engine listens, newest first."""
     return [path for path in engine_sockets(folder) if not _is_dead(path)]
 
 
 def remove_dead_sockets(folder: Path, kind: str = "engine") -> None:
-    """Delete the sockets that dead engines left; never anything that is not ours."""
+    """Delete the sockets that dead engines left, and nothing else."""
     for path in engine_sockets(folder, kind):
         if _is_dead(path):
             path.unlink(missing_ok=True)
@@ -73,7 +86,7 @@ def remove_dead_sockets(folder: Path, kind: str = "engine") -> None:
 
 
 def listen(path: Path) -> socket.socket:
-    """A socket that is already listening when it appears at `path`, for our user alone."""
+    """Return a socket that already listens when it appears at `path`, for this user only."""
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
     starting = path.with_name(path.name + NEW_SUFFIX)
     try:
@@ -81,7 +94,7 @@ def listen(path: Path) -> socket.socket:
         starting.chmod(0o600)
         listener.listen()
         listener.setblocking(False)
-        # Until it listens it would look deserted, and another engine's start would remove it.
+        # A socket that does not listen yet looks dead, and a starting engine would remove it.
         starting.rename(path)
     except OSError as error:
         listener.close()
@@ -90,13 +103,41 @@ def listen(path: Path) -> socket.socket:
     return listener
 
 
+def connect(path: Path, *, timeout_s: float, error: type[ClairaiError]) -> socket.socket:
+    """Connect to an engine; OSError if none listens, `error` if it belongs to another user."""
+    sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
+    try:
+        sock.settimeout(timeout_s)
+        sock.connect(os.fspath(path))
+        if (uid := peer_uid(sock)) != os.geteuid():
+            raise error(f"{path} belongs to user {uid}, we are {os.geteuid()}; not ours")
+    except BaseException:
+        sock.close()
+        raise
+    return sock
+
+
+def call_in_forked_child(method: Callable[[], None]) -> None:
+    """Call a bound method in every forked child, for as long as its object lives.
+
+    A child that kept an inherited socket open would hide its parent's death from the other end.
+    """
+    reference = weakref.WeakMethod(method)
+
+    def call() -> None:
+        if (inherited := reference()) is not None:
+            inherited()
+
+    os.register_at_fork(after_in_child=call)
+
+
 def peer_uid(sock: socket.socket) -> int:
-    """Who is at the other end, as the kernel knows it."""
+    """The user at the other end, according to the kernel."""
     return _peer_credentials(sock)[1]
 
 
 def peer_pid(sock: socket.socket) -> int:
-    """Which process is at the other end, as the kernel knows it."""
+    """The process at the other end, according to the kernel."""
     return _peer_credentials(sock)[0]
 
 
@@ -125,7 +166,7 @@ def _require_private(folder: Path) -> None:
         )
     if mode := status.st_mode & 0o077:
         raise RingError(
-            f"runtime folder {folder} lets others in (mode bits {mode:03o}), must be 0700; "
+            f"runtime folder {folder} is open to others (mode bits {mode:03o}), must be 0700; "
             f"chmod 700 it or set CLAIRAI_RUNTIME_DIR"
         )
 
@@ -147,22 +188,12 @@ def _is_dead(path: Path) -> bool:
         except (ConnectionRefusedError, FileNotFoundError):
             return True
         except OSError:
-            return False  # its queue is full, or anything else: not known to be dead
+            return False  # its queue is full, or something else: not known to be dead
     return False
 
 
-# MERGED
-# Takes messages; gives frames for a stream socket (length u32, msgpack), and messages back.
-
-
-MAX_REQUEST_BYTES: Final = 4096  # all that a reader may say at once
-RECEIVE_BYTES: Final = 1 << 16
-_LENGTH: Final = struct.Struct("<I")
-_DECODER: Final[msgspec.msgpack.Decoder[RingMessage]] = msgspec.msgpack.Decoder(RingMessage)
-
-
 def encode_frame(message: msgspec.Struct) -> bytes:
-    """One frame; HandshakeError if the message is longer than a peer would take."""
+    """Encode one message; HandshakeError if it is longer than a peer accepts."""
     body = msgspec.msgpack.encode(message)
     if len(body) > MAX_MESSAGE_BYTES:
         raise HandshakeError(
@@ -171,34 +202,159 @@ def encode_frame(message: msgspec.Struct) -> bytes:
     return _LENGTH.pack(len(body)) + body
 
 
-class FrameBuffer:
-    """Received bytes that are not a whole message yet."""
+class MessageFormat(Generic[MessageT]):
+    """What one end accepts: the types of messages, their size, and the error for anything else."""
 
-    def __init__(self, limit: int) -> None:
-        self._limit = limit
+    def __init__(self, types: Any, *, max_bytes: int, error: type[ClairaiError]) -> None:
+        """`types` is a union of msgspec structs."""
+        self._decoder: msgspec.msgpack.Decoder[MessageT] = msgspec.msgpack.Decoder(types)
+        self._max_bytes = max_bytes
+        self.error = error
+
+    def body_nbytes(self, head: bytes | bytearray) -> int:
+        (nbytes,) = _LENGTH.unpack_from(head)
+        if nbytes > self._max_bytes:
+            raise self.error(f"peer sends {nbytes} bytes, may send {self._max_bytes}; not ours")
+        return int(nbytes)
+
+    def decode(self, body: bytes) -> MessageT:
+        try:
+            return self._decoder.decode(body)
+        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+            raise self.error(
+                f"peer sent no message of ours ({str(error)[:200]}); update one end"
+            ) from error
+
+
+class FrameBuffer(Generic[MessageT]):
+    """Bytes received by a server that never blocks, cut into messages."""
+
+    def __init__(self, accepted: MessageFormat[MessageT]) -> None:
+        self._accepted = accepted
         self._raw = bytearray()
 
     def feed(self, raw: bytes) -> None:
-        """Add what a socket gave."""
         self._raw += raw
 
-    def take(self) -> RingMessage | None:
-        """The next whole message, if it is there; HandshakeError if it is not one of ours."""
+    def take(self) -> MessageT | None:
+        """Return the next message; None until all of it is here."""
         if len(self._raw) < _LENGTH.size:
             return None
-        (nbytes,) = _LENGTH.unpack_from(self._raw)
-        if nbytes > self._limit:
-            raise HandshakeError(f"peer sends {nbytes} bytes, may send {self._limit}; not ours")
-        end = _LENGTH.size + nbytes
+        end = _LENGTH.size + self._accepted.body_nbytes(self._raw)
         if len(self._raw) < end:
             return None
         body = bytes(self._raw[_LENGTH.size : end])
         del self._raw[:end]
-        return _decode(body)
+        return self._accepted.decode(body)
 
 
-def _decode(body: bytes) -> RingMessage:
-    try:
-        return _DECODER.decode(body)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise HandshakeError(f"peer sent no message of ours ({error}); update one end") from error
+class Connection(Generic[MessageT]):
+    """One end of a connected socket. Every wait has a deadline; one thread receives, any may send.
+
+    ConnectionResetError means that the peer has hung up between two messages,
+    ConnectionAbortedError that it did so within one.
+    """
+
+    def __init__(
+        self, sock: socket.socket, accepted: MessageFormat[MessageT], *, max_fds: int
+    ) -> None:
+        """Takes over the socket; a message may come with up to `max_fds` descriptors."""
+        sock.settimeout(SEND_TIMEOUT_S)
+        self._sock = sock
+        self._accepted = accepted
+        self._max_fds = max_fds
+        self._raw = bytearray()  # of the message that is being received
+        self._fds: list[int] = []
+        self._sending = threading.Lock()
+        self._readable, self._hangup = select.poll(), select.poll()
+        self._readable.register(sock, select.POLLIN)
+        self._hangup.register(sock, select.POLLRDHUP)
+
+    def send(self, message: msgspec.Struct, fds: Sequence[int] = ()) -> None:
+        frame = encode_frame(message)
+        with self._sending:
+            num_sent = socket.send_fds(self._sock, [frame], fds) if fds else 0
+            if rest := frame[num_sent:]:  # sending nothing fails too, once the peer has refused
+                self._sock.sendall(rest)
+
+    def receive(self, timeout_s: float) -> tuple[MessageT, list[int]]:
+        """Return the next message and its descriptors, which belong to the caller.
+
+        After a TimeoutError the next call goes on with the same message.
+        """
+        deadline_s = time.monotonic() + timeout_s
+        try:
+            self._fill(_LENGTH.size, deadline_s)
+            self._fill(_LENGTH.size + self._accepted.body_nbytes(self._raw), deadline_s)
+            message = self._accepted.decode(bytes(self._raw[_LENGTH.size :]))
+        except TimeoutError:
+            raise
+        except BaseException:
+            self._drop_fds()
+            raise
+        self._raw.clear()
+        fds, self._fds = self._fds, []
+        return message, fds
+
+    def _fill(self, nbytes: int, deadline_s: float) -> None:
+        """Receive until `nbytes` of the current message are here."""
+        while len(self._raw) < nbytes:
+            self._wait_readable(deadline_s)
+            part, fds, flags, _ = socket.recv_fds(
+                self._sock, nbytes - len(self._raw), self._max_fds, socket.MSG_CMSG_CLOEXEC
+            )
+            self._fds += fds
+            if flags & socket.MSG_CTRUNC or len(self._fds) > self._max_fds:
+                raise self._accepted.error(
+                    f"more than {self._max_fds} descriptors came with a message; not ours"
+                )
+            if not part:
+                if self._raw:
+                    raise ConnectionAbortedError("peer hung up in the middle of a message")
+                raise ConnectionResetError("peer has hung up")
+            self._raw += part
+
+    def _drop_fds(self) -> None:
+        close_all(self._fds)
+        self._fds = []
+
+    def _wait_readable(self, deadline_s: float) -> None:
+        # Not the socket's own timeout: that is also the limit of another thread's send.
+        if not self._readable.poll(max(0.0, deadline_s - time.monotonic()) * 1e3):
+            raise TimeoutError("peer did not answer in time")
+
+    @property
+    def is_same_process(self) -> bool:
+        return peer_pid(self._sock) == os.getpid()
+
+    @property
+    def is_open(self) -> bool:
+        """True while the peer holds its end; never blocks."""
+        return not self._hangup.poll(0)
+
+    @property
+    def is_closed(self) -> bool:
+        """True once this end has been closed."""
+        return self._sock.fileno() < 0
+
+    def hang_up(self, timeout_s: float) -> None:
+        """Send nothing more, and wait until the peer hangs up too; OSError if it does not."""
+        self._sock.shutdown(socket.SHUT_WR)
+        deadline_s = time.monotonic() + timeout_s
+        is_ended = False
+        while not is_ended:
+            self._wait_readable(deadline_s)
+            is_ended = not self._sock.recv(MAX_MESSAGE_BYTES)  # a reply nobody waits for any more
+
+    def shut_down(self) -> None:
+        """End both directions; a thread that waits for the peer wakes up."""
+        self._sock.shutdown(socket.SHUT_RDWR)
+
+    def close(self) -> None:
+        self._drop_fds()
+        self._sock.close()
+
+
+def close_all(fds: Iterable[int]) -> None:
+    for fd in fds:
+        os.close(fd)

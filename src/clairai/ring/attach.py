@@ -1,26 +1,20 @@
-"""Takes the path of an engine's socket; gives its records, its banks, and word of its death."""
+"""A reader's connection to one engine: its ring, the banks of its records, and whether it lives.
+
+Runs in: any reader (proxy, sidecar, the user's process, the engine core for stop rules).
+"""
 
 from __future__ import annotations
 
 import contextlib
-import os
-import select
-import socket
 import time
 import warnings
 from pathlib import Path
 from typing import Final, Self
 
 from clairai.errors import EngineGoneError, HandshakeError
-from clairai.local.private_socket import (
-    RECEIVE_BYTES,
-    FrameBuffer,
-    encode_frame,
-    peer_pid,
-    peer_uid,
-)
+from clairai.local.private_socket import Connection, MessageFormat, close_all, connect
 from clairai.ring.layout import RingShape
-from clairai.ring.memory import HostMemory, RingMemory
+from clairai.ring.memory import DeviceMemory, HostMemory, RingMemory
 from clairai.ring.reader import POLL_LIMIT, ReaderStatistics, Record, RingCursor, StartAt
 from clairai.wire.ring_messages import (
     MAX_MESSAGE_BYTES,
@@ -35,16 +29,19 @@ from clairai.wire.ring_messages import (
 ANSWER_TIMEOUT_S: Final = 5.0
 MIN_PAUSE_S: Final = 50e-6
 MAX_PAUSE_S: Final = 2e-3
+_ACCEPTED: Final = MessageFormat[RingMessage](
+    RingMessage, max_bytes=MAX_MESSAGE_BYTES, error=HandshakeError
+)
 
 
 class RingReader:
-    """One engine's ring and the socket it came by; the socket's end is the engine's death."""
+    """One engine's ring, and the socket it came from: when that closes, the engine is dead."""
 
     def __init__(
-        self, link: _Connection, memory: RingMemory, welcome: Welcome, ring: RingCursor
+        self, connection: _EngineConnection, memory: RingMemory, welcome: Welcome, ring: RingCursor
     ) -> None:
         self.welcome = welcome
-        self._link = link
+        self._connection = connection
         self._memory = memory
         self._ring = ring
         self._banks: dict[int, Bank] = {}
@@ -57,32 +54,35 @@ class RingReader:
         start: StartAt = "oldest",
         timeout_s: float = ANSWER_TIMEOUT_S,
     ) -> Self:
-        """Connect, check the peer, map its ring; EngineGoneError if nobody listens."""
+        """Connect, check the peer and map its ring; EngineGoneError if no engine listens."""
         with contextlib.ExitStack() as undo:
-            link = undo.enter_context(_Connection(Path(socket_path)))
-            welcome, fds = link.receive_welcome(timeout_s)
-            memory = undo.enter_context(_map_ring(welcome, fds, is_here=link.is_here()))
+            connection = _EngineConnection(Path(socket_path))
+            undo.callback(connection.close)
+            welcome, fds = connection.receive_welcome(timeout_s)
+            memory = _map_ring(welcome, fds, is_same_process=connection.is_same_process)
+            undo.enter_context(memory)
             ring = RingCursor(memory, start=start)
             _check_ring(ring, welcome)
             undo.pop_all()
-        return cls(link, memory, welcome, ring)
+        return cls(connection, memory, welcome, ring)
 
     def poll(self, limit: int = POLL_LIMIT) -> list[Record]:
-        """See Ring.poll; also after the engine's death, until all it published is read."""
+        """See RingCursor.poll; works after the engine's death until everything is read."""
         return self._ring.poll(limit)
 
     def bank(self, version: int) -> Bank:
         """The columns of the records with this bank version."""
         if version not in self._banks:
-            self._banks[version] = self._link.ask_bank(version)
+            self._banks[version] = self._connection.ask_bank(version)
         return self._banks[version]
 
     def is_alive(self) -> bool:
-        """Whether the engine still holds its end of the socket; never blocks."""
-        return self._link.is_open()
+        """True while the engine holds its end of the socket; never blocks."""
+        return self._connection.is_open
 
     def wait(self, timeout_s: float) -> bool:
-        """True once there is a record to poll or the engine has died; False after `timeout_s`."""
+        """Wait for a record or the engine's death; False after `timeout_s`."""
+        # Polling here is cheaper for the engine than waking this process at every step.
         deadline_s = time.monotonic() + timeout_s
         pause_s = MIN_PAUSE_S
         while self._ring.lag() == 0 and self.is_alive():
@@ -94,13 +94,13 @@ class RingReader:
         return True
 
     def statistics(self) -> ReaderStatistics:
-        """See Ring.statistics."""
+        """See RingCursor.statistics."""
         return self._ring.statistics()
 
     def close(self) -> None:
         """Unmap the ring and hang up."""
         self._memory.close()
-        self._link.close()
+        self._connection.close()
 
     def __enter__(self) -> Self:
         return self
@@ -109,29 +109,29 @@ class RingReader:
         self.close()
 
 
-class _Connection:
-    """The reader's end of the socket; every wait on it has a deadline."""
+class _EngineConnection(Connection[RingMessage]):
+    """The reader's end of the socket."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        self._inbox = FrameBuffer(MAX_MESSAGE_BYTES)
-        self._sock = _connect(path)
-        self._hangup = select.poll()
-        self._hangup.register(self._sock, select.POLLRDHUP)
+        try:
+            # Without waiting: an engine that does not accept at once is dead or stopped.
+            sock = connect(path, timeout_s=0.0, error=HandshakeError)
+        except OSError as error:
+            raise EngineGoneError(
+                f"nobody listens at {path} ({error}); start the engine"
+            ) from error
+        super().__init__(sock, _ACCEPTED, max_fds=1)
 
     def receive_welcome(self, timeout_s: float) -> tuple[Welcome, list[int]]:
-        """The first message and the descriptors that must come with it."""
-        deadline_s = time.monotonic() + timeout_s
-        raw, fds, flags = self._receive_first(deadline_s)
+        """The first message, and the descriptors that must come with it."""
+        welcome, fds = self._receive_from_engine(timeout_s)
         try:
-            self._feed(raw)
-            welcome = self._receive(deadline_s)
-            if flags & socket.MSG_CTRUNC or not isinstance(welcome, Welcome):
+            if not isinstance(welcome, Welcome):
                 raise HandshakeError("peer did not send a Welcome; not ours")
             _check_welcome(welcome, fds)
         except BaseException:
-            for fd in fds:
-                os.close(fd)
+            close_all(fds)
             raise
         return welcome, fds
 
@@ -139,99 +139,45 @@ class _Connection:
         """Ask and wait for the answer; EngineGoneError if the engine dies meanwhile."""
         deadline_s = time.monotonic() + ANSWER_TIMEOUT_S
         try:
-            self._sock.sendall(encode_frame(AskBank(version)))
+            self.send(AskBank(version))
         except OSError as error:
             raise self._gone() from error
         while True:
-            answer = self._receive(deadline_s)
+            answer, fds = self._receive_from_engine(deadline_s - time.monotonic())
+            close_all(fds)
             if not isinstance(answer, Bank):
                 raise HandshakeError(f"asked for bank {version}, got {type(answer).__name__}")
-            if answer.version == version:  # else: the late answer to one that timed out
+            if answer.version == version:  # else: the late answer to a question that timed out
                 return answer
 
-    def is_here(self) -> bool:
-        """Whether the engine is this very process."""
-        return peer_pid(self._sock) == os.getpid()
-
-    def is_open(self) -> bool:
-        return not self._hangup.poll(0)
-
-    def close(self) -> None:
-        self._sock.close()
-
-    def _receive(self, deadline_s: float) -> RingMessage:
-        while (message := self._inbox.take()) is None:
-            self._wait_readable(deadline_s)
-            try:
-                self._feed(self._sock.recv(RECEIVE_BYTES))
-            except ConnectionResetError as error:
-                raise self._gone() from error
-        if isinstance(message, Refusal):
-            raise HandshakeError(f"engine refused ({message.code}): {message.reason}")
-        return message
-
-    def _receive_first(self, deadline_s: float) -> tuple[bytes, list[int], int]:
-        self._wait_readable(deadline_s)
+    def _receive_from_engine(self, timeout_s: float) -> tuple[RingMessage, list[int]]:
         try:
-            raw, fds, flags, _ = socket.recv_fds(
-                self._sock, RECEIVE_BYTES, 1, socket.MSG_CMSG_CLOEXEC
-            )
-        except ConnectionResetError as error:
-            raise self._gone() from error
-        return raw, fds, flags
-
-    def _feed(self, raw: bytes) -> None:
-        if not raw:
-            raise self._gone()
-        self._inbox.feed(raw)
-
-    def _wait_readable(self, deadline_s: float) -> None:
-        poller = select.poll()
-        poller.register(self._sock, select.POLLIN)
-        left_ms = max(0.0, deadline_s - time.monotonic()) * 1e3
-        if not poller.poll(left_ms):
+            message, fds = self.receive(timeout_s)
+        except TimeoutError:
             raise HandshakeError(
                 f"engine at {self._path} did not answer in time; "
                 "it is stopped or overloaded, try again"
-            )
+            ) from None
+        except OSError as error:
+            raise self._gone() from error
+        if isinstance(message, Refusal):
+            close_all(fds)
+            raise HandshakeError(f"engine refused ({message.code}): {message.reason}")
+        return message, fds
 
     def _gone(self) -> EngineGoneError:
         return EngineGoneError(f"engine at {self._path} has hung up; attach to the next one")
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
     def __del__(self) -> None:
-        if (sock := getattr(self, "_sock", None)) is not None and sock.fileno() >= 0:
+        if hasattr(self, "_sock") and not self.is_closed:
             warnings.warn(f"reader of {self._path} was dropped open", ResourceWarning, stacklevel=2)
             self.close()
 
 
-def _connect(path: Path) -> socket.socket:
-    sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
-    sock.setblocking(False)
-    try:
-        sock.connect(os.fspath(path))
-        if (uid := peer_uid(sock)) != os.geteuid():
-            raise HandshakeError(f"{path} belongs to user {uid}, we are {os.geteuid()}; not ours")
-    except OSError as error:
-        sock.close()
-        raise EngineGoneError(f"nobody listens at {path} ({error}); start the engine") from error
-    except HandshakeError:
-        sock.close()
-        raise
-    return sock
-
-
-def _map_ring(welcome: Welcome, fds: list[int], *, is_here: bool) -> RingMemory:
+def _map_ring(welcome: Welcome, fds: list[int], *, is_same_process: bool) -> RingMemory:
     if welcome.home == "host":
         return HostMemory.attach(fds[0], welcome.nbytes)
-    from clairai.local.gpu_memory import DeviceMemory
-
-    if is_here and welcome.address:
+    if is_same_process and welcome.address:
         return DeviceMemory.borrow(welcome.address, welcome.nbytes, welcome.gpu)
     return DeviceMemory.attach(welcome.handle, welcome.nbytes, welcome.gpu)
 

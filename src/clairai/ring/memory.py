@@ -1,11 +1,12 @@
-"""Takes a size or a received file descriptor; gives memory that one process writes and others read.
+"""The memory of a ring: written by the engine, read by every reader, in host or GPU memory.
 
-The host home is a sealed memfd: the engine keeps the only writable mapping there will ever be.
-A home in device memory can stand beside it: a reader asks for nothing more than `RingMemory`.
+In host memory it is a sealed memfd, whose only writable mapping is the engine's own.
 """
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import fcntl
 import mmap
 import os
@@ -14,24 +15,26 @@ import warnings
 from typing import Final, Protocol, Self
 
 from clairai.errors import HandshakeError, RingError
-from clairai.local.shared_buffer import free_memory_bytes
+from clairai.local.gpu_memory import DeviceBlock, Gpu
+from clairai.local.shared_buffer import SIZE_SEALS, create_memfd, require_memfd
 from clairai.ring.layout import WORD_BYTES
 
 F_SEAL_FUTURE_WRITE: Final = 0x10  # linux/fcntl.h; Python's fcntl does not name it yet
-SEALS: Final = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | F_SEAL_FUTURE_WRITE | fcntl.F_SEAL_SEAL
+SEALS: Final = SIZE_SEALS | F_SEAL_FUTURE_WRITE
+STAGING_BYTES: Final = 1 << 20
 
 
 class RingMemory(Protocol):
-    """What a reader needs of the memory of a ring, wherever it lies."""
+    """What a reader needs of a ring's memory, wherever that is."""
 
     @property
     def nbytes(self) -> int: ...
 
     def load(self, offset: int) -> int:
-        """One aligned u64, read whole."""
+        """Read one aligned u64, whole."""
 
     def copy(self, offset: int, nbytes: int) -> bytes:
-        """Own bytes; every load has completed on return."""
+        """Return a private copy; every load has completed on return."""
 
     def close(self) -> None: ...
 
@@ -44,7 +47,7 @@ class HostMemory:
     """Shared host memory; `create` it writable in the engine, `attach` it read-only elsewhere."""
 
     home: Final = "host"
-    handle: Final = b""  # it travels as a descriptor
+    handle: Final = b""  # it is passed on as a descriptor
     uuid: Final = ""
     address: Final = 0
 
@@ -55,26 +58,26 @@ class HostMemory:
 
     @classmethod
     def create(cls, nbytes: int) -> HostMemory:
-        """New zeroed memory whose size and readers' rights are fixed for good."""
-        if nbytes > (free := free_memory_bytes()):
-            raise RingError(f"ring of {nbytes} bytes, {free} are free here; lower its size")
-        fd = os.memfd_create("clairai-ring", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-        try:
-            # Allocates now: a machine without the memory refuses here, not with SIGBUS in a step.
-            os.posix_fallocate(fd, 0, nbytes)
-            mapping = mmap.mmap(fd, nbytes, mmap.MAP_SHARED | mmap.MAP_POPULATE)
-            fcntl.fcntl(fd, fcntl.F_ADD_SEALS, SEALS)
-        except OSError as error:
-            os.close(fd)
-            raise RingError(f"no {nbytes} bytes for the ring ({error}); lower its size") from error
+        """Create zeroed memory whose size and readers' rights never change."""
+        with contextlib.ExitStack() as undo:
+            try:
+                fd = create_memfd("ring", nbytes)
+                undo.callback(os.close, fd)
+                mapping = mmap.mmap(fd, nbytes, mmap.MAP_SHARED | mmap.MAP_POPULATE)
+                fcntl.fcntl(fd, fcntl.F_ADD_SEALS, SEALS)
+            except OSError as error:
+                raise RingError(
+                    f"no {nbytes} bytes for the ring: {error.strerror}; lower its size"
+                ) from error
+            undo.pop_all()
         return cls(mapping, fd)
 
     @classmethod
     def attach(cls, fd: int, nbytes: int) -> HostMemory:
-        """Map a received descriptor read-only; takes it over, also when it refuses it."""
+        """Map a received descriptor read-only, and close it even if it is refused."""
         try:
             require_total_store_order()
-            _require_sealed(fd, nbytes)
+            require_memfd(fd, nbytes, seals=SEALS, error=HandshakeError)
             mapping = mmap.mmap(fd, nbytes, mmap.MAP_SHARED, mmap.PROT_READ)
         except (OSError, ValueError) as error:
             raise HandshakeError(f"ring cannot be mapped ({error}); restart the engine") from error
@@ -96,7 +99,7 @@ class HostMemory:
 
     @property
     def fds(self) -> tuple[int, ...]:
-        """What travels with the first message to a reader."""
+        """What goes with the first message to a reader."""
         return (self.fd,)
 
     @property
@@ -105,14 +108,14 @@ class HostMemory:
 
     def load(self, offset: int) -> int:
         self._open_mapping()
-        # CPython moves an aligned native word with one instruction; tests/process holds it to that.
+        # CPython moves an aligned native word with one instruction; tests/process checks that.
         return self._words[offset // WORD_BYTES]
 
     def copy(self, offset: int, nbytes: int) -> bytes:
         return self._open_mapping()[offset : offset + nbytes]
 
     def close(self) -> None:
-        """Let go; a view that somebody still holds keeps the pages and never dangles."""
+        """Unmap; a view that is still held keeps the pages."""
         if self._mapping is None:
             return
         self._words.release()
@@ -147,15 +150,56 @@ def require_total_store_order() -> None:
         )
 
 
-def _require_sealed(fd: int, nbytes: int) -> None:
-    size = os.fstat(fd).st_size
-    if size != nbytes:
-        raise HandshakeError(f"ring has {size} bytes, peer claims {nbytes}; do not trust this peer")
-    try:
-        seals = fcntl.fcntl(fd, fcntl.F_GET_SEALS)
-    except OSError as error:
-        raise HandshakeError(f"ring is not a memfd ({error}); do not trust this peer") from error
-    if seals & SEALS != SEALS:
-        raise HandshakeError(
-            f"ring has seals {seals:#x}, needs {SEALS:#x}; its owner could resize it under us"
+class DeviceMemory(DeviceBlock):
+    """A ring in GPU memory that the host reads and writes; a new one is zeroed."""
+
+    def __init__(self, gpu: Gpu, address: int, nbytes: int, *, release: str | None) -> None:
+        """Frees everything again if any part of it fails."""
+        super().__init__(gpu, address, nbytes, release=release)
+        with contextlib.ExitStack() as undo:
+            undo.callback(self.close)
+            self._staging = int(gpu.call("cuMemAllocHost", STAGING_BYTES))
+            self._cleanup.callback(gpu.call, "cuMemFreeHost", self._staging)
+            # Non-blocking: a reader's copies never queue behind a forward pass.
+            self._stream = gpu.call("cuStreamCreate", 1)  # CU_STREAM_NON_BLOCKING
+            self._cleanup.callback(gpu.call, "cuStreamDestroy", self._stream)
+            undo.pop_all()
+
+    @classmethod
+    def create(cls, nbytes: int, ordinal: int) -> Self:
+        with contextlib.ExitStack() as undo:
+            memory = super().create(nbytes, ordinal)
+            undo.callback(memory.close)
+            memory._gpu.call("cuMemsetD8", memory.address, 0, memory.extent)
+            undo.pop_all()
+        return memory
+
+    @classmethod
+    def borrow(cls, address: int, nbytes: int, uuid: str) -> DeviceMemory:
+        """Use memory of this process: CUDA IPC cannot open a handle in the process that made it."""
+        gpu = Gpu.by_uuid(uuid)
+        gpu.enter()
+        return cls(gpu, address, nbytes, release=None)
+
+    def load(self, offset: int) -> int:
+        return int.from_bytes(self.copy(offset, 8), "little")
+
+    def copy(self, offset: int, nbytes: int) -> bytes:
+        """Return a private copy, complete on return."""
+        if not 0 <= offset <= offset + nbytes <= self.nbytes:
+            raise RingError(f"bytes {offset} to {offset + nbytes} of {self.nbytes}: please report")
+        self._gpu.enter()
+        parts = range(offset, offset + nbytes, STAGING_BYTES)
+        return b"".join(self._copy(at, min(STAGING_BYTES, offset + nbytes - at)) for at in parts)
+
+    def _copy(self, offset: int, nbytes: int) -> bytes:
+        self._gpu.call(
+            "cuMemcpyDtoHAsync", self._staging, self.address + offset, nbytes, self._stream
         )
+        self._gpu.call("cuStreamSynchronize", self._stream)
+        return ctypes.string_at(self._staging, nbytes)
+
+    def write(self, offset: int, raw: bytes) -> None:
+        """For the engine, before any reader attaches."""
+        self._gpu.enter()
+        self._gpu.call("cuMemcpyHtoD", self.address + offset, raw, len(raw))

@@ -1,4 +1,7 @@
-"""Takes a ring's memory and its banks; gives them to every reader of our user that connects."""
+"""The engine's socket for readers: it hands out the ring's memory and answers questions for banks.
+
+Runs in: the worker, on one daemon thread.
+"""
 
 from __future__ import annotations
 
@@ -7,15 +10,15 @@ import os
 import selectors
 import socket
 import threading
-import weakref
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Final, Protocol, Self
 
 from clairai.errors import HandshakeError
 from clairai.local.private_socket import (
-    MAX_REQUEST_BYTES,
     FrameBuffer,
+    MessageFormat,
+    call_in_forked_child,
     encode_frame,
     listen,
     peer_uid,
@@ -26,30 +29,34 @@ from clairai.wire.ring_messages import AskBank, Bank, Refusal, RingMessage, Welc
 
 GetBank = Callable[[int], Bank | None]
 
+MAX_REQUEST_BYTES: Final = 4096  # the longest message of a reader
 MAX_READERS: Final = 64
 CLOSE_TIMEOUT_S: Final = 5.0
 ACCEPT_PAUSE_S: Final = 0.1
 _log: Final = logging.getLogger(__name__)
+_ACCEPTED: Final = MessageFormat[RingMessage](
+    RingMessage, max_bytes=MAX_REQUEST_BYTES, error=HandshakeError
+)
 
 
 class ShareableMemory(Protocol):
-    """Memory that readers are let into."""
+    """Memory that can be handed to readers."""
 
     @property
     def fds(self) -> Sequence[int]:
-        """The descriptors it travels as; none if the first message says it all."""
+        """Descriptors of the memory; none if the first message alone describes it."""
 
 
 class RingServer:
-    """One daemon thread; whatever a reader does, only that reader is let go."""
+    """Serves every reader of this user; a reader that misbehaves is disconnected alone."""
 
     def __init__(
-        self, folder: Path, memory: ShareableMemory, welcome: Welcome, bank_of: GetBank
+        self, folder: Path, memory: ShareableMemory, welcome: Welcome, get_bank: GetBank
     ) -> None:
         self.path = socket_path(folder, welcome.epoch)
         self._memory = memory
         self._welcome = welcome
-        self._bank_of = bank_of
+        self._get_bank = get_bank
         self._sessions: set[_Session] = set()
         self._pid = os.getpid()
         self._is_closing = threading.Event()
@@ -59,12 +66,12 @@ class RingServer:
         self._selector = selectors.DefaultSelector()
         self._selector.register(self._listener, selectors.EVENT_READ)
         self._selector.register(self._wake_fd, selectors.EVENT_READ)
-        _release_in_forked_child(self)
+        call_in_forked_child(self._release_in_child)
         self._thread = threading.Thread(target=self._serve, name="clairai-ring", daemon=True)
         self._thread.start()
 
     def close(self) -> None:
-        """Remove the socket and let every reader go; in a forked child a no-op."""
+        """Remove the socket and disconnect every reader; does nothing in a forked child."""
         if self._is_closing.is_set() or os.getpid() != self._pid:
             return
         self._is_closing.set()
@@ -74,10 +81,10 @@ class RingServer:
         if self._thread.is_alive():
             _log.warning("readers are still being served after %s s", CLOSE_TIMEOUT_S)
         else:
-            self.release()
+            self._release()
 
-    def release(self) -> None:
-        """Close this process's descriptors and nothing else."""
+    def _release(self) -> None:
+        """Close this process's descriptors, and nothing else."""
         for session in self._sessions:
             session.sock.close()
         self._sessions.clear()
@@ -85,19 +92,23 @@ class RingServer:
         self._selector.close()
         os.close(self._wake_fd)
 
+    def _release_in_child(self) -> None:
+        if not self._is_closing.is_set():
+            self._release()
+
     def _serve(self) -> None:
         while not self._is_closing.is_set():
             for key, _ in self._selector.select():
                 if key.fileobj is self._listener:
                     self._accept()
                 elif isinstance(key.data, _Session):
-                    self._attend(key.data)
+                    self._serve_reader(key.data)
 
     def _accept(self) -> None:
         try:
             sock, _ = self._listener.accept()
         except OSError as error:
-            # Out of descriptors: the reader stays in the queue, so look again, but not at once.
+            # Out of descriptors: the reader stays in the queue; try again, but not at once.
             _log.warning("no reader can attach for now: %s", error)
             self._is_closing.wait(ACCEPT_PAUSE_S)
             return
@@ -109,7 +120,7 @@ class RingServer:
 
     def _admit(self, sock: socket.socket) -> None:
         sock.setblocking(False)
-        session = _Session(sock, self._bank_of)
+        session = _Session(sock, self._get_bank)
         if (uid := peer_uid(sock)) != os.geteuid():
             refusal = Refusal("foreign-user", f"you are user {uid}, only {os.geteuid()} may read")
         elif len(self._sessions) >= MAX_READERS:
@@ -122,13 +133,13 @@ class RingServer:
         session.send(refusal)
         raise HandshakeError(refusal.reason)
 
-    def _attend(self, session: _Session) -> None:
+    def _serve_reader(self, session: _Session) -> None:
         try:
             if session.serve():
                 self._selector.modify(session.sock, session.events, session)
                 return
         except Exception as error:
-            _log.log(_log_level(error), "a reader is let go: %s", error)
+            _log.log(_log_level(error), "a reader is disconnected: %s", error)
         self._selector.unregister(session.sock)
         self._sessions.discard(session)
         session.sock.close()
@@ -141,49 +152,49 @@ class RingServer:
 
 
 class _Session:
-    """One attached reader; while it has an answer to fetch, nothing more is read from it."""
+    """One attached reader; nothing is read from it while an answer waits to be sent."""
 
-    def __init__(self, sock: socket.socket, bank_of: GetBank) -> None:
+    def __init__(self, sock: socket.socket, get_bank: GetBank) -> None:
         self.sock = sock
-        self._bank_of = bank_of
-        self._inbox = FrameBuffer(MAX_REQUEST_BYTES)
-        self._outbox = bytearray()
+        self._get_bank = get_bank
+        self._received = FrameBuffer(_ACCEPTED)
+        self._unsent = bytearray()
 
     @property
     def events(self) -> int:
-        """What to wait for next."""
-        return selectors.EVENT_WRITE if self._outbox else selectors.EVENT_READ
+        """The selector events to wait for."""
+        return selectors.EVENT_WRITE if self._unsent else selectors.EVENT_READ
 
     def greet(self, welcome: Welcome, fds: Sequence[int]) -> None:
-        """Send the first message, and the ring with it."""
+        """Send the first message together with the ring's descriptors."""
         frame = encode_frame(welcome)
         num_sent = socket.send_fds(self.sock, [frame], fds) if fds else self.sock.send(frame)
-        self._outbox += frame[num_sent:]
+        self._unsent += frame[num_sent:]
 
     def serve(self) -> bool:
-        """Do what the socket allows; False once the reader has gone."""
-        if self._outbox:
+        """Read or write as far as the socket allows; False once the reader has hung up."""
+        if self._unsent:
             self._flush()
         else:
             raw = self.sock.recv(MAX_REQUEST_BYTES)
             if not raw:
                 return False
-            self._inbox.feed(raw)
-        while not self._outbox and (message := self._inbox.take()) is not None:
+            self._received.feed(raw)
+        while not self._unsent and (message := self._received.take()) is not None:
             self._reply(message)
         return True
 
     def send(self, message: RingMessage) -> None:
-        """Send what the socket takes now, keep the rest for later."""
-        self._outbox += encode_frame(message)
+        """Send what the socket accepts now; the rest follows when it is writable."""
+        self._unsent += encode_frame(message)
         self._flush()
 
     def _flush(self) -> None:
         try:
-            num_sent = self.sock.send(self._outbox)
+            num_sent = self.sock.send(self._unsent)
         except BlockingIOError:
             return
-        del self._outbox[:num_sent]
+        del self._unsent[:num_sent]
 
     def _reply(self, message: RingMessage) -> None:
         answer = self._answer(message)
@@ -195,23 +206,12 @@ class _Session:
     def _answer(self, message: RingMessage) -> Bank | Refusal:
         if not isinstance(message, AskBank):
             raise HandshakeError(f"reader sent {type(message).__name__}, may send AskBank")
-        bank = self._bank_of(message.version)
+        bank = self._get_bank(message.version)
         if bank is None:
             return Refusal("unknown-bank", f"there is no bank {message.version}")
         return bank
 
 
 def _log_level(error: Exception) -> int:
-    # A reader may vanish at any moment; anything else is worth a look.
+    # A reader may disappear at any moment; anything else is worth a warning.
     return logging.DEBUG if isinstance(error, ConnectionError) else logging.WARNING
-
-
-def _release_in_forked_child(server: RingServer) -> None:
-    # A forked child would keep the readers' sockets open, and they would not see the engine die.
-    reference = weakref.ref(server)
-
-    def release() -> None:
-        if (inherited := reference()) is not None and not inherited._is_closing.is_set():
-            inherited.release()
-
-    os.register_at_fork(after_in_child=release)

@@ -1,7 +1,8 @@
-"""Takes sizes, descriptors and handles; gives buffers that the sender fills and the engine reads.
+"""The buffers of a transfer in host memory: as the sender fills them, as the engine receives them.
 
-In host memory a buffer is a memfd, sealed once it is full: not even its sender can change it after.
-In GPU memory it is the driver's own allocation, never a piece of torch's pool.
+A large buffer is a memfd that is sealed once it is full, so that not even its sender can change it;
+the engine maps it. A small one (a bank) is a `SharedBuffer` that the sender uses again; the engine
+makes its own copy, because touching fresh pages costs more than copying.
 """
 
 from __future__ import annotations
@@ -10,52 +11,38 @@ import fcntl
 import mmap
 import os
 from collections.abc import Sequence
-from functools import partial
 from typing import Final, Protocol, Self
 
 from clairai.errors import WeightsError
-from clairai.local.shared_buffer import BufferCopier, ByteArray, free_memory_bytes, require_memfd
+from clairai.local.shared_buffer import (
+    SIZE_SEALS,
+    BufferCopier,
+    ByteArray,
+    create_memfd,
+    require_memfd,
+)
 from clairai.weights.checksum import checksum, copy_and_checksum
 from clairai.weights.manifest import PlannedTensor
 from clairai.wire.weights_messages import MAX_SHARED_BYTES
 
-SEALS: Final = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_WRITE | fcntl.F_SEAL_SEAL
-
-
-class ReceivedBuffer(Protocol):
-    """A buffer that has come to the engine."""
-
-    @property
-    def extent(self) -> int:
-        """Bytes behind it, as the kernel or the driver says."""
-
-    def checksums(self, tensors: Sequence[PlannedTensor]) -> list[str]:
-        """Of each of these tensors in it, as this side reads it."""
-
-    def close(self) -> None: ...
+SEALS: Final = SIZE_SEALS | fcntl.F_SEAL_WRITE
+MAX_COPIED_BYTES: Final = MAX_SHARED_BYTES  # a larger buffer is mapped
 
 
 class HostBuffer:
-    """The sender's: fill `view`, then `seal` it and pass `fd` on."""
-
-    home: Final = "host"
-    handle: Final = b""
+    """The sender's sealed buffer: fill `view`, `seal` it, then pass on `fd`."""
 
     def __init__(self, nbytes: int) -> None:
         self.nbytes = nbytes
-        if nbytes > (free := free_memory_bytes()):
-            raise WeightsError(
-                f"no {nbytes} bytes of shared memory: {free} are free; free some, or send to an "
-                f"engine with more"
-            )
-        self.fd = os.memfd_create("clairai-weights", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        self.fd = -1
         try:
-            os.posix_fallocate(self.fd, 0, nbytes)  # all of it now, or none
+            self.fd = create_memfd("weights", nbytes)
             self._mapping: mmap.mmap | None = mmap.mmap(self.fd, nbytes, mmap.MAP_SHARED)
         except OSError as error:
-            os.close(self.fd)
+            self.close()
             raise WeightsError(
-                f"no {nbytes} bytes of shared memory ({error.strerror}); free some"
+                f"no {nbytes} bytes of shared memory: {error.strerror}; free some, or send to an "
+                f"engine with more"
             ) from error
 
     @property
@@ -68,7 +55,7 @@ class HostBuffer:
         return (self.fd,)
 
     def seal(self) -> None:
-        """No view may be held any more: from now on nobody writes here."""
+        """Make it read-only for everybody; no view may be held any more."""
         assert self._mapping is not None
         self._mapping.close()
         self._mapping = None
@@ -79,7 +66,7 @@ class HostBuffer:
             return
         os.close(self.fd)
         self.fd = -1
-        self._mapping = None  # a view that somebody still holds keeps the pages
+        self._mapping = None  # a view that is still held keeps the pages
 
     def __enter__(self) -> Self:
         return self
@@ -88,14 +75,27 @@ class HostBuffer:
         self.close()
 
 
+class ReceivedBuffer(Protocol):
+    """A buffer that has arrived at the engine."""
+
+    @property
+    def extent(self) -> int:
+        """Its size according to the kernel or the driver."""
+
+    def checksums(self, tensors: Sequence[PlannedTensor]) -> list[str]:
+        """The checksum of each of these tensors, computed from the bytes received."""
+
+    def close(self) -> None: ...
+
+
 class ReceivedHostBuffer:
-    """The engine's: the pages of a sealed memfd."""
+    """A sealed buffer, mapped by the engine."""
 
     def __init__(self, fd: int, nbytes: int) -> None:
-        """Takes the descriptor over, also when it refuses it."""
+        """Closes the descriptor, also if it is refused."""
         try:
-            _require_sealed(fd, nbytes)
-            # Private: torch wants memory it could write, and a sealed file has no such shared one.
+            require_memfd(fd, nbytes, seals=SEALS, error=WeightsError)
+            # Private, because torch wants writable memory and a sealed file has none to share.
             self._mapping: mmap.mmap | None = mmap.mmap(fd, nbytes, mmap.MAP_PRIVATE)
         except (OSError, ValueError) as error:
             raise WeightsError(f"the buffer cannot be mapped ({error}); send it again") from error
@@ -113,46 +113,29 @@ class ReceivedHostBuffer:
         return [checksum(view[each.offset : each.offset + each.nbytes]) for each in tensors]
 
     def close(self) -> None:
-        """A tensor that somebody still holds keeps the pages and never dangles."""
+        """Unmap; a tensor that is still held keeps the pages."""
         self._mapping = None
 
 
-def _require_sealed(fd: int, nbytes: int) -> None:
-    size = os.fstat(fd).st_size
-    if size != nbytes:
-        raise WeightsError(f"the buffer has {size} bytes, {nbytes} were planned; plan again")
-    try:
-        seals = fcntl.fcntl(fd, fcntl.F_GET_SEALS)
-    except OSError:
-        raise WeightsError("the buffer is not a memfd; use the Sender") from None
-    if seals & SEALS != SEALS:
-        raise WeightsError(
-            f"the buffer has seals {seals:#x}, needs {SEALS:#x}: it could change while it is read"
-        )
-
-
-# MERGED
-# Takes the descriptor of what is small, such as a bank; gives the engine's own copy of it.
-#
-# A page that nobody has touched costs more than copying into it: the sender fills the same memfd
-# again and again (local/shared_buffer.py), and the engine copies it to memory that it used before
-# (local/shared_buffer.py).
-
-
-MAX_COPIED_BYTES: Final = MAX_SHARED_BYTES  # at most; more is mapped
-
-
 class CopiedBuffer:
-    """The engine's: its own copy of what a sender's memfd held at one moment."""
+    """The engine's copy of a small buffer, as it was at one moment."""
 
     def __init__(
-        self, borrower: BufferCopier, fd: int, nbytes: int, tensors: Sequence[PlannedTensor]
+        self, copier: BufferCopier, fd: int, nbytes: int, tensors: Sequence[PlannedTensor]
     ) -> None:
-        """Takes the descriptor over, also when it refuses it; nothing but `tensors` is copied."""
+        """Copies the `tensors` and nothing else; closes the descriptor, also if it is refused."""
+
+        def copy(target_N: ByteArray, source_N: ByteArray) -> dict[str, str]:
+            spans = {each.name: slice(each.offset, each.offset + each.nbytes) for each in tensors}
+            return {
+                name: copy_and_checksum(target_N[span].data, source_N[span].data)
+                for name, span in spans.items()
+            }
+
         used = max(each.offset + each.nbytes for each in tensors)
         try:
-            require_memfd(fd, nbytes)
-            self.bytes_N, self._sums = borrower.copied(fd, used, partial(_copy_tensors, tensors))
+            require_memfd(fd, nbytes, seals=fcntl.F_SEAL_SHRINK, error=WeightsError, is_exact=False)
+            self.bytes_N, self._checksums = copier.copy_with(copy, fd, used)
         except OSError as error:
             raise WeightsError(f"the buffer cannot be read ({error}); send it again") from error
         finally:
@@ -160,24 +143,9 @@ class CopiedBuffer:
         self.extent = nbytes
 
     def checksums(self, tensors: Sequence[PlannedTensor]) -> list[str]:
-        """Of the copies, taken while they were made."""
-        return [self._sums[each.name] for each in tensors]
+        """Computed while the bytes were copied."""
+        return [self._checksums[each.name] for each in tensors]
 
     def close(self) -> None:
-        """Who still holds a tensor of it keeps it."""
+        """Free the copy; a tensor that is still held keeps it."""
         self.bytes_N = self.bytes_N[:0].copy()
-
-
-def _copy_tensors(
-    tensors: Sequence[PlannedTensor], target_N: ByteArray, source_N: ByteArray
-) -> dict[str, str]:
-    return {
-        each.name: copy_and_checksum(
-            _tensor_span(target_N, each).data, _tensor_span(source_N, each).data
-        )
-        for each in tensors
-    }
-
-
-def _tensor_span(bytes_N: ByteArray, tensor: PlannedTensor) -> ByteArray:
-    return bytes_N[tensor.offset : tensor.offset + tensor.nbytes]

@@ -191,7 +191,7 @@ class HostPacker:
     def _onto(
         self, shelf: SharedBuffer, group: tuple[PlannedTensor, ...], nbytes: int
     ) -> PackedBuffer:
-        sums = self._fill(shelf.room(nbytes).data, group)
+        sums = self._fill(shelf.view(nbytes).data, group)
         return PackedBuffer(with_checksums(group, sums), "copied", shelf.fds, _keep_buffer)
 
     def _into_host(self, group: tuple[PlannedTensor, ...], nbytes: int) -> PackedBuffer:

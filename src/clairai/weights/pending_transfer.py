@@ -1,6 +1,6 @@
-"""Takes a plan and the buffers that come for it; gives them to the one who commits, once.
+"""The one transfer that an engine expects, and the buffers that have arrived for it.
 
-The plan and the commit come on the worker's main thread, buffers on the socket's.
+Runs in: the worker. Plans and commits come on its main thread, buffers on the socket's thread.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from clairai.errors import WeightsError
+from clairai.local.gpu_memory import HANDLE_BYTES
 from clairai.local.shared_buffer import BufferCopier, open_shared
 from clairai.weights.host_buffers import (
     MAX_COPIED_BYTES,
@@ -21,23 +22,22 @@ from clairai.weights.host_buffers import (
 from clairai.weights.manifest import CPU, Manifest, changes_model
 from clairai.wire.weights_messages import BufferFilled, BufferOffer, BufferReceived, SharedBytes
 
-HANDLE_BYTES = 64
 OpenDeviceBuffer = Callable[[bytes, int], ReceivedBuffer]
 
 
 @dataclass
 class PendingTransfer:
-    """What has come for one plan."""
+    """What has arrived for one plan."""
 
     plan: Manifest
-    buffers: list[ReceivedBuffer] = field(default_factory=list)  # all that were opened
-    num_read: int = 0  # of these, in order
-    checksums: dict[str, str] = field(default_factory=dict)  # by tensor, as computed here
-    is_done: threading.Event = field(default_factory=threading.Event)  # nobody will read it again
-    reading: threading.Lock = field(default_factory=threading.Lock)  # none is closed meanwhile
+    buffers: list[ReceivedBuffer] = field(default_factory=list)  # opened so far
+    num_read: int = 0  # of the buffers, in order
+    checksums: dict[str, str] = field(default_factory=dict)  # by tensor, computed here
+    is_done: threading.Event = field(default_factory=threading.Event)  # it is read no more
+    reading: threading.Lock = field(default_factory=threading.Lock)  # held while one is read
 
     def close(self) -> None:
-        """From now on its sender may do with its memory what it likes."""
+        """Close all buffers; from now on the sender may free or reuse its memory."""
         with self.reading:
             for buffer in self.buffers:
                 buffer.close()
@@ -46,37 +46,37 @@ class PendingTransfer:
 
 
 class TransferTracker:
-    """Room for one hand-over at a time."""
+    """Tracks the transfer that is expected and the one that is being loaded."""
 
-    def __init__(self, open_device: OpenDeviceBuffer, borrower: BufferCopier) -> None:
-        """What is small and in host memory is copied by `borrower`."""
+    def __init__(self, open_device: OpenDeviceBuffer, copier: BufferCopier) -> None:
+        """`copier` copies small buffers in host memory."""
         self._open_device = open_device
-        self._borrower = borrower
-        self._cargo: PendingTransfer | None = None
+        self._copier = copier
+        self._expected: PendingTransfer | None = None
         self._taken: PendingTransfer | None = None
         self._lock = threading.Lock()
 
     def expect(self, plan: Manifest) -> None:
-        """From now on buffers of this plan are taken, and of no other."""
+        """Accept buffers of this plan from now on, and of no other."""
         self._replace(PendingTransfer(plan))
 
     def drop(self) -> None:
-        """Forget the plan and what has come; what was taken and not loaded yet is not ours."""
+        """Forget the plan and its buffers; a transfer that is being loaded stays open."""
         self._replace(None)
         if self._taken is not None and self._taken.is_done.is_set():
             self._taken.close()
 
-    def let_go(self, transfer: str, timeout_s: float) -> bool:
-        """Drop what came for it, and wait for one who has taken that; whether nobody reads it now.
+    def release(self, transfer: str, timeout_s: float) -> bool:
+        """Drop a transfer, or wait until it has been loaded; False if that takes too long.
 
-        A plan that has come meanwhile is somebody else's, and stays.
+        A plan that has come meanwhile belongs to another sender, and stays.
         """
         with self._lock:
-            dropped, taken = self._cargo, self._taken
+            dropped, taken = self._expected, self._taken
             if dropped is None or dropped.plan.transfer != transfer:
                 dropped = None
             else:
-                self._cargo = None
+                self._expected = None
         if dropped is not None:
             dropped.close()
         if taken is None or taken.plan.transfer != transfer:
@@ -86,136 +86,136 @@ class TransferTracker:
         taken.close()
         return True
 
-    def land(self, offer: BufferOffer, fds: Sequence[int]) -> BufferReceived | None:
-        """Open a buffer, and read one that is full; takes the descriptors over, whatever happens.
+    def accept_offer(self, offer: BufferOffer, fds: Sequence[int]) -> BufferReceived | None:
+        """Open a buffer and read it; None for a GPU buffer, which is read once it is full.
 
-        One of a GPU is said to be full later: None.
+        Closes the descriptors in any case.
         """
         owned = list(fds)
         try:
-            cargo = self._expected(offer, owned)
-            buffer = self._open(offer, owned, cargo.plan)
+            pending = self._find_expected(offer, owned)
+            buffer = self._open(offer, owned, pending.plan)
         finally:
             for fd in owned:
                 os.close(fd)
         try:
-            _check_extent(buffer, cargo.plan, offer.index)
-            self._keep(cargo, buffer)
+            _check_extent(buffer, pending.plan, offer.index)
+            self._keep(pending, buffer)
         except BaseException:
             buffer.close()
             raise
-        return None if offer.home == "device" else self._read(cargo, offer.index)
+        return None if offer.home == "device" else self._read(pending, offer.index)
 
-    def read(self, full: BufferFilled) -> BufferReceived:
-        """Read a buffer of a GPU that was opened before, once: its sender says that it is full."""
+    def read_full(self, full: BufferFilled) -> BufferReceived:
+        """Read an open GPU buffer, once: its sender says that it is full."""
         with self._lock:
-            cargo = self._of(full.transfer)
-            if full.index != cargo.num_read or full.index >= len(cargo.buffers):
+            pending = self._get(full.transfer)
+            if full.index != pending.num_read or full.index >= len(pending.buffers):
                 raise WeightsError(
-                    f"buffer {full.index} is full, {len(cargo.buffers)} have come and "
-                    f"{cargo.num_read} of them were read; send each once, in order"
+                    f"buffer {full.index} is full, {len(pending.buffers)} have come and "
+                    f"{pending.num_read} of them were read; send each once, in order"
                 )
-        return self._read(cargo, full.index)
+        return self._read(pending, full.index)
 
-    def look(self, transfer: str) -> PendingTransfer:
-        """What has come for this transfer so far; it stays here."""
+    def peek(self, transfer: str) -> PendingTransfer:
+        """What has arrived for this transfer so far; it stays expected."""
         with self._lock:
-            return self._of(transfer)
+            return self._get(transfer)
 
     def take(self, transfer: str) -> PendingTransfer:
-        """What has come for this transfer; a second time there is nothing."""
+        """Return what has arrived for this transfer, to load it; only once."""
         with self._lock:
-            cargo, before = self._of(transfer), self._taken
-            self._cargo, self._taken = None, cargo
+            pending, before = self._get(transfer), self._taken
+            self._expected, self._taken = None, pending
         if before is not None:
-            before.close()  # of the same sender: another's would have been let go of
-        return cargo
+            before.close()  # of the same sender: another's was released when it left
+        return pending
 
-    def borrow(self, plan: Manifest, lent: SharedBytes) -> PendingTransfer:
-        """What was lent for this plan, copied and read now; what else is expected stays so."""
-        _require_shareable(plan, lent)
-        copied = CopiedBuffer(self._borrower, open_shared(lent), lent.nbytes, plan.tensors)
+    def copy_shared(self, plan: Manifest, shared: SharedBytes) -> PendingTransfer:
+        """Copy and read the one buffer of a plan now; an expected transfer is left alone."""
+        _require_shareable(plan, shared)
+        copied = CopiedBuffer(self._copier, open_shared(shared), shared.nbytes, plan.tensors)
         sums = copied.checksums(plan.tensors)
         named = dict(zip((each.name for each in plan.tensors), sums, strict=True))
         return PendingTransfer(plan, [copied], num_read=1, checksums=named)
 
-    def done(self, cargo: PendingTransfer) -> None:
-        """It has been loaded, or will not be. A GPU's is closed when its sender goes, not now.
+    def finish(self, pending: PendingTransfer) -> None:
+        """A taken transfer has been loaded, or will not be.
 
-        That takes milliseconds in which requests would wait.
+        GPU buffers are closed when the sender leaves: requests would wait for that now.
         """
-        if cargo.plan.device == CPU:
-            cargo.close()
-        cargo.is_done.set()
+        if pending.plan.device == CPU:
+            pending.close()
+        pending.is_done.set()
 
-    def _of(self, transfer: str) -> PendingTransfer:
-        if self._cargo is None or self._cargo.plan.transfer != transfer:
+    def _get(self, transfer: str) -> PendingTransfer:
+        if self._expected is None or self._expected.plan.transfer != transfer:
             raise WeightsError(
                 f"transfer {transfer} is not planned, or was used or given up; plan it again"
             )
-        return self._cargo
+        return self._expected
 
-    def _replace(self, cargo: PendingTransfer | None) -> None:
+    def _replace(self, pending: PendingTransfer | None) -> None:
         with self._lock:
-            before, self._cargo = self._cargo, cargo
+            before, self._expected = self._expected, pending
         if before is not None:
             before.close()
 
-    def _expected(self, offer: BufferOffer, fds: Sequence[int]) -> PendingTransfer:
+    def _find_expected(self, offer: BufferOffer, fds: Sequence[int]) -> PendingTransfer:
         with self._lock:
-            cargo = self._cargo
-        if cargo is None or cargo.plan.transfer != offer.transfer:
+            pending = self._expected
+        if pending is None or pending.plan.transfer != offer.transfer:
             raise WeightsError("no such transfer is planned; POST /v1/weights/plan first")
-        if offer.index != len(cargo.buffers) or offer.index >= len(cargo.plan.buffers):
+        if offer.index != len(pending.buffers) or offer.index >= len(pending.plan.buffers):
             raise WeightsError(
-                f"buffer {offer.index} came, {len(cargo.buffers)} of {len(cargo.plan.buffers)} "
+                f"buffer {offer.index} came, {len(pending.buffers)} of {len(pending.plan.buffers)} "
                 f"are here; send each once, in order"
             )
-        planned = cargo.plan.buffers[offer.index]
+        planned = pending.plan.buffers[offer.index]
         if offer.nbytes != planned:
             raise WeightsError(
                 f"buffer {offer.index} has {offer.nbytes} bytes, {planned} were planned"
             )
-        _check_offer(offer, fds, is_on_host=cargo.plan.device == CPU)
-        return cargo
+        _check_offer(offer, fds, is_on_host=pending.plan.device == CPU)
+        return pending
 
     def _open(self, offer: BufferOffer, owned: list[int], plan: Manifest) -> ReceivedBuffer:
         if offer.home == "host":
             return ReceivedHostBuffer(owned.pop(), offer.nbytes)
         if offer.home == "copied":
-            brought = [tensor for tensor in plan.tensors if tensor.buffer == offer.index]
-            return CopiedBuffer(self._borrower, owned.pop(), offer.nbytes, brought)
+            tensors = [tensor for tensor in plan.tensors if tensor.buffer == offer.index]
+            return CopiedBuffer(self._copier, owned.pop(), offer.nbytes, tensors)
         return self._open_device(offer.handle, offer.nbytes)
 
-    def _keep(self, cargo: PendingTransfer, buffer: ReceivedBuffer) -> None:
+    def _keep(self, pending: PendingTransfer, buffer: ReceivedBuffer) -> None:
         with self._lock:
-            self._require_wanted(cargo)
-            cargo.buffers.append(buffer)
+            self._require_expected(pending)
+            pending.buffers.append(buffer)
 
-    def _read(self, cargo: PendingTransfer, index: int) -> BufferReceived:
-        """On the socket's thread, which alone opens and reads; the plan may change meanwhile."""
-        tensors = [tensor for tensor in cargo.plan.tensors if tensor.buffer == index]
-        with cargo.reading:  # what is still wanted now is not closed before we are done
-            self._require_wanted(cargo)
-            buffer = cargo.buffers[index]
+    def _read(self, pending: PendingTransfer, index: int) -> BufferReceived:
+        """On the socket's thread, the only one that reads; the plan may change meanwhile."""
+        tensors = [tensor for tensor in pending.plan.tensors if tensor.buffer == index]
+        with pending.reading:  # a transfer that is expected here is not closed before the end
+            self._require_expected(pending)
+            buffer = pending.buffers[index]
             sums = buffer.checksums(tensors)
         with self._lock:
-            self._require_wanted(cargo)
-            cargo.checksums.update(zip((each.name for each in tensors), sums, strict=True))
-            cargo.num_read += 1
+            self._require_expected(pending)
+            pending.checksums.update(zip((each.name for each in tensors), sums, strict=True))
+            pending.num_read += 1
         return BufferReceived(index, buffer.extent)
 
-    def _require_wanted(self, cargo: PendingTransfer) -> None:
-        if self._cargo is not cargo:
+    def _require_expected(self, pending: PendingTransfer) -> None:
+        if self._expected is not pending:
             raise WeightsError("another plan has come meanwhile; plan again")
 
 
-def _require_shareable(plan: Manifest, lent: SharedBytes) -> None:
-    """The engine's main thread copies it, between two steps: no model comes so."""
-    if changes_model(plan) or plan.device != CPU or plan.buffers != (lent.nbytes,):
+def _require_shareable(plan: Manifest, shared: SharedBytes) -> None:
+    """No model: the engine's main thread makes the copy between two steps."""
+    if changes_model(plan) or plan.device != CPU or plan.buffers != (shared.nbytes,):
         raise WeightsError(
-            f"{lent.nbytes} bytes are lent for buffers of {list(plan.buffers[:8])} bytes; lend one "
-            f"buffer in host memory, of probes and vectors alone, or plan and offer it"
+            f"{shared.nbytes} bytes are shared for buffers of {list(plan.buffers[:8])} bytes; "
+            f"share one buffer in host memory, of probes and vectors alone, or plan and offer it"
         )
 
 

@@ -1,6 +1,6 @@
-"""Takes manifests and what came on the socket; gives verified tensors to load, or the reason not.
+"""The engine's side of a transfer: verify what arrived, load it, answer questions about weights.
 
-One for each engine that takes weights. It knows nothing of vLLM: who loads them is not its matter.
+Runs in: the worker. It knows nothing of vLLM: the caller provides the function that loads a model.
 """
 
 from __future__ import annotations
@@ -42,79 +42,84 @@ from clairai.wire import weights_messages
 from clairai.wire.weights_messages import SharedBytes
 
 GetExpectedTensors = Callable[[], Mapping[str, ExpectedTensor]]
+LoadModel = Callable[[list[tuple[str, Any]]], None]
+_log: Final = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
 class VerifiedTransfer:
-    """Tensors whose bytes are those that were packed, by name; valid while it is open."""
+    """Tensors whose checksums match, by name; valid until the transfer is finished."""
 
     manifest: Manifest
     digest: str
     nbytes: int
     tensors: tuple[tuple[str, Any], ...]
 
-    def of(self, kind: str) -> list[tuple[str, Any]]:
+    def of_kind(self, kind: str) -> list[tuple[str, Any]]:
         return [(name, tensor) for name, tensor in self.tensors if kind_of(name) == kind]
 
 
 class TransferReceiver:
-    """`slots` is asked each time: what banks hold changes."""
+    """Checks manifests and the buffers that come for them over the socket."""
 
     def __init__(
-        self, folder: Path, device: str, slots: GetExpectedTensors, open_device: OpenDeviceBuffer
+        self,
+        folder: Path,
+        device: str,
+        get_expected: GetExpectedTensors,
+        open_device: OpenDeviceBuffer,
     ) -> None:
-        load_native()  # compiled now: the first sender would wait for it
+        """`get_expected` is called each time: banks change."""
+        load_native()  # compile it now: the first sender would wait for it
         self.epoch = secrets.randbits(63) + 1
         self.device = device
-        self._slots = slots
-        self._dock = TransferTracker(open_device, _buffer_copier(device))
-        self._link = BufferServer(folder, self.epoch, device, self._dock)
+        self._get_expected = get_expected
+        self._tracker = TransferTracker(open_device, _make_copier(device))
+        self._server = BufferServer(folder, self.epoch, device, self._tracker)
 
     @property
     def path(self) -> Path:
-        return self._link.path
-
-    def holding(self) -> EngineTensors:
-        return EngineTensors(f"{self.epoch:016x}", self.device, self._slots())
+        return self._server.path
 
     def check(self, raw: bytes) -> Manifest:
-        """The manifest, if its plan is good; touches no buffer."""
+        """Check a plan without touching a buffer."""
         manifest = parse_manifest(raw)
-        check_manifest.check_plan(manifest, self.holding())
+        engine = EngineTensors(f"{self.epoch:016x}", self.device, self._get_expected())
+        check_manifest.check_plan(manifest, engine)
         return manifest
 
     def plan(self, raw: bytes) -> Manifest:
-        """As check; from now on its buffers are taken."""
+        """Check a plan, and accept its buffers from now on."""
         manifest = self.check(raw)
-        self._dock.expect(manifest)
+        self._tracker.expect(manifest)
         return manifest
 
     def verify(self, raw: bytes) -> Manifest:
-        """As unpack, and nothing is taken: what would be refused is known before anybody waits."""
+        """Check all that `open` checks, without loading: before any request has to wait."""
         manifest = self.check(raw)
-        _check_transfer(manifest, self._dock.look(manifest.transfer))
+        _check_transfer(manifest, self._tracker.peek(manifest.transfer))
         return manifest
 
     @contextmanager
-    def unpack(self, raw: bytes, lent: SharedBytes | None = None) -> Iterator[VerifiedTransfer]:
-        """All that came, or is lent, verified; raises before anybody has seen a tensor."""
+    def open(self, raw: bytes, shared: SharedBytes | None = None) -> Iterator[VerifiedTransfer]:
+        """Verify what arrived, or is `shared`; raises before a tensor can be seen."""
         manifest = self.check(raw)
-        if lent is None:
-            cargo = self._dock.take(manifest.transfer)
+        if shared is None:
+            pending = self._tracker.take(manifest.transfer)
         else:
-            cargo = self._dock.borrow(manifest, lent)
+            pending = self._tracker.copy_shared(manifest, shared)
         try:
-            _check_transfer(manifest, cargo)
-            yield _verified_transfer(manifest, cargo.buffers)
+            _check_transfer(manifest, pending)
+            yield _verified(manifest, pending.buffers)
         finally:
-            self._dock.done(cargo)
+            self._tracker.finish(pending)
 
     def close(self) -> None:
-        self._link.close()
+        self._server.close()
 
 
-def _buffer_copier(device: str) -> BufferCopier:
-    """A GPU fetches new rows of a bank from where they were copied to, if that is pinned."""
+def _make_copier(device: str) -> BufferCopier:
+    """With a GPU, copies are made in pinned memory: the GPU fetches a bank's rows from there."""
     if device == CPU:
         return BufferCopier()
     from clairai.weights.torch_buffers import pinned_bytes
@@ -122,42 +127,26 @@ def _buffer_copier(device: str) -> BufferCopier:
     return BufferCopier(pinned_bytes)
 
 
-def _check_transfer(manifest: Manifest, cargo: PendingTransfer) -> None:
-    check_manifest.check_matches_plan(manifest, cargo.plan)
-    check_manifest.check_extents(
-        manifest, [buffer.extent for buffer in cargo.buffers[: cargo.num_read]]
-    )
-    check_manifest.check_checksums(manifest, cargo.checksums)
+def _check_transfer(manifest: Manifest, pending: PendingTransfer) -> None:
+    check_manifest.check_matches_plan(manifest, pending.plan)
+    read = pending.buffers[: pending.num_read]
+    check_manifest.check_extents(manifest, [buffer.extent for buffer in read])
+    check_manifest.check_checksums(manifest, pending.checksums)
 
 
-def _verified_transfer(manifest: Manifest, buffers: list[Any]) -> VerifiedTransfer:
+def _verified(manifest: Manifest, buffers: list[Any]) -> VerifiedTransfer:
     from clairai.weights.torch_buffers import tensor_views
 
     nbytes = sum(tensor.nbytes for tensor in manifest.tensors)
-    return VerifiedTransfer(
-        manifest,
-        content_digest(manifest.tensors),
-        nbytes,
-        tuple(tensor_views(manifest.tensors, buffers)),
-    )
+    tensors = tuple(tensor_views(manifest.tensors, buffers))
+    return VerifiedTransfer(manifest, content_digest(manifest.tensors), nbytes, tensors)
 
 
 def refuse_device_buffer(handle: bytes, nbytes: int) -> Any:
-    """For an engine without a GPU; `check` has refused such a plan before."""
+    """For an engine without a GPU, where `check` has already refused such a plan."""
     raise AssertionError(
         f"a device buffer of {nbytes} bytes came to an engine on {CPU}: {handle!r}"
     )
-
-
-# MERGED
-# Takes verified shipments; gives the model new numbers and the bank new probes, or neither.
-#
-# Knows nothing of vLLM: `load` is given, and so is the worker that calls it as vLLM's own routes
-# do.
-
-
-LoadModel = Callable[[list[tuple[str, Any]]], None]
-_log: Final = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -171,73 +160,107 @@ class ServedWeights:
     load_s: float = 0.0
 
 
+@dataclass(frozen=True)
+class Banks:
+    """What a control message brings along: the banks that can be changed, and shared memory.
+
+    vLLM's own routes bring none of it, so that probes and vectors cannot be named there.
+    """
+
+    columns: EngineBank | None = None
+    vectors: tuple[weights_messages.KnownVector, ...] = ()
+    shared: SharedBytes | None = None
+
+
+@dataclass(frozen=True)
+class BankChanges:
+    """What a transfer changes beside the model; the rows are for the engine core's own banks."""
+
+    columns: EngineBank | None = None
+    probe_rows: weights_messages.NewRows | None = None
+    vector_rows: tuple[weights_messages.NewRows, ...] = ()
+
+
 class WeightsUpdater:
-    """One for each engine; `load` puts a whole model's tensors into place."""
+    """Loads transfers into the model; `load` replaces all tensors of the model."""
 
     def __init__(
         self,
         folder: Path,
         device: str,
         open_device: OpenDeviceBuffer,
-        model_slots: Mapping[str, ExpectedTensor],
+        model_tensors: Mapping[str, ExpectedTensor],
         load: LoadModel,
     ) -> None:
         self.served = ServedWeights()
-        self.is_torn = False
-        self.columns: EngineBank | None = (
-            None  # the probes as they are, while a question is answered
-        )
-        self.pending: EngineBank | None = None  # as they will be once the worker installs them
-        self.vectors: tuple[weights_messages.KnownVector, ...] = ()  # as the core said
-        self.lent: weights_messages.SharedBytes | None = (
-            None  # in place of what would have come before
-        )
-        self.probe_rows: weights_messages.NewRows | None = None  # for the core, which keeps its own
-        self.vector_rows: tuple[weights_messages.NewRows, ...] = ()
-        self._model_slots = dict(model_slots)
+        self.is_torn = False  # a load stopped half-way: only a whole set repairs it
+        self.banks = Banks()
+        self.changes = BankChanges()  # of the last transfer; WeightsControl installs them
+        self._model_tensors = dict(model_tensors)
         self._load = load
-        self._slots: tuple[object, Mapping[str, ExpectedTensor]] | None = None  # of which banks
-        self.receiver = TransferReceiver(folder, device, self.slots, open_device)
+        self._expected: tuple[object, Mapping[str, ExpectedTensor]] | None = None
+        self.receiver = TransferReceiver(folder, device, self.expected_tensors, open_device)
 
-    def slots(self) -> Mapping[str, ExpectedTensor]:
-        """All that can be sent now."""
-        columns = self.columns
-        banks = (() if columns is None else (columns.names, columns.width)), self.vectors
-        if self._slots is None or self._slots[0] != banks:  # hundreds, and they stay the same
+    def expected_tensors(self) -> Mapping[str, ExpectedTensor]:
+        """Everything that can be sent now, by name."""
+        columns, vectors = self.banks.columns, self.banks.vectors
+        key = (() if columns is None else (columns.names, columns.width)), vectors
+        if self._expected is None or self._expected[0] != key:  # rarely: names stay the same
             probes = {} if columns is None else _expected_probes(columns)
             steers = {
                 f"{STEER_PREFIX}{each.name}": ExpectedTensor(("F32",), each.shape)
-                for each in self.vectors
+                for each in vectors
             }
-            self._slots = banks, {**self._model_slots, **probes, **steers}
-        return self._slots[1]
+            self._expected = key, {**self._model_tensors, **probes, **steers}
+        return self._expected[1]
 
     def receive(self, raw: bytes) -> None:
-        """One manifest, whole; an error before the first number is changed, or `is_torn`."""
-        self.pending, self.probe_rows, self.vector_rows = None, None, ()
+        """Load one manifest; on an error nothing has changed, or `is_torn` is set."""
+        self.changes = BankChanges()
         try:
             self._receive(raw)
         except WeightsError as error:
-            if self.is_torn:  # by a load before this one: only a whole set repairs it
+            if self.is_torn:  # by an earlier load
                 raise WeightsTornError(f"{error.reason}; and the weights are in pieces") from error
             raise
 
     def _receive(self, raw: bytes) -> None:
-        with self.receiver.unpack(raw, self.lent) as shipment:
-            if self.is_torn and not shipment.of("model"):
+        with self.receiver.open(raw, self.banks.shared) as transfer:
+            weights = transfer.of_kind("model")
+            if self.is_torn and not weights:
                 raise WeightsError("this brings no weights of the model")
-            # Raises what a bank refuses, before anything changes.
-            probes = self._probes(shipment.of("probe"))
-            columns = self._changed(probes)
-            vectors = tuple(_vector_rows(*each) for each in shipment.of("steer"))
-            self._check_vectors(vectors)
+            changes = self._check_banks(transfer)  # raises before anything changes
             began_s = time.perf_counter()
-            if weights := shipment.of("model"):
+            if weights:
                 self.is_torn = True
                 self._load(weights)
                 self.is_torn = False
-            self.served = _next_served(self.served, shipment, time.perf_counter() - began_s)
-            self.pending, self.probe_rows, self.vector_rows = columns, probes, vectors
+            self.served = _next_served(self.served, transfer, time.perf_counter() - began_s)
+            self.changes = changes
+
+    def _check_banks(self, transfer: VerifiedTransfer) -> BankChanges:
+        probe_rows = self._read_probes(transfer.of_kind("probe"))
+        vector_rows = tuple(_read_vector(*each) for each in transfer.of_kind("steer"))
+        widths = {vector.name: vector.shape[1] for vector in self.banks.vectors}
+        columns = None
+        if probe_rows is not None:
+            assert self.banks.columns is not None
+            rows_PD = np.frombuffer(probe_rows.data, "<f4").reshape(len(probe_rows.names), -1)
+            columns = self.banks.columns.redirect(probe_rows.names, rows_PD)
+        for rows in vector_rows:
+            _check_vector(rows, widths[rows.names[0]])
+        return BankChanges(columns, probe_rows, vector_rows)
+
+    def _read_probes(self, tensors: Sequence[tuple[str, Any]]) -> weights_messages.NewRows | None:
+        """The new directions by probe; a whole bank comes as one tensor."""
+        if not tensors or self.banks.columns is None:
+            return None
+        if len(tensors) > 1 and any(name.startswith(f"{PROBE_PREFIX}/") for name, _ in tensors):
+            raise WeightsError("a whole bank came, and probes of it beside; send it alone")
+        if tensors[0][0].startswith(f"{PROBE_PREFIX}/"):
+            return weights_messages.NewRows(self.banks.columns.names, _float_bytes(tensors[0][1]))
+        names = tuple(name.removeprefix(PROBE_PREFIX) for name, _ in tensors)
+        return weights_messages.NewRows(names, _float_bytes(*(tensor for _, tensor in tensors)))
 
     def state(self) -> weights_messages.WeightsState:
         return weights_messages.WeightsState(
@@ -246,7 +269,7 @@ class WeightsUpdater:
             digest=self.served.digest,
             epoch=f"{self.receiver.epoch:016x}",
             device=self.receiver.device,
-            num_tensors=len(self.slots()),
+            num_tensors=len(self.expected_tensors()),
             is_torn=self.is_torn,
             socket=str(self.receiver.path),
         )
@@ -254,32 +277,9 @@ class WeightsUpdater:
     def close(self) -> None:
         self.receiver.close()
 
-    def _check_vectors(self, rows: Sequence[weights_messages.NewRows]) -> None:
-        widths = {vector.name: vector.shape[1] for vector in self.vectors}
-        for each in rows:
-            _check_vector(each, widths[each.names[0]])
-
-    def _probes(self, sent: Sequence[tuple[str, Any]]) -> weights_messages.NewRows | None:
-        """New directions, by probe; those of a whole bank come as one tensor."""
-        if not sent or self.columns is None:
-            return None
-        if len(sent) > 1 and any(name.startswith(f"{PROBE_PREFIX}/") for name, _ in sent):
-            raise WeightsError("a whole bank came, and probes of it beside; send it alone")
-        if sent[0][0].startswith(f"{PROBE_PREFIX}/"):
-            return weights_messages.NewRows(self.columns.names, _float_bytes(sent[0][1]))
-        names = tuple(name.removeprefix(PROBE_PREFIX) for name, _ in sent)
-        return weights_messages.NewRows(names, _float_bytes(*(tensor for _, tensor in sent)))
-
-    def _changed(self, rows: weights_messages.NewRows | None) -> EngineBank | None:
-        """The bank with the new directions; None if none came."""
-        if rows is None or self.columns is None:
-            return None
-        rows_PD = np.frombuffer(rows.data, "<f4").reshape(len(rows.names), -1)
-        return self.columns.redirect(rows.names, rows_PD)
-
 
 class VllmWorker(Protocol):
-    """vLLM's worker, as far as weights concern it: v1/worker/gpu_worker.py, 0.26 and 0.32."""
+    """The weight updates of vLLM's worker: v1/worker/gpu_worker.py, 0.26 and 0.32."""
 
     def start_weight_update(self) -> None: ...
 
@@ -289,43 +289,43 @@ class VllmWorker(Protocol):
 
 
 class WeightsControl:
-    """What the worker answers to control messages about weights; `station` has the bank."""
+    """Answers control messages about weights; `publisher` holds the bank of probes."""
 
-    def __init__(self, worker: VllmWorker, intake: WeightsUpdater, step_publisher: Any) -> None:
-        self._worker, self._intake, self._step_publisher = worker, intake, step_publisher
+    def __init__(self, worker: VllmWorker, updater: WeightsUpdater, publisher: Any) -> None:
+        self._worker, self._updater, self._publisher = worker, updater, publisher
 
     def answer(self, control: weights_messages.WeightsControl) -> weights_messages.WeightsReply:
-        intake = self._intake
-        intake.columns = None if self._step_publisher is None else self._step_publisher.columns
-        intake.vectors = control.vectors
+        self._updater.banks = Banks(
+            columns=None if self._publisher is None else self._publisher.columns,
+            vectors=control.vectors,
+            shared=getattr(control, "lent", None),
+        )
         try:
             return self._answer(control)
         finally:
-            # By vLLM's own routes nobody would tell the banks: there they cannot be named.
-            intake.columns, intake.vectors, intake.lent = None, (), None
+            self._updater.banks = Banks()
 
     def _answer(self, control: weights_messages.WeightsControl) -> weights_messages.WeightsReply:
-        intake = self._intake
+        updater = self._updater
         match control:
             case weights_messages.DescribeWeights():
-                return intake.state()
+                return updater.state()
             case weights_messages.ListTensors():
-                return _list_tensors(intake.slots())
+                return _list_tensors(updater.expected_tensors())
             case weights_messages.CheckWeights(manifest):
-                return _plan_reply(intake.receiver.check(manifest))
+                return _plan_reply(updater.receiver.check(manifest))
             case weights_messages.PlanWeights(manifest):
-                return _plan_reply(intake.receiver.plan(manifest))
+                return _plan_reply(updater.receiver.plan(manifest))
             case weights_messages.VerifyWeights(manifest):
-                return _plan_reply(intake.receiver.verify(manifest))
-            case weights_messages.CommitWeights(manifest, lent):
-                intake.lent = lent
+                return _plan_reply(updater.receiver.verify(manifest))
+            case weights_messages.CommitWeights(manifest):
                 committed = self._commit(manifest)
                 if control.wants_rows:
                     return committed
                 return msgspec.structs.replace(committed, probe_rows=None)
 
     def _commit(self, manifest: bytes) -> weights_messages.WeightsCommitted:
-        """As vLLM's own routes do it, in one go; nothing but our errors comes out of it."""
+        """Update as vLLM's own routes do, in one call; raises nothing but our errors."""
         try:
             text = manifest.decode()
             self._worker.start_weight_update()
@@ -337,12 +337,12 @@ class WeightsControl:
             raise WeightsError("this is no manifest: it is not UTF-8; use the Sender") from None
         except Exception as error:
             _log.exception("new weights could not be loaded")
-            raise self._failed(error) from error
-        return self._committed()
+            raise self._load_error(error) from error
+        return self._install()
 
-    def _failed(self, error: Exception) -> WeightsError:
+    def _load_error(self, error: Exception) -> WeightsError:
         kind = type(error).__name__
-        if self._intake.is_torn:
+        if self._updater.is_torn:
             return WeightsTornError(
                 f"loading stopped half-way ({kind}, see the engine's log); send a whole set of "
                 f"weights, or restart the engine"
@@ -351,23 +351,25 @@ class WeightsControl:
             f"the engine cannot load them ({kind}, see its log); the old weights serve on"
         )
 
-    def _committed(self) -> weights_messages.WeightsCommitted:
-        served, columns = self._intake.served, self._intake.pending
+    def _install(self) -> weights_messages.WeightsCommitted:
+        """Install the changed bank; the model has its new weights already."""
+        served, changes = self._updater.served, self._updater.changes
+        columns = changes.columns
         if columns is not None:
-            columns = self._step_publisher.install(columns)
+            columns = self._publisher.install(columns)
         return weights_messages.WeightsCommitted(
             version=served.version,
             digest=served.digest,
             nbytes=served.nbytes,
             load_s=served.load_s,
             bank_version=None if columns is None else columns.version,
-            probe_rows=self._intake.probe_rows,
-            vector_rows=self._intake.vector_rows,
+            probe_rows=changes.probe_rows,
+            vector_rows=changes.vector_rows,
         )
 
 
 def _expected_probes(columns: EngineBank) -> dict[str, ExpectedTensor]:
-    """Each probe, and all of them as one."""
+    """Each probe, and all of them as one tensor."""
     if not columns.names:
         return {}
     one = ExpectedTensor(("F32",), (columns.width,))
@@ -376,15 +378,14 @@ def _expected_probes(columns: EngineBank) -> dict[str, ExpectedTensor]:
     return named | {bank_name(columns.names): whole}
 
 
-def _vector_rows(name: str, tensor: Any) -> weights_messages.NewRows:
+def _read_vector(name: str, tensor: Any) -> weights_messages.NewRows:
     return weights_messages.NewRows((name.removeprefix(STEER_PREFIX),), _float_bytes(tensor))
 
 
 def _float_bytes(*tensors: Any) -> memoryview:
-    """Of all, one after the other, in memory that stays as long as they do.
+    """The numbers of all tensors in a row, valid for as long as the view is held.
 
-    A GPU's are copied here. What came in host memory is the engine's own copy, or sealed pages: it
-    lives on with who holds it.
+    GPU tensors are copied to the host. Host tensors are the engine's own copy, or sealed pages.
     """
     parts = [np.asarray(tensor.cpu().numpy(), "<f4").reshape(-1) for tensor in tensors]
     numbers = parts[0] if len(parts) == 1 else np.concatenate(parts)
@@ -393,24 +394,27 @@ def _float_bytes(*tensors: Any) -> memoryview:
 
 
 def _check_vector(new: weights_messages.NewRows, width: int) -> None:
-    """VectorError for what no vector may hold; the core, which has them, asks no questions."""
+    """VectorError for numbers that no vector may hold; the engine core does not check again."""
     rows_PD = np.frombuffer(new.data, "<f4").reshape(-1, width)
     if model.are_usable(rows_PD).all():
         return
     Vector("checked", {Point("post_block", at): row_D for at, row_D in enumerate(rows_PD)})
 
 
-def _next_served(before: ServedWeights, shipment: VerifiedTransfer, load_s: float) -> ServedWeights:
-    if not shipment.of("model"):
-        return replace(before, nbytes=shipment.nbytes, load_s=load_s)
-    label = shipment.manifest.label
-    return ServedWeights(before.version + 1, label, shipment.digest, shipment.nbytes, load_s)
+def _next_served(before: ServedWeights, transfer: VerifiedTransfer, load_s: float) -> ServedWeights:
+    """Probes and vectors alone leave the version as it is."""
+    if not transfer.of_kind("model"):
+        return replace(before, nbytes=transfer.nbytes, load_s=load_s)
+    label = transfer.manifest.label
+    return ServedWeights(before.version + 1, label, transfer.digest, transfer.nbytes, load_s)
 
 
-def _list_tensors(slots: Mapping[str, ExpectedTensor]) -> weights_messages.Tensors:
-    items = slots.items()
+def _list_tensors(expected: Mapping[str, ExpectedTensor]) -> weights_messages.Tensors:
     return weights_messages.Tensors(
-        tuple(weights_messages.ListedTensor(name, slot.dtypes, slot.shape) for name, slot in items)
+        tuple(
+            weights_messages.ListedTensor(name, tensor.dtypes, tensor.shape)
+            for name, tensor in expected.items()
+        )
     )
 
 

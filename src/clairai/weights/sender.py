@@ -162,7 +162,7 @@ class Sender:
         packed_s = time.perf_counter()
         manifest = encode_manifest(msgspec.structs.replace(plan, tensors=packed.tensors))
         try:
-            committed = self._way.commit_shared(manifest, shelf.lent(plan.buffers[0]))
+            committed = self._way.commit_shared(manifest, shelf.reference(plan.buffers[0]))
         except UnsupportedError:
             self._may_lend = False
             return None

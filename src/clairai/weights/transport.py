@@ -53,11 +53,11 @@ class SocketTransport:
 
     def show(self, plan: Manifest, index: int, handle: bytes) -> None:
         """A buffer of a GPU that is being filled; does not wait, nor say what goes wrong."""
-        self._port.show(_make_offer(plan, index, "device", handle))
+        self._port.offer_early(_make_offer(plan, index, "device", handle))
 
     def full(self, plan: Manifest, index: int) -> None:
         """That one is filled; returns once the engine has read it."""
-        self._port.full(BufferFilled(plan.transfer, index), plan.buffers[index])
+        self._port.finish(BufferFilled(plan.transfer, index), plan.buffers[index])
 
     def close(self) -> None:
         self._port.close()
@@ -172,7 +172,7 @@ class TransportChooser:
         if self.through == "host":
             return ChosenTransport("host", _REQUESTED, CPU_DEVICE, SocketTransport(port))
         device, why = choose_memory(found, engine)
-        if device != CPU_DEVICE and port.is_here:
+        if device != CPU_DEVICE and port.is_same_process:
             device, why = CPU_DEVICE, _SAME_PROCESS
         if self.through == "device" and device == CPU_DEVICE:
             raise WeightsError(

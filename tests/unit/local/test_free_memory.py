@@ -73,5 +73,5 @@ def test_a_ring_that_the_machine_has_no_room_for_is_refused_before_the_kernel_is
         raise AssertionError("the kernel was asked")
 
     monkeypatch.setattr(os, "posix_fallocate", promise)
-    with pytest.raises(RingError, match=r"ring of \d+ bytes, \d+ are free here; lower its size"):
+    with pytest.raises(RingError, match=r"no \d+ bytes for the ring: \d+ are free; lower its size"):
         HostMemory.create(1 << 60)

@@ -12,10 +12,10 @@ import numpy as np
 import pytest
 
 from clairai.errors import HandshakeError, RingError
-from clairai.local.gpu_memory import GRANULE_BYTES, HANDLE_BYTES, STAGING_BYTES, DeviceMemory, Gpu
+from clairai.local.gpu_memory import GRANULE_BYTES, HANDLE_BYTES, Gpu
 from clairai.ring.attach import RingReader
 from clairai.ring.layout import HEAD_OFFSET, RingHeader, RingShape
-from clairai.ring.memory import HostMemory
+from clairai.ring.memory import STAGING_BYTES, DeviceMemory, HostMemory
 from clairai.ring.reader import RingCursor
 from clairai.ring.server import RingServer
 from clairai.ring.writer import RingWriter
@@ -239,7 +239,7 @@ def test_a_reader_in_the_engines_own_process_borrows_the_memory_and_frees_nothin
 def test_an_address_of_another_process_is_never_read(
     driver: ToyDriver, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("clairai.ring.attach.peer_pid", lambda _: os.getpid() + 1)
+    monkeypatch.setattr("clairai.local.private_socket.peer_pid", lambda _: os.getpid() + 1)
     with DeviceMemory.create(SHAPE.nbytes, 1) as memory:
         found = {"handle": bytes(64), "gpu": memory.uuid, "address": memory.address}
         greeting = msgspec.structs.replace(welcome(EPOCH, SHAPE), home="device", **found)

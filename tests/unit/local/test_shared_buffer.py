@@ -23,8 +23,8 @@ from clairai.local import shared_buffer
 from clairai.local.shared_buffer import (
     MAX_FREE_BLOCKS,
     BufferCopier,
+    ReusableBuffer,
     SharedBuffer,
-    SharedBufferPool,
 )
 from clairai.wire import ring_messages, weights_messages
 from tests.support.probe_banks import banked, probes, rows
@@ -113,13 +113,13 @@ def test_where_the_worker_is_in_another_process_rows_come_in_the_message(
 
 
 def test_what_is_small_or_very_large_comes_in_the_message() -> None:
-    lender = SharedBufferPool()
+    buffer = ReusableBuffer()
     assert [
-        lender.takes(n)
+        buffer.can_hold(n)
         for n in (0, shared_buffer.MIN_SHARED_BYTES - 1, weights_messages.MAX_SHARED_BYTES + 1)
     ] == [False] * 3
-    assert lender.takes(shared_buffer.MIN_SHARED_BYTES)
-    assert lender.takes(512 * 4096 * 4), "a bank of 512 of a wide model"
+    assert buffer.can_hold(shared_buffer.MIN_SHARED_BYTES)
+    assert buffer.can_hold(512 * 4096 * 4), "a bank of 512 of a wide model"
 
 
 def test_without_shared_memory_rows_come_in_the_message(
@@ -154,8 +154,10 @@ def _never(*_: object) -> list[bytes]:
 
 CHILD = """
 import sys, numpy as np
-from clairai.local.shared_buffer import SharedBufferPool
-with SharedBufferPool().lend(np.arange(5000, dtype=np.float32)) as told:
+from clairai.local.shared_buffer import ReusableBuffer
+with ReusableBuffer().lock() as buffer:
+    buffer.view(20000)[:] = np.arange(5000, dtype=np.float32).view(np.uint8)
+    told = buffer.reference(20000)
     print(told.pid, told.fd, told.token, told.nbytes, flush=True)
     sys.stdin.read()
 """
@@ -168,11 +170,11 @@ def test_another_process_reads_what_was_lent_and_not_when_it_has_gone() -> None:
         pid, fd, token, nbytes = child.stdout.readline().decode().split()
         told = weights_messages.SharedBytes(int(pid), int(fd), token, int(nbytes))
         assert told.pid == child.pid != os.getpid()
-        found = np.frombuffer(BufferCopier().borrowed(told), np.float32)
+        found = np.frombuffer(BufferCopier().copy_shared(told), np.float32)
         assert found.tolist() == list(range(5000))
         assert not found.flags.writeable
     with pytest.raises(UnsupportedError, match="cannot be reached"):
-        BufferCopier().borrowed(told)
+        BufferCopier().copy_shared(told)
 
 
 def told(shelf: SharedBuffer, nbytes: int, **changes: Any) -> weights_messages.SharedBytes:
@@ -182,19 +184,19 @@ def told(shelf: SharedBuffer, nbytes: int, **changes: Any) -> weights_messages.S
 
 def test_memory_of_another_name_is_not_read() -> None:
     shelf, other, borrower = SharedBuffer(), SharedBuffer(), BufferCopier()
-    shelf.room(10)[:] = 1
-    other.room(10)[:] = 2
+    shelf.view(10)[:] = 1
+    other.view(10)[:] = 2
     for wrong in (told(shelf, 10, fd=other.fds[0]), told(shelf, 10, token="0" * 32)):
         with pytest.raises(UnsupportedError, match="other memory"):
-            borrower.borrowed(wrong)
-    assert bytes(borrower.borrowed(told(shelf, 10))) == b"\1" * 10
+            borrower.copy_shared(wrong)
+    assert bytes(borrower.copy_shared(told(shelf, 10))) == b"\1" * 10
 
 
 def test_what_lies_behind_the_end_is_not_read() -> None:
     shelf = SharedBuffer()
-    shelf.room(4096)
-    with pytest.raises(WeightsError, match="has 4096 bytes, 4097 were planned"):
-        BufferCopier().borrowed(told(shelf, 4097))
+    shelf.view(4096)
+    with pytest.raises(WeightsError, match="has 4096 bytes, 4097 were announced"):
+        BufferCopier().copy_shared(told(shelf, 4097))
 
 
 @pytest.mark.parametrize(
@@ -211,16 +213,16 @@ def test_a_message_that_names_no_memory_is_not_understood(field: dict[str, Any])
 
 def test_a_mapping_is_kept_and_grows_and_another_memory_has_its_own() -> None:
     one, other, borrower = SharedBuffer(), SharedBuffer(), BufferCopier()
-    one.room(100)[:] = 1
+    one.view(100)[:] = 1
     first_N = borrower.copy(one.fds[0], 100)
-    mapped = borrower._theirs_N
-    one.room(100)[:] = 2
+    mapped = borrower._source_N
+    one.view(100)[:] = 2
     assert borrower.copy(one.fds[0], 50).tolist() == [2] * 50
-    assert borrower._theirs_N is mapped
+    assert borrower._source_N is mapped
     assert first_N.tolist() == [1] * 100, "a copy"
-    one.room(1 << 20)[:] = 3
+    one.view(1 << 20)[:] = 3
     assert borrower.copy(one.fds[0], 1 << 20).tolist() == [3] * (1 << 20)
-    other.room(100)[:] = 4
+    other.view(100)[:] = 4
     assert borrower.copy(other.fds[0], 100).tolist() == [4] * 100
     assert borrower.copy(one.fds[0], 100).tolist() == [3] * 100
 
@@ -237,13 +239,13 @@ HOLDERS: dict[str, Callable[[Any], Any]] = {
 @pytest.mark.parametrize("kind", HOLDERS)
 def test_memory_is_used_again_and_not_before_the_last_one_has_let_go(kind: str) -> None:
     shelf, borrower = SharedBuffer(), BufferCopier()
-    shelf.room(64)[:] = 1
+    shelf.view(64)[:] = 1
     copied_N = borrower.copy(shelf.fds[0], 64)
     address = copied_N.__array_interface__["data"][0]
     held = HOLDERS[kind](copied_N)
     before = bytes(np.asarray(held))
     del copied_N
-    shelf.room(64)[:] = 2
+    shelf.view(64)[:] = 2
     others = [borrower.copy(shelf.fds[0], 64) for _ in range(3)]
     assert bytes(np.asarray(held)) == before
     assert address not in [each.__array_interface__["data"][0] for each in others]
@@ -256,7 +258,7 @@ def test_memory_is_used_again_and_not_before_the_last_one_has_let_go(kind: str) 
 
 def test_a_few_blocks_are_kept_and_no_more() -> None:
     shelf, borrower = SharedBuffer(), BufferCopier()
-    shelf.room(64)
+    shelf.view(64)
     held = [borrower.copy(shelf.fds[0], 64) for _ in range(3 * MAX_FREE_BLOCKS)]
     assert len(borrower._free) == 0
     held.clear()

@@ -75,7 +75,7 @@ def test_what_a_sender_writes_after_it_was_read_changes_nothing(
     def overwritten(self: LlmEngine, manifest: bytes) -> Any:
         assert sender is not None
         assert sender._shelf is not None
-        sender._shelf.room(1 << 20)[:] = 0xA5
+        sender._shelf.view(1 << 20)[:] = 0xA5
         return commit(self, manifest)
 
     monkeypatch.setattr(LlmEngine, "commit", overwritten)
@@ -128,11 +128,11 @@ def test_an_engine_that_was_started_anew_is_found(tmp_path: Path) -> None:
 
 def test_room_grows_and_what_is_cut_off_meanwhile_is_refused() -> None:
     shelf, borrower = SharedBuffer(), BufferCopier()
-    shelf.room(10)[:] = 1
-    room_N = shelf.room(5000)
+    shelf.view(10)[:] = 1
+    room_N = shelf.view(5000)
     assert room_N[:10].tolist() == [1] * 10
     ten = [PlannedTensor("t", "U8", (10,), 0, 0, 10)]
-    with pytest.raises(WeightsError, match="has 5000 bytes, 5001 were planned"):
+    with pytest.raises(WeightsError, match="has 5000 bytes, 5001 were announced"):
         CopiedBuffer(borrower, os.dup(shelf.fds[0]), 5001, ten)
     copied = CopiedBuffer(borrower, os.dup(shelf.fds[0]), 5000, ten)
     room_N[:10] = 2

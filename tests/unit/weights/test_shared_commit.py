@@ -78,7 +78,7 @@ def test_a_bank_goes_in_one_question_and_by_no_socket(
         assert (sent.num_tensors, sent.nbytes) == (1, rows().nbytes)
         assert 0 < sent.packed_s < sent.seconds
     assert told == [(2 << 20, 2 << 20)] * 3
-    assert llm.intake.lent is None, "who comes by vLLM's own routes has lent nothing"
+    assert llm.intake.banks.shared is None, "who comes by vLLM's own routes has lent nothing"
 
 
 def _forbidden(*_: object) -> None:
@@ -157,7 +157,7 @@ def test_what_a_sender_writes_later_changes_nothing(
 ) -> None:
     sender.send(bank(step_publisher.columns.names, rows()))
     assert sender._shelf is not None
-    sender._shelf.room(1 << 20)[:] = 0xA5
+    sender._shelf.view(1 << 20)[:] = 0xA5
     assert held(step_publisher) == rows().tolist()
 
 
@@ -168,7 +168,7 @@ def test_a_hand_over_that_is_under_way_stays(
     packed = HostPacker(open_sources(weights(1), ExitStack()), manifest).pack(0)
     llm.planned(manifest)
     offer = weights_messages.BufferOffer(manifest.transfer, 0, manifest.buffers[0], packed.home)
-    llm.intake.receiver._dock.land(offer, (os.dup(packed.fds[0]),))
+    llm.intake.receiver._tracker.accept_offer(offer, (os.dup(packed.fds[0]),))
     sender.send(bank(step_publisher.columns.names, rows()))
     assert held(step_publisher) == rows().tolist()
     committed = llm.committed(msgspec.structs.replace(manifest, tensors=packed.tensors))

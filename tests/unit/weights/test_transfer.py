@@ -223,7 +223,7 @@ def test_a_sender_that_is_killed_leaves_the_old_weights_and_the_next_one_succeed
     child.kill()
     child.join()
     child.close()
-    until(lambda: llm.intake.receiver._dock._cargo is None, 10.0)
+    until(lambda: llm.intake.receiver._tracker._expected is None, 10.0)
     assert is_serving(llm, weights(0))
     assert sender(llm, tmp_path).send(weights(6)).version == 1
     ours.close()
@@ -259,18 +259,18 @@ def test_a_sender_frees_its_buffers_when_the_engine_has_let_go_of_them(
 
     made = plan(epoch=llm.epoch)
     llm.planned(made)
-    dock = llm.intake.receiver._dock
-    taken = dock.take(made.transfer)  # as a commit does, for as long as it loads
+    tracker = llm.intake.receiver._tracker
+    taken = tracker.take(made.transfer)  # as a commit does, for as long as it loads
     caplog.set_level("DEBUG", "clairai.weights.socket_client")
     monkeypatch.setattr(ports, "LOAD_TIMEOUT_S", 0.05)
     _offered(llm, tmp_path, made.transfer).close()
-    assert "before it let go" in caplog.text
-    assert not dock.let_go(made.transfer, 0.0)
+    assert "has not released" in caplog.text
+    assert not tracker.release(made.transfer, 0.0)
     taken.close()
     caplog.clear()
     monkeypatch.setattr(ports, "LOAD_TIMEOUT_S", 60.0)
     _offered(llm, tmp_path, made.transfer).close()
-    assert "before it let go" not in caplog.text
+    assert "has not released" not in caplog.text
 
 
 def _offered(llm: ToyLlm, tmp_path: Path, transfer: str) -> BufferClient:

@@ -94,7 +94,7 @@ def test_a_way_that_is_asked_for_is_taken_though_there_is_a_shorter_one(
     llm: ToyLlm, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     install(monkeypatch)
-    monkeypatch.setattr(BufferClient, "is_here", False)
+    monkeypatch.setattr(BufferClient, "is_same_process", False)
     gpu = {"device": FIRST}
     assert route(llm, tmp_path, on("cuda:0"), **gpu).home == "device"
     assert route(llm, tmp_path, on("cuda:0"), through="device", **gpu).home == "device"

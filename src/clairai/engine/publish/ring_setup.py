@@ -15,9 +15,9 @@ from typing import Final
 from clairai.engine.publish.publisher import ForwardListener, HostPublisher, Publisher
 from clairai.engine.score.score_tables import ScoreTables
 from clairai.errors import ConfigError
-from clairai.local.gpu_memory import DeviceMemory, Gpu
+from clairai.local.gpu_memory import Gpu
 from clairai.ring.layout import RingHeader, RingShape
-from clairai.ring.memory import HostMemory
+from clairai.ring.memory import DeviceMemory, HostMemory
 from clairai.ring.writer import RingWriter
 from clairai.settings import Settings
 

@@ -55,7 +55,7 @@ class StepPublisher:
     ) -> None:
         self.tables = tables
         self.about = about
-        self.borrower = BufferCopier()  # of rows that do not come in a message
+        self.copier = BufferCopier()  # of rows that come in shared memory
         self._book = RowBuilder(step_library.find_step_library())
         self._is_serving = False
         self._is_noted = False

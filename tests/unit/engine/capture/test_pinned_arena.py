@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 import torch
 
-from clairai.capture import staging_arena as arenas
 from clairai.capture.staging_arena import COPIED_WORD, HEADER_NBYTES, StagingArena
 from clairai.engine.capture.pinned_arena import PinnedArena
 from clairai.errors import ConfigError, RingError
+from clairai.local import shared_buffer
 from tests.support import cuda
 
 NBYTES = 8192
@@ -70,7 +70,7 @@ def test_memory_that_there_is_not_is_said_before_the_first_step() -> None:
 
 def test_memory_that_others_use_is_not_promised(monkeypatch: pytest.MonkeyPatch) -> None:
     """The kernel would promise it, and end some process once it is used."""
-    monkeypatch.setattr(arenas, "free_memory_bytes", lambda: NBYTES)
+    monkeypatch.setattr(shared_buffer, "free_memory_bytes", lambda: NBYTES)
     with pytest.raises(ConfigError, match=f"no {NBYTES} bytes .* {NBYTES} are free"):
         StagingArena.create(NBYTES)
 

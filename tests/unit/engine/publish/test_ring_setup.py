@@ -14,9 +14,8 @@ from clairai.engine.publish.publisher import HostPublisher
 from clairai.engine.publish.ring_setup import OpenRing, _with_ahead, open_ring
 from clairai.engine.score.score_tables import ScoreTables
 from clairai.errors import ConfigError, RingError
-from clairai.local.gpu_memory import DeviceMemory
 from clairai.ring.layout import HEADER, RingHeader, RingShape
-from clairai.ring.memory import HostMemory
+from clairai.ring.memory import DeviceMemory, HostMemory
 from clairai.settings import Settings
 from tests.process.footprint import nothing_left_behind
 from tests.support.cuda import UUIDS, ToyDriver, install

@@ -68,7 +68,7 @@ def rows_of(pages_N: ByteArray) -> Any:
 
 
 def filled(shelf: SharedBuffer, value: float) -> int:
-    shelf.room(NBYTES).view(np.float32)[:] = value
+    shelf.view(NBYTES).view(np.float32)[:] = value
     return shelf.fds[0]
 
 
