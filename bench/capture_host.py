@@ -25,10 +25,8 @@ from clairai.capture.consumers import EngineInfo
 from clairai.engine.capture.capture_plan import CapturePlan
 from clairai.engine.capture.row_copier import RowCopier
 from clairai.engine.capture.worker_capture import WorkerCapture
-from clairai.engine.publish.publisher import ForwardInputs
-from clairai.engine.publish.step_publisher import NewRequest
-from clairai.engine.publish.step_rows import RequestMark, StepBatch
 from clairai.engine.score.score_tables import ScoreTables
+from clairai.engine.step import ForwardInputs, NewRequest, RequestMark, StepBatch
 
 WIDTH, NUM_REQUESTS, MAX_TOKENS = 8, 64, 512
 PAUSE_S: Final = 0.002

@@ -31,7 +31,7 @@ from clairai.capture.staging_reader import ROWS, SAMPLE, WHOLE_STEP
 from clairai.engine.capture.capture_plan import CapturePlan
 from clairai.engine.capture.row_selection import RowSelector
 from clairai.engine.capture.staging_layout import StagingPlan, group_by_encoder, lay_out_rows
-from clairai.engine.publish.step_rows import RequestMark, StepBatch
+from clairai.engine.step import RequestMark, StepBatch
 from clairai.store.codecs.base import Encoder
 from clairai.store.codecs.registry import named
 

@@ -18,11 +18,11 @@ import numpy as np
 import torch
 
 from bench.gpu_mute import SilentNorm
-from clairai.engine.publish.step_rows import StepBatch
 from clairai.engine.score.norm_kernel import FusedNorm
 from clairai.engine.steer.steer_tables import SteerTables
 from clairai.engine.steer.steering_plan import PlanAction, PlanGate, PlanRow, SteeringPlan
 from clairai.engine.steer.worker_steering import ProgramMap
+from clairai.engine.step import StepBatch
 from clairai.fields.ranges import OPEN_END
 from tests.support.random_plans import row
 

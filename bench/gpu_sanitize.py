@@ -26,11 +26,12 @@ import torch
 import triton
 import triton.language as tl
 
-from clairai.engine.publish.publisher import FinishedStep, ForwardInputs
+from clairai.engine.publish.publisher import FinishedStep
 from clairai.engine.publish.ring_setup import OpenRing, open_ring
-from clairai.engine.publish.step_rows import RequestMark, RowBuilder, StepBatch
+from clairai.engine.publish.step_rows import RowBuilder
 from clairai.engine.score.score_kernel import Scorer
 from clairai.engine.score.score_tables import ScoreTables, score_twin
+from clairai.engine.step import ForwardInputs, RequestMark, StepBatch
 from clairai.points import Point
 from clairai.probe.bank import EngineBank
 from clairai.probe.model import Probe

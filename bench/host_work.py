@@ -26,10 +26,11 @@ from clairai.engine.publish import step_library
 from clairai.engine.publish.device_publisher import DevicePublisher
 from clairai.engine.publish.launch_list import LaunchList, LaunchStreams, NativeLauncher
 from clairai.engine.publish.publish_kernel import DONE_WORD
-from clairai.engine.publish.publisher import FinishedStep, ForwardInputs, HostPublisher, Publisher
+from clairai.engine.publish.publisher import FinishedStep, HostPublisher, Publisher
 from clairai.engine.publish.step_header import StepHeader, StepShape
-from clairai.engine.publish.step_rows import RequestMark, RowBuilder, StepBatch, StepRows
+from clairai.engine.publish.step_rows import RowBuilder, StepRows
 from clairai.engine.score.score_tables import ScoreTables
+from clairai.engine.step import ForwardInputs, RequestMark, StepBatch
 from clairai.points import Point
 from clairai.probe.bank import EngineBank
 from clairai.probe.model import Probe

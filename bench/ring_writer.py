@@ -17,9 +17,10 @@ import triton
 import triton.language as tl
 
 from clairai.engine.publish import ring_setup
-from clairai.engine.publish.publisher import FinishedStep, ForwardInputs
-from clairai.engine.publish.step_rows import RequestMark, RowBuilder, StepBatch, StepRows
+from clairai.engine.publish.publisher import FinishedStep
+from clairai.engine.publish.step_rows import RowBuilder, StepRows
 from clairai.engine.score.score_tables import ScoreTables
+from clairai.engine.step import ForwardInputs, RequestMark, StepBatch
 from clairai.points import Point
 from clairai.probe.bank import EngineBank
 from clairai.probe.model import Probe

@@ -21,10 +21,10 @@ from collections.abc import Callable, Iterator
 import numpy as np
 from numpy.typing import NDArray
 
-from clairai.engine.publish.step_rows import StepBatch
 from clairai.engine.steer.steer_tables import SteerTables
 from clairai.engine.steer.steering_plan import PlanAction, PlanRow, SteeringPlan
 from clairai.engine.steer.worker_steering import ProgramMap
+from clairai.engine.step import StepBatch
 from clairai.fields.ranges import OPEN_END
 
 WIDTH, NUM_SITES, MAX_TOKENS, PROMPT = 4096, 32, 8192, 32

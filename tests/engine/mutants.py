@@ -13,6 +13,7 @@ from msgspec import structs
 
 from clairai.engine.publish import step_rows
 from clairai.engine.score import score_tables
+from clairai.engine.step import StepBatch
 from tests.engine import attribution
 
 Mutant = Callable[[], Any]
@@ -41,7 +42,7 @@ def stale_row_map() -> Iterator[None]:
     kept: list[step_rows.StepRows] = []
     original = step_rows.RowBuilder.step
 
-    def step(self: step_rows.RowBuilder, batch: step_rows.StepBatch) -> step_rows.StepRows:
+    def step(self: step_rows.RowBuilder, batch: StepBatch) -> step_rows.StepRows:
         fresh = original(self, batch)
         stale = kept[-1] if kept and kept[-1].num_tokens == fresh.num_tokens else fresh
         kept.append(fresh)
@@ -85,10 +86,10 @@ def cache_hits_forgotten() -> Iterator[None]:
 
 
 @contextmanager
-def _batches(change: Callable[[step_rows.StepBatch], step_rows.StepBatch]) -> Iterator[None]:
+def _batches(change: Callable[[StepBatch], StepBatch]) -> Iterator[None]:
     original = step_rows.RowBuilder.step
 
-    def step(self: step_rows.RowBuilder, batch: step_rows.StepBatch) -> step_rows.StepRows:
+    def step(self: step_rows.RowBuilder, batch: StepBatch) -> step_rows.StepRows:
         return original(self, change(batch) if len(batch.req_ids) else batch)
 
     with mock.patch.object(step_rows.RowBuilder, "step", step):

@@ -10,10 +10,11 @@ import pytest
 import torch
 
 from clairai.engine.publish import step_library
-from clairai.engine.publish.publisher import FinishedStep, ForwardInputs
+from clairai.engine.publish.publisher import FinishedStep
 from clairai.engine.publish.ring_setup import open_ring
-from clairai.engine.publish.step_rows import RequestMark, RowBuilder, StepBatch
+from clairai.engine.publish.step_rows import RowBuilder
 from clairai.engine.score.score_tables import ScoreTables, score_twin
+from clairai.engine.step import ForwardInputs, RequestMark, StepBatch
 from clairai.points import Point
 from clairai.probe.bank import EngineBank
 from clairai.probe.model import Probe
@@ -249,9 +250,9 @@ def test_a_captured_graph_publishes_its_own_steps(is_busy: bool, home: str) -> N
         if is_busy:
             torch.cuda._sleep(2_000_000)
         if number % 7 == 0:  # nobody's forward
-            publisher.blank()
+            publisher.before_dummy_run()
             graph.replay()
-            publisher.blanked()
+            publisher.after_dummy_run()
             sent = None
         rows_of = book.step(StepBatch(names, ones_R, np.full(3, number - 1, np.int32)))
         if not (rows_of is sent and publisher.again(number)):

@@ -10,12 +10,12 @@ import pytest
 import torch
 
 from clairai.engine.kernel_launch import CudaDriver
-from clairai.engine.publish.step_rows import StepBatch
 from clairai.engine.score.fused_norm import FusedNormSite
 from clairai.engine.score.norm_kernel import FusedNorm, norm_twin
 from clairai.engine.score.stash_kernel import StashScorer
 from clairai.engine.steer.steer_twin import steer_twin
 from clairai.engine.steer.worker_steering import ProgramMap
+from clairai.engine.step import StepBatch
 from tests.gpu.test_kernels import bank, rows, twin
 from tests.gpu.test_kernels import tables as score_tables
 from tests.gpu.test_steer_kernel import NUM_SITES, plan

@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 import torch
 
-from clairai.engine.publish.step_rows import StepBatch
 from clairai.engine.steer.steer_tables import SteerTables
 from clairai.engine.steer.steer_twin import steer_twin
 from clairai.engine.steer.steering_plan import PlanAction, PlanGate, PlanRow, SteeringPlan
 from clairai.engine.steer.worker_steering import ProgramMap
+from clairai.engine.step import StepBatch
 from clairai.fields.ranges import OPEN_END
 from tests.support.random_plans import row
 from tests.support.steered_engine import drill, fleet, random_history

@@ -17,10 +17,11 @@ import torch
 from clairai.engine.publish import publish_kernel
 from clairai.engine.publish.device_publisher import DevicePublisher
 from clairai.engine.publish.gpu_launcher import kernel_constants
-from clairai.engine.publish.publisher import FinishedStep, ForwardInputs, HostPublisher
+from clairai.engine.publish.publisher import FinishedStep, HostPublisher
 from clairai.engine.publish.step_header import NUM_HEADERS, StepHeader, StepShape
-from clairai.engine.publish.step_rows import RowBuilder, StepBatch, StepRows
+from clairai.engine.publish.step_rows import RowBuilder, StepRows
 from clairai.engine.score.score_tables import ScoreTables
+from clairai.engine.step import ForwardInputs, StepBatch
 from clairai.points import Point
 from clairai.probe.bank import EngineBank
 from clairai.probe.model import Probe

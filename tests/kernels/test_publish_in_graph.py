@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from clairai.engine.publish.publisher import ForwardInputs
 from clairai.engine.publish.step_header import NUM_HEADERS
+from clairai.engine.step import ForwardInputs
 from clairai.errors import EngineGoneError
 from tests.kernels.publishers import WIDE, Way, inputs_of, outlets, rows_in
 from tests.kernels.test_publish_kernel import PER_RECORD, WAYS, follow
@@ -55,10 +55,10 @@ def test_a_forward_of_nobodys_rows_leaves_the_next_step_alone(is_graph: bool) ->
     with outlets() as both:
         inputs = inputs_of([], both.tables.max_tokens)
         for at in range(2 * NUM_HEADERS + 1):
-            both.device.blank()
+            both.device.before_dummy_run()
             if not is_graph:
                 both.device.forwarded(lambda: inputs)
-            both.device.blanked()
+            both.device.after_dummy_run()
             late = both.launch.replay
             replays = [partial(late, inputs)] if is_graph else []
 

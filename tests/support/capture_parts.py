@@ -17,7 +17,7 @@ from clairai.engine.capture import staging_layout
 from clairai.engine.capture.capture_plan import CapturePlan, KeepThreshold
 from clairai.engine.capture.row_selection import RowSelection
 from clairai.engine.capture.staging_layout import StagingLayout
-from clairai.engine.publish.step_rows import StepBatch
+from clairai.engine.step import StepBatch
 from clairai.errors import StoreStoppedError
 from clairai.store.row_block import RowBlock
 

@@ -21,10 +21,8 @@ from clairai.capture.staging_arena import StagingArena
 from clairai.engine.capture.capture_plan import CapturePlan
 from clairai.engine.capture.row_copier import RowCopier
 from clairai.engine.capture.worker_capture import WorkerCapture
-from clairai.engine.publish.publisher import ForwardInputs
-from clairai.engine.publish.step_publisher import NewRequest
-from clairai.engine.publish.step_rows import RequestMark
 from clairai.engine.score.score_tables import ScoreTables
+from clairai.engine.step import ForwardInputs, NewRequest, RequestMark
 from clairai.wire import capture_messages
 from tests.support.capture_parts import ToyConsumer, batch
 

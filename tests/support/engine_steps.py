@@ -13,7 +13,8 @@ from typing import NamedTuple
 import numpy as np
 from hypothesis import strategies as st
 
-from clairai.engine.publish.step_rows import RequestMark, RowBuilder, StepBatch
+from clairai.engine.publish.step_rows import RowBuilder
+from clairai.engine.step import RequestMark, StepBatch
 from clairai.wire import ring_messages
 
 

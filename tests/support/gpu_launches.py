@@ -15,8 +15,8 @@ from clairai.engine.kernel_launch import DRIVER_CALLS, CudaDriver, KernelLaunch
 from clairai.engine.publish import step_library
 from clairai.engine.publish.launch_list import LaunchList, LaunchStreams, NativeLauncher
 from clairai.engine.publish.publish_kernel import DONE_WORD, HEAD_WORDS, REQUEST_FIELDS, ROW_WORDS
-from clairai.engine.publish.publisher import ForwardInputs
 from clairai.engine.publish.step_header import MAX_EVENTS, NUM_HEADERS, StepHeader, StepShape
+from clairai.engine.step import ForwardInputs
 
 MAX_REQUESTS, MAX_TOKENS = 4, 512
 MAIN, SIDE, BEGUN, ENDED = 40, 50, 60, 61

@@ -22,8 +22,8 @@ from clairai.engine.publish import step_publisher as stations
 from clairai.engine.publish.device_publisher import DevicePublisher
 from clairai.engine.publish.repeat_path import NoRepeatPath
 from clairai.engine.publish.ring_setup import OpenRing, open_ring
-from clairai.engine.publish.step_publisher import NewRequest, StepPublisher
-from clairai.engine.publish.step_rows import RequestMark, StepBatch
+from clairai.engine.publish.step_publisher import StepPublisher
+from clairai.engine.step import NewRequest, RequestMark, StepBatch
 from clairai.ring.layout import RingHeader, RingShape
 from tests.support.gpu_launches import INPUTS, MAX_REQUESTS, MAX_TOKENS, Gpu, Launching, LongWay
 from tests.support.toy_publisher import running_publisher
@@ -52,9 +52,9 @@ class Other:
     def can_skip(self) -> bool:
         return self.is_resting
 
-    def blank(self) -> None: ...
+    def before_dummy_run(self) -> None: ...
 
-    def blanked(self) -> None: ...
+    def after_dummy_run(self) -> None: ...
 
     def take(self) -> list[Any]:
         told, self.told = self.told, []

@@ -11,10 +11,10 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from clairai.engine.publish.step_rows import StepBatch
 from clairai.engine.steer.steer_tables import SteerTables
 from clairai.engine.steer.steering_plan import SteeringPlan
 from clairai.engine.steer.worker_steering import ProgramMap
+from clairai.engine.step import StepBatch
 from tests.support.random_plans import (
     SITE_OF,
     SITES,

@@ -9,10 +9,9 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from clairai.engine.publish.publisher import ForwardInputs
-from clairai.engine.publish.step_publisher import EngineInfo, NewRequest, StepPublisher
-from clairai.engine.publish.step_rows import RequestMark, StepBatch
+from clairai.engine.publish.step_publisher import EngineInfo, StepPublisher
 from clairai.engine.score.score_tables import ScoreTables
+from clairai.engine.step import ForwardInputs, NewRequest, RequestMark, StepBatch
 from clairai.points import Point
 from clairai.probe.bank import EngineBank
 from clairai.probe.files import dumps

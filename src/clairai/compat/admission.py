@@ -20,11 +20,11 @@ from clairai.compat.extra_args import with_plans
 from clairai.engine.capture.capture_plan import CapturePlan
 from clairai.engine.capture.capture_resolver import CAPTURE_OFF, CaptureResolver, RequestContext
 from clairai.engine.core_control import CoreControl
-from clairai.engine.publish.step_rows import RequestMark
 from clairai.engine.rule_watcher import RuleWatcher
 from clairai.engine.steer.resolve_steering import check_entries_act
 from clairai.engine.steer.steering_plan import SteeringPlan
 from clairai.engine.steer.steering_registry import TableClaim
+from clairai.engine.step import RequestMark
 from clairai.errors import CaptureOffError, ClairaiError, RequestError
 from clairai.fields.request_fields import RequestFields, parse_fields
 

@@ -9,10 +9,10 @@ from collections.abc import Mapping
 from typing import Any, Final
 
 from clairai.engine.capture.capture_plan import PLAN_DECODER, PLAN_ENCODER, CapturePlan
-from clairai.engine.publish.step_rows import RequestMark
 from clairai.engine.steer import steering_plan
 from clairai.engine.steer.cache_keys import BlockKeys
 from clairai.engine.steer.steering_plan import SteeringPlan
+from clairai.engine.step import RequestMark
 from clairai.fields.request_fields import new_stream_id
 
 MARK_KEY: Final = "clairai_mark"

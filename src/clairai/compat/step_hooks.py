@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
 import torch
 
@@ -20,39 +20,12 @@ from clairai.compat.extra_args import (
     read_mark,
     read_steering_plan,
 )
-from clairai.engine.publish.publisher import ForwardInputs, ForwardListener
+from clairai.engine.publish.publisher import ForwardListener
 from clairai.engine.publish.repeat_path import RepeatPath, RunnerMethod
-from clairai.engine.publish.step_publisher import NewRequest
-from clairai.engine.publish.step_rows import StepBatch
 from clairai.engine.score.score_tables import ScoreTables
 from clairai.engine.side_stream import AfterTaps
-from clairai.engine.steer.steering_plan import SteeringPlan
+from clairai.engine.step import ForwardInputs, NewRequest, StepBatch, StepListener
 from clairai.errors import UnsupportedError
-
-
-class StepListener(Protocol):
-    """Is told of every real step, in the order in which the engine does things."""
-
-    def begin(self, new: Sequence[NewRequest], finished: Sequence[str]) -> None:
-        """Requests come and go."""
-
-    def amend(self, req_id: str, plan: SteeringPlan | None) -> None:
-        """From now on this is what steers the request."""
-
-    def place(self, batch: StepBatch) -> None:
-        """The batch is laid out; the forward has not begun."""
-
-    def end(self, inputs: Callable[[], ForwardInputs]) -> None:
-        """The forward is on its way."""
-
-    def can_skip(self) -> bool:
-        """Whether steps that are like this one need not be told: `Steady` does what is to do."""
-
-    def blank(self) -> None:
-        """A forward of nobody's rows comes next."""
-
-    def blanked(self) -> None:
-        """It is on its way."""
 
 
 def connect_listeners(
@@ -150,10 +123,10 @@ def _wrap_dummy_run(original: RunnerMethod, listeners: Sequence[StepListener]) -
     @functools.wraps(original)
     def wrapped(*args: Any, **kwargs: Any) -> Any:
         for listener in listeners:
-            listener.blank()
+            listener.before_dummy_run()
         result = original(*args, **kwargs)
         for listener in listeners:
-            listener.blanked()
+            listener.after_dummy_run()
         return result
 
     return wrapped

@@ -23,8 +23,8 @@ import numpy as np
 
 from clairai.compat.change_steering import change_request_steering
 from clairai.compat.engine_core import get_core_control
-from clairai.engine.publish.step_rows import RequestMark
 from clairai.engine.rule_watcher import RuleWatcher
+from clairai.engine.step import RequestMark
 from clairai.errors import ClairaiError
 from clairai.fields.rules import StopRule
 from clairai.ring.attach import RingReader

@@ -28,6 +28,7 @@ from clairai.engine.publish.repeat_path import NoRepeatPath
 from clairai.engine.publish.step_publisher import EngineInfo, StepPublisher
 from clairai.engine.score.fused_norm import FusedNormSite
 from clairai.engine.score.score_tables import ScoreTables
+from clairai.engine.step import StepListener
 from clairai.engine.worker_control import WeightsReceiver, answer_control
 from clairai.errors import PointError
 from clairai.probe.bank import EngineBank
@@ -154,7 +155,7 @@ def _install_taps(worker: Any, settings: Settings, planned: ResolvedSettings) ->
 
 def _set_up_steering(
     worker: Any, settings: Settings, sites: model_sites.Sites, tables: ScoreTables
-) -> Iterator[step_hooks.StepListener]:
+) -> Iterator[StepListener]:
     if not settings.is_steering:
         return
     steering = steering_setup.make_steering_tables(worker, settings, tables.sites, sites.width)
@@ -167,7 +168,7 @@ def _set_up_steering(
 
 def _set_up_capture(
     worker: Any, settings: Settings, sites: model_sites.Sites
-) -> Iterator[step_hooks.StepListener]:
+) -> Iterator[StepListener]:
     if settings.capturing is None:
         return
     worker.clairai_capture = capture_setup.make_capture(worker, settings.capturing, sites)

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from clairai.compat.admission import Admission, split_request_id
 from clairai.compat.extra_args import MARK_KEY, read_mark
 from clairai.engine.core_control import CoreControl
-from clairai.engine.publish.step_rows import RequestMark
+from clairai.engine.step import RequestMark
 from clairai.errors import RequestError
 from clairai.fields.request_fields import MAX_STREAM, request
 

@@ -16,8 +16,8 @@ from clairai.compat.change_steering import (
     change_stream_steering,
 )
 from clairai.compat.extra_args import STEERING_KEY, decode_steering_plan, read_steering_plan
-from clairai.engine.publish.step_rows import RequestMark
 from clairai.engine.steer.steering_registry import SteeringLimits, SteeringRegistry
+from clairai.engine.step import RequestMark
 from clairai.errors import RequestError, VectorCapacityError
 from clairai.fields.steer import SteerEntry, parse_entries
 from clairai.points import Point

@@ -11,8 +11,8 @@ import torch
 
 from clairai.compat import step_hooks
 from clairai.compat.step_hooks import publish_in_graphs, watch_forwards
-from clairai.engine.publish.publisher import ForwardInputs
 from clairai.engine.side_stream import AfterTaps, NoSideStream
+from clairai.engine.step import ForwardInputs
 
 
 class Model(torch.nn.Module):  # type: ignore[misc]  # torch is Any where it is not installed

@@ -14,7 +14,7 @@ import torch
 
 from clairai.compat import step_hooks as compat
 from clairai.engine.publish.repeat_path import NoRepeatPath
-from clairai.engine.publish.step_rows import StepBatch
+from clairai.engine.step import StepBatch
 
 
 class Model:
@@ -80,11 +80,11 @@ class Listener:
     def can_skip(self) -> bool:
         return False
 
-    def blank(self) -> None:
-        self._told.append("blank")
+    def before_dummy_run(self) -> None:
+        self._told.append("before")
 
-    def blanked(self) -> None:
-        self._told.append("blanked")
+    def after_dummy_run(self) -> None:
+        self._told.append("after")
 
 
 @pytest.fixture
@@ -123,4 +123,4 @@ def test_warm_up_is_nobodys_step(engine: Runner) -> None:
     engine.execute_model(scheduled(5), dummy_run=True)
     engine.sample_tokens(None)
     engine._dummy_run(5)
-    assert engine.told == ["forward", "logits", "sampled", "blank", "dummy 5", "blanked"]
+    assert engine.told == ["forward", "logits", "sampled", "before", "dummy 5", "after"]

@@ -16,8 +16,8 @@ import pytest
 from clairai.compat import stop_rules
 from clairai.compat.stop_rules import RuleEnforcer, wrap_add_request, wrap_check_stop
 from clairai.engine.publish.step_publisher import StepPublisher
-from clairai.engine.publish.step_rows import RequestMark
 from clairai.engine.rule_watcher import RuleWatcher
+from clairai.engine.step import RequestMark
 from clairai.errors import VectorError
 from clairai.fields.rules import StopRule
 from clairai.probe.bank import EngineBank

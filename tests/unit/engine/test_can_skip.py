@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from clairai.engine.publish.step_publisher import NewRequest
-from clairai.engine.publish.step_rows import RequestMark
 from clairai.engine.steer.worker_steering import WorkerSteering
+from clairai.engine.step import NewRequest, RequestMark
 from tests.support.capture_parts import order
 from tests.support.capture_rig import rig
 from tests.unit.engine.steer.test_worker_steering import adding, batch, made

@@ -29,9 +29,9 @@ from clairai.engine.capture.staging_layout import (
     group_by_encoder,
     lay_out_rows,
 )
-from clairai.engine.publish.publisher import ForwardInputs
 from clairai.engine.score.score_tables import ScoreTables
 from clairai.engine.side_stream import open_side_stream
+from clairai.engine.step import ForwardInputs
 from clairai.store.codecs.base import Encoder
 
 PART_VALUES: Final = 9 << 20  # 64 tokens at 32 points of a model 4096 wide, and their sample

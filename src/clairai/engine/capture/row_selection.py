@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from clairai.engine.capture.capture_plan import CapturePlan, KeepThreshold
-from clairai.engine.publish.step_rows import RequestMark, StepBatch
+from clairai.engine.step import RequestMark, StepBatch
 from clairai.store.codecs.base import Encoder
 from clairai.store.codecs.registry import named
 

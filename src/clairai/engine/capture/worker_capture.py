@@ -13,10 +13,8 @@ from clairai.capture.backend import CaptureBackend
 from clairai.engine.capture.capture_resolver import steering_json
 from clairai.engine.capture.row_copier import RowCopier, ScoreSource
 from clairai.engine.capture.row_selection import RowSelection, RowSelector
-from clairai.engine.publish.publisher import ForwardInputs
-from clairai.engine.publish.step_publisher import NewRequest
-from clairai.engine.publish.step_rows import StepBatch
 from clairai.engine.steer.steering_plan import SteeringPlan
+from clairai.engine.step import ForwardInputs, NewRequest, StepBatch
 from clairai.wire import capture_messages
 
 MAX_REMEMBERED_STREAMS: Final = 1 << 16
@@ -86,11 +84,11 @@ class WorkerCapture:
         """Who was the last to be captured left in a step that began here."""
         return not len(self._picks)
 
-    def blank(self) -> None:
+    def before_dummy_run(self) -> None:
         """A forward of nobody's rows may write over the last step's."""
         self._taker.begin()
 
-    def blanked(self) -> None:
+    def after_dummy_run(self) -> None:
         """Nothing of it is left."""
 
     def answer(self, control: capture_messages.CaptureControl) -> capture_messages.CaptureReply:

@@ -14,7 +14,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Final, Protocol
 
-from clairai.engine.publish.publisher import FinishedStep, ForwardInputs
+from clairai.engine.publish.publisher import FinishedStep
 from clairai.engine.publish.repeat_path import RepeatPath, make_repeat_path
 from clairai.engine.publish.step_header import (
     MAX_EVENTS,
@@ -26,6 +26,7 @@ from clairai.engine.publish.step_header import (
 )
 from clairai.engine.publish.step_rows import RepeatedBatch, RowBuilder, StepRows
 from clairai.engine.score.score_tables import ScoreTables
+from clairai.engine.step import ForwardInputs
 from clairai.errors import EngineGoneError
 from clairai.ring.layout import RingHeader, epoch_low
 
@@ -181,12 +182,12 @@ class DevicePublisher:
             _wait_for(step_header)  # only if the GPU is eight steps behind
         return step_header
 
-    def blank(self) -> None:
+    def before_dummy_run(self) -> None:
         """A forward of nobody's rows comes: its graph must not find the brief of the next step."""
         if self._is_captured:
             self._write(0, EMPTY_STEP, 0)
 
-    def blanked(self) -> None:
+    def after_dummy_run(self) -> None:
         """That forward is on its way; if it was no graph, nobody will publish its brief."""
         if self._is_captured and self._forwarded == self._ledger.sent:
             self._ledger.sent -= 1

@@ -14,10 +14,10 @@ import torch
 from clairai.engine.kernel_launch import CompiledKernel, CudaDriver, arguments_by_name
 from clairai.engine.publish import publish_kernel as kernel
 from clairai.engine.publish.launch_list import LaunchList, LaunchStreams, make_launcher
-from clairai.engine.publish.publisher import ForwardInputs
 from clairai.engine.publish.step_header import MAX_EVENTS, NUM_HEADERS, Grids, StepHeader, StepShape
 from clairai.engine.score.score_tables import ScoreTables
 from clairai.engine.score.stash_kernel import StashScorer
+from clairai.engine.step import ForwardInputs
 from clairai.local.gpu_memory import Gpu
 from clairai.ring.layout import RingShape
 

@@ -11,20 +11,12 @@ from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
-import torch
 
 from clairai.engine.publish.repeat_path import NoRepeatPath, RepeatPath
 from clairai.engine.publish.step_rows import RepeatedBatch, StepRows
 from clairai.engine.score.score_tables import ScoreTables
+from clairai.engine.step import ForwardInputs
 from clairai.ring.writer import RingWriter
-
-
-@dataclass(frozen=True)
-class ForwardInputs:
-    """The forward's own inputs: tensors of its device, at least as long as the step."""
-
-    positions_T: torch.Tensor
-    token_ids_T: torch.Tensor
 
 
 @dataclass(frozen=True)
@@ -69,10 +61,10 @@ class Publisher(Protocol):
     def send(self, step: FinishedStep) -> None:
         """A step that was not noted."""
 
-    def blank(self) -> None:
+    def before_dummy_run(self) -> None:
         """A forward of nobody's rows comes next."""
 
-    def blanked(self) -> None:
+    def after_dummy_run(self) -> None:
         """It is on its way."""
 
     def follow(self, stream: int) -> None:
@@ -144,10 +136,10 @@ class HostPublisher:
         del pace
         return False
 
-    def blank(self) -> None:
+    def before_dummy_run(self) -> None:
         """Nothing looks for it."""
 
-    def blanked(self) -> None:
+    def after_dummy_run(self) -> None:
         pass
 
     def follow(self, stream: int) -> None:

@@ -15,13 +15,13 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import Final
 
-from clairai.engine.capture.capture_plan import CapturePlan
 from clairai.engine.publish import step_library
-from clairai.engine.publish.publisher import FinishedStep, ForwardInputs
+from clairai.engine.publish.publisher import FinishedStep
 from clairai.engine.publish.ring_setup import open_ring
-from clairai.engine.publish.step_rows import RequestMark, RowBuilder, StepBatch, StepRows
+from clairai.engine.publish.step_rows import RowBuilder, StepRows
 from clairai.engine.score.score_tables import ScoreTables
 from clairai.engine.steer.steering_plan import SteeringPlan
+from clairai.engine.step import ForwardInputs, NewRequest, StepBatch
 from clairai.local.private_socket import runtime_dir
 from clairai.local.shared_buffer import BufferCopier
 from clairai.probe.bank import EngineBank
@@ -33,18 +33,6 @@ from clairai.wire import ring_messages
 MAX_STREAMS_KEPT: Final = 1 << 16
 MAX_BANKS_KEPT: Final = 256
 DESCRIBE_DELAY_S: Final = 0.02
-
-
-@dataclass(frozen=True)
-class NewRequest:
-    """A request as it first reaches the worker."""
-
-    req_id: str
-    request_id: str  # what the caller of vLLM knows it by
-    mark: RequestMark
-    prompt_len: int
-    plan: SteeringPlan | None = None  # what steers it
-    order: CapturePlan | None = None  # what is captured of it
 
 
 class StepPublisher:
@@ -224,16 +212,16 @@ class StepPublisher:
     def amend(self, req_id: str, plan: SteeringPlan | None) -> None:
         """Whose rows they are does not depend on what steers them."""
 
-    def blank(self) -> None:
+    def before_dummy_run(self) -> None:
         """Nobody's rows are not published; but they are written where the last step's lie."""
         if self._is_serving:
             self._publisher.begin()
             self._forget()
-            self._publisher.blank()
+            self._publisher.before_dummy_run()
 
-    def blanked(self) -> None:
+    def after_dummy_run(self) -> None:
         if self._is_serving:
-            self._publisher.blanked()
+            self._publisher.after_dummy_run()
 
     def _send(self, rows: StepRows, inputs: ForwardInputs) -> None:
         number = self._publisher.last_step + 1

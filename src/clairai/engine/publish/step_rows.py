@@ -12,30 +12,14 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Final
 
-import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from clairai.engine.step import RequestMark, StepBatch
 from clairai.wire import ring_messages
 
 _INT32: Final = np.dtype(np.int32)
 _NO_EVENTS: Final = np.empty(0, ring_messages.ROW)
-
-
-@dataclass(frozen=True)
-class RequestMark:
-    """Who a request is, outside the engine."""
-
-    stream: int
-    choice: int = 0
-
-
-class StepBatch(msgspec.Struct, frozen=True):
-    """How the model runner laid out one step; made in every one, so a Struct and no dataclass."""
-
-    req_ids: Sequence[str]
-    counts_R: NDArray[np.int32]  # tokens forwarded for each request
-    starts_R: NDArray[np.int32]  # absolute position of the first of them
 
 
 @dataclass(frozen=True, eq=False)

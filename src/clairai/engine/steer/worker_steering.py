@@ -15,13 +15,11 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
-from clairai.engine.publish.publisher import ForwardInputs
-from clairai.engine.publish.step_publisher import NewRequest
-from clairai.engine.publish.step_rows import StepBatch
 from clairai.engine.steer import steer_tables as t
 from clairai.engine.steer.program_cache import ProgramCache, Schedule
 from clairai.engine.steer.steer_tables import SteerTables
 from clairai.engine.steer.steering_plan import SteeringPlan
+from clairai.engine.step import ForwardInputs, NewRequest, StepBatch
 from clairai.fields.ranges import OPEN_END
 
 UNSTEERED: Final = 0  # the berth of every request that is not steered
@@ -104,7 +102,7 @@ class ProgramMap:
         self._free.append(berth)
         self._drawn = None  # its place may soon be somebody else's
 
-    def blank(self) -> None:
+    def clear_rows(self) -> None:
         """Nobody's rows are forwarded next: none is steered."""
         self._drawn = None
         self._send(np.zeros((self._tables.num_mapped, t.MAP_WORDS), np.int32), 0)
@@ -240,8 +238,8 @@ class WorkerSteering:
     def can_skip(self) -> bool:
         return not len(self.steering) and not self.steering.num_mapped
 
-    def blank(self) -> None:
-        self.steering.blank()
+    def before_dummy_run(self) -> None:
+        self.steering.clear_rows()
 
-    def blanked(self) -> None:
+    def after_dummy_run(self) -> None:
         """Nothing of it is left."""

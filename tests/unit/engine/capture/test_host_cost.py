@@ -10,8 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from clairai.engine.publish.publisher import ForwardInputs
-from clairai.engine.publish.step_rows import StepBatch
+from clairai.engine.step import ForwardInputs, StepBatch
 from tests.support.capture_parts import order
 from tests.support.capture_rig import ROWS, SITE_NAMES, rig
 

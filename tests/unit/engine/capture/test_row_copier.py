@@ -11,7 +11,7 @@ import torch
 
 from clairai.capture.staging_arena import ArenaRegion, StagingArena
 from clairai.engine.capture import row_copier as takers
-from clairai.engine.publish.publisher import ForwardInputs
+from clairai.engine.step import ForwardInputs
 from clairai.store.codecs.raw import widen
 from clairai.store.codecs.registry import named
 from clairai.wire import capture_messages

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from clairai.engine.capture.capture_plan import CapturePlan, KeepThreshold
 from clairai.engine.capture.row_selection import RowSelection, RowSelector, _SelectedStep
-from clairai.engine.publish.step_rows import RequestMark, StepBatch
+from clairai.engine.step import RequestMark, StepBatch
 from tests.support.capture_parts import batch, order, told_rows
 
 SITES = {"pre_attn.0": 0, "post_block.0": 1, "pre_attn.1": 1}

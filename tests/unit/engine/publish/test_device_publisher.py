@@ -18,10 +18,11 @@ from clairai.engine.publish.device_publisher import DevicePublisher
 from clairai.engine.publish.gpu_launcher import GpuLauncher
 from clairai.engine.publish.launch_list import LaunchList
 from clairai.engine.publish.publish_kernel import DONE_WORD, HEAD_WORDS
-from clairai.engine.publish.publisher import FinishedStep, ForwardInputs
+from clairai.engine.publish.publisher import FinishedStep
 from clairai.engine.publish.step_header import NUM_HEADERS, StepCounters, StepHeader, StepShape
-from clairai.engine.publish.step_rows import RequestMark, RowBuilder, StepBatch, StepRows
+from clairai.engine.publish.step_rows import RowBuilder, StepRows
 from clairai.engine.score.score_tables import ScoreTables
+from clairai.engine.step import ForwardInputs, RequestMark, StepBatch
 from clairai.errors import EngineGoneError
 from clairai.ring.layout import RingHeader, RingShape
 

@@ -11,9 +11,10 @@ from contextlib import contextmanager
 import numpy as np
 import torch
 
-from clairai.engine.publish.publisher import FinishedStep, ForwardInputs, HostPublisher
-from clairai.engine.publish.step_rows import RequestMark, RowBuilder, StepBatch, StepRows
+from clairai.engine.publish.publisher import FinishedStep, HostPublisher
+from clairai.engine.publish.step_rows import RowBuilder, StepRows
 from clairai.engine.score.score_tables import ScoreTables
+from clairai.engine.step import ForwardInputs, RequestMark, StepBatch
 from clairai.points import Point
 from clairai.probe.bank import EngineBank
 from clairai.probe.model import Probe

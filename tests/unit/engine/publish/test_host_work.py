@@ -16,10 +16,11 @@ import torch
 from clairai.compat import worker
 from clairai.engine.publish.device_publisher import DevicePublisher
 from clairai.engine.publish.publish_kernel import DONE_WORD
-from clairai.engine.publish.publisher import FinishedStep, ForwardInputs, HostPublisher, Publisher
+from clairai.engine.publish.publisher import FinishedStep, HostPublisher, Publisher
 from clairai.engine.publish.step_header import NUM_HEADERS, StepHeader, StepShape
-from clairai.engine.publish.step_rows import RequestMark, RowBuilder, StepBatch
+from clairai.engine.publish.step_rows import RowBuilder
 from clairai.engine.score.score_tables import ScoreTables
+from clairai.engine.step import ForwardInputs, RequestMark, StepBatch
 from clairai.points import Point
 from clairai.ring.layout import RingHeader, RingShape
 from clairai.ring.memory import HostMemory

@@ -9,7 +9,8 @@ import pytest
 from msgspec.structs import replace
 
 from clairai.engine.publish import step_library
-from clairai.engine.publish.step_rows import RequestMark, RowBuilder, StepBatch, StepRows
+from clairai.engine.publish.step_rows import RowBuilder, StepRows
+from clairai.engine.step import RequestMark, StepBatch
 from clairai.wire import ring_messages
 
 

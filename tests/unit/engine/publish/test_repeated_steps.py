@@ -14,8 +14,9 @@ from hypothesis import strategies as st
 from clairai.engine.publish import step_library
 from clairai.engine.publish.device_publisher import DevicePublisher
 from clairai.engine.publish.publisher import FinishedStep
-from clairai.engine.publish.step_rows import RequestMark, RowBuilder, StepBatch, StepRows
+from clairai.engine.publish.step_rows import RowBuilder, StepRows
 from clairai.engine.score.score_tables import ScoreTables
+from clairai.engine.step import RequestMark, StepBatch
 from clairai.ring.layout import RingHeader, RingShape
 from tests.support.gpu_launches import (
     BEGUN,

@@ -16,10 +16,10 @@ def test_a_forward_of_nobodys_rows_waits_until_the_last_steps_are_read(
     waited = []
     with running_publisher(runtime) as step_publisher:
         monkeypatch.setattr(step_publisher._publisher, "begin", lambda: waited.append(1))
-        step_publisher.blank()
+        step_publisher.before_dummy_run()
         assert waited == [1]
         step_publisher._is_serving = (
             False  # start-up: nothing has been read, and graphs are captured
         )
-        step_publisher.blank()
+        step_publisher.before_dummy_run()
     assert waited == [1]

@@ -9,7 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from clairai.engine.publish.step_rows import RequestMark, RowBuilder, StepBatch, StepRows
+from clairai.engine.publish.step_rows import RowBuilder, StepRows
+from clairai.engine.step import RequestMark, StepBatch
 from clairai.wire import ring_messages
 from tests.support.engine_steps import Plan, Row, ToyEngine, plans
 

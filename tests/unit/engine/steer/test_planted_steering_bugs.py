@@ -10,7 +10,6 @@ import pytest
 import torch
 from numpy.typing import NDArray
 
-from clairai.engine.publish.step_rows import StepBatch
 from clairai.engine.steer import steer_tables as t
 from clairai.engine.steer.assemble_program import ProgramAssembler, ProgramWords
 from clairai.engine.steer.program_cache import Schedule
@@ -18,6 +17,7 @@ from clairai.engine.steer.steer_tables import SteerTables
 from clairai.engine.steer.steer_twin import steer_twin
 from clairai.engine.steer.steering_plan import SteeringPlan
 from clairai.engine.steer.worker_steering import ProgramMap, _MapValidity
+from clairai.engine.step import StepBatch
 from tests.support.steered_engine import fleet, random_history
 
 Plant = Callable[[pytest.MonkeyPatch], None]

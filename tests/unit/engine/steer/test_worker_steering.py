@@ -13,12 +13,12 @@ import pytest
 import torch
 from numpy.typing import NDArray
 
-from clairai.engine.publish.step_rows import StepBatch
 from clairai.engine.steer import steer_tables as t
 from clairai.engine.steer.program_cache import SlotTable
 from clairai.engine.steer.steer_tables import SteerTables
 from clairai.engine.steer.steering_plan import PlanAction, PlanGate, SteeringPlan
 from clairai.engine.steer.worker_steering import ProgramMap
+from clairai.engine.step import StepBatch
 from clairai.fields.ranges import OPEN_END, Range
 from tests.support.random_plans import SITE_OF, SITES, WIDTH, row
 
@@ -144,7 +144,7 @@ def test_a_blank_forward_steers_nobody_and_the_next_step_steers_again() -> None:
     tables, steering = made()
     steering.open("a", adding(1))
     steering.place(batch(a=(0, 2)))
-    steering.blank()
+    steering.clear_rows()
     assert (programs(tables, 0), tables.num_mapped) == ([], 0)
     steering.place(batch(a=(0, 2)))
     assert programs(tables, 2) == [1, 1]

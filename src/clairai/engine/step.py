@@ -1,0 +1,81 @@
+"""One step of the engine as the worker's parts see it: scores, steering and captures.
+
+Runs in: the worker. A step is one forward pass. R = requests in the step, T = its tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from clairai.engine.capture.capture_plan import CapturePlan
+from clairai.engine.steer.steering_plan import SteeringPlan
+
+if TYPE_CHECKING:  # the engine core reads requests too, and needs no torch for that
+    import torch
+
+
+@dataclass(frozen=True)
+class RequestMark:
+    """Who a request is outside of the engine: its stream id, and which of its answers this is."""
+
+    stream: int
+    choice: int = 0
+
+
+@dataclass(frozen=True)
+class NewRequest:
+    """A request as it first reaches the worker."""
+
+    req_id: str
+    request_id: str  # what the caller of vLLM knows it by
+    mark: RequestMark
+    prompt_len: int
+    plan: SteeringPlan | None = None  # what steers it
+    order: CapturePlan | None = None  # what is captured of it
+
+
+class StepBatch(msgspec.Struct, frozen=True):
+    """How the model runner laid out one step. A Struct: one is made in every step."""
+
+    req_ids: Sequence[str]
+    counts_R: NDArray[np.int32]  # tokens forwarded for each request
+    starts_R: NDArray[np.int32]  # absolute position of the first of them
+
+
+@dataclass(frozen=True)
+class ForwardInputs:
+    """The forward's own inputs: tensors on its device, at least as long as the step."""
+
+    positions_T: torch.Tensor
+    token_ids_T: torch.Tensor
+
+
+class StepListener(Protocol):
+    """Hears of every real step, in the order in which the engine does things."""
+
+    def begin(self, new: Sequence[NewRequest], finished: Sequence[str]) -> None:
+        """Requests come and go."""
+
+    def amend(self, req_id: str, plan: SteeringPlan | None) -> None:
+        """From now on this plan steers the request."""
+
+    def place(self, batch: StepBatch) -> None:
+        """The batch is laid out; the forward has not begun."""
+
+    def end(self, inputs: Callable[[], ForwardInputs]) -> None:
+        """The forward is queued on the device."""
+
+    def can_skip(self) -> bool:
+        """True if this listener can skip a step identical to the last one."""
+
+    def before_dummy_run(self) -> None:
+        """vLLM is about to run a forward that belongs to no request."""
+
+    def after_dummy_run(self) -> None:
+        """That forward is queued on the device."""
