@@ -90,7 +90,7 @@ NEEDS: Final[tuple[Need, ...]] = (
     *_reads(_REQUEST, "EngineCoreRequest", "request_id", "external_req_id", "sampling_params"),
     _calls("v1/request.py", "Request.is_finished", "self"),
     *_reads(_REQUEST, "EngineCoreRequest", "prompt_token_ids"),
-    *_reads("v1/request.py", "Request", "num_tokens", "status", "stop_reason"),
+    *_reads("v1/request.py", "Request", "all_token_ids", "num_tokens", "status", "stop_reason"),
     *_reads("v1/request.py", "Request", "num_computed_tokens", "num_output_tokens"),
     *_reads("v1/request.py", "Request", "sampling_params"),
     *_reads("v1/request.py", "RequestStatus", "FINISHED_STOPPED"),

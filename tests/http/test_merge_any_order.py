@@ -117,7 +117,7 @@ def played(story: Story) -> bytes:
     now_s = 0.0
     asked = ClairaiOptions(prompt_scores=story.prompt_scores)
     sheet = RequestScores(
-        STREAM, asked, max_scores=1000, store=ScoreBudget(1000), is_attached=lambda: True
+        STREAM, asked, max_scores=1000, budget=ScoreBudget(1000), is_attached=lambda: True
     )
     voice = OpenAIStreamWriter(
         sheet, keeps_token_ids=story.keeps_token_ids, texts=TokenTexts(TOKEN_BYTES)
@@ -135,7 +135,7 @@ def played(story: Story) -> bytes:
             row = next(rows)
             story.known[row.choice, row.position] = row.choice not in ended
             for parcel in row.parcels():
-                sheet.place(parcel)
+                sheet.add_rows(parcel)
             said += merger.release()
         else:
             now_s += PATIENCE_S / 2

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from clairai.errors import ConfigError
-from clairai.match.choice_scores import ChoiceScores, ScoreColumns, ScoreRow
+from clairai.match.choice_scores import ScoreColumns, ScoreRow
 from clairai.proxy.completions.request_scores import ScoreSummary
 from clairai.proxy.completions.sse import FrameSplitter, FrameTooLong, frame_data
 from clairai.proxy.completions.token_text import TokenTextDecoder, TokenTexts
@@ -20,8 +20,6 @@ from clairai.proxy.handlers import load_examples
 from clairai.proxy.proxy_settings import ProxySettings
 from clairai.proxy.ring_feed import to_json_numbers
 from clairai.proxy.upstream import request_headers, response_headers
-
-COLUMNS = ScoreColumns(("a",), (0.5,))
 
 
 @given(st.lists(st.sampled_from([b"data: x\n\n", b": c\r\n\r\n", b"a\r\r", b"e: 1\ndata: 2\n\n"])))
@@ -93,24 +91,6 @@ def test_sums_leave_out_what_has_no_score() -> None:
     assert (a.mean, a.max, a.argmax, a.above) == (2.0, 3.0, 2, 1)
     assert (b.mean, b.max, b.argmax, b.above) == (-1.0, -1.0, 2, None)
     assert (c.mean, c.max, c.argmax, c.above) == (None, None, None, None)
-
-
-def test_a_row_that_was_told_is_not_held_again() -> None:
-    lane = ChoiceScores()
-    lane.add_tokens([5, 6, 7])
-    lane.add_row(4, ScoreRow(5, COLUMNS, [0.5]), first=4)
-    lane.add_row(4, ScoreRow(5, COLUMNS, [1.0]), first=4)
-    assert lane.held == 2
-    assert lane.take(4, is_final=False, is_cut_off_from_rows=False) == [ScoreRow(5, COLUMNS, [1.0])]
-    lane.add_row(4, ScoreRow(5, COLUMNS, [2.0]), first=4)
-    assert lane.held == 0
-    assert lane.take(4, is_final=False, is_cut_off_from_rows=False) is None
-
-
-def test_an_answer_without_tokens_has_nothing_to_tell() -> None:
-    lane = ChoiceScores()
-    assert lane.is_complete(4)
-    assert lane.take(4, is_final=True, is_cut_off_from_rows=False) is None
 
 
 @pytest.mark.parametrize("upstream", ["", "127.0.0.1:8000", "ftp://x", "http://", "file:///etc"])

@@ -112,7 +112,7 @@ def test_scores_over_the_bound_are_lost_and_said_to_be(tmp_path: Path, limits: L
         w.upstream.script = script
         (one,) = told(chunks(client.post(CHAT, json=asking()).content)).values()
         assert w.proxy.numbers().rows_lost == 19
-        assert w.proxy._store.held == 0
+        assert w.proxy._budget.held == 0
     assert one.lost == 19
     assert [row["token"] for row in one.scores] == [72] * 10 + [None] * 20
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 import functools
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Final
 from weakref import finalize
@@ -27,6 +27,7 @@ from clairai.engine.rule_watcher import RuleWatcher
 from clairai.engine.step import RequestMark
 from clairai.errors import ClairaiError
 from clairai.fields.rules import StopRule
+from clairai.match.choice_scores import ScoreColumns, ScoreRow
 from clairai.ring.attach import RingReader
 from clairai.ring.reader import Record
 from clairai.wire import ring_messages
@@ -34,6 +35,7 @@ from clairai.wire import ring_messages
 SCORE_WAIT_S: Final = 2.0  # for scores that the GPU has computed; they take some 50 us
 _ENFORCER: Final = "clairai_rule_enforcer"
 _CHECKS_RULES: Final = "clairai_checks_rules"
+_ROW_FIELDS: Final = ("stream", "choice", "position", "token_id")
 _log: Final = logging.getLogger("clairai.stops")
 
 
@@ -47,6 +49,8 @@ class RuleEnforcer:
         self._steer = steer
         self._reader: RingReader | None = None
         self._rules: dict[RequestMark, RuleWatcher] = {}
+        self._bank: ring_messages.Bank | None = None
+        self._columns = ScoreColumns((), ())
 
     def add(self, mark: RequestMark, rules: RuleWatcher) -> None:
         if self._reader is None:  # only records from now on matter
@@ -59,11 +63,11 @@ class RuleEnforcer:
         if not self._rules:
             self.close()
 
-    def read_scores(self, mark: RequestMark, position: int) -> None:
-        """Give the request's rules the scores of every position up to this one."""
+    def check(self, mark: RequestMark, token_ids: Sequence[int]) -> None:
+        """Apply the request's rules to all of its tokens but the newest, which has no score yet."""
         rules = self._rules[mark]
         deadline_s = time.monotonic() + SCORE_WAIT_S
-        while rules.end is None and rules.next_position <= position:
+        while not rules.check(token_ids):
             if not self._poll() and not self._wait(deadline_s):
                 rules.give_up("its scores did not come")
 
@@ -98,17 +102,23 @@ class RuleEnforcer:
         return bool(records)
 
     def _read(self, record: Record, reader: RingReader) -> None:
-        names = [probe.name for probe in reader.bank(record.bank_version).probes]
-        streams = np.fromiter({mark.stream for mark in self._rules}, np.uint64)
         rows = record.rows
+        streams = np.fromiter({mark.stream for mark in self._rules}, np.uint64)
         # Most rows belong to requests without rules: leave them out before the loop in Python.
         is_watched_R = (rows["phase"] == ring_messages.DECODE) & np.isin(rows["stream"], streams)
-        for index in np.flatnonzero(is_watched_R):
-            row = rows[index]
-            rules = self._rules.get(RequestMark(int(row["stream"]), int(row["choice"])))
+        indices = np.flatnonzero(is_watched_R)
+        if not len(indices):
+            return
+        bank = reader.bank(record.bank_version)
+        if bank is not self._bank:
+            self._bank = bank
+            self._columns = ScoreColumns(tuple(probe.name for probe in bank.probes), ())
+        fields = (rows[name][indices].tolist() for name in _ROW_FIELDS)
+        scores = record.scores_RC[indices].tolist()
+        for stream, choice, position, token_id, values in zip(*fields, scores, strict=True):
+            rules = self._rules.get(RequestMark(stream, choice))
             if rules is not None:
-                scores = record.scores_RC[index].tolist()
-                rules.see(int(row["position"]), dict(zip(names, scores, strict=True)))
+                rules.add_row(position, ScoreRow(token_id, self._columns, values))
 
 
 def wrap_add_request(original: Any) -> Any:
@@ -145,8 +155,8 @@ def wrap_check_stop(original: Any) -> Any:
         if getattr(request, "clairai_rules", None) is None:
             return has_ended
         enforcer: RuleEnforcer = request.clairai_rule_enforcer
-        # The newest token has not been forwarded yet: the one before it has.
-        enforcer.read_scores(request.clairai_request_mark, request.num_tokens - 2)
+        # Request.all_token_ids: v1/request.py 0.26:178 0.32:194
+        enforcer.check(request.clairai_request_mark, request.all_token_ids)
         reason = enforcer.apply_actions(request)
         if not has_ended and reason is not None:
             request.status = type(request.status).FINISHED_STOPPED  # v1/request.py RequestStatus

@@ -1,1 +1,4 @@
-"""Stage 3. Runs in a reader; takes records, gives scores per request and token. Never guesses."""
+"""The one place where a score meets its token, for offline scores, the proxy and stop rules.
+
+Runs in: any reader, and the engine core.
+"""

@@ -1,6 +1,15 @@
-"""Takes the tokens and the rows of one answer; gives its scores in order, each exactly once.
+"""Joins rows to the tokens of a running request, in order and each exactly once.
 
-A row is told under a token only if both carry the same token id. What was told is never changed.
+Tokens and rows arrive separately, in any order. Four rules decide what belongs together:
+
+- A row belongs to the token at its position, and only if both carry the same token id.
+- A position that is forwarded again (after a preemption) has a newer row, which replaces the
+  older one until the token has been delivered. What was delivered never changes.
+- The newest sampled token has no score. An engine that schedules ahead may forward it, but
+  whether it does depends on timing.
+- The rows of one choice arrive in order: a missing row is lost once a later one is there.
+
+`align.py` applies the same rules to a request that has ended, all at once.
 """
 
 from __future__ import annotations
@@ -8,15 +17,15 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Final, NamedTuple
 
-Score = float | None
-Values = list[Score]
+Values = list[float | None]
+_UNKNOWN_POSITION: Final = 1 << 62
 
 
 @dataclass(frozen=True)
 class ScoreColumns:
-    """The probes of a request, as one bank of the engine has them."""
+    """The probes of a request in one version of the bank."""
 
     names: tuple[str, ...]
     thresholds: tuple[float | None, ...]
@@ -36,196 +45,133 @@ class ScoreRow(NamedTuple):
         return 1 + len(self.values)
 
 
-class ScoreSlice(NamedTuple):
-    """Some rows in order: `scores[j]` belongs to token `start + j`; a lost one is all null."""
-
-    names: tuple[str, ...]
-    start: int
-    scores: list[Values]
-    lost: tuple[int, ...]  # which of them, as j
-    weights: tuple[int, ...] = ()  # versions of the model's weights that they are of, in order
-
-    def fields(self) -> dict[str, Any]:
-        """As it goes on the wire."""
-        made: dict[str, Any] = {"names": self.names, "start": self.start, "scores": self.scores}
-        if self.lost:
-            made["lost"] = len(self.lost)
-        if self.weights:
-            made["weights"] = self.weights[0] if len(self.weights) == 1 else None
-        return made
-
-    def parts(self, size: int) -> list[ScoreSlice]:
-        """The same in slices of `size` rows."""
-        return [
-            ScoreSlice(
-                self.names,
-                self.start + at,
-                self.scores[at : at + size],
-                tuple(j - at for j in self.lost if at <= j < at + size),
-                self.weights,
-            )
-            for at in range(0, len(self.scores), size)
-        ]
-
-
-class ChoiceScores:
-    """One answer. Tokens and rows come by two ways, in any order between them."""
+class _HeldRows:
+    """Rows by position, each held until its token is known."""
 
     def __init__(self) -> None:
-        self.told = 0  # tokens whose row, or whose lack of one, was given away
-        self.tokens = 0  # generated so far
-        self.finish_reason: str | None = None
-        self.stop_reason: str | int | None = None
-        self.mismatched = 0
-        self._ids: deque[int] = deque()  # of the tokens that are not told yet
-        self._rows: dict[int, ScoreRow] = {}  # by position, not told yet
-        self._newest = -1  # highest position that a row came for, kept or not
-        self.held = 0  # size of all rows that are not told yet
+        self.size = 0  # of all rows held
+        self.num_mismatched = 0  # rows that carried another token id than the request
+        self._rows: dict[int, ScoreRow] = {}
 
-    def add_tokens(self, token_ids: Sequence[int]) -> None:
-        self._ids.extend(token_ids)
-        self.tokens += len(token_ids)
-
-    def add_row(self, position: int, row: ScoreRow | None, *, first: int | None) -> None:
-        """Keep a row until its token can be told; None stands for one that cannot be kept.
-
-        `first` is the position of the first generated token, if known.
-        """
-        if position > self._newest:
-            self._newest = position
-        if row is None or (first is not None and position < first + self.told):
-            return  # told already: forwarded again after a preemption
-        self._pop(position)
+    def _hold(self, position: int, row: ScoreRow) -> None:
+        older = self._rows.get(position)
+        self.size += row.size - (0 if older is None else older.size)
         self._rows[position] = row
-        self.held += row.size
 
-    def is_complete(self, first: int) -> bool:
-        """Whether no row that can still come would be told: the last token has none."""
-        last = self.tokens - 1
-        return self.told >= last or self._newest >= first + last - 1
-
-    def take(
-        self, first: int, *, is_final: bool, is_cut_off_from_rows: bool
-    ) -> list[ScoreRow | None] | None:
-        """Rows of the next tokens that can be told, None for one that is lost; None if there is
-        none to tell. The newest token is told only when final, and has no row: an engine that
-        schedules ahead may forward it, but whether it does depends on timing.
-        """
-        start, last = self.told, self.tokens - 1
-        found: list[ScoreRow | None] = []
-        while self.told < last:
-            position = first + self.told
-            row = self._pop(position)
-            is_lost = row is None and (is_final or is_cut_off_from_rows or self._newest > position)
-            if row is None and not is_lost:
-                break
-            found.append(self._checked(row))
-        if is_final and self.told == last:
-            self._ids.popleft()
-            self.told += 1
-        return found if self.told > start else None
-
-    def _pop(self, position: int) -> ScoreRow | None:
+    def _match(self, position: int, token_id: int) -> ScoreRow | None:
+        """The row of this token; None if there is none, or if it is another token's."""
         row = self._rows.pop(position, None)
-        self.held -= 0 if row is None else row.size
-        return row
-
-    def _checked(self, row: ScoreRow | None) -> ScoreRow | None:
-        token_id = self._ids.popleft()
-        self.told += 1
-        if row is not None and row.token_id != token_id:
-            self.mismatched += 1
+        if row is None:
+            return None
+        self.size -= row.size
+        if row.token_id != token_id:
+            self.num_mismatched += 1
             return None
         return row
 
 
-def make_slice(
-    rows: list[ScoreRow | None], start: int, count: int, names: tuple[str, ...]
-) -> ScoreSlice:
-    """`count` tokens from `start` on; those past `rows` never had one. `names` if no row has."""
-    found = [row for row in rows if row is not None]
-    if found:
-        names = found[0].columns.names
-        if any(row.columns.names != names for row in found):  # the bank changed in between
-            return _make_mixed_slice(rows, start, count)
-    empty: Values = [None] * len(names)
-    scores = [empty if row is None else row.values for row in rows]
-    scores += [empty] * (count - len(rows))
-    return ScoreSlice(names, start, scores, _missing(rows), _weights(found))
+class ChoiceScores(_HeldRows):
+    """The generated tokens of one choice and their rows.
 
+    `first` is the position of the first generated token. It may be set later: until then rows
+    are held and none is matched.
+    """
 
-def _make_mixed_slice(rows: list[ScoreRow | None], start: int, count: int) -> ScoreSlice:
-    found = [row for row in rows if row is not None]
-    names = tuple(dict.fromkeys(name for row in found for name in row.columns.names))
-    held = [
-        {} if row is None else dict(zip(row.columns.names, row.values, strict=True)) for row in rows
-    ]
-    scores = [[values.get(name) for name in names] for values in held]
-    scores += [[None] * len(names)] * (count - len(rows))
-    return ScoreSlice(names, start, scores, _missing(rows), _weights(found))
+    def __init__(self, first: int | None = None) -> None:
+        super().__init__()
+        self.first = first
+        self.num_tokens = 0  # generated so far
+        self.num_delivered = 0  # tokens already delivered, with or without scores
+        self._token_ids: deque[int] = deque()  # of tokens not delivered yet
+        self._newest = -1  # highest position of any row, held or not
 
-
-def _weights(rows: list[ScoreRow]) -> tuple[int, ...]:
-    said = dict.fromkeys(row.columns.weights for row in rows)
-    return tuple(version for version in said if version is not None)
-
-
-def _missing(rows: list[ScoreRow | None]) -> tuple[int, ...]:
-    return tuple(at for at, row in enumerate(rows) if row is None)
-
-
-# MERGED
-# Takes the rows and cached spans of a prompt; gives one row per token, once all is known of them.
-#
-# The prompt is shared by all answers of a request; its rows are those of the first answer.
-
-
-class PromptRows:
-    """What is known of the prompt's tokens so far."""
-
-    def __init__(self) -> None:
-        self.is_told = False
-        self.mismatched = 0
-        self.held = 0  # size of all rows, until they are told
-        self._rows: dict[int, ScoreRow] = {}
-        self._cached: set[int] = set()
-        self._is_past = False  # a generated token was forwarded: no row of the prompt follows
+    def add_tokens(self, token_ids: Sequence[int]) -> None:
+        self._token_ids.extend(token_ids)
+        self.num_tokens += len(token_ids)
 
     def add_row(self, position: int, row: ScoreRow | None) -> None:
-        """None stands for a row that cannot be kept."""
-        if self.is_told or row is None or position in self._rows:
-            return  # forwarded again: the same token, the same score
-        self._rows[position] = row
-        self.held += row.size
+        """Hold a row until its token is delivered; None is a row that there is no room for."""
+        if position > self._newest:
+            self._newest = position
+        is_late = self.first is not None and position < self.first + self.num_delivered
+        if row is not None and not is_late:
+            self._hold(position, row)
+
+    @property
+    def is_complete(self) -> bool:
+        """True if no row can still arrive for a token of so far, or if none can be matched."""
+        if self.first is None:
+            return True
+        last = self.num_tokens - 1
+        return self.num_delivered >= last or self._newest >= self.first + last - 1
+
+    @property
+    def is_up_to_date(self) -> bool:
+        """True if every token of so far that can have a score was delivered."""
+        return self.num_delivered >= self.num_tokens - 1
+
+    def take(self, *, is_final: bool, can_wait: bool = True) -> list[ScoreRow | None] | None:
+        """Deliver the next tokens: their rows in order, None for a lost one; None for no token.
+
+        The newest token is delivered only if `is_final`, and adds no row. Rows that have not
+        arrived are lost if `is_final`, or if nothing is worth waiting for (not `can_wait`).
+        """
+        start, last = self.num_delivered, self.num_tokens - 1
+        can_wait = can_wait and not is_final and self.first is not None
+        first = _UNKNOWN_POSITION if self.first is None else self.first
+        rows: list[ScoreRow | None] = []
+        while self.num_delivered < last:
+            position = first + self.num_delivered
+            if can_wait and position >= self._newest and position not in self._rows:
+                break
+            rows.append(self._match(position, self._token_ids.popleft()))
+            self.num_delivered += 1
+        if is_final and self.num_delivered == last:
+            self._token_ids.popleft()
+            self.num_delivered += 1
+        return rows if self.num_delivered > start else None
+
+
+class PromptRows(_HeldRows):
+    """The tokens of a prompt and their rows, delivered once and all together.
+
+    All choices of a request share the prompt; its rows are those of the first choice.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.is_delivered = False
+        self._cached: set[int] = set()
+        self._has_ended = False  # a generated token was forwarded: no row of the prompt follows
+
+    def add_row(self, position: int, row: ScoreRow | None) -> None:
+        """None is a row that there is no room for."""
+        if not self.is_delivered and row is not None:
+            self._hold(position, row)
 
     def add_cached(self, position: int, span: int) -> None:
-        if not self.is_told:
+        """Tokens that the prefix cache served: they have no row."""
+        if not self.is_delivered:
             self._cached.update(range(position, position + span))
 
     def end(self) -> None:
-        self._is_past = True
+        self._has_ended = True
 
-    def is_complete(self, count: int) -> bool:
-        if self._is_past:
+    def is_complete(self, num_tokens: int) -> bool:
+        if self._has_ended:
             return True
-        if len(self._rows) + len(self._cached) < count:
+        if len(self._rows) + len(self._cached) < num_tokens:
             return False
-        return all(at in self._rows or at in self._cached for at in range(count))
+        return all(at in self._rows or at in self._cached for at in range(num_tokens))
 
     def take(self, token_ids: Sequence[int]) -> tuple[list[ScoreRow | None], tuple[int, ...]]:
-        """A row or None for each token, and which of the None are lost: a cached token has none."""
-        self.is_told = True
-        rows = [self._checked(at, token_id) for at, token_id in enumerate(token_ids)]
-        lost = tuple(at for at, row in enumerate(rows) if row is None and at not in self._cached)
+        """A row or None for each token, and the indices of those None that are lost."""
+        self.is_delivered = True
+        # A cached token has no row, and lacks none; one with a row was forwarded before.
+        never_had = self._cached - self._rows.keys()
+        rows = [self._match(at, token_id) for at, token_id in enumerate(token_ids)]
+        lost = tuple(at for at, row in enumerate(rows) if row is None and at not in never_had)
         self._rows.clear()
         self._cached.clear()
-        self.held = 0
+        self.size = 0
         return rows, lost
-
-    def _checked(self, position: int, token_id: int) -> ScoreRow | None:
-        row = self._rows.get(position)
-        if row is not None and row.token_id != token_id:
-            self.mismatched += 1
-            self._cached.discard(position)
-            return None
-        return row

@@ -95,7 +95,7 @@ class Proxy:
         self.lookout = RingFinder(settings, self.upstream, self.feed)
         self.runs = NamedRuns(settings)
         self._sheets: dict[int, RequestScores] = {}
-        self._store = ScoreBudget(settings.limits.scores_in_all)
+        self._budget = ScoreBudget(settings.limits.scores_in_all)
         self._loop: asyncio.AbstractEventLoop | None = None
         self._streams = self._completions = self._cancelled = self._lost = self._mismatched = 0
 
@@ -158,7 +158,7 @@ class Proxy:
             stream,
             asked,
             max_scores=self.settings.limits.scores,
-            store=self._store,
+            budget=self._budget,
             is_attached=lambda: self.feed.is_attached,
             names=self.engine_info.names,
             needs_echo=request.is_bound,
@@ -171,9 +171,9 @@ class Proxy:
             del self.feed.watched[stream]
             del self._sheets[stream]
             sheet.close()
-            self._lost += sheet.lost
-            self._mismatched += sheet.mismatched
-            if wrong := sheet.mismatched:
+            self._lost += sheet.num_lost
+            self._mismatched += sheet.num_mismatched
+            if wrong := sheet.num_mismatched:
                 _log.error("%d rows carried another token than the request: please report", wrong)
 
     def _note_end(self, completion: Completion) -> None:
@@ -201,7 +201,7 @@ class Proxy:
         for parcel in parcels:
             sheet = self._sheets.get(parcel.stream)
             if sheet is not None:  # else: its client has gone meanwhile
-                sheet.place(parcel)
+                sheet.add_rows(parcel)
 
     def _change(self) -> None:
         self.lookout.look()
@@ -210,7 +210,7 @@ class Proxy:
 
     def numbers(self) -> ProxyCounts:
         sheets = self._sheets.values()
-        mismatched = self._mismatched + sum(sheet.mismatched for sheet in sheets)
+        mismatched = self._mismatched + sum(sheet.num_mismatched for sheet in sheets)
         return ProxyCounts(
             ring=self.feed.numbers(mismatched),
             streams=self._streams,
@@ -218,5 +218,5 @@ class Proxy:
             completions=self._completions,
             cancelled=self._cancelled,
             upstream_errors=self.upstream.errors,
-            rows_lost=self._lost + sum(sheet.lost for sheet in sheets),
+            rows_lost=self._lost + sum(sheet.num_lost for sheet in sheets),
         )

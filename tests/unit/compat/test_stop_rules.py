@@ -26,6 +26,7 @@ from tests.support import toy_publisher as toy
 from tests.support.probes import probe
 
 PROMPT_LEN = 2
+TOKEN = 5  # the one that every toy row carries
 
 
 class Status(Enum):
@@ -42,7 +43,7 @@ class Request:
             rules, tuple(rule.threshold or 0.0 for rule in rules), PROMPT_LEN
         )
         self.clairai_rule_enforcer = enforcer
-        self.num_tokens = PROMPT_LEN
+        self.all_token_ids = [TOKEN] * PROMPT_LEN
         self.status = Status.RUNNING
         self.stop_reason: str | None = None
         enforcer.add(self.clairai_request_mark, self.clairai_rules)
@@ -79,14 +80,16 @@ def _enforcer(
         made.close()
 
 
-def _generate(step_publisher: StepPublisher, request: Request, number: int) -> bool:
+def _generate(
+    step_publisher: StepPublisher, request: Request, number: int, token: int = TOKEN
+) -> bool:
     """One step: the newest token is forwarded, the next one sampled, and the end asked for."""
-    if request.num_tokens == PROMPT_LEN:
+    if len(request.all_token_ids) == PROMPT_LEN:
         step_publisher.begin([toy.new_request(number, prompt_len=PROMPT_LEN)], [])
         toy.forward(step_publisher, number, start=0, count=PROMPT_LEN)
     else:
-        toy.forward(step_publisher, number, start=request.num_tokens - 1, count=1)
-    request.num_tokens += 1
+        toy.forward(step_publisher, number, start=len(request.all_token_ids) - 1, count=1)
+    request.all_token_ids.append(token)
     return bool(wrap_check_stop(lambda *_: False)(request, 100))
 
 
@@ -128,7 +131,7 @@ def test_an_end_of_vllms_own_keeps_its_reason(step_publisher: StepPublisher) -> 
         request = Request(enforcer, 1, StopRule("p", threshold=0.5))
         _generate(step_publisher, request, 1)
         toy.forward(step_publisher, 1, start=PROMPT_LEN, count=1)
-        request.num_tokens += 1
+        request.all_token_ids.append(TOKEN)
         assert wrap_check_stop(lambda *_: True)(request, 100) is True
         assert request.stop_reason is None
 
@@ -152,7 +155,7 @@ def test_a_rule_that_goes_off_with_the_last_token_steers_nobody(
         request = Request(enforcer, 1, StopRule("p", threshold=0.5, action="steer"))
         _generate(step_publisher, request, 1)
         toy.forward(step_publisher, 1, start=PROMPT_LEN, count=1)
-        request.num_tokens += 1
+        request.all_token_ids.append(TOKEN)
         request.status = Status.FINISHED_STOPPED  # as vLLM's own check leaves it
         assert wrap_check_stop(lambda *_: True)(request, 100) is True
     assert steered == []
@@ -169,7 +172,8 @@ def test_rows_of_others_and_of_other_choices_are_nobodys_business(
         toy.forward(step_publisher, 2, start=0, count=8)
         assert not _generate(step_publisher, request, 1)
         enforcer._poll()
-        assert request.clairai_rules.next_position == PROMPT_LEN
+        has_all_rows = request.clairai_rules.check([TOKEN] * (PROMPT_LEN + 2))
+        assert not has_all_rows, "no row is of this choice"
 
 
 def test_a_rule_that_cannot_be_carried_out_ends_the_answer(step_publisher: StepPublisher) -> None:
@@ -186,10 +190,34 @@ def test_scores_that_never_come_end_the_answer(
     monkeypatch.setattr("clairai.compat.stop_rules.SCORE_WAIT_S", 0.01)
     with _enforcer(step_publisher) as enforcer:
         request = Request(enforcer, 1, StopRule("p", threshold=0.5))
-        request.num_tokens += 2  # a token was sampled, and no row published
+        request.all_token_ids += [TOKEN, TOKEN]  # a token was sampled, and no row published
         assert wrap_check_stop(lambda *_: False)(request, 100) is True
         assert request.stop_reason is not None
         assert "did not come" in request.stop_reason
+
+
+def test_a_row_of_another_token_ends_the_answer(step_publisher: StepPublisher) -> None:
+    with _enforcer(step_publisher) as enforcer:
+        request = Request(enforcer, 1, StopRule("p", threshold=9.0))
+        assert _generate(step_publisher, request, 1, token=TOKEN + 1) is False
+        assert _generate(step_publisher, request, 1) is True
+        assert request.stop_reason is not None
+        assert "another token" in request.stop_reason
+
+
+def test_a_row_that_is_ahead_of_its_token_does_not_end_the_answer_early(
+    step_publisher: StepPublisher,
+) -> None:
+    """An engine that schedules ahead has published the next row before this token is checked."""
+    with _enforcer(step_publisher) as enforcer:
+        request = Request(enforcer, 1, StopRule("p", threshold=0.5, tokens=2))
+        assert _generate(step_publisher, request, 1) is False
+        for position in (PROMPT_LEN, PROMPT_LEN + 1):
+            toy.forward(step_publisher, 1, start=position, count=1)
+        request.all_token_ids.append(TOKEN)
+        assert wrap_check_stop(lambda *_: False)(request, 100) is False
+        request.all_token_ids.append(TOKEN)
+        assert wrap_check_stop(lambda *_: False)(request, 100) is True
 
 
 def test_the_ring_is_let_go_with_the_last_request(step_publisher: StepPublisher) -> None:

@@ -121,7 +121,7 @@ class _ScoredAnswer:
         chunk = read_chunk(body, body)
         if chunk is None:
             return Response(body, response.status, headers)
-        self._read_head(chunk)
+        self._read_response(chunk)
         for choice in chunk.view.choices:
             self._sheet.read_choice(choice)
         await self._settled()
@@ -129,9 +129,9 @@ class _ScoredAnswer:
         made = self._plain().edited(chunk)
         return Response(body if made is None else made, response.status, headers)
 
-    def _read_head(self, chunk: Chunk) -> None:
+    def _read_response(self, chunk: Chunk) -> None:
         try:
-            self._sheet.read_head(chunk.view)
+            self._sheet.read_response(chunk.view)
         except NotSteered as fault:
             raise HttpRefusal(HTTPStatus.BAD_GATEWAY, fault.message, code=fault.code) from None
 

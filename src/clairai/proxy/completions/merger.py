@@ -115,7 +115,7 @@ class Merger(Generic[Item]):
         chunk = None if data == DONE else read_chunk(frame, data)
         if chunk is None:
             return _Arrival(frame, data, None, {}, None)
-        self._sheet.read_head(chunk.view)
+        self._sheet.read_response(chunk.view)
         starts = {choice.index: self._sheet.read_choice(choice) for choice in chunk.view.choices}
         has_ended = any(choice.finish_reason is not None for choice in chunk.view.choices)
         deadline_s = self._clock() + self._patience_s if has_ended else None

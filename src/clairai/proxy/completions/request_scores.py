@@ -1,4 +1,8 @@
-"""Takes how an answer ended and the rules it was asked with; gives the probe that stopped it."""
+"""The scores of one request in the proxy: tokens from upstream joined with rows from the ring.
+
+Runs in: the proxy, on the event loop. A row reaches its request by the stream id that the proxy
+made for it, and by nothing else.
+"""
 
 from __future__ import annotations
 
@@ -15,9 +19,7 @@ from clairai.match.choice_scores import (
     PromptRows,
     ScoreColumns,
     ScoreRow,
-    ScoreSlice,
     Values,
-    make_slice,
 )
 from clairai.proxy.completions.chunk import ChoiceView, ChunkView, RequestEcho, read_echo
 from clairai.proxy.completions.completion_request import ClairaiOptions
@@ -29,30 +31,88 @@ from clairai.wire import ring_messages
 _STOPPED: Final = re.compile(r"clairai: probe (\S+) >= \S+ for \d+ tokens?")
 
 
-def find_stopping_probe(
-    rules: Sequence[Any], finish_reason: str | None, stop_reason: str | int | None
-) -> str | None:
-    """None if it ended otherwise: a client's own stop text may read like ours, a rule is asked."""
-    if finish_reason != "stop" or not isinstance(stop_reason, str):
-        return None
-    found = _STOPPED.fullmatch(stop_reason)
-    names = {rule.get("probe") for rule in rules if isinstance(rule, dict)}
-    return found[1] if found is not None and found[1] in names else None
+class RowBatch(NamedTuple):
+    """Consecutive rows of one choice, as plain lists; `scores` is empty for marks."""
+
+    stream: int
+    choice: int
+    bank: ring_messages.Bank
+    positions: list[int]
+    token_ids: list[int]
+    phases: list[int]
+    spans: list[int]
+    scores: list[Values]
 
 
-# MERGED
-# Takes the rows of an answer as they are told; gives each probe's mean, highest and crossings.
+class ScoreSlice(NamedTuple):
+    """The scores of consecutive tokens: `scores[j]` is of token `start + j`, all null if lost."""
+
+    names: tuple[str, ...]
+    start: int
+    scores: list[Values]
+    lost: tuple[int, ...]  # indices into `scores`
+    weights: tuple[int, ...] = ()  # versions of the model's weights that the rows are of, in order
+
+    def fields(self) -> dict[str, Any]:
+        """The JSON fields of this slice."""
+        fields: dict[str, Any] = {"names": self.names, "start": self.start, "scores": self.scores}
+        if self.lost:
+            fields["lost"] = len(self.lost)
+        if self.weights:
+            fields["weights"] = self.weights[0] if len(self.weights) == 1 else None
+        return fields
+
+    def split(self, size: int) -> list[ScoreSlice]:
+        """The same in slices of at most `size` tokens."""
+        return [
+            ScoreSlice(
+                self.names,
+                self.start + begin,
+                self.scores[begin : begin + size],
+                tuple(j - begin for j in self.lost if begin <= j < begin + size),
+                self.weights,
+            )
+            for begin in range(0, len(self.scores), size)
+        ]
 
 
+def make_slice(
+    rows: list[ScoreRow | None], start: int, count: int, names: tuple[str, ...]
+) -> ScoreSlice:
+    """Scores of `count` tokens from `start` on. A None row is lost, tokens past `rows` have none.
+
+    `names` are the probes if there is no row to say it.
+    """
+    found = [row for row in rows if row is not None]
+    names = found[0].columns.names if found else names
+    is_mixed = any(row.columns.names != names for row in found)  # the bank changed in between
+    if is_mixed:
+        names = tuple(dict.fromkeys(name for row in found for name in row.columns.names))
+    empty: Values = [None] * len(names)
+    scores = [
+        empty if row is None else _values_of(row, names) if is_mixed else row.values for row in rows
+    ]
+    scores += [empty] * (count - len(rows))
+    lost = tuple(index for index, row in enumerate(rows) if row is None)
+    weights = dict.fromkeys(row.columns.weights for row in found)
+    return ScoreSlice(names, start, scores, lost, tuple(w for w in weights if w is not None))
+
+
+def _values_of(row: ScoreRow, names: tuple[str, ...]) -> Values:
+    values = dict(zip(row.columns.names, row.values, strict=True))
+    return [values.get(name) for name in names]
+
+
+@dataclass
 class _ProbeSummary:
-    """One probe."""
+    """One probe over the tokens of one choice."""
 
-    def __init__(self, threshold: float | None) -> None:
-        self.threshold = threshold
-        self.count = self.above = 0
-        self.total = 0.0
-        self.max: float | None = None
-        self.argmax: int | None = None
+    threshold: float | None
+    count: int = 0
+    above: int = 0
+    total: float = 0.0
+    max: float | None = None
+    argmax: int | None = None
 
     def add(self, index: int, value: float) -> None:
         self.count += 1
@@ -69,15 +129,15 @@ class _ProbeSummary:
 
 
 class ScoreSummary:
-    """One answer."""
+    """Mean, maximum and crossings of each probe over one choice."""
 
     def __init__(self) -> None:
         self.count = 0  # tokens with a row
         self.lost = 0
-        self._sums: dict[str, _ProbeSummary] = {}
+        self._probes: dict[str, _ProbeSummary] = {}
 
     def add(self, start: int, rows: Iterable[ScoreRow | None]) -> None:
-        """`rows` are those of the tokens from `start` on; None is a lost one."""
+        """Add the rows of the tokens from `start` on; None is a lost one."""
         for index, row in enumerate(rows, start):
             if row is None:
                 self.lost += 1
@@ -88,46 +148,37 @@ class ScoreSummary:
                 columns.names, columns.thresholds, row.values, strict=True
             ):
                 if value is not None:
-                    self._sum(name, threshold).add(index, value)
+                    if name not in self._probes:
+                        self._probes[name] = _ProbeSummary(threshold)
+                    self._probes[name].add(index, value)
 
     def results(self, names: Iterable[str]) -> tuple[ProbeResult, ...]:
-        """In the order of `names`, those that were never scored too."""
-        nothing = _ProbeSummary(None)
-        return tuple(self._sums.get(name, nothing).result(name) for name in names)
+        """In the order of `names`, including probes that never had a score."""
+        unscored = _ProbeSummary(None)
+        return tuple(self._probes.get(name, unscored).result(name) for name in names)
 
     @property
     def names(self) -> tuple[str, ...]:
-        return tuple(self._sums)
-
-    def _sum(self, name: str, threshold: float | None) -> _ProbeSummary:
-        if name not in self._sums:
-            self._sums[name] = _ProbeSummary(threshold)
-        return self._sums[name]
+        return tuple(self._probes)
 
 
-# MERGED
-# Takes one request's tokens from upstream and rows from the ring; gives what can be told of both.
-#
-# Lives on the event loop. Rows find their sheet by the stream id that was minted for it, and by
-# nothing else.
+def find_stopping_probe(
+    rules: Sequence[Any], finish_reason: str | None, stop_reason: str | int | None
+) -> str | None:
+    """The probe whose rule ended the answer, if one did.
 
-
-class RowBatch(NamedTuple):
-    """Neighbouring rows of one choice, as plain lists; no scores where `phase` is a mark's."""
-
-    stream: int
-    choice: int
-    bank: ring_messages.Bank
-    positions: list[int]
-    token_ids: list[int]
-    phases: list[int]
-    spans: list[int]
-    scores: list[Values]
+    A client's own stop string may read like ours, so the probe must be one of the request's rules.
+    """
+    if finish_reason != "stop" or not isinstance(stop_reason, str):
+        return None
+    found = _STOPPED.fullmatch(stop_reason)
+    names = {rule.get("probe") for rule in rules if isinstance(rule, dict)}
+    return found[1] if found is not None and found[1] in names else None
 
 
 @dataclass
 class ScoreBudget:
-    """What all sheets hold together."""
+    """How many scores all requests together hold, and may hold."""
 
     limit: int
     held: int = 0
@@ -137,221 +188,224 @@ class ScoreBudget:
         return self.held < self.limit
 
 
-class RequestScores:
-    """`is_attached()` tells whether rows can come at all; `names` are used until a bank is known.
+class _Choice:
+    """One choice of the request."""
 
-    `max_scores` bounds what is held for a client that does not keep up, and `store` what is held
-    for all of them; rows over either are lost.
+    def __init__(self, first: int | None) -> None:
+        self.scores = ChoiceScores(first)
+        self.summary = ScoreSummary()
+        self.finish_reason: str | None = None
+        self.stop_reason: str | int | None = None
+
+
+class RequestScores:
+    """Joins the tokens and rows of one request.
+
+    `is_attached()` says whether rows can arrive at all. `names` are the probes until the first
+    row says which bank it is of. Rows are lost while this request holds `max_scores` or more, or
+    while `budget`, which all requests share, has no room.
     """
 
     def __init__(
         self,
         stream: int,
-        asked: ClairaiOptions,
+        options: ClairaiOptions,
         *,
         max_scores: int,
-        store: ScoreBudget,
+        budget: ScoreBudget,
         is_attached: Callable[[], bool],
         names: Sequence[str] = (),
         needs_echo: bool = False,
     ) -> None:
         self.stream = stream
-        self.asked = asked
+        self.options = options
         self.response_id: str | None = None
         self.model: str | None = None
         self.prompt_ids: list[int] | None = None
-        self.echo: msgspec.Raw | None = None  # what the engine says of this request
-        self.told = RequestEcho()  # and what that is
-        self.changed = asyncio.Event()  # a row came, or the ring went
-        self.lost = 0  # rows that were told as lost, prompt included
+        self.raw_echo: msgspec.Raw | None = None  # what the engine says it does to this request
+        self.echo = RequestEcho()  # the same, decoded
+        self.changed = asyncio.Event()  # a row arrived, or the ring was attached or lost
+        self.num_lost = 0  # rows reported to the client as lost, prompt included
         self._is_attached = is_attached
-        self._is_echo_due = needs_echo  # an answer without it is none
+        self._needs_echo = needs_echo
         self._max_scores = max_scores
-        self._store = store
+        self._budget = budget
         self._held = 0
-        self._lanes: dict[int, ChoiceScores] = {}
-        self._summaries: dict[int, ScoreSummary] = {}
-        self._prompt = PromptRows() if asked.prompt_scores else None
-        self._names = asked.names or tuple(names)
+        self._choices: dict[int, _Choice] = {}
+        self._prompt = PromptRows() if options.prompt_scores else None
+        self._names = options.names or tuple(names)
         self._bank: ring_messages.Bank | None = None
         self._columns = ScoreColumns((), ())
-        self._picked: list[int | None] = []
+        self._column_indices: list[int | None] = []  # in the bank, of the probes that were asked
 
     # From the ring
 
-    def place(self, parcel: RowBatch) -> None:
-        """Keep the rows of a parcel whose stream is this one's."""
-        if parcel.bank is not self._bank:
-            self._read_bank(parcel.bank)
-        for at, phase in enumerate(parcel.phases):
-            position = parcel.positions[at]
+    def add_rows(self, batch: RowBatch) -> None:
+        if batch.bank is not self._bank:
+            self._read_bank(batch.bank)
+        for at, phase in enumerate(batch.phases):
             if phase == ring_messages.CACHED:
-                self._place_cached(parcel.choice, position, parcel.spans[at])
+                if self._prompt is not None and batch.choice == 0:
+                    self._prompt.add_cached(batch.positions[at], batch.spans[at])
             elif phase != ring_messages.FINISHED:
-                row = self._row(parcel.token_ids[at], parcel.scores[at])
-                self._place_row(parcel.choice, phase, position, row)
+                row = self._make_row(batch.token_ids[at], batch.scores[at])
+                self._add_row(batch.choice, phase, batch.positions[at], row)
         self.changed.set()
 
-    def _place_row(self, choice: int, phase: int, position: int, row: ScoreRow) -> None:
-        has_room = self._held < self._max_scores and self._store.has_room
-        kept = row if has_room else None
+    def _add_row(self, choice: int, phase: int, position: int, row: ScoreRow) -> None:
+        has_room = self._held < self._max_scores and self._budget.has_room
+        held_row = row if has_room else None
         if phase == ring_messages.DECODE:
-            lane = self._lane(choice)
-            before = lane.held
-            lane.add_row(position, kept, first=self._first)
-            self._charge(lane.held - before)
+            scores = self._choice(choice).scores
+            before = scores.size
+            scores.add_row(position, held_row)
+            self._charge(scores.size - before)
             if self._prompt is not None and choice == 0:
                 self._prompt.end()
         elif self._prompt is not None and choice == 0:
-            before = self._prompt.held
-            self._prompt.add_row(position, kept)
-            self._charge(self._prompt.held - before)
+            before = self._prompt.size
+            self._prompt.add_row(position, held_row)
+            self._charge(self._prompt.size - before)
 
     def _charge(self, size: int) -> None:
         self._held += size
-        self._store.held += size
+        self._budget.held += size
 
     def close(self) -> None:
-        """Nobody takes anything from it any more."""
+        """Give back this request's part of the budget."""
         self._charge(-self._held)
 
-    def _place_cached(self, choice: int, position: int, span: int) -> None:
-        if self._prompt is not None and choice == 0:
-            self._prompt.add_cached(position, span)
-
-    def _row(self, token_id: int, values: Values) -> ScoreRow:
-        if self.asked.names is not None:
-            values = [None if column is None else values[column] for column in self._picked]
+    def _make_row(self, token_id: int, values: Values) -> ScoreRow:
+        if self.options.names is not None:
+            values = [None if index is None else values[index] for index in self._column_indices]
         return ScoreRow(token_id, self._columns, values)
 
     def _read_bank(self, bank: ring_messages.Bank) -> None:
-        held = {info.name: at for at, info in enumerate(bank.probes)}
-        names = tuple(held) if self.asked.names is None else self.asked.names
-        self._picked = [held.get(name) for name in names]
-        thresholds = [None if at is None else bank.probes[at].threshold for at in self._picked]
-        self._bank, self._names = bank, names
+        index_of = {info.name: index for index, info in enumerate(bank.probes)}
+        names = tuple(index_of) if self.options.names is None else self.options.names
+        indices = [index_of.get(name) for name in names]
+        thresholds = [None if at is None else bank.probes[at].threshold for at in indices]
+        self._bank, self._names, self._column_indices = bank, names, indices
         self._columns = ScoreColumns(names, tuple(thresholds), bank.weights)
 
     # From upstream
 
-    def read_head(self, view: ChunkView) -> None:
-        """What a chunk says of the whole answer; the prompt says where generated tokens begin."""
+    def read_response(self, view: ChunkView) -> None:
+        """Read what a chunk says about the response as a whole.
+
+        The prompt's length says at which position the generated tokens begin.
+        """
         self.response_id = self.response_id or view.id
         self.model = self.model or view.model
-        if self.prompt_ids is None:
+        if self.prompt_ids is None and view.prompt is not None:
             self.prompt_ids = view.prompt
-        if self.echo is None and view.echo is not None:
-            self.echo = view.echo.copy()
-            self.told = read_echo(self.echo)
-        if self._is_echo_due and not self.told.is_bound and view.choices:
+            for choice in self._choices.values():
+                choice.scores.first = len(view.prompt)
+        if self.raw_echo is None and view.echo is not None:
+            self.raw_echo = view.echo.copy()
+            self.echo = read_echo(self.raw_echo)
+        if self._needs_echo and not self.echo.is_bound and view.choices:
             raise NotSteered
 
     def read_choice(self, view: ChoiceView) -> int:
-        """What a chunk says of one choice; the index of its first token."""
-        lane = self._lane(view.index)
-        start = lane.tokens
-        lane.add_tokens(view.token_ids or ())
+        """Read what a chunk says about one choice; the index of its first token."""
+        choice = self._choice(view.index)
+        start = choice.scores.num_tokens
+        choice.scores.add_tokens(view.token_ids or ())
         if view.finish_reason is not None:
-            lane.finish_reason, lane.stop_reason = view.finish_reason, view.stop_reason
+            choice.finish_reason, choice.stop_reason = view.finish_reason, view.stop_reason
         return start
 
     def finish(self, choice: int, reason: str) -> None:
-        self._lane(choice).finish_reason = reason
+        self._choice(choice).finish_reason = reason
 
     # To the client
 
     def is_complete(self, choice: int) -> bool:
-        """Whether waiting could bring no row of this choice that is not here."""
-        if self._first is None or not self._is_attached():
+        """True if waiting brings no further row for the tokens of this choice."""
+        if self.prompt_ids is None or not self._is_attached():
             return True
-        is_prompt_due = choice == 0 and self._prompt is not None and not self._prompt.is_told
-        if is_prompt_due and not self._is_prompt_ready():
+        has_prompt = choice == 0 and self._prompt is not None and not self._prompt.is_delivered
+        if has_prompt and not self._is_prompt_complete():
             return False
-        return self._lane(choice).is_complete(self._first)
+        return self._choice(choice).scores.is_complete
 
     def take(self, choice: int) -> ScoreSlice | None:
-        """The scores that can be told now, all that are left if the choice has finished."""
-        lane = self._lane(choice)
-        start, before = lane.told, lane.held
-        is_final = lane.finish_reason is not None
-        # Without the prompt's length no position is known, and no row can be told.
-        first = self._first if self._first is not None else 1 << 62
-        is_cut_off_from_rows = self._first is None or not self._is_attached()
-        rows = lane.take(first, is_final=is_final, is_cut_off_from_rows=is_cut_off_from_rows)
-        self._charge(lane.held - before)
+        """The scores that can be delivered now; all the rest if the choice has finished."""
+        found = self._choice(choice)
+        scores = found.scores
+        start, before = scores.num_delivered, scores.size
+        is_final = found.finish_reason is not None
+        rows = scores.take(is_final=is_final, can_wait=self._is_attached())
+        self._charge(scores.size - before)
         if rows is None:
             return None
-        self._summary(choice).add(start, rows)
-        return self._noted(make_slice(rows, start, lane.told - start, self._names))
+        found.summary.add(start, rows)
+        return self._count_lost(
+            make_slice(rows, start, scores.num_delivered - start, self._names),
+        )
 
     def take_prompt(self, *, is_final: bool) -> ScoreSlice | None:
-        """The prompt's scores, once: when all are here, or none can come any more."""
+        """The prompt's scores, once: when all rows are here, or no more can arrive."""
         prompt = self._prompt
-        if prompt is None or prompt.is_told or self.prompt_ids is None:
+        if prompt is None or prompt.is_delivered or self.prompt_ids is None:
             return None
-        if not is_final and self._is_attached() and not self._is_prompt_ready():
+        if not is_final and self._is_attached() and not self._is_prompt_complete():
             return None
-        before = prompt.held
+        before = prompt.size
         rows, lost = prompt.take(self.prompt_ids)
         self._charge(-before)
-        return self._noted(make_slice(rows, 0, len(rows), self._names)._replace(lost=lost))
+        return self._count_lost(make_slice(rows, 0, len(rows), self._names)._replace(lost=lost))
 
     def results(self) -> tuple[ChoiceResult, ...]:
-        """What became of each choice."""
-        return tuple(self.result(choice) for choice in sorted(self._lanes))
+        return tuple(self.result(choice) for choice in self.choices)
 
     def result(self, choice: int) -> ChoiceResult:
-        lane, summary = self._lane(choice), self._summary(choice)
+        """How this choice ended, and its scores in short."""
+        found = self._choice(choice)
+        summary = found.summary
         names = tuple(dict.fromkeys((*self._names, *summary.names)))
         return ChoiceResult(
             choice,
-            lane.tokens,
+            found.scores.num_tokens,
             summary.count,
             summary.lost,
-            lane.finish_reason,
+            found.finish_reason,
             summary.results(names),
-            lane.stop_reason,
-            find_stopping_probe(self.asked.stop, lane.finish_reason, lane.stop_reason),
+            found.stop_reason,
+            find_stopping_probe(self.options.stop, found.finish_reason, found.stop_reason),
         )
 
     @property
-    def mismatched(self) -> int:
-        """Rows that carried another token than the request had there; told to nobody."""
-        prompt = 0 if self._prompt is None else self._prompt.mismatched
-        return prompt + sum(lane.mismatched for lane in self._lanes.values())
+    def num_mismatched(self) -> int:
+        """Rows that carried another token than the request has there; nobody is shown them."""
+        prompt = 0 if self._prompt is None else self._prompt.num_mismatched
+        return prompt + sum(choice.scores.num_mismatched for choice in self._choices.values())
 
     @property
     def choices(self) -> tuple[int, ...]:
-        return tuple(sorted(self._lanes))
+        return tuple(sorted(self._choices))
 
     @property
-    def ended(self) -> frozenset[int]:
-        """Choices that upstream has ended."""
-        lanes = self._lanes.items()
-        return frozenset(choice for choice, lane in lanes if lane.finish_reason is not None)
+    def running(self) -> tuple[int, ...]:
+        """Choices that upstream has not finished."""
+        return tuple(at for at in self.choices if self._choices[at].finish_reason is None)
 
     @property
-    def is_expecting(self) -> bool:
-        """Whether a choice that goes on has tokens whose rows can still come."""
-        return any(not self.is_complete(choice) for choice in self._lanes.keys() - self.ended)
+    def is_expecting_rows(self) -> bool:
+        """True if a running choice has tokens whose rows can still arrive."""
+        return any(not self.is_complete(choice) for choice in self.running)
 
-    @property
-    def _first(self) -> int | None:
-        return None if self.prompt_ids is None else len(self.prompt_ids)
-
-    def _is_prompt_ready(self) -> bool:
+    def _is_prompt_complete(self) -> bool:
         assert self._prompt is not None
         return self.prompt_ids is not None and self._prompt.is_complete(len(self.prompt_ids))
 
-    def _noted(self, made: ScoreSlice) -> ScoreSlice:
-        self.lost += len(made.lost)
+    def _count_lost(self, made: ScoreSlice) -> ScoreSlice:
+        self.num_lost += len(made.lost)
         return made
 
-    def _lane(self, choice: int) -> ChoiceScores:
-        if choice not in self._lanes:
-            self._lanes[choice] = ChoiceScores()
-            self._summaries[choice] = ScoreSummary()
-        return self._lanes[choice]
-
-    def _summary(self, choice: int) -> ScoreSummary:
-        return self._summaries[choice]
+    def _choice(self, choice: int) -> _Choice:
+        if choice not in self._choices:
+            first = None if self.prompt_ids is None else len(self.prompt_ids)
+            self._choices[choice] = _Choice(first)
+        return self._choices[choice]

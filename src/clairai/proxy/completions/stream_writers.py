@@ -7,9 +7,8 @@ from typing import Any, Final, Literal
 
 import msgspec
 
-from clairai.match.choice_scores import ScoreSlice
 from clairai.proxy.completions.chunk import ChoiceView, Chunk, edit_chunk, read_echo
-from clairai.proxy.completions.request_scores import RequestScores
+from clairai.proxy.completions.request_scores import RequestScores, ScoreSlice
 from clairai.proxy.completions.sse import DONE, data_frame
 from clairai.proxy.completions.token_text import TokenTextDecoder, TokenTexts
 from clairai.proxy.observe.observer import ChoiceResult
@@ -134,13 +133,13 @@ class NamedEventWriter:
 
     @property
     def is_listening(self) -> bool:
-        return self._sheet.is_expecting and not self.has_failed
+        return self._sheet.is_expecting_rows and not self.has_failed
 
     def late(self) -> list[NamedEvent]:
         """A choice that has ended says its last scores itself."""
         if self.has_failed:
             return []
-        going = [choice for choice in self._sheet.choices if choice not in self._sheet.ended]
+        going = self._sheet.running
         said = self._prompt(is_final=False) if 0 in going else []
         return [*said, *(event for choice in going for event in self._scores(choice))]
 
@@ -150,7 +149,7 @@ class NamedEventWriter:
         about = {"id": self._sheet.response_id, "model": self._sheet.model}
         ends = {"finish_reasons": reasons, "stop_reasons": stops}
         kept: dict[str, Any] = {} if self._capture is None else {"capture": self._capture}
-        weights = self._sheet.told.weights
+        weights = self._sheet.echo.weights
         kept |= {} if weights is None else {"weights": weights}
         return make_event("done", **about, **ends, usage=self._usage, **kept)
 
@@ -174,12 +173,12 @@ class NamedEventWriter:
 
     def _echo(self) -> list[NamedEvent]:
         """Once, and before anything else: what the engine says it does to this request."""
-        if self._is_echo_told or self._sheet.echo is None:
+        if self._is_echo_told or self._sheet.raw_echo is None:
             return []
         self._is_echo_told = True
-        if self._sheet.told.steering is None:
+        if self._sheet.echo.steering is None:
             return []  # of a capture, and of weights, the end tells
-        return [make_event("steering", clairai=self._sheet.echo)]
+        return [make_event("steering", clairai=self._sheet.raw_echo)]
 
     def _tokens(self, choice: ChoiceView, start: int) -> list[NamedEvent]:
         text, token_ids = choice.shown(), choice.token_ids or []
@@ -196,7 +195,7 @@ class NamedEventWriter:
         return [] if told is None else [_probe_update_event("answer", choice, told)]
 
     def _prompt(self, *, is_final: bool) -> list[NamedEvent]:
-        if not self._sheet.asked.prompt_scores or self._sheet.prompt_ids is None:
+        if not self._sheet.options.prompt_scores or self._sheet.prompt_ids is None:
             return []
         said: list[NamedEvent] = []
         if not self._is_prompt_shown:
@@ -207,7 +206,7 @@ class NamedEventWriter:
             return said
         return [
             *said,
-            *(_probe_update_event("prompt", 0, part) for part in told.parts(_TOKENS_PER_EVENT)),
+            *(_probe_update_event("prompt", 0, part) for part in told.split(_TOKENS_PER_EVENT)),
         ]
 
     def _prompt_tokens(self, token_ids: list[int]) -> list[NamedEvent]:
