@@ -44,6 +44,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         *("local", "probe", "vector", "fields", "settings", "capture", "engine"),
         *("store.row_block", "store.codecs"),
         *("ring.layout", "ring.writer", "ring.server", "ring.memory"),
+        "match.choice_scores",  # stop rules match scores to tokens in the engine core
     },
     "compat": {
         *COMMON,
