@@ -148,9 +148,7 @@ class ScoreSummary:
                 columns.names, columns.thresholds, row.values, strict=True
             ):
                 if value is not None:
-                    if name not in self._probes:
-                        self._probes[name] = _ProbeSummary(threshold)
-                    self._probes[name].add(index, value)
+                    self._probe(name, threshold).add(index, value)
 
     def results(self, names: Iterable[str]) -> tuple[ProbeResult, ...]:
         """In the order of `names`, including probes that never had a score."""
@@ -160,6 +158,11 @@ class ScoreSummary:
     @property
     def names(self) -> tuple[str, ...]:
         return tuple(self._probes)
+
+    def _probe(self, name: str, threshold: float | None) -> _ProbeSummary:
+        if name not in self._probes:
+            self._probes[name] = _ProbeSummary(threshold)
+        return self._probes[name]
 
 
 def find_stopping_probe(
