@@ -8,7 +8,7 @@ export HF_HUB_OFFLINE := 1
 export VLLM_NO_USAGE_STATS := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test lint matrix bench clean
+.PHONY: help setup demo lint check test docs matrix bench clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "make %-8s %s\n", $$1, $$2 }' Makefile
@@ -19,14 +19,21 @@ setup: ## install vLLM and clairai into .venv, convert the demo model (ENGINE=cp
 demo: setup ## serve the demo on http://127.0.0.1:6969
 	@$(BIN)/clairai demo
 
-lint: setup ## ruff and mypy
-	@$(BIN)/ruff check .
+lint: setup ## formatting, lint and types
 	@$(BIN)/ruff format --check .
+	@$(BIN)/ruff check .
 	@$(BIN)/mypy
+
+check: lint ## lint, then the tests that need no engine, in under 3 minutes
+	@$(BIN)/python -m pytest -q -n 2 tests/unit tests/shape tests/surface tests/docs tests/model
 
 test: lint ## lint, then the whole test suite
 	@$(BIN)/python -m scripts.web
 	@$(BIN)/python -m pytest
+
+docs: setup ## build the documentation site, with search, in build/site
+	@$(BIN)/pip install -q -e '.[docs]'
+	@$(BIN)/python -m scripts.docs
 
 matrix: setup ## the same tests on every vLLM release served, one environment at a time (KEEP=1 keeps them, VERSIONS=... picks some)
 	@$(BIN)/python -m scripts.matrix $(VERSIONS)
@@ -39,4 +46,4 @@ bench: setup ## measure every published number again
 	@$(BIN)/python -m bench.page
 
 clean: ## remove what the targets above have made in this folder
-	@rm -rf .venv .matrix .mypy_cache .ruff_cache .pytest_cache web/node_modules
+	@rm -rf .venv .matrix build .mypy_cache .ruff_cache .pytest_cache web/node_modules

@@ -37,11 +37,9 @@ def test_a_reader_cannot_make_its_mapping_writable() -> None:
     libc = ctypes.CDLL(None, use_errno=True)
     with HostMemory.create(SMALL.nbytes) as memory:
         mapping = mmap.mmap(memory.fd, SMALL.nbytes, mmap.MAP_SHARED, mmap.PROT_READ)
-        (line,) = (
-            line
-            for line in Path("/proc/self/maps").read_text().splitlines()
-            if "memfd:clairai-ring" in line and " r--s " in line
-        )
+        inode = str(os.fstat(memory.fd).st_ino)  # other tests' rings may still be mapped
+        lines = Path("/proc/self/maps").read_text().splitlines()
+        (line,) = (line for line in lines if line.split()[4] == inode and " r--s " in line)
         address = ctypes.c_void_p(int(line.partition("-")[0], 16))
         wanted = ctypes.c_int(mmap.PROT_READ | mmap.PROT_WRITE)
         assert libc.mprotect(address, ctypes.c_size_t(SMALL.nbytes), wanted) == -1

@@ -152,10 +152,21 @@ def test_the_readme_names_only_what_the_package_exports() -> None:
     assert _unknown_names(README.read_text()) == set()
 
 
-def test_the_readme_lists_every_setting_and_every_refused_mode() -> None:
-    text = README.read_text()
-    assert [field.name for field in fields(Settings) if f"| `{field.name}` |" not in text] == []
-    assert [reason for reason, _ in REFUSED_MODES if f"- {reason}\n" not in text] == []
+def test_every_setting_and_every_refused_mode_has_a_line() -> None:
+    settings, refusals = (
+        (ROOT / "docs" / name).read_text() for name in ("settings.md", "refusals.md")
+    )
+    assert [field.name for field in fields(Settings) if f"| `{field.name}` |" not in settings] == []
+    assert [reason for reason, _ in REFUSED_MODES if f"- {reason}\n" not in refusals] == []
+
+
+def test_the_readme_is_a_landing_page() -> None:
+    assert len(README.read_text().splitlines()) <= 180
+
+
+def test_every_page_is_on_the_site() -> None:
+    listed = set(re.findall(r"[\w-]+\.md", (ROOT / "mkdocs.yml").read_text()))
+    assert {page.name for page in (ROOT / "docs").glob("*.md")} - listed == set()
 
 
 @pytest.mark.parametrize("page", DECISIONS, ids=lambda page: page.stem)
@@ -169,7 +180,7 @@ def test_a_decision_is_short_and_says_what_would_change_it(page: Path) -> None:
 
 def test_the_checks_above_notice_what_is_wrong() -> None:
     assert _unsaid("unknown clairai setting …; bananas") == ["; bananas"]
-    assert _dead_links("[a](no-such.md) [b](#nowhere) [c](README.md#points)", README) == [
+    assert _dead_links("[a](no-such.md) [b](#nowhere) [c](README.md#watch)", README) == [
         "no-such.md",
         "#nowhere",
     ]
