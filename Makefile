@@ -3,6 +3,10 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
+# whole files go to a worker, the slowest folders first; JOBS=1 runs one test after the other
+JOBS ?= 2
+PARALLEL := -n $(JOBS) --dist loadfile --no-loadscope-reorder
+
 # tests and demo use only what setup has installed, and report to nobody
 export HF_HUB_OFFLINE := 1
 export VLLM_NO_USAGE_STATS := 1
@@ -25,11 +29,11 @@ lint: setup ## formatting, lint and types
 	@$(BIN)/mypy
 
 check: lint ## lint, then the tests that need no engine, in under 3 minutes
-	@$(BIN)/python -m pytest -q -n 2 tests/unit tests/shape tests/surface tests/docs tests/model
+	@$(BIN)/python -m pytest -q $(PARALLEL) tests/unit tests/shape tests/surface tests/docs tests/model
 
 test: lint ## lint, then the whole test suite
 	@$(BIN)/python -m scripts.web
-	@$(BIN)/python -m pytest
+	@$(BIN)/python -m pytest $(PARALLEL)
 
 docs: setup ## build the documentation site, with search, in build/site
 	@$(BIN)/pip install -q -e '.[docs]'

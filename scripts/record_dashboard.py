@@ -16,10 +16,10 @@ from scripts.web import prepare
 from tests.web.served import served
 
 PICTURE: Final = Path(__file__).parents[1] / "docs" / "images" / "dashboard.gif"
-FRAME_MS: Final = 160
+FRAME_MS: Final = 140
 LAST_FRAME_MS: Final = 3000
 WIDTH: Final = 900
-NUM_COLOURS: Final = 64
+NUM_COLOURS: Final = 128
 MAX_BYTES: Final = 3 << 20
 
 

@@ -4,7 +4,7 @@ import { chromium } from "playwright-core";
 import { launchOptions } from "./browser.mjs";
 
 const [url, folder] = process.argv.slice(2);
-const FRAMES = 90;
+const FRAMES = 130;
 const EVERY_MS = 250;
 
 const browser = await chromium.launch(await launchOptions());
@@ -20,7 +20,7 @@ while (frame < FRAMES) {
   const next = Date.now() + EVERY_MS;
   await shoot();
   await page.waitForTimeout(Math.max(0, next - Date.now()));
-  if (frame > 20 && (await page.locator("button", { hasText: /^Stop/ }).count()) === 0) break;
+  if (frame > 20 && (await page.getByRole("button", { name: "Ask" }).count()) > 0) break;
 }
 for (let i = 0; i < 4; i++) await shoot();
 await browser.close();
