@@ -89,6 +89,8 @@ def test_every_room_is_described() -> None:
 
 
 def test_a_walk_that_skips_a_file_is_found_out() -> None:
-    page = "## The walk of x\n\n1. `ring/layout.py`: a\n2. `train/fit.py` (through `points.py`): b\n"
+    page = (
+        "## The walk of x\n\n1. `ring/layout.py`: a\n2. `train/fit.py` (through `points.py`): b\n"
+    )
     assert broken_links(walk("x", page)) == ["ring/layout.py -> train/fit.py"]
     assert is_linked("ring/reader.py", "ring/layout.py")
