@@ -1,9 +1,10 @@
-"""ARCHITECTURE.md is true: its walks pass files that exist, each of which imports or feeds the next."""
+"""The walks of ARCHITECTURE.md pass files that exist, each of which imports or feeds the next."""
 
 from __future__ import annotations
 
 import re
 from functools import cache
+from itertools import pairwise
 from pathlib import Path
 from typing import Final, NamedTuple
 
@@ -17,7 +18,7 @@ _ITEM: Final = re.compile(r"^\d+\. `([\w./]+)`(?: \(through `([\w./]+)`\))?", re
 
 
 class Stop(NamedTuple):
-    """One file of a walk, and the file through which the one before it feeds it, if not by import."""
+    """One file of a walk, and the file through which its predecessor feeds it."""
 
     file: str
     through: str | None
@@ -57,10 +58,9 @@ def _read(file: str) -> str:
 
 def broken_links(stops: list[Stop]) -> list[str]:
     """Pairs of neighbours between which nothing passes."""
-    pairs = zip(stops, stops[1:], strict=False)
     return [
         f"{first.file} -> {second.file}"
-        for first, second in pairs
+        for first, second in pairwise(stops)
         if not _feeds(first.file, second.file, second.through)
     ]
 
