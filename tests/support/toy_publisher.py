@@ -76,4 +76,4 @@ def state_of(step_publisher: StepPublisher) -> tuple[object, ...]:
     """Everything that a change of the bank changes."""
     columns = step_publisher.columns
     weights = step_publisher.tables.weights_SHDK.numpy().tobytes()
-    return columns.version, columns.bank(), columns.slots(), weights
+    return columns.version, columns.to_message(), columns.slots, weights

@@ -1,6 +1,11 @@
-"""Takes a bank's columns and another direction for each; gives the columns, made when asked for.
+"""The probes an engine holds: which site and slot each has, and every change of them.
 
-A trainer turns hundreds of probes at once, again and again, and hardly anybody looks at each.
+A site is one tensor in the forward pass. Two points may be the same tensor (post_block.4 is
+pre_attn.5); then they share its slots. A bank never changes: every change is checked completely,
+then gives a new bank with the next version. There are no device tensors here; `engine.score` has
+them.
+
+P = probes, D = model width.
 """
 
 from __future__ import annotations
@@ -9,7 +14,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from types import MappingProxyType
-from typing import Final, NamedTuple, TypeAlias, overload
+from typing import Final, NamedTuple, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -24,95 +29,24 @@ from clairai.probe.model import (
 )
 from clairai.wire import ring_messages
 
-SiteSlot: TypeAlias = tuple[int, int]  # site and slot
+# A bank must fit one message of MAX_MESSAGE_BYTES, and a probe takes at most 450 of them.
+MAX_PROBES: Final = 2048
+_MAX_LISTED: Final = 8
+
+SiteSlot: TypeAlias = tuple[int, int]
 
 
 class ProbeColumn(NamedTuple):
-    """Where one probe sits."""
+    """A probe, and where its scores are computed."""
 
     site_index: int
     slot_index: int
     probe: Probe
 
 
-class RedirectedColumns(Sequence[ProbeColumn]):
-    """As `root`, each probe with its row of the block: those rows were checked, and stay."""
-
-    def __init__(
-        self,
-        root: tuple[ProbeColumn, ...],
-        block_PD: NDArray[np.float32],
-        names: tuple[str, ...],
-        places: tuple[SiteSlot, ...],
-    ) -> None:
-        """`names` and `places` are the root's, in its order."""
-        assert len(root) == len(block_PD)
-        self.root, self.block_PD = root, block_PD
-        self.names, self.places = names, places
-
-    @cached_property
-    def _all(self) -> tuple[ProbeColumn, ...]:
-        probes = replace_checked_directions([column.probe for column in self.root], self.block_PD)
-        return tuple(
-            ProbeColumn(*place, probe) for place, probe in zip(self.places, probes, strict=True)
-        )
-
-    def __len__(self) -> int:
-        return len(self.root)
-
-    @overload
-    def __getitem__(self, index: int) -> ProbeColumn: ...
-
-    @overload
-    def __getitem__(self, index: slice) -> tuple[ProbeColumn, ...]: ...
-
-    def __getitem__(self, index: int | slice) -> ProbeColumn | tuple[ProbeColumn, ...]:
-        return self._all[index]
-
-    def __iter__(self) -> Iterator[ProbeColumn]:
-        return iter(self._all)
-
-    def __eq__(self, other: object) -> bool:
-        if not isinstance(other, RedirectedColumns | tuple):
-            return NotImplemented
-        return self._all == tuple(other)
-
-    __hash__ = None  # type: ignore[assignment]  # as what holds it
-
-
-class ProbesByName(Mapping[str, Probe]):
-    """The probes of some columns, as they are at this moment."""
-
-    def __init__(self, names: tuple[str, ...], columns: Sequence[ProbeColumn]) -> None:
-        self._index = {name: index for index, name in enumerate(names)}
-        self._columns = columns
-
-    def __getitem__(self, name: str) -> Probe:
-        return self._columns[self._index[name]].probe
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._index)
-
-    def __len__(self) -> int:
-        return len(self._index)
-
-
-# MERGED
-# Takes probes by name; gives each a column at a tapped site. The book-keeping: no tensors.
-#
-# A site is one tensor in the forward pass; two points may be the same tensor (post_block.4 is
-# pre_attn.5), and then share its slots. Every change is checked whole before it makes new
-# Columns.
-
-
-# A bank must fit one message of wire.MAX_MESSAGE_BYTES, and a column takes at most 450 of them.
-MAX_PROBES: Final = 2048
-_MAX_LISTED: Final = 8
-
-
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class EngineBank:
-    """Which probe has which column, in order of site and then slot; a change gives new Columns."""
+    """The probes of an engine, in column order: by site, then by slot."""
 
     sites: tuple[str, ...]
     site_index_of: Mapping[Point, int]
@@ -120,7 +54,13 @@ class EngineBank:
     width: int
     model: str
     version: int = 0
-    columns: Sequence[ProbeColumn] = ()
+    placed: tuple[ProbeColumn, ...] = ()  # the columns when a probe was last added or moved
+    names: tuple[str, ...] = ()  # of the probes in `placed`
+    slots: tuple[SiteSlot, ...] = ()  # of the columns in `placed`
+    # Directions that all probes were given since then, in column order. A trainer redirects
+    # hundreds of probes again and again, and hardly anybody looks at each: `columns` applies them
+    # when it is read.
+    directions_PD: NDArray[np.float32] | None = None
 
     @classmethod
     def empty(
@@ -131,9 +71,9 @@ class EngineBank:
         model: str,
         aliases: Mapping[Point, str] | None = None,
     ) -> EngineBank:
-        """No probes yet; sites are numbered as `points` first name them.
+        """Return a bank without probes. Sites are numbered in the order in which points name them.
 
-        `aliases` gives the site of a point where that is not the point's own name.
+        `aliases` maps a point to its site where that is not the point's own name.
         """
         if not points:
             raise PointError("no tap points were given; list at least one, such as post_block.15")
@@ -142,50 +82,45 @@ class EngineBank:
         names = {point: str(point) for point in points} | dict(aliases or {})
         sites = tuple(dict.fromkeys(names[point] for point in points))
         index_of = {site: index for index, site in enumerate(sites)}
-        # A point nobody listed is still served if it is the same tensor as one that was.
+        # A point that was not listed is served too if it is the same tensor as a listed one.
         tapped = {point: index_of[site] for point, site in names.items() if site in index_of}
         return cls(sites, MappingProxyType(tapped), capacity, width, model)
 
+    @cached_property
+    def columns(self) -> tuple[ProbeColumn, ...]:
+        if self.directions_PD is None:
+            return self.placed
+        old = [column.probe for column in self.placed]
+        probes = replace_checked_directions(old, self.directions_PD)
+        return tuple(
+            ProbeColumn(*slot, probe) for slot, probe in zip(self.slots, probes, strict=True)
+        )
+
     @property
     def probes(self) -> tuple[Probe, ...]:
-        """Every probe, in column order."""
         return tuple(column.probe for column in self.columns)
-
-    @cached_property
-    def names(self) -> tuple[str, ...]:
-        """Of every probe, in column order."""
-        if isinstance(self.columns, RedirectedColumns):
-            return self.columns.names
-        return tuple(column.probe.name for column in self.columns)
 
     @property
     def by_name(self) -> Mapping[str, Probe]:
-        """Every probe."""
-        return ProbesByName(self.names, self.columns)
+        return _ProbesByName(self)
 
-    def bank(self, weights: int | None = None) -> ring_messages.Bank:
+    def to_message(self, weights: int | None = None) -> ring_messages.Bank:
         """What readers are told: the columns of records that carry this version."""
-        probes = tuple(column.probe.info() for column in self.columns)
+        probes = tuple(probe.info() for probe in self.probes)
         return ring_messages.Bank(self.version, probes, weights)
 
-    def slots(self) -> tuple[SiteSlot, ...]:
-        """(site_index, slot_index) of each column, in column order."""
-        if isinstance(self.columns, RedirectedColumns):
-            return self.columns.places
-        return tuple((column.site_index, column.slot_index) for column in self.columns)
-
     def add(self, probes: Iterable[Probe]) -> EngineBank:
-        """With these probes too, or none of them: an error leaves everything as it was."""
+        """Add these probes."""
         added = tuple(probes)
         held = _by_name(self.columns)
         for probe in added:
             if probe.name in held:
                 raise ProbeError(f"the bank has a probe named {probe.name}; use replace, or rename")
         self._check(added)
-        return self._with(self.columns, added)
+        return self._place(self.columns, added)
 
     def replace(self, *probes: Probe) -> EngineBank:
-        """With these in the place of their namesakes; one that keeps its site keeps its slot."""
+        """Replace the probes of the same names; one that keeps its site keeps its slot."""
         held = _by_name(self.columns)
         _check_held(held, (probe.name for probe in probes))
         self._check(probes)
@@ -198,36 +133,23 @@ class EngineBank:
                 staying.append(old._replace(probe=probe))
             else:
                 moving.append(probe)
-        return self._with(staying, moving)
+        return self._place(staying, moving)
 
     def redirect(self, names: Sequence[str], rows_PD: NDArray[np.float32]) -> EngineBank:
-        """With other directions for the probes of these names, a row for each; all else stays."""
+        """Give the probes of these names other directions, one row each; all else stays."""
         if tuple(names) == self.names:
-            return self._turned(rows_PD)
+            self._check_width(rows_PD)
+            checked_PD = check_direction_rows(names, rows_PD)
+            return replace(self, version=self.version + 1, directions_PD=checked_PD)
         held = _by_name(self.columns)
         _check_held(held, names)
         if len(set(names)) != len(names):
             raise ProbeError(f"{len(names)} names, and some are there twice; give each once")
         self._check_width(rows_PD)
-        new = dict(
-            zip(names, replace_directions([held[n].probe for n in names], rows_PD), strict=True)
-        )
-        columns = tuple(
-            ProbeColumn(
-                column.site_index, column.slot_index, new.get(column.probe.name, column.probe)
-            )
-            for column in self.columns
-        )
-        return replace(self, version=self.version + 1, columns=columns)
-
-    def _turned(self, rows_PD: NDArray[np.float32]) -> EngineBank:
-        """With another direction for each probe, in column order."""
-        self._check_width(rows_PD)
-        checked_PD = check_direction_rows(self.names, rows_PD)
-        before = self.columns
-        root = before.root if isinstance(before, RedirectedColumns) else tuple(before)
-        columns = RedirectedColumns(root, checked_PD, self.names, self.slots())
-        return replace(self, version=self.version + 1, columns=columns)
+        redirected = replace_directions([held[name].probe for name in names], rows_PD)
+        new = dict(zip(names, redirected, strict=True))
+        columns = (c._replace(probe=new.get(c.probe.name, c.probe)) for c in self.columns)
+        return self._next(columns)
 
     def _check_width(self, rows_PD: NDArray[np.float32]) -> None:
         if rows_PD.shape[1:] != (self.width,):
@@ -237,12 +159,13 @@ class EngineBank:
             )
 
     def remove(self, names: Iterable[str]) -> EngineBank:
-        """Without the probes of these names; their slots are free again."""
+        """Remove the probes of these names and free their slots."""
         gone = frozenset(names)
         _check_held(_by_name(self.columns), gone)
-        return self._with([column for column in self.columns if column.probe.name not in gone], ())
+        return self._place([column for column in self.columns if column.probe.name not in gone], ())
 
-    def _with(self, kept: Sequence[ProbeColumn], added: Iterable[Probe]) -> EngineBank:
+    def _place(self, kept: Sequence[ProbeColumn], added: Iterable[Probe]) -> EngineBank:
+        """Give each added probe the first free slot at its site."""
         columns = [*kept]
         taken = {(column.site_index, column.slot_index) for column in kept}
         next_slot: dict[int, int] = {}
@@ -255,7 +178,18 @@ class EngineBank:
             next_slot[site] = slot + 1
             columns.append(ProbeColumn(site, slot, probe))
         columns.sort(key=lambda column: (column.site_index, column.slot_index))
-        return replace(self, version=self.version + 1, columns=tuple(columns))
+        return self._next(columns)
+
+    def _next(self, columns: Iterable[ProbeColumn]) -> EngineBank:
+        placed = tuple(columns)
+        return replace(
+            self,
+            version=self.version + 1,
+            placed=placed,
+            names=tuple(column.probe.name for column in placed),
+            slots=tuple((column.site_index, column.slot_index) for column in placed),
+            directions_PD=None,
+        )
 
     def _check_capacity(self, site: int, slot: int) -> None:
         if slot >= self.capacity:
@@ -294,6 +228,23 @@ class EngineBank:
             )
 
 
+class _ProbesByName(Mapping[str, Probe]):
+    """The probes of a bank by name; reading one name applies new directions to all of them."""
+
+    def __init__(self, bank: EngineBank) -> None:
+        self._bank = bank
+        self._index = {name: index for index, name in enumerate(bank.names)}
+
+    def __getitem__(self, name: str) -> Probe:
+        return self._bank.columns[self._index[name]].probe
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._index)
+
+    def __len__(self) -> int:
+        return len(self._index)
+
+
 def _check_held(held: Mapping[str, ProbeColumn], names: Iterable[str]) -> None:
     missing = sorted(set(names) - held.keys())
     if missing:
@@ -308,11 +259,12 @@ def _by_name(columns: Iterable[ProbeColumn]) -> dict[str, ProbeColumn]:
 
 
 def model_key(model: str) -> str:
-    """The last part of a model's name or path: where it was downloaded from does not matter."""
+    """The last part of a model's name or path: where it was downloaded does not matter."""
     return model.rstrip("/").rpartition("/")[2].casefold()
 
 
 def join_names(names: Iterable[str]) -> str:
-    every = [*names]
-    more = len(every) - _MAX_LISTED
-    return ", ".join(every[:_MAX_LISTED]) + (f" and {more} more" if more > 0 else "")
+    """The first names, and how many more there are."""
+    listed = [*names]
+    more = len(listed) - _MAX_LISTED
+    return ", ".join(listed[:_MAX_LISTED]) + (f" and {more} more" if more > 0 else "")

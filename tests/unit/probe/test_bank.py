@@ -29,12 +29,12 @@ def three() -> EngineBank:
 
 
 def names(columns: EngineBank) -> list[str]:
-    return [info.name for info in columns.bank().probes]
+    return [info.name for info in columns.to_message().probes]
 
 
 def test_columns_are_ordered_by_site_then_slot() -> None:
     assert names(three()) == ["b", "c", "a"]
-    assert three().slots() == ((0, 0), (0, 1), (1, 0))
+    assert three().slots == ((0, 0), (0, 1), (1, 0))
     assert [made.name for made in three().probes] == names(three())
 
 
@@ -43,25 +43,25 @@ def test_every_change_is_a_new_version_and_the_old_stays_as_it_was() -> None:
     new = old.remove(["b"])
     assert (old.version, new.version) == (1, 2)
     assert (names(old), names(new)) == (["b", "c", "a"], ["c", "a"])
-    assert new.bank().version == 2
+    assert new.to_message().version == 2
 
 
 def test_a_removed_probe_leaves_a_slot_that_the_next_one_takes() -> None:
     columns = three().remove(["b"]).add([probe("d", point=FIRST)])
     assert names(columns) == ["d", "c", "a"]
-    assert columns.slots() == ((0, 0), (0, 1), (1, 0))
+    assert columns.slots == ((0, 0), (0, 1), (1, 0))
 
 
 def test_a_probe_replaced_at_its_site_keeps_its_slot() -> None:
     columns = three().remove(["b"]).replace(probe("c", point=FIRST, bias=1.0))
-    assert columns.slots() == ((0, 1), (1, 0))  # not slot 0, though it is free
+    assert columns.slots == ((0, 1), (1, 0))  # not slot 0, though it is free
     assert columns.probes[0].bias == 1.0
 
 
 def test_a_probe_replaced_elsewhere_moves_and_frees_its_slot() -> None:
     columns = three().replace(probe("b", point=SECOND))
     assert names(columns) == ["c", "a", "b"]
-    assert columns.slots() == ((0, 1), (1, 0), (1, 1))
+    assert columns.slots == ((0, 1), (1, 0), (1, 1))
 
 
 def test_two_probes_can_change_places_in_a_full_bank() -> None:
@@ -75,7 +75,7 @@ def test_the_last_slot_is_usable_and_one_more_is_refused_with_the_bound() -> Non
     full = empty().add([probe("a", point=FIRST), probe("b", point=FIRST)])
     with pytest.raises(CapacityError, match=r"all 2 slots at post_block\.0 .*raise `capacity`"):
         full.add([probe("c", point=FIRST)])
-    assert full.add([probe("c", point=SECOND)]).slots()[-1] == (1, 0)
+    assert full.add([probe("c", point=SECOND)]).slots[-1] == (1, 0)
 
 
 def test_points_that_are_one_tensor_share_its_slots() -> None:
@@ -83,8 +83,8 @@ def test_points_that_are_one_tensor_share_its_slots() -> None:
     columns = EngineBank.empty((*same, THIRD), 2, 3, MODEL, same)
     assert columns.sites == ("mid", "post_block.2")
     taken = columns.add([probe(str(i), point=point) for i, point in enumerate(same)])
-    assert taken.slots() == ((0, 0), (0, 1))
-    assert taken.bank().probes[1].point == "pre_attn.1"
+    assert taken.slots == ((0, 0), (0, 1))
+    assert taken.to_message().probes[1].point == "pre_attn.1"
     with pytest.raises(CapacityError, match="at mid"):
         taken.add([probe("x", point=Point("pre_attn", 1))])
 
@@ -92,7 +92,7 @@ def test_points_that_are_one_tensor_share_its_slots() -> None:
 def test_a_point_that_is_the_same_tensor_as_a_tapped_one_is_served() -> None:
     same = {FIRST: "mid", Point("pre_attn", 1): "mid", THIRD: "untapped"}
     columns = EngineBank.empty((FIRST,), 2, 3, MODEL, same)
-    assert columns.add([probe(point=Point("pre_attn", 1))]).slots() == ((0, 0),)
+    assert columns.add([probe(point=Point("pre_attn", 1))]).slots == ((0, 0),)
     with pytest.raises(PointError):
         columns.add([probe(point=THIRD)])
 
@@ -124,11 +124,10 @@ def test_a_refused_change_leaves_the_running_columns_untouched(
     change: Callable[[EngineBank], EngineBank], error: type[ClairaiError], words: str
 ) -> None:
     columns = three()
-    before = (columns.bank(), columns.slots(), columns.probes)
+    before = (columns.to_message(), columns.slots, columns.probes)
     with pytest.raises(error, match=words) as caught:
         change(columns)
-    assert (columns.bank(), columns.slots(), columns.probes) == before
-    assert columns == three()
+    assert (columns.to_message(), columns.slots, columns.probes) == before
     assert len(str(caught.value)) < 400
 
 
@@ -158,7 +157,7 @@ def test_the_fullest_bank_fits_one_message_and_one_more_probe_is_refused() -> No
         for index in range(MAX_PROBES)
     ]
     columns = EngineBank.empty((point,), MAX_PROBES + 1, 3, MODEL).add(widest)
-    assert len(msgspec.json.encode(columns.bank())) <= ring_messages.MAX_MESSAGE_BYTES
+    assert len(msgspec.json.encode(columns.to_message())) <= ring_messages.MAX_MESSAGE_BYTES
     with pytest.raises(CapacityError, match="2049 probes, and a bank holds 2048"):
         columns.add([probe("one-more", point=point)])
     assert columns.replace(widest[0]).version == 2
@@ -200,5 +199,5 @@ def test_any_history_of_changes_ends_as_a_plain_dict_would(
         held.pop(name, None)
         held |= {} if verb == "remove" else {name: point}
         assert {made.name: made.point for made in columns.probes} == held
-        assert list(columns.slots()) == sorted(set(columns.slots()))
-        assert all(site < 2 and slot < 2 for site, slot in columns.slots())
+        assert list(columns.slots) == sorted(set(columns.slots))
+        assert all(site < 2 and slot < 2 for site, slot in columns.slots)

@@ -15,7 +15,6 @@ from clairai.engine.steer.steering_registry import SteeringLimits, SteeringRegis
 from clairai.errors import WeightsError
 from clairai.library.engine_control import ProbeBank
 from clairai.local.shared_buffer import BufferCopier, SharedBuffer
-from clairai.probe.bank import RedirectedColumns
 from clairai.weights import Sender
 from clairai.weights.checksum import checksum
 from clairai.weights.engine_client import LlmEngine
@@ -154,7 +153,7 @@ def test_a_core_beside_its_worker_sees_the_bank_and_is_sent_no_rows(tmp_path: Pa
         with engine(tmp_path, step_publisher, core_control) as llm:
             rows_PD = np.array([[7, 8, 9]], np.float32)
             Sender(llm, runtime_dir=str(tmp_path)).send(bank(("p",), rows_PD))
-            assert isinstance(step_publisher.columns.columns, RedirectedColumns)
+            assert step_publisher.columns.directions_PD is not None
             assert core_control._probes["p"] is step_publisher.columns.probes[0]
             assert core_control._probes["p"].direction_D.tolist() == [7.0, 8.0, 9.0]
             ProbeBank(llm).redirect(("p",), 2 * rows_PD)

@@ -216,7 +216,7 @@ def test_python_gives_many_probes_other_directions_at_once(
 def test_the_tables_have_what_the_bank_says(step_publisher: StepPublisher, llm: ToyLlm) -> None:
     ProbeBank(llm).redirect(step_publisher.columns.names, rows())
     for (site, slot), one in zip(
-        step_publisher.columns.slots(), step_publisher.columns.probes, strict=True
+        step_publisher.columns.slots, step_publisher.columns.probes, strict=True
     ):
         written_D = step_publisher.tables.weights_SHDK[site, 0, :, slot]
         assert written_D.tolist() == one.direction_D.tolist()

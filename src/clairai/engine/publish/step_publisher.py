@@ -233,7 +233,7 @@ class StepPublisher:
 
     def column(self, probe: str) -> tuple[int, int] | None:
         """A probe's site and its place there, in the bank as it is now."""
-        found = zip(self.columns.probes, self.columns.slots(), strict=True)
+        found = zip(self.columns.probes, self.columns.slots, strict=True)
         return next((slot for one, slot in found if one.name == probe), None)
 
     def follow(self, stream: int) -> None:
@@ -274,7 +274,7 @@ class BankDescription:
     def bank(self) -> ring_messages.Bank:
         with self._making:
             if self._columns is not None:
-                self._bank, self._columns = self._columns.bank(self._weights), None
+                self._bank, self._columns = self._columns.to_message(self._weights), None
             assert self._bank is not None
             return self._bank
 

@@ -21,7 +21,7 @@ import torch
 from clairai.engine.score.row_upload import RowUpload, SlotRows, block_slots, changed_slots
 from clairai.engine.side_stream import AfterTaps, NoSideStream, SideStream
 from clairai.errors import TapMissingError
-from clairai.probe.bank import EngineBank, ProbeColumn, RedirectedColumns, SiteSlot
+from clairai.probe.bank import EngineBank, ProbeColumn, SiteSlot
 from clairai.probe.model import Probe
 
 ACTIVATION_CODES: Final = {"none": 0, "relu": 1, "sigmoid": 2}
@@ -102,9 +102,9 @@ class ScoreTables:
         # Where in scores_STK column p of token 0 lies; only the bank's columns count.
         self.offset_C = torch.zeros(num_sites * capacity, dtype=torch.int64, device=device)
         self.num_columns = 0
-        # What is in which slot; None: a probe that was turned, with all others.
+        # The probe in each slot; None if all probes were redirected since it was placed.
         self._held: dict[SiteSlot, Probe | None] = {}
-        self._root: tuple[ProbeColumn, ...] | None = None  # what those were turned from, and again
+        self._placed: tuple[ProbeColumn, ...] | None = None  # `placed` of the bank that was loaded
         self._upload = RowUpload(self.device)
         self.branch: SideStream | NoSideStream = NoSideStream()
         self.tail = AfterTaps(NoSideStream())
@@ -138,27 +138,23 @@ class ScoreTables:
     def score_from_stash(self, name: str) -> None:
         """From now on this site's rows are scored from the stash."""
         self._is_stashed[self.sites.index(name)] = True
-        self._held, self._root = {}, None  # the next bank is placed anew
+        self._held, self._placed = {}, None  # the next bank is written whole
 
     def load(self, columns: EngineBank) -> None:
         """Put the bank in place; runs between steps, in the order of the stream.
 
         Only what is new is written: a bank of hundreds of probes changes within one step's time.
         """
-        before, root = self._held, self._root
-        self._held, self._root = {}, None  # if this stops half-way, the next one writes all
-        given = columns.columns
-        if isinstance(given, RedirectedColumns) and given.root is root:
-            self._held = self._turn(given)
+        before, placed = self._held, self._placed
+        self._held, self._placed = {}, None  # if this stops half-way, the next load writes all
+        if columns.directions_PD is not None and columns.placed is placed:
+            # The same probes in the same slots: only their directions are new.
+            for part in block_slots(columns.slots, columns.directions_PD):
+                self._write(part)
+            self._held = dict.fromkeys(columns.slots)
         else:
             self._held = self._change(before, columns)
-        self._root = given.root if isinstance(given, RedirectedColumns) else tuple(given)
-
-    def _turn(self, turned: RedirectedColumns) -> dict[SiteSlot, Probe | None]:
-        """The same probes in the same slots: nothing but their directions is new."""
-        for part in block_slots(turned.places, turned.block_PD):
-            self._write(part)
-        return dict.fromkeys(turned.places)
+        self._placed = columns.placed
 
     def _change(
         self, before: Mapping[SiteSlot, Probe | None], columns: EngineBank

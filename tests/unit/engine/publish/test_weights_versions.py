@@ -123,7 +123,7 @@ def test_an_engine_that_takes_no_weights_says_nothing_of_them(runtime: Path) -> 
         step(step_publisher, 1)
         assert told(step_publisher) == [None]
         assert step_publisher.first_weights_of(1001) is None
-        bank = msgspec.msgpack.decode(msgspec.msgpack.encode(step_publisher.columns.bank()))
+        bank = msgspec.msgpack.decode(msgspec.msgpack.encode(step_publisher.columns.to_message()))
         assert bank == {"type": "bank", "version": 0, "probes": []}, "as it was before"
 
 
@@ -144,5 +144,5 @@ def test_others_are_told_of_new_weights_before_the_next_step(step_publisher: Ste
     step_publisher.weights_listeners.append(heard.append)
     step_publisher.set_weights_version(5)
     assert heard == [5]
-    version, probes = step_publisher.columns.version, step_publisher.columns.bank().probes
+    version, probes = step_publisher.columns.version, step_publisher.columns.to_message().probes
     assert step_publisher.bank(version) == ring_messages.Bank(version, probes, 5)
