@@ -14,8 +14,6 @@ from hypothesis import strategies as st
 
 from clairai.errors import ProbeError
 from clairai.probe import files
-from clairai.probe import files as native
-from clairai.probe import files as seed
 from clairai.probe.model import MAX_WIDTH, Probe
 from clairai.wire import ring_messages
 from tests.support.probes import numbers, probe
@@ -41,7 +39,7 @@ def loads(data: bytes) -> Probe:
 
 
 def loads_json(data: bytes) -> Probe:
-    return seed.loads_json(data, source="enc_1_x.json")
+    return files.loads_json(data, source="enc_1_x.json")
 
 
 def outcome(read: Loads, data: bytes) -> Probe | None:
@@ -133,7 +131,7 @@ SPOILED = {
     "no header": struct.pack("<Q", 0),
     "header length of 2**64-1": struct.pack("<Q", 2**64 - 1) + b"{}",
     "header of 100 MB promised": struct.pack("<Q", 10**8) + b"{}",
-    "header padded past the cap": crafted(GOOD_HEADER + b" " * native.MAX_HEADER),
+    "header padded past the cap": crafted(GOOD_HEADER + b" " * files.MAX_HEADER),
     "header is a list": crafted([]),
     "header is null": crafted(None),
     "no metadata": crafted({"direction": TENSOR}),
@@ -210,7 +208,7 @@ SPOILED = {
     "all zeros": file_of(body=bytes(12)),
     "a pickle": b"\x80\x04cos\nsystem\n(S'true'\ntR.",
     "a zip": b"PK\x03\x04" + bytes(100),
-    "over the cap": bytes(native.MAX_PROBE_NBYTES + 1),
+    "over the cap": bytes(files.MAX_PROBE_NBYTES + 1),
 }  # fmt: skip
 
 
@@ -256,7 +254,7 @@ SPOILED_JSON = {
     "threshold is true": b'{"vector": [1], "threshold": true}',
     "activation is an object": b'{"vector": [1], "activation": {}}',
     "trailing words": b'{"vector": [1]} x',
-    "over the cap": b" " * (seed.MAX_JSON_NBYTES + 1),
+    "over the cap": b" " * (files.MAX_JSON_NBYTES + 1),
 }
 
 

@@ -12,14 +12,13 @@ import pytest
 from clairai.errors import ClairaiError, ProbeError
 from clairai.points import quote
 from clairai.probe import files
-from clairai.probe import files as seed
 from tests.support.probes import probe
 
 
 @pytest.mark.parametrize("name", ["enc_1_..x.json", "enc_1_a b.json", "enc_99999999_x.json"])
 def test_a_hostile_file_name_does_not_become_a_probe(name: str) -> None:
     with pytest.raises(ProbeError):
-        seed.loads_json(b'{"vector": [1]}', source=name)
+        files.loads_json(b'{"vector": [1]}', source=name)
 
 
 @pytest.mark.parametrize("suffix", files.SUFFIXES)

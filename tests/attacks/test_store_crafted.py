@@ -13,7 +13,6 @@ import pytest
 
 from clairai.errors import StoreDamagedError
 from clairai.store import read, shard
-from clairai.store import shard as npz
 from clairai.store.read import ShardRows
 from clairai.store.shard import ShardHead
 from clairai.store.shard_manifest import (
@@ -139,7 +138,7 @@ def test_an_npz_that_is_not_ours_is_refused(kind: str, tmp_path: Path) -> None:
     data = file.read_bytes()
     digest = hashlib.sha256(data).hexdigest()
     with pytest.raises(StoreDamagedError, match="never write"):
-        npz.open_npz("x", memoryview(data), digest=digest, nbytes=len(data))
+        shard.open_npz("x", memoryview(data), digest=digest, nbytes=len(data))
 
 
 def test_a_point_index_beyond_the_list_is_refused() -> None:

@@ -1,4 +1,4 @@
-"""Takes what a test cares about; gives a small valid probe with just that changed."""
+"""A small valid probe, with only the fields changed that a test is about."""
 
 from __future__ import annotations
 

@@ -1,1 +1,4 @@
-"""Probes on disk and in memory: read, check, write. Imports neither torch nor vllm."""
+"""Linear probes: the checked model of one, the bank an engine holds, and their files.
+
+Used in every process that knows probes; imports neither torch nor vllm.
+"""

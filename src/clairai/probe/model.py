@@ -1,7 +1,7 @@
-"""Takes the parts of one linear probe; gives a checked, frozen `Probe` and its exact scores."""
+"""One linear probe: its fields, checked when it is made, and its exact scores.
 
-
-# T = tokens, D = model width
+T = tokens, P = probes, D = model width.
+"""
 
 from __future__ import annotations
 
@@ -21,6 +21,14 @@ from clairai.points import Point, quote
 from clairai.wire import ring_messages
 
 MAX_NAME: Final = 128
+MAX_WIDTH: Final = 1_000_000
+MAX_MODEL: Final = 256
+MAX_DESCRIPTION: Final = 500
+MIN_BINS: Final = 8
+MAX_BINS: Final = 64
+MAX_COUNT: Final = 10**12  # so that 64 of them fit one value of a file's metadata
+
+_MAX_FLOAT32: Final = float(np.finfo(np.float32).max)
 ACTIVATIONS: Final[tuple[ring_messages.Activation, ...]] = get_args(ring_messages.Activation)
 
 NAME: Final = re.compile(rf"[A-Za-z0-9_:@+-][A-Za-z0-9._:/@+-]{{0,{MAX_NAME - 1}}}")
@@ -38,9 +46,9 @@ class Probe:
     threshold: float | None = None
     calibration: tuple[float, float] | None = None  # low and high end of the usual scores
     model: str | None = None  # the model it was made for
-    # For people: what follows changes neither the score nor how it is read.
+    # For people: the rest changes neither the score nor how it is read.
     description: str | None = None
-    auroc: float | None = None  # on documents that neither the fit nor a choice has seen
+    auroc: float | None = None  # on documents that neither the fit nor any choice used
     histogram: ring_messages.Histogram | None = None  # of the scores on a reference set
 
     def __post_init__(self) -> None:
@@ -78,10 +86,10 @@ class Probe:
 
     @cached_property
     def digest(self) -> str:
-        """BLAKE2b-128 of all that decides a score and how it is read, name included.
+        """BLAKE2b-128 of everything that decides a score and how it is read, name included.
 
-        What is only told to people is left out: kept scores still match a probe whose description
-        was mended, and files from before descriptions keep the digest they had.
+        What is only for people is left out, so that stored scores still match a probe whose
+        description was corrected.
         """
         content = hashlib.blake2b(self._header, digest_size=16)
         content.update(self.direction_D.data)
@@ -89,7 +97,7 @@ class Probe:
 
     @cached_property
     def _header(self) -> bytes:
-        """All but the direction; a probe with another direction has the same."""
+        """Everything but the direction; a redirected probe keeps it."""
         fields = (self.name, str(self.point), self.bias, self.activation)
         header = json.dumps([*fields, self.threshold, self.calibration, self.model])
         return header.encode() + b"\0"
@@ -97,28 +105,28 @@ class Probe:
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Probe):
             return NotImplemented
-        return self.digest == other.digest and self._told() == other._told()
+        return self.digest == other.digest and self._for_people() == other._for_people()
 
     def __hash__(self) -> int:
         return hash(self.digest)
 
-    def _told(self) -> tuple[object, ...]:
+    def _for_people(self) -> tuple[object, ...]:
         return self.description, self.auroc, self.histogram
 
     def apply(self, hidden_TD: NDArray[np.floating]) -> NDArray[np.floating]:
-        """Scores as they should be: summed in float64, given back as wide as `hidden_TD`."""
+        """Return exact scores: summed in float64, returned in the precision of `hidden_TD`."""
         if hidden_TD.ndim != 2 or hidden_TD.shape[1] != self.width:
             raise ProbeError(
                 f"probe {self.name} has width {self.width} and the rows have shape "
                 f"{hidden_TD.shape}; give rows of shape (tokens, {self.width})"
             )
-        with np.errstate(all="ignore"):  # a row that overflowed in the model scores inf or nan
+        with np.errstate(all="ignore"):  # a row that overflowed in the model scores inf or NaN
             scores_T = hidden_TD.astype(np.float64) @ self.direction_D.astype(np.float64)
             scores_T = _activate(self.activation, scores_T + self.bias)
             return scores_T.astype(np.result_type(hidden_TD.dtype, np.float32))
 
     def info(self) -> ring_messages.ProbeInfo:
-        """What a reader is told of this probe's column."""
+        """Return what readers are told about this probe's column."""
         return ring_messages.ProbeInfo(
             name=self.name,
             point=str(self.point),
@@ -129,7 +137,7 @@ class Probe:
         )
 
     def listed(self) -> ring_messages.ListedProbe:
-        """`info`, and what people are told besides."""
+        """Return `info` and the fields for people."""
         return ring_messages.ListedProbe(
             name=self.name,
             point=str(self.point),
@@ -144,14 +152,14 @@ class Probe:
 
 
 def replace_directions(probes: Sequence[Probe], rows_PD: NDArray[np.float32]) -> tuple[Probe, ...]:
-    """The same probes with other directions, a row for each; nothing else is looked at again."""
+    """Return the same probes with other directions, one row each; only those are checked."""
     return replace_checked_directions(
         probes, check_direction_rows([probe.name for probe in probes], rows_PD)
     )
 
 
 def check_direction_rows(names: Sequence[str], rows_PD: NDArray[np.float32]) -> NDArray[np.float32]:
-    """A direction for each of these probes, which nobody can write to; ProbeError for others."""
+    """Check one direction for each of these probes, and return them read-only."""
     if rows_PD.ndim != 2 or rows_PD.dtype != np.float32 or len(rows_PD) != len(names):
         raise ProbeError(
             f"directions are {rows_PD.dtype}{rows_PD.shape}; give a row of float32 for each of "
@@ -163,15 +171,15 @@ def check_direction_rows(names: Sequence[str], rows_PD: NDArray[np.float32]) -> 
 def replace_checked_directions(
     probes: Sequence[Probe], checked_PD: NDArray[np.float32]
 ) -> tuple[Probe, ...]:
-    """As `redirected`, to rows that were checked where they came from and that nobody changes."""
+    """As `replace_directions`, for rows that are already checked and that nobody changes."""
     return tuple(map(_with_direction, probes, checked_PD))
 
 
 def _with_direction(probe: Probe, direction_D: NDArray[np.float32]) -> Probe:
-    made: Probe = object.__new__(Probe)  # not by __init__: a bank of hundreds is made in no time
+    made: Probe = object.__new__(Probe)  # skips __init__ and its checks: banks have hundreds
     fields = probe.__dict__.copy()
     fields["direction_D"] = direction_D
-    fields.pop("digest", None)  # of the old one
+    fields.pop("digest", None)  # it was the old direction's
     object.__setattr__(made, "__dict__", fields)
     return made
 
@@ -188,7 +196,7 @@ def _activate(
 
 
 def _check_name(name: object) -> None:
-    # A name is shown, sent and may become a file's name: nothing that could climb a path.
+    # A name may become a file's name, so nothing in it may leave a folder.
     if not isinstance(name, str) or NAME.fullmatch(name) is None or ".." in name:
         raise ProbeError(
             f"{quote(name)} cannot name a probe; use 1 to {MAX_NAME} of A-Z a-z 0-9 . _ : / @ + -, "
@@ -196,22 +204,11 @@ def _check_name(name: object) -> None:
         )
 
 
-# MERGED
-# Takes one field of a probe as somebody gave it; gives it checked, or a ProbeError in words.
-
-
-MAX_WIDTH: Final = 1_000_000
-MAX_MODEL: Final = 256
-MAX_DESCRIPTION: Final = 500
-MIN_BINS: Final = 8
-MAX_BINS: Final = 64
-MAX_COUNT: Final = 10**12  # 64 of them fit one value of a file's metadata
-
-_MAX_FLOAT32: Final = float(np.finfo(np.float32).max)
+# Checks of single fields: each returns the value, or raises ProbeError.
 
 
 def check_number(name: str, field: str, value: object) -> float:
-    # Scores are float32 in the engine: what is beyond float32 would be infinity there.
+    # The engine computes in float32, where anything beyond would be infinity.
     if isinstance(value, bool) or not isinstance(value, int | float | np.floating):
         raise ProbeError(f"probe {name}: {field} is {quote(value)}; give a number")
     if -_MAX_FLOAT32 <= value <= _MAX_FLOAT32:  # false for NaN too
@@ -223,7 +220,7 @@ def check_number(name: str, field: str, value: object) -> float:
 
 
 def check_direction(what: str, given: object) -> NDArray[np.float32]:
-    """Finite numbers, one for each dimension; a copy, for the caller's array stays the caller's."""
+    """Check a direction, and return a read-only copy: the caller keeps its array."""
     if not isinstance(given, np.ndarray) or given.dtype != np.float32 or given.ndim != 1:
         kind, shape = getattr(given, "dtype", type(given).__name__), getattr(given, "shape", "")
         raise ProbeError(f"{what} is {kind}{shape}; give a float32 array of one dimension")
@@ -242,9 +239,9 @@ def check_direction(what: str, given: object) -> NDArray[np.float32]:
 
 
 def check_directions(names: Sequence[str], given_PD: NDArray[np.float32]) -> NDArray[np.float32]:
-    """As `direction`, for a row of each probe; one look at all of them finds a bad one.
+    """As `check_direction`, for one row per probe, in one pass over all of them.
 
-    Numbers that nobody can write to any more are not copied.
+    Rows that are already read-only are not copied.
     """
     for at in np.flatnonzero(~are_usable(given_PD)).tolist():
         check_direction(f"probe {names[at]}: direction", given_PD[at])
@@ -256,12 +253,12 @@ def check_directions(names: Sequence[str], given_PD: NDArray[np.float32]) -> NDA
 
 
 def are_usable(given_PD: NDArray[np.float32]) -> NDArray[np.bool_]:
-    """Rows that are surely finite and not all zeros, in one pass; any other is to be looked at.
+    """Whether each row is certainly finite and not all zeros; look closer at the others.
 
-    A NaN or an infinity stays one in the sum of squares; so does a number too large to be squared.
+    NaN and infinity survive in the sum of squares, and so does a number too large to be squared.
     """
     with np.errstate(all="ignore"):
-        # Row by column: BLAS, which reads memory several times as fast as einsum.
+        # Row times column goes to BLAS, which reads memory several times as fast as einsum.
         square_P: NDArray[np.float32] = (given_PD[:, None, :] @ given_PD[:, :, None]).reshape(-1)
         return np.isfinite(square_P) & (square_P > 0)
 

@@ -11,8 +11,14 @@ from pathlib import Path, PurePath
 from typing import Final
 
 from clairai.errors import ProbeError, VectorError, describe_os_error
-from clairai.probe import files as disk
-from clairai.probe.files import StrPath, quote_path
+from clairai.probe.file_format import (
+    StrPath,
+    list_files,
+    quote_path,
+    read_file,
+    replace_file,
+    sort_by_name,
+)
 from clairai.vector import gguf_format, json_format, safetensors_format
 from clairai.vector.model import Vector
 from clairai.vector.safetensors_format import dumps as dumps
@@ -33,7 +39,7 @@ def load(path: StrPath, *, name: str | None = None) -> Vector:
             f"{quote_path(file)}: not a vector's file; its name must end in {' or '.join(SUFFIXES)}"
         )
     try:
-        data = disk.read_file(file, MAX_NBYTES)
+        data = read_file(file, MAX_NBYTES)
     except ProbeError as error:  # it names the file
         raise VectorError(error.reason) from None
     return loads(data, source=os.fspath(path), name=name)
@@ -55,7 +61,7 @@ def loads(data: bytes, *, source: str, name: str | None = None) -> Vector:
 def load_many(path: StrPath) -> list[Vector]:
     """Every vector of a file, a folder (not its subfolders) or a glob, by name; none twice."""
     try:
-        return disk.sort_by_name((file, load(file)) for file in disk.list_files(path, SUFFIXES))
+        return sort_by_name((file, load(file)) for file in list_files(path, SUFFIXES))
     except ProbeError as error:  # what is wrong with the folder; a file's own is a VectorError
         raise VectorError(error.reason) from None
 
@@ -69,7 +75,7 @@ def save(vector: Vector, path: StrPath) -> None:
         )
     data = gguf_format.dumps(vector) if file.suffix == ".gguf" else safetensors_format.dumps(vector)
     try:
-        disk.replace_file(file, data)
+        replace_file(file, data)
     except (OSError, ValueError) as error:
         raise VectorError(
             f"{quote_path(file)}: not saved, {describe_os_error(error)}; check the folder"

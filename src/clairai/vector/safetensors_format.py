@@ -15,8 +15,15 @@ import safetensors
 
 from clairai.errors import PointError, ProbeError, VectorError
 from clairai.points import Point, quote
-from clairai.probe.file_format import METADATA, FileFormat, pack_file, read_metadata, unpack_file
-from clairai.probe.files import parse_number, to_float32
+from clairai.probe.file_format import (
+    METADATA,
+    FileFormat,
+    pack_file,
+    parse_number,
+    read_metadata,
+    to_float32,
+    unpack_file,
+)
 from clairai.probe.model import MAX_WIDTH
 from clairai.vector.model import MAX_NUMBERS, MAX_POINTS, Row, Vector
 

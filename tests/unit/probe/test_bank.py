@@ -1,4 +1,4 @@
-"""The bank's book-keeping: every change is whole or refused, and columns stay in one order."""
+"""The bank of an engine: every change is whole or refused, and columns keep one order."""
 
 from __future__ import annotations
 
@@ -120,7 +120,7 @@ REFUSED: list[tuple[Callable[[EngineBank], EngineBank], type[ClairaiError], str]
 
 
 @pytest.mark.parametrize(("change", "error", "words"), REFUSED)
-def test_a_refused_change_leaves_the_running_columns_untouched(
+def test_a_refused_change_leaves_the_bank_untouched(
     change: Callable[[EngineBank], EngineBank], error: type[ClairaiError], words: str
 ) -> None:
     columns = three()

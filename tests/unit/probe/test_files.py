@@ -18,7 +18,6 @@ from safetensors.numpy import save as save_safetensors
 from clairai.errors import ProbeError
 from clairai.points import POINT_KINDS, Point
 from clairai.probe import files
-from clairai.probe import files as seed
 from clairai.probe.model import (
     MAX_BINS,
     MAX_COUNT,
@@ -176,24 +175,24 @@ def write_json(folder: Path, file_name: str, **fields: object) -> Path:
     return file
 
 
-def test_the_file_name_of_a_seed_probe_gives_layer_and_name(tmp_path: Path) -> None:
+def test_the_file_name_of_a_json_probe_gives_layer_and_name(tmp_path: Path) -> None:
     file = write_json(tmp_path, "enc_19_deceit_v2.json", vector=[1, -2.5], modelId="llama")
     made = files.load(file, target_layer=3)
     assert (made.name, str(made.point), made.activation) == ("deceit_v2", "post_block.19", "relu")
     assert made.direction_D.tolist() == [1, -2.5]
 
 
-def test_target_layer_serves_a_file_name_without_a_layer(tmp_path: Path) -> None:
+def test_target_layer_is_used_for_a_file_name_without_a_layer(tmp_path: Path) -> None:
     made = files.load(write_json(tmp_path, "deceit.json", vector=[1]), target_layer=7)
     assert (made.name, str(made.point)) == ("deceit", "post_block.7")
 
 
-def test_a_seed_probe_of_no_known_layer_is_refused_with_both_ways_out(tmp_path: Path) -> None:
+def test_a_json_probe_without_a_layer_is_refused_with_both_ways_out(tmp_path: Path) -> None:
     with pytest.raises(ProbeError, match=r"enc_LAYER_NAME\.json, or set TARGET_LAYER"):
         files.load(write_json(tmp_path, "deceit.json", vector=[1]))
 
 
-def test_optional_keys_of_a_seed_probe_are_honoured(tmp_path: Path) -> None:
+def test_optional_keys_of_a_json_probe_are_used(tmp_path: Path) -> None:
     file = write_json(
         tmp_path, "enc_1_x.json", vector=[1], bias=2, name="y", threshold=0.5, activation="sigmoid"
     )
@@ -202,13 +201,13 @@ def test_optional_keys_of_a_seed_probe_are_honoured(tmp_path: Path) -> None:
 
 
 def test_a_null_key_is_an_absent_key() -> None:
-    made = seed.loads_json(b'{"vector": [1], "bias": null, "name": null}', source="enc_1_x.json")
+    made = files.loads_json(b'{"vector": [1], "bias": null, "name": null}', source="enc_1_x.json")
     assert (made.name, made.bias) == ("x", 0.0)
 
 
-def test_a_seed_probe_scores_as_the_seed_did() -> None:
+def test_a_json_probe_scores_as_in_the_first_clairai() -> None:
     hidden_TD = np.array([[1, 2], [-1, -2]], np.float32)
-    made = seed.loads_json(b'{"vector": [0.5, 0.25]}', source="enc_1_x.json")
+    made = files.loads_json(b'{"vector": [0.5, 0.25]}', source="enc_1_x.json")
     assert made.apply(hidden_TD).tolist() == [1, 0]
 
 

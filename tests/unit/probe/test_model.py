@@ -20,7 +20,7 @@ from tests.support.probes import numbers, probe
 
 
 @pytest.mark.parametrize("name", ["a", "A.b_c:d/e@f+g-h", "x" * MAX_NAME, "a.", "-", "0"])
-def test_names_within_the_rule_are_taken(name: str) -> None:
+def test_names_within_the_rule_are_accepted(name: str) -> None:
     assert probe(name=name).name == name
 
 
@@ -56,7 +56,7 @@ def test_a_direction_that_cannot_score_is_refused(direction: object, bound: str)
         probe(direction_D=direction)
 
 
-def test_the_widest_and_the_narrowest_direction_are_taken() -> None:
+def test_the_widest_and_the_narrowest_direction_are_accepted() -> None:
     assert probe(direction_D=np.ones(MAX_WIDTH, np.float32)).width == MAX_WIDTH
     assert probe(direction_D=numbers(1)).width == 1
 
@@ -112,7 +112,7 @@ def test_an_auroc_that_is_no_share_is_refused(value: object) -> None:
 
 
 @pytest.mark.parametrize("value", [0, 0.5, 1, np.float32(0.75)])
-def test_an_auroc_from_none_to_all_is_taken(value: float) -> None:
+def test_an_auroc_from_0_to_1_is_accepted(value: float) -> None:
     assert probe(auroc=value).auroc == value
 
 
@@ -138,13 +138,13 @@ COUNTS = (0, 1, 2, 3, 4, 5, 6, 7)
     ],
     ids=str,
 )
-def test_a_histogram_that_counts_nothing_sound_is_refused(value: object) -> None:
+def test_a_wrong_histogram_is_refused(value: object) -> None:
     with pytest.raises(ProbeError, match="histogram"):
         probe(histogram=value)
 
 
 @pytest.mark.parametrize("counts", [COUNTS, (MAX_COUNT,) * MAX_BINS])
-def test_the_smallest_and_the_largest_histogram_are_taken(counts: tuple[int, ...]) -> None:
+def test_the_smallest_and_the_largest_histogram_are_accepted(counts: tuple[int, ...]) -> None:
     assert probe(
         histogram=ring_messages.Histogram(-1, 1, counts)
     ).histogram == ring_messages.Histogram(-1, 1, counts)
@@ -189,7 +189,7 @@ TOLD: list[dict[str, Any]] = [
 
 
 @pytest.mark.parametrize("change", TOLD, ids=lambda change: next(iter(change)))
-def test_what_is_only_told_makes_another_probe_of_the_same_digest(change: dict[str, Any]) -> None:
+def test_fields_for_people_change_the_probe_and_not_its_digest(change: dict[str, Any]) -> None:
     assert replace(probe(), **change).digest == probe().digest
     assert replace(probe(), **change) != probe()
 
@@ -235,7 +235,7 @@ def test_rows_of_another_width_are_refused(shape: tuple[int, ...]) -> None:
         probe().apply(np.ones(shape, np.float32))
 
 
-def test_the_wire_form_survives_the_wire() -> None:
+def test_the_message_form_survives_encoding() -> None:
     info = probe(threshold=1, calibration=[0, 2], activation="relu").info()
     assert info == ring_messages.ProbeInfo(
         "p", "post_block.1", "relu", 1.0, (0.0, 2.0), info.digest
@@ -245,7 +245,7 @@ def test_the_wire_form_survives_the_wire() -> None:
     )
 
 
-def test_what_people_are_told_goes_through_control_and_not_through_the_ring() -> None:
+def test_fields_for_people_go_through_control_and_not_through_the_ring() -> None:
     made = probe(description="Words.", auroc=0.9, histogram=ring_messages.Histogram(0, 1, COUNTS))
     assert made.info() == probe().info()
     listed = made.listed()
