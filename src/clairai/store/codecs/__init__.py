@@ -1,1 +1,4 @@
-"""Takes rows of the residual stream; gives them small, and back. Needs nothing but numpy."""
+"""Encoders of residual rows, with their decoders; they need nothing but numpy.
+
+The worker encodes on its device with the same arithmetic (`clairai.engine.capture`).
+"""

@@ -1,4 +1,4 @@
-"""Takes rows of float32; gives arrays of a fixed size for each row, and the rows back, checked.
+"""What every encoder does: rows of float32 become arrays of a fixed size per row, and back.
 
 N = rows, D = model width.
 """
@@ -24,7 +24,7 @@ EncodedArrays: TypeAlias = dict[str, NDArray[Any]]
 
 @dataclass(frozen=True)
 class ArraySpec:
-    """One stored array: numpy's name of its type, and how many values a row has there."""
+    """One stored array: numpy's name of its type, and the number of values per row."""
 
     dtype: str
     size: int
@@ -36,10 +36,10 @@ class ArraySpec:
 
 @dataclass(frozen=True)
 class Encoder(ABC):
-    """Has no state but its parameters: equal name and parameters, equal bytes."""
+    """An encoder has no state but its parameters: equal name and parameters, equal bytes."""
 
     name: ClassVar[str]
-    # Arithmetic is in float64: this many values at a time keep its arrays in a processor's cache.
+    # Values per block: arithmetic is in float64, and its arrays should stay in the cache.
     block: ClassVar[int] = 1 << 18
 
     @property
@@ -48,7 +48,7 @@ class Encoder(ABC):
 
     @abstractmethod
     def layout(self, width: int) -> dict[str, ArraySpec]:
-        """The arrays that rows of this width become."""
+        """Return the arrays that rows of this width become."""
 
     @abstractmethod
     def _encode(self, rows_ND: RowArray) -> EncodedArrays: ...
@@ -68,7 +68,7 @@ class Encoder(ABC):
         return encoded
 
     def decode(self, encoded: Mapping[str, NDArray[Any]], *, width: int) -> RowArray:
-        """What the arrays stand for; those that this encoder cannot have made are refused."""
+        """Decode arrays; refuse those that this encoder cannot have made."""
         num_rows = self._num_rows(encoded, width)
         rows_ND = np.empty((num_rows, self.decoded_width(width)), np.float32)
         for part in self._blocks(num_rows, max(rows_ND.shape[1], width)):
@@ -78,8 +78,8 @@ class Encoder(ABC):
     def decoded_width(self, width: int) -> int:
         return width
 
-    def truth(self, rows_ND: RowArray) -> RowArray:
-        """What decode would give if the encoder lost nothing after its reduction."""
+    def reference(self, rows_ND: RowArray) -> RowArray:
+        """Return what `decode` would give if the encoder were lossless after its reduction."""
         return rows_ND
 
     def nbytes_per_row(self, width: int) -> int:
@@ -133,6 +133,6 @@ def check_number(name: str, parameter: str, value: object, *, low: int, high: in
 
 
 def check_stored(is_good: bool, name: str, reason: str) -> None:
-    """Arrays may come from a file: one that would decode to something else is refused."""
+    """Refuse arrays that were changed in a file and would decode to something else."""
     if not is_good:
         raise EncodingError(f"{name}: {reason}; these arrays were changed after encoding")

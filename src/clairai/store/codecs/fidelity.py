@@ -1,4 +1,4 @@
-"""Takes rows and what an encoder made of them; gives how much was lost, in numbers.
+"""How much an encoder loses, measured on a sample of rows.
 
 N = rows, M = sampled rows, D = model width.
 """
@@ -20,14 +20,14 @@ _LEAST: Final = 2.0**-149
 
 @dataclass(frozen=True)
 class Fidelity:
-    """Of one encoder on rows of one shard; None where no row could be measured.
+    """The measures of one encoder on some rows; None where no row could be measured.
 
-    Errors and cosines compare what is decoded with what it stands for: the row, or, for rp8, its
-    exact projection. A relative error is the norm of a row's error over the norm of the row.
-    Distances are compared with those between the rows themselves.
+    Errors and cosines compare decoded rows with their reference: the row, or for rp8 its exact
+    projection. A relative error is the norm of a row's error over the norm of the row. Distortions
+    compare the distances between decoded rows with those between the rows themselves.
     """
 
-    num_rows: int  # the sample's
+    num_rows: int  # of the sample
     num_not_finite: int  # rows with NaN or infinity, not measured below
     num_overflowed: int  # finite rows that came back with NaN or infinity, not measured below
     relative_error_p50: float | None
@@ -40,34 +40,34 @@ class Fidelity:
 
     @property
     def numbers(self) -> dict[str, float]:
-        """Those that are known, as a shard stores them."""
+        """The measures that are known, as a shard stores them."""
         return {name: value for name, value in asdict(self).items() if value is not None}
 
 
 def sample_places(num_rows: int, size: int = SAMPLE_ROWS) -> NDArray[np.int64]:
-    """Places of the rows to measure, rising; they depend on the number of rows and nothing else.
+    """Return the indices of the rows to measure, rising; they depend on the number of rows alone.
 
-    By a hash of the place: every n-th row could always be of the same layer.
+    They are chosen by a hash: every n-th row could always be of the same layer.
     """
     hashes_N = philox((np.arange(num_rows), 0, 0, 0), 0)[0]
     return np.sort(np.argsort(hashes_N, kind="stable")[:size])
 
 
 def measure(encoder: Encoder, rows_ND: RowArray) -> Fidelity:
-    """On a sample of the rows."""
+    """Measure an encoder on a sample of these rows."""
     rows_MD = rows_ND[sample_places(len(rows_ND))]
     return compare(encoder, rows_MD, encoder.encode(rows_MD))
 
 
 def compare(encoder: Encoder, rows_MD: RowArray, encoded: EncodedArrays) -> Fidelity:
-    """Of rows that were encoded elsewhere, on a device say, and are at hand as they were, too."""
+    """Measure rows that were encoded elsewhere, such as on a device, against the originals."""
     decoded = encoder.decode(encoded, width=rows_MD.shape[1])
     is_finite_M = np.isfinite(rows_MD).all(axis=1)
     is_whole_M = is_finite_M & np.isfinite(decoded).all(axis=1)
     good_MD = rows_MD[is_whole_M]
-    truth = encoder.truth(good_MD).astype(np.float64)
+    reference = encoder.reference(good_MD).astype(np.float64)
     back = decoded[is_whole_M].astype(np.float64)
-    errors_M, cosines_M = _errors(truth, back), _cosines(truth, back)
+    errors_M, cosines_M = _errors(reference, back), _cosines(reference, back)
     distortions = _distortions(good_MD.astype(np.float64), back)
     return Fidelity(
         num_rows=len(rows_MD),
@@ -86,23 +86,23 @@ def compare(encoder: Encoder, rows_MD: RowArray, encoded: EncodedArrays) -> Fide
 Reals = NDArray[np.float64]
 
 
-def _errors(truth: Reals, back: Reals) -> Reals:
-    norms = np.maximum(np.linalg.norm(truth, axis=1), _LEAST)
-    found: Reals = np.linalg.norm(back - truth, axis=1) / norms
+def _errors(reference: Reals, back: Reals) -> Reals:
+    norms = np.maximum(np.linalg.norm(reference, axis=1), _LEAST)
+    found: Reals = np.linalg.norm(back - reference, axis=1) / norms
     return found
 
 
-def _cosines(truth: Reals, back: Reals) -> Reals:
-    """1 between two rows of zeros, 0 between one such and another."""
-    norms, norms_back = np.linalg.norm(truth, axis=1), np.linalg.norm(back, axis=1)
-    product = (truth * back).sum(axis=1)
+def _cosines(reference: Reals, back: Reals) -> Reals:
+    """Cosines of pairs; 1 if both rows are zeros, 0 if only one is."""
+    norms, norms_back = np.linalg.norm(reference, axis=1), np.linalg.norm(back, axis=1)
+    product = (reference * back).sum(axis=1)
     is_measured = (norms > 0) & (norms_back > 0)
     cosines: Reals = product / np.where(is_measured, norms * norms_back, 1)
     return np.where(is_measured, cosines.clip(-1, 1), norms == norms_back)
 
 
 def _distortions(rows: Reals, back: Reals) -> Reals:
-    """Of the distance of each pair of rows; pairs of equal rows have none."""
+    """The relative change of the distance of each pair of rows; equal rows have none."""
     found = [np.zeros(0)]
     for index in range(len(rows) - 1):
         distance = np.linalg.norm(rows[index + 1 :] - rows[index], axis=1)

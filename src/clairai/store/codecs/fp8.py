@@ -1,4 +1,4 @@
-"""Takes rows; gives each value as an 8-bit float (e4m3) times a power of two of its row.
+"""The encoder `fp8`: each value as an 8-bit float (e4m3) times a power of two of its row.
 
 N = rows, D = model width.
 """
@@ -15,7 +15,7 @@ from clairai.store.codecs.base import ArraySpec, EncodedArrays, Encoder, RowArra
 
 LARGEST: Final = 448.0
 NAN: Final = 0x7F
-MIN_SCALE: Final = -149  # the least power of two in float32
+MIN_SCALE: Final = -149  # the smallest power of two in float32
 _LARGEST_FLOAT: Final = float(np.finfo(np.float32).max)
 
 
@@ -38,12 +38,12 @@ class Fp8(Encoder):
         is_good = np.isfinite(scale_N1) & (np.frexp(scale_N1)[0] == 0.5)
         check_stored(bool(is_good.all()), "scale", "one is no power of two")
         values_ND = _code_values()[encoded["codes"]] * scale_N1
-        # The largest float32 rounds up to 2**128, which float32 does not have.
+        # The largest float32 rounds up to 2**128, which float32 cannot hold.
         return values_ND.clip(-_LARGEST_FLOAT, _LARGEST_FLOAT).astype(np.float32)
 
 
 def _row_scale(rows_ND: RowArray) -> NDArray[np.float64]:
-    """The least power of two that brings a row to 448 or below; 1 for a row of zeros."""
+    """The smallest power of two that scales a row to 448 or below; 1 for a row of zeros."""
     size_N1 = np.abs(rows_ND).max(axis=1, keepdims=True).astype(np.float64)
     mantissa_N1, exponent_N1 = np.frexp(size_N1)
     power_N1 = np.maximum(exponent_N1 - 9 + (mantissa_N1 > LARGEST / 512), MIN_SCALE)
@@ -51,7 +51,7 @@ def _row_scale(rows_ND: RowArray) -> NDArray[np.float64]:
 
 
 def _to_e4m3(values_ND: NDArray[np.float64]) -> NDArray[np.uint8]:
-    """Nearest, to the even of two: 3 bits after the first, exponents from -6."""
+    """Round to the nearest e4m3, ties to even: 3 bits of mantissa, exponents from -6."""
     _, exponent_ND = np.frexp(values_ND)
     exponent_ND = np.where(values_ND == 0, -6, np.maximum(exponent_ND - 1, -6))
     steps_ND = np.rint(np.ldexp(np.abs(values_ND), 3 - exponent_ND)).astype(np.int64)
@@ -60,7 +60,7 @@ def _to_e4m3(values_ND: NDArray[np.float64]) -> NDArray[np.uint8]:
 
 
 def _code_values() -> NDArray[np.float64]:
-    """What each of the 256 codes stands for."""
+    """The value of each of the 256 codes."""
     code_C = np.arange(256)
     exponent_C, mantissa_C = code_C >> 3 & 15, code_C & 7
     size_C = np.where(

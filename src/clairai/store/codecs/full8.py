@@ -1,4 +1,4 @@
-"""Takes rows; gives a byte for each value and two float32 for each group of values.
+"""The encoder `full8`: one byte for each value, and two float32 for each group of values.
 
 N = rows, D = model width, G = groups of a row.
 """
@@ -18,8 +18,8 @@ from clairai.store.codecs.base import (
     check_number,
 )
 
-# Any finite row keeps a cosine of 0.9995: with both ends exact and 126 others half a step off, the
-# error is at most sqrt(126) / 504 * sqrt(2) of the group's norm (docs/encoders.md).
+# Any finite row keeps a cosine of 0.9995: with both ends exact and the other 126 values half a step
+# off, the error is at most sqrt(126) / 504 * sqrt(2) of the group's norm (docs/encoders.md).
 DEFAULT_GROUP: Final = 128
 
 

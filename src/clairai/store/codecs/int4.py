@@ -1,4 +1,4 @@
-"""Takes rows; gives half a byte for each value and a float32 for each group of values.
+"""The encoder `int4`: half a byte for each value, and a float32 for each group of values.
 
 N = rows, D = model width, G = groups of a row, C = values in a group.
 """
@@ -71,7 +71,7 @@ def _split_groups(array_ND: NDArray[Any], size: int) -> NDArray[Any]:
 
 
 def _pack(steps_ND: NDArray[np.int8]) -> NDArray[np.uint8]:
-    """Two to a byte, the first in its lower half; an odd width is filled up with 0."""
+    """Pack two values per byte, the first in the lower half; an odd width is padded with 0."""
     halves = np.pad(steps_ND, ((0, 0), (0, steps_ND.shape[1] % 2))).view(np.uint8) & np.uint8(15)
     return halves[:, ::2] | halves[:, 1::2] << np.uint8(4)
 

@@ -1,8 +1,8 @@
-"""Takes groups of numbers; gives a byte for each and the two ends of each group, and back.
+"""Groups of values as one byte each, between the exact minimum and maximum of the group.
 
-N = rows, G = groups of a row, C = numbers in a group. A byte of 0 to 252 is a place between the
-ends, which are exact; three bytes are left for what is no finite number. Every step is one
-operation of IEEE doubles, so that any language on any machine computes the same bits.
+N = rows, G = groups of a row, C = values in a group. The bytes 0 to 252 are steps between the two
+ends; the other three stand for values that are not finite. Every step is one operation of IEEE
+doubles, so that any language on any machine computes the same bits.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ Bytes = NDArray[np.uint8]
 
 
 def split_groups(array_ND: NDArray[Any], size: int) -> NDArray[Any]:
-    """As [N, G, C]; the last group is filled up with its last number, which moves no end."""
+    """Reshape to [N, G, C]; the last group is padded with its last value, which moves no end."""
     num_rows, width = array_ND.shape
     missing = -width % size
     padded = np.pad(array_ND, ((0, 0), (0, missing)), mode="edge") if missing else array_ND
@@ -31,12 +31,12 @@ def split_groups(array_ND: NDArray[Any], size: int) -> NDArray[Any]:
 
 
 def to_bytes(values_NGC: RowArray) -> tuple[Bytes, RowArray, RowArray]:
-    """The bytes, the lower ends and the upper ends."""
+    """Return the bytes, the lower ends and the upper ends."""
     is_finite = np.isfinite(values_NGC)
     low_NG = np.where(is_finite, values_NGC, np.float32(np.inf)).min(axis=2)
     high_NG = np.where(is_finite, values_NGC, np.float32(-np.inf)).max(axis=2)
-    is_empty_NG = low_NG > high_NG  # no finite number in the group
-    # Adding 0 makes a plain zero of -0: which of the two is the least is not defined.
+    is_empty_NG = low_NG > high_NG  # no finite value in the group
+    # Adding 0 turns -0 into 0: which of the two is the minimum is not defined.
     low_NG = np.where(is_empty_NG, np.float32(0), low_NG) + np.float32(0)
     high_NG = np.where(is_empty_NG, np.float32(0), high_NG) + np.float32(0)
     low = low_NG[:, :, None].astype(np.float64)
@@ -54,7 +54,7 @@ def from_bytes(codes_NGC: Bytes, low_NG: RowArray, high_NG: RowArray) -> RowArra
     check_stored(bool(is_good.all()), "low and high", "an end is no number or above the other")
     place = np.minimum(codes_NGC, TOP).astype(np.float64)
     low, high = low_NG[:, :, None].astype(np.float64), high_NG[:, :, None].astype(np.float64)
-    # Both products are exact, so the ends are too, and a fused multiply-add changes nothing.
+    # Both products are exact, so the ends are exact, and a fused multiply-add changes nothing.
     values = ((low * (TOP - place) + high * place) / TOP).astype(np.float32)
     values[codes_NGC == NAN] = np.nan
     values[codes_NGC == MINUS_INFINITY] = -np.inf

@@ -1,4 +1,4 @@
-"""Takes a seed; gives the same random bits on every machine, version and language.
+"""Random signs from a seed, the same on every machine and in every language: Philox4x32-10.
 
 Philox4x32-10 (Salmon, Moraes, Dror, Shaw: Parallel random numbers: as easy as 1, 2, 3; 2011), which
 Triton, cuRAND and JAX know too. Written out in docs/encoders.md. D = model width, K = projected.
@@ -22,7 +22,7 @@ Words = NDArray[np.uint64]
 
 
 def philox(counter: tuple[Any, Any, Any, Any], seed: int) -> tuple[Words, Words, Words, Words]:
-    """Four words of 32 bits for each counter, in 64 bits."""
+    """Return four 32-bit words for each counter, held in 64 bits."""
     c0, c1, c2, c3 = (np.asarray(word, np.uint64) for word in counter)
     keys = [seed & MASK, seed >> 32]
     shift, mask = np.uint64(32), np.uint64(MASK)
@@ -40,7 +40,7 @@ def philox(counter: tuple[Any, Any, Any, Any], seed: int) -> tuple[Words, Words,
 
 @lru_cache(maxsize=4)
 def random_signs(seed: int, width: int, k: int) -> NDArray[np.int8]:
-    """+1 and -1 as [D, K]; smaller D or K give a part of the same."""
+    """Return +1 and -1 as [D, K]; a smaller D or K gives a part of the same matrix."""
     row_D1 = np.arange(width, dtype=np.uint64)[:, None]
     block_1B = np.arange(-(-k // BITS), dtype=np.uint64)[None]
     words = np.broadcast_arrays(*philox((block_1B, row_D1, 0, 0), seed))

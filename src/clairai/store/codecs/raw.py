@@ -1,4 +1,4 @@
-"""Takes rows that are of the model's own type; gives its bits, unchanged. N = rows, D = width."""
+"""The encoder `raw`: rows in the model's own type, bit for bit. N = rows, D = width."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from clairai.errors import ConfigError, EncodingError
 from clairai.points import quote
 from clairai.store.codecs.base import ArraySpec, EncodedArrays, Encoder, RowArray
 
-# What holds the values of each type; numpy has no bfloat16, so these are its bits.
+# The stored type of each type; numpy has no bfloat16, so its bits are stored.
 STORED_DTYPES: Final = {"float32": "float32", "float16": "float16", "bfloat16": "uint16"}
 
 
@@ -22,7 +22,7 @@ class Raw(Encoder):
     dtype: str = "bfloat16"
 
     def __post_init__(self) -> None:
-        if self.dtype not in tuple(STORED_DTYPES):  # not by its hash: it may be anything
+        if self.dtype not in tuple(STORED_DTYPES):  # a list, because the value may be unhashable
             raise ConfigError(
                 f"raw: dtype is {quote(self.dtype)}; give one of {', '.join(STORED_DTYPES)}"
             )
@@ -46,7 +46,7 @@ class Raw(Encoder):
 
 
 def narrow(rows_ND: RowArray, dtype: str) -> NDArray[Any]:
-    """Rows as a type stores them; bits below bfloat16's are cut off, and never turn NaN to inf."""
+    """Convert rows to a stored type; bfloat16 is truncated, and NaN never becomes infinity."""
     if dtype == "float32":
         return rows_ND
     if dtype == "float16":
@@ -57,7 +57,7 @@ def narrow(rows_ND: RowArray, dtype: str) -> NDArray[Any]:
 
 
 def widen(values_ND: NDArray[Any], dtype: str) -> RowArray:
-    """Stored values of a type as float32; exact for all three types."""
+    """Convert stored values to float32; exact for all three types."""
     if dtype == "bfloat16":
         return (values_ND.astype(np.uint32) << np.uint32(16)).view(np.float32)
     return values_ND.astype(np.float32)

@@ -1,4 +1,4 @@
-"""Takes the name and parameters of an encoder, as a shard or a request has them; gives it."""
+"""The encoders by name, made from parameters as a shard or a request has them."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ ENCODERS: Final[Mapping[str, type[Encoder]]] = MappingProxyType(
 
 
 def named(name: object, parameters: Mapping[str, Any] | None = None) -> Encoder:
-    """Parameters that are left out have their defaults; unknown ones are refused."""
-    kind = ENCODERS.get(name) if isinstance(name, str) else None
-    if kind is None:
+    """Make an encoder; missing parameters have their defaults, unknown ones are refused."""
+    encoder = ENCODERS.get(name) if isinstance(name, str) else None
+    if encoder is None:
         raise ConfigError(f"no encoder is named {quote(name)}; give one of {', '.join(ENCODERS)}")
     given = dict(parameters or {})
-    known = [field.name for field in fields(kind)]
+    known = [field.name for field in fields(encoder)]
     unknown = [parameter for parameter in given if parameter not in known]
     if unknown:
         takes = ", ".join(known) or "no parameters"
         raise ConfigError(f"encoder {name} has no {quote(unknown[0])}; it takes {takes}")
-    return kind(**given)
+    return encoder(**given)

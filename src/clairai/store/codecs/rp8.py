@@ -1,4 +1,4 @@
-"""Takes rows; gives K random sums of each in a byte each, which keep the distances between rows.
+"""The encoder `rp8`: K random sums of a row, a byte each, which keep distances between rows.
 
 N = rows, D = model width, K = projected.
 """
@@ -20,8 +20,8 @@ from clairai.store.codecs.philox import random_signs
 MAX_K: Final = 8192
 MAX_SIGNS: Final = 1 << 28
 MAX_SEED: Final = (1 << 64) - 1
-# Rows become whole numbers of 35 bits: sums of 2**17 of them are exact in float64, so that their
-# order, which no matrix product promises, does not matter.
+# Rows become integers of 35 bits: sums of 2**17 of them are exact in float64, so the order of
+# summation, which no matrix product guarantees, does not matter.
 FIXED_BITS: Final = 35
 _COLUMNS: Final = 512
 
@@ -29,7 +29,7 @@ _COLUMNS: Final = 512
 @dataclass(frozen=True)
 class Rp8(Encoder):
     name: ClassVar[str] = "rp8"
-    block: ClassVar[int] = 1 << 20  # each makes float64 of the signs again
+    block: ClassVar[int] = 1 << 20  # larger: each block converts the signs to float64 again
     k: int = 512
     seed: int = 0
 
@@ -46,22 +46,22 @@ class Rp8(Encoder):
         end = ArraySpec("float32", 1)
         return {"codes": ArraySpec("uint8", self.k), "low": end, "high": end}
 
-    def decoded_width(self, width: int) -> int:  # noqa: ARG002 -- k values, however wide a row was
+    def decoded_width(self, width: int) -> int:  # noqa: ARG002 -- always k
         return self.k
 
-    def truth(self, rows_ND: RowArray) -> RowArray:
+    def reference(self, rows_ND: RowArray) -> RowArray:
         return self.project(rows_ND)
 
     def project(self, rows_ND: RowArray) -> RowArray:
-        """Each row times the signs over sqrt(k), correctly rounded but for the last of 35 bits."""
+        """Multiply each row by the signs over sqrt(k), correctly rounded to 35 bits."""
         whole_ND, unit_N1 = _to_fixed_point(rows_ND)
         signs_DK = random_signs(self.seed, rows_ND.shape[1], self.k)
-        with np.errstate(invalid="ignore", over="ignore"):  # infinity, and beyond float32
+        with np.errstate(invalid="ignore", over="ignore"):  # infinities, and sums beyond float32
             sums_NK = _product(whole_ND, signs_DK)
             return (sums_NK * unit_N1 * (1 / math.sqrt(self.k))).astype(np.float32)
 
     def reconstruct(self, projected_NK: RowArray, *, width: int) -> RowArray:
-        """Back to the model's width by the transpose: right on average over seeds, and noisy.
+        """Return to the model's width by the transpose: right on average over seeds, but noisy.
 
         The expected cosine with the row is sqrt(k / (k + width)).
         """
@@ -81,7 +81,7 @@ class Rp8(Encoder):
 
 
 def _to_fixed_point(rows_ND: RowArray) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """Whole numbers below 2**35, and the power of two that each row's were divided by."""
+    """Return integers below 2**35, and the power of two that scales each row back."""
     finite_ND = np.where(np.isfinite(rows_ND), rows_ND, 0)
     _, exponent_N1 = np.frexp(np.abs(finite_ND).max(axis=1, keepdims=True).astype(np.float64))
     shift_N1 = FIXED_BITS - exponent_N1
@@ -90,7 +90,7 @@ def _to_fixed_point(rows_ND: RowArray) -> tuple[NDArray[np.float64], NDArray[np.
 
 
 def _product(left: NDArray[np.float64], right: NDArray[np.int8]) -> NDArray[np.float64]:
-    """Columns in parts: the signs in float64 would be eight times their size."""
+    """Multiply by parts: all signs in float64 would take eight times their size."""
     starts = range(0, right.shape[1], _COLUMNS)
     parts = [left @ right[:, start : start + _COLUMNS].astype(np.float64) for start in starts]
     return np.concatenate(parts, axis=1)

@@ -1,4 +1,4 @@
-"""Takes rows; gives the places, signs and sizes of the K largest values of each; the rest is 0.
+"""The encoder `topk8`: indices, signs and magnitudes of the K largest values; the rest is 0.
 
 N = rows, D = model width, K = kept.
 """
@@ -23,7 +23,7 @@ from clairai.store.codecs.base import (
 )
 
 MAX_SHORT: Final = 1 << 16
-NAN_SIZE: Final = 0x7FC00000  # above infinity; one for all, so that places decide among them
+NAN_SIZE: Final = 0x7FC00000  # above infinity; the same for every NaN, so that indices decide
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ class TopK8(Encoder):
 
     def _encode(self, rows_ND: RowArray) -> EncodedArrays:
         width = rows_ND.shape[1]
-        indices_NK = _largest_places(rows_ND, self.kept(width))
+        indices_NK = _largest_indices(rows_ND, self.kept(width))
         values_NK = np.take_along_axis(rows_ND, indices_NK, axis=1)
         codes_N1K, low_N1, high_N1 = minmax8.to_bytes(np.abs(values_NK)[:, None])
         is_negative_NK = np.signbit(values_NK) & ~np.isnan(values_NK)
@@ -74,11 +74,11 @@ class TopK8(Encoder):
         return rows_ND
 
 
-def _largest_places(rows_ND: RowArray, kept: int) -> NDArray[np.int64]:
-    """Places of the largest sizes, in order of place; of equals the first. NaN is above all."""
+def _largest_indices(rows_ND: RowArray, kept: int) -> NDArray[np.int64]:
+    """Return the indices of the largest magnitudes, rising; ties to the first, NaN is largest."""
     sizes_ND = np.abs(rows_ND).view(np.int32)
     sizes_ND = np.where(np.isnan(rows_ND), np.int32(NAN_SIZE), sizes_ND).astype(np.int64)
-    # No two are equal, with the place in the lower bits: the order of a partition is no matter.
+    # With the index in the lower bits no two are equal, so any partition gives the same set.
     rank_ND = np.arange(rows_ND.shape[1]) - sizes_ND * MAX_WIDTH
     return np.sort(np.argpartition(rank_ND, kept - 1, axis=1)[:, :kept], axis=1)
 
