@@ -31,7 +31,7 @@ STAGES: Final = (
     "clairai.weights.socket_client:BufferClient.full",
     "clairai.weights.socket_client:BufferClient.close",
     "clairai.local.gpu_memory:DeviceBlock.close",
-    "clairai.library.engine_control:ProbeBank.redirect",
+    "clairai.library.probe_bank:ProbeBank.redirect",
 )
 Line = tuple[str, float, float]  # a stage, when it began, what it took
 

@@ -22,10 +22,10 @@ if TYPE_CHECKING:
     from clairai.fields.request_fields import request as request
     from clairai.library.captures import Capture as Capture
     from clairai.library.captures import captures as captures
-    from clairai.library.engine_control import ProbeBank as ProbeBank
-    from clairai.library.engine_control import config as config
-    from clairai.library.engine_control import scores as scores
+    from clairai.library.config import config as config
     from clairai.library.message_range import message_range as message_range
+    from clairai.library.probe_bank import ProbeBank as ProbeBank
+    from clairai.library.scores import scores as scores
     from clairai.library.vector_bank import VectorBank as VectorBank
     from clairai.match.align import Scores as Scores
     from clairai.points import Point as Point
@@ -41,18 +41,18 @@ _HOME: Final = {
     "Capture": "clairai.library.captures",
     "Point": "clairai.points",
     "Probe": "clairai.probe.model",
-    "ProbeBank": "clairai.library.engine_control",
+    "ProbeBank": "clairai.library.probe_bank",
     "Scores": "clairai.match.align",
     "Vector": "clairai.vector.model",
     "VectorBank": "clairai.library.vector_bank",
     "captures": "clairai.library.captures",
-    "config": "clairai.library.engine_control",
+    "config": "clairai.library.config",
     "load": "clairai.probe.files",
     "message_range": "clairai.library.message_range",
     "open": "clairai.store.read",
     "request": "clairai.fields.request_fields",
     "save": "clairai.probe.files",
-    "scores": "clairai.library.engine_control",
+    "scores": "clairai.library.scores",
 }
 _PARTS: Final = ("weights",)
 __all__ = [*_HOME, *_PARTS]

@@ -15,7 +15,7 @@ import numpy as np
 from openai import OpenAI
 
 from clairai.launch.engine_command import EngineCommand, ListenAddress
-from clairai.library.engine_control import config
+from clairai.library.config import config
 from clairai.points import Point
 from clairai.probe.files import save
 from clairai.probe.model import Probe

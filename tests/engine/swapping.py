@@ -18,7 +18,7 @@ import openai
 from clairai.fields import request_fields
 from clairai.launch.engine_log import EngineLog
 from clairai.launch.engine_process import EngineProcess as ServerProcess
-from clairai.library.engine_control import config
+from clairai.library.config import config
 from clairai.library.http_client import ServerClient
 from clairai.local.private_socket import live_engine_sockets
 from clairai.ring.attach import RingReader

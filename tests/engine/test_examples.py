@@ -21,7 +21,7 @@ def test_the_offline_example_finds_code_in_the_answer_that_has_it(runtime: Path)
     environment = os.environ | ENVIRONMENT | {"CLAIRAI_RUNTIME_DIR": str(runtime)}
     del environment["VLLM_ENABLE_V1_MULTIPROCESSING"]
     ran = subprocess.run(
-        [sys.executable, str(EXAMPLES / "library/engine_control.py")],
+        [sys.executable, str(EXAMPLES / "offline.py")],
         env=environment,
         capture_output=True,
         text=True,

@@ -20,7 +20,7 @@ import pytest
 from clairai.launch.engine_command import EngineCommand, ListenAddress
 from clairai.launch.engine_log import EngineLog
 from clairai.launch.engine_process import EngineProcess
-from clairai.library.engine_control import config
+from clairai.library.config import config
 from clairai.proxy.proxy import Proxy
 from clairai.proxy.proxy_settings import ProxySettings
 from tests.engine import models

@@ -1,4 +1,4 @@
-"""Takes rows as plain tuples; gives records and banks as a reader would, and ledgers fed."""
+"""Builds records, banks and filled collectors from rows that are plain tuples."""
 
 from __future__ import annotations
 
@@ -55,14 +55,14 @@ def bank(*names: str, version: int = 0, weights: int | None = None) -> ring_mess
     return ring_messages.Bank(version, probes, weights)
 
 
-def fed(*records: list[Row], ledger: RowCollector | None = None) -> RowCollector:
-    ledger = ledger or RowCollector()
+def fed(*records: list[Row], collector: RowCollector | None = None) -> RowCollector:
+    collector = collector or RowCollector()
     for rows in records:
-        ledger.feed(record(rows), bank("a"))
-    return ledger
+        collector.add(record(rows), bank("a"))
+    return collector
 
 
-def known(ledger: RowCollector, stream: int, choice: int = 0) -> RowsByPosition:
-    rows = ledger.rows(stream, choice)
+def known(collector: RowCollector, stream: int, choice: int = 0) -> RowsByPosition:
+    rows = collector.rows(stream, choice)
     assert rows is not None
     return rows

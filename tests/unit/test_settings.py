@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from clairai.errors import ConfigError, PointError, ProbeError
-from clairai.library import engine_control
+from clairai.library.config import config
 from clairai.points import MAX_LAYER, quote
 from clairai.probe.files import save
 from clairai.settings import (
@@ -158,7 +158,7 @@ def test_config_makes_paths_absolute_and_needs_no_other_key(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    made = engine_control.config(probes=["a", tmp_path / "b"], points="post_block.1", capacity=2)
+    made = config(probes=["a", tmp_path / "b"], points="post_block.1", capacity=2)
     assert list(made) == ["clairai"]
     assert Settings.parse(made["clairai"]) == Settings(
         points=("post_block.1",), probes=(f"{tmp_path}/a", f"{tmp_path}/b"), capacity=2

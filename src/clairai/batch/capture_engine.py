@@ -16,8 +16,8 @@ from clairai.compat import offline_llm as vllm
 from clairai.errors import ConfigError, RequestError, StoreStoppedError
 from clairai.fields.positions import MessagePosition, Positions, PositionSpan, positions_to_json
 from clairai.fields.request_fields import request
-from clairai.library import engine_control
 from clairai.library.captures import captures
+from clairai.library.config import config as build_config
 from clairai.library.message_range import message_range
 from clairai.points import Point
 from clairai.store.codecs.registry import named
@@ -145,7 +145,7 @@ def start_engine(
     with explain_start_errors(model):
         about = vllm.read_model_shape(model, arguments)
     with tempfile.TemporaryDirectory(prefix="clairai-") as runtime:  # no reader looks for it there
-        config = engine_control.config(
+        config = build_config(
             points=[str(point) for point in wish.points],
             capture=wish.setting(folder),
             capacity=1,

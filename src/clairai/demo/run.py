@@ -20,7 +20,7 @@ from clairai.launch.proxy_thread import ProxyOptions
 from clairai.launch.serve import NO_ACCESS_LOG, make_banner, run_service
 from clairai.launch.supervisor import DeathPolicy
 from clairai.launch.user_output import UserOutput, show_start_progress
-from clairai.library.engine_control import config
+from clairai.library.config import config
 from clairai.library.http_client import ServerClient
 from clairai.local.private_socket import runtime_dir
 from clairai.local.stop_signal import StopSignal

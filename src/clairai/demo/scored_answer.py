@@ -60,12 +60,12 @@ def _request(model: str, prompt: str, stream: int, max_tokens: int) -> dict[str,
 
 def _read(reader: RingReader, stream: int, prompt_ids: list[int], output_ids: list[int]) -> Scores:
     """Rows come by another way than the answer: wait for those still on it."""
-    ledger = RowCollector(only=[stream])
+    collector = RowCollector(only=[stream])
     deadline_s = time.monotonic() + READ_TIMEOUT_S
     while time.monotonic() < deadline_s:
         for record in reader.poll():
-            ledger.feed(record, reader.bank(record.bank_version))
-        rows = ledger.rows(stream)
+            collector.add(record, reader.bank(record.bank_version))
+        rows = collector.rows(stream)
         if rows is not None:
             scores = align(rows, prompt_ids, output_ids)
             if not scores.missing:

@@ -17,7 +17,7 @@ from clairai.launch.preflight import check_before_start
 from clairai.launch.proxy_thread import ProxyOptions, ProxyThread, listen, run_proxy
 from clairai.launch.supervisor import DeathPolicy, StopRequest, SupervisedEngine, Supervisor
 from clairai.launch.user_output import UserOutput, show_start_progress
-from clairai.library.engine_control import config
+from clairai.library.config import config
 from clairai.local.private_socket import runtime_dir
 from clairai.local.stop_signal import StopSignal
 from clairai.points import quote

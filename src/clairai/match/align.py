@@ -1,4 +1,6 @@
-"""Takes a request's rows and its own token ids; gives one score per token and probe, or NaN.
+"""Aligns the rows of a request that has ended with its tokens: one score per token and probe.
+
+The rules are those of `choice_scores.py`. Runs in: any reader.
 
 N = tokens of prompt and output together, P = probes
 """
@@ -19,20 +21,20 @@ from clairai.wire import ring_messages
 
 @dataclass(frozen=True, eq=False)
 class Scores:
-    """One row for each token of a request: the residual row where that token was the input.
+    """The scores of one answer: a row for each token, taken where that token was the input.
 
-    The last sampled token is never an input, so its row is NaN; so is that of a token whose
-    keys and values came from a cache (phase CACHED), and that of a token counted in `missing`.
+    A row is NaN for the last sampled token, which is never an input; for a token that the prefix
+    cache served (phase CACHED); and for a token counted in `missing`.
     """
 
     names: tuple[str, ...]
     token_ids: NDArray[np.int32]
     scores_NP: NDArray[np.float32]
-    phase: NDArray[np.uint8]  # wire.PREFILL, DECODE or CACHED
+    phase: NDArray[np.uint8]  # PREFILL, DECODE or CACHED of wire/ring_messages.py
     num_prompt: int
-    missing: int  # tokens that were forwarded, but whose rows were lost
-    # Versions of the model's weights that the rows are of, in the order of tokens: one, if they
-    # were not changed under the request; none, if the engine takes no others.
+    missing: int  # forwarded tokens whose rows were lost
+    # Versions of the model's weights that the rows are of, in the order of tokens: one if the
+    # weights did not change during the request, none if the engine takes no new weights.
     weights: tuple[int, ...] = ()
 
     @property
@@ -56,11 +58,11 @@ class Scores:
 def align(
     rows: RowsByPosition, prompt_token_ids: Sequence[int], output_token_ids: Sequence[int]
 ) -> Scores:
-    """Put each row at its token; raises if a row carries another token than the request has."""
+    """Put each row at its token; raise if a row carries another token than the request has."""
     token_ids = np.array([*prompt_token_ids, *output_token_ids], np.int32)
     num_prompt, num_tokens = len(prompt_token_ids), len(token_ids)
-    # An engine that schedules ahead runs one forward past the stop token. That row depends on
-    # timing, so it is cut: the last sampled token has no score, whatever the scheduler did.
+    # An engine that schedules ahead may forward the last sampled token too. Whether it does
+    # depends on timing, so that row is never used.
     num_forwarded = num_tokens - 1 if len(output_token_ids) else num_tokens
     is_kept = rows.positions < num_forwarded
     positions = rows.positions[is_kept]
@@ -91,12 +93,12 @@ def _check_tokens(
 
 
 def _weights_versions(weights_N: NDArray[np.int64]) -> tuple[int, ...]:
-    said = weights_N[weights_N >= 0]
-    return tuple(dict.fromkeys(said.tolist()))
+    known = weights_N[weights_N >= 0]
+    return tuple(dict.fromkeys(known.tolist()))
 
 
 def _default_phases(rows: RowsByPosition, num_prompt: int, num_tokens: int) -> NDArray[np.uint8]:
-    """What each token would be if it had no row."""
+    """The phase of each token that has no row."""
     phase = np.full(num_tokens, ring_messages.DECODE, np.uint8)
     phase[:num_prompt] = ring_messages.PREFILL
     for first, span in rows.cached:

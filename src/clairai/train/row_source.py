@@ -16,7 +16,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from clairai.compat import offline_llm as engine
-from clairai.library import engine_control
+from clairai.library.probe_bank import ProbeBank
+from clairai.library.scores import scores as read_scores
 from clairai.points import Point
 from clairai.probe.bank import MAX_PROBES
 from clairai.probe.model import Probe
@@ -57,7 +58,7 @@ class RowSource:
         self, prompts: Sequence[Prompt], points: Sequence[Point]
     ) -> Iterator[dict[Point, list[NDArray[np.float32]]]]:
         """For each pass and batch: at each point, of each prompt of the batch, [N, K]."""
-        bank = engine_control.ProbeBank(self.llm)
+        bank = ProbeBank(self.llm)
         for first in range(0, self.width, self.capacity):
             part = range(first, min(first + self.capacity, self.width))
             bank.add(*(unit_probe(point, index, self.width) for point in points for index in part))
@@ -69,7 +70,7 @@ class RowSource:
         self, prompts: Sequence[Prompt], points: Sequence[Point], part: range
     ) -> dict[Point, list[NDArray[np.float32]]]:
         outputs = engine.forward_prompts(self.llm, prompts)
-        found = [answers[0] for answers in engine_control.scores(self.llm, outputs)]
+        found = [answers[0] for answers in read_scores(self.llm, outputs)]
         at = {name: column for column, name in enumerate(found[0].names)}
         columns = {point: [at[unit_name(point, index)] for index in part] for point in points}
         return {point: [scores.prompt[:, columns[point]] for scores in found] for point in points}

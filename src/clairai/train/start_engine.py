@@ -14,7 +14,7 @@ import numpy as np
 from clairai.compat import offline_llm
 from clairai.errors import ClairaiError, ConfigError, UnsupportedError
 from clairai.launch.engine_command import is_cpu_build
-from clairai.library import engine_control
+from clairai.library.config import config as build_config
 from clairai.points import Point, expand, quote
 from clairai.train.row_source import BATCH_TOKENS, MAX_CAPACITY, RowSource
 
@@ -70,7 +70,7 @@ def run_engine(
     chosen = expand(patterns, about.num_layers) if patterns else default_points(about.num_layers)
     points = distinct_points(chosen)
     with tempfile.TemporaryDirectory(prefix="clairai-") as folder:  # no reader looks for it there
-        config = engine_control.config(
+        config = build_config(
             points=[str(point) for point in points],
             capacity=min(about.width, MAX_CAPACITY),
             ring_mib=RING_MIB,

@@ -18,7 +18,7 @@ import torch
 from clairai.engine.core_control import CoreControl
 from clairai.engine.publish.step_publisher import StepPublisher
 from clairai.errors import ProbeError, UnsupportedError, WeightsError
-from clairai.library.engine_control import ProbeBank
+from clairai.library.probe_bank import ProbeBank
 from clairai.local import shared_buffer
 from clairai.local.shared_buffer import (
     MAX_FREE_BLOCKS,

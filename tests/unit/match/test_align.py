@@ -20,10 +20,10 @@ PROMPT, OUTPUT = (11, 12, 13), (21, 22, 23)
 
 
 def rows_of(*steps: Sequence[Row]) -> RowsByPosition:
-    ledger = RowCollector()
+    collector = RowCollector()
     for step in steps:
-        ledger.feed(record(step), bank("a"))
-    return ledger.close(1)[0]
+        collector.add(record(step), bank("a"))
+    return collector.close(1)[0]
 
 
 # A probe that scores the token id itself: a shifted or swapped row is a visible integer.
@@ -127,11 +127,11 @@ def test_rows_planted_at_the_wrong_position_are_caught(planted: object) -> None:
 
 
 def test_a_probe_added_halfway_has_no_score_before() -> None:
-    ledger = RowCollector()
-    ledger.feed(record(rows_at(range(4))), bank("a"))
+    collector = RowCollector()
+    collector.add(record(rows_at(range(4))), bank("a"))
     added = [row._replace(scores=(row.scores[0], -1.0)) for row in rows_at([4])]
-    ledger.feed(record(added, 2), bank("a", "b", version=1))
-    scores = align(ledger.close(1)[0], PROMPT, OUTPUT)
+    collector.add(record(added, 2), bank("a", "b", version=1))
+    scores = align(collector.close(1)[0], PROMPT, OUTPUT)
     assert scores.names == ("a", "b")
     np.testing.assert_array_equal(scores["b"], [np.nan] * 4 + [-1, np.nan])
     assert listed(scores) == [11, 12, 13, 21, 22, None]
@@ -175,10 +175,10 @@ def test_every_token_is_scored_cached_last_or_missing_and_nothing_else(data: st.
 
 def weighed(*steps: tuple[Sequence[Row], int | None]) -> tuple[int, ...]:
     """What the scores say of their weights, if each step has these."""
-    ledger = RowCollector()
+    collector = RowCollector()
     for rows, weights in steps:
-        ledger.feed(record(rows), bank("a", weights=weights))
-    return align(ledger.close(1)[0], PROMPT, OUTPUT).weights
+        collector.add(record(rows), bank("a", weights=weights))
+    return align(collector.close(1)[0], PROMPT, OUTPUT).weights
 
 
 def test_scores_say_which_weights_their_rows_are_of() -> None:

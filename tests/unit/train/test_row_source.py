@@ -11,7 +11,6 @@ import pytest
 from numpy.typing import NDArray
 
 from clairai.compat import offline_llm
-from clairai.library import engine_control
 from clairai.match.align import Scores
 from clairai.points import Point
 from clairai.probe.bank import MAX_PROBES, EngineBank
@@ -62,10 +61,10 @@ def test_rows_of_any_width_come_whole_and_in_order(
     monkeypatch: pytest.MonkeyPatch, width: int, num_groups: int, num_passes: int
 ) -> None:
     engine = ToyEngine(width)
-    monkeypatch.setattr(engine_control, "ProbeBank", lambda _: engine)
+    monkeypatch.setattr(train_rows, "ProbeBank", lambda _: engine)
     monkeypatch.setattr(offline_llm, "forward_prompts", lambda _, prompts: list(prompts))
     monkeypatch.setattr(
-        engine_control, "scores", lambda _, outs: [[engine.scores(o)] for o in outs]
+        train_rows, "read_scores", lambda _, outs: [[engine.scores(o)] for o in outs]
     )
     source = RowSource(SimpleNamespace(), POINTS, width, 64)
     assert (len(source.groups()), source.passes()) == (num_groups, num_passes)

@@ -13,7 +13,7 @@ import torch
 from clairai.engine.core_control import CoreControl
 from clairai.engine.steer.steering_registry import SteeringLimits, SteeringRegistry
 from clairai.errors import WeightsError
-from clairai.library.engine_control import ProbeBank
+from clairai.library.probe_bank import ProbeBank
 from clairai.local.shared_buffer import BufferCopier, SharedBuffer
 from clairai.weights import Sender
 from clairai.weights.checksum import checksum

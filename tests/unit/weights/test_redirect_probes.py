@@ -14,7 +14,7 @@ import torch
 from clairai.engine.core_control import CoreControl
 from clairai.engine.publish.step_publisher import StepPublisher
 from clairai.errors import ProbeError, WeightsError
-from clairai.library.engine_control import ProbeBank
+from clairai.library.probe_bank import ProbeBank
 from clairai.points import Point
 from clairai.probe.bank import EngineBank
 from clairai.probe.model import Probe, replace_directions
