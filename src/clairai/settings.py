@@ -1,7 +1,7 @@
-"""Takes the `clairai` key of additional_config and the environment; gives checked settings.
+"""The settings of an engine: the `clairai` key of vLLM's additional_config, and the environment.
 
-What the engine reads of the environment is read here, except where the ring's socket lies
-(local/private_socket.py).
+Everything an engine reads from the environment is read here, except the folder of its sockets
+(local/private_socket.py). Runs in: the worker and the engine core; `clairai serve` checks with it.
 """
 
 from __future__ import annotations
@@ -27,20 +27,20 @@ RING_HOMES: Final = ("host", "device")
 
 @dataclass(frozen=True)
 class Settings:
-    """What an engine is asked to do. Field names are the keys of the JSON object."""
+    """What an engine is asked to do. The field names are the keys of the JSON object."""
 
     points: tuple[str, ...] = ()  # "post_block.15", "pre_attn.0-3", "post_block.*", "all"
     probes: tuple[str, ...] = ()  # files, folders or globs
     vectors: tuple[str, ...] = ()  # to steer with: files, folders or globs
-    steering: bool = False  # rows can be steered at the points; vectors imply it
-    steer_rows: int = 1024  # of vectors and gates that unfinished requests use at once
-    steer_programs: int = 1024  # different ways of steering a row, likewise
-    capture: Mapping[str, Any] | None = None  # rows are kept: where, which, whose
-    capacity: int = 16  # probes per site, at most
+    steering: bool = False  # requests can be steered at the points; vectors imply it
+    steer_rows: int = 1024  # vectors and gates that unfinished requests may use at once
+    steer_programs: int = 1024  # programs that they may use at once
+    capture: Mapping[str, Any] | None = None  # docs/capture.md
+    capacity: int = 16  # most probes per site
     ring_mib: int = 64
-    ring_home: str = "host"  # or "device": memory of the GPU, for readers with CUDA
-    fused: bool = True  # on a GPU the tapped norms are ours, which see and steer in passing
-    branch: bool = True  # where they are not: taps on a branch of the captured graph, if possible
+    ring_home: str = "host"  # or "device": in GPU memory, for readers with CUDA
+    fused: bool = True  # on a GPU, replace tapped norms by a kernel that also taps and steers
+    branch: bool = True  # else run taps on a side stream of the captured graph, where possible
     runtime_dir: str | None = None
     allow_untested_vllm: bool = False
 
@@ -58,13 +58,13 @@ class Settings:
         for name in ("fused", "branch", "steering", "allow_untested_vllm"):
             if not isinstance(getattr(self, name), bool):
                 raise ConfigError(f"{name} must be true or false")
-        assert self.capturing is None or self.capturing.consumers  # read now: it says what is wrong
+        assert self.capture_settings is None or self.capture_settings.consumers  # raises early
         if self.runtime_dir is not None and not isinstance(self.runtime_dir, str):
             raise ConfigError("runtime_dir must be a path, as text")
 
     @cached_property
-    def capturing(self) -> CaptureSettings | None:
-        """None: no rows are kept, and no request can ask for it."""
+    def capture_settings(self) -> CaptureSettings | None:
+        """None if the engine captures nothing, whatever a request asks for."""
         return None if self.capture is None else CaptureSettings.parse(self.capture)
 
     @property
@@ -86,25 +86,29 @@ class Settings:
 
     @classmethod
     def read(cls, given: object, environ: Mapping[str, str]) -> Settings:
-        """The same for an engine; the seed's switches fill in what the settings leave out."""
+        """Settings of an engine; environment variables fill in what they leave out."""
         settings = cls.parse(given)
         has_points = bool(settings.points or settings.probes or settings.vectors)
-        seeded = settings_from_environment(environ, has_points=has_points)
-        if seeded is None or settings.capture is not None:
+        from_environment = settings_from_environment(environ, has_points=has_points)
+        if from_environment is None or settings.capture is not None:
             return settings
-        return replace(settings, capture=seeded)
+        return replace(settings, capture=from_environment)
 
     def as_dict(self) -> dict[str, Any]:
-        """The JSON form: what differs from the defaults, and no more."""
-        plain = {k: list(v) if isinstance(v, tuple) else v for k, v in asdict(self).items()}
-        usual = {k: list(v) if isinstance(v, tuple) else v for k, v in asdict(Settings()).items()}
-        return {key: value for key, value in plain.items() if value != usual[key]}
+        """The JSON form, without what equals the defaults."""
+        defaults = asdict(Settings())
+        return {
+            key: list(value) if isinstance(value, tuple) else value
+            for key, value in asdict(self).items()
+            if value != defaults[key]
+        }
 
 
 @dataclass(frozen=True)
 class ResolvedSettings:
-    """Settings made concrete for one model."""
+    """Settings with their files loaded and their points expanded for one model."""
 
+    settings: Settings
     points: tuple[Point, ...]
     probes: tuple[Probe, ...]
     vectors: tuple[Vector, ...] = ()
@@ -113,9 +117,9 @@ class ResolvedSettings:
 def resolve_settings(
     settings: Settings, *, num_layers: int, environ: Mapping[str, str]
 ) -> ResolvedSettings:
-    """Points to tap and probes to load; variables fill in what the settings leave out."""
+    """Load and expand; environment variables fill in what the settings leave out."""
     target_layer = _target_layer(environ)
-    sources = settings.probes or _seed_probes(environ)
+    sources = settings.probes or _probes_from_environment(environ)
     probes = [probe for source in sources for probe in load_many(source, target_layer=target_layer)]
     vectors = [vector for source in settings.vectors for vector in load_vectors(source)]
     patterns = list(settings.points) or [str(probe.point) for probe in probes]
@@ -129,13 +133,13 @@ def resolve_settings(
             'nothing to tap: give "points" (such as ["post_block.15"]), "probes" or "vectors" in '
             "the clairai settings, or set TARGET_LAYER"
         )
-    return ResolvedSettings(expand(patterns, num_layers), tuple(probes), tuple(vectors))
+    return ResolvedSettings(settings, expand(patterns, num_layers), tuple(probes), tuple(vectors))
 
 
 def _list_capture_points(settings: Settings) -> tuple[str, ...]:
-    """Named ones; `all` are those that are tapped anyway."""
-    capturing = settings.capturing
-    return () if capturing is None or capturing.points == ALL_POINTS else capturing.points
+    """Points that captures name; `all` means those that are tapped anyway."""
+    capture = settings.capture_settings
+    return () if capture is None or capture.points == ALL_POINTS else capture.points
 
 
 def is_disabled(environ: Mapping[str, str] | None = None) -> bool:
@@ -152,7 +156,7 @@ def _target_layer(environ: Mapping[str, str]) -> int | None:
     return int(text)
 
 
-def _seed_probes(environ: Mapping[str, str]) -> tuple[str, ...]:
+def _probes_from_environment(environ: Mapping[str, str]) -> tuple[str, ...]:
     """`probes/{MODEL_NAME}/*.json` for PROBE_MODEL, below the working folder or its src/."""
     model = environ.get("PROBE_MODEL")
     if not model:

@@ -40,7 +40,7 @@ def _joined(llm: Any, branch: CountingBranch) -> Iterator[None]:
     finally:
         for attention, kind, named, before in undo:
             attention.__class__ = kind
-            named[model_ops.JOIN_NAME] = before
+            named[model_ops.SIDE_STREAM_NAME] = before
 
 
 def _join_all(worker: Any, branch: CountingBranch) -> list[Any]:
@@ -51,7 +51,7 @@ def _join_all(worker: Any, branch: CountingBranch) -> list[Any]:
         width=config.model_config.get_hidden_size(),
     )
     named = config.compilation_config.static_forward_context
-    before, named[model_ops.JOIN_NAME] = named[model_ops.JOIN_NAME], branch
+    before, named[model_ops.SIDE_STREAM_NAME] = named[model_ops.SIDE_STREAM_NAME], branch
     undo = []
     for block in sites.blocks.values():
         attention = model_ops.find_attention(block)

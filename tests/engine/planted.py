@@ -53,8 +53,8 @@ def points_not_in_key() -> None:
     gpu_compile_mode()
     from clairai.compat import worker
 
-    def forget(config: Any, planned: Any, settings: Any) -> None:
-        del planned, settings
+    def forget(config: Any, resolved: Any) -> None:
+        del resolved
         config.additional_config["clairai"] = {"abi": 1}
 
     worker._set_compile_key = forget

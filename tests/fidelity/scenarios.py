@@ -192,7 +192,7 @@ def plant_one_layer_off() -> None:
         sites = find_right(model, num_layers=num_layers, width=width)
         norms = [*sites.modules.values()]
         shifted = dict(zip(sites.modules, [*norms[2:], *norms[:2]], strict=True))
-        return replace(sites, modules=shifted, blocks={}, pairs=frozenset())
+        return replace(sites, modules=shifted, blocks={}, adding=frozenset())
 
     model_sites.find_sites = find_wrong
 

@@ -28,7 +28,7 @@ from tests.support.probes import probe
 NUM_LAYERS = 4
 
 
-def planned(given: Mapping[str, Any], environ: Mapping[str, str] | None = None) -> ResolvedSettings:
+def resolve(given: Mapping[str, Any], environ: Mapping[str, str] | None = None) -> ResolvedSettings:
     return resolve_settings(Settings.parse(given), num_layers=NUM_LAYERS, environ=environ or {})
 
 
@@ -168,50 +168,50 @@ def test_config_makes_paths_absolute_and_needs_no_other_key(
 def test_points_come_from_the_probes_when_none_are_given(tmp_path: Path) -> None:
     save(tmp_path / "p.safetensors", probe("p"))
     seed_file(tmp_path, "enc_3_q.json")
-    found = planned({"probes": str(tmp_path)})
+    found = resolve({"probes": str(tmp_path)})
     assert points(found) == ["post_block.1", "post_block.3"]
     assert [made.name for made in found.probes] == ["p", "q"]
 
 
 def test_points_that_are_given_stay_the_only_ones(tmp_path: Path) -> None:
     save(tmp_path / "p.safetensors", probe("p"))
-    found = planned({"probes": str(tmp_path), "points": ["pre_attn.0-1"]})
+    found = resolve({"probes": str(tmp_path), "points": ["pre_attn.0-1"]})
     assert points(found) == ["pre_attn.0", "pre_attn.1"]
     assert len(found.probes) == 1
 
 
 def test_patterns_are_expanded_for_this_model() -> None:
-    assert len(planned({"points": "all"}).points) == 3 * NUM_LAYERS
+    assert len(resolve({"points": "all"}).points) == 3 * NUM_LAYERS
     with pytest.raises(PointError, match="this model has 4 layers"):
-        planned({"points": "post_block.4"})
+        resolve({"points": "post_block.4"})
 
 
 def test_target_layer_alone_taps_the_stream_after_that_block() -> None:
-    assert points(planned({}, {"TARGET_LAYER": "2"})) == ["post_block.2"]
+    assert points(resolve({}, {"TARGET_LAYER": "2"})) == ["post_block.2"]
 
 
 def test_target_layer_places_a_probe_whose_file_name_says_no_layer(tmp_path: Path) -> None:
     file = seed_file(tmp_path, "calm.json")
     with pytest.raises(ProbeError, match="does not say which layer"):
-        planned({"probes": str(file)})
-    found = planned({"probes": str(file)}, {"TARGET_LAYER": "3"})
+        resolve({"probes": str(file)})
+    found = resolve({"probes": str(file)}, {"TARGET_LAYER": "3"})
     assert (points(found), found.probes[0].name) == (["post_block.3"], "calm")
 
 
 def test_settings_outrank_target_layer() -> None:
-    assert points(planned({"points": "pre_attn.0"}, {"TARGET_LAYER": "2"})) == ["pre_attn.0"]
+    assert points(resolve({"points": "pre_attn.0"}, {"TARGET_LAYER": "2"})) == ["pre_attn.0"]
 
 
 @pytest.mark.parametrize("value", ["-1", "two", "1.0", " 1"], ids=repr)
 def test_a_target_layer_that_is_no_number_is_refused(value: str) -> None:
     with pytest.raises(ConfigError, match="TARGET_LAYER must be a layer number"):
-        planned({}, {"TARGET_LAYER": value})
+        resolve({}, {"TARGET_LAYER": value})
 
 
 def test_a_target_layer_the_model_does_not_have_is_refused() -> None:
     for value in (NUM_LAYERS, MAX_LAYER):
         with pytest.raises(PointError, match="this model has 4 layers"):
-            planned({}, {"TARGET_LAYER": str(value)})
+            resolve({}, {"TARGET_LAYER": str(value)})
 
 
 @pytest.mark.parametrize("root", [".", "src"])
@@ -221,7 +221,7 @@ def test_probe_model_finds_the_folder_of_the_models_own_name(
     seed_file(tmp_path / root / "probes" / "Tiny-1B", "enc_1_calm.json")
     monkeypatch.chdir(tmp_path)
     for model in ("org/Tiny-1B", "Tiny-1B", "/models/Tiny-1B/"):
-        found = planned({}, {"PROBE_MODEL": model})
+        found = resolve({}, {"PROBE_MODEL": model})
         assert [made.name for made in found.probes] == ["calm"]
         assert points(found) == ["post_block.1"]
 
@@ -231,7 +231,7 @@ def test_probes_in_the_settings_outrank_probe_model(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     file = seed_file(tmp_path, "enc_0_mine.json")
-    found = planned({"probes": str(file)}, {"PROBE_MODEL": "nobody/nothing"})
+    found = resolve({"probes": str(file)}, {"PROBE_MODEL": "nobody/nothing"})
     assert [made.name for made in found.probes] == ["mine"]
 
 
@@ -240,14 +240,14 @@ def test_a_probe_model_without_a_folder_names_the_folders_it_looked_for(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     with pytest.raises(ConfigError, match="no folder probes/Tiny or src/probes/Tiny"):
-        planned({}, {"PROBE_MODEL": "org/Tiny"})
+        resolve({}, {"PROBE_MODEL": "org/Tiny"})
     with pytest.raises(ConfigError, match="nothing to tap"):
-        planned({}, {"PROBE_MODEL": ""})
+        resolve({}, {"PROBE_MODEL": ""})
 
 
 def test_nothing_to_tap_says_all_three_ways_out() -> None:
     with pytest.raises(ConfigError, match=r'"points" .*"probes".*TARGET_LAYER'):
-        planned({})
+        resolve({})
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,8 @@
-"""Takes vLLM's engine client; gives what its engine shares, and word of what others ask it.
+"""What clairai's routes need of vLLM's API server: its engine client and its tokenizer.
 
 AsyncLLM.collective_rpc   v1/engine/async_llm.py   0.26:964   0.32:1205
+
+Runs in: the API server.
 """
 
 from __future__ import annotations
@@ -22,28 +24,21 @@ def is_one_of_several_servers(client: Any) -> bool:
     return int(getattr(parallel, "_api_process_count", 1)) > 1
 
 
-def watch_other_calls(client: Any, elsewhere: Callable[[], AbstractContextManager[None]]) -> None:
-    """vLLM's own routes for weights, and its development mode's, call the workers this way."""
+def watch_other_calls(client: Any, during: Callable[[], AbstractContextManager[None]]) -> None:
+    """Run every call of the workers that is not ours within `during()`.
+
+    vLLM's own routes for weights, and those of its development mode, call the workers this way.
+    """
     original = client.collective_rpc
 
     @functools.wraps(original)
     async def collective_rpc(method: Any, *args: Any, **kwargs: Any) -> Any:
         if method == CONTROL_METHOD:
             return await original(method, *args, **kwargs)
-        with elsewhere():
+        with during():
             return await original(method, *args, **kwargs)
 
     client.collective_rpc = collective_rpc
-
-
-# MERGED
-# Takes the tokenizer of vLLM's API server; gives the bytes of every token, by its id.
-#
-# xgrammar knows how the kinds of tokenizers write bytes (GPT-2's alphabet, SentencePiece's
-# <0xE4>);
-# vLLM brings it and builds its grammars on the same table
-# (v1/structured_output/backend_xgrammar.py,
-# 0.32:46).
 
 
 async def fetch_tokenizer(engine_client: Any) -> Any:
@@ -55,10 +50,15 @@ async def fetch_tokenizer(engine_client: Any) -> Any:
 
 
 def list_token_bytes(tokenizer: Any) -> list[bytes]:
-    """UnsupportedError for a tokenizer that xgrammar cannot read."""
+    """The bytes of every token, by its id; UnsupportedError if xgrammar cannot read the tokenizer.
+
+    xgrammar knows how the kinds of tokenizers write bytes (GPT-2's alphabet, SentencePiece's
+    <0xE4>); vLLM brings it and builds its grammars on the same table
+    (v1/structured_output/backend_xgrammar.py, 0.32:46).
+    """
     import xgrammar
 
-    stop = [0]  # it wants to know one, for grammars; the bytes do not depend on it
+    stop = [0]  # grammars need a stop token; the bytes do not depend on it
     try:
         if type(tokenizer).__name__ == "MistralTokenizer":  # vLLM's own, not Hugging Face's
             kinds = xgrammar.VocabType
@@ -72,15 +72,3 @@ def list_token_bytes(tokenizer: Any) -> list[bytes]:
             f"ask without prompt_scores and named events"
         ) from error
     return [bytes(piece) for piece in info.decoded_vocab]
-
-
-def list_special_ids(model_config: Any) -> list[int] | None:
-    """Ids of the tokens that stand for no text; None without a tokenizer.
-
-    tokenizers/registry.py cached_tokenizer_from_config, 0.26:253, 0.32:285
-    """
-    if model_config.skip_tokenizer_init:
-        return None
-    from vllm.tokenizers.registry import cached_tokenizer_from_config
-
-    return sorted(set(cached_tokenizer_from_config(model_config).all_special_ids))

@@ -1,8 +1,8 @@
-"""Takes an engine that captures; gives its parts the hooks they need: core, cache and worker.
+"""Connects captures to vLLM: their resolver, the rows they need forwarded, the worker's part.
 
 KVCacheManager.get_computed_blocks   v1/core/kv_cache_manager.py   0.26:207   0.32:264
 
-Everything of vLLM that captures touch and steering does not is here.
+Runs in: the engine core (resolver, prefix cache) and the first worker (the rest).
 """
 
 from __future__ import annotations
@@ -21,28 +21,31 @@ from clairai.engine.capture.row_copier import RowCopier
 from clairai.engine.capture.worker_capture import WorkerCapture
 from clairai.engine.score.score_tables import ScoreTables
 from clairai.errors import UnsupportedError
-from clairai.settings import ResolvedSettings, Settings
+from clairai.settings import ResolvedSettings
 from clairai.store.codecs.raw import STORED_DTYPES
 
-FINGERPRINT_VALUES: Final = 64  # of each parameter
+FINGERPRINT_VALUES: Final = 64  # sampled from each parameter
 
 
-def make_capture_resolver(
-    vllm_config: Any, settings: Settings, planned: ResolvedSettings
-) -> CaptureResolver:
-    """Raises what is wrong with the setting, or with an engine that shall capture."""
+def make_capture_resolver(vllm_config: Any, resolved: ResolvedSettings) -> CaptureResolver:
+    """Raises what is wrong with the capture settings, or with an engine that shall capture."""
     model = vllm_config.model_config
-    dtype = str(model.dtype).removeprefix("torch.")
-    if settings.capturing is not None:
+    dtype = _dtype_name(vllm_config)
+    captures = resolved.settings.capture_settings
+    if captures is not None:
         _check_capture_mode(vllm_config, dtype)
     engine = EngineShape(
-        points=planned.points,
+        points=resolved.points,
         num_layers=model.hf_text_config.num_hidden_layers,
         width=model.get_hidden_size(),
         dtype=dtype,
-        thresholds={probe.name: probe.threshold for probe in planned.probes},
+        thresholds={probe.name: probe.threshold for probe in resolved.probes},
     )
-    return CaptureResolver(settings.capturing, engine)
+    return CaptureResolver(captures, engine)
+
+
+def _dtype_name(vllm_config: Any) -> str:
+    return str(vllm_config.model_config.dtype).removeprefix("torch.")
 
 
 def _check_capture_mode(vllm_config: Any, dtype: str) -> None:
@@ -58,26 +61,26 @@ def _check_capture_mode(vllm_config: Any, dtype: str) -> None:
 
 
 def wrap_get_computed_blocks(original: Any) -> Any:
-    """`KVCacheManager.get_computed_blocks(request)`, up to the first row that is captured.
+    """Wrap `KVCacheManager.get_computed_blocks(request)`: no hit covers a row to be captured.
 
-    What the cache serves is not forwarded, and not scored. The manager looks for the longest hit
-    that leaves at least one token (`request.num_tokens - 1`), so it is shown a request that is no
-    longer than that: the hit ends at a block's end before the first wanted position, whatever kinds
-    of attention the model has.
+    Tokens from the cache are not forwarded and have no rows. The manager looks for the longest hit
+    that leaves at least one token (`request.num_tokens - 1`), so it is shown a request that ends at
+    the first captured position: the hit then ends at a block's end before it, whatever kinds of
+    attention the model has.
     """
 
     @functools.wraps(original)
     def get_computed_blocks(self: Any, request: Any) -> Any:
-        order = read_capture_plan(request.sampling_params)
-        if order is None:
+        plan = read_capture_plan(request.sampling_params)
+        if plan is None:
             return original(self, request)
-        return original(self, _ShorterRequest(request, order.first_position + 1))
+        return original(self, _ShorterRequest(request, plan.first_position + 1))
 
     return get_computed_blocks
 
 
 class _ShorterRequest:
-    """A request that ends earlier; all else is its own."""
+    """A request with fewer tokens; everything else is the request's own."""
 
     def __init__(self, request: Any, num_tokens: int) -> None:
         self._request = request
@@ -87,8 +90,29 @@ class _ShorterRequest:
         return getattr(self._request, name)
 
 
+def make_capture(worker: Any, settings: CaptureSettings, sites: Sites) -> WorkerCapture:
+    """The worker's step listener for captures, with its backend running and its consumers open."""
+    tables, publisher = worker.clairai_tables, worker.clairai_step_publisher
+    engine = EngineInfo(
+        model=publisher.about.model,
+        weights=name_weights(worker, publisher.weights),
+        dtype=_dtype_name(worker.vllm_config),
+        width=sites.width,
+        points=publisher.about.points,
+    )
+    backend = open_backend(settings, engine)
+    try:
+        copier = RowCopier(tables, backend)
+        copier.prepare(settings.encoder.for_rows(engine.dtype))
+    except BaseException:
+        backend.close()
+        raise
+    publisher.weights_listeners.append(functools.partial(_rename_weights, worker, backend))
+    return WorkerCapture(copier, backend, _stash_indexes(sites, tables), publisher)
+
+
 def _stash_indexes(sites: Sites, tables: ScoreTables) -> dict[str, int]:
-    """Where the rows of each point that can be tapped lie in the stash."""
+    """Where the rows of each tapped point lie in the stash."""
     return {
         str(point): tables.sites.index(site)
         for point, site in sites.site_of.items()
@@ -96,42 +120,21 @@ def _stash_indexes(sites: Sites, tables: ScoreTables) -> dict[str, int]:
     }
 
 
-def make_capture(worker: Any, setting: CaptureSettings, sites: Sites) -> WorkerCapture:
-    """The worker's listener, its clerk at work and its consumers open."""
-    tables, step_publisher = worker.clairai_tables, worker.clairai_step_publisher
-    about = EngineInfo(
-        model=step_publisher.about.model,
-        weights=name_weights(worker, step_publisher.weights),
-        dtype=str(worker.vllm_config.model_config.dtype).removeprefix("torch."),
-        width=sites.width,
-        points=step_publisher.about.points,
-    )
-    clerk = open_backend(setting, about)
-    try:
-        copier = RowCopier(tables, clerk)
-        copier.prepare(setting.encoder.for_rows(about.dtype))
-    except BaseException:
-        clerk.close()
-        raise
-    step_publisher.weights_listeners.append(functools.partial(_rename_weights, worker, clerk))
-    return WorkerCapture(copier, clerk, _stash_indexes(sites, tables), step_publisher)
-
-
-def _rename_weights(worker: Any, clerk: CaptureBackend, version: int) -> None:
-    """Rows are of the weights they were computed with, also after those were changed."""
-    clerk.relabel(name_weights(worker, version))
+def _rename_weights(worker: Any, backend: CaptureBackend, version: int) -> None:
+    """From now on rows are stored under the name of the new weights."""
+    backend.relabel(name_weights(worker, version))
 
 
 def name_weights(worker: Any, version: int | None) -> str:
-    """What rows say of their weights: the engine's count of them, and what they hold."""
-    held = fingerprint_weights(worker.model_runner.get_model())
-    return held if version is None else f"{version}-{held}"
+    """What stored rows say about their weights: the engine's version, and a fingerprint."""
+    fingerprint = fingerprint_weights(worker.model_runner.get_model())
+    return fingerprint if version is None else f"{version}-{fingerprint}"
 
 
 def fingerprint_weights(model: Any) -> str:
-    """Of the weights as this rank serves them: by names, types, shapes and a sample of values.
+    """A hash of this rank's weights: names, types, shapes and a sample of the values.
 
-    Weights that differ nowhere in the sample have one: a training step moves them all.
+    Weights that differ only outside the sample share it; a training step moves all values.
     """
     digest = hashlib.sha256()
     for name, parameter in sorted(model.named_parameters()):

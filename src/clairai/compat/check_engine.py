@@ -1,4 +1,7 @@
-"""Takes the installed vLLM; gives its version, or the reason why it is not served."""
+"""Refuses engines that clairai does not serve: untested versions of vLLM, and some of its modes.
+
+Runs in: the worker, and `clairai doctor`.
+"""
 
 from __future__ import annotations
 
@@ -12,6 +15,8 @@ from clairai.errors import UnsupportedError
 FIRST_VLLM: Final = (0, 26)
 LAST_VLLM: Final = (0, 32)
 
+ModeCheck = Callable[[Any], bool]
+
 
 def vllm_version() -> str:
     import vllm
@@ -22,28 +27,19 @@ def vllm_version() -> str:
 def check_version(version: str, *, allow_untested: bool) -> None:
     """Refuse a vLLM outside the tested range, unless the user takes the risk."""
     numbers = re.match(r"(\d+)\.(\d+)", version)
-    served = numbers is not None and FIRST_VLLM <= tuple(map(int, numbers.groups())) <= LAST_VLLM
-    if served or allow_untested:
+    is_tested = numbers is not None and FIRST_VLLM <= tuple(map(int, numbers.groups())) <= LAST_VLLM
+    if is_tested or allow_untested:
         return
     raise UnsupportedError(
         f"vLLM {version} is outside the tested range "
-        f"{FIRST_VLLM[0]}.{FIRST_VLLM[1]} to {LAST_VLLM[0]}.{LAST_VLLM[1]}; "
-        "install one of those, or set "
-        f'"allow_untested_vllm": true in the clairai config to try (taps are still proven at start)'
+        f"{FIRST_VLLM[0]}.{FIRST_VLLM[1]} to {LAST_VLLM[0]}.{LAST_VLLM[1]}; install one of those, "
+        f'or set "allow_untested_vllm": true in the clairai config to try (taps are still proven '
+        f"at start)"
     )
 
 
-# MERGED
-# Takes a VllmConfig; gives the reasons why clairai does not serve such an engine.
-#
-# Each refused mode would give wrong or missing rows, or has not been proven to give right ones.
-# Attribute names: vllm/config/*.py, 0.26.0 and 0.32.0; one that a release lacks counts as off.
-
-
-ModeCheck = Callable[[Any], bool]
-
-
 def _read_path(config: Any, path: str) -> Any:
+    """Attribute names: vllm/config/*.py, 0.26.0 and 0.32.0; one that a release lacks is off."""
     for name in path.split("."):
         config = getattr(config, name, None)
     return config
@@ -57,6 +53,7 @@ def _is_set(path: str) -> ModeCheck:
     return lambda config: bool(_read_path(config, path))
 
 
+# Each of these would give wrong or missing rows, or has not been proven to give right ones.
 REFUSED_MODES: Final[tuple[tuple[str, ModeCheck], ...]] = (
     (
         "pipeline parallelism (each stage would hold only a part of every row)",
@@ -112,6 +109,7 @@ REFUSED_MODES: Final[tuple[tuple[str, ModeCheck], ...]] = (
 
 
 def list_refused_modes(vllm_config: Any) -> list[str]:
+    """Why clairai does not serve an engine with this config; empty if it does."""
     return [reason for reason, applies in REFUSED_MODES if applies(vllm_config)]
 
 

@@ -1,7 +1,8 @@
-"""Takes the call stack of a plugin load; gives the additional_config it happens for, if any.
+"""Finds out whether the vLLM engine that is being started asks for clairai.
 
-vLLM calls a general plugin without arguments. A wrap that waits for a config would be a wrap in
-every vLLM process, used or not, so the config is read where vLLM itself holds it at that moment:
+vLLM calls a general plugin in every process, without arguments. Wrapping vLLM's classes there to
+wait for a config would wrap them in every vLLM process, used or not. So the config is read from the
+call stack, where vLLM itself holds it at that moment:
 
 - EngineArgs.__post_init__       self.additional_config  engine/arg_utils.py       0.26:769 0.32:906
 - EngineCore.__init__            vllm_config             v1/engine/core.py         0.26:112 0.32:129
@@ -9,6 +10,7 @@ every vLLM process, used or not, so the config is read where vLLM itself holds i
 - AsyncEngineArgs.add_cli_args   none yet: the command line is read instead      0.26:2733 0.32:3202
 
 A forked child inherits what its parent installed, so each of these decides for its children too.
+Runs in: every vLLM process.
 """
 
 from __future__ import annotations
@@ -24,8 +26,8 @@ _MAX_CONFIG_FILE_BYTES: Final = 1 << 20
 
 
 def is_requested(argv: Sequence[str]) -> bool:
-    """Whether the engine being built, or the command line being parsed, names clairai."""
-    for frame in _frames():
+    """True if the engine being built, or the command line being parsed, names clairai."""
+    for frame in _list_frames():
         if not str(frame.f_globals.get("__name__", "")).startswith("vllm."):
             continue
         if frame.f_code.co_name == "add_cli_args":
@@ -36,7 +38,7 @@ def is_requested(argv: Sequence[str]) -> bool:
     return False
 
 
-def _frames() -> Iterator[FrameType]:
+def _list_frames() -> Iterator[FrameType]:
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         yield frame
@@ -54,15 +56,15 @@ def _additional_config(frame: FrameType) -> dict[str, object] | None:
 def _mentions_clairai(argv: Sequence[str]) -> bool:
     """True if an argument, or a file given with --config, mentions the key.
 
-    Too wide on purpose (a model called clairai counts): what is installed then still looks for the
-    key in the real config and passes through without it.
+    Too wide on purpose (a model called clairai counts): the hooks look for the key in the real
+    config again, and pass through without it.
     """
     if any(CONFIG_KEY in argument for argument in argv):
         return True
-    return any(_is_key_in_file(Path(value)) for value in _config_files(argv))
+    return any(_is_key_in_file(Path(value)) for value in _list_config_files(argv))
 
 
-def _config_files(argv: Sequence[str]) -> Iterator[str]:
+def _list_config_files(argv: Sequence[str]) -> Iterator[str]:
     for index, argument in enumerate(argv):
         if argument == "--config" and index + 1 < len(argv):
             yield argv[index + 1]

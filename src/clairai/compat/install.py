@@ -1,4 +1,4 @@
-"""Takes a vLLM process that will hold an engine with taps; gives it all the wraps there are.
+"""Installs the hooks of clairai in a vLLM process whose engine asks for it.
 
 WorkerBase.__init__                    v1/worker/worker_base.py   0.26:44    0.32:44
 EngineCore.preprocess_add_request      v1/engine/core.py          0.26:954   0.32:1089
@@ -8,9 +8,9 @@ generate_block_hash_extra_keys         v1/core/kv_cache_utils.py  0.26:558   0.3
 KVCacheManager.get_computed_blocks     v1/core/kv_cache_manager.py 0.26:207  0.32:264
 WeightTransferEngineFactory            distributed/weight_transfer/factory.py 0.26:41 0.32:41
 
-The first three look for the key in their own engine's config, the others for a course, rules or an
-order in the request, and pass straight through without. What is on the way of every token is
-wrapped when the first request with rules comes (stops.py).
+The first three look for the key in their own engine's config, the others for rules or a plan in the
+request, and all pass straight through without. `check_stop`, which runs for every token, is wrapped
+when the first request with rules comes (stop_rules.py). Runs in: every vLLM process of the engine.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ TRANSFER_BACKEND: Final = "clairai_ipc"  # of --weight-transfer-config
 
 
 def install_hooks() -> None:
-    """Install the wraps; a second call, or a child that inherited them, changes nothing."""
+    """Wrap vLLM's classes; a second call, or one in a child that inherited them, does nothing."""
     from vllm.v1.engine.core import EngineCore
     from vllm.v1.worker.worker_base import WorkerBase
 
@@ -46,14 +46,14 @@ def install_hooks() -> None:
 
 
 def accepts_weights(vllm_config: Any) -> bool:
-    """Whether the engine was started with our backend of --weight-transfer-config."""
-    asked = getattr(vllm_config, "weight_transfer_config", None)
-    return getattr(asked, "backend", None) == TRANSFER_BACKEND
+    """True if the engine was started with our backend of --weight-transfer-config."""
+    transfer = getattr(vllm_config, "weight_transfer_config", None)
+    return getattr(transfer, "backend", None) == TRANSFER_BACKEND
 
 
 def is_enabled_for(vllm_config: Any) -> bool:
-    given = vllm_config.additional_config
-    return isinstance(given, dict) and CONFIG_KEY in given
+    config = vllm_config.additional_config
+    return isinstance(config, dict) and CONFIG_KEY in config
 
 
 def _wrap_worker_init(original: Any) -> Any:
@@ -77,16 +77,16 @@ def _wrap_preprocess_add_request(original: Any) -> Any:
         if request.sampling_params is None or not is_enabled_for(self.vllm_config):
             return original(self, request)
         if not hasattr(self, "clairai_admission"):
-            self.clairai_admission = Admission(
-                get_core_control(self), make_core_capture_resolver(self)
-            )
-        given = self.clairai_admission.prepare(request)
+            resolver = make_core_capture_resolver(self)
+            self.clairai_admission = Admission(get_core_control(self), resolver)
+        admission: Admission = self.clairai_admission
+        prepared = admission.prepare(request)
         try:
             admitted = original(self, request)
         except BaseException:
-            self.clairai_admission.reject(given)
+            admission.reject(prepared)
             raise
-        self.clairai_admission.accept(given, admitted[0])
+        admission.accept(prepared, admitted[0])
         return admitted
 
     return preprocess_add_request
@@ -99,29 +99,20 @@ def _wrap_collective_rpc(original: Any) -> Any:
     def collective_rpc(self: Any, method: Any, *args: Any, **kwargs: Any) -> Any:
         if method != CONTROL_METHOD or not is_enabled_for(self.vllm_config):
             return original(self, method, *args, **kwargs)
-        given = inspect.signature(original).bind(self, method, *args, **kwargs)
+        call = inspect.signature(original).bind(self, method, *args, **kwargs)
 
         def ask_workers(message: bytes) -> Any:
-            given.arguments["args"] = (message,)
-            return original(*given.args, **given.kwargs)
+            call.arguments["args"] = (message,)
+            return original(*call.args, **call.kwargs)
 
-        (message,) = given.arguments["args"]
+        (message,) = call.arguments["args"]
         return get_core_control(self).control(message, ask_workers)
 
     return collective_rpc
 
 
-def _register_backend() -> None:
-    """The engine itself is imported when a config asks for it."""
-    from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
-
-    if TRANSFER_BACKEND not in WeightTransferEngineFactory._registry:
-        module = "clairai.compat.weight_transfer"
-        WeightTransferEngineFactory.register_engine(TRANSFER_BACKEND, module, "ClairaiIpcEngine")
-
-
 def _wrap_prefix_cache() -> None:
-    """Their own modules look them up by name at every call; copies elsewhere are for events."""
+    """vLLM looks these up by name in their own modules; copies elsewhere are for events."""
     from vllm.v1.core import kv_cache_manager, kv_cache_utils
 
     from clairai.compat import capture_setup, engine_core
@@ -130,3 +121,12 @@ def _wrap_prefix_cache() -> None:
     kv_cache_utils.generate_block_hash_extra_keys = engine_core.wrap_extra_keys(original)
     cache = kv_cache_manager.KVCacheManager
     cache.get_computed_blocks = capture_setup.wrap_get_computed_blocks(cache.get_computed_blocks)
+
+
+def _register_backend() -> None:
+    """By name alone: vLLM imports the backend when a config asks for it."""
+    from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
+
+    if TRANSFER_BACKEND not in WeightTransferEngineFactory._registry:
+        module = "clairai.compat.weight_transfer"
+        WeightTransferEngineFactory.register_engine(TRANSFER_BACKEND, module, "ClairaiIpcEngine")

@@ -1,8 +1,10 @@
-"""Takes what `vllm serve` would take as model; gives vLLM's own LLM, for prompts to be forwarded.
+"""Runs vLLM's own LLM over many prompts, for training probes and for capture jobs.
 
 EngineArgs.create_model_config   engine/arg_utils.py      0.26:1629  0.32:1943
 LLM                              entrypoints/llm.py       0.26:66    0.32:63
 LLMEngine.engine_core            v1/engine/llm_engine.py  0.26:105   0.32:116
+
+Runs in: the process of the command.
 """
 
 from __future__ import annotations
@@ -11,12 +13,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from clairai.fields import request_fields
+from clairai.fields.request_fields import request
 
 
 @dataclass(frozen=True)
 class ModelShape:
-    """What has to be known of a model before an engine is built for it."""
+    """What must be known about a model before an engine is built for it."""
 
     num_layers: int
     width: int
@@ -24,7 +26,7 @@ class ModelShape:
 
 
 def read_model_shape(model: str, arguments: Mapping[str, Any]) -> ModelShape:
-    """From the model's config alone: no weight is read."""
+    """Read the model's config, and none of its weights."""
     from vllm.engine.arg_utils import EngineArgs
 
     config = EngineArgs(model=model, **arguments).create_model_config()
@@ -41,20 +43,17 @@ def start_llm(
     return LLM(
         model=model,
         additional_config=dict(additional_config),
-        # Forwarding some thousand prompts once is over before a compiler has begun.
+        # A few thousand prompts are forwarded before a compiler would be done.
         **({"enforce_eager": True, "enable_prefix_caching": False} | dict(arguments)),
     )
 
 
 def forward_prompts(llm: Any, prompts: Sequence[Sequence[int]]) -> list[Any]:
-    """vLLM's outputs after every token of every prompt was forwarded once."""
+    """Forward every token of every prompt once; vLLM's outputs."""
     from vllm import SamplingParams
 
-    params = SamplingParams(
-        max_tokens=1, detokenize=False, extra_args=request_fields.request(prompt_scores=True)
-    )
-    inputs = [{"prompt_token_ids": list(prompt)} for prompt in prompts]
-    return list(llm.generate(inputs, params, use_tqdm=False))
+    params = SamplingParams(max_tokens=1, detokenize=False, extra_args=request(prompt_scores=True))
+    return _generate(llm, prompts, params)
 
 
 def generate_answers(
@@ -63,15 +62,19 @@ def generate_answers(
     max_tokens: int,
     extra_args: Sequence[Mapping[str, Any]],
 ) -> list[Any]:
-    """vLLM's outputs, each prompt with extra arguments of its own; greedy."""
+    """Answer each prompt greedily, with its own extra arguments; vLLM's outputs."""
     from vllm import SamplingParams
 
     params = [
         SamplingParams(
-            max_tokens=max_tokens, temperature=0.0, detokenize=False, extra_args=dict(given)
+            max_tokens=max_tokens, temperature=0.0, detokenize=False, extra_args=dict(extra)
         )
-        for given in extra_args
+        for extra in extra_args
     ]
+    return _generate(llm, prompts, params)
+
+
+def _generate(llm: Any, prompts: Sequence[Sequence[int]], params: Any) -> list[Any]:
     inputs = [{"prompt_token_ids": list(prompt)} for prompt in prompts]
     return list(llm.generate(inputs, params, use_tqdm=False))
 

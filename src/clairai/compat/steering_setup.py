@@ -1,6 +1,7 @@
-"""Takes a worker whose model is loaded; gives it steering: tables, ops in its norms, a helm.
+"""Gives a worker with a loaded model its steering: device tables, ops in the norms, a listener.
 
-Every rank gets the same: each holds the whole residual, and all must change it alike.
+Every rank gets the same: each holds the whole residual stream, and all must change it alike.
+Runs in: every worker.
 """
 
 from __future__ import annotations
@@ -8,48 +9,60 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from clairai.compat import engine_core, model_ops, model_sites
-from clairai.compat.api_server import list_special_ids
+from clairai.compat.engine_core import count_gate_slots
 from clairai.compat.find_config import CONFIG_KEY
+from clairai.compat.model_ops import attach_steering
+from clairai.compat.model_sites import Sites
 from clairai.engine.score.fused_norm import FusedNormSite
 from clairai.engine.steer.steer_tables import SteerTables
 from clairai.engine.steer.worker_steering import ProgramMap, WorkerSteering
 from clairai.settings import Settings
 
 
-def make_steering_tables(
-    worker: Any, settings: Settings, sites: Sequence[str], width: int
-) -> SteerTables:
+def make_steering(
+    worker: Any, settings: Settings, sites: Sites, names: Sequence[str]
+) -> tuple[SteerTables, WorkerSteering]:
+    """The tables of the sites `names`, which must be tapped already, and who fills them."""
+    tables = _make_tables(worker, settings, names, sites.width)
+    named = worker.vllm_config.compilation_config.static_forward_context
+    for name in names:
+        site = named[f"{CONFIG_KEY}.{name}"]
+        if isinstance(site, FusedNormSite):
+            site.steer_with(tables, name)
+        else:  # in front of the norm, whose tap then sees the steered stream
+            key = f"{CONFIG_KEY}.steer.{name}"
+            named[key] = tables.site(name)
+            attach_steering(sites.modules[name], key)
+    site_of = {str(point): site for point, site in sites.site_of.items() if site in tables.sites}
+    return tables, WorkerSteering(ProgramMap(tables, site_of))
+
+
+def _make_tables(worker: Any, settings: Settings, names: Sequence[str], width: int) -> SteerTables:
     model_runner, config = worker.model_runner, worker.vllm_config
     tables = SteerTables(
-        sites,
+        names,
         width=width,
         max_tokens=model_runner.max_num_tokens,
-        seats=engine_core.count_gate_slots(config),
+        seats=count_gate_slots(config),
         rows=settings.steer_rows,
         programs=settings.steer_programs,
         vocabulary=config.model_config.get_vocab_size(),
         device=str(model_runner.device),
         dtype=config.model_config.dtype,
     )
-    special = list_special_ids(config.model_config)
-    if special is not None:
-        tables.set_special(special)
+    special_ids = _list_special_ids(config.model_config)
+    if special_ids is not None:
+        tables.set_special(special_ids)
     return tables
 
 
-def attach_steering(sites: model_sites.Sites, tables: SteerTables, named: dict[str, Any]) -> None:
-    """Steer in every norm that is ours, and in front of the others; the tap stays behind it."""
-    for name in tables.sites:
-        site = named[f"{CONFIG_KEY}.{name}"]
-        if isinstance(site, FusedNormSite):
-            site.steer_with(tables, name)
-            continue
-        key = f"{CONFIG_KEY}.steer.{name}"
-        named[key] = tables.site(name)
-        model_ops.attach_steer_op(sites.modules[name], key)
+def _list_special_ids(model_config: Any) -> list[int] | None:
+    """Ids of the tokens that stand for no text; None without a tokenizer.
 
+    tokenizers/registry.py cached_tokenizer_from_config, 0.26:253, 0.32:285
+    """
+    if model_config.skip_tokenizer_init:
+        return None
+    from vllm.tokenizers.registry import cached_tokenizer_from_config
 
-def make_worker_steering(tables: SteerTables, sites: model_sites.Sites) -> WorkerSteering:
-    site_of = {str(point): site for point, site in sites.site_of.items() if site in tables.sites}
-    return WorkerSteering(ProgramMap(tables, site_of))
+    return sorted(set(cached_tokenizer_from_config(model_config).all_special_ids))

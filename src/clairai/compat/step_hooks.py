@@ -1,8 +1,10 @@
-"""Takes a worker's model runner, V1 or V2; gives its steps to listeners, as it laid them out.
+"""Tells listeners of every step of a worker's model runner, V1 or V2, as the runner laid it out.
 
 V1: v1/worker/gpu_model_runner.py, GPUModelRunner (CPUModelRunner derives from it)
 V2: v1/worker/gpu/model_runner.py, GPUModelRunner
-Both are wrapped on the instance, after the model is loaded; the classes stay as they are.
+
+Both are wrapped on the instance, after the model is loaded; the classes stay as they are. On a GPU
+hooks around the model's forward let its CUDA graphs publish their own steps. Runs in: the worker.
 """
 
 from __future__ import annotations
@@ -27,22 +29,22 @@ from clairai.engine.side_stream import AfterTaps
 from clairai.engine.step import ForwardInputs, NewRequest, StepBatch, StepListener
 from clairai.errors import UnsupportedError
 
+# With fewer bytes of weights a step waits for the host, which launches a graph without a side
+# stream sooner.
+LARGE_MODEL_BYTES: Final = 8 << 30
+
 
 def connect_listeners(
     runner: Any, listeners: Sequence[StepListener], repeat_path: RepeatPath
 ) -> Callable[[], ForwardInputs]:
-    """Every real step of `runner` is told from now on; gives where its inputs lie."""
+    """Call the listeners at every step of `runner`; gives a reader of its input buffers."""
     if hasattr(runner, "prepare_inputs") and hasattr(runner, "req_states"):
-        _replace_method(
-            runner,
-            "prepare_inputs",
-            functools.partial(_wrap_prepare_inputs_v2, repeat_path),
-            listeners,
+        runner.prepare_inputs = _wrap_prepare_inputs_v2(
+            runner.prepare_inputs, listeners, repeat_path
         )
         inputs = _RunnerInputs(functools.partial(_read_inputs_v2, runner))
     elif hasattr(runner, "_prepare_inputs") and hasattr(runner, "input_batch"):
-        laid_out = functools.partial(_wrap_prepare_inputs_v1, runner, repeat_path)
-        _replace_method(runner, "_prepare_inputs", laid_out, listeners)
+        runner._prepare_inputs = _wrap_prepare_inputs_v1(runner, listeners, repeat_path)
         inputs = _RunnerInputs(functools.partial(_read_inputs_v1, runner))
     else:
         raise UnsupportedError(
@@ -50,30 +52,16 @@ def connect_listeners(
             f"model runner, so no row could be attributed; use one of those, or remove the "
             f"clairai key from additional_config"
         )
-    _replace_method(
-        runner,
-        "execute_model",
-        functools.partial(_wrap_execute_model, inputs, repeat_path),
-        listeners,
-    )
-    _replace_method(runner, "_dummy_run", _wrap_dummy_run, listeners)
+    runner.execute_model = _wrap_execute_model(runner.execute_model, listeners, inputs, repeat_path)
+    runner._dummy_run = _wrap_dummy_run(runner._dummy_run, listeners)
     return inputs
 
 
-def _replace_method(
-    runner: Any,
-    name: str,
-    around: Callable[[RunnerMethod, Sequence[StepListener]], RunnerMethod],
-    listeners: Sequence[StepListener],
-) -> None:
-    setattr(runner, name, around(getattr(runner, name), listeners))
-
-
 def _wrap_execute_model(
-    inputs: Callable[[], ForwardInputs],
-    repeat_path: RepeatPath,
     original: RunnerMethod,
     listeners: Sequence[StepListener],
+    inputs: Callable[[], ForwardInputs],
+    repeat_path: RepeatPath,
 ) -> RunnerMethod:
     """execute_model(scheduler_output, ...), V1 0.26:4111 0.32:3940, V2 0.26:1151 0.32:1719."""
 
@@ -103,16 +91,16 @@ def _begin_step(listeners: Sequence[StepListener], scheduled: Any) -> None:
 
 
 def _end_step(listeners: Sequence[StepListener], inputs: Callable[[], ForwardInputs]) -> bool:
-    """Whether all listeners rest."""
+    """True if all listeners can skip a step with the same batch."""
     for listener in listeners:
         listener.end(inputs)
     return all(listener.can_skip() for listener in listeners)
 
 
 def _apply_steering_changes(listeners: Sequence[StepListener], scheduled: Any) -> None:
-    """What compat/change_steering.py put there: requests that are steered otherwise from now on."""
-    for req_id, sealed in getattr(scheduled, CHANGES_ATTRIBUTE).items():
-        plan = decode_steering_plan(sealed)
+    """Apply what change_steering.py attached to the scheduler's output."""
+    for req_id, encoded in getattr(scheduled, CHANGES_ATTRIBUTE).items():
+        plan = decode_steering_plan(encoded)
         for listener in listeners:
             listener.amend(req_id, plan)
 
@@ -136,14 +124,16 @@ def _read_new_request(new: Any) -> NewRequest:
     """SchedulerOutput.scheduled_new_reqs: v1/core/sched/output.py NewRequestData, 0.26 and 0.32."""
     mark, request_id = read_mark(new.sampling_params, new.req_id)
     prompt_len = len(new.prompt_token_ids or ())
-    plan, order = read_steering_plan(new.sampling_params), read_capture_plan(new.sampling_params)
-    return NewRequest(new.req_id, request_id, mark, prompt_len, plan, order)
+    steering = read_steering_plan(new.sampling_params)
+    capture = read_capture_plan(new.sampling_params)
+    return NewRequest(new.req_id, request_id, mark, prompt_len, steering, capture)
 
 
 def _wrap_prepare_inputs_v1(
-    runner: Any, repeat_path: RepeatPath, original: RunnerMethod, listeners: Sequence[StepListener]
+    runner: Any, listeners: Sequence[StepListener], repeat_path: RepeatPath
 ) -> RunnerMethod:
     """_prepare_inputs(scheduler_output, num_scheduled_tokens), 0.26:1937 0.32:1920."""
+    original: RunnerMethod = runner._prepare_inputs
 
     @functools.wraps(original)
     def wrapped(*args: Any, **kwargs: Any) -> Any:
@@ -152,27 +142,26 @@ def _wrap_prepare_inputs_v1(
         batch = runner.input_batch
         num_reqs = batch.num_reqs
         starts_R = batch.num_computed_tokens_cpu[:num_reqs].copy()
-        laid_out = (batch.req_ids[:num_reqs], counts_R[:num_reqs], starts_R)
-        if not repeat_path.is_on or not repeat_path.again(*laid_out):
-            _place_batch(listeners, repeat_path, StepBatch(*laid_out))
+        layout = (batch.req_ids[:num_reqs], counts_R[:num_reqs], starts_R)
+        if not repeat_path.is_on or not repeat_path.again(*layout):
+            _place_batch(listeners, repeat_path, StepBatch(*layout))
         return result
 
     return wrapped
 
 
 def _wrap_prepare_inputs_v2(
-    repeat_path: RepeatPath, original: RunnerMethod, listeners: Sequence[StepListener]
+    original: RunnerMethod, listeners: Sequence[StepListener], repeat_path: RepeatPath
 ) -> RunnerMethod:
     """prepare_inputs(scheduler_output, ...) -> InputBatch, 0.26:874 0.32:1354.
 
-    The returned batch is sorted by the runner, not by the scheduler: only its own order counts.
+    The runner sorts the batch that it returns: only that order counts, not the scheduler's.
     """
 
     def then(batch: Any) -> None:
-        laid_out = StepBatch(
-            batch.req_ids, batch.num_scheduled_tokens, batch.num_computed_tokens_np
-        )
-        _place_batch(listeners, repeat_path, laid_out)
+        starts_R = batch.num_computed_tokens_np
+        step = StepBatch(batch.req_ids, batch.num_scheduled_tokens, starts_R)
+        _place_batch(listeners, repeat_path, step)
 
     @functools.wraps(original)
     def wrapped(*args: Any, **kwargs: Any) -> Any:
@@ -202,7 +191,7 @@ def _read_inputs_v2(runner: Any) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 class _RunnerInputs:
-    """The runner's buffers; the same object for as long as they are the same."""
+    """Reads the runner's input buffers; the same object while the buffers are the same."""
 
     def __init__(self, read: Callable[[], tuple[torch.Tensor, torch.Tensor]]) -> None:
         self._read, self._last = read, ForwardInputs(*read())
@@ -215,20 +204,6 @@ class _RunnerInputs:
         return self._last
 
 
-# MERGED
-# Takes a worker's model and its taps; gives graphs of it that publish their own steps, if it
-# pays.
-#
-# A graph of a whole forward is captured around the outermost module, whose hooks are Python's
-# even
-# where its inside is compiled: V1 compilation/cuda_graph.py CUDAGraphWrapper, V2
-# v1/worker/gpu/cudagraph_utils.py capture(), 0.26. A piece of one begins and ends inside.
-
-
-# Of weights. With fewer a step waits for the host, which launches a graph without branches sooner.
-LARGE_MODEL_BYTES: Final = 8 << 30
-
-
 def publish_in_graphs(
     runner: Any,
     inputs: Callable[[], ForwardInputs],
@@ -236,14 +211,20 @@ def publish_in_graphs(
     forwards: ForwardListener,
     last: str,
 ) -> None:
-    """`last` is the site behind the last block: nothing follows it that would hide our work."""
+    """Have CUDA graphs of whole forwards publish their own steps, where that saves time.
+
+    A graph of a whole forward is captured around the outermost module, whose hooks run in Python
+    even where its inside is compiled: V1 compilation/cuda_graph.py CUDAGraphWrapper, V2
+    v1/worker/gpu/cudagraph_utils.py capture(), 0.26. A graph of a piece begins and ends inside.
+    `last` is the site behind the last block: nothing follows a tap there that would hide its work.
+    """
     model = runner.get_model()
     if _can_split_graphs(model):
         return
     if sum(one.nbytes for one in model.parameters()) < LARGE_MODEL_BYTES:
         tables.tail.stay_on_main_stream()
     elif last in tables.sites:
-        return  # beside the logits it costs next to nothing, and the GPU is what is waited for
+        return  # publishing then runs beside the logits; the GPU, not the host, sets the pace
     watch_forwards(model, inputs, tables.tail, forwards)
 
 
@@ -254,24 +235,24 @@ def watch_forwards(
     forwards: ForwardListener,
     is_capturing: Callable[[], bool] = torch.cuda.is_current_stream_capturing,
 ) -> None:
-    """A forward that is a graph publishes its own step; any that runs as Python is told of."""
+    """Add publishing to each graph that is captured, and report forwards that run in Python."""
 
-    def begins(*_: Any) -> None:
+    def before_forward(*_: Any) -> None:
         tail.begin(forwards.captured if is_capturing() else None)
 
-    def ends(*_: Any) -> None:
+    def after_forward(*_: Any) -> None:
         is_whole = tail.end()
         if not is_capturing():
             forwards.forwarded(inputs)
         elif not is_whole:
             forwards.disable_graphs()
 
-    model.register_forward_pre_hook(begins)
-    model.register_forward_hook(ends)
+    model.register_forward_pre_hook(before_forward)
+    model.register_forward_hook(after_forward)
 
 
 def _can_split_graphs(model: torch.nn.Module) -> bool:
-    """Whether a graph may end inside of a forward, or a compiler would take our hooks for vLLM's.
+    """True if a graph may end inside a forward, or if a compiler would trace our hooks.
 
     compilation/breakable_cudagraph.py; GPUModelRunner.load_model calls Module.compile, 0.26:5385.
     """

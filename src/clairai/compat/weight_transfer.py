@@ -1,12 +1,14 @@
-"""Takes vLLM's weight-transfer interface; gives it the backend `clairai_ipc`, and control of it.
+"""The backend `clairai_ipc` of vLLM's weight transfer: replaces a model's weights in one call.
 
 WeightTransferEngine               distributed/weight_transfer/base.py     0.26:152   0.32:332
 WeightTransferEngineFactory        distributed/weight_transfer/factory.py  0.26:41    0.32:41
 Worker.start_weight_update, ...    v1/worker/gpu_worker.py                 0.26:1296  0.32:1507
+initialize_layerwise_reload        model_executor/model_loader/reload/layerwise.py 0.26, 0.32
+UnquantizedEmbeddingMethod         model_executor/layers/vocab_parallel_embedding.py 0.32:88
 
-vLLM's own IPC engine takes the model apart in `start_weight_update` and fills it call by call: what
-fails between leaves it in pieces. This one does all of it in one call, after everything has been
-checked, so that a step of the model runs before or after it and never between.
+vLLM's own IPC engine takes the model apart in `start_weight_update` and fills it call by call: a
+failure in between leaves it in pieces. This one does everything in one call, after all has been
+checked, so a step of the model runs before it or after it, never in between. Runs in: the worker.
 """
 
 from __future__ import annotations
@@ -36,18 +38,18 @@ from clairai.weights.torch_buffers import DTYPE_NAMES, ReceivedDeviceBuffer
 
 @dataclass
 class InitInfo(WeightTransferInitInfo):  # type: ignore[misc]
-    """Nothing to agree on beforehand: a manifest says it all."""
+    """Empty: the manifest of a transfer says everything."""
 
 
 @dataclass
 class UpdateInfo(WeightTransferUpdateInfo):  # type: ignore[misc]
-    """The manifest as JSON text; its buffers have come on the socket before."""
+    """The manifest as JSON text; its buffers have arrived on the socket before."""
 
     manifest: str
 
 
 class ClairaiIpcEngine(WeightTransferEngine[InitInfo, UpdateInfo]):  # type: ignore[misc]
-    """One call brings the whole model, or nothing of it."""
+    """Takes the weights of the whole model in one call, or none of them."""
 
     init_info_cls = InitInfo
     update_info_cls = UpdateInfo
@@ -57,7 +59,7 @@ class ClairaiIpcEngine(WeightTransferEngine[InitInfo, UpdateInfo]):  # type: ign
         super().__init__(config, vllm_config, device, model)
         _check_single_rank(vllm_config)
         gpu = _gpu_uuid(device)
-        self.intake = WeightsUpdater(
+        self.updater = WeightsUpdater(
             runtime_dir(get_settings(vllm_config).runtime_dir),
             gpu,
             refuse_device_buffer if gpu == CPU else _make_device_opener(gpu, device),
@@ -69,40 +71,40 @@ class ClairaiIpcEngine(WeightTransferEngine[InitInfo, UpdateInfo]):  # type: ign
         """Nothing to do: the socket is there from the start."""
 
     def start_weight_update(self) -> None:
-        """Nothing yet: the model stays whole until all has been checked."""
+        """Nothing to do yet: the model stays whole until everything has been checked."""
 
     def finish_weight_update(self) -> None:
         """Nothing left to do."""
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
-        """As vLLM's own, which asks for an accelerator to wait for: a CPU engine has none."""
+        """Like vLLM's own, but without waiting for an accelerator, which a CPU engine has not."""
         self.receive_weights(self.parse_update_info(update_info))
 
     def receive_weights(self, update_info: UpdateInfo) -> None:
-        self.intake.receive(update_info.manifest.encode())
+        self.updater.receive(update_info.manifest.encode())
 
     def shutdown(self) -> None:
-        self.intake.close()
+        self.updater.close()
 
     @staticmethod
     def trainer_send_weights(iterator: Any, trainer_args: Any) -> None:  # noqa: ARG004
-        """vLLM 0.26 asks every engine for this; ours is another class."""
+        """Abstract in vLLM 0.26, so it must exist; `clairai.weights.Sender` sends instead."""
         raise UnsupportedError("send with clairai.weights.Sender(url).send(named_tensors)")
 
     def _load(self, weights: list[tuple[str, Any]]) -> None:
         reload_model(self.model, self.model_config, weights)
 
 
-def get_handover(worker: Any) -> WeightsControl | None:
-    """None in an engine that was not started to take weights this way."""
+def get_weights_control(worker: Any) -> WeightsControl | None:
+    """None in an engine without this backend."""
     engine = getattr(worker, "weight_transfer_engine", None)
     if not isinstance(engine, ClairaiIpcEngine):
         return None
-    return WeightsControl(worker, engine.intake, getattr(worker, "clairai_step_publisher", None))
+    return WeightsControl(worker, engine.updater, getattr(worker, "clairai_step_publisher", None))
 
 
 def list_model_tensors(vllm_config: Any) -> dict[str, ExpectedTensor]:
-    """What the model's own checkpoint holds, in its type or the engine's."""
+    """What a transfer may bring: the checkpoint's tensors, in their own dtype or the engine's."""
     model = vllm_config.model_config
     served = DTYPE_NAMES.get(model.dtype)
     found = checkpoint.list_tensors(_find_checkpoint(model))
@@ -118,7 +120,7 @@ def _find_checkpoint(model_config: Any) -> Path:
         return given
     from huggingface_hub import snapshot_download
 
-    # vLLM has just loaded it from there.
+    # vLLM has just loaded the model from there.
     return Path(
         snapshot_download(model_config.model, revision=model_config.revision, local_files_only=True)
     )
@@ -143,14 +145,12 @@ def _gpu_uuid(device: Any) -> str:
 
 
 def _make_device_opener(gpu: str, device: Any) -> Any:
-    import torch
-
     from clairai.local.gpu_memory import DeviceBlock
 
     stream = torch.cuda.Stream(device)
     _compile_checksums(stream)
 
-    def open_device(handle: bytes, nbytes: int) -> ReceivedDeviceBuffer:
+    def open_buffer(handle: bytes, nbytes: int) -> ReceivedDeviceBuffer:
         block = DeviceBlock.attach(handle, nbytes, gpu)  # asks the driver for the extent
         try:
             return ReceivedDeviceBuffer(block, stream)
@@ -158,32 +158,24 @@ def _make_device_opener(gpu: str, device: Any) -> Any:
             block.close()
             raise
 
-    return open_device
+    return open_buffer
 
 
 def _compile_checksums(stream: Any) -> None:
-    """The kernel of checksums, now: while it serves, the engine's steps would wait for it."""
-    import torch
-
+    """Compile the checksum kernel before serving: later the engine's steps would wait for it."""
     from clairai.weights.device_checksum import checksums
 
     with torch.cuda.stream(stream):
         checksums([torch.zeros(8, dtype=torch.uint8, device=stream.device)])
 
 
-# MERGED
-# Takes a model and a whole checkpoint's tensors; gives the same model with their numbers.
-#
-# initialize_layerwise_reload  model_executor/model_loader/reload/layerwise.py 0.26, 0.32
-# UnquantizedEmbeddingMethod   model_executor/layers/vocab_parallel_embedding.py 0.32:88
-#
-# vLLM's own way: each layer is loaded as at start-up, processed as at start-up (quantised,
-# repacked),
-# and copied into the tensors that compiled and captured graphs already point at.
-
-
 def reload_model(model: Any, model_config: Any, weights: list[tuple[str, Any]]) -> None:
-    """On return the copies are done; `weights` is empty, and nothing else holds its tensors."""
+    """Load a whole checkpoint's tensors into the running model, the way vLLM itself does.
+
+    Each layer is loaded and processed (quantised, repacked) as at start-up, then copied into the
+    tensors that compiled and captured graphs already point at. On return the copies are done, and
+    `weights` is empty: nothing here holds its tensors any longer.
+    """
     from vllm.model_executor.model_loader.reload import (
         finalize_layerwise_reload,
         initialize_layerwise_reload,
@@ -194,7 +186,7 @@ def reload_model(model: Any, model_config: Any, weights: list[tuple[str, Any]]) 
     try:
         model.load_weights(weights)
     finally:
-        # Also after a failure: it puts the model together again, so that a retry can begin.
+        # After a failure too: the model must be whole again before a retry.
         finalize_layerwise_reload(model, model_config)
         weights.clear()
     if device.type == "cpu":
@@ -204,9 +196,10 @@ def reload_model(model: Any, model_config: Any, weights: list[tuple[str, Any]]) 
 
 
 def _repack_tied_heads(model: Any) -> None:
-    """A CPU build multiplies by packed copies, and no file holds the tensor of a tied head.
+    """Renew the packed copies of tied weights, which vLLM's CPU build multiplies by.
 
-    So vLLM finds nothing to load for it and leaves its copy as it was: old logits from new states.
+    No file holds the tensor of a tied head, so vLLM loads nothing for it and leaves its packed copy
+    as it was: it would compute old logits from new hidden states.
     """
     layers = [layer for layer in model.modules() if hasattr(layer, "cpu_linear")]
     shared = Counter(parameter for layer in model.modules() for parameter in _own_parameters(layer))

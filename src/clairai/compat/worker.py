@@ -1,29 +1,35 @@
-"""Takes a vLLM worker whose config names clairai; gives it taps, a ring and a control method.
+"""Gives a vLLM worker its taps, its ring, its steering, its captures and a control method.
 
-WorkerBase: v1/worker/worker_base.py, 0.26 and 0.32. `load_model` runs before the first trace of the
-model (Worker.determine_available_memory), `compile_or_warm_up_model` is the last step of start-up.
+WorkerBase                     v1/worker/worker_base.py   0.26 and 0.32
+Worker.reload_weights          v1/worker/gpu_worker.py   0.26:444    0.32:629
+Worker.update_weights          v1/worker/gpu_worker.py   0.26:1338   0.32:1550
+Worker.finish_weight_update    v1/worker/gpu_worker.py   0.26:1365   0.32:1587
+Worker.reset_weights           v1/worker/gpu_worker.py   -           0.32:380
+
+`load_model` runs before the first trace of the model (Worker.determine_available_memory), and
+`compile_or_warm_up_model` is the last step of start-up. Runs in: every worker.
 """
 
 from __future__ import annotations
 
 import functools
-import os
-from collections.abc import Iterator, Sequence, Set
+from collections.abc import Sequence, Set
 from typing import Any, Final
 
 import msgspec
 
-from clairai.compat import (
-    capture_setup,
-    check_engine,
-    engine_core,
-    model_ops,
-    model_sites,
-    steering_setup,
-    step_hooks,
+from clairai.compat import check_engine, model_ops, model_sites, step_hooks
+from clairai.compat.capture_setup import make_capture, make_capture_resolver
+from clairai.compat.engine_core import (
+    get_model_name,
+    get_settings,
+    make_registry,
+    resolve_engine_settings,
 )
 from clairai.compat.find_config import CONFIG_KEY
 from clairai.compat.install import accepts_weights
+from clairai.compat.model_sites import Sites
+from clairai.compat.steering_setup import make_steering
 from clairai.engine.publish.repeat_path import NoRepeatPath
 from clairai.engine.publish.step_publisher import EngineInfo, StepPublisher
 from clairai.engine.score.fused_norm import FusedNormSite
@@ -32,218 +38,181 @@ from clairai.engine.step import StepListener
 from clairai.engine.worker_control import WeightsReceiver, answer_control
 from clairai.errors import PointError
 from clairai.probe.bank import EngineBank
-from clairai.settings import ResolvedSettings, Settings, resolve_settings
+from clairai.settings import ResolvedSettings, Settings
 from clairai.weights.receive import ServedWeights, WeightsUpdater
 from clairai.wire import ring_messages
 
 MIN_STASH_ROWS: Final = 512
+# Methods of the worker that change the model's weights.
+_BACKEND_METHODS: Final = ("update_weights", "finish_weight_update")
+_VLLM_METHODS: Final = ("reload_weights", "reset_weights")
 
 
 def prepare(worker: Any) -> None:
-    """Called at the end of WorkerBase.__init__: check, fingerprint, and wait for the model."""
+    """Check the engine, set its compile key, and install the rest when the model is loaded.
+
+    Called at the end of WorkerBase.__init__.
+    """
     config = worker.vllm_config
-    settings = Settings.read(config.additional_config[CONFIG_KEY], os.environ)
-    check_engine.check_version(
-        check_engine.vllm_version(), allow_untested=settings.allow_untested_vllm
-    )
+    allow_untested = get_settings(config).allow_untested_vllm
+    check_engine.check_version(check_engine.vllm_version(), allow_untested=allow_untested)
     check_engine.check_modes(config)
-    text_config = config.model_config.hf_text_config
-    planned = resolve_settings(
-        settings, num_layers=text_config.num_hidden_layers, environ=os.environ
-    )
-    engine_core.save_settings(config, settings)
-    engine_core.make_registry(
-        config, settings, planned
-    )  # refuse now what the core would refuse later
-    capture_setup.make_capture_resolver(config, settings, planned)
-    _set_compile_key(config, planned, settings)
-    model_ops.define_tap_op()
-    model_ops.define_join_op()
-    model_ops.define_steer_ops()
-    model_ops.define_norm_op()
-    _call_after(worker, "load_model", lambda: _install_taps(worker, settings, planned))
+    resolved = resolve_engine_settings(config)
+    # Refuse now what the engine core would refuse later.
+    make_registry(config, resolved)
+    make_capture_resolver(config, resolved)
+    _set_compile_key(config, resolved)
+    model_ops.define_ops()
+    _call_after(worker, "load_model", lambda: _install_taps(worker, resolved))
     _call_after(worker, "compile_or_warm_up_model", lambda: _check_taps_ran(worker))
     _call_before(worker, "shutdown", lambda: _close(worker))
 
 
 def handle_control(worker: Any, message: bytes) -> bytes:
-    """`collective_rpc("clairai_control", (message,))`: see clairai.wire.ring_messages.Control.
+    """Answer `collective_rpc("clairai_control", (message,))`: see wire.ring_messages.Control.
 
-    Every rank replies, because a call waits for all; only the first has something to say.
+    vLLM waits for a reply of every rank; only the first has taps to speak of.
     """
-    step_publisher = getattr(worker, "clairai_step_publisher", None)
-    if step_publisher is not None:
+    publisher = getattr(worker, "clairai_step_publisher", None)
+    if publisher is not None:
         capture = getattr(worker, "clairai_capture", None)
-        return answer_control(step_publisher, message, capture, _find_handover(worker))
+        return answer_control(publisher, message, capture, _find_weights_control(worker))
     reason = "this worker has no taps: the engine was started without the clairai key, or disabled"
     return msgspec.msgpack.encode(ring_messages.Refusal("unsupported", reason))
 
 
-def _find_handover(worker: Any) -> WeightsReceiver | None:
+def _find_weights_control(worker: Any) -> WeightsReceiver | None:
     if worker.vllm_config.weight_transfer_config is None:
         return None
-    from clairai.compat.weight_transfer import get_handover
+    from clairai.compat.weight_transfer import get_weights_control
 
-    return get_handover(worker)
+    return get_weights_control(worker)
 
 
-def _set_compile_key(config: Any, planned: ResolvedSettings, settings: Settings) -> None:
+def _set_compile_key(config: Any, resolved: ResolvedSettings) -> None:
     """Leave in additional_config what the compiled graph depends on, and nothing else.
 
     vLLM hashes the whole dict into its compile-cache key (config/vllm.py compute_hash, 0.26:493,
-    0.32:549), in place because copies of the config share it. Without the points in the key, a
-    graph without taps is loaded in silence; with the ring's size in it, every change recompiles.
+    0.32:549); it is changed in place because copies of the config share it. Without the points in
+    the key, a cached graph without taps would be loaded; with the ring's size in it, every change
+    of that would recompile.
     """
+    settings = resolved.settings
     config.additional_config[CONFIG_KEY] = {
         "abi": model_ops.ABI,
-        "points": [str(point) for point in planned.points],
+        "points": [str(point) for point in resolved.points],
         "fused": settings.fused and model_ops.can_fuse_norms(config),
         "branch": settings.branch,
         "steering": settings.is_steering,
     }
 
 
-def _install_taps(worker: Any, settings: Settings, planned: ResolvedSettings) -> None:
-    config = worker.vllm_config
-    text_config = config.model_config.hf_text_config
+def _install_taps(worker: Any, resolved: ResolvedSettings) -> None:
+    """Called when the model is loaded and nothing has been traced."""
+    settings, model_runner = resolved.settings, worker.model_runner
+    sites = _find_sites(worker, resolved)
+    tables = _tap_sites(worker, resolved, sites)
+    listeners: list[StepListener] = []
+    if settings.is_steering:
+        steer_tables, steering = make_steering(worker, settings, sites, tables.sites)
+        worker.clairai_steer_tables = steer_tables
+        _count_memory(model_runner, steer_tables.nbytes)
+        listeners.append(steering)
+    publisher: StepPublisher | None = None
+    if worker.rank == 0:  # every rank holds the whole residual stream: the first speaks for all
+        publisher = worker.clairai_step_publisher = _make_publisher(worker, resolved, sites)
+        watch_weights(worker, publisher)
+        listeners.append(publisher)
+        if settings.capture_settings is not None:
+            # After the publisher, because rules wait for the scores.
+            worker.clairai_capture = make_capture(worker, settings.capture_settings, sites)
+            listeners.append(worker.clairai_capture)
+    if listeners:
+        repeat_path = NoRepeatPath() if publisher is None else publisher.repeat_path
+        worker.clairai_inputs = step_hooks.connect_listeners(model_runner, listeners, repeat_path)
+    if publisher is not None and publisher.forwards is not None:
+        inputs, forwards = worker.clairai_inputs, publisher.forwards
+        step_hooks.publish_in_graphs(model_runner, inputs, tables, forwards, sites.last)
+    if settings.is_steering:  # before the first graph is captured, which keeps the address
+        worker.clairai_steer_tables.use_token_ids(worker.clairai_inputs().token_ids_T)
+
+
+def _find_sites(worker: Any, resolved: ResolvedSettings) -> Sites:
+    model = worker.vllm_config.model_config
     sites = model_sites.find_sites(
         worker.model_runner.get_model(),
-        num_layers=text_config.num_hidden_layers,
-        width=config.model_config.get_hidden_size(),
+        num_layers=model.hf_text_config.num_hidden_layers,
+        width=model.get_hidden_size(),
     )
-    _check_points(sites, planned)
-    names = list(dict.fromkeys(sites.site_of[point] for point in planned.points))
-    ours = model_ops.find_fusible(config, sites, names) if settings.fused else []
-    tables = ScoreTables(
+    refused = [(point, sites.refused[point]) for point in resolved.points if point in sites.refused]
+    if refused:
+        point, reason = refused[0]
+        raise PointError(
+            f"{point} cannot be tapped ({len(refused)} of {len(resolved.points)} points): "
+            f"{reason}; leave it out, or see `clairai doctor MODEL` for the points that can"
+        )
+    return sites
+
+
+def _tap_sites(worker: Any, resolved: ResolvedSettings, sites: Sites) -> ScoreTables:
+    """Put a tap at every site that the points name."""
+    settings, config = resolved.settings, worker.vllm_config
+    names = list(dict.fromkeys(sites.site_of[point] for point in resolved.points))
+    fused = model_ops.find_fusible(config, sites, names) if settings.fused else []
+    is_capturing = settings.capture_settings is not None and worker.rank == 0
+    tables = worker.clairai_tables = ScoreTables(
         names,
         width=sites.width,
         capacity=settings.capacity,
         max_tokens=worker.model_runner.max_num_tokens,
         device=str(worker.model_runner.device),
         dtype=config.model_config.dtype,
-        stash_rows=_count_stash_rows(worker, settings)
-        if ours or _is_capturing(worker, settings)
-        else 0,
-        is_capturing=_is_capturing(worker, settings),
+        stash_rows=_count_stash_rows(worker, is_capturing) if fused or is_capturing else 0,
+        is_capturing=is_capturing,
     )
-    _attach_fused(config, sites, tables, ours)
-    _attach_taps(config, sites, tables, set(names) - set(ours), is_branched=settings.branch)
-    worker.clairai_tables = tables
+    _attach_fused_norms(config, sites, tables, fused)
+    _attach_taps(config, sites, tables, set(names) - set(fused), settings)
     _count_memory(worker.model_runner, tables.nbytes)
-    listeners = [*_set_up_steering(worker, settings, sites, tables)]
-    if worker.rank == 0:  # every rank holds the whole residual: the first one speaks for all
-        worker.clairai_step_publisher = _make_step_publisher(worker, settings, planned, sites)
-        watch_weights(worker, worker.clairai_step_publisher)
-        listeners.append(worker.clairai_step_publisher)
-        listeners += _set_up_capture(
-            worker, settings, sites
-        )  # behind the scores that rules wait for
-    if listeners:
-        repeat_path = (
-            worker.clairai_step_publisher.repeat_path if worker.rank == 0 else NoRepeatPath()
-        )
-        worker.clairai_inputs = step_hooks.connect_listeners(
-            worker.model_runner, listeners, repeat_path
-        )
-    forwards = worker.clairai_step_publisher.forwards if worker.rank == 0 else None
-    if forwards is not None:
-        inputs = worker.clairai_inputs
-        step_hooks.publish_in_graphs(worker.model_runner, inputs, tables, forwards, sites.last)
-    if settings.is_steering:  # before the first capture, which keeps its address
-        worker.clairai_steer_tables.use_token_ids(worker.clairai_inputs().token_ids_T)
+    return tables
 
 
-def _set_up_steering(
-    worker: Any, settings: Settings, sites: model_sites.Sites, tables: ScoreTables
-) -> Iterator[StepListener]:
-    if not settings.is_steering:
-        return
-    steering = steering_setup.make_steering_tables(worker, settings, tables.sites, sites.width)
-    named = worker.vllm_config.compilation_config.static_forward_context
-    steering_setup.attach_steering(sites, steering, named)
-    worker.clairai_steer_tables = steering
-    _count_memory(worker.model_runner, steering.nbytes)
-    yield steering_setup.make_worker_steering(steering, sites)
+def _count_stash_rows(worker: Any, is_capturing: bool) -> int:
+    """As many as any captured graph has; a capture may want the rows of any step.
 
-
-def _set_up_capture(
-    worker: Any, settings: Settings, sites: model_sites.Sites
-) -> Iterator[StepListener]:
-    if settings.capturing is None:
-        return
-    worker.clairai_capture = capture_setup.make_capture(worker, settings.capturing, sites)
-    yield worker.clairai_capture
-
-
-def _make_step_publisher(
-    worker: Any, settings: Settings, planned: ResolvedSettings, sites: model_sites.Sites
-) -> StepPublisher:
-    config = worker.vllm_config
-    columns = _make_probe_bank(config, sites, planned, settings)
-    about = EngineInfo(
-        model=engine_core.get_model_name(config),
-        vllm=check_engine.vllm_version(),
-        points=tuple(str(point) for point in planned.points),
-        max_requests=config.scheduler_config.max_num_seqs,
-        weights=0 if accepts_weights(config) else None,
-    )
-    return StepPublisher(settings, worker.clairai_tables, columns, about)
-
-
-def _check_points(sites: model_sites.Sites, planned: ResolvedSettings) -> None:
-    refused = [(point, sites.refused[point]) for point in planned.points if point in sites.refused]
-    if refused:
-        point, reason = refused[0]
-        raise PointError(
-            f"{point} cannot be tapped ({len(refused)} of {len(planned.points)} points): {reason}; "
-            f"leave it out, or see `clairai doctor MODEL` for the points that can"
-        )
-
-
-def _is_capturing(worker: Any, settings: Settings) -> bool:
-    """Every rank holds the whole residual: the first one keeps it for all."""
-    return settings.capturing is not None and worker.rank == 0
-
-
-def _count_stash_rows(worker: Any, settings: Settings) -> int:
-    """As many as any captured graph has: config/compilation.py max_cudagraph_capture_size, 0.26.
-
-    Who captures wants rows of any step.
+    config/compilation.py max_cudagraph_capture_size, 0.26.
     """
-    if _is_capturing(worker, settings):
-        return int(worker.model_runner.max_num_tokens)
+    max_tokens = int(worker.model_runner.max_num_tokens)
+    if is_capturing:
+        return max_tokens
     compilation = worker.vllm_config.compilation_config
     largest = getattr(compilation, "max_cudagraph_capture_size", None) or 0
-    return min(max(largest, MIN_STASH_ROWS), int(worker.model_runner.max_num_tokens))
+    return min(max(largest, MIN_STASH_ROWS), max_tokens)
 
 
-def _attach_fused(
-    config: Any, sites: model_sites.Sites, tables: ScoreTables, names: Sequence[str]
+def _attach_fused_norms(
+    config: Any, sites: Sites, tables: ScoreTables, names: Sequence[str]
 ) -> None:
     named = config.compilation_config.static_forward_context
     for name in names:
-        norm = sites.modules[name]
-        named[f"{CONFIG_KEY}.{name}"] = FusedNormSite(tables, name, norm.variance_epsilon)
-        model_ops.attach_fused_norm(norm, f"{CONFIG_KEY}.{name}")
+        norm, key = sites.modules[name], f"{CONFIG_KEY}.{name}"
+        named[key] = FusedNormSite(tables, name, norm.variance_epsilon)
+        model_ops.attach_fused_norm(norm, key)
         tables.score_from_stash(name)
 
 
 def _attach_taps(
-    config: Any,
-    sites: model_sites.Sites,
-    tables: ScoreTables,
-    names: Set[str],
-    *,
-    is_branched: bool,
+    config: Any, sites: Sites, tables: ScoreTables, names: Set[str], settings: Settings
 ) -> None:
     named = config.compilation_config.static_forward_context
-    named[model_ops.JOIN_NAME] = tables.branch
+    named[model_ops.SIDE_STREAM_NAME] = tables.branch
     token = tables.ran_S.new_zeros(1)
-    is_branched &= tables.device.type == "cuda"
+    use_side_stream = settings.branch and tables.device.type == "cuda"
     for name in [name for name in tables.sites if name in names]:
         key = f"{CONFIG_KEY}.{name}"
         block = sites.blocks.get(name)
-        attention = model_ops.find_attention(block) if is_branched and block is not None else None
+        attention = None
+        if use_side_stream and block is not None:
+            attention = model_ops.find_attention(block)
         if attention is None:
             named[key] = tables.site(name)
         else:
@@ -252,23 +221,31 @@ def _attach_taps(
         model_ops.attach_tap(sites.modules[name], name=key, token=token)
 
 
-def _make_probe_bank(
-    config: Any, sites: model_sites.Sites, planned: ResolvedSettings, settings: Settings
-) -> EngineBank:
-    empty = EngineBank.empty(
-        points=planned.points,
-        capacity=settings.capacity,
+def _make_publisher(worker: Any, resolved: ResolvedSettings, sites: Sites) -> StepPublisher:
+    config = worker.vllm_config
+    bank = EngineBank.empty(
+        points=resolved.points,
+        capacity=resolved.settings.capacity,
         width=sites.width,
-        model=engine_core.get_model_name(config),
+        model=get_model_name(config),
         aliases=sites.site_of,
     )
-    return empty.add(planned.probes) if planned.probes else empty
+    if resolved.probes:
+        bank = bank.add(resolved.probes)
+    about = EngineInfo(
+        model=get_model_name(config),
+        vllm=check_engine.vllm_version(),
+        points=tuple(str(point) for point in resolved.points),
+        max_requests=config.scheduler_config.max_num_seqs,
+        weights=0 if accepts_weights(config) else None,
+    )
+    return StepPublisher(resolved.settings, worker.clairai_tables, bank, about)
 
 
 def _count_memory(model_runner: Any, nbytes: int) -> None:
-    """0.26 does not see what torch allocates between load and profile (utils/mem_utils.py:303).
+    """0.26 misses what torch allocates between load and profile (utils/mem_utils.py:303).
 
-    A ring in GPU memory is the driver's and not torch's: that the profile finds by itself.
+    A ring in GPU memory belongs to the driver and not to torch; the profile finds that by itself.
     """
     if hasattr(model_runner, "model_memory_usage"):
         model_runner.model_memory_usage += nbytes
@@ -284,11 +261,11 @@ def _check_taps_ran(worker: Any) -> None:
         worker.model_runner._dummy_run(1)
     for table in tables:
         table.check_all_ran()
-    step_publisher = getattr(worker, "clairai_step_publisher", None)
-    if step_publisher is not None:
+    publisher = getattr(worker, "clairai_step_publisher", None)
+    if publisher is not None:
         # v1/worker/gpu/warmup.py warms kernels up with requests of its own, through execute_model.
-        step_publisher.prepare(worker.clairai_inputs())
-        step_publisher.serve()
+        publisher.prepare(worker.clairai_inputs())
+        publisher.serve()
 
 
 def _close(worker: Any) -> None:
@@ -321,50 +298,39 @@ def _call_before(worker: Any, name: str, first: Any) -> None:
     setattr(worker, name, wrapped)
 
 
-# MERGED
-# Takes a vLLM worker; tells its station of every change of the model's weights, whoever made it.
-#
-# Worker.reload_weights          v1/worker/gpu_worker.py   0.26:444    0.32:629
-# Worker.update_weights          v1/worker/gpu_worker.py   0.26:1338   0.32:1550
-# Worker.finish_weight_update    v1/worker/gpu_worker.py   0.26:1365   0.32:1587
-# Worker.reset_weights           v1/worker/gpu_worker.py   -           0.32:380
-#
-# One count of them: a version never stands for two sets of numbers.
+def watch_weights(worker: Any, publisher: StepPublisher) -> None:
+    """Tell the publisher of every change of the model's weights, whoever makes it.
 
-
-_BACKEND_METHODS: Final = ("update_weights", "finish_weight_update")
-_VLLM_METHODS: Final = ("reload_weights", "reset_weights")
-
-
-def watch_weights(worker: Any, step_publisher: StepPublisher) -> None:
+    There is one count of them: a version never stands for two sets of weights.
+    """
     for name in (*_BACKEND_METHODS, *_VLLM_METHODS):
         original = getattr(worker, name, None)
         if original is not None:
-            setattr(worker, name, _with_weights_version(worker, step_publisher, original))
+            setattr(worker, name, _with_weights_version(worker, publisher, original))
 
 
-def _with_weights_version(worker: Any, step_publisher: StepPublisher, original: Any) -> Any:
-    is_by_vllm = original.__name__ in _VLLM_METHODS
+def _with_weights_version(worker: Any, publisher: StepPublisher, original: Any) -> Any:
+    is_vllms_own = original.__name__ in _VLLM_METHODS
 
     @functools.wraps(original)
     def wrapped(*args: Any, **kwargs: Any) -> Any:
-        intake = _find_intake(worker)
-        was_torn = intake is not None and intake.is_torn
+        updater = _find_updater(worker)
+        was_torn = updater is not None and updater.is_torn
         try:
             return original(*args, **kwargs)
-        finally:  # also after a failure: nobody can say how far it came
-            if intake is None:
-                step_publisher.set_weights_version((step_publisher.weights or 0) + 1)
+        finally:  # after a failure too: nobody can say how far it got
+            if updater is None:
+                publisher.set_weights_version((publisher.weights or 0) + 1)
             else:
-                if is_by_vllm or (intake.is_torn and not was_torn):
-                    intake.served = ServedWeights(intake.served.version + 1)
-                if intake.served.version != step_publisher.weights:
-                    step_publisher.set_weights_version(intake.served.version)
+                if is_vllms_own or (updater.is_torn and not was_torn):
+                    updater.served = ServedWeights(updater.served.version + 1)
+                if updater.served.version != publisher.weights:
+                    publisher.set_weights_version(updater.served.version)
 
     return wrapped
 
 
-def _find_intake(worker: Any) -> WeightsUpdater | None:
+def _find_updater(worker: Any) -> WeightsUpdater | None:
     """None without our backend; vLLM makes it after the model is loaded."""
-    found = getattr(getattr(worker, "weight_transfer_engine", None), "intake", None)
+    found = getattr(getattr(worker, "weight_transfer_engine", None), "updater", None)
     return found if isinstance(found, WeightsUpdater) else None

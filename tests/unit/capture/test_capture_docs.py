@@ -55,7 +55,7 @@ def test_every_block_is_one_of_these() -> None:
 
 @pytest.mark.parametrize("block", settings(), ids=lambda block: str(block)[:60])
 def test_a_setting_is_read_and_can_be_ordered(block: dict[str, Any]) -> None:
-    capturing = Settings.parse(block).capturing
+    capturing = Settings.parse(block).capture_settings
     assert capturing is not None
     engine = EngineShape(POINTS, NUM_LAYERS, 64, "bfloat16", {"anger": None})
     CaptureResolver(capturing, engine)
@@ -123,4 +123,4 @@ def test_the_defaults_are_those_of_the_code() -> None:
 def test_an_example_that_is_wrong_is_noticed() -> None:
     engine = EngineShape(POINTS, NUM_LAYERS, 64, "bfloat16", {})
     with pytest.raises(Exception, match="no probe is named"):
-        CaptureResolver(Settings.parse(settings()[1]).capturing, engine)
+        CaptureResolver(Settings.parse(settings()[1]).capture_settings, engine)

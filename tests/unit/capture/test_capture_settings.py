@@ -14,7 +14,7 @@ ON = {"VLLM_ACT_CAPTURE": "1"}
 
 
 def _setting(environ: dict[str, str], **given: Any) -> CaptureSettings | None:
-    return Settings.read(given, environ).capturing
+    return Settings.read(given, environ).capture_settings
 
 
 @pytest.mark.parametrize("environ", [{}, {"VLLM_ACT_CAPTURE": "0"}, {"VLLM_ACT_CAPTURE": ""}])

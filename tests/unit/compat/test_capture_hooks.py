@@ -142,16 +142,16 @@ def _config(**changes: Any) -> Any:
 
 
 def test_engines_whose_rows_would_be_missing_do_not_start() -> None:
-    planned = ResolvedSettings(ENGINE.points, ())
-    settings = Settings(capture={"folder": "x"})
-    capture_setup.make_capture_resolver(_config(kv_transfer_config=None), settings, planned)
+    capturing = ResolvedSettings(Settings(capture={"folder": "x"}), ENGINE.points, ())
+    without = ResolvedSettings(Settings(), ENGINE.points, ())
+    capture_setup.make_capture_resolver(_config(kv_transfer_config=None), capturing)
     with pytest.raises(UnsupportedError, match="KV connector"):
-        capture_setup.make_capture_resolver(_config(kv_transfer_config=object()), settings, planned)
-    capture_setup.make_capture_resolver(_config(kv_transfer_config=object()), Settings(), planned)
+        capture_setup.make_capture_resolver(_config(kv_transfer_config=object()), capturing)
+    capture_setup.make_capture_resolver(_config(kv_transfer_config=object()), without)
     odd = _config(kv_transfer_config=None)
     odd.model_config.dtype = torch.float64
     with pytest.raises(UnsupportedError, match="float64"):
-        capture_setup.make_capture_resolver(odd, settings, planned)
+        capture_setup.make_capture_resolver(odd, capturing)
 
 
 def test_an_adapter_is_told_with_the_steering_also_when_that_changes() -> None:

@@ -21,8 +21,8 @@ def _key(points: tuple[str, ...] = POINTS, **settings: Any) -> object:
         quant_config=None,
         parallel_config=SimpleNamespace(tensor_parallel_size=1),
     )
-    planned = ResolvedSettings(expand(points, 4), ())
-    _set_compile_key(config, planned, Settings(points=points, **settings))
+    resolved = ResolvedSettings(Settings(points=points, **settings), expand(points, 4), ())
+    _set_compile_key(config, resolved)
     assert config.additional_config["other"] == 1
     return config.additional_config["clairai"]
 

@@ -42,8 +42,8 @@ def sites() -> Sites:
         "pre_attn.2": plain(has_weight=False),
         "post_attn.2": gemma(),
     }
-    pairs = frozenset(modules) - {"pre_attn.0"}
-    return Sites(modules, {}, pairs, {}, {}, 3, WIDTH)
+    adding = frozenset(modules) - {"pre_attn.0"}
+    return Sites(modules, {}, adding, {}, {}, 3, WIDTH)
 
 
 def config(*, device: str = "cuda", quant: object = None, ranks: int = 1) -> Any:

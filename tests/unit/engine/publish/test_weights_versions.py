@@ -32,7 +32,7 @@ def step_publisher(runtime: Path) -> Iterator[StepPublisher]:
 def llm(step_publisher: StepPublisher, tmp_path: Path) -> Iterator[ToyLlm]:
     """vLLM's worker, as far as its weights go: every way they change is watched."""
     with engine(tmp_path, step_publisher) as running:
-        running.weight_transfer_engine = SimpleNamespace(intake=running.intake)  # type: ignore[attr-defined]
+        running.weight_transfer_engine = SimpleNamespace(updater=running.intake)  # type: ignore[attr-defined]
         running.reload_weights = lambda: None  # type: ignore[attr-defined]
         running.reload_weights.__name__ = "reload_weights"  # type: ignore[attr-defined]
         changes.watch_weights(running, step_publisher)
