@@ -14,7 +14,7 @@ from unittest import mock
 
 STAGES: Final = (
     "clairai.weights.sender:Sender.send",
-    "clairai.weights.sender:Sender._reach",
+    "clairai.weights.sender:Sender._open_transport",
     "clairai.weights.sender:Sender._plan",
     "clairai.weights.engine_client:LlmEngine.state",
     "clairai.weights.engine_client:LlmEngine.plan",
@@ -24,11 +24,11 @@ STAGES: Final = (
     "clairai.weights.pack:DevicePacker.__init__",
     "clairai.weights.pack:DevicePacker.begin",
     "clairai.weights.pack:DevicePacker._finish",
-    "clairai.weights.pack:_allocate_block",
+    "clairai.weights.pack:_allocate",
     "clairai.weights.device_checksum:begin_copy_and_checksum",
     "clairai.weights.socket_client:BufferClient.offer",
-    "clairai.weights.socket_client:BufferClient.show",
-    "clairai.weights.socket_client:BufferClient.full",
+    "clairai.weights.socket_client:BufferClient.offer_early",
+    "clairai.weights.socket_client:BufferClient.finish",
     "clairai.weights.socket_client:BufferClient.close",
     "clairai.local.gpu_memory:DeviceBlock.close",
     "clairai.library.probe_bank:ProbeBank.redirect",

@@ -153,12 +153,18 @@ def test_a_hundred_transfers_leave_the_gpu_as_it_was(running: Running, model: Pa
 def plan(llm: Any, folder: Path) -> bytes:
     """A manifest that the engine expects the buffers of from now on; four of them or more."""
     from clairai.library.engine_control import ask_engine
-    from clairai.weights.pack import TransferTarget, plan_buffers
+    from clairai.weights.pack import plan_buffers
 
     state = ask_engine(llm, weights_messages.DescribeWeights(), weights_messages.WeightsState)
-    described = [item.described for item in open_sources(_held(folder), ExitStack())]
-    meant = TransferTarget(secrets.token_hex(16), state.epoch, state.device)
-    manifest = encode_manifest(plan_buffers(described, meant, buffer_bytes=1))
+    described = [source.spec for source in open_sources(_held(folder), ExitStack())]
+    planned = plan_buffers(
+        described,
+        transfer=secrets.token_hex(16),
+        epoch=state.epoch,
+        device=state.device,
+        buffer_bytes=1,
+    )
+    manifest = encode_manifest(planned)
     ask_engine(llm, weights_messages.PlanWeights(manifest), weights_messages.WeightsPlanned)
     return manifest
 

@@ -20,7 +20,7 @@ from clairai.engine.core_control import CoreControl
 from clairai.engine.worker_control import answer_control
 from clairai.weights.check_manifest import EngineTensors, ExpectedTensor
 from clairai.weights.manifest import CPU, Manifest, encode_manifest
-from clairai.weights.pack import HostPacker, TensorSpec, TransferTarget, plan_buffers
+from clairai.weights.pack import HostPacker, TensorSpec, plan_buffers
 from clairai.weights.pending_transfer import OpenDeviceBuffer
 from clairai.weights.receive import WeightsControl, WeightsUpdater, refuse_device_buffer
 from clairai.wire import ring_messages, weights_messages
@@ -43,7 +43,9 @@ def plan(described: Any = None, *, epoch: str = EPOCH, device: str = CPU, **give
     """A good one, unless it is told otherwise."""
     if described is None:
         described = [TensorSpec(name, "F32", shape) for name, shape in SHAPES.items()]
-    return plan_buffers(described, TransferTarget(secrets.token_hex(16), epoch, device), **given)
+    return plan_buffers(
+        described, transfer=secrets.token_hex(16), epoch=epoch, device=device, **given
+    )
 
 
 def altered(manifest: Manifest, index: int, **fields: Any) -> Manifest:
@@ -131,8 +133,8 @@ def spoil_what_is_packed(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def damaged(self: HostPacker, index: int) -> Any:
         packed = pack(self, index)
-        assert self._shelf is not None
-        self._shelf.view(100)[17] ^= 1
+        assert self._reused is not None
+        self._reused.view(100)[17] ^= 1
         return packed
 
     monkeypatch.setattr(HostPacker, "pack", damaged)

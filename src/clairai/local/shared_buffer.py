@@ -157,11 +157,11 @@ class ReusableBuffer:
     def __init__(self) -> None:
         self._buffer = SharedBuffer()
         self._lock = threading.Lock()  # it holds one message's bytes at a time
-        self._is_unreadable = False
+        self.is_readable = True  # until an engine says UnsupportedError
 
     def can_hold(self, nbytes: int) -> bool:
         """False for too few or too many bytes, and once an engine could not read it."""
-        return not self._is_unreadable and MIN_SHARED_BYTES <= nbytes <= MAX_SHARED_BYTES
+        return self.is_readable and MIN_SHARED_BYTES <= nbytes <= MAX_SHARED_BYTES
 
     @contextmanager
     def lock(self) -> Iterator[SharedBuffer]:
@@ -170,7 +170,7 @@ class ReusableBuffer:
             try:
                 yield self._buffer
             except ClairaiError as error:
-                self._is_unreadable = isinstance(error, UnsupportedError)
+                self.is_readable &= not isinstance(error, UnsupportedError)
                 raise
             except BaseException:
                 self._buffer = SharedBuffer()  # without an answer: the engine may yet read it

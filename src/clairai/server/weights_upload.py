@@ -55,16 +55,16 @@ class BufferUploads:
         """One buffer; what fails gives the whole hand-over up."""
         async with self._busy:
             await self._begin(transfer)
-            spool = await asyncio.to_thread(self._relay.spool, transfer, index)
+            upload = await asyncio.to_thread(self._relay.begin_upload, transfer, index)
             self._wait_no_more()
             try:
-                await _fill(spool, pieces)
-                await asyncio.to_thread(self._relay.deliver, index, spool)
+                await _fill(upload, pieces)
+                await asyncio.to_thread(self._relay.deliver, index, upload)
             except BaseException:
                 await asyncio.to_thread(self._relay.forget)
                 raise
             finally:
-                spool.close()
+                upload.close()
             self._giving_up = asyncio.get_running_loop().call_later(IDLE_S, self._give_up, transfer)
 
     async def until(self, transfer: str, committed: Awaitable[CommitResult]) -> CommitResult:
@@ -104,14 +104,14 @@ class BufferUploads:
         self._ending = asyncio.get_running_loop().create_task(self._end(transfer))
 
 
-async def _fill(spool: SafetensorsUpload, pieces: AsyncIterator[bytes]) -> None:
-    deadline_s = BEGIN_S + spool.nbytes / MIN_BYTES_PER_S
+async def _fill(upload: SafetensorsUpload, pieces: AsyncIterator[bytes]) -> None:
+    deadline_s = BEGIN_S + upload.nbytes / MIN_BYTES_PER_S
     try:
         async with asyncio.timeout(deadline_s):
             async for piece in pieces:
-                spool.feed(piece)
+                upload.feed(piece)
     except TimeoutError:
-        reason = f"{spool.nbytes} bytes did not come within {deadline_s:.0f} s; send it again"
+        reason = f"{upload.nbytes} bytes did not come within {deadline_s:.0f} s; send it again"
         raise HttpRefusal(HTTPStatus.REQUEST_TIMEOUT, WeightsError.code, reason) from None
     except ClientDisconnect:
         raise WeightsError("the sender hung up in the middle of a buffer") from None

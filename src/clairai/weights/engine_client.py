@@ -1,4 +1,7 @@
-"""Takes a server's address or vLLM's LLM; gives the questions that a sender asks an engine."""
+"""What a sender asks an engine: over HTTP, through vLLM's LLM, or through a Ray actor of it.
+
+Runs in: the trainer. Only manifests and replies go this way; buffers go by a transport.
+"""
 
 from __future__ import annotations
 
@@ -15,10 +18,12 @@ from clairai.weights.manifest import changes_model, parse_manifest
 from clairai.wire import weights_messages
 
 Drain = Literal["wait", "abort"]
+ANSWER_TIMEOUT_S: Final = 600.0
+DRAIN_TIMEOUT_S: Final = 300.0  # the old weights go on serving if requests run longer
 
 
 class EngineClient(Protocol):
-    """How a manifest comes to an engine."""
+    """The questions a sender asks about a manifest."""
 
     def state(self) -> weights_messages.WeightsState: ...
 
@@ -30,7 +35,7 @@ class EngineClient(Protocol):
 
 
 class HttpEngine:
-    """The routes under /v1/weights; requests that run when weights change are waited for."""
+    """A server, through its routes under /v1/weights."""
 
     def __init__(self, server: ServerClient, drain: Drain) -> None:
         self._server, self._drain = server, drain
@@ -50,7 +55,7 @@ class HttpEngine:
 
 
 class LlmEngine:
-    """vLLM's LLM: between two calls of generate() no request runs. Also lent memory is its way."""
+    """vLLM's LLM in this process; no request runs between two calls of generate()."""
 
     def __init__(self, llm: Any) -> None:
         self._llm = llm
@@ -78,24 +83,11 @@ class LlmEngine:
         return committed
 
     def commit_shared(
-        self, manifest: bytes, lent: weights_messages.SharedBytes
+        self, manifest: bytes, shared: weights_messages.SharedBytes
     ) -> weights_messages.WeightsCommitted:
-        """Probes and vectors, without a plan; UnsupportedError where they cannot be read."""
-        asked = weights_messages.CommitWeights(manifest, lent)
+        """Commit probes and vectors without a plan; UnsupportedError if they cannot be read."""
+        asked = weights_messages.CommitWeights(manifest, shared)
         return ask_engine(self._llm, asked, weights_messages.WeightsCommitted)
-
-
-# MERGED
-# Takes a Ray actor that holds vLLM's LLM or AsyncLLM; gives the questions a sender asks an
-# engine.
-#
-# Ray carries manifests and answers, as bytes; weights go over the engine's own socket, so the
-# actor
-# is on the sender's machine. Ray is not imported here: who has an actor has imported it.
-
-
-ANSWER_TIMEOUT_S: Final = 600.0
-DRAIN_TIMEOUT_S: Final = 300.0  # requests that run longer keep the old weights serving
 
 
 def is_ray_actor(target: Any) -> bool:
@@ -103,7 +95,7 @@ def is_ray_actor(target: Any) -> bool:
 
 
 class RayActor:
-    """An actor as if it were here: a call returns when it has been answered."""
+    """Calls a Ray actor and waits for the answer. Whoever has an actor has imported ray."""
 
     def __init__(self, actor: Any) -> None:
         self._actor = actor
@@ -114,7 +106,9 @@ class RayActor:
     def call(self, name: str, *args: Any, timeout_s: float = ANSWER_TIMEOUT_S, **named: Any) -> Any:
         ray = sys.modules.get("ray")
         if ray is None:
-            raise UnsupportedError("this has remote methods, and nobody has imported ray; do so")
+            raise UnsupportedError(
+                "this object has remote methods, but ray is not imported; import it"
+            )
         return ray.get(getattr(self._actor, name).remote(*args, **named), timeout=timeout_s)
 
     def collective_rpc(self, method: str, args: tuple[bytes, ...]) -> Any:
@@ -125,53 +119,56 @@ class RayActor:
 
 
 class RayEngine(LlmEngine):
-    """An LLM answers one call after the other; an AsyncLLM is paused while its weights change."""
+    """A Ray actor of an LLM or AsyncLLM; an AsyncLLM is paused while its weights change.
+
+    The actor must be on this machine: buffers go over the engine's own socket.
+    """
 
     def __init__(self, actor: Any, drain: Drain) -> None:
-        self._called, self._drain = RayActor(actor), drain
-        super().__init__(self._called)
+        self._ray, self._drain = RayActor(actor), drain
+        super().__init__(self._ray)
 
     def commit(self, manifest: bytes) -> weights_messages.WeightsCommitted:
-        if not self._called.has("pause_generation"):
+        if not self._ray.has("pause_generation"):
             return super().commit(manifest)
         if not changes_model(parse_manifest(manifest)):
-            return self._ask_commit(manifest)  # probes and vectors alone make nobody wait
+            return self._ask_commit(manifest)  # no request has to wait for probes and vectors
         ask_engine(
-            self._called, weights_messages.VerifyWeights(manifest), weights_messages.WeightsPlanned
+            self._ray, weights_messages.VerifyWeights(manifest), weights_messages.WeightsPlanned
         )
         deadline_s = time.monotonic() + DRAIN_TIMEOUT_S
         while True:
             self._pause(max(deadline_s - time.monotonic(), 0))
             try:
-                return self._paused_commit(manifest)
+                return self._commit_paused(manifest)
             except WeightsBusyError:
-                # A pause does not wait for what was preempted: that goes on, before all others.
+                # vLLM's pause does not wait for preempted requests: those go on first.
                 if time.monotonic() > deadline_s:
                     raise
 
     def _pause(self, timeout_s: float) -> None:
-        given = {"mode": self._drain, "clear_cache": True}
+        options = {"mode": self._drain, "clear_cache": True}
         try:
-            self._called.call("pause_generation", timeout_s=timeout_s, **given)
-        except TimeoutError:  # Ray's own is one
-            self._called.call("resume_generation")
+            self._ray.call("pause_generation", timeout_s=timeout_s, **options)
+        except TimeoutError:  # ray.exceptions.GetTimeoutError is one
+            self._ray.call("resume_generation")
             raise WeightsError(
                 f"requests still run after {DRAIN_TIMEOUT_S:.0f} s; send again, or with drain=abort"
             ) from None
 
-    def _paused_commit(self, manifest: bytes) -> weights_messages.WeightsCommitted:
+    def _commit_paused(self, manifest: bytes) -> weights_messages.WeightsCommitted:
         try:
             committed = self._ask_commit(manifest)
         except WeightsTornError:
-            raise  # nobody is served by half of each: it stays paused until a whole set has come
+            raise  # stay paused until a whole set of weights has come
         except BaseException:
-            self._called.call("resume_generation")
+            self._ray.call("resume_generation")
             raise
-        if self._called.has("update_weight_version"):  # vLLM 0.32's own answers say it too
-            self._called.call("update_weight_version", str(committed.version))
-        self._called.call("resume_generation")
+        if self._ray.has("update_weight_version"):  # vLLM 0.32 has it in its own responses
+            self._ray.call("update_weight_version", str(committed.version))
+        self._ray.call("resume_generation")
         return committed
 
     def _ask_commit(self, manifest: bytes) -> weights_messages.WeightsCommitted:
         asked = weights_messages.CommitWeights(manifest)
-        return ask_engine(self._called, asked, weights_messages.WeightsCommitted)
+        return ask_engine(self._ray, asked, weights_messages.WeightsCommitted)

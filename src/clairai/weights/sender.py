@@ -1,8 +1,8 @@
-"""Takes named tensors and an engine; gives the engine new weights while it serves, or the reason.
+"""Send new weights, probes and vectors to an engine while it serves.
 
-The tensors are packed into buffers of our own; the engine reads one while the next is packed, and
-serves with the old weights until all have come and every checksum holds. Probes and vectors that
-are small go in one question: the engine copies them from this process's memory, checks and serves.
+Runs in: the trainer. The tensors are packed into buffers; the engine reads one while the next is
+packed, and serves the old weights until everything has arrived and every checksum matches. Small
+probes and vectors go in one question: the engine copies them from this process's memory.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ import time
 from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
 from clairai.errors import EngineGoneError, UnsupportedError
 from clairai.library.http_client import ServerClient
-from clairai.local.shared_buffer import SharedBuffer
+from clairai.local.shared_buffer import ReusableBuffer
 from clairai.weights.engine_client import (
     Drain,
     EngineClient,
@@ -33,75 +33,62 @@ from clairai.weights.manifest import CPU, Manifest, PlannedTensor, encode_manife
 from clairai.weights.pack import (
     DEVICE_BUFFER_BYTES,
     HOST_BUFFER_BYTES,
-    DevicePacker,
     HostPacker,
     NamedTensors,
     TensorSource,
-    TransferTarget,
     open_sources,
     plan_buffers,
 )
 from clairai.weights.transport import (
-    ChosenTransport,
-    DevicePipeline,
-    HostPipeline,
-    Pipeline,
-    Progress,
-    SocketTransport,
+    HostTransport,
+    Job,
+    Transport,
     TransportChoice,
     TransportChooser,
-    TransportKind,
 )
 from clairai.wire.weights_messages import WeightsCommitted, WeightsState
 
-OnTransportChosen = Callable[[str, str], None]  # told which way and why, before anything is packed
+Progress = Callable[[int, int], None]  # bytes done, bytes in all
+OnTransportChosen = Callable[[str, str], None]  # which one and why, before anything is packed
 
 
 @dataclass(frozen=True)
 class Sent:
-    """What one hand-over did; the engine serves with `version` from now on."""
+    """The result of one transfer; the engine serves `version` from now on."""
 
     version: int
-    digest: str  # of the content, as the engine computed it from the bytes it read
+    digest: str  # of the content, computed by the engine from the bytes it read
     bank_version: int | None  # of the probes, if any were sent
-    vectors_version: int | None  # of the steering vectors, likewise
+    vectors_version: int | None  # of the steering vectors, if any were sent
     num_tensors: int
     nbytes: int
-    home: str  # "device", "host" or "http": what it went through
-    why: str  # that way and no other
-    seconds: float  # until the engine served with them; to free what they took comes after
-    packed_s: float  # of that, until the last buffer had been read; what was lent: packed
-    load_s: float  # and vLLM's own loading
+    home: str  # the transport: "device", "host" or "http"
+    why: str  # this transport was chosen
+    seconds: float  # until the engine served them; freeing the buffers comes after
+    packed_s: float  # of that, until the last buffer was read, or packed if it was shared
+    load_s: float  # of that, vLLM's own loading
 
     @property
     def bytes_per_s(self) -> float:
         return self.nbytes / self.seconds
 
 
-@dataclass(frozen=True)
-class _Request:
-    """What is to be sent."""
-
-    found: list[TensorSource]
-    label: str
-    progress: Progress
-
-
-@dataclass(frozen=True)
-class _Outcome:
-    """A hand-over that has come to its end."""
-
+class _Outcome(NamedTuple):
     state: WeightsState
-    home: TransportKind
+    home: str
     why: str
     tensors: tuple[PlannedTensor, ...]
     committed: WeightsCommitted
-    packed_s: float  # of the clock
-    serves_s: float
+    packed_at_s: float  # of time.perf_counter(), as the next
+    served_at_s: float
 
 
 class Sender:
-    """`target` is a server's address, vLLM's LLM, or a Ray actor of it; `through`: routes.py."""
+    """Sends to a server's address, vLLM's LLM, or a Ray actor of it.
+
+    Reuse one `Sender`: it caches the engine's state and its buffers. `through` asks for one
+    transport (transport.py); `chosen` is told which one was chosen and why.
+    """
 
     def __init__(
         self,
@@ -115,136 +102,130 @@ class Sender:
         buffer_bytes: int | None = None,
     ) -> None:
         server = ServerClient(target, api_key) if isinstance(target, str) else None
-        self._way = _engine_client(target, server, drain)
-        self._router = TransportChooser(server, runtime_dir, through)
-        self._chosen = chosen
+        self._engine = _engine_client(target, server, drain)
+        self._chooser = TransportChooser(server, runtime_dir, through)
+        self._on_chosen = chosen or _ignore
         self._buffer_bytes = buffer_bytes
-        self._known: WeightsState | None = None  # as the last hand-over found it
-        self._shelf: SharedBuffer | None = None
-        self._sending = threading.Lock()  # all fill the same shelf
-        self._may_lend = True  # until an engine could not read it
+        self._state: WeightsState | None = None  # of the last transfer, unless it failed
+        self._shared = ReusableBuffer()
+        self._sending = threading.Lock()
 
     def check(self, named: NamedTensors, *, label: str = "") -> int:
-        """A dry run: names, types and shapes are held against the engine; bytes it would take."""
+        """Check names, types and shapes with the engine; return the bytes a transfer would take."""
         with ExitStack() as opened:
-            found = open_sources(named, opened)
-            state = self._way.state()
-            plan = self._plan(found, state.epoch, CPU, label)
-            self._way.check(encode_manifest(plan))
+            sources = open_sources(named, opened)
+            plan = self._plan(sources, self._engine.state().epoch, CPU, label)
+            self._engine.check(encode_manifest(plan))
             return sum(tensor.nbytes for tensor in plan.tensors)
 
     def send(
         self, named: NamedTensors, *, label: str = "", progress: Progress | None = None
     ) -> Sent:
-        """All of it, or an error and the old weights; `progress` is told bytes done and in all."""
+        """Send all of it, or raise and leave the old weights; `progress` is called with bytes."""
         began_s = time.perf_counter()
         with self._sending, ExitStack() as opened:
-            known, self._known = self._known, None  # until this one has come to its end
-            load = _Request(open_sources(named, opened), label, progress or _ignore_progress)
-            over = self._lent(load, known) or self._brought(load, known, opened)
-        self._known = over.state
-        return _sent(over, began_s)
+            known, self._state = self._state, None  # asked again unless this transfer succeeds
+            sources = open_sources(named, opened)
+            report = progress or _ignore
+            done = self._send_shared(sources, label, known, report)
+            if done is None:
+                done = self._send_buffers(sources, label, known, report, opened)
+        self._state = done.state
+        return Sent(
+            version=done.committed.version,
+            digest=done.committed.digest,
+            bank_version=done.committed.bank_version,
+            vectors_version=done.committed.vectors_version,
+            num_tensors=len(done.tensors),
+            nbytes=sum(tensor.nbytes for tensor in done.tensors),
+            home=done.home,
+            why=done.why,
+            seconds=done.served_at_s - began_s,
+            packed_s=done.packed_at_s - began_s,
+            load_s=done.committed.load_s,
+        )
 
-    def _lent(self, load: _Request, known: WeightsState | None) -> _Outcome | None:
-        """All of it in one question; None for what cannot go so."""
-        is_model = any(kind_of(item.described.name) == "model" for item in load.found)
-        if is_model or not self._may_lend or not isinstance(self._way, LlmEngine):
+    def _send_shared(
+        self,
+        sources: list[TensorSource],
+        label: str,
+        known: WeightsState | None,
+        progress: Progress,
+    ) -> _Outcome | None:
+        """Send small probes and vectors in one question; None if they cannot go that way."""
+        is_model = any(kind_of(source.spec.name) == "model" for source in sources)
+        if is_model or not isinstance(self._engine, LlmEngine) or not self._shared.is_readable:
             return None
-        state = known or self._way.state()
-        why = self._router.lending(load.found, state)
-        plan = self._plan(load.found, state.epoch, CPU, load.label)
+        state = known or self._engine.state()
+        why = self._chooser.why_shared(sources, state)
+        plan = self._plan(sources, state.epoch, CPU, label)
         if why is None or not _is_small(plan):
             return None
-        if self._chosen is not None:
-            self._chosen("host", why)
-        shelf, self._shelf = self._shelf or SharedBuffer(), None  # while it may yet be read
-        packed = HostPacker(load.found, plan, shelf).pack(0)
-        packed_s = time.perf_counter()
-        manifest = encode_manifest(msgspec.structs.replace(plan, tensors=packed.tensors))
-        try:
-            committed = self._way.commit_shared(manifest, shelf.reference(plan.buffers[0]))
-        except UnsupportedError:
-            self._may_lend = False
-            return None
-        self._shelf = shelf
-        load.progress(plan.buffers[0], plan.buffers[0])
-        serves_s = time.perf_counter()
-        return _Outcome(state, "host", why, packed.tensors, committed, packed_s, serves_s)
+        self._on_chosen("host", why)
+        nbytes = plan.buffers[0]
+        with suppress(UnsupportedError), self._shared.lock() as buffer:
+            tensors = HostPacker(sources, plan, buffer).pack(0).tensors
+            packed_at_s = time.perf_counter()
+            manifest = encode_manifest(msgspec.structs.replace(plan, tensors=tensors))
+            committed = self._engine.commit_shared(manifest, buffer.reference(nbytes))
+            progress(nbytes, nbytes)
+            return _Outcome(
+                state, "host", why, tensors, committed, packed_at_s, time.perf_counter()
+            )
+        return None
 
-    def _brought(self, load: _Request, known: WeightsState | None, opened: ExitStack) -> _Outcome:
-        """It is planned, its buffers go over the socket or HTTP, and then it is committed."""
-        # Before the carrier: buffers are let go of when the engine has let go of them.
-        buffers = opened.enter_context(ExitStack())
-        state, route = self._reach(load.found, known)
-        opened.callback(route.carrier.close)
-        if self._chosen is not None:
-            self._chosen(route.home, route.why)
-        home = state.device if route.home == "device" else CPU
-        plan = self._plan(load.found, state.epoch, home, load.label)
-        handing = self._handing(load, plan, route, buffers)
-        tensors = handing.over(lambda: self._way.plan(encode_manifest(plan)))
-        packed_s = time.perf_counter()
-        manifest = msgspec.structs.replace(plan, tensors=tensors)
-        committed = self._way.commit(encode_manifest(manifest))
-        serves_s = time.perf_counter()
-        return _Outcome(state, route.home, route.why, tensors, committed, packed_s, serves_s)
+    def _send_buffers(
+        self,
+        sources: list[TensorSource],
+        label: str,
+        known: WeightsState | None,
+        progress: Progress,
+        opened: ExitStack,
+    ) -> _Outcome:
+        """Plan, deliver the buffers by a transport, commit."""
+        state, transport = self._open_transport(sources, known)
+        opened.callback(transport.close)
+        self._on_chosen(transport.kind, transport.reason)
+        device = state.device if transport.kind == "device" else CPU
+        plan = self._plan(sources, state.epoch, device, label)
+        if isinstance(transport, HostTransport) and _is_small(plan):
+            transport.reused = opened.enter_context(self._shared.lock())
 
-    def _reach(
-        self, found: list[TensorSource], known: WeightsState | None
-    ) -> tuple[WeightsState, ChosenTransport]:
-        """The engine of the last time, if its socket still answers as that; else one is asked."""
-        if known is not None and self._router.through != "http":
+        def send_plan() -> None:
+            self._engine.plan(encode_manifest(plan))
+
+        tensors = transport.send(Job(sources, plan, send_plan, progress))
+        packed_at_s = time.perf_counter()
+        manifest = encode_manifest(msgspec.structs.replace(plan, tensors=tensors))
+        committed = self._engine.commit(manifest)
+        served_at_s = time.perf_counter()
+        kind, why = transport.kind, transport.reason
+        return _Outcome(state, kind, why, tensors, committed, packed_at_s, served_at_s)
+
+    def _open_transport(
+        self, sources: list[TensorSource], known: WeightsState | None
+    ) -> tuple[WeightsState, Transport]:
+        """Try the engine of the last transfer first: if its socket answers, it is still that."""
+        if known is not None and self._chooser.through != "http":
             with suppress(EngineGoneError):
-                return known, self._router.by_socket(found, known)
-        state = self._way.state()
-        return state, self._router.route(found, state)
+                return known, self._chooser.connect(sources, known)
+        state = self._engine.state()
+        return state, self._chooser.choose(sources, state)
 
-    def _handing(
-        self, load: _Request, plan: Manifest, route: ChosenTransport, buffers: ExitStack
-    ) -> Pipeline:
-        """`buffers` are let go of with it."""
-        found, progress = load.found, load.progress
-        is_whole = all(item.is_whole for item in found)
-        if route.home == "device":
-            assert isinstance(route.carrier, SocketTransport)
-            packer = DevicePacker(found, plan, route.device)
-            buffers.callback(packer.close)
-            return DevicePipeline(packer, is_whole, plan, route.carrier, progress)
-        on_host = HostPacker(found, plan, self._shelf_for(plan, route))
-        return HostPipeline(on_host, is_whole, plan, route.carrier, buffers, progress)
-
-    def _shelf_for(self, plan: Manifest, route: ChosenTransport) -> SharedBuffer | None:
-        """What is small and goes by the host's memory goes in memory that was used before."""
-        if route.home != "host" or not _is_small(plan):
-            return None
-        self._shelf = self._shelf or SharedBuffer()
-        return self._shelf
-
-    def _plan(self, found: list[TensorSource], epoch: str, device: str, label: str) -> Manifest:
-        meant = TransferTarget(secrets.token_hex(16), epoch, device, label)
-        described = [item.described for item in found]
+    def _plan(self, sources: list[TensorSource], epoch: str, device: str, label: str) -> Manifest:
         usual = HOST_BUFFER_BYTES if device == CPU else DEVICE_BUFFER_BYTES
-        return plan_buffers(described, meant, buffer_bytes=self._buffer_bytes or usual)
-
-
-def _sent(over: _Outcome, began_s: float) -> Sent:
-    return Sent(
-        version=over.committed.version,
-        digest=over.committed.digest,
-        bank_version=over.committed.bank_version,
-        vectors_version=over.committed.vectors_version,
-        num_tensors=len(over.tensors),
-        nbytes=sum(tensor.nbytes for tensor in over.tensors),
-        home=over.home,
-        why=over.why,
-        seconds=over.serves_s - began_s,
-        packed_s=over.packed_s - began_s,
-        load_s=over.committed.load_s,
-    )
+        return plan_buffers(
+            [source.spec for source in sources],
+            transfer=secrets.token_hex(16),
+            epoch=epoch,
+            device=device,
+            label=label,
+            buffer_bytes=self._buffer_bytes or usual,
+        )
 
 
 def _is_small(plan: Manifest) -> bool:
-    """The engine makes a copy of its own of that."""
+    """True if the engine copies the buffer instead of mapping it."""
     return len(plan.buffers) == 1 and plan.buffers[0] <= MAX_COPIED_BYTES
 
 
@@ -254,5 +235,5 @@ def _engine_client(target: Any, server: ServerClient | None, drain: Drain) -> En
     return RayEngine(target, drain) if is_ray_actor(target) else LlmEngine(target)
 
 
-def _ignore_progress(done: int, total: int) -> None:
-    """Nobody wants to know."""
+def _ignore(*_: object) -> None:
+    """For callbacks that were not given."""

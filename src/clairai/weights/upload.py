@@ -1,7 +1,7 @@
-"""Takes a safetensors file in pieces, as a network brings it; gives a full buffer of a plan.
+"""Weights that come over HTTP: one safetensors file for each buffer of a plan.
 
-The plan says beforehand which tensors come, in which order and how many bytes: what is otherwise
-is refused at the first byte that is, and nothing is kept but the buffer itself.
+Runs in: the API server, for trainers that cannot reach the engine's socket. It passes full buffers
+on through that socket, and the worker checks them like any sender's.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _METADATA: Final = "__metadata__"
 
 
 class HeaderEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A tensor in the head of a safetensors file."""
+    """A tensor in the header of a safetensors file."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -37,7 +37,7 @@ _ENTRY_DECODER: Final = msgspec.json.Decoder(HeaderEntry)
 
 
 def header_entries(tensors: Sequence[PlannedTensor]) -> dict[str, HeaderEntry]:
-    """One after the other, in the order of the plan, as safetensors wants them."""
+    """The header of a file that holds these tensors in this order, without gaps."""
     found: dict[str, HeaderEntry] = {}
     end = 0
     for tensor in tensors:
@@ -47,14 +47,18 @@ def header_entries(tensors: Sequence[PlannedTensor]) -> dict[str, HeaderEntry]:
 
 
 def safetensors_header(tensors: Sequence[PlannedTensor]) -> bytes:
-    """All of a safetensors file that comes before the numbers."""
+    """Encode everything in a safetensors file that comes before the numbers."""
     raw = msgspec.json.encode(header_entries(tensors))
     raw += b" " * (-len(raw) % _LENGTH.size)
     return _LENGTH.pack(len(raw)) + raw
 
 
 class SafetensorsUpload:
-    """Feed it the file; `finish` gives the buffer, sealed."""
+    """Receives a file in pieces into a buffer of the plan.
+
+    The plan says which tensors come, in which order: the first byte that differs is refused, and
+    nothing is kept but the buffer.
+    """
 
     def __init__(self, index: int, tensors: Sequence[PlannedTensor], nbytes: int) -> None:
         self._what = f"the file of buffer {index}"
@@ -62,53 +66,53 @@ class SafetensorsUpload:
         self.nbytes = nbytes
         self._buffer = HostBuffer(nbytes)
         self._view: memoryview | None = self._buffer.view
-        self._head = bytearray()
-        self._is_in_head = True
-        self._rooms: Iterator[memoryview] = (self._room(tensor) for tensor in self._tensors)
-        self._room_left = memoryview(b"")
+        self._header = bytearray()
+        self._is_in_header = True
+        self._places: Iterator[memoryview] = (self._view_of(tensor) for tensor in self._tensors)
+        self._place = memoryview(b"")
 
     def feed(self, piece: bytes) -> None:
         rest = memoryview(piece)
-        if self._is_in_head:
-            rest = self._take_head(rest)
+        if self._is_in_header:
+            rest = self._take_header(rest)
         while rest:
-            self._next_room()
-            count = min(len(rest), len(self._room_left))
-            self._room_left[:count] = rest[:count]
-            self._room_left, rest = self._room_left[count:], rest[count:]
+            self._next_place()
+            count = min(len(rest), len(self._place))
+            self._place[:count] = rest[:count]
+            self._place, rest = self._place[count:], rest[count:]
 
     def finish(self) -> HostBuffer:
-        """The buffer, which is the caller's now; WeightsError if bytes are missing."""
-        missing = len(self._room_left) + sum(map(len, self._rooms))
-        if self._is_in_head or missing:
+        """Seal the buffer and return it; WeightsError if bytes are missing."""
+        missing = len(self._place) + sum(map(len, self._places))
+        if self._is_in_header or missing:
             raise WeightsError(f"{self._what} ends {missing} bytes of numbers early; send it again")
         self._release()
         self._buffer.seal()
         return self._buffer
 
     def close(self) -> None:
-        """Let go of what has come; also after finish, when the buffer has been handed on."""
+        """Free the buffer, also after `finish`."""
         self._release()
         self._buffer.close()
 
-    def _take_head(self, piece: memoryview) -> memoryview:
-        """What comes after the head; nothing while it is not whole."""
-        self._head += piece
-        if len(self._head) < _LENGTH.size:
+    def _take_header(self, piece: memoryview) -> memoryview:
+        """Collect the header; return the bytes that follow it, or none."""
+        self._header += piece
+        if len(self._header) < _LENGTH.size:
             return memoryview(b"")
-        (nbytes,) = _LENGTH.unpack_from(self._head)
+        (nbytes,) = _LENGTH.unpack_from(self._header)
         if nbytes > MAX_UPLOAD_HEADER_BYTES:
             raise WeightsError(
-                f"{self._what} has a head of {nbytes} bytes, may have {MAX_UPLOAD_HEADER_BYTES}; "
+                f"{self._what} has a header of {nbytes} bytes, may have {MAX_UPLOAD_HEADER_BYTES}; "
                 "send less at once"
             )
         end = _LENGTH.size + nbytes
-        if len(self._head) < end:
+        if len(self._header) < end:
             return memoryview(b"")
-        self._check(bytes(self._head[_LENGTH.size : end]))
-        rest = bytes(self._head[end:])
-        self._head.clear()
-        self._is_in_head = False
+        self._check(bytes(self._header[_LENGTH.size : end]))
+        rest = bytes(self._header[end:])
+        self._header.clear()
+        self._is_in_header = False
         return memoryview(rest)
 
     def _check(self, raw: bytes) -> None:
@@ -126,53 +130,44 @@ class SafetensorsUpload:
                 f"use the Sender"
             )
 
-    def _next_room(self) -> None:
-        while not self._room_left:
-            room = next(self._rooms, None)
-            if room is None:
+    def _next_place(self) -> None:
+        while not self._place:
+            place = next(self._places, None)
+            if place is None:
                 raise WeightsError(f"{self._what} goes on after its last tensor; send it again")
-            self._room_left = room
+            self._place = place
 
-    def _room(self, tensor: PlannedTensor) -> memoryview:
+    def _view_of(self, tensor: PlannedTensor) -> memoryview:
         assert self._view is not None
         return self._view[tensor.offset : tensor.offset + tensor.nbytes]
 
     def _release(self) -> None:
-        """Nobody may hold the pages when they are sealed."""
-        self._room_left.release()
+        """Drop all views: no view may be held when the memory is sealed."""
+        self._place.release()
         if self._view is not None:
             self._view.release()
             self._view = None
 
 
-# MERGED
-# Takes a plan that came over HTTP and its buffers; gives them to the engine's socket, as a
-# sender.
-#
-# For a trainer that cannot reach that socket: on another machine, or another user. It runs beside
-# the
-# engine, in the API server's process; the worker checks what it brings as it checks everybody's.
-
-
 class UploadRelay:
-    """One hand-over at a time; its calls wait, so they belong on a thread."""
+    """Passes one transfer at a time to the engine; its calls block."""
 
     def __init__(self) -> None:
         self._plan: Manifest | None = None
         self._folder: Path | None = None
-        self._port: BufferClient | None = None
+        self._client: BufferClient | None = None
 
     @property
     def transfer(self) -> str | None:
-        """Which hand-over is expected, or on its way."""
+        """The transfer that is expected, or on its way."""
         return None if self._plan is None else self._plan.transfer
 
     def expect(self, plan: Manifest, folder: Path) -> None:
-        """The engine has taken this plan; `folder` is where its socket is."""
+        """Expect the buffers of a plan that the engine accepted; `folder` has its socket."""
         self._plan, self._folder = plan, folder
 
-    def spool(self, transfer: str, index: int) -> SafetensorsUpload:
-        """Room for a buffer of the plan; WeightsError for any other."""
+    def begin_upload(self, transfer: str, index: int) -> SafetensorsUpload:
+        """Begin the upload of a buffer of the plan; WeightsError for any other."""
         plan = self._plan
         if plan is None or plan.transfer != transfer:
             raise WeightsError(
@@ -186,18 +181,18 @@ class UploadRelay:
         tensors = [tensor for tensor in plan.tensors if tensor.buffer == index]
         return SafetensorsUpload(index, tensors, plan.buffers[index])
 
-    def deliver(self, index: int, spool: SafetensorsUpload) -> None:
-        """Hand a full buffer over; returns once the engine has read it."""
+    def deliver(self, index: int, upload: SafetensorsUpload) -> None:
+        """Pass a full buffer on; returns once the engine has read it."""
         assert self._plan is not None
         assert self._folder is not None
-        if self._port is None:
-            self._port = BufferClient(self._folder, self._plan.epoch)
-        buffer = spool.finish()
+        if self._client is None:
+            self._client = BufferClient(self._folder, self._plan.epoch)
+        buffer = upload.finish()
         offer = BufferOffer(self._plan.transfer, index, buffer.nbytes, "host")
-        self._port.offer(offer, buffer.fds)
+        self._client.offer(offer, buffer.fds)
 
     def forget(self) -> None:
-        """Give the hand-over up, or end it: the engine lets go of what it still has of it."""
-        port, self._port, self._plan = self._port, None, None
-        if port is not None:
-            port.close()
+        """End or abandon the transfer: the engine releases what it still holds of it."""
+        client, self._client, self._plan = self._client, None, None
+        if client is not None:
+            client.close()

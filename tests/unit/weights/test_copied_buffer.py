@@ -73,8 +73,7 @@ def test_what_a_sender_writes_after_it_was_read_changes_nothing(
 
     def overwritten(self: LlmEngine, manifest: bytes) -> Any:
         assert sender is not None
-        assert sender._shelf is not None
-        sender._shelf.view(1 << 20)[:] = 0xA5
+        sender._shared._buffer.view(1 << 20)[:] = 0xA5
         return commit(self, manifest)
 
     monkeypatch.setattr(LlmEngine, "commit", overwritten)
@@ -120,7 +119,7 @@ def test_an_engine_that_was_started_anew_is_found(tmp_path: Path) -> None:
         sender = Sender(first, runtime_dir=str(tmp_path))
         sender.send(weights(1))
     with engine(tmp_path) as second:
-        sender._way = LlmEngine(second)
+        sender._engine = LlmEngine(second)
         sender.send(weights(2))
         assert is_serving(second, 2)
 

@@ -164,5 +164,5 @@ def test_without_ray_it_is_said(
     llm: ToyLlm, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delitem(sys.modules, "ray", raising=False)
-    with pytest.raises(UnsupportedError, match="imported ray"):
+    with pytest.raises(UnsupportedError, match="ray is not imported"):
         Sender(Actor(llm), runtime_dir=str(tmp_path)).send(weights(1))

@@ -91,7 +91,7 @@ def test_the_engine_has_the_digest_of_what_came_whichever_way(
     new = {f"probe::{name}": row for name, row in zip("abcd", rows(), strict=True)}
     lent = sender.send(new)
     assert "PlanWeights" not in kinds(llm)
-    sender._may_lend = False
+    sender._shared.is_readable = False
     brought = sender.send(new)
     assert "PlanWeights" in kinds(llm)
     assert lent.digest == brought.digest
@@ -156,8 +156,7 @@ def test_what_a_sender_writes_later_changes_nothing(
     step_publisher: StepPublisher, sender: Sender
 ) -> None:
     sender.send(bank(step_publisher.columns.names, rows()))
-    assert sender._shelf is not None
-    sender._shelf.view(1 << 20)[:] = 0xA5
+    sender._shared._buffer.view(1 << 20)[:] = 0xA5
     assert held(step_publisher) == rows().tolist()
 
 
@@ -218,7 +217,7 @@ def test_an_engine_that_was_started_anew_is_found(
     sender.send(bank(step_publisher.columns.names, rows()))
     llm.intake.close()
     with engine(tmp_path, step_publisher) as second:
-        sender._way = LlmEngine(second)
+        sender._engine = LlmEngine(second)
         sender.send(bank(step_publisher.columns.names, 2 * rows()))
         assert held(step_publisher) == (2 * rows()).tolist()
 

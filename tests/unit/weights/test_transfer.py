@@ -237,7 +237,7 @@ def _die_half_way(folder: str, epoch: str, pipe: Any) -> None:
 
     from clairai.weights.manifest import encode_manifest
     from clairai.weights.pack import HostPacker, open_sources
-    from clairai.weights.transport import SocketTransport
+    from clairai.weights.transport import HostTransport
     from tests.support.weights import plan
 
     with BufferClient(Path(folder), epoch) as port:
@@ -245,7 +245,7 @@ def _die_half_way(folder: str, epoch: str, pipe: Any) -> None:
         pipe.send_bytes(encode_manifest(made))
         pipe.recv()
         packed = HostPacker(open_sources(weights(9), ExitStack()), made).pack(0)
-        SocketTransport(port).carry(made, 0, packed)
+        HostTransport(port, "a test")._deliver(made, 0, packed)
         pipe.send("one buffer is over")
         time.sleep(60)
 

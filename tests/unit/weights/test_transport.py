@@ -12,12 +12,12 @@ import torch
 from clairai.errors import EngineGoneError, WeightsError
 from clairai.library.http_client import ServerClient
 from clairai.weights.manifest import CPU
-from clairai.weights.pack import CPU_DEVICE, TensorSource, TensorSpec
+from clairai.weights.pack import TensorSource, TensorSpec
 from clairai.weights.socket_client import BufferClient
 from clairai.weights.transport import (
-    ChosenTransport,
+    HostTransport,
     HttpTransport,
-    SocketTransport,
+    Transport,
     TransportChooser,
     choose_memory,
 )
@@ -30,10 +30,8 @@ SERVER = ServerClient("http://127.0.0.1:1")
 
 
 def on(*devices: str) -> list[TensorSource]:
-    described = TensorSpec("w", "F32", (1,))
-    return [
-        TensorSource(described, torch.device(device), lambda: torch.zeros(1)) for device in devices
-    ]
+    spec = TensorSpec("w", "F32", (1,))
+    return [TensorSource(spec, torch.device(device), lambda: torch.zeros(1)) for device in devices]
 
 
 @pytest.fixture
@@ -46,12 +44,12 @@ def state(llm: ToyLlm, device: str = CPU) -> WeightsState:
     return WeightsState(0, "", "", llm.epoch, device, 1)
 
 
-def route(llm: ToyLlm, folder: Path, found: list[TensorSource], **given: Any) -> ChosenTransport:
+def choose(llm: ToyLlm, folder: Path, found: list[TensorSource], **given: Any) -> Transport:
     """Closed again; what was chosen is still known."""
     device = given.pop("device", CPU)
     asked = {"server": SERVER, "runtime_dir": str(folder), "through": "auto", **given}
-    made = TransportChooser(**asked).route(found, state(llm, device))
-    made.carrier.close()
+    made = TransportChooser(**asked).choose(found, state(llm, device))
+    made.close()
     return made
 
 
@@ -78,16 +76,16 @@ def test_the_shortest_way_is_taken_and_said(
 
 
 def test_on_one_machine_it_is_the_socket(llm: ToyLlm, tmp_path: Path) -> None:
-    made = route(llm, tmp_path, on("cpu"))
-    assert (made.home, made.device, made.why) == ("host", CPU_DEVICE, "the engine has no GPU")
-    assert isinstance(made.carrier, SocketTransport)
+    made = choose(llm, tmp_path, on("cpu"))
+    assert (made.kind, made.reason) == ("host", "the engine has no GPU")
+    assert isinstance(made, HostTransport)
 
 
 def test_where_the_socket_is_not_it_is_http(llm: ToyLlm, tmp_path: Path) -> None:
-    made = route(llm, tmp_path / "elsewhere", on("cpu"))
-    assert (made.home, made.device) == ("http", CPU_DEVICE)
-    assert "socket is not here" in made.why
-    assert isinstance(made.carrier, HttpTransport)
+    made = choose(llm, tmp_path / "elsewhere", on("cpu"))
+    assert made.kind == "http"
+    assert "socket is not here" in made.reason
+    assert isinstance(made, HttpTransport)
 
 
 def test_a_way_that_is_asked_for_is_taken_though_there_is_a_shorter_one(
@@ -96,20 +94,20 @@ def test_a_way_that_is_asked_for_is_taken_though_there_is_a_shorter_one(
     install(monkeypatch)
     monkeypatch.setattr(BufferClient, "is_same_process", False)
     gpu = {"device": FIRST}
-    assert route(llm, tmp_path, on("cuda:0"), **gpu).home == "device"
-    assert route(llm, tmp_path, on("cuda:0"), through="device", **gpu).home == "device"
+    assert choose(llm, tmp_path, on("cuda:0"), **gpu).kind == "device"
+    assert choose(llm, tmp_path, on("cuda:0"), through="device", **gpu).kind == "device"
     for through in ("host", "http"):
-        made = route(llm, tmp_path, on("cuda:0"), through=through, **gpu)
-        assert (made.home, made.device, made.why) == (through, CPU_DEVICE, "it was asked for")
+        made = choose(llm, tmp_path, on("cuda:0"), through=through, **gpu)
+        assert (made.kind, made.reason) == (through, "it was asked for")
 
 
 def test_an_engine_in_this_process_opens_no_handle(
     llm: ToyLlm, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     install(monkeypatch)
-    made = route(llm, tmp_path, on("cuda:0"), device=FIRST)
-    assert made.home == "host"
-    assert "in this process" in made.why
+    made = choose(llm, tmp_path, on("cuda:0"), device=FIRST)
+    assert made.kind == "host"
+    assert "in this process" in made.reason
 
 
 @pytest.mark.parametrize(
@@ -127,5 +125,5 @@ def test_a_way_that_cannot_be_is_refused_and_no_other_is_taken(
 ) -> None:
     folder = tmp_path / "elsewhere" if elsewhere else tmp_path
     with pytest.raises(kind, match=reason):
-        route(llm, folder, on("cpu"), **given)
+        choose(llm, folder, on("cpu"), **given)
     BufferClient(tmp_path, llm.epoch).close()  # whoever was refused holds the socket no more
