@@ -21,7 +21,7 @@ from bench.gpu_mute import SilentNorm
 from clairai.engine.score.norm_kernel import FusedNorm
 from clairai.engine.steer.steer_tables import SteerTables
 from clairai.engine.steer.steering_plan import PlanAction, PlanGate, PlanRow, SteeringPlan
-from clairai.engine.steer.worker_steering import ProgramMap
+from clairai.engine.steer.worker_steering import WorkerSteering
 from clairai.engine.step import StepBatch
 from clairai.fields.ranges import OPEN_END
 from tests.support.random_plans import row
@@ -115,23 +115,23 @@ def _steered(tables: SteerTables) -> Chain:
     return chain
 
 
-def _steering() -> tuple[ProgramMap, SteerTables]:
+def _steering() -> tuple[WorkerSteering, SteerTables]:
     tables = SteerTables(
-        SITES, width=WIDTH, max_tokens=512, seats=8, rows=128, programs=1024, vocabulary=64,
+        SITES, width=WIDTH, max_tokens=512, gate_slots=8, rows=128, programs=1024, vocabulary=64,
         device="cuda:0", dtype=torch.bfloat16,
     )  # fmt: skip
     tables.use_token_ids(torch.zeros(512, dtype=torch.int32, device="cuda"))
-    steering = ProgramMap(tables, {site: site for site in SITES})
+    steering = WorkerSteering(tables, {site: site for site in SITES})
     rows = tuple(_row(site, seed) for seed, site in enumerate(SITES))
     gate = PlanGate("toy", _row("s0", 99), 0.0, "none", -1e9)
     always: Any = ((0, OPEN_END),)
     for index in range(256):
         scale = 0.01 * (index + 1)
-        steering.open(
+        steering.add(
             f"vector{index}", SteeringPlan((PlanAction("v", "", "add", rows, scale, always),))
         )
         gated = PlanAction("v", "", "add", rows[16:], scale, always, gate=0)
-        steering.open(f"gate{index}", SteeringPlan((gated,), (gate,)))
+        steering.add(f"gate{index}", SteeringPlan((gated,), (gate,)))
     return steering, tables
 
 

@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 
 from clairai.engine.steer.steer_tables import SteerTables
 from clairai.engine.steer.steering_plan import PlanAction, PlanRow, SteeringPlan
-from clairai.engine.steer.worker_steering import ProgramMap
+from clairai.engine.steer.worker_steering import WorkerSteering
 from clairai.engine.step import StepBatch
 from clairai.fields.ranges import OPEN_END
 
@@ -71,12 +71,12 @@ def _measured(
     return sized | {"requests": num_requests} | times
 
 
-def _steering() -> ProgramMap:
+def _steering() -> WorkerSteering:
     tables = SteerTables(
-        POINTS, width=WIDTH, max_tokens=MAX_TOKENS, seats=8, rows=1024, programs=1024,
+        POINTS, width=WIDTH, max_tokens=MAX_TOKENS, gate_slots=8, rows=1024, programs=1024,
         vocabulary=8, device="cpu",
     )  # fmt: skip
-    return ProgramMap(tables, {point: point for point in POINTS})
+    return WorkerSteering(tables, {point: point for point in POINTS})
 
 
 def _decode(num_requests: int, choose: Choose) -> Iterator[float]:
@@ -99,7 +99,7 @@ def _mixed(num_requests: int, choose: Choose) -> Iterator[float]:
     while True:
         begin = time.thread_time()
         while len(live) > num_requests - 2:
-            steering.close(live.popleft()[0])
+            steering.remove(live.popleft()[0])
         for _ in range(2):
             live.append((f"request-{number}", step))
             _open(steering, live[-1][0], choose(number))
@@ -113,13 +113,13 @@ def _mixed(num_requests: int, choose: Choose) -> Iterator[float]:
         yield spent + _place(steering, req_ids, counts_R, starts_R)
 
 
-def _open(steering: ProgramMap, req_id: str, plan: SteeringPlan | None) -> None:
+def _open(steering: WorkerSteering, req_id: str, plan: SteeringPlan | None) -> None:
     if plan is not None:
-        steering.open(req_id, plan)
+        steering.add(req_id, plan)
 
 
 def _place(
-    steering: ProgramMap,
+    steering: WorkerSteering,
     req_ids: list[str],
     counts_R: NDArray[np.int32],
     starts_R: NDArray[np.int32],

@@ -135,7 +135,7 @@ def tap_tables() -> ScoreTables:
 
 def steer_tables() -> SteerTables:
     return SteerTables(
-        ["a", "b"], width=4096, max_tokens=8192, seats=256, rows=1024, programs=256,
+        ["a", "b"], width=4096, max_tokens=8192, gate_slots=256, rows=1024, programs=256,
         vocabulary=32000, device="cuda:0", dtype=torch.bfloat16,
     )  # fmt: skip
 

@@ -14,7 +14,7 @@ from clairai.engine.score.fused_norm import FusedNormSite
 from clairai.engine.score.norm_kernel import FusedNorm, norm_twin
 from clairai.engine.score.stash_kernel import StashScorer
 from clairai.engine.steer.steer_twin import steer_twin
-from clairai.engine.steer.worker_steering import ProgramMap
+from clairai.engine.steer.worker_steering import WorkerSteering
 from clairai.engine.step import StepBatch
 from tests.gpu.test_kernels import bank, rows, twin
 from tests.gpu.test_kernels import tables as score_tables
@@ -54,9 +54,9 @@ def test_it_is_vllms_norm_and_the_stream_has_equal_bits(width: int, dtype: str) 
 def test_it_steers_as_the_twin_does_and_leaves_others_their_bits(dtype: str) -> None:
     width = 4096
     held = steer_tables(width, dtype)
-    steering = ProgramMap(held, {f"s{index}": f"s{index}" for index in range(NUM_SITES)})
+    steering = WorkerSteering(held, {f"s{index}": f"s{index}" for index in range(NUM_SITES)})
     for number in range(3):
-        steering.open(f"r{number}", plan(width, number))
+        steering.add(f"r{number}", plan(width, number))
     counts = np.array([1, 300, 7, 64], np.int32)
     names = ["r0", "plain", "r1", "r2"]
     steering.place(StepBatch(names, counts, np.zeros(4, np.int32)))

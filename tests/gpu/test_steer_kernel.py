@@ -12,7 +12,7 @@ import torch
 from clairai.engine.steer.steer_tables import SteerTables
 from clairai.engine.steer.steer_twin import steer_twin
 from clairai.engine.steer.steering_plan import PlanAction, PlanGate, PlanRow, SteeringPlan
-from clairai.engine.steer.worker_steering import ProgramMap
+from clairai.engine.steer.worker_steering import WorkerSteering
 from clairai.engine.step import StepBatch
 from clairai.fields.ranges import OPEN_END
 from tests.support.random_plans import row
@@ -40,8 +40,9 @@ def test_the_drill_is_right_for_many_courses() -> None:
 
 def tables(width: int, dtype: str) -> SteerTables:
     return SteerTables(
-        [f"s{index}" for index in range(NUM_SITES)], width=width, max_tokens=MAX_TOKENS, seats=8,
-        rows=128, programs=16, vocabulary=64, device="cuda:0", dtype=getattr(torch, dtype),
+        [f"s{index}" for index in range(NUM_SITES)], width=width, max_tokens=MAX_TOKENS,
+        gate_slots=8, rows=128, programs=16, vocabulary=64, device="cuda:0",
+        dtype=getattr(torch, dtype),
     )  # fmt: skip
 
 
@@ -72,9 +73,9 @@ def forward(held: SteerTables, streams: torch.Tensor) -> None:
 @pytest.mark.parametrize("width", [576, 4096, 8192])
 def test_the_kernel_equals_its_twin_at_the_sizes_of_real_models(width: int, dtype: str) -> None:
     held = tables(width, dtype)
-    steering = ProgramMap(held, {f"s{index}": f"s{index}" for index in range(NUM_SITES)})
+    steering = WorkerSteering(held, {f"s{index}": f"s{index}" for index in range(NUM_SITES)})
     for number in range(4):
-        steering.open(f"r{number}", plan(width, number))
+        steering.add(f"r{number}", plan(width, number))
     for counts in ([1, 1, 1, 1], [300, 7, 1, 64]):
         names, starts_R = [f"r{number}" for number in range(4)], np.zeros(4, np.int32)
         steering.place(StepBatch(names, np.array(counts, np.int32), starts_R))
@@ -96,7 +97,7 @@ def test_a_captured_graph_follows_the_map_and_the_programs() -> None:
     width, num_tokens = 576, 16
     held, eager = tables(width, "bfloat16"), tables(width, "bfloat16")
     sites = {f"s{index}": f"s{index}" for index in range(NUM_SITES)}
-    steerings = ProgramMap(held, sites), ProgramMap(eager, sites)
+    steerings = WorkerSteering(held, sites), WorkerSteering(eager, sites)
     given = torch.randn(NUM_SITES, 2, num_tokens, width, device="cuda", dtype=torch.bfloat16)
     streams = given.clone()
     forward(held, streams)  # compiled before the capture
@@ -107,7 +108,7 @@ def test_a_captured_graph_follows_the_map_and_the_programs() -> None:
         names = [f"r{number - place}" for place in range(len(counts))]
         batch = StepBatch(names, np.array(counts, np.int32), np.full(len(counts), number, np.int32))
         for steering in steerings:
-            steering.open(f"r{number}", plan(width, number))
+            steering.add(f"r{number}", plan(width, number))
             steering.place(batch)
         streams.copy_(given)
         graph.replay()
@@ -122,9 +123,9 @@ def test_a_captured_graph_follows_the_map_and_the_programs() -> None:
 def test_a_map_sent_for_the_next_step_does_not_reach_the_one_under_way() -> None:
     """The host runs ahead: what it sends is ordered behind the forward it had launched before."""
     held = tables(4096, "bfloat16")
-    steering = ProgramMap(held, {"s0": "s0"})
+    steering = WorkerSteering(held, {"s0": "s0"})
     added = row("s0", np.ones(4096))
-    steering.open("r", SteeringPlan((PlanAction("v", "", "add", (added,), 1.0, ALWAYS),)))
+    steering.add("r", SteeringPlan((PlanAction("v", "", "add", (added,), 1.0, ALWAYS),)))
     site = held.site("s0")
     rows = torch.zeros(400, 64, 4096, device="cuda", dtype=torch.bfloat16)
     for number in range(400):

@@ -18,7 +18,7 @@ from clairai.engine.steer.steer_kernel import SteerLauncher
 from clairai.engine.steer.steer_tables import SteerFunction, SteerTables
 from clairai.engine.steer.steer_twin import steer_twin
 from clairai.engine.steer.steering_plan import PlanAction, PlanGate, SteeringPlan
-from clairai.engine.steer.worker_steering import ProgramMap
+from clairai.engine.steer.worker_steering import WorkerSteering
 from clairai.fields.ranges import OPEN_END
 from tests.kernels.planting import planted
 from tests.support.random_plans import WIDTH, courses_of_one_program, random_plan, row
@@ -80,11 +80,11 @@ def wide(width: int, dtype: torch.dtype, steer: SteerFunction) -> SteerTables:
     )
     gate = PlanGate("toy", made[4], 0.1, "sigmoid", 0.5, sharpness=3.0)
     tables = SteerTables(
-        ["s"], width=width, max_tokens=8, seats=1, rows=8, programs=2, vocabulary=4,
+        ["s"], width=width, max_tokens=8, gate_slots=1, rows=8, programs=2, vocabulary=4,
         device="cpu", dtype=dtype,
     )  # fmt: skip
     tables.steer = steer
-    ProgramMap(tables, {"p": "s"}).open("r", SteeringPlan(actions, (gate,)))
+    WorkerSteering(tables, {"p": "s"}).add("r", SteeringPlan(actions, (gate,)))
     tables.map_T4[1:5, 0] = 1
     tables.num_mapped = 5
     return tables
@@ -122,7 +122,7 @@ def test_indices_outside_of_the_tables_steer_nothing() -> None:
     tables = wide(70, torch.float32, SteerLauncher(70))
     x_TD = torch.ones(6, 70)
     tables.map_T4[1:5, 0] = torch.tensor([-1, 3, 10**9, -(10**9)])
-    tables.map_T4[1, 1:] = torch.tensor([5, 10**9, 1])  # a seat that is none
+    tables.map_T4[1, 1:] = torch.tensor([5, 10**9, 1])  # no such gate slot
     tables.site("s").apply(x_TD, None)
     assert torch.equal(x_TD, torch.ones(6, 70))
     tables.map_T4[1:5] = torch.tensor([1, 0, 0, 0])
@@ -145,14 +145,14 @@ def test_a_run_that_goes_beyond_the_forward_ends_with_it() -> None:
 def test_an_empty_forward_is_no_launch_and_rows_that_lie_across_are_refused() -> None:
     site = wide(70, torch.float32, SteerLauncher(70)).site("s")
     site.apply(torch.zeros(0, 70), None)
-    with pytest.raises(ValueError, match="in steps of more than one"):
+    with pytest.raises(ValueError, match="stride 1"):
         site.apply(torch.zeros(70, 3).T, None)
 
 
 PLANTED = {
     "x is not zeroed": ("steered_D = tl.zeros_like(steered_D)", "pass"),
     "no row walks": ("tl.minimum(run, tl.num_programs(0) - first), 1)", "1, 1)"),
-    "the seat of row 0": ("seat = tl.load(entry_ptr + 2)", "seat = tl.load(map_ptr + 2)"),
+    "the gate slot of row 0": ("slot = tl.load(entry_ptr + 2)", "slot = tl.load(map_ptr + 2)"),
     "never fresh": ("tl.load(entry_ptr + 3) == 0, reads, 0)", "run != 0, reads, 0)"),
     "a walk one too short": ("in range(count):", "in range(count - (count > 1)):"),
     "nothing is remembered": ("advanced = tl.where(run > 0, reads, 0)", "advanced = reads * 0"),
@@ -161,7 +161,7 @@ PLANTED = {
     "special tokens are steered": ("tl.where(is_skipped, 0.0, amount)", "amount"),
     "an op too few": ("in range(num_ops):", "in range(num_ops - (num_ops > 1)):"),
     "a closed latch": ("((flags & IS_LATCHED) != 0) | is_held", "is_held"),
-    "a gate of another token": ("gates_ptr + far * NUM_GATES", "gates_ptr"),
+    "a gate of another token": ("gates_ptr + row_64 * NUM_GATES", "gates_ptr"),
 }  # fmt: skip
 SEED = 0
 
@@ -189,7 +189,7 @@ def _is_walked(steer: SteerFunction) -> bool:
 
 
 def _is_alone(steer: SteerFunction) -> bool:
-    """A row that has a program, and no seat."""
+    """A row that has a program, and no gate slot."""
     tables = wide(70, torch.float32, steer)
     tables.map_T4[:] = 0
     tables.map_T4[2, 0] = 1

@@ -13,7 +13,7 @@ import torch
 
 from clairai.engine.steer.steer_tables import SteerTables
 from clairai.engine.steer.steering_plan import SteeringPlan
-from clairai.engine.steer.worker_steering import ProgramMap
+from clairai.engine.steer.worker_steering import WorkerSteering
 from clairai.engine.step import StepBatch
 from tests.support.random_plans import (
     SITE_OF,
@@ -66,7 +66,7 @@ class Seen:
 class ToyFleet:
     """Drives Steering and the sites as a model runner does, padded rows included."""
 
-    def __init__(self, tables: SteerTables, steering: ProgramMap) -> None:
+    def __init__(self, tables: SteerTables, steering: WorkerSteering) -> None:
         self.tables, self.steering = tables, steering
         self.live: dict[str, Request] = {}
         self._token_ids_T = torch.zeros(MAX_TOKENS, dtype=torch.int32, device=tables.device)
@@ -76,18 +76,18 @@ class ToyFleet:
     def open(self, req_id: str, request: Request) -> None:
         self.live[req_id] = request
         if request.plan is not None:
-            self.steering.open(req_id, request.plan)
+            self.steering.add(req_id, request.plan)
 
     def close(self, req_id: str) -> None:
         del self.live[req_id]
-        self.steering.close(req_id)
+        self.steering.remove(req_id)
 
     def preempt(self, req_id: str) -> None:
         """It comes back as one that is new to the runner, and begins again."""
         request = self.live[req_id]
         request.next_position = 0
         if request.plan is not None:
-            self.steering.open(req_id, request.plan)
+            self.steering.add(req_id, request.plan)
 
     def place(self, counts: dict[str, int]) -> list[tuple[Request, int]]:
         """Lay out a step; gives whose each row is, and its position."""
@@ -146,10 +146,10 @@ def _expected(request: Request, position: int, rows: dict[str, Float]) -> dict[s
 def fleet(dtype: torch.dtype = torch.float32, device: str = "cpu") -> ToyFleet:
     """With room for what four requests can need, and no more: others' rows must make way."""
     tables = SteerTables(
-        SITES, width=WIDTH, max_tokens=MAX_TOKENS, seats=4, rows=48, programs=64,
+        SITES, width=WIDTH, max_tokens=MAX_TOKENS, gate_slots=4, rows=48, programs=64,
         vocabulary=VOCABULARY, device=device, dtype=dtype,
     )  # fmt: skip
-    return ToyFleet(tables, ProgramMap(tables, SITE_OF))
+    return ToyFleet(tables, WorkerSteering(tables, SITE_OF))
 
 
 def random_history(

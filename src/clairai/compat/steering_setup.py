@@ -15,7 +15,7 @@ from clairai.compat.model_ops import attach_steering
 from clairai.compat.model_sites import Sites
 from clairai.engine.score.fused_norm import FusedNormSite
 from clairai.engine.steer.steer_tables import SteerTables
-from clairai.engine.steer.worker_steering import ProgramMap, WorkerSteering
+from clairai.engine.steer.worker_steering import WorkerSteering
 from clairai.settings import Settings
 
 
@@ -34,7 +34,7 @@ def make_steering(
             named[key] = tables.site(name)
             attach_steering(sites.modules[name], key)
     site_of = {str(point): site for point, site in sites.site_of.items() if site in tables.sites}
-    return tables, WorkerSteering(ProgramMap(tables, site_of))
+    return tables, WorkerSteering(tables, site_of)
 
 
 def _make_tables(worker: Any, settings: Settings, names: Sequence[str], width: int) -> SteerTables:
@@ -43,7 +43,7 @@ def _make_tables(worker: Any, settings: Settings, names: Sequence[str], width: i
         names,
         width=width,
         max_tokens=model_runner.max_num_tokens,
-        seats=count_gate_slots(config),
+        gate_slots=count_gate_slots(config),
         rows=settings.steer_rows,
         programs=settings.steer_programs,
         vocabulary=config.model_config.get_vocab_size(),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from clairai.engine.steer.worker_steering import WorkerSteering
 from clairai.engine.step import NewRequest, RequestMark
 from tests.support.capture_parts import order
 from tests.support.capture_rig import rig
@@ -14,8 +13,7 @@ def steered(name: str) -> NewRequest:
 
 
 def test_steering_rests_while_nobody_is_steered_and_the_map_says_so() -> None:
-    _, steering = made()
-    worker_steering = WorkerSteering(steering)
+    _, worker_steering = made()
     assert worker_steering.can_skip()
     worker_steering.begin([steered("a")], [])
     worker_steering.place(batch(a=(0, 1), b=(0, 1)))

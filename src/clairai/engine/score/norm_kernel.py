@@ -171,8 +171,8 @@ class FusedNorm:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         given, made = self._given(x_TD, residual_TD, weight_D)
         if len(x_TD):
-            told = tables.told(site)
-            norm_steered[(len(x_TD),)](*given, *self._kept, *told, **self._shape)
+            steering = tables.kernel_arguments(site)
+            norm_steered[(len(x_TD),)](*given, *self._kept, *steering, **self._shape)
         return made
 
     def _given(

@@ -1,6 +1,7 @@
-"""Takes a course and which of its actions act; gives a program: the ops of every site, as words.
+"""Compiles the active actions of a steering plan into a program: the ops of every site, as words.
 
-S = sites, O = ops of a program at a site, W = words of an op: see steer_tables.py.
+Runs in: the worker. S = sites, O = ops of a program at a site, W = words of an op (see
+steer_tables.py).
 """
 
 from __future__ import annotations
@@ -29,48 +30,41 @@ class ProgramWords:
 
 
 class ProgramAssembler:
-    """Knows where sites and vector rows are; puts ops into words."""
+    """Writes programs for the sites of one model."""
 
     def __init__(self, sites: Iterable[str], site_of: Mapping[str, str]) -> None:
-        """`site_of` says for each point which site it is; two points can be the same."""
+        """`site_of` names the site of each point; two points can share one."""
         index_of = {site: index for index, site in enumerate(sites)}
         self._site = {point: index_of[site] for point, site in site_of.items() if site in index_of}
         self._num_sites = len(index_of)
 
-    def site(self, row: PlanRow) -> int:
-        return self._site[row.point]
-
-    def program(
+    def assemble(
         self, plan: SteeringPlan, active: Iterable[int], row_index: Callable[[str], int]
     ) -> ProgramWords:
-        """Gates of a site come before all that acts there: they see the row as it arrives."""
+        """Gates of a site come before its actions: they read the row as it arrives."""
         words_SOW = np.zeros((self._num_sites, MAX_OPS, t.OP_WORDS), np.int32)
         num_ops_S = np.zeros(self._num_sites, np.int32)
         actions = [plan.actions[index] for index in active]
         ops = [
-            (action_gate.row, _gate_op(action_gate, action))
+            (plan.gates[action.gate].row, _gate_op(plan.gates[action.gate], action))
             for action in actions
-            if (action_gate := gate_of(plan, action)) is not None
+            if action.gate is not None
         ]
         ops += [(row, _action_op(action, row)) for action in actions for row in action.rows]
         for row, op in ops:
-            site = self.site(row)
+            site = self._site[row.point]
             words_SOW[site, num_ops_S[site]] = np.frombuffer(op, np.int32)
             words_SOW[site, num_ops_S[site], t.ROW] = row_index(row.digest)
             num_ops_S[site] += 1
         return ProgramWords(words_SOW, num_ops_S)
 
-    def reads(self, plan: SteeringPlan) -> NDArray[np.uint8]:
-        """Which stateful gates read at each site, one bit each."""
+    def stateful_gates(self, plan: SteeringPlan) -> NDArray[np.uint8]:
+        """The stateful gates that read at each site, one bit each."""
         reads_S = np.zeros(self._num_sites, np.uint8)
         for index, gate in enumerate(plan.gates):
             if gate.is_stateful:
-                reads_S[self.site(gate.row)] |= 1 << index
+                reads_S[self._site[gate.row.point]] |= 1 << index
         return reads_S
-
-
-def gate_of(plan: SteeringPlan, action: PlanAction) -> PlanGate | None:
-    return None if action.gate is None else plan.gates[action.gate]
 
 
 def _gate_op(gate: PlanGate, action: PlanAction) -> bytes:
@@ -90,12 +84,12 @@ def _action_op(action: PlanAction, row: PlanRow) -> bytes:
     low = -np.inf if action.low is None else action.low
     high = np.inf if action.high is None else action.high
     gate = t.NO_GATE if action.gate is None else action.gate
-    # Without a length it is not divided by: what would is refused at admission.
+    # A row of length 0 keeps 0: ops that divide by the length are refused at admission.
     return _pack_op(OP_KINDS[action.op], gate, flags, (action.scale, low, high, norm and 1 / norm))
 
 
 def _pack_op(kind: int, gate: int, flags: int, reals: tuple[float, float, float, float]) -> bytes:
-    """An op, but for its row."""
+    """An op without its vector row, which the caller fills in."""
     words = [0] * t.FIRST_REAL
     words[t.KIND], words[t.GATE], words[t.FLAGS] = kind, gate, flags
     return OP_STRUCT.pack(*words, *reals)

@@ -1,4 +1,8 @@
-"""Takes keys of rows and programs; gives each a place in a table of fixed size."""
+"""Keeps vector rows and programs in the device tables, shared by requests that steer alike.
+
+Runs in: the worker. Rows and programs are keyed by content. What no request uses any more stays
+cached until its slot is needed.
+"""
 
 from __future__ import annotations
 
@@ -24,18 +28,16 @@ Key = TypeVar("Key", bound=Hashable)
 
 @dataclass(frozen=True)
 class TakenSlot(Generic[Key]):
-    """Where something is; if it is new there, it is yet to be written."""
-
     index: int
-    is_new: bool = False
-    evicted: Key | None = None  # whose place it was until now
+    is_new: bool = False  # its contents are still to be written
+    evicted: Key | None = None  # the key that had the slot until now
 
 
 class SlotTable(Generic[Key]):
-    """What nobody uses keeps its place until that is needed; the longest unused goes first."""
+    """Gives keys slots of a table of fixed size; evicts the key that was unused for longest."""
 
     def __init__(self, what: str, first: int, number: int) -> None:
-        """`what` they are, for messages; places are `number` from `first` on."""
+        """`number` slots from `first` on; `what` they hold, for error messages."""
         self._what, self._number = what, number
         self._free = list(range(first + number - 1, first - 1, -1))
         self._index: dict[Key, int] = {}
@@ -46,7 +48,7 @@ class SlotTable(Generic[Key]):
         return self._index[key]
 
     def take(self, key: Key) -> TakenSlot[Key]:
-        """One more user of `key`."""
+        """Count one more user of `key`, and give it a slot if it has none."""
         index = self._index.get(key)
         if index is not None:
             self._unused.pop(key, None)
@@ -59,15 +61,15 @@ class SlotTable(Generic[Key]):
         self._users[key] = 1
         return TakenSlot(index, is_new=True, evicted=evicted)
 
-    def leave(self, key: Key) -> None:
-        """One user less."""
+    def release(self, key: Key) -> None:
+        """Count one user less; the last one leaves the key cached."""
         self._users[key] -= 1
         if not self._users[key]:
             del self._users[key]
             self._unused[key] = None
 
-    def forget(self, key: Key) -> None:
-        """If nobody uses it, its place is free."""
+    def drop(self, key: Key) -> None:
+        """Free the slot of a key that nobody uses."""
         if key in self._unused:
             del self._unused[key]
             self._free.append(self._index.pop(key))
@@ -75,34 +77,26 @@ class SlotTable(Generic[Key]):
     def _evict(self) -> Key:
         if not self._unused:
             raise RuntimeError(
-                f"all {self._number} {self._what} are in use; requests beyond that are to be "
-                f"refused at admission: please report this"
+                f"all {self._number} {self._what} are in use; requests beyond that should have "
+                f"been refused at admission: please report this"
             )
         key = next(iter(self._unused))
-        self.forget(key)
+        self.drop(key)
         return key
-
-
-# MERGED
-# Takes courses of requests; gives tracks, and holds in the tables what the courses need.
-#
-# Rows and programs are known by their content: requests that steer alike share them, and what
-# nobody
-# uses any more stays as a cache until its place is needed.
 
 
 @dataclass(frozen=True)
 class Schedule:
-    """A course, laid along the positions: from each edge up to the next, one program."""
+    """The program of every position of one request."""
 
-    edges: tuple[int, ...]  # the first is 0; the last, OPEN_END, has no program
-    programs: tuple[int, ...]
-    seat: int | None  # where its gates remember, if they do
+    edges: tuple[int, ...]  # where segments begin, from 0 on; the last is OPEN_END
+    programs: tuple[int, ...]  # of each segment; 0: nothing acts
+    gate_slot: int | None  # where its gates keep their state, if they have any
     keys: frozenset[bytes]
     digests: frozenset[str]
 
     def segment(self, position: int) -> tuple[int, int, int]:
-        """Program of a position, and where its segment begins and ends."""
+        """The program at a position, the segment's first position and one past its last."""
         index = bisect_right(self.edges, position) - 1
         return self.programs[index], self.edges[index], self.edges[index + 1]
 
@@ -114,80 +108,82 @@ class ProgramCache:
         self._tables = tables
         self._assembler = ProgramAssembler(tables.sites, site_of)
         self._rows: SlotTable[str] = SlotTable("rows of vectors", 0, len(tables.vectors_VD))
+        # Program 0 does nothing.
         self._programs: SlotTable[bytes] = SlotTable("programs", 1, len(tables.words_PSOW) - 1)
-        self._seats: SlotTable[str] = SlotTable("seats", 0, len(tables.state_ZG))
-        self._digests_of: dict[bytes, frozenset[str]] = {}  # rows of a program
-        self._keys_of: defaultdict[str, set[bytes]] = defaultdict(set)  # programs with a row
+        self._gate_slots: SlotTable[str] = SlotTable("gate slots", 0, len(tables.state_ZG))
+        self._digests_of: dict[bytes, frozenset[str]] = {}  # the rows of each program
+        self._keys_of: defaultdict[str, set[bytes]] = defaultdict(set)  # the programs of each row
 
     def load(self, req_id: str, plan: SteeringPlan) -> Schedule:
-        """Have all that this request will need in the tables, from the next forward on."""
+        """Put all that this request needs into the tables, in time for the next forward pass."""
         self._check_token_ids(plan)
         rows = {row.digest: row for row in _rows_of(plan)}
         self._load_rows(rows.values())
-        parts = split_segments(plan)
-        keys = program_keys(plan, parts)
-        lists = {key: active for key, (_, _, active) in zip(keys, parts, strict=True)}
-        for key, active in lists.items():
+        segments = split_segments(plan)
+        keys = program_keys(plan, segments)
+        active_of = {key: active for key, (_, _, active) in zip(keys, segments, strict=True)}
+        for key, active in active_of.items():
             self._load_program(key, plan, active)
-        edges, programs = _lay_out(parts, [self._programs[key] for key in keys])
-        seat = self._seat(req_id, plan) if plan.is_stateful else None
-        return Schedule(edges, programs, seat, frozenset(lists), frozenset(rows))
+        edges, programs = _lay_out(segments, [self._programs[key] for key in keys])
+        gate_slot = self._take_gate_slot(req_id, plan) if plan.is_stateful else None
+        return Schedule(edges, programs, gate_slot, frozenset(active_of), frozenset(rows))
 
-    def unload(self, req_id: str, track: Schedule) -> None:
-        for key in track.keys:
-            self._programs.leave(key)
-        for digest in track.digests:
-            self._rows.leave(digest)
-        if track.seat is not None:
-            self._seats.leave(req_id)
-            self._seats.forget(req_id)
+    def unload(self, req_id: str, schedule: Schedule) -> None:
+        for key in schedule.keys:
+            self._programs.release(key)
+        for digest in schedule.digests:
+            self._rows.release(digest)
+        if schedule.gate_slot is not None:
+            self._gate_slots.release(req_id)
+            self._gate_slots.drop(req_id)
 
     def _check_token_ids(self, plan: SteeringPlan) -> None:
         if self._tables.token_ids_T is not None:
             return
         if any(action.skips_special for action in plan.actions):
             raise RuntimeError(
-                "a course skips special tokens, and this runner shows no token ids; such requests "
-                "are to be refused at admission: please report this"
+                "a steering plan skips special tokens, and this model runner exposes no token ids; "
+                "it should have been refused at admission: please report this"
             )
 
     def _load_rows(self, rows: Iterable[PlanRow]) -> None:
-        places = [(self._rows.take(row.digest), row) for row in rows]
-        new = [(place, row) for place, row in places if place.is_new]
-        for place, _ in new:
-            # Nobody uses these either: whoever uses a program uses its rows.
-            for key in tuple(self._keys_of.get(place.evicted or "", ())):
-                self._programs.forget(key)
+        taken = [(self._rows.take(row.digest), row) for row in rows]
+        new = [(slot, row) for slot, row in taken if slot.is_new]
+        for slot, _ in new:
+            # A program uses its rows, so no program of an evicted row is in use either.
+            for key in tuple(self._keys_of.get(slot.evicted or "", ())):
+                self._programs.drop(key)
                 self._unlink(key)
         if new:
-            self._tables.put_rows([place.index for place, _ in new], [r.read() for _, r in new])
+            self._tables.put_rows([slot.index for slot, _ in new], [r.read() for _, r in new])
 
     def _load_program(self, key: bytes, plan: SteeringPlan, active: tuple[int, ...]) -> None:
-        place = self._programs.take(key)
-        if not place.is_new:
+        slot = self._programs.take(key)
+        if not slot.is_new:
             return
-        if place.evicted is not None:
-            self._unlink(place.evicted)
-        program = self._assembler.program(plan, active, self._rows.__getitem__)
-        self._tables.put_program(place.index, program.words_SOW, program.num_ops_S)
+        if slot.evicted is not None:
+            self._unlink(slot.evicted)
+        program = self._assembler.assemble(plan, active, self._rows.__getitem__)
+        self._tables.put_program(slot.index, program.words_SOW, program.num_ops_S)
         self._digests_of[key] = frozenset(row.digest for row in _rows_of(plan, active))
         for digest in self._digests_of[key]:
             self._keys_of[digest].add(key)
 
     def _unlink(self, key: bytes) -> None:
-        """A program that is no longer in the tables."""
+        """Forget the rows of a program that is no longer in the tables."""
         for digest in self._digests_of.pop(key):
             self._keys_of[digest].discard(key)
             if not self._keys_of[digest]:
                 del self._keys_of[digest]
 
-    def _seat(self, req_id: str, plan: SteeringPlan) -> int:
-        seat = self._seats.take(req_id).index
-        self._tables.put_gate_state(seat, self._assembler.reads(plan))
-        return seat
+    def _take_gate_slot(self, req_id: str, plan: SteeringPlan) -> int:
+        gate_slot = self._gate_slots.take(req_id).index
+        self._tables.put_gate_state(gate_slot, self._assembler.stateful_gates(plan))
+        return gate_slot
 
 
 def _rows_of(plan: SteeringPlan, active: Iterable[int] | None = None) -> list[PlanRow]:
+    """The rows of all actions, or of the active ones, with those of their gates."""
     chosen = range(len(plan.actions)) if active is None else active
     actions = [plan.actions[index] for index in chosen]
     gates = [plan.gates[action.gate].row for action in actions if action.gate is not None]
@@ -195,18 +191,18 @@ def _rows_of(plan: SteeringPlan, active: Iterable[int] | None = None) -> list[Pl
 
 
 def _lay_out(
-    parts: Iterable[Segment], programs: Iterable[int]
+    segments: Iterable[Segment], programs: Iterable[int]
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Edges and the program behind each; 0 where nothing acts."""
-    starts, ends, laid = [], [0], []
-    for (start, end, _), program in zip(parts, programs, strict=True):
-        if start > ends[-1]:
-            starts.append(ends[-1])
+    """The edges and programs of a schedule; program 0 fills the gaps between segments."""
+    starts, last_end, laid = [], 0, []
+    for (start, end, _), program in zip(segments, programs, strict=True):
+        if start > last_end:
+            starts.append(last_end)
             laid.append(0)
         starts.append(start)
         laid.append(program)
-        ends.append(end)
-    if ends[-1] < OPEN_END:
-        starts.append(ends[-1])
+        last_end = end
+    if last_end < OPEN_END:
+        starts.append(last_end)
         laid.append(0)
     return (*starts, OPEN_END), tuple(laid)

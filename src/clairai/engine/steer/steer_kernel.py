@@ -1,11 +1,12 @@
-"""Takes rows of the residual stream on a GPU; gives them steered, in one launch for each site.
+"""Steers rows of the residual stream on a GPU, in one launch for each site.
 
-T = tokens in this step, D = model width, G = gates of a request. The tables: steer_tables.py.
+Runs in: the worker. T = tokens in this step, D = model width, G = gates of a request. The tables
+are in steer_tables.py; steer_twin.py computes the same in plain torch.
 
-One program instance for each row, which it holds in registers as float32. Where a gate remembers,
-the first row's instance does all rows of its request, in their order, and the others do none. The
-launch is captured in vLLM's CUDA graphs and replayed for ever: whatever changes is read from memory
-at fixed addresses, and what is given by value is fixed for the graph.
+One Triton instance for each row, which it holds in registers as float32. Where a stateful gate
+reads, the instance of a request's first row handles all its rows in order and the other instances
+none. vLLM's CUDA graphs capture the launch and replay it: what changes between steps is read from
+memory at fixed addresses, and arguments given by value are constants of the graph.
 """
 
 from __future__ import annotations
@@ -46,13 +47,13 @@ def _sigmoid(z):
 
 @triton.jit
 def _gate_value(values_G, gate):
-    """The value of one gate; 0 if there is none of that number."""
+    """The value of one gate; 0 if no gate has that number."""
     return tl.sum(tl.where(tl.arange(0, NUM_GATES) == gate, values_G, 0.0), axis=0)
 
 
 @triton.jit
 def _gate_opening(product, bias, threshold, sharpness, release, flags, state):
-    """How far a gate is open, from 0 to 1, given what it remembers; NaN opens nothing."""
+    """How row_64 a gate is open, 0 to 1, given its state; a NaN score leaves it closed."""
     activation = flags >> ACTIVATION_SHIFT
     score = product + bias
     score = tl.where((activation == 1) & (score < 0), 0.0, score)
@@ -73,7 +74,7 @@ def _factor(stream_D, vector_D, low, high, inverse, kind, flags):
     if (kind == ABLATE) | (kind == CLAMP):
         along = tl.sum(stream_D * vector_D, axis=0) * inverse
         kept = tl.where(kind == CLAMP, tl.minimum(tl.maximum(along, low), high), 0.0)
-        # Compared, not only subtracted: a fused product would leave a rounding where nothing is.
+        # Compared first: with a fused multiply-add, kept - along can leave a rounding error.
         factor = tl.where(kept == along, 0.0, (kept - along) * inverse)
     elif (flags & IS_MATCHED) != 0:
         factor = tl.sqrt(tl.sum(stream_D * stream_D, axis=0)) * inverse
@@ -89,7 +90,7 @@ def is_special_token(row, token_ids_ptr, num_ids, special_ptr, vocabulary):
 
 @triton.jit
 def fetch_op(words_ptr, reals_ptr, op, num_ops, vectors_ptr, num_rows, D, BLOCK_D: tl.constexpr):
-    """All there is of one op; nothing, if there are not so many."""
+    """Load one op and its vector row; all zeros past the last op."""
     is_there = op < num_ops
     word_ptr = words_ptr + op * WORDS
     real_ptr = reals_ptr + op * WORDS + FIRST_REAL
@@ -113,8 +114,8 @@ def run_ops(stream_D, gates_at, gates_G, words_ptr, reals_ptr, num_ops, vectors_
             BLOCK_D: tl.constexpr):  # fmt: skip
     """Run a program's ops at this site on one row, held as float32; its first op has been fetched.
 
-    Gives the row, whether it was changed, and what the gates remember now. The next op is asked for
-    before this one is done: its loads take longer than the work on a row.
+    Returns the row, whether it was changed, and the new state of the gates. The next op is fetched
+    before this one runs: its loads take longer than the arithmetic.
     """
     g = tl.arange(0, NUM_GATES)
     is_changed = num_ops < 0
@@ -128,7 +129,7 @@ def run_ops(stream_D, gates_at, gates_G, words_ptr, reals_ptr, num_ops, vectors_
             state = _gate_value(state_G, gate)
             opened = _gate_opening(product, real_0, real_1, real_2, real_3, flags, state)
             gates_G = tl.where(g == gate, tl.where(is_skipped, 0.0, opened), gates_G)
-            # A gate without memory has no number of its own: two courses share its program.
+            # A stateless gate keeps no state: its number means nothing where plans share a program.
             is_kept = ((flags & (IS_HELD | IS_LATCHED)) != 0) & (is_skipped == 0)
             state_G = tl.where(g == tl.where(is_kept, gate, -1), opened, state_G)
             is_read = num_ops > 0
@@ -152,11 +153,11 @@ def run_ops(stream_D, gates_at, gates_G, words_ptr, reals_ptr, num_ops, vectors_
 def _steer_row(x_at, residual_at, gates_at, words_ptr, reals_ptr, num_ops, vectors_ptr, num_rows,
                is_special, state_G, D,
                BLOCK_D: tl.constexpr, IS_PAIR: tl.constexpr):  # fmt: skip
-    """One row in its place; gives what the gates remember now."""
+    """Steer one row in place, and return the new state of the gates."""
     d = tl.arange(0, BLOCK_D)
     stream_D = tl.load(x_at + d, mask=d < D, other=0.0).to(tl.float32)
     if IS_PAIR:
-        # The stream is the sum in the model's own precision: what the norm would carry on.
+        # The stream is the sum in the model's own precision, as the norm would pass it on.
         stream_D += tl.load(residual_at + d, mask=d < D, other=0.0).to(tl.float32)
         stream_D = stream_D.to(x_at.dtype.element_ty).to(tl.float32)
     gates_G = tl.load(gates_at + tl.arange(0, NUM_GATES))
@@ -178,25 +179,26 @@ def _steer_row(x_at, residual_at, gates_at, words_ptr, reals_ptr, num_ops, vecto
 @triton.jit(do_not_specialize=["site"])
 def steer(x_ptr, stride_x, residual_ptr, stride_residual, map_ptr, words_ptr, reals_ptr,
           num_ops_ptr, vectors_ptr, gates_ptr, state_ptr, reads_ptr, token_ids_ptr, special_ptr,
-          ran_ptr, site, num_sites, num_programs, num_rows, num_seats, num_ids, vocabulary, D,
+          ran_ptr, site, num_sites, num_programs, num_rows, num_gate_slots, num_ids, vocabulary, D,
           BLOCK_D: tl.constexpr, IS_PAIR: tl.constexpr):  # fmt: skip
     first = tl.program_id(0)
     if first == 0:
         tl.store(ran_ptr + site, tl.load(ran_ptr + site) + 1)
     entry_ptr = map_ptr + first * ENTRY
     run = tl.load(entry_ptr + 1)
-    # Nobody's row, and most rows where few are steered: one load, and it is over.
+    # Padding, and most rows where few are steered: two loads decide that nothing is to do.
     if (run != 0) | (tl.load(entry_ptr) > 0):
-        seat = tl.load(entry_ptr + 2)
-        is_seated = (run != 0) & (seat >= 0) & (seat < num_seats)
-        seat = tl.where(is_seated, seat, 0).to(tl.int64)
-        reads = tl.load(reads_ptr + seat * num_sites + site, mask=is_seated, other=0).to(tl.int32)
-        # Where a gate remembers, one instance walks; elsewhere each row is its own instance's.
+        gate_slot = tl.load(entry_ptr + 2)
+        has_slot = (run != 0) & (gate_slot >= 0) & (gate_slot < num_gate_slots)
+        gate_slot = tl.where(has_slot, gate_slot, 0).to(tl.int64)
+        reads_at = reads_ptr + gate_slot * num_sites + site
+        reads = tl.load(reads_at, mask=has_slot, other=0).to(tl.int32)
+        # Where a stateful gate reads, one instance takes the whole run, elsewhere its own row.
         count = tl.where(reads != 0, tl.minimum(run, tl.num_programs(0) - first), 1)
         g = tl.arange(0, NUM_GATES)
-        remembered = tl.where(tl.load(entry_ptr + 3) == 0, reads, 0)  # nothing, if it is fresh
-        state_at = state_ptr + seat * NUM_GATES + g
-        state_G = tl.load(state_at, mask=((remembered >> g) & 1) != 0, other=0.0)
+        restored = tl.where(tl.load(entry_ptr + 3) == 0, reads, 0)  # 0 for a fresh start
+        state_at = state_ptr + gate_slot * NUM_GATES + g
+        state_G = tl.load(state_at, mask=((restored >> g) & 1) != 0, other=0.0)
         for offset in range(count):
             row = first + offset
             program = tl.load(map_ptr + row * ENTRY)
@@ -204,11 +206,11 @@ def steer(x_ptr, stride_x, residual_ptr, stride_residual, map_ptr, words_ptr, re
             at = tl.where(is_known, program, 0).to(tl.int64) * num_sites + site
             num_ops = tl.minimum(tl.load(num_ops_ptr + at, mask=is_known, other=0), NUM_OPS)
             if num_ops > 0:
-                far = row.to(tl.int64)
+                row_64 = row.to(tl.int64)
                 is_special = is_special_token(row, token_ids_ptr, num_ids, special_ptr, vocabulary)
                 state_G = _steer_row(
-                    x_ptr + far * stride_x, residual_ptr + far * stride_residual,
-                    gates_ptr + far * NUM_GATES, words_ptr + at * (NUM_OPS * WORDS),
+                    x_ptr + row_64 * stride_x, residual_ptr + row_64 * stride_residual,
+                    gates_ptr + row_64 * NUM_GATES, words_ptr + at * (NUM_OPS * WORDS),
                     reals_ptr + at * (NUM_OPS * WORDS), num_ops, vectors_ptr, num_rows, is_special,
                     state_G, D, BLOCK_D, IS_PAIR)  # fmt: skip
         advanced = tl.where(run > 0, reads, 0)
@@ -216,7 +218,7 @@ def steer(x_ptr, stride_x, residual_ptr, stride_residual, map_ptr, words_ptr, re
 
 
 class SteerLauncher:
-    """Launches the kernel on the current stream; steer_twin.steer_twin is what it must equal."""
+    """Launches the kernel on the current stream; it must equal steer_twin.steer_twin."""
 
     def __init__(self, width: int) -> None:
         self._block = triton.next_power_of_2(width)
@@ -228,10 +230,10 @@ class SteerLauncher:
         if not len(x_TD):
             return
         if x_TD.stride(1) != 1 or (residual_TD is not None and residual_TD.stride(1) != 1):
-            raise ValueError("a row lies in steps of more than one; the kernel walks along it")
+            raise ValueError("the numbers of a row are not contiguous; the kernel needs stride 1")
         rows = (x_TD, x_TD.stride(0))
         pair = rows if residual_TD is None else (residual_TD, residual_TD.stride(0))
         steer[(len(x_TD),)](
-            *rows, *pair, *tables.told(site), tables.width,
+            *rows, *pair, *tables.kernel_arguments(site), tables.width,
             BLOCK_D=self._block, IS_PAIR=residual_TD is not None, num_warps=self._num_warps,
         )  # fmt: skip

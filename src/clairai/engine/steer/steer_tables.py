@@ -1,12 +1,12 @@
-"""Takes programs and a map of whose row runs which; steers the residual rows of the forward pass.
+"""The device tables of steering: vector rows, programs, and the map of which row runs which.
 
 T = tokens in this step, D = model width, S = sites, V = vector rows, P = programs, O = ops of a
-program at a site, W = words of an op, Z = seats, G = gates of a request.
+program at a site, W = words of an op, Z = gate slots, G = gates of a request.
 
-Program 0 does nothing. A seat is where a request's gates remember what they saw, if they do. Every
-tensor is allocated once and keeps its address, so that a captured CUDA graph stays valid while the
-contents change. A GPU runs steer_kernel.py; steer_twin.py is the same in plain torch: a CPU
-engine's own, and the kernel's oracle.
+Runs in: the worker. Program 0 does nothing. A gate slot holds the state of one request's gates, if
+any of them is stateful. Every tensor is allocated once and keeps its address, so a captured CUDA
+graph stays valid while the contents change. A GPU runs steer_kernel.py; steer_twin.py is the same
+in plain torch: it serves CPU engines and is the kernel's oracle.
 """
 
 from __future__ import annotations
@@ -28,15 +28,16 @@ BIAS, THRESHOLD, SHARPNESS, RELEASE = 4, 5, 6, 7  # of READ
 SCALE, LOW, HIGH, INVERSE_NORM = 4, 5, 6, 7  # of the others
 NO_GATE: Final = -1
 SKIPS_SPECIAL, IS_MATCHED, IS_SOFT, IS_HELD, IS_LATCHED = 1, 2, 4, 8, 16  # flags
-ACTIVATION_SHIFT: Final = 8  # the flags above are the activation's code
+ACTIVATION_SHIFT: Final = 8  # flag bits from here on are the activation's code
 
-# The words of a map entry. A request with a stateful gate has a seat, and on its first row of the
-# step the number of its rows, on the others -1. Without one both are 0. Fresh: from position 0.
-PROGRAM, RUN, SEAT, FRESH, MAP_WORDS = 0, 1, 2, 3, 4
+# The words of a map entry. A request with a stateful gate has a gate slot; RUN is the number of its
+# rows on its first row of the step, and -1 on the others. Without one both are 0. FRESH is 1 where
+# the rows start at position 0.
+PROGRAM, RUN, GATE_SLOT, FRESH, MAP_WORDS = 0, 1, 2, 3, 4
 
 
 class SteerFunction(Protocol):
-    """How a site steers rows; steer_kernel.Steerer on a GPU, steer_twin.steer_twin elsewhere."""
+    """Steers rows at a site: steer_kernel.SteerLauncher on a GPU, else steer_twin.steer_twin."""
 
     def __call__(
         self,
@@ -48,7 +49,7 @@ class SteerFunction(Protocol):
 
 
 class SteerTables:
-    """The device side of steering."""
+    """One for each worker; what a forward pass reads is changed between steps."""
 
     def __init__(
         self,
@@ -56,14 +57,14 @@ class SteerTables:
         *,
         width: int,
         max_tokens: int,
-        seats: int,
+        gate_slots: int,
         rows: int,
         programs: int,
         vocabulary: int,
         device: str,
         dtype: torch.dtype = torch.float32,
     ) -> None:
-        """`dtype` is the model's: what the rows come in."""
+        """`dtype` is the model's: that of the rows."""
         self.sites, self.width, self.max_tokens = tuple(sites), width, max_tokens
         self.device, self.dtype = torch.device(device), dtype
         ints: dict[str, Any] = {"dtype": torch.int32, "device": device}
@@ -73,20 +74,20 @@ class SteerTables:
         self.num_ops_PS = torch.zeros(programs + 1, len(sites), **ints)
         self.map_T4 = torch.zeros(max_tokens, MAP_WORDS, **ints)
         self.gates_TG = torch.zeros(max_tokens, MAX_GATES, device=device)
-        self.state_ZG = torch.zeros(seats, MAX_GATES, device=device)
-        # Which stateful gates of the request in this seat read at this site, one bit each.
-        self.reads_ZS = torch.zeros(seats, len(sites), dtype=torch.uint8, device=device)
+        self.state_ZG = torch.zeros(gate_slots, MAX_GATES, device=device)
+        # The stateful gates of the request in this slot that read at this site, one bit each.
+        self.reads_ZS = torch.zeros(gate_slots, len(sites), dtype=torch.uint8, device=device)
         self.special_K = torch.zeros(vocabulary, dtype=torch.uint8, device=device)
-        # How often each site ran: the proof that no compiled graph has lost one.
+        # How often each site ran: proves that no compiled graph has lost one.
         self.ran_S = torch.zeros(len(sites), **ints)
         self.ran = self.ran_S.unbind()  # the same memory, site by site
         self.token_ids_T: torch.Tensor | None = None
-        self.num_mapped = 0  # rows of the map from here on are clear
+        self.num_mapped = 0  # the map is clear from this row on
         self.steer: SteerFunction = _choose_steer_function(self)
 
     @property
     def nbytes(self) -> int:
-        """Of device memory."""
+        """Device memory that the tables take."""
         held = (self.vectors_VD, self.words_PSOW, self.num_ops_PS, self.map_T4, self.gates_TG)
         small = (self.state_ZG, self.reads_ZS, self.special_K, self.ran_S)
         return sum(int(tensor.nbytes) for tensor in (*held, *small))
@@ -95,14 +96,14 @@ class SteerTables:
         return SteerSite(self, self.sites.index(name))
 
     def use_token_ids(self, token_ids_T: torch.Tensor) -> None:
-        """The runner's own buffer, read at each forward: known once, before graphs are captured."""
+        """Read token ids from the runner's own buffer; call it before graphs are captured."""
         self.token_ids_T = token_ids_T
 
-    def told(self, site: int) -> tuple[Any, ...]:
-        """What a kernel is given of these tables at this site: see `steer` in steer_kernel.py."""
+    def kernel_arguments(self, site: int) -> tuple[Any, ...]:
+        """The tables as arguments of a kernel at this site: see `steer` in steer_kernel.py."""
         program = (self.map_T4, self.words_PSOW, self.reals_PSOW, self.num_ops_PS)
         kept = (self.vectors_VD, self.gates_TG, self.state_ZG, self.reads_ZS)
-        token_ids_T, num_ids = self.map_T4, 0  # nothing is read where there are none
+        token_ids_T, num_ids = self.map_T4, 0  # any tensor: nothing is read of 0 ids
         if self.token_ids_T is not None:
             token_ids_T, num_ids = self.token_ids_T, len(self.token_ids_T)
         tokens = (token_ids_T, self.special_K, self.ran_S)
@@ -111,7 +112,7 @@ class SteerTables:
         return (*program, *kept, *tokens, site, num_sites, *sizes, len(self.special_K))
 
     def set_special(self, token_ids: Sequence[int]) -> None:
-        """Make these, and no others, the special tokens."""
+        """Make exactly these the special tokens."""
         vocabulary = len(self.special_K)
         outside = [token_id for token_id in token_ids if not 0 <= token_id < vocabulary]
         if outside:
@@ -121,13 +122,13 @@ class SteerTables:
         self.special_K.copy_(special_K)
 
     def put_map(self, map_N4: NDArray[np.int32]) -> None:
-        """The first rows of the map."""
+        """Write the first rows of the map."""
         self._put(self.map_T4[: len(map_N4)], map_N4)
 
     def put_rows(self, indices: Sequence[int], rows: Sequence[NDArray[np.float32]]) -> None:
-        """Vectors in their places: through one piece of pinned memory, which is dear to make.
+        """Write vector rows through one block of pinned memory, which is expensive to allocate.
 
-        Rows side by side are one copy: a request with a vector for every layer waits for it.
+        Neighbouring rows are one copy: a request with a vector for every layer waits for it.
         """
         staged_ND = self._staged(self.vectors_VD[: len(rows)])
         for staged_D, values_D in zip(staged_ND.numpy(), rows, strict=True):
@@ -142,9 +143,9 @@ class SteerTables:
                 first = end
 
     def _staged(self, like: torch.Tensor) -> torch.Tensor:
-        """Host memory to copy from, in the order of the stream.
+        """Host memory for an asynchronous copy to `like`.
 
-        torch gives pinned memory out again only when the copies from it are done.
+        torch reuses pinned memory only after the copies from it are done.
         """
         is_pinned = self.device.type == "cuda"
         return torch.empty(like.shape, dtype=like.dtype, pin_memory=is_pinned)
@@ -155,12 +156,13 @@ class SteerTables:
         self._put(self.words_PSOW[index], words_SOW)
         self._put(self.num_ops_PS[index], num_ops_S)
 
-    def put_gate_state(self, seat: int, reads_S: NDArray[np.uint8]) -> None:
-        self._put(self.reads_ZS[seat], reads_S)
-        self._put(self.state_ZG[seat], np.zeros(self.state_ZG.shape[1], np.float32))
+    def put_gate_state(self, gate_slot: int, reads_S: NDArray[np.uint8]) -> None:
+        """Give a slot to the gates of another request, all closed."""
+        self._put(self.reads_ZS[gate_slot], reads_S)
+        self._put(self.state_ZG[gate_slot], np.zeros(self.state_ZG.shape[1], np.float32))
 
     def _put(self, place: torch.Tensor, values: NDArray[Any]) -> None:
-        """In the order of the stream: what was launched before still finds the old contents."""
+        """Copy in stream order: work launched before still reads the old contents."""
         if values.shape != tuple(place.shape):
             raise ValueError(f"shape {values.shape} where {tuple(place.shape)} belongs")
         if self.device.type != "cuda":
@@ -199,17 +201,18 @@ class SteerSite:
         self._index = index
 
     def apply(self, x: torch.Tensor, residual: torch.Tensor | None) -> None:
-        """Called by the op; captured once, replayed for ever: fixed addresses, no host sync.
+        """Called by the op inside the forward pass.
 
-        The stream is `x + residual`, or `x` alone. A steered row is put into `residual`, with 0 in
-        `x`, so that their sum is exactly the new row; or in its place in `x`.
+        A CUDA graph captures it once and replays it: fixed addresses, no host sync. The stream is
+        `x + residual`, or `x` alone. A steered row goes into `residual`, with 0 in `x`, so that
+        their sum is exactly the new row; without a residual it replaces the row in `x`.
         """
         x_TD = self._rows(x)
         residual_TD = None if residual is None else self._rows(residual)
         self._tables.steer(x_TD, residual_TD, self._tables, self._index)
 
     def _rows(self, given: torch.Tensor) -> torch.Tensor:
-        """One row per token; never a copy, since rows are changed in place."""
+        """A view with one row per token; never a copy, since rows are changed in place."""
         rows_TD = given if given.dim() == 2 else given.view(-1, given.shape[-1])
         num_tokens, width = rows_TD.shape
         if num_tokens > self._tables.max_tokens or width != self._tables.width:

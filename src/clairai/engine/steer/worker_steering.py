@@ -1,9 +1,11 @@
-"""Takes courses of requests and each step's batch; keeps the tables' map: whose row runs what.
+"""Steers the requests of one worker: writes, before each step, which program each row runs.
 
-T = tokens in this step, R = requests in this step, B = berths: places of requests in this book.
+Runs in: the worker, on every rank, between the layout of a batch and its forward pass. While the
+same requests decode inside the same segments of their plans, the map on the device stays valid and
+nothing is sent.
 
-On the way of every step. While the same requests decode inside the same segments of their courses,
-the map on the device stays right, and nothing is sent.
+T = tokens in this step, R = requests in this step, B = slots: places of steered requests in the
+arrays below.
 """
 
 from __future__ import annotations
@@ -22,224 +24,198 @@ from clairai.engine.steer.steering_plan import SteeringPlan
 from clairai.engine.step import ForwardInputs, NewRequest, StepBatch
 from clairai.fields.ranges import OPEN_END
 
-UNSTEERED: Final = 0  # the berth of every request that is not steered
-NO_SEAT: Final = -1
-NEVER: Final = -1  # no position is that low
+UNSTEERED: Final = 0  # the slot of every request that is not steered
+NO_GATE_SLOT: Final = -1
+NEVER: Final = -1  # below every position
 
 
 @dataclass(frozen=True, eq=False)
-class _BatchSlots:
-    """Who is in the batch."""
+class _ValidMap:
+    """The steps for which the map on the device is right."""
 
     req_ids: Sequence[str]
-    berths_R: NDArray[np.intp]
-
-
-@dataclass(frozen=True, eq=False)
-class _MapValidity:
-    """For which steps of its roster the map is right: these counts, starts between these."""
-
-    roster: _BatchSlots
-    counts: bytes
-    first_R: NDArray[np.int64]
+    slots_R: NDArray[np.intp]
+    counts: bytes  # of the tokens of each request
+    first_R: NDArray[np.int64]  # bounds of each request's first position, both included
     last_R: NDArray[np.int64]
 
     def holds(self, batch: StepBatch) -> bool:
+        """For a batch of the same requests."""
         if batch.counts_R.tobytes() != self.counts:
             return False
         starts_R = batch.starts_R
         return bool(((starts_R >= self.first_R) & (starts_R <= self.last_R)).all())
 
 
-class ProgramMap:
-    """Every steered request that the worker knows."""
+class WorkerSteering:
+    """Listens to the worker's steps; every rank has one, since all must steer alike."""
 
     def __init__(self, tables: SteerTables, site_of: Mapping[str, str]) -> None:
-        """`site_of` says for each point which site it is."""
+        """`site_of` names the site of each point."""
         self._tables = tables
         self._program_cache = ProgramCache(tables, site_of)
-        self._berths: dict[str, int] = {}
+        self._slots: dict[str, int] = {}
         self._free: list[int] = []
-        self._tracks: list[Schedule | None] = [None]
+        self._schedules: list[Schedule | None] = [None]
         self._map_T4 = np.zeros((tables.max_tokens, t.MAP_WORDS), np.int32)  # as on the device
-        self._drawn: _MapValidity | None = None
-        # Of each berth: the program of its segment, where that begins and ends, and its seat.
+        self._valid: _ValidMap | None = None
+        # For each slot: the program of the current segment, its first position, one past its last,
+        # and where the request's gates keep their state.
         self._program_B = np.zeros(64, np.int32)
         self._low_B = np.zeros(64, np.int64)
         self._high_B = np.full(64, OPEN_END, np.int64)
-        self._seat_B = np.full(64, NO_SEAT, np.int32)
+        self._gate_slot_B = np.full(64, NO_GATE_SLOT, np.int32)
 
-    def __len__(self) -> int:
-        return len(self._berths)
+    def begin(self, new: Sequence[NewRequest], finished: Sequence[str]) -> None:
+        for req_id in finished:
+            self.remove(req_id)
+        for request in new:
+            if request.plan is not None:
+                self.add(request.req_id, request.plan)
 
-    @property
-    def num_mapped(self) -> int:
-        """Tokens of the last step whose map says anything."""
-        return self._tables.num_mapped
-
-    def open(self, req_id: str, plan: SteeringPlan) -> None:
-        """A request reached the worker; one that comes back after preemption is known already."""
-        if req_id in self._berths:
-            return
-        track = self._program_cache.load(req_id, plan)
-        berth = self._free.pop() if self._free else len(self._tracks)
-        if berth == len(self._tracks):
-            self._tracks.append(None)
-        if berth == len(self._program_B):
-            self._grow()
-        self._berths[req_id], self._tracks[berth] = berth, track
-        self._seat_B[berth] = NO_SEAT if track.seat is None else track.seat
-        self._enter(berth, 0)
-        self._drawn = None
-
-    def close(self, req_id: str) -> None:
-        berth = self._berths.pop(req_id, None)
-        if berth is None:
-            return  # not steered, or aborted before it ever reached the worker
-        track, self._tracks[berth] = self._tracks[berth], None
-        assert track is not None
-        self._program_cache.unload(req_id, track)
-        self._free.append(berth)
-        self._drawn = None  # its place may soon be somebody else's
-
-    def clear_rows(self) -> None:
-        """Nobody's rows are forwarded next: none is steered."""
-        self._drawn = None
-        self._send(np.zeros((self._tables.num_mapped, t.MAP_WORDS), np.int32), 0)
+    def amend(self, req_id: str, plan: SteeringPlan | None) -> None:
+        """Replace the plan of a running request. Its gates start closed, without their state."""
+        self.remove(req_id)
+        if plan is not None:
+            self.add(req_id, plan)
 
     def place(self, batch: StepBatch) -> None:
-        """The batch is laid out, the forward has not begun."""
-        if not self._berths and not self._tables.num_mapped:
+        """Bring the map up to date with a batch whose forward pass has not begun."""
+        if not self._slots and not self._tables.num_mapped:  # can_skip, without the call
             return
-        drawn = self._drawn
-        if drawn is None or batch.req_ids != drawn.roster.req_ids:
-            self._drawn = self._draw(self._muster(batch.req_ids), batch)
-        elif not drawn.holds(batch):
-            self._drawn = self._draw(drawn.roster, batch)
+        valid = self._valid
+        if valid is None or batch.req_ids != valid.req_ids:
+            find = self._slots.get
+            slots = [find(req_id, UNSTEERED) for req_id in batch.req_ids]
+            # A copy of the ids: the runner changes its own list in place.
+            self._valid = self._write_map(list(batch.req_ids), np.array(slots, np.intp), batch)
+        elif not valid.holds(batch):
+            self._valid = self._write_map(valid.req_ids, valid.slots_R, batch)
 
-    def _muster(self, req_ids: Sequence[str]) -> _BatchSlots:
-        find = self._berths.get
-        berths = [find(req_id, UNSTEERED) for req_id in req_ids]
-        return _BatchSlots(list(req_ids), np.array(berths, np.intp))  # the runner changes its own
+    def end(self, inputs: Callable[[], ForwardInputs]) -> None:
+        del inputs  # steering changes the rows themselves and leaves nothing to publish
 
-    def _draw(self, roster: _BatchSlots, batch: StepBatch) -> _MapValidity:
-        """Make the map for this batch; gives for which later ones it holds too."""
-        berths_R = roster.berths_R
+    def can_skip(self) -> bool:
+        """True while no request is steered and the map on the device is clear."""
+        return not self._slots and not self._tables.num_mapped
+
+    def before_dummy_run(self) -> None:
+        """Clear the map before a forward pass that belongs to no request."""
+        self._valid = None
+        self._send(np.zeros((self._tables.num_mapped, t.MAP_WORDS), np.int32), 0)
+
+    def after_dummy_run(self) -> None:
+        """Such a forward pass leaves nothing behind."""
+
+    def add(self, req_id: str, plan: SteeringPlan) -> None:
+        """Start to steer a request; one that returns after a preemption is known already."""
+        if req_id in self._slots:
+            return
+        schedule = self._program_cache.load(req_id, plan)
+        slot = self._free.pop() if self._free else len(self._schedules)
+        if slot == len(self._schedules):
+            self._schedules.append(None)
+        if slot == len(self._program_B):
+            self._grow()
+        self._slots[req_id], self._schedules[slot] = slot, schedule
+        self._gate_slot_B[slot] = NO_GATE_SLOT if schedule.gate_slot is None else schedule.gate_slot
+        self._enter_segment(slot, 0)
+        self._valid = None
+
+    def remove(self, req_id: str) -> None:
+        slot = self._slots.pop(req_id, None)
+        if slot is None:
+            return  # not steered, or aborted before it reached the worker
+        schedule, self._schedules[slot] = self._schedules[slot], None
+        assert schedule is not None
+        self._program_cache.unload(req_id, schedule)
+        self._free.append(slot)
+        self._valid = None  # the next request may take this slot
+
+    def _write_map(
+        self, req_ids: Sequence[str], slots_R: NDArray[np.intp], batch: StepBatch
+    ) -> _ValidMap:
+        """Send the map of this batch, and return the later batches it is right for."""
         starts_R, counts_R = batch.starts_R.astype(np.int64), batch.counts_R.astype(np.int64)
-        self._advance(berths_R, starts_R)
+        self._enter_segments(slots_R, starts_R)
         num_tokens = int(counts_R.sum())
-        num_mapped = num_tokens if berths_R.any() else 0
+        num_mapped = num_tokens if slots_R.any() else 0
         map_N4 = np.zeros((max(num_mapped, self._tables.num_mapped), t.MAP_WORDS), np.int32)
-        first_R, last_R = self._low_B[berths_R], self._high_B[berths_R] - counts_R
+        first_R, last_R = self._low_B[slots_R], self._high_B[slots_R] - counts_R
         if num_mapped:
-            map_N4[:num_tokens, t.PROGRAM] = np.repeat(self._program_B[berths_R], counts_R)
-            self._paint_crossing(map_N4, np.flatnonzero(starts_R > last_R), berths_R, batch)
-            is_fresh_R = self._paint_seated(map_N4, berths_R, starts_R, counts_R)
-            first_R[self._seat_B[berths_R] != NO_SEAT] = 1  # a fresh start is not the same map
-            last_R[is_fresh_R | (starts_R > last_R)] = NEVER
+            map_N4[:num_tokens, t.PROGRAM] = np.repeat(self._program_B[slots_R], counts_R)
+            is_crossing_R = starts_R > last_R
+            self._map_crossing(map_N4, np.flatnonzero(is_crossing_R), slots_R, batch)
+            is_fresh_R = self._map_gate_slots(map_N4, slots_R, starts_R, counts_R)
+            # The map of a fresh start differs from that of the next step.
+            first_R[self._gate_slot_B[slots_R] != NO_GATE_SLOT] = 1
+            last_R[is_fresh_R | is_crossing_R] = NEVER
         self._send(map_N4, num_mapped)
-        return _MapValidity(roster, batch.counts_R.tobytes(), first_R, last_R)
+        return _ValidMap(req_ids, slots_R, batch.counts_R.tobytes(), first_R, last_R)
 
-    def _advance(self, berths_R: NDArray[np.intp], starts_R: NDArray[np.int64]) -> None:
-        """Have each berth in the segment of its request's first position."""
-        is_away_R = (starts_R < self._low_B[berths_R]) | (starts_R >= self._high_B[berths_R])
-        for index in np.flatnonzero(is_away_R):
-            self._enter(int(berths_R[index]), int(starts_R[index]))
+    def _enter_segments(self, slots_R: NDArray[np.intp], starts_R: NDArray[np.int64]) -> None:
+        """Move each slot to the segment of its request's first position."""
+        is_outside_R = (starts_R < self._low_B[slots_R]) | (starts_R >= self._high_B[slots_R])
+        for index in np.flatnonzero(is_outside_R):
+            self._enter_segment(int(slots_R[index]), int(starts_R[index]))
 
-    def _enter(self, berth: int, position: int) -> None:
-        track = self._tracks[berth]
-        assert track is not None
-        program, low, high = track.segment(position)
-        self._program_B[berth], self._low_B[berth], self._high_B[berth] = program, low, high
+    def _enter_segment(self, slot: int, position: int) -> None:
+        schedule = self._schedules[slot]
+        assert schedule is not None
+        program, low, high = schedule.segment(position)
+        self._program_B[slot], self._low_B[slot], self._high_B[slot] = program, low, high
 
-    def _paint_crossing(
+    def _map_crossing(
         self,
         map_N4: NDArray[np.int32],
         crossing: NDArray[np.intp],
-        berths_R: NDArray[np.intp],
+        slots_R: NDArray[np.intp],
         batch: StepBatch,
     ) -> None:
-        """Requests whose rows in this step are in several segments."""
+        """Map the requests whose rows in this step lie in several segments."""
         ends_R = np.cumsum(batch.counts_R)
         for index in crossing:
-            track = self._tracks[berths_R[index]]
-            assert track is not None
+            schedule = self._schedules[slots_R[index]]
+            assert schedule is not None
             count, position = int(batch.counts_R[index]), int(batch.starts_R[index])
-            first, end = int(ends_R[index]) - count - position, position + count
+            row_of_position_0, end = int(ends_R[index]) - count - position, position + count
             while position < end:
-                program, _, high = track.segment(position)
-                map_N4[first + position : first + min(high, end), t.PROGRAM] = program
+                program, _, high = schedule.segment(position)
+                rows = slice(row_of_position_0 + position, row_of_position_0 + min(high, end))
+                map_N4[rows, t.PROGRAM] = program
                 position = high
 
-    def _paint_seated(
+    def _map_gate_slots(
         self,
         map_N4: NDArray[np.int32],
-        berths_R: NDArray[np.intp],
+        slots_R: NDArray[np.intp],
         starts_R: NDArray[np.int64],
         counts_R: NDArray[np.int64],
     ) -> NDArray[np.bool_]:
-        """Runs of the requests that have a seat; gives which of them are fresh."""
-        seat_R = self._seat_B[berths_R]
-        is_seated_R: NDArray[np.bool_] = (seat_R != NO_SEAT) & (counts_R > 0)
-        if not is_seated_R.any():
-            return is_seated_R
-        is_seated_T = np.repeat(is_seated_R, counts_R)
-        num_tokens = len(is_seated_T)
-        map_N4[:num_tokens, t.RUN] = -is_seated_T.astype(np.int32)
-        map_N4[:num_tokens, t.SEAT] = np.where(is_seated_T, np.repeat(seat_R, counts_R), 0)
-        firsts = (np.cumsum(counts_R) - counts_R)[is_seated_R]
-        is_fresh_R: NDArray[np.bool_] = is_seated_R & (starts_R == 0)
-        map_N4[firsts, t.RUN] = counts_R[is_seated_R]
-        map_N4[firsts, t.FRESH] = is_fresh_R[is_seated_R]
+        """Map the runs of requests with stateful gates; True for those that start afresh."""
+        gate_slot_R = self._gate_slot_B[slots_R]
+        is_stateful_R: NDArray[np.bool_] = (gate_slot_R != NO_GATE_SLOT) & (counts_R > 0)
+        if not is_stateful_R.any():
+            return is_stateful_R
+        is_stateful_T = np.repeat(is_stateful_R, counts_R)
+        num_tokens = len(is_stateful_T)
+        gate_slot_T = np.repeat(gate_slot_R, counts_R)
+        map_N4[:num_tokens, t.RUN] = -is_stateful_T.astype(np.int32)
+        map_N4[:num_tokens, t.GATE_SLOT] = np.where(is_stateful_T, gate_slot_T, 0)
+        firsts = (np.cumsum(counts_R) - counts_R)[is_stateful_R]
+        is_fresh_R: NDArray[np.bool_] = is_stateful_R & (starts_R == 0)
+        map_N4[firsts, t.RUN] = counts_R[is_stateful_R]
+        map_N4[firsts, t.FRESH] = is_fresh_R[is_stateful_R]
         return is_fresh_R
 
     def _send(self, map_N4: NDArray[np.int32], num_mapped: int) -> None:
-        held_N4 = self._map_T4[: len(map_N4)]
-        if not np.array_equal(held_N4, map_N4):
-            held_N4[:] = map_N4
+        sent_N4 = self._map_T4[: len(map_N4)]
+        if not np.array_equal(sent_N4, map_N4):
+            sent_N4[:] = map_N4
             self._tables.put_map(map_N4)
         self._tables.num_mapped = num_mapped
 
     def _grow(self) -> None:
-        for name in ("_program_B", "_low_B", "_high_B", "_seat_B"):
+        for name in ("_program_B", "_low_B", "_high_B", "_gate_slot_B"):
             old = getattr(self, name)
             setattr(self, name, np.concatenate([old, np.zeros_like(old)]))
-
-
-# MERGED
-# Takes what the worker tells of each step; gives each steered request its course in the tables.
-
-
-class WorkerSteering:
-    """Beside the Station, and on every rank: all ranks steer alike."""
-
-    def __init__(self, steering: ProgramMap) -> None:
-        self.steering = steering
-
-    def begin(self, new: Sequence[NewRequest], finished: Sequence[str]) -> None:
-        for req_id in finished:
-            self.steering.close(req_id)
-        for request in new:
-            if request.plan is not None:
-                self.steering.open(request.req_id, request.plan)
-
-    def amend(self, req_id: str, plan: SteeringPlan | None) -> None:
-        """Its gates begin anew: those that acted before act no more."""
-        self.steering.close(req_id)
-        if plan is not None:
-            self.steering.open(req_id, plan)
-
-    def place(self, batch: StepBatch) -> None:
-        self.steering.place(batch)
-
-    def end(self, inputs: Callable[[], ForwardInputs]) -> None:
-        del inputs  # what was steered shows in the rows themselves
-
-    def can_skip(self) -> bool:
-        return not len(self.steering) and not self.steering.num_mapped
-
-    def before_dummy_run(self) -> None:
-        self.steering.clear_rows()
-
-    def after_dummy_run(self) -> None:
-        """Nothing of it is left."""

@@ -16,7 +16,7 @@ from clairai.engine.steer.program_cache import Schedule
 from clairai.engine.steer.steer_tables import SteerTables
 from clairai.engine.steer.steer_twin import steer_twin
 from clairai.engine.steer.steering_plan import SteeringPlan
-from clairai.engine.steer.worker_steering import ProgramMap, _MapValidity
+from clairai.engine.steer.worker_steering import WorkerSteering, _ValidMap
 from clairai.engine.step import StepBatch
 from tests.support.steered_engine import fleet, random_history
 
@@ -37,19 +37,19 @@ def test_without_a_planted_bug_every_row_is_right() -> None:
 
 def in_the_map(change: Callable[[NDArray[np.int32]], None]) -> Plant:
     def plant(monkeypatch: pytest.MonkeyPatch) -> None:
-        send = ProgramMap._send
+        send = WorkerSteering._send
 
-        def changed(self: ProgramMap, map_N4: NDArray[np.int32], num_mapped: int) -> None:
+        def changed(self: WorkerSteering, map_N4: NDArray[np.int32], num_mapped: int) -> None:
             change(map_N4)
             send(self, map_N4, num_mapped)
 
-        monkeypatch.setattr(ProgramMap, "_send", changed)
+        monkeypatch.setattr(WorkerSteering, "_send", changed)
 
     return plant
 
 
 def one_seat_for_all(map_N4: NDArray[np.int32]) -> None:
-    map_N4[:, t.SEAT] = 0
+    map_N4[:, t.GATE_SLOT] = 0
 
 
 def never_fresh(map_N4: NDArray[np.int32]) -> None:
@@ -80,10 +80,10 @@ def a_map_that_is_never_cleared(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def a_map_that_holds_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
-    def holds(self: _MapValidity, batch: StepBatch) -> bool:
+    def holds(self: _ValidMap, batch: StepBatch) -> bool:
         return batch.counts_R.tobytes() == self.counts
 
-    monkeypatch.setattr(_MapValidity, "holds", holds)
+    monkeypatch.setattr(_ValidMap, "holds", holds)
 
 
 def segments_one_too_late(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -112,14 +112,14 @@ def x_that_stays(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def in_programs(change: Callable[[ProgramWords], None]) -> Plant:
     def plant(monkeypatch: pytest.MonkeyPatch) -> None:
-        program = ProgramAssembler.program
+        program = ProgramAssembler.assemble
 
         def changed(self: ProgramAssembler, plan: SteeringPlan, *given: Any) -> ProgramWords:
             found = program(self, plan, *given)
             change(found)
             return found
 
-        monkeypatch.setattr(ProgramAssembler, "program", changed)
+        monkeypatch.setattr(ProgramAssembler, "assemble", changed)
 
     return plant
 

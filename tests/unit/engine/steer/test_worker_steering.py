@@ -17,7 +17,7 @@ from clairai.engine.steer import steer_tables as t
 from clairai.engine.steer.program_cache import SlotTable
 from clairai.engine.steer.steer_tables import SteerTables
 from clairai.engine.steer.steering_plan import PlanAction, PlanGate, SteeringPlan
-from clairai.engine.steer.worker_steering import ProgramMap
+from clairai.engine.steer.worker_steering import WorkerSteering
 from clairai.engine.step import StepBatch
 from clairai.fields.ranges import OPEN_END, Range
 from tests.support.random_plans import SITE_OF, SITES, WIDTH, row
@@ -29,10 +29,10 @@ ALWAYS = ((0, OPEN_END),)
 class Sent(SteerTables):
     """Tables that note what was put into them."""
 
-    def __init__(self, *, rows: int = 8, programs: int = 4, seats: int = 2) -> None:
+    def __init__(self, *, rows: int = 8, programs: int = 4, gate_slots: int = 2) -> None:
         super().__init__(
-            SITES, width=WIDTH, max_tokens=MAX_TOKENS, seats=seats, rows=rows, programs=programs,
-            vocabulary=4, device="cpu",
+            SITES, width=WIDTH, max_tokens=MAX_TOKENS, gate_slots=gate_slots, rows=rows,
+            programs=programs, vocabulary=4, device="cpu",
         )  # fmt: skip
         self.maps: list[NDArray[np.int32]] = []
         self.rows: list[int] = []
@@ -53,9 +53,9 @@ class Sent(SteerTables):
         super().put_program(index, words_SOW, num_ops_S)
 
 
-def made(**room: int) -> tuple[Sent, ProgramMap]:
+def made(**room: int) -> tuple[Sent, WorkerSteering]:
     tables = Sent(**room)
-    return tables, ProgramMap(tables, SITE_OF)
+    return tables, WorkerSteering(tables, SITE_OF)
 
 
 def adding(number: float, *ranges: Range, gate: PlanGate | None = None) -> SteeringPlan:
@@ -91,7 +91,7 @@ def test_while_nobody_is_steered_nothing_is_sent() -> None:
 
 def test_while_the_same_requests_decode_the_map_is_sent_once() -> None:
     tables, steering = made()
-    steering.open("a", adding(1))
+    steering.add("a", adding(1))
     steering.place(batch(a=(0, 4), b=(0, 3)))
     for start in range(5, 15):
         steering.place(batch(a=(start, 1), b=(start, 1)))
@@ -102,7 +102,7 @@ def test_while_the_same_requests_decode_the_map_is_sent_once() -> None:
 def test_a_map_that_is_there_already_is_not_sent_again_for_others() -> None:
     tables, steering = made()
     for name in "ab":
-        steering.open(name, adding(1))
+        steering.add(name, adding(1))
     for step in (batch(a=(3, 1), x=(9, 1)), batch(b=(8, 1), y=(2, 1))):
         steering.place(step)
     assert len(tables.maps) == 1
@@ -110,7 +110,7 @@ def test_a_map_that_is_there_already_is_not_sent_again_for_others() -> None:
 
 def test_a_request_that_enters_another_segment_runs_its_program_from_there() -> None:
     tables, steering = made()
-    steering.open("a", adding(1, (3, 5), (6, 8)))
+    steering.add("a", adding(1, (3, 5), (6, 8)))
     found = []
     for start in range(9):
         steering.place(batch(x=(start, 1), a=(start, 1)))
@@ -122,7 +122,7 @@ def test_a_request_that_enters_another_segment_runs_its_program_from_there() -> 
 
 def test_a_request_that_begins_again_is_back_in_its_first_segment() -> None:
     tables, steering = made()
-    steering.open("a", adding(1, (0, 2)))
+    steering.add("a", adding(1, (0, 2)))
     for start in (0, 1, 2, 3, 0):
         steering.place(batch(a=(start, 1)))
     assert programs(tables, 1) == [1]
@@ -130,11 +130,11 @@ def test_a_request_that_begins_again_is_back_in_its_first_segment() -> None:
 
 def test_rows_that_were_steered_are_cleared_for_whoever_comes_next() -> None:
     tables, steering = made()
-    steering.open("a", adding(1))
+    steering.add("a", adding(1))
     steering.place(batch(a=(0, 9)))
     steering.place(batch(a=(9, 1), x=(0, 2)))
     assert programs(tables, 3) == [1, 0, 0]
-    steering.close("a")
+    steering.remove("a")
     steering.place(batch(x=(2, 1)))
     assert (programs(tables, 0), tables.num_mapped) == ([], 0)
     assert len(tables.maps) == 3
@@ -142,9 +142,9 @@ def test_rows_that_were_steered_are_cleared_for_whoever_comes_next() -> None:
 
 def test_a_blank_forward_steers_nobody_and_the_next_step_steers_again() -> None:
     tables, steering = made()
-    steering.open("a", adding(1))
+    steering.add("a", adding(1))
     steering.place(batch(a=(0, 2)))
-    steering.clear_rows()
+    steering.before_dummy_run()
     assert (programs(tables, 0), tables.num_mapped) == ([], 0)
     steering.place(batch(a=(0, 2)))
     assert programs(tables, 2) == [1, 1]
@@ -152,9 +152,9 @@ def test_a_blank_forward_steers_nobody_and_the_next_step_steers_again() -> None:
 
 def test_a_run_of_a_request_with_a_seat_starts_at_its_first_row() -> None:
     tables, steering = made()
-    steering.open("plain", adding(1))
-    steering.open("a", adding(1, (2, 9), gate=latched()))
-    steering.open("b", adding(1, gate=latched()))
+    steering.add("plain", adding(1))
+    steering.add("a", adding(1, (2, 9), gate=latched()))
+    steering.add("b", adding(1, gate=latched()))
     steering.place(batch(plain=(0, 1), b=(4, 2), a=(0, 3)))
     assert tables.map_T4[:6].tolist() == [
         [1, 0, 0, 0], [2, 2, 1, 0], [2, -1, 1, 0], [0, 3, 0, 1], [0, -1, 0, 0], [2, -1, 0, 0],
@@ -164,7 +164,7 @@ def test_a_run_of_a_request_with_a_seat_starts_at_its_first_row() -> None:
 
 def test_a_fresh_start_is_said_once() -> None:
     tables, steering = made()
-    steering.open("a", adding(1, gate=latched()))
+    steering.add("a", adding(1, gate=latched()))
     found = []
     for start in (0, 1, 2, 0, 1):
         steering.place(batch(a=(start, 1)))
@@ -175,21 +175,21 @@ def test_a_fresh_start_is_said_once() -> None:
 def test_requests_that_steer_alike_share_rows_and_programs() -> None:
     tables, steering = made()
     for name in "abcdefgh":
-        steering.open(name, adding(1, (len(name), OPEN_END)))
+        steering.add(name, adding(1, (len(name), OPEN_END)))
     assert len(tables.rows) == len(tables.programs) == 1
 
 
 def test_what_nobody_uses_stays_until_its_place_is_needed() -> None:
     tables, steering = made(rows=3, programs=3)
     for number in (1, 2, 3):
-        steering.open(f"r{number}", adding(number))
-        steering.close(f"r{number}")
-    steering.open("again", adding(1))
+        steering.add(f"r{number}", adding(number))
+        steering.remove(f"r{number}")
+    steering.add("again", adding(1))
     assert len(tables.rows) == len(tables.programs) == 3
-    steering.open("new", adding(4))  # in the place of the longest unused
+    steering.add("new", adding(4))  # in the place of the longest unused
     assert tables.rows[-1] == tables.rows[1]
-    steering.close("new")
-    steering.open("last", adding(3))
+    steering.remove("new")
+    steering.add("last", adding(3))
     assert len(tables.rows) == len(tables.programs) == 4
     assert tables.vectors_VD[:, 0].tolist() == [1, 4, 3]
 
@@ -199,32 +199,32 @@ def added_one_by_one(*numbers: float) -> list[float]:
     tables, steering = made(rows=2, programs=4)
     found = []
     for number in numbers:
-        steering.open("a", adding(number))
+        steering.add("a", adding(number))
         steering.place(batch(a=(0, 1)))
         x_TD = torch.zeros(1, WIDTH)
         tables.site("a").apply(x_TD, None)
         found.append(float(x_TD[0, 0]))
-        steering.close("a")
+        steering.remove("a")
     return found
 
 
 def test_a_program_goes_with_the_row_it_reads(monkeypatch: pytest.MonkeyPatch) -> None:
     assert added_one_by_one(1, 2, 3, 1) == [1, 2, 3, 1]
     # A program that stays while its row goes would read another's.
-    forget = SlotTable.forget
-    monkeypatch.setattr(SlotTable, "forget", lambda *by: isinstance(by[1], bytes) or forget(*by))
+    drop = SlotTable.drop
+    monkeypatch.setattr(SlotTable, "drop", lambda *by: isinstance(by[1], bytes) or drop(*by))
     assert added_one_by_one(1, 2, 3, 1) == [1, 2, 3, 3]
 
 
 def test_a_request_that_comes_back_is_known_already() -> None:
     tables, steering = made()
-    steering.open("a", adding(1, gate=latched()))
-    steering.open("a", adding(2))
-    assert len(steering) == 1
+    steering.add("a", adding(1, gate=latched()))
+    steering.add("a", adding(2))
+    assert len(steering._slots) == 1
     assert len(tables.rows) == 1
     for name in ("a", "a", "never seen"):
-        steering.close(name)
-    assert len(steering) == 0
+        steering.remove(name)
+    assert len(steering._slots) == 0
 
 
 @pytest.mark.parametrize(
@@ -232,58 +232,58 @@ def test_a_request_that_comes_back_is_known_already() -> None:
     [
         ({"rows": 2}, adding(9), "all 2 rows of vectors are in use"),
         ({"programs": 2}, adding(9), "all 2 programs are in use"),
-        ({"seats": 2}, adding(1, gate=latched()), "all 2 seats are in use"),
+        ({"gate_slots": 2}, adding(1, gate=latched()), "all 2 gate slots are in use"),
     ],
 )
-def test_no_room_is_an_error_and_not_somebody_else(
+def test_a_full_table_is_an_error_and_never_another_requests_slot(
     room: dict[str, int], plan: SteeringPlan, what: str
 ) -> None:
-    steering = ProgramMap(Sent(**room), SITE_OF)
-    gate = latched() if "seats" in room else None
+    steering = WorkerSteering(Sent(**room), SITE_OF)
+    gate = latched() if "gate_slots" in room else None
     for number in (1, 2):
-        steering.open(f"r{number}", adding(number, gate=gate))
+        steering.add(f"r{number}", adding(number, gate=gate))
     with pytest.raises(RuntimeError, match=what):
-        steering.open("one more", plan)
+        steering.add("one more", plan)
 
 
-def test_without_token_ids_a_course_that_skips_special_tokens_is_an_error() -> None:
+def test_without_token_ids_a_plan_that_skips_special_tokens_is_an_error() -> None:
     skipping = PlanAction(
         "v", "", "add", adding(1).actions[0].rows, 1.0, ALWAYS, skips_special=True
     )
     tables, steering = made()
-    steering.open("a", adding(1))
-    with pytest.raises(RuntimeError, match="shows no token ids"):
-        steering.open("b", SteeringPlan((skipping,)))
+    steering.add("a", adding(1))
+    with pytest.raises(RuntimeError, match="exposes no token ids"):
+        steering.add("b", SteeringPlan((skipping,)))
     tables.use_token_ids(torch.zeros(MAX_TOKENS, dtype=torch.int32))
-    steering.open("b", SteeringPlan((skipping,)))
+    steering.add("b", SteeringPlan((skipping,)))
 
 
-def test_the_book_keeps_nothing_of_requests_that_are_gone() -> None:
+def test_nothing_is_kept_of_requests_that_have_ended() -> None:
     _, steering = made(rows=4, programs=4)
     for number in range(1, 400):
-        steering.open(f"r{number}", adding(number % 7 + 1, (0, number), gate=latched()))
+        steering.add(f"r{number}", adding(number % 7 + 1, (0, number), gate=latched()))
         steering.place(batch(**{f"r{number}": (0, 1)}))
-        steering.close(f"r{number}")
-    assert len(steering._tracks) == 2  # nobody, and one
+        steering.remove(f"r{number}")
+    assert len(steering._schedules) == 2  # that of unsteered requests, and one
     assert len(steering._program_cache._digests_of) <= 4
     assert len(steering._program_cache._keys_of) <= 8
 
 
-def test_more_requests_than_the_book_began_with_have_their_own_places() -> None:
+def test_more_requests_than_the_first_slots_have_slots_of_their_own() -> None:
     tables, steering = made(rows=200, programs=200)
     names = [f"r{number}" for number in range(1, 150)]
     for number, name in enumerate(names, start=1):
-        steering.open(name, adding(number))
+        steering.add(name, adding(number))
     steering.place(batch(**dict.fromkeys(reversed(names), (3, 1))))
     assert programs(tables, 149) == [*range(149, 0, -1)]
 
 
 def calls_of(num_requests: int) -> int:
     """Python calls, built-in ones too, of a step in which the same requests decode on."""
-    steering = ProgramMap(Sent(rows=300, programs=300, seats=300), SITE_OF)
+    steering = WorkerSteering(Sent(rows=300, programs=300, gate_slots=300), SITE_OF)
     names = [f"r{number}" for number in range(1, num_requests + 1)]
     for number, name in enumerate(names, start=1):
-        steering.open(name, adding(number, gate=latched()))
+        steering.add(name, adding(number, gate=latched()))
     calls: list[str] = []
 
     def count(_frame: FrameType, event: str, _argument: Any) -> None:
