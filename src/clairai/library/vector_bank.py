@@ -1,6 +1,6 @@
-"""Takes vLLM's `LLM`; gives its steering vectors and what steers every request, while it runs.
+"""`clairai.VectorBank`: lists and changes the vectors and the global steering of a running engine.
 
-Runs in the user's process; imports no vllm.
+Runs in: the user's process; imports no vllm.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ EntryJson = Mapping[str, Any]
 
 
 class VectorBank:
-    """The named vectors of a running engine: list, add, replace, remove, without a restart.
+    """The named vectors of a running engine, and what steers every request.
 
-    What a running request was admitted with stays as it is: a change acts on later requests.
+    A change acts on later requests; those that are running keep what they were admitted with.
     """
 
     def __init__(self, llm: Any) -> None:
@@ -49,7 +49,7 @@ class VectorBank:
         return self._state(steering_messages.RemoveVectors(names))
 
     def tiers(self) -> dict[str, Any]:
-        """What steers every request: `base`, `prefill` and `decode`, each a list of entries."""
+        """What steers every request: lists of entries under `base`, `prefill` and `decode`."""
         return _decode_tiers(
             ask_engine(self._llm, steering_messages.GetSteering(), steering_messages.SteeringState)
         )
@@ -61,25 +61,20 @@ class VectorBank:
         prefill: Sequence[EntryJson] | None = None,
         decode: Sequence[EntryJson] | None = None,
     ) -> dict[str, Any]:
-        """Steer every request from now on; a tier that is not given stays, [] clears it."""
+        """Change what steers every later request; None leaves a tier as it is, [] clears it."""
         control = steering_messages.SetSteering(
             _encode_entries(base), _encode_entries(prefill), _encode_entries(decode)
         )
         return _decode_tiers(ask_engine(self._llm, control, steering_messages.SteeringState))
 
     def amend(self, stream: int, steer: Sequence[EntryJson]) -> tuple[int, ...]:
-        """Steer a running request otherwise from its next step on.
+        """Change the steering of a running request from its next step on.
 
-        Gives for each of its running answers the position from which it is steered so. `stream` is
-        the number the request was given with `clairai.request(stream=...)`.
+        Returns the first position of the change for each of its running answers. `stream` is the
+        number that was given with `clairai.request(stream=...)`.
         """
-        encoded = _encode_entries(steer)
-        assert encoded is not None
-        return ask_engine(
-            self._llm,
-            steering_messages.ChangeSteering(stream, encoded),
-            steering_messages.SteeringChanged,
-        ).positions
+        control = steering_messages.ChangeSteering(stream, msgspec.json.encode(list(steer)))
+        return ask_engine(self._llm, control, steering_messages.SteeringChanged).positions
 
     def _state(
         self, control: steering_messages.SteeringControl
@@ -97,5 +92,5 @@ def _encode_entries(entries: Sequence[EntryJson] | None) -> bytes | None:
 
 def _decode_tiers(state: steering_messages.SteeringState) -> dict[str, Any]:
     tiers = {name: getattr(state, name) for name in ("base", "prefill", "decode")}
-    shown: dict[str, Any] = {name: msgspec.json.decode(text) for name, text in tiers.items()}
-    return {**shown, "version": state.version}
+    decoded: dict[str, Any] = {name: msgspec.json.decode(text) for name, text in tiers.items()}
+    return {**decoded, "version": state.version}

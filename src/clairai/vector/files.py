@@ -1,7 +1,7 @@
-"""Takes paths or bytes of vectors, in safetensors, GGUF or JSON; gives checked Vectors.
+"""Loads and saves vectors: safetensors, GGUF control vectors, and JSON (loading only).
 
-Nothing here trusts a file: only regular files are read, and only up to a bound. What a file holds
-is told from its first bytes; its name tells what to look for in a folder.
+Files are untrusted: only regular files are read, and only up to a bound. The first bytes decide
+the format; in a folder the suffix decides which files are read.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _BYTE_ORDER_MARK: Final = b"\xef\xbb\xbf"  # some editors begin UTF-8 with it
 
 
 def load(path: StrPath, *, name: str | None = None) -> Vector:
-    """The vector in one file; GGUF and JSON hold no name, so without one the file's is taken."""
+    """The vector in one file. GGUF and JSON hold no name: it is `name`, or else the file's."""
     file = Path(path)
     if file.suffix not in SUFFIXES:
         raise VectorError(
@@ -40,15 +40,16 @@ def load(path: StrPath, *, name: str | None = None) -> Vector:
         )
     try:
         data = read_file(file, MAX_NBYTES)
-    except ProbeError as error:  # it names the file
+    except ProbeError as error:  # its message names the file
         raise VectorError(error.reason) from None
     return loads(data, source=os.fspath(path), name=name)
 
 
 def loads(data: bytes, *, source: str, name: str | None = None) -> Vector:
-    """The vector in `data`; `source` names it in errors. Raises VectorError, whatever the bytes.
+    """The vector in `data`; VectorError, naming `source`, if it holds none.
 
-    Safetensors hold a name and keep it. Others are called `name`, or as `source` is.
+    A vector in safetensors keeps the name in the file. Others are called `name`, or else as
+    `source` is.
     """
     called = PurePath(source).stem if name is None else name
     if data.startswith(gguf_format.MAGIC):
@@ -59,15 +60,15 @@ def loads(data: bytes, *, source: str, name: str | None = None) -> Vector:
 
 
 def load_many(path: StrPath) -> list[Vector]:
-    """Every vector of a file, a folder (not its subfolders) or a glob, by name; none twice."""
+    """All vectors of a file, a folder (not its subfolders) or a glob, sorted by unique names."""
     try:
         return sort_by_name((file, load(file)) for file in list_files(path, SUFFIXES))
-    except ProbeError as error:  # what is wrong with the folder; a file's own is a VectorError
+    except ProbeError as error:  # about the folder: errors of a file are VectorErrors already
         raise VectorError(error.reason) from None
 
 
 def save(vector: Vector, path: StrPath) -> None:
-    """Write the vector whole or not at all, as safetensors or, by the path's name, as GGUF."""
+    """Write the vector atomically, as safetensors or GGUF by the suffix of `path`."""
     file = Path(path)
     if file.suffix not in (".safetensors", ".gguf"):
         raise VectorError(
@@ -83,6 +84,6 @@ def save(vector: Vector, path: StrPath) -> None:
 
 
 def _is_json(data: bytes) -> bool:
-    # Safetensors begin with the length of a header: bounded, so zeros are among its 8 bytes.
+    # Safetensors begin with an 8-byte header length, which is small enough to contain zeros.
     start = data[:256].removeprefix(_BYTE_ORDER_MARK).lstrip(b" \t\r\n")
     return start.startswith(b"{") and b"\0" not in data[:8]

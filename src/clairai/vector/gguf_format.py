@@ -1,10 +1,10 @@
-"""Takes a Vector, gives a GGUF control vector; and back, from bytes nobody vouches for.
+"""Vectors as GGUF control vectors, the format of repeng and llama.cpp; reads untrusted bytes.
 
-repeng and llama.cpp write these: tensors `direction.N`, added to the output of block N, counted
-from 0, so they are our `post_block.N`. Several tensors of one layer are summed, as llama.cpp does.
+A tensor `direction.N` is added to the output of block N, counted from 0: our point `post_block.N`.
+Several tensors of one layer are summed, as llama.cpp does.
 
-Read here and not by the `gguf` package: its reader believes every count in the file, and an array
-that claims 2**60 items keeps it busy, and its memory growing, for ever.
+The reader is our own: that of the `gguf` package trusts every count in the file, and an array that
+claims 2**60 items makes it run, and its memory grow, without end.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class _Tensor:
 
 
 class _Cursor:
-    """Reads forward, never past the end of the header's bound or of the data."""
+    """Reads forward, never past the data or the bound of the header."""
 
     def __init__(self, data: bytes) -> None:
         self._data = memoryview(data)[:MAX_HEADER]
@@ -77,7 +77,7 @@ class _Cursor:
 
 
 def dumps(vector: Vector) -> bytes:
-    """What llama.cpp's --control-vector and repeng read; the scale is given to them, beside it."""
+    """A file for llama.cpp's --control-vector and repeng, which take the scale separately."""
     _check_exportable(vector)
     keys = {"general.architecture": ARCHITECTURE, "general.name": vector.name}
     if vector.model is not None:
@@ -100,7 +100,7 @@ def dumps(vector: Vector) -> bytes:
 
 
 def loads(data: bytes, *, source: str, name: str) -> Vector:
-    """The vector in `data`, to be called `name`. Raises VectorError, whatever the bytes."""
+    """The vector in `data`, called `name`; VectorError, naming `source`, if it holds none."""
     with naming_source(source):
         if len(data) > MAX_NBYTES:
             raise VectorError(f"{len(data)} bytes, and a control vector has at most {MAX_NBYTES}")
@@ -138,7 +138,7 @@ def _pack_text(text: str) -> bytes:
 
 
 def _read_keys(cursor: _Cursor, count: int) -> Iterator[tuple[str, object]]:
-    """Texts and whole numbers; of all else only the length matters."""
+    """The keys with a string or a uint32; other values are skipped."""
     for _ in range(count):
         key, kind = cursor.text(), cursor.number("I")
         if kind == _STRING:
@@ -159,7 +159,7 @@ def _skip_value(cursor: _Cursor, kind: int) -> None:
     if item in _SIZES:
         cursor.take(_SIZES[item] * count)
     elif item == _STRING:
-        for _ in range(count):  # each takes 8 bytes at least, so the header's bound ends this
+        for _ in range(count):  # each takes at least 8 bytes, so the bound of the header ends it
             cursor.text()
     else:
         raise VectorError(f"holds an array of type {item}; export it again, with plain metadata")
@@ -180,7 +180,7 @@ def _read_tensor(cursor: _Cursor) -> _Tensor:
 
 
 def _align(at: int, keys: Mapping[str, object]) -> int:
-    """Where the numbers start."""
+    """The offset of the tensor data."""
     alignment = keys.get("general.alignment", ALIGNMENT)
     if not isinstance(alignment, int) or not 1 <= alignment <= MAX_HEADER:
         raise VectorError(f"general.alignment is {quote(alignment)}; give 1 to {MAX_HEADER}")
@@ -190,19 +190,19 @@ def _align(at: int, keys: Mapping[str, object]) -> int:
 def _sum_rows(data: bytes, tensors: list[_Tensor], start: int) -> dict[Point, Row]:
     if len({tensor.name for tensor in tensors}) < len(tensors):
         raise VectorError("two tensors have one name; export it again")
-    if sum(tensor.width for tensor in tensors) > MAX_NUMBERS:  # they may overlap in the file
+    if sum(tensor.width for tensor in tensors) > MAX_NUMBERS:  # tensors may overlap in the file
         raise VectorError(f"a vector holds at most {MAX_NUMBERS} numbers; export fewer layers")
     sums: dict[Point, Row] = {}
     for tensor in tensors:
         point, row_D = _point_of_tensor(tensor.name), _read_row(data, tensor, start)
         if point in sums and len(sums[point]) != tensor.width:
             raise VectorError(f"tensors of {point} have different widths; export it again")
-        with np.errstate(all="ignore"):  # what overflows is refused by the vector, in words
+        with np.errstate(all="ignore"):  # Vector refuses infinity with a message
             sums[point] = sums[point] + row_D if point in sums else row_D
     steering = {point: row_D for point, row_D in sums.items() if row_D.any()}
     if not steering:
         raise VectorError("every direction is all zeros; make it again")
-    return steering  # a layer of zeros is one that is not steered
+    return steering  # without the layers of zeros, which steer nothing
 
 
 def _point_of_tensor(name: str) -> Point:
@@ -224,7 +224,7 @@ def _read_row(data: bytes, tensor: _Tensor, start: int) -> Row:
 
 
 def _description(keys: Mapping[str, object]) -> str | None:
-    """What people are told, where it can be shown. The model hint is an architecture, no model."""
+    """The description, if it is printable. The model hint names an architecture, not a model."""
     text = keys.get("general.description")
     is_fit = isinstance(text, str) and 1 <= len(text) <= MAX_DESCRIPTION and text.isprintable()
     return str(text) if is_fit else None

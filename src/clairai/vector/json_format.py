@@ -1,7 +1,7 @@
-"""Takes the JSON that requests of the seeds carry, as a file; gives a Vector.
+"""Vectors as JSON, in the shape of the request field `steering_vectors`; reads untrusted bytes.
 
 `{"post_block": {"15": [0.1, 0.2]}, "pre_attn": {"3": {"vector": [0.5, 0.6], "scale": 2.0}}}`:
-a row for each hook and layer. A scale is folded into its row: here one scale is for all points.
+a row for each hook and layer. A scale is multiplied into its row, since a Vector has one scale.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _EXAMPLE: Final = 'write {"post_block": {"15": [0.1, 0.2, ...]}}'
 
 
 def loads(data: bytes, *, source: str, name: str) -> Vector:
-    """The vector in `data`, to be called `name`. Raises VectorError, whatever the bytes."""
+    """The vector in `data`, called `name`; VectorError, naming `source`, if it holds none."""
     with naming_source(source):
         if len(data) > MAX_NBYTES:
             raise VectorError(f"{len(data)} bytes, and a vector's JSON has at most {MAX_NBYTES}")
@@ -49,7 +49,7 @@ def _rows_by_point(hooks: Mapping[str, object]) -> Iterator[tuple[Point, object]
 
 
 def parse_row(place: str, given: object) -> Row:
-    """A list of numbers, or `{"vector": [...], "scale": s}` with the scale folded in."""
+    """Read a list of numbers, or `{"vector": [...], "scale": s}` with the scale multiplied in."""
     scale: object = 1.0
     if isinstance(given, dict):
         if not {"vector"} <= given.keys() <= {"vector", "scale"}:
@@ -63,7 +63,7 @@ def parse_row(place: str, given: object) -> Row:
     if any(type(item) not in (int, float) for item in given):
         raise VectorError(f"{place} holds something other than numbers; give numbers only")
     try:
-        with np.errstate(all="ignore"):  # what overflows is refused by Vector as infinity
+        with np.errstate(all="ignore"):  # Vector refuses infinity with a message
             return (np.array(given, np.float64) * np.float64(scale)).astype(np.float32)
     except OverflowError:
         raise VectorError(f"{place} holds a number beyond float64; use finite numbers") from None

@@ -1,7 +1,7 @@
-"""Takes rows of contrasting texts, or a probe; gives the Vector that leads from one to the other.
+"""Makes vectors from rows of contrasting texts, or from a probe.
 
-In each method scale 1 has a meaning: of contrasting texts, the way from one side to the other as it
-is on average; of a probe, one step of its raw score. N = texts of one side, D = model width
+Scale 1 always has a meaning: for contrasting texts, the average difference between the two sides;
+for a probe, one step of its raw score. N = texts of one side, D = model width.
 """
 
 from __future__ import annotations
@@ -22,18 +22,17 @@ VectorMaker = Callable[[str, TextRows, TextRows], Vector]
 
 
 def difference_of_means(name: str, positive: TextRows, negative: TextRows) -> Vector:
-    """The mean row of the positive texts less that of the negative ones; they need not be pairs."""
+    """The mean row of the positive texts minus that of the negative ones; pairs are not needed."""
     points = _check_sides(name, positive, negative)
     rows = {point: _mean(positive[point]) - _mean(negative[point]) for point in points}
     return Vector(name, _to_float32(rows), method="difference of means")
 
 
 def pca(name: str, positive: TextRows, negative: TextRows) -> Vector:
-    """The direction along which pairs differ most, as long as they differ along it on average.
+    """The direction along which pairs differ most, as long as their mean difference along it.
 
-    The first principal component of the pairs' differences, around zero: with each pair counted
-    both ways round, as if it were not known which side is which. The mean difference's shadow on
-    it gives its length, and its sign.
+    The first principal component of the pairs' differences around zero, not around their mean.
+    The projection of the mean difference on it gives the length and the sign.
     """
     points = _check_sides(name, positive, negative)
     return Vector(
@@ -46,9 +45,10 @@ def pca(name: str, positive: TextRows, negative: TextRows) -> Vector:
 
 
 def from_probe(probe: Probe, *, name: str | None = None, step: float = 1.0) -> Vector:
-    """The probe's direction, so long that scale 1 moves its raw score by `step` at its own point.
+    """The probe's direction, of a length so that scale 1 moves its raw score by `step`.
 
-    The raw score is what the activation is applied to: hidden @ direction + bias.
+    That holds at the probe's own point. The raw score is the activation's input:
+    hidden @ direction + bias.
     """
     direction_D = probe.direction_D.astype(np.float64)
     row_D = direction_D * (step / (direction_D @ direction_D))
@@ -64,7 +64,7 @@ def from_probe(probe: Probe, *, name: str | None = None, step: float = 1.0) -> V
 def measure_separation(
     row_D: Row, positive_ND: NDArray[np.floating], negative_ND: NDArray[np.floating]
 ) -> float:
-    """How often a positive text lies further along the row than a negative one; 0.5 is chance."""
+    """The AUROC of the row: how often a positive text lies further along it than a negative one."""
     direction_D = row_D.astype(np.float64)
     above, below = positive_ND @ direction_D, np.sort(negative_ND @ direction_D)
     ranks = [np.searchsorted(below, above, side).mean() for side in ("left", "right")]
@@ -103,7 +103,7 @@ def _mean(rows_ND: NDArray[np.floating]) -> NDArray[np.float64]:
 
 
 def _to_float32(rows: Mapping[Point, NDArray[np.float64]]) -> dict[Point, Row]:
-    with np.errstate(over="ignore"):  # what overflows is refused by Vector as infinity
+    with np.errstate(over="ignore"):  # Vector refuses infinity with a message
         return {point: row_D.astype(np.float32) for point, row_D in rows.items()}
 
 

@@ -1,6 +1,7 @@
-"""Takes the parts of a steering vector; gives a checked, frozen `Vector` and content digests."""
+"""The steering vector: checked, immutable, and identified by a digest of its content.
 
-# D = model width
+N = points of a vector, D = model width.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +24,7 @@ from clairai.probe.model import MAX_DESCRIPTION, MAX_MODEL, MAX_NAME, NAME
 from clairai.wire import steering_messages
 
 MAX_POINTS: Final = 1024
-MAX_NUMBERS: Final = 16 << 20  # of all points together: 64 MiB as float32
+MAX_NUMBERS: Final = 16 << 20  # at all points together: 64 MiB as float32
 MAX_METHOD: Final = 100
 
 _SCHEMA: Final = b"clairai vector/2\0"
@@ -36,15 +37,15 @@ Row = NDArray[np.float32]
 
 @dataclass(frozen=True, eq=False)
 class Vector:
-    """A row of numbers for each of its points; two vectors are equal by content."""
+    """One row of numbers for each of its points; vectors are compared by content."""
 
     name: str
-    rows: Mapping[Point, Row]  # in path order, whichever order was given
-    # For people: what follows changes nothing that the vector does.
+    rows: Mapping[Point, Row]  # in the order of the forward pass
+    # The rest is for people: it does not change what the vector does.
     description: str | None = None
     model: str | None = None  # the model it was made for
     method: str | None = None  # how it was made
-    scale: float = 1.0  # suggested
+    scale: float = 1.0  # the suggested scale
 
     def __post_init__(self) -> None:
         _check_name(self.name)
@@ -63,20 +64,20 @@ class Vector:
 
     @cached_property
     def block_ND(self) -> NDArray[np.float32]:
-        """All rows, in order: where they lie side by side already, without a copy."""
+        """All rows in order; not copied if they are contiguous already."""
         return _as_block([*self.rows.values()])
 
     @cached_property
     def row_digests(self) -> Mapping[Point, str]:
-        """Of the numbers at each point: see digest_of."""
+        """The digest of the numbers at each point: see `digest_row`."""
         return MappingProxyType({point: digest_row(row_D) for point, row_D in self.rows.items()})
 
     @cached_property
     def digest(self) -> str:
-        """SHA-256 of all that decides what it does: points and numbers, and not what it is called.
+        """SHA-256 of points and numbers: all that decides what the vector does.
 
-        Of the rows' own digests, so that a vector in a request is read once. They have a known
-        length and a point's name ends in a zero byte: no two contents hash alike.
+        It hashes the rows' own digests, so that a vector in a request is read once. They have a
+        fixed length and a point's name ends in a zero byte, so the encoding is unambiguous.
         """
         content = hashlib.sha256(_SCHEMA + _WIDTH.pack(self.width))
         for point, row_digest in self.row_digests.items():
@@ -86,16 +87,16 @@ class Vector:
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Vector):
             return NotImplemented
-        return self.digest == other.digest and self._told() == other._told()
+        return self.digest == other.digest and self._metadata() == other._metadata()
 
     def __hash__(self) -> int:
         return hash(self.digest)
 
-    def _told(self) -> tuple[object, ...]:
+    def _metadata(self) -> tuple[object, ...]:
         return self.name, self.description, self.model, self.method, self.scale
 
     def listed(self) -> steering_messages.ListedVector:
-        """What people are told of it."""
+        """Its entry in a list of vectors."""
         return steering_messages.ListedVector(
             name=self.name,
             points=tuple(map(str, self.rows)),
@@ -116,26 +117,26 @@ _TEXT_LIMITS: Final = (
 
 
 def _is_same_memory(row_D: Row, other_D: Row) -> bool:
-    """Whether they are the same memory."""
+    """True if both are views of the same memory."""
     mine, theirs = row_D.__array_interface__, other_D.__array_interface__
     return bool(mine["data"] == theirs["data"] and mine["strides"] == theirs["strides"])
 
 
 def digest_row(row_D: Row) -> str:
-    """SHA-256 of a row's numbers; equal for equal numbers, whichever point or vector has them."""
+    """SHA-256 of a row's numbers, independent of its point and vector."""
     content = hashlib.sha256(_ROW_SCHEMA)
     content.update(np.ascontiguousarray(row_D, "<f4").data)
     return content.hexdigest()
 
 
 def norm(row_D: Row) -> float:
-    """The row's length; in float64, where no float32 overflows."""
+    """The row's length; in float64, where the squares of float32 cannot overflow."""
     wide_D = row_D.astype(np.float64)
     return math.sqrt(wide_D @ wide_D)
 
 
 def _check_name(name: object) -> None:
-    # A name is shown, sent and may become a file's name: nothing that could climb a path.
+    # A name may become a file name: nothing in it may leave a folder.
     if not isinstance(name, str) or NAME.fullmatch(name) is None or ".." in name:
         raise VectorError(
             f"{quote(name)} cannot name a vector; use 1 to {MAX_NAME} of "
@@ -170,7 +171,7 @@ def _check_rows(name: str, given: object) -> Mapping[Point, Row]:
         raise VectorError(f"vector {name}: {len(given)} points; give 1 to {MAX_POINTS}")
     points = sorted(given)
     rows = _check_rows_at_once([given[point] for point in points])
-    if rows is None:  # one of them is not: say which
+    if rows is None:  # check one by one, to name the row that is wrong
         rows = [_check_row(f"{name} at {point}", given[point]) for point in points]
     widths = sorted({len(row_D) for row_D in rows})
     if len(widths) > 1:
@@ -187,7 +188,7 @@ def _check_rows(name: str, given: object) -> Mapping[Point, Row]:
 
 
 def _check_rows_at_once(given: Sequence[object]) -> list[Row] | None:
-    """Copies of rows that `_row` would take, all at once: requests bring many. None if unsure."""
+    """Check and copy rows all at once, since requests carry many; None if any may be wrong."""
     rows = [one for one in given if isinstance(one, np.ndarray) and one.dtype == np.float32]
     shapes = {row.shape for row in rows}
     if len(rows) < len(given) or len(shapes) > 1:
@@ -197,14 +198,16 @@ def _check_rows_at_once(given: Sequence[object]) -> list[Row] | None:
         return None
     block_ND = _as_block(rows)
     high_N, low_N = block_ND.max(axis=1), block_ND.min(axis=1)
-    is_finite = np.isfinite(high_N).all() and np.isfinite(low_N).all()  # NaN is both
+    is_finite = (
+        np.isfinite(high_N).all() and np.isfinite(low_N).all()
+    )  # max and min of a row with NaN are NaN
     if not (is_finite and (high_N.astype(bool) | low_N.astype(bool)).all()):
         return None
     return list(block_ND)  # each has the block as its base: see Vector.block_ND
 
 
 def _as_block(rows: Sequence[Row]) -> NDArray[np.float32]:
-    """The rows, of one width, side by side; a copy, unless they are so and cannot be written."""
+    """Rows of one width as one array; a copy unless they are a read-only block already."""
     found_ND = _shared_block(rows)
     if found_ND is not None and not found_ND.flags.writeable and found_ND.flags.owndata:
         return found_ND
@@ -215,7 +218,7 @@ def _as_block(rows: Sequence[Row]) -> NDArray[np.float32]:
 
 
 def _shared_block(rows: Sequence[Row]) -> NDArray[np.float32] | None:
-    """The block that has just these rows, if there is one."""
+    """The array of which these are exactly the rows, if there is one."""
     block_ND = rows[0].base
     if not isinstance(block_ND, np.ndarray) or block_ND.shape != (len(rows), len(rows[0])):
         return None
@@ -225,5 +228,5 @@ def _shared_block(rows: Sequence[Row]) -> NDArray[np.float32] | None:
 def _check_row(place: str, given: object) -> Row:
     try:
         return model.check_direction(f"vector {place}: the row", given)
-    except ProbeError as error:  # the words are the same, whosever row it is
+    except ProbeError as error:  # the check and its message are those of a probe's direction
         raise VectorError(error.reason) from None

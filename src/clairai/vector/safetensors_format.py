@@ -1,6 +1,6 @@
-"""Takes a Vector, gives the bytes of its safetensors file; and back, from bytes nobody vouches for.
+"""Vectors as safetensors, clairai's own format; reads untrusted bytes.
 
-The file holds one tensor [D] for each point, named by it, such as `post_block.15`, and string
+The file holds one tensor [D] for each point, named after it, such as `post_block.15`, and string
 metadata: clairai="vector/1", name, and where set scale, description, model and method.
 """
 
@@ -45,7 +45,7 @@ KIND: Final = FileFormat(
 
 @contextmanager
 def naming_source(source: str) -> Iterator[None]:
-    """Name the file in every error below, and let nothing but a VectorError out of its parser."""
+    """Turn every error of a parser into a VectorError that names the file."""
     try:
         yield
     except (VectorError, ProbeError, PointError) as error:
@@ -69,7 +69,7 @@ def dumps(vector: Vector) -> bytes:
 
 
 def loads(data: bytes, *, source: str) -> Vector:
-    """The vector in `data`; `source` names it in errors. Raises VectorError, whatever the bytes."""
+    """The vector in `data`; VectorError, naming `source`, if it holds none."""
     with naming_source(source):
         header, nbytes = unpack_file(data, KIND)
         said = read_metadata(header.pop(METADATA, None), KIND)
@@ -89,7 +89,7 @@ def _to_metadata(vector: Vector) -> dict[str, str]:
 
 
 def _points(header: Mapping[str, object]) -> dict[str, Point]:
-    """The point of each tensor; no two tensors are one point under two names."""
+    """The point of each tensor; two names of one point are refused."""
     if not 1 <= len(header) <= MAX_POINTS:
         raise VectorError(
             f"holds {len(header)} tensors; give 1 to {MAX_POINTS}, one for each point"
@@ -103,7 +103,7 @@ def _points(header: Mapping[str, object]) -> dict[str, Point]:
 
 
 def _check_extents(header: Mapping[str, object], nbytes: int) -> None:
-    # Stricter than safetensors, and first: the library never sees a header we would refuse.
+    # Stricter than safetensors, and before it: the library never sees a header we would refuse.
     extents = sorted(_extent(name, tensor) for name, tensor in header.items())
     ends = [0, *(end for _, end in extents)]
     if [start for start, _ in extents] != ends[:-1] or ends[-1] != nbytes:
@@ -137,7 +137,7 @@ def _rows(data: bytes, points: Mapping[str, Point]) -> dict[Point, Row]:
         tensors = safetensors.deserialize(data)  # type: ignore[no-untyped-call]
     except safetensors.SafetensorError as error:
         raise VectorError(f"safetensors refuses it ({error}); {_SAVE_AGAIN}") from None
-    with np.errstate(all="ignore"):  # NaN is refused by the vector, in words
+    with np.errstate(all="ignore"):  # Vector refuses NaN with a message
         return {points[name]: to_float32(t["dtype"], bytes(t["data"])) for name, t in tensors}
 
 

@@ -1,8 +1,9 @@
-"""Takes a course; gives each block of tokens the extra key it has in vLLM's prefix cache.
+"""The extra key that a steered block of tokens has in vLLM's prefix cache.
 
-Keys and values of a block [start, end) depend on its tokens, on those before, and on what was done
-to positions below `end`. The tokens are in vLLM's own hash; the rest is the key: two courses give a
-block the same key exactly if they treat every position below its end alike.
+Runs in: the engine core. The KV cache of a block [start, end) depends on its tokens, on those
+before it, and on the steering of positions below `end`. vLLM's own hash covers the tokens; the key
+covers the steering. Two plans give a block the same key exactly if they treat every position below
+its end alike.
 """
 
 from __future__ import annotations
@@ -18,26 +19,26 @@ _ENDS: Final = struct.Struct("<II")
 
 
 class BlockKeys:
-    """The keys of one course: made once for a request, asked for every block of it."""
+    """The keys of one plan's blocks: made once for a request, read for each of its blocks."""
 
     def __init__(self, plan: SteeringPlan) -> None:
-        self._treated = treatments(plan)
-        self._starts = [start for start, _, _ in self._treated]
-        self._before = [b""]  # digest of all treatment before the one of this index
-        for start, end, key in self._treated:
+        self._treatments = treatments(plan)
+        self._starts = [start for start, _, _ in self._treatments]
+        self._before = [b""]  # digest of all treatments before this index
+        for start, end, key in self._treatments:
             self._before.append(_chain(self._before[-1], start, end, key))
 
     def key(self, end: int) -> str | None:
-        """Of the block that ends before position `end`; None where nothing was done."""
+        """The key of the block that ends before position `end`; None if nothing acts below it."""
         last = bisect_left(self._starts, end) - 1
         if last < 0:
             return None
-        start, stop, key = self._treated[last]
+        start, stop, key = self._treatments[last]
         return _chain(self._before[last], start, min(stop, end), key).hex()
 
 
 def block_key(plan: SteeringPlan, start: int, end: int) -> str | None:
-    """The key of the block [start, end); for many blocks of a course keep its BlockKeys."""
+    """The key of one block; for many blocks of a plan keep its BlockKeys."""
     assert 0 <= start < end
     return BlockKeys(plan).key(end)
 

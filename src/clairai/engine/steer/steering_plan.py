@@ -1,7 +1,7 @@
-"""Takes nothing of ours; gives a course: all that steers one request, as it travels to the workers.
+"""The steering plan of one request, as the engine core sends it to the workers.
 
-A course is content, not names: vectors and gates are in it, positions are absolute. Whatever a name
-comes to mean later, a request that was admitted keeps what it was admitted with. D = model width.
+A plan holds content, not names: it includes the vectors and gates, and its positions are absolute.
+A later change of a named vector or probe does not change requests that were admitted before.
 """
 
 from __future__ import annotations
@@ -20,13 +20,20 @@ from clairai.fields.ranges import OPEN_END, Range
 from clairai.fields.steer import Op
 from clairai.wire.ring_messages import Activation
 
-MAX_OPS: Final = 16  # that act on one row at one point, gates included
-MAX_GATES: Final = 8  # of one course
-MAX_ACTIONS: Final = 64
+MAX_OPS: Final = 16  # on one row at one point, reads of gates included
+MAX_GATES: Final = 8  # of one plan
+MAX_ACTIONS: Final = 64  # of one plan
+MAX_SEGMENTS: Final = 256  # of one plan
+
+# First position, one past the last, indices of the actions that act there.
+Segment = tuple[int, int, tuple[int, ...]]
+
+_KEY_ENCODER: Final = msgspec.msgpack.Encoder()
+_KEY_BYTES: Final = 16
 
 
 class PlanRow(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What a vector holds for one point."""
+    """The numbers of a vector, or of a probe's direction, at one point."""
 
     point: str
     digest: str  # of the values
@@ -37,36 +44,36 @@ class PlanRow(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class PlanGate(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A probe's score of the same token opens and closes an action."""
+    """Opens and closes an action by a probe's score of the same token."""
 
     probe: str
     row: PlanRow  # the probe's direction, at its point
     bias: float
     activation: Activation
     threshold: float
-    sharpness: float | None = None  # None: open or closed, nothing between
-    release: float | None = None  # closes below this; None: closes below the threshold
+    sharpness: float | None = None  # None: fully open or closed
+    release: float | None = None  # closes below this; None: below the threshold
     latch: bool = False  # never closes again
 
     @property
     def is_stateful(self) -> bool:
-        """Whether it depends on the request's earlier tokens."""
+        """True if it depends on earlier tokens of the request."""
         return self.latch or self.release is not None
 
 
 class PlanAction(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """One vector's work: what it does, to which rows, how strongly."""
+    """What one vector does, at which points and positions, and how strongly."""
 
-    vector: str  # its name; "" for one that came with the request
+    vector: str  # its name; "" for one that the request carried
     digest: str  # of the whole vector
     op: Op
     rows: tuple[PlanRow, ...]  # one for each point, in path order
     scale: float
-    ranges: tuple[Range, ...]  # sorted, apart from each other, none of them empty
-    is_matched: bool = False  # add: the vector has the length of the row it is added to
+    ranges: tuple[Range, ...]  # sorted, merged, none empty
+    is_matched: bool = False  # add: scale the vector to the length of the row
     low: float | None = None  # clamp
     high: float | None = None
-    gate: int | None = None  # of the course's gates; each is one action's own
+    gate: int | None = None  # index into the plan's gates; no two actions share one
     skips_special: bool = False
 
 
@@ -85,23 +92,12 @@ ENCODER: Final = msgspec.msgpack.Encoder()
 DECODER: Final = msgspec.msgpack.Decoder(SteeringPlan)
 
 
-# MERGED
-# Takes a course; gives its segments, stretches where the same actions act, and their programs.
-
-
-Segment = tuple[int, int, tuple[int, ...]]  # first position, one past the last, indices of actions
-MAX_SEGMENTS: Final = 256  # of one course: the registry gives none with more
-
-_KEY_ENCODER: Final = msgspec.msgpack.Encoder()
-_KEY_BYTES: Final = 16
-
-
 def split_segments(plan: SteeringPlan) -> tuple[Segment, ...]:
-    """In order of positions, apart from each other; where nothing acts there is none."""
+    """The stretches of positions where the same actions act, in order; gaps have none."""
     edges: dict[int, set[int]] = defaultdict(set)
     for index, action in enumerate(plan.actions):
         for edge in (edge for one in action.ranges for edge in one):
-            edges[edge] ^= {index}  # of two ranges that touch, the edge is none
+            edges[edge] ^= {index}  # two ranges of one action that touch have no edge between them
     found: list[Segment] = []
     active: set[int] = set()
     for start, end in pairwise(sorted(edge for edge, changed in edges.items() if changed)):
@@ -112,36 +108,36 @@ def split_segments(plan: SteeringPlan) -> tuple[Segment, ...]:
 
 
 def program_key(plan: SteeringPlan, active: Iterable[int]) -> bytes:
-    """Names what these actions do, in their order, to a row: equal for equal content.
+    """The key of what these actions do to a row, in their order: equal for equal content.
 
-    Neither names nor positions are in it. Whether an action skips special tokens is: only the
-    device knows which token a row is for. A stateful gate's index in the course is: that is where
-    its state is kept, and all programs of one request must find it there.
+    It covers neither names nor positions. It covers whether an action skips special tokens, since
+    only the device knows a row's token, and the index of a stateful gate, since all programs of a
+    request must find the gate's state under the same index.
     """
     return _hash_keys(_action_key(plan, plan.actions[index]) for index in active)
 
 
-def program_keys(plan: SteeringPlan, parts: Iterable[Segment]) -> list[bytes]:
-    """The program key of each segment; each action is read once."""
+def program_keys(plan: SteeringPlan, segments: Iterable[Segment]) -> list[bytes]:
+    """The program key of each segment; each action is hashed once."""
     keys = [_action_key(plan, action) for action in plan.actions]
-    return [_hash_keys(keys[index] for index in active) for _, _, active in parts]
+    return [_hash_keys(keys[index] for index in active) for _, _, active in segments]
 
 
 def all_program_keys(plan: SteeringPlan) -> frozenset[bytes]:
-    """Keys of every program the course needs."""
+    """The keys of all programs that the plan needs."""
     return frozenset(program_keys(plan, split_segments(plan)))
 
 
 def treatments(plan: SteeringPlan) -> list[tuple[int, int, bytes]]:
-    """What is done to which positions, in one form only: equal lists are equal treatment.
+    """What is done to which positions, in canonical form: equal lists mean equal treatment.
 
-    Neighbours differ in key, whether one action or two of equal content act on them. Where a
-    stateful gate keeps its state is not in a key.
+    Neighbours with equal content are joined. Unlike a program key, a key here does not cover the
+    index of a stateful gate.
     """
-    parts = [_hash(action_content(plan, action)) for action in plan.actions]
+    keys = [_hash(action_content(plan, action)) for action in plan.actions]
     found: list[tuple[int, int, bytes]] = []
     for start, end, active in split_segments(plan):
-        key = _hash_keys(parts[index] for index in active)
+        key = _hash_keys(keys[index] for index in active)
         if found and found[-1][1:] == (start, key):
             found[-1] = (found[-1][0], end, key)
         else:
@@ -150,9 +146,9 @@ def treatments(plan: SteeringPlan) -> list[tuple[int, int, bytes]]:
 
 
 def action_content(plan: SteeringPlan, action: PlanAction) -> tuple[object, ...]:
-    """All that decides what it does to a position it acts on, for msgpack, which keeps parts apart.
+    """All that decides what an action does to a position, besides the tokens.
 
-    The tokens decide too, but whoever compares contents compares tokens first.
+    vLLM's block hash covers the tokens.
     """
     rows = [(row.point, row.digest) for row in action.rows]
     bounds = (_optional_float(action.low), _optional_float(action.high))
@@ -177,34 +173,30 @@ def _gate_content(gate: PlanGate) -> tuple[object, ...]:
     return *scored, *opened
 
 
-def _hash(parts: object) -> bytes:
-    return hashlib.blake2b(_KEY_ENCODER.encode(parts), digest_size=_KEY_BYTES).digest()
+def _hash(content: object) -> bytes:
+    return hashlib.blake2b(_KEY_ENCODER.encode(content), digest_size=_KEY_BYTES).digest()
 
 
-def _hash_keys(parts: Iterable[bytes]) -> bytes:
-    """Of parts that are all equally long: where one ends is no question."""
-    return hashlib.blake2b(b"".join(parts), digest_size=_KEY_BYTES).digest()
+def _hash_keys(keys: Iterable[bytes]) -> bytes:
+    """Unambiguous without separators, since all keys have the same length."""
+    return hashlib.blake2b(b"".join(keys), digest_size=_KEY_BYTES).digest()
 
 
 def _optional_float(number: float | None) -> float | None:
     return None if number is None else float(number)
 
 
-# MERGED
-# Takes a course; gives what a user is told was applied, as JSON and in the request's language.
-
-
 def describe_plan(plan: SteeringPlan) -> list[dict[str, Any]]:
-    """One object for each action, in the order in which they act.
+    """What is applied, as JSON in the language of a request: one object for each action.
 
-    Positions are counted from the first token of the prompt. A vector that came with the request
-    has no name: its digest says which it was.
+    Positions count from the first token of the prompt. A vector that the request carried has no
+    name; its digest identifies it.
     """
     return [_describe_action(plan, action) for action in plan.actions]
 
 
 def _describe_action(plan: SteeringPlan, action: PlanAction) -> dict[str, Any]:
-    told: dict[str, Any] = {
+    fields: dict[str, Any] = {
         "vector": action.vector or None,
         "digest": action.digest,
         "scale": action.scale,
@@ -218,7 +210,7 @@ def _describe_action(plan: SteeringPlan, action: PlanAction) -> dict[str, Any]:
         "high": action.high,
         "gate": None if action.gate is None else _describe_gate(plan.gates[action.gate]),
     }
-    return told | {key: value for key, value in optional.items() if value is not None}
+    return fields | {key: value for key, value in optional.items() if value is not None}
 
 
 def _describe_when(action: PlanAction) -> dict[str, Any]:
@@ -228,6 +220,6 @@ def _describe_when(action: PlanAction) -> dict[str, Any]:
 
 
 def _describe_gate(gate: PlanGate) -> dict[str, Any]:
-    told: dict[str, Any] = {"probe": gate.probe, "threshold": gate.threshold}
+    fields: dict[str, Any] = {"probe": gate.probe, "threshold": gate.threshold}
     optional = {"sharpness": gate.sharpness, "release": gate.release, "latch": gate.latch or None}
-    return told | {key: value for key, value in optional.items() if value is not None}
+    return fields | {key: value for key, value in optional.items() if value is not None}
