@@ -19,8 +19,8 @@ import numpy as np
 from pydantic import TypeAdapter
 
 from clairai.engine.steer import steering_plan as courses
-from clairai.engine.steer.snapshot import SteerableModel, SteeringSnapshot
 from clairai.engine.steer.steering_registry import SteeringLimits, SteeringRegistry
+from clairai.fields.catalog import Catalog
 from clairai.fields.request_fields import parse_fields
 from clairai.points import Point
 from clairai.proxy.completions import completion_request
@@ -33,7 +33,7 @@ from scripts.numbers import stamp, table, write_section
 
 NUM_LAYERS, WIDTH, NUM_TIMES = 32, 4096, 100
 POINTS = tuple(Point("post_block", layer) for layer in range(NUM_LAYERS))
-VIEW = CoreView(SteeringSnapshot(SteerableModel(frozenset(POINTS), WIDTH)))
+VIEW = CoreView(Catalog(frozenset(POINTS)), WIDTH)
 PROXY_LIMITS = ProxyLimits()
 PROMPT_LEN = 64
 VLLMS = "beside them: vLLM reads the same request"

@@ -64,7 +64,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "server": {
         *COMMON,
         *("probe", "vector", "fields", "store", "weights", "library", "server"),
-        *("engine.steer", "proxy.completions.completion_request"),
+        "proxy.completions.completion_request",
         *("compat.api_server", "compat.install"),
     },
     "launch": {

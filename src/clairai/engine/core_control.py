@@ -17,7 +17,7 @@ import numpy as np
 
 from clairai.engine.steer.steering_registry import SteeringRegistry
 from clairai.errors import ClairaiError, RequestError, SteeringOffError
-from clairai.fields.json_fields import suggest_names
+from clairai.fields.catalog import rule_threshold
 from clairai.fields.rules import StopRule
 from clairai.fields.steer import SteerEntry, parse_entries
 from clairai.probe.bank import EngineBank
@@ -104,20 +104,9 @@ class CoreControl:
 
     def thresholds(self, rules: Sequence[StopRule]) -> tuple[float, ...]:
         """What each rule's score is compared with; RequestError if that is not known."""
-        return tuple(map(self._threshold, rules))
-
-    def _threshold(self, rule: StopRule) -> float:
-        probe = self._probes.get(rule.probe)
-        if probe is None:
-            raise RequestError(
-                f"stop: no probe is named {rule.probe!r}; {suggest_names(rule.probe, self._probes)}"
-            )
-        threshold = probe.threshold if rule.threshold is None else rule.threshold
-        if threshold is None:
-            raise RequestError(
-                f"stop: probe {rule.probe!r} has no threshold of its own; give one in the rule"
-            )
-        return threshold
+        return tuple(
+            rule_threshold(rule, self._probes, what=f"stop[{i}]") for i, rule in enumerate(rules)
+        )
 
     def note_refusal(self, stream: int, error: ClairaiError) -> None:
         with self._lock:

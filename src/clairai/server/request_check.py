@@ -203,10 +203,10 @@ class RequestCheck:
             return None if stream is None else await core.why_refused(stream)
 
         # In a thread, while the engine is at work.
-        echo = asyncio.ensure_future(asyncio.to_thread(ruling.echo)) if ruling.inline else None
+        echo = asyncio.ensure_future(asyncio.to_thread(ruling.complete)) if ruling.inline else None
 
         async def told() -> dict[str, Any] | None:
-            said = ruling.told if echo is None else await echo
+            said = ruling.applied if echo is None else await echo
             return await first_fields(core, stream, said, is_captured=given.is_captured)
 
         result = None if stream is None or not given.is_captured else last_fields(core, stream)
@@ -243,7 +243,7 @@ async def _read_and_judge(
         ruling = preview_steering(given.wanted, await core_cache.view())
     except ClairaiError:
         # A name may be new, or mean something else by now.
-        ruling = preview_steering(given.wanted, await core_cache.look())
+        ruling = preview_steering(given.wanted, await core_cache.refresh())
     if not given.is_single:  # without a stream id the core cannot be asked
         await asyncio.to_thread(ruling.check_numbers)
     return given, ruling

@@ -79,7 +79,7 @@ def test_the_example_of_an_answer_is_what_the_server_tells() -> None:
     gate = {"probe": "anger", "latch": True}
     asked = [{"vector": "calm", "scale": 4, "when": "generation", "gate": gate}]
     wanted = RequestFields(steer=parse_entries(asked, what="steer"))
-    assert preview_steering(wanted, CoreView(registry()._known)).echo() == told[KEY]
+    assert preview_steering(wanted, CoreView(registry()._known)).complete() == told[KEY]
 
 
 def test_the_tables_name_every_key_and_value_of_the_language() -> None:

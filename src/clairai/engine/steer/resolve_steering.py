@@ -7,12 +7,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import Final
 
 import msgspec
 import numpy as np
 
-from clairai.engine.steer.snapshot import PreparedRow, PreparedVector, SteeringSnapshot
+from clairai.engine.steer.snapshot import PreparedVector, SteeringSnapshot
 from clairai.engine.steer.steering_plan import (
     MAX_ACTIONS,
     MAX_GATES,
@@ -24,20 +23,14 @@ from clairai.engine.steer.steering_plan import (
     SteeringPlan,
     split_segments,
 )
-from clairai.errors import PointError, RequestError
-from clairai.fields.json_fields import LARGEST
+from clairai.errors import RequestError
+from clairai.fields.catalog import PLACES_PER_LAYER, find_named, path_order
 from clairai.fields.packed_vector import PackedVector
 from clairai.fields.ranges import EVERYWHERE, OPEN_END, Range
 from clairai.fields.steer import GateSpec, SteerEntry
 from clairai.points import POINT_KINDS, Point
-from clairai.vector.model import Vector, digest_row
-
-MIN_ROW_LENGTH: Final = 1e-15  # of a row whose length is divided by, in float32
-MAX_ROW_LENGTH: Final = 1e15
-
-_PLACES_PER_LAYER: Final = (
-    len(POINT_KINDS) - 1
-)  # places of a block that are not the next block's first
+from clairai.probe.model import Probe
+from clairai.vector.model import digest_row
 
 
 @dataclass(frozen=True)
@@ -53,30 +46,18 @@ class ResolvedEntry:
         return self.action.scale != 0
 
 
-def path_order(point: Point) -> int:
-    """Its order on the path; post_block of one layer is the place of the next one's pre_attn."""
-    return point.layer * _PLACES_PER_LAYER + POINT_KINDS.index(point.kind)
-
-
 def resolve_entry(entry: SteerEntry, known: SteeringSnapshot) -> ResolvedEntry:
-    """Everything that can be wrong with an entry, whatever the prompt, is raised here."""
-    held = _find_vector(entry, known)
-    rows = _choose_rows(entry, held)
-    _check_rows(entry, rows)
-    if entry.when.skip_special and not known.engine.can_skip_special:
-        raise RequestError(
-            f"{entry.label}: skip_special needs a tokenizer, and this engine has none; leave it out"
-        )
-    gate = None if entry.gate is None else _resolve_gate(entry, entry.gate, known)
-    if gate is not None:
-        _check_gate_order(
-            entry, Point.parse(gate.row.point), (Point.parse(r.row.point) for r in rows)
-        )
+    """Raise whatever is wrong with an entry for every prompt."""
+    vector = _find_vector(entry, known)
+    points, threshold = known.check_entry(entry, vector)
+    gate = None
+    if entry.gate is not None and threshold is not None:
+        gate = _make_gate(entry.gate, known.probes[entry.gate.probe], threshold)
     action = PlanAction(
         vector=entry.vector if isinstance(entry.vector, str) else "",
-        digest=held.vector.digest,
+        digest=vector.vector.digest,
         op=entry.op,
-        rows=tuple(one.row for one in rows),
+        rows=tuple(vector.rows[point] for point in points),
         scale=entry.scale,
         ranges=(),
         is_matched=entry.match_norm,
@@ -123,60 +104,15 @@ def _resolve_tiers(
 
 def _find_vector(entry: SteerEntry, known: SteeringSnapshot) -> PreparedVector:
     vector = entry.vector
+    if isinstance(vector, str):
+        return find_named("vector", known.vectors, vector, what=entry.label)
+    what = f"{entry.label}.vector"
     if isinstance(vector, PackedVector):
-        vector = vector.unpack(known.engine.width, what=f"{entry.label}.vector")
-    if isinstance(vector, Vector):
-        held = known.engine.hold(vector, what=f"{entry.label}.vector")
-    else:
-        held = known.vector(vector, what=entry.label)
-    if entry.digest is not None and entry.digest != held.vector.digest:
-        raise RequestError(
-            f"{entry.label}: the vector has digest {held.vector.digest}, not {entry.digest}; it "
-            "was changed: look at it again, or leave digest out"
-        )
-    return held
+        vector = vector.unpack(known.width, what=what)
+    return known.prepare(vector, what=what)
 
 
-def _choose_rows(entry: SteerEntry, held: PreparedVector) -> list[PreparedRow]:
-    if entry.points is None:
-        return [*held.rows.values()]
-    missing = [str(point) for point in entry.points if point not in held.rows]
-    if missing:
-        raise PointError(
-            f"{entry.label}.points: the vector has no row for {missing[0]}; "
-            f"it has {', '.join(map(str, [*held.rows][:8]))}{' ...' if len(held.rows) > 8 else ''}"
-        )
-    return [held.rows[point] for point in entry.points]
-
-
-def _check_rows(entry: SteerEntry, rows: Iterable[PreparedRow]) -> None:
-    is_divided = entry.match_norm or entry.op in ("ablate", "clamp")
-    for one in rows:
-        if is_divided and not MIN_ROW_LENGTH <= one.length <= MAX_ROW_LENGTH:
-            raise RequestError(
-                f"{entry.label}: the row at {one.row.point} has length {one.length:.3g}, which "
-                f"{'match_norm' if entry.match_norm else entry.op} divides by; "
-                f"scale the vector to a length of {MIN_ROW_LENGTH:g} to {MAX_ROW_LENGTH:g}"
-            )
-        if not is_divided and abs(entry.scale) * one.peak > LARGEST:
-            raise RequestError(
-                f"{entry.label}: scale {entry.scale:.3g} times the row at {one.row.point} is "
-                "beyond float32; use a smaller scale"
-            )
-
-
-def _resolve_gate(entry: SteerEntry, spec: GateSpec, known: SteeringSnapshot) -> PlanGate:
-    what = f"{entry.label}.gate"
-    probe = known.probe(spec.probe, what=what)
-    known.engine.check_tapped(f"{what}: probe {probe.name}", [probe.point])
-    threshold = probe.threshold if spec.threshold is None else spec.threshold
-    if threshold is None:
-        raise RequestError(f"{what}: probe {probe.name} has no threshold of its own; give one")
-    if spec.release is not None and spec.release > threshold:
-        raise RequestError(
-            f"{what}: release is {spec.release} and the threshold {threshold}; "
-            "release must not be above it"
-        )
+def _make_gate(spec: GateSpec, probe: Probe, threshold: float) -> PlanGate:
     direction_D = probe.direction_D
     return PlanGate(
         probe=probe.name,
@@ -188,15 +124,6 @@ def _resolve_gate(entry: SteerEntry, spec: GateSpec, known: SteeringSnapshot) ->
         release=spec.release,
         latch=spec.latch,
     )
-
-
-def _check_gate_order(entry: SteerEntry, gate: Point, points: Iterable[Point]) -> None:
-    earlier = next((point for point in points if path_order(point) < path_order(gate)), None)
-    if earlier is not None:
-        raise PointError(
-            f"{entry.label}.gate reads {gate}, which comes after {earlier}, where the vector acts; "
-            "use a probe of the same point or an earlier one, or steer at later `points`"
-        )
 
 
 def _make_plan(acting: list[tuple[ResolvedEntry, tuple[Range, ...]]]) -> SteeringPlan:
@@ -235,7 +162,7 @@ def _check_ops_per_row(plan: SteeringPlan) -> None:
         active_SA[index, list(active)] = 1
     crowded_P = (active_SA @ ops_AP).max(axis=0)
     if crowded_P.max() > MAX_OPS:
-        layer, kind = divmod(int(crowded_P.argmax()), _PLACES_PER_LAYER)
+        layer, kind = divmod(int(crowded_P.argmax()), PLACES_PER_LAYER)
         raise RequestError(
             f"{crowded_P.max()} operations act on one row at {POINT_KINDS[kind]}.{layer}, "
             f"gates and global tiers included; give at most {MAX_OPS}"

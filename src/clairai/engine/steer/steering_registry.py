@@ -12,7 +12,6 @@ from typing import Any, Final, Literal, get_args
 from clairai.engine.steer.resolve_steering import resolve_entry, resolve_plan
 from clairai.engine.steer.snapshot import (
     PreparedVector,
-    SteerableModel,
     SteeringSnapshot,
     SteeringTiers,
 )
@@ -148,7 +147,7 @@ class SteeringRegistry:
     ) -> None:
         self.limits = limits
         self._known = SteeringSnapshot(
-            SteerableModel(frozenset(points), width, model, can_skip_special)
+            frozenset(points), can_skip_special=can_skip_special, width=width, model=model
         )
         self._changing = threading.Lock()
         self._claims = TableClaims(limits)
@@ -196,8 +195,8 @@ class SteeringRegistry:
         return VectorState(
             version=known.version,
             vectors=tuple(held.vector.listed() for _, held in sorted(known.vectors.items())),
-            points=tuple(map(str, sorted(known.engine.points))),
-            width=known.engine.width,
+            points=tuple(map(str, sorted(known.points))),
+            width=known.width,
             rows=self.limits.rows,
             programs=self.limits.programs,
         )
@@ -267,7 +266,7 @@ def _prepare_vector(vector: Vector, mode: Mode, known: SteeringSnapshot) -> Prep
         raise VectorError(f"there is a vector named {vector.name}; replace it, or rename this one")
     if mode == "replace" and vector.name not in known.vectors:
         raise _unknown_vector(vector.name, known)
-    return known.engine.hold(vector, what=f"vector {vector.name}")
+    return known.prepare(vector, what=f"vector {vector.name}")
 
 
 def _unknown_vector(name: str, known: SteeringSnapshot) -> VectorError:
@@ -279,7 +278,7 @@ def _unpack_entry(entry: SteerEntry, known: SteeringSnapshot) -> SteerEntry:
     if not isinstance(entry.vector, PackedVector):
         return entry
     what = f"{entry.label}.vector"
-    return replace(entry, vector=entry.vector.unpack(known.engine.width, what=what))
+    return replace(entry, vector=entry.vector.unpack(known.width, what=what))
 
 
 def _check_tiers_still_resolve(known: SteeringSnapshot, changed: frozenset[str]) -> None:

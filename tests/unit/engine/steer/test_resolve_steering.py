@@ -9,10 +9,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from clairai.engine.steer.resolve_steering import path_order
 from clairai.engine.steer.steering_plan import DECODER, ENCODER, MAX_GATES, MAX_OPS, SteeringPlan
 from clairai.engine.steer.steering_registry import SteeringRegistry
 from clairai.errors import ClairaiError, PointError, RequestError, VectorError
+from clairai.fields.catalog import path_order
 from clairai.fields.packed_vector import pack_vector
 from clairai.fields.ranges import OPEN_END
 from clairai.points import Point, quote
