@@ -27,7 +27,7 @@ from clairai.proxy.completions import completion_request
 from clairai.proxy.proxy_settings import Limits as ProxyLimits
 from clairai.proxy.request_guard import check_json_shape
 from clairai.server.core_cache import CoreView
-from clairai.server.request_check import read_request
+from clairai.server.request_check import read_completion
 from clairai.server.steering_preview import preview_steering
 from scripts.numbers import stamp, table, write_section
 
@@ -86,9 +86,9 @@ def _proxied(body: bytes) -> bytes:
 
 
 def _judged(upstream: bytes) -> None:
-    given = read_request(upstream)
+    given = read_completion(upstream)
     assert given is not None
-    preview_steering(given.wanted, VIEW)
+    preview_steering(given.fields, VIEW)
 
 
 def _admitted(xargs: dict[str, Any]) -> None:

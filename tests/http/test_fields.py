@@ -9,8 +9,9 @@ import msgspec
 import pytest
 
 from clairai.errors import RequestError
+from clairai.fields.request_body import is_true
 from clairai.fields.request_fields import parse_fields
-from clairai.proxy.completions.completion_request import is_true, read_request
+from clairai.proxy.completions.completion_request import read_request
 from clairai.proxy.proxy_settings import Limits
 
 LIMITS = Limits()

@@ -64,7 +64,6 @@ MAY_IMPORT: dict[str, set[str]] = {
     "server": {
         *COMMON,
         *("probe", "vector", "fields", "store", "weights", "library", "server"),
-        "proxy.completions.completion_request",
         *("compat.api_server", "compat.install"),
     },
     "launch": {

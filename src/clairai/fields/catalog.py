@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Final, Literal, NamedTuple, Protocol, TypeVar
+from typing import Final, NamedTuple, Protocol, TypeVar
 
 from clairai.errors import PointError, RequestError
 from clairai.fields.json_fields import LARGEST, suggest_names
@@ -79,7 +79,7 @@ class Catalog:
         if entry.gate is None:
             return CheckedEntry(points, None)
         what = f"{entry.label}.gate"
-        probe = find_named("probe", self.probes, entry.gate.probe, what=what)
+        probe = find_probe(self.probes, entry.gate.probe, what=what)
         self.check_tapped(f"{what}: probe {probe.name}", [probe.point])
         threshold = _gate_threshold(entry.gate, probe, what)
         _check_gate_order(entry, probe.point, points)
@@ -94,18 +94,21 @@ class Catalog:
             )
 
 
-def find_named(
-    kind: Literal["vector", "probe"], known: Mapping[str, Named], name: str, *, what: str
-) -> Named:
-    found = known.get(name)
-    if found is None:
-        raise RequestError(f"{what}: no {kind} is named {name!r}; {suggest_names(name, known)}")
-    return found
+def find_vector(vectors: Mapping[str, Named], name: str, *, what: str) -> Named:
+    if name not in vectors:
+        raise RequestError(f"{what}: no vector is named {name!r}; {suggest_names(name, vectors)}")
+    return vectors[name]
+
+
+def find_probe(probes: Mapping[str, Named], name: str, *, what: str) -> Named:
+    if name not in probes:
+        raise RequestError(f"{what}: no probe is named {name!r}; {suggest_names(name, probes)}")
+    return probes[name]
 
 
 def rule_threshold(rule: StopRule, probes: Mapping[str, KnownProbe], *, what: str) -> float:
     """What the score of a rule's probe is compared with."""
-    return _threshold(rule.threshold, find_named("probe", probes, rule.probe, what=what), what)
+    return _threshold(rule.threshold, find_probe(probes, rule.probe, what=what), what)
 
 
 def path_order(point: Point) -> int:

@@ -1,6 +1,7 @@
-"""Takes a request's clairai fields, from wherever they came; gives them checked, with a stream id.
+"""The `clairai` fields of a request: parsed, checked and written.
 
-Runs in the caller's process (`clairai.request`) and in the engine core, which trusts no caller.
+Runs in: the caller's process (`clairai.request`), the API server, and the engine core, which
+trusts no caller.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ class RequestFields:
     prompt_scores: bool = False
     steer: tuple[SteerEntry, ...] = ()
     stop: tuple[StopRule, ...] = ()
-    capture: CaptureSpec | None = None  # None: nothing was said
+    capture: CaptureSpec | None = None  # None: the request does not say
 
     def __post_init__(self) -> None:
         if self.stream is not None and (
@@ -46,6 +47,19 @@ class RequestFields:
                 f"prompt_scores must be true or false, got {quote(self.prompt_scores)}"
             )
 
+    def to_json(self) -> dict[str, Any]:
+        """What `parse_fields` reads as equal fields."""
+        fields: dict[str, Any] = {"prompt_scores": True} if self.prompt_scores else {}
+        if self.stream is not None:
+            fields["stream"] = self.stream
+        if self.steer:
+            fields["steer"] = [entry.to_json() for entry in self.steer]
+        if self.stop:
+            fields["stop"] = [rule.to_json() for rule in self.stop]
+        if self.capture is not None:
+            fields["capture"] = self.capture.written()
+        return fields
+
 
 def request(
     *,
@@ -59,32 +73,33 @@ def request(
 
     `stream` names the request to readers of the ring: a 64-bit number that no other unfinished
     request uses; without it the engine makes one. `prompt_scores` has the whole prompt forwarded,
-    also where the prefix cache could have served it, so that every prompt token is scored.
-    `steer` and `stop` are as in docs/steering.md; a `vector` may be a Vector, which then travels
-    with the request. `capture` is as in docs/capture.md: True for all that the engine's own setting
-    says, False for nothing.
+    even where the prefix cache could serve it, so that every prompt token is scored. `steer` and
+    `stop` are described in docs/steering.md; a `vector` may be a Vector, which then travels with
+    the request. `capture` is described in docs/capture.md: True captures what the engine's setting
+    says, False nothing.
     """
     entries, rules = parse_entries(steer, what="steer"), parse_rules(stop, what="stop")
-    wanted = RequestFields(stream, prompt_scores, entries, rules, parse_capture(capture))
-    fields: dict[str, Any] = {"prompt_scores": True} if wanted.prompt_scores else {}
-    if wanted.stream is not None:
-        fields["stream"] = wanted.stream
-    if wanted.steer:
-        fields["steer"] = [entry.to_json() for entry in wanted.steer]
-    if wanted.stop:
-        fields["stop"] = [rule.to_json() for rule in wanted.stop]
-    if wanted.capture is not None:
-        fields["capture"] = wanted.capture.written()
-    return {KEY: fields}
+    fields = RequestFields(stream, prompt_scores, entries, rules, parse_capture(capture))
+    return {KEY: fields.to_json()}
 
 
-def parse_fields(extra_args: dict[str, Any] | None) -> RequestFields:
-    """The clairai fields of a request, and the seeds' fields beside them.
+def decode_fields(extra_args: Mapping[str, Any] | None) -> dict[str, Any]:
+    """Our fields among a request's extra arguments, with JSON text decoded.
 
-    Each is an object, or its JSON text (vLLM's HTTP `vllm_xargs`).
+    vLLM's HTTP API passes each of them as text, under `vllm_xargs`.
     """
     extra = extra_args or {}
-    given = _decode(f"the {KEY} field", extra.get(KEY, {}))
+    found: dict[str, Any] = {KEY: _decode(f"the {KEY} field", extra.get(KEY, {}))}
+    for name in FIELD_PHASES:
+        if extra.get(name) is not None:
+            found[name] = _decode(name, extra[name])
+    return found
+
+
+def parse_fields(extra_args: Mapping[str, Any] | None) -> RequestFields:
+    """The `clairai` object, and the `steering_vectors` fields beside it, as objects or as text."""
+    decoded = decode_fields(extra_args)
+    given = decoded[KEY]
     if not isinstance(given, dict):
         raise RequestError(f"the clairai field must be an object, got {type(given).__name__}")
     unknown = next((key for key in given if key not in _KNOWN), None)
@@ -94,13 +109,15 @@ def parse_fields(extra_args: dict[str, Any] | None) -> RequestFields:
         )
     entries = parse_entries(given.get("steer", ()), what="steer")
     for name in FIELD_PHASES:
-        if extra.get(name) is not None:
-            entries += parse_steering_vectors(_decode(name, extra[name]), what=name)
+        if name in decoded:
+            entries += parse_steering_vectors(decoded[name], what=name)
     if len(entries) > MAX_ENTRIES:
-        raise RequestError(f"steer and the seeds' fields: over {MAX_ENTRIES} entries; give fewer")
+        raise RequestError(
+            f"steer and steering_vectors together: over {MAX_ENTRIES} entries; give fewer"
+        )
     rules = parse_rules(given.get("stop", ()), what="stop")
-    wish = parse_capture(given.get("capture"))
-    return RequestFields(**{**given, "steer": entries, "stop": rules, "capture": wish})
+    capture = parse_capture(given.get("capture"))
+    return RequestFields(**{**given, "steer": entries, "stop": rules, "capture": capture})
 
 
 def new_stream_id() -> int:

@@ -21,7 +21,7 @@ from fastapi.responses import Response, StreamingResponse
 
 from clairai.errors import RequestError, StoreError
 from clairai.points import Point, quote
-from clairai.server.engine_rpc import EngineClient, HttpRefusal, require_engine
+from clairai.server.engine_rpc import EngineRpc, HttpRefusal, require_engine
 from clairai.server.response_fields import capture_fields, is_settled, wait_settled
 from clairai.store.bundle import Bundle, bundle
 from clairai.store.disk import MANIFEST
@@ -183,7 +183,7 @@ def _bundle_cache(request: Request) -> BundleCache:
     return shelf
 
 
-async def _find_kept(engine: EngineClient, id: str, stream: int) -> Sequence[Captured]:
+async def _find_kept(engine: EngineRpc, id: str, stream: int) -> Sequence[Captured]:
     """What the engine remembers of it, when its rows are safe; nothing of one from before."""
     found = await engine.captured(stream, is_ended=False)
     told = capture_fields(stream, found)
@@ -198,7 +198,7 @@ async def _find_kept(engine: EngineClient, id: str, stream: int) -> Sequence[Cap
     return found
 
 
-async def _folders(engine: EngineClient, found: Sequence[Captured]) -> list[str]:
+async def _folders(engine: EngineRpc, found: Sequence[Captured]) -> list[str]:
     """Where its rows can be: where the engine says, or else anywhere that it writes to."""
     places = [place for one in found for place in one.places]
     if not places:

@@ -1,6 +1,6 @@
-"""What the routes on vLLM's API server share: the way to the engine, bounded bodies, refusals.
+"""Calls from the API server into the engine, and what all routes share: bodies and refusals.
 
-Takes a FastAPI request; gives its engine, its body, or an answer in OpenAI's shape that says no.
+Runs in: the API server. The engine is reached only by `collective_rpc`, as vLLM's own routes do it.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ NO_TAPS: Final = (
     """--additional-config '{"clairai": {...}}' and without CLAIRAI_DISABLE"""
 )
 ATTRIBUTE: Final = "clairai_engine"  # of the app's state
-_KINDS: Final = {
+_ERROR_KINDS: Final = {
     kind.code: kind
     for kind in vars(errors).values()
     if isinstance(kind, type) and issubclass(kind, ClairaiError)
@@ -57,24 +57,24 @@ _CONFLICTS: Final = (
 
 
 class HttpRefusal(Exception):
-    """A request that ends in this status, and why."""
+    """Ends a request with this status and reason."""
 
     def __init__(self, status: HTTPStatus, code: str, message: str) -> None:
         super().__init__(message)
         self.status, self.code, self.message = status, code, message
 
 
-class EngineClient:
-    """The one way from here to the engine; `mirror` sees every answer."""
+class EngineRpc:
+    """All calls of this API server to its engine; the caches see every reply."""
 
-    def __init__(self, client: Any, *, is_shared: bool, is_taking: bool = False) -> None:
-        """`is_shared`: through other servers too; `is_taking`: weights."""
+    def __init__(self, client: Any, *, is_shared: bool, accepts_weights: bool = False) -> None:
+        """`is_shared`: other API servers call the same engine."""
         self._client = client
-        # PUT looks and then changes: one at a time, so that what it saw still holds.
+        # PUT reads and then changes: one at a time, so that what it read still holds.
         self.changing = asyncio.Lock()
         self.core_cache = CoreCache(self.ask, is_shared=is_shared)
         self.weight_versions = WeightVersions(
-            self.ask, self.changing, is_taking=is_taking, is_shared=is_shared
+            self.ask, self.changing, accepts_weights=accepts_weights, is_shared=is_shared
         )
 
     async def ask(self, control: ring_messages.Control, kind: type[ReplyStruct]) -> ReplyStruct:
@@ -89,38 +89,38 @@ class EngineClient:
 
         New requests wait in the queue; `wait` lets the running ones end, `abort` ends them.
         """
-        self.weight_versions.forget()  # even if the change fails, no stale version
+        self.weight_versions.invalidate()
         await self._client.pause_generation(mode=mode, clear_cache=True)
 
     async def resume(self) -> None:
         await self._client.resume_generation()
 
     async def name_weights(self, version: str) -> None:
-        """Answers say which weights made them: ours, and vLLM's own from 0.32 on."""
-        await self.weight_versions.settle()
+        """Responses name the weights: in our fields, and from 0.32 on in vLLM's own."""
+        await self.weight_versions.after_change()
         if hasattr(self._client, "update_weight_version"):
             await self._client.update_weight_version(version)
 
     async def why_refused(self, stream: int) -> ClairaiError | None:
-        """Why the core did not admit this request; None if that is not what happened."""
+        """Why the core refused this request; None if it did not."""
         reply = await self.ask(
             steering_messages.WhyRefused(stream), steering_messages.RefusalReason
         )
-        return _KINDS.get(reply.code, ClairaiError)(reply.reason) if reply.reason else None
+        return _ERROR_KINDS.get(reply.code, ClairaiError)(reply.reason) if reply.reason else None
 
     async def captured(self, stream: int, *, is_ended: bool) -> Sequence[Captured]:
-        """What the engine remembers of a request's captured rows, answer by answer."""
+        """What the engine remembers of a request's captured rows, for each answer."""
         question = capture_messages.FindCaptures(streams=(stream,), is_ended=is_ended)
         return (await self.ask(question, capture_messages.Captures)).found[0]
 
 
-def find_engine(app: FastAPI) -> EngineClient | None:
+def find_engine(app: FastAPI) -> EngineRpc | None:
     engine = getattr(app.state, ATTRIBUTE, None)
-    assert engine is None or isinstance(engine, EngineClient)
+    assert engine is None or isinstance(engine, EngineRpc)
     return engine
 
 
-def require_engine(app: FastAPI) -> EngineClient:
+def require_engine(app: FastAPI) -> EngineRpc:
     engine = find_engine(app)
     if engine is None:
         raise HttpRefusal(HTTPStatus.NOT_FOUND, ConfigError.code, NO_TAPS)
@@ -128,7 +128,7 @@ def require_engine(app: FastAPI) -> EngineClient:
 
 
 async def read_body(request: Request, limit: int, code: str, what: str) -> bytes:
-    """The body, given up on before it is larger than `what` can be."""
+    """The body; refused as soon as it is larger than `what` can be."""
     too_large = HttpRefusal(
         HTTPStatus.REQUEST_ENTITY_TOO_LARGE,
         code,

@@ -1,71 +1,67 @@
-"""Takes vLLM's answer to GET /v1/models; gives it with the version of the weights that serve."""
+"""Middleware that adds the version of the serving weights to vLLM's answer to GET /v1/models.
+
+Runs in: the API server.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
 import msgspec
 from starlette.datastructures import MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from clairai.server.engine_rpc import find_engine
 from clairai.server.weight_versions import WeightVersions
 
-MODELS: Final = "/v1/models"
-_CARDS: Final = msgspec.json.Decoder(dict[str, msgspec.Raw])
-_CARD: Final = msgspec.json.Decoder(list[dict[str, msgspec.Raw]])
-
-
-class HasWeightVersions(Protocol):
-    """The engine core, as it is seen from here."""
-
-    weight_versions: WeightVersions
+MODELS_PATH: Final = "/v1/models"
+_OBJECT: Final = msgspec.json.Decoder(dict[str, msgspec.Raw])
+_CARDS: Final = msgspec.json.Decoder(list[dict[str, msgspec.Raw]])
 
 
 class ModelCards:
-    """ASGI middleware: each model of the list says of which weights it is."""
+    """ASGI middleware: each model of the list names its weights."""
 
-    def __init__(self, app: ASGIApp, *, core_of: Callable[[Any], HasWeightVersions | None]) -> None:
+    def __init__(self, app: ASGIApp) -> None:
         self._app = app
-        self._core_of = core_of
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        core = self._core_of(scope["app"]) if _is_list(scope) else None
-        if core is None:
+        engine = find_engine(scope["app"]) if _is_model_list(scope) else None
+        if engine is None:
             await self._app(scope, receive, send)
             return
-        held: list[Message] = []
+        messages: list[Message] = []
 
-        async def holding(message: Message) -> None:
-            held.append(message)
+        async def collect(message: Message) -> None:
+            messages.append(message)
 
-        await self._app(scope, receive, holding)
-        for message in await _add_versions(held, core.weight_versions):
+        await self._app(scope, receive, collect)
+        for message in await _add_weights(messages, engine.weight_versions):
             await send(message)
 
 
-async def _add_versions(held: list[Message], weight_versions: WeightVersions) -> list[Message]:
-    if held[0].get("status") != 200:  # the key is missing, or the engine is gone
-        return held
-    state = await weight_versions.state()
+async def _add_weights(messages: list[Message], versions: WeightVersions) -> list[Message]:
+    if messages[0].get("status") != 200:  # the key is missing, or the engine is gone
+        return messages
+    state = await versions.state()
     if state is None:
-        return held
-    about = {"version": state.version, "label": state.label, "digest": state.digest}
-    body = _with_weights(b"".join(one.get("body", b"") for one in held[1:]), about)
-    MutableHeaders(scope=held[0])["content-length"] = str(len(body))
-    return [held[0], {"type": "http.response.body", "body": body, "more_body": False}]
+        return messages
+    weights = {"version": state.version, "label": state.label, "digest": state.digest}
+    body = _with_weights(b"".join(one.get("body", b"") for one in messages[1:]), weights)
+    MutableHeaders(scope=messages[0])["content-length"] = str(len(body))
+    return [messages[0], {"type": "http.response.body", "body": body, "more_body": False}]
 
 
-def _with_weights(body: bytes, about: dict[str, Any]) -> bytes:
+def _with_weights(body: bytes, weights: dict[str, Any]) -> bytes:
     """Every other byte of a card stays as it was."""
-    fields: dict[str, Any] = _CARDS.decode(body)
-    cards: list[dict[str, Any]] = _CARD.decode(fields["data"])
+    fields: dict[str, Any] = _OBJECT.decode(body)
+    cards: list[dict[str, Any]] = _CARDS.decode(fields["data"])
     return msgspec.json.encode(
-        {**fields, "data": [{**card, "clairai": {"weights": about}} for card in cards]}
+        {**fields, "data": [{**card, "clairai": {"weights": weights}} for card in cards]}
     )
 
 
-def _is_list(scope: Scope) -> bool:
+def _is_model_list(scope: Scope) -> bool:
     if scope["type"] != "http" or scope["method"] != "GET":
         return False
-    return bool(scope["path"].removeprefix(scope.get("root_path", "")) == MODELS)
+    return bool(scope["path"].removeprefix(scope.get("root_path", "")) == MODELS_PATH)

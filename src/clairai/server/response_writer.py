@@ -1,33 +1,29 @@
-"""Takes vLLM's answer to a request as it is sent; gives it with what was applied, or says why not.
+"""Adds the `clairai` fields to a response as it is sent, or replaces a refusal by its reason.
 
-When the engine core refuses a request, vLLM (0.32) tells the client "Internal server error" and
-nothing else (_raise_if_error, entrypoints/generate/base/serving.py:200): as the body of a 500, or,
-in a stream, in a frame behind the first chunks of a 200; a stream of /v1/responses breaks off. The
-core remembers why; it is asked.
+Runs in: the API server. When the engine core refuses a request, vLLM (0.32) tells the client only
+"Internal server error" (_raise_if_error, entrypoints/generate/base/serving.py:200): as the body of
+a 500, or in a frame behind the first chunks of a streamed 200; a stream of /v1/responses breaks
+off. The core remembers the reason, so it is asked.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Awaitable, Callable, Mapping
 from typing import Any, Final
 
 import msgspec
 from starlette.datastructures import MutableHeaders
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from starlette.types import Message, Receive, Scope, Send
 
-from clairai.errors import ClairaiError
-
-RefusalOf = Callable[[], Awaitable[ClairaiError | None]]
-ResponseFields = Callable[[], Awaitable[dict[str, Any] | None]]
-Refuse = Callable[[ClairaiError], ASGIApp]
+from clairai.server.engine_rpc import error_response
+from clairai.server.response_fields import ResponseFields
 
 _ERROR: Final = b'data: {"error"'  # create_error_response, as the frame of a stream
 _FAILED: Final = (_ERROR, b"event: error")  # the latter in a stream of /v1/messages
-# What is said before the first token is looked at: the first chunks of a chat, one for each choice
+# Sent before vLLM looks at the first token: the first chunks of a chat, one for each choice
 # (entrypoints/openai/chat_completion/serving.py:550), the first events of a response
 # (entrypoints/openai/responses/serving.py:1350) and of a message (anthropic/serving.py).
-_EARLY: Final = (
+_BEFORE_FIRST_TOKEN: Final = (
     *(b'"delta":{"role":', b"event: response.created", b"event: response.in_progress"),
     b"event: message_start",
 )
@@ -36,8 +32,8 @@ _DONE: Final = b"data: [DONE]"
 _SERVER_ERROR: Final = 500
 
 
-class _Chunk(msgspec.Struct):
-    """What every chunk of a stream says of itself."""
+class _ChunkHeader(msgspec.Struct):
+    """The fields that every chunk of a stream repeats."""
 
     id: str = ""
     object: str = ""
@@ -46,53 +42,43 @@ class _Chunk(msgspec.Struct):
 
 
 class ResponseWriter:
-    """ASGI's `send` for one request; nothing goes out before it is known that it was admitted."""
+    """ASGI's `send` for one request. Sends nothing before the core has admitted the request."""
 
-    def __init__(
-        self,
-        scope: Scope,
-        receive: Receive,
-        send: Send,
-        *,
-        echo: ResponseFields,
-        why: RefusalOf,
-        result: ResponseFields | None = None,
-    ) -> None:
-        """`result` is what is known when the request has ended, and only then."""
+    def __init__(self, scope: Scope, receive: Receive, send: Send, fields: ResponseFields) -> None:
         self._scope, self._receive, self._send = scope, receive, send
-        self._echo, self._why, self._result = echo, why, result
-        self._chunk = _Chunk()
+        self._fields = fields
+        self._header = _ChunkHeader()
         self._held: list[Message] = []  # the start, and bodies behind it
-        self._is_open = False  # what was held has gone out
-        self._is_over = False  # it was refused: whatever else comes is dropped
+        self._is_open = False  # the held messages were sent
+        self._is_over = False  # refused: drop whatever else comes
 
-    async def __call__(self, message: Message, refuse: Refuse) -> None:
+    async def __call__(self, message: Message) -> None:
         if self._is_over:
             return
         if self._is_open:
-            await self._send(await self._ended(await self._explained(message)))
+            await self._send(await self._add_last(await self._explain(message)))
             return
         self._held.append(message)
-        if message["type"] == "http.response.start" or self._is_waiting(message):
+        if message["type"] == "http.response.start" or self._must_wait(message):
             return
-        if not self._has_failed(message) or not await self.is_refused(refuse):
+        if not self._has_failed(message) or not await self.is_refused():
             await self._open()
 
-    async def is_refused(self, refuse: Refuse) -> bool:
-        """Whether the core did not admit the request; then the client has been told, and why."""
-        error = None if self._is_open or self._is_over else await self._why()
+    async def is_refused(self) -> bool:
+        """True if the core did not admit the request; the client then got the reason."""
+        error = None if self._is_open or self._is_over else await self._fields.why_refused()
         if error is None:
             return self._is_over
         self._is_over = True
-        await refuse(error)(self._scope, self._receive, self._send)
+        await error_response(error)(self._scope, self._receive, self._send)
         return True
 
-    def _is_waiting(self, message: Message) -> bool:
-        """Whether more must come before it is known how the request fared."""
+    def _must_wait(self, message: Message) -> bool:
+        """True while it is not known yet whether the request was admitted."""
         if not message.get("more_body", False):
             return False
         if self._is_stream:
-            return any(early in message["body"] for early in _EARLY)
+            return any(early in message["body"] for early in _BEFORE_FIRST_TOKEN)
         return self._status == _SERVER_ERROR
 
     def _has_failed(self, message: Message) -> bool:
@@ -103,51 +89,52 @@ class ResponseWriter:
     async def _open(self) -> None:
         self._is_open = True
         is_answered = self._status < 300 and not any(map(self._has_failed, self._held[1:]))
-        echo = await self._echo() if is_answered else None
-        if is_answered and self._result is not None and not self._is_stream:
-            echo = _merge(echo, await self._result())
-        if echo is not None:
-            self._add_echo(self._held[0], self._held[1], echo)
+        fields = await self._fields.first() if is_answered else None
+        if is_answered and not self._is_stream:
+            last = await self._fields.last()
+            fields = fields if last is None else {**(fields or {}), **last}
+        if fields is not None:
+            self._add_first(self._held[0], self._held[1], fields)
         for message in self._held:
-            await self._send(await self._ended(message) if is_answered else message)
+            await self._send(await self._add_last(message) if is_answered else message)
 
-    def _add_echo(self, start: Message, first: Message, echo: dict[str, Any]) -> None:
-        """In front of the first object that is sent; every byte behind it stays."""
+    def _add_first(self, start: Message, first: Message, fields: dict[str, Any]) -> None:
+        """Insert at the start of the first JSON object; every other byte stays."""
         body = bytes(first.get("body", b""))
         at = body.find(b"data: {") + len(b"data: ") if self._is_stream else 0
         if body[at : at + 1] != b"{":
             return
-        self._read_chunk(body[at:])
-        added = b'"clairai":' + msgspec.json.encode(echo) + b","
+        self._read_header(body[at:])
+        added = b'"clairai":' + msgspec.json.encode(fields) + b","
         first["body"] = body[: at + 1] + added + body[at + 1 :]
         headers = MutableHeaders(scope=start)
         if "content-length" in headers:
             headers["content-length"] = str(int(headers["content-length"]) + len(added))
 
-    def _read_chunk(self, data: bytes) -> None:
-        with contextlib.suppress(msgspec.MsgspecError):  # of another kind of stream
-            self._chunk = msgspec.json.decode(data.partition(b"\n")[0], type=_Chunk)
+    def _read_header(self, data: bytes) -> None:
+        with contextlib.suppress(msgspec.MsgspecError):  # a stream of another kind
+            self._header = msgspec.json.decode(data.partition(b"\n")[0], type=_ChunkHeader)
 
-    async def _ended(self, message: Message) -> Message:
-        """A chunk more in front of the end of a stream: one without choices, as usage comes in."""
-        if self._result is None:
+    async def _add_last(self, message: Message) -> Message:
+        """Insert a chunk without choices, as one with usage is, before the end of a stream."""
+        if not self._fields.has_capture:
             return message
         body = bytes(message.get("body", b""))
         at = body.find(_DONE)
-        if at < 0 or (at > 0 and body[at - 1 : at] != b"\n"):  # else it is in a token's text
+        if at < 0 or (at > 0 and body[at - 1 : at] != b"\n"):  # otherwise it is a token's text
             return message
-        result = await self._result()
-        if result is None:
+        fields = await self._fields.last()
+        if fields is None:
             return message
-        told = {**msgspec.to_builtins(self._chunk), "choices": [], "clairai": result}
-        frame = b"data: " + msgspec.json.encode(told) + b"\n\n"
+        chunk = {**msgspec.to_builtins(self._header), "choices": [], "clairai": fields}
+        frame = b"data: " + msgspec.json.encode(chunk) + b"\n\n"
         return {**message, "body": body[:at] + frame + body[at:]}
 
-    async def _explained(self, message: Message) -> Message:
-        """The stream has begun: of several choices one can be refused behind another's tokens."""
+    async def _explain(self, message: Message) -> Message:
+        """Of several choices one can be refused when another's tokens were already sent."""
         if not bytes(message.get("body", b"")).startswith(_ERROR):
             return message
-        error = await self._why()
+        error = await self._fields.why_refused()
         if error is None:
             return message
         about = {"type": "invalid_request_error", "param": None, "code": error.code}
@@ -163,9 +150,3 @@ class ResponseWriter:
     def _is_stream(self) -> bool:
         headers = dict(self._held[0].get("headers", ()))
         return bytes(headers.get(b"content-type", b"")).startswith(_STREAM)
-
-
-def _merge(
-    first: Mapping[str, Any] | None, second: Mapping[str, Any] | None
-) -> dict[str, Any] | None:
-    return None if first is None and second is None else {**(first or {}), **(second or {})}

@@ -16,7 +16,7 @@ from clairai.fields.catalog import (
     Catalog,
     CheckedEntry,
     KnownVector,
-    find_named,
+    find_vector,
     rule_threshold,
 )
 from clairai.fields.packed_vector import PackedVector
@@ -77,7 +77,7 @@ def _find_vector(entry: SteerEntry, catalog: Catalog) -> KnownVector:
     """Of an inline vector only the points are known here."""
     vector = entry.vector
     if isinstance(vector, str):
-        return find_named("vector", catalog.vectors, vector, what=entry.label)
+        return find_vector(catalog.vectors, vector, what=entry.label)
     points = vector.points if isinstance(vector, Vector) else [point for point, _ in vector.rows]
     catalog.check_tapped(f"{entry.label}.vector", points)
     return KnownVector(None, dict.fromkeys(points))

@@ -1,8 +1,9 @@
-"""Takes hand-overs and requests; gives the version of the weights that each request began with.
+"""Tracks which version of the weights each request began with.
 
-A version is told with the first token, and by then weights may have changed: a request can have
-ended in the engine, and its tokens be on their way. So between the change and the first request
-after it the worker is asked about all that wait for a first token; nothing is asked otherwise.
+Runs in: the API server. The version is sent with the first token, and by then the weights may have
+changed: a request can have ended in the engine while its tokens are on their way. So after a
+change, before the next request starts, the worker is asked about all requests that still wait for
+their first token. Nothing else is asked.
 """
 
 from __future__ import annotations
@@ -18,107 +19,108 @@ AskEngine = Callable[[Any, Any], Awaitable[Any]]
 
 
 class WeightVersions:
-    """`changing` is held while this server changes the weights.
+    """The current version, and those of requests that wait for their first token.
 
-    `is_taking`: the engine takes weights at all; `is_shared`: through other servers too.
+    `changing` is held while this server changes the weights. `is_shared`: other API servers can
+    change them too.
     """
 
     def __init__(
-        self, ask: AskEngine, changing: asyncio.Lock, *, is_taking: bool, is_shared: bool
+        self, ask: AskEngine, changing: asyncio.Lock, *, accepts_weights: bool, is_shared: bool
     ) -> None:
         self._ask, self._changing = ask, changing
-        self._is_taking, self._is_shared = is_taking, is_shared
-        self._waiting: dict[int, int | None] = {}  # for a first token: streams, versions if known
-        self._unsure: set[int] = set()  # of them, those that have to be asked about
+        self._accepts_weights, self._is_shared = accepts_weights, is_shared
+        self._waiting: dict[int, int | None] = {}  # versions by stream; None: not known yet
+        self._uncertain: set[int] = set()  # waiting streams that the worker must be asked about
         self._state: WeightsState | None = None
-        self._num_elsewhere = 0  # calls of others that go on
-        self._num_forgotten = 0
+        self._num_other_calls = 0  # in progress
+        self._num_invalidations = 0
 
     @contextmanager
     def waiting(self, stream: int | None) -> Iterator[None]:
-        """A request is on its way to the engine; None has no single stream to ask about."""
-        if stream is None or not self._is_taking:
+        """While a request is in the engine; None for one without a single stream."""
+        if stream is None or not self._accepts_weights:
             yield
             return
         self._waiting[stream] = None
         try:
             yield
         finally:
-            self._forget_stream(stream)
+            self._drop_stream(stream)
 
     async def version_of(self, stream: int | None) -> int | None:
-        """Of a request whose first token is here; None if there is nothing to tell."""
-        if stream is None or not self._is_taking:
+        """The version that a request began with, when its first token is here; None if unknown."""
+        if stream is None or not self._accepts_weights:
             return None
-        await self._look()
+        await self._learn_current()
         found = self._waiting.get(stream)
         if found is None and self._is_current(stream):
             assert self._state is not None
             found = self._state.version
         elif found is None:
             (found,) = await self._find((stream,))
-        self._forget_stream(stream)
+        self._drop_stream(stream)
         return found
 
     async def state(self) -> WeightsState | None:
-        """The weights that serve now; None in an engine that takes no others."""
-        if not self._is_taking:
+        """The weights that serve now; None in an engine whose weights never change."""
+        if not self._accepts_weights:
             return None
         if self._state is None or self._is_shared:
-            return await self._described()
+            return await self._describe()
         return self._state
 
-    async def settle(self) -> None:
-        """Weights have changed and no request runs yet: what has begun began with the old ones."""
-        if not self._is_taking:
+    async def after_change(self) -> None:
+        """Weights have changed and no request runs: all that have begun used the old weights."""
+        if not self._accepts_weights:
             return
         streams = tuple(self._waiting)
         found = zip(streams, await self._find(streams), strict=True)
-        state = await self._described()
+        state = await self._describe()
         self._waiting |= {one: version for one, version in found if one in self._waiting}
-        self._unsure.difference_update(streams)
+        self._uncertain.difference_update(streams)
         self._state = state
 
     @contextmanager
-    def elsewhere(self) -> Iterator[None]:
-        """Somebody else asks the engine for something: it may be other weights."""
-        self._num_elsewhere += 1
-        self.forget()
+    def other_call(self) -> Iterator[None]:
+        """While somebody else calls the engine: the call may change the weights."""
+        self._num_other_calls += 1
+        self.invalidate()
         try:
             yield
         finally:
-            self._num_elsewhere -= 1
-            self.forget()
+            self._num_other_calls -= 1
+            self.invalidate()
 
-    def forget(self) -> None:
-        """Weights may change: until they are known again, each request is asked about."""
+    def invalidate(self) -> None:
+        """The weights may change: until they are known again, the worker is asked each time."""
         self._state = None
-        self._num_forgotten += 1
-        self._unsure.update(stream for stream, known in self._waiting.items() if known is None)
+        self._num_invalidations += 1
+        self._uncertain.update(stream for stream, known in self._waiting.items() if known is None)
 
     def _is_current(self, stream: int) -> bool:
-        """Whether it began with the weights that serve now, as far as anybody here knows those."""
-        is_sure = stream not in self._unsure and not self._is_shared
-        return is_sure and self._state is not None and not self._num_elsewhere
+        """True if the request certainly began with the weights in `_state`."""
+        is_certain = stream not in self._uncertain and not self._is_shared
+        return is_certain and self._state is not None and not self._num_other_calls
 
-    async def _look(self) -> None:
-        """What serves now, if it is not known; nobody waits for a change that is under way."""
+    async def _learn_current(self) -> None:
+        """Ask for the current weights if they are unknown and no change is in progress."""
         if self._state is not None or self._is_shared or self._changing.locked():
             return
         async with self._changing:
-            before = self._num_forgotten
-            found = await self._described()
-            if before == self._num_forgotten:
+            before = self._num_invalidations
+            found = await self._describe()
+            if before == self._num_invalidations:
                 self._state = found
 
     async def _find(self, streams: tuple[int, ...]) -> tuple[int | None, ...]:
         reply: Versions = await self._ask(FindVersions(streams), Versions)
         return reply.versions
 
-    async def _described(self) -> WeightsState:
+    async def _describe(self) -> WeightsState:
         state: WeightsState = await self._ask(DescribeWeights(), WeightsState)
         return state
 
-    def _forget_stream(self, stream: int) -> None:
+    def _drop_stream(self, stream: int) -> None:
         self._waiting.pop(stream, None)
-        self._unsure.discard(stream)
+        self._uncertain.discard(stream)

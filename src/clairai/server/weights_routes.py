@@ -18,7 +18,7 @@ from fastapi.responses import Response
 from clairai.errors import WeightsBusyError, WeightsError, WeightsTornError
 from clairai.points import quote
 from clairai.server import weights_upload
-from clairai.server.engine_rpc import Drain, EngineClient, HttpRefusal, read_body, require_engine
+from clairai.server.engine_rpc import Drain, EngineRpc, HttpRefusal, read_body, require_engine
 from clairai.server.weights_upload import uploads_of
 from clairai.weights.manifest import MAX_MANIFEST_BYTES, Manifest, changes_model, parse_manifest
 from clairai.wire import weights_messages
@@ -79,7 +79,7 @@ async def commit(request: Request) -> Response:
     return _json_response(await asyncio.shield(taking))
 
 
-async def _install(engine: EngineClient, raw: bytes, _: Drain) -> weights_messages.WeightsCommitted:
+async def _install(engine: EngineRpc, raw: bytes, _: Drain) -> weights_messages.WeightsCommitted:
     """Probes and vectors alone make nobody wait."""
     async with engine.changing:
         return await engine.ask(
@@ -87,16 +87,14 @@ async def _install(engine: EngineClient, raw: bytes, _: Drain) -> weights_messag
         )
 
 
-async def _swap(
-    engine: EngineClient, raw: bytes, drain: Drain
-) -> weights_messages.WeightsCommitted:
+async def _swap(engine: EngineRpc, raw: bytes, drain: Drain) -> weights_messages.WeightsCommitted:
     async with engine.changing:
         await engine.ask(weights_messages.VerifyWeights(raw), weights_messages.WeightsPlanned)
         return await _when_idle(engine, raw, drain)
 
 
 async def _when_idle(
-    engine: EngineClient, raw: bytes, drain: Drain
+    engine: EngineRpc, raw: bytes, drain: Drain
 ) -> weights_messages.WeightsCommitted:
     deadline_s = time.monotonic() + DRAIN_S
     while True:
@@ -109,7 +107,7 @@ async def _when_idle(
                 raise
 
 
-async def _commit_idle(engine: EngineClient, raw: bytes) -> weights_messages.WeightsCommitted:
+async def _commit_idle(engine: EngineRpc, raw: bytes) -> weights_messages.WeightsCommitted:
     """Nobody runs: load, and let them go on."""
     try:
         committed = await engine.ask(
@@ -125,7 +123,7 @@ async def _commit_idle(engine: EngineClient, raw: bytes) -> weights_messages.Wei
     return committed
 
 
-async def _pause(engine: EngineClient, drain: Drain, timeout_s: float) -> None:
+async def _pause(engine: EngineRpc, drain: Drain, timeout_s: float) -> None:
     try:
         await asyncio.wait_for(engine.pause(drain), timeout_s)
     except TimeoutError:

@@ -19,7 +19,7 @@ from starlette.requests import ClientDisconnect
 
 from clairai.errors import WeightsError
 from clairai.points import quote
-from clairai.server.engine_rpc import EngineClient, HttpRefusal, require_engine
+from clairai.server.engine_rpc import EngineRpc, HttpRefusal, require_engine
 from clairai.weights.manifest import Manifest
 from clairai.weights.upload import SafetensorsUpload, UploadRelay
 from clairai.wire import weights_messages
@@ -40,7 +40,7 @@ def add_routes(router: APIRouter) -> None:
 class BufferUploads:
     """The relay, and who may use it now."""
 
-    def __init__(self, engine: EngineClient) -> None:
+    def __init__(self, engine: EngineRpc) -> None:
         self._engine = engine
         self._relay = UploadRelay()
         self._planned: Manifest | None = None

@@ -17,7 +17,7 @@ from starlette.testclient import TestClient
 from clairai.errors import RequestError
 from clairai.plugin import Endpoint
 from clairai.server.engine_rpc import NO_TAPS
-from clairai.server.request_check import read_request
+from clairai.server.request_check import read_completion
 
 
 def _server(additional_config: dict[str, Any]) -> TestClient:
@@ -93,12 +93,12 @@ def test_a_request_with_bad_fields_is_refused_with_the_reason(
 
 @pytest.mark.parametrize("body", [b"", b"clairai", b'{"clairai', b"\xff clairai", b'["clairai"]'])
 def test_what_is_not_ours_to_judge_passes(body: bytes) -> None:
-    assert read_request(body) is None
+    assert read_completion(body) is None
 
 
 def test_fields_are_judged_wherever_they_stand_in_the_body() -> None:
     with pytest.raises(RequestError):
-        read_request(json.dumps({"a": [{}] * 9} | _request('{"bogus": 1}')).encode())
+        read_completion(json.dumps({"a": [{}] * 9} | _request('{"bogus": 1}')).encode())
 
 
 def test_the_plugin_module_imports_nothing_that_could_fail() -> None:

@@ -40,9 +40,11 @@ def worker() -> Worker:
 
 
 def weight_versions(
-    worker: Worker, *, is_taking: bool = True, is_shared: bool = False
+    worker: Worker, *, accepts_weights: bool = True, is_shared: bool = False
 ) -> WeightVersions:
-    return WeightVersions(worker.ask, asyncio.Lock(), is_taking=is_taking, is_shared=is_shared)
+    return WeightVersions(
+        worker.ask, asyncio.Lock(), accepts_weights=accepts_weights, is_shared=is_shared
+    )
 
 
 def run(work: Coroutine[Any, Any, None]) -> None:
@@ -52,9 +54,9 @@ def run(work: Coroutine[Any, Any, None]) -> None:
 async def changed(worker: Worker, made: WeightVersions) -> None:
     """As a commit does it: a pause, the worker, then this, then requests go on."""
     async with made._changing:
-        made.forget()
+        made.invalidate()
         worker.version += 1
-        await made.settle()
+        await made.after_change()
 
 
 def test_a_request_that_ended_before_the_change_is_told_the_old_version(worker: Worker) -> None:
@@ -81,7 +83,7 @@ def test_while_the_weights_change_nothing_is_known_too_early(worker: Worker) -> 
             async with made._changing:
                 worker.version += 1
                 assert await made.version_of(1) == 0
-                await made.settle()
+                await made.after_change()
             assert await made.version_of(2) == 0
 
     run(work())
@@ -98,7 +100,7 @@ def test_a_change_that_was_never_heard_of_again_leaves_nobody_with_an_old_versio
         with made.waiting(1), made.waiting(2):
             worker.begin(1)
             async with made._changing:
-                made.forget()
+                made.invalidate()
                 worker.version += 1
             with made.waiting(3):
                 worker.begin(2, 3)
@@ -143,7 +145,7 @@ def test_what_others_may_have_changed_is_asked_for_again(worker: Worker) -> None
         await made.version_of(9)
         with made.waiting(1), made.waiting(2), made.waiting(3):
             worker.begin(1)
-            with made.elsewhere():
+            with made.other_call():
                 worker.version = 7
                 worker.begin(2)
                 assert await made.version_of(2) == 7, "its token may come before their answer"
@@ -159,7 +161,7 @@ def test_a_look_that_others_overtook_is_not_kept(worker: Worker) -> None:
 
         def overtake() -> None:
             worker.before_answer = lambda: None
-            with made.elsewhere():
+            with made.other_call():
                 worker.version = 3
             worker.begin(2)
 
@@ -189,10 +191,10 @@ def test_one_of_several_servers_asks_each_time(worker: Worker) -> None:
 
 def test_an_engine_that_takes_no_weights_is_never_asked(worker: Worker) -> None:
     async def work() -> None:
-        made = weight_versions(worker, is_taking=False)
+        made = weight_versions(worker, accepts_weights=False)
         with made.waiting(1):
             assert await made.version_of(1) is None
-        await made.settle()
+        await made.after_change()
         assert await made.state() is None
         assert worker.asked == []
 
@@ -212,9 +214,9 @@ def test_nothing_is_kept_of_requests_that_have_ended(worker: Worker) -> None:
     async def work() -> None:
         made = weight_versions(worker)
         for stream in (1, 2, 3):
-            with made.waiting(stream), made.elsewhere():
+            with made.waiting(stream), made.other_call():
                 pass
         assert not made._waiting
-        assert not made._unsure
+        assert not made._uncertain
 
     run(work())

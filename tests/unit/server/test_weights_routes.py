@@ -98,7 +98,7 @@ def test_requests_that_do_not_end_keep_the_old_weights(
     async def never(*_: object) -> None:
         await asyncio.Event().wait()
 
-    monkeypatch.setattr("clairai.server.engine_rpc.EngineClient.pause", never)
+    monkeypatch.setattr("clairai.server.engine_rpc.EngineRpc.pause", never)
     monkeypatch.setattr(weights_routes, "DRAIN_S", 0.01)
     status, answer = _commit(served)
     assert status == 409

@@ -24,7 +24,7 @@ from clairai.engine.steer.steering_plan import (
     split_segments,
 )
 from clairai.errors import RequestError
-from clairai.fields.catalog import PLACES_PER_LAYER, find_named, path_order
+from clairai.fields.catalog import PLACES_PER_LAYER, find_vector, path_order
 from clairai.fields.packed_vector import PackedVector
 from clairai.fields.ranges import EVERYWHERE, OPEN_END, Range
 from clairai.fields.steer import GateSpec, SteerEntry
@@ -105,7 +105,7 @@ def _resolve_tiers(
 def _find_vector(entry: SteerEntry, known: SteeringSnapshot) -> PreparedVector:
     vector = entry.vector
     if isinstance(vector, str):
-        return find_named("vector", known.vectors, vector, what=entry.label)
+        return find_vector(known.vectors, vector, what=entry.label)
     what = f"{entry.label}.vector"
     if isinstance(vector, PackedVector):
         vector = vector.unpack(known.width, what=what)

@@ -13,26 +13,28 @@ from typing import Annotated, Any, Final, Literal
 import msgspec
 
 from clairai.errors import RequestError
+from clairai.fields.request_body import (
+    LARGE_BYTES,
+    UNREADABLE,
+    XARGS,
+    BodyFields,
+    decode_body,
+    decode_value,
+    is_true,
+    may_have_fields,
+    steering_vector_fields,
+)
 from clairai.fields.request_fields import KEY
+from clairai.fields.steering_vectors import FIELD_PHASES
 from clairai.points import quote
 from clairai.proxy.proxy_settings import Limits
 
 _MAX_NAMES: Final = 2048
 _Name = Annotated[str, msgspec.Meta(min_length=1, max_length=200)]
 _Names = Annotated[list[_Name], msgspec.Meta(min_length=1, max_length=_MAX_NAMES)]
-_FIELDS: Final = msgspec.json.Decoder(dict[str, msgspec.Raw])
-_XARGS: Final = msgspec.json.Decoder(dict[str, msgspec.Raw] | None)
-# The seeds' own keys for vectors in a request; each holds the second.
-_SEED_KEYS: Final = ("prefill_steering_vectors", "steering_vectors", "decode_steering_vectors")
-_MARKS: Final = (KEY.encode(), b"steering_vectors", b"\\u")
-# What pydantic, and so vLLM, takes for true.
-_TRUE: Final = frozenset(("1", "on", "t", "true", "y", "yes"))
-
-_LARGE_BYTES: Final = 1 << 16
+_XARGS_OBJECT: Final = msgspec.json.Decoder(BodyFields | None)
 _HEAD_BYTES: Final = 256
 _NONE: Final = msgspec.Raw(b"[]")
-
-Fields = dict[str, msgspec.Raw]
 
 
 class ClairaiOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -57,7 +59,7 @@ class ClairaiOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def is_steered(self) -> bool:
-        return len(self.steer) > 64 or bool(_value(self.steer))
+        return len(self.steer) > 64 or bool(decode_value(self.steer))
 
     @property
     def is_captured(self) -> bool:
@@ -73,15 +75,15 @@ class ScoredRequest:
 
     asked: ClairaiOptions
     keeps_token_ids: bool  # the client itself asked for token ids
-    _fields: Fields  # without our keys
-    _seeds: Fields  # the seeds' keys among ours
-    _xargs: Fields
+    _fields: BodyFields  # without our keys
+    _steering_vectors: BodyFields
+    _xargs: BodyFields
 
     @property
     def is_steered(self) -> bool:
         rules = (rule for rule in self.asked.stop if isinstance(rule, dict))
         is_due = any(rule.get("steer") for rule in rules)
-        return is_due or self.asked.is_steered or bool(self._seeds)
+        return is_due or self.asked.is_steered or bool(self._steering_vectors)
 
     @property
     def is_bound(self) -> bool:
@@ -97,9 +99,9 @@ class ScoredRequest:
         wanted |= {"stop": asked.stop} if asked.stop else {}
         wanted |= {} if asked.capture is None else {"capture": asked.capture}
         ours = {KEY: msgspec.json.encode(wanted).decode()}
-        seeds = {name: bytes(raw).decode() for name, raw in self._seeds.items()}
-        xargs = {**self._xargs, **ours, **seeds}
-        made: dict[str, Any] = {**self._fields, "vllm_xargs": xargs, "return_token_ids": True}
+        vectors = {name: bytes(raw).decode() for name, raw in self._steering_vectors.items()}
+        xargs = {**self._xargs, **ours, **vectors}
+        made: dict[str, Any] = {**self._fields, XARGS: xargs, "return_token_ids": True}
         if self.asked.is_named:
             made["stream"] = True
             made["stream_options"] = {"include_usage": True}
@@ -108,29 +110,22 @@ class ScoredRequest:
 
 def read_request(body: bytes, limits: Limits) -> ScoredRequest | None:
     """RequestError if the request asks for what cannot be given."""
-    # A key may be written with escapes, and only then lack the others' bytes.
-    if not any(mark in body for mark in _MARKS):
+    if not may_have_fields(body):
         return None
     try:
-        fields = _FIELDS.decode(body)
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+        fields = decode_body(body)
+    except UNREADABLE:
         _refuse_lax_json(body)
         return None
-    if KEY not in fields and not _seeds(fields):
+    steering_vectors = steering_vector_fields(fields)
+    if KEY not in fields and not steering_vectors:
         return None
     asked = _read_options(fields.pop(KEY, msgspec.Raw(b"{}")))
     _check_keys(_without_vectors(asked.steer, body))
     _check_supported(fields, limits)
-    seeds = _seeds(fields)
-    fields = {name: raw for name, raw in fields.items() if name not in _SEED_KEYS}
-    xargs = _xargs(fields)
-    return ScoredRequest(asked, is_true(fields.get("return_token_ids")), fields, seeds, xargs)
-
-
-def _seeds(fields: Fields) -> Fields:
-    """Those of the seeds' keys that say something."""
-    found = {name: fields[name] for name in _SEED_KEYS if name in fields}
-    return {name: raw for name, raw in found.items() if bytes(raw) != b"null"}
+    fields = {name: raw for name, raw in fields.items() if name not in FIELD_PHASES}
+    keeps_token_ids = is_true(fields.get("return_token_ids"))
+    return ScoredRequest(asked, keeps_token_ids, fields, steering_vectors, _read_xargs(fields))
 
 
 def _refuse_lax_json(body: bytes) -> None:
@@ -139,13 +134,13 @@ def _refuse_lax_json(body: bytes) -> None:
         lax = json.loads(body)
     except (ValueError, RecursionError):
         return
-    if isinstance(lax, dict) and {KEY, *_SEED_KEYS} & lax.keys():
+    if isinstance(lax, dict) and {KEY, *FIELD_PHASES} & lax.keys():
         raise RequestError("the body is not strict JSON in UTF-8; leave out NaN and Infinity")
 
 
 def _without_vectors(steer: msgspec.Raw, body: bytes) -> bytes:
     """The body without megabytes of vectors; the engine looks through those itself."""
-    if len(steer) < _LARGE_BYTES:
+    if len(steer) < LARGE_BYTES:
         return body
     given = bytes(steer)
     # Its beginning is looked for, as looking for all of it costs more than reading it.
@@ -160,7 +155,7 @@ def _check_keys(body: bytes) -> None:
     pairs = json.loads(body, object_pairs_hook=list)
     _check_unique(pairs, "of the body")
     for name, value in pairs:
-        if name in (KEY, "vllm_xargs"):
+        if name in (KEY, XARGS):
             _check_within(value, name)
 
 
@@ -192,14 +187,14 @@ def _read_options(raw: msgspec.Raw) -> ClairaiOptions:
     return asked
 
 
-def _xargs(fields: Fields) -> Fields:
+def _read_xargs(fields: BodyFields) -> BodyFields:
     try:
-        found = _XARGS.decode(fields.get("vllm_xargs", b"null"))
+        found = _XARGS_OBJECT.decode(fields.get(XARGS, b"null"))
     except msgspec.ValidationError:
         raise RequestError("vllm_xargs must be an object") from None
     if found is None:
         return {}
-    for name in (KEY, *_SEED_KEYS):
+    for name in (KEY, *FIELD_PHASES):
         if name in found:
             raise RequestError(
                 f"the request has both fields of ours and {name} in vllm_xargs; "
@@ -208,9 +203,9 @@ def _xargs(fields: Fields) -> Fields:
     return dict(found)
 
 
-def _check_supported(fields: Fields, limits: Limits) -> None:
+def _check_supported(fields: BodyFields, limits: Limits) -> None:
     """Refuse what would be answered with other tokens or other text because scores were asked."""
-    count = _value(fields.get("n"))
+    count = decode_value(fields.get("n"))
     if isinstance(count, int) and count > limits.choices:
         raise RequestError(f"n is {quote(count)}, scored requests have at most {limits.choices}")
     if is_true(fields.get("use_beam_search")):
@@ -224,15 +219,6 @@ def _check_supported(fields: Fields, limits: Limits) -> None:
         raise RequestError(
             "include_reasoning=false hides the token ids that scores are told by; leave it out"
         )
-    prompt = _value(fields.get("prompt"))
+    prompt = decode_value(fields.get("prompt"))
     if isinstance(prompt, list) and len(prompt) > 1 and isinstance(prompt[0], str | list):
         raise RequestError(f"{len(prompt)} prompts in one request; send one prompt in each")
-
-
-def is_true(raw: msgspec.Raw | None) -> bool:
-    value = _value(raw)
-    return value == 1 or (isinstance(value, str) and value.lower() in _TRUE)
-
-
-def _value(raw: msgspec.Raw | None) -> Any:
-    return None if raw is None else msgspec.json.decode(raw)
