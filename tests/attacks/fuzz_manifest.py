@@ -19,11 +19,11 @@ with atheris.instrument_imports(include=["clairai.weights"]):
 from clairai.errors import WeightsError
 from clairai.weights.check_manifest import EngineTensors, ExpectedTensor
 
-SLOTS = {
+EXPECTED = {
     "model.w": ExpectedTensor(("F32", "BF16"), (16, 16)),
     "probe::p": ExpectedTensor(("F32",), (8,)),
 }
-HOLDING = EngineTensors("00000000000000aa", "cpu", SLOTS)
+ENGINE = EngineTensors("00000000000000aa", "cpu", EXPECTED)
 GOOD = manifest.encode_manifest(
     manifest.Manifest(
         version=1,
@@ -48,7 +48,7 @@ def one(raw: bytes) -> None:
 
 
 def planned(text: bytes) -> None:
-    check_manifest.check_plan(manifest.parse_manifest(text), HOLDING)
+    check_manifest.check_plan(manifest.parse_manifest(text), ENGINE)
 
 
 def bounded(parse: Callable[[], object]) -> None:

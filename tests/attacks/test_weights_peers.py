@@ -34,7 +34,7 @@ def test_61_a_peer_of_another_user_is_refused(
 ) -> None:
     monkeypatch.setattr("clairai.weights.socket_server.peer_uid", lambda _: os.geteuid() + 1)
     with socket.socket(socket.AF_UNIX) as sock:
-        sock.connect(os.fspath(attacked.llm.intake.receiver.path))
+        sock.connect(os.fspath(attacked.llm.updater.receiver.path))
         answer, fds = Connection(sock, FROM_ENGINE, max_fds=4).receive(10)
     assert isinstance(answer, Refusal)
     assert "may send weights" in answer.reason
@@ -49,7 +49,7 @@ def test_62_a_process_of_another_user_is_refused_even_where_it_can_connect() -> 
         go = get_context("fork").Event()
         with forked(_connect_as_nobody, folder, theirs, go.wait), target(folder) as attacked:
             folder.chmod(0o755)
-            attacked.llm.intake.receiver.path.chmod(0o666)
+            attacked.llm.updater.receiver.path.chmod(0o666)
             go.set()
             assert ours.poll(10)
             assert "may send weights" in ours.recv()
@@ -83,7 +83,7 @@ def test_64_a_link_in_place_of_the_runtime_folder_is_refused(tmp_path: Path) -> 
 def test_65_a_link_in_place_of_the_socket_leads_nowhere(attacked: Target, tmp_path: Path) -> None:
     (tmp_path / "other").mkdir(mode=0o700)
     planted = socket_path(tmp_path / "other", int("ab" * 8, 16), SOCKET_KIND)
-    planted.symlink_to(attacked.llm.intake.receiver.path)
+    planted.symlink_to(attacked.llm.updater.receiver.path)
     with pytest.raises(WeightsError, match="answers in place of"):
         BufferClient(tmp_path / "other", "ab" * 8)
     (tmp_path / "file").mkdir(mode=0o700)
@@ -93,13 +93,13 @@ def test_65_a_link_in_place_of_the_socket_leads_nowhere(attacked: Target, tmp_pa
 
 
 def test_66_the_socket_is_for_its_user_alone(attacked: Target) -> None:
-    status = attacked.llm.intake.receiver.path.stat()
+    status = attacked.llm.updater.receiver.path.stat()
     assert status.st_mode & 0o777 == 0o600
     assert attacked.folder.stat().st_mode & 0o077 == 0
 
 
 def test_67_a_forked_child_does_not_keep_the_socket_of_a_dead_engine(attacked: Target) -> None:
-    link = attacked.llm.intake.receiver._server
+    link = attacked.llm.updater.receiver._server
     ours, theirs = get_context("fork").Pipe()
     with ours, theirs, forked(_tell_listener, theirs, link):
         assert ours.poll(10)

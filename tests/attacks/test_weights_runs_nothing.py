@@ -37,7 +37,7 @@ def hand_over(folder, llm):
     Sender(llm, runtime_dir=str(folder)).send(weights(1))
     for make, _ in MANIFESTS.values():
         try:
-            llm.intake.receiver.check(make(plan(epoch=llm.epoch)))
+            llm.updater.receiver.check(make(plan(epoch=llm.epoch)))
         except WeightsError:
             pass
 
@@ -52,7 +52,7 @@ with tempfile.TemporaryDirectory() as name, engine(pathlib.Path(name)) as llm:
         marshal.loads(code)
         eval("1 + 1")
     is_watching = False
-    assert llm.intake.served.version == 2
+    assert llm.updater.served.version == 2
 print(sorted(set(seen)))
 """
 

@@ -208,7 +208,7 @@ def test_57_a_manifest_that_was_used_cannot_be_used_again(attacked: Target) -> N
         attacked.told.clear()
         assert "was used" in attacked.post("commit", summed)
     packed.close()
-    assert attacked.llm.intake.served.version == 1
+    assert attacked.llm.updater.served.version == 1
 
 
 def test_58_what_was_handed_over_cannot_be_changed_any_more(attacked: Target) -> None:

@@ -63,7 +63,7 @@ class Target:
     def connected(self) -> Iterator[socket.socket]:
         with socket.socket(socket.AF_UNIX) as sock:
             sock.settimeout(10)
-            sock.connect(os.fspath(self.llm.intake.receiver.path))
+            sock.connect(os.fspath(self.llm.updater.receiver.path))
             Connection(sock, FROM_ENGINE, max_fds=4).receive(10)  # the greeting
             yield sock
 
@@ -73,7 +73,7 @@ class Target:
             return said(sock, offer, fds)
 
     def is_untouched(self) -> bool:
-        served = self.llm.intake.served.version == 0
+        served = self.llm.updater.served.version == 0
         return served and all(
             torch.equal(self.llm.model[name], tensor) for name, tensor in weights(0).items()
         )

@@ -78,7 +78,7 @@ def open_device(handle: bytes, nbytes: int) -> ReceivedDeviceBuffer:
 def llm(driver: ToyDriver, tmp_path: Path) -> Iterator[ToyLlm]:
     running = ToyLlm(tmp_path, gpu=(UUID, open_device))
     yield running
-    running.intake.close()
+    running.updater.close()
     assert driver.opened == set()
 
 
@@ -240,7 +240,7 @@ def test_a_buffer_is_said_to_be_full_in_its_turn(
 
 def test_a_buffer_that_was_shown_and_not_filled_does_not_count(llm: ToyLlm, tmp_path: Path) -> None:
     with begun(llm, tmp_path) as (made, _):
-        tracker = llm.intake.receiver._tracker
+        tracker = llm.updater.receiver._tracker
         until(lambda: len(tracker.peek(made.transfer).buffers) == 1, 10.0)
         summed = (msgspec.structs.replace(each, checksum="0" * 16) for each in made.tensors)
         refusal = llm.committed(msgspec.structs.replace(made, tensors=tuple(summed)))
@@ -265,8 +265,8 @@ def test_a_plan_that_replaces_another_waits_for_who_reads(
     with begun(llm, tmp_path) as (made, port), ThreadPoolExecutor(2) as threads:
         read = threads.submit(port.finish, BufferFilled(made.transfer, 0), made.buffers[0])
         assert is_reading.wait(10.0)
-        replaced = threads.submit(llm.intake.receiver._tracker.drop)
-        until(lambda: llm.intake.receiver._tracker._expected is None, 10.0)
+        replaced = threads.submit(llm.updater.receiver._tracker.drop)
+        until(lambda: llm.updater.receiver._tracker._expected is None, 10.0)
         assert not replaced.done()
         may_go_on.set()
         with pytest.raises(WeightsError, match="another plan has come"):

@@ -33,7 +33,7 @@ class Plain:
 
     def told(self) -> dict[str, Any]:
         return {
-            "version": self.llm.intake.served.version,
+            "version": self.llm.updater.served.version,
             "sums": {name: float(each.sum()) for name, each in self.llm.model.items()},
             "resets": self.llm.resets,
             "pid": os.getpid(),

@@ -1,6 +1,6 @@
 """Takes a folder; gives an engine that takes weights, its model a few tensors and no vLLM.
 
-Real: manifest, checks, socket, buffers, intake, control messages. Toy: the model and the worker.
+Real: manifest, checks, socket, buffers, updater, control messages. Toy: the model and the worker.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ SHAPES: Mapping[str, tuple[int, ...]] = {
     "model.layers.0.b": (16,),
     "model.norm.weight": (),
 }
-SLOTS = {name: ExpectedTensor(("F32", "BF16"), shape) for name, shape in SHAPES.items()}
+EXPECTED = {name: ExpectedTensor(("F32", "BF16"), shape) for name, shape in SHAPES.items()}
 
 
-def holding(epoch: str = EPOCH, device: str = CPU) -> EngineTensors:
-    return EngineTensors(epoch, device, SLOTS)
+def engine_tensors(epoch: str = EPOCH, device: str = CPU) -> EngineTensors:
+    return EngineTensors(epoch, device, EXPECTED)
 
 
 def plan(described: Any = None, *, epoch: str = EPOCH, device: str = CPU, **given: Any) -> Manifest:
@@ -79,7 +79,7 @@ class ToyLlm:
         self.resets = 0
         self.messages: list[bytes] = []
         self.step_publisher = step_publisher
-        self.intake = WeightsUpdater(folder, *gpu, SLOTS, self._load)
+        self.updater = WeightsUpdater(folder, *gpu, EXPECTED, self._load)
 
     def _load(self, named: list[tuple[str, Any]]) -> None:
         for count, (name, tensor) in enumerate(named):
@@ -91,7 +91,7 @@ class ToyLlm:
         """As the engine's: nothing."""
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
-        self.intake.receive(update_info["manifest"].encode())
+        self.updater.receive(update_info["manifest"].encode())
 
     def finish_weight_update(self) -> None:
         """As the engine's: nothing."""
@@ -99,7 +99,7 @@ class ToyLlm:
     def collective_rpc(self, method: str, args: tuple[bytes]) -> list[bytes]:
         assert method == "clairai_control"
         self.messages.append(args[0])
-        handover = WeightsControl(self, self.intake, self.step_publisher)
+        handover = WeightsControl(self, self.updater, self.step_publisher)
         return self.core_control.control(
             args[0], lambda sent: [answer_control(self.step_publisher, sent, None, handover)]
         )
@@ -124,7 +124,7 @@ class ToyLlm:
 
     @property
     def epoch(self) -> str:
-        return self.intake.state().epoch
+        return self.updater.state().epoch
 
 
 def spoil_what_is_packed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -148,4 +148,4 @@ def engine(
     try:
         yield running
     finally:
-        running.intake.close()
+        running.updater.close()

@@ -1,8 +1,7 @@
-"""Takes a C file of this package; gives the module that the machine's compiler makes of it.
+"""Compile a C file of this package with the machine's own compiler, and load it as a module.
 
-Python's and numpy's headers are used. It is made once and kept in the user's own cache, under a
-name that is its content's: whoever finds it there has the very same code, and nobody else can write
-there.
+The library is built once and kept in the user's cache, under a name made of its content: whoever
+finds it there has exactly this code, and no other user can write there.
 """
 
 from __future__ import annotations
@@ -37,11 +36,11 @@ COMPILE_TIMEOUT_S: Final = 60.0
 
 
 class NoCompilerError(Exception):
-    """There is none, or it does not work; the text says which."""
+    """There is no C compiler, or it failed; the message says which."""
 
 
 def load_or_warn(source: Path, without: str) -> Any:
-    """Its module; None, and a warning that says what is `without` it, where nothing compiles."""
+    """Load a C file; None, and a warning that says what happens `without` it, if it fails."""
     try:
         return load_extension(source)
     except NoCompilerError as error:
@@ -50,7 +49,7 @@ def load_or_warn(source: Path, without: str) -> Any:
 
 
 def load_extension(source: Path) -> Any:
-    """The module of a C file, named as the file is."""
+    """Load a C file as a module of the same name."""
     loader = ExtensionFileLoader(source.stem, str(build_extension(source, _cache_folder())))
     spec = importlib.util.spec_from_loader(source.stem, loader)
     assert spec is not None
@@ -58,11 +57,11 @@ def load_extension(source: Path) -> Any:
 
 
 def build_extension(source: Path, cache: Path) -> Path:
-    """The library of a C file; made now unless it is there."""
-    made_for = (*COMPILER_FLAGS, os.uname().machine, sys.version, np.__version__)
+    """Return the library of a C file, compiling it unless the cache has it."""
+    built_for = (*COMPILER_FLAGS, os.uname().machine, sys.version, np.__version__)
     headers = sorted(source.parent.glob("*.h"))
     content = b"\0".join(file.read_bytes() for file in (source, *headers))
-    content += "\0".join(made_for).encode()
+    content += "\0".join(built_for).encode()
     library = cache / f"{source.stem}-{hashlib.sha256(content).hexdigest()[:24]}.so"
     if not _is_private(library):
         _compile(source, library)
@@ -75,7 +74,7 @@ def _cache_folder() -> Path:
 
 
 def _is_private(library: Path) -> bool:
-    """There, and written by nobody but us."""
+    """True if it exists and only this user can have written it."""
     try:
         found, folder = library.stat(), library.parent.stat()
     except OSError:
@@ -91,9 +90,9 @@ def _compile(source: Path, library: Path) -> None:
     library.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     library.parent.chmod(0o700)
     with tempfile.TemporaryDirectory(dir=library.parent) as folder:
-        made = Path(folder) / library.name
+        built = Path(folder) / library.name
         headers = [f"-I{folder}" for folder in (sysconfig.get_paths()["include"], np.get_include())]
-        command = [*compiler.split(), *COMPILER_FLAGS, *headers, str(source), "-o", str(made)]
+        command = [*compiler.split(), *COMPILER_FLAGS, *headers, str(source), "-o", str(built)]
         try:
             done = subprocess.run(  # noqa: S603
                 command, capture_output=True, text=True, timeout=COMPILE_TIMEOUT_S
@@ -102,5 +101,5 @@ def _compile(source: Path, library: Path) -> None:
             raise NoCompilerError(f"{compiler} could not be run: {error}") from None
         if done.returncode:
             raise NoCompilerError(f"{compiler} failed: {done.stderr.strip()[-300:]}")
-        made.chmod(0o700)
-        made.replace(library)
+        built.chmod(0o700)
+        built.replace(library)

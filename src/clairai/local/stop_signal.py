@@ -1,4 +1,4 @@
-"""Takes the signals that end a command; gives a question to ask between two pieces of work."""
+"""Signals that end a command, as a question to ask between two pieces of work."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _REPEAT_S: Final = 0.5
 
 
 class StopSignal:
-    """Inside the block a signal stops nothing by itself: it turns the answer to True."""
+    """Within this context a signal only makes the object return True when it is called."""
 
     def __init__(self) -> None:
         self._is_asked = self._is_urgent = False
@@ -24,19 +24,19 @@ class StopSignal:
         return self._is_asked
 
     def is_urgent(self) -> bool:
-        """Whether it was asked for a second time."""
+        """True after a second signal."""
         return self._is_urgent
 
     def __enter__(self) -> Self:
         for number in _SIGNALS:
-            # nohup: what was ignored when we came stays ignored
+            # under nohup, an ignored signal stays ignored
             if signal.getsignal(number) is not signal.SIG_IGN:
                 self._before[number] = signal.signal(number, self._ask)
         return self
 
     def __exit__(self, *_: object) -> None:
         for number, handler in self._before.items():
-            signal.signal(number, handler)  # type: ignore[arg-type]  # what getsignal gave
+            signal.signal(number, handler)  # type: ignore[arg-type]  # from getsignal
 
     def _ask(self, _number: int, _frame: FrameType | None) -> None:
         now_s = time.monotonic()

@@ -1,4 +1,7 @@
-"""Takes a runtime folder; gives the records of one engine after the other, and says every gap."""
+"""The records of one engine after the other, with every gap reported.
+
+Runs in: the sidecar.
+"""
 
 from __future__ import annotations
 
@@ -20,21 +23,21 @@ ATTACH_TIMEOUT_S: Final = 1.0
 
 @dataclass(frozen=True)
 class NoEngine:
-    """No engine to read; said at every look, so that the caller gets its turn."""
+    """There is no engine; reported at every look, so that the caller can act."""
 
     reason: str
 
 
 @dataclass(frozen=True)
 class EngineAttached:
-    """From here on the records come from this engine."""
+    """Records come from this engine from now on."""
 
     welcome: Welcome
 
 
 @dataclass(frozen=True, eq=False)
 class RecordBatch:
-    """Some records; `reader` names their columns with `reader.bank(record.bank_version)`."""
+    """Some records; `reader.bank(record.bank_version)` names their columns."""
 
     records: list[Record]
     reader: RingReader
@@ -42,7 +45,7 @@ class RecordBatch:
 
 @dataclass(frozen=True)
 class EngineDetached:
-    """The last word on an engine: all it published is in `statistics`, delivered or lost."""
+    """An engine is gone; `statistics` counts all it published, as delivered or lost."""
 
     statistics: ReaderStatistics
     reason: str
@@ -54,10 +57,10 @@ FollowEvent = NoEngine | EngineAttached | RecordBatch | EngineDetached
 def follow(
     folder: Path, *, start: StartAt, stop: Callable[[], bool]
 ) -> Generator[FollowEvent, None, None]:
-    """Events until `stop()`. `start` is for an engine that is there at the first look.
+    """Yield events until `stop()`. `start` applies to engines that are there at the first look.
 
-    Engines that come later are read from their first record on; one that hung up on us and is
-    still alive is read on from where we were.
+    Later engines are read from their first record. An engine that hung up but still lives is read
+    on from the last position.
     """
     resume: dict[Path, StartAt] = dict.fromkeys(engine_sockets(folder), start)
     while not stop():
@@ -88,7 +91,7 @@ def _attach_newest(folder: Path, resume: dict[Path, StartAt]) -> tuple[Path, Rin
 
 def _read_until_gone(reader: RingReader, stop: Callable[[], bool]) -> Iterator[RecordBatch]:
     while not stop():
-        # Asked before the poll: whatever a dead engine had published is there for that poll.
+        # Before the poll: what a dead engine had published is then still seen by that poll.
         is_dead = not reader.is_alive()
         if records := reader.poll():
             yield RecordBatch(records, reader)

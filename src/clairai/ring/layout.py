@@ -1,4 +1,4 @@
-"""Takes the shape of a ring; gives the byte offset of every field in it, and nothing else does.
+"""The byte offset of every field of a ring; no other module defines one.
 
     0      magic u64, layout version u32, ahead u32, epoch u64, slots u64, slot bytes u64
     128    head u64: records published so far; alone on its line
@@ -10,8 +10,8 @@
            a second copy of seq in the last 8 bytes
 
 All numbers are little-endian. The header is written once, before any reader can attach. `ahead` is
-how many records the writer may be writing beyond head; `stamp` is when the host published the
-record, or handed the step to a GPU that does, in nanoseconds of the host's monotonic clock.
+the number of records that may be in writing beyond head; `stamp` is when the host published the
+record or launched the GPU work that does, in nanoseconds of the host's monotonic clock.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ MAX_RING_BYTES: Final = 1 << 48
 
 @dataclass(frozen=True)
 class RingShape:
-    """How many slots, how large each is, and how many are given up to records being written."""
+    """The number and size of slots, and how many of them may be in writing."""
 
     slots: int
     slot_bytes: int
@@ -77,7 +77,7 @@ class RingShape:
 
     @classmethod
     def for_budget(cls, nbytes: int, num_columns: int, ahead: int = 1) -> RingShape:
-        """The most slots that fit `nbytes`, each wide enough for 16 rows of `num_columns`."""
+        """As many slots as fit `nbytes`, each for at least 16 rows of `num_columns`."""
         slot_bytes = _slot_bytes(MIN_BUDGET_ROWS, num_columns)
         slots = (nbytes - SLOTS_OFFSET) // slot_bytes
         fewest = max(MIN_BUDGET_SLOTS, 2 * ahead)
@@ -106,7 +106,7 @@ class RingShape:
 
 @dataclass(frozen=True)
 class RingHeader:
-    """What the writer says of the ring once, at its start."""
+    """What the writer stores once, before any reader attaches."""
 
     epoch: int
     shape: RingShape
@@ -120,7 +120,7 @@ class RingHeader:
 
     @classmethod
     def unpack(cls, raw: bytes) -> RingHeader:
-        """Read it back; RingError if it is not a ring, or one of another version."""
+        """Decode it; RingError if it is not a ring, or of another version."""
         magic, version, ahead, epoch, slots, slot_bytes = HEADER.unpack(raw)
         if magic != MAGIC:
             raise RingError(f"memory starts with {magic:#x}, a ring with {MAGIC:#x}; wrong memory")
@@ -133,7 +133,7 @@ class RingHeader:
 
 
 def row_bytes(num_columns: int) -> int:
-    """What one row and its scores take."""
+    """The size of one row with its scores."""
     return ROW.itemsize + SCORE_BYTES * num_columns
 
 

@@ -1,4 +1,4 @@
-"""Takes the memory of a ring; gives its records as own copies, and an exact count of those lost.
+"""A reader's cursor in a ring: private copies of records, and an exact count of those it missed.
 
 R = rows of a record, C = columns (probes) of its bank
 """
@@ -28,36 +28,36 @@ from clairai.wire.ring_messages import ROW
 
 POLL_LIMIT: Final = 256
 
-# Where to begin: at the oldest record still there, at the next one, or at the one with this seq.
+# Where to begin: at the oldest record still there, at the next one, or at this sequence number.
 StartAt = Literal["oldest", "newest"] | int
 
 
 @dataclass(frozen=True, eq=False)
 class Record:
-    """One published record; its arrays are read-only and belong to the reader."""
+    """One published record, as a private read-only copy."""
 
     seq: int
     step: int
     bank_version: int
     continued: bool
-    stamp_ns: int  # of time.monotonic_ns(), when the host published it or gave it to the GPU
+    stamp_ns: int  # time.monotonic_ns() when the host published it or launched the GPU
     rows: NDArray[np.void]
     scores_RC: NDArray[np.float32]
 
 
 @dataclass(frozen=True)
 class ReaderStatistics:
-    """Every record from `first` on is in `delivered`, in `lost`, or still in `lag`."""
+    """Every record from `first` on is delivered, lost, or still unread (`lag`)."""
 
     first: int
     delivered: int
     lost: int
-    torn: int  # of the lost: slots whose own fields contradict each other
+    torn: int  # of those, slots whose own fields contradict each other
     lag: int
 
 
 class RingCursor:
-    """One reader of a ring; never makes the writer wait."""
+    """Reads a ring from one position on; the writer never waits for it."""
 
     def __init__(self, memory: RingMemory, *, start: StartAt = "oldest") -> None:
         self._memory = memory
@@ -67,7 +67,7 @@ class RingCursor:
         self._delivered = self._lost = self._torn = 0
 
     def poll(self, limit: int = POLL_LIMIT) -> list[Record]:
-        """Up to `limit` records that were published since the last call; never blocks."""
+        """Return up to `limit` records published since the last call; never blocks."""
         # Pairs with _advance_head() in writer.py: all of [next, head) is visible after this load.
         head = self._load_head()
         if head < self._next:
@@ -84,11 +84,11 @@ class RingCursor:
         return [record for record in records if record is not None]
 
     def statistics(self) -> ReaderStatistics:
-        """Counts since the start; `delivered + lost + lag` is all there was to read."""
+        """Counts since the start; `delivered + lost + lag` is all that was published."""
         return ReaderStatistics(self._first, self._delivered, self._lost, self._torn, self.lag())
 
     def lag(self) -> int:
-        """Records published and not yet taken."""
+        """Records published and not read yet."""
         return self._load_head() - self._next
 
     def _first_seq(self, start: StartAt) -> int:
@@ -102,7 +102,7 @@ class RingCursor:
         return start
 
     def _oldest(self, head: int) -> int:
-        """The first record that the writer cannot have begun to overwrite."""
+        """The oldest record that the writer cannot be overwriting."""
         return head - self._shape.slots + self._shape.ahead
 
     def _load_head(self) -> int:
@@ -114,7 +114,7 @@ class RingCursor:
             self._next = seq
 
     def _copy_slots(self, begin: int, end: int) -> list[memoryview]:
-        """Private copies of the slots of [begin, end): two runs at most, as it is under a lap."""
+        """Copy the slots of [begin, end): at most two runs, as it is less than one lap."""
         size, slots = self._shape.slot_bytes, self._shape.slots
         wrap = min(end, begin - begin % slots + slots)
         runs = ((begin, wrap), (wrap, end))
@@ -137,7 +137,7 @@ class RingCursor:
 
 
 def parse_slot(slot: memoryview, seq: int, epoch: int) -> Record | None:
-    """The record in a private copy of its slot; None where the slot contradicts itself."""
+    """Decode the private copy of a slot; None if the slot contradicts itself."""
     fields = SLOT_HEADER.unpack_from(slot)
     found, low, bank_version, num_rows, num_columns, step, flags, stamp_ns = fields
     trailer = int.from_bytes(slot[-TRAILER_BYTES:], "little")

@@ -1,6 +1,6 @@
-"""Takes the rows and scores of one step; gives records in a ring, and never waits for a reader.
+"""The writer of a ring in host memory: publishes the rows and scores of a step, never waits.
 
-R = rows of this step, C = columns (probes) of the bank
+Runs in: the worker. R = rows of this step, C = columns (probes) of the bank
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _MAX_U32: Final = (1 << 32) - 1
 
 @dataclass(frozen=True)
 class WriterStatistics:
-    """What the writer has done so far."""
+    """What the writer has published so far."""
 
     published: int
     slots: int
@@ -42,12 +42,12 @@ class WriterStatistics:
 
 
 def new_epoch() -> int:
-    """A number that tells this writer from every other one, earlier or later."""
+    """A random id of one writer's lifetime."""
     return secrets.randbits(64)
 
 
 class RingWriter:
-    """The one writer of a ring; not for use by two threads at once."""
+    """The only writer of a ring; not for two threads at once."""
 
     def __init__(self, memory: HostMemory, shape: RingShape, epoch: int) -> None:
         require_total_store_order()
@@ -71,7 +71,7 @@ class RingWriter:
         bank_version: int,
         step: int,
     ) -> int:
-        """Publish one step and return its number of records; 0 rows are no record."""
+        """Publish one step; return its number of records, 0 for no rows."""
         num_rows = len(rows)
         per_record = self._rows_per_record(rows, scores_RC, bank_version)
         for begin in range(0, num_rows, per_record):
@@ -87,7 +87,7 @@ class RingWriter:
         return -(-num_rows // per_record)
 
     def statistics(self) -> WriterStatistics:
-        """Records published since the start, and the shape they go to."""
+        """Records published since the start, and the ring's shape."""
         return WriterStatistics(self._head, self._shape.slots, self._shape.slot_bytes)
 
     def _write_slot(
@@ -110,8 +110,8 @@ class RingWriter:
 
     def _advance_head(self) -> None:
         # One aligned 8-byte store, and x86-64 makes stores visible in program order. It pairs with
-        # both loads of head in Ring.poll() in reader.py: who sees this head sees the whole slot
-        # (first load), and who saw a byte of the next record sees this head (second load).
+        # both loads of head in RingCursor.poll() (reader.py): a reader that sees this head sees all
+        # of the slot (first load); one that saw a byte of the next record sees this head (second).
         self._head += 1
         self._words[_HEAD_WORD] = self._head
 

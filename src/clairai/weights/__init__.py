@@ -1,10 +1,11 @@
-"""Takes a trainer's new weights and probes; gives them to a serving engine, whole or not at all.
+"""Send new weights, probes and vectors to an engine while it serves, all or nothing.
 
     from clairai.weights import Sender
 
     sent = Sender("http://127.0.0.1:8000").send(model.named_parameters())
 
-Importing this imports no torch: who only reads a manifest needs none.
+The sender runs in the trainer, the receiver in the worker; over HTTP, the API server relays.
+Importing this package imports no torch: reading a manifest needs none.
 """
 
 from __future__ import annotations

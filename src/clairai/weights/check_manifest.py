@@ -1,6 +1,6 @@
-"""Takes a manifest and what the engine has; gives nothing, or the reason why it is refused.
+"""Compare a manifest with what the engine has, and refuse it with a reason.
 
-Pure: no tensor, no socket, no CUDA. Time and memory grow with the manifest and with nothing else.
+Pure: no tensor, no socket, no CUDA. Time and memory grow only with the manifest.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _NAME: Final = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._:/@+-]*")
 
 
 class ExpectedTensor(NamedTuple):
-    """What a name may be given."""
+    """The types and the shape that a name accepts."""
 
     dtypes: tuple[str, ...]
     shape: tuple[int, ...]
@@ -37,32 +37,32 @@ class ExpectedTensor(NamedTuple):
 
 @dataclass(frozen=True)
 class EngineTensors:
-    """What the engine has: `slots` by name, of the model and, with their prefixes, of the banks."""
+    """What the engine accepts, by name: the model's tensors and, with prefixes, the banks'."""
 
     epoch: str
     device: str
-    slots: Mapping[str, ExpectedTensor]
+    expected: Mapping[str, ExpectedTensor]
 
     @property
     def max_nbytes(self) -> int:
-        """More than this no good plan has: every slot once, each in a buffer of its own."""
+        """The size of the largest valid plan: every tensor once, each in its own buffer."""
         return sum(
-            _max_nbytes(slot) * count for slot, count in Counter(self.slots.values()).items()
+            _max_nbytes(tensor) * count for tensor, count in Counter(self.expected.values()).items()
         )
 
 
-def check_plan(manifest: Manifest, holding: EngineTensors) -> None:
-    """Everything that can be known without touching a buffer."""
-    _check_target(manifest, holding)
-    _check_names(manifest, holding)
+def check_plan(manifest: Manifest, engine: EngineTensors) -> None:
+    """Check everything that can be checked without a buffer."""
+    _check_target(manifest, engine)
+    _check_names(manifest, engine)
     for tensor in manifest.tensors:
-        _check_tensor(tensor, holding.slots[tensor.name])
-    _check_buffers(manifest, holding)
+        _check_tensor(tensor, engine.expected[tensor.name])
+    _check_buffers(manifest, engine)
     _check_layout(manifest)
 
 
 def check_matches_plan(manifest: Manifest, plan: Manifest) -> None:
-    """A commit is its plan, and a checksum for each tensor."""
+    """Check that a commit is its plan with a checksum for each tensor."""
     for given, planned in zip(manifest.tensors, plan.tensors, strict=False):
         if not given.checksum:
             raise WeightsError(f"{quote(given.name)} has no checksum; send it as it was packed")
@@ -73,7 +73,7 @@ def check_matches_plan(manifest: Manifest, plan: Manifest) -> None:
 
 
 def check_extents(manifest: Manifest, extents: Sequence[int]) -> None:
-    """`extents` are the bytes behind each buffer that came, as the kernel or the driver says."""
+    """`extents` are the sizes of the received buffers according to the kernel or driver."""
     if len(extents) != len(manifest.buffers):
         raise WeightsError(
             f"{len(extents)} of {len(manifest.buffers)} buffers have come; send them all first"
@@ -86,7 +86,7 @@ def check_extents(manifest: Manifest, extents: Sequence[int]) -> None:
 
 
 def check_checksums(manifest: Manifest, found: Mapping[str, str]) -> None:
-    """`found` is what this side computed from the bytes, by name."""
+    """`found` are the checksums that the engine computed, by name."""
     for tensor in manifest.tensors:
         if found.get(tensor.name) != tensor.checksum:
             raise WeightsError(
@@ -95,53 +95,53 @@ def check_checksums(manifest: Manifest, found: Mapping[str, str]) -> None:
             )
 
 
-def _check_target(manifest: Manifest, holding: EngineTensors) -> None:
-    if manifest.epoch != holding.epoch:
+def _check_target(manifest: Manifest, engine: EngineTensors) -> None:
+    if manifest.epoch != engine.epoch:
         raise WeightsError(
-            f"made for epoch {manifest.epoch}, this engine is {holding.epoch}: it has restarted; "
+            f"made for epoch {manifest.epoch}, this engine is {engine.epoch}: it has restarted; "
             f"ask it again and pack anew"
         )
-    if manifest.device not in (holding.device, "cpu"):
+    if manifest.device not in (engine.device, "cpu"):
         raise WeightsError(
-            f"the buffers are on GPU {manifest.device}, the engine on {holding.device}; send from "
+            f"the buffers are on GPU {manifest.device}, the engine on {engine.device}; send from "
             f"the same GPU, or through host memory"
         )
 
 
-def _check_names(manifest: Manifest, holding: EngineTensors) -> None:
-    if len(manifest.tensors) > len(holding.slots):
+def _check_names(manifest: Manifest, engine: EngineTensors) -> None:
+    if len(manifest.tensors) > len(engine.expected):
         raise WeightsError(
-            f"{len(manifest.tensors)} tensors, and the engine takes {len(holding.slots)}; "
+            f"{len(manifest.tensors)} tensors, and the engine takes {len(engine.expected)}; "
             f"send each once"
         )
     if not manifest.tensors:
         raise WeightsError("the manifest names no tensor; send one or more")
     seen: set[str] = set()
     for tensor in manifest.tensors:
-        _check_name(tensor.name, holding)
+        _check_name(tensor.name, engine)
         if tensor.name in seen:
             raise WeightsError(f"{quote(tensor.name)} is there twice; send each once")
         seen.add(tensor.name)
-    _check_complete(seen, holding)
+    _check_complete(seen, engine)
 
 
-def _check_name(name: str, holding: EngineTensors) -> None:
+def _check_name(name: str, engine: EngineTensors) -> None:
     if not _NAME.fullmatch(name) or ".." in name:
         raise WeightsError(
             f"{quote(name)} cannot name a tensor; use A-Z a-z 0-9 . _ : / @ + -, not starting "
             f"with . or / and without .."
         )
-    if name not in holding.slots:
+    if name not in engine.expected:
         raise WeightsError(
             f"the engine has nothing named {quote(name)}; GET /v1/weights/tensors lists its names"
         )
 
 
-def _check_complete(names: set[str], holding: EngineTensors) -> None:
-    """vLLM joins tensors of a checkpoint into one: a part of a layer alone would be noise."""
+def _check_complete(names: set[str], engine: EngineTensors) -> None:
+    """All of the model or none of it: vLLM fuses tensors, and half a layer would be noise."""
     if all(kind_of(name) != "model" for name in names):
         return
-    model = [name for name in holding.slots if kind_of(name) == "model"]
+    model = [name for name in engine.expected if kind_of(name) == "model"]
     missing = [name for name in model if name not in names]
     if 0 < len(missing) < len(model):
         raise WeightsError(
@@ -150,16 +150,16 @@ def _check_complete(names: set[str], holding: EngineTensors) -> None:
         )
 
 
-def _check_tensor(tensor: PlannedTensor, slot: ExpectedTensor) -> None:
-    if tensor.shape != slot.shape:
+def _check_tensor(tensor: PlannedTensor, expected: ExpectedTensor) -> None:
+    if tensor.shape != expected.shape:
         raise WeightsError(
             f"{quote(tensor.name)} has shape {list(tensor.shape)}, the engine's has "
-            f"{list(slot.shape)}"
+            f"{list(expected.shape)}"
         )
-    if tensor.dtype not in slot.dtypes:
+    if tensor.dtype not in expected.dtypes:
         raise WeightsError(
             f"{quote(tensor.name)} has dtype {tensor.dtype}, the engine takes "
-            f"{' or '.join(slot.dtypes)}; cast it"
+            f"{' or '.join(expected.dtypes)}; cast it"
         )
     nbytes = tensor_nbytes(tensor.shape, tensor.dtype)
     if tensor.nbytes != nbytes:
@@ -169,7 +169,7 @@ def _check_tensor(tensor: PlannedTensor, slot: ExpectedTensor) -> None:
 
 
 def tensor_nbytes(shape: Sequence[int], dtype: str) -> int:
-    """Bytes of a dense tensor; WeightsError where 64 bits do not hold them."""
+    """The size of a dense tensor; WeightsError if it exceeds 64 bits."""
     nbytes = ITEM_BYTES[dtype]
     for size in shape:
         nbytes *= size
@@ -178,7 +178,7 @@ def tensor_nbytes(shape: Sequence[int], dtype: str) -> int:
     return nbytes
 
 
-def _check_buffers(manifest: Manifest, holding: EngineTensors) -> None:
+def _check_buffers(manifest: Manifest, engine: EngineTensors) -> None:
     for index, nbytes in enumerate(manifest.buffers):
         if nbytes == 0 or nbytes % GRANULE_BYTES:
             raise WeightsError(
@@ -186,15 +186,15 @@ def _check_buffers(manifest: Manifest, holding: EngineTensors) -> None:
             )
     total = sum(manifest.buffers)
     needed = sum(round_up(max(each.nbytes, 1), GRANULE_BYTES) for each in manifest.tensors)
-    if total > needed and total > holding.max_nbytes:  # the first is known soon
+    if total > needed and total > engine.max_nbytes:  # cheap test first
         raise WeightsError(
             f"the buffers claim {total} bytes, and all that this engine can take fits in "
-            f"{holding.max_nbytes}"
+            f"{engine.max_nbytes}"
         )
 
 
 def _check_layout(manifest: Manifest) -> None:
-    """Each buffer is filled from its start, in the order of the manifest, without a gap."""
+    """Check that buffers are filled from the start, in the manifest's order, without gaps."""
     placed = [(tensor.buffer, tensor) for tensor in manifest.tensors]
     used = [index for index, _ in groupby(placed, key=lambda item: item[0])]
     if used != list(range(len(manifest.buffers))):
@@ -228,9 +228,9 @@ def _check_buffer_layout(index: int, nbytes: int, tensors: Sequence[PlannedTenso
         )
 
 
-def _max_nbytes(slot: ExpectedTensor) -> int:
-    widest = max(slot.dtypes, key=ITEM_BYTES.__getitem__)
-    return round_up(max(tensor_nbytes(slot.shape, widest), 1), GRANULE_BYTES)
+def _max_nbytes(expected: ExpectedTensor) -> int:
+    widest = max(expected.dtypes, key=ITEM_BYTES.__getitem__)
+    return round_up(max(tensor_nbytes(expected.shape, widest), 1), GRANULE_BYTES)
 
 
 def _placement(tensor: PlannedTensor) -> tuple[object, ...]:

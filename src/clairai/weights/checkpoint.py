@@ -1,4 +1,4 @@
-"""Takes a folder of safetensors; gives the name, type and shape of every tensor in it. No torch."""
+"""The tensors in a folder of safetensors files, from their headers alone. No torch."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _FILE_PATTERN: Final = "*.safetensors"
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """The weight files of a model's folder, in order."""
+    """List the weight files of a model's folder, in order."""
     found = sorted(folder.glob(_FILE_PATTERN)) if folder.is_dir() else []
     if not found:
         raise WeightsError(
@@ -27,7 +27,7 @@ def weight_files(folder: Path) -> list[Path]:
 
 
 def list_tensors(folder: Path) -> Iterator[tuple[str, str, tuple[int, ...]]]:
-    """(name, dtype, shape) of all of them; WeightsError for a file that is not safetensors."""
+    """Yield (name, dtype, shape) of every tensor; WeightsError for a broken file."""
     count = 0
     for file in weight_files(folder):
         for name, entry in _read_header(file).items():

@@ -1,10 +1,10 @@
-"""Takes bytes in host memory; gives their 64-bit checksum. sum_kernel.py has the same for a GPU.
+"""The 64-bit checksum of a tensor in host memory; checksum_kernel.py computes the same on a GPU.
 
-Each 8-byte word is mixed with its place by a function that loses nothing, and all are added up:
-one changed word always shows, and the sum can be taken in any order, as a GPU takes it. It finds
-damage; it does not keep out a forger, who by then would be a process of our own user.
+Each 8-byte word is mixed with its position by an invertible function, and the results are added:
+a single changed word always shows, and a GPU may add in any order. It detects damage; it does not
+stop a forger, who would already be a process of the same user.
 
-By sum.c where there is a compiler: several times as fast, and other threads run meanwhile.
+checksum.c does the work where there is a C compiler: several times as fast, without Python's lock.
 """
 
 from __future__ import annotations
@@ -23,41 +23,41 @@ PLACE: Final = 0x9E3779B97F4A7C15
 MIX: Final = 0xFF51AFD7ED558CCD
 SHIFTS: Final = (33, 29)
 MASK: Final = (1 << 64) - 1
-CHUNK_WORDS: Final = 1 << 15  # stays in the cache between the passes
+CHUNK_WORDS: Final = 1 << 15  # stays in the processor's cache between the passes
 _PLACES: Final = np.arange(CHUNK_WORDS, dtype=np.uint64) * np.uint64(PLACE)
 
 
 def checksum(raw: memoryview | bytes) -> str:
-    """16 hex digits; a tail shorter than a word counts as if zeros followed, and so its length."""
+    """16 hex digits. A last partial word is padded with zeros, and the length is mixed in."""
     module = load_native()
-    return finish_checksum(_sum_bytes(raw) if module is None else module.summed(raw), len(raw))
+    return finish_checksum(_sum_bytes(raw) if module is None else module.checksum(raw), len(raw))
 
 
 def copy_and_checksum(target: memoryview, source: memoryview | bytes) -> str:
-    """Copy all of it, as many bytes; the checksum of the copy, whoever writes to the source."""
+    """Copy all bytes; return the checksum of the copy, whoever writes to the source meanwhile."""
     module = load_native()
     if module is not None:
-        return finish_checksum(module.copied(target, source), len(target))
+        return finish_checksum(module.copy_and_checksum(target, source), len(target))
     target[:] = source
     return checksum(target)
 
 
 @cache
 def load_native() -> Any:
-    """The module that sum.c is, made once; None where there is no compiler."""
-    source = Path(__file__).with_name("sum.c")
+    """The module of checksum.c, compiled once; None without a compiler."""
+    source = Path(__file__).with_name("checksum.c")
     return c_extension.load_or_warn(source, "checksums of weights take longer without it")
 
 
 def _sum_bytes(raw: memoryview | bytes) -> int:
-    """The twin of summed() in sum.c."""
+    """The same as `checksum` in checksum.c."""
     whole = len(raw) // WORD_BYTES * WORD_BYTES
     words = np.frombuffer(raw, np.uint8, count=whole).view("<u8")
     return (_sum_words(words, 0) + tail_sum(bytes(raw[whole:]), len(words))) & MASK
 
 
 def tail_sum(rest: bytes, first: int) -> int:
-    """What less than a word adds that stands at place `first`; nothing adds nothing."""
+    """What a partial word at position `first` adds; 0 for no bytes."""
     if not rest:
         return 0
     return _sum_words(np.frombuffer(rest.ljust(WORD_BYTES, b"\0"), "<u8"), first)

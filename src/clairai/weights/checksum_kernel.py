@@ -1,13 +1,12 @@
-"""Takes spans of bytes on a GPU; gives their checksums, and a copy of them in the same pass.
+"""The kernel that sums, or copies and sums, spans of bytes on a GPU.
 
-The sum is the one of checksum.py: words are mixed with their place and added up, in any order. A
-span is a row of a table in the GPU's memory: where it lies, how many words it has, how many parts
-come before it, and where its copy goes. One launch does all spans, each number read from memory
-once: a program finds the span of its part by halves, so that the table is as short as the list of
-tensors. The last bytes of a tensor, less than a word, are torch's.
+The sum is that of checksum.py. A span is a row of a table in GPU memory: its address, its number of
+words, the number of parts before it, and the address of its copy. One launch handles all spans and
+reads each number once: a program finds the span of its part by bisection, so that the table is as
+short as the list of tensors. torch handles a last partial word.
 
-A tile is rows of words; a thread has the same words of every row. So it adds them up alone, and all
-rows of a tile are on their way from memory at once, 16 bytes a load.
+A tile is rows of words, and a thread has the same words of every row: it adds them up alone, and
+all rows of a tile are loaded at once, 16 bytes a load.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from clairai.weights import checksum as words
 
 TILE_R: Final = 8
 TILE_C: Final = 512
-TILES: Final = 32  # a MiB: much to read for each search of the table
+TILES: Final = 32  # a MiB, so that searching the table costs little
 TILE_W: Final = TILE_R * TILE_C
 PART_WORDS: Final = TILE_W * TILES
 FIELDS: Final = 4
@@ -40,14 +39,14 @@ NUM_WARPS: Final = 8
 
 @triton.jit
 def _mix(x_RC, MIX: tl.constexpr):
-    """Unsigned throughout: products wrap, and a shift brings zeros."""
+    """Unsigned throughout: products wrap, and shifts bring in zeros."""
     x_RC = (x_RC ^ (x_RC >> 33)) * MIX
     return x_RC ^ (x_RC >> 29)
 
 
 @triton.jit
 def _find_span(part, table_ptr, num_spans, num_halvings):
-    """The last span that begins with this part or before; one without parts begins no part."""
+    """The last span whose first part is this one or earlier; empty spans have no part."""
     low = 0
     high = num_spans - 1
     for _ in range(num_halvings):
@@ -63,7 +62,7 @@ def sum_parts(table_ptr, sums_ptr, num_spans, num_halvings, TILE_R: tl.constexpr
               TILE_C: tl.constexpr, TILES: tl.constexpr, PLACE: tl.constexpr,
               ROW_STEP: tl.constexpr, TILE_STEP: tl.constexpr, MIX: tl.constexpr,
               IS_COPIED: tl.constexpr):  # fmt: skip
-    """Each part's sum is added to its tensor's; what is copied is what is summed, as it is read."""
+    """Add each part's sum to its tensor's. A word is read once, so the copy is what is summed."""
     part = tl.program_id(0).to(tl.int64)
     span = _find_span(part, table_ptr, num_spans, num_halvings)
     row_ptr = table_ptr + span * 4
@@ -99,12 +98,12 @@ def sum_parts(table_ptr, sums_ptr, num_spans, num_halvings, TILE_R: tl.constexpr
 
 
 def launch_sum(table_NF: torch.Tensor, sums_N: torch.Tensor, num_parts: int) -> None:
-    """One launch on the current stream."""
+    """Launch once, on the current stream."""
     _launch(table_NF, sums_N, num_parts, is_copied=False)
 
 
 def launch_copy_and_sum(table_NF: torch.Tensor, sums_N: torch.Tensor, num_parts: int) -> None:
-    """One launch on the current stream."""
+    """Launch once, on the current stream."""
     _launch(table_NF, sums_N, num_parts, is_copied=True)
 
 

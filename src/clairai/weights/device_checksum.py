@@ -1,6 +1,6 @@
-"""Takes tensors on a GPU; gives their checksums, and packed copies of them, in one pass each.
+"""Checksums of tensors on a GPU, and packed copies of them, in one pass each.
 
-N = tensors, F = fields of a row of the table. Kernel and table are in sum_kernel.py.
+N = tensors, F = fields of a row of the table in checksum_kernel.py.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ SOURCE_ALIGNMENT: Final = 16  # of what the kernel reads; torch's own allocation
 
 
 def checksums(spans: Sequence[torch.Tensor]) -> list[str]:
-    """Of bytes on one GPU, each begins at a multiple of 16; waits for the GPU once."""
+    """Sum spans of bytes that begin at multiples of 16; waits for the GPU once."""
     from clairai.weights.checksum_kernel import launch_sum
 
     sums_N = _zero_sums(spans)
@@ -29,14 +29,14 @@ def checksums(spans: Sequence[torch.Tensor]) -> list[str]:
 
 
 def copy_and_checksum(spans: Sequence[torch.Tensor], targets: Sequence[torch.Tensor]) -> list[str]:
-    """Copy each span's bytes to its target, as long; the checksums. On return it is done."""
+    """Copy each span to its target of the same size, and wait; return the checksums."""
     return begin_copy_and_checksum(spans, targets)()
 
 
 def begin_copy_and_checksum(
     spans: Sequence[torch.Tensor], targets: Sequence[torch.Tensor]
 ) -> Callable[[], list[str]]:
-    """As copy, under way: call what this gives to wait for it. `spans` must stay until then."""
+    """Start to copy; call the result to wait. `spans` must not change until then."""
     from clairai.weights.checksum_kernel import launch_copy_and_sum
 
     spans = [_aligned(span) for span in spans]
@@ -51,7 +51,7 @@ def begin_copy_and_checksum(
 
 
 def _aligned(span: torch.Tensor) -> torch.Tensor:
-    """A piece of another tensor may begin anywhere."""
+    """A view of another tensor may begin anywhere."""
     return span.clone() if span.data_ptr() % SOURCE_ALIGNMENT else span
 
 
@@ -79,7 +79,7 @@ def _span_table(spans: Sequence[torch.Tensor], targets: Sequence[torch.Tensor]) 
 
 
 def _finish_all(spans: Sequence[torch.Tensor], sums_N: torch.Tensor) -> list[str]:
-    """Waits for the device, once for all of them, and again for each odd end."""
+    """Wait for the GPU, once for all spans, and again for each partial word."""
     totals: list[int] = sums_N.tolist()
     return [
         words.finish_checksum(total + _tail_of(span), span.nbytes)
@@ -90,7 +90,7 @@ def _finish_all(spans: Sequence[torch.Tensor], sums_N: torch.Tensor) -> list[str
 def _tail_of(span: torch.Tensor) -> int:
     """What the bytes after the last whole word add."""
     if span.nbytes % words.WORD_BYTES == 0:
-        return 0  # as nearly always; asking the GPU for no bytes takes time too
+        return 0  # nearly always; fetching no bytes from the GPU takes time too
     whole = len(span) // words.WORD_BYTES
     rest = bytes(span[whole * words.WORD_BYTES :].tolist())
     return words.tail_sum(rest, whole)

@@ -1,6 +1,7 @@
-"""Takes the JSON of a hand-over; gives a typed Manifest: what lies where in which buffer.
+"""The manifest of a transfer: which tensor is where in which buffer, as JSON.
 
-Nothing in it is believed: every number has a bound here, and check.py holds it against the engine.
+Nothing in it is trusted: every number is bounded here, and check_manifest.py compares it with the
+engine.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import msgspec
 from clairai.errors import WeightsError
 
 VERSION: Final = 1
-# Smaller allocations of a GPU share a block, and a handle opens the whole block.
+# Smaller GPU allocations share a block, and a handle opens the whole block.
 GRANULE_BYTES: Final = 2 << 20
 ALIGNMENT: Final = 256
 MAX_MANIFEST_BYTES: Final = 32 << 20
@@ -49,12 +50,12 @@ class PlannedTensor(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """One hand-over: all of it takes effect at once, or none."""
+    """One transfer, which takes effect as a whole or not at all."""
 
     version: Literal[1]
     transfer: Hex32
-    epoch: Hex16  # of the engine it is meant for
-    device: Annotated[str, msgspec.Meta(pattern=r"^(cpu|[0-9a-f]{32})\Z")]  # where the buffers lie
+    epoch: Hex16  # of the target engine
+    device: Annotated[str, msgspec.Meta(pattern=r"^(cpu|[0-9a-f]{32})\Z")]  # of the buffers
     buffers: Annotated[tuple[Size, ...], msgspec.Meta(max_length=MAX_BUFFERS)]  # bytes of each
     tensors: Annotated[tuple[PlannedTensor, ...], msgspec.Meta(max_length=MAX_TENSORS)]
     label: Annotated[str, msgspec.Meta(pattern=r"^[A-Za-z0-9._:/@+-]{0,128}\Z")] = ""
@@ -64,7 +65,7 @@ _DECODER: Final = msgspec.json.Decoder(Manifest)
 
 
 def parse_manifest(raw: bytes) -> Manifest:
-    """The manifest in these bytes; WeightsError if they are not one, or too many."""
+    """Decode a manifest; WeightsError if it is malformed or too long."""
     if len(raw) > MAX_MANIFEST_BYTES:
         raise WeightsError(
             f"the manifest has {len(raw)} bytes, may have {MAX_MANIFEST_BYTES}; send less at once"
@@ -91,12 +92,12 @@ def kind_of(name: str) -> str:
 
 
 def changes_model(manifest: Manifest) -> bool:
-    """Whether requests would be answered otherwise: probes only look on, vectors are named."""
+    """True if answers change: probes only watch, and vectors act only where they are named."""
     return any(kind_of(tensor.name) == "model" for tensor in manifest.tensors)
 
 
 def content_digest(tensors: Iterable[PlannedTensor]) -> str:
-    """What the tensors hold, however they were packed: equal content gives equal text."""
+    """A digest of the tensors' content, independent of how they were packed."""
     parts = sorted((t.name, t.dtype, t.shape, t.checksum) for t in tensors)
     return hashlib.blake2b(msgspec.msgpack.encode(parts), digest_size=16).hexdigest()
 
@@ -106,24 +107,20 @@ def round_up(offset: int, step: int) -> int:
     return -(-offset // step) * step
 
 
-# MERGED
-# Takes the names of all probes of a bank and a row for each; gives the one tensor they travel as.
-#
-# Its name is made of theirs, in order: a bank whose probes are others, or in another order, has
-# no
-# tensor of that name, and so no row can come to another probe than it was meant for.
-
-
 def bank_name(names: Sequence[str]) -> str:
-    """No probe's own name begins with a slash."""
+    """The name of the tensor that holds all directions of a bank, made of the probes in order.
+
+    A bank with other probes, or in another order, expects no such tensor, so that no row can reach
+    the wrong probe. No probe's own name begins with a slash.
+    """
     content = hashlib.blake2b(msgspec.msgpack.encode(tuple(names)), digest_size=8)
     return f"{PROBE_PREFIX}/{content.hexdigest()}"
 
 
 def bank(names: Sequence[str], rows_PD: Any) -> dict[str, Any]:
-    """For Sender.send: new directions of a whole bank, float32; `names` as GET /v1/probes has them.
+    """New directions of a whole bank for Sender.send; `names` in the order of GET /v1/probes.
 
-    Hundreds of probes go as fast as one.
+    `rows_PD` is float32, a row for each name. Hundreds of probes take as long as one.
     """
     if len(set(names)) != len(names) or tuple(rows_PD.shape[:1]) != (len(names),):
         raise WeightsError(

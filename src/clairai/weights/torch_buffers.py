@@ -1,4 +1,4 @@
-"""Takes buffers and manifests; gives torch tensors in them."""
+"""Torch views of the tensors in received buffers."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ DTYPE_NAMES: Final = {dtype: name for name, dtype in DTYPES.items()}
 
 
 class ReceivedDeviceBuffer:
-    """A buffer of another process on this GPU, read on a stream that waits for no forward."""
+    """Another process's buffer on this GPU, read on a stream that waits for no forward pass."""
 
     def __init__(self, block: DeviceBlock, stream: torch.cuda.Stream) -> None:
         self._block, self._stream = block, stream
@@ -43,16 +43,16 @@ class ReceivedDeviceBuffer:
             return device_checksum.checksums([tensor_bytes(self.bytes_N, each) for each in tensors])
 
     def close(self) -> None:
-        torch.cuda.synchronize(self._stream.device)  # a load that failed may still be reading
-        self.bytes_N = self.bytes_N[:0].clone()  # ours: nothing points at the mapping any more
+        torch.cuda.synchronize(self._stream.device)  # a failed load may still be reading
+        self.bytes_N = self.bytes_N[:0].clone()  # our own memory: nothing points at the mapping now
         self._block.close()
 
 
 class _CudaArray:
-    """Memory of the driver's, in the form that torch reads without a copy."""
+    """Driver memory in the form that torch wraps without a copy."""
 
     def __init__(self, block: DeviceBlock) -> None:
-        self._block = block  # lives as long as a tensor does
+        self._block = block  # kept alive by every tensor of it
         self.__cuda_array_interface__ = {
             "shape": (block.nbytes,),
             "typestr": "|u1",
@@ -62,12 +62,12 @@ class _CudaArray:
 
 
 def device_bytes(block: DeviceBlock, device: torch.device) -> torch.Tensor:
-    """All of it as bytes, in place."""
+    """The whole block as bytes, without a copy."""
     return torch.as_tensor(_CudaArray(block), device=device)
 
 
 def pinned_bytes(nbytes: int) -> NDArray[np.uint8]:
-    """Host memory that a GPU fetches from by itself."""
+    """Allocate pinned host memory."""
     pages_N: NDArray[np.uint8] = torch.empty(nbytes, dtype=torch.uint8, pin_memory=True).numpy()
     return pages_N
 
@@ -75,7 +75,7 @@ def pinned_bytes(nbytes: int) -> NDArray[np.uint8]:
 def tensor_views(
     tensors: Sequence[PlannedTensor], buffers: Sequence[ReceivedBuffer]
 ) -> Iterator[tuple[str, Any]]:
-    """Each tensor in its buffer, by name; nothing is copied."""
+    """Yield each tensor by name, as a view of its buffer."""
     whole = [_buffer_bytes(buffer) for buffer in buffers]
     for tensor in tensors:
         bytes_N = tensor_bytes(whole[tensor.buffer], tensor)
@@ -83,7 +83,7 @@ def tensor_views(
 
 
 def tensor_bytes(bytes_N: torch.Tensor, tensor: PlannedTensor) -> torch.Tensor:
-    """The bytes of one tensor in its buffer's."""
+    """The bytes of one tensor in its buffer."""
     return bytes_N[tensor.offset : tensor.offset + tensor.nbytes]
 
 

@@ -44,7 +44,7 @@ class Served(ToyServer):
         if method == "clairai_control":
             self.asked.append(msgspec.msgpack.decode(args[0], type=ring_messages.Control))
             return self.llm.collective_rpc(method, args)
-        self.llm.intake.served = Weights(self.llm.intake.served.version + 1)
+        self.llm.updater.served = Weights(self.llm.updater.served.version + 1)
         return []
 
     def send(self, label: str = "") -> dict[str, Any]:

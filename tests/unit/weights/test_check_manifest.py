@@ -32,7 +32,7 @@ from clairai.weights.manifest import (
     parse_manifest,
 )
 from clairai.weights.pack import TensorSpec
-from tests.support.weights import SHAPES, altered, holding, plan
+from tests.support.weights import SHAPES, altered, engine_tensors, plan
 
 SUM = "0123456789abcdef"
 STEADY = settings(
@@ -50,7 +50,7 @@ def summed(manifest: Manifest) -> Manifest:
 
 def test_a_good_plan_passes_and_survives_its_own_json() -> None:
     manifest = plan()
-    check_plan(manifest, holding())
+    check_plan(manifest, engine_tensors())
     assert parse_manifest(encode_manifest(manifest)) == manifest
 
 
@@ -103,7 +103,7 @@ REFUSED: dict[str, tuple[Manifest, str]] = {
 def test_a_plan_is_refused_with_the_reason(what: str) -> None:
     manifest, reason = REFUSED[what]
     with pytest.raises(WeightsError, match=reason):
-        check_plan(manifest, holding())
+        check_plan(manifest, engine_tensors())
 
 
 def test_the_product_of_a_shape_may_not_leave_64_bits() -> None:
@@ -217,7 +217,7 @@ def test_no_bytes_crash_the_parser(raw: bytes) -> None:
 
 def reason_of(raw: bytes) -> str:
     try:
-        check_plan(parse_manifest(raw), holding())
+        check_plan(parse_manifest(raw), engine_tensors())
     except WeightsError as error:
         return error.reason
     return ""
@@ -252,7 +252,7 @@ def test_no_number_slips_through(index: int, field: str, number: int) -> None:
     good["tensors"][index][field] = [number] if field == "shape" else number
     try:
         manifest = parse_manifest(msgspec.json.encode(good))
-        check_plan(manifest, holding())
+        check_plan(manifest, engine_tensors())
     except WeightsError:
         return
     assert manifest.tensors == plan().tensors
@@ -273,8 +273,8 @@ def test_whatever_is_laid_out_is_taken(
     shapes: list[tuple[str, tuple[int, ...]]], buffer_bytes: int
 ) -> None:
     described = [TensorSpec(f"w{index}", *each) for index, each in enumerate(shapes)]
-    slots = {name: ExpectedTensor((dtype,), shape) for name, dtype, shape in described}
+    expected = {name: ExpectedTensor((dtype,), shape) for name, dtype, shape in described}
     manifest = plan(described, buffer_bytes=buffer_bytes)
     largest = sum(tensor_nbytes(shape, dtype) for _, dtype, shape in described)
-    check_plan(manifest, EngineTensors(manifest.epoch, "cpu", slots))
+    check_plan(manifest, EngineTensors(manifest.epoch, "cpu", expected))
     assert sum(tensor.nbytes for tensor in manifest.tensors) == largest

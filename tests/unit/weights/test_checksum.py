@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from clairai.local import c_extension
 from clairai.weights import checksum as host
 
-SOURCE = Path(host.__file__).with_name("sum.c")
+SOURCE = Path(host.__file__).with_name("checksum.c")
 Sum = Callable[[bytes | memoryview], str]
 Copy = Callable[[memoryview, bytes | memoryview], str]
 
@@ -38,9 +38,9 @@ def by_numpy(raw: bytes | memoryview) -> str:
 
 @pytest.fixture(scope="module")
 def narrow(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """sum.c as a processor runs it that cannot multiply eight words at once."""
+    """checksum.c as a processor runs it that cannot multiply eight words at once."""
     folder = tmp_path_factory.mktemp("plain")
-    source = folder / "sum.c"
+    source = folder / "checksum.c"
     text = SOURCE.read_text()
     assert text.count("is_wide() ?") == 2
     source.write_text(text.replace("is_wide() ?", "0 ?"))
@@ -52,7 +52,7 @@ def narrow(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 @pytest.fixture(scope="module")
 def one_by_one(narrow: Any) -> Sum:
-    return lambda raw: host.finish_checksum(narrow.summed(raw), len(raw))
+    return lambda raw: host.finish_checksum(narrow.checksum(raw), len(raw))
 
 
 @pytest.fixture(scope="module")
@@ -60,7 +60,7 @@ def copies(narrow: Any) -> dict[str, Copy]:
     """Every way to copy and sum at once."""
 
     def by_blocks(target: memoryview, source: bytes | memoryview) -> str:
-        return host.finish_checksum(narrow.copied(target, source), len(target))
+        return host.finish_checksum(narrow.copy_and_checksum(target, source), len(target))
 
     def by_slices(target: memoryview, source: bytes | memoryview) -> str:
         with pytest.MonkeyPatch.context() as patched:

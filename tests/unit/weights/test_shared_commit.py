@@ -78,7 +78,7 @@ def test_a_bank_goes_in_one_question_and_by_no_socket(
         assert (sent.num_tensors, sent.nbytes) == (1, rows().nbytes)
         assert 0 < sent.packed_s < sent.seconds
     assert told == [(2 << 20, 2 << 20)] * 3
-    assert llm.intake.banks.shared is None, "who comes by vLLM's own routes has lent nothing"
+    assert llm.updater.banks.shared is None, "who comes by vLLM's own routes has lent nothing"
 
 
 def _forbidden(*_: object) -> None:
@@ -167,7 +167,7 @@ def test_a_hand_over_that_is_under_way_stays(
     packed = HostPacker(open_sources(weights(1), ExitStack()), manifest).pack(0)
     llm.planned(manifest)
     offer = weights_messages.BufferOffer(manifest.transfer, 0, manifest.buffers[0], packed.home)
-    llm.intake.receiver._tracker.accept_offer(offer, (os.dup(packed.fds[0]),))
+    llm.updater.receiver._tracker.accept_offer(offer, (os.dup(packed.fds[0]),))
     sender.send(bank(step_publisher.columns.names, rows()))
     assert held(step_publisher) == rows().tolist()
     committed = llm.committed(msgspec.structs.replace(manifest, tensors=packed.tensors))
@@ -215,7 +215,7 @@ def test_an_engine_that_was_started_anew_is_found(
     step_publisher: StepPublisher, llm: ToyLlm, sender: Sender, tmp_path: Path
 ) -> None:
     sender.send(bank(step_publisher.columns.names, rows()))
-    llm.intake.close()
+    llm.updater.close()
     with engine(tmp_path, step_publisher) as second:
         sender._engine = LlmEngine(second)
         sender.send(bank(step_publisher.columns.names, 2 * rows()))

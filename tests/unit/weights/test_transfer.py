@@ -69,7 +69,7 @@ def test_weights_come_from_whatever_holds_them(llm: ToyLlm, tmp_path: Path, kind
     assert is_serving(llm, new)
     assert sent == Sent(
         version=1,
-        digest=llm.intake.served.digest,
+        digest=llm.updater.served.digest,
         bank_version=None,
         vectors_version=None,
         num_tensors=len(SHAPES),
@@ -160,7 +160,7 @@ def test_a_load_that_breaks_half_way_is_said_and_repaired_by_the_next(
     assert llm.ask(DescribeWeights()).is_torn
     with pytest.raises(WeightsTornError, match="has shape"):
         # Planned and refused at the commit, as an engine that restarted would.
-        llm.intake.receive(_wrong_manifest(llm))
+        llm.updater.receive(_wrong_manifest(llm))
     llm.fail_after = None
     assert sender(llm, tmp_path).send(weights(2)).version == 1
     assert is_serving(llm, weights(2))
@@ -186,14 +186,14 @@ def test_a_hundred_hand_overs_leave_nothing_behind(llm: ToyLlm, tmp_path: Path) 
     gc.collect()
     assert "memfd:clairai-weights" not in Path("/proc/self/maps").read_text()
     assert len(digests) == 1
-    assert llm.intake.served.version == 101
+    assert llm.updater.served.version == 101
 
 
 def test_an_engine_that_has_gone_is_said(llm: ToyLlm, tmp_path: Path) -> None:
     with pytest.raises(EngineGoneError, match="own machine"):
         BufferClient(tmp_path, "00000000000000ff")
-    llm.intake.close()
-    assert not llm.intake.receiver.path.exists()
+    llm.updater.close()
+    assert not llm.updater.receiver.path.exists()
 
 
 def test_an_engine_without_taps_is_said(tmp_path: Path) -> None:
@@ -223,7 +223,7 @@ def test_a_sender_that_is_killed_leaves_the_old_weights_and_the_next_one_succeed
     child.kill()
     child.join()
     child.close()
-    until(lambda: llm.intake.receiver._tracker._expected is None, 10.0)
+    until(lambda: llm.updater.receiver._tracker._expected is None, 10.0)
     assert is_serving(llm, weights(0))
     assert sender(llm, tmp_path).send(weights(6)).version == 1
     ours.close()
@@ -259,7 +259,7 @@ def test_a_sender_frees_its_buffers_when_the_engine_has_let_go_of_them(
 
     made = plan(epoch=llm.epoch)
     llm.planned(made)
-    tracker = llm.intake.receiver._tracker
+    tracker = llm.updater.receiver._tracker
     taken = tracker.take(made.transfer)  # as a commit does, for as long as it loads
     caplog.set_level("DEBUG", "clairai.weights.socket_client")
     monkeypatch.setattr(ports, "LOAD_TIMEOUT_S", 0.05)

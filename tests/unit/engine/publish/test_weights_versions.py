@@ -32,7 +32,7 @@ def step_publisher(runtime: Path) -> Iterator[StepPublisher]:
 def llm(step_publisher: StepPublisher, tmp_path: Path) -> Iterator[ToyLlm]:
     """vLLM's worker, as far as its weights go: every way they change is watched."""
     with engine(tmp_path, step_publisher) as running:
-        running.weight_transfer_engine = SimpleNamespace(updater=running.intake)  # type: ignore[attr-defined]
+        running.weight_transfer_engine = SimpleNamespace(updater=running.updater)  # type: ignore[attr-defined]
         running.reload_weights = lambda: None  # type: ignore[attr-defined]
         running.reload_weights.__name__ = "reload_weights"  # type: ignore[attr-defined]
         changes.watch_weights(running, step_publisher)
@@ -110,7 +110,7 @@ def test_weights_in_pieces_are_a_version_of_their_own(
     llm.fail_after = 2
     with pytest.raises(Exception, match="half-way"):
         sender(tmp_path, llm).send(weights(1))
-    assert (llm.intake.served.version, step_publisher.weights, llm.intake.is_torn) == (1, 1, True)
+    assert (llm.updater.served.version, step_publisher.weights, llm.updater.is_torn) == (1, 1, True)
     with pytest.raises(Exception, match="in pieces"):
         sender(tmp_path, llm).send({"probe::p": torch.ones(WIDTH)})
     assert step_publisher.weights == 1, "what was refused has changed nothing"

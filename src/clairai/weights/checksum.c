@@ -1,26 +1,25 @@
-/* Takes bytes; gives the sum that checksum.py defines, at the speed of the memory they lie in; or a
- * copy of them and the sum of that copy, in no more time than the copy.
+/* The checksum of checksum.py at the speed of memory: of bytes, or of a copy made in the same pass.
  *
- * Compiled by whatever C compiler there is (local/c_extension.py); the twin is `_sum` of checksum.py. Python's
- * lock is let go meanwhile: steps of the engine go on while a buffer is read.
+ * Compiled by the machine's own C compiler (local/c_extension.py); `_sum_words` of checksum.py is the
+ * reference. Python's lock is released meanwhile, so that engine steps go on.
  */
-#pragma GCC optimize("O3") /* loops as wide as the processor's registers */
+#pragma GCC optimize("O3") /* vectorize the loops */
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
 #include <stdint.h>
 #include <string.h>
 
 static const uint64_t PLACE = 0x9E3779B97F4A7C15u, MIX = 0xFF51AFD7ED558CCDu;
-enum { WORD_BYTES = 8, BLOCK_BYTES = 1 << 12 }; /* a block stays in the nearest cache */
+enum { WORD_BYTES = 8, BLOCK_BYTES = 1 << 12 }; /* a block stays in the L1 cache */
 
 static uint64_t word_at(const unsigned char *bytes)
 {
-    uint64_t word = 0; /* as it lies in memory: on all machines that vLLM serves on, little-endian */
+    uint64_t word = 0; /* in memory order: little-endian on every machine that vLLM serves on */
     memcpy(&word, bytes, WORD_BYTES);
     return word;
 }
 
-static uint64_t mixed(uint64_t word, uint64_t place)
+static uint64_t mix(uint64_t word, uint64_t place)
 {
     uint64_t x = word + place;
     x ^= x >> 33;
@@ -28,13 +27,13 @@ static uint64_t mixed(uint64_t word, uint64_t place)
     return x ^ x >> 29;
 }
 
-/* Of the words from number `first` on. */
+/* Sum whole words; `first` is the position of the first one. */
 static inline __attribute__((always_inline)) uint64_t sum_words(const unsigned char *bytes,
                                                                size_t words, uint64_t first)
 {
     uint64_t total = 0;
     for (size_t at = 0; at < words; at++)
-        total += mixed(word_at(bytes + at * WORD_BYTES), (first + at) * PLACE);
+        total += mix(word_at(bytes + at * WORD_BYTES), (first + at) * PLACE);
     return total;
 }
 
@@ -43,7 +42,7 @@ static uint64_t sum_plain(const unsigned char *bytes, size_t words, uint64_t fir
     return sum_words(bytes, words, first);
 }
 
-#ifdef __x86_64__ /* eight words at once, where the processor can multiply so many */
+#ifdef __x86_64__ /* eight words at once, where the processor can multiply them */
 __attribute__((target("avx512f,avx512dq,avx512vl"))) static uint64_t
 sum_wide(const unsigned char *bytes, size_t words, uint64_t first)
 {
@@ -52,7 +51,7 @@ sum_wide(const unsigned char *bytes, size_t words, uint64_t first)
 
 typedef uint64_t eight __attribute__((vector_size(8 * WORD_BYTES)));
 
-/* Of the words of whole eights, from number `first` on, copied on the way. */
+/* Copy and sum words in groups of eight; `first` is the position of the first one. */
 __attribute__((target("avx512f,avx512dq,avx512vl"))) static uint64_t
 copy_wide(unsigned char *target, const unsigned char *source, size_t eights, uint64_t first)
 {
@@ -82,7 +81,7 @@ static int is_wide(void)
 #define is_wide() 0
 #endif
 
-/* As `sum_words`; less than a word at the end counts as if zeros followed. */
+/* Sum bytes; a last partial word is padded with zeros. */
 static uint64_t sum(const unsigned char *bytes, size_t nbytes, uint64_t first)
 {
     size_t words = nbytes / WORD_BYTES, left = nbytes % WORD_BYTES;
@@ -90,13 +89,13 @@ static uint64_t sum(const unsigned char *bytes, size_t nbytes, uint64_t first)
     if (left) {
         unsigned char rest[WORD_BYTES] = {0};
         memcpy(rest, bytes + words * WORD_BYTES, left);
-        total += mixed(word_at(rest), (first + words) * PLACE);
+        total += mix(word_at(rest), (first + words) * PLACE);
     }
     return total;
 }
 
-/* summed(source): the sum of all its words. */
-static PyObject *summed(PyObject *module, PyObject *given)
+/* checksum(source): the sum of all its words. */
+static PyObject *checksum(PyObject *module, PyObject *given)
 {
     Py_buffer source;
     uint64_t total;
@@ -109,7 +108,7 @@ static PyObject *summed(PyObject *module, PyObject *given)
     return PyLong_FromUnsignedLongLong(total);
 }
 
-/* What is summed is the copy: whoever writes to the source meanwhile cannot part the two. */
+/* The sum is that of the copy, even if somebody writes to the source meanwhile. */
 static uint64_t copy_and_sum(unsigned char *target, const unsigned char *source, size_t nbytes)
 {
     size_t eights = is_wide() ? nbytes / (8 * WORD_BYTES) : 0;
@@ -122,8 +121,8 @@ static uint64_t copy_and_sum(unsigned char *target, const unsigned char *source,
     return total;
 }
 
-/* copied(target, source): all of it, into as many bytes; the sum of the copy. */
-static PyObject *copied(PyObject *module, PyObject *given)
+/* copy_and_checksum(target, source): copy all bytes; the sum of the copy. */
+static PyObject *copy_and_checksum(PyObject *module, PyObject *given)
 {
     Py_buffer target, source;
     uint64_t total = 0;
@@ -143,10 +142,12 @@ static PyObject *copied(PyObject *module, PyObject *given)
 }
 
 static PyMethodDef functions[] = {
-    {"summed", summed, METH_O, NULL}, {"copied", copied, METH_VARARGS, NULL}, {0}};
-static struct PyModuleDef definition = {PyModuleDef_HEAD_INIT, "sum", NULL, -1, functions};
+    {"checksum", checksum, METH_O, NULL},
+    {"copy_and_checksum", copy_and_checksum, METH_VARARGS, NULL},
+    {0}};
+static struct PyModuleDef definition = {PyModuleDef_HEAD_INIT, "checksum", NULL, -1, functions};
 
-PyMODINIT_FUNC PyInit_sum(void)
+PyMODINIT_FUNC PyInit_checksum(void)
 {
     return PyModule_Create(&definition);
 }
