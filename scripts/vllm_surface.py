@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Final, Literal
 
 ROOT: Final = Path(__file__).resolve().parent.parent
-STORE: Final = ROOT / "tests" / "unit" / "vllm_surface.json"
+STORE: Final = ROOT / "tests" / "unit" / "compat" / "vllm_surface.json"
 
 Surface = dict[str, str]  # "file: name" to its parameters, or to "attribute"
 
@@ -115,7 +115,7 @@ NEEDS: Final[tuple[Need, ...]] = (
     *(_calls(runner, f"{_RUNNER}.get_model", "self") for runner in (_V1, _V2)),
     *_reads(_SCHEDULED, "SchedulerOutput", "scheduled_new_reqs", "finished_req_ids"),
     *_reads(_SCHEDULED, "NewRequestData", "req_id", "prompt_token_ids", "sampling_params"),
-    # compat/model_ops.py, compat/model_ops.py
+    # compat/model_ops.py
     _calls(
         *(_TORCH, "direct_register_custom_op", "op_name", "op_func"),
         named=("mutates_args", "fake_impl", "target_lib", "dispatch_key"),
@@ -149,7 +149,7 @@ NEEDS: Final[tuple[Need, ...]] = (
     ),
     _calls(_GROUPS, "destroy_model_parallel"),
     _calls(_GROUPS, "destroy_distributed_environment"),
-    # compat/weight_transfer.py, compat/weight_transfer.py, server/engine_rpc.py
+    # compat/weight_transfer.py, server/engine_rpc.py
     _calls(_FACTORY, "WeightTransferEngineFactory.register_engine", *_REGISTERED),
     *_reads(_FACTORY, "WeightTransferEngineFactory", "_registry"),
     _calls(_TRANSFER, f"{_ENGINE}.__init__", *_BUILT),

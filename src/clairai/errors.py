@@ -1,33 +1,33 @@
-"""Every error clairai raises: one class for each thing a caller can do about it.
+"""Every error that clairai raises: one class for each thing that a caller can do about it.
 
 ClairaiError
-├── ConfigError          a setting is wrong: the text names it, its bound and the way out
+├── ConfigError          a setting is wrong; the message names it, its bound and the way out
 │   ├── PointError       a tap point that does not exist, or is not tapped in this engine
 │   ├── SteeringOffError this engine was not started to steer
 │   ├── CaptureOffError  this engine was not started to capture
 │   └── WeightsOffError  this engine was not started to take new weights
 ├── ProbeError           a probe or a probe file is wrong; the running bank is untouched
 │   └── CapacityError    the bank is full
-├── VectorError          a steering vector or its file is wrong; the registered ones are untouched
-│   └── VectorCapacityError  what steers unfinished requests fills the engine's tables
-├── WeightsError         new weights are not what the engine takes; the old ones serve on, whole
-│   ├── WeightsBusyError requests have begun with the weights that serve, and have not ended
-│   └── WeightsTornError loading stopped half-way; the engine serves nobody until it is repaired
+├── VectorError          a steering vector or its file is wrong; the bank is untouched
+│   └── VectorCapacityError  the steering of unfinished requests fills the engine's tables
+├── WeightsError         new weights do not fit the engine; it keeps serving the old ones
+│   ├── WeightsBusyError unfinished requests still use the present weights
+│   └── WeightsTornError loading stopped half-way; the engine is paused until it is repaired
 ├── RequestError         one request's clairai fields are wrong; other requests are untouched
-├── UnsupportedError     this vLLM, architecture or mode is not served, and why
+├── UnsupportedError     this vLLM, architecture or mode is not served; the message says why
 ├── TapMissingError      a configured tap did not run during warm-up; the engine must not serve
 ├── RingError            the ring or its socket cannot be used
-│   ├── HandshakeError   the peer is not one of ours, or said something we do not accept
-│   └── EngineGoneError  the writer has died or restarted; attach again
-├── StoreError           a folder of captures, or what is to be put into it, cannot be used
+│   ├── HandshakeError   the peer is not clairai, or sent something that is not accepted
+│   └── EngineGoneError  the engine has ended or restarted; attach again
+├── StoreError           a capture folder, or what shall be written into it, cannot be used
 │   ├── StoreBusyError   another writer has the folder
-│   ├── StoreDamagedError  bytes on disk are not those that were committed
-│   └── StoreStoppedError  rows that were accepted could not be committed, and why
-├── EncodingError        rows or encoded rows are not what the encoder takes; nothing was changed
-├── RowsLostError        scores that were asked for were overwritten before they were read
+│   ├── StoreDamagedError  bytes on disk are not the bytes that were committed
+│   └── StoreStoppedError  accepted rows could not be committed; the message says why
+├── EncodingError        rows, or encoded rows, do not fit the encoder; nothing was changed
+├── RowsLostError        requested scores were overwritten before they were read
 └── ModelError           the demo model cannot be built from its package
 
-Loss is not an error while streaming: it is a number, and it is always reported.
+While streaming, loss is not an error: it is counted, and always reported.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from typing import ClassVar
 
 
 class ClairaiError(Exception):
-    """Base of all; `code` is stable and names a page under docs/errors/."""
+    """The base class. `code` is stable, and names a page under docs/errors/."""
 
     code: ClassVar[str] = "error"
 

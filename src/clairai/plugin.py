@@ -1,7 +1,7 @@
-"""vLLM's two doors into clairai: `register` (every vLLM process) and `Endpoint` (its API server).
+"""vLLM's two entry points into clairai: `register` in every process, `Endpoint` in its API server.
 
-vLLM logs a plugin module that fails to import and serves on without it, so nothing that could fail
-is imported up here: a failure inside `register` stops the engine instead.
+If this module fails to import, vLLM logs it and serves without the plugin. So nothing of ours is
+imported at the top: a failure inside `register` stops the engine instead.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ if TYPE_CHECKING:
 def register() -> None:
     """Entry point of the group vllm.general_plugins; vLLM may call it any number of times.
 
-    Installs nothing, and imports neither torch nor vllm, unless the engine that is being built was
-    asked for taps.
+    Unless the engine that is being built asks for clairai, it installs nothing and imports neither
+    torch nor vllm.
     """
     from clairai.compat.find_config import is_requested
 
@@ -54,7 +54,7 @@ class Endpoint:
         from clairai.settings import is_disabled
 
         if engine_client is None or is_disabled():
-            return  # the routes say so
+            return  # the routes then answer that there is no engine with taps
         from clairai.server.install_routes import connect, connect_tokens
 
         connect_tokens(engine_client, state)

@@ -1,4 +1,4 @@
-"""Takes names of tap points, as a user writes them; gives checked `Point`s in path order."""
+"""The names of points, as users write them: parsed, checked and put in path order."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _PART: Final = re.compile(rf"({_LAYER})(?:-({_LAYER}))?")
 
 
 def quote(value: object, limit: int = 60) -> str:
-    """`repr`, cut: an error never repeats the whole of something hostile."""
+    """`repr`, cut to `limit`: an error never repeats the whole of something hostile."""
     if isinstance(value, int) and value.bit_length() > 128:
         return f"a whole number of {value.bit_length()} bits"  # repr refuses the largest
     if isinstance(value, list | tuple | dict):
@@ -44,7 +44,7 @@ def quote(value: object, limit: int = 60) -> str:
 @total_ordering
 @dataclass(frozen=True, slots=True)
 class Point:
-    """A place on the residual stream; sorts in path order: by layer, then along the block."""
+    """A named place in the residual stream; sorts by layer, then along the block."""
 
     kind: PointKind
     layer: int
@@ -60,7 +60,7 @@ class Point:
 
     @classmethod
     def parse(cls, text: str) -> Point:
-        """The point of one name or alias, such as `post_block.15` or `resid_post.15`."""
+        """Read one name or alias, such as `post_block.15` or `resid_post.15`."""
         matched = _POINT.fullmatch(text) if isinstance(text, str) else None
         if matched is None:
             raise PointError(f"{quote(text)} is not a tap point; {_SYNTAX}")
@@ -77,7 +77,7 @@ class Point:
 
 
 def expand(patterns: Sequence[str], num_layers: int) -> tuple[Point, ...]:
-    """Every point the patterns name in a model of `num_layers`: sorted, each one once.
+    """Every point that the patterns name in a model of `num_layers`, sorted, without duplicates.
 
     A pattern is `all`, or KIND.LAYERS with LAYERS as `*`, `15`, `0-3` or `0,5,9-11`.
     """

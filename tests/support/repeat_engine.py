@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from clairai.compat import step_hooks as compat
+from clairai.compat import step_hooks
 from clairai.compat.change_steering import CHANGES_ATTRIBUTE
 from clairai.engine.publish import step_publisher as stations
 from clairai.engine.publish.device_publisher import DevicePublisher
@@ -78,7 +78,7 @@ class Engine:
         self._counts: dict[str, int] = {}
         publisher.prepare(INPUTS)
         publisher.captured(1)
-        compat.connect_listeners(self, [step_publisher, self.other], step_publisher.repeat_path)
+        step_hooks.connect_listeners(self, [step_publisher, self.other], step_publisher.repeat_path)
 
     def lay_out(self, scheduled: Any) -> Any:
         """Through the method that is wrapped."""
@@ -188,8 +188,8 @@ def engine(launching: type[Launching] = Launching, runner: type[Engine] = V2) ->
         patched.setattr(stations, "open_ring", on_gpu)
         patched.setattr(stations, "new_epoch", lambda: 0xABCD_0000_1234_5678)
         patched.setattr("tests.support.toy_publisher.MAX_TOKENS", MAX_TOKENS)
-        patched.setattr(compat, "_read_new_request", new_request)
-        patched.setattr(compat, "decode_steering_plan", lambda sealed: sealed)
+        patched.setattr(step_hooks, "_read_new_request", new_request)
+        patched.setattr(step_hooks, "decode_steering_plan", lambda sealed: sealed)
         folder = Path(opened.enter_context(TemporaryDirectory()))
         step_publisher = opened.enter_context(running_publisher(folder))
         yield runner(step_publisher, gpu, made[0])

@@ -1,4 +1,4 @@
-"""Takes settings as users write them, and environments; gives what is tapped, or the way out."""
+"""Settings as users write them, and environments: what is tapped, or what to change."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def points(found: ResolvedSettings) -> list[str]:
     return [str(point) for point in found.points]
 
 
-def seed_file(folder: Path, name: str) -> Path:
+def probe_file(folder: Path, name: str) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     file = folder / name
     file.write_text(json.dumps({"vector": [1.0, 2.0, 3.0]}))
@@ -109,12 +109,12 @@ def test_a_value_of_another_kind_is_refused(name: str, value: object, reason: st
 
 
 @pytest.mark.parametrize("home", ["host", "device"])
-def test_a_ring_has_one_of_two_homes(home: str) -> None:
+def test_a_ring_lies_in_host_or_device_memory(home: str) -> None:
     assert Settings.parse({"ring_home": home}).ring_home == home
 
 
 @pytest.mark.parametrize("home", ["Host", "gpu", "", None, 3, ["host"]], ids=repr)
-def test_another_home_is_refused_with_those_known(home: object) -> None:
+def test_another_place_is_refused_with_those_known(home: object) -> None:
     with pytest.raises(ConfigError, match=r"ring_home is .*; use one of host, device"):
         Settings.parse({"ring_home": home})
 
@@ -167,7 +167,7 @@ def test_config_makes_paths_absolute_and_needs_no_other_key(
 
 def test_points_come_from_the_probes_when_none_are_given(tmp_path: Path) -> None:
     save(tmp_path / "p.safetensors", probe("p"))
-    seed_file(tmp_path, "enc_3_q.json")
+    probe_file(tmp_path, "enc_3_q.json")
     found = resolve({"probes": str(tmp_path)})
     assert points(found) == ["post_block.1", "post_block.3"]
     assert [made.name for made in found.probes] == ["p", "q"]
@@ -191,7 +191,7 @@ def test_target_layer_alone_taps_the_stream_after_that_block() -> None:
 
 
 def test_target_layer_places_a_probe_whose_file_name_says_no_layer(tmp_path: Path) -> None:
-    file = seed_file(tmp_path, "calm.json")
+    file = probe_file(tmp_path, "calm.json")
     with pytest.raises(ProbeError, match="does not say which layer"):
         resolve({"probes": str(file)})
     found = resolve({"probes": str(file)}, {"TARGET_LAYER": "3"})
@@ -218,7 +218,7 @@ def test_a_target_layer_the_model_does_not_have_is_refused() -> None:
 def test_probe_model_finds_the_folder_of_the_models_own_name(
     root: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    seed_file(tmp_path / root / "probes" / "Tiny-1B", "enc_1_calm.json")
+    probe_file(tmp_path / root / "probes" / "Tiny-1B", "enc_1_calm.json")
     monkeypatch.chdir(tmp_path)
     for model in ("org/Tiny-1B", "Tiny-1B", "/models/Tiny-1B/"):
         found = resolve({}, {"PROBE_MODEL": model})
@@ -230,7 +230,7 @@ def test_probes_in_the_settings_outrank_probe_model(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    file = seed_file(tmp_path, "enc_0_mine.json")
+    file = probe_file(tmp_path, "enc_0_mine.json")
     found = resolve({"probes": str(file)}, {"PROBE_MODEL": "nobody/nothing"})
     assert [made.name for made in found.probes] == ["mine"]
 

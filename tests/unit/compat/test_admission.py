@@ -1,4 +1,4 @@
-"""Who a request is, from the id vLLM gave it; marks that no two unfinished requests share."""
+"""Requests get their stream, choice and plans, and no two unfinished ones share a stream."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ from clairai.fields.request_fields import MAX_STREAM, request
         ("-1_x", "x", ("-1_x", 0)),
     ],
 )
-def test_the_callers_id_is_taken_off_exactly(
+def test_the_parent_and_the_choice_are_read_from_the_id(
     internal: str, external: str | None, expected: tuple[str, int]
 ) -> None:
     assert split_request_id(internal, external) == expected
@@ -72,14 +72,14 @@ def test_any_id_that_vllm_makes_is_read_back(
 
 
 class Params(SimpleNamespace):
-    """vLLM's SamplingParams, as far as it is read here."""
+    """The parts of vLLM's SamplingParams that are read here."""
 
     extra_args: dict[str, Any] | None
     skip_reading_prefix_cache: bool | None
 
 
 class Admitted:
-    """A request as the scheduler holds it."""
+    """A request as the scheduler keeps it."""
 
     def __init__(self) -> None:
         self.finished = False
@@ -102,7 +102,7 @@ def incoming(given: Params, request_id: str = "0-abcdef12", external: str = "0")
 
 
 def make_admission() -> Admission:
-    """Of an engine that does not steer."""
+    """For an engine that does not steer."""
     return Admission(CoreControl(None, ()))
 
 
@@ -146,7 +146,7 @@ def test_params_that_requests_share_are_never_written_to() -> None:
     assert all(asked.sampling_params is not shared for asked in requests)
 
 
-def test_a_mark_written_into_shared_params_would_be_noticed(
+def test_the_check_of_shared_params_can_fail(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(copy, "copy", lambda given: given)
@@ -167,7 +167,7 @@ def test_prompt_scores_skip_the_prefix_cache_for_this_request_alone() -> None:
     assert other.sampling_params.skip_reading_prefix_cache is None
 
 
-def test_the_answers_to_one_request_share_its_stream_and_have_their_own_choice() -> None:
+def test_the_choices_of_a_request_share_its_stream() -> None:
     admission, shared = make_admission(), params()
     children = [incoming(shared, f"{index}_7-abcdef12", "7") for index in range(4)]
     live = [admit(admission, child) for child in children]
@@ -179,7 +179,7 @@ def test_the_answers_to_one_request_share_its_stream_and_have_their_own_choice()
     assert mark_of(other).stream != marks[0].stream
 
 
-def test_minted_streams_are_streams_and_differ_between_engines() -> None:
+def test_derived_streams_are_valid_and_differ_between_engines() -> None:
     streams = set()
     for admission in (make_admission(), make_admission()):
         for number in range(100):
@@ -222,7 +222,7 @@ def test_a_request_that_vllm_refused_does_not_keep_its_stream() -> None:
     assert mark_of(second) == RequestMark(5, 0)
 
 
-def test_a_stream_is_in_use_until_the_last_of_its_answers_is_finished() -> None:
+def test_a_stream_is_in_use_until_its_last_choice_has_finished() -> None:
     admission, shared = make_admission(), params(stream=5)
     first, last = (
         admit(admission, incoming(shared, f"{index}_7-abcdef12", "7")) for index in range(2)
@@ -268,7 +268,7 @@ def test_bad_fields_are_refused_before_anything_is_written() -> None:
 
 
 @pytest.mark.parametrize("given", [None, Params(extra_args=None), Params(extra_args={})])
-def test_a_request_that_came_by_another_door_gets_a_stream_nobody_knows(given: object) -> None:
+def test_a_request_that_was_not_admitted_here_gets_a_random_stream(given: object) -> None:
     marks = {read_mark(given, "warmup")[0] for _ in range(50)}
     assert len(marks) == 50
     assert {mark.choice for mark in marks} == {0}

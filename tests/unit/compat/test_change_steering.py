@@ -1,4 +1,4 @@
-"""Changes of running requests: where they begin, whom they reach, and that none is left behind."""
+"""Changed steering of running requests: from where on, for which ones, and nothing left behind."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Status(Enum):
 
 
 class Request:
-    """The part of vLLM's own that is looked at."""
+    """The parts of vLLM's Request that are read."""
 
     def __init__(self, request_id: str, stream: int, choice: int = 0) -> None:
         self.request_id = request_id
@@ -83,8 +83,8 @@ def test_every_running_answer_of_the_stream_is_changed_and_no_other() -> None:
     assert _carried(core) == {}  # once
 
 
-def test_a_request_that_ended_before_the_next_step_is_not_told_to_the_workers() -> None:
-    """They would keep what it needs for ever: nobody tells them of its end again."""
+def test_a_request_that_has_ended_is_left_out_of_the_next_step() -> None:
+    """Workers would keep its plan for ever: they do not hear of its end again."""
     ended, going = Request("a", 7), Request("b", 7)
     core = _core(ended, going)
     change_stream_steering(core, _registry(), 7, _entries())
@@ -92,7 +92,7 @@ def test_a_request_that_ended_before_the_next_step_is_not_told_to_the_workers() 
     assert [*_carried(core)] == ["b"]
 
 
-def test_one_that_no_worker_has_seen_takes_its_course_along() -> None:
+def test_a_waiting_request_takes_its_plan_along() -> None:
     waiting = Request("a", 7)
     waiting.status = Status.WAITING
     core = _core(waiting)
@@ -101,7 +101,7 @@ def test_one_that_no_worker_has_seen_takes_its_course_along() -> None:
     assert read_steering_plan(waiting.sampling_params) is not None
 
 
-def test_a_gate_that_remembers_keeps_the_request_out_of_the_prefix_cache() -> None:
+def test_a_gate_with_memory_keeps_the_request_out_of_the_prefix_cache() -> None:
     request = Request("a", 7)
     registry = _registry()
     registry.set_probes({"p": Probe("p", POINT, np.ones(3, np.float32))})
@@ -122,7 +122,7 @@ def test_an_empty_list_ends_steering() -> None:
     assert [action.ranges for action in plan.actions] == [((7, 20),)]
 
 
-def test_a_change_without_room_changes_nobody_and_claims_nothing() -> None:
+def test_a_change_that_does_not_fit_changes_and_claims_nothing() -> None:
     requests = [Request("a", 7), Request("b", 7)]
     core, registry = _core(*requests), _registry(programs=0)
     with pytest.raises(VectorCapacityError):
@@ -133,7 +133,7 @@ def test_a_change_without_room_changes_nobody_and_claims_nothing() -> None:
         change_stream_steering(core, registry, 7, _entries(when="prompt"))
 
 
-def test_what_was_claimed_goes_with_the_request() -> None:
+def test_claims_end_with_the_request() -> None:
     request = Request("a", 7)
     core, registry = _core(request), _registry()
     change_request_steering(core, registry, request, _entries())

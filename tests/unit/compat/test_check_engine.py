@@ -1,4 +1,4 @@
-"""Modes and versions that are not served: each is refused with its reason and the way out."""
+"""Modes and versions that are not served are refused with the reason and the way out."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ def test_an_attribute_that_a_release_does_not_have_counts_as_off() -> None:
     assert list_refused_modes(SimpleNamespace(parallel_config=None, model_config=None)) == []
 
 
-def test_every_reason_is_given_at_once() -> None:
+def test_all_reasons_are_given_at_once() -> None:
     both = config("speculative_config", object())
     both.parallel_config.data_parallel_size = 4
     with pytest.raises(UnsupportedError, match=r"data parallelism .*; speculative decoding"):

@@ -1,4 +1,4 @@
-"""Whether an engine asked for taps is read off vLLM's own frames; others pay nothing."""
+"""Whether an engine asks for clairai is read from vLLM's frames; other engines pay nothing."""
 
 from __future__ import annotations
 
@@ -64,12 +64,12 @@ ASKED: dict[str, object] = {"clairai": {"points": ["all"]}}
     ("config", "expected"),
     [(ASKED, True), ({"clairai": None}, True), ({}, False), ({"x": 1}, False)],
 )
-def test_engine_args_say_it_in_their_post_init(config: object, expected: bool) -> None:
+def test_the_config_is_read_from_engine_args(config: object, expected: bool) -> None:
     assert vllm.EngineArgs(config).__post_init__(looking()) is expected
 
 
 @pytest.mark.parametrize(("config", "expected"), [(ASKED, True), ({}, False)])
-def test_a_worker_says_it_in_its_local_config(config: object, expected: bool) -> None:
+def test_the_config_is_read_from_a_workers_start(config: object, expected: bool) -> None:
     assert vllm.init_worker(holder(config), looking()) is expected
 
 
@@ -148,13 +148,13 @@ def test_a_frame_that_holds_no_config_is_passed_over() -> None:
 
 
 @pytest.mark.parametrize("name", ["vllm_lens.patch", "vllmx", "myvllm.engine", "__main__", "vllm"])
-def test_only_vllms_own_frames_are_believed(name: str) -> None:
+def test_only_frames_of_vllm_count(name: str) -> None:
     other = module(name)
     assert other.init_worker(holder(ASKED), lambda: is_requested(["clairai"])) is False
     assert other.add_cli_args(lambda: is_requested(["clairai"])) is False
 
 
-def test_without_a_frame_of_vllm_nobody_asked() -> None:
+def test_without_a_frame_of_vllm_nothing_is_requested() -> None:
     assert is_requested(["vllm", "serve", '{"clairai": {}}']) is False
 
 
@@ -162,7 +162,7 @@ def test_without_a_frame_of_vllm_nobody_asked() -> None:
     ("is_asked", "switch", "expected"),
     [(True, "0", 1), (True, "1", 0), (False, "0", 0), (False, "1", 0)],
 )
-def test_only_an_engine_that_asked_is_armed_and_the_switch_outranks_it(
+def test_hooks_are_installed_only_on_request_and_not_if_disabled(
     is_asked: bool, switch: str, expected: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     armed: list[None] = []
@@ -188,7 +188,7 @@ def run(statements: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-def test_a_plugin_load_that_nobody_asked_for_imports_neither_torch_nor_vllm() -> None:
+def test_an_unused_plugin_imports_neither_torch_nor_vllm() -> None:
     done = run("import clairai.plugin; clairai.plugin.register(); clairai.plugin.register()")
     assert done.returncode == 0, done.stderr
 

@@ -1,18 +1,212 @@
-"""Every tap point of a toy model is where the stream really is: the values are compared."""
+"""Points are found where the stream really is, or refused with the reason.
+
+The norms are read from the source of a block's forward; toy models compare the values.
+"""
 
 from __future__ import annotations
 
+import json
+import os
+import subprocess
+import sys
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
-from clairai.compat.model_sites import Sites, find_sites
+from clairai.compat.model_sites import (
+    BLOCKS_REPEATED,
+    NO_NORM_BEFORE,
+    NO_NORM_BETWEEN,
+    STREAM_CHANGED,
+    BlockNorms,
+    ForwardCall,
+    Sites,
+    find_sites,
+    find_unsupported_points,
+    list_calls,
+    read_block_norms,
+)
 from clairai.errors import UnsupportedError
 from clairai.points import POINT_KINDS, Point
 from tests.support import decoder_blocks as toy
+from tests.support import vllm_blocks
+
+ROOT = Path(__file__).parents[3]
+FUSED = BlockNorms("input_layernorm", "post_attention_layernorm", is_fused=True)
+
+
+def id_of(value: object) -> str:
+    return type(value).__name__
+
+
+@pytest.mark.parametrize(
+    ("block", "expected"),
+    [
+        (toy.FusedBlock(), FUSED),
+        (toy.SandwichBlock(), BlockNorms("input_layernorm", "pre_feedforward_layernorm", True)),
+        (toy.OneTensorBlock(), BlockNorms("ln_1", "ln_2", False)),
+        (toy.EitherBlock(), BlockNorms("self_attn_layer_norm", "final_layer_norm", False)),
+        (toy.ChildBlock(), FUSED),
+        (toy.GrandchildBlock(), FUSED),
+        (toy.WrappedBlock(), FUSED),
+    ],
+    ids=id_of,
+)
+def test_the_norms_that_see_the_stream_are_found(block: toy.Toy, expected: BlockNorms) -> None:
+    assert read_block_norms(block) == expected
+
+
+@pytest.mark.parametrize("block", [toy.PostNormBlock(), toy.AfterBlock()], ids=id_of)
+def test_a_block_that_normalises_afterwards_has_no_point(block: toy.Toy) -> None:
+    found = read_block_norms(block)
+    assert (found.pre_attn, found.post_attn) == (None, None)
+    assert found.reason == f"{type(block).__name__}: {NO_NORM_BEFORE}"
+
+
+@pytest.mark.parametrize("block", [toy.ParallelBlock(), toy.HandingBlock()], ids=id_of)
+def test_a_parallel_block_has_no_point_between_attention_and_mlp(block: toy.Toy) -> None:
+    found = read_block_norms(block)
+    assert found.pre_attn == type(block).NORMS[0]
+    assert found.post_attn is None
+    assert found.reason == f"{type(block).__name__}: {NO_NORM_BETWEEN}"
+    assert not found.is_fused  # its stream leaves as one tensor, whatever its norm is given
+
+
+@pytest.mark.parametrize("block", [toy.HeadlessBlock(), toy.SilentBlock()], ids=id_of)
+def test_a_block_without_attention_or_mlp_is_refused_by_name(block: toy.Toy) -> None:
+    found = read_block_norms(block)
+    assert (found.pre_attn, found.post_attn) == (None, None)
+    assert found.reason.startswith(f"{type(block).__name__}: calls no attention and MLP")
+
+
+def test_a_norm_is_recognised_by_its_class_and_not_by_its_name() -> None:
+    block = toy.FusedBlock()
+    block.input_layernorm = toy.Mixer(0)
+    assert read_block_norms(block).pre_attn is None
+
+
+def test_calls_come_in_source_order_with_their_arguments() -> None:
+    assert list(list_calls(toy.FusedBlock)) == [
+        ForwardCall("input_layernorm", 1, is_saved=True),
+        ForwardCall("input_layernorm", 2, is_saved=False),
+        ForwardCall("self_attn", 1, is_saved=False),
+        ForwardCall("post_attention_layernorm", 2, is_saved=False),
+        ForwardCall("mlp", 1, is_saved=False),
+    ]
+    assert [*list_calls(toy.GrandchildBlock)] == [*list_calls(toy.FusedBlock)]
+
+
+def test_a_residual_saved_before_and_overwritten_since_is_not_the_stream() -> None:
+    saved = {call.name for call in list_calls(toy.PostNormBlock) if call.is_saved}
+    assert saved == {"self_attn", "mlp"}  # the sublayers are given the stream, the norms are not
+
+
+# Read in vllm/model_executor/models/*.py, each class's own forward, the same in 0.26.0 and 0.32.0.
+REAL = {
+    "llama.LlamaDecoderLayer": ["input_layernorm", "post_attention_layernorm", True],
+    "mistral.MistralDecoderLayer": ["input_layernorm", "post_attention_layernorm", True],
+    "qwen2.Qwen2DecoderLayer": ["input_layernorm", "post_attention_layernorm", True],
+    "qwen3.Qwen3DecoderLayer": ["input_layernorm", "post_attention_layernorm", True],
+    "mixtral.MixtralDecoderLayer": ["input_layernorm", "post_attention_layernorm", True],
+    "gpt_oss.TransformerBlock": ["input_layernorm", "post_attention_layernorm", True],
+    "gemma.GemmaDecoderLayer": ["input_layernorm", "post_attention_layernorm", True],
+    "gemma2.Gemma2DecoderLayer": ["input_layernorm", "pre_feedforward_layernorm", True],
+    "gemma3.Gemma3DecoderLayer": ["input_layernorm", "pre_feedforward_layernorm", True],
+    # post_self_attn_layernorm and post_mlp_layernorm are on the sublayers' outputs
+    "glm4.Glm4DecoderLayer": ["input_layernorm", "post_attention_layernorm", True],
+    "internlm2.InternLMDecoderLayer": ["attention_norm", "ffn_norm", True],
+    "apertus.ApertusDecoderLayer": ["attention_layernorm", "feedforward_layernorm", True],
+    "granite.GraniteDecoderLayer": ["input_layernorm", "post_attention_layernorm", False],
+    "gpt2.GPT2Block": ["ln_1", "ln_2", False],
+    "gpt_j.GPTJBlock": ["ln_1", None, False],  # parallel
+    "commandr.CohereDecoderLayer": ["input_layernorm", None, False],  # parallel
+    "opt.OPTDecoderLayer": [None, None, False],  # without its flag it normalises afterwards
+    "opt.OPTDecoderLayer+do_layer_norm_before": ["self_attn_layer_norm", "final_layer_norm", False],
+    "exaone4.Exaone4DecoderLayer": [None, None, False],  # normalises afterwards
+    "bloom.BloomBlock": [None, None, False],  # normalises before it saves the residual
+}
+
+
+def test_blocks_of_vllm_itself_are_read_correctly(tmp_path: Path) -> None:
+    program = [sys.executable, "-m", vllm_blocks.__name__, *REAL]
+    environ = os.environ | {"CLAIRAI_DISABLE": "1", "VLLM_CONFIG_ROOT": str(tmp_path)}
+    done = subprocess.run(
+        program, capture_output=True, text=True, timeout=55, env=environ, cwd=ROOT
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert json.loads(done.stdout.splitlines()[-1]) == REAL
+
+
+class Plain:
+    layers: Any
+
+    def forward(self, hidden: Any, residual: Any) -> Any:
+        kept = []
+        for index, layer in enumerate(self.layers):
+            hidden, residual = layer(hidden, residual)
+            kept.append(hidden + residual if index else hidden)
+        return hidden, kept
+
+
+class Added:
+    layers: Any
+
+    def forward(self, hidden: Any, extra: Any) -> Any:
+        for index, layer in enumerate(self.layers):
+            hidden = layer(hidden)
+            if index in extra:
+                hidden = hidden + extra[index]
+        return hidden
+
+
+class Skipped:
+    layers: Any
+
+    def forward(self, hidden: Any, residual: Any, early: Any) -> Any:
+        for index in range(4):
+            layer = self.layers[index]
+            hidden, residual = layer(hidden, residual)
+            residual += early
+        return hidden, residual
+
+
+class Looped:
+    layers: Any
+
+    def forward(self, hidden: Any) -> Any:
+        for _ in range(2):
+            for layer in self.layers:
+                hidden = layer(hidden)
+        return hidden
+
+
+def test_a_loop_that_only_runs_blocks_has_every_point() -> None:
+    assert find_unsupported_points(Plain) == {}
+
+
+@pytest.mark.parametrize("owner", [Added, Skipped])
+def test_a_loop_that_changes_the_stream_has_no_post_block(owner: type[Any]) -> None:
+    assert find_unsupported_points(owner) == {"post_block": f"{owner.__name__} {STREAM_CHANGED}"}
+
+
+def test_blocks_that_run_twice_have_no_points() -> None:
+    assert find_unsupported_points(Looped) == dict.fromkeys(
+        POINT_KINDS, f"Looped {BLOCKS_REPEATED}"
+    )
+
+
+def test_loops_of_vllm_itself_are_read_correctly() -> None:
+    llama = pytest.importorskip("vllm.model_executor.models.llama")
+    qwen3_vl = pytest.importorskip("vllm.model_executor.models.qwen3_vl")
+    solar = pytest.importorskip("vllm.model_executor.models.solar")
+    assert find_unsupported_points(llama.LlamaModel) == {}
+    assert [*find_unsupported_points(qwen3_vl.Qwen3LLMModel)] == ["post_block"]
+    assert [*find_unsupported_points(solar.SolarModel)] == ["post_block"]
+
 
 NUM_LAYERS = 3
 HIDDEN = torch.randn(5, toy.WIDTH, generator=torch.Generator().manual_seed(7))
@@ -130,7 +324,7 @@ def test_pitfall_02_every_point_reads_the_stream_itself(model: Decoder) -> None:
     assert wrong_points(tapped(model, sites), stream_of(model)) == []
 
 
-def test_a_norm_of_another_layer_would_be_noticed() -> None:
+def test_the_comparison_notices_a_norm_of_another_layer() -> None:
     model = Decoder(toy.FusedBlock)
     sites = sites_of(model)
     norms = [*sites.modules.values()]
@@ -163,7 +357,7 @@ def test_without_a_final_norm_that_sees_the_stream_only_the_last_point_is_refuse
     assert wrong_points(tapped(model, sites), stream_of(model)) == []
 
 
-def test_a_final_norm_that_only_hands_through_is_not_taken_for_one_that_adds() -> None:
+def test_a_final_norm_that_does_not_add_is_refused() -> None:
     """Cohere's: the residual it returns is the stream before the last block, not after it."""
     model = Decoder(toy.HandingBlock, toy.HandingNorm)
     sites = sites_of(model)
@@ -172,7 +366,7 @@ def test_a_final_norm_that_only_hands_through_is_not_taken_for_one_that_adds() -
     assert Point("post_block", 1) in sites.site_of
 
 
-def test_a_parallel_block_is_served_without_the_point_between() -> None:
+def test_a_parallel_block_is_served_without_post_attn() -> None:
     model = OneTensorDecoder(toy.ParallelBlock)
     sites = sites_of(model)
     assert sorted(sites.refused) == [Point("post_attn", layer) for layer in range(NUM_LAYERS)]

@@ -1,10 +1,11 @@
-"""Listeners hear of every real step, in the order in which the runner does things, and of no other.
+"""Listeners hear of every real step in order; CUDA graphs publish their own steps.
 
-The runner here has the shape of vLLM's V2 runner (v1/worker/gpu/model_runner.py, 0.26 and 0.32).
+The model runner here is a toy; tests/engine uses vLLM's own.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,17 +13,19 @@ import numpy as np
 import pytest
 import torch
 
-from clairai.compat import step_hooks as compat
+from clairai.compat import step_hooks
+from clairai.compat.step_hooks import publish_in_graphs, watch_forwards
 from clairai.engine.publish.repeat_path import NoRepeatPath
-from clairai.engine.step import StepBatch
+from clairai.engine.side_stream import AfterTaps, NoSideStream
+from clairai.engine.step import ForwardInputs, StepBatch
 
 
 class Model:
-    def __init__(self, told: list[Any]) -> None:
-        self._told = told
+    def __init__(self, events: list[Any]) -> None:
+        self._events = events
 
     def compute_logits(self, hidden: str) -> str:
-        self._told.append("logits")
+        self._events.append("logits")
         return f"logits of {hidden}"
 
 
@@ -32,8 +35,8 @@ class Runner:
     req_states = None
 
     def __init__(self) -> None:
-        self.told: list[Any] = []
-        self.model = Model(self.told)
+        self.events: list[Any] = []
+        self.model = Model(self.events)
         self.input_buffers = SimpleNamespace(positions=torch.zeros(4), input_ids=torch.zeros(4))
 
     def prepare_inputs(self, scheduled: Any) -> Any:
@@ -47,50 +50,50 @@ class Runner:
     def execute_model(self, scheduler_output: Any, *, dummy_run: bool = False) -> str:
         if not dummy_run:
             self.prepare_inputs(scheduler_output)
-        self.told.append("forward")
+        self.events.append("forward")
         return "state"
 
     def sample_tokens(self, grammar: Any) -> str:
         if grammar != "no logits":
             self.model.compute_logits("hidden")
-        self.told.append("sampled")
+        self.events.append("sampled")
         return "tokens"
 
     def _dummy_run(self, num_tokens: int) -> None:
-        self.told.append(f"dummy {num_tokens}")
+        self.events.append(f"dummy {num_tokens}")
 
 
 class Listener:
-    def __init__(self, told: list[Any]) -> None:
-        self._told = told
+    def __init__(self, events: list[Any]) -> None:
+        self._events = events
 
     def begin(self, new: Any, finished: Any) -> None:
-        self._told.append(("begin", len(new), list(finished)))
+        self._events.append(("begin", len(new), list(finished)))
 
     def amend(self, req_id: str, plan: Any) -> None:
         raise NotImplementedError
 
     def place(self, batch: StepBatch) -> None:
-        self._told.append(("place", int(batch.counts_R[0])))
+        self._events.append(("place", int(batch.counts_R[0])))
 
     def end(self, inputs: Any) -> None:
-        self._told.append("end")
+        self._events.append("end")
         inputs()
 
     def can_skip(self) -> bool:
         return False
 
     def before_dummy_run(self) -> None:
-        self._told.append("before")
+        self._events.append("before")
 
     def after_dummy_run(self) -> None:
-        self._told.append("after")
+        self._events.append("after")
 
 
 @pytest.fixture
 def engine() -> Runner:
     made = Runner()
-    compat.connect_listeners(made, [Listener(made.told)], NoRepeatPath())
+    step_hooks.connect_listeners(made, [Listener(made.events)], NoRepeatPath())
     return made
 
 
@@ -100,27 +103,171 @@ def scheduled(num_tokens: int) -> Any:
     )
 
 
-def test_a_step_is_told_from_its_beginning_to_the_end_of_its_forward(engine: Runner) -> None:
+def test_listeners_hear_of_a_step_from_its_start_to_its_forward(engine: Runner) -> None:
     assert engine.execute_model(scheduled(3)) == "state"
     assert engine.sample_tokens(None) == "tokens"
-    assert engine.told[:2] == [("begin", 0, []), ("place", 3)]
-    assert engine.told[2:] == ["forward", "end", "logits", "sampled"]
+    assert engine.events[:2] == [("begin", 0, []), ("place", 3)]
+    assert engine.events[2:] == ["forward", "end", "logits", "sampled"]
 
 
 def test_the_scheduler_may_name_its_argument(engine: Runner) -> None:
     assert engine.execute_model(scheduler_output=scheduled(2)) == "state"
-    assert engine.told[1] == ("place", 2)
+    assert engine.events[1] == ("place", 2)
 
 
-def test_who_has_finished_is_told_when_the_next_step_begins(engine: Runner) -> None:
+def test_finished_requests_are_reported_at_the_next_step(engine: Runner) -> None:
     step = scheduled(1)
     step.finished_req_ids.add("b")
     engine.execute_model(step)
-    assert engine.told[0] == ("begin", 0, ["b"])
+    assert engine.events[0] == ("begin", 0, ["b"])
 
 
-def test_warm_up_is_nobodys_step(engine: Runner) -> None:
+def test_a_dummy_run_is_no_step(engine: Runner) -> None:
     engine.execute_model(scheduled(5), dummy_run=True)
     engine.sample_tokens(None)
     engine._dummy_run(5)
-    assert engine.told == ["forward", "logits", "sampled", "before", "dummy 5", "after"]
+    assert engine.events == ["forward", "logits", "sampled", "before", "dummy 5", "after"]
+
+
+class TappedModel(torch.nn.Module):  # type: ignore[misc]  # torch is Any where it is not installed
+    """Runs a number of taps, each of three tokens."""
+
+    def __init__(self, tail: AfterTaps, events: list[Any]) -> None:
+        super().__init__()
+        self._tail, self._events = tail, events
+
+    def forward(self, num_taps: int) -> torch.Tensor:
+        for at in range(num_taps):
+            self._events.append(f"tap {at}")
+            self._tail.tap_ran(3)
+        self._events.append("last block")
+        return torch.zeros(3, 8)
+
+
+class Forwards:
+    def __init__(self, events: list[Any]) -> None:
+        self._events = events
+
+    def forwarded(self, inputs: Callable[[], ForwardInputs]) -> None:
+        self._events.append(f"forwarded {inputs()}")
+
+    def captured(self, num_tokens: int) -> None:
+        self._events.append(f"publish {num_tokens}")
+
+    def disable_graphs(self) -> None:
+        self._events.append("disable graphs")
+
+
+class GraphEngine:
+    """Like vLLM: forwards, and graphs captured around them."""
+
+    def __init__(self) -> None:
+        self.events: list[Any] = []
+        self.is_capturing = False
+        tail = AfterTaps(NoSideStream())
+        self.model = TappedModel(tail, self.events)
+        inputs: Any = lambda: "inputs"  # noqa: E731
+        watch_forwards(self.model, inputs, tail, Forwards(self.events), lambda: self.is_capturing)
+
+    def forward(self, num_taps: int = 2) -> list[Any]:
+        self.events.clear()
+        self.model(num_taps)
+        return list(self.events)
+
+    def capture(self, num_taps: int = 2) -> list[Any]:
+        self.is_capturing = True
+        events = self.forward(num_taps)
+        self.is_capturing = False
+        return events
+
+
+@pytest.fixture
+def graphs() -> GraphEngine:
+    return GraphEngine()
+
+
+def test_a_forward_that_runs_in_python_is_reported_when_it_ends(graphs: GraphEngine) -> None:
+    assert graphs.forward() == ["tap 0", "tap 1", "last block", "forwarded inputs"]
+
+
+def test_a_graph_publishes_as_soon_as_the_last_tap_has_run(graphs: GraphEngine) -> None:
+    graphs.forward()
+    assert graphs.capture() == ["tap 0", "tap 1", "publish 3", "last block"]
+    assert graphs.capture() == ["tap 0", "tap 1", "publish 3", "last block"]
+
+
+def test_replayed_pieces_run_no_taps_and_do_not_lower_the_count(
+    graphs: GraphEngine,
+) -> None:
+    graphs.forward()
+    assert graphs.forward(num_taps=0) == ["last block", "forwarded inputs"]
+    assert graphs.capture() == ["tap 0", "tap 1", "publish 3", "last block"]
+
+
+def test_a_graph_before_any_forward_disables_publishing_in_graphs(graphs: GraphEngine) -> None:
+    assert graphs.capture() == ["tap 0", "tap 1", "last block", "disable graphs"]
+
+
+@pytest.mark.parametrize(("num_taps", "is_published"), [(1, False), (3, True)])
+def test_a_graph_with_other_taps_disables_publishing_in_graphs(
+    graphs: GraphEngine, num_taps: int, is_published: bool
+) -> None:
+    """It would publish too early: a tap would not have run yet."""
+    graphs.forward()
+    events = graphs.capture(num_taps)
+    assert ("publish 3" in events) is is_published
+    assert events[-1] == "disable graphs"
+
+
+class NotedAfterTaps(AfterTaps):
+    """Notes whether it stays on the main stream."""
+
+    is_in_line = False
+
+    def stay_on_main_stream(self) -> None:
+        self.is_in_line = True
+
+
+def published(model: TappedModel, tapped: str = "pre_attn.1") -> str:
+    """How the graphs of a model with two blocks publish."""
+    tail = NotedAfterTaps(NoSideStream())
+    tables: Any = SimpleNamespace(tail=tail, sites=("pre_attn.0", tapped))
+    runner, inputs = SimpleNamespace(get_model=lambda: model), SimpleNamespace()
+    publish_in_graphs(runner, inputs, tables, Forwards([]), "post_block.1")  # type: ignore[arg-type]
+    if not (model._forward_hooks and model._forward_pre_hooks):
+        return "not"
+    return "in line" if tail.is_in_line else "beside"
+
+
+@pytest.fixture
+def model() -> TappedModel:
+    made = TappedModel(AfterTaps(NoSideStream()), [])
+    made.weight = torch.nn.Parameter(torch.zeros(1000))
+    return made
+
+
+@pytest.mark.parametrize("tapped", ["pre_attn.1", "post_block.1"])
+def test_graphs_of_a_small_model_publish_on_the_main_stream(
+    model: TappedModel, tapped: str
+) -> None:
+    assert published(model, tapped) == "in line"
+
+
+@pytest.mark.parametrize(("tapped", "how"), [("pre_attn.1", "beside"), ("post_block.1", "not")])
+def test_graphs_of_a_large_model_publish_on_a_side_stream(
+    model: TappedModel, tapped: str, how: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(step_hooks, "LARGE_MODEL_BYTES", 4000)
+    assert published(model, tapped) == how
+
+
+def test_a_model_whose_graphs_can_split_gets_no_hooks(
+    model: TappedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("VLLM_USE_BREAKABLE_CUDAGRAPH", "1")
+    assert published(model) == "not"
+
+
+def test_a_model_that_is_compiled_with_its_hooks_gets_none(model: TappedModel) -> None:
+    model._compiled_call_impl = model._call_impl  # as Module.compile does
+    assert published(model) == "not"

@@ -1,4 +1,4 @@
-"""Rules in the engine core: read from a real ring, ended as vLLM ends a request."""
+"""Stop rules read scores from a real ring, and end a request the way vLLM does."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Status(Enum):
 
 
 class Request:
-    """The part of vLLM's own that is looked at."""
+    """The parts of vLLM's Request that are read."""
 
     def __init__(self, enforcer: RuleEnforcer, number: int, *rules: StopRule) -> None:
         self.clairai_request_mark = RequestMark(1000 + number)
@@ -83,7 +83,7 @@ def _enforcer(
 def _generate(
     step_publisher: StepPublisher, request: Request, number: int, token: int = TOKEN
 ) -> bool:
-    """One step: the newest token is forwarded, the next one sampled, and the end asked for."""
+    """One step: forward the newest token, sample the next, and check for the end."""
     if len(request.all_token_ids) == PROMPT_LEN:
         step_publisher.begin([toy.new_request(number, prompt_len=PROMPT_LEN)], [])
         toy.forward(step_publisher, number, start=0, count=PROMPT_LEN)
@@ -106,7 +106,7 @@ def test_a_request_without_rules_is_not_looked_at() -> None:
     assert wrap_check_stop(lambda *_: False)(SimpleNamespace(), 1) is False
 
 
-def test_nothing_is_on_the_way_of_a_token_before_a_request_has_rules(
+def test_check_stop_is_wrapped_only_when_a_request_has_rules(
     step_publisher: StepPublisher, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def check_stop(*_: Any) -> bool:
@@ -147,7 +147,7 @@ def test_a_rule_that_steers_is_carried_out_once_and_the_answer_goes_on(
         assert steered == [(request, rule)]
 
 
-def test_a_rule_that_goes_off_with_the_last_token_steers_nobody(
+def test_a_rule_that_triggers_with_the_last_token_does_not_steer(
     step_publisher: StepPublisher,
 ) -> None:
     steered: list[Any] = []
@@ -161,7 +161,7 @@ def test_a_rule_that_goes_off_with_the_last_token_steers_nobody(
     assert steered == []
 
 
-def test_rows_of_others_and_of_other_choices_are_nobodys_business(
+def test_rows_of_other_requests_and_choices_are_ignored(
     step_publisher: StepPublisher,
 ) -> None:
     with _enforcer(step_publisher) as enforcer:
@@ -220,7 +220,7 @@ def test_a_row_that_is_ahead_of_its_token_does_not_end_the_answer_early(
         assert wrap_check_stop(lambda *_: False)(request, 100) is True
 
 
-def test_the_ring_is_let_go_with_the_last_request(step_publisher: StepPublisher) -> None:
+def test_the_ring_is_closed_with_the_last_request(step_publisher: StepPublisher) -> None:
     with _enforcer(step_publisher) as enforcer:
         first, second = (Request(enforcer, n, StopRule("p", threshold=9.0)) for n in (1, 2))
         enforcer.remove(first.clairai_request_mark)

@@ -1,4 +1,4 @@
-"""What is left in vLLM's config for its compile cache: all the graph depends on, and no more."""
+"""The compile key in vLLM's config has what the graph depends on, and nothing else."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def test_another_graph_has_another_key(change: dict[str, Any]) -> None:
     [{"ring_mib": 8}, {"capacity": 64}, {"probes": ("p/",)}, {"steer_rows": 9}],
     ids=str,
 )
-def test_what_is_looked_up_at_run_time_is_no_part_of_the_key(change: dict[str, Any]) -> None:
+def test_settings_that_do_not_change_the_graph_keep_the_key(change: dict[str, Any]) -> None:
     assert _key(**change) == _key()
 
 

@@ -1,4 +1,4 @@
-"""What captures hook into vLLM: orders on requests, the prefix cache, the weights."""
+"""Captures in vLLM: plans that reach the workers, prefix-cache hits, names of the weights."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def marked(capture: Any, adapter: str | None = None) -> Any:
     return given
 
 
-def test_an_order_reaches_the_worker_also_in_another_process() -> None:
+def test_a_plan_reaches_the_worker_in_another_process_too() -> None:
     given = marked({"positions": {"from": 70}, "points": ["post_block.0"]}, "poet")
     params = given.sampling_params
     found = read_capture_plan(params)
@@ -59,14 +59,14 @@ def test_an_order_reaches_the_worker_also_in_another_process() -> None:
     assert read_capture_plan(pickle.loads(pickle.dumps(params))) == found  # noqa: S301
 
 
-def test_nobody_orders_but_the_engine_core() -> None:
+def test_a_plan_that_a_client_sends_is_dropped() -> None:
     given = incoming(None)
     given.sampling_params.extra_args[CAPTURE_KEY] = b"anything"
     Admission(CoreControl(None, ())).prepare(given)
     assert read_capture_plan(given.sampling_params) is None
 
 
-def test_an_engine_that_does_not_capture_refuses_and_remembers_why() -> None:
+def test_an_engine_without_captures_refuses_and_remembers_why() -> None:
     core_control = CoreControl(None, ())
     with pytest.raises(CaptureOffError):
         Admission(core_control).prepare(incoming(True))
@@ -76,7 +76,7 @@ def test_an_engine_that_does_not_capture_refuses_and_remembers_why() -> None:
 
 
 class Cache:
-    """vLLM's KVCacheManager as far as it matters: the longest hit is in blocks of 32."""
+    """Like vLLM's KVCacheManager: the longest hit in blocks of 32."""
 
     def get_computed_blocks(self, asked: Any) -> int:
         assert asked.block_hashes == "hashes"
@@ -87,7 +87,7 @@ class Cache:
     ("capture", "hit"),
     [(None, 96), (True, 0), ("generated", 96), ("last_prompt", 96), ({"from": 70}, 64)],
 )
-def test_a_hit_ends_before_the_first_wanted_row(capture: Any, hit: int) -> None:
+def test_a_prefix_cache_hit_ends_before_the_first_captured_row(capture: Any, hit: int) -> None:
     wish = capture if capture in (None, True) else {"positions": capture}
     given = marked(wish)
     running = SimpleNamespace(
@@ -97,7 +97,7 @@ def test_a_hit_ends_before_the_first_wanted_row(capture: Any, hit: int) -> None:
     assert running.num_tokens == 100
 
 
-def test_a_prompt_whose_rule_looks_at_its_scores_is_forwarded_whole() -> None:
+def test_a_prompt_that_a_rule_scores_is_forwarded_whole() -> None:
     assert order(ranges=[(90, 95)]).first_position == 90
     assert order(ranges=[(90, 95)], hold=KeepThreshold("anger", 1.0)).first_position == 0
 
@@ -115,7 +115,7 @@ def test_weights_have_a_fingerprint_that_changes_with_them() -> None:
     )
 
 
-def test_rows_after_a_change_of_the_weights_are_of_the_new_ones() -> None:
+def test_rows_name_the_weights_that_computed_them() -> None:
     model = torch.nn.Linear(4, 4)
     worker = SimpleNamespace(model_runner=SimpleNamespace(get_model=lambda: model))
     with rig() as made:
@@ -154,7 +154,7 @@ def test_engines_whose_rows_would_be_missing_do_not_start() -> None:
         capture_setup.make_capture_resolver(odd, capturing)
 
 
-def test_an_adapter_is_told_with_the_steering_also_when_that_changes() -> None:
+def test_the_adapter_stays_beside_the_steering_when_that_changes() -> None:
     with rig() as made:
         made.enter("a", 1, replace_adapter(order(), "poet"))
         made.collector.amend((1, 0), json.dumps({"applied": []}))
@@ -170,7 +170,7 @@ def replace_adapter(given: Any, name: str) -> Any:
     return msgspec.structs.replace(given, adapter=name)
 
 
-def test_the_stash_keeps_the_rows_of_a_step_only_where_somebody_captures() -> None:
+def test_the_stash_keeps_the_rows_of_every_step_only_for_captures() -> None:
     from clairai.engine.score.score_tables import ScoreTables
 
     for is_capturing in (False, True):

@@ -1,0 +1,141 @@
+"""Which modules of a model get ops of ours, and that these change nothing else."""
+
+from __future__ import annotations
+
+import sys
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from clairai.compat import model_ops
+from clairai.compat.model_ops import PLAIN_NORM, find_fusible
+from clairai.compat.model_sites import Sites
+
+WIDTH = 8
+
+
+class Norm(nn.Module):  # type: ignore[misc]
+    """Like vLLM's RMSNorm; its name is set below."""
+
+    def __init__(self, **changes: Any) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(WIDTH, dtype=changes.pop("dtype", torch.float32)))
+        self.has_weight, self.variance_size_override = True, None
+        for name, value in changes.items():
+            setattr(self, name, value)
+
+
+def norm_class(module: str, name: str) -> type[Norm]:
+    return type(name, (Norm,), {"__module__": module})
+
+
+@pytest.fixture
+def sites() -> Sites:
+    """A first norm, which gets one tensor; a plain one; and some that differ from it."""
+    plain, gemma = norm_class(*PLAIN_NORM), norm_class(PLAIN_NORM[0], "GemmaRMSNorm")
+    modules = {
+        "pre_attn.0": plain(),
+        "post_attn.0": plain(),
+        "pre_attn.1": plain(dtype=torch.float64),
+        "post_attn.1": plain(variance_size_override=4),
+        "pre_attn.2": plain(has_weight=False),
+        "post_attn.2": gemma(),
+    }
+    adding = frozenset(modules) - {"pre_attn.0"}
+    return Sites(modules, {}, adding, {}, {}, 3, WIDTH)
+
+
+def config(*, device: str = "cuda", quant: object = None, ranks: int = 1) -> Any:
+    return SimpleNamespace(
+        device_config=SimpleNamespace(device_type=device),
+        quant_config=quant,
+        parallel_config=SimpleNamespace(tensor_parallel_size=ranks),
+        model_config=SimpleNamespace(dtype=torch.float32),
+    )
+
+
+def test_only_plain_norms_of_two_tensors_are_replaced(sites: Sites) -> None:
+    assert find_fusible(config(), sites, sites.modules) == ["post_attn.0"]
+
+
+@pytest.mark.parametrize("engine", [config(device="cpu"), config(quant="fp8"), config(ranks=2)])
+def test_no_norm_is_replaced_on_a_cpu_or_where_vllm_fuses_it_itself(
+    engine: Any, sites: Sites
+) -> None:
+    assert find_fusible(engine, sites, sites.modules) == []
+
+
+def test_no_norm_is_replaced_where_results_must_not_depend_on_the_batch(
+    sites: Sites, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("VLLM_BATCH_INVARIANT", "1")
+    assert find_fusible(config(), sites, sites.modules) == []
+
+
+class Attention(nn.Module):  # type: ignore[misc]  # torch is Any to mypy
+    """In place of vLLM's own, which tests/engine uses."""
+
+    def forward(self, query: torch.Tensor, key: torch.Tensor, *, scale: float = 1.0) -> Any:
+        self.given = (query, key, scale)
+        return query + key * scale
+
+
+class OtherAttention(Attention):
+    pass
+
+
+class Block(nn.Module):  # type: ignore[misc]
+    def __init__(self, *inner: nn.Module) -> None:
+        super().__init__()
+        self.projection = nn.Linear(2, 2)
+        self.inner = nn.ModuleList(inner)
+
+
+@pytest.fixture(autouse=True)
+def vllm_attention(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Importing vLLM itself takes seconds, warns and logs."""
+    module = ModuleType("vllm.model_executor.layers.attention")
+    module.Attention = Attention  # type: ignore[attr-defined]
+    for name in ("vllm", "vllm.model_executor", "vllm.model_executor.layers"):
+        monkeypatch.setitem(sys.modules, name, ModuleType(name))
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+
+
+def test_the_only_attention_of_a_block_is_found() -> None:
+    attention = Attention()
+    assert model_ops.find_attention(Block(nn.Linear(1, 1), attention)) is attention
+
+
+@pytest.mark.parametrize(
+    "block",
+    [Block(), Block(Attention(), Attention()), Block(OtherAttention())],
+    ids=["none", "two", "another kind"],
+)
+def test_a_block_without_exactly_one_plain_attention_gets_no_side_stream(
+    block: Block,
+) -> None:
+    assert model_ops.find_attention(block) is None
+
+
+def test_a_joined_attention_waits_first_and_then_works_as_before(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    attention, token = Attention(), torch.zeros(1, dtype=torch.int32)
+    waited: list[object] = []
+
+    def join(x: torch.Tensor, given_token: torch.Tensor) -> None:
+        assert not hasattr(attention, "given")
+        waited.extend((x, given_token))
+
+    monkeypatch.setattr(torch.ops.clairai, "join", join, raising=False)
+    model_ops.attach_join(attention, token)
+    query, key = torch.randn(3, 2), torch.randn(3, 2)
+    found = attention(query, key, scale=2.0)
+    assert waited[0] is query
+    assert waited[1] is token
+    assert torch.equal(found, query + key * 2.0)
+    assert attention.given[0] is query
+    assert isinstance(attention, Attention)
