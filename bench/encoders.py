@@ -148,9 +148,9 @@ def _whitened(rows_TD: Rows, labels: fit.Labels) -> Rows:
 
 def _auroc(rows_TD: Rows, labels: fit.Labels) -> float:
     line = fit.fit_direction(rows_TD, labels, PENALTY)
-    is_judged_T = (labels.folds_T == HELD_OUT) & labels.judged_T
-    scores_T = rows_TD[is_judged_T] @ line.direction_D + line.bias
-    return fit.auroc(scores_T.astype(np.float64), labels.positive_T[is_judged_T])
+    is_evaluated_T = (labels.folds_T == HELD_OUT) & labels.evaluated_T
+    scores_T = rows_TD[is_evaluated_T] @ line.direction_D + line.bias
+    return fit.auroc(scores_T.astype(np.float64), labels.positive_T[is_evaluated_T])
 
 
 if __name__ == "__main__":

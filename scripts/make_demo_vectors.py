@@ -45,7 +45,7 @@ def main() -> None:
             made = make_vector(source, kind.name, texts, ReadingOptions(), model=NAME)
             told = replace(made.vector, description=kind.description, scale=kind.scale)
             save(told, FOLDER / f"{kind.name}.safetensors")
-            norms = zip(told.listed().points, told.listed().norms, made.apart, strict=True)
+            norms = zip(told.listed().points, told.listed().norms, made.separation, strict=True)
             lines = [
                 f"{point} norm {norm:.3g}, told apart {apart:.3f}" for point, norm, apart in norms
             ]

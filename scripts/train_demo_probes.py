@@ -57,17 +57,17 @@ def main() -> None:
 
 
 def cells(made: TrainedProbe) -> tuple[str, ...]:
-    probe, judged = made.probe, made.judged
+    probe, evaluation = made.probe, made.evaluation
     low, high = probe.calibration or (0.0, 1.0)
     return (
         f"`{probe.name}`",
         f"`{probe.point}`",
-        f"{judged.num_documents}",
-        f"{judged.num_tokens}",
-        f"{judged.auroc:.3f}",
-        f"{judged.auroc_all:.3f}",
-        f"{judged.auroc_documents:.3f}",
-        f"{judged.accuracy:.3f}",
+        f"{evaluation.num_documents}",
+        f"{evaluation.num_tokens}",
+        f"{evaluation.auroc:.3f}",
+        f"{evaluation.auroc_all:.3f}",
+        f"{evaluation.auroc_documents:.3f}",
+        f"{evaluation.accuracy:.3f}",
         f"{probe.threshold:.2f}",
         f"{low:.2g} to {high:.2g}",
     )

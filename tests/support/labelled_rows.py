@@ -1,4 +1,4 @@
-"""Takes a seed; gives labelled rows with a planted direction, and a tokenizer of words."""
+"""Labelled rows with a planted direction, and a tokenizer of words."""
 
 from __future__ import annotations
 
@@ -16,21 +16,21 @@ PLANTED = 2
 
 
 def labels(num_documents: int = 80, length: int = 20) -> Labels:
-    """Every other document has the concept; folds go round."""
+    """Labels of documents: every other has the concept, and folds alternate."""
     documents_T = np.repeat(np.arange(num_documents), length)
     every = np.ones(len(documents_T), np.bool_)
     return Labels(
         positive_T=documents_T % 2 == 1,
-        said_T=every,
+        labelled_T=every,
         settled_T=every,
-        framing_T=~every,
+        template_T=~every,
         folds_T=documents_T // 2 % NUM_FOLDS,
         documents_T=documents_T,
     )
 
 
 def rows(known: Labels, *, strength: float, seed: int = 0) -> NDArray[np.float32]:
-    """Columns of very different size and centre; one of them knows the label, more or less."""
+    """Rows with columns of very different scale; one of them depends on the label."""
     random = np.random.default_rng(seed)
     size_D = np.array([1e-2, 1.0, 1e2, 1.0, 10.0, 1e3], np.float32)
     rows_TD = random.normal(size=(len(known.positive_T), WIDTH)).astype(np.float32) + 3

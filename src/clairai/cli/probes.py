@@ -170,8 +170,8 @@ def train(
             "training needs scikit-learn; run `pip install 'clairai[train]'`"
         ) from error
     target = out or Path(f"{name.replace('/', '_')}.safetensors")
-    wish = TrainOptions(name, description, target, points or [], seed)
-    for line in train_probe_file(wish, LabelledTexts(data, positive, negative), model, engine):
+    options = TrainOptions(name, description, target, points or [], seed)
+    for line in train_probe_file(options, LabelledTexts(data, positive, negative), model, engine):
         typer.echo(line)
 
 

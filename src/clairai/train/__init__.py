@@ -1,1 +1,4 @@
-"""Labelled texts to a linear probe: rows through our own taps, the fit with scikit-learn."""
+"""Train linear probes, and make steering vectors, from labelled texts.
+
+Rows are read from a vLLM engine in this process through clairai's own taps; scikit-learn fits.
+"""

@@ -1,4 +1,4 @@
-"""Takes labelled texts, as files of lines or of JSON lines; gives documents labelled by stretch."""
+"""Labelled texts: documents whose spans of text are labelled, read from lines or JSON lines."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ SEPARATOR: Final = "%%"  # alone on a line, where documents have lines of their 
 
 @dataclass(frozen=True)
 class TextSpan:
-    """A stretch of text: the concept is in it, is not, or nothing is claimed (None)."""
+    """A span of text with its label: the concept is there, is not, or nothing is claimed (None)."""
 
     text: str
     label: bool | None
@@ -26,7 +26,7 @@ class TextSpan:
 
 @dataclass(frozen=True)
 class Turn:
-    """One message of a chat; without a role, plain text as /v1/completions takes it."""
+    """One message of a chat; without a role, plain text as for /v1/completions."""
 
     role: str | None
     spans: tuple[TextSpan, ...]
@@ -38,7 +38,7 @@ class Turn:
 
 @dataclass(frozen=True)
 class Document:
-    """What is forwarded as one prompt. Documents of one fold are on one side of every split."""
+    """One prompt. Documents of the same fold are on the same side of every split."""
 
     turns: tuple[Turn, ...]
     fold: int | None = None
@@ -49,7 +49,7 @@ class Document:
 
     @property
     def key(self) -> tuple[tuple[str | None, str], ...]:
-        """The same for documents that say the same: they must not be on both sides of a split."""
+        """Equal for documents of equal content, which must not be on both sides of a split."""
         return tuple((turn.role, turn.text) for turn in self.turns)
 
 
@@ -61,7 +61,7 @@ class ChatMessage(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class LabelledLine(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """One JSON line: a text, or a chat whose last message is what the label is about."""
+    """One JSON line: a text, or a chat whose last message the label is about."""
 
     label: bool
     text: str | None = None
@@ -69,7 +69,7 @@ class LabelledLine(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class ContrastPair(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """One JSON line: two texts that differ in one thing; with a prompt, two answers to it."""
+    """One JSON line: two texts that differ in one respect; with a prompt, two answers to it."""
 
     positive: str
     negative: str
@@ -81,7 +81,7 @@ def text_document(text: str, *, label: bool) -> Document:
 
 
 def chat_document(messages: tuple[ChatMessage, ...], *, label: bool) -> Document:
-    """The label is about the last message; of those before it nothing is claimed."""
+    """Label the last message of a chat; nothing is claimed about the others."""
     labels = [None] * (len(messages) - 1) + [label]
     turns = [
         Turn(message.role, (TextSpan(message.content.strip(), mark),))
@@ -91,7 +91,7 @@ def chat_document(messages: tuple[ChatMessage, ...], *, label: bool) -> Document
 
 
 def read_texts(file: Path, *, label: bool) -> list[Document]:
-    """One document a line; or, where a line is just `%%`, one between each two of those."""
+    """Read one document per line or, if the file has lines of just `%%`, one between those."""
     lines = _read_lines(file)
     units = "\n".join(lines).split(f"\n{SEPARATOR}\n") if SEPARATOR in lines else lines
     documents = [text_document(unit.strip("\n"), label=label) for unit in units if unit.strip()]
@@ -99,15 +99,15 @@ def read_texts(file: Path, *, label: bool) -> list[Document]:
 
 
 def read_json_lines(file: Path) -> list[Document]:
-    """`{"text": ..., "label": true}` or `{"messages": [...], "label": true}` on each line."""
+    """Read `{"text": ..., "label": true}` or `{"messages": [...], "label": true}` per line."""
     numbered = [(number, line) for number, line in enumerate(_read_lines(file), 1) if line.strip()]
     return _check_count([_parse_document(file, number, line) for number, line in numbered], file)
 
 
 def read_pairs(file: Path) -> tuple[list[Document], list[Document]]:
-    """`{"positive": ..., "negative": ..., "prompt": ...}` on each line; the prompt may be left out.
+    """Read `{"positive": ..., "negative": ..., "prompt": ...}` per line; the prompt is optional.
 
-    All that is said is labelled, on both sides: it is what rows are wanted of.
+    The texts of both sides are labelled true, to mark the tokens whose rows are read.
     """
     numbered = [(number, line) for number, line in enumerate(_read_lines(file), 1) if line.strip()]
     pairs = [_parse_pair(file, number, line) for number, line in numbered]

@@ -1,4 +1,10 @@
-"""Takes documents; gives each its fold: the last is held out, the others are left out in turn."""
+"""Fit a linear direction to labelled rows, cross-validated over folds of whole documents.
+
+The last fold is held out: it is used for nothing but the final evaluation. The others are left out
+in turn to choose a penalty and a threshold.
+
+T = labelled tokens, D = model width.
+"""
 
 from __future__ import annotations
 
@@ -18,12 +24,24 @@ from clairai.errors import ConfigError
 from clairai.train.documents import Document
 
 NUM_FOLDS: Final = 4
-HELD_OUT: Final = NUM_FOLDS - 1  # chooses nothing and fits nothing: it is scored, once, at the end
+HELD_OUT: Final = NUM_FOLDS - 1
 MIN_DOCUMENTS: Final = 2 * NUM_FOLDS  # of each label
+PENALTIES: Final = (
+    0.001,
+    0.01,
+    0.1,
+)  # on the squared weights, relative to the mean loss of a token
+MAX_FALSE_ALARMS: Final = 0.01
+EVEN_ODDS: Final = 0.5  # the score at which both labels are equally likely
+MAX_STEPS: Final = 2000
+
+Rows = NDArray[np.float32]
+Scores = NDArray[np.floating]
+Mask = NDArray[np.bool_]
 
 
 def assign_folds(documents: Sequence[Document], *, seed: int) -> list[int]:
-    """As the documents say, where they do; else both labels in each, and the same text in one."""
+    """Return the folds the documents state, or draw them: each with both labels, no text in two."""
     given = [document.fold for document in documents if document.fold is not None]
     if given:
         assert len(given) == len(documents), "either all documents know their fold, or none does"
@@ -32,64 +50,49 @@ def assign_folds(documents: Sequence[Document], *, seed: int) -> list[int]:
 
 
 def _draw_folds(documents: Sequence[Document], seed: int) -> list[int]:
-    """Whole documents are dealt out, never tokens: neighbours in a text say the same."""
+    """Draw folds of whole documents, never of tokens: neighbouring tokens are too similar."""
     numbers: dict[object, int] = {}
     groups = [numbers.setdefault(document.key, len(numbers)) for document in documents]
     positive = np.array([document.is_positive for document in documents])
     for label, name in ((True, "with"), (False, "without")):
-        num_texts = len({g for g, is_it in zip(groups, positive, strict=True) if is_it == label})
+        num_texts = len({g for g, has_it in zip(groups, positive, strict=True) if has_it == label})
         if num_texts < MIN_DOCUMENTS:
             raise ConfigError(
                 f"{num_texts} different documents {name} the concept; give at least {MIN_DOCUMENTS}"
             )
-    dealt = [0] * len(documents)
-    dealer = StratifiedGroupKFold(NUM_FOLDS, shuffle=True, random_state=seed)
-    for fold, (_, chosen) in enumerate(dealer.split(positive, positive, groups)):
+    folds = [0] * len(documents)
+    splitter = StratifiedGroupKFold(NUM_FOLDS, shuffle=True, random_state=seed)
+    for fold, (_, chosen) in enumerate(splitter.split(positive, positive, groups)):
         for index in chosen.tolist():
-            dealt[index] = fold
-    return dealt
-
-
-# MERGED
-# Takes labelled rows; gives the line between those with the concept and those without.
-#
-# T = labelled tokens, D = model width
-
-
-PENALTIES: Final = (0.001, 0.01, 0.1)  # on the squared weights, beside the mean loss of a token
-MAX_FALSE_ALARMS: Final = 0.01
-EVEN_ODDS: Final = 0.5  # the score at which both answers are as likely
-MAX_STEPS: Final = 2000
-
-Rows = NDArray[np.float32]
-Scores = NDArray[np.floating]
-Mask = NDArray[np.bool_]
+            folds[index] = fold
+    return folds
 
 
 @dataclass(frozen=True, eq=False)
 class Labels:
-    """What is known of each token."""
+    """What is known about each token."""
 
     positive_T: Mask
-    said_T: Mask  # whether `positive_T` means anything
-    settled_T: Mask  # not among the first tokens of a stretch with the concept
-    framing_T: Mask  # put there by the chat template
+    labelled_T: Mask  # whether `positive_T` means anything
+    settled_T: Mask  # not among the first tokens of a span with the concept
+    template_T: Mask  # added by the chat template
     folds_T: NDArray[np.int64]
     documents_T: NDArray[np.int64]
 
     @property
     def fitted_T(self) -> Mask:
-        return self.said_T & self.settled_T
+        """The tokens to fit."""
+        return self.labelled_T & self.settled_T
 
     @property
-    def judged_T(self) -> Mask:
-        """The template is easy to tell from text: to count it would flatter the probe."""
-        return self.fitted_T & ~self.framing_T
+    def evaluated_T(self) -> Mask:
+        """The tokens to evaluate: the template is easy to recognise and would flatter the probe."""
+        return self.fitted_T & ~self.template_T
 
 
 @dataclass(frozen=True)
 class PenaltyChoice:
-    """A penalty, and what folds left out in turn say of it."""
+    """A penalty and its cross-validated results."""
 
     penalty: float
     auroc: float
@@ -98,14 +101,14 @@ class PenaltyChoice:
 
 @dataclass(frozen=True)
 class LinearFit:
-    """`rows @ direction_D + bias`: the log odds that the concept is there."""
+    """`rows @ direction_D + bias` is the log odds that the concept is there."""
 
     direction_D: NDArray[np.float32]
     bias: float
 
 
 def choose_penalty(rows_TD: Rows, labels: Labels) -> PenaltyChoice:
-    """The penalty whose lines tell best apart what they have not seen, `HELD_OUT` left aside."""
+    """Return the penalty with the best cross-validated AUROC; `HELD_OUT` is not used."""
     return max(
         (_cross_validate(rows_TD, labels, p) for p in PENALTIES), key=lambda choice: choice.auroc
     )
@@ -115,9 +118,9 @@ def _cross_validate(rows_TD: Rows, labels: Labels, penalty: float) -> PenaltyCho
     scores, positive = [], []
     for fold in range(HELD_OUT):
         is_known_T = (labels.folds_T != fold) & (labels.folds_T != HELD_OUT) & labels.fitted_T
-        is_left_T = (labels.folds_T == fold) & labels.judged_T
-        machine = _fit_pipeline(rows_TD[is_known_T], labels.positive_T[is_known_T], penalty)
-        scores.append(machine.predict_proba(rows_TD[is_left_T])[:, 1])
+        is_left_T = (labels.folds_T == fold) & labels.evaluated_T
+        pipeline = _fit_pipeline(rows_TD[is_known_T], labels.positive_T[is_known_T], penalty)
+        scores.append(pipeline.predict_proba(rows_TD[is_left_T])[:, 1])
         positive.append(labels.positive_T[is_left_T])
     scores_T, positive_T = np.concatenate(scores), np.concatenate(positive)
     return PenaltyChoice(
@@ -126,37 +129,37 @@ def _cross_validate(rows_TD: Rows, labels: Labels, penalty: float) -> PenaltyCho
 
 
 def fit_direction(rows_TD: Rows, labels: Labels, penalty: float) -> LinearFit:
-    """On all folds but the one held out; the standardising is folded into the line."""
+    """Fit on all folds but `HELD_OUT`, and fold the standardisation into the result."""
     is_known_T = (labels.folds_T != HELD_OUT) & labels.fitted_T
-    machine = _fit_pipeline(rows_TD[is_known_T], labels.positive_T[is_known_T], penalty)
-    scaler, regression = machine[0], machine[1]
+    pipeline = _fit_pipeline(rows_TD[is_known_T], labels.positive_T[is_known_T], penalty)
+    scaler, regression = pipeline[0], pipeline[1]
     weights_D = regression.coef_[0].astype(np.float64) / scaler.scale_
     bias = float(regression.intercept_[0] - weights_D @ scaler.mean_)
     return LinearFit(weights_D.astype(np.float32), bias)
 
 
 def _fit_pipeline(rows_TD: Rows, positive_T: Mask, penalty: float) -> Pipeline:
-    """Both sides weigh the same, however many tokens each has."""
+    """Fit with both labels weighing the same, however many tokens each has."""
     _check_sides(positive_T)
-    # C weighs the *sum* of losses: divided by their number, a penalty means the same anywhere
+    # C weighs the *sum* of losses: divided by their number, a penalty means the same for any size.
     strength = 1 / (penalty * len(rows_TD))
     regression = LogisticRegression(C=strength, class_weight="balanced", max_iter=MAX_STEPS)
     return make_pipeline(StandardScaler(), regression).fit(rows_TD, positive_T)
 
 
 def auroc(scores_T: Scores, positive_T: Mask) -> float:
-    """How often a token with the concept scores above one without."""
+    """Return how often a token with the concept scores above one without."""
     _check_sides(positive_T)
     return float(roc_auc_score(positive_T, scores_T))
 
 
 def balanced_accuracy(scores_T: Scores, positive_T: Mask, least: float) -> float:
-    """The mean of both sides' share of tokens on the right side of `least`."""
+    """Return the mean over both labels of the share of tokens on the right side of `least`."""
     return float(balanced_accuracy_score(positive_T, scores_T >= least))
 
 
 def choose_threshold(scores_T: Scores, positive_T: Mask) -> float:
-    """Even odds; or more, where over one in a hundred tokens without the concept reaches that."""
+    """Return even odds, or more if over 1 % of the tokens without the concept reach that."""
     rare = float(np.quantile(scores_T[~positive_T], 1 - MAX_FALSE_ALARMS, method="higher"))
     return max(EVEN_ODDS, rare)
 

@@ -1,6 +1,6 @@
-"""Takes a document and the model's tokenizer; gives its token ids, and what each is said to be.
+"""Tokenize a document, and give every token the label of the span of text it is in.
 
-T = tokens of one document
+T = tokens of one document.
 """
 
 from __future__ import annotations
@@ -18,53 +18,53 @@ from clairai.errors import ConfigError
 from clairai.points import quote
 from clairai.train.documents import Document, Turn
 
-# Nothing in "The food was" tells what follows: the first tokens of a stretch are not trained on.
+# Nothing in "The food was" tells what follows, so the first tokens of a span are not trained on.
 NUM_UNSETTLED: Final = 4
 UNLABELLED: Final = -1
-TEMPLATE: Final = -1  # the stretch of what the chat template adds
+TEMPLATE: Final = -1  # the span number of what the chat template adds
 
 
 @dataclass(frozen=True, eq=False)
 class LabelledTokens:
-    """One document, ready to be forwarded."""
+    """The tokens of one document and their labels."""
 
     ids: tuple[int, ...]
-    labels_T: NDArray[np.int8]  # 1, 0, or UNSAID
-    settled_T: NDArray[np.bool_]  # not among the first tokens of a stretch with the concept
-    framing_T: NDArray[np.bool_]  # put there by the chat template
+    labels_T: NDArray[np.int8]  # 1, 0, or UNLABELLED
+    settled_T: NDArray[np.bool_]  # not among the first tokens of a span with the concept
+    template_T: NDArray[np.bool_]  # added by the chat template
 
 
 def tokenize(document: Document, tokenizer: Any) -> LabelledTokens:
-    """What the template adds is without the concept if all of the document is."""
+    """Tokenize a document. The template counts as without the concept if the whole document is."""
     text, starts = _render(document, tokenizer)
     is_chat = document.turns[0].role is not None
     encoded = tokenizer(text, return_offsets_mapping=True, add_special_tokens=not is_chat)
     marks = _label_characters(document, starts, len(text))
-    labels, settled, framing = [], [], []
-    age, last = 0, TEMPLATE
+    labels, settled, template = [], [], []
+    age, last = 0, TEMPLATE  # `age` counts the tokens of the current span
     for start, end in encoded["offset_mapping"]:
-        stretch, label = marks[max(start, end - 1)] if end > start else (TEMPLATE, None)
-        age = age + 1 if stretch == last else 0
-        last = stretch
+        span, label = marks[max(start, end - 1)] if end > start else (TEMPLATE, None)
+        age = age + 1 if span == last else 0
+        last = span
         labels.append(UNLABELLED if label is None else int(label))
         settled.append(label is not True or age >= NUM_UNSETTLED)
-        framing.append(stretch == TEMPLATE)
+        template.append(span == TEMPLATE)
     return LabelledTokens(
         tuple(encoded["input_ids"]),
         np.array(labels, np.int8),
         np.array(settled, np.bool_),
-        np.array(framing, np.bool_),
+        np.array(template, np.bool_),
     )
 
 
 def _render(document: Document, tokenizer: Any) -> tuple[str, list[int]]:
-    """The text of the prompt, and where in it each turn begins."""
+    """Return the text of the prompt, and where each turn begins in it."""
     turns = document.turns
     if turns[0].role is None:
         assert len(turns) == 1, "plain text is a document of its own"
         return turns[0].text, [0]
     text = _apply_template(tokenizer, turns, [turn.text for turn in turns])
-    # Where a message begins is asked with stand-ins: a short one may be in the template as well.
+    # Placeholders find where a message begins: a short text may occur in the template as well.
     names = [f"[turn {number} {uuid.uuid4()}]" for number in range(len(turns))]
     pattern = _apply_template(tokenizer, turns, names)
     starts = []
@@ -83,7 +83,7 @@ def _apply_template(tokenizer: Any, turns: Sequence[Turn], texts: Sequence[str])
     messages = [
         {"role": turn.role, "content": text} for turn, text in zip(turns, texts, strict=True)
     ]
-    # What the model would be given: it is asked to answer, unless the last word is its own.
+    # As in serving: the model is asked to answer, unless the last turn is its own.
     is_asked = turns[-1].role != "assistant"
     text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=is_asked)
     return str(text)
@@ -92,21 +92,21 @@ def _apply_template(tokenizer: Any, turns: Sequence[Turn], texts: Sequence[str])
 def _label_characters(
     document: Document, starts: Sequence[int], num_characters: int
 ) -> list[tuple[int, bool | None]]:
-    """For each character: the number of its stretch, and the stretch's label."""
+    """Return the number of the span of each character, and the span's label."""
     outside = None if document.is_positive else False
     marks: list[tuple[int, bool | None]] = [(TEMPLATE, outside)] * num_characters
-    stretch = 0
+    number = 0
     for start, turn in zip(starts, document.turns, strict=True):
-        # neighbours with one label are one stretch
+        # neighbours with the same label are one span
         for label, spans in itertools.groupby(turn.spans, key=lambda span: span.label):
             end = start + sum(len(span.text) for span in spans)
-            marks[start:end] = [(stretch, label)] * (end - start)
-            start, stretch = end, stretch + 1
+            marks[start:end] = [(number, label)] * (end - start)
+            start, number = end, number + 1
     return marks
 
 
 def check_tokenizer(tokenizer: Any) -> None:
-    """Labels are put on tokens by their place in the text."""
+    """Refuse a tokenizer without offsets: labels are given to tokens by their place in the text."""
     if not getattr(tokenizer, "is_fast", False):
         raise ConfigError(
             f"the tokenizer {type(tokenizer).__name__} does not tell where a token stands in the "
@@ -115,7 +115,7 @@ def check_tokenizer(tokenizer: Any) -> None:
 
 
 def check_lengths(encoded: Sequence[LabelledTokens], max_len: int) -> None:
-    """Every document is forwarded whole, and one more token is sampled."""
+    """Refuse documents that do not fit: each is forwarded whole, and one token is sampled."""
     longest = max(range(len(encoded)), key=lambda index: len(encoded[index].ids))
     num_tokens = len(encoded[longest].ids)
     if num_tokens >= max_len:

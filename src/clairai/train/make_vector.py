@@ -1,4 +1,7 @@
-"""Takes what `clairai vectors make` was given; gives a vector file, and in words what it holds."""
+"""Make a steering vector from contrasting texts, or from a probe, and save it.
+
+N = documents of one side, D = model width.
+"""
 
 from __future__ import annotations
 
@@ -16,13 +19,15 @@ from clairai.points import Point, quote
 from clairai.probe import files as probe_files
 from clairai.train.documents import Document, read_pairs, read_texts
 from clairai.train.label_tokens import LabelledTokens, check_lengths, check_tokenizer, tokenize
-from clairai.train.row_source import RowSource, prompt_batches
+from clairai.train.row_source import RowSource
 from clairai.train.start_engine import choose_model, model_name, run_engine
 from clairai.vector.files import save
 from clairai.vector.make import METHODS, from_probe, measure_separation
 from clairai.vector.model import Vector
 
 Method = Literal["mean", "pca"]
+Tokens = Literal["all", "last"]
+RowsByPoint = dict[Point, NDArray[np.float64]]
 
 
 @dataclass(frozen=True)
@@ -43,7 +48,7 @@ class ContrastTexts:
 
 @dataclass(frozen=True)
 class VectorOptions:
-    """What is wanted: a name, and where the vector goes."""
+    """What the vector is called, and where to save it."""
 
     name: str
     out: Path
@@ -51,17 +56,17 @@ class VectorOptions:
     scale: float = 1.0
 
     def check(self) -> None:
-        """Now, and not after minutes of reading."""
-        self.told(Vector(self.name, {Point("post_block", 0): np.ones(1, np.float32)}))
+        """Refuse what could not be saved now, and not after minutes of reading."""
+        self.apply(Vector(self.name, {Point("post_block", 0): np.ones(1, np.float32)}))
         if self.out.suffix != ".safetensors" or not self.out.parent.is_dir():
             raise ConfigError(
                 f"--out is {quote(str(self.out), limit=200)}; give a name ending in .safetensors, "
                 "in a folder that is there"
             )
 
-    def told(self, vector: Vector) -> Vector:
-        described = self.description or vector.description
-        return replace(vector, name=self.name, description=described, scale=self.scale)
+    def apply(self, vector: Vector) -> Vector:
+        description = self.description or vector.description
+        return replace(vector, name=self.name, description=description, scale=self.scale)
 
 
 @dataclass(frozen=True)
@@ -75,40 +80,40 @@ class ReadingOptions:
 
 @dataclass(frozen=True)
 class MadeVector:
-    """A vector, and at each of its points how often it tells the two sides apart."""
+    """A vector, and how well it separates the two sides at each of its points."""
 
     vector: Vector
-    apart: tuple[float, ...]
+    separation: tuple[float, ...]
 
 
 def make_vector_file(
-    wish: VectorOptions,
+    options: VectorOptions,
     texts: ContrastTexts,
     reading: ReadingOptions,
     model: str | None,
     arguments: str,
 ) -> Iterator[str]:
-    """Lines to print, the last of them after the file is there."""
-    wish.check()
+    """Make a vector of texts and save it. Yields lines to print, the last when it is written."""
+    options.check()
     positive, negative = texts.read()
-    source, settings = choose_model(model, arguments)
-    say(f"starting vLLM for {source}")
-    with run_engine(source, reading.points, settings) as tapped:
+    model, engine_arguments = choose_model(model, arguments)
+    say(f"starting vLLM for {model}")
+    with run_engine(model, reading.points, engine_arguments) as source:
         made = make_vector(
-            tapped, wish.name, (positive, negative), reading, model=model_name(source)
+            source, options.name, (positive, negative), reading, model=model_name(model)
         )
     yield f"{len(positive)} positive texts, {len(negative)} negative ones"
     yield "point           norm      told apart"
     listed = made.vector.listed()
-    for point, length, share in zip(listed.points, listed.norms, made.apart, strict=True):
-        yield f"{point:<15} {length:<9.4g} {share:.3f}"
-    yield _save(wish, made.vector)
+    for point, norm, share in zip(listed.points, listed.norms, made.separation, strict=True):
+        yield f"{point:<15} {norm:<9.4g} {share:.3f}"
+    yield _save(options, made.vector)
 
 
-def make_vector_from_probe(wish: VectorOptions, probe: Path, step: float) -> Iterator[str]:
-    """As `make_file`, from a probe's file; needs no engine."""
-    wish.check()
-    yield _save(wish, from_probe(probe_files.load(probe), step=step))
+def make_vector_from_probe(options: VectorOptions, probe: Path, step: float) -> Iterator[str]:
+    """Make a vector of a probe's file and save it; this needs no engine."""
+    options.check()
+    yield _save(options, from_probe(probe_files.load(probe), step=step))
 
 
 def make_vector(
@@ -119,40 +124,26 @@ def make_vector(
     *,
     model: str,
 ) -> MadeVector:
-    """Read both sides at every point of the engine, and make the vector of them."""
+    """Read both sides at every point of the engine, and make a vector of them."""
     sides = read_contrast(source, *texts, reading.tokens)
     vector = METHODS[reading.method](name, sides.positive, sides.negative)
-    return MadeVector(replace(vector, model=model), separation(vector, sides))
-
-
-def separation(vector: Vector, sides: ContrastRows) -> tuple[float, ...]:
-    rows = vector.rows.items()
-    return tuple(
+    separation = tuple(
         measure_separation(row_D, sides.positive[point], sides.negative[point])
-        for point, row_D in rows
+        for point, row_D in vector.rows.items()
     )
+    return MadeVector(replace(vector, model=model), separation)
 
 
-def _save(wish: VectorOptions, vector: Vector) -> str:
-    told = wish.told(vector)
-    save(told, wish.out)
-    points = ", ".join(map(str, told.points))
-    return f"{wish.out}: {told.name} at {points}, scale {told.scale:g}"
-
-
-# MERGED
-# Takes contrasting documents and a tapped engine; gives one row for each document, at each point.
-#
-# N = documents of one side, D = model width
-
-
-Tokens = Literal["all", "last"]
-RowsByPoint = dict[Point, NDArray[np.float64]]
+def _save(options: VectorOptions, vector: Vector) -> str:
+    vector = options.apply(vector)
+    save(vector, options.out)
+    points = ", ".join(map(str, vector.points))
+    return f"{options.out}: {vector.name} at {points}, scale {vector.scale:g}"
 
 
 @dataclass(frozen=True)
 class ContrastRows:
-    """What the two sides read, [N, D] at each point."""
+    """One mean row for each document of the two sides, [N, D] at each point."""
 
     positive: RowsByPoint
     negative: RowsByPoint
@@ -161,62 +152,45 @@ class ContrastRows:
 def read_contrast(
     source: RowSource, positive: Sequence[Document], negative: Sequence[Document], tokens: Tokens
 ) -> ContrastRows:
-    """Both sides are forwarded together: each point is read once."""
+    """Read both sides together, so that each point is read once."""
     check_tokenizer(source.tokenizer)
-    encoded = [tokenize(document, source.tokenizer) for document in (*positive, *negative)]
-    check_lengths(encoded, source.max_len)
-    chosen = [_choose_positions(one, tokens) for one in encoded]
+    documents = [tokenize(document, source.tokenizer) for document in (*positive, *negative)]
+    check_lengths(documents, source.max_len)
+    positions = [_choose_positions(document, tokens) for document in documents]
     rows: RowsByPoint = {}
-    for points in source.groups():
-        rows |= _read_means(source, [one.ids for one in encoded], chosen, points)
-    at = len(positive)
+    for points in source.point_groups():
+        rows |= _read_means(source, [document.ids for document in documents], positions, points)
+    middle = len(positive)
     return ContrastRows(
-        {point: rows_ND[:at] for point, rows_ND in rows.items()},
-        {point: rows_ND[at:] for point, rows_ND in rows.items()},
+        {point: rows_ND[:middle] for point, rows_ND in rows.items()},
+        {point: rows_ND[middle:] for point, rows_ND in rows.items()},
     )
 
 
-def _choose_positions(encoded: LabelledTokens, tokens: Tokens) -> NDArray[np.int64]:
-    """The tokens of what is said, without the first few, which do not tell yet what it will be."""
-    is_said_T = encoded.labels_T == 1
-    said = np.flatnonzero(is_said_T)
+def _choose_positions(document: LabelledTokens, tokens: Tokens) -> NDArray[np.int64]:
+    """Choose the labelled tokens, without the first few, which do not show the concept yet."""
+    is_labelled_T = document.labels_T == 1
+    labelled = np.flatnonzero(is_labelled_T)
     if tokens == "last":
-        return said[-1:]
-    settled = np.flatnonzero(is_said_T & encoded.settled_T)
-    return settled if len(settled) else said
+        return labelled[-1:]
+    settled = np.flatnonzero(is_labelled_T & document.settled_T)
+    return settled if len(settled) else labelled
 
 
 def _read_means(
     source: RowSource,
     prompts: Sequence[Sequence[int]],
-    chosen: Sequence[NDArray[np.int64]],
+    positions: Sequence[NDArray[np.int64]],
     points: Sequence[Point],
 ) -> RowsByPoint:
-    """The mean of each document's chosen rows; the rows themselves are let go."""
+    """Read the mean of each document's chosen rows; the rows themselves are not kept."""
     rows = {point: np.empty((len(prompts), source.width), np.float64) for point in points}
-    places = _step_starts(prompts, source.passes())
     label = f"rows at {', '.join(map(str, points))}"
-    steps = show_progress(source.read(prompts, points), total=len(places), label=label)
-    column = 0
-    for step, (first, is_last) in zip(steps, places, strict=True):
-        num_columns = 0
-        for point, parts in step.items():
-            for number, part in enumerate(parts, first):
-                num_columns = part.shape[1]
-                mean = part[chosen[number]].mean(axis=0, dtype=np.float64)
-                rows[point][number, column : column + num_columns] = mean
-        column += num_columns if is_last else 0  # the next pass reads the next columns
+    batches = source.read(prompts, points)
+    total = source.num_batches(prompts)
+    for first, columns, batch in show_progress(batches, total=total, label=label):
+        for point, parts in batch.items():
+            for document, part in enumerate(parts, first):
+                mean = part[positions[document]].mean(axis=0, dtype=np.float64)
+                rows[point][document, columns] = mean
     return rows
-
-
-def _step_starts(prompts: Sequence[Sequence[int]], num_passes: int) -> list[tuple[int, bool]]:
-    """Of each step of the reading: its first document, and whether it ends a pass."""
-    firsts = list(_batch_starts(prompts))
-    return [(first, first == firsts[-1]) for _ in range(num_passes) for first in firsts]
-
-
-def _batch_starts(prompts: Sequence[Sequence[int]]) -> Iterator[int]:
-    first = 0
-    for batch in prompt_batches(prompts):
-        yield first
-        first += len(batch)

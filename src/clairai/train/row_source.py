@@ -1,21 +1,21 @@
-"""Takes token ids; gives residual rows, forwarded by vLLM and read through taps, ring and bank.
+"""Read residual rows from an engine: forwarded by vLLM, read through taps, ring and bank.
 
 A probe that is a unit vector scores one number of a row, so a bank of them gives the row itself.
-Where a row is wider than the bank, its parts are read one after the other.
+Where a row is wider than the bank, its columns are read in several passes.
 
-N = tokens of one prompt, D = model width, K = unit vectors in the bank for one point
+N = tokens of one prompt, D = model width, K = unit vectors in the bank for one point.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from clairai.compat import offline_llm as engine
+from clairai.compat import offline_llm
 from clairai.library.probe_bank import ProbeBank
 from clairai.library.scores import scores as read_scores
 from clairai.points import Point
@@ -28,9 +28,17 @@ BATCH_TOKENS: Final = 4096
 Prompt = Sequence[int]
 
 
+class BatchRows(NamedTuple):
+    """Some columns of the rows of consecutive prompts."""
+
+    first: int  # the index of the first prompt
+    columns: slice
+    rows: dict[Point, list[NDArray[np.float32]]]  # [N, K] for each prompt
+
+
 @dataclass(frozen=True)
 class RowSource:
-    """A running engine, tapped at every point that rows are wanted of."""
+    """A running engine, tapped at every point whose rows are wanted."""
 
     llm: Any
     points: tuple[Point, ...]
@@ -45,35 +53,39 @@ class RowSource:
     def capacity(self) -> int:
         return min(self.width, MAX_CAPACITY)
 
-    def groups(self) -> list[tuple[Point, ...]]:
-        """As many points at once as a bank has room for."""
+    def point_groups(self) -> list[tuple[Point, ...]]:
+        """The points, in groups as large as a bank has room for."""
         size = MAX_PROBES // self.capacity
         return [self.points[at : at + size] for at in range(0, len(self.points), size)]
 
-    def passes(self) -> int:
-        """How often every prompt is forwarded to read one group."""
-        return -(-self.width // self.capacity)
+    def num_batches(self, prompts: Sequence[Prompt]) -> int:
+        """How many batches `read` yields."""
+        num_passes = -(-self.width // self.capacity)
+        return num_passes * sum(1 for _ in prompt_batches(prompts))
 
-    def read(
-        self, prompts: Sequence[Prompt], points: Sequence[Point]
-    ) -> Iterator[dict[Point, list[NDArray[np.float32]]]]:
-        """For each pass and batch: at each point, of each prompt of the batch, [N, K]."""
+    def read(self, prompts: Sequence[Prompt], points: Sequence[Point]) -> Iterator[BatchRows]:
+        """Yield every column of every row at a group of points, batch by batch."""
         bank = ProbeBank(self.llm)
-        for first in range(0, self.width, self.capacity):
-            part = range(first, min(first + self.capacity, self.width))
-            bank.add(*(unit_probe(point, index, self.width) for point in points for index in part))
+        for start in range(0, self.width, self.capacity):
+            columns = range(start, min(start + self.capacity, self.width))
+            bank.add(
+                *(unit_probe(point, index, self.width) for point in points for index in columns)
+            )
+            first = 0
             for batch in prompt_batches(prompts):
-                yield self._forward(batch, points, part)
+                rows = self._forward(batch, points, columns)
+                yield BatchRows(first, slice(columns.start, columns.stop), rows)
+                first += len(batch)
             bank.remove(*(info.name for info in bank.list()))
 
     def _forward(
-        self, prompts: Sequence[Prompt], points: Sequence[Point], part: range
+        self, prompts: Sequence[Prompt], points: Sequence[Point], columns: range
     ) -> dict[Point, list[NDArray[np.float32]]]:
-        outputs = engine.forward_prompts(self.llm, prompts)
-        found = [answers[0] for answers in read_scores(self.llm, outputs)]
-        at = {name: column for column, name in enumerate(found[0].names)}
-        columns = {point: [at[unit_name(point, index)] for index in part] for point in points}
-        return {point: [scores.prompt[:, columns[point]] for scores in found] for point in points}
+        outputs = offline_llm.forward_prompts(self.llm, prompts)
+        scores = [choices[0] for choices in read_scores(self.llm, outputs)]
+        index_of = {name: index for index, name in enumerate(scores[0].names)}
+        order = {point: [index_of[unit_name(point, c)] for c in columns] for point in points}
+        return {point: [one.prompt[:, order[point]] for one in scores] for point in points}
 
 
 def unit_probe(point: Point, index: int, width: int) -> Probe:
@@ -87,7 +99,7 @@ def unit_name(point: Point, index: int) -> str:
 
 
 def prompt_batches(prompts: Sequence[Prompt]) -> Iterator[list[Prompt]]:
-    """In order, each of at most BATCH_TOKENS tokens or of one prompt."""
+    """Yield the prompts in order, in batches of one prompt or at most BATCH_TOKENS tokens."""
     batch: list[Prompt] = []
     num_tokens = 0
     for prompt in prompts:

@@ -1,4 +1,4 @@
-"""Takes a model and the points to look at; gives a running engine that rows can be read from."""
+"""Start a vLLM engine in this process, tapped at some points, to read residual rows from."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ from clairai.train.row_source import BATCH_TOKENS, MAX_CAPACITY, RowSource
 
 MAX_LEN: Final = 2048
 NUM_DEFAULT_POINTS: Final = 6
-DEPTHS: Final = (0.3, 0.9)  # shares of the model's layers: what is said is known between them
-RING_MIB: Final = 256  # a token takes 8 KiB of it at most, so a batch an eighth
+DEPTHS: Final = (0.3, 0.9)  # shares of the model's layers: concepts are readable between them
+RING_MIB: Final = 256  # a token takes at most 8 KiB, so a batch takes an eighth of it
 
 
 def demo_arguments() -> dict[str, Any]:
-    """As `clairai demo` serves its model."""
+    """vLLM's arguments for the demo model, as `clairai demo` serves it."""
     return {"dtype": "float32" if is_cpu_build() else "bfloat16"}
 
 
 def choose_model(model: str | None, arguments: str) -> tuple[str, dict[str, Any]]:
-    """The model to start, the demo's if none is named, and vLLM's arguments, given as JSON."""
+    """Return the model to start, by default the demo's, and vLLM's arguments, parsed from JSON."""
     given = _parse_arguments(arguments)
     if model is not None:
         return model, given
@@ -40,7 +40,7 @@ def choose_model(model: str | None, arguments: str) -> tuple[str, dict[str, Any]
 
 
 def model_name(model: str) -> str:
-    """What engines and probes call it."""
+    """The name that engines and probes use for a model."""
     return model.rstrip("/").rpartition("/")[2]
 
 
@@ -60,7 +60,7 @@ def _parse_arguments(text: str) -> dict[str, Any]:
 def run_engine(
     model: str, patterns: Sequence[str], arguments: Mapping[str, Any]
 ) -> Iterator[RowSource]:
-    """An engine tapped where `patterns` say, or at a spread of points; ended after the block."""
+    """Run an engine tapped at `patterns`, or at a spread of points, until the block ends."""
     prepare_environment()
     with explain_start_errors(model):
         about = offline_llm.read_model_shape(model, arguments)
@@ -69,7 +69,8 @@ def run_engine(
         raise ConfigError(f"max_model_len is {quote(max_len)}; give 2 to {BATCH_TOKENS}")
     chosen = expand(patterns, about.num_layers) if patterns else default_points(about.num_layers)
     points = distinct_points(chosen)
-    with tempfile.TemporaryDirectory(prefix="clairai-") as folder:  # no reader looks for it there
+    # in a folder where no reader looks for rings
+    with tempfile.TemporaryDirectory(prefix="clairai-") as folder:
         config = build_config(
             points=[str(point) for point in points],
             capacity=min(about.width, MAX_CAPACITY),
@@ -86,7 +87,7 @@ def run_engine(
 
 @contextmanager
 def explain_start_errors(model: str) -> Iterator[None]:
-    """vLLM raises whatever its parts raise."""
+    """Turn whatever vLLM raises at start into an UnsupportedError."""
     try:
         yield
     except ClairaiError:
@@ -106,17 +107,17 @@ def default_points(num_layers: int) -> tuple[Point, ...]:
 
 
 def distinct_points(points: Sequence[Point]) -> tuple[Point, ...]:
-    """Without those that are one tensor with another: pre_attn.5 is post_block.4."""
+    """Drop points that are the same tensor as another: pre_attn.5 is post_block.4."""
     after = {point.layer + 1 for point in points if point.kind == "post_block"}
     return tuple(p for p in points if p.kind != "pre_attn" or p.layer not in after)
 
 
 def prepare_environment() -> None:
-    """Before vLLM is imported, which reads these; what the user has set stays."""
-    usual = {"VLLM_LOGGING_LEVEL": "ERROR", "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
+    """Set what vLLM reads when it is imported; what the user has set stays."""
+    defaults = {"VLLM_LOGGING_LEVEL": "ERROR", "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
     if is_cpu_build():
-        # Else one core is left to an API server that is not there, and most of the memory taken.
+        # By default vLLM reserves a core for an API server, which is not there, and most memory.
         cores = ",".join(map(str, sorted(os.sched_getaffinity(0))))
-        usual |= {"VLLM_CPU_OMP_THREADS_BIND": cores, "VLLM_CPU_KVCACHE_SPACE": "1"}
-    for name, value in usual.items():
+        defaults |= {"VLLM_CPU_OMP_THREADS_BIND": cores, "VLLM_CPU_KVCACHE_SPACE": "1"}
+    for name, value in defaults.items():
         os.environ.setdefault(name, value)

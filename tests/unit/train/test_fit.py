@@ -1,4 +1,4 @@
-"""The fit on rows whose answer is known: the planted direction is found, noise is not flattered."""
+"""The fit finds a planted direction, and reports honestly what it did not find."""
 
 from __future__ import annotations
 
@@ -36,13 +36,13 @@ def test_a_planted_direction_is_found_whatever_the_size_of_the_columns() -> None
     assert choice.auroc > 0.95
 
 
-def test_the_line_gives_what_scikit_learn_would() -> None:
+def test_the_fitted_direction_scores_as_scikit_learn_does() -> None:
     known = labels()
     rows_TD = rows(known, strength=3.0)
     line = fit.fit_direction(rows_TD, known, 0.01)
     is_known_T = known.folds_T != HELD_OUT
-    machine = fit._fit_pipeline(rows_TD[is_known_T], known.positive_T[is_known_T], 0.01)
-    expected_T = machine.decision_function(rows_TD.astype(np.float64))
+    pipeline = fit._fit_pipeline(rows_TD[is_known_T], known.positive_T[is_known_T], 0.01)
+    expected_T = pipeline.decision_function(rows_TD.astype(np.float64))
     found_T = rows_TD.astype(np.float64) @ line.direction_D + line.bias
     np.testing.assert_allclose(found_T, expected_T, atol=2e-4)
 
@@ -57,8 +57,8 @@ def test_nothing_of_the_held_out_fold_reaches_the_fit_or_a_choice() -> None:
     assert (one.direction_D.tolist(), one.bias) == (other.direction_D.tolist(), other.bias)
 
 
-def test_a_document_that_remembers_its_label_is_not_taken_for_a_concept() -> None:
-    """Each document has a mark of its own: within it tokens are easy to tell, across it not."""
+def test_a_feature_of_single_documents_is_not_taken_for_a_concept() -> None:
+    """Each document has a random feature of its own, which says nothing about other documents."""
     known = labels(num_documents=160)
     random = np.random.default_rng(3)
     marks_TD = random.normal(size=(160, 200)).astype(np.float32)[known.documents_T]
@@ -69,16 +69,16 @@ def test_a_document_that_remembers_its_label_is_not_taken_for_a_concept() -> Non
     assert fit.choose_penalty(marks_TD, by_token).auroc > 0.9
 
 
-def test_first_tokens_and_the_template_are_not_judged() -> None:
+def test_first_tokens_and_the_template_are_not_evaluated() -> None:
     known = labels()
     rows_TD = rows(known, strength=3.0)
     flipped = known.documents_T % 5 == 0
     unsettled = replace(
-        known, settled_T=~(flipped & known.positive_T), framing_T=flipped & ~known.positive_T
+        known, settled_T=~(flipped & known.positive_T), template_T=flipped & ~known.positive_T
     )
     assert fit.choose_penalty(rows_TD, unsettled).auroc > 0.95
-    assert not (unsettled.judged_T & flipped).any()
-    assert (unsettled.fitted_T & unsettled.framing_T).any()
+    assert not (unsettled.evaluated_T & flipped).any()
+    assert (unsettled.fitted_T & unsettled.template_T).any()
 
 
 @pytest.mark.parametrize("fold", range(NUM_FOLDS))
@@ -97,8 +97,8 @@ def test_a_held_out_fold_without_the_concept_is_refused() -> None:
 
 
 def _search_all(search: PointSearch, known: fit.Labels) -> None:
-    search.look(Point("post_block", 0), rows(known, strength=1.0))
-    search.trained("toy")
+    search.try_point(Point("post_block", 0), rows(known, strength=1.0))
+    search.finish("toy")
 
 
 def test_auroc_is_the_share_of_pairs_in_order() -> None:
@@ -119,25 +119,25 @@ def test_the_threshold_is_even_odds_or_where_false_alarms_are_rare() -> None:
     assert (noisy_T >= least).mean() <= 0.0110
 
 
-def test_a_search_keeps_the_best_point_and_tells_only_of_the_held_out_fold() -> None:
+def test_a_search_keeps_the_best_point_and_reports_the_held_out_fold() -> None:
     known = labels()
     search = PointSearch(ProbeJob("planted", (), "Words."), known)
     for layer, strength in enumerate((0.5, 3.0, 1.0)):
-        search.look(Point("post_block", layer), rows(known, strength=strength))
-    made = search.trained("toy")
+        search.try_point(Point("post_block", layer), rows(known, strength=strength))
+    made = search.finish("toy")
     probe = made.probe
     assert (str(probe.point), probe.model, probe.activation) == ("post_block.1", "toy", "sigmoid")
-    assert [str(tried.point) for tried in made.tried] == [f"post_block.{n}" for n in range(3)]
+    assert [str(trial.point) for trial in made.trials] == [f"post_block.{n}" for n in range(3)]
     held = known.folds_T == HELD_OUT
     scores_T = probe.apply(rows(known, strength=3.0))
     assert probe.auroc == round(fit.auroc(scores_T[held], known.positive_T[held]), 4)
     assert probe.histogram is not None
-    assert sum(probe.histogram.counts) == held.sum() == made.judged.num_tokens
+    assert sum(probe.histogram.counts) == held.sum() == made.evaluation.num_tokens
     assert len(probe.histogram.counts) == NUM_BINS
     assert probe.calibration is not None
     assert 0 <= probe.calibration[0] < 0.5 < probe.calibration[1] <= 1
-    assert made.judged.auroc_documents == 1.0
-    assert made.judged.accuracy > 0.85
+    assert made.evaluation.auroc_documents == 1.0
+    assert made.evaluation.accuracy > 0.85
 
 
 def test_documents_with_both_labels_count_once_for_each() -> None:
@@ -145,9 +145,9 @@ def test_documents_with_both_labels_count_once_for_each() -> None:
     halves_T = np.arange(len(known.positive_T)) % 4 < 2
     both = replace(known, positive_T=halves_T)
     scores_T = np.where(halves_T, 0.75, 0.25)
-    judged = evaluate(scores_T, both, 0.5)
-    assert (judged.auroc, judged.auroc_documents, judged.accuracy) == (1.0, 1.0, 1.0)
-    assert (judged.num_documents, judged.num_tokens) == (2, 8)
+    result = evaluate(scores_T, both, 0.5)
+    assert (result.auroc, result.auroc_documents, result.accuracy) == (1.0, 1.0, 1.0)
+    assert (result.num_documents, result.num_tokens) == (2, 8)
 
 
 def _text(text: str, *, label: bool, fold: int | None = None) -> Document:
@@ -156,12 +156,12 @@ def _text(text: str, *, label: bool, fold: int | None = None) -> Document:
 
 def test_folds_have_both_labels_and_no_text_twice() -> None:
     documents = [_text(f"{n % 23}", label=n % 23 < 9) for n in range(60)]
-    dealt = assign_folds(documents, seed=0)
-    assert dealt == assign_folds(documents, seed=0)
-    assert dealt != assign_folds(documents, seed=1)
-    sides = {(fold, d.is_positive) for fold, d in zip(dealt, documents, strict=True)}
+    folds = assign_folds(documents, seed=0)
+    assert folds == assign_folds(documents, seed=0)
+    assert folds != assign_folds(documents, seed=1)
+    sides = {(fold, d.is_positive) for fold, d in zip(folds, documents, strict=True)}
     assert sides == set(itertools.product(range(NUM_FOLDS), (True, False)))
-    of_text = {(d.key, fold) for fold, d in zip(dealt, documents, strict=True)}
+    of_text = {(d.key, fold) for fold, d in zip(folds, documents, strict=True)}
     assert len(of_text) == 23
 
 

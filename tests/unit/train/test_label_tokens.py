@@ -1,4 +1,4 @@
-"""Every token gets the label of the stretch of text it stands in, and no other."""
+"""Every token gets the label of the span of text it is in, and no other."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ def _encoded(*turns: Turn) -> LabelledTokens:
     return tokenize(Document(turns), WordTokenizer())
 
 
-def test_plain_text_is_labelled_by_stretch_and_its_start_token_is_not() -> None:
+def test_plain_text_is_labelled_by_span_and_its_start_token_is_not() -> None:
     found = _encoded(
         Turn(None, (TextSpan("a b", False), TextSpan(" c d", True), TextSpan(" e", None)))
     )
     assert found.labels_T.tolist() == [OPEN, NO, NO, YES, YES, OPEN]
-    assert found.framing_T.tolist() == [True, False, False, False, False, False]
+    assert found.template_T.tolist() == [True, False, False, False, False, False]
 
 
-def test_the_first_tokens_of_a_stretch_with_the_concept_are_not_settled() -> None:
+def test_the_first_tokens_of_a_span_with_the_concept_are_not_settled() -> None:
     spans = (TextSpan("a b", False), TextSpan(" c d", True), TextSpan(" e f g", True))
     found = _encoded(Turn(None, spans))
     assert found.labels_T.tolist() == [OPEN, NO, NO, YES, YES, YES, YES, YES]
@@ -44,7 +44,7 @@ def test_in_a_chat_without_the_concept_the_template_is_without_it_too() -> None:
     found = _encoded(Turn("user", (TextSpan("Hi you", False),)))
     # <system> be kind <end> <user> Hi you <end> <assistant>
     assert found.labels_T.tolist() == [NO] * 9
-    assert found.framing_T.tolist() == [True] * 5 + [False] * 2 + [True] * 2
+    assert found.template_T.tolist() == [True] * 5 + [False] * 2 + [True] * 2
 
 
 def test_in_a_chat_with_the_concept_nothing_is_claimed_of_the_template() -> None:
@@ -56,13 +56,13 @@ def test_in_a_chat_with_the_concept_nothing_is_claimed_of_the_template() -> None
 
 
 @pytest.mark.parametrize("word", ["word", "user", "a", "end", "be kind"])
-def test_words_that_stand_elsewhere_too_are_labelled_in_their_own_place(word: str) -> None:
+def test_words_that_occur_twice_are_labelled_in_their_own_place(word: str) -> None:
     found = _encoded(
         Turn("user", (TextSpan(word, False),)), Turn("assistant", (TextSpan(word, True),))
     )
     num_words = len(word.split())
-    assert found.framing_T.sum() == 8
-    is_text = ~found.framing_T
+    assert found.template_T.sum() == 8
+    is_text = ~found.template_T
     assert found.labels_T[is_text].tolist() == [NO] * num_words + [YES] * num_words
     assert not is_text[:5].any()
 
@@ -83,7 +83,7 @@ def test_tokens_that_any_job_labels_are_kept_once_for_all() -> None:
     kept = choose_tokens([[first], [second]], [0])
     assert [at.tolist() for at in kept.positions] == [[2]]
     assert label_kept_tokens(kept, [first]).positive_T.tolist() == [True]
-    assert label_kept_tokens(kept, [second]).said_T.tolist() == [False]
+    assert label_kept_tokens(kept, [second]).labelled_T.tolist() == [False]
 
 
 def test_a_beginning_that_many_documents_share_is_kept_a_few_times_in_each_fold() -> None:

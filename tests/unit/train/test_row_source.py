@@ -1,4 +1,4 @@
-"""Takes rows as wide as any model's; they come through a bank of unit vectors part by part."""
+"""Rows of any width are read through a bank of unit vectors, part by part."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from clairai.match.align import Scores
 from clairai.points import Point
 from clairai.probe.bank import MAX_PROBES, EngineBank
 from clairai.probe.model import Probe
-from clairai.train import row_source as train_rows
+from clairai.train import row_source
 from clairai.train.row_source import BATCH_TOKENS, MAX_CAPACITY, RowSource, prompt_batches
 from clairai.train.start_engine import default_points, distinct_points
 from clairai.train.train_probe import KeptTokens, read_kept_rows
@@ -24,7 +24,7 @@ POINTS = tuple(Point("post_block", layer) for layer in (1, 2, 3))
 
 
 class ToyEngine:
-    """The book-keeping of a real bank in front of rows that say where they are from."""
+    """A real bank in front of rows whose values tell where they are from."""
 
     def __init__(self, width: int) -> None:
         self.columns = EngineBank.empty(POINTS, min(width, MAX_CAPACITY), width, "toy")
@@ -57,23 +57,24 @@ def row_of(prompt: Sequence[int], point: Point, width: int) -> NDArray[np.float3
 @pytest.mark.parametrize(
     ("width", "num_groups", "num_passes"), [(3, 1, 1), (576, 1, 1), (1500, 2, 2)]
 )
-def test_rows_of_any_width_come_whole_and_in_order(
+def test_rows_of_any_width_are_read_whole_and_in_order(
     monkeypatch: pytest.MonkeyPatch, width: int, num_groups: int, num_passes: int
 ) -> None:
     engine = ToyEngine(width)
-    monkeypatch.setattr(train_rows, "ProbeBank", lambda _: engine)
+    monkeypatch.setattr(row_source, "ProbeBank", lambda _: engine)
     monkeypatch.setattr(offline_llm, "forward_prompts", lambda _, prompts: list(prompts))
     monkeypatch.setattr(
-        train_rows, "read_scores", lambda _, outs: [[engine.scores(o)] for o in outs]
+        row_source, "read_scores", lambda _, outs: [[engine.scores(o)] for o in outs]
     )
     source = RowSource(SimpleNamespace(), POINTS, width, 64)
-    assert (len(source.groups()), source.passes()) == (num_groups, num_passes)
-    monkeypatch.setattr(train_rows, "BATCH_TOKENS", 8)
+    assert len(source.point_groups()) == num_groups
+    monkeypatch.setattr(row_source, "BATCH_TOKENS", 8)
     prompts = ((1, 2, 3), (4, 5), tuple(range(6, 18)), (7,))
+    assert source.num_batches(prompts) == 3 * num_passes
     kept = KeptTokens(prompts, tuple(map(np.array, ([0, 2], [1], [9], [0]))), (0, 1, 2, 3))
     found = {
         point: rows_TD
-        for group in source.groups()
+        for group in source.point_groups()
         for point, rows_TD in read_kept_rows(source, kept, group, "reading").items()
     }
     for point in POINTS:
@@ -87,9 +88,9 @@ def test_rows_of_any_width_come_whole_and_in_order(
 def test_a_group_never_asks_for_more_than_a_bank_holds() -> None:
     for width in (1, 64, 576, 1023, 1024, 1025, 4096, 20_000):
         source = RowSource(None, POINTS, width, 64)
-        assert all(len(group) * source.capacity <= MAX_PROBES for group in source.groups())
-        assert sum(source.groups(), ()) == POINTS
-        assert source.passes() * source.capacity >= width
+        assert all(len(group) * source.capacity <= MAX_PROBES for group in source.point_groups())
+        assert sum(source.point_groups(), ()) == POINTS
+        assert source.num_batches([[1]]) * source.capacity >= width
 
 
 def test_a_batch_ends_before_it_is_too_long() -> None:

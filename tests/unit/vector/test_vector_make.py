@@ -16,7 +16,7 @@ from clairai.errors import ConfigError, VectorError
 from clairai.points import Point
 from clairai.train.documents import read_pairs
 from clairai.train.make_vector import Tokens, read_contrast
-from clairai.train.row_source import Prompt, prompt_batches
+from clairai.train.row_source import BatchRows, Prompt, prompt_batches
 from clairai.vector.make import difference_of_means, from_probe, measure_separation, pca
 from tests.support.probes import numbers, probe
 
@@ -115,19 +115,20 @@ class Spoken:
     def tokenizer(self) -> Any:
         return Words()
 
-    def groups(self) -> list[tuple[Point, ...]]:
+    def point_groups(self) -> list[tuple[Point, ...]]:
         return [(point,) for point in self.points]
 
-    def passes(self) -> int:
-        return -(-self.width // self.capacity)
+    def num_batches(self, prompts: Sequence[Prompt]) -> int:
+        return -(-self.width // self.capacity) * len(list(prompt_batches(prompts)))
 
-    def read(
-        self, prompts: Sequence[Prompt], points: Sequence[Point]
-    ) -> Iterator[dict[Point, list[NDArray[np.float32]]]]:
-        for first in range(0, self.width, self.capacity):
-            part = slice(first, min(first + self.capacity, self.width))
+    def read(self, prompts: Sequence[Prompt], points: Sequence[Point]) -> Iterator[BatchRows]:
+        for start in range(0, self.width, self.capacity):
+            columns = slice(start, min(start + self.capacity, self.width))
+            first = 0
             for batch in prompt_batches(prompts):
-                yield {point: [row_of(ids, point)[:, part] for ids in batch] for point in points}
+                rows = {p: [row_of(ids, p)[:, columns] for ids in batch] for p in points}
+                yield BatchRows(first, columns, rows)
+                first += len(batch)
 
 
 def row_of(ids: Sequence[int], point: Point) -> NDArray[np.float32]:
