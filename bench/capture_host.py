@@ -1,7 +1,7 @@
 """Takes nothing; gives what captures cost the engine's own thread per decode step, on a CPU.
 
 All that a worker does for 64 requests of which every token is captured: begin, place, end, and what
-is told to the clerk in a process of its own. Rows are 8 wide, so that copying them costs little:
+goes to the capture writer process. Rows are 8 wide, so that copying them costs little:
 what is left are calls, as many as on a GPU, where each of them launches something.
 Run: python -m bench.capture_host [--steps 3000]
 """
@@ -62,9 +62,9 @@ def measured(num_points: int, steps: int) -> dict[str, float]:
     points = tuple(f"post_block.{layer}" for layer in range(num_points))
     with tempfile.TemporaryDirectory() as folder:
         setting = CaptureSettings.parse({"folder": str(Path(folder) / "s")})
-        clerk = open_backend(setting, EngineInfo("m", "w", "float32", WIDTH, points))
+        backend = open_backend(setting, EngineInfo("m", "w", "float32", WIDTH, points))
         sites = {point: site for site, point in enumerate(points)}
-        capture = WorkerCapture(RowCopier(_tables(points), clerk), clerk, sites, NoScores())
+        capture = WorkerCapture(RowCopier(_tables(points), backend), backend, sites, NoScores())
         try:
             took = _steps(capture, points, steps)
         finally:

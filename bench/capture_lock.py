@@ -30,7 +30,7 @@ from clairai.capture.consumers import EngineInfo
 from clairai.capture.staging_reader import ROWS, SAMPLE, WHOLE_STEP
 from clairai.engine.capture.capture_plan import CapturePlan
 from clairai.engine.capture.row_selection import RowSelector
-from clairai.engine.capture.staging_layout import StagingPlan, group_by_encoder, lay_out_rows
+from clairai.engine.capture.staging_layout import StagingPlan
 from clairai.engine.step import RequestMark, StepBatch
 from clairai.store.codecs.base import Encoder
 from clairai.store.codecs.registry import named
@@ -54,30 +54,34 @@ class Load:
     points: tuple[str, ...]
 
     @property
-    def order(self) -> CapturePlan:
+    def plan(self) -> CapturePlan:
         parameters = tuple(self.encoder.parameters.items())
         return CapturePlan(self.points, ((0, 1 << 30),), self.encoder.name, parameters, ("fs",))
 
 
 class Steps:
-    """Steps of an engine, as its clerk is told of them."""
+    """Steps of an engine, as its backend is told of them."""
 
-    def __init__(self, clerk: CaptureBackend, load: Load) -> None:
-        self._clerk, self._number = clerk, 0
-        self._picks = RowSelector({point: site for site, point in enumerate(load.points)})
+    def __init__(self, backend: CaptureBackend, load: Load) -> None:
+        self._backend, self._number = backend, 0
+        self._selector = RowSelector({point: site for site, point in enumerate(load.points)})
         self._ids = [f"r{index}" for index in range(NUM_REQUESTS)]
         for index, req_id in enumerate(self._ids):
-            self._picks.open(req_id, RequestMark(index + 1), 0, load.order)
-            clerk.begin((index + 1, 0), load.order)
-        selection = self._picks.step(self._batch())
+            self._selector.open(req_id, RequestMark(index + 1), 0, load.plan)
+            backend.begin((index + 1, 0), load.plan)
+        selection = self._selector.step(self._batch())
         assert selection is not None
-        groups = group_by_encoder(selection, STASH_ROWS, np.random.default_rng(0))
         self._plan = StagingPlan(
-            1, selection, groups, lay_out_rows(selection, groups, WIDTH, DTYPES)
+            1,
+            selection,
+            stash_rows=STASH_ROWS,
+            width=WIDTH,
+            dtypes=DTYPES,
+            rng=np.random.default_rng(0),
         )
         self._arrays = _arrays(load.encoder, self._plan)
-        clerk.plan(self._plan.told(DTYPES["row"]))
-        clerk.post()
+        backend.set_layout(self._plan.layout)
+        backend.send()
 
     def _batch(self) -> StepBatch:
         ones_R = np.ones(NUM_REQUESTS, np.int32)
@@ -86,35 +90,37 @@ class Steps:
     def copy(self) -> Callable[[], None]:
         """What the GPU does; gives what the engine does."""
         self._number += 1
-        selection = self._picks.step(self._batch())
-        region = self._clerk.arena.take(self._plan.layout.nbytes)
+        selection = self._selector.step(self._batch())
+        arena = self._backend.arena
+        region = arena.allocate(self._plan.nbytes)
         assert selection is not None
         assert region is not None, "the arena is full: this machine is too slow for the load"
         self._arrays[WHOLE_STEP, "position"] = selection.position_N
         for key, array in self._arrays.items():
-            start = region.start + self._plan.layout.fields[key].start
-            self._clerk.arena.memory[start : start + array.nbytes] = array.view(np.uint8).ravel()
-        self._clerk.arena.land(self._number)
-        ticket = self._plan.ticket(selection, self._number, region)
+            start = region.start + self._plan.arrays[key].start
+            arena.memory[start : start + array.nbytes] = array.view(np.uint8).ravel()
+        arena.mark_copied(self._number)
+        message = self._plan.staged_rows(selection, self._number, region)
 
-        def tell() -> None:
-            self._clerk.put(ticket, lambda: None)
-            self._clerk.post()
+        def send() -> None:
+            self._backend.put(message, lambda: None)
+            self._backend.send()
 
-        return tell
+        return send
 
 
 def _arrays(encoder: Encoder, plan: StagingPlan) -> dict[tuple[int, str], NDArray[Any]]:
-    (group,) = plan.groups
+    (group,) = plan.layout.groups
+    sample_K = np.frombuffer(group.sample, np.int64)
     rows_ND = np.random.default_rng(0).standard_normal((NUM_REQUESTS, WIDTH)).astype(np.float32)
     rows_ND = (rows_ND.view(np.uint32) & 0xFFFF0000).view(np.float32)  # bfloat16 has no more
-    times = len(group.flat_M) // NUM_REQUESTS
+    times = len(group.parts[0].points)
     bits_ND = (rows_ND.view(np.uint32) >> 16).astype(np.uint16)
     found = {
         (0, f"{ROWS}{name}"): np.tile(array, (times, 1))
         for name, array in encoder.encode(rows_ND).items()
     }
-    found[0, SAMPLE] = bits_ND[group.sample_K % NUM_REQUESTS]
+    found[0, SAMPLE] = bits_ND[sample_K % NUM_REQUESTS]
     found[WHOLE_STEP, "token"] = np.zeros(NUM_REQUESTS, np.int32)
     return found
 
@@ -139,11 +145,11 @@ def _captured(load: Load, process: str, steps: int) -> tuple[NDArray[np.float64]
     about = EngineInfo("m", "w", DTYPES["row"], WIDTH, load.points)
     with tempfile.TemporaryDirectory() as folder:
         setting = {"folder": str(Path(folder) / "store"), "staging_mib": 512, "process": process}
-        clerk = open_backend(CaptureSettings.parse(setting), about)
+        backend = open_backend(CaptureSettings.parse(setting), about)
         try:
-            return _measured(steps, Steps(clerk, load).copy)
+            return _measured(steps, Steps(backend, load).copy)
         finally:
-            clerk.close()
+            backend.close()
 
 
 def _measured(

@@ -2,7 +2,7 @@
 
 In one engine, by turns, as in bench/gpu_steering.py: captured requests through the graphs that tap,
 plain requests through a second set of graphs in which nothing of clairai is. Then a lone prompt of
-512 tokens with all layers raw: when rows are in host memory, and when the clerk has copied them.
+512 tokens with all layers raw: when rows are in host memory, and when the writer has copied them.
 Run: python -m bench.gpu_capture [--rounds 8] [--batches 64] [--folder FOLDER]
 """
 
@@ -119,21 +119,21 @@ def _prefill(engine: EngineProcess, rounds: int) -> dict[str, Any]:
     host, given, plain = np.median(np.array(found), axis=0)
     sys.stdout.write(
         f"| capture 32 layers | raw, a prompt of {PROMPT_LEN} | first token {plain:.1f} ms, "
-        f"rows in host memory {host:.1f} ms, copied by the clerk {given:.1f} ms |\n"
+        f"rows in host memory {host:.1f} ms, copied by the capture writer {given:.1f} ms |\n"
     )
     return {"load": "prefill", "host_ms": host, "given_ms": given, "first_token_ms": plain}
 
 
 def note_times(worker: Any) -> None:
-    """From now on, when rows have come to the host, and when the clerk has them; in the worker."""
-    arena = worker.clairai_capture._taker.arena
+    """From now on, when rows are in host memory and when the writer has them; in the worker."""
+    arena = worker.clairai_capture._copier.arena
     worker.bench_times = times = {"host": 0.0, "given": 0.0}
 
     def watch() -> None:
-        landed = 0
+        copied = 0
         while True:  # until the worker ends
-            if arena.landed > landed:
-                landed, times["host"], times["given"] = arena.landed, time.perf_counter(), 0.0
+            if arena.last_copied > copied:
+                copied, times["host"], times["given"] = arena.last_copied, time.perf_counter(), 0.0
             if not times["given"] and not arena.used_nbytes:
                 times["given"] = time.perf_counter()
             time.sleep(LOOK_S)

@@ -252,13 +252,13 @@ def served_from_the_cache() -> Iterator[None]:
 @contextmanager
 def phase_by_request() -> Iterator[None]:
     """A row is said to be of the prompt whatever its position."""
-    original = row_selection.RowSelector._read
+    original = row_selection.RowSelector._select_batch
 
     def read(self: row_selection.RowSelector, req_ids: Any) -> Any:
-        cast = original(self, req_ids)
-        return replace(cast, prompt_E=np.full_like(cast.prompt_E, 1 << 30))
+        batch = original(self, req_ids)
+        return replace(batch, prompt_E=np.full_like(batch.prompt_E, 1 << 30))
 
-    with mock.patch.object(row_selection.RowSelector, "_read", read):
+    with mock.patch.object(row_selection.RowSelector, "_select_batch", read):
         yield
 
 

@@ -19,7 +19,7 @@ from clairai.engine.capture.encode import encode_twin
 from clairai.engine.capture.pinned_arena import PinnedArena
 from clairai.store.codecs.registry import named
 from tests.support.capture_parts import order
-from tests.support.capture_rig import WIDTH, far_rig, rig
+from tests.support.capture_rig import WIDTH, remote_rig, rig
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(120)]
 
@@ -64,7 +64,7 @@ def test_rows_reach_another_process_when_the_gpu_says_so(name: str, tmp_path: Pa
         parameters=encoder.parameters,
         to=("fs",),
     )
-    with far_rig({"folder": str(tmp_path / "s")}, dtype=torch.bfloat16, device="cuda") as made:
+    with remote_rig({"folder": str(tmp_path / "s")}, dtype=torch.bfloat16, device="cuda") as made:
         made.enter("a", 7, wanted)
         kept = [made.step(("x", 0, 3), ("a", 5 * step, 5)) for step in range(NUM_STEPS)]
         told = made.ended("api-a", "kept")
@@ -88,7 +88,7 @@ def test_copies_into_registered_memory_do_not_wait_for_the_gpu() -> None:
         torch.cuda._sleep(2_000_000_000)  # clock cycles: about a second
         begin_s = time.perf_counter()
         pinned.tensor(0, torch.uint8, (len(rows),)).copy_(rows, non_blocking=True)
-        pinned.mark(int(stream.cuda_stream), 1)
+        pinned.mark_copied(int(stream.cuda_stream), 1)
         took_s = time.perf_counter() - begin_s
     assert not arena.is_copied(1)
     assert took_s < 0.2

@@ -14,7 +14,7 @@ from clairai.capture.capture_settings import CaptureSettings
 from clairai.capture.in_process import InProcessBackend
 from clairai.errors import ConfigError, StoreBusyError
 from tests.support.capture_parts import order
-from tests.support.capture_rig import ABOUT, far_rig
+from tests.support.capture_rig import ABOUT, remote_rig
 
 
 def test_what_is_wrong_with_a_consumer_is_said_where_the_engine_starts(tmp_path: Path) -> None:
@@ -25,7 +25,7 @@ def test_what_is_wrong_with_a_consumer_is_said_where_the_engine_starts(tmp_path:
     with pytest.raises(ConfigError, match="must be what JSON has"):
         open_backend(CaptureSettings.parse({"consumers": {"fs": {"folder": tmp_path}}}), ABOUT)
     setting = {"folder": str(tmp_path / "s")}
-    with far_rig(setting), pytest.raises(StoreBusyError), far_rig(setting):
+    with remote_rig(setting), pytest.raises(StoreBusyError), remote_rig(setting):
         pass
 
 
@@ -45,10 +45,10 @@ def test_a_function_of_the_users_is_called_in_the_engines_own_process(tmp_path: 
         "fs": {"folder": str(tmp_path / "s")},
         "mine": {"kind": "callback", "call": f"{__name__}:hear"},
     }
-    with pytest.raises(ConfigError, match="consumer callback is in the engine's own process"):
+    with pytest.raises(ConfigError, match="consumer callback runs in the engine's own process"):
         open_backend(CaptureSettings.parse({"consumers": consumers, "process": "own"}), ABOUT)
-    with far_rig({"consumers": consumers}) as made:
-        assert isinstance(made.clerk, InProcessBackend)
+    with remote_rig({"consumers": consumers}) as made:
+        assert isinstance(made.backend, InProcessBackend)
         made.enter("a", 1, order(to=("fs", "mine")))
         made.step(("a", 0, 3))
         assert made.ended("api-a", "kept").rows == 3

@@ -25,7 +25,7 @@ from clairai.store.codecs.registry import named
 from clairai.wire import capture_messages
 from tests.process.parts import until
 from tests.support.capture_parts import order
-from tests.support.capture_rig import Rig, far_rig
+from tests.support.capture_rig import Rig, remote_rig
 
 DEADLINE_S = 20.0
 FS = ("fs",)
@@ -33,8 +33,8 @@ POINTS = ("pre_attn.0", "post_block.0", "post_block.1")
 
 
 def clerk_of(made: Rig) -> RemoteBackend:
-    assert isinstance(made.clerk, RemoteBackend)
-    return made.clerk
+    assert isinstance(made.backend, RemoteBackend)
+    return made.backend
 
 
 def gone(process: int) -> int:
@@ -59,7 +59,7 @@ def state_of(made: Rig) -> capture_messages.CaptureState:
 def test_rows_reach_a_folder_through_another_process_to_the_bit(tmp_path: Path, name: str) -> None:
     encoder = named(name, {"dtype": "bfloat16"} if name == "raw" else {"k": 16})
     wanted = order(points=POINTS[1:], encoder=name, parameters=encoder.parameters, to=FS)
-    with far_rig({"folder": str(tmp_path / "s")}, dtype=torch.bfloat16) as made:
+    with remote_rig({"folder": str(tmp_path / "s")}, dtype=torch.bfloat16) as made:
         made.enter("a", 7, replace_tags(wanted, '{"label":1}'))
         kept = [made.step(("x", 0, 2), ("a", 0, 5))]
         kept += [made.step(("x", at, 1), ("a", at, 1)) for at in range(5, 90)]
@@ -87,13 +87,13 @@ def replace_tags(given: Any, tags: str) -> Any:
 
 def test_rules_amendments_and_new_weights_are_heard_in_their_order(tmp_path: Path) -> None:
     held = order(hold=KeepThreshold("anger", 2.0), to=FS)
-    with far_rig({"folder": str(tmp_path / "s")}) as made:
+    with remote_rig({"folder": str(tmp_path / "s")}) as made:
         for name, stream in (("a", 1), ("b", 2)):
             made.enter(name, stream, held)
         made.step(("a", 0, 2), ("b", 0, 2))
         made.tables.bias_SK[1, 1] = 2.0
-        made.clerk.amend((1, 0), '{"applied":[]}')
-        made.clerk.relabel("second")
+        made.backend.amend((1, 0), '{"applied":[]}')
+        made.backend.set_weights("second")
         made.step(("a", 2, 1))
         assert made.ended("api-a", "kept").rows == 3
         told = made.ended("api-b", "discarded")
@@ -108,15 +108,15 @@ def test_rules_amendments_and_new_weights_are_heard_in_their_order(tmp_path: Pat
 
 def capture_until_killed(folder: str, is_closing: bool) -> None:
     """In a process of its own: a hundred steps, then one whose rows never come, then the end."""
-    with far_rig({"folder": folder}) as made:
+    with remote_rig({"folder": folder}) as made:
         made.enter("a", 7, order(to=FS))
         for step in range(100):
             made.step(("a", 8 * step, 8))
-        made.copier._mark_done = lambda _: lambda: None  # type: ignore[assignment,method-assign]
+        made.copier._mark_copied = lambda _: lambda: None  # type: ignore[assignment,method-assign]
         made.step(("a", 800, 8))
         if is_closing:
-            clerk_of(made)._say(pipe_messages.CloseWriter())
-            made.clerk.post()
+            clerk_of(made)._add(pipe_messages.CloseWriter())
+            made.backend.send()
         sys.stdout.write(f"{clerk_of(made).process}\n")
         sys.stdout.flush()
         sys.stdin.readline()
@@ -144,7 +144,7 @@ def test_an_engine_that_is_killed_loses_nothing_that_had_come(
 def test_a_clerk_that_is_killed_is_seen_and_tokens_go_on(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    with far_rig({"folder": str(tmp_path / "s")}) as made:
+    with remote_rig({"folder": str(tmp_path / "s")}) as made:
         made.enter("a", 1, order(to=FS))
         made.step(("a", 0, 8))
         assert made.ended("api-a", "kept").rows == 8
@@ -156,7 +156,7 @@ def test_a_clerk_that_is_killed_is_seen_and_tokens_go_on(
         os.kill(clerk.process, signal.SIGSTOP)
         made.step(("b", 8, 4))  # it is told of these, and never takes them
         os.kill(clerk.process, signal.SIGKILL)
-        until(lambda: bool(clerk.trouble) and made.told(2).state == "failed")
+        until(lambda: bool(clerk.failure) and made.told(2).state == "failed")
         made.step(("b", 12, 1), ("c", 3, 1))
         made.enter("d", 4, order(to=FS))
         made.step(("d", 0, 2))
@@ -166,7 +166,7 @@ def test_a_clerk_that_is_killed_is_seen_and_tokens_go_on(
         assert second.lost == 24 + 3 * 5  # nobody can say what of it is on the disk
         assert (third.state, third.rows, third.dropped) == ("failed", 3, 1)
         assert (late.state, late.rows, late.dropped) == ("failed", 0, 2)
-        assert "the process that takes captures has ended" in late.reason
+        assert "the capture writer process has ended" in late.reason
         state = state_of(made)
         assert [(place.state, place.reason) for place in state.places] == [("failed", late.reason)]
         assert (state.rows, state.dropped) == (8 + 24 + 3, 15 + 1 + 2)
@@ -177,7 +177,7 @@ def test_a_clerk_that_stands_still_makes_nobody_wait_and_what_has_no_room_is_cou
     tmp_path: Path,
 ) -> None:
     setting = {"folder": str(tmp_path / "s"), "staging_mib": 1}
-    with far_rig(setting) as made:
+    with remote_rig(setting) as made:
         made.enter("a", 1, order(points=POINTS, to=FS))
         os.kill(clerk_of(made).process, signal.SIGSTOP)
         for step in range(200):
@@ -199,13 +199,13 @@ def send_when_full(made: Rig, number: int, monkeypatch: pytest.MonkeyPatch) -> l
     os.kill(process, signal.SIGSTOP)
 
     def wait(nbytes: int, is_served: Callable[[], bool]) -> ArenaRegion | None:
-        region = arena.take(nbytes)
+        region = arena.allocate(nbytes)
         if region is None and not waited:
             waited.append(nbytes)
             os.kill(process, number)
-        return region or StagingArena.wait(arena, nbytes, is_served)
+        return region or StagingArena.wait_for_room(arena, nbytes, is_served)
 
-    monkeypatch.setattr(arena, "wait", wait)
+    monkeypatch.setattr(arena, "wait_for_room", wait)
     return waited
 
 
@@ -213,7 +213,7 @@ def test_a_consumer_that_blocks_loses_nothing_there_either(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     blocking = {**BLOCKING, "folder": str(tmp_path / "s")}
-    with far_rig({"consumers": {"fs": blocking}, "staging_mib": 1}) as made:
+    with remote_rig({"consumers": {"fs": blocking}, "staging_mib": 1}) as made:
         made.enter("a", 1, order(points=POINTS, to=FS))
         waited = send_when_full(made, signal.SIGCONT, monkeypatch)
         for step in range(200):
@@ -227,7 +227,7 @@ def test_tokens_that_wait_for_a_clerk_go_on_when_it_is_dead(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     blocking = {**BLOCKING, "folder": str(tmp_path / "s")}
-    with far_rig({"consumers": {"fs": blocking}, "staging_mib": 1}) as made:
+    with remote_rig({"consumers": {"fs": blocking}, "staging_mib": 1}) as made:
         made.enter("a", 1, order(points=POINTS, to=FS))
         waited = send_when_full(made, signal.SIGKILL, monkeypatch)
         for step in range(200):
@@ -238,7 +238,7 @@ def test_tokens_that_wait_for_a_clerk_go_on_when_it_is_dead(
 
 
 def test_what_ends_a_group_of_processes_is_left_to_the_engine(tmp_path: Path) -> None:
-    with far_rig({"folder": str(tmp_path / "s")}) as made:
+    with remote_rig({"folder": str(tmp_path / "s")}) as made:
         clerk = clerk_of(made).process
         assert os.getsid(clerk) != os.getsid(0)
         assert os.getpriority(os.PRIO_PROCESS, clerk) > os.getpriority(os.PRIO_PROCESS, 0)
@@ -252,7 +252,7 @@ def test_what_ends_a_group_of_processes_is_left_to_the_engine(tmp_path: Path) ->
 
 
 def test_rows_of_requests_that_run_at_the_end_are_in_the_folder(tmp_path: Path) -> None:
-    with far_rig({"folder": str(tmp_path / "s")}) as made:
+    with remote_rig({"folder": str(tmp_path / "s")}) as made:
         made.enter("a", 1, order(to=FS))
         made.step(("a", 0, 3))
     assert len(clairai.open(tmp_path / "s").rows(1, point="post_block.0")) == 3

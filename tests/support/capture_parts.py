@@ -13,10 +13,9 @@ from numpy.typing import NDArray
 from clairai.capture import staging_reader
 from clairai.capture.consumers import Policy
 from clairai.capture.staging_arena import ArenaRegion
-from clairai.engine.capture import staging_layout
 from clairai.engine.capture.capture_plan import CapturePlan, KeepThreshold
 from clairai.engine.capture.row_selection import RowSelection
-from clairai.engine.capture.staging_layout import StagingLayout
+from clairai.engine.capture.staging_layout import StagingPlan
 from clairai.engine.step import StepBatch
 from clairai.errors import StoreStoppedError
 from clairai.store.row_block import RowBlock
@@ -112,16 +111,13 @@ def batch(*requests: tuple[str, int, int]) -> StepBatch:
 
 
 def told_rows(selection: RowSelection) -> NDArray[np.void]:
-    """As the clerk reads them of what it is told; the nth has token n."""
-    plan = staging_layout.StagingPlan(
-        1,
-        selection,
-        staging_layout.group_by_encoder(selection, 64, np.random.default_rng(0)),
-        StagingLayout(),
-    )
-    ticket = plan.ticket(selection, 1, ArenaRegion(0, 0, 0))
-    read = staging_reader.StagingPlanReader(plan.told("float32"))
-    position_N = np.frombuffer(ticket.firsts, np.int64)[read.entry_N] + read.within_N
+    """The rows as the capture writer reads them; the n-th has token n."""
+    dtypes = {"row": "float32", "token": "int32", "position": "int64"}
+    rng = np.random.default_rng(0)
+    plan = StagingPlan(1, selection, stash_rows=64, width=256, dtypes=dtypes, rng=rng)
+    message = plan.staged_rows(selection, 1, ArenaRegion(0, 0, 0))
+    layout = staging_reader._Layout(plan.layout)
+    position_N = layout.positions(message)
     assert np.array_equal(position_N, selection.position_N)
-    assert read.counts() == selection.counts()
-    return read.rows(position_N, np.arange(len(selection)), np.frombuffer(ticket.seen, np.int64))
+    assert layout.counts() == selection.counts()
+    return layout.rows(message, position_N, np.arange(len(selection)))

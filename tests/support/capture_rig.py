@@ -16,7 +16,7 @@ from clairai.capture.backend import CaptureBackend, open_backend
 from clairai.capture.capture_settings import CaptureSettings
 from clairai.capture.collector import Collector
 from clairai.capture.consumers import EngineInfo, GuardedConsumer
-from clairai.capture.in_process import InProcessBackend, origin_for
+from clairai.capture.in_process import InProcessBackend
 from clairai.capture.staging_arena import StagingArena
 from clairai.engine.capture.capture_plan import CapturePlan
 from clairai.engine.capture.row_copier import RowCopier
@@ -51,7 +51,7 @@ ABOUT = EngineInfo("m", "w", "float32", WIDTH, SITE_NAMES)
 class Rig:
     """A worker's captures on tables of their own."""
 
-    def __init__(self, clerk: CaptureBackend, *, dtype: torch.dtype, device: str = "cpu") -> None:
+    def __init__(self, backend: CaptureBackend, *, dtype: torch.dtype, device: str = "cpu") -> None:
         self.tables = ScoreTables(
             SITE_NAMES,
             width=WIDTH,
@@ -62,10 +62,10 @@ class Rig:
             stash_rows=ROWS,
             is_capturing=True,
         )
-        self.clerk = clerk
-        self.copier = RowCopier(self.tables, clerk)
+        self.backend = backend
+        self.copier = RowCopier(self.tables, backend)
         self.scores = ToyScores(anger=(1, 1))
-        self.capture = WorkerCapture(self.copier, clerk, SITES, self.scores)
+        self.capture = WorkerCapture(self.copier, backend, SITES, self.scores)
         self.rng = np.random.default_rng(3)
 
     def enter(self, name: str, stream: int, wanted: CapturePlan, choice: int = 0) -> None:
@@ -112,7 +112,7 @@ class Rig:
         time.sleep(0.002)
 
 
-class NearRig(Rig):
+class InProcessRig(Rig):
     """With consumers that the test holds."""
 
     def __init__(
@@ -126,11 +126,9 @@ class NearRig(Rig):
         self.consumers = consumers
         guarded: dict[str, Any] = {name: GuardedConsumer(one) for name, one in consumers.items()}
         about = replace(ABOUT, dtype=str(dtype).removeprefix("torch."))
-        self.collector = Collector(
-            guarded, origin_for(about), batch_nbytes=1 << 20, pending_nbytes=20_000
-        )
-        clerk = InProcessBackend(guarded, self.collector, about, StagingArena.create(nbytes))
-        super().__init__(clerk, dtype=dtype, device=device)
+        self.collector = Collector(guarded, about, batch_nbytes=1 << 20, pending_nbytes=20_000)
+        backend = InProcessBackend(guarded, self.collector, StagingArena.create(nbytes))
+        super().__init__(backend, dtype=dtype, device=device)
 
     def found(self, stream: int) -> capture_messages.Captured:
         """Of a stream's first answer, when all so far is settled."""
@@ -150,8 +148,10 @@ def rig(
     dtype: torch.dtype = torch.float32,
     device: str = "cpu",
     **consumers: ToyConsumer,
-) -> Iterator[NearRig]:
-    made = NearRig(consumers or {"toy": ToyConsumer()}, nbytes=nbytes, dtype=dtype, device=device)
+) -> Iterator[InProcessRig]:
+    made = InProcessRig(
+        consumers or {"toy": ToyConsumer()}, nbytes=nbytes, dtype=dtype, device=device
+    )
     try:
         yield made
     finally:
@@ -159,10 +159,10 @@ def rig(
 
 
 @contextmanager
-def far_rig(
+def remote_rig(
     setting: dict[str, Any], *, dtype: torch.dtype = torch.float32, device: str = "cpu"
 ) -> Iterator[Rig]:
-    """With a clerk in a process of its own, and the consumers of the setting."""
+    """With a backend in a process of its own, and the consumers of the setting."""
     about = replace(ABOUT, dtype=str(dtype).removeprefix("torch."))
     made = Rig(open_backend(CaptureSettings.parse(setting), about), dtype=dtype, device=device)
     try:

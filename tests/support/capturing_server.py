@@ -23,17 +23,16 @@ from starlette.responses import JSONResponse, Response
 from clairai.capture.capture_settings import CaptureSettings
 from clairai.capture.collector import Collector
 from clairai.capture.consumers import EngineInfo, open_consumers
-from clairai.capture.staging_reader import AnswerId, EncodedRows, FidelitySample, RuleScore
+from clairai.capture.staging_reader import EncodedRows, StagedBatch
 from clairai.compat.admission import Admission
 from clairai.compat.extra_args import read_capture_plan
+from clairai.engine.capture.capture_plan import AnswerId
 from clairai.engine.capture.capture_resolver import CaptureResolver, EngineShape
 from clairai.engine.capture.worker_capture import WorkerCapture
 from clairai.engine.core_control import CoreControl
 from clairai.engine.worker_control import answer_control
 from clairai.errors import ClairaiError
-from clairai.store.codecs.base import Encoder
 from clairai.store.codecs.registry import named
-from clairai.store.row_block import Origin
 from clairai.wire import capture_messages, ring_messages
 from clairai.wire.ring_messages import ROW
 from tests.support import toy_publisher as toy
@@ -49,66 +48,44 @@ def values(stream: int, positions_N: NDArray[np.int64], point: str) -> NDArray[n
     return (base_N1 + np.arange(toy.WIDTH) / 16).astype(np.float32)
 
 
-@dataclass(frozen=True)
-class ToyTaken:
+class ReadyRows(StagedBatch):
     """Rows that are there at once."""
 
-    load: EncodedRows
-    nbytes: int = 0
+    def __init__(self, rows: EncodedRows) -> None:
+        self._rows, self.nbytes, self.wait = rows, 0, lambda: None
 
-    def wait(self) -> None: ...
-
-    def verdicts(self) -> Sequence[RuleScore]:
-        return ()
-
-    def loads(self) -> Sequence[EncodedRows]:
-        return (self.load,)
-
-    def samples(self) -> Sequence[tuple[Encoder, FidelitySample]]:
-        return ()
+    def rows(self) -> Sequence[EncodedRows]:
+        return (self._rows,)
 
     def counts(self) -> Mapping[AnswerId, int]:
-        rows_N = self.load.rows_N
-        seat = int(rows_N["stream"][0]), int(rows_N["choice"][0])
-        return {seat: len(rows_N) * len(self.load.points)}
+        return self._rows.counts()
 
     def free(self) -> None: ...
 
 
-def origin_of(encoder: Encoder) -> Origin:
-    return Origin.of(
-        model="toy",
-        weights="v1",
-        dtype="float32",
-        width=toy.WIDTH,
-        encoder=encoder.name,
-        parameters=encoder.parameters,
-    )
-
-
 class ToyCapture:
-    """As tap.capture.Capture answers, over a real collector."""
+    """Answers as WorkerCapture does, over a real collector."""
 
     def __init__(self, collector: Collector) -> None:
         self.collector = collector
         self.is_held = False  # requests do not end by themselves
         self.running: list[AnswerId] = []
 
-    def forward(self, seat: AnswerId, params: Any) -> None:
-        order = read_capture_plan(params)
-        if order is None:
+    def forward(self, answer: AnswerId, params: Any) -> None:
+        plan = read_capture_plan(params)
+        if plan is None:
             return
-        self.collector.begin(seat, order)
+        self.collector.begin(answer, plan)
         positions_N = np.concatenate(
-            [np.arange(first, min(end, NUM_ROWS)) for first, end in order.ranges]
+            [np.arange(first, min(end, NUM_ROWS)) for first, end in plan.ranges]
         )
         rows_N = np.zeros(len(positions_N), ROW)
-        rows_N["stream"], rows_N["choice"], rows_N["position"] = *seat, positions_N
-        encoder = named(order.encoder, dict(order.parameters))
-        encoded = [encoder.encode(values(seat[0], positions_N, point)) for point in order.points]
+        rows_N["stream"], rows_N["choice"], rows_N["position"] = *answer, positions_N
+        encoder = named(plan.encoder, dict(plan.parameters))
+        encoded = [encoder.encode(values(answer[0], positions_N, point)) for point in plan.points]
         arrays = {name: np.stack([one[name] for one in encoded]) for name in encoded[0]}
-        self.collector.put(ToyTaken(EncodedRows(encoder, order.points, order.to, rows_N, arrays)))
-        self.running.append(seat)
+        self.collector.put(ReadyRows(EncodedRows(encoder, plan.points, plan.to, rows_N, arrays)))
+        self.running.append(answer)
         if not self.is_held:
             self.end()
 
@@ -190,7 +167,7 @@ def capturing_server(runtime: Path, setting: dict[str, Any] | None) -> Iterator[
     parsed = None if setting is None else CaptureSettings.parse(setting)
     engine = EngineShape(toy.POINTS, 2, toy.WIDTH, "float32", {})
     consumers = {} if parsed is None else open_consumers(parsed.consumers, ABOUT)
-    collector = Collector(consumers, origin_of, batch_nbytes=1 << 20, pending_nbytes=1 << 20)
+    collector = Collector(consumers, ABOUT, batch_nbytes=1 << 20, pending_nbytes=1 << 20)
     try:
         with toy.running_publisher(runtime) as step_publisher:
             yield CapturingServer(

@@ -1,7 +1,8 @@
-"""Takes nothing of ours; gives what an engine asks of its clerk: who takes captured rows on.
+"""Opens the capture backend of an engine: who takes captured rows to their consumers.
 
-There are two: `near.py` in the engine's own process, `far.py` in a process of its own. Nobody who
-asks anything here waits.
+There are two: `remote.py` in a process of its own, `in_process.py` on a thread of the worker.
+
+Runs in: the worker.
 """
 
 from __future__ import annotations
@@ -10,7 +11,6 @@ import platform
 from collections.abc import Iterable, Mapping
 from typing import Any, Final, Protocol
 
-from clairai.capture import pipe_messages
 from clairai.capture.capture_settings import CaptureSettings, ConsumerSpec
 from clairai.capture.collector import Collector
 from clairai.capture.consumers import (
@@ -20,120 +20,121 @@ from clairai.capture.consumers import (
     find_in_engine_kind,
     open_consumers,
 )
-from clairai.capture.in_process import InProcessBackend, origin_for
+from clairai.capture.in_process import InProcessBackend
+from clairai.capture.pipe_messages import (
+    ENCODER,
+    ConsumerConfig,
+    StagedMessage,
+    StagingLayout,
+    WriterStart,
+)
 from clairai.capture.remote import RemoteBackend
 from clairai.capture.results import CaptureResults
 from clairai.capture.staging_arena import StagingArena
-from clairai.capture.staging_reader import AnswerId, Wait
-from clairai.engine.capture.capture_plan import CapturePlan
+from clairai.capture.staging_reader import Wait
+from clairai.engine.capture.capture_plan import AnswerId, CapturePlan
 from clairai.errors import ConfigError
 from clairai.points import quote
 
+# Two processes share plain words of memory, and Python can only do plain stores: on x86 they become
+# visible in program order.
+ORDERED_MACHINES: Final = ("x86_64", "AMD64")
+
 
 class CaptureBackend(Protocol):
-    """One for each engine that captures. What it is told happens in that order."""
+    """One for each engine that captures. Calls take effect in order; only `close` blocks."""
 
     @property
     def arena(self) -> StagingArena:
-        """Where rows come to."""
+        """Where rows are copied to."""
 
     @property
     def results(self) -> CaptureResults:
-        """What has become of them, as far as is known here."""
+        """What became of the rows, as far as is known here."""
 
     @property
     def pending_nbytes(self) -> int:
-        """Of rows that wait for a rule."""
+        """Of rows that are held for a rule."""
 
     @property
-    def trouble(self) -> str:
-        """Why no rows are taken; empty if they are."""
+    def failure(self) -> str:
+        """Why no more rows are taken; empty while they are."""
 
     @property
     def is_remote(self) -> bool:
-        """Whether it is a process of its own, to which the device says what has come."""
+        """True if it is another process, to which the device says what it has copied."""
 
-    def may_block(self, names: Iterable[str]) -> bool:
-        """Whether one of these consumers asks for tokens to wait."""
+    def may_block(self, consumers: Iterable[str]) -> bool:
+        """True if one of these consumers has the policy `block`."""
 
-    def begin(self, seat: AnswerId, order: CapturePlan) -> None: ...
+    def begin(self, answer: AnswerId, plan: CapturePlan) -> None: ...
 
-    def amend(self, seat: AnswerId, steering: str) -> None:
-        """From now on the request is steered so."""
+    def amend(self, answer: AnswerId, steering: str) -> None:
+        """The steering of an answer has changed."""
 
-    def finish(self, seat: AnswerId) -> None: ...
+    def finish(self, answer: AnswerId) -> None: ...
 
-    def relabel(self, weights: str) -> None:
-        """What comes from now on is of these weights."""
+    def set_weights(self, weights: str) -> None:
+        """Rows that follow were computed with these weights."""
 
     def commit(self) -> None:
-        """Have all that was given so far made safe; nobody waits for it."""
+        """Have the rows of all finished answers made safe."""
 
-    def plan(self, told: pipe_messages.StagingPlanMessage) -> None:
-        """How all tickets up to the next plan lie."""
+    def set_layout(self, layout: StagingLayout) -> None:
+        """How all rows up to the next layout lie in their regions."""
 
-    def put(self, told: pipe_messages.StagedMessage, wait: Wait) -> None:
-        """Rows, or scores; they are there when `wait` returns."""
+    def put(self, message: StagedMessage, wait: Wait) -> None:
+        """Rows or scores; in this process they are there when `wait` returns."""
 
-    def post(self) -> None:
-        """What was told so far goes now."""
+    def send(self) -> None:
+        """Pass on now what was given so far."""
 
     def close(self) -> None:
-        """Give on what is there, then close the consumers; this waits."""
+        """Hand on what is there, then close the consumers. This waits."""
 
 
-# MERGED
-# Takes the engine's capture setting; gives its clerk: a process of its own, if it can be.
-
-
-# Two processes share plain words of memory, and Python has no other stores than plain ones.
-ORDERED: Final = ("x86_64", "AMD64")
-
-
-def open_backend(setting: CaptureSettings, about: EngineInfo) -> CaptureBackend:
-    """ConfigError if a consumer cannot be opened, or not where it was asked for."""
-    is_remote = _is_own_process(setting)
-    arena = StagingArena.create(setting.staging_mib << 20)
+def open_backend(settings: CaptureSettings, engine: EngineInfo) -> CaptureBackend:
+    """ConfigError if a consumer cannot be opened, or not in the process that was asked for."""
+    is_remote = _is_own_process(settings)
+    arena = StagingArena.create(settings.staging_mib << 20)
     try:
-        return (
-            _open_remote(setting, about, arena)
-            if is_remote
-            else _open_in_process(setting, about, arena)
-        )
+        if is_remote:
+            return _open_remote(settings, engine, arena)
+        return _open_in_process(settings, engine, arena)
     except BaseException:
         arena.close()
         raise
 
 
-def _is_own_process(setting: CaptureSettings) -> bool:
-    if setting.process == "engine":
+def _is_own_process(settings: CaptureSettings) -> bool:
+    if settings.process == "engine":
         return False
-    kind, machine = find_in_engine_kind(setting.consumers), platform.machine()
-    if not kind and machine in ORDERED:
+    kind, machine = find_in_engine_kind(settings.consumers), platform.machine()
+    if not kind and machine in ORDERED_MACHINES:
         return True
-    if setting.process == "own":
-        why = f"consumer {kind} is" if kind else f"on {machine} they are"
+    if settings.process == "own":
+        why = f"consumer {kind} runs" if kind else f"on {machine} consumers run"
         raise ConfigError(
             f'capture.process is "own", but {why} in the engine\'s own process; leave it out'
         )
     return False
 
 
-def _open_remote(setting: CaptureSettings, about: EngineInfo, arena: StagingArena) -> RemoteBackend:
-    specs = tuple(
-        pipe_messages.ConsumerConfig(s.name, s.kind, _check_plain_options(s))
-        for s in setting.consumers
+def _open_remote(
+    settings: CaptureSettings, engine: EngineInfo, arena: StagingArena
+) -> RemoteBackend:
+    consumers = tuple(
+        ConsumerConfig(spec.name, spec.kind, _check_plain_options(spec))
+        for spec in settings.consumers
     )
-    return RemoteBackend.start(
-        pipe_messages.WriterStart(about, specs, setting.pending_mib << 20), arena
-    )
+    return RemoteBackend.start(WriterStart(engine, consumers, settings.pending_mib << 20), arena)
 
 
 def _check_plain_options(spec: ConsumerSpec) -> dict[str, Any]:
-    """Its options, which cross to another process as data."""
+    """The options, which go to another process as data."""
     options = dict(spec.options)
     try:
-        pipe_messages.ENCODER.encode(options)
+        ENCODER.encode(options)
     except (TypeError, ValueError, OverflowError) as error:
         raise ConfigError(
             f"options of capture consumer {quote(spec.name)} must be what JSON has: {error}"
@@ -142,14 +143,14 @@ def _check_plain_options(spec: ConsumerSpec) -> dict[str, Any]:
 
 
 def _open_in_process(
-    setting: CaptureSettings, about: EngineInfo, arena: StagingArena
+    settings: CaptureSettings, engine: EngineInfo, arena: StagingArena
 ) -> InProcessBackend:
-    opened = open_consumers(setting.consumers, about)
-    consumers: Mapping[str, Consumer] = {name: GuardedConsumer(one) for name, one in opened.items()}
+    opened = open_consumers(settings.consumers, engine)
+    consumers: Mapping[str, Consumer] = {name: GuardedConsumer(c) for name, c in opened.items()}
     collector = Collector(
         consumers,
-        origin_for(about),
+        engine,
         batch_nbytes=arena.nbytes // 4,
-        pending_nbytes=setting.pending_mib << 20,
+        pending_nbytes=settings.pending_mib << 20,
     )
-    return InProcessBackend(consumers, collector, about, arena)
+    return InProcessBackend(consumers, collector, arena)

@@ -1,6 +1,9 @@
-"""Takes rows and what is told, from any thread; gives rows to be handed on together, in order.
+"""Reads staged rows and hands them to the consumers, on one thread.
 
-What is told ends a batch: it is heard behind all that came before it, and does not wait for more.
+Commands are carried out in the order in which they were given, relative to rows too: a request
+begins before its first rows and ends after its last. Rows of several steps are handed on together.
+
+Runs in: the capture writer process, or the worker where there is none.
 """
 
 from __future__ import annotations
@@ -11,58 +14,53 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Final
 
 import numpy as np
-from numpy.typing import NDArray
 
-from clairai.capture.consumers import Consumer
+from clairai.capture.consumers import Consumer, EngineInfo
 from clairai.capture.fidelity_meter import FidelityMeter
 from clairai.capture.held_rows import HeldRows
 from clairai.capture.results import CaptureResults
-from clairai.capture.staging_reader import (
-    AnswerId,
-    EncodedRows,
-    RuleScore,
-    StagedBatch,
-    group_by_answer,
-)
-from clairai.engine.capture.capture_plan import CapturePlan
+from clairai.capture.staging_reader import EncodedRows, StagedBatch, group_by_answer
+from clairai.engine.capture.capture_plan import AnswerId, CapturePlan
 from clairai.errors import StoreError
 from clairai.store.codecs.base import Encoder
 from clairai.store.row_block import Origin, RowBlock
 
 MAX_STEPS: Final = 256
+FLUSH_TIMEOUT_S: Final = 30.0
+_log: Final = logging.getLogger("clairai.capture")
 
 Command = Callable[[], None]
 
 
 @dataclass(frozen=True)
 class BatchPacing:
-    """How long rows wait for others; what is told hurries them."""
+    """How long rows wait for more rows. A command does not let them wait."""
 
     linger_s: float = 0.05
-    enough_nbytes: int = 1 << 20  # to go on at once
+    enough_nbytes: int = 1 << 20  # to be handed on at once
 
 
-class Inbox:
-    """Many may put, one gets."""
+class _Inbox:
+    """A queue of rows and commands. Many threads put, one gets."""
 
-    def __init__(self, batch_nbytes: int, pace: BatchPacing) -> None:
-        self._batch_nbytes, self._pace = batch_nbytes, pace
+    def __init__(self, batch_nbytes: int, pacing: BatchPacing) -> None:
+        self._batch_nbytes, self._pacing = batch_nbytes, pacing
         self._queue: queue.SimpleQueue[StagedBatch | Command] = queue.SimpleQueue()
 
     def put(self, item: StagedBatch | Command) -> None:
         self._queue.put(item)
 
     def next(self) -> tuple[list[StagedBatch], Command | None]:
-        """Rows, and what was told after them."""
+        """Rows to hand on together, and the command behind them, which ends the batch."""
         batch: list[StagedBatch] = []
         nbytes, deadline_s = 0, 0.0
         while len(batch) < MAX_STEPS and nbytes < self._batch_nbytes:
-            left_s = deadline_s - time.monotonic() if nbytes < self._pace.enough_nbytes else 0.0
+            left_s = deadline_s - time.monotonic() if nbytes < self._pacing.enough_nbytes else 0.0
             try:
                 item = self._queue.get(timeout=max(left_s, 0) if batch else None)
             except queue.Empty:
@@ -71,19 +69,12 @@ class Inbox:
                 return batch, item
             batch.append(item)
             nbytes += item.nbytes
-            deadline_s = deadline_s or time.monotonic() + self._pace.linger_s
+            deadline_s = deadline_s or time.monotonic() + self._pacing.linger_s
         return batch, None
 
 
-# MERGED
-# Takes answers whose rows one consumer was given; says when it has made them safe. One thread.
-
-
-FLUSH_TIMEOUT_S: Final = 30.0
-
-
-class Flusher:
-    """Waits for one consumer, so that nobody else has to: not the others' answers either."""
+class _Flusher:
+    """Flushes one consumer on a thread of its own, so that a slow one delays no other."""
 
     def __init__(self, name: str, consumer: Consumer, results: CaptureResults) -> None:
         self._name, self._consumer, self._results = name, consumer, results
@@ -93,108 +84,94 @@ class Flusher:
         self._thread = threading.Thread(target=self._run, name="clairai-flush", daemon=True)
         self._thread.start()
 
-    def ask(self, seats: Iterable[AnswerId]) -> None:
-        """Make these safe: all that was given of them."""
+    def ask(self, answers: Iterable[AnswerId]) -> None:
+        """Make the rows of these answers safe."""
         with self._changed:
-            self._asked.update(seats)
+            self._asked.update(answers)
             self._changed.notify_all()
 
     def close(self) -> None:
-        """Whoever still waits for the consumer is not waited for: closing it ends that too."""
+        """Does not wait for a flush that is under way: closing the consumer ends it too."""
         with self._changed:
             self._is_open = False
             self._changed.notify_all()
 
     def _run(self) -> None:
-        while seats := self._next():
+        while answers := self._next():
             try:
                 self._consumer.flush(FLUSH_TIMEOUT_S)
             except StoreError as error:
-                # The consumer's own state says why, for as long as it lasts: ask again.
-                self._results.waits(seats, error.reason)
-            except Exception as error:  # of somebody's plugin
-                self._results.waits(seats, f"{type(error).__name__}: {error}")
+                # The consumer's state says why while it lasts; the next commit tries again.
+                self._results.set_waiting(answers, error.reason)
+            except Exception as error:  # a plugin's
+                self._results.set_waiting(answers, f"{type(error).__name__}: {error}")
             else:
-                self._results.safe(seats, self._name)
+                self._results.set_safe(answers, self._name)
 
     def _next(self) -> set[AnswerId]:
         with self._changed:
             while self._is_open and not self._asked:
                 self._changed.wait()
-            seats, self._asked = self._asked, set()
-            return seats if self._is_open else set()
-
-
-# MERGED
-# Takes rows as they come from the device; gives blocks to the consumers, on a thread of its own.
-#
-# Whatever is told to it happens in the order in which it was told: a request begins before its
-# rows
-# and ends after them. Rows of several steps are handed on together.
-
-
-_log: Final = logging.getLogger("clairai.capture")
-
-OriginOf = Callable[[Encoder], Origin]
+            answers, self._asked = self._asked, set()
+            return answers if self._is_open else set()
 
 
 class Collector:
-    """One thread between the engine and the consumers; nobody who tells it anything waits."""
+    """The thread between the engine and the consumers. Its public methods never block."""
 
     def __init__(
         self,
         consumers: Mapping[str, Consumer],
-        origin_of: OriginOf,
+        engine: EngineInfo,
         *,
         batch_nbytes: int,
         pending_nbytes: int,
-        pace: BatchPacing | None = None,
+        pacing: BatchPacing | None = None,
     ) -> None:
-        self._consumers, self._origin_of = consumers, origin_of
-        self.delivered = 0  # of those that were put
+        self._consumers, self._engine = consumers, engine
+        self.delivered = 0  # of the staged batches that were put
         self.results = CaptureResults(consumers)
         self._flushers = {
-            name: Flusher(name, consumer, self.results) for name, consumer in consumers.items()
+            name: _Flusher(name, consumer, self.results) for name, consumer in consumers.items()
         }
         self._meter = FidelityMeter()
-        self._shelf = HeldRows(pending_nbytes)
-        self._refused: dict[AnswerId, str] = {}  # whose rule cannot be judged, and why
-        self._orders: dict[AnswerId, CapturePlan] = {}
-        self._live: dict[int, set[int]] = {}  # choices of each stream that are not finished
-        self._inbox = Inbox(batch_nbytes, pace or BatchPacing())
+        self._held = HeldRows(pending_nbytes, self.results, self._offer_and_count)
+        self._plans: dict[AnswerId, CapturePlan] = {}  # of answers that are not finished
+        self._choices: dict[int, set[int]] = {}  # the same, by stream
+        self._inbox = _Inbox(batch_nbytes, pacing or BatchPacing())
         self._is_ending = False
         self._thread = threading.Thread(target=self._run, name="clairai-capture", daemon=True)
         self._thread.start()
 
     @property
     def pending_nbytes(self) -> int:
-        return self._shelf.nbytes
+        return self._held.nbytes
 
-    def begin(self, seat: AnswerId, order: CapturePlan, number: int | None = None) -> None:
-        """`number` is its in the results of whoever is told of these."""
-        self.results.open(seat, order, number)
-        self._inbox.put(partial(self._begin, seat, order))
+    def begin(self, answer: AnswerId, plan: CapturePlan, number: int | None = None) -> None:
+        """`number`: the answer's in the engine's results, where these are another process's."""
+        self.results.open(answer, plan, number)
+        self._inbox.put(partial(self._begin, answer, plan))
 
-    def amend(self, seat: AnswerId, steering: str) -> None:
-        """From now on the request is steered so."""
-        self._inbox.put(partial(self._amend, seat, steering))
+    def amend(self, answer: AnswerId, steering: str) -> None:
+        """The steering of an answer has changed."""
+        self._inbox.put(partial(self._amend, answer, steering))
 
-    def finish(self, seat: AnswerId) -> None:
-        self._inbox.put(partial(self._finish, seat))
+    def finish(self, answer: AnswerId) -> None:
+        self._inbox.put(partial(self._finish, answer))
 
-    def put(self, taken: StagedBatch) -> None:
-        self._inbox.put(taken)
+    def put(self, staged: StagedBatch) -> None:
+        self._inbox.put(staged)
 
-    def relabel(self, origin_of: OriginOf) -> None:
-        """What comes from now on is of other weights."""
-        self._inbox.put(partial(self._relabel, origin_of))
+    def set_weights(self, weights: str) -> None:
+        """Rows that follow were computed with these weights."""
+        self._inbox.put(partial(self._set_weights, weights))
 
     def commit(self) -> None:
-        """Have all that was given so far made safe; nobody waits for it."""
+        """Have the rows of all finished answers made safe."""
         self._inbox.put(self._commit)
 
     def close(self) -> None:
-        """Give on what is there, then close the consumers."""
+        """Hand on what is there, then close the consumers. This waits."""
         self._inbox.put(self._end)
         self._thread.join()
         for flusher in self._flushers.values():
@@ -204,54 +181,62 @@ class Collector:
                 consumer.close()
             except StoreError as error:
                 _log.error("consumer %s: %s", name, error.reason)
-            except Exception:  # of somebody's plugin: the others are closed too
+            except Exception:  # a plugin's: the others are closed too
                 _log.exception("consumer %s could not be closed", name)
-
-    def _relabel(self, origin_of: OriginOf) -> None:
-        self._origin_of = origin_of
-        self._meter.expire()
-
-    def _commit(self) -> None:
-        for name, flusher in self._flushers.items():
-            if seats := self.results.writing(name):
-                flusher.ask(seats)
-
-    def _end(self) -> None:
-        for seat in list(self._orders):
-            self._finish(seat)
-        self._is_ending = True
 
     def _run(self) -> None:
         while not self._is_ending:
-            batch, told = self._inbox.next()
+            batch, command = self._inbox.next()
             if batch:
                 self._deliver(batch)
-            if told is not None:
-                self._hear(told)
+            if command is not None:
+                self._execute(command)
 
-    def _hear(self, told: Command) -> None:
+    def _execute(self, command: Command) -> None:
         try:
-            told()
-        except Exception:  # as below: the thread goes on for all others
-            _log.exception("what was told of a captured request could not be passed on")
+            command()
+        except Exception:  # the thread goes on for all other requests
+            _log.exception("a change of a captured request could not be passed on")
 
     def _deliver(self, batch: list[StagedBatch]) -> None:
         try:
-            loads = self._joined(batch)
-        except Exception as error:  # a thread that ends unseen would be the worst of answers
-            for taken in batch:
-                self._lose(taken.counts(), error)
-            loads = []
+            joined = self._join(batch)
+        except Exception as error:  # a thread that ends unseen would be worse
+            for staged in batch:
+                self._lose(staged.counts(), error)
+            joined = []
         finally:
-            for taken in batch:
-                taken.free()
-        fidelity = {encoder: self._measure(encoder) for encoder in {load.encoder for load in loads}}
-        for load in loads:
+            for staged in batch:
+                staged.free()
+        encoders = dict.fromkeys(rows.encoder for rows in joined)
+        fidelity = {encoder: self._measure(encoder) for encoder in encoders}
+        for rows in joined:
             try:
-                self._give(load, fidelity[load.encoder])
+                self._hand_on(rows, fidelity[rows.encoder])
             except Exception as error:
-                self._lose(load.counts(), error)
+                self._lose(rows.counts(), error)
         self.delivered += len(batch)
+
+    def _join(self, batch: list[StagedBatch]) -> list[EncodedRows]:
+        found: dict[tuple[object, ...], list[EncodedRows]] = {}
+        for staged in batch:
+            for rows in self._read(staged):
+                found.setdefault(rows.key, []).append(rows)
+        return [EncodedRows.join(parts) for parts in found.values()]
+
+    def _read(self, staged: StagedBatch) -> Sequence[EncodedRows]:
+        """Scores first: they decide about rows. A batch that cannot be read harms no other."""
+        try:
+            staged.wait()
+            for tokens, score in staged.scores():
+                self._held.judge(tokens, score)
+            found = staged.rows()
+            for encoder, sample in staged.samples():
+                self._meter.add(encoder, sample)
+        except Exception as error:
+            self._lose(staged.counts(), error)
+            return ()
+        return found
 
     def _measure(self, encoder: Encoder) -> dict[str, float]:
         """One measure for all rows of an encoder that are handed on together."""
@@ -261,68 +246,31 @@ class Collector:
             _log.exception("what %s lost of rows cannot be measured", encoder.name)
             return {}
 
-    def _lose(self, counts: Mapping[AnswerId, int], error: Exception) -> None:
-        reason = f"rows could not be read, {type(error).__name__}: {error}"
-        _log.error("%d captured rows are lost: %s", sum(counts.values()), reason)
-        for seat, count in counts.items():
-            self.results.dropped(seat, count, reason)
-            self.results.failed(seat, reason)
-
-    def _joined(self, batch: list[StagedBatch]) -> list[EncodedRows]:
-        """Copies of what came, joined."""
-        found: dict[tuple[object, ...], list[EncodedRows]] = {}
-        for taken in batch:
-            for load in self._read(taken):
-                found.setdefault(load.key, []).append(load)
-        return [EncodedRows.joined(loads) for loads in found.values()]
-
-    def _read(self, taken: StagedBatch) -> Sequence[EncodedRows]:
-        """The rules are judged before their rows go on. One that never comes harms no other."""
-        try:
-            taken.wait()
-            for verdict in taken.verdicts():
-                self._judge(verdict)
-            loads = taken.loads()
-            for encoder, sample in taken.samples():
-                self._meter.add(encoder, sample)
-        except Exception as error:
-            self._lose(taken.counts(), error)
-            return ()
-        return loads
-
-    def _give(self, load: EncodedRows, fidelity: Mapping[str, float]) -> None:
-        origin = self._origin_of(load.encoder)
-        held_N = self._held(load.rows_N)
-        for at, point in enumerate(load.points):
-            arrays = {name: array[at] for name, array in load.arrays.items()}
-            block = RowBlock(origin, point, load.rows_N, arrays, fidelity)
+    def _hand_on(self, rows: EncodedRows, fidelity: Mapping[str, float]) -> None:
+        origin = self._origin(rows.encoder)
+        held_N = self._held.mask(rows.rows_N)
+        for index, point in enumerate(rows.points):
+            arrays = {name: array[index] for name, array in rows.arrays.items()}
+            block = RowBlock(origin, point, rows.rows_N, arrays, fidelity)
             if held_N is None:
-                self._offer(block, load.to)
-            else:
-                self._sort(block, load.to, held_N)
-        if held_N is None:
-            self.results.gave(load.counts())
-
-    def _held(self, rows_N: NDArray[np.void]) -> NDArray[np.bool_] | None:
-        """Which rows wait for a rule; None if none does."""
-        if not len(self._shelf) and not self._refused:
-            return None
-        seats = zip(rows_N["stream"].tolist(), rows_N["choice"].tolist(), strict=True)
-        is_held = (seat in self._shelf or seat in self._refused for seat in seats)
-        held_N = np.fromiter(is_held, bool, len(rows_N))
-        return held_N if held_N.any() else None
-
-    def _sort(self, block: RowBlock, to: tuple[str, ...], held_N: NDArray[np.bool_]) -> None:
-        if not held_N.all():
-            self._offer_and_count(block.select(np.flatnonzero(~held_N)), to)
-        for seat, places in group_by_answer(block.rows_N, np.flatnonzero(held_N)):
-            if seat in self._refused:
-                self._refuse(seat, len(places))
+                self._offer(block, rows.to)
                 continue
-            part = block.select(places)
-            if lost := self._shelf.put(seat, part, to):
-                reason = "no room to hold its rows until its rule is met; raise pending_mib"
-                self.results.dropped(seat, lost, reason)
+            if not held_N.all():
+                self._offer_and_count(block.select(np.flatnonzero(~held_N)), rows.to)
+            self._held.add(block, rows.to, held_N)
+        if held_N is None:
+            self.results.add_rows(rows.counts())
+
+    def _origin(self, encoder: Encoder) -> Origin:
+        engine = self._engine
+        return Origin.of(
+            model=engine.model,
+            weights=engine.weights,
+            dtype=engine.dtype,
+            width=engine.width,
+            encoder=encoder.name,
+            parameters=encoder.parameters,
+        )
 
     def _offer(self, block: RowBlock, to: tuple[str, ...]) -> None:
         for name in to:
@@ -330,62 +278,59 @@ class Collector:
 
     def _offer_and_count(self, block: RowBlock, to: tuple[str, ...]) -> None:
         self._offer(block, to)
-        self.results.gave({seat: len(p) for seat, p in group_by_answer(block.rows_N)})
+        found = group_by_answer(block.rows_N)
+        self.results.add_rows({answer: len(indices) for answer, indices in found})
 
-    def _judge(self, verdict: RuleScore) -> None:
-        seat = verdict.seat
-        if seat not in self._shelf:
-            return
-        if verdict.score is None:
-            reason = f"probe {verdict.probe} has no score for it: its rows are not kept"
-            self._refused[seat] = reason
-            self._refuse(seat, self._shelf.rows(seat))
-            self._shelf.take(seat)
-        elif verdict.score >= verdict.threshold:
-            for block, to in self._shelf.take(seat):
-                self._offer_and_count(block, to)
+    def _lose(self, counts: Mapping[AnswerId, int], error: Exception) -> None:
+        reason = f"rows could not be read, {type(error).__name__}: {error}"
+        _log.error("%d captured rows are lost: %s", sum(counts.values()), reason)
+        for answer, count in counts.items():
+            self.results.add_dropped(answer, count, reason)
+            self.results.fail(answer, reason)
 
-    def _refuse(self, seat: AnswerId, rows: int) -> None:
-        """Those that come later too, until it is finished."""
-        self.results.discarded(seat, rows, self._refused[seat])
-        self.results.failed(seat, self._refused[seat])
+    def _begin(self, answer: AnswerId, plan: CapturePlan) -> None:
+        stream, choice = answer
+        self._plans[answer] = plan
+        self._choices.setdefault(stream, set()).add(choice)
+        if plan.hold is not None:
+            self._held.begin(answer)
+        self._begin_at_consumers(stream, plan, plan.steering)
 
-    def _discard(self, seat: AnswerId, reason: str) -> None:
-        rows = self._shelf.rows(seat)
-        self._shelf.take(seat)
-        self.results.discarded(seat, rows, reason)
+    def _amend(self, answer: AnswerId, steering: str) -> None:
+        if answer in self._plans:
+            self._begin_at_consumers(answer[0], self._plans[answer], steering)
 
-    def _begin(self, seat: AnswerId, order: CapturePlan) -> None:
-        self._orders[seat] = order
-        self._live.setdefault(seat[0], set()).add(seat[1])
-        if order.hold is not None:
-            self._shelf.open(seat)
-        self._tell(seat[0], order, order.steering)
-
-    def _amend(self, seat: AnswerId, steering: str) -> None:
-        if seat in self._orders:
-            self._tell(seat[0], self._orders[seat], steering)
-
-    def _tell(self, stream: int, order: CapturePlan, steering: str) -> None:
-        tags, applied = json.loads(order.tags), json.loads(steering)
-        if order.adapter is not None:
-            applied["adapter"] = order.adapter
-        for name in order.to:
+    def _begin_at_consumers(self, stream: int, plan: CapturePlan, steering: str) -> None:
+        tags, applied = json.loads(plan.tags), json.loads(steering)
+        if plan.adapter is not None:
+            applied["adapter"] = plan.adapter
+        for name in plan.to:
             self._consumers[name].begin(stream, tags=tags, steering=applied)
 
-    def _finish(self, seat: AnswerId) -> None:
-        order = self._orders.pop(seat, None)
-        if order is None:
-            return  # told twice
-        self._refused.pop(seat, None)
-        if seat in self._shelf:
-            assert order.hold is not None
-            hold = order.hold
-            self._discard(seat, f"probe {hold.probe} stayed below {hold.threshold:g}")
-        self.results.finished(seat)
-        choices = self._live[seat[0]]
-        choices.discard(seat[1])
+    def _finish(self, answer: AnswerId) -> None:
+        plan = self._plans.pop(answer, None)
+        if plan is None:
+            return  # finished before
+        self._held.finish(answer, plan.hold)
+        self.results.finish(answer)
+        stream, choice = answer
+        choices = self._choices[stream]
+        choices.discard(choice)
         if not choices:
-            del self._live[seat[0]]
-            for name in order.to:
-                self._consumers[name].finish(seat[0])
+            del self._choices[stream]
+            for name in plan.to:
+                self._consumers[name].finish(stream)
+
+    def _set_weights(self, weights: str) -> None:
+        self._engine = replace(self._engine, weights=weights)
+        self._meter.expire()
+
+    def _commit(self) -> None:
+        for name, flusher in self._flushers.items():
+            if answers := self.results.unsafe_at(name):
+                flusher.ask(answers)
+
+    def _end(self) -> None:
+        for answer in list(self._plans):
+            self._finish(answer)
+        self._is_ending = True

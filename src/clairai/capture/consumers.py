@@ -1,8 +1,8 @@
-"""Takes names of capture consumers and their options; gives the consumers, found as entry points.
+"""Capture consumers: where captured rows go. They are found as entry points, by kind.
 
-A kind of consumer is an entry point of the group `clairai.capture_consumers`. Its object is called
-with the options (a mapping) and an `About`, and gives a Consumer. It raises ConfigError for options
-it does not take; the engine then does not start.
+A kind of consumer is an entry point of the group `clairai.capture_consumers`: a callable that gets
+the options (a mapping) and an `EngineInfo`, and returns a Consumer. It raises ConfigError for
+options it does not accept; then the engine does not start.
 """
 
 from __future__ import annotations
@@ -14,34 +14,33 @@ from dataclasses import dataclass
 from importlib.metadata import EntryPoint, entry_points
 from typing import Any, Final, Literal, Protocol
 
-import numpy as np
-
 from clairai.capture.capture_settings import ConsumerSpec
 from clairai.errors import ClairaiError, ConfigError, StoreStoppedError
 from clairai.points import quote
-from clairai.store.row_block import RowBlock
+from clairai.store.row_block import RowBlock, count_rows
 
 GROUP: Final = "clairai.capture_consumers"
+MAX_NAMED: Final = 65_536  # requests whose losses are counted one by one
 Policy = Literal["block", "drop", "spill"]
 
 
 @dataclass(frozen=True)
 class EngineInfo:
-    """The engine whose rows will come."""
+    """The engine whose rows a consumer gets."""
 
     model: str
     weights: str  # version
     dtype: str
     width: int
-    points: tuple[str, ...]  # that are tapped
+    points: tuple[str, ...]  # the tapped ones
 
 
 class ConsumerHealth(Protocol):
-    """How a consumer is doing."""
+    """The state of a consumer."""
 
     @property
     def name(self) -> str:
-        """`writing`, `stopped` (goes on by itself) or `failed`."""
+        """`writing`, `stopped` (continues by itself) or `failed`."""
 
     @property
     def reason(self) -> str: ...
@@ -49,16 +48,16 @@ class ConsumerHealth(Protocol):
 
 class Consumer(Protocol):
     """Where rows go. One thread calls it, never the engine's; only `flush`, `losses`, `state` and
-    `where` are called from others. `clairai.store.write.Writer` is the model of one.
+    `where` are called from other threads. `clairai.store.write.Writer` is a model of one.
     """
 
     @property
     def policy(self) -> Policy:
-        """`block`: `offer` may wait, and tokens with it; else it never waits for room."""
+        """`block`: `offer` may wait, and generation with it; otherwise it never waits for room."""
 
     @property
     def where(self) -> str:
-        """Where rows can be found, for people and programs: a folder, an address."""
+        """Where the rows can be found: a folder, an address."""
 
     @property
     def state(self) -> ConsumerHealth: ...
@@ -66,25 +65,25 @@ class Consumer(Protocol):
     def begin(
         self, stream: int, *, tags: Mapping[str, Any] | None, steering: Mapping[str, Any] | None
     ) -> None:
-        """Before a request's first rows, and again when it is steered otherwise."""
+        """Before a request's first rows, and again when its steering changes."""
 
     def offer(self, block: RowBlock) -> bool:
-        """Rows of any requests at one point; False: refused, and counted in `losses`.
+        """Rows of any requests at one point; False if they are refused, and counted in `losses`.
 
-        The same row may come again after a preemption: the newest counts.
+        A row can come again after a preemption: the newest one counts.
         """
 
     def finish(self, stream: int) -> None:
-        """No rows of this request will follow, unless it begins again: for another answer."""
+        """No more rows of this request, unless it begins again for another answer."""
 
     def losses(self, stream: int) -> int:
-        """Rows of this request that were refused or lost since this was last asked."""
+        """Rows of this request that were refused or lost since the last call."""
 
     def flush(self, timeout_s: float) -> None:
-        """Return when all that was accepted before is safe; StoreStoppedError if it is not."""
+        """Return when everything accepted so far is safe; StoreStoppedError if it is not."""
 
     def close(self) -> None:
-        """Nothing follows; StoreStoppedError if rows that were accepted are lost."""
+        """The end; StoreStoppedError if accepted rows are lost."""
 
 
 Factory = Callable[[Mapping[str, Any], EngineInfo], Consumer]
@@ -129,16 +128,6 @@ def _factory(spec: ConsumerSpec, known: Mapping[str, EntryPoint]) -> Factory:
     return factory
 
 
-# MERGED
-# Takes a consumer that anybody may have written; gives one that never raises, and says so
-# instead.
-#
-# What it raises makes it failed, with the reason; rows that it does not take then are counted.
-
-
-MAX_NAMED: Final = 65_536  # requests whose own losses are remembered
-
-
 @dataclass(frozen=True)
 class ConsumerFailure:
     reason: str
@@ -146,7 +135,10 @@ class ConsumerFailure:
 
 
 class GuardedConsumer:
-    """A Consumer around another."""
+    """Wraps a consumer that anybody may have written: it never raises.
+
+    A consumer that raises has failed, with the reason; rows that it then does not take are counted.
+    """
 
     def __init__(self, inner: Consumer) -> None:
         self._inner = inner
@@ -189,7 +181,7 @@ class GuardedConsumer:
             except Exception as error:
                 self._fail(error)
         with self._lock:
-            for stream, count in zip(*_rows_by_stream(block), strict=True):
+            for stream, count in count_rows(block).items():
                 if stream in self._losses or len(self._losses) < MAX_NAMED:
                     self._losses[stream] += count
         return False
@@ -220,10 +212,5 @@ class GuardedConsumer:
         self._inner.close()
 
     def _fail(self, error: Exception) -> None:
-        said = error.reason if isinstance(error, ClairaiError) else f"{error}"
-        self._failed = ConsumerFailure(f"the consumer failed, {type(error).__name__}: {said}")
-
-
-def _rows_by_stream(block: RowBlock) -> tuple[list[int], list[int]]:
-    found, counts = np.unique(block.rows_N["stream"], return_counts=True)
-    return found.tolist(), counts.tolist()
+        reason = error.reason if isinstance(error, ClairaiError) else f"{error}"
+        self._failed = ConsumerFailure(f"the consumer failed, {type(error).__name__}: {reason}")

@@ -1,7 +1,7 @@
-"""Takes one end of a socket pair; gives messages through it, in order, each as a whole.
+"""A socket pair that carries whole messages in order between an engine and its capture writer.
 
-A message is four bytes that say how long it is, and that many bytes. Nobody but the two processes
-holds an end; a message that is longer than any can be ends the line.
+A message is its length in four bytes, then that many bytes. Only the two processes hold an end; a
+message above the bound closes the pipe.
 """
 
 from __future__ import annotations
@@ -22,82 +22,81 @@ CHUNK: Final = 1 << 18
 
 
 class Pipe:
-    """One thread listens; whoever speaks never waits, unless it asks to."""
+    """One end. One thread receives; sending never blocks, except in `send_all`."""
 
     def __init__(self, end: socket.socket) -> None:
-        self._end = end
-        self._said = bytearray()
-        self._heard = bytearray()
+        self._socket = end
+        self._unsent = bytearray()
+        self._received = bytearray()
         self._lock = threading.Lock()
         end.setblocking(False)
 
-    def say(self, message: msgspec.Struct) -> None:
-        """Goes with the next post()."""
-        said = ENCODER.encode(message)
+    def add(self, message: msgspec.Struct) -> None:
+        """Queue a message for the next `send`."""
+        encoded = ENCODER.encode(message)
         with self._lock:
-            self._said += len(said).to_bytes(PREFIX, "little")
-            self._said += said
+            self._unsent += len(encoded).to_bytes(PREFIX, "little")
+            self._unsent += encoded
 
     @property
     def unsent_nbytes(self) -> int:
-        """What was said and has not gone."""
-        return len(self._said)
+        return len(self._unsent)
 
-    def post(self) -> None:
-        """All that was said goes now, as far as the other end takes it; OSError if it is gone."""
+    def send(self) -> None:
+        """Send as much as the other end takes now; OSError if it is gone."""
         with self._lock:
-            while self._said:
+            while self._unsent:
                 try:
-                    sent = self._end.send(self._said)
+                    sent = self._socket.send(self._unsent)
                 except BlockingIOError:
                     return
-                del self._said[:sent]
+                del self._unsent[:sent]
 
     def send_all(self, timeout_s: float | None = None) -> None:
-        """The same, and wait until it has gone; TimeoutError if it does not."""
-        self.post()
+        """Send everything; TimeoutError if the other end does not read."""
+        self.send()
         room = select.poll()
-        room.register(self._end, select.POLLOUT)
+        room.register(self._socket, select.POLLOUT)
         while self.unsent_nbytes:
             if not room.poll(None if timeout_s is None else 1e3 * timeout_s):
                 raise TimeoutError("the other end reads nothing")
-            self.post()
+            self.send()
 
-    def listen(self) -> list[bytes] | None:
-        """What there is to read now; None at the line's end."""
+    def receive(self) -> list[bytes] | None:
+        """The messages that are there now; None if the pipe is closed."""
         try:
-            read = self._end.recv(CHUNK)
+            read = self._socket.recv(CHUNK)
         except BlockingIOError:
             return []
         except OSError:
             return None
         if not read:
             return None
-        self._heard += read
-        return self._whole()
+        self._received += read
+        return self._split()
 
-    def _whole(self) -> list[bytes]:
-        found: list[bytes] = []
+    def _split(self) -> list[bytes]:
+        messages: list[bytes] = []
         first = 0
-        while len(self._heard) - first >= PREFIX:
-            nbytes = int.from_bytes(self._heard[first : first + PREFIX], "little")
+        while len(self._received) - first >= PREFIX:
+            nbytes = int.from_bytes(self._received[first : first + PREFIX], "little")
             if nbytes > MAX_NBYTES:
                 raise ValueError(f"a message of {nbytes} bytes, may have {MAX_NBYTES}")
             end = first + PREFIX + nbytes
-            if end > len(self._heard):
+            if end > len(self._received):
                 break
-            found.append(bytes(self._heard[first + PREFIX : end]))
+            messages.append(bytes(self._received[first + PREFIX : end]))
             first = end
-        del self._heard[:first]
-        return found
+        del self._received[:first]
+        return messages
 
-    def end(self) -> None:
-        """Nothing comes or goes any more; who listens at either end hears that."""
+    def shut_down(self) -> None:
+        """Both ends receive None from now on."""
         with contextlib.suppress(OSError):  # the other end is gone already
-            self._end.shutdown(socket.SHUT_RDWR)
+            self._socket.shutdown(socket.SHUT_RDWR)
 
     def fileno(self) -> int:
-        return self._end.fileno()
+        return self._socket.fileno()
 
     def close(self) -> None:
-        self._end.close()
+        self._socket.close()

@@ -1,7 +1,7 @@
-"""Takes nothing of ours; gives what an engine and its clerk tell each other, as msgpack.
+"""The messages between an engine and its capture writer process, as msgpack.
 
-E = ranges of positions that are wanted, in the order of the plan. Numbers of these travel as the
-bytes of one array each: a plan is told once, a step with the same plan is a few hundred bytes.
+E = ranges of positions in the order of the layout. Arrays of E numbers travel as raw bytes: a
+layout is sent once, and a step that uses it again takes a few hundred bytes.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from clairai.wire.capture_messages import CaptureStatus
 
 
 class ConsumerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A consumer that is to be opened."""
+    """A consumer to open."""
 
     name: str
     kind: str
@@ -24,7 +24,7 @@ class ConsumerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class WriterStart(msgspec.Struct, frozen=True, tag="hello", forbid_unknown_fields=True):
-    """The first that the engine says."""
+    """The engine's first message."""
 
     about: EngineInfo
     consumers: tuple[ConsumerConfig, ...]
@@ -32,7 +32,8 @@ class WriterStart(msgspec.Struct, frozen=True, tag="hello", forbid_unknown_field
 
 
 class BeginAnswer(msgspec.Struct, frozen=True, tag="begin", forbid_unknown_fields=True):
-    """Rows of an answer will come. `number` tells it from others with the same seat."""
+    """Rows of an answer will come. `number` tells it from earlier ones of the same stream and
+    choice."""
 
     number: int
     stream: int
@@ -41,32 +42,36 @@ class BeginAnswer(msgspec.Struct, frozen=True, tag="begin", forbid_unknown_field
 
 
 class AmendAnswer(msgspec.Struct, frozen=True, tag="amend", forbid_unknown_fields=True):
+    """The steering of an answer has changed."""
+
     stream: int
     choice: int
     steering: str
 
 
 class FinishAnswer(msgspec.Struct, frozen=True, tag="finish", forbid_unknown_fields=True):
+    """No more rows of this answer will come."""
+
     stream: int
     choice: int
 
 
 class SetWeights(msgspec.Struct, frozen=True, tag="relabel", forbid_unknown_fields=True):
-    """What comes from now on is of these weights."""
+    """Rows that follow were computed with these weights."""
 
     weights: str
 
 
 class CommitFinished(msgspec.Struct, frozen=True, tag="commit", forbid_unknown_fields=True):
-    """Make all safe that has finished."""
+    """Make the rows of all finished answers safe."""
 
 
 class CloseWriter(msgspec.Struct, frozen=True, tag="close", forbid_unknown_fields=True):
-    """Nothing follows."""
+    """The engine's last message."""
 
 
 class ArrayPlace(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """One array of a ticket, from the start of its region on; group -1 is of the whole ticket."""
+    """Where one array of a step lies, relative to its region. Group -1: of the whole step."""
 
     group: int
     name: str
@@ -76,7 +81,7 @@ class ArrayPlace(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fi
 
 
 class FormatRows(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """Tokens from `first` up to `end` of the ticket, at these points, for these consumers."""
+    """Tokens from `first` up to `end` of the step, at these points, for these consumers."""
 
     points: tuple[str, ...]
     to: tuple[str, ...]
@@ -85,41 +90,41 @@ class FormatRows(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fi
 
 
 class EncodedGroup(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """Rows of one encoder: of each part in turn, point by point, token by token."""
+    """All rows of one encoder: part by part, in each point by point, then token by token."""
 
     encoder: str
     parameters: tuple[tuple[str, int | str], ...]
     parts: tuple[FormatRows, ...]
-    sample: bytes  # int64: places among these rows
+    sample: bytes  # int64: which of these rows are sampled
 
 
-class StagingPlanMessage(msgspec.Struct, frozen=True, tag="plan", forbid_unknown_fields=True):
-    """How the rows of the tickets that follow lie, and whose they are."""
+class StagingLayout(msgspec.Struct, frozen=True, tag="plan", forbid_unknown_fields=True):
+    """How the rows of the following steps lie in their regions, and whose they are."""
 
     number: int
-    dtype: str  # of the rows
+    dtype: str  # of the model's rows
     fields: tuple[ArrayPlace, ...]
     groups: tuple[EncodedGroup, ...]
     counts: bytes  # int64 [E]: rows of each range
     streams: bytes  # uint64 [E]
     choices: bytes  # uint16 [E]
-    prompts: bytes  # int64 [E]: the length of each one's prompt
+    prompts: bytes  # int64 [E]: prompt length of each one's request
 
 
 class StagedRows(msgspec.Struct, frozen=True, tag="ticket", forbid_unknown_fields=True):
-    """Rows of one step, or of a part of it, as the last plan says."""
+    """Rows of one step, or of a part of it, laid out as the last layout says."""
 
     number: int
-    plan: int
+    plan: int  # the layout's number
     start: int
     nbytes: int
     end: int
-    firsts: bytes  # int64 [E]: the position of each range's first row
-    seen: bytes  # int64 [E]: up to where its rows were computed before
+    firsts: bytes  # int64 [E]: position of each range's first row
+    seen: bytes  # int64 [E]: up to which position its rows were computed before
 
 
 class HeldTokens(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """Tokens of a step whose scores decide about an answer's rows."""
+    """Tokens `first` up to `end` of a step; their scores decide about rows of an answer."""
 
     stream: int
     choice: int
@@ -130,14 +135,14 @@ class HeldTokens(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fi
 
 
 class StagedScores(msgspec.Struct, frozen=True, tag="scores", forbid_unknown_fields=True):
-    """Scores of one step in float32: of each probe one for each token, one probe after another."""
+    """Scores of one step as float32 [probes, tokens]."""
 
     number: int
     start: int
     nbytes: int
     end: int
     num_tokens: int
-    probes: tuple[str, ...]  # that there are scores of
+    probes: tuple[str, ...]  # that have scores here
     held: tuple[HeldTokens, ...]
 
 
@@ -150,7 +155,7 @@ EngineMessage = (
     | SetWeights
     | CommitFinished
     | CloseWriter
-    | StagingPlanMessage
+    | StagingLayout
     | StagedRows
     | StagedScores
 )
@@ -165,23 +170,23 @@ class OpenedConsumer(msgspec.Struct, frozen=True, array_like=True, forbid_unknow
 
 
 class WriterReady(msgspec.Struct, frozen=True, tag="ready", forbid_unknown_fields=True):
-    """The first that the clerk says."""
+    """The writer's first message: all consumers are open."""
 
     process: int
     consumers: tuple[OpenedConsumer, ...]
 
 
 class WriterRefused(msgspec.Struct, frozen=True, tag="refused", forbid_unknown_fields=True):
-    """The first that the clerk says where a consumer cannot be opened."""
+    """The writer's first and last message: a consumer cannot be opened."""
 
     code: str
     reason: str
 
 
 class AnswerReport(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """What has become of one answer."""
+    """What has become of one answer's rows."""
 
-    number: int  # as it began
+    number: int  # of its BeginAnswer
     stream: int
     choice: int
     state: CaptureStatus
@@ -190,12 +195,12 @@ class AnswerReport(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_
     discarded: int
     reason: str
     waits: str
-    lost: tuple[int, ...]  # at each consumer of its order
+    lost: tuple[int, ...]  # at each consumer of its plan
     safe: tuple[str, ...]
 
 
 class ConsumerReport(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """How a consumer is doing."""
+    """The state of one consumer."""
 
     consumer: str
     name: str
@@ -203,9 +208,9 @@ class ConsumerReport(msgspec.Struct, frozen=True, array_like=True, forbid_unknow
 
 
 class WriterReport(msgspec.Struct, frozen=True, tag="report", forbid_unknown_fields=True):
-    """All that has changed since the last."""
+    """What has changed since the last report, and the totals."""
 
-    delivered: int  # the last ticket whose rows are counted
+    delivered: int  # staged messages whose rows are counted
     told: tuple[AnswerReport, ...]
     standings: tuple[ConsumerReport, ...]
     rows: int

@@ -1,7 +1,9 @@
-"""Takes captured rows; has them taken to their consumers by a process of its own, the clerk.
+"""The capture backend in a process of its own: the engine's side of the capture writer.
 
-The engine's side of it. What is told goes through a socket that is never waited for; rows lie in
-memory that both have. One small thread hears what became of them.
+Messages go through a pipe that never blocks the engine; rows lie in the staging arena, which both
+processes map. One small thread receives the writer's reports.
+
+Runs in: the worker.
 """
 
 from __future__ import annotations
@@ -21,31 +23,31 @@ from dataclasses import dataclass
 from typing import Final
 
 from clairai import errors
-from clairai.capture import pipe_messages, staging_reader
+from clairai.capture import pipe_messages
 from clairai.capture.consumers import Policy
 from clairai.capture.pipe import Pipe
 from clairai.capture.results import CaptureResults, RowTotals
 from clairai.capture.staging_arena import StagingArena
-from clairai.capture.staging_reader import AnswerId
-from clairai.engine.capture.capture_plan import CapturePlan
+from clairai.capture.staging_reader import Wait, count_layout_rows
+from clairai.engine.capture.capture_plan import AnswerId, CapturePlan
 from clairai.errors import ClairaiError, ConfigError
 
-START_S: Final = 300.0  # a folder of many shards is looked through before it is written to
+START_S: Final = 300.0  # a consumer checks a folder of many shards before it writes to it
 CLOSE_S: Final = 65.0  # a consumer gives up after 60
-MAX_BEHIND_NBYTES: Final = 64 << 20  # of what could not be told
-LOOK_S: Final = 0.25  # for what could not be sent at once
+MAX_UNSENT_NBYTES: Final = 64 << 20
+SEND_AGAIN_S: Final = 0.25
 MODULE: Final = "clairai.capture.writer_process"
-# Numbers that are measured of a few rows need one thread each of these libraries.
+# The writer measures a few rows at a time: these libraries need no threads of their own for that.
 SINGLE_THREADED: Final = dict.fromkeys(
     ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1"
 )
 WRITER_ENDED: Final = (
-    "the process that takes captures has ended; rows that were not safe are lost, and nothing is "
+    "the capture writer process has ended; rows that were not safe are lost, and nothing is "
     "captured until the engine is started again"
 )
 NOT_STARTED: Final = (
-    "the process that takes captures could not be started, {}; see its messages above, or have "
-    'rows taken in the engine\'s own process with "process": "engine" in capture'
+    "the capture writer process could not be started, {}; see its messages above, or capture "
+    'in the engine\'s own process with "process": "engine" in capture'
 )
 _ERRORS: Final = {
     kind.code: kind
@@ -62,172 +64,174 @@ class RemoteConsumerState:
 
 
 class RemoteConsumer:
-    """What the engine knows of a consumer in the clerk's process."""
+    """What the engine knows of a consumer in the writer process."""
 
     def __init__(self, where: str, policy: Policy) -> None:
         self.where, self.policy = where, policy
         self.state = RemoteConsumerState()
 
     def losses(self, _stream: int) -> int:
-        """They are told with the answers."""
+        """Reported with the answers."""
         return 0
 
 
 class RemoteBackend:
-    """The process, and what is known of what it does."""
+    """The writer process, and what it has reported."""
 
     is_remote = True
 
     def __init__(
         self,
-        line: Pipe,
+        pipe: Pipe,
         arena: StagingArena,
         ready: pipe_messages.WriterReady,
-        early: Iterable[bytes] = (),
+        reports: Iterable[bytes] = (),
     ) -> None:
-        """`early` is what was heard of it behind its greeting."""
-        self._line, self.arena, self.process = line, arena, ready.process
+        """`reports` came right behind the writer's first message."""
+        self._pipe, self.arena, self.process = pipe, arena, ready.process
         self._consumers = {
             one.name: RemoteConsumer(one.where, one.policy) for one in ready.consumers
         }
-        self.results = CaptureResults(self._consumers)  # type: ignore[arg-type]  # all that is asked of them
+        self.results = CaptureResults(self._consumers)  # type: ignore[arg-type]  # it uses no more
         self.pending_nbytes = 0
-        self.trouble = ""
+        self.failure = ""
         self._is_closing = False
-        # Plans of tickets that are not counted as delivered: rows that die with the clerk.
-        self._out: deque[pipe_messages.StagingPlanMessage | None] = deque()
-        self._plan: pipe_messages.StagingPlanMessage | None = None
+        # Layouts of staged messages that are not reported as delivered: they die with the writer.
+        self._undelivered: deque[pipe_messages.StagingLayout | None] = deque()
+        self._layout: pipe_messages.StagingLayout | None = None
         self._delivered = 0
         self._lock = threading.Lock()
-        for one in early:
-            self._hear(one)
-        self._thread = threading.Thread(target=self._listen, name="clairai-clerk", daemon=True)
+        for report in reports:
+            self._apply(report)
+        self._thread = threading.Thread(target=self._run, name="clairai-reports", daemon=True)
         self._thread.start()
 
     @classmethod
-    def start(cls, hello: pipe_messages.WriterStart, arena: StagingArena) -> RemoteBackend:
-        """When all consumers are open; ConfigError if one cannot be."""
+    def start(cls, start: pipe_messages.WriterStart, arena: StagingArena) -> RemoteBackend:
+        """Returns when all consumers are open; ConfigError if one cannot be opened."""
         ours, theirs = socket.socketpair()
         with contextlib.ExitStack() as undo:
             undo.callback(ours.close)
             with theirs:
                 _spawn_writer(theirs.fileno(), arena)
-            line = Pipe(ours)
-            ready, early = _greet(line, hello)
+            pipe = Pipe(ours)
+            ready, reports = _start_writer(pipe, start)
             undo.pop_all()
-        return cls(line, arena, ready, early)
+        return cls(pipe, arena, ready, reports)
 
-    def may_block(self, names: Iterable[str]) -> bool:
-        return any(self._consumers[name].policy == "block" for name in names)
+    def may_block(self, consumers: Iterable[str]) -> bool:
+        return any(self._consumers[name].policy == "block" for name in consumers)
 
-    def begin(self, seat: AnswerId, order: CapturePlan) -> None:
-        number = self.results.open(seat, order)
-        if self.trouble:
-            self.results.failed(seat, self.trouble)
+    def begin(self, answer: AnswerId, plan: CapturePlan) -> None:
+        number = self.results.open(answer, plan)
+        if self.failure:
+            self.results.fail(answer, self.failure)
         else:
-            self._line.say(pipe_messages.BeginAnswer(number, *seat, order))
+            self._pipe.add(pipe_messages.BeginAnswer(number, *answer, plan))
 
-    def amend(self, seat: AnswerId, steering: str) -> None:
-        self._say(pipe_messages.AmendAnswer(*seat, steering))
+    def amend(self, answer: AnswerId, steering: str) -> None:
+        self._add(pipe_messages.AmendAnswer(*answer, steering))
 
-    def finish(self, seat: AnswerId) -> None:
-        self._say(pipe_messages.FinishAnswer(*seat))
+    def finish(self, answer: AnswerId) -> None:
+        self._add(pipe_messages.FinishAnswer(*answer))
 
-    def relabel(self, weights: str) -> None:
-        self._say(pipe_messages.SetWeights(weights))
-        self.post()
+    def set_weights(self, weights: str) -> None:
+        self._add(pipe_messages.SetWeights(weights))
+        self.send()
 
     def commit(self) -> None:
-        self._say(pipe_messages.CommitFinished())
-        self.post()
+        self._add(pipe_messages.CommitFinished())
+        self.send()
 
-    def plan(self, told: pipe_messages.StagingPlanMessage) -> None:
-        self._plan = told
-        self._say(told)
+    def set_layout(self, layout: pipe_messages.StagingLayout) -> None:
+        self._layout = layout
+        self._add(layout)
 
-    def put(self, told: pipe_messages.StagedMessage, _wait: staging_reader.Wait) -> None:
-        plan = self._plan if isinstance(told, pipe_messages.StagedRows) else None
+    def put(self, message: pipe_messages.StagedMessage, _wait: Wait) -> None:
+        layout = self._layout if isinstance(message, pipe_messages.StagedRows) else None
         with self._lock:
-            if not self.trouble:
-                self._out.append(plan)
-                self._line.say(told)
+            if not self.failure:
+                self._undelivered.append(layout)
+                self._pipe.add(message)
                 return
-        self._lose([plan])
+        self._lose([layout])
 
-    def _say(self, message: pipe_messages.EngineMessage) -> None:
-        if not self.trouble:
-            self._line.say(message)
+    def _add(self, message: pipe_messages.EngineMessage) -> None:
+        if not self.failure:
+            self._pipe.add(message)
 
-    def post(self) -> None:
-        with contextlib.suppress(OSError):  # the thread that listens finds the end, and says so
-            self._line.post()
-        if self._line.unsent_nbytes > MAX_BEHIND_NBYTES:
-            self._line.end()  # it has stood still for long: rows have had no room since
+    def send(self) -> None:
+        with contextlib.suppress(OSError):  # the receiving thread finds the end and reports it
+            self._pipe.send()
+        if self._pipe.unsent_nbytes > MAX_UNSENT_NBYTES:
+            self._pipe.shut_down()  # the writer has not read for long; rows have no room either
 
     def close(self) -> None:
         self._is_closing = True
-        self._say(pipe_messages.CloseWriter())
-        with contextlib.suppress(OSError):  # as above
-            self._line.send_all(CLOSE_S)
+        self._add(pipe_messages.CloseWriter())
+        with contextlib.suppress(OSError):  # as in send()
+            self._pipe.send_all(CLOSE_S)
         self._thread.join(CLOSE_S)
         if self._thread.is_alive():
-            _log.warning("captures are still being written; the process that does it goes on")
+            _log.warning("captures are still being written; the capture writer process goes on")
         else:
-            self._line.close()
+            self._pipe.close()
         self.arena.close()
 
-    def _listen(self) -> None:
+    def _run(self) -> None:
+        """The thread: receives reports, and sends what could not be sent at once."""
         poll = select.poll()
-        poll.register(self._line.fileno(), select.POLLIN)
+        poll.register(self._pipe.fileno(), select.POLLIN)
         try:
             while True:
-                poll.poll(1e3 * LOOK_S)
-                self.post()
-                if (heard := self._line.listen()) is None:
+                poll.poll(1e3 * SEND_AGAIN_S)
+                self.send()
+                if (messages := self._pipe.receive()) is None:
                     break
-                for one in heard:
-                    self._hear(one)
+                for message in messages:
+                    self._apply(message)
         except Exception:  # as good as dead: nobody knows what becomes of rows
-            _log.exception("what the process that takes captures says is not understood")
-        self._ended()
+            _log.exception("a message of the capture writer process is not understood")
+        self._fail()
 
-    def _hear(self, message: bytes) -> None:
+    def _apply(self, message: bytes) -> None:
         report = pipe_messages.WRITER_DECODER.decode(message)
         assert isinstance(report, pipe_messages.WriterReport)
         with self._lock:
             for _ in range(report.delivered - self._delivered):
-                self._out.popleft()
+                self._undelivered.popleft()
         self._delivered, self.pending_nbytes = report.delivered, report.pending_nbytes
         for one in report.standings:
             self._consumers[one.consumer].state = RemoteConsumerState(one.name, one.reason)
-        self.results.hear(report.told, RowTotals(report.rows, report.dropped, report.discarded))
+        self.results.apply(report.told, RowTotals(report.rows, report.dropped, report.discarded))
 
-    def _ended(self) -> None:
+    def _fail(self) -> None:
+        """The writer has ended, or is given up."""
         with self._lock:
-            self.trouble = WRITER_ENDED
-            lost = [*self._out]
-            self._out.clear()
+            self.failure = WRITER_ENDED
+            lost = [*self._undelivered]
+            self._undelivered.clear()
         if self._is_closing and not lost:
             return
-        self._line.end()  # if it lives it writes what it has, and ends
+        self._pipe.shut_down()  # a writer that lives writes what it has, and ends
         _log.error(WRITER_ENDED)
         for consumer in self._consumers.values():
             consumer.state = RemoteConsumerState("failed", WRITER_ENDED)
         self._lose(lost)
         self.results.fail_unsafe(WRITER_ENDED)
 
-    def _lose(self, plans: Iterable[pipe_messages.StagingPlanMessage | None]) -> None:
-        for plan in plans:
-            counts = {} if plan is None else staging_reader.StagingPlanReader(plan).counts()
-            for seat, count in counts.items():
-                self.results.dropped(seat, count, WRITER_ENDED)
+    def _lose(self, layouts: Iterable[pipe_messages.StagingLayout | None]) -> None:
+        for layout in layouts:
+            counts = {} if layout is None else count_layout_rows(layout)
+            for answer, count in counts.items():
+                self.results.add_dropped(answer, count, WRITER_ENDED)
 
 
 def _spawn_writer(end: int, arena: StagingArena) -> None:
-    """The process that is started has a child, which is the clerk, and ends."""
+    """The process that is started forks the writer and ends."""
     assert arena.fd is not None
     command = [sys.executable, "-P", "-m", MODULE, f"{end}", f"{arena.fd}", f"{os.getpid()}"]
-    # It finds the packages that this process finds, and nothing in the folder it is started in.
+    # It finds the packages of this process, and nothing in the current folder.
     path = os.pathsep.join(os.path.abspath(one) for one in sys.path if one)
     try:
         status = subprocess.run(  # noqa: S603  # a list, no shell; our own module
@@ -235,7 +239,7 @@ def _spawn_writer(end: int, arena: StagingArena) -> None:
             env={**os.environ, **SINGLE_THREADED, "PYTHONPATH": path},
             stdin=subprocess.DEVNULL,
             pass_fds=(end, arena.fd),
-            start_new_session=True,  # what a terminal sends is for the engine
+            start_new_session=True,  # a terminal's signals are for the engine
             check=False,
         ).returncode
     except OSError as error:
@@ -244,22 +248,22 @@ def _spawn_writer(end: int, arena: StagingArena) -> None:
         raise ConfigError(NOT_STARTED.format(f"it ended with {status}"))
 
 
-def _greet(
-    line: Pipe, hello: pipe_messages.WriterStart
+def _start_writer(
+    pipe: Pipe, start: pipe_messages.WriterStart
 ) -> tuple[pipe_messages.WriterReady, list[bytes]]:
-    """What it says first, and what came with it."""
+    """The writer's first message, and those that came with it."""
     poll, deadline_s = select.poll(), time.monotonic() + START_S
-    poll.register(line.fileno(), select.POLLIN)
-    line.say(hello)
-    line.send_all(START_S)
-    heard: list[bytes] | None = []
-    while heard == [] and time.monotonic() < deadline_s:
+    poll.register(pipe.fileno(), select.POLLIN)
+    pipe.add(start)
+    pipe.send_all(START_S)
+    received: list[bytes] | None = []
+    while received == [] and time.monotonic() < deadline_s:
         poll.poll(1e3 * START_S)
-        heard = line.listen()
-    if not heard:
+        received = pipe.receive()
+    if not received:
         raise ConfigError(NOT_STARTED.format("it said nothing"))
-    answered = pipe_messages.WRITER_DECODER.decode(heard[0])
-    if isinstance(answered, pipe_messages.WriterRefused):
-        raise _ERRORS.get(answered.code, ConfigError)(answered.reason)
-    assert isinstance(answered, pipe_messages.WriterReady)
-    return answered, heard[1:]
+    first = pipe_messages.WRITER_DECODER.decode(received[0])
+    if isinstance(first, pipe_messages.WriterRefused):
+        raise _ERRORS.get(first.code, ConfigError)(first.reason)
+    assert isinstance(first, pipe_messages.WriterReady)
+    return first, received[1:]

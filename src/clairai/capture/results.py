@@ -1,8 +1,8 @@
-"""Takes what happens to captured rows, answer by answer; gives what to tell of each. Thread-safe.
+"""Keeps what became of the captured rows of each answer. Thread-safe.
 
-A row is one token at one point. Bounded: the oldest finished answers are forgotten first. Where the
-rows are taken in a process of their own, there is one of these in each: the clerk's knows, and what
-changes in it is told to the engine's.
+A row here is one token at one point. Bounded: the oldest answers are forgotten first. With a
+capture writer process there are two of these: the writer's is the truth, and the reports of its
+changes update the engine's.
 """
 
 from __future__ import annotations
@@ -15,27 +15,26 @@ from typing import Final
 
 from clairai.capture.consumers import Consumer
 from clairai.capture.pipe_messages import AnswerReport
-from clairai.engine.capture.capture_plan import CapturePlan
+from clairai.engine.capture.capture_plan import AnswerId, CapturePlan
 from clairai.wire.capture_messages import Captured, CapturePlace, CaptureState, CaptureStatus
 
-MAX_REMEMBERED_ANSWERS: Final = 1 << 14  # answers
-AnswerId = tuple[int, int]  # stream and choice
+MAX_REMEMBERED_ANSWERS: Final = 1 << 14
 
 
 @dataclass
 class _AnswerState:
-    order: CapturePlan
-    number: int  # tells it from others that had its seat
+    plan: CapturePlan
+    number: int  # tells it from earlier answers with the same id
     rows: int = 0
     dropped: int = 0
-    heard_dropped: int = 0  # as the clerk's own results say
+    reported_dropped: int = 0  # by the capture writer process
     discarded: int = 0
     state: CaptureStatus = "open"
     reason: str = ""
     waits: str = ""  # why it is not safe yet
-    safe: set[str] = field(default_factory=set)  # consumers that have all of it
+    safe: set[str] = field(default_factory=set)  # consumers that have made all of it safe
     lost: dict[str, int] = field(default_factory=dict)  # by consumer
-    last: AnswerReport | None = None  # what was told of it
+    last_report: AnswerReport | None = None
 
     @property
     def is_live(self) -> bool:
@@ -57,216 +56,215 @@ class CaptureResults:
     def __init__(self, consumers: Mapping[str, Consumer]) -> None:
         self._consumers = consumers
         self._lock = threading.Lock()
-        self._entries: OrderedDict[AnswerId, _AnswerState] = OrderedDict()
-        self._writing: dict[AnswerId, None] = {}  # finished, and not known to be safe
-        self._seats: dict[int, list[AnswerId]] = {}
+        self._answers: OrderedDict[AnswerId, _AnswerState] = OrderedDict()
+        self._unsafe: dict[AnswerId, None] = {}  # finished, and not known to be safe
+        self._by_stream: dict[int, list[AnswerId]] = {}
         self._rows = self._dropped = self._discarded = 0
-        self._heard = RowTotals()
-        self._opened = 0
-        self._changed: dict[AnswerId, None] = {}  # since somebody last asked
-        self.news = threading.Event()  # something else than a number has changed
+        self._reported = RowTotals()
+        self._last_number = 0
+        self._changed: dict[AnswerId, None] = {}  # since the last `changes`
+        self.news = threading.Event()  # something else than a count has changed
 
-    def open(self, seat: AnswerId, order: CapturePlan, number: int | None = None) -> int:
-        """The number by which it is told from others that had its seat."""
+    def open(self, answer: AnswerId, plan: CapturePlan, number: int | None = None) -> int:
+        """The number that tells this answer from earlier ones with the same id."""
         with self._lock:
-            self._opened = self._opened + 1 if number is None else number
-            self._writing.pop(seat, None)
-            if self._entries.pop(seat, None) is None:
-                self._seats.setdefault(seat[0], []).append(seat)
-            self._entries[seat] = _AnswerState(order, self._opened)
-            while len(self._entries) > MAX_REMEMBERED_ANSWERS:
-                self._forget(next(iter(self._entries)))
-            return self._opened
+            self._last_number = self._last_number + 1 if number is None else number
+            self._unsafe.pop(answer, None)
+            if self._answers.pop(answer, None) is None:
+                self._by_stream.setdefault(answer[0], []).append(answer)
+            self._answers[answer] = _AnswerState(plan, self._last_number)
+            while len(self._answers) > MAX_REMEMBERED_ANSWERS:
+                self._forget(next(iter(self._answers)))
+            return self._last_number
 
-    def _forget(self, seat: AnswerId) -> None:
-        del self._entries[seat]
-        self._writing.pop(seat, None)
-        self._changed.pop(seat, None)
-        self._seats[seat[0]].remove(seat)
-        if not self._seats[seat[0]]:
-            del self._seats[seat[0]]
+    def _forget(self, answer: AnswerId) -> None:
+        del self._answers[answer]
+        self._unsafe.pop(answer, None)
+        self._changed.pop(answer, None)
+        self._by_stream[answer[0]].remove(answer)
+        if not self._by_stream[answer[0]]:
+            del self._by_stream[answer[0]]
 
-    def _entry(self, seat: AnswerId) -> _AnswerState | None:
-        """To be changed."""
-        entry = self._entries.get(seat)
-        if entry is not None:
-            self._changed[seat] = None
-        return entry
+    def _change(self, answer: AnswerId) -> _AnswerState | None:
+        """The state of an answer, which the caller will change."""
+        found = self._answers.get(answer)
+        if found is not None:
+            self._changed[answer] = None
+        return found
 
-    def gave(self, counts: Mapping[AnswerId, int]) -> None:
-        """Rows went to all of their consumers."""
+    def add_rows(self, counts: Mapping[AnswerId, int]) -> None:
+        """Rows were offered to all of their consumers."""
         with self._lock:
-            for seat, rows in counts.items():
+            for answer, rows in counts.items():
                 self._rows += rows
-                if (entry := self._entry(seat)) is not None:
-                    entry.rows += rows
+                if (found := self._change(answer)) is not None:
+                    found.rows += rows
 
-    def dropped(self, seat: AnswerId, rows: int, reason: str) -> None:
+    def add_dropped(self, answer: AnswerId, rows: int, reason: str) -> None:
         with self._lock:
             self._dropped += rows
-            if (entry := self._entry(seat)) is not None:
-                entry.dropped += rows
-                entry.reason = entry.reason or reason
+            if (found := self._change(answer)) is not None:
+                found.dropped += rows
+                found.reason = found.reason or reason
 
-    def discarded(self, seat: AnswerId, rows: int, reason: str) -> None:
+    def add_discarded(self, answer: AnswerId, rows: int, reason: str) -> None:
         with self._lock:
             self._discarded += rows
-            if (entry := self._entry(seat)) is not None:
-                entry.discarded += rows
-                entry.state, entry.reason = "discarded", reason
+            if (found := self._change(answer)) is not None:
+                found.discarded += rows
+                found.state, found.reason = "discarded", reason
         self.news.set()
 
-    def failed(self, seat: AnswerId, reason: str) -> None:
+    def fail(self, answer: AnswerId, reason: str) -> None:
         with self._lock:
-            if (entry := self._entry(seat)) is not None:
-                entry.state, entry.reason = "failed", reason
-                self._writing.pop(seat, None)
+            if (found := self._change(answer)) is not None:
+                found.state, found.reason = "failed", reason
+                self._unsafe.pop(answer, None)
         self.news.set()
 
-    def finished(self, seat: AnswerId) -> None:
-        """Nothing follows; what there is is on its way."""
+    def finish(self, answer: AnswerId) -> None:
+        """No more rows follow; those that came are being written."""
         with self._lock:
-            if (entry := self._entry(seat)) is not None and entry.state == "open":
-                entry.state = "writing"
-                self._writing[seat] = None
+            if (found := self._change(answer)) is not None and found.state == "open":
+                found.state = "writing"
+                self._unsafe[answer] = None
         self.news.set()
 
-    def writing(self, consumer: str) -> list[AnswerId]:
-        """Those that are finished, and not known to be safe with this consumer."""
+    def unsafe_at(self, consumer: str) -> list[AnswerId]:
+        """Finished answers that this consumer has not made safe."""
         with self._lock:
-            entries = ((seat, self._entries[seat]) for seat in self._writing)
-            return [
-                s for s, one in entries if consumer in one.order.to and consumer not in one.safe
-            ]
+            found = ((answer, self._answers[answer]) for answer in self._unsafe)
+            return [a for a, one in found if consumer in one.plan.to and consumer not in one.safe]
 
-    def waits(self, seats: Iterable[AnswerId], reason: str) -> None:
+    def set_waiting(self, answers: Iterable[AnswerId], reason: str) -> None:
         """They are not safe yet, and why."""
         with self._lock:
-            for seat in seats:
-                if (entry := self._entry(seat)) is not None:
-                    entry.waits = reason
+            for answer in answers:
+                if (found := self._change(answer)) is not None:
+                    found.waits = reason
         self.news.set()
 
-    def safe(self, seats: Iterable[AnswerId], consumer: str) -> None:
-        """All that these gave is safe there, or counted as lost."""
+    def set_safe(self, answers: Iterable[AnswerId], consumer: str) -> None:
+        """The consumer has made all of their rows safe, or counted them as lost."""
         with self._lock:
-            for seat in seats:
-                entry = self._entry(seat)
-                if entry is None or entry.state != "writing":
+            for answer in answers:
+                found = self._change(answer)
+                if found is None or found.state != "writing":
                     continue
-                entry.safe.add(consumer)
-                if entry.safe.issuperset(entry.order.to):
-                    entry.state, entry.waits = "kept", ""
-                    del self._writing[seat]
+                found.safe.add(consumer)
+                if found.safe.issuperset(found.plan.to):
+                    found.state, found.waits = "kept", ""
+                    del self._unsafe[answer]
         self.news.set()
 
     def fail_unsafe(self, reason: str) -> None:
         """Nobody takes rows any more: what is not known to be safe is lost."""
         with self._lock:
-            for entry in self._entries.values():
-                if not entry.is_live:
+            for found in self._answers.values():
+                if not found.is_live:
                     continue
-                for name in set(entry.order.to) - entry.safe:
-                    entry.lost[name] = max(entry.lost.get(name, 0), entry.rows)
-                entry.state, entry.reason = "failed", reason
-            self._writing.clear()
+                for name in set(found.plan.to) - found.safe:
+                    found.lost[name] = max(found.lost.get(name, 0), found.rows)
+                found.state, found.reason = "failed", reason
+            self._unsafe.clear()
 
     def changes(self, *, asks_consumers: bool = False) -> list[AnswerReport]:
-        """What has changed since this was last asked; a thorough look asks the consumers too."""
+        """Answers that have changed since the last call; `asks_consumers` for new losses too."""
         with self._lock:
             if asks_consumers:
-                live = (seat for seat, entry in self._entries.items() if entry.is_live)
+                live = (answer for answer, found in self._answers.items() if found.is_live)
                 self._changed.update(dict.fromkeys(live))
-            found, self._changed = [*self._changed], {}
-            return [told for seat in found if (told := self._summed(seat)) is not None]
+            changed, self._changed = [*self._changed], {}
+            reports = (self._report(answer) for answer in changed)
+            return [report for report in reports if report is not None]
 
-    def _summed(self, seat: AnswerId) -> AnswerReport | None:
-        """None if that is what was last told."""
-        entry = self._entries[seat]
-        lost = tuple(self._lost(name, seat, entry) for name in entry.order.to)
-        told = AnswerReport(
-            entry.number,
-            *seat,
-            entry.state,
-            entry.rows,
-            entry.dropped,
-            entry.discarded,
-            entry.reason,
-            entry.waits,
+    def _report(self, answer: AnswerId) -> AnswerReport | None:
+        """None if it equals the last one."""
+        found = self._answers[answer]
+        lost = tuple(self._lost(name, answer, found) for name in found.plan.to)
+        report = AnswerReport(
+            found.number,
+            *answer,
+            found.state,
+            found.rows,
+            found.dropped,
+            found.discarded,
+            found.reason,
+            found.waits,
             lost,
-            tuple(sorted(entry.safe)),
+            tuple(sorted(found.safe)),
         )
-        is_same, entry.last = told == entry.last, told
-        return None if is_same else told
+        is_same, found.last_report = report == found.last_report, report
+        return None if is_same else report
 
-    def hear(self, told: Iterable[AnswerReport], totals: RowTotals) -> None:
-        """What another's `changes` say, of answers that are still those."""
+    def apply(self, reports: Iterable[AnswerReport], totals: RowTotals) -> None:
+        """Take over the `changes` of the capture writer process."""
         with self._lock:
-            self._heard = totals
-            for one in told:
-                entry = self._entries.get((one.stream, one.choice))
-                if entry is None or entry.number != one.number:
+            self._reported = totals
+            for one in reports:
+                found = self._answers.get((one.stream, one.choice))
+                if found is None or found.number != one.number:
                     continue
-                entry.state, entry.rows, entry.discarded = one.state, one.rows, one.discarded
-                entry.heard_dropped, entry.waits = one.dropped, one.waits
-                entry.reason = one.reason or entry.reason
-                entry.safe = set(one.safe)
-                entry.lost = dict(zip(entry.order.to, one.lost, strict=True))
+                found.state, found.rows, found.discarded = one.state, one.rows, one.discarded
+                found.reported_dropped, found.waits = one.dropped, one.waits
+                found.reason = one.reason or found.reason
+                found.safe = set(one.safe)
+                found.lost = dict(zip(found.plan.to, one.lost, strict=True))
 
     def of_stream(self, stream: int) -> tuple[Captured, ...]:
         with self._lock:
-            return tuple(self._told(seat) for seat in sorted(self._seats.get(stream, ())))
+            return tuple(self._captured(a) for a in sorted(self._by_stream.get(stream, ())))
 
     def newest(self, limit: int) -> tuple[tuple[Captured, ...], ...]:
         with self._lock:
-            streams = dict.fromkeys(stream for stream, _ in reversed(self._entries))
+            streams = dict.fromkeys(stream for stream, _ in reversed(self._answers))
             return tuple(
-                tuple(self._told(seat) for seat in sorted(self._seats[stream]))
+                tuple(self._captured(answer) for answer in sorted(self._by_stream[stream]))
                 for stream in [*streams][: max(limit, 0)]
             )
 
-    def _told(self, seat: AnswerId) -> Captured:
-        entry = self._entries[seat]
-        places = tuple(self._place(name, seat, entry) for name in entry.order.to)
-        bad = next((place for place in places if place.state == "failed"), None)
-        is_failed = bad is not None and entry.is_live
+    def _captured(self, answer: AnswerId) -> Captured:
+        found = self._answers[answer]
+        places = tuple(self._place(name, answer, found) for name in found.plan.to)
+        is_failed = found.is_live and any(place.state == "failed" for place in places)
+        reasons = (found.reason, *(place.reason for place in places), found.waits)
         return Captured(
-            stream=seat[0],
-            choice=seat[1],
-            state="failed" if is_failed else entry.state,
-            points=entry.order.points,
-            encoder=entry.order.encoder,
-            rows=entry.rows,
-            dropped=entry.dropped + entry.heard_dropped,
-            discarded=entry.discarded,
-            reason=next(filter(None, (entry.reason, *(p.reason for p in places), entry.waits)), ""),
+            stream=answer[0],
+            choice=answer[1],
+            state="failed" if is_failed else found.state,
+            points=found.plan.points,
+            encoder=found.plan.encoder,
+            rows=found.rows,
+            dropped=found.dropped + found.reported_dropped,
+            discarded=found.discarded,
+            reason=next(filter(None, reasons), ""),
             places=places,
         )
 
-    def _place(self, name: str, seat: AnswerId, entry: _AnswerState) -> CapturePlace:
+    def _place(self, name: str, answer: AnswerId, found: _AnswerState) -> CapturePlace:
         consumer = self._consumers[name]
-        state, lost = consumer.state, self._lost(name, seat, entry)
+        state, lost = consumer.state, self._lost(name, answer, found)
         return CapturePlace(name, consumer.where, lost, state.name, state.reason)
 
-    def _lost(self, name: str, seat: AnswerId, entry: _AnswerState) -> int:
-        # Told once, and of a stream: its first answer keeps the number for all of them.
-        first_answer = min(self._seats[seat[0]])
-        if count := self._consumers[name].losses(seat[0]):
-            first = self._entries[first_answer]
+    def _lost(self, name: str, answer: AnswerId, found: _AnswerState) -> int:
+        # A consumer tells losses once, and by stream: the stream's first answer keeps the count.
+        first_answer = min(self._by_stream[answer[0]])
+        if count := self._consumers[name].losses(answer[0]):
+            first = self._answers[first_answer]
             first.lost[name] = first.lost.get(name, 0) + count
             self._changed[first_answer] = None
-        return entry.lost.get(name, 0)
+        return found.lost.get(name, 0)
 
     def totals(self) -> RowTotals:
         with self._lock:
             return self._totals()
 
     def _totals(self) -> RowTotals:
-        heard = self._heard
+        reported = self._reported
         return RowTotals(
-            self._rows + heard.rows,
-            self._dropped + heard.dropped,
-            self._discarded + heard.discarded,
+            self._rows + reported.rows,
+            self._dropped + reported.dropped,
+            self._discarded + reported.discarded,
         )
 
     def state(

@@ -1,7 +1,8 @@
-"""Takes one piece of shared memory; gives parts of it out and back, in the order they were given.
+"""Shared memory through which captured rows go from the engine to the capture writer.
 
-Two sides, which may be two processes: the engine's gives parts out and has rows written there, the
-clerk's reads them and gives the parts back. Each word of the header has one writer.
+A ring of bytes behind a header. The engine allocates regions in order and has rows copied there;
+the writer, which may be another process, reads them and frees the regions in the same order. Each
+word of the header has one writer.
 """
 
 from __future__ import annotations
@@ -23,25 +24,23 @@ from clairai.local.shared_buffer import SIZE_SEALS, create_memfd
 
 ALIGNMENT: Final = 256
 HEADER_NBYTES: Final = 4096
-# Words of the header, in places of 8 bytes; each has a cache line for itself.
-FREED_WORD: Final = 0  # bytes that were ever given back; the clerk's side writes it
-COPIED_WORD: Final = (
-    8  # the last ticket whose rows are there; the engine's side, or its GPU, writes it
-)
+# Words of the header, counted in 8 bytes; each has a cache line of its own.
+FREED_WORD: Final = 0  # bytes freed so far; the capture writer writes it
+COPIED_WORD: Final = 8  # the last message whose rows are there; the engine or its GPU writes it
 POLL_S: Final = 0.0005
 
 
 @dataclass(frozen=True)
 class ArenaRegion:
-    """Part of an arena."""
+    """A part of the arena."""
 
     start: int
     nbytes: int
-    end: int  # in all bytes that were ever given out
+    end: int  # bytes allocated so far, this region included
 
 
 class StagingArena:
-    """A ring of bytes behind a header."""
+    """One side's view of the arena."""
 
     def __init__(self, mapping: mmap.mmap, fd: int | None) -> None:
         self.fd = fd
@@ -49,11 +48,11 @@ class StagingArena:
         self.whole: NDArray[np.uint8] = np.frombuffer(mapping, np.uint8)
         self.memory = self.whole[HEADER_NBYTES:]
         self._words = memoryview(mapping).cast("Q")
-        self._given = self._floor = 0  # bytes, ever
+        self._allocated = self._floor = 0  # bytes, counted from the start
 
     @classmethod
     def create(cls, nbytes: int) -> StagingArena:
-        """New memory; a multiple of ALIGNMENT."""
+        """New memory; `nbytes` must be a multiple of ALIGNMENT."""
         whole = HEADER_NBYTES + nbytes
         with contextlib.ExitStack() as undo:
             try:
@@ -71,7 +70,7 @@ class StagingArena:
 
     @classmethod
     def attach(cls, fd: int) -> StagingArena:
-        """The same memory in another process; takes the descriptor over."""
+        """The same memory in another process; closes the descriptor."""
         try:
             if fcntl.fcntl(fd, fcntl.F_GET_SEALS) & SIZE_SEALS != SIZE_SEALS:
                 raise RingError("memory for rows is not sealed; its owner could resize it under us")
@@ -80,59 +79,61 @@ class StagingArena:
             os.close(fd)  # the mapping holds a descriptor of its own
 
     def close(self) -> None:
-        """Let go of the descriptor; views that somebody still holds keep the pages."""
+        """Close the descriptor; views that are still in use keep the pages."""
         if self.fd is not None:
             os.close(self.fd)
             self.fd = None
 
     @property
     def used_nbytes(self) -> int:
-        return self._given - self._back
+        return self._allocated - self._freed
 
     @property
-    def _back(self) -> int:
-        # Pairs with free(): whoever reads the new number finds the bytes before it read out.
+    def _freed(self) -> int:
+        # Pairs with free(): the bytes before the number that is read here have been read.
         return max(int(self._words[FREED_WORD]), self._floor)
 
     @property
-    def given(self) -> int:
-        """Bytes that were ever given out."""
-        return self._given
+    def allocated(self) -> int:
+        """Bytes allocated so far, in all."""
+        return self._allocated
 
-    def take(self, nbytes: int, *, spare: int = 0) -> ArenaRegion | None:
-        """None if there is no room now, with so much left over. The engine's side, one thread."""
-        if self._given == self._back:  # nothing is out: begin at the beginning
-            self._given = self._floor = -(-self._given // self.nbytes) * self.nbytes
+    def allocate(self, nbytes: int, *, spare: int = 0) -> ArenaRegion | None:
+        """None without room for it and `spare` bytes more. One thread of the engine calls this."""
+        if self._allocated == self._freed:  # empty: start at the beginning of the memory
+            self._allocated = self._floor = -(-self._allocated // self.nbytes) * self.nbytes
         needed = -(-nbytes // ALIGNMENT) * ALIGNMENT
-        start = self._given % self.nbytes
+        start = self._allocated % self.nbytes
         skipped = self.nbytes - start if start + needed > self.nbytes else 0
-        if self._given + skipped + needed + spare - self._back > self.nbytes:
+        if self._allocated + skipped + needed + spare - self._freed > self.nbytes:
             return None
-        self._given += skipped + needed
-        return ArenaRegion((start + skipped) % self.nbytes, nbytes, self._given)
+        self._allocated += skipped + needed
+        return ArenaRegion((start + skipped) % self.nbytes, nbytes, self._allocated)
 
-    def wait(self, nbytes: int, is_served: Callable[[], bool] = lambda: True) -> ArenaRegion | None:
-        """Room for this much, which is less than there is in all; None if nobody gives any back."""
-        while (region := self.take(nbytes)) is None:
+    def wait_for_room(
+        self, nbytes: int, is_served: Callable[[], bool] = lambda: True
+    ) -> ArenaRegion | None:
+        """A region of at most the arena's size; None once nobody is left to free any."""
+        while (region := self.allocate(nbytes)) is None:
             if not is_served():
                 return None
-            time.sleep(POLL_S)  # for a disk: nobody rings when it has written
+            time.sleep(POLL_S)  # nothing signals that a disk has written
         return region
 
     def free(self, end: int) -> None:
-        """All up to the end of this region; the oldest that is out. Only the clerk's side does."""
-        # Pairs with _back. On x86 a store is not seen before the loads in front of it are done.
+        """Free everything up to the end of a region. Only the capture writer calls this."""
+        # Pairs with _freed. On x86 a store becomes visible after the loads in front of it.
         self._words[FREED_WORD] = end
 
-    def land(self, number: int) -> None:
-        """All rows up to this ticket are there; for an engine that writes them itself."""
-        # Pairs with has_landed(). On x86 stores are seen in the order in which they were made.
+    def mark_copied(self, number: int) -> None:
+        """The rows of all messages up to this number are there; for an engine without a GPU."""
+        # Pairs with is_copied(). On x86 stores become visible in program order.
         self._words[COPIED_WORD] = number
 
     def is_copied(self, number: int) -> bool:
-        # Pairs with land(); with a GPU, with the barrier that its write of the word begins with.
+        # Pairs with mark_copied(), and with the barrier before the same write of a GPU.
         return int(self._words[COPIED_WORD]) >= number
 
     @property
-    def landed(self) -> int:
+    def last_copied(self) -> int:
         return int(self._words[COPIED_WORD])

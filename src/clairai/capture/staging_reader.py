@@ -1,6 +1,9 @@
-"""Takes nothing of ours; gives the form in which rows come from a device, on their way to a disk.
+"""Reads captured rows and scores from the staging arena, as the engine's messages describe them.
 
-N = tokens, P = points, K = rows of a sample.
+N = tokens, P = points, M = rows of one encoder (tokens times points), K = sampled rows, E = ranges
+of positions.
+
+Runs in: the capture writer process, or the worker where there is none.
 """
 
 from __future__ import annotations
@@ -8,34 +11,34 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
 import numpy as np
 from numpy.typing import NDArray
 
-from clairai.capture import pipe_messages
+from clairai.capture.pipe_messages import (
+    HeldTokens,
+    StagedMessage,
+    StagedRows,
+    StagedScores,
+    StagingLayout,
+)
 from clairai.capture.staging_arena import StagingArena
+from clairai.engine.capture.capture_plan import AnswerId
 from clairai.store.codecs.base import Encoder
 from clairai.store.codecs.raw import widen
 from clairai.store.codecs.registry import named
-from clairai.wire import ring_messages
+from clairai.wire.ring_messages import ROW
 
-AnswerId = tuple[int, int]  # stream and choice
-
-
-@dataclass(frozen=True)
-class RuleScore:
-    """The highest score of some tokens of a request whose rows wait for it; None: not known."""
-
-    seat: AnswerId
-    probe: str
-    threshold: float
-    score: float | None
+Wait = Callable[[], None]
+WHOLE_STEP: Final = -1  # the group of arrays that all encoders share
+SAMPLE: Final = "sample"
+ROWS: Final = "rows."  # prefix of the encoder's arrays
 
 
 @dataclass(frozen=True, eq=False)
 class FidelitySample:
-    """Some rows as they were before they were encoded."""
+    """Some rows as they were before they were encoded, and encoded."""
 
     rows_KD: NDArray[np.float32]
     encoded: Mapping[str, NDArray[Any]]
@@ -49,59 +52,35 @@ class EncodedRows:
     points: tuple[str, ...]
     to: tuple[str, ...]
     rows_N: NDArray[np.void]
-    arrays: Mapping[str, NDArray[Any]]  # each [P, N, ...]; memory that is used again
+    arrays: Mapping[str, NDArray[Any]]  # each [P, N, ...]; views of the arena until joined
 
     @property
     def key(self) -> tuple[object, ...]:
-        """Loads with one key can be joined."""
+        """Rows with equal keys can be joined."""
         return (self.encoder, self.points, self.to)
-
-    @property
-    def nbytes(self) -> int:
-        return sum(array.nbytes for array in self.arrays.values())
 
     def counts(self) -> dict[AnswerId, int]:
         """Rows of each answer."""
-        return {seat: len(at) * len(self.points) for seat, at in group_by_answer(self.rows_N)}
+        found = group_by_answer(self.rows_N)
+        return {answer: len(indices) * len(self.points) for answer, indices in found}
 
     @staticmethod
-    def joined(loads: Sequence[EncodedRows]) -> EncodedRows:
-        """All of their rows, in memory of their own."""
-        first = loads[0]
+    def join(parts: Sequence[EncodedRows]) -> EncodedRows:
+        """All rows of parts with one key, copied out of the arena."""
+        first = parts[0]
         arrays = {
-            name: np.concatenate([load.arrays[name] for load in loads], axis=1)
+            name: np.concatenate([part.arrays[name] for part in parts], axis=1)
             for name in first.arrays
         }
-        rows_N = np.concatenate([load.rows_N for load in loads])
+        rows_N = np.concatenate([part.rows_N for part in parts])
         return EncodedRows(first.encoder, first.points, first.to, rows_N, arrays)
 
 
-class StagedBatch(Protocol):
-    """Rows of one step, or a part of it; on their way until `wait` returns."""
-
-    @property
-    def nbytes(self) -> int: ...
-
-    def wait(self) -> None: ...
-
-    def verdicts(self) -> Sequence[RuleScore]: ...
-
-    def loads(self) -> Sequence[EncodedRows]: ...
-
-    def samples(self) -> Sequence[tuple[Encoder, FidelitySample]]: ...
-
-    def counts(self) -> Mapping[AnswerId, int]:
-        """Rows of each answer."""
-
-    def free(self) -> None:
-        """Nobody reads its memory any more."""
-
-
 def group_by_answer(
-    rows_N: NDArray[np.void], places: NDArray[np.intp] | None = None
+    rows_N: NDArray[np.void], indices: NDArray[np.intp] | None = None
 ) -> list[tuple[AnswerId, NDArray[np.intp]]]:
-    """Rows, or those at these places, by the answer they belong to."""
-    at = np.arange(len(rows_N)) if places is None else places
+    """The indices of the rows of each answer, in order; of all rows, or of these."""
+    at = np.arange(len(rows_N)) if indices is None else indices
     stream, choice = rows_N["stream"][at], rows_N["choice"][at]
     order = np.lexsort((choice, stream))
     stream, choice = stream[order], choice[order]
@@ -115,57 +94,47 @@ def group_by_answer(
     ]
 
 
-# MERGED
-# Takes a plan, a ticket and the arena; gives the ticket's rows, as the collector wants them.
-#
-# N = wanted tokens, M = rows of one encoder (tokens times points), E = ranges of positions, P =
-# points, K = rows of a sample.
+class _Layout:
+    """A layout decoded once for all steps that use it."""
 
-
-Wait = Callable[[], None]
-WHOLE_STEP: Final = -1  # the group of what concerns the whole ticket
-SAMPLE: Final = "sample"
-ROWS: Final = "rows."  # what the encoder's arrays are called
-
-
-class StagingPlanReader:
-    """A plan as it was told, read once for all of its tickets."""
-
-    def __init__(self, told: pipe_messages.StagingPlanMessage) -> None:
-        self.number, self.dtype = told.number, told.dtype
-        self.fields = {(one.group, one.name): one for one in told.fields}
-        self.groups = told.groups
-        self.encoders = [named(one.encoder, dict(one.parameters)) for one in told.groups]
-        self.samples = [np.frombuffer(one.sample, np.int64) for one in told.groups]
-        count_E = np.frombuffer(told.counts, np.int64)
-        self.stream_E = np.frombuffer(told.streams, np.uint64)
-        self.choice_E = np.frombuffer(told.choices, np.uint16)
-        self.prompt_E = np.frombuffer(told.prompts, np.int64)
+    def __init__(self, message: StagingLayout) -> None:
+        self.number, self.dtype = message.number, message.dtype
+        self.places = {(one.group, one.name): one for one in message.fields}
+        self.groups = message.groups
+        self.encoders = [named(one.encoder, dict(one.parameters)) for one in message.groups]
+        self.samples = [np.frombuffer(one.sample, np.int64) for one in message.groups]
+        count_E = np.frombuffer(message.counts, np.int64)
+        self.stream_E = np.frombuffer(message.streams, np.uint64)
+        self.choice_E = np.frombuffer(message.choices, np.uint16)
+        self.prompt_E = np.frombuffer(message.prompts, np.int64)
         self.entry_N = np.repeat(np.arange(len(count_E)), count_E)
-        # The nth row of a range is n after its first.
+        # The n-th row of a range is n after its first.
         self.within_N = np.arange(len(self.entry_N)) - (np.cumsum(count_E) - count_E)[self.entry_N]
 
-    def names(self, group: int) -> list[str]:
+    def array_names(self, group: int) -> list[str]:
         """Of the encoder's arrays."""
-        return [name for number, name in self.fields if number == group and name != SAMPLE]
+        return [name for number, name in self.places if number == group and name != SAMPLE]
 
     def counts(self) -> dict[AnswerId, int]:
-        """Rows of each answer: tokens times the points it wants."""
         found: dict[AnswerId, int] = {}
         for part in (part for group in self.groups for part in group.parts):
             entries = self.entry_N[part.first : part.end]
             for entry, count in enumerate(np.bincount(entries, minlength=len(self.stream_E))):
                 if count:
-                    seat = (int(self.stream_E[entry]), int(self.choice_E[entry]))
-                    found[seat] = found.get(seat, 0) + int(count) * len(part.points)
+                    answer = (int(self.stream_E[entry]), int(self.choice_E[entry]))
+                    found[answer] = found.get(answer, 0) + int(count) * len(part.points)
         return found
 
+    def positions(self, message: StagedRows) -> NDArray[np.int64]:
+        first_E = np.frombuffer(message.firsts, np.int64)
+        return first_E[self.entry_N] + self.within_N
+
     def rows(
-        self, position_N: NDArray[np.int64], token_ids_N: NDArray[Any], seen_E: NDArray[np.int64]
+        self, message: StagedRows, position_N: NDArray[np.int64], token_ids_N: NDArray[Any]
     ) -> NDArray[np.void]:
         """As they are stored."""
-        entry_N = self.entry_N
-        rows_N = np.zeros(len(entry_N), ring_messages.ROW)
+        entry_N, seen_E = self.entry_N, np.frombuffer(message.seen, np.int64)
+        rows_N = np.zeros(len(entry_N), ROW)
         rows_N["stream"], rows_N["choice"] = self.stream_E[entry_N], self.choice_E[entry_N]
         rows_N["position"], rows_N["token_id"], rows_N["span"] = position_N, token_ids_N, 1
         rows_N["phase"] = position_N >= self.prompt_E[entry_N]
@@ -173,13 +142,35 @@ class StagingPlanReader:
         return rows_N
 
 
-class _StagedRegion:
-    """What is in the arena, or on its way there."""
+def count_layout_rows(message: StagingLayout) -> dict[AnswerId, int]:
+    """Rows of each answer in a step of this layout: tokens times the points it wants."""
+    return _Layout(message).counts()
 
-    def __init__(self, told: pipe_messages.StagedMessage, arena: StagingArena, wait: Wait) -> None:
-        self.number, self.nbytes = told.number, told.nbytes
-        self._start, self._end = told.start, told.end
-        self._arena, self.wait = arena, wait
+
+class StagedBatch:
+    """What one message announces. It is on its way until `wait` returns, and read before `free`."""
+
+    def __init__(self, message: StagedMessage, arena: StagingArena, wait: Wait) -> None:
+        self.nbytes, self.wait = message.nbytes, wait
+        self._start, self._end, self._arena = message.start, message.end, arena
+
+    def counts(self) -> Mapping[AnswerId, int]:
+        """Rows of each answer."""
+        return {}
+
+    def scores(self) -> Sequence[tuple[HeldTokens, float | None]]:
+        """The highest score of tokens that decide about held rows; None if it is not known."""
+        return ()
+
+    def rows(self) -> Sequence[EncodedRows]:
+        return ()
+
+    def samples(self) -> Sequence[tuple[Encoder, FidelitySample]]:
+        return ()
+
+    def free(self) -> None:
+        """Nobody reads the memory any more."""
+        self._arena.free(self._end)
 
     def _array(self, start: int, dtype: str, shape: tuple[int, ...]) -> NDArray[Any]:
         first = self._start + start
@@ -188,120 +179,96 @@ class _StagedRegion:
             raise ValueError(f"bytes {first} to {first + nbytes} of {self._arena.nbytes}")
         return self._arena.memory[first : first + nbytes].view(dtype).reshape(shape)
 
-    def free(self) -> None:
-        self._arena.free(self._end)
 
-
-class RowsReader(_StagedRegion):
-    """Rows of a ticket."""
-
+class _RowBatch(StagedBatch):
     def __init__(
-        self,
-        plan: StagingPlanReader,
-        told: pipe_messages.StagedRows,
-        arena: StagingArena,
-        wait: Wait,
+        self, layout: _Layout, message: StagedRows, arena: StagingArena, wait: Wait
     ) -> None:
-        super().__init__(told, arena, wait)
-        self._plan = plan
-        self._first_E = np.frombuffer(told.firsts, np.int64)
-        self._seen_E = np.frombuffer(told.seen, np.int64)
+        super().__init__(message, arena, wait)
+        self._layout, self._message = layout, message
 
     def counts(self) -> Mapping[AnswerId, int]:
-        return self._plan.counts()
+        return self._layout.counts()
 
-    def verdicts(self) -> Sequence[RuleScore]:
-        return ()
-
-    def loads(self) -> Sequence[EncodedRows]:
-        plan = self._plan
-        position_N = self._first_E[plan.entry_N] + plan.within_N
-        if not np.array_equal(self._field(WHOLE_STEP, "position"), position_N):
+    def rows(self) -> Sequence[EncodedRows]:
+        position_N = self._layout.positions(self._message)
+        if not np.array_equal(self._place(WHOLE_STEP, "position"), position_N):
             raise RuntimeError(
-                "the forward read other positions than the batch was laid out for; "
-                "these rows are nobody's: please report this"
+                "the forward pass read other positions than the batch was laid out for; "
+                "these rows belong to no request: please report this"
             )
-        rows_N = plan.rows(position_N, self._field(WHOLE_STEP, "token"), self._seen_E)
-        return [load for at in range(len(plan.groups)) for load in self._loads(at, rows_N)]
+        rows_N = self._layout.rows(self._message, position_N, self._place(WHOLE_STEP, "token"))
+        groups = range(len(self._layout.groups))
+        return [encoded for group in groups for encoded in self._group_rows(group, rows_N)]
 
-    def _field(self, group: int, name: str) -> NDArray[Any]:
-        one = self._plan.fields[group, name]
-        return self._array(one.start, one.dtype, one.shape)
+    def _place(self, group: int, name: str) -> NDArray[Any]:
+        place = self._layout.places[group, name]
+        return self._array(place.start, place.dtype, place.shape)
 
-    def _loads(self, at: int, rows_N: NDArray[np.void]) -> Sequence[EncodedRows]:
-        encoder, loads, first = self._plan.encoders[at], list[EncodedRows](), 0
-        for part in self._plan.groups[at].parts:
-            num_points, num_rows = len(part.points), part.end - part.first
-            end = first + num_points * num_rows
+    def _group_rows(self, group: int, rows_N: NDArray[np.void]) -> Sequence[EncodedRows]:
+        encoder, found, first = self._layout.encoders[group], list[EncodedRows](), 0
+        for part in self._layout.groups[group].parts:
+            num_points, num_tokens = len(part.points), part.end - part.first
+            end = first + num_points * num_tokens
             arrays = {
-                name.removeprefix(ROWS): self._field(at, name)[first:end].reshape(
-                    num_points, num_rows, -1
+                name.removeprefix(ROWS): self._place(group, name)[first:end].reshape(
+                    num_points, num_tokens, -1
                 )
-                for name in self._plan.names(at)
+                for name in self._layout.array_names(group)
             }
             rows = rows_N[part.first : part.end]
-            loads.append(EncodedRows(encoder, part.points, part.to, rows, arrays))
+            found.append(EncodedRows(encoder, part.points, part.to, rows, arrays))
             first = end
-        return loads
+        return found
 
     def samples(self) -> Sequence[tuple[Encoder, FidelitySample]]:
-        return [(encoder, self._sample(at)) for at, encoder in enumerate(self._plan.encoders)]
+        return [(one, self._sample(group)) for group, one in enumerate(self._layout.encoders)]
 
-    def _sample(self, at: int) -> FidelitySample:
-        sample_K = self._plan.samples[at]
+    def _sample(self, group: int) -> FidelitySample:
+        sample_K = self._layout.samples[group]
         encoded = {
-            name.removeprefix(ROWS): self._field(at, name)[sample_K]
-            for name in self._plan.names(at)
+            name.removeprefix(ROWS): self._place(group, name)[sample_K]
+            for name in self._layout.array_names(group)
         }
-        return FidelitySample(widen(self._field(at, SAMPLE).copy(), self._plan.dtype), encoded)
+        rows_KD = widen(self._place(group, SAMPLE).copy(), self._layout.dtype)
+        return FidelitySample(rows_KD, encoded)
 
 
-class ScoresReader(_StagedRegion):
-    """Scores of the tokens of answers whose rows wait for them."""
+class _ScoreBatch(StagedBatch):
+    def __init__(self, message: StagedScores, arena: StagingArena, wait: Wait) -> None:
+        super().__init__(message, arena, wait)
+        self._message = message
 
-    def __init__(self, told: pipe_messages.StagedScores, arena: StagingArena, wait: Wait) -> None:
-        super().__init__(told, arena, wait)
-        self._told = told
+    def scores(self) -> Sequence[tuple[HeldTokens, float | None]]:
+        return [(held, self._highest(held)) for held in self._message.held]
 
-    def counts(self) -> Mapping[AnswerId, int]:
-        return {}
-
-    def verdicts(self) -> Sequence[RuleScore]:
-        return [
-            RuleScore((one.stream, one.choice), one.probe, one.threshold, self._highest(one))
-            for one in self._told.held
-        ]
-
-    def _highest(self, held: pipe_messages.HeldTokens) -> float | None:
-        told = self._told
-        if held.probe not in told.probes or held.end <= held.first:
+    def _highest(self, held: HeldTokens) -> float | None:
+        probes = self._message.probes
+        if held.probe not in probes or held.end <= held.first:
             return None
-        scores_PT = self._array(0, "float32", (len(told.probes), told.num_tokens))
-        scores_T = scores_PT[told.probes.index(held.probe), held.first : held.end]
-        # A score that is no number is below every threshold.
+        scores_PT = self._array(0, "float32", (len(probes), self._message.num_tokens))
+        scores_T = scores_PT[probes.index(held.probe), held.first : held.end]
+        # fmax ignores NaN: a score that is no number is below every threshold.
         return float(np.fmax.reduce(scores_T))
-
-    def loads(self) -> Sequence[EncodedRows]:
-        return ()
-
-    def samples(self) -> Sequence[tuple[Encoder, FidelitySample]]:
-        return ()
 
 
 class StagingReader:
-    """Takes plans and tickets in the order in which they were told."""
+    """Takes the messages in the order in which the engine sent them."""
 
     def __init__(self, arena: StagingArena) -> None:
         self._arena = arena
-        self._plan: StagingPlanReader | None = None
+        self._layout: _Layout | None = None
 
-    def plan(self, told: pipe_messages.StagingPlanMessage) -> None:
-        """For all tickets up to the next plan."""
-        self._plan = StagingPlanReader(told)
+    def set_layout(self, message: StagingLayout) -> None:
+        """For all rows up to the next layout."""
+        self._layout = _Layout(message)
 
-    def taken(self, told: pipe_messages.StagedMessage, wait: Wait) -> StagedBatch:
-        if isinstance(told, pipe_messages.StagedScores):
-            return ScoresReader(told, self._arena, wait)
-        if self._plan is None or told.plan != self._plan.number:
-            raise ValueError(f"ticket {told.number} is of plan {told.plan}, which was not told")
-        return RowsReader(self._plan, told, self._arena, wait)
+    def open(self, message: StagedMessage, wait: Wait) -> StagedBatch:
+        """Rows or scores; they are there when `wait` returns."""
+        if isinstance(message, StagedScores):
+            return _ScoreBatch(message, self._arena, wait)
+        if self._layout is None or message.plan != self._layout.number:
+            raise ValueError(
+                f"message {message.number} uses layout {message.plan}, which was not sent"
+            )
+        return _RowBatch(self._layout, message, self._arena, wait)

@@ -122,7 +122,7 @@ def _stash_indexes(sites: Sites, tables: ScoreTables) -> dict[str, int]:
 
 def _rename_weights(worker: Any, backend: CaptureBackend, version: int) -> None:
     """From now on rows are stored under the name of the new weights."""
-    backend.relabel(name_weights(worker, version))
+    backend.set_weights(name_weights(worker, version))
 
 
 def name_weights(worker: Any, version: int | None) -> str:

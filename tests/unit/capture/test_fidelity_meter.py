@@ -170,7 +170,7 @@ def test_rows_that_come_between_a_commit_and_its_flush_do_not_leave_a_shard_unme
         made.enter("b", 2, order())
         made.step(("a", 0, 2))
         made.capture.begin([], ["b"])
-        made.clerk.commit()  # for whoever waits for b
+        made.backend.commit()  # for whoever waits for b
         assert folder.asked.wait(WAIT_S)
         made.step(("a", 2, 1))  # still goes to the shard that the flush will seal
         made.settle()

@@ -27,25 +27,25 @@ def test_messages_come_whole_and_in_order_however_the_socket_cuts_them(
     said = [pipe_messages.AmendAnswer(1, at, "x" * at * 997) for at in range(300)]
     heard = list[pipe_messages.EngineMessage]()
     for one in said:
-        ours.say(one)
+        ours.add(one)
     while len(heard) < len(said):
-        ours.post()
-        heard += map(pipe_messages.ENGINE_DECODER.decode, theirs.listen() or ())
+        ours.send()
+        heard += map(pipe_messages.ENGINE_DECODER.decode, theirs.receive() or ())
     assert heard == said
     assert not ours.unsent_nbytes
 
 
 def test_who_speaks_never_waits_and_what_does_not_go_is_kept(lines: tuple[Pipe, Pipe]) -> None:
     ours, theirs = lines
-    ours.say(pipe_messages.SetWeights("x" * (4 << 20)))
-    ours.post()
+    ours.add(pipe_messages.SetWeights("x" * (4 << 20)))
+    ours.send()
     assert ours.unsent_nbytes
     with pytest.raises(TimeoutError):
         ours.send_all(0.01)
     found: list[bytes] = []
     while not found:
-        found = theirs.listen() or []
-        ours.post()
+        found = theirs.receive() or []
+        ours.send()
     assert not ours.unsent_nbytes
     assert pipe_messages.ENGINE_DECODER.decode(found[0]) == pipe_messages.SetWeights(
         "x" * (4 << 20)
@@ -54,12 +54,12 @@ def test_who_speaks_never_waits_and_what_does_not_go_is_kept(lines: tuple[Pipe, 
 
 def test_the_end_of_a_line_is_seen_at_both_ends(lines: tuple[Pipe, Pipe]) -> None:
     ours, theirs = lines
-    assert theirs.listen() == []
+    assert theirs.receive() == []
     ours.close()
-    assert theirs.listen() is None
-    theirs.say(pipe_messages.CommitFinished())
+    assert theirs.receive() is None
+    theirs.add(pipe_messages.CommitFinished())
     with pytest.raises(OSError, match="Broken pipe"):
-        theirs.post()
+        theirs.send()
 
 
 def test_a_length_that_no_message_has_ends_the_line() -> None:
@@ -68,7 +68,7 @@ def test_a_length_that_no_message_has_ends_the_line() -> None:
         line = Pipe(theirs)
         ours.sendall((MAX_NBYTES + 1).to_bytes(4, "little"))
         with pytest.raises(ValueError, match="may have"):
-            line.listen()
+            line.receive()
         line.close()
 
 

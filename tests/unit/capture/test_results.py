@@ -11,7 +11,6 @@ import pytest
 
 from clairai.capture import pipe_messages, remote, writer_process
 from clairai.capture.collector import Collector
-from clairai.capture.in_process import origin_for
 from clairai.capture.pipe import Pipe
 from clairai.capture.remote import WRITER_ENDED, RemoteBackend
 from clairai.capture.results import CaptureResults, RowTotals
@@ -24,7 +23,7 @@ SEAT = (5, 0)
 
 
 def told(there: CaptureResults, here: CaptureResults) -> None:
-    here.hear(there.changes(asks_consumers=True), there.totals())
+    here.apply(there.changes(asks_consumers=True), there.totals())
 
 
 def test_what_changes_there_is_known_here() -> None:
@@ -35,21 +34,21 @@ def test_what_changes_there_is_known_here() -> None:
     )
     wanted = order(to=("toy", "other"))
     there.open(SEAT, wanted, here.open(SEAT, wanted))
-    there.gave({SEAT: 8})
-    there.dropped(SEAT, 2, "no room to hold it")
+    there.add_rows({SEAT: 8})
+    there.add_dropped(SEAT, 2, "no room to hold it")
     consumers["other"].lost[5] = 3
-    here.dropped(SEAT, 1, "no room")
+    here.add_dropped(SEAT, 1, "no room")
     told(there, here)
     (found,) = here.of_stream(5)
     assert (found.state, found.rows, found.dropped, found.lost) == ("open", 8, 3, 6)
     assert found.reason == "no room to hold it"
     assert [place.lost for place in found.places] == [0, 3]
-    there.finished(SEAT)
-    there.waits([SEAT], "the disk is full")
+    there.finish(SEAT)
+    there.set_waiting([SEAT], "the disk is full")
     told(there, here)
     assert here.of_stream(5)[0].state == "writing"
     for name in ("toy", "other"):
-        there.safe([SEAT], name)
+        there.set_safe([SEAT], name)
     told(there, here)
     assert (here.of_stream(5)[0].state, here.of_stream(5)[0].lost) == ("kept", 6)
     assert there.changes(asks_consumers=True) == []  # nothing is told twice
@@ -59,12 +58,12 @@ def test_what_changes_there_is_known_here() -> None:
 def test_what_was_told_of_another_that_had_the_seat_is_not_heard() -> None:
     there, here = CaptureResults({"toy": ToyConsumer()}), CaptureResults({"toy": ToyConsumer()})
     there.open(SEAT, order(), here.open(SEAT, order()))
-    there.gave({SEAT: 8})
-    there.finished(SEAT)
-    there.safe([SEAT], "toy")
+    there.add_rows({SEAT: 8})
+    there.finish(SEAT)
+    there.set_safe([SEAT], "toy")
     late = there.changes()
     here.open(SEAT, order())
-    here.hear(late, there.totals())
+    here.apply(late, there.totals())
     assert (here.of_stream(5)[0].state, here.of_stream(5)[0].rows) == ("open", 0)
 
 
@@ -86,12 +85,12 @@ def report(**changes: object) -> pipe_messages.WriterReport:
 
 def test_how_a_consumer_is_doing_there_is_known_here(clerk: tuple[RemoteBackend, Pipe]) -> None:
     made, line = clerk
-    line.say(
+    line.add(
         report(
             standings=(pipe_messages.ConsumerReport("toy", "stopped", "full"),), pending_nbytes=7
         )
     )
-    line.post()
+    line.send()
     until(lambda: made.pending_nbytes == 7)
     (place,) = made.results.state(staging_nbytes=0, pending_nbytes=0).places
     assert (place.where, place.state, place.reason) == ("here", "stopped", "full")
@@ -113,19 +112,19 @@ def test_a_clerk_that_says_what_cannot_be_is_as_good_as_dead(
 ) -> None:
     made, line = clerk
     made.begin(SEAT, order())
-    line.say(wrong)
-    line.post()
+    line.add(wrong)
+    line.send()
     until(lambda: made.results.of_stream(5)[0].state == "failed")
-    assert made.trouble == WRITER_ENDED
+    assert made.failure == WRITER_ENDED
     assert "is not understood" in caplog.text
-    until(lambda: line.listen() is None)  # it is told to end
+    until(lambda: line.receive() is None)  # it is told to end
 
 
-def two_rows() -> pipe_messages.StagingPlanMessage:
+def two_rows() -> pipe_messages.StagingLayout:
     part = pipe_messages.FormatRows(("post_block.0",), ("toy",), 0, 2)
     group = pipe_messages.EncodedGroup("raw", (("dtype", "float32"),), (part,), b"")
     counts = [np.array([number], kind).tobytes() for number, kind in NUMBERS]
-    return pipe_messages.StagingPlanMessage(1, "float32", (), (group,), *counts)
+    return pipe_messages.StagingLayout(1, "float32", (), (group,), *counts)
 
 
 NUMBERS = ((2, np.int64), (SEAT[0], np.uint64), (SEAT[1], np.uint16), (0, np.int64))
@@ -136,12 +135,12 @@ def test_rows_that_a_clerk_did_not_take_before_it_ended_are_lost_at_the_end_too(
 ) -> None:
     made, line = clerk
     made.begin(SEAT, order())
-    made.plan(two_rows())
+    made.set_layout(two_rows())
     for number in (1, 2):
         made.put(pipe_messages.StagedRows(number, 1, 0, 0, 0, b"", b""), lambda: None)
-    line.say(report(delivered=1))
-    line.post()
-    line.end()
+    line.add(report(delivered=1))
+    line.send()
+    line.shut_down()
     made.close()
     (found,) = made.results.of_stream(5)
     assert (found.state, found.dropped) == ("failed", 2)
@@ -151,10 +150,10 @@ def test_a_clerk_that_hears_nothing_for_long_is_as_good_as_dead(
     clerk: tuple[RemoteBackend, Pipe], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made, _ = clerk
-    monkeypatch.setattr(remote, "MAX_BEHIND_NBYTES", 1 << 20)
+    monkeypatch.setattr(remote, "MAX_UNSENT_NBYTES", 1 << 20)
     made.begin(SEAT, order())
     for _ in range(40):
-        made.relabel("x" * (1 << 16))
+        made.set_weights("x" * (1 << 16))
     until(lambda: made.results.of_stream(5)[0].state == "failed")
     made.begin((6, 0), order())
     assert made.results.of_stream(6)[0].reason == WRITER_ENDED
@@ -167,7 +166,7 @@ def test_losses_of_a_consumer_that_nobody_asked_for_are_told(
     monkeypatch.setattr(writer_process, "COUNTS_INTERVAL_S", 0.005)
     toy = ToyConsumer()
     consumers: Any = {"toy": toy}
-    collector = Collector(consumers, origin_for(ABOUT), batch_nbytes=1, pending_nbytes=1)
+    collector = Collector(consumers, ABOUT, batch_nbytes=1, pending_nbytes=1)
     ours, theirs = map(Pipe, socket.socketpair())
     teller_there = writer_process.Reporter(ours, collector, consumers)
     collector.begin(SEAT, order(), 3)
@@ -175,7 +174,7 @@ def test_losses_of_a_consumer_that_nobody_asked_for_are_told(
     heard = list[pipe_messages.WriterMessage]()
 
     def is_told() -> bool:
-        heard.extend(map(pipe_messages.WRITER_DECODER.decode, theirs.listen() or ()))
+        heard.extend(map(pipe_messages.WRITER_DECODER.decode, theirs.receive() or ()))
         reports = [one for one in heard if isinstance(one, pipe_messages.WriterReport)]
         return any(told.lost == (7,) and told.number == 3 for one in reports for told in one.told)
 

@@ -22,7 +22,7 @@ def test_what_is_out_never_overlaps_and_a_full_arena_says_so(wanted: Any) -> Non
             if out:
                 arena.free(out.popleft().end)
             continue
-        region = arena.take(nbytes)
+        region = arena.allocate(nbytes)
         if region is None:
             assert out  # an empty arena has room for whatever fits in it
             continue
@@ -35,4 +35,4 @@ def test_what_is_out_never_overlaps_and_a_full_arena_says_so(wanted: Any) -> Non
     while out:
         arena.free(out.popleft().end)
     assert arena.used_nbytes == 0
-    assert arena.take(NBYTES) is not None
+    assert arena.allocate(NBYTES) is not None

@@ -121,7 +121,7 @@ def test_rows_name_the_weights_that_computed_them() -> None:
     with rig() as made:
         made.enter("a", 1, order())
         made.step(("a", 0, 2))
-        capture_setup._rename_weights(worker, made.clerk, 7)
+        capture_setup._rename_weights(worker, made.backend, 7)
         made.step(("a", 2, 1))
         assert made.found(1).rows == 3
     weights = {

@@ -1,6 +1,6 @@
-"""Takes nothing of ours; gives an order: what one request must give, as it travels to the worker.
+"""The capture plan: what one request gives, resolved by the engine core and carried to the worker.
 
-Everything in it is content: points by name, absolute positions, an encoder with all its parameters.
+Everything in it is content: points by name, absolute positions, an encoder with all parameters.
 """
 
 from __future__ import annotations
@@ -11,35 +11,37 @@ import msgspec
 
 from clairai.fields.ranges import Range
 
+AnswerId = tuple[int, int]  # stream and choice
+
 
 class KeepThreshold(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Rows are kept only if this probe's score of some token is at or above the threshold."""
+    """Rows are kept only if this probe scores some token at or above the threshold."""
 
     probe: str
     threshold: float
 
 
 class CapturePlan(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """All rows of one answer at these points and positions, encoded so, for these consumers."""
+    """The rows of one answer at these points and positions, encoded so, for these consumers."""
 
     points: tuple[str, ...]  # in path order
-    ranges: tuple[Range, ...]  # sorted, apart from each other, none empty
+    ranges: tuple[Range, ...]  # sorted, disjoint, not empty
     encoder: str
     parameters: tuple[tuple[str, int | str], ...]  # all of the encoder's, in its order
     to: tuple[str, ...]
-    tags: str = "{}"  # JSON objects
+    tags: str = "{}"  # a JSON object, like steering
     steering: str = "{}"
-    adapter: str | None = None  # whose weights were added to the model's
+    adapter: str | None = None  # name of the request's LoRA adapter
     hold: KeepThreshold | None = None
 
     @property
     def first_position(self) -> int:
-        """From here on all tokens must be forwarded; a rule looks at every one of them."""
+        """From here on every token must be forwarded; a threshold needs the scores of all."""
         return self.ranges[0][0] if self.hold is None else 0
 
     @property
-    def kind(self) -> tuple[Any, ...]:
-        """Requests of one kind are taken together."""
+    def format_key(self) -> tuple[Any, ...]:
+        """Plans with equal keys are copied and encoded together."""
         return (self.encoder, self.parameters, self.points, self.to)
 
 

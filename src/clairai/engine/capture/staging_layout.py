@@ -1,25 +1,33 @@
-"""Takes a pick; gives where its rows lie in a part of the arena, and how that is told to the clerk.
+"""Plans where the selected rows of a step lie in a region of the staging arena.
 
-N = wanted tokens, M = rows of one encoder (tokens times points), K = rows of the sample, D = width,
-E = ranges of positions.
+N = selected tokens, M = rows of one encoder (tokens times points), K = sampled rows, E = ranges of
+positions.
+
+Runs in: the worker. The capture writer process reads the same layout in `staging_reader.py`.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Final
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from clairai.capture import pipe_messages
+from clairai.capture.pipe_messages import (
+    ArrayPlace,
+    EncodedGroup,
+    FormatRows,
+    StagedRows,
+    StagingLayout,
+)
 from clairai.capture.staging_arena import ALIGNMENT, ArenaRegion
 from clairai.capture.staging_reader import ROWS, SAMPLE, WHOLE_STEP
 from clairai.engine.capture.pinned_arena import PinnedArena
-from clairai.engine.capture.row_selection import CaptureFormat, RowSelection
+from clairai.engine.capture.row_selection import RowSelection
 from clairai.store.codecs.base import Encoder
 from clairai.store.codecs.raw import STORED_DTYPES
 
@@ -28,146 +36,90 @@ MAX_SAMPLE: Final = 64
 
 
 @dataclass(frozen=True, eq=False)
-class EncoderGroup:
-    """Rows of one encoder: of each kind in turn, point by point, token by token."""
-
-    encoder: Encoder
-    kinds: tuple[tuple[CaptureFormat, slice], ...]  # and which tokens of the pick
-    flat_M: NDArray[np.int64]  # places in the stash
-    sample_K: NDArray[np.int64]  # places among the M
-
-    def told(self) -> pipe_messages.EncodedGroup:
-        return pipe_messages.EncodedGroup(
-            self.encoder.name,
-            tuple(self.encoder.parameters.items()),
-            tuple(
-                pipe_messages.FormatRows(kind.points, kind.to, p.start, p.stop)
-                for kind, p in self.kinds
-            ),
-            self.sample_K.tobytes(),
-        )
-
-
-def group_by_encoder(
-    selection: RowSelection, stash_rows: int, rng: np.random.Generator
-) -> list[EncoderGroup]:
-    """One for each encoder of the pick."""
-    bounds = selection.bounds()
-    found: dict[Encoder, list[tuple[CaptureFormat, slice]]] = {}
-    for kind, first, end in zip(selection.cast.kinds, bounds[:-1], bounds[1:], strict=True):
-        if end > first:
-            found.setdefault(kind.encoder, []).append((kind, slice(int(first), int(end))))
-    groups = []
-    for encoder, kinds in found.items():
-        flat = [
-            (kind.sites_P[:, None] * stash_rows + selection.row_N[part][None]).ravel()
-            for kind, part in kinds
-        ]
-        flat_M = np.concatenate(flat)
-        num_sampled = min(max(len(flat_M) // SAMPLE_ONE_IN, 1), MAX_SAMPLE)
-        sample_K = rng.integers(0, len(flat_M), num_sampled)
-        groups.append(EncoderGroup(encoder, tuple(kinds), flat_M, sample_K))
-    return groups
-
-
-@dataclass(frozen=True)
-class StagedArray:
-    """One array in the arena."""
-
-    start: int
-    dtype: str  # numpy's name of it
-    torch_dtype: torch.dtype
-    shape: tuple[int, ...]
-
-
-@dataclass
-class StagingLayout:
-    """Where the arrays of one pick lie, from the start of its region on."""
-
-    fields: dict[tuple[int, str], StagedArray] = field(default_factory=dict)
-    nbytes: int = 0
-
-    def add(self, group: int, name: str, dtype: str, *shape: int) -> None:
-        """`dtype` is numpy's name of it."""
-        nbytes = math.prod(shape) * np.dtype(dtype).itemsize
-        self.fields[group, name] = StagedArray(self.nbytes, dtype, getattr(torch, dtype), shape)
-        self.nbytes += -(-nbytes // ALIGNMENT) * ALIGNMENT
-
-    def told(self) -> tuple[pipe_messages.ArrayPlace, ...]:
-        return tuple(
-            pipe_messages.ArrayPlace(group, name, one.start, one.dtype, one.shape)
-            for (group, name), one in self.fields.items()
-        )
-
-
-def lay_out_rows(
-    selection: RowSelection, groups: Sequence[EncoderGroup], width: int, dtypes: Mapping[str, str]
-) -> StagingLayout:
-    """`dtypes` of `row` (the model's rows), `token` and `position` (the forward's inputs)."""
-    layout = StagingLayout()
-    num_index = len(selection) + sum(len(g.flat_M) + len(g.sample_K) for g in groups)
-    layout.add(WHOLE_STEP, "index", "int64", num_index)
-    layout.add(WHOLE_STEP, "token", dtypes["token"], len(selection))
-    layout.add(WHOLE_STEP, "position", dtypes["position"], len(selection))
-    for number, group in enumerate(groups):
-        for name, column in group.encoder.layout(width).items():
-            layout.add(number, f"{ROWS}{name}", column.dtype, len(group.flat_M), column.size)
-        layout.add(number, SAMPLE, STORED_DTYPES[dtypes["row"]], len(group.sample_K), width)
-    return layout
-
-
-@dataclass(frozen=True, eq=False)
 class GatherSpan:
-    """Rows of one encoder among all that are gathered, or its sample."""
+    """A part of the gathered stash rows: those of one encoder, or its sample."""
 
     first: int
     end: int
     group: int
-    encoder: Encoder | None  # None: they stay as they are
-
-
-def _spans(groups: Sequence[EncoderGroup]) -> Iterator[GatherSpan]:
-    """In the order in which their places lie in the index."""
-    first = 0
-    for number, group in enumerate(groups):
-        middle = first + len(group.flat_M)
-        yield GatherSpan(first, middle, number, group.encoder)
-        first = middle + len(group.sample_K)
-        yield GatherSpan(middle, first, number, None)
-
-
-@dataclass(frozen=True)
-class DeviceIndex:
-    """Where wanted rows are, on the device."""
-
-    inputs_N: torch.Tensor  # in the forward's inputs
-    stash: torch.Tensor  # in the stash, of all spans
-    num_stash: int
+    encoder: Encoder | None  # None: sampled rows, which are not encoded
 
 
 class StagingPlan:
-    """How the rows of a pick are taken; steps that decode alike share one."""
+    """How the rows of a selection are gathered and where they go.
+
+    Steps that select the same rows of the same requests share one plan, its index on the device
+    and the layout that the capture writer has.
+    """
 
     def __init__(
         self,
         number: int,
         selection: RowSelection,
-        groups: Sequence[EncoderGroup],
-        layout: StagingLayout,
+        *,
+        stash_rows: int,
+        width: int,
+        dtypes: Mapping[str, str],
+        rng: np.random.Generator,
     ) -> None:
-        self.number, self.selection, self.groups, self.layout = number, selection, groups, layout
-        self.spans = tuple(_spans(groups))
-        self.places: DeviceIndex | None = None  # once they are there
+        """`dtypes` of the model's `row`, and of the forward pass's `token` and `position`."""
+        self.selection = selection
         self.uses = 0
-        count_E = np.bincount(selection.entry_N, minlength=len(selection.cast.format_E))
-        self._entries = np.flatnonzero(count_E)  # ranges that have rows here
-        self._count_E = count_E[self._entries]
-        self._at_E = np.cumsum(self._count_E) - self._count_E  # where each one's first row is
+        # On the device, once they have been copied: places in the inputs, and in the stash.
+        self.device_inputs_N: torch.Tensor | None = None
+        self.device_stash: torch.Tensor | None = None
+        self.spans: list[GatherSpan] = []
+        self.arrays: dict[tuple[int, str], ArrayPlace] = {}
+        self.nbytes = 0
+        self._add(WHOLE_STEP, "token", dtypes["token"], len(selection))
+        self._add(WHOLE_STEP, "position", dtypes["position"], len(selection))
+        groups, index = list[EncodedGroup](), [selection.row_N]
+        for encoder, parts in _parts_by_encoder(selection).items():
+            stash_M = _stash_places(selection, parts, stash_rows)
+            num_sampled = min(max(len(stash_M) // SAMPLE_ONE_IN, 1), MAX_SAMPLE)
+            sample_K = rng.integers(0, len(stash_M), num_sampled)
+            self._add_group(len(groups), encoder, len(stash_M), num_sampled, width, dtypes["row"])
+            parameters = tuple(encoder.parameters.items())
+            told = tuple(part for part, _ in parts)
+            groups.append(EncodedGroup(encoder.name, parameters, told, sample_K.tobytes()))
+            index += [stash_M, stash_M[sample_K]]
+        # Places in the forward pass's inputs, then in the stash, span by span.
+        self.index: NDArray[np.int64] = np.concatenate(index)
+        self._add(WHOLE_STEP, "index", "int64", len(self.index))
+        self._entries, self._first_rows, counts = _ranges_with_rows(selection)
+        batch = selection.batch
+        self.layout = StagingLayout(
+            number=number,
+            dtype=dtypes["row"],
+            fields=tuple(self.arrays.values()),
+            groups=tuple(groups),
+            counts=counts.tobytes(),
+            streams=batch.stream_E[self._entries].tobytes(),
+            choices=batch.choice_E[self._entries].tobytes(),
+            prompts=batch.prompt_E[self._entries].tobytes(),
+        )
+
+    def _add(self, group: int, name: str, dtype: str, *shape: int) -> None:
+        """`dtype` is numpy's name."""
+        self.arrays[group, name] = ArrayPlace(group, name, self.nbytes, dtype, shape)
+        nbytes = math.prod(shape) * np.dtype(dtype).itemsize
+        self.nbytes += -(-nbytes // ALIGNMENT) * ALIGNMENT
+
+    def _add_group(
+        self, group: int, encoder: Encoder, num_rows: int, num_sampled: int, width: int, dtype: str
+    ) -> None:
+        for name, column in encoder.layout(width).items():
+            self._add(group, f"{ROWS}{name}", column.dtype, num_rows, column.size)
+        self._add(group, SAMPLE, STORED_DTYPES[dtype], num_sampled, width)
+        first = self.spans[-1].end if self.spans else 0
+        middle = first + num_rows
+        self.spans.append(GatherSpan(first, middle, group, encoder))
+        self.spans.append(GatherSpan(middle, middle + num_sampled, group, None))
 
     def is_plan_for(self, selection: RowSelection) -> bool:
-        """Whether the same rows are wanted of the same requests."""
+        """True if the selection wants the same rows of the same requests."""
         mine = self.selection
-        if selection.cast is not mine.cast:
+        if selection.batch is not mine.batch:
             return False
         if selection.row_N is mine.row_N and selection.entry_N is mine.entry_N:
             return True
@@ -175,56 +127,61 @@ class StagingPlan:
             selection.entry_N, mine.entry_N
         )
 
-    def wanted(self) -> NDArray[np.int64]:
-        """Places in the forward's inputs, then in the stash: of each group, and of its sample."""
-        parts = [self.selection.row_N]
-        for group in self.groups:
-            parts += [group.flat_M, group.flat_M[group.sample_K]]
-        return np.concatenate(parts)
-
-    def placed(self, index: torch.Tensor) -> DeviceIndex:
-        """`index` is `wanted` on the device; kept for all uses."""
+    def set_device_index(self, index: torch.Tensor) -> None:
+        """`index` as a tensor of the device, for all uses of the plan."""
         num_tokens = len(self.selection)
-        self.places = DeviceIndex(index[:num_tokens], index[num_tokens:], len(index) - num_tokens)
-        return self.places
+        self.device_inputs_N, self.device_stash = index[:num_tokens], index[num_tokens:]
 
-    def told(self, dtype: str) -> pipe_messages.StagingPlanMessage:
-        """`dtype` of the model's rows."""
-        cast, entries = self.selection.cast, self._entries
-        return pipe_messages.StagingPlanMessage(
-            number=self.number,
-            dtype=dtype,
-            fields=self.layout.told(),
-            groups=tuple(group.told() for group in self.groups),
-            counts=self._count_E.astype(np.int64).tobytes(),
-            streams=cast.stream_E[entries].tobytes(),
-            choices=cast.choice_E[entries].tobytes(),
-            prompts=cast.prompt_E[entries].tobytes(),
-        )
+    def tensor(
+        self, pinned: PinnedArena, region: ArenaRegion, group: int, name: str
+    ) -> torch.Tensor:
+        """One array of a region, to write to."""
+        place = self.arrays[group, name]
+        dtype: torch.dtype = getattr(torch, place.dtype)
+        return pinned.tensor(region.start + place.start, dtype, place.shape)
 
-    def ticket(
-        self, selection: RowSelection, number: int, region: ArenaRegion
-    ) -> pipe_messages.StagedRows:
-        """For a pick that this plan is for."""
-        return pipe_messages.StagedRows(
+    def staged_rows(self, selection: RowSelection, number: int, region: ArenaRegion) -> StagedRows:
+        """The message about a selection that this plan is for."""
+        return StagedRows(
             number,
-            self.number,
+            self.layout.number,
             region.start,
             region.nbytes,
             region.end,
-            selection.position_N[self._at_E].tobytes(),
+            selection.position_N[self._first_rows].tobytes(),
             selection.seen_E[self._entries].tobytes(),
         )
 
 
-@dataclass(frozen=True)
-class StagingTensors:
-    """The arrays of a plan in one region, to be written."""
+def _parts_by_encoder(
+    selection: RowSelection,
+) -> dict[Encoder, list[tuple[FormatRows, NDArray[np.int64]]]]:
+    """Each format's tokens, and its sites."""
+    bounds = selection.bounds().tolist()
+    found: dict[Encoder, list[tuple[FormatRows, NDArray[np.int64]]]] = {}
+    for format, first, end in zip(selection.batch.formats, bounds[:-1], bounds[1:], strict=True):
+        if end > first:
+            part = FormatRows(format.points, format.to, first, end)
+            found.setdefault(format.encoder, []).append((part, format.sites_P))
+    return found
 
-    layout: StagingLayout
-    pinned: PinnedArena
-    start: int
 
-    def tensor(self, group: int, name: str) -> torch.Tensor:
-        one = self.layout.fields[group, name]
-        return self.pinned.tensor(self.start + one.start, one.torch_dtype, one.shape)
+def _stash_places(
+    selection: RowSelection, parts: list[tuple[FormatRows, NDArray[np.int64]]], stash_rows: int
+) -> NDArray[np.int64]:
+    """Part by part, in each point by point, then token by token."""
+    places = [
+        (sites_P[:, None] * stash_rows + selection.row_N[part.first : part.end][None]).ravel()
+        for part, sites_P in parts
+    ]
+    return np.concatenate(places)
+
+
+def _ranges_with_rows(
+    selection: RowSelection,
+) -> tuple[NDArray[np.intp], NDArray[np.int64], NDArray[np.int64]]:
+    """Ranges that have rows here: which, the index of each one's first row, and how many rows."""
+    count_E = np.bincount(selection.entry_N, minlength=len(selection.batch.format_E))
+    entries = np.flatnonzero(count_E)
+    counts = count_E[entries].astype(np.int64)
+    return entries, np.cumsum(counts) - counts, counts

@@ -1,6 +1,6 @@
-"""Takes what the worker tells of each step; gives the rows that orders ask for to the clerk.
+"""Captures the rows of each step that requests ask for.
 
-Beside the Station, on the first rank alone: every rank holds the same rows.
+Runs in: the worker of the first rank, beside the step publisher; every rank holds the same rows.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Final
 
 from clairai.capture.backend import CaptureBackend
+from clairai.engine.capture.capture_plan import CapturePlan
 from clairai.engine.capture.capture_resolver import steering_json
 from clairai.engine.capture.row_copier import RowCopier, ScoreSource
 from clairai.engine.capture.row_selection import RowSelection, RowSelector
@@ -21,78 +22,78 @@ MAX_REMEMBERED_STREAMS: Final = 1 << 16
 
 
 class WorkerCapture:
-    """The worker's side of captures: who is captured, which rows of a step are theirs."""
+    """Listens to the steps of the worker and answers what was captured."""
 
     def __init__(
         self,
         copier: RowCopier,
-        clerk: CaptureBackend,
+        backend: CaptureBackend,
         site_of: Mapping[str, int],
         scores: ScoreSource,
     ) -> None:
-        self._taker, self._clerk, self._scores = copier, clerk, scores
-        self._picks = RowSelector(site_of)
-        self._pick: RowSelection | None = None
-        self._streams: OrderedDict[str, int] = OrderedDict()  # by the id the caller knows
-        self._open: dict[int, set[str]] = {}  # requests of a stream that are not finished
+        self._copier, self._backend, self._scores = copier, backend, scores
+        self._selector = RowSelector(site_of)
+        self._selection: RowSelection | None = None  # of the step that runs
+        self._streams: OrderedDict[str, int] = OrderedDict()  # by vLLM's external request id
+        self._open: dict[int, set[str]] = {}  # unfinished requests of each stream
 
     def begin(self, new: Sequence[NewRequest], finished: Sequence[str]) -> None:
-        self._taker.begin()
+        self._copier.begin()
         for req_id in finished:
-            self._close(req_id)
+            self._finish(req_id)
         for request in new:
             if request.order is not None:
-                self._enter(request)
+                self._add(request, request.order)
         if new or finished:
-            self._clerk.post()
-        self._pick = None
+            self._backend.send()
+        self._selection = None
 
-    def _enter(self, request: NewRequest) -> None:
-        order, mark = request.order, request.mark
-        assert order is not None
-        if not self._picks.open(request.req_id, mark, request.prompt_len, order):
+    def _add(self, request: NewRequest, plan: CapturePlan) -> None:
+        mark = request.mark
+        if not self._selector.open(request.req_id, mark, request.prompt_len, plan):
             return
-        self._clerk.begin((mark.stream, mark.choice), order)
+        self._backend.begin((mark.stream, mark.choice), plan)
         self._open.setdefault(mark.stream, set()).add(request.req_id)
         self._streams[request.request_id] = mark.stream
         while len(self._streams) > MAX_REMEMBERED_STREAMS:
             self._streams.popitem(last=False)
 
-    def _close(self, req_id: str) -> None:
-        seat = self._picks.close(req_id)
-        if seat is None:
+    def _finish(self, req_id: str) -> None:
+        answer = self._selector.close(req_id)
+        if answer is None:
             return
-        self._open[seat[0]].discard(req_id)
-        if not self._open[seat[0]]:
-            del self._open[seat[0]]
-        self._clerk.finish(seat)
+        stream = answer[0]
+        self._open[stream].discard(req_id)
+        if not self._open[stream]:
+            del self._open[stream]
+        self._backend.finish(answer)
 
     def amend(self, req_id: str, plan: SteeringPlan | None) -> None:
-        seat = self._picks.answer_id_of(req_id)
-        if seat is not None:
-            self._clerk.amend(seat, steering_json(plan))
+        answer = self._selector.answer_of(req_id)
+        if answer is not None:
+            self._backend.amend(answer, steering_json(plan))
 
     def place(self, batch: StepBatch) -> None:
-        self._pick = self._picks.step(batch)
+        self._selection = self._selector.step(batch)
 
     def end(self, inputs: Callable[[], ForwardInputs]) -> None:
-        selection, self._pick = self._pick, None
+        selection, self._selection = self._selection, None
         if selection is not None:
-            self._taker.take(selection, inputs(), self._scores)
+            self._copier.copy(selection, inputs(), self._scores)
 
     def can_skip(self) -> bool:
-        """Who was the last to be captured left in a step that began here."""
-        return not len(self._picks)
+        """True while no request is captured: nothing is to do until one begins."""
+        return not len(self._selector)
 
     def before_dummy_run(self) -> None:
-        """A forward of nobody's rows may write over the last step's."""
-        self._taker.begin()
+        """A forward pass without requests begins; it may overwrite the stash."""
+        self._copier.begin()
 
     def after_dummy_run(self) -> None:
-        """Nothing of it is left."""
+        """It left nothing to copy."""
 
     def answer(self, control: capture_messages.CaptureControl) -> capture_messages.CaptureReply:
-        results = self._clerk.results
+        results = self._backend.results
         match control:
             case capture_messages.FindCaptures(request_ids, streams, is_ended):
                 known = [*map(self._streams.get, request_ids), *streams]
@@ -105,18 +106,18 @@ class WorkerCapture:
                 return capture_messages.Captures(results.newest(limit))
             case capture_messages.DescribeCapture():
                 return results.state(
-                    staging_nbytes=self._taker.arena.nbytes,
-                    pending_nbytes=self._clerk.pending_nbytes,
-                    stash_nbytes=self._taker.stash_nbytes,
+                    staging_nbytes=self._copier.arena.nbytes,
+                    pending_nbytes=self._backend.pending_nbytes,
+                    stash_nbytes=self._copier.stash_nbytes,
                 )
 
     def _end(self, streams: Iterable[int]) -> None:
-        """The caller has their last token; the scheduler may never take a step that says so."""
+        """The caller has their last token; the scheduler may never run a step that says so."""
         for stream in streams:
             for req_id in list(self._open.get(stream, ())):
-                self._close(req_id)
-        self._clerk.commit()
+                self._finish(req_id)
+        self._backend.commit()
 
     def close(self) -> None:
-        self._clerk.close()
-        self._taker.close()
+        self._backend.close()
+        self._copier.close()

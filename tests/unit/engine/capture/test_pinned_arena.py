@@ -29,8 +29,8 @@ def test_what_torch_writes_lies_where_the_clerk_reads(dtype: torch.dtype) -> Non
     for start in (512, 1024):
         read = other.memory[start : start + values.nbytes]
         assert read.tobytes() == values.numpy().tobytes()
-    arena.land(3)
-    assert (other.is_copied(3), other.is_copied(4), other.landed) == (True, False, 3)
+    arena.mark_copied(3)
+    assert (other.is_copied(3), other.is_copied(4), other.last_copied) == (True, False, 3)
     pinned.close()
     arena.close()
 
@@ -43,14 +43,14 @@ def _passed(arena: StagingArena) -> int:
 def test_room_that_the_clerk_gives_back_is_the_engines_again() -> None:
     arena = StagingArena.create(1024)
     clerk = StagingArena.attach(_passed(arena))
-    regions = [arena.take(256) for _ in range(4)]
-    assert arena.take(1) is None
-    assert arena.wait(1, is_served=lambda: False) is None
+    regions = [arena.allocate(256) for _ in range(4)]
+    assert arena.allocate(1) is None
+    assert arena.wait_for_room(1, is_served=lambda: False) is None
     assert regions[1] is not None
     clerk.free(regions[1].end)
     assert arena.used_nbytes == 512
-    assert arena.take(256, spare=512) is None
-    again = arena.take(256, spare=256)
+    assert arena.allocate(256, spare=512) is None
+    again = arena.allocate(256, spare=256)
     assert again is not None
     assert again.start == 0
     arena.close()
@@ -80,7 +80,7 @@ def test_a_gpu_writes_the_tickets_number_behind_its_copies(monkeypatch: pytest.M
     arena = StagingArena.create(NBYTES)
     pinned = PinnedArena(arena, torch.device("cuda", 1))
     address = int(arena.whole.ctypes.data)
-    pinned.mark(7, 41)
+    pinned.mark_copied(7, 41)
     assert driver.ordered == ["stream 7 writes 41"]
     there = ctypes.string_at(driver.held[address], HEADER_NBYTES)
     assert np.frombuffer(there, np.uint64)[COPIED_WORD] == 41
@@ -88,5 +88,5 @@ def test_a_gpu_writes_the_tickets_number_behind_its_copies(monkeypatch: pytest.M
     assert address not in driver.held
     driver.failing["cuStreamWriteValue64"] = cuda.CUresult.CUDA_ERROR_INVALID_HANDLE
     with pytest.raises(RingError, match="cuStreamWriteValue64"):
-        pinned.mark(7, 42)
+        pinned.mark_copied(7, 42)
     arena.close()

@@ -101,14 +101,14 @@ def test_a_consumer_that_blocks_loses_nothing(monkeypatch: pytest.MonkeyPatch) -
         arena, waited = made.copier.arena, list[int]()
 
         def wait(nbytes: int, is_served: Callable[[], bool]) -> ArenaRegion | None:
-            region = arena.take(nbytes)
+            region = arena.allocate(nbytes)
             if region is not None:
                 return region
             waited.append(nbytes)
             gate.set()
-            return StagingArena.wait(arena, nbytes, is_served)
+            return StagingArena.wait_for_room(arena, nbytes, is_served)
 
-        monkeypatch.setattr(arena, "wait", wait)
+        monkeypatch.setattr(arena, "wait_for_room", wait)
         for step in range(40):
             made.step(("a", 8 * step, 8))
         assert waited

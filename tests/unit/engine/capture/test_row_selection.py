@@ -110,12 +110,12 @@ def _rows(selection: RowSelection | None) -> Iterator[Any]:
     if selection is None:
         return
     rows_N = told_rows(selection)
-    for kind, first, end in zip(
-        selection.cast.kinds, selection.bounds(), selection.bounds()[1:], strict=False
+    for format, first, end in zip(
+        selection.batch.formats, selection.bounds(), selection.bounds()[1:], strict=False
     ):
         for row, at in zip(rows_N[first:end], selection.row_N[first:end], strict=True):
             told = tuple(int(row[name]) for name in ("stream", "position", "phase", "flags"))
-            yield (told[0], told[1], int(at), told[2], told[3], kind.points)
+            yield (told[0], told[1], int(at), told[2], told[3], format.points)
 
 
 def test_a_pick_in_parts_is_the_same_rows() -> None:
@@ -126,11 +126,11 @@ def test_a_pick_in_parts_is_the_same_rows() -> None:
     )
     selection = selector.step(batch(("a", 0, 5), ("x", 0, 2), ("b", 2, 4)))
     assert selection is not None
-    parts = list(selection.cut(2))
+    parts = list(selection.split(2))
     assert [len(part) for part in parts] == [2, 2, 2, 2, 1]
     assert [row for part in parts for row in _rows(part)] == list(_rows(selection))
     assert [len(part.held) for part in parts] == [1, 0, 0, 0, 0]
-    assert selection.held[0].seat == (2, 3)
+    assert (selection.held[0].stream, selection.held[0].choice) == (2, 3)
     assert (selection.held[0].first, selection.held[0].end) == (7, 11)
     assert selection.counts() == {(1, 0): 5, (2, 3): 4}
 
@@ -141,7 +141,7 @@ def test_scores_are_looked_at_where_no_row_is_wanted() -> None:
     selection = selector.step(batch(("a", 7, 1)))
     assert selection is not None
     assert len(selection) == 0
-    assert [len(part) for part in selection.cut(10)] == [0]
+    assert [len(part) for part in selection.split(10)] == [0]
 
 
 def test_steps_without_captured_requests_pick_nothing() -> None:
