@@ -141,7 +141,7 @@ def launch_norm() -> None:
     from clairai.engine.score.stash_kernel import StashScorer
     from tests.gpu.test_kernels import bank, tables
     from tests.support.random_plans import WIDTH as NARROW
-    from tests.support.steered_engine import drill, fleet
+    from tests.support.steered_engine import fixed_history, fleet
 
     width = 200
     held = tables(2, width, 3, "bfloat16", max_tokens=64, stash_rows=20)
@@ -161,7 +161,7 @@ def launch_norm() -> None:
             way(min(num_tokens, 20)).run(driver, torch.cuda.current_stream().cuda_stream)
     steered = fleet(device="cuda:0")
     steered.tables.steer = _SteerByNorm(NARROW)
-    any(map(any, drill(steered, 0)))
+    any(map(any, fixed_history(steered, 0)))
     torch.cuda.synchronize()
 
 

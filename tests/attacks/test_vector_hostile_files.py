@@ -1,4 +1,4 @@
-"""Vector files nobody vouches for: each is a vector or a VectorError in one short sentence."""
+"""Hostile vector files: each is a vector or a VectorError with a short message."""
 
 from __future__ import annotations
 

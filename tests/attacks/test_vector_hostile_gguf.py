@@ -1,4 +1,4 @@
-"""Control vectors in GGUF that nobody vouches for: read, or refused in one short sentence."""
+"""Hostile GGUF control vectors: each is read, or refused with a short message."""
 
 from __future__ import annotations
 

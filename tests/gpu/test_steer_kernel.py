@@ -16,7 +16,7 @@ from clairai.engine.steer.worker_steering import WorkerSteering
 from clairai.engine.step import StepBatch
 from clairai.fields.ranges import OPEN_END
 from tests.support.random_plans import row
-from tests.support.steered_engine import drill, fleet, random_history
+from tests.support.steered_engine import fixed_history, fleet, random_history
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
 
@@ -26,16 +26,16 @@ MAX_TOKENS, NUM_SITES = 8192, 4
 
 
 @pytest.mark.parametrize("dtype", ROUNDING)
-def test_every_row_of_any_history_is_steered_as_the_reference_has_it(dtype: str) -> None:
+def test_every_row_of_any_history_equals_the_reference(dtype: str) -> None:
     for seed in range(40):
         held = fleet(getattr(torch, dtype), device="cuda:0")
         rng = np.random.default_rng(seed)
         assert random_history(held, rng, num_steps=12, tolerance=ROUNDING[dtype]) == []
 
 
-def test_the_drill_is_right_for_many_courses() -> None:
+def test_the_sequence_is_right_for_many_plans() -> None:
     for seed in range(40):
-        assert not any(drill(fleet(device="cuda:0"), seed))
+        assert not any(fixed_history(fleet(device="cuda:0"), seed))
 
 
 def tables(width: int, dtype: str) -> SteerTables:
@@ -93,7 +93,7 @@ def test_the_kernel_equals_its_twin_at_the_sizes_of_real_models(width: int, dtyp
 
 
 def test_a_captured_graph_follows_the_map_and_the_programs() -> None:
-    """Captured while nobody steers; replayed for others, who come, change and go."""
+    """Captured before any request is steered; replayed while steered ones come and go."""
     width, num_tokens = 576, 16
     held, eager = tables(width, "bfloat16"), tables(width, "bfloat16")
     sites = {f"s{index}": f"s{index}" for index in range(NUM_SITES)}
@@ -120,7 +120,7 @@ def test_a_captured_graph_follows_the_map_and_the_programs() -> None:
         assert not torch.equal(streams, given)
 
 
-def test_a_map_sent_for_the_next_step_does_not_reach_the_one_under_way() -> None:
+def test_a_map_sent_for_the_next_step_does_not_affect_the_running_one() -> None:
     """The host runs ahead: what it sends is ordered behind the forward it had launched before."""
     held = tables(4096, "bfloat16")
     steering = WorkerSteering(held, {"s0": "s0"})

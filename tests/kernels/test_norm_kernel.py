@@ -18,7 +18,7 @@ from clairai.engine.steer.steer_kernel import SteerLauncher
 from clairai.engine.steer.steer_tables import SteerTables
 from tests.kernels.planting import planted
 from tests.support.random_plans import WIDTH
-from tests.support.steered_engine import ToyFleet, drill, fleet, random_history
+from tests.support.steered_engine import ToyFleet, fixed_history, fleet, random_history
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 ROUNDING = {"bfloat16": 1.6e-2, "float16": 2e-3, "float32": 2e-6}
@@ -93,7 +93,7 @@ def test_every_row_of_any_history_is_steered_as_the_reference_has_it(seed: int) 
 
 
 def test_the_drill_is_right() -> None:
-    assert not any(drill(norm_fleet(), 0))
+    assert not any(fixed_history(norm_fleet(), 0))
 
 
 PLANTED = {
@@ -113,4 +113,4 @@ PLANTED = {
 def test_a_planted_bug_is_caught(bug: str, tmp_path: Path) -> None:
     held = norm_fleet(planted(norm_kernel, tmp_path, *PLANTED[bug]))
     with pytest.raises(AssertionError):
-        assert not any(drill(held, 0))
+        assert not any(fixed_history(held, 0))

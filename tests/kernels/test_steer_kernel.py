@@ -22,7 +22,14 @@ from clairai.engine.steer.worker_steering import WorkerSteering
 from clairai.fields.ranges import OPEN_END
 from tests.kernels.planting import planted
 from tests.support.random_plans import WIDTH, courses_of_one_program, random_plan, row
-from tests.support.steered_engine import Request, ToyFleet, drill, fleet, random_history, wrong_in
+from tests.support.steered_engine import (
+    Request,
+    ToyFleet,
+    fixed_history,
+    fleet,
+    random_history,
+    wrong_in,
+)
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 ROUNDING = {"bfloat16": 2e-2, "float16": 2e-3, "float32": 1e-5}
@@ -39,14 +46,14 @@ def kernel_fleet(
 
 @settings(derandomize=True, deadline=None, max_examples=4)
 @given(seeds, st.sampled_from([*DTYPES]))
-def test_every_row_of_any_history_is_steered_as_the_reference_has_it(seed: int, dtype: str) -> None:
+def test_every_row_of_any_history_equals_the_reference(seed: int, dtype: str) -> None:
     held, rng = kernel_fleet(DTYPES[dtype]), np.random.default_rng(seed)
     assert random_history(held, rng, num_steps=4, tolerance=ROUNDING[dtype]) == []
 
 
 @settings(derandomize=True, deadline=None, max_examples=4)
 @given(seeds)
-def test_kernel_and_twin_leave_the_same_behind(seed: int) -> None:
+def test_kernel_and_twin_leave_the_same_state(seed: int) -> None:
     """Gates and what they remember included, over several steps of several requests."""
     left, right = kernel_fleet(), fleet()
     for held in (left, right):
@@ -59,7 +66,7 @@ def test_kernel_and_twin_leave_the_same_behind(seed: int) -> None:
         torch.testing.assert_close(getattr(left.tables, name), getattr(right.tables, name))
 
 
-def test_a_program_that_two_courses_share_keeps_out_of_what_the_other_remembers() -> None:
+def test_a_program_shared_by_two_plans_leaves_the_gate_state_of_each_alone() -> None:
     held = kernel_fleet()
     for number, plan in enumerate(courses_of_one_program()):
         held.open(f"r{number}", Request(plan, seed=number))
@@ -93,7 +100,7 @@ def wide(width: int, dtype: torch.dtype, steer: SteerFunction) -> SteerTables:
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("width", [1, 63, 64, 65, 576])
 def test_a_row_of_any_width_is_steered_to_its_end_and_not_beyond(width: int, dtype: str) -> None:
-    """Rows lie apart, as slices of wider ones: what is between them is nobody's."""
+    """Rows lie apart, as slices of wider ones, and what is between them must stay."""
     generator = torch.Generator().manual_seed(width)
     memory = torch.randn(2, 6, width + 9, generator=generator).to(DTYPES[dtype])
     by_kernel, by_twin = memory.clone(), memory.clone()
@@ -142,7 +149,7 @@ def test_a_run_that_goes_beyond_the_forward_ends_with_it() -> None:
     assert torch.equal(memory[4:], torch.ones(4, 70))
 
 
-def test_an_empty_forward_is_no_launch_and_rows_that_lie_across_are_refused() -> None:
+def test_an_empty_forward_launches_nothing_and_strided_rows_are_refused() -> None:
     site = wide(70, torch.float32, SteerLauncher(70)).site("s")
     site.apply(torch.zeros(0, 70), None)
     with pytest.raises(ValueError, match="stride 1"):
@@ -174,7 +181,7 @@ def steer_with_bug(tmp_path: Path, old: str, new: str, width: int = WIDTH) -> St
 @pytest.mark.parametrize("bug", PLANTED)
 def test_a_planted_bug_is_caught(bug: str, tmp_path: Path) -> None:
     steer = steer_with_bug(tmp_path, *PLANTED[bug])
-    assert any(drill(kernel_fleet(steer=steer), SEED))
+    assert any(fixed_history(kernel_fleet(steer=steer), SEED))
 
 
 def _is_walked(steer: SteerFunction) -> bool:
@@ -198,7 +205,7 @@ def _is_alone(steer: SteerFunction) -> bool:
     return bool((rows != 1).any(1).tolist() == [False, False, True, False])
 
 
-def test_rows_that_are_passed_over_are_those_that_nothing_acts_on(tmp_path: Path) -> None:
+def test_the_kernel_skips_exactly_the_rows_without_ops(tmp_path: Path) -> None:
     condition = "(run != 0) | (tl.load(entry_ptr) > 0)"
     assert _is_walked(SteerLauncher(70))
     assert _is_alone(SteerLauncher(70))
@@ -206,7 +213,7 @@ def test_rows_that_are_passed_over_are_those_that_nothing_acts_on(tmp_path: Path
     assert not _is_alone(steer_with_bug(tmp_path, condition, "run != 0", 70))
 
 
-def test_without_a_planted_bug_the_drill_is_right() -> None:
+def test_without_a_planted_bug_the_sequence_is_right() -> None:
     held = kernel_fleet()
-    assert not any(drill(held, SEED))
+    assert not any(fixed_history(held, SEED))
     assert held.tables.ran_S.tolist() == [5, 5, 5]

@@ -1,7 +1,7 @@
-"""Takes a seed; gives courses, and how each row under one must come out.
+"""Random steering plans, and a slow reference of how they steer each row.
 
 D = model width. The reference takes one row at a time, in float64, straight from the
-course: no programs, no segments, no map. Rows, directions and biases are such that every score
+plan: no programs, no segments, no map. Rows, directions and biases are such that every score
 is exact in float32 and none is at a threshold, so that a gate opens in both or in none.
 """
 
@@ -73,7 +73,7 @@ def rich_plan(rng: np.random.Generator) -> SteeringPlan:
 
 
 def courses_of_one_program() -> tuple[SteeringPlan, SteeringPlan]:
-    """Both have a segment with the same lone action; its gate is the first of one course only.
+    """Both have a segment with the same lone action; its gate is the first of one plan only.
 
     The other's first gate remembers, at the same site: the shared program must not touch that.
     """

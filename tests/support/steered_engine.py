@@ -1,4 +1,4 @@
-"""Takes a seed; gives an engine's steps under random courses, and which rows came out wrong.
+"""Random engine steps under random plans, and the rows that came out wrong.
 
 T = tokens, D = model width. How each row must come out: toy_courses.py.
 """
@@ -128,7 +128,7 @@ class ToyFleet:
 
     def _tensor(self, parts: list[tuple[Float, Float]], which: int) -> torch.Tensor:
         rows = np.array([part[which] for part in parts]).reshape(-1, WIDTH)
-        guarded = np.full((len(rows) + 2 * GUARD, WIDTH), np.nan)  # nobody's memory
+        guarded = np.full((len(rows) + 2 * GUARD, WIDTH), np.nan)  # memory that nothing may touch
         guarded[GUARD : GUARD + len(rows)] = rows
         tensor = torch.tensor(guarded, dtype=self.tables.dtype, device=self.tables.device)
         return tensor[GUARD : GUARD + len(rows)]
@@ -157,12 +157,12 @@ def random_history(
 ) -> list[str]:
     """Requests come, are prefilled in chunks, decode, are preempted, go; gives what was wrong."""
     found: list[str] = []
-    courses: list[SteeringPlan | None] = [None]
+    plans: list[SteeringPlan | None] = [None]
     for number in range(num_steps):
         if len(held.live) < 4 and rng.random() < 0.7:
             if rng.random() < 0.6:
-                courses.append(random_plan(rng))
-            plan = courses[rng.integers(len(courses))]
+                plans.append(random_plan(rng))
+            plan = plans[rng.integers(len(plans))]
             held.open(f"r{number}", Request(plan, seed=int(rng.integers(1 << 30))))
         if held.live and rng.random() < 0.2:
             held.preempt(str(rng.choice([*held.live])))
@@ -173,7 +173,7 @@ def random_history(
     return found
 
 
-def drill(held: ToyFleet, seed: int) -> Iterator[list[str]]:
+def fixed_history(held: ToyFleet, seed: int) -> Iterator[list[str]]:
     """A short history in which everything happens; gives what was wrong, step by step."""
     rng = np.random.default_rng(seed)
     for number, name in enumerate(("a", "b", "plain")):

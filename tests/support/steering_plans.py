@@ -1,4 +1,4 @@
-"""Takes what a test cares about; gives small valid courses and registries with just that."""
+"""Small valid steering plans and registries for tests, with only given parts changed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Takes what a test cares about; gives a small valid vector with just that changed."""
+"""A small valid vector for tests, with only given parts changed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The engine core answers what concerns steering, and leaves the rest to the workers."""
+"""The engine core answers messages about steering and passes the rest to the workers."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def _ask(
     return msgspec.msgpack.decode(reply, type=ring_messages.ControlReply)
 
 
-def test_vectors_come_go_and_are_given_back_as_they_came() -> None:
+def test_vectors_are_added_removed_and_returned_unchanged() -> None:
     core_control = CoreControl(_registry(), ())
     state = _ask(core_control, steering_messages.PutVectors((dumps(_vector()),), "add"))
     assert [listed.name for listed in state.vectors] == ["v"]
@@ -85,7 +85,7 @@ def test_an_engine_that_does_not_steer_says_so_and_still_remembers_refusals() ->
     )
 
 
-def test_refusals_that_nobody_asks_for_are_forgotten() -> None:
+def test_the_oldest_refusals_are_forgotten() -> None:
     core_control = CoreControl(None, ())
     for stream in range(REMEMBERED_REFUSALS + 1):
         core_control.note_refusal(stream, RequestError(str(stream)))
@@ -93,7 +93,7 @@ def test_refusals_that_nobody_asks_for_are_forgotten() -> None:
     assert _ask(core_control, steering_messages.WhyRefused(1)).reason == "1"
 
 
-def test_a_gate_knows_the_probes_as_the_workers_have_them() -> None:
+def test_gates_use_the_probes_of_the_workers_bank() -> None:
     core_control = CoreControl(_registry(), (_probe("old", 1.0),))
     good = [msgspec.msgpack.encode(ring_messages.BankState(1, 16, ()))]
     bad = [msgspec.msgpack.encode(ring_messages.Refusal("probe", "no"))]
@@ -108,11 +108,11 @@ def test_a_gate_knows_the_probes_as_the_workers_have_them() -> None:
         core_control.thresholds([StopRule("old", threshold=7.0)])
 
 
-def test_what_is_no_message_is_left_to_the_workers() -> None:
+def test_an_invalid_message_is_left_to_the_workers() -> None:
     assert CoreControl(None, ()).control(b"\xc1", lambda _: [b"reply"]) == [b"reply"]
 
 
-def test_a_running_request_is_amended_and_one_that_is_not_running_refused() -> None:
+def test_the_steering_of_a_running_request_is_changed_and_of_an_ended_one_refused() -> None:
     asked: list[tuple[int, Sequence[Any]]] = []
 
     def amend(stream: int, entries: Sequence[Any]) -> list[int]:

@@ -1,4 +1,4 @@
-"""Every example in docs/steering.md is read, and resolved, by the code it is about."""
+"""Every example in docs/steering.md is parsed and resolved by the code."""
 
 from __future__ import annotations
 
@@ -74,12 +74,12 @@ def test_the_example_of_tiers_can_be_set() -> None:
     assert known.resolve((), prompt_len=PROMPT_LEN) is not None
 
 
-def test_the_example_of_an_answer_is_what_the_server_tells() -> None:
-    (told,) = [b for b in blocks() if isinstance(b, dict) and "steering" in b.get(KEY, {})]
+def test_the_example_of_a_response_is_what_the_server_returns() -> None:
+    (expected,) = [b for b in blocks() if isinstance(b, dict) and "steering" in b.get(KEY, {})]
     gate = {"probe": "anger", "latch": True}
     asked = [{"vector": "calm", "scale": 4, "when": "generation", "gate": gate}]
     wanted = RequestFields(steer=parse_entries(asked, what="steer"))
-    assert preview_steering(wanted, CoreView(registry()._known)).complete() == told[KEY]
+    assert preview_steering(wanted, CoreView(registry()._known)).complete() == expected[KEY]
 
 
 def test_the_tables_name_every_key_and_value_of_the_language() -> None:

@@ -1,4 +1,4 @@
-"""On which tokens an entry acts: phases and positions from either end, against slices of Python."""
+"""The tokens on which an entry acts, compared with slices of Python."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ def whens(draw: st.DrawFn) -> When:
 
 @settings(derandomize=True, deadline=None, max_examples=150)
 @given(whens(), st.integers(1, 15), st.integers(0, 20), st.integers(0, 40))
-def test_ranges_are_what_slices_would_give(when: When, length: int, low: int, high: int) -> None:
+def test_ranges_equal_slices_of_python(when: When, length: int, low: int, high: int) -> None:
     assert positions(when, length) == reference(when, length)
     inside = {p for p in reference(when, length) if low <= p < high}
     assert positions(when, length, (low, high)) == inside
@@ -124,7 +124,7 @@ def test_ranges_are_what_slices_would_give(when: When, length: int, low: int, hi
     ],
     ids=quote,
 )
-def test_positions_that_cannot_be_meant_are_refused(when: dict[str, Any], reason: str) -> None:
+def test_wrong_positions_are_refused(when: dict[str, Any], reason: str) -> None:
     with pytest.raises(RequestError, match=reason) as caught:
         parse_when(when, what="when")
     assert len(str(caught.value)) < 300

@@ -1,4 +1,4 @@
-"""Takes the demo's vectors and their pairs; checks that the files fit the model and each other."""
+"""The vectors of the demo fit its model, and their files match their texts."""
 
 from __future__ import annotations
 

@@ -80,8 +80,8 @@ def test_safetensors_itself_reads_a_saved_vector(tmp_path: Path) -> None:
     with safe_open(file, framework="numpy") as opened:
         assert sorted(opened.keys()) == ["post_block.1", "pre_attn.1"]
         assert opened.get_tensor("post_block.1").tolist() == [3, -4, 0]
-        told = {"clairai": "vector/1", "name": "v", "scale": "0.25", "method": "PCA"}
-        assert opened.metadata() == told
+        expected = {"clairai": "vector/1", "name": "v", "scale": "0.25", "method": "PCA"}
+        assert opened.metadata() == expected
 
 
 def in_library_format(tensor: NDArray[np.generic]) -> bytes:
@@ -181,7 +181,7 @@ def test_what_a_control_vector_cannot_hold_is_not_exported(point: Point) -> None
         gguf_format.dumps(vector(rows={point: numbers(1), Point("post_block", 5): numbers(1)}))
 
 
-def test_json_has_its_scales_folded_in(tmp_path: Path) -> None:
+def test_scales_in_json_are_multiplied_in(tmp_path: Path) -> None:
     file = tmp_path / "kind.json"
     given = {"post_block": {"1": {"vector": [1.5, -2, 0], "scale": 2}}, "resid_pre": {1: [1, 2, 2]}}
     file.write_text("\ufeff " + json.dumps(given))
@@ -190,7 +190,7 @@ def test_json_has_its_scales_folded_in(tmp_path: Path) -> None:
     assert files.load(file, name="other").name == "other"
 
 
-def test_what_a_file_holds_is_told_by_its_bytes_and_not_by_its_name(tmp_path: Path) -> None:
+def test_the_bytes_of_a_file_decide_its_format_and_not_its_name(tmp_path: Path) -> None:
     (tmp_path / "a.json").write_bytes(gguf_format.dumps(blocks()))
     (tmp_path / "b.gguf").write_bytes(files.dumps(vector()))
     assert files.load(tmp_path / "a.json").digest == blocks().digest
@@ -238,7 +238,7 @@ def test_a_vector_is_saved_in_a_format_that_is_read(tmp_path: Path, name: str) -
 
 
 @pytest.mark.parametrize("place", ["no/such/v.safetensors", "\0.safetensors"])
-def test_a_place_that_is_not_there_is_said_in_words(tmp_path: Path, place: str) -> None:
+def test_a_missing_folder_is_named_in_the_error(tmp_path: Path, place: str) -> None:
     with pytest.raises(VectorError, match="not saved"):
         files.save(vector(), tmp_path / place)
     with pytest.raises(VectorError, match="cannot be opened"):

@@ -1,4 +1,4 @@
-"""Vectors are made as said: means, principal components and probes, from rows read in any parts."""
+"""Vectors from means, principal components and probes, with rows read in any batches."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def test_the_difference_of_means_leads_from_one_mean_to_the_other() -> None:
     assert (made.name, made.method, made.scale) == ("v", "difference of means", 1.0)
 
 
-def test_sums_are_taken_where_float32_would_lose_them() -> None:
+def test_sums_are_taken_in_more_precision_than_float32() -> None:
     large = [[2.0**30, 1.0]] * 3 + [[-(2.0**30), 1.0]] * 3 + [[1.0, 1.0]]
     made = difference_of_means("v", rows(*large), rows([0, 0]))
     assert made.rows[HERE].tolist() == [np.float32(1 / 7), 1]
@@ -95,7 +95,7 @@ def test_scale_1_of_a_probes_vector_moves_its_raw_score_by_the_step(step: float)
     assert from_probe(kept, name="other").name == "other"
 
 
-def test_texts_are_told_apart_by_how_far_along_they_lie() -> None:
+def test_separation_counts_how_often_positive_texts_lie_further_along() -> None:
     row_D = numbers(1, 0)
     positive_ND, negative_ND = np.array([[2.0, 9], [1, 9]]), np.array([[0.0, -9], [1, -9]])
     assert measure_separation(row_D, positive_ND, negative_ND) == 0.875  # three times, and one tie
@@ -197,7 +197,7 @@ def test_many_texts_come_in_many_batches_and_in_order(tmp_path: Path) -> None:
     assert sides.negative[HERE][:, 0].tolist() == [1] * 12
 
 
-def test_a_text_that_does_not_fit_and_a_tokenizer_without_places_are_refused(
+def test_a_text_that_does_not_fit_and_a_tokenizer_without_offsets_are_refused(
     tmp_path: Path,
 ) -> None:
     texts = read_pairs(write_pairs(tmp_path, '{"positive": "a b c", "negative": "d"}'))

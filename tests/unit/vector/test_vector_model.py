@@ -1,4 +1,4 @@
-"""A vector is checked when it is made, cannot be changed after, and is known by its content."""
+"""A vector is checked when made, immutable afterwards, and identified by its content."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ FIRST, SECOND = Point("pre_attn", 1), Point("post_block", 1)
 
 
 @pytest.mark.parametrize("name", ["a", "A.b_c:d/e@f+g-h", "x" * MAX_NAME, "-", "0"])
-def test_names_within_the_rule_are_taken(name: str) -> None:
+def test_a_valid_name_is_accepted(name: str) -> None:
     assert vector(name=name).name == name
 
 
@@ -30,7 +30,7 @@ def test_names_within_the_rule_are_taken(name: str) -> None:
     ["", ".a", "a..b", "/etc/x", "a b", "a\n", "é", "x" * (MAX_NAME + 1), 1, None],
     ids=quote,
 )
-def test_names_outside_the_rule_are_refused_in_a_short_sentence(name: object) -> None:
+def test_an_invalid_name_is_refused_in_a_short_sentence(name: object) -> None:
     with pytest.raises(VectorError, match="1 to 128") as caught:
         vector(name=name)
     assert len(str(caught.value)) < 300
@@ -93,7 +93,7 @@ def test_a_scale_that_is_no_finite_float32_is_refused(value: object) -> None:
         vector(scale=value)
 
 
-def test_rows_stand_in_path_order_whichever_order_was_given() -> None:
+def test_rows_are_sorted_in_the_order_of_the_forward_pass() -> None:
     assert vector().points == (FIRST, SECOND)
     assert list(vector().rows) == [FIRST, SECOND]
     assert vector().width == 3
@@ -140,12 +140,12 @@ TOLD: list[dict[str, Any]] = [
 
 
 @pytest.mark.parametrize("change", TOLD, ids=lambda change: next(iter(change)))
-def test_what_is_only_told_makes_another_vector_of_the_same_digest(change: dict[str, Any]) -> None:
+def test_metadata_makes_another_vector_of_the_same_digest(change: dict[str, Any]) -> None:
     assert replace(vector(), **change).digest == vector().digest
     assert replace(vector(), **change) != vector()
 
 
-def test_a_digest_of_256_bits_stays_what_it_is() -> None:
+def test_the_digest_never_changes_between_versions() -> None:
     assert vector() == vector()
     assert len({vector(), vector()}) == 1
     assert vector() != "v"
@@ -159,10 +159,10 @@ def test_rows_of_equal_numbers_share_a_digest_wherever_they_are() -> None:
     assert one.row_digests[FIRST] != digest_row(numbers(1, 2, 0))
 
 
-def test_what_people_are_told_survives_the_wire() -> None:
+def test_a_listed_vector_survives_the_wire() -> None:
     listed = vector(description="Words.", method="PCA", scale=4).listed()
-    told = ("v", ("pre_attn.1", "post_block.1"), 3, vector().digest, (3.0, 5.0))
-    assert listed == steering_messages.ListedVector(*told, "Words.", "PCA", 4.0)
+    expected = ("v", ("pre_attn.1", "post_block.1"), 3, vector().digest, (3.0, 5.0))
+    assert listed == steering_messages.ListedVector(*expected, "Words.", "PCA", 4.0)
     assert (
         msgspec.msgpack.decode(msgspec.msgpack.encode(listed), type=steering_messages.ListedVector)
         == listed

@@ -1,4 +1,4 @@
-"""One course before a position and another from it on: each position is treated by exactly one."""
+"""One plan before a position and another from it on: exactly one steers each position."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def _gate(seed: int) -> PlanGate:
 
 
 @st.composite
-def courses(draw: st.DrawFn) -> SteeringPlan | None:
+def plans(draw: st.DrawFn) -> SteeringPlan | None:
     spans = draw(st.lists(ranges, max_size=3))
     seeds = draw(st.lists(st.integers(1, 9), min_size=len(spans), max_size=len(spans)))
     gated = [index for index, seed in enumerate(seeds) if seed % 2]
@@ -55,7 +55,7 @@ def courses(draw: st.DrawFn) -> SteeringPlan | None:
 
 
 def _treatment(plan: SteeringPlan | None, position: int) -> list[object]:
-    """What acts on one position, told slowly."""
+    """What acts on one position, computed the slow way."""
     if plan is None:
         return []
     return [
@@ -65,8 +65,8 @@ def _treatment(plan: SteeringPlan | None, position: int) -> list[object]:
     ]
 
 
-@given(courses(), courses(), st.integers(0, END))
-def test_every_position_is_treated_by_the_course_it_belongs_to(
+@given(plans(), plans(), st.integers(0, END))
+def test_every_position_is_steered_by_the_plan_it_belongs_to(
     old: SteeringPlan | None, new: SteeringPlan | None, position: int
 ) -> None:
     made = amend_plan(old, new, position)

@@ -28,7 +28,7 @@ from tests.support.steering_plans import action, gate, plan, row
 LAST = 9  # positions that the naive reference looks at one by one
 EDGES = (0, 1, 3, 4, 6, OPEN_END)
 
-# Few values, so that two courses drawn apart from each other are often alike in part.
+# Few values, so that two plans drawn apart from each other are often alike in part.
 ranges = st.sampled_from(
     [((a, b),) for a, b in itertools.combinations(EDGES, 2)]
     + [((a, b), (c, d)) for a, b, c, d in itertools.combinations(EDGES, 4)]
@@ -39,7 +39,7 @@ gates = st.builds(
 
 
 @st.composite
-def courses(draw: st.DrawFn) -> SteeringPlan:
+def plans(draw: st.DrawFn) -> SteeringPlan:
     actions: list[PlanAction] = []
     held: list[PlanGate] = []
     for _ in range(draw(st.integers(1, 3))):
@@ -83,8 +83,8 @@ def naive(one: SteeringPlan, end: int) -> list[list[tuple[Any, ...]]]:
 
 
 @settings(derandomize=True, deadline=None, max_examples=500)
-@given(courses(), courses(), st.integers(1, LAST))
-def test_two_courses_share_a_block_exactly_if_they_treat_all_before_its_end_alike(
+@given(plans(), plans(), st.integers(1, LAST))
+def test_two_plans_share_a_block_exactly_if_they_treat_all_before_its_end_alike(
     one: SteeringPlan, other: SteeringPlan, end: int
 ) -> None:
     is_alike = naive(one, end) == naive(other, end)
@@ -93,8 +93,8 @@ def test_two_courses_share_a_block_exactly_if_they_treat_all_before_its_end_alik
 
 
 @settings(derandomize=True, deadline=None, max_examples=150)
-@given(courses(), st.integers(1, LAST), st.data())
-def test_a_course_written_otherwise_has_the_same_keys(
+@given(plans(), st.integers(1, LAST), st.data())
+def test_a_plan_with_the_same_effect_has_the_same_keys(
     one: SteeringPlan, end: int, data: st.DataObject
 ) -> None:
     """Split an action at a position into two of equal content; rename; clip past the end."""
@@ -120,8 +120,8 @@ def _clipped(found: PlanAction, low: int, high: int) -> PlanAction:
 
 
 @settings(derandomize=True, deadline=None, max_examples=100)
-@given(courses())
-def test_a_block_has_no_key_exactly_where_nothing_was_done_yet(one: SteeringPlan) -> None:
+@given(plans())
+def test_a_block_has_no_key_exactly_where_nothing_has_acted_yet(one: SteeringPlan) -> None:
     keys = BlockKeys(one)
     for end in range(1, LAST):
         assert (keys.key(end) is None) == (not any(naive(one, end)))
@@ -129,8 +129,8 @@ def test_a_block_has_no_key_exactly_where_nothing_was_done_yet(one: SteeringPlan
 
 
 @settings(derandomize=True, deadline=None, max_examples=100)
-@given(courses())
-def test_segments_are_what_acts_on_each_position(one: SteeringPlan) -> None:
+@given(plans())
+def test_segments_hold_the_actions_of_each_position(one: SteeringPlan) -> None:
     found = split_segments(one)
     for position in range(LAST):
         active = [active for start, end, active in found if start <= position < end]
@@ -141,8 +141,8 @@ def test_segments_are_what_acts_on_each_position(one: SteeringPlan) -> None:
 
 
 @settings(derandomize=True, deadline=None, max_examples=100)
-@given(courses(), courses())
-def test_a_program_is_named_by_content_and_by_where_its_states_are(
+@given(plans(), plans())
+def test_a_program_key_covers_content_and_the_indices_of_stateful_gates(
     one: SteeringPlan, other: SteeringPlan
 ) -> None:
     def meaning(held: SteeringPlan, active: tuple[int, ...]) -> list[tuple[Any, ...]]:
@@ -169,7 +169,9 @@ def test_ranges_that_touch_are_one_segment() -> None:
 
 
 @pytest.mark.parametrize("latch", [False, True])
-def test_where_a_gates_state_is_kept_makes_another_program_and_the_same_key(latch: bool) -> None:
+def test_the_index_of_a_stateful_gate_is_in_the_program_key_alone(
+    latch: bool,
+) -> None:
     """A program shared by two requests must find the state of a gate in the same place of both."""
     gates = (gate(latch=latch), gate(latch=latch))
     first = plan(action((0, 4), gate=0), gates=gates)
@@ -184,7 +186,7 @@ def test_a_prompt_is_shared_by_steering_of_both_phases_and_of_the_prompt_alone()
     assert block_key(both, 16, 32) != block_key(prompt, 16, 32)
 
 
-def test_steering_of_generated_tokens_leaves_the_prompt_to_all_and_its_own_to_nobody() -> None:
+def test_steering_of_generated_tokens_shares_the_prompt_and_not_the_generated_blocks() -> None:
     one, longer = plan(action((20, OPEN_END))), plan(action((36, OPEN_END)))
     assert block_key(one, 0, 16) is None
     assert block_key(one, 16, 32) is not None
@@ -192,7 +194,7 @@ def test_steering_of_generated_tokens_leaves_the_prompt_to_all_and_its_own_to_no
     assert block_key(longer, 16, 32) is None
 
 
-def test_the_order_of_two_actions_on_one_token_makes_another_key_and_on_two_tokens_none() -> None:
+def test_the_order_of_two_actions_matters_to_the_key_on_one_token_and_not_on_two() -> None:
     first, second = {"scale": 2.0}, {"op": "replace"}
     together = [action((0, 9), **first), action((0, 9), **second)]
     apart = [action((0, 4), **first), action((4, 9), **second)]
@@ -216,7 +218,7 @@ CHANGES: list[dict[str, Any]] = [
 
 
 @pytest.mark.parametrize("change", CHANGES, ids=lambda change: next(iter(change)))
-def test_all_that_an_action_does_is_in_the_key(change: dict[str, Any]) -> None:
+def test_the_key_covers_everything_an_action_does(change: dict[str, Any]) -> None:
     plain, changed = plan(action((0, 4))), plan(action((0, 4), **change), gates=(gate(),))
     assert block_key(plain, 0, 4) != block_key(changed, 0, 4)
     assert program_key(plain, (0,)) != program_key(changed, (0,))
@@ -235,21 +237,21 @@ GATE_CHANGES: list[dict[str, Any]] = [
 
 
 @pytest.mark.parametrize("change", GATE_CHANGES, ids=lambda change: next(iter(change)))
-def test_all_that_a_gate_does_is_in_the_key(change: dict[str, Any]) -> None:
+def test_the_key_covers_everything_a_gate_does(change: dict[str, Any]) -> None:
     one = plan(action((0, 4), gate=0), gates=(gate(),))
     other = plan(action((0, 4), gate=0), gates=(gate(**change),))
     assert block_key(one, 0, 4) != block_key(other, 0, 4)
     assert program_key(one, (0,)) != program_key(other, (0,))
 
 
-def test_names_of_vectors_and_probes_are_in_no_key() -> None:
+def test_no_key_covers_names_of_vectors_or_probes() -> None:
     one = plan(action((0, 4), gate=0), gates=(gate(),))
     other = plan(action((0, 4), gate=0, vector="w", digest="e"), gates=(gate(probe="q"),))
     assert block_key(one, 0, 4) == block_key(other, 0, 4)
     assert all_program_keys(one) == all_program_keys(other)
 
 
-def test_the_most_segments_there_can_be_are_keyed_at_once() -> None:
+def test_a_plan_with_the_most_segments_is_keyed_quickly() -> None:
     many = [(2 * i, 2 * i + 1) for i in range(MAX_SEGMENTS)]
     held = plan(*(action(*many[i::8], scale=float(i + 1)) for i in range(8)))
     assert len(treatments(held)) == MAX_SEGMENTS

@@ -1,4 +1,4 @@
-"""Entries become a course: names looked up, positions absolute, what cannot be done refused."""
+"""Entries become a plan with content and absolute positions, or are refused."""
 
 from __future__ import annotations
 
@@ -39,13 +39,13 @@ def test_a_named_vector_becomes_its_rows_with_absolute_positions() -> None:
     assert (action.op, action.scale, action.ranges) == ("add", 2.0, ((10, OPEN_END),))
 
 
-def test_a_course_travels_as_bytes_and_arrives_equal() -> None:
+def test_a_plan_survives_encoding() -> None:
     gated = {"vector": "joy", "gate": {"probe": "sad", "latch": True}, "op": "clamp", "low": 0}
     plan = resolved({"vector": pack_vector(vector()).to_json(), "match_norm": True}, gated)
     assert DECODER.decode(ENCODER.encode(plan)) == plan
 
 
-def test_a_vector_that_came_along_is_the_same_to_the_engine_as_a_named_one() -> None:
+def test_an_inline_vector_acts_as_a_named_one_with_the_same_content() -> None:
     named = resolved({"vector": "joy"}).actions[0]
     inline = resolved({"vector": pack_vector(vector("other")).to_json()}).actions[0]
     assert inline.vector == ""
@@ -76,7 +76,7 @@ def test_each_gated_action_has_a_gate_of_its_own() -> None:
     assert plan.is_stateful
 
 
-def test_scale_0_is_no_steering_at_all_but_what_it_names_must_exist() -> None:
+def test_an_entry_of_scale_0_does_not_act_but_its_names_must_exist() -> None:
     known = registry()
     assert known.resolve(entries({"vector": "joy", "scale": 0}), prompt_len=5) is None
     assert known.resolve(entries({"vector": "joy", "scale": -0.0}), prompt_len=5) is None
@@ -84,7 +84,7 @@ def test_scale_0_is_no_steering_at_all_but_what_it_names_must_exist() -> None:
         known.resolve(entries({"vector": "jay", "scale": 0}), prompt_len=5)
 
 
-def test_a_request_that_asks_for_nothing_has_no_course_however_its_prompt_came() -> None:
+def test_a_request_without_entries_has_no_plan_whatever_its_prompt_is() -> None:
     assert registry().resolve((), prompt_len=0) is None
     with pytest.raises(RequestError, match="a prompt without token ids cannot be steered"):
         registry().resolve(entries({"vector": "joy"}), prompt_len=0)
@@ -116,7 +116,7 @@ asked = st.fixed_dictionaries(
 
 @settings(derandomize=True, deadline=None, max_examples=150)
 @given(st.lists(asked, max_size=4), st.integers(1, 6))
-def test_whatever_is_asked_becomes_a_sound_course_or_a_refusal(
+def test_any_entries_become_a_valid_plan_or_a_refusal(
     every: list[dict[str, Any]], prompt_len: int
 ) -> None:
     known = registry()
@@ -135,7 +135,7 @@ def test_whatever_is_asked_becomes_a_sound_course_or_a_refusal(
         assert edges == sorted(set(edges))
     numbered = [action.gate for action in plan.actions if action.gate is not None]
     assert numbered == list(range(len(plan.gates)))
-    # What the engine tells, asked for again, is the same course.
+    # What the engine describes, sent as a request, gives the same plan.
     assert known.resolve(entries(*known.describe(plan)), prompt_len=prompt_len) == plan
 
 
@@ -181,7 +181,7 @@ REFUSED: list[tuple[dict[str, Any], type[ClairaiError], str]] = [
 
 
 @pytest.mark.parametrize(("entry", "kind", "reason"), REFUSED, ids=quote)
-def test_what_cannot_be_done_is_refused_before_any_token(
+def test_an_impossible_entry_is_refused_before_any_token(
     entry: dict[str, Any], kind: type[ClairaiError], reason: str
 ) -> None:
     known = registry(vector(), vector("tiny", "pre_attn.1", values=(1e-20, 0, 0)))
@@ -214,7 +214,7 @@ def test_a_gate_at_an_untapped_point_is_refused() -> None:
         resolved({"vector": "joy", "gate": {"probe": "off"}}, known=known)
 
 
-def test_a_row_meets_so_many_operations_at_a_point_and_no_more() -> None:
+def test_the_operations_on_one_row_at_one_point_are_limited() -> None:
     add = {"vector": "joy", "points": ["pre_attn.1"]}
     assert resolved(*[add] * MAX_OPS)
     with pytest.raises(
@@ -228,21 +228,21 @@ def test_a_row_meets_so_many_operations_at_a_point_and_no_more() -> None:
         resolved(*[add] * MAX_OPS, elsewhere)  # the gate reads where the others act
 
 
-def test_operations_on_different_tokens_do_not_crowd_each_other() -> None:
+def test_operations_on_different_tokens_are_counted_apart() -> None:
     def halves(when: str) -> list[dict[str, Any]]:
         return [{"vector": "joy", "when": when}] * MAX_OPS
 
     assert len(resolved(*halves("prompt"), *halves("generation")).actions) == 2 * MAX_OPS
 
 
-def test_a_course_has_so_many_gates_and_no_more() -> None:
+def test_the_gates_of_a_plan_are_limited() -> None:
     gated = {"vector": "joy", "points": ["post_attn.2"], "gate": {"probe": "sad"}}
     assert len(resolved(*[gated] * MAX_GATES).gates) == MAX_GATES
     with pytest.raises(RequestError, match=f"with {MAX_GATES + 1} gates.*at most 64 with 8"):
         resolved(*[gated] * (MAX_GATES + 1))
 
 
-def test_positions_cut_a_request_into_so_many_stretches_and_no_more() -> None:
+def test_the_segments_of_a_plan_are_limited() -> None:
     def entry(shift: int) -> dict[str, Any]:
         return {
             "vector": "joy",
@@ -254,14 +254,14 @@ def test_positions_cut_a_request_into_so_many_stretches_and_no_more() -> None:
         resolved(*map(entry, range(5)), prompt_len=1000)
 
 
-def test_skipping_special_tokens_needs_an_engine_that_knows_them() -> None:
+def test_skipping_special_tokens_needs_an_engine_with_a_tokenizer() -> None:
     entry = {"vector": "joy", "when": {"skip_special": True}}
     assert resolved(entry).actions[0].skips_special
     with pytest.raises(RequestError, match="skip_special needs a tokenizer"):
         resolved(entry, known=registry(can_skip_special=False))
 
 
-def test_what_is_applied_is_told_in_the_language_of_requests() -> None:
+def test_what_is_applied_is_described_in_the_form_of_a_request() -> None:
     gate = {"probe": "sad", "sharpness": 2.0, "latch": True}
     known = registry()
     plan = resolved(
@@ -269,8 +269,8 @@ def test_what_is_applied_is_told_in_the_language_of_requests() -> None:
         {"vector": vector("other"), "op": "clamp", "high": 1, "when": "generation"},
         known=known,
     )
-    told, inline = known.describe(plan)
-    assert told == {
+    named, inline = known.describe(plan)
+    assert named == {
         "vector": "joy",
         "digest": vector().digest,
         "scale": 1.0,
@@ -281,7 +281,7 @@ def test_what_is_applied_is_told_in_the_language_of_requests() -> None:
     }
     assert (inline["vector"], inline["high"]) == (None, 1.0)
     assert inline["when"]["positions"] == [[10, None]]
-    assert resolved(told, known=known).actions == plan.actions[:1]
+    assert resolved(named, known=known).actions == plan.actions[:1]
 
 
 def test_a_wide_vector_is_refused_as_a_narrow_one_is() -> None:

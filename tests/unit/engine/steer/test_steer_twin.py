@@ -1,4 +1,4 @@
-"""Rows come out as a slow reference has them: any course, any batch, any cut into steps."""
+"""Rows equal a slow reference for any plan, any batch and any split into steps."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def adding(gate: PlanGate | None, *, start: int = 0) -> SteeringPlan:
 
 @settings(derandomize=True, deadline=None, max_examples=25)
 @given(seeds)
-def test_every_row_of_any_history_is_steered_as_the_reference_has_it(seed: int) -> None:
+def test_every_row_of_any_history_equals_the_reference(seed: int) -> None:
     assert random_history(fleet(), np.random.default_rng(seed), num_steps=12) == []
 
 
@@ -61,7 +61,7 @@ def test_rows_of_less_precision_are_steered_in_float32(
 
 @settings(derandomize=True, deadline=None, max_examples=6)
 @given(seeds)
-def test_a_request_comes_out_the_same_however_it_is_cut_into_steps(seed: int) -> None:
+def test_a_request_is_steered_the_same_however_it_is_split_into_steps(seed: int) -> None:
     plan = random_plan(np.random.default_rng(seed))
     whole = streams(plan, [24])
     for counts in ([1] * 24, [7, 1, 1, 9, 6], [23, 1]):
@@ -96,7 +96,7 @@ def opened(rows: list[list[float]], plan: SteeringPlan) -> list[float]:
     return found
 
 
-def test_a_latch_of_a_prompt_of_one_token_is_not_forgotten_at_the_next() -> None:
+def test_a_latch_opened_by_a_prompt_of_one_token_stays_open() -> None:
     assert opened([[101.0], [0.0], [0.0]], adding(latched())) == [1.0, 1.0, 1.0]
     assert opened([[0.0], [0.0], [101.0], [0.0]], adding(latched())) == [0.0, 0.0, 1.0, 1.0]
 
@@ -107,7 +107,7 @@ def test_hysteresis_opens_at_the_threshold_and_closes_below_the_release() -> Non
     assert found == [0, 1, 1, 1, 0, 0, 1, 1, 0]
 
 
-def test_a_score_that_is_not_a_number_opens_nothing_and_keeps_only_a_latch() -> None:
+def test_a_nan_score_opens_no_gate_and_leaves_a_latch_open() -> None:
     nan = float("nan")
     held = PlanGate("toy", row("pre_attn.0", FIRST_D), 0.0, "none", threshold=3.0, release=1.0)
     soft = PlanGate("toy", row("pre_attn.0", FIRST_D), 0.0, "none", threshold=3.0, sharpness=9.0)
@@ -116,7 +116,7 @@ def test_a_score_that_is_not_a_number_opens_nothing_and_keeps_only_a_latch() -> 
     assert opened([[nan, 101.0, nan, 0.0]], adding(latched())) == [0, 1, 1, 1]
 
 
-def test_a_row_that_no_gate_opens_for_is_not_written_whatever_is_in_it() -> None:
+def test_a_row_behind_a_closed_gate_is_not_written_even_if_it_holds_nan() -> None:
     along = row("pre_attn.0", SECOND_D)
     ablate = PlanAction("v", "", "ablate", (along,), 1.0, ALWAYS, gate=0)
     held = fleet()
@@ -129,7 +129,7 @@ def test_a_row_that_no_gate_opens_for_is_not_written_whatever_is_in_it() -> None
     assert torch.equal(x_TD, before)
 
 
-def test_a_seat_remembers_nothing_of_the_request_that_had_it_before() -> None:
+def test_a_gate_slot_keeps_no_state_of_its_previous_request() -> None:
     """The second request's gate is not active in its prompt: nothing reads it there."""
     held = fleet()
     held.open("first", Request(adding(latched(-1000.0)), seed=0))
@@ -142,7 +142,7 @@ def test_a_seat_remembers_nothing_of_the_request_that_had_it_before() -> None:
     assert held.tables.state_ZG[0, 0] == 0
 
 
-def test_a_program_that_two_courses_share_keeps_out_of_what_the_other_remembers() -> None:
+def test_a_program_shared_by_two_plans_leaves_the_gate_state_of_each_alone() -> None:
     held = fleet()
     for number, plan in enumerate(courses_of_one_program()):
         held.open(f"r{number}", Request(plan, seed=number))
@@ -150,7 +150,7 @@ def test_a_program_that_two_courses_share_keeps_out_of_what_the_other_remembers(
         assert wrong_in(held.step(counts)) == []
 
 
-def test_an_engine_where_nobody_steers_does_not_even_look_at_the_map() -> None:
+def test_without_steered_requests_the_map_is_not_read() -> None:
     held = fleet()
     held.tables.map_T4.fill_(10**9)
     x_TD = torch.ones(4, WIDTH)

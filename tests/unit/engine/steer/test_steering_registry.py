@@ -1,4 +1,4 @@
-"""What names mean: changed all or none, and never under a request that runs."""
+"""Named vectors and tiers change atomically, and never for a running request."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def test_add_refuses_a_name_that_is_taken_and_replace_one_that_is_not() -> None:
 
 
 @pytest.mark.parametrize("name", ["jo", "", "x" * 10**6])
-def test_a_name_nobody_has_is_refused_with_the_close_ones(name: str) -> None:
+def test_an_unknown_name_is_refused_with_the_close_ones(name: str) -> None:
     known = registry(vector("joy"), vector("fear"))
     for change in (known.vector, lambda one: known.remove(["fear", one])):
         with pytest.raises(VectorError, match="no vector is named") as caught:
@@ -61,7 +61,7 @@ def misfits() -> list[tuple[Vector, type[ClairaiError], str]]:
 
 
 @pytest.mark.parametrize(("misfit", "kind", "reason"), misfits(), ids=lambda one: str(one)[:20])
-def test_a_vector_that_does_not_fit_the_engine_gets_no_name(
+def test_a_vector_that_does_not_fit_the_engine_is_refused(
     misfit: Vector, kind: type[ClairaiError], reason: str
 ) -> None:
     known = registry(vector("joy"), model="a/Tiny-3")
@@ -84,7 +84,7 @@ def test_two_vectors_of_one_name_are_refused_together() -> None:
 @pytest.mark.parametrize(
     "limits", [SteeringLimits(9, 9, vectors=2), SteeringLimits(9, 9, nbytes=48)]
 )
-def test_an_engine_holds_so_many_vectors_and_no_more(limits: SteeringLimits) -> None:
+def test_the_vectors_of_an_engine_are_limited(limits: SteeringLimits) -> None:
     known = registry(vector("a"), vector("b"), limits=limits)  # 2 points of 3 numbers each
     with pytest.raises(VectorCapacityError, match="3 vectors of 72 bytes together"):
         known.put([vector("c")])
@@ -92,7 +92,7 @@ def test_an_engine_holds_so_many_vectors_and_no_more(limits: SteeringLimits) -> 
     assert names(known) == ["a", "b"]
 
 
-def test_a_course_keeps_what_its_names_meant_when_it_was_made() -> None:
+def test_a_plan_keeps_the_content_its_names_had_when_it_was_made() -> None:
     known = registry(vector("joy"))
     before = known.resolve(entries({"vector": "joy"}), prompt_len=4)
     known.put([vector("joy", values=(7, 7, 7))])
@@ -125,7 +125,7 @@ def shape(plan: SteeringPlan | None) -> list[tuple[float, tuple[tuple[int, int],
     return [(action.scale, action.ranges) for action in plan.actions]
 
 
-def test_tiers_come_before_the_requests_own_entries_each_on_its_tokens() -> None:
+def test_tiers_act_before_the_requests_own_entries_each_on_its_tokens() -> None:
     own = entries({"vector": "joy", "scale": 4})
     assert shape(tiered().resolve(own, prompt_len=6)) == [
         (1, ((0, OPEN_END),)),
@@ -135,7 +135,7 @@ def test_tiers_come_before_the_requests_own_entries_each_on_its_tokens() -> None
     ]
 
 
-def test_a_tier_is_replaced_when_it_is_given_and_else_left_alone() -> None:
+def test_only_the_tiers_that_are_given_are_replaced() -> None:
     known = tiered()
     version = known.tiers().version
     known.set_tiers(prefill=(), decode=entries({"vector": "fear"}, what="decode"))
@@ -153,7 +153,7 @@ def test_a_tier_that_holds_none_of_a_prompts_tokens_does_not_act_on_it() -> None
     assert shape(known.resolve((), prompt_len=11)) == [(1, ((10, 11),))]
 
 
-def test_positions_of_a_tier_are_cut_to_the_tokens_of_the_tier() -> None:
+def test_positions_of_an_entry_are_limited_to_the_tokens_of_its_tier() -> None:
     known = registry()
     known.set_tiers(
         prefill=entries({"vector": "joy", "when": {"positions": [[2, None]]}}, what="prefill"),
@@ -182,7 +182,7 @@ def test_a_tier_that_cannot_act_is_refused_and_the_old_ones_stay(
     assert known.tiers() is before
 
 
-def test_all_tiers_together_have_so_many_entries_and_no_more() -> None:
+def test_the_entries_of_all_tiers_together_are_limited() -> None:
     known = registry()
     half = entries(*[{"vector": "joy"}] * 17)
     known.set_tiers(base=half)
@@ -190,7 +190,7 @@ def test_all_tiers_together_have_so_many_entries_and_no_more() -> None:
         known.set_tiers(decode=half)
 
 
-def test_a_vector_a_tier_uses_can_be_changed_but_not_taken_away() -> None:
+def test_a_vector_that_a_tier_uses_can_be_replaced_but_not_removed() -> None:
     known = tiered()
     with pytest.raises(VectorError, match=r"a global tier uses joy, .*change the tier first"):
         known.remove(["joy"])
@@ -202,7 +202,7 @@ def test_a_vector_a_tier_uses_can_be_changed_but_not_taken_away() -> None:
     known.remove(["joy"])
 
 
-def test_a_change_that_a_tier_could_not_follow_is_refused_and_others_are_not() -> None:
+def test_a_change_that_would_break_a_tier_is_refused_and_others_are_not() -> None:
     known = tiered()
     known.set_tiers(
         base=entries({"vector": "joy", "points": ["post_attn.2"]}, what="base"),
@@ -215,7 +215,7 @@ def test_a_change_that_a_tier_could_not_follow_is_refused_and_others_are_not() -
     assert known.vector("joy") == vector("joy")
 
 
-def test_a_tier_whose_probe_is_gone_refuses_requests_until_it_is_mended() -> None:
+def test_a_tier_whose_probe_was_removed_refuses_requests_until_it_is_changed() -> None:
     known = registry()
     known.set_tiers(base=entries({"vector": "joy", "gate": {"probe": "sad"}}, what="base"))
     known.set_probes({})
@@ -226,7 +226,7 @@ def test_a_tier_whose_probe_is_gone_refuses_requests_until_it_is_mended() -> Non
     assert known.resolve((), prompt_len=3) is not None
 
 
-def test_a_vector_that_came_with_a_tier_is_decoded_once() -> None:
+def test_an_inline_vector_of_a_tier_is_decoded_once() -> None:
     known = registry()
     known.set_tiers(base=entries({"vector": {"points": {"pre_attn.1": "AACAPwAAAAAAAAAA"}}}))
     held = known.tiers().base[0].vector
@@ -235,7 +235,7 @@ def test_a_vector_that_came_with_a_tier_is_decoded_once() -> None:
 
 
 @pytest.mark.parametrize("mode", ["add", "put"])
-def test_no_vectors_at_all_are_fine(mode: Mode) -> None:
+def test_an_empty_list_of_vectors_is_accepted(mode: Mode) -> None:
     known = registry()
     known.put([], mode)
     assert names(known) == ["joy"]

@@ -1,4 +1,4 @@
-"""Room in the engine's tables: content counts once, nothing is lost, nobody waits for ever."""
+"""Claims on the device tables: equal content counts once, and every claim is released."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def course_of(known: SteeringRegistry, *scales: float) -> SteeringPlan:
     return plan
 
 
-def test_equal_content_takes_room_once_whoever_uses_it() -> None:
+def test_equal_content_is_counted_once_for_all_requests() -> None:
     known = registry(limits=SteeringLimits(rows=1, programs=1))
     inline = {"vector": vector(values=(1, 2, -2)), "points": ["pre_attn.1"]}
     same = known.resolve(entries(inline), prompt_len=9)
@@ -37,7 +37,7 @@ def test_equal_content_takes_room_once_whoever_uses_it() -> None:
     assert known.in_use() == (0, 0)
 
 
-def test_what_does_not_fit_is_refused_and_takes_nothing() -> None:
+def test_a_claim_that_does_not_fit_is_refused_and_counts_nothing() -> None:
     known = registry(limits=SteeringLimits(rows=9, programs=2))
     held = [known.claim(course_of(known, scale)) for scale in (1.0, 2.0)]
     with pytest.raises(VectorCapacityError, match="1 more steering programs; 2 of 2 are in use"):
@@ -48,7 +48,7 @@ def test_what_does_not_fit_is_refused_and_takes_nothing() -> None:
     assert known.in_use() == (1, 2)
 
 
-def test_rows_of_gates_take_room_too() -> None:
+def test_rows_of_gates_are_counted_too() -> None:
     known = registry(limits=SteeringLimits(rows=1, programs=9))
     gated = known.resolve(
         entries({"vector": "joy", "points": ["pre_attn.1"], "gate": {"probe": "sad"}}), prompt_len=3
@@ -59,7 +59,7 @@ def test_rows_of_gates_take_room_too() -> None:
     assert known.in_use() == (0, 0)
 
 
-def test_a_request_whose_gate_remembers_takes_a_seat_of_its_own() -> None:
+def test_a_request_with_a_stateful_gate_has_a_gate_slot_of_its_own() -> None:
     known = registry(limits=SteeringLimits(rows=9, programs=9, seats=1))
     gate = {"probe": "sad", "latch": True}
     gated = known.resolve(entries({"vector": "joy", "gate": gate}), prompt_len=3)
@@ -72,7 +72,7 @@ def test_a_request_whose_gate_remembers_takes_a_seat_of_its_own() -> None:
     known.claim(gated)
 
 
-def test_a_claim_is_released_any_number_of_times_and_counted_once() -> None:
+def test_a_claim_can_be_released_several_times_and_counts_once() -> None:
     known = registry()
     kept, gone = known.claim(course_of(known, 1.0)), known.claim(course_of(known, 1.0))
     for _ in range(3):
@@ -89,7 +89,7 @@ class Request:
         self.me = self
 
 
-def test_a_claim_may_be_released_by_the_collector_in_the_middle_of_another(
+def test_a_claim_can_be_released_by_the_garbage_collector_during_another(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """A finalizer that waited for a lock held by the code it interrupts would wait for ever."""
@@ -109,7 +109,7 @@ def test_a_claim_may_be_released_by_the_collector_in_the_middle_of_another(
     assert known.in_use() == (1, 1)  # the first is gone, the second is there
 
 
-def test_a_request_sees_one_moment_while_another_thread_changes_names_and_tiers() -> None:
+def test_a_request_sees_one_snapshot_while_another_thread_changes_names_and_tiers() -> None:
     """The vector and the tier are changed together; no request may see one without the other."""
     known = registry(vector("a", values=(1, 1, 1)), vector("b", values=(2, 2, 2)))
     stop = threading.Event()

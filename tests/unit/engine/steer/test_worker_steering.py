@@ -1,4 +1,4 @@
-"""The host's part of steering: what is sent to the tables, when, and what is not."""
+"""The host side of steering: what is sent to the tables, and when nothing is."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def made(**room: int) -> tuple[Sent, WorkerSteering]:
 
 
 def adding(number: float, *ranges: Range, gate: PlanGate | None = None) -> SteeringPlan:
-    """Add a vector of this number; two courses of one number are the same content."""
+    """Add a vector of this number; two plans of one number are the same content."""
     rows = (row("pre_attn.0", np.full(WIDTH, number)),)
     if gate is None:
         return SteeringPlan((PlanAction("v", "", "add", rows, 1.0, ranges or ALWAYS),))
@@ -82,7 +82,7 @@ def programs(tables: SteerTables, number: int) -> list[int]:
     return found
 
 
-def test_while_nobody_is_steered_nothing_is_sent() -> None:
+def test_without_steered_requests_nothing_is_sent() -> None:
     tables, steering = made()
     for start in range(5):
         steering.place(batch(a=(start, 1), b=(start, 7)))
@@ -99,7 +99,7 @@ def test_while_the_same_requests_decode_the_map_is_sent_once() -> None:
     assert programs(tables, 2) == [1, 0]
 
 
-def test_a_map_that_is_there_already_is_not_sent_again_for_others() -> None:
+def test_an_equal_map_is_not_sent_again_for_other_requests() -> None:
     tables, steering = made()
     for name in "ab":
         steering.add(name, adding(1))
@@ -120,7 +120,7 @@ def test_a_request_that_enters_another_segment_runs_its_program_from_there() -> 
     assert programs(tables, 10) == [0, 0, 1, 1, 0, 1, 1, 0, 0, 0]
 
 
-def test_a_request_that_begins_again_is_back_in_its_first_segment() -> None:
+def test_a_preempted_request_is_back_in_its_first_segment() -> None:
     tables, steering = made()
     steering.add("a", adding(1, (0, 2)))
     for start in (0, 1, 2, 3, 0):
@@ -128,7 +128,7 @@ def test_a_request_that_begins_again_is_back_in_its_first_segment() -> None:
     assert programs(tables, 1) == [1]
 
 
-def test_rows_that_were_steered_are_cleared_for_whoever_comes_next() -> None:
+def test_steered_rows_are_cleared_for_the_next_requests() -> None:
     tables, steering = made()
     steering.add("a", adding(1))
     steering.place(batch(a=(0, 9)))
@@ -140,7 +140,7 @@ def test_rows_that_were_steered_are_cleared_for_whoever_comes_next() -> None:
     assert len(tables.maps) == 3
 
 
-def test_a_blank_forward_steers_nobody_and_the_next_step_steers_again() -> None:
+def test_a_dummy_run_steers_no_row_and_the_next_step_steers_again() -> None:
     tables, steering = made()
     steering.add("a", adding(1))
     steering.place(batch(a=(0, 2)))
@@ -150,7 +150,7 @@ def test_a_blank_forward_steers_nobody_and_the_next_step_steers_again() -> None:
     assert programs(tables, 2) == [1, 1]
 
 
-def test_a_run_of_a_request_with_a_seat_starts_at_its_first_row() -> None:
+def test_the_run_of_a_stateful_request_starts_at_its_first_row() -> None:
     tables, steering = made()
     steering.add("plain", adding(1))
     steering.add("a", adding(1, (2, 9), gate=latched()))
@@ -162,7 +162,7 @@ def test_a_run_of_a_request_with_a_seat_starts_at_its_first_row() -> None:
     assert tables.reads_ZS.tolist() == [[1, 0, 0], [1, 0, 0]]
 
 
-def test_a_fresh_start_is_said_once() -> None:
+def test_a_fresh_start_is_sent_once() -> None:
     tables, steering = made()
     steering.add("a", adding(1, gate=latched()))
     found = []
@@ -179,7 +179,7 @@ def test_requests_that_steer_alike_share_rows_and_programs() -> None:
     assert len(tables.rows) == len(tables.programs) == 1
 
 
-def test_what_nobody_uses_stays_until_its_place_is_needed() -> None:
+def test_unused_rows_and_programs_stay_cached_until_their_slots_are_needed() -> None:
     tables, steering = made(rows=3, programs=3)
     for number in (1, 2, 3):
         steering.add(f"r{number}", adding(number))
@@ -208,7 +208,7 @@ def added_one_by_one(*numbers: float) -> list[float]:
     return found
 
 
-def test_a_program_goes_with_the_row_it_reads(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_program_is_dropped_with_a_row_it_reads(monkeypatch: pytest.MonkeyPatch) -> None:
     assert added_one_by_one(1, 2, 3, 1) == [1, 2, 3, 1]
     # A program that stays while its row goes would read another's.
     drop = SlotTable.drop
@@ -299,5 +299,5 @@ def calls_of(num_requests: int) -> int:
     return len(calls)
 
 
-def test_a_batch_that_stays_costs_the_same_for_every_number_of_requests() -> None:
+def test_an_unchanged_batch_costs_the_same_for_every_number_of_requests() -> None:
     assert 0 < calls_of(256) == calls_of(1) < 20
