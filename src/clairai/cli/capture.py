@@ -187,8 +187,9 @@ _MAX_TAGS: Final = 60
 Folder = Annotated[Path, typer.Argument(metavar="FOLDER", help="A folder of captures.")]
 
 
-@capture.command()
-def ls(folder: Folder) -> None:
+@capture.command("ls", hidden=True)
+@capture.command("list")
+def list_(folder: Folder) -> None:
     """List the requests, one line each."""
     from clairai.store.read import open as open_store
 

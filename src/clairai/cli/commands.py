@@ -153,7 +153,7 @@ def demo(
 
 @app.command()
 def serve(
-    model: Annotated[str, typer.Argument(help="What `vllm serve` would take.")],
+    model: Annotated[str, typer.Argument(metavar="MODEL", help="What `vllm serve` would take.")],
     vllm_arguments: Annotated[
         list[str] | None, typer.Argument(metavar="-- VLLM_ARGUMENT", help="Handed to vLLM.")
     ] = None,
@@ -265,7 +265,7 @@ def _require_engine() -> None:
 
 @app.command()
 def doctor(
-    model: Annotated[str, typer.Argument(help="What `vllm serve` would take.")],
+    model: Annotated[str, typer.Argument(metavar="MODEL", help="What `vllm serve` would take.")],
 ) -> None:
     """Say which tap points of MODEL can be served."""
     from rich.console import Console

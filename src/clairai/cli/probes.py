@@ -21,9 +21,15 @@ ONLY_NEW: Final = {"If-None-Match": "*"}
 ONLY_KNOWN: Final = {"If-Match": "*"}
 
 Files = Annotated[list[str], typer.Argument(metavar="FILE", help="Probe files.")]
-Url = Annotated[str, typer.Option(metavar="URL", help="Address of the running server.")]
+DEFAULT_URL: Final = "http://127.0.0.1:6969"
+Url = Annotated[
+    str, typer.Option("--url", "--to", metavar="URL", help="Address of the running server.")
+]
 MaybeUrl = Annotated[
-    str | None, typer.Option("--url", metavar="URL", help="List a running server's probes.")
+    str | None,
+    typer.Option(
+        "--url", metavar="URL", help="A running server.", show_default=f"{DEFAULT_URL} without PATH"
+    ),
 ]
 Layer = Annotated[
     int | None, typer.Option(metavar="N", help="For a JSON file whose name has no layer.", min=0)
@@ -34,6 +40,7 @@ Key = Annotated[
 ]
 
 
+@probes.command("ls", hidden=True)
 @probes.command("list")
 def list_(
     paths: Annotated[
@@ -43,15 +50,15 @@ def list_(
     api_key: Key = None,
     layer: Layer = None,
 ) -> None:
-    """List the probes in files, or in a running server."""
-    if (url is None) == (not paths):
+    """List the probes of a running server, or those in files."""
+    if paths and url is not None:
         raise typer.BadParameter("give files or folders, or --url, and not both")
-    if url is not None:
-        _print_bank(server(url, api_key).probes())
+    if not paths:
+        _print_bank(server(url or DEFAULT_URL, api_key).probes())
         return
     from clairai.probe.files import load_many
 
-    found = [probe for path in paths or [] for probe in load_many(path, target_layer=layer)]
+    found = [probe for path in paths for probe in load_many(path, target_layer=layer)]
     print_table(_TITLES, (_row(probe) for probe in found))
 
 
@@ -107,7 +114,7 @@ def convert(
     ] = None,
     layer: Layer = None,
     model: Annotated[
-        str | None, typer.Option(metavar="NAME", help="The model the probes were made for.")
+        str | None, typer.Option(metavar="MODEL", help="The model the probes were made for.")
     ] = None,
 ) -> None:
     """Turn the first clairai's JSON probes into safetensors.
@@ -176,20 +183,22 @@ def train(
 
 
 @probes.command()
-def add(files: Files, url: Url, api_key: Key = None) -> None:
+def add(files: Files, url: Url = DEFAULT_URL, api_key: Key = None) -> None:
     """Add probes to a running server, without a restart."""
     _put(files, server(url, api_key), only_if=ONLY_NEW, done="added")
 
 
 @probes.command()
-def replace(files: Files, url: Url, api_key: Key = None) -> None:
+def replace(files: Files, url: Url = DEFAULT_URL, api_key: Key = None) -> None:
     """Put probes in the place of their namesakes in a running server."""
     _put(files, server(url, api_key), only_if=ONLY_KNOWN, done="replaced")
 
 
 @probes.command()
 def remove(
-    names: Annotated[list[str], typer.Argument(metavar="NAME")], url: Url, api_key: Key = None
+    names: Annotated[list[str], typer.Argument(metavar="NAME")],
+    url: Url = DEFAULT_URL,
+    api_key: Key = None,
 ) -> None:
     """Take probes out of a running server."""
     running = server(url, api_key)

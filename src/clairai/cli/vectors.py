@@ -9,7 +9,17 @@ from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import typer
 
-from clairai.cli.probes import ONLY_KNOWN, ONLY_NEW, SHORT_DIGEST, Key, Url, print_table, server
+from clairai.cli.probes import (
+    DEFAULT_URL,
+    ONLY_KNOWN,
+    ONLY_NEW,
+    SHORT_DIGEST,
+    Key,
+    MaybeUrl,
+    Url,
+    print_table,
+    server,
+)
 
 if TYPE_CHECKING:
     from clairai.library.http_client import ServerClient
@@ -128,25 +138,24 @@ Points = Annotated[
 ]
 
 
+@vectors.command("ls", hidden=True)
 @vectors.command("list")
 def list_(
     paths: Annotated[
         list[str] | None, typer.Argument(metavar="PATH", help="Files, folders or globs.")
     ] = None,
-    url: Annotated[
-        str | None, typer.Option("--url", metavar="URL", help="List a running server's vectors.")
-    ] = None,
+    url: MaybeUrl = None,
     api_key: Key = None,
 ) -> None:
-    """List the vectors in files, or in a running server."""
-    if (url is None) == (not paths):
+    """List the vectors of a running server, or those in files."""
+    if paths and url is not None:
         raise typer.BadParameter("give files or folders, or --url, and not both")
-    if url is not None:
-        _print_held(server(url, api_key).vectors())
+    if not paths:
+        _print_held(server(url or DEFAULT_URL, api_key).vectors())
         return
     from clairai.vector.files import load_many
 
-    found = [vector for path in paths or [] for vector in load_many(path)]
+    found = [vector for path in paths for vector in load_many(path)]
     print_table(_TITLES, (_row(_listed(vector)) for vector in found))
 
 
@@ -202,7 +211,7 @@ def import_(
         typer.Option(metavar="DIR", help="Where to write; beside each file if not given."),
     ] = None,
     model: Annotated[
-        str | None, typer.Option(metavar="NAME", help="The model the vectors were made for.")
+        str | None, typer.Option(metavar="MODEL", help="The model the vectors were made for.")
     ] = None,
     scale: Annotated[
         float | None, typer.Option(metavar="S", help="Scale to suggest; neither format has one.")
@@ -252,20 +261,22 @@ def export(
 
 
 @vectors.command()
-def add(files: Files, url: Url, api_key: Key = None) -> None:
+def add(files: Files, url: Url = DEFAULT_URL, api_key: Key = None) -> None:
     """Add vectors to a running server, without a restart."""
     _put(files, server(url, api_key), only_if=ONLY_NEW, done="added")
 
 
 @vectors.command()
-def replace(files: Files, url: Url, api_key: Key = None) -> None:
+def replace(files: Files, url: Url = DEFAULT_URL, api_key: Key = None) -> None:
     """Put vectors in the place of their namesakes; running requests keep what they have."""
     _put(files, server(url, api_key), only_if=ONLY_KNOWN, done="replaced")
 
 
 @vectors.command()
 def remove(
-    names: Annotated[list[str], typer.Argument(metavar="NAME")], url: Url, api_key: Key = None
+    names: Annotated[list[str], typer.Argument(metavar="NAME")],
+    url: Url = DEFAULT_URL,
+    api_key: Key = None,
 ) -> None:
     """Take vectors out of a running server; running requests keep what they have."""
     running = server(url, api_key)

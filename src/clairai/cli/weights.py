@@ -8,13 +8,12 @@ from typing import Annotated, Final
 
 import typer
 
-from clairai.cli.probes import Key, Url, server
+from clairai.cli.probes import DEFAULT_URL, Key, Url, server
 
 weights = typer.Typer(
     help="New weights for a running server, without a restart.", no_args_is_help=True
 )
 Folder = Annotated[Path, typer.Argument(metavar="FOLDER", help="A model's safetensors.")]
-To = Annotated[str, typer.Option("--to", metavar="URL", help="Address of the running server.")]
 Runtime = Annotated[
     str | None, typer.Option(metavar="DIR", help="Where the server's socket is; as it was told.")
 ]
@@ -50,7 +49,7 @@ def _tell(home: str, why: str) -> None:
 @weights.command()
 def push(
     folder: Folder,
-    to: To,
+    url: Url = DEFAULT_URL,
     api_key: Key = None,
     runtime_dir: Runtime = None,
     drain: Annotated[
@@ -68,7 +67,7 @@ def push(
     from clairai.weights.sender import Sender
 
     sender = Sender(
-        to,
+        url,
         api_key=api_key,
         runtime_dir=runtime_dir,
         drain=drain.value,
@@ -86,7 +85,7 @@ def push(
 
 
 @weights.command()
-def show(url: Url, api_key: Key = None) -> None:
+def show(url: Url = DEFAULT_URL, api_key: Key = None) -> None:
     """Print which weights a server serves with."""
     for title, value in server(url, api_key).weights().items():
         typer.echo(f"{title:<16}{value}")

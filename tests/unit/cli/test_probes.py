@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import typer
 from typer.testing import CliRunner, Result
 
 from clairai.cli.commands import app
@@ -91,9 +92,23 @@ def test_nothing_is_converted_if_one_file_is_bad(tmp_path: Path) -> None:
     assert not [*tmp_path.glob("*.safetensors")]
 
 
-@pytest.mark.parametrize("arguments", [[], ["x", "--url", "http://127.0.0.1:1"]])
-def test_list_takes_files_or_a_server(arguments: list[str]) -> None:
-    assert _run("list", *arguments).exit_code == 2
+def test_list_takes_files_or_a_server_and_not_both() -> None:
+    assert _run("list", "x", "--url", "http://127.0.0.1:1").exit_code == 2
+
+
+@pytest.mark.parametrize("command", ["list", "ls"])
+def test_list_asks_the_server_on_the_default_port(
+    command: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[str] = []
+
+    def refuse(url: str, _key: str | None) -> None:
+        asked.append(url)
+        raise typer.Exit(1)
+
+    monkeypatch.setattr("clairai.cli.probes.server", refuse)
+    _run(command)
+    assert asked == ["http://127.0.0.1:6969"]
 
 
 @pytest.mark.parametrize("url", ["file:///etc/passwd", "127.0.0.1:8000", "http://"])

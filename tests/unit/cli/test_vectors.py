@@ -15,6 +15,7 @@ from urllib.parse import unquote
 import msgspec
 import numpy as np
 import pytest
+import typer
 from typer.testing import CliRunner, Result
 
 from clairai.cli.commands import app
@@ -268,9 +269,23 @@ def test_nothing_is_sent_if_one_file_is_bad(tmp_path: Path) -> None:
     assert held.vectors == {}
 
 
-@pytest.mark.parametrize("arguments", [[], ["x", "--url", "http://127.0.0.1:1"]])
-def test_list_takes_files_or_a_server(arguments: list[str]) -> None:
-    assert _run("list", *arguments).exit_code == 2
+def test_list_takes_files_or_a_server_and_not_both() -> None:
+    assert _run("list", "x", "--url", "http://127.0.0.1:1").exit_code == 2
+
+
+@pytest.mark.parametrize("command", ["list", "ls"])
+def test_list_asks_the_server_on_the_default_port(
+    command: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[str] = []
+
+    def refuse(url: str, _key: str | None) -> None:
+        asked.append(url)
+        raise typer.Exit(1)
+
+    monkeypatch.setattr("clairai.cli.vectors.server", refuse)
+    _run(command)
+    assert asked == ["http://127.0.0.1:6969"]
 
 
 def test_a_server_that_is_not_there_is_said_in_words() -> None:
