@@ -1,4 +1,4 @@
-"""Takes the source of a vLLM release; gives the part of its surface that clairai wraps or calls.
+"""Stores the part of a vLLM release that clairai wraps, calls or reads, from its source.
 
 Nothing is imported: the release need not run on this machine. The tests compare with what is
 stored, so that a release that moves, renames or reorders something is noticed by name.
@@ -24,7 +24,7 @@ Surface = dict[str, str]  # "file: name" to its parameters, or to "attribute"
 
 @dataclass(frozen=True)
 class Need:
-    """Something of vLLM that we rely on."""
+    """A name of vLLM that clairai relies on."""
 
     file: str
     name: str  # Class.method, Class.attribute, function or constant

@@ -1,4 +1,4 @@
-"""Takes a running engine; gives what requests and bank changes did to it. Runs in its process."""
+"""What requests and bank changes do to a running engine; runs in the engine's process."""
 
 from __future__ import annotations
 

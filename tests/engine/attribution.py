@@ -1,4 +1,4 @@
-"""Takes a running engine; gives every row it published, checked against what was really sent.
+"""Checks every row that a running engine publishes against what was really sent.
 
 The probes are random projections at pre_attn.0, where the residual stream *is* the token's
 embedding: the scores of a row name the token it was computed for, whatever the row says of itself.

@@ -1,4 +1,4 @@
-"""Takes what steers a request; gives how far its answer is from Hugging Face's under hooks."""
+"""How far a steered answer is from that of Hugging Face's model with hooks."""
 
 from __future__ import annotations
 

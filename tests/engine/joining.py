@@ -1,6 +1,6 @@
-"""Takes a running engine; gives what happens where a branch of the graph would join. Runs in it.
+"""Joins the attentions of a running engine and counts the joins; runs in the engine's process.
 
-A CPU has no branch, so the engine's attentions are not joined: they are here, for a few tokens.
+A CPU has no side stream, so its engine joins nothing by itself.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from clairai.compat import model_ops, model_sites
 from tests.engine.watching import logprobs
 
 
-class CountingBranch:
+class CountingSideStream:
     def __init__(self) -> None:
         self.num_joins = 0
 
@@ -25,16 +25,16 @@ class CountingBranch:
 
 
 def joined(llm: Any, prompts: list[list[int]]) -> tuple[int, list[Any]]:
-    """How often the forward waited for its branch, and what it said with every attention joined."""
-    branch = CountingBranch()
-    with _joined(llm, branch):
-        said = logprobs(llm, prompts)
-    return branch.num_joins, said
+    """How often the forward joined the side stream, and the logprobs it then gave."""
+    side_stream = CountingSideStream()
+    with _joined(llm, side_stream):
+        found = logprobs(llm, prompts)
+    return side_stream.num_joins, found
 
 
 @contextmanager
-def _joined(llm: Any, branch: CountingBranch) -> Iterator[None]:
-    (undo,) = llm.collective_rpc(_join_all, args=(branch,))
+def _joined(llm: Any, side_stream: CountingSideStream) -> Iterator[None]:
+    (undo,) = llm.collective_rpc(_join_all, args=(side_stream,))
     try:
         yield
     finally:
@@ -43,7 +43,7 @@ def _joined(llm: Any, branch: CountingBranch) -> Iterator[None]:
             named[model_ops.SIDE_STREAM_NAME] = before
 
 
-def _join_all(worker: Any, branch: CountingBranch) -> list[Any]:
+def _join_all(worker: Any, side_stream: CountingSideStream) -> list[Any]:
     config = worker.vllm_config
     sites = model_sites.find_sites(
         worker.model_runner.get_model(),
@@ -51,7 +51,7 @@ def _join_all(worker: Any, branch: CountingBranch) -> list[Any]:
         width=config.model_config.get_hidden_size(),
     )
     named = config.compilation_config.static_forward_context
-    before, named[model_ops.SIDE_STREAM_NAME] = named[model_ops.SIDE_STREAM_NAME], branch
+    before, named[model_ops.SIDE_STREAM_NAME] = named[model_ops.SIDE_STREAM_NAME], side_stream
     undo = []
     for block in sites.blocks.values():
         attention = model_ops.find_attention(block)

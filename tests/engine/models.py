@@ -1,4 +1,4 @@
-"""Takes nothing; gives model folders for tests: the real one, cuts of it, and tiny random ones."""
+"""Model folders for tests: the real model, its first layers, and tiny random models."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Takes a bug by name; gives an attribution run with that bug planted in the engine's process."""
+"""Runs the attribution check with a bug planted in the engine's process."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Takes an engine's process before it starts; gives it a mode or a bug that tests need there."""
+"""Changes an engine's process before it starts: modes and planted bugs that tests need there."""
 
 from __future__ import annotations
 
@@ -29,20 +29,20 @@ def gpu_compile_mode() -> None:
     CpuPlatform.check_and_update_config = classmethod(check_and_update_config)
 
 
-def norms_of_ours() -> None:
-    """As on a GPU, the kernels run by Triton's interpreter: wants TRITON_INTERPRET in its place."""
+def fused_norms() -> None:
+    """Fused norms as on a GPU, run by Triton's interpreter: needs TRITON_INTERPRET set."""
     gpu_compile_mode()
     from clairai.compat import model_ops
 
-    def is_allowed(vllm_config: Any) -> bool:
+    def can_fuse(vllm_config: Any) -> bool:
         del vllm_config
         return True
 
-    model_ops.can_fuse_norms = is_allowed
+    model_ops.can_fuse_norms = can_fuse
 
 
 def large_model() -> None:
-    """No bug: every model counts as large, and its graphs publish as those of a large one do."""
+    """No bug: every model counts as large, so its graphs publish as those of a large one do."""
     from clairai.compat import step_hooks
 
     step_hooks.LARGE_MODEL_BYTES = 0  # type: ignore[misc]
@@ -87,7 +87,7 @@ def score_at(llm: Any, point: str, prompts: list[list[int]]) -> list[list[float]
     return [[float(v) for v in answers[0]["p"][:-1]] for answers in clairai.scores(llm, outputs)]
 
 
-def num_norms_of_ours(llm: Any) -> int:
+def num_fused_norms(llm: Any) -> int:
     from clairai.engine.score.fused_norm import FusedNormSite
 
     named = llm.llm_engine.vllm_config.compilation_config.static_forward_context

@@ -1,4 +1,4 @@
-"""Takes vLLM arguments; gives a process of its own that holds a real engine and runs scenarios.
+"""A process of its own with a real vLLM engine, in which tests run functions.
 
 A process each, because vLLM keeps global state and warns freely: the suite's own process stays
 clean, and an engine's death is seen as such.

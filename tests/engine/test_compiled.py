@@ -59,7 +59,7 @@ def test_pitfall_10_one_cache_serves_every_set_of_points_with_its_own_graph(
             assert found == scores["post_block.1"]
 
 
-def test_the_size_of_the_ring_is_no_part_of_the_compile_cache_key(
+def test_the_size_of_the_ring_is_not_part_of_the_compile_cache_key(
     model: Path, runtime: Path, tmp_path: Path
 ) -> None:
     folders = set()
@@ -97,11 +97,11 @@ def test_a_tap_that_never_runs_stops_the_engine_from_serving(
         )
 
 
-@pytest.mark.parametrize("plant", [planted.gpu_compile_mode, planted.norms_of_ours])
+@pytest.mark.parametrize("plant", [planted.gpu_compile_mode, planted.fused_norms])
 def test_a_compiled_graph_steers_as_hugging_face_does_with_hooks(
     plant: Callable[[], None], model: Path, runtime: Path, tmp_path: Path
 ) -> None:
-    """What eager is compared with elsewhere: so both are the same."""
+    """Eager mode is compared with the same elsewhere, so both agree."""
     config = clairai.config(points=["all"], capacity=8, steering=True)
     rows = {point: _row(seed).astype(np.float64) for seed, point in enumerate(PLACES)}
     named = {Point.parse(point): row.astype(np.float32) for point, row in rows.items()}
@@ -118,8 +118,8 @@ def test_a_compiled_graph_steers_as_hugging_face_does_with_hooks(
     environment = {"VLLM_CACHE_ROOT": str(tmp_path), "TRITON_INTERPRET": "1"}
     given: dict[str, Any] = {"additional_config": config, "environment": environment}
     with start(model, runtime, tmp_path, [], plant=plant, **given) as engine:
-        is_ours = engine.call(planted.num_norms_of_ours) > 0
-        assert is_ours == (plant is planted.norms_of_ours)
+        is_ours = engine.call(planted.num_fused_norms) > 0
+        assert is_ours == (plant is planted.fused_norms)
         engine.call(steering.put, [dumps(clairai.Vector("v", named))])
         answers = engine.call(steering.answer, [ask for ask, _ in cases])
     for answer, (ask, changes) in zip(answers, cases, strict=True):

@@ -1,4 +1,4 @@
-"""`clairai doctor` says of every point whether it is served, or why not, without any weights."""
+"""`clairai doctor` says for every point whether it is served, or why not, without any weights."""
 
 from __future__ import annotations
 

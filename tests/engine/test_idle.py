@@ -1,4 +1,4 @@
-"""A plugin that is not asked for does nothing; taps that are asked for change no number."""
+"""A plugin that is not used does nothing; taps that are used change no result."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every attention of a real model is a place where a branch can join, and nothing changes there."""
+"""Taps on a side stream are joined at every attention of a real model, and change nothing."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ NUM_LAYERS = 4
 PROMPTS = models.random_prompts(3, (5, 17), 40_000)
 
 
-def test_a_branch_is_joined_once_in_every_layer_of_every_step_and_changes_no_bit(
+def test_the_side_stream_is_joined_once_in_every_layer_and_changes_no_bit(
     engine: EngineProcess,
 ) -> None:
     alone = engine.call(watching.logprobs, PROMPTS)

@@ -1,4 +1,4 @@
-"""A rule on a probe ends an answer at the token it names, whatever runs beside it."""
+"""A stop rule ends an answer at the right token, whatever else runs."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def _probe(name: str, seed: int, threshold: float | None) -> clairai.Probe:
 def scored(
     engine: EngineProcess,
 ) -> Iterator[tuple[EngineProcess, list[Answer], list[list[float]]]]:
-    """With plain answers and their scores: what the rules are checked against."""
+    """With plain answers and their scores, against which the rules are checked."""
     engine.call(steering.add_probes, [_probe("watched", 31, None), _probe("other", 32, 1e9)])
     plain = [Ask(prompt, num_new=NUM_NEW) for prompt in PROMPTS]
     answers, scores = engine.call(steering.answer_and_score, plain, "watched")
@@ -39,7 +39,7 @@ def scored(
 
 
 def _first(scores: list[float], threshold: float, tokens: int) -> int | None:
-    """Index of the generated token that completes the run, told slowly."""
+    """Index of the generated token that completes the run, computed the slow way."""
     for index in range(len(scores) - 1):  # the last token is never forwarded
         run = scores[max(0, index - tokens + 1) : index + 1]
         if len(run) == tokens and all(score >= threshold for score in run):
@@ -82,7 +82,7 @@ def test_a_rule_that_only_alerts_and_one_that_is_never_met_change_nothing(
     assert found[0].finish_reason == "length"
 
 
-def test_a_request_that_is_aborted_is_watched_no_more(
+def test_an_aborted_request_is_no_longer_watched(
     scored: tuple[EngineProcess, list[Answer], list[list[float]]],
 ) -> None:
     engine, _, _ = scored

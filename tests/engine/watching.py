@@ -1,4 +1,4 @@
-"""Takes a running engine; gives what the plugin left in its process, and the exact numbers."""
+"""What the plugin left in a running engine's process, and the engine's exact results."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def logprobs(llm: Any, prompts: list[list[int]]) -> list[Any]:
 
 
 def publishers(llm: Any) -> str:
-    """Who publishes a captured graph's steps: the graph itself, and how, or the host behind it."""
+    """What publishes the steps of a captured graph: the graph itself, and how, or the host."""
     (found,) = llm.collective_rpc(_publishers)
     return str(found)
 
@@ -46,7 +46,7 @@ def was_registered(_llm: Any) -> bool:
 
 
 def traces(_llm: Any) -> list[str]:
-    """Whatever of clairai can be found in vLLM's classes or among the loaded modules."""
+    """Everything of clairai in vLLM's classes or among the loaded modules."""
     import torch
     from vllm.v1.engine.core import EngineCore
     from vllm.v1.worker.worker_base import WorkerBase
@@ -82,7 +82,7 @@ def clairai_points(llm: Any) -> tuple[str, ...]:
 
 
 def ask_for_scores(llm: Any) -> str:
-    """What a user is told who asks an engine without taps."""
+    """The error of a user who asks an engine without taps."""
     try:
         clairai.scores(llm, generate(llm, [[1, 2]]))
     except clairai_errors.ClairaiError as error:

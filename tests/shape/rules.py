@@ -1,4 +1,4 @@
-"""Takes a parsed module; gives what breaks a rule of style, one line each. Empty is good."""
+"""Rules of style: each gives one line for every place of a parsed module that breaks it."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def _is_nothing(statement: ast.stmt) -> bool:
 
 
 def mutable_globals(tree: ast.Module) -> list[str]:
-    """Names of a module that anybody could change, and functions that say `global`."""
+    """Mutable names at module level, and functions that use `global`."""
     found = [f"global {', '.join(n.names)}" for n in ast.walk(tree) if isinstance(n, ast.Global)]
     for statement in tree.body:
         if isinstance(statement, ast.Assign) and _is_mutable(statement.value):
@@ -103,7 +103,7 @@ def _is_mutable(value: ast.expr | None) -> bool:
 
 
 def promises(text: str) -> list[str]:
-    """Comments that put something off."""
+    """Comments that postpone something."""
     return [
         f"line {token.start[0]}: {token.string}"
         for token in tokenize.generate_tokens(io.StringIO(text).readline)
@@ -128,5 +128,5 @@ def _named(tree: ast.Module) -> Iterator[str]:
 
 
 def words(name: str) -> list[str]:
-    """`RowBook` and `row_book` are the words row and book."""
+    """`RowLayout` and `row_layout` are the words row and layout."""
     return [word.lower() for word in re.findall(r"[A-Z]?[a-z0-9]+|[A-Z]+(?![a-z])", name)]

@@ -1,4 +1,4 @@
-"""Takes the repository; gives its Python files parsed, and who imports whom, lazily or not."""
+"""The repository's Python files, parsed, and which modules import which."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def _dotted(path: Path) -> str:
 
 
 def imports(module: Module, known: frozenset[str]) -> set[str]:
-    """Dotted names of all that it imports, in functions and under TYPE_CHECKING too.
+    """Dotted names of everything that it imports, in functions and under TYPE_CHECKING too.
 
     `from clairai.wire import x` is an import of clairai.wire.x where `known` has such a module.
     """
@@ -106,7 +106,7 @@ def is_importing(module: Module, library: str) -> bool:
 def is_importing_at_start(
     module: Module, library: str, known: frozenset[str] = frozenset()
 ) -> bool:
-    """Whether importing the module imports the library too: what functions do, waits."""
+    """True if importing the module imports the library too; imports in functions do not count."""
     found = [name for node in _at_start(module.tree) for name in _imported(node, known)]
     return any(_is_in(name, library) for name in found)
 

@@ -1,4 +1,4 @@
-"""Takes nothing; gives decoder blocks of every shape there is, written out as vLLM writes them.
+"""Toy decoder blocks of every shape, written the way vLLM writes its own.
 
 compat.blocks reads source, so these are real classes with real forwards, and they run: what a tap
 reads in them can be compared with the stream itself. Shapes are [tokens, width].
@@ -26,7 +26,7 @@ class ToyNorm(nn.Module):  # type: ignore[misc]  # torch is Any to mypy
 
 
 class HandingNorm(ToyNorm):
-    """Hands its second tensor through as it is, as the LayerNorm of models/commandr.py does."""
+    """Returns its second tensor unchanged, as the LayerNorm of models/commandr.py does."""
 
     def forward(self, x: Any, residual: Any = None) -> Any:
         return super().forward(x), residual

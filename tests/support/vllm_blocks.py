@@ -1,4 +1,4 @@
-"""Takes names of decoder blocks of the installed vLLM; gives what compat.blocks reads in each.
+"""What compat.model_sites reads in decoder blocks of the installed vLLM.
 
 A program of its own, because importing vLLM warns, logs and takes seconds. No model is built: the
 blocks are empty, and every child their forward calls is a stand-in of the right kind.
