@@ -1,8 +1,8 @@
-"""Takes a chat request that names messages to capture; gives the positions they have in its prompt.
+"""Finds the token positions of chat messages that a request names for capture.
 
-vLLM's own route POST /tokenize says what a chat's prompt is, with the server's template and
-tokenizer (entrypoints/serve/tokenize/protocol.py, 0.26:46, 0.32:46); it is asked for the chat's
-beginnings.
+Runs in: the API server. vLLM's own route POST /tokenize applies the server's template and tokenizer
+(entrypoints/serve/tokenize/protocol.py, 0.26:46, 0.32:46); it is asked for the first messages of
+the chat, and for all of them.
 """
 
 from __future__ import annotations
@@ -16,21 +16,21 @@ import msgspec
 from starlette.types import ASGIApp, Message, Scope
 
 from clairai.errors import RequestError
-from clairai.fields.positions import MessagePosition as NamedMessage
-from clairai.fields.positions import PositionPart, Positions, PositionSpan
-from clairai.library import message_range as chats
+from clairai.fields.positions import MessagePosition, PositionPart, Positions, PositionSpan
+from clairai.library.message_range import check_message_index, find_message_span
 
 TOKENIZE_PATH: Final = "/tokenize"
 CHAT_PATH: Final = "/v1/chat/completions"
-# Fields that the route takes as a chat does, and that change what the prompt is.
-_KEPT: Final = (
+# Fields that change the prompt and that /tokenize takes as a chat does.
+_TEMPLATE_FIELDS: Final = (
     *("model", "chat_template", "chat_template_kwargs", "tools", "add_special_tokens"),
     "mm_processor_kwargs",
 )
-# Those that change it, and that the route does not take.
-_UNKNOWN: Final = ("documents", "reasoning_effort")
+# Fields that change the end of the prompt.
+_END_FIELDS: Final = ("add_generation_prompt", "continue_final_message")
+# Fields that change the prompt and that /tokenize does not take.
+_UNSUPPORTED: Final = ("documents", "reasoning_effort")
 _MESSAGES: Final = msgspec.json.Decoder(list[msgspec.Raw])
-BodyFields = Mapping[str, msgspec.Raw]
 Tokenize = Callable[[bytes], Awaitable[Sequence[int]]]
 
 
@@ -47,14 +47,14 @@ class _TokenizeError(msgspec.Struct):
 
 
 def names_messages(positions: Positions | None) -> bool:
-    return any(isinstance(part, NamedMessage) for part in positions or ())
+    return any(isinstance(part, MessagePosition) for part in positions or ())
 
 
 async def resolve_messages(
-    positions: Positions, fields: BodyFields, tokenize: Tokenize
+    positions: Positions, fields: Mapping[str, msgspec.Raw], tokenize: Tokenize
 ) -> Positions:
-    """The same with a range for each message; RequestError where that cannot be told."""
-    for name in _UNKNOWN:
+    """The positions with a range for each message; RequestError if it cannot be found."""
+    for name in _UNSUPPORTED:
         if bytes(fields.get(name, b"null")) != b"null":
             raise RequestError(
                 f"where a message lies cannot be told of a chat with {name}; give from and to"
@@ -64,68 +64,67 @@ async def resolve_messages(
     except msgspec.MsgspecError:
         raise RequestError("messages must be a list") from None
     chat = _Chat(fields, messages, tokenize)
-    return tuple([await chat.part(part) for part in positions])
+    return tuple([await chat.resolve(part) for part in positions])
 
 
 @dataclass(frozen=True)
 class _Chat:
-    fields: BodyFields
+    fields: Mapping[str, msgspec.Raw]
     messages: Sequence[msgspec.Raw]
     tokenize: Tokenize
 
-    async def part(self, part: PositionPart) -> PositionPart:
-        if not isinstance(part, NamedMessage):
+    async def resolve(self, part: PositionPart) -> PositionPart:
+        if not isinstance(part, MessagePosition):
             return part
         index = part.index
-        chats.check_message_index(index, len(self.messages))
-        before = await self._ids(index, is_whole=False) if index else []
-        through = await self._ids(index + 1, is_whole=False)
-        prompt = await self._ids(len(self.messages), is_whole=True)
-        return PositionSpan(
-            *chats.find_message_span(index, before=before, through=through, prompt=prompt)
-        )
+        check_message_index(index, len(self.messages))
+        before = await self._tokenize_start(index) if index else []
+        through = await self._tokenize_start(index + 1)
+        ends = {name: self.fields[name] for name in _END_FIELDS if name in self.fields}
+        prompt = await self._tokenize(self.messages, ends)
+        span = find_message_span(index, before=before, through=through, prompt=prompt)
+        return PositionSpan(*span)
 
-    async def _ids(self, num_messages: int, *, is_whole: bool) -> Sequence[int]:
-        made: dict[str, Any] = {name: self.fields[name] for name in _KEPT if name in self.fields}
-        made["messages"] = self.messages[:num_messages]
-        if is_whole:
-            ends = ("add_generation_prompt", "continue_final_message")
-            made |= {name: self.fields[name] for name in ends if name in self.fields}
-        else:
-            made["add_generation_prompt"] = False
-        return await self.tokenize(msgspec.json.encode(made))
+    async def _tokenize_start(self, num_messages: int) -> Sequence[int]:
+        return await self._tokenize(self.messages[:num_messages], {"add_generation_prompt": False})
+
+    async def _tokenize(
+        self, messages: Sequence[msgspec.Raw], ends: Mapping[str, Any]
+    ) -> Sequence[int]:
+        kept = {name: self.fields[name] for name in _TEMPLATE_FIELDS if name in self.fields}
+        return await self.tokenize(msgspec.json.encode({**kept, "messages": messages, **ends}))
 
 
 def tokenize_through(app: ASGIApp, scope: Scope) -> Tokenize:
-    """Ask the same server, as the same client."""
+    """Ask the same server as the same client."""
 
     async def tokenize(body: bytes) -> Sequence[int]:
         sent: list[Message] = []
-        left = [{"type": "http.request", "body": body, "more_body": False}]
+        unread = [{"type": "http.request", "body": body, "more_body": False}]
         done = asyncio.Event()
 
-        async def given() -> Message:
-            if left:
-                return left.pop()
-            await done.wait()  # vLLM listens here for the client to hang up
+        async def receive() -> Message:
+            if unread:
+                return unread.pop()
+            await done.wait()  # vLLM waits here for the client to hang up
             return {"type": "http.disconnect"}
 
         async def send(message: Message) -> None:
             sent.append(message)
 
         try:
-            await app(_scope(scope, len(body)), given, send)
+            await app(_tokenize_scope(scope, len(body)), receive, send)
         finally:
             done.set()
-        return _tokens(sent)
+        return _read_tokens(sent)
 
     return tokenize
 
 
-def _scope(scope: Scope, nbytes: int) -> Scope:
+def _tokenize_scope(scope: Scope, nbytes: int) -> Scope:
     path = scope.get("root_path", "") + TOKENIZE_PATH
-    kept = (b"content-length", b"transfer-encoding", b"content-type", b"accept-encoding")
-    headers = [pair for pair in scope["headers"] if pair[0].lower() not in kept]
+    dropped = (b"content-length", b"transfer-encoding", b"content-type", b"accept-encoding")
+    headers = [pair for pair in scope["headers"] if pair[0].lower() not in dropped]
     headers += [
         (b"content-length", str(nbytes).encode()),
         (b"content-type", b"application/json"),
@@ -140,7 +139,7 @@ def _scope(scope: Scope, nbytes: int) -> Scope:
     }
 
 
-def _tokens(sent: Sequence[Message]) -> Sequence[int]:
+def _read_tokens(sent: Sequence[Message]) -> Sequence[int]:
     status = next((one["status"] for one in sent if one["type"] == "http.response.start"), 500)
     body = b"".join(bytes(one.get("body", b"")) for one in sent[1:])
     try:

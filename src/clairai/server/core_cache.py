@@ -18,7 +18,14 @@ import msgspec
 from clairai.errors import SteeringOffError
 from clairai.fields.catalog import Catalog, KnownVector, RowSize
 from clairai.points import Point
-from clairai.wire import ring_messages, steering_messages
+from clairai.wire.ring_messages import BankState, ListProbes
+from clairai.wire.steering_messages import (
+    GetSteering,
+    ListedVector,
+    ListVectors,
+    SteeringState,
+    VectorState,
+)
 
 TIERS: Final = ("base", "prefill", "decode")
 AskCore = Callable[[Any, Any], Awaitable[Any]]
@@ -50,9 +57,9 @@ class CoreCache:
         self._ask = ask
         self._is_shared = is_shared
         self._refreshing = asyncio.Lock()
-        self._vectors: steering_messages.VectorState | None = None
+        self._vectors: VectorState | None = None
         self._tiers: tuple[dict[str, Any], ...] = ()
-        self._bank: ring_messages.BankState | None = None
+        self._bank: BankState | None = None
         self._off_reason: str | None = None
         self._view: CoreView | None = None
         self._is_complete = False
@@ -60,11 +67,11 @@ class CoreCache:
     def note(self, reply: msgspec.Struct) -> None:
         """Keep what the core has answered to anybody in this process."""
         match reply:
-            case steering_messages.VectorState():
+            case VectorState():
                 self._vectors = reply
-            case steering_messages.SteeringState():
+            case SteeringState():
                 self._tiers = tuple(_entries(reply))
-            case ring_messages.BankState():
+            case BankState():
                 self._bank = reply
             case _:
                 return
@@ -86,7 +93,7 @@ class CoreCache:
     async def refresh(self) -> CoreView:
         """Ask the core now; concurrent callers take turns."""
         async with self._refreshing:
-            await self._ask(ring_messages.ListProbes(), ring_messages.BankState)
+            await self._ask(ListProbes(), BankState)
             if self._off_reason is None:
                 await self._refresh_steering()
             self._is_complete = True
@@ -96,8 +103,8 @@ class CoreCache:
     async def _refresh_steering(self) -> None:
         """An engine that cannot steer never will: it is asked once."""
         try:
-            await self._ask(steering_messages.ListVectors(), steering_messages.VectorState)
-            await self._ask(steering_messages.GetSteering(), steering_messages.SteeringState)
+            await self._ask(ListVectors(), VectorState)
+            await self._ask(GetSteering(), SteeringState)
         except SteeringOffError as error:
             self._off_reason = error.reason
 
@@ -117,13 +124,13 @@ class CoreCache:
         return CoreView(Catalog(points, vectors, probes), state.width, self._tiers)
 
 
-def _outline_vector(listed: steering_messages.ListedVector) -> KnownVector:
+def _outline_vector(listed: ListedVector) -> KnownVector:
     points = map(Point.parse, listed.points)
     sizes = {point: RowSize(norm) for point, norm in zip(points, listed.norms, strict=True)}
     return KnownVector(listed.digest, MappingProxyType(sizes))
 
 
-def _entries(state: steering_messages.SteeringState) -> Iterator[dict[str, Any]]:
+def _entries(state: SteeringState) -> Iterator[dict[str, Any]]:
     for tier in TIERS:
         for entry in msgspec.json.decode(getattr(state, tier), type=list[dict[str, Any]]):
             yield {**entry, "tier": tier}

@@ -29,8 +29,9 @@ from clairai.errors import (
 from clairai.library.engine_control import CONTROL_METHOD, read_reply
 from clairai.server.core_cache import CoreCache
 from clairai.server.weight_versions import WeightVersions
-from clairai.wire import capture_messages, ring_messages, steering_messages
-from clairai.wire.capture_messages import Captured
+from clairai.wire.capture_messages import Captured, Captures, FindCaptures
+from clairai.wire.ring_messages import Control
+from clairai.wire.steering_messages import RefusalReason, WhyRefused
 
 ReplyStruct = TypeVar("ReplyStruct", bound=msgspec.Struct)
 
@@ -77,7 +78,7 @@ class EngineRpc:
             self.ask, self.changing, accepts_weights=accepts_weights, is_shared=is_shared
         )
 
-    async def ask(self, control: ring_messages.Control, kind: type[ReplyStruct]) -> ReplyStruct:
+    async def ask(self, control: Control, kind: type[ReplyStruct]) -> ReplyStruct:
         message = msgspec.msgpack.encode(control)
         replies = await self._client.collective_rpc(CONTROL_METHOD, args=(message,))
         reply = read_reply(replies[0], kind)
@@ -103,15 +104,13 @@ class EngineRpc:
 
     async def why_refused(self, stream: int) -> ClairaiError | None:
         """Why the core refused this request; None if it did not."""
-        reply = await self.ask(
-            steering_messages.WhyRefused(stream), steering_messages.RefusalReason
-        )
+        reply = await self.ask(WhyRefused(stream), RefusalReason)
         return _ERROR_KINDS.get(reply.code, ClairaiError)(reply.reason) if reply.reason else None
 
     async def captured(self, stream: int, *, is_ended: bool) -> Sequence[Captured]:
         """What the engine remembers of a request's captured rows, for each answer."""
-        question = capture_messages.FindCaptures(streams=(stream,), is_ended=is_ended)
-        return (await self.ask(question, capture_messages.Captures)).found[0]
+        question = FindCaptures(streams=(stream,), is_ended=is_ended)
+        return (await self.ask(question, Captures)).found[0]
 
 
 def find_engine(app: FastAPI) -> EngineRpc | None:

@@ -26,7 +26,7 @@ from clairai.server.engine_rpc import (
 )
 from clairai.server.model_cards import ModelCards
 from clairai.server.request_check import RequestCheck
-from clairai.wire import ring_messages
+from clairai.wire.ring_messages import Describe, Description
 
 _TOKENS: Final = "clairai_tokens"
 
@@ -85,9 +85,7 @@ def connect_tokens(client: Any, state: Any) -> None:
 
 
 async def describe(request: Request) -> JSONResponse:
-    found = await require_engine(request.app).ask(
-        ring_messages.Describe(), ring_messages.Description
-    )
+    found = await require_engine(request.app).ask(Describe(), Description)
     return JSONResponse(
         {
             "model": found.model,

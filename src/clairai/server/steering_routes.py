@@ -1,6 +1,6 @@
-"""Takes requests under /v1/steering of vLLM's API server; gives and changes vectors and tiers.
+"""Routes under /v1/steering: vectors, global tiers, and the steering of a running request.
 
-Vectors have names, and content: an ETag is the content's digest. Tiers steer every request.
+Runs in: the API server. A vector's ETag is the digest of its content. Tiers steer every request.
 """
 
 from __future__ import annotations
@@ -20,7 +20,20 @@ from clairai.points import quote
 from clairai.server.engine_rpc import HttpRefusal, read_body, require_engine
 from clairai.vector import files
 from clairai.vector.model import Vector
-from clairai.wire import steering_messages
+from clairai.wire.steering_messages import (
+    ChangeSteering,
+    GetSteering,
+    GetVector,
+    ListedVector,
+    ListVectors,
+    PutVectors,
+    RemoveVectors,
+    SetSteering,
+    SteeringChanged,
+    SteeringState,
+    VectorFile,
+    VectorState,
+)
 
 MAX_TIERS_NBYTES: Final = 64 << 20
 _STREAM: Final = re.compile(r"[1-9][0-9]{0,19}")
@@ -30,7 +43,7 @@ _FILE: Final = "application/octet-stream"
 
 
 class _Tiers(msgspec.Struct, forbid_unknown_fields=True):
-    """What POST /v1/steering takes; a tier that is not there stays as it is."""
+    """The body of POST /v1/steering; a tier that is left out stays as it is."""
 
     base: list[Any] | msgspec.UnsetType = msgspec.UNSET
     prefill: list[Any] | msgspec.UnsetType = msgspec.UNSET
@@ -38,7 +51,7 @@ class _Tiers(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class _Change(msgspec.Struct, forbid_unknown_fields=True):
-    """What POST /v1/steering/requests/{stream} takes."""
+    """The body of POST /v1/steering/requests/{stream}."""
 
     steer: list[Any]
 
@@ -48,45 +61,41 @@ def add_routes(router: APIRouter) -> None:
     router.add_api_route("/steering", set_steering, methods=["POST"])
     router.add_api_route("/steering/requests/{stream}", change_steering, methods=["POST"])
     router.add_api_route("/steering/vectors", list_vectors, methods=["GET"])
-    # A vector's name may hold slashes.
+    # A vector's name may contain slashes.
     for method, route in (("GET", get_vector), ("PUT", put_vector), ("DELETE", remove_vector)):
         router.add_api_route("/steering/vectors/{name:path}", route, methods=[method])
 
 
 async def list_vectors(request: Request) -> Response:
-    state = await require_engine(request.app).ask(
-        steering_messages.ListVectors(), steering_messages.VectorState
-    )
+    state = await require_engine(request.app).ask(ListVectors(), VectorState)
     return _vectors_response(state, HTTPStatus.OK)
 
 
 async def get_vector(name: str, request: Request) -> Response:
     engine = require_engine(request.app)
-    held = _find(
-        await engine.ask(steering_messages.ListVectors(), steering_messages.VectorState), name
-    )
+    held = _find(await engine.ask(ListVectors(), VectorState), name)
     if held is None:
         raise _no_vector(name)
     tag = _tag(held.digest)
     if _has_tag(request, "if-none-match", tag):
         return Response(status_code=HTTPStatus.NOT_MODIFIED, headers={"ETag": tag})
-    found = await engine.ask(steering_messages.GetVector(name), steering_messages.VectorFile)
+    found = await engine.ask(GetVector(name), VectorFile)
     return Response(found.data, media_type=_FILE, headers={"ETag": _tag(found.digest)})
 
 
 async def put_vector(name: str, request: Request) -> Response:
-    """Create or replace, under the conditions that If-Match and If-None-Match set."""
+    """Create or replace, under the conditions of If-Match and If-None-Match."""
     engine = require_engine(request.app)
     data = await read_body(request, files.MAX_NBYTES, VectorError.code, "a vector file")
-    # Megabytes are read and hashed: tokens go on meanwhile.
+    # Megabytes are read and hashed: in a thread, beside the event loop.
     vector, file = await asyncio.to_thread(_read_vector, data, name)
     async with engine.changing:
-        state = await engine.ask(steering_messages.ListVectors(), steering_messages.VectorState)
+        state = await engine.ask(ListVectors(), VectorState)
         held = _find(state, name)
         _check_conditions(request, name, held)
         mode: Any = "add" if held is None else "replace"
-        change = steering_messages.PutVectors((file,), mode)
-        state = await engine.ask(change, steering_messages.VectorState)
+        change = PutVectors((file,), mode)
+        state = await engine.ask(change, VectorState)
     status = HTTPStatus.CREATED if held is None else HTTPStatus.OK
     return _vectors_response(state, status, {"ETag": _tag(vector.digest)})
 
@@ -94,21 +103,19 @@ async def put_vector(name: str, request: Request) -> Response:
 async def remove_vector(name: str, request: Request) -> Response:
     engine = require_engine(request.app)
     async with engine.changing:
-        state = await engine.ask(steering_messages.ListVectors(), steering_messages.VectorState)
+        state = await engine.ask(ListVectors(), VectorState)
         held = _find(state, name)
         if held is None:
             raise _no_vector(name)
         _check_conditions(request, name, held)
-        change = steering_messages.RemoveVectors((name,))
-        state = await engine.ask(change, steering_messages.VectorState)
+        change = RemoveVectors((name,))
+        state = await engine.ask(change, VectorState)
     return _vectors_response(state, HTTPStatus.OK)
 
 
 async def get_steering(request: Request) -> Response:
     engine = require_engine(request.app)
-    return _tiers_response(
-        await engine.ask(steering_messages.GetSteering(), steering_messages.SteeringState)
-    )
+    return _tiers_response(await engine.ask(GetSteering(), SteeringState))
 
 
 async def set_steering(request: Request) -> Response:
@@ -116,20 +123,20 @@ async def set_steering(request: Request) -> Response:
     body = await read_body(request, MAX_TIERS_NBYTES, RequestError.code, "a set of tiers")
     tiers = await asyncio.to_thread(_read_tiers, body)
     async with engine.changing:
-        change = steering_messages.SetSteering(**tiers)
-        return _tiers_response(await engine.ask(change, steering_messages.SteeringState))
+        change = SetSteering(**tiers)
+        return _tiers_response(await engine.ask(change, SteeringState))
 
 
 async def change_steering(stream: str, request: Request) -> Response:
-    """Steer a running request otherwise from its next step on; `[]` for not at all."""
+    """Change the steering of a running request from its next step on; `[]` ends it."""
     number = int(stream) if _STREAM.fullmatch(stream) else 0
     if not 1 <= number <= MAX_STREAM:
         raise RequestError(f"{quote(stream)} is no stream: a whole number from 1 to 2**64 - 1")
     engine = require_engine(request.app)
     body = await read_body(request, MAX_TIERS_NBYTES, RequestError.code, "a list of entries")
     entries = await asyncio.to_thread(_read_change, body)
-    change = steering_messages.ChangeSteering(number, entries)
-    found = await engine.ask(change, steering_messages.SteeringChanged)
+    change = ChangeSteering(number, entries)
+    found = await engine.ask(change, SteeringChanged)
     applied = msgspec.Raw(found.applied)
     content = msgspec.json.encode({"positions": found.positions, "steering": applied})
     return Response(content, media_type=_JSON)
@@ -143,7 +150,7 @@ def _read_change(body: bytes) -> bytes:
 
 
 def _read_tiers(body: bytes) -> dict[str, bytes | None]:
-    """Each that is there as JSON, which the core reads again."""
+    """Each given tier as JSON, which the core reads again."""
     try:
         given = msgspec.json.decode(body, type=_Tiers)
     except _UNREADABLE as error:
@@ -166,7 +173,7 @@ def _read_vector(data: bytes, name: str) -> tuple[Vector, bytes]:
     return vector, files.dumps(vector)
 
 
-def _find(state: steering_messages.VectorState, name: str) -> steering_messages.ListedVector | None:
+def _find(state: VectorState, name: str) -> ListedVector | None:
     return next((vector for vector in state.vectors if vector.name == name), None)
 
 
@@ -175,9 +182,7 @@ def _no_vector(name: str) -> HttpRefusal:
     return HttpRefusal(HTTPStatus.NOT_FOUND, VectorError.code, reason)
 
 
-def _check_conditions(
-    request: Request, name: str, held: steering_messages.ListedVector | None
-) -> None:
+def _check_conditions(request: Request, name: str, held: ListedVector | None) -> None:
     tag = None if held is None else _tag(held.digest)
     if "if-match" in request.headers and not _has_tag(request, "if-match", tag):
         reason = f"no vector named {quote(name)} has this content now; read it again"
@@ -188,7 +193,7 @@ def _check_conditions(
 
 
 def _has_tag(request: Request, header: str, tag: str | None) -> bool:
-    """Whether the header lists this tag, or `*` and there is one (RFC 9110, 13.1)."""
+    """True if the header lists this tag, or is `*` and there is one (RFC 9110, 13.1)."""
     listed = {one.strip() for one in request.headers.get(header, "").split(",")}
     return tag is not None and ("*" in listed or tag in listed)
 
@@ -198,7 +203,7 @@ def _tag(digest: str) -> str:
 
 
 def _vectors_response(
-    state: steering_messages.VectorState, status: HTTPStatus, headers: dict[str, str] | None = None
+    state: VectorState, status: HTTPStatus, headers: dict[str, str] | None = None
 ) -> Response:
     content = {
         "data": state.vectors,
@@ -210,7 +215,7 @@ def _vectors_response(
     return Response(msgspec.json.encode(content), status, headers, media_type=_JSON)
 
 
-def _tiers_response(state: steering_messages.SteeringState) -> Response:
+def _tiers_response(state: SteeringState) -> Response:
     tiers = {name: msgspec.Raw(getattr(state, name)) for name in ("base", "prefill", "decode")}
     content = msgspec.json.encode({**tiers, "version": state.version})
     return Response(content, media_type=_JSON)

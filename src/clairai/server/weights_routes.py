@@ -1,7 +1,7 @@
-"""Takes requests under /v1/weights of vLLM's API server; gives the engine new weights, whole.
+"""Routes under /v1/weights: describe, check, plan and commit a transfer of new weights.
 
-Manifests come this way. The weights themselves go over the worker's private socket; from where that
-cannot be reached they come to server/weights_upload.py.
+Runs in: the API server. Only manifests come this way. The weights themselves go over the worker's
+private socket or, where that cannot be reached, to weights_upload.py.
 """
 
 from __future__ import annotations
@@ -21,7 +21,18 @@ from clairai.server import weights_upload
 from clairai.server.engine_rpc import Drain, EngineRpc, HttpRefusal, read_body, require_engine
 from clairai.server.weights_upload import uploads_of
 from clairai.weights.manifest import MAX_MANIFEST_BYTES, Manifest, changes_model, parse_manifest
-from clairai.wire import weights_messages
+from clairai.wire.weights_messages import (
+    CheckWeights,
+    CommitWeights,
+    DescribeWeights,
+    ListTensors,
+    PlanWeights,
+    Tensors,
+    VerifyWeights,
+    WeightsCommitted,
+    WeightsPlanned,
+    WeightsState,
+)
 
 DRAIN_S: Final = 300.0  # requests that run longer keep the old weights serving
 _JSON: Final = "application/json"
@@ -38,84 +49,74 @@ def add_routes(router: APIRouter) -> None:
 
 async def describe(request: Request) -> Response:
     engine = require_engine(request.app)
-    return _json_response(
-        await engine.ask(weights_messages.DescribeWeights(), weights_messages.WeightsState)
-    )
+    return _json_response(await engine.ask(DescribeWeights(), WeightsState))
 
 
 async def list_tensors(request: Request) -> Response:
     engine = require_engine(request.app)
-    found = await engine.ask(weights_messages.ListTensors(), weights_messages.Tensors)
+    found = await engine.ask(ListTensors(), Tensors)
     return Response(msgspec.json.encode({"data": found.tensors}), media_type=_JSON)
 
 
 async def check(request: Request) -> Response:
-    """A dry run: would this be taken?"""
+    """A dry run: say whether the engine would accept these weights."""
     engine, (raw, _) = require_engine(request.app), await _read_manifest(request)
-    return _json_response(
-        await engine.ask(weights_messages.CheckWeights(raw), weights_messages.WeightsPlanned)
-    )
+    return _json_response(await engine.ask(CheckWeights(raw), WeightsPlanned))
 
 
 async def plan(request: Request) -> Response:
     """Check a manifest; the worker and the upload route accept its buffers from now on."""
     engine, (raw, manifest) = require_engine(request.app), await _read_manifest(request)
-    planned = await engine.ask(weights_messages.PlanWeights(raw), weights_messages.WeightsPlanned)
+    planned = await engine.ask(PlanWeights(raw), WeightsPlanned)
     uploads_of(request.app).plan(manifest)
     return _json_response(planned)
 
 
 async def commit(request: Request) -> Response:
-    """Serve with what has come: a request is answered by the old weights or by the new ones."""
+    """Serve with the transferred weights; each request is answered by the old or the new ones."""
     drain = request.query_params.get("drain", "wait")
     if drain not in get_args(Drain):
         raise WeightsError(f"drain is {quote(drain)}; give wait or abort")
     engine, (raw, manifest) = require_engine(request.app), await _read_manifest(request)
-    take = _swap if changes_model(manifest) else _install
-    # In a task of its own: who asked may hang up, and what has begun is brought to its end.
-    taking = asyncio.create_task(
-        uploads_of(request.app).until(manifest.transfer, take(engine, raw, drain))  # type: ignore[arg-type]
-    )
-    return _json_response(await asyncio.shield(taking))
+    if changes_model(manifest):
+        committing = _commit_model(engine, raw, drain)  # type: ignore[arg-type]
+    else:
+        committing = _commit_banks(engine, raw)
+    # In a task of its own: the client may hang up, but a commit must not stop half-way.
+    task = asyncio.create_task(uploads_of(request.app).keep_until(manifest.transfer, committing))
+    return _json_response(await asyncio.shield(task))
 
 
-async def _install(engine: EngineRpc, raw: bytes, _: Drain) -> weights_messages.WeightsCommitted:
-    """Probes and vectors alone make nobody wait."""
+async def _commit_banks(engine: EngineRpc, raw: bytes) -> WeightsCommitted:
+    """Probes and vectors alone: no request has to wait."""
     async with engine.changing:
-        return await engine.ask(
-            weights_messages.CommitWeights(raw), weights_messages.WeightsCommitted
-        )
+        return await engine.ask(CommitWeights(raw), WeightsCommitted)
 
 
-async def _swap(engine: EngineRpc, raw: bytes, drain: Drain) -> weights_messages.WeightsCommitted:
+async def _commit_model(engine: EngineRpc, raw: bytes, drain: Drain) -> WeightsCommitted:
     async with engine.changing:
-        await engine.ask(weights_messages.VerifyWeights(raw), weights_messages.WeightsPlanned)
-        return await _when_idle(engine, raw, drain)
+        await engine.ask(VerifyWeights(raw), WeightsPlanned)
+        return await _commit_when_idle(engine, raw, drain)
 
 
-async def _when_idle(
-    engine: EngineRpc, raw: bytes, drain: Drain
-) -> weights_messages.WeightsCommitted:
+async def _commit_when_idle(engine: EngineRpc, raw: bytes, drain: Drain) -> WeightsCommitted:
     deadline_s = time.monotonic() + DRAIN_S
     while True:
         await _pause(engine, drain, max(deadline_s - time.monotonic(), 0))
         try:
-            return await _commit_idle(engine, raw)
+            return await _commit_paused(engine, raw)
         except WeightsBusyError:
-            # A pause does not wait for what was preempted: that goes on, before all others.
+            # A pause does not wait for preempted requests: they run first when it ends.
             if time.monotonic() > deadline_s:
                 raise
 
 
-async def _commit_idle(engine: EngineRpc, raw: bytes) -> weights_messages.WeightsCommitted:
-    """Nobody runs: load, and let them go on."""
+async def _commit_paused(engine: EngineRpc, raw: bytes) -> WeightsCommitted:
     try:
-        committed = await engine.ask(
-            weights_messages.CommitWeights(raw), weights_messages.WeightsCommitted
-        )
+        committed = await engine.ask(CommitWeights(raw), WeightsCommitted)
         await engine.name_weights(str(committed.version))
     except WeightsTornError:
-        raise  # nobody is served by half of each: it stays paused until a whole set has come
+        raise  # the model is half old, half new: stay paused until a whole set has come
     except BaseException:
         await engine.resume()
         raise
@@ -133,13 +134,13 @@ async def _pause(engine: EngineRpc, drain: Drain, timeout_s: float) -> None:
 
 
 async def _read_manifest(request: Request) -> tuple[bytes, Manifest]:
-    """The body; what is no manifest never reaches the engine, whose steps would wait for it."""
+    """The body, parsed here so that the engine does not interrupt its steps for a wrong one."""
     body = await read_body(request, MAX_MANIFEST_BYTES, WeightsError.code, "a manifest")
     return body, await asyncio.to_thread(parse_manifest, body)
 
 
 def _json_response(reply: msgspec.Struct) -> Response:
     content = msgspec.to_builtins(reply)
-    for name in ("type", "socket"):  # of no use to who asks over HTTP
+    for name in ("type", "socket"):  # of no use to HTTP clients
         content.pop(name, None)
     return Response(msgspec.json.encode(content), media_type=_JSON)

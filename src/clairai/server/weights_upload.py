@@ -1,7 +1,7 @@
-"""Takes buffers of a planned hand-over as HTTP bodies; gives them to the engine beside this server.
+"""Route for weights from other machines: passes buffers of a planned transfer to the engine.
 
-A body is a safetensors file with the buffer's tensors in the plan's order. Whatever its length,
-this process holds one buffer of it, in shared memory that the engine then reads in place.
+Runs in: the API server. A body is a safetensors file with the buffer's tensors in the plan's order.
+This process holds one buffer at a time, in shared memory that the engine then reads in place.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from clairai.points import quote
 from clairai.server.engine_rpc import EngineRpc, HttpRefusal, require_engine
 from clairai.weights.manifest import Manifest
 from clairai.weights.upload import SafetensorsUpload, UploadRelay
-from clairai.wire import weights_messages
+from clairai.wire.weights_messages import DescribeWeights, WeightsState
 
 ATTRIBUTE: Final = "clairai_uploads"  # of the app's state
 BEGIN_S: Final = 30.0
-MIN_BYTES_PER_S: Final = 1 << 20  # who is slower keeps others from sending
-IDLE_S: Final = 60.0  # and so does one that brings no next buffer, and no commit
+MIN_BYTES_PER_S: Final = 1 << 20  # a slower sender would keep others from sending
+IDLE_S: Final = 60.0  # without a next buffer or a commit the transfer is given up
 _TRANSFER: Final = re.compile(r"[0-9a-f]{32}")
 _INDEX: Final = re.compile(r"[0-9]{1,4}")
 CommitResult = TypeVar("CommitResult")
@@ -38,25 +38,25 @@ def add_routes(router: APIRouter) -> None:
 
 
 class BufferUploads:
-    """The relay, and who may use it now."""
+    """Lets one transfer at a time use the relay to the engine."""
 
     def __init__(self, engine: EngineRpc) -> None:
         self._engine = engine
         self._relay = UploadRelay()
         self._planned: Manifest | None = None
         self._busy = asyncio.Lock()
-        self._giving_up: asyncio.TimerHandle | None = None
+        self._idle_timer: asyncio.TimerHandle | None = None
 
     def plan(self, manifest: Manifest) -> None:
-        """The engine has taken this plan; its buffers may come here, or to the socket."""
+        """The engine accepted this plan; its buffers may come here or to the worker's socket."""
         self._planned = manifest
 
-    async def bring(self, transfer: str, index: int, pieces: AsyncIterator[bytes]) -> None:
-        """One buffer; what fails gives the whole hand-over up."""
+    async def receive(self, transfer: str, index: int, pieces: AsyncIterator[bytes]) -> None:
+        """Pass on one buffer; an error gives up the whole transfer."""
         async with self._busy:
             await self._begin(transfer)
             upload = await asyncio.to_thread(self._relay.begin_upload, transfer, index)
-            self._wait_no_more()
+            self._cancel_timer()
             try:
                 await _fill(upload, pieces)
                 await asyncio.to_thread(self._relay.deliver, index, upload)
@@ -65,42 +65,42 @@ class BufferUploads:
                 raise
             finally:
                 upload.close()
-            self._giving_up = asyncio.get_running_loop().call_later(IDLE_S, self._give_up, transfer)
+            loop = asyncio.get_running_loop()
+            self._idle_timer = loop.call_later(IDLE_S, self._give_up, transfer)
 
-    async def until(self, transfer: str, committed: Awaitable[CommitResult]) -> CommitResult:
-        """What has come stays until the commit is through, however long requests take to end."""
-        if self._relay.transfer != transfer:  # it came to the socket: no upload is in its way
-            return await committed
-        self._wait_no_more()
+    async def keep_until(self, transfer: str, commit: Awaitable[CommitResult]) -> CommitResult:
+        """Keep the buffers until the commit is done, however long running requests take."""
+        if self._relay.transfer != transfer:  # its buffers came to the worker's socket
+            return await commit
+        self._cancel_timer()
         try:
-            return await committed
+            return await commit
         finally:
             await self._end(transfer)
 
     async def _end(self, transfer: str) -> None:
-        """The hand-over is over, one way or the other."""
         async with self._busy:
             if self._relay.transfer == transfer:
-                self._wait_no_more()
+                self._cancel_timer()
                 await asyncio.to_thread(self._relay.forget)
 
     async def _begin(self, transfer: str) -> None:
-        """The first buffer of a plan ends the hand-over before it."""
+        """The first buffer of a plan ends the transfer before it."""
         planned = self._planned
         if planned is None or planned.transfer != transfer:
             return
         self._planned = None
         await asyncio.to_thread(self._relay.forget)
-        asked = weights_messages.DescribeWeights()
-        state = await self._engine.ask(asked, weights_messages.WeightsState)
+        state = await self._engine.ask(DescribeWeights(), WeightsState)
         self._relay.expect(planned, Path(state.socket).parent)
 
-    def _wait_no_more(self) -> None:
-        if self._giving_up is not None:
-            self._giving_up.cancel()
-            self._giving_up = None
+    def _cancel_timer(self) -> None:
+        if self._idle_timer is not None:
+            self._idle_timer.cancel()
+            self._idle_timer = None
 
     def _give_up(self, transfer: str) -> None:
+        # Kept: the event loop itself holds tasks only weakly.
         self._ending = asyncio.get_running_loop().create_task(self._end(transfer))
 
 
@@ -118,7 +118,7 @@ async def _fill(upload: SafetensorsUpload, pieces: AsyncIterator[bytes]) -> None
 
 
 def uploads_of(app: FastAPI) -> BufferUploads:
-    """Those of this server, made when they are first asked for."""
+    """The uploads of this server, made when first asked for."""
     found = getattr(app.state, ATTRIBUTE, None)
     if found is None:
         found = BufferUploads(require_engine(app))
@@ -134,5 +134,5 @@ async def put_buffer(request: Request, transfer: str, index: str) -> Response:
         raise WeightsError(
             f"{quote(f'{transfer}/{index}')} names no buffer; give the plan's transfer and a number"
         )
-    await uploads.bring(transfer, int(index), request.stream())
+    await uploads.receive(transfer, int(index), request.stream())
     return Response(status_code=HTTPStatus.NO_CONTENT)

@@ -130,7 +130,7 @@ def test_a_sender_that_is_slow_is_let_go(served: Target, monkeypatch: pytest.Mon
     monkeypatch.setattr(weights_upload, "MIN_BYTES_PER_S", 1 << 40)
     uploads = weights_upload.uploads_of(served.client.app)  # type: ignore[arg-type]
     with pytest.raises(HttpRefusal, match="did not come within"):
-        asyncio.run(uploads.bring(manifest.transfer, 0, never()))
+        asyncio.run(uploads.receive(manifest.transfer, 0, never()))
     assert "is not planned here" in put(served, manifest, 0, b"")
 
 
@@ -149,10 +149,10 @@ def test_a_commit_of_another_hand_over_does_not_wait_for_an_upload(served: Targe
         async def committed() -> str:
             return "committed"
 
-        upload = asyncio.create_task(uploads.bring(manifest.transfer, 0, slowly()))
+        upload = asyncio.create_task(uploads.receive(manifest.transfer, 0, slowly()))
         await begun.wait()
         async with asyncio.timeout(5):
-            answer = await uploads.until("f" * 32, committed())
+            answer = await uploads.keep_until("f" * 32, committed())
         go_on.set()
         with pytest.raises(WeightsError, match="early"):
             await upload
