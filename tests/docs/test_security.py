@@ -1,0 +1,60 @@
+"""The bounds in SECURITY.md are those of the code."""
+
+from __future__ import annotations
+
+from typing import Final
+
+import pytest
+
+from clairai.batch import prompts
+from clairai.capture import pipe
+from clairai.fields import capture, json_fields, rules, steer
+from clairai.fields import ranges as field_ranges
+from clairai.match import row_collector
+from clairai.probe import bank, file_format, files
+from clairai.ring import server
+from clairai.store import bundle, row_block
+from clairai.weights import manifest, upload
+from clairai.wire import ring_messages, weights_messages
+from tests.shape.source import ROOT
+
+PAGE: Final = (ROOT / "SECURITY.md").read_text()
+MIB: Final = 1 << 20
+# The row of the table, with its numbers from the code.
+ROWS: Final = {
+    "native probe file": (
+        f"{files.MAX_PROBE_NBYTES // MIB} MiB, header {files.MAX_HEADER >> 10} KiB"
+    ),
+    "JSON probe file": f"{files.MAX_JSON_NBYTES // MIB} MiB",
+    "probe files in one folder": f"{file_format.MAX_FILES}",
+    "probes in a bank": f"{bank.MAX_PROBES};",
+    "a request's fields, as text": (
+        f"{json_fields.MAX_CHARS // MIB} Mi characters; {steer.MAX_ENTRIES}; {rules.MAX_RULES}"
+    ),
+    "a reader's message": (
+        f"{server.MAX_REQUEST_BYTES >> 10} KiB; {ring_messages.MAX_MESSAGE_BYTES // MIB} MiB"
+    ),
+    "readers of one engine": f"{server.MAX_READERS}",
+    "tags of a capture": (
+        f"{row_block.MAX_TAGS_NBYTES} bytes; {capture.MAX_POINTS}, {field_ranges.MAX_RANGES} and "
+        f"{capture.MAX_CONSUMERS}"
+    ),
+    "a file of captured rows over HTTP": f"{bundle.MAX_NBYTES >> 30} GiB",
+    "a file of prompts": f"{prompts.MAX_NBYTES >> 30} GiB; {prompts.MAX_LINE_NBYTES // MIB} MiB",
+    "a manifest of weights": (
+        f"{manifest.MAX_MANIFEST_BYTES // MIB} MiB; {manifest.MAX_TENSORS}, {manifest.MAX_BUFFERS}"
+    ),
+    "an upload of weights": f"{upload.MAX_UPLOAD_HEADER_BYTES // MIB} MiB",
+    "streams and rows that": f"{row_collector.MAX_STREAMS} and {row_collector.MAX_ROWS:,}",
+    "a message to or from the capture writer": f"{pipe.MAX_NBYTES // MIB} MiB",
+}
+
+
+@pytest.mark.parametrize("row", ROWS)
+def test_a_bound_is_as_stated(row: str) -> None:
+    (line,) = (line for line in PAGE.splitlines() if line.startswith(f"| {row}"))
+    assert ROWS[row] in line
+
+
+def test_shared_buffers_are_bounded_as_stated() -> None:
+    assert f"at most {weights_messages.MAX_SHARED_BYTES // MIB} MiB" in PAGE
