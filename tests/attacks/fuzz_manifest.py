@@ -1,7 +1,7 @@
-"""Takes bytes that atheris makes up; gives them to the parsers of manifests and of offers.
+"""Fuzz the parsers of manifests and of buffer offers with atheris.
 
-A Manifest or a WeightsError, and nothing else, comes out; memory stays under a bound. Not part of
-the suite: it ends when it is told to, and needs the package atheris.
+The result is a Manifest or a WeightsError and nothing else, and memory stays bounded. Not part of
+the suite: it runs for a given time and needs the package atheris.
 Run: python -m tests.attacks.fuzz_manifest -max_total_time=300 -rss_limit_mb=2048
 """
 

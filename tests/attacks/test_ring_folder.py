@@ -1,4 +1,4 @@
-"""Takes runtime folders that others could reach into; gives a refusal for each."""
+"""Runtime folders that other users could reach into are refused."""
 
 from __future__ import annotations
 

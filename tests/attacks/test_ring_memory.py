@@ -1,4 +1,4 @@
-"""Takes readers that want to write, and rings that lie; gives neither any effect."""
+"""Readers that want to write, and rings that lie, have no effect."""
 
 from __future__ import annotations
 

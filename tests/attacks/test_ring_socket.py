@@ -1,4 +1,4 @@
-"""Takes peers that are foreign, garbled, greedy or false; gives each a refusal, others service."""
+"""Peers that are foreign, garbled, greedy or false are refused; others are served."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Takes false memory that an engine is asked to copy, numbered; gives refusals, others service."""
+"""False memory that an engine is asked to copy, numbered: each is refused, others are served."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from clairai.weights import pending_transfer
 from clairai.weights.host_buffers import MAX_COPIED_BYTES
 from clairai.weights.manifest import GRANULE_BYTES
 from clairai.wire.weights_messages import BufferOffer
-from tests.attacks.weights_parts import Target, offer_of, said, target
+from tests.support.weights_target import Target, offer_of, said, target
 
 
 @pytest.fixture

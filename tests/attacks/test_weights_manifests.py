@@ -1,4 +1,4 @@
-"""Takes hostile manifests over HTTP, numbered; gives each a refusal, and the engine lives."""
+"""Hostile manifests over HTTP, numbered: each is refused, and the engine lives."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ import msgspec
 import pytest
 
 from clairai.weights.manifest import MAX_I64, MAX_MANIFEST_BYTES, Manifest, encode_manifest
-from tests.attacks.weights_parts import Target, target
 from tests.support.weights import altered
+from tests.support.weights_target import Target, target
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""Takes peers of other users and links in place of folders, numbered; gives each a refusal."""
+"""Peers of other users, and links in place of folders, numbered: each is refused."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from clairai.local.private_socket import Connection, runtime_dir, socket_path
 from clairai.weights.socket_client import BufferClient
 from clairai.weights.socket_server import FROM_ENGINE, SOCKET_KIND, BufferServer
 from clairai.wire.ring_messages import Refusal
-from tests.attacks.weights_parts import Target, target
 from tests.process.parts import forked
+from tests.support.weights_target import Target, target
 
 NOBODY = 65534
 

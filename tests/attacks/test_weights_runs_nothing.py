@@ -1,7 +1,7 @@
-"""Takes a whole hand-over in a process of its own; gives proof that nothing in it becomes code.
+"""A transfer in a process of its own runs no code that came with it.
 
-The interpreter itself tells of every unpickled name, every compiled text and every code object that
-is run or unmarshalled (PEP 578). A first hand-over does the imports; the second one is watched.
+The interpreter itself reports every unpickled name, every compiled text and every code object that
+is run or unmarshalled (PEP 578). A first transfer does the imports; the second one is watched.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ sys.addaudithook(hook)
 torch.load = torch.jit.load = None
 planted = sys.argv[1]
 
-def hand_over(folder, llm):
+def transfer(folder, llm):
     Sender(llm, runtime_dir=str(folder)).send(weights(1))
     for make, _ in MANIFESTS.values():
         try:
@@ -42,11 +42,11 @@ def hand_over(folder, llm):
             pass
 
 with tempfile.TemporaryDirectory() as name, engine(pathlib.Path(name)) as llm:
-    hand_over(pathlib.Path(name), llm)
+    transfer(pathlib.Path(name), llm)
     import pickle, marshal
     dumped, code = pickle.dumps(weights), marshal.dumps(1)
     is_watching = True
-    hand_over(pathlib.Path(name), llm)
+    transfer(pathlib.Path(name), llm)
     if planted == "all":
         pickle.loads(dumped)
         marshal.loads(code)
@@ -79,7 +79,7 @@ def _watched(planted: str) -> str:
     return found.stdout.strip()
 
 
-def test_a_hand_over_runs_no_code_that_came_with_it() -> None:
+def test_a_transfer_runs_no_code_that_came_with_it() -> None:
     assert _watched("nothing") == "[]"
 
 
@@ -88,7 +88,7 @@ def test_the_watcher_sees_what_it_watches_for() -> None:
     assert all(event in found for event in ("pickle.find_class", "marshal.loads", "exec"))
 
 
-def test_no_module_of_the_hand_over_names_a_way_to_run_bytes() -> None:
+def test_no_module_of_a_transfer_can_run_bytes() -> None:
     ours = [
         module
         for module in package()

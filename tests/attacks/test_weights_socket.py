@@ -1,4 +1,4 @@
-"""Takes false senders at the socket and false commits, numbered; gives refusals, others service."""
+"""False senders at the socket, and false commits, numbered: refused, others are served."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ import pytest
 from clairai.weights.host_buffers import HostBuffer
 from clairai.weights.manifest import GRANULE_BYTES, Manifest, encode_manifest
 from clairai.weights.socket_server import MAX_FRAME_BYTES
-from tests.attacks.weights_parts import Target, offer_of, said, target
 from tests.process.footprint import nothing_left_behind
 from tests.support.weights import altered
+from tests.support.weights_target import Target, offer_of, said, target
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""Takes false uploads of weights, numbered; gives refusals, and others service."""
+"""False uploads of weights, numbered: each is refused, others are served."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 from clairai.errors import WeightsError
 from clairai.weights.manifest import Manifest, encode_manifest
 from clairai.weights.upload import MAX_UPLOAD_HEADER_BYTES, SafetensorsUpload, safetensors_header
-from tests.attacks.weights_parts import Target, target
 from tests.process.footprint import nothing_left_behind
 from tests.support.weights import plan, weights
+from tests.support.weights_target import Target, target
 
 OTHER = "f" * 32
 

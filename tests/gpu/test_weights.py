@@ -188,11 +188,11 @@ def hand_over(folder: Path, runtime: Path, pipe: Any) -> None:
         packer = DevicePacker(held, manifest, torch.device("cuda:0"))
         begun = packer.begin(0)
         offer = BufferOffer(manifest.transfer, 0, manifest.buffers[0], "device", begun.handle)
-        with BufferClient(runtime, manifest.epoch) as port:
-            port.offer_early(msgspec.structs.replace(offer, **changes))
+        with BufferClient(runtime, manifest.epoch) as client:
+            client.offer_early(msgspec.structs.replace(offer, **changes))
             begun.finish()
             try:
-                port.finish(BufferFilled(manifest.transfer, 0), manifest.buffers[0])
+                client.finish(BufferFilled(manifest.transfer, 0), manifest.buffers[0])
                 pipe.send("taken")
                 pipe.recv()  # never comes: it is killed, the buffer open on both sides
             except WeightsError as error:

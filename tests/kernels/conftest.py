@@ -16,9 +16,9 @@ import pytest
 from numpy.typing import NDArray
 
 IS_INTERPRETING = os.environ.get("TRITON_INTERPRET") == "1"
-COMPILED = ("test_compiled.py", "test_interpreted.py", "test_sum_compiled.py")
+COMPILED = ("test_compiled.py", "test_interpreted.py", "test_checksum_compiled.py")
 INTERPRETED = (
-    "test_device_handover.py",
+    "test_device_transfer.py",
     "test_norm_kernel.py",
     "test_project_kernel.py",
     "test_publish_in_graph.py",
@@ -27,7 +27,7 @@ INTERPRETED = (
     "test_score_kernel.py",
     "test_stash_kernel.py",
     "test_steer_kernel.py",
-    "test_sum_kernel.py",
+    "test_checksum_kernel.py",
 )
 collect_ignore = list(COMPILED if IS_INTERPRETING else INTERPRETED)
 

@@ -1,4 +1,4 @@
-"""Takes nothing; gives a CUDA driver whose GPUs are memory of this process, and what it was asked.
+"""A toy CUDA driver: its GPUs are memory of this process, and it records its calls.
 
 It stands where `cuda.bindings.driver` stands, and answers as that does: a status, then the rest.
 Device addresses are addresses of this process, so that a copy that misses its mark is seen.

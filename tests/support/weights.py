@@ -1,4 +1,4 @@
-"""Takes a folder; gives an engine that takes weights, its model a few tensors and no vLLM.
+"""An engine without vLLM that takes weights; its model is a few tensors.
 
 Real: manifest, checks, socket, buffers, updater, control messages. Toy: the model and the worker.
 """

@@ -1,4 +1,4 @@
-"""A library is made once, by whatever compiler there is, where nobody else can write."""
+"""A C file is compiled once, by any compiler, into a folder that only its user can write."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from clairai.local import c_extension
 SOURCE = Path(clairai.__file__).parent / "engine" / "publish" / "step.c"
 
 
-def test_it_is_made_once_and_found_again(tmp_path: Path) -> None:
+def test_a_library_is_built_once_and_found_again(tmp_path: Path) -> None:
     made = c_extension.build_extension(SOURCE, tmp_path / "cache")
     before = made.stat().st_mtime_ns
     assert c_extension.build_extension(SOURCE, tmp_path / "cache") == made
@@ -22,7 +22,7 @@ def test_it_is_made_once_and_found_again(tmp_path: Path) -> None:
     assert [path.name for path in made.parent.iterdir()] == [made.name]
 
 
-def test_one_whose_header_has_changed_is_another(tmp_path: Path) -> None:
+def test_a_changed_header_gives_another_library(tmp_path: Path) -> None:
     for file in (SOURCE, *SOURCE.parent.glob("*.h")):
         shutil.copy(file, tmp_path)
     made = c_extension.build_extension(tmp_path / SOURCE.name, tmp_path / "cache")
@@ -31,14 +31,16 @@ def test_one_whose_header_has_changed_is_another(tmp_path: Path) -> None:
     assert c_extension.build_extension(tmp_path / SOURCE.name, tmp_path / "cache") != made
 
 
-def test_only_its_owner_can_write_it(tmp_path: Path) -> None:
+def test_only_the_owner_can_write_a_library(tmp_path: Path) -> None:
     made = c_extension.build_extension(SOURCE, tmp_path / "cache")
     assert made.stat().st_mode & 0o077 == 0
     assert made.parent.stat().st_mode & 0o077 == 0
 
 
 @pytest.mark.parametrize("place", ["file", "folder"])
-def test_one_that_others_could_have_written_is_made_again(tmp_path: Path, place: str) -> None:
+def test_a_library_that_others_could_have_written_is_built_again(
+    tmp_path: Path, place: str
+) -> None:
     made = c_extension.build_extension(SOURCE, tmp_path / "cache")
     made.write_bytes(b"not a library")
     (made if place == "file" else made.parent).chmod(0o777)
@@ -56,9 +58,7 @@ def test_a_compiler_that_fails_says_why(tmp_path: Path, monkeypatch: pytest.Monk
     assert os.listdir(tmp_path / "cache") == []
 
 
-def test_a_compiler_that_is_not_there_says_so(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_missing_compiler_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CC", str(tmp_path / "nothing"))
     with pytest.raises(c_extension.NoCompilerError, match="could not be run"):
         c_extension.build_extension(SOURCE, tmp_path / "cache")

@@ -1,188 +1,63 @@
-"""Memory of a GPU is created, attached, copied and let go in the right order; see toy_cuda.py."""
+"""GPU memory on a toy driver, which answers the same calls as the real one."""
 
 from __future__ import annotations
 
-import os
+import ctypes
+import inspect
+import re
 import sys
 from collections.abc import Iterator
-from pathlib import Path
+from types import SimpleNamespace
 
-import msgspec
-import numpy as np
 import pytest
+from cuda.bindings import driver as real
 
-from clairai.errors import HandshakeError, RingError
-from clairai.local.gpu_memory import GRANULE_BYTES, HANDLE_BYTES, Gpu
-from clairai.ring.attach import RingReader
-from clairai.ring.layout import HEAD_OFFSET, RingHeader, RingShape
-from clairai.ring.memory import STAGING_BYTES, DeviceMemory, HostMemory
-from clairai.ring.reader import RingCursor
-from clairai.ring.server import RingServer
-from clairai.ring.writer import RingWriter
-from tests.process.footprint import nothing_left_behind
-from tests.process.parts import is_intact, publish_marked, small_bank, welcome
-from tests.support.cuda import UUIDS, CUresult, ToyDriver, install
+from clairai.errors import RingError
+from clairai.local.gpu_memory import HANDLE_BYTES, Gpu
+from tests.support.cuda import CUresult, ToyDriver, install
 
-SHAPE = RingShape(slots=8, slot_bytes=4096, ahead=2)
-EPOCH = 0xFEED_FACE_CAFE_BEEF
+CALLS = [name for name in vars(ToyDriver) if name.startswith("cu")]
+
+
+def parameters_of(name: str) -> int:
+    """How many the real function takes: its first line of documentation says so."""
+    head = getattr(real, name).__doc__.splitlines()[0]
+    between = re.fullmatch(rf"{name}\((.*)\)", head)
+    assert between is not None, head
+    return len(between[1].split(",")) if between[1] else 0
+
+
+def test_every_call_of_the_toy_is_one_of_the_real_driver_with_as_many_parameters() -> None:
+    expected = {name: parameters_of(name) for name in CALLS}
+    toy = {name: len(inspect.signature(vars(ToyDriver)[name]).parameters) - 1 for name in CALLS}
+    assert toy == expected
+    assert len(CALLS) > 15
+
+
+def test_statuses_flags_and_attributes_have_the_names_that_are_asked_for() -> None:
+    for status in CUresult:
+        found = getattr(real.CUresult, status.name)
+        assert (found.name, found) == (status.name, status)
+    toy = ToyDriver()
+    assert real.CU_MEMHOSTREGISTER_PORTABLE == toy.CU_MEMHOSTREGISTER_PORTABLE
+    assert real.CU_MEMHOSTREGISTER_DEVICEMAP == toy.CU_MEMHOSTREGISTER_DEVICEMAP
+    assert real.CUpointer_attribute.CU_POINTER_ATTRIBUTE_RANGE_SIZE.value == 12  # cuda.h
+
+
+def test_the_bytes_of_a_handle_reach_the_real_handle_and_come_back() -> None:
+    raw = bytes(range(64))
+    handle = Gpu.ipc_handle(SimpleNamespace(_driver=real), raw)  # type: ignore[arg-type]
+    assert ctypes.string_at(handle.getPtr(), HANDLE_BYTES) == raw
 
 
 @pytest.fixture
 def driver(monkeypatch: pytest.MonkeyPatch) -> Iterator[ToyDriver]:
     toy = install(monkeypatch)
     yield toy
-    assert (toy.held, toy.opened) == ({}, set())  # every test gives back what it took
+    assert (toy.held, toy.opened) == ({}, set()), "a test must free what it allocates"
 
 
-def ring_bytes(num_records: int) -> bytes:
-    """What a ring looks like after so many records."""
-    with HostMemory.create(SHAPE.nbytes) as memory:
-        writer = RingWriter(memory, SHAPE, EPOCH)
-        publish_marked(writer, EPOCH, range(num_records))
-        return memory.copy(0, SHAPE.nbytes)
-
-
-def test_new_memory_is_zero_and_has_blocks_of_its_own(driver: ToyDriver) -> None:
-    with DeviceMemory.create(SHAPE.nbytes, 1) as memory:
-        assert len(driver.held[memory.address]) == GRANULE_BYTES > memory.nbytes == SHAPE.nbytes
-        assert memory.copy(0, SHAPE.nbytes) == bytes(SHAPE.nbytes)
-        assert (memory.uuid, memory.home, memory.fds) == (UUIDS[1].hex(), "device", ())
-        assert driver.context == "context of 1"
-
-
-@pytest.mark.usefixtures("driver")
-def test_what_the_engine_writes_another_process_reads_by_the_handle() -> None:
-    with DeviceMemory.create(SHAPE.nbytes, 1) as memory:
-        memory.write(HEAD_OFFSET, (5).to_bytes(8, "little"))
-        assert len(memory.handle) == HANDLE_BYTES
-        with DeviceMemory.attach(memory.handle, SHAPE.nbytes, memory.uuid) as other:
-            assert other.load(HEAD_OFFSET) == 5
-            assert other.copy(HEAD_OFFSET - 1, 3) == b"\0\5\0"
-
-
-@pytest.mark.usefixtures("driver")
-def test_a_reader_of_device_memory_reads_a_ring_as_of_host_memory() -> None:
-    with DeviceMemory.create(SHAPE.nbytes, 0) as memory:
-        memory.write(0, ring_bytes(5))
-        ring = RingCursor(memory)
-        records = ring.poll()
-        assert [record.seq for record in records] == [0, 1, 2, 3, 4]
-        assert all(is_intact(record, EPOCH) for record in records)
-        memory.write(0, ring_bytes(30))
-        assert [record.seq for record in ring.poll()] == [24, 25, 26, 27, 28, 29]
-        assert (ring.statistics().lost, ring.statistics().torn) == (19, 0)
-
-
-@pytest.mark.parametrize("length", [0, 63, 65])
-def test_a_handle_of_another_length_is_refused_before_the_driver_sees_it(
-    driver: ToyDriver, length: int
-) -> None:
-    with pytest.raises(HandshakeError, match=f"has {length} bytes, a CUDA IPC handle 64"):
-        DeviceMemory.attach(bytes(length), SHAPE.nbytes, UUIDS[0].hex())
-    assert driver.asked == []
-
-
-def test_a_gpu_that_this_process_does_not_see_is_named(driver: ToyDriver) -> None:
-    with pytest.raises(HandshakeError, match=r"on GPU 00ff, .* CUDA_VISIBLE_DEVICES"):
-        DeviceMemory.attach(bytes(64), SHAPE.nbytes, "00ff")
-    assert "cuDevicePrimaryCtxRetain" not in driver.asked  # no context on a GPU only looked at
-
-
-def test_memory_smaller_than_claimed_is_refused_and_closed_again(driver: ToyDriver) -> None:
-    with DeviceMemory.create(SHAPE.nbytes, 0) as memory:
-        with pytest.raises(HandshakeError, match=f"has {GRANULE_BYTES} bytes, peer claims"):
-            DeviceMemory.attach(memory.handle, GRANULE_BYTES + 1, memory.uuid)
-        assert driver.opened == set()
-        assert driver.asked[-1] == "cuIpcCloseMemHandle"
-        DeviceMemory.attach(memory.handle, GRANULE_BYTES, memory.uuid).close()
-
-
-@pytest.mark.usefixtures("driver")
-def test_a_handle_that_opens_nothing_is_an_error_that_names_the_call() -> None:
-    with pytest.raises(RingError, match=r"cuIpcOpenMemHandle failed .*CUDA_ERROR_INVALID_HANDLE"):
-        DeviceMemory.attach(bytes(64), SHAPE.nbytes, UUIDS[1].hex())
-
-
-def test_the_engine_frees_its_memory_last_and_a_reader_only_closes_it(driver: ToyDriver) -> None:
-    engine = DeviceMemory.create(SHAPE.nbytes, 0)
-    reader = DeviceMemory.attach(engine.handle, SHAPE.nbytes, engine.uuid)
-    for memory, last in ((reader, "cuIpcCloseMemHandle"), (engine, "cuMemFree")):
-        driver.asked.clear()
-        memory.close()
-        assert driver.asked == ["cuCtxSetCurrent", "cuStreamDestroy", "cuMemFreeHost", last]
-        memory.close()
-        assert len(driver.asked) == 4
-
-
-def test_a_long_copy_goes_in_parts_of_the_staging_memory(driver: ToyDriver) -> None:
-    whole = np.random.default_rng(1).bytes(2 * STAGING_BYTES + 5000)
-    with DeviceMemory.create(len(whole), 0) as memory:
-        memory.write(0, whole)
-        assert memory.copy(0, len(whole)) == whole
-        assert driver.copied == [STAGING_BYTES, STAGING_BYTES, 5000]
-        assert memory.copy(77, STAGING_BYTES) == whole[77 : 77 + STAGING_BYTES]
-        assert memory.copy(0, 0) == b""
-        assert driver.copied[3:] == [STAGING_BYTES]
-
-
-@pytest.mark.parametrize(("offset", "nbytes"), [(-1, 8), (4096, 1), (4090, 7), (0, -1)])
-def test_a_copy_from_outside_the_memory_never_reaches_the_driver(
-    driver: ToyDriver, offset: int, nbytes: int
-) -> None:
-    with DeviceMemory.create(4096, 0) as memory:
-        with pytest.raises(RingError, match="of 4096"):
-            memory.copy(offset, nbytes)
-        assert driver.copied == []
-
-
-def test_a_reader_copies_on_a_stream_that_waits_for_no_other(driver: ToyDriver) -> None:
-    with DeviceMemory.create(4096, 0) as memory:
-        assert memory._stream == "stream of kind 1"
-        driver.asked.clear()
-        memory.copy(0, 8)
-        assert driver.asked == ["cuCtxSetCurrent", "cuMemcpyDtoHAsync", "cuStreamSynchronize"]
-
-
-@pytest.mark.usefixtures("driver")
-def test_memory_dropped_open_warns() -> None:
-    memory = DeviceMemory.create(4096, 0)
-    with pytest.warns(ResourceWarning, match="dropped open"):
-        memory.__del__()
-    memory.close()
-
-
-@pytest.mark.usefixtures("driver")
-def test_what_was_written_is_not_what_the_next_byte_reads() -> None:
-    """A copy that is off by one would be noticed."""
-    with DeviceMemory.create(4096, 0) as memory:
-        memory.write(100, b"clairai")
-        assert memory.copy(100, 7) == b"clairai" != memory.copy(101, 7)
-
-
-def test_a_gpu_without_memory_is_an_error_with_the_drivers_word(driver: ToyDriver) -> None:
-    driver.failing["cuMemAlloc"] = CUresult.CUDA_ERROR_OUT_OF_MEMORY
-    with pytest.raises(RingError, match=r"cuMemAlloc failed .*CUDA_ERROR_OUT_OF_MEMORY"):
-        DeviceMemory.create(4096, 0)
-
-
-@pytest.mark.parametrize("name", ["cuMemAllocHost", "cuStreamCreate", "cuMemsetD8"])
-def test_memory_that_cannot_be_made_whole_is_given_back(driver: ToyDriver, name: str) -> None:
-    driver.failing[name] = CUresult.CUDA_ERROR_OUT_OF_MEMORY
-    with pytest.raises(RingError, match=f"{name} failed"):
-        DeviceMemory.create(4096, 0)
-    assert driver.held == {}
-
-
-@pytest.mark.parametrize("name", ["cuMemAllocHost", "cuStreamCreate", "cuPointerGetAttribute"])
-def test_a_handle_that_cannot_be_used_is_closed_again(driver: ToyDriver, name: str) -> None:
-    with DeviceMemory.create(SHAPE.nbytes, 0) as memory:
-        driver.failing[name] = CUresult.CUDA_ERROR_OUT_OF_MEMORY
-        with pytest.raises(RingError, match=f"{name} failed"):
-            DeviceMemory.attach(memory.handle, SHAPE.nbytes, memory.uuid)
-        assert driver.opened == set()
-
-
-def test_without_cuda_bindings_the_package_and_the_other_home_are_named(
+def test_without_cuda_bindings_the_error_names_the_package_and_the_host_ring(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setitem(sys.modules, "cuda.bindings", None)
@@ -199,87 +74,5 @@ def test_host_memory_is_mapped_for_the_gpu_and_unmapped_again(driver: ToyDriver)
     assert driver.context == "context of 0"
 
 
-def test_an_event_is_of_its_gpu_and_tells_no_time(driver: ToyDriver) -> None:
+def test_an_event_belongs_to_its_gpu_and_has_no_timing(driver: ToyDriver) -> None:
     assert (Gpu(1).event(), driver.context) == ("event of kind 2", "context of 1")
-
-
-@pytest.mark.usefixtures("driver")
-def test_a_ring_on_a_gpu_crosses_the_socket_as_a_handle_and_no_descriptor(tmp_path: Path) -> None:
-    with DeviceMemory.create(SHAPE.nbytes, 1) as memory:
-        memory.write(0, ring_bytes(3))
-        greeting = msgspec.structs.replace(
-            welcome(EPOCH, SHAPE), home="device", handle=memory.handle, gpu=memory.uuid
-        )
-        with (
-            RingServer(tmp_path, memory, greeting, small_bank) as server,
-            RingReader.attach(server.path) as reader,
-        ):
-            records = reader.poll()
-            assert all(is_intact(record, EPOCH) for record in records)
-            assert [record.seq for record in records] == [0, 1, 2]
-            assert reader.bank(1) == small_bank(1)
-
-
-def test_a_reader_in_the_engines_own_process_borrows_the_memory_and_frees_nothing(
-    driver: ToyDriver, tmp_path: Path
-) -> None:
-    """CUDA IPC does not open a handle in the process that made it: clairai.scores() is there."""
-    driver.failing["cuIpcOpenMemHandle"] = CUresult.CUDA_ERROR_INVALID_HANDLE
-    with DeviceMemory.create(SHAPE.nbytes, 1) as memory:
-        memory.write(0, ring_bytes(3))
-        found = {"handle": memory.handle, "gpu": memory.uuid, "address": memory.address}
-        greeting = msgspec.structs.replace(welcome(EPOCH, SHAPE), home="device", **found)
-        with RingServer(tmp_path, memory, greeting, small_bank) as server:
-            with RingReader.attach(server.path) as reader:
-                assert [record.seq for record in reader.poll()] == [0, 1, 2]
-            assert memory.address in driver.held
-            assert memory.load(HEAD_OFFSET) == 3
-
-
-def test_an_address_of_another_process_is_never_read(
-    driver: ToyDriver, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("clairai.local.private_socket.peer_pid", lambda _: os.getpid() + 1)
-    with DeviceMemory.create(SHAPE.nbytes, 1) as memory:
-        found = {"handle": bytes(64), "gpu": memory.uuid, "address": memory.address}
-        greeting = msgspec.structs.replace(welcome(EPOCH, SHAPE), home="device", **found)
-        with (
-            RingServer(tmp_path, memory, greeting, small_bank) as server,
-            pytest.raises(RingError, match="cuIpcOpenMemHandle"),
-        ):
-            RingReader.attach(server.path)
-    assert driver.copied == []
-
-
-def test_a_ring_on_a_gpu_that_is_not_the_promised_one_is_refused_and_closed(
-    driver: ToyDriver, tmp_path: Path
-) -> None:
-    with DeviceMemory.create(SHAPE.nbytes, 1) as memory:
-        memory.write(0, RingHeader(EPOCH + 1, SHAPE).pack())
-        greeting = msgspec.structs.replace(
-            welcome(EPOCH, SHAPE), home="device", handle=memory.handle, gpu=memory.uuid
-        )
-        with RingServer(tmp_path, memory, greeting, small_bank) as server, nothing_left_behind():
-            with pytest.raises(HandshakeError, match="engine promised"):
-                RingReader.attach(server.path)
-            assert driver.opened == set()
-
-
-def test_a_reader_in_the_engines_own_process_opens_no_handle_and_frees_nothing(
-    driver: ToyDriver, tmp_path: Path
-) -> None:
-    """CUDA IPC refuses to open a handle in the process that made it."""
-    with DeviceMemory.create(SHAPE.nbytes, 1) as memory:
-        memory.write(0, ring_bytes(3))
-        greeting = msgspec.structs.replace(
-            welcome(EPOCH, SHAPE),
-            home="device",
-            handle=memory.handle,
-            gpu=memory.uuid,
-            address=memory.address,
-        )
-        with RingServer(tmp_path, memory, greeting, small_bank) as server:
-            with RingReader.attach(server.path) as reader:
-                assert [record.seq for record in reader.poll()] == [0, 1, 2]
-            assert "cuIpcOpenMemHandle" not in driver.asked
-            assert memory.address in driver.held

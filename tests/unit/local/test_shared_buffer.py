@@ -1,4 +1,4 @@
-"""Takes memory that one process fills and another copies; gives each reader what it was meant."""
+"""Shared memory: refused before the machine runs out of it, and copied safely."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import gc
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +15,7 @@ import numpy as np
 import pytest
 import torch
 
-from clairai.engine.core_control import CoreControl
-from clairai.engine.publish.step_publisher import StepPublisher
-from clairai.errors import ProbeError, UnsupportedError, WeightsError
-from clairai.library.probe_bank import ProbeBank
+from clairai.errors import RingError, UnsupportedError, WeightsError
 from clairai.local import shared_buffer
 from clairai.local.shared_buffer import (
     MAX_FREE_BLOCKS,
@@ -26,93 +23,13 @@ from clairai.local.shared_buffer import (
     ReusableBuffer,
     SharedBuffer,
 )
-from clairai.wire import ring_messages, weights_messages
-from tests.support.probe_banks import banked, probes, rows
-from tests.support.toy_publisher import WIDTH
-from tests.support.weights import ToyLlm, engine
+from clairai.ring.memory import HostMemory
+from clairai.weights.host_buffers import HostBuffer
+from clairai.wire import weights_messages
+from tests.process.footprint import nothing_left_behind
 
 
-@pytest.fixture
-def step_publisher(runtime: Path) -> Iterator[StepPublisher]:
-    with banked(runtime) as made:
-        yield made
-
-
-@pytest.fixture
-def llm(
-    step_publisher: StepPublisher, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> Iterator[ToyLlm]:
-    """Whose core sees the worker's bank, as on one GPU; a few bytes are lent here too."""
-    monkeypatch.setattr(shared_buffer, "MIN_SHARED_BYTES", 1)
-    with engine(
-        tmp_path, step_publisher, CoreControl(None, probes(), bank=lambda: step_publisher.columns)
-    ) as running:
-        yield running
-
-
-def test_rows_are_lent_and_do_not_come_in_the_message(
-    step_publisher: StepPublisher, llm: ToyLlm
-) -> None:
-    names = step_publisher.columns.names
-    for times in (1, 2, 3):
-        before = step_publisher.columns.version
-        assert ProbeBank(llm).redirect(names, times * rows()) == before + 1
-        held = [one.direction_D.tolist() for one in step_publisher.columns.probes]
-        assert held == (times * rows()).tolist()
-    assert [type(each) for each in llm.asked] == [ring_messages.RedirectProbesShared] * 3
-    assert {(each.rows.fd, each.rows.token) for each in llm.asked} == {
-        (llm.asked[0].rows.fd, llm.asked[0].rows.token)
-    }, "one memory for all, whichever ProbeBank asked"
-    assert llm.core_control._probes["a"] is step_publisher.columns.by_name["a"]
-
-
-def test_some_probes_in_another_order_are_lent_too(
-    step_publisher: StepPublisher, llm: ToyLlm
-) -> None:
-    ProbeBank(llm).redirect(("d", "a"), rows(2))
-    by_name = step_publisher.columns.by_name
-    assert by_name["d"].direction_D.tolist() == rows(2)[0].tolist()
-    assert by_name["a"].direction_D.tolist() == rows(2)[1].tolist()
-    assert [type(each) for each in llm.asked] == [ring_messages.RedirectProbesShared]
-
-
-@pytest.mark.parametrize(
-    ("names", "given", "reason"),
-    [
-        (("a", "a"), rows(2), "twice"),
-        (("a", "x"), rows(2), "no probe named"),
-        (("a",), rows(1, WIDTH + 1), "width"),
-        (("a",), np.full((1, WIDTH), np.nan, np.float32), "NaN"),
-    ],
-)
-def test_rows_that_are_lent_are_checked_as_those_of_a_message(
-    step_publisher: StepPublisher, llm: ToyLlm, names: tuple[str, ...], given: Any, reason: str
-) -> None:
-    before = step_publisher.columns
-    with pytest.raises(ProbeError, match=reason):
-        ProbeBank(llm).redirect(names, given)
-    assert step_publisher.columns is before
-    assert [type(each) for each in llm.asked] == [ring_messages.RedirectProbesShared], "asked once"
-
-
-def test_where_the_worker_is_in_another_process_rows_come_in_the_message(
-    step_publisher: StepPublisher, llm: ToyLlm
-) -> None:
-    llm.core_control = CoreControl(None, probes())
-    for times in (1, 2):
-        ProbeBank(llm).redirect(step_publisher.columns.names, times * rows())
-        held = [one.direction_D.tolist() for one in step_publisher.columns.probes]
-        assert held == (times * rows()).tolist()
-        assert llm.core_control._probes["a"].direction_D.tolist() == held[0]
-    kinds = [type(each) for each in llm.asked]
-    assert kinds == [
-        ring_messages.RedirectProbesShared,
-        ring_messages.RedirectProbes,
-        ring_messages.RedirectProbes,
-    ], "it learns"
-
-
-def test_what_is_small_or_very_large_comes_in_the_message() -> None:
+def test_a_reusable_buffer_refuses_few_and_very_many_bytes() -> None:
     buffer = ReusableBuffer()
     assert [
         buffer.can_hold(n)
@@ -120,36 +37,6 @@ def test_what_is_small_or_very_large_comes_in_the_message() -> None:
     ] == [False] * 3
     assert buffer.can_hold(shared_buffer.MIN_SHARED_BYTES)
     assert buffer.can_hold(512 * 4096 * 4), "a bank of 512 of a wide model"
-
-
-def test_without_shared_memory_rows_come_in_the_message(
-    step_publisher: StepPublisher, llm: ToyLlm, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(shared_buffer, "free_memory_bytes", lambda: 0)
-    ProbeBank(llm).redirect(step_publisher.columns.names, rows())
-    assert [type(each) for each in llm.asked] == [ring_messages.RedirectProbes]
-    assert step_publisher.columns.probes[0].direction_D.tolist() == rows()[0].tolist()
-
-
-def test_memory_of_a_question_that_was_not_answered_is_not_filled_again(
-    step_publisher: StepPublisher, llm: ToyLlm, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    names = step_publisher.columns.names
-    with monkeypatch.context() as patched:
-        patched.setattr(CoreControl, "control", _never)
-        with pytest.raises(TimeoutError):
-            ProbeBank(llm).redirect(names, rows())
-    late = llm.asked[0]
-    ProbeBank(llm).redirect(names, 2 * rows())
-    assert llm.asked[1].rows.token != late.rows.token
-    refused = llm.ask(late)  # the engine comes to it now
-    assert isinstance(refused, ring_messages.Refusal)
-    assert refused.code == "unsupported"
-    assert step_publisher.columns.probes[0].direction_D.tolist() == (2 * rows())[0].tolist()
-
-
-def _never(*_: object) -> list[bytes]:
-    raise TimeoutError
 
 
 CHILD = """
@@ -163,7 +50,7 @@ with ReusableBuffer().lock() as buffer:
 """
 
 
-def test_another_process_reads_what_was_lent_and_not_when_it_has_gone() -> None:
+def test_another_process_reads_shared_memory_while_its_owner_lives() -> None:
     command = [sys.executable, "-c", CHILD]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as child:
         assert child.stdout is not None
@@ -177,26 +64,26 @@ def test_another_process_reads_what_was_lent_and_not_when_it_has_gone() -> None:
         BufferCopier().copy_shared(told)
 
 
-def told(shelf: SharedBuffer, nbytes: int, **changes: Any) -> weights_messages.SharedBytes:
-    made = weights_messages.SharedBytes(os.getpid(), shelf.fds[0], shelf.token, nbytes)
+def told(buffer: SharedBuffer, nbytes: int, **changes: Any) -> weights_messages.SharedBytes:
+    made = weights_messages.SharedBytes(os.getpid(), buffer.fds[0], buffer.token, nbytes)
     return msgspec.structs.replace(made, **changes)
 
 
 def test_memory_of_another_name_is_not_read() -> None:
-    shelf, other, borrower = SharedBuffer(), SharedBuffer(), BufferCopier()
-    shelf.view(10)[:] = 1
+    buffer, other, copier = SharedBuffer(), SharedBuffer(), BufferCopier()
+    buffer.view(10)[:] = 1
     other.view(10)[:] = 2
-    for wrong in (told(shelf, 10, fd=other.fds[0]), told(shelf, 10, token="0" * 32)):
+    for wrong in (told(buffer, 10, fd=other.fds[0]), told(buffer, 10, token="0" * 32)):
         with pytest.raises(UnsupportedError, match="other memory"):
-            borrower.copy_shared(wrong)
-    assert bytes(borrower.copy_shared(told(shelf, 10))) == b"\1" * 10
+            copier.copy_shared(wrong)
+    assert bytes(copier.copy_shared(told(buffer, 10))) == b"\1" * 10
 
 
-def test_what_lies_behind_the_end_is_not_read() -> None:
-    shelf = SharedBuffer()
-    shelf.view(4096)
+def test_bytes_beyond_the_end_are_not_read() -> None:
+    buffer = SharedBuffer()
+    buffer.view(4096)
     with pytest.raises(WeightsError, match="has 4096 bytes, 4097 were announced"):
-        BufferCopier().copy_shared(told(shelf, 4097))
+        BufferCopier().copy_shared(told(buffer, 4097))
 
 
 @pytest.mark.parametrize(
@@ -211,20 +98,20 @@ def test_a_message_that_names_no_memory_is_not_understood(field: dict[str, Any])
         msgspec.convert(good | field, weights_messages.SharedBytes)
 
 
-def test_a_mapping_is_kept_and_grows_and_another_memory_has_its_own() -> None:
-    one, other, borrower = SharedBuffer(), SharedBuffer(), BufferCopier()
+def test_a_mapping_is_kept_until_it_must_grow_or_another_memory_comes() -> None:
+    one, other, copier = SharedBuffer(), SharedBuffer(), BufferCopier()
     one.view(100)[:] = 1
-    first_N = borrower.copy(one.fds[0], 100)
-    mapped = borrower._source_N
+    first_N = copier.copy(one.fds[0], 100)
+    mapped = copier._source_N
     one.view(100)[:] = 2
-    assert borrower.copy(one.fds[0], 50).tolist() == [2] * 50
-    assert borrower._source_N is mapped
+    assert copier.copy(one.fds[0], 50).tolist() == [2] * 50
+    assert copier._source_N is mapped
     assert first_N.tolist() == [1] * 100, "a copy"
     one.view(1 << 20)[:] = 3
-    assert borrower.copy(one.fds[0], 1 << 20).tolist() == [3] * (1 << 20)
+    assert copier.copy(one.fds[0], 1 << 20).tolist() == [3] * (1 << 20)
     other.view(100)[:] = 4
-    assert borrower.copy(other.fds[0], 100).tolist() == [4] * 100
-    assert borrower.copy(one.fds[0], 100).tolist() == [3] * 100
+    assert copier.copy(other.fds[0], 100).tolist() == [4] * 100
+    assert copier.copy(one.fds[0], 100).tolist() == [3] * 100
 
 
 HOLDERS: dict[str, Callable[[Any], Any]] = {
@@ -237,29 +124,93 @@ HOLDERS: dict[str, Callable[[Any], Any]] = {
 
 
 @pytest.mark.parametrize("kind", HOLDERS)
-def test_memory_is_used_again_and_not_before_the_last_one_has_let_go(kind: str) -> None:
-    shelf, borrower = SharedBuffer(), BufferCopier()
-    shelf.view(64)[:] = 1
-    copied_N = borrower.copy(shelf.fds[0], 64)
+def test_memory_of_a_copy_is_reused_once_its_last_array_is_gone(kind: str) -> None:
+    buffer, copier = SharedBuffer(), BufferCopier()
+    buffer.view(64)[:] = 1
+    copied_N = copier.copy(buffer.fds[0], 64)
     address = copied_N.__array_interface__["data"][0]
     held = HOLDERS[kind](copied_N)
     before = bytes(np.asarray(held))
     del copied_N
-    shelf.view(64)[:] = 2
-    others = [borrower.copy(shelf.fds[0], 64) for _ in range(3)]
+    buffer.view(64)[:] = 2
+    others = [copier.copy(buffer.fds[0], 64) for _ in range(3)]
     assert bytes(np.asarray(held)) == before
     assert address not in [each.__array_interface__["data"][0] for each in others]
     del held
     gc.collect()
-    again_N = borrower.copy(shelf.fds[0], 32)
+    again_N = copier.copy(buffer.fds[0], 32)
     assert again_N.__array_interface__["data"][0] == address
     assert again_N.tolist() == [2] * 32
 
 
-def test_a_few_blocks_are_kept_and_no_more() -> None:
-    shelf, borrower = SharedBuffer(), BufferCopier()
-    shelf.view(64)
-    held = [borrower.copy(shelf.fds[0], 64) for _ in range(3 * MAX_FREE_BLOCKS)]
-    assert len(borrower._free) == 0
+def test_only_a_few_free_blocks_are_kept() -> None:
+    buffer, copier = SharedBuffer(), BufferCopier()
+    buffer.view(64)
+    held = [copier.copy(buffer.fds[0], 64) for _ in range(3 * MAX_FREE_BLOCKS)]
+    assert len(copier._free) == 0
     held.clear()
-    assert len(borrower._free) == MAX_FREE_BLOCKS
+    assert len(copier._free) == MAX_FREE_BLOCKS
+
+
+GIB = 1 << 30
+
+
+@pytest.fixture
+def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """8 GiB available, and a group within a group; limits are written by the tests."""
+    (tmp_path / "meminfo").write_text(f"MemTotal: 99 kB\nMemAvailable:   {8 * GIB >> 10} kB\n")
+    (tmp_path / "cgroup").write_text("1:name=old:/x\n0::/outer/inner\n")
+    (tmp_path / "groups" / "outer" / "inner").mkdir(parents=True)
+    for name, file in (
+        ("MEMINFO_FILE", "meminfo"),
+        ("CGROUP_FILE", "cgroup"),
+        ("CGROUP_ROOT", "groups"),
+    ):
+        monkeypatch.setattr(shared_buffer, name, tmp_path / file)
+    return tmp_path / "groups"
+
+
+def limit(folder: Path, most: str, used: int) -> None:
+    (folder / "memory.max").write_text(f"{most}\n")
+    (folder / "memory.current").write_text(f"{used}\n")
+
+
+def test_without_limits_the_available_memory_is_free(machine: Path) -> None:
+    limit(machine / "outer", "max", 5 * GIB)
+    assert shared_buffer.free_memory_bytes() == 8 * GIB - shared_buffer.RESERVED_BYTES
+
+
+@pytest.mark.parametrize("group", ["outer", "outer/inner"])
+def test_a_control_group_limits_the_free_memory(machine: Path, group: str) -> None:
+    limit(machine / group, str(3 * GIB), GIB)
+    assert shared_buffer.free_memory_bytes() == 2 * GIB - shared_buffer.RESERVED_BYTES
+
+
+def test_a_full_control_group_leaves_no_free_memory(machine: Path) -> None:
+    limit(machine / "outer", str(GIB), 2 * GIB)
+    assert shared_buffer.free_memory_bytes() == 0
+
+
+@pytest.mark.usefixtures("machine")
+def test_a_buffer_larger_than_the_free_memory_is_refused_before_allocation() -> None:
+    with nothing_left_behind(), pytest.raises(WeightsError, match=r"are free; free some"):
+        HostBuffer(8 * GIB)
+
+
+def test_this_machine_has_less_free_memory_than_memory() -> None:
+    in_all = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    assert 0 < shared_buffer.free_memory_bytes() < in_all
+    HostBuffer(2 << 20).close()
+
+
+def test_a_ring_larger_than_the_free_memory_is_refused_before_allocation(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Asked for, it would be promised, and somebody ended for it."""
+
+    def promise(*_: object) -> None:
+        raise AssertionError("the kernel was asked")
+
+    monkeypatch.setattr(os, "posix_fallocate", promise)
+    with pytest.raises(RingError, match=r"no \d+ bytes for the ring: \d+ are free; lower its size"):
+        HostMemory.create(1 << 60)

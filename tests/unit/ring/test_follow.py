@@ -1,4 +1,4 @@
-"""Takes engines that come and go in a folder; gives the events that a follower sees."""
+"""What a follower sees of engines that come and go in a folder."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def test_an_engine_that_was_there_before_is_read_from_where_was_asked(tmp_path: 
     assert [record.seq for record in batch.records] == [3]
 
 
-def test_a_dead_engine_is_drained_and_its_books_are_closed_before_the_next(tmp_path: Path) -> None:
+def test_a_dead_engine_is_read_to_its_end_before_the_next_one(tmp_path: Path) -> None:
     with closing(follow(tmp_path, start="oldest", stop=lambda: False)) as events:
         next(events)
         with running_engine(tmp_path) as first:
@@ -61,7 +61,7 @@ def test_a_bank_can_be_asked_for_while_a_batch_is_in_hand(tmp_path: Path) -> Non
     assert [probe.name for probe in bank.probes] == ["kind"]
 
 
-def test_a_follower_that_is_stopped_says_where_it_stood(tmp_path: Path) -> None:
+def test_a_stopped_follower_reports_its_position(tmp_path: Path) -> None:
     stops = iter([False, False, True, True])
     with running_engine(tmp_path) as engine:
         publish_plain(engine.writer, 2)

@@ -1,4 +1,4 @@
-"""Takes shapes of rings; gives proof that every field has its own place inside its slot."""
+"""Every field of a ring has its own place inside its slot."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Takes steps of any size through writer and reader; gives back the same rows, or an exact loss."""
+"""Steps of any size come back from the ring whole, or are counted as lost."""
 
 from __future__ import annotations
 
@@ -150,7 +150,7 @@ def test_a_reader_starts_where_it_is_told(start: int, first: int, seqs: range) -
         assert (ring.statistics().first, ring.statistics().lost) == (first, 0)
 
 
-def test_a_start_that_was_never_published_is_refused() -> None:
+def test_a_start_beyond_the_published_records_is_refused() -> None:
     with HostMemory.create(SMALL.nbytes) as memory:
         publish_plain(RingWriter(memory, SMALL, EPOCH), 3)
         with pytest.raises(RingError, match="record 4, ring has 3"):

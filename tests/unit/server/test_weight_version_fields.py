@@ -18,10 +18,10 @@ from clairai.engine.core_control import CoreControl
 from clairai.weights.manifest import encode_manifest
 from clairai.weights.receive import ServedWeights as Weights
 from clairai.wire import ring_messages
-from tests.attacks.weights_parts import Target, offer_of, said
 from tests.support.api_server import PATHS, ToyServer
 from tests.support.toy_publisher import running_publisher
 from tests.support.weights import ToyLlm, engine
+from tests.support.weights_target import Target, offer_of, said
 
 MODELS = {"object": "list", "data": [{"id": "toy", "max_model_len": 8}, {"id": "lora"}]}
 

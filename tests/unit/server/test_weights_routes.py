@@ -15,11 +15,11 @@ from clairai.errors import WeightsBusyError
 from clairai.server import weights_routes
 from clairai.weights.manifest import Manifest, encode_manifest
 from clairai.weights.pack import HostPacker, TensorSpec, open_sources
-from tests.attacks.weights_parts import Target, offer_of, said, target
 from tests.support.api_server import toy_server
 from tests.support.probes import probe
 from tests.support.toy_publisher import SECOND, running_publisher
 from tests.support.weights import SHAPES
+from tests.support.weights_target import Target, offer_of, said, target
 
 
 @pytest.fixture
@@ -63,7 +63,7 @@ def test_a_commit_waits_for_requests_loads_and_lets_them_go_on(served: Target, d
     assert served.told == [f"pause {drain} True", "resume"]
 
 
-def test_a_bank_alone_makes_nobody_wait(tmp_path: Path) -> None:
+def test_a_bank_alone_pauses_nothing(tmp_path: Path) -> None:
     with running_publisher(tmp_path) as step_publisher:
         step_publisher.install(step_publisher.columns.add([probe("p", point=SECOND)]))
         with target(tmp_path, step_publisher) as served:

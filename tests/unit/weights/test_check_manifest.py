@@ -1,4 +1,4 @@
-"""Takes manifests, good, broken and random; gives the plan, or one reason, and never a crash."""
+"""Manifests, good, broken and random: each is accepted, or refused with one reason."""
 
 from __future__ import annotations
 
@@ -126,7 +126,7 @@ def test_a_commit_is_its_plan_with_checksums_and_nothing_else() -> None:
             check_matches_plan(other, planned)
 
 
-def test_what_the_driver_says_counts_and_not_what_is_claimed() -> None:
+def test_the_drivers_size_counts_and_not_the_claimed_one() -> None:
     manifest = plan()
     check_extents(manifest, [GRANULE_BYTES])
     with pytest.raises(WeightsError, match="do not trust"):
@@ -269,7 +269,7 @@ DESCRIBED = st.lists(
 
 @STEADY
 @given(DESCRIBED, st.sampled_from([1, GRANULE_BYTES, 5 * GRANULE_BYTES]))
-def test_whatever_is_laid_out_is_taken(
+def test_every_plan_of_plan_buffers_is_accepted(
     shapes: list[tuple[str, tuple[int, ...]]], buffer_bytes: int
 ) -> None:
     described = [TensorSpec(f"w{index}", *each) for index, each in enumerate(shapes)]

@@ -1,4 +1,4 @@
-"""Takes bytes; gives the same checksum by C, by numpy and by the definition."""
+"""The checksum is the same in C, in numpy and by its definition."""
 
 from __future__ import annotations
 
@@ -70,13 +70,13 @@ def copies(narrow: Any) -> dict[str, Copy]:
     return {"as it is": host.copy_and_checksum, "block by block": by_blocks, "numpy": by_slices}
 
 
-def test_there_is_a_compiler_and_the_checksum_is_by_it() -> None:
+def test_the_c_module_is_used_where_there_is_a_compiler() -> None:
     assert host.load_native() is not None
 
 
 @settings(derandomize=True, deadline=None)
 @given(st.binary(max_size=300))
-def test_it_is_as_defined_by_c_and_by_numpy(one_by_one: Sum, raw: bytes) -> None:
+def test_c_and_numpy_follow_the_definition(one_by_one: Sum, raw: bytes) -> None:
     assert {host.checksum(raw), one_by_one(raw), by_numpy(raw)} == {plainly(raw)}
 
 
@@ -90,12 +90,12 @@ def test_c_and_numpy_agree_wherever_memory_begins_and_ends(
 
 
 @pytest.mark.parametrize("words", [1, host.CHUNK_WORDS - 1, host.CHUNK_WORDS, host.CHUNK_WORDS + 1])
-def test_it_is_as_defined_where_a_chunk_ends(words: int) -> None:
+def test_numpy_follows_the_definition_across_chunks(words: int) -> None:
     raw = np.random.default_rng(words).bytes(8 * words + 3)
     assert host.checksum(raw) == by_numpy(raw) == plainly(raw)
 
 
-def test_without_a_compiler_it_is_by_numpy(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_compiler_numpy_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(host, "load_native", lambda: None)
     raw = np.random.default_rng(3).bytes(1003)
     assert host.checksum(raw) == plainly(raw)
@@ -108,7 +108,7 @@ def test_without_a_compiler_it_is_by_numpy(monkeypatch: pytest.MonkeyPatch) -> N
     st.integers(0, 7),
     st.integers(0, 2**32),
 )
-def test_a_copy_is_all_of_it_and_no_more_and_its_sum_is_the_checksum(
+def test_a_copy_is_exact_and_its_sum_is_the_checksum(
     copies: dict[str, Copy], nbytes: int, begin: int, lands: int, seed: int
 ) -> None:
     raw = memoryview(np.random.default_rng(seed).bytes(nbytes + begin))[begin:]
@@ -127,17 +127,17 @@ def test_a_copy_that_does_not_fit_is_refused(copies: dict[str, Copy]) -> None:
                 copy(memoryview(bytearray(8)), bytes(nbytes))
 
 
-def test_memory_that_nobody_may_write_to_is_not_copied_to() -> None:
+def test_read_only_memory_is_not_a_target() -> None:
     with pytest.raises(TypeError):
         host.copy_and_checksum(memoryview(bytes(8)), bytes(8))
 
 
-def test_memory_that_is_not_in_one_piece_is_refused() -> None:
+def test_memory_that_is_not_contiguous_is_refused() -> None:
     with pytest.raises(BufferError):
         host.checksum(memoryview(bytes(64))[::2])
 
 
-def test_every_flipped_bit_shows() -> None:
+def test_every_flipped_bit_changes_the_checksum() -> None:
     raw = bytearray(np.random.default_rng(1).bytes(250))
     before = host.checksum(bytes(raw))
     for bit in range(8 * len(raw)):
@@ -146,7 +146,7 @@ def test_every_flipped_bit_shows() -> None:
         raw[bit // 8] ^= 1 << bit % 8
 
 
-def test_two_words_that_change_places_show_and_so_does_a_longer_end() -> None:
+def test_swapped_words_and_a_longer_tail_change_the_checksum() -> None:
     a, b = b"\x00" * 6 + b"\x80\x3f", b"\x00" * 6 + b"\x00\x40"
     assert host.checksum(a + b) != host.checksum(b + a)
     assert host.checksum(a) != host.checksum(a + b"\0")

@@ -1,4 +1,4 @@
-"""Takes where tensors and engine are; gives the way between them, and the reason in words."""
+"""The transport is chosen by where tensors and engine are, and the reason is reported."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def choose(llm: ToyLlm, folder: Path, found: list[TensorSource], **given: Any) -
         (on("cuda:1"), CPU, "cpu", "no GPU"),
     ],
 )
-def test_the_shortest_way_is_taken_and_said(
+def test_the_memory_is_chosen_by_where_tensors_and_engine_are(
     monkeypatch: pytest.MonkeyPatch, found: list[TensorSource], engine: str, device: str, why: str
 ) -> None:
     install(monkeypatch)
@@ -75,20 +75,20 @@ def test_the_shortest_way_is_taken_and_said(
     assert why in said
 
 
-def test_on_one_machine_it_is_the_socket(llm: ToyLlm, tmp_path: Path) -> None:
+def test_on_one_machine_the_socket_is_used(llm: ToyLlm, tmp_path: Path) -> None:
     made = choose(llm, tmp_path, on("cpu"))
     assert (made.kind, made.reason) == ("host", "the engine has no GPU")
     assert isinstance(made, HostTransport)
 
 
-def test_where_the_socket_is_not_it_is_http(llm: ToyLlm, tmp_path: Path) -> None:
+def test_without_the_socket_http_is_used(llm: ToyLlm, tmp_path: Path) -> None:
     made = choose(llm, tmp_path / "elsewhere", on("cpu"))
     assert made.kind == "http"
     assert "socket is not here" in made.reason
     assert isinstance(made, HttpTransport)
 
 
-def test_a_way_that_is_asked_for_is_taken_though_there_is_a_shorter_one(
+def test_a_requested_transport_is_used_although_there_is_a_faster_one(
     llm: ToyLlm, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     install(monkeypatch)
@@ -120,7 +120,7 @@ def test_an_engine_in_this_process_opens_no_handle(
         ({"through": "pigeon"}, False, WeightsError, "auto, device, host, http"),
     ],
 )
-def test_a_way_that_cannot_be_is_refused_and_no_other_is_taken(
+def test_a_requested_transport_that_is_impossible_is_refused(
     llm: ToyLlm, tmp_path: Path, given: Any, elsewhere: bool, kind: Any, reason: str
 ) -> None:
     folder = tmp_path / "elsewhere" if elsewhere else tmp_path

@@ -1,4 +1,4 @@
-"""Takes a safetensors file in pieces of any size; gives the plan's buffer, or why not."""
+"""A safetensors file in pieces of any size fills a buffer of the plan, or is refused."""
 
 from __future__ import annotations
 

@@ -67,9 +67,9 @@ def rows_of(pages_N: ByteArray) -> Any:
     return np.frombuffer(pages_N.data.toreadonly(), np.float32).reshape(NUM_ROWS, WIDTH)
 
 
-def filled(shelf: SharedBuffer, value: float) -> int:
-    shelf.view(NBYTES).view(np.float32)[:] = value
-    return shelf.fds[0]
+def filled(buffer: SharedBuffer, value: float) -> int:
+    buffer.view(NBYTES).view(np.float32)[:] = value
+    return buffer.fds[0]
 
 
 def address(array: Any) -> int:
@@ -79,8 +79,8 @@ def address(array: Any) -> int:
 def test_rows_in_pinned_memory_are_fetched_from_there(
     events: list[Event], pinned: set[int]
 ) -> None:
-    shelf = SharedBuffer()
-    rows_PD = rows_of(BufferCopier().copy(filled(shelf, 2.0), NBYTES))
+    buffer = SharedBuffer()
+    rows_PD = rows_of(BufferCopier().copy(filled(buffer, 2.0), NBYTES))
     pinned.add(address(rows_PD))
     moved_PD = upload()(rows_PD)
     assert moved_PD.data_ptr() == address(rows_PD)
@@ -90,8 +90,8 @@ def test_rows_in_pinned_memory_are_fetched_from_there(
 
 def test_other_rows_are_staged(events: list[Event], pinned: set[int]) -> None:
     assert not pinned
-    shelf = SharedBuffer()
-    rows_PD = rows_of(BufferCopier().copy(filled(shelf, 2.0), NBYTES))
+    buffer = SharedBuffer()
+    rows_PD = rows_of(BufferCopier().copy(filled(buffer, 2.0), NBYTES))
     moved_PD = upload()(rows_PD)
     assert moved_PD.data_ptr() != address(rows_PD)
     assert moved_PD.tolist() == rows_PD.tolist()
@@ -101,30 +101,30 @@ def test_other_rows_are_staged(events: list[Event], pinned: set[int]) -> None:
 def test_memory_is_not_filled_again_while_the_gpu_fetches_from_it(
     events: list[Event], pinned: set[int]
 ) -> None:
-    shelf, borrower, to_gpu = SharedBuffer(), BufferCopier(), upload()
-    rows_PD = rows_of(borrower.copy(filled(shelf, 1.0), NBYTES))
+    buffer, copier, to_gpu = SharedBuffer(), BufferCopier(), upload()
+    rows_PD = rows_of(copier.copy(filled(buffer, 1.0), NBYTES))
     first = address(rows_PD)
     pinned.add(first)
     to_gpu(rows_PD)
     del rows_PD  # the bank is another one by now
     gc.collect()
-    second_PD = rows_of(borrower.copy(filled(shelf, 2.0), NBYTES))
+    second_PD = rows_of(copier.copy(filled(buffer, 2.0), NBYTES))
     assert address(second_PD) != first, "the GPU may still read it"
     pinned.add(address(second_PD))
     to_gpu(second_PD)
-    assert address(borrower.copy(filled(shelf, 3.0), NBYTES)) != first
+    assert address(copier.copy(filled(buffer, 3.0), NBYTES)) != first
     events[0].has_come = True
     to_gpu(second_PD)
     gc.collect()
-    assert address(borrower.copy(filled(shelf, 4.0), NBYTES)) == first
+    assert address(copier.copy(filled(buffer, 4.0), NBYTES)) == first
 
 
 def test_staging_is_not_filled_again_before_all_has_been_fetched(
     events: list[Event], pinned: set[int]
 ) -> None:
-    to_gpu, borrower, shelf = upload(), BufferCopier(), SharedBuffer()
-    straight_PD = rows_of(borrower.copy(filled(shelf, 1.0), NBYTES))
-    staged_PD = rows_of(borrower.copy(filled(shelf, 2.0), NBYTES))
+    to_gpu, copier, buffer = upload(), BufferCopier(), SharedBuffer()
+    straight_PD = rows_of(copier.copy(filled(buffer, 1.0), NBYTES))
+    staged_PD = rows_of(copier.copy(filled(buffer, 2.0), NBYTES))
     pinned.add(address(straight_PD))
     to_gpu(staged_PD)
     to_gpu(straight_PD)

@@ -1,4 +1,4 @@
-"""Takes a Ray actor, real where Ray is installed; gives what it is asked, and in which order."""
+"""A Ray actor (a real one where Ray is installed) is asked the right questions in order."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ def test_an_actor_that_serves_is_paused_while_its_weights_change(
 
 
 @pytest.mark.usefixtures("ray")
-def test_what_is_refused_makes_nobody_wait(llm: ToyLlm, tmp_path: Path) -> None:
+def test_a_refused_transfer_pauses_nothing(llm: ToyLlm, tmp_path: Path) -> None:
     held = AsyncToy(llm)
     wrong = weights(1) | {"model.layers.0.b": torch.zeros(15)}
     with pytest.raises(WeightsError, match="has shape"):
@@ -106,7 +106,7 @@ def test_what_is_refused_makes_nobody_wait(llm: ToyLlm, tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("ray")
-def test_a_bank_alone_makes_nobody_wait(tmp_path: Path) -> None:
+def test_a_bank_alone_pauses_nothing(tmp_path: Path) -> None:
     with running_publisher(tmp_path) as step_publisher:
         step_publisher.install(step_publisher.columns.add([probe("p", point=SECOND)]))
         with engine(tmp_path, step_publisher) as llm:
@@ -143,7 +143,7 @@ def test_requests_that_do_not_end_keep_the_old_weights(
 
 
 @pytest.mark.usefixtures("ray")
-def test_what_a_pause_left_in_the_queue_is_waited_for(
+def test_requests_that_a_pause_left_in_the_queue_are_waited_for(
     llm: ToyLlm, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     held, original = AsyncToy(llm), engine_client.RayEngine._ask_commit
@@ -160,7 +160,7 @@ def test_what_a_pause_left_in_the_queue_is_waited_for(
     assert is_serving(llm, 1)
 
 
-def test_without_ray_it_is_said(
+def test_without_ray_an_actor_is_refused(
     llm: ToyLlm, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delitem(sys.modules, "ray", raising=False)

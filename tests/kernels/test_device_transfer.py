@@ -1,4 +1,4 @@
-"""A hand-over by GPU memory, its driver a toy: nothing is left open or held, however it ends.
+"""Transfers by GPU memory on a toy driver: nothing stays open or allocated, however they end.
 
 The kernels run in Triton's interpreter. The toy's GPU is memory of this process, so real bytes go
 through them; it fails a test that frees what somebody has open, as CUDA would not.
@@ -94,7 +94,7 @@ def is_clean(driver: ToyDriver) -> bool:
     return (driver.opened, driver.held) == (set(), {})
 
 
-def test_weights_go_over_and_every_buffer_is_given_back(
+def test_weights_arrive_and_every_buffer_is_freed(
     llm: ToyLlm, driver: ToyDriver, tmp_path: Path
 ) -> None:
     for seed in (1, 2):
@@ -106,9 +106,7 @@ def test_weights_go_over_and_every_buffer_is_given_back(
     assert "cuMemAllocHost" not in driver.asked, "the host reads none of it"
 
 
-def test_a_load_that_breaks_gives_every_buffer_back(
-    llm: ToyLlm, driver: ToyDriver, tmp_path: Path
-) -> None:
+def test_a_failed_load_frees_every_buffer(llm: ToyLlm, driver: ToyDriver, tmp_path: Path) -> None:
     llm.fail_after = 2
     with pytest.raises(WeightsTornError):
         sender(llm, tmp_path).send(weights(1))
@@ -118,7 +116,7 @@ def test_a_load_that_breaks_gives_every_buffer_back(
 @pytest.mark.parametrize(
     "call", ["cuMemAlloc", "cuIpcGetMemHandle", "cuIpcOpenMemHandle", "cuPointerGetAttribute"]
 )
-def test_a_driver_that_fails_leaves_the_old_weights_and_nothing_else(
+def test_a_failing_driver_leaves_the_old_weights_and_nothing_else(
     llm: ToyLlm, driver: ToyDriver, tmp_path: Path, call: str
 ) -> None:
     driver.failing[call] = CUresult.CUDA_ERROR_OUT_OF_MEMORY
@@ -226,19 +224,21 @@ def test_what_has_to_be_gathered_is_gathered_for_one_buffer_at_a_time(
 
 
 @pytest.mark.parametrize(("index", "reason"), [(1, "1 have come and 0 of them were read"), (0, "")])
-def test_a_buffer_is_said_to_be_full_in_its_turn(
+def test_buffers_are_finished_in_order(
     llm: ToyLlm, tmp_path: Path, index: int, reason: str
 ) -> None:
-    with begun(llm, tmp_path) as (made, port):
+    with begun(llm, tmp_path) as (made, client):
         if not reason:
-            port.finish(BufferFilled(made.transfer, index), made.buffers[index])
+            client.finish(BufferFilled(made.transfer, index), made.buffers[index])
             index, reason = 0, "1 have come and 1 of them were read"  # a second time
         with pytest.raises(WeightsError, match=reason):
-            port.finish(BufferFilled(made.transfer, index), made.buffers[index])
+            client.finish(BufferFilled(made.transfer, index), made.buffers[index])
     assert is_serving(llm, 0)
 
 
-def test_a_buffer_that_was_shown_and_not_filled_does_not_count(llm: ToyLlm, tmp_path: Path) -> None:
+def test_a_buffer_that_was_offered_and_not_filled_does_not_count(
+    llm: ToyLlm, tmp_path: Path
+) -> None:
     with begun(llm, tmp_path) as (made, _):
         tracker = llm.updater.receiver._tracker
         until(lambda: len(tracker.peek(made.transfer).buffers) == 1, 10.0)
@@ -248,7 +248,7 @@ def test_a_buffer_that_was_shown_and_not_filled_does_not_count(llm: ToyLlm, tmp_
     assert is_serving(llm, 0)
 
 
-def test_a_plan_that_replaces_another_waits_for_who_reads(
+def test_a_new_plan_waits_until_the_old_one_is_no_longer_read(
     llm: ToyLlm, driver: ToyDriver, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """To close memory that a kernel reads would end the engine's process."""
@@ -262,8 +262,8 @@ def test_a_plan_that_replaces_another_waits_for_who_reads(
         return original(self, wanted)
 
     monkeypatch.setattr(ReceivedDeviceBuffer, "checksums", slow)
-    with begun(llm, tmp_path) as (made, port), ThreadPoolExecutor(2) as threads:
-        read = threads.submit(port.finish, BufferFilled(made.transfer, 0), made.buffers[0])
+    with begun(llm, tmp_path) as (made, client), ThreadPoolExecutor(2) as threads:
+        read = threads.submit(client.finish, BufferFilled(made.transfer, 0), made.buffers[0])
         assert is_reading.wait(10.0)
         replaced = threads.submit(llm.updater.receiver._tracker.drop)
         until(lambda: llm.updater.receiver._tracker._expected is None, 10.0)
@@ -298,8 +298,8 @@ def begun(llm: ToyLlm, tmp_path: Path) -> Iterator[tuple[Manifest, BufferClient]
     made = plan(epoch=llm.epoch, device=UUID, buffer_bytes=1)
     llm.planned(made)
     packer = DevicePacker(open_sources(weights(1), contextlib.ExitStack()), made, GPU)
-    with contextlib.closing(packer), BufferClient(tmp_path, llm.epoch) as port:
+    with contextlib.closing(packer), BufferClient(tmp_path, llm.epoch) as client:
         first = packer.begin(0)
-        port.offer_early(BufferOffer(made.transfer, 0, made.buffers[0], "device", first.handle))
+        client.offer_early(BufferOffer(made.transfer, 0, made.buffers[0], "device", first.handle))
         first.finish()
-        yield made, port
+        yield made, client

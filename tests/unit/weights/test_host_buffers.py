@@ -1,4 +1,4 @@
-"""Takes hand-overs that are small; gives them over in memory that is used again, and stays safe."""
+"""Small transfers go through memory that is used again, and are copied safely."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def test_a_sender_fills_the_same_memory_again(
     assert len({inode for _, inode in seen}) == 1
 
 
-def test_what_is_large_is_mapped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_large_buffer_is_mapped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     seen = offers(monkeypatch)
     monkeypatch.setattr("clairai.weights.sender.MAX_COPIED_BYTES", 1 << 20)
     with engine(tmp_path) as llm:
@@ -114,7 +114,7 @@ def test_a_sender_that_knows_the_engine_does_not_ask_again(
         assert len(asked) == 2, "after a refusal it looks again"
 
 
-def test_an_engine_that_was_started_anew_is_found(tmp_path: Path) -> None:
+def test_a_restarted_engine_is_found(tmp_path: Path) -> None:
     with engine(tmp_path) as first:
         sender = Sender(first, runtime_dir=str(tmp_path))
         sender.send(weights(1))
@@ -124,20 +124,20 @@ def test_an_engine_that_was_started_anew_is_found(tmp_path: Path) -> None:
         assert is_serving(second, 2)
 
 
-def test_room_grows_and_what_is_cut_off_meanwhile_is_refused() -> None:
-    shelf, borrower = SharedBuffer(), BufferCopier()
-    shelf.view(10)[:] = 1
-    room_N = shelf.view(5000)
+def test_a_shared_buffer_grows_and_a_wrong_size_is_refused() -> None:
+    buffer, copier = SharedBuffer(), BufferCopier()
+    buffer.view(10)[:] = 1
+    room_N = buffer.view(5000)
     assert room_N[:10].tolist() == [1] * 10
     ten = [PlannedTensor("t", "U8", (10,), 0, 0, 10)]
     with pytest.raises(WeightsError, match="has 5000 bytes, 5001 were announced"):
-        CopiedBuffer(borrower, os.dup(shelf.fds[0]), 5001, ten)
-    copied = CopiedBuffer(borrower, os.dup(shelf.fds[0]), 5000, ten)
+        CopiedBuffer(copier, os.dup(buffer.fds[0]), 5001, ten)
+    copied = CopiedBuffer(copier, os.dup(buffer.fds[0]), 5000, ten)
     room_N[:10] = 2
     assert copied.bytes_N.tolist() == [1] * 10
     assert copied.checksums(ten) == [checksum(bytes([1] * 10))]
     with pytest.raises(WeightsError, match="not a memfd"):
-        CopiedBuffer(borrower, os.open("/dev/zero", os.O_RDONLY), 10, ten)
+        CopiedBuffer(copier, os.open("/dev/zero", os.O_RDONLY), 10, ten)
     assert MAX_COPIED_BYTES >= 512 * 8192 * 4, "a bank of 512 of a wide model fits"
 
 

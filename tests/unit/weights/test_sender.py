@@ -1,4 +1,4 @@
-"""Takes a sender and an engine without vLLM; gives the life of a hand-over, its failures too."""
+"""A whole transfer between a sender and an engine without vLLM, including its failures."""
 
 from __future__ import annotations
 
@@ -56,7 +56,9 @@ def _folder(held: dict[str, torch.Tensor], folder: Path) -> Path:
 
 
 @pytest.mark.parametrize("kind", ["mapping", "pairs", "generator", "module", "folder"])
-def test_weights_come_from_whatever_holds_them(llm: ToyLlm, tmp_path: Path, kind: str) -> None:
+def test_weights_come_from_modules_mappings_pairs_and_folders(
+    llm: ToyLlm, tmp_path: Path, kind: str
+) -> None:
     new = weights(1)
     given: Any = {  # type: ignore[no-untyped-call]
         "mapping": lambda: new,
@@ -103,7 +105,7 @@ def test_a_tensor_that_is_not_contiguous_arrives_in_order(llm: ToyLlm, tmp_path:
     assert is_serving(llm, new)
 
 
-def test_versions_count_hand_overs_of_the_model(llm: ToyLlm, tmp_path: Path) -> None:
+def test_versions_count_transfers_of_the_model(llm: ToyLlm, tmp_path: Path) -> None:
     versions = [sender(llm, tmp_path).send(weights(seed)).version for seed in (1, 2, 1)]
     assert versions == [1, 2, 3]
     digests = {sender(llm, tmp_path).send(weights(1)).digest for _ in range(2)}
@@ -151,7 +153,7 @@ def test_a_tensor_that_changes_its_shape_while_it_is_sent_is_refused(
     assert llm.ask(DescribeWeights()).version == 0
 
 
-def test_a_load_that_breaks_half_way_is_said_and_repaired_by_the_next(
+def test_a_load_that_fails_half_way_is_reported_and_repaired_by_the_next(
     llm: ToyLlm, tmp_path: Path
 ) -> None:
     llm.fail_after = 2
@@ -179,7 +181,7 @@ def test_what_can_be_sent_is_listed(llm: ToyLlm) -> None:
     assert {tensor.name: tensor.shape for tensor in listed} == dict(SHAPES)
 
 
-def test_a_hundred_hand_overs_leave_nothing_behind(llm: ToyLlm, tmp_path: Path) -> None:
+def test_a_hundred_transfers_leave_nothing_behind(llm: ToyLlm, tmp_path: Path) -> None:
     sender(llm, tmp_path).send(weights(0))
     with nothing_left_behind():
         digests = {sender(llm, tmp_path).send(weights(5)).digest for _ in range(100)}
@@ -189,14 +191,14 @@ def test_a_hundred_hand_overs_leave_nothing_behind(llm: ToyLlm, tmp_path: Path) 
     assert llm.updater.served.version == 101
 
 
-def test_an_engine_that_has_gone_is_said(llm: ToyLlm, tmp_path: Path) -> None:
+def test_a_dead_engine_is_reported(llm: ToyLlm, tmp_path: Path) -> None:
     with pytest.raises(EngineGoneError, match="own machine"):
         BufferClient(tmp_path, "00000000000000ff")
     llm.updater.close()
     assert not llm.updater.receiver.path.exists()
 
 
-def test_an_engine_without_taps_is_said(tmp_path: Path) -> None:
+def test_an_engine_without_taps_is_reported(tmp_path: Path) -> None:
     class Plain:
         def collective_rpc(self, method: str, **_: Any) -> list[bytes]:
             raise AttributeError(f"no {method}")
@@ -240,17 +242,17 @@ def _die_half_way(folder: str, epoch: str, pipe: Any) -> None:
     from clairai.weights.transport import HostTransport
     from tests.support.weights import plan
 
-    with BufferClient(Path(folder), epoch) as port:
+    with BufferClient(Path(folder), epoch) as client:
         made = plan(epoch=epoch, buffer_bytes=1)
         pipe.send_bytes(encode_manifest(made))
         pipe.recv()
         packed = HostPacker(open_sources(weights(9), ExitStack()), made).pack(0)
-        HostTransport(port, "a test")._deliver(made, 0, packed)
+        HostTransport(client, "a test")._deliver(made, 0, packed)
         pipe.send("one buffer is over")
         time.sleep(60)
 
 
-def test_a_sender_frees_its_buffers_when_the_engine_has_let_go_of_them(
+def test_a_sender_frees_its_buffers_once_the_engine_has_released_them(
     llm: ToyLlm, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """A commit that its sender has stopped waiting for may still be reading the sender's GPU."""
@@ -277,7 +279,7 @@ def _offered(llm: ToyLlm, tmp_path: Path, transfer: str) -> BufferClient:
     """Of a sender that has brought something to this transfer; what it was is refused."""
     from clairai.wire.weights_messages import BufferOffer
 
-    port = BufferClient(tmp_path, llm.epoch)
+    client = BufferClient(tmp_path, llm.epoch)
     with pytest.raises(WeightsError, match="refused"):
-        port.offer(BufferOffer(transfer, 0, 1, "host"), ())
-    return port
+        client.offer(BufferOffer(transfer, 0, 1, "host"), ())
+    return client

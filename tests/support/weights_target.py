@@ -1,4 +1,4 @@
-"""Takes a folder; gives an engine that takes weights, behind its real routes and socket, to attack.
+"""An engine to attack: it takes weights through its real routes and its real socket.
 
 Real: routes, manifest, checks, socket, buffers. Toy: the model, and vLLM between them.
 """

@@ -1,4 +1,4 @@
-"""Takes banks of many probes; gives each its new direction, and no other probe's."""
+"""New directions for a whole bank: each probe gets its own row."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def test_a_whole_bank_comes_as_one_tensor_each_row_to_its_own_probe(
 
 
 @pytest.mark.parametrize("order", [("b", "a", "c", "d"), ("a", "b", "c"), ("a", "b", "c", "e")])
-def test_rows_of_a_bank_that_is_another_by_now_come_to_nobody(
+def test_rows_for_a_bank_that_has_changed_are_refused(
     step_publisher: StepPublisher, llm: ToyLlm, tmp_path: Path, order: tuple[str, ...]
 ) -> None:
     before = step_publisher.columns
@@ -166,7 +166,7 @@ def test_a_probe_that_is_not_there_cannot_be_redirected() -> None:
         columns().redirect(("a", "x"), rows(2))
 
 
-def test_a_bank_is_put_into_words_once_and_lets_go_of_its_numbers(
+def test_a_bank_is_described_once_and_then_frees_its_numbers(
     step_publisher: StepPublisher,
 ) -> None:
     version = step_publisher.columns.version
@@ -176,7 +176,7 @@ def test_a_bank_is_put_into_words_once_and_lets_go_of_its_numbers(
     assert step_publisher.bank(version + 1) is None
 
 
-def test_a_bank_that_scored_nothing_is_forgotten_and_nobody_puts_it_into_words(
+def test_a_bank_that_scored_nothing_is_never_described(
     step_publisher: StepPublisher, llm: ToyLlm
 ) -> None:
     names, first = step_publisher.columns.names, step_publisher.columns.version
@@ -234,7 +234,7 @@ def test_the_tables_have_what_the_bank_says(step_publisher: StepPublisher, llm: 
     ],
     ids=["twice", "unknown", "too many rows", "too wide", "of another type", "NaN"],
 )
-def test_what_python_gives_wrongly_changes_nothing(
+def test_wrong_arguments_of_redirect_change_nothing(
     step_publisher: StepPublisher, llm: ToyLlm, names: tuple[str, ...], given: Any
 ) -> None:
     before = step_publisher.columns
@@ -245,7 +245,7 @@ def test_what_python_gives_wrongly_changes_nothing(
 
 
 @pytest.mark.parametrize(("names", "nbytes"), [((), 0), (("a",), 5), (("a", "b"), 12)])
-def test_bytes_that_are_no_rows_are_refused(
+def test_bytes_that_are_not_rows_are_refused(
     llm: ToyLlm, names: tuple[str, ...], nbytes: int
 ) -> None:
     refused = llm.ask(ring_messages.RedirectProbes(names, memoryview(bytes(nbytes))))

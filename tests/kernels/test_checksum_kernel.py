@@ -1,4 +1,4 @@
-"""The kernels give the checksum that numpy gives, whatever the sizes, and copy only those bytes."""
+"""The kernels compute the checksum that numpy computes, and copy exactly those bytes."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def test_a_copy_is_the_bytes_that_were_summed_and_nothing_beside_them(sizes: lis
 
 
 @pytest.mark.parametrize("offset", [1, 2, 8])
-def test_a_piece_of_a_tensor_may_begin_anywhere(offset: int) -> None:
+def test_a_view_of_a_tensor_may_begin_anywhere(offset: int) -> None:
     (whole,) = spans([5000])
     piece = whole[offset:]
     target = torch.zeros(len(piece), dtype=torch.uint8)
@@ -66,7 +66,7 @@ def test_a_piece_of_a_tensor_may_begin_anywhere(offset: int) -> None:
     assert torch.equal(piece, target)
 
 
-def test_every_flipped_bit_of_a_word_shows() -> None:
+def test_every_flipped_bit_of_a_word_changes_the_checksum() -> None:
     (held,) = spans([64])
     before = device_checksum.checksums([held])
     for bit in range(8):

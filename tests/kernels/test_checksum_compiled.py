@@ -1,4 +1,4 @@
-"""The kernels of checksums compile for a GPU where there is none: the interpreter forgives more."""
+"""The checksum kernels compile for a GPU, which the interpreter does not check."""
 
 from __future__ import annotations
 

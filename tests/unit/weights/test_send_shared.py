@@ -1,4 +1,4 @@
-"""Takes probes and vectors that are small; gives them over in one question, checked as ever."""
+"""Small probes and vectors go in one question, and are checked like any transfer."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def held(step_publisher: StepPublisher) -> Any:
     return np.stack([one.direction_D for one in step_publisher.columns.probes]).tolist()
 
 
-def test_a_bank_goes_in_one_question_and_by_no_socket(
+def test_a_bank_goes_in_one_question_without_the_socket(
     step_publisher: StepPublisher, llm: ToyLlm, sender: Sender, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(BufferClient, "__init__", _forbidden)
@@ -85,7 +85,7 @@ def _forbidden(*_: object) -> None:
     raise AssertionError("a socket was opened")
 
 
-def test_the_engine_has_the_digest_of_what_came_whichever_way(
+def test_the_digest_is_the_same_through_shared_memory_and_the_socket(
     step_publisher: StepPublisher, llm: ToyLlm, sender: Sender
 ) -> None:
     new = {f"probe::{name}": row for name, row in zip("abcd", rows(), strict=True)}
@@ -100,7 +100,7 @@ def test_the_engine_has_the_digest_of_what_came_whichever_way(
     assert by_name == dict(zip("abcd", rows().tolist(), strict=True))
 
 
-def test_a_vector_goes_so_too(tmp_path: Path) -> None:
+def test_a_vector_goes_in_one_question_too(tmp_path: Path) -> None:
     registry = SteeringRegistry(
         toy_publisher.POINTS, toy_publisher.WIDTH, SteeringLimits(rows=8, programs=8)
     )
@@ -122,7 +122,7 @@ def test_a_vector_goes_so_too(tmp_path: Path) -> None:
     ],
     ids=["nan", "zeros", "width", "dtype"],
 )
-def test_what_is_refused_leaves_the_bank_and_the_next_is_taken(
+def test_a_refused_bank_changes_nothing_and_the_next_one_is_accepted(
     step_publisher: StepPublisher,
     llm: ToyLlm,
     sender: Sender,
@@ -160,7 +160,7 @@ def test_what_a_sender_writes_later_changes_nothing(
     assert held(step_publisher) == rows().tolist()
 
 
-def test_a_hand_over_that_is_under_way_stays(
+def test_a_transfer_under_way_is_left_alone(
     step_publisher: StepPublisher, llm: ToyLlm, sender: Sender
 ) -> None:
     manifest = plan(epoch=llm.epoch)
@@ -176,7 +176,7 @@ def test_a_hand_over_that_is_under_way_stays(
     packed.close()
 
 
-def test_an_engine_that_cannot_read_it_gets_it_by_the_socket_from_then_on(
+def test_an_engine_that_cannot_read_shared_memory_gets_the_socket_from_then_on(
     step_publisher: StepPublisher, llm: ToyLlm, sender: Sender, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def unreachable(_: object) -> int:
@@ -191,7 +191,7 @@ def test_an_engine_that_cannot_read_it_gets_it_by_the_socket_from_then_on(
     assert kinds(llm) == [*once, *brought, *brought]
 
 
-def test_memory_of_a_question_that_was_not_answered_is_not_filled_again(
+def test_memory_of_an_unanswered_question_is_not_filled_again(
     step_publisher: StepPublisher, llm: ToyLlm, sender: Sender, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     names, late = step_publisher.columns.names, []
@@ -211,7 +211,7 @@ def test_memory_of_a_question_that_was_not_answered_is_not_filled_again(
     assert held(step_publisher) == (2 * rows()).tolist()
 
 
-def test_an_engine_that_was_started_anew_is_found(
+def test_a_restarted_engine_is_found(
     step_publisher: StepPublisher, llm: ToyLlm, sender: Sender, tmp_path: Path
 ) -> None:
     sender.send(bank(step_publisher.columns.names, rows()))
@@ -222,7 +222,7 @@ def test_an_engine_that_was_started_anew_is_found(
         assert held(step_publisher) == (2 * rows()).tolist()
 
 
-def test_two_at_once_by_one_sender_are_both_taken_whole(
+def test_two_concurrent_sends_of_one_sender_both_arrive_whole(
     step_publisher: StepPublisher, sender: Sender
 ) -> None:
     names, failed = step_publisher.columns.names, list[BaseException]()

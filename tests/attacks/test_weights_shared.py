@@ -1,4 +1,4 @@
-"""Takes lies about memory that is lent to an engine; gives refusals, and the bank as it was."""
+"""False references to shared memory: each is refused, and the bank stays as it was."""
 
 from __future__ import annotations
 
@@ -34,31 +34,31 @@ def llm(step_publisher: StepPublisher, tmp_path: Path) -> Iterator[ToyLlm]:
         yield running
 
 
-def lend(
-    manifest: Manifest, packed: PackedBuffer, shelf: SharedBuffer
+def commit_shared(
+    manifest: Manifest, packed: PackedBuffer, buffer: SharedBuffer
 ) -> weights_messages.CommitWeights:
     claimed = msgspec.structs.replace(manifest, tensors=packed.tensors)
     return weights_messages.CommitWeights(
-        encode_manifest(claimed), shelf.reference(manifest.buffers[0])
+        encode_manifest(claimed), buffer.reference(manifest.buffers[0])
     )
 
 
-def test_a_model_is_not_lent(llm: ToyLlm) -> None:
-    manifest, shelf = plan(epoch=llm.epoch), SharedBuffer()
-    packed = HostPacker(open_sources(weights(2), ExitStack()), manifest, shelf).pack(0)
-    refused = llm.ask(lend(manifest, packed, shelf))
+def test_a_model_does_not_go_through_shared_memory(llm: ToyLlm) -> None:
+    manifest, buffer = plan(epoch=llm.epoch), SharedBuffer()
+    packed = HostPacker(open_sources(weights(2), ExitStack()), manifest, buffer).pack(0)
+    refused = llm.ask(commit_shared(manifest, packed, buffer))
     assert isinstance(refused, Refusal)
     assert "probes and vectors alone" in refused.reason
     assert torch.equal(llm.model["model.norm.weight"], weights(0)["model.norm.weight"])
 
 
 def _of_bank(
-    step_publisher: StepPublisher, llm: ToyLlm, shelf: SharedBuffer
+    step_publisher: StepPublisher, llm: ToyLlm, buffer: SharedBuffer
 ) -> tuple[Manifest, PackedBuffer]:
     named = bank(step_publisher.columns.names, rows())
     described = [TensorSpec(next(iter(named)), "F32", rows().shape)]
     manifest = plan(described, epoch=llm.epoch)
-    return manifest, HostPacker(open_sources(named, ExitStack()), manifest, shelf).pack(0)
+    return manifest, HostPacker(open_sources(named, ExitStack()), manifest, buffer).pack(0)
 
 
 Change = Callable[[weights_messages.CommitWeights], weights_messages.CommitWeights]
@@ -101,12 +101,12 @@ LIES: dict[str, tuple[Change, str]] = {
 
 
 @pytest.mark.parametrize("lie", LIES)
-def test_a_lie_about_what_is_lent_changes_nothing(
+def test_a_false_reference_to_shared_memory_changes_nothing(
     step_publisher: StepPublisher, llm: ToyLlm, lie: str
 ) -> None:
     change, reason = LIES[lie]
-    shelf, before = SharedBuffer(), toy_publisher.state_of(step_publisher)
-    honest = lend(*_of_bank(step_publisher, llm, shelf), shelf)
+    buffer, before = SharedBuffer(), toy_publisher.state_of(step_publisher)
+    honest = commit_shared(*_of_bank(step_publisher, llm, buffer), buffer)
     refused = llm.ask(change(honest))
     assert isinstance(refused, Refusal)
     assert reason in refused.reason
@@ -116,9 +116,9 @@ def test_a_lie_about_what_is_lent_changes_nothing(
 
 
 def test_a_commit_without_a_checksum_is_refused(step_publisher: StepPublisher, llm: ToyLlm) -> None:
-    shelf = SharedBuffer()
-    manifest, packed = _of_bank(step_publisher, llm, shelf)
+    buffer = SharedBuffer()
+    manifest, packed = _of_bank(step_publisher, llm, buffer)
     bare = packed._replace(tensors=manifest.tensors)
-    refused = llm.ask(lend(manifest, bare, shelf))
+    refused = llm.ask(commit_shared(manifest, bare, buffer))
     assert isinstance(refused, Refusal)
     assert "has no checksum" in refused.reason

@@ -1,4 +1,4 @@
-"""Takes probes and vectors that come with weights, or alone; gives them to their banks, or none."""
+"""Probes and vectors in a transfer reach their banks together with the weights, or not at all."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def test_a_vector_is_replaced_where_names_are_known(tmp_path: Path) -> None:
         assert is_serving(llm, weights(3))
 
 
-def test_gates_are_told_of_a_new_probe(tmp_path: Path) -> None:
+def test_gates_use_a_new_probe(tmp_path: Path) -> None:
     """The core keeps probes of its own, for stop rules and gates."""
     with toy_publisher.running_publisher(tmp_path) as step_publisher:
         first = probe("p", point=toy_publisher.SECOND)
@@ -98,7 +98,7 @@ def test_gates_are_told_of_a_new_probe(tmp_path: Path) -> None:
         assert core_control._probes["p"].direction_D.tolist() == [7.0, 8.0, 9.0]
 
 
-def test_by_vllms_own_routes_no_bank_can_be_named(tmp_path: Path) -> None:
+def test_vllms_own_routes_cannot_name_a_bank(tmp_path: Path) -> None:
     """They call the worker, and nobody would install what came."""
     with toy_publisher.running_publisher(tmp_path) as step_publisher:
         step_publisher.install(step_publisher.columns.add([probe("p", point=toy_publisher.SECOND)]))
