@@ -79,7 +79,7 @@ def test_the_example_of_a_response_is_what_the_server_returns() -> None:
     gate = {"probe": "anger", "latch": True}
     asked = [{"vector": "calm", "scale": 4, "when": "generation", "gate": gate}]
     wanted = RequestFields(steer=parse_entries(asked, what="steer"))
-    assert preview_steering(wanted, CoreView(registry()._known)).complete() == expected[KEY]
+    assert preview_steering(wanted, CoreView(registry()._snapshot)).complete() == expected[KEY]
 
 
 def test_the_tables_name_every_key_and_value_of_the_language() -> None:

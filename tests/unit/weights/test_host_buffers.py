@@ -157,5 +157,5 @@ def test_a_core_beside_its_worker_sees_the_bank_and_is_sent_no_rows(tmp_path: Pa
             assert core_control._probes["p"].direction_D.tolist() == [7.0, 8.0, 9.0]
             ProbeBank(llm).redirect(("p",), 2 * rows_PD)
         assert core_control._probes["p"].direction_D.tolist() == [14.0, 16.0, 18.0]
-        assert registry._known.probes == {"p": step_publisher.columns.probes[0]}
+        assert registry._snapshot.probes == {"p": step_publisher.columns.probes[0]}
         assert step_publisher.columns.probes[0].bias == first.bias

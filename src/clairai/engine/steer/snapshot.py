@@ -1,9 +1,8 @@
 """Everything a request can name in the engine core at one moment, with its numbers.
 
 A snapshot never changes: a request is resolved from one, while changes make the next.
+N = points of a vector, D = model width.
 """
-
-# D = model width
 
 from __future__ import annotations
 
@@ -44,7 +43,7 @@ class PreparedVector(KnownVector):
 
 @dataclass(frozen=True)
 class SteeringTiers:
-    """What steers every request: on all tokens, on those of prompts, on generated ones."""
+    """What steers every request: on all tokens, on prompts, on generated tokens."""
 
     base: tuple[SteerEntry, ...] = ()
     prefill: tuple[SteerEntry, ...] = ()

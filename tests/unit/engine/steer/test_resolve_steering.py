@@ -9,7 +9,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from clairai.engine.steer.steering_plan import DECODER, ENCODER, MAX_GATES, MAX_OPS, SteeringPlan
+from clairai.engine.steer.steering_plan import (
+    DECODER,
+    ENCODER,
+    MAX_GATES,
+    MAX_OPS,
+    SteeringPlan,
+    describe_plan,
+)
 from clairai.engine.steer.steering_registry import SteeringRegistry
 from clairai.errors import ClairaiError, PointError, RequestError, VectorError
 from clairai.fields.catalog import path_order
@@ -136,7 +143,7 @@ def test_any_entries_become_a_valid_plan_or_a_refusal(
     numbered = [action.gate for action in plan.actions if action.gate is not None]
     assert numbered == list(range(len(plan.gates)))
     # What the engine describes, sent as a request, gives the same plan.
-    assert known.resolve(entries(*known.describe(plan)), prompt_len=prompt_len) == plan
+    assert known.resolve(entries(*describe_plan(plan)), prompt_len=prompt_len) == plan
 
 
 LONG = {"vector": {"points": {"pre_attn.1": "A" * 10**6}}}
@@ -269,7 +276,7 @@ def test_what_is_applied_is_described_in_the_form_of_a_request() -> None:
         {"vector": vector("other"), "op": "clamp", "high": 1, "when": "generation"},
         known=known,
     )
-    named, inline = known.describe(plan)
+    named, inline = describe_plan(plan)
     assert named == {
         "vector": "joy",
         "digest": vector().digest,

@@ -165,9 +165,9 @@ def test_positions_of_an_entry_are_limited_to_the_tokens_of_its_tier() -> None:
 BROKEN = [
     ("base", {"vector": "jay"}, "no vector is named 'jay'"),
     ("base", {"vector": "joy", "gate": {"probe": "nobody"}}, "no probe is named 'nobody'"),
-    ("prefill", {"vector": "joy", "when": "generation"}, "generation is no part of the prefill"),
-    ("decode", {"vector": "joy", "when": "prompt"}, "prompt is no part of the decode tier"),
-    ("decode", {"vector": "joy", "when": "last_prompt"}, "last_prompt is no part of the decode"),
+    ("prefill", {"vector": "joy", "when": "generation"}, "generation is not part of the prefill"),
+    ("decode", {"vector": "joy", "when": "prompt"}, "prompt is not part of the decode tier"),
+    ("decode", {"vector": "joy", "when": "last_prompt"}, "last_prompt is not part of the decode"),
 ]
 
 

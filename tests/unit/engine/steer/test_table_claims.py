@@ -60,7 +60,7 @@ def test_rows_of_gates_are_counted_too() -> None:
 
 
 def test_a_request_with_a_stateful_gate_has_a_gate_slot_of_its_own() -> None:
-    known = registry(limits=SteeringLimits(rows=9, programs=9, seats=1))
+    known = registry(limits=SteeringLimits(rows=9, programs=9, gate_slots=1))
     gate = {"probe": "sad", "latch": True}
     gated = known.resolve(entries({"vector": "joy", "gate": gate}), prompt_len=3)
     assert gated is not None
