@@ -1,7 +1,7 @@
-"""Takes the demo model and the demo's texts; gives what each encoder loses on its rows.
+"""Measure what each encoder loses on rows of the demo model, over the demo's texts.
 
-Rows are Hugging Face's, in float32. Beside the fidelity of each encoder: what probes lose that are
-trained, and judged, on decoded rows. Run: python -m bench.encoders [--stride 2]
+Rows are computed by Hugging Face in float32. Beside the fidelity of each encoder: what probes lose
+that are trained and evaluated on decoded rows. Run: python -m bench.encoders [--stride 2]
 T = tokens that are kept, D = model width.
 """
 

@@ -1,10 +1,10 @@
-"""Takes a folder on the disk to measure; gives the store's speed over the disk's own, in one run.
+"""Measure how fast the store writes, relative to a plain file on the same disk.
 
     python -m bench.store FOLDER
 
-By turns: a plain file, written in 8 MiB pieces and synced; stores of as many bytes, filled by one
-request and by 1,000 at once. Rows are what `raw` makes of bfloat16 at width 4096, offered under the
-policy `block`. What is timed begins before the folder is made and ends when all is synced.
+In turn: a plain file, written in pieces of 8 MiB and synced; stores of as many bytes, filled by one
+request and by 1,000 at once. Rows are bfloat16 at width 4096, encoded as `raw` and offered with the
+policy `block`. The time runs from before the folder is made until everything is synced.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ ORIGIN: Final = Origin.of(
     encoder="raw",
     parameters={"dtype": "bfloat16"},
 )
-TOLD: Final = (
+EXPLANATION: Final = (
     f"{NBYTES >> 20} MiB of rows, `raw` at width {WIDTH}, {TURNS} turns of all kinds, the "
     "medians. The plain file is written in pieces of 8 MiB and synced once. A store is made, "
     "written in shards of 64 MiB, each synced and committed, and closed. A step is 1,024 rows."
@@ -74,7 +74,7 @@ def main(folder: Path) -> None:
     print(found)
     took = f"{time.monotonic() - began_s:.0f} s"
     write_section(
-        "Captures on disk", [stamp("python -m bench.store FOLDER", took=took), TOLD, found]
+        "Captures on disk", [stamp("python -m bench.store FOLDER", took=took), EXPLANATION, found]
     )
 
 

@@ -1,4 +1,4 @@
-"""Takes the labelled texts in scripts/demo_texts; gives documents labelled for any of the concepts.
+"""The labelled texts in scripts/demo_texts, as documents labelled for any of the concepts.
 
 All concepts look at the same documents, so that each is forwarded once. Texts are put into folds
 before documents are made of them, so no sentence is in two folds.

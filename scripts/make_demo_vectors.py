@@ -1,4 +1,4 @@
-"""Takes the demo model and the contrast pairs; gives the vector files that the package ships.
+"""Make the demo vectors that the package ships, from the contrast pairs.
 
 Run: python -m scripts.make_demo_vectors. Then: python -m scripts.demo_vector_effect.
 """

@@ -1,4 +1,4 @@
-"""Takes the demo model and the labelled texts; gives the probe files that the package ships.
+"""Train the demo probes that the package ships, on the labelled texts.
 
 Run: python -m scripts.train_demo_probes. Then: python -m scripts.demo_examples.
 """

@@ -121,7 +121,7 @@ def test_tags_of_a_prompt_that_are_too_long_are_found_before_an_engine_starts(
 
 
 def _sent(tmp_path: Path, state: bytes) -> ShardSender:
-    """A folder that was sent, and whose state of sending was changed then."""
+    """A folder that was sent, and whose progress file was changed afterwards."""
     with Writer(tmp_path / "s") as writer:
         writer.offer(block(1))
     sender = ShardSender(LocalDisk(tmp_path / "s"), f"memory://{uuid4().hex}/c")
@@ -131,23 +131,21 @@ def _sent(tmp_path: Path, state: bytes) -> ShardSender:
 
 
 @pytest.mark.parametrize("state", [b"", b"garbage", b"[]", b"\xff" * 9, b'{"commits": "1"}'])
-def test_a_state_of_sending_that_cannot_be_read_sends_all_again(
-    state: bytes, tmp_path: Path
-) -> None:
+def test_unreadable_send_progress_sends_everything_again(state: bytes, tmp_path: Path) -> None:
     sender = _sent(tmp_path, state)
     assert len(list(sender.send())) == 1
     assert list(sender.send()) == []
 
 
 @pytest.mark.parametrize("said", [{"commits": -1}, {"commits": 9, "nbytes": 1 << 62}])
-def test_a_state_of_sending_that_is_not_of_this_manifest_sends_nothing(
+def test_send_progress_of_another_manifest_sends_nothing(
     said: dict[str, int], tmp_path: Path
 ) -> None:
     with pytest.raises(StoreDamagedError, match="nothing was sent"):
         list(_sent(tmp_path, json.dumps(said).encode()).send())
 
 
-def test_a_link_in_place_of_the_state_of_sending_is_not_followed(tmp_path: Path) -> None:
+def test_a_link_in_place_of_the_send_progress_is_not_followed(tmp_path: Path) -> None:
     with Writer(tmp_path / "s") as writer:
         writer.offer(block(1))
     (tmp_path / "victim").write_bytes(SECRET)

@@ -1,4 +1,4 @@
-"""Takes manifests and shards made to deceive, checksums and all; gives a refusal for each."""
+"""Manifests and shards that are forged, with right checksums, are refused."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from tests.support.row_blocks import block, origin
 
 
 @pytest.mark.parametrize("name", ["../x.safetensors", "/etc/passwd", "manifest", "x", "a\0.npz"])
-def test_a_manifest_that_names_another_file_is_refused_though_its_checksum_is_good(
+def test_a_manifest_that_names_another_file_is_refused_though_its_checksum_is_right(
     name: str,
 ) -> None:
     line, chain = dump_commit(CommitLine(MANIFEST_VERSION, 0, 1), FIRST_CHAIN)
@@ -56,7 +56,7 @@ def _entry(name: str) -> dict[str, Any]:
 
 
 def _crafted(change: dict[str, Any], head: dict[str, Any] | None = None) -> shard.OpenShard:
-    """A shard with good checksums and a bad header."""
+    """A shard with right checksums and a wrong header."""
     sealed = shard.seal_safetensors([block(1)], {})
     said = json.loads(sealed.start[8:])
     inner = json.loads(said["__metadata__"]["clairai"]) | (head or {})
@@ -91,7 +91,7 @@ def test_a_crafted_shard_that_changes_nothing_is_read() -> None:
         {"rows.more": {"dtype": "U8", "shape": [3], "data_offsets": [0, 3]}},
     ],
 )
-def test_a_shard_whose_tensors_do_not_lie_as_they_must_is_refused(change: dict[str, Any]) -> None:
+def test_a_shard_with_misplaced_tensors_is_refused(change: dict[str, Any]) -> None:
     with pytest.raises(StoreDamagedError):
         _crafted(change)
 
@@ -110,12 +110,12 @@ NAMES = [
 @pytest.mark.parametrize(
     "head", [{"rows": 2}, {"rows": 1 << 60}, {"version": 9}, {"digests": {}}, {"more": 1}, *NAMES]
 )
-def test_a_shard_whose_own_words_contradict_it_is_refused(head: dict[str, Any]) -> None:
+def test_a_shard_whose_head_contradicts_itself_is_refused(head: dict[str, Any]) -> None:
     with pytest.raises(StoreDamagedError):
         _crafted({}, head)
 
 
-def test_a_header_longer_than_the_file_is_refused_before_anything_is_made() -> None:
+def test_a_header_longer_than_the_file_is_refused_before_it_is_allocated() -> None:
     data = (1 << 62).to_bytes(8, "little") + b"{}"
     digest = hashlib.sha256(data).hexdigest()
     with pytest.raises(StoreDamagedError, match="not safetensors'"):
@@ -149,8 +149,8 @@ def test_a_point_index_beyond_the_list_is_refused() -> None:
         ShardRows.select(broken, 1, None, None, None)
 
 
-def test_no_error_of_the_store_is_anything_but_ours(tmp_path: Path) -> None:
-    """Random bytes in place of the manifest: refused in words, whatever they are."""
+def test_random_bytes_as_a_manifest_raise_nothing_but_our_errors(tmp_path: Path) -> None:
+    """Whatever the bytes are, they are refused with a message."""
     source = np.random.default_rng(0)
     (tmp_path / "s").mkdir(mode=0o700)
     for size in (0, 1, 7, 73, 74, 75, 500, 5000):

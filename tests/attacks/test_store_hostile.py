@@ -1,4 +1,4 @@
-"""Takes tags, ids, paths and folders of an attacker; gives a refusal for each."""
+"""Hostile tags, ids, paths and folders are refused."""
 
 from __future__ import annotations
 
@@ -147,7 +147,7 @@ def test_a_shard_replaced_by_a_link_to_an_equal_file_is_refused(tmp_path: Path) 
         read.open(tmp_path / "s")
 
 
-def test_a_pipe_in_the_folder_makes_nobody_wait(tmp_path: Path) -> None:
+def test_a_pipe_in_the_folder_blocks_nobody(tmp_path: Path) -> None:
     (tmp_path / "s").mkdir(mode=0o700)
     os.mkfifo(tmp_path / "s" / "manifest")
     with pytest.raises(StoreError, match="is a link or a device"):
@@ -164,7 +164,7 @@ def test_a_folder_that_others_can_write_is_refused(mode: int, tmp_path: Path) ->
         Writer(tmp_path / "s")
 
 
-def test_every_file_is_for_its_owner_alone(tmp_path: Path) -> None:
+def test_every_file_is_private_to_its_owner(tmp_path: Path) -> None:
     with Writer(tmp_path / "s") as writer:
         writer.offer(block(1))
     modes = {file.name: file.stat().st_mode & 0o777 for file in (tmp_path / "s").iterdir()}

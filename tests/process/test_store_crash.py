@@ -1,4 +1,4 @@
-"""Takes a real writer on a real disk; gives what is left of it after SIGKILL, or in a tiny disk."""
+"""A real writer on a real disk, killed with SIGKILL or on a filesystem that is too small."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ LIMITS = WriterLimits(shard_nbytes=20_000, seal_after_s=0.01, reserve_nbytes=0)
 
 
 def write_until_killed(path: str, first: int) -> None:
-    """In a process of its own: each line it prints is the number of a stream that is committed."""
+    """Runs in a process of its own, and prints the number of each stream when it is committed."""
     with Writer(path, policy="block", limits=LIMITS) as writer:
         stream = first
         while True:
@@ -38,7 +38,7 @@ def write_until_killed(path: str, first: int) -> None:
 
 
 def _killed(path: Path, first: int, after_s: float) -> int:
-    """The last stream that it said was committed."""
+    """The last stream that was reported as committed."""
     call = (
         f"from tests.process.test_store_crash import *; write_until_killed({str(path)!r}, {first})"
     )
@@ -54,7 +54,7 @@ def _killed(path: Path, first: int, after_s: float) -> int:
     return whole[-1]
 
 
-def test_sigkill_at_random_moments_loses_no_committed_row_and_the_next_writer_goes_on(
+def test_sigkill_at_random_moments_loses_no_committed_row_and_the_next_writer_continues(
     tmp_path: Path,
 ) -> None:
     moment = random.Random(1)  # noqa: S311 - a test, not a secret
@@ -79,7 +79,7 @@ def test_sigkill_at_random_moments_loses_no_committed_row_and_the_next_writer_go
 
 
 def fill_a_tiny_disk(path: str) -> None:
-    """On a filesystem of 4 MiB: capture stops with a reason, room is made, and it goes on."""
+    """On a filesystem of 4 MiB: writing stops with a reason, and continues when room is made."""
     ballast = Path(path) / "ballast"
     ballast.write_bytes(bytes(2 << 20))
     limits = WriterLimits(
@@ -112,7 +112,7 @@ def fill_a_tiny_disk(path: str) -> None:
     sys.stdout.write(f"{reason}\n{longest_s:.6f}\n")
 
 
-def test_a_tiny_filesystem_that_is_full_stops_capture_with_a_reason_and_it_goes_on(
+def test_a_tiny_filesystem_that_is_full_stops_the_writer_with_a_reason_and_it_continues(
     tmp_path: Path,
 ) -> None:
     script = 'mount -t tmpfs -o size=4m none "$1" && exec "$2" -c "$3" "$1"'

@@ -1,4 +1,4 @@
-"""Takes an encoder and rows; gives what it got wrong, in words, by slow and separate reckoning."""
+"""An independent, slow check of what an encoder decodes, in plain Python floats."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from clairai.store.codecs.rp8 import Rp8
 from clairai.store.codecs.topk8 import TopK8
 
 LARGEST = float(np.finfo(np.float32).max)
-# Small groups and few kept, so that small rows meet every edge of them.
+# Small groups and few kept values, so that small rows reach every edge case.
 ENCODERS: list[Encoder] = [
     *(Raw("float32"), Full8(), Full8(group=4), Rp8(k=7, seed=3), Rp8(k=130)),
     *(TopK8(k=3), TopK8(k=9), Fp8(), Int4(), Int4(group=4)),
 ]
-# NaN, infinities, zeros of both signs, subnormals and the largest are among them.
+# Among them are NaN, infinities, zeros of both signs, subnormals and the largest floats.
 hostile_rows = hnp.arrays(
     np.float32,
     st.tuples(st.integers(0, 4), st.integers(1, 21)),
@@ -34,9 +34,9 @@ hostile_rows = hnp.arrays(
 
 
 def like_a_model(num_rows: int, width: int, *, seed: int = 0) -> RowArray:
-    """Rows as a residual stream has them: uneven widths, a shared offset, a few huge places.
+    """Rows like those of a residual stream: uneven scales, a shared offset, a few huge components.
 
-    The first row is like that of a first token: two places hold nearly all of it.
+    The first row is like that of a first token: two components hold nearly all of its norm.
     """
     rng = np.random.default_rng(seed)
     spread_D = rng.lognormal(0, 0.6, width)
@@ -49,7 +49,7 @@ def like_a_model(num_rows: int, width: int, *, seed: int = 0) -> RowArray:
 
 
 def faults(encoder: Encoder, rows_ND: RowArray) -> list[str]:
-    """Of the whole round trip; empty is good."""
+    """What is wrong with a round trip; empty if nothing is."""
     with np.errstate(all="raise", under="ignore"):
         encoded = encoder.encode(rows_ND)
         back = encoder.decode(encoded, width=rows_ND.shape[1])
@@ -67,8 +67,8 @@ def faults(encoder: Encoder, rows_ND: RowArray) -> list[str]:
 
 def _sizes(encoder: Encoder, encoded: EncodedArrays, rows_ND: RowArray) -> list[str]:
     nbytes = sum(array.nbytes for array in encoded.values())
-    said = encoder.nbytes_per_row(rows_ND.shape[1]) * len(rows_ND)
-    return [] if nbytes == said else [f"{nbytes} bytes, and {said} were said"]
+    stated = encoder.nbytes_per_row(rows_ND.shape[1]) * len(rows_ND)
+    return [] if nbytes == stated else [f"{nbytes} bytes instead of {stated}"]
 
 
 def _is_within(value: float, bound: float, number: float) -> bool:
@@ -76,11 +76,11 @@ def _is_within(value: float, bound: float, number: float) -> bool:
         return math.isnan(number)
     if bound == 0:
         return number == value and math.copysign(1, number) == math.copysign(1, value)
-    # And the last bit of a float32, or the least of them.
+    # Allow the last bit of a float32 too, or the smallest float32.
     return abs(number - value) <= bound * (1 + 1e-9) + abs(value) * 2**-23 + 2**-149
 
 
-Bounded = list[tuple[float, float]]  # a value that must come back, and by how much it may be off
+Bounded = list[tuple[float, float]]  # an expected value, and by how much it may be off
 
 
 def _expected(encoder: Encoder, row: list[float]) -> Bounded:
@@ -110,12 +110,12 @@ def _ends(values: list[float]) -> Bounded:
     low, high = min(_finite(values), default=0.0), max(_finite(values), default=0.0)
     is_exact = [value in (low, high) or not math.isfinite(value) for value in values]
     bounds = [0.0 if exact else (high - low) / 504 for exact in is_exact]
-    # A zero at an end has no sign of its own.
+    # The sign of a zero at an end is not kept.
     return [(value + 0.0, bound) for value, bound in zip(values, bounds, strict=True)]
 
 
 def projected(encoder: Rp8, row: list[float]) -> list[float]:
-    """With sums that are exact but for their last rounding."""
+    """The projection with exact sums, rounded once."""
     signs_DK = random_signs(encoder.seed, len(row), encoder.k)
     return [
         _projection(row, signs_DK[:, column].tolist(), encoder.k) for column in range(encoder.k)
@@ -162,5 +162,5 @@ def _eight_bit_floats(row: list[float]) -> Bounded:
 
 def _sevenths(values: list[float]) -> Bounded:
     top = max(map(abs, _finite(values)), default=0.0)
-    # A group of zeros has no signs.
+    # The signs of a group of zeros are not kept.
     return [(value + 0.0, top / 14) if math.isfinite(value) else (math.nan, 0) for value in values]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import msgspec
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -62,6 +63,26 @@ def test_a_probe_replaced_elsewhere_moves_and_frees_its_slot() -> None:
     columns = three().replace(probe("b", point=SECOND))
     assert names(columns) == ["c", "a", "b"]
     assert columns.slots == ((0, 1), (1, 0), (1, 1))
+
+
+def test_new_directions_of_all_probes_leave_their_columns_as_they_were_placed() -> None:
+    old = three()
+    rows_PD = np.arange(1, 10, dtype=np.float32).reshape(3, 3)
+    new = old.redirect(old.names, rows_PD).redirect(old.names, 2 * rows_PD)
+    assert (new.version, new.slots, new.names) == (3, old.slots, old.names)
+    assert new.placed is old.placed
+    assert [made.direction_D.tolist() for made in new.probes] == (2 * rows_PD).tolist()
+    assert new.probes[0] is new.by_name["b"]
+
+
+def test_new_directions_of_some_probes_and_later_changes_keep_the_others() -> None:
+    rows_PD = np.arange(1, 10, dtype=np.float32).reshape(3, 3)
+    redirected = three().redirect(three().names, rows_PD)
+    new = redirected.redirect(["c"], 5 * rows_PD[:1]).add([probe("d", point=SECOND)])
+    found = {made.name: made.direction_D.tolist() for made in new.probes}
+    assert [found["b"], found["a"]] == [rows_PD[0].tolist(), rows_PD[2].tolist()]
+    assert found["c"] == [5.0, 10.0, 15.0]
+    assert new.names == ("b", "c", "a", "d")
 
 
 def test_two_probes_can_change_places_in_a_full_bank() -> None:

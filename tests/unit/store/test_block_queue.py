@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 
 from clairai.store.block_queue import BlockQueue, QueuedBlock, SpillFile
+from clairai.store.row_block import RequestNote
 from tests.support.row_blocks import block
 
 DEADLINE_S = 20.0
@@ -64,3 +65,17 @@ def test_spill_keeps_the_order_and_drops_beyond_its_bound(tmp_path: Path) -> Non
     assert os.listdir(tmp_path) == []
     assert queue.counts.accepted + queue.counts.dropped == queue.counts.offered
     spill.close()
+
+
+def test_a_block_carries_the_notes_of_its_requests_at_the_time_it_was_offered() -> None:
+    queue = BlockQueue("drop", 1 << 20)
+    first, second = RequestNote.of({"a": 1}), RequestNote.of({"a": 2})
+    queue.begin(1, first)
+    queue.put(block(1))
+    queue.put(block(2))
+    queue.begin(1, second)
+    queue.put(block(1))
+    queue.end(1)
+    queue.put(block(1))
+    items = [item for item in queue.get(None) if isinstance(item, QueuedBlock)]
+    assert [dict(item.notes) for item in items] == [{1: first}, {}, {1: second}, {}]

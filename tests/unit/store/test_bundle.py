@@ -80,7 +80,7 @@ def test_the_same_rows_give_the_same_bytes(store: Store, tmp_path: Path) -> None
 
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=200)
 @given(st.data())
-def test_any_range_is_that_part_of_the_whole(store: Store, data: st.DataObject) -> None:
+def test_any_range_is_that_part_of_the_file(store: Store, data: st.DataObject) -> None:
     made = bundle(store, 1)
     first = data.draw(st.integers(0, made.nbytes))
     end = data.draw(st.integers(first, made.nbytes))
@@ -98,7 +98,7 @@ def test_fewer_points_may_be_asked_for_and_others_are_refused(store: Store) -> N
         bundle(store, 3)
 
 
-def test_more_than_a_file_holds_is_refused(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_too_much_for_one_file_is_refused(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(bundles, "MAX_NBYTES", 300)
     with pytest.raises(StoreError, match="these rows have 384 bytes, and one file has 300"):
         bundle(store, 1)

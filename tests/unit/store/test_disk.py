@@ -12,7 +12,7 @@ from clairai.store.disk import LocalDisk
 
 
 @pytest.mark.parametrize("at_once", [1, 3, 1 << 20])
-def test_every_byte_is_written_in_order_however_little_the_kernel_takes_at_once(
+def test_every_byte_is_written_in_order_however_little_the_kernel_writes_at_once(
     at_once: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     real = os.writev
@@ -32,7 +32,7 @@ def test_every_byte_is_written_in_order_however_little_the_kernel_takes_at_once(
     assert (tmp_path / "x").read_bytes() == b"".join(pieces)
 
 
-def test_a_name_that_is_taken_is_never_written_over(tmp_path: Path) -> None:
+def test_an_existing_file_is_never_overwritten(tmp_path: Path) -> None:
     folder = LocalDisk(tmp_path)
     folder.create("x", 10).close()
     with pytest.raises(FileExistsError):
@@ -41,9 +41,7 @@ def test_a_name_that_is_taken_is_never_written_over(tmp_path: Path) -> None:
     assert folder.nbytes("x") == 10
 
 
-def test_a_file_that_found_no_room_is_not_there(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_file_without_room_is_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(*_: int) -> None:
         raise OSError(28, "No space left on device")
 

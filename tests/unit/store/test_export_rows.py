@@ -117,7 +117,7 @@ def test_an_export_that_fails_leaves_nothing_behind(
     assert [path.name for path in tmp_path.iterdir()] == ["s"]
 
 
-def test_a_folder_that_is_there_is_refused(store: Store, tmp_path: Path) -> None:
+def test_an_existing_folder_is_refused(store: Store, tmp_path: Path) -> None:
     with pytest.raises(StoreError, match="is there already"):
         list(export_zarr(store, tmp_path))
 
@@ -144,7 +144,7 @@ def test_an_empty_folder_has_nothing_to_export(tmp_path: Path) -> None:
         (export_zarr, "zarr", "zarr"),
     ],
 )
-def test_a_library_that_is_not_there_is_named(
+def test_a_missing_library_is_named(
     store: Store,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,

@@ -63,7 +63,7 @@ def test_every_row_is_found_under_its_request_point_and_position(
 
 
 @pytest.mark.parametrize("encoder", ENCODERS)
-def test_what_each_encoder_stored_is_decoded_on_access(encoder: str, tmp_path: Path) -> None:
+def test_rows_of_every_encoder_are_decoded_on_access(encoder: str, tmp_path: Path) -> None:
     given = block(1, 5, encoder=encoder)
     store = _write(tmp_path / "s", given)
     rows = store.rows(1)
@@ -103,7 +103,7 @@ def test_of_a_row_computed_twice_only_the_newest_is_read(tmp_path: Path) -> None
     assert difference[:, 0].tolist() == [0, 1, 1, 0]
 
 
-def test_rows_over_several_shards_and_writers_are_one(tmp_path: Path) -> None:
+def test_rows_of_several_shards_and_writers_are_joined(tmp_path: Path) -> None:
     _write(tmp_path / "s", block(1, 3), block(2, 3))
     store = _write(tmp_path / "s", block(1, 3, start=3))
     assert len(store.request(1).shards) == 2

@@ -27,7 +27,7 @@ def test_a_file_of_lines_is_one_document_a_line(tmp_path: Path) -> None:
     ]
 
 
-def test_documents_with_lines_of_their_own_stand_between_percent_signs(tmp_path: Path) -> None:
+def test_documents_of_several_lines_are_separated_by_percent_signs(tmp_path: Path) -> None:
     file = tmp_path / "no.txt"
     file.write_text("def f():\n    return 1\n%%\n\n%%\nx = 2\n")
     texts = [document.turns[0].text for document in read_texts(file, label=False)]
@@ -73,7 +73,7 @@ def test_a_line_that_is_no_labelled_text_is_named(tmp_path: Path, line: object) 
         read_json_lines(file)
 
 
-def test_a_file_that_cannot_be_read_is_said_in_words(tmp_path: Path) -> None:
+def test_a_file_that_cannot_be_read_is_refused_with_the_reason(tmp_path: Path) -> None:
     (tmp_path / "latin").write_bytes(b"\xe9t\xe9")
     (tmp_path / "empty").write_bytes(b"\n\n")
     for name, reason in (("latin", "UTF-8"), ("empty", "0 documents"), ("none", "No such file")):
@@ -81,7 +81,7 @@ def test_a_file_that_cannot_be_read_is_said_in_words(tmp_path: Path) -> None:
             read_texts(tmp_path / name, label=True)
 
 
-def test_documents_that_say_the_same_have_one_key() -> None:
+def test_documents_of_equal_content_have_equal_keys() -> None:
     whole = Document((Turn(None, (TextSpan("a b", True),)),))
     parts = Document((Turn(None, (TextSpan("a ", None), TextSpan("b", False))),))
     assert whole.key == parts.key

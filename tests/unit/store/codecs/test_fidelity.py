@@ -1,4 +1,4 @@
-"""What an encoder loses is measured on the rows themselves, and the measure tells good from bad."""
+"""Fidelity is measured on the rows themselves, and the measures tell good encoders from bad."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def test_the_sample_depends_on_the_number_of_rows_alone_and_never_changes() -> N
 
 
 @pytest.mark.parametrize("period", [2, 3, 16, 30, 32])
-def test_a_sample_has_rows_of_every_layer_where_layers_take_turns(period: int) -> None:
+def test_a_sample_has_rows_of_every_layer_where_layers_alternate(period: int) -> None:
     assert len(set((sample_places(period * 500) % period).tolist())) >= period * 0.85
 
 
@@ -39,13 +39,13 @@ def test_a_measure_goes_through_json_unchanged(name: str) -> None:
     assert measure(encoder, like_a_model(300, 256)).numbers == found
 
 
-def test_what_loses_nothing_measures_as_nothing() -> None:
+def test_a_lossless_encoder_measures_no_loss() -> None:
     found = measure(Raw("float32"), like_a_model(200, 64))
     assert (found.relative_error_max, found.distortion_p95) == (0, 0)
     assert found.cosine_min == pytest.approx(1)
 
 
-def test_full8_measures_as_its_bound_says() -> None:
+def test_full8_stays_within_its_bound() -> None:
     found = measure(Full8(), like_a_model(300, 4096))
     assert found.cosine_min is not None
     assert found.relative_error_max is not None
@@ -53,7 +53,7 @@ def test_full8_measures_as_its_bound_says() -> None:
     assert 1e-4 < found.relative_error_max < 0.0316
 
 
-def test_a_row_given_to_another_is_seen() -> None:
+def test_swapped_rows_are_noticed() -> None:
     rows_ND, encoder = like_a_model(20, 64), Full8()
     encoded = encoder.encode(rows_ND)
     good = compare(encoder, rows_ND, encoded)
@@ -64,8 +64,8 @@ def test_a_row_given_to_another_is_seen() -> None:
     assert good.cosine_min > 0.9995 > bad.cosine_min
 
 
-def test_values_that_mirror_the_truth_are_seen() -> None:
-    """A decoder that turns the sign keeps every distance: the cosine must tell."""
+def test_values_of_the_wrong_sign_are_noticed() -> None:
+    """A decoder that flips the sign keeps every distance, so the cosine must show it."""
     rows_ND, encoder = like_a_model(20, 64), Rp8(k=512)
     encoded = encoder.encode(rows_ND)
     mirrored = {**encoded, "codes": 252 - encoded["codes"], "low": -encoded["high"]}
@@ -87,13 +87,13 @@ def test_rows_that_are_not_finite_are_counted_and_not_averaged() -> None:
     assert (found.relative_error_max, found.distortion_p95) == (0, 0)
 
 
-def test_finite_rows_that_come_back_infinite_are_counted() -> None:
+def test_finite_rows_that_are_decoded_as_infinite_are_counted() -> None:
     found = measure(Rp8(k=4), np.full((3, 400), LARGEST, np.float32))
     assert (found.num_not_finite, found.num_overflowed) == (0, 3)
     assert found.cosine_mean is None
 
 
-def test_no_rows_measure_as_nothing_known() -> None:
+def test_without_rows_nothing_is_measured() -> None:
     found = measure(Full8(), np.zeros((0, 8), np.float32))
     assert set(asdict(found).values()) == {0, None}
     assert found.numbers == {"num_rows": 0, "num_not_finite": 0, "num_overflowed": 0}

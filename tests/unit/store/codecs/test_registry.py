@@ -1,4 +1,4 @@
-"""An encoder is what its name and parameters say, or it is refused in words."""
+"""An encoder is made from its name and parameters, and wrong ones are refused."""
 
 from __future__ import annotations
 
@@ -121,7 +121,7 @@ def test_arrays_of_another_shape_type_or_name_are_refused(encoder: Encoder) -> N
         ("int4", "top", np.inf),
     ],
 )
-def test_stored_numbers_that_no_encoder_makes_are_refused(
+def test_stored_values_that_no_encoder_makes_are_refused(
     name: str, array: str, value: float
 ) -> None:
     encoder = named(name, {"k": 4} if name in ("rp8", "topk8") else {})

@@ -1,4 +1,4 @@
-"""Whatever an encoder is given comes back within its bound; planted bugs are seen."""
+"""Every row is decoded within the bound of its encoder; planted bugs are found."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.support.encoder_oracle import ENCODERS, LARGEST, faults, hostile_rows
 @pytest.mark.parametrize("encoder", ENCODERS, ids=str)
 @settings(derandomize=True, deadline=None, max_examples=80)
 @given(rows_ND=hostile_rows)
-def test_any_rows_come_back_within_the_bound(encoder: Encoder, rows_ND: RowArray) -> None:
+def test_any_rows_are_decoded_within_the_bound(encoder: Encoder, rows_ND: RowArray) -> None:
     assert faults(encoder, rows_ND) == []
 
 
@@ -43,18 +43,18 @@ EDGES: dict[str, RowArray] = {
 
 @pytest.mark.parametrize("encoder", ENCODERS, ids=str)
 @pytest.mark.parametrize("edge", EDGES)
-def test_the_edges_come_back_within_the_bound(encoder: Encoder, edge: str) -> None:
+def test_edge_cases_are_decoded_within_the_bound(encoder: Encoder, edge: str) -> None:
     assert faults(encoder, EDGES[edge]) == []
 
 
 @pytest.mark.parametrize("encoder", ENCODERS, ids=str)
-def test_rows_like_a_models_come_back_within_the_bound(encoder: Encoder) -> None:
+def test_rows_like_those_of_a_model_are_decoded_within_the_bound(encoder: Encoder) -> None:
     assert faults(encoder, like_a_model(6, 300)) == []
 
 
 @pytest.mark.parametrize("encoder", ENCODERS, ids=str)
-def test_a_row_is_encoded_alike_alone_and_among_others(encoder: Encoder) -> None:
-    """However many there are: rows are encoded in blocks, and this is more than one."""
+def test_a_row_is_encoded_the_same_alone_and_among_others(encoder: Encoder) -> None:
+    """Rows are encoded in blocks, and these are more than one block."""
     rows_ND = like_a_model(80, 16384)
     together = encoder.encode(rows_ND)
     for place in (0, 1, 63, 64, 79):
@@ -63,12 +63,12 @@ def test_a_row_is_encoded_alike_alone_and_among_others(encoder: Encoder) -> None
 
 
 @pytest.mark.parametrize("width", [64, 576, 4096])
-def test_full8_keeps_a_cosine_of_999_in_1000_on_rows_with_huge_places(width: int) -> None:
+def test_full8_keeps_a_cosine_of_999_in_1000_on_rows_with_huge_components(width: int) -> None:
     assert _cosine_min(Full8(), like_a_model(64, width)) >= 0.9995
 
 
 def test_full8_keeps_it_on_the_worst_row_there_is() -> None:
-    """Both ends of a group as small as can be, and all between them half a step off."""
+    """Both ends of a group as small as possible, and every value between them half a step off."""
     group_C = np.full(128, 0.5, np.float32)
     group_C[0], group_C[1], group_C[2::2] = -126, 126, -0.5
     assert 0.9995 <= _cosine_min(Full8(), np.tile(group_C, (1, 32))) < 0.9996
@@ -100,7 +100,7 @@ def test_topk8_keeps_the_first_of_equals_and_their_signs() -> None:
     assert TopK8(k=3).decode(encoded, width=6).tolist() == [[0, -5, 5, 0, -5, 0]]
 
 
-def test_topk8_counts_places_in_two_bytes_as_long_as_they_fit() -> None:
+def test_topk8_stores_indices_in_two_bytes_as_long_as_they_fit() -> None:
     for width, dtype in ((1 << 16, "uint16"), ((1 << 16) + 1, "uint32")):
         rows_ND = np.zeros((1, width), np.float32)
         rows_ND[0, -1] = -4

@@ -1,4 +1,4 @@
-"""A random projection is the same everywhere from its seed alone, and keeps distances."""
+"""The random projection depends on its seed alone, and keeps distances."""
 
 from __future__ import annotations
 
@@ -57,8 +57,8 @@ def test_the_signs_of_a_seed_never_change(seed: int, row: int, expected: int) ->
     assert sum(1 << place for place in range(32) if signs_K[place] < 0) == expected
 
 
-def test_the_documents_words_are_where_the_signs_are() -> None:
-    """By the rule as written: row d and place j are bit j % 32 of word j // 32 % 4 of a counter."""
+def test_the_signs_are_where_the_documentation_says() -> None:
+    """As documented: row d and value j are bit j % 32 of word j // 32 % 4 of a counter."""
     signs_DK = random_signs(99, 5, 300)
     for row, place in ((0, 0), (3, 31), (3, 32), (4, 127), (4, 128), (2, 299)):
         words = philox((place // 128, row, 0, 0), 99)
@@ -82,8 +82,8 @@ def test_signs_are_even_and_columns_unrelated() -> None:
 
 @settings(derandomize=True, deadline=None, max_examples=20)
 @given(st.integers(0, 2**32))
-def test_the_order_of_a_rows_places_does_not_change_a_bit_of_its_sums(seed: int) -> None:
-    """What no order of summing may change, no machine or library can."""
+def test_the_order_of_summation_does_not_change_a_bit(seed: int) -> None:
+    """So that no machine or library can change one either."""
     rng = np.random.default_rng(seed)
     row_D = (rng.standard_normal(200) * rng.lognormal(0, 8, 200)).astype(np.float32)
     encoder = Rp8(k=16, seed=seed)
@@ -98,7 +98,7 @@ def test_the_order_of_a_rows_places_does_not_change_a_bit_of_its_sums(seed: int)
 
 
 def test_sums_whose_terms_cancel_are_exact() -> None:
-    """Where the order of adding would show: what is left is far below a double's last bit."""
+    """The remainder is far below the last bit of a double, so the order of addition would show."""
     assert base.MAX_WIDTH << rp8.FIXED_BITS <= 1 << 53
     sizes = np.exp2(np.random.default_rng(0).uniform(-28, 0, 2000))
     terms_D = np.concatenate([sizes, -sizes, [2.0**-30]]).astype(np.float32)
@@ -128,7 +128,7 @@ def test_rp8_to_512_keeps_distances_to_15_percent_at_p95(rows: object, width: in
 
 
 @pytest.mark.parametrize(("apart", "is_kept"), [(0.05, True), (0.005, False)])
-def test_distances_are_kept_down_to_a_few_percent_of_the_rows_and_the_measure_tells(
+def test_distances_are_kept_down_to_a_few_percent_of_the_norms_and_the_measure_shows_it(
     apart: float, is_kept: bool
 ) -> None:
     rows_ND = _gaussian(1, 2048) + np.float32(apart) * _gaussian(61, 2048)[1:]
@@ -137,13 +137,13 @@ def test_distances_are_kept_down_to_a_few_percent_of_the_rows_and_the_measure_te
     assert (found.distortion_p95 <= 0.15) == is_kept
 
 
-def test_rp8_to_16_does_not_keep_them_so_the_measure_can_fail() -> None:
+def test_rp8_to_16_does_not_keep_distances_so_the_measure_can_fail() -> None:
     found = measure(Rp8(k=16), _gaussian(100, 576))
     assert found.distortion_p95 is not None
     assert found.distortion_p95 > 0.15
 
 
-def test_a_row_comes_back_through_the_transpose_as_well_as_can_be_expected() -> None:
+def test_a_row_is_reconstructed_by_the_transpose_as_well_as_expected() -> None:
     encoder, rows_ND = Rp8(k=512, seed=4), _gaussian(50, 1024)
     back_ND = encoder.reconstruct(encoder.decode(encoder.encode(rows_ND), width=1024), width=1024)
     norms_N = np.linalg.norm(rows_ND, axis=1) * np.linalg.norm(back_ND, axis=1)

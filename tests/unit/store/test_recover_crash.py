@@ -128,7 +128,7 @@ def test_writing_continues_after_a_crash_and_nothing_old_is_touched() -> None:
     assert Store(disk).requests()[-1].stream == 99
 
 
-def test_after_a_line_that_failed_to_sync_nothing_is_committed_until_the_folder_is_opened_again(
+def test_after_a_failed_sync_nothing_is_committed_until_the_folder_is_opened_again(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     disk = CrashDisk()

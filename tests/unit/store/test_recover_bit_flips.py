@@ -125,7 +125,7 @@ def test_recovery_changes_nothing_in_a_damaged_folder() -> None:
     assert {name: one.data for name, one in disk.files.items()} == before
 
 
-def test_a_shard_that_is_missing_is_damage_and_so_is_a_manifest_that_is() -> None:
+def test_a_missing_shard_or_manifest_is_damage() -> None:
     disk = _disk()
     del disk.files[Store(disk).shards[0].name]
     with pytest.raises(StoreDamagedError, match="missing"):
