@@ -1,1 +1,4 @@
-"""Many prompts through one engine, their rows into one folder."""
+"""Captures a file of prompts: `clairai capture run`.
+
+Runs in the process of the command, which starts an engine of its own.
+"""

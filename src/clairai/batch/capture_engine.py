@@ -1,4 +1,7 @@
-"""Takes a model and what is to be captured; gives a running engine to put batches through."""
+"""The engine of a batch run: forwards prompts and captures their rows.
+
+Runs in: the process of `clairai capture run`.
+"""
 
 from __future__ import annotations
 
@@ -25,12 +28,12 @@ from clairai.train.start_engine import explain_start_errors, prepare_environment
 from clairai.wire.ring_messages import ROW
 
 COMMIT_S: Final = 600.0
-TAGS_MIB: Final = 32  # of a batch, at most: run.MAX_BATCH times store.rows.MAX_TAGS_NBYTES
+TAGS_MIB: Final = 32  # at least run_job.MAX_BATCH_PROMPTS times row_block.MAX_TAGS_NBYTES
 
 
 @dataclass(frozen=True)
 class BatchCapture:
-    """What is captured of every prompt, as the engine's setting says it."""
+    """What is captured of every prompt."""
 
     points: tuple[Point, ...]
     positions: Positions
@@ -38,13 +41,13 @@ class BatchCapture:
     max_tokens: int
     batch_mib: int
 
-    def setting(self, folder: Path) -> dict[str, Any]:
-        """Rows are never dropped, and committed only by a flush: a batch is whole or not there."""
+    def settings(self, folder: Path) -> dict[str, Any]:
+        """The engine's capture setting: rows are never dropped, and committed only by a flush."""
         consumer = {
             "folder": str(folder),
             "policy": "block",
             "commits": "on_flush",
-            # What is forwarded again after a preemption is stored again.
+            # Rows that are computed again after a preemption are stored again.
             "shard_mib": min(8 * self.batch_mib + TAGS_MIB, 1 << 20),
         }
         return {
@@ -56,11 +59,11 @@ class BatchCapture:
 
     @property
     def names_messages(self) -> bool:
-        """Where a message lies, each prompt says for itself."""
+        """True if the positions differ from prompt to prompt."""
         return any(isinstance(part, MessagePosition) for part in self.positions)
 
     def nbytes_per_token(self, width: int) -> int:
-        """At most: raw rows may be as wide as float32."""
+        """An upper bound: raw rows have at most 4 bytes a value."""
         parameters = {key: value for key, value in self.encoder.items() if key != "name"}
         if self.encoder["name"] == "raw":
             parameters = {"dtype": "float32"}
@@ -74,27 +77,27 @@ class CapturingEngine:
 
     llm: Any
     tokenizer: Any
-    wish: BatchCapture
+    capture: BatchCapture
     max_len: int
     nbytes_per_token: int
 
     @property
     def batch_nbytes(self) -> int:
-        return self.wish.batch_mib << 20
+        return self.capture.batch_mib << 20
 
     def num_tokens(self, prompt: Prompt) -> int:
-        """ConfigError if what is wanted of the prompt cannot be told."""
-        self._placed(prompt)
+        """ConfigError if the positions cannot be found in the prompt."""
+        self._positions(prompt)
         return len(self._ids(prompt))
 
     def forward(self, prompts: Sequence[Prompt], tags: Sequence[dict[str, Any]]) -> None:
         ids = [self._ids(prompt) for prompt in prompts]
         wanted = [
-            {"tags": said, **self._placed(prompt)}
-            for prompt, said in zip(prompts, tags, strict=True)
+            {"tags": tags_, **self._positions(prompt)}
+            for prompt, tags_ in zip(prompts, tags, strict=True)
         ]
         extra = [request(capture=one) for one in wanted]
-        outputs = vllm.generate_answers(self.llm, ids, self.wish.max_tokens, extra)
+        outputs = vllm.generate_answers(self.llm, ids, self.capture.max_tokens, extra)
         for prompt, found in zip(
             prompts, captures(self.llm, outputs, timeout_s=COMMIT_S), strict=True
         ):
@@ -108,9 +111,9 @@ class CapturingEngine:
                     "name others"
                 )
 
-    def _placed(self, prompt: Prompt) -> dict[str, Any]:
-        """The positions of a prompt that names messages; nothing of one that need not say them."""
-        if not self.wish.names_messages:
+    def _positions(self, prompt: Prompt) -> dict[str, Any]:
+        """The `positions` of the request, where they differ from prompt to prompt."""
+        if not self.capture.names_messages:
             return {}
         chat = msgspec.to_builtins(prompt.content.messages)
         try:
@@ -118,7 +121,7 @@ class CapturingEngine:
                 PositionSpan(*message_range(self.tokenizer, chat, part.index))
                 if isinstance(part, MessagePosition)
                 else part
-                for part in self.wish.positions
+                for part in self.capture.positions
             ]
         except RequestError as error:
             raise ConfigError(f"line {prompt.number}: {error.reason}") from None
@@ -139,33 +142,33 @@ class CapturingEngine:
 
 @contextmanager
 def start_engine(
-    model: str, folder: Path, wish: BatchCapture, arguments: Mapping[str, Any]
+    model: str, folder: Path, capture: BatchCapture, arguments: Mapping[str, Any]
 ) -> Iterator[CapturingEngine]:
-    """An engine that captures into the folder; ended after the block."""
+    """An engine that captures into the folder, for the `with` block."""
     with explain_start_errors(model):
         about = vllm.read_model_shape(model, arguments)
-    with tempfile.TemporaryDirectory(prefix="clairai-") as runtime:  # no reader looks for it there
+    with tempfile.TemporaryDirectory(prefix="clairai-") as runtime:  # no reader finds it there
         config = build_config(
-            points=[str(point) for point in wish.points],
-            capture=wish.setting(folder),
+            points=[str(point) for point in capture.points],
+            capture=capture.settings(folder),
             capacity=1,
             ring_mib=1,
             runtime_dir=runtime,
         )
-        # All of the machine: compiled, and with the cache where it serves nothing that is wanted.
+        # As fast as it goes: compiled, with the prefix cache for positions that are not captured.
         chosen = {"enforce_eager": False, "enable_prefix_caching": True} | dict(arguments)
         with explain_start_errors(model):
             started = vllm.start_llm(model, config, chosen)
         try:
-            nbytes = wish.nbytes_per_token(about.width)
+            nbytes = capture.nbytes_per_token(about.width)
             tokenizer = started.get_tokenizer()
-            yield CapturingEngine(started, tokenizer, wish, about.max_len, nbytes)
+            yield CapturingEngine(started, tokenizer, capture, about.max_len, nbytes)
         finally:
             vllm.stop_llm(started)
 
 
 def describe_model(model: str, arguments: Mapping[str, Any]) -> vllm.ModelShape:
-    """What is known of a model without its weights; sets what vLLM reads when it is imported."""
+    """What is known without the weights. Sets the environment that vLLM reads on import."""
     prepare_environment()
     with explain_start_errors(model):
         return vllm.read_model_shape(model, arguments)

@@ -1,7 +1,7 @@
-"""Takes a file of prompts; gives them one by one, each with its line and a digest of its content.
+"""Reads the prompts of a batch run from a file.
 
-A `.jsonl` file has an object a line: `prompt` (a text), `messages` (a chat) or `prompt_token_ids`,
-and maybe `tags`. Any other file is text, a prompt a line. Empty lines are passed over.
+A `.jsonl` file has one object a line: `prompt` (a text), `messages` (a chat) or `prompt_token_ids`,
+and optionally `tags`. Any other file is text, one prompt a line. Empty lines are skipped.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from clairai.points import quote
 
 MAX_NBYTES: Final = 4 << 30
 MAX_LINE_NBYTES: Final = 16 << 20
-RESERVED: Final = ("prompt", "run")  # tags of ours
+RESERVED: Final = ("prompt", "run")  # tags that the run sets
 _BAD_LINE_ERRORS: Final = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError, RequestError)
 _Token = Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)]
 
@@ -32,7 +32,7 @@ class PromptMessage(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class PromptLine(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """One line of a `.jsonl` file; one of the three is given."""
+    """One line of a `.jsonl` file; one of prompt, messages, prompt_token_ids is given."""
 
     prompt: str | None = None
     messages: tuple[PromptMessage, ...] = ()
@@ -42,7 +42,7 @@ class PromptLine(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 @dataclass(frozen=True)
 class Prompt:
-    """One prompt; `number` counts the file's lines from 1."""
+    """One prompt, with the number of its line, from 1, and a digest of its content."""
 
     number: int
     content: PromptLine
@@ -51,7 +51,7 @@ class Prompt:
 
 
 def read_prompts(path: Path) -> list[Prompt]:
-    """ConfigError if a line is none, with its number; and if there are no prompts at all."""
+    """ConfigError for a line that is no prompt, with its number, and for a file without prompts."""
     try:
         if (nbytes := path.stat().st_size) > MAX_NBYTES:
             raise ConfigError(
@@ -99,8 +99,8 @@ def _decode_object(raw: bytes) -> PromptLine:
 
 
 def _make_prompt(number: int, line: PromptLine) -> Prompt:
-    said = msgspec.json.encode([line.prompt, line.messages, line.prompt_token_ids])
-    return Prompt(number, line, hashlib.sha256(said).hexdigest()[:32], line.tags)
+    content = msgspec.json.encode([line.prompt, line.messages, line.prompt_token_ids])
+    return Prompt(number, line, hashlib.sha256(content).hexdigest()[:32], line.tags)
 
 
 def _bad_line(path: Path, number: int, why: str) -> ConfigError:

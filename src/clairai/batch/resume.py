@@ -1,7 +1,7 @@
-"""Takes a folder of captures and prompts; gives the prompts whose rows are not in it.
+"""Finds the prompts whose rows are not in a capture folder yet.
 
-The manifest is the truth: a batch of prompts is one commit, so a prompt of which any row is there
-is there whole. Prompts are told apart by content: lines may be added to the file in between.
+The manifest decides: a batch of prompts is one commit, so a prompt that has any row there has all.
+Prompts are identified by content, so lines may be added to the file between two runs.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _RUN: Final = "run"
 
 @dataclass(frozen=True)
 class RunIdentity:
-    """What decides which rows a prompt gives; runs that differ in it need folders of their own."""
+    """What determines the rows of a prompt; runs that differ here need different folders."""
 
     model: str
     points: tuple[str, ...]
@@ -42,15 +42,15 @@ class RunIdentity:
 
     @property
     def digest(self) -> str:
-        said = msgspec.json.encode(
+        identity = msgspec.json.encode(
             [self.model, self.points, self.positions, self.encoder, self.max_tokens]
         )
-        return hashlib.sha256(said).hexdigest()[:16]
+        return hashlib.sha256(identity).hexdigest()[:16]
 
     def tags(self, prompt: Prompt) -> dict[str, Any]:
-        """What a prompt's rows are found again by; ConfigError if that is too much to store."""
-        place = {"line": prompt.number, "sha256": prompt.digest}
-        tags = {**prompt.tags, _PROMPT: place, _RUN: self.digest}
+        """The tags that identify a prompt's rows; ConfigError if they are too long to store."""
+        prompt_tag = {"line": prompt.number, "sha256": prompt.digest}
+        tags = {**prompt.tags, _PROMPT: prompt_tag, _RUN: self.digest}
         try:
             RequestNote.of(tags)
         except StoreError as error:
@@ -59,7 +59,7 @@ class RunIdentity:
 
 
 def find_unfinished(folder: Path, prompts: Sequence[Prompt], run: RunIdentity) -> list[Prompt]:
-    """ConfigError if the folder has rows of another run, or of none."""
+    """ConfigError if the folder has rows of a different run."""
     if folder.is_dir():
         _wait_for_writer(folder)
     done = (
@@ -75,9 +75,9 @@ def find_unfinished(folder: Path, prompts: Sequence[Prompt], run: RunIdentity) -
 
 
 def _wait_for_writer(folder: Path) -> None:
-    """Until nobody writes to it: after a run that was killed, what it had asked for is committed.
+    """Wait until nobody writes to the folder: a killed run's capture writer still commits.
 
-    StoreBusyError if that takes longer than it can.
+    StoreBusyError if it takes too long.
     """
     deadline_s = time.monotonic() + BUSY_TIMEOUT_S
     while True:

@@ -1,13 +1,16 @@
-"""Takes prompts and an engine; gives their rows to a folder, batch by batch, from where it was.
+"""`clairai capture run`: forwards a file of prompts and captures their rows into a folder.
 
-A batch is what one commit holds: after it, all of its prompts are done, or none is.
+Prompts go batch by batch. A batch is one commit: afterwards all of its prompts are done, or none.
+A run that was stopped continues where it was.
+
+Runs in: the process of the command, with an engine of its own.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final, Protocol
 
@@ -20,107 +23,14 @@ from clairai.fields.positions import Positions, parse_positions, positions_to_js
 from clairai.points import expand, quote
 from clairai.train.start_engine import model_name
 
-MAX_BATCH_PROMPTS: Final = 4096  # prompts
-
-
-class BatchEngine(Protocol):
-    """A running engine that captures into the folder."""
-
-    @property
-    def batch_nbytes(self) -> int:
-        """Of the rows of a batch, at most."""
-
-    @property
-    def nbytes_per_token(self) -> int:
-        """Of all rows of a token, at most."""
-
-    @property
-    def max_len(self) -> int:
-        """Tokens of a prompt and its answer."""
-
-    def num_tokens(self, prompt: Prompt) -> int: ...
-
-    def forward(self, prompts: Sequence[Prompt], tags: Sequence[dict[str, Any]]) -> None:
-        """Returns when all of their rows are committed, in one commit; raises if any is lost."""
-
-
-@dataclass(frozen=True)
-class BatchesDone:
-    """How far it is. Tokens are those of prompts, and of answers as long as they may be."""
-
-    prompts: int
-    tokens: int
-
-
-@dataclass(frozen=True)
-class BatchPlan:
-    """What is to be forwarded, in batches."""
-
-    batches: tuple[tuple[Prompt, ...], ...]
-    tokens: tuple[int, ...]  # of each batch
-
-    @property
-    def num_prompts(self) -> int:
-        return sum(map(len, self.batches))
-
-
-def plan_batches(engine: BatchEngine, prompts: Sequence[Prompt], max_tokens: int) -> BatchPlan:
-    """ConfigError for the first prompt that is too long: before anything is forwarded."""
-    batches: list[list[Prompt]] = []
-    tokens: list[int] = []
-    room = 0
-    for prompt in prompts:
-        length = _check_length(engine, prompt, max_tokens)
-        nbytes = length * engine.nbytes_per_token
-        if nbytes > room or len(batches[-1]) >= MAX_BATCH_PROMPTS:
-            batches.append([])
-            tokens.append(0)
-            room = engine.batch_nbytes
-        batches[-1].append(prompt)
-        tokens[-1] += length
-        room -= nbytes
-    return BatchPlan(tuple(map(tuple, batches)), tuple(tokens))
-
-
-def _check_length(engine: BatchEngine, prompt: Prompt, max_tokens: int) -> int:
-    num_tokens = engine.num_tokens(prompt)
-    length = num_tokens + max_tokens
-    if num_tokens < 1 or length > engine.max_len:
-        raise ConfigError(
-            f"line {prompt.number} has {num_tokens} tokens and its answer may have {max_tokens}; "
-            f"give 1 to {engine.max_len} in all, or raise max_model_len with --engine"
-        )
-    nbytes = length * engine.nbytes_per_token
-    if nbytes > engine.batch_nbytes:
-        raise ConfigError(
-            f"line {prompt.number} gives {nbytes >> 20} MiB of rows, and a batch holds "
-            f"{engine.batch_nbytes >> 20}; raise --batch-mib, or name fewer points"
-        )
-    return length
-
-
-def run_batches(
-    engine: BatchEngine, planned: BatchPlan, tags: Sequence[Sequence[dict[str, Any]]]
-) -> Iterator[BatchesDone]:
-    """How far it is, after each commit."""
-    prompts = tokens = 0
-    for batch, length, said in zip(planned.batches, planned.tokens, tags, strict=True):
-        engine.forward(batch, said)
-        prompts, tokens = prompts + len(batch), tokens + length
-        yield BatchesDone(prompts, tokens)
-
-
-# MERGED
-# Takes what `clairai capture run` was asked; gives how far it is, after each commit.
-
-
+MAX_BATCH_PROMPTS: Final = 4096
 MAX_TOKENS: Final = 1 << 20
 MAX_BATCH_MIB: Final = 1 << 16
 
 
 @dataclass(frozen=True)
 class CaptureJob:
-    """The command line, checked as far as it can be without the model."""
+    """The options of the command, checked as far as possible without the model."""
 
     model: str
     prompts: Path
@@ -135,7 +45,10 @@ class CaptureJob:
 
 @dataclass(frozen=True)
 class JobProgress:
-    """Of this run; `before` are prompts that were done by an earlier one."""
+    """Prompts and tokens of this run, answers counted at their full length.
+
+    `before` are prompts that an earlier run has done.
+    """
 
     done: int
     total: int
@@ -156,17 +69,17 @@ def parse_job(
     batch_mib: int,
     engine: str,
 ) -> CaptureJob:
-    """ConfigError for an option that is wrong; those that may be JSON are, if they look so."""
+    """ConfigError for a wrong option. An option that can be JSON is JSON if it starts like it."""
     if not points:
         raise ConfigError('no points are named; give --points, such as --points "post_block.*"')
-    where, chosen = _parse_selection(positions, encoder)
+    parsed_positions, parsed_encoder = _parse_selection(positions, encoder)
     return CaptureJob(
         model,
         prompts,
         folder.absolute(),
         tuple(points),
-        where,
-        chosen,
+        parsed_positions,
+        parsed_encoder,
         _check_bound("--max-tokens", max_tokens, MAX_TOKENS),
         _check_bound("--batch-mib", batch_mib, MAX_BATCH_MIB),
         _parse_engine_arguments(engine),
@@ -175,16 +88,17 @@ def parse_job(
 
 def _parse_selection(positions: str, encoder: str) -> tuple[Positions, Mapping[str, Any]]:
     try:
-        where = parse_positions(_parse_json("--positions", positions), what="--positions")
-        chosen = parse_encoder(_parse_json("--encoder", encoder), what="--encoder")
+        return (
+            parse_positions(_parse_json("--positions", positions), what="--positions"),
+            parse_encoder(_parse_json("--encoder", encoder), what="--encoder").to_json(),
+        )
     except RequestError as error:
         raise ConfigError(error.reason) from None
-    return where, chosen.written()
 
 
-def _check_bound(name: str, value: int, most: int) -> int:
-    if not 1 <= value <= most:
-        raise ConfigError(f"{name} is {value}; give 1 to {most}")
+def _check_bound(name: str, value: int, limit: int) -> int:
+    if not 1 <= value <= limit:
+        raise ConfigError(f"{name} is {value}; give 1 to {limit}")
     return value
 
 
@@ -204,32 +118,105 @@ def _parse_json(name: str, text: str) -> Any:
         raise ConfigError(f"{name} is {quote(text)}; that is no JSON") from None
 
 
-def run_job(asked: CaptureJob) -> Iterator[JobProgress]:
-    """Before the first batch, and after each commit; nothing if there is nothing to do."""
-    prompts = read_prompts(asked.prompts)
-    about = describe_model(asked.model, asked.arguments)
-    points = expand(asked.points, about.num_layers)
-    made = RunIdentity(
-        model_name(asked.model),
+class BatchEngine(Protocol):
+    """A running engine that captures into the folder."""
+
+    @property
+    def batch_nbytes(self) -> int:
+        """Upper bound of the rows of a batch."""
+
+    @property
+    def nbytes_per_token(self) -> int:
+        """Upper bound of the rows of a token."""
+
+    @property
+    def max_len(self) -> int:
+        """Tokens of a prompt and its answer."""
+
+    def num_tokens(self, prompt: Prompt) -> int: ...
+
+    def forward(self, prompts: Sequence[Prompt], tags: Sequence[dict[str, Any]]) -> None:
+        """Returns when all of their rows are committed, in one commit; raises if any is lost."""
+
+
+@dataclass
+class Batch:
+    """Prompts that are forwarded and committed together."""
+
+    prompts: list[Prompt] = field(default_factory=list)
+    num_tokens: int = 0
+
+
+def plan_batches(engine: BatchEngine, prompts: Sequence[Prompt], max_tokens: int) -> list[Batch]:
+    """ConfigError for the first prompt that is too long, before anything is forwarded."""
+    batches: list[Batch] = []
+    room = 0
+    for prompt in prompts:
+        length = _check_length(engine, prompt, max_tokens)
+        nbytes = length * engine.nbytes_per_token
+        if nbytes > room or len(batches[-1].prompts) >= MAX_BATCH_PROMPTS:
+            batches.append(Batch())
+            room = engine.batch_nbytes
+        batches[-1].prompts.append(prompt)
+        batches[-1].num_tokens += length
+        room -= nbytes
+    return batches
+
+
+def _check_length(engine: BatchEngine, prompt: Prompt, max_tokens: int) -> int:
+    num_tokens = engine.num_tokens(prompt)
+    length = num_tokens + max_tokens
+    if num_tokens < 1 or length > engine.max_len:
+        raise ConfigError(
+            f"line {prompt.number} has {num_tokens} tokens and its answer may have {max_tokens}; "
+            f"give 1 to {engine.max_len} in all, or raise max_model_len with --engine"
+        )
+    nbytes = length * engine.nbytes_per_token
+    if nbytes > engine.batch_nbytes:
+        raise ConfigError(
+            f"line {prompt.number} gives {nbytes >> 20} MiB of rows, and a batch holds "
+            f"{engine.batch_nbytes >> 20}; raise --batch-mib, or name fewer points"
+        )
+    return length
+
+
+def run_job(job: CaptureJob) -> Iterator[JobProgress]:
+    """Progress before the first batch and after each commit."""
+    prompts = read_prompts(job.prompts)
+    points = expand(job.points, describe_model(job.model, job.arguments).num_layers)
+    identity = RunIdentity(
+        model_name(job.model),
         tuple(map(str, points)),
-        json.dumps(positions_to_json(asked.positions)),
-        json.dumps(dict(asked.encoder), sort_keys=True),
-        asked.max_tokens,
+        json.dumps(positions_to_json(job.positions)),
+        json.dumps(dict(job.encoder), sort_keys=True),
+        job.max_tokens,
     )
-    wanted = find_unfinished(asked.folder, prompts, made)
-    if not wanted:
+    unfinished = find_unfinished(job.folder, prompts, identity)
+    if not unfinished:
         yield JobProgress(0, 0, len(prompts), 0, 0)
         return
-    tags = {prompt.number: made.tags(prompt) for prompt in wanted}
-    wish = BatchCapture(points, asked.positions, asked.encoder, asked.max_tokens, asked.batch_mib)
-    with start_engine(asked.model, asked.folder, wish, asked.arguments) as engine:
-        planned = plan_batches(engine, wanted, asked.max_tokens)
-        said = [[tags[prompt.number] for prompt in batch] for batch in planned.batches]
-        total, before = planned.num_prompts, len(prompts) - len(wanted)
-        yield JobProgress(0, total, before, 0, sum(planned.tokens))
-        for step in run_batches(engine, planned, said):
-            yield _job_progress(step, total, before, sum(planned.tokens))
+    for prompt in unfinished:
+        identity.tags(prompt)  # refuses tags that are too long, before the engine starts
+    capture = BatchCapture(points, job.positions, job.encoder, job.max_tokens, job.batch_mib)
+    with start_engine(job.model, job.folder, capture, job.arguments) as engine:
+        batches = plan_batches(engine, unfinished, job.max_tokens)
+        for done, tokens in run_batches(engine, batches, identity):
+            yield JobProgress(
+                done,
+                len(unfinished),
+                len(prompts) - len(unfinished),
+                tokens,
+                sum(batch.num_tokens for batch in batches),
+            )
 
 
-def _job_progress(step: BatchesDone, total: int, before: int, total_tokens: int) -> JobProgress:
-    return JobProgress(step.prompts, total, before, step.tokens, total_tokens)
+def run_batches(
+    engine: BatchEngine, batches: Sequence[Batch], identity: RunIdentity
+) -> Iterator[tuple[int, int]]:
+    """Prompts and tokens done: before the first batch and after each commit."""
+    prompts = tokens = 0
+    yield prompts, tokens
+    for batch in batches:
+        engine.forward(batch.prompts, [identity.tags(prompt) for prompt in batch.prompts])
+        prompts, tokens = prompts + len(batch.prompts), tokens + batch.num_tokens
+        yield prompts, tokens

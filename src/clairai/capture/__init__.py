@@ -1,1 +1,5 @@
-"""Which rows are captured, for whom and where to. Imports neither torch nor vllm."""
+"""Takes captured rows from the engine to their consumers, and keeps what became of them.
+
+Runs in the capture writer process; its client side, and all of it where there is no such process,
+in the worker. Imports neither torch nor vllm.
+"""

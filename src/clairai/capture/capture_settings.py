@@ -1,4 +1,7 @@
-"""Takes the engine's `capture` setting; gives it checked: what is captured, how much, where to."""
+"""The engine's `capture` setting: what is captured, how much, and where it goes.
+
+It comes from the settings, or from VLLM_ACT_* environment variables.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +34,7 @@ RAW: Final = EncoderSpec("raw")
 
 @dataclass(frozen=True)
 class KeepWhen:
-    """Rows of a request are held until the probe's score is at or above the threshold once."""
+    """Rows of a request are held until the probe scores a token at or above the threshold."""
 
     probe: str
     above: float | None = None  # None: the probe's own threshold
@@ -39,7 +42,7 @@ class KeepWhen:
 
 @dataclass(frozen=True)
 class ConsumerSpec:
-    """One place where rows go: its kind is an entry point, its options are the kind's own."""
+    """A consumer to open: its kind is the name of an entry point, which defines the options."""
 
     name: str
     kind: str
@@ -48,61 +51,61 @@ class ConsumerSpec:
 
 @dataclass(frozen=True)
 class CaptureSettings:
-    """Defaults of every capture of an engine, and its bounds."""
+    """Defaults for every request of an engine, and its bounds."""
 
     consumers: tuple[ConsumerSpec, ...]
     points: tuple[str, ...] = ALL_POINTS
     positions: Positions = ALL_POSITIONS
     encoder: EncoderSpec = RAW
-    to: tuple[str, ...] = ()  # all consumers, if it was left out
+    to: tuple[str, ...] = ()  # by default all consumers
     tags: str = "{}"
-    sample: float = 0.0  # share of requests that are captured without asking
-    when: KeepWhen | None = None  # of those, only the ones with such a score
-    staging_mib: int = 256  # of rows on their way from the device to the consumers
-    pending_mib: int = 256  # of rows that wait for a rule
-    process: str | None = None  # that takes rows to the consumers: one of PROCESSES
+    sample: float = 0.0  # share of requests that are captured without asking for it
+    when: KeepWhen | None = None  # keep only those of them
+    staging_mib: int = 256  # for rows on their way from the device to the consumers
+    pending_mib: int = 256  # for rows that are held by `when`
+    process: str | None = None  # in which the consumers run: one of PROCESSES
 
     @classmethod
     def parse(cls, given: object) -> CaptureSettings:
-        """ConfigError says what is wrong, its bound and the way out."""
+        """ConfigError for a value that is wrong."""
         try:
             return _parse(json_fields.read_object("capture", given, _KNOWN))
         except RequestError as error:
             raise ConfigError(error.reason) from None
 
 
-def _parse(asked: Mapping[str, Any]) -> CaptureSettings:
-    consumers = _parse_consumers(asked)
+def _parse(fields: Mapping[str, Any]) -> CaptureSettings:
+    consumers = _parse_consumers(fields)
     names = tuple(consumer.name for consumer in consumers)
-    to = parse_consumer_names(asked.get("to", names), what="capture.to")
+    to = parse_consumer_names(fields.get("to", names), what="capture.to")
     unknown = next((name for name in to if name not in names), None)
     if unknown is not None:
         raise ConfigError(f"capture.to: no consumer is named {quote(unknown)}; {', '.join(names)}")
-    when = asked.get("when")
+    when = fields.get("when")
     return CaptureSettings(
         consumers=consumers,
-        points=parse_points(asked.get("points", ALL_POINTS), what="capture.points"),
-        positions=parse_positions(asked.get("positions", ALL_POSITIONS), what="capture.positions"),
-        encoder=parse_encoder(asked.get("encoder", "raw"), what="capture.encoder"),
+        points=parse_points(fields.get("points", ALL_POINTS), what="capture.points"),
+        positions=parse_positions(fields.get("positions", ALL_POSITIONS), what="capture.positions"),
+        encoder=parse_encoder(fields.get("encoder", "raw"), what="capture.encoder"),
         to=to,
-        tags=parse_tags(asked.get("tags", {}), what="capture.tags"),
-        sample=_parse_share("capture.sample", asked.get("sample", 0.0 if when is None else 1.0)),
+        tags=parse_tags(fields.get("tags", {}), what="capture.tags"),
+        sample=_parse_share("capture.sample", fields.get("sample", 0.0 if when is None else 1.0)),
         when=None if when is None else _parse_when(when),
-        staging_mib=_parse_mib(asked, "staging_mib"),
-        pending_mib=_parse_mib(asked, "pending_mib"),
-        process=_parse_process(asked.get("process")),
+        staging_mib=_parse_mib(fields, "staging_mib"),
+        pending_mib=_parse_mib(fields, "pending_mib"),
+        process=_parse_process(fields.get("process")),
     )
 
 
-def _parse_consumers(asked: Mapping[str, Any]) -> tuple[ConsumerSpec, ...]:
-    if ("folder" in asked) == ("consumers" in asked):
+def _parse_consumers(fields: Mapping[str, Any]) -> tuple[ConsumerSpec, ...]:
+    if ("folder" in fields) == ("consumers" in fields):
         raise ConfigError(
             'capture needs "folder": "path", or "consumers": {name: options}; give one of the two'
         )
-    if "folder" in asked:
-        given: object = {"fs": {"folder": asked["folder"]}}
+    if "folder" in fields:
+        given: object = {"fs": {"folder": fields["folder"]}}
     else:
-        given = asked["consumers"]
+        given = fields["consumers"]
     if not isinstance(given, Mapping) or not 1 <= len(given) <= MAX_CONSUMERS:
         raise ConfigError(
             f"capture.consumers must be an object with 1 to {MAX_CONSUMERS} names and their "
@@ -111,24 +114,24 @@ def _parse_consumers(asked: Mapping[str, Any]) -> tuple[ConsumerSpec, ...]:
     return tuple(_parse_consumer(name, options) for name, options in given.items())
 
 
-def _parse_consumer(name: object, options: object) -> ConsumerSpec:
-    called = json_fields.read_string("capture.consumers: a name", name)
+def _parse_consumer(given: object, options: object) -> ConsumerSpec:
+    name = json_fields.read_string("capture.consumers: a name", given)
     if not isinstance(options, Mapping):
         raise ConfigError(
-            f"capture.consumers[{quote(called)}] must be an object of options, got {quote(options)}"
+            f"capture.consumers[{quote(name)}] must be an object of options, got {quote(options)}"
         )
     kind = json_fields.read_string(
-        f"capture.consumers[{quote(called)}].kind", options.get("kind", called)
+        f"capture.consumers[{quote(name)}].kind", options.get("kind", name)
     )
     rest = {key: value for key, value in options.items() if key != "kind"}
-    return ConsumerSpec(called, kind, MappingProxyType(rest))
+    return ConsumerSpec(name, kind, MappingProxyType(rest))
 
 
 def _parse_when(given: object) -> KeepWhen:
-    asked = json_fields.read_object("capture.when", given, ("probe", "above"))
+    fields = json_fields.read_object("capture.when", given, ("probe", "above"))
     return KeepWhen(
-        probe=json_fields.read_string("capture.when.probe", asked.get("probe")),
-        above=json_fields.read_optional_number("capture.when.above", asked.get("above")),
+        probe=json_fields.read_string("capture.when.probe", fields.get("probe")),
+        above=json_fields.read_optional_number("capture.when.above", fields.get("above")),
     )
 
 
@@ -148,17 +151,12 @@ def _parse_share(what: str, given: object) -> float:
     return share
 
 
-def _parse_mib(asked: Mapping[str, Any], name: str) -> int:
-    return json_fields.read_integer(f"capture.{name}", asked.get(name, 256), low=1, high=1 << 20)
+def _parse_mib(fields: Mapping[str, Any], name: str) -> int:
+    return json_fields.read_integer(f"capture.{name}", fields.get(name, 256), low=1, high=1 << 20)
 
 
-# MERGED
-# Takes the seed's switches, VLLM_ACT_*, from the environment; gives the setting they stand for.
-#
-# Every request is captured at every point, in an .npz for each sequence and layer. The residual
-# stream is whole on every rank, so `sharded` and `gathered` give the same: all of each row, once.
-
-
+# VLLM_ACT_* capture every request at every point, into an .npz for each sequence and layer. The
+# residual stream is whole on every rank, so `sharded` and `gathered` both give each row once.
 CAPTURE: Final = "VLLM_ACT_CAPTURE"
 MODE: Final = "VLLM_ACT_MODE"
 RP_K: Final = "VLLM_ACT_RP_K"
@@ -166,7 +164,6 @@ RETURN: Final = "VLLM_ACT_RETURN"
 OUTDIR: Final = "VLLM_ACT_OUTDIR"
 MODES: Final = ("rp8", "full8", "topk8")
 RETURNS: Final = ("sharded", "gathered")
-# What its README says where a switch is not set.
 DEFAULTS: Final[Mapping[str, str]] = {
     MODE: "rp8",
     RP_K: "512",
@@ -174,17 +171,17 @@ DEFAULTS: Final[Mapping[str, str]] = {
     OUTDIR: "/tmp/vllm_activations",  # noqa: S108  # the store makes it private, or refuses it
 }
 EVERY_LAYER: Final = ("post_block.*",)
-SEAL_AFTER_S: Final = 3600.0  # a sequence is written when it ends
+SEAL_AFTER_S: Final = 3600.0  # in effect when a sequence ends
 
 
 def settings_from_environment(
     environ: Mapping[str, str], *, has_points: bool
 ) -> dict[str, Any] | None:
-    """A `capture` setting; None unless VLLM_ACT_CAPTURE is 1. ConfigError for a wrong value."""
-    if _one_of(environ, CAPTURE, ("0", "1"), usual="0") == "0":
+    """The `capture` setting that they stand for; None unless VLLM_ACT_CAPTURE is 1."""
+    if _read_choice(environ, CAPTURE, ("0", "1"), default="0") == "0":
         return None
-    _one_of(environ, RETURN, RETURNS, usual=DEFAULTS[RETURN])
-    mode = _one_of(environ, MODE, MODES, usual=DEFAULTS[MODE])
+    _read_choice(environ, RETURN, RETURNS, default=DEFAULTS[RETURN])
+    mode = _read_choice(environ, MODE, MODES, default=DEFAULTS[MODE])
     encoder: dict[str, Any] = {"name": mode}
     if mode == "rp8":
         encoder["k"] = _parse_dimensions(environ)
@@ -197,8 +194,10 @@ def settings_from_environment(
     }
 
 
-def _one_of(environ: Mapping[str, str], name: str, known: tuple[str, ...], *, usual: str) -> str:
-    value = environ.get(name) or usual
+def _read_choice(
+    environ: Mapping[str, str], name: str, known: tuple[str, ...], *, default: str
+) -> str:
+    value = environ.get(name) or default
     if value not in known:
         raise ConfigError(f"{name} is {quote(value)}; set it to one of {', '.join(known)}")
     return value

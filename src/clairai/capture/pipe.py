@@ -55,6 +55,8 @@ class Pipe:
     def send_all(self, timeout_s: float | None = None) -> None:
         """Send everything; TimeoutError if the other end does not read."""
         self.send()
+        if not self.unsent_nbytes:
+            return
         room = select.poll()
         room.register(self._socket, select.POLLOUT)
         while self.unsent_nbytes:

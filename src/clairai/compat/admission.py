@@ -132,7 +132,7 @@ class Admission:
             return None
         adapter = getattr(getattr(request, "lora_request", None), "lora_name", None)
         context = RequestContext(stream, _prompt_len(request), steering, adapter)
-        plan = self._captures.order(fields.capture, context)
+        plan = self._captures.resolve(fields.capture, context)
         if plan is not None:
             _require_whole_prompt(request, "captured")
         return plan

@@ -1,4 +1,4 @@
-"""Takes the `capture` field of a request; gives what it asks for, checked, and its JSON again."""
+"""The `capture` field of a request: what it asks to be captured."""
 
 from __future__ import annotations
 
@@ -10,8 +10,7 @@ from typing import Any, Final
 
 from clairai.errors import ConfigError, RequestError, StoreError
 from clairai.fields import json_fields
-from clairai.fields import positions as places
-from clairai.fields.positions import Positions
+from clairai.fields.positions import Positions, parse_positions, positions_to_json
 from clairai.points import quote
 from clairai.store.codecs.base import Encoder
 from clairai.store.codecs.registry import ENCODERS, named
@@ -25,72 +24,68 @@ _NOTHING: Final[Mapping[str, Any]] = MappingProxyType({})
 
 @dataclass(frozen=True)
 class EncoderSpec:
-    """An encoder as it was asked for; `raw` takes the model's own dtype where none is given."""
+    """An encoder and the parameters that were given; `raw` defaults to the model's dtype."""
 
     name: str = "raw"
     parameters: Mapping[str, Any] = field(default_factory=lambda: _NOTHING)
 
-    def written(self) -> dict[str, Any]:
+    def to_json(self) -> dict[str, Any]:
         return {"name": self.name, **self.parameters}
 
     def for_rows(self, dtype: str) -> Encoder:
-        """The encoder of an engine whose rows have this type."""
-        usual = {"dtype": dtype} if self.name == "raw" else {}
-        return named(self.name, usual | dict(self.parameters))
+        """The encoder for an engine whose rows have this dtype."""
+        defaults = {"dtype": dtype} if self.name == "raw" else {}
+        return named(self.name, defaults | dict(self.parameters))
 
 
 @dataclass(frozen=True)
 class CaptureSpec:
-    """What one request asks to be captured; None: what the engine's setting says."""
+    """What one request asks to be captured; None means the engine's default."""
 
     is_wanted: bool = True
-    points: tuple[str, ...] | None = None  # names, patterns, or ("all",): all that are tapped
+    points: tuple[str, ...] | None = None  # names or patterns; ("all",) for all tapped points
     positions: Positions | None = None
     encoder: EncoderSpec | None = None
     to: tuple[str, ...] | None = None  # names of the engine's consumers
-    tags: str = "{}"  # a JSON object: data, never a name
+    tags: str = "{}"  # a JSON object
 
-    def written(self) -> bool | dict[str, Any]:
-        """As JSON; what parse_wish reads as an equal wish."""
+    def to_json(self) -> bool | dict[str, Any]:
+        """The JSON from which `parse_capture` makes an equal spec."""
         optional = {
             "points": None if self.points is None else list(self.points),
-            "positions": None
-            if self.positions is None
-            else places.positions_to_json(self.positions),
-            "encoder": None if self.encoder is None else self.encoder.written(),
+            "positions": None if self.positions is None else positions_to_json(self.positions),
+            "encoder": None if self.encoder is None else self.encoder.to_json(),
             "to": None if self.to is None else list(self.to),
             "tags": json.loads(self.tags) or None,
         }
-        said = {key: value for key, value in optional.items() if value is not None}
-        return said if said else self.is_wanted
+        given = {key: value for key, value in optional.items() if value is not None}
+        return given if given else self.is_wanted
 
 
 def parse_capture(given: object, *, what: str = "capture") -> CaptureSpec | None:
-    """None where nothing was said; RequestError if wrong.
+    """None if the field is not there; RequestError if it is wrong.
 
-    `true` is everything as the engine's setting has it, `false` is nothing, also where the setting
-    captures every request.
+    `true` captures with the engine's defaults. `false` captures nothing, even where the engine's
+    setting captures every request.
     """
     if given is None or isinstance(given, bool):
         return None if given is None else CaptureSpec(is_wanted=given)
-    asked = json_fields.read_object(what, given, _KNOWN)
-    points, positions = asked.get("points"), asked.get("positions")
-    encoder, to = asked.get("encoder"), asked.get("to")
+    fields = json_fields.read_object(what, given, _KNOWN)
+    points, positions = fields.get("points"), fields.get("positions")
+    encoder, to = fields.get("encoder"), fields.get("to")
     return CaptureSpec(
         points=None if points is None else parse_points(points, what=f"{what}.points"),
         positions=(
-            None
-            if positions is None
-            else places.parse_positions(positions, what=f"{what}.positions")
+            None if positions is None else parse_positions(positions, what=f"{what}.positions")
         ),
         encoder=None if encoder is None else parse_encoder(encoder, what=f"{what}.encoder"),
         to=None if to is None else parse_consumer_names(to, what=f"{what}.to"),
-        tags=parse_tags(asked.get("tags", {}), what=f"{what}.tags"),
+        tags=parse_tags(fields.get("tags", {}), what=f"{what}.tags"),
     )
 
 
 def parse_points(given: object, *, what: str) -> tuple[str, ...]:
-    """Which points a pattern means is known where they are tapped."""
+    """Names and patterns; the engine core expands them."""
     listed = json_fields.read_list(
         what, [given] if isinstance(given, str) else given, limit=MAX_POINTS
     )

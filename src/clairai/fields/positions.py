@@ -1,4 +1,4 @@
-"""Takes the `positions` of a capture, as somebody wrote them; gives the absolute ones they mean."""
+"""The `positions` of a capture, and the absolute positions they mean for a prompt."""
 
 from __future__ import annotations
 
@@ -14,37 +14,37 @@ from clairai.points import quote
 PositionSelector = Literal["all", "prompt", "generated", "last_prompt"]
 SELECTORS: Final[tuple[PositionSelector, ...]] = get_args(PositionSelector)
 MAX_MESSAGES: Final = 100_000
-_FAR: Final = OPEN_END - 1
+_MAX_POSITION: Final = OPEN_END - 1
 
 
 @dataclass(frozen=True)
 class PositionSpan:
-    """From `first` up to, not including, `end`; negative: from the prompt's end; None: open."""
+    """From `first` up to `end`, exclusive. Negative: counted from the prompt's end; None: open."""
 
     first: int = 0
     end: int | None = None
 
-    def written(self) -> dict[str, Any]:
+    def to_json(self) -> dict[str, Any]:
         return {"from": self.first} | ({} if self.end is None else {"to": self.end})
 
 
 @dataclass(frozen=True)
 class MessagePosition:
-    """All tokens of one message of a chat; whoever knows the chat's template makes a Span of it."""
+    """All tokens of one chat message. Becomes a PositionSpan where the chat template is known."""
 
     index: int
 
-    def written(self) -> dict[str, Any]:
+    def to_json(self) -> dict[str, Any]:
         return {"message": self.index}
 
 
 PositionPart = PositionSelector | PositionSpan | MessagePosition
-Positions = tuple[PositionPart, ...]  # what any of them holds
+Positions = tuple[PositionPart, ...]  # the union of all parts
 ALL_POSITIONS: Final[Positions] = ("all",)
 
 
 def parse_positions(given: object, *, what: str) -> Positions:
-    """One of them, or a list of them; RequestError if wrong."""
+    """One part, or a list of parts; RequestError if one is wrong."""
     if not isinstance(given, list | tuple):
         return (_parse_part(given, what),)
     parts = json_fields.read_list(what, given, limit=MAX_RANGES)
@@ -54,13 +54,13 @@ def parse_positions(given: object, *, what: str) -> Positions:
 
 
 def positions_to_json(positions: Positions) -> object:
-    """As JSON; what parse_positions reads as equal."""
-    found = [part if isinstance(part, str) else part.written() for part in positions]
+    """The JSON from which `parse_positions` makes equal positions."""
+    found = [part if isinstance(part, str) else part.to_json() for part in positions]
     return found[0] if len(found) == 1 else found
 
 
 def absolute_ranges(positions: Positions, prompt_len: int) -> tuple[Range, ...]:
-    """Absolute, sorted, apart from each other, none empty."""
+    """Sorted, disjoint and not empty."""
     return merge_ranges(_absolute(part, prompt_len) for part in positions)
 
 
@@ -68,11 +68,10 @@ def _parse_part(given: object, what: str) -> PositionPart:
     if isinstance(given, str):
         return cast(PositionSelector, json_fields.read_choice(what, given, SELECTORS))
     if isinstance(given, Mapping) and "message" in given:
-        asked = json_fields.read_object(what, given, ("message",))
-        at = f"{what}.message"
-        return MessagePosition(
-            json_fields.read_integer(at, asked["message"], low=0, high=MAX_MESSAGES)
-        )
+        fields = json_fields.read_object(what, given, ("message",))
+        name = f"{what}.message"
+        index = json_fields.read_integer(name, fields["message"], low=0, high=MAX_MESSAGES)
+        return MessagePosition(index)
     if not isinstance(given, Mapping):
         raise RequestError(
             f"{what} must be one of {', '.join(SELECTORS)}, an object with from and to, or one "
@@ -82,11 +81,11 @@ def _parse_part(given: object, what: str) -> PositionPart:
 
 
 def _parse_span(given: Mapping[str, Any], what: str) -> PositionSpan:
-    asked = json_fields.read_object(what, given, ("from", "to"))
-    first = json_fields.read_integer(f"{what}.from", asked.get("from", 0), low=-_FAR, high=_FAR)
-    if asked.get("to") is None:
+    fields = json_fields.read_object(what, given, ("from", "to"))
+    first = _read_position(f"{what}.from", fields.get("from", 0))
+    if fields.get("to") is None:
         return PositionSpan(first)
-    end = json_fields.read_integer(f"{what}.to", asked["to"], low=-_FAR, high=_FAR)
+    end = _read_position(f"{what}.to", fields["to"])
     is_comparable = (first < 0) == (end < 0)
     if end == 0 or (is_comparable and end <= first):
         raise RequestError(
@@ -94,6 +93,10 @@ def _parse_span(given: Mapping[str, Any], what: str) -> PositionSpan:
             "leave it out for as far as the request goes"
         )
     return PositionSpan(first, end)
+
+
+def _read_position(what: str, given: object) -> int:
+    return json_fields.read_integer(what, given, low=-_MAX_POSITION, high=_MAX_POSITION)
 
 
 def _absolute(part: PositionPart, prompt_len: int) -> Range:
@@ -114,5 +117,5 @@ def _absolute(part: PositionPart, prompt_len: int) -> Range:
     return 0, OPEN_END
 
 
-def _from_prompt_end(at: int, prompt_len: int) -> int:
-    return at if at >= 0 else prompt_len + at
+def _from_prompt_end(position: int, prompt_len: int) -> int:
+    return position if position >= 0 else prompt_len + position

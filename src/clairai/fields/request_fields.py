@@ -57,7 +57,7 @@ class RequestFields:
         if self.stop:
             fields["stop"] = [rule.to_json() for rule in self.stop]
         if self.capture is not None:
-            fields["capture"] = self.capture.written()
+            fields["capture"] = self.capture.to_json()
         return fields
 
 

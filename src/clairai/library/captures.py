@@ -1,6 +1,6 @@
-"""Takes vLLM's `LLM` and its outputs; gives what was captured of each answer, read when needed.
+"""`clairai.captures`: the captured rows of the outputs of vLLM's `LLM`, read when needed.
 
-Runs in the user's process; imports no vllm.
+Runs in: the user's process. Imports no vllm.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ POLL_S: Final = 0.01
 
 @dataclass(frozen=True)
 class Capture:
-    """Rows of one answer; `report` is what the engine says of them."""
+    """The captured rows of one answer; `report` is what the engine says of them."""
 
     report: Captured
-    num_tokens: int  # of the prompt and the answer: a step that ran on past them counts for nobody
+    num_tokens: int  # of prompt and answer; rows that a step computed beyond are left out
     stores: dict[str, Store] = field(default_factory=dict, repr=False, compare=False)
 
     @property
@@ -44,8 +44,8 @@ class Capture:
 
     @property
     def state(self) -> str:
-        """`kept`: all of it is safe. `discarded`: its rule was not met. `failed`, `writing`: see
-        `reason`."""
+        """`kept`: all of it is safe. `discarded`: its rule was not met. For `failed` and `writing`
+        see `reason`."""
         return self.report.state
 
     @property
@@ -54,16 +54,16 @@ class Capture:
 
     @property
     def lost(self) -> int:
-        """Rows (tokens times points) that were wanted and are missing somewhere."""
+        """Rows (tokens times points) that are missing at some consumer."""
         return self.report.lost
 
     @property
     def where(self) -> dict[str, str]:
-        """Consumers, and where each has the rows."""
+        """Where each consumer has the rows."""
         return {place.consumer: place.where for place in self.report.places}
 
     def rows(self, point: str) -> StoredRows:
-        """In order of position; decoded when they are looked at."""
+        """In order of position; decoded on access."""
         return self._rows(point)
 
     @cached_property
@@ -72,7 +72,7 @@ class Capture:
 
     @property
     def tokens(self) -> NDArray[np.int32]:
-        """Of each row of a point, the token it was computed for."""
+        """The token of each row of a point."""
         return self._first.token_id
 
     @property
@@ -93,10 +93,10 @@ class Capture:
 
 
 def captures(llm: Any, outputs: Sequence[Any], *, timeout_s: float = 60.0) -> list[list[Capture]]:
-    """For each RequestOutput, one Capture per answer that was captured, in order.
+    """For each RequestOutput, a Capture of every answer that was captured, in order.
 
-    Waits until the rows are safe where they went, or it is known that they are not: `state`,
-    `reason` and `lost` of each say so. An answer that nobody wanted captured has none.
+    Waits until the rows are safe at their consumers, or known not to be; then see `state`, `reason`
+    and `lost`.
     """
     unfinished = [output.request_id for output in outputs if not output.finished]
     if unfinished:

@@ -1,7 +1,7 @@
-"""Takes a chat and the tokens of its beginnings; gives where one message lies in the prompt.
+"""Finds the token positions of one message of a chat.
 
-A template may say anything anywhere. Where it only ever adds to what it said of the messages
-before, a message's tokens are those it adds; where it does not, there is no honest answer.
+Where a chat template only appends to the text of the messages before, the tokens of a message are
+those it appends. Where it does not, the positions cannot be known, and that is an error.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ def message_range(
     check_message_index(index, len(messages))
 
     def ids(chat: Sequence[Mapping[str, Any]], *, is_whole: bool) -> list[int]:
-        made = tokenizer.apply_chat_template(
+        encoded = tokenizer.apply_chat_template(
             list(chat),
             tokenize=True,
             add_generation_prompt=is_whole,
             return_dict=True,
             **template,
         )
-        return list(made["input_ids"])
+        return list(encoded["input_ids"])
 
     before = ids(messages[:index], is_whole=False) if index else []
     through = ids(messages[: index + 1], is_whole=False)
@@ -51,14 +51,14 @@ def check_message_index(index: object, num_messages: int) -> None:
 def find_message_span(
     index: int, *, before: Sequence[int], through: Sequence[int], prompt: Sequence[int]
 ) -> tuple[int, int]:
-    """`before` and `through`: tokens of the chat up to the message, without and with it."""
+    """`before` and `through`: tokens of the chat up to the message, exclusive and inclusive."""
     first, end = len(before), len(through)
     is_prefix = list(through[:first]) == list(before) and list(prompt[:end]) == list(through)
     if not is_prefix:
         raise RequestError(
-            f"message {index}: this chat's template says its beginning otherwise once more "
-            "messages follow, so it cannot be told which tokens are the message's; give from and to"
+            f"message {index}: this chat's template changes its beginning when more "
+            "messages follow, so the tokens of the message cannot be known; give from and to"
         )
     if first >= end:
-        raise RequestError(f"message {index}: the template makes no tokens of it")
+        raise RequestError(f"message {index}: the template gives it no tokens")
     return first, end

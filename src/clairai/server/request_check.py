@@ -96,7 +96,7 @@ class CompletionRequest:
         if stream is not None:
             asked["stream"] = stream
         if self.fields.capture is not None:
-            asked["capture"] = self.fields.capture.written()
+            asked["capture"] = self.fields.capture.to_json()
         xargs = {**self.xargs, KEY: msgspec.json.encode(asked).decode()}
         kept = {name: raw for name, raw in self.body.items() if name not in FIELD_PHASES}
         return msgspec.json.encode({**kept, XARGS: xargs})

@@ -66,11 +66,10 @@ def _file(path: Path, *lines: str) -> Path:
     return path
 
 
-def _run(engine: ToyEngine, folder: Path, file: Path) -> list[run_job.BatchesDone]:
+def _run(engine: ToyEngine, folder: Path, file: Path) -> list[tuple[int, int]]:
     wanted = resume.find_unfinished(folder, read_prompts(file), RUN)
     planned = run_job.plan_batches(engine, wanted, 1)
-    tags = [[RUN.tags(prompt) for prompt in batch] for batch in planned.batches]
-    return list(run_job.run_batches(engine, planned, tags))
+    return list(run_job.run_batches(engine, planned, RUN))[1:]
 
 
 def _lines(folder: Path) -> list[int]:
@@ -124,7 +123,7 @@ def test_what_a_killed_run_is_still_writing_is_waited_for(
 def test_how_far_it_is_is_told_after_each_commit(tmp_path: Path) -> None:
     file = _file(tmp_path / "p.txt", *["x" * 120] * 3)
     steps = _run(ToyEngine(tmp_path / "s"), tmp_path / "s", file)
-    assert steps == [run_job.BatchesDone(2, 242), run_job.BatchesDone(3, 363)]
+    assert steps == [(2, 242), (3, 363)]
     assert [len(c.shards) for c in open_store(tmp_path / "s").commits] == [0, 1, 1]
 
 
@@ -236,8 +235,8 @@ def test_a_message_of_each_chat_has_positions_of_its_own(tmp_path: Path) -> None
     lines = [[{"role": "user", "content": text} for text in chat] for chat in chats]
     file = _file(tmp_path / "p.jsonl", *(json.dumps({"messages": line}) for line in lines))
     engine = _naming(["last_prompt", {"message": 1}])
-    assert engine.wish.setting(tmp_path)["positions"] == "all"
-    placed = [engine._placed(prompt)["positions"] for prompt in read_prompts(file)]
+    assert engine.capture.settings(tmp_path)["positions"] == "all"
+    placed = [engine._positions(prompt)["positions"] for prompt in read_prompts(file)]
     assert placed == [
         ["last_prompt", {"from": 4, "to": 7}],
         ["last_prompt", {"from": 3, "to": 8}],
@@ -250,4 +249,4 @@ def test_a_prompt_without_the_message_is_named_before_anything_is_forwarded(
     (text,) = read_prompts(_file(tmp_path / "p.txt", "a"))
     with pytest.raises(ConfigError, match="line 1: message 1: this is no chat"):
         _naming({"message": 1}).num_tokens(text)
-    assert _naming("all")._placed(text) == {}
+    assert _naming("all")._positions(text) == {}

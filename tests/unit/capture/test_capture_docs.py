@@ -69,7 +69,7 @@ def test_a_wish_is_read_by_the_engine_and_the_proxy(block: dict[str, Any]) -> No
     resolver = CaptureResolver(CaptureSettings.parse({"folder": "captures"}), engine)
     assert wish.positions is not None
     if not any(isinstance(part, positions.MessagePosition) for part in wish.positions):
-        assert resolver.order(wish, RequestContext(1, PROMPT_LEN)) is not None
+        assert resolver.resolve(wish, RequestContext(1, PROMPT_LEN)) is not None
     if KEY in block:
         schema.ClairaiFields.model_validate(block[KEY])
         request = read_request(json.dumps({"messages": [], **block}).encode(), ProxyLimits())

@@ -62,6 +62,13 @@ def test_the_end_of_a_line_is_seen_at_both_ends(lines: tuple[Pipe, Pipe]) -> Non
         theirs.send()
 
 
+def test_a_closed_end_with_nothing_to_send_can_be_closed_again(lines: tuple[Pipe, Pipe]) -> None:
+    ours, _ = lines
+    ours.close()
+    ours.send_all(0.01)
+    ours.close()
+
+
 def test_a_length_that_no_message_has_ends_the_line() -> None:
     ours, theirs = socket.socketpair()
     with ours:

@@ -43,7 +43,7 @@ wishes = st.builds(
 @settings(derandomize=True, deadline=None)
 @given(wishes | st.sampled_from([CaptureSpec(), CaptureSpec(is_wanted=False)]))
 def test_what_a_wish_writes_is_read_as_the_same_wish(wish: CaptureSpec) -> None:
-    said = json.loads(json.dumps(wish.written()))
+    said = json.loads(json.dumps(wish.to_json()))
     assert parse_capture(said) == wish
     assert parse_fields(request(capture=said)) == RequestFields(capture=wish)
     assert parse_fields({KEY: json.dumps({"capture": said})}) == RequestFields(capture=wish)

@@ -249,7 +249,7 @@ def test_a_message_of_a_chat_becomes_its_positions(
     ("positions", "fields", "said"),
     [
         ({"message": 2}, {}, "the chat has 2 messages; give 0 to 1"),
-        ({"message": 0}, {"chat_template": "reversing"}, "says its beginning otherwise"),
+        ({"message": 0}, {"chat_template": "reversing"}, "changes its beginning"),
         ({"message": 0}, {"tools": ["refused"]}, "the template refuses: no tools here"),
         ({"message": 0}, {"documents": [1]}, "cannot be told of a chat with documents"),
         ({"message": 0}, {"path": TEXT}, "only a chat has messages"),

@@ -1,4 +1,7 @@
-"""Takes a request's wish and the engine's setting; gives the order it comes to. Engine core."""
+"""Resolves what a request asks to be captured to a capture plan.
+
+Runs in: the engine core.
+"""
 
 from __future__ import annotations
 
@@ -10,12 +13,12 @@ from typing import Any, Final
 
 from clairai.capture.capture_settings import ALL_POINTS, CaptureSettings
 from clairai.engine.capture.capture_plan import CapturePlan, KeepThreshold
-from clairai.engine.steer.steering_plan import ENCODER as COURSE_ENCODER
+from clairai.engine.steer.steering_plan import ENCODER as STEERING_ENCODER
 from clairai.engine.steer.steering_plan import SteeringPlan, describe_plan
 from clairai.errors import CaptureOffError, ClairaiError, ConfigError, RequestError
 from clairai.fields.capture import CaptureSpec, EncoderSpec, parse_tags
 from clairai.fields.json_fields import suggest_names
-from clairai.fields.positions import Positions, absolute_ranges
+from clairai.fields.positions import absolute_ranges
 from clairai.points import Point, expand, quote
 from clairai.store.codecs.base import Encoder
 from clairai.store.row_block import MAX_STEERING_NBYTES
@@ -29,9 +32,9 @@ PART_OF_STAGING: Final = 4  # one token's rows may take this part of the staging
 
 @dataclass(frozen=True)
 class EngineShape:
-    """What the rows of an engine are like."""
+    """The rows of an engine."""
 
-    points: tuple[Point, ...]  # that are tapped
+    points: tuple[Point, ...]  # the tapped ones
     num_layers: int
     width: int
     dtype: str
@@ -40,73 +43,72 @@ class EngineShape:
 
 @dataclass(frozen=True)
 class RequestContext:
-    """One request, as far as a capture depends on it."""
+    """What a capture depends on besides the request's `capture` field."""
 
     stream: int
     prompt_len: int
     plan: SteeringPlan | None = None
-    adapter: str | None = None  # LoRA's name of it
+    adapter: str | None = None  # name of the LoRA adapter
 
 
 class CaptureResolver:
-    """One for each engine core; `setting` is None where nothing is captured."""
+    """One for each engine core; `settings` is None if the engine does not capture."""
 
-    def __init__(self, setting: CaptureSettings | None, engine: EngineShape) -> None:
-        """ConfigError if the setting's own defaults cannot be ordered."""
-        self._setting, self._engine = setting, engine
-        self._hold: KeepThreshold | None = None
-        if setting is not None:
-            self._hold = _keep_threshold(setting, engine)
-            self._check(setting)
+    def __init__(self, settings: CaptureSettings | None, engine: EngineShape) -> None:
+        """ConfigError if the defaults in the settings cannot be resolved."""
+        self._settings, self._engine = settings, engine
+        self._default_rule: KeepThreshold | None = None
+        if settings is not None:
+            self._default_rule = _resolve_rule(settings, engine)
+            self._check(settings)
 
-    def _check(self, setting: CaptureSettings) -> None:
+    def _check(self, settings: CaptureSettings) -> None:
         try:
-            points = self._points(setting.points)
-            self._encoder(setting.encoder, len(points))
-            absolute_ranges(setting.positions, 1)
+            points = self._points(settings.points)
+            self._encoder(settings.encoder, len(points))
+            absolute_ranges(settings.positions, 1)
         except RequestError as error:
             raise ConfigError(error.reason) from None
 
-    def order(self, wish: CaptureSpec | None, asked: RequestContext) -> CapturePlan | None:
-        """None if nothing of the request is captured; RequestError for a wish that cannot be."""
-        if self._setting is None:
-            if wish is not None and wish.is_wanted:
+    def resolve(self, spec: CaptureSpec | None, request: RequestContext) -> CapturePlan | None:
+        """None if nothing of the request is captured; RequestError for an impossible spec."""
+        if self._settings is None:
+            if spec is not None and spec.is_wanted:
                 raise CaptureOffError(CAPTURE_OFF)
             return None
-        if wish is None:
-            is_chosen = is_sampled(asked.stream, self._setting.sample)
-            return self._made(CaptureSpec(), asked, self._hold) if is_chosen else None
-        if not wish.is_wanted:
+        if spec is None:
+            is_chosen = is_sampled(request.stream, self._settings.sample)
+            return self._plan(CaptureSpec(), request, self._default_rule) if is_chosen else None
+        if not spec.is_wanted:
             return None
-        order = self._made(wish, asked, None)
-        if order is None:
+        plan = self._plan(spec, request, None)
+        if plan is None:
             raise RequestError(
-                f"capture.positions hold no position of a prompt of {asked.prompt_len} tokens or "
+                f"capture.positions hold no position of a prompt of {request.prompt_len} tokens or "
                 "of what follows it; name others, or leave it out for all"
             )
-        return order
+        return plan
 
-    def _made(
-        self, wish: CaptureSpec, asked: RequestContext, hold: KeepThreshold | None
+    def _plan(
+        self, spec: CaptureSpec, request: RequestContext, rule: KeepThreshold | None
     ) -> CapturePlan | None:
-        setting = self._setting
-        assert setting is not None
-        positions: Positions = wish.positions or setting.positions
-        wanted = absolute_ranges(positions, asked.prompt_len)
-        if not wanted:
+        settings = self._settings
+        assert settings is not None
+        ranges = absolute_ranges(spec.positions or settings.positions, request.prompt_len)
+        if not ranges:
             return None
-        points = self._points(wish.points or setting.points)
-        encoder = self._encoder(wish.encoder or setting.encoder, len(points))
+        points = self._points(spec.points or settings.points)
+        encoder = self._encoder(spec.encoder or settings.encoder, len(points))
         return CapturePlan(
             points=tuple(map(str, points)),
-            ranges=wanted,
+            ranges=ranges,
             encoder=encoder.name,
             parameters=tuple(encoder.parameters.items()),
-            to=self._consumers(wish.to, setting),
-            tags=_merge_tags(setting.tags, wish.tags),
-            steering=steering_json(asked.plan),
-            adapter=asked.adapter,
-            hold=hold,
+            to=self._consumers(spec.to, settings),
+            tags=_merge_tags(settings.tags, spec.tags),
+            steering=steering_json(request.plan),
+            adapter=request.adapter,
+            hold=rule,
         )
 
     def _points(self, patterns: Sequence[str]) -> tuple[Point, ...]:
@@ -134,8 +136,8 @@ class CaptureResolver:
             nbytes = encoder.nbytes_per_row(engine.width) * num_points
         except ClairaiError as error:
             raise RequestError(f"capture.encoder: {error.reason}") from None
-        assert self._setting is not None
-        limit = (self._setting.staging_mib << 20) // PART_OF_STAGING
+        assert self._settings is not None
+        limit = (self._settings.staging_mib << 20) // PART_OF_STAGING
         if nbytes > limit:
             raise RequestError(
                 f"one token takes {nbytes} bytes at these points, and staging_mib has room for "
@@ -143,46 +145,44 @@ class CaptureResolver:
             )
         return encoder
 
-    def _consumers(
-        self, asked: tuple[str, ...] | None, setting: CaptureSettings
-    ) -> tuple[str, ...]:
-        names = [consumer.name for consumer in setting.consumers]
-        for name in asked or ():
+    def _consumers(self, to: tuple[str, ...] | None, settings: CaptureSettings) -> tuple[str, ...]:
+        names = [consumer.name for consumer in settings.consumers]
+        for name in to or ():
             if name not in names:
                 raise RequestError(
                     f"capture.to: no consumer is named {quote(name)}; {suggest_names(name, names)}"
                 )
-        return asked or setting.to
+        return to or settings.to
 
 
 def is_sampled(stream: int, share: float) -> bool:
-    """By a hash of the stream: the same request is chosen wherever it is asked."""
+    """By a hash of the stream, so that every process decides alike."""
     digest = hashlib.blake2b(stream.to_bytes(8, "little"), digest_size=8, person=b"clairai-sample")
     return int.from_bytes(digest.digest(), "little") < share * 2**64
 
 
 def steering_json(plan: SteeringPlan | None) -> str:
-    """What is stored of a request's steering: a JSON object."""
+    """The steering of a request as it is stored with its rows: a JSON object."""
     if plan is None:
         return "{}"
-    said = json.dumps({"applied": describe_plan(plan)}, separators=(",", ":"))
-    if len(said.encode()) <= MAX_STEERING_NBYTES:
-        return said
-    # Too long to be stored with every request: what it was can still be told from another.
-    digest = hashlib.sha256(COURSE_ENCODER.encode(plan)).hexdigest()
+    text = json.dumps({"applied": describe_plan(plan)}, separators=(",", ":"))
+    if len(text.encode()) <= MAX_STEERING_NBYTES:
+        return text
+    # Too long to store with every request: a digest still tells two of them apart.
+    digest = hashlib.sha256(STEERING_ENCODER.encode(plan)).hexdigest()
     return json.dumps({"actions": len(plan.actions), "digest": digest})
 
 
-def _merge_tags(tags: str, others: str) -> str:
-    """The request's own tags count where both have one."""
-    if tags == "{}":
-        return others
-    joined: dict[str, Any] = {**json.loads(tags), **json.loads(others)}
-    return parse_tags(joined, what="capture.tags, with those of the engine's setting")
+def _merge_tags(defaults: str, tags: str) -> str:
+    """Tags of the request override those of the settings."""
+    if defaults == "{}":
+        return tags
+    merged: dict[str, Any] = {**json.loads(defaults), **json.loads(tags)}
+    return parse_tags(merged, what="capture.tags, with those of the engine's setting")
 
 
-def _keep_threshold(setting: CaptureSettings, engine: EngineShape) -> KeepThreshold | None:
-    rule = setting.when
+def _resolve_rule(settings: CaptureSettings, engine: EngineShape) -> KeepThreshold | None:
+    rule = settings.when
     if rule is None:
         return None
     if rule.probe not in engine.thresholds:

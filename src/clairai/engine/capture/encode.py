@@ -1,6 +1,11 @@
-"""Takes a seed; gives the signs of a random projection, on any device, as store/codecs does.
+"""Encodes rows of the residual stream on their device.
 
-D = model width, K = projected. torch has no unsigned 64-bit product: each is made of two halves.
+The bytes equal those of `store/codecs`, bit for bit. `encode_twin` does it in plain torch: for CPU
+engines, and as the oracle of the rp8 kernel, which `encode` uses on a GPU.
+
+N = rows, D = model width, G = groups of a row, C = values in a group, K = kept or projected.
+
+Runs in: the worker.
 """
 
 from __future__ import annotations
@@ -23,7 +28,7 @@ from clairai.store.codecs.topk8 import NAN_SIZE, TopK8
 
 
 def signs_twin(seed: int, width: int, k: int, device: torch.device) -> torch.Tensor:
-    """+1 and -1 in int8, as [D, K]."""
+    """The signs of a random projection: +1 and -1 in int8 [D, K], as `codecs.philox` makes them."""
     row_D1 = torch.arange(width, device=device)[:, None]
     block_1B = torch.arange(-(-k // BITS), device=device)[None]
     words_DBW = torch.stack(_philox(block_1B, row_D1, seed), dim=2)
@@ -43,18 +48,9 @@ def _philox(first: torch.Tensor, second: torch.Tensor, seed: int) -> list[torch.
 
 
 def _product(word: torch.Tensor, factor: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """The upper and the lower 32 bits."""
+    """The upper and the lower 32 bits; torch has no unsigned 64-bit product."""
     lower, upper = (word & 0xFFFF) * factor, (word >> 16) * factor
     return (upper + (lower >> 16)) >> 16, (lower + ((upper & 0xFFFF) << 16)) & MASK
-
-
-# MERGED
-# Takes rows of the residual stream on any device; gives them encoded there, in plain torch.
-#
-# A CPU engine's own way, and what a kernel must compute: the bytes are those of store/codecs, bit
-# for
-# bit. N = rows, D = model width, G = groups of a row, C = values in a group, K = kept or
-# projected.
 
 
 Encoded = dict[str, torch.Tensor]
@@ -104,13 +100,13 @@ def project_twin(rows_ND: torch.Tensor, encoder: Rp8) -> torch.Tensor:
     signs_DK = _signs(encoder.seed, rows_ND.shape[1], encoder.k, rows_ND.device)
     _, exponent_N1 = torch.frexp(_largest(rows_ND).double())
     shift_N1 = FIXED_BITS - exponent_N1
-    # Whole numbers whose sums are exact: the order of the product's sums does not matter.
+    # Integers, whose sums are exact in any order.
     whole_ND = rows_ND.double().mul_(_power(shift_N1)).round_()
     sums_NK = whole_ND @ signs_DK
     return (sums_NK * _power(-shift_N1) * (1 / math.sqrt(encoder.k))).float()
 
 
-@lru_cache(maxsize=4)  # requests may ask for different ones; each is some MiB on the device
+@lru_cache(maxsize=4)  # requests may ask for different ones; each takes MiBs on the device
 def _signs(seed: int, width: int, k: int, device: torch.device) -> torch.Tensor:
     return signs_twin(seed, width, k, device).double()
 
@@ -165,7 +161,7 @@ def _int4(encoder: Int4, rows_ND: torch.Tensor) -> Encoded:
 
 
 def _to_bytes(values_NGC: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """As ends8.to_bytes."""
+    """As codecs.minmax8 does it."""
     is_finite = values_NGC.isfinite()
     low_NG = values_NGC.masked_fill(~is_finite, math.inf).amin(dim=2)
     high_NG = values_NGC.masked_fill(~is_finite, -math.inf).amax(dim=2)
@@ -184,12 +180,12 @@ def _to_bytes(values_NGC: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, tor
 
 
 def _largest(rows_ND: torch.Tensor) -> torch.Tensor:
-    """The size of each row's largest finite value, in a column."""
+    """The largest finite magnitude of each row, as a column."""
     return rows_ND.abs().masked_fill(~rows_ND.isfinite(), 0).amax(dim=1, keepdim=True)
 
 
 def _power(exponent: torch.Tensor) -> torch.Tensor:
-    """Two to this, in float64, by its bits: torch's own ldexp goes through float32."""
+    """2**exponent in float64, made from its bits: torch's ldexp goes through float32."""
     return ((exponent.long() + 1023) << 52).view(torch.float64)
 
 
@@ -198,13 +194,6 @@ def _packed_bits(is_set_NK: torch.Tensor) -> torch.Tensor:
     padded = torch.nn.functional.pad(is_set_NK.long(), (0, -kept % 8))
     weights_8 = 1 << torch.arange(8, device=is_set_NK.device)
     return (padded.reshape(num_rows, -(-kept // 8), 8) * weights_8).sum(dim=2).to(torch.uint8)
-
-
-# MERGED
-# Takes rows of the residual stream on any device; gives them encoded there, as fast as it can.
-#
-# N = rows, D = model width, K = projected. The bytes are those of store/codecs, whoever makes
-# them.
 
 
 def encode(rows_ND: torch.Tensor, encoder: Encoder) -> Encoded:
@@ -218,7 +207,7 @@ def encode(rows_ND: torch.Tensor, encoder: Encoder) -> Encoded:
     )
 
 
-@lru_cache(maxsize=4)  # an engine's own projection, and a few of requests
+@lru_cache(maxsize=4)  # the engine's default projection, and a few of requests
 def _kernel_signs(seed: int, width: int, k: int, device: torch.device) -> torch.Tensor:
-    """Turned, as tensor cores want bytes: those that are added up side by side."""
+    """Transposed: tensor cores want the bytes that are summed side by side."""
     return signs_twin(seed, width, k, device).t().contiguous()

@@ -1,11 +1,13 @@
-"""Takes rows of the residual stream on a GPU; gives their random projection in bytes, as rp8 does.
+"""Encodes rows as rp8 on a GPU: their random projection, in bytes.
 
 M = rows, D = model width, K = projected, P = planes: five limbs, and which values are infinite.
 
-The bits are those of store/codecs/rp8.py. A row becomes whole numbers of 35 bits, and those five
-limbs of eight: a tensor core multiplies bytes by signs without any rounding, whatever the order of
-its sums, and the five sums are put together as one whole number of 64 bits. Rows are taken apart
-once, by a kernel of its own: it takes many more instructions than the product does.
+The bits equal those of store/codecs/rp8.py. A row becomes integers of 35 bits, split into five
+limbs of eight: a tensor core multiplies bytes by signs without rounding, in whatever order it sums,
+and the five sums are combined to one integer of 64 bits. A kernel of its own splits the rows once,
+because that takes many more instructions than the product.
+
+Runs in: the worker.
 """
 
 from __future__ import annotations
@@ -27,24 +29,24 @@ TOP: Final = tl.constexpr(minmax8.TOP)
 NAN: Final = tl.constexpr(minmax8.NAN)
 MINUS_INFINITY: Final = tl.constexpr(minmax8.MINUS_INFINITY)
 PLUS_INFINITY: Final = tl.constexpr(minmax8.PLUS_INFINITY)
-# Added and taken away again, it leaves a float64 below 2**51 rounded to a whole number, to even.
+# Adding and subtracting it rounds a float64 below 2**51 to an integer, ties to even.
 MAGIC: Final = tl.constexpr(3.0 * 2**51)
-MAX_ROWS: Final = 1024  # at once, in memory of 40 MiB for a model 4096 wide
+MAX_ROWS: Final = 1024  # at once; they take 40 MiB for a model 4096 wide
 TILE_D: Final = 128
-# Rows of all planes, and columns, of one program; how many threads; tiles on their way at once.
+# Rows (of all planes) and columns of one program, its warps, and its pipeline stages.
 FEW_ROWS: Final = {"TILE_R": 64, "TILE_K": 64, "num_warps": 4, "num_stages": 4}
 MANY_ROWS: Final = {"TILE_R": 128, "TILE_K": 128, "num_warps": 8, "num_stages": 4}
 
 
 @triton.jit
 def _power(exponent):
-    """Two to this, in float64, by its bits."""
+    """2**exponent in float64, made from its bits."""
     return ((exponent.to(tl.int64) + 1023) << 52).to(tl.float64, bitcast=True)
 
 
 @triton.jit
 def _limb(whole):
-    """The lowest eight bits as a number from -128 to 127, and the rest."""
+    """The lowest eight bits as an integer of -128 to 127, and the rest."""
     limb = ((whole + 128) & 255) - 128
     return limb, (whole - limb) >> 8
 
@@ -53,9 +55,9 @@ def _limb(whole):
 def split_into_planes(
     rows_ptr, planes_ptr, exponent_ptr, infinite_ptr, M, D, BLOCK_D: tl.constexpr
 ):
-    """Of each row: its planes, the exponent of its largest finite value; how many are infinite.
+    """Split each row into its planes.
 
-    -1 of them: one is NaN.
+    Also stores the exponent of its largest finite value, and how many are infinite; -1 for NaN.
     """
     row, d = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK_D)
     x_D = tl.load(rows_ptr + row * D + d, mask=d < D, other=0.0).to(tl.float32)
@@ -85,7 +87,7 @@ def split_into_planes(
 @triton.jit(do_not_specialize=["R"])
 def project_planes(planes_ptr, signs_ptr, sums_ptr, R, D, K,
             TILE_R: tl.constexpr, TILE_K: tl.constexpr, TILE_D: tl.constexpr):  # fmt: skip
-    """planes @ signs, in whole numbers; R = rows of all planes."""
+    """planes @ signs, in integers; R = rows of all planes."""
     r = tl.program_id(0) * TILE_R + tl.arange(0, TILE_R)
     k = tl.program_id(1) * TILE_K + tl.arange(0, TILE_K)
     row_at = planes_ptr + r.to(tl.int64)[:, None] * D
@@ -103,7 +105,7 @@ def project_planes(planes_ptr, signs_ptr, sums_ptr, R, D, K,
 @triton.jit(do_not_specialize=["M", "factor_bits"])
 def combine_sums(sums_ptr, exponent_ptr, infinite_ptr, codes_ptr, low_ptr, high_ptr, M, K,
                  factor_bits, BLOCK_K: tl.constexpr):  # fmt: skip
-    """The sums of a row as one number each, times the factor, which is given by its bits."""
+    """Combine the five sums of each value, and scale by the factor, which is given by its bits."""
     row, k = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK_K)
     in_ptr, step = sums_ptr + row * K + k, M.to(tl.int64) * K
     sum_K = tl.load(in_ptr + 4 * step, mask=k < K, other=0).to(tl.int64)
@@ -114,7 +116,7 @@ def combine_sums(sums_ptr, exponent_ptr, infinite_ptr, codes_ptr, low_ptr, high_
     factor = factor_bits.to(tl.int64).to(tl.float64, bitcast=True)
     unit = _power(tl.load(exponent_ptr + row) - BITS)
     value_K = (sum_K.to(tl.float64) * unit * factor).to(tl.float32)
-    # Of the infinite values of a row so many have one sign, and the others the other.
+    # infinite_K: infinite values of the row that have sign +, minus those with sign -.
     infinite_K = tl.load(in_ptr + 5 * step, mask=k < K, other=0)
     count = tl.load(infinite_ptr + row)
     value_K = tl.where((count > 0) & (infinite_K == count), float("inf"), value_K)
@@ -126,7 +128,7 @@ def combine_sums(sums_ptr, exponent_ptr, infinite_ptr, codes_ptr, low_ptr, high_
 
 @triton.jit
 def _to_bytes(value_K, codes_ptr, low_ptr, high_ptr, k, K):
-    """As ends8.to_bytes, of one group."""
+    """As codecs.minmax8 encodes one group."""
     is_finite_K = tl.abs(value_K) < float("inf")
     low = tl.min(tl.where(is_finite_K, value_K, float("inf")), axis=0)
     high = tl.max(tl.where(is_finite_K, value_K, -float("inf")), axis=0)
@@ -145,7 +147,7 @@ def _to_bytes(value_K, codes_ptr, low_ptr, high_ptr, k, K):
 
 
 def encode_rp8(rows_MD: torch.Tensor, signs_KD: torch.Tensor) -> dict[str, torch.Tensor]:
-    """On the current stream; encode_twin is what it must equal, bit for bit."""
+    """On the current stream. Equals `encode_twin`, bit for bit."""
     rows_MD = rows_MD.contiguous()
     num_rows, (k, width) = len(rows_MD), signs_KD.shape
     made: dict[str, Any] = {"device": rows_MD.device}
@@ -168,7 +170,7 @@ def _launch(
     scratch: tuple[torch.Tensor, ...],
     encoded: tuple[torch.Tensor, ...],
 ) -> None:
-    """Three launches."""
+    """The three launches for at most MAX_ROWS rows."""
     num_rows, (k, width) = len(rows_MD), signs_KD.shape
     planes, sums, (exponent_M, infinite_M) = scratch
     split_into_planes[(num_rows,)](

@@ -42,7 +42,7 @@ def resolver(**setting: Any) -> CaptureResolver:
 
 
 def order(wish: Any, asked: RequestContext | None = None, **setting: Any) -> CapturePlan | None:
-    return resolver(**setting).order(parse_capture(wish), asked or RequestContext(7, 10))
+    return resolver(**setting).resolve(parse_capture(wish), asked or RequestContext(7, 10))
 
 
 def test_true_is_all_rows_at_all_tapped_points_as_they_are() -> None:
@@ -86,10 +86,10 @@ def test_a_request_says_no_even_where_every_request_is_captured() -> None:
 
 def test_an_engine_without_the_setting_refuses_who_asks_and_serves_the_others() -> None:
     off = CaptureResolver(None, ENGINE)
-    assert off.order(None, RequestContext(1, 1)) is None
-    assert off.order(CaptureSpec(is_wanted=False), RequestContext(1, 1)) is None
+    assert off.resolve(None, RequestContext(1, 1)) is None
+    assert off.resolve(CaptureSpec(is_wanted=False), RequestContext(1, 1)) is None
     with pytest.raises(CaptureOffError, match="does not capture"):
-        off.order(CaptureSpec(), RequestContext(1, 1))
+        off.resolve(CaptureSpec(), RequestContext(1, 1))
 
 
 def test_a_sample_is_the_share_it_says_and_the_same_again() -> None:
