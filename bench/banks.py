@@ -1,4 +1,4 @@
-"""Takes a model's shape; gives how long it takes to replace 512 probes, and a vector of all layers.
+"""How long it takes to replace 512 probes, and a vector of all layers.
 
 Real vLLM on a CPU, its engine core in a process of its own, as it serves. The usual shape is as
 wide and as deep as an 8B model, and its layers are thin inside: a bank does not see that. Weights

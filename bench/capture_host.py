@@ -1,4 +1,4 @@
-"""Takes nothing; gives what captures cost the engine's own thread per decode step, on a CPU.
+"""What captures cost the engine's own thread per decode step, on a CPU.
 
 All that a worker does for 64 requests of which every token is captured: begin, place, end, and what
 goes to the capture writer process. Rows are 8 wide, so that copying them costs little:

@@ -1,4 +1,4 @@
-"""Takes nothing; gives how late a thread gets that needs Python's lock, beside captures.
+"""How long a thread waits for Python's lock beside captures.
 
 A thread stands for the engine's: every 5.7 ms it needs the lock for 2 ms, then a step of 64
 requests is captured. With nothing captured, with the rows taken to a folder by threads of this

@@ -1,4 +1,4 @@
-"""Takes one GPU; gives what scores take from the logits' product, beside which they run.
+"""What scoring costs the logits' product, beside which it runs on a GPU.
 
 32 sites of a model 4096 wide in bfloat16; the product is that of a vocabulary of 128,256. Each in a
 captured graph: the product alone, the scores alone, both at once.

@@ -1,4 +1,4 @@
-"""Takes one GPU; gives the time per output token with taps over that without, by turns of 24 steps.
+"""Time per output token with taps over that without, in alternating blocks of 24 steps.
 
 Within the same requests: a host that is slower for a second is so for both. The steps that follow a
 change are left out, since one step is prepared while another runs. Steps in which requests come or

@@ -1,4 +1,4 @@
-"""Takes one GPU; gives the time per output token with captures over that of vLLM without clairai.
+"""Time per output token with captures over that of vLLM without clairai, on a GPU.
 
 In one engine, by turns, as in bench/gpu_steering.py: captured requests through the graphs that tap,
 plain requests through a second set of graphs in which nothing of clairai is. Then a lone prompt of

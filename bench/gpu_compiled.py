@@ -1,4 +1,4 @@
-"""Takes a worker; gives what vLLM compiled, saved and loaded while it started. Runs there."""
+"""What vLLM compiled, saved and loaded while it started; runs in the worker."""
 
 from __future__ import annotations
 

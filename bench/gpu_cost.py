@@ -1,4 +1,4 @@
-"""Takes one GPU; gives every table of costs there is, all engines started together, one measured.
+"""Every table of costs on one GPU: all engines are started together, one is measured.
 
 The tables are those of bench.gpu_overhead and bench.gpu_steering, which say how.
 Run: python -m bench.gpu_cost [--rounds 6] [--batches 1 16 64 256]

@@ -1,4 +1,4 @@
-"""Takes a model's shape and cases; gives engines of it side by side on one GPU, and their times.
+"""Engines of one model's shape side by side on one GPU, and their times.
 
 Two starts of the same vLLM differ by up to 4 % on one GPU, more than what is to be measured. So the
 engines of all cases are loaded at once and take turns; a ratio is between turns that follow each

@@ -1,4 +1,4 @@
-"""Takes one GPU; gives the host's own work per step inside a real engine: launch and copy included.
+"""The host's own work per step inside a real GPU engine, with launch and copy.
 
 What the wrapped methods of the model runner take beyond what they wrap, on the thread that every
 step waits for, in decode steps of 64 and of 256 requests with 16 probes; the model does not matter.

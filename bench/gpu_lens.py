@@ -1,4 +1,4 @@
-"""Takes one GPU and vllm-lens; gives what each of clairai and vllm-lens costs, side by side.
+"""What clairai and vllm-lens each cost on one GPU, side by side.
 
 Three engines of the same model beside each other on one GPU: vLLM alone, clairai with probes at one
 layer, vllm-lens with the activations of that layer; each as its own documentation has it, in turn,

@@ -1,4 +1,4 @@
-"""Takes a worker with taps (V2 runner); gives it a second set of decode graphs without them.
+"""Gives a worker with taps (V2 runner) a second set of decode graphs without them.
 
 Two engines differ by several percent on one GPU for reasons of their own. So the cost of taps is
 taken in one engine, between two sets of graphs of the same compiled model: one as it serves, one

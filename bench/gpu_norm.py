@@ -1,4 +1,4 @@
-"""Takes one GPU; gives what a norm of ours costs more than vLLM's own, in a captured graph.
+"""What our norm costs more than vLLM's own, in a captured graph on a GPU.
 
 Width 4096, bfloat16, a chain of 32 norms replayed as one graph; nobody steers, one vector at every
 norm, or a gate before it. vLLM's own is what its compiler makes of the same arithmetic.

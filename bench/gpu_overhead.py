@@ -1,4 +1,4 @@
-"""Takes one GPU; gives the time per output token with taps over that without, in the same engine.
+"""Time per output token with taps over that without, in the same engine on a GPU.
 
 Beside it, for honesty's sake: engines of vLLM alone, whose differences among themselves show how
 much two engines differ for reasons of their own.

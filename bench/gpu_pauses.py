@@ -1,4 +1,4 @@
-"""Takes one GPU; gives an engine's speed while its reader is stopped, and what the reader lost.
+"""An engine's speed while its reader is stopped, and what the reader lost.
 
 One engine, 64 requests at once, 32 layers x 16 probes, a reader in a process of its own that is
 stopped with SIGSTOP for 10 s at once, between times in which it reads.

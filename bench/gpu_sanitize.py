@@ -1,4 +1,4 @@
-"""Takes one GPU and compute-sanitizer; gives the errors that its tools find in our kernels.
+"""Errors that compute-sanitizer's tools find in our kernels.
 
 Each kernel is launched at a few odd shapes, without an engine, in a process of its own for each
 tool: memcheck finds reads and writes outside of an allocation, racecheck threads of a block that

@@ -1,4 +1,4 @@
-"""Takes a worker with taps; gives how much of every step is our own work on its thread.
+"""How much of every step is clairai's work on the worker's thread.
 
 Each wrapped method is timed from outside, and what it wraps from inside: ours is the difference,
 the launch and the copy of the row map included. What the timers themselves take of it is measured

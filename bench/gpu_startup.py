@@ -1,4 +1,4 @@
-"""Takes one GPU; gives how long an engine takes to start: with taps and without, cold and warm.
+"""How long an engine takes to start on a GPU: with taps and without, cold and warm.
 
 From the call of LLM(...) until it can be asked, in a process of its own. Cold: nothing compiled is
 there, of vLLM, of torch or of Triton; warm: the same start again. Beside the time, by vLLM's own

@@ -1,4 +1,4 @@
-"""Takes one GPU; gives the time per output token under steering over that of vLLM without it.
+"""Time per output token under steering over that of vLLM without it, on a GPU.
 
 In one engine, by turns: steered requests through the graphs that steer, plain requests through a
 second set of graphs of the same model in which nothing of clairai is (bench/gpu_mute.py). The bank

@@ -1,4 +1,4 @@
-"""Takes a model's shape; gives how long new weights, probes and vectors take, and what they leave.
+"""How long new weights, probes and vectors take, and what they leave behind.
 
 The engine core is a process of its own, as when it serves; the sender is another. On a GPU the
 weights are sent from the same GPU, beside the measured speed of a copy within it and beside vLLM's

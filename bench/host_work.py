@@ -1,4 +1,4 @@
-"""Takes nothing; gives the host's own work per engine step, on a CPU engine and on a GPU's.
+"""The host's own work per engine step, for a CPU engine and for a GPU's.
 
 What a worker does beside the forward pass, for decode steps of 1 to 256 requests with 16 probes. On
 a CPU: row book, rows, scores, ring. On a GPU: row book and brief, for steps that Python is told of

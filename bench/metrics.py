@@ -1,4 +1,4 @@
-"""Takes nothing; gives what /metrics costs: per record of the ring, and per scrape.
+"""What /metrics costs, per record of the ring and per scrape.
 
 Records of 64 rows x 16 probes, random scores, which is the worst case for sorting them. Rows are
 counted a thousand at a time; the mean over all records is what one costs the ring's thread. Times

@@ -1,4 +1,4 @@
-"""Takes the demo model; gives the time per output token with taps over that of vLLM alone.
+"""Time per output token with taps over that of vLLM alone, on the demo model.
 
 One engine, taps taken off and put back between turns: two engines side by side differ by 10 % by
 where their memory lies, more than what is to be measured. CPU only (eager: nothing is captured).

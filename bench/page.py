@@ -1,4 +1,4 @@
-"""Takes nothing; gives what one change costs on the page, at 10,000 tokens and 64 probes.
+"""What one change costs on the page, at 10,000 tokens and 64 probes.
 
 A cost is the time from a frame's first callback until it is rendered: script, style, layout, paint.
 An append is one more token with its 64 scores in tokens, chart of 8 lines, matrix and log.

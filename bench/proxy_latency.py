@@ -1,4 +1,4 @@
-"""Takes a fake upstream; gives what the proxy adds to each token and to the first one.
+"""What the proxy adds to each token and to the first one, before a fake upstream.
 
 64 streams of 30 tokens a second, told directly, passed through, scored, and as named events. The
 upstream and the clients share one process, the proxy has its own: two cores, as many processes.

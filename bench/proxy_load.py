@@ -1,4 +1,4 @@
-"""Takes a number of streams and a rate; gives an upstream and a ring that cost next to nothing.
+"""An upstream and a ring that cost next to nothing, for a number of streams at a rate.
 
 The upstream speaks vLLM's wire and writes a real ring; each chunk carries the time it was sent.
 Used by bench.proxy_latency and bench.proxy_soak.

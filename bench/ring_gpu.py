@@ -1,4 +1,4 @@
-"""Takes one GPU; gives what the ring does when the GPU writes it: latency, and nothing torn.
+"""Latency of a ring that the GPU writes, and a check that nothing is torn.
 
 Both homes, each with a reader in a process of its own, attached as any reader is. Latency: from the
 GPU's clock as it commits a step to the record in the reader's hands, the reader spinning. Stress:

@@ -1,4 +1,4 @@
-"""Takes nothing; gives the host's own work for steering in each engine step.
+"""The host's own work for steering in each engine step.
 
 What `Steering.place` does between the runner's layout of a batch and the forward pass, for 64 and
 256 requests: nobody steered, all by one configuration, each by its own. "decode": the same requests

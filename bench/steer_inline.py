@@ -1,4 +1,4 @@
-"""Takes nothing; gives what a vector in a request costs before the engine sees it, stage by stage.
+"""What a vector in a request costs before the engine sees it, stage by stage.
 
 32 layers of width 4096 as base64 of float32: 700 kB in a request, 131,072 numbers. Each stage is
 timed with the vector and without; the difference is shown. Times are the thread's own, so that a

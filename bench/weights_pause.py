@@ -1,4 +1,4 @@
-"""Takes a server that takes weights; gives the pause that its clients see while they change.
+"""The pause that clients of a server see while its weights change.
 
 Clients ask for short answers, streamed, one after the other; a trainer of its own process sends
 whole sets of weights meanwhile. The server lets answers end with the weights they began with and

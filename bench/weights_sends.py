@@ -1,4 +1,4 @@
-"""Takes an LLM in its own process, its core in another; gives times of sending, by this process.
+"""Times of sending to an LLM whose core is in another process, measured by this one.
 
 On a GPU, memory that is free is that of all processes together: what a sender or an engine keeps
 is missing there, whoever keeps it.

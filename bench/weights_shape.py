@@ -1,4 +1,4 @@
-"""Takes a model's shape; gives a folder that vLLM serves with dummy weights, and tensors to send.
+"""A folder that vLLM serves with dummy weights of a model's shape, and tensors to send.
 
 The folder has the names and sizes of a checkpoint and no numbers: a file of holes, which takes no
 room on a disk. vLLM is told to make its own numbers up; new ones come by hand-over.

@@ -1,4 +1,4 @@
-"""Takes one call of a sender; gives how long each stage of the hand-over took, on its own side.
+"""How long each stage of a transfer takes, on the sender's side and the engine's.
 
 What the engine does meanwhile is seen in what the sender waits for: plan, offer, commit.
 """

@@ -1,4 +1,4 @@
-"""Takes an engine with vLLM's own `ipc` weight transfer; gives how long that takes, and leaves.
+"""How long vLLM's own `ipc` weight transfer takes.
 
 distributed/weight_transfer/ipc_engine.py IPCWeightTransferEngine, 0.26. Its handles are pickled, as
 its own HTTP mode does it: VLLM_ALLOW_INSECURE_SERIALIZATION=1. The module imports ray whatever the

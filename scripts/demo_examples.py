@@ -1,4 +1,4 @@
-"""Takes the demo's example prompts; gives what each probe makes of prompt and answer.
+"""Scores the prompts and answers of the demo's examples with its probes.
 
 The demo model answers them greedily in real vLLM. Run: python -m scripts.demo_examples
 """

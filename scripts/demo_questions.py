@@ -1,4 +1,4 @@
-"""Takes nothing; gives the questions that show what a vector of the demo does to its model."""
+"""Questions that show what a vector of the demo does to its model."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Takes the demo's vectors; gives what each does to the model's answers, over a range of scales.
+"""Measures what each of the demo's vectors does to the model's answers, over a range of scales.
 
 Run: python -m scripts.demo_vector_effect. Steering is Hugging Face hooks here: no part of ours is
 between the vector and its effect. T = tokens, D = model width

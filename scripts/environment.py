@@ -1,4 +1,4 @@
-"""Takes a folder; gives a Python environment in it, with vLLM's CPU build if that is asked for.
+"""Makes a Python environment in a folder, with vLLM's CPU build if wanted.
 
 Standard library only: this runs before anything is installed.
 """

@@ -1,4 +1,4 @@
-"""Takes a list of vLLM releases; gives docs/matrix.md: what the same tests measured on each.
+"""Runs the same tests on a list of vLLM releases, and writes docs/matrix.md.
 
 Run by `make matrix`. One environment at a time, removed afterwards unless KEEP=1.
 """

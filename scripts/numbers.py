@@ -1,4 +1,4 @@
-"""Takes measured numbers as Markdown; gives docs/numbers.md with one section replaced."""
+"""Replaces one section of docs/numbers.md by newly measured numbers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Takes a fresh machine; gives .venv with vLLM and clairai, and the demo model in the cache.
+"""Sets up a fresh machine: .venv with vLLM and clairai, and the demo model in the cache.
 
 Run by `make setup`. ENGINE=cpu or ENGINE=cuda overrides what is found.
 """

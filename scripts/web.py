@@ -1,4 +1,4 @@
-"""Takes a machine with Node or without; gives web/node_modules, where the page's tools are.
+"""Installs the page's tools into web/node_modules, with the machine's Node or without.
 
 Only the tests and the benchmark of the page need it: a user of clairai never does. Node comes from
 the machine if it is new enough, else from PyPI into the environment that runs this.

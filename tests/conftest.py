@@ -1,4 +1,4 @@
-"""Takes the command line; gives fixtures that every test may share, and skips with a reason."""
+"""Fixtures that every test may use, and skips with a reason."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Takes a running engine and a load; gives every row it stored, checked against what was sent.
+"""Loads a running engine, and checks every row it stored against what was sent.
 
 At pre_attn.0 the residual stream is the token's embedding: a row names the token it was computed
 for, to the bit, whatever is stored beside it.

@@ -1,4 +1,4 @@
-"""Takes a running engine; gives what it captured of requests in one batch. Runs in its process."""
+"""What a running engine captures of requests in one batch; runs in the engine's process."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Takes the demo model; gives running engines, each started once for all tests that use it."""
+"""Running engines of the demo model, each started once for all tests that use it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Takes a folder's path; gives a capture consumer whose disk is full while a file beside it exists.
+"""A capture consumer whose disk is full while a file beside its folder exists.
 
 As somebody else's package would bring it: an entry point, found wherever the engine's process and
 its clerk look for packages.

@@ -1,4 +1,4 @@
-"""Takes an engine in this process; gives how often its scheduler preempts a request."""
+"""How often the scheduler of an engine in this process preempts a request."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Takes a model; gives a real vLLM server with taps, and a real sidecar that was there first."""
+"""A real vLLM server with taps, and a real sidecar that was started first."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Takes a running engine; gives answers of steered and plain requests in one batch, with logprobs.
+"""Answers of steered and plain requests in one batch of a running engine, with logprobs.
 
 Scenarios: they run in the engine's process.
 """

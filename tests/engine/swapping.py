@@ -1,4 +1,4 @@
-"""Takes a real server; gives clients that ask without end, and what ring and folder say of them."""
+"""Clients that ask a real server without end, and what its ring and its captures then say."""
 
 from __future__ import annotations
 

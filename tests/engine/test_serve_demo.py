@@ -1,4 +1,4 @@
-"""Takes `clairai demo` as a user runs it; gives one life of it: start, death, new start, Ctrl-C."""
+"""`clairai demo` as a user runs it: it starts, dies, starts again and ends with Ctrl-C."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Takes a real vLLM server and the official SDK; gives the life of a row, from request to sidecar.
+"""The life of a row from request to sidecar, with a real vLLM server and the official SDK.
 
 The tests run in this order, on one server; the last one kills it.
 """

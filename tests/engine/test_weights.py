@@ -1,4 +1,4 @@
-"""Takes a real server under 8 streams; gives it other weights and the old ones back.
+"""A real server under 8 streams gets other weights, and the old ones back.
 
 The reference is an engine that was started with the other weights, and the server's own beginning.
 """

@@ -1,4 +1,4 @@
-"""Takes an LLM in its own process; gives what tests of new weights ask of it."""
+"""What tests of new weights ask of an LLM in its own process."""
 
 from __future__ import annotations
 

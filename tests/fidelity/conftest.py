@@ -1,4 +1,4 @@
-"""Takes the demo model; gives folders of tiny models, made once."""
+"""Folders of tiny models, made once."""
 
 from __future__ import annotations
 

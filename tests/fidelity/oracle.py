@@ -1,4 +1,4 @@
-"""Takes a model folder and token ids; gives Hugging Face's residual stream at every point.
+"""Hugging Face's residual stream at every point, for a model folder and token ids.
 
 T = tokens, D = model width.
 """

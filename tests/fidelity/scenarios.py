@@ -1,4 +1,4 @@
-"""Takes a running engine; gives every tapped value, and how far each is from Hugging Face's.
+"""Every tapped value of a running engine, and how far each is from Hugging Face's.
 
 The probes are the unit vectors, so that the scores at a point are the residual stream itself.
 T = tokens, D = model width.

@@ -1,4 +1,4 @@
-"""Takes a model folder, tokens and what steers them; gives Hugging Face's logits under hooks.
+"""Hugging Face's logits of a steered model, with hooks in place of clairai.
 
 The arithmetic is written once more here, a position at a time, from what the documentation says and
 not from the code it checks. T = tokens, D = model width, V = vocabulary.

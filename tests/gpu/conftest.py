@@ -1,4 +1,4 @@
-"""Takes the machine; gives GPU tests a GPU, or skips them with the reason."""
+"""Gives GPU tests a GPU, or skips them with the reason."""
 
 from __future__ import annotations
 

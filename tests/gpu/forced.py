@@ -1,4 +1,4 @@
-"""Takes a running engine of a small model; gives scores of answers whose every token is forced.
+"""Scores of answers whose every token is forced, from a running engine of a small model.
 
 So that engines of different modes, or one engine at different times, forward the same tokens.
 """

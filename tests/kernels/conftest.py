@@ -1,4 +1,4 @@
-"""Takes TRITON_INTERPRET; gives kernels that run in Triton's interpreter, on tensors of the host.
+"""Runs the kernels in Triton's interpreter, on tensors of the host (TRITON_INTERPRET).
 
 Triton reads the variable when a kernel is defined, so a process either interprets or compiles. A
 plain run of pytest collects test_compiled.py and test_interpreted.py; that one starts an

@@ -1,4 +1,4 @@
-"""Takes a kernel's module and a change of its source; gives the module with that bug in it."""
+"""A kernel's module with a bug planted in its source."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Takes steps of a toy engine; gives their records as the kernel wrote them and as the host did.
+"""Records of the same steps of a toy engine, as the kernel and as the host write them.
 
 Both outlets are given the same rows and the same scores; each writes a real ring, and a real reader
 reads it. The slow reference in tests/support/engine_steps.py says what every row must be.

@@ -1,4 +1,4 @@
-"""Takes environments made for the test; checks what setup writes into one, and what it refuses."""
+"""What setup writes into an environment, and which environments it refuses."""
 
 from __future__ import annotations
 

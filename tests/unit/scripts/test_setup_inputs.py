@@ -1,4 +1,4 @@
-"""Takes the files `make setup` reads; checks what makes it install again, and what does not."""
+"""Which changes make `make setup` install again, and which do not."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Takes wheels' requirements and test outcomes; checks what `make matrix` installs and reports."""
+"""What `make matrix` installs for a wheel, and how it reports the outcome of the tests."""
 
 from __future__ import annotations
 
