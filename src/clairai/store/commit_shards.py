@@ -245,7 +245,7 @@ class Committer:
 
     def _break(self, error: OSError) -> None:
         self._broken = (
-            f"the manifest could not be written ({error.strerror}), so it is not known what is on "
+            f"the manifest could not be written ({error.strerror}), so it is unknown what is on "
             "the disk; open the folder again, which finds out"
         )
         raise StoreStoppedError(self._broken) from None

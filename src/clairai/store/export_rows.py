@@ -339,7 +339,7 @@ def new_folder(out: str | os.PathLike[str]) -> Iterator[Path]:
     """A folder to fill under a temporary name: renamed at the end, removed if the block fails."""
     path = Path(out)
     if path.exists() or path.is_symlink():
-        raise StoreError(f"{quote(str(path), 200)} is there already; give a new folder")
+        raise StoreError(f"{quote(str(path), 200)} already exists; give a new folder")
     temporary = path.with_name(path.name + ".tmp")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)

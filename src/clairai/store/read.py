@@ -97,7 +97,7 @@ class Store:
         except OSError as error:
             raise StoreError(f"the manifest cannot be read, {error.strerror}") from None
         if not has_manifest:
-            raise StoreError("no manifest is there: this is no folder of captures")
+            raise StoreError("there is no manifest: this is not a folder of captures")
         manifest = parse_manifest(data)
         manifest.require_undamaged()
         self._manifest = manifest

@@ -74,7 +74,7 @@ def _read_manifest(disk: Disk, names: set[str]) -> ParsedManifest:
     if shards := [name for name in names if is_shard(name)]:
         raise StoreDamagedError(
             f"the manifest is missing, and {len(shards)} shards are there; nothing was changed: "
-            "bring it back from a copy"
+            "restore it from a copy"
         )
     return ParsedManifest((), 0, FIRST_CHAIN)
 
@@ -83,8 +83,8 @@ def _require_shards(disk: Disk, manifest: ParsedManifest, names: set[str]) -> No
     for entry in manifest.entries:
         if entry.name not in names or disk.nbytes(entry.name) != entry.nbytes:
             raise StoreDamagedError(
-                f"shard {entry.name} is missing or has not its {entry.nbytes} bytes; nothing was "
-                "changed: bring it back from a copy"
+                f"shard {entry.name} is missing or does not have its {entry.nbytes} bytes; "
+                "nothing was changed: restore it from a copy"
             )
 
 
@@ -114,7 +114,7 @@ class FileCheck:
 def verify(disk: Disk) -> Iterator[FileCheck]:
     """Check the manifest, then every byte of each shard that it names."""
     if MANIFEST not in disk.names():
-        yield FileCheck(MANIFEST, 0, 0, "it is missing: this is no folder of captures")
+        yield FileCheck(MANIFEST, 0, 0, "it is missing: this is not a folder of captures")
         return
     data = disk.read(MANIFEST)
     manifest = parse_manifest(data)

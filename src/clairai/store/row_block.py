@@ -207,6 +207,6 @@ def _check_array(name: str, array: NDArray[Any], num_rows: int) -> None:
     if array.ndim < 1 or len(array) != num_rows:
         raise StoreError(f"array {name} has shape {array.shape}, must have {num_rows} rows")
     if not array.flags.c_contiguous:
-        raise StoreError(f"array {name} does not lie in one piece; copy it first")
+        raise StoreError(f"array {name} is not contiguous; copy it first")
     if num_rows and array.nbytes // num_rows > MAX_ROW_NBYTES:
         raise StoreError(f"a row of array {name} may take {MAX_ROW_NBYTES} bytes")

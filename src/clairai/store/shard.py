@@ -334,14 +334,14 @@ def open_safetensors(
     if hashlib.sha256(start).hexdigest() != start_digest:
         raise damage_error(name, "checksum of its start is wrong")
     if head_nbytes > MAX_HEAD_NBYTES or int.from_bytes(start[:8], "little") + 8 != head_nbytes:
-        raise damage_error(name, "its start is not safetensors'")
+        raise damage_error(name, "its start is not that of a safetensors file")
     try:
         parts = msgspec.json.decode(start[_PREFIX_NBYTES:], type=dict[str, msgspec.Raw])
         metadata = msgspec.json.decode(parts.pop("__metadata__"), type=dict[str, str])
         head = msgspec.json.decode(metadata["clairai"], type=ShardHead)
         tensors = {key: msgspec.json.decode(raw, type=TensorInfo) for key, raw in parts.items()}
     except (msgspec.DecodeError, KeyError, ValueError):
-        raise damage_error(name, "its start says what we never write") from None
+        raise damage_error(name, "the content of its start is invalid") from None
     _check_layout(name, head, tensors, nbytes - head_nbytes)
     return OpenShard(name, head, tensors, data[head_nbytes:])
 
@@ -354,7 +354,7 @@ def open_npz(name: str, data: memoryview, *, digest: str, nbytes: int) -> OpenSh
         arrays = _read_npz_arrays(bytes(data))
         head = msgspec.json.decode(arrays.pop(NPZ_HEAD).tobytes(), type=ShardHead)
     except (zipfile.BadZipFile, msgspec.DecodeError, KeyError, ValueError, EOFError):
-        raise damage_error(name, "it says what we never write") from None
+        raise damage_error(name, "its content is invalid") from None
     tensors, pieces, offset = {}, [], 0
     for key, array in arrays.items():
         end = offset + array.nbytes
@@ -389,7 +389,7 @@ def _check_layout(
         is_valid &= tensor.data_offsets == (end, end + _nbytes(tensor))
         end = tensor.data_offsets[1]
     if not is_valid or end != nbytes:
-        raise damage_error(name, "its tensors do not lie as they must")
+        raise damage_error(name, "its tensors are misplaced")
 
 
 def _has_valid_names(head: ShardHead) -> bool:
@@ -418,4 +418,4 @@ def _is_column(key: str, tensor: TensorInfo) -> bool:
 
 
 def damage_error(name: str, why: str) -> StoreDamagedError:
-    return StoreDamagedError(f"shard {name} is damaged, {why}; bring it back from a copy")
+    return StoreDamagedError(f"shard {name} is damaged, {why}; restore it from a copy")

@@ -71,7 +71,7 @@ class ParsedManifest:
         if self.damage:
             raise StoreDamagedError(
                 f"line {len(self.commits) + 1} of the manifest is damaged, {self.damage}; nothing "
-                "was changed: bring the file back from a copy"
+                "was changed: restore the file from a copy"
             )
 
 
@@ -110,7 +110,7 @@ def _parse_line(data: bytes, offset: int, chain: str) -> tuple[CommitLine, int, 
     """Return the line at `offset`, the next offset and the checksum; or what is wrong."""
     head = _HEAD.match(data, offset)
     if head is None:
-        return "its head is not one of ours"
+        return "its start is not that of a line"
     nbytes = int(head[1], 16)
     start, end = head.end(), head.end() + nbytes
     if nbytes > MAX_LINE_NBYTES or data[end : end + 1] != b"\n":
@@ -122,7 +122,7 @@ def _parse_line(data: bytes, offset: int, chain: str) -> tuple[CommitLine, int, 
     try:
         return msgspec.json.decode(body, type=CommitLine), end + 1, checksum
     except (msgspec.DecodeError, ValueError):
-        return "it says what we never write"
+        return "its content is invalid"
 
 
 def _parse_end(

@@ -118,7 +118,7 @@ def test_an_export_that_fails_leaves_nothing_behind(
 
 
 def test_an_existing_folder_is_refused(store: Store, tmp_path: Path) -> None:
-    with pytest.raises(StoreError, match="is there already"):
+    with pytest.raises(StoreError, match="already exists"):
         list(export_zarr(store, tmp_path))
 
 
