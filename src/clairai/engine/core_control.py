@@ -1,7 +1,7 @@
-"""Takes control messages of steering in the engine core; gives replies, and remembers refusals.
+"""Answers control messages about steering, and follows changes that the workers make.
 
-The core is where every request passes and the one process that all of an engine share: what a name
-means is known here, and nowhere else.
+Runs in: the engine core. Every request passes it, and all parts of an engine share it, so names of
+vectors and probes are resolved here and nowhere else.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _STEERING_OFF: Final = (
     'this engine cannot steer; start it with "steering": true or "vectors": [files] '
     "in the clairai settings"
 )
-# Rows that the worker alone can read would be unknown here.
+# The core could not read rows that are shared with the worker's process alone.
 _WORKER_ELSEWHERE: Final = ring_messages.Refusal(
     "unsupported", "the worker is in another process; send the rows in the message"
 )
@@ -50,7 +50,7 @@ ReadBank = Callable[[], EngineBank | None]
 
 
 class CoreControl:
-    """One for each engine core; `registry` is None where rows cannot be steered."""
+    """One for each engine core; without a `registry` the engine cannot steer."""
 
     def __init__(
         self,
@@ -60,15 +60,15 @@ class CoreControl:
         guard: CheckWeights | None = None,
         bank: ReadBank = lambda: None,
     ) -> None:
-        """`amend` steers the running answers of a stream otherwise; it says from where on each.
+        """`amend` changes the steering of a stream's running answers and returns their positions.
 
-        `guard` raises if weights may not change now, by what their manifest brings. `bank` gives
-        what the worker has, if it is in this process: then nobody has to send it here.
+        `guard` raises if the weights of a manifest may not be committed now. `bank` gives the
+        worker's bank if the worker is in this process; else its changes are followed by message.
         """
-        self._bank = bank
+        self._read_bank = bank
         self._registry = registry
         self._amend = amend
-        self._guard = guard
+        self._check_weights = guard
         self._probes: Mapping[str, Probe] = {probe.name: probe for probe in probes}
         self._refusals: OrderedDict[int, steering_messages.RefusalReason] = OrderedDict()
         self._lock = threading.Lock()  # requests come on another thread than control messages
@@ -84,18 +84,18 @@ class CoreControl:
         return self._registry is not None
 
     def control(self, message: bytes, ask_workers: AskWorkers) -> list[bytes]:
-        """One reply for each rank, or our own; the workers answer what is not about steering."""
+        """The core's own reply to a message about steering, else one reply of each rank."""
         try:
             control = _DECODER.decode(message)
         except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
-            return ask_workers(message)  # they say what is wrong with it
+            return ask_workers(message)  # the workers say what is wrong with it
         if isinstance(control, weights_messages.WeightsControl):
-            return [self._weighed(control, ask_workers)]
-        if isinstance(control, ring_messages.RedirectProbesShared) and self._bank() is None:
+            return [self._control_weights(control, ask_workers)]
+        if isinstance(control, ring_messages.RedirectProbesShared) and self._read_bank() is None:
             return [_ENCODER.encode(_WORKER_ELSEWHERE)]
         if not isinstance(control, steering_messages.SteeringControl):
             replies = ask_workers(message)
-            self._note(control, replies[0])
+            self._follow_probes(control, replies[0])
             return replies
         try:
             return [_ENCODER.encode(self._answer(control))]
@@ -103,12 +103,13 @@ class CoreControl:
             return [_ENCODER.encode(ring_messages.Refusal(error.code, error.reason))]
 
     def thresholds(self, rules: Sequence[StopRule]) -> tuple[float, ...]:
-        """What each rule's score is compared with; RequestError if that is not known."""
+        """The threshold of each rule; RequestError if one is unknown."""
         return tuple(
             rule_threshold(rule, self._probes, what=f"stop[{i}]") for i, rule in enumerate(rules)
         )
 
     def note_refusal(self, stream: int, error: ClairaiError) -> None:
+        """Keep the reason until a `WhyRefused` message asks for it."""
         with self._lock:
             self._refusals[stream] = steering_messages.RefusalReason(error.code, error.reason)
             while len(self._refusals) > REMEMBERED_REFUSALS:
@@ -132,29 +133,22 @@ class CoreControl:
             case steering_messages.RemoveVectors(names):
                 self.registry.remove(names)
                 return self.registry.state()
-            case _:
-                return self._steer(control)
-
-    def _steer(self, control: steering_messages.SteeringControl) -> steering_messages.SteeringReply:
-        match control:
             case steering_messages.SetSteering():
                 given = {tier: getattr(control, tier) for tier in _TIER_NAMES}
-                self.registry.set_tiers(
-                    **{
-                        tier: parse_entries(_decode_entries(text), what=tier)
-                        for tier, text in given.items()
-                        if text is not None
-                    }
-                )
-                return self._tiers()
+                tiers = {
+                    tier: parse_entries(_decode_entries(text), what=tier)
+                    for tier, text in given.items()
+                    if text is not None
+                }
+                self.registry.set_tiers(**tiers)
+                return self._describe_tiers()
             case steering_messages.GetSteering():
-                return self._tiers()
+                return self._describe_tiers()
             case steering_messages.ChangeSteering(stream, steer):
-                return self._amended(stream, parse_entries(_decode_entries(steer), what="steer"))
-            case _:
-                raise AssertionError(control)
+                entries = parse_entries(_decode_entries(steer), what="steer")
+                return self._change_steering(stream, entries)
 
-    def _amended(
+    def _change_steering(
         self, stream: int, entries: tuple[SteerEntry, ...]
     ) -> steering_messages.SteeringChanged:
         if self._amend is None:
@@ -168,44 +162,50 @@ class CoreControl:
             tuple(positions), _JSON_ENCODER.encode([one.describe() for one in entries])
         )
 
-    def _tiers(self) -> steering_messages.SteeringState:
+    def _describe_tiers(self) -> steering_messages.SteeringState:
         tiers = self.registry.tiers()
-        shown = {
+        described = {
             tier: _JSON_ENCODER.encode([one.describe() for one in getattr(tiers, tier)])
             for tier in _TIER_NAMES
         }
-        return steering_messages.SteeringState(tiers.version, **shown)
+        return steering_messages.SteeringState(tiers.version, **described)
 
-    def _weighed(self, control: weights_messages.WeightsControl, ask_workers: AskWorkers) -> bytes:
+    def _control_weights(
+        self, control: weights_messages.WeightsControl, ask_workers: AskWorkers
+    ) -> bytes:
         try:
-            if self._guard is not None and isinstance(control, weights_messages.CommitWeights):
-                self._guard(control.manifest)
-            return self._arrived(ask_workers(_ENCODER.encode(self._informed(control)))[0])
+            if self._check_weights is not None and isinstance(
+                control, weights_messages.CommitWeights
+            ):
+                self._check_weights(control.manifest)
+            reply = ask_workers(_ENCODER.encode(self._with_known_vectors(control)))[0]
+            return self._follow_commit(reply)
         except ClairaiError as error:
             return _ENCODER.encode(ring_messages.Refusal(error.code, error.reason))
 
-    def _informed(
+    def _with_known_vectors(
         self, control: weights_messages.WeightsControl
     ) -> weights_messages.WeightsControl:
-        """With the vectors that can be replaced, whatever the asker said of them."""
-        held = () if self._registry is None else self._registry.vectors()
+        """Tell the workers which vectors can be replaced, whatever the sender said of them."""
+        vectors = () if self._registry is None else self._registry.vectors()
         known = [
             weights_messages.KnownVector(vector.name, (len(vector.points), vector.width))
-            for vector in held
+            for vector in vectors
         ]
         return msgspec.structs.replace(
-            control, vectors=tuple(known), wants_rows=self._bank() is None
+            control, vectors=tuple(known), wants_rows=self._read_bank() is None
         )
 
-    def _arrived(self, reply: bytes) -> bytes:
-        """What came with new weights is known here too; the rest of the reply goes on."""
+    def _follow_commit(self, reply: bytes) -> bytes:
+        """Take over probes and vectors that came with new weights, and strip them off the reply."""
         committed = _REPLY_DECODER.decode(reply)
         if not isinstance(committed, weights_messages.WeightsCommitted):
             return reply
         if committed.probe_rows is not None:
-            self._learn(self._redirected(committed.probe_rows.names, committed.probe_rows.data))
+            rows = committed.probe_rows
+            self._update_probes(self._redirect_probes(rows.names, rows.data))
         elif committed.bank_version is not None:
-            self._look()
+            self._copy_bank()
         version = None
         if committed.vector_rows:
             changed = [
@@ -219,48 +219,48 @@ class CoreControl:
             )
         )
 
-    def _redirected(self, names: Sequence[str], data: memoryview) -> tuple[Probe, ...]:
-        """The worker has checked the rows, and holds the same ones."""
-        rows_PD = np.frombuffer(data, "<f4").reshape(len(names), -1)
-        known = [at for at, name in enumerate(names) if name in self._probes]
-        chosen_PD = rows_PD if len(known) == len(rows_PD) else rows_PD[known]
-        return replace_checked_directions([self._probes[names[at]] for at in known], chosen_PD)
-
-    def _learn(self, changed: Iterable[Probe]) -> None:
-        self._know({**self._probes, **{probe.name: probe for probe in changed}})
-
-    def _look(self) -> bool:
-        """At the worker's bank; whether it is here to be seen."""
-        columns = self._bank()
-        if columns is not None:
-            self._know(columns.by_name)
-        return columns is not None
-
-    def _know(self, probes: Mapping[str, Probe]) -> None:
-        self._probes = probes
-        if self._registry is not None:
-            self._registry.set_probes(probes)
-
-    def _note(self, control: ring_messages.Control, reply: bytes) -> None:
-        """Gates are made of probes: keep the bank's."""
+    def _follow_probes(self, control: ring_messages.Control, reply: bytes) -> None:
+        """Make the change of probes here that the workers have made: gates are made of probes."""
         if not isinstance(
             _REPLY_DECODER.decode(reply), ring_messages.BankState | ring_messages.BankVersion
         ):
             return
         match control:
             case ring_messages.RedirectProbesShared():
-                self._look()
-            case ring_messages.RedirectProbes() if self._look():
+                self._copy_bank()
+            case ring_messages.RedirectProbes() if self._copy_bank():
                 return
             case ring_messages.RedirectProbes(names, rows):
-                self._learn(self._redirected(names, rows))
+                self._update_probes(self._redirect_probes(names, rows))
             case ring_messages.AddProbes(files) | ring_messages.ReplaceProbes(files):
-                self._learn(load_probe(data, source="control message") for data in files)
+                self._update_probes(load_probe(data, source="control message") for data in files)
             case ring_messages.RemoveProbes(names):
-                self._probes = {k: v for k, v in self._probes.items() if k not in names}
-                self._learn(())
+                self._set_probes({k: v for k, v in self._probes.items() if k not in names})
             case _:
                 return
+
+    def _redirect_probes(self, names: Sequence[str], data: memoryview) -> tuple[Probe, ...]:
+        """The probes with new directions, which the worker has checked."""
+        rows_PD = np.frombuffer(data, "<f4").reshape(len(names), -1)
+        known = [index for index, name in enumerate(names) if name in self._probes]
+        known_PD = rows_PD if len(known) == len(rows_PD) else rows_PD[known]
+        probes = [self._probes[names[index]] for index in known]
+        return replace_checked_directions(probes, known_PD)
+
+    def _copy_bank(self) -> bool:
+        """Use the probes of the worker's bank; False if it is in another process."""
+        bank = self._read_bank()
+        if bank is not None:
+            self._set_probes(bank.by_name)
+        return bank is not None
+
+    def _update_probes(self, changed: Iterable[Probe]) -> None:
+        self._set_probes({**self._probes, **{probe.name: probe for probe in changed}})
+
+    def _set_probes(self, probes: Mapping[str, Probe]) -> None:
+        self._probes = probes
+        if self._registry is not None:
+            self._registry.set_probes(probes)
 
 
 def _replace_rows(vector: Vector, new: weights_messages.NewRows) -> Vector:

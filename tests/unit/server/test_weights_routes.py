@@ -115,7 +115,7 @@ def _busy(served: Target, times: int) -> None:
         if next(left, None) is not None:
             raise WeightsBusyError("planted")
 
-    served.llm.core_control._guard = guard
+    served.llm.core_control._check_weights = guard
 
 
 def test_what_a_pause_has_left_in_the_queue_goes_on_first(served: Target) -> None:
