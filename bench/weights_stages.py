@@ -1,4 +1,4 @@
-"""How long each stage of a transfer takes, on the sender's side and the engine's.
+"""How long each stage of a transfer takes, measured on the sender's side.
 
 What the engine does meanwhile is seen in what the sender waits for: plan, offer, commit.
 """

@@ -151,7 +151,7 @@ def abort_one(llm: Any, ask: Ask, num_steps: int) -> int:
     while engine.has_unfinished_requests():
         engine.step()
     gc.collect()
-    return len(engine.engine_core.engine_core.clairai_rule_monitor._watches)
+    return len(engine.engine_core.engine_core.clairai_rule_enforcer._rules)
 
 
 def amend_after(llm: Any, ask: Ask, num_steps: int, steer: list[Any]) -> tuple[int, Answer]:
