@@ -84,8 +84,8 @@ def _said() -> list[str]:
         "0.5 MB): as wide and as deep as an 8B model, the layers thin inside, weights made up. "
         "vLLM's CPU build, the engine core and its worker in one process, as on a GPU. "
         "From the call to its return, on two cores that others used as well. The goal is 10 ms. A "
-        "hand-over and `redirect` are one question each, their numbers in shared memory; those of "
-        "a hand-over are summed on both sides."
+        "transfer and `redirect` are one question each, their numbers in shared memory; those of "
+        "a transfer are summed on both sides."
     ]
 
 
@@ -111,14 +111,14 @@ def _ways(llm: Any, layers: int) -> Ways:
     sender, held = Sender(llm), clairai.ProbeBank(llm)
     rows_LD = rows_PD[:layers]
     return {
-        "a bank of 512, handed over as one tensor": lambda: sender.send(bank(names, rows_PD)),
-        "a bank of 512, handed over probe by probe": lambda: sender.send(
+        "a bank of 512, sent as one tensor": lambda: sender.send(bank(names, rows_PD)),
+        "a bank of 512, sent probe by probe": lambda: sender.send(
             {f"probe::{name}": row for name, row in zip(names, rows_PD, strict=True)}
         ),
         "a bank of 512, by ProbeBank.redirect": lambda: held.redirect(names, rows_PD),
         "a bank of 512, by ProbeBank.replace": lambda: held.replace(*probes),
         "one probe of the 512, by ProbeBank.replace": lambda: held.replace(probes[7]),
-        f"a vector of {layers} layers, handed over": lambda: sender.send({"steer::v": rows_LD}),
+        f"a vector of {layers} layers, sent": lambda: sender.send({"steer::v": rows_LD}),
         f"a vector of {layers} layers, by VectorBank.replace": lambda: clairai.VectorBank(
             llm
         ).replace(vector),

@@ -1,7 +1,7 @@
 """A folder that vLLM serves with dummy weights of a model's shape, and tensors to send.
 
 The folder has the names and sizes of a checkpoint and no numbers: a file of holes, which takes no
-room on a disk. vLLM is told to make its own numbers up; new ones come by hand-over.
+room on a disk. vLLM is told to make its own numbers up; new ones come by a transfer.
 """
 
 from __future__ import annotations

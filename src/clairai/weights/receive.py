@@ -295,10 +295,11 @@ class WeightsControl:
         self._worker, self._updater, self._publisher = worker, updater, publisher
 
     def answer(self, control: weights_messages.WeightsControl) -> weights_messages.WeightsReply:
+        shared = control.lent if isinstance(control, weights_messages.CommitWeights) else None
         self._updater.banks = Banks(
             columns=None if self._publisher is None else self._publisher.columns,
             vectors=control.vectors,
-            shared=getattr(control, "lent", None),
+            shared=shared,
         )
         try:
             return self._answer(control)
