@@ -102,9 +102,9 @@ def stages(llm: Any, layers: int) -> dict[str, dict[str, list[float]]]:
 def _ways(llm: Any, layers: int) -> Ways:
     from clairai.library.engine_control import ask_engine
     from clairai.weights import Sender, bank
-    from clairai.wire import ring_messages
+    from clairai.wire import control_messages
 
-    width = ask_engine(llm, ring_messages.Describe(), ring_messages.Description).width
+    width = ask_engine(llm, control_messages.Describe(), control_messages.Description).width
     rows_PD = np.random.default_rng(0).standard_normal((NUM_PROBES, width)).astype(np.float32)
     probes, vector = _bank(llm, rows_PD, layers)
     names = [probe.name for probe in probes]

@@ -25,7 +25,7 @@ import numpy as np
 from bench.gpu_engines import Case, decode_times, engines
 from clairai.library.engine_control import ask_engine
 from clairai.ring.attach import RingReader
-from clairai.wire import ring_messages
+from clairai.wire import control_messages
 from tests.engine.process import EngineProcess
 
 CASE: Final = Case("32 layers x 16", ("post_block.*",), 16)
@@ -65,9 +65,9 @@ def measure(engine: EngineProcess) -> dict[str, Any]:
     return found
 
 
-def describe(llm: Any) -> ring_messages.Description:
+def describe(llm: Any) -> control_messages.Description:
     """Runs in the engine's process."""
-    return ask_engine(llm, ring_messages.Describe(), ring_messages.Description)
+    return ask_engine(llm, control_messages.Describe(), control_messages.Description)
 
 
 def _for(engine: EngineProcess, seconds: float) -> list[float]:

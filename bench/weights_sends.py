@@ -172,9 +172,9 @@ def send_banks(llm: Any, layers: int, rounds: int) -> dict[str, Any]:
     from clairai.probe.model import Probe
     from clairai.vector.model import Vector
     from clairai.weights import Sender, bank
-    from clairai.wire import ring_messages
+    from clairai.wire import control_messages
 
-    width = ask_engine(llm, ring_messages.Describe(), ring_messages.Description).width
+    width = ask_engine(llm, control_messages.Describe(), control_messages.Description).width
     rng = np.random.default_rng(2)
     rows_PD = rng.standard_normal((NUM_PROBES, width)).astype(np.float32)
     rows = {f"p{at}": row_D for at, row_D in enumerate(rows_PD)}

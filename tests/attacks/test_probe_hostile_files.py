@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from clairai.errors import ProbeError
 from clairai.probe import files
 from clairai.probe.model import MAX_WIDTH, Probe
-from clairai.wire import ring_messages
+from clairai.wire import control_messages
 from tests.support.probes import numbers, probe
 
 GOOD = files.dumps(
@@ -26,7 +26,7 @@ GOOD = files.dumps(
         model="m",
         description="Words.",
         auroc=0.9,
-        histogram=ring_messages.Histogram(0.0, 1.0, tuple(range(8))),
+        histogram=control_messages.Histogram(0.0, 1.0, tuple(range(8))),
     )
 )
 GOOD_JSON = b'{"vector": [1, -2.5e0, 3], "bias": 0.5, "name": "p", "activation": "none"}'

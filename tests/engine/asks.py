@@ -11,7 +11,7 @@ import clairai
 from clairai.errors import ClairaiError
 from clairai.library.engine_control import ask_engine
 from clairai.ring.attach import RingReader
-from clairai.wire import ring_messages
+from clairai.wire import control_messages
 
 WIDTH = 576
 
@@ -110,7 +110,7 @@ def refused(llm: Any, change: str) -> tuple[str, str, bool]:
 def _truncated(bank: clairai.ProbeBank) -> None:
     from clairai.probe.files import dumps
 
-    bank._change(ring_messages.AddProbes((dumps(probe("x"))[:-7],)))
+    bank._change(control_messages.AddProbes((dumps(probe("x"))[:-7],)))
 
 
 def _fill(bank: clairai.ProbeBank) -> None:
@@ -136,10 +136,10 @@ _CHANGES = {
 
 def events_of(llm: Any, prompts: list[list[int]], **asked: Any) -> list[tuple[int, ...]]:
     """(choice, position, span, phase, flags) of every row of one generate() and the step after."""
-    described = ask_engine(llm, ring_messages.Describe(), ring_messages.Description)
+    described = ask_engine(llm, control_messages.Describe(), control_messages.Description)
     with RingReader.attach(Path(described.socket), start="newest") as reader:
         generate(llm, prompts, **asked)
-        ask_engine(llm, ring_messages.Describe(), ring_messages.Description)
+        ask_engine(llm, control_messages.Describe(), control_messages.Description)
         rows = np.concatenate([record.rows for record in reader.poll()])
     fields = ("choice", "position", "span", "phase", "flags")
     return [tuple(int(row[name]) for name in fields) for row in rows]
@@ -150,11 +150,11 @@ def overrun(llm: Any) -> str:
     bank = clairai.ProbeBank(llm)
     bank.add(probe("a"))
     first = generate(llm, [[9, 9, 9]], max_tokens=2)
-    described = ask_engine(llm, ring_messages.Describe(), ring_messages.Description)
+    described = ask_engine(llm, control_messages.Describe(), control_messages.Description)
     with RingReader.attach(Path(described.socket), start="newest") as reader:
         num_slots = reader.welcome.slots
     while (
-        ask_engine(llm, ring_messages.Describe(), ring_messages.Description).published
+        ask_engine(llm, control_messages.Describe(), control_messages.Description).published
         < described.published + num_slots
     ):
         generate(llm, [[9]], max_tokens=200)

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 import clairai
 from clairai.library.engine_control import ask_engine
 from clairai.ring.attach import RingReader
-from clairai.wire import ring_messages
+from clairai.wire import control_messages, ring_messages
 
 NUM_PROBES: Final = 8
 POINT: Final = "pre_attn.0"
@@ -95,7 +95,7 @@ def run(llm: Any, plan: Plan) -> Verdict:
     directions_DP = projections(vocabulary_VD)
     bank = clairai.ProbeBank(llm)
     bank.add(*probes(directions_DP))
-    socket = Path(ask_engine(llm, ring_messages.Describe(), ring_messages.Description).socket)
+    socket = Path(ask_engine(llm, control_messages.Describe(), control_messages.Description).socket)
     with RingReader.attach(socket, start="newest") as reader:
         rows, scores_RP, sent = _drive(llm, plan, reader)
         statistics = reader.statistics()
@@ -149,7 +149,7 @@ def _drive(
         use_tqdm=False,
     )
     ask_engine(
-        llm, ring_messages.Describe(), ring_messages.Description
+        llm, control_messages.Describe(), control_messages.Description
     )  # returns when all is published
     while more := reader.poll():
         records += more

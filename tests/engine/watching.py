@@ -9,7 +9,7 @@ from typing import Any
 import clairai
 from clairai import errors as clairai_errors
 from clairai.library.engine_control import ask_engine
-from clairai.wire import ring_messages
+from clairai.wire import control_messages
 from tests.engine.asks import generate, probe
 
 
@@ -78,7 +78,7 @@ def empty_bank(llm: Any) -> None:
 
 
 def clairai_points(llm: Any) -> tuple[str, ...]:
-    return ask_engine(llm, ring_messages.Describe(), ring_messages.Description).points
+    return ask_engine(llm, control_messages.Describe(), control_messages.Description).points
 
 
 def ask_for_scores(llm: Any) -> str:
@@ -92,4 +92,4 @@ def ask_for_scores(llm: Any) -> str:
 
 def published(llm: Any) -> int:
     """Records in the ring so far."""
-    return ask_engine(llm, ring_messages.Describe(), ring_messages.Description).published
+    return ask_engine(llm, control_messages.Describe(), control_messages.Description).published

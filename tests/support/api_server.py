@@ -31,7 +31,7 @@ from clairai.fields.steer import SteerEntry
 from clairai.server import install_routes
 from clairai.vector.model import Vector
 from clairai.vector.safetensors_format import dumps
-from clairai.wire import ring_messages
+from clairai.wire import control_messages
 from tests.support import toy_publisher as toy
 
 PATHS = ("/v1/chat/completions", "/v1/completions")
@@ -60,7 +60,7 @@ class ToyServer:
     core_control: CoreControl
     step_publisher: Any
     api_servers: int = 1
-    asked: list[ring_messages.Control] = field(default_factory=list)
+    asked: list[control_messages.Control] = field(default_factory=list)
     bodies: list[dict[str, Any]] = field(default_factory=list)
     courses: list[SteeringPlan | None] = field(default_factory=list)
     held: list[Any] = field(default_factory=list)  # requests that have not ended
@@ -87,7 +87,7 @@ class ToyServer:
     def add_routes(self, app: FastAPI) -> None:
         """Others of vLLM's own."""
 
-    def control(self, message: ring_messages.Control) -> bytes:
+    def control(self, message: control_messages.Control) -> bytes:
         """Asked by somebody else than this server."""
         raw = msgspec.msgpack.encode(message)
         return self.core_control.control(
@@ -99,7 +99,7 @@ class ToyServer:
         return self.client.post(path, json=body)
 
     async def _collective_rpc(self, _: str, args: tuple[bytes]) -> list[bytes]:
-        self.asked.append(msgspec.msgpack.decode(args[0], type=ring_messages.Control))
+        self.asked.append(msgspec.msgpack.decode(args[0], type=control_messages.Control))
         return self.core_control.control(
             args[0], lambda sent: [answer_control(self.step_publisher, sent)]
         )

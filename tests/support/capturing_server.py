@@ -33,7 +33,7 @@ from clairai.engine.core_control import CoreControl
 from clairai.engine.worker_control import answer_control
 from clairai.errors import ClairaiError
 from clairai.store.codecs.registry import named
-from clairai.wire import capture_messages, ring_messages
+from clairai.wire import capture_messages, control_messages
 from clairai.wire.ring_messages import ROW
 from tests.support import toy_publisher as toy
 from tests.support.api_server import PROMPT, ToyServer
@@ -139,7 +139,7 @@ class CapturingServer(ToyServer):
         return JSONResponse({"tokens": [ord(letter) for letter in said + tail]})
 
     async def _collective_rpc(self, _: str, args: tuple[bytes]) -> list[bytes]:
-        self.asked.append(msgspec.msgpack.decode(args[0], type=ring_messages.Control))
+        self.asked.append(msgspec.msgpack.decode(args[0], type=control_messages.Control))
         capture = cast(WorkerCapture | None, self.capture)
         return self.core_control.control(
             args[0], lambda sent: [answer_control(self.step_publisher, sent, capture)]

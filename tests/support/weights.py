@@ -23,7 +23,7 @@ from clairai.weights.manifest import CPU, Manifest, encode_manifest
 from clairai.weights.pack import HostPacker, TensorSpec, plan_buffers
 from clairai.weights.pending_transfer import OpenDeviceBuffer
 from clairai.weights.receive import WeightsControl, WeightsUpdater, refuse_device_buffer
-from clairai.wire import ring_messages, weights_messages
+from clairai.wire import control_messages, weights_messages
 
 EPOCH = "00000000000000aa"
 SHAPES: Mapping[str, tuple[int, ...]] = {
@@ -107,14 +107,16 @@ class ToyLlm:
     @property
     def asked(self) -> list[Any]:
         """The questions so far."""
-        return [msgspec.msgpack.decode(each, type=ring_messages.Control) for each in self.messages]
+        return [
+            msgspec.msgpack.decode(each, type=control_messages.Control) for each in self.messages
+        ]
 
     def reset_prefix_cache(self) -> None:
         self.resets += 1
 
-    def ask(self, control: ring_messages.Control) -> Any:
+    def ask(self, control: control_messages.Control) -> Any:
         (reply,) = self.collective_rpc("clairai_control", (msgspec.msgpack.encode(control),))
-        return msgspec.msgpack.decode(reply, type=ring_messages.ControlReply)
+        return msgspec.msgpack.decode(reply, type=control_messages.ControlReply)
 
     def planned(self, manifest: Manifest) -> Any:
         return self.ask(weights_messages.PlanWeights(encode_manifest(manifest)))

@@ -24,12 +24,21 @@ from clairai.proxy.app import create_app
 from clairai.proxy.observe.metrics import Metrics
 from clairai.proxy.proxy_settings import ProxySettings
 from clairai.ring import layout
-from clairai.wire import capture_messages, ring_messages, steering_messages, weights_messages
+from clairai.wire import (
+    capture_messages,
+    control_messages,
+    ring_messages,
+    steering_messages,
+    weights_messages,
+)
 from tests.unit.proxy.observe.test_metrics import NUMBERS
 
 ROOT: Final = Path(__file__).parents[2]
 FILE: Final = Path(__file__).with_name("surface.json")
-WIRE: Final = (ring_messages, capture_messages, steering_messages, weights_messages)
+WIRE: Final = (
+    *(ring_messages, control_messages, capture_messages, steering_messages),
+    weights_messages,
+)
 
 
 def surface() -> dict[str, Any]:

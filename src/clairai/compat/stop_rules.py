@@ -30,7 +30,7 @@ from clairai.fields.rules import StopRule
 from clairai.match.choice_scores import ScoreColumns, ScoreRow
 from clairai.ring.attach import RingReader
 from clairai.ring.reader import Record
-from clairai.wire import ring_messages
+from clairai.wire import control_messages, ring_messages
 
 SCORE_WAIT_S: Final = 2.0  # for scores that the GPU has computed; they take some 50 us
 _ENFORCER: Final = "clairai_rule_enforcer"
@@ -179,7 +179,7 @@ def _get_enforcer(core: Any) -> RuleEnforcer:
 
 
 def _attach_reader(core: Any) -> RingReader:
-    message = msgspec.msgpack.encode(ring_messages.Describe())
+    message = msgspec.msgpack.encode(control_messages.Describe())
     replies = core.model_executor.collective_rpc("clairai_control", None, (message,))
-    described = msgspec.msgpack.decode(replies[0], type=ring_messages.Description)
+    described = msgspec.msgpack.decode(replies[0], type=control_messages.Description)
     return RingReader.attach(Path(described.socket), start="newest")

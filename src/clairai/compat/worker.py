@@ -69,7 +69,7 @@ def prepare(worker: Any) -> None:
 
 
 def handle_control(worker: Any, message: bytes) -> bytes:
-    """Answer `collective_rpc("clairai_control", (message,))`: see wire.ring_messages.Control.
+    """Answer `collective_rpc("clairai_control", (message,))`: see wire.control_messages.Control.
 
     vLLM waits for a reply of every rank; only the first has taps to speak of.
     """

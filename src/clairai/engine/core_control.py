@@ -26,11 +26,11 @@ from clairai.probe.model import Probe, replace_checked_directions
 from clairai.vector.files import loads
 from clairai.vector.model import Vector
 from clairai.vector.safetensors_format import dumps
-from clairai.wire import ring_messages, steering_messages, weights_messages
+from clairai.wire import control_messages, ring_messages, steering_messages, weights_messages
 
 REMEMBERED_REFUSALS: Final = 1024
-_DECODER: Final = msgspec.msgpack.Decoder(ring_messages.Control)
-_REPLY_DECODER: Final = msgspec.msgpack.Decoder(ring_messages.ControlReply)
+_DECODER: Final = msgspec.msgpack.Decoder(control_messages.Control)
+_REPLY_DECODER: Final = msgspec.msgpack.Decoder(control_messages.ControlReply)
 _ENCODER: Final = msgspec.msgpack.Encoder()
 _JSON_ENCODER: Final = msgspec.json.Encoder()
 _TIER_NAMES: Final = ("base", "prefill", "decode")
@@ -91,7 +91,7 @@ class CoreControl:
             return ask_workers(message)  # the workers say what is wrong with it
         if isinstance(control, weights_messages.WeightsControl):
             return [self._control_weights(control, ask_workers)]
-        if isinstance(control, ring_messages.RedirectProbesShared) and self._read_bank() is None:
+        if isinstance(control, control_messages.RedirectProbesShared) and self._read_bank() is None:
             return [_ENCODER.encode(_WORKER_ELSEWHERE)]
         if not isinstance(control, steering_messages.SteeringControl):
             replies = ask_workers(message)
@@ -189,7 +189,7 @@ class CoreControl:
         """Tell the workers which vectors can be replaced, whatever the sender said of them."""
         vectors = () if self._registry is None else self._registry.vectors()
         known = [
-            weights_messages.KnownVector(vector.name, (len(vector.points), vector.width))
+            weights_messages.VectorShape(vector.name, (len(vector.points), vector.width))
             for vector in vectors
         ]
         return msgspec.structs.replace(
@@ -219,22 +219,22 @@ class CoreControl:
             )
         )
 
-    def _follow_probes(self, control: ring_messages.Control, reply: bytes) -> None:
+    def _follow_probes(self, control: control_messages.Control, reply: bytes) -> None:
         """Make the change of probes here that the workers have made: gates are made of probes."""
         if not isinstance(
-            _REPLY_DECODER.decode(reply), ring_messages.BankState | ring_messages.BankVersion
+            _REPLY_DECODER.decode(reply), control_messages.BankState | control_messages.BankVersion
         ):
             return
         match control:
-            case ring_messages.RedirectProbesShared():
+            case control_messages.RedirectProbesShared():
                 self._copy_bank()
-            case ring_messages.RedirectProbes() if self._copy_bank():
+            case control_messages.RedirectProbes() if self._copy_bank():
                 return
-            case ring_messages.RedirectProbes(names, rows):
+            case control_messages.RedirectProbes(names, rows):
                 self._update_probes(self._redirect_probes(names, rows))
-            case ring_messages.AddProbes(files) | ring_messages.ReplaceProbes(files):
+            case control_messages.AddProbes(files) | control_messages.ReplaceProbes(files):
                 self._update_probes(load_probe(data, source="control message") for data in files)
-            case ring_messages.RemoveProbes(names):
+            case control_messages.RemoveProbes(names):
                 self._set_probes({k: v for k, v in self._probes.items() if k not in names})
             case _:
                 return

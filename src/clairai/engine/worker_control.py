@@ -18,9 +18,9 @@ from clairai.engine.publish.step_publisher import StepPublisher
 from clairai.errors import CaptureOffError, ClairaiError, ProbeError, WeightsOffError
 from clairai.probe.bank import EngineBank
 from clairai.probe.files import loads
-from clairai.wire import capture_messages, ring_messages, weights_messages
+from clairai.wire import capture_messages, control_messages, ring_messages, weights_messages
 
-_DECODER: Final = msgspec.msgpack.Decoder(ring_messages.Control)
+_DECODER: Final = msgspec.msgpack.Decoder(control_messages.Control)
 _ENCODER: Final = msgspec.msgpack.Encoder()
 _WEIGHTS_OFF: Final = (
     "this engine takes no new weights; start it with "
@@ -44,7 +44,7 @@ def answer_control(
     try:
         control = _DECODER.decode(message)
         if isinstance(control, capture_messages.CaptureControl):
-            reply: ring_messages.ControlReply = _answer_capture(capture, control)
+            reply: control_messages.ControlReply = _answer_capture(capture, control)
         elif isinstance(control, weights_messages.FindVersions):
             reply = weights_messages.Versions(
                 tuple(map(step_publisher.first_weights_of, control.streams))
@@ -77,21 +77,23 @@ def _answer_weights(
 
 
 def _answer_probes(
-    step_publisher: StepPublisher, control: ring_messages.Control
-) -> ring_messages.ControlReply:
+    step_publisher: StepPublisher, control: control_messages.Control
+) -> control_messages.ControlReply:
     match control:
-        case ring_messages.ListProbes():
+        case control_messages.ListProbes():
             return _bank_state(step_publisher.columns)
-        case ring_messages.Describe():
+        case control_messages.Describe():
             return _describe(step_publisher)
-        case ring_messages.FindStreams(request_ids):
+        case control_messages.FindStreams(request_ids):
             return step_publisher.find_streams(request_ids)
-        case ring_messages.RedirectProbes(names, rows):
+        case control_messages.RedirectProbes(names, rows):
             return _redirect(step_publisher, names, rows)
-        case ring_messages.RedirectProbesShared(names, shared):
+        case control_messages.RedirectProbesShared(names, shared):
             return _redirect(step_publisher, names, step_publisher.copier.copy_shared(shared))
         case (
-            ring_messages.AddProbes() | ring_messages.ReplaceProbes() | ring_messages.RemoveProbes()
+            control_messages.AddProbes()
+            | control_messages.ReplaceProbes()
+            | control_messages.RemoveProbes()
         ):
             return _bank_state(
                 step_publisher.install(_apply_change(step_publisher.columns, control))
@@ -104,9 +106,9 @@ def _answer_probes(
 
 def _redirect(
     step_publisher: StepPublisher, names: tuple[str, ...], data: memoryview
-) -> ring_messages.BankVersion:
+) -> control_messages.BankVersion:
     redirected = step_publisher.columns.redirect(names, _read_rows(names, data))
-    return ring_messages.BankVersion(step_publisher.install(redirected).version)
+    return control_messages.BankVersion(step_publisher.install(redirected).version)
 
 
 def _read_rows(names: tuple[str, ...], data: memoryview) -> NDArray[np.float32]:
@@ -120,25 +122,27 @@ def _read_rows(names: tuple[str, ...], data: memoryview) -> NDArray[np.float32]:
 
 def _apply_change(
     columns: EngineBank,
-    control: ring_messages.AddProbes | ring_messages.ReplaceProbes | ring_messages.RemoveProbes,
+    control: control_messages.AddProbes
+    | control_messages.ReplaceProbes
+    | control_messages.RemoveProbes,
 ) -> EngineBank:
     """The bank after the change; raises before anything has changed."""
-    if isinstance(control, ring_messages.RemoveProbes):
+    if isinstance(control, control_messages.RemoveProbes):
         return columns.remove(control.names)
     probes = [loads(data, source="control message") for data in control.files]
-    if isinstance(control, ring_messages.AddProbes):
+    if isinstance(control, control_messages.AddProbes):
         return columns.add(probes)
     return columns.replace(*probes)
 
 
-def _bank_state(columns: EngineBank) -> ring_messages.BankState:
+def _bank_state(columns: EngineBank) -> control_messages.BankState:
     listed = tuple(probe.listed() for probe in columns.probes)
-    return ring_messages.BankState(columns.version, columns.capacity, listed)
+    return control_messages.BankState(columns.version, columns.capacity, listed)
 
 
-def _describe(step_publisher: StepPublisher) -> ring_messages.Description:
+def _describe(step_publisher: StepPublisher) -> control_messages.Description:
     step_publisher.flush()
-    return ring_messages.Description(
+    return control_messages.Description(
         socket=str(step_publisher.server.path),
         epoch=step_publisher.epoch,
         model=step_publisher.about.model,

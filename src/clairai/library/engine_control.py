@@ -10,7 +10,7 @@ from typing import Any, Final, TypeVar
 import msgspec
 
 from clairai import errors
-from clairai.wire import ring_messages
+from clairai.wire import control_messages, ring_messages
 
 Reply = TypeVar("Reply", bound=msgspec.Struct)
 
@@ -22,7 +22,7 @@ _ERRORS: Final = {
 }
 
 
-def ask_engine(llm: Any, control: ring_messages.Control, kind: type[Reply]) -> Reply:
+def ask_engine(llm: Any, control: control_messages.Control, kind: type[Reply]) -> Reply:
     """Send one control message through vLLM and wait for the reply, which must be of this kind."""
     try:
         replies = llm.collective_rpc(CONTROL_METHOD, args=(msgspec.msgpack.encode(control),))
@@ -37,7 +37,7 @@ def ask_engine(llm: Any, control: ring_messages.Control, kind: type[Reply]) -> R
 
 def read_reply(data: bytes, kind: type[Reply]) -> Reply:
     """Decode a reply; raise the error that a refusal stands for."""
-    reply = msgspec.msgpack.decode(data, type=ring_messages.ControlReply)
+    reply = msgspec.msgpack.decode(data, type=control_messages.ControlReply)
     if isinstance(reply, ring_messages.Refusal):
         raise _ERRORS.get(reply.code, errors.ClairaiError)(reply.reason)
     assert isinstance(reply, kind), f"asked for {kind.__name__}, got {type(reply).__name__}"

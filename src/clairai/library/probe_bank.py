@@ -17,7 +17,7 @@ from clairai.library.engine_control import ask_engine
 from clairai.local.shared_buffer import ReusableBuffer
 from clairai.probe.files import dumps
 from clairai.probe.model import Probe
-from clairai.wire import ring_messages
+from clairai.wire import control_messages
 
 _SHARED_BUFFER: Final = "clairai_shared_buffer"
 
@@ -28,14 +28,14 @@ class ProbeBank:
     def __init__(self, llm: Any) -> None:
         self._llm = llm
 
-    def list(self) -> tuple[ring_messages.ListedProbe, ...]:
-        return self._change(ring_messages.ListProbes())
+    def list(self) -> tuple[control_messages.ListedProbe, ...]:
+        return self._change(control_messages.ListProbes())
 
-    def add(self, *probes: Probe) -> tuple[ring_messages.ListedProbe, ...]:
-        return self._change(ring_messages.AddProbes(tuple(map(dumps, probes))))
+    def add(self, *probes: Probe) -> tuple[control_messages.ListedProbe, ...]:
+        return self._change(control_messages.AddProbes(tuple(map(dumps, probes))))
 
-    def replace(self, *probes: Probe) -> tuple[ring_messages.ListedProbe, ...]:
-        return self._change(ring_messages.ReplaceProbes(tuple(map(dumps, probes))))
+    def replace(self, *probes: Probe) -> tuple[control_messages.ListedProbe, ...]:
+        return self._change(control_messages.ReplaceProbes(tuple(map(dumps, probes))))
 
     def redirect(self, names: Sequence[str], directions_PD: NDArray[np.float32]) -> int:
         """Replace only the directions of these probes, one row for each; the bank's new version.
@@ -56,18 +56,20 @@ class ProbeBank:
                 np.copyto(buffer.view(data_N.nbytes), data_N)
                 reference = buffer.reference(data_N.nbytes)
                 return self._ask_version(
-                    ring_messages.RedirectProbesShared(tuple(names), reference)
+                    control_messages.RedirectProbesShared(tuple(names), reference)
                 )
-        return self._ask_version(ring_messages.RedirectProbes(tuple(names), data_N.data))
+        return self._ask_version(control_messages.RedirectProbes(tuple(names), data_N.data))
 
-    def _ask_version(self, control: ring_messages.Control) -> int:
-        return ask_engine(self._llm, control, ring_messages.BankVersion).version
+    def _ask_version(self, control: control_messages.Control) -> int:
+        return ask_engine(self._llm, control, control_messages.BankVersion).version
 
-    def remove(self, *names: str) -> tuple[ring_messages.ListedProbe, ...]:
-        return self._change(ring_messages.RemoveProbes(names))
+    def remove(self, *names: str) -> tuple[control_messages.ListedProbe, ...]:
+        return self._change(control_messages.RemoveProbes(names))
 
-    def _change(self, control: ring_messages.Control) -> tuple[ring_messages.ListedProbe, ...]:
-        return ask_engine(self._llm, control, ring_messages.BankState).probes
+    def _change(
+        self, control: control_messages.Control
+    ) -> tuple[control_messages.ListedProbe, ...]:
+        return ask_engine(self._llm, control, control_messages.BankState).probes
 
 
 def _shared_buffer(llm: Any) -> ReusableBuffer:

@@ -15,7 +15,7 @@ from clairai.library.engine_control import ask_engine
 from clairai.match.align import Scores, align
 from clairai.match.row_collector import RowCollector
 from clairai.ring.attach import RingReader
-from clairai.wire import ring_messages
+from clairai.wire import control_messages
 
 
 def scores(llm: Any, outputs: Sequence[Any]) -> list[list[Scores]]:
@@ -24,9 +24,9 @@ def scores(llm: Any, outputs: Sequence[Any]) -> list[list[Scores]]:
     They are read from the ring, which holds the newest records only. Raises RowsLostError if any
     row of these requests was overwritten.
     """
-    described = ask_engine(llm, ring_messages.Describe(), ring_messages.Description)
-    question = ring_messages.FindStreams(tuple(output.request_id for output in outputs))
-    found = ask_engine(llm, question, ring_messages.Streams)
+    described = ask_engine(llm, control_messages.Describe(), control_messages.Description)
+    question = control_messages.FindStreams(tuple(output.request_id for output in outputs))
+    found = ask_engine(llm, question, control_messages.Streams)
     known = [
         (stream, output)
         for stream, output in zip(found.streams, outputs, strict=True)

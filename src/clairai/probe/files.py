@@ -41,7 +41,7 @@ from clairai.probe.file_format import (
     unpack_file,
 )
 from clairai.probe.model import MAX_WIDTH, Probe
-from clairai.wire import ring_messages
+from clairai.wire import control_messages, ring_messages
 
 SUFFIXES: Final = (".safetensors", ".json")
 MAX_JSON_NBYTES: Final = 8 << 20
@@ -187,10 +187,10 @@ def _build_probe(metadata: dict[str, str], direction_D: NDArray[np.float32]) -> 
     )
 
 
-def _parse_histogram(text: str) -> ring_messages.Histogram:
+def _parse_histogram(text: str) -> control_messages.Histogram:
     low, _, rest = text.partition(",")
     high, _, counts = rest.partition(",")
-    return ring_messages.Histogram(
+    return control_messages.Histogram(
         parse_number(low), parse_number(high), tuple(map(_parse_count, counts.split(",")))
     )
 

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from clairai.errors import ProbeError
 from clairai.points import Point, quote
-from clairai.wire import ring_messages
+from clairai.wire import control_messages, ring_messages
 
 MAX_NAME: Final = 128
 MAX_WIDTH: Final = 1_000_000
@@ -49,7 +49,7 @@ class Probe:
     # For people: the rest changes neither the score nor how it is read.
     description: str | None = None
     auroc: float | None = None  # on documents that neither the fit nor any choice used
-    histogram: ring_messages.Histogram | None = None  # of the scores on a reference set
+    histogram: control_messages.Histogram | None = None  # of the scores on a reference set
 
     def __post_init__(self) -> None:
         _check_name(self.name)
@@ -136,9 +136,9 @@ class Probe:
             digest=self.digest,
         )
 
-    def listed(self) -> ring_messages.ListedProbe:
+    def listed(self) -> control_messages.ListedProbe:
         """Return `info` and the fields for people."""
-        return ring_messages.ListedProbe(
+        return control_messages.ListedProbe(
             name=self.name,
             point=str(self.point),
             activation=self.activation,
@@ -295,10 +295,10 @@ def check_auroc(name: str, value: object) -> float | None:
     raise ProbeError(f"probe {name}: auroc is {area}; give 0 to 1, or leave it out")
 
 
-def check_histogram(name: str, value: object) -> ring_messages.Histogram | None:
+def check_histogram(name: str, value: object) -> control_messages.Histogram | None:
     if value is None:
         return None
-    if not isinstance(value, ring_messages.Histogram):
+    if not isinstance(value, control_messages.Histogram):
         raise ProbeError(f"probe {name}: histogram is {quote(value)}; give a wire.Histogram")
     low, high = _check_range(name, "histogram", value.low, value.high)
     counts = value.counts
@@ -313,7 +313,7 @@ def check_histogram(name: str, value: object) -> ring_messages.Histogram | None:
         )
     if not any(counts):
         raise ProbeError(f"probe {name}: histogram counts nothing; leave it out")
-    return ring_messages.Histogram(low, high, tuple(counts))
+    return control_messages.Histogram(low, high, tuple(counts))
 
 
 def _check_range(name: str, field: str, *ends: object) -> tuple[float, float]:

@@ -18,7 +18,7 @@ import msgspec
 from clairai.errors import SteeringOffError
 from clairai.fields.catalog import Catalog, KnownVector, RowSize
 from clairai.points import Point
-from clairai.wire.ring_messages import BankState, ListProbes
+from clairai.wire.control_messages import BankState, ListProbes
 from clairai.wire.steering_messages import (
     GetSteering,
     ListedVector,

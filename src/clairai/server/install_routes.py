@@ -26,7 +26,7 @@ from clairai.server.engine_rpc import (
 )
 from clairai.server.model_cards import ModelCards
 from clairai.server.request_check import RequestCheck
-from clairai.wire.ring_messages import Describe, Description
+from clairai.wire.control_messages import Describe, Description
 
 _TOKENS: Final = "clairai_tokens"
 

@@ -15,7 +15,7 @@ from clairai.errors import ProbeError
 from clairai.points import quote
 from clairai.probe.files import MAX_PROBE_NBYTES, loads
 from clairai.server.engine_rpc import HttpRefusal, read_body, require_engine
-from clairai.wire.ring_messages import (
+from clairai.wire.control_messages import (
     AddProbes,
     BankState,
     ListProbes,

@@ -35,7 +35,7 @@ from clairai.train.label_tokens import (
 )
 from clairai.train.row_source import RowSource
 from clairai.train.start_engine import choose_model, model_name, run_engine
-from clairai.wire import ring_messages
+from clairai.wire import control_messages
 
 NUM_BINS: Final = 32
 CALIBRATION: Final = (1, 99)  # percentiles, of tokens without and with the concept
@@ -249,7 +249,7 @@ def _with_evaluation(
         probe,
         auroc=round(evaluation.auroc, DECIMALS),
         calibration=(low, high) if low < high else None,
-        histogram=ring_messages.Histogram(0.0, 1.0, tuple(counts.tolist())),
+        histogram=control_messages.Histogram(0.0, 1.0, tuple(counts.tolist())),
     )
 
 

@@ -168,7 +168,7 @@ class Banks:
     """
 
     columns: EngineBank | None = None
-    vectors: tuple[weights_messages.KnownVector, ...] = ()
+    vectors: tuple[weights_messages.VectorShape, ...] = ()
     shared: SharedBytes | None = None
 
 

@@ -1,4 +1,4 @@
-"""Control messages about captures; the worker answers them."""
+"""Control messages about captures, answered by the worker."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ CaptureStatus = Literal["open", "writing", "kept", "discarded", "failed"]
 
 
 class CapturePlace(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What one consumer has of an answer."""
+    """What one consumer has of an answer's rows."""
 
     consumer: str
     where: str
@@ -20,15 +20,15 @@ class CapturePlace(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Captured(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What was captured of one answer. A row is one token at one point."""
+    """What was captured of one answer; a row is one token at one point."""
 
     stream: int
     choice: int
-    state: CaptureStatus  # kept: finished and safe; writing: finished, or on its way
+    state: CaptureStatus  # kept: all rows are safe; writing: some are on their way
     points: tuple[str, ...]
     encoder: str
     rows: int = 0  # given to the consumers
-    dropped: int = 0  # had no room on their way there
+    dropped: int = 0  # no room in the staging buffers
     discarded: int = 0  # held for a rule that was not met
     reason: str = ""
     places: tuple[CapturePlace, ...] = ()
@@ -45,10 +45,10 @@ class Captured(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class FindCaptures(msgspec.Struct, frozen=True, tag="find_captures", forbid_unknown_fields=True):
-    """What was captured of these? By ids the caller of vLLM knows, or by streams.
+    """What was captured of these requests? By the ids that vLLM's caller knows, or by streams.
 
-    `is_ended` says that the caller has their last token: no row will follow, and what there is
-    is made safe. It is not waited for: ask again.
+    `is_ended` says that the caller has their last token: no row will follow, and the rows are
+    written to disk. The reply does not wait for that: ask again.
     """
 
     request_ids: tuple[str, ...] = ()
@@ -57,7 +57,7 @@ class FindCaptures(msgspec.Struct, frozen=True, tag="find_captures", forbid_unkn
 
 
 class ListCaptures(msgspec.Struct, frozen=True, tag="list_captures", forbid_unknown_fields=True):
-    """The newest, newest first."""
+    """Which captures are the newest?"""
 
     limit: int = 100
 
@@ -65,28 +65,28 @@ class ListCaptures(msgspec.Struct, frozen=True, tag="list_captures", forbid_unkn
 class DescribeCapture(
     msgspec.Struct, frozen=True, tag="describe_capture", forbid_unknown_fields=True
 ):
-    """Where do captures go, and how is that doing?"""
+    """Which consumers are there, and in which state?"""
 
 
 CaptureControl = FindCaptures | ListCaptures | DescribeCapture
 
 
 class Captures(msgspec.Struct, frozen=True, tag="captures", forbid_unknown_fields=True):
-    """For each that was asked for, its answers in order; none for one that is not remembered."""
+    """The answers of each request asked for, in order; none for a request that is forgotten."""
 
     found: tuple[tuple[Captured, ...], ...]
 
 
 class CaptureState(msgspec.Struct, frozen=True, tag="capture_state", forbid_unknown_fields=True):
-    """Of the whole engine; rows since it started."""
+    """Of the whole engine; rows are counted since it started."""
 
     places: tuple[CapturePlace, ...]
     rows: int
     dropped: int
     discarded: int
-    staging_nbytes: int  # of host memory, for rows on their way
-    pending_nbytes: int  # of rows that wait for a rule, now
-    stash_nbytes: int = 0  # of device memory, for all rows of a step
+    staging_nbytes: int  # host memory for rows on their way to the consumers
+    pending_nbytes: int  # rows that wait for a rule now
+    stash_nbytes: int = 0  # device memory for the rows of a step
 
 
 CaptureReply = Captures | CaptureState

@@ -1,4 +1,4 @@
-"""Control messages about steering; the engine core answers them."""
+"""Control messages about steering, answered by the engine core."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import msgspec
 
 
 class ListedVector(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What people are told of a steering vector."""
+    """What users see of a steering vector."""
 
     name: str
     points: tuple[str, ...]
@@ -21,7 +21,7 @@ class ListedVector(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class ListVectors(msgspec.Struct, frozen=True, tag="list_vectors", forbid_unknown_fields=True):
-    """Which steering vectors have a name?"""
+    """Which steering vectors are there?"""
 
 
 class GetVector(msgspec.Struct, frozen=True, tag="get_vector", forbid_unknown_fields=True):
@@ -31,9 +31,9 @@ class GetVector(msgspec.Struct, frozen=True, tag="get_vector", forbid_unknown_fi
 
 
 class PutVectors(msgspec.Struct, frozen=True, tag="put_vectors", forbid_unknown_fields=True):
-    """Give these vectors (safetensors) their names; all of them, or none and a Refusal.
+    """Store these vectors (safetensors) by name; all of them, or none and a Refusal.
 
-    `add` refuses a name that is taken, `replace` one that is not.
+    `add` refuses a name that exists, `replace` one that does not.
     """
 
     files: tuple[bytes, ...]
@@ -41,7 +41,7 @@ class PutVectors(msgspec.Struct, frozen=True, tag="put_vectors", forbid_unknown_
 
 
 class RemoveVectors(msgspec.Struct, frozen=True, tag="remove_vectors", forbid_unknown_fields=True):
-    """Forget the vectors of these names; all of them, or none. Running requests keep theirs."""
+    """Remove these vectors; all of them, or none. Running requests keep theirs."""
 
     names: tuple[str, ...]
 
@@ -51,7 +51,7 @@ class GetSteering(msgspec.Struct, frozen=True, tag="get_steering", forbid_unknow
 
 
 class SetSteering(msgspec.Struct, frozen=True, tag="set_steering", forbid_unknown_fields=True):
-    """Steer every request from now on; a tier is a JSON list, None leaves it as it is."""
+    """Steer every new request like this; a tier is a JSON list, None leaves it as it is."""
 
     base: bytes | None = None
     prefill: bytes | None = None
@@ -59,14 +59,14 @@ class SetSteering(msgspec.Struct, frozen=True, tag="set_steering", forbid_unknow
 
 
 class ChangeSteering(msgspec.Struct, frozen=True, tag="amend", forbid_unknown_fields=True):
-    """Steer a running request otherwise from its next step on; `steer` is a JSON list."""
+    """Change the steering of a running request; `steer` is a JSON list."""
 
     stream: int
     steer: bytes
 
 
 class WhyRefused(msgspec.Struct, frozen=True, tag="why_refused", forbid_unknown_fields=True):
-    """Why was the last request of this stream not admitted?"""
+    """Why was the last request of this stream refused?"""
 
     stream: int
 
@@ -84,14 +84,14 @@ SteeringControl = (
 
 
 class VectorState(msgspec.Struct, frozen=True, tag="vector_state", forbid_unknown_fields=True):
-    """The vectors after what was asked, and what there is room for."""
+    """The vectors after what was asked, and the limits."""
 
     version: int
     vectors: tuple[ListedVector, ...]
     points: tuple[str, ...]  # that can be steered
     width: int
-    rows: int  # of vectors and gates, in use by unfinished requests at once
-    programs: int  # different ways to steer a row, likewise
+    rows: int  # of vectors and gates that unfinished requests can use at once
+    programs: int  # ways to steer a row that they can use at once
 
 
 class VectorFile(msgspec.Struct, frozen=True, tag="vector_file", forbid_unknown_fields=True):
@@ -112,14 +112,14 @@ class SteeringState(msgspec.Struct, frozen=True, tag="steering_state", forbid_un
 
 
 class SteeringChanged(msgspec.Struct, frozen=True, tag="amended", forbid_unknown_fields=True):
-    """From which position on each of the stream's running requests is steered otherwise."""
+    """The position from which each of the stream's running requests is steered anew."""
 
     positions: tuple[int, ...]
     applied: bytes  # a JSON list
 
 
 class RefusalReason(msgspec.Struct, frozen=True, tag="refused", forbid_unknown_fields=True):
-    """Why a request was not admitted; both empty for one that is not remembered."""
+    """Why a request was refused; both empty if the core does not remember one."""
 
     code: str
     reason: str

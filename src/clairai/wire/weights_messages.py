@@ -1,6 +1,6 @@
 """Messages of a transfer of weights, probes or vectors: control messages, and those of its socket.
 
-A manifest is JSON, as HTTP brought it.
+A manifest is JSON as it came over HTTP. The worker answers these messages.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ class SharedBytes(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     nbytes: Annotated[int, msgspec.Meta(ge=0, le=MAX_SHARED_BYTES)]
 
 
-class KnownVector(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class VectorShape(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A steering vector that can be replaced; only the engine core knows them."""
 
     name: str
@@ -29,16 +29,16 @@ class KnownVector(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class WeightsQuestion(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """What all of these have: the core adds what it knows before the workers are asked."""
+    """Fields that the core adds to each of these messages before it asks the workers."""
 
-    vectors: tuple[KnownVector, ...] = ()
-    wants_rows: bool = True  # False: the core sees the worker's bank, and needs no copy of it
+    vectors: tuple[VectorShape, ...] = ()
+    wants_rows: bool = True  # False: the core shares the worker's bank and needs no copy
 
 
 class DescribeWeights(
     WeightsQuestion, frozen=True, tag="describe_weights", forbid_unknown_fields=True
 ):
-    """Which weights serve, and where are new ones taken?"""
+    """Which weights serve, and where can new ones be sent?"""
 
 
 class ListTensors(WeightsQuestion, frozen=True, tag="list_tensors", forbid_unknown_fields=True):
@@ -46,7 +46,7 @@ class ListTensors(WeightsQuestion, frozen=True, tag="list_tensors", forbid_unkno
 
 
 class CheckWeights(WeightsQuestion, frozen=True, tag="check_weights", forbid_unknown_fields=True):
-    """Would this be taken? Nothing is expected after it: a dry run."""
+    """A dry run: would these weights be accepted?"""
 
     manifest: bytes
 
@@ -58,16 +58,16 @@ class PlanWeights(WeightsQuestion, frozen=True, tag="plan_weights", forbid_unkno
 
 
 class VerifyWeights(WeightsQuestion, frozen=True, tag="verify_weights", forbid_unknown_fields=True):
-    """Has all of it come, as it was planned and packed? Asked before anybody has to wait for it."""
+    """Has all of it come as planned? Asked before requests are paused."""
 
     manifest: bytes
 
 
 class CommitWeights(WeightsQuestion, frozen=True, tag="commit_weights", forbid_unknown_fields=True):
-    """Serve with what has come, all of it, or a Refusal and the old weights.
+    """Serve with all of what has come, or refuse and keep the old weights.
 
-    Probes and vectors that are small need no plan: they are `lent`, and nothing has come before. An
-    engine that cannot read them there refuses that as unsupported.
+    Small probes and vectors need no plan: they come with the commit, in shared memory. An engine
+    that cannot read it answers `unsupported`.
     """
 
     manifest: bytes
@@ -95,7 +95,7 @@ class WeightsState(msgspec.Struct, frozen=True, tag="weights_state", forbid_unkn
     device: str  # "cpu", or a GPU's UUID
     num_tensors: int
     is_torn: bool = False
-    socket: str = ""  # where buffers are taken; said to who is on the engine's machine
+    socket: str = ""  # where the worker accepts buffers, for senders on this machine
 
 
 class ListedTensor(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -107,7 +107,7 @@ class ListedTensor(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Tensors(msgspec.Struct, frozen=True, tag="tensors", forbid_unknown_fields=True):
-    """All that can be sent, in the order in which it is best sent."""
+    """All that can be sent, in the best order to send it."""
 
     tensors: tuple[ListedTensor, ...]
 
@@ -122,7 +122,7 @@ class WeightsPlanned(
 
 
 class NewRows(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """New numbers of a vector, or of probes: float32, row after row. Not copied when it is read."""
+    """New numbers of a vector or of probes: rows of float32, not copied when read."""
 
     names: tuple[str, ...]  # one of a vector, one for each row of probes
     data: memoryview
@@ -131,7 +131,7 @@ class NewRows(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class WeightsCommitted(
     msgspec.Struct, frozen=True, tag="weights_committed", forbid_unknown_fields=True
 ):
-    """They serve."""
+    """The new weights serve."""
 
     version: int
     digest: str
@@ -139,13 +139,13 @@ class WeightsCommitted(
     load_s: float
     bank_version: int | None = None  # of the probes, if any were among it
     vectors_version: int | None = None  # of the steering vectors, likewise
-    # For the engine core, which takes them out: what gates and names mean is kept there.
+    # For the engine core, which removes them from the reply: it resolves gates and names.
     probe_rows: NewRows | None = None
     vector_rows: tuple[NewRows, ...] = ()
 
 
 class Versions(msgspec.Struct, frozen=True, tag="versions", forbid_unknown_fields=True):
-    """Of each stream that was asked for; None for one that has not begun, or is not remembered."""
+    """The version of each stream asked for; None if it has not begun or is forgotten."""
 
     versions: tuple[int | None, ...]
 
@@ -171,10 +171,10 @@ BufferHome = Literal["host", "copied", "device"]
 
 
 class BufferOffer(msgspec.Struct, frozen=True, tag="offer", forbid_unknown_fields=True):
-    """Sender to engine: a buffer; one in host memory is full, and comes as a descriptor beside it.
+    """Sender to engine: a buffer. One in host memory is full, and its descriptor comes with it.
 
-    `copied` is host memory that the sender will use again: the engine has a copy when it answers.
-    One of a GPU is opened now and read when Full comes: to open it takes as long as to fill it.
+    `copied` is host memory that the sender reuses: the engine has copied it when it answers. GPU
+    memory is opened now and read when BufferFilled comes: opening takes as long as filling it.
     """
 
     transfer: str
@@ -185,14 +185,14 @@ class BufferOffer(msgspec.Struct, frozen=True, tag="offer", forbid_unknown_field
 
 
 class BufferFilled(msgspec.Struct, frozen=True, tag="full", forbid_unknown_fields=True):
-    """Sender to engine: a buffer of a GPU that it has opened holds all its numbers now."""
+    """Sender to engine: a GPU buffer that was offered is full now."""
 
     transfer: str
     index: Annotated[int, msgspec.Meta(ge=0)]
 
 
 class BufferReceived(msgspec.Struct, frozen=True, tag="held", forbid_unknown_fields=True):
-    """Engine to sender: it has come, and has been read once."""
+    """Engine to sender: the buffer was received and read once."""
 
     index: int
     extent: int

@@ -13,7 +13,7 @@ from typer.testing import CliRunner, Result
 from clairai.cli.commands import app
 from clairai.errors import ConfigError, ProbeError
 from clairai.probe.files import load, save
-from clairai.wire import ring_messages
+from clairai.wire import control_messages
 from tests.support.probes import probe
 
 
@@ -63,7 +63,7 @@ def test_show_prints_one_probe(tmp_path: Path) -> None:
 
 
 def test_check_and_show_tell_what_people_are_told(tmp_path: Path) -> None:
-    shape = ring_messages.Histogram(-1, 2.5, (0, 70, 20, 10, 0, 0, 5, 35))
+    shape = control_messages.Histogram(-1, 2.5, (0, 70, 20, 10, 0, 0, 5, 35))
     told = probe("a", description="Words in a row.", auroc=0.975, histogram=shape)
     save(tmp_path / "a.safetensors", told)
     checked = _run("check", tmp_path / "a.safetensors").output

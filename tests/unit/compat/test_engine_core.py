@@ -18,7 +18,7 @@ from clairai.errors import WeightsBusyError, WeightsError
 from clairai.fields.ranges import OPEN_END
 from clairai.weights.manifest import encode_manifest
 from clairai.weights.pack import TensorSpec
-from clairai.wire import ring_messages, weights_messages
+from clairai.wire import control_messages, ring_messages, weights_messages
 from tests.support.api_server import Running
 from tests.support.steering_plans import action, plan
 from tests.support.weights import plan as weights_plan
@@ -129,6 +129,6 @@ def test_the_core_refuses_before_it_asks_a_worker() -> None:
 
     asked = msgspec.msgpack.encode(weights_messages.CommitWeights(MODEL))
     (reply,) = CoreControl(None, (), guard=guard).control(asked, workers)
-    assert msgspec.msgpack.decode(reply, type=ring_messages.ControlReply) == ring_messages.Refusal(
-        "weights", "planted"
-    )
+    assert msgspec.msgpack.decode(
+        reply, type=control_messages.ControlReply
+    ) == ring_messages.Refusal("weights", "planted")

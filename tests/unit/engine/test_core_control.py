@@ -18,7 +18,7 @@ from clairai.probe.files import dumps as dump_probe
 from clairai.probe.model import Probe
 from clairai.vector.model import Vector
 from clairai.vector.safetensors_format import dumps
-from clairai.wire import ring_messages, steering_messages
+from clairai.wire import control_messages, ring_messages, steering_messages
 
 POINT = Point("post_block", 1)
 
@@ -41,11 +41,11 @@ def _never(_: bytes) -> list[bytes]:
 
 def _ask(
     core_control: CoreControl,
-    control: ring_messages.Control,
+    control: control_messages.Control,
     workers: Callable[[bytes], list[bytes]] = _never,
 ) -> Any:
     (reply,) = core_control.control(msgspec.msgpack.encode(control), workers)
-    return msgspec.msgpack.decode(reply, type=ring_messages.ControlReply)
+    return msgspec.msgpack.decode(reply, type=control_messages.ControlReply)
 
 
 def test_vectors_are_added_removed_and_returned_unchanged() -> None:
@@ -95,15 +95,15 @@ def test_the_oldest_refusals_are_forgotten() -> None:
 
 def test_gates_use_the_probes_of_the_workers_bank() -> None:
     core_control = CoreControl(_registry(), (_probe("old", 1.0),))
-    good = [msgspec.msgpack.encode(ring_messages.BankState(1, 16, ()))]
+    good = [msgspec.msgpack.encode(control_messages.BankState(1, 16, ()))]
     bad = [msgspec.msgpack.encode(ring_messages.Refusal("probe", "no"))]
-    added = ring_messages.AddProbes((dump_probe(_probe("new", 2.0)),))
+    added = control_messages.AddProbes((dump_probe(_probe("new", 2.0)),))
     _ask(core_control, added, lambda _: bad)
     with pytest.raises(RequestError, match="new"):
         core_control.thresholds([StopRule("new")])
     _ask(core_control, added, lambda _: good)
     assert core_control.thresholds([StopRule("new"), StopRule("old", threshold=7.0)]) == (2.0, 7.0)
-    _ask(core_control, ring_messages.RemoveProbes(("old",)), lambda _: good)
+    _ask(core_control, control_messages.RemoveProbes(("old",)), lambda _: good)
     with pytest.raises(RequestError, match="old"):
         core_control.thresholds([StopRule("old", threshold=7.0)])
 

@@ -22,7 +22,7 @@ from clairai.library.engine_control import read_reply
 from clairai.points import Point
 from clairai.probe.files import loads
 from clairai.ring.attach import RingReader
-from clairai.wire import ring_messages
+from clairai.wire import control_messages, ring_messages
 from tests.support import toy_publisher as toy
 from tests.support.probes import numbers
 from tests.support.toy_publisher import file_of, state_of
@@ -34,70 +34,81 @@ def engine(runtime: Path) -> Iterator[StepPublisher]:
         yield made
 
 
-def ask(engine: StepPublisher, message: ring_messages.Control | bytes) -> Any:
+def ask(engine: StepPublisher, message: control_messages.Control | bytes) -> Any:
     raw = message if isinstance(message, bytes) else msgspec.msgpack.encode(message)
-    return msgspec.msgpack.decode(answer_control(engine, raw), type=ring_messages.ControlReply)
+    return msgspec.msgpack.decode(answer_control(engine, raw), type=control_messages.ControlReply)
 
 
-def names(reply: ring_messages.BankState) -> list[str]:
+def names(reply: control_messages.BankState) -> list[str]:
     return [info.name for info in reply.probes]
 
 
 def test_an_engine_without_probes_lists_none(engine: StepPublisher) -> None:
-    assert ask(engine, ring_messages.ListProbes()) == ring_messages.BankState(0, toy.CAPACITY, ())
+    assert ask(engine, control_messages.ListProbes()) == control_messages.BankState(
+        0, toy.CAPACITY, ()
+    )
 
 
 def test_probes_are_added_replaced_and_removed_each_in_one_change(engine: StepPublisher) -> None:
-    added = ask(engine, ring_messages.AddProbes((file_of("a"), file_of("b", toy.FIRST))))
+    added = ask(engine, control_messages.AddProbes((file_of("a"), file_of("b", toy.FIRST))))
     assert (added.version, names(added)) == (1, ["b", "a"])
-    replaced = ask(engine, ring_messages.ReplaceProbes((file_of("a", bias=2.5),)))
+    replaced = ask(engine, control_messages.ReplaceProbes((file_of("a", bias=2.5),)))
     assert (replaced.version, names(replaced)) == (2, ["b", "a"])
     assert replaced.probes[1].digest != added.probes[1].digest
-    removed = ask(engine, ring_messages.RemoveProbes(("b",)))
+    removed = ask(engine, control_messages.RemoveProbes(("b",)))
     assert (removed.version, names(removed)) == (3, ["a"])
-    assert ask(engine, ring_messages.ListProbes()) == removed
+    assert ask(engine, control_messages.ListProbes()) == removed
 
 
 def test_what_is_tapped_and_where_the_ring_is_is_described(engine: StepPublisher) -> None:
-    described = ask(engine, ring_messages.Describe())
-    assert isinstance(described, ring_messages.Description)
+    described = ask(engine, control_messages.Describe())
+    assert isinstance(described, control_messages.Description)
     assert (described.model, described.width, described.capacity) == ("toy", 3, 2)
     assert described.points == ("post_block.0", "post_block.1")
     assert (described.epoch, described.published) == (engine.epoch, 0)
     assert Path(described.socket).is_socket()
 
 
-REFUSED: dict[str, tuple[ring_messages.Control, str]] = {
-    "a name twice": (ring_messages.AddProbes((file_of("keep"),)), "probe"),
-    "two of one name": (ring_messages.AddProbes((file_of("x"), file_of("x"))), "probe"),
-    "an untapped point": (ring_messages.AddProbes((file_of("x", Point("pre_attn", 0)),)), "point"),
-    "another width": (ring_messages.AddProbes((file_of("x", direction_D=numbers(1, 2)),)), "probe"),
-    "another model": (ring_messages.AddProbes((file_of("x", model="org/other"),)), "probe"),
-    "over capacity": (ring_messages.AddProbes((file_of("x"), file_of("y"))), "capacity"),
-    "one good and one bad": (ring_messages.AddProbes((file_of("x"), b"no safetensors")), "probe"),
-    "a cut file": (ring_messages.AddProbes((file_of("x")[:-3],)), "probe"),
-    "an empty file": (ring_messages.AddProbes((b"",)), "probe"),
-    "replacing nobody": (ring_messages.ReplaceProbes((file_of("nobody"),)), "probe"),
-    "replacing one and nobody": (
-        ring_messages.ReplaceProbes((file_of("keep"), file_of("no"))),
+REFUSED: dict[str, tuple[control_messages.Control, str]] = {
+    "a name twice": (control_messages.AddProbes((file_of("keep"),)), "probe"),
+    "two of one name": (control_messages.AddProbes((file_of("x"), file_of("x"))), "probe"),
+    "an untapped point": (
+        control_messages.AddProbes((file_of("x", Point("pre_attn", 0)),)),
+        "point",
+    ),
+    "another width": (
+        control_messages.AddProbes((file_of("x", direction_D=numbers(1, 2)),)),
         "probe",
     ),
-    "removing nobody": (ring_messages.RemoveProbes(("nobody",)), "probe"),
-    "removing one and nobody": (ring_messages.RemoveProbes(("keep", "nobody")), "probe"),
+    "another model": (control_messages.AddProbes((file_of("x", model="org/other"),)), "probe"),
+    "over capacity": (control_messages.AddProbes((file_of("x"), file_of("y"))), "capacity"),
+    "one good and one bad": (
+        control_messages.AddProbes((file_of("x"), b"no safetensors")),
+        "probe",
+    ),
+    "a cut file": (control_messages.AddProbes((file_of("x")[:-3],)), "probe"),
+    "an empty file": (control_messages.AddProbes((b"",)), "probe"),
+    "replacing nobody": (control_messages.ReplaceProbes((file_of("nobody"),)), "probe"),
+    "replacing one and nobody": (
+        control_messages.ReplaceProbes((file_of("keep"), file_of("no"))),
+        "probe",
+    ),
+    "removing nobody": (control_messages.RemoveProbes(("nobody",)), "probe"),
+    "removing one and nobody": (control_messages.RemoveProbes(("keep", "nobody")), "probe"),
 }
 
 
 @pytest.mark.parametrize(("message", "code"), REFUSED.values(), ids=REFUSED)
 def test_a_refusal_is_a_reply_and_changes_nothing(
-    engine: StepPublisher, message: ring_messages.Control, code: str
+    engine: StepPublisher, message: control_messages.Control, code: str
 ) -> None:
-    ask(engine, ring_messages.AddProbes((file_of("keep"),)))
+    ask(engine, control_messages.AddProbes((file_of("keep"),)))
     before = state_of(engine)
     reply = ask(engine, message)
     assert isinstance(reply, ring_messages.Refusal)
     assert reply.code == code
     assert state_of(engine) == before
-    assert names(ask(engine, ring_messages.ListProbes())) == ["keep"]
+    assert names(ask(engine, control_messages.ListProbes())) == ["keep"]
 
 
 def test_a_change_that_is_half_made_would_be_noticed(
@@ -109,7 +120,7 @@ def test_a_change_that_is_half_made_would_be_noticed(
 
     before = state_of(engine)
     monkeypatch.setattr(worker_control, "_apply_change", half)
-    assert ask(engine, ring_messages.AddProbes((file_of("x"), file_of("y")))).code == "capacity"
+    assert ask(engine, control_messages.AddProbes((file_of("x"), file_of("y")))).code == "capacity"
     assert state_of(engine) != before
 
 
@@ -120,7 +131,7 @@ CODES = sorted({kind.code for kind in vars(errors).values() if hasattr(kind, "co
 def test_a_refusal_is_raised_by_the_caller_as_the_error_it_stands_for(code: str) -> None:
     raw = msgspec.msgpack.encode(ring_messages.Refusal(code, "why"))
     with pytest.raises(ClairaiError, match="why") as caught:
-        read_reply(raw, ring_messages.BankState)
+        read_reply(raw, control_messages.BankState)
     assert caught.value.code == code
 
 
@@ -133,7 +144,7 @@ GARBAGE = {
     "a field of another kind": msgspec.msgpack.encode({"type": "remove_probes", "names": 3}),
     "no field": msgspec.msgpack.encode({"type": "add_probes"}),
     "a reply": msgspec.msgpack.encode(ring_messages.Refusal("a", "b")),
-    "two messages": 2 * msgspec.msgpack.encode(ring_messages.Describe()),
+    "two messages": 2 * msgspec.msgpack.encode(control_messages.Describe()),
     "a tag that is no UTF-8": b"\x81\xa4type\xa4\xff\xff\xff\xff",
     "a name that is no UTF-8": b"\x82\xa4type\xadremove_probes\xa5names\x91\xa1\xff",
     "a deep nest": b"\x91" * 100_000,
@@ -154,9 +165,9 @@ def test_bytes_that_are_no_message_are_refused(engine: StepPublisher, raw: bytes
 VALID = [
     msgspec.msgpack.encode(message)
     for message in (
-        ring_messages.ListProbes(),
-        ring_messages.FindStreams(("é", "b")),
-        ring_messages.RemoveProbes(("x",)),
+        control_messages.ListProbes(),
+        control_messages.FindStreams(("é", "b")),
+        control_messages.RemoveProbes(("x",)),
     )
 ]
 
@@ -171,7 +182,7 @@ VALID = [
     )
 )
 def test_whatever_the_bytes_there_is_a_reply(engine: StepPublisher, raw: bytes) -> None:
-    assert isinstance(ask(engine, raw), ring_messages.ControlReply)
+    assert isinstance(ask(engine, raw), control_messages.ControlReply)
 
 
 def test_pitfall_17_steps_before_the_engine_serves_are_nobodys_rows(
@@ -181,21 +192,21 @@ def test_pitfall_17_steps_before_the_engine_serves_are_nobodys_rows(
     monkeypatch.setattr(engine, "_is_serving", False)
     engine.begin([toy.new_request(1)], [])
     toy.forward(engine, 1, start=0, count=2)
-    assert ask(engine, ring_messages.FindStreams(("ex-1",))) == ring_messages.Streams((None,))
-    assert ask(engine, ring_messages.Describe()).published == 0
+    assert ask(engine, control_messages.FindStreams(("ex-1",))) == control_messages.Streams((None,))
+    assert ask(engine, control_messages.Describe()).published == 0
     engine.serve()
     engine.begin([toy.new_request(1)], [])
     toy.forward(engine, 1, start=0, count=2)
-    assert ask(engine, ring_messages.Describe()).published == 1
+    assert ask(engine, control_messages.Describe()).published == 1
 
 
 def test_streams_are_found_by_the_ids_the_caller_knows(engine: StepPublisher) -> None:
     engine.begin([toy.new_request(1), toy.new_request(2)], [])
-    asked = ring_messages.FindStreams(("ex-2", "nobody", "ex-1", "in-1"))
-    assert ask(engine, asked) == ring_messages.Streams((1002, None, 1001, None))
+    asked = control_messages.FindStreams(("ex-2", "nobody", "ex-1", "in-1"))
+    assert ask(engine, asked) == control_messages.Streams((1002, None, 1001, None))
     engine.begin([], ["in-1", "in-2"])
-    assert ask(engine, ring_messages.FindStreams(("ex-1",))) == ring_messages.Streams((1001,))
-    assert ask(engine, ring_messages.FindStreams(())) == ring_messages.Streams(())
+    assert ask(engine, control_messages.FindStreams(("ex-1",))) == control_messages.Streams((1001,))
+    assert ask(engine, control_messages.FindStreams(())) == control_messages.Streams(())
 
 
 def test_who_looks_for_streams_is_told_from_which_record_on(engine: StepPublisher) -> None:
@@ -204,10 +215,10 @@ def test_who_looks_for_streams_is_told_from_which_record_on(engine: StepPublishe
     toy.forward(engine, 1, start=2, count=1)
     engine.begin([toy.new_request(2)], [])
     toy.forward(engine, 2, start=0, count=2)
-    assert ask(engine, ring_messages.FindStreams(("ex-2", "nobody"))).since == 2
-    assert ask(engine, ring_messages.FindStreams(("ex-2", "ex-1"))).since == 0
+    assert ask(engine, control_messages.FindStreams(("ex-2", "nobody"))).since == 2
+    assert ask(engine, control_messages.FindStreams(("ex-2", "ex-1"))).since == 0
     engine.begin([toy.new_request(2)], [])  # its second answer
-    assert ask(engine, ring_messages.FindStreams(("ex-2",))).since == 2
+    assert ask(engine, control_messages.FindStreams(("ex-2",))).since == 2
 
 
 def test_old_streams_and_banks_are_forgotten_before_memory_is(
@@ -216,11 +227,11 @@ def test_old_streams_and_banks_are_forgotten_before_memory_is(
     monkeypatch.setattr(step_publisher, "MAX_STREAMS_KEPT", 3)
     monkeypatch.setattr(step_publisher, "MAX_BANKS_KEPT", 2)
     engine.begin([toy.new_request(number) for number in range(5)], [])
-    found = ask(engine, ring_messages.FindStreams(tuple(f"ex-{number}" for number in range(5))))
-    assert found == ring_messages.Streams((None, None, 1002, 1003, 1004))
+    found = ask(engine, control_messages.FindStreams(tuple(f"ex-{number}" for number in range(5))))
+    assert found == control_messages.Streams((None, None, 1002, 1003, 1004))
     for _ in range(3):
-        ask(engine, ring_messages.AddProbes((file_of(),)))
-        ask(engine, ring_messages.RemoveProbes(("p",)))
+        ask(engine, control_messages.AddProbes((file_of(),)))
+        ask(engine, control_messages.RemoveProbes(("p",)))
     with RingReader.attach(engine.server.path) as reader:
         assert reader.bank(6).version == 6
         with pytest.raises(errors.HandshakeError, match="no bank 4"):
@@ -232,10 +243,10 @@ def test_a_change_counts_from_the_next_step_on_and_readers_learn_its_columns(
 ) -> None:
     engine.begin([toy.new_request(1)], [])
     toy.forward(engine, 1, start=0, count=2)
-    ask(engine, ring_messages.AddProbes((file_of("a", bias=0.5), file_of("b", toy.FIRST))))
+    ask(engine, control_messages.AddProbes((file_of("a", bias=0.5), file_of("b", toy.FIRST))))
     engine.begin([], [])
     rows_TD = toy.forward(engine, 1, start=2, count=1)
-    with RingReader.attach(ask(engine, ring_messages.Describe()).socket) as reader:
+    with RingReader.attach(ask(engine, control_messages.Describe()).socket) as reader:
         before, after = reader.poll()
         assert reader.bank(before.bank_version).probes == ()
         assert [info.name for info in reader.bank(after.bank_version).probes] == ["b", "a"]
@@ -245,12 +256,12 @@ def test_a_change_counts_from_the_next_step_on_and_readers_learn_its_columns(
 
 
 def test_the_engine_is_described_as_before_after_a_reader_has_gone(engine: StepPublisher) -> None:
-    first = ask(engine, ring_messages.Describe())
+    first = ask(engine, control_messages.Describe())
     with RingReader.attach(first.socket) as reader:
         assert reader.poll() == []
     engine.begin([toy.new_request(1)], [])
     toy.forward(engine, 1, start=0, count=2)
-    assert ask(engine, ring_messages.Describe()) == msgspec.structs.replace(first, published=1)
+    assert ask(engine, control_messages.Describe()) == msgspec.structs.replace(first, published=1)
     with RingReader.attach(first.socket) as again:
         assert len(again.poll()) == 1
 

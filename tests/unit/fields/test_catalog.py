@@ -15,7 +15,7 @@ from clairai.fields.request_fields import KEY, parse_fields
 from clairai.points import Point
 from clairai.server.core_cache import CoreCache, CoreView
 from clairai.server.steering_preview import preview_steering
-from clairai.wire.ring_messages import BankState, ListedProbe
+from clairai.wire.control_messages import BankState, ListedProbe
 from clairai.wire.steering_messages import SteeringState
 from tests.support.probes import numbers
 from tests.support.steering_plans import probe, vector

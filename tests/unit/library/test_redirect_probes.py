@@ -20,7 +20,7 @@ from clairai.probe.bank import EngineBank
 from clairai.probe.model import Probe, replace_directions
 from clairai.weights import Sender
 from clairai.weights.manifest import bank, bank_name
-from clairai.wire import ring_messages
+from clairai.wire import control_messages, ring_messages
 from tests.support.probe_banks import banked, probes, rows
 from tests.support.toy_publisher import FIRST, SECOND, WIDTH, forward, new_request
 from tests.support.weights import ToyLlm, engine
@@ -248,6 +248,6 @@ def test_wrong_arguments_of_redirect_change_nothing(
 def test_bytes_that_are_not_rows_are_refused(
     llm: ToyLlm, names: tuple[str, ...], nbytes: int
 ) -> None:
-    refused = llm.ask(ring_messages.RedirectProbes(names, memoryview(bytes(nbytes))))
+    refused = llm.ask(control_messages.RedirectProbes(names, memoryview(bytes(nbytes))))
     assert isinstance(refused, ring_messages.Refusal)
     assert refused.code == "probe"

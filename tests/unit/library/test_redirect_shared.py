@@ -14,7 +14,7 @@ from clairai.engine.publish.step_publisher import StepPublisher
 from clairai.errors import ProbeError
 from clairai.library.probe_bank import ProbeBank
 from clairai.local import shared_buffer
-from clairai.wire import ring_messages
+from clairai.wire import control_messages, ring_messages
 from tests.support.probe_banks import banked, probes, rows
 from tests.support.toy_publisher import WIDTH
 from tests.support.weights import ToyLlm, engine
@@ -47,7 +47,7 @@ def test_rows_go_through_shared_memory_and_not_in_the_message(
         assert ProbeBank(llm).redirect(names, times * rows()) == before + 1
         held = [one.direction_D.tolist() for one in step_publisher.columns.probes]
         assert held == (times * rows()).tolist()
-    assert [type(each) for each in llm.asked] == [ring_messages.RedirectProbesShared] * 3
+    assert [type(each) for each in llm.asked] == [control_messages.RedirectProbesShared] * 3
     assert {(each.rows.fd, each.rows.token) for each in llm.asked} == {
         (llm.asked[0].rows.fd, llm.asked[0].rows.token)
     }, "one memory for all, whichever ProbeBank asked"
@@ -61,7 +61,7 @@ def test_some_probes_in_another_order_go_through_shared_memory_too(
     by_name = step_publisher.columns.by_name
     assert by_name["d"].direction_D.tolist() == rows(2)[0].tolist()
     assert by_name["a"].direction_D.tolist() == rows(2)[1].tolist()
-    assert [type(each) for each in llm.asked] == [ring_messages.RedirectProbesShared]
+    assert [type(each) for each in llm.asked] == [control_messages.RedirectProbesShared]
 
 
 @pytest.mark.parametrize(
@@ -80,7 +80,9 @@ def test_rows_in_shared_memory_are_checked_like_those_of_a_message(
     with pytest.raises(ProbeError, match=reason):
         ProbeBank(llm).redirect(names, given)
     assert step_publisher.columns is before
-    assert [type(each) for each in llm.asked] == [ring_messages.RedirectProbesShared], "asked once"
+    assert [type(each) for each in llm.asked] == [control_messages.RedirectProbesShared], (
+        "asked once"
+    )
 
 
 def test_rows_go_in_the_message_if_the_worker_is_in_another_process(
@@ -94,9 +96,9 @@ def test_rows_go_in_the_message_if_the_worker_is_in_another_process(
         assert llm.core_control._probes["a"].direction_D.tolist() == held[0]
     kinds = [type(each) for each in llm.asked]
     assert kinds == [
-        ring_messages.RedirectProbesShared,
-        ring_messages.RedirectProbes,
-        ring_messages.RedirectProbes,
+        control_messages.RedirectProbesShared,
+        control_messages.RedirectProbes,
+        control_messages.RedirectProbes,
     ], "it learns"
 
 
@@ -105,7 +107,7 @@ def test_without_shared_memory_rows_go_in_the_message(
 ) -> None:
     monkeypatch.setattr(shared_buffer, "free_memory_bytes", lambda: 0)
     ProbeBank(llm).redirect(step_publisher.columns.names, rows())
-    assert [type(each) for each in llm.asked] == [ring_messages.RedirectProbes]
+    assert [type(each) for each in llm.asked] == [control_messages.RedirectProbes]
     assert step_publisher.columns.probes[0].direction_D.tolist() == rows()[0].tolist()
 
 

@@ -27,7 +27,7 @@ from clairai.probe.model import (
     MIN_BINS,
     Probe,
 )
-from clairai.wire import ring_messages
+from clairai.wire import control_messages, ring_messages
 from tests.support.probes import numbers, probe
 
 float32 = st.floats(width=32, allow_nan=False, allow_infinity=False)
@@ -35,7 +35,7 @@ directions = st.lists(float32, min_size=1, max_size=40).filter(any)
 ranges = st.tuples(float32, float32).filter(lambda ends: ends[0] < ends[1])
 counts = st.lists(st.integers(0, MAX_COUNT), min_size=MIN_BINS, max_size=MAX_BINS).filter(any)
 histograms = st.builds(
-    lambda ends, counts: ring_messages.Histogram(ends[0], ends[1], tuple(counts)), ranges, counts
+    lambda ends, counts: control_messages.Histogram(ends[0], ends[1], tuple(counts)), ranges, counts
 )
 probes = st.builds(
     Probe,
@@ -69,7 +69,7 @@ def test_the_largest_of_everything_fits_a_file() -> None:
         model="\u00e8" * MAX_MODEL,
         description="\U0001f600" * MAX_DESCRIPTION,
         calibration=ends,
-        histogram=ring_messages.Histogram(ends[0], ends[1], (MAX_COUNT,) * MAX_BINS),
+        histogram=control_messages.Histogram(ends[0], ends[1], (MAX_COUNT,) * MAX_BINS),
     )
     assert files.loads(files.dumps(made), source="memory") == made
 

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from clairai.errors import ProbeError
 from clairai.points import Point, quote
 from clairai.probe.model import MAX_BINS, MAX_COUNT, MAX_DESCRIPTION, MAX_NAME, MAX_WIDTH
-from clairai.wire import ring_messages
+from clairai.wire import control_messages, ring_messages
 from tests.support.probes import numbers, probe
 
 
@@ -123,18 +123,18 @@ COUNTS = (0, 1, 2, 3, 4, 5, 6, 7)
     "value",
     [
         (0.0, 1.0, COUNTS),
-        ring_messages.Histogram(1.0, 1.0, COUNTS),
-        ring_messages.Histogram(0.0, float("inf"), COUNTS),
-        ring_messages.Histogram(float("nan"), 1.0, COUNTS),
-        ring_messages.Histogram("0", 1.0, COUNTS),  # type: ignore[arg-type]
-        ring_messages.Histogram(0.0, 1.0, COUNTS[1:]),
-        ring_messages.Histogram(0.0, 1.0, COUNTS * 9),
-        ring_messages.Histogram(0.0, 1.0, 8),  # type: ignore[arg-type]
-        ring_messages.Histogram(0.0, 1.0, (0,) * 8),
-        ring_messages.Histogram(0.0, 1.0, (-1, *COUNTS)),
-        ring_messages.Histogram(0.0, 1.0, (True, *COUNTS)),
-        ring_messages.Histogram(0.0, 1.0, (1.5, *COUNTS)),  # type: ignore[arg-type]
-        ring_messages.Histogram(0.0, 1.0, (MAX_COUNT + 1, *COUNTS)),
+        control_messages.Histogram(1.0, 1.0, COUNTS),
+        control_messages.Histogram(0.0, float("inf"), COUNTS),
+        control_messages.Histogram(float("nan"), 1.0, COUNTS),
+        control_messages.Histogram("0", 1.0, COUNTS),  # type: ignore[arg-type]
+        control_messages.Histogram(0.0, 1.0, COUNTS[1:]),
+        control_messages.Histogram(0.0, 1.0, COUNTS * 9),
+        control_messages.Histogram(0.0, 1.0, 8),  # type: ignore[arg-type]
+        control_messages.Histogram(0.0, 1.0, (0,) * 8),
+        control_messages.Histogram(0.0, 1.0, (-1, *COUNTS)),
+        control_messages.Histogram(0.0, 1.0, (True, *COUNTS)),
+        control_messages.Histogram(0.0, 1.0, (1.5, *COUNTS)),  # type: ignore[arg-type]
+        control_messages.Histogram(0.0, 1.0, (MAX_COUNT + 1, *COUNTS)),
     ],
     ids=str,
 )
@@ -146,8 +146,8 @@ def test_a_wrong_histogram_is_refused(value: object) -> None:
 @pytest.mark.parametrize("counts", [COUNTS, (MAX_COUNT,) * MAX_BINS])
 def test_the_smallest_and_the_largest_histogram_are_accepted(counts: tuple[int, ...]) -> None:
     assert probe(
-        histogram=ring_messages.Histogram(-1, 1, counts)
-    ).histogram == ring_messages.Histogram(-1, 1, counts)
+        histogram=control_messages.Histogram(-1, 1, counts)
+    ).histogram == control_messages.Histogram(-1, 1, counts)
 
 
 def test_a_point_must_be_a_point() -> None:
@@ -184,8 +184,10 @@ def test_the_digest_changes_with_every_part(change: dict[str, Any]) -> None:
 
 
 TOLD: list[dict[str, Any]] = [
-    {"description": "Words."}, {"auroc": 0.9}, {"histogram": ring_messages.Histogram(0, 1, COUNTS)},
-]  # fmt: skip
+    {"description": "Words."},
+    {"auroc": 0.9},
+    {"histogram": control_messages.Histogram(0, 1, COUNTS)},
+]
 
 
 @pytest.mark.parametrize("change", TOLD, ids=lambda change: next(iter(change)))
@@ -246,11 +248,13 @@ def test_the_message_form_survives_encoding() -> None:
 
 
 def test_fields_for_people_go_through_control_and_not_through_the_ring() -> None:
-    made = probe(description="Words.", auroc=0.9, histogram=ring_messages.Histogram(0, 1, COUNTS))
+    made = probe(
+        description="Words.", auroc=0.9, histogram=control_messages.Histogram(0, 1, COUNTS)
+    )
     assert made.info() == probe().info()
     listed = made.listed()
     assert (listed.description, listed.auroc) == ("Words.", 0.9)
-    assert listed.histogram == ring_messages.Histogram(0, 1, COUNTS)
-    state = ring_messages.BankState(1, 16, (listed,))
+    assert listed.histogram == control_messages.Histogram(0, 1, COUNTS)
+    state = control_messages.BankState(1, 16, (listed,))
     raw = msgspec.msgpack.encode(state)
-    assert msgspec.msgpack.decode(raw, type=ring_messages.ControlReply) == state
+    assert msgspec.msgpack.decode(raw, type=control_messages.ControlReply) == state

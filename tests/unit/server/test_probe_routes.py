@@ -12,7 +12,7 @@ from starlette.testclient import TestClient
 
 from clairai.engine.worker_control import answer_control
 from clairai.server import install_routes
-from clairai.wire import ring_messages
+from clairai.wire import control_messages
 from tests.support import toy_publisher as toy
 
 
@@ -31,7 +31,7 @@ def server(runtime: Path) -> Iterator[TestClient]:
 
 
 def test_a_probe_is_listed_with_all_that_people_are_told(server: TestClient) -> None:
-    shape = ring_messages.Histogram(0.0, 1.0, (9, 3, 1, 0, 0, 0, 2, 5))
+    shape = control_messages.Histogram(0.0, 1.0, (9, 3, 1, 0, 0, 0, 2, 5))
     told = toy.file_of("a", description="Words.", auroc=0.9, histogram=shape, calibration=(0, 1))
     assert server.put("/v1/probes/a", content=told).status_code == 201
     listed = server.get("/v1/probes").json()

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from clairai.vector.safetensors_format import dumps
-from clairai.wire import ring_messages, steering_messages
+from clairai.wire import control_messages, steering_messages
 from tests.support import toy_publisher as toy
 from tests.support.api_server import PATHS, ToyServer, steering_server, toy_server, vector
 
@@ -115,7 +115,11 @@ def test_a_server_alone_asks_once_and_then_knows(server: ToyServer) -> None:
     for _ in range(3):
         assert server.ask(steer=STEER).status_code == 200
     assert [type(one) for one in server.asked] == [
-        *(ring_messages.ListProbes, steering_messages.ListVectors, steering_messages.GetSteering),
+        *(
+            control_messages.ListProbes,
+            steering_messages.ListVectors,
+            steering_messages.GetSteering,
+        ),
     ]
 
 

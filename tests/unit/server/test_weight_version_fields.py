@@ -17,7 +17,7 @@ from fastapi import FastAPI
 from clairai.engine.core_control import CoreControl
 from clairai.weights.manifest import encode_manifest
 from clairai.weights.receive import ServedWeights as Weights
-from clairai.wire import ring_messages
+from clairai.wire import control_messages
 from tests.support.api_server import PATHS, ToyServer
 from tests.support.toy_publisher import running_publisher
 from tests.support.weights import ToyLlm, engine
@@ -42,7 +42,7 @@ class Served(ToyServer):
     async def _collective_rpc(self, method: str, args: tuple[bytes] = (b"",)) -> list[bytes]:
         assert self.llm is not None
         if method == "clairai_control":
-            self.asked.append(msgspec.msgpack.decode(args[0], type=ring_messages.Control))
+            self.asked.append(msgspec.msgpack.decode(args[0], type=control_messages.Control))
             return self.llm.collective_rpc(method, args)
         self.llm.updater.served = Weights(self.llm.updater.served.version + 1)
         return []

@@ -28,7 +28,7 @@ from clairai.probe.bank import EngineBank
 from clairai.ring.server import RingServer
 from clairai.ring.writer import new_epoch
 from clairai.settings import Settings
-from clairai.wire import ring_messages
+from clairai.wire import control_messages, ring_messages
 
 MAX_STREAMS_KEPT: Final = 1 << 16
 MAX_BANKS_KEPT: Final = 256
@@ -245,10 +245,12 @@ class StepPublisher:
         """Records in the ring, or on their way there."""
         return self._publisher.published
 
-    def find_streams(self, request_ids: Sequence[str]) -> ring_messages.Streams:
+    def find_streams(self, request_ids: Sequence[str]) -> control_messages.Streams:
         found = [self._streams.get(request_id, (None, None)) for request_id in request_ids]
         firsts = [first for _, first in found if first is not None]
-        return ring_messages.Streams(tuple(stream for stream, _ in found), min(firsts, default=0))
+        return control_messages.Streams(
+            tuple(stream for stream, _ in found), min(firsts, default=0)
+        )
 
     def first_weights_of(self, stream: int) -> int | None:
         """Version of the weights of a stream's first forward; None if there was none yet."""

@@ -25,7 +25,7 @@ from clairai.points import Point
 from clairai.ring.layout import RingHeader, RingShape
 from clairai.ring.memory import HostMemory
 from clairai.ring.writer import RingWriter
-from clairai.wire import ring_messages
+from clairai.wire import control_messages, ring_messages
 
 MAX_TOKENS, MAX_REQUESTS = 4096, 256
 SHAPE = RingShape(slots=8, slot_bytes=1 << 20)
@@ -116,7 +116,7 @@ def test_pitfall_13_a_batch_that_stays_costs_the_same_for_every_number_of_reques
 def test_pitfall_11_a_rank_without_a_ring_replies_too() -> None:
     """collective_rpc waits for every rank: one that raised would break the call for all."""
     reply = msgspec.msgpack.decode(
-        worker.handle_control(object(), b"anything"), type=ring_messages.ControlReply
+        worker.handle_control(object(), b"anything"), type=control_messages.ControlReply
     )
     assert isinstance(reply, ring_messages.Refusal)
     assert "no taps" in reply.reason
