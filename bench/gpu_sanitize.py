@@ -26,7 +26,6 @@ import torch
 import triton
 import triton.language as tl
 
-from clairai.engine.publish.publisher import FinishedStep
 from clairai.engine.publish.ring_setup import OpenRing, open_ring
 from clairai.engine.publish.step_rows import RowBuilder
 from clairai.engine.score.score_kernel import Scorer
@@ -90,11 +89,11 @@ def launch_commit() -> None:
         home.publisher.prepare(inputs)
         book = RowBuilder()
         for index in range(3):
-            book.open(f"r{index}", RequestMark(index + 1), prompt_len=40 * index)
-        for number, counts in enumerate(([1, 1, 1], [5, 1, 690], [300, 1, 17]), start=1):
+            book.add_request(f"r{index}", RequestMark(index + 1), prompt_len=40 * index)
+        for counts in ([1, 1, 1], [5, 1, 690], [300, 1, 17]):
             batch = StepBatch(["r0", "r1", "r2"], np.array(counts, np.int32), np.zeros(3, np.int32))
-            home.publisher.begin()
-            home.publisher.send(FinishedStep(number, book.step(batch), 1, inputs))
+            home.publisher.begin_step()
+            home.publisher.publish(book.build(batch), 1, inputs)
         _launch_as_in_a_graph(home, book, inputs)
         home.publisher.flush()
         home.close()
@@ -105,11 +104,11 @@ def _launch_as_in_a_graph(home: OpenRing, book: RowBuilder, inputs: ForwardInput
     assert home.forwards is not None
     for counts in ([1, 1, 1], [5, 1, 690]):
         batch = StepBatch(["r0", "r1", "r2"], np.array(counts, np.int32), np.zeros(3, np.int32))
-        home.publisher.begin()
-        home.forwards.captured(sum(counts))
-        assert home.publisher.note(9, book.step(batch), 1)
-        home.forwards.captured(sum(counts))
-        home.publisher.settle(lambda: inputs)
+        home.publisher.begin_step()
+        home.forwards.capture_publish(sum(counts))
+        assert home.publisher.announce(book.build(batch), 1)
+        home.forwards.capture_publish(sum(counts))
+        home.publisher.finish(lambda: inputs)
 
 
 def launch_steer() -> None:

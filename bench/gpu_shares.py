@@ -7,6 +7,7 @@ too, around methods that nobody wraps.
 
 from __future__ import annotations
 
+import inspect
 import time
 from collections.abc import Callable, Iterator
 from typing import Any, Final
@@ -38,7 +39,7 @@ def install(worker: Any) -> None:
     shares = worker.bench_shares = Shares(found)
     for owner, name, ours in found:
         inside = [0.0]
-        _time_inside(ours, _timed_inside(ours.__wrapped__, inside))
+        _time_inside(ours, _timed_inside(_original(ours), inside))
         setattr(owner, name, _timed(ours, name, inside, shares))
 
 
@@ -62,13 +63,21 @@ def _wrapped(runner: Any) -> Iterator[tuple[Any, str]]:
         yield from ((owner, name) for name in names if name in vars(owner))
 
 
+def _original(ours: Any) -> Callable[..., Any]:
+    """vLLM's own method, which ours wraps."""
+    held: Any = getattr(ours, "__self__", None)
+    found: Callable[..., Any] = held[0] if inspect.isbuiltin(ours) else ours.__wrapped__
+    return found
+
+
 def _time_inside(ours: Any, timed: Callable[..., Any]) -> None:
-    """Have `timed` called where ours calls what it wraps: from C (steady.h), and from Python."""
-    in_python = getattr(ours, "otherwise", ours)
+    """Have `timed` called where ours calls what it wraps: from C (step.c), and from Python."""
+    in_python = ours
+    if inspect.isbuiltin(ours):
+        held: Any = ours.__self__  # original, otherwise, ...
+        held[0], in_python = timed, held[1]
     cell = in_python.__closure__[in_python.__code__.co_freevars.index("original")]
     cell.cell_contents = timed
-    if in_python is not ours:
-        ours.__wrapped__ = timed
 
 
 def _timed_inside(original: Callable[..., Any], inside: list[float]) -> Callable[..., Any]:

@@ -17,14 +17,12 @@ import triton
 import triton.language as tl
 
 from clairai.engine.publish import ring_setup
-from clairai.engine.publish.publisher import FinishedStep
 from clairai.engine.publish.step_rows import RowBuilder, StepRows
 from clairai.engine.score.score_tables import ScoreTables
 from clairai.engine.step import ForwardInputs, RequestMark, StepBatch
 from clairai.points import Point
 from clairai.probe.bank import EngineBank
 from clairai.probe.model import Probe
-from clairai.ring.layout import STAMP_OFFSET
 from clairai.ring.server import RingServer
 from clairai.ring.writer import new_epoch
 from clairai.settings import Settings
@@ -32,8 +30,6 @@ from clairai.wire import ring_messages
 
 NUM_COLUMNS: Final = 16
 STREAM: Final = 0x1234_5678_9ABC_DEF0
-STAMP_WORD: Final = 8  # of a brief: engine/publish/publish_kernel.py
-assert STAMP_OFFSET == 40
 
 
 @triton.jit(do_not_specialize=["first"])  # type: ignore[untyped-decorator]
@@ -81,7 +77,7 @@ class Writer:
         self._inputs = _inputs(self._tables)
         self._publisher: Any = self._home.publisher
         self._publisher.prepare(self._inputs)
-        self._steps = self._rows = 0
+        self._rows = 0
 
     @property
     def published(self) -> int:
@@ -90,24 +86,17 @@ class Writer:
     def write(self, num_rows: int) -> None:
         inputs = self._inputs
         given = (inputs.positions_T, inputs.token_ids_T, self._tables.scores_STK)
-        self._publisher.begin()  # the last step has been read: its inputs may be overwritten
+        self._publisher.begin_step()  # the last step is read: its inputs may be overwritten
         mark[(num_rows,)](*given, self._rows, C=NUM_COLUMNS)
         self._rows += num_rows
-        self._steps += 1
-        self._publisher.send(FinishedStep(self._steps, _rows(num_rows), 1, inputs))
+        self._publisher.publish(_rows(num_rows), 1, inputs)
 
     def stamp_with(self, offset_ns: int) -> None:
-        """From now on records carry the GPU's own clock at commit, on the host's scale."""
-        launch = self._publisher._launch
-        launch._constants["CLOCK"] = True
+        """From now on records carry the GPU's clock at publishing, on the host's scale."""
+        launcher = self._publisher._launcher
+        launcher._constants["CLOCK"] = True
         self._publisher.prepare(self._inputs)
-        launched = type(launch).__call__
-
-        def stamped(step_header: Any, *given: Any) -> None:
-            step_header.memory.numpy()[STAMP_WORD] = offset_ns
-            launched(launch, step_header, *given)
-
-        self._publisher._launch = _Stamped(launch, stamped)
+        self._publisher._launcher = _Stamped(launcher, offset_ns)
 
     def flush(self) -> None:
         self._publisher.flush()
@@ -121,12 +110,13 @@ class Writer:
 
 
 class _Stamped:
-    def __init__(self, launch: Any, call: Any) -> None:
-        self.begin, self.flush, self.note = launch.begin, launch.flush, launch.note
-        self._call = call
+    def __init__(self, launcher: Any, offset_ns: int) -> None:
+        self._launcher, self._offset_ns = launcher, offset_ns
+        self.flush = launcher.flush
 
-    def __call__(self, *given: Any) -> None:
-        self._call(*given)
+    def __call__(self, headers: Any, *given: Any) -> None:
+        headers.last().head.stamp_ns = self._offset_ns
+        self._launcher(headers, *given)
 
 
 def _tables() -> ScoreTables:
@@ -151,5 +141,5 @@ def _inputs(tables: ScoreTables) -> ForwardInputs:
 @functools.cache
 def _rows(num_rows: int) -> StepRows:
     book = RowBuilder()
-    book.open("only", RequestMark(STREAM), prompt_len=0)
-    return book.step(StepBatch(["only"], np.array([num_rows], np.int32), np.zeros(1, np.int32)))
+    book.add_request("only", RequestMark(STREAM), prompt_len=0)
+    return book.build(StepBatch(["only"], np.array([num_rows], np.int32), np.zeros(1, np.int32)))

@@ -40,7 +40,7 @@ def rows_shifted_by_one() -> Any:
 def stale_row_map() -> Iterator[None]:
     """The map of the step before is used whenever it has the right length."""
     kept: list[step_rows.StepRows] = []
-    original = step_rows.RowBuilder.step
+    original = step_rows.RowBuilder.build
 
     def step(self: step_rows.RowBuilder, batch: StepBatch) -> step_rows.StepRows:
         fresh = original(self, batch)
@@ -48,7 +48,7 @@ def stale_row_map() -> Iterator[None]:
         kept.append(fresh)
         return replace(stale, events=fresh.events)
 
-    with mock.patch.object(step_rows.RowBuilder, "step", step):
+    with mock.patch.object(step_rows.RowBuilder, "build", step):
         yield
 
 
@@ -81,18 +81,18 @@ def phase_by_count() -> Iterator[None]:
 @contextmanager
 def cache_hits_forgotten() -> Iterator[None]:
     """Tokens that the prefix cache served are reported by no one."""
-    with mock.patch.object(step_rows.RowBuilder, "_note_cached", return_value=None):
+    with mock.patch.object(step_rows.RowBuilder, "_add_cached", return_value=None):
         yield
 
 
 @contextmanager
 def _batches(change: Callable[[StepBatch], StepBatch]) -> Iterator[None]:
-    original = step_rows.RowBuilder.step
+    original = step_rows.RowBuilder.build
 
     def step(self: step_rows.RowBuilder, batch: StepBatch) -> step_rows.StepRows:
         return original(self, change(batch) if len(batch.req_ids) else batch)
 
-    with mock.patch.object(step_rows.RowBuilder, "step", step):
+    with mock.patch.object(step_rows.RowBuilder, "build", step):
         yield
 
 

@@ -35,7 +35,7 @@ def publishers(llm: Any) -> str:
 def _publishers(worker: Any) -> str:
     from clairai.engine.side_stream import NoSideStream
 
-    if not worker.clairai_step_publisher._publisher._is_captured:
+    if not worker.clairai_step_publisher._publisher._graphs_publish:
         return "host"
     is_in_line = isinstance(worker.clairai_tables.tail._branch, NoSideStream)
     return "graph, in line" if is_in_line else "graph, beside"

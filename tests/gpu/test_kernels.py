@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 import torch
 
-from clairai.engine.publish import step_library
-from clairai.engine.publish.publisher import FinishedStep
+from clairai.engine.publish.device_publisher import DevicePublisher
 from clairai.engine.publish.ring_setup import open_ring
+from clairai.engine.publish.step_extension import load_step_extension
 from clairai.engine.publish.step_rows import RowBuilder
 from clairai.engine.score.score_tables import ScoreTables, score_twin
 from clairai.engine.step import ForwardInputs, RequestMark, StepBatch
@@ -145,14 +145,14 @@ def test_the_gpu_writes_the_rows_that_the_host_would(home: str) -> None:
     opened.publisher.prepare(inputs)
     book = RowBuilder()
     for index in range(4):
-        book.open(f"r{index}", RequestMark(2**64 - 1 - index, index), prompt_len=40 * index)
+        book.add_request(f"r{index}", RequestMark(2**64 - 1 - index, index), prompt_len=40 * index)
     ring = RingCursor(opened.memory)
     for number, counts in enumerate(([5, 1, 1, 900], [1, 1, 1, 1], [1000, 3, 7, 1]), start=1):
         counts_R = np.array(counts, np.int32)
         batch = StepBatch(["r0", "r1", "r2", "r3"], counts_R, np.full(4, 20 * number, np.int32))
-        step = book.step(batch)
-        opened.publisher.begin()
-        opened.publisher.send(FinishedStep(number, step, 5, inputs))
+        step = book.build(batch)
+        opened.publisher.begin_step()
+        opened.publisher.publish(step, 5, inputs)
         opened.publisher.flush()
         num_tokens = sum(counts)
         expected = step.fill(
@@ -180,26 +180,30 @@ def test_steps_that_are_alike_reach_the_ring_like_any_other(is_waited_for: bool)
     inputs = ForwardInputs(start_T.clone(), start_T.to(torch.int32))
     opened.publisher.prepare(inputs)
     book, names, ones_R = (
-        RowBuilder(step_library.load_library("step.c")),
+        RowBuilder(load_step_extension()),
         ["r0", "r1", "r2"],
         np.ones(3, np.int32),
     )
     for index, name in enumerate(names):
-        book.open(name, RequestMark(index + 1, index), prompt_len=10)
-    ring, sent, num_again, expected = RingCursor(opened.memory), None, 0, []
+        book.add_request(name, RequestMark(index + 1, index), prompt_len=10)
+    assert isinstance(opened.publisher, DevicePublisher)
+    repeat, repeated = opened.publisher._repeat, list[bool]()
+
+    def counted() -> bool:
+        repeated.append(repeat())
+        return repeated[-1]
+
+    opened.publisher._repeat = counted
+    ring, expected = RingCursor(opened.memory), []
     for number in range(1, 41):
-        opened.publisher.begin()
+        opened.publisher.begin_step()
         inputs.positions_T.copy_(start_T + number)
         held.scores_STK.normal_()
         if not is_waited_for:
             torch.cuda._sleep(4_000_000)  # clock ticks: about 2 ms
-        rows_of = book.step(StepBatch(names, ones_R, np.full(3, number - 1, np.int32)))
-        if rows_of is sent and opened.publisher.again(number):
-            num_again += 1
-        else:
-            assert opened.publisher.note(number, rows_of, 5)
-            sent = rows_of
-        opened.publisher.settle(lambda: inputs)
+        rows_of = book.build(StepBatch(names, ones_R, np.full(3, number - 1, np.int32)))
+        assert opened.publisher.announce(rows_of, 5)
+        opened.publisher.finish(lambda: inputs)
         expected.append(rows_of.fill(np.arange(3) + number, np.arange(3)))
         if is_waited_for:
             opened.publisher.flush()
@@ -214,7 +218,7 @@ def test_steps_that_are_alike_reach_the_ring_like_any_other(is_waited_for: bool)
         assert np.concatenate([one.rows for one in records]).tobytes() == b"".join(
             one.tobytes() for one in expected
         )
-    assert num_again >= (39 if is_waited_for else 6)  # eight steps behind, Python waits
+    assert sum(repeated) >= (39 if is_waited_for else 6)  # eight steps behind, Python waits
     assert ring.statistics().lost == 0
     opened.close()
 
@@ -230,41 +234,38 @@ def test_a_captured_graph_publishes_its_own_steps(is_busy: bool, home: str) -> N
     assert forwards is not None
     positions_T, scores = torch.zeros(256, device="cuda", dtype=torch.int64), held.scores_STK
     inputs = ForwardInputs(positions_T, torch.arange(256, device="cuda", dtype=torch.int32))
-    forwards.forwarded(lambda: inputs)
+    forwards.forward_ran(lambda: inputs)
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         positions_T.add_(1)
         scores.add_(1.0)
-        forwards.captured(3)
+        forwards.capture_publish(3)
     book, names, ones_R = (
-        RowBuilder(step_library.load_library("step.c")),
+        RowBuilder(load_step_extension()),
         ["r0", "r1", "r2"],
         np.ones(3, np.int32),
     )
     for index, name in enumerate(names):
-        book.open(name, RequestMark(index + 1, index), prompt_len=10)
-    sent, expected = None, []
+        book.add_request(name, RequestMark(index + 1, index), prompt_len=10)
+    expected = []
     for number in range(1, 61):
-        publisher.begin()
+        publisher.begin_step()
         if is_busy:
             torch.cuda._sleep(2_000_000)
-        if number % 7 == 0:  # nobody's forward
+        if number % 7 == 0:  # a forward of no request
             publisher.before_dummy_run()
             graph.replay()
             publisher.after_dummy_run()
-            sent = None
-        rows_of = book.step(StepBatch(names, ones_R, np.full(3, number - 1, np.int32)))
-        if not (rows_of is sent and publisher.again(number)):
-            assert publisher.note(number, rows_of, 5)
-        sent = rows_of
+        rows_of = book.build(StepBatch(names, ones_R, np.full(3, number - 1, np.int32)))
+        assert publisher.announce(rows_of, 5)
         if number % 5:
             graph.replay()
         else:
             positions_T.add_(1)
             scores.add_(1.0)
-            forwards.forwarded(lambda: inputs)
-        publisher.settle(lambda: inputs)
+            forwards.forward_ran(lambda: inputs)
+        publisher.finish(lambda: inputs)
         expected.append(number + number // 7)
     publisher.flush()
     records = ring.poll(1 << 20)

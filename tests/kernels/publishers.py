@@ -1,12 +1,12 @@
-"""Records of the same steps of a toy engine, as the kernel and as the host write them.
+"""Steps of a toy engine, published by the kernel and by the host.
 
-Both outlets are given the same rows and the same scores; each writes a real ring, and a real reader
-reads it. The slow reference in tests/support/engine_steps.py says what every row must be.
+Both are given the same rows and the same scores; each writes a real ring, and a real reader reads
+it. The slow reference in tests/support/engine_steps.py says what every row must be.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -17,8 +17,9 @@ import torch
 from clairai.engine.publish import publish_kernel
 from clairai.engine.publish.device_publisher import DevicePublisher
 from clairai.engine.publish.gpu_launcher import kernel_constants
-from clairai.engine.publish.publisher import FinishedStep, HostPublisher
-from clairai.engine.publish.step_header import NUM_HEADERS, StepHeader, StepShape
+from clairai.engine.publish.header_layout import NUM_HEADERS
+from clairai.engine.publish.publisher import HostPublisher
+from clairai.engine.publish.step_header import StepHeaders, StepShape
 from clairai.engine.publish.step_rows import RowBuilder, StepRows
 from clairai.engine.score.score_tables import ScoreTables
 from clairai.engine.step import ForwardInputs, StepBatch
@@ -52,27 +53,23 @@ class InterpretedLaunch:
         self._sizes: tuple[Any, ...] = (shape.slots, shape.slot_bytes, CAPACITY)
         self.constants = kernel_constants(shape, most) | {"IS_GPU": False}
         self.grids: list[tuple[int, int]] = []
-        self._table = torch.zeros(NUM_HEADERS, dtype=torch.int64)
         self.graphs: list[int] = []  # captured, of so many tokens
 
-    def prepare(self, step_headers: Sequence[StepHeader], inputs: ForwardInputs) -> None:
+    def prepare(self, headers: StepHeaders, inputs: ForwardInputs) -> None:
         del inputs
-        self._table[:] = torch.tensor([step_header.address for step_header in step_headers])
+        self._headers = headers.memory
 
-    def begin(self) -> None:
+    def begin_step(self) -> None:
         pass
 
     def _read(self, inputs: ForwardInputs) -> tuple[Any, ...]:
         given = (*self._from, inputs.positions_T, inputs.token_ids_T, self._ticket, self.turn)
         return (*given, *self._sizes)
 
-    def __call__(
-        self, step_header: StepHeader, inputs: ForwardInputs, form: StepShape, ledger: int
-    ) -> None:
-        del ledger
-        for part, grid in enumerate(form.grids):
+    def __call__(self, headers: StepHeaders, inputs: ForwardInputs, shape: StepShape) -> None:
+        for part, grid in enumerate(shape.grids):
             self.grids.append(grid)
-            given = (self._ring, step_header.memory, *self._read(inputs), part)
+            given = (self._ring, headers.last().memory, *self._read(inputs), part)
             publish_kernel.publish_step[grid](*given, **self.constants)
             assert not self._ticket.any()  # ready for the next launch
 
@@ -81,34 +78,31 @@ class InterpretedLaunch:
 
     def replay(self, inputs: ForwardInputs, grid: tuple[int, int] = (2, 2)) -> None:
         """A graph, whose forward has left scores and inputs behind."""
-        given = (self._ring, self._table, *self._read(inputs))
-        publish_kernel.publish_in_graph[grid](*given, **self.constants, NUM_BRIEFS=NUM_HEADERS)
+        given = (self._ring, self._headers, *self._read(inputs))
+        places = {"NUM_HEADERS": NUM_HEADERS, "HEADER_WORDS": self._headers.shape[1]}
+        publish_kernel.publish_in_graph[grid](*given, **self.constants, **places)
         assert not self._ticket.any()
 
-    def note(self, ledger: int, step: int) -> bool:
-        del ledger, step
-        return False
-
-    def noted(self) -> None:
+    def published_by_graph(self) -> None:
         pass
 
-    def follow(self, stream: int) -> None:
+    def make_wait(self, stream: int) -> None:
         pass
 
     def flush(self) -> None:
         pass
 
 
-class KeepingBook(RowBuilder):
+class KeepingBuilder(RowBuilder):
     """Keeps the rows of the last step."""
 
-    def step(self, batch: StepBatch) -> StepRows:
-        self.last = super().step(batch)
+    def build(self, batch: StepBatch) -> StepRows:
+        self.last = super().build(batch)
         return self.last
 
 
 @dataclass
-class Outlets:
+class Publishers:
     """One engine, one set of tables, two rings."""
 
     tables: ScoreTables
@@ -117,7 +111,7 @@ class Outlets:
     launch: InterpretedLaunch
     device_ring: RingCursor
     host_ring: RingCursor
-    book: KeepingBook = field(default_factory=KeepingBook)
+    book: KeepingBuilder = field(default_factory=KeepingBuilder)
     number: int = 0
     bank_version: int = 1
 
@@ -132,24 +126,23 @@ class Outlets:
         self.tables.scores_STK.normal_(generator=generator)
         if expected:
             inputs = inputs_of(expected, self.tables.max_tokens)
-            step = FinishedStep(self.number, self.book.last, self.bank_version, inputs)
-            self.device.begin()
-            self._by_device(step, way)
-            self.host.send(step)
+            self.device.begin_step()
+            self._publish_on_device(inputs, way)
+            self.host.publish(self.book.last, self.bank_version, inputs)
         return expected
 
-    def _by_device(self, step: FinishedStep, way: Way) -> None:
-        """Whether its brief is written before the forward, and who publishes it then."""
-        noted = (step.number, step.rows, step.bank_version)
-        is_noted = way != "sent" and self.device.note(*noted)
+    def _publish_on_device(self, inputs: ForwardInputs, way: Way) -> None:
+        """Whether the header is written before the forward, and who publishes it then."""
+        given = (self.book.last, self.bank_version)
+        is_announced = way != "sent" and self.device.announce(*given)
         if way == "graph":
-            self.launch.replay(step.inputs)
+            self.launch.replay(inputs)
         elif way == "live":
-            self.device.forwarded(lambda: step.inputs)
-        if is_noted:
-            self.device.settle(lambda: step.inputs)
+            self.device.forward_ran(lambda: inputs)
+        if is_announced:
+            self.device.finish(lambda: inputs)
         else:
-            self.device.send(step)
+            self.device.publish(*given, inputs)
 
     def load(self, num_probes: int) -> None:
         """Another bank: so many probes, spread over the sites."""
@@ -162,13 +155,13 @@ class Outlets:
 
 
 @contextmanager
-def outlets(
+def publishers(
     *,
     shape: RingShape = WIDE,
     num_probes: int = 4,
     max_requests: int = 32,
     max_tokens: int = 512,
-) -> Iterator[Outlets]:
+) -> Iterator[Publishers]:
     tables = ScoreTables(
         [*map(str, POINTS)], width=WIDTH, capacity=CAPACITY, max_tokens=max_tokens, device="cpu"
     )
@@ -183,10 +176,10 @@ def outlets(
         device = DevicePublisher(launch, header, tables, max_requests)
         host = HostPublisher(RingWriter(there, large, EPOCH), tables)
         anywhere = inputs_of([], max_tokens)
-        device.forwarded(lambda: anywhere)
-        device.captured(1)
+        device.forward_ran(lambda: anywhere)
+        device.capture_publish(1)
         device.prepare(anywhere)
-        yield Outlets(tables, device, host, launch, RingCursor(here), RingCursor(there))
+        yield Publishers(tables, device, host, launch, RingCursor(here), RingCursor(there))
 
 
 def bank(num_probes: int) -> EngineBank:

@@ -12,9 +12,8 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from clairai.engine.capture import rp8_kernel
-from clairai.engine.publish import publish_kernel
+from clairai.engine.publish import header_layout, publish_kernel
 from clairai.engine.publish.gpu_launcher import kernel_constants
-from clairai.engine.publish.step_header import NUM_HEADERS
 from clairai.engine.score import norm_kernel, stash_kernel
 from clairai.engine.steer import steer_kernel
 from clairai.ring.layout import RingShape
@@ -116,12 +115,16 @@ def test_a_projection_is_a_product_of_bytes_on_tensor_cores(
 
 
 COMMIT_TYPES = {
-    **dict.fromkeys(("ring_ptr", "brief_ptr", "column_ptr", "positions_ptr"), "*i64"),
-    **dict.fromkeys(("briefs_ptr", "turn_ptr"), "*i64"),
+    **dict.fromkeys(("ring_ptr", "header_ptr", "column_ptr", "positions_ptr"), "*i64"),
+    **dict.fromkeys(("headers_ptr", "turn_ptr"), "*i64"),
     **dict.fromkeys(("token_ids_ptr", "ticket_ptr"), "*i32"),
     "scores_ptr": "*fp32",
 }
-IN_GRAPH = {**kernel_constants(RingShape(64, 4096, 4), 256), "NUM_BRIEFS": NUM_HEADERS}
+IN_GRAPH = {
+    **kernel_constants(RingShape(64, 4096, 4), 256),
+    "NUM_HEADERS": header_layout.NUM_HEADERS,
+    "HEADER_WORDS": header_layout.header_words(256, 8192),
+}
 STASH_TYPES = {
     **dict.fromkeys(("stash_ptr", "weights_ptr"), "*bf16"),
     **dict.fromkeys(("bias_ptr", "scores_ptr", "partial_ptr"), "*fp32"),

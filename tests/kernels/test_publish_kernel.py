@@ -14,8 +14,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from clairai.engine.publish import device_publisher, gpu_launcher, publish_kernel, step_header
-from clairai.engine.publish.step_header import NUM_HEADERS
+from clairai.engine.publish import header_layout, publish_kernel
+from clairai.engine.publish.header_layout import NUM_HEADERS
 from clairai.ring.layout import (
     HEAD_OFFSET,
     PAYLOAD_OFFSET,
@@ -28,11 +28,11 @@ from clairai.ring.layout import (
 from clairai.wire import ring_messages
 from tests.kernels.publishers import (
     WIDE,
-    Outlets,
+    Publishers,
     Way,
     assert_same,
     assert_scored,
-    outlets,
+    publishers,
     rows_in,
 )
 from tests.support.engine_steps import Plan, plans
@@ -42,7 +42,7 @@ PER_RECORD = WIDE.rows_per_record(4)
 WAYS: tuple[Way, ...] = ("sent", "live", "graph")
 
 
-def follow(both: Outlets, history: list[Plan], ways: Sequence[Way] = ("sent",)) -> int:
+def follow(both: Publishers, history: list[Plan], ways: Sequence[Way] = ("sent",)) -> int:
     """Kernel and host agree with each other and with the reference; how many rows."""
     num_rows = 0
     for plan, way in zip(history, itertools.cycle(ways), strict=False):
@@ -64,7 +64,7 @@ def follow(both: Outlets, history: list[Plan], ways: Sequence[Way] = ("sent",)) 
 def test_any_history_of_an_engine_comes_out_as_the_host_and_the_reference_have_it(
     history: list[Plan], num_probes: int, ways: list[Way]
 ) -> None:
-    with outlets(num_probes=num_probes) as both:
+    with publishers(num_probes=num_probes) as both:
         follow(both, history, ways)
 
 
@@ -74,7 +74,7 @@ def test_prefill_decode_cached_recomputed_and_finished_rows_stand_in_one_step() 
         Plan(counts=[1, 1, 1], order=2),
         Plan(preempt=[(1, 1)], finish=[0], new=[(20, 10, 2)], counts=[6, 1, 4], order=1),
     ]
-    with outlets() as both:
+    with publishers() as both:
         follow(both, history)
         both.step(Plan(preempt=[(0, 2)], finish=[1], new=[(5, 3, 0)], counts=[9, 1, 2]))
         (record,), _ = both.poll()
@@ -91,12 +91,12 @@ def test_a_step_of_many_requests_gives_each_its_own_rows() -> None:
         Plan(counts=[1 + index % 3 for index in range(200)], order=31),
         Plan(counts=[1] * 200, order=77, finish=[*range(0, 90, 2)]),
     ]
-    with outlets(max_requests=200) as both:
+    with publishers(max_requests=200) as both:
         assert follow(both, history) > 700
 
 
 def test_scores_stand_in_the_order_of_the_bank_and_events_have_none() -> None:
-    with outlets(num_probes=5) as both:
+    with publishers(num_probes=5) as both:
         both.step(Plan(new=[(9, 2, 0), (4, 0, 0)], counts=[7, 4]))
         records, _ = both.poll()
         assert_scored(records, both.tables.gather(11))
@@ -104,7 +104,7 @@ def test_scores_stand_in_the_order_of_the_bank_and_events_have_none() -> None:
 
 @pytest.mark.parametrize("num_rows", [PER_RECORD - 1, PER_RECORD, PER_RECORD + 1, 4 * PER_RECORD])
 def test_a_step_is_cut_into_records_where_a_slot_is_full(num_rows: int) -> None:
-    with outlets() as both:
+    with publishers() as both:
         follow(both, [Plan(new=[(700, 0, 0)], counts=[num_rows])])
         assert both.device.published == -(-num_rows // PER_RECORD)
         assert len(both.launch.grids) == 1
@@ -112,7 +112,7 @@ def test_a_step_is_cut_into_records_where_a_slot_is_full(num_rows: int) -> None:
 
 def test_a_step_of_more_records_than_are_written_at_once_is_published_in_parts() -> None:
     num_rows = 4 * PER_RECORD + 90
-    with outlets() as both:
+    with publishers() as both:
         both.step(Plan(new=[(1000, 3, 1)], counts=[num_rows - 1]))  # and the cached span
         found, by_host = both.poll()
         assert [grid[0] for grid in both.launch.grids] == [4, 1]
@@ -124,32 +124,31 @@ def test_a_step_of_more_records_than_are_written_at_once_is_published_in_parts()
 def test_a_record_of_many_scores_is_written_by_many_programs(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    for name, value in (("TILE_E", 64), ("TILE_W", 32)):
-        monkeypatch.setattr(publish_kernel, name, value)
-    with outlets() as both:
+    monkeypatch.setattr(header_layout, "TILE_E", 64)
+    monkeypatch.setattr(publish_kernel, "TILE_W", 32)
+    with publishers() as both:
         follow(both, [Plan(new=[(300, 0, 0)], counts=[PER_RECORD + 3])])
         assert both.launch.grids == [(2, -(-PER_RECORD * 4 // 64))]
 
 
 def test_a_bank_without_probes_gives_rows_without_columns() -> None:
-    with outlets(num_probes=0) as both:
+    with publishers(num_probes=0) as both:
         follow(both, [Plan(new=[(9, 2, 0)], counts=[7]), Plan(finish=[0])])
         assert both.device.published == 2
 
 
 def test_a_step_of_events_alone_is_a_record() -> None:
-    with outlets() as both:
+    with publishers() as both:
         follow(both, [Plan(new=[(9, 0, 0)], counts=[7]), Plan(finish=[0]), Plan()])
         assert both.device.published == 2
 
 
 @pytest.mark.parametrize("num_finished", [3, 4, 6, 7, 10])
-def test_more_events_than_a_brief_holds_go_in_several_briefs(
+def test_more_events_than_a_header_holds_go_in_several_headers(
     monkeypatch: pytest.MonkeyPatch, num_finished: int
 ) -> None:
-    for module in (step_header, device_publisher, gpu_launcher):
-        monkeypatch.setattr(module, "MAX_EVENTS", 3)
-    with outlets() as both:
+    monkeypatch.setattr(header_layout, "MAX_EVENTS", 3)
+    with publishers() as both:
         follow(both, [Plan(new=[(2, 0, 0)] * 12, counts=[1] * 12)])
         before = both.device.published
         expected = both.step(Plan(finish=[0] * num_finished, counts=[2, 1]))
@@ -162,7 +161,7 @@ def test_more_events_than_a_brief_holds_go_in_several_briefs(
 
 
 def test_a_thousand_requests_that_end_at_once_are_all_said_to_have_ended() -> None:
-    with outlets() as both:
+    with publishers() as both:
         both.step(Plan(new=[(1, 0, 0)] * 1100))
         expected = both.step(Plan(finish=[0] * 1100, new=[(5, 0, 0)], counts=[2]))
         found, by_host = both.poll()
@@ -171,7 +170,7 @@ def test_a_thousand_requests_that_end_at_once_are_all_said_to_have_ended() -> No
 
 
 def test_a_change_of_the_bank_is_seen_in_the_next_step_and_not_before() -> None:
-    with outlets(num_probes=2) as both:
+    with publishers(num_probes=2) as both:
         follow(both, [Plan(new=[(9, 0, 0)], counts=[3])])
         both.load(6)
         both.step(Plan(counts=[2]))
@@ -181,15 +180,15 @@ def test_a_change_of_the_bank_is_seen_in_the_next_step_and_not_before() -> None:
         assert_scored([record], both.tables.gather(2))
 
 
-def test_more_steps_than_there_are_briefs_use_them_again() -> None:
+def test_more_steps_than_there_are_headers_use_them_again() -> None:
     history = [Plan(new=[(4, 0, 1)] * 3, counts=[2, 1, 4])]
     history += [Plan(counts=[1, 2, 1], order=step // 5) for step in range(3 * NUM_HEADERS)]
-    with outlets() as both:
+    with publishers() as both:
         follow(both, history)
 
 
 def test_the_kernel_writes_the_head_and_its_slots_and_nothing_else_of_the_ring() -> None:
-    with outlets() as both:
+    with publishers() as both:
         memory = both.device_ring._memory
         before = memory.copy(0, SLOTS_OFFSET)
         both.step(Plan(new=[(700, 0, 0)], counts=[PER_RECORD + 5]))
@@ -205,7 +204,7 @@ def test_the_kernel_writes_the_head_and_its_slots_and_nothing_else_of_the_ring()
 
 
 def test_laps_of_a_tiny_ring_lose_exactly_what_was_not_read() -> None:
-    with outlets(shape=TINY) as both:
+    with publishers(shape=TINY) as both:
         both.step(Plan(new=[(4000, 0, 0)], counts=[PER_RECORD * 3 + 1]))
         for _ in range(9):
             both.step(Plan(counts=[5]))
@@ -217,14 +216,14 @@ def test_laps_of_a_tiny_ring_lose_exactly_what_was_not_read() -> None:
 
 
 def test_a_reader_that_keeps_up_with_a_tiny_ring_loses_nothing() -> None:
-    with outlets(shape=TINY) as both:
+    with publishers(shape=TINY) as both:
         follow(both, [Plan(new=[(4000, 0, 0)], counts=[9]), *[Plan(counts=[150])] * 20])
         assert both.device_ring.statistics().lost == 0
         assert both.device.published == 41
 
 
 def test_a_record_says_when_its_step_was_sent() -> None:
-    with outlets() as both:
+    with publishers() as both:
         before_ns = time.monotonic_ns()
         both.step(Plan(new=[(700, 0, 0)], counts=[2 * PER_RECORD]))
         after_ns = time.monotonic_ns()
@@ -236,7 +235,7 @@ def test_a_record_says_when_its_step_was_sent() -> None:
 def test_steps_that_are_all_alike_say_which_bank_scored_them_when_it_changes() -> None:
     """The second bank has as many probes as the first: nothing else tells the steps apart."""
     alike = [Plan(counts=[1, 1])] * (2 * NUM_HEADERS)
-    with outlets() as both:
+    with publishers() as both:
         follow(both, [Plan(new=[(1, 0, 0)] * 2, counts=[1, 1])])
         for version in (2, 3):
             both.load(4)

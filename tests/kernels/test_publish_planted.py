@@ -1,4 +1,4 @@
-"""Bugs planted between the host and the kernel: the comparison of both outlets catches each."""
+"""Bugs planted between the host and the kernel: comparing both publishers catches each."""
 
 from __future__ import annotations
 
@@ -11,13 +11,14 @@ import torch
 from numpy.typing import NDArray
 
 from clairai.engine.publish import publish_kernel
-from clairai.engine.publish.step_header import StepHeader, StepShape
+from clairai.engine.publish.header_layout import HEADER_FIELDS
+from clairai.engine.publish.step_header import StepHeader, StepHeaders, StepShape
 from clairai.engine.publish.step_rows import BatchRequests, StepRows
 from clairai.wire import ring_messages
-from tests.kernels.publishers import WIDE, Outlets, assert_same, outlets, rows_in
+from tests.kernels.publishers import WIDE, Publishers, assert_same, publishers, rows_in
 from tests.support.engine_steps import Plan
 
-Plant = Callable[[pytest.MonkeyPatch, Outlets], None]
+Plant = Callable[[pytest.MonkeyPatch, Publishers], None]
 
 HISTORY = (
     Plan(new=[(9, 2, 1), (4, 0, 0), (6, 5, 3), (400, 0, 2)], counts=[7, 4, 1, 300]),
@@ -27,7 +28,7 @@ HISTORY = (
 )
 
 
-def is_right(both: Outlets) -> bool:
+def is_right(both: Publishers) -> bool:
     """Whether every step came out as the host and as the reference have it."""
     for plan in HISTORY:
         expected = both.step(plan)
@@ -42,11 +43,11 @@ def is_right(both: Outlets) -> bool:
 
 
 def test_without_a_planted_bug_every_step_is_right() -> None:
-    with outlets() as both:
+    with publishers() as both:
         assert is_right(both)
 
 
-def rows_of_the_neighbour(monkeypatch: pytest.MonkeyPatch, _both: Outlets) -> None:
+def rows_of_the_neighbour(monkeypatch: pytest.MonkeyPatch, _both: Publishers) -> None:
     """Each token is given to the request after its own."""
 
     def request_T(self: StepRows) -> NDArray[np.int32]:
@@ -56,137 +57,137 @@ def rows_of_the_neighbour(monkeypatch: pytest.MonkeyPatch, _both: Outlets) -> No
     monkeypatch.setattr(StepRows, "request_T", property(request_T))
 
 
-def a_roster_that_stays(monkeypatch: pytest.MonkeyPatch, _both: Outlets) -> None:
-    """A brief is told once who is in the batch, and never again."""
-    write = StepHeader._write_roster
+def requests_that_stay(monkeypatch: pytest.MonkeyPatch, _both: Publishers) -> None:
+    """A header is told once who is in the batch, and never again."""
+    write = StepHeader._write_requests
 
-    def write_once(self: StepHeader, roster: BatchRequests) -> None:
-        if self._roster is None:
-            write(self, roster)
+    def write_once(self: StepHeader, requests: BatchRequests) -> None:
+        if self._requests is None:
+            write(self, requests)
 
-    monkeypatch.setattr(StepHeader, "_write_roster", write_once)
+    monkeypatch.setattr(StepHeader, "_write_requests", write_once)
 
 
-def counts_that_stay(monkeypatch: pytest.MonkeyPatch, _both: Outlets) -> None:
-    """A brief that takes one split of tokens for another of the same sum."""
-    write = StepHeader._write_form
+def counts_that_stay(monkeypatch: pytest.MonkeyPatch, _both: Publishers) -> None:
+    """A header that takes one split of tokens for another of the same sum."""
+    write = StepHeader._write_shape
 
-    def write_stale(self: StepHeader, form: StepShape) -> None:
-        rows = form.rows
+    def write_stale(self: StepHeader, shape: StepShape) -> None:
+        rows = shape.rows
         if self._counts and sum(np.frombuffer(self._counts, np.int32)) == rows.num_tokens:
             self._counts = rows.counts_R.tobytes()
-        write(self, form)
+        write(self, shape)
 
-    monkeypatch.setattr(StepHeader, "_write_form", write_stale)
+    monkeypatch.setattr(StepHeader, "_write_shape", write_stale)
 
 
-def a_form_that_stays(monkeypatch: pytest.MonkeyPatch, _both: Outlets) -> None:
-    """A brief takes one step for another with as many rows."""
-    write = StepHeader._write_form
+def a_shape_that_stays(monkeypatch: pytest.MonkeyPatch, _both: Publishers) -> None:
+    """A header takes one step for another with as many rows."""
+    write = StepHeader._write_shape
     written: dict[int, int] = {}
 
-    def write_new_sizes(self: StepHeader, form: StepShape) -> None:
-        if written.get(id(self)) == form.num_rows:
+    def write_new_sizes(self: StepHeader, shape: StepShape) -> None:
+        if written.get(id(self)) == shape.num_rows:
             return
-        written[id(self)] = form.num_rows
-        write(self, form)
+        written[id(self)] = shape.num_rows
+        write(self, shape)
 
-    monkeypatch.setattr(StepHeader, "_write_form", write_new_sizes)
+    monkeypatch.setattr(StepHeader, "_write_shape", write_new_sizes)
 
 
-def events_one_row_early(monkeypatch: pytest.MonkeyPatch, _both: Outlets) -> None:
+def events_one_row_early(monkeypatch: pytest.MonkeyPatch, _both: Publishers) -> None:
     """The kernel finds an event where the one before it should be."""
-    write = StepHeader._write_form
+    write = StepHeader._write_shape
 
-    def write_moved(self: StepHeader, form: StepShape) -> None:
-        write(self, form)
+    def write_moved(self: StepHeader, shape: StepShape) -> None:
+        write(self, shape)
         self._events[:] = np.roll(self._events, -ring_messages.ROW.itemsize)
 
-    monkeypatch.setattr(StepHeader, "_write_form", write_moved)
+    monkeypatch.setattr(StepHeader, "_write_shape", write_moved)
 
 
-def nothing_is_recomputed(monkeypatch: pytest.MonkeyPatch, _both: Outlets) -> None:
+def nothing_is_recomputed(monkeypatch: pytest.MonkeyPatch, _both: Publishers) -> None:
     """How far a request had come is forgotten."""
-    write = StepHeader._write_form
+    write = StepHeader._write_shape
 
-    def write_unseen(self: StepHeader, form: StepShape) -> None:
-        write(self, form)
-        self._plan_FR[3] = 0
+    def write_unseen(self: StepHeader, shape: StepShape) -> None:
+        write(self, shape)
+        self._requests_FR[3] = 0
 
-    monkeypatch.setattr(StepHeader, "_write_form", write_unseen)
+    monkeypatch.setattr(StepHeader, "_write_shape", write_unseen)
 
 
-def half_a_stream_id(monkeypatch: pytest.MonkeyPatch, _both: Outlets) -> None:
+def half_a_stream_id(monkeypatch: pytest.MonkeyPatch, _both: Publishers) -> None:
     """The upper half of a stream's id is lost on the way."""
-    write = StepHeader._write_roster
+    write = StepHeader._write_requests
 
-    def write_low(self: StepHeader, roster: BatchRequests) -> None:
-        write(self, roster)
-        self._plan_FR[0] &= 0xFFFF_FFFF
+    def write_low(self: StepHeader, requests: BatchRequests) -> None:
+        write(self, requests)
+        self._requests_FR[0] &= 0xFFFF_FFFF
 
-    monkeypatch.setattr(StepHeader, "_write_roster", write_low)
+    monkeypatch.setattr(StepHeader, "_write_requests", write_low)
 
 
-def positions_of_another_step(monkeypatch: pytest.MonkeyPatch, both: Outlets) -> None:
+def positions_of_another_step(monkeypatch: pytest.MonkeyPatch, both: Publishers) -> None:
     """The kernel runs when the runner has moved on."""
     call = both.launch.__class__.__call__
 
-    def late(self: Any, step_header: StepHeader, inputs: Any, form: StepShape, ledger: int) -> None:
+    def late(self: Any, headers: StepHeaders, inputs: Any, shape: StepShape) -> None:
         inputs.positions_T.add_(1)
-        call(self, step_header, inputs, form, ledger)
+        call(self, headers, inputs, shape)
         inputs.positions_T.sub_(1)
 
     monkeypatch.setattr(both.launch.__class__, "__call__", late)
 
 
-def columns_of_another_bank(_monkeypatch: pytest.MonkeyPatch, both: Outlets) -> None:
+def columns_of_another_bank(_monkeypatch: pytest.MonkeyPatch, both: Publishers) -> None:
     """The kernel keeps the columns it was first told."""
     scores_STK, offset_C = both.launch._from
     both.launch._from = (scores_STK, offset_C.roll(1))
 
 
-def scores_of_the_next_token(_monkeypatch: pytest.MonkeyPatch, both: Outlets) -> None:
+def scores_of_the_next_token(_monkeypatch: pytest.MonkeyPatch, both: Publishers) -> None:
     """Scores are read one row down."""
     scores_STK, offset_C = both.launch._from
     both.launch._from = (scores_STK, offset_C + scores_STK.shape[2])
 
 
-def another_capacity(_monkeypatch: pytest.MonkeyPatch, both: Outlets) -> None:
+def another_capacity(_monkeypatch: pytest.MonkeyPatch, both: Publishers) -> None:
     """A row of scores is not as long as the kernel believes."""
     *sizes, capacity = both.launch._sizes
     both.launch._sizes = (*sizes, capacity - 1)
 
 
-def more_requests_in_the_kernel(_monkeypatch: pytest.MonkeyPatch, both: Outlets) -> None:
-    """Host and kernel disagree where in the brief a field begins."""
+def more_requests_in_the_kernel(_monkeypatch: pytest.MonkeyPatch, both: Publishers) -> None:
+    """Host and kernel disagree where in the header a field begins."""
     both.launch.constants["MAX_R"] += 1
 
 
-def more_events_in_the_kernel(_monkeypatch: pytest.MonkeyPatch, both: Outlets) -> None:
+def more_events_in_the_kernel(_monkeypatch: pytest.MonkeyPatch, both: Publishers) -> None:
     both.launch.constants["MAX_E"] -= 1
 
 
-def fewer_records_ahead(_monkeypatch: pytest.MonkeyPatch, both: Outlets) -> None:
+def fewer_records_ahead(_monkeypatch: pytest.MonkeyPatch, both: Publishers) -> None:
     """The kernel fills the heads of fewer records than it wrote."""
     both.launch.constants["AHEAD"] = WIDE.ahead // 2
 
 
-def fewer_slots(_monkeypatch: pytest.MonkeyPatch, both: Outlets) -> None:
+def fewer_slots(_monkeypatch: pytest.MonkeyPatch, both: Publishers) -> None:
     """The kernel begins its next lap before the ring is full."""
     slots, *rest = both.launch._sizes
     both.launch._sizes = (slots // 8, *rest)
 
 
-def smaller_slots(_monkeypatch: pytest.MonkeyPatch, both: Outlets) -> None:
+def smaller_slots(_monkeypatch: pytest.MonkeyPatch, both: Publishers) -> None:
     slots, slot_bytes, capacity = both.launch._sizes
     both.launch._sizes = (slots, slot_bytes - 8, capacity)
 
 
 PLANTED: tuple[Plant, ...] = (
     rows_of_the_neighbour,
-    a_roster_that_stays,
+    requests_that_stay,
     counts_that_stay,
-    a_form_that_stays,
+    a_shape_that_stays,
     events_one_row_early,
     nothing_is_recomputed,
     half_a_stream_id,
@@ -206,22 +207,20 @@ PLANTED: tuple[Plant, ...] = (
 def test_a_planted_bug_is_caught_by_the_comparison(
     plant: Plant, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with outlets() as both:
+    with publishers() as both:
         plant(monkeypatch, both)
         assert not is_right(both)
 
 
 def test_a_kernel_that_publishes_before_it_has_written_is_caught() -> None:
     """The ring's head moves on, and the slot is still the last lap's."""
-    with outlets() as both:
+    with publishers() as both:
         ring, head = both.launch._ring, 128 // 8
 
         def publish_only(_grid: tuple[int, int]) -> Callable[..., None]:
-            def launched(
-                _ring: torch.Tensor, step_header: torch.Tensor, *_: Any, **__: Any
-            ) -> None:
+            def launched(_ring: torch.Tensor, header: torch.Tensor, *_: Any, **__: Any) -> None:
                 ring[head] += 1
-                step_header[publish_kernel.DONE_WORD] = step_header[9]
+                header[HEADER_FIELDS.index("done")] = header[HEADER_FIELDS.index("number")]
 
             return launched
 

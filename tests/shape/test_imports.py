@@ -100,11 +100,7 @@ WITH_TORCH = (
     "weights.transport",
 )
 # Modules that cannot be imported without Triton, besides the kernels themselves.
-GPU_ONLY = (
-    "engine.publish.device_publisher",
-    "engine.publish.gpu_launcher",
-    "engine.publish.step_header",
-)
+GPU_ONLY = ("engine.publish.gpu_launcher",)
 MODULES = frozenset(module.name for module in package())
 
 

@@ -79,7 +79,7 @@ class ToyEngine:
 
     def _finish(self, index: int) -> None:
         if not self.live:
-            self.book.close("never seen")
+            self.book.finish_request("never seen")
             return
         req_id = [*self.live][index % len(self.live)]
         gone = self.live.pop(req_id)
@@ -87,14 +87,14 @@ class ToyEngine:
         self._pending.append(
             Row(stream, gone.forwarded_to, -1, 0, choice, ring_messages.FINISHED, 0)
         )
-        self.book.close(req_id)
-        self.book.close(req_id)  # a second word of the same end says nothing
+        self.book.finish_request(req_id)
+        self.book.finish_request(req_id)  # a second word of the same end says nothing
 
     def _open(self, prompt_len: int, cached: int, choice: int) -> None:
         self._num_requests += 1
         req_id, mark = f"r{self._num_requests}", RequestMark(2**64 - self._num_requests, choice)
         self.live[req_id] = Request(mark, prompt_len, next_position=cached)
-        self.book.open(req_id, mark, prompt_len)
+        self.book.add_request(req_id, mark, prompt_len)
 
     def _preempt(self, index: int, position: int) -> None:
         if self.live:
@@ -102,7 +102,7 @@ class ToyEngine:
             request = self.live[req_id]
             request.next_position = position % (request.next_position + 1)
             # Comes back as one that is new to the runner, and is known already.
-            self.book.open(req_id, RequestMark(1, 9), 1)
+            self.book.add_request(req_id, RequestMark(1, 9), 1)
 
     def _forward(self, plan: Plan) -> tuple[list[Row], list[Row]]:
         listed = [*self.live]
@@ -111,7 +111,7 @@ class ToyEngine:
         counts = plan.counts[: len(batch)]
         starts = [self.live[req_id].next_position for req_id in batch]
         given = StepBatch(batch, np.array(counts, np.int32), np.array(starts, np.int32))
-        steps = self.book.step(given) if batch else self.book.idle()
+        steps = self.book.build(given) if batch else self.book.build_idle()
         positions = [s + i for s, n in zip(starts, counts, strict=True) for i in range(n)]
         filled = steps.fill(np.array(positions, np.int64), np.array(positions, np.int32) * 7)
         assert steps.num_tokens == len(positions)

@@ -1,55 +1,52 @@
-"""Takes launches and briefs; gives what a GPU would be told. It publishes steps when it is told to.
-
-A library of C functions that look at what they are given.
-"""
+"""A GPU played by C functions that look at what they are given; it publishes when it is told to."""
 
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import torch
 
 from clairai.engine.kernel_launch import DRIVER_CALLS, CudaDriver, KernelLaunch
-from clairai.engine.publish import step_library
-from clairai.engine.publish.launch_list import LaunchList, LaunchStreams, NativeLauncher
-from clairai.engine.publish.publish_kernel import DONE_WORD, HEAD_WORDS, REQUEST_FIELDS, ROW_WORDS
-from clairai.engine.publish.step_header import MAX_EVENTS, NUM_HEADERS, StepHeader, StepShape
+from clairai.engine.publish import header_layout as layout
+from clairai.engine.publish.header_layout import HEADER_FIELDS, HeaderHead
+from clairai.engine.publish.launch_list import LaunchList, LaunchStreams, StepLauncher
+from clairai.engine.publish.step_extension import load_step_extension
+from clairai.engine.publish.step_header import StepHeaders, StepShape
 from clairai.engine.step import ForwardInputs
 
 MAX_REQUESTS, MAX_TOKENS = 4, 512
-MAIN, SIDE, BEGUN, ENDED = 40, 50, 60, 61
-STAMP_WORD, NUMBER_WORD, IN_GRAPH_WORD = 8, 9, 11
-PLAN_END = HEAD_WORDS + REQUEST_FIELDS * MAX_REQUESTS
-TOKENS_AT = PLAN_END + ROW_WORDS * MAX_EVENTS // 2
-NUM_WORDS = TOKENS_AT + (MAX_TOKENS + 1) // 2
+MAIN, SIDE, FORKED, JOINED = 40, 50, 60, 61
+NOT_COMPARED = ("stamp_ns", "shape", "done")  # the kernel reads none but the time
 INPUTS = ForwardInputs(torch.zeros(MAX_TOKENS), torch.zeros(MAX_TOKENS))
 
 
-def told(address: int) -> dict[str, list[int]]:
-    """What the kernel would read, but for the time."""
-    words = list((ctypes.c_int64 * NUM_WORDS).from_address(address))
-    num_events, num_rows, num_requests = words[0], words[1], words[7]
-    tokens = np.array(words[TOKENS_AT:]).view(np.int32)
-    fields = range(HEAD_WORDS, PLAN_END, MAX_REQUESTS)
+def read_header(address: int) -> dict[str, Any]:
+    """What the kernel would read, except for the time."""
+    num_words = layout.header_words(MAX_REQUESTS, MAX_TOKENS)
+    words = list((ctypes.c_int64 * num_words).from_address(address))
+    head = HeaderHead.from_address(address)
+    events_at, tokens_at = layout.events_at(MAX_REQUESTS), layout.tokens_at(MAX_REQUESTS)
+    tokens = np.array(words[tokens_at:]).view(np.int32)
+    fields = range(len(HEADER_FIELDS), events_at, MAX_REQUESTS)
     return {
-        "head": [word for at, word in enumerate(words[:DONE_WORD]) if at != STAMP_WORD],
-        "plan": [word for at in fields for word in words[at : at + num_requests]],
-        "events": words[PLAN_END : PLAN_END + num_events * ROW_WORDS // 2],
-        "tokens": tokens[: num_rows - num_events].tolist(),
+        "head": {name: getattr(head, name) for name in HEADER_FIELDS if name not in NOT_COMPARED},
+        "requests": [word for at in fields for word in words[at : at + head.num_requests]],
+        "events": words[events_at : events_at + head.num_events * layout.ROW_WORDS // 2],
+        "tokens": tokens[: head.num_rows - head.num_events].tolist(),
     }
 
 
 class Gpu:
-    """Takes launches; publishes steps when it is told to."""
+    """Takes launches; publishes headers when it is told to."""
 
     def __init__(self) -> None:
-        self.step_header = ctypes.c_uint64(0)
-        self.step_headers: list[int] = []  # not published yet
-        self.told: list[dict[str, list[int]]] = []
+        self.header = ctypes.c_uint64(0)  # the kernel's argument
+        self.pending: list[int] = []  # addresses of headers that are not published yet
+        self.read: list[dict[str, Any]] = []
         self.queued: list[tuple[object, ...]] = []
-        self.turn = 0  # the number of the last brief
+        self.turn = 0  # the number of the last header
         self.cuEventRecord = self._called("cuEventRecord", "record")
         self.cuStreamWaitEvent = self._called("cuStreamWaitEvent", "wait")
         self.cuFuncGetParamInfo = self._called("cuFuncGetParamInfo", "size")
@@ -66,61 +63,44 @@ class Gpu:
 
     def _launch(self, *given: object) -> int:
         self.queued.append(("launch", given[8]))  # the stream
-        self._take(self.step_header.value)
+        self._take(self.header.value)
         return 0
 
-    def _take(self, step_header: int) -> None:
-        self.step_headers.append(step_header)
-        self.told.append(told(step_header))
-        self.turn = (ctypes.c_int64 * HEAD_WORDS).from_address(step_header)[NUMBER_WORD]
+    def _take(self, address: int) -> None:
+        self.pending.append(address)
+        self.read.append(read_header(address))
+        self.turn = HeaderHead.from_address(address).number
 
-    def replay(self, step_headers: Sequence[StepHeader]) -> None:
-        """A graph that publishes: the brief whose turn it is, if it is there and says so."""
-        address = step_headers[self.turn % NUM_HEADERS].address
-        words = (ctypes.c_int64 * HEAD_WORDS).from_address(address)
-        if words[NUMBER_WORD] == self.turn + 1 and words[IN_GRAPH_WORD]:
-            self._take(address)
+    def replay(self, headers: StepHeaders) -> None:
+        """A graph that publishes: the header whose turn it is, if it is there and allows it."""
+        header = headers.all[self.turn % layout.NUM_HEADERS]
+        if header.head.number == self.turn + 1 and header.head.in_graph:
+            self._take(header.address)
 
     def publish(self, count: int) -> None:
-        done, self.step_headers = self.step_headers[:count], self.step_headers[count:]
+        done, self.pending = self.pending[:count], self.pending[count:]
         for address in done:
-            words = (ctypes.c_int64 * HEAD_WORDS).from_address(address)
-            words[DONE_WORD] = words[NUMBER_WORD]
+            head = HeaderHead.from_address(address)
+            head.done = head.number
 
 
-class Launching:
-    """Commit's launches without Triton."""
+class ToyLauncher:
+    """Launches as GpuLauncher does, without Triton."""
 
     def __init__(self, gpu: Gpu) -> None:
-        lane = LaunchStreams(lambda: MAIN, SIDE, BEGUN, ENDED)
-        self._launches = NativeLauncher(CudaDriver(gpu), lane, step_library.load_library("step.c"))
-        self._launches.use(
-            LaunchList.of(
-                [KernelLaunch(1, (1, 1, 1), 32, 0, (ctypes.c_void_p * 1)(), ())], gpu.step_header
-            )
-        )
-        self.begin, self.follow = self._launches.begin, self._launches.follow
-        self.noted = self._launches.noted
+        streams = LaunchStreams(lambda: MAIN, SIDE, FORKED, JOINED)
+        self._launcher = StepLauncher(CudaDriver(gpu), streams, load_step_extension())
+        launch = KernelLaunch(1, (1, 1, 1), 32, 0, (ctypes.c_void_p * 1)(), ())
+        self._launcher.use(LaunchList.of([launch], gpu.header))
+        self.begin_step, self.make_wait = self._launcher.begin_step, self._launcher.make_wait
+        self.published_by_graph = self._launcher.published_by_graph
 
-    def prepare(self, step_headers: Sequence[StepHeader], inputs: ForwardInputs) -> None: ...
+    def prepare(self, headers: StepHeaders, inputs: ForwardInputs) -> None: ...
 
-    def __call__(
-        self, step_header: StepHeader, inputs: ForwardInputs, form: StepShape, ledger: int
-    ) -> None:
-        del inputs, form
-        self._launches.run(step_header.address, ledger)
-
-    def note(self, ledger: int, step: int) -> bool:
-        return bool(self._launches.note(ledger, step))
+    def __call__(self, headers: StepHeaders, inputs: ForwardInputs, shape: StepShape) -> None:
+        del inputs, shape
+        self._launcher.run(headers)
 
     def capture(self, num_tokens: int) -> None: ...
 
     def flush(self) -> None: ...
-
-
-class LongWay(Launching):
-    """Without C for steps that are alike."""
-
-    def note(self, ledger: int, step: int) -> bool:
-        del ledger, step
-        return False

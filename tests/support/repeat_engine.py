@@ -1,6 +1,6 @@
-"""Takes how launches are made; gives an engine in the shape of a vLLM runner, with a Station.
+"""An engine in the shape of a vLLM runner, with a StepPublisher.
 
-Its graphs are replayed by a GPU of C functions (toy_gpu.py), or its forwards run as Python.
+Its graphs are replayed by the GPU of gpu_launches.py, or its forwards run as Python.
 """
 
 from __future__ import annotations
@@ -18,23 +18,23 @@ import pytest
 
 from clairai.compat import step_hooks
 from clairai.compat.change_steering import CHANGES_ATTRIBUTE
-from clairai.engine.publish import step_publisher as stations
+from clairai.engine.publish import step_publisher as step_publishers
 from clairai.engine.publish.device_publisher import DevicePublisher
-from clairai.engine.publish.repeat_path import NoRepeatPath
 from clairai.engine.publish.ring_setup import OpenRing, open_ring
+from clairai.engine.publish.step_extension import load_step_extension
 from clairai.engine.publish.step_publisher import StepPublisher
 from clairai.engine.step import NewRequest, RequestMark, StepBatch
 from clairai.ring.layout import RingHeader, RingShape
-from tests.support.gpu_launches import INPUTS, MAX_REQUESTS, MAX_TOKENS, Gpu, Launching, LongWay
+from tests.support.gpu_launches import INPUTS, MAX_REQUESTS, MAX_TOKENS, Gpu, ToyLauncher
 from tests.support.toy_publisher import running_publisher
 
 
 class Other:
-    """Another listener; rests when it is told to."""
+    """Another listener; can skip steps when it is told so."""
 
     def __init__(self) -> None:
         self.told: list[Any] = []
-        self.is_resting = True
+        self.skips = True
 
     def begin(self, new: Any, finished: Any) -> None:
         self.told.append(("begin", [one.req_id for one in new], finished))
@@ -50,7 +50,7 @@ class Other:
         self.told.append("end")
 
     def can_skip(self) -> bool:
-        return self.is_resting
+        return self.skips
 
     def before_dummy_run(self) -> None: ...
 
@@ -65,19 +65,15 @@ class Engine:
     """As vLLM's runners: lays a batch out, forwards it as a graph or as Python."""
 
     def __init__(self, step_publisher: StepPublisher, gpu: Gpu, publisher: DevicePublisher) -> None:
-        self.step_publisher, self.gpu, self.publisher, self.other = (
-            step_publisher,
-            gpu,
-            publisher,
-            Other(),
-        )
+        self.step_publisher, self.gpu, self.publisher = step_publisher, gpu, publisher
+        self.other = Other()
         self.come: dict[str, int] = {}
         self.is_graph = True
         self.carried: dict[str, Any] = {}
         self._starts: dict[int, list[int]] = {}  # of each step's requests, by its number
         self._counts: dict[str, int] = {}
         publisher.prepare(INPUTS)
-        publisher.captured(1)
+        publisher.capture_publish(1)
         step_hooks.connect_listeners(self, [step_publisher, self.other], step_publisher.repeat_path)
 
     def lay_out(self, scheduled: Any) -> Any:
@@ -94,7 +90,7 @@ class Engine:
 
     def execute_model(self, scheduler_output: Any, *, dummy_run: bool = False) -> str:
         if dummy_run:
-            return "nobody's"
+            return "dummy"
         if self._counts:
             self.lay_out(scheduler_output)
             self._forward()
@@ -102,22 +98,23 @@ class Engine:
 
     def _forward(self) -> None:
         if self.is_graph:
-            self.gpu.replay(self.publisher._step_headers)
+            self.gpu.replay(self.publisher.headers)
         else:
-            self.publisher.forwarded(lambda: INPUTS)
+            self.publisher.forward_ran(lambda: INPUTS)
 
     def _dummy_run(self, num_tokens: int) -> None:
         del num_tokens
         self._forward()
 
-    def told(self) -> list[dict[str, Any]]:
-        """What the GPU was told; of `seen`, to how many of its rows that gives a flag."""
+    def read(self) -> list[dict[str, Any]]:
+        """What the GPU read; of `seen`, how many of its rows that flags."""
         found = []
-        for told in self.gpu.told:
-            starts = self._starts.get(told["head"][3], [])[: told["head"][7]]
-            plan, seen = told["plan"][: -len(starts)], told["plan"][-len(starts) :]
+        for read in self.gpu.read:
+            head = read["head"]
+            starts = self._starts.get(head["step"], [])[: head["num_requests"]]
+            fields, seen = read["requests"][: -len(starts)], read["requests"][-len(starts) :]
             flagged = [max(end - start, 0) for end, start in zip(seen, starts, strict=True)]
-            found.append(told | {"plan": plan + flagged} if starts else told)
+            found.append(read | {"requests": fields + flagged} if starts else read)
         return found
 
     def scheduled(self, counts: dict[str, int], finished: tuple[str, ...] = ()) -> Any:
@@ -170,30 +167,29 @@ class V1(Engine):
 
 
 @contextmanager
-def engine(launching: type[Launching] = Launching, runner: type[Engine] = V2) -> Iterator[Engine]:
-    """With C for steps that are alike, if the launches have it."""
+def engine(*, has_c: bool = True, runner: type[Engine] = V2) -> Iterator[Engine]:
+    """`has_c`: C handles steps that are like the last one."""
     gpu, made = Gpu(), list[DevicePublisher]()
+    extension = load_step_extension() if has_c else None
 
     def on_gpu(*given: Any) -> OpenRing:
-        home = open_ring(*given)
+        opened = open_ring(*given)
         header = RingHeader(given[3], RingShape(slots=8, slot_bytes=4096, ahead=2))
-        publisher = DevicePublisher(launching(gpu), header, given[1], MAX_REQUESTS)
-        if launching is LongWay:
-            publisher.repeat_path = NoRepeatPath()
+        publisher = DevicePublisher(ToyLauncher(gpu), header, given[1], MAX_REQUESTS, extension)
         made.append(publisher)
-        return replace(home, publisher=publisher, forwards=publisher)
+        return replace(opened, publisher=publisher, forwards=publisher)
 
     with ExitStack() as opened:
         patched = opened.enter_context(pytest.MonkeyPatch.context())
-        patched.setattr(stations, "open_ring", on_gpu)
-        patched.setattr(stations, "new_epoch", lambda: 0xABCD_0000_1234_5678)
+        patched.setattr(step_publishers, "open_ring", on_gpu)
+        patched.setattr(step_publishers, "new_epoch", lambda: 0xABCD_0000_1234_5678)
         patched.setattr("tests.support.toy_publisher.MAX_TOKENS", MAX_TOKENS)
         patched.setattr(step_hooks, "_read_new_request", new_request)
         patched.setattr(step_hooks, "decode_steering_plan", lambda sealed: sealed)
         folder = Path(opened.enter_context(TemporaryDirectory()))
         step_publisher = opened.enter_context(running_publisher(folder))
         yield runner(step_publisher, gpu, made[0])
-        gpu.publish(len(gpu.step_headers))  # else closing waits
+        gpu.publish(len(gpu.pending))  # else closing waits
 
 
 def new_request(name: str) -> NewRequest:

@@ -76,7 +76,7 @@ def _wrap_execute_model(
         return result
 
     names = ("scheduled_new_reqs", "finished_req_ids", CHANGES_ATTRIBUTE)
-    return repeat_path.stepping(
+    return repeat_path.wrap_execute_model(
         original, wrapped, functools.partial(_end_step, listeners, inputs), names
     )
 
@@ -143,7 +143,7 @@ def _wrap_prepare_inputs_v1(
         num_reqs = batch.num_reqs
         starts_R = batch.num_computed_tokens_cpu[:num_reqs].copy()
         layout = (batch.req_ids[:num_reqs], counts_R[:num_reqs], starts_R)
-        if not repeat_path.is_on or not repeat_path.again(*layout):
+        if not repeat_path.is_on or not repeat_path.repeat(*layout):
             _place_batch(listeners, repeat_path, StepBatch(*layout))
         return result
 
@@ -170,7 +170,7 @@ def _wrap_prepare_inputs_v2(
         return batch
 
     names = ("req_ids", "num_scheduled_tokens", "num_computed_tokens_np")
-    return repeat_path.laying(original, wrapped, then, names)
+    return repeat_path.wrap_prepare_inputs(original, wrapped, then, names)
 
 
 def _place_batch(
@@ -238,12 +238,12 @@ def watch_forwards(
     """Add publishing to each graph that is captured, and report forwards that run in Python."""
 
     def before_forward(*_: Any) -> None:
-        tail.begin(forwards.captured if is_capturing() else None)
+        tail.begin(forwards.capture_publish if is_capturing() else None)
 
     def after_forward(*_: Any) -> None:
         is_whole = tail.end()
         if not is_capturing():
-            forwards.forwarded(inputs)
+            forwards.forward_ran(inputs)
         elif not is_whole:
             forwards.disable_graphs()
 

@@ -30,7 +30,7 @@ from clairai.compat.find_config import CONFIG_KEY
 from clairai.compat.install import accepts_weights
 from clairai.compat.model_sites import Sites
 from clairai.compat.steering_setup import make_steering
-from clairai.engine.publish.repeat_path import NoRepeatPath
+from clairai.engine.publish.repeat_path import RepeatPath
 from clairai.engine.publish.step_publisher import EngineInfo, StepPublisher
 from clairai.engine.score.fused_norm import FusedNormSite
 from clairai.engine.score.score_tables import ScoreTables
@@ -128,7 +128,7 @@ def _install_taps(worker: Any, resolved: ResolvedSettings) -> None:
             worker.clairai_capture = make_capture(worker, settings.capture_settings, sites)
             listeners.append(worker.clairai_capture)
     if listeners:
-        repeat_path = NoRepeatPath() if publisher is None else publisher.repeat_path
+        repeat_path = RepeatPath() if publisher is None else publisher.repeat_path
         worker.clairai_inputs = step_hooks.connect_listeners(model_runner, listeners, repeat_path)
     if publisher is not None and publisher.forwards is not None:
         inputs, forwards = worker.clairai_inputs, publisher.forwards

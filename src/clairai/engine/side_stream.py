@@ -52,6 +52,12 @@ class SideStream:
         """The stream as the CUDA driver knows it."""
         return int(self._stream.cuda_stream)
 
+    def driver_handles(self) -> tuple[int, int, int]:
+        """The stream, what fork() records and what release() records, for calls of the driver."""
+        for event in (self._forked, self._released):
+            event.record(self._stream)  # torch makes an event when it is first recorded
+        return self.handle, int(self._forked.cuda_event), int(self._released.cuda_event)
+
     @contextmanager
     def fork(self) -> Iterator[None]:
         """Work queued within runs here, after all that the current stream was given so far."""

@@ -15,7 +15,7 @@ import torch
 
 from clairai.compat import step_hooks
 from clairai.compat.step_hooks import publish_in_graphs, watch_forwards
-from clairai.engine.publish.repeat_path import NoRepeatPath
+from clairai.engine.publish.repeat_path import RepeatPath
 from clairai.engine.side_stream import AfterTaps, NoSideStream
 from clairai.engine.step import ForwardInputs, StepBatch
 
@@ -93,7 +93,7 @@ class Listener:
 @pytest.fixture
 def engine() -> Runner:
     made = Runner()
-    step_hooks.connect_listeners(made, [Listener(made.events)], NoRepeatPath())
+    step_hooks.connect_listeners(made, [Listener(made.events)], RepeatPath())
     return made
 
 
@@ -148,10 +148,10 @@ class Forwards:
     def __init__(self, events: list[Any]) -> None:
         self._events = events
 
-    def forwarded(self, inputs: Callable[[], ForwardInputs]) -> None:
+    def forward_ran(self, inputs: Callable[[], ForwardInputs]) -> None:
         self._events.append(f"forwarded {inputs()}")
 
-    def captured(self, num_tokens: int) -> None:
+    def capture_publish(self, num_tokens: int) -> None:
         self._events.append(f"publish {num_tokens}")
 
     def disable_graphs(self) -> None:

@@ -1,24 +1,25 @@
-"""Takes a ring, tables and briefs; gives the kernel's launches to a GPU, or to a graph of one.
+"""Launches the publish kernel on a GPU, or captures it with a graph of the forward.
 
-Compiled beforehand, arguments laid out once: it is on the way of every step.
+Runs in: the worker. It is in the way of every step: the kernels are compiled beforehand and their
+arguments laid out once, so that all of a step is one call (launch_list.py).
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from functools import partial
 from typing import Any, Final
 
 import torch
 
 from clairai.engine.kernel_launch import CompiledKernel, CudaDriver, arguments_by_name
+from clairai.engine.publish import header_layout as layout
 from clairai.engine.publish import publish_kernel as kernel
-from clairai.engine.publish.launch_list import LaunchList, LaunchStreams, make_launcher
-from clairai.engine.publish.step_header import MAX_EVENTS, NUM_HEADERS, Grids, StepHeader, StepShape
+from clairai.engine.publish.launch_list import LaunchList, LaunchStreams, StepLauncher
+from clairai.engine.publish.step_header import Grids, StepHeaders, StepShape
 from clairai.engine.score.score_tables import ScoreTables
 from clairai.engine.score.stash_kernel import StashScorer
+from clairai.engine.side_stream import SideStream
 from clairai.engine.step import ForwardInputs
-from clairai.local.gpu_memory import Gpu
 from clairai.ring.layout import RingShape
 
 MAX_LAUNCH_LISTS: Final = 1024
@@ -29,104 +30,99 @@ PROGRAMS_PER_RECORD: Final = 4
 
 
 class GpuLauncher:
-    """Runs the kernel within a graph, or on a stream of its own, before the next step's forward.
+    """Runs the kernel within a graph, or beside the engine's stream before the next forward."""
 
-    On the way of every step: so the kernels are compiled beforehand, their arguments laid out once,
-    and all of a step is one call (launch.py).
-    """
-
-    def __init__(self, ring: int, shape: RingShape, tables: ScoreTables, max_requests: int) -> None:
-        """`ring` is the address of the ring as the GPU sees it."""
-        gpu = Gpu(tables.device.index or 0)
+    def __init__(
+        self, ring: int, shape: RingShape, tables: ScoreTables, max_requests: int, extension: Any
+    ) -> None:
+        """`ring` is the address of the ring as the GPU sees it; `extension` is step.c's module."""
         self._driver = CudaDriver()
-        self._stream = torch.cuda.Stream(tables.device)
-        self._device = self._stream.device_index
+        self._side = SideStream(tables.device)
+        self._device = tables.device.index or 0
         # The stream that vLLM runs the model on, in this thread.
-        main = partial(torch._C._cuda_getCurrentRawStream, self._device)
-        lane = LaunchStreams(main, self._stream.cuda_stream, int(gpu.event()), int(gpu.event()))
-        self._main, self._launches = main, make_launcher(self._driver, lane)
-        self.note, self.noted = self._launches.note, self._launches.noted
-        self.follow = self._launches.follow
-        # The scores, positions and token ids of the last step are read until then.
-        self.begin = self._launches.begin
+        self._main = partial(torch._C._cuda_getCurrentRawStream, self._device)
+        streams = LaunchStreams(self._main, *self._side.driver_handles())
+        self._launcher = StepLauncher(self._driver, streams, extension)
+        self.begin_step = self._launcher.begin_step
+        self.published_by_graph = self._launcher.published_by_graph
+        self.make_wait = self._launcher.make_wait
         ticket = torch.zeros(1, dtype=torch.int32, device=tables.device)
         turn = torch.zeros(1, dtype=torch.int64, device=tables.device)
-        self._held = (tables.scores_STK, tables.offset_C, ticket, turn)  # their addresses are given
-        self._table: torch.Tensor | None = None  # where the briefs are; captured graphs know it
-        self._ring, self._shape = ring, shape
+        self._held = (tables.scores_STK, tables.offset_C, ticket, turn)  # kernels know addresses
+        self._ring, self._ring_shape = ring, shape
         self._constants = kernel_constants(shape, max_requests)
-        self._score = StashScorer(tables)
-        self._form: StepShape | None = None  # whose launches are laid out, and of what:
+        self._scorer = StashScorer(tables)
+        self._shape: StepShape | None = None  # whose launches are laid out, and of what:
         self._inputs: ForwardInputs | None = None
         self._is_scored = False
 
-    def __call__(
-        self, step_header: StepHeader, inputs: ForwardInputs, form: StepShape, ledger: int
-    ) -> None:
-        is_scored = self._score.is_due(form.rows.num_tokens)
-        is_known = form is self._form and inputs is self._inputs
-        if not is_known or is_scored is not self._is_scored:
-            cells = self._commit.cells
-            cells["positions_ptr"].value = inputs.positions_T.data_ptr()
-            cells["token_ids_ptr"].value = inputs.token_ids_T.data_ptr()
-            self._launches.use(self._lineup(form.grids, form.rows.num_tokens if is_scored else 0))
-            self._form, self._inputs, self._is_scored = form, inputs, is_scored
-        self._launches.run(step_header.address, ledger)
-
-    def capture(self, num_tokens: int) -> None:
-        """Scores first; a bank without any makes that launch end at once."""
-        stream = self._main()
-        if 0 < num_tokens <= self._score.max_tokens:
-            self._score.launch_in_graph(num_tokens).run(self._driver, stream)
-        grid = (min(max(num_tokens // ROWS_PER_PROGRAM, 1), MAX_RECORDS), PROGRAMS_PER_RECORD, 1)
-        self._graph_commit.launch(grid).run(self._driver, stream)
-
-    def _lineup(self, grids: Grids, num_scored: int) -> LaunchList:
-        """Laid out once for each kind of step: batches come and go, as large as others were."""
-        found = self._lineups.get((grids, num_scored))
-        if found is not None:
-            return found
-        scored = [self._score.launch_for(num_scored)] if num_scored else []
-        parts = enumerate(grids)
-        committed = [self._commit.launch((*grid, 1), part=part) for part, grid in parts]
-        if len(self._lineups) == MAX_LAUNCH_LISTS:
-            self._lineups.clear()
-        launch_list = self._lineups[grids, num_scored] = LaunchList.of(
-            [*scored, *committed], self._brief
-        )
-        return launch_list
-
-    def flush(self) -> None:
-        self._stream.synchronize()
-        torch.cuda.current_stream(self._device).synchronize()  # where steps that are alike may be
-
-    def prepare(self, step_headers: Sequence[StepHeader], inputs: ForwardInputs) -> None:
+    def prepare(self, headers: StepHeaders, inputs: ForwardInputs) -> None:
         """Compile the kernels for inputs of these types."""
-        if self._table is None:
-            addresses = torch.tensor([step_header.address for step_header in step_headers])
-            self._table = addresses.to(self._held[0].device)
         scores_STK, offset_C, ticket, turn = self._held
-        sizes = (self._shape.slots, self._shape.slot_bytes, scores_STK.shape[2])
+        sizes = (self._ring_shape.slots, self._ring_shape.slot_bytes, scores_STK.shape[2])
         read = (scores_STK, offset_C, inputs.positions_T, inputs.token_ids_T, ticket, turn)
-        ring, constants = RawPointer(self._ring), self._constants
-        given: tuple[Any, ...] = (ring, step_headers[0].memory, *read, *sizes, 0)
-        self._commit = self._compiled(kernel.publish_step, given, constants)
-        given = (ring, self._table, *read, *sizes)
-        constants = constants | {"NUM_BRIEFS": NUM_HEADERS}
-        self._graph_commit = self._compiled(kernel.publish_in_graph, given, constants)
-        self._brief, self._form = self._commit.cells["brief_ptr"], None
-        self._lineups: dict[tuple[Grids, int], LaunchList] = {}
-        if self._score.max_tokens:
-            self._score.prepare(self._driver)
+        given: tuple[Any, ...] = (_RawPointer(self._ring), headers.memory, *read, *sizes)
+        constants = self._constants
+        self._kernel = self._compile(kernel.publish_step, (*given, 0), constants)
+        places = {"NUM_HEADERS": layout.NUM_HEADERS, "HEADER_WORDS": headers.memory.shape[1]}
+        self._graph_kernel = self._compile(kernel.publish_in_graph, given, constants | places)
+        self._shape = None
+        self._launch_lists: dict[tuple[Grids, int], LaunchList] = {}
+        if self._scorer.max_tokens:
+            self._scorer.prepare(self._driver)
 
-    def _compiled(
+    def _compile(
         self, function: Any, given: tuple[Any, ...], constants: dict[str, Any]
     ) -> CompiledKernel:
         compiled = function.warmup(*given, **constants, grid=(1,))
         return CompiledKernel(self._driver, compiled, arguments_by_name(function, given))
 
+    def __call__(self, headers: StepHeaders, inputs: ForwardInputs, shape: StepShape) -> None:
+        """Publish the header that was written last: one launch for each grid of its shape."""
+        is_scored = self._scorer.is_due(shape.rows.num_tokens)
+        is_known = shape is self._shape and inputs is self._inputs
+        if not is_known or is_scored is not self._is_scored:
+            cells = self._kernel.cells
+            cells["positions_ptr"].value = inputs.positions_T.data_ptr()
+            cells["token_ids_ptr"].value = inputs.token_ids_T.data_ptr()
+            num_scored = shape.rows.num_tokens if is_scored else 0
+            self._launcher.use(self._launch_list(shape.grids, num_scored))
+            self._shape, self._inputs, self._is_scored = shape, inputs, is_scored
+        self._launcher.run(headers)
 
-class RawPointer:
+    def _launch_list(self, grids: Grids, num_scored: int) -> LaunchList:
+        """Laid out once for each kind of step: batches come and go, as large as others were."""
+        found = self._launch_lists.get((grids, num_scored))
+        if found is not None:
+            return found
+        launches = [self._scorer.launch_for(num_scored)] if num_scored else []
+        for part, grid in enumerate(grids):
+            launches.append(self._kernel.launch((*grid, 1), part=part))
+        if len(self._launch_lists) == MAX_LAUNCH_LISTS:
+            self._launch_lists.clear()
+        made = LaunchList.of(launches, self._kernel.cells["header_ptr"])
+        self._launch_lists[grids, num_scored] = made
+        return made
+
+    def capture(self, num_tokens: int) -> None:
+        """Make the launches for so many tokens part of the graph that is being captured.
+
+        Scores first; with a bank that has none, that launch ends at once.
+        """
+        stream = self._main()
+        if 0 < num_tokens <= self._scorer.max_tokens:
+            self._scorer.launch_in_graph(num_tokens).run(self._driver, stream)
+        num_records = min(max(num_tokens // ROWS_PER_PROGRAM, 1), MAX_RECORDS)
+        launch = self._graph_kernel.launch((num_records, PROGRAMS_PER_RECORD, 1))
+        launch.run(self._driver, stream)
+
+    def flush(self) -> None:
+        """Return when all that was launched has run."""
+        self._side.synchronize()
+        torch.cuda.current_stream(self._device).synchronize()  # repeated steps may be there
+
+
+class _RawPointer:
     """A pointer that torch does not own, in the form Triton takes."""
 
     dtype: Final = torch.int64
@@ -142,8 +138,8 @@ def kernel_constants(shape: RingShape, max_requests: int) -> dict[str, Any]:
     """What is compiled into the kernel."""
     return {
         "MAX_R": max_requests,
-        "MAX_E": MAX_EVENTS,
-        "TILE_E": kernel.TILE_E,
+        "MAX_E": layout.MAX_EVENTS,
+        "TILE_E": layout.TILE_E,
         "TILE_W": kernel.TILE_W,
         "AHEAD": shape.ahead,
         "CLOCK": False,

@@ -1,7 +1,7 @@
-"""Takes a step's launches, laid out; gives them to the driver, on a stream of their own.
+"""Launches the kernels of a step that no graph publishes, on a side stream or the engine's own.
 
-By one call of C where there is a compiler (step.c): Python between two calls takes longer than the
-calls do. Otherwise one by one.
+Runs in: the worker. One call of C does it where there is a compiler (step.c): Python between two
+calls of the driver takes longer than the calls do.
 """
 
 from __future__ import annotations
@@ -9,28 +9,17 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 from clairai.engine.kernel_launch import CudaDriver, KernelLaunch
-from clairai.engine.publish import step_library
+from clairai.engine.publish.step_header import StepHeaders
 from clairai.errors import RingError
 
-ON_MAIN, ASIDE = -1, 0  # as in step.c
+ON_MAIN, ON_SIDE = -1, 0  # as in step.c
 
 
-@dataclass(frozen=True)
-class LaunchStreams:
-    """Where launches run: behind what the engine's own stream was given, before what waits."""
-
-    main: Callable[[], int]  # the engine's stream
-    side: int  # another one
-    begun: int  # events
-    ended: int
-
-
-class LaunchItem(ctypes.Structure):
-    """struct item of step.c"""
+class CLaunch(ctypes.Structure):
+    """struct launch of step.c"""
 
     _fields_ = (
         ("function", ctypes.c_void_p),
@@ -41,138 +30,105 @@ class LaunchItem(ctypes.Structure):
     )
 
 
+class CLaunchList(ctypes.Structure):
+    """struct launch_list of step.c"""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("record", "wait", "launch")),
+        *((name, ctypes.c_void_p) for name in ("side", "forked", "joined")),
+        ("launches", ctypes.c_void_p),
+        ("num_launches", ctypes.c_uint64),
+        ("header", ctypes.c_void_p),
+    )
+
+
 @dataclass(frozen=True, eq=False)
 class LaunchList:
     """Launches one after the other, laid out for C too; may be used again and again."""
 
     launches: tuple[KernelLaunch, ...]
-    step_header: Any  # the argument of theirs that differs from step to step
-    items: Any
+    header: Any  # the argument of theirs that differs from step to step
+    for_c: Any
 
     @classmethod
-    def of(cls, launches: Sequence[KernelLaunch], step_header: Any) -> LaunchList:
-        items = (LaunchItem * len(launches))()
-        for item, one in zip(items, launches, strict=True):
-            item.function, item.parameters = one.function, ctypes.addressof(one.parameters)
-            item.grid[:] = one.grid
-            item.threads, item.shared = one.threads, one.shared
-        return cls(tuple(launches), step_header, items)
+    def of(cls, launches: Sequence[KernelLaunch], header: Any) -> LaunchList:
+        for_c = (CLaunch * len(launches))()
+        for laid_out, one in zip(for_c, launches, strict=True):
+            laid_out.function, laid_out.parameters = one.function, ctypes.addressof(one.parameters)
+            laid_out.grid[:] = one.grid
+            laid_out.threads, laid_out.shared = one.threads, one.shared
+        return cls(tuple(launches), header, for_c)
 
 
-class StepLauncher(Protocol):
-    """All launches of a step."""
+@dataclass(frozen=True)
+class LaunchStreams:
+    """Where launches run, by the driver's own handles."""
+
+    main: Callable[[], int]  # the engine's stream
+    side: int
+    forked: int  # event: what the side stream waits for
+    joined: int  # event: what waits for the side stream
+
+
+class StepLauncher:
+    """All launches of a step. In every such step: what it calls, it calls without detours."""
+
+    def __init__(self, driver: CudaDriver, streams: LaunchStreams, extension: Any) -> None:
+        """`extension` is the module that step.c is; without it Python does the same."""
+        calls = (driver.cuEventRecord, driver.cuStreamWaitEvent, driver.cuLaunchKernel)
+        addresses = [ctypes.cast(call, ctypes.c_void_p) for call in calls]
+        handles = (streams.side, streams.forked, streams.joined)
+        self._for_c = CLaunchList(*addresses, *handles, None, 0, None)
+        self._driver, self._streams, self._main = driver, streams, streams.main
+        self._launch = None if extension is None else extension.launch
+        self._where = ON_SIDE  # the last step's launches
+        self._list: LaunchList | None = None  # C reads it
 
     def use(self, launch_list: LaunchList) -> None:
         """These are the step's, until there are others."""
+        self._list, for_c = launch_list, self._for_c
+        for_c.launches = ctypes.addressof(launch_list.for_c)
+        for_c.num_launches = len(launch_list.for_c)
+        for_c.header = ctypes.addressof(launch_list.header)
 
-    def begin(self) -> None:
+    def begin_step(self) -> None:
         """What the engine's stream is given next may overwrite what the last step left."""
-
-    def note(self, ledger: int, step: int) -> bool:
-        """Write the last brief of the ledger at this address once more; False: it was not."""
-
-    def run(self, step_header: int, ledger: int) -> None:
-        """All of them, for the brief at this address, which is the last of its ledger."""
-
-    def noted(self) -> None:
-        """The engine's stream itself publishes the brief that was written last."""
-
-    def follow(self, stream: int) -> None:
-        """Have this stream wait for the last step's."""
-
-
-class PythonLauncher:
-    """One by one."""
-
-    def __init__(self, driver: CudaDriver, lane: LaunchStreams) -> None:
-        self._driver, self._lane = driver, lane
-        self._launches: tuple[KernelLaunch, ...] = ()
-        self._brief: Any = None
-
-    def use(self, launch_list: LaunchList) -> None:
-        self._launches, self._brief = launch_list.launches, launch_list.step_header
-
-    def begin(self) -> None:
-        self.follow(self._lane.main())
-
-    def note(self, ledger: int, step: int) -> bool:
-        del ledger, step
-        return False
-
-    def run(self, step_header: int, ledger: int) -> None:
-        del ledger
-        lane, driver = self._lane, self._driver
-        self._brief.value = step_header
-        driver.record(lane.begun, lane.main())
-        driver.wait(lane.side, lane.begun)
-        for one in self._launches:
-            one.run(driver, lane.side)
-        driver.record(lane.ended, lane.side)
-
-    def noted(self) -> None:
-        self._driver.record(self._lane.ended, self._lane.main())
-
-    def follow(self, stream: int) -> None:
-        self._driver.wait(stream, self._lane.ended)
-
-
-class NativeLaunchList(ctypes.Structure):
-    """struct line of step.c"""
-
-    _fields_ = (
-        *((name, ctypes.c_void_p) for name in ("record", "wait", "launch")),
-        *((name, ctypes.c_void_p) for name in ("side", "begun", "ended")),
-        ("items", ctypes.c_void_p),
-        ("num_items", ctypes.c_uint64),
-        ("step_header", ctypes.c_void_p),
-    )
-
-
-class NativeLauncher:
-    """By one call. On the way of every step: what it calls, it calls without detours."""
-
-    def __init__(self, driver: CudaDriver, lane: LaunchStreams, step: Any) -> None:
-        """`step` is the module that step.c is."""
-        calls = (driver.cuEventRecord, driver.cuStreamWaitEvent, driver.cuLaunchKernel)
-        addresses = [ctypes.cast(call, ctypes.c_void_p) for call in calls]
-        self._line = NativeLaunchList(*addresses, lane.side, lane.begun, lane.ended, None, 0, None)
-        at = ctypes.addressof(self._line)
-        self._run, self.note = partial(step.run, at), step.note
-        self._driver, self._lane, self._main = driver, lane, lane.main
-        self._where = ASIDE  # the last step's
-        self._held: LaunchList | None = None  # it is read by C
-
-    def use(self, launch_list: LaunchList) -> None:
-        self._held, line = launch_list, self._line
-        line.items, line.num_items = ctypes.addressof(launch_list.items), len(launch_list.items)
-        line.step_header = ctypes.addressof(launch_list.step_header)
-
-    def begin(self) -> None:
         if self._where != ON_MAIN:
-            self._driver.wait(self._main(), self._lane.ended)
+            self._driver.wait(self._main(), self._streams.joined)
 
-    def run(self, step_header: int, ledger: int) -> None:
-        del step_header  # it is the ledger's last
-        where = self._run(ledger, self._main())
+    def run(self, headers: StepHeaders) -> None:
+        """All launches, for the header that was written last."""
+        if self._launch is None:
+            self._where = self._run(headers)
+            return
+        counters = ctypes.addressof(headers.counters)
+        where = self._launch(ctypes.addressof(self._for_c), counters, self._main())
         if where > 0:
-            _raise_if_failed(where)
+            raise RingError(f"a launch failed on the GPU: CUDA error {where}; see the engine's log")
         self._where = where
 
-    def noted(self) -> None:
+    def _run(self, headers: StepHeaders) -> int:
+        """The twin of launch() in step.c."""
+        launch_list, streams, driver = self._list, self._streams, self._driver
+        assert launch_list is not None
+        launch_list.header.value = headers.last().address
+        main = self._main()
+        is_idle = headers.last(1).is_published
+        if not is_idle:
+            driver.record(streams.forked, main)
+            driver.wait(streams.side, streams.forked)
+        for one in launch_list.launches:
+            one.run(driver, main if is_idle else streams.side)
+        if not is_idle:
+            driver.record(streams.joined, streams.side)
+        return ON_MAIN if is_idle else ON_SIDE
+
+    def published_by_graph(self) -> None:
+        """The engine's stream itself publishes the header that was written last."""
         self._where = ON_MAIN
 
-    def follow(self, stream: int) -> None:
+    def make_wait(self, stream: int) -> None:
+        """Have this stream wait until the last step is published."""
         if self._where == ON_MAIN:
-            self._driver.record(self._lane.ended, self._main())
-        self._driver.wait(stream, self._lane.ended)
-
-
-def make_launcher(driver: CudaDriver, lane: LaunchStreams) -> StepLauncher:
-    """The faster ones, where there is a C compiler: Triton too is in need of one."""
-    step = step_library.find_step_library()
-    return PythonLauncher(driver, lane) if step is None else NativeLauncher(driver, lane, step)
-
-
-def _raise_if_failed(status: int) -> None:
-    if status:
-        raise RingError(f"a launch failed on the GPU: CUDA error {status}; see the engine's log")
+            self._driver.record(self._streams.joined, self._main())
+        self._driver.wait(stream, self._streams.joined)

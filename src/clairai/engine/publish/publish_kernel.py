@@ -1,19 +1,12 @@
-"""Takes one step's scores and whose rows they are; gives records in the ring, published by the GPU.
+"""The kernel with which the GPU itself writes one step's records to the ring.
 
 T = tokens in this step, R = requests in this step, C = columns of the bank.
 
-The ring is mapped host memory or device memory: the kernel does not know which. Up to `AHEAD`
-records are written at once and published by one store, so a reader gives up as many slots
-(ring/layout.py). What changes from step to step is read from the brief, a block of pinned memory;
-the words of its head:
-
-    0 events  1 rows in all  2 first seq  3 step  4 epoch low half, bank version  5 columns
-    6 rows per record  7 requests  8 stamp, ns  9 number of the brief  10 whether the step goes on
-    in the next brief  11 whether the forward's own graph may publish it  15 given back: the number
-    of the brief
-
-Briefs are numbered from one on and published in that order: `turn` is the number of the last. A
-graph that was captured knows no brief: it finds the next one by its turn.
+The ring is mapped host memory or device memory: the kernel does not know which. Up to AHEAD records
+are written at once and published by one store, so a reader gives up as many slots (ring/layout.py).
+What changes from step to step is read from the step's header, in pinned memory (header_layout.py).
+Headers are published in the order of their numbers: `turn` is the number of the last. A graph knows
+no header when it is captured: it finds the next one by its turn.
 """
 
 from __future__ import annotations
@@ -23,27 +16,52 @@ from typing import Final
 import triton
 import triton.language as tl
 
-TILE_E: Final = 1024  # scores that one program writes
-TILE_W: Final = 256  # words of rows that it writes at a time
-HEAD_WORDS: Final = 16
-DONE_WORD: Final = 15
-REQUEST_FIELDS: Final = 4  # of a request: stream, choice, prompt length, seen
-ROW_WORDS: Final = 6  # wire.ROW in words of 4 bytes
+from clairai.engine.publish.header_layout import HEADER_FIELDS, REQUEST_FIELDS
+from clairai.ring import layout as ring
+
+TILE_W: Final = 256  # words of rows that one program writes at a time
+
+# Words of a header's head.
+NUM_EVENTS: Final = tl.constexpr(HEADER_FIELDS.index("num_events"))
+NUM_ROWS: Final = tl.constexpr(HEADER_FIELDS.index("num_rows"))
+FIRST_SEQ: Final = tl.constexpr(HEADER_FIELDS.index("first_seq"))
+STEP: Final = tl.constexpr(HEADER_FIELDS.index("step"))
+EPOCH_AND_BANK: Final = tl.constexpr(HEADER_FIELDS.index("epoch_and_bank"))
+NUM_COLUMNS: Final = tl.constexpr(HEADER_FIELDS.index("num_columns"))
+ROWS_PER_RECORD: Final = tl.constexpr(HEADER_FIELDS.index("rows_per_record"))
+NUM_REQUESTS: Final = tl.constexpr(HEADER_FIELDS.index("num_requests"))
+STAMP_NS: Final = tl.constexpr(HEADER_FIELDS.index("stamp_ns"))
+NUMBER: Final = tl.constexpr(HEADER_FIELDS.index("number"))
+IS_CONTINUED: Final = tl.constexpr(HEADER_FIELDS.index("is_continued"))
+IN_GRAPH: Final = tl.constexpr(HEADER_FIELDS.index("in_graph"))
+DONE: Final = tl.constexpr(HEADER_FIELDS.index("done"))
+HEAD_WORDS: Final = tl.constexpr(len(HEADER_FIELDS))
+NUM_REQUEST_FIELDS: Final = tl.constexpr(len(REQUEST_FIELDS))  # stream, choice, prompt_len, seen
+# Of the ring; a slot's words are in the order of ring.SLOT_HEADER.
+RING_HEAD: Final = tl.constexpr(ring.HEAD_OFFSET // 8)
+SLOTS_AT: Final = tl.constexpr(ring.SLOTS_OFFSET)
+PAYLOAD_AT: Final = tl.constexpr(ring.PAYLOAD_OFFSET)
+SEQ_AT: Final = tl.constexpr(ring.SEQ_OFFSET // 8)
+EPOCH_AND_BANK_AT: Final = tl.constexpr(ring.EPOCH_OFFSET // 8)
+SIZES_AT: Final = tl.constexpr(ring.NUM_ROWS_OFFSET // 8)
+STEP_AT: Final = tl.constexpr(ring.STEP_OFFSET // 8)
+FLAGS_AT: Final = tl.constexpr(ring.FLAGS_OFFSET // 8)
+STAMP_AT: Final = tl.constexpr(ring.STAMP_OFFSET // 8)
 
 
 @triton.jit
-def _row_words(row, field, is_wanted, num_events, num_requests, plan_ptr, events_ptr, request_ptr,
-               positions_ptr, token_ids_ptr, MAX_R: tl.constexpr):  # fmt: skip
-    """Word `field` of each `row`, as wire.ROW has it."""
+def _row_words(row, field, is_wanted, num_events, num_requests, requests_ptr, events_ptr,
+               request_ptr, positions_ptr, token_ids_ptr, MAX_R: tl.constexpr):  # fmt: skip
+    """Word `field` of each `row`, as ring_messages.ROW has it."""
     is_event = is_wanted & (row < num_events)
     i = row - num_events
     request = tl.load(request_ptr + i, mask=is_wanted & (i >= 0), other=0)
     is_token = is_wanted & (i >= 0) & (request < num_requests)
-    plan = plan_ptr + request
-    stream = tl.load(plan, mask=is_token, other=0)
-    choice = tl.load(plan + MAX_R, mask=is_token, other=0).to(tl.int32)
-    prompt = tl.load(plan + 2 * MAX_R, mask=is_token, other=0)
-    seen = tl.load(plan + 3 * MAX_R, mask=is_token, other=0)
+    request_at = requests_ptr + request  # fields in the order of REQUEST_FIELDS
+    stream = tl.load(request_at, mask=is_token, other=0)
+    choice = tl.load(request_at + MAX_R, mask=is_token, other=0).to(tl.int32)
+    prompt = tl.load(request_at + 2 * MAX_R, mask=is_token, other=0)
+    seen = tl.load(request_at + 3 * MAX_R, mask=is_token, other=0)
     position = tl.load(positions_ptr + i, mask=is_token, other=0).to(tl.int64)
     token_id = tl.load(token_ids_ptr + i, mask=is_token, other=-1).to(tl.int32)
     marks = choice | ((position >= prompt).to(tl.int32) << 16)
@@ -58,25 +76,27 @@ def _row_words(row, field, is_wanted, num_events, num_requests, plan_ptr, events
 
 
 @triton.jit
-def _write_rows(payload_ptr, begin, count, brief_ptr, positions_ptr, token_ids_ptr,
+def _write_rows(payload_ptr, begin, count, header_ptr, positions_ptr, token_ids_ptr,
                 MAX_R: tl.constexpr, MAX_E: tl.constexpr, TILE_W: tl.constexpr):  # fmt: skip
-    num_events, num_requests = tl.load(brief_ptr), tl.load(brief_ptr + 7)
-    plan_ptr = brief_ptr + 16
-    events_ptr = (plan_ptr + 4 * MAX_R).to(tl.pointer_type(tl.int32))
+    num_events = tl.load(header_ptr + NUM_EVENTS)
+    num_requests = tl.load(header_ptr + NUM_REQUESTS)
+    requests_ptr = header_ptr + HEAD_WORDS
+    events_ptr = (requests_ptr + NUM_REQUEST_FIELDS * MAX_R).to(tl.pointer_type(tl.int32))
     request_ptr = events_ptr + 6 * MAX_E
     words_ptr = payload_ptr.to(tl.pointer_type(tl.int32))
     for first in range(tl.program_id(1) * TILE_W, count * 6, tl.num_programs(1) * TILE_W):
         w = first + tl.arange(0, TILE_W)
         is_wanted = w < count * 6
-        word = _row_words(begin + w // 6, w % 6, is_wanted, num_events, num_requests, plan_ptr,
+        word = _row_words(begin + w // 6, w % 6, is_wanted, num_events, num_requests, requests_ptr,
                           events_ptr, request_ptr, positions_ptr, token_ids_ptr, MAX_R)  # fmt: skip
         tl.store(words_ptr + w, word, mask=is_wanted)
 
 
 @triton.jit
-def _write_scores(payload_ptr, begin, count, brief_ptr, scores_ptr, column_ptr, K,
+def _write_scores(payload_ptr, begin, count, header_ptr, scores_ptr, column_ptr, K,
                   TILE_E: tl.constexpr):  # fmt: skip
-    num_events, num_columns = tl.load(brief_ptr), tl.load(brief_ptr + 5)
+    num_events = tl.load(header_ptr + NUM_EVENTS)
+    num_columns = tl.load(header_ptr + NUM_COLUMNS)
     out_ptr = (payload_ptr + count * 3).to(tl.pointer_type(tl.float32))
     num_scores = count * num_columns
     for first in range(tl.program_id(1) * TILE_E, num_scores, tl.num_programs(1) * TILE_E):
@@ -115,52 +135,56 @@ def _release(word_ptr, value, IS_GPU: tl.constexpr):
 
 
 @triton.jit
-def _publish_records(ring_ptr, brief_ptr, turn_ptr, first_row, num_records, SLOTS, SLOT_BYTES, part,
-             AHEAD: tl.constexpr, CLOCK: tl.constexpr, IS_GPU: tl.constexpr):  # fmt: skip
-    """Heads and tails of all records of this launch, then the ring's head."""
-    num_rows, per_record = tl.load(brief_ptr + 1), tl.load(brief_ptr + 6)
-    num_columns, step = tl.load(brief_ptr + 5), tl.load(brief_ptr + 3)
+def _publish_records(ring_ptr, header_ptr, turn_ptr, first_row, num_records, SLOTS, SLOT_BYTES,
+                     part, AHEAD: tl.constexpr, CLOCK: tl.constexpr,
+                     IS_GPU: tl.constexpr):  # fmt: skip
+    """Write the slot headers and trailers of this launch's records, then move the ring's head."""
+    num_rows, per_record = tl.load(header_ptr + NUM_ROWS), tl.load(header_ptr + ROWS_PER_RECORD)
+    num_columns, step = tl.load(header_ptr + NUM_COLUMNS), tl.load(header_ptr + STEP)
     record = tl.arange(0, AHEAD)
     is_wanted = record < num_records
-    seq = tl.load(brief_ptr + 2) + part * AHEAD + record
+    seq = tl.load(header_ptr + FIRST_SEQ) + part * AHEAD + record
     begin = first_row + record * per_record
     left = num_rows - begin
     count = tl.minimum(left, per_record)
-    stamp = tl.load(brief_ptr + 8)
+    stamp = tl.load(header_ptr + STAMP_NS)
     if CLOCK:
         stamp += tl.extra.cuda.globaltimer()
-    slot_ptr = ring_ptr + (4096 + (seq % SLOTS) * SLOT_BYTES) // 8
-    tl.store(slot_ptr, seq, mask=is_wanted)
-    tl.store(slot_ptr + 1, seq * 0 + tl.load(brief_ptr + 4), mask=is_wanted)
-    tl.store(slot_ptr + 2, count | (num_columns << 32), mask=is_wanted)
-    tl.store(slot_ptr + 3, seq * 0 + step, mask=is_wanted)
-    is_continued = (left > per_record).to(tl.int64) | tl.load(brief_ptr + 10)
-    tl.store(slot_ptr + 4, is_continued, mask=is_wanted)
-    tl.store(slot_ptr + 5, seq * 0 + stamp, mask=is_wanted)
+    slot_ptr = ring_ptr + (SLOTS_AT + (seq % SLOTS) * SLOT_BYTES) // 8
+    tl.store(slot_ptr + SEQ_AT, seq, mask=is_wanted)
+    epoch_and_bank = tl.load(header_ptr + EPOCH_AND_BANK)
+    tl.store(slot_ptr + EPOCH_AND_BANK_AT, seq * 0 + epoch_and_bank, mask=is_wanted)
+    tl.store(slot_ptr + SIZES_AT, count | (num_columns << 32), mask=is_wanted)
+    tl.store(slot_ptr + STEP_AT, seq * 0 + step, mask=is_wanted)
+    is_continued = (left > per_record).to(tl.int64) | tl.load(header_ptr + IS_CONTINUED)
+    tl.store(slot_ptr + FLAGS_AT, is_continued, mask=is_wanted)
+    tl.store(slot_ptr + STAMP_AT, seq * 0 + stamp, mask=is_wanted)
     tl.store(slot_ptr + SLOT_BYTES // 8 - 1, seq, mask=is_wanted)
     tl.debug_barrier()  # all threads' stores come before the one that publishes them
-    head = tl.load(brief_ptr + 2) + part * AHEAD + num_records
-    # Pairs with both loads of head in Ring.poll() in ring/reader.py.
-    _release(ring_ptr + 16, head, IS_GPU)
+    head = tl.load(header_ptr + FIRST_SEQ) + part * AHEAD + num_records
+    # Pairs with both loads of head in RingCursor.poll() in ring/reader.py.
+    _release(ring_ptr + RING_HEAD, head, IS_GPU)
     if first_row + num_records * per_record >= num_rows:
-        tl.store(turn_ptr, tl.load(brief_ptr + 9))  # read by the next launch, in the GPU's order
-        # Pairs with Brief.done in brief.py and is_done() in ledger.h: the host may write it again.
-        _release(brief_ptr + 15, tl.load(brief_ptr + 9), IS_GPU)
+        number = tl.load(header_ptr + NUMBER)
+        tl.store(turn_ptr, number)  # read by the next launch, which the GPU starts after this one
+        # The host may write the header again. Pairs with StepHeader.is_published in step_header.py
+        # and is_published() in step.c.
+        _release(header_ptr + DONE, number, IS_GPU)
 
 
 @triton.jit
-def _write_record(ring_ptr, brief_ptr, scores_ptr, column_ptr, positions_ptr, token_ids_ptr,
+def _write_record(ring_ptr, header_ptr, scores_ptr, column_ptr, positions_ptr, token_ids_ptr,
                   at, SLOTS, SLOT_BYTES, K, MAX_R: tl.constexpr, MAX_E: tl.constexpr,
                   TILE_E: tl.constexpr, TILE_W: tl.constexpr):  # fmt: skip
     """Rows and scores of record `at` of a step; this program's part of them."""
-    per_record = tl.load(brief_ptr + 6)
+    per_record = tl.load(header_ptr + ROWS_PER_RECORD)
     begin = per_record * at
-    count = tl.minimum(tl.load(brief_ptr + 1) - begin, per_record)
-    seq = tl.load(brief_ptr + 2) + at
-    payload_ptr = ring_ptr + (4096 + (seq % SLOTS) * SLOT_BYTES + 64) // 8
-    _write_rows(payload_ptr, begin, count, brief_ptr, positions_ptr, token_ids_ptr,
+    count = tl.minimum(tl.load(header_ptr + NUM_ROWS) - begin, per_record)
+    seq = tl.load(header_ptr + FIRST_SEQ) + at
+    payload_ptr = ring_ptr + (SLOTS_AT + (seq % SLOTS) * SLOT_BYTES + PAYLOAD_AT) // 8
+    _write_rows(payload_ptr, begin, count, header_ptr, positions_ptr, token_ids_ptr,
                 MAX_R, MAX_E, TILE_W)  # fmt: skip
-    _write_scores(payload_ptr, begin, count, brief_ptr, scores_ptr, column_ptr, K, TILE_E)
+    _write_scores(payload_ptr, begin, count, header_ptr, scores_ptr, column_ptr, K, TILE_E)
 
 
 @triton.jit
@@ -174,42 +198,46 @@ def _is_last(ticket_ptr):
 
 
 @triton.jit(do_not_specialize=["SLOTS", "SLOT_BYTES", "K", "part"])
-def publish_step(ring_ptr, brief_ptr, scores_ptr, column_ptr, positions_ptr, token_ids_ptr,
-           ticket_ptr, turn_ptr, SLOTS, SLOT_BYTES, K, part,
-           MAX_R: tl.constexpr, MAX_E: tl.constexpr, TILE_E: tl.constexpr, TILE_W: tl.constexpr,
-           AHEAD: tl.constexpr, CLOCK: tl.constexpr, IS_GPU: tl.constexpr):  # fmt: skip
+def publish_step(ring_ptr, header_ptr, scores_ptr, column_ptr, positions_ptr, token_ids_ptr,
+                 ticket_ptr, turn_ptr, SLOTS, SLOT_BYTES, K, part,
+                 MAX_R: tl.constexpr, MAX_E: tl.constexpr, TILE_E: tl.constexpr,
+                 TILE_W: tl.constexpr, AHEAD: tl.constexpr, CLOCK: tl.constexpr,
+                 IS_GPU: tl.constexpr):  # fmt: skip
     """Part `part` of a step: at most AHEAD records. Grid: (records, programs for each)."""
     first = part * AHEAD
-    _write_record(ring_ptr, brief_ptr, scores_ptr, column_ptr, positions_ptr, token_ids_ptr,
+    _write_record(ring_ptr, header_ptr, scores_ptr, column_ptr, positions_ptr, token_ids_ptr,
                   first + tl.program_id(0), SLOTS, SLOT_BYTES, K,
                   MAX_R, MAX_E, TILE_E, TILE_W)  # fmt: skip
     if _is_last(ticket_ptr):
         tl.store(ticket_ptr, 0)  # for the next launch: it begins when this one has ended
-        _publish_records(ring_ptr, brief_ptr, turn_ptr, tl.load(brief_ptr + 6) * first,
-                 tl.num_programs(0), SLOTS, SLOT_BYTES, part, AHEAD, CLOCK, IS_GPU)  # fmt: skip
+        first_row = tl.load(header_ptr + ROWS_PER_RECORD) * first
+        _publish_records(ring_ptr, header_ptr, turn_ptr, first_row, tl.num_programs(0), SLOTS,
+                         SLOT_BYTES, part, AHEAD, CLOCK, IS_GPU)  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["SLOTS", "SLOT_BYTES", "K"])
-def publish_in_graph(ring_ptr, briefs_ptr, scores_ptr, column_ptr, positions_ptr, token_ids_ptr,
-                    ticket_ptr, turn_ptr, SLOTS, SLOT_BYTES, K,
-                    NUM_BRIEFS: tl.constexpr, MAX_R: tl.constexpr, MAX_E: tl.constexpr,
-                    TILE_E: tl.constexpr, TILE_W: tl.constexpr, AHEAD: tl.constexpr,
-                    CLOCK: tl.constexpr, IS_GPU: tl.constexpr):  # fmt: skip
-    """The step whose turn it is, if its brief is there and says so; at most AHEAD records.
+def publish_in_graph(ring_ptr, headers_ptr, scores_ptr, column_ptr, positions_ptr, token_ids_ptr,
+                     ticket_ptr, turn_ptr, SLOTS, SLOT_BYTES, K,
+                     NUM_HEADERS: tl.constexpr, HEADER_WORDS: tl.constexpr, MAX_R: tl.constexpr,
+                     MAX_E: tl.constexpr, TILE_E: tl.constexpr, TILE_W: tl.constexpr,
+                     AHEAD: tl.constexpr, CLOCK: tl.constexpr,
+                     IS_GPU: tl.constexpr):  # fmt: skip
+    """The step whose turn it is, if its header is there and allows it; at most AHEAD records.
 
-    Captured with the forward. A replay without such a brief publishes nothing.
+    Captured with the forward. A replay without such a header publishes nothing.
     """
     turn = tl.load(turn_ptr)
-    brief_ptr = tl.load(briefs_ptr + turn % NUM_BRIEFS).to(tl.pointer_type(tl.int64))
-    is_here = (tl.load(brief_ptr + 9) == turn + 1) & (tl.load(brief_ptr + 11) != 0)
+    header_ptr = headers_ptr + turn % NUM_HEADERS * HEADER_WORDS
+    # Pairs with the last store of write_repeated() in step.c and of StepHeader.write().
+    is_here = (tl.load(header_ptr + NUMBER) == turn + 1) & (tl.load(header_ptr + IN_GRAPH) != 0)
     if is_here:
-        per_record = tl.load(brief_ptr + 6)
-        num_records = (tl.load(brief_ptr + 1) + per_record - 1) // per_record
+        per_record = tl.load(header_ptr + ROWS_PER_RECORD)
+        num_records = (tl.load(header_ptr + NUM_ROWS) + per_record - 1) // per_record
         for at in range(tl.program_id(0), num_records, tl.num_programs(0)):
-            _write_record(ring_ptr, brief_ptr, scores_ptr, column_ptr, positions_ptr,
+            _write_record(ring_ptr, header_ptr, scores_ptr, column_ptr, positions_ptr,
                           token_ids_ptr, at, SLOTS, SLOT_BYTES, K,
                           MAX_R, MAX_E, TILE_E, TILE_W)  # fmt: skip
         if _is_last(ticket_ptr):
             tl.store(ticket_ptr, 0)
-            _publish_records(ring_ptr, brief_ptr, turn_ptr, 0, num_records, SLOTS, SLOT_BYTES, 0,
-                     AHEAD, CLOCK, IS_GPU)  # fmt: skip
+            _publish_records(ring_ptr, header_ptr, turn_ptr, 0, num_records, SLOTS, SLOT_BYTES, 0,
+                             AHEAD, CLOCK, IS_GPU)  # fmt: skip

@@ -1,7 +1,7 @@
-"""Takes settings and the tables; gives a ring in the home that was asked for, and its writer.
+"""Opens the ring that a worker publishes to, and makes its publisher.
 
-Host home: shared host memory, which a CPU engine writes itself and a GPU writes over the bus.
-Device home: memory of the GPU, which readers open through CUDA IPC.
+Runs in: the worker. `ring_home` "host" is shared host memory, which a CPU engine writes itself and
+a GPU writes over the bus; "device" is memory of the GPU, which readers open through CUDA IPC.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from clairai.engine.publish.publisher import ForwardListener, HostPublisher, Publisher
+from clairai.engine.publish.step_extension import load_step_extension
 from clairai.engine.score.score_tables import ScoreTables
 from clairai.errors import ConfigError
 from clairai.local.gpu_memory import Gpu
@@ -26,13 +27,13 @@ MAX_AHEAD: Final = 64
 
 @dataclass(frozen=True)
 class OpenRing:
-    """An open ring: where it lies, and who writes it."""
+    """An open ring: its memory, and who writes it."""
 
     memory: HostMemory | DeviceMemory
     shape: RingShape
     publisher: Publisher
     undo: contextlib.ExitStack
-    forwards: ForwardListener | None = None  # who wants to know how they run
+    forwards: ForwardListener | None = None  # a publisher that hears how forwards run
 
     def close(self) -> None:
         self.publisher.close()
@@ -70,8 +71,9 @@ def _open_ring_on_gpu(
             memory = undo.enter_context(HostMemory.create(header.shape.nbytes))
             memory.buffer[: len(header.pack())] = header.pack()
             address = undo.enter_context(_map_to_gpu(memory, Gpu(ordinal)))
-        launch = GpuLauncher(address, header.shape, tables, max_requests)
-        publisher = DevicePublisher(launch, header, tables, max_requests)
+        extension = load_step_extension()
+        launcher = GpuLauncher(address, header.shape, tables, max_requests, extension)
+        publisher = DevicePublisher(launcher, header, tables, max_requests, extension)
         return OpenRing(memory, header.shape, publisher, undo.pop_all(), publisher)
 
 

@@ -15,9 +15,8 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import Final
 
-from clairai.engine.publish import step_library
-from clairai.engine.publish.publisher import FinishedStep
 from clairai.engine.publish.ring_setup import open_ring
+from clairai.engine.publish.step_extension import load_step_extension
 from clairai.engine.publish.step_rows import RowBuilder, StepRows
 from clairai.engine.score.score_tables import ScoreTables
 from clairai.engine.steer.steering_plan import SteeringPlan
@@ -44,11 +43,10 @@ class StepPublisher:
         self.tables = tables
         self.about = about
         self.copier = BufferCopier()  # of rows that come in shared memory
-        self._book = RowBuilder(step_library.find_step_library())
+        self._builder = RowBuilder(load_step_extension())
         self._is_serving = False
-        self._is_noted = False
+        self._is_announced = False  # this step
         self._rows: StepRows | None = None  # of this step
-        self._sent: StepRows | None = None  # of the last one, with the bank as it is
         self._streams: OrderedDict[str, tuple[int, int]] = OrderedDict()  # and its first record
         self._began: OrderedDict[int, int] = OrderedDict()  # streams, and with which weights
         self._describing = ThreadPoolExecutor(1, thread_name_prefix="clairai-bank")
@@ -87,7 +85,7 @@ class StepPublisher:
 
     def install(self, columns: EngineBank) -> EngineBank:
         """Make this the bank of every step from now on; gives it with the version it has here."""
-        self._forget()
+        self.repeat_path.is_on = False
         self._publisher.flush()  # until then the last steps still read the old one
         try:
             self.tables.load(columns)
@@ -115,14 +113,10 @@ class StepPublisher:
         self._let_go()
         self._known_since = self._publisher.published
         self.columns = columns
-        self._forget()
+        self.repeat_path.is_on = False
         self._banks[columns.version] = BankDescription(columns, self.weights)
         while len(self._banks) > MAX_BANKS_KEPT:
             self._banks.popitem(last=False)
-
-    def _forget(self) -> None:
-        """The next step is not like the last, whoever is in it."""
-        self._sent, self.repeat_path.is_on = None, False
 
     def _let_go(self) -> None:
         """Of the numbers of the bank that is replaced; runs when its last record is published."""
@@ -155,14 +149,14 @@ class StepPublisher:
     def begin(self, new: Sequence[NewRequest], finished: Sequence[str]) -> None:
         if not self._is_serving:
             return
-        self._publisher.begin()
-        self._rows, self._is_noted = None, False
+        self._publisher.begin_step()
+        self._rows, self._is_announced = None, False
         if not new and not finished:
             return
         for req_id in finished:
-            self._book.close(req_id)
+            self._builder.finish_request(req_id)
         for request in new:
-            self._book.open(request.req_id, request.mark, request.prompt_len)
+            self._builder.add_request(request.req_id, request.mark, request.prompt_len)
             self._remember(request)
 
     def _remember(self, request: NewRequest) -> None:
@@ -181,51 +175,38 @@ class StepPublisher:
     def place(self, batch: StepBatch) -> None:
         if not self._is_serving:
             return
-        rows, number = self._book.step(batch), self._publisher.last_step + 1
-        self._is_noted = (
-            rows is self._sent and self._publisher.again(number)
-        ) or self._publisher.note(number, rows, self.columns.version)
-        if self._is_noted:
-            self._sent = rows
-        self._rows = rows
+        self._rows = self._builder.build(batch)
+        self._is_announced = self._publisher.announce(self._rows, self.columns.version)
 
     def end(self, inputs: Callable[[], ForwardInputs]) -> None:
-        if self._is_noted:
-            self._is_noted = False
-            self._publisher.settle(inputs)
+        if self._is_announced:
+            self._is_announced = False
+            self._publisher.finish(inputs)
             return
-        self._end(self._book.idle() if self._rows is None else self._rows, inputs)
+        rows = self._builder.build_idle() if self._rows is None else self._rows
+        self._rows = None
+        if rows.num_tokens or len(rows.events):
+            self._publisher.publish(rows, self.columns.version, inputs())
 
     def can_skip(self) -> bool:
-        """From here on, a step that keeps the pace is noted without `place`."""
-        pace = self._book.pace
-        self._is_noted = (
-            pace is not None and pace.rows is self._sent and self._publisher.repeat(pace)
-        )
-        return self._is_noted
-
-    def _end(self, rows: StepRows, inputs: Callable[[], ForwardInputs]) -> None:
-        self._rows = self._sent = None
-        if rows.num_tokens or len(rows.events):
-            self._send(rows, inputs())
+        """True if `repeat_path` announces the next step, should it be like this one."""
+        batch = self._builder.repeated
+        self._is_announced = batch is not None and self._publisher.start_repeating(batch)
+        return self._is_announced
 
     def amend(self, req_id: str, plan: SteeringPlan | None) -> None:
         """Whose rows they are does not depend on what steers them."""
 
     def before_dummy_run(self) -> None:
-        """Nobody's rows are not published; but they are written where the last step's lie."""
+        """Its rows are not published, but written to where those of the last step are."""
         if self._is_serving:
-            self._publisher.begin()
-            self._forget()
+            self._publisher.begin_step()
+            self.repeat_path.is_on = False
             self._publisher.before_dummy_run()
 
     def after_dummy_run(self) -> None:
         if self._is_serving:
             self._publisher.after_dummy_run()
-
-    def _send(self, rows: StepRows, inputs: ForwardInputs) -> None:
-        number = self._publisher.last_step + 1
-        self._publisher.send(FinishedStep(number, rows, self.columns.version, inputs))
 
     def flush(self) -> None:
         """Return when every step so far is in the ring: what a caller asks for next is there."""
@@ -238,7 +219,7 @@ class StepPublisher:
 
     def follow(self, stream: int) -> None:
         """Have this stream of the GPU wait until the last step's scores are there."""
-        self._publisher.follow(stream)
+        self._publisher.make_wait(stream)
 
     @property
     def published(self) -> int:
@@ -257,7 +238,7 @@ class StepPublisher:
         return self._began.get(stream)
 
     def close(self) -> None:
-        self._forget()
+        self.repeat_path.is_on = False
         self._publisher.close()
         self.server.close()
         self._describing.shutdown()

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 import numpy as np
 import torch
 
-from clairai.engine.publish.publisher import FinishedStep, HostPublisher
+from clairai.engine.publish.publisher import HostPublisher
 from clairai.engine.publish.step_rows import RowBuilder, StepRows
 from clairai.engine.score.score_tables import ScoreTables
 from clairai.engine.step import ForwardInputs, RequestMark, StepBatch
@@ -50,9 +50,9 @@ def ring(held: ScoreTables) -> Iterator[tuple[HostPublisher, RingCursor]]:
 
 def rows_of(num_tokens: int, *, start: int = 0, stream: int = 7) -> StepRows:
     book = RowBuilder()
-    book.open("a", RequestMark(stream, 2), 2)
+    book.add_request("a", RequestMark(stream, 2), 2)
     counts_R, starts_R = np.array([num_tokens], np.int32), np.array([start], np.int32)
-    return book.step(StepBatch(["a"], counts_R, starts_R))
+    return book.build(StepBatch(["a"], counts_R, starts_R))
 
 
 def inputs() -> ForwardInputs:
@@ -62,16 +62,13 @@ def inputs() -> ForwardInputs:
     )
 
 
-def step_of(rows: StepRows, number: int = 1) -> FinishedStep:
-    return FinishedStep(number, rows, VERSION, inputs())
-
-
 def test_a_step_comes_out_of_the_ring_as_it_was_sent() -> None:
     held = tables(3)
     scores_TP = torch.randn(4, 3, generator=torch.Generator().manual_seed(1))
     held.site(str(HERE)).read(scores_TP)
     with ring(held) as (publisher, reader):
-        publisher.send(step_of(rows_of(4), number=9))
+        publisher.last_step = 8
+        publisher.publish(rows_of(4), VERSION, inputs())
         (record,) = reader.poll()
         assert publisher.published == 1
     assert (record.step, record.bank_version, record.continued) == (9, VERSION, False)
@@ -87,7 +84,7 @@ def test_rows_that_stand_for_no_forward_carry_no_scores() -> None:
     held = tables(2)
     held.site(str(HERE)).read(torch.ones(2, 2))
     with ring(held) as (publisher, reader):
-        publisher.send(step_of(rows_of(2, start=1)))
+        publisher.publish(rows_of(2, start=1), VERSION, inputs())
         (record,) = reader.poll()
     assert record.rows["phase"].tolist() == [
         ring_messages.CACHED,
@@ -100,10 +97,10 @@ def test_rows_that_stand_for_no_forward_carry_no_scores() -> None:
 
 def test_a_step_of_events_alone_is_published_too() -> None:
     book = RowBuilder()
-    book.open("a", RequestMark(7), 2)
-    book.close("a")
+    book.add_request("a", RequestMark(7), 2)
+    book.finish_request("a")
     with ring(tables(2)) as (publisher, reader):
-        publisher.send(step_of(book.idle()))
+        publisher.publish(book.build_idle(), VERSION, inputs())
         (record,) = reader.poll()
     assert record.rows["phase"].tolist() == [ring_messages.FINISHED]
     assert np.isnan(record.scores_RC).all()
@@ -115,7 +112,7 @@ def test_a_step_larger_than_a_slot_comes_back_whole() -> None:
     scores_TP = torch.randn(200, 6, generator=torch.Generator().manual_seed(2))
     held.site(str(HERE)).read(scores_TP)
     with ring(held) as (publisher, reader):
-        publisher.send(step_of(rows_of(200)))
+        publisher.publish(rows_of(200), VERSION, inputs())
         records = reader.poll()
     assert [record.continued for record in records] == [True, True, False]
     assert np.array_equal(np.concatenate([r.scores_RC for r in records]), scores_TP.numpy())
@@ -132,12 +129,12 @@ def test_pitfall_07_a_record_that_is_held_does_not_change_when_the_writer_goes_o
         kept = []
         for number in range(4 * SHAPE.slots):
             held.site(str(HERE)).read(torch.full((3, 2), float(number)))  # in the same tables
-            publisher.send(step_of(rows_of(3, stream=number + 1), number=number))
+            publisher.publish(rows_of(3, stream=number + 1), VERSION, inputs())
             kept += [(record, content(record)) for record in reader.poll()]
     assert len(kept) == 4 * SHAPE.slots
     for number, (record, before) in enumerate(kept):
         assert content(record) == before
-        assert (record.step, set(record.rows["stream"])) == (number, {number + 1})
+        assert (record.step, set(record.rows["stream"])) == (number + 1, {number + 1})
         assert (record.scores_RC == number).all()
 
 
@@ -145,7 +142,7 @@ def test_pitfall_07_a_record_that_lies_in_the_ring_itself_would_be_caught() -> N
     held = tables(1)
     with HostMemory.create(SHAPE.nbytes) as memory:
         publisher = HostPublisher(RingWriter(memory, SHAPE, 0xABCD), held)
-        publisher.send(step_of(rows_of(3)))
+        publisher.publish(rows_of(3), VERSION, inputs())
         begin = SHAPE.slot_offset(0) + PAYLOAD_OFFSET
         rows = np.ndarray((3,), ring_messages.ROW, memory.buffer, begin)
         scores_RC = np.ndarray((3, 1), np.float32, memory.buffer, begin + rows.nbytes)
@@ -153,5 +150,5 @@ def test_pitfall_07_a_record_that_lies_in_the_ring_itself_would_be_caught() -> N
         before = content(planted)
         held.site(str(HERE)).read(torch.ones(3, 1))
         for _ in range(SHAPE.slots):
-            publisher.send(step_of(rows_of(3)))
+            publisher.publish(rows_of(3), VERSION, inputs())
         assert content(planted) != before

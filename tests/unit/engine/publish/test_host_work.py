@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from types import FrameType
 from typing import Any
 
@@ -15,9 +15,9 @@ import torch
 
 from clairai.compat import worker
 from clairai.engine.publish.device_publisher import DevicePublisher
-from clairai.engine.publish.publish_kernel import DONE_WORD
-from clairai.engine.publish.publisher import FinishedStep, HostPublisher, Publisher
-from clairai.engine.publish.step_header import NUM_HEADERS, StepHeader, StepShape
+from clairai.engine.publish.header_layout import NUM_HEADERS
+from clairai.engine.publish.publisher import HostPublisher, Publisher
+from clairai.engine.publish.step_header import StepHeaders, StepShape
 from clairai.engine.publish.step_rows import RowBuilder
 from clairai.engine.score.score_tables import ScoreTables
 from clairai.engine.step import ForwardInputs, RequestMark, StepBatch
@@ -34,33 +34,22 @@ SHAPE = RingShape(slots=8, slot_bytes=1 << 20)
 class NoLaunch:
     """Stands where the GPU is; every step is published at once."""
 
-    def prepare(self, step_headers: Sequence[StepHeader], inputs: ForwardInputs) -> None:
-        pass
+    def prepare(self, headers: StepHeaders, inputs: ForwardInputs) -> None: ...
 
-    def begin(self) -> None:
-        pass
+    def begin_step(self) -> None: ...
 
-    def __call__(
-        self, step_header: StepHeader, inputs: ForwardInputs, form: StepShape, ledger: int
-    ) -> None:
-        del inputs, form, ledger
-        step_header.memory[DONE_WORD] = step_header.memory[9]
+    def __call__(self, headers: StepHeaders, inputs: ForwardInputs, shape: StepShape) -> None:
+        del inputs, shape
+        head = headers.last().head
+        head.done = head.number
 
-    def note(self, ledger: int, step: int) -> bool:
-        del ledger, step
-        return False
+    def published_by_graph(self) -> None: ...
 
-    def noted(self) -> None:
-        pass
+    def capture(self, num_tokens: int) -> None: ...
 
-    def capture(self, num_tokens: int) -> None:
-        pass
+    def make_wait(self, stream: int) -> None: ...
 
-    def follow(self, stream: int) -> None:
-        pass
-
-    def flush(self) -> None:
-        pass
+    def flush(self) -> None: ...
 
 
 @pytest.fixture(params=["host", "device"])
@@ -79,7 +68,7 @@ def calls_of(publisher: Publisher, counts: list[int], *, warm: int = 0) -> int:
     book = RowBuilder()
     req_ids = [f"r{index}" for index in range(len(counts))]
     for req_id in req_ids:
-        book.open(req_id, RequestMark(1), prompt_len=7)
+        book.add_request(req_id, RequestMark(1), prompt_len=7)
     inputs = ForwardInputs(torch.arange(MAX_TOKENS), torch.arange(MAX_TOKENS, dtype=torch.int32))
     calls = 0
 
@@ -92,7 +81,7 @@ def calls_of(publisher: Publisher, counts: list[int], *, warm: int = 0) -> int:
         gc.disable()  # what others left is not ours to count
         sys.setprofile(count if number == warm else None)
         try:
-            publisher.send(FinishedStep(number, book.step(batch), 1, inputs))
+            publisher.publish(book.build(batch), 1, inputs)
         finally:
             sys.setprofile(None)
             gc.enable()

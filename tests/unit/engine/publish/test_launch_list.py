@@ -1,26 +1,18 @@
-"""A launch gives the driver each argument as the kernel has it; the library here only looks."""
+"""A launch gives the driver each argument as the kernel has it; the driver here only looks."""
 
 from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from clairai.engine.kernel_launch import DRIVER_CALLS, CompiledKernel, CudaDriver, arguments_by_name
-from clairai.engine.publish import step_library
-from clairai.engine.publish.launch_list import (
-    LaunchList,
-    LaunchStreams,
-    NativeLauncher,
-    PythonLauncher,
-    StepLauncher,
-    make_launcher,
-)
-from clairai.engine.publish.step_header import StepCounters, StepHeader
+from clairai.engine.publish.launch_list import LaunchList, LaunchStreams, StepLauncher
+from clairai.engine.publish.step_extension import load_step_extension
+from clairai.engine.publish.step_header import StepHeaders
 from clairai.errors import RingError, UnsupportedError
 
 SIGNATURE = {"ring_ptr": "*i64", "SLOTS": "i32", "one": "constexpr", "wide": "i64", "T": "i32"}
@@ -78,32 +70,32 @@ class Compiled:
 
 
 GIVEN = {"ring_ptr": 1 << 40, "SLOTS": 5, "one": 1, "wide": 1 << 35, "T": 9}
-SIDE, BEGUN, ENDED, MAIN = 50, 60, 61, 40
+SIDE, FORKED, JOINED, MAIN = 50, 60, 61, 40
 
 
 def kernel(library: Library) -> CompiledKernel:
     return CompiledKernel(CudaDriver(library), Compiled(), GIVEN)
 
 
-LANE = LaunchStreams(lambda: MAIN, SIDE, BEGUN, ENDED)
-BRIEF = ctypes.c_uint64(0)
-LEDGER = StepCounters()
-BRIEFS = [StepHeader(sheet, 1, 1) for sheet in LEDGER.sheets]
-LEDGER.sent, LEDGER.sheets[0].number = 2, 1  # the GPU has not published the first yet
-BUSY = (BRIEFS[1].address, LEDGER.address)
+STREAMS = LaunchStreams(lambda: MAIN, SIDE, FORKED, JOINED)
+HEADER = ctypes.c_uint64(0)
 
 
-def native_launches(driver: CudaDriver, lane: LaunchStreams) -> StepLauncher:
-    return NativeLauncher(driver, lane, step_library.load_library("step.c"))
-
-
-@pytest.fixture(params=[PythonLauncher, native_launches])
-def make(request: pytest.FixtureRequest) -> Callable[[Library], StepLauncher]:
-    def made(library: Library) -> StepLauncher:
-        found: StepLauncher = request.param(CudaDriver(library), LANE)
-        return found
-
+def headers_after(*, is_published: bool) -> StepHeaders:
+    """Two were written; the GPU has published the first of them, or not."""
+    made = StepHeaders(1, 1)
+    made.counters.sent, made.all[0].head.number = 2, 1
+    made.all[0].head.done = int(is_published)
     return made
+
+
+BUSY, IDLE = headers_after(is_published=False), headers_after(is_published=True)
+
+
+@pytest.fixture(params=["python", "c"])
+def make(request: pytest.FixtureRequest) -> Callable[[Library], StepLauncher]:
+    extension = load_step_extension() if request.param == "c" else None
+    return lambda library: StepLauncher(CudaDriver(library), STREAMS, extension)
 
 
 @pytest.mark.parametrize("num_hidden", [0, 1, 2])
@@ -112,9 +104,9 @@ def test_arguments_come_in_order_without_constants_and_what_triton_adds_is_null(
 ) -> None:
     library = Library([8, 4, 8, 4] + [8] * num_hidden)
     made, step = kernel(library), make(library)
-    step.use(LaunchList.of([made.launch((3, 2, 1))], BRIEF))
+    step.use(LaunchList.of([made.launch((3, 2, 1))], HEADER))
     made.cells["T"].value = 11
-    step.run(*BUSY)
+    step.run(BUSY)
     hidden = [0] * num_hidden
     assert library.launched == [
         (77, (3, 2, 1, 128, 1, 1, 96, SIDE), [1 << 40, 5, 1 << 35, 11, *hidden])
@@ -126,13 +118,13 @@ def test_a_step_waits_for_its_forward_and_runs_its_launches_in_order(
 ) -> None:
     library = Library([8, 4, 8, 4])
     made, step = kernel(library), make(library)
-    step.use(LaunchList.of([made.launch((1, 1, 1), T=part) for part in range(3)], BRIEF))
-    step.run(*BUSY)
+    step.use(LaunchList.of([made.launch((1, 1, 1), T=part) for part in range(3)], HEADER))
+    step.run(BUSY)
     assert library.queued == [
-        ("record", BEGUN, MAIN),
-        ("wait", SIDE, BEGUN, 0),
+        ("record", FORKED, MAIN),
+        ("wait", SIDE, FORKED, 0),
         *[("launch",)] * 3,
-        ("record", ENDED, SIDE),
+        ("record", JOINED, SIDE),
     ]
     assert [values[3] for _, _, values in library.launched] == [0, 1, 2]
     assert made.cells["T"].value == 9  # an argument of its own is a launch's alone
@@ -143,11 +135,11 @@ def test_launches_can_be_run_again_and_set_anew(
 ) -> None:
     library = Library([8, 4, 8, 4])
     made, step = kernel(library), make(library)
-    step.use(LaunchList.of([made.launch((1, 1, 1)), made.launch((2, 1, 1))], BRIEF))
-    step.run(*BUSY)
-    step.run(*BUSY)
-    step.use(LaunchList.of([made.launch((4, 1, 1))], BRIEF))
-    step.run(*BUSY)
+    step.use(LaunchList.of([made.launch((1, 1, 1)), made.launch((2, 1, 1))], HEADER))
+    step.run(BUSY)
+    step.run(BUSY)
+    step.use(LaunchList.of([made.launch((4, 1, 1))], HEADER))
+    step.run(BUSY)
     assert [shape[0] for _, shape, _ in library.launched] == [1, 2, 1, 2, 4]
 
 
@@ -163,9 +155,9 @@ def test_what_the_driver_refuses_is_an_error_and_nothing_comes_after_it(
 ) -> None:
     library = Library([8, 4, 8, 4], fault=fault)
     step = make(library)
-    step.use(LaunchList.of([kernel(library).launch((1, 1, 1))], BRIEF))
+    step.use(LaunchList.of([kernel(library).launch((1, 1, 1))], HEADER))
     with pytest.raises(RingError, match="failed on the GPU: CUDA error 700"):
-        step.run(*BUSY)
+        step.run(BUSY)
     assert library.queued[-1][0] == fault
 
 
@@ -184,24 +176,23 @@ def test_arguments_are_named_in_the_order_of_the_function() -> None:
 def test_what_comes_next_waits_for_the_last_step(make: Callable[[Library], StepLauncher]) -> None:
     library = Library([8, 4, 8, 4])
     step = make(library)
-    step.use(LaunchList.of([kernel(library).launch((1, 1, 1))], BRIEF))
-    step.run(*BUSY)
+    step.use(LaunchList.of([kernel(library).launch((1, 1, 1))], HEADER))
+    step.run(BUSY)
     library.queued.clear()
-    step.begin()
-    step.follow(200)
-    assert library.queued == [("wait", MAIN, ENDED, 0), ("wait", 200, ENDED, 0)]
+    step.begin_step()
+    step.make_wait(200)
+    assert library.queued == [("wait", MAIN, JOINED, 0), ("wait", 200, JOINED, 0)]
 
 
-def test_without_a_compiler_the_launches_are_python_and_it_is_said(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, tmp_path: Path
+def test_an_idle_gpu_gets_the_launches_on_the_engines_own_stream_without_events(
+    make: Callable[[Library], StepLauncher],
 ) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setenv("PATH", str(tmp_path))
-    monkeypatch.delenv("CC", raising=False)
-    assert isinstance(make_launcher(CudaDriver(Library([])), LANE), PythonLauncher)
-    assert "no C compiler found" in caplog.text
-
-
-def test_with_a_compiler_they_are_one_call(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    assert isinstance(make_launcher(CudaDriver(Library([])), LANE), NativeLauncher)
+    library = Library([8, 4, 8, 4])
+    step = make(library)
+    step.use(LaunchList.of([kernel(library).launch((1, 1, 1))], HEADER))
+    step.run(IDLE)
+    assert HEADER.value == IDLE.all[1].address
+    step.begin_step()
+    assert library.queued == [("launch",)]
+    step.make_wait(200)
+    assert library.queued[1:] == [("record", JOINED, MAIN), ("wait", 200, JOINED, 0)]

@@ -1,11 +1,12 @@
-"""While the same requests decode, one call of C says what all listeners together would have said.
+"""While the same requests decode, C does what all listeners together would have done.
 
-Two engines get the same steps; one has C for steps that are alike, the other has none.
+Two engines run the same steps; one has C for steps that are alike, the other has none.
 """
 
 from __future__ import annotations
 
 import gc
+import inspect
 import weakref
 from typing import Any
 
@@ -14,8 +15,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from clairai.engine.publish.repeat_path import make_repeat_path
-from tests.support.gpu_launches import LongWay
+from clairai.engine.publish.header_layout import StepCounters
+from clairai.engine.publish.repeat_path import RepeatPath
+from clairai.engine.publish.step_extension import load_step_extension
+from clairai.engine.publish.step_header import StepHeaders
 from tests.support.probes import probe
 from tests.support.repeat_engine import V1, V2, Engine, engine
 from tests.support.toy_publisher import SECOND
@@ -27,57 +30,57 @@ def decode(one: Engine, steps: int, who: str = "ab") -> None:
         one.gpu.publish(1)
 
 
-def steps_told(one: Engine) -> list[int]:
-    return [told["head"][3] for told in one.gpu.told]
+def steps_read(one: Engine) -> list[int]:
+    return [read["head"]["step"] for read in one.gpu.read]
 
 
 def placed(one: Engine) -> list[int]:
-    """Where the first request was in the steps that listeners were told of."""
-    return [told[2][0] for told in one.other.take() if told[0] == "place"]
+    """Where the first request was in the steps that listeners heard of."""
+    return [word[2][0] for word in one.other.take() if word[0] == "place"]
 
 
 @pytest.mark.parametrize("runner", [V1, V2])
-def test_listeners_hear_of_a_step_only_until_steps_are_alike(runner: type[Engine]) -> None:
-    with engine(runner=runner) as one, engine(LongWay, runner) as other:
+def test_listeners_hear_of_steps_only_until_they_are_alike(runner: type[Engine]) -> None:
+    with engine(runner=runner) as one, engine(has_c=False, runner=runner) as other:
         for each in (one, other):
             decode(each, 6)
         assert placed(one) == [0]
         assert placed(other) == [0, 1, 2, 3, 4, 5]
-        assert one.told() == other.told()
-        assert steps_told(one) == [1, 2, 3, 4, 5, 6]
+        assert one.read() == other.read()
+        assert steps_read(one) == [1, 2, 3, 4, 5, 6]
 
 
-def test_one_listener_that_does_not_rest_has_all_of_them_told() -> None:
+def test_one_listener_that_cannot_skip_has_all_of_them_called() -> None:
     with engine() as one:
-        one.other.is_resting = False
+        one.other.skips = False
         decode(one, 3)
         assert placed(one) == [0, 1, 2]
-        one.other.is_resting = True
+        one.other.skips = True
         decode(one, 3)
         assert placed(one) == [3]
 
 
-def test_who_comes_or_goes_is_heard_of() -> None:
+def test_a_request_that_comes_or_goes_is_heard_of() -> None:
     with engine() as one:
         decode(one, 3, "ab")
         decode(one, 3, "abc")
         one.step({"a": 1, "c": 1}, finished=("b",))
-        # The step that tells of b is not like the one after it.
+        # The step in which b has finished is not like the one after it.
         decode(one, 3, "ac")
-        told = [word for word in one.other.take() if word[0] == "begin"]
-        assert told == [("begin", ["a", "b"], []), ("begin", ["c"], []), ("begin", [], ["b"]),
+        begun = [word for word in one.other.take() if word[0] == "begin"]
+        assert begun == [("begin", ["a", "b"], []), ("begin", ["c"], []), ("begin", [], ["b"]),
                         ("begin", [], [])]  # fmt: skip
 
 
-def test_a_step_that_only_says_who_is_gone_has_a_number_of_its_own() -> None:
+def test_a_step_that_has_only_finished_requests_has_a_number_of_its_own() -> None:
     with engine() as one:
         decode(one, 3, "ab")
         one.step({}, finished=("a", "b"))
         decode(one, 2, "c")
-        assert steps_told(one) == [1, 2, 3, 4, 5, 6]
+        assert steps_read(one) == [1, 2, 3, 4, 5, 6]
 
 
-def test_who_is_steered_otherwise_is_heard_of() -> None:
+def test_a_change_of_steering_is_heard_of() -> None:
     with engine() as one:
         decode(one, 3, "a")
         one.other.take()
@@ -97,7 +100,7 @@ def test_a_batch_in_another_order_is_heard_of_from_where_it_is_found_out() -> No
         one.other.take()
         one.step({"b": 1, "a": 1})
         assert one.other.take() == [("place", ["b", "a"], [3, 3]), "end"]
-        assert steps_told(one) == [1, 2, 3, 4]
+        assert steps_read(one) == [1, 2, 3, 4]
 
 
 def test_an_argument_by_its_name_is_understood() -> None:
@@ -106,16 +109,16 @@ def test_an_argument_by_its_name_is_understood() -> None:
         one.other.take()
         assert one.execute_model(scheduler_output=one.scheduled({"a": 1})) == "state"
         assert placed(one) == [3]
-        assert steps_told(one) == [1, 2, 3, 4]
+        assert steps_read(one) == [1, 2, 3, 4]
 
 
-def test_warm_up_between_two_steps_is_nobodys() -> None:
+def test_a_warm_up_between_two_steps_is_not_published() -> None:
     with engine() as one:
         decode(one, 3, "a")
-        assert one.execute_model(one.scheduled({"a": 1}), dummy_run=True) == "nobody's"
+        assert one.execute_model(one.scheduled({"a": 1}), dummy_run=True) == "dummy"
         decode(one, 2, "a")
         assert placed(one) == [0]
-        assert steps_told(one) == [1, 2, 3, 4, 5]
+        assert steps_read(one) == [1, 2, 3, 4, 5]
 
 
 def test_a_forward_that_was_no_graph_is_launched_for_though_its_step_was_like_the_last() -> None:
@@ -126,7 +129,7 @@ def test_a_forward_that_was_no_graph_is_launched_for_though_its_step_was_like_th
         one.is_graph = True
         decode(one, 3)
         assert [call[0] for call in one.gpu.queued].count("launch") == 2
-        assert steps_told(one) == [*range(1, 10)]
+        assert steps_read(one) == [*range(1, 10)]
 
 
 def test_a_step_without_tokens_says_nothing_and_changes_nothing() -> None:
@@ -135,36 +138,38 @@ def test_a_step_without_tokens_says_nothing_and_changes_nothing() -> None:
         one.step({})
         decode(one, 2)
         assert placed(one) == [0]
-        assert steps_told(one) == [1, 2, 3, 4, 5]
+        assert steps_read(one) == [1, 2, 3, 4, 5]
 
 
 def test_a_gpu_that_is_behind_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    """All briefs are taken: C has nothing to write on, and leaves the step as it was."""
+    """All headers are taken: C has none to write, and leaves the step as it was."""
     with engine() as one:
         for _ in range(8):
             one.step({"a": 1})
         monkeypatch.setattr(
-            "clairai.engine.publish.device_publisher._wait_for", lambda _: one.gpu.publish(1)
+            "clairai.engine.publish.step_header._wait_for", lambda _: one.gpu.publish(1)
         )
         one.step({"a": 1})
         assert placed(one) == [0, 8]
-        assert steps_told(one) == [*range(1, 10)]
-        *_, flagged = one.told()[-1]["plan"]
-        assert flagged == 0  # had C counted the step too, its row would be told as one seen before
+        assert steps_read(one) == [*range(1, 10)]
+        *_, flagged = one.read()[-1]["requests"]
+        assert (
+            flagged == 0
+        )  # had C counted the step too, its row would be flagged as one seen before
 
 
-def test_a_bank_that_comes_in_between_is_the_next_steps() -> None:
+def test_a_bank_that_is_installed_in_between_scores_the_next_step() -> None:
     with engine() as one:
         decode(one, 3)
         one.step_publisher.install(one.step_publisher.columns.add([probe("new", point=SECOND)]))
         decode(one, 3)
-        versions = [told["head"][4] >> 32 for told in one.gpu.told]
+        versions = [read["head"]["epoch_and_bank"] >> 32 for read in one.gpu.read]
         assert versions == [0, 0, 0, 1, 1, 1]
 
 
 def test_before_any_step_there_is_none_to_repeat() -> None:
-    ones_R = np.ones(1, np.int32)
-    assert not make_repeat_path().again(["a"], ones_R, ones_R)
+    ones_R, counters = np.ones(1, np.int32), StepCounters()
+    assert not RepeatPath(load_step_extension(), counters).repeat(["a"], ones_R, ones_R)
 
 
 @pytest.mark.parametrize("name", ["execute_model", "prepare_inputs"])
@@ -180,7 +185,7 @@ def test_what_the_runner_raises_is_raised(name: str, monkeypatch: pytest.MonkeyP
 
 
 @pytest.mark.parametrize("gone", ["scheduled_new_reqs", "finished_req_ids"])
-def test_a_scheduler_that_says_nothing_of_who_comes_or_goes_is_an_error(gone: str) -> None:
+def test_a_scheduler_without_its_lists_of_new_and_finished_requests_is_an_error(gone: str) -> None:
     with engine() as one:
         decode(one, 2, "a")
         scheduled = one.scheduled({"a": 1})
@@ -203,26 +208,39 @@ def test_a_step_that_is_like_the_last_holds_nothing_of_its_batch() -> None:
 
 
 def test_an_engine_that_is_gone_leaves_nothing_behind() -> None:
-    gc.collect()
-    before = num_of_c()
     with engine() as one:
         decode(one, 3)
-        assert num_of_c() == before + 3  # Steady, and two methods that are wrapped
-        watched = weakref.ref(one)
-        del one
+        methods = [vars(one)[name] for name in ("execute_model", "prepare_inputs")]
+        assert all(inspect.isbuiltin(method) for method in methods)
+        of_engine, of_path = weakref.ref(one), weakref.ref(one.step_publisher.repeat_path)
+        del one, methods
     gc.collect()
+    assert (of_engine(), of_path()) == (None, None)
+
+
+def test_a_wrapped_method_keeps_what_it_writes_to() -> None:
+    headers = StepHeaders(1, 1)
+    path = RepeatPath(load_step_extension(), headers.counters, headers)
+    method = path.wrap_execute_model(print, print, print, ("one", "two", "three"))
+    watched = weakref.ref(headers)
+    del headers, path
+    gc.collect()
+    assert watched() is not None
+    del method
     assert watched() is None
-    assert num_of_c() == before
 
 
-def num_of_c() -> int:
-    return [type(one).__module__ for one in gc.get_objects()].count("steady")
+@pytest.mark.parametrize("name", ["wrap_execute_model", "wrap_prepare_inputs"])
+def test_what_a_wrapper_is_given_is_checked(name: str) -> None:
+    wrap = getattr(load_step_extension(), name)
+    with pytest.raises(TypeError, match="three names of attributes are wanted"):
+        wrap(print, print, print, ("one", "two"), 0, None)
 
 
 # Of some steps: what they are, who is in them, how many, and how much is published after each.
 SCRIPT = st.lists(
     st.tuples(
-        st.sampled_from(["graph", "graph", "graph", "python", "blank", "empty", "bank", "weights"]),
+        st.sampled_from(["graph", "graph", "graph", "python", "dummy", "empty", "bank", "weights"]),
         st.sampled_from(["a", "ab", "ba", "abc", "abcd"]),
         st.integers(1, 12),
         st.sampled_from([1, 1, 1, 2, 100]),
@@ -235,14 +253,14 @@ SCRIPT = st.lists(
 
 @given(SCRIPT)
 @pytest.mark.parametrize("runner", [V1, V2])
-def test_what_the_gpu_is_told_does_not_depend_on_who_tells_it(
+def test_what_the_gpu_reads_does_not_depend_on_who_wrote_it(
     runner: type[Engine], script: list[tuple[str, str, int, int, str, int]]
 ) -> None:
-    with engine(runner=runner) as short, engine(LongWay, runner) as long:
+    with engine(runner=runner) as short, engine(has_c=False, runner=runner) as long:
         for one in (short, long):
             for kind, who, times, count, gone, published in script:
                 play(one, kind, who, times, count, gone, published)
-        assert short.told() == long.told()
+        assert short.read() == long.read()
         assert short.publisher.published == long.publisher.published
         assert short.publisher.last_step == long.publisher.last_step
 
@@ -252,16 +270,16 @@ def play(
 ) -> None:
     one.is_graph = kind != "python"
     if kind == "bank":
-        one.gpu.publish(len(one.gpu.step_headers))  # it is waited for
+        one.gpu.publish(len(one.gpu.pending))  # it is waited for
         one.step_publisher.install(one.step_publisher.columns)
     if kind == "weights":
-        one.gpu.publish(len(one.gpu.step_headers))
+        one.gpu.publish(len(one.gpu.pending))
         one.step_publisher.set_weights_version((one.step_publisher.weights or 0) + 1)
     for _ in range(times):
-        if kind == "blank":
+        if kind == "dummy":
             one._dummy_run(3)
         one.step({} if kind == "empty" else dict.fromkeys(who, count))
-        one.gpu.publish(published if len(one.gpu.step_headers) < 5 else 5)
+        one.gpu.publish(published if len(one.gpu.pending) < 5 else 5)
     if gone in one.come:
         one.step({}, finished=(gone,))
         one.gpu.publish(1)

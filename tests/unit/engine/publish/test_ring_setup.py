@@ -26,15 +26,11 @@ EPOCH = 7
 class ToyLaunch:
     """Stands where the kernel is launched; keeps what it was told of the ring."""
 
-    def __init__(self, ring: int, shape: RingShape, tables: ScoreTables, max_requests: int) -> None:
+    def __init__(self, ring: int, shape: RingShape, *_: object) -> None:
         self.ring, self.shape = ring, shape
-        self.given = (tables, max_requests)
         self.is_flushed = False
 
-    def begin(self) -> None: ...
-
-    def note(self, ledger: int, step: int) -> bool:
-        raise NotImplementedError
+    def begin_step(self) -> None: ...
 
     def flush(self) -> None:
         self.is_flushed = True
@@ -58,8 +54,8 @@ def opened(device: str, home: str) -> OpenRing:
 
 def launch_of(home: OpenRing) -> ToyLaunch:
     assert isinstance(home.publisher, device_publisher.DevicePublisher)
-    assert isinstance(home.publisher._launch, ToyLaunch)
-    return home.publisher._launch
+    assert isinstance(home.publisher._launcher, ToyLaunch)
+    return home.publisher._launcher
 
 
 def test_a_cpu_engine_has_its_ring_in_host_memory_and_writes_it_itself() -> None:

@@ -15,7 +15,7 @@ def test_a_forward_of_nobodys_rows_waits_until_the_last_steps_are_read(
     """It writes where they lie; on a GPU they may still be on their way out."""
     waited = []
     with running_publisher(runtime) as step_publisher:
-        monkeypatch.setattr(step_publisher._publisher, "begin", lambda: waited.append(1))
+        monkeypatch.setattr(step_publisher._publisher, "begin_step", lambda: waited.append(1))
         step_publisher.before_dummy_run()
         assert waited == [1]
         step_publisher._is_serving = (

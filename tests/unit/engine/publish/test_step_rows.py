@@ -107,11 +107,11 @@ def test_more_requests_than_the_book_began_with_keep_their_own_rows(num_requests
 
 def test_a_place_that_is_used_again_remembers_nothing_of_its_last_owner() -> None:
     book = RowBuilder()
-    book.open("a", RequestMark(7, 3), 100)
-    book.step(StepBatch(["a"], np.array([50], np.int32), np.array([0], np.int32)))
-    book.close("a")
-    book.open("b", RequestMark(8, 0), 1)
-    rows = book.step(StepBatch(["b"], np.array([1], np.int32), np.array([1], np.int32)))
+    book.add_request("a", RequestMark(7, 3), 100)
+    book.build(StepBatch(["a"], np.array([50], np.int32), np.array([0], np.int32)))
+    book.finish_request("a")
+    book.add_request("b", RequestMark(8, 0), 1)
+    rows = book.build(StepBatch(["b"], np.array([1], np.int32), np.array([1], np.int32)))
     (finished, cached, token) = rows.fill(np.array([1]), np.array([42]))
     assert (finished["stream"], finished["position"], finished["choice"]) == (7, 50, 3)
     assert (cached["stream"], cached["position"], cached["span"]) == (8, 0, 1)
@@ -120,32 +120,32 @@ def test_a_place_that_is_used_again_remembers_nothing_of_its_last_owner() -> Non
 
 def test_a_request_that_never_reached_the_worker_ends_in_silence() -> None:
     book = RowBuilder()
-    book.close("nobody")
-    rows = book.idle()
+    book.finish_request("nobody")
+    rows = book.build_idle()
     assert (rows.num_tokens, len(rows.events)) == (0, 0)
 
 
 def test_a_step_that_forwards_nothing_still_says_who_finished() -> None:
     book = RowBuilder()
-    book.open("a", RequestMark(7), 3)
-    book.close("a")
-    rows = book.idle().fill(np.zeros(0, np.int64), np.zeros(0, np.int32))
+    book.add_request("a", RequestMark(7), 3)
+    book.finish_request("a")
+    rows = book.build_idle().fill(np.zeros(0, np.int64), np.zeros(0, np.int32))
     assert [(row["stream"], row["phase"], row["span"]) for row in rows] == [
         (7, ring_messages.FINISHED, 0)
     ]
-    assert len(book.idle().events) == 0
+    assert len(book.build_idle().events) == 0
 
 
 def test_a_step_keeps_its_rows_while_the_book_goes_on() -> None:
     """On a GPU the rows are filled in later, when the next step may have begun."""
     book = RowBuilder()
     counts, starts = np.array([2], np.int32), np.array([0], np.int32)
-    book.open("a", RequestMark(7), 1)
-    step = book.step(StepBatch(["a"], counts, starts))
-    book.close("a")
-    book.open("b", RequestMark(8, 5), 99)
+    book.add_request("a", RequestMark(7), 1)
+    step = book.build(StepBatch(["a"], counts, starts))
+    book.finish_request("a")
+    book.add_request("b", RequestMark(8, 5), 99)
     counts[:] = 9  # the runner's own buffers, reused
-    book.step(StepBatch(["b"], np.array([4], np.int32), starts))
+    book.build(StepBatch(["b"], np.array([4], np.int32), starts))
     rows = step.fill(np.array([0, 1]), np.array([10, 11]))
     assert rows["stream"].tolist() == [7, 7]
     assert rows["phase"].tolist() == [ring_messages.PREFILL, ring_messages.DECODE]
@@ -153,35 +153,37 @@ def test_a_step_keeps_its_rows_while_the_book_goes_on() -> None:
 
 def test_a_batch_with_a_request_nobody_opened_is_an_error_and_not_a_guess() -> None:
     with pytest.raises(KeyError, match="stranger"):
-        RowBuilder().step(StepBatch(["stranger"], np.array([1], np.int32), np.array([0], np.int32)))
+        RowBuilder().build(
+            StepBatch(["stranger"], np.array([1], np.int32), np.array([0], np.int32))
+        )
 
 
 def test_steps_of_the_same_requests_share_what_they_are_told_and_others_do_not() -> None:
     book = RowBuilder()
     for number in range(3):
-        book.open(f"r{number}", RequestMark(number + 1), 5)
+        book.add_request(f"r{number}", RequestMark(number + 1), 5)
     req_ids = ["r0", "r1"]
     first, second = step_of(book, req_ids), step_of(book, req_ids)
-    assert second.roster is first.roster
+    assert second.requests is first.requests
     req_ids.reverse()  # the runner's own list, changed in place
-    assert step_of(book, req_ids).roster.streams_R.tolist() == [2, 1]
-    assert step_of(book, ["r1", "r2"]).roster.streams_R.tolist() == [2, 3]
-    assert first.roster.streams_R.tolist() == [1, 2]
+    assert step_of(book, req_ids).requests.streams_R.tolist() == [2, 1]
+    assert step_of(book, ["r1", "r2"]).requests.streams_R.tolist() == [2, 3]
+    assert first.requests.streams_R.tolist() == [1, 2]
 
 
 def step_of(book: RowBuilder, req_ids: list[str]) -> StepRows:
     counts_R = np.ones(len(req_ids), np.int32)
-    return book.step(StepBatch(req_ids, counts_R, np.zeros(len(req_ids), np.int32)))
+    return book.build(StepBatch(req_ids, counts_R, np.zeros(len(req_ids), np.int32)))
 
 
 def reused_name(book: RowBuilder) -> list[int]:
     """Streams of two steps between which a request ends and another takes its name."""
-    book.open("a", RequestMark(7), 1)
+    book.add_request("a", RequestMark(7), 1)
     first = step_of(book, ["a"])
-    book.close("a")
-    book.open("b", RequestMark(8), 1)
-    book.open("a", RequestMark(9), 1)
-    return [*first.roster.streams_R.tolist(), *step_of(book, ["a"]).roster.streams_R.tolist()]
+    book.finish_request("a")
+    book.add_request("b", RequestMark(8), 1)
+    book.add_request("a", RequestMark(9), 1)
+    return [*first.requests.streams_R.tolist(), *step_of(book, ["a"]).requests.streams_R.tolist()]
 
 
 def test_a_name_that_is_used_again_is_another_request() -> None:
@@ -190,64 +192,64 @@ def test_a_name_that_is_used_again_is_another_request() -> None:
 
 def test_a_batch_with_a_request_that_has_ended_is_an_error_and_not_a_memory() -> None:
     book = RowBuilder()
-    book.open("a", RequestMark(7), 1)
+    book.add_request("a", RequestMark(7), 1)
     step_of(book, ["a"])
-    book.close("a")
+    book.finish_request("a")
     with pytest.raises(KeyError, match="a"):
         step_of(book, ["a"])
 
 
-class RememberingBook(RowBuilder):
+class RememberingBuilder(RowBuilder):
     """Knows a batch again although one of it has ended."""
 
-    def close(self, req_id: str) -> None:
-        roster = self._roster
-        super().close(req_id)
-        self._roster = roster
+    def finish_request(self, req_id: str) -> None:
+        requests = self._requests
+        super().finish_request(req_id)
+        self._requests = requests
 
 
-def test_a_book_that_remembers_too_long_would_be_caught() -> None:
-    assert reused_name(RememberingBook()) == [7, 7]
+def test_a_builder_that_remembers_too_long_would_be_caught() -> None:
+    assert reused_name(RememberingBuilder()) == [7, 7]
 
 
 @pytest.mark.parametrize("num_events", [0, 1, 4, 5, 8, 9, 17])
 def test_events_are_cut_into_parts_in_order_and_the_tokens_come_last(num_events: int) -> None:
     book = RowBuilder()
     for number in range(num_events):
-        book.open(f"gone-{number}", RequestMark(100 + number), 1)
-        book.close(f"gone-{number}")
-    book.open("a", RequestMark(7), 1)
-    whole = book.step(StepBatch(["a"], np.array([3], np.int32), np.array([0], np.int32)))
+        book.add_request(f"gone-{number}", RequestMark(100 + number), 1)
+        book.finish_request(f"gone-{number}")
+    book.add_request("a", RequestMark(7), 1)
+    whole = book.build(StepBatch(["a"], np.array([3], np.int32), np.array([0], np.int32)))
     *before, last = whole.cut_events(4)
     parts = [*before, last]
     assert np.concatenate([part.events for part in parts]).tobytes() == whole.events.tobytes()
     assert all(len(part.events) == 4 and part.num_tokens == 0 for part in before)
     assert len(last.events) <= 4
-    assert [part.is_cut for part in parts] == [True] * len(before) + [False]
-    assert (last.num_tokens, last.roster) == (3, whole.roster)
+    assert [part.is_continued for part in parts] == [True] * len(before) + [False]
+    assert (last.num_tokens, last.requests) == (3, whole.requests)
 
 
-class NeighbourBook(RowBuilder):
+class NeighbourBuilder(RowBuilder):
     """Gives every request the rows of the next one in the batch."""
 
-    def step(self, batch: StepBatch) -> StepRows:
-        return super().step(StepBatch([*batch.req_ids[1:], *batch.req_ids[:1]], *_arrays(batch)))
+    def build(self, batch: StepBatch) -> StepRows:
+        return super().build(StepBatch([*batch.req_ids[1:], *batch.req_ids[:1]], *_arrays(batch)))
 
 
-class ForgetfulBook(RowBuilder):
+class ForgetfulBuilder(RowBuilder):
     """Does not know a request that comes back."""
 
-    def open(self, req_id: str, mark: RequestMark, prompt_len: int) -> None:
+    def add_request(self, req_id: str, mark: RequestMark, prompt_len: int) -> None:
         self._slots.pop(req_id, None)
-        super().open(req_id, mark, prompt_len)
+        super().add_request(req_id, mark, prompt_len)
 
 
-class StaleBook(RowBuilder):
-    """Leaves in a place what its last owner had."""
+class StaleBuilder(RowBuilder):
+    """Leaves in a slot what its last request had."""
 
-    def open(self, req_id: str, mark: RequestMark, prompt_len: int) -> None:
+    def add_request(self, req_id: str, mark: RequestMark, prompt_len: int) -> None:
         seen = self._seen_S.copy()
-        super().open(req_id, mark, prompt_len)
+        super().add_request(req_id, mark, prompt_len)
         self._seen_S[: len(seen)] = seen
 
 
@@ -255,8 +257,10 @@ def _arrays(batch: StepBatch) -> tuple[np.ndarray, np.ndarray]:
     return batch.counts_R, batch.starts_R
 
 
-@pytest.mark.parametrize("broken", [NeighbourBook, ForgetfulBook, StaleBook])
-def test_a_book_that_mixes_requests_up_is_caught_by_the_reference(broken: type[RowBuilder]) -> None:
+@pytest.mark.parametrize("broken", [NeighbourBuilder, ForgetfulBuilder, StaleBuilder])
+def test_a_builder_that_mixes_requests_up_is_caught_by_the_reference(
+    broken: type[RowBuilder],
+) -> None:
     history = [
         Plan(new=[(6, 1, 0), (3, 0, 1)], counts=[3, 3]),
         Plan(counts=[2, 1], preempt=[(1, 0)]),
