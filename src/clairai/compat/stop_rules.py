@@ -57,9 +57,10 @@ class RuleEnforcer:
             self._reader = self._attach()
         self._rules[mark] = rules
 
-    def remove(self, mark: RequestMark) -> None:
-        """May be called twice: when a request ends, and when Python frees it."""
-        self._rules.pop(mark, None)
+    def remove(self, mark: RequestMark, rules: RuleWatcher) -> None:
+        """The request is gone. Another one may have taken its stream since: that one stays."""
+        if self._rules.get(mark) is rules:
+            del self._rules[mark]
         if not self._rules:
             self.close()
 
@@ -130,9 +131,10 @@ def wrap_add_request(original: Any) -> Any:
         if rules is not None:
             _install_check_stop()
             enforcer = request.clairai_rule_enforcer = _get_enforcer(self)
-            enforcer.add(request.clairai_request_mark, rules)
+            mark = request.clairai_request_mark
+            enforcer.add(mark, rules)
             # vLLM asks no more about an aborted request, so its end is taken from its deletion.
-            finalize(request, enforcer.remove, request.clairai_request_mark)
+            finalize(request, enforcer.remove, mark, rules)
         return original(self, request, *args, **kwargs)
 
     return add_request

@@ -223,8 +223,16 @@ def test_a_row_that_is_ahead_of_its_token_does_not_end_the_answer_early(
 def test_the_ring_is_closed_with_the_last_request(step_publisher: StepPublisher) -> None:
     with _enforcer(step_publisher) as enforcer:
         first, second = (Request(enforcer, n, StopRule("p", threshold=9.0)) for n in (1, 2))
-        enforcer.remove(first.clairai_request_mark)
+        enforcer.remove(first.clairai_request_mark, first.clairai_rules)
         assert _generate(step_publisher, second, 2) is False
-        enforcer.remove(second.clairai_request_mark)
-        enforcer.remove(second.clairai_request_mark)
+        enforcer.remove(second.clairai_request_mark, second.clairai_rules)
+        enforcer.remove(second.clairai_request_mark, second.clairai_rules)
         assert enforcer._reader is None
+
+
+def test_a_request_that_took_a_used_stream_keeps_its_rules(step_publisher: StepPublisher) -> None:
+    """The request that had the stream before has ended, but Python frees it only now."""
+    with _enforcer(step_publisher) as enforcer:
+        before, after = (Request(enforcer, 1, StopRule("p", threshold=0.5)) for _ in range(2))
+        enforcer.remove(before.clairai_request_mark, before.clairai_rules)
+        assert [_generate(step_publisher, after, 1) for _ in range(2)] == [False, True]
