@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 from pydantic import TypeAdapter
 
-from clairai.engine.steer import steering_plan as courses
+from clairai.engine.steer.steering_plan import encode_plan
 from clairai.engine.steer.steering_registry import SteeringLimits, SteeringRegistry
 from clairai.fields.catalog import Catalog
 from clairai.fields.request_fields import parse_fields
@@ -97,7 +97,7 @@ def _admitted(xargs: dict[str, Any]) -> None:
     plan = registry.resolve(parse_fields(xargs).steer, prompt_len=PROMPT_LEN)
     if plan is not None:
         registry.claim(plan)
-        courses.ENCODER.encode(plan)
+        encode_plan(plan)
 
 
 def _work(stage: Callable[[Any], object], given: Any) -> Callable[[], object]:

@@ -55,14 +55,14 @@ def _amend(stream: int, _: Sequence[SteerEntry]) -> list[int]:
 
 @dataclass
 class ToyServer:
-    """`courses` has what each admitted request was steered by, `bodies` what vLLM got of it."""
+    """`plans` are the steering plans of admitted requests, `bodies` what vLLM got of it."""
 
     core_control: CoreControl
     step_publisher: Any
     api_servers: int = 1
     asked: list[control_messages.Control] = field(default_factory=list)
     bodies: list[dict[str, Any]] = field(default_factory=list)
-    courses: list[SteeringPlan | None] = field(default_factory=list)
+    plans: list[SteeringPlan | None] = field(default_factory=list)
     held: list[Any] = field(default_factory=list)  # requests that have not ended
     backend: Any = None  # of weights
 
@@ -142,7 +142,7 @@ class ToyServer:
         running = Running()
         self.admission.accept(given, running)
         self.held.append(running)
-        self.courses.append(read_steering_plan(request.sampling_params))
+        self.plans.append(read_steering_plan(request.sampling_params))
         return True
 
 

@@ -1,8 +1,8 @@
 """Random steering plans, and a slow reference of how they steer each row.
 
-D = model width. The reference takes one row at a time, in float64, straight from the
-plan: no programs, no segments, no map. Rows, directions and biases are such that every score
-is exact in float32 and none is at a threshold, so that a gate opens in both or in none.
+D = model width. The reference steers one row at a time, in float64, straight from the plan: no
+programs, no segments, no map. Rows, directions and biases are chosen so that every score is exact
+in float32 and none equals a threshold, so a gate opens in both or in neither.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def random_plan(rng: np.random.Generator) -> SteeringPlan:
 
 
 def rich_plan(rng: np.random.Generator) -> SteeringPlan:
-    """Much in few rows: three gates that remember, special tokens skipped, and segments."""
+    """Many features in few rows: three stateful gates, skipped special tokens, and segments."""
     names = [*SITE_OF]
     gates = tuple(random_gate(rng, names[index], stateful=True) for index in (0, 0, 1))
     ranges: tuple[tuple[Range, ...], ...] = (((1, OPEN_END),), ((0, 3), (4, OPEN_END)))
@@ -127,7 +127,7 @@ def random_gate(rng: np.random.Generator, point: str, *, stateful: bool = False)
 def steered(
     plan: SteeringPlan, position: int, is_special: bool, rows: dict[str, Float], state: State
 ) -> dict[str, Float | None]:
-    """Each site's row as it must come out; None where it must not be touched."""
+    """The expected row of each site; None where it must not be touched."""
     acting = [
         action
         for action in plan.actions

@@ -32,7 +32,7 @@ IS_PAIR = {"a": False, "b": True, "c": True}
 
 
 class Request:
-    """Its tokens and rows are its own at every position, however often they are forwarded."""
+    """Has the same token and rows at a position however often it is forwarded."""
 
     def __init__(self, plan: SteeringPlan | None, seed: int) -> None:
         self.plan = plan
@@ -55,7 +55,7 @@ class Request:
 
 @dataclass(frozen=True)
 class Seen:
-    """One site in one step: its tensors before and after, and what must have come of each row."""
+    """One site in one step: its tensors before and after, and the expected rows."""
 
     site: str
     before: tuple[torch.Tensor, torch.Tensor | None]
@@ -64,7 +64,7 @@ class Seen:
 
 
 class ToyFleet:
-    """Drives Steering and the sites as a model runner does, padded rows included."""
+    """Drives WorkerSteering and the sites as a model runner does, padded rows included."""
 
     def __init__(self, tables: SteerTables, steering: WorkerSteering) -> None:
         self.tables, self.steering = tables, steering
@@ -83,14 +83,14 @@ class ToyFleet:
         self.steering.remove(req_id)
 
     def preempt(self, req_id: str) -> None:
-        """It comes back as one that is new to the runner, and begins again."""
+        """Make it return to the runner as a new request that starts again."""
         request = self.live[req_id]
         request.next_position = 0
         if request.plan is not None:
             self.steering.add(req_id, request.plan)
 
     def place(self, counts: dict[str, int]) -> list[tuple[Request, int]]:
-        """Lay out a step; gives whose each row is, and its position."""
+        """Lay out a step, and return the request and position of each row."""
         starts = [self.live[req_id].next_position for req_id in counts]
         counts_R = np.array([*counts.values()], np.int32)
         self.steering.place(StepBatch([*counts], counts_R, np.array(starts, np.int32)))
@@ -144,7 +144,7 @@ def _expected(request: Request, position: int, rows: dict[str, Float]) -> dict[s
 
 
 def fleet(dtype: torch.dtype = torch.float32, device: str = "cpu") -> ToyFleet:
-    """With room for what four requests can need, and no more: others' rows must make way."""
+    """With room for four requests only, so that rows and programs are evicted."""
     tables = SteerTables(
         SITES, width=WIDTH, max_tokens=MAX_TOKENS, gate_slots=4, rows=48, programs=64,
         vocabulary=VOCABULARY, device=device, dtype=dtype,
@@ -155,7 +155,7 @@ def fleet(dtype: torch.dtype = torch.float32, device: str = "cpu") -> ToyFleet:
 def random_history(
     held: ToyFleet, rng: np.random.Generator, *, num_steps: int = 8, tolerance: float = 1e-5
 ) -> list[str]:
-    """Requests come, are prefilled in chunks, decode, are preempted, go; gives what was wrong."""
+    """Random arrivals, chunked prefills, decodes, preemptions and ends; returns wrong rows."""
     found: list[str] = []
     plans: list[SteeringPlan | None] = [None]
     for number in range(num_steps):
@@ -174,7 +174,7 @@ def random_history(
 
 
 def fixed_history(held: ToyFleet, seed: int) -> Iterator[list[str]]:
-    """A short history in which everything happens; gives what was wrong, step by step."""
+    """A short fixed history with every kind of event; yields the wrong rows of each step."""
     rng = np.random.default_rng(seed)
     for number, name in enumerate(("a", "b", "plain")):
         held.open(name, Request(rich_plan(rng) if number < 2 else None, seed=number))
@@ -200,7 +200,7 @@ def _random_counts(held: ToyFleet, rng: np.random.Generator) -> dict[str, int]:
 
 
 def faults(seen: Seen, tolerance: float = 1e-5) -> list[str]:
-    """What came out otherwise than it must have; untouched rows are compared bit by bit."""
+    """The rows that differ from the expected ones; untouched rows are compared bit by bit."""
     found = []
     (x_TD, residual_TD), (old_x_TD, old_residual_TD) = seen.after, seen.before
     stream_TD = x_TD if residual_TD is None else residual_TD

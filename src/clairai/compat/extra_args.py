@@ -9,9 +9,8 @@ from collections.abc import Mapping
 from typing import Any, Final
 
 from clairai.engine.capture.capture_plan import PLAN_DECODER, PLAN_ENCODER, CapturePlan
-from clairai.engine.steer import steering_plan
 from clairai.engine.steer.cache_keys import BlockKeys
-from clairai.engine.steer.steering_plan import SteeringPlan
+from clairai.engine.steer.steering_plan import SteeringPlan, decode_plan, encode_plan
 from clairai.engine.step import RequestMark
 from clairai.fields.request_fields import new_stream_id
 
@@ -33,7 +32,7 @@ class EncodedSteeringPlan(_EncodedPlan):
 
     @classmethod
     def encode(cls, plan: SteeringPlan) -> EncodedSteeringPlan:
-        encoded = cls(steering_plan.ENCODER.encode(plan))
+        encoded = cls(encode_plan(plan))
         encoded.plan, encoded.keys = plan, BlockKeys(plan)
         return encoded
 
@@ -84,7 +83,7 @@ def read_steering_plan(sampling_params: Any) -> SteeringPlan | None:
 def decode_steering_plan(encoded: bytes | None) -> SteeringPlan | None:
     if isinstance(encoded, EncodedSteeringPlan):
         return encoded.plan
-    return None if encoded is None else steering_plan.DECODER.decode(encoded)
+    return None if encoded is None else decode_plan(encoded)
 
 
 def read_cache_keys(sampling_params: Any) -> BlockKeys | None:
@@ -92,7 +91,7 @@ def read_cache_keys(sampling_params: Any) -> BlockKeys | None:
     encoded = _read(sampling_params, STEERING_KEY)
     if isinstance(encoded, EncodedSteeringPlan):
         return encoded.keys
-    return None if encoded is None else BlockKeys(steering_plan.DECODER.decode(encoded))
+    return None if encoded is None else BlockKeys(decode_plan(encoded))
 
 
 def read_capture_plan(sampling_params: Any) -> CapturePlan | None:

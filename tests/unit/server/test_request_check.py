@@ -81,7 +81,7 @@ def test_what_is_echoed_is_pinned_so_that_nothing_else_can_be_applied(server: To
     named, inline = sent(server)["steer"]
     assert named["digest"] == vector().digest
     assert "digest" not in inline
-    (plan,) = server.courses
+    (plan,) = server.plans
     assert plan is not None
     assert plan.actions[0].digest == vector().digest
 
@@ -165,7 +165,7 @@ def test_what_cannot_be_applied_is_refused_before_vllm_sees_it(
 
 def test_a_vector_that_came_along_is_echoed_by_its_digest(server: ToyServer) -> None:
     (told,) = server.ask(steer=[{"vector": INLINE}]).json()["clairai"]["steering"]
-    (plan,) = server.courses
+    (plan,) = server.plans
     assert plan is not None
     assert (told["vector"], told["digest"]) == (None, plan.actions[0].digest)
     assert told["points"] == ["post_block.1"]
@@ -183,7 +183,7 @@ def test_prompts_of_one_request_do_not_share_a_stream(server: ToyServer, prompt:
     xargs = {"clairai": json.dumps({"steer": STEER})}
     answer = server.client.post(TEXT, json={"prompt": prompt, "vllm_xargs": xargs})
     assert answer.json()["clairai"] == {"steering": [applied()]}
-    assert len(server.courses) == 2
+    assert len(server.plans) == 2
     assert "stream" not in sent(server)
 
 
@@ -209,7 +209,7 @@ def test_beams_which_vllm_would_not_steer_are_refused(
 def test_a_scale_of_zero_applies_nothing_and_says_so(server: ToyServer) -> None:
     told = server.ask(steer=[{"vector": "calm", "scale": 0}]).json()["clairai"]
     assert told == {"steering": []}
-    assert server.courses == [None]
+    assert server.plans == [None]
 
 
 def test_global_tiers_are_echoed_to_who_asks_for_something(server: ToyServer) -> None:
@@ -233,7 +233,7 @@ def test_the_seeds_fields_steer_where_they_stand(server: ToyServer, field: str, 
     answer = server.client.post(CHAT, json={"messages": [], field: rows})
     (told,) = answer.json()["clairai"]["steering"]
     assert (told["vector"], told["when"], told["points"]) == (None, phase, ["post_block.1"])
-    (plan,) = server.courses
+    (plan,) = server.plans
     assert plan is not None
     assert plan.actions[0].rows[0].read().tolist() == [1.0, 0.0, 2.0]
     assert field not in server.bodies[0]

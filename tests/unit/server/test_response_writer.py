@@ -54,7 +54,7 @@ def test_numbers_that_cannot_be_applied_are_refused_by_the_core_in_words(
     error = answer.json()["error"]
     assert (answer.status_code, error["code"]) == (400, code)
     assert reason in error["message"]
-    assert server.courses == []
+    assert server.plans == []
 
 
 @pytest.mark.parametrize("path", PATHS)

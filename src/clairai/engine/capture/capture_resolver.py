@@ -13,8 +13,7 @@ from typing import Any, Final
 
 from clairai.capture.capture_settings import ALL_POINTS, CaptureSettings
 from clairai.engine.capture.capture_plan import CapturePlan, KeepThreshold
-from clairai.engine.steer.steering_plan import ENCODER as STEERING_ENCODER
-from clairai.engine.steer.steering_plan import SteeringPlan, describe_plan
+from clairai.engine.steer.steering_plan import SteeringPlan, describe_plan, encode_plan
 from clairai.errors import CaptureOffError, ClairaiError, ConfigError, RequestError
 from clairai.fields.capture import CaptureSpec, EncoderSpec, parse_tags
 from clairai.fields.json_fields import suggest_names
@@ -169,7 +168,7 @@ def steering_json(plan: SteeringPlan | None) -> str:
     if len(text.encode()) <= MAX_STEERING_NBYTES:
         return text
     # Too long to store with every request: a digest still tells two of them apart.
-    digest = hashlib.sha256(STEERING_ENCODER.encode(plan)).hexdigest()
+    digest = hashlib.sha256(encode_plan(plan)).hexdigest()
     return json.dumps({"actions": len(plan.actions), "digest": digest})
 
 

@@ -69,7 +69,7 @@ class SlotTable(Generic[Key]):
             self._unused[key] = None
 
     def drop(self, key: Key) -> None:
-        """Free the slot of a key that nobody uses."""
+        """Free the slot of an unused key."""
         if key in self._unused:
             del self._unused[key]
             self._free.append(self._index.pop(key))

@@ -28,7 +28,6 @@ MAX_SEGMENTS: Final = 256  # of one plan
 # First position, one past the last, indices of the actions that act there.
 Segment = tuple[int, int, tuple[int, ...]]
 
-_KEY_ENCODER: Final = msgspec.msgpack.Encoder()
 _KEY_BYTES: Final = 16
 
 
@@ -88,8 +87,16 @@ class SteeringPlan(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return any(gate.is_stateful for gate in self.gates)
 
 
-ENCODER: Final = msgspec.msgpack.Encoder()
-DECODER: Final = msgspec.msgpack.Decoder(SteeringPlan)
+_ENCODER: Final = msgspec.msgpack.Encoder()
+_DECODER: Final = msgspec.msgpack.Decoder(SteeringPlan)
+
+
+def encode_plan(plan: SteeringPlan) -> bytes:
+    return _ENCODER.encode(plan)
+
+
+def decode_plan(data: bytes) -> SteeringPlan:
+    return _DECODER.decode(data)
 
 
 def split_segments(plan: SteeringPlan) -> tuple[Segment, ...]:
@@ -174,7 +181,7 @@ def _gate_content(gate: PlanGate) -> tuple[object, ...]:
 
 
 def _hash(content: object) -> bytes:
-    return hashlib.blake2b(_KEY_ENCODER.encode(content), digest_size=_KEY_BYTES).digest()
+    return hashlib.blake2b(_ENCODER.encode(content), digest_size=_KEY_BYTES).digest()
 
 
 def _hash_keys(keys: Iterable[bytes]) -> bytes:

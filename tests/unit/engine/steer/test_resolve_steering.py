@@ -10,12 +10,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from clairai.engine.steer.steering_plan import (
-    DECODER,
-    ENCODER,
     MAX_GATES,
     MAX_OPS,
     SteeringPlan,
+    decode_plan,
     describe_plan,
+    encode_plan,
 )
 from clairai.engine.steer.steering_registry import SteeringRegistry
 from clairai.errors import ClairaiError, PointError, RequestError, VectorError
@@ -49,7 +49,7 @@ def test_a_named_vector_becomes_its_rows_with_absolute_positions() -> None:
 def test_a_plan_survives_encoding() -> None:
     gated = {"vector": "joy", "gate": {"probe": "sad", "latch": True}, "op": "clamp", "low": 0}
     plan = resolved({"vector": pack_vector(vector()).to_json(), "match_norm": True}, gated)
-    assert DECODER.decode(ENCODER.encode(plan)) == plan
+    assert decode_plan(encode_plan(plan)) == plan
 
 
 def test_an_inline_vector_acts_as_a_named_one_with_the_same_content() -> None:
