@@ -29,10 +29,10 @@ def test_a_checksum_stays_in_registers_and_reads_16_bytes_at_once(
     options = {"num_warps": checksum_kernel.NUM_WARPS, "enable_fp_fusion": True}
     made = triton.compile(source, target=HOPPER, options=options)
     assert made.asm["cubin"]
-    assert ".local" not in made.asm["ptx"]  # where a compiler puts what does not fit
+    assert ".local" not in made.asm["ptx"]  # registers spilled to local memory
     wide = [line for line in made.asm["ptx"].splitlines() if ".v2.b64" in line]
     stores = sum("st.global" in line for line in wide)
-    # 16 bytes each, a row of the tile; were its alignment not seen they would be 8.
+    # 16 bytes for each row of the tile; without known alignment they would be 8.
     assert len(wide) - stores == checksum_kernel.TILE_R
     assert stores == (checksum_kernel.TILE_R if is_copied else 0)
     assert made.metadata.shared <= 1024

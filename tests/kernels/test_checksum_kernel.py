@@ -22,7 +22,7 @@ SIZES = st.lists(
 
 
 def spans(sizes: list[int], seed: int = 1) -> list[torch.Tensor]:
-    """Bytes, each at an address as torch's own memory has it."""
+    """Bytes at addresses aligned like torch's own allocations."""
     rng = np.random.default_rng(seed)
     raw = [torch.empty(size, dtype=torch.uint8) for size in sizes]
     for each in raw:

@@ -33,7 +33,7 @@ from tests.process.parts import until
 from tests.support.cuda import UUIDS, CUresult, ToyDriver, install
 from tests.support.weights import ToyLlm, plan, weights
 
-GPU = torch.device("cpu:0")  # not the host, which has no number
+GPU = torch.device("cpu:0")  # not equal to the host's device, which has no index
 UUID = UUIDS[0].hex()
 
 
@@ -52,11 +52,11 @@ def driver(monkeypatch: pytest.MonkeyPatch) -> Iterator[ToyDriver]:
     for name in ("synchronize", "device", "stream"):
         monkeypatch.setattr(torch.cuda, name, lambda *_: contextlib.nullcontext())
     yield toy
-    assert (toy.opened, toy.held) == (set(), {}), "all of it is given back"
+    assert (toy.opened, toy.held) == (set(), {}), "everything is freed"
 
 
 def _take_turns(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Sender and engine are threads here, and Triton's interpreter is for one at a time."""
+    """Sender and engine are threads here, and Triton's interpreter is not thread-safe."""
     turn = threading.Lock()
     for name in ("launch_sum", "launch_copy_and_sum"):
         launch = getattr(checksum_kernel, name)
@@ -131,7 +131,7 @@ def test_a_failing_driver_leaves_the_old_weights_and_nothing_else(
 def test_a_commit_that_is_refused_frees_nothing_that_the_engine_has_open(
     llm: ToyLlm, driver: ToyDriver, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its buffers are all mapped then; the toy would not let them be freed before."""
+    """All buffers are mapped then; the toy driver refuses to free mapped memory."""
 
     def refused(*_: Any) -> None:
         assert len(driver.opened) == len(weights(0))
@@ -173,7 +173,7 @@ def test_what_changed_between_packing_and_reading_is_refused(
 
 
 def noted(monkeypatch: pytest.MonkeyPatch, *methods: tuple[type, str]) -> list[str]:
-    """Their names, as each has ended."""
+    """The names of these methods, in the order in which calls returned."""
     order: list[str] = []
     for owner, name in methods:
         original = getattr(owner, name)
@@ -190,7 +190,7 @@ def noted(monkeypatch: pytest.MonkeyPatch, *methods: tuple[type, str]) -> list[s
 def test_a_buffer_is_opened_before_it_is_full_and_read_after(
     llm: ToyLlm, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whatever is in it when it is opened: what counts is what it holds once it is full."""
+    """Only the content of the full buffer counts, not that at the time it is opened."""
     order = noted(
         monkeypatch,
         (TransferTracker, "accept_offer"),
@@ -215,7 +215,7 @@ def test_a_buffer_is_opened_before_it_is_full_and_read_after(
 def test_what_has_to_be_gathered_is_gathered_for_one_buffer_at_a_time(
     llm: ToyLlm, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As a trainer has it whose weights are in shards: the GPU has no room for two."""
+    """For a trainer with sharded weights, whose GPU has no memory for two buffers."""
     order = noted(monkeypatch, (DevicePacker, "begin"), (DevicePacker, "_finish"))
     monkeypatch.setattr(torch.Tensor, "full_tensor", lambda shard: shard, raising=False)
     sender(llm, tmp_path).send(weights(1))
@@ -251,7 +251,7 @@ def test_a_buffer_that_was_offered_and_not_filled_does_not_count(
 def test_a_new_plan_waits_until_the_old_one_is_no_longer_read(
     llm: ToyLlm, driver: ToyDriver, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """To close memory that a kernel reads would end the engine's process."""
+    """Closing memory that a kernel reads would kill the engine's process."""
     is_reading, may_go_on = threading.Event(), threading.Event()
     original = ReceivedDeviceBuffer.checksums
 
@@ -277,7 +277,7 @@ def test_a_new_plan_waits_until_the_old_one_is_no_longer_read(
 def test_the_engine_answers_before_it_closes_what_it_read(
     llm: ToyLlm, driver: ToyDriver, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """To close a buffer takes time in which requests would wait; its sender waits for it."""
+    """Closing a buffer takes time for which the sender waits, and not the requests."""
     commit, opened = LlmEngine.commit, []
 
     def committed(self: LlmEngine, manifest: bytes) -> Any:
@@ -294,7 +294,7 @@ def test_the_engine_answers_before_it_closes_what_it_read(
 
 @contextlib.contextmanager
 def begun(llm: ToyLlm, tmp_path: Path) -> Iterator[tuple[Manifest, BufferClient]]:
-    """A plan of four buffers of which the first is filled and shown."""
+    """A plan of four buffers, of which the first is filled and offered."""
     made = plan(epoch=llm.epoch, device=UUID, buffer_bytes=1)
     llm.planned(made)
     packer = DevicePacker(open_sources(weights(1), contextlib.ExitStack()), made, GPU)

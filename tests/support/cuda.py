@@ -29,7 +29,7 @@ OK = CUresult.CUDA_SUCCESS
 
 
 class Handle:
-    """64 bytes without a name, as in cuda-bindings 13.4 and later."""
+    """64 unnamed bytes, as in cuda-bindings 13.4 and later."""
 
     def __init__(self, raw: bytes = bytes(64)) -> None:
         self._raw = ctypes.create_string_buffer(raw, 64)
@@ -43,7 +43,7 @@ class Handle:
 
 
 class ToyDriver(ModuleType):
-    """Two GPUs; everything it was asked is in `asked`, in order."""
+    """Two GPUs; `asked` lists the calls in order."""
 
     CUresult = CUresult
     CUipcMemHandle = Handle
@@ -56,7 +56,9 @@ class ToyDriver(ModuleType):
         super().__init__("cuda.bindings.driver")
         self.asked: list[str] = []
         self.failing: dict[str, CUresult] = {}
-        self.held: dict[int, ctypes.Array[ctypes.c_char]] = {}  # what is not freed, by address
+        self.held: dict[
+            int, ctypes.Array[ctypes.c_char]
+        ] = {}  # allocations that are not freed, by address
         self.opened: set[int] = set()
         self.copied: list[int] = []
         self.ordered: list[str] = []
@@ -100,12 +102,12 @@ class ToyDriver(ModuleType):
         return OK, self._take(nbytes)
 
     def _take(self, nbytes: int) -> int:
-        memory = ctypes.create_string_buffer(b"\xa5" * nbytes, nbytes)  # not zero by itself
+        memory = ctypes.create_string_buffer(b"\xa5" * nbytes, nbytes)  # new memory is not zero
         self.held[ctypes.addressof(memory)] = memory
         return ctypes.addressof(memory)
 
     def cuMemFree(self, address: int) -> Answer:
-        assert address not in self.opened  # CUDA leaves undefined what comes of that
+        assert address not in self.opened  # CUDA leaves the result of that undefined
         del self.held[address]
         return (OK,)
 
@@ -170,7 +172,7 @@ class ToyDriver(ModuleType):
 
 
 def install(monkeypatch: pytest.MonkeyPatch) -> ToyDriver:
-    """From now on, until the test ends, this is what a process finds as its CUDA."""
+    """Use this driver until the test ends."""
     driver = ToyDriver()
     bindings = ModuleType("cuda.bindings")
     bindings.driver = driver  # type: ignore[attr-defined]

@@ -40,7 +40,7 @@ def engine_tensors(epoch: str = EPOCH, device: str = CPU) -> EngineTensors:
 
 
 def plan(described: Any = None, *, epoch: str = EPOCH, device: str = CPU, **given: Any) -> Manifest:
-    """A good one, unless it is told otherwise."""
+    """A valid plan, unless the arguments make it invalid."""
     if described is None:
         described = [TensorSpec(name, "F32", shape) for name, shape in SHAPES.items()]
     return plan_buffers(
@@ -49,7 +49,7 @@ def plan(described: Any = None, *, epoch: str = EPOCH, device: str = CPU, **give
 
 
 def altered(manifest: Manifest, index: int, **fields: Any) -> Manifest:
-    """The same, one tensor otherwise."""
+    """The same manifest with one tensor changed."""
     tensors = list(manifest.tensors)
     tensors[index] = msgspec.structs.replace(tensors[index], **fields)
     return msgspec.structs.replace(manifest, tensors=tuple(tensors))
@@ -64,7 +64,7 @@ def weights(seed: int) -> dict[str, torch.Tensor]:
 
 
 class ToyLlm:
-    """What a Sender needs of vLLM's LLM; `fail_after` tensors loading breaks."""
+    """What a Sender needs of vLLM's LLM; loading fails after `fail_after` tensors."""
 
     def __init__(
         self,
@@ -88,13 +88,13 @@ class ToyLlm:
             self.model[name] = tensor.clone()
 
     def start_weight_update(self) -> None:
-        """As the engine's: nothing."""
+        """Does nothing, like the engine's own."""
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
         self.updater.receive(update_info["manifest"].encode())
 
     def finish_weight_update(self) -> None:
-        """As the engine's: nothing."""
+        """Does nothing, like the engine's own."""
 
     def collective_rpc(self, method: str, args: tuple[bytes]) -> list[bytes]:
         assert method == "clairai_control"
@@ -129,8 +129,8 @@ class ToyLlm:
         return self.updater.state().epoch
 
 
-def spoil_what_is_packed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """From now on a bit of it changes before it is read."""
+def damage_packed_buffers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Flip a bit of every packed buffer before it is read."""
     pack = HostPacker.pack
 
     def damaged(self: HostPacker, index: int) -> Any:

@@ -32,7 +32,7 @@ from tests.support.weights import ToyLlm, engine, plan, weights
 
 @dataclass
 class Target:
-    """`told` has what vLLM would have been told."""
+    """`told` lists the calls that vLLM would have received."""
 
     folder: Path
     llm: ToyLlm
@@ -40,12 +40,12 @@ class Target:
     told: list[str] = field(default_factory=list)
 
     def post(self, what: str, body: bytes) -> str:
-        """What the routes say; empty if they took it."""
+        """The refusal of the routes; empty if they accepted it."""
         answer = self.client.post(f"/v1/weights/{what}", content=body)
         if answer.status_code == 200:
             return ""
         assert answer.status_code in (400, 409, 413), answer.text
-        assert self.told == [], "nobody waits for what is refused"
+        assert self.told == [], "a refusal pauses nothing"
         return str(answer.json()["error"]["message"])
 
     def plan(self, **given: Any) -> Manifest:
@@ -68,7 +68,7 @@ class Target:
             yield sock
 
     def offered(self, offer: BufferOffer | bytes, fds: tuple[int, ...] = ()) -> str:
-        """What the socket says to it; empty if it was taken."""
+        """The refusal of the socket; empty if it accepted the offer."""
         with self.connected() as sock:
             return said(sock, offer, fds)
 

@@ -79,7 +79,7 @@ def test_rows_for_a_bank_that_has_changed_are_refused(
 def test_a_bank_of_the_same_probes_with_other_directions_has_the_same_name(
     step_publisher: StepPublisher, llm: ToyLlm, tmp_path: Path
 ) -> None:
-    """A trainer need not look before each step."""
+    """A trainer need not ask before each step."""
     order = step_publisher.columns.names
     for _ in range(2):
         send(llm, tmp_path, bank(order, rows()))
@@ -124,7 +124,7 @@ def test_a_redirected_probe_is_the_one_that_would_have_been_made() -> None:
         model="m",
         description="what it sees",
     )
-    assert old.digest  # known before: the new one must not have it
+    assert old.digest  # computed before: the new probe must not inherit it
     row_D = np.array([1, 2, 3, 4], np.float32)
     (new,) = replace_directions([old], row_D[None])
     made = Probe(
@@ -192,7 +192,7 @@ def test_a_bank_that_scored_nothing_is_never_described(
     ProbeBank(llm).redirect(names, 2 * rows())
     step_publisher.set_weights_version(7)
     told = step_publisher.bank(scored)
-    assert told is not None, "a record has its version"
+    assert told is not None, "a record carries its version"
     assert [info.name for info in told.probes] == list(names)
     assert sorted(step_publisher._banks) == [scored, step_publisher.columns.version]
 

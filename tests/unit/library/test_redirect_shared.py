@@ -30,7 +30,7 @@ def step_publisher(runtime: Path) -> Iterator[StepPublisher]:
 def llm(
     step_publisher: StepPublisher, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[ToyLlm]:
-    """Whose core sees the worker's bank, as on one GPU; a few bytes are lent here too."""
+    """Its core sees the worker's bank, as on one GPU; even a few bytes are shared here."""
     monkeypatch.setattr(shared_buffer, "MIN_SHARED_BYTES", 1)
     with engine(
         tmp_path, step_publisher, CoreControl(None, probes(), bank=lambda: step_publisher.columns)
@@ -122,7 +122,7 @@ def test_memory_of_an_unanswered_question_is_not_filled_again(
     late = llm.asked[0]
     ProbeBank(llm).redirect(names, 2 * rows())
     assert llm.asked[1].rows.token != late.rows.token
-    refused = llm.ask(late)  # the engine comes to it now
+    refused = llm.ask(late)  # the engine handles it only now
     assert isinstance(refused, ring_messages.Refusal)
     assert refused.code == "unsupported"
     assert step_publisher.columns.probes[0].direction_D.tolist() == (2 * rows())[0].tolist()

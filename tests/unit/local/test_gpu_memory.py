@@ -20,7 +20,7 @@ CALLS = [name for name in vars(ToyDriver) if name.startswith("cu")]
 
 
 def parameters_of(name: str) -> int:
-    """How many the real function takes: its first line of documentation says so."""
+    """The number of parameters of the real function, from its documentation."""
     head = getattr(real, name).__doc__.splitlines()[0]
     between = re.fullmatch(rf"{name}\((.*)\)", head)
     assert between is not None, head

@@ -157,7 +157,7 @@ GIB = 1 << 30
 
 @pytest.fixture
 def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """8 GiB available, and a group within a group; limits are written by the tests."""
+    """8 GiB available, and nested control groups; the tests write their limits."""
     (tmp_path / "meminfo").write_text(f"MemTotal: 99 kB\nMemAvailable:   {8 * GIB >> 10} kB\n")
     (tmp_path / "cgroup").write_text("1:name=old:/x\n0::/outer/inner\n")
     (tmp_path / "groups" / "outer" / "inner").mkdir(parents=True)
@@ -206,7 +206,7 @@ def test_this_machine_has_less_free_memory_than_memory() -> None:
 def test_a_ring_larger_than_the_free_memory_is_refused_before_allocation(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Asked for, it would be promised, and somebody ended for it."""
+    """The kernel would promise the memory, and later kill a process for it."""
 
     def promise(*_: object) -> None:
         raise AssertionError("the kernel was asked")

@@ -135,7 +135,7 @@ def test_a_forked_child_of_the_engine_neither_unlinks_nor_hides_its_death(tmp_pa
 
 def _fork_and_wait(folder: Path) -> None:
     with running_engine(folder) as engine:
-        warnings.simplefilter("ignore")  # newer Pythons warn of a fork beside a thread
+        warnings.simplefilter("ignore")  # newer Pythons warn about fork with threads
         if os.fork() == 0:
             engine.server.close()
             (folder / "starting").write_text(str(os.getpid()))

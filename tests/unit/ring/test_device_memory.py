@@ -30,11 +30,11 @@ EPOCH = 0xFEED_FACE_CAFE_BEEF
 def driver(monkeypatch: pytest.MonkeyPatch) -> Iterator[ToyDriver]:
     toy = install(monkeypatch)
     yield toy
-    assert (toy.held, toy.opened) == ({}, set())  # every test gives back what it took
+    assert (toy.held, toy.opened) == ({}, set())  # every test frees what it allocates
 
 
 def ring_bytes(num_records: int) -> bytes:
-    """What a ring looks like after so many records."""
+    """The bytes of a ring after so many records."""
     with HostMemory.create(SHAPE.nbytes) as memory:
         writer = RingWriter(memory, SHAPE, EPOCH)
         publish_marked(writer, EPOCH, range(num_records))
@@ -84,7 +84,7 @@ def test_a_handle_of_another_length_is_refused_before_the_driver_sees_it(
 def test_a_gpu_that_this_process_does_not_see_is_named(driver: ToyDriver) -> None:
     with pytest.raises(HandshakeError, match=r"on GPU 00ff, .* CUDA_VISIBLE_DEVICES"):
         DeviceMemory.attach(bytes(64), SHAPE.nbytes, "00ff")
-    assert "cuDevicePrimaryCtxRetain" not in driver.asked  # no context on a GPU only looked at
+    assert "cuDevicePrimaryCtxRetain" not in driver.asked  # no context on a GPU that is only listed
 
 
 def test_memory_smaller_than_claimed_is_refused_and_closed_again(driver: ToyDriver) -> None:
@@ -152,7 +152,7 @@ def test_memory_dropped_open_warns() -> None:
 
 @pytest.mark.usefixtures("driver")
 def test_what_was_written_is_not_what_the_next_byte_reads() -> None:
-    """A copy that is off by one would be noticed."""
+    """A copy that is off by one byte is noticed."""
     with DeviceMemory.create(4096, 0) as memory:
         memory.write(100, b"clairai")
         assert memory.copy(100, 7) == b"clairai" != memory.copy(101, 7)
@@ -201,7 +201,7 @@ def test_a_ring_on_a_gpu_crosses_the_socket_as_a_handle_and_no_descriptor(tmp_pa
 def test_a_reader_in_the_engines_process_uses_its_memory_and_frees_nothing(
     driver: ToyDriver, tmp_path: Path
 ) -> None:
-    """CUDA IPC does not open a handle in the process that made it: clairai.scores() is there."""
+    """CUDA IPC cannot open a handle in the process that made it, where clairai.scores() runs."""
     driver.failing["cuIpcOpenMemHandle"] = CUresult.CUDA_ERROR_INVALID_HANDLE
     with DeviceMemory.create(SHAPE.nbytes, 1) as memory:
         memory.write(0, ring_bytes(3))
@@ -246,7 +246,7 @@ def test_a_ring_on_a_gpu_that_is_not_the_promised_one_is_refused_and_closed(
 def test_a_reader_in_the_engines_own_process_opens_no_handle_and_frees_nothing(
     driver: ToyDriver, tmp_path: Path
 ) -> None:
-    """CUDA IPC refuses to open a handle in the process that made it."""
+    """CUDA IPC cannot open a handle in the process that made it."""
     with DeviceMemory.create(SHAPE.nbytes, 1) as memory:
         memory.write(0, ring_bytes(3))
         greeting = msgspec.structs.replace(

@@ -111,7 +111,7 @@ def test_a_reader_gives_up_as_many_slots_as_the_writer_may_be_writing(ahead: int
 
 
 def test_a_writer_that_laps_a_copy_by_less_than_it_may_be_ahead_is_counted_as_loss() -> None:
-    """Between the copy and the second look at head, the oldest records copied are overwritten."""
+    """The oldest copied records are overwritten between the copy and the second load of head."""
     shape = RingShape(SMALL.slots, SMALL.slot_bytes, 2)
     with HostMemory.create(shape.nbytes) as memory:
         writer, ring = RingWriter(memory, shape, EPOCH), RingCursor(memory)

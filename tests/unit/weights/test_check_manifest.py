@@ -39,7 +39,7 @@ STEADY = settings(
     derandomize=True,
     deadline=None,
     max_examples=300,
-    suppress_health_check=[HealthCheck.too_slow],  # of a busy machine
+    suppress_health_check=[HealthCheck.too_slow],  # on a busy machine
 )
 
 
@@ -156,7 +156,7 @@ def test_a_name_says_what_kind_it_is() -> None:
     assert [kind_of(n) for n in ("probe::a", "steer::b", "model.w")] == ["probe", "steer", "model"]
 
 
-# Fuzzing. A parser that takes anything gives a Manifest or a WeightsError.
+# Fuzzing: whatever comes in, the parser returns a Manifest or raises WeightsError.
 
 HOSTILE: dict[str, bytes] = {
     "nothing": b"",
@@ -247,7 +247,7 @@ NUMBERS = st.integers(-(2**65), 2**65) | st.sampled_from([0, 1, 255, 256, 2**31,
 @STEADY
 @given(st.integers(0, 3), st.sampled_from(["buffer", "offset", "nbytes", "shape"]), NUMBERS)
 def test_no_number_slips_through(index: int, field: str, number: int) -> None:
-    """Whatever one number is made: refused, or it was the right one."""
+    """Any other value of one number is refused."""
     good = msgspec.to_builtins(plan())
     good["tensors"][index][field] = [number] if field == "shape" else number
     try:

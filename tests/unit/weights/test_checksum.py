@@ -38,7 +38,7 @@ def by_numpy(raw: bytes | memoryview) -> str:
 
 @pytest.fixture(scope="module")
 def narrow(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """checksum.c as a processor runs it that cannot multiply eight words at once."""
+    """checksum.c as compiled for a processor without wide multiplication."""
     folder = tmp_path_factory.mktemp("plain")
     source = folder / "checksum.c"
     text = SOURCE.read_text()
@@ -57,7 +57,7 @@ def one_by_one(narrow: Any) -> Sum:
 
 @pytest.fixture(scope="module")
 def copies(narrow: Any) -> dict[str, Copy]:
-    """Every way to copy and sum at once."""
+    """Every implementation of copying and summing."""
 
     def by_blocks(target: memoryview, source: bytes | memoryview) -> str:
         return host.finish_checksum(narrow.copy_and_checksum(target, source), len(target))

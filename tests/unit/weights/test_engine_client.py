@@ -20,7 +20,7 @@ from tests.support.weights import ToyLlm, engine, weights
 
 
 class Method:
-    """As a Ray actor's: calling it is not how it is called."""
+    """A method of a Ray actor: it has `remote` and cannot be called itself."""
 
     def __init__(self, function: Callable[..., Any]) -> None:
         self._function = function
@@ -30,7 +30,7 @@ class Method:
 
 
 class Actor:
-    """What Ray makes of an object: a method for each of its methods, and nothing else."""
+    """What Ray makes of an object: only its methods are visible."""
 
     def __init__(self, held: Any) -> None:
         for name in dir(held):
@@ -39,7 +39,7 @@ class Actor:
 
 
 class AsyncToy:
-    """An AsyncLLM, as far as a sender sees it; `told` is what it was asked beside questions."""
+    """An AsyncLLM as a sender sees it; `told` lists its calls apart from questions."""
 
     def __init__(self, llm: ToyLlm) -> None:
         self._llm = llm
@@ -82,7 +82,7 @@ def test_an_actor_of_an_llm_is_asked_as_an_llm_is(llm: ToyLlm, tmp_path: Path) -
     sent = Sender(Actor(llm), runtime_dir=str(tmp_path)).send(weights(1))
     assert (sent.version, sent.home) == (1, "host")
     assert is_serving(llm, 1)
-    assert llm.resets == 1, "blocks of the old weights may not serve"
+    assert llm.resets == 1, "blocks of the old weights must not be used"
 
 
 @pytest.mark.usefixtures("ray")

@@ -24,7 +24,7 @@ from clairai.weights.socket_client import BufferClient
 from clairai.wire.weights_messages import BufferOffer, WeightsState
 from tests.support import toy_publisher
 from tests.support.probes import probe
-from tests.support.weights import ToyLlm, engine, spoil_what_is_packed, weights
+from tests.support.weights import ToyLlm, damage_packed_buffers, engine, weights
 
 
 def is_serving(llm: ToyLlm, seed: int) -> bool:
@@ -32,7 +32,7 @@ def is_serving(llm: ToyLlm, seed: int) -> bool:
 
 
 def offers(monkeypatch: pytest.MonkeyPatch) -> list[tuple[BufferOffer, int]]:
-    """What goes over, and which memory it lies in."""
+    """The offers that are made, and the memory of each."""
     seen: list[tuple[BufferOffer, int]] = []
     original = BufferClient.offer
 
@@ -86,7 +86,7 @@ def test_what_a_sender_writes_after_it_was_read_changes_nothing(
 def test_what_changes_between_packing_and_reading_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    spoil_what_is_packed(monkeypatch)
+    damage_packed_buffers(monkeypatch)
     with engine(tmp_path) as llm:
         with pytest.raises(WeightsError, match="another checksum"):
             Sender(llm, runtime_dir=str(tmp_path)).send(weights(1))
@@ -111,7 +111,7 @@ def test_a_sender_that_knows_the_engine_does_not_ask_again(
         with pytest.raises(WeightsError):
             sender.send({"no such": torch.zeros(1)})
         sender.send(weights(3))
-        assert len(asked) == 2, "after a refusal it looks again"
+        assert len(asked) == 2, "asked again after a refusal"
 
 
 def test_a_restarted_engine_is_found(tmp_path: Path) -> None:

@@ -88,7 +88,7 @@ def test_a_vector_is_replaced_where_names_are_known(tmp_path: Path) -> None:
 
 
 def test_gates_use_a_new_probe(tmp_path: Path) -> None:
-    """The core keeps probes of its own, for stop rules and gates."""
+    """The engine core has its own probes, for stop rules and gates."""
     with toy_publisher.running_publisher(tmp_path) as step_publisher:
         first = probe("p", point=toy_publisher.SECOND)
         step_publisher.install(step_publisher.columns.add([first]))
@@ -99,7 +99,7 @@ def test_gates_use_a_new_probe(tmp_path: Path) -> None:
 
 
 def test_vllms_own_routes_cannot_name_a_bank(tmp_path: Path) -> None:
-    """They call the worker, and nobody would install what came."""
+    """They call the worker directly, so that nothing would install the probes."""
     with toy_publisher.running_publisher(tmp_path) as step_publisher:
         step_publisher.install(step_publisher.columns.add([probe("p", point=toy_publisher.SECOND)]))
         with engine(tmp_path, step_publisher) as llm:

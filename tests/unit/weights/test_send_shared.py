@@ -28,7 +28,7 @@ from clairai.wire import weights_messages
 from clairai.wire.ring_messages import Refusal
 from tests.support import toy_publisher
 from tests.support.probe_banks import banked, probes, rows
-from tests.support.weights import ToyLlm, engine, plan, spoil_what_is_packed, weights
+from tests.support.weights import ToyLlm, damage_packed_buffers, engine, plan, weights
 
 
 @pytest.fixture
@@ -46,7 +46,7 @@ def llm(step_publisher: StepPublisher, tmp_path: Path) -> Iterator[ToyLlm]:
 
 
 def kinds(llm: ToyLlm) -> list[str]:
-    """Of the questions so far."""
+    """The types of the questions so far."""
     return [type(question).__name__ for question in llm.asked]
 
 
@@ -78,7 +78,7 @@ def test_a_bank_goes_in_one_question_without_the_socket(
         assert (sent.num_tensors, sent.nbytes) == (1, rows().nbytes)
         assert 0 < sent.packed_s < sent.seconds
     assert told == [(2 << 20, 2 << 20)] * 3
-    assert llm.updater.banks.shared is None, "who comes by vLLM's own routes has lent nothing"
+    assert llm.updater.banks.shared is None, "vLLM's own routes share nothing"
 
 
 def _forbidden(*_: object) -> None:
@@ -146,7 +146,7 @@ def test_what_changes_between_packing_and_reading_is_refused(
     step_publisher: StepPublisher, sender: Sender, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     before = toy_publisher.state_of(step_publisher)
-    spoil_what_is_packed(monkeypatch)
+    damage_packed_buffers(monkeypatch)
     with pytest.raises(WeightsError, match="another checksum"):
         sender.send(bank(step_publisher.columns.names, rows()))
     assert toy_publisher.state_of(step_publisher) == before
@@ -205,7 +205,7 @@ def test_memory_of_an_unanswered_question_is_not_filled_again(
         with pytest.raises(TimeoutError):
             sender.send(bank(names, rows()))
     sender.send(bank(names, 2 * rows()))
-    refused = llm.ask(late[0])  # the engine comes to it now
+    refused = llm.ask(late[0])  # the engine handles it only now
     assert isinstance(refused, Refusal)
     assert refused.code == "unsupported"
     assert held(step_publisher) == (2 * rows()).tolist()
@@ -231,7 +231,7 @@ def test_two_concurrent_sends_of_one_sender_both_arrive_whole(
         try:
             for _ in range(20):
                 sender.send(bank(names, scale * rows()))
-        except BaseException as error:  # an assertion of another thread is seen by nobody
+        except BaseException as error:  # pytest does not see the assertions of other threads
             failed.append(error)
 
     before = step_publisher.columns.version

@@ -83,7 +83,7 @@ def test_weights_come_from_modules_mappings_pairs_and_folders(
         load_s=sent.load_s,
     )
     assert llm.ask(DescribeWeights()).label == "step-7"
-    assert llm.resets == 1, "blocks of the old weights may not serve"
+    assert llm.resets == 1, "blocks of the old weights must not be used"
     assert sent.bytes_per_s > 0
 
 
@@ -161,7 +161,7 @@ def test_a_load_that_fails_half_way_is_reported_and_repaired_by_the_next(
         sender(llm, tmp_path).send(weights(1))
     assert llm.ask(DescribeWeights()).is_torn
     with pytest.raises(WeightsTornError, match="has shape"):
-        # Planned and refused at the commit, as an engine that restarted would.
+        # Planned, and refused at the commit, as by an engine that has restarted.
         llm.updater.receive(_wrong_manifest(llm))
     llm.fail_after = None
     assert sender(llm, tmp_path).send(weights(2)).version == 1
@@ -233,7 +233,7 @@ def test_a_sender_that_is_killed_leaves_the_old_weights_and_the_next_one_succeed
 
 
 def _die_half_way(folder: str, epoch: str, pipe: Any) -> None:
-    """One of four buffers is handed over, and then nothing more is heard."""
+    """Deliver one of four buffers, and then do nothing more."""
     import time
     from contextlib import ExitStack
 
@@ -255,14 +255,14 @@ def _die_half_way(folder: str, epoch: str, pipe: Any) -> None:
 def test_a_sender_frees_its_buffers_once_the_engine_has_released_them(
     llm: ToyLlm, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """A commit that its sender has stopped waiting for may still be reading the sender's GPU."""
+    """A commit may still be reading the sender's GPU after the sender has stopped waiting."""
     from clairai.weights import socket_client as ports
     from tests.support.weights import plan
 
     made = plan(epoch=llm.epoch)
     llm.planned(made)
     tracker = llm.updater.receiver._tracker
-    taken = tracker.take(made.transfer)  # as a commit does, for as long as it loads
+    taken = tracker.take(made.transfer)  # as a commit does while it loads
     caplog.set_level("DEBUG", "clairai.weights.socket_client")
     monkeypatch.setattr(ports, "LOAD_TIMEOUT_S", 0.05)
     _offered(llm, tmp_path, made.transfer).close()
@@ -276,7 +276,7 @@ def test_a_sender_frees_its_buffers_once_the_engine_has_released_them(
 
 
 def _offered(llm: ToyLlm, tmp_path: Path, transfer: str) -> BufferClient:
-    """Of a sender that has brought something to this transfer; what it was is refused."""
+    """A client whose offer to this transfer has been refused."""
     from clairai.wire.weights_messages import BufferOffer
 
     client = BufferClient(tmp_path, llm.epoch)

@@ -45,7 +45,7 @@ def state(llm: ToyLlm, device: str = CPU) -> WeightsState:
 
 
 def choose(llm: ToyLlm, folder: Path, found: list[TensorSource], **given: Any) -> Transport:
-    """Closed again; what was chosen is still known."""
+    """Choose a transport and close it again."""
     device = given.pop("device", CPU)
     asked = {"server": SERVER, "runtime_dir": str(folder), "through": "auto", **given}
     made = TransportChooser(**asked).choose(found, state(llm, device))
@@ -126,4 +126,4 @@ def test_a_requested_transport_that_is_impossible_is_refused(
     folder = tmp_path / "elsewhere" if elsewhere else tmp_path
     with pytest.raises(kind, match=reason):
         choose(llm, folder, on("cpu"), **given)
-    BufferClient(tmp_path, llm.epoch).close()  # whoever was refused holds the socket no more
+    BufferClient(tmp_path, llm.epoch).close()  # the refused sender has released the socket
