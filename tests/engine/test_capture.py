@@ -1,4 +1,4 @@
-"""Captured rows are Hugging Face's: every selector, mixed with steering and probes in one batch."""
+"""Captured rows equal Hugging Face's: every selector, with steering and probes in one batch."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def prompt(seed: int, length: int = N) -> tuple[int, ...]:
 
 
 def errors(folder: Path, ask: Ask, found: Found, changes: list[Change]) -> Any:
-    """Of every value that was captured."""
+    """The error of every captured value."""
     truth = streams(str(folder), [*ask.prompt, *found.token_ids], changes)
     at = list(found.positions)
     parts = [
@@ -128,7 +128,7 @@ def test_a_request_that_was_preempted_has_each_row_once(
         assert list(one.positions) == [*range(149)]
         assert list(one.tokens) == [*ask.prompt, *one.token_ids][:149]
         assert one.lost == 0
-        if len(off) < 3:  # Hugging Face takes its time
+        if len(off) < 3:  # Hugging Face is slow
             off.append(errors(cut_model, ask, one, []))
     assert np.quantile(np.concatenate(off), 0.999) <= 1e-5
 
@@ -170,7 +170,7 @@ def test_what_cannot_be_captured_is_refused(engine: EngineProcess) -> None:
     assert state.places[0].state == "writing"
 
 
-def test_rows_go_where_they_are_sent_and_a_full_disk_says_so_while_tokens_go_on(
+def test_rows_go_to_their_consumers_and_a_full_disk_does_not_stop_generation(
     engine: EngineProcess, capture_folder: Path
 ) -> None:
     is_full = full_disk.no_room(capture_folder.with_name("full"))
@@ -187,6 +187,6 @@ def test_rows_go_where_they_are_sent_and_a_full_disk_says_so_while_tokens_go_on(
     files = [*capture_folder.with_name("npz").glob("*.npz")]
     assert len(files) == len(POINTS)  # one for each request and point
     ((again,),) = engine.call(capturing.capture, [Ask(prompt(97, 20))])
-    assert again.state == "kept"  # nobody waits for the full one
+    assert again.state == "kept"  # the full one delays no other
     is_full.unlink()
     assert engine.call(capturing.states, 96) == ["kept"]

@@ -1,4 +1,4 @@
-"""No stored row is another request's, under everything the scheduler does; and none is missing."""
+"""No stored row belongs to another request, whatever the scheduler does, and none is missing."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def test_no_row_is_stored_under_another_request(
     assert verdict.wrong == []
     assert verdict.missing == 0
     assert verdict.unmeasured == 0
-    # The load really was what it claims to be.
+    # The load had everything it is meant to have.
     assert verdict.rows > 5_000
     assert verdict.cached > 0
     assert verdict.preempted > 0

@@ -1,4 +1,4 @@
-"""An engine that captures by itself: a share of its requests, of those the ones a probe picks."""
+"""An engine that captures a share of its requests, and of those the ones a probe selects."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ SHARE: Final = 0.5
 
 
 def _probe(folder: Path) -> clairai.Probe:
-    """At pre_attn.0 the stream is the token's embedding: this score is high for one token alone."""
+    """At pre_attn.0 a row is the token's embedding, so this probe scores one token high."""
     from safetensors import safe_open
 
     with safe_open(folder / "model.safetensors", "np") as file:
@@ -67,7 +67,7 @@ def _ask(stream: int, *, is_marked: bool) -> Ask:
     return Ask(tuple(prompt), None, num_new=4, fields={"stream": stream})
 
 
-def test_of_the_sampled_requests_those_with_the_score_are_kept(ruled: EngineProcess) -> None:
+def test_sampled_requests_are_kept_if_they_have_the_score(ruled: EngineProcess) -> None:
     asked = [_ask(stream, is_marked=stream % 2 == 0) for stream in range(1, 25)]
     found = [one for (one,) in ruled.call(capturing.capture, asked)]
     states = [one.state for one in found]
@@ -98,7 +98,7 @@ def test_a_prompt_that_the_cache_could_serve_is_scored_again(ruled: EngineProces
     assert found.num_cached == 32  # it was there
 
 
-def test_who_asks_is_captured_and_who_declines_is_not(ruled: EngineProcess) -> None:
+def test_a_request_that_asks_is_captured_and_one_that_declines_is_not(ruled: EngineProcess) -> None:
     left_out = next(s for s in range(100, 200) if not is_sampled(s, SHARE))
     chosen = next(s for s in range(100, 200) if is_sampled(s, SHARE))
     asks = [

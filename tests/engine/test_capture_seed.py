@@ -1,4 +1,4 @@
-"""The seed's switches, on stock vLLM: an .npz for each sequence and layer, whose values decode."""
+"""VLLM_ACT_* on stock vLLM: an .npz for each sequence and layer, whose values decode."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ PROMPT = [*range(10, 40)]
 
 
 def _answers(llm: Any) -> dict[str, Any]:
-    """One prompt as everybody's is captured, then the same once more as its rows are."""
+    """One prompt captured by default, then the same prompt captured raw."""
     from vllm import SamplingParams
 
     found: dict[str, Any] = {}
@@ -34,7 +34,7 @@ def _answers(llm: Any) -> dict[str, Any]:
     return found
 
 
-def test_the_switches_alone_capture_every_sequence_and_layer(
+def test_the_variables_alone_capture_every_sequence_and_layer(
     cut_model: Path, runtime: Path, tmp_path: Path
 ) -> None:
     folder = tmp_path / "acts"
@@ -67,7 +67,7 @@ def test_the_switches_alone_capture_every_sequence_and_layer(
 
 
 def _check(folder: Path, usual: str, raw: str, point: str) -> None:
-    """What was projected and rounded to bytes is what the raw rows project to."""
+    """The decoded projection is that of the raw rows."""
     (path,) = folder.glob(f"*-{usual}-{point}.npz")
     encoder = named("rp8", {"k": K, "seed": 0})
     with np.load(path) as file:

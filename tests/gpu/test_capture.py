@@ -1,4 +1,4 @@
-"""On a GPU: rows leave the stash beside the forward, as they were, whatever is written there next.
+"""On a GPU: rows are copied beside the forward pass, before the stash is overwritten.
 
 No engine is started here. The twin of the encoders on a CPU says what their bytes are.
 """
@@ -18,7 +18,7 @@ from clairai.engine.capture.capture_plan import KeepThreshold
 from clairai.engine.capture.encode import encode_twin
 from clairai.engine.capture.pinned_arena import PinnedArena
 from clairai.store.codecs.registry import named
-from tests.support.capture_parts import order
+from tests.support.capture_parts import capture_plan
 from tests.support.capture_rig import WIDTH, remote_rig, rig
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(120)]
@@ -28,17 +28,17 @@ NUM_STEPS = 50
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
 @pytest.mark.parametrize("name", ["raw", "full8", "rp8", "topk8", "fp8", "int4"])
-def test_every_step_is_taken_before_the_next_one_overwrites_it(
+def test_every_step_is_copied_before_the_next_one_overwrites_it(
     name: str, dtype: torch.dtype
 ) -> None:
     kind = str(dtype).removeprefix("torch.")
     encoder = named(name, {"dtype": kind} if name == "raw" else {})
-    wanted = order(
+    wanted = capture_plan(
         points=["pre_attn.0", "post_block.1"], encoder=name, parameters=encoder.parameters
     )
     with rig(nbytes=8 << 20, dtype=dtype, device="cuda") as made:
         made.enter("a", 7, wanted)
-        # Nobody waits for the GPU in between.
+        # The host does not wait for the GPU in between.
         kept = [made.step(("x", 0, 3), ("a", 5 * step, 5)) for step in range(NUM_STEPS)]
         assert made.found(7).rows == 2 * 5 * NUM_STEPS
         assert made.found(7).dropped == 0
@@ -56,9 +56,9 @@ def test_every_step_is_taken_before_the_next_one_overwrites_it(
 
 @pytest.mark.parametrize("name", ["raw", "rp8"])
 def test_rows_reach_another_process_when_the_gpu_says_so(name: str, tmp_path: Path) -> None:
-    """Nobody here waits for the GPU: the clerk reads no row before its ticket's number is there."""
+    """This process does not wait: the writer reads no row before the GPU has written its number."""
     encoder = named(name, {"dtype": "bfloat16"} if name == "raw" else {"k": 16})
-    wanted = order(
+    wanted = capture_plan(
         points=["pre_attn.0", "post_block.1"],
         encoder=name,
         parameters=encoder.parameters,
@@ -79,7 +79,7 @@ def test_rows_reach_another_process_when_the_gpu_says_so(name: str, tmp_path: Pa
 
 
 def test_copies_into_registered_memory_do_not_wait_for_the_gpu() -> None:
-    """Long work is on the stream; the calls that come behind it return before it is done."""
+    """Calls that enqueue copies behind long work return before the work is done."""
     arena = StagingArena.create(64 << 20)
     pinned = PinnedArena(arena, torch.device("cuda", 0))
     rows = torch.ones(8 << 20, dtype=torch.uint8, device="cuda")
@@ -101,7 +101,7 @@ def test_copies_into_registered_memory_do_not_wait_for_the_gpu() -> None:
 
 def test_a_rule_sees_the_scores_of_the_gpu() -> None:
     with rig(device="cuda") as made:
-        made.enter("a", 1, order(hold=KeepThreshold("anger", 2.0)))
+        made.enter("a", 1, capture_plan(hold=KeepThreshold("anger", 2.0)))
         made.tables.bias_SK[1, 1] = 1.0
         made.step(("a", 0, 2))
         assert made.found(1).rows == 0

@@ -1,4 +1,4 @@
-"""Where captured rows are taken to their consumers: which process, and what is wrong with that."""
+"""The process in which consumers run, and errors about it."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from clairai.capture.backend import open_backend
 from clairai.capture.capture_settings import CaptureSettings
 from clairai.capture.in_process import InProcessBackend
 from clairai.errors import ConfigError, StoreBusyError
-from tests.support.capture_parts import order
+from tests.support.capture_parts import capture_plan
 from tests.support.capture_rig import ABOUT, remote_rig
 
 
-def test_what_is_wrong_with_a_consumer_is_said_where_the_engine_starts(tmp_path: Path) -> None:
+def test_an_error_of_a_remote_consumer_is_raised_when_the_engine_starts(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"unknown option .shards"):
         open_backend(
             CaptureSettings.parse({"consumers": {"fs": {"folder": "x", "shards": 1}}}), ABOUT
@@ -29,7 +29,7 @@ def test_what_is_wrong_with_a_consumer_is_said_where_the_engine_starts(tmp_path:
         pass
 
 
-def test_a_clerk_that_cannot_be_started_is_said(
+def test_a_writer_that_cannot_be_started_is_an_error(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sys, "executable", str(tmp_path / "no-python"))
@@ -40,7 +40,7 @@ def test_a_clerk_that_cannot_be_started_is_said(
 HEARD: list[Any] = []
 
 
-def test_a_function_of_the_users_is_called_in_the_engines_own_process(tmp_path: Path) -> None:
+def test_a_users_function_is_called_in_the_engines_process(tmp_path: Path) -> None:
     consumers = {
         "fs": {"folder": str(tmp_path / "s")},
         "mine": {"kind": "callback", "call": f"{__name__}:hear"},
@@ -49,7 +49,7 @@ def test_a_function_of_the_users_is_called_in_the_engines_own_process(tmp_path: 
         open_backend(CaptureSettings.parse({"consumers": consumers, "process": "own"}), ABOUT)
     with remote_rig({"consumers": consumers}) as made:
         assert isinstance(made.backend, InProcessBackend)
-        made.enter("a", 1, order(to=("fs", "mine")))
+        made.enter("a", 1, capture_plan(to=("fs", "mine")))
         made.step(("a", 0, 3))
         assert made.ended("api-a", "kept").rows == 3
     assert [one.rows["position"].tolist() for one in HEARD] == [[0, 1, 2]]
@@ -59,7 +59,7 @@ def hear(delivery: Any) -> None:
     HEARD.append(replace(delivery))
 
 
-def test_on_a_machine_whose_stores_have_no_order_rows_stay_in_the_engines_process(
+def test_consumers_run_in_the_engine_on_machines_with_unordered_stores(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("platform.machine", lambda: "aarch64")

@@ -1,4 +1,4 @@
-"""A clerk in a process of its own: what it stores, and what is left when either of both dies."""
+"""The capture writer process: what it stores, and what is left when it or the engine dies."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from clairai.engine.capture.encode import encode_twin
 from clairai.store.codecs.registry import named
 from clairai.wire import capture_messages
 from tests.process.parts import until
-from tests.support.capture_parts import order
+from tests.support.capture_parts import capture_plan
 from tests.support.capture_rig import Rig, remote_rig
 
 DEADLINE_S = 20.0
@@ -32,13 +32,13 @@ FS = ("fs",)
 POINTS = ("pre_attn.0", "post_block.0", "post_block.1")
 
 
-def clerk_of(made: Rig) -> RemoteBackend:
+def backend_of(made: Rig) -> RemoteBackend:
     assert isinstance(made.backend, RemoteBackend)
     return made.backend
 
 
-def gone(process: int) -> int:
-    """A descriptor that can be read when this process, of anybody, has ended."""
+def open_pidfd(process: int) -> int:
+    """A descriptor that becomes readable when this process has ended."""
     return os.pidfd_open(process)
 
 
@@ -58,7 +58,7 @@ def state_of(made: Rig) -> capture_messages.CaptureState:
 @pytest.mark.parametrize("name", ["raw", "rp8"])
 def test_rows_reach_a_folder_through_another_process_to_the_bit(tmp_path: Path, name: str) -> None:
     encoder = named(name, {"dtype": "bfloat16"} if name == "raw" else {"k": 16})
-    wanted = order(points=POINTS[1:], encoder=name, parameters=encoder.parameters, to=FS)
+    wanted = capture_plan(points=POINTS[1:], encoder=name, parameters=encoder.parameters, to=FS)
     with remote_rig({"folder": str(tmp_path / "s")}, dtype=torch.bfloat16) as made:
         made.enter("a", 7, replace_tags(wanted, '{"label":1}'))
         kept = [made.step(("x", 0, 2), ("a", 0, 5))]
@@ -85,8 +85,8 @@ def replace_tags(given: Any, tags: str) -> Any:
     return msgspec.structs.replace(given, tags=tags)
 
 
-def test_rules_amendments_and_new_weights_are_heard_in_their_order(tmp_path: Path) -> None:
-    held = order(hold=KeepThreshold("anger", 2.0), to=FS)
+def test_rules_amendments_and_new_weights_take_effect_in_order(tmp_path: Path) -> None:
+    held = capture_plan(hold=KeepThreshold("anger", 2.0), to=FS)
     with remote_rig({"folder": str(tmp_path / "s")}) as made:
         for name, stream in (("a", 1), ("b", 2)):
             made.enter(name, stream, held)
@@ -107,25 +107,23 @@ def test_rules_amendments_and_new_weights_are_heard_in_their_order(tmp_path: Pat
 
 
 def capture_until_killed(folder: str, is_closing: bool) -> None:
-    """In a process of its own: a hundred steps, then one whose rows never come, then the end."""
+    """In a process of its own: a hundred steps, then one whose rows are never copied."""
     with remote_rig({"folder": folder}) as made:
-        made.enter("a", 7, order(to=FS))
+        made.enter("a", 7, capture_plan(to=FS))
         for step in range(100):
             made.step(("a", 8 * step, 8))
         made.copier._mark_copied = lambda _: lambda: None  # type: ignore[assignment,method-assign]
         made.step(("a", 800, 8))
         if is_closing:
-            clerk_of(made)._add(pipe_messages.CloseWriter())
+            backend_of(made)._add(pipe_messages.CloseWriter())
             made.backend.send()
-        sys.stdout.write(f"{clerk_of(made).process}\n")
+        sys.stdout.write(f"{backend_of(made).process}\n")
         sys.stdout.flush()
         sys.stdin.readline()
 
 
 @pytest.mark.parametrize("is_closing", [False, True], ids=["in a step", "while it closes"])
-def test_an_engine_that_is_killed_loses_nothing_that_had_come(
-    tmp_path: Path, is_closing: bool
-) -> None:
+def test_a_killed_engine_loses_no_row_that_was_copied(tmp_path: Path, is_closing: bool) -> None:
     given = f"{str(tmp_path / 's')!r}, {is_closing}"
     call = f"from tests.process.test_capture_writer import *; capture_until_killed({given})"
     engine = subprocess.Popen(
@@ -133,7 +131,7 @@ def test_an_engine_that_is_killed_loses_nothing_that_had_come(
     )
     with engine:
         assert engine.stdout is not None
-        watched = gone(int(engine.stdout.readline()))
+        watched = open_pidfd(int(engine.stdout.readline()))
         engine.send_signal(signal.SIGKILL)
     assert engine.returncode == -signal.SIGKILL
     wait_for_end(watched)
@@ -141,29 +139,29 @@ def test_an_engine_that_is_killed_loses_nothing_that_had_come(
     assert found.position.tolist() == [*range(800)]
 
 
-def test_a_clerk_that_is_killed_is_seen_and_tokens_go_on(
+def test_a_killed_writer_is_noticed_and_generation_continues(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     with remote_rig({"folder": str(tmp_path / "s")}) as made:
-        made.enter("a", 1, order(to=FS))
+        made.enter("a", 1, capture_plan(to=FS))
         made.step(("a", 0, 8))
         assert made.ended("api-a", "kept").rows == 8
-        made.enter("b", 2, order(points=POINTS, to=FS))
-        made.enter("c", 3, order(to=FS))
+        made.enter("b", 2, capture_plan(points=POINTS, to=FS))
+        made.enter("c", 3, capture_plan(to=FS))
         made.step(("b", 0, 8), ("c", 0, 3))
         until(lambda: made.told(2).rows == 24)
-        clerk = clerk_of(made)
-        os.kill(clerk.process, signal.SIGSTOP)
-        made.step(("b", 8, 4))  # it is told of these, and never takes them
-        os.kill(clerk.process, signal.SIGKILL)
-        until(lambda: bool(clerk.failure) and made.told(2).state == "failed")
+        backend = backend_of(made)
+        os.kill(backend.process, signal.SIGSTOP)
+        made.step(("b", 8, 4))  # sent to the writer, which never takes them
+        os.kill(backend.process, signal.SIGKILL)
+        until(lambda: bool(backend.failure) and made.told(2).state == "failed")
         made.step(("b", 12, 1), ("c", 3, 1))
-        made.enter("d", 4, order(to=FS))
+        made.enter("d", 4, capture_plan(to=FS))
         made.step(("d", 0, 2))
-        assert made.told(1).state == "kept"  # it was safe
+        assert made.told(1).state == "kept"  # it was safe before
         second, third, late = (made.told(stream) for stream in (2, 3, 4))
         assert (second.rows, second.dropped) == (24, 3 * 5)
-        assert second.lost == 24 + 3 * 5  # nobody can say what of it is on the disk
+        assert second.lost == 24 + 3 * 5  # what of it is on the disk is not known
         assert (third.state, third.rows, third.dropped) == ("failed", 3, 1)
         assert (late.state, late.rows, late.dropped) == ("failed", 0, 2)
         assert "the capture writer process has ended" in late.reason
@@ -173,19 +171,19 @@ def test_a_clerk_that_is_killed_is_seen_and_tokens_go_on(
     assert "has ended" in caplog.text
 
 
-def test_a_clerk_that_stands_still_makes_nobody_wait_and_what_has_no_room_is_counted(
+def test_a_stopped_writer_blocks_nobody_and_rows_without_room_are_counted(
     tmp_path: Path,
 ) -> None:
     setting = {"folder": str(tmp_path / "s"), "staging_mib": 1}
     with remote_rig(setting) as made:
-        made.enter("a", 1, order(points=POINTS, to=FS))
-        os.kill(clerk_of(made).process, signal.SIGSTOP)
+        made.enter("a", 1, capture_plan(points=POINTS, to=FS))
+        os.kill(backend_of(made).process, signal.SIGSTOP)
         for step in range(200):
             made.step(("a", 32 * step, 32))
         dropped = made.told(1).dropped
         assert 0 < dropped < 200 * 32 * 3
         assert "raise staging_mib" in made.told(1).reason
-        os.kill(clerk_of(made).process, signal.SIGCONT)
+        os.kill(backend_of(made).process, signal.SIGCONT)
         told = made.ended("api-a", "kept")
         assert (told.rows + told.dropped, told.dropped) == (200 * 32 * 3, dropped)
 
@@ -194,8 +192,8 @@ BLOCKING = {"kind": "fs", "policy": "block"}
 
 
 def send_when_full(made: Rig, number: int, monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """The clerk stands still; when the engine waits for room it gets this signal."""
-    arena, process, waited = made.copier.arena, clerk_of(made).process, list[int]()
+    """Stop the writer; when the engine waits for room, send it this signal."""
+    arena, process, waited = made.copier.arena, backend_of(made).process, list[int]()
     os.kill(process, signal.SIGSTOP)
 
     def wait(nbytes: int, is_served: Callable[[], bool]) -> ArenaRegion | None:
@@ -209,12 +207,12 @@ def send_when_full(made: Rig, number: int, monkeypatch: pytest.MonkeyPatch) -> l
     return waited
 
 
-def test_a_consumer_that_blocks_loses_nothing_there_either(
+def test_a_blocking_consumer_in_the_writer_loses_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     blocking = {**BLOCKING, "folder": str(tmp_path / "s")}
     with remote_rig({"consumers": {"fs": blocking}, "staging_mib": 1}) as made:
-        made.enter("a", 1, order(points=POINTS, to=FS))
+        made.enter("a", 1, capture_plan(points=POINTS, to=FS))
         waited = send_when_full(made, signal.SIGCONT, monkeypatch)
         for step in range(200):
             made.step(("a", 32 * step, 32))
@@ -223,12 +221,12 @@ def test_a_consumer_that_blocks_loses_nothing_there_either(
         assert (told.rows, told.lost) == (200 * 32 * 3, 0)
 
 
-def test_tokens_that_wait_for_a_clerk_go_on_when_it_is_dead(
+def test_generation_that_waits_for_the_writer_continues_when_it_is_dead(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     blocking = {**BLOCKING, "folder": str(tmp_path / "s")}
     with remote_rig({"consumers": {"fs": blocking}, "staging_mib": 1}) as made:
-        made.enter("a", 1, order(points=POINTS, to=FS))
+        made.enter("a", 1, capture_plan(points=POINTS, to=FS))
         waited = send_when_full(made, signal.SIGKILL, monkeypatch)
         for step in range(200):
             made.step(("a", 32 * step, 32))
@@ -237,22 +235,22 @@ def test_tokens_that_wait_for_a_clerk_go_on_when_it_is_dead(
         assert made.told(1).dropped == 200 * 32 * 3
 
 
-def test_what_ends_a_group_of_processes_is_left_to_the_engine(tmp_path: Path) -> None:
+def test_signals_to_the_process_group_do_not_end_the_writer(tmp_path: Path) -> None:
     with remote_rig({"folder": str(tmp_path / "s")}) as made:
-        clerk = clerk_of(made).process
-        assert os.getsid(clerk) != os.getsid(0)
-        assert os.getpriority(os.PRIO_PROCESS, clerk) > os.getpriority(os.PRIO_PROCESS, 0)
+        process = backend_of(made).process
+        assert os.getsid(process) != os.getsid(0)
+        assert os.getpriority(os.PRIO_PROCESS, process) > os.getpriority(os.PRIO_PROCESS, 0)
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-            os.kill(clerk, number)
-        made.enter("a", 1, order(to=FS))
+            os.kill(process, number)
+        made.enter("a", 1, capture_plan(to=FS))
         made.step(("a", 0, 3))
         assert made.ended("api-a", "kept").rows == 3
-        watched = gone(clerk)
+        watched = open_pidfd(process)
     wait_for_end(watched)
 
 
-def test_rows_of_requests_that_run_at_the_end_are_in_the_folder(tmp_path: Path) -> None:
+def test_rows_of_requests_that_run_when_the_engine_closes_are_stored(tmp_path: Path) -> None:
     with remote_rig({"folder": str(tmp_path / "s")}) as made:
-        made.enter("a", 1, order(to=FS))
+        made.enter("a", 1, capture_plan(to=FS))
         made.step(("a", 0, 3))
     assert len(clairai.open(tmp_path / "s").rows(1, point="post_block.0")) == 3

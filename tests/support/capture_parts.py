@@ -1,4 +1,4 @@
-"""Takes what a test says; gives consumers, orders and batches of an engine that is not there."""
+"""Consumers, capture plans and batches for tests of captures without an engine."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class ToyState:
 
 @dataclass
 class ToyConsumer:
-    """Remembers all it was told, in order."""
+    """A consumer that records its calls, in order."""
 
     policy: Policy = "drop"
     where: str = "nowhere"
@@ -84,7 +84,7 @@ class ToyConsumer:
         return found
 
 
-def order(
+def capture_plan(
     *,
     points: Sequence[str] = ("post_block.0",),
     ranges: Sequence[tuple[int, int]] = ((0, 2**31 - 1),),
@@ -105,12 +105,12 @@ def order(
 
 
 def batch(*requests: tuple[str, int, int]) -> StepBatch:
-    """Of each request: its id, its first position in this step, and how many tokens."""
+    """A step with these requests: id, first position and number of tokens of each."""
     ids, starts, counts = zip(*requests, strict=True)
     return StepBatch(list(ids), np.array(counts, np.int32), np.array(starts, np.int32))
 
 
-def told_rows(selection: RowSelection) -> NDArray[np.void]:
+def rows_as_read(selection: RowSelection) -> NDArray[np.void]:
     """The rows as the capture writer reads them; the n-th has token n."""
     dtypes = {"row": "float32", "token": "int32", "position": "int64"}
     rng = np.random.default_rng(0)

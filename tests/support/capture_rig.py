@@ -1,4 +1,4 @@
-"""Takes consumers; gives a worker's captures on tables of their own, step by step."""
+"""The worker's captures without a worker: tests run their steps one by one."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ SITES = {name: index for index, name in enumerate(SITE_NAMES)}
 
 
 class ToyScores:
-    """Probes of the bank: their sites and places."""
+    """The sites and columns of some probes."""
 
     def __init__(self, **columns: tuple[int, int]) -> None:
         self._columns = columns
@@ -49,7 +49,7 @@ ABOUT = EngineInfo("m", "w", "float32", WIDTH, SITE_NAMES)
 
 
 class Rig:
-    """A worker's captures on tables of their own."""
+    """A worker's captures, on score tables of their own."""
 
     def __init__(self, backend: CaptureBackend, *, dtype: torch.dtype, device: str = "cpu") -> None:
         self.tables = ScoreTables(
@@ -73,7 +73,7 @@ class Rig:
         self.capture.begin([request], [])
 
     def step(self, *laid: tuple[str, int, int], finished: tuple[str, ...] = ()) -> Any:
-        """Rows of a forward, as they were; token 1000 + position everywhere."""
+        """Run a step and return its stash. The token at position p is 1000 + p."""
         self.capture.begin([], finished)
         given = batch(*laid)
         num_tokens = int(given.counts_R.sum())
@@ -89,13 +89,13 @@ class Rig:
         return self.tables.stash_SRD[:, :num_tokens].clone()
 
     def told(self, stream: int) -> capture_messages.Captured:
-        """Of a stream's first answer, as far as is known."""
+        """What is known now of a stream's first answer."""
         reply = self.capture.answer(capture_messages.FindCaptures(streams=(stream,)))
         assert isinstance(reply, capture_messages.Captures)
         return reply.found[0][0]
 
     def ended(self, request_id: str, state: str) -> capture_messages.Captured:
-        """The same of a request whose last token its caller has, when it has come to this state."""
+        """Say that the caller has the last token, and wait until the answer has this state."""
         asked = capture_messages.FindCaptures((request_id,), is_ended=True)
         deadline_s = time.monotonic() + 20
         while True:
@@ -108,12 +108,12 @@ class Rig:
             self.settle()
 
     def settle(self) -> None:
-        """Let what was told come to its end."""
+        """Give the backend time to work."""
         time.sleep(0.002)
 
 
 class InProcessRig(Rig):
-    """With consumers that the test holds."""
+    """Captures in this process, with consumers that the test holds."""
 
     def __init__(
         self,
@@ -131,7 +131,7 @@ class InProcessRig(Rig):
         super().__init__(backend, dtype=dtype, device=device)
 
     def found(self, stream: int) -> capture_messages.Captured:
-        """Of a stream's first answer, when all so far is settled."""
+        """The same, once everything so far has been handed on."""
         self.settle()
         return self.told(stream)
 
@@ -162,7 +162,7 @@ def rig(
 def remote_rig(
     setting: dict[str, Any], *, dtype: torch.dtype = torch.float32, device: str = "cpu"
 ) -> Iterator[Rig]:
-    """With a backend in a process of its own, and the consumers of the setting."""
+    """Captures with a capture writer process, and the consumers of the setting."""
     about = replace(ABOUT, dtype=str(dtype).removeprefix("torch."))
     made = Rig(open_backend(CaptureSettings.parse(setting), about), dtype=dtype, device=device)
     try:

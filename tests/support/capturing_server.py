@@ -1,4 +1,4 @@
-"""Takes admitted requests; gives rows of each through the real collector into a real folder.
+"""An API server whose requests are captured through a real collector into a real folder.
 
 Real: routes, reception, resolver, collector, consumer, store. Toy: the model, whose rows say whose
 they are.
@@ -49,7 +49,7 @@ def values(stream: int, positions_N: NDArray[np.int64], point: str) -> NDArray[n
 
 
 class ReadyRows(StagedBatch):
-    """Rows that are there at once."""
+    """Rows that need no arena."""
 
     def __init__(self, rows: EncodedRows) -> None:
         self._rows, self.nbytes, self.wait = rows, 0, lambda: None
@@ -124,7 +124,7 @@ class CapturingServer(ToyServer):
         app.add_api_route("/tokenize", self._tokenize, methods=["POST"])
 
     async def _tokenize(self, request: Request) -> Response:
-        """A template that says "<" and ">" around each message, and "!" where an answer begins."""
+        """A template that puts "<" and ">" around each message, and "!" where an answer begins."""
         body = await request.json()
         listening = asyncio.ensure_future(_until_gone(request))  # as entrypoints/utils.py does
         await asyncio.sleep(0)

@@ -1,4 +1,4 @@
-"""Takes files of prompts; gives each prompt's rows to a folder once, however it is stopped."""
+"""A batch run stores the rows of each prompt once, wherever it is stopped."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ RUN = RunIdentity("tiny", ("post_block.3",), '"all"', '{"name":"raw"}', 1)
 
 
 class ToyEngine:
-    """Rows for prompts, through a real writer; may be killed while a batch is forwarded."""
+    """Writes rows of prompts through a real writer; can be stopped within a batch."""
 
     nbytes_per_token = 1 << 20
     batch_nbytes = 256 << 20
@@ -47,7 +47,7 @@ class ToyEngine:
                 self._forward(writer, prompt, said)
             writer.flush()
         finally:
-            with suppress(StoreStoppedError):  # of a batch that was stopped nothing is committed
+            with suppress(StoreStoppedError):  # nothing of a stopped batch is committed
                 writer.close()
 
     def _forward(self, writer: Writer, prompt: Prompt, tags: dict[str, Any]) -> None:
@@ -77,7 +77,7 @@ def _lines(folder: Path) -> list[int]:
 
 
 @pytest.mark.parametrize("dies_after", range(1, 12))
-def test_a_run_that_is_stopped_anywhere_goes_on_without_losing_or_repeating_a_prompt(
+def test_a_stopped_run_continues_without_losing_or_repeating_a_prompt(
     dies_after: int, tmp_path: Path
 ) -> None:
     file = _file(tmp_path / "p.txt", *("x" * (60 + line) for line in range(12)))
@@ -92,7 +92,7 @@ def test_a_run_that_is_stopped_anywhere_goes_on_without_losing_or_repeating_a_pr
     assert _run(ToyEngine(tmp_path / "s"), tmp_path / "s", file) == []
 
 
-def test_prompts_are_told_apart_by_content_and_not_by_place(tmp_path: Path) -> None:
+def test_prompts_are_identified_by_content_and_not_by_line(tmp_path: Path) -> None:
     _run(ToyEngine(tmp_path / "s"), tmp_path / "s", _file(tmp_path / "p.txt", "a", "b", "a"))
     more = _file(tmp_path / "p.txt", "new", "a", "b", "a", "a")
     engine = ToyEngine(tmp_path / "s")
@@ -100,7 +100,7 @@ def test_prompts_are_told_apart_by_content_and_not_by_place(tmp_path: Path) -> N
     assert engine.forwarded == [1, 5]
 
 
-def test_what_a_killed_run_is_still_writing_is_waited_for(
+def test_a_run_waits_for_what_a_killed_run_is_still_writing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     file = _file(tmp_path / "p.txt", "a", "b")
@@ -120,7 +120,7 @@ def test_what_a_killed_run_is_still_writing_is_waited_for(
         resume.find_unfinished(tmp_path / "s", [prompt, other], RUN)
 
 
-def test_how_far_it_is_is_told_after_each_commit(tmp_path: Path) -> None:
+def test_progress_is_reported_after_each_commit(tmp_path: Path) -> None:
     file = _file(tmp_path / "p.txt", *["x" * 120] * 3)
     steps = _run(ToyEngine(tmp_path / "s"), tmp_path / "s", file)
     assert steps == [(2, 242), (3, 363)]
@@ -142,7 +142,7 @@ def test_a_folder_of_another_run_is_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "said"), [("x" * 300, "line 2 has 300 tokens"), ("x" * 270, "gives 271 MiB of rows")]
 )
-def test_a_prompt_that_is_too_long_is_found_before_anything_is_forwarded(
+def test_a_prompt_that_is_too_long_is_refused_before_anything_is_forwarded(
     text: str, said: str, tmp_path: Path
 ) -> None:
     file = _file(tmp_path / "p.txt", "a", text)
@@ -150,7 +150,7 @@ def test_a_prompt_that_is_too_long_is_found_before_anything_is_forwarded(
         run_job.plan_batches(ToyEngine(tmp_path / "s"), read_prompts(file), 1)
 
 
-def test_lines_of_json_are_prompts_chats_or_tokens(tmp_path: Path) -> None:
+def test_a_line_of_json_is_a_prompt_a_chat_or_tokens(tmp_path: Path) -> None:
     chat = '{"messages": [{"role": "user", "content": "hi"}], "tags": {"label": 1}}'
     file = _file(tmp_path / "p.jsonl", '{"prompt": "a"}', "", chat, '{"prompt_token_ids": [1, 2]}')
     found = read_prompts(file)
@@ -172,7 +172,7 @@ def test_lines_of_json_are_prompts_chats_or_tokens(tmp_path: Path) -> None:
         ('{"prompt_token_ids": [-1]}', "line 1 of"),
     ],
 )
-def test_a_line_that_is_no_prompt_is_named(line: str, said: str, tmp_path: Path) -> None:
+def test_the_error_names_a_line_that_is_no_prompt(line: str, said: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=said):
         read_prompts(_file(tmp_path / "p.jsonl", line))
 
@@ -212,7 +212,7 @@ JOB: dict[str, Any] = {
         ({"positions": "some"}, "--positions must be one of all, prompt"),
     ],
 )
-def test_an_option_that_is_wrong_is_named(wrong: dict[str, Any], said: str) -> None:
+def test_the_error_names_a_wrong_option(wrong: dict[str, Any], said: str) -> None:
     with pytest.raises(ConfigError, match=said):
         parse_job("model", **{**JOB, **wrong})
 
@@ -230,7 +230,7 @@ def _naming(positions: object) -> CapturingEngine:
     return CapturingEngine(None, Letters("all"), wish, max_len=99, nbytes_per_token=1)
 
 
-def test_a_message_of_each_chat_has_positions_of_its_own(tmp_path: Path) -> None:
+def test_the_positions_of_a_message_differ_from_chat_to_chat(tmp_path: Path) -> None:
     chats = [["ab", "c"], ["a", "bcd"]]
     lines = [[{"role": "user", "content": text} for text in chat] for chat in chats]
     file = _file(tmp_path / "p.jsonl", *(json.dumps({"messages": line}) for line in lines))
@@ -243,7 +243,7 @@ def test_a_message_of_each_chat_has_positions_of_its_own(tmp_path: Path) -> None
     ]
 
 
-def test_a_prompt_without_the_message_is_named_before_anything_is_forwarded(
+def test_a_prompt_without_the_message_is_refused_before_anything_is_forwarded(
     tmp_path: Path,
 ) -> None:
     (text,) = read_prompts(_file(tmp_path / "p.txt", "a"))

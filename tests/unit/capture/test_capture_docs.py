@@ -54,7 +54,7 @@ def test_every_block_is_one_of_these() -> None:
 
 
 @pytest.mark.parametrize("block", settings(), ids=lambda block: str(block)[:60])
-def test_a_setting_is_read_and_can_be_ordered(block: dict[str, Any]) -> None:
+def test_a_setting_is_parsed_and_can_be_resolved(block: dict[str, Any]) -> None:
     capturing = Settings.parse(block).capture_settings
     assert capturing is not None
     engine = EngineShape(POINTS, NUM_LAYERS, 64, "bfloat16", {"anger": None})
@@ -62,7 +62,7 @@ def test_a_setting_is_read_and_can_be_ordered(block: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("block", wishes(), ids=lambda block: str(block)[:80])
-def test_a_wish_is_read_by_the_engine_and_the_proxy(block: dict[str, Any]) -> None:
+def test_a_capture_field_is_parsed_by_the_engine_and_the_proxy(block: dict[str, Any]) -> None:
     wish = parse_fields(block if KEY in block else block["vllm_xargs"]).capture
     assert wish is not None
     engine = EngineShape(POINTS, NUM_LAYERS, 64, "bfloat16", {})

@@ -1,4 +1,4 @@
-"""Takes the seed's switches; gives the capture setting that they stand for, or what is wrong."""
+"""The VLLM_ACT_* variables stand for a capture setting; wrong values are named."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ def _setting(environ: dict[str, str], **given: Any) -> CaptureSettings | None:
 
 
 @pytest.mark.parametrize("environ", [{}, {"VLLM_ACT_CAPTURE": "0"}, {"VLLM_ACT_CAPTURE": ""}])
-def test_without_the_switch_nothing_is_captured(environ: dict[str, str]) -> None:
+def test_without_the_variable_nothing_is_captured(environ: dict[str, str]) -> None:
     assert _setting({**environ, "VLLM_ACT_MODE": "rp8"}, points=["post_block.1"]) is None
 
 
-def test_the_switch_alone_captures_everything_as_the_readme_says() -> None:
+def test_the_variable_alone_captures_everything_with_the_defaults() -> None:
     setting = _setting(ON)
     assert setting is not None
     (consumer,) = setting.consumers
@@ -35,7 +35,7 @@ def test_the_switch_alone_captures_everything_as_the_readme_says() -> None:
 
 @pytest.mark.parametrize("mode", ["rp8", "full8", "topk8"])
 @pytest.mark.parametrize("kind", ["sharded", "gathered"])
-def test_each_switch_is_heard(mode: str, kind: str) -> None:
+def test_each_variable_takes_effect(mode: str, kind: str) -> None:
     environ = {
         **ON,
         "VLLM_ACT_MODE": mode,
@@ -50,13 +50,13 @@ def test_each_switch_is_heard(mode: str, kind: str) -> None:
     assert (setting.encoder.parameters.get("k") == 256) == (mode == "rp8")
 
 
-def test_points_that_are_tapped_anyway_are_the_ones_captured() -> None:
+def test_points_of_the_settings_are_the_ones_captured() -> None:
     setting = _setting(ON, points=["post_block.1"])
     assert setting is not None
     assert setting.points == ("all",)
 
 
-def test_what_the_settings_say_counts_before_the_switches() -> None:
+def test_settings_take_precedence_over_the_variables() -> None:
     setting = _setting(ON, points=["post_block.1"], capture={"folder": "here"})
     assert setting is not None
     assert (setting.consumers[0].kind, setting.sample) == ("fs", 0.0)
@@ -72,6 +72,6 @@ def test_what_the_settings_say_counts_before_the_switches() -> None:
         ("VLLM_ACT_RP_K", "0", "k"),
     ],
 )
-def test_a_wrong_value_names_its_switch(name: str, value: str, said: str) -> None:
+def test_a_wrong_value_names_its_variable(name: str, value: str, said: str) -> None:
     with pytest.raises(ConfigError, match=said):
         _setting({**ON, name: value})

@@ -18,7 +18,7 @@ from clairai.store.codecs.base import Encoder
 from clairai.store.codecs.fidelity import SAMPLE_ROWS, compare
 from clairai.store.codecs.registry import named
 from clairai.store.write import Writer
-from tests.support.capture_parts import order
+from tests.support.capture_parts import capture_plan
 from tests.support.capture_rig import rig
 
 FULL8, RP8 = named("full8"), named("rp8", {"k": 16})
@@ -130,7 +130,7 @@ def test_rows_that_cannot_be_measured_are_kept(
 
     monkeypatch.setattr(FidelityMeter, "measure", broken)
     with rig() as made:
-        made.enter("a", 1, order())
+        made.enter("a", 1, capture_plan())
         made.step(("a", 0, 2))
         assert made.found(1).rows == 2
     assert [block.fidelity for block in made.consumers["toy"].blocks] == [{}]
@@ -166,8 +166,8 @@ def test_rows_that_come_between_a_commit_and_its_flush_do_not_leave_a_shard_unme
 ) -> None:
     folder = SlowFolder(tmp_path / "store")
     with rig(toy=folder) as made:  # type: ignore[arg-type]  # a consumer all the same
-        made.enter("a", 1, order())
-        made.enter("b", 2, order())
+        made.enter("a", 1, capture_plan())
+        made.enter("b", 2, capture_plan())
         made.step(("a", 0, 2))
         made.capture.begin([], ["b"])
         made.backend.commit()  # for whoever waits for b
@@ -188,8 +188,8 @@ def test_a_request_with_files_of_its_own_is_measured_whenever_its_rows_come(
     folder = SlowFolder(tmp_path / "store", layout="per_file")
     folder.allowed.set()
     with rig(toy=folder) as made:  # type: ignore[arg-type]
-        made.enter("a", 1, order())
-        made.enter("b", 2, order())
+        made.enter("a", 1, capture_plan())
+        made.enter("b", 2, capture_plan())
         made.step(("a", 0, 2))
         made.settle()
         made.step(("b", 0, 2))

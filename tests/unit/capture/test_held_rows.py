@@ -1,4 +1,4 @@
-"""Rows that wait for a rule: kept when it is met, else discarded; counted, and never unbounded."""
+"""Rows held for a rule are kept when it is met, else discarded; they are counted and bounded."""
 
 from __future__ import annotations
 
@@ -7,17 +7,17 @@ import threading
 from clairai.engine.capture.capture_plan import KeepThreshold
 from clairai.engine.capture.row_copier import SPARE_PART
 from clairai.wire import capture_messages
-from tests.support.capture_parts import ToyConsumer, order
+from tests.support.capture_parts import ToyConsumer, capture_plan
 from tests.support.capture_rig import rig
 
-HELD = order(hold=KeepThreshold("anger", 2.0))
+HELD = capture_plan(hold=KeepThreshold("anger", 2.0))
 
 
-def test_rows_wait_for_their_rule_and_come_when_it_is_met() -> None:
+def test_rows_are_held_until_their_rule_is_met() -> None:
     with rig() as made:
         made.enter("a", 1, HELD)
         made.enter("b", 2, HELD)
-        made.enter("c", 3, order())
+        made.enter("c", 3, capture_plan())
         made.tables.bias_SK[1, 1] = 1.0  # every score of the probe
         made.step(("a", 0, 2), ("b", 0, 1), ("c", 0, 1))
         assert [made.found(stream).rows for stream in (1, 2, 3)] == [0, 0, 1]
@@ -39,9 +39,9 @@ def test_rows_wait_for_their_rule_and_come_when_it_is_met() -> None:
     assert made.scores.followed  # on a GPU: until the scores are there
 
 
-def test_a_probe_that_is_gone_keeps_nothing_and_says_so() -> None:
+def test_a_rule_of_a_removed_probe_keeps_nothing_and_gives_the_reason() -> None:
     with rig() as made:
-        made.enter("a", 1, order(hold=KeepThreshold("joy", 2.0)))
+        made.enter("a", 1, capture_plan(hold=KeepThreshold("joy", 2.0)))
         made.step(("a", 0, 2))
         made.step(("a", 2, 1))
         told = made.found(1)
@@ -52,7 +52,7 @@ def test_a_probe_that_is_gone_keeps_nothing_and_says_so() -> None:
     assert made.consumers["toy"].blocks == []
 
 
-def test_what_waits_is_bounded() -> None:
+def test_held_rows_are_bounded() -> None:
     with rig() as made:
         made.enter("a", 1, HELD)
         for step in range(20):
@@ -65,11 +65,11 @@ def test_what_waits_is_bounded() -> None:
         assert 0 < state.pending_nbytes <= 20_000
 
 
-def test_rows_leave_room_for_the_scores_that_decide_about_them() -> None:
+def test_rows_leave_room_in_the_arena_for_the_scores_that_decide_about_them() -> None:
     gate = threading.Event()
     with rig(nbytes=64 << 10, toy=ToyConsumer(gate=gate)) as made:
         made.enter("a", 1, HELD)
-        made.enter("b", 2, order())
+        made.enter("b", 2, capture_plan())
         at = 0
         while not made.told(1).dropped:
             made.step(("a", at, 1), ("b", at, 1))
@@ -84,11 +84,11 @@ def test_rows_leave_room_for_the_scores_that_decide_about_them() -> None:
         assert told.rows > 0
 
 
-def test_a_score_that_has_no_room_is_no_score() -> None:
+def test_a_score_without_room_in_the_arena_counts_as_missing() -> None:
     gate = threading.Event()
     with rig(nbytes=16 << 10, toy=ToyConsumer(gate=gate)) as made:
         made.enter("a", 1, HELD)
-        made.enter("b", 2, order())
+        made.enter("b", 2, capture_plan())
         for at in range(80):
             made.step(("a", at, 1), ("b", at, 1))
         gate.set()

@@ -1,4 +1,4 @@
-"""Messages between an engine and its clerk: whole, in order, and never waited for."""
+"""The pipe carries messages whole and in order, and sending never blocks."""
 
 from __future__ import annotations
 
@@ -13,30 +13,30 @@ from clairai.capture.pipe import MAX_NBYTES, Pipe
 
 
 @pytest.fixture
-def lines() -> Iterator[tuple[Pipe, Pipe]]:
+def pipes() -> Iterator[tuple[Pipe, Pipe]]:
     ours, theirs = map(Pipe, socket.socketpair())
     yield ours, theirs
     ours.close()
     theirs.close()
 
 
-def test_messages_come_whole_and_in_order_however_the_socket_cuts_them(
-    lines: tuple[Pipe, Pipe],
+def test_messages_arrive_whole_and_in_order_however_the_socket_splits_them(
+    pipes: tuple[Pipe, Pipe],
 ) -> None:
-    ours, theirs = lines
-    said = [pipe_messages.AmendAnswer(1, at, "x" * at * 997) for at in range(300)]
-    heard = list[pipe_messages.EngineMessage]()
-    for one in said:
+    ours, theirs = pipes
+    messages = [pipe_messages.AmendAnswer(1, at, "x" * at * 997) for at in range(300)]
+    received = list[pipe_messages.EngineMessage]()
+    for one in messages:
         ours.add(one)
-    while len(heard) < len(said):
+    while len(received) < len(messages):
         ours.send()
-        heard += map(pipe_messages.ENGINE_DECODER.decode, theirs.receive() or ())
-    assert heard == said
+        received += map(pipe_messages.ENGINE_DECODER.decode, theirs.receive() or ())
+    assert received == messages
     assert not ours.unsent_nbytes
 
 
-def test_who_speaks_never_waits_and_what_does_not_go_is_kept(lines: tuple[Pipe, Pipe]) -> None:
-    ours, theirs = lines
+def test_sending_never_blocks_and_keeps_what_does_not_fit(pipes: tuple[Pipe, Pipe]) -> None:
+    ours, theirs = pipes
     ours.add(pipe_messages.SetWeights("x" * (4 << 20)))
     ours.send()
     assert ours.unsent_nbytes
@@ -52,8 +52,8 @@ def test_who_speaks_never_waits_and_what_does_not_go_is_kept(lines: tuple[Pipe, 
     )
 
 
-def test_the_end_of_a_line_is_seen_at_both_ends(lines: tuple[Pipe, Pipe]) -> None:
-    ours, theirs = lines
+def test_a_closed_pipe_is_seen_at_both_ends(pipes: tuple[Pipe, Pipe]) -> None:
+    ours, theirs = pipes
     assert theirs.receive() == []
     ours.close()
     assert theirs.receive() is None
@@ -62,25 +62,25 @@ def test_the_end_of_a_line_is_seen_at_both_ends(lines: tuple[Pipe, Pipe]) -> Non
         theirs.send()
 
 
-def test_a_closed_end_with_nothing_to_send_can_be_closed_again(lines: tuple[Pipe, Pipe]) -> None:
-    ours, _ = lines
+def test_a_closed_end_with_nothing_to_send_can_be_closed_again(pipes: tuple[Pipe, Pipe]) -> None:
+    ours, _ = pipes
     ours.close()
     ours.send_all(0.01)
     ours.close()
 
 
-def test_a_length_that_no_message_has_ends_the_line() -> None:
+def test_a_length_above_the_bound_is_an_error() -> None:
     ours, theirs = socket.socketpair()
     with ours:
-        line = Pipe(theirs)
+        pipe = Pipe(theirs)
         ours.sendall((MAX_NBYTES + 1).to_bytes(4, "little"))
         with pytest.raises(ValueError, match="may have"):
-            line.receive()
-        line.close()
+            pipe.receive()
+        pipe.close()
 
 
 @pytest.mark.parametrize("sent", [b"", b"\xc1", b"\x80", b"\x81\xa4type\xa4boom"])
-def test_what_is_no_message_is_refused(sent: bytes) -> None:
+def test_bytes_that_are_no_message_are_refused(sent: bytes) -> None:
     for decoder in (pipe_messages.ENGINE_DECODER, pipe_messages.WRITER_DECODER):
         with pytest.raises(msgspec.MsgspecError):
             decoder.decode(sent)

@@ -1,4 +1,4 @@
-"""Regions of the arena never overlap while they are out, and all of it comes back."""
+"""Allocated regions of the arena never overlap, and all of it can be freed."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ NBYTES = 4096
 
 @settings(derandomize=True, deadline=None, max_examples=300)
 @given(st.lists(st.none() | st.integers(1, NBYTES), max_size=60))
-def test_what_is_out_never_overlaps_and_a_full_arena_says_so(wanted: Any) -> None:
+def test_allocated_regions_never_overlap_and_a_full_arena_gives_none(wanted: Any) -> None:
     arena, out = StagingArena.create(NBYTES), deque[ArenaRegion]()
     for nbytes in wanted:
         if nbytes is None:

@@ -23,7 +23,7 @@ from clairai.engine.core_control import CoreControl
 from clairai.errors import CaptureOffError, UnsupportedError
 from clairai.fields.request_fields import request
 from clairai.settings import ResolvedSettings, Settings
-from tests.support.capture_parts import order
+from tests.support.capture_parts import capture_plan
 from tests.support.capture_rig import rig
 from tests.unit.engine.capture.test_capture_resolver import ENGINE
 
@@ -98,8 +98,8 @@ def test_a_prefix_cache_hit_ends_before_the_first_captured_row(capture: Any, hit
 
 
 def test_a_prompt_that_a_rule_scores_is_forwarded_whole() -> None:
-    assert order(ranges=[(90, 95)]).first_position == 90
-    assert order(ranges=[(90, 95)], hold=KeepThreshold("anger", 1.0)).first_position == 0
+    assert capture_plan(ranges=[(90, 95)]).first_position == 90
+    assert capture_plan(ranges=[(90, 95)], hold=KeepThreshold("anger", 1.0)).first_position == 0
 
 
 def test_weights_have_a_fingerprint_that_changes_with_them() -> None:
@@ -119,7 +119,7 @@ def test_rows_name_the_weights_that_computed_them() -> None:
     model = torch.nn.Linear(4, 4)
     worker = SimpleNamespace(model_runner=SimpleNamespace(get_model=lambda: model))
     with rig() as made:
-        made.enter("a", 1, order())
+        made.enter("a", 1, capture_plan())
         made.step(("a", 0, 2))
         capture_setup._rename_weights(worker, made.backend, 7)
         made.step(("a", 2, 1))
@@ -156,7 +156,7 @@ def test_engines_whose_rows_would_be_missing_do_not_start() -> None:
 
 def test_the_adapter_stays_beside_the_steering_when_that_changes() -> None:
     with rig() as made:
-        made.enter("a", 1, replace_adapter(order(), "poet"))
+        made.enter("a", 1, replace_adapter(capture_plan(), "poet"))
         made.collector.amend((1, 0), json.dumps({"applied": []}))
         made.step(("a", 0, 1))
         assert made.found(1).rows == 1

@@ -20,11 +20,11 @@ from clairai.compat.extra_args import (
 )
 from clairai.engine.step import RequestMark
 from clairai.fields.ranges import OPEN_END
-from tests.support.capture_parts import order
+from tests.support.capture_parts import capture_plan
 from tests.support.steering_plans import action, plan
 
 MARK = RequestMark(2**64 - 1, 3)
-STEERING, CAPTURE = plan(action((20, OPEN_END))), order()
+STEERING, CAPTURE = plan(action((20, OPEN_END))), capture_plan()
 
 
 def _params(**extra_args: Any) -> Any:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from clairai.engine.step import NewRequest, RequestMark
-from tests.support.capture_parts import order
+from tests.support.capture_parts import capture_plan
 from tests.support.capture_rig import rig
 from tests.unit.engine.steer.test_worker_steering import adding, batch, made
 
@@ -27,7 +27,7 @@ def test_steering_rests_while_nobody_is_steered_and_the_map_says_so() -> None:
 def test_captures_rest_while_nobody_is_captured() -> None:
     with rig() as one:
         assert one.capture.can_skip()
-        one.enter("a", 1, order())
+        one.enter("a", 1, capture_plan())
         one.step(("a", 0, 2), ("b", 0, 2))
         assert not one.capture.can_skip()
         one.step(("b", 2, 1), finished=("a",))

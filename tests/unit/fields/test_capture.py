@@ -1,4 +1,4 @@
-"""What requests and settings may say of captures: read as written, or refused with the way out."""
+"""The `capture` field and setting are parsed as written, or refused with the way out."""
 
 from __future__ import annotations
 
@@ -42,21 +42,21 @@ wishes = st.builds(
 
 @settings(derandomize=True, deadline=None)
 @given(wishes | st.sampled_from([CaptureSpec(), CaptureSpec(is_wanted=False)]))
-def test_what_a_wish_writes_is_read_as_the_same_wish(wish: CaptureSpec) -> None:
+def test_the_json_of_a_spec_is_parsed_to_an_equal_spec(wish: CaptureSpec) -> None:
     said = json.loads(json.dumps(wish.to_json()))
     assert parse_capture(said) == wish
     assert parse_fields(request(capture=said)) == RequestFields(capture=wish)
     assert parse_fields({KEY: json.dumps({"capture": said})}) == RequestFields(capture=wish)
 
 
-def test_nothing_said_is_no_wish() -> None:
+def test_a_missing_field_is_no_spec() -> None:
     assert parse_capture(None) is None
     assert request() == {KEY: {}}
 
 
 @settings(derandomize=True, deadline=None)
 @given(positions)
-def test_positions_are_read_as_they_were_written(given_positions: Any) -> None:
+def test_the_json_of_positions_is_parsed_to_equal_positions(given_positions: Any) -> None:
     said = json.loads(json.dumps(positions_to_json(given_positions)))
     assert parse_positions(said, what="x") == given_positions
 
@@ -71,7 +71,7 @@ def test_positions_are_read_as_they_were_written(given_positions: Any) -> None:
     ),
     st.integers(1, 25),
 )
-def test_ranges_hold_exactly_the_positions_that_were_meant(
+def test_ranges_hold_exactly_the_positions_they_stand_for(
     chosen: list[Any], prompt_len: int
 ) -> None:
     def is_meant(part: Any, at: int) -> bool:
@@ -119,7 +119,7 @@ WRONG: dict[str, tuple[Any, str]] = {
 
 
 @pytest.mark.parametrize("name", WRONG)
-def test_a_wrong_wish_is_refused_with_the_reason(name: str) -> None:
+def test_a_wrong_field_is_refused_with_the_reason(name: str) -> None:
     given_wish, reason = WRONG[name]
     with pytest.raises(RequestError, match="capture") as caught:
         parse_capture(given_wish)
@@ -145,14 +145,14 @@ json_values = st.recursive(
 
 @settings(derandomize=True, deadline=None, max_examples=400)
 @given(json_values)
-def test_anything_else_is_refused_and_nothing_breaks(value: Any) -> None:
+def test_any_other_value_is_refused(value: Any) -> None:
     with suppress(ClairaiError):
         parse_capture(value)
     with suppress(ConfigError):
         CaptureSettings.parse(value)
 
 
-def test_a_folder_is_a_consumer_of_its_own() -> None:
+def test_a_folder_stands_for_the_consumer_fs() -> None:
     setting = CaptureSettings.parse({"folder": "/captures"})
     (consumer,) = setting.consumers
     assert (consumer.name, consumer.kind, dict(consumer.options)) == (
@@ -161,7 +161,7 @@ def test_a_folder_is_a_consumer_of_its_own() -> None:
         {"folder": "/captures"},
     )
     assert setting.to == ("fs",)
-    assert setting.sample == 0  # only requests that ask
+    assert setting.sample == 0  # only requests that ask are captured
     assert CaptureSettings.parse({"folder": "x", "when": {"probe": "p"}}).sample == 1
 
 
@@ -187,7 +187,7 @@ WRONG_SETTINGS: dict[str, tuple[Any, str]] = {
 
 
 @pytest.mark.parametrize("name", WRONG_SETTINGS)
-def test_a_wrong_setting_stops_the_start_with_the_reason(name: str) -> None:
+def test_a_wrong_setting_is_refused_with_the_reason(name: str) -> None:
     given_setting, reason = WRONG_SETTINGS[name]
     with pytest.raises(ConfigError) as caught:
         CaptureSettings.parse(given_setting)

@@ -1,4 +1,4 @@
-"""Takes chats and templates; gives where a message lies, or that it cannot be told."""
+"""The positions of a chat message, or an error where they cannot be known."""
 
 from __future__ import annotations
 
@@ -40,12 +40,12 @@ class Letters:
 
 
 @pytest.mark.parametrize(("index", "found"), [(0, (0, 4)), (1, (4, 7)), (2, (7, 9))])
-def test_a_messages_tokens_are_those_that_it_adds(index: int, found: tuple[int, int]) -> None:
+def test_the_tokens_of_a_message_are_those_that_it_adds(index: int, found: tuple[int, int]) -> None:
     assert clairai.message_range(Letters("all"), CHAT, index) == found
     assert clairai.message_range(Letters("all"), CHAT, index, mark="??") == found
 
 
-def test_where_the_beginning_changes_nothing_is_told() -> None:
+def test_a_template_that_changes_its_beginning_is_refused() -> None:
     with pytest.raises(RequestError, match="changes its beginning"):
         clairai.message_range(Letters("counts"), CHAT, 1)
 
@@ -56,6 +56,6 @@ def test_a_message_without_tokens_is_refused() -> None:
 
 
 @pytest.mark.parametrize("index", [-1, 3, True, "0"])
-def test_a_message_that_is_not_there_is_refused(index: Any) -> None:
+def test_an_index_without_a_message_is_refused(index: Any) -> None:
     with pytest.raises(RequestError, match="the chat has 3 messages; give 0 to 2"):
         clairai.message_range(Letters("all"), CHAT, index)

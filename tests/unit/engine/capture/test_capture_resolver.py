@@ -1,4 +1,4 @@
-"""A wish and a setting come to an order, or to an error that names what was asked."""
+"""A capture field and the settings resolve to a plan, or to an error that names the field."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def order(wish: Any, asked: RequestContext | None = None, **setting: Any) -> Cap
     return resolver(**setting).resolve(parse_capture(wish), asked or RequestContext(7, 10))
 
 
-def test_true_is_all_rows_at_all_tapped_points_as_they_are() -> None:
+def test_true_captures_all_rows_at_all_tapped_points_raw() -> None:
     assert order(True) == CapturePlan(
         points=("pre_attn.0", "post_block.0", "post_block.1"),
         ranges=((0, 2**31 - 1),),
@@ -55,7 +55,7 @@ def test_true_is_all_rows_at_all_tapped_points_as_they_are() -> None:
     )
 
 
-def test_an_order_travels_as_bytes() -> None:
+def test_a_plan_travels_as_bytes() -> None:
     made = order({"encoder": {"name": "rp8", "k": 8}, "positions": ["prompt", {"from": 12}]})
     assert made is not None
     assert made.ranges == ((0, 10), (12, 2**31 - 1))
@@ -63,7 +63,7 @@ def test_an_order_travels_as_bytes() -> None:
     assert PLAN_DECODER.decode(PLAN_ENCODER.encode(made)) == made
 
 
-def test_what_a_request_leaves_out_is_the_settings() -> None:
+def test_what_a_request_leaves_out_comes_from_the_settings() -> None:
     made = order(
         {"tags": {"b": 2}},
         points=["post_block.*"],
@@ -78,13 +78,13 @@ def test_what_a_request_leaves_out_is_the_settings() -> None:
     assert json.loads(made.tags) == {"a": 1, "b": 2}
 
 
-def test_a_request_says_no_even_where_every_request_is_captured() -> None:
+def test_a_request_can_decline_where_every_request_is_captured() -> None:
     assert order(None, sample=1) is not None
     assert order(False, sample=1) is None
     assert order(None) is None
 
 
-def test_an_engine_without_the_setting_refuses_who_asks_and_serves_the_others() -> None:
+def test_an_engine_that_does_not_capture_refuses_only_requests_that_ask() -> None:
     off = CaptureResolver(None, ENGINE)
     assert off.resolve(None, RequestContext(1, 1)) is None
     assert off.resolve(CaptureSpec(is_wanted=False), RequestContext(1, 1)) is None
@@ -92,7 +92,7 @@ def test_an_engine_without_the_setting_refuses_who_asks_and_serves_the_others() 
         off.resolve(CaptureSpec(), RequestContext(1, 1))
 
 
-def test_a_sample_is_the_share_it_says_and_the_same_again() -> None:
+def test_a_sample_has_the_given_share_and_is_repeatable() -> None:
     chosen = [stream for stream in range(1, 20_001) if is_sampled(stream, 0.1)]
     assert abs(len(chosen) - 2000) < 200
     assert all(is_sampled(stream, 0.2) for stream in chosen)  # a larger sample has these too
@@ -100,7 +100,7 @@ def test_a_sample_is_the_share_it_says_and_the_same_again() -> None:
     assert all(is_sampled(stream, 1.0) for stream in (0, 1, 2**64 - 1))
 
 
-def test_a_rule_holds_what_nobody_asked_for_and_not_what_was_asked() -> None:
+def test_a_rule_applies_to_sampled_requests_and_not_to_those_that_ask() -> None:
     held = order(None, when={"probe": "anger"})
     assert held is not None
     assert held.hold == KeepThreshold("anger", 0.5)
@@ -118,7 +118,7 @@ def test_a_rule_holds_what_nobody_asked_for_and_not_what_was_asked() -> None:
         ({"encoder": {"name": "raw", "dtype": "float32"}}, "leave dtype out"),
     ],
 )
-def test_a_setting_that_no_request_could_have_is_refused_at_the_start(
+def test_settings_that_no_request_could_use_are_refused_at_the_start(
     setting: Any, reason: str
 ) -> None:
     with pytest.raises(ConfigError) as caught:
@@ -136,18 +136,18 @@ def test_a_setting_that_no_request_could_have_is_refused_at_the_start(
         ({"positions": {"message": 0}}, "message_range"),
     ],
 )
-def test_a_wish_that_cannot_be_is_refused(wish: Any, reason: str) -> None:
+def test_an_impossible_capture_field_is_refused(wish: Any, reason: str) -> None:
     with pytest.raises(RequestError) as caught:
         order(wish)
     assert reason in caught.value.reason
 
 
-def test_a_layer_that_the_model_has_not_is_refused() -> None:
+def test_a_layer_that_the_model_does_not_have_is_refused() -> None:
     with pytest.raises(PointError, match="this model has 2 layers"):
         order({"points": ["post_block.2"]})
 
 
-def test_a_token_that_staging_has_no_room_for_is_refused() -> None:
+def test_a_token_too_large_for_the_staging_memory_is_refused() -> None:
     wide = EngineShape(ENGINE.points, 2, 1 << 17, "float32", {})
     with pytest.raises(ConfigError, match="raise it in the engine's capture setting"):
         CaptureResolver(CaptureSettings.parse({"folder": "x", "staging_mib": 1}), wide)
@@ -164,7 +164,7 @@ def _course(num_ranges: int) -> SteeringPlan:
     return SteeringPlan((PlanAction("joy", "d", "add", (row,), 2.0, spread),))
 
 
-def test_applied_steering_is_told_and_too_much_of_it_by_its_digest() -> None:
+def test_applied_steering_is_stored_and_a_long_one_as_its_digest() -> None:
     assert steering_json(None) == "{}"
     (told,) = json.loads(steering_json(_course(1)))["applied"]
     assert (told["vector"], told["scale"]) == ("joy", 2.0)

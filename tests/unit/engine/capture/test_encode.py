@@ -1,4 +1,4 @@
-"""Plain torch makes the bytes that numpy makes, bit for bit: any encoder, any rows, any dtype."""
+"""Encoding in torch gives the bytes of the numpy codecs, for any encoder, rows and dtype."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def test_signs_are_the_same(seed: int, width: int, k: int) -> None:
     assert (found_DK.numpy() == random_signs(seed, width, k)).all()
 
 
-def test_every_bfloat16_goes_through_raw_with_its_bits() -> None:
+def test_raw_keeps_the_bits_of_every_bfloat16() -> None:
     bits = np.arange(1 << 16, dtype=np.uint16).reshape(64, -1)
     rows_ND = torch.from_numpy(bits).view(torch.bfloat16)
     values = encode_twin(rows_ND, Raw("bfloat16"))["values"].numpy()
@@ -71,7 +71,7 @@ def test_every_bfloat16_goes_through_raw_with_its_bits() -> None:
 
 
 def test_all_floats_of_16_bits_become_the_8_bit_floats_of_torch() -> None:
-    """numpy's own rounding and torch's are two programs: they agree on every half, both ways."""
+    """The rounding of numpy and of torch agree on every 16-bit float."""
     bits = np.arange(0x7C00, dtype=np.uint16).reshape(31, -1)
     rows_ND = torch.from_numpy(bits.view(np.float16).astype(np.float32))
     encoder = named("fp8")
@@ -83,7 +83,7 @@ def test_all_floats_of_16_bits_become_the_8_bit_floats_of_torch() -> None:
     assert np.array_equal(encoder.decode(arrays, width=256), meant, equal_nan=True)
 
 
-def test_what_the_twin_cannot_encode_is_refused() -> None:
+def test_rows_that_the_twin_cannot_encode_are_refused() -> None:
     with pytest.raises(EncodingError, match="rows are float32 and not bfloat16"):
         encode_twin(torch.zeros(1, 4), Raw("bfloat16"))
     with pytest.raises(EncodingError, match="give float32, bfloat16 or float16"):
@@ -111,7 +111,7 @@ class _Unknown(Encoder):
     ("twin", "encoder"),
     [(Full8(group=64), Full8()), (Rp8(k=64, seed=1), Rp8(k=64)), (TopK8(k=63), TopK8())],
 )
-def test_bytes_of_another_encoder_are_seen_to_differ(twin: Encoder, encoder: Encoder) -> None:
+def test_the_comparison_sees_bytes_of_another_encoder(twin: Encoder, encoder: Encoder) -> None:
     rows_ND = like_a_model(4, 200)
     expected = encoder.encode(rows_ND)
     assert differences(twin, torch.from_numpy(rows_ND), expected) != []

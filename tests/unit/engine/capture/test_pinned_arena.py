@@ -1,4 +1,4 @@
-"""Where rows come to: torch writes what the clerk reads, and a GPU says when it is there."""
+"""The pinned arena: the capture writer reads what torch writes, once the GPU says it is there."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ NBYTES = 8192
 
 
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.uint16, torch.int32, torch.float32])
-def test_what_torch_writes_lies_where_the_clerk_reads(dtype: torch.dtype) -> None:
+def test_what_torch_writes_lies_where_the_writer_reads(dtype: torch.dtype) -> None:
     arena = StagingArena.create(NBYTES)
     pinned = PinnedArena(arena, torch.device("cpu"))
     values = torch.arange(12).to(dtype)
@@ -40,14 +40,14 @@ def _passed(arena: StagingArena) -> int:
     return os.dup(arena.fd)
 
 
-def test_room_that_the_clerk_gives_back_is_the_engines_again() -> None:
+def test_freed_regions_can_be_allocated_again() -> None:
     arena = StagingArena.create(1024)
-    clerk = StagingArena.attach(_passed(arena))
+    writer = StagingArena.attach(_passed(arena))
     regions = [arena.allocate(256) for _ in range(4)]
     assert arena.allocate(1) is None
     assert arena.wait_for_room(1, is_served=lambda: False) is None
     assert regions[1] is not None
-    clerk.free(regions[1].end)
+    writer.free(regions[1].end)
     assert arena.used_nbytes == 512
     assert arena.allocate(256, spare=512) is None
     again = arena.allocate(256, spare=256)
@@ -56,26 +56,26 @@ def test_room_that_the_clerk_gives_back_is_the_engines_again() -> None:
     arena.close()
 
 
-def test_memory_that_somebody_could_resize_is_not_attached() -> None:
+def test_memory_that_could_be_resized_is_not_attached() -> None:
     plain = os.memfd_create("plain", os.MFD_ALLOW_SEALING)
     os.ftruncate(plain, HEADER_NBYTES + NBYTES)
     with pytest.raises(RingError, match="not sealed"):
         StagingArena.attach(plain)
 
 
-def test_memory_that_there_is_not_is_said_before_the_first_step() -> None:
+def test_missing_memory_is_refused_before_the_first_step() -> None:
     with pytest.raises(ConfigError, match="staging_mib"):
         StagingArena.create(1 << 60)
 
 
-def test_memory_that_others_use_is_not_promised(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_that_is_in_use_is_not_promised(monkeypatch: pytest.MonkeyPatch) -> None:
     """The kernel would promise it, and end some process once it is used."""
     monkeypatch.setattr(shared_buffer, "free_memory_bytes", lambda: NBYTES)
     with pytest.raises(ConfigError, match=f"no {NBYTES} bytes .* {NBYTES} are free"):
         StagingArena.create(NBYTES)
 
 
-def test_a_gpu_writes_the_tickets_number_behind_its_copies(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_gpu_writes_the_message_number_behind_its_copies(monkeypatch: pytest.MonkeyPatch) -> None:
     driver = cuda.install(monkeypatch)
     arena = StagingArena.create(NBYTES)
     pinned = PinnedArena(arena, torch.device("cuda", 1))

@@ -1,4 +1,4 @@
-"""What leaves the stash is what the consumers get: encoded to the bit, or counted as missing."""
+"""Consumers get the rows of the stash, encoded to the bit, or the rows are counted as missing."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from clairai.engine.step import ForwardInputs
 from clairai.store.codecs.raw import widen
 from clairai.store.codecs.registry import named
 from clairai.wire import capture_messages
-from tests.support.capture_parts import ToyConsumer, ToyState, batch, order
+from tests.support.capture_parts import ToyConsumer, ToyState, batch, capture_plan
 from tests.support.capture_rig import WIDTH, rig
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -28,7 +28,7 @@ def test_rows_reach_the_consumer_encoded_to_the_bit(name: str, dtype: torch.dtyp
     encoder = named(name, {"dtype": kind} if name == "raw" else {})
     with rig(dtype=dtype) as made:
         points = ("post_block.0", "post_block.1")
-        made.enter("a", 7, order(points=points, encoder=name, parameters=encoder.parameters))
+        made.enter("a", 7, capture_plan(points=points, encoder=name, parameters=encoder.parameters))
         made.step(("x", 0, 2))
         kept = made.step(("x", 2, 3), ("a", 0, 5))
         assert made.found(7).rows == 10
@@ -48,12 +48,16 @@ def test_rows_reach_the_consumer_encoded_to_the_bit(name: str, dtype: torch.dtyp
         assert block.origin.encoder == name
 
 
-def test_requests_with_different_wishes_share_a_step() -> None:
+def test_requests_with_different_plans_share_a_step() -> None:
     with rig(toy=ToyConsumer(), other=ToyConsumer()) as made:
-        made.enter("a", 1, order(points=["pre_attn.0"]))
-        made.enter("b", 2, order(points=["post_block.0", "post_block.1"], to=["other"]))
-        made.enter("c", 3, order(points=["pre_attn.0"], encoder="full8", to=["toy", "other"]))
-        made.enter("d", 2, order(points=["post_block.0", "post_block.1"], to=["other"]), choice=1)
+        made.enter("a", 1, capture_plan(points=["pre_attn.0"]))
+        made.enter("b", 2, capture_plan(points=["post_block.0", "post_block.1"], to=["other"]))
+        made.enter(
+            "c", 3, capture_plan(points=["pre_attn.0"], encoder="full8", to=["toy", "other"])
+        )
+        made.enter(
+            "d", 2, capture_plan(points=["post_block.0", "post_block.1"], to=["other"]), choice=1
+        )
         made.step(("d", 0, 2), ("c", 0, 3), ("a", 0, 1), ("b", 0, 2))
         made.step(("d", 2, 1), ("c", 3, 1), ("a", 1, 1), ("b", 2, 1))
         assert made.found(2).rows == 6
@@ -66,10 +70,10 @@ def test_requests_with_different_wishes_share_a_step() -> None:
     }
 
 
-def test_a_step_of_many_rows_goes_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_step_of_many_rows_is_copied_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(takers, "PART_VALUES", 5 * WIDTH)
     with rig(nbytes=64 << 10) as made:
-        made.enter("a", 1, order(points=["pre_attn.0", "post_block.1"]))
+        made.enter("a", 1, capture_plan(points=["pre_attn.0", "post_block.1"]))
         kept = made.step(("a", 0, 32))
         assert made.found(1).rows == 64
         assert made.found(1).dropped == 0
@@ -78,10 +82,10 @@ def test_a_step_of_many_rows_goes_in_parts(monkeypatch: pytest.MonkeyPatch) -> N
     assert np.array_equal(values, kept[2].numpy())
 
 
-def test_rows_that_have_no_room_are_counted_and_the_others_go_on() -> None:
+def test_rows_without_room_are_counted_and_capture_continues() -> None:
     gate = threading.Event()
     with rig(nbytes=32 << 10, toy=ToyConsumer(gate=gate)) as made:
-        made.enter("a", 1, order())
+        made.enter("a", 1, capture_plan())
         for step in range(40):
             made.step(("a", 8 * step, 8))
         gate.set()
@@ -97,7 +101,7 @@ def test_rows_that_have_no_room_are_counted_and_the_others_go_on() -> None:
 def test_a_consumer_that_blocks_loses_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     gate = threading.Event()
     with rig(nbytes=32 << 10, toy=ToyConsumer("block", gate=gate)) as made:
-        made.enter("a", 1, order())
+        made.enter("a", 1, capture_plan())
         arena, waited = made.copier.arena, list[int]()
 
         def wait(nbytes: int, is_served: Callable[[], bool]) -> ArenaRegion | None:
@@ -115,19 +119,19 @@ def test_a_consumer_that_blocks_loses_nothing(monkeypatch: pytest.MonkeyPatch) -
         assert (made.found(1).rows, made.found(1).dropped) == (320, 0)
 
 
-def test_rows_that_a_consumer_refuses_are_lost_there_and_it_is_told() -> None:
+def test_rows_that_a_consumer_refuses_are_reported_as_lost_there() -> None:
     with rig(toy=ToyConsumer(), bad=ToyConsumer(is_taking=False)) as made:
-        made.enter("a", 1, order(to=["toy", "bad"]))
+        made.enter("a", 1, capture_plan(to=["toy", "bad"]))
         made.step(("a", 0, 3))
         told = made.found(1)
         assert [place.lost for place in told.places] == [0, 3]
-        assert made.found(1).lost == 3  # told again, not counted again
+        assert made.found(1).lost == 3  # reported again, not counted again
 
 
-def test_a_consumer_that_raises_has_failed_and_harms_nobody() -> None:
+def test_a_consumer_that_raises_has_failed_and_harms_no_other() -> None:
     with rig(toy=ToyConsumer(), bad=ToyConsumer(fault=ZeroDivisionError("oh"))) as made:
-        made.enter("a", 1, order(to=["toy", "bad"]))
-        made.enter("b", 2, order())
+        made.enter("a", 1, capture_plan(to=["toy", "bad"]))
+        made.enter("b", 2, capture_plan())
         made.step(("a", 0, 3), ("b", 0, 1))
         told = made.found(1)
         assert told.state == "failed"
@@ -137,12 +141,12 @@ def test_a_consumer_that_raises_has_failed_and_harms_nobody() -> None:
     assert made.consumers["toy"].rows()[1, 0, "post_block.0"] == [0, 1, 2]
 
 
-def test_a_forward_that_read_other_positions_gives_no_rows(
+def test_rows_of_unexpected_positions_are_not_stored(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """The batch said one thing and the device another: whose rows these are is not known."""
+    """The host and the device disagree about the batch, so the owner of the rows is not known."""
     with rig() as made:
-        made.enter("a", 1, order())
+        made.enter("a", 1, capture_plan())
         made.capture.begin([], [])
         made.capture.place(batch(("a", 0, 3)))
         wrong = ForwardInputs(torch.tensor([1, 2, 3]), torch.tensor([5, 5, 5]))
@@ -154,10 +158,10 @@ def test_a_forward_that_read_other_positions_gives_no_rows(
     assert "3 captured rows are lost" in caplog.text
 
 
-def test_an_answer_is_safe_when_it_has_ended_and_its_consumer_says_so() -> None:
+def test_an_answer_is_kept_when_it_has_ended_and_its_consumer_has_flushed() -> None:
     toy = ToyConsumer(where="here")
     with rig(toy=toy) as made:
-        made.enter("a", 1, order())
+        made.enter("a", 1, capture_plan())
         made.step(("a", 0, 2))
         toy.state = ToyState("stopped", "the disk is full")
         stopped = made.ended("api-a", "writing")
@@ -168,7 +172,7 @@ def test_an_answer_is_safe_when_it_has_ended_and_its_consumer_says_so() -> None:
         nobody = made.capture.answer(capture_messages.FindCaptures(("api-nobody",), is_ended=True))
         assert nobody == capture_messages.Captures(((),))
         assert told.places[0].where == "here"
-        made.step(("a", 2, 1))  # the engine did not know yet: nobody's
+        made.step(("a", 2, 1))  # a step that was already under way; its rows are dropped
         assert made.found(1).rows == 2
         listed = made.capture.answer(capture_messages.ListCaptures(5))
         assert isinstance(listed, capture_messages.Captures)

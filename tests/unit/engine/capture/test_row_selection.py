@@ -1,4 +1,4 @@
-"""Of any batches, exactly the rows that were ordered are picked, and each for its own request."""
+"""Of any batch, exactly the planned rows are selected, each for its own request."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from clairai.engine.capture.capture_plan import CapturePlan, KeepThreshold
 from clairai.engine.capture.row_selection import RowSelection, RowSelector, _SelectedStep
 from clairai.engine.step import RequestMark, StepBatch
-from tests.support.capture_parts import batch, order, told_rows
+from tests.support.capture_parts import batch, capture_plan, rows_as_read
 
 SITES = {"pre_attn.0": 0, "post_block.0": 1, "pre_attn.1": 1}
 NOBODY = RequestMark(99)
@@ -25,43 +25,43 @@ class Model:
     """One request, row by row."""
 
     stream: int
-    order: CapturePlan | None
+    plan: CapturePlan | None
     prompt_len: int
     next: int = 0
     seen: int = 0
     got: list[int] = field(default_factory=list)
 
     def wants(self, at: int) -> bool:
-        assert self.order is not None
-        return any(first <= at < end for first, end in self.order.ranges)
+        assert self.plan is not None
+        return any(first <= at < end for first, end in self.plan.ranges)
 
 
-ORDERS = [
+PLANS = [
     None,
-    order(),
-    order(ranges=[(3, 7)]),
-    order(ranges=[(0, 2), (5, 6), (9, 2**31 - 1)], points=["pre_attn.0", "post_block.0"]),
-    order(encoder="full8", parameters={"group": 128}, ranges=[(4, 2**31 - 1)]),
+    capture_plan(),
+    capture_plan(ranges=[(3, 7)]),
+    capture_plan(ranges=[(0, 2), (5, 6), (9, 2**31 - 1)], points=["pre_attn.0", "post_block.0"]),
+    capture_plan(encoder="full8", parameters={"group": 128}, ranges=[(4, 2**31 - 1)]),
 ]
-lives = st.lists(st.sampled_from(range(len(ORDERS))), min_size=1, max_size=6)
+lives = st.lists(st.sampled_from(range(len(PLANS))), min_size=1, max_size=6)
 
 
 @settings(derandomize=True, deadline=None, max_examples=200)
 @given(st.data(), lives)
-def test_each_step_gives_the_ordered_rows_of_its_requests(data: Any, chosen: list[int]) -> None:
+def test_each_step_selects_the_planned_rows_of_its_requests(data: Any, chosen: list[int]) -> None:
     selector, models = RowSelector(SITES), dict[str, Model]()
     for number, which in enumerate(chosen):
-        model = models[f"r{number}"] = Model(number + 1, ORDERS[which], 5 + number)
-        if model.order is not None:
+        model = models[f"r{number}"] = Model(number + 1, PLANS[which], 5 + number)
+        if model.plan is not None:
             assert selector.open(
-                f"r{number}", RequestMark(model.stream), model.prompt_len, model.order
+                f"r{number}", RequestMark(model.stream), model.prompt_len, model.plan
             )
     for _ in range(5):
         names = data.draw(st.lists(st.sampled_from(sorted(models)), unique=True, min_size=1))
         counts = [data.draw(st.integers(1, 6)) for _ in names]
-        if data.draw(st.booleans()):  # preempted: it begins again
+        if data.draw(st.booleans()):  # preempted: it starts again
             models[names[0]].next = 0
-        # The same requests go on, token by token.
+        # The same requests continue, token by token.
         for each in (counts, *[[1] * len(names)] * data.draw(st.integers(0, 6))):
             laid = [(name, models[name].next, n) for name, n in zip(names, each, strict=True)]
             expected = list(_expected(models, laid))
@@ -69,7 +69,7 @@ def test_each_step_gives_the_ordered_rows_of_its_requests(data: Any, chosen: lis
             assert sorted(found) == sorted(expected)
 
 
-def test_a_step_like_the_last_is_known_from_it_until_a_range_begins_or_ends(
+def test_a_decode_step_reuses_the_last_selection_until_a_range_begins_or_ends(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     made, original = list[int](), _SelectedStep.of
@@ -80,9 +80,9 @@ def test_a_step_like_the_last_is_known_from_it_until_a_range_begins_or_ends(
 
     monkeypatch.setattr(_SelectedStep, "of", of)
     selector, wanted = RowSelector(SITES), list[list[int]]()
-    selector.open("a", RequestMark(1), 2, order(ranges=[(4, 8), (12, 14)]))
-    selector.open("b", RequestMark(2), 2, order())
-    lives = np.array([0, 0], np.int32)  # the runner's own, changed in place
+    selector.open("a", RequestMark(1), 2, capture_plan(ranges=[(4, 8), (12, 14)]))
+    selector.open("b", RequestMark(2), 2, capture_plan())
+    lives = np.array([0, 0], np.int32)  # the runner changes it in place
     for at in range(16):
         lives[:] = at
         selection = selector.step(StepBatch(["a", "b"], np.array([1, 1], np.int32), lives))
@@ -98,9 +98,9 @@ def _expected(models: dict[str, Model], laid: list[tuple[str, int, int]]) -> Ite
     for name, start, count in laid:
         model = models[name]
         for at in range(start, start + count):
-            if model.order is not None and model.wants(at):
+            if model.plan is not None and model.wants(at):
                 is_again, phase = at < model.seen, int(at >= model.prompt_len)
-                yield (model.stream, at, row, phase, int(is_again), model.order.points)
+                yield (model.stream, at, row, phase, int(is_again), model.plan.points)
             row += 1
         model.next = start + count
         model.seen = max(model.seen, model.next)
@@ -109,7 +109,7 @@ def _expected(models: dict[str, Model], laid: list[tuple[str, int, int]]) -> Ite
 def _rows(selection: RowSelection | None) -> Iterator[Any]:
     if selection is None:
         return
-    rows_N = told_rows(selection)
+    rows_N = rows_as_read(selection)
     for format, first, end in zip(
         selection.batch.formats, selection.bounds(), selection.bounds()[1:], strict=False
     ):
@@ -118,11 +118,11 @@ def _rows(selection: RowSelection | None) -> Iterator[Any]:
             yield (told[0], told[1], int(at), told[2], told[3], format.points)
 
 
-def test_a_pick_in_parts_is_the_same_rows() -> None:
+def test_a_split_selection_has_the_same_rows() -> None:
     selector = RowSelector(SITES)
-    selector.open("a", RequestMark(1), 4, order())
+    selector.open("a", RequestMark(1), 4, capture_plan())
     selector.open(
-        "b", RequestMark(2, 3), 4, order(points=["pre_attn.0"], hold=KeepThreshold("p", 1.0))
+        "b", RequestMark(2, 3), 4, capture_plan(points=["pre_attn.0"], hold=KeepThreshold("p", 1.0))
     )
     selection = selector.step(batch(("a", 0, 5), ("x", 0, 2), ("b", 2, 4)))
     assert selection is not None
@@ -135,34 +135,36 @@ def test_a_pick_in_parts_is_the_same_rows() -> None:
     assert selection.counts() == {(1, 0): 5, (2, 3): 4}
 
 
-def test_scores_are_looked_at_where_no_row_is_wanted() -> None:
+def test_tokens_of_a_rule_are_selected_where_no_row_is() -> None:
     selector = RowSelector(SITES)
-    selector.open("a", RequestMark(1), 4, order(ranges=[(3, 4)], hold=KeepThreshold("p", 1.0)))
+    selector.open(
+        "a", RequestMark(1), 4, capture_plan(ranges=[(3, 4)], hold=KeepThreshold("p", 1.0))
+    )
     selection = selector.step(batch(("a", 7, 1)))
     assert selection is not None
     assert len(selection) == 0
     assert [len(part) for part in selection.split(10)] == [0]
 
 
-def test_steps_without_captured_requests_pick_nothing() -> None:
+def test_steps_without_captured_requests_select_nothing() -> None:
     selector = RowSelector(SITES)
     assert selector.step(batch(("a", 0, 5))) is None
-    selector.open("b", RequestMark(1), 4, order())
+    selector.open("b", RequestMark(1), 4, capture_plan())
     assert selector.step(batch(("a", 5, 1))) is None
     assert selector.close("b") == (1, 0)
     assert selector.close("b") is None
     assert selector.step(batch(("b", 0, 5))) is None
 
 
-def test_a_place_is_used_again_by_another_request_and_nothing_of_the_first_is_left() -> None:
+def test_a_slot_is_reused_without_anything_of_the_request_before() -> None:
     selector = RowSelector(SITES)
     for number in range(200):
         name = f"r{number}"
-        assert selector.open(name, RequestMark(number + 1), 3, order())
-        assert not selector.open(name, NOBODY, 9, order())  # it came back after a preemption
+        assert selector.open(name, RequestMark(number + 1), 3, capture_plan())
+        assert not selector.open(name, NOBODY, 9, capture_plan())  # it came back after a preemption
         selection = selector.step(batch((name, 0, 4)))
         assert selection is not None
-        rows = told_rows(selection)
+        rows = rows_as_read(selection)
         assert rows["stream"].tolist() == [number + 1] * 4
         assert rows["flags"].tolist() == [0] * 4
         if number % 3:
@@ -174,8 +176,8 @@ def test_a_place_is_used_again_by_another_request_and_nothing_of_the_first_is_le
 def test_any_number_of_requests_can_be_captured_at_once(num_requests: int) -> None:
     selector = RowSelector(SITES)
     for number in range(num_requests):
-        selector.open(str(number), RequestMark(number + 1), 1, order())
+        selector.open(str(number), RequestMark(number + 1), 1, capture_plan())
     selection = selector.step(batch(*((str(number), 0, 1) for number in range(num_requests))))
     assert selection is not None
-    rows = told_rows(selection)
+    rows = rows_as_read(selection)
     assert rows["stream"].tolist() == [*range(1, num_requests + 1)]
