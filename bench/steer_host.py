@@ -1,11 +1,11 @@
 """The host's own work for steering in each engine step.
 
-What `Steering.place` does between the runner's layout of a batch and the forward pass, for 64 and
-256 requests: nobody steered, all by one configuration, each by its own. "decode": the same requests
-decode on. "mixed": each step two requests end, two others begin with a prompt of 32 tokens, and the
-rest decode; opening and closing is in it where they are steered. The copy to a GPU is not in it, so
-that this runs on any machine; a step that decodes on copies nothing. Times are of the thread's own
-work: it waits for nothing, and what else the machine does is not counted.
+What `WorkerSteering.place` does between the runner's layout of a batch and the forward pass, for 64
+and 256 requests: none steered, all by one configuration, each by its own. "decode": the same
+requests continue to decode. "mixed": in each step two requests end, two others begin with a prompt
+of 32 tokens, and the rest decode; adding and removing steered ones is included. The copy to a GPU
+is not, so this runs on any machine; a step in which all continue to decode copies nothing. Times
+are CPU time of the thread, so other work on the machine does not count.
 Run: python -m bench.steer_host
 """
 
