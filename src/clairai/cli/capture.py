@@ -1,38 +1,28 @@
-"""Takes the command line of `clairai capture run`; gives rows of prompts, and how far it is."""
+"""The commands `clairai capture`: capture rows of many prompts, and work with captured rows."""
 
 from __future__ import annotations
 
+import json
 import time
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Final
 
 import typer
 
-if TYPE_CHECKING:
-    from collections.abc import Iterable
+from clairai.cli.output import print_table, print_values, show_progress
 
+if TYPE_CHECKING:
     from clairai.batch.run_job import JobProgress
-
-
-from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING
-
-from clairai.cli.output import progress
-
-if TYPE_CHECKING:
-    from clairai.store.read import Store
-
-
-import json
-from typing import TYPE_CHECKING
-
-from clairai.cli.probes import print_table
-
-if TYPE_CHECKING:
     from clairai.store.read import Store, StoredRequest
 
+capture = typer.Typer(help="Captured rows on disk.", no_args_is_help=True)
+export = typer.Typer(help="Captured rows as files of other kinds.", no_args_is_help=True)
+capture.add_typer(export, name="export")
 
-INTERRUPTED: Final = 130  # as a shell says it of SIGINT
+INTERRUPTED: Final = 130  # a shell's exit code for SIGINT
+_TITLES: Final = ("stream", "rows", "choices", "positions", "points", "encoder", "model", "tags")
+_MAX_TAGS: Final = 60
 
 Model = Annotated[str, typer.Argument(metavar="MODEL", help="What `vllm serve` would take.")]
 Prompts = Annotated[
@@ -51,8 +41,11 @@ Positions = Annotated[
 MaxTokens = Annotated[int, typer.Option(metavar="N", help="Tokens of an answer, at most.")]
 BatchMib = Annotated[int, typer.Option(metavar="N", help="MiB of rows that are one commit.")]
 Engine = Annotated[str, typer.Option(metavar="JSON", help="More arguments for vLLM's LLM.")]
+Folder = Annotated[Path, typer.Argument(metavar="FOLDER", help="A folder of captures.")]
+Out = Annotated[Path, typer.Argument(metavar="OUT", help="A new folder for what is made.")]
 
 
+@capture.command()
 def run(
     model: Model,
     prompts: Prompts,
@@ -70,7 +63,7 @@ def run(
     """
     from clairai.batch.run_job import parse_job, run_job
 
-    asked = parse_job(
+    job = parse_job(
         model,
         prompts=prompts,
         folder=to,
@@ -82,109 +75,10 @@ def run(
         engine=engine,
     )
     try:
-        typer.echo(_show_progress(run_job(asked)) + f" in {to}")
+        typer.echo(_report(run_job(job)) + f" in {to}")
     except KeyboardInterrupt:
         typer.echo("stopped; the same command goes on from the last commit", err=True)
         raise typer.Exit(INTERRUPTED) from None
-
-
-def _show_progress(steps: Iterable[JobProgress]) -> str:
-    """A bar on a terminal, else lines; what was done, in the end."""
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, TimeElapsedColumn, TimeRemainingColumn
-    from rich.progress import Progress as Bar
-
-    console = Console(stderr=True, highlight=False)
-    columns = (BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn())
-    done = before = 0
-    with Bar(*columns, console=console, disable=not console.is_terminal, transient=True) as bar:
-        task, started_s = bar.add_task("prompts", total=None), time.monotonic()
-        for step in steps:
-            if not step.done:
-                started_s = time.monotonic()  # an engine's start says nothing of the rest
-            bar.update(task, total=step.total, completed=step.done)
-            if not console.is_terminal:
-                typer.echo(_progress_line(step, time.monotonic() - started_s), err=True)
-            done, before = step.done, step.before
-    more = f", {before} were done before" if before else ""
-    return f"{done} prompts done{more}"
-
-
-def _progress_line(step: JobProgress, elapsed_s: float) -> str:
-    if not step.tokens:
-        return f"{step.total} prompts, {step.total_tokens} tokens at most"
-    left_s = elapsed_s * (step.total_tokens - step.tokens) / step.tokens
-    return f"{step.done} of {step.total} prompts, {elapsed_s:.0f} s, about {left_s:.0f} s left"
-
-
-# MERGED
-# Takes the command line of `clairai capture export`; gives captured rows to others.
-
-
-export = typer.Typer(help="Captured rows as files of other kinds.", no_args_is_help=True)
-
-ExportFolder = Annotated[Path, typer.Argument(metavar="FOLDER", help="A folder of captures.")]
-Out = Annotated[Path, typer.Argument(metavar="OUT", help="A new folder for what is made.")]
-
-
-@export.command()
-def npz(folder: ExportFolder, out: Out) -> None:
-    """Write an .npz for each request, choice and point: decoded rows, positions, tokens."""
-    from clairai.store.export_rows import export_files, export_npz
-    from clairai.store.read import open as open_store
-
-    store = open_store(folder)
-    wanted = export_files(store)
-    written = list(progress(export_npz(store, wanted, out), len(wanted), "exporting"))
-    typer.echo(f"{len(written)} files in {out}")
-
-
-@export.command()
-def datasets(folder: ExportFolder, out: Out) -> None:
-    """Write Hugging Face datasets, OUT/rows and OUT/requests. Needs `clairai[datasets]`."""
-    from clairai.store.export_rows import export_datasets
-
-    _export_table(export_datasets, folder, out)
-
-
-@export.command()
-def lance(folder: ExportFolder, out: Out) -> None:
-    """Write Lance datasets, OUT/rows.lance and OUT/requests.lance. Needs `clairai[lance]`."""
-    from clairai.store.export_rows import export_lance
-
-    _export_table(export_lance, folder, out)
-
-
-@export.command()
-def zarr(folder: ExportFolder, out: Out) -> None:
-    """Write a Zarr group with one array for each column. Needs `clairai[zarr]`."""
-    from clairai.store.export_rows import export_zarr
-
-    _export_table(export_zarr, folder, out)
-
-
-def _export_table(made: Callable[[Store, Path], Iterator[int]], folder: Path, out: Path) -> None:
-    from clairai.store.export_rows import num_batches, outline_store
-    from clairai.store.read import open as open_store
-
-    store = open_store(folder)
-    total = num_batches(outline_store(store))
-    num_rows = sum(progress(made(store, out), total, "exporting"))
-    typer.echo(f"{num_rows} rows in {out}")
-
-
-# MERGED
-# Takes the `clairai capture` command line; gives what is in a folder of captures, in words.
-
-
-capture = typer.Typer(help="Captured rows on disk.", no_args_is_help=True)
-capture.add_typer(export, name="export")
-capture.command()(run)
-
-_TITLES: Final = ("stream", "rows", "choices", "positions", "points", "encoder", "model", "tags")
-_MAX_TAGS: Final = 60
-
-Folder = Annotated[Path, typer.Argument(metavar="FOLDER", help="A folder of captures.")]
 
 
 @capture.command("ls", hidden=True)
@@ -212,7 +106,7 @@ def show(
 
     store = open_store(folder)
     request = store.request(_parse_stream(stream))
-    said = dict(zip(_TITLES[:-1], _row(request)[:-1], strict=True)) | {
+    values = dict(zip(_TITLES[:-1], _row(request)[:-1], strict=True)) | {
         "points": ", ".join(request.points),
         "weights": ", ".join(sorted({origin.weights for origin in request.origins})),
         "dtype": ", ".join(sorted({origin.dtype for origin in request.origins})),
@@ -221,8 +115,7 @@ def show(
         "steering": json.dumps(request.steering),
         "fidelity": json.dumps(_fidelity(store, request)),
     }
-    for title, value in said.items():
-        typer.echo(f"{title:<12}{value}")
+    print_values(values)
     for name in request.shards:
         typer.echo(f"{'shard':<12}{name}")
 
@@ -233,18 +126,19 @@ def verify(folder: Folder) -> None:
 
     The exit code is 1 if any differs.
     """
-    from clairai.store import recover as checks
     from clairai.store.disk import LocalDisk
+    from clairai.store.recover import uncommitted_shards
+    from clairai.store.recover import verify as verify_files
     from clairai.store.shard_manifest import parse_manifest
 
     disk = LocalDisk(folder)
     names = disk.names()
     num_files = len(parse_manifest(disk.read("manifest")).entries) + 1 if "manifest" in names else 1
-    checked = list(progress(checks.verify(disk), num_files, "verifying"))
+    checked = list(show_progress(verify_files(disk), num_files, "verifying"))
     faults = [one for one in checked if one.fault]
     for one in faults:
         typer.echo(f"bad   {one.name}: {one.fault}", err=True)
-    for name in checks.uncommitted_shards(disk):
+    for name in uncommitted_shards(disk):
         typer.echo(f"note  {name} is in no line of the manifest, and is not shown", err=True)
     typer.echo(
         f"{len(checked) - len(faults)} of {len(checked)} files are good, "
@@ -279,8 +173,85 @@ def send(
 
     total = len(open_store(folder).shards)
     with claim_folder(folder) as disk:
-        sent = list(progress(ShardSender(disk, url).send(), total, "sending"))
+        sent = list(show_progress(ShardSender(disk, url).send(), total, "sending"))
     typer.echo(f"{len(sent)} shards sent, {sum(entry.nbytes for entry in sent)} bytes")
+
+
+@export.command()
+def npz(folder: Folder, out: Out) -> None:
+    """Write an .npz for each request, choice and point: decoded rows, positions, tokens."""
+    from clairai.store.export_rows import export_files, export_npz
+    from clairai.store.read import open as open_store
+
+    store = open_store(folder)
+    files = export_files(store)
+    written = list(show_progress(export_npz(store, files, out), len(files), "exporting"))
+    typer.echo(f"{len(written)} files in {out}")
+
+
+@export.command()
+def datasets(folder: Folder, out: Out) -> None:
+    """Write Hugging Face datasets, OUT/rows and OUT/requests. Needs `clairai[datasets]`."""
+    from clairai.store.export_rows import export_datasets
+
+    _export_table(export_datasets, folder, out)
+
+
+@export.command()
+def lance(folder: Folder, out: Out) -> None:
+    """Write Lance datasets, OUT/rows.lance and OUT/requests.lance. Needs `clairai[lance]`."""
+    from clairai.store.export_rows import export_lance
+
+    _export_table(export_lance, folder, out)
+
+
+@export.command()
+def zarr(folder: Folder, out: Out) -> None:
+    """Write a Zarr group with one array for each column. Needs `clairai[zarr]`."""
+    from clairai.store.export_rows import export_zarr
+
+    _export_table(export_zarr, folder, out)
+
+
+def _export_table(
+    export_rows: Callable[[Store, Path], Iterator[int]], folder: Path, out: Path
+) -> None:
+    from clairai.store.export_rows import num_batches, outline_store
+    from clairai.store.read import open as open_store
+
+    store = open_store(folder)
+    total = num_batches(outline_store(store))
+    num_rows = sum(show_progress(export_rows(store, out), total, "exporting"))
+    typer.echo(f"{num_rows} rows in {out}")
+
+
+def _report(steps: Iterable[JobProgress]) -> str:
+    """Show a bar on a terminal, or print lines; return what was done."""
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, TimeElapsedColumn, TimeRemainingColumn
+    from rich.progress import Progress as Bar
+
+    console = Console(stderr=True, highlight=False)
+    columns = (BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn())
+    done = before = 0
+    with Bar(*columns, console=console, disable=not console.is_terminal, transient=True) as bar:
+        task, started_s = bar.add_task("prompts", total=None), time.monotonic()
+        for step in steps:
+            if not step.done:
+                started_s = time.monotonic()  # the engine's start does not predict the rest
+            bar.update(task, total=step.total, completed=step.done)
+            if not console.is_terminal:
+                typer.echo(_progress_line(step, time.monotonic() - started_s), err=True)
+            done, before = step.done, step.before
+    more = f", {before} were done before" if before else ""
+    return f"{done} prompts done{more}"
+
+
+def _progress_line(step: JobProgress, elapsed_s: float) -> str:
+    if not step.tokens:
+        return f"{step.total} prompts, {step.total_tokens} tokens at most"
+    left_s = elapsed_s * (step.total_tokens - step.tokens) / step.tokens
+    return f"{step.done} of {step.total} prompts, {elapsed_s:.0f} s, about {left_s:.0f} s left"
 
 
 def _row(request: StoredRequest) -> tuple[str, ...]:

@@ -1,6 +1,6 @@
-"""Takes the command line; gives each command what it needs, and says errors in words.
+"""The `clairai` command itself: serve, proxy, demo, sidecar, doctor, and the groups of others.
 
-Nothing heavy is imported up here: a command imports its own part, so that `--help` is instant.
+Nothing heavy is imported at the top: a command imports what it needs, so that `--help` is instant.
 """
 
 from __future__ import annotations
@@ -38,12 +38,12 @@ app.add_typer(vectors, name="vectors")
 app.add_typer(weights, name="weights")
 
 PROXY_NEEDS: Final = ("fastapi", "uvicorn", "aiohttp", "prometheus_client")
-# Exit codes. 0: as asked, Ctrl-C included; 2: the command line is wrong, and typer says so.
+# Exit codes. 0: done as asked, also by Ctrl-C; 2: a wrong command line, by typer.
 REFUSED, ENGINE_GONE = 1, 3
 
 
 class Begin(StrEnum):
-    """Where to begin in the ring of an engine that runs already."""
+    """Where to begin in the ring of an engine that already runs."""
 
     OLDEST = "oldest"
     NEWEST = "newest"
@@ -138,7 +138,7 @@ def demo(
 
     Needs no GPU and downloads nothing.
     """
-    _require_engine()
+    _require_proxy_packages()
     from clairai.demo.run import answer_once
     from clairai.demo.run import demo as run
     from clairai.launch.user_output import UserOutput
@@ -183,7 +183,7 @@ def serve(
     ] = None,
 ) -> None:
     """Serve MODEL: vLLM with clairai's taps, proxy and dashboard on one port."""
-    _require_engine()
+    _require_proxy_packages()
     from clairai.launch.serve import serve as run
     from clairai.launch.user_output import UserOutput
 
@@ -224,7 +224,7 @@ def proxy(
     log_format: Logs = LogFormat.TEXT,
 ) -> None:
     """Show a vLLM that runs elsewhere on this host: proxy and dashboard on one port."""
-    _require_engine()
+    _require_proxy_packages()
     from clairai.launch.api_key import UPSTREAM, api_key
     from clairai.launch.proxy_thread import serve_proxy as run
     from clairai.launch.user_output import UserOutput
@@ -253,8 +253,8 @@ def _proxy_options(
     return ProxyOptions(address, tuple(origins or ()), tuple(names or ()))
 
 
-def _require_engine() -> None:
-    """The proxy is made of what vLLM brings along; say so instead of ImportError."""
+def _require_proxy_packages() -> None:
+    """Say in plain words, instead of an ImportError, that the proxy needs vLLM's packages."""
     missing = [name for name in PROXY_NEEDS if find_spec(name) is None]
     if missing:
         raise ConfigError(

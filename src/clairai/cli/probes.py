@@ -1,12 +1,24 @@
-"""Takes the `clairai probes` command line; gives probe files, or a server's probes, in words."""
+"""The commands `clairai probes`: probe files, training, and the probes of a running server."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import typer
+
+from clairai.cli.output import print_table, print_values
+from clairai.cli.running_server import (
+    DEFAULT_URL,
+    ONLY_KNOWN,
+    ONLY_NEW,
+    SHORT_DIGEST,
+    Key,
+    MaybeUrl,
+    Url,
+    open_client,
+)
 
 if TYPE_CHECKING:
     from clairai.library.http_client import ServerClient
@@ -16,27 +28,9 @@ probes = typer.Typer(help="Probe files, and the probes of a running server.", no
 
 _TITLES: Final = ("name", "point", "width", "activation", "threshold", "auroc", "model", "digest")
 _BARS: Final = "▁▂▃▄▅▆▇█"
-SHORT_DIGEST: Final = 12
-ONLY_NEW: Final = {"If-None-Match": "*"}
-ONLY_KNOWN: Final = {"If-Match": "*"}
-
 Files = Annotated[list[str], typer.Argument(metavar="FILE", help="Probe files.")]
-DEFAULT_URL: Final = "http://127.0.0.1:6969"
-Url = Annotated[
-    str, typer.Option("--url", "--to", metavar="URL", help="Address of the running server.")
-]
-MaybeUrl = Annotated[
-    str | None,
-    typer.Option(
-        "--url", metavar="URL", help="A running server.", show_default=f"{DEFAULT_URL} without PATH"
-    ),
-]
 Layer = Annotated[
     int | None, typer.Option(metavar="N", help="For a JSON file whose name has no layer.", min=0)
-]
-Key = Annotated[
-    str | None,
-    typer.Option(envvar=["CLAIRAI_API_KEY", "VLLM_API_KEY"], help="The server's API key."),
 ]
 
 
@@ -54,7 +48,7 @@ def list_(
     if paths and url is not None:
         raise typer.BadParameter("give files or folders, or --url, and not both")
     if not paths:
-        _print_bank(server(url or DEFAULT_URL, api_key).probes())
+        _print_bank(open_client(url or DEFAULT_URL, api_key).probes())
         return
     from clairai.probe.files import load_many
 
@@ -93,7 +87,7 @@ def show(file: Annotated[str, typer.Argument(metavar="FILE")], layer: Layer = No
 
     probe = load(file, target_layer=layer)
     ends = probe.calibration
-    said = dict(zip(_TITLES, _row(probe), strict=True)) | {
+    values = dict(zip(_TITLES, _row(probe), strict=True)) | {
         "bias": f"{probe.bias:g}",
         "calibration": "none" if ends is None else f"{ends[0]:g} to {ends[1]:g}",
         "norm": f"{np.linalg.norm(probe.direction_D.astype(np.float64)):g}",
@@ -101,8 +95,7 @@ def show(file: Annotated[str, typer.Argument(metavar="FILE")], layer: Layer = No
         "description": probe.description or "none",
         "digest": probe.digest,
     }
-    for title, value in said.items():
-        typer.echo(f"{title:<12}{value}")
+    print_values(values)
 
 
 @probes.command()
@@ -185,13 +178,13 @@ def train(
 @probes.command()
 def add(files: Files, url: Url = DEFAULT_URL, api_key: Key = None) -> None:
     """Add probes to a running server, without a restart."""
-    _put(files, server(url, api_key), only_if=ONLY_NEW, done="added")
+    _put(files, open_client(url, api_key), only_if=ONLY_NEW, done="added")
 
 
 @probes.command()
 def replace(files: Files, url: Url = DEFAULT_URL, api_key: Key = None) -> None:
     """Put probes in the place of their namesakes in a running server."""
-    _put(files, server(url, api_key), only_if=ONLY_KNOWN, done="replaced")
+    _put(files, open_client(url, api_key), only_if=ONLY_KNOWN, done="replaced")
 
 
 @probes.command()
@@ -201,26 +194,19 @@ def remove(
     api_key: Key = None,
 ) -> None:
     """Take probes out of a running server."""
-    running = server(url, api_key)
+    client = open_client(url, api_key)
     for name in names:
-        running.remove_probe(name)
+        client.remove_probe(name)
         typer.echo(f"removed {name}")
 
 
-def _put(files: list[str], running: ServerClient, *, only_if: Mapping[str, str], done: str) -> None:
+def _put(files: list[str], client: ServerClient, *, only_if: Mapping[str, str], done: str) -> None:
     from clairai.probe.files import dumps, load
 
-    loaded = [load(file) for file in files]  # all are good before the first is sent
+    loaded = [load(file) for file in files]  # all are read before the first is sent
     for probe in loaded:
-        running.put_probe(probe.name, dumps(probe), only_if=only_if)
+        client.put_probe(probe.name, dumps(probe), only_if=only_if)
         typer.echo(f"{done} {probe.name}")
-
-
-def server(url: str, api_key: str | None) -> ServerClient:
-    """The running server at an address, not asked yet."""
-    from clairai.library.http_client import ServerClient
-
-    return ServerClient(url, api_key)
 
 
 def _summary(probe: Probe) -> str:
@@ -230,7 +216,7 @@ def _summary(probe: Probe) -> str:
 
 
 def _draw_histogram(probe: Probe) -> str:
-    """The histogram as a row of bars, the tallest for the largest count, the lowest for none."""
+    """A row of bars; the lowest bar stands for no score."""
     shape = probe.histogram
     if shape is None:
         return "none"
@@ -274,12 +260,3 @@ def _print_bank(bank: Mapping[str, Any]) -> None:
 
 def _number(value: float | None) -> str:
     return "none" if value is None else f"{value:g}"
-
-
-def print_table(titles: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> None:
-    """Columns wide enough for what is in them: nothing is cut, also in a pipe."""
-    listed = [titles, *rows]
-    widths = [max(len(row[index]) for row in listed) for index in range(len(titles))]
-    for row in listed:
-        cells = (cell.ljust(width) for cell, width in zip(row, widths, strict=True))
-        typer.echo("  ".join(cells).rstrip())

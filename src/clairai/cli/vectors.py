@@ -1,4 +1,4 @@
-"""Takes the command line of `clairai vectors make`; gives a vector's file."""
+"""The commands `clairai vectors`: vector files, and the vectors of a running server."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import typer
 
-from clairai.cli.probes import (
+from clairai.cli.output import print_table, print_values
+from clairai.cli.running_server import (
     DEFAULT_URL,
     ONLY_KNOWN,
     ONLY_NEW,
@@ -17,13 +18,26 @@ from clairai.cli.probes import (
     Key,
     MaybeUrl,
     Url,
-    print_table,
-    server,
+    open_client,
 )
 
 if TYPE_CHECKING:
     from clairai.library.http_client import ServerClient
     from clairai.vector.model import Vector
+
+
+vectors = typer.Typer(
+    help="Steering vectors: files, and those of a running server.", no_args_is_help=True
+)
+
+_TITLES: Final = ("name", "points", "width", "scale", "method", "digest")
+_MAX_SHOWN: Final = 4  # points in one cell
+
+Files = Annotated[list[str], typer.Argument(metavar="FILE", help="Safetensors, GGUF or JSON.")]
+One = Annotated[str, typer.Argument(metavar="FILE", help="Safetensors, GGUF or JSON.")]
+Points = Annotated[
+    list[str] | None, typer.Option("--points", metavar="POINT", help="Of its points, only these.")
+]
 
 
 class Method(StrEnum):
@@ -73,6 +87,7 @@ Description = Annotated[str | None, typer.Option(help="What it does, for people.
 Engine = Annotated[str, typer.Option(metavar="JSON", help="More arguments for vLLM's LLM.")]
 
 
+@vectors.command()
 def make(
     name: Annotated[str, typer.Argument(metavar="NAME", help="What the vector is called.")],
     pairs: Pairs = None,
@@ -102,40 +117,18 @@ def make(
     )
 
     target = out or Path(f"{name.replace('/', '_')}.safetensors")
-    wish, texts = (
-        VectorOptions(name, target, description, scale),
-        ContrastTexts(pairs, positive, negative),
-    )
+    options = VectorOptions(name, target, description, scale)
+    texts = ContrastTexts(pairs, positive, negative)
     reading = ReadingOptions(method.value, tokens.value, points or [])
     if probe is not None and (texts != ContrastTexts() or points):
         raise typer.BadParameter("a probe has its own point and needs no texts; leave those out")
     lines = (
-        make_vector_file(wish, texts, reading, model, engine)
+        make_vector_file(options, texts, reading, model, engine)
         if probe is None
-        else make_vector_from_probe(wish, probe, step)
+        else make_vector_from_probe(options, probe, step)
     )
     for line in lines:
         typer.echo(line)
-
-
-# MERGED
-# Takes the `clairai vectors` command line; gives vector files, or a server's vectors, in words.
-
-
-vectors = typer.Typer(
-    help="Steering vectors: files, and those of a running server.", no_args_is_help=True
-)
-vectors.command()(make)
-
-_TITLES: Final = ("name", "points", "width", "scale", "method", "digest")
-_MAX_SHOWN: Final = 4  # points in one cell
-
-
-Files = Annotated[list[str], typer.Argument(metavar="FILE", help="Safetensors, GGUF or JSON.")]
-One = Annotated[str, typer.Argument(metavar="FILE", help="Safetensors, GGUF or JSON.")]
-Points = Annotated[
-    list[str] | None, typer.Option("--points", metavar="POINT", help="Of its points, only these.")
-]
 
 
 @vectors.command("ls", hidden=True)
@@ -151,7 +144,7 @@ def list_(
     if paths and url is not None:
         raise typer.BadParameter("give files or folders, or --url, and not both")
     if not paths:
-        _print_held(server(url or DEFAULT_URL, api_key).vectors())
+        _print_vectors(open_client(url or DEFAULT_URL, api_key).vectors())
         return
     from clairai.vector.files import load_many
 
@@ -189,7 +182,7 @@ def show(file: One) -> None:
 
     vector = load(file)
     listed = vector.listed()
-    said = {
+    values = {
         "name": vector.name,
         "width": str(vector.width),
         "scale": f"{vector.scale:g}",
@@ -199,8 +192,7 @@ def show(file: One) -> None:
         "digest": vector.digest,
     }
     lengths = (f"{length:g}" for length in listed.norms)
-    for title, value in [*said.items(), *zip(listed.points, lengths, strict=True)]:
-        typer.echo(f"{title:<16}{value}")
+    print_values(values | dict(zip(listed.points, lengths, strict=True)), title_width=16)
 
 
 @vectors.command("import")
@@ -225,7 +217,7 @@ def import_(
 
     from clairai.vector.files import load, save
 
-    loaded = [(Path(file), load(file)) for file in files]  # all are good before one is written
+    loaded = [(Path(file), load(file)) for file in files]  # all are read before one is written
     for file, read in loaded:
         suggested = read.scale if scale is None else scale
         vector = replace(read, model=model or read.model, scale=suggested)
@@ -263,13 +255,13 @@ def export(
 @vectors.command()
 def add(files: Files, url: Url = DEFAULT_URL, api_key: Key = None) -> None:
     """Add vectors to a running server, without a restart."""
-    _put(files, server(url, api_key), only_if=ONLY_NEW, done="added")
+    _put(files, open_client(url, api_key), only_if=ONLY_NEW, done="added")
 
 
 @vectors.command()
 def replace(files: Files, url: Url = DEFAULT_URL, api_key: Key = None) -> None:
     """Put vectors in the place of their namesakes; running requests keep what they have."""
-    _put(files, server(url, api_key), only_if=ONLY_KNOWN, done="replaced")
+    _put(files, open_client(url, api_key), only_if=ONLY_KNOWN, done="replaced")
 
 
 @vectors.command()
@@ -279,19 +271,19 @@ def remove(
     api_key: Key = None,
 ) -> None:
     """Take vectors out of a running server; running requests keep what they have."""
-    running = server(url, api_key)
+    client = open_client(url, api_key)
     for name in names:
-        running.remove_vector(name)
+        client.remove_vector(name)
         typer.echo(f"removed {name}")
 
 
-def _put(files: list[str], running: ServerClient, *, only_if: Mapping[str, str], done: str) -> None:
+def _put(files: list[str], client: ServerClient, *, only_if: Mapping[str, str], done: str) -> None:
     from clairai.vector.files import load
     from clairai.vector.safetensors_format import dumps
 
-    loaded = [load(file) for file in files]  # all are good before the first is sent
+    loaded = [load(file) for file in files]  # all are read before the first is sent
     for vector in loaded:
-        running.put_vector(vector.name, dumps(vector), only_if=only_if)
+        client.put_vector(vector.name, dumps(vector), only_if=only_if)
         typer.echo(f"{done} {vector.name}")
 
 
@@ -326,12 +318,12 @@ def _row(listed: Mapping[str, Any]) -> tuple[str, ...]:
     )
 
 
-def _print_held(held: Mapping[str, Any]) -> None:
-    print_table(_TITLES, map(_row, held["data"]))
-    room = held["capacity"]
+def _print_vectors(state: Mapping[str, Any]) -> None:
+    print_table(_TITLES, map(_row, state["data"]))
+    capacity = state["capacity"]
     typer.echo(
-        f"{len(held['data'])} vectors; unfinished requests share {room['rows']} rows "
-        f"and {room['programs']} programs; steered at {_points(held['points'])}"
+        f"{len(state['data'])} vectors; unfinished requests share {capacity['rows']} rows "
+        f"and {capacity['programs']} programs; steered at {_points(state['points'])}"
     )
 
 

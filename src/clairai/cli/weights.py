@@ -1,4 +1,4 @@
-"""Takes the `clairai weights` command line; gives a running server new weights, in words."""
+"""The commands `clairai weights`: send new weights to a running server, and show which serve."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from typing import Annotated, Final
 
 import typer
 
-from clairai.cli.probes import DEFAULT_URL, Key, Url, server
+from clairai.cli.output import print_values
+from clairai.cli.running_server import DEFAULT_URL, Key, Url, open_client
 
 weights = typer.Typer(
     help="New weights for a running server, without a restart.", no_args_is_help=True
@@ -27,7 +28,7 @@ class Drain(StrEnum):
 
 
 class Through(StrEnum):
-    """Ways from here to the server: by shared memory on its machine, by HTTP from elsewhere."""
+    """How weights travel: in shared memory on the server's machine, by HTTP from others."""
 
     AUTO = "auto"
     DEVICE = "device"
@@ -35,15 +36,15 @@ class Through(StrEnum):
     HTTP = "http"
 
 
-_WAYS: Final = {
+_ROUTES: Final = {
     "device": "by the GPU's own memory",
     "host": "through shared memory",
     "http": "over HTTP",
 }
 
 
-def _tell(home: str, why: str) -> None:
-    typer.echo(f"sending {_WAYS[home]}: {why}")
+def _print_route(route: str, why: str) -> None:
+    typer.echo(f"sending {_ROUTES[route]}: {why}")
 
 
 @weights.command()
@@ -72,7 +73,7 @@ def push(
         runtime_dir=runtime_dir,
         drain=drain.value,
         through=through.value,
-        chosen=_tell,
+        chosen=_print_route,
     )
     if dry_run:
         typer.echo(f"they would be taken: {sender.check(folder, label=label)} bytes")
@@ -87,5 +88,4 @@ def push(
 @weights.command()
 def show(url: Url = DEFAULT_URL, api_key: Key = None) -> None:
     """Print which weights a server serves with."""
-    for title, value in server(url, api_key).weights().items():
-        typer.echo(f"{title:<16}{value}")
+    print_values(open_client(url, api_key).weights(), title_width=16)
