@@ -13,8 +13,8 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
 
-from clairai.compat.install import CONTROL_METHOD
 from clairai.errors import UnsupportedError
+from clairai.wire.control_messages import CONTROL_METHOD
 
 
 def is_one_of_several_servers(client: Any) -> bool:

@@ -20,8 +20,8 @@ import inspect
 from typing import Any, Final
 
 from clairai.compat.find_config import CONFIG_KEY
+from clairai.wire.control_messages import CONTROL_METHOD
 
-CONTROL_METHOD: Final = "clairai_control"
 TRANSFER_BACKEND: Final = "clairai_ipc"  # of --weight-transfer-config
 
 
@@ -30,11 +30,11 @@ def install_hooks() -> None:
     from vllm.v1.engine.core import EngineCore
     from vllm.v1.worker.worker_base import WorkerBase
 
-    if hasattr(WorkerBase, "clairai_control"):
+    if hasattr(WorkerBase, CONTROL_METHOD):
         return
     from clairai.compat import stop_rules, worker
 
-    WorkerBase.clairai_control = worker.handle_control
+    setattr(WorkerBase, CONTROL_METHOD, worker.handle_control)
     WorkerBase.__init__ = _wrap_worker_init(WorkerBase.__init__)
     EngineCore.preprocess_add_request = _wrap_preprocess_add_request(
         EngineCore.preprocess_add_request

@@ -182,6 +182,6 @@ def _get_enforcer(core: Any) -> RuleEnforcer:
 
 def _attach_reader(core: Any) -> RingReader:
     message = msgspec.msgpack.encode(control_messages.Describe())
-    replies = core.model_executor.collective_rpc("clairai_control", None, (message,))
+    replies = core.model_executor.collective_rpc(control_messages.CONTROL_METHOD, None, (message,))
     described = msgspec.msgpack.decode(replies[0], type=control_messages.Description)
     return RingReader.attach(Path(described.socket), start="newest")

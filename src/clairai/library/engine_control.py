@@ -11,10 +11,10 @@ import msgspec
 
 from clairai import errors
 from clairai.wire import control_messages, ring_messages
+from clairai.wire.control_messages import CONTROL_METHOD
 
 Reply = TypeVar("Reply", bound=msgspec.Struct)
 
-CONTROL_METHOD: Final = "clairai_control"  # of a vLLM worker with taps: compat/install.py
 _ERRORS: Final = {
     kind.code: kind
     for kind in vars(errors).values()

@@ -26,11 +26,11 @@ from clairai.errors import (
     WeightsOffError,
     WeightsTornError,
 )
-from clairai.library.engine_control import CONTROL_METHOD, read_reply
+from clairai.library.engine_control import read_reply
 from clairai.server.core_cache import CoreCache
 from clairai.server.weight_versions import WeightVersions
 from clairai.wire.capture_messages import Captured, Captures, FindCaptures
-from clairai.wire.control_messages import Control
+from clairai.wire.control_messages import CONTROL_METHOD, Control
 from clairai.wire.steering_messages import RefusalReason, WhyRefused
 
 ReplyStruct = TypeVar("ReplyStruct", bound=msgspec.Struct)

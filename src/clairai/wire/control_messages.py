@@ -1,11 +1,13 @@
 """Control messages to the engine: those about probes, and the unions of all of them.
 
-They travel as bytes into `collective_rpc("clairai_control", (message,))`, and bytes come back. A
+They travel as bytes into `collective_rpc(CONTROL_METHOD, (message,))`, and bytes come back. A
 refusal is a reply and never an exception: with several ranks, an exception in one would leave the
 other ranks' replies to the next call.
 """
 
 from __future__ import annotations
+
+from typing import Final
 
 import msgspec
 
@@ -13,6 +15,8 @@ from clairai.wire.capture_messages import CaptureControl, CaptureReply
 from clairai.wire.ring_messages import ProbeInfo, Refusal
 from clairai.wire.steering_messages import SteeringControl, SteeringReply
 from clairai.wire.weights_messages import FindVersions, SharedBytes, WeightsControl, WeightsReply
+
+CONTROL_METHOD: Final = "clairai_control"  # of a vLLM worker with taps
 
 
 class Histogram(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
