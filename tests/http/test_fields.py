@@ -35,8 +35,8 @@ def test_known_fields_are_read(
 ) -> None:
     request = read_request(body(clairai), LIMITS)
     assert request is not None
-    assert request.asked.names == names
-    assert request.asked.is_named == is_named
+    assert request.options.names == names
+    assert request.options.is_named == is_named
 
 
 @pytest.mark.parametrize(

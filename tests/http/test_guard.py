@@ -231,7 +231,7 @@ def test_a_mistake_of_ours_tells_the_client_nothing_of_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with world(tmp_path) as w, w.client() as client:
-        monkeypatch.setattr(w.proxy.health, "word", None)
+        monkeypatch.setattr(w.proxy.health, "status", None)
         answer = client.get("/health")
     assert answer.status_code == 500
     assert answer.json()["error"]["message"] == "the proxy failed; see its log"

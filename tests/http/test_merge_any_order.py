@@ -115,9 +115,9 @@ def _cut(draw: st.DrawFn, ids: list[int]) -> list[list[int]]:
 def played(story: Story) -> bytes:
     """What the client gets."""
     now_s = 0.0
-    asked = ClairaiOptions(prompt_scores=story.prompt_scores)
+    options = ClairaiOptions(prompt_scores=story.prompt_scores)
     sheet = RequestScores(
-        STREAM, asked, max_scores=1000, budget=ScoreBudget(1000), is_attached=lambda: True
+        STREAM, options, max_scores=1000, budget=ScoreBudget(1000), is_attached=lambda: True
     )
     voice = OpenAIStreamWriter(
         sheet, keeps_token_ids=story.keeps_token_ids, texts=TokenTexts(TOKEN_BYTES)
@@ -129,7 +129,7 @@ def played(story: Story) -> bytes:
     for event in story.order:
         if event == "frame":
             frame = next(frames)
-            said += merger.feed(frame)
+            said += merger.add_frame(frame)
             ended |= {c for c in range(3) if b'"index":%d' % c in frame and b'"length"' in frame}
         elif event == "row":
             row = next(rows)

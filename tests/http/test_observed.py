@@ -42,7 +42,7 @@ class Told:
         assert scores_RP.shape == (len(rows), len(bank.probes))
         self.lags_s.append((time.monotonic_ns() - stamp_ns) / 1e9)
 
-    def on_run_end(self, end: CompletionEnd) -> None:
+    def on_completion_end(self, end: CompletionEnd) -> None:
         self.ends.append(end)
 
 
@@ -136,7 +136,7 @@ def test_a_client_that_leaves_is_told_as_cancelled_and_counted_once(
     with proxied.client() as client, client.stream("POST", CHAT, json=body) as answer:
         next(answer.iter_raw())
     assert _only(told).outcome == "cancelled"
-    assert proxied.proxy.numbers().cancelled == 1
+    assert proxied.proxy.counts().cancelled == 1
 
 
 @pytest.mark.parametrize("fields", [{}, SCORED])
@@ -155,7 +155,7 @@ def test_a_client_that_leaves_as_it_has_the_end_is_told_as_done(
     with proxied.client() as client, client.stream("POST", CHAT, json=body) as answer:
         assert any("[DONE]" in line for line in answer.iter_lines())
     assert _only(told).outcome == "done"
-    assert proxied.proxy.numbers().cancelled == 0
+    assert proxied.proxy.counts().cancelled == 0
 
 
 def test_what_whoever_started_the_engine_says_is_what_clients_hear(
@@ -166,7 +166,7 @@ def test_what_whoever_started_the_engine_says_is_what_clients_hear(
 
     proxied.upstream.script = die
     for status, code in (("starting", "engine-starting"), ("failed", "engine-gone")):
-        proxied.proxy.health.tell(HealthStatus(status, "it is being mended"))  # type: ignore[arg-type]
+        proxied.proxy.health.set_status(HealthStatus(status, "it is being mended"))  # type: ignore[arg-type]
         with proxied.client() as client:
             answer = client.post(CHAT, json={"messages": []})
         assert answer.status_code == 503

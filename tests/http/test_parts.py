@@ -75,11 +75,11 @@ def test_a_score_is_written_in_few_digits() -> None:
 def test_texts_complete_a_character_at_its_last_token() -> None:
     texts = TokenTexts([b"<s>", b"\xf0\x9f", b"\x99\x82", b"a", b"\xc3"])
     pieces = TokenTextDecoder(texts)
-    assert pieces.of([0, 1]) == ["<s>", ""]
-    assert pieces.of([2, 3]) == ["🙂", "a"]
-    assert pieces.of([4, 3, 4], is_end=True) == ["", "\ufffda", "\ufffd"]
-    assert texts.all_of([3, 99]) == ["a", "<99>"]
-    assert TokenTextDecoder(texts).of([], is_end=True) == []
+    assert pieces.decode([0, 1]) == ["<s>", ""]
+    assert pieces.decode([2, 3]) == ["🙂", "a"]
+    assert pieces.decode([4, 3, 4], is_end=True) == ["", "\ufffda", "\ufffd"]
+    assert texts.decode([3, 99]) == ["a", "<99>"]
+    assert TokenTextDecoder(texts).decode([], is_end=True) == []
 
 
 def test_sums_leave_out_what_has_no_score() -> None:

@@ -69,9 +69,9 @@ def test_a_row_of_another_token_is_told_to_nobody_and_counted(w: World) -> None:
         await exchange.end()
 
     w.upstream.script = script
-    before = w.proxy.numbers().ring.mismatched
+    before = w.proxy.counts().ring.mismatched
     (one,) = told(chunks(ask(w))).values()
-    mismatched = w.proxy.numbers().ring.mismatched - before
+    mismatched = w.proxy.counts().ring.mismatched - before
     nothing = {"token": None, "position": None}
     assert one.scores == [*expected([72, 1])[:1], nothing, {"token": 108, "position": 6}, nothing]
     assert (one.lost, mismatched) == (1, 1)
@@ -87,8 +87,8 @@ def test_rows_of_another_stream_reach_nobody(tmp_path: Path) -> None:
 
     with world(tmp_path, script=script, timeouts=HURRIED) as w:
         (one,) = told(chunks(ask(w, clairai={"probes": ["token"]}))).values()
-        until(lambda: w.proxy.numbers().ring.orphaned == 2)
-        assert w.proxy.numbers().ring.rows == 0
+        until(lambda: w.proxy.counts().ring.orphaned == 2)
+        assert w.proxy.counts().ring.rows == 0
     assert one.scores == [{"token": None}] * 3
     assert one.lost == 2
 

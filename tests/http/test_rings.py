@@ -47,7 +47,7 @@ def test_an_engine_that_restarts_is_read_again(tmp_path: Path) -> None:
             until(lambda: not w.proxy.feed.is_attached)
             w.upstream.ring = None
             assert scored(w) == (0, 4)
-        ring = w.proxy.numbers().ring
+        ring = w.proxy.counts().ring
         assert ring.records_delivered == 2 * 5  # counts go on across engines
         assert ring.records_lost == 0
 
@@ -71,7 +71,7 @@ def test_a_ring_that_closes_in_a_stream_loses_what_follows(tmp_path: Path) -> No
             raw = b""
             stream = client.stream("POST", CHAT, json=asking())
             parts = iter(stream.__enter__().iter_bytes())
-            until(lambda: w.proxy.numbers().ring.records_delivered == 1)
+            until(lambda: w.proxy.counts().ring.records_delivered == 1)
         until(lambda: not w.proxy.feed.is_attached)
         is_closed.set()
         raw = b"".join(parts)
@@ -146,7 +146,7 @@ def test_records_that_were_overwritten_are_counted_and_degrade_health(tmp_path: 
         w.client() as client,
     ):
         assert w.upstream.ring is not None
-        while w.proxy.numbers().ring.records_lost == 0:
+        while w.proxy.counts().ring.records_lost == 0:
             for _ in range(50):
                 w.upstream.ring.rows(1, 0, [1])
         health = client.get("/health")
@@ -156,14 +156,14 @@ def test_records_that_were_overwritten_are_counted_and_degrade_health(tmp_path: 
 
 def test_a_record_whose_columns_nobody_knows_is_lost_and_the_next_are_read(w: World) -> None:
     assert w.engine is not None
-    before = w.proxy.numbers().ring.records_lost
+    before = w.proxy.counts().ring.records_lost
     rows = np.zeros(1, ring_messages.ROW)
     for columns, bank in ((3, 1), (2, 9)):  # not as many as its bank has; a bank there never was
         scores = np.zeros((1, columns), np.float32)
         w.engine.writer.publish(rows, scores, bank_version=bank, step=0)
     w.upstream.script = answering(HELLO)
     assert scored(w) == (4, 0)
-    assert w.proxy.numbers().ring.records_lost == before + 2
+    assert w.proxy.counts().ring.records_lost == before + 2
 
 
 def test_a_feed_that_fails_begins_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -175,7 +175,7 @@ def test_a_feed_that_fails_begins_again(tmp_path: Path, monkeypatch: pytest.Monk
 
     with world(tmp_path, script=answering(HELLO), timeouts=HURRIED) as w:
         with monkeypatch.context() as patch:
-            patch.setattr("clairai.proxy.ring_feed.RingFeed._hand_over", fail)
+            patch.setattr("clairai.proxy.ring_feed.RingFeed._read_records", fail)
             assert scored(w) == (0, 4)
         until(lambda: w.proxy.feed.is_attached)
         until(lambda: scored(w) == (4, 0))
@@ -202,7 +202,7 @@ class Watcher:
         if self._is_broken:
             raise RuntimeError("broken")
 
-    def on_run_end(self, end: CompletionEnd) -> None:
+    def on_completion_end(self, end: CompletionEnd) -> None:
         self.ends.append(end)
 
 
@@ -241,7 +241,7 @@ def test_a_run_that_its_client_left_ends_as_cancelled(tmp_path: Path) -> None:
             next(answer.iter_bytes())
         until(lambda: watcher.ends)
         assert watcher.ends[0].outcome == "cancelled"
-        assert w.proxy.numbers().cancelled == 1
+        assert w.proxy.counts().cancelled == 1
 
 
 def test_metrics_are_whatever_the_exposition_says(tmp_path: Path) -> None:

@@ -102,7 +102,7 @@ def test_no_score_of_two_hundred_requests_is_wrong(stack: Stack, report: Any) ->
     report(test="proxy", rows=rows, wrong=len(wrong))
     assert wrong == []
     assert _is_caught(requests, stack.embedding)
-    numbers = stack.proxy.numbers()
+    numbers = stack.proxy.counts()
     assert (numbers.ring.mismatched, numbers.ring.records_lost, numbers.rows_lost) == (0, 0, 0)
     # The load really was what it claims to be.
     assert rows > 2_000
@@ -271,7 +271,7 @@ def test_a_client_that_leaves_frees_the_engine(stack: Stack) -> None:
         with client.stream("POST", TEXT, json={**body, "clairai": {}}) as answer:
             next(answer.iter_bytes())
         until(lambda: _metric(stack, "vllm:num_requests_running") == 0)
-        until(lambda: stack.proxy.numbers().streams == 0)
+        until(lambda: stack.proxy.counts().streams == 0)
         assert client.get("/health").json() == {
             "status": "ready",
             "reason": None,

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from clairai.errors import RequestError
@@ -39,7 +40,7 @@ def whole(path: str = CHAT, **fields: Any) -> dict[str, Any]:
 def test_an_answer_says_what_the_engine_applies(w: World, path: str) -> None:
     with w.client() as client:
         answer = client.post(path, json=whole(path, clairai={"steer": STEER})).json()
-    models.SteeringEcho.model_validate(answer["clairai"])
+    msgspec.convert(answer["clairai"], models.SteeringEcho)
     assert [one["vector"] for one in answer["clairai"]["steering"]] == ["calm"]
     assert "probe_scores" in answer["choices"][0]
     assert w.upstream.last.fields["steer"] == STEER
@@ -61,7 +62,7 @@ def test_the_first_event_says_it(w: World) -> None:
         found = events(client.post(CHAT, json=asking(events="named", steer=STEER)).content)
     assert [event.name for event in found].count("steering") == 1
     assert (found[0].number, found[0].name) == (1, "steering")
-    models.SteeringEvent.model_validate(found[0].data)
+    msgspec.convert(found[0].data, models.SteeringEvent)
 
 
 def test_a_request_that_is_not_steered_is_told_nothing_of_it(w: World) -> None:
@@ -263,7 +264,7 @@ def test_a_named_run_is_steered_otherwise_by_its_id(w: World) -> None:
             assert other.post(path, json={"steer": 1}).status_code == 400
         go_on.set()
         answer.read()
-        models.Amended.model_validate(changed.json())
+        msgspec.convert(changed.json(), models.Amended)
         stream = str(w.upstream.last.stream)
         assert [one[:2] for one in w.upstream.steering.asked] == [("POST", stream)] * 2
         until(lambda: client.post(path, json={"steer": []}).status_code == 409)  # it has ended

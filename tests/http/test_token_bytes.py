@@ -53,7 +53,7 @@ def test_the_bytes_of_the_tokens_are_the_bytes_of_the_text(
     pieces = list_token_bytes(tokenizer)
     ids = tokenizer.encode(text.replace(" ", "▁") if 256 in tokenizer.encode("▁") else text)
     assert b"".join(pieces[token_id] for token_id in ids).decode() == text
-    assert "".join(TokenTexts(pieces).all_of(ids)) == text
+    assert "".join(TokenTexts(pieces).decode(ids)) == text
 
 
 def test_every_token_of_the_demo_model_has_its_bytes() -> None:

@@ -49,7 +49,7 @@ def test_upstream_is_cancelled_soon_after_the_client_has_gone(
     left_s = time.monotonic()
     client.close()
     assert until_cancelled(w, left_s) < 0.2
-    until(lambda: w.proxy.numbers().streams == 0)
+    until(lambda: w.proxy.counts().streams == 0)
 
 
 def raw_request(w: World, body: dict[str, Any], *, buffer: int | None = None) -> socket.socket:
@@ -84,7 +84,7 @@ def test_a_slow_client_is_waited_for_and_costs_a_bounded_amount(tmp_path: Path) 
     with world(tmp_path, script=script, limits=limits) as w:
         slow = raw_request(w, asking(), buffer=4096)
         assert is_stuck.wait(20)  # 40 MB do not fit anywhere
-        (sheet,) = w.proxy._sheets.values()
+        (sheet,) = w.proxy._scores.values()
         until(lambda: sheet._held >= 150)
         assert sheet._held < 150 + 3
         # Nobody else notices.
@@ -104,14 +104,14 @@ def test_scores_over_the_bound_are_lost_and_said_to_be(tmp_path: Path, limits: L
     async def script(exchange: Exchange) -> None:
         await exchange.begin()
         exchange.rows(4, tokens[:-1])
-        await asyncio.to_thread(until, lambda: w.proxy.numbers().ring.records_delivered == 1)
+        await asyncio.to_thread(until, lambda: w.proxy.counts().ring.records_delivered == 1)
         await exchange.tokens(tokens, finish="length")
         await exchange.end()
 
     with world(tmp_path, limits=limits) as w, w.client() as client:
         w.upstream.script = script
         (one,) = told(chunks(client.post(CHAT, json=asking()).content)).values()
-        assert w.proxy.numbers().rows_lost == 19
+        assert w.proxy.counts().rows_lost == 19
         assert w.proxy._budget.held == 0
     assert one.lost == 19
     assert [row["token"] for row in one.scores] == [72] * 10 + [None] * 20
@@ -148,7 +148,7 @@ def test_an_engine_that_was_ready_and_is_not_there_has_failed(tmp_path: Path) ->
         w.stop_upstream()
         answer, health = client.post(CHAT, json=asking()), client.get("/health")
         models = client.get("/v1/models")
-        assert w.proxy.numbers().upstream_errors == 2
+        assert w.proxy.counts().upstream_errors == 2
     assert (answer.status_code, answer.json()["error"]["code"]) == (502, "engine-gone")
     assert (health.status_code, health.json()["status"]) == (503, "failed")
     assert models.status_code == 502

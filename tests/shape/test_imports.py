@@ -60,7 +60,11 @@ MAY_IMPORT: dict[str, set[str]] = {
     },
     "weights": {*COMMON, "local", "probe", "vector", "library", "weights"},
     "sidecar": {*COMMON, "local", "ring", "match", "sidecar"},
-    "proxy": {*COMMON, "local", "probe", "vector", "fields", "ring", "match", "proxy"},
+    "proxy": {
+        *COMMON,
+        *("local", "probe", "vector", "fields", "ring", "match", "proxy"),
+        "weights.manifest",  # for the schema of a request
+    },
     "server": {
         *COMMON,
         *("probe", "vector", "fields", "store", "weights", "library", "server"),

@@ -15,7 +15,7 @@ from scripts.web import WEB, Tools, is_new_enough
 
 pytestmark = pytest.mark.timeout(600)
 
-PAGE = WEB.parent / "src" / "clairai" / "stream" / "page"
+PAGE = WEB.parent / "src" / "clairai" / "proxy" / "page"
 MAX_LINES = 300
 
 

@@ -142,7 +142,7 @@ class EngineService:
         self._output.announce(self._banner())
 
     def set_health(self, status: HealthStatus | None) -> None:
-        self._proxy.health.tell(status)
+        self._proxy.health.set_status(status)
 
     def say(self, line: str) -> None:
         self._output.say(line)

@@ -1,1 +1,4 @@
-"""The proxy: takes requests of OpenAI clients and a ring; gives the answers with their scores."""
+"""The OpenAI proxy: passes requests on to vLLM and adds scores, named events, metrics and the page.
+
+Runs in: a process of its own, or the one of `clairai serve`. Needs no GPU and no vLLM.
+"""

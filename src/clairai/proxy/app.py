@@ -1,4 +1,4 @@
-"""Takes ProxySettings; gives the proxy as an ASGI app: the routes of the table and no others."""
+"""Builds the proxy: an ASGI app with the routes of `routes.py`, and the server for it."""
 
 from __future__ import annotations
 
@@ -26,6 +26,9 @@ from clairai.proxy.routes import ROUTES, Route, describe_route, openapi_document
 from clairai.proxy.upstream import UpstreamGone
 
 _log: Final = logging.getLogger(__name__)
+KEEP_ALIVE_S: Final = 30
+GRACE_S: Final = 2
+# Headers that pages of allowed origins may send and read.
 _SENT_BY_PAGES: Final = (
     *("Authorization", "Content-Type", "Last-Event-ID", "If-Match", "If-None-Match"),
     *("Range", "If-Range"),
@@ -42,9 +45,9 @@ def create_app(
     observers: Sequence[Observer] = (),
     metrics: MetricsObserver | None = None,
 ) -> FastAPI:
-    """`metrics` observes too, and answers GET /metrics; `app.state.proxy` is the Proxy."""
+    """`metrics` is an observer that also answers GET /metrics. `app.state.proxy` is the Proxy."""
     proxy = Proxy(settings, observers, metrics)
-    site, examples = Dashboard.read(settings.page), load_examples(settings.examples)
+    dashboard, examples = Dashboard.read(settings.page), load_examples(settings.examples)
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
@@ -65,33 +68,33 @@ def create_app(
     )
     app.state.proxy = proxy
     for route in ROUTES:
-        endpoint = _endpoint(route, proxy, site, examples)
+        endpoint = _make_endpoint(route, proxy, dashboard, examples)
         app.add_api_route(route.path, endpoint, methods=[route.method], **describe_route(route))
     app.openapi = lambda: openapi_document(app)  # type: ignore[method-assign]
-    _add_refusals(app, proxy)
-    _add_guards(app, settings)
+    _add_error_handlers(app, proxy)
+    _add_middleware(app, settings)
     return app
 
 
-def _endpoint(
-    route: Route, proxy: Proxy, site: Dashboard, examples: bytes
+def _make_endpoint(
+    route: Route, proxy: Proxy, dashboard: Dashboard, examples: bytes
 ) -> Callable[[Request], Awaitable[Response]]:
-    """The route's handler behind what the table asks of a caller."""
+    """The route's handler, behind the checks that the table asks for."""
     handler = HANDLERS[route.handler]
     limit = route.body_limit(proxy.settings.limits)
 
     async def endpoint(request: Request) -> Response:
         check_access(request, route, proxy.settings)
-        if route.body == "file":  # who reads it sees whether the client is still there
-            return await handler(HandlerCall(proxy, site, examples, request, None))
+        if route.body == "file":  # reading it shows whether the client is still there
+            return await handler(HandlerCall(proxy, dashboard, examples, request, None))
         body = await read_body(request, limit) if route.body != "none" else None
-        call = HandlerCall(proxy, site, examples, request, body)
+        call = HandlerCall(proxy, dashboard, examples, request, body)
         return await while_connected(request, handler(call))
 
     return endpoint
 
 
-def _add_guards(app: FastAPI, settings: ProxySettings) -> None:
+def _add_middleware(app: FastAPI, settings: ProxySettings) -> None:
     app.add_middleware(RequestGuard, settings=settings)
     if settings.allowed_origins:
         app.add_middleware(
@@ -103,23 +106,23 @@ def _add_guards(app: FastAPI, settings: ProxySettings) -> None:
         )
 
 
-def _add_refusals(app: FastAPI, proxy: Proxy) -> None:
-    """Every error leaves in OpenAI's shape, in words of our own."""
+def _add_error_handlers(app: FastAPI, proxy: Proxy) -> None:
+    """Answer every error in OpenAI's shape, with fixed texts of our own."""
 
-    async def on_refused(_: Request, error: Exception) -> Response:
+    async def on_refusal(_: Request, error: Exception) -> Response:
         assert isinstance(error, HttpRefusal)
         return error_response(error)
 
     async def on_upstream_gone(_: Request, error: Exception) -> Response:
         del error
-        proxy.upstream.errors += 1
-        return error_response(proxy.health.unanswered())
+        proxy.upstream.num_errors += 1
+        return error_response(proxy.health.refusal())
 
     async def on_client_gone(_: Request, error: Exception) -> Response:
         del error
         return Response(status_code=499)  # nobody reads it
 
-    app.add_exception_handler(HttpRefusal, on_refused)
+    app.add_exception_handler(HttpRefusal, on_refusal)
     app.add_exception_handler(UpstreamGone, on_upstream_gone)
     app.add_exception_handler(ClientGone, on_client_gone)
     app.add_exception_handler(HTTPException, _on_http_error)
@@ -127,37 +130,27 @@ def _add_refusals(app: FastAPI, proxy: Proxy) -> None:
 
 
 async def _on_http_error(_: Request, error: Exception) -> Response:
-    """A path or a method that the table does not have."""
+    """Answer a path or a method that no route has."""
     assert isinstance(error, HTTPException)
     status = HTTPStatus(error.status_code)
     message = f"{status.phrase.lower()}; GET /openapi.json lists the routes"
-    refused = HttpRefusal(status, message, headers=dict(error.headers or {}))
-    return error_response(refused)
+    return error_response(HttpRefusal(status, message, headers=dict(error.headers or {})))
 
 
 async def _on_internal_error(_: Request, error: Exception) -> Response:
-    """Ours: the log has it, the client gets no part of it."""
+    """Log a bug of ours; the client learns nothing of it."""
     _log.error("a request failed", exc_info=error)
-    made = error_response(
-        HttpRefusal(HTTPStatus.INTERNAL_SERVER_ERROR, "the proxy failed; see its log")
-    )
-    for name, value in SECURITY_HEADERS:  # outside of what would add them
-        made.headers[name] = value
-    return made
-
-
-# MERGED
-# Takes the app and its settings; gives the server that listens for it, with its own bounds.
-
-
-KEEP_ALIVE_S: Final = 30
-GRACE_S: Final = 2
+    refusal = HttpRefusal(HTTPStatus.INTERNAL_SERVER_ERROR, "the proxy failed; see its log")
+    response = error_response(refusal)
+    for name, value in SECURITY_HEADERS:  # the guard does not see this response
+        response.headers[name] = value
+    return response
 
 
 def create_server(app: FastAPI, settings: ProxySettings) -> uvicorn.Server:
-    """Run it with `.run()`, or in a loop of yours with `await .serve()`.
+    """Run it with `.run()`, or in an event loop with `await .serve()`.
 
-    h11 and not httptools: the latter takes a header of any length before anybody can look at it.
+    It uses h11, because httptools accepts a header of any length before the app sees it.
     """
     return uvicorn.Server(
         uvicorn.Config(

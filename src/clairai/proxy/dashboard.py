@@ -1,4 +1,4 @@
-"""Takes the folder of the built page; gives its files, and nothing that was not in it then."""
+"""Serves the built dashboard: the files that its folder had at the start, and nothing else."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ INDEX: Final = "index.html"
 
 @dataclass(frozen=True)
 class Dashboard:
-    """Files by their path in the folder; a client's path is looked up, never opened."""
+    """The files of the built page, by their path; a client's path is looked up, never opened."""
 
     files: dict[str, tuple[bytes, str]]
 
@@ -45,15 +45,15 @@ class Dashboard:
         )
 
     def page(self) -> Response:
-        return self._answer(INDEX, "no-cache")
+        return self._respond(INDEX, "no-cache")
 
     def asset(self, path: str) -> Response:
-        # The built names carry a hash of what is in them.
-        return self._answer(f"assets/{path}", "public, max-age=31536000, immutable")
+        # The names of built files contain a hash of their content.
+        return self._respond(f"assets/{path}", "public, max-age=31536000, immutable")
 
-    def _answer(self, name: str, caching: str) -> Response:
+    def _respond(self, name: str, caching: str) -> Response:
         if name not in self.files:
-            raise HttpRefusal(HTTPStatus.NOT_FOUND, "no such file belongs to the page")
+            raise HttpRefusal(HTTPStatus.NOT_FOUND, "the dashboard has no such file")
         body, kind = self.files[name]
         return Response(
             body,

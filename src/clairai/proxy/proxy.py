@@ -1,6 +1,6 @@
-"""What the handlers share: upstream, the ring's feed, the sheets of requests, runs, and counts.
+"""What all handlers share: upstream, the ring, the scores of running requests, runs and counts.
 
-Takes ProxySettings; lives from the app's start to its end, on the event loop.
+Runs in: the proxy, on the event loop, from the start of the app to its end.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ _log: Final = logging.getLogger(__name__)
 
 
 class Completion:
-    """One completion on its way; `outcome` is what it would be if it ended now."""
+    """One completion while it is answered; `outcome` is what it would be if it ended now."""
 
     def __init__(self, route: str) -> None:
         self.route = route
-        self.sheet: RequestScores | None = None  # of one that asked for scores
+        self.scores: RequestScores | None = None  # if it asked for scores
         self.run: str | None = None
         self.outcome: Outcome = "cancelled"
         self.status: int = HTTPStatus.OK
@@ -46,28 +46,27 @@ class Completion:
         self._first_s: float | None = None
 
     def note_token(self) -> None:
-        """Upstream has begun: its first frame comes with its first token."""
+        """Upstream has answered; its first frame has its first token."""
         if self._first_s is None:
             self._first_s = time.monotonic()
 
-    def answered(self, status: int) -> None:
-        """Whole, with this status."""
+    def set_answered(self, status: int) -> None:
         self.status = status
         self.outcome = "done" if status < HTTPStatus.BAD_REQUEST else "error"
 
-    def failed(self, status: int) -> None:
+    def set_failed(self, status: int) -> None:
         self.status, self.outcome = status, "error"
 
     def end(self) -> CompletionEnd:
-        sheet, first_s = self.sheet, self._first_s
+        scores, first_s = self.scores, self._first_s
         return CompletionEnd(
-            None if sheet is None else sheet.response_id,
-            None if sheet is None else sheet.model,
+            None if scores is None else scores.response_id,
+            None if scores is None else scores.model,
             self.route,
             self.outcome,
             time.monotonic() - self._started_s,
-            () if sheet is None else sheet.results(),
-            is_scored=sheet is not None,
+            () if scores is None else scores.results(),
+            is_scored=scores is not None,
             run=self.run,
             status=self.status,
             first_token_seconds=None if first_s is None else first_s - self._started_s,
@@ -88,135 +87,139 @@ class Proxy:
         self.upstream = Upstream(settings)
         self._observers = [*observers, *(() if metrics is None else (metrics,))]
         self.feed = RingFeed(
-            deliver=self._deliver_soon, on_change=self._change_soon, observers=self._observers
+            deliver=self._deliver_threadsafe,
+            on_change=self._notify_threadsafe,
+            observers=self._observers,
         )
         self.engine_info = EngineInfo(self.upstream, self.feed)
         self.health = HealthCheck(self.upstream, self.feed, self.engine_info)
-        self.lookout = RingFinder(settings, self.upstream, self.feed)
+        self._ring_finder = RingFinder(settings, self.upstream, self.feed)
         self.runs = NamedRuns(settings)
-        self._sheets: dict[int, RequestScores] = {}
+        self._scores: dict[int, RequestScores] = {}  # by stream
         self._budget = ScoreBudget(settings.limits.scores_in_all)
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._streams = self._completions = self._cancelled = self._lost = self._mismatched = 0
+        self._num_streams = self._num_completions = self._num_cancelled = 0
+        self._num_lost = self._num_mismatched = 0
 
     async def open(self) -> None:
         """RingError if the runtime folder cannot be used."""
-        self.lookout.find_folder()
+        self._ring_finder.find_folder()
         self._loop = asyncio.get_running_loop()
         await self.upstream.open()
-        self.lookout.start()
+        self._ring_finder.start()
         self.feed.start()
 
     async def close(self) -> None:
         await self.runs.close()
-        await self.lookout.close()
+        await self._ring_finder.close()
         await asyncio.to_thread(self.feed.stop)
         await self.upstream.close()
 
     # Completions
 
     @contextmanager
-    def busy(self) -> Iterator[None]:
-        """A place among the requests that upstream works on; Refused if all are taken."""
-        if self._streams >= self.settings.limits.streams:
+    def reserve_place(self) -> Iterator[None]:
+        """Count one request that upstream works on; HttpRefusal if there are too many."""
+        if self._num_streams >= self.settings.limits.streams:
             raise HttpRefusal(
                 HTTPStatus.SERVICE_UNAVAILABLE,
-                f"{self._streams} requests are being answered, and no more are taken; try later",
+                f"{self._num_streams} requests are being answered, the most at once; try later",
                 code="overloaded",
                 headers={"Retry-After": "1"},
             )
-        self._streams += 1
-        self._completions += 1
+        self._num_streams += 1
+        self._num_completions += 1
         try:
             yield
         finally:
-            self._streams -= 1
+            self._num_streams -= 1
 
     @contextmanager
-    def completion(self, route: str) -> Iterator[Completion]:
-        """One whose end the observers are told, however it comes."""
+    def observe_completion(self, route: str) -> Iterator[Completion]:
+        """A completion; the observers learn how it ends."""
         completion = Completion(route)
         try:
             yield completion
         except HttpRefusal as refused:
-            completion.failed(refused.status)
+            completion.set_failed(refused.status)
             raise
         except UpstreamGone:
-            completion.failed(self.health.unanswered().status)
+            completion.set_failed(self.health.refusal().status)
             raise
         except Exception:
-            completion.failed(HTTPStatus.INTERNAL_SERVER_ERROR)
+            completion.set_failed(HTTPStatus.INTERNAL_SERVER_ERROR)
             raise
         finally:
-            self._note_end(completion)
+            self._report_end(completion)
 
     @contextmanager
-    def scoring(self, request: ScoredRequest) -> Iterator[RequestScores]:
-        """A sheet with a stream id that nobody else has or can guess."""
-        stream, asked = new_stream_id(), request.asked
-        sheet = RequestScores(
+    def open_scores(self, request: ScoredRequest) -> Iterator[RequestScores]:
+        """Collect the scores of a request, under a stream id that nobody else has or can guess."""
+        stream, options = new_stream_id(), request.options
+        scores = RequestScores(
             stream,
-            asked,
+            options,
             max_scores=self.settings.limits.scores,
             budget=self._budget,
             is_attached=lambda: self.feed.is_attached,
             names=self.engine_info.names,
-            needs_echo=request.is_bound,
+            needs_echo=request.needs_echo,
         )
-        self._sheets[stream] = sheet
-        self.feed.watched[stream] = asked.prompt_scores
+        self._scores[stream] = scores
+        self.feed.watched[stream] = options.prompt_scores
         try:
-            yield sheet
+            yield scores
         finally:
             del self.feed.watched[stream]
-            del self._sheets[stream]
-            sheet.close()
-            self._lost += sheet.num_lost
-            self._mismatched += sheet.num_mismatched
-            if wrong := sheet.num_mismatched:
+            del self._scores[stream]
+            scores.close()
+            self._num_lost += scores.num_lost
+            self._num_mismatched += scores.num_mismatched
+            if wrong := scores.num_mismatched:
                 _log.error("%d rows carried another token than the request: please report", wrong)
 
-    def _note_end(self, completion: Completion) -> None:
+    def _report_end(self, completion: Completion) -> None:
         if completion.outcome == "cancelled":
-            self._cancelled += 1
+            self._num_cancelled += 1
         end = completion.end()
         for observer in list(self._observers):
             try:
-                observer.on_run_end(end)
+                observer.on_completion_end(end)
             except Exception:
-                _log.exception("%r is told no more", observer)
+                _log.exception("%r failed and is removed", observer)
                 self._observers.remove(observer)
 
     # From the feed's thread
 
-    def _deliver_soon(self, parcels: list[RowBatch]) -> None:
+    def _deliver_threadsafe(self, batches: list[RowBatch]) -> None:
         assert self._loop is not None
-        self._loop.call_soon_threadsafe(self._deliver, parcels)
+        self._loop.call_soon_threadsafe(self._deliver, batches)
 
-    def _change_soon(self) -> None:
+    def _notify_threadsafe(self) -> None:
         assert self._loop is not None
-        self._loop.call_soon_threadsafe(self._change)
+        self._loop.call_soon_threadsafe(self._notify)
 
-    def _deliver(self, parcels: list[RowBatch]) -> None:
-        for parcel in parcels:
-            sheet = self._sheets.get(parcel.stream)
-            if sheet is not None:  # else: its client has gone meanwhile
-                sheet.add_rows(parcel)
+    def _deliver(self, batches: list[RowBatch]) -> None:
+        for batch in batches:
+            scores = self._scores.get(batch.stream)
+            if scores is not None:  # else its client has left
+                scores.add_rows(batch)
 
-    def _change(self) -> None:
-        self.lookout.look()
-        for sheet in self._sheets.values():
-            sheet.changed.set()
+    def _notify(self) -> None:
+        """The ring was attached or lost."""
+        self._ring_finder.look()
+        for scores in self._scores.values():
+            scores.changed.set()
 
-    def numbers(self) -> ProxyCounts:
-        sheets = self._sheets.values()
-        mismatched = self._mismatched + sum(sheet.num_mismatched for sheet in sheets)
+    def counts(self) -> ProxyCounts:
+        running = self._scores.values()
+        num_mismatched = self._num_mismatched + sum(one.num_mismatched for one in running)
         return ProxyCounts(
-            ring=self.feed.numbers(mismatched),
-            streams=self._streams,
+            ring=self.feed.counts(num_mismatched),
+            streams=self._num_streams,
             runs=len(self.runs),
-            completions=self._completions,
-            cancelled=self._cancelled,
-            upstream_errors=self.upstream.errors,
-            rows_lost=self._lost + sum(sheet.num_lost for sheet in sheets),
+            completions=self._num_completions,
+            cancelled=self._num_cancelled,
+            upstream_errors=self.upstream.num_errors,
+            rows_lost=self._num_lost + sum(one.num_lost for one in running),
         )

@@ -1,4 +1,4 @@
-"""Takes what the proxy was asked to be; gives it checked: where it listens, whom it asks."""
+"""The settings of the proxy, checked: where it listens, which engine it asks, its limits."""
 
 from __future__ import annotations
 
@@ -21,24 +21,24 @@ PAGE: Final = Path(__file__).parent / "page"
 
 @dataclass(frozen=True)
 class Limits:
-    """What one client may cost; each is checked before the work it bounds."""
+    """What one client may cost; each limit is checked before the work that it bounds."""
 
     body_bytes: int = 8 << 20  # a vector of 80 layers and width 8192 in base64 has 3.5 MB
     probe_bytes: int = MAX_PROBE_NBYTES
     vector_bytes: int = MAX_VECTOR_NBYTES
-    manifest_bytes: int = 32 << 20  # of new weights: as many as the engine reads
+    manifest_bytes: int = 32 << 20  # of new weights; the engine has the same limit
     header_bytes: int = 64 << 10
     headers: int = 128
     depth: int = 64  # of a JSON body
     items: int = 200_000  # strings, lists and objects in a JSON body
     choices: int = 64  # n of a scored request
     streams: int = 2048  # requests in the proxy at once; more get 503
-    # Scores held until their token has come, 32 bytes each; more are lost, and counted.
+    # Scores held until their token arrives, 32 bytes each; more are lost, and counted.
     scores: int = 1 << 22  # of one request
     scores_in_all: int = 1 << 24
     runs: int = 64  # named runs held, ended ones included
-    run_bytes: int = 8 << 20  # events held of one run for a client that comes back
-    # An answer that is not streamed; a vector comes as a file.
+    run_bytes: int = 8 << 20  # events held of one run, for a client that resumes it
+    # A response that is not streamed, such as a vector's file.
     answer_bytes: int = MAX_VECTOR_NBYTES
 
 
@@ -47,21 +47,21 @@ class Timeouts:
     """Seconds."""
 
     connect: float = 5.0
-    control: float = 60.0  # upstream's answer to anything but a completion
-    finish: float = 1.0  # how long a last chunk waits for rows that are still on their way
+    control: float = 60.0  # of upstream, for anything but a completion
+    finish: float = 1.0  # how long a last chunk waits for its rows
     ping: float = 15.0
     run_kept: float = 60.0  # after a named run's end
-    run_alone: float = 10.0  # a named run without a client is cancelled then
-    stalled: float = 120.0  # a client that takes nothing for so long is let go
+    run_alone: float = 10.0  # until a named run without a client is cancelled
+    stalled: float = 120.0  # until a client that takes nothing is disconnected
 
 
 @dataclass(frozen=True)
 class ProxySettings:
-    """One proxy.
+    """Where the proxy listens, which engine it asks, and its limits.
 
     `upstream` is an address (http://127.0.0.1:8000) or a Unix socket (unix:/run/me/vllm.sock).
-    The ring is found in `runtime_dir` (None: where engines of this user meet), newest engine
-    first, or at `ring_socket` alone.
+    The ring is looked for in `runtime_dir` (None: the usual one of this user), or is the one at
+    `ring_socket`.
     """
 
     upstream: str
@@ -74,7 +74,7 @@ class ProxySettings:
     examples: Path | None = None
     page: Path = PAGE
     allowed_origins: tuple[str, ...] = ()
-    allowed_hosts: tuple[str, ...] = ()  # names besides the bound one that a request may call us by
+    allowed_hosts: tuple[str, ...] = ()  # host names of requests, besides the bound one
     limits: Limits = field(default_factory=Limits)
     timeouts: Timeouts = field(default_factory=Timeouts)
 
@@ -99,14 +99,14 @@ class ProxySettings:
 
     @property
     def upstream_socket(self) -> Path | None:
-        """The Unix socket, where upstream is one."""
+        """The Unix socket, if upstream is one."""
         if not self.upstream.startswith(UNIX):
             return None
         return Path(self.upstream.removeprefix(UNIX))
 
     @property
     def upstream_url(self) -> str:
-        """What comes before a path in a request to upstream."""
+        """The part of an upstream URL before its path."""
         is_socket = self.upstream_socket is not None
         return "http://engine" if is_socket else self.upstream.rstrip("/")
 

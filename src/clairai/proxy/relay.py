@@ -1,4 +1,4 @@
-"""Takes a request that is none of ours to change; gives upstream's own answer, byte for byte."""
+"""Passes requests on to upstream and its answers back, byte for byte."""
 
 from __future__ import annotations
 
@@ -18,25 +18,25 @@ from clairai.proxy.upstream import Upstream, UpstreamGone, request_headers, resp
 
 
 async def relay(proxy: Proxy, request: Request, body: bytes | None, path: str) -> Response:
-    """`path` is upstream's; the query goes with it."""
-    return await relay_within(AsyncExitStack(), proxy, request, body, path)
+    """Pass a request on; `path` is upstream's, and the query goes with it."""
+    return await relay_completion(AsyncExitStack(), proxy, request, body, path)
 
 
 async def relay_parts(proxy: Proxy, request: Request, path: str) -> Response:
-    """A file, of any size: passed on in parts, with the range that was asked for."""
+    """Pass on a file of any size in parts, or the range of it that is asked for."""
     async with AsyncExitStack() as stack:
-        opened = proxy.upstream.ask(
+        asking = proxy.upstream.ask(
             request.method,
             with_query(path, request),
-            headers=headers_of(proxy, request, is_edited=False),
+            headers=forwarded_headers(proxy, request, is_edited=False),
         )
-        response = await stack.enter_async_context(opened)
+        response = await stack.enter_async_context(asking)
         if response.status >= HTTPStatus.BAD_REQUEST:
-            return await whole(proxy.upstream, response)
+            return await read_whole(proxy.upstream, response)
         headers = dict(response_headers(response.headers))
         length = response.headers.get("content-length")
         return PartStream(
-            _parts(proxy, response),
+            _download_parts(proxy, response),
             stack.pop_all(),
             stall_s=proxy.settings.timeouts.stalled,
             status=response.status,
@@ -45,53 +45,55 @@ async def relay_parts(proxy: Proxy, request: Request, path: str) -> Response:
 
 
 async def relay_upload(proxy: Proxy, request: Request, path: str) -> Response:
-    """A body of any size: passed on as it comes, and none of it is held here."""
-    headers = headers_of(proxy, request, is_edited=False)
-    asking = proxy.upstream.ask(request.method, path, headers=headers, body=_pieces(request))
+    """Pass on a body of any size as it comes; none of it is held here."""
+    headers = forwarded_headers(proxy, request, is_edited=False)
+    asking = proxy.upstream.ask(request.method, path, headers=headers, body=_upload_parts(request))
     async with asking as response:
-        return await whole(proxy.upstream, response)
+        return await read_whole(proxy.upstream, response)
 
 
-async def _pieces(request: Request) -> AsyncGenerator[bytes, None]:
-    async for piece in request.stream():
-        if piece:  # an empty one would end the body
-            yield piece
+async def _upload_parts(request: Request) -> AsyncGenerator[bytes, None]:
+    async for part in request.stream():
+        if part:  # an empty one would end the body
+            yield part
 
 
-async def _parts(proxy: Proxy, response: aiohttp.ClientResponse) -> AsyncGenerator[bytes, None]:
+async def _download_parts(
+    proxy: Proxy, response: aiohttp.ClientResponse
+) -> AsyncGenerator[bytes, None]:
     try:
         while raw := await response.content.readany():
             yield raw
     except (aiohttp.ClientError, OSError) as error:
-        proxy.upstream.errors += 1
+        proxy.upstream.num_errors += 1
         raise UpstreamGone(type(error).__name__) from error
 
 
-async def relay_within(
-    held: AsyncExitStack,
+async def relay_completion(
+    closing: AsyncExitStack,
     proxy: Proxy,
     request: Request,
     body: bytes | None,
     path: str,
     completion: Completion | None = None,
 ) -> Response:
-    """The same; what is held is let go when the answer has ended."""
-    completion = completion or Completion(path)  # one whose end nobody is told
-    async with held as stack:
+    """As `relay`; `closing` is closed when the answer has ended."""
+    completion = completion or Completion(path)  # one that nobody observes
+    async with closing as stack:
         response = await stack.enter_async_context(
             proxy.upstream.ask(
                 request.method,
                 with_query(path, request),
-                headers=headers_of(proxy, request, is_edited=False),
+                headers=forwarded_headers(proxy, request, is_edited=False),
                 body=body,
             )
         )
         if not is_event_stream(response):
-            answer = await whole(proxy.upstream, response)
-            completion.answered(answer.status_code)
+            answer = await read_whole(proxy.upstream, response)
+            completion.set_answered(answer.status_code)
             return answer
         return EventStream(
-            _passed_on(proxy, response, completion),
+            _stream_frames(proxy, response, completion),
             stack.pop_all(),
             stall_s=proxy.settings.timeouts.stalled,
             status=response.status,
@@ -104,7 +106,7 @@ def with_query(path: str, request: Request) -> str:
     return f"{path}?{query}" if query else path
 
 
-def headers_of(proxy: Proxy, request: Request, *, is_edited: bool) -> list[tuple[str, str]]:
+def forwarded_headers(proxy: Proxy, request: Request, *, is_edited: bool) -> list[tuple[str, str]]:
     has_own_key = proxy.settings.api_key is not None
     return request_headers(request.headers.items(), has_own_key=has_own_key, is_edited=is_edited)
 
@@ -113,16 +115,16 @@ def is_event_stream(response: aiohttp.ClientResponse) -> bool:
     return response.content_type == EVENT_STREAM
 
 
-async def whole(upstream: Upstream, response: aiohttp.ClientResponse) -> Response:
-    """An answer that is not streamed; read to its end first, so that it is whole or an error."""
-    body = await upstream.whole(response)
+async def read_whole(upstream: Upstream, response: aiohttp.ClientResponse) -> Response:
+    """A response that is not streamed; read to its end first, so that it is whole or an error."""
+    body = await upstream.read_body(response)
     return Response(body, response.status, dict(response_headers(response.headers)))
 
 
-async def _passed_on(
+async def _stream_frames(
     proxy: Proxy, response: aiohttp.ClientResponse, completion: Completion
 ) -> AsyncGenerator[bytes, None]:
-    """Only whole frames, so that an error can follow one; together they are what came."""
+    """Upstream's bytes in whole frames, so that an error can follow one."""
     splitter = FrameSplitter(MAX_FRAME_BYTES)
     try:
         while raw := await response.content.readany():
@@ -132,16 +134,16 @@ async def _passed_on(
                 yield b"".join(frames)
         if splitter.rest:
             yield splitter.rest
-        completion.answered(response.status)
+        completion.set_answered(response.status)
     except (aiohttp.ClientError, FrameTooLong, OSError):
-        proxy.upstream.errors += 1
-        completion.failed(response.status)
+        proxy.upstream.num_errors += 1
+        completion.set_failed(response.status)
         yield UpstreamGone.frame()
 
 
 def _note_end(
     completion: Completion, response: aiohttp.ClientResponse, frames: list[bytes]
 ) -> None:
-    """Before it is sent: a client may leave as it has the end, and was served."""
+    """Note the last frame before it is sent: the client may leave when it has it."""
     if frame_data(frames[-1]) == DONE:
-        completion.answered(response.status)
+        completion.set_answered(response.status)

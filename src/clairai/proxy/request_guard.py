@@ -1,6 +1,6 @@
-"""Takes a JSON body that nobody has parsed; gives a refusal if it is deeper or wider than allowed.
+"""Refuses requests before anything is done for them: by host name, key, origin and size.
 
-Looks at brackets and quotes only, so that no parser meets a body it was not made for.
+It also adds the security headers that every response carries.
 """
 
 from __future__ import annotations
@@ -22,14 +22,26 @@ from clairai.proxy.proxy_settings import Limits, ProxySettings, is_loopback
 from clairai.proxy.responses import HttpRefusal, error_response
 from clairai.proxy.routes import Route
 
-# Possessive, so that a hostile string cannot make it try twice.
+BODY_TIMEOUT_S: Final = 60.0
+_LOOPBACK_NAMES: Final = frozenset(("localhost", "127.0.0.1", "::1"))
+SECURITY_HEADERS: Final = (
+    ("X-Content-Type-Options", "nosniff"),
+    ("Referrer-Policy", "no-referrer"),
+    ("X-Frame-Options", "DENY"),
+    ("Cross-Origin-Resource-Policy", "same-origin"),
+)
+# Possessive quantifiers, so that a hostile string cannot make it backtrack.
 _TOKEN: Final = re.compile(rb'"(?:[^"\\]++|\\.)*+"|[\[\]{}]', re.DOTALL)
 _OPEN: Final = b"[{"
 _CLOSE: Final = b"]}"
 
 
 def check_json_shape(body: bytes, limits: Limits) -> None:
-    """Strings, lists and objects are counted; numbers are bounded by the body's size."""
+    """HttpRefusal if a body has too many strings, lists and objects, or too deep ones.
+
+    It looks at brackets and quotes only, before any parser sees the body. The body's size bounds
+    its numbers.
+    """
     num_open = _count(body, b"[") + _count(body, b"{")
     if num_open + _count(body, b'"') // 2 > limits.items and _num_items(body) > limits.items:
         raise _shape_refusal(f"the body has over {limits.items} strings, lists and objects")
@@ -38,7 +50,7 @@ def check_json_shape(body: bytes, limits: Limits) -> None:
 
 
 def _count(body: bytes, byte: bytes) -> int:
-    """bytes.count, four times as fast: megabytes of base64 are counted on a request's way."""
+    """As bytes.count, four times as fast: bodies may have megabytes of base64."""
     return int(np.count_nonzero(np.frombuffer(body, np.uint8) == byte[0]))
 
 
@@ -62,24 +74,8 @@ def _shape_refusal(message: str) -> HttpRefusal:
     return HttpRefusal(HTTPStatus.BAD_REQUEST, f"{message}; send less", code="request")
 
 
-# MERGED
-# Takes every request before anything is done for it; refuses those that may not be here.
-#
-# Name of the host, key, origin, sizes; and the headers that every answer carries.
-
-
-BODY_TIMEOUT_S: Final = 60.0
-_LOOPBACK_NAMES: Final = frozenset(("localhost", "127.0.0.1", "::1"))
-SECURITY_HEADERS: Final = (
-    ("X-Content-Type-Options", "nosniff"),
-    ("Referrer-Policy", "no-referrer"),
-    ("X-Frame-Options", "DENY"),
-    ("Cross-Origin-Resource-Policy", "same-origin"),
-)
-
-
 class RequestGuard:
-    """ASGI middleware around all routes, those that do not exist too."""
+    """ASGI middleware around all routes, including those that do not exist."""
 
     def __init__(self, app: ASGIApp, settings: ProxySettings) -> None:
         self._app = app
@@ -95,8 +91,8 @@ class RequestGuard:
             return
         try:
             self._check(Headers(scope=scope))
-        except HttpRefusal as refused:
-            await error_response(refused)(scope, receive, with_security_headers(send))
+        except HttpRefusal as refusal:
+            await error_response(refusal)(scope, receive, with_security_headers(send))
             return
         await self._app(scope, receive, with_security_headers(send))
 
@@ -105,7 +101,7 @@ class RequestGuard:
         if self._names is not None and _host_name(headers.get("host", "")) not in self._names:
             raise HttpRefusal(
                 HTTPStatus.MISDIRECTED_REQUEST,
-                "this proxy is not known by the name in the Host header; "
+                "the Host header names another host than this proxy; "
                 "use the address it printed at its start, or list the name",
             )
 
@@ -132,10 +128,10 @@ def check_headers(headers: Headers, limits: Limits) -> None:
 
 
 def host_names(settings: ProxySettings) -> frozenset[str] | None:
-    """Names that a request may call this proxy by; None if any will do.
+    """Host names that a request may use; None if any is allowed.
 
-    A page of another site can point its own name at 127.0.0.1 and would then be of our origin.
-    Who can be reached from outside has a key instead, which such a page does not know.
+    The page of another site can point its own name at 127.0.0.1, and would then be of our origin.
+    A proxy that can be reached from outside has a key instead, which such a page does not know.
     """
     listed = frozenset(_host_name(name) for name in settings.allowed_hosts)
     if is_loopback(settings.host):
@@ -144,7 +140,7 @@ def host_names(settings: ProxySettings) -> frozenset[str] | None:
 
 
 def _host_name(host: str) -> str:
-    """Without port and brackets."""
+    """A host without port and brackets."""
     if host.count(":") > 1 and not host.startswith("["):
         return host.lower()  # a bare IPv6 address
     try:
@@ -154,7 +150,7 @@ def _host_name(host: str) -> str:
 
 
 def check_access(request: Request, route: Route, settings: ProxySettings) -> None:
-    """Refused unless the key is right and, where something changes, the page is one of ours."""
+    """HttpRefusal if the key is wrong, or if another site's page would change something."""
     if route.needs_key and settings.api_key is not None:
         _check_key(request.headers.get("authorization", ""), settings.api_key)
     if route.changes:
@@ -163,7 +159,7 @@ def check_access(request: Request, route: Route, settings: ProxySettings) -> Non
 
 def _check_key(given: str, key: str) -> None:
     scheme, _, token = given.partition(" ")
-    # Digests are of one length, so that neither the key nor its length shows in the time it takes.
+    # Digests have one length, so that the time shows neither the key nor its length.
     is_right = secrets.compare_digest(_digest(token.strip()), _digest(key))
     if scheme.lower() != "bearer" or not is_right:
         raise HttpRefusal(
@@ -192,13 +188,13 @@ def _check_origin(headers: Headers, allowed: tuple[str, ...]) -> None:
 
 
 def _authority(origin: str) -> str | None:
-    """None for an origin that no page of ours can have: `null`, a file, an extension."""
+    """None for an origin that no page of ours has: `null`, a file, an extension."""
     parts = urlsplit(origin)
     return parts.netloc.lower() if parts.scheme in ("http", "https") else None
 
 
 async def read_body(request: Request, limit: int) -> bytes:
-    """All of it, given up on before it is over the limit."""
+    """The whole body; HttpRefusal as soon as it is over the limit."""
     too_large = HttpRefusal(
         HTTPStatus.REQUEST_ENTITY_TOO_LARGE, f"the body may have {limit} bytes; send less"
     )

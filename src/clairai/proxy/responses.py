@@ -1,4 +1,7 @@
-"""Takes a reason to say no; gives an answer in OpenAI's shape, with fixed words of our own."""
+"""What the proxy sends to its clients: refusals in OpenAI's shape, and streams.
+
+Runs in: the proxy, on the event loop.
+"""
 
 from __future__ import annotations
 
@@ -16,9 +19,12 @@ from starlette.types import Message, Receive, Scope, Send
 
 from clairai.errors import ClairaiError
 
+EVENT_STREAM: Final = "text/event-stream"
+Result = TypeVar("Result")
+
 
 class HttpRefusal(Exception):
-    """A request that ends in this status, and why; says nothing of paths, addresses or code."""
+    """Ends a request with this status and reason, which names no path, address or code of ours."""
 
     def __init__(
         self,
@@ -35,36 +41,28 @@ class HttpRefusal(Exception):
 
     @property
     def body(self) -> dict[str, Any]:
-        """What an OpenAI client reads the message from."""
+        """The error in the shape that OpenAI clients read."""
         kind = "invalid_request_error" if self.status < 500 else "server_error"
         error = {"message": self.message, "type": kind, "param": self.param, "code": self.code}
         return {"error": error}
 
 
 def bad_request(error: ClairaiError, *, param: str | None = None) -> HttpRefusal:
-    """One of our own errors, as the client's mistake that it is."""
+    """Refuse a request for an error that is the client's."""
     return HttpRefusal(HTTPStatus.BAD_REQUEST, error.reason, code=error.code, param=param)
 
 
-def error_response(refused: HttpRefusal) -> Response:
+def error_response(refusal: HttpRefusal) -> Response:
     return Response(
-        msgspec.json.encode(refused.body),
-        refused.status,
-        {**refused.headers},
+        msgspec.json.encode(refusal.body),
+        refusal.status,
+        {**refusal.headers},
         media_type="application/json",
     )
 
 
-# MERGED
-# Takes an answer in the making; gives it to the client, and stops work when the client goes.
-
-
-EVENT_STREAM: Final = "text/event-stream"
-Result = TypeVar("Result")
-
-
 class ClientGone(Exception):
-    """Nobody is left to answer."""
+    """The client has hung up."""
 
 
 async def while_connected(request: Request, work: Coroutine[Any, Any, Result]) -> Result:
@@ -81,8 +79,10 @@ async def while_connected(request: Request, work: Coroutine[Any, Any, Result]) -
 
 
 class PartStream(Response):
-    """Sends parts as they come; what `closing` holds is closed when the last one is sent, when the
-    client is gone, or when it has taken nothing for `stall_s`.
+    """Sends parts as they come.
+
+    `closing` is closed when the last part is sent, when the client has hung up, or when it has
+    taken nothing for `stall_s`.
     """
 
     def __init__(
@@ -105,18 +105,18 @@ class PartStream(Response):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         del scope
         async with self._closing:
-            pumping = asyncio.ensure_future(self._pump(send))
-            ends = (_wait_for_disconnect(receive), self._until_stalled())
-            tasks = (pumping, *map(asyncio.ensure_future, ends))
+            sending = asyncio.ensure_future(self._send_parts(send))
+            ends = (_wait_for_disconnect(receive), self._wait_for_stall())
+            tasks = (sending, *map(asyncio.ensure_future, ends))
             try:
                 await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-                if pumping.done():
-                    pumping.result()
+                if sending.done():
+                    sending.result()
             finally:
                 await _cancel(*tasks)
                 await self._parts.aclose()
 
-    async def _pump(self, send: Send) -> None:
+    async def _send_parts(self, send: Send) -> None:
         start: Message = {
             "type": "http.response.start",
             "status": self.status_code,
@@ -129,8 +129,8 @@ class PartStream(Response):
             self._sending_since_s = None
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
-    async def _until_stalled(self) -> None:
-        """Returns when one part has waited too long; a timer for each would cost more than it."""
+    async def _wait_for_stall(self) -> None:
+        """Return when one part has waited too long; a timer for each part would cost too much."""
         while True:
             await asyncio.sleep(self._stall_s / 4)
             since_s = self._sending_since_s
@@ -139,7 +139,7 @@ class PartStream(Response):
 
 
 class EventStream(PartStream):
-    """Events of a stream of tokens."""
+    """A stream of server-sent events."""
 
     media_type = EVENT_STREAM
 
@@ -154,7 +154,7 @@ class EventStream(PartStream):
     ) -> None:
         super().__init__(parts, closing, stall_s=stall_s, status=status, headers=headers)
         self.headers["Cache-Control"] = "no-cache"
-        self.headers["X-Accel-Buffering"] = "no"  # nginx would collect tokens
+        self.headers["X-Accel-Buffering"] = "no"  # nginx would hold tokens back
 
 
 async def _wait_for_disconnect(receive: Receive) -> None:

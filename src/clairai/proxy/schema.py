@@ -1,361 +1,45 @@
-"""The JSON of captures, as models. Takes nothing; gives what schema.py puts into the document."""
+"""The JSON of every route and event, as structs from which the OpenAPI document is generated.
+
+What the engine answers is generated from the wire structs themselves; what the proxy writes, it
+writes from the structs below. `python -m clairai.proxy.schema` prints the document, from which the
+TypeScript types of the dashboard are generated.
+"""
 
 from __future__ import annotations
 
 import json
-from typing import Any, Literal
-
-from pydantic import BaseModel, ConfigDict, Field
-
-Selector = Literal["all", "prompt", "generated", "last_prompt"]
-CaptureState = Literal["open", "writing", "kept", "discarded", "failed"]
-
-
-class _CaptureModel(BaseModel):
-    model_config = ConfigDict(extra="forbid")
-
-
-class Span(_CaptureModel):
-    """Positions from, up to and not including, to; negative: from the end of the prompt."""
-
-    from_: int = Field(0, alias="from")
-    to: int | None = None
-
-
-class ChatMessage(_CaptureModel):
-    """All tokens of the chat's message with this index."""
-
-    message: int = Field(ge=0)
-
-
-Positions = Selector | Span | ChatMessage
-
-
-class EncoderChoice(BaseModel):
-    """An encoder and its parameters."""
-
-    model_config = ConfigDict(extra="allow")
-
-    name: Literal["raw", "rp8", "full8", "topk8", "fp8", "int4"]
-
-
-class CaptureRequest(_CaptureModel):
-    """Which rows of a request are kept; what is left out is as the engine's setting has it."""
-
-    points: list[str] | str | None = Field(None, description='names, patterns or "all"')
-    positions: Positions | list[Positions] | None = None
-    encoder: str | EncoderChoice | None = None
-    to: list[str] | None = Field(None, description="names of the engine's consumers")
-    tags: dict[str, Any] = {}
-
-
-class CaptureHandle(BaseModel):
-    """`clairai.capture` of an answer, and of the last chunk of a stream. A row is one token at one
-    point."""
-
-    model_config = ConfigDict(extra="forbid")
-
-    id: str = Field(pattern="^[0-9a-f]{16}$", description="for GET /v1/captures/{id}")
-    state: CaptureState
-    rows: int
-    lost: int = Field(description="rows that were wanted and are missing at a consumer")
-    discarded: int = Field(description="rows that a rule was not met for")
-    reason: str | None = None
-
-
-class CaptureInfo(CaptureHandle):
-    points: list[str]
-    encoder: str
-    answers: int
-
-
-class ConsumerState(_CaptureModel):
-    name: str
-    state: str
-    reason: str
-
-
-class CaptureMemory(_CaptureModel):
-    """Bytes."""
-
-    stash_nbytes: int = Field(description="of the device, for all rows of a step")
-    staging_nbytes: int = Field(description="of the host, for rows on their way")
-    pending_nbytes: int = Field(description="of the host, for rows that wait for a rule, now")
-
-
-class CaptureList(_CaptureModel):
-    """The newest first; rows are those since the engine started."""
-
-    data: list[CaptureInfo]
-    consumers: list[ConsumerState]
-    rows: int
-    dropped: int
-    discarded: int
-    memory: CaptureMemory
-
-
-CAPTURE_PARTS = (CaptureRequest, CaptureHandle)
-
-
-# MERGED
-# The JSON of steering, as models. Takes nothing; gives what schema.py puts into the document.
-
-
-SteeringOp = Literal["add", "ablate", "clamp", "replace"]
-SteeringPhase = Literal["both", "prompt", "generation", "last_prompt"]
-
-
-class _SteeringModel(BaseModel):
-    model_config = ConfigDict(extra="forbid")
-
-
-class InlineVector(_SteeringModel):
-    """A vector that comes with its request: packed little-endian numbers in base64, by point."""
-
-    dtype: Literal["f32", "f16", "bf16"] = "f32"
-    points: dict[str, str]
-
-
-class Window(_SteeringModel):
-    """Positions `[first, end)` of a phase; `end` null: on and on."""
-
-    phase: SteeringPhase = "both"
-    positions: list[tuple[int, int | None]] | None = None
-    skip_special: bool = False
-
-
-class Gate(_SteeringModel):
-    """A probe's score of the same token opens and closes an entry."""
-
-    probe: str
-    threshold: float | None = Field(None, description="the probe's own if left out")
-    sharpness: float | None = Field(None, description="open or closed if left out")
-    latch: bool = False
-    release: float | None = Field(None, description="closes below this")
-
-
-class SteerEntry(_SteeringModel):
-    """One vector's work on a request."""
-
-    vector: str | InlineVector
-    digest: str | None = Field(None, description="refused if the name means another content")
-    scale: float = 1.0
-    op: SteeringOp = "add"
-    match_norm: bool = False
-    low: float | None = None
-    high: float | None = None
-    points: list[str] | None = Field(None, description="all of the vector's if left out")
-    when: SteeringPhase | Window = "both"
-    gate: Gate | None = None
-
-
-class StopRule(_SteeringModel):
-    """Act when a probe is at or over a threshold for so many tokens: end the answer, say so in the
-    engine's log, or steer the rest of it."""
-
-    probe: str
-    threshold: float | None = Field(None, description="the probe's own if left out")
-    tokens: int = Field(1, description="in a row")
-    action: Literal["stop", "alert", "steer"] = "stop"
-    steer: list[SteerEntry] = Field([], description="for the action steer")
-
-
-class AppliedEntry(BaseModel):
-    """An entry as the engine applies it: with its content's digest, and all of its points."""
-
-    model_config = ConfigDict(extra="allow")
-
-    vector: str | None = Field(description="null: it came with the request")
-    digest: str
-    scale: float
-    op: SteeringOp
-    points: list[str]
-
-
-class SteeringEcho(BaseModel):
-    """`clairai` of an answer, and of the first chunk of a stream: what the engine applies."""
-
-    model_config = ConfigDict(extra="allow")
-
-    steering: list[AppliedEntry] = []
-    stop: list[dict[str, Any]] | None = Field(None, description="rules, with their thresholds")
-    weights: int | None = Field(None, description="version of the weights that it began with")
-
-
-class SteeringEvent(_SteeringModel):
-    """Event `steering`: the first of a run that is steered, or has a rule."""
-
-    clairai: SteeringEcho
-
-
-class VectorInfo(BaseModel):
-    model_config = ConfigDict(extra="allow")
-
-    name: str
-    points: list[str]
-    width: int
-    digest: str
-    norms: list[float] = Field(description="one for each point")
-    description: str | None = None
-    method: str | None = None
-    scale: float = Field(1.0, description="suggested")
-
-
-class VectorCapacity(_SteeringModel):
-    """What unfinished requests may have in use at once."""
-
-    rows: int
-    programs: int
-
-
-class VectorList(_SteeringModel):
-    data: list[VectorInfo]
-    version: int
-    points: list[str] = Field(description="where this engine can steer")
-    width: int
-    capacity: VectorCapacity
-
-
-class Amendment(_SteeringModel):
-    """What steers the rest of a running request; an empty list: nothing."""
-
-    steer: list[SteerEntry]
-
-
-class Amended(_SteeringModel):
-    """From which position on it holds, for each answer of the request, and what."""
-
-    positions: list[int]
-    steering: list[dict[str, Any]]
-
-
-class Tiers(BaseModel):
-    """What steers every request that is admitted from now on."""
-
-    model_config = ConfigDict(extra="forbid")
-
-    base: list[dict[str, Any]]
-    prefill: list[dict[str, Any]]
-    decode: list[dict[str, Any]]
-    version: int
-
-
-class TiersChange(_SteeringModel):
-    """A tier that is left out stays as it is; an empty list clears it."""
-
-    base: list[SteerEntry] = []
-    prefill: list[SteerEntry] = []
-    decode: list[SteerEntry] = []
-
-
-STEERING_PARTS = (SteerEntry, StopRule, SteeringEcho, SteeringEvent, TiersChange, Amendment)
-
-
-# MERGED
-# The JSON of new weights, as models. Takes nothing; gives what document.py puts into the
-# document.
-#
-# The proxy hands a manifest on as it came: what is wrong with one the engine says.
-
-
-class _WeightsModel(BaseModel):
-    model_config = ConfigDict(extra="forbid")
-
-
-class _WeightsAnswer(BaseModel):
-    """The engine's own; it may say more."""
-
-    model_config = ConfigDict(extra="allow")
-
-
-class WeightsState(_WeightsAnswer):
-    """The weights that serve."""
-
-    version: int = Field(description="counts hand-overs; 0: those the engine was started with")
-    label: str
-    digest: str = Field(description="of the content; empty if nobody handed it over")
-    epoch: str
-    device: str = Field(description='"cpu", or a GPU\'s UUID')
-    num_tensors: int
-    is_torn: bool = Field(description="a load stopped half-way; nobody is served")
-
-
-class SendableTensor(_WeightsAnswer):
-    name: str
-    dtypes: list[str]
-    shape: list[int]
-
-
-class TensorList(_WeightsAnswer):
-    """What can be sent."""
-
-    data: list[SendableTensor]
-
-
-class ManifestTensor(_WeightsModel):
-    """One tensor, dense and in C order, in one buffer."""
-
-    name: str
-    dtype: str
-    shape: list[int]
-    buffer: int
-    offset: int
-    nbytes: int
-    checksum: str = ""
-
-
-class WeightsManifest(_WeightsModel):
-    """One hand-over: all of it takes effect at once, or none."""
-
-    version: Literal[1]
-    transfer: str = Field(pattern="^[0-9a-f]{32}$")
-    epoch: str = Field(pattern="^[0-9a-f]{16}$")
-    device: str
-    buffers: list[int]
-    tensors: list[ManifestTensor]
-    label: str = ""
-
-
-class WeightsPlanned(_WeightsAnswer):
-    """The plan is good."""
-
-    transfer: str
-    nbytes: int
-
-
-class WeightsCommitted(_WeightsAnswer):
-    """They serve."""
-
-    version: int
-    digest: str
-    nbytes: int
-    load_s: float
-    bank_version: int | None = Field(None, description="of the probes, if any came along")
-    vectors_version: int | None = Field(None, description="of steering vectors, likewise")
-
-
-WEIGHTS_PARTS = (WeightsManifest,)
-
-
-# MERGED
-# The JSON of every route and every event, as models. `python -m clairai.proxy.schema` prints it.
-#
-# Takes nothing; gives the OpenAPI document that the page's TypeScript types are generated from.
-
-
+from typing import Annotated, Any, Final, Literal, get_args
+
+import msgspec
+from msgspec import UNSET, Meta, Struct, UnsetType
+from msgspec.structs import fields
+
+from clairai.fields.positions import PositionSelector
+from clairai.fields.rules import RuleAction
+from clairai.fields.steer import Op
+from clairai.fields.when import Phase
+from clairai.proxy.completions.completion_request import ClairaiOptions
+from clairai.weights.manifest import Manifest, PlannedTensor
+from clairai.wire import capture_messages, ring_messages, steering_messages, weights_messages
+
+REF: Final = "#/components/schemas/{name}"
 Score = float | None  # null: no such score
-Weights: Any = Field(
-    None,
+_WEIGHTS_OF_ROWS: Final = Meta(
     description="version of the model's weights that these rows are of, in an engine that takes "
-    "others; null: of several, or none has come",
+    "new weights; null: of several, or no row has come"
 )
+_RowWeights = Annotated[int | None, _WEIGHTS_OF_ROWS] | UnsetType
 
 
-class _Model(BaseModel):
-    model_config = ConfigDict(extra="forbid", protected_namespaces=())
+class RequestBody(Struct, forbid_unknown_fields=True):
+    """What a client sends: fields with a default may be left out."""
 
 
-class ErrorDetail(_Model):
+class Answer(Struct, forbid_unknown_fields=True):
+    """What a client gets: every field is there, unless its default is UNSET."""
+
+
+class ErrorDetail(Answer):
     """OpenAI's shape."""
 
     message: str
@@ -364,66 +48,156 @@ class ErrorDetail(_Model):
     code: str | int | None
 
 
-class ErrorBody(_Model):
+class ErrorBody(Answer):
     """Every refusal of the proxy; also the data of the event `error`."""
 
     error: ErrorDetail
 
 
-class ClairaiFields(_Model):
-    """What a completion request may ask under its key `clairai`."""
-
-    probes: Literal["all"] | list[str] = "all"
-    prompt_scores: bool = False
-    events: Literal["named"] | None = None
-    steer: list[SteerEntry] = []
-    stop: list[StopRule] = []
-    capture: bool | CaptureRequest | None = Field(
-        None, description="true: as the engine's setting says; false: nothing"
-    )
+# Completions: what is asked
 
 
-class ChatRequest(BaseModel):
-    """OpenAI's and vLLM's fields go to the engine as they are; `clairai` is for the proxy."""
+class InlineVector(RequestBody, kw_only=True):
+    """A vector that comes with its request: packed little-endian numbers in base64, by point."""
 
-    model_config = ConfigDict(extra="allow")
+    dtype: Literal["f32", "f16", "bf16"] = "f32"
+    points: dict[str, str]
+
+
+class Window(RequestBody):
+    """Positions `[first, end)` of a phase; `end` null: no end."""
+
+    phase: Phase = "both"
+    positions: list[tuple[int, int | None]] | None = None
+    skip_special: bool = False
+
+
+class Gate(RequestBody):
+    """A probe's score of the same token opens and closes an entry."""
+
+    probe: str
+    threshold: Annotated[float | None, Meta(description="the probe's own if left out")] = None
+    sharpness: Annotated[float | None, Meta(description="open or closed if left out")] = None
+    latch: bool = False
+    release: Annotated[float | None, Meta(description="closes below this")] = None
+
+
+class SteerEntry(RequestBody):
+    """One vector and what it does to a request."""
+
+    vector: str | InlineVector
+    digest: Annotated[
+        str | None, Meta(description="refused if the vector of this name has other content")
+    ] = None
+    scale: float = 1.0
+    op: Op = "add"
+    match_norm: bool = False
+    low: float | None = None
+    high: float | None = None
+    points: Annotated[
+        list[str] | None, Meta(description="all points of the vector if left out")
+    ] = None
+    when: Phase | Window = "both"
+    gate: Gate | None = None
+
+
+class StopRule(RequestBody):
+    """Acts once a probe is at or above a threshold for so many tokens in a row: ends the answer,
+    writes to the engine's log, or steers the rest of the answer."""
+
+    probe: str
+    threshold: Annotated[float | None, Meta(description="the probe's own if left out")] = None
+    tokens: Annotated[int, Meta(description="in a row")] = 1
+    action: RuleAction = "stop"
+    steer: Annotated[list[SteerEntry], Meta(description="for the action steer")] = []
+
+
+class Span(RequestBody, rename={"from_": "from"}):
+    """Positions from `from` up to and not including `to`; negative: from the end of the prompt."""
+
+    from_: int = 0
+    to: int | None = None
+
+
+class ChatMessage(RequestBody):
+    """All tokens of the chat's message with this index."""
+
+    message: Annotated[int, Meta(ge=0)]
+
+
+class EncoderChoice(Struct):
+    """An encoder and its parameters."""
+
+    name: Literal["raw", "rp8", "full8", "topk8", "fp8", "int4"]
+
+
+# A msgspec type holds one struct without a tag, so the two objects of a position are put together
+# in the document: see _POSITIONS.
+class CaptureRequest(RequestBody):
+    """Which rows of a request are stored; what is left out is as the engine's setting has it."""
+
+    points: Annotated[list[str] | str | None, Meta(description='names, patterns or "all"')] = None
+    positions: Any = None
+    encoder: str | EncoderChoice | None = None
+    to: Annotated[list[str] | None, Meta(description="names of the engine's consumers")] = None
+    tags: dict[str, Any] = {}
+
+
+_CaptureField = Annotated[
+    bool | CaptureRequest | None,
+    Meta(description="true: as the engine's setting says; false: nothing"),
+]
+
+
+class ClairaiFields(ClairaiOptions, frozen=True, forbid_unknown_fields=True):
+    """What a completion request may ask for under its key `clairai`."""
+
+    # The proxy leaves these to the engine: ClairaiOptions does not decode them.
+    steer: list[SteerEntry] = []  # type: ignore[assignment]  # noqa: RUF012
+    stop: list[StopRule] = []  # noqa: RUF012
+    capture: _CaptureField = None  # type: ignore[assignment]
+
+
+class ChatRequest(Struct, kw_only=True):
+    """OpenAI's and vLLM's fields go to the engine unchanged; `clairai` is for the proxy."""
 
     messages: list[Any]
     clairai: ClairaiFields | None = None
 
 
-class CompletionRequest(BaseModel):
-    """OpenAI's and vLLM's fields go to the engine as they are; `clairai` is for the proxy."""
-
-    model_config = ConfigDict(extra="allow")
+class CompletionRequest(Struct, kw_only=True):
+    """OpenAI's and vLLM's fields go to the engine unchanged; `clairai` is for the proxy."""
 
     prompt: str | list[Any]
     clairai: ClairaiFields | None = None
 
 
-class ProbeScores(_Model):
+# Completions: what is answered
+
+
+class ProbeScores(Answer):
     """`choices[i].probe_scores`: row j scores generated token `start + j`."""
 
-    names: list[str]
+    names: tuple[str, ...]
     start: int
     scores: list[list[Score]]
-    lost: int | None = Field(None, description="rows of this object that are null because lost")
-    weights: int | None = Weights
+    lost: Annotated[int, Meta(description="rows that are null because lost")] | UnsetType = UNSET
+    weights: _RowWeights = UNSET
 
 
-class PromptScores(_Model):
+class PromptScores(Answer, kw_only=True):
     """`choices[0].prompt_scores`: row j scores prompt token j."""
 
-    names: list[str]
-    start: Literal[0]
+    names: tuple[str, ...]
+    start: Literal[0] = 0
     token_ids: list[int]
     tokens: list[str]
     scores: list[list[Score]]
-    lost: int | None = None
-    weights: int | None = Weights
+    lost: int | UnsetType = UNSET
+    weights: _RowWeights = UNSET
 
 
-class TokenEvent(_Model):
+class TokenEvent(Answer):
     """Event `token`: `tokens[k]` is the text to show for token `start + k`."""
 
     part: Literal["prompt", "answer"]
@@ -434,75 +208,193 @@ class TokenEvent(_Model):
     text: str
 
 
-class ProbeUpdateEvent(_Model):
+class ProbeUpdateEvent(Answer):
     """Event `probe_update`: row j scores token `start + j` of its part."""
 
     part: Literal["prompt", "answer"]
     choice: int
-    names: list[str]
+    names: tuple[str, ...]
     start: int
     scores: list[list[Score]]
-    lost: int | None = None
-    weights: int | None = Weights
+    lost: int | UnsetType = UNSET
+    weights: _RowWeights = UNSET
 
 
-class ProbeFinalEvent(_Model):
+class ProbeFinalEvent(Answer):
     """Event `probe_final`, one per choice; one entry per probe in each list."""
 
     choice: int
     names: list[str]
-    count: int = Field(description="generated tokens with a score")
+    count: Annotated[int, Meta(description="generated tokens with a score")]
     mean: list[Score]
     max: list[Score]
     argmax: list[int | None]
-    above: list[int | None] = Field(description="tokens at or over the threshold, null without one")
+    above: Annotated[
+        list[int | None], Meta(description="tokens at or above the threshold, null without one")
+    ]
     lost: int
 
 
-class DoneEvent(_Model):
+class CaptureHandle(Answer):
+    """`clairai.capture` of an answer, and of the last chunk of a stream. A row is one token at one
+    point."""
+
+    id: Annotated[str, Meta(pattern="^[0-9a-f]{16}$", description="for GET /v1/captures/{id}")]
+    state: capture_messages.CaptureStatus
+    rows: int
+    lost: Annotated[int, Meta(description="rows that were wanted and are missing at a consumer")]
+    discarded: Annotated[int, Meta(description="rows whose rule was not met")]
+    reason: str | UnsetType = UNSET
+
+
+class DoneEvent(Answer):
     """Event `done`: the last of a run that went well."""
 
     id: str | None
     model: str | None
     finish_reasons: list[str | None]
-    stop_reasons: list[str | int | None] = Field(
-        description="a text or token that ended a choice, or our rule that did"
-    )
+    stop_reasons: Annotated[
+        list[str | int | None],
+        Meta(description="the stop string, stop token or stop rule that ended each choice"),
+    ]
     usage: dict[str, Any] | None
-    capture: CaptureHandle | None = Field(None, description="what became of captured rows")
-    weights: int | None = Field(None, description="version of the weights that it began with")
+    capture: (
+        Annotated[CaptureHandle | None, Meta(description="what became of captured rows")]
+        | UnsetType
+    ) = UNSET
+    weights: (
+        Annotated[int | None, Meta(description="version of the weights that it began with")]
+        | UnsetType
+    ) = UNSET
 
 
-class Histogram(_Model):
-    """Scores of reference texts, in bins of equal width from `low` to `high`."""
+class AppliedEntry(Answer, forbid_unknown_fields=False):
+    """An entry as the engine applies it: with its content's digest, and all of its points."""
 
-    low: float
-    high: float
-    counts: list[int]
-
-
-class ProbeInfo(_Model):
-    model_config = ConfigDict(extra="allow", protected_namespaces=())
-
-    name: str
-    point: str
-    activation: Literal["none", "relu", "sigmoid"]
-    threshold: float | None
-    calibration: tuple[float, float] | None
+    vector: Annotated[str | None, Meta(description="null: it came with the request")]
     digest: str
-    description: str | None = None
-    auroc: float | None = None
-    histogram: Histogram | None = None
+    scale: float
+    op: Op
+    points: list[str]
 
 
-class ProbeList(_Model):
-    data: list[ProbeInfo]
+class SteeringEcho(Answer, forbid_unknown_fields=False):
+    """`clairai` of an answer, and of the first chunk of a stream: what the engine applies."""
+
+    steering: list[AppliedEntry] | UnsetType = UNSET
+    stop: (
+        Annotated[list[dict[str, Any]] | None, Meta(description="rules, with their thresholds")]
+        | UnsetType
+    ) = UNSET
+    weights: (
+        Annotated[int | None, Meta(description="version of the weights that it began with")]
+        | UnsetType
+    ) = UNSET
+
+
+class SteeringEvent(Answer):
+    """Event `steering`: the first of a run that is steered, or has a rule."""
+
+    clairai: SteeringEcho
+
+
+# Other routes; probes, vectors and weights are listed as the wire structs that hold them
+
+
+class ProbeList(Answer):
+    data: tuple[ring_messages.ListedProbe, ...]
     capacity: int
     version: int
 
 
-class ReaderState(_Model):
-    """How this proxy stands with the ring."""
+class VectorCapacity(Answer):
+    """What unfinished requests may have in use at once."""
+
+    rows: int
+    programs: int
+
+
+class VectorList(Answer):
+    data: tuple[steering_messages.ListedVector, ...]
+    version: int
+    points: Annotated[list[str], Meta(description="where this engine can steer")]
+    width: int
+    capacity: VectorCapacity
+
+
+class Amendment(RequestBody):
+    """What steers the rest of a running request; an empty list: nothing."""
+
+    steer: list[SteerEntry]
+
+
+class Amended(Answer):
+    """From which position on the change holds, for each choice of the request, and the entries."""
+
+    positions: list[int]
+    steering: list[dict[str, Any]]
+
+
+class Tiers(Answer):
+    """What steers every request that is admitted from now on."""
+
+    base: list[dict[str, Any]]
+    prefill: list[dict[str, Any]]
+    decode: list[dict[str, Any]]
+    version: int
+
+
+class TiersChange(RequestBody):
+    """A tier that is left out stays as it is; an empty list clears it."""
+
+    base: list[SteerEntry] = []
+    prefill: list[SteerEntry] = []
+    decode: list[SteerEntry] = []
+
+
+class CaptureInfo(CaptureHandle, kw_only=True):
+    """A capture in the list of captures."""
+
+    points: list[str]
+    encoder: str
+    answers: int
+
+
+class ConsumerState(Answer):
+    name: str
+    state: str
+    reason: str
+
+
+class CaptureMemory(Answer):
+    """Bytes."""
+
+    stash_nbytes: Annotated[int, Meta(description="of the device, for all rows of a step")]
+    staging_nbytes: Annotated[int, Meta(description="of the host, for rows on their way")]
+    pending_nbytes: Annotated[
+        int, Meta(description="of the host, for rows that wait for a rule, now")
+    ]
+
+
+class CaptureList(Answer):
+    """The newest first; rows are those since the engine started."""
+
+    data: list[CaptureInfo]
+    consumers: list[ConsumerState]
+    rows: int
+    dropped: int
+    discarded: int
+    memory: CaptureMemory
+
+
+class TensorList(Answer):
+    """What can be sent."""
+
+    data: tuple[weights_messages.ListedTensor, ...]
+
+
+class ReaderState(Answer):
+    """How this proxy reads the ring."""
 
     delivered: int
     lost: int
@@ -511,9 +403,7 @@ class ReaderState(_Model):
     attached: bool
 
 
-class EngineDescription(_Model):
-    model_config = ConfigDict(extra="allow", protected_namespaces=())
-
+class EngineDescription(Answer, forbid_unknown_fields=False):
     model: str
     points: list[str]
     width: int
@@ -523,43 +413,103 @@ class EngineDescription(_Model):
     reader: ReaderState
 
 
-class Message(_Model):
+class Message(RequestBody):
     role: str
     content: str
 
 
-class Example(_Model):
+class Example(RequestBody, kw_only=True):
     title: str
     probe: str | None = None
     messages: list[Message]
 
 
-class ExampleList(_Model):
+class ExampleList(RequestBody):
     data: list[Example]
 
 
-class Health(_Model):
+class Health(Answer):
     status: Literal["starting", "ready", "degraded", "failed"]
     reason: str | None
     model: str | None
     version: str
 
 
-# Not the answer of any route: parts of streams and of completions.
-PARTS = (
-    ChatRequest,
-    CompletionRequest,
-    ClairaiFields,
-    ProbeScores,
-    PromptScores,
-    TokenEvent,
-    ProbeUpdateEvent,
-    ProbeFinalEvent,
-    DoneEvent,
-    *CAPTURE_PARTS,
-    *STEERING_PARTS,
-    *WEIGHTS_PARTS,
+# The document
+
+# Parts of streams and of completions, which no route answers as a whole.
+_PARTS: Final = (
+    *(ChatRequest, CompletionRequest, ClairaiFields, Span, ChatMessage),
+    *(ProbeScores, PromptScores, TokenEvent, ProbeUpdateEvent, ProbeFinalEvent, DoneEvent),
+    *(SteeringEcho, SteeringEvent, Amendment, TiersChange, Manifest, ErrorBody),
 )
+_ANSWERS: Final = (
+    *(ProbeList, Amended, Tiers, VectorList, CaptureList, TensorList),
+    *(EngineDescription, ExampleList, Health),
+)
+_WIRE_ANSWERS: Final[tuple[type[Struct], ...]] = (
+    ring_messages.ListedProbe,
+    ring_messages.Histogram,
+    steering_messages.ListedVector,
+    weights_messages.ListedTensor,
+    weights_messages.WeightsState,
+    weights_messages.WeightsPlanned,
+    weights_messages.WeightsCommitted,
+)
+# Names in the document of wire structs that have another name in the code.
+_NAMES: Final[dict[type[Struct], str]] = {
+    ring_messages.ListedProbe: "ProbeInfo",
+    steering_messages.ListedVector: "VectorInfo",
+    weights_messages.ListedTensor: "SendableTensor",
+    Manifest: "WeightsManifest",
+    PlannedTensor: "ManifestTensor",
+}
+# Fields of wire structs that clients do not get.
+_HIDDEN: Final = ("type", "socket", "probe_rows", "vector_rows")
+_POSITION: Final[dict[str, Any]] = {
+    "anyOf": [
+        {"enum": list(get_args(PositionSelector)), "type": "string"},
+        {"$ref": REF.format(name="Span")},
+        {"$ref": REF.format(name="ChatMessage")},
+    ]
+}
+_POSITIONS: Final[dict[str, Any]] = {
+    "anyOf": [*_POSITION["anyOf"], {"type": "array", "items": _POSITION}, {"type": "null"}]
+}
+
+
+def component_name(struct: type[Struct]) -> str:
+    return _NAMES.get(struct, struct.__name__)
+
+
+def make_components() -> dict[str, Any]:
+    """The schemas of the document by name, in alphabetical order."""
+    structs = (*_PARTS, *_ANSWERS, *_WIRE_ANSWERS)
+    _, found = msgspec.json.schema_components(structs, ref_template=REF)
+    ours = (*Answer.__subclasses__(), *CaptureHandle.__subclasses__())
+    for struct in (*ours, *_WIRE_ANSWERS):
+        _require_all_fields(struct, found[struct.__name__])
+    del found[weights_messages.NewRows.__name__]  # only in hidden fields
+    found["CaptureRequest"]["properties"]["positions"] = _POSITIONS
+    text = json.dumps(found).replace(r"\\Z", "$")  # the end of a string in JSON Schema
+    for struct, name in _NAMES.items():
+        text = text.replace(f'"{struct.__name__}"', f'"{name}"')
+        text = text.replace(REF.format(name=struct.__name__) + '"', REF.format(name=name) + '"')
+    made: dict[str, Any] = json.loads(text)
+    return dict(sorted(made.items()))
+
+
+def _require_all_fields(struct: type[Struct], schema: dict[str, Any]) -> None:
+    """Describe a struct that is only written: a field is left out only if it is UNSET."""
+    unset = {field.encode_name for field in fields(struct) if field.default is UNSET}
+    properties = schema["properties"]
+    if not issubclass(struct, Answer):
+        schema.pop("additionalProperties", None)  # a newer engine may say more
+        for name in _HIDDEN:
+            properties.pop(name, None)
+    for one in properties.values():
+        one.pop("default", None)
+    schema["required"] = [name for name in properties if name not in unset]
 
 
 def main() -> None:

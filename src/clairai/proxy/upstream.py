@@ -1,6 +1,7 @@
-"""Takes a request to be passed on; gives upstream's answer as it comes, or why there is none.
+"""The HTTP client of the engine's server, and which headers pass in each direction.
 
-Follows no redirect and no proxy setting: keys go to the address that was given, and nowhere else.
+It follows no redirect and no proxy setting: keys go to the configured address and nowhere else.
+Runs in: the proxy, on the event loop.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ _HOP_BY_HOP: Final = frozenset(
         *("proxy-connection", "trailer", "transfer-encoding", "upgrade"),
     )
 )
-# What a browser or a client has to do with this proxy, and with it alone.
+# Headers that are between a client and this proxy alone.
 _NOT_FORWARDED: Final = frozenset(
     ("host", "content-length", "cookie", "origin", "referer", "authorization", "expect")
 )
@@ -40,24 +41,24 @@ _NOT_RETURNED: Final = frozenset(("server", "date", "content-length", "set-cooki
 
 
 class UpstreamGone(Exception):
-    """It ended in the middle of an answer."""
+    """Upstream cannot be reached, or ended in the middle of an answer."""
 
     code: ClassVar[str] = "engine-gone"
     message: ClassVar[str] = "the engine ended in the middle of the answer"
 
     @classmethod
-    def told(cls) -> dict[str, Any]:
-        """OpenAI's shape: what a client is told who has a part of the answer."""
+    def error_body(cls) -> dict[str, Any]:
+        """The error in OpenAI's shape, for a client that has a part of the answer."""
         about = {"type": "server_error", "param": None, "code": cls.code}
         return {"error": {"message": cls.message, **about}}
 
     @classmethod
     def frame(cls) -> bytes:
-        return data_frame(msgspec.json.encode(cls.told()))
+        return data_frame(msgspec.json.encode(cls.error_body()))
 
 
 class NotSteered(UpstreamGone):
-    """It answers a request that was to be steered or watched, and does not say that it is."""
+    """Upstream answers a steered, watched or captured request without confirming that it is."""
 
     code = "unsupported"
     message = "the engine does not say that it steers this answer, so it is not given"
@@ -69,8 +70,8 @@ class Upstream:
     def __init__(self, settings: ProxySettings) -> None:
         self._settings = settings
         self._session: aiohttp.ClientSession | None = None
-        self.errors = 0  # completions that it did not answer, or not to the end
-        self.outages = 0  # times it could not be reached: what was known of it may be old
+        self.num_errors = 0  # completions that it did not answer, or not to the end
+        self.num_outages = 0  # times it could not be reached: facts about it may be out of date
 
     async def open(self) -> None:
         path = self._settings.upstream_socket
@@ -103,31 +104,32 @@ class Upstream:
         headers: Headers = (),
         body: bytes | AsyncIterable[bytes] | None = None,
     ) -> AsyncIterator[aiohttp.ClientResponse]:
-        """The answer, its body not read yet; leaving early hangs up, which ends the work on it."""
+        """The response, its body not read yet; leaving early hangs up, which ends its work."""
         assert self._session is not None
         url = URL(self._settings.upstream_url + path, encoded=True)
         sent = CIMultiDict(headers)
         key = self._settings.upstream_api_key
         if key is not None:
             sent["Authorization"] = f"Bearer {key}"
-        # In parts where it is large: other streams go on between them.
-        data = _in_parts(body) if isinstance(body, bytes) else body
+        # A large body is sent in parts, so that other streams go on in between.
+        is_large = isinstance(body, bytes) and len(body) > READ_BYTES
+        data = io.BytesIO(body) if is_large else body  # type: ignore[arg-type]
         try:
             response = await self._session.request(
                 method, url, headers=sent, data=data, allow_redirects=False
             )
         except (aiohttp.ClientError, TimeoutError, OSError) as error:
-            self.outages += 1
+            self.num_outages += 1
             raise UpstreamGone(type(error).__name__) from error
         try:
             if response.status == HTTPStatus.UNAUTHORIZED and key is not None:
                 raise HttpRefusal(HTTPStatus.BAD_GATEWAY, "the engine refuses the proxy's own key")
             yield response
         finally:
-            response.close()  # a body that was read to its end has given its connection back
+            response.close()  # reading a body to its end has given the connection back
 
-    async def whole(self, response: aiohttp.ClientResponse) -> bytes:
-        """The body; UpstreamGone if it ends early, Refused if it is larger than any answer is."""
+    async def read_body(self, response: aiohttp.ClientResponse) -> bytes:
+        """The whole body; UpstreamGone if it ends early, HttpRefusal if it is too large."""
         limit = self._settings.limits.answer_bytes
         body = bytearray()
         try:
@@ -140,23 +142,19 @@ class Upstream:
         return bytes(body)
 
 
-def _in_parts(body: bytes) -> bytes | io.BytesIO:
-    return io.BytesIO(body) if len(body) > READ_BYTES else body
-
-
 def request_headers(
     headers: Headers, *, has_own_key: bool, is_edited: bool
 ) -> list[tuple[str, str]]:
-    """The client's headers that upstream gets; its key only if the proxy has none of its own."""
-    back = _NOT_FORWARDED - ({"authorization"} if not has_own_key else frozenset())
+    """The client's headers that upstream gets; the key only if the proxy has none of its own."""
+    dropped = _NOT_FORWARDED - ({"authorization"} if not has_own_key else frozenset())
     if is_edited:
-        back |= {"accept-encoding"}  # we have to read the answer
-    made = _drop_headers(headers, back)
-    return [(name, value) for name, value in made if not name.lower().startswith("sec-")]
+        dropped |= {"accept-encoding"}  # the proxy has to read the answer
+    kept = _drop_headers(headers, dropped)
+    return [(name, value) for name, value in kept if not name.lower().startswith("sec-")]
 
 
 def response_headers(headers: Mapping[str, str]) -> list[tuple[str, str]]:
-    """Upstream's headers that the client gets; who may read an answer is not upstream's to say."""
+    """Upstream's headers that the client gets; CORS headers are the proxy's own."""
     kept = _drop_headers(headers.items(), _NOT_RETURNED)
     return [(name, value) for name, value in kept if not name.lower().startswith("access-control-")]
 

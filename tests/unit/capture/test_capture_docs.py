@@ -7,6 +7,7 @@ import re
 from pathlib import Path
 from typing import Any, Final, get_args
 
+import msgspec
 import pytest
 
 from clairai.capture import capture_settings
@@ -17,7 +18,6 @@ from clairai.fields import capture, positions
 from clairai.fields.request_fields import KEY, parse_fields
 from clairai.points import Point
 from clairai.proxy import schema
-from clairai.proxy import schema as schema_capture
 from clairai.proxy.completions.completion_request import read_request
 from clairai.proxy.proxy_settings import Limits as ProxyLimits
 from clairai.settings import Settings
@@ -49,7 +49,7 @@ def settings() -> list[dict[str, Any]]:
 
 def test_every_block_is_one_of_these() -> None:
     (handle,) = [b for b in blocks() if b not in wishes() and b not in settings()]
-    schema_capture.CaptureHandle.model_validate(handle)
+    msgspec.convert(handle, schema.CaptureHandle)
     assert (len(wishes()), len(settings())) == (4, 3)
 
 
@@ -71,10 +71,10 @@ def test_a_capture_field_is_parsed_by_the_engine_and_the_proxy(block: dict[str, 
     if not any(isinstance(part, positions.MessagePosition) for part in wish.positions):
         assert resolver.resolve(wish, RequestContext(1, PROMPT_LEN)) is not None
     if KEY in block:
-        schema.ClairaiFields.model_validate(block[KEY])
+        msgspec.convert(block[KEY], schema.ClairaiFields)
         request = read_request(json.dumps({"messages": [], **block}).encode(), ProxyLimits())
         assert request is not None
-        assert request.asked.is_captured
+        assert request.options.is_captured
 
 
 def test_the_tables_name_every_key_and_value_of_the_language() -> None:
@@ -95,7 +95,7 @@ def test_the_tables_name_every_key_and_value_of_the_language() -> None:
         *capture_settings.MODES,
         *capture_settings.RETURNS,
     }
-    fields = {*schema_capture.CaptureHandle.model_fields}
+    fields = {*schema.CaptureHandle.__struct_fields__}
     prose = re.sub(r"^```.*?^```", "", PAGE, flags=re.MULTILINE | re.DOTALL)
     spans = set(re.findall(r"\w+", " ".join(re.findall(r"`[^`\n]+`", prose))))
     assert (known | consumers | values | fields) - spans == set()

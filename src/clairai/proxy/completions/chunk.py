@@ -1,6 +1,6 @@
-"""Takes a chunk of an OpenAI answer, or a whole one; gives what it holds, and adds scores to it.
+"""Reads a chunk of an OpenAI stream, or a whole response, and adds scores to it.
 
-Everything that is not ours to change keeps its bytes: only the fields named here are written anew.
+Only the fields named here are written again; everything else keeps its bytes.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ class _Delta(msgspec.Struct):
 
 
 class ChoiceView(msgspec.Struct):
-    """The parts of a choice that concern us; everything else is skipped unread."""
+    """The fields of a choice that the proxy reads."""
 
     index: int = 0
     token_ids: list[int] | None = None
@@ -31,7 +31,7 @@ class ChoiceView(msgspec.Struct):
     text: str | None = None
     logprobs: msgspec.Raw = _EMPTY
 
-    def shown(self) -> str:
+    def new_text(self) -> str:
         """The text that a client appends."""
         if self.text is not None:
             return self.text
@@ -43,7 +43,7 @@ class ChoiceView(msgspec.Struct):
 
 
 class RequestEcho(msgspec.Struct):
-    """What the engine says of a request: what it does to it, and which weights answer it."""
+    """The `clairai` field of a response: what the engine does to this request, and its weights."""
 
     steering: list[Any] | None = None
     stop: list[Any] | None = None
@@ -52,7 +52,7 @@ class RequestEcho(msgspec.Struct):
 
     @property
     def is_bound(self) -> bool:
-        """Whether it does what an engine without clairai would leave out in silence."""
+        """True if the engine confirms what an engine without clairai would silently leave out."""
         return not (self.steering is None and self.stop is None and self.capture is None)
 
 
@@ -63,7 +63,7 @@ class ChunkView(msgspec.Struct):
     prompt_token_ids: list[int] | None = None
     usage: msgspec.Raw = _EMPTY
     error: msgspec.Raw = _EMPTY
-    clairai: msgspec.Raw = _EMPTY  # what the engine says it does to this request
+    clairai: msgspec.Raw = _EMPTY  # see RequestEcho
 
     @property
     def is_error(self) -> bool:
@@ -75,7 +75,7 @@ class ChunkView(msgspec.Struct):
 
     @property
     def prompt(self) -> list[int] | None:
-        """Chat says it once for all choices, completions in each choice."""
+        """The prompt's token ids: a chat has them once, a completion in each choice."""
         if self.prompt_token_ids is not None:
             return self.prompt_token_ids
         found = (choice.prompt_token_ids for choice in self.choices)
@@ -87,16 +87,16 @@ _ECHO_DECODER: Final = msgspec.json.Decoder(RequestEcho)
 
 
 class Chunk(NamedTuple):
-    """The chunk as it came, and what it says."""
+    """A chunk as it came, and decoded."""
 
-    frame: bytes  # with its frame in a stream; the body of an answer that was not streamed
+    frame: bytes  # of the stream; the body of a response that is not streamed
     data: bytes
     view: ChunkView
 
     @property
     def is_empty(self) -> bool:
-        """Whether vLLM sent it only because token ids were asked for (0.32
-        entrypoints/openai/chat_completion/serving.py:708): its parser had nothing to say yet.
+        """True if vLLM sent it only for its token ids, as its parser had no text yet (0.32
+        entrypoints/openai/chat_completion/serving.py:708).
         """
         return all(
             bytes(choice.delta) == b"{}"
@@ -107,7 +107,7 @@ class Chunk(NamedTuple):
 
 
 def read_echo(echo: msgspec.Raw) -> RequestEcho:
-    """Nothing, of an upstream that means something else by our field."""
+    """Decode it; empty if upstream uses this field for something else."""
     try:
         return _ECHO_DECODER.decode(echo)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
@@ -115,7 +115,7 @@ def read_echo(echo: msgspec.Raw) -> RequestEcho:
 
 
 def read_chunk(frame: bytes, data: bytes) -> Chunk | None:
-    """None for what is no chunk of ours to read."""
+    """None if the data is not a chunk."""
     try:
         return Chunk(frame, data, _VIEW_DECODER.decode(data))
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
@@ -125,9 +125,9 @@ def read_chunk(frame: bytes, data: bytes) -> Chunk | None:
 def edit_chunk(
     chunk: Chunk, added: dict[int, dict[str, Any]], *, keeps_token_ids: bool
 ) -> bytes | None:
-    """The chunk's JSON with `added` fields by choice index, without token ids unless kept.
+    """The chunk's JSON with fields `added` by choice index; None if nothing changes.
 
-    None if nothing had to change.
+    Token ids become null unless they are kept.
     """
     has_ids = not keeps_token_ids and b'token_ids"' in chunk.data
     if not added and not has_ids:
@@ -145,7 +145,7 @@ def edit_chunk(
 
 
 def _remove_token_ids(fields: dict[str, Any]) -> None:
-    """null, as vLLM writes it where nobody asked."""
+    """Set them to null, as vLLM does if the client did not ask for them."""
     for name in _TOKEN_ID_FIELDS:
         if name in fields:
             fields[name] = None

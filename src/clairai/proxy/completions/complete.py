@@ -1,4 +1,7 @@
-"""Takes a completion request; gives the answer, scored if it asks for that, else upstream's own."""
+"""Answers a completion request: with scores if it asks for them, else as upstream answers it.
+
+Runs in: the proxy, on the event loop.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +17,7 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
 from clairai.errors import RequestError
-from clairai.proxy.completions.chunk import Chunk, read_chunk
+from clairai.proxy.completions.chunk import read_chunk
 from clairai.proxy.completions.completion_request import ScoredRequest, read_request
 from clairai.proxy.completions.merger import Merger, StreamWriter, merge_frames
 from clairai.proxy.completions.named_runs import NamedRun
@@ -26,12 +29,18 @@ from clairai.proxy.completions.stream_writers import (
     make_event,
 )
 from clairai.proxy.proxy import Completion, Proxy
-from clairai.proxy.relay import headers_of, is_event_stream, relay_within, whole, with_query
+from clairai.proxy.relay import (
+    forwarded_headers,
+    is_event_stream,
+    read_whole,
+    relay_completion,
+    with_query,
+)
 from clairai.proxy.request_guard import check_json_shape
 from clairai.proxy.responses import EventStream, HttpRefusal, bad_request
 from clairai.proxy.upstream import NotSteered, UpstreamGone, response_headers
 
-# A body that takes longer to look through than a chunk may be late is looked through elsewhere.
+# Reading a larger body would delay other streams, so it is done on a thread.
 _LARGE_BYTES: Final = 1 << 16
 Item = TypeVar("Item")
 
@@ -39,118 +48,113 @@ Item = TypeVar("Item")
 async def complete(proxy: Proxy, http: HttpRequest, body: bytes, path: str) -> Response:
     """`path` is the same here and upstream."""
     async with AsyncExitStack() as stack:
-        completion = stack.enter_context(proxy.completion(path))
-        request = await _read(proxy, body)
-        stack.enter_context(proxy.busy())
+        completion = stack.enter_context(proxy.observe_completion(path))
+        request = await _read_request(proxy, body)
+        stack.enter_context(proxy.reserve_place())
         if request is None:
-            return await relay_within(stack.pop_all(), proxy, http, body, path, completion)
-        await _check(proxy, request)
-        sheet = completion.sheet = stack.enter_context(proxy.scoring(request))
-        opened = proxy.upstream.ask(
+            return await relay_completion(stack.pop_all(), proxy, http, body, path, completion)
+        await _check_engine(proxy, request)
+        scores = completion.scores = stack.enter_context(proxy.open_scores(request))
+        asking = proxy.upstream.ask(
             "POST",
             with_query(path, http),
-            headers=headers_of(proxy, http, is_edited=True),
-            body=request.body(sheet.stream),
+            headers=forwarded_headers(proxy, http, is_edited=True),
+            body=request.body(scores.stream),
         )
-        if request.asked.is_named:
+        if request.options.is_named:
             proxy.runs.make_room()
-        voices = _ScoredAnswer(proxy, request, completion, sheet)
-        await voices.prepare()
-        response = await stack.enter_async_context(opened)
+        answer = _ScoredAnswer(proxy, request, completion, scores)
+        await answer.load_texts()  # before upstream begins
+        response = await stack.enter_async_context(asking)
         if response.status != HTTPStatus.OK:
-            completion.failed(response.status)
-            return await whole(proxy.upstream, response)
-        if request.asked.is_named:
-            return voices.named(response, stack)
+            completion.set_failed(response.status)
+            return await read_whole(proxy.upstream, response)
+        if request.options.is_named:
+            return answer.as_named_run(response, stack)
         if is_event_stream(response):
-            return voices.streamed(response, stack)
-        return await voices.whole(response)
+            return answer.as_stream(response, stack)
+        return await answer.as_whole(response)
 
 
-async def _read(proxy: Proxy, body: bytes) -> ScoredRequest | None:
+async def _read_request(proxy: Proxy, body: bytes) -> ScoredRequest | None:
     limits = proxy.settings.limits
 
-    def look() -> ScoredRequest | None:
+    def read() -> ScoredRequest | None:
         check_json_shape(body, limits)
         return read_request(body, limits)
 
     try:
-        return look() if len(body) <= _LARGE_BYTES else await asyncio.to_thread(look)
+        return read() if len(body) <= _LARGE_BYTES else await asyncio.to_thread(read)
     except RequestError as error:
         raise bad_request(error, param="clairai") from None
 
 
-async def _check(proxy: Proxy, request: ScoredRequest) -> None:
-    """Refused if upstream cannot do what is asked."""
-    await proxy.engine_info.check(request.asked.names)
-    if request.is_steered or request.asked.stop:
+async def _check_engine(proxy: Proxy, request: ScoredRequest) -> None:
+    """HttpRefusal if the engine cannot do what is asked."""
+    await proxy.engine_info.check_probes(request.options.names)
+    if request.is_steered or request.options.stop:
         await proxy.engine_info.check_steering(is_steered=request.is_steered)
-    if request.asked.is_captured:
+    if request.options.is_captured:
         await proxy.engine_info.check_capture()
 
 
 class _ScoredAnswer:
-    """The three ways to answer one request."""
+    """The answer to one scored request, in one of three forms."""
 
     def __init__(
-        self, proxy: Proxy, request: ScoredRequest, completion: Completion, sheet: RequestScores
+        self, proxy: Proxy, request: ScoredRequest, completion: Completion, scores: RequestScores
     ) -> None:
         self._proxy = proxy
         self._request = request
         self._completion = completion
-        self._sheet = sheet
+        self._scores = scores
 
-    async def prepare(self) -> None:
-        """Whatever a voice needs is there before upstream begins."""
-        asked = self._request.asked
-        needs_texts = asked.prompt_scores or asked.is_named
-        self._texts = await self._proxy.engine_info.texts() if needs_texts else None
+    async def load_texts(self) -> None:
+        options = self._request.options
+        needs_texts = options.prompt_scores or options.is_named
+        self._texts = await self._proxy.engine_info.token_texts() if needs_texts else None
 
-    def streamed(self, response: aiohttp.ClientResponse, stack: AsyncExitStack) -> Response:
-        voice = self._plain()
+    def as_stream(self, response: aiohttp.ClientResponse, stack: AsyncExitStack) -> Response:
         return EventStream(
-            self._frames(response, self._merger(voice)),
+            self._frames(response, self._merger(self._openai_writer())),
             stack.pop_all(),
             stall_s=self._proxy.settings.timeouts.stalled,
             headers=dict(response_headers(response.headers)),
         )
 
-    async def whole(self, response: aiohttp.ClientResponse) -> Response:
-        body = await self._proxy.upstream.whole(response)
+    def as_named_run(self, response: aiohttp.ClientResponse, stack: AsyncExitStack) -> Response:
+        run = self._proxy.runs.new()
+        self._completion.run, run.stream = run.id, self._scores.stream
+        self._proxy.runs.start(run, self._put_events(run, response, stack.pop_all()))
+        return self._proxy.runs.respond(run, after=0)
+
+    async def as_whole(self, response: aiohttp.ClientResponse) -> Response:
+        body = await self._proxy.upstream.read_body(response)
         headers = dict(response_headers(response.headers))
         chunk = read_chunk(body, body)
         if chunk is None:
             return Response(body, response.status, headers)
-        self._read_response(chunk)
-        for choice in chunk.view.choices:
-            self._sheet.read_choice(choice)
-        await self._settled()
-        self._completion.outcome = "done"
-        made = self._plain().edited(chunk)
-        return Response(body if made is None else made, response.status, headers)
-
-    def _read_response(self, chunk: Chunk) -> None:
         try:
-            self._sheet.read_response(chunk.view)
-        except NotSteered as fault:
-            raise HttpRefusal(HTTPStatus.BAD_GATEWAY, fault.message, code=fault.code) from None
+            self._scores.read_response(chunk.view)
+        except NotSteered as error:
+            raise HttpRefusal(HTTPStatus.BAD_GATEWAY, error.message, code=error.code) from None
+        for choice in chunk.view.choices:
+            self._scores.read_choice(choice)
+        await self._wait_for_rows()
+        self._completion.outcome = "done"
+        edited = self._openai_writer().edit(chunk)
+        return Response(body if edited is None else edited, response.status, headers)
 
-    def named(self, response: aiohttp.ClientResponse, stack: AsyncExitStack) -> Response:
-        run = self._proxy.runs.new()
-        self._completion.run, run.stream = run.id, self._sheet.stream
-        self._proxy.runs.start(run, self._events(run, response, stack.pop_all()))
-        return self._proxy.runs.answer(run, after=0)
-
-    async def _settled(self) -> None:
-        """Returns when no row is missing, or when the time for that is over."""
+    async def _wait_for_rows(self) -> None:
+        """Return when no row is missing, or when the time for that is over."""
         deadline_s = time.monotonic() + self._proxy.settings.timeouts.finish
-        sheet = self._sheet
-        while not all(map(sheet.is_complete, sheet.choices)):
+        scores = self._scores
+        while not all(map(scores.is_complete, scores.choices)):
             left_s = deadline_s - time.monotonic()
-            sheet.changed.clear()
+            scores.changed.clear()
             try:
                 async with asyncio.timeout(left_s):
-                    await sheet.changed.wait()
+                    await scores.changed.wait()
             except TimeoutError:
                 return
 
@@ -158,55 +162,51 @@ class _ScoredAnswer:
         self, response: aiohttp.ClientResponse, merger: Merger[bytes]
     ) -> AsyncGenerator[bytes, None]:
         try:
-            async with aclosing(merge_frames(response.content, merger, self._sheet)) as parts:
+            async with aclosing(merge_frames(response.content, merger)) as parts:
                 async for frames in parts:
-                    self._completion.note_token()
-                    self._note_end(merger)
+                    self._note_frames(merger)
                     yield b"".join(frames)
             self._completion.outcome = "done"
         except UpstreamGone as gone:
-            self._note_death()
+            self._note_upstream_error()
             yield gone.frame()
 
-    async def _events(
+    async def _put_events(
         self, run: NamedRun, response: aiohttp.ClientResponse, stack: AsyncExitStack
     ) -> None:
-        """Put the run's events into it, to its end."""
+        """Put the events of the run into it, until its end."""
         assert self._texts is not None
-        voice = NamedEventWriter(self._sheet, self._texts)
+        writer = NamedEventWriter(self._scores, self._texts)
         async with stack:
             try:
-                await self._put(
-                    run, merge_frames(response.content, self._merger(voice), self._sheet)
-                )
-                self._completion.outcome = "error" if voice.has_failed else "done"
+                await self._put_all(run, merge_frames(response.content, self._merger(writer)))
+                self._completion.outcome = "error" if writer.has_failed else "done"
             except UpstreamGone as gone:
-                self._note_death()
-                run.add([make_event("error", **gone.told())])
+                self._note_upstream_error()
+                run.add([make_event("error", gone.error_body())])
             except asyncio.CancelledError:
-                run.add(voice.cancelled())
+                run.add(writer.write_cancelled())
                 raise
 
-    async def _put(self, run: NamedRun, parts: AsyncGenerator[list[NamedEvent], None]) -> None:
+    async def _put_all(self, run: NamedRun, parts: AsyncGenerator[list[NamedEvent], None]) -> None:
         async with aclosing(parts):
             async for events in parts:
                 self._completion.note_token()
                 await run.put(events)
 
-    def _note_end(self, merger: Merger[bytes]) -> None:
-        """Before it is sent: a client may leave as it has the end, and was served."""
-        if merger.is_over:
+    def _note_frames(self, merger: Merger[bytes]) -> None:
+        self._completion.note_token()
+        if merger.is_done:  # noted before it is sent: the client may leave when it has the end
             self._completion.outcome = "done"
 
-    def _note_death(self) -> None:
-        self._proxy.upstream.errors += 1
+    def _note_upstream_error(self) -> None:
+        self._proxy.upstream.num_errors += 1
         self._completion.outcome = "error"
 
-    def _plain(self) -> OpenAIStreamWriter:
-        return OpenAIStreamWriter(
-            self._sheet, keeps_token_ids=self._request.keeps_token_ids, texts=self._texts
-        )
+    def _openai_writer(self) -> OpenAIStreamWriter:
+        keeps_token_ids = self._request.keeps_token_ids
+        return OpenAIStreamWriter(self._scores, keeps_token_ids=keeps_token_ids, texts=self._texts)
 
-    def _merger(self, voice: StreamWriter[Item]) -> Merger[Item]:
+    def _merger(self, writer: StreamWriter[Item]) -> Merger[Item]:
         max_wait_s = self._proxy.settings.timeouts.finish
-        return Merger(self._sheet, voice, max_wait_s=max_wait_s, clock=time.monotonic)
+        return Merger(self._scores, writer, max_wait_s=max_wait_s, clock=time.monotonic)

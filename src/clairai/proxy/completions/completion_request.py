@@ -1,7 +1,7 @@
-"""Takes the body of a completion request; gives what it asks of clairai, and what upstream gets.
+"""Reads what a completion request asks of clairai, and makes the body that upstream gets.
 
-A body without the key `clairai`, and without the seeds' keys for vectors, is none of ours: None,
-and it goes upstream byte by byte.
+A body without the key `clairai`, and without those of `fields/steering_vectors.py`, goes upstream
+byte for byte.
 """
 
 from __future__ import annotations
@@ -43,14 +43,14 @@ class ClairaiOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     probes: Literal["all"] | _Names = "all"
     prompt_scores: bool = False
     events: Literal["named"] | None = None
-    # Entries and rules are the engine's to judge; vectors among them are megabytes.
+    # The engine decodes and judges entries and rules; vectors among them take megabytes.
     steer: msgspec.Raw = _NONE
     stop: list[Any] = []
     capture: bool | dict[str, Any] | None = None
 
     @property
     def names(self) -> tuple[str, ...] | None:
-        """The probes in the order they were asked for; None for all of the bank."""
+        """The probes in the order of the request; None for the whole bank."""
         return None if self.probes == "all" else tuple(self.probes)
 
     @property
@@ -66,50 +66,50 @@ class ClairaiOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return self.capture is not None and self.capture is not False
 
 
-_ASKED: Final = msgspec.json.Decoder(ClairaiOptions)
+_OPTIONS: Final = msgspec.json.Decoder(ClairaiOptions)
 
 
 @dataclass(frozen=True)
 class ScoredRequest:
-    """A completion request that asks for scores, or to be steered."""
+    """A completion request that asks something of clairai."""
 
-    asked: ClairaiOptions
-    keeps_token_ids: bool  # the client itself asked for token ids
-    _fields: BodyFields  # without our keys
+    options: ClairaiOptions
+    keeps_token_ids: bool  # the client asked for token ids itself
+    _fields: BodyFields  # without ours
     _steering_vectors: BodyFields
     _xargs: BodyFields
 
     @property
     def is_steered(self) -> bool:
-        rules = (rule for rule in self.asked.stop if isinstance(rule, dict))
-        is_due = any(rule.get("steer") for rule in rules)
-        return is_due or self.asked.is_steered or bool(self._steering_vectors)
+        rules = (rule for rule in self.options.stop if isinstance(rule, dict))
+        has_steering_rule = any(rule.get("steer") for rule in rules)
+        return has_steering_rule or self.options.is_steered or bool(self._steering_vectors)
 
     @property
-    def is_bound(self) -> bool:
-        """Whether it asks for what an engine without clairai would leave out in silence."""
-        return self.is_steered or bool(self.asked.stop) or self.asked.is_captured
+    def needs_echo(self) -> bool:
+        """True if an engine without clairai would silently leave out what is asked."""
+        return self.is_steered or bool(self.options.stop) or self.options.is_captured
 
     def body(self, stream: int) -> bytes:
-        """What upstream gets; every field that is not ours is as it came, byte by byte."""
-        asked = self.asked
-        wanted: dict[str, Any] = {"stream": stream}
-        wanted |= {"prompt_scores": True} if asked.prompt_scores else {}
-        wanted |= {"steer": asked.steer} if asked.is_steered else {}
-        wanted |= {"stop": asked.stop} if asked.stop else {}
-        wanted |= {} if asked.capture is None else {"capture": asked.capture}
-        ours = {KEY: msgspec.json.encode(wanted).decode()}
+        """What upstream gets; fields that are not ours keep their bytes."""
+        options = self.options
+        asked: dict[str, Any] = {"stream": stream}
+        asked |= {"prompt_scores": True} if options.prompt_scores else {}
+        asked |= {"steer": options.steer} if options.is_steered else {}
+        asked |= {"stop": options.stop} if options.stop else {}
+        asked |= {} if options.capture is None else {"capture": options.capture}
+        ours = {KEY: msgspec.json.encode(asked).decode()}
         vectors = {name: bytes(raw).decode() for name, raw in self._steering_vectors.items()}
         xargs = {**self._xargs, **ours, **vectors}
-        made: dict[str, Any] = {**self._fields, XARGS: xargs, "return_token_ids": True}
-        if self.asked.is_named:
-            made["stream"] = True
-            made["stream_options"] = {"include_usage": True}
-        return msgspec.json.encode(made)
+        fields: dict[str, Any] = {**self._fields, XARGS: xargs, "return_token_ids": True}
+        if options.is_named:
+            fields["stream"] = True
+            fields["stream_options"] = {"include_usage": True}
+        return msgspec.json.encode(fields)
 
 
 def read_request(body: bytes, limits: Limits) -> ScoredRequest | None:
-    """RequestError if the request asks for what cannot be given."""
+    """None if the request asks nothing of clairai; RequestError if it asks the impossible."""
     if not may_have_fields(body):
         return None
     try:
@@ -120,16 +120,19 @@ def read_request(body: bytes, limits: Limits) -> ScoredRequest | None:
     steering_vectors = steering_vector_fields(fields)
     if KEY not in fields and not steering_vectors:
         return None
-    asked = _read_options(fields.pop(KEY, msgspec.Raw(b"{}")))
-    _check_keys(_without_vectors(asked.steer, body))
+    options = _read_options(fields.pop(KEY, msgspec.Raw(b"{}")))
+    _check_keys(_without_vectors(options.steer, body))
     _check_supported(fields, limits)
     fields = {name: raw for name, raw in fields.items() if name not in FIELD_PHASES}
     keeps_token_ids = is_true(fields.get("return_token_ids"))
-    return ScoredRequest(asked, keeps_token_ids, fields, steering_vectors, _read_xargs(fields))
+    return ScoredRequest(options, keeps_token_ids, fields, steering_vectors, _read_xargs(fields))
 
 
 def _refuse_lax_json(body: bytes) -> None:
-    """It is no JSON, and upstream will say so; unless vLLM's laxer parser finds our key in it."""
+    """Refuse a body that only vLLM's laxer parser reads, if it has a key of ours.
+
+    Any other body that is not JSON goes upstream, which refuses it.
+    """
     try:
         lax = json.loads(body)
     except (ValueError, RecursionError):
@@ -139,19 +142,18 @@ def _refuse_lax_json(body: bytes) -> None:
 
 
 def _without_vectors(steer: msgspec.Raw, body: bytes) -> bytes:
-    """The body without megabytes of vectors; the engine looks through those itself."""
+    """The body without megabytes of vectors, whose keys the engine checks itself."""
     if len(steer) < LARGE_BYTES:
         return body
     given = bytes(steer)
-    # Its beginning is looked for, as looking for all of it costs more than reading it.
+    # Searching for all of it would cost more than reading it, so only its beginning is searched.
     at = body.find(given[:_HEAD_BYTES])
     is_found = at >= 0 and body.startswith(given, at)
     return body[:at] + b"0" + body[at + len(given) :] if is_found else body
 
 
 def _check_keys(body: bytes) -> None:
-    """RequestError for a key that is there twice, where it concerns us: parsers differ in which
-    one counts."""
+    """RequestError if a key that concerns us occurs twice: parsers differ in which one counts."""
     pairs = json.loads(body, object_pairs_hook=list)
     _check_unique(pairs, "of the body")
     for name, value in pairs:
@@ -160,7 +162,7 @@ def _check_keys(body: bytes) -> None:
 
 
 def _check_within(value: Any, name: str) -> None:
-    """An object is a list of pairs here, which no list of JSON is."""
+    """Objects are lists of pairs here; a pair is a tuple, which decoded JSON has nowhere else."""
     if not isinstance(value, list):
         return
     is_object = bool(value) and isinstance(value[0], tuple)
@@ -177,14 +179,14 @@ def _check_unique(pairs: list[tuple[str, Any]], where: str) -> None:
 
 def _read_options(raw: msgspec.Raw) -> ClairaiOptions:
     try:
-        asked = _ASKED.decode(raw)
+        options = _OPTIONS.decode(raw)
     except msgspec.ValidationError as error:
         raise RequestError(f"clairai: {str(error)[:200]}") from None
-    if bytes(memoryview(asked.steer)[:1]) != b"[":
+    if bytes(memoryview(options.steer)[:1]) != b"[":
         raise RequestError("clairai: steer must be a list of entries")
-    if asked.names is not None and len(set(asked.names)) < len(asked.names):
+    if options.names is not None and len(set(options.names)) < len(options.names):
         raise RequestError("clairai.probes names a probe twice; name each once")
-    return asked
+    return options
 
 
 def _read_xargs(fields: BodyFields) -> BodyFields:
@@ -197,14 +199,14 @@ def _read_xargs(fields: BodyFields) -> BodyFields:
     for name in (KEY, *FIELD_PHASES):
         if name in found:
             raise RequestError(
-                f"the request has both fields of ours and {name} in vllm_xargs; "
-                "send all of ours beside it"
+                f"the request has fields of clairai both beside vllm_xargs and in it ({name}); "
+                "send all of them beside it"
             )
     return dict(found)
 
 
 def _check_supported(fields: BodyFields, limits: Limits) -> None:
-    """Refuse what would be answered with other tokens or other text because scores were asked."""
+    """Refuse a request whose answer would change because scores are asked for."""
     count = decode_value(fields.get("n"))
     if isinstance(count, int) and count > limits.choices:
         raise RequestError(f"n is {quote(count)}, scored requests have at most {limits.choices}")
@@ -217,7 +219,7 @@ def _check_supported(fields: BodyFields, limits: Limits) -> None:
         )
     if "include_reasoning" in fields and not is_true(fields["include_reasoning"]):
         raise RequestError(
-            "include_reasoning=false hides the token ids that scores are told by; leave it out"
+            "include_reasoning=false hides token ids that scores need; leave it out"
         )
     prompt = decode_value(fields.get("prompt"))
     if isinstance(prompt, list) and len(prompt) > 1 and isinstance(prompt[0], str | list):

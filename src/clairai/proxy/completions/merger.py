@@ -1,7 +1,7 @@
-"""Takes upstream's frames one by one; gives what a voice makes of them, with the scores, in order.
+"""Merges upstream's frames with the scores of their tokens, in order, for one client.
 
-Only the chunk that ends a choice may wait, and only for that choice's rows: whatever belongs to
-others goes past it.
+Only the chunk that ends a choice may wait, and only for rows of that choice; frames of other
+choices overtake it. Runs in: the proxy, on the event loop.
 """
 
 from __future__ import annotations
@@ -19,183 +19,179 @@ from clairai.proxy.completions.request_scores import RequestScores
 from clairai.proxy.completions.sse import DONE, FrameSplitter, FrameTooLong, frame_data
 from clairai.proxy.upstream import UpstreamGone
 
+MAX_FRAME_BYTES: Final = 32 << 20
 Item = TypeVar("Item")
 
 
+class StreamWriter(Protocol[Item]):
+    """The form in which a client gets a stream."""
+
+    def write_chunk(self, chunk: Chunk, starts: dict[int, int]) -> list[Item]:
+        """Write a chunk with choices, and the scores that can be delivered with it.
+
+        `starts` has the index of the first generated token in this chunk, by choice.
+        """
+
+    def write_other(self, frame: bytes, data: bytes | None, chunk: Chunk | None) -> list[Item]:
+        """Write usage, an error or the end; or a comment, which has no data."""
+
+    @property
+    def wants_rows(self) -> bool:
+        """True if scores that arrive between chunks are to be written at once."""
+
+    def write_scores(self) -> list[Item]:
+        """Write the scores that have arrived since the last chunk."""
+
+
 class _Arrival(NamedTuple):
-    """A frame; for a chunk with choices also what it holds, and where its tokens begin."""
+    """A frame with data; `chunk` and `starts` if it is a chunk with choices."""
 
     frame: bytes
     data: bytes
     chunk: Chunk | None
-    starts: dict[int, int]  # choice: index of the first generated token in this chunk
-    deadline_s: float | None  # it ends a choice: wait this long for the rows
+    starts: dict[int, int]  # index of the first generated token in this chunk, by choice
+    deadline_s: float | None  # of one that ends a choice: until when it waits for rows
 
     @property
     def choices(self) -> frozenset[int]:
         return frozenset(self.starts)
 
-
-class StreamWriter(Protocol[Item]):
-    """How a stream is told to its client."""
-
-    def chunk(self, chunk: Chunk, starts: dict[int, int]) -> list[Item]:
-        """A chunk with choices; takes their scores from the sheet."""
-
-    def other(self, frame: bytes, data: bytes | None, chunk: Chunk | None) -> list[Item]:
-        """Usage, an error, the end; or a comment, which has no data."""
-
-    @property
-    def is_listening(self) -> bool:
-        """Whether rows that come between chunks are to be told at once."""
-
-    def late(self) -> list[Item]:
-        """What can be told of such rows."""
+    def must_follow(self, earlier: _Arrival) -> bool:
+        """True for the same choice, or if one of them is usage, an error or the end."""
+        is_about_all = not earlier.choices or not self.choices
+        return is_about_all or bool(earlier.choices & self.choices)
 
 
 class Merger(Generic[Item]):
-    """One stream."""
+    """Decides when each frame of one stream is written."""
 
     def __init__(
         self,
-        sheet: RequestScores,
-        voice: StreamWriter[Item],
+        scores: RequestScores,
+        writer: StreamWriter[Item],
         *,
         max_wait_s: float,
         clock: Callable[[], float],
     ) -> None:
-        self.is_done = False  # upstream said so
-        self._sheet = sheet
-        self._voice = voice
-        self._patience_s = max_wait_s
+        self.has_end = False  # upstream has sent its last frame
+        self.scores = scores
+        self._writer = writer
+        self._max_wait_s = max_wait_s
         self._clock = clock
         self._waiting: list[_Arrival] = []
 
     @property
-    def is_over(self) -> bool:
-        """Whether all has been said, the end too."""
-        return self.is_done and not self._waiting
+    def is_done(self) -> bool:
+        """True if everything is written, the end too."""
+        return self.has_end and not self._waiting
 
     @property
     def deadline_s(self) -> float | None:
         """When to call `release` at the latest, if anything waits."""
-        deadlines = [a.deadline_s for a in self._waiting if a.deadline_s is not None]
+        deadlines = [one.deadline_s for one in self._waiting if one.deadline_s is not None]
         return min(deadlines, default=None)
 
-    def feed(self, frame: bytes) -> list[Item]:
-        """What can be said now that this frame has come."""
+    @property
+    def wants_rows(self) -> bool:
+        """True if `release` should be called when rows arrive."""
+        return bool(self._waiting) or self._writer.wants_rows
+
+    def add_frame(self, frame: bytes) -> list[Item]:
+        """What can be written now that this frame is here."""
         data = frame_data(frame)
         if data is None:
-            return self._voice.other(frame, None, None)
-        self.is_done |= data == DONE
+            return self._writer.write_other(frame, None, None)
+        self.has_end |= data == DONE
         arrival = self._read(frame, data)
         if self._must_wait(arrival, self._waiting):
             self._waiting.append(arrival)
             return []
-        return self._say(arrival)
-
-    @property
-    def is_listening(self) -> bool:
-        """Whether rows are waited for, with or without a deadline."""
-        return bool(self._waiting) or self._voice.is_listening
+        return self._write(arrival)
 
     def release(self) -> list[Item]:
-        """What need not wait any longer: its rows have come, or it has waited long enough."""
-        said = self._voice.late()
-        still: list[_Arrival] = []
+        """What need not wait any longer: its rows are here, or its deadline has passed."""
+        written = self._writer.write_scores()
+        waiting: list[_Arrival] = []
         for arrival in self._waiting:
-            if self._must_wait(arrival, still):
-                still.append(arrival)
+            if self._must_wait(arrival, waiting):
+                waiting.append(arrival)
             else:
-                said += self._say(arrival)
-        self._waiting = still
-        return said
+                written += self._write(arrival)
+        self._waiting = waiting
+        return written
 
     def _read(self, frame: bytes, data: bytes) -> _Arrival:
         chunk = None if data == DONE else read_chunk(frame, data)
         if chunk is None:
             return _Arrival(frame, data, None, {}, None)
-        self._sheet.read_response(chunk.view)
-        starts = {choice.index: self._sheet.read_choice(choice) for choice in chunk.view.choices}
+        self.scores.read_response(chunk.view)
+        starts = {choice.index: self.scores.read_choice(choice) for choice in chunk.view.choices}
         has_ended = any(choice.finish_reason is not None for choice in chunk.view.choices)
-        deadline_s = self._clock() + self._patience_s if has_ended else None
+        deadline_s = self._clock() + self._max_wait_s if has_ended else None
         return _Arrival(frame, data, chunk, starts, deadline_s)
 
     def _must_wait(self, arrival: _Arrival, earlier: list[_Arrival]) -> bool:
-        if any(_must_follow(arrival, to=one) for one in earlier):
+        if any(arrival.must_follow(one) for one in earlier):
             return True
         if arrival.deadline_s is None or self._clock() >= arrival.deadline_s:
             return False
-        return not all(self._sheet.is_complete(choice) for choice in arrival.choices)
+        return not all(self.scores.is_complete(choice) for choice in arrival.choices)
 
-    def _say(self, arrival: _Arrival) -> list[Item]:
+    def _write(self, arrival: _Arrival) -> list[Item]:
         chunk = arrival.chunk
         if chunk is None or not arrival.starts:
-            return self._voice.other(arrival.frame, arrival.data, chunk)
-        return self._voice.chunk(chunk, arrival.starts)
-
-
-def _must_follow(later: _Arrival, *, to: _Arrival) -> bool:
-    """Whether it may not be said first: same choice, or one is usage, an error or the end."""
-    return not to.choices or not later.choices or bool(to.choices & later.choices)
-
-
-# MERGED
-# Takes upstream's open answer; gives its frames through a merger, waiting for rows beside it.
-
-
-MAX_FRAME_BYTES: Final = 32 << 20
-FlowItem = TypeVar("FlowItem")
+            return self._writer.write_other(arrival.frame, arrival.data, chunk)
+        return self._writer.write_chunk(chunk, arrival.starts)
 
 
 async def merge_frames(
-    content: aiohttp.StreamReader, merger: Merger[FlowItem], sheet: RequestScores
-) -> AsyncGenerator[list[FlowItem], None]:
-    """What the merger says, as it says it; UpstreamGone if the answer has no end."""
+    content: aiohttp.StreamReader, merger: Merger[Item]
+) -> AsyncGenerator[list[Item], None]:
+    """Everything the merger writes, as it writes it; UpstreamGone if the stream has no end."""
     splitter = FrameSplitter(MAX_FRAME_BYTES)
-    incoming = _FrameSource(content)
+    source = _FrameSource(content)
     cause: Exception | None = None
     try:
-        while (raw := await incoming.next_or_news(merger, sheet)) != b"":
-            said = merger.release() if raw is None or merger.is_listening else []
+        while (raw := await source.read(merger)) != b"":
+            written = merger.release() if raw is None or merger.wants_rows else []
             for frame in splitter.feed(raw) if raw is not None else ():
-                said += merger.feed(frame)
-            if said:
-                yield said
+                written += merger.add_frame(frame)
+            if written:
+                yield written
     except (aiohttp.ClientError, FrameTooLong, OSError) as error:
         cause = error
     finally:
-        await incoming.close()
-    while merger.deadline_s is not None:  # upstream has ended, rows may still be on their way
-        if said := merger.release():
-            yield said
+        await source.close()
+    while merger.deadline_s is not None:  # upstream has ended, rows may still arrive
+        if written := merger.release():
+            yield written
         else:
-            await _wait_for_rows(sheet, merger.deadline_s)
-    if cause is not None or not merger.is_done:
+            await _wait_for_rows(merger.scores, merger.deadline_s)
+    if cause is not None or not merger.has_end:
         raise UpstreamGone(type(cause).__name__) from cause
 
 
 class _FrameSource:
-    """Upstream's bytes; a read that was begun goes on while something else is waited for."""
+    """Upstream's bytes; a read that has begun goes on while rows are waited for."""
 
     def __init__(self, content: aiohttp.StreamReader) -> None:
         self._content = content
         self._reading: asyncio.Task[bytes] | None = None
 
-    async def next_or_news(self, merger: Merger[FlowItem], sheet: RequestScores) -> bytes | None:
-        """The next bytes, b"" at the end; None if a row came first or a wait is over."""
-        if self._reading is None and not merger.is_listening:
+    async def read(self, merger: Merger[Item]) -> bytes | None:
+        """The next bytes, b"" at the end; None if a row or a deadline came first."""
+        if self._reading is None and not merger.wants_rows:
             return await self._content.readany()
         if self._reading is None:
             self._reading = asyncio.create_task(self._content.readany())
-        if not merger.is_listening:
-            return await self._finished()
-        news = asyncio.create_task(_wait_for_rows(sheet, merger.deadline_s))
-        await asyncio.wait({self._reading, news}, return_when=asyncio.FIRST_COMPLETED)
-        news.cancel()
-        return await self._finished() if self._reading.done() else None
+        if not merger.wants_rows:
+            return await self._finish_read()
+        rows = asyncio.create_task(_wait_for_rows(merger.scores, merger.deadline_s))
+        await asyncio.wait({self._reading, rows}, return_when=asyncio.FIRST_COMPLETED)
+        rows.cancel()
+        return await self._finish_read() if self._reading.done() else None
 
-    async def _finished(self) -> bytes:
+    async def _finish_read(self) -> bytes:
         assert self._reading is not None
         raw = await self._reading
         self._reading = None
@@ -207,10 +203,10 @@ class _FrameSource:
             await asyncio.gather(self._reading, return_exceptions=True)
 
 
-async def _wait_for_rows(sheet: RequestScores, deadline_s: float | None) -> None:
-    """Returns when a row has come, or at the deadline."""
+async def _wait_for_rows(scores: RequestScores, deadline_s: float | None) -> None:
+    """Return when a row has arrived, or at the deadline."""
     left_s = None if deadline_s is None else deadline_s - time.monotonic()
     with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(left_s):
-            await sheet.changed.wait()
-            sheet.changed.clear()
+            await scores.changed.wait()
+            scores.changed.clear()

@@ -1,7 +1,8 @@
-"""Takes the events of one named run; gives them, numbered, to clients that come and come back.
+"""Named runs: streams of numbered events that clients can leave and resume.
 
-The run goes on without a client for a while. Memory is bounded: events that every attached client
-has are let go first; while one still needs them, the run waits for it.
+A run goes on without a client for a while. Its memory is bounded: it drops events that every
+attached client has, and waits for a client that still needs them. Runs in: the proxy, on the event
+loop.
 """
 
 from __future__ import annotations
@@ -26,11 +27,11 @@ _PART_BYTES: Final = 1 << 16
 
 
 class RunClient:
-    """One that reads; it has every event up to `has`."""
+    """A client that reads a run; it has every event up to `has`."""
 
     def __init__(self, has: int) -> None:
         self.has = has
-        self.news = asyncio.Event()
+        self.has_news = asyncio.Event()
 
 
 class NamedRun:
@@ -40,7 +41,7 @@ class NamedRun:
         self.id = secrets.token_hex(16)
         self.is_over = False
         self.num_times_alone = 0
-        self.stream: int | None = None  # by which the engine knows its request
+        self.stream: int | None = None  # of its request
         self.task: asyncio.Task[None] | None = None
         self._limit_bytes = limit_bytes
         self._on_alone = on_alone
@@ -48,7 +49,7 @@ class NamedRun:
         self._first = 1  # number of the first event held
         self._nbytes = 0
         self._clients: set[RunClient] = set()
-        self._moved = asyncio.Event()
+        self._client_moved = asyncio.Event()
 
     @property
     def last(self) -> int:
@@ -59,59 +60,59 @@ class NamedRun:
     def is_alone(self) -> bool:
         return not self._clients
 
-    def reaches(self, after: int) -> bool:
-        """Whether all events after that one are still here."""
-        return after >= self._first - 1
+    def has_events_after(self, number: int) -> bool:
+        """True if no event after this one has been dropped."""
+        return number >= self._first - 1
 
     def add(self, events: Sequence[NamedEvent]) -> None:
-        """Number them and keep them, over the bound too: the last words of a run."""
+        """Number and keep events, even beyond the bound."""
         for event in events:
             frame = named_frame(event.name, self.last + 1, event.data)
             self._frames.append(frame)
             self._nbytes += len(frame)
-        self._tell()
+        self._notify()
 
     async def put(self, events: Sequence[NamedEvent]) -> None:
-        """Add them, and return when there is room for more."""
+        """Add events, and return when there is room for more."""
         self.add(events)
         while self._nbytes > self._limit_bytes:
             if any(client.has < self._first for client in self._clients):
-                self._moved.clear()
-                await self._moved.wait()
+                self._client_moved.clear()
+                await self._client_moved.wait()
             else:
                 self._nbytes -= len(self._frames.popleft())
                 self._first += 1
 
     def end(self) -> None:
         self.is_over = True
-        self._tell()
+        self._notify()
 
     def attach(self, after: int) -> RunClient:
-        """A client that has the events up to that one; from now on none it needs is let go."""
+        """Add a client that has the events up to `after`; the run keeps those that it needs."""
         client = RunClient(after)
         self._clients.add(client)
         return client
 
     def detach(self, client: RunClient) -> None:
         self._clients.discard(client)
-        self._moved.set()
+        self._client_moved.set()
         if not self._clients:
             self.num_times_alone += 1
             self._on_alone(self)
 
     async def follow(self, client: RunClient, *, ping_s: float) -> AsyncGenerator[bytes, None]:
-        """Frames of what the client does not have, to the run's end; a comment when it is quiet."""
+        """Frames of the events that the client lacks, to the run's end; a ping when it is quiet."""
         while True:
-            client.news.clear()
-            if part := self._part(client):
+            client.has_news.clear()
+            if part := self._next_part(client):
                 yield part
-                self._moved.set()
+                self._client_moved.set()
             elif self.is_over:
                 return
-            elif not await _is_set(client.news, ping_s):
+            elif not await _is_set(client.has_news, ping_s):
                 yield PING
 
-    def _part(self, client: RunClient) -> bytes:
+    def _next_part(self, client: RunClient) -> bytes:
         frames, nbytes = [], 0
         skipped = client.has + 1 - self._first
         for frame in itertools.islice(self._frames, skipped, None):
@@ -122,9 +123,9 @@ class NamedRun:
         client.has += len(frames)
         return b"".join(frames)
 
-    def _tell(self) -> None:
+    def _notify(self) -> None:
         for client in self._clients:
-            client.news.set()
+            client.has_news.set()
 
 
 async def _is_set(event: asyncio.Event, timeout_s: float) -> bool:
@@ -136,12 +137,8 @@ async def _is_set(event: asyncio.Event, timeout_s: float) -> bool:
     return True
 
 
-# MERGED
-# Takes named runs as they begin; gives them back by their id, and ends those nobody wants.
-
-
 class NamedRuns:
-    """Bounded: ended runs go first, and while all are live no more are begun."""
+    """All named runs of the proxy; at most `limits.runs`, of which ended ones are dropped first."""
 
     def __init__(self, settings: ProxySettings) -> None:
         self._limits = settings.limits
@@ -152,13 +149,13 @@ class NamedRuns:
         return len(self._runs)
 
     def make_room(self) -> None:
-        """Refused if there is none."""
+        """Drop ended runs; HttpRefusal if all are running."""
         while len(self._runs) >= self._limits.runs:
             ended = next((run for run in self._runs.values() if run.is_over), None)
             if ended is None:
                 raise HttpRefusal(
                     HTTPStatus.SERVICE_UNAVAILABLE,
-                    f"{len(self._runs)} named runs are going on, and no more are taken; try later",
+                    f"{len(self._runs)} named runs are going on, the most at once; try later",
                     code="overloaded",
                     headers={"Retry-After": "1"},
                 )
@@ -171,12 +168,12 @@ class NamedRuns:
         return run
 
     def start(self, run: NamedRun, work: Coroutine[Any, Any, None]) -> None:
-        """Have `work` put the run's events into it."""
+        """Start the work that puts the run's events into it."""
         run.task = asyncio.create_task(work)
         run.task.add_done_callback(lambda _: self._note_end(run))
 
     def get(self, run_id: str) -> NamedRun:
-        """Refused if there is none, or no more."""
+        """HttpRefusal if there is no such run, or no longer."""
         run = self._runs.get(run_id)
         if run is None:
             raise HttpRefusal(
@@ -185,20 +182,20 @@ class NamedRuns:
             )
         return run
 
-    def answer(self, run: NamedRun, after: int) -> Response:
-        """The events after that one, as they come."""
+    def respond(self, run: NamedRun, after: int) -> Response:
+        """Stream the events after this one."""
         client = run.attach(after)
-        leaving = AsyncExitStack()
-        leaving.callback(run.detach, client)
+        closing = AsyncExitStack()
+        closing.callback(run.detach, client)
         return EventStream(
             run.follow(client, ping_s=self._timeouts.ping),
-            leaving,
+            closing,
             stall_s=self._timeouts.stalled,
             headers={"X-Clairai-Run": run.id},
         )
 
     def stop(self, run: NamedRun) -> None:
-        """At once; a run that has ended stays as it is."""
+        """End a run at once; no effect on one that has ended."""
         if run.task is not None:
             run.task.cancel()
 

@@ -1,4 +1,4 @@
-"""Takes the bytes of an event stream as they come; gives whole frames, byte for byte. And back."""
+"""Splits the bytes of a server-sent event stream into frames, and makes frames."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ DONE: Final = b"[DONE]"
 
 
 class FrameTooLong(Exception):
-    """A frame without an end."""
+    """A frame is longer than the limit."""
 
 
 class FrameSplitter:
-    """Cuts after each empty line, keeps what is not whole; `limit` bytes at most."""
+    """Splits after each empty line, and keeps at most `limit` bytes of an unfinished frame."""
 
     def __init__(self, limit: int) -> None:
         self._limit = limit
         self._rest = b""
 
     def feed(self, raw: bytes) -> list[bytes]:
-        """The frames that are whole now, each with its empty line."""
+        """The frames that are complete now, each with its empty line."""
         whole = self._rest + raw if self._rest else raw
-        # What was searched before has no end in it; one may have been cut in two.
+        # Bytes searched before hold no end of a frame, except one that was cut in two.
         looked = max(0, len(self._rest) - _END_BYTES)
         frames, begin = [], 0
         for end in _END.finditer(whole, looked):
@@ -37,12 +37,12 @@ class FrameSplitter:
 
     @property
     def rest(self) -> bytes:
-        """What has no end yet."""
+        """The unfinished frame."""
         return self._rest
 
 
 def frame_data(frame: bytes) -> bytes | None:
-    """What the frame says; None for a comment. An OpenAI stream says one line a frame."""
+    """The data of a frame; None for a comment. An OpenAI stream has one line of data a frame."""
     if frame.startswith(b"data: "):  # as vLLM writes it
         body = frame[6:].rstrip(b"\r\n")
         if b"\n" not in body and b"\r" not in body:
@@ -53,12 +53,12 @@ def frame_data(frame: bytes) -> bytes | None:
 
 
 def data_frame(data: bytes) -> bytes:
-    """One frame without a name."""
+    """A frame without a name."""
     return b"data: " + data + b"\n\n"
 
 
 def named_frame(name: str, number: int, data: bytes) -> bytes:
-    """One frame of the named stream."""
+    """A frame of a named run."""
     return b"id: %d\nevent: %s\ndata: %s\n\n" % (number, name.encode(), data)
 
 

@@ -1,4 +1,7 @@
-"""Takes chunks; gives OpenAI's stream as upstream sent it, each choice with its scores."""
+"""The two forms in which a client gets a scored stream: OpenAI's own, or named events.
+
+Both are `StreamWriter`s of `merger.py`. Runs in: the proxy, on the event loop.
+"""
 
 from __future__ import annotations
 
@@ -6,223 +9,235 @@ from dataclasses import dataclass
 from typing import Any, Final, Literal
 
 import msgspec
+from msgspec import UNSET
 
 from clairai.proxy.completions.chunk import ChoiceView, Chunk, edit_chunk, read_echo
 from clairai.proxy.completions.request_scores import RequestScores, ScoreSlice
 from clairai.proxy.completions.sse import DONE, data_frame
 from clairai.proxy.completions.token_text import TokenTextDecoder, TokenTexts
 from clairai.proxy.observe.observer import ChoiceResult
+from clairai.proxy.schema import (
+    DoneEvent,
+    ProbeFinalEvent,
+    ProbeScores,
+    ProbeUpdateEvent,
+    PromptScores,
+    TokenEvent,
+)
+
+EventName = Literal["steering", "token", "probe_update", "probe_final", "done", "error"]
+# A prompt is split over several events, so that none is long.
+_TOKENS_PER_EVENT: Final = 512
 
 
 class OpenAIStreamWriter:
-    """OpenAI's stream; `texts` is there if prompt tokens were asked for."""
+    """OpenAI's stream as upstream sends it, with scores in its chunks.
+
+    `texts` is needed if the request asks for the scores of its prompt.
+    """
 
     def __init__(
-        self, sheet: RequestScores, *, keeps_token_ids: bool, texts: TokenTexts | None
+        self, scores: RequestScores, *, keeps_token_ids: bool, texts: TokenTexts | None
     ) -> None:
-        self._sheet = sheet
-        self._keeps_ids = keeps_token_ids
+        self._scores = scores
+        self._keeps_token_ids = keeps_token_ids
         self._texts = texts
 
-    def chunk(self, chunk: Chunk, starts: dict[int, int]) -> list[bytes]:
+    def write_chunk(self, chunk: Chunk, starts: dict[int, int]) -> list[bytes]:
         del starts
-        if chunk.is_empty and not self._keeps_ids:
-            return []  # its tokens are told with the next one
-        data = self.edited(chunk)
+        if chunk.is_empty and not self._keeps_token_ids:
+            return []  # the next chunk carries the scores of its tokens
+        data = self.edit(chunk)
         return [chunk.frame if data is None else data_frame(data)]
 
-    def other(self, frame: bytes, data: bytes | None, chunk: Chunk | None) -> list[bytes]:
+    def write_other(self, frame: bytes, data: bytes | None, chunk: Chunk | None) -> list[bytes]:
         del data, chunk
         return [frame]
 
     @property
-    def is_listening(self) -> bool:
-        return False  # scores ride in chunks, and there is none without tokens
+    def wants_rows(self) -> bool:
+        return False  # scores travel in chunks, and there are none without tokens
 
-    def late(self) -> list[bytes]:
+    def write_scores(self) -> list[bytes]:
         return []
 
-    def edited(self, chunk: Chunk) -> bytes | None:
-        """The JSON with what can be told of its choices; None if that is nothing."""
+    def edit(self, chunk: Chunk) -> bytes | None:
+        """The chunk's JSON with the scores of its choices; None if nothing changes."""
         found = {choice.index: self._fields(choice) for choice in chunk.view.choices}
         added = {index: fields for index, fields in found.items() if fields}
-        return edit_chunk(chunk, added, keeps_token_ids=self._keeps_ids)
+        return edit_chunk(chunk, added, keeps_token_ids=self._keeps_token_ids)
 
     def _fields(self, choice: ChoiceView) -> dict[str, Any]:
         fields: dict[str, Any] = {}
         if choice.index == 0:
-            fields = self._prompt_fields(is_final=choice.finish_reason is not None)
-        scores = self._sheet.take(choice.index)
-        return fields if scores is None else {**fields, "probe_scores": scores.fields()}
+            is_final = choice.finish_reason is not None
+            prompt = self._scores.take_prompt(is_final=is_final)
+            if prompt is not None:
+                fields["prompt_scores"] = self._prompt_scores(prompt)
+        scores = self._scores.take(choice.index)
+        if scores is not None:
+            fields["probe_scores"] = ProbeScores(**scores.fields())
+        return fields
 
-    def _prompt_fields(self, *, is_final: bool) -> dict[str, Any]:
-        told = self._sheet.take_prompt(is_final=is_final)
-        if told is None:
-            return {}
+    def _prompt_scores(self, prompt: ScoreSlice) -> PromptScores:
         assert self._texts is not None
-        ids = self._sheet.prompt_ids or []
-        tokens = {"token_ids": ids, "tokens": self._texts.all_of(ids)}
-        made = told.fields()
-        return {"prompt_scores": {"names": made.pop("names"), "start": 0, **tokens, **made}}
-
-
-# MERGED
-# Takes chunks; gives named events: steering, token, probe_update, probe_final, done, error.
-
-
-EventName = Literal["steering", "token", "probe_update", "probe_final", "done", "error"]
-# A prompt is told in parts, so that no event is long.
-_TOKENS_PER_EVENT: Final = 512
+        token_ids = self._scores.prompt_ids or []
+        texts = self._texts.decode(token_ids)
+        return PromptScores(token_ids=token_ids, tokens=texts, **prompt.fields())
 
 
 @dataclass(frozen=True)
 class NamedEvent:
-    """Not numbered yet; `data` is one line of JSON."""
+    """An event that has no number yet; `data` is one line of JSON."""
 
     name: EventName
     data: bytes
 
 
-def make_event(name: EventName, **fields: Any) -> NamedEvent:
-    return NamedEvent(name, msgspec.json.encode(fields))
+def make_event(name: EventName, data: object) -> NamedEvent:
+    return NamedEvent(name, msgspec.json.encode(data))
 
 
 class NamedEventWriter:
-    """The stream of one run."""
+    """Named events: steering, token, probe_update, probe_final, done, error."""
 
-    def __init__(self, sheet: RequestScores, texts: TokenTexts) -> None:
-        self.finish_reasons: dict[int, str] = {}
-        self._sheet = sheet
-        self._texts = texts
-        self._pieces: dict[int, TokenTextDecoder] = {}
-        self._usage = msgspec.Raw(b"null")
-        self._is_prompt_shown = False
-        self._is_echo_told = False
-        self._capture: dict[str, Any] | None = None  # what became of its rows
+    def __init__(self, scores: RequestScores, texts: TokenTexts) -> None:
         self.has_failed = False
+        self._finish_reasons: dict[int, str] = {}
+        self._scores = scores
+        self._texts = texts
+        self._decoders: dict[int, TokenTextDecoder] = {}
+        self._usage = msgspec.Raw(b"null")
+        self._is_prompt_written = False
+        self._is_echo_written = False
+        self._capture: dict[str, Any] | None = None  # what became of captured rows
 
-    def chunk(self, chunk: Chunk, starts: dict[int, int]) -> list[NamedEvent]:
-        self._note(chunk)
-        said: list[NamedEvent] = []
+    def write_chunk(self, chunk: Chunk, starts: dict[int, int]) -> list[NamedEvent]:
+        self._read(chunk)
+        events: list[NamedEvent] = []
         if self.has_failed:
-            return said  # an error is the last event
-        said += self._echo()
+            return events  # an error is the last event
+        events += self._echo_events()
         for choice in chunk.view.choices:
             if choice.index == 0:
-                said += self._prompt(is_final=choice.finish_reason is not None)
-            said += self._tokens(choice, starts[choice.index])
-            said += self._scores(choice.index)
+                events += self._prompt_events(is_final=choice.finish_reason is not None)
+            events += self._token_events(choice, starts[choice.index])
+            events += self._score_events(choice.index)
             if choice.finish_reason is not None:
-                self.finish_reasons[choice.index] = choice.finish_reason
-                said.append(probe_final_event(self._sheet.result(choice.index)))
-        return said
+                self._finish_reasons[choice.index] = choice.finish_reason
+                events.append(_final_event(self._scores.result(choice.index)))
+        return events
 
-    def other(self, frame: bytes, data: bytes | None, chunk: Chunk | None) -> list[NamedEvent]:
+    def write_other(
+        self, frame: bytes, data: bytes | None, chunk: Chunk | None
+    ) -> list[NamedEvent]:
         del frame
         if self.has_failed:
             return []
         if data == DONE:
-            return [self.done()]
+            return [self._done_event()]
         if chunk is None:
             return []
-        self._note(chunk)
+        self._read(chunk)
         if not chunk.view.is_error:
             return []
         self.has_failed = True
-        return [make_event("error", error=chunk.view.error)]
+        return [make_event("error", {"error": chunk.view.error})]
 
     @property
-    def is_listening(self) -> bool:
-        return self._sheet.is_expecting_rows and not self.has_failed
+    def wants_rows(self) -> bool:
+        return self._scores.is_expecting_rows and not self.has_failed
 
-    def late(self) -> list[NamedEvent]:
-        """A choice that has ended says its last scores itself."""
+    def write_scores(self) -> list[NamedEvent]:
+        """Scores between chunks; the last scores of a choice go with the chunk that ends it."""
         if self.has_failed:
             return []
-        going = self._sheet.running
-        said = self._prompt(is_final=False) if 0 in going else []
-        return [*said, *(event for choice in going for event in self._scores(choice))]
+        running = self._scores.running
+        events = self._prompt_events(is_final=False) if 0 in running else []
+        return [*events, *(event for choice in running for event in self._score_events(choice))]
 
-    def done(self) -> NamedEvent:
-        reasons = [self.finish_reasons.get(choice) for choice in self._sheet.choices]
-        stops = [self._sheet.result(choice).stop_reason for choice in self._sheet.choices]
-        about = {"id": self._sheet.response_id, "model": self._sheet.model}
-        ends = {"finish_reasons": reasons, "stop_reasons": stops}
-        kept: dict[str, Any] = {} if self._capture is None else {"capture": self._capture}
-        weights = self._sheet.echo.weights
-        kept |= {} if weights is None else {"weights": weights}
-        return make_event("done", **about, **ends, usage=self._usage, **kept)
+    def write_cancelled(self) -> list[NamedEvent]:
+        """The end of a run that was stopped: all that is known of its running choices."""
+        events: list[NamedEvent] = []
+        for choice in self._scores.choices:
+            if choice not in self._finish_reasons:
+                self._scores.finish(choice, "cancelled")
+                self._finish_reasons[choice] = "cancelled"
+                events += self._score_events(choice)
+                events.append(_final_event(self._scores.result(choice)))
+        return [*events, self._done_event()]
 
-    def cancelled(self) -> list[NamedEvent]:
-        """The end of a run that was stopped: what is known of each choice that had not ended."""
-        said: list[NamedEvent] = []
-        for choice in self._sheet.choices:
-            if choice not in self.finish_reasons:
-                self._sheet.finish(choice, "cancelled")
-                self.finish_reasons[choice] = "cancelled"
-                said += self._scores(choice)
-                said.append(probe_final_event(self._sheet.result(choice)))
-        return [*said, self.done()]
-
-    def _note(self, chunk: Chunk) -> None:
+    def _read(self, chunk: Chunk) -> None:
         view = chunk.view
         if bytes(view.usage) != b"null":
             self._usage = view.usage.copy()
         if not view.choices and view.echo is not None:
             self._capture = read_echo(view.echo).capture
 
-    def _echo(self) -> list[NamedEvent]:
-        """Once, and before anything else: what the engine says it does to this request."""
-        if self._is_echo_told or self._sheet.raw_echo is None:
-            return []
-        self._is_echo_told = True
-        if self._sheet.echo.steering is None:
-            return []  # of a capture, and of weights, the end tells
-        return [make_event("steering", clairai=self._sheet.raw_echo)]
+    def _done_event(self) -> NamedEvent:
+        scores, weights = self._scores, self._scores.echo.weights
+        done = DoneEvent(
+            id=scores.response_id,
+            model=scores.model,
+            finish_reasons=[self._finish_reasons.get(choice) for choice in scores.choices],
+            stop_reasons=[scores.result(choice).stop_reason for choice in scores.choices],
+            usage=self._usage,  # type: ignore[arg-type]  # encoded already
+            capture=UNSET if self._capture is None else self._capture,  # type: ignore[arg-type]
+            weights=UNSET if weights is None else weights,
+        )
+        return make_event("done", done)
 
-    def _tokens(self, choice: ChoiceView, start: int) -> list[NamedEvent]:
-        text, token_ids = choice.shown(), choice.token_ids or []
+    def _echo_events(self) -> list[NamedEvent]:
+        """Once and first: what the engine says it does to this request."""
+        if self._is_echo_written or self._scores.raw_echo is None:
+            return []
+        self._is_echo_written = True
+        if self._scores.echo.steering is None:
+            return []  # captures and weights are in the last event
+        return [make_event("steering", {"clairai": self._scores.raw_echo})]
+
+    def _token_events(self, choice: ChoiceView, start: int) -> list[NamedEvent]:
+        text, token_ids = choice.new_text(), choice.token_ids or []
         if not token_ids and not text:
             return []
-        if choice.index not in self._pieces:
-            self._pieces[choice.index] = TokenTextDecoder(self._texts)
+        if choice.index not in self._decoders:
+            self._decoders[choice.index] = TokenTextDecoder(self._texts)
         is_end = choice.finish_reason is not None
-        tokens = self._pieces[choice.index].of(token_ids, is_end=is_end)
-        return [_token_event("answer", choice.index, start, token_ids, tokens, text)]
+        tokens = self._decoders[choice.index].decode(token_ids, is_end=is_end)
+        return [
+            make_event("token", TokenEvent("answer", choice.index, start, token_ids, tokens, text))
+        ]
 
-    def _scores(self, choice: int) -> list[NamedEvent]:
-        told = self._sheet.take(choice)
-        return [] if told is None else [_probe_update_event("answer", choice, told)]
+    def _score_events(self, choice: int) -> list[NamedEvent]:
+        scores = self._scores.take(choice)
+        return [] if scores is None else [_update_event("answer", choice, scores)]
 
-    def _prompt(self, *, is_final: bool) -> list[NamedEvent]:
-        if not self._sheet.options.prompt_scores or self._sheet.prompt_ids is None:
+    def _prompt_events(self, *, is_final: bool) -> list[NamedEvent]:
+        prompt_ids = self._scores.prompt_ids
+        if not self._scores.options.prompt_scores or prompt_ids is None:
             return []
-        said: list[NamedEvent] = []
-        if not self._is_prompt_shown:
-            self._is_prompt_shown = True
-            said += self._prompt_tokens(self._sheet.prompt_ids)
-        told = self._sheet.take_prompt(is_final=is_final)
-        if told is None:
-            return said
-        return [
-            *said,
-            *(_probe_update_event("prompt", 0, part) for part in told.split(_TOKENS_PER_EVENT)),
-        ]
+        events: list[NamedEvent] = []
+        if not self._is_prompt_written:
+            self._is_prompt_written = True
+            events += self._prompt_token_events(prompt_ids)
+        scores = self._scores.take_prompt(is_final=is_final)
+        if scores is not None:
+            events += [_update_event("prompt", 0, part) for part in scores.split(_TOKENS_PER_EVENT)]
+        return events
 
-    def _prompt_tokens(self, token_ids: list[int]) -> list[NamedEvent]:
-        texts = self._texts.all_of(token_ids)
-        starts = range(0, len(token_ids), _TOKENS_PER_EVENT)
-        parts = [(at, slice(at, at + _TOKENS_PER_EVENT)) for at in starts]
-        return [
-            _token_event("prompt", 0, at, token_ids[part], texts[part], "") for at, part in parts
-        ]
+    def _prompt_token_events(self, token_ids: list[int]) -> list[NamedEvent]:
+        texts = self._texts.decode(token_ids)
+        events = []
+        for start in range(0, len(token_ids), _TOKENS_PER_EVENT):
+            part = slice(start, start + _TOKENS_PER_EVENT)
+            token = TokenEvent("prompt", 0, start, token_ids[part], texts[part], "")
+            events.append(make_event("token", token))
+        return events
 
 
-def probe_final_event(result: ChoiceResult) -> NamedEvent:
-    """The event `probe_final` of one choice."""
+def _final_event(result: ChoiceResult) -> NamedEvent:
     probes = result.probes
-    return make_event(
-        "probe_final",
+    final = ProbeFinalEvent(
         choice=result.choice,
         names=[probe.name for probe in probes],
         count=result.count,
@@ -232,14 +247,9 @@ def probe_final_event(result: ChoiceResult) -> NamedEvent:
         above=[probe.above for probe in probes],
         lost=result.lost,
     )
+    return make_event("probe_final", final)
 
 
-def _token_event(
-    part: str, choice: int, start: int, token_ids: list[int], tokens: list[str], text: str
-) -> NamedEvent:
-    where = {"part": part, "choice": choice, "start": start}
-    return make_event("token", **where, token_ids=token_ids, tokens=tokens, text=text)
-
-
-def _probe_update_event(part: str, choice: int, told: ScoreSlice) -> NamedEvent:
-    return make_event("probe_update", part=part, choice=choice, **told.fields())
+def _update_event(part: Literal["prompt", "answer"], choice: int, scores: ScoreSlice) -> NamedEvent:
+    update = ProbeUpdateEvent(part=part, choice=choice, **scores.fields())
+    return make_event("probe_update", update)

@@ -1,6 +1,6 @@
-"""Takes the bytes of every token of a model; gives texts to show, token by token.
+"""Decodes tokens to the texts that are shown for them.
 
-Bytes and not texts, because a token may end inside a character: its text is then empty, and the
+It works on bytes, because a token may end inside a character: its text is then empty, and the
 token that completes the character shows it.
 """
 
@@ -24,30 +24,29 @@ class TokenBytes(msgspec.Struct, frozen=True):
 class TokenTexts:
     """The texts of one model's tokens."""
 
-    def __init__(self, pieces: list[bytes]) -> None:
-        self._pieces = pieces
+    def __init__(self, tokens: list[bytes]) -> None:
+        self._tokens = tokens
 
-    def all_of(self, token_ids: Iterable[int]) -> list[str]:
-        """A whole sequence, such as a prompt."""
-        pieces = TokenTextDecoder(self)
-        return pieces.of(list(token_ids), is_end=True)
+    def decode(self, token_ids: Iterable[int]) -> list[str]:
+        """The texts of a whole sequence, such as a prompt."""
+        return TokenTextDecoder(self).decode(list(token_ids), is_end=True)
 
-    def piece(self, token_id: int) -> bytes:
-        if 0 <= token_id < len(self._pieces):
-            return self._pieces[token_id]
+    def token_bytes(self, token_id: int) -> bytes:
+        if 0 <= token_id < len(self._tokens):
+            return self._tokens[token_id]
         return b"<%d>" % token_id  # the model has more ids than its tokenizer has tokens
 
 
 class TokenTextDecoder:
-    """One sequence of tokens as it grows; holds the part of a character that is not whole."""
+    """Decodes one sequence of tokens as it grows."""
 
     def __init__(self, texts: TokenTexts) -> None:
         self._texts = texts
         self._decoder = _UTF8(errors="replace")
 
-    def of(self, token_ids: list[int], *, is_end: bool = False) -> list[str]:
+    def decode(self, token_ids: list[int], *, is_end: bool = False) -> list[str]:
         """The texts of the next tokens."""
-        made = [self._decoder.decode(self._texts.piece(token_id)) for token_id in token_ids]
-        if is_end and made:
-            made[-1] += self._decoder.decode(b"", final=True)
-        return made
+        texts = [self._decoder.decode(self._texts.token_bytes(token_id)) for token_id in token_ids]
+        if is_end and texts:
+            texts[-1] += self._decoder.decode(b"", final=True)
+        return texts

@@ -1,0 +1,1 @@
+"""What the proxy reports about itself: metrics, telemetry and logs."""

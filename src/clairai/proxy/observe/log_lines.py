@@ -120,7 +120,7 @@ class AccessLog:
     ) -> None:
         pass
 
-    def on_run_end(self, end: CompletionEnd) -> None:
+    def on_completion_end(self, end: CompletionEnd) -> None:
         self._logger.info("completion", extra={FIELDS: access_fields(end)})
 
 

@@ -200,7 +200,7 @@ class Metrics:
             self._tally.add(bank, rows, scores_RP)
             self._lag.add(max(0, time.monotonic_ns() - stamp_ns) / 1e9)
 
-    def on_run_end(self, end: CompletionEnd) -> None:
+    def on_completion_end(self, end: CompletionEnd) -> None:
         with self._lock:
             self._ended[end.outcome] += 1
             self._whole.add(end.seconds)

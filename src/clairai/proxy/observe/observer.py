@@ -1,4 +1,4 @@
-"""What the proxy tells whoever watches it: metrics, telemetry. Takes nothing; gives the protocols.
+"""What the proxy reports to metrics, telemetry and logs, and the protocol they implement.
 
 P = probes of the bank, R = rows of a record
 """
@@ -23,8 +23,8 @@ class ProbeResult:
     name: str
     mean: float | None
     max: float | None
-    argmax: int | None  # the generated token with the highest score
-    above: int | None  # tokens at or over the threshold; None if it has none
+    argmax: int | None  # index of the generated token with the highest score
+    above: int | None  # tokens at or above the threshold; None if it has none
     threshold: float | None
 
 
@@ -35,18 +35,18 @@ class ChoiceResult:
     choice: int
     tokens: int  # generated
     count: int  # of them, with a score
-    lost: int  # of them, without a score that there should have been
+    lost: int  # of them, those whose score was lost
     finish_reason: str | None
     probes: tuple[ProbeResult, ...]
-    stop_reason: str | int | None = None  # the engine's: a text, a token, or our rule
+    stop_reason: str | int | None = None  # vLLM's: a stop string, a stop token, or one of our rules
     stopped: str | None = None  # the probe whose rule ended it
 
 
 @dataclass(frozen=True)
 class CompletionEnd:
-    """A completion has ended, however it did; one that asked for no scores has no `choices`."""
+    """How a completion ended; one that asked for no scores has no `choices`."""
 
-    response_id: str | None  # as the client knows it: chatcmpl-...
+    response_id: str | None  # as the client sees it: chatcmpl-...
     model: str | None
     route: str  # /v1/chat/completions or /v1/completions
     outcome: Outcome
@@ -55,12 +55,12 @@ class CompletionEnd:
     is_scored: bool = True
     run: str | None = None  # of a named run, as in X-Clairai-Run
     status: int = 200  # HTTP's
-    first_token_seconds: float | None = None  # from the request on; None if none came in a stream
+    first_token_seconds: float | None = None  # after the request; None if no token was streamed
 
 
 @dataclass(frozen=True)
 class RingCounts:
-    """The ring as this proxy has read it; counts go on across engines."""
+    """The ring as this proxy has read it; counts continue over engines."""
 
     attached: bool = False
     epoch: int | None = None
@@ -69,12 +69,12 @@ class RingCounts:
     lag: int = 0  # records published and not read yet
     rows: int = 0  # given to a request of this proxy
     orphaned: int = 0  # rows of streams that are not ours
-    mismatched: int = 0  # rows whose token was not the request's: shown to nobody
+    mismatched: int = 0  # rows that carried another token than the request: nobody sees them
 
 
 @dataclass(frozen=True)
 class ProxyCounts:
-    """Everything countable, at one moment."""
+    """All counts of the proxy at one moment."""
 
     ring: RingCounts
     streams: int  # completions in the proxy now
@@ -82,11 +82,11 @@ class ProxyCounts:
     completions: int  # begun since the start
     cancelled: int  # ended by their client
     upstream_errors: int
-    rows_lost: int  # scores that a client was told are lost
+    rows_lost: int  # rows that a client was told are lost
 
 
 class Observer(Protocol):
-    """Must be quick, and must not raise: one that does is logged once and told no more."""
+    """Must be quick and must not raise: one that raises is logged and removed."""
 
     def on_scores(
         self,
@@ -95,20 +95,20 @@ class Observer(Protocol):
         scores_RP: NDArray[np.float32],
         stamp_ns: int,
     ) -> None:
-        """Every record of the ring, whosever rows they are; called on the ring's own thread.
+        """Called for every record of the ring, whoever's rows it has; on the feed's thread.
 
         Rows with phase CACHED and FINISHED have no scores (NaN). `stamp_ns` is when the engine
         published the record, on the clock of time.monotonic_ns().
         """
 
-    def on_run_end(self, end: CompletionEnd) -> None:
+    def on_completion_end(self, end: CompletionEnd) -> None:
         """Called on the event loop."""
 
 
 class MetricsObserver(Observer, Protocol):
-    """What GET /metrics answers."""
+    """An observer that also answers GET /metrics."""
 
     content_type: str
 
-    def text(self, numbers: ProxyCounts) -> bytes:
+    def text(self, counts: ProxyCounts) -> bytes:
         """Called for each scrape, on a thread of its own."""

@@ -62,7 +62,7 @@ class Telemetry:
     ) -> None:
         pass
 
-    def on_run_end(self, end: CompletionEnd) -> None:
+    def on_completion_end(self, end: CompletionEnd) -> None:
         try:
             self._waiting.put_nowait(end)
         except queue.Full:

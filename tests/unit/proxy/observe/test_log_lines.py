@@ -62,7 +62,7 @@ def _parsed(lines: Lines) -> list[dict[str, Any]]:
 
 
 def test_a_completion_is_one_line_with_its_numbers(lines: Lines) -> None:
-    AccessLog().on_run_end(END)
+    AccessLog().on_completion_end(END)
     (line,) = _parsed(lines)
     assert line.pop("time").endswith("+00:00")
     assert line == {
@@ -100,7 +100,7 @@ def test_the_models_name_may_be_a_path_and_is_not_logged() -> None:
 def test_as_text_a_line_is_what_a_person_reads(lines: Lines) -> None:
     logging.getLogger("clairai").info("m is served on %s", "http://127.0.0.1:6969")
     logging.getLogger("clairai.proxy").warning("records were lost")
-    AccessLog().on_run_end(END)
+    AccessLog().on_completion_end(END)
     lines.all()
     assert lines[:2] == ["m is served on http://127.0.0.1:6969", "warning: records were lost"]
     assert lines[2].startswith("completion route=/v1/chat/completions status=200 outcome=done")

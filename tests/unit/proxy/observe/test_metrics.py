@@ -238,7 +238,9 @@ def test_what_is_held_back_to_be_counted_together_is_bounded() -> None:
 def test_runs_are_counted_by_outcome_with_their_times() -> None:
     metrics = Metrics()
     for outcome in ("done", "done", "cancelled"):
-        metrics.on_run_end(_end(outcome, first_token_seconds=0.02 if outcome == "done" else None))
+        metrics.on_completion_end(
+            _end(outcome, first_token_seconds=0.02 if outcome == "done" else None)
+        )
     samples = _samples(metrics)
     assert samples["clairai_first_token_seconds_count", ()] == 2
     assert samples["clairai_first_token_seconds_bucket", ("0.025",)] == 2
@@ -267,7 +269,7 @@ def test_the_lag_of_scores_is_from_publishing_to_reading() -> None:
 
 def test_nothing_is_shared_between_two_proxies_or_with_other_libraries() -> None:
     first, second = Metrics(), Metrics()
-    first.on_run_end(_end("done"))
+    first.on_completion_end(_end("done"))
     assert _samples(second)["clairai_completions_ended_total", ("done",)] == 0
     assert not [name for name in REGISTRY._names_to_collectors if name.startswith("clairai")]
     assert all(name.startswith("clairai_") for name, _ in _samples(first))

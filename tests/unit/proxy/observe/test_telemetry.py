@@ -82,7 +82,7 @@ def _value(value: Any) -> Any:
 def test_a_receiver_gets_one_event_per_probe_and_answer(receiver: Receiver) -> None:
     telemetry = Telemetry.from_environ({"OTEL_EXPORTER_OTLP_ENDPOINT": receiver.url})
     assert telemetry is not None
-    telemetry.on_run_end(_end(CODE, CALM))
+    telemetry.on_completion_end(_end(CODE, CALM))
     telemetry.close()
     (code, code_fields), (calm, calm_fields) = _sent(receiver)
     assert (code, calm) == (EVENT, EVENT) == ("gen_ai.evaluation.result",) * 2
@@ -110,7 +110,7 @@ def test_a_receiver_gets_one_event_per_probe_and_answer(receiver: Receiver) -> N
 def test_the_service_is_named_and_says_nothing_of_the_machine(receiver: Receiver) -> None:
     telemetry = Telemetry.from_environ({"OTEL_EXPORTER_OTLP_ENDPOINT": receiver.url})
     assert telemetry is not None
-    telemetry.on_run_end(_end(CODE))
+    telemetry.on_completion_end(_end(CODE))
     telemetry.close()
     request = receiver.requests.get(timeout=10)
     resource = {a.key: _value(a.value) for a in request.resource_logs[0].resource.attributes}
@@ -186,7 +186,7 @@ def test_a_collector_that_hangs_costs_events_and_nobodys_time(
     telemetry = Telemetry(stuck)  # type: ignore[arg-type]
     began_s = time.monotonic()
     for _ in range(MAX_WAITING + 10):
-        telemetry.on_run_end(_end(CODE))
+        telemetry.on_completion_end(_end(CODE))
     assert time.monotonic() - began_s < 2.0
     assert 9 <= telemetry.num_dropped <= 10  # one may be on its way already
     telemetry.close()
