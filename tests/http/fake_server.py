@@ -11,9 +11,11 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+import msgspec
 from aiohttp import web
 
 from clairai.errors import ClairaiError
+from clairai.wire.ring_messages import ListedProbe
 from tests.http import vllm_wire
 from tests.http.fake import BANK, TOKEN_BYTES, Exchange, Ring, Script, answering, refusal
 from tests.http.fake_captures import Captures
@@ -135,17 +137,8 @@ class Upstream:
     async def _list_probes(self, _: web.Request) -> web.Response:
         if self.epoch is None:
             return refusal(404, "no taps", code="config")
-        data = [
-            {
-                "name": info.name,
-                "point": info.point,
-                "activation": info.activation,
-                "threshold": info.threshold,
-                "calibration": None,
-                "digest": "",
-            }
-            for info in BANK.probes
-        ]
+        listed = (ListedProbe(*msgspec.structs.astuple(info)) for info in BANK.probes)
+        data = [msgspec.to_builtins(probe) for probe in listed]
         return web.json_response({"data": data, "capacity": 2, "version": 1})
 
     async def _change_probe(self, request: web.Request) -> web.Response:

@@ -22,7 +22,14 @@ STATE = {
 }
 TENSOR = {"name": "model.norm.weight", "dtypes": ["F32", "BF16"], "shape": [8]}
 UNPLANNED = "0" * 32
-COMMITTED = {"version": 4, "digest": "ab", "nbytes": 32, "load_s": 0.5}
+COMMITTED = {
+    "version": 4,
+    "digest": "ab",
+    "nbytes": 32,
+    "load_s": 0.5,
+    "bank_version": None,
+    "vectors_version": None,
+}
 
 
 @dataclass

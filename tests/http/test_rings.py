@@ -135,7 +135,7 @@ def test_a_folder_that_others_can_reach_into_is_refused_at_the_start(tmp_path: P
 
     asyncio.run(start())
     tmp_path.chmod(0o755)
-    with pytest.raises(RingError, match="lets others in"):
+    with pytest.raises(RingError, match="open to others"):
         asyncio.run(start())
 
 
@@ -225,8 +225,8 @@ def test_observers_see_every_row_and_the_end_of_every_run(
     (choice,) = end.choices
     assert (choice.tokens, choice.count, choice.lost) == (5, 4, 0)
     assert (choice.probes[0].name, choice.probes[0].above) == ("token", 3)
-    assert len(broken.scores) == 1  # told no more
-    assert "told no more" in caplog.text
+    assert len(broken.scores) == 1  # removed after its first error
+    assert "is removed" in caplog.text
 
 
 def test_a_run_that_its_client_left_ends_as_cancelled(tmp_path: Path) -> None:

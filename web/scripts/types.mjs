@@ -1,5 +1,5 @@
-// Takes the server's OpenAPI document; writes src/api/schema.d.ts, or with --check only says whether it is stale.
-// node scripts/types.mjs [--check] [DOCUMENT]: without a document, the server's own code is asked for it.
+// Generates src/api/schema.d.ts from the OpenAPI document of the proxy; --check only tells whether it is stale.
+// node scripts/types.mjs [--check] [DOCUMENT]: without a document, the proxy prints it.
 import { execFileSync } from "node:child_process";
 import { existsSync, readFileSync, writeFileSync } from "node:fs";
 import openapiTS, { astToString } from "openapi-typescript";

@@ -28,6 +28,10 @@ _WEIGHTS_OF_ROWS: Final = Meta(
     description="version of the model's weights that these rows are of, in an engine that takes "
     "new weights; null: of several, or no row has come"
 )
+_LostRows = (
+    Annotated[int | None, Meta(description="rows of this object that are null because lost")]
+    | UnsetType
+)
 _RowWeights = Annotated[int | None, _WEIGHTS_OF_ROWS] | UnsetType
 
 
@@ -181,7 +185,7 @@ class ProbeScores(Answer):
     names: tuple[str, ...]
     start: int
     scores: list[list[Score]]
-    lost: Annotated[int, Meta(description="rows that are null because lost")] | UnsetType = UNSET
+    lost: _LostRows = UNSET
     weights: _RowWeights = UNSET
 
 
@@ -193,7 +197,7 @@ class PromptScores(Answer, kw_only=True):
     token_ids: list[int]
     tokens: list[str]
     scores: list[list[Score]]
-    lost: int | UnsetType = UNSET
+    lost: int | None | UnsetType = UNSET
     weights: _RowWeights = UNSET
 
 
@@ -216,7 +220,7 @@ class ProbeUpdateEvent(Answer):
     names: tuple[str, ...]
     start: int
     scores: list[list[Score]]
-    lost: int | UnsetType = UNSET
+    lost: int | None | UnsetType = UNSET
     weights: _RowWeights = UNSET
 
 

@@ -62,7 +62,7 @@ export interface paths {
         };
         get?: never;
         put?: never;
-        /** Steer the rest of a named run otherwise */
+        /** Change the steering of the rest of a named run */
         post: operations["amend"];
         delete?: never;
         options?: never;
@@ -149,7 +149,7 @@ export interface paths {
         /** Create or replace a probe; the body is a probe file */
         put: operations["put_probe"];
         post?: never;
-        /** Take a probe out of the bank */
+        /** Remove a probe from the bank */
         delete: operations["remove_probe"];
         options?: never;
         head?: never;
@@ -181,7 +181,7 @@ export interface paths {
             path?: never;
             cookie?: never;
         };
-        /** The steering vectors that have a name */
+        /** The named steering vectors */
         get: operations["list_vectors"];
         put?: never;
         post?: never;
@@ -217,7 +217,7 @@ export interface paths {
             path?: never;
             cookie?: never;
         };
-        /** What was captured last, and how its consumers are */
+        /** The newest captures, and the state of their consumers */
         get: operations["list_captures"];
         put?: never;
         post?: never;
@@ -304,7 +304,7 @@ export interface paths {
         };
         get?: never;
         put?: never;
-        /** The same; their buffers may now come to the engine */
+        /** The same; the engine then takes their buffers */
         post: operations["plan_weights"];
         delete?: never;
         options?: never;
@@ -320,7 +320,7 @@ export interface paths {
             cookie?: never;
         };
         get?: never;
-        /** A buffer of a planned hand-over, as a safetensors file */
+        /** A buffer of a planned transfer, as a safetensors file */
         put: operations["put_buffer"];
         post?: never;
         delete?: never;
@@ -338,7 +338,7 @@ export interface paths {
         };
         get?: never;
         put?: never;
-        /** Serve with the weights that have come */
+        /** Serve with the weights that were sent */
         post: operations["commit_weights"];
         delete?: never;
         options?: never;
@@ -471,47 +471,66 @@ export interface components {
     schemas: {
         /**
          * Amended
-         * @description From which position on it holds, for each answer of the request, and what.
+         * @description From which position on the change holds, for each choice of the request, and the entries.
          */
         Amended: {
-            /** Positions */
             positions: number[];
-            /** Steering */
-            steering: {
-                [key: string]: unknown;
-            }[];
+            steering: Record<string, never>[];
         };
-        /** CaptureInfo */
-        CaptureInfo: {
-            /**
-             * Id
-             * @description for GET /v1/captures/{id}
-             */
-            id: string;
-            /**
-             * State
-             * @enum {string}
-             */
-            state: "open" | "writing" | "kept" | "discarded" | "failed";
-            /** Rows */
-            rows: number;
-            /**
-             * Lost
-             * @description rows that were wanted and are missing at a consumer
-             */
-            lost: number;
-            /**
-             * Discarded
-             * @description rows that a rule was not met for
-             */
-            discarded: number;
-            /** Reason */
-            reason?: string | null;
-            /** Points */
+        /**
+         * Amendment
+         * @description What steers the rest of a running request; an empty list: nothing.
+         */
+        Amendment: {
+            steer: components["schemas"]["SteerEntry"][];
+        };
+        /**
+         * AppliedEntry
+         * @description An entry as the engine applies it: with its content's digest, and all of its points.
+         */
+        AppliedEntry: {
+            /** @description null: it came with the request */
+            vector: string | null;
+            digest: string;
+            scale: number;
+            /** @enum {unknown} */
+            op: "ablate" | "add" | "clamp" | "replace";
             points: string[];
-            /** Encoder */
+        };
+        /**
+         * CaptureHandle
+         * @description `clairai.capture` of an answer, and of the last chunk of a stream. A row is one token at one
+         *         point.
+         */
+        CaptureHandle: {
+            /** @description for GET /v1/captures/{id} */
+            id: string;
+            /** @enum {unknown} */
+            state: "discarded" | "failed" | "kept" | "open" | "writing";
+            rows: number;
+            /** @description rows that were wanted and are missing at a consumer */
+            lost: number;
+            /** @description rows whose rule was not met */
+            discarded: number;
+            reason?: string;
+        };
+        /**
+         * CaptureInfo
+         * @description A capture in the list of captures.
+         */
+        CaptureInfo: {
+            /** @description for GET /v1/captures/{id} */
+            id: string;
+            /** @enum {unknown} */
+            state: "discarded" | "failed" | "kept" | "open" | "writing";
+            rows: number;
+            /** @description rows that were wanted and are missing at a consumer */
+            lost: number;
+            /** @description rows whose rule was not met */
+            discarded: number;
+            reason?: string;
+            points: string[];
             encoder: string;
-            /** Answers */
             answers: number;
         };
         /**
@@ -519,15 +538,10 @@ export interface components {
          * @description The newest first; rows are those since the engine started.
          */
         CaptureList: {
-            /** Data */
             data: components["schemas"]["CaptureInfo"][];
-            /** Consumers */
             consumers: components["schemas"]["ConsumerState"][];
-            /** Rows */
             rows: number;
-            /** Dropped */
             dropped: number;
-            /** Discarded */
             discarded: number;
             memory: components["schemas"]["CaptureMemory"];
         };
@@ -536,48 +550,119 @@ export interface components {
          * @description Bytes.
          */
         CaptureMemory: {
-            /**
-             * Stash Nbytes
-             * @description of the device, for all rows of a step
-             */
+            /** @description of the device, for all rows of a step */
             stash_nbytes: number;
-            /**
-             * Staging Nbytes
-             * @description of the host, for rows on their way
-             */
+            /** @description of the host, for rows on their way */
             staging_nbytes: number;
-            /**
-             * Pending Nbytes
-             * @description of the host, for rows that wait for a rule, now
-             */
+            /** @description of the host, for rows that wait for a rule, now */
             pending_nbytes: number;
+        };
+        /**
+         * CaptureRequest
+         * @description Which rows of a request are stored; what is left out is as the engine's setting has it.
+         */
+        CaptureRequest: {
+            /**
+             * @description names, patterns or "all"
+             * @default null
+             */
+            points: string[] | string | null;
+            positions?: ("all" | "prompt" | "generated" | "last_prompt") | components["schemas"]["Span"] | components["schemas"]["ChatMessage"] | (("all" | "prompt" | "generated" | "last_prompt") | components["schemas"]["Span"] | components["schemas"]["ChatMessage"])[] | null;
+            /** @default null */
+            encoder: string | components["schemas"]["EncoderChoice"] | null;
+            /**
+             * @description names of the engine's consumers
+             * @default null
+             */
+            to: string[] | null;
+            /** @default {} */
+            tags: Record<string, never>;
+        };
+        /**
+         * ChatMessage
+         * @description All tokens of the chat's message with this index.
+         */
+        ChatMessage: {
+            message: number;
+        };
+        /**
+         * ChatRequest
+         * @description OpenAI's and vLLM's fields go to the engine unchanged; `clairai` is for the proxy.
+         */
+        ChatRequest: {
+            messages: unknown[];
+            /** @default null */
+            clairai: components["schemas"]["ClairaiFields"] | null;
+        };
+        /**
+         * ClairaiFields
+         * @description What a completion request may ask for under its key `clairai`.
+         */
+        ClairaiFields: {
+            /** @default all */
+            probes: "all" | string[];
+            /** @default false */
+            prompt_scores: boolean;
+            /** @default null */
+            events: "named" | null;
+            /** @default [] */
+            steer: components["schemas"]["SteerEntry"][];
+            /** @default [] */
+            stop: components["schemas"]["StopRule"][];
+            /**
+             * @description true: as the engine's setting says; false: nothing
+             * @default null
+             */
+            capture: boolean | components["schemas"]["CaptureRequest"] | null;
+        };
+        /**
+         * CompletionRequest
+         * @description OpenAI's and vLLM's fields go to the engine unchanged; `clairai` is for the proxy.
+         */
+        CompletionRequest: {
+            prompt: string | unknown[];
+            /** @default null */
+            clairai: components["schemas"]["ClairaiFields"] | null;
         };
         /** ConsumerState */
         ConsumerState: {
-            /** Name */
             name: string;
-            /** State */
             state: string;
-            /** Reason */
             reason: string;
+        };
+        /**
+         * DoneEvent
+         * @description Event `done`: the last of a run that went well.
+         */
+        DoneEvent: {
+            id: string | null;
+            model: string | null;
+            finish_reasons: (string | null)[];
+            /** @description the stop string, stop token or stop rule that ended each choice */
+            stop_reasons: (string | number | null)[];
+            usage: Record<string, never> | null;
+            /** @description what became of captured rows */
+            capture?: components["schemas"]["CaptureHandle"] | null;
+            /** @description version of the weights that it began with */
+            weights?: number | null;
+        };
+        /**
+         * EncoderChoice
+         * @description An encoder and its parameters.
+         */
+        EncoderChoice: {
+            /** @enum {unknown} */
+            name: "fp8" | "full8" | "int4" | "raw" | "rp8" | "topk8";
         };
         /** EngineDescription */
         EngineDescription: {
-            /** Model */
             model: string;
-            /** Points */
             points: string[];
-            /** Width */
             width: number;
-            /** Capacity */
             capacity: number;
-            /** Epoch */
             epoch: string;
-            /** Published */
             published: number;
             reader: components["schemas"]["ReaderState"];
-        } & {
-            [key: string]: unknown;
         };
         /**
          * ErrorBody
@@ -591,526 +676,62 @@ export interface components {
          * @description OpenAI's shape.
          */
         ErrorDetail: {
-            /** Message */
             message: string;
-            /** Type */
             type: string;
-            /** Param */
             param: string | null;
-            /** Code */
             code: string | number | null;
         };
         /** Example */
         Example: {
-            /** Title */
             title: string;
-            /** Probe */
-            probe?: string | null;
-            /** Messages */
+            /** @default null */
+            probe: string | null;
             messages: components["schemas"]["Message"][];
         };
         /** ExampleList */
         ExampleList: {
-            /** Data */
             data: components["schemas"]["Example"][];
-        };
-        /** Health */
-        Health: {
-            /**
-             * Status
-             * @enum {string}
-             */
-            status: "starting" | "ready" | "degraded" | "failed";
-            /** Reason */
-            reason: string | null;
-            /** Model */
-            model: string | null;
-            /** Version */
-            version: string;
-        };
-        /**
-         * Histogram
-         * @description Scores of reference texts, in bins of equal width from `low` to `high`.
-         */
-        Histogram: {
-            /** Low */
-            low: number;
-            /** High */
-            high: number;
-            /** Counts */
-            counts: number[];
-        };
-        /** Message */
-        Message: {
-            /** Role */
-            role: string;
-            /** Content */
-            content: string;
-        };
-        /** ProbeInfo */
-        ProbeInfo: {
-            /** Name */
-            name: string;
-            /** Point */
-            point: string;
-            /**
-             * Activation
-             * @enum {string}
-             */
-            activation: "none" | "relu" | "sigmoid";
-            /** Threshold */
-            threshold: number | null;
-            /** Calibration */
-            calibration: [
-                number,
-                number
-            ] | null;
-            /** Digest */
-            digest: string;
-            /** Description */
-            description?: string | null;
-            /** Auroc */
-            auroc?: number | null;
-            histogram?: components["schemas"]["Histogram"] | null;
-        } & {
-            [key: string]: unknown;
-        };
-        /** ProbeList */
-        ProbeList: {
-            /** Data */
-            data: components["schemas"]["ProbeInfo"][];
-            /** Capacity */
-            capacity: number;
-            /** Version */
-            version: number;
-        };
-        /**
-         * ReaderState
-         * @description How this proxy stands with the ring.
-         */
-        ReaderState: {
-            /** Delivered */
-            delivered: number;
-            /** Lost */
-            lost: number;
-            /** Lag */
-            lag: number;
-            /** Orphaned */
-            orphaned: number;
-            /** Attached */
-            attached: boolean;
-        };
-        /** SendableTensor */
-        SendableTensor: {
-            /** Name */
-            name: string;
-            /** Dtypes */
-            dtypes: string[];
-            /** Shape */
-            shape: number[];
-        } & {
-            [key: string]: unknown;
-        };
-        /**
-         * TensorList
-         * @description What can be sent.
-         */
-        TensorList: {
-            /** Data */
-            data: components["schemas"]["SendableTensor"][];
-        } & {
-            [key: string]: unknown;
-        };
-        /**
-         * Tiers
-         * @description What steers every request that is admitted from now on.
-         */
-        Tiers: {
-            /** Base */
-            base: {
-                [key: string]: unknown;
-            }[];
-            /** Prefill */
-            prefill: {
-                [key: string]: unknown;
-            }[];
-            /** Decode */
-            decode: {
-                [key: string]: unknown;
-            }[];
-            /** Version */
-            version: number;
-        };
-        /**
-         * VectorCapacity
-         * @description What unfinished requests may have in use at once.
-         */
-        VectorCapacity: {
-            /** Rows */
-            rows: number;
-            /** Programs */
-            programs: number;
-        };
-        /** VectorInfo */
-        VectorInfo: {
-            /** Name */
-            name: string;
-            /** Points */
-            points: string[];
-            /** Width */
-            width: number;
-            /** Digest */
-            digest: string;
-            /**
-             * Norms
-             * @description one for each point
-             */
-            norms: number[];
-            /** Description */
-            description?: string | null;
-            /** Method */
-            method?: string | null;
-            /**
-             * Scale
-             * @description suggested
-             * @default 1
-             */
-            scale: number;
-        } & {
-            [key: string]: unknown;
-        };
-        /** VectorList */
-        VectorList: {
-            /** Data */
-            data: components["schemas"]["VectorInfo"][];
-            /** Version */
-            version: number;
-            /**
-             * Points
-             * @description where this engine can steer
-             */
-            points: string[];
-            /** Width */
-            width: number;
-            capacity: components["schemas"]["VectorCapacity"];
-        };
-        /**
-         * WeightsCommitted
-         * @description They serve.
-         */
-        WeightsCommitted: {
-            /** Version */
-            version: number;
-            /** Digest */
-            digest: string;
-            /** Nbytes */
-            nbytes: number;
-            /** Load S */
-            load_s: number;
-            /**
-             * Bank Version
-             * @description of the probes, if any came along
-             */
-            bank_version?: number | null;
-            /**
-             * Vectors Version
-             * @description of steering vectors, likewise
-             */
-            vectors_version?: number | null;
-        } & {
-            [key: string]: unknown;
-        };
-        /**
-         * WeightsPlanned
-         * @description The plan is good.
-         */
-        WeightsPlanned: {
-            /** Transfer */
-            transfer: string;
-            /** Nbytes */
-            nbytes: number;
-        } & {
-            [key: string]: unknown;
-        };
-        /**
-         * WeightsState
-         * @description The weights that serve.
-         */
-        WeightsState: {
-            /**
-             * Version
-             * @description counts hand-overs; 0: those the engine was started with
-             */
-            version: number;
-            /** Label */
-            label: string;
-            /**
-             * Digest
-             * @description of the content; empty if nobody handed it over
-             */
-            digest: string;
-            /** Epoch */
-            epoch: string;
-            /**
-             * Device
-             * @description "cpu", or a GPU's UUID
-             */
-            device: string;
-            /** Num Tensors */
-            num_tensors: number;
-            /**
-             * Is Torn
-             * @description a load stopped half-way; nobody is served
-             */
-            is_torn: boolean;
-        } & {
-            [key: string]: unknown;
-        };
-        /**
-         * Amendment
-         * @description What steers the rest of a running request; an empty list: nothing.
-         */
-        Amendment: {
-            /** Steer */
-            steer: components["schemas"]["SteerEntry"][];
-        };
-        /**
-         * AppliedEntry
-         * @description An entry as the engine applies it: with its content's digest, and all of its points.
-         */
-        AppliedEntry: {
-            /**
-             * Vector
-             * @description null: it came with the request
-             */
-            vector: string | null;
-            /** Digest */
-            digest: string;
-            /** Scale */
-            scale: number;
-            /**
-             * Op
-             * @enum {string}
-             */
-            op: "add" | "ablate" | "clamp" | "replace";
-            /** Points */
-            points: string[];
-        } & {
-            [key: string]: unknown;
-        };
-        /**
-         * CaptureHandle
-         * @description `clairai.capture` of an answer, and of the last chunk of a stream. A row is one token at one
-         *     point.
-         */
-        CaptureHandle: {
-            /**
-             * Id
-             * @description for GET /v1/captures/{id}
-             */
-            id: string;
-            /**
-             * State
-             * @enum {string}
-             */
-            state: "open" | "writing" | "kept" | "discarded" | "failed";
-            /** Rows */
-            rows: number;
-            /**
-             * Lost
-             * @description rows that were wanted and are missing at a consumer
-             */
-            lost: number;
-            /**
-             * Discarded
-             * @description rows that a rule was not met for
-             */
-            discarded: number;
-            /**
-             * Reason
-             * @default null
-             */
-            reason: string | null;
-        };
-        /**
-         * CaptureRequest
-         * @description Which rows of a request are kept; what is left out is as the engine's setting has it.
-         */
-        CaptureRequest: {
-            /**
-             * Points
-             * @description names, patterns or "all"
-             * @default null
-             */
-            points: string[] | string | null;
-            /**
-             * Positions
-             * @default null
-             */
-            positions: ("all" | "prompt" | "generated" | "last_prompt") | components["schemas"]["Span"] | components["schemas"]["ChatMessage"] | (("all" | "prompt" | "generated" | "last_prompt") | components["schemas"]["Span"] | components["schemas"]["ChatMessage"])[] | null;
-            /**
-             * Encoder
-             * @default null
-             */
-            encoder: string | components["schemas"]["EncoderChoice"] | null;
-            /**
-             * To
-             * @description names of the engine's consumers
-             * @default null
-             */
-            to: string[] | null;
-            /**
-             * Tags
-             * @default {}
-             */
-            tags: {
-                [key: string]: unknown;
-            };
-        };
-        /**
-         * ChatMessage
-         * @description All tokens of the chat's message with this index.
-         */
-        ChatMessage: {
-            /** Message */
-            message: number;
-        };
-        /**
-         * ChatRequest
-         * @description OpenAI's and vLLM's fields go to the engine as they are; `clairai` is for the proxy.
-         */
-        ChatRequest: {
-            /** Messages */
-            messages: unknown[];
-            /** @default null */
-            clairai: components["schemas"]["ClairaiFields"] | null;
-        } & {
-            [key: string]: unknown;
-        };
-        /**
-         * ClairaiFields
-         * @description What a completion request may ask under its key `clairai`.
-         */
-        ClairaiFields: {
-            /**
-             * Probes
-             * @default all
-             */
-            probes: "all" | string[];
-            /**
-             * Prompt Scores
-             * @default false
-             */
-            prompt_scores: boolean;
-            /**
-             * Events
-             * @default null
-             */
-            events: "named" | null;
-            /**
-             * Steer
-             * @default []
-             */
-            steer: components["schemas"]["SteerEntry"][];
-            /**
-             * Stop
-             * @default []
-             */
-            stop: components["schemas"]["StopRule"][];
-            /**
-             * Capture
-             * @description true: as the engine's setting says; false: nothing
-             * @default null
-             */
-            capture: boolean | components["schemas"]["CaptureRequest"] | null;
-        };
-        /**
-         * CompletionRequest
-         * @description OpenAI's and vLLM's fields go to the engine as they are; `clairai` is for the proxy.
-         */
-        CompletionRequest: {
-            /** Prompt */
-            prompt: string | unknown[];
-            /** @default null */
-            clairai: components["schemas"]["ClairaiFields"] | null;
-        } & {
-            [key: string]: unknown;
-        };
-        /**
-         * DoneEvent
-         * @description Event `done`: the last of a run that went well.
-         */
-        DoneEvent: {
-            /** Id */
-            id: string | null;
-            /** Model */
-            model: string | null;
-            /** Finish Reasons */
-            finish_reasons: (string | null)[];
-            /**
-             * Stop Reasons
-             * @description a text or token that ended a choice, or our rule that did
-             */
-            stop_reasons: (string | number | null)[];
-            /** Usage */
-            usage: {
-                [key: string]: unknown;
-            } | null;
-            /**
-             * @description what became of captured rows
-             * @default null
-             */
-            capture: components["schemas"]["CaptureHandle"] | null;
-            /**
-             * Weights
-             * @description version of the weights that it began with
-             * @default null
-             */
-            weights: number | null;
-        };
-        /**
-         * EncoderChoice
-         * @description An encoder and its parameters.
-         */
-        EncoderChoice: {
-            /**
-             * Name
-             * @enum {string}
-             */
-            name: "raw" | "rp8" | "full8" | "topk8" | "fp8" | "int4";
-        } & {
-            [key: string]: unknown;
         };
         /**
          * Gate
          * @description A probe's score of the same token opens and closes an entry.
          */
         Gate: {
-            /** Probe */
             probe: string;
             /**
-             * Threshold
              * @description the probe's own if left out
              * @default null
              */
             threshold: number | null;
             /**
-             * Sharpness
              * @description open or closed if left out
              * @default null
              */
             sharpness: number | null;
-            /**
-             * Latch
-             * @default false
-             */
+            /** @default false */
             latch: boolean;
             /**
-             * Release
              * @description closes below this
              * @default null
              */
             release: number | null;
+        };
+        /** Health */
+        Health: {
+            /** @enum {unknown} */
+            status: "degraded" | "failed" | "ready" | "starting";
+            reason: string | null;
+            model: string | null;
+            version: string;
+        };
+        /**
+         * Histogram
+         * @description How often scores of a reference set fell into each of equal parts of `low` to `high`.
+         */
+        Histogram: {
+            low: number;
+            high: number;
+            counts: number[];
         };
         /**
          * InlineVector
@@ -1118,12 +739,10 @@ export interface components {
          */
         InlineVector: {
             /**
-             * Dtype
              * @default f32
-             * @enum {string}
+             * @enum {unknown}
              */
-            dtype: "f32" | "f16" | "bf16";
-            /** Points */
+            dtype: "bf16" | "f16" | "f32";
             points: {
                 [key: string]: string;
             };
@@ -1133,202 +752,168 @@ export interface components {
          * @description One tensor, dense and in C order, in one buffer.
          */
         ManifestTensor: {
-            /** Name */
             name: string;
-            /** Dtype */
-            dtype: string;
-            /** Shape */
+            /** @enum {unknown} */
+            dtype: "BF16" | "BOOL" | "F16" | "F32" | "F64" | "F8_E4M3" | "I16" | "I32" | "I64" | "I8" | "U8";
             shape: number[];
-            /** Buffer */
             buffer: number;
-            /** Offset */
             offset: number;
-            /** Nbytes */
             nbytes: number;
-            /**
-             * Checksum
-             * @default
-             */
+            /** @default  */
             checksum: string;
+        };
+        /** Message */
+        Message: {
+            role: string;
+            content: string;
         };
         /**
          * ProbeFinalEvent
          * @description Event `probe_final`, one per choice; one entry per probe in each list.
          */
         ProbeFinalEvent: {
-            /** Choice */
             choice: number;
-            /** Names */
             names: string[];
-            /**
-             * Count
-             * @description generated tokens with a score
-             */
+            /** @description generated tokens with a score */
             count: number;
-            /** Mean */
             mean: (number | null)[];
-            /** Max */
             max: (number | null)[];
-            /** Argmax */
             argmax: (number | null)[];
-            /**
-             * Above
-             * @description tokens at or over the threshold, null without one
-             */
+            /** @description tokens at or above the threshold, null without one */
             above: (number | null)[];
-            /** Lost */
             lost: number;
+        };
+        /**
+         * ProbeInfo
+         * @description What people are told of a probe besides; only in control messages.
+         *
+         *         2048 of these can be longer than MAX_MESSAGE_BYTES, and no reader needs them to read a record.
+         */
+        ProbeInfo: {
+            name: string;
+            point: string;
+            /** @enum {unknown} */
+            activation: "none" | "relu" | "sigmoid";
+            threshold: number | null;
+            calibration: [
+                number,
+                number
+            ] | null;
+            digest: string;
+            description: string | null;
+            auroc: number | null;
+            histogram: components["schemas"]["Histogram"] | null;
+        };
+        /** ProbeList */
+        ProbeList: {
+            data: components["schemas"]["ProbeInfo"][];
+            capacity: number;
+            version: number;
         };
         /**
          * ProbeScores
          * @description `choices[i].probe_scores`: row j scores generated token `start + j`.
          */
         ProbeScores: {
-            /** Names */
             names: string[];
-            /** Start */
             start: number;
-            /** Scores */
             scores: (number | null)[][];
-            /**
-             * Lost
-             * @description rows of this object that are null because lost
-             * @default null
-             */
-            lost: number | null;
-            /**
-             * Weights
-             * @description version of the model's weights that these rows are of, in an engine that takes others; null: of several, or none has come
-             * @default null
-             */
-            weights: number | null;
+            /** @description rows of this object that are null because lost */
+            lost?: number | null;
+            /** @description version of the model's weights that these rows are of, in an engine that takes new weights; null: of several, or no row has come */
+            weights?: number | null;
         };
         /**
          * ProbeUpdateEvent
          * @description Event `probe_update`: row j scores token `start + j` of its part.
          */
         ProbeUpdateEvent: {
-            /**
-             * Part
-             * @enum {string}
-             */
-            part: "prompt" | "answer";
-            /** Choice */
+            /** @enum {unknown} */
+            part: "answer" | "prompt";
             choice: number;
-            /** Names */
             names: string[];
-            /** Start */
             start: number;
-            /** Scores */
             scores: (number | null)[][];
-            /**
-             * Lost
-             * @default null
-             */
-            lost: number | null;
-            /**
-             * Weights
-             * @description version of the model's weights that these rows are of, in an engine that takes others; null: of several, or none has come
-             * @default null
-             */
-            weights: number | null;
+            lost?: number | null;
+            /** @description version of the model's weights that these rows are of, in an engine that takes new weights; null: of several, or no row has come */
+            weights?: number | null;
         };
         /**
          * PromptScores
          * @description `choices[0].prompt_scores`: row j scores prompt token j.
          */
         PromptScores: {
-            /** Names */
             names: string[];
-            /**
-             * Start
-             * @constant
-             */
+            /** @enum {unknown} */
             start: 0;
-            /** Token Ids */
             token_ids: number[];
-            /** Tokens */
             tokens: string[];
-            /** Scores */
             scores: (number | null)[][];
-            /**
-             * Lost
-             * @default null
-             */
-            lost: number | null;
-            /**
-             * Weights
-             * @description version of the model's weights that these rows are of, in an engine that takes others; null: of several, or none has come
-             * @default null
-             */
-            weights: number | null;
+            lost?: number | null;
+            /** @description version of the model's weights that these rows are of, in an engine that takes new weights; null: of several, or no row has come */
+            weights?: number | null;
+        };
+        /**
+         * ReaderState
+         * @description How this proxy reads the ring.
+         */
+        ReaderState: {
+            delivered: number;
+            lost: number;
+            lag: number;
+            orphaned: number;
+            attached: boolean;
+        };
+        /**
+         * SendableTensor
+         * @description One tensor that can be sent.
+         */
+        SendableTensor: {
+            name: string;
+            dtypes: string[];
+            shape: number[];
         };
         /**
          * Span
-         * @description Positions from, up to and not including, to; negative: from the end of the prompt.
+         * @description Positions from `from` up to and not including `to`; negative: from the end of the prompt.
          */
         Span: {
-            /**
-             * From
-             * @default 0
-             */
+            /** @default 0 */
             from: number;
-            /**
-             * To
-             * @default null
-             */
+            /** @default null */
             to: number | null;
         };
         /**
          * SteerEntry
-         * @description One vector's work on a request.
+         * @description One vector and what it does to a request.
          */
         SteerEntry: {
-            /** Vector */
             vector: string | components["schemas"]["InlineVector"];
             /**
-             * Digest
-             * @description refused if the name means another content
+             * @description refused if the vector of this name has other content
              * @default null
              */
             digest: string | null;
-            /**
-             * Scale
-             * @default 1
-             */
+            /** @default 1 */
             scale: number;
             /**
-             * Op
              * @default add
-             * @enum {string}
+             * @enum {unknown}
              */
-            op: "add" | "ablate" | "clamp" | "replace";
-            /**
-             * Match Norm
-             * @default false
-             */
+            op: "ablate" | "add" | "clamp" | "replace";
+            /** @default false */
             match_norm: boolean;
-            /**
-             * Low
-             * @default null
-             */
+            /** @default null */
             low: number | null;
-            /**
-             * High
-             * @default null
-             */
+            /** @default null */
             high: number | null;
             /**
-             * Points
-             * @description all of the vector's if left out
+             * @description all points of the vector if left out
              * @default null
              */
             points: string[] | null;
-            /**
-             * When
-             * @default both
-             */
-            when: ("both" | "prompt" | "generation" | "last_prompt") | components["schemas"]["Window"];
+            /** @default both */
+            when: ("both" | "generation" | "last_prompt" | "prompt") | components["schemas"]["Window"];
             /** @default null */
             gate: components["schemas"]["Gate"] | null;
         };
@@ -1337,27 +922,11 @@ export interface components {
          * @description `clairai` of an answer, and of the first chunk of a stream: what the engine applies.
          */
         SteeringEcho: {
-            /**
-             * Steering
-             * @default []
-             */
-            steering: components["schemas"]["AppliedEntry"][];
-            /**
-             * Stop
-             * @description rules, with their thresholds
-             * @default null
-             */
-            stop: {
-                [key: string]: unknown;
-            }[] | null;
-            /**
-             * Weights
-             * @description version of the weights that it began with
-             * @default null
-             */
-            weights: number | null;
-        } & {
-            [key: string]: unknown;
+            steering?: components["schemas"]["AppliedEntry"][];
+            /** @description rules, with their thresholds */
+            stop?: Record<string, never>[] | null;
+            /** @description version of the weights that it began with */
+            weights?: number | null;
         };
         /**
          * SteeringEvent
@@ -1368,56 +937,59 @@ export interface components {
         };
         /**
          * StopRule
-         * @description Act when a probe is at or over a threshold for so many tokens: end the answer, say so in the
-         *     engine's log, or steer the rest of it.
+         * @description Acts once a probe is at or above a threshold for so many tokens in a row: ends the answer,
+         *         writes to the engine's log, or steers the rest of the answer.
          */
         StopRule: {
-            /** Probe */
             probe: string;
             /**
-             * Threshold
              * @description the probe's own if left out
              * @default null
              */
             threshold: number | null;
             /**
-             * Tokens
              * @description in a row
              * @default 1
              */
             tokens: number;
             /**
-             * Action
              * @default stop
-             * @enum {string}
+             * @enum {unknown}
              */
-            action: "stop" | "alert" | "steer";
+            action: "alert" | "steer" | "stop";
             /**
-             * Steer
              * @description for the action steer
              * @default []
              */
             steer: components["schemas"]["SteerEntry"][];
         };
         /**
+         * TensorList
+         * @description What can be sent.
+         */
+        TensorList: {
+            data: components["schemas"]["SendableTensor"][];
+        };
+        /**
+         * Tiers
+         * @description What steers every request that is admitted from now on.
+         */
+        Tiers: {
+            base: Record<string, never>[];
+            prefill: Record<string, never>[];
+            decode: Record<string, never>[];
+            version: number;
+        };
+        /**
          * TiersChange
          * @description A tier that is left out stays as it is; an empty list clears it.
          */
         TiersChange: {
-            /**
-             * Base
-             * @default []
-             */
+            /** @default [] */
             base: components["schemas"]["SteerEntry"][];
-            /**
-             * Prefill
-             * @default []
-             */
+            /** @default [] */
             prefill: components["schemas"]["SteerEntry"][];
-            /**
-             * Decode
-             * @default []
-             */
+            /** @default [] */
             decode: components["schemas"]["SteerEntry"][];
         };
         /**
@@ -1425,71 +997,109 @@ export interface components {
          * @description Event `token`: `tokens[k]` is the text to show for token `start + k`.
          */
         TokenEvent: {
-            /**
-             * Part
-             * @enum {string}
-             */
-            part: "prompt" | "answer";
-            /** Choice */
+            /** @enum {unknown} */
+            part: "answer" | "prompt";
             choice: number;
-            /** Start */
             start: number;
-            /** Token Ids */
             token_ids: number[];
-            /** Tokens */
             tokens: string[];
-            /** Text */
             text: string;
+        };
+        /**
+         * VectorCapacity
+         * @description What unfinished requests may have in use at once.
+         */
+        VectorCapacity: {
+            rows: number;
+            programs: number;
+        };
+        /**
+         * VectorInfo
+         * @description What people are told of a steering vector.
+         */
+        VectorInfo: {
+            name: string;
+            points: string[];
+            width: number;
+            digest: string;
+            norms: number[];
+            description: string | null;
+            method: string | null;
+            scale: number;
+        };
+        /** VectorList */
+        VectorList: {
+            data: components["schemas"]["VectorInfo"][];
+            version: number;
+            /** @description where this engine can steer */
+            points: string[];
+            width: number;
+            capacity: components["schemas"]["VectorCapacity"];
+        };
+        /**
+         * WeightsCommitted
+         * @description They serve.
+         */
+        WeightsCommitted: {
+            version: number;
+            digest: string;
+            nbytes: number;
+            load_s: number;
+            bank_version: number | null;
+            vectors_version: number | null;
         };
         /**
          * WeightsManifest
          * @description One hand-over: all of it takes effect at once, or none.
          */
         WeightsManifest: {
-            /**
-             * Version
-             * @constant
-             */
+            /** @enum {unknown} */
             version: 1;
-            /** Transfer */
             transfer: string;
-            /** Epoch */
             epoch: string;
-            /** Device */
             device: string;
-            /** Buffers */
             buffers: number[];
-            /** Tensors */
             tensors: components["schemas"]["ManifestTensor"][];
-            /**
-             * Label
-             * @default
-             */
+            /** @default  */
             label: string;
         };
         /**
+         * WeightsPlanned
+         * @description The plan is good.
+         */
+        WeightsPlanned: {
+            transfer: string;
+            nbytes: number;
+        };
+        /**
+         * WeightsState
+         * @description The weights that serve now.
+         */
+        WeightsState: {
+            version: number;
+            label: string;
+            digest: string;
+            epoch: string;
+            device: string;
+            num_tensors: number;
+            is_torn: boolean;
+        };
+        /**
          * Window
-         * @description Positions `[first, end)` of a phase; `end` null: on and on.
+         * @description Positions `[first, end)` of a phase; `end` null: no end.
          */
         Window: {
             /**
-             * Phase
              * @default both
-             * @enum {string}
+             * @enum {unknown}
              */
-            phase: "both" | "prompt" | "generation" | "last_prompt";
-            /**
-             * Positions
-             * @default null
-             */
+            phase: "both" | "generation" | "last_prompt" | "prompt";
+            /** @default null */
             positions: [
                 number,
                 number | null
             ][] | null;
-            /**
-             * Skip Special
-             * @default false
-             */
+            /** @default false */
             skip_special: boolean;
         };
     };
