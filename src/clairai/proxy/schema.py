@@ -197,7 +197,7 @@ class PromptScores(Answer, kw_only=True):
     token_ids: list[int]
     tokens: list[str]
     scores: list[list[Score]]
-    lost: int | None | UnsetType = UNSET
+    lost: int | UnsetType | None = UNSET
     weights: _RowWeights = UNSET
 
 
@@ -220,7 +220,7 @@ class ProbeUpdateEvent(Answer):
     names: tuple[str, ...]
     start: int
     scores: list[list[Score]]
-    lost: int | None | UnsetType = UNSET
+    lost: int | UnsetType | None = UNSET
     weights: _RowWeights = UNSET
 
 

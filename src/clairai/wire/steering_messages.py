@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
 import msgspec
 
@@ -14,10 +14,10 @@ class ListedVector(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     points: tuple[str, ...]
     width: int
     digest: str  # of its content
-    norms: tuple[float, ...]  # one for each point
+    norms: Annotated[tuple[float, ...], msgspec.Meta(description="one for each point")]
     description: str | None = None
     method: str | None = None  # how it was made
-    scale: float = 1.0  # suggested
+    scale: Annotated[float, msgspec.Meta(description="suggested")] = 1.0
 
 
 class ListVectors(msgspec.Struct, frozen=True, tag="list_vectors", forbid_unknown_fields=True):

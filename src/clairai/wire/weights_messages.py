@@ -88,13 +88,17 @@ class FindVersions(msgspec.Struct, frozen=True, tag="find_versions", forbid_unkn
 class WeightsState(msgspec.Struct, frozen=True, tag="weights_state", forbid_unknown_fields=True):
     """The weights that serve now."""
 
-    version: int  # 0: those the engine was started with
+    version: Annotated[
+        int, msgspec.Meta(description="counts transfers; 0: those the engine was started with")
+    ]
     label: str
-    digest: str  # of the content; empty for version 0
+    digest: Annotated[str, msgspec.Meta(description="of the content; empty for version 0")]
     epoch: str
-    device: str  # "cpu", or a GPU's UUID
+    device: Annotated[str, msgspec.Meta(description='"cpu", or the UUID of a GPU')]
     num_tensors: int
-    is_torn: bool = False
+    is_torn: Annotated[
+        bool, msgspec.Meta(description="a load stopped half-way; nothing is served")
+    ] = False
     socket: str = ""  # where the worker accepts buffers, for senders on this machine
 
 
@@ -137,8 +141,12 @@ class WeightsCommitted(
     digest: str
     nbytes: int
     load_s: float
-    bank_version: int | None = None  # of the probes, if any were among it
-    vectors_version: int | None = None  # of the steering vectors, likewise
+    bank_version: Annotated[
+        int | None, msgspec.Meta(description="of the probes, if any were sent")
+    ] = None
+    vectors_version: Annotated[
+        int | None, msgspec.Meta(description="of the steering vectors, if any were sent")
+    ] = None
     # For the engine core, which removes them from the reply: it resolves gates and names.
     probe_rows: NewRows | None = None
     vector_rows: tuple[NewRows, ...] = ()

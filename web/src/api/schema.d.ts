@@ -1022,9 +1022,11 @@ export interface components {
             points: string[];
             width: number;
             digest: string;
+            /** @description one for each point */
             norms: number[];
             description: string | null;
             method: string | null;
+            /** @description suggested */
             scale: number;
         };
         /** VectorList */
@@ -1045,12 +1047,14 @@ export interface components {
             digest: string;
             nbytes: number;
             load_s: number;
+            /** @description of the probes, if any were sent */
             bank_version: number | null;
+            /** @description of the steering vectors, if any were sent */
             vectors_version: number | null;
         };
         /**
          * WeightsManifest
-         * @description One hand-over: all of it takes effect at once, or none.
+         * @description One transfer, which takes effect as a whole or not at all.
          */
         WeightsManifest: {
             /** @enum {unknown} */
@@ -1076,12 +1080,16 @@ export interface components {
          * @description The weights that serve now.
          */
         WeightsState: {
+            /** @description counts transfers; 0: those the engine was started with */
             version: number;
             label: string;
+            /** @description of the content; empty for version 0 */
             digest: string;
             epoch: string;
+            /** @description "cpu", or the UUID of a GPU */
             device: string;
             num_tensors: number;
+            /** @description a load stopped half-way; nothing is served */
             is_torn: boolean;
         };
         /**

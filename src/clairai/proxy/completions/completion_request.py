@@ -218,9 +218,7 @@ def _check_supported(fields: BodyFields, limits: Limits) -> None:
             "clairai.prompt_scores instead of echo, or set return_token_ids too"
         )
     if "include_reasoning" in fields and not is_true(fields["include_reasoning"]):
-        raise RequestError(
-            "include_reasoning=false hides token ids that scores need; leave it out"
-        )
+        raise RequestError("include_reasoning=false hides token ids that scores need; leave it out")
     prompt = decode_value(fields.get("prompt"))
     if isinstance(prompt, list) and len(prompt) > 1 and isinstance(prompt[0], str | list):
         raise RequestError(f"{len(prompt)} prompts in one request; send one prompt in each")
