@@ -15,7 +15,7 @@ import msgspec
 from aiohttp import web
 
 from clairai.errors import ClairaiError
-from clairai.wire.ring_messages import ListedProbe
+from clairai.wire.control_messages import ListedProbe
 from tests.http import vllm_wire
 from tests.http.fake import BANK, TOKEN_BYTES, Exchange, Ring, Script, answering, refusal
 from tests.http.fake_captures import Captures

@@ -20,7 +20,7 @@ from clairai.fields.steer import Op
 from clairai.fields.when import Phase
 from clairai.proxy.completions.completion_request import ClairaiOptions
 from clairai.weights.manifest import Manifest, PlannedTensor
-from clairai.wire import capture_messages, ring_messages, steering_messages, weights_messages
+from clairai.wire import capture_messages, control_messages, steering_messages, weights_messages
 
 REF: Final = "#/components/schemas/{name}"
 Score = float | None  # null: no such score
@@ -306,7 +306,7 @@ class SteeringEvent(Answer):
 
 
 class ProbeList(Answer):
-    data: tuple[ring_messages.ListedProbe, ...]
+    data: tuple[control_messages.ListedProbe, ...]
     capacity: int
     version: int
 
@@ -452,8 +452,8 @@ _ANSWERS: Final = (
     *(EngineDescription, ExampleList, Health),
 )
 _WIRE_ANSWERS: Final[tuple[type[Struct], ...]] = (
-    ring_messages.ListedProbe,
-    ring_messages.Histogram,
+    control_messages.ListedProbe,
+    control_messages.Histogram,
     steering_messages.ListedVector,
     weights_messages.ListedTensor,
     weights_messages.WeightsState,
@@ -462,7 +462,7 @@ _WIRE_ANSWERS: Final[tuple[type[Struct], ...]] = (
 )
 # Names in the document of wire structs that have another name in the code.
 _NAMES: Final[dict[type[Struct], str]] = {
-    ring_messages.ListedProbe: "ProbeInfo",
+    control_messages.ListedProbe: "ProbeInfo",
     steering_messages.ListedVector: "VectorInfo",
     weights_messages.ListedTensor: "SendableTensor",
     Manifest: "WeightsManifest",
@@ -470,6 +470,13 @@ _NAMES: Final[dict[type[Struct], str]] = {
 }
 # Fields of wire structs that clients do not get.
 _HIDDEN: Final = ("type", "socket", "probe_rows", "vector_rows")
+# Fields of wire structs that are always sent, but that a client should not rely on.
+_OPTIONAL: Final = frozenset(
+    (
+        *("description", "auroc", "histogram", "method", "scale"),
+        *("bank_version", "vectors_version"),
+    )
+)
 _POSITION: Final[dict[str, Any]] = {
     "anyOf": [
         {"enum": list(get_args(PositionSelector)), "type": "string"},
@@ -505,15 +512,16 @@ def make_components() -> dict[str, Any]:
 
 def _require_all_fields(struct: type[Struct], schema: dict[str, Any]) -> None:
     """Describe a struct that is only written: a field is left out only if it is UNSET."""
-    unset = {field.encode_name for field in fields(struct) if field.default is UNSET}
     properties = schema["properties"]
+    optional = {field.encode_name for field in fields(struct) if field.default is UNSET}
     if not issubclass(struct, Answer):
+        optional |= _OPTIONAL
         schema.pop("additionalProperties", None)  # a newer engine may say more
         for name in _HIDDEN:
             properties.pop(name, None)
     for one in properties.values():
         one.pop("default", None)
-    schema["required"] = [name for name in properties if name not in unset]
+    schema["required"] = [name for name in properties if name not in optional]
 
 
 def main() -> None:

@@ -726,7 +726,7 @@ export interface components {
         };
         /**
          * Histogram
-         * @description How often scores of a reference set fell into each of equal parts of `low` to `high`.
+         * @description How many scores of a reference set fell into each of equal parts of `low` to `high`.
          */
         Histogram: {
             low: number;
@@ -785,9 +785,9 @@ export interface components {
         };
         /**
          * ProbeInfo
-         * @description What people are told of a probe besides; only in control messages.
+         * @description All that users see of a probe.
          *
-         *         2048 of these can be longer than MAX_MESSAGE_BYTES, and no reader needs them to read a record.
+         *         Readers of the ring do not get this much: 2048 of these can exceed MAX_MESSAGE_BYTES.
          */
         ProbeInfo: {
             name: string;
@@ -800,9 +800,9 @@ export interface components {
                 number
             ] | null;
             digest: string;
-            description: string | null;
-            auroc: number | null;
-            histogram: components["schemas"]["Histogram"] | null;
+            description?: string | null;
+            auroc?: number | null;
+            histogram?: components["schemas"]["Histogram"] | null;
         };
         /** ProbeList */
         ProbeList: {
@@ -1015,7 +1015,7 @@ export interface components {
         };
         /**
          * VectorInfo
-         * @description What people are told of a steering vector.
+         * @description What users see of a steering vector.
          */
         VectorInfo: {
             name: string;
@@ -1024,10 +1024,10 @@ export interface components {
             digest: string;
             /** @description one for each point */
             norms: number[];
-            description: string | null;
-            method: string | null;
+            description?: string | null;
+            method?: string | null;
             /** @description suggested */
-            scale: number;
+            scale?: number;
         };
         /** VectorList */
         VectorList: {
@@ -1040,7 +1040,7 @@ export interface components {
         };
         /**
          * WeightsCommitted
-         * @description They serve.
+         * @description The new weights serve.
          */
         WeightsCommitted: {
             version: number;
@@ -1048,9 +1048,9 @@ export interface components {
             nbytes: number;
             load_s: number;
             /** @description of the probes, if any were sent */
-            bank_version: number | null;
+            bank_version?: number | null;
             /** @description of the steering vectors, if any were sent */
-            vectors_version: number | null;
+            vectors_version?: number | null;
         };
         /**
          * WeightsManifest
