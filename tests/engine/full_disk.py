@@ -1,7 +1,7 @@
 """A capture consumer whose disk is full while a file beside its folder exists.
 
 As somebody else's package would bring it: an entry point, found wherever the engine's process and
-its clerk look for packages.
+its capture writer look for packages.
 """
 
 from __future__ import annotations
