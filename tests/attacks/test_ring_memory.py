@@ -18,7 +18,7 @@ from clairai.ring import layout
 from clairai.ring.memory import HostMemory
 from clairai.ring.reader import RingCursor
 from clairai.ring.writer import RingWriter
-from tests.process.parts import SMALL, publish_plain
+from tests.support.ring_engine import SMALL, publish_plain
 
 EPOCH = 0x0123_4567_89AB_CDEF
 

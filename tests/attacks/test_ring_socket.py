@@ -28,8 +28,8 @@ from clairai.ring.memory import HostMemory
 from clairai.ring.server import _ACCEPTED, MAX_REQUEST_BYTES
 from clairai.ring.writer import RingWriter
 from clairai.wire.ring_messages import MAX_MESSAGE_BYTES, AskBank, Bank, Refusal
-from tests.process.footprint import nothing_left_behind
-from tests.process.parts import SMALL, forked, running_engine, small_bank, until, welcome
+from tests.support.footprint import nothing_left_behind
+from tests.support.ring_engine import SMALL, forked, running_engine, small_bank, until, welcome
 
 NOBODY = 65534
 

@@ -17,7 +17,7 @@ from clairai.local.private_socket import Connection, runtime_dir, socket_path
 from clairai.weights.socket_client import BufferClient
 from clairai.weights.socket_server import FROM_ENGINE, SOCKET_KIND, BufferServer
 from clairai.wire.ring_messages import Refusal
-from tests.process.parts import forked
+from tests.support.ring_engine import forked
 from tests.support.weights_target import Target, target
 
 NOBODY = 65534

@@ -15,7 +15,7 @@ import pytest
 from clairai.weights.host_buffers import HostBuffer
 from clairai.weights.manifest import GRANULE_BYTES, Manifest, encode_manifest
 from clairai.weights.socket_server import MAX_FRAME_BYTES
-from tests.process.footprint import nothing_left_behind
+from tests.support.footprint import nothing_left_behind
 from tests.support.weights import altered
 from tests.support.weights_target import Target, offer_of, said, target
 

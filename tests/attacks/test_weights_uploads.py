@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from clairai.errors import WeightsError
 from clairai.weights.manifest import Manifest, encode_manifest
 from clairai.weights.upload import MAX_UPLOAD_HEADER_BYTES, SafetensorsUpload, safetensors_header
-from tests.process.footprint import nothing_left_behind
+from tests.support.footprint import nothing_left_behind
 from tests.support.weights import plan, weights
 from tests.support.weights_target import Target, target
 

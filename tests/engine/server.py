@@ -19,7 +19,7 @@ from clairai.library.config import config
 from clairai.points import Point
 from clairai.probe.files import save
 from clairai.probe.model import Probe
-from tests.process.parts import until
+from tests.support.ring_engine import until
 
 MODEL: Final = "SmolLM2-135M-Instruct"
 NAMED: Final = ("--served-model-name", MODEL)

@@ -29,7 +29,7 @@ from clairai.weights import Sender
 from clairai.wire import ring_messages
 from tests.engine import server as parts
 from tests.engine import weighed
-from tests.process.parts import until
+from tests.support.ring_engine import until
 
 DEADLINE_S: Final = 120.0
 

@@ -22,7 +22,7 @@ from clairai.store.disk import claim_folder
 from clairai.store.read import open as open_store
 from scripts.demo_documents import NUM_FOLDS, texts
 from tests.engine.process import ENVIRONMENT
-from tests.process.parts import until
+from tests.support.ring_engine import until
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(300)]
 

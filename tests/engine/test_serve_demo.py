@@ -21,7 +21,7 @@ import pytest
 from clairai.demo.model import NAME
 from clairai.launch import process_guard
 from tests.engine import server as parts
-from tests.process.parts import until
+from tests.support.ring_engine import until
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
 

@@ -37,7 +37,7 @@ from tests.engine.swapping import (
     serving,
 )
 from tests.http.world import proxy_of
-from tests.process.parts import until
+from tests.support.ring_engine import until
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
 

@@ -15,7 +15,7 @@ from clairai.proxy.proxy_settings import Limits
 from tests.http.answers import CHAT, TEXT, asking, events, expected, told_by_events
 from tests.http.fake import PROMPT, Exchange, answering
 from tests.http.world import HURRIED, PATIENT, World, world
-from tests.process.parts import until
+from tests.support.ring_engine import until
 
 HELLO = [72, 101, 108, 108, 111]
 NAMED = asking(events="named")

@@ -20,7 +20,7 @@ from clairai.wire import ring_messages
 from tests.http.answers import CHAT
 from tests.http.fake import Exchange
 from tests.http.world import World, world
-from tests.process.parts import until
+from tests.support.ring_engine import until
 
 SCORED = {"clairai": {"probes": "all"}}
 

@@ -10,7 +10,7 @@ from clairai.wire import ring_messages
 from tests.http.answers import CHAT, asking, chunks, expected, told
 from tests.http.fake import PROMPT, Exchange
 from tests.http.world import HURRIED, World, world
-from tests.process.parts import until
+from tests.support.ring_engine import until
 
 HELLO = [72, 101, 108, 108, 111]
 BYE = [66, 121, 101]

@@ -21,7 +21,7 @@ from clairai.wire import ring_messages
 from tests.http.answers import CHAT, asking, chunks, expected, told
 from tests.http.fake import Exchange, Ring, answering, bank_of
 from tests.http.world import HURRIED, World, world
-from tests.process.parts import running_engine, until
+from tests.support.ring_engine import running_engine, until
 
 HELLO = [72, 101, 108, 108, 111]
 

@@ -29,7 +29,7 @@ from tests.http.answers import CHAT, TEXT, events, without_ours
 from tests.http.embedding import Embedding
 from tests.http.stack_load import Sent, plan, send_all
 from tests.http.world import PATIENT, proxy_of
-from tests.process.parts import until
+from tests.support.ring_engine import until
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(300)]
 

@@ -22,7 +22,7 @@ from tests.http.answers import CHAT, TEXT, asking, chunks, events, expected, tol
 from tests.http.fake import answering
 from tests.http.test_observed import Told
 from tests.http.world import World, world
-from tests.process.parts import until
+from tests.support.ring_engine import until
 
 HELLO = [72, 101, 108, 108, 111]
 STEER = [{"vector": "calm", "scale": 2.0}]

@@ -17,7 +17,7 @@ from clairai.proxy.proxy_settings import Limits
 from tests.http.answers import CHAT, asking, chunks, expected, told
 from tests.http.fake import Exchange, answering
 from tests.http.world import HURRIED, World, world
-from tests.process.parts import until
+from tests.support.ring_engine import until
 
 PLAIN = {"messages": [], "stream": True}
 WITHOUT_ENGINE = "http://127.0.0.1:9"  # the discard port: nobody listens

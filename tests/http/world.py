@@ -24,7 +24,7 @@ from clairai.ring.layout import RingShape
 from tests.http.answers import CHAT
 from tests.http.fake import Ring, Script, answering, bank_of
 from tests.http.fake_server import Upstream
-from tests.process.parts import Engine, running_engine, until
+from tests.support.ring_engine import Engine, running_engine, until
 
 Result = TypeVar("Result")
 SHAPE = RingShape(slots=512, slot_bytes=4096)

@@ -29,8 +29,8 @@ from clairai.weights.pending_transfer import TransferTracker
 from clairai.weights.socket_client import BufferClient
 from clairai.weights.torch_buffers import ReceivedDeviceBuffer
 from clairai.wire.weights_messages import BufferFilled, BufferOffer
-from tests.process.parts import until
 from tests.support.cuda import UUIDS, CUresult, ToyDriver, install
+from tests.support.ring_engine import until
 from tests.support.weights import ToyLlm, plan, weights
 
 GPU = torch.device("cpu:0")  # not equal to the host's device, which has no index

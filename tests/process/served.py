@@ -19,7 +19,7 @@ import pytest
 
 from clairai.launch import process_guard
 from tests.process import toy_vllm
-from tests.process.parts import until as until_within
+from tests.support.ring_engine import until as until_within
 
 ROOT = Path(__file__).resolve().parents[2]
 KEY = "a-key-that-must-not-be-seen"

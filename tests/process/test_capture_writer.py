@@ -23,9 +23,9 @@ from clairai.engine.capture.capture_plan import KeepThreshold
 from clairai.engine.capture.encode import encode_twin
 from clairai.store.codecs.registry import named
 from clairai.wire import capture_messages
-from tests.process.parts import until
 from tests.support.capture_parts import capture_plan
 from tests.support.capture_rig import Rig, remote_rig
+from tests.support.ring_engine import until
 
 DEADLINE_S = 20.0
 FS = ("fs",)

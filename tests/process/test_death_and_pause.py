@@ -20,8 +20,8 @@ import pytest
 from clairai.errors import EngineGoneError
 from clairai.ring.attach import RingReader
 from clairai.ring.follow import EngineAttached, EngineDetached, FollowEvent, RecordBatch, follow
-from tests.process.footprint import footprint, nothing_left_behind
-from tests.process.parts import (
+from tests.support.footprint import footprint, nothing_left_behind
+from tests.support.ring_engine import (
     SMALL,
     attach_first,
     forked,

@@ -16,7 +16,7 @@ from clairai.ring.layout import HEAD_OFFSET, WORD_BYTES
 from clairai.ring.memory import HostMemory
 from clairai.ring.reader import ReaderStatistics
 from clairai.ring.writer import RingWriter
-from tests.process.parts import (
+from tests.support.ring_engine import (
     attach_first,
     forked,
     is_intact,

@@ -53,7 +53,7 @@ async def _serve(path: str) -> None:
     from tests.http.fake import Ring, answering, bank_of
     from tests.http.fake_server import Upstream
     from tests.http.world import SHAPE
-    from tests.process.parts import running_engine
+    from tests.support.ring_engine import running_engine
 
     config = json.loads(sys.argv[sys.argv.index("--additional-config") + 1])
     folder = Path(config["clairai"]["runtime_dir"])

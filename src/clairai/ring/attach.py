@@ -178,7 +178,7 @@ def _map_ring(welcome: Welcome, fds: list[int], *, is_same_process: bool) -> Rin
     if welcome.home == "host":
         return HostMemory.attach(fds[0], welcome.nbytes)
     if is_same_process and welcome.address:
-        return DeviceMemory.borrow(welcome.address, welcome.nbytes, welcome.gpu)
+        return DeviceMemory.at_address(welcome.address, welcome.nbytes, welcome.gpu)
     return DeviceMemory.attach(welcome.handle, welcome.nbytes, welcome.gpu)
 
 

@@ -175,7 +175,7 @@ class DeviceMemory(DeviceBlock):
         return memory
 
     @classmethod
-    def borrow(cls, address: int, nbytes: int, uuid: str) -> DeviceMemory:
+    def at_address(cls, address: int, nbytes: int, uuid: str) -> DeviceMemory:
         """Use memory of this process: CUDA IPC cannot open a handle in the process that made it."""
         gpu = Gpu.by_uuid(uuid)
         gpu.enter()

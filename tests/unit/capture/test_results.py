@@ -15,9 +15,9 @@ from clairai.capture.pipe import Pipe
 from clairai.capture.remote import WRITER_ENDED, RemoteBackend
 from clairai.capture.results import CaptureResults, RowTotals
 from clairai.capture.staging_arena import StagingArena
-from tests.process.parts import until
 from tests.support.capture_parts import ToyConsumer, capture_plan
 from tests.support.capture_rig import ABOUT
+from tests.support.ring_engine import until
 
 ANSWER = (5, 0)
 

@@ -20,7 +20,7 @@ from clairai.launch.engine_command import EngineCommand, PrivateSocket
 from clairai.launch.engine_log import EngineLog
 from clairai.launch.engine_process import EngineProcess
 from clairai.local.private_socket import socket_path
-from tests.process.parts import until
+from tests.support.ring_engine import until
 
 # Stands in for vLLM: a server with a child in a session of its own that ignores SIGTERM.
 SERVER = """

@@ -22,8 +22,8 @@ from clairai.local.private_socket import (
     socket_path,
 )
 from clairai.wire.ring_messages import AskBank
-from tests.process.footprint import nothing_left_behind
-from tests.process.parts import running_engine
+from tests.support.footprint import nothing_left_behind
+from tests.support.ring_engine import running_engine
 
 ACCEPTED = MessageFormat[AskBank](AskBank, max_bytes=100, error=HandshakeError)
 

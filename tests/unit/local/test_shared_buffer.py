@@ -26,7 +26,7 @@ from clairai.local.shared_buffer import (
 from clairai.ring.memory import HostMemory
 from clairai.weights.host_buffers import HostBuffer
 from clairai.wire import weights_messages
-from tests.process.footprint import nothing_left_behind
+from tests.support.footprint import nothing_left_behind
 
 
 def test_a_reusable_buffer_refuses_few_and_very_many_bytes() -> None:

@@ -14,7 +14,7 @@ from clairai.local.private_socket import encode_frame, live_engine_sockets
 from clairai.ring.attach import RingReader
 from clairai.ring.server import MAX_READERS
 from clairai.wire.ring_messages import MAX_MESSAGE_BYTES, Bank, ProbeInfo
-from tests.process.parts import attach_first, forked, publish_plain, running_engine, until
+from tests.support.ring_engine import attach_first, forked, publish_plain, running_engine, until
 
 
 def test_many_readers_each_get_every_record(tmp_path: Path) -> None:

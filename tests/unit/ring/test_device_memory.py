@@ -18,9 +18,9 @@ from clairai.ring.memory import STAGING_BYTES, DeviceMemory, HostMemory
 from clairai.ring.reader import RingCursor
 from clairai.ring.server import RingServer
 from clairai.ring.writer import RingWriter
-from tests.process.footprint import nothing_left_behind
-from tests.process.parts import is_intact, publish_marked, small_bank, welcome
 from tests.support.cuda import UUIDS, CUresult, ToyDriver, install
+from tests.support.footprint import nothing_left_behind
+from tests.support.ring_engine import is_intact, publish_marked, small_bank, welcome
 
 SHAPE = RingShape(slots=8, slot_bytes=4096, ahead=2)
 EPOCH = 0xFEED_FACE_CAFE_BEEF

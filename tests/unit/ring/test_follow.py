@@ -11,7 +11,7 @@ from clairai.errors import EngineGoneError
 from clairai.ring.follow import EngineAttached, EngineDetached, NoEngine, RecordBatch, follow
 from clairai.ring.reader import ReaderStatistics
 from clairai.wire.ring_messages import Bank
-from tests.process.parts import publish_plain, running_engine
+from tests.support.ring_engine import publish_plain, running_engine
 
 
 def test_a_follower_waits_for_an_engine_and_reads_it_from_its_first_record(tmp_path: Path) -> None:
@@ -90,7 +90,7 @@ def test_an_engine_that_hangs_up_but_lives_is_read_on_without_a_repeat(tmp_path:
 def test_an_engine_of_another_version_is_named_as_the_reason_to_wait(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("tests.process.parts.WIRE_VERSION", 999)
+    monkeypatch.setattr("tests.support.ring_engine.WIRE_VERSION", 999)
     with (
         running_engine(tmp_path),
         closing(follow(tmp_path, start="oldest", stop=lambda: False)) as events,

@@ -16,7 +16,7 @@ from clairai.ring.memory import HostMemory
 from clairai.ring.reader import RingCursor
 from clairai.ring.writer import RingWriter, WriterStatistics
 from clairai.wire.ring_messages import ROW
-from tests.process.parts import SMALL, is_intact, publish_marked, publish_plain
+from tests.support.ring_engine import SMALL, is_intact, publish_marked, publish_plain
 
 EPOCH = 0xFEED_FACE_CAFE_BEEF
 

@@ -17,7 +17,6 @@ from clairai.server import capture_routes
 from clairai.server import response_fields as handle_module
 from clairai.store.bundle import bundle
 from clairai.wire.capture_messages import Captured, Captures
-from tests.process.parts import until
 from tests.support.api_server import PATHS, PROMPT
 from tests.support.capturing_server import (
     NUM_ROWS,
@@ -26,6 +25,7 @@ from tests.support.capturing_server import (
     capturing_server,
     values,
 )
+from tests.support.ring_engine import until
 
 CHAT, TEXT = PATHS
 HELLO = [{"role": "user", "content": "ab"}, {"role": "user", "content": "cd"}]

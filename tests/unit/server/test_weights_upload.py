@@ -17,8 +17,8 @@ from clairai.weights.manifest import Manifest, PlannedTensor, encode_manifest
 from clairai.weights.pack import PackedBuffer
 from clairai.weights.transport import _file_pieces
 from clairai.weights.upload import safetensors_header
-from tests.process.footprint import nothing_left_behind
-from tests.process.parts import until
+from tests.support.footprint import nothing_left_behind
+from tests.support.ring_engine import until
 from tests.support.weights import weights
 from tests.support.weights_target import Target, target
 

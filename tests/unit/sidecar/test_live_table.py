@@ -11,8 +11,8 @@ from clairai.ring.reader import ReaderStatistics, Record
 from clairai.sidecar import live_table
 from clairai.sidecar.live_state import MAX_REQUESTS, RATE_WINDOW_S, LiveState
 from clairai.wire import ring_messages
-from tests.process.parts import SMALL, welcome
 from tests.support.records import Row, bank, cached, finished, record
+from tests.support.ring_engine import SMALL, welcome
 
 
 def _record(*rows: Row, num_columns: int = 1) -> Record:

@@ -16,7 +16,7 @@ import numpy as np
 
 from clairai.ring.writer import RingWriter
 from clairai.wire.ring_messages import ROW, Bank, ProbeInfo
-from tests.process.parts import running_engine, until
+from tests.support.ring_engine import running_engine, until
 
 COMMAND = (sys.executable, "-m", "clairai.cli", "sidecar")
 

@@ -16,8 +16,8 @@ from clairai.errors import EngineGoneError, UnsupportedError, WeightsError, Weig
 from clairai.weights import Sender, Sent
 from clairai.weights.socket_client import BufferClient
 from clairai.wire.weights_messages import DescribeWeights, ListTensors
-from tests.process.footprint import nothing_left_behind
-from tests.process.parts import until
+from tests.support.footprint import nothing_left_behind
+from tests.support.ring_engine import until
 from tests.support.weights import SHAPES, ToyLlm, engine, weights
 
 

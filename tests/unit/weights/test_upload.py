@@ -14,7 +14,7 @@ from safetensors.torch import save as as_file
 from clairai.errors import WeightsError
 from clairai.weights.manifest import Manifest
 from clairai.weights.upload import MAX_UPLOAD_HEADER_BYTES, SafetensorsUpload, safetensors_header
-from tests.process.footprint import nothing_left_behind
+from tests.support.footprint import nothing_left_behind
 from tests.support.weights import plan, weights
 
 

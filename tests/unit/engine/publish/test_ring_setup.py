@@ -17,8 +17,8 @@ from clairai.errors import ConfigError, RingError
 from clairai.ring.layout import HEADER, RingHeader, RingShape
 from clairai.ring.memory import DeviceMemory, HostMemory
 from clairai.settings import Settings
-from tests.process.footprint import nothing_left_behind
 from tests.support.cuda import UUIDS, ToyDriver, install
+from tests.support.footprint import nothing_left_behind
 
 EPOCH = 7
 

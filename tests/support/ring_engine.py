@@ -1,7 +1,7 @@
-"""Takes a folder; gives whole engines to read from, self-describing records, and ways to wait.
+"""The ring side of an engine to read from, self-describing records, and waiting with a deadline.
 
-Every word of a record is a function of its epoch, its seq and its index, so that one word of any
-other record shows.
+Every word of a record follows from its epoch, its sequence number and its index, so that a single
+word of another record is noticed.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def running_engine(
     bank_of: GetBank | None = None,
     writer_class: type[RingWriter] = RingWriter,
 ) -> Iterator[Engine]:
-    """An engine that is gone, with all it held, after the block."""
+    """An engine that exists within this context."""
     epoch = new_epoch()
     with HostMemory.create(shape.nbytes) as memory:
         writer = writer_class(memory, shape, epoch)
@@ -62,7 +62,7 @@ def running_engine(
 
 
 def welcome(epoch: int, shape: RingShape) -> Welcome:
-    """What such an engine says first."""
+    """The first message of such an engine."""
     return Welcome(
         wire_version=WIRE_VERSION,
         epoch=epoch,
@@ -78,12 +78,12 @@ def welcome(epoch: int, shape: RingShape) -> Welcome:
 
 
 def small_bank(version: int) -> Bank | None:
-    """Bank 1 has one probe; there is no other."""
+    """Bank 1 has one probe; there is no other bank."""
     return Bank(1, (ProbeInfo("kind", "post_block.0"),)) if version == 1 else None
 
 
 def publish_marked(writer: RingWriter, epoch: int, seqs: range) -> None:
-    """Publish records that `is_intact` knows; `seqs` are the ones the writer is at."""
+    """Publish records that `is_intact` recognizes; `seqs` must begin at the writer's next one."""
     for seq in seqs:
         words = _marks(seq) ^ _mix(epoch, seq)
         num_rows = _num_rows(seq)
@@ -93,7 +93,7 @@ def publish_marked(writer: RingWriter, epoch: int, seqs: range) -> None:
 
 
 def is_intact(record: Record, epoch: int) -> bool:
-    """Whether every word of the record is its own."""
+    """True if every word of the record is its own."""
     seq, num_rows = record.seq, _num_rows(record.seq)
     if record.step != seq ^ epoch or record.bank_version != seq & 0xFFFF or record.continued:
         return False
@@ -111,13 +111,13 @@ def publish_plain(writer: RingWriter, num_records: int) -> None:
 
 
 def attach_first(folder: Path, *, start: StartAt = "oldest") -> RingReader:
-    """Attach to the engine that is or soon will be in the folder."""
+    """Attach to the engine in the folder, waiting for it."""
     until(lambda: live_engine_sockets(folder))
     return RingReader.attach(live_engine_sockets(folder)[0], start=start)
 
 
 def until(condition: Callable[[], object], timeout_s: float = DEADLINE_S) -> None:
-    """Wait on a condition with a deadline."""
+    """Wait for a condition, with a deadline."""
     deadline_s = time.monotonic() + timeout_s
     while not condition():
         assert time.monotonic() < deadline_s, f"not within {timeout_s} s"
@@ -126,7 +126,7 @@ def until(condition: Callable[[], object], timeout_s: float = DEADLINE_S) -> Non
 
 @contextmanager
 def forked(target: Callable[..., None], *args: object) -> Iterator[BaseProcess]:
-    """Another process, killed after the block if it is still there."""
+    """Another process, killed at the end of this context."""
     process = multiprocessing.get_context("fork").Process(target=target, args=args)
     process.start()
     try:

@@ -1,4 +1,4 @@
-"""Takes this process; gives what it holds of the kernel's, and fails if that has grown."""
+"""Fail a test that leaves descriptors or mapped rings behind."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from tests.process.parts import until
+from tests.support.ring_engine import until
 
 
 @dataclass(frozen=True)
@@ -21,15 +21,15 @@ class Footprint:
 
 
 def footprint() -> Footprint:
-    """Right now."""
+    """The footprint of this process now."""
     maps = Path("/proc/self/maps").read_text()
     return Footprint(len(os.listdir("/proc/self/fd")), maps.count("memfd:clairai-ring"))
 
 
 @contextmanager
 def nothing_left_behind(timeout_s: float = 2.0) -> Iterator[Footprint]:
-    """Fail unless, soon after the block, this process holds what it held before it."""
-    gc.collect()  # what earlier tests have dropped goes now, not inside the block
+    """Fail unless the process soon holds again what it held before."""
+    gc.collect()  # free what earlier tests have dropped, before the block
     before = footprint()
     yield before
     until(lambda: footprint() == before, timeout_s)
