@@ -40,7 +40,7 @@ class NoScores:
         del probe
         return None
 
-    def follow(self, stream: int) -> None:
+    def make_wait(self, stream: int) -> None:
         del stream
 
 

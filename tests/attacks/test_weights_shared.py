@@ -55,7 +55,7 @@ def test_a_model_does_not_go_through_shared_memory(llm: ToyLlm) -> None:
 def _of_bank(
     step_publisher: StepPublisher, llm: ToyLlm, buffer: SharedBuffer
 ) -> tuple[Manifest, PackedBuffer]:
-    named = bank(step_publisher.columns.names, rows())
+    named = bank(step_publisher.bank.names, rows())
     described = [TensorSpec(next(iter(named)), "F32", rows().shape)]
     manifest = plan(described, epoch=llm.epoch)
     return manifest, HostPacker(open_sources(named, ExitStack()), manifest, buffer).pack(0)
@@ -112,7 +112,7 @@ def test_a_false_reference_to_shared_memory_changes_nothing(
     assert reason in refused.reason
     assert toy_publisher.state_of(step_publisher) == before
     assert not isinstance(llm.ask(honest), Refusal)
-    assert [one.direction_D.tolist() for one in step_publisher.columns.probes] == rows().tolist()
+    assert [one.direction_D.tolist() for one in step_publisher.bank.probes] == rows().tolist()
 
 
 def test_a_commit_without_a_checksum_is_refused(step_publisher: StepPublisher, llm: ToyLlm) -> None:

@@ -70,7 +70,7 @@ def budget(worker: Any) -> dict[str, int]:
 
 def let_go(worker: Any) -> dict[str, Any]:
     """End the worker; what the driver says of the ring's memory before and after."""
-    memory = worker.clairai_step_publisher._home.memory
+    memory = worker.clairai_step_publisher._ring.memory
     gpu, address = memory._gpu, memory.address
     held, free = gpu.extent(address), torch.cuda.mem_get_info()[0]
     worker.shutdown()

@@ -41,7 +41,7 @@ class ToyScores:
     def column(self, probe: str) -> tuple[int, int] | None:
         return self._columns.get(probe)
 
-    def follow(self, stream: int) -> None:
+    def make_wait(self, stream: int) -> None:
         self.followed.append(stream)
 
 

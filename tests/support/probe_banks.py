@@ -31,5 +31,5 @@ def rows(count: int = 4, width: int = WIDTH) -> Any:
 @contextmanager
 def banked(runtime: Path) -> Iterator[StepPublisher]:
     with running_publisher(runtime, weights=0) as made:
-        made.install(made.columns.add(probes()))
+        made.install(made.bank.add(probes()))
         yield made

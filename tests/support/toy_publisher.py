@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from clairai.engine.publish.step_publisher import EngineInfo, StepPublisher
+from clairai.engine.publish.step_publisher import StepPublisher, WorkerInfo
 from clairai.engine.score.score_tables import ScoreTables
 from clairai.engine.step import ForwardInputs, NewRequest, RequestMark, StepBatch
 from clairai.points import Point
@@ -35,7 +35,7 @@ def running_publisher(runtime: Path, *, weights: int | None = None) -> Iterator[
     names = list(dict.fromkeys(SITE_OF[point] for point in POINTS))
     tables = ScoreTables(names, width=WIDTH, capacity=CAPACITY, max_tokens=MAX_TOKENS, device="cpu")
     columns = EngineBank.empty(POINTS, CAPACITY, WIDTH, "org/toy", SITE_OF)
-    about = EngineInfo("toy", "0.0.0", settings.points, weights=weights)
+    about = WorkerInfo("toy", "0.0.0", settings.points, weights=weights)
     step_publisher = StepPublisher(settings, tables, columns, about)
     step_publisher.serve()
     try:
@@ -74,6 +74,6 @@ def inputs(start: int = 0) -> ForwardInputs:
 
 def state_of(step_publisher: StepPublisher) -> tuple[object, ...]:
     """Everything that a change of the bank changes."""
-    columns = step_publisher.columns
+    columns = step_publisher.bank
     weights = step_publisher.tables.weights_SHDK.numpy().tobytes()
     return columns.version, columns.to_message(), columns.slots, weights

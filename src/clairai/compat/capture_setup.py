@@ -94,11 +94,11 @@ def make_capture(worker: Any, settings: CaptureSettings, sites: Sites) -> Worker
     """The worker's step listener for captures, with its backend running and its consumers open."""
     tables, publisher = worker.clairai_tables, worker.clairai_step_publisher
     engine = EngineInfo(
-        model=publisher.about.model,
+        model=publisher.info.model,
         weights=name_weights(worker, publisher.weights),
         dtype=_dtype_name(worker.vllm_config),
         width=sites.width,
-        points=publisher.about.points,
+        points=publisher.info.points,
     )
     backend = open_backend(settings, engine)
     try:

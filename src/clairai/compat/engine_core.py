@@ -67,7 +67,7 @@ def find_local_bank(core: Any) -> EngineBank | None:
     """
     wrapper = getattr(core.model_executor, "driver_worker", None)
     publisher = getattr(getattr(wrapper, "worker", None), "clairai_step_publisher", None)
-    return None if publisher is None else publisher.columns
+    return None if publisher is None else publisher.bank
 
 
 def require_idle(core: Any, manifest: bytes) -> None:

@@ -31,7 +31,7 @@ from clairai.compat.install import accepts_weights
 from clairai.compat.model_sites import Sites
 from clairai.compat.steering_setup import make_steering
 from clairai.engine.publish.repeat_path import RepeatPath
-from clairai.engine.publish.step_publisher import EngineInfo, StepPublisher
+from clairai.engine.publish.step_publisher import StepPublisher, WorkerInfo
 from clairai.engine.score.fused_norm import FusedNormSite
 from clairai.engine.score.score_tables import ScoreTables
 from clairai.engine.step import StepListener
@@ -232,7 +232,7 @@ def _make_publisher(worker: Any, resolved: ResolvedSettings, sites: Sites) -> St
     )
     if resolved.probes:
         bank = bank.add(resolved.probes)
-    about = EngineInfo(
+    about = WorkerInfo(
         model=get_model_name(config),
         vllm=check_engine.vllm_version(),
         points=tuple(str(point) for point in resolved.points),

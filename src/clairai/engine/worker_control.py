@@ -1,7 +1,7 @@
-"""Takes one control message as bytes; gives the reply as bytes. Runs in the worker, between steps.
+"""Answers control messages in the worker: probes, captures, weights.
 
-A refusal is a reply, never a raise: with several ranks, one that raises would leave the replies of
-the others to the next call.
+Runs in: the worker, between steps. A refusal is a reply and never an exception: with several ranks,
+one that raises would leave the replies of the others to the next call.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _WEIGHTS_OFF: Final = (
 
 
 class WeightsReceiver(Protocol):
-    """Who takes new weights."""
+    """Takes new weights."""
 
     def answer(self, control: weights_messages.WeightsControl) -> weights_messages.WeightsReply: ...
 
@@ -38,9 +38,9 @@ def answer_control(
     step_publisher: StepPublisher,
     message: bytes,
     capture: WorkerCapture | None = None,
-    handover: WeightsReceiver | None = None,
+    weights: WeightsReceiver | None = None,
 ) -> bytes:
-    """`capture` and `handover` are None in an engine that was not started for them."""
+    """The encoded reply; `capture` and `weights` are None in an engine not started for them."""
     try:
         control = _DECODER.decode(message)
         if isinstance(control, capture_messages.CaptureControl):
@@ -50,7 +50,7 @@ def answer_control(
                 tuple(map(step_publisher.first_weights_of, control.streams))
             )
         elif isinstance(control, weights_messages.WeightsControl):
-            reply = _answer_weights(handover, control)
+            reply = _answer_weights(weights, control)
         else:
             reply = _answer_probes(step_publisher, control)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
@@ -69,11 +69,11 @@ def _answer_capture(
 
 
 def _answer_weights(
-    handover: WeightsReceiver | None, control: weights_messages.WeightsControl
+    weights: WeightsReceiver | None, control: weights_messages.WeightsControl
 ) -> weights_messages.WeightsReply:
-    if handover is None:
+    if weights is None:
         raise WeightsOffError(_WEIGHTS_OFF)
-    return handover.answer(control)
+    return weights.answer(control)
 
 
 def _answer_probes(
@@ -81,7 +81,7 @@ def _answer_probes(
 ) -> control_messages.ControlReply:
     match control:
         case control_messages.ListProbes():
-            return _bank_state(step_publisher.columns)
+            return _bank_state(step_publisher.bank)
         case control_messages.Describe():
             return _describe(step_publisher)
         case control_messages.FindStreams(request_ids):
@@ -95,9 +95,7 @@ def _answer_probes(
             | control_messages.ReplaceProbes()
             | control_messages.RemoveProbes()
         ):
-            return _bank_state(
-                step_publisher.install(_apply_change(step_publisher.columns, control))
-            )
+            return _bank_state(step_publisher.install(_apply_change(step_publisher.bank, control)))
         case _:
             return ring_messages.Refusal(
                 "unsupported", "the engine core answers this, not a worker"
@@ -107,7 +105,7 @@ def _answer_probes(
 def _redirect(
     step_publisher: StepPublisher, names: tuple[str, ...], data: memoryview
 ) -> control_messages.BankVersion:
-    redirected = step_publisher.columns.redirect(names, _read_rows(names, data))
+    redirected = step_publisher.bank.redirect(names, _read_rows(names, data))
     return control_messages.BankVersion(step_publisher.install(redirected).version)
 
 
@@ -121,23 +119,23 @@ def _read_rows(names: tuple[str, ...], data: memoryview) -> NDArray[np.float32]:
 
 
 def _apply_change(
-    columns: EngineBank,
+    bank: EngineBank,
     control: control_messages.AddProbes
     | control_messages.ReplaceProbes
     | control_messages.RemoveProbes,
 ) -> EngineBank:
     """The bank after the change; raises before anything has changed."""
     if isinstance(control, control_messages.RemoveProbes):
-        return columns.remove(control.names)
+        return bank.remove(control.names)
     probes = [loads(data, source="control message") for data in control.files]
     if isinstance(control, control_messages.AddProbes):
-        return columns.add(probes)
-    return columns.replace(*probes)
+        return bank.add(probes)
+    return bank.replace(*probes)
 
 
-def _bank_state(columns: EngineBank) -> control_messages.BankState:
-    listed = tuple(probe.listed() for probe in columns.probes)
-    return control_messages.BankState(columns.version, columns.capacity, listed)
+def _bank_state(bank: EngineBank) -> control_messages.BankState:
+    listed = tuple(probe.listed() for probe in bank.probes)
+    return control_messages.BankState(bank.version, bank.capacity, listed)
 
 
 def _describe(step_publisher: StepPublisher) -> control_messages.Description:
@@ -145,9 +143,9 @@ def _describe(step_publisher: StepPublisher) -> control_messages.Description:
     return control_messages.Description(
         socket=str(step_publisher.server.path),
         epoch=step_publisher.epoch,
-        model=step_publisher.about.model,
-        width=step_publisher.columns.width,
-        points=step_publisher.about.points,
-        capacity=step_publisher.columns.capacity,
+        model=step_publisher.info.model,
+        width=step_publisher.bank.width,
+        points=step_publisher.info.points,
+        capacity=step_publisher.bank.capacity,
         published=step_publisher.published,
     )

@@ -297,7 +297,7 @@ class WeightsControl:
     def answer(self, control: weights_messages.WeightsControl) -> weights_messages.WeightsReply:
         shared = control.lent if isinstance(control, weights_messages.CommitWeights) else None
         self._updater.banks = Banks(
-            columns=None if self._publisher is None else self._publisher.columns,
+            columns=None if self._publisher is None else self._publisher.bank,
             vectors=control.vectors,
             shared=shared,
         )

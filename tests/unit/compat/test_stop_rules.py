@@ -56,7 +56,7 @@ class Request:
 def step_publisher(runtime: Path) -> Iterator[StepPublisher]:
     with toy.running_publisher(runtime) as running:
         direction_D = np.full(toy.WIDTH, 1e-6, np.float32)  # its bias is its score
-        columns: EngineBank = running.columns
+        columns: EngineBank = running.bank
         made = probe("p", point=toy.SECOND, direction_D=direction_D, bias=1.0)
         running.install(columns.add([made]))
         yield running

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from clairai import errors
 from clairai.engine import worker_control
-from clairai.engine.publish import step_publisher
+from clairai.engine.publish import bank_history, step_publisher
 from clairai.engine.publish.step_publisher import StepPublisher
 from clairai.engine.worker_control import answer_control
 from clairai.errors import CapacityError, ClairaiError
@@ -225,7 +225,7 @@ def test_old_streams_and_banks_are_forgotten_before_memory_is(
     engine: StepPublisher, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(step_publisher, "MAX_STREAMS_KEPT", 3)
-    monkeypatch.setattr(step_publisher, "MAX_BANKS_KEPT", 2)
+    monkeypatch.setattr(bank_history, "MAX_BANKS_KEPT", 2)
     engine.begin([toy.new_request(number) for number in range(5)], [])
     found = ask(engine, control_messages.FindStreams(tuple(f"ex-{number}" for number in range(5))))
     assert found == control_messages.Streams((None, None, 1002, 1003, 1004))
@@ -250,7 +250,7 @@ def test_a_change_counts_from_the_next_step_on_and_readers_learn_its_columns(
         before, after = reader.poll()
         assert reader.bank(before.bank_version).probes == ()
         assert [info.name for info in reader.bank(after.bank_version).probes] == ["b", "a"]
-    oracle = [probe.apply(rows_TD.numpy()) for probe in engine.columns.probes]
+    oracle = [probe.apply(rows_TD.numpy()) for probe in engine.bank.probes]
     np.testing.assert_allclose(after.scores_RC, np.stack(oracle, axis=1), rtol=1e-5, atol=1e-5)
     assert after.rows["stream"].tolist() == [1001]
 

@@ -51,15 +51,15 @@ def send(llm: ToyLlm, tmp_path: Path, named: Any) -> Any:
 def test_a_whole_bank_comes_as_one_tensor_each_row_to_its_own_probe(
     step_publisher: StepPublisher, llm: ToyLlm, tmp_path: Path
 ) -> None:
-    before = {one.name: one for one in step_publisher.columns.probes}
-    order = step_publisher.columns.names
+    before = {one.name: one for one in step_publisher.bank.probes}
+    order = step_publisher.bank.names
     assert sorted(order) == list(NAMES)
     new_PD = rows()
     sent = send(llm, tmp_path, bank(order, torch.from_numpy(new_PD)))
     assert (sent.num_tensors, sent.version) == (1, 0)
-    assert sent.bank_version == step_publisher.columns.version
+    assert sent.bank_version == step_publisher.bank.version
     for name, row_D in zip(order, new_PD, strict=True):
-        (one,) = (held for held in step_publisher.columns.probes if held.name == name)
+        (one,) = (held for held in step_publisher.bank.probes if held.name == name)
         known = llm.core_control._probes[name]
         assert one.direction_D.tolist() == known.direction_D.tolist() == row_D.tolist()
         assert (one.bias, one.point) == (before[name].bias, before[name].point)
@@ -70,41 +70,41 @@ def test_a_whole_bank_comes_as_one_tensor_each_row_to_its_own_probe(
 def test_rows_for_a_bank_that_has_changed_are_refused(
     step_publisher: StepPublisher, llm: ToyLlm, tmp_path: Path, order: tuple[str, ...]
 ) -> None:
-    before = step_publisher.columns
+    before = step_publisher.bank
     with pytest.raises(WeightsError, match="nothing named"):
         send(llm, tmp_path, bank(order, rows(len(order))))
-    assert step_publisher.columns is before
+    assert step_publisher.bank is before
 
 
 def test_a_bank_of_the_same_probes_with_other_directions_has_the_same_name(
     step_publisher: StepPublisher, llm: ToyLlm, tmp_path: Path
 ) -> None:
     """A trainer need not ask before each step."""
-    order = step_publisher.columns.names
+    order = step_publisher.bank.names
     for _ in range(2):
         send(llm, tmp_path, bank(order, rows()))
-    assert bank_name(order) == bank_name(step_publisher.columns.names)
+    assert bank_name(order) == bank_name(step_publisher.bank.names)
 
 
 def test_a_whole_bank_and_a_probe_of_it_contradict_each_other(
     step_publisher: StepPublisher, llm: ToyLlm, tmp_path: Path
 ) -> None:
-    before = step_publisher.columns
+    before = step_publisher.bank
     both = bank(before.names, rows()) | {"probe::a": np.ones(WIDTH, np.float32)}
     with pytest.raises(WeightsError, match="send it alone"):
         send(llm, tmp_path, both)
-    assert step_publisher.columns is before
+    assert step_publisher.bank is before
 
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
 def test_one_bad_number_keeps_the_whole_old_bank(
     step_publisher: StepPublisher, llm: ToyLlm, tmp_path: Path, bad: float
 ) -> None:
-    before, new_PD = step_publisher.columns, rows()
+    before, new_PD = step_publisher.bank, rows()
     new_PD[2, 1] = bad
     with pytest.raises(ProbeError, match=f"probe {before.names[2]}: direction holds NaN"):
         send(llm, tmp_path, bank(before.names, new_PD))
-    assert step_publisher.columns is before
+    assert step_publisher.bank is before
 
 
 @pytest.mark.parametrize(
@@ -169,54 +169,52 @@ def test_a_probe_that_is_not_there_cannot_be_redirected() -> None:
 def test_a_bank_is_described_once_and_then_frees_its_numbers(
     step_publisher: StepPublisher,
 ) -> None:
-    version = step_publisher.columns.version
-    described = step_publisher._banks[version]
-    assert step_publisher.bank(version) is step_publisher.bank(version)
-    assert described._columns is None
-    assert step_publisher.bank(version + 1) is None
+    version = step_publisher.bank.version
+    described = step_publisher._banks._kept[version]
+    assert step_publisher.describe_bank(version) is step_publisher.describe_bank(version)
+    assert described._bank is None
+    assert step_publisher.describe_bank(version + 1) is None
 
 
 def test_a_bank_that_scored_nothing_is_never_described(
     step_publisher: StepPublisher, llm: ToyLlm
 ) -> None:
-    names, first = step_publisher.columns.names, step_publisher.columns.version
-    described = step_publisher._banks[first]
+    names, first = step_publisher.bank.names, step_publisher.bank.version
+    described = step_publisher._banks._kept[first]
     ProbeBank(llm).redirect(names, rows())
-    assert step_publisher.bank(first) is None
-    assert described._bank is None
-    assert not step_publisher._settling
+    assert step_publisher.describe_bank(first) is None
+    assert described._message is None
+    assert not step_publisher._banks._replaced
     step_publisher.serve()
     step_publisher.begin([new_request(1)], [])
     forward(step_publisher, 1, start=0, count=1)
-    scored = step_publisher.columns.version
+    scored = step_publisher.bank.version
     ProbeBank(llm).redirect(names, 2 * rows())
     step_publisher.set_weights_version(7)
-    told = step_publisher.bank(scored)
+    told = step_publisher.describe_bank(scored)
     assert told is not None, "a record carries its version"
     assert [info.name for info in told.probes] == list(names)
-    assert sorted(step_publisher._banks) == [scored, step_publisher.columns.version]
+    assert sorted(step_publisher._banks._kept) == [scored, step_publisher.bank.version]
 
 
 def test_python_gives_many_probes_other_directions_at_once(
     step_publisher: StepPublisher, llm: ToyLlm
 ) -> None:
     new_PD = rows(2)
-    before = step_publisher.columns.version
-    assert (
-        ProbeBank(llm).redirect(("d", "a"), new_PD) == before + 1 == step_publisher.columns.version
-    )
-    held = {one.name: one.direction_D.tolist() for one in step_publisher.columns.probes}
+    before = step_publisher.bank.version
+    assert ProbeBank(llm).redirect(("d", "a"), new_PD) == before + 1 == step_publisher.bank.version
+    held = {one.name: one.direction_D.tolist() for one in step_publisher.bank.probes}
     known = {name: one.direction_D.tolist() for name, one in llm.core_control._probes.items()}
     assert held == known
     assert (held["d"], held["a"]) == (new_PD[0].tolist(), new_PD[1].tolist())
     new_PD[:] = 0
-    assert held["a"] == step_publisher.columns.probes[0].direction_D.tolist(), "a copy"
+    assert held["a"] == step_publisher.bank.probes[0].direction_D.tolist(), "a copy"
 
 
 def test_the_tables_have_what_the_bank_says(step_publisher: StepPublisher, llm: ToyLlm) -> None:
-    ProbeBank(llm).redirect(step_publisher.columns.names, rows())
+    ProbeBank(llm).redirect(step_publisher.bank.names, rows())
     for (site, slot), one in zip(
-        step_publisher.columns.slots, step_publisher.columns.probes, strict=True
+        step_publisher.bank.slots, step_publisher.bank.probes, strict=True
     ):
         written_D = step_publisher.tables.weights_SHDK[site, 0, :, slot]
         assert written_D.tolist() == one.direction_D.tolist()
@@ -237,10 +235,10 @@ def test_the_tables_have_what_the_bank_says(step_publisher: StepPublisher, llm: 
 def test_wrong_arguments_of_redirect_change_nothing(
     step_publisher: StepPublisher, llm: ToyLlm, names: tuple[str, ...], given: Any
 ) -> None:
-    before = step_publisher.columns
+    before = step_publisher.bank
     with pytest.raises(ProbeError):
         ProbeBank(llm).redirect(names, given)
-    assert step_publisher.columns is before
+    assert step_publisher.bank is before
     assert llm.core_control._probes == {one.name: one for one in probes()}
 
 

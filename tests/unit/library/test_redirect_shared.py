@@ -33,7 +33,7 @@ def llm(
     """Its core sees the worker's bank, as on one GPU; even a few bytes are shared here."""
     monkeypatch.setattr(shared_buffer, "MIN_SHARED_BYTES", 1)
     with engine(
-        tmp_path, step_publisher, CoreControl(None, probes(), bank=lambda: step_publisher.columns)
+        tmp_path, step_publisher, CoreControl(None, probes(), bank=lambda: step_publisher.bank)
     ) as running:
         yield running
 
@@ -41,24 +41,24 @@ def llm(
 def test_rows_go_through_shared_memory_and_not_in_the_message(
     step_publisher: StepPublisher, llm: ToyLlm
 ) -> None:
-    names = step_publisher.columns.names
+    names = step_publisher.bank.names
     for times in (1, 2, 3):
-        before = step_publisher.columns.version
+        before = step_publisher.bank.version
         assert ProbeBank(llm).redirect(names, times * rows()) == before + 1
-        held = [one.direction_D.tolist() for one in step_publisher.columns.probes]
+        held = [one.direction_D.tolist() for one in step_publisher.bank.probes]
         assert held == (times * rows()).tolist()
     assert [type(each) for each in llm.asked] == [control_messages.RedirectProbesShared] * 3
     assert {(each.rows.fd, each.rows.token) for each in llm.asked} == {
         (llm.asked[0].rows.fd, llm.asked[0].rows.token)
     }, "one memory for all, whichever ProbeBank asked"
-    assert llm.core_control._probes["a"] is step_publisher.columns.by_name["a"]
+    assert llm.core_control._probes["a"] is step_publisher.bank.by_name["a"]
 
 
 def test_some_probes_in_another_order_go_through_shared_memory_too(
     step_publisher: StepPublisher, llm: ToyLlm
 ) -> None:
     ProbeBank(llm).redirect(("d", "a"), rows(2))
-    by_name = step_publisher.columns.by_name
+    by_name = step_publisher.bank.by_name
     assert by_name["d"].direction_D.tolist() == rows(2)[0].tolist()
     assert by_name["a"].direction_D.tolist() == rows(2)[1].tolist()
     assert [type(each) for each in llm.asked] == [control_messages.RedirectProbesShared]
@@ -76,10 +76,10 @@ def test_some_probes_in_another_order_go_through_shared_memory_too(
 def test_rows_in_shared_memory_are_checked_like_those_of_a_message(
     step_publisher: StepPublisher, llm: ToyLlm, names: tuple[str, ...], given: Any, reason: str
 ) -> None:
-    before = step_publisher.columns
+    before = step_publisher.bank
     with pytest.raises(ProbeError, match=reason):
         ProbeBank(llm).redirect(names, given)
-    assert step_publisher.columns is before
+    assert step_publisher.bank is before
     assert [type(each) for each in llm.asked] == [control_messages.RedirectProbesShared], (
         "asked once"
     )
@@ -90,8 +90,8 @@ def test_rows_go_in_the_message_if_the_worker_is_in_another_process(
 ) -> None:
     llm.core_control = CoreControl(None, probes())
     for times in (1, 2):
-        ProbeBank(llm).redirect(step_publisher.columns.names, times * rows())
-        held = [one.direction_D.tolist() for one in step_publisher.columns.probes]
+        ProbeBank(llm).redirect(step_publisher.bank.names, times * rows())
+        held = [one.direction_D.tolist() for one in step_publisher.bank.probes]
         assert held == (times * rows()).tolist()
         assert llm.core_control._probes["a"].direction_D.tolist() == held[0]
     kinds = [type(each) for each in llm.asked]
@@ -106,15 +106,15 @@ def test_without_shared_memory_rows_go_in_the_message(
     step_publisher: StepPublisher, llm: ToyLlm, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(shared_buffer, "free_memory_bytes", lambda: 0)
-    ProbeBank(llm).redirect(step_publisher.columns.names, rows())
+    ProbeBank(llm).redirect(step_publisher.bank.names, rows())
     assert [type(each) for each in llm.asked] == [control_messages.RedirectProbes]
-    assert step_publisher.columns.probes[0].direction_D.tolist() == rows()[0].tolist()
+    assert step_publisher.bank.probes[0].direction_D.tolist() == rows()[0].tolist()
 
 
 def test_memory_of_an_unanswered_question_is_not_filled_again(
     step_publisher: StepPublisher, llm: ToyLlm, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    names = step_publisher.columns.names
+    names = step_publisher.bank.names
     with monkeypatch.context() as patched:
         patched.setattr(CoreControl, "control", _never)
         with pytest.raises(TimeoutError):
@@ -125,7 +125,7 @@ def test_memory_of_an_unanswered_question_is_not_filled_again(
     refused = llm.ask(late)  # the engine handles it only now
     assert isinstance(refused, ring_messages.Refusal)
     assert refused.code == "unsupported"
-    assert step_publisher.columns.probes[0].direction_D.tolist() == (2 * rows())[0].tolist()
+    assert step_publisher.bank.probes[0].direction_D.tolist() == (2 * rows())[0].tolist()
 
 
 def _never(*_: object) -> list[bytes]:

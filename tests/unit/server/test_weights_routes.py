@@ -65,7 +65,7 @@ def test_a_commit_waits_for_requests_loads_and_lets_them_go_on(served: Target, d
 
 def test_a_bank_alone_pauses_nothing(tmp_path: Path) -> None:
     with running_publisher(tmp_path) as step_publisher:
-        step_publisher.install(step_publisher.columns.add([probe("p", point=SECOND)]))
+        step_publisher.install(step_publisher.bank.add([probe("p", point=SECOND)]))
         with target(tmp_path, step_publisher) as served:
             manifest = served.planned(described=[TensorSpec("probe::p", "F32", (3,))])
             held = open_sources({"probe::p": np.ones(3, np.float32)}, ExitStack())
@@ -76,7 +76,7 @@ def test_a_bank_alone_pauses_nothing(tmp_path: Path) -> None:
                 assert served.post("commit", encode_manifest(summed)) == ""
             packed.close()
             assert served.told == []
-            assert step_publisher.columns.probes[0].direction_D.tolist() == [1.0, 1.0, 1.0]
+            assert step_publisher.bank.probes[0].direction_D.tolist() == [1.0, 1.0, 1.0]
 
 
 def test_half_loaded_weights_serve_nobody_until_a_whole_set_has_come(served: Target) -> None:

@@ -108,12 +108,12 @@ def test_a_refused_transfer_pauses_nothing(llm: ToyLlm, tmp_path: Path) -> None:
 @pytest.mark.usefixtures("ray")
 def test_a_bank_alone_pauses_nothing(tmp_path: Path) -> None:
     with running_publisher(tmp_path) as step_publisher:
-        step_publisher.install(step_publisher.columns.add([probe("p", point=SECOND)]))
+        step_publisher.install(step_publisher.bank.add([probe("p", point=SECOND)]))
         with engine(tmp_path, step_publisher) as llm:
             held = AsyncToy(llm)
             Sender(Actor(held), runtime_dir=str(tmp_path)).send({"probe::p": np.ones(3, "f4")})
             assert held.told == []
-            assert step_publisher.columns.probes[0].direction_D.tolist() == [1.0, 1.0, 1.0]
+            assert step_publisher.bank.probes[0].direction_D.tolist() == [1.0, 1.0, 1.0]
 
 
 @pytest.mark.usefixtures("ray")

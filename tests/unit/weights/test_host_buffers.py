@@ -144,18 +144,18 @@ def test_a_shared_buffer_grows_and_a_wrong_size_is_refused() -> None:
 def test_a_core_beside_its_worker_sees_the_bank_and_is_sent_no_rows(tmp_path: Path) -> None:
     with toy_publisher.running_publisher(tmp_path) as step_publisher:
         first = probe("p", point=toy_publisher.SECOND)
-        step_publisher.install(step_publisher.columns.add([first]))
+        step_publisher.install(step_publisher.bank.add([first]))
         registry = SteeringRegistry(
             toy_publisher.POINTS, toy_publisher.WIDTH, SteeringLimits(rows=8, programs=8)
         )
-        core_control = CoreControl(registry, (first,), bank=lambda: step_publisher.columns)
+        core_control = CoreControl(registry, (first,), bank=lambda: step_publisher.bank)
         with engine(tmp_path, step_publisher, core_control) as llm:
             rows_PD = np.array([[7, 8, 9]], np.float32)
             Sender(llm, runtime_dir=str(tmp_path)).send(bank(("p",), rows_PD))
-            assert step_publisher.columns.directions_PD is not None
-            assert core_control._probes["p"] is step_publisher.columns.probes[0]
+            assert step_publisher.bank.directions_PD is not None
+            assert core_control._probes["p"] is step_publisher.bank.probes[0]
             assert core_control._probes["p"].direction_D.tolist() == [7.0, 8.0, 9.0]
             ProbeBank(llm).redirect(("p",), 2 * rows_PD)
         assert core_control._probes["p"].direction_D.tolist() == [14.0, 16.0, 18.0]
-        assert registry._snapshot.probes == {"p": step_publisher.columns.probes[0]}
-        assert step_publisher.columns.probes[0].bias == first.bias
+        assert registry._snapshot.probes == {"p": step_publisher.bank.probes[0]}
+        assert step_publisher.bank.probes[0].bias == first.bias

@@ -32,14 +32,14 @@ def is_serving(llm: ToyLlm, expected: dict[str, torch.Tensor]) -> bool:
 def test_a_probe_is_replaced_and_the_model_is_left_alone(tmp_path: Path) -> None:
     with toy_publisher.running_publisher(tmp_path) as step_publisher:
         first = probe("p", point=toy_publisher.SECOND)
-        step_publisher.install(step_publisher.columns.add([first]))
+        step_publisher.install(step_publisher.bank.add([first]))
         with engine(tmp_path, step_publisher) as llm:
-            before = step_publisher.columns.version
+            before = step_publisher.bank.version
             new_D = np.array([4.0, 5.0, 6.0], np.float32)
             sent = sender(llm, tmp_path).send({"probe::p": new_D})
             assert (sent.version, sent.bank_version) == (0, before + 1)
-            assert step_publisher.columns.probes[0].direction_D.tolist() == [4.0, 5.0, 6.0]
-            assert step_publisher.columns.probes[0].bias == first.bias
+            assert step_publisher.bank.probes[0].direction_D.tolist() == [4.0, 5.0, 6.0]
+            assert step_publisher.bank.probes[0].bias == first.bias
             with pytest.raises(WeightsError, match="nothing named"):
                 sender(llm, tmp_path).send({"probe::q": new_D})
             both = sender(llm, tmp_path).send(weights(4) | {"probe::p": 2 * new_D})
@@ -49,7 +49,7 @@ def test_a_probe_is_replaced_and_the_model_is_left_alone(tmp_path: Path) -> None
 
 def test_a_probe_that_the_bank_refuses_leaves_the_model_too(tmp_path: Path) -> None:
     with toy_publisher.running_publisher(tmp_path) as step_publisher:
-        step_publisher.install(step_publisher.columns.add([probe("p", point=toy_publisher.SECOND)]))
+        step_publisher.install(step_publisher.bank.add([probe("p", point=toy_publisher.SECOND)]))
         with engine(tmp_path, step_publisher) as llm:
             held = toy_publisher.state_of(step_publisher)
             with pytest.raises(Exception, match="NaN"):
@@ -91,7 +91,7 @@ def test_gates_use_a_new_probe(tmp_path: Path) -> None:
     """The engine core has its own probes, for stop rules and gates."""
     with toy_publisher.running_publisher(tmp_path) as step_publisher:
         first = probe("p", point=toy_publisher.SECOND)
-        step_publisher.install(step_publisher.columns.add([first]))
+        step_publisher.install(step_publisher.bank.add([first]))
         core_control = CoreControl(None, (first,))
         with engine(tmp_path, step_publisher, core_control) as llm:
             sender(llm, tmp_path).send({"probe::p": np.array([7, 8, 9], np.float32)})
@@ -101,7 +101,7 @@ def test_gates_use_a_new_probe(tmp_path: Path) -> None:
 def test_vllms_own_routes_cannot_name_a_bank(tmp_path: Path) -> None:
     """They call the worker directly, so that nothing would install the probes."""
     with toy_publisher.running_publisher(tmp_path) as step_publisher:
-        step_publisher.install(step_publisher.columns.add([probe("p", point=toy_publisher.SECOND)]))
+        step_publisher.install(step_publisher.bank.add([probe("p", point=toy_publisher.SECOND)]))
         with engine(tmp_path, step_publisher) as llm:
             sender(llm, tmp_path).check({"probe::p": np.ones(3, np.float32)})
             manifest = plan([TensorSpec("probe::p", "F32", (3,))], epoch=llm.epoch)

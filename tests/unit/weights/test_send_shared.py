@@ -40,7 +40,7 @@ def step_publisher(runtime: Path) -> Iterator[StepPublisher]:
 @pytest.fixture
 def llm(step_publisher: StepPublisher, tmp_path: Path) -> Iterator[ToyLlm]:
     with engine(
-        tmp_path, step_publisher, CoreControl(None, probes(), bank=lambda: step_publisher.columns)
+        tmp_path, step_publisher, CoreControl(None, probes(), bank=lambda: step_publisher.bank)
     ) as running:
         yield running
 
@@ -56,7 +56,7 @@ def sender(llm: ToyLlm, tmp_path: Path) -> Sender:
 
 
 def held(step_publisher: StepPublisher) -> Any:
-    return np.stack([one.direction_D for one in step_publisher.columns.probes]).tolist()
+    return np.stack([one.direction_D for one in step_publisher.bank.probes]).tolist()
 
 
 def test_a_bank_goes_in_one_question_without_the_socket(
@@ -65,10 +65,10 @@ def test_a_bank_goes_in_one_question_without_the_socket(
     monkeypatch.setattr(BufferClient, "__init__", _forbidden)
     told: list[tuple[int, int]] = []
     for times in (1, 2, 3):
-        before = step_publisher.columns.version
+        before = step_publisher.bank.version
         llm.messages.clear()
         sent = sender.send(
-            bank(step_publisher.columns.names, times * rows()),
+            bank(step_publisher.bank.names, times * rows()),
             progress=lambda *said: told.append(said),
         )
         assert kinds(llm) == ["DescribeWeights", "CommitWeights"][times > 1 :]
@@ -96,7 +96,7 @@ def test_the_digest_is_the_same_through_shared_memory_and_the_socket(
     assert "PlanWeights" in kinds(llm)
     assert lent.digest == brought.digest
     assert lent.num_tensors == brought.num_tensors == 4
-    by_name = {one.name: one.direction_D.tolist() for one in step_publisher.columns.probes}
+    by_name = {one.name: one.direction_D.tolist() for one in step_publisher.bank.probes}
     assert by_name == dict(zip("abcd", rows().tolist(), strict=True))
 
 
@@ -130,7 +130,7 @@ def test_a_refused_bank_changes_nothing_and_the_next_one_is_accepted(
     kind: type[ClairaiError],
     reason: str,
 ) -> None:
-    names, before = step_publisher.columns.names, toy_publisher.state_of(step_publisher)
+    names, before = step_publisher.bank.names, toy_publisher.state_of(step_publisher)
     with pytest.raises(kind, match=reason):
         sender.send(bank(names, change(rows())))
     assert toy_publisher.state_of(step_publisher) == before
@@ -148,14 +148,14 @@ def test_what_changes_between_packing_and_reading_is_refused(
     before = toy_publisher.state_of(step_publisher)
     damage_packed_buffers(monkeypatch)
     with pytest.raises(WeightsError, match="another checksum"):
-        sender.send(bank(step_publisher.columns.names, rows()))
+        sender.send(bank(step_publisher.bank.names, rows()))
     assert toy_publisher.state_of(step_publisher) == before
 
 
 def test_what_a_sender_writes_later_changes_nothing(
     step_publisher: StepPublisher, sender: Sender
 ) -> None:
-    sender.send(bank(step_publisher.columns.names, rows()))
+    sender.send(bank(step_publisher.bank.names, rows()))
     sender._shared._buffer.view(1 << 20)[:] = 0xA5
     assert held(step_publisher) == rows().tolist()
 
@@ -168,7 +168,7 @@ def test_a_transfer_under_way_is_left_alone(
     llm.planned(manifest)
     offer = weights_messages.BufferOffer(manifest.transfer, 0, manifest.buffers[0], packed.home)
     llm.updater.receiver._tracker.accept_offer(offer, (os.dup(packed.fds[0]),))
-    sender.send(bank(step_publisher.columns.names, rows()))
+    sender.send(bank(step_publisher.bank.names, rows()))
     assert held(step_publisher) == rows().tolist()
     committed = llm.committed(msgspec.structs.replace(manifest, tensors=packed.tensors))
     assert committed.version == 1
@@ -184,7 +184,7 @@ def test_an_engine_that_cannot_read_shared_memory_gets_the_socket_from_then_on(
 
     monkeypatch.setattr("clairai.weights.pending_transfer.open_shared", unreachable)
     for times in (1, 2):
-        sender.send(bank(step_publisher.columns.names, times * rows()))
+        sender.send(bank(step_publisher.bank.names, times * rows()))
         assert held(step_publisher) == (times * rows()).tolist()
     brought = ["PlanWeights", "CommitWeights"]
     once = ["DescribeWeights", "CommitWeights", "DescribeWeights"]
@@ -194,7 +194,7 @@ def test_an_engine_that_cannot_read_shared_memory_gets_the_socket_from_then_on(
 def test_memory_of_an_unanswered_question_is_not_filled_again(
     step_publisher: StepPublisher, llm: ToyLlm, sender: Sender, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    names, late = step_publisher.columns.names, []
+    names, late = step_publisher.bank.names, []
 
     def unanswered(_: LlmEngine, manifest: bytes, lent: weights_messages.SharedBytes) -> Any:
         late.append(weights_messages.CommitWeights(manifest, lent))
@@ -214,18 +214,18 @@ def test_memory_of_an_unanswered_question_is_not_filled_again(
 def test_a_restarted_engine_is_found(
     step_publisher: StepPublisher, llm: ToyLlm, sender: Sender, tmp_path: Path
 ) -> None:
-    sender.send(bank(step_publisher.columns.names, rows()))
+    sender.send(bank(step_publisher.bank.names, rows()))
     llm.updater.close()
     with engine(tmp_path, step_publisher) as second:
         sender._engine = LlmEngine(second)
-        sender.send(bank(step_publisher.columns.names, 2 * rows()))
+        sender.send(bank(step_publisher.bank.names, 2 * rows()))
         assert held(step_publisher) == (2 * rows()).tolist()
 
 
 def test_two_concurrent_sends_of_one_sender_both_arrive_whole(
     step_publisher: StepPublisher, sender: Sender
 ) -> None:
-    names, failed = step_publisher.columns.names, list[BaseException]()
+    names, failed = step_publisher.bank.names, list[BaseException]()
 
     def send_many(scale: int) -> None:
         try:
@@ -234,12 +234,12 @@ def test_two_concurrent_sends_of_one_sender_both_arrive_whole(
         except BaseException as error:  # pytest does not see the assertions of other threads
             failed.append(error)
 
-    before = step_publisher.columns.version
+    before = step_publisher.bank.version
     threads = [threading.Thread(target=send_many, args=(scale,)) for scale in (1, 2)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
     assert failed == []
-    assert step_publisher.columns.version == before + 40
+    assert step_publisher.bank.version == before + 40
     assert held(step_publisher) in [(scale * rows()).tolist() for scale in (1, 2)]

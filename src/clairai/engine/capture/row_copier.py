@@ -45,7 +45,7 @@ class ScoreSource(Protocol):
     def column(self, probe: str) -> tuple[int, int] | None:
         """The probe's site and its column there; None if the bank has no such probe."""
 
-    def follow(self, stream: int) -> None:
+    def make_wait(self, stream: int) -> None:
         """Make this GPU stream wait for the scores of the last step."""
 
 
@@ -196,7 +196,7 @@ class RowCopier:
         self._num_staged += 1
         with self._side.fork():
             if region.nbytes:
-                scores.follow(self._side.handle)
+                scores.make_wait(self._side.handle)
                 shape = (len(found), selection.num_tokens)
                 to_PT = self._pinned.tensor(region.start, torch.float32, shape)
                 for index, (site, column) in enumerate(found.values()):

@@ -161,7 +161,7 @@ def test_a_gpu_that_is_behind_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> 
 def test_a_bank_that_is_installed_in_between_scores_the_next_step() -> None:
     with engine() as one:
         decode(one, 3)
-        one.step_publisher.install(one.step_publisher.columns.add([probe("new", point=SECOND)]))
+        one.step_publisher.install(one.step_publisher.bank.add([probe("new", point=SECOND)]))
         decode(one, 3)
         versions = [read["head"]["epoch_and_bank"] >> 32 for read in one.gpu.read]
         assert versions == [0, 0, 0, 1, 1, 1]
@@ -271,7 +271,7 @@ def play(
     one.is_graph = kind != "python"
     if kind == "bank":
         one.gpu.publish(len(one.gpu.pending))  # it is waited for
-        one.step_publisher.install(one.step_publisher.columns)
+        one.step_publisher.install(one.step_publisher.bank)
     if kind == "weights":
         one.gpu.publish(len(one.gpu.pending))
         one.step_publisher.set_weights_version((one.step_publisher.weights or 0) + 1)

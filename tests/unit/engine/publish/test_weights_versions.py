@@ -24,7 +24,7 @@ from tests.support.weights import ToyLlm, engine, weights
 @pytest.fixture
 def step_publisher(runtime: Path) -> Iterator[StepPublisher]:
     with running_publisher(runtime, weights=0) as made:
-        made.install(made.columns.add([probe("p", point=SECOND)]))
+        made.install(made.bank.add([probe("p", point=SECOND)]))
         yield made
 
 
@@ -77,10 +77,10 @@ def test_probes_that_come_with_weights_are_in_the_bank_that_says_so(
     step_publisher: StepPublisher, llm: ToyLlm, tmp_path: Path
 ) -> None:
     sent = sender(tmp_path, llm).send(weights(1) | {"probe::p": torch.ones(WIDTH)})
-    bank = step_publisher.bank(step_publisher.columns.version)
+    bank = step_publisher.describe_bank(step_publisher.bank.version)
     assert bank is not None
     assert (sent.bank_version, sent.version) == (bank.version, bank.weights)
-    assert step_publisher.columns.probes[0].direction_D.tolist() == [1.0] * WIDTH
+    assert step_publisher.bank.probes[0].direction_D.tolist() == [1.0] * WIDTH
 
 
 def test_a_request_is_of_the_weights_it_began_with(
@@ -123,7 +123,7 @@ def test_an_engine_that_takes_no_weights_says_nothing_of_them(runtime: Path) -> 
         step(step_publisher, 1)
         assert told(step_publisher) == [None]
         assert step_publisher.first_weights_of(1001) is None
-        bank = msgspec.msgpack.decode(msgspec.msgpack.encode(step_publisher.columns.to_message()))
+        bank = msgspec.msgpack.decode(msgspec.msgpack.encode(step_publisher.bank.to_message()))
         assert bank == {"type": "bank", "version": 0, "probes": []}, "as it was before"
 
 
@@ -144,5 +144,5 @@ def test_others_are_told_of_new_weights_before_the_next_step(step_publisher: Ste
     step_publisher.weights_listeners.append(heard.append)
     step_publisher.set_weights_version(5)
     assert heard == [5]
-    version, probes = step_publisher.columns.version, step_publisher.columns.to_message().probes
-    assert step_publisher.bank(version) == ring_messages.Bank(version, probes, 5)
+    version, probes = step_publisher.bank.version, step_publisher.bank.to_message().probes
+    assert step_publisher.describe_bank(version) == ring_messages.Bank(version, probes, 5)
