@@ -35,6 +35,16 @@ from __future__ import annotations
 from typing import ClassVar
 
 
+def quote(value: object, limit: int = 60) -> str:
+    """`repr`, cut to `limit`: an error never repeats the whole of something hostile."""
+    if isinstance(value, int) and value.bit_length() > 128:
+        return f"a whole number of {value.bit_length()} bits"  # repr refuses the largest
+    if isinstance(value, list | tuple | dict):
+        return f"a {type(value).__name__} of {len(value)}"
+    text = repr(value[: limit + 1] if isinstance(value, str | bytes) else value)
+    return text if len(text) <= limit else f"{text[: limit - 3]}..."
+
+
 class ClairaiError(Exception):
     """The base class. `code` is stable, and names a page under docs/errors/."""
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import total_ordering
 from typing import Final, Literal, get_args
 
-from clairai.errors import PointError
+from clairai.errors import PointError, quote
 
 PointKind = Literal["pre_attn", "post_attn", "post_block"]
 POINT_KINDS: Final[tuple[PointKind, ...]] = get_args(
@@ -29,16 +29,6 @@ _SYNTAX: Final = (
 _LAYER: Final = r"(?:0|[1-9][0-9]{0,4})"
 _POINT: Final = re.compile(rf"([a-z_]{{1,16}})\.({_LAYER})")
 _PART: Final = re.compile(rf"({_LAYER})(?:-({_LAYER}))?")
-
-
-def quote(value: object, limit: int = 60) -> str:
-    """`repr`, cut to `limit`: an error never repeats the whole of something hostile."""
-    if isinstance(value, int) and value.bit_length() > 128:
-        return f"a whole number of {value.bit_length()} bits"  # repr refuses the largest
-    if isinstance(value, list | tuple | dict):
-        return f"a {type(value).__name__} of {len(value)}"
-    text = repr(value[: limit + 1] if isinstance(value, str | bytes) else value)
-    return text if len(text) <= limit else f"{text[: limit - 3]}..."
 
 
 @total_ordering

@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any, Final
 
 from clairai.capture.capture_settings import ALL_POINTS, CaptureSettings, settings_from_environment
-from clairai.errors import ConfigError
-from clairai.points import Point, expand, quote
+from clairai.errors import ConfigError, quote
+from clairai.points import Point, expand
 from clairai.probe.files import load_many
 from clairai.probe.model import Probe
 from clairai.vector.files import load_many as load_vectors

@@ -9,8 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from clairai.errors import ClairaiError, ProbeError
-from clairai.points import quote
+from clairai.errors import ClairaiError, ProbeError, quote
 from clairai.probe import files
 from tests.support.probes import probe
 

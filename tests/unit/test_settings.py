@@ -12,9 +12,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from clairai.errors import ConfigError, PointError, ProbeError
+from clairai.errors import ConfigError, PointError, ProbeError, quote
 from clairai.library.config import config
-from clairai.points import MAX_LAYER, quote
+from clairai.points import MAX_LAYER
 from clairai.probe.files import save
 from clairai.settings import (
     DISABLE_VARIABLE,

@@ -14,8 +14,7 @@ from typing import Annotated, Any, Final
 
 import msgspec
 
-from clairai.errors import ConfigError, RequestError
-from clairai.points import quote
+from clairai.errors import ConfigError, RequestError, quote
 
 MAX_NBYTES: Final = 4 << 30
 MAX_LINE_NBYTES: Final = 16 << 20

@@ -17,8 +17,7 @@ from typing import Any, Final
 import msgspec
 
 from clairai.batch.prompts import Prompt
-from clairai.errors import ConfigError, StoreBusyError, StoreError
-from clairai.points import quote
+from clairai.errors import ConfigError, StoreBusyError, StoreError, quote
 from clairai.store.disk import MANIFEST, claim_folder
 from clairai.store.read import StoredRequest
 from clairai.store.read import open as open_store

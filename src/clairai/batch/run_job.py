@@ -17,10 +17,10 @@ from typing import Any, Final, Protocol
 from clairai.batch.capture_engine import BatchCapture, describe_model, start_engine
 from clairai.batch.prompts import Prompt, read_prompts
 from clairai.batch.resume import RunIdentity, find_unfinished
-from clairai.errors import ConfigError, RequestError
+from clairai.errors import ConfigError, RequestError, quote
 from clairai.fields.capture import parse_encoder
 from clairai.fields.positions import Positions, parse_positions, positions_to_json
-from clairai.points import expand, quote
+from clairai.points import expand
 from clairai.train.start_engine import model_name
 
 MAX_BATCH_PROMPTS: Final = 4096

@@ -33,8 +33,7 @@ from clairai.capture.results import CaptureResults
 from clairai.capture.staging_arena import StagingArena
 from clairai.capture.staging_reader import Wait
 from clairai.engine.capture.capture_plan import AnswerId, CapturePlan
-from clairai.errors import ConfigError
-from clairai.points import quote
+from clairai.errors import ConfigError, quote
 
 # Two processes share plain words of memory, and Python can only do plain stores: on x86 they become
 # visible in program order.

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, Final
 
-from clairai.errors import ConfigError, RequestError
+from clairai.errors import ConfigError, RequestError, quote
 from clairai.fields import json_fields
 from clairai.fields.capture import (
     MAX_CONSUMERS,
@@ -21,7 +21,6 @@ from clairai.fields.capture import (
     parse_tags,
 )
 from clairai.fields.positions import ALL_POSITIONS, Positions, parse_positions
-from clairai.points import quote
 
 _KNOWN: Final = (
     *("folder", "consumers", "points", "positions", "encoder", "to", "tags", "sample", "when"),

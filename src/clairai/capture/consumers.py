@@ -15,8 +15,7 @@ from importlib.metadata import EntryPoint, entry_points
 from typing import Any, Final, Literal, Protocol
 
 from clairai.capture.capture_settings import ConsumerSpec
-from clairai.errors import ClairaiError, ConfigError, StoreStoppedError
-from clairai.points import quote
+from clairai.errors import ClairaiError, ConfigError, StoreStoppedError, quote
 from clairai.store.row_block import RowBlock, count_rows
 
 GROUP: Final = "clairai.capture_consumers"

@@ -8,10 +8,9 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any, Final
 
-from clairai.errors import ConfigError, RequestError, StoreError
+from clairai.errors import ConfigError, RequestError, StoreError, quote
 from clairai.fields import json_fields
 from clairai.fields.positions import Positions, parse_positions, positions_to_json
-from clairai.points import quote
 from clairai.store.codecs.base import Encoder
 from clairai.store.codecs.registry import ENCODERS, named
 from clairai.store.row_block import RequestNote

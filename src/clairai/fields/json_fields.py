@@ -13,8 +13,7 @@ from typing import Any, Final
 
 import numpy as np
 
-from clairai.errors import RequestError
-from clairai.points import quote
+from clairai.errors import RequestError, quote
 
 MAX_TEXT: Final = 128
 MAX_CHARS: Final = 64 << 20  # of JSON text: the largest vector file, or many small ones

@@ -13,9 +13,9 @@ from typing import Any, Final, Literal, cast
 import numpy as np
 from numpy.typing import NDArray
 
-from clairai.errors import PointError, RequestError
+from clairai.errors import PointError, RequestError, quote
 from clairai.fields import json_fields
-from clairai.points import Point, quote
+from clairai.points import Point
 from clairai.vector.model import MAX_POINTS, Vector
 
 Dtype = Literal["f32", "f16", "bf16"]

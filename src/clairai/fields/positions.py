@@ -6,10 +6,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Final, Literal, cast, get_args
 
-from clairai.errors import RequestError
+from clairai.errors import RequestError, quote
 from clairai.fields import json_fields
 from clairai.fields.ranges import MAX_RANGES, OPEN_END, Range, merge_ranges
-from clairai.points import quote
 
 PositionSelector = Literal["all", "prompt", "generated", "last_prompt"]
 SELECTORS: Final[tuple[PositionSelector, ...]] = get_args(PositionSelector)

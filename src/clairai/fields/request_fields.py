@@ -11,13 +11,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
-from clairai.errors import RequestError
+from clairai.errors import RequestError, quote
 from clairai.fields.capture import CaptureSpec, parse_capture
 from clairai.fields.json_fields import decode_json
 from clairai.fields.rules import StopRule, parse_rules
 from clairai.fields.steer import MAX_ENTRIES, SteerEntry, parse_entries
 from clairai.fields.steering_vectors import FIELD_PHASES, parse_steering_vectors
-from clairai.points import quote
 
 KEY: Final = "clairai"
 MAX_STREAM: Final = 2**64 - 1

@@ -7,11 +7,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final, Literal, cast, get_args
 
-from clairai.errors import RequestError
+from clairai.errors import RequestError, quote
 from clairai.fields import json_fields
 from clairai.fields.packed_vector import PackedVector, pack_vector, parse_packed, parse_point
 from clairai.fields.when import When, parse_when
-from clairai.points import Point, quote
+from clairai.points import Point
 from clairai.vector.model import MAX_POINTS, Vector
 
 Op = Literal["add", "ablate", "clamp", "replace"]

@@ -13,12 +13,12 @@ from typing import Any, Final
 
 import numpy as np
 
-from clairai.errors import PointError, RequestError, VectorError
+from clairai.errors import PointError, RequestError, VectorError, quote
 from clairai.fields import json_fields
 from clairai.fields.packed_vector import INLINE_NAME, Dtype, decode_numbers
 from clairai.fields.steer import SteerEntry
 from clairai.fields.when import Phase, When
-from clairai.points import Point, quote
+from clairai.points import Point
 from clairai.probe.model import MAX_WIDTH
 from clairai.vector.json_format import parse_row
 from clairai.vector.model import MAX_POINTS, Row, Vector

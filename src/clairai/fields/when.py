@@ -5,10 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Final, Literal, cast, get_args
 
-from clairai.errors import RequestError
+from clairai.errors import RequestError, quote
 from clairai.fields import json_fields
 from clairai.fields.ranges import EVERYWHERE, MAX_RANGES, OPEN_END, Range, merge_ranges
-from clairai.points import quote
 
 Phase = Literal["both", "prompt", "generation", "last_prompt"]
 PHASES: Final[tuple[Phase, ...]] = get_args(Phase)

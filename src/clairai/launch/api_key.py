@@ -7,8 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Final
 
-from clairai.errors import ConfigError
-from clairai.points import quote
+from clairai.errors import ConfigError, quote
 
 OWN: Final = ("CLAIRAI_API_KEY", "VLLM_API_KEY")
 UPSTREAM: Final = ("CLAIRAI_UPSTREAM_API_KEY", "VLLM_API_KEY")

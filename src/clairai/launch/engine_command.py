@@ -13,9 +13,8 @@ from importlib.metadata import PackageNotFoundError, entry_points, version
 from pathlib import Path
 from typing import Any, ClassVar, Final, Self
 
-from clairai.errors import ConfigError
+from clairai.errors import ConfigError, quote
 from clairai.local.private_socket import MAX_SOCKET_PATH_BYTES, socket_path
-from clairai.points import quote
 
 DEFAULT_HOST: Final = "127.0.0.1"
 DEFAULT_PORT: Final = 6969

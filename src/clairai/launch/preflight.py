@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any, Final, NamedTuple
 
 from clairai.engine.steer.steering_registry import SteeringLimits, SteeringRegistry
-from clairai.errors import ConfigError
-from clairai.points import MAX_LAYER, quote
+from clairai.errors import ConfigError, quote
+from clairai.points import MAX_LAYER
 from clairai.probe.bank import EngineBank
 from clairai.settings import Settings, resolve_settings
 

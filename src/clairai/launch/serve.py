@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Final
 
-from clairai.errors import ConfigError
+from clairai.errors import ConfigError, quote
 from clairai.launch.engine_command import EngineCommand, ListenAddress, PrivateSocket
 from clairai.launch.engine_log import EngineLog
 from clairai.launch.engine_process import POLL_S, EngineProcess
@@ -20,7 +20,6 @@ from clairai.launch.user_output import UserOutput, show_start_progress
 from clairai.library.config import config
 from clairai.local.private_socket import runtime_dir
 from clairai.local.stop_signal import StopSignal
-from clairai.points import quote
 from clairai.proxy.engine_info import HealthStatus
 from clairai.proxy.proxy import Proxy
 from clairai.proxy.proxy_settings import ProxySettings

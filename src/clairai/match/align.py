@@ -13,9 +13,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from clairai.errors import ClairaiError, ProbeError
+from clairai.errors import ClairaiError, ProbeError, quote
 from clairai.match.row_collector import RowsByPosition
-from clairai.points import quote
 from clairai.wire import ring_messages
 
 

@@ -19,8 +19,8 @@ from typing import Final, NamedTuple, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from clairai.errors import CapacityError, ConfigError, PointError, ProbeError
-from clairai.points import Point, quote
+from clairai.errors import CapacityError, ConfigError, PointError, ProbeError, quote
+from clairai.points import Point
 from clairai.probe.model import (
     Probe,
     check_direction_rows,

@@ -23,8 +23,7 @@ from typing import Any, Final, Never, Protocol, TypeVar, cast
 import numpy as np
 from numpy.typing import NDArray
 
-from clairai.errors import PointError, ProbeError, describe_os_error
-from clairai.points import quote
+from clairai.errors import PointError, ProbeError, describe_os_error, quote
 
 MAX_FILES: Final = 4096
 METADATA: Final = "__metadata__"

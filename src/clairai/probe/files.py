@@ -21,8 +21,8 @@ import numpy as np
 import safetensors
 from numpy.typing import NDArray
 
-from clairai.errors import ProbeError, describe_os_error
-from clairai.points import Point, quote
+from clairai.errors import ProbeError, describe_os_error, quote
+from clairai.points import Point
 from clairai.probe.file_format import (
     METADATA,
     FileFormat,

@@ -16,8 +16,8 @@ from typing import Final, get_args
 import numpy as np
 from numpy.typing import NDArray
 
-from clairai.errors import ProbeError
-from clairai.points import Point, quote
+from clairai.errors import ProbeError, quote
+from clairai.points import Point
 from clairai.wire import control_messages, ring_messages
 
 MAX_NAME: Final = 128

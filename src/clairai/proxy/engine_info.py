@@ -13,7 +13,7 @@ from typing import Any, Final, Literal
 
 import msgspec
 
-from clairai.points import quote
+from clairai.errors import quote
 from clairai.proxy.completions.token_text import TokenBytes, TokenTexts
 from clairai.proxy.responses import HttpRefusal
 from clairai.proxy.ring_feed import RingFeed

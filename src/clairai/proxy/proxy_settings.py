@@ -8,8 +8,7 @@ from pathlib import Path
 from typing import Final
 from urllib.parse import urlsplit
 
-from clairai.errors import ConfigError
-from clairai.points import quote
+from clairai.errors import ConfigError, quote
 from clairai.probe.files import MAX_PROBE_NBYTES
 from clairai.vector.files import MAX_NBYTES as MAX_VECTOR_NBYTES
 

@@ -19,8 +19,8 @@ import msgspec
 from fastapi import APIRouter, Request
 from fastapi.responses import Response, StreamingResponse
 
-from clairai.errors import RequestError, StoreError
-from clairai.points import Point, quote
+from clairai.errors import RequestError, StoreError, quote
+from clairai.points import Point
 from clairai.server.engine_rpc import EngineRpc, HttpRefusal, require_engine
 from clairai.server.response_fields import capture_fields, is_settled, wait_settled
 from clairai.store.bundle import Bundle, bundle

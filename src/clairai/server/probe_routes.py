@@ -11,8 +11,7 @@ import msgspec
 from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse
 
-from clairai.errors import ProbeError
-from clairai.points import quote
+from clairai.errors import ProbeError, quote
 from clairai.probe.files import MAX_PROBE_NBYTES, loads
 from clairai.server.engine_rpc import HttpRefusal, read_body, require_engine
 from clairai.wire.control_messages import (

@@ -14,9 +14,8 @@ import msgspec
 from fastapi import APIRouter, Request
 from fastapi.responses import Response
 
-from clairai.errors import RequestError, VectorError
+from clairai.errors import RequestError, VectorError, quote
 from clairai.fields.request_fields import MAX_STREAM
-from clairai.points import quote
 from clairai.server.engine_rpc import HttpRefusal, read_body, require_engine
 from clairai.vector import files
 from clairai.vector.model import Vector

@@ -15,8 +15,7 @@ import msgspec
 from fastapi import APIRouter, Request
 from fastapi.responses import Response
 
-from clairai.errors import WeightsBusyError, WeightsError, WeightsTornError
-from clairai.points import quote
+from clairai.errors import WeightsBusyError, WeightsError, WeightsTornError, quote
 from clairai.server import weights_upload
 from clairai.server.engine_rpc import Drain, EngineRpc, HttpRefusal, read_body, require_engine
 from clairai.server.weights_upload import uploads_of

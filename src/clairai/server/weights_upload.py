@@ -17,8 +17,7 @@ from fastapi import APIRouter, FastAPI, Request
 from fastapi.responses import Response
 from starlette.requests import ClientDisconnect
 
-from clairai.errors import WeightsError
-from clairai.points import quote
+from clairai.errors import WeightsError, quote
 from clairai.server.engine_rpc import EngineRpc, HttpRefusal, require_engine
 from clairai.weights.manifest import Manifest
 from clairai.weights.upload import SafetensorsUpload, UploadRelay

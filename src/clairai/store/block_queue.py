@@ -18,8 +18,7 @@ from typing import Any, Final, Literal, get_args
 import msgspec
 import numpy as np
 
-from clairai.errors import StoreError, describe_os_error
-from clairai.points import quote
+from clairai.errors import StoreError, describe_os_error, quote
 from clairai.store.row_block import Origin, RequestNote, RowBlock, count_rows
 from clairai.wire.ring_messages import ROW
 

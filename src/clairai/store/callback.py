@@ -17,8 +17,7 @@ from typing import Any, cast
 import numpy as np
 from numpy.typing import NDArray
 
-from clairai.errors import ConfigError, StoreStoppedError
-from clairai.points import quote
+from clairai.errors import ConfigError, StoreStoppedError, quote
 from clairai.store.block_queue import BlockQueue, Policy, QueuedBlock, SpillFile
 from clairai.store.folder_consumers import (
     QUEUE_OPTIONS,

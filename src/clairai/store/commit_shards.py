@@ -21,8 +21,7 @@ from typing import Final, Literal, get_args
 
 import numpy as np
 
-from clairai.errors import StoreError, StoreStoppedError
-from clairai.points import quote
+from clairai.errors import StoreError, StoreStoppedError, quote
 from clairai.store.block_queue import QueuedBlock
 from clairai.store.disk import MANIFEST, TEMPORARY, Disk, ShardNames, WritableFile
 from clairai.store.row_block import RequestNote, RowBlock

@@ -22,8 +22,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final, Protocol
 
-from clairai.errors import StoreBusyError, StoreError, describe_os_error
-from clairai.points import quote
+from clairai.errors import StoreBusyError, StoreError, describe_os_error, quote
 
 IOV_MAX: Final = 1024  # buffers of one writev(2)
 FLUSH_NBYTES: Final = 8 << 20  # how often the kernel is asked to start writing

@@ -21,8 +21,8 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from clairai.errors import ConfigError, StoreError, describe_os_error
-from clairai.points import Point, quote
+from clairai.errors import ConfigError, StoreError, describe_os_error, quote
+from clairai.points import Point
 from clairai.store.disk import LocalDisk, replace_file
 from clairai.store.read import Store, StoredRequest, StoredRows
 from clairai.store.shard import stream_hex

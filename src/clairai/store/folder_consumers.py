@@ -13,8 +13,7 @@ import time
 from collections.abc import Mapping
 from typing import Any, Final, cast
 
-from clairai.errors import ClairaiError, ConfigError, StoreStoppedError
-from clairai.points import quote
+from clairai.errors import ClairaiError, ConfigError, StoreStoppedError, quote
 from clairai.store.block_queue import POLICIES, Policy
 from clairai.store.commit_shards import LAYOUTS
 from clairai.store.disk import LocalDisk

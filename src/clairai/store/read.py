@@ -19,8 +19,8 @@ import msgspec
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
-from clairai.errors import StoreDamagedError, StoreError
-from clairai.points import Point, quote
+from clairai.errors import StoreDamagedError, StoreError, quote
+from clairai.points import Point
 from clairai.store.codecs.base import Encoder
 from clairai.store.disk import MANIFEST, Disk, LocalDisk
 from clairai.store.row_block import Origin, RequestNote

@@ -17,8 +17,8 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from clairai.errors import StoreError
-from clairai.points import Point, quote
+from clairai.errors import StoreError, quote
+from clairai.points import Point
 from clairai.store.codecs.base import Encoder
 from clairai.store.codecs.registry import named
 from clairai.wire.ring_messages import DECODE, ROW

@@ -13,8 +13,7 @@ from typing import Any, Final
 
 import msgspec
 
-from clairai.errors import StoreDamagedError, StoreError, StoreStoppedError
-from clairai.points import quote
+from clairai.errors import StoreDamagedError, StoreError, StoreStoppedError, quote
 from clairai.store.disk import MANIFEST, Disk, replace_file
 from clairai.store.export_rows import missing_extra
 from clairai.store.shard_manifest import CommitLine, ParsedManifest, ShardEntry, parse_manifest

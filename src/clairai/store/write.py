@@ -24,8 +24,7 @@ from typing import Any, Final, Literal, Self, get_args
 
 import numpy as np
 
-from clairai.errors import StoreError, StoreStoppedError
-from clairai.points import quote
+from clairai.errors import StoreError, StoreStoppedError, quote
 from clairai.store.block_queue import BlockQueue, QueuedBlock, RowCounts, SpillFile
 from clairai.store.commit_shards import Committer, PendingShard, PendingShards
 from clairai.store.disk import LocalDisk, claim_folder

@@ -8,8 +8,7 @@ from typing import Final
 
 import msgspec
 
-from clairai.errors import ConfigError
-from clairai.points import quote
+from clairai.errors import ConfigError, quote
 
 MAX_NBYTES: Final = 256 << 20
 MAX_DOCUMENTS: Final = 100_000

@@ -14,8 +14,7 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from clairai.errors import ConfigError
-from clairai.points import quote
+from clairai.errors import ConfigError, quote
 from clairai.train.documents import Document, Turn
 
 # Nothing in "The food was" tells what follows, so the first tokens of a span are not trained on.

@@ -14,8 +14,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from clairai.demo.console import say, show_progress
-from clairai.errors import ConfigError
-from clairai.points import Point, quote
+from clairai.errors import ConfigError, quote
+from clairai.points import Point
 from clairai.probe import files as probe_files
 from clairai.train.documents import Document, read_pairs, read_texts
 from clairai.train.label_tokens import LabelledTokens, check_lengths, check_tokenizer, tokenize

@@ -12,10 +12,10 @@ from typing import Any, Final
 import numpy as np
 
 from clairai.compat import offline_llm
-from clairai.errors import ClairaiError, ConfigError, UnsupportedError
+from clairai.errors import ClairaiError, ConfigError, UnsupportedError, quote
 from clairai.launch.engine_command import is_cpu_build
 from clairai.library.config import config as build_config
-from clairai.points import Point, expand, quote
+from clairai.points import Point, expand
 from clairai.train.row_source import BATCH_TOKENS, MAX_CAPACITY, RowSource
 
 MAX_LEN: Final = 2048

@@ -19,8 +19,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from clairai.demo.console import say, show_progress
-from clairai.errors import ConfigError
-from clairai.points import Point, quote
+from clairai.errors import ConfigError, quote
+from clairai.points import Point
 from clairai.probe.files import save
 from clairai.probe.model import Probe
 from clairai.train import fit

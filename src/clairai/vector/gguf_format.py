@@ -17,8 +17,8 @@ from typing import Final
 
 import numpy as np
 
-from clairai.errors import VectorError
-from clairai.points import Point, quote
+from clairai.errors import VectorError, quote
+from clairai.points import Point
 from clairai.probe.model import MAX_DESCRIPTION, MAX_WIDTH
 from clairai.vector.model import MAX_NUMBERS, Row, Vector
 from clairai.vector.safetensors_format import naming_source

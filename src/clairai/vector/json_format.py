@@ -11,8 +11,8 @@ from typing import Final
 
 import numpy as np
 
-from clairai.errors import VectorError
-from clairai.points import Point, quote
+from clairai.errors import VectorError, quote
+from clairai.points import Point
 from clairai.probe.file_format import parse_json_object
 from clairai.probe.model import MAX_WIDTH
 from clairai.vector.model import MAX_POINTS, Row, Vector

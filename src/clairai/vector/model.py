@@ -17,8 +17,8 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
-from clairai.errors import ProbeError, VectorError
-from clairai.points import Point, quote
+from clairai.errors import ProbeError, VectorError, quote
+from clairai.points import Point
 from clairai.probe import model
 from clairai.probe.model import MAX_DESCRIPTION, MAX_MODEL, MAX_NAME, NAME
 from clairai.wire import steering_messages

@@ -13,8 +13,8 @@ from typing import Final
 import numpy as np
 import safetensors
 
-from clairai.errors import PointError, ProbeError, VectorError
-from clairai.points import Point, quote
+from clairai.errors import PointError, ProbeError, VectorError, quote
+from clairai.points import Point
 from clairai.probe.file_format import (
     METADATA,
     FileFormat,

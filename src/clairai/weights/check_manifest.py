@@ -12,8 +12,7 @@ from dataclasses import dataclass
 from itertools import groupby
 from typing import Final, NamedTuple
 
-from clairai.errors import WeightsError
-from clairai.points import quote
+from clairai.errors import WeightsError, quote
 from clairai.weights.manifest import (
     ALIGNMENT,
     GRANULE_BYTES,

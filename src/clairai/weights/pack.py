@@ -16,10 +16,9 @@ from typing import Any, Final, Literal, NamedTuple, TypeAlias
 import msgspec
 import torch
 
-from clairai.errors import RingError, WeightsError
+from clairai.errors import RingError, WeightsError, quote
 from clairai.local.gpu_memory import DeviceBlock
 from clairai.local.shared_buffer import SharedBuffer
-from clairai.points import quote
 from clairai.weights import checkpoint, device_checksum, torch_buffers
 from clairai.weights.check_manifest import tensor_nbytes
 from clairai.weights.checksum import copy_and_checksum

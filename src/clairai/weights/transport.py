@@ -22,12 +22,11 @@ from typing import ClassVar, Final, Literal, Protocol, get_args
 
 import torch
 
-from clairai.errors import EngineGoneError, WeightsError
+from clairai.errors import EngineGoneError, WeightsError, quote
 from clairai.library.http_client import ServerClient
 from clairai.local.gpu_memory import Gpu
 from clairai.local.private_socket import runtime_dir
 from clairai.local.shared_buffer import SharedBuffer
-from clairai.points import quote
 from clairai.weights.manifest import CPU, Manifest, PlannedTensor
 from clairai.weights.pack import (
     CPU_DEVICE,

@@ -11,9 +11,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from clairai.errors import ClairaiError, PointError, RequestError, VectorError
+from clairai.errors import ClairaiError, PointError, RequestError, VectorError, quote
 from clairai.fields.packed_vector import Dtype, pack_vector, parse_packed
-from clairai.points import Point, quote
+from clairai.points import Point
 from clairai.vector.model import Vector
 from tests.support.steering_plans import vector
 

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from clairai.errors import ClairaiError, RequestError
+from clairai.errors import ClairaiError, RequestError, quote
 from clairai.fields.json_fields import MAX_CHARS, MAX_ITEMS
 from clairai.fields.packed_vector import pack_vector
 from clairai.fields.request_fields import (
@@ -25,7 +25,7 @@ from clairai.fields.request_fields import (
 from clairai.fields.rules import StopRule
 from clairai.fields.steer import MAX_ENTRIES, SteerEntry
 from clairai.fields.when import When
-from clairai.points import Point, quote
+from clairai.points import Point
 from clairai.vector.model import Vector
 
 wanted = st.builds(

@@ -8,9 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from clairai.errors import RequestError
+from clairai.errors import RequestError, quote
 from clairai.fields.rules import MAX_RULES, StopRule, parse_rules
-from clairai.points import quote
 
 reals = st.floats(-1e30, 1e30)
 names = st.text("abc-_.", min_size=1, max_size=5)

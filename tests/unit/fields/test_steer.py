@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from clairai.errors import ClairaiError, PointError, RequestError
+from clairai.errors import ClairaiError, PointError, RequestError, quote
 from clairai.fields.packed_vector import PackedVector
 from clairai.fields.rules import parse_rules
 from clairai.fields.steer import (
@@ -21,7 +21,7 @@ from clairai.fields.steer import (
     parse_entries,
 )
 from clairai.fields.when import PHASES, When
-from clairai.points import Point, quote
+from clairai.points import Point
 from tests.support.steering_plans import vector
 
 reals = st.floats(-1e30, 1e30)

@@ -11,10 +11,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from clairai.errors import ClairaiError, PointError, RequestError, VectorError
+from clairai.errors import ClairaiError, PointError, RequestError, VectorError, quote
 from clairai.fields.steering_vectors import parse_steering_vectors
 from clairai.fields.when import When
-from clairai.points import quote
 from clairai.vector.model import Vector
 
 

@@ -8,10 +8,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from clairai.errors import RequestError
+from clairai.errors import RequestError, quote
 from clairai.fields.ranges import MAX_RANGES, OPEN_END, Range
 from clairai.fields.when import Phase, When, parse_when
-from clairai.points import quote
 
 SEEN = 40  # tokens of a request that the reference looks at
 

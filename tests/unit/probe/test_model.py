@@ -12,8 +12,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from clairai.errors import ProbeError
-from clairai.points import Point, quote
+from clairai.errors import ProbeError, quote
+from clairai.points import Point
 from clairai.probe.model import MAX_BINS, MAX_COUNT, MAX_DESCRIPTION, MAX_NAME, MAX_WIDTH
 from clairai.wire import control_messages, ring_messages
 from tests.support.probes import numbers, probe

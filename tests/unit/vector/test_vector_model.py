@@ -9,8 +9,8 @@ import msgspec
 import numpy as np
 import pytest
 
-from clairai.errors import VectorError
-from clairai.points import Point, quote
+from clairai.errors import VectorError, quote
+from clairai.points import Point
 from clairai.probe.model import MAX_NAME, MAX_WIDTH
 from clairai.vector.model import MAX_NUMBERS, MAX_POINTS, Vector, digest_row
 from clairai.wire import steering_messages

@@ -14,11 +14,11 @@ from typing import Any, Final
 from clairai.capture.capture_settings import ALL_POINTS, CaptureSettings
 from clairai.engine.capture.capture_plan import CapturePlan, KeepThreshold
 from clairai.engine.steer.steering_plan import SteeringPlan, describe_plan, encode_plan
-from clairai.errors import CaptureOffError, ClairaiError, ConfigError, RequestError
+from clairai.errors import CaptureOffError, ClairaiError, ConfigError, RequestError, quote
 from clairai.fields.capture import CaptureSpec, EncoderSpec, parse_tags
 from clairai.fields.json_fields import suggest_names
 from clairai.fields.positions import absolute_ranges
-from clairai.points import Point, expand, quote
+from clairai.points import Point, expand
 from clairai.store.codecs.base import Encoder
 from clairai.store.row_block import MAX_STEERING_NBYTES
 

@@ -20,11 +20,11 @@ from clairai.engine.steer.snapshot import (
     SteeringTiers,
 )
 from clairai.engine.steer.steering_plan import SteeringPlan, all_program_keys
-from clairai.errors import ClairaiError, RequestError, VectorCapacityError, VectorError
+from clairai.errors import ClairaiError, RequestError, VectorCapacityError, VectorError, quote
 from clairai.fields.json_fields import suggest_names
 from clairai.fields.packed_vector import PackedVector
 from clairai.fields.steer import MAX_ENTRIES, SteerEntry
-from clairai.points import Point, quote
+from clairai.points import Point
 from clairai.probe.model import Probe
 from clairai.vector.model import Vector
 from clairai.wire.steering_messages import VectorState

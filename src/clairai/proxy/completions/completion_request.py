@@ -12,7 +12,7 @@ from typing import Annotated, Any, Final, Literal
 
 import msgspec
 
-from clairai.errors import RequestError
+from clairai.errors import RequestError, quote
 from clairai.fields.request_body import (
     LARGE_BYTES,
     UNREADABLE,
@@ -26,7 +26,6 @@ from clairai.fields.request_body import (
 )
 from clairai.fields.request_fields import KEY
 from clairai.fields.steering_vectors import FIELD_PHASES
-from clairai.points import quote
 from clairai.proxy.proxy_settings import Limits
 
 _MAX_NAMES: Final = 2048

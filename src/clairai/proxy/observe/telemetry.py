@@ -18,8 +18,7 @@ from typing import TYPE_CHECKING, Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from clairai.errors import ConfigError
-from clairai.points import quote
+from clairai.errors import ConfigError, quote
 from clairai.proxy.observe.observer import ChoiceResult, CompletionEnd, ProbeResult
 from clairai.wire import ring_messages
 

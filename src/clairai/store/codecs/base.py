@@ -13,8 +13,7 @@ from typing import Any, ClassVar, Final, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from clairai.errors import ConfigError, EncodingError
-from clairai.points import quote
+from clairai.errors import ConfigError, EncodingError, quote
 
 MAX_WIDTH: Final = 1 << 17
 

@@ -8,8 +8,7 @@ from typing import Any, ClassVar, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from clairai.errors import ConfigError, EncodingError
-from clairai.points import quote
+from clairai.errors import ConfigError, EncodingError, quote
 from clairai.store.codecs.base import ArraySpec, EncodedArrays, Encoder, RowArray
 
 # The stored type of each type; numpy has no bfloat16, so its bits are stored.

@@ -7,8 +7,7 @@ from dataclasses import fields
 from types import MappingProxyType
 from typing import Any, Final
 
-from clairai.errors import ConfigError
-from clairai.points import quote
+from clairai.errors import ConfigError, quote
 from clairai.store.codecs.base import Encoder
 from clairai.store.codecs.fp8 import Fp8
 from clairai.store.codecs.full8 import Full8

@@ -18,11 +18,11 @@ from clairai.engine.steer.steering_plan import (
     encode_plan,
 )
 from clairai.engine.steer.steering_registry import SteeringRegistry
-from clairai.errors import ClairaiError, PointError, RequestError, VectorError
+from clairai.errors import ClairaiError, PointError, RequestError, VectorError, quote
 from clairai.fields.catalog import path_order
 from clairai.fields.packed_vector import pack_vector
 from clairai.fields.ranges import OPEN_END
-from clairai.points import Point, quote
+from clairai.points import Point
 from clairai.vector.model import Vector, digest_row
 from tests.support.probes import numbers
 from tests.support.steering_plans import entries, probe, registry, vector
