@@ -1,8 +1,8 @@
-"""What captures cost the engine's own thread per decode step, on a CPU.
+"""The cost of captures on the engine's thread per decode step, on a CPU.
 
-All that a worker does for 64 requests of which every token is captured: begin, place, end, and what
-goes to the capture writer process. Rows are 8 wide, so that copying them costs little:
-what is left are calls, as many as on a GPU, where each of them launches something.
+Everything a worker does for 64 requests of which every token is captured: begin, place, end, and
+the messages to the capture writer process. Rows are 8 wide, so that copying them costs little: what
+is left are calls, as many as on a GPU, where each of them launches something.
 Run: python -m bench.capture_host [--steps 3000]
 """
 
@@ -34,7 +34,7 @@ PARTS: Final = ("begin", "place", "end")
 
 
 class NoScores:
-    """No rule waits for any."""
+    """No rows are held for a score."""
 
     def column(self, probe: str) -> tuple[int, int] | None:
         del probe
@@ -52,8 +52,8 @@ def main() -> None:
     found = {num_points: measured(num_points, options.steps) for num_points in (1, 32)}
     sys.stdout.write("| points | begin us | place | end | together |\n|---|---|---|---|---|\n")
     for num_points, medians in found.items():
-        said = " | ".join(f"{medians[part]:.0f}" for part in PARTS)
-        sys.stdout.write(f"| {num_points} | {said} | {sum(medians.values()):.0f} |\n")
+        columns = " | ".join(f"{medians[part]:.0f}" for part in PARTS)
+        sys.stdout.write(f"| {num_points} | {columns} | {sum(medians.values()):.0f} |\n")
     sys.stdout.write(json.dumps({"bench": "capture_host", "points": found}) + "\n")
 
 

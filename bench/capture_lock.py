@@ -1,11 +1,10 @@
 """How long a thread waits for Python's lock beside captures.
 
-A thread stands for the engine's: every 5.7 ms it needs the lock for 2 ms, then a step of 64
-requests is captured. With nothing captured, with the rows taken to a folder by threads of this
-process, and by a process of their own. A copy into the arena stands for the GPU's, and is not in
-the time. Counted is the time in which the thread could not go on though a processor was free for
-it: not what it worked, and not what it waited for a processor on a busy machine (which Linux tells
-in /proc/thread-self/schedstat). Needs no GPU and no engine.
+A thread plays the engine: every 5.7 ms it needs the lock for 2 ms, then a step of 64 requests is
+captured: not at all, into a folder by threads of this process, or by the capture writer process. A
+copy into the arena plays the GPU's copy, and is not timed. Counted is the time in which the thread
+could not run though a processor was free for it: not its own work, and not its wait for a processor
+on a busy machine (from /proc/thread-self/schedstat). Needs no GPU and no engine.
 Run: python -m bench.capture_lock [--steps 600]
 """
 
@@ -48,7 +47,7 @@ LOADS: Final = (
 
 @dataclass(frozen=True)
 class Load:
-    """All requests want this."""
+    """What every request captures."""
 
     encoder: Encoder
     points: tuple[str, ...]

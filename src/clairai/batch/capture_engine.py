@@ -134,10 +134,10 @@ class CapturingEngine:
         if line.prompt is not None:
             return list(self.tokenizer.encode(line.prompt))
         chat = msgspec.to_builtins(line.messages)
-        made = self.tokenizer.apply_chat_template(
+        encoded = self.tokenizer.apply_chat_template(
             chat, tokenize=True, add_generation_prompt=True, return_dict=True
         )
-        return list(made["input_ids"])
+        return list(encoded["input_ids"])
 
 
 @contextmanager

@@ -91,9 +91,9 @@ def _decode_object(raw: bytes) -> PromptLine:
         raise RequestError(
             "give one of prompt, messages and prompt_token_ids, and not an empty one"
         )
-    taken = next((name for name in RESERVED if name in line.tags), None)
-    if taken is not None:
-        raise RequestError(f"the tag {taken} is set by the run; call yours otherwise")
+    reserved = next((name for name in RESERVED if name in line.tags), None)
+    if reserved is not None:
+        raise RequestError(f"the tag {reserved} is set by the run; give yours another name")
     return line
 
 

@@ -37,7 +37,7 @@ class NewRequest:
     mark: RequestMark
     prompt_len: int
     plan: SteeringPlan | None = None  # what steers it
-    order: CapturePlan | None = None  # what is captured of it
+    capture_plan: CapturePlan | None = None  # what is captured of it
 
 
 class StepBatch(msgspec.Struct, frozen=True):

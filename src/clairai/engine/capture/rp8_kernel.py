@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 import struct
-from typing import Any, Final
+from typing import Final
 
 import torch
 import triton
@@ -150,13 +150,13 @@ def encode_rp8(rows_MD: torch.Tensor, signs_KD: torch.Tensor) -> dict[str, torch
     """On the current stream. Equals `encode_twin`, bit for bit."""
     rows_MD = rows_MD.contiguous()
     num_rows, (k, width) = len(rows_MD), signs_KD.shape
-    made: dict[str, Any] = {"device": rows_MD.device}
-    codes_MK = torch.empty(num_rows, k, dtype=torch.uint8, **made)
-    low_M1, high_M1 = torch.empty(2, num_rows, 1, **made)
-    most = min(num_rows, MAX_ROWS)
-    planes = torch.empty(NUM_PLANES * most, width, dtype=torch.int8, **made)
-    sums = torch.empty(NUM_PLANES * most, k, dtype=torch.int32, **made)
-    scales = torch.empty(2, most, dtype=torch.int32, **made)
+    device = rows_MD.device
+    codes_MK = torch.empty(num_rows, k, dtype=torch.uint8, device=device)
+    low_M1, high_M1 = torch.empty(2, num_rows, 1, device=device)
+    max_rows = min(num_rows, MAX_ROWS)
+    planes = torch.empty(NUM_PLANES * max_rows, width, dtype=torch.int8, device=device)
+    sums = torch.empty(NUM_PLANES * max_rows, k, dtype=torch.int32, device=device)
+    scales = torch.empty(2, max_rows, dtype=torch.int32, device=device)
     for first in range(0, num_rows, MAX_ROWS):
         part = slice(first, first + MAX_ROWS)
         encoded = (codes_MK[part], low_M1[part], high_M1[part])

@@ -80,8 +80,8 @@ class StagingPlan:
             sample_K = rng.integers(0, len(stash_M), num_sampled)
             self._add_group(len(groups), encoder, len(stash_M), num_sampled, width, dtypes["row"])
             parameters = tuple(encoder.parameters.items())
-            told = tuple(part for part, _ in parts)
-            groups.append(EncodedGroup(encoder.name, parameters, told, sample_K.tobytes()))
+            formats = tuple(part for part, _ in parts)
+            groups.append(EncodedGroup(encoder.name, parameters, formats, sample_K.tobytes()))
             index += [stash_M, stash_M[sample_K]]
         # Places in the forward pass's inputs, then in the stash, span by span.
         self.index: NDArray[np.int64] = np.concatenate(index)

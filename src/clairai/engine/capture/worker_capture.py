@@ -42,8 +42,8 @@ class WorkerCapture:
         for req_id in finished:
             self._finish(req_id)
         for request in new:
-            if request.order is not None:
-                self._add(request, request.order)
+            if request.capture_plan is not None:
+                self._add(request, request.capture_plan)
         if new or finished:
             self._backend.send()
         self._selection = None
