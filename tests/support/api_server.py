@@ -1,7 +1,7 @@
-"""Takes a desk and a station; gives an API server as vLLM's is, with clairai's routes and door.
+"""An API server with clairai's routes and middleware, and an engine core in the same process.
 
-Real: routes, mirror, desk, registry, reception. Toy: what vLLM does between them, written as 0.32
-does it, a refused request included.
+Real: routes, caches, core control, steering registry and admission. A toy stands in for what vLLM
+0.32 does between them, with its answers to refused requests.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def vector(name: str = "calm", *, width: int = toy.WIDTH, value: float = 1.0) ->
     return Vector(name, rows)
 
 
-RUNNING = 2**64 - 1  # the stream of one request that runs; it has come this far:
+RUNNING = 2**64 - 1  # the stream of a running request, which has reached POSITION
 POSITION = 12
 
 

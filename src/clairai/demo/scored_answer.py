@@ -1,4 +1,7 @@
-"""Takes a prompt; asks a running server, reads the ring, gives the answer's tokens with scores."""
+"""Asks a running server one question and reads the scores of its answer from the ring.
+
+Runs in: the process of `clairai demo --prompt`, on the engine's machine.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +13,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from clairai.errors import RowsLostError
-from clairai.fields import request_fields
+from clairai.fields.request_fields import KEY, new_stream_id, request
 from clairai.library.http_client import ServerClient
 from clairai.local.private_socket import socket_path
 from clairai.match.align import Scores, align
@@ -30,23 +33,21 @@ class ScoredAnswer:
 
 
 def ask_with_scores(
-    server: ServerClient, folder: Path, prompt: str, *, max_tokens: int
+    client: ServerClient, folder: Path, prompt: str, *, max_tokens: int
 ) -> ScoredAnswer:
-    """One greedy chat completion; RowsLostError if a row of it cannot be had."""
-    described = server.describe()
-    stream = request_fields.new_stream_id()
-    with RingReader.attach(
-        socket_path(folder, int(described["epoch"], 16)), start="newest"
-    ) as reader:
-        answer = server.chat(_request(described["model"], prompt, stream, max_tokens))
+    """One greedy chat completion; RowsLostError if a row is missing."""
+    engine = client.describe()
+    stream = new_stream_id()
+    with RingReader.attach(socket_path(folder, int(engine["epoch"], 16)), start="newest") as reader:
+        answer = client.chat(_request(engine["model"], prompt, stream, max_tokens))
         choice = answer["choices"][0]
-        scores = _read(reader, stream, answer["prompt_token_ids"], choice["token_ids"])
+        scores = _read_scores(reader, stream, answer["prompt_token_ids"], choice["token_ids"])
     texts = tuple(token["token"] for token in choice["logprobs"]["content"])
-    return ScoredAnswer(texts, scores, tuple(server.probes()["data"]))
+    return ScoredAnswer(texts, scores, tuple(client.probes()["data"]))
 
 
 def _request(model: str, prompt: str, stream: int, max_tokens: int) -> dict[str, Any]:
-    fields = json.dumps(request_fields.request(stream=stream)[request_fields.KEY])
+    fields = json.dumps(request(stream=stream)[KEY])
     return {
         "model": model,
         "messages": [{"role": "user", "content": prompt}],
@@ -54,12 +55,14 @@ def _request(model: str, prompt: str, stream: int, max_tokens: int) -> dict[str,
         "temperature": 0,
         "logprobs": True,  # gives each token's text
         "return_token_ids": True,
-        "vllm_xargs": {request_fields.KEY: fields},
+        "vllm_xargs": {KEY: fields},
     }
 
 
-def _read(reader: RingReader, stream: int, prompt_ids: list[int], output_ids: list[int]) -> Scores:
-    """Rows come by another way than the answer: wait for those still on it."""
+def _read_scores(
+    reader: RingReader, stream: int, prompt_ids: list[int], output_ids: list[int]
+) -> Scores:
+    """Rows and answer arrive separately: wait for the rows that are still on their way."""
     collector = RowCollector(only=[stream])
     deadline_s = time.monotonic() + READ_TIMEOUT_S
     while time.monotonic() < deadline_s:

@@ -1,4 +1,4 @@
-"""Takes a way to fill a folder; gives that folder complete or not at all, whoever else asks."""
+"""Builds a folder so that it is complete or absent, even if several processes build it at once."""
 
 from __future__ import annotations
 
@@ -23,26 +23,26 @@ LOCK_POLL_S: Final = 0.1
 
 
 class Seal(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What a whole folder looks like: for each file its size and a digest."""
+    """The size and digest of each file of a complete folder."""
 
     recipe: str
     files: dict[str, tuple[int, str]]
 
 
 def sealed_folder(target: Path, fill: Callable[[Path], None], *, recipe: str) -> Path:
-    """Return `target`, filled by `fill` unless an intact one made by this `recipe` is there."""
+    """Return `target`; call `fill` unless an intact folder of this `recipe` exists."""
     if is_intact(target, recipe=recipe):
         return target
     target.parent.mkdir(parents=True, exist_ok=True)
     with _lock(target.with_name(target.name + ".lock")):
-        # another process may have built it while this one waited
+        # Another process may have built it while this one waited.
         if not is_intact(target, recipe=recipe):
             _build(target, fill, recipe=recipe)
     return target
 
 
 def is_intact(folder: Path, *, recipe: str) -> bool:
-    """Say whether the seal is there and every file still looks as it was sealed."""
+    """True if the folder has a seal and every file is as it was sealed."""
     try:
         seal = msgspec.json.decode((folder / SEAL).read_bytes(), type=Seal)
         return seal.recipe == recipe and seal.files == _fingerprints(folder)
@@ -51,7 +51,7 @@ def is_intact(folder: Path, *, recipe: str) -> bool:
 
 
 def _build(target: Path, fill: Callable[[Path], None], *, recipe: str) -> None:
-    # one name for all builders: under the lock, whatever lies there was left by one that died
+    # One name for all builders: under the lock, a folder there was left by one that died.
     partial = target.with_name(target.name + ".partial")
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir()
@@ -77,8 +77,8 @@ def _fingerprints(folder: Path) -> dict[str, tuple[int, str]]:
 def _digest(path: Path) -> str:
     with path.open("rb") as file:
         if path.suffix == ".safetensors":
-            # the header names every tensor and its bytes; half a gigabyte of weights on each
-            # start would cost more than the damage it could find beyond the file's size
+            # The header names every tensor and its bytes. Hashing half a gigabyte of weights on
+            # each start would cost more than the damage it could find beyond the file's size.
             nbytes = int.from_bytes(file.read(8), "little")
             return hashlib.sha256(file.read(min(nbytes, path.stat().st_size))).hexdigest()
         return hashlib.file_digest(file, "sha256").hexdigest()
@@ -87,13 +87,13 @@ def _digest(path: Path) -> str:
 @contextmanager
 def _lock(path: Path) -> Iterator[None]:
     with path.open("w") as file:
-        if not _is_taken_now(file.fileno()):
+        if not _try_lock(file.fileno()):
             say(f"waiting for another process that is building {path.stem}")
-            _take_within(file.fileno(), path)
+            _wait_for_lock(file.fileno(), path)
         yield
 
 
-def _is_taken_now(descriptor: int) -> bool:
+def _try_lock(descriptor: int) -> bool:
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -101,9 +101,9 @@ def _is_taken_now(descriptor: int) -> bool:
     return True
 
 
-def _take_within(descriptor: int, path: Path) -> None:
+def _wait_for_lock(descriptor: int, path: Path) -> None:
     deadline = time.monotonic() + LOCK_TIMEOUT_S
-    while not _is_taken_now(descriptor):
+    while not _try_lock(descriptor):
         if time.monotonic() > deadline:
             raise ModelError(
                 f"another process has held {path} for more than {LOCK_TIMEOUT_S:.0f} s; "

@@ -1,4 +1,4 @@
-"""Takes the vocabulary inside a GGUF file; gives a Hugging Face tokenizer and chat template."""
+"""Builds a Hugging Face tokenizer and chat template of the vocabulary in a GGUF file."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ CONTROL: Final = 3
 USER_DEFINED: Final = 4
 
 # tokenizer.ggml.pre -> whether each digit is its own token. llama.cpp keeps only the name of the
-# splitting rule, so every rule served here has to be known by name.
+# splitting rule, so every rule used here must be known by name.
 DIGITS_APART: Final = {"smollm": True, "gpt-2": False}
 
 
@@ -60,7 +60,7 @@ def write_tokenizer(vocabulary: Vocabulary, folder: Path) -> None:
     """Write tokenizer.json and tokenizer_config.json into `folder`."""
     build_tokenizer(vocabulary).save(str(folder / "tokenizer.json"))
     settings = {
-        # loads tokenizer.json as it stands; the model-specific classes rebuild their own splitting
+        # Loads tokenizer.json as it is; the model-specific classes rebuild their own splitting.
         "tokenizer_class": "PreTrainedTokenizerFast",
         "bos_token": vocabulary.tokens[vocabulary.bos],
         "eos_token": vocabulary.tokens[vocabulary.eos],

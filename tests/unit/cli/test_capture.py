@@ -1,4 +1,4 @@
-"""Takes folders of captures; gives what `clairai capture` prints, writes and finds wrong."""
+"""What the commands `clairai capture` print, write and refuse."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def _run(*arguments: object) -> Result:
     return CliRunner().invoke(app, ["capture", *map(str, arguments)])
 
 
-def test_requests_are_listed_with_everything_they_are(folder: Path) -> None:
+def test_requests_are_listed_with_all_columns(folder: Path) -> None:
     titles, first, second, end = _run("ls", folder).output.splitlines()
     assert titles.split()[:3] == ["stream", "rows", "choices"]
     assert first.split()[:4] == ["0000000000000001", "6", "0", "0-2"]
@@ -38,7 +38,7 @@ def test_requests_are_listed_with_everything_they_are(folder: Path) -> None:
     assert end.startswith("12 rows in 1 shards, ")
 
 
-def test_one_request_is_shown_whole(folder: Path) -> None:
+def test_show_prints_all_of_one_request(folder: Path) -> None:
     output = _run("show", folder, "1").output
     for said in ("pre_attn.0, post_block.3", "calm", "someone", "v1", ".safetensors", "float32"):
         assert said in output
@@ -80,7 +80,7 @@ def test_an_index_is_written_into_the_folder(folder: Path) -> None:
     assert _run("verify", folder).exit_code == 0
 
 
-def test_what_is_no_folder_of_captures_is_refused(tmp_path: Path) -> None:
+def test_a_folder_without_captures_is_refused(tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     assert isinstance(_run("ls", tmp_path / "empty").exception, StoreError)
     assert isinstance(_run("ls", tmp_path / "nowhere").exception, StoreError)

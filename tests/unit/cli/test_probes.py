@@ -1,4 +1,4 @@
-"""Takes probe files; gives what the `clairai probes` commands print and write."""
+"""What the commands `clairai probes` print and write."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def _run(*arguments: object) -> Result:
     return CliRunner().invoke(app, ["probes", *map(str, arguments)])
 
 
-def test_a_folder_is_listed_with_everything_a_probe_is(tmp_path: Path) -> None:
+def test_a_folder_of_probes_is_listed_with_all_columns(tmp_path: Path) -> None:
     save(tmp_path / "a.safetensors", probe("a", threshold=0.5, auroc=0.975, model="toy"))
     save(tmp_path / "b.safetensors", probe("b", activation="sigmoid"))
     titles, first, second = _run("list", tmp_path).output.splitlines()
@@ -62,7 +62,7 @@ def test_show_prints_one_probe(tmp_path: Path) -> None:
     }
 
 
-def test_check_and_show_tell_what_people_are_told(tmp_path: Path) -> None:
+def test_check_and_show_print_the_description_and_quality(tmp_path: Path) -> None:
     shape = control_messages.Histogram(-1, 2.5, (0, 70, 20, 10, 0, 0, 5, 35))
     told = probe("a", description="Words in a row.", auroc=0.975, histogram=shape)
     save(tmp_path / "a.safetensors", told)
@@ -116,7 +116,7 @@ def test_an_address_is_http_and_nothing_else(url: str) -> None:
     assert isinstance(_run("list", "--url", url).exception, ConfigError)
 
 
-def test_a_server_that_is_not_there_is_said_in_words() -> None:
+def test_a_server_that_does_not_run_is_reported() -> None:
     result = _run("remove", "a", "--url", "http://127.0.0.1:1")
     assert isinstance(result.exception, ConfigError)
     assert "does not answer" in str(result.exception)

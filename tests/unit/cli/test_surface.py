@@ -1,4 +1,4 @@
-"""Takes the command line program; gives its whole surface, so that a change of it is a decision."""
+"""The commands and options of the command line program."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def test_a_host_that_others_can_reach_needs_a_key(command: list[str], host: str)
     assert "set CLAIRAI_API_KEY or give --api-key-file" in str(result.exception)
 
 
-def test_a_log_file_that_cannot_be_one_is_said_before_anything_starts(tmp_path: Path) -> None:
+def test_an_impossible_log_file_is_reported_before_anything_starts(tmp_path: Path) -> None:
     environ = {"CLAIRAI_RUNTIME_DIR": str(tmp_path / "run"), "HF_HUB_OFFLINE": "0"}
     result = CliRunner(env=environ).invoke(
         app, ["serve", "org/m", "--points", "all", "--vllm-log", str(tmp_path / "no" / "log")]
@@ -77,7 +77,7 @@ def test_events_need_json() -> None:
     assert "--json" in result.output
 
 
-def test_an_error_is_said_in_words_and_the_exit_code_is_one() -> None:
+def test_an_error_is_printed_and_the_exit_code_is_one() -> None:
     command = [sys.executable, "-m", "clairai.cli", "probes", "show", "no-such.safetensors"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=30)
     assert done.returncode == 1
@@ -93,7 +93,7 @@ def test_an_upstream_is_an_address_or_a_socket(upstream: str, tmp_path: Path) ->
     assert "is no upstream" in str(result.exception)
 
 
-def test_nothing_to_tap_is_said_before_anything_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nothing_to_tap_is_reported_before_anything_starts(monkeypatch: pytest.MonkeyPatch) -> None:
     for variable in ("TARGET_LAYER", "PROBE_MODEL"):
         monkeypatch.delenv(variable, raising=False)
     result = CliRunner().invoke(app, ["serve", "m"])

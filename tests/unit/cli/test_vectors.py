@@ -1,4 +1,4 @@
-"""Takes vector files and a small server; gives what `clairai vectors` prints, writes and sends."""
+"""What the commands `clairai vectors` print, write and send."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def _run(*arguments: object) -> Result:
     return CliRunner().invoke(app, ["vectors", *map(str, arguments)])
 
 
-def test_a_folder_is_listed_with_everything_a_vector_is(tmp_path: Path) -> None:
+def test_a_folder_of_vectors_is_listed_with_all_columns(tmp_path: Path) -> None:
     files.save(vector("a", scale=2.5, method="PCA"), tmp_path / "a.safetensors")
     many = {Point("post_block", layer): numbers(1) for layer in range(6)}
     files.save(vector("b", rows=many), tmp_path / "b.safetensors")
@@ -288,7 +288,7 @@ def test_list_asks_the_server_on_the_default_port(
     assert asked == ["http://127.0.0.1:6969"]
 
 
-def test_a_server_that_is_not_there_is_said_in_words() -> None:
+def test_a_server_that_does_not_run_is_reported() -> None:
     result = _run("remove", "a", "--url", "http://127.0.0.1:1")
     assert isinstance(result.exception, ClairaiError)
     assert "does not answer" in str(result.exception)

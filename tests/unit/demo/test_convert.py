@@ -1,4 +1,4 @@
-"""Takes a tiny GGUF; checks that the converted folder holds the same model, to the last bit."""
+"""The converted folder of a tiny GGUF file holds the same model, bit for bit."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Takes a folder and those who want it; checks that they get it whole, once, or a clear refusal."""
+"""The demo model's folder is built whole and once, or refused with a reason."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ def test_a_folder_of_an_older_recipe_is_rebuilt(tmp_path: Path) -> None:
     assert is_intact(target, recipe="2")
 
 
-def test_what_a_killed_builder_left_is_swept(tmp_path: Path) -> None:
+def test_the_rest_of_a_killed_build_is_removed(tmp_path: Path) -> None:
     partial = tmp_path / "it.partial"
     partial.mkdir()
     (partial / "junk").write_text("half")
@@ -120,7 +120,7 @@ def test_concurrent_builders_give_one_folder(tmp_path: Path) -> None:
     assert is_intact(target, recipe="1")
 
 
-def test_a_lock_that_is_never_given_up_is_refused(
+def test_a_lock_that_is_never_released_is_an_error(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sealed, "LOCK_TIMEOUT_S", 0.0)

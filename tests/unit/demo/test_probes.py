@@ -1,4 +1,4 @@
-"""Takes the demo's probes, examples and training texts; checks the files and the folds."""
+"""The demo's probes, examples and training texts: files and folds."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def test_every_concept_ships_a_probe_for_the_demo_model() -> None:
 
 
 @pytest.mark.parametrize("concept", CONCEPTS, ids=lambda concept: concept.name)
-def test_every_probe_says_what_it_finds_and_how_well(concept: Concept) -> None:
+def test_every_probe_has_a_description_and_a_quality(concept: Concept) -> None:
     (probe,) = load_many(DEMO / "probes" / f"{concept.name}.safetensors")
     assert probe.description == concept.description
     assert probe.auroc is not None
@@ -113,7 +113,7 @@ def test_a_chat_is_labelled_by_sentence_and_may_have_two_concepts(name: str, tex
         ("refusal", "I'm here to assist you with your personal needs."),
     ],
 )
-def test_to_ask_for_a_thing_or_speak_of_it_is_not_the_thing(name: str, text: str) -> None:
+def test_asking_for_something_or_naming_it_is_not_labelled_as_it(name: str, text: str) -> None:
     (concept,) = (concept for concept in CONCEPTS if concept.name == name)
     spans = [s for one in documents(concept) for turn in one.turns for s in turn.spans]
     found = {span.label for span in spans if text in span.text}

@@ -36,7 +36,7 @@ def test_an_answer_is_printed_token_by_token_with_marks_and_a_dash_for_the_last(
     ]
 
 
-def test_the_banner_says_where_and_does_not_show_the_key() -> None:
+def test_the_banner_names_the_address_and_not_the_key() -> None:
     for address in (ListenAddress(), ListenAddress("0.0.0.0", 7000, "secret")):  # noqa: S104
         said = make_banner("m", address)
         assert said[0] == f"m is served on {address.url}"

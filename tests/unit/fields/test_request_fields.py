@@ -48,14 +48,14 @@ def written(asked: RequestFields) -> dict[str, Any]:
     )
 
 
-def test_a_plain_request_says_nothing() -> None:
+def test_a_plain_request_has_no_fields() -> None:
     assert request() == {KEY: {}}
     assert parse_fields(request()) == RequestFields()
 
 
 @settings(derandomize=True, deadline=None)
 @given(wanted)
-def test_what_request_writes_parse_reads(asked: RequestFields) -> None:
+def test_parse_fields_reads_what_request_writes(asked: RequestFields) -> None:
     assert parse_fields(written(asked)) == asked
 
 
@@ -78,7 +78,7 @@ def test_the_bounds_of_a_stream_are_the_bounds_of_64_bits_without_zero() -> None
 @pytest.mark.parametrize(
     "stream", [0, -1, 2**64, True, 1.0, "7", [7], {}, 10**4000, 10**9000, "x" * 10**6], ids=quote
 )
-def test_a_stream_that_is_no_stream_is_refused_in_few_words(stream: object) -> None:
+def test_a_wrong_stream_is_refused_with_a_short_message(stream: object) -> None:
     with pytest.raises(RequestError, match=r"from 1 to .*leave it out") as caught:
         parse_fields({KEY: {"stream": stream}})
     assert len(str(caught.value)) < 300
@@ -171,7 +171,7 @@ SEED: dict[str, Any] = {"post_block": {"3": {"vector": [0.5, 1.0], "scale": 2.0}
 
 
 @pytest.mark.parametrize("is_text", [False, True], ids=["object", "text"])
-def test_fields_of_the_seeds_beside_ours_become_entries(is_text: bool) -> None:
+def test_steering_vectors_become_entries(is_text: bool) -> None:
     field: Any = json.dumps(SEED) if is_text else SEED
     extra_args = {KEY: {"steer": [{"vector": "joy"}]}, "decode_steering_vectors": field}
     own, seed = parse_fields(extra_args | {"steering_vectors": None}).steer
@@ -184,7 +184,7 @@ def test_fields_of_the_seeds_beside_ours_become_entries(is_text: bool) -> None:
 
 
 @pytest.mark.parametrize("given", ["{", "[]", "null", 3, [1], b"{}"], ids=repr)
-def test_fields_of_the_seeds_that_are_no_objects_are_refused(given: object) -> None:
+def test_steering_vectors_that_are_no_objects_are_refused(given: object) -> None:
     with pytest.raises(RequestError, match=r"steering_vectors (must be an object|is text, but)"):
         parse_fields({"steering_vectors": given})
 
@@ -205,7 +205,7 @@ def test_any_value_is_read_or_refused_and_nothing_else(value: object) -> None:
             assert isinstance(parse_fields(extra_args), RequestFields)
 
 
-def test_a_minted_stream_is_one_a_request_may_have() -> None:
+def test_a_new_stream_id_is_valid() -> None:
     streams = {new_stream_id() for _ in range(1000)}
     assert len(streams) == 1000
     for stream in streams:

@@ -1,4 +1,4 @@
-"""Takes files and variables; gives the API key, or says why it cannot be one."""
+"""An API key from a file or the environment, and keys that are refused."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def test_a_key_comes_from_the_file_else_from_the_first_variable_that_is_set(tmp_
 @pytest.mark.parametrize(
     "text", ["", "\n", "two words", "tab\there", "schlüssel", "a\nb", "k" * 4097]
 )
-def test_what_cannot_stand_in_a_header_is_refused_without_being_repeated(
+def test_a_key_that_cannot_be_in_a_header_is_refused_without_being_repeated(
     tmp_path: Path, text: str
 ) -> None:
     file = tmp_path / "key"
@@ -34,6 +34,6 @@ def test_what_cannot_stand_in_a_header_is_refused_without_being_repeated(
     assert not text.strip() or text not in str(caught.value)
 
 
-def test_a_file_that_is_not_there_is_said(tmp_path: Path) -> None:
+def test_a_missing_key_file_is_reported(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="cannot be read"):
         api_key(tmp_path / "none", environ={"CLAIRAI_API_KEY": "not instead"})

@@ -57,7 +57,7 @@ def test_a_runtime_folder_with_a_path_too_long_for_sockets_is_refused_at_once(
         PrivateSocket.within(Path("/" + "x" * 80))
 
 
-def test_the_socket_of_every_run_is_its_own(tmp_path: Path) -> None:
+def test_every_run_has_its_own_socket(tmp_path: Path) -> None:
     assert PrivateSocket.within(tmp_path) != PrivateSocket.within(tmp_path)
 
 
@@ -99,7 +99,7 @@ def test_a_folder_is_served_under_its_own_name_and_not_under_its_path(tmp_path: 
     assert _name_arguments("org/name", []) == ()
 
 
-def test_loopback_is_known_by_address_and_not_by_how_it_looks() -> None:
+def test_loopback_is_decided_by_address_and_not_by_prefix() -> None:
     assert all(map(is_loopback, ("127.0.0.1", "127.8.9.1", "::1", "localhost")))
     assert not any(map(is_loopback, ("0.0.0.0", "::", "127.0.0.1.example.org", "10.0.0.1", "")))  # noqa: S104
 

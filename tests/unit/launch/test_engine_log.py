@@ -1,4 +1,4 @@
-"""Takes vLLM's log; gives what it is doing and why it ended, and never an endless file."""
+"""vLLM's log: the stage of a start, the cause of an end, and its size."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def test_the_log_says_what_vllm_is_doing_without_its_prefix(tmp_path: Path) -> N
         (f"{PREFIX}Starting vLLM server on unix:/run/me/api.sock", "opening its server"),
     ],
 )
-def test_a_stage_is_known_by_vllms_own_words_and_holds_none_of_them(
+def test_a_stage_is_recognized_by_vllms_lines_and_repeats_none_of_them(
     tmp_path: Path, line: str, stage: str
 ) -> None:
     log = EngineLog(tmp_path / "log")
@@ -44,7 +44,7 @@ def test_a_stage_is_known_by_vllms_own_words_and_holds_none_of_them(
     assert log.stage() == stage
 
 
-def test_a_log_is_ours_alone_and_begins_anew_with_each_server(tmp_path: Path) -> None:
+def test_a_log_is_private_and_new_for_each_server(tmp_path: Path) -> None:
     log = EngineLog(tmp_path / "log")
     log.path.write_text("an older server\n")
     with log.create() as file:
@@ -71,7 +71,7 @@ def test_a_long_log_is_cut_and_goes_on(tmp_path: Path, monkeypatch: pytest.Monke
     assert (tmp_path / "log.old").read_text() == "line one\nline two\n"
 
 
-def test_off_a_terminal_each_stage_is_a_line_of_its_own_once(tmp_path: Path) -> None:
+def test_without_a_terminal_each_stage_is_printed_once(tmp_path: Path) -> None:
     log = EngineLog(tmp_path / "log")
     said: list[str] = []
     with show_start_progress(None, log, said.append) as tick:
@@ -83,7 +83,7 @@ def test_off_a_terminal_each_stage_is_a_line_of_its_own_once(tmp_path: Path) -> 
     assert said == ["vLLM is importing vLLM, 0 s", "vLLM is loading the weights, 0 s"]
 
 
-def test_on_a_terminal_one_line_moves_and_nothing_is_said(tmp_path: Path) -> None:
+def test_on_a_terminal_one_line_moves_and_nothing_is_printed(tmp_path: Path) -> None:
     log = EngineLog(tmp_path / "log")
     log.path.write_text(f"{PREFIX}Starting to load model tiny...\n")
     with (tmp_path / "screen").open("w") as screen:

@@ -1,4 +1,4 @@
-"""Takes a model and what to tap; finds what is wrong with them before anything is started."""
+"""Errors in a model or its settings that are found before anything starts."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def test_more_probes_than_there_is_room_for_are_found(tmp_path: Path) -> None:
         _check(_model(tmp_path / "model"), probes=(str(tmp_path),), capacity=1)
 
 
-def test_a_probe_file_that_is_none_is_found(tmp_path: Path) -> None:
+def test_a_file_that_is_no_probe_is_found(tmp_path: Path) -> None:
     (tmp_path / "a.safetensors").write_bytes(b"nothing")
     with pytest.raises(ProbeError):
         _check("org/name", probes=(str(tmp_path / "a.safetensors"),))

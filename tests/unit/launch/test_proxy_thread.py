@@ -1,4 +1,4 @@
-"""Takes an app and a port; gives it answering in a thread, and a port that is free again."""
+"""The proxy's thread: it answers on its port, and frees the port again."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def test_the_app_answers_inside_the_block_and_the_port_is_free_after_it() -> Non
     listen(ListenAddress(port=port)).close()
 
 
-def test_a_port_that_is_taken_is_said_before_anything_starts() -> None:
+def test_a_port_in_use_is_reported_before_anything_starts() -> None:
     port = free_port()
     with (
         listen(ListenAddress(port=port)),
@@ -62,12 +62,12 @@ def test_a_port_that_is_taken_is_said_before_anything_starts() -> None:
         listen(ListenAddress(port=port))
 
 
-def test_a_host_that_is_not_ours_is_said() -> None:
+def test_a_host_of_another_machine_is_reported() -> None:
     with pytest.raises(ConfigError, match="cannot be used"):
         listen(ListenAddress("192.0.2.1", 7000, api_key="k"))
 
 
-def test_an_app_that_cannot_start_is_an_error_and_not_a_wait() -> None:
+def test_an_app_that_cannot_start_is_an_error_at_once() -> None:
     @contextlib.asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
         raise RuntimeError("planted")

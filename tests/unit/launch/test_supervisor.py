@@ -86,7 +86,7 @@ def _run(host: FakeHost, on_death: DeathPolicy, policy: RestartPolicy = AT_ONCE)
     Supervisor(host, on_death=on_death, policy=policy).run(host)  # type: ignore[arg-type]
 
 
-def test_an_engine_that_dies_ends_everything_where_that_was_asked_for() -> None:
+def test_an_engine_that_dies_ends_everything_with_on_death_end() -> None:
     host = FakeHost(iter([DyingEngine()]))
     with pytest.raises(EngineGoneError, match="it was killed"):
         _run(host, "end")
@@ -120,7 +120,7 @@ def test_an_engine_that_dies_is_started_again_and_so_is_one_that_then_cannot_sta
     assert "attempt 2 of 2" in str(restarting[-1].reason)
 
 
-def test_after_deaths_in_a_row_it_gives_up_says_so_and_waits_to_be_ended() -> None:
+def test_after_deaths_in_a_row_it_gives_up_and_waits_for_the_stop() -> None:
     script = (DyingEngine() for _ in range(9))
     host = FakeHost(script, is_done=_failed)
     with pytest.raises(EngineGoneError):
@@ -144,7 +144,7 @@ def test_an_engine_that_served_long_enough_has_all_attempts_again() -> None:
     assert host.num_announced == 6
 
 
-def test_nothing_told_to_the_outside_names_a_path() -> None:
+def test_no_health_reason_names_a_path() -> None:
     host = FakeHost((DyingEngine() for _ in range(9)), is_done=_failed)
     with pytest.raises(EngineGoneError):
         _run(host, "restart")

@@ -32,7 +32,7 @@ SIZE = 100
         ("", None),
     ],
 )
-def test_a_range_is_what_it_says_or_all_of_it(asked: str, expected: object) -> None:
+def test_a_header_asks_for_a_range_or_for_the_whole_file(asked: str, expected: object) -> None:
     assert requested_range({"range": asked}, TAG, SIZE) == expected
 
 

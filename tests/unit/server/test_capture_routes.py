@@ -1,4 +1,4 @@
-"""Takes completion requests that are captured; gives what the client is told, and the rows."""
+"""Captured requests: the fields of their responses, and the routes that list and return rows."""
 
 from __future__ import annotations
 
@@ -51,7 +51,9 @@ def sent(server: CapturingServer) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("path", PATHS)
-def test_an_answer_says_what_was_kept_and_by_which_id(server: CapturingServer, path: str) -> None:
+def test_a_response_says_what_was_kept_and_under_which_id(
+    server: CapturingServer, path: str
+) -> None:
     handle = told(server, path, capture=True)
     assert handle == {
         "id": f"{sent(server)['stream']:016x}",
@@ -76,9 +78,7 @@ def test_the_file_has_the_rows_of_that_request_and_no_others(server: CapturingSe
 
 
 @pytest.mark.parametrize("path", PATHS)
-def test_a_stream_says_the_id_first_and_what_became_of_it_last(
-    server: CapturingServer, path: str
-) -> None:
+def test_a_stream_has_the_id_first_and_the_result_last(server: CapturingServer, path: str) -> None:
     frames = server.ask(path, stream=True, capture=True).text.split("\n\n")
     first, last = (json.loads(frames[at].removeprefix("data: ")) for at in (0, -3))
     assert first["clairai"]["capture"]["state"] == "open"
@@ -88,7 +88,7 @@ def test_a_stream_says_the_id_first_and_what_became_of_it_last(
 
 
 @pytest.mark.parametrize("is_streamed", [False, True])
-def test_an_engine_that_ends_too_early_to_tell_costs_no_answer(
+def test_an_engine_that_ends_too_early_spoils_no_response(
     server: CapturingServer, monkeypatch: pytest.MonkeyPatch, is_streamed: bool
 ) -> None:
     def gone(*_: Any) -> Any:
@@ -110,7 +110,7 @@ def test_answers_of_one_request_are_one_capture(server: CapturingServer) -> None
     assert set(got["choice"].tolist()) == {2}
 
 
-def test_a_request_that_did_not_ask_is_told_nothing_and_false_keeps_nothing(
+def test_a_request_without_capture_gets_no_fields_and_false_keeps_nothing(
     server: CapturingServer,
 ) -> None:
     assert "clairai" not in server.ask(prompt_scores=True).json()
@@ -128,7 +128,7 @@ def test_captures_are_listed_newest_first(server: CapturingServer) -> None:
     msgspec.convert(listed, models.CaptureList)
 
 
-def test_any_range_can_be_asked_for_and_the_tag_holds_it_together(server: CapturingServer) -> None:
+def test_any_range_can_be_asked_for_and_has_one_etag(server: CapturingServer) -> None:
     path = f"/v1/captures/{told(server, capture=True)['id']}"
     whole = server.client.get(path)
     tag, nbytes = whole.headers["etag"], len(whole.content)
@@ -159,7 +159,7 @@ def test_any_range_can_be_asked_for_and_the_tag_holds_it_together(server: Captur
         ("/v1/captures/{id}?choice=9", 400, "has no such rows"),
     ],
 )
-def test_what_cannot_be_given_is_refused_with_the_reason(
+def test_a_wrong_request_for_rows_is_refused_with_the_reason(
     server: CapturingServer, path: str, status: int, said: str
 ) -> None:
     handle = told(server, capture=True)
@@ -180,7 +180,7 @@ def test_a_request_that_runs_has_no_file_yet(
     until(lambda: server.client.get(f"/v1/captures/{id}").status_code == 200)
 
 
-def test_rows_that_a_rule_discarded_are_gone_and_said_to_be(
+def test_rows_that_a_rule_discarded_are_reported_as_gone(
     server: CapturingServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     why = "probe anger stayed below 0.9"
@@ -190,7 +190,7 @@ def test_rows_that_a_rule_discarded_are_gone_and_said_to_be(
     assert (got.status_code, why in got.text) == (410, True)
 
 
-def test_rows_of_an_engine_before_this_one_are_given_too(runtime: Path, tmp_path: Path) -> None:
+def test_rows_of_an_earlier_engine_are_found_too(runtime: Path, tmp_path: Path) -> None:
     setting = {"folder": str(tmp_path / "s")}
     with capturing_server(runtime, setting) as before:
         id = told(before, capture=True)["id"]
@@ -199,7 +199,7 @@ def test_rows_of_an_engine_before_this_one_are_given_too(runtime: Path, tmp_path
         assert server.client.get(f"/v1/captures/{id}").content == data
 
 
-def test_an_engine_that_does_not_capture_says_so(runtime: Path) -> None:
+def test_an_engine_without_capture_says_so(runtime: Path) -> None:
     with capturing_server(runtime, None) as server:
         refused = server.ask(capture=True)
         assert refused.json()["error"]["code"] == "capture-off"
@@ -256,7 +256,7 @@ def test_a_message_of_a_chat_becomes_its_positions(
         ({"message": 0}, {"path": TEXT}, "only a chat has messages"),
     ],
 )
-def test_a_message_whose_place_cannot_be_told_is_refused(
+def test_a_message_that_cannot_be_located_is_refused(
     server: CapturingServer, positions: Any, fields: dict[str, Any], said: str
 ) -> None:
     refused = _ask(server, positions, **fields)
@@ -264,7 +264,7 @@ def test_a_message_whose_place_cannot_be_told_is_refused(
     assert server.bodies == []
 
 
-def test_few_files_are_kept_for_the_next_range_and_the_last_always(
+def test_only_the_last_files_are_kept_for_the_next_range(
     server: CapturingServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(capture_routes, "KEPT_NBYTES", 1)

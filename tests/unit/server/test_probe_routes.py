@@ -1,4 +1,4 @@
-"""Takes a bank with probes that tell about themselves; gives what GET /v1/probes answers of it."""
+"""What GET /v1/probes says of probes with and without metadata."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def server(runtime: Path) -> Iterator[TestClient]:
         yield TestClient(app)
 
 
-def test_a_probe_is_listed_with_all_that_people_are_told(server: TestClient) -> None:
+def test_a_probe_is_listed_with_all_its_metadata(server: TestClient) -> None:
     shape = control_messages.Histogram(0.0, 1.0, (9, 3, 1, 0, 0, 0, 2, 5))
     told = toy.file_of("a", description="Words.", auroc=0.9, histogram=shape, calibration=(0, 1))
     assert server.put("/v1/probes/a", content=told).status_code == 201
@@ -50,7 +50,7 @@ def test_a_probe_is_listed_with_all_that_people_are_told(server: TestClient) -> 
     }
 
 
-def test_a_probe_that_tells_nothing_is_listed_with_nulls(server: TestClient) -> None:
+def test_a_probe_without_metadata_is_listed_with_nulls(server: TestClient) -> None:
     server.put("/v1/probes/a", content=toy.file_of("a"))
     (probe,) = server.get("/v1/probes").json()["data"]
     assert [probe[key] for key in ("description", "auroc", "histogram")] == [None, None, None]

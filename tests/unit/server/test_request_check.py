@@ -1,4 +1,4 @@
-"""Takes completion requests that steer, on their way into vLLM; gives what the client is told."""
+"""The check of requests that steer or stop, and the fields of their responses."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def applied(**changes: Any) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("path", PATHS)
-def test_an_answer_says_what_was_applied(server: ToyServer, path: str) -> None:
+def test_a_response_lists_what_was_applied(server: ToyServer, path: str) -> None:
     response = server.ask(path, steer=STEER)
     answer = response.json()
     assert answer.pop("clairai") == {"steering": [applied()]}
@@ -56,7 +56,7 @@ def test_an_answer_says_what_was_applied(server: ToyServer, path: str) -> None:
     assert int(response.headers["content-length"]) == len(response.content)
 
 
-def test_what_was_changed_here_is_known_at_once(server: ToyServer) -> None:
+def test_a_change_through_this_server_is_known_at_once(server: ToyServer) -> None:
     server.ask(steer=STEER)
     other = vector(value=3.0)
     server.client.put("/v1/steering/vectors/calm", content=dumps(other))
@@ -68,7 +68,7 @@ def test_what_was_changed_here_is_known_at_once(server: ToyServer) -> None:
 
 
 @pytest.mark.parametrize("path", PATHS)
-def test_the_first_chunk_of_a_stream_says_it_and_no_other(server: ToyServer, path: str) -> None:
+def test_only_the_first_chunk_of_a_stream_lists_it(server: ToyServer, path: str) -> None:
     frames = server.ask(path, stream=True, steer=STEER).text.split("\n\n")
     chunks = [json.loads(frame.removeprefix("data: ")) for frame in frames[:-2]]
     assert chunks[0].pop("clairai") == {"steering": [applied()]}
@@ -76,7 +76,7 @@ def test_the_first_chunk_of_a_stream_says_it_and_no_other(server: ToyServer, pat
     assert frames[-2] == "data: [DONE]"
 
 
-def test_what_is_echoed_is_pinned_so_that_nothing_else_can_be_applied(server: ToyServer) -> None:
+def test_listed_vectors_are_pinned_by_digest(server: ToyServer) -> None:
     server.ask(steer=[*STEER, {"vector": INLINE}])
     named, inline = sent(server)["steer"]
     assert named["digest"] == vector().digest
@@ -86,7 +86,7 @@ def test_what_is_echoed_is_pinned_so_that_nothing_else_can_be_applied(server: To
     assert plan.actions[0].digest == vector().digest
 
 
-def test_a_name_that_was_changed_elsewhere_since_is_refused_and_said_to_be(
+def test_a_name_changed_through_another_server_is_refused_with_the_reason(
     server: ToyServer,
 ) -> None:
     server.ask(steer=STEER)
@@ -98,7 +98,7 @@ def test_a_name_that_was_changed_elsewhere_since_is_refused_and_said_to_be(
     assert "was changed" in error["message"]
 
 
-def test_of_several_servers_each_looks_before_it_says(runtime: Path) -> None:
+def test_one_of_several_servers_asks_the_core_each_time(runtime: Path) -> None:
     with toy_server(runtime, api_servers=2) as server:
         server.control(steering_messages.PutVectors((dumps(vector()),)))
         assert server.ask(steer=STEER).json()["clairai"] == {"steering": [applied()]}
@@ -111,7 +111,7 @@ def test_of_several_servers_each_looks_before_it_says(runtime: Path) -> None:
         assert len(server.asked) == asked  # who names nothing waits for nothing
 
 
-def test_a_server_alone_asks_once_and_then_knows(server: ToyServer) -> None:
+def test_a_single_server_asks_the_core_once(server: ToyServer) -> None:
     for _ in range(3):
         assert server.ask(steer=STEER).status_code == 200
     assert [type(one) for one in server.asked] == [
@@ -163,7 +163,7 @@ def test_what_cannot_be_applied_is_refused_before_vllm_sees_it(
     assert server.bodies == []
 
 
-def test_a_vector_that_came_along_is_echoed_by_its_digest(server: ToyServer) -> None:
+def test_an_inline_vector_is_listed_by_its_digest(server: ToyServer) -> None:
     (told,) = server.ask(steer=[{"vector": INLINE}]).json()["clairai"]["steering"]
     (plan,) = server.plans
     assert plan is not None
@@ -171,7 +171,7 @@ def test_a_vector_that_came_along_is_echoed_by_its_digest(server: ToyServer) -> 
     assert told["points"] == ["post_block.1"]
 
 
-def test_gates_and_rules_are_echoed_with_the_thresholds_that_hold(server: ToyServer) -> None:
+def test_gates_and_rules_are_listed_with_their_thresholds(server: ToyServer) -> None:
     steer = [{"vector": "calm", "points": ["post_block.1"], "gate": {"probe": "late"}}]
     told = server.ask(steer=steer, stop=[{"probe": "late", "tokens": 3}]).json()["clairai"]
     assert told["steering"][0]["gate"] == {"probe": "late", "threshold": 0.5}
@@ -188,7 +188,7 @@ def test_prompts_of_one_request_do_not_share_a_stream(server: ToyServer, prompt:
 
 
 @pytest.mark.parametrize("prompt", ["a", [1, 2]])
-def test_one_prompt_has_a_stream_to_ask_about(server: ToyServer, prompt: Any) -> None:
+def test_one_prompt_gets_a_stream_id(server: ToyServer, prompt: Any) -> None:
     xargs = {"clairai": json.dumps({"steer": STEER})}
     server.client.post(TEXT, json={"prompt": prompt, "vllm_xargs": xargs})
     assert sent(server)["stream"] > 0
@@ -206,13 +206,13 @@ def test_beams_which_vllm_would_not_steer_are_refused(
     assert server.client.post(CHAT, json=body).status_code == 200
 
 
-def test_a_scale_of_zero_applies_nothing_and_says_so(server: ToyServer) -> None:
+def test_a_scale_of_zero_applies_nothing_and_is_not_listed(server: ToyServer) -> None:
     told = server.ask(steer=[{"vector": "calm", "scale": 0}]).json()["clairai"]
     assert told == {"steering": []}
     assert server.plans == [None]
 
 
-def test_global_tiers_are_echoed_to_who_asks_for_something(server: ToyServer) -> None:
+def test_global_tiers_are_listed_in_responses_to_our_fields(server: ToyServer) -> None:
     tiers = {"base": STEER, "decode": [{"vector": INLINE}]}
     server.client.post("/v1/steering", json=tiers)
     base, decode = server.ask(prompt_scores=True).json()["clairai"]["steering"]
@@ -228,7 +228,9 @@ def test_global_tiers_are_echoed_to_who_asks_for_something(server: ToyServer) ->
         ("decode_steering_vectors", "generation"),
     ],
 )
-def test_the_seeds_fields_steer_where_they_stand(server: ToyServer, field: str, phase: str) -> None:
+def test_steering_vectors_work_beside_vllm_xargs_and_in_it(
+    server: ToyServer, field: str, phase: str
+) -> None:
     rows = {"post_block": {"1": [1.0, 0.0, 2.0]}}
     answer = server.client.post(CHAT, json={"messages": [], field: rows})
     (told,) = answer.json()["clairai"]["steering"]
@@ -239,7 +241,7 @@ def test_the_seeds_fields_steer_where_they_stand(server: ToyServer, field: str, 
     assert field not in server.bodies[0]
 
 
-def test_a_seeds_field_is_not_taken_twice(server: ToyServer) -> None:
+def test_steering_vectors_given_twice_are_refused(server: ToyServer) -> None:
     rows = {"post_block": {"1": [1.0, 0.0, 2.0]}}
     xargs = {"steering_vectors": json.dumps(rows)}
     body = {"messages": [], "steering_vectors": rows, "vllm_xargs": xargs}
@@ -249,7 +251,7 @@ def test_a_seeds_field_is_not_taken_twice(server: ToyServer) -> None:
 @pytest.mark.parametrize(
     "body", [{"messages": []}, {"messages": ["\u00e9"], "steering_vectors": None}]
 )
-def test_a_request_that_asks_nothing_passes_unaltered(
+def test_a_request_without_our_fields_passes_unaltered(
     server: ToyServer, body: dict[str, Any]
 ) -> None:
     answer = server.client.post(CHAT, json=body)
@@ -258,7 +260,7 @@ def test_a_request_that_asks_nothing_passes_unaltered(
     assert server.asked == []
 
 
-def test_an_engine_that_does_not_steer_refuses_to_and_still_stops(runtime: Path) -> None:
+def test_an_engine_without_steering_refuses_to_steer_but_still_stops(runtime: Path) -> None:
     with toy_server(runtime, is_steering=False) as server:
         server.client.put("/v1/probes/late", content=toy.file_of("late", threshold=0.5))
         answer = server.ask(steer=STEER)

@@ -1,4 +1,4 @@
-"""Takes requests that only the engine core can refuse; gives the status and the reason."""
+"""Requests that only the engine core can refuse: status and reason of the response."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def server(runtime: Path) -> Iterator[ToyServer]:
         (ZEROS, "vector", "all zeros"),
     ],
 )
-def test_numbers_that_cannot_be_applied_are_refused_by_the_core_in_words(
+def test_wrong_numbers_are_refused_with_the_reason_of_the_core(
     server: ToyServer, packed: str, code: str, reason: str, stream: bool
 ) -> None:
     steer = [{"vector": {"points": {"post_block.1": packed}}}]
@@ -76,7 +76,9 @@ def _packed(value: float) -> str:
     return base64.b64encode(np.full(toy.WIDTH, value, np.float32).tobytes()).decode()
 
 
-def test_numbers_of_several_prompts_are_looked_at_before_vllm_sees_them(server: ToyServer) -> None:
+def test_numbers_are_checked_before_vllm_if_a_request_has_several_prompts(
+    server: ToyServer,
+) -> None:
     steer = [{"vector": {"points": {"post_block.1": NAN}}}]
     xargs = {"clairai": json.dumps({"steer": steer})}
     answer = server.client.post(TEXT, json={"prompt": ["a", "b"], "vllm_xargs": xargs})
@@ -85,7 +87,7 @@ def test_numbers_of_several_prompts_are_looked_at_before_vllm_sees_them(server: 
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_response_of_the_newer_api_is_refused_and_echoed_alike(
+def test_the_responses_api_is_refused_and_answered_like_chats(
     server: ToyServer, stream: bool
 ) -> None:
     bad = server.ask(
@@ -97,7 +99,7 @@ def test_a_response_of_the_newer_api_is_refused_and_echoed_alike(
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_stream_id_in_use_is_said_to_be(server: ToyServer, stream: bool) -> None:
+def test_a_stream_id_in_use_is_refused_with_the_reason(server: ToyServer, stream: bool) -> None:
     body = {"messages": [], "stream": stream, "vllm_xargs": {"clairai": '{"stream": 7}'}}
     assert server.client.post(CHAT, json=body).status_code == 200
     answer = server.client.post(CHAT, json=body)
@@ -105,14 +107,14 @@ def test_a_stream_id_in_use_is_said_to_be(server: ToyServer, stream: bool) -> No
     assert "stream 7 belongs to a request" in answer.json()["error"]["message"]
 
 
-def test_a_refusal_that_only_the_prompt_decides_comes_in_words(server: ToyServer) -> None:
+def test_a_refusal_that_depends_on_the_prompt_has_a_reason(server: ToyServer) -> None:
     when = {"phase": "prompt", "positions": [[90, 100]]}
     answer = server.ask(steer=[{"vector": "calm", "when": when}])
     assert answer.status_code == 400
     assert "hold none of this prompt's 5 tokens" in answer.json()["error"]["message"]
 
 
-def test_a_choice_that_is_refused_behind_anothers_tokens_says_so_in_the_stream(
+def test_a_choice_refused_after_tokens_of_another_gives_the_reason_in_the_stream(
     runtime: Path,
 ) -> None:
     with toy_server(runtime) as server:
@@ -136,7 +138,7 @@ def test_a_choice_that_is_refused_behind_anothers_tokens_says_so_in_the_stream(
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_an_error_that_is_not_ours_passes_as_it_is(server: ToyServer, stream: bool) -> None:
+def test_an_error_of_vllm_passes_unchanged(server: ToyServer, stream: bool) -> None:
     def failing(_: Any) -> Any:
         raise VectorCapacityError("full")
 
@@ -147,7 +149,7 @@ def test_an_error_that_is_not_ours_passes_as_it_is(server: ToyServer, stream: bo
     assert '"clairai"' not in answer.text
 
 
-def test_a_break_that_is_not_ours_stays_one(server: ToyServer) -> None:
+def test_an_exception_of_vllm_stays_an_exception(server: ToyServer) -> None:
     def failing(_: Any) -> Any:
         raise VectorCapacityError("full")
 

@@ -1,4 +1,4 @@
-"""Takes requests under /v1/steering; gives vectors and tiers of an engine that steers, or not."""
+"""The routes under /v1/steering, with an engine that can steer and one that cannot."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def put(server: ToyServer, made: Vector, **headers: str) -> int:
     return answer.status_code
 
 
-def test_vectors_are_listed_with_all_that_people_are_told(server: ToyServer) -> None:
+def test_vectors_are_listed_with_all_their_metadata(server: ToyServer) -> None:
     assert put(server, vector()) == 201
     listed = server.client.get(VECTORS).json()
     assert listed == {
@@ -55,7 +55,7 @@ def test_vectors_are_listed_with_all_that_people_are_told(server: ToyServer) -> 
     }
 
 
-def test_a_vector_comes_back_as_the_file_it_is_known_by(server: ToyServer) -> None:
+def test_a_vector_is_downloaded_as_the_file_with_its_digest(server: ToyServer) -> None:
     made = vector("mood/calm")
     put(server, made)
     got = server.client.get(f"{VECTORS}/mood/calm")
@@ -96,7 +96,7 @@ def test_other_formats_take_the_name_of_the_path(server: ToyServer) -> None:
         ({"If_None_Match": '"other"'}, True, 200),
     ],
 )
-def test_a_vector_is_put_under_the_conditions_that_are_set(
+def test_a_vector_is_put_under_if_match_and_if_none_match(
     server: ToyServer, headers: dict[str, str], is_there: bool, status: int
 ) -> None:
     if is_there:
@@ -127,7 +127,7 @@ def test_a_vector_is_removed_by_its_name_or_by_its_content(server: ToyServer) ->
         ),
     ],
 )
-def test_a_bad_vector_is_refused_in_words(
+def test_a_bad_vector_is_refused_with_the_reason(
     server: ToyServer, content: bytes, code: str, reason: str
 ) -> None:
     answer = server.client.put(f"{VECTORS}/calm", content=content)
@@ -144,7 +144,7 @@ def test_a_body_larger_than_any_vector_is_not_read(server: ToyServer) -> None:
     assert str(MAX_NBYTES) in answer.json()["error"]["message"]
 
 
-def test_a_full_engine_takes_no_more_vectors(runtime: Path) -> None:
+def test_a_full_engine_refuses_more_vectors(runtime: Path) -> None:
     with toy_server(runtime, limits=SteeringLimits(rows=8, programs=8, vectors=1)) as server:
         assert put(server, vector()) == 201
         answer = server.client.put(f"{VECTORS}/b", content=dumps(vector("b")))
@@ -191,7 +191,7 @@ def test_a_vector_that_a_tier_uses_is_not_removed(server: ToyServer) -> None:
     assert server.client.delete(f"{VECTORS}/calm").status_code == 400
 
 
-def test_an_engine_that_does_not_steer_says_how_it_would(runtime: Path) -> None:
+def test_an_engine_without_steering_says_how_to_enable_it(runtime: Path) -> None:
     with toy_server(runtime, is_steering=False) as server:
         answers = [
             server.client.get(VECTORS),
@@ -207,7 +207,7 @@ def test_an_engine_that_does_not_steer_says_how_it_would(runtime: Path) -> None:
         assert '"steering": true' in error["message"]
 
 
-def test_a_running_request_is_steered_otherwise_by_its_stream(server: ToyServer) -> None:
+def test_the_steering_of_a_running_request_is_changed_by_its_stream(server: ToyServer) -> None:
     path = f"/v1/steering/requests/{RUNNING}"
     answer = server.client.post(path, json={"steer": [{"vector": "calm", "scale": 2}]})
     assert answer.status_code == 200
@@ -231,7 +231,7 @@ def test_a_running_request_is_steered_otherwise_by_its_stream(server: ToyServer)
     ],
     ids=range(10),
 )
-def test_a_change_that_is_wrong_or_comes_too_late_is_refused(
+def test_a_wrong_or_late_change_of_steering_is_refused(
     server: ToyServer, stream: str, body: str
 ) -> None:
     content = body.encode(errors="surrogatepass")

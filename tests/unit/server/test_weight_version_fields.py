@@ -1,4 +1,4 @@
-"""Takes a server whose engine takes weights; gives the version that answers and models tell."""
+"""The version of the weights in responses and model cards of a whole server."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def server(runtime: Path, tmp_path: Path) -> Iterator[Served]:
 
 
 @pytest.mark.parametrize("path", PATHS)
-def test_an_answer_says_which_weights_made_it(server: Served, path: str) -> None:
+def test_a_response_names_its_weights(server: Served, path: str) -> None:
     told = [server.ask(path).json()["clairai"]]
     server.send()
     told.append(server.ask(path).json()["clairai"])
@@ -82,19 +82,19 @@ def test_an_answer_says_which_weights_made_it(server: Served, path: str) -> None
 
 
 @pytest.mark.parametrize("path", PATHS)
-def test_a_stream_says_it_in_its_first_chunk(server: Served, path: str) -> None:
+def test_a_stream_names_its_weights_in_the_first_chunk(server: Served, path: str) -> None:
     server.send()
     frames = server.ask(path, stream=True).text.split("\n\n")
     chunks = [json.loads(frame.removeprefix("data: ")) for frame in frames[:-2]]
     assert [chunk.get("clairai") for chunk in chunks] == [{"weights": 1}, *[None] * len(chunks[1:])]
 
 
-def test_a_request_without_our_field_is_answered_byte_by_byte(server: Served) -> None:
+def test_the_response_to_a_request_without_our_fields_is_unchanged(server: Served) -> None:
     answer = server.client.post(PATHS[0], json={"messages": []})
     assert answer.json() == {"id": "1", "choices": [{"index": 0}]}
 
 
-def test_every_model_says_which_weights_serve(server: Served) -> None:
+def test_every_model_card_names_its_weights(server: Served) -> None:
     sent = server.send(label="step-7")
     answer = server.client.get("/v1/models")
     about = {"version": 1, "label": "step-7", "digest": sent["digest"]}
@@ -112,14 +112,14 @@ def test_the_worker_is_asked_at_a_change_and_not_for_each_request(server: Served
     assert server.asked == []
 
 
-def test_weights_that_came_by_another_route_of_the_server_are_noticed(server: Served) -> None:
+def test_weights_changed_by_another_route_are_noticed(server: Served) -> None:
     told = [server.ask().json()["clairai"]]
     asyncio.run(server.engine_client.collective_rpc("reload_weights"))
     told.append(server.ask().json()["clairai"])
     assert told == [{"weights": 0}, {"weights": 1}]
 
 
-def test_an_engine_that_cannot_be_asked_any_more_has_answered_all_the_same(
+def test_an_engine_that_has_ended_spoils_no_response(
     server: Served, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def gone(*_: object, **__: object) -> None:
@@ -130,7 +130,7 @@ def test_an_engine_that_cannot_be_asked_any_more_has_answered_all_the_same(
     assert (answer.status_code, answer.json()) == (200, {"id": "1", "choices": [{"index": 0}]})
 
 
-def test_weights_whose_arrival_was_never_heard_of_are_told_all_the_same(
+def test_weights_of_an_interrupted_commit_are_named_too(
     server: Served, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     told = [server.ask().json()["clairai"]]

@@ -1,4 +1,4 @@
-"""Takes hand-overs between and under requests; gives the version that each one's answer tells."""
+"""Which version of the weights each request has, with changes between and during requests."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ async def changed(worker: Worker, made: WeightVersions) -> None:
         await made.after_change()
 
 
-def test_a_request_that_ended_before_the_change_is_told_the_old_version(worker: Worker) -> None:
+def test_a_request_that_ended_before_the_change_has_the_old_version(worker: Worker) -> None:
     async def work() -> None:
         made = weight_versions(worker)
         with made.waiting(1), made.waiting(2), made.waiting(3):
@@ -73,7 +73,7 @@ def test_a_request_that_ended_before_the_change_is_told_the_old_version(worker: 
     run(work())
 
 
-def test_while_the_weights_change_nothing_is_known_too_early(worker: Worker) -> None:
+def test_no_version_is_assumed_while_the_weights_change(worker: Worker) -> None:
     """The first look at an engine may not overtake a change that is under way."""
 
     async def work() -> None:
@@ -89,7 +89,7 @@ def test_while_the_weights_change_nothing_is_known_too_early(worker: Worker) -> 
     run(work())
 
 
-def test_a_change_that_was_never_heard_of_again_leaves_nobody_with_an_old_version(
+def test_a_change_without_a_known_end_leaves_no_stale_version(
     worker: Worker,
 ) -> None:
     """The worker has changed, and its answer, or the question after it, was lost."""
@@ -110,7 +110,7 @@ def test_a_change_that_was_never_heard_of_again_leaves_nobody_with_an_old_versio
     run(work())
 
 
-def test_after_a_change_no_request_that_waited_costs_a_question(worker: Worker) -> None:
+def test_requests_that_waited_through_a_change_cost_no_question(worker: Worker) -> None:
     async def work() -> None:
         made = weight_versions(worker)
         with made.waiting(1), made.waiting(2):
@@ -139,7 +139,7 @@ def test_requests_cost_no_question_once_the_version_is_known(worker: Worker) -> 
     run(work())
 
 
-def test_what_others_may_have_changed_is_asked_for_again(worker: Worker) -> None:
+def test_a_call_by_others_makes_the_version_unknown(worker: Worker) -> None:
     async def work() -> None:
         made = weight_versions(worker)
         await made.version_of(9)
@@ -155,7 +155,7 @@ def test_what_others_may_have_changed_is_asked_for_again(worker: Worker) -> None
     run(work())
 
 
-def test_a_look_that_others_overtook_is_not_kept(worker: Worker) -> None:
+def test_an_answer_overtaken_by_another_call_is_not_kept(worker: Worker) -> None:
     async def work() -> None:
         made = weight_versions(worker)
 
@@ -189,7 +189,7 @@ def test_one_of_several_servers_asks_each_time(worker: Worker) -> None:
     run(work())
 
 
-def test_an_engine_that_takes_no_weights_is_never_asked(worker: Worker) -> None:
+def test_an_engine_that_accepts_no_weights_is_never_asked(worker: Worker) -> None:
     async def work() -> None:
         made = weight_versions(worker, accepts_weights=False)
         with made.waiting(1):

@@ -1,4 +1,4 @@
-"""Takes requests under /v1/weights; gives the order: verified, paused, loaded, resumed."""
+"""The routes under /v1/weights: verify, pause, load and resume, in this order."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def _commit(served: Target, *, drain: str = "wait") -> tuple[int, dict[str, obje
     return answer.status_code, answer.json()
 
 
-def test_the_state_and_what_can_be_sent_are_told(served: Target) -> None:
+def test_the_state_and_the_tensors_are_described(served: Target) -> None:
     state = served.client.get("/v1/weights").json()
     assert state == {
         "version": 0,
@@ -56,14 +56,14 @@ def test_the_state_and_what_can_be_sent_are_told(served: Target) -> None:
 
 
 @pytest.mark.parametrize("drain", ["wait", "abort"])
-def test_a_commit_waits_for_requests_loads_and_lets_them_go_on(served: Target, drain: str) -> None:
+def test_a_commit_waits_for_requests_loads_and_resumes(served: Target, drain: str) -> None:
     status, answer = _commit(served, drain=drain)
     assert (status, answer["version"]) == (200, 1)
     assert not {"probe_rows", "vector_rows"} & {key for key, value in answer.items() if value}
     assert served.told == [f"pause {drain} True", "resume"]
 
 
-def test_a_bank_alone_pauses_nothing(tmp_path: Path) -> None:
+def test_probes_alone_pause_nothing(tmp_path: Path) -> None:
     with running_publisher(tmp_path) as step_publisher:
         step_publisher.install(step_publisher.bank.add([probe("p", point=SECOND)]))
         with target(tmp_path, step_publisher) as served:
@@ -79,7 +79,7 @@ def test_a_bank_alone_pauses_nothing(tmp_path: Path) -> None:
             assert step_publisher.bank.probes[0].direction_D.tolist() == [1.0, 1.0, 1.0]
 
 
-def test_half_loaded_weights_serve_nobody_until_a_whole_set_has_come(served: Target) -> None:
+def test_half_loaded_weights_keep_the_engine_paused_until_a_whole_set_comes(served: Target) -> None:
     served.llm.fail_after = 2
     status, answer = _commit(served)
     assert status == 500
@@ -118,14 +118,14 @@ def _busy(served: Target, times: int) -> None:
     served.llm.core_control._check_weights = guard
 
 
-def test_what_a_pause_has_left_in_the_queue_goes_on_first(served: Target) -> None:
+def test_preempted_requests_run_before_the_commit(served: Target) -> None:
     _busy(served, 2)
     status, answer = _commit(served)
     assert (status, answer["version"]) == (200, 1)
     assert served.told == ["pause wait True", "resume"] * 3
 
 
-def test_what_never_ends_keeps_the_old_weights(
+def test_preempted_requests_that_never_end_keep_the_old_weights(
     served: Target, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     _busy(served, 1 << 30)
@@ -138,7 +138,7 @@ def test_what_never_ends_keeps_the_old_weights(
 
 
 @pytest.mark.parametrize("route", ["check", "plan", "commit"])
-def test_what_is_no_manifest_never_reaches_the_engine(
+def test_a_wrong_manifest_never_reaches_the_engine(
     served: Target, monkeypatch: pytest.MonkeyPatch, route: str
 ) -> None:
     def reached(*_: object) -> None:
@@ -148,7 +148,7 @@ def test_what_is_no_manifest_never_reaches_the_engine(
     assert "no manifest" in served.post(route, b'{"version": 1, "code": "x"}')
 
 
-def test_an_engine_that_was_not_started_for_it_says_how(tmp_path: Path) -> None:
+def test_an_engine_that_accepts_no_weights_says_how_to_start_it(tmp_path: Path) -> None:
     with toy_server(tmp_path) as plain:
         answer = plain.client.get("/v1/weights")
     assert answer.status_code == 409

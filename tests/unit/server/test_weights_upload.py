@@ -1,4 +1,4 @@
-"""Takes buffers as HTTP bodies; gives the order of it: planned, spooled, handed over, committed."""
+"""Uploads of buffers over HTTP: planned, received, delivered and committed, in this order."""
 
 from __future__ import annotations
 
@@ -59,9 +59,7 @@ def is_serving(served: Target, seed: int) -> bool:
 
 
 @pytest.mark.parametrize("buffer_bytes", [1, 1 << 20])
-def test_uploaded_buffers_are_served_and_nothing_of_them_stays(
-    served: Target, buffer_bytes: int
-) -> None:
+def test_uploaded_buffers_are_served_and_freed(served: Target, buffer_bytes: int) -> None:
     _serve(served, 0, buffer_bytes)  # whatever is made once
     with nothing_left_behind():
         for seed in (1, 2):
@@ -89,13 +87,13 @@ def test_a_buffer_of_no_plan_is_refused(served: Target) -> None:
 
 
 @pytest.mark.parametrize("name", ["..%2f..%2fetc/0", "a/0", f"{'0' * 32}/-1", f"{'0' * 32}/99999"])
-def test_what_names_no_buffer_is_refused(served: Target, name: str) -> None:
+def test_a_path_that_names_no_buffer_is_refused(served: Target, name: str) -> None:
     answer = served.client.put(f"/v1/weights/buffers/{name}", content=b"")
     assert answer.status_code in (400, 404)
     assert served.is_untouched()
 
 
-def test_a_buffer_that_fails_gives_the_hand_over_up_and_the_next_one_succeeds(
+def test_a_failed_buffer_ends_its_transfer_and_the_next_one_succeeds(
     served: Target,
 ) -> None:
     manifest = served.planned()
@@ -119,7 +117,7 @@ def test_numbers_that_changed_on_the_way_are_refused_at_the_commit(served: Targe
     assert served.still_takes_honest_weights()
 
 
-def test_a_sender_that_is_slow_is_let_go(served: Target, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_slow_sender_is_refused(served: Target, monkeypatch: pytest.MonkeyPatch) -> None:
     manifest = served.planned()
 
     async def never() -> AsyncIterator[bytes]:
@@ -134,7 +132,7 @@ def test_a_sender_that_is_slow_is_let_go(served: Target, monkeypatch: pytest.Mon
     assert "is not planned here" in put(served, manifest, 0, b"")
 
 
-def test_a_commit_of_another_hand_over_does_not_wait_for_an_upload(served: Target) -> None:
+def test_a_commit_of_another_transfer_does_not_wait_for_an_upload(served: Target) -> None:
     manifest = served.planned()
     uploads = weights_upload.uploads_of(served.client.app)  # type: ignore[arg-type]
 
@@ -161,7 +159,7 @@ def test_a_commit_of_another_hand_over_does_not_wait_for_an_upload(served: Targe
     assert asyncio.run(meanwhile()) == "committed"
 
 
-def test_a_sender_that_does_not_come_back_is_let_go(
+def test_the_transfer_of_a_sender_that_does_not_return_is_given_up(
     served: Target, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(weights_upload, "IDLE_S", 0.0)

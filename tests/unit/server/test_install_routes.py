@@ -1,4 +1,4 @@
-"""Takes requests to vLLM's API server; gives what clairai answers without asking an engine."""
+"""What the routes and the check of requests answer without asking an engine."""
 
 from __future__ import annotations
 
@@ -92,11 +92,11 @@ def test_a_request_with_bad_fields_is_refused_with_the_reason(
 
 
 @pytest.mark.parametrize("body", [b"", b"clairai", b'{"clairai', b"\xff clairai", b'["clairai"]'])
-def test_what_is_not_ours_to_judge_passes(body: bytes) -> None:
+def test_a_body_that_vllm_will_refuse_is_left_to_vllm(body: bytes) -> None:
     assert read_completion(body) is None
 
 
-def test_fields_are_judged_wherever_they_stand_in_the_body() -> None:
+def test_fields_are_checked_anywhere_in_the_body() -> None:
     with pytest.raises(RequestError):
         read_completion(json.dumps({"a": [{}] * 9} | _request('{"bogus": 1}')).encode())
 
