@@ -24,7 +24,7 @@ import msgspec
 from clairai.errors import ClairaiError, HandshakeError, RingError
 from clairai.wire.ring_messages import MAX_MESSAGE_BYTES
 
-MessageT = TypeVar("MessageT")
+_MessageT = TypeVar("_MessageT")
 
 MAX_SOCKET_PATH_BYTES: Final = 107  # sun_path of unix(7), less its final NUL
 NEW_SUFFIX: Final = ".new"
@@ -202,12 +202,12 @@ def encode_frame(message: msgspec.Struct) -> bytes:
     return _LENGTH.pack(len(body)) + body
 
 
-class MessageFormat(Generic[MessageT]):
+class MessageFormat(Generic[_MessageT]):
     """What one end accepts: the types of messages, their size, and the error for anything else."""
 
     def __init__(self, types: Any, *, max_bytes: int, error: type[ClairaiError]) -> None:
         """`types` is a union of msgspec structs."""
-        self._decoder: msgspec.msgpack.Decoder[MessageT] = msgspec.msgpack.Decoder(types)
+        self._decoder: msgspec.msgpack.Decoder[_MessageT] = msgspec.msgpack.Decoder(types)
         self._max_bytes = max_bytes
         self.error = error
 
@@ -217,7 +217,7 @@ class MessageFormat(Generic[MessageT]):
             raise self.error(f"peer sends {nbytes} bytes, may send {self._max_bytes}; not ours")
         return int(nbytes)
 
-    def decode(self, body: bytes) -> MessageT:
+    def decode(self, body: bytes) -> _MessageT:
         try:
             return self._decoder.decode(body)
         except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
@@ -226,17 +226,17 @@ class MessageFormat(Generic[MessageT]):
             ) from error
 
 
-class FrameBuffer(Generic[MessageT]):
+class FrameBuffer(Generic[_MessageT]):
     """Bytes received by a server that never blocks, cut into messages."""
 
-    def __init__(self, accepted: MessageFormat[MessageT]) -> None:
+    def __init__(self, accepted: MessageFormat[_MessageT]) -> None:
         self._accepted = accepted
         self._raw = bytearray()
 
     def feed(self, raw: bytes) -> None:
         self._raw += raw
 
-    def take(self) -> MessageT | None:
+    def take(self) -> _MessageT | None:
         """Return the next message; None until all of it is here."""
         if len(self._raw) < _LENGTH.size:
             return None
@@ -248,7 +248,7 @@ class FrameBuffer(Generic[MessageT]):
         return self._accepted.decode(body)
 
 
-class Connection(Generic[MessageT]):
+class Connection(Generic[_MessageT]):
     """One end of a connected socket. Every wait has a deadline; one thread receives, any may send.
 
     ConnectionResetError means that the peer has hung up between two messages,
@@ -256,7 +256,7 @@ class Connection(Generic[MessageT]):
     """
 
     def __init__(
-        self, sock: socket.socket, accepted: MessageFormat[MessageT], *, max_fds: int
+        self, sock: socket.socket, accepted: MessageFormat[_MessageT], *, max_fds: int
     ) -> None:
         """Takes over the socket; a message may come with up to `max_fds` descriptors."""
         sock.settimeout(SEND_TIMEOUT_S)
@@ -277,7 +277,7 @@ class Connection(Generic[MessageT]):
             if rest := frame[num_sent:]:  # sending nothing fails too, once the peer has refused
                 self._sock.sendall(rest)
 
-    def receive(self, timeout_s: float) -> tuple[MessageT, list[int]]:
+    def receive(self, timeout_s: float) -> tuple[_MessageT, list[int]]:
         """Return the next message and its descriptors, which belong to the caller.
 
         After a TimeoutError the next call goes on with the same message.

@@ -36,7 +36,7 @@ SIZE_SEALS: Final = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 MAX_FREE_BLOCKS: Final = 3  # a bank, the one before it that is still described, and the next
 
 ByteArray = NDArray[np.uint8]
-Result = TypeVar("Result")
+_Result = TypeVar("_Result")
 
 
 def free_memory_bytes() -> int:
@@ -81,14 +81,14 @@ def create_memfd(name: str, nbytes: int) -> int:
     """Return a new memfd with all its memory allocated; OSError if there is not enough."""
     fd = os.memfd_create(f"clairai-{name}", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     try:
-        allocate_memfd(fd, nbytes)
+        _allocate_memfd(fd, nbytes)
     except OSError:
         os.close(fd)
         raise
     return fd
 
 
-def allocate_memfd(fd: int, nbytes: int) -> None:
+def _allocate_memfd(fd: int, nbytes: int) -> None:
     """Grow a memfd to `nbytes`, now: memory that is missing later ends a process with SIGBUS."""
     if nbytes > (free := free_memory_bytes()):
         raise OSError(errno.ENOMEM, f"{free} are free")
@@ -143,7 +143,7 @@ class SharedBuffer:
 
     def _grow(self, nbytes: int) -> None:
         try:
-            allocate_memfd(self._fd, nbytes)
+            _allocate_memfd(self._fd, nbytes)
             self._bytes_N = np.frombuffer(mmap.mmap(self._fd, nbytes, mmap.MAP_SHARED), np.uint8)
         except OSError as error:
             raise WeightsError(
@@ -197,8 +197,8 @@ class BufferCopier:
         return self.copy_with(np.copyto, fd, nbytes)[0]
 
     def copy_with(
-        self, copy: Callable[[ByteArray, ByteArray], Result], fd: int, nbytes: int
-    ) -> tuple[ByteArray, Result]:
+        self, copy: Callable[[ByteArray, ByteArray], _Result], fd: int, nbytes: int
+    ) -> tuple[ByteArray, _Result]:
         """Copy by `copy(target, source)`; return the copy and its result."""
         require_memfd(fd, nbytes, seals=fcntl.F_SEAL_SHRINK, error=WeightsError, is_exact=False)
         with self._lock:

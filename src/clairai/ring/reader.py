@@ -126,7 +126,7 @@ class RingCursor:
         return [run[at : at + size] for run in copies for at in range(0, len(run), size)]
 
     def _take(self, seq: int, slot: memoryview) -> Record | None:
-        record = parse_slot(slot, seq, self.header.epoch)
+        record = _parse_slot(slot, seq, self.header.epoch)
         self._next += 1
         if record is None:
             self._torn += 1
@@ -136,7 +136,7 @@ class RingCursor:
         return record
 
 
-def parse_slot(slot: memoryview, seq: int, epoch: int) -> Record | None:
+def _parse_slot(slot: memoryview, seq: int, epoch: int) -> Record | None:
     """Decode the private copy of a slot; None if the slot contradicts itself."""
     fields = SLOT_HEADER.unpack_from(slot)
     found, low, bank_version, num_rows, num_columns, step, flags, stamp_ns = fields

@@ -39,7 +39,7 @@ _ACCEPTED: Final = MessageFormat[RingMessage](
 )
 
 
-class ShareableMemory(Protocol):
+class _ShareableMemory(Protocol):
     """Memory that can be handed to readers."""
 
     @property
@@ -51,7 +51,7 @@ class RingServer:
     """Serves every reader of this user; a reader that misbehaves is disconnected alone."""
 
     def __init__(
-        self, folder: Path, memory: ShareableMemory, welcome: Welcome, get_bank: GetBank
+        self, folder: Path, memory: _ShareableMemory, welcome: Welcome, get_bank: GetBank
     ) -> None:
         self.path = socket_path(folder, welcome.epoch)
         self._memory = memory

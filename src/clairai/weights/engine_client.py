@@ -94,7 +94,7 @@ def is_ray_actor(target: Any) -> bool:
     return hasattr(getattr(target, "collective_rpc", None), "remote")
 
 
-class RayActor:
+class _RayActor:
     """Calls a Ray actor and waits for the answer. Whoever has an actor has imported ray."""
 
     def __init__(self, actor: Any) -> None:
@@ -125,7 +125,7 @@ class RayEngine(LlmEngine):
     """
 
     def __init__(self, actor: Any, drain: Drain) -> None:
-        self._ray, self._drain = RayActor(actor), drain
+        self._ray, self._drain = _RayActor(actor), drain
         super().__init__(self._ray)
 
     def commit(self, manifest: bytes) -> weights_messages.WeightsCommitted:

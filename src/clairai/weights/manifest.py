@@ -21,7 +21,7 @@ ALIGNMENT: Final = 256
 MAX_MANIFEST_BYTES: Final = 32 << 20
 MAX_TENSORS: Final = 1 << 17
 MAX_BUFFERS: Final = 1 << 12
-MAX_DIMENSIONS: Final = 8
+_MAX_DIMENSIONS: Final = 8
 MAX_NAME: Final = 512
 MAX_I64: Final = (1 << 63) - 1
 CPU: Final = "cpu"
@@ -32,9 +32,9 @@ Dtype = Literal["F64", "F32", "F16", "BF16", "I64", "I32", "I16", "I8", "U8", "B
 ITEM_BYTES: Final[dict[str, int]] = dict(
     zip(get_args(Dtype), (8, 4, 2, 2, 8, 4, 2, 1, 1, 1, 1), strict=True)
 )
-Size = Annotated[int, msgspec.Meta(ge=0, le=MAX_I64)]
-Hex16 = Annotated[str, msgspec.Meta(pattern=r"^[0-9a-f]{16}\Z")]
-Hex32 = Annotated[str, msgspec.Meta(pattern=r"^[0-9a-f]{32}\Z")]
+_Size = Annotated[int, msgspec.Meta(ge=0, le=MAX_I64)]
+_Hex16 = Annotated[str, msgspec.Meta(pattern=r"^[0-9a-f]{16}\Z")]
+_Hex32 = Annotated[str, msgspec.Meta(pattern=r"^[0-9a-f]{32}\Z")]
 
 
 class PlannedTensor(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -42,10 +42,10 @@ class PlannedTensor(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     name: Annotated[str, msgspec.Meta(min_length=1, max_length=MAX_NAME)]
     dtype: Dtype
-    shape: Annotated[tuple[Size, ...], msgspec.Meta(max_length=MAX_DIMENSIONS)]
+    shape: Annotated[tuple[_Size, ...], msgspec.Meta(max_length=_MAX_DIMENSIONS)]
     buffer: Annotated[int, msgspec.Meta(ge=0, lt=MAX_BUFFERS)]
-    offset: Size
-    nbytes: Size
+    offset: _Size
+    nbytes: _Size
     checksum: Annotated[str, msgspec.Meta(pattern=r"^([0-9a-f]{16})?\Z")] = ""  # none in a plan
 
 
@@ -53,10 +53,10 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """One transfer, which takes effect as a whole or not at all."""
 
     version: Literal[1]
-    transfer: Hex32
-    epoch: Hex16  # of the target engine
+    transfer: _Hex32
+    epoch: _Hex16  # of the target engine
     device: Annotated[str, msgspec.Meta(pattern=r"^(cpu|[0-9a-f]{32})\Z")]  # of the buffers
-    buffers: Annotated[tuple[Size, ...], msgspec.Meta(max_length=MAX_BUFFERS)]  # bytes of each
+    buffers: Annotated[tuple[_Size, ...], msgspec.Meta(max_length=MAX_BUFFERS)]  # bytes of each
     tensors: Annotated[tuple[PlannedTensor, ...], msgspec.Meta(max_length=MAX_TENSORS)]
     label: Annotated[str, msgspec.Meta(pattern=r"^[A-Za-z0-9._:/@+-]{0,128}\Z")] = ""
 

@@ -41,13 +41,11 @@ from clairai.weights.socket_server import BufferServer
 from clairai.wire import weights_messages
 from clairai.wire.weights_messages import SharedBytes
 
-GetExpectedTensors = Callable[[], Mapping[str, ExpectedTensor]]
-LoadModel = Callable[[list[tuple[str, Any]]], None]
 _log: Final = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class VerifiedTransfer:
+class _VerifiedTransfer:
     """Tensors whose checksums match, by name; valid until the transfer is finished."""
 
     manifest: Manifest
@@ -66,7 +64,7 @@ class TransferReceiver:
         self,
         folder: Path,
         device: str,
-        get_expected: GetExpectedTensors,
+        get_expected: Callable[[], Mapping[str, ExpectedTensor]],
         open_device: OpenDeviceBuffer,
     ) -> None:
         """`get_expected` is called each time: banks change."""
@@ -101,7 +99,7 @@ class TransferReceiver:
         return manifest
 
     @contextmanager
-    def open(self, raw: bytes, shared: SharedBytes | None = None) -> Iterator[VerifiedTransfer]:
+    def open(self, raw: bytes, shared: SharedBytes | None = None) -> Iterator[_VerifiedTransfer]:
         """Verify what arrived, or is `shared`; raises before a tensor can be seen."""
         manifest = self.check(raw)
         if shared is None:
@@ -134,12 +132,12 @@ def _check_transfer(manifest: Manifest, pending: PendingTransfer) -> None:
     check_manifest.check_checksums(manifest, pending.checksums)
 
 
-def _verified(manifest: Manifest, buffers: list[Any]) -> VerifiedTransfer:
+def _verified(manifest: Manifest, buffers: list[Any]) -> _VerifiedTransfer:
     from clairai.weights.torch_buffers import tensor_views
 
     nbytes = sum(tensor.nbytes for tensor in manifest.tensors)
     tensors = tuple(tensor_views(manifest.tensors, buffers))
-    return VerifiedTransfer(manifest, content_digest(manifest.tensors), nbytes, tensors)
+    return _VerifiedTransfer(manifest, content_digest(manifest.tensors), nbytes, tensors)
 
 
 def refuse_device_buffer(handle: bytes, nbytes: int) -> Any:
@@ -173,7 +171,7 @@ class Banks:
 
 
 @dataclass(frozen=True)
-class BankChanges:
+class _BankChanges:
     """What a transfer changes beside the model; the rows are for the engine core's own banks."""
 
     columns: EngineBank | None = None
@@ -190,12 +188,12 @@ class WeightsUpdater:
         device: str,
         open_device: OpenDeviceBuffer,
         model_tensors: Mapping[str, ExpectedTensor],
-        load: LoadModel,
+        load: Callable[[list[tuple[str, Any]]], None],
     ) -> None:
         self.served = ServedWeights()
         self.is_torn = False  # a load stopped half-way: only a whole set repairs it
         self.banks = Banks()
-        self.changes = BankChanges()  # of the last transfer; WeightsControl installs them
+        self.changes = _BankChanges()  # of the last transfer; WeightsControl installs them
         self._model_tensors = dict(model_tensors)
         self._load = load
         self._expected: tuple[object, Mapping[str, ExpectedTensor]] | None = None
@@ -216,7 +214,7 @@ class WeightsUpdater:
 
     def receive(self, raw: bytes) -> None:
         """Load one manifest; on an error nothing has changed, or `is_torn` is set."""
-        self.changes = BankChanges()
+        self.changes = _BankChanges()
         try:
             self._receive(raw)
         except WeightsError as error:
@@ -238,7 +236,7 @@ class WeightsUpdater:
             self.served = _next_served(self.served, transfer, time.perf_counter() - began_s)
             self.changes = changes
 
-    def _check_banks(self, transfer: VerifiedTransfer) -> BankChanges:
+    def _check_banks(self, transfer: _VerifiedTransfer) -> _BankChanges:
         probe_rows = self._read_probes(transfer.of_kind("probe"))
         vector_rows = tuple(_read_vector(*each) for each in transfer.of_kind("steer"))
         widths = {vector.name: vector.shape[1] for vector in self.banks.vectors}
@@ -249,7 +247,7 @@ class WeightsUpdater:
             columns = self.banks.columns.redirect(probe_rows.names, rows_PD)
         for rows in vector_rows:
             _check_vector(rows, widths[rows.names[0]])
-        return BankChanges(columns, probe_rows, vector_rows)
+        return _BankChanges(columns, probe_rows, vector_rows)
 
     def _read_probes(self, tensors: Sequence[tuple[str, Any]]) -> weights_messages.NewRows | None:
         """The new directions by probe; a whole bank comes as one tensor."""
@@ -278,7 +276,7 @@ class WeightsUpdater:
         self.receiver.close()
 
 
-class VllmWorker(Protocol):
+class _VllmWorker(Protocol):
     """The weight updates of vLLM's worker: v1/worker/gpu_worker.py, 0.26 and 0.32."""
 
     def start_weight_update(self) -> None: ...
@@ -291,7 +289,7 @@ class VllmWorker(Protocol):
 class WeightsControl:
     """Answers control messages about weights; `publisher` holds the bank of probes."""
 
-    def __init__(self, worker: VllmWorker, updater: WeightsUpdater, publisher: Any) -> None:
+    def __init__(self, worker: _VllmWorker, updater: WeightsUpdater, publisher: Any) -> None:
         self._worker, self._updater, self._publisher = worker, updater, publisher
 
     def answer(self, control: weights_messages.WeightsControl) -> weights_messages.WeightsReply:
@@ -402,7 +400,9 @@ def _check_vector(new: weights_messages.NewRows, width: int) -> None:
     Vector("checked", {Point("post_block", at): row_D for at, row_D in enumerate(rows_PD)})
 
 
-def _next_served(before: ServedWeights, transfer: VerifiedTransfer, load_s: float) -> ServedWeights:
+def _next_served(
+    before: ServedWeights, transfer: _VerifiedTransfer, load_s: float
+) -> ServedWeights:
     """Probes and vectors alone leave the version as it is."""
     if not transfer.of_kind("model"):
         return replace(before, nbytes=transfer.nbytes, load_s=load_s)

@@ -24,7 +24,7 @@ _LENGTH: Final = struct.Struct("<Q")
 _METADATA: Final = "__metadata__"
 
 
-class HeaderEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class _HeaderEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A tensor in the header of a safetensors file."""
 
     dtype: str
@@ -33,22 +33,22 @@ class HeaderEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 _HEADER_DECODER: Final = msgspec.json.Decoder(dict[str, msgspec.Raw])
-_ENTRY_DECODER: Final = msgspec.json.Decoder(HeaderEntry)
+_ENTRY_DECODER: Final = msgspec.json.Decoder(_HeaderEntry)
 
 
-def header_entries(tensors: Sequence[PlannedTensor]) -> dict[str, HeaderEntry]:
+def _header_entries(tensors: Sequence[PlannedTensor]) -> dict[str, _HeaderEntry]:
     """The header of a file that holds these tensors in this order, without gaps."""
-    found: dict[str, HeaderEntry] = {}
+    found: dict[str, _HeaderEntry] = {}
     end = 0
     for tensor in tensors:
         begin, end = end, end + tensor.nbytes
-        found[tensor.name] = HeaderEntry(tensor.dtype, tensor.shape, (begin, end))
+        found[tensor.name] = _HeaderEntry(tensor.dtype, tensor.shape, (begin, end))
     return found
 
 
 def safetensors_header(tensors: Sequence[PlannedTensor]) -> bytes:
     """Encode everything in a safetensors file that comes before the numbers."""
-    raw = msgspec.json.encode(header_entries(tensors))
+    raw = msgspec.json.encode(_header_entries(tensors))
     raw += b" " * (-len(raw) % _LENGTH.size)
     return _LENGTH.pack(len(raw)) + raw
 
@@ -124,7 +124,7 @@ class SafetensorsUpload:
             raise WeightsError(
                 f"{self._what} is no safetensors: {str(error)[:200]}; use the Sender"
             ) from None
-        if found != header_entries(self._tensors):
+        if found != _header_entries(self._tensors):
             raise WeightsError(
                 f"{self._what} does not hold the plan's tensors, one after the other in its order; "
                 f"use the Sender"
