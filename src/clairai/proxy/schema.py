@@ -519,9 +519,9 @@ def _require_all_fields(struct: type[Struct], schema: dict[str, Any]) -> None:
         schema.pop("additionalProperties", None)  # a newer engine may say more
         for name in _HIDDEN:
             properties.pop(name, None)
-    for one in properties.values():
-        one.pop("default", None)
     schema["required"] = [name for name in properties if name not in optional]
+    for name in schema["required"]:
+        properties[name].pop("default", None)
 
 
 def main() -> None:

@@ -800,9 +800,12 @@ export interface components {
                 number
             ] | null;
             digest: string;
-            description?: string | null;
-            auroc?: number | null;
-            histogram?: components["schemas"]["Histogram"] | null;
+            /** @default null */
+            description: string | null;
+            /** @default null */
+            auroc: number | null;
+            /** @default null */
+            histogram: components["schemas"]["Histogram"] | null;
         };
         /** ProbeList */
         ProbeList: {
@@ -1024,10 +1027,15 @@ export interface components {
             digest: string;
             /** @description one for each point */
             norms: number[];
-            description?: string | null;
-            method?: string | null;
-            /** @description suggested */
-            scale?: number;
+            /** @default null */
+            description: string | null;
+            /** @default null */
+            method: string | null;
+            /**
+             * @description suggested
+             * @default 1
+             */
+            scale: number;
         };
         /** VectorList */
         VectorList: {
@@ -1047,10 +1055,16 @@ export interface components {
             digest: string;
             nbytes: number;
             load_s: number;
-            /** @description of the probes, if any were sent */
-            bank_version?: number | null;
-            /** @description of the steering vectors, if any were sent */
-            vectors_version?: number | null;
+            /**
+             * @description of the probes, if any were sent
+             * @default null
+             */
+            bank_version: number | null;
+            /**
+             * @description of the steering vectors, if any were sent
+             * @default null
+             */
+            vectors_version: number | null;
         };
         /**
          * WeightsManifest
