@@ -1,4 +1,4 @@
-"""Signals that end a command, as a question to ask between two pieces of work."""
+"""Turns the signals that end a command into a flag to check between two pieces of work."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from types import FrameType
 from typing import Final, Self
 
 _SIGNALS: Final = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-# A shell, `make` and `timeout` may each pass the same Ctrl-C on.
+# A shell, `make` and `timeout` may each forward the same Ctrl-C.
 _REPEAT_S: Final = 0.5
 
 
@@ -16,12 +16,12 @@ class StopSignal:
     """Within this context a signal only makes the object return True when it is called."""
 
     def __init__(self) -> None:
-        self._is_asked = self._is_urgent = False
-        self._asked_s = 0.0
-        self._before: dict[signal.Signals, object] = {}
+        self._is_stopped = self._is_urgent = False
+        self._stopped_s = 0.0
+        self._handlers: dict[signal.Signals, object] = {}
 
     def __call__(self) -> bool:
-        return self._is_asked
+        return self._is_stopped
 
     def is_urgent(self) -> bool:
         """True after a second signal."""
@@ -31,15 +31,15 @@ class StopSignal:
         for number in _SIGNALS:
             # under nohup, an ignored signal stays ignored
             if signal.getsignal(number) is not signal.SIG_IGN:
-                self._before[number] = signal.signal(number, self._ask)
+                self._handlers[number] = signal.signal(number, self._handle)
         return self
 
     def __exit__(self, *_: object) -> None:
-        for number, handler in self._before.items():
+        for number, handler in self._handlers.items():
             signal.signal(number, handler)  # type: ignore[arg-type]  # from getsignal
 
-    def _ask(self, _number: int, _frame: FrameType | None) -> None:
+    def _handle(self, _number: int, _frame: FrameType | None) -> None:
         now_s = time.monotonic()
-        if not self._is_asked:
-            self._is_asked, self._asked_s = True, now_s
-        self._is_urgent |= now_s - self._asked_s > _REPEAT_S
+        if not self._is_stopped:
+            self._is_stopped, self._stopped_s = True, now_s
+        self._is_urgent |= now_s - self._stopped_s > _REPEAT_S

@@ -1,4 +1,4 @@
-"""Takes records and the names of their columns; gives JSON, one object a line, null for NaN.
+"""Ring records as JSON, one object a line, with null for NaN.
 
 R = rows of a record, C = columns (probes) of its bank
 """
@@ -16,13 +16,13 @@ from clairai.match.row_collector import split_rows
 from clairai.ring.reader import ReaderStatistics, Record
 from clairai.wire import ring_messages
 
-# msgspec writes a number that is not finite as null, so every line is JSON.
+# msgspec writes NaN and infinity as null, so every line is valid JSON.
 _ENCODER: Final = msgspec.json.Encoder()
 _ROW_FIELDS: Final = ("stream", "position", "token_id", "phase", "choice", "flags")
 
 
 class RowLine(msgspec.Struct, frozen=True, omit_defaults=True):
-    """One token that was forwarded, and its scores."""
+    """One forwarded token and its scores."""
 
     stream: int
     position: int
@@ -31,7 +31,7 @@ class RowLine(msgspec.Struct, frozen=True, omit_defaults=True):
     scores: dict[str, float]
     choice: int = 0
     recomputed: bool = False
-    weights: int | None = None  # version of the model's weights, in an engine that takes others
+    weights: int | None = None  # version of the model's weights, if the engine takes new ones
 
 
 class CachedLine(msgspec.Struct, frozen=True, omit_defaults=True, tag_field="event", tag="cached"):
@@ -53,13 +53,13 @@ class FinishedLine(
 
 
 class LostLine(msgspec.Struct, frozen=True, tag_field="event", tag="lost"):
-    """Records that were overwritten before they could be read; each holds rows of one step."""
+    """Records that were overwritten before they were read; each has rows of one step."""
 
     records: int
 
 
 class AttachedLine(msgspec.Struct, frozen=True, tag_field="event", tag="attached"):
-    """From here on the rows come from this engine."""
+    """From here on rows are from this engine."""
 
     epoch: str
     model: str
@@ -67,12 +67,12 @@ class AttachedLine(msgspec.Struct, frozen=True, tag_field="event", tag="attached
     pid: int
 
     @classmethod
-    def to(cls, welcome: ring_messages.Welcome) -> AttachedLine:
+    def from_welcome(cls, welcome: ring_messages.Welcome) -> AttachedLine:
         return cls(f"{welcome.epoch:016x}", welcome.model, welcome.vllm, welcome.pid)
 
 
 class DetachedLine(msgspec.Struct, frozen=True, tag_field="event", tag="detached"):
-    """The last word on an engine: every record it published is in one of the two counts."""
+    """The end of an engine; each of its records is counted as delivered or lost."""
 
     delivered: int
     lost: int
@@ -80,7 +80,7 @@ class DetachedLine(msgspec.Struct, frozen=True, tag_field="event", tag="detached
     reason: str
 
     @classmethod
-    def after(cls, statistics: ReaderStatistics, reason: str) -> DetachedLine:
+    def from_statistics(cls, statistics: ReaderStatistics, reason: str) -> DetachedLine:
         return cls(statistics.delivered, statistics.lost, statistics.torn, reason)
 
 
@@ -92,15 +92,15 @@ def encode_lines(lines: Iterable[JsonLine]) -> bytes:
 
 
 def record_lines(record: Record, bank: ring_messages.Bank, *, with_events: bool) -> list[JsonLine]:
-    """The record's rows in their order; rows that stand for no token only `with_events`."""
+    """The lines of a record, in the order of its rows; marks only `with_events`."""
     rows, scores_RC = record.rows, record.scores_RC
     if not with_events:
         is_token = rows["phase"] <= ring_messages.DECODE
         return [*_token_lines(rows[is_token], scores_RC[is_token], bank)]
     found: list[JsonLine] = []
-    for run in split_rows(rows):
-        part = slice(run.begin, run.end)
-        if run.is_marks:
+    for span in split_rows(rows):
+        part = slice(span.begin, span.end)
+        if span.is_marks:
             found += _mark_lines(rows[part])
         else:
             found += _token_lines(rows[part], scores_RC[part], bank)

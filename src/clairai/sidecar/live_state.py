@@ -1,4 +1,4 @@
-"""Takes records as they come; gives what a person wants to see of them: the newest of each request.
+"""What a person wants to see of the ring: the newest scores of each request, and counts.
 
 R = rows of a record, C = columns (probes) of its bank
 """
@@ -24,29 +24,29 @@ RATE_WINDOW_S: Final = 2.0
 
 @dataclass(frozen=True, eq=False)
 class ProbeColumns:
-    """The bank as the board needs it; a probe without a threshold is never at or above it."""
+    """The probes of the bank; a probe without a threshold never reaches it."""
 
     names: tuple[str, ...]
     thresholds_C: NDArray[np.float32]
 
     @classmethod
-    def of(cls, bank: ring_messages.Bank) -> ProbeColumns:
+    def from_bank(cls, bank: ring_messages.Bank) -> ProbeColumns:
         limits = [np.inf if p.threshold is None else p.threshold for p in bank.probes]
         return cls(tuple(p.name for p in bank.probes), np.array(limits, np.float32))
 
 
 @dataclass(frozen=True)
 class Cell:
-    """One probe's newest score of one request."""
+    """The newest score of one probe in one request."""
 
     score: float
     is_above: bool  # at or above the threshold now
-    was_above: bool  # or at any earlier token
+    was_above: bool  # at any token so far
 
 
 @dataclass
 class LiveRequest:
-    """One choice of one request, as far as it has come."""
+    """One choice of one request so far."""
 
     stream: int
     choice: int
@@ -80,7 +80,7 @@ class LiveRequest:
         return self.is_cut_off or self.phase == ring_messages.FINISHED
 
     def cell(self, name: str) -> Cell | None:
-        """None where the probe was not in the bank at the newest token."""
+        """None if the probe was not in the bank at the newest token."""
         if self._columns is None or name not in self._columns.names:
             return None
         index = self._columns.names.index(name)
@@ -90,7 +90,7 @@ class LiveRequest:
 
 
 class LiveState:
-    """Recent requests and running counts over all engines so far; bounded, whatever comes."""
+    """Recent requests, and counts over all engines so far; its memory is bounded."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self.welcome: ring_messages.Welcome | None = None
@@ -99,45 +99,45 @@ class LiveState:
         self._clock = clock
         self._requests: dict[tuple[int, int], LiveRequest] = {}  # oldest first
         self._arrivals: deque[tuple[float, int]] = deque()
-        self._known: tuple[ring_messages.Bank, ProbeColumns] | None = None
+        self._bank_columns: tuple[ring_messages.Bank, ProbeColumns] | None = None
         self._before = self._now = ReaderStatistics(0, 0, 0, 0, 0)
 
     def attach(self, welcome: ring_messages.Welcome) -> None:
         self.welcome = welcome
         self.num_attached += 1
-        self._known = None
+        self._bank_columns = None
 
     def detach(self) -> None:
-        """The engine is gone, and with it every request that had not finished."""
+        """The engine is gone: its unfinished requests are cut off."""
         self._before, self._now = self.statistics, ReaderStatistics(0, 0, 0, 0, 0)
         self.welcome = None
         for request in self._live():
             request.is_cut_off = True
 
-    def feed(self, record: Record, bank: ring_messages.Bank) -> None:
+    def add(self, record: Record, bank: ring_messages.Bank) -> None:
         columns = self._columns_of(bank)
         num_tokens = 0
-        for run in split_rows(record.rows):
-            part = slice(run.begin, run.end)
-            request = self._request(run, record.rows[part])
+        for span in split_rows(record.rows):
+            part = slice(span.begin, span.end)
+            request = self._find_request(span, record.rows[part])
             if request is None:
                 continue
-            if run.is_marks:
-                self._mark(request, record.rows[part])
+            if span.is_marks:
+                self._add_marks(request, record.rows[part])
             else:
                 request.add_tokens(record.rows[part], record.scores_RC[part], columns)
-                num_tokens += run.end - run.begin
+                num_tokens += span.end - span.begin
         self.num_rows += num_tokens
         self._arrivals.append((self._clock(), num_tokens))
-        self._forget_arrivals()
+        self._drop_old_arrivals()
 
-    def note(self, statistics: ReaderStatistics) -> None:
-        """Counts of the engine that is attached."""
+    def set_statistics(self, statistics: ReaderStatistics) -> None:
+        """Set the counts of the attached engine."""
         self._now = statistics
 
     @property
     def statistics(self) -> ReaderStatistics:
-        """Summed over every engine so far; the lag is that of the one attached."""
+        """The sum over all engines so far; the lag is that of the attached one."""
         before, now = self._before, self._now
         return ReaderStatistics(
             first=0,
@@ -152,12 +152,12 @@ class LiveState:
         return sum(1 for _ in self._live())
 
     def rows_per_s(self) -> float:
-        """Over the last moments, so that it falls to 0 when the engine is idle."""
-        self._forget_arrivals()
+        """Rows of the last moments, so that it falls to 0 when the engine is idle."""
+        self._drop_old_arrivals()
         return sum(num_rows for _, num_rows in self._arrivals) / RATE_WINDOW_S
 
     def newest(self, limit: int) -> list[LiveRequest]:
-        """Requests that are not finished first, then the newest: each stays where it is."""
+        """Unfinished requests first, then finished ones; each group newest first."""
         newest = [*reversed(self._requests.values())]
         newest.sort(key=lambda request: request.is_over)
         return newest[: max(limit, 0)]
@@ -165,32 +165,32 @@ class LiveState:
     def _live(self) -> Iterator[LiveRequest]:
         return (request for request in self._requests.values() if not request.is_over)
 
-    def _mark(self, request: LiveRequest, rows: NDArray[np.void]) -> None:
+    def _add_marks(self, request: LiveRequest, rows: NDArray[np.void]) -> None:
         was_over = request.is_over
         request.add_marks(rows)
         self.num_finished += request.is_over and not was_over
 
-    def _request(self, run: RowSpan, rows: NDArray[np.void]) -> LiveRequest | None:
-        """Whose rows these are; nobody's if they only end a request whose rows we never saw."""
-        key = (run.stream, run.choice)
+    def _find_request(self, span: RowSpan, rows: NDArray[np.void]) -> LiveRequest | None:
+        """The request of these rows; None if they only end one that is not known."""
+        key = (span.stream, span.choice)
         request = self._requests.get(key)
         if _is_finish_mark(rows) or (request is not None and not request.is_over):
             return request
-        self._requests.pop(key, None)  # the stream id is used again, by a new request
+        self._requests.pop(key, None)  # a new request uses the stream id again
         if len(self._requests) >= MAX_REQUESTS:
             del self._requests[next(iter(self._requests))]
         self._requests[key] = request = LiveRequest(*key)
         return request
 
-    def _forget_arrivals(self) -> None:
+    def _drop_old_arrivals(self) -> None:
         oldest_s = self._clock() - RATE_WINDOW_S
         while self._arrivals and self._arrivals[0][0] < oldest_s:
             self._arrivals.popleft()
 
     def _columns_of(self, bank: ring_messages.Bank) -> ProbeColumns:
-        if self._known is None or self._known[0] is not bank:
-            self._known = (bank, ProbeColumns.of(bank))
-        self.columns = self._known[1]
+        if self._bank_columns is None or self._bank_columns[0] is not bank:
+            self._bank_columns = (bank, ProbeColumns.from_bank(bank))
+        self.columns = self._bank_columns[1]
         return self.columns
 
 

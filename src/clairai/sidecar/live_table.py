@@ -1,4 +1,4 @@
-"""Takes a Board; gives its picture: a table for a terminal, or one line of text for a log."""
+"""Draws a LiveState: a table for a terminal, or one line of text for a log."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from rich.text import Text
 from clairai.sidecar.live_state import Cell, LiveRequest, LiveState, ProbeColumns
 from clairai.wire import ring_messages
 
-ABOVE: Final = "▲"  # readable without colour
+ABOVE: Final = "▲"  # can be told apart without colour
 WAS_ABOVE: Final = "△"
 UNKNOWN: Final = "–"  # noqa: RUF001  # a dash, as in a printed table
 _FRAME_LINES: Final = 8  # header, column titles, footer, and the line the cursor is on
@@ -24,19 +24,19 @@ _MAX_STREAM_DIGITS: Final = 9
 _LARGEST_PLAIN: Final = 1000.0
 
 
-def draw_table(board: LiveState, *, status: str, width: int, height: int) -> RenderableType:
-    """Everything on one screen of this size; what does not fit is counted."""
-    names = board.columns.names if board.columns is not None else ()
+def draw_table(state: LiveState, *, status: str, width: int, height: int) -> RenderableType:
+    """The table for a screen of this size, and how many probes do not fit."""
+    names = state.columns.names if state.columns is not None else ()
     shown = names[: _num_fitting(names, width)]
-    requests = board.newest(max(1, height - _FRAME_LINES))
+    requests = state.newest(max(1, height - _FRAME_LINES))
     return Group(
         _one_line(status, style="bold"),
-        _one_line(counts_line(board)),
+        _one_line(counts_line(state)),
         "",
         _request_table(requests, shown) if requests else Text("no requests yet", style="dim"),
         "",
-        _one_line(_engine_footer(board, num_hidden=len(names) - len(shown)), style="dim"),
-        _one_line(_legend(board.columns), style="dim"),
+        _one_line(_engine_footer(state, num_hidden=len(names) - len(shown)), style="dim"),
+        _one_line(_legend(state.columns), style="dim"),
     )
 
 
@@ -44,13 +44,13 @@ def engine_line(welcome: ring_messages.Welcome) -> str:
     return f"{welcome.model} on vLLM {welcome.vllm}"
 
 
-def counts_line(board: LiveState) -> str:
-    """The same words on a terminal and in a log."""
-    statistics = board.statistics
+def counts_line(state: LiveState) -> str:
+    """The counts in one line, for the table and for a log."""
+    statistics = state.statistics
     return (
-        f"{board.rows_per_s():.0f} rows/s"
-        f" · {board.num_live} live, {board.num_finished} finished"
-        f" · {board.num_rows} rows"
+        f"{state.rows_per_s():.0f} rows/s"
+        f" · {state.num_live} live, {state.num_finished} finished"
+        f" · {state.num_rows} rows"
         f" · {statistics.delivered} records, {statistics.lost} lost, {statistics.torn} torn"
         f" · lag {statistics.lag}"
     )
@@ -70,7 +70,7 @@ def format_score(score: float) -> str:
 
 
 def format_cell(cell: Cell | None) -> Text:
-    """The score with its mark in front; colour only repeats what the mark says."""
+    """A score after its mark; the colour only repeats the mark."""
     if cell is None:
         return Text(UNKNOWN, style="dim")
     if cell.is_above:
@@ -121,9 +121,9 @@ def _style(request: LiveRequest) -> str:
     return "dim" if request.is_over else ""
 
 
-def _engine_footer(board: LiveState, *, num_hidden: int) -> str:
-    epoch = f"{board.welcome.epoch:016x}" if board.welcome is not None else "none"
-    line = f"epoch {epoch} · attached {_format_times(board.num_attached)}"
+def _engine_footer(state: LiveState, *, num_hidden: int) -> str:
+    epoch = f"{state.welcome.epoch:016x}" if state.welcome is not None else "none"
+    line = f"epoch {epoch} · attached {_format_times(state.num_attached)}"
     return line if num_hidden == 0 else f"{line} · {num_hidden} more probes in a wider terminal"
 
 

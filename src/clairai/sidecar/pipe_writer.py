@@ -1,4 +1,4 @@
-"""Takes bytes; gives them to a pipe, a terminal or a file, and never hangs on one that sleeps."""
+"""Writes to a pipe, a terminal or a file without hanging on a reader that sleeps."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ import select
 from collections.abc import Callable
 from typing import Final
 
-# What a pipe that polls as writable takes without blocking: pipe(7).
+# A pipe that polls as writable takes this much without blocking: pipe(7).
 _CHUNK_BYTES: Final = select.PIPE_BUF
 _POLL_MS: Final = 100
 
 
 class PipeWriter:
-    """Blocking writes in pieces, so that `stop` is asked also while nobody reads."""
+    """Writes in pieces, so that `stop` is checked even while nobody reads."""
 
     def __init__(self, descriptor: int, *, stop: Callable[[], bool]) -> None:
         self._descriptor = descriptor
@@ -24,7 +24,7 @@ class PipeWriter:
         self._hangup.register(descriptor, 0)
 
     def write(self, data: bytes) -> None:
-        """All of it; what is left is dropped if nobody reads and it is time to stop.
+        """Write everything; the rest is dropped if nobody reads when it is time to stop.
 
         Raises BrokenPipeError once the reader is gone.
         """
@@ -36,5 +36,5 @@ class PipeWriter:
                 return
 
     def is_reader_gone(self) -> bool:
-        """Whether the reader has gone, known before there is anything to write."""
+        """True if the reader has gone, known before there is anything to write."""
         return bool(self._hangup.poll(0))

@@ -1,4 +1,4 @@
-"""Takes a runtime folder; follows the engines in it, one after the other, until told to stop."""
+"""Follows the engines in a runtime folder, one after the other, and shows their scores."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ StartAt = Literal["oldest", "newest"]
 
 
 def sidecar(explicit_dir: str | None, *, as_json: bool, with_events: bool, start: StartAt) -> None:
-    """The command `clairai sidecar`; returns when it was asked to stop or nobody reads it."""
+    """Run `clairai sidecar` until it is told to stop, or nobody reads its output."""
     folder = runtime_dir(explicit_dir)
     with StopSignal() as stop:
         try:
@@ -29,33 +29,33 @@ def sidecar(explicit_dir: str | None, *, as_json: bool, with_events: bool, start
             else:
                 _draw(folder, stop, start=start)
         except BrokenPipeError:
-            return  # `| head` has seen enough
+            return  # as in `clairai sidecar | head`
 
 
 def watch_rings(
     folder: Path, view: SidecarView, *, start: StartAt, stop: Callable[[], bool]
 ) -> None:
-    """Show everything that happens to the rings in `folder` until `stop()`."""
+    """Show the events of the rings in `folder` until `stop()`."""
 
-    def turn() -> bool:
-        # follow() asks this between any two events and ten times a second when there are none:
-        # the view's turn to draw, without a thread of its own.
+    def tick_and_check() -> bool:
+        # follow() calls this between any two events, and ten times a second when there are none:
+        # the view draws here, without a thread of its own.
         view.tick()
         return stop()
 
-    with closing(follow(folder, start=start, stop=turn)) as events:
+    with closing(follow(folder, start=start, stop=tick_and_check)) as events:
         for event in events:
             view.show(event)
 
 
 def print_stderr(line: str) -> None:
-    """On stderr: stdout is for what was asked for."""
+    """Messages go to stderr, because stdout has the data."""
     sys.stderr.write(f"{line}\n")
     sys.stderr.flush()
 
 
 def choose_loss_output(console: Console) -> Say:
-    """Where to say what must not be missed while a table is drawn on `console`."""
+    """Where to report losses while a table is drawn on `console`."""
     if sys.stderr.isatty():
         return lambda line: console.print(line, style="yellow", markup=False)  # above the table
     return print_stderr

@@ -1,4 +1,4 @@
-"""Takes what happens to a ring, event by event; shows it: JSON lines, a live table, plain lines."""
+"""The forms in which ring events are shown: JSON lines, a live table, plain lines."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ from clairai.wire import ring_messages
 
 FRAME_S: Final = 0.2
 LINE_S: Final = 1.0
-STOPPED: Final = "stopped"  # what follow() says when we are the one to leave
+STOPPED: Final = "stopped"  # the reason that follow() gives when it was told to stop
 Say = Callable[[str], None]
 
 
 class SidecarView(Protocol):
-    """Shows events; `tick` comes several times a second, also when nothing happens."""
+    """Shows ring events; `tick` is called several times a second, also when nothing happens."""
 
     def show(self, event: FollowEvent) -> None: ...
     def tick(self) -> None: ...
@@ -39,46 +39,46 @@ def waiting_line(folder: Path, reason: str) -> str:
 
 
 def last_line(statistics: ReaderStatistics, reason: str) -> str:
-    said = f"{reason}; {statistics.delivered} records delivered, {statistics.lost} lost"
-    return said if reason == STOPPED else f"{said}; waiting"
+    line = f"{reason}; {statistics.delivered} records delivered, {statistics.lost} lost"
+    return line if reason == STOPPED else f"{line}; waiting"
 
 
 class LossReport:
-    """How much of an engine's loss has not been said yet."""
+    """Reports lost records of an engine, each once."""
 
     def __init__(self, say: Say) -> None:
         self._say = say
-        self._num_said = self._num_nameless = 0
+        self._num_reported = self._num_unnamed = 0
 
     def begin(self) -> None:
-        self._num_said = self._num_nameless = 0
+        self._num_reported = self._num_unnamed = 0
 
     def add_unnamed(self) -> None:
-        """A record whose columns nobody can name any more: as good as lost."""
-        self._num_nameless += 1
+        """Count a record whose probes are not known any more: as good as lost."""
+        self._num_unnamed += 1
 
-    def counted(self, statistics: ReaderStatistics) -> ReaderStatistics:
-        add_unnamed = self._num_nameless
+    def correct(self, statistics: ReaderStatistics) -> ReaderStatistics:
+        """The statistics with unnamed records counted as lost."""
         return replace(
             statistics,
-            delivered=statistics.delivered - add_unnamed,
-            lost=statistics.lost + add_unnamed,
+            delivered=statistics.delivered - self._num_unnamed,
+            lost=statistics.lost + self._num_unnamed,
         )
 
-    def news(self, statistics: ReaderStatistics) -> int:
-        """Records lost since the last time; said on stderr too, whatever else is shown."""
-        total = self.counted(statistics).lost
-        fresh, self._num_said = total - self._num_said, total
-        if fresh:
-            noun = "record" if fresh == 1 else "records"
-            self._say(f"lost {fresh} {noun}; this engine has lost {total} in all")
-        return fresh
+    def report(self, statistics: ReaderStatistics) -> int:
+        """Records lost since the last report; they are always reported on stderr too."""
+        total = self.correct(statistics).lost
+        num_new, self._num_reported = total - self._num_reported, total
+        if num_new:
+            noun = "record" if num_new == 1 else "records"
+            self._say(f"lost {num_new} {noun}; this engine has lost {total} in all")
+        return num_new
 
 
 def find_banks(batch: RecordBatch) -> dict[int, ring_messages.Bank | None]:
-    """By version; None where the engine died, or forgot, before it could be asked for the names.
+    """The banks by version; None if the engine died, or forgot, before it could be asked.
 
-    Asked once for a batch: an engine that hangs makes us wait for each question.
+    Each is asked once a batch, because an engine that hangs delays every question.
     """
     versions = {record.bank_version for record in batch.records}
     return {version: _find_bank(batch.reader, version) for version in versions}
@@ -92,7 +92,7 @@ def _find_bank(reader: RingReader, version: int) -> ring_messages.Bank | None:
 
 
 class JsonView:
-    """One object per scored row on stdout; everything a person should read on stderr."""
+    """One JSON object per scored row on stdout; messages for people on stderr."""
 
     def __init__(self, out: PipeWriter, *, folder: Path, with_events: bool, say: Say) -> None:
         self._out = out
@@ -100,7 +100,7 @@ class JsonView:
         self._with_events = with_events
         self._say = say
         self._loss = LossReport(say)
-        self._said = ""
+        self._last_line = ""
 
     def show(self, event: FollowEvent) -> None:
         match event:
@@ -109,19 +109,19 @@ class JsonView:
             case EngineAttached(welcome):
                 self._loss.begin()
                 self._say_once(f"attached to {live_table.engine_line(welcome)}")
-                self._event(json_lines.AttachedLine.to(welcome))
+                self._write_event(json_lines.AttachedLine.from_welcome(welcome))
             case RecordBatch():
-                self._rows(event)
+                self._write_rows(event)
             case EngineDetached(statistics, reason):
-                self._lost(statistics)
-                counted = self._loss.counted(statistics)
+                self._report_loss(statistics)
+                counted = self._loss.correct(statistics)
                 self._say_once(last_line(counted, reason))
-                self._event(json_lines.DetachedLine.after(counted, reason))
+                self._write_event(json_lines.DetachedLine.from_statistics(counted, reason))
 
     def tick(self) -> None:
         pass
 
-    def _rows(self, batch: RecordBatch) -> None:
+    def _write_rows(self, batch: RecordBatch) -> None:
         found: list[json_lines.JsonLine] = []
         banks = find_banks(batch)
         for record in batch.records:
@@ -130,29 +130,29 @@ class JsonView:
                 self._loss.add_unnamed()
                 continue
             found += json_lines.record_lines(record, bank, with_events=self._with_events)
-        # Before the rows: what was lost is older than all that were read with it.
-        self._lost(batch.reader.statistics())
+        # Before the rows: lost records are older than all that were read with them.
+        self._report_loss(batch.reader.statistics())
         self._out.write(json_lines.encode_lines(found))
 
-    def _lost(self, statistics: ReaderStatistics) -> None:
-        if num_lost := self._loss.news(statistics):
-            self._event(json_lines.LostLine(num_lost))
+    def _report_loss(self, statistics: ReaderStatistics) -> None:
+        if num_lost := self._loss.report(statistics):
+            self._write_event(json_lines.LostLine(num_lost))
 
-    def _event(self, line: json_lines.JsonLine) -> None:
+    def _write_event(self, line: json_lines.JsonLine) -> None:
         if self._with_events:
             self._out.write(json_lines.encode_lines([line]))
 
     def _say_once(self, line: str) -> None:
-        if line != self._said:
+        if line != self._last_line:
             self._say(line)
-            self._said = line
+            self._last_line = line
 
 
 class _LiveView:
-    """What the live table and the plain lines have in common: a board that is kept current."""
+    """Keeps a LiveState up to date, for the table and for plain lines."""
 
     def __init__(self, *, folder: Path, say: Say) -> None:
-        self.board = LiveState()
+        self.state = LiveState()
         self.status = ""
         self._folder = folder
         self._loss = LossReport(say)
@@ -160,37 +160,37 @@ class _LiveView:
     def show(self, event: FollowEvent) -> None:
         match event:
             case NoEngine(reason):
-                if self.board.num_attached == 0:
+                if self.state.num_attached == 0:
                     self.status = waiting_line(self._folder, reason)
             case EngineAttached(welcome):
                 self._loss.begin()
-                self.board.attach(welcome)
+                self.state.attach(welcome)
                 self.status = live_table.engine_line(welcome)
             case RecordBatch():
-                self._feed(event)
+                self._add_batch(event)
             case EngineDetached(statistics, reason):
-                self._loss.news(statistics)
-                counted = self._loss.counted(statistics)
-                self.board.note(counted)
+                self._loss.report(statistics)
+                counted = self._loss.correct(statistics)
+                self.state.set_statistics(counted)
                 if reason != STOPPED:
-                    self.board.detach()
+                    self.state.detach()
                 self.status = last_line(counted, reason)
 
-    def _feed(self, batch: RecordBatch) -> None:
+    def _add_batch(self, batch: RecordBatch) -> None:
         banks = find_banks(batch)
         for record in batch.records:
             bank = banks[record.bank_version]
             if bank is None:
                 self._loss.add_unnamed()
             else:
-                self.board.feed(record, bank)
+                self.state.add(record, bank)
         statistics = batch.reader.statistics()
-        self._loss.news(statistics)
-        self.board.note(self._loss.counted(statistics))
+        self._loss.report(statistics)
+        self.state.set_statistics(self._loss.correct(statistics))
 
 
 class TableView(_LiveView):
-    """A table that stays in place; a context manager, because the terminal must be given back."""
+    """A table that stays in place; a context manager, because it must restore the terminal."""
 
     def __init__(
         self, console: Console, *, folder: Path, say: Say, num_lines_kept: int = 0
@@ -207,7 +207,7 @@ class TableView(_LiveView):
             size = self._console.size
             height = size.height - self._num_lines_kept
             drawn = live_table.draw_table(
-                self.board, status=self.status, width=size.width, height=height
+                self.state, status=self.status, width=size.width, height=height
             )
             self._live.update(drawn, refresh=True)
 
@@ -222,25 +222,25 @@ class TableView(_LiveView):
 
 
 class PlainView(_LiveView):
-    """For a log: a line when something changed, at most one a second."""
+    """Lines for a log: one when something has changed, at most one a second."""
 
     def __init__(self, say: Say, *, folder: Path, say_loss: Say) -> None:
         super().__init__(folder=folder, say=say_loss)
         self._say = say
-        self._said_status = self._said_counts = ""
+        self._last_status = self._last_counts = ""
         self._due_s = 0.0
 
     def show(self, event: FollowEvent) -> None:
         super().show(event)
-        if self.status != self._said_status:
-            self._said_status = self.status
+        if self.status != self._last_status:
+            self._last_status = self.status
             self._say(self.status)
 
     def tick(self) -> None:
         if time.monotonic() < self._due_s:
             return
         self._due_s = time.monotonic() + LINE_S
-        line = live_table.counts_line(self.board)
-        if self.board.num_rows and line != self._said_counts:
-            self._said_counts = line
+        line = live_table.counts_line(self.state)
+        if self.state.num_rows and line != self._last_counts:
+            self._last_counts = line
             self._say(line)

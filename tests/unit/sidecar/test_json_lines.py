@@ -95,7 +95,7 @@ def test_what_happens_to_the_ring_is_an_event_with_its_counts() -> None:
     made = json_lines.encode_lines(
         [
             json_lines.LostLine(3),
-            json_lines.DetachedLine.after(ReaderStatistics(0, 9, 3, 1, 0), "engine gone"),
+            json_lines.DetachedLine.from_statistics(ReaderStatistics(0, 9, 3, 1, 0), "engine gone"),
         ]
     )
     assert [json.loads(line) for line in made.splitlines()] == [

@@ -1,7 +1,7 @@
-"""Takes log records and ended completions; gives lines: plain text, or JSON, one object a line.
+"""Log lines of a launched process and of the proxy: plain text, or JSON.
 
-Neither holds a prompt, an answer, a key or a path. Messages are ours; of other libraries' messages
-only the first line is kept, and of an exception its kind and the place in the code.
+They hold no prompt, answer, key or path. Messages are ours; of other libraries' messages only the
+first line is kept, and of an exception its type and its place in the code.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from clairai.wire import ring_messages
 
 LogFormat = Literal["text", "json"]
 LOGGER: Final = "clairai"
-FIELDS: Final = "clairai_fields"  # of a record: what stands beside the message
-MAX_WAITING: Final = 10_000  # lines
+FIELDS: Final = "clairai_fields"  # attribute of a record: fields beside the message
+MAX_QUEUED: Final = 10_000  # lines
 CLOSE_S: Final = 2.0
 _DROPPED: Final = '{{"level": "warning", "message": "log lines were dropped", "lines": {}}}'
 _MAX_FOREIGN_CHARACTERS: Final = 200
@@ -33,7 +33,7 @@ _ENCODER: Final = msgspec.json.Encoder()
 
 
 class JsonLines(logging.Formatter):
-    """`{"time": ..., "level": ..., "message": ..., ...}`"""
+    """One JSON object a line: `{"time": ..., "level": ..., "message": ..., ...}`."""
 
     def format(self, record: logging.LogRecord) -> str:
         line = {
@@ -48,7 +48,7 @@ class JsonLines(logging.Formatter):
 
 
 class TextLines(logging.Formatter):
-    """What a person reads: the message, and `warning:` or `error:` before it."""
+    """Plain text: the message, after `warning:` or `error:`."""
 
     def format(self, record: logging.LogRecord) -> str:
         fields = {**_fields(record), **_error(record)}
@@ -58,55 +58,55 @@ class TextLines(logging.Formatter):
 
 
 class ThreadedLogHandler(logging.Handler):
-    """Lines are written by a thread: a terminal that is held up holds up no token.
+    """Writes lines on a thread, so that a slow terminal delays no token.
 
-    `say` writes one. `close`, which logging calls when the process ends, writes what is waiting.
+    `write_line` writes one. `close`, which logging calls at exit, writes those still queued.
     """
 
-    def __init__(self, say: Callable[[str], None]) -> None:
+    def __init__(self, write_line: Callable[[str], None]) -> None:
         super().__init__()
-        self._say = say
-        self._waiting: queue.Queue[str | None] = queue.Queue(MAX_WAITING)
+        self._write_line = write_line
+        self._queue: queue.Queue[str | None] = queue.Queue(MAX_QUEUED)
         self._num_dropped = 0
         self._thread = threading.Thread(target=self._write, name="clairai-log", daemon=True)
         self._thread.start()
 
     def emit(self, record: logging.LogRecord) -> None:
         try:
-            self._waiting.put_nowait(self.format(record))
+            self._queue.put_nowait(self.format(record))
         except queue.Full:
             self._num_dropped += 1
-        except Exception:  # logging's own way with an error in a handler
+        except Exception:  # as logging treats errors in a handler
             self.handleError(record)
 
     def close(self) -> None:
         with contextlib.suppress(queue.Full):
-            self._waiting.put(None, timeout=CLOSE_S)
+            self._queue.put(None, timeout=CLOSE_S)
             self._thread.join(CLOSE_S)
         super().close()
 
     def _write(self) -> None:
-        while (line := self._waiting.get()) is not None:
+        while (line := self._queue.get()) is not None:
             dropped, self._num_dropped = self._num_dropped, 0
             with contextlib.suppress(OSError, ValueError):  # a terminal that is gone, a closed file
                 if dropped:
-                    self._say(_DROPPED.format(dropped))
-                self._say(line)
+                    self._write_line(_DROPPED.format(dropped))
+                self._write_line(line)
 
 
-def configure_logging(form: LogFormat, say: Callable[[str], None]) -> ThreadedLogHandler:
-    """For a whole process, once: ours from INFO on, other libraries' from WARNING on."""
-    scribe = ThreadedLogHandler(say)
-    scribe.setFormatter(JsonLines() if form == "json" else TextLines())
+def configure_logging(form: LogFormat, write_line: Callable[[str], None]) -> ThreadedLogHandler:
+    """Configure logging once a process: ours from INFO on, other libraries' from WARNING on."""
+    handler = ThreadedLogHandler(write_line)
+    handler.setFormatter(JsonLines() if form == "json" else TextLines())
     root = logging.getLogger()
-    root.handlers[:] = [scribe]
+    root.handlers[:] = [handler]
     root.setLevel(logging.WARNING)
     logging.getLogger(LOGGER).setLevel(logging.INFO)
-    return scribe
+    return handler
 
 
 class AccessLog:
-    """An Observer: one line for each completion, when it has ended."""
+    """An Observer that logs one line when a completion has ended."""
 
     def __init__(self) -> None:
         self._logger = logging.getLogger(f"{LOGGER}.access")
@@ -125,7 +125,7 @@ class AccessLog:
 
 
 def access_fields(end: CompletionEnd) -> dict[str, Any]:
-    """What is only known of a scored completion is null without scores."""
+    """The fields of that line; token counts are null for a completion without scores."""
     first_s = end.first_token_seconds
     counts = [(choice.tokens, choice.count, choice.lost) for choice in end.choices]
     tokens, scored, lost = map(sum, zip(*counts, strict=True)) if counts else (None, None, None)
@@ -148,7 +148,7 @@ def _message(record: logging.LogRecord) -> str:
     is_ours = record.name.partition(".")[0] == LOGGER
     if is_ours:
         return record.getMessage()
-    # The rest of it may quote anything: a path, a request, an exception's text.
+    # The rest may quote anything: a path, a request, the text of an exception.
     first, _, _ = record.getMessage().strip().partition("\n")
     return first[:_MAX_FOREIGN_CHARACTERS]
 
@@ -159,7 +159,7 @@ def _fields(record: logging.LogRecord) -> Mapping[str, Any]:
 
 
 def _error(record: logging.LogRecord) -> dict[str, str]:
-    """The kind of an exception and where it was raised, as module and line."""
+    """The type of an exception and where it was raised, as module and line."""
     if not record.exc_info or record.exc_info[0] is None:
         return {}
     kind, _, trace = record.exc_info

@@ -1,4 +1,7 @@
-"""Takes the rows of many records; gives how each probe's scores are spread, and how many are high.
+"""Prometheus metrics of the proxy, for GET /metrics; docs/metrics.md lists them.
+
+There is no global registry: metrics of other libraries in the process are not shown, and two
+proxies in one process do not add up.
 
 P = probes of the bank, E = edges of a histogram, N = tokens, R = rows of a record
 """
@@ -29,6 +32,10 @@ from prometheus_client.registry import Collector
 from clairai.proxy.observe.observer import CompletionEnd, ProxyCounts
 from clairai.wire import ring_messages
 
+OUTCOMES: Final = ("done", "cancelled", "error")
+_MAX_NAMES: Final = 4096
+_LAG_EDGES_S: Final = (1e-4, 2.5e-4, 5e-4, 1e-3, 2.5e-3, 5e-3, 1e-2, 2.5e-2, 5e-2, 0.1, 0.5, 1, 5)
+_RUN_EDGES_S: Final = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
 BATCH_ROWS: Final = 1024
 # The same number of edges for every probe, so that a bank is one array.
 _SIGMOID: Final = (
@@ -42,14 +49,14 @@ NUM_EDGES: Final = len(_PLAIN)
 
 
 def bucket_edges(info: ring_messages.ProbeInfo) -> tuple[float, ...]:
-    """Over the probe's usual scores where it knows them; else what its activation can give."""
+    """The buckets of a probe: over its usual scores if known, else over those of its activation."""
     if info.calibration is None or info.calibration[0] >= info.calibration[1]:
         return _FIXED[info.activation]
     return tuple(float(f"{edge:.4g}") for edge in np.linspace(*info.calibration, NUM_EDGES))
 
 
 class ScoreHistogram:
-    """The scores of one kind of token; a score that is not finite is in none of the counts."""
+    """Counts the finite scores of one kind of token, by bucket."""
 
     def __init__(self, num_probes: int) -> None:
         self.at_most_PE = np.zeros((num_probes, NUM_EDGES + 1), np.int64)  # the last edge: infinity
@@ -65,12 +72,12 @@ class ScoreHistogram:
         known_PN = np.where(np.isfinite(scores_PN), scores_PN, np.float32(np.nan))
         self.sum_P += np.nansum(known_PN, axis=1, dtype=np.float64)
         self.above_P += (known_PN >= threshold_P[:, None]).sum(axis=1)
-        known_PN.sort(axis=1)  # NaN goes to the end, beyond infinity
+        known_PN.sort(axis=1)  # NaN goes to the end, after infinity
         for p, known_N in enumerate(known_PN):
             self.at_most_PE[p] += known_N.searchsorted(edges_PE[p], side="right")
 
-    def carry(self, old: ScoreHistogram, pairs: Sequence[tuple[int, int]]) -> None:
-        """Take over the counts of probes that stay: (index here, index in `old`)."""
+    def copy_counts(self, old: ScoreHistogram, pairs: Sequence[tuple[int, int]]) -> None:
+        """Copy the counts of probes that stay: (index here, index in `old`)."""
         for here, there in pairs:
             self.at_most_PE[here] = old.at_most_PE[there]
             self.sum_P[here] = old.sum_P[there]
@@ -78,9 +85,9 @@ class ScoreHistogram:
 
 
 class ScoreHistograms:
-    """The spreads of one bank after the other; a probe that leaves the bank leaves here too.
+    """The histograms of the current bank; those of a probe that leaves the bank are dropped.
 
-    Rows are kept until there are many: counting a thousand costs little more than counting one.
+    Rows are buffered, because counting a thousand costs little more than counting one.
     """
 
     def __init__(self) -> None:
@@ -95,41 +102,40 @@ class ScoreHistograms:
     def add(
         self, bank: ring_messages.Bank, rows: NDArray[np.void], scores_RP: NDArray[np.float32]
     ) -> None:
-        if bank is not self.bank:  # a reader gives one object for each version
-            self.settle()
-            self._follow(bank)
+        if bank is not self.bank:  # a reader has one object for each version
+            self.count_pending()
+            self._change_bank(bank)
         self._pending.append((rows, scores_RP))
         self._num_pending += len(rows)
         if self._num_pending >= BATCH_ROWS:
-            self.settle()
+            self.count_pending()
 
-    def settle(self) -> None:
-        """Count what was kept."""
+    def count_pending(self) -> None:
         if not self._pending:
             return
-        # Field by field: numpy copies whole rows one element at a time.
+        # Field by field, because numpy copies structured rows one element at a time.
         phase_R = np.concatenate([rows["phase"] for rows, _ in self._pending])
         flags_R = np.concatenate([rows["flags"] for rows, _ in self._pending])
         scores_RP = np.concatenate([scores_RP for _, scores_RP in self._pending])
         self._pending.clear()
         self._num_pending = 0
-        is_first_R = flags_R & ring_messages.RECOMPUTED == 0  # the others were counted before
-        for phase, spread in (
+        is_first_R = flags_R & ring_messages.RECOMPUTED == 0  # others were counted already
+        for phase, histogram in (
             (ring_messages.DECODE, self.generated),
             (ring_messages.PREFILL, self.prompt),
         ):
-            is_ours_R = (phase_R == phase) & is_first_R
-            if is_ours_R.any():
-                scores_PN = np.ascontiguousarray(scores_RP[is_ours_R].T)
-                spread.add(scores_PN, self._edges_PE, self._threshold_P)
+            is_kind_R = (phase_R == phase) & is_first_R
+            if is_kind_R.any():
+                scores_PN = np.ascontiguousarray(scores_RP[is_kind_R].T)
+                histogram.add(scores_PN, self._edges_PE, self._threshold_P)
 
-    def _follow(self, bank: ring_messages.Bank) -> None:
+    def _change_bank(self, bank: ring_messages.Bank) -> None:
         infos = bank.probes
         there = {_identity(info): index for index, info in enumerate(self.bank.probes)}
         pairs = [(i, there[_identity(x)]) for i, x in enumerate(infos) if _identity(x) in there]
         generated, prompt = ScoreHistogram(len(infos)), ScoreHistogram(len(infos))
-        generated.carry(self.generated, pairs)
-        prompt.carry(self.prompt, pairs)
+        generated.copy_counts(self.generated, pairs)
+        prompt.copy_counts(self.prompt, pairs)
         self.bank, self.generated, self.prompt = bank, generated, prompt
         self.edges = tuple(map(bucket_edges, infos))
         with_infinity = [(*finite, np.inf) for finite in self.edges]
@@ -139,25 +145,12 @@ class ScoreHistograms:
 
 
 def _identity(info: ring_messages.ProbeInfo) -> tuple[str, str, tuple[float, ...]]:
-    """Another probe under an old name, or other edges, is another histogram."""
+    """A probe with another content or other buckets has another histogram."""
     return info.name, info.digest, bucket_edges(info)
 
 
-# MERGED
-# Takes what the proxy tells of scores and runs; gives Prometheus text for GET /metrics.
-#
-# No global registry: nothing of another library in the process is shown, and two proxies in one
-# process do not add up. Every name begins with clairai_; docs/metrics.md lists them.
-
-
-OUTCOMES: Final = ("done", "cancelled", "error")
-_MAX_NAMES: Final = 4096
-_LAG_EDGES_S: Final = (1e-4, 2.5e-4, 5e-4, 1e-3, 2.5e-3, 5e-3, 1e-2, 2.5e-2, 5e-2, 0.1, 0.5, 1, 5)
-_RUN_EDGES_S: Final = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
-
-
 class TimeHistogram:
-    """A histogram of times."""
+    """A histogram of durations."""
 
     def __init__(self, edges: tuple[float, ...]) -> None:
         self._edges = edges
@@ -176,13 +169,13 @@ class TimeHistogram:
 
 
 class Metrics:
-    """An Exposition; scores come on the ring's thread, the rest on the event loop."""
+    """A MetricsObserver; `on_scores` is called on the feed's thread, the rest on the event loop."""
 
     content_type: str = CONTENT_TYPE_LATEST
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._tally = ScoreHistograms()
+        self._scores = ScoreHistograms()
         self._lag = TimeHistogram(_LAG_EDGES_S)
         self._whole, self._first_token = TimeHistogram(_RUN_EDGES_S), TimeHistogram(_RUN_EDGES_S)
         self._ended = dict.fromkeys(OUTCOMES, 0)
@@ -197,7 +190,7 @@ class Metrics:
         stamp_ns: int,
     ) -> None:
         with self._lock:
-            self._tally.add(bank, rows, scores_RP)
+            self._scores.add(bank, rows, scores_RP)
             self._lag.add(max(0, time.monotonic_ns() - stamp_ns) / 1e9)
 
     def on_completion_end(self, end: CompletionEnd) -> None:
@@ -207,41 +200,41 @@ class Metrics:
             if end.first_token_seconds is not None:
                 self._first_token.add(end.first_token_seconds)
             self._num_tokens += sum(choice.tokens for choice in end.choices)
-            self._note_stops(end)
+            self._count_stops(end)
 
-    def _note_stops(self, end: CompletionEnd) -> None:
-        """Those of probes in the bank are shown; the bound is for names that never were in it."""
+    def _count_stops(self, end: CompletionEnd) -> None:
+        """Count by probe; the bound is for names that were never in the bank."""
         for name in filter(None, (choice.stopped for choice in end.choices)):
             if name in self._stopped or len(self._stopped) < _MAX_NAMES:
                 self._stopped[name] = self._stopped.get(name, 0) + 1
 
-    def text(self, numbers: ProxyCounts) -> bytes:
-        """Formatted after the lock is let go: nobody's scores wait for a scrape."""
-        return generate_latest(self._snapshot(numbers))
+    def text(self, counts: ProxyCounts) -> bytes:
+        """Format a snapshot without holding the lock, so that no score waits for a scrape."""
+        return generate_latest(self._snapshot(counts))
 
-    def _snapshot(self, numbers: ProxyCounts) -> _MetricsSnapshot:
+    def _snapshot(self, counts: ProxyCounts) -> _MetricsSnapshot:
         with self._lock:
-            self._tally.settle()
+            self._scores.count_pending()
             return _MetricsSnapshot(
-                numbers,
+                counts,
                 dict(self._ended),
                 self._num_tokens,
                 dict(self._stopped),
                 deepcopy(self._whole),
                 deepcopy(self._first_token),
                 deepcopy(self._lag),
-                self._tally.bank,
-                self._tally.edges,
-                deepcopy(self._tally.generated),
-                deepcopy(self._tally.prompt),
+                self._scores.bank,
+                self._scores.edges,
+                deepcopy(self._scores.generated),
+                deepcopy(self._scores.prompt),
             )
 
 
 @dataclass(frozen=True, eq=False)
 class _MetricsSnapshot(Collector):
-    """Everything at one moment, in the order it is shown."""
+    """All metrics at one moment, in the order in which they are shown."""
 
-    numbers: ProxyCounts
+    counts: ProxyCounts
     ended: Mapping[str, int]
     num_tokens: int
     stopped: Mapping[str, int]
@@ -257,25 +250,27 @@ class _MetricsSnapshot(Collector):
         yield InfoMetricFamily(
             "clairai_build", "This proxy.", value={"version": version("clairai")}
         )
-        yield from _ring(self.numbers)
+        yield from _ring(self.counts)
         yield self.lag.family("clairai_score_lag_seconds", "From the engine's ring to the proxy.")
         yield from self._completions()
-        yield self._spread("clairai_generated_score", "Scores of generated tokens.", self.generated)
-        yield self._spread("clairai_prompt_score", "Scores of prompt tokens.", self.prompt)
+        yield self._histogram(
+            "clairai_generated_score", "Scores of generated tokens.", self.generated
+        )
+        yield self._histogram("clairai_prompt_score", "Scores of prompt tokens.", self.prompt)
         yield self._above()
         yield self._stops()
 
     def _completions(self) -> Iterator[Metric]:
-        yield _gauge("clairai_streams", "Completions in the proxy now.", self.numbers.streams)
-        yield _gauge("clairai_runs", "Named runs held, ended ones too.", self.numbers.runs)
-        yield _counter("clairai_completions", "Completions begun.", self.numbers.completions)
+        yield _gauge("clairai_streams", "Completions in the proxy now.", self.counts.streams)
+        yield _gauge("clairai_runs", "Named runs held, ended ones too.", self.counts.runs)
+        yield _counter("clairai_completions", "Completions begun.", self.counts.completions)
         ended = CounterMetricFamily(
             "clairai_completions_ended", "Completions, by how they ended.", labels=["outcome"]
         )
         for outcome, count in self.ended.items():
             ended.add_metric([outcome], count)
         yield ended
-        errors = self.numbers.upstream_errors
+        errors = self.counts.upstream_errors
         yield _counter("clairai_upstream_errors", "Failures of the engine's server.", errors)
         yield _counter("clairai_tokens", "Tokens of scored completions.", self.num_tokens)
         yield self.whole.family("clairai_completion_seconds", "From the request to its last byte.")
@@ -283,11 +278,11 @@ class _MetricsSnapshot(Collector):
             "clairai_first_token_seconds", "From the request to the engine's first token."
         )
 
-    def _spread(self, name: str, documentation: str, spread: ScoreHistogram) -> Metric:
+    def _histogram(self, name: str, documentation: str, histogram: ScoreHistogram) -> Metric:
         family = HistogramMetricFamily(name, documentation, labels=["probe"])
         columns = zip(
             *(self.bank.probes, self.edges),
-            *(spread.at_most_PE.tolist(), spread.sum_P.tolist()),
+            *(histogram.at_most_PE.tolist(), histogram.sum_P.tolist()),
             strict=True,
         )
         for info, edges, at_most, total in columns:
@@ -320,8 +315,8 @@ class _MetricsSnapshot(Collector):
         return family
 
 
-def _ring(numbers: ProxyCounts) -> Iterator[Metric]:
-    ring = numbers.ring
+def _ring(counts: ProxyCounts) -> Iterator[Metric]:
+    ring = counts.ring
     yield _gauge("clairai_ring_attached", "1 while a ring is read.", int(ring.attached))
     yield _gauge("clairai_ring_lag_records", "Records published and not read yet.", ring.lag)
     yield _counter("clairai_ring_records", "Records read.", ring.records_delivered)
@@ -329,7 +324,7 @@ def _ring(numbers: ProxyCounts) -> Iterator[Metric]:
     yield _counter("clairai_rows", "Rows given to a completion here.", ring.rows)
     yield _counter("clairai_rows_orphaned", "Rows of other requests.", ring.orphaned)
     yield _counter("clairai_rows_mismatched", "Rows with a wrong token.", ring.mismatched)
-    yield _counter("clairai_rows_lost", "Scores said to be lost.", numbers.rows_lost)
+    yield _counter("clairai_rows_lost", "Scores said to be lost.", counts.rows_lost)
 
 
 def _gauge(name: str, documentation: str, value: int) -> Metric:

@@ -1,8 +1,8 @@
-"""Takes ended completions; gives OpenTelemetry one event per probe and answer, by OTLP.
+"""Reports ended completions to OpenTelemetry: one event per probe and choice, by OTLP.
 
 The event is `gen_ai.evaluation.result` of the semantic conventions for generative AI. It is sent
-only if OTEL_EXPORTER_OTLP_ENDPOINT or OTEL_EXPORTER_OTLP_LOGS_ENDPOINT is set, from a thread of its
-own: a collector that is slow or gone costs events, which are counted, and no token's time.
+only if OTEL_EXPORTER_OTLP_ENDPOINT or OTEL_EXPORTER_OTLP_LOGS_ENDPOINT is set, and on a thread: a
+collector that is slow or gone costs events, which are counted, and delays no token.
 """
 
 from __future__ import annotations
@@ -31,24 +31,24 @@ ENDPOINTS: Final = ("OTEL_EXPORTER_OTLP_LOGS_ENDPOINT", "OTEL_EXPORTER_OTLP_ENDP
 _PROTOCOLS: Final = ("OTEL_EXPORTER_OTLP_LOGS_PROTOCOL", "OTEL_EXPORTER_OTLP_PROTOCOL")
 OLDEST_SDK: Final = (1, 37)
 PROTOCOL: Final = "http/protobuf"
-MAX_WAITING: Final = 1024
+MAX_QUEUED: Final = 1024
 CLOSE_S: Final = 2.0
 
 
 class Telemetry:
-    """An Observer; `close` sends what is still waiting, for as long as CLOSE_S."""
+    """An Observer; `close` sends what is still queued, within CLOSE_S."""
 
     def __init__(self, provider: LoggerProvider) -> None:
         self._provider = provider
         self._logger = provider.get_logger("clairai", version("clairai"))
-        self._waiting: queue.Queue[CompletionEnd | None] = queue.Queue(MAX_WAITING)
+        self._queue: queue.Queue[CompletionEnd | None] = queue.Queue(MAX_QUEUED)
         self.num_dropped = 0
         self._thread = threading.Thread(target=self._send, name="clairai-telemetry", daemon=True)
         self._thread.start()
 
     @classmethod
     def from_environ(cls, environ: Mapping[str, str]) -> Telemetry | None:
-        """None where no endpoint is set; ConfigError where one is and cannot be served."""
+        """None if no endpoint is set; ConfigError if one is set and cannot be used."""
         endpoint = next((name for name in ENDPOINTS if environ.get(name)), None)
         return None if endpoint is None else cls(_provider(endpoint, environ))
 
@@ -63,29 +63,29 @@ class Telemetry:
 
     def on_completion_end(self, end: CompletionEnd) -> None:
         try:
-            self._waiting.put_nowait(end)
+            self._queue.put_nowait(end)
         except queue.Full:
             self.num_dropped += 1
 
     def close(self) -> None:
         deadline_s = time.monotonic() + CLOSE_S
         try:
-            self._waiting.put(None, timeout=CLOSE_S)
+            self._queue.put(None, timeout=CLOSE_S)
         except queue.Full:
-            self.num_dropped += self._waiting.qsize()
+            self.num_dropped += self._queue.qsize()
         self._thread.join(max(0.0, deadline_s - time.monotonic()))
-        # The SDK would wait half a minute for a collector that is gone.
+        # The SDK alone would wait half a minute for a collector that is gone.
         ending = threading.Thread(target=self._provider.shutdown, daemon=True)
         ending.start()
         ending.join(max(0.0, deadline_s - time.monotonic()))
         if self.num_dropped:
-            said = "telemetry: %d completions were not reported; is the collector too slow?"
-            logging.getLogger(__name__).warning(said, self.num_dropped)
+            message = "telemetry: %d completions were not reported; is the collector too slow?"
+            logging.getLogger(__name__).warning(message, self.num_dropped)
 
     def _send(self) -> None:
         from opentelemetry._logs import LogRecord, SeverityNumber
 
-        while (end := self._waiting.get()) is not None:
+        while (end := self._queue.get()) is not None:
             for choice in end.choices:
                 for probe in choice.probes:
                     record = LogRecord(
@@ -98,9 +98,9 @@ class Telemetry:
 
 
 def attributes(end: CompletionEnd, choice: ChoiceResult, probe: ProbeResult) -> dict[str, Any]:
-    """The score is the highest of the answer's tokens; what does not exist is left out."""
+    """The attributes of one event; the score is the highest of the answer's tokens."""
     label = None if probe.above is None else ("above" if probe.above else "below")
-    every = {
+    found = {
         "gen_ai.evaluation.name": probe.name,
         "gen_ai.evaluation.score.value": probe.max,
         "gen_ai.evaluation.score.label": label,
@@ -115,16 +115,16 @@ def attributes(end: CompletionEnd, choice: ChoiceResult, probe: ProbeResult) -> 
         "clairai.tokens.above": probe.above,
         "clairai.tokens.lost": choice.lost,
     }
-    return {name: value for name, value in every.items() if value is not None}
+    return {name: value for name, value in found.items() if value is not None}
 
 
 def _explanation(choice: ChoiceResult, probe: ProbeResult) -> str:
     if probe.max is None:
         return "no token has a score"
-    said = f"the highest score of {choice.count} tokens, at token {probe.argmax}"
+    text = f"the highest score of {choice.count} tokens, at token {probe.argmax}"
     if probe.above is not None:
-        said += f"; {probe.above} at or over the threshold {probe.threshold:g}"
-    return f"{said}; {choice.lost} lost" if choice.lost else said
+        text += f"; {probe.above} at or over the threshold {probe.threshold:g}"
+    return f"{text}; {choice.lost} lost" if choice.lost else text
 
 
 def _provider(endpoint: str, environ: Mapping[str, str]) -> LoggerProvider:
@@ -140,7 +140,7 @@ def _provider(endpoint: str, environ: Mapping[str, str]) -> LoggerProvider:
             f"{endpoint} is set, and sending events needs {error.name}; "
             f"run `pip install 'clairai[otel]'`, or unset {endpoint}"
         ) from None
-    # OTEL_SERVICE_NAME and OTEL_RESOURCE_ATTRIBUTES count for more than this default.
+    # OTEL_SERVICE_NAME and OTEL_RESOURCE_ATTRIBUTES override this default.
     named = {} if environ.get("OTEL_SERVICE_NAME") else {"service.name": "clairai"}
     provider = LoggerProvider(resource=Resource.create(named), shutdown_on_exit=False)
     provider.add_log_record_processor(BatchLogRecordProcessor(exporter))
@@ -148,7 +148,7 @@ def _provider(endpoint: str, environ: Mapping[str, str]) -> LoggerProvider:
 
 
 def _require_new(endpoint: str) -> None:
-    """Before 1.37 the SDK lets an event in and fails to send it."""
+    """Before 1.37 the SDK accepts an event and fails to send it."""
     from opentelemetry.sdk.version import __version__ as found
 
     if tuple(map(int, found.split(".")[:2])) < OLDEST_SDK:
@@ -159,7 +159,7 @@ def _require_new(endpoint: str) -> None:
 
 
 def _exporter(environ: Mapping[str, str]) -> LogRecordExporter:
-    """It reads address, headers and certificates from the same variables."""
+    """The exporter, which reads address, headers and certificates from the environment itself."""
     variable = next((name for name in _PROTOCOLS if environ.get(name)), None)
     if variable is not None and environ[variable] != PROTOCOL:
         raise ConfigError(

@@ -163,7 +163,7 @@ def test_a_terminal_that_is_held_up_holds_up_nobody_and_what_is_dropped_is_count
     scribe = log_lines.configure_logging("text", say)
     logging.getLogger("clairai").info("held up")
     assert began.wait(30)
-    for _ in range(log_lines.MAX_WAITING + 3):
+    for _ in range(log_lines.MAX_QUEUED + 3):
         logging.getLogger("clairai").info("more")
     gate.set()
     scribe.close()
@@ -172,4 +172,4 @@ def test_a_terminal_that_is_held_up_holds_up_nobody_and_what_is_dropped_is_count
         "message": "log lines were dropped",
         "lines": 3,
     }
-    assert len(written) == 2 + log_lines.MAX_WAITING
+    assert len(written) == 2 + log_lines.MAX_QUEUED

@@ -231,8 +231,8 @@ def test_what_is_held_back_to_be_counted_together_is_bounded() -> None:
     bank = ring_messages.Bank(1, (SIGMOID,))
     for _ in range(BATCH_ROWS):
         _feed(metrics, bank, (0.5,))
-        assert len(metrics._tally._pending) < BATCH_ROWS
-    assert metrics._tally._pending == []
+        assert len(metrics._scores._pending) < BATCH_ROWS
+    assert metrics._scores._pending == []
 
 
 def test_runs_are_counted_by_outcome_with_their_times() -> None:
@@ -301,12 +301,12 @@ def test_nothing_is_counted_while_a_snapshot_is_taken(monkeypatch: pytest.Monkey
     _feed(metrics, bank, (0.5,))
     feeding = threading.Thread(target=_feed, args=(metrics, bank, (0.5,)))
 
-    def settle() -> None:
+    def count_pending() -> None:
         feeding.start()
         feeding.join(0.1)
         assert feeding.is_alive()
 
-    monkeypatch.setattr(metrics._tally, "settle", settle)
+    monkeypatch.setattr(metrics._scores, "count_pending", count_pending)
     metrics.text(NUMBERS)
     feeding.join()
 

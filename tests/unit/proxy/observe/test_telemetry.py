@@ -18,7 +18,7 @@ from opentelemetry.proto.collector.logs.v1.logs_service_pb2 import ExportLogsSer
 
 from clairai.errors import ConfigError
 from clairai.proxy.observe.observer import ChoiceResult, CompletionEnd, ProbeResult
-from clairai.proxy.observe.telemetry import EVENT, MAX_WAITING, Telemetry, attributes
+from clairai.proxy.observe.telemetry import EVENT, MAX_QUEUED, Telemetry, attributes
 
 CODE = ProbeResult("code", mean=0.25, max=0.75, argmax=3, above=2, threshold=0.5)
 CALM = ProbeResult("calm", mean=0.125, max=0.25, argmax=0, above=0, threshold=0.5)
@@ -185,7 +185,7 @@ def test_a_collector_that_hangs_costs_events_and_nobodys_time(
     stuck = Stuck()
     telemetry = Telemetry(stuck)  # type: ignore[arg-type]
     began_s = time.monotonic()
-    for _ in range(MAX_WAITING + 10):
+    for _ in range(MAX_QUEUED + 10):
         telemetry.on_completion_end(_end(CODE))
     assert time.monotonic() - began_s < 2.0
     assert 9 <= telemetry.num_dropped <= 10  # one may be on its way already
