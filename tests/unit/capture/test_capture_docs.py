@@ -39,7 +39,7 @@ def blocks() -> list[dict[str, Any]]:
     return [json.loads(block) for block in found]
 
 
-def wishes() -> list[dict[str, Any]]:
+def requests() -> list[dict[str, Any]]:
     return [block for block in blocks() if KEY in block or "vllm_xargs" in block]
 
 
@@ -48,9 +48,9 @@ def settings() -> list[dict[str, Any]]:
 
 
 def test_every_block_is_one_of_these() -> None:
-    (handle,) = [b for b in blocks() if b not in wishes() and b not in settings()]
+    (handle,) = [b for b in blocks() if b not in requests() and b not in settings()]
     msgspec.convert(handle, schema.CaptureHandle)
-    assert (len(wishes()), len(settings())) == (4, 3)
+    assert (len(requests()), len(settings())) == (4, 3)
 
 
 @pytest.mark.parametrize("block", settings(), ids=lambda block: str(block)[:60])
@@ -61,15 +61,15 @@ def test_a_setting_is_parsed_and_can_be_resolved(block: dict[str, Any]) -> None:
     CaptureResolver(capturing, engine)
 
 
-@pytest.mark.parametrize("block", wishes(), ids=lambda block: str(block)[:80])
+@pytest.mark.parametrize("block", requests(), ids=lambda block: str(block)[:80])
 def test_a_capture_field_is_parsed_by_the_engine_and_the_proxy(block: dict[str, Any]) -> None:
-    wish = parse_fields(block if KEY in block else block["vllm_xargs"]).capture
-    assert wish is not None
+    spec = parse_fields(block if KEY in block else block["vllm_xargs"]).capture
+    assert spec is not None
     engine = EngineShape(POINTS, NUM_LAYERS, 64, "bfloat16", {})
     resolver = CaptureResolver(CaptureSettings.parse({"folder": "captures"}), engine)
-    assert wish.positions is not None
-    if not any(isinstance(part, positions.MessagePosition) for part in wish.positions):
-        assert resolver.resolve(wish, RequestContext(1, PROMPT_LEN)) is not None
+    assert spec.positions is not None
+    if not any(isinstance(part, positions.MessagePosition) for part in spec.positions):
+        assert resolver.resolve(spec, RequestContext(1, PROMPT_LEN)) is not None
     if KEY in block:
         msgspec.convert(block[KEY], schema.ClairaiFields)
         request = read_request(json.dumps({"messages": [], **block}).encode(), ProxyLimits())
