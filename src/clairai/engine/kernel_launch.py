@@ -1,8 +1,8 @@
-"""Takes kernels that Triton compiled; gives launches of them, laid out for the driver.
+"""Launches kernels that Triton compiled, through the CUDA driver, without releasing the GIL.
 
-Triton's launcher and cuda-bindings let go of Python's lock at every call. In an engine's process
-another thread takes it then (the one that sends tokens out), and the step waits to have it back.
-These calls keep it (ctypes.PyDLL): all they do is to put work in a queue.
+Runs in: the worker. Triton's launcher and cuda-bindings release Python's lock at every call. In an
+engine's process another thread takes it then (the one that sends tokens out), and the step waits to
+get it back. These calls keep it (ctypes.PyDLL): all they do is to put work in a queue.
 """
 
 from __future__ import annotations
@@ -46,13 +46,13 @@ class CudaDriver:
     cuLaunchKernel: Any
 
     def record(self, event: int, stream: int) -> None:
-        """Pairs with wait(): what the stream was given before comes first."""
+        """The event happens when all that the stream was given is done; pairs with wait()."""
         status = self.cuEventRecord(event, stream)
         if status:
             raise _call_failed("cuEventRecord", status)
 
     def wait(self, stream: int, event: int) -> None:
-        """What the stream is given from now on comes after the event."""
+        """What the stream is given from now on runs after the event; pairs with record()."""
         status = self.cuStreamWaitEvent(stream, event, 0)
         if status:
             raise _call_failed("cuStreamWaitEvent", status)
@@ -60,14 +60,14 @@ class CudaDriver:
 
 @dataclass(frozen=True, eq=False)
 class KernelLaunch:
-    """One launch of a kernel, laid out: run it as often as you like."""
+    """One launch of a kernel, laid out for the driver; it can run again and again."""
 
     function: int
     grid: tuple[int, int, int]
     threads: int
     shared: int
     parameters: Any  # addresses of the arguments
-    held: tuple[Any, ...]  # what lies there
+    held: tuple[Any, ...]  # the arguments
 
     def run(self, driver: CudaDriver, stream: int) -> None:
         block = (self.threads, 1, 1)
@@ -79,11 +79,11 @@ class KernelLaunch:
 
 
 class CompiledKernel:
-    """A kernel and its arguments, laid out once; before a launch some may be set anew."""
+    """A kernel and its arguments, laid out once; those in `cells` can be set before a launch."""
 
     def __init__(self, driver: CudaDriver, compiled: Any, given: Mapping[str, int]) -> None:
-        """`compiled` is what `warmup` gave; `given` has its arguments by name, but no constants."""
-        compiled[1, 1, 1]  # has Triton load it
+        """`compiled` is what `warmup` returned; `given` are its arguments by name, no constants."""
+        compiled[1, 1, 1]  # makes Triton load it
         self._driver, self._function = driver, int(compiled.function)
         metadata = compiled.metadata
         self._threads, self._shared = metadata.num_warps * WARP_THREADS, metadata.shared
@@ -93,12 +93,12 @@ class CompiledKernel:
             for name, kind in kinds.items()
             if kind != "constexpr"
         }
-        # What Triton adds of its own, memory for profiles and for scratch, comes last and is null.
+        # Triton adds arguments of its own behind ours, for profiling and scratch: they are null.
         num_hidden = self._num_parameters() - len(self.cells)
         self._hidden = tuple(ctypes.c_uint64(0) for _ in range(num_hidden))
 
     def _num_parameters(self) -> int:
-        """As many as the driver says the kernel has, if they are as large as ours."""
+        """How many the driver says the kernel has; checks that ours have the same sizes."""
         sizes = [ctypes.sizeof(cell) for cell in self.cells.values()]
         offset, size, count = ctypes.c_size_t(), ctypes.c_size_t(), 0
         places = ctypes.addressof(offset), ctypes.addressof(size)
@@ -114,7 +114,7 @@ class CompiledKernel:
         return count
 
     def launch(self, grid: tuple[int, int, int], **own: int) -> KernelLaunch:
-        """With the cells as they are when it runs, but for its `own` arguments."""
+        """It reads the cells when it runs, except for its `own` arguments, which are fixed here."""
         cells = {name: type(cell)(own[name]) if name in own else cell for name, cell in self._all()}
         addresses = [ctypes.addressof(cell) for cell in cells.values()]
         parameters = (ctypes.c_void_p * len(addresses))(*addresses)
@@ -126,7 +126,7 @@ class CompiledKernel:
 
 
 def arguments_by_name(function: Any, given: Sequence[Any]) -> dict[str, int]:
-    """Arguments of a Triton function, in its order; of a tensor, its address."""
+    """The arguments of a Triton function by name; a tensor by its address."""
     named = zip(function.arg_names, given, strict=False)  # constants are not among them
     return {name: one.data_ptr() if hasattr(one, "data_ptr") else int(one) for name, one in named}
 

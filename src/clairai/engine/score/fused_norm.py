@@ -1,6 +1,6 @@
-"""Takes a norm's two tensors inside the forward; gives its output, seen and steered in passing.
+"""A tap inside the model's norm: the residual stream is stashed and steered in the same kernel.
 
-T = tokens in this step, D = model width, R = rows of the stash.
+Runs in: the worker, on a GPU. T = tokens in this step, D = model width, R = rows of the stash.
 """
 
 from __future__ import annotations
@@ -13,16 +13,15 @@ from clairai.errors import TapMissingError
 
 
 class FusedNormSite:
-    """A place in the forward pass whose norm is ours: the stream is left in the stash.
+    """A site whose norm is ours: it leaves the residual rows in the stash.
 
-    It is scored from there when the forward is over. A step with more rows than the stash holds is
-    a long prefill, never captured in a graph: it is scored here, row by row of the stream itself.
+    They are scored from there after the forward. A step with more rows than the stash holds is a
+    long prefill and never captured in a graph: its rows are scored here at once.
     """
 
     def __init__(self, tables: ScoreTables, name: str, epsilon: float) -> None:
-        from clairai.engine.score.norm_kernel import (
-            FusedNorm,  # an engine on a CPU may have no Triton
-        )
+        # Here, because a CPU engine may have no Triton.
+        from clairai.engine.score.norm_kernel import FusedNorm
 
         index = tables.sites.index(name)
         self._site = ScoreSite(tables, index)
@@ -38,7 +37,7 @@ class FusedNormSite:
     def norm(
         self, x_TD: torch.Tensor, residual_TD: torch.Tensor, weight_D: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Called by the op; captured once, replayed for ever: fixed addresses, no host sync."""
+        """Called by the op. Graphs capture it once: fixed addresses, no wait for the host."""
         if len(x_TD) > self._max_tokens:
             raise TapMissingError(
                 f"a forward of {len(x_TD)} rows, tables hold {self._max_tokens}; "

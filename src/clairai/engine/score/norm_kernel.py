@@ -1,11 +1,11 @@
-"""Takes a norm's two tensors on a GPU; gives its output and the residual stream, in one launch.
+"""The kernel of a norm that is ours: RMSNorm, steering and a copy for the stash in one launch.
 
-T = tokens in this step, D = model width, G = gates of a request.
+Runs in: the worker. T = tokens in this step, D = model width, G = gates of a request.
 
-The norm is where the stream is made whole, so here it costs nothing more to see it and to change
-it: the row is in registers. The kernel does what vLLM's RMSNorm does (ir/ops/layernorm.py 0.26:43,
-fused_add_rms_norm), steers rows that are steered (steer_kernel.py), and stores the stream a second
-time, in the stash, where it is read when the forward is over. One program instance for each row.
+The norm is where the residual stream is added up, so reading and changing it costs no extra memory
+traffic here: the row is in registers. The kernel does what vLLM's RMSNorm does (ir/ops/layernorm.py
+0.26:43, fused_add_rms_norm), steers rows that are steered (steer_kernel.py), and stores the stream
+a second time, in the stash, from where it is scored after the forward. One program for each row.
 """
 
 from __future__ import annotations
@@ -67,14 +67,14 @@ def norm(x_ptr, stride_x, residual_ptr, stride_residual, weight_ptr, normed_ptr,
     _store_row(row, stream_D, weight_D, normed_ptr, stream_ptr, stash_ptr, stash_rows, epsilon, D,
           BLOCK_D)  # fmt: skip
     if row == 0:
-        tl.store(ran_ptr, 1)  # not counted: a load would be waited for
+        tl.store(ran_ptr, 1)  # set and not counted: a count would wait for a load
 
 
 @triton.jit
 def _steer_row(row, stream_D, state_G, map_ptr, words_ptr, reals_ptr, num_ops_ptr, vectors_ptr,
              gates_ptr, token_ids_ptr, special_ptr, site, num_sites, num_programs, num_rows,
              num_ids, vocabulary, D, DTYPE: tl.constexpr, BLOCK_D: tl.constexpr):  # fmt: skip
-    """The row as its program leaves it, and what its gates remember now."""
+    """The row after its steering program, and the new state of its gates."""
     program = tl.load(map_ptr + row * ENTRY)
     is_known = (program > 0) & (program < num_programs)
     at = tl.where(is_known, program, 0).to(tl.int64) * num_sites + site
@@ -83,7 +83,7 @@ def _steer_row(row, stream_D, state_G, map_ptr, words_ptr, reals_ptr, num_ops_pt
     num_ops = tl.minimum(tl.load(num_ops_ptr + at, mask=is_known, other=0), NUM_OPS)
     gates_at = gates_ptr + row.to(tl.int64) * NUM_GATES
     gates_G = tl.load(gates_at + tl.arange(0, NUM_GATES))
-    # The first op is fetched before it is known whether there is one.
+    # The first op is loaded before it is known whether there is one.
     kind, gate, flags, real_0, real_1, real_2, real_3, vector_D = fetch_op(
         words_ptr, reals_ptr, 0, is_known.to(tl.int32), vectors_ptr, num_rows, D, BLOCK_D
     )  # fmt: skip
@@ -104,15 +104,15 @@ def norm_steered(x_ptr, stride_x, residual_ptr, stride_residual, weight_ptr, nor
                  map_ptr, words_ptr, reals_ptr, num_ops_ptr, vectors_ptr, gates_ptr, state_ptr,
                  reads_ptr, token_ids_ptr, special_ptr, steered_ptr, site, num_sites, num_programs,
                  num_rows, num_seats, num_ids, vocabulary, BLOCK_D: tl.constexpr):  # fmt: skip
-    """Where a gate remembers, its request's first instance walks; else each row is its own's."""
+    """Each program does its row; where a gate has a state, the first one does the whole request."""
     first = tl.program_id(0)
-    # A GPU stops at the first value that it waits for: what needs no other is asked for first.
+    # A program stops at the first value it has to wait for: independent loads come first.
     stream_D = _sum_row(first, x_ptr, stride_x, residual_ptr, stride_residual, D, BLOCK_D)
     weight_D = _load_weight(weight_ptr, D, BLOCK_D)
     entry_ptr = map_ptr + first * ENTRY
     run, seat, is_fresh = tl.load(entry_ptr + 1), tl.load(entry_ptr + 2), tl.load(entry_ptr + 3)
     if (tl.load(entry_ptr) <= 0) & (run == 0):
-        # Nobody's row, and most rows where few are steered.
+        # A padding row, or one that is not steered, as most are where few requests steer.
         _store_row(first, stream_D, weight_D, normed_ptr, stream_ptr, stash_ptr, stash_rows,
                    epsilon, D, BLOCK_D)  # fmt: skip
     else:
@@ -123,7 +123,7 @@ def norm_steered(x_ptr, stride_x, residual_ptr, stride_residual, weight_ptr, nor
         remembered = tl.where(is_fresh == 0, reads, 0)
         state_at = state_ptr + far * NUM_GATES + g
         state_G = tl.load(state_at, mask=((remembered >> g) & 1) != 0, other=0.0)
-        # Where a gate remembers, one instance walks; elsewhere each row is its own instance's.
+        # Where a gate has a state, this program does all rows of the request, in order.
         count = tl.where(reads != 0, tl.minimum(run, tl.num_programs(0) - first), 1)
         for offset in range(count):
             row = first + offset
@@ -155,7 +155,7 @@ class FusedNorm:
     def __call__(
         self, x_TD: torch.Tensor, residual_TD: torch.Tensor, weight_D: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """The norm's output and the stream; norm_twin is what both must equal."""
+        """The norm's output and the stream; both must equal those of norm_twin."""
         given, made = self._given(x_TD, residual_TD, weight_D)
         if len(x_TD):
             norm[(len(x_TD),)](*given, *self._kept, **self._shape)

@@ -1,6 +1,6 @@
-"""Takes a bank before and after a change; gives the directions to write, where, and on the device.
+"""Finds the probe directions that a change of the bank has to write, and uploads them.
 
-P = probes, D = model width.
+Runs in: the worker. P = probes, D = model width.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from clairai.probe.bank import SiteSlot
 from clairai.probe.model import Probe
 
-FLOATS_PER_CACHE_LINE: Final = 16  # float32 in a line of a CPU's cache
+FLOATS_PER_CACHE_LINE: Final = 16
 
 
 class SlotRows(NamedTuple):
@@ -30,7 +30,7 @@ class SlotRows(NamedTuple):
 def changed_slots(
     before: Mapping[SiteSlot, Probe | None], after: Mapping[SiteSlot, Probe]
 ) -> Iterator[SlotRows]:
-    """What has to be written to come from one to the other; both are in order of places."""
+    """The directions that differ between two banks; both are in the order of their slots."""
     first, rows = (0, 0), list[NDArray[np.float32]]()
     for (site, slot), probe in after.items():
         if before.get((site, slot)) is probe:
@@ -46,7 +46,7 @@ def changed_slots(
 
 
 def block_slots(places: Sequence[SiteSlot], block_PD: NDArray[np.float32]) -> Iterator[SlotRows]:
-    """All places, in order, whose rows are the block's."""
+    """All directions of a block, one part for each run of neighbouring slots."""
     begin = 0
     for end in range(1, len(places) + 1):
         site, slot = places[begin]
@@ -56,25 +56,25 @@ def block_slots(places: Sequence[SiteSlot], block_PD: NDArray[np.float32]) -> It
 
 
 class RowUpload:
-    """Rows on their way to a device, in memory that is kept: fresh pages cost more than the copy.
+    """Copies rows to the device through memory that is reused: fresh pages cost more than copies.
 
-    For a GPU it is pinned: then the host goes on while the GPU fetches them. Rows that lie in
-    pinned memory already are fetched from there, and held until they have been.
+    For a GPU that memory is pinned, so that the host goes on while the GPU fetches the rows. Rows
+    that are in pinned memory already are fetched from there, and kept until then.
     """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._is_on_gpu = device.type == "cuda"
-        # Who turns rows into columns reads one number of each: rows that lie a power of two apart
-        # would all want the same few lines of a CPU's cache.
+        # Transposing reads one number of each row: rows that lie a power of two apart would all
+        # compete for the same few lines of the CPU's cache.
         self._gap = 0 if self._is_on_gpu else FLOATS_PER_CACHE_LINE
         self._staging = torch.empty(0)
         self._fetching: deque[tuple[torch.cuda.Event, torch.Tensor]] = deque()
 
     def __call__(self, rows_PD: NDArray[np.float32]) -> torch.Tensor:
-        """On the device, in the order of its current stream; on a CPU valid until the next call.
+        """The rows on the device, queued on its current stream; on a CPU valid until the next call.
 
-        Nobody writes to the rows any more: they are a bank's.
+        The rows belong to a bank and do not change.
         """
         if not self._is_on_gpu:
             return self._staged(rows_PD)
@@ -96,7 +96,7 @@ class RowUpload:
         return staged_PD
 
     def _room(self, size: int) -> torch.Tensor:
-        """Nobody reads what was there any more."""
+        """Staging memory; waits until nothing reads what was there."""
         while self._fetching:
             self._fetching.popleft()[0].synchronize()
         if self._staging.numel() < size:
@@ -105,9 +105,9 @@ class RowUpload:
 
 
 class _ReadOnlyRows:
-    """Rows that nobody may write to, as torch takes them: it warns of those, and writes to none."""
+    """Shows read-only rows to torch as writable: it warns of others, and here it only reads."""
 
     def __init__(self, rows_PD: NDArray[np.float32]) -> None:
         found = rows_PD.__array_interface__
-        self._rows_PD = rows_PD  # as long as anybody has a tensor of them
+        self._rows_PD = rows_PD  # kept for as long as a tensor of them exists
         self.__array_interface__ = {**found, "data": (found["data"][0], False)}

@@ -1,10 +1,11 @@
-"""Takes residual rows on a GPU; gives their scores: product, bias, activation, in one launch.
+"""The kernel that scores residual rows: product, bias and activation in one launch.
 
-T = tokens in this step, D = model width, K = probe capacity of a site, H = halves of a weight.
+Runs in: the worker. T = tokens in this step, D = model width, K = probe capacity of a site,
+H = halves of a weight.
 
-Triton: it needs no compiler on the user's machine, and runs in Triton's interpreter where there is
-no GPU. The launch is captured in vLLM's CUDA graphs and replayed for ever: all that is read lies at
-fixed addresses, and what is given by value (sizes) is fixed for the graph.
+Triton needs no compiler on the user's machine, and its interpreter runs the kernel where there is
+no GPU. The launch is captured in vLLM's CUDA graphs: all that it reads lies at fixed addresses, and
+what is passed by value (sizes) is fixed for the graph.
 """
 
 from __future__ import annotations
@@ -71,12 +72,12 @@ def _partials(partial_ptr, block, TILE_T: tl.constexpr, TILE_K: tl.constexpr,
 @triton.jit
 def store_slice(partial_ptr, ticket_ptr, block, part, product_TK,
               TILE_T: tl.constexpr, TILE_K: tl.constexpr, NUM_SLICES: tl.constexpr):  # fmt: skip
-    """Leave the product of slice `part`; whether all others were there already."""
+    """Store the product of slice `part`; True if all other slices are there already."""
     partials = _partials(partial_ptr, block, TILE_T, TILE_K, NUM_SLICES)
     tl.store(partials + part * (TILE_T * TILE_K), product_TK)
     tl.debug_barrier()  # all threads' stores come before this program's ticket
-    # Release: our slice is visible before the ticket. Acquire: who draws the last ticket sees the
-    # slices of all who drew before. The partner is this same line in the other programs.
+    # Release: our slice is visible before the ticket. Acquire: the program that draws the last
+    # ticket sees all slices. Pairs with this same line in the other programs.
     drawn = tl.atomic_add(ticket_ptr + block, 1, sem="acq_rel", scope="gpu")
     return drawn == NUM_SLICES - 1
 
@@ -84,7 +85,7 @@ def store_slice(partial_ptr, ticket_ptr, block, part, product_TK,
 @triton.jit
 def sum_slices(partial_ptr, block, TILE_T: tl.constexpr, TILE_K: tl.constexpr,
            NUM_SLICES: tl.constexpr):  # fmt: skip
-    """In the order of the slices, whoever takes it: same row, same bits."""
+    """In the order of the slices, whichever program adds them: same row, same bits."""
     partials = _partials(partial_ptr, block, TILE_T, TILE_K, NUM_SLICES)
     raw_TK = tl.zeros([TILE_T, TILE_K], dtype=tl.float32)
     for part in tl.static_range(NUM_SLICES):
@@ -108,7 +109,7 @@ def score_wide(x_ptr, stride_x, weights_ptr, bias_ptr, activation_ptr, scores_pt
         store_scores(
             scores_ptr, raw_TK, bias_ptr, activation_ptr, first_t, first_k, T, K, TILE_T, TILE_K
         )
-        tl.store(ticket_ptr + block, 0)  # for the next tap: it begins when this kernel has ended
+        tl.store(ticket_ptr + block, 0)  # for the next tap, which starts when this kernel has ended
         if (tile == 0) & (column == 0):
             tl.store(ran_ptr, tl.load(ran_ptr) + 1)
 
@@ -133,12 +134,12 @@ def score_long(x_ptr, stride_x, weights_ptr, bias_ptr, activation_ptr, scores_pt
 
 
 def choose_tile_k(capacity: int) -> int:
-    """Probes that one program scores: rows have the same bits wherever they are scored."""
+    """Probes that one program scores; the same everywhere, so that scores have the same bits."""
     return int(min(max(TILE_T, triton.next_power_of_2(capacity)), MAX_TILE_K))
 
 
 class Scorer:
-    """Launches the kernel; taps of one engine run one by one, and share its scratch memory."""
+    """Launches the kernel. Taps of one engine run one after the other and share the scratch."""
 
     def __init__(self, width: int, capacity: int, max_tokens: int, device: torch.device) -> None:
         tile_k = choose_tile_k(capacity)
@@ -157,7 +158,7 @@ class Scorer:
 
     @property
     def scratch(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Of slices, and of who has left them."""
+        """The products of slices, and the tickets of the programs that stored them."""
         return self._partial, self._ticket
 
     def __call__(
@@ -169,9 +170,11 @@ class Scorer:
         scores_TK: torch.Tensor,
         ran: torch.Tensor,
     ) -> None:
-        """One launch on the current stream; tables.score_twin is what it must equal."""
+        """One launch on the current stream; it must equal score_tables.score_twin."""
         if hidden_TD.stride(1) != 1:
-            hidden_TD = hidden_TD.contiguous()  # the kernel walks along a row in steps of one
+            hidden_TD = (
+                hidden_TD.contiguous()
+            )  # the kernel expects the numbers of a row side by side
         num_tokens = hidden_TD.shape[0]
         halves, width, capacity = weights_HDK.shape
         tiles_t = triton.cdiv(num_tokens, TILE_T)

@@ -1,12 +1,13 @@
-"""Takes residual rows inside the forward pass; gives scores, one buffer for all sites.
+"""The probe bank on the device, and the scores that taps leave there.
 
-T = tokens in this step, D = model width, S = sites, K = probe capacity of a site, P = probes,
-H = halves of a weight: two bfloat16 on a GPU that serves bfloat16, else one float32.
+Runs in: the worker. T = tokens in this step, D = model width, S = sites, K = probe capacity of a
+site, P = probes, H = halves of a weight: two bfloat16 on a GPU that serves bfloat16, else one
+float32.
 
 Every tensor is allocated once and keeps its address, so that a captured CUDA graph stays valid
-while its contents change: a new probe is new numbers in the same place. A GPU runs the kernel of
-score_kernel.py; `score_twin` is the same in plain torch: a CPU engine's own, and the kernel's
-oracle.
+while the contents change: a new probe is new numbers in the same place. A GPU runs the kernel of
+score_kernel.py; `score_twin` is the same in plain torch, for CPU engines and as the kernel's
+reference.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ ACTIVATION_CODES: Final = {"none": 0, "relu": 1, "sigmoid": 2}
 
 
 class ScoreFunction(Protocol):
-    """How a site turns rows into scores; score_kernel.Scorer on a GPU, `score_twin` elsewhere."""
+    """Turns a site's rows into scores: score_kernel.Scorer on a GPU, `score_twin` elsewhere."""
 
     def __call__(
         self,
@@ -74,9 +75,9 @@ class ScoreTables:
         stash_rows: int = 0,
         is_capturing: bool = False,
     ) -> None:
-        """`dtype` is the model's: what the rows come in. `stash_rows` are kept of every step.
+        """`dtype` is that of the model's rows. The stash keeps `stash_rows` of every step.
 
-        Who captures reads the stash: then sites that are scored in passing leave their rows there.
+        Captures read the stash: with `is_capturing`, taps that score at once fill it too.
         """
         num_sites = len(sites)
         self.sites = tuple(sites)
@@ -89,11 +90,11 @@ class ScoreTables:
         self.bias_SK = torch.zeros(num_sites, capacity, device=device)
         self.activation_SK = torch.zeros(num_sites, capacity, dtype=torch.int32, device=device)
         self.scores_STK = torch.zeros(num_sites, max_tokens, capacity, device=device)
-        # The stream itself, of each step's first rows, until the next forward.
+        # The residual rows of a step, until the next forward.
         stash_shape = (num_sites, stash_rows, width)
         self.stash_SRD = torch.zeros(stash_shape, dtype=dtype, device=device)
         self.is_capturing = is_capturing
-        # How many probes are to be scored from the stash at each site, when the forward is over.
+        # Probes that are scored from the stash after the forward, at each site.
         self.stashed_S = torch.zeros(num_sites, dtype=torch.int32, device=device)
         self._is_stashed = [False] * num_sites
         self.num_stashed = 0  # at all sites together
@@ -124,7 +125,7 @@ class ScoreTables:
 
     @property
     def nbytes(self) -> int:
-        """Of device memory."""
+        """Device memory of the bank, scores, stash and scratch."""
         bank = (self.weights_SHDK, self.bias_SK, self.activation_SK)
         held = (*bank, self.scores_STK, self.stash_SRD, *self.scratch)
         return sum(int(tensor.nbytes) for tensor in held)
@@ -141,7 +142,7 @@ class ScoreTables:
         self._held, self._placed = {}, None  # the next bank is written whole
 
     def load(self, columns: EngineBank) -> None:
-        """Put the bank in place; runs between steps, in the order of the stream.
+        """Write the bank to the device; called between steps, queued on the current stream.
 
         Only what is new is written: a bank of hundreds of probes changes within one step's time.
         """
@@ -170,7 +171,7 @@ class ScoreTables:
         return {**held}
 
     def _set_numbers(self, held: Mapping[SiteSlot, Probe]) -> None:
-        """What each probe has beside its direction."""
+        """Write what each probe has besides its direction."""
         bias_SK, activation_SK = np.zeros((2, *self.bias_SK.shape), np.float32)
         places = tuple(np.array(list(held), np.intp).reshape(-1, 2).T)
         bias_SK[places] = [probe.bias for probe in held.values()]
@@ -179,7 +180,7 @@ class ScoreTables:
         self.activation_SK.copy_(torch.from_numpy(activation_SK))
 
     def _write(self, part: SlotRows) -> None:
-        """Directions of neighbouring slots, each as halves that add up to it."""
+        """Write the directions of neighbouring slots, each as halves that add up to it."""
         rest_PD = self._upload(part.rows_PD)
         end = part.slot + len(rest_PD)
         for half, dtype in enumerate(self._halves):
@@ -189,7 +190,7 @@ class ScoreTables:
                 rest_PD = rest_PD - split_PD.float()
 
     def _place(self, slots: Sequence[SiteSlot]) -> None:
-        """Where the scores of the columns are found."""
+        """Write where the scores of each column are."""
         counts = Counter(site for site, _ in slots)
         stashed = [counts[site] * is_so for site, is_so in enumerate(self._is_stashed)]
         self.stashed_S.copy_(torch.tensor(stashed, dtype=torch.int32))
@@ -204,7 +205,7 @@ class ScoreTables:
         capacity = self.scores_STK.shape[2]
         first_T = torch.arange(num_tokens, device=self.device) * capacity
         at_TP = first_T[:, None] + self.offset_C[None, : self.num_columns]
-        # Not scores[at_TP]: on a CPU that wakes all threads of the pool for a few thousand numbers.
+        # Not scores[at_TP]: on a CPU that wakes the whole thread pool for a few thousand numbers.
         return self.scores_STK.view(-1).index_select(0, at_TP.view(-1)).view(at_TP.shape)
 
     def check_all_ran(self) -> None:
@@ -220,7 +221,7 @@ class ScoreTables:
 
 
 class ScoreSite:
-    """One place in the forward pass where the residual stream is read."""
+    """A tap in the forward pass: it scores the residual stream at one site."""
 
     def __init__(self, tables: ScoreTables, index: int) -> None:
         self._score, self._tail = tables.score, tables.tail
@@ -234,7 +235,7 @@ class ScoreSite:
         self._stash_RD = tables.stash_SRD[index] if tables.is_capturing else None
 
     def read(self, hidden: torch.Tensor) -> None:
-        """Called by the tap op; captured once, replayed for ever: fixed addresses, no host sync."""
+        """Called by the tap op. Graphs capture it once: fixed addresses, no wait for the host."""
         rows_TD, scores_TK = self._prepared(hidden)
         self._score(rows_TD, *self._bank, scores_TK, self._ran)
         if self._stash_RD is not None:
@@ -242,7 +243,7 @@ class ScoreSite:
         self._tail.tap_ran(len(rows_TD))
 
     def _prepared(self, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """One row per token, and where their scores go."""
+        """One row per token, and the tensor for their scores."""
         hidden_TD = hidden.view(-1, hidden.shape[-1])
         num_tokens = hidden_TD.shape[0]
         if num_tokens > self._scores_TK.shape[0]:
@@ -254,7 +255,7 @@ class ScoreSite:
 
 
 class SideStreamSite(ScoreSite):
-    """A site that is read beside the forward pass: the rows must stay until `branch.join()`."""
+    """A tap on the side stream: the rows must not change before `branch.join()`."""
 
     def __init__(self, tables: ScoreTables, index: int) -> None:
         super().__init__(tables, index)

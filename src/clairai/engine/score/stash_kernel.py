@@ -1,10 +1,11 @@
-"""Takes the rows that the forward left in the stash; gives the scores of all sites, in one launch.
+"""Scores all sites of a step in one launch, from the rows that the forward left in the stash.
 
-T = tokens in this step, D = model width, K = probe capacity of a site.
+Runs in: the worker. T = tokens in this step, D = model width, K = probe capacity of a site.
 
-Behind the forward, beside the product that makes the logits: few programs, each over the whole
-width (`score_stash`). Within a captured graph, beside the model's own products, which take all of
-the GPU and wait for whoever has a part of it: many that are soon over (`score_stash_wide`).
+After the forward it runs beside the product that makes the logits: few programs, each over the
+whole width (`score_stash`). Within a captured graph it runs beside the model's own products, which
+take all of the GPU and wait for whatever occupies a part of it: many short programs
+(`score_stash_wide`).
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ def score_stash(stash_ptr, site_rows, weights_ptr, bias_ptr, activation_ptr, sco
                 stashed_ptr, T, max_tokens, D, K,
                 TILE_T: tl.constexpr, SLICE_D: tl.constexpr, TILE_K: tl.constexpr,
                 IS_SPLIT: tl.constexpr, NUM_SLICES: tl.constexpr):  # fmt: skip
-    """All sites at once, from the rows that the forward has left; bits as in score_kernel.py."""
+    """All sites at once, from the stash; the same bits as score_kernel.py."""
     tile, column, site = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     if column * TILE_K < tl.load(stashed_ptr + site):
         first_t, first_k, far = tile * TILE_T, column * TILE_K, site.to(tl.int64)
@@ -74,7 +75,7 @@ def score_stash_wide(stash_ptr, site_rows, weights_ptr, bias_ptr, activation_ptr
             raw_TK = sum_slices(partial_ptr, block, TILE_T, TILE_K, NUM_SLICES)
             store_scores(scores_ptr + far * max_tokens * K, raw_TK, bias_ptr + far * K,
                   activation_ptr + far * K, first_t, first_k, T, K, TILE_T, TILE_K)  # fmt: skip
-            tl.store(ticket_ptr + block, 0)  # for the next step: it begins when this one has ended
+            tl.store(ticket_ptr + block, 0)  # for the next step, which starts after this one
 
 
 @dataclass(frozen=True)
@@ -84,7 +85,7 @@ class Tiling:
     most_tokens: int
     tile_t: int
     num_warps: int
-    num_stages: int  # tiles on their way from memory at once
+    num_stages: int  # tiles that are loaded at once
 
 
 def stash_tilings(tile_k: int, *, is_split: bool, shared_nbytes: int) -> tuple[Tiling, ...]:
@@ -108,13 +109,13 @@ def stash_tilings(tile_k: int, *, is_split: bool, shared_nbytes: int) -> tuple[T
 
 
 class StashScorer:
-    """Launches the kernels above; compiled beforehand, since they are on the way of every step."""
+    """Launches the kernels above, compiled beforehand: they are part of every step."""
 
     def __init__(self, tables: ScoreTables) -> None:
         self._tables = tables
         bank = (tables.weights_SHDK, tables.bias_SK, tables.activation_SK)
         self._read = (tables.stash_SRD, *bank, tables.scores_STK, tables.stashed_S)
-        # Nobody else is at it then: sites that score in passing have run.
+        # Free at that time: taps that score at once have run.
         self._scratch = tables.scratch
         num_sites, halves, width, capacity = tables.weights_SHDK.shape
         self.max_tokens = tables.stash_SRD.shape[1]
@@ -156,7 +157,7 @@ class StashScorer:
         self._wide = CompiledKernel(driver, compiled, arguments_by_name(score_stash_wide, given))
 
     def is_due(self, num_tokens: int) -> bool:
-        """Of more tokens than the stash holds, the forward itself has the scores."""
+        """A step with more tokens than the stash holds was scored within the forward."""
         return 0 < num_tokens <= self.max_tokens and self._tables.num_stashed > 0
 
     def launch_for(self, num_tokens: int) -> KernelLaunch:
@@ -164,7 +165,7 @@ class StashScorer:
         return kernel.launch((-(-num_tokens // tiling.tile_t), *self._grid), T=num_tokens)
 
     def launch_in_graph(self, num_tokens: int) -> KernelLaunch:
-        """By many programs, if what they leave for each other has room."""
+        """Many short programs, if the scratch has room for what they pass to each other."""
         (tiles_k, num_sites), tiles_t = self._grid, -(-num_tokens // TILE_T)
         if self._wide is None or num_sites * tiles_t * tiles_k > len(self._scratch[1]):
             return self.launch_for(num_tokens)
