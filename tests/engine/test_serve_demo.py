@@ -98,9 +98,9 @@ def _ask(demo: Demo) -> tuple[str, list[dict[str, Any]]]:
 
 
 def _check_scores(demo: Demo) -> None:
-    """Every generated token once, in order; the last has none.
+    """Every generated token once, in order; the last has no scores.
 
-    A machine that is too busy to read a row in time says so, and is asked again.
+    A machine too busy to read a row in time reports it as lost; then it is asked again.
     """
 
     def is_whole() -> bool:
@@ -121,7 +121,7 @@ def _check_scores(demo: Demo) -> None:
     until(is_whole, parts.DEADLINE_S)
 
 
-def test_the_demo_serves_its_model_with_scores_in_openais_stream(demo: Demo) -> None:
+def test_the_demo_streams_scores_with_openais_chunks(demo: Demo) -> None:
     until(lambda: _status(demo) == "starting")
     demo.await_served(1)
     _check_scores(demo)
@@ -162,7 +162,7 @@ def _steered(demo: Demo, scale: float) -> tuple[float, str]:
     return float(sum(score for (score,) in rows) / len(rows)), choice.message.content or ""
 
 
-def test_an_answer_of_the_demo_ends_when_a_probe_says_so(demo: Demo) -> None:
+def test_an_answer_of_the_demo_is_stopped_by_a_probe(demo: Demo) -> None:
     rule = {"probe": "code", "threshold": 0.0, "tokens": 5}
     with parts.client(demo.url) as sdk:
         stream = sdk.chat.completions.create(
@@ -189,8 +189,8 @@ def _status(demo: Demo) -> str:
         return "silent"
 
 
-def test_the_engines_server_listens_nowhere_but_in_a_private_folder(demo: Demo) -> None:
-    """Its workers have ports of their own, for each other: torch.distributed's."""
+def test_the_engines_server_listens_only_in_a_private_folder(demo: Demo) -> None:
+    """Only its workers listen, for each other: the ports of torch.distributed."""
     assert _tcp_ports(_server(demo)) == set()
     assert _tcp_ports(demo.process.pid) == {int(demo.url.rpartition(":")[2])}
     (folder,) = [entry for entry in demo.runtime.iterdir() if entry.is_dir()]
@@ -235,16 +235,16 @@ def test_an_engine_that_is_killed_comes_back_and_is_read_again(demo: Demo) -> No
 
 
 def _server(demo: Demo) -> int:
-    """vLLM's API server: the keeper's child."""
+    """vLLM's API server: the guard's child."""
     parent_of = process_guard._parent_pids()
-    (kept,) = [pid for pid in _processes_of(demo.runtime) if parent_of[pid] == demo.process.pid]
-    children = [pid for pid in _processes_of(demo.runtime) if parent_of[pid] == kept]
+    (guard,) = [pid for pid in _processes_of(demo.runtime) if parent_of[pid] == demo.process.pid]
+    children = [pid for pid in _processes_of(demo.runtime) if parent_of[pid] == guard]
     (server,) = [pid for pid in children if not process_guard._is_capture_writer(pid)]
     return server
 
 
 def _core(demo: Demo) -> int:
-    """The engine core: the server's child that is no tracker."""
+    """The engine core: the server's child that is not the resource tracker."""
     children = [
         pid for pid, parent in process_guard._parent_pids().items() if parent == _server(demo)
     ]
@@ -267,7 +267,7 @@ def test_ctrl_c_ends_all_of_it_and_leaves_nothing(demo: Demo) -> None:
 
 
 def _processes_of(runtime: Path) -> list[int]:
-    """What runs for this test's folder, the command itself aside."""
+    """Processes that run for this test's folder, without the command itself."""
     mark = "VLLM_PLUGINS="  # set for the engine alone
     found = []
     for folder in Path("/proc").glob("[0-9]*"):

@@ -119,7 +119,7 @@ def serve(tmp_path: Path) -> Iterator[Serve]:
 
     def start(
         *options: str,
-        ways: str = "",
+        behaviour: str = "",
         port: int | None = None,
         command: Sequence[str] = ("serve", str(model), "--points", "post_block.1"),
         **variables: str,
@@ -130,7 +130,7 @@ def serve(tmp_path: Path) -> Iterator[Serve]:
             **os.environ,
             "PYTHONPATH": f"{packages}:{ROOT}:{ROOT / 'src'}",
             "CLAIRAI_RUNTIME_DIR": str(runtime),
-            "TOY_VLLM": ways,
+            "TOY_VLLM": behaviour,
             "TOY_GATE": str(gate),
             **variables,
         }

@@ -1,4 +1,4 @@
-"""Takes `clairai serve` with a toy for vLLM; gives every way it can end.
+"""Every way in which `clairai serve` can end, with a toy in the place of vLLM.
 
 Nothing may be left: no process, no socket, no folder.
 """
@@ -27,7 +27,7 @@ EXPECTED = [[72.0, 4.0], [105.0, 5.0], [None, None]]  # tests/http/fake.py: toke
 
 
 def _check_scores(served: Served) -> None:
-    """They come with an answer, through the whole of it.
+    """Scores come with an answer through the whole chain.
 
     On a machine that is too busy to read a row in time its scores are lost: never wrong.
     """
@@ -46,10 +46,10 @@ def _check_scores(served: Served) -> None:
     until(is_whole)
 
 
-def test_the_proxy_answers_while_the_engine_starts_then_serves_then_all_of_it_ends(
+def test_the_proxy_answers_while_the_engine_starts_and_everything_ends(
     serve: Serve,
 ) -> None:
-    served = serve(ways="slow", CLAIRAI_API_KEY=KEY)
+    served = serve(behaviour="slow", CLAIRAI_API_KEY=KEY)
     starting = served.await_status("starting")
     assert starting["reason"].startswith("the engine is ")
     assert served.get("/health").status_code == 503
@@ -71,15 +71,15 @@ def test_the_proxy_answers_while_the_engine_starts_then_serves_then_all_of_it_en
 
 
 def _check_key_is_hidden(served: Served) -> None:
-    """In no command line at all; in no environment but our own process's."""
+    """The key is in no command line, and in no environment but the command's own."""
     for pid in (served.process.pid, *served.engine_pids()):
         assert KEY.encode() not in Path(f"/proc/{pid}/cmdline").read_bytes()
     for pid in served.engine_pids():
         assert KEY.encode() not in Path(f"/proc/{pid}/environ").read_bytes()
 
 
-def test_a_signal_in_the_middle_of_the_start_ends_all_of_it(serve: Serve) -> None:
-    served = serve(ways="slow,deaf")
+def test_a_signal_during_the_start_ends_everything(serve: Serve) -> None:
+    served = serve(behaviour="slow,deaf")
     served.await_status("starting")
     until(served.engine_pids)
     assert served.end(signal.SIGTERM) < QUICK_S
@@ -87,19 +87,19 @@ def test_a_signal_in_the_middle_of_the_start_ends_all_of_it(serve: Serve) -> Non
     served.check_nothing_left()
 
 
-def test_ctrl_c_once_more_ends_at_once_what_does_not_want_to_end(serve: Serve) -> None:
-    served = serve(ways="deaf")
+def test_a_second_ctrl_c_kills_what_has_not_ended(serve: Serve) -> None:
+    served = serve(behaviour="deaf")
     served.await_ready()
     served.process.send_signal(signal.SIGINT)
     with pytest.raises(subprocess.TimeoutExpired):
-        served.process.wait(0.8)  # it is deaf, and a second wish is one that comes later
+        served.process.wait(0.8)  # it ignores SIGTERM; signals at the same moment count as one
     assert served.end() < process_guard.TERM_S / 2
     assert served.process.returncode == 0
     served.check_nothing_left()
 
 
-def test_our_own_death_leaves_nothing_behind(serve: Serve) -> None:
-    served = serve(ways="parent")
+def test_nothing_is_left_when_the_command_is_killed(serve: Serve) -> None:
+    served = serve(behaviour="parent")
     served.await_ready()
     assert len(served.engine_pids()) == 3
     served.process.kill()
@@ -107,7 +107,7 @@ def test_our_own_death_leaves_nothing_behind(serve: Serve) -> None:
     served.check_nothing_left()
 
 
-def test_an_engine_that_dies_ends_everything_with_a_reason_and_a_code_of_its_own(
+def test_an_engine_that_dies_ends_everything_with_a_reason_and_its_exit_code(
     serve: Serve,
 ) -> None:
     served = serve()
@@ -145,7 +145,7 @@ def test_an_engine_that_dies_is_started_again_and_scores_come_from_the_new_one(
 
 
 def test_an_engine_that_cannot_start_is_not_tried_again(serve: Serve) -> None:
-    served = serve("--on-death", "restart", ways="broken")
+    served = serve("--on-death", "restart", behaviour="broken")
     served.process.wait(60)
     assert served.process.returncode == 3
     assert "first error: ValueError: planted" in served.said()
@@ -153,7 +153,7 @@ def test_an_engine_that_cannot_start_is_not_tried_again(serve: Serve) -> None:
     served.check_nothing_left()
 
 
-def test_a_proxy_attaches_to_an_engine_that_somebody_else_has_started(serve: Serve) -> None:
+def test_a_proxy_attaches_to_an_engine_started_in_another_way(serve: Serve) -> None:
     served = serve()
     served.await_ready()
     (engine,) = served.runtime.glob("s-*/api.sock")
@@ -166,7 +166,7 @@ def test_a_proxy_attaches_to_an_engine_that_somebody_else_has_started(serve: Ser
     assert served.health()["status"] == "ready"  # it is not the proxy's to end
 
 
-def test_a_port_that_is_taken_is_said_and_nothing_is_started(serve: Serve) -> None:
+def test_a_port_in_use_is_reported_and_nothing_is_started(serve: Serve) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         served = serve(port=taken.getsockname()[1])
         served.process.wait(60)

@@ -1,7 +1,7 @@
-"""Stands in for `python -m vllm.entrypoints.openai.api_server`: its arguments, log and children.
+"""Stands in for `python -m vllm.entrypoints.openai.api_server`, with its arguments and log.
 
 The server speaks vLLM's wire and writes a real ring (tests/http/fake.py). TOY_VLLM says how it
-behaves: `deaf` does not mind SIGTERM, `broken` cannot start, `slow` waits for the file TOY_GATE,
+behaves: `deaf` ignores SIGTERM, `broken` cannot start, `slow` waits for the file TOY_GATE,
 `parent` has a child in a session of its own.
 """
 
@@ -20,7 +20,7 @@ MODULE: Final = "vllm/entrypoints/openai/api_server.py"
 
 
 def install(folder: Path) -> Path:
-    """A folder for PYTHONPATH in which `vllm` is this."""
+    """A folder for PYTHONPATH in which `vllm` is this toy."""
     module = folder / MODULE
     module.parent.mkdir(parents=True)
     for package in ("vllm", "vllm/entrypoints", "vllm/entrypoints/openai"):
@@ -30,19 +30,19 @@ def install(folder: Path) -> Path:
 
 
 def main() -> None:
-    ways = os.environ.get("TOY_VLLM", "").split(",")
+    behaviour = os.environ.get("TOY_VLLM", "").split(",")
     print(
         "(APIServer pid=1) INFO 01-01 00:00:00 [core.py:1] Initializing a V1 LLM engine", flush=True
     )
-    if "broken" in ways:
+    if "broken" in behaviour:
         print("(EngineCore pid=2) ERROR 01-01 00:00:00 [core.py:1] ValueError: planted", flush=True)
         raise SystemExit(1)
-    if "parent" in ways and os.fork() == 0:
+    if "parent" in behaviour and os.fork() == 0:
         os.setsid()
         time.sleep(600)
-    if "deaf" in ways:
+    if "deaf" in behaviour:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    while "slow" in ways and not Path(os.environ["TOY_GATE"]).exists():
+    while "slow" in behaviour and not Path(os.environ["TOY_GATE"]).exists():
         time.sleep(0.01)
     asyncio.run(_serve(sys.argv[sys.argv.index("--uds") + 1]))
 
