@@ -1,4 +1,4 @@
-"""Takes what a client got from the proxy; gives chunks and events, and each choice's scores."""
+"""Reads what a client got from the proxy: chunks, events, and the scores of each choice."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def chunks(raw: bytes) -> list[dict[str, Any]]:
 
 
 @dataclass
-class Told:
+class CollectedScores:
     """What a client knows of one choice."""
 
     scores: list[dict[str, float | None]] = field(default_factory=list)
@@ -35,11 +35,11 @@ class Told:
     prompt: dict[str, Any] | None = None
 
 
-def told(chunks: list[dict[str, Any]]) -> dict[int, Told]:
+def collect_scores(chunks: list[dict[str, Any]]) -> dict[int, CollectedScores]:
     """By choice; no score comes twice, out of order, or after the choice has ended."""
-    found: dict[int, Told] = {}
+    found: dict[int, CollectedScores] = {}
     for choice in (choice for chunk in chunks for choice in chunk["choices"]):
-        one = found.setdefault(choice["index"], Told())
+        one = found.setdefault(choice["index"], CollectedScores())
         assert one.finish_reason is None, "a chunk after the last of its choice"
         if scores := choice.get("probe_scores"):
             add_scores(one, scores)
@@ -50,7 +50,7 @@ def told(chunks: list[dict[str, Any]]) -> dict[int, Told]:
     return found
 
 
-def add_scores(one: Told, scores: dict[str, Any]) -> None:
+def add_scores(one: CollectedScores, scores: dict[str, Any]) -> None:
     assert scores["start"] == len(one.scores), "a score twice, or out of order"
     assert scores["scores"], "an object that says nothing"
     for row in scores["scores"]:
@@ -109,13 +109,13 @@ def events(raw: bytes) -> list[Event]:
     return found
 
 
-def told_by_events(found: list[Event]) -> dict[int, Told]:
-    """The same as `told`, from a named stream."""
-    made: dict[int, Told] = {}
+def collect_event_scores(found: list[Event]) -> dict[int, CollectedScores]:
+    """The same as `collect_scores`, from a named stream."""
+    made: dict[int, CollectedScores] = {}
     for event in found:
         if event.data.get("part") != "answer":
             continue
-        one = made.setdefault(event.data["choice"], Told())
+        one = made.setdefault(event.data["choice"], CollectedScores())
         if event.name == "probe_update":
             add_scores(one, event.data)
         else:

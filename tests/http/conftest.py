@@ -1,4 +1,4 @@
-"""Gives one proxy with a fake engine, started once for all tests that need no other settings."""
+"""One proxy with a fake engine, shared by all tests that need no other settings."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Takes a model folder; gives probes whose scores name the token they were computed for.
+"""Probes for a model whose scores identify the token that they were computed for.
 
 Random projections at pre_attn.0, where the residual stream is the token's embedding.
 """

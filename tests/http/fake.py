@@ -1,4 +1,4 @@
-"""Takes a script; gives an upstream that speaks vLLM's wire and writes a real ring as it goes.
+"""An upstream that follows a script: it speaks vLLM's HTTP and writes a real ring.
 
 The engine's probes score a row by its own token id and position, so that a score under the wrong
 token shows.

@@ -1,4 +1,4 @@
-"""Takes requests under /v1/captures; gives a fake engine's answers: one file, and ranges of it."""
+"""The routes under /v1/captures of a fake engine: one file, and ranges of it."""
 
 from __future__ import annotations
 

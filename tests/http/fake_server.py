@@ -1,4 +1,4 @@
-"""Takes scripts for completions; gives the rest of vLLM's server, and keeps who asked what."""
+"""The server of a fake engine; it records what it is asked."""
 
 from __future__ import annotations
 

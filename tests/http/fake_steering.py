@@ -1,4 +1,4 @@
-"""Takes requests under /v1/steering; gives a fake engine's answers, and keeps vectors and tiers."""
+"""The routes under /v1/steering of a fake engine, which keeps vectors and tiers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Takes requests under /v1/weights; gives a fake engine's answers: manifests are really read."""
+"""The routes under /v1/weights of a fake engine, which reads manifests."""
 
 from __future__ import annotations
 

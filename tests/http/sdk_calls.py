@@ -1,4 +1,4 @@
-"""Takes the proxy's address; gives what the official `openai` package makes of it, as JSON.
+"""Calls the proxy with the official `openai` package and prints what it returns, as JSON.
 
 Run as a script, in a process of its own: the package is whichever comes first on the path.
 """

@@ -1,4 +1,4 @@
-"""Takes a proxy with a real engine; gives the answers to many requests of every kind at once."""
+"""Sends many requests of every kind at once to a proxy with a real engine."""
 
 from __future__ import annotations
 
@@ -10,7 +10,15 @@ from typing import Any
 
 import aiohttp
 
-from tests.http.answers import CHAT, TEXT, Told, chunks, events, told, told_by_events
+from tests.http.answers import (
+    CHAT,
+    TEXT,
+    CollectedScores,
+    chunks,
+    collect_event_scores,
+    collect_scores,
+    events,
+)
 
 WORDS = ["the", "sea", "a", "lighthouse", "wrote", "🙂", "über", "naïve", "code", "for", "return"]
 
@@ -24,7 +32,7 @@ class Sent:
     status: int = 0
     ids: dict[int, list[int]] = field(default_factory=dict)  # generated, by choice
     prompt_ids: list[int] = field(default_factory=list)
-    told: dict[int, Told] = field(default_factory=dict)
+    told: dict[int, CollectedScores] = field(default_factory=dict)
 
     @property
     def is_named(self) -> bool:
@@ -80,7 +88,7 @@ def read(request: Sent, raw: bytes) -> None:
         _read_named(request, raw)
         return
     parts = chunks(raw) if request.body["stream"] else [json.loads(raw)]
-    request.told = told(parts)
+    request.told = collect_scores(parts)
     for part in parts:
         request.prompt_ids = part.get("prompt_token_ids") or request.prompt_ids
         for choice in part["choices"]:
@@ -91,7 +99,7 @@ def read(request: Sent, raw: bytes) -> None:
 def _read_named(request: Sent, raw: bytes) -> None:
     found = events(raw)
     assert found[-1].name == "done", found[-1]
-    request.told = told_by_events(found)
+    request.told = collect_event_scores(found)
     prompt: dict[str, Any] = {"scores": [], "tokens": []}
     for event in found:
         if event.name == "token" and event.data["part"] == "prompt":

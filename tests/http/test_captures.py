@@ -1,4 +1,4 @@
-"""Captures through the proxy: what is asked of the engine, what is told, files in any ranges."""
+"""Captures through the proxy: what the engine is asked, what the client gets, files in ranges."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_the_engine_gets_the_wish_and_the_answer_has_the_handle(w: World, path: 
 
 
 @pytest.mark.parametrize("given", [True, False])
-def test_a_plain_yes_or_no_goes_to_the_engine(w: World, given: bool) -> None:
+def test_true_and_false_go_to_the_engine(w: World, given: bool) -> None:
     with w.client() as client:
         answer = client.post(CHAT, json=whole(clairai={"capture": given})).json()
     assert w.upstream.last.fields["capture"] is given
@@ -58,7 +58,7 @@ def test_the_last_chunk_of_a_stream_says_what_became_of_the_rows(w: World, path:
     assert (found[-1]["choices"], found[-1]["clairai"]["capture"]["rows"]) == ([], 6)
 
 
-def test_the_event_done_says_it_and_nothing_is_called_steering(w: World) -> None:
+def test_the_event_done_has_the_capture_and_no_steering_event_is_sent(w: World) -> None:
     w.upstream.script = _captured(answering([72, 105]))
     with w.client() as client:
         found = events(client.post(CHAT, json=asking(events="named", capture=True)).content)
@@ -67,7 +67,7 @@ def test_the_event_done_says_it_and_nothing_is_called_steering(w: World) -> None
     assert (found[-1].name, done["state"], done["rows"]) == ("done", "kept", 6)
 
 
-def test_an_engine_that_keeps_nothing_is_not_asked_to_answer(tmp_path: Path) -> None:
+def test_a_capture_is_refused_if_the_engine_stores_nothing(tmp_path: Path) -> None:
     with world(tmp_path) as own, own.client() as client:
         own.upstream.captures.is_on = False
         refused = client.post(CHAT, json=whole(clairai={"capture": True}))
@@ -105,7 +105,7 @@ def test_a_file_that_ends_early_is_not_taken_for_a_whole_one(w: World) -> None:
         client.get(f"/v1/captures/{ID}")
 
 
-def test_a_capture_that_is_not_there_is_said_to_be(w: World) -> None:
+def test_an_unknown_capture_is_not_found(w: World) -> None:
     with w.client() as client:
         got = client.get("/v1/captures/00000000000000ff")
     assert (got.status_code, got.json()["error"]["code"]) == (404, "store")

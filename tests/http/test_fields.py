@@ -144,7 +144,7 @@ def test_nothing_is_smuggled_in_behind_megabytes(raw: bytes) -> None:
 
 
 @pytest.mark.parametrize("raw", [b'{"clairai":{},"a":NaN}', b'{"clairai":{},"a":Infinity}'])
-def test_json_that_only_a_lax_parser_takes_cannot_hide_our_key(raw: bytes) -> None:
+def test_json_that_only_a_lax_parser_reads_cannot_hide_our_key(raw: bytes) -> None:
     with pytest.raises(RequestError, match="strict"):
         read_request(raw, LIMITS)
 
@@ -198,5 +198,5 @@ def test_named_events_are_streamed_and_counted_whatever_was_asked() -> None:
         *(("false", False), ("0", False), ('"no"', False), ("null", False), ("[1]", False)),
     ],
 )
-def test_true_is_what_vllm_takes_for_true(raw: str, expected: bool) -> None:
+def test_true_is_what_vllm_reads_as_true(raw: str, expected: bool) -> None:
     assert is_true(msgspec.Raw(raw.encode())) == expected

@@ -64,7 +64,7 @@ def test_the_app_has_the_routes_of_the_table_and_no_others() -> None:
 
 
 @pytest.mark.parametrize("route", ROUTES, ids=lambda route: route.handler)
-def test_the_key_is_asked_for_exactly_where_the_table_says(guarded: World, route: Route) -> None:
+def test_the_key_is_needed_exactly_where_the_table_says(guarded: World, route: Route) -> None:
     for given in ({}, {"Authorization": "Bearer wrong"}, {"Authorization": f"Basic {KEY}"}):
         answer = call(guarded, route, **given)
         assert (answer.status_code == 401) == route.needs_key
@@ -227,7 +227,7 @@ def test_what_is_not_in_the_table_does_not_exist(w: World, path: str) -> None:
     assert set(answer.json()["error"]) == {"message", "type", "param", "code"}
 
 
-def test_a_mistake_of_ours_tells_the_client_nothing_of_it(
+def test_an_internal_error_shows_the_client_nothing_of_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with world(tmp_path) as w, w.client() as client:

@@ -1,4 +1,4 @@
-"""Tokens and rows in every order that two ways can give: each score once, in order, never wrong."""
+"""Tokens and rows in every order of arrival: each score once, in order, never wrong."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from clairai.proxy.completions.stream_writers import OpenAIStreamWriter
 from clairai.proxy.completions.token_text import TokenTexts
 from clairai.wire import ring_messages
 from tests.http import vllm_wire
-from tests.http.answers import chunks, told
+from tests.http.answers import chunks, collect_scores
 from tests.http.fake import BANK, TOKEN_BYTES, score
 
 STREAM = 7
-PATIENCE_S = 1.0
+MAX_WAIT_S = 1.0
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ class Row:
     fate: str  # whole, lost, wrong, twice
     phase: int = ring_messages.DECODE
 
-    def parcels(self) -> list[RowBatch]:
+    def batches(self) -> list[RowBatch]:
         if self.fate == "lost":
             return []
         token_id = self.token_id + (1 if self.fate == "wrong" else 0)
@@ -75,20 +75,22 @@ def stories(draw: st.DrawFn) -> Story:
         for at, token in enumerate(prompt)
     ]
     fates = st.sampled_from(("whole", "whole", "whole", "lost", "wrong", "twice"))
-    lanes = [
+    choices = [
         [Row(c, len(prompt) + i, token, draw(fates)) for i, token in enumerate(ids)]
         for c, ids in enumerate(answers)
     ]
-    rows += _interleaved(draw, lanes)
+    rows += _interleaved(draw, choices)
     events = ["frame"] * len(frames) + ["row"] * len(rows) + ["tick"] * draw(st.integers(0, 3))
     order = draw(st.permutations(events))
     return Story(prompt, answers, frames, rows, order, draw(st.booleans()), draw(st.booleans()))
 
 
-def _interleaved(draw: st.DrawFn, lanes: list[list[Row]]) -> list[Row]:
-    """Each lane in its own order, all in any."""
-    turns = draw(st.permutations([c for c, lane in enumerate(lanes) for _ in lane]))
-    left = [iter(lane) for lane in lanes]
+def _interleaved(draw: st.DrawFn, choices: list[list[Row]]) -> list[Row]:
+    """Rows of one choice keep their order; those of different choices mix in any order."""
+    turns = draw(
+        st.permutations([c for c, rows_of_choice in enumerate(choices) for _ in rows_of_choice])
+    )
+    left = [iter(rows_of_choice) for rows_of_choice in choices]
     return [next(left[choice]) for choice in turns]
 
 
@@ -116,13 +118,13 @@ def played(story: Story) -> bytes:
     """What the client gets."""
     now_s = 0.0
     options = ClairaiOptions(prompt_scores=story.prompt_scores)
-    sheet = RequestScores(
+    scores = RequestScores(
         STREAM, options, max_scores=1000, budget=ScoreBudget(1000), is_attached=lambda: True
     )
-    voice = OpenAIStreamWriter(
-        sheet, keeps_token_ids=story.keeps_token_ids, texts=TokenTexts(TOKEN_BYTES)
+    writer = OpenAIStreamWriter(
+        scores, keeps_token_ids=story.keeps_token_ids, texts=TokenTexts(TOKEN_BYTES)
     )
-    merger = Merger(sheet, voice, max_wait_s=PATIENCE_S, clock=lambda: now_s)
+    merger = Merger(scores, writer, max_wait_s=MAX_WAIT_S, clock=lambda: now_s)
     frames, rows = iter(story.frames), iter(story.rows)
     said: list[bytes] = []
     ended: set[int] = set()
@@ -134,22 +136,22 @@ def played(story: Story) -> bytes:
         elif event == "row":
             row = next(rows)
             story.known[row.choice, row.position] = row.choice not in ended
-            for parcel in row.parcels():
-                sheet.add_rows(parcel)
+            for batch in row.batches():
+                scores.add_rows(batch)
             said += merger.release()
         else:
-            now_s += PATIENCE_S / 2
+            now_s += MAX_WAIT_S / 2
             said += merger.release()
-    now_s += 2 * PATIENCE_S
+    now_s += 2 * MAX_WAIT_S
     return b"".join([*said, *merger.release()])
 
 
 @given(stories())
 @settings(max_examples=400, deadline=None, derandomize=True)
-def test_every_token_is_told_once_in_order_with_its_own_score_or_none(story: Story) -> None:
+def test_every_token_is_delivered_once_in_order_with_its_own_score_or_none(story: Story) -> None:
     raw = played(story)
     got = chunks(raw)
-    found = told(got)  # asserts order and once
+    found = collect_scores(got)  # asserts order and once
     assert got[-1]["choices"] == []  # usage comes after every choice has ended
     fates = {
         (row.choice, row.position): row.fate
@@ -166,23 +168,23 @@ def test_every_token_is_told_once_in_order_with_its_own_score_or_none(story: Sto
         for index, (token, scores) in enumerate(zip(ids, one.scores, strict=True)):
             position = len(story.prompt) + index
             right = {"token": float(token), "position": float(position)}
-            is_told = scores == right
-            assert is_told or not any(scores.values()), "a score that is not this token's"
+            is_delivered = scores == right
+            assert is_delivered or not any(scores.values()), "a score that is not this token's"
             if index == len(ids) - 1:
-                assert not is_told
+                assert not is_delivered
                 continue
-            missing += not is_told
+            missing += not is_delivered
             fate = fates[choice, position]
-            assert not (is_told and fate in ("lost", "wrong"))
+            assert not (is_delivered and fate in ("lost", "wrong"))
             if fate in ("whole", "twice") and story.known[choice, position]:
-                assert is_told, "it came before its answer ended, and was not told"
+                assert is_delivered, "it came before its answer ended, and was not delivered"
         assert one.lost == missing
 
 
 @given(stories())
 @settings(max_examples=150, deadline=None, derandomize=True)
-def test_the_prompt_is_told_once_with_its_own_scores_or_none(story: Story) -> None:
-    found = told(chunks(played(story)))
+def test_the_prompt_is_delivered_once_with_its_own_scores_or_none(story: Story) -> None:
+    found = collect_scores(chunks(played(story)))
     told_prompts = [one.prompt for one in found.values() if one.prompt is not None]
     assert len(told_prompts) == int(story.prompt_scores)
     for prompt in told_prompts:

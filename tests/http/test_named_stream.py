@@ -1,4 +1,4 @@
-"""The named stream: events with numbers, runs that clients leave and come back to."""
+"""Named runs: numbered events that clients can leave and resume."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import httpx
 import pytest
 
 from clairai.proxy.proxy_settings import Limits
-from tests.http.answers import CHAT, TEXT, asking, events, expected, told_by_events
+from tests.http.answers import CHAT, TEXT, asking, collect_event_scores, events, expected
 from tests.http.fake import PROMPT, Exchange, answering
 from tests.http.world import HURRIED, PATIENT, World, world
 from tests.support.ring_engine import until
@@ -27,7 +27,7 @@ def ask(w: World, path: str = CHAT, **body: Any) -> httpx.Response:
 
 
 @pytest.mark.parametrize("path", [CHAT, TEXT])
-def test_a_run_is_told_in_events_numbered_from_one(w: World, path: str) -> None:
+def test_a_run_is_a_stream_of_events_numbered_from_one(w: World, path: str) -> None:
     w.upstream.script = answering(HELLO)
     got = ask(w, path, stream=False)  # named events are a stream, whatever this says
     found = events(got.content)
@@ -35,7 +35,7 @@ def test_a_run_is_told_in_events_numbered_from_one(w: World, path: str) -> None:
     assert got.headers["x-accel-buffering"] == "no"
     assert [event.number for event in found] == [*range(1, len(found) + 1)]
     assert [event.name for event in found[-2:]] == ["probe_final", "done"]
-    (one,) = told_by_events(found).values()
+    (one,) = collect_event_scores(found).values()
     assert (one.scores, one.text, one.lost) == (expected(HELLO), "Hello", 0)
     tokens = [event.data for event in found if event.name == "token"]
     assert [token["token_ids"] for token in tokens] == [[i] for i in HELLO]
@@ -84,7 +84,7 @@ def test_a_character_in_pieces_is_shown_at_its_last_token(w: World) -> None:
     assert tokens == ["a", "", "", "", "🙂", "", "é", "\ufffd"]
 
 
-def test_a_client_that_comes_back_gets_what_follows_and_no_second_generation(w: World) -> None:
+def test_a_client_that_resumes_gets_the_next_events_and_no_second_generation(w: World) -> None:
     go = threading.Event()
 
     async def script(exchange: Exchange) -> None:
@@ -110,12 +110,12 @@ def test_a_client_that_comes_back_gets_what_follows_and_no_second_generation(w: 
     assert [e.number for e in (*begun, *rest)] == [*range(1, len(begun) + len(rest) + 1)]
     assert [*begun, *rest] == whole
     assert by_query == whole[1:]
-    assert told_by_events(whole)[0].scores == expected(HELLO)
+    assert collect_event_scores(whole)[0].scores == expected(HELLO)
     assert (nothing.status_code, nothing.content) == (204, b"")
     assert len(w.upstream.seen) == 1
 
 
-def test_a_run_is_stopped_at_once_and_says_what_it_had(w: World) -> None:
+def test_a_stopped_run_ends_at_once_with_all_it_had(w: World) -> None:
     async def script(exchange: Exchange) -> None:
         await exchange.begin()
         exchange.rows(4, [72])
@@ -135,10 +135,10 @@ def test_a_run_is_stopped_at_once_and_says_what_it_had(w: World) -> None:
     assert stopped.status_code == 204
     assert [event.name for event in found[-3:]] == ["probe_update", "probe_final", "done"]
     assert found[-1].data["finish_reasons"] == ["cancelled"]
-    assert told_by_events(found)[0].scores == expected([72, 101])
+    assert collect_event_scores(found)[0].scores == expected([72, 101])
 
 
-def test_a_run_that_nobody_comes_back_to_is_cancelled(tmp_path: Path) -> None:
+def test_a_run_without_a_client_is_cancelled(tmp_path: Path) -> None:
     async def script(exchange: Exchange) -> None:
         await exchange.begin()
         await exchange.tokens([72])
@@ -210,7 +210,7 @@ def test_a_number_that_no_event_has_is_refused(w: World, after: str, status: int
         assert client.delete(f"/v1/runs/{'0' * 32}").status_code == 404
 
 
-def test_events_that_are_no_longer_held_are_said_to_be_gone(tmp_path: Path) -> None:
+def test_resuming_after_dropped_events_is_refused(tmp_path: Path) -> None:
     small = Limits(run_bytes=1500)
     with world(tmp_path, script=answering(HELLO * 4), limits=small) as w, w.client() as client:
         answer = client.post(CHAT, json=NAMED)
@@ -257,5 +257,5 @@ def test_every_event_is_one_line_of_json_however_odd_the_text(w: World) -> None:
     w.upstream.script = answering(odd, at_once=len(odd))
     raw = ask(w).content
     found = events(raw)
-    assert told_by_events(found)[0].text == 'a\r\n\u2028\x00"\\'
+    assert collect_event_scores(found)[0].text == 'a\r\n\u2028\x00"\\'
     assert all(json.dumps(event.data) for event in found)

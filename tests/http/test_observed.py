@@ -1,4 +1,4 @@
-"""Takes completions of every kind through the proxy; gives what its observers are told of each."""
+"""What the observers of the proxy learn of each kind of completion."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ from tests.support.ring_engine import until
 SCORED = {"clairai": {"probes": "all"}}
 
 
-class Told:
-    """An Observer that keeps what it is told."""
+class Recorder:
+    """An observer that records what is reported."""
 
     def __init__(self) -> None:
         self.ends: list[CompletionEnd] = []
@@ -47,13 +47,13 @@ class Told:
 
 
 @pytest.fixture
-def told() -> Told:
-    return Told()
+def observer() -> Recorder:
+    return Recorder()
 
 
 @pytest.fixture
-def proxied(tmp_path: Path, told: Told) -> Iterator[World]:
-    with world(tmp_path, observers=(told,), metrics=Metrics()) as made:
+def proxied(tmp_path: Path, observer: Recorder) -> Iterator[World]:
+    with world(tmp_path, observers=(observer,), metrics=Metrics()) as made:
         yield made
 
 
@@ -63,19 +63,19 @@ def _post(proxied: World, **fields: Any) -> int:
         return client.post(CHAT, json=body).status_code
 
 
-def _only(told: Told) -> CompletionEnd:
-    until(lambda: told.ends)
-    (end,) = told.ends
+def _only(observer: Recorder) -> CompletionEnd:
+    until(lambda: observer.ends)
+    (end,) = observer.ends
     return end
 
 
 @pytest.mark.parametrize("stream", [True, False])
 @pytest.mark.parametrize("fields", [{}, SCORED])
-def test_the_end_of_every_completion_is_told_with_its_times(
-    proxied: World, told: Told, fields: dict[str, Any], stream: bool
+def test_the_end_of_every_completion_is_reported_with_its_times(
+    proxied: World, observer: Recorder, fields: dict[str, Any], stream: bool
 ) -> None:
     assert _post(proxied, stream=stream, **fields) == 200
-    end = _only(told)
+    end = _only(observer)
     assert (end.route, end.status, end.outcome, end.run) == (CHAT, 200, "done", None)
     assert end.is_scored == bool(fields)
     assert [choice.tokens for choice in end.choices] == ([2] if fields else [])
@@ -83,35 +83,35 @@ def test_the_end_of_every_completion_is_told_with_its_times(
     assert 0 <= (end.first_token_seconds or 0) <= end.seconds < 20
 
 
-def test_a_named_run_is_told_with_its_id(proxied: World, told: Told) -> None:
+def test_a_named_run_is_reported_with_its_id(proxied: World, observer: Recorder) -> None:
     body = {"messages": [], "clairai": {"events": "named"}}
     with proxied.client() as client:
         answer = client.post(CHAT, json=body)
-    assert _only(told).run == answer.headers["X-Clairai-Run"]
+    assert _only(observer).run == answer.headers["X-Clairai-Run"]
 
 
-def test_a_request_that_is_refused_is_told_with_its_status(proxied: World, told: Told) -> None:
+def test_a_refused_request_is_reported_with_its_status(proxied: World, observer: Recorder) -> None:
     assert _post(proxied, clairai={"bogus": 1}) == 400
-    end = _only(told)
+    end = _only(observer)
     assert (end.status, end.outcome, end.is_scored) == (400, "error", False)
 
 
 @pytest.mark.parametrize("fields", [{}, SCORED])
-def test_upstreams_own_refusal_is_told_with_its_status(
-    proxied: World, told: Told, fields: dict[str, Any]
+def test_a_refusal_of_upstream_is_reported_with_its_status(
+    proxied: World, observer: Recorder, fields: dict[str, Any]
 ) -> None:
     async def refuse(_: Exchange) -> web.StreamResponse:
         return web.json_response({"error": {"message": "no"}}, status=422)
 
     proxied.upstream.script = refuse
     assert _post(proxied, **fields) == 422
-    end = _only(told)
+    end = _only(observer)
     assert (end.status, end.outcome) == (422, "error")
 
 
 @pytest.mark.parametrize("fields", [{}, SCORED])
-def test_an_engine_that_dies_in_the_middle_is_told_as_an_error(
-    proxied: World, told: Told, fields: dict[str, Any]
+def test_an_engine_that_dies_in_the_middle_is_reported_as_an_error(
+    proxied: World, observer: Recorder, fields: dict[str, Any]
 ) -> None:
     async def die(exchange: Exchange) -> None:
         await exchange.begin()
@@ -119,12 +119,12 @@ def test_an_engine_that_dies_in_the_middle_is_told_as_an_error(
 
     proxied.upstream.script = die
     assert _post(proxied, stream=True, **fields) == 200
-    assert _only(told).outcome == "error"
+    assert _only(observer).outcome == "error"
 
 
 @pytest.mark.parametrize("fields", [{}, SCORED])
-def test_a_client_that_leaves_is_told_as_cancelled_and_counted_once(
-    proxied: World, told: Told, fields: dict[str, Any]
+def test_a_client_that_leaves_is_reported_as_cancelled_and_counted_once(
+    proxied: World, observer: Recorder, fields: dict[str, Any]
 ) -> None:
     async def wait(exchange: Exchange) -> None:
         await exchange.begin()
@@ -135,13 +135,13 @@ def test_a_client_that_leaves_is_told_as_cancelled_and_counted_once(
     body = {"messages": [], "stream": True, **fields}
     with proxied.client() as client, client.stream("POST", CHAT, json=body) as answer:
         next(answer.iter_raw())
-    assert _only(told).outcome == "cancelled"
+    assert _only(observer).outcome == "cancelled"
     assert proxied.proxy.counts().cancelled == 1
 
 
 @pytest.mark.parametrize("fields", [{}, SCORED])
-def test_a_client_that_leaves_as_it_has_the_end_is_told_as_done(
-    proxied: World, told: Told, fields: dict[str, Any]
+def test_a_client_that_leaves_after_the_end_is_reported_as_done(
+    proxied: World, observer: Recorder, fields: dict[str, Any]
 ) -> None:
     async def linger(exchange: Exchange) -> None:
         """Says the end, and keeps the connection open behind it."""
@@ -154,12 +154,12 @@ def test_a_client_that_leaves_as_it_has_the_end_is_told_as_done(
     body = {"messages": [], "stream": True, **fields}
     with proxied.client() as client, client.stream("POST", CHAT, json=body) as answer:
         assert any("[DONE]" in line for line in answer.iter_lines())
-    assert _only(told).outcome == "done"
+    assert _only(observer).outcome == "done"
     assert proxied.proxy.counts().cancelled == 0
 
 
-def test_what_whoever_started_the_engine_says_is_what_clients_hear(
-    proxied: World, told: Told
+def test_a_status_set_by_the_launcher_is_what_clients_get(
+    proxied: World, observer: Recorder
 ) -> None:
     async def die(exchange: Exchange) -> None:
         exchange.die()
@@ -172,14 +172,14 @@ def test_what_whoever_started_the_engine_says_is_what_clients_hear(
         assert answer.status_code == 503
         error = answer.json()["error"]
         assert (error["code"], "it is being mended" in error["message"]) == (code, True)
-    until(lambda: len(told.ends) == 2)
-    assert [end.status for end in told.ends] == [503, 503]
+    until(lambda: len(observer.ends) == 2)
+    assert [end.status for end in observer.ends] == [503, 503]
 
 
-def test_records_come_with_the_time_they_were_published(proxied: World, told: Told) -> None:
+def test_records_come_with_the_time_they_were_published(proxied: World, observer: Recorder) -> None:
     _post(proxied, **SCORED)
-    until(lambda: told.lags_s)
-    assert all(0 <= lag_s < 20 for lag_s in told.lags_s)
+    until(lambda: observer.lags_s)
+    assert all(0 <= lag_s < 20 for lag_s in observer.lags_s)
     with proxied.client() as client:
         text = client.get("/metrics").text
     assert 'clairai_completions_ended_total{outcome="done"} 1.0' in text

@@ -1,4 +1,4 @@
-"""Small parts: frames, numbers, texts, sums, lanes, settings; each on its own."""
+"""Small parts of the proxy on their own: frames, numbers, texts, summaries, settings."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def test_frames_are_whole_however_the_bytes_are_cut(frames: list[bytes]) -> None
     assert len(found) == len(frames)
 
 
-def test_a_frame_without_an_end_is_given_up_on() -> None:
+def test_a_frame_without_an_end_is_an_error() -> None:
     splitter = FrameSplitter(10)
     with pytest.raises(FrameTooLong):
         splitter.feed(b"x" * 11)

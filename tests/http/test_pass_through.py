@@ -1,4 +1,4 @@
-"""Without our key the proxy is a pipe: what goes in comes out, byte by byte."""
+"""Without our key the proxy passes everything on, byte for byte."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def test_a_request_without_our_key_arrives_byte_by_byte(w: World, path: str, raw
 
 
 @pytest.mark.parametrize("size", [1, 7, 1 << 16])
-def test_an_answer_without_our_key_comes_back_byte_by_byte(w: World, size: int) -> None:
+def test_an_answer_without_our_key_is_returned_byte_for_byte(w: World, size: int) -> None:
     odd = b': hm\r\n\r\ndata: {"a" : 1}\r\n\r\nevent: x\ndata: 1\ndata: 2\n\ndata: [DONE]\n\nrest'
 
     async def script(exchange: Exchange) -> None:

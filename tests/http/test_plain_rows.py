@@ -1,4 +1,4 @@
-"""What may become of a row: cached, forwarded again, lost, late; told once or not at all."""
+"""Rows that are cached, forwarded again, lost or late: delivered once or not at all."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from clairai.wire import ring_messages
-from tests.http.answers import CHAT, asking, chunks, expected, told
+from tests.http.answers import CHAT, asking, chunks, collect_scores, expected
 from tests.http.fake import PROMPT, Exchange
 from tests.http.world import HURRIED, World, world
 from tests.support.ring_engine import until
@@ -33,13 +33,13 @@ def test_cached_tokens_have_no_scores_and_are_not_lost(w: World) -> None:
         await exchange.end()
 
     w.upstream.script = script
-    (one,) = told(chunks(ask(w, clairai={"prompt_scores": True}))).values()
+    (one,) = collect_scores(chunks(ask(w, clairai={"prompt_scores": True}))).values()
     assert one.prompt is not None
     assert one.prompt["scores"] == [[None, None]] * 3 + [[257.0, 3.0]]
     assert "lost" not in one.prompt
 
 
-def test_tokens_forwarded_again_after_a_preemption_are_not_told_twice(w: World) -> None:
+def test_tokens_forwarded_again_after_a_preemption_are_delivered_once(w: World) -> None:
     async def script(exchange: Exchange) -> None:
         exchange.prefill()
         await exchange.begin()
@@ -56,12 +56,12 @@ def test_tokens_forwarded_again_after_a_preemption_are_not_told_twice(w: World) 
         await exchange.end()
 
     w.upstream.script = script
-    (one,) = told(chunks(ask(w))).values()
+    (one,) = collect_scores(chunks(ask(w))).values()
     assert one.scores == expected([72, 101, 108])
     assert one.lost == 0
 
 
-def test_a_row_of_another_token_is_told_to_nobody_and_counted(w: World) -> None:
+def test_a_row_of_another_token_is_not_delivered_and_is_counted(w: World) -> None:
     async def script(exchange: Exchange) -> None:
         await exchange.begin()
         exchange.rows(4, [72, 99, 108])  # the stream says 101
@@ -70,14 +70,14 @@ def test_a_row_of_another_token_is_told_to_nobody_and_counted(w: World) -> None:
 
     w.upstream.script = script
     before = w.proxy.counts().ring.mismatched
-    (one,) = told(chunks(ask(w))).values()
+    (one,) = collect_scores(chunks(ask(w))).values()
     mismatched = w.proxy.counts().ring.mismatched - before
     nothing = {"token": None, "position": None}
     assert one.scores == [*expected([72, 1])[:1], nothing, {"token": 108, "position": 6}, nothing]
     assert (one.lost, mismatched) == (1, 1)
 
 
-def test_rows_of_another_stream_reach_nobody(tmp_path: Path) -> None:
+def test_rows_of_another_stream_are_not_delivered(tmp_path: Path) -> None:
     async def script(exchange: Exchange) -> None:
         assert exchange.ring is not None
         await exchange.begin()
@@ -86,14 +86,14 @@ def test_rows_of_another_stream_reach_nobody(tmp_path: Path) -> None:
         await exchange.end()
 
     with world(tmp_path, script=script, timeouts=HURRIED) as w:
-        (one,) = told(chunks(ask(w, clairai={"probes": ["token"]}))).values()
+        (one,) = collect_scores(chunks(ask(w, clairai={"probes": ["token"]}))).values()
         until(lambda: w.proxy.counts().ring.orphaned == 2)
         assert w.proxy.counts().ring.rows == 0
     assert one.scores == [{"token": None}] * 3
     assert one.lost == 2
 
 
-def test_a_row_that_was_overwritten_is_lost_and_the_next_are_told(w: World) -> None:
+def test_an_overwritten_row_is_lost_and_the_next_are_delivered(w: World) -> None:
     async def script(exchange: Exchange) -> None:
         await exchange.begin()
         await exchange.tokens([72])
@@ -106,7 +106,7 @@ def test_a_row_that_was_overwritten_is_lost_and_the_next_are_told(w: World) -> N
         await exchange.end()
 
     w.upstream.script = script
-    (one,) = told(chunks(ask(w))).values()
+    (one,) = collect_scores(chunks(ask(w))).values()
     assert [row["token"] for row in one.scores] == [72, None, 108, None]
     assert one.lost == 1
 
@@ -120,8 +120,10 @@ def test_a_bank_that_changes_in_between_is_followed_by_name(tmp_path: Path) -> N
         await exchange.end()
 
     with world(tmp_path, script=script) as w:
-        (one,) = told(chunks(ask(w))).values()
-        (named,) = told(chunks(ask(w, clairai={"probes": ["token", "position"]}))).values()
+        (one,) = collect_scores(chunks(ask(w))).values()
+        (named,) = collect_scores(
+            chunks(ask(w, clairai={"probes": ["token", "position"]}))
+        ).values()
     nothing = dict.fromkeys(("token", "position", "negative"))
     first, second = {"token": 72, "position": 4}, {"position": 5, "negative": -101}
     assert one.scores == [nothing | first, nothing | second, nothing]
@@ -145,7 +147,7 @@ def test_the_last_chunk_waits_for_rows_that_are_on_their_way(tmp_path: Path) -> 
         assert is_sent.wait(10)
         w.upstream.last.rows(4, [72])
         asking_thread.join(10)
-    (one,) = told(chunks(got[0])).values()
+    (one,) = collect_scores(chunks(got[0])).values()
     assert one.scores == expected([72, 101])
 
 
@@ -166,7 +168,7 @@ def test_a_choice_that_waits_for_rows_holds_back_no_other(tmp_path: Path) -> Non
         for raw in w.growing({**asking(), "n": 2}):
             if b'"content":"B"' in raw:
                 is_seen.set()
-    found = told(chunks(raw))
+    found = collect_scores(chunks(raw))
     assert found[0].scores == expected([72, 101])
     assert found[1].scores == expected([66, 121])
 
@@ -178,7 +180,7 @@ def test_a_last_chunk_does_not_wait_longer_than_it_may(tmp_path: Path) -> None:
         await exchange.end()
 
     with world(tmp_path, script=script, timeouts=HURRIED) as w:
-        (one,) = told(chunks(ask(w))).values()
-        (whole,) = told(chunks(ask(w))).values()
+        (one,) = collect_scores(chunks(ask(w))).values()
+        (whole,) = collect_scores(chunks(ask(w))).values()
     assert (len(one.scores), one.lost) == (2, 1)
     assert (len(whole.scores), whole.lost) == (2, 1)

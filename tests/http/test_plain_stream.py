@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from tests.http import vllm_wire
-from tests.http.answers import CHAT, TEXT, asking, chunks, expected, told, without_ours
+from tests.http.answers import CHAT, TEXT, asking, chunks, collect_scores, expected, without_ours
 from tests.http.fake import PROMPT, Exchange, answering
 from tests.http.world import World, world
 
@@ -27,7 +27,7 @@ def ask(w: World, path: str = CHAT, **body: Any) -> bytes:
 @pytest.mark.parametrize("at_once", [1, 2, 5])
 def test_every_token_of_every_choice_is_scored_once(w: World, path: str, at_once: int) -> None:
     w.upstream.script = answering(HELLO, BYE, [33], at_once=at_once)
-    found = told(chunks(ask(w, path, n=3)))
+    found = collect_scores(chunks(ask(w, path, n=3)))
     for choice, ids in enumerate((HELLO, BYE, [33])):
         assert found[choice].scores == expected(ids)
         assert found[choice].lost == 0
@@ -48,7 +48,7 @@ def test_apart_from_our_field_the_bytes_are_upstreams(
         scored = ask(w, path, **body)
     assert without_ours(scored) == plain
     assert scored != plain
-    assert told(chunks(scored))[0].lost == (0 if has_ring else 4)
+    assert collect_scores(chunks(scored))[0].lost == (0 if has_ring else 4)
 
 
 @pytest.mark.parametrize("has_ring", [True, False])
@@ -67,9 +67,9 @@ def test_of_several_choices_each_keeps_its_own_order(tmp_path: Path, has_ring: b
     assert len(scored) == len(plain)
 
 
-def test_without_a_ring_the_stream_says_that_scores_are_lost(tmp_path: Path) -> None:
+def test_without_a_ring_scores_are_reported_as_lost(tmp_path: Path) -> None:
     with world(tmp_path, script=answering(HELLO), has_ring=False) as w:
-        (one,) = told(chunks(ask(w, clairai={"probes": ["token"]}))).values()
+        (one,) = collect_scores(chunks(ask(w, clairai={"probes": ["token"]}))).values()
     assert one.scores == [{"token": None}] * 5
     assert one.lost == 4  # the last token never had one
 
@@ -82,7 +82,7 @@ def test_an_answer_that_is_not_streamed_carries_the_same(w: World, path: str) ->
         scored = client.post(path, json=body)
     with w.direct() as direct:
         plain = direct.post(path, json={**body, "clairai": None})
-    found = told([scored.json()])
+    found = collect_scores([scored.json()])
     assert [found[0].scores, found[1].scores] == [expected(HELLO), expected(BYE)]
     assert found[0].prompt is not None
     assert found[1].prompt is None
@@ -128,7 +128,7 @@ def test_chunks_that_only_token_ids_made_are_not_passed_on(w: World) -> None:
         plain = direct.post(CHAT, json={"messages": [], "stream": True}).content
     scored = ask(w)
     assert without_ours(scored) == plain
-    assert told(chunks(scored))[0].scores == expected([72, 101, 108])
+    assert collect_scores(chunks(scored))[0].scores == expected([72, 101, 108])
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,7 @@ from clairai.proxy.observe.observer import CompletionEnd
 from clairai.proxy.proxy_settings import ProxySettings
 from clairai.ring.layout import RingShape
 from clairai.wire import ring_messages
-from tests.http.answers import CHAT, asking, chunks, expected, told
+from tests.http.answers import CHAT, asking, chunks, collect_scores, expected
 from tests.http.fake import Exchange, Ring, answering, bank_of
 from tests.http.world import HURRIED, World, world
 from tests.support.ring_engine import running_engine, until
@@ -29,7 +29,7 @@ HELLO = [72, 101, 108, 108, 111]
 def scored(w: World) -> tuple[int, int]:
     """Tokens told with a score, and tokens told as lost."""
     with w.client() as client:
-        (one,) = told(chunks(client.post(CHAT, json=asking()).content)).values()
+        (one,) = collect_scores(chunks(client.post(CHAT, json=asking()).content)).values()
     return sum(bool(row and row["token"]) for row in one.scores), one.lost
 
 
@@ -76,7 +76,7 @@ def test_a_ring_that_closes_in_a_stream_loses_what_follows(tmp_path: Path) -> No
         is_closed.set()
         raw = b"".join(parts)
         stream.__exit__(None, None, None)
-    (one,) = told(chunks(raw)).values()
+    (one,) = collect_scores(chunks(raw)).values()
     assert [row["token"] for row in one.scores] == [72, 101, None, None, None]
     assert one.lost == 2
 
@@ -117,7 +117,7 @@ def test_an_engine_without_taps_is_not_mistaken_for_another(tmp_path: Path) -> N
         assert named.status_code == 200  # tokens are shown without taps too
 
 
-def test_a_socket_that_was_given_is_the_only_one_read(tmp_path: Path) -> None:
+def test_only_the_configured_socket_is_read(tmp_path: Path) -> None:
     with running_engine(tmp_path, shape=RingShape(64, 4096), bank_of=bank_of) as engine:
         path = engine.server.path
         with world(tmp_path, script=answering(HELLO), has_ring=False, ring_socket=path) as w:
@@ -154,7 +154,7 @@ def test_records_that_were_overwritten_are_counted_and_degrade_health(tmp_path: 
         assert "lost" in health.json()["reason"]
 
 
-def test_a_record_whose_columns_nobody_knows_is_lost_and_the_next_are_read(w: World) -> None:
+def test_a_record_with_unknown_columns_is_lost_and_the_next_are_read(w: World) -> None:
     assert w.engine is not None
     before = w.proxy.counts().ring.records_lost
     rows = np.zeros(1, ring_messages.ROW)
@@ -244,7 +244,7 @@ def test_a_run_that_its_client_left_ends_as_cancelled(tmp_path: Path) -> None:
         assert w.proxy.counts().cancelled == 1
 
 
-def test_metrics_are_whatever_the_exposition_says(tmp_path: Path) -> None:
+def test_metrics_are_the_text_of_the_metrics_observer(tmp_path: Path) -> None:
     class Counting(Watcher):
         content_type: str = "text/plain; version=1"
 

@@ -18,9 +18,9 @@ from clairai.proxy.completions.completion_request import read_request
 from clairai.proxy.completions.request_scores import find_stopping_probe
 from clairai.proxy.observe.metrics import Metrics
 from clairai.proxy.proxy_settings import Limits
-from tests.http.answers import CHAT, TEXT, asking, chunks, events, expected, told
+from tests.http.answers import CHAT, TEXT, asking, chunks, collect_scores, events, expected
 from tests.http.fake import answering
-from tests.http.test_observed import Told
+from tests.http.test_observed import Recorder
 from tests.http.world import World, world
 from tests.support.ring_engine import until
 
@@ -47,17 +47,17 @@ def test_an_answer_says_what_the_engine_applies(w: World, path: str) -> None:
 
 
 @pytest.mark.parametrize("path", [CHAT, TEXT])
-def test_the_first_chunk_says_it_and_no_other(w: World, path: str) -> None:
+def test_only_the_first_chunk_has_the_echo(w: World, path: str) -> None:
     w.upstream.script = answering(HELLO)
     with w.client() as client:
         body = whole(path, stream=True, clairai={"steer": STEER})
         found = chunks(client.post(path, json=body).content)
     assert found[0]["clairai"]["steering"][0]["vector"] == "calm"
     assert not any("clairai" in chunk for chunk in found[1:])
-    assert told(found)[0].scores == expected(HELLO)
+    assert collect_scores(found)[0].scores == expected(HELLO)
 
 
-def test_the_first_event_says_it(w: World) -> None:
+def test_the_first_event_has_the_echo(w: World) -> None:
     with w.client() as client:
         found = events(client.post(CHAT, json=asking(events="named", steer=STEER)).content)
     assert [event.name for event in found].count("steering") == 1
@@ -65,7 +65,7 @@ def test_the_first_event_says_it(w: World) -> None:
     msgspec.convert(found[0].data, models.SteeringEvent)
 
 
-def test_a_request_that_is_not_steered_is_told_nothing_of_it(w: World) -> None:
+def test_a_request_that_is_not_steered_has_no_steering_echo(w: World) -> None:
     with w.client() as client:
         assert "clairai" not in client.post(CHAT, json=whole(clairai={})).json()
         named = events(client.post(CHAT, json=asking(events="named")).content)
@@ -99,13 +99,13 @@ def test_the_engine_reads_what_the_proxy_sends() -> None:
 @pytest.mark.parametrize(
     "raw", [b'{"messages":[],"steering_vectors":null}', b'{"a":"steering_vectors"}']
 )
-def test_a_seeds_field_that_says_nothing_is_none_of_ours(raw: bytes) -> None:
+def test_a_null_steering_vectors_field_is_ignored(raw: bytes) -> None:
     assert read_request(raw, Limits()) is None
 
 
 @pytest.mark.parametrize("stream", [True, False])
 @pytest.mark.parametrize("clairai", [{"steer": STEER}, {"stop": [RULE]}])
-def test_an_answer_that_does_not_say_it_is_steered_is_not_given(
+def test_an_answer_without_a_steering_echo_is_refused(
     w: World, clairai: dict[str, Any], stream: bool
 ) -> None:
     answers = answering(HELLO)
@@ -136,7 +136,7 @@ def test_a_named_run_that_is_not_steered_ends_in_an_error(w: World) -> None:
     assert [event.name for event in found] == ["error"]
 
 
-def test_an_engine_that_does_not_steer_is_not_asked_to(tmp_path: Path) -> None:
+def test_steering_is_refused_if_the_engine_does_not_steer(tmp_path: Path) -> None:
     with world(tmp_path) as w, w.client() as client:
         w.upstream.steering.is_on = False
         answer = client.post(CHAT, json=whole(clairai={"steer": STEER}))
@@ -147,7 +147,7 @@ def test_an_engine_that_does_not_steer_is_not_asked_to(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("clairai", [{"steer": STEER}, {"stop": [RULE]}])
-def test_an_engine_without_our_routes_is_not_asked_to(
+def test_steering_is_refused_if_the_engine_lacks_our_routes(
     tmp_path: Path, clairai: dict[str, Any]
 ) -> None:
     with world(tmp_path, has_routes=False) as w, w.client() as client:
@@ -200,27 +200,27 @@ def test_a_stopped_run_says_why_in_its_last_event(w: World) -> None:
 
 
 @pytest.fixture
-def told_of() -> Told:
-    return Told()
+def recorder() -> Recorder:
+    return Recorder()
 
 
 @pytest.fixture
-def proxied(tmp_path: Path, told_of: Told) -> Iterator[World]:
-    with world(tmp_path, observers=(told_of,), metrics=Metrics()) as made:
+def proxied(tmp_path: Path, recorder: Recorder) -> Iterator[World]:
+    with world(tmp_path, observers=(recorder,), metrics=Metrics()) as made:
         yield made
 
 
-def test_stopped_answers_are_counted_by_probe_and_told_to_observers(
-    proxied: World, told_of: Told
+def test_stopped_answers_are_counted_by_probe_and_reported_to_observers(
+    proxied: World, recorder: Recorder
 ) -> None:
     proxied.upstream.script = answering(HELLO, finish="stop", stop_reason=REASON)
     with proxied.client() as client:
         for clairai in ({"stop": [RULE]}, {"stop": [RULE]}, {}):
             client.post(CHAT, json=whole(clairai=clairai))
-        until(lambda: len(told_of.ends) == 3)
+        until(lambda: len(recorder.ends) == 3)
         text = client.get("/metrics").text
-    assert [end.choices[0].stopped for end in told_of.ends] == ["token", "token", None]
-    assert {end.outcome for end in told_of.ends} == {"done"}
+    assert [end.choices[0].stopped for end in recorder.ends] == ["token", "token", None]
+    assert {end.outcome for end in recorder.ends} == {"done"}
     assert 'clairai_stopped_total{probe="token"} 2.0' in text
     assert 'clairai_stopped_total{probe="position"} 0.0' in text
 
@@ -238,7 +238,7 @@ def test_stopped_answers_are_counted_by_probe_and_told_to_observers(
         (None, REASON, None),
     ],
 )
-def test_only_a_rule_that_was_asked_for_has_stopped_an_answer(
+def test_only_a_rule_of_the_request_can_have_stopped_an_answer(
     finish: str | None, reason: str | int | None, probe: str | None
 ) -> None:
     assert find_stopping_probe([RULE, "no rule"], finish, reason) == probe

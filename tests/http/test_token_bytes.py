@@ -1,4 +1,4 @@
-"""The engine's route that gives the bytes of every token, for the tokenizers that models have."""
+"""The engine's route for the bytes of every token, for the tokenizers that models have."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def test_every_token_of_the_demo_model_has_its_bytes() -> None:
     assert b"".join(pieces[i] for i in ids).decode() == "Écris « 漢字 » 🙂\n\tfor i in range(3):"
 
 
-def test_a_tokenizer_that_nobody_can_read_is_an_error_that_says_so() -> None:
+def test_a_tokenizer_that_cannot_be_read_is_an_error_that_says_so() -> None:
     with pytest.raises(UnsupportedError, match="SimpleNamespace"):
         list_token_bytes(SimpleNamespace())
 
@@ -99,5 +99,5 @@ def test_the_route_answers_with_or_without_taps(is_async: bool) -> None:
     assert server.get("/v1/clairai/tokens").content == answer.content
 
 
-def test_a_plugin_that_is_turned_off_says_nothing_of_tokens() -> None:
+def test_a_disabled_plugin_has_no_route_for_tokens() -> None:
     assert _server(is_async=False, is_disabled=True).get("/v1/clairai/tokens").status_code == 404

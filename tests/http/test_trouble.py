@@ -1,4 +1,4 @@
-"""Clients that vanish or crawl, engines that are down or die: the right word, nothing left."""
+"""Clients that leave or stall, engines that are down or die: the right error, and no leak."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from clairai.proxy.proxy_settings import Limits
-from tests.http.answers import CHAT, asking, chunks, expected, told
+from tests.http.answers import CHAT, asking, chunks, collect_scores, expected
 from tests.http.fake import Exchange, answering
 from tests.http.world import HURRIED, World, world
 from tests.support.ring_engine import until
@@ -90,7 +90,7 @@ def test_a_slow_client_is_waited_for_and_costs_a_bounded_amount(tmp_path: Path) 
         # Nobody else notices.
         w.upstream.script = answering([72, 101, 108])
         with w.client() as client:
-            (one,) = told(chunks(client.post(CHAT, json=asking()).content)).values()
+            (one,) = collect_scores(chunks(client.post(CHAT, json=asking()).content)).values()
         assert (one.scores, one.lost) == (expected([72, 101, 108]), 0)
         assert sheet._held < 150 + 3  # it may have taken some meanwhile
         slow.close()
@@ -98,7 +98,7 @@ def test_a_slow_client_is_waited_for_and_costs_a_bounded_amount(tmp_path: Path) 
 
 
 @pytest.mark.parametrize("limits", [Limits(scores=30), Limits(scores_in_all=30)])
-def test_scores_over_the_bound_are_lost_and_said_to_be(tmp_path: Path, limits: Limits) -> None:
+def test_scores_over_the_limit_are_lost_and_reported(tmp_path: Path, limits: Limits) -> None:
     tokens = [72] * 30
 
     async def script(exchange: Exchange) -> None:
@@ -110,14 +110,14 @@ def test_scores_over_the_bound_are_lost_and_said_to_be(tmp_path: Path, limits: L
 
     with world(tmp_path, limits=limits) as w, w.client() as client:
         w.upstream.script = script
-        (one,) = told(chunks(client.post(CHAT, json=asking()).content)).values()
+        (one,) = collect_scores(chunks(client.post(CHAT, json=asking()).content)).values()
         assert w.proxy.counts().rows_lost == 19
         assert w.proxy._budget.held == 0
     assert one.lost == 19
     assert [row["token"] for row in one.scores] == [72] * 10 + [None] * 20
 
 
-def test_a_client_that_takes_nothing_for_long_is_let_go(tmp_path: Path) -> None:
+def test_a_client_that_stalls_is_disconnected(tmp_path: Path) -> None:
     async def script(exchange: Exchange) -> None:
         await exchange.begin()
         while True:

@@ -59,7 +59,7 @@ def test_scores_say_which_weights_they_are_of(
     assert made["weights"] == told
 
 
-def test_an_engine_that_takes_no_weights_says_nothing_of_them(w: World) -> None:
+def test_an_engine_that_takes_no_weights_reports_no_version(w: World) -> None:
     w.upstream.script = weighed(1, 1)
     assert "weights" not in scores(w)
 
@@ -73,7 +73,7 @@ def test_rows_of_a_prompt_say_it_too(w: World) -> None:
     msgspec.convert(prompts[0], schema.PromptScores)
 
 
-def test_what_the_engine_says_of_its_weights_stands_in_the_first_chunk(w: World) -> None:
+def test_the_first_chunk_has_the_version_of_the_weights(w: World) -> None:
     w.upstream.script = weighed(4, 4, echo={"weights": 1})
     with w.client() as client:
         found = chunks(client.post(CHAT, json=asking()).content)
@@ -92,7 +92,7 @@ def test_named_events_say_it_with_the_scores_and_at_the_end(w: World) -> None:
     msgspec.convert(found[-1].data, schema.DoneEvent)
 
 
-def test_an_engine_that_only_says_its_weights_does_not_say_that_it_steers(tmp_path: Path) -> None:
+def test_an_echo_of_weights_alone_does_not_confirm_steering(tmp_path: Path) -> None:
     script = weighed(4, 4, echo={"weights": 1})
     with world(tmp_path, script=script, timeouts=HURRIED) as w, w.client() as client:
         raw = client.post(CHAT, json=asking(steer=STEER)).content

@@ -22,13 +22,13 @@ PATHS = ("/v1/weights/check", "/v1/weights/plan", "/v1/weights/commit")
 KEY = {"Authorization": "Bearer secret"}
 
 
-def test_what_serves_and_what_can_be_sent_is_told(w: World) -> None:
+def test_the_serving_weights_and_the_sendable_tensors_are_listed(w: World) -> None:
     with w.client() as client:
         assert client.get("/v1/weights").json() == STATE
         assert client.get("/v1/weights/tensors").json() == {"data": [TENSOR]}
 
 
-def test_a_manifest_goes_on_byte_by_byte_and_the_query_with_it(w: World) -> None:
+def test_a_manifest_is_passed_on_byte_for_byte_with_its_query(w: World) -> None:
     manifest = plan()
     body = encode_manifest(manifest)
     with w.client() as client:
@@ -45,7 +45,7 @@ def pieces(count: int) -> Iterator[bytes]:
 
 
 @pytest.mark.parametrize("count", [0, 1, 300])
-def test_a_buffer_goes_on_as_it_comes_and_is_never_held(w: World, count: int) -> None:
+def test_a_buffer_is_passed_on_as_it_comes_and_never_held(w: World, count: int) -> None:
     """The last is larger than any body that the proxy holds."""
     assert Limits().manifest_bytes < 300 * PIECE
     with w.client() as client:
@@ -55,7 +55,7 @@ def test_a_buffer_goes_on_as_it_comes_and_is_never_held(w: World, count: int) ->
     assert w.upstream.weights.asked == [(BUFFER, expected)]
 
 
-def test_a_buffer_that_the_engine_does_not_want_is_refused_in_its_words(w: World) -> None:
+def test_a_buffer_that_the_engine_refuses_is_refused_in_its_words(w: World) -> None:
     """By our own client: it has sent a part of the body when the answer comes."""
     server = ServerClient(w.url)
     with pytest.raises(WeightsError, match="is not planned here"):
@@ -63,7 +63,7 @@ def test_a_buffer_that_the_engine_does_not_want_is_refused_in_its_words(w: World
 
 
 @pytest.mark.parametrize("path", PATHS)
-def test_what_the_engine_refuses_is_said_in_its_words(w: World, path: str) -> None:
+def test_a_refusal_of_the_engine_is_passed_on(w: World, path: str) -> None:
     with w.client() as client:
         answer = client.post(path, content=b'{"version": 1, "code": "x"}')
     assert answer.status_code == 400
@@ -72,7 +72,7 @@ def test_what_the_engine_refuses_is_said_in_its_words(w: World, path: str) -> No
 
 
 @pytest.mark.parametrize("path", ["/v1/weights", "/v1/weights/tensors", BUFFER, *PATHS])
-def test_nobody_gets_there_without_the_key(tmp_path: Path, path: str) -> None:
+def test_weights_need_the_key(tmp_path: Path, path: str) -> None:
     method = {BUFFER: "PUT"}.get(path, "POST" if path in PATHS else "GET")
     with world(tmp_path, api_key="secret") as w, w.client() as client:
         assert client.request(method, path).status_code == 401

@@ -1,4 +1,4 @@
-"""Takes tokens and texts; gives frames and bodies as vLLM 0.32 writes them, field by field.
+"""Frames and bodies as vLLM 0.32 writes them, field by field.
 
 entrypoints/openai/chat_completion/serving.py and completion/serving.py; the engine tests compare
 the proxy with the real one.

@@ -1,4 +1,4 @@
-"""Takes settings; gives a running proxy with a fake engine behind it: real sockets, a real ring."""
+"""A running proxy with a fake engine behind it: real sockets, a real ring."""
 
 from __future__ import annotations
 

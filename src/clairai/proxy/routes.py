@@ -209,7 +209,7 @@ ROUTES: Final = (
     ),
     Route(
         *("PUT", "/v1/steering/vectors/{name:path}", "put_vector"),
-        "Name a steering vector; the body is safetensors, GGUF or the seeds' JSON",
+        "Name a steering vector; the body is safetensors, GGUF or JSON",
         body="vector",
         changes=True,
         takes=_FILE,

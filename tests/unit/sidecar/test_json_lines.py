@@ -64,7 +64,7 @@ def test_choice_and_recomputed_are_printed_only_where_they_say_something() -> No
     assert first["phase"] == second["phase"] == "prefill"
 
 
-def test_rows_of_an_engine_that_takes_weights_say_of_which_they_are() -> None:
+def test_rows_have_the_version_of_the_weights_if_the_engine_takes_new_ones() -> None:
     made = _record(Row(1, 0, 5))
     assert [_printed(made, "a", weights=version)[0]["weights"] for version in (0, 3)] == [0, 3]
 

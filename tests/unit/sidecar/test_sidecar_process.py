@@ -61,7 +61,7 @@ def _ended(process: subprocess.Popen[bytes], number: signal.Signals) -> int:
     return process.wait(20)
 
 
-def test_it_waits_prints_every_row_of_engine_after_engine_and_says_so(tmp_path: Path) -> None:
+def test_it_waits_and_prints_every_row_of_one_engine_after_another(tmp_path: Path) -> None:
     tmp_path.chmod(0o700)
     with _sidecar(tmp_path, "--json", "--events") as (process, out, err):
         until(lambda: f"waiting for an engine in {tmp_path}" in err.read_text())
@@ -95,7 +95,7 @@ def test_loss_is_an_event_and_a_line_on_stderr(tmp_path: Path) -> None:
     assert f"this engine has lost {lost} in all" in err.read_text()
 
 
-def test_a_record_whose_columns_nobody_can_name_is_lost_and_not_guessed(tmp_path: Path) -> None:
+def test_a_record_with_unknown_columns_is_lost_and_not_guessed(tmp_path: Path) -> None:
     tmp_path.chmod(0o700)
     with (
         running_engine(tmp_path, bank_of=lambda _: None) as engine,
@@ -145,7 +145,7 @@ def test_a_reader_that_leaves_ends_it_also_before_the_next_row(tmp_path: Path) -
         assert process.wait(20) == 0
 
 
-def test_it_ends_when_told_to_although_nobody_reads_its_pipe(tmp_path: Path) -> None:
+def test_it_ends_when_told_to_even_if_nobody_reads_its_pipe(tmp_path: Path) -> None:
     tmp_path.chmod(0o700)
     with running_engine(tmp_path, bank_of=_bank_of) as engine:
         command = [*COMMAND, "--runtime-dir", str(tmp_path), "--json"]

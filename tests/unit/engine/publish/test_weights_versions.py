@@ -118,7 +118,7 @@ def test_weights_in_pieces_are_a_version_of_their_own(
     assert sender(tmp_path, llm).send(weights(1)).version == 2
 
 
-def test_an_engine_that_takes_no_weights_says_nothing_of_them(runtime: Path) -> None:
+def test_an_engine_that_takes_no_weights_reports_no_version(runtime: Path) -> None:
     with running_publisher(runtime) as step_publisher:
         step(step_publisher, 1)
         assert told(step_publisher) == [None]

@@ -136,7 +136,7 @@ def test_every_line_is_one_json_object_whatever_is_in_it(lines: Lines) -> None:
     assert json.loads(line)["a"] is None
 
 
-def test_a_line_that_cannot_be_written_stops_nobody() -> None:
+def test_a_line_that_cannot_be_written_stops_nothing() -> None:
     written: list[str] = []
 
     def say(line: str) -> None:
@@ -151,7 +151,7 @@ def test_a_line_that_cannot_be_written_stops_nobody() -> None:
     assert written == ["second"]
 
 
-def test_a_terminal_that_is_held_up_holds_up_nobody_and_what_is_dropped_is_counted() -> None:
+def test_a_blocked_terminal_delays_nothing_and_dropped_lines_are_counted() -> None:
     gate, began = threading.Event(), threading.Event()
     written: list[str] = []
 

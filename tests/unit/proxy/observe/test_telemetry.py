@@ -107,7 +107,7 @@ def test_a_receiver_gets_one_event_per_probe_and_answer(receiver: Receiver) -> N
     assert receiver.headers[0]["path"] == "/v1/logs"
 
 
-def test_the_service_is_named_and_says_nothing_of_the_machine(receiver: Receiver) -> None:
+def test_the_service_is_named_and_nothing_identifies_the_machine(receiver: Receiver) -> None:
     telemetry = Telemetry.from_environ({"OTEL_EXPORTER_OTLP_ENDPOINT": receiver.url})
     assert telemetry is not None
     telemetry.on_completion_end(_end(CODE))
@@ -118,7 +118,7 @@ def test_the_service_is_named_and_says_nothing_of_the_machine(receiver: Receiver
     assert not [key for key in resource if key.startswith(("host.", "process."))]
 
 
-def test_what_does_not_exist_is_left_out_and_loss_is_said() -> None:
+def test_missing_values_are_left_out_and_loss_is_reported() -> None:
     fields = attributes(_end(TONE, lost=3), _end(TONE, lost=3).choices[0], TONE)
     assert fields["gen_ai.evaluation.explanation"] == "no token has a score"
     assert fields["clairai.tokens.lost"] == 3
@@ -134,7 +134,7 @@ def test_without_an_endpoint_there_is_no_telemetry_and_no_sdk() -> None:
     assert subprocess.run([sys.executable, "-c", program], timeout=30).returncode == 0
 
 
-def test_an_endpoint_without_the_packages_is_refused_in_words(
+def test_an_endpoint_without_the_packages_is_refused_with_a_reason(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setitem(sys.modules, "opentelemetry.sdk._logs", None)
@@ -142,7 +142,7 @@ def test_an_endpoint_without_the_packages_is_refused_in_words(
         Telemetry.from_environ({"OTEL_EXPORTER_OTLP_ENDPOINT": "http://127.0.0.1:1"})
 
 
-def test_an_sdk_that_cannot_send_events_is_refused_in_words(
+def test_an_sdk_that_cannot_send_events_is_refused_with_a_reason(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("opentelemetry.sdk.version.__version__", "1.36.0")
@@ -150,7 +150,7 @@ def test_an_sdk_that_cannot_send_events_is_refused_in_words(
         Telemetry.from_environ({"OTEL_EXPORTER_OTLP_ENDPOINT": "http://127.0.0.1:1"})
 
 
-def test_a_protocol_that_is_not_spoken_is_refused_in_words() -> None:
+def test_an_unsupported_protocol_is_refused_with_a_reason() -> None:
     environ = {
         "OTEL_EXPORTER_OTLP_LOGS_ENDPOINT": "http://127.0.0.1:1",
         "OTEL_EXPORTER_OTLP_PROTOCOL": "grpc",
@@ -179,7 +179,7 @@ class Stuck:
         self.gate.wait(30)
 
 
-def test_a_collector_that_hangs_costs_events_and_nobodys_time(
+def test_a_collector_that_hangs_costs_events_and_no_time(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     stuck = Stuck()
