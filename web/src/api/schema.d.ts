@@ -200,7 +200,7 @@ export interface paths {
         };
         /** A steering vector as a safetensors file */
         get: operations["get_vector"];
-        /** Name a steering vector; the body is safetensors, GGUF or the seeds' JSON */
+        /** Name a steering vector; the body is safetensors, GGUF or JSON */
         put: operations["put_vector"];
         post?: never;
         /** Forget a steering vector; running requests keep it */
