@@ -58,7 +58,7 @@ print(sorted(set(seen)))
 
 
 BESIDE = (
-    "cli.weights",
+    "cli.weights_commands",
     "compat.weight_transfer",
     "server.weights_routes",
     "server.weights_upload",

@@ -15,10 +15,10 @@ from typing import TYPE_CHECKING, Annotated, Final
 import typer
 
 from clairai import __version__
-from clairai.cli.capture import capture
-from clairai.cli.probes import probes
-from clairai.cli.vectors import vectors
-from clairai.cli.weights import weights
+from clairai.cli.capture_commands import capture
+from clairai.cli.probe_commands import probes
+from clairai.cli.vector_commands import vectors
+from clairai.cli.weights_commands import weights
 from clairai.errors import ClairaiError, ConfigError, EngineGoneError
 
 if TYPE_CHECKING:

@@ -32,17 +32,19 @@ def check_before_start(
     """Raise ConfigError, PointError, ProbeError or VectorError for what is wrong already now."""
     is_overridden = any(map(_is_override, arguments))
     size = None if is_overridden else model_size(model)
-    asked = resolve_settings(
+    resolved = resolve_settings(
         settings, num_layers=size.num_layers if size else MAX_LAYER + 1, environ=environ
     )
     if size is not None:
         # Only the engine can tell whether a probe's point is another name of a tapped one.
-        points = tuple(dict.fromkeys((*asked.points, *(probe.point for probe in asked.probes))))
+        points = tuple(
+            dict.fromkeys((*resolved.points, *(probe.point for probe in resolved.probes)))
+        )
         bank = EngineBank.empty(points, settings.capacity, size.width, model)
-        bank.add(replace(probe, model=None) for probe in asked.probes)
+        bank.add(replace(probe, model=None) for probe in resolved.probes)
         limits = SteeringLimits(settings.steer_rows, settings.steer_programs)
         registry = SteeringRegistry(points, size.width, limits)
-        registry.put([replace(vector, model=None) for vector in asked.vectors], "add")
+        registry.put([replace(vector, model=None) for vector in resolved.vectors], "add")
     if not is_overridden:
         check_model(model, environ)
 

@@ -1,7 +1,7 @@
-"""Takes the address of a vLLM server with clairai's routes; gives their answers, or why not.
+"""HTTP client for the routes that clairai adds to vLLM's API server.
 
-Follows no redirect and no proxy setting: the key goes to the address that was given, and nowhere
-else.
+Runs in: the command line program, the launcher and trainers. It follows no redirect and no proxy
+setting: the key goes to the given address and nowhere else.
 """
 
 from __future__ import annotations
@@ -26,16 +26,8 @@ _WEIGHTS: Final = "/v1/weights"
 
 
 @dataclass(frozen=True)
-class HttpAnswer:
-    """A status and what came with it; no object came if it is empty."""
-
-    status: int
-    body: Mapping[str, Any]
-
-
-@dataclass(frozen=True)
 class ServerClient:
-    """One server, by the address a browser would use, or by unix:/path/of/its.sock."""
+    """One server, by its URL or by `unix:/path/of/its.sock`."""
 
     url: str
     api_key: str | None = None
@@ -48,7 +40,7 @@ class ServerClient:
 
     def is_healthy(self, timeout_s: float) -> bool:
         try:
-            return self._call("GET", "/health", timeout_s=timeout_s).status == 200
+            return self._call("GET", "/health", timeout_s=timeout_s)[0] == 200
         except (OSError, http.client.HTTPException):
             return False
 
@@ -84,7 +76,7 @@ class ServerClient:
         return self._ask("POST", path, body=manifest, headers=typed, timeout_s=ANSWER_TIMEOUT_S)
 
     def put_weights(self, transfer: str, index: int, body: Iterable[bytes], nbytes: int) -> None:
-        """One buffer of a planned hand-over, piece by piece: it may be larger than memory."""
+        """One buffer of a planned transfer, in pieces: it may be larger than memory."""
         typed = {"Content-Type": "application/octet-stream", "Content-Length": str(nbytes)}
         path = f"{_WEIGHTS}/buffers/{transfer}/{index}"
         self._ask("PUT", path, body=body, headers=typed, timeout_s=ANSWER_TIMEOUT_S)
@@ -105,14 +97,16 @@ class ServerClient:
         timeout_s: float = CONTROL_TIMEOUT_S,
     ) -> Mapping[str, Any]:
         try:
-            answer = self._call(method, path, body=body, headers=headers, timeout_s=timeout_s)
+            status, answer = self._call(
+                method, path, body=body, headers=headers, timeout_s=timeout_s
+            )
         except (OSError, http.client.HTTPException) as error:
             raise ConfigError(
                 f"{self.url} does not answer ({error}); start the server, or give its address"
             ) from None
-        if answer.status >= 400:
-            raise self._refused(answer, _error_kind(path))
-        return answer.body
+        if status >= 400:
+            raise self._make_error(status, answer, _error_kind(path))
+        return answer
 
     def _call(
         self,
@@ -122,16 +116,17 @@ class ServerClient:
         body: bytes | Iterable[bytes] | None = None,
         headers: Mapping[str, str] | None = None,
         timeout_s: float,
-    ) -> HttpAnswer:
+    ) -> tuple[int, Mapping[str, Any]]:
+        """The status, and the JSON object of the body; empty if the body is none."""
         connection = self._connection(timeout_s)
         key = {} if self.api_key is None else {"Authorization": f"Bearer {self.api_key}"}
         try:
             sent = {**(headers or {}), **key}
-            # One who refuses a long body does not read it to its end: its answer says why.
+            # A server that refuses a long body stops reading it: its answer says why.
             with contextlib.suppress(BrokenPipeError, ConnectionResetError):
                 connection.request(method, self._base + path, body, sent)
             response = connection.getresponse()
-            return HttpAnswer(response.status, _read_object(response.read(_MAX_ANSWER_BYTES)))
+            return response.status, _read_object(response.read(_MAX_ANSWER_BYTES))
         finally:
             connection.close()
 
@@ -147,14 +142,16 @@ class ServerClient:
         kind = http.client.HTTPSConnection if is_safe else http.client.HTTPConnection
         return kind(str(parts.hostname), parts.port, timeout=timeout_s)
 
-    def _refused(self, answer: HttpAnswer, kind: type[ClairaiError]) -> ClairaiError:
-        if answer.status == 401:
+    def _make_error(
+        self, status: int, answer: Mapping[str, Any], kind: type[ClairaiError]
+    ) -> ClairaiError:
+        if status == 401:
             return ConfigError(f"{self.url} wants another API key; give it with --api-key")
-        error = answer.body.get("error")
+        error = answer.get("error")
         if isinstance(error, dict) and "message" in error:
-            return kind(f"{self.url} refused ({answer.status}): {error['message']}")
+            return kind(f"{self.url} refused ({status}): {error['message']}")
         return ConfigError(
-            f"{self.url} answered {answer.status} and is no server with clairai's routes; "
+            f"{self.url} answered {status} and is no server with clairai's routes; "
             f"start it with `clairai serve`, or with VLLM_PLUGINS naming clairai"
         )
 

@@ -21,7 +21,7 @@ from fastapi.responses import Response, StreamingResponse
 
 from clairai.errors import RequestError, StoreError, quote
 from clairai.points import Point
-from clairai.server.engine_rpc import EngineRpc, HttpRefusal, require_engine
+from clairai.server.engine_rpc import EngineRpc, RouteRefusal, require_engine
 from clairai.server.response_fields import capture_fields, is_settled, wait_settled
 from clairai.store.bundle import Bundle, bundle
 from clairai.store.disk import MANIFEST
@@ -178,13 +178,13 @@ async def _require_kept(engine: EngineRpc, id: str, stream: int) -> Sequence[Cap
         captured = await wait_settled(lambda: engine.captured(stream, is_ended=True))
         fields = capture_fields(stream, captured)
     if captured and fields["state"] == "discarded":
-        raise HttpRefusal(
+        raise RouteRefusal(
             HTTPStatus.GONE, StoreError.code, f"no rows were kept: {fields['reason']}"
         )
     if captured and not is_settled(captured):
         why = fields.get("reason") or "its request has not ended, or its rows are on their way"
         reason = f"capture {id} is not whole: {why}"
-        raise HttpRefusal(HTTPStatus.CONFLICT, StoreError.code, reason)
+        raise RouteRefusal(HTTPStatus.CONFLICT, StoreError.code, reason)
     return captured
 
 
@@ -228,9 +228,9 @@ def _list_capture(answers: Sequence[Captured]) -> dict[str, Any]:
     return {**capture_fields(first.stream, answers), **more}
 
 
-def _no_capture(id: str) -> HttpRefusal:
+def _no_capture(id: str) -> RouteRefusal:
     reason = f"no capture has the id {quote(id)}; GET /v1/captures lists the newest"
-    return HttpRefusal(HTTPStatus.NOT_FOUND, StoreError.code, reason)
+    return RouteRefusal(HTTPStatus.NOT_FOUND, StoreError.code, reason)
 
 
 def _points_param(request: Request) -> tuple[str, ...]:

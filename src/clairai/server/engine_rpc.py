@@ -57,7 +57,7 @@ _CONFLICTS: Final = (
 )
 
 
-class HttpRefusal(Exception):
+class RouteRefusal(Exception):
     """Ends a request with this status and reason."""
 
     def __init__(self, status: HTTPStatus, code: str, message: str) -> None:
@@ -122,13 +122,13 @@ def find_engine(app: FastAPI) -> EngineRpc | None:
 def require_engine(app: FastAPI) -> EngineRpc:
     engine = find_engine(app)
     if engine is None:
-        raise HttpRefusal(HTTPStatus.NOT_FOUND, ConfigError.code, NO_TAPS)
+        raise RouteRefusal(HTTPStatus.NOT_FOUND, ConfigError.code, NO_TAPS)
     return engine
 
 
 async def read_body(request: Request, limit: int, code: str, what: str) -> bytes:
     """The body; refused as soon as it is larger than `what` can be."""
-    too_large = HttpRefusal(
+    too_large = RouteRefusal(
         HTTPStatus.REQUEST_ENTITY_TOO_LARGE,
         code,
         f"the body is over {limit} bytes, the most {what} has",
@@ -154,8 +154,8 @@ async def on_error(_: Request, error: Exception) -> JSONResponse:
     return error_response(error)
 
 
-async def on_http_refusal(_: Request, error: Exception) -> JSONResponse:
-    assert isinstance(error, HttpRefusal)
+async def on_route_refusal(_: Request, error: Exception) -> JSONResponse:
+    assert isinstance(error, RouteRefusal)
     return refusal_response(error.status, error.code, error.message)
 
 

@@ -19,9 +19,9 @@ from clairai.server.engine_rpc import (
     ATTRIBUTE,
     NO_TAPS,
     EngineRpc,
-    HttpRefusal,
+    RouteRefusal,
     on_error,
-    on_http_refusal,
+    on_route_refusal,
     require_engine,
 )
 from clairai.server.model_cards import ModelCards
@@ -62,7 +62,7 @@ def attach(app: FastAPI) -> None:
     weights_routes.add_routes(router)
     app.include_router(router)
     app.add_exception_handler(ClairaiError, on_error)
-    app.add_exception_handler(HttpRefusal, on_http_refusal)
+    app.add_exception_handler(RouteRefusal, on_route_refusal)
     app.add_middleware(RequestCheck)
     app.add_middleware(ModelCards)
 
@@ -102,5 +102,5 @@ async def list_tokens(request: Request) -> Response:
     """`{"tokens": [...]}`: by token id, its bytes in base64; special tokens by their name."""
     tokens = getattr(request.app.state, _TOKENS, None)
     if tokens is None:
-        raise HttpRefusal(HTTPStatus.NOT_FOUND, ConfigError.code, NO_TAPS)
+        raise RouteRefusal(HTTPStatus.NOT_FOUND, ConfigError.code, NO_TAPS)
     return Response(await tokens.answer(), media_type="application/json")

@@ -13,7 +13,7 @@ from fastapi.responses import JSONResponse
 
 from clairai.errors import ProbeError, quote
 from clairai.probe.files import MAX_PROBE_NBYTES, loads
-from clairai.server.engine_rpc import HttpRefusal, read_body, require_engine
+from clairai.server.engine_rpc import RouteRefusal, read_body, require_engine
 from clairai.wire.control_messages import (
     AddProbes,
     BankState,
@@ -59,7 +59,7 @@ async def remove_probe(name: str, request: Request) -> JSONResponse:
         bank = await engine.ask(ListProbes(), BankState)
         if not any(probe.name == name for probe in bank.probes):
             reason = f"the bank has no probe named {quote(name)}; GET /v1/probes lists them"
-            raise HttpRefusal(HTTPStatus.NOT_FOUND, ProbeError.code, reason)
+            raise RouteRefusal(HTTPStatus.NOT_FOUND, ProbeError.code, reason)
         state = await engine.ask(RemoveProbes((name,)), BankState)
     return _bank_response(state, HTTPStatus.OK)
 
@@ -72,7 +72,7 @@ def _check_conditions(request: Request, name: str, *, is_there: bool) -> None:
     )
     if request.headers.get(header) == "*":
         reason = reason.format(quote(name))
-        raise HttpRefusal(HTTPStatus.PRECONDITION_FAILED, ProbeError.code, reason)
+        raise RouteRefusal(HTTPStatus.PRECONDITION_FAILED, ProbeError.code, reason)
 
 
 def _bank_response(state: BankState, status: HTTPStatus) -> JSONResponse:

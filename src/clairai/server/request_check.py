@@ -53,7 +53,7 @@ _XARGS_OBJECT: Final = msgspec.json.Decoder(dict[str, Any] | None)
 
 
 @dataclass(frozen=True)
-class CompletionRequest:
+class CheckedRequest:
     """The body of a completion request, and the clairai fields in it."""
 
     fields: RequestFields
@@ -81,7 +81,7 @@ class CompletionRequest:
         capture = self.fields.capture
         return capture is not None and chat_positions.names_messages(capture.positions)
 
-    def with_positions(self, positions: Positions) -> CompletionRequest:
+    def with_positions(self, positions: Positions) -> CheckedRequest:
         assert self.fields.capture is not None
         capture = replace(self.fields.capture, positions=positions)
         return replace(self, fields=replace(self.fields, capture=capture), is_changed=True)
@@ -102,7 +102,7 @@ class CompletionRequest:
         return msgspec.json.encode({**kept, XARGS: xargs})
 
 
-def read_completion(raw: bytes) -> CompletionRequest | None:
+def read_completion(raw: bytes) -> CheckedRequest | None:
     """RequestError if our fields are wrong; None if vLLM will refuse the body itself."""
     try:
         body = decode_body(raw)
@@ -120,12 +120,12 @@ def read_completion(raw: bytes) -> CompletionRequest | None:
     xargs |= {name: bytes(value).decode() for name, value in beside.items()}
     decoded = decode_fields(xargs)
     fields = parse_fields(decoded)
-    request = CompletionRequest(fields, body, xargs, decoded[KEY], bool(beside))
+    request = CheckedRequest(fields, body, xargs, decoded[KEY], bool(beside))
     _check_possible(request)
     return request
 
 
-def _check_possible(request: CompletionRequest) -> None:
+def _check_possible(request: CheckedRequest) -> None:
     """Refuse what vLLM would answer as if our fields were not there."""
     fields = request.fields
     is_bound = bool(fields.steer or fields.stop or request.asks_for_capture)
@@ -172,9 +172,7 @@ class RequestCheck:
             return await self._app(scope, _replay(messages, receive), send)
         return await self._forward(engine, *checked, messages, scope, receive, send)
 
-    async def _resolve_messages(
-        self, request: CompletionRequest, scope: Scope
-    ) -> CompletionRequest:
+    async def _resolve_messages(self, request: CheckedRequest, scope: Scope) -> CheckedRequest:
         """Positions of tokens in the place of messages of the chat."""
         capture = request.fields.capture
         assert capture is not None
@@ -189,7 +187,7 @@ class RequestCheck:
     async def _forward(
         self,
         engine: EngineRpc,
-        request: CompletionRequest,
+        request: CheckedRequest,
         preview: SteeringPreview,
         messages: list[Message],
         scope: Scope,
@@ -218,7 +216,7 @@ class RequestCheck:
 
 async def _read_and_preview(
     raw: bytes, cache: CoreCache
-) -> tuple[CompletionRequest, SteeringPreview] | None:
+) -> tuple[CheckedRequest, SteeringPreview] | None:
     """None if nothing of ours is in the body and nothing steers every request."""
     if not cache.has_global_steering and not may_have_fields(raw):
         return None

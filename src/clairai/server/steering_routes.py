@@ -16,7 +16,7 @@ from fastapi.responses import Response
 
 from clairai.errors import RequestError, VectorError, quote
 from clairai.fields.request_fields import MAX_STREAM
-from clairai.server.engine_rpc import HttpRefusal, read_body, require_engine
+from clairai.server.engine_rpc import RouteRefusal, read_body, require_engine
 from clairai.vector import files
 from clairai.vector.model import Vector
 from clairai.wire.steering_messages import (
@@ -72,10 +72,10 @@ async def list_vectors(request: Request) -> Response:
 
 async def get_vector(name: str, request: Request) -> Response:
     engine = require_engine(request.app)
-    held = _find(await engine.ask(ListVectors(), VectorState), name)
-    if held is None:
+    known = _find(await engine.ask(ListVectors(), VectorState), name)
+    if known is None:
         raise _no_vector(name)
-    tag = _tag(held.digest)
+    tag = _tag(known.digest)
     if _has_tag(request, "if-none-match", tag):
         return Response(status_code=HTTPStatus.NOT_MODIFIED, headers={"ETag": tag})
     found = await engine.ask(GetVector(name), VectorFile)
@@ -90,12 +90,12 @@ async def put_vector(name: str, request: Request) -> Response:
     vector, file = await asyncio.to_thread(_read_vector, data, name)
     async with engine.changing:
         state = await engine.ask(ListVectors(), VectorState)
-        held = _find(state, name)
-        _check_conditions(request, name, held)
-        mode: Any = "add" if held is None else "replace"
+        known = _find(state, name)
+        _check_conditions(request, name, known)
+        mode: Any = "add" if known is None else "replace"
         change = PutVectors((file,), mode)
         state = await engine.ask(change, VectorState)
-    status = HTTPStatus.CREATED if held is None else HTTPStatus.OK
+    status = HTTPStatus.CREATED if known is None else HTTPStatus.OK
     return _vectors_response(state, status, {"ETag": _tag(vector.digest)})
 
 
@@ -103,10 +103,10 @@ async def remove_vector(name: str, request: Request) -> Response:
     engine = require_engine(request.app)
     async with engine.changing:
         state = await engine.ask(ListVectors(), VectorState)
-        held = _find(state, name)
-        if held is None:
+        known = _find(state, name)
+        if known is None:
             raise _no_vector(name)
-        _check_conditions(request, name, held)
+        _check_conditions(request, name, known)
         change = RemoveVectors((name,))
         state = await engine.ask(change, VectorState)
     return _vectors_response(state, HTTPStatus.OK)
@@ -176,19 +176,19 @@ def _find(state: VectorState, name: str) -> ListedVector | None:
     return next((vector for vector in state.vectors if vector.name == name), None)
 
 
-def _no_vector(name: str) -> HttpRefusal:
+def _no_vector(name: str) -> RouteRefusal:
     reason = f"no vector is named {quote(name)}; GET /v1/steering/vectors lists them"
-    return HttpRefusal(HTTPStatus.NOT_FOUND, VectorError.code, reason)
+    return RouteRefusal(HTTPStatus.NOT_FOUND, VectorError.code, reason)
 
 
-def _check_conditions(request: Request, name: str, held: ListedVector | None) -> None:
-    tag = None if held is None else _tag(held.digest)
+def _check_conditions(request: Request, name: str, known: ListedVector | None) -> None:
+    tag = None if known is None else _tag(known.digest)
     if "if-match" in request.headers and not _has_tag(request, "if-match", tag):
         reason = f"no vector named {quote(name)} has this content now; read it again"
-        raise HttpRefusal(HTTPStatus.PRECONDITION_FAILED, VectorError.code, reason)
+        raise RouteRefusal(HTTPStatus.PRECONDITION_FAILED, VectorError.code, reason)
     if _has_tag(request, "if-none-match", tag):
         reason = f"a vector named {quote(name)} is there; replace it, or rename"
-        raise HttpRefusal(HTTPStatus.PRECONDITION_FAILED, VectorError.code, reason)
+        raise RouteRefusal(HTTPStatus.PRECONDITION_FAILED, VectorError.code, reason)
 
 
 def _has_tag(request: Request, header: str, tag: str | None) -> bool:

@@ -17,7 +17,7 @@ from fastapi.responses import Response
 
 from clairai.errors import WeightsBusyError, WeightsError, WeightsTornError, quote
 from clairai.server import weights_upload
-from clairai.server.engine_rpc import Drain, EngineRpc, HttpRefusal, read_body, require_engine
+from clairai.server.engine_rpc import Drain, EngineRpc, RouteRefusal, read_body, require_engine
 from clairai.server.weights_upload import uploads_of
 from clairai.weights.manifest import MAX_MANIFEST_BYTES, Manifest, changes_model, parse_manifest
 from clairai.wire.weights_messages import (
@@ -129,7 +129,7 @@ async def _pause(engine: EngineRpc, drain: Drain, timeout_s: float) -> None:
     except TimeoutError:
         await engine.resume()
         reason = f"requests still run after {DRAIN_S:.0f} s; send again, or with drain=abort"
-        raise HttpRefusal(HTTPStatus.CONFLICT, WeightsError.code, reason) from None
+        raise RouteRefusal(HTTPStatus.CONFLICT, WeightsError.code, reason) from None
 
 
 async def _read_manifest(request: Request) -> tuple[bytes, Manifest]:

@@ -18,7 +18,7 @@ from fastapi.responses import Response
 from starlette.requests import ClientDisconnect
 
 from clairai.errors import WeightsError, quote
-from clairai.server.engine_rpc import EngineRpc, HttpRefusal, require_engine
+from clairai.server.engine_rpc import EngineRpc, RouteRefusal, require_engine
 from clairai.weights.manifest import Manifest
 from clairai.weights.upload import SafetensorsUpload, UploadRelay
 from clairai.wire.weights_messages import DescribeWeights, WeightsState
@@ -111,7 +111,7 @@ async def _fill(upload: SafetensorsUpload, pieces: AsyncIterator[bytes]) -> None
                 upload.feed(piece)
     except TimeoutError:
         reason = f"{upload.nbytes} bytes did not come within {deadline_s:.0f} s; send it again"
-        raise HttpRefusal(HTTPStatus.REQUEST_TIMEOUT, WeightsError.code, reason) from None
+        raise RouteRefusal(HTTPStatus.REQUEST_TIMEOUT, WeightsError.code, reason) from None
     except ClientDisconnect:
         raise WeightsError("the sender hung up in the middle of a buffer") from None
 

@@ -12,7 +12,7 @@ import torch
 
 from clairai.errors import WeightsError
 from clairai.server import weights_upload
-from clairai.server.engine_rpc import HttpRefusal
+from clairai.server.engine_rpc import RouteRefusal
 from clairai.weights.manifest import Manifest, PlannedTensor, encode_manifest
 from clairai.weights.pack import PackedBuffer
 from clairai.weights.transport import _file_pieces
@@ -127,7 +127,7 @@ def test_a_slow_sender_is_refused(served: Target, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(weights_upload, "BEGIN_S", 0.01)
     monkeypatch.setattr(weights_upload, "MIN_BYTES_PER_S", 1 << 40)
     uploads = weights_upload.uploads_of(served.client.app)  # type: ignore[arg-type]
-    with pytest.raises(HttpRefusal, match="did not come within"):
+    with pytest.raises(RouteRefusal, match="did not come within"):
         asyncio.run(uploads.receive(manifest.transfer, 0, never()))
     assert "is not planned here" in put(served, manifest, 0, b"")
 

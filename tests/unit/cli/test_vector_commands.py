@@ -283,7 +283,7 @@ def test_list_asks_the_server_on_the_default_port(
         asked.append(url)
         raise typer.Exit(1)
 
-    monkeypatch.setattr("clairai.cli.vectors.open_client", refuse)
+    monkeypatch.setattr("clairai.cli.vector_commands.open_client", refuse)
     _run(command)
     assert asked == ["http://127.0.0.1:6969"]
 
