@@ -1,4 +1,4 @@
-// Takes the sources; gives complaints: types, hooks, accessibility.
+// ESLint: strict types, React hooks and accessibility.
 import js from "@eslint/js";
 import a11y from "eslint-plugin-jsx-a11y";
 import hooks from "eslint-plugin-react-hooks";

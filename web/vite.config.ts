@@ -1,4 +1,4 @@
-// Takes src; gives the page that the wheel carries: one script, one style sheet, fonts.
+// Builds the page that the Python package ships: one script, one style sheet and fonts.
 import { readFileSync } from "node:fs";
 import react from "@vitejs/plugin-react";
 import { defineConfig, type Plugin } from "vite";

@@ -1,4 +1,4 @@
-// Takes journeys; walks them in a real browser against the servers that the environment names.
+// Journeys run in a real browser against the servers that the environment variables name.
 import { defineConfig } from "vitest/config";
 
 export default defineConfig({

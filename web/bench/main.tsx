@@ -1,4 +1,4 @@
-// Takes nothing; gives the real page over one run of 10,000 tokens and 64 probes, and ways to change it.
+// Renders the real page over one run of 10,000 tokens and 64 probes, and exposes the changes to measure.
 import { createRoot } from "react-dom/client";
 import { adoptBuckets } from "../src/colour/sheet";
 import type { ProbeInfo } from "../src/api/types";
@@ -47,7 +47,7 @@ function scoreAt(token: number, probe: number): number {
 
 adoptBuckets(document);
 const page = createPage(noHistory(), document.baseURI);
-const tape = page.shelf.get("bench");
+const transcript = page.transcripts.get("bench");
 let numTokens = 0;
 
 function append(count: number): void {
@@ -55,9 +55,9 @@ function append(count: number): void {
   const token_ids = tokens.map((_, i) => numTokens + i);
   const scores = tokens.map((_, i) => names.map((__, probe) => scoreAt(numTokens + i, probe)));
   const where = { part: "answer", choice: 0, start: numTokens } as const;
-  tape.apply({ kind: "token", data: { ...where, token_ids, tokens, text: tokens.join("") } });
-  tape.apply({ kind: "probe_update", data: { ...where, names, scores, lost: null } });
-  page.shelf.touch("bench");
+  transcript.apply({ kind: "token", data: { ...where, token_ids, tokens, text: tokens.join("") } });
+  transcript.apply({ kind: "probe_update", data: { ...where, names, scores, lost: null } });
+  page.transcripts.notify("bench");
   numTokens += count;
 }
 
@@ -85,7 +85,7 @@ async function repeated(times: number, change: (i: number) => void, isInFrame: b
 
 append(NUM_TOKENS);
 page.store.setState({
-  link: { kind: "answered", health: { status: "ready", reason: null, model: "bench", version: "0" } },
+  connection: { kind: "answered", health: { status: "ready", reason: null, model: "bench", version: "0" } },
   model: "bench",
   probes,
   probe: "probe_0",
@@ -128,7 +128,7 @@ export const bench = {
       times,
       (i) =>
         page.focus.setState({
-          hover: { run: "bench", spot: { part: "answer", index: numTokens - 200 + (i % 190) } },
+          hover: { run: "bench", token: { part: "answer", index: numTokens - 200 + (i % 190) } },
         }),
       true,
     ),

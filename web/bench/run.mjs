@@ -1,5 +1,5 @@
-// Takes nothing; gives the page's cost per change, measured in headless Chromium, as one line of JSON.
-// node bench/run.mjs, in the folder web
+// Measures in headless Chromium what each change costs the page, and prints one line of JSON.
+// Run in web/: node bench/run.mjs
 import { createServer } from "node:http";
 import { mkdtempSync, rmSync } from "node:fs";
 import { readFile } from "node:fs/promises";

@@ -1,4 +1,4 @@
-// Takes the benchmark; gives it built like the page itself. It is not part of the wheel.
+// Builds the benchmark like the page itself; it is not part of the wheel.
 import react from "@vitejs/plugin-react";
 import { defineConfig } from "vite";
 

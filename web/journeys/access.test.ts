@@ -1,9 +1,9 @@
 import type { Page } from "playwright-core";
 import { describe, expect, it } from "vitest";
 import { faults } from "./axe";
-import { answered, ask, DEMO, PHONE, ready, settle, WAITING, world } from "./world";
+import { answered, ask, DEMO, PHONE, ready, settle, WAITING, setUpPages } from "./support";
 
-const visit = world();
+const visit = setUpPages();
 async function withAnswer(page: Page): Promise<void> {
   await ready(page);
   await settle(page, { "Max tokens": "16", Temperature: "0" });

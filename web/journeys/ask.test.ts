@@ -1,7 +1,7 @@
 import { describe, expect, it } from "vitest";
-import { answered, ask, DEMO, exportedJson, ready, settle, world } from "./world";
+import { answered, ask, DEMO, exportedJson, ready, settle, setUpPages } from "./support";
 
-const visit = world();
+const visit = setUpPages();
 
 describe("asking", () => {
   it("begins with one sentence and examples, and an example makes its probe light up", async () => {

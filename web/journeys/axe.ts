@@ -1,4 +1,4 @@
-// Takes a page; gives what axe finds wrong with what is on it now.
+// Runs axe on a page and lists the accessibility violations.
 import { readFileSync } from "node:fs";
 import { createRequire } from "node:module";
 import type { Page } from "playwright-core";

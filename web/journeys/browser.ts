@@ -1,4 +1,4 @@
-// Takes nothing; gives all journeys one browser, and closes it after the last.
+// Vitest's global setup: starts one browser for all journeys and closes it after the last.
 import { chromium } from "playwright-core";
 import type { TestProject } from "vitest/node";
 import { launchOptions } from "../scripts/browser.mjs";

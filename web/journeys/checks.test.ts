@@ -1,7 +1,7 @@
 import { chromium } from "playwright-core";
 import { expect, inject, it } from "vitest";
 import { faults } from "./axe";
-import { DEMO, noteProblems, ready } from "./world";
+import { DEMO, noteProblems, ready } from "./support";
 
 it("the journeys' own checks can fail: policy, errors and accessibility", async () => {
   const browser = await chromium.connect(inject("browser"));

@@ -1,8 +1,8 @@
 import type { Page } from "playwright-core";
 import { describe, expect, it } from "vitest";
-import { answered, ask, DEMO, ready, settle, world } from "./world";
+import { answered, ask, DEMO, ready, settle, setUpPages } from "./support";
 
-const visit = world();
+const visit = setUpPages();
 
 async function withAnswer(): Promise<Page> {
   const page = await visit(DEMO);

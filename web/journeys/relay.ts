@@ -1,4 +1,4 @@
-// Takes the address of a server; gives another address for it whose connections can be cut like a cable.
+// A TCP relay to a server, whose connections a journey can cut.
 import { connect, createServer, type AddressInfo, type Socket } from "node:net";
 
 export interface Relay extends AsyncDisposable {

@@ -3,9 +3,9 @@ import { readFileSync } from "node:fs";
 import { pathToFileURL } from "node:url";
 import type { Page } from "playwright-core";
 import { describe, expect, it } from "vitest";
-import { answered, ask, copied, DEMO, exported, exportedJson, ready, settle, world } from "./world";
+import { answered, ask, copied, DEMO, exported, exportedJson, ready, settle, setUpPages } from "./support";
 
-const visit = world();
+const visit = setUpPages();
 const PYTHON = process.env.CLAIRAI_PYTHON ?? "python3";
 
 async function withAnswer(): Promise<Page> {

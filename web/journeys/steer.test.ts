@@ -3,10 +3,10 @@ import { describe, expect, it } from "vitest";
 import type { Tiers, VectorInfo, VectorList } from "../src/api/steering";
 import type { CompletionBody } from "../src/state/request";
 import { faults } from "./axe";
-import { answered, ask, DEMO, exported, exportedJson, PHONE, ready, settle, world } from "./world";
+import { answered, ask, DEMO, exported, exportedJson, PHONE, ready, settle, setUpPages } from "./support";
 import { pathToFileURL } from "node:url";
 
-const visit = world();
+const visit = setUpPages();
 const SHORT = { "Max tokens": "16", Temperature: "0" };
 /** How many times the suggested scale: enough that a short answer comes out another. */
 const STRONG = 3;

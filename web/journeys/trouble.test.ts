@@ -3,9 +3,19 @@ import { describe, expect, it } from "vitest";
 import { frame, prompt, token, update, DONE } from "../tests/wire";
 import type { RunEvent } from "../src/api/events";
 import { relayTo } from "./relay";
-import { answered, ask, DEMO, exportedJson, ready, settle, WAITING, WAITING_KEY, world } from "./world";
+import {
+  answered,
+  ask,
+  DEMO,
+  exportedJson,
+  ready,
+  settle,
+  WAITING,
+  WAITING_KEY,
+  setUpPages,
+} from "./support";
 
-const visit = world();
+const visit = setUpPages();
 
 describe("when something is wrong, the page", () => {
   it("says that the engine is starting, and asks for the key", async () => {

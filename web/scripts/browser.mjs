@@ -1,4 +1,4 @@
-// Takes nothing; gives a headless Chromium: the one CHROMIUM names, else the one among the packages.
+// Finds a headless Chromium that starts here: the one named by CHROMIUM, else the packaged one.
 import { mkdirSync } from "node:fs";
 import { fileURLToPath } from "node:url";
 import { chromium } from "playwright-core";

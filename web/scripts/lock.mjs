@@ -1,6 +1,6 @@
-// Takes package-lock.json as npm wrote it; takes the addresses of this machine's registry out of it.
-// Packages are found by name and version, and known by their integrity, whatever registry serves them.
-// npm's own omit-lockfile-registry-resolved also loses other platforms' packages, and npm ci then refuses.
+// Removes the registry's addresses from package-lock.json after npm has written it.
+// Packages are found by name and version and verified by their integrity, whichever registry serves them.
+// npm's own omit-lockfile-registry-resolved also drops the packages of other platforms, so `npm ci` fails.
 import { readFileSync, writeFileSync } from "node:fs";
 
 const FILE = new URL("../package-lock.json", import.meta.url);

@@ -1,4 +1,4 @@
-// Takes the document; puts the page into it: live, or from the runs that an exported file carries.
+// Starts the page: live against its server, or from the runs inside an exported file.
 import { StrictMode } from "react";
 import { createRoot } from "react-dom/client";
 import { adoptBuckets } from "./colour/sheet";

@@ -1,7 +1,7 @@
 import { describe, expect, it } from "vitest";
 import type { SteerEntry, StopRule } from "../src/api/steering";
 import { rulesOf } from "../src/data/rules";
-import { entriesOf } from "../src/data/steer";
+import { entriesOf } from "../src/data/entryDraft";
 import { addressOf, parseAddress } from "../src/state/address";
 import { EMPTY } from "../src/state/store";
 import { NO_SAMPLING, type State } from "../src/state/types";

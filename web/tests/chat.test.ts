@@ -1,12 +1,12 @@
 import { describe, expect, it } from "vitest";
 import type { RunEvent } from "../src/api/events";
 import { createServer } from "../src/api/http";
-import type { RunFile } from "../src/data/runfile";
-import { freshEntry } from "../src/data/steer";
-import { Beat } from "../src/state/beat";
+import type { RunFile } from "../src/data/runFile";
+import { freshEntry } from "../src/data/entryDraft";
+import { FrameQueue } from "../src/state/frameQueue";
 import { Chat } from "../src/state/chat";
 import { noHistory, type History } from "../src/state/history";
-import { Shelf } from "../src/state/shelf";
+import { TranscriptStore } from "../src/state/transcriptStore";
 import { createPageStore, pathTo } from "../src/state/store";
 import { body, DONE, frame, opened, probe, run, scripted, token } from "./wire";
 
@@ -22,17 +22,17 @@ function memory(): History & { files: Map<string, RunFile> } {
 
 function pageWith(server: ReturnType<typeof scripted>) {
   const store = createPageStore({ model: "m", probes: [probe("x")] });
-  const shelf = new Shelf(new Beat(() => undefined));
+  const transcripts = new TranscriptStore(new FrameQueue(() => undefined));
   const history = memory();
   let id = 0;
   const newId = () => `run${++id}`;
-  const chat = new Chat(server, store, shelf, history, newId, () => id);
+  const chat = new Chat(server, store, transcripts, history, newId, () => id);
   const ask = async (user: string) => {
     store.setState((state) => ({ draft: { ...state.draft, user } }));
     await chat.send();
   };
   const head = () => store.getState().runs[store.getState().head ?? ""];
-  return { store, shelf, history, chat, ask, head };
+  return { store, transcripts, history, chat, ask, head };
 }
 
 const answer = (...words: string[]) =>
@@ -43,7 +43,7 @@ describe("a question", () => {
     const page = pageWith(scripted(answer("Be", "cause")));
     await page.ask("  Why?  ");
     expect(page.head()).toMatchObject({ user: "Why?", status: "done", serverRun: "r1", error: null });
-    expect(page.shelf.get("run1").text).toBe("Because");
+    expect(page.transcripts.get("run1").text).toBe("Because");
     expect(page.history.files.get("run1")?.text).toBe("Because");
     expect(page.store.getState().draft.user).toBe("");
   });
@@ -98,7 +98,7 @@ describe("a question", () => {
     const page = pageWith(scripted(opened(stream)));
     await page.ask("Why?");
     expect(page.head()).toMatchObject({ status: "failed", error: "the engine died" });
-    expect(page.shelf.get("run1").tokens).toEqual(["a"]);
+    expect(page.transcripts.get("run1").tokens).toEqual(["a"]);
   });
 
   it("whose events break their rules is interrupted, its tokens kept", async () => {
@@ -150,7 +150,7 @@ describe("a question asked both ways", () => {
       status: "done",
       sampling: { seed: 1 },
     });
-    expect([page.shelf.get("run1").text, page.shelf.get("run2").text]).toEqual(["a", "b"]);
+    expect([page.transcripts.get("run1").text, page.transcripts.get("run2").text]).toEqual(["a", "b"]);
   });
 
   it("is asked again in the same place, with the same words where none are written", async () => {
@@ -168,8 +168,8 @@ describe("a question asked both ways", () => {
     const stream = opened(body(frame(1, told), frame(2, token(0, "b")), frame(3, DONE)));
     const page = steeredPage(scripted(answer("a"), stream));
     await page.ask("Why?");
-    expect(page.shelf.get("run1").echo).toBeNull();
-    expect(page.shelf.get("run2").echo?.steering).toEqual(applied);
+    expect(page.transcripts.get("run1").echo).toBeNull();
+    expect(page.transcripts.get("run2").echo?.steering).toEqual(applied);
     expect(page.history.files.get("run2")?.echo?.steering).toEqual(applied);
   });
 
@@ -217,7 +217,7 @@ describe("stopping", () => {
     write(frame(2, token(1, "b")) + frame(3, DONE));
     await asking;
     expect(server.asked.at(-1)).toEqual({ path: "v1/runs/r1", method: "DELETE" });
-    expect(page.shelf.get("run1").tokens).toEqual(["a", "b"]);
+    expect(page.transcripts.get("run1").tokens).toEqual(["a", "b"]);
     expect(page.head()?.status).toBe("stopped");
   });
 
@@ -236,16 +236,16 @@ describe("a run from before", () => {
     const page = pageWith(scripted(answer("a", "b")));
     const old = run("old", { serverRun: "r7", status: "streaming" });
     page.store.setState({ runs: { old }, head: "old" });
-    await page.chat.takeUp(old);
+    await page.chat.resume(old);
     expect(page.head()?.status).toBe("done");
-    expect(page.shelf.get("old").text).toBe("ab");
+    expect(page.transcripts.get("old").text).toBe("ab");
   });
 
   it("that the server no longer holds is called interrupted", async () => {
     const page = pageWith(scripted(() => new Response("{}", { status: 404 })));
     const old = run("old", { serverRun: "r7", status: "streaming" });
     page.store.setState({ runs: { old }, head: "old" });
-    await page.chat.takeUp(old);
+    await page.chat.resume(old);
     expect(page.head()?.error).toBe("The server no longer holds this run.");
     expect(page.head()?.status).not.toBe("streaming");
   });
@@ -253,10 +253,10 @@ describe("a run from before", () => {
   it("is loaded when its conversation is shown", async () => {
     const page = pageWith(scripted(answer("a")));
     await page.ask("Why?");
-    page.shelf.drop("run1");
-    expect(page.shelf.get("run1").text).toBe(""); // looked at before it is loaded
+    page.transcripts.drop("run1");
+    expect(page.transcripts.get("run1").text).toBe(""); // looked at before it is loaded
     await page.chat.open("run1");
-    expect(page.shelf.get("run1").text).toBe("a");
+    expect(page.transcripts.get("run1").text).toBe("a");
   });
 });
 

@@ -1,35 +1,35 @@
 import { describe, expect, it } from "vitest";
 import type { SteerEntry, StopRule } from "../src/api/steering";
-import { fromFile, RunFileError, toFile, type RunFile } from "../src/data/runfile";
-import { Tape } from "../src/data/tape";
+import { fromFile, RunFileError, toFile, type RunFile } from "../src/data/runFile";
+import { Transcript } from "../src/data/transcript";
 import { csv } from "../src/export/csv";
 import { closable, embedded, html } from "../src/export/html";
 import { fileName } from "../src/export/save";
 import { curl, literal, python } from "../src/export/snippets";
-import { bodyOf, messagesOf, sent } from "../src/state/request";
+import { bodyOf, messagesOf, samplingFields } from "../src/state/request";
 import { NO_SAMPLING } from "../src/state/types";
 import { probe, prompt, run, token, update } from "./wire";
 
 const HOSTILE = '</script><script>alert(1)</script><!-- "=1+1,\n';
 
-function sample(): { file: RunFile; tape: Tape } {
-  const tape = new Tape();
-  tape.apply(prompt(0, "<|im_start|>", HOSTILE));
-  tape.apply(update("prompt", 0, ["x", "y"], [0.1, -2.5]));
-  tape.apply(token(0, "a", "=2"));
-  tape.apply(update("answer", 0, ["x", "y"], [0.25, null]));
-  return { tape, file: toFile(run("r", { probes: [probe("x")], user: HOSTILE }), tape) };
+function sample(): { file: RunFile; transcript: Transcript } {
+  const transcript = new Transcript();
+  transcript.apply(prompt(0, "<|im_start|>", HOSTILE));
+  transcript.apply(update("prompt", 0, ["x", "y"], [0.1, -2.5]));
+  transcript.apply(token(0, "a", "=2"));
+  transcript.apply(update("answer", 0, ["x", "y"], [0.25, null]));
+  return { transcript, file: toFile(run("r", { probes: [probe("x")], user: HOSTILE }), transcript) };
 }
 
 describe("a run as a file", () => {
   it("is read back as it was", () => {
-    const { file, tape } = sample();
+    const { file, transcript } = sample();
     const back = fromFile(JSON.parse(JSON.stringify(file)) as RunFile);
-    expect(toFile(back.run, back.tape)).toEqual(file);
-    expect(back.tape.tokens).toEqual(tape.tokens);
-    expect(back.tape.scores.hasArrived(1)).toBe(false);
-    expect(back.tape.scores.hasArrived(2)).toBe(true);
-    expect(back.tape.scores.value("y", 2)).toBeNaN();
+    expect(toFile(back.run, back.transcript)).toEqual(file);
+    expect(back.transcript.tokens).toEqual(transcript.tokens);
+    expect(back.transcript.scores.hasArrived(1)).toBe(false);
+    expect(back.transcript.scores.hasArrived(2)).toBe(true);
+    expect(back.transcript.scores.value("y", 2)).toBeNaN();
   });
 
   it("that was kept before there was steering is read as one without", () => {
@@ -37,8 +37,8 @@ describe("a run as a file", () => {
     delete old.echo;
     delete old.run?.steer;
     delete old.run?.stop;
-    const { run: back, tape } = fromFile(old as unknown as RunFile);
-    expect([back.steer, back.stop, tape.echo]).toEqual([[], [], null]);
+    const { run: back, transcript } = fromFile(old as unknown as RunFile);
+    expect([back.steer, back.stop, transcript.echo]).toEqual([[], [], null]);
   });
 
   it("of another format is refused", () => {
@@ -115,7 +115,7 @@ describe("a request", () => {
   });
 
   it("leaves out what was not set", () => {
-    expect(sent(NO_SAMPLING)).toEqual({ max_tokens: 256 });
+    expect(samplingFields(NO_SAMPLING)).toEqual({ max_tokens: 256 });
     expect(body).toMatchObject({ temperature: 0, top_k: 5, stop: ["\n"] });
     expect("seed" in body).toBe(false);
     expect(messagesOf([first], [])).toHaveLength(2);

@@ -1,7 +1,14 @@
 import { afterEach, beforeEach, describe, expect, it, vi } from "vitest";
 import type { RunEvent } from "../src/api/events";
 import { ProtocolError } from "../src/api/events";
-import { LostError, resumeRun, RETRY_MS, RunGoneError, startRun, type Follower } from "../src/api/follow";
+import {
+  ConnectionLostError,
+  resumeRun,
+  RETRY_MS,
+  RunGoneError,
+  startRun,
+  type Follower,
+} from "../src/api/follow";
 import { ApiError } from "../src/api/http";
 import { body, DONE, frame, opened, scripted, token } from "./wire";
 
@@ -81,7 +88,7 @@ describe("a run that is followed", () => {
 
   it("gives up after its last attempt, never asking for a second generation", async () => {
     const server = scripted(opened(body(frame(1, A), "break")));
-    await expect(follow(server, new Listener())).rejects.toBeInstanceOf(LostError);
+    await expect(follow(server, new Listener())).rejects.toBeInstanceOf(ConnectionLostError);
     expect(server.asked.filter(({ method }) => method === "POST")).toHaveLength(1);
     expect(server.asked.filter(({ method }) => method === "GET")).toHaveLength(RETRY_MS.length);
   });

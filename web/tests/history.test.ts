@@ -1,15 +1,15 @@
 import { IDBFactory } from "fake-indexeddb";
 import { describe, expect, it } from "vitest";
-import { toFile } from "../src/data/runfile";
-import { Tape } from "../src/data/tape";
+import { toFile } from "../src/data/runFile";
+import { Transcript } from "../src/data/transcript";
 import { openHistory } from "../src/state/history";
-import { remembering } from "../src/state/memory";
+import { safeStorage } from "../src/state/safeStorage";
 import { probe, run, token } from "./wire";
 
 function fileOf(id: string, createdAt: number) {
-  const tape = new Tape();
-  tape.apply(token(0, id));
-  return toFile(run(id, { createdAt, probes: [probe("x")] }), tape);
+  const transcript = new Transcript();
+  transcript.apply(token(0, id));
+  return toFile(run(id, { createdAt, probes: [probe("x")] }), transcript);
 }
 
 describe("the history", () => {
@@ -35,7 +35,7 @@ describe("the history", () => {
 });
 
 it("storage that is forbidden is done without", () => {
-  const forbidden = remembering(() => {
+  const forbidden = safeStorage(() => {
     throw new DOMException("denied", "SecurityError");
   });
   forbidden.write("a", "b");

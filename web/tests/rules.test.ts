@@ -1,22 +1,23 @@
 import { describe, expect, it } from "vitest";
 import type { StopRule } from "../src/api/steering";
 import { firings, ruleDraftOf, ruleFault, rulesOf, stopWords, type RuleDraft } from "../src/data/rules";
-import { Tape } from "../src/data/tape";
+import { Transcript } from "../src/data/transcript";
 import { probe, prompt, token, update } from "./wire";
 
 const RULE: StopRule = { probe: "x", tokens: 2, action: "stop" };
 
 /** An answer with these scores behind a prompt that is over the threshold throughout. */
-function scored(...values: (number | null)[]): Tape {
-  const tape = new Tape();
-  tape.apply(prompt(0, "p", "q", "r"));
-  tape.apply(update("prompt", 0, ["x"], [0.9], [0.9], [0.9]));
-  tape.apply(token(0, ...values.map(String), "last"));
-  tape.apply(update("answer", 0, ["x"], ...values.map((value) => [value])));
-  return tape;
+function scored(...values: (number | null)[]): Transcript {
+  const transcript = new Transcript();
+  transcript.apply(prompt(0, "p", "q", "r"));
+  transcript.apply(update("prompt", 0, ["x"], [0.9], [0.9], [0.9]));
+  transcript.apply(token(0, ...values.map(String), "last"));
+  transcript.apply(update("answer", 0, ["x"], ...values.map((value) => [value])));
+  return transcript;
 }
 
-const at = (tape: Tape, rule: StopRule = RULE) => firings(tape, [rule], [probe("x")])[0]?.indices[0] ?? null;
+const at = (transcript: Transcript, rule: StopRule = RULE) =>
+  firings(transcript, [rule], [probe("x")])[0]?.indices[0] ?? null;
 
 describe("a stop rule", () => {
   it("fires at the token that completes it, at the threshold and over", () => {
@@ -41,24 +42,24 @@ describe("a stop rule", () => {
 
   it("that only alerts fires each time its probe has stayed high, and goes on", () => {
     const alert: StopRule = { ...RULE, action: "alert" };
-    const tape = scored(0.9, 0.9, 0.9, 0.1, 0.9, 0.9);
-    expect(firings(tape, [alert], [probe("x")])[0]?.indices).toEqual([1, 5]);
-    expect(firings(tape, [RULE], [probe("x")])[0]?.indices).toEqual([1]);
+    const transcript = scored(0.9, 0.9, 0.9, 0.1, 0.9, 0.9);
+    expect(firings(transcript, [alert], [probe("x")])[0]?.indices).toEqual([1, 5]);
+    expect(firings(transcript, [RULE], [probe("x")])[0]?.indices).toEqual([1]);
   });
 
   it("is judged by the threshold that the engine says it took", () => {
-    const tape = scored(0.9, 0.9);
-    tape.apply({
+    const transcript = scored(0.9, 0.9);
+    transcript.apply({
       kind: "steering",
       data: { clairai: { steering: [], stop: [{ ...RULE, threshold: 0.95 }] } },
     });
-    expect(at(tape)).toBeNull();
+    expect(at(transcript)).toBeNull();
   });
 
   it("waits for scores that have not come", () => {
-    const tape = scored(0.9);
-    tape.apply(token(2, "a", "b"));
-    expect(at(tape)).toBeNull();
+    const transcript = scored(0.9);
+    transcript.apply(token(2, "a", "b"));
+    expect(at(transcript)).toBeNull();
   });
 
   it("says nothing where no threshold is known", () => {

@@ -15,9 +15,9 @@ import {
   withOp,
   type EntryDraft,
   type GateDraft,
-  type Stock,
-} from "../src/data/steer";
-import { asksOf, bodyOf, draftFaults, PAIR_SEED } from "../src/state/request";
+  type Catalog,
+} from "../src/data/entryDraft";
+import { requestsOf, bodyOf, draftFaults, PAIR_SEED } from "../src/state/request";
 import { EMPTY } from "../src/state/store";
 import type { Draft } from "../src/state/types";
 import { probe } from "./wire";
@@ -32,7 +32,7 @@ const JOY: VectorInfo = {
   method: null,
   scale: 4,
 };
-const STOCK: Stock = {
+const CATALOG: Catalog = {
   vectors: [JOY],
   points: ["post_block.10", "post_block.15", "pre_attn.11"],
   probes: [
@@ -51,7 +51,7 @@ const GATE: GateDraft = {
 
 const entry = (change: Partial<EntryDraft> = {}): EntryDraft => ({ ...freshEntry(1, JOY), ...change });
 const sentOf = (change: Partial<EntryDraft>) => entriesOf([entry(change)])[0];
-const faults = (change: Partial<EntryDraft>) => faultsOf(entry(change), STOCK).join(" ");
+const faults = (change: Partial<EntryDraft>) => faultsOf(entry(change), CATALOG).join(" ");
 
 describe("an entry of the panel", () => {
   it("begins as its vector's maker suggests", () => {
@@ -198,11 +198,11 @@ it("what is sent is what the server's schema knows", () => {
 });
 
 describe("a gate is offered", () => {
-  const [early, late] = STOCK.probes;
+  const [early, late] = CATALOG.probes;
 
   it("the probe that is looked at, where its score is known in time", () => {
-    expect(gateProbe(STOCK.probes, "late", ["post_block.10", "post_block.15"])).toBe("late");
-    expect(gateProbe(STOCK.probes, "late", ["post_block.10"])).toBe("bare");
+    expect(gateProbe(CATALOG.probes, "late", ["post_block.10", "post_block.15"])).toBe("late");
+    expect(gateProbe(CATALOG.probes, "late", ["post_block.10"])).toBe("bare");
     expect(gateProbe([], "late", ["post_block.10"])).toBe("");
   });
 
@@ -244,7 +244,7 @@ describe("a question", () => {
   const draft: Draft = { ...EMPTY.draft, entries: [entry()], rules: [] };
 
   it("asked both ways is two requests that differ in nothing but steering", () => {
-    const [plain, steered] = asksOf(draft, true).map((asked) => bodyOf({ model: "m", ...asked }, []));
+    const [plain, steered] = requestsOf(draft, true).map((asked) => bodyOf({ model: "m", ...asked }, []));
     expect(steered?.clairai.steer).toEqual([{ vector: "joy", scale: 4, op: "add" }]);
     const { steer, ...rest } = steered?.clairai ?? {};
     expect(steer).toHaveLength(1);
@@ -254,23 +254,23 @@ describe("a question", () => {
 
   it("keeps a seed that was set, and its stop rules in both", () => {
     const rules = [{ id: 1, probe: "early", threshold: null, tokens: 2, action: "stop" as const }];
-    const asks = asksOf({ ...draft, rules, sampling: { ...draft.sampling, seed: 7 } }, true);
+    const asks = requestsOf({ ...draft, rules, sampling: { ...draft.sampling, seed: 7 } }, true);
     expect(asks.map(({ sampling }) => sampling.seed)).toEqual([7, 7]);
     expect(asks.map(({ stop }) => stop.length)).toEqual([1, 1]);
   });
 
   it("is one request where nothing steers, or no other was wanted", () => {
-    expect(asksOf(draft, false)).toHaveLength(1);
-    expect(asksOf({ ...draft, entries: [entry({ scale: 0 })] }, true)).toHaveLength(1);
-    expect(asksOf(draft, false)[0]?.sampling.seed).toBeNull();
+    expect(requestsOf(draft, false)).toHaveLength(1);
+    expect(requestsOf({ ...draft, entries: [entry({ scale: 0 })] }, true)).toHaveLength(1);
+    expect(requestsOf(draft, false)[0]?.sampling.seed).toBeNull();
   });
 
   it("is held back where an engine without steering would be asked to steer", () => {
-    const probes = [...STOCK.probes];
+    const probes = [...CATALOG.probes];
     const on = {
       kind: "on" as const,
       vectors: [JOY],
-      points: [...STOCK.points],
+      points: [...CATALOG.points],
       tiers: { base: [], prefill: [], decode: [] },
     };
     expect(draftFaults({ draft, probes, steering: on })).toEqual([]);

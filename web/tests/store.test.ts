@@ -1,32 +1,32 @@
 import { describe, expect, it, vi } from "vitest";
-import { Tape } from "../src/data/tape";
-import { Beat } from "../src/state/beat";
+import { Transcript } from "../src/data/transcript";
+import { FrameQueue } from "../src/state/frameQueue";
 import { createFocus, hover, isSame, move, pin, shownFocus } from "../src/state/focus";
-import { Shelf } from "../src/state/shelf";
+import { TranscriptStore } from "../src/state/transcriptStore";
 import { leafOf, pathTo, siblings, toggledLine } from "../src/state/store";
-import { chosen } from "../src/state/watch";
+import { keepChoices } from "../src/state/serverMonitor";
 import { probe, run, token } from "./wire";
 
-function frames() {
+function fakeFrames() {
   const asked: (() => void)[] = [];
-  const beat = new Beat((callback) => asked.push(callback));
-  return { beat, asked, turn: () => asked.splice(0).forEach((callback) => callback()) };
+  const frames = new FrameQueue((callback) => asked.push(callback));
+  return { frames, asked, turn: () => asked.splice(0).forEach((callback) => callback()) };
 }
 
 describe("work asked for in a frame", () => {
   it("is done once, however often it was asked for", () => {
-    const { beat, asked, turn } = frames();
+    const { frames, asked, turn } = fakeFrames();
     const work = vi.fn();
-    for (let i = 0; i < 1000; i += 1) beat.ask(work);
+    for (let i = 0; i < 1000; i += 1) frames.schedule(work);
     expect(asked).toHaveLength(1);
     turn();
     expect(work).toHaveBeenCalledTimes(1);
   });
 
   it("that asks again gets its turn in the next frame", () => {
-    const { beat, turn } = frames();
-    const work = vi.fn(() => beat.ask(work));
-    beat.ask(work);
+    const { frames, turn } = fakeFrames();
+    const work = vi.fn(() => frames.schedule(work));
+    frames.schedule(work);
     turn();
     turn();
     expect(work).toHaveBeenCalledTimes(2);
@@ -34,20 +34,20 @@ describe("work asked for in a frame", () => {
 });
 
 it("a tape's watchers are told at most once a frame, and only of their own run", () => {
-  const { beat, turn } = frames();
-  const shelf = new Shelf(beat);
+  const { frames, turn } = fakeFrames();
+  const transcripts = new TranscriptStore(frames);
   const [ours, other] = [vi.fn(), vi.fn()];
-  const stop = shelf.watch("a", ours);
-  shelf.watch("b", other);
+  const stop = transcripts.subscribe("a", ours);
+  transcripts.subscribe("b", other);
   for (let i = 0; i < 50; i += 1) {
-    shelf.get("a").apply(token(i, "t"));
-    shelf.touch("a");
+    transcripts.get("a").apply(token(i, "t"));
+    transcripts.notify("a");
   }
   turn();
   expect(ours).toHaveBeenCalledTimes(1);
   expect(other).not.toHaveBeenCalled();
   stop();
-  shelf.touch("a");
+  transcripts.notify("a");
   turn();
   expect(ours).toHaveBeenCalledTimes(1);
 });
@@ -82,9 +82,9 @@ describe("a conversation", () => {
 });
 
 describe("the marked token", () => {
-  const at = (index: number) => ({ run: "r", spot: { part: "answer" as const, index } });
-  const tape = new Tape();
-  tape.apply(token(0, "a", "b", "c"));
+  const at = (index: number) => ({ run: "r", token: { part: "answer" as const, index } });
+  const transcript = new Transcript();
+  transcript.apply(token(0, "a", "b", "c"));
 
   it("is the hovered one, then the pinned one", () => {
     const focus = createFocus();
@@ -104,26 +104,26 @@ describe("the marked token", () => {
 
   it("moves by keys and stops at either end", () => {
     const focus = createFocus();
-    move(focus, "r", tape, 1);
+    move(focus, "r", transcript, 1);
     expect(focus.getState().pin).toEqual(at(0));
-    move(focus, "r", tape, 10);
+    move(focus, "r", transcript, 10);
     expect(focus.getState().pin).toEqual(at(2));
-    move(focus, "r", tape, -1);
+    move(focus, "r", transcript, -1);
     expect(focus.getState().pin).toEqual(at(1));
-    move(focus, "r", tape, -9);
+    move(focus, "r", transcript, -9);
     expect(focus.getState().pin).toEqual(at(0));
   });
 
   it("does not move where there are no tokens", () => {
     const focus = createFocus();
-    move(focus, "r", new Tape(), 1);
+    move(focus, "r", new Transcript(), 1);
     expect(focus.getState().pin).toBeNull();
   });
 
   it("is the same only in run, part and index", () => {
     expect(isSame(at(1), at(1))).toBe(true);
-    expect(isSame(at(1), { run: "s", spot: at(1).spot })).toBe(false);
-    expect(isSame(at(1), { run: "r", spot: { part: "prompt", index: 1 } })).toBe(false);
+    expect(isSame(at(1), { run: "s", token: at(1).token })).toBe(false);
+    expect(isSame(at(1), { run: "r", token: { part: "prompt", index: 1 } })).toBe(false);
     expect(isSame(null, null)).toBe(true);
   });
 });
@@ -138,8 +138,8 @@ describe("the probes of the chart", () => {
 
   it("stay chosen while they exist", () => {
     const bank = [probe("a"), probe("b")];
-    expect(chosen(bank, "b", ["b"])).toMatchObject({ probe: "b", lines: ["b"] });
-    expect(chosen(bank, "gone", ["gone"])).toMatchObject({ probe: "a", lines: ["a", "b"] });
-    expect(chosen([], null, [])).toMatchObject({ probe: null, lines: [] });
+    expect(keepChoices(bank, "b", ["b"])).toMatchObject({ probe: "b", lines: ["b"] });
+    expect(keepChoices(bank, "gone", ["gone"])).toMatchObject({ probe: "a", lines: ["a", "b"] });
+    expect(keepChoices([], null, [])).toMatchObject({ probe: null, lines: [] });
   });
 });

@@ -2,7 +2,7 @@ import { describe, expect, it } from "vitest";
 import { locate } from "../src/text/locate";
 import { brief, count, counted, inWords, score, signed } from "../src/text/number";
 import { isBehind, placeOf } from "../src/text/point";
-import { entryWords, tierWords } from "../src/text/steering";
+import { entryWords, tierWords } from "../src/text/steeringWords";
 import { kindOf, leadOf, shown, spoken, visible } from "../src/text/token";
 
 describe("a token", () => {

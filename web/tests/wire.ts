@@ -1,4 +1,4 @@
-// Takes events; gives them as the server writes them, and a server that hands out given answers.
+// Builds events and streams as the server sends them, and a fake server with scripted responses.
 import type { Server } from "../src/api/http";
 import type { RunEvent } from "../src/api/events";
 import type { ProbeInfo } from "../src/api/types";

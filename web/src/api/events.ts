@@ -1,4 +1,4 @@
-// Takes the name and data of one server-sent event; gives a checked event of a run.
+// Parses and checks one server-sent event of a run.
 import type { Echo } from "./steering";
 import type { DoneEvent, ErrorDetail, ProbeFinalEvent, ProbeUpdateEvent, TokenEvent } from "./types";
 

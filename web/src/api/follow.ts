@@ -1,4 +1,4 @@
-// Takes a request; gives every event of its run exactly once, in order, across lost connections.
+// Delivers every event of a run exactly once and in order, reconnecting where needed.
 import type { EventSourceMessage } from "eventsource-parser";
 import { decode, isLast, ProtocolError, type RunEvent } from "./events";
 import { ApiError, refusal, type Server } from "./http";
@@ -12,7 +12,7 @@ export class RunGoneError extends Error {
 }
 
 /** The connection was lost and could not be had again. */
-export class LostError extends Error {
+export class ConnectionLostError extends Error {
   override name = "LostError";
 }
 
@@ -23,7 +23,7 @@ export interface Follower {
   retrying(attempt: number): void;
 }
 
-interface Place {
+interface Progress {
   run: string;
   after: number;
 }
@@ -56,7 +56,7 @@ export async function resumeRun(
 
 async function followFrom(
   server: Server,
-  place: Place,
+  progress: Progress,
   first: Response | null,
   follower: Follower,
   signal: AbortSignal,
@@ -65,18 +65,18 @@ async function followFrom(
   let failures = 0;
   for (;;) {
     if (answer) {
-      const before = place.after;
-      if (await drain(answer, place, follower, signal)) return;
-      if (place.after > before) failures = 0;
+      const before = progress.after;
+      if (await drain(answer, progress, follower, signal)) return;
+      if (progress.after > before) failures = 0;
     }
     if (failures === RETRY_MS.length) {
-      throw new LostError("The connection was lost and did not come back.");
+      throw new ConnectionLostError("The connection was lost and did not come back.");
     }
     const waitMs = RETRY_MS[failures] ?? 0;
     failures += 1;
     follower.retrying(failures);
     await pause(waitMs, signal);
-    answer = await reopen(server, place, signal);
+    answer = await reopen(server, progress, signal);
     if (answer) follower.retrying(0);
   }
 }
@@ -84,7 +84,7 @@ async function followFrom(
 /** True at the run's last event; false where the connection broke before it. */
 async function drain(
   answer: Response,
-  place: Place,
+  progress: Progress,
   follower: Follower,
   signal: AbortSignal,
 ): Promise<boolean> {
@@ -94,7 +94,7 @@ async function drain(
     for (;;) {
       const frame = await next(stream, signal);
       if (!frame) return false;
-      const event = accepted(frame.id, frame.event, frame.data, place);
+      const event = accepted(frame.id, frame.event, frame.data, progress);
       if (event) follower.event(event);
       if (event && isLast(event)) return true;
     }
@@ -122,25 +122,25 @@ function accepted(
   id: string | undefined,
   kind: string | undefined,
   data: string,
-  place: Place,
+  progress: Progress,
 ): RunEvent | null {
   const number = Number(id);
   if (!Number.isSafeInteger(number) || number < 1) {
     throw new ProtocolError(`An event came without a number: ${id ?? "none"}`);
   }
-  if (number <= place.after) return null;
-  if (number !== place.after + 1) {
-    throw new ProtocolError(`Event ${number} came after ${place.after}: some are missing.`);
+  if (number <= progress.after) return null;
+  if (number !== progress.after + 1) {
+    throw new ProtocolError(`Event ${number} came after ${progress.after}: some are missing.`);
   }
   const event = decode(kind ?? "message", data);
-  place.after = number;
+  progress.after = number;
   return event;
 }
 
-async function reopen(server: Server, place: Place, signal: AbortSignal): Promise<Response | null> {
+async function reopen(server: Server, progress: Progress, signal: AbortSignal): Promise<Response | null> {
   let answer: Response;
   try {
-    answer = await server.ask(`v1/runs/${place.run}?after=${place.after}`, { signal });
+    answer = await server.ask(`v1/runs/${progress.run}?after=${progress.after}`, { signal });
   } catch (error) {
     if (signal.aborted) throw error;
     return null;

@@ -1,4 +1,4 @@
-// Takes a path of the server; gives its JSON, or an error with the server's own words.
+// Calls the server; a failed call becomes an error with the server's own message.
 import type { ErrorDetail } from "./types";
 
 export class ApiError extends Error {

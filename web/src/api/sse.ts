@@ -1,4 +1,4 @@
-// Takes the body of an event-stream answer; gives its frames, until it ends or falls silent.
+// Reads the events of a server-sent event stream until it ends or stays silent too long.
 import { createParser, type EventSourceMessage } from "eventsource-parser";
 
 /** Longer than two of the server's 15-second pings: then the connection is dead. */

@@ -1,4 +1,4 @@
-// Takes the generated schema; gives the JSON of steering: what is listed, what is asked, what was applied.
+// Types of the steering API: vectors, entries, gates, stop rules and tiers.
 import type { components } from "./schema";
 
 type Schemas = components["schemas"];

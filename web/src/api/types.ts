@@ -1,4 +1,4 @@
-// Takes the generated schema; gives short names for what the page uses of it.
+// Short names for the types of the generated schema that the page uses.
 import type { components } from "./schema";
 
 type Schemas = components["schemas"];

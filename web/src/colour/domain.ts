@@ -1,4 +1,4 @@
-// Takes what is known of a probe; gives the fixed range its scores are drawn in, neutral point included.
+// The fixed range in which a probe's scores are coloured, and its neutral point.
 import type { ProbeInfo } from "../api/types";
 
 /** Fixed before the first token: what was drawn is never drawn anew in another colour. */

@@ -1,4 +1,4 @@
-// Takes a place in the chart; gives the colour and dash of its line, told apart without colour too.
+// Colours and dashes of the chart's lines, distinguishable without colour too.
 import { schemeObservable10 } from "d3-scale-chromatic";
 import { readable, type Theme } from "./ramp";
 

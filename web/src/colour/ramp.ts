@@ -1,4 +1,4 @@
-// Takes a theme; gives the colours of scores from low to high, each with the ink that reads on it.
+// The colour ramp of scores in each theme, with a readable text colour for every step.
 import { lab, rgb } from "d3-color";
 import { interpolateLab } from "d3-interpolate";
 import { interpolatePuOr } from "d3-scale-chromatic";

@@ -1,4 +1,4 @@
-// Takes nothing; gives the style sheet of token classes, made from the ramp so that both agree.
+// The style sheet of the token classes, generated from the colour ramp.
 import { NUM_BUCKETS, swatch, type Theme } from "./ramp";
 
 /** Rules for `.b0` to `.b32`, for each theme. */

@@ -1,4 +1,4 @@
-// Takes positions as they are typed, "0:4, -3:"; gives them as ranges, or what is wrong. And back.
+// Parses and formats token positions as the user types them, such as "0:4, -3:".
 import type { Phase, PositionRange } from "../api/steering";
 
 const RANGE = /^(-?\d{1,7})\s*:\s*(-?\d{1,7})?$/;

@@ -1,7 +1,7 @@
-// Takes stop rules and a tape; gives the rules as they are sent, and the token at which each fired.
+// Stop rules: their form in the panel, the request fields, and the tokens at which they fired.
 import type { StopRule } from "../api/steering";
 import type { ProbeInfo } from "../api/types";
-import type { Tape } from "./tape";
+import type { Transcript } from "./transcript";
 
 export interface RuleDraft {
   id: number;
@@ -43,22 +43,30 @@ export function ruleFault(draft: RuleDraft, probes: readonly ProbeInfo[]): strin
 }
 
 /** What has fired, as far as scores have come. A token without a score ends a row of them. */
-export function firings(tape: Tape, rules: readonly StopRule[], probes: readonly ProbeInfo[]): Firing[] {
+export function firings(
+  transcript: Transcript,
+  rules: readonly StopRule[],
+  probes: readonly ProbeInfo[],
+): Firing[] {
   return rules.flatMap((rule, i) => {
     const own = probes.find(({ name }) => name === rule.probe)?.threshold ?? null;
-    const threshold = tape.echo?.stop?.[i]?.threshold ?? rule.threshold ?? own;
-    const indices = threshold === null ? [] : firedAt(tape, rule, threshold);
+    const threshold = transcript.echo?.stop?.[i]?.threshold ?? rule.threshold ?? own;
+    const indices = threshold === null ? [] : firedAt(transcript, rule, threshold);
     return threshold === null || indices.length === 0 ? [] : [{ rule, threshold, indices }];
   });
 }
 
-function firedAt(tape: Tape, rule: StopRule, threshold: number): number[] {
-  const column = tape.scores.column(rule.probe);
+function firedAt(transcript: Transcript, rule: StopRule, threshold: number): number[] {
+  const column = transcript.scores.column(rule.probe);
   const indices: number[] = [];
   let numOver = 0;
-  for (let row = tape.promptLength; row < column.length && tape.scores.hasArrived(row); row += 1) {
+  for (
+    let row = transcript.promptLength;
+    row < column.length && transcript.scores.hasArrived(row);
+    row += 1
+  ) {
     numOver = (column[row] ?? NaN) >= threshold ? numOver + 1 : 0;
-    if (numOver === rule.tokens) indices.push(row - tape.promptLength);
+    if (numOver === rule.tokens) indices.push(row - transcript.promptLength);
   }
   // An answer ends at the first: what was sampled before its end came does not count.
   return rule.action === "stop" ? indices.slice(0, 1) : indices;

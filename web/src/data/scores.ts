@@ -1,4 +1,4 @@
-// Takes score rows as they arrive; gives one growing column of numbers per probe, NaN where none is.
+// The scores of a run: one growing column of numbers per probe.
 
 /** Outside React on purpose: rows arrive faster than anything should render. */
 export class ScoreTable {

@@ -1,4 +1,4 @@
-// Takes the page as it was served; gives its script and its style with the fonts inside.
+// Reads this page's own script and style sheet, with the fonts inlined, for the HTML export.
 import { closable, type Parts } from "./html";
 
 export async function ownParts(target: Document): Promise<Parts> {

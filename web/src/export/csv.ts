@@ -1,5 +1,5 @@
-// Takes a run file; gives one line per token: part, index, id, text, and a column for each probe.
-import type { PartFile, RunFile } from "../data/runfile";
+// Writes a run as CSV: one line per token, one column per probe.
+import type { PartFile, RunFile } from "../data/runFile";
 
 /** Texts are written as JSON: exact, on one line, and never taken for a formula by a spreadsheet. */
 export function csv(file: RunFile): string {

@@ -1,13 +1,13 @@
-// Takes a run and a probe; gives a picture of its tokens, legend, lines and matrix, fit for a slide.
+// Draws a run as a picture for a slide: tokens, legend and matrix.
 import type { ProbeInfo } from "../api/types";
 import { domainOf, edge, isOver, position } from "../colour/domain";
 import { colourAt, lookup, PAPER, swatch, type Theme } from "../colour/ramp";
-import type { Tape } from "../data/tape";
+import type { Transcript } from "../data/transcript";
 import type { Run } from "../state/types";
 import { brief, counted } from "../text/number";
 import { shown, visible } from "../text/token";
-import { pixelsOf } from "../views/scope/pixels";
-import { extentOf, traceOf } from "../views/scope/traces";
+import { pixelsOf } from "../views/charts/pixels";
+import { extentOf, traceOf } from "../views/charts/traces";
 
 const WIDTH = 1200;
 const MARGIN = 48;
@@ -27,7 +27,7 @@ interface Piece {
 
 export function figure(
   run: Run,
-  tape: Tape,
+  transcript: Transcript,
   probe: ProbeInfo,
   probes: readonly ProbeInfo[],
   theme: Theme,
@@ -36,7 +36,7 @@ export function figure(
   const context = canvas.getContext("2d");
   if (!context) throw new Error("This browser has no canvas to draw the picture on.");
   context.font = `17px ${FONT}`;
-  const pieces = laidOut(context, tape);
+  const pieces = laidOut(context, transcript);
   const shownPieces = pieces.filter(({ line }) => line < MAX_TOKEN_LINES);
   const tokensTop = 130;
   const numLines = (shownPieces.at(-1)?.line ?? 0) + 1;
@@ -50,25 +50,25 @@ export function figure(
   context.fillRect(0, 0, WIDTH, canvas.height / SCALE);
   title(context, run, probe, ink);
   legend(context, probe, theme, ink);
-  tokens(context, shownPieces, tape, probe, theme, tokensTop, ink);
+  tokens(context, shownPieces, transcript, probe, theme, tokensTop, ink);
   if (shownPieces.length < pieces.length) {
     context.fillText(`${counted(pieces.length - shownPieces.length, "token")} more`, MARGIN, matrixTop - 14);
   }
-  matrix(context, tape, probes, theme, matrixTop, rowHeight, ink);
+  matrix(context, transcript, probes, theme, matrixTop, rowHeight, ink);
   return canvas;
 }
 
 /** Words wrap at tokens, lines end at new lines, as on the page. */
-function laidOut(context: CanvasRenderingContext2D, tape: Tape): Piece[] {
+function laidOut(context: CanvasRenderingContext2D, transcript: Transcript): Piece[] {
   const pieces: Piece[] = [];
   let [x, line] = [MARGIN, 0];
-  for (const [row, token] of tape.tokens.entries()) {
+  for (const [row, token] of transcript.tokens.entries()) {
     const text = token.includes("\n") ? visible(token) : shown(token);
     const width = Math.max(4, context.measureText(text).width);
     if (x + width > WIDTH - MARGIN && x > MARGIN) [x, line] = [MARGIN, line + 1];
     pieces.push({ text, x, line, width, row });
     x += width;
-    if (token.includes("\n") || row === tape.promptLength - 1) [x, line] = [MARGIN, line + 1];
+    if (token.includes("\n") || row === transcript.promptLength - 1) [x, line] = [MARGIN, line + 1];
   }
   return pieces;
 }
@@ -104,7 +104,7 @@ function legend(context: CanvasRenderingContext2D, probe: ProbeInfo, theme: Them
 function tokens(
   context: CanvasRenderingContext2D,
   pieces: readonly Piece[],
-  tape: Tape,
+  transcript: Transcript,
   probe: ProbeInfo,
   theme: Theme,
   top: number,
@@ -113,7 +113,7 @@ function tokens(
   const domain = domainOf(probe);
   context.font = `17px ${FONT}`;
   for (const { text, x, line, width, row } of pieces) {
-    const value = tape.scores.value(probe.name, row);
+    const value = transcript.scores.value(probe.name, row);
     const y = top + line * LINE;
     const colours = Number.isNaN(value) ? null : swatch(theme, position(domain, value));
     if (colours) {
@@ -129,7 +129,7 @@ function tokens(
 
 function matrix(
   context: CanvasRenderingContext2D,
-  tape: Tape,
+  transcript: Transcript,
   probes: readonly ProbeInfo[],
   theme: Theme,
   top: number,
@@ -138,8 +138,8 @@ function matrix(
 ): void {
   const left = MARGIN + 160;
   const width = WIDTH - MARGIN - left;
-  const rows = probes.map((probe) => traceOf(tape, probe));
-  const pixels = pixelsOf(rows, extentOf([tape]), width, lookup(theme));
+  const rows = probes.map((probe) => traceOf(transcript, probe));
+  const pixels = pixelsOf(rows, extentOf([transcript]), width, lookup(theme));
   if (pixels.height === 0) return;
   const cells = document.createElement("canvas");
   [cells.width, cells.height] = [pixels.width, pixels.height];

@@ -1,5 +1,5 @@
-// Takes run files and this page's own script and style; gives one file that shows them without a server.
-import type { RunFile } from "../data/runfile";
+// Writes runs into one HTML file that shows them without a server.
+import type { RunFile } from "../data/runFile";
 
 /** What a saved page shows when it is opened: one run, or two compared, and how. */
 export interface Saved {

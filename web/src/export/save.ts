@@ -1,4 +1,4 @@
-// Takes a name and bytes; hands them to the browser as a download.
+// Saves bytes as a download of the browser.
 
 export function save(name: string, content: Blob): void {
   const url = URL.createObjectURL(content);

@@ -1,4 +1,4 @@
-// Takes a request body; gives it as a Python program and as a curl command, to be run elsewhere.
+// Writes a request as a Python program or a curl command.
 import type { CompletionBody } from "../state/request";
 
 /** Fields that the openai package does not know: they go into extra_body. */

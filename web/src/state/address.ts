@@ -1,33 +1,33 @@
-// Takes the view; gives it as the part of the address after #, which never leaves the browser. And back.
+// Keeps the view in the URL's fragment, which the browser never sends to a server.
 import { MAX_LINES } from "../colour/lines";
-import type { Spot } from "../data/tape";
+import type { TokenRef } from "../data/transcript";
 import { ruleDraftOf } from "../data/rules";
-import { draftOf, MAX_ENTRIES } from "../data/steer";
+import { draftOf, MAX_ENTRIES } from "../data/entryDraft";
 import { NO_SAMPLING, type Draft, type Pane, type Run, type Sampling, type State } from "./types";
 
 /** What a link can carry of a run to a browser that does not have it. */
 export type Question = Pick<Run, "system" | "user" | "sampling" | "steer" | "stop">;
 /** What of the draft a link sets. */
-export type Offered = Pick<Draft, "system" | "user" | "sampling" | "entries" | "rules">;
+export type LinkedDraft = Pick<Draft, "system" | "user" | "sampling" | "entries" | "rules">;
 
 export interface Address {
   run: string | null;
   versus: string | null;
   probe: string | null;
   lines: string[] | null;
-  at: Spot | null;
+  at: TokenRef | null;
   pane: Pane | null;
   hasMarkdown: boolean;
   hasMarks: boolean;
   hasMono: boolean;
-  question: Offered | null;
+  question: LinkedDraft | null;
 }
 
 const PANES: readonly Pane[] = ["chat", "charts", "probes", "steer", "history", "crossings"];
 const MAX_QUESTION = 6000;
 const MAX_NAME = 200;
 
-export function addressOf(state: State, at: Spot | null, question: Question | null): string {
+export function addressOf(state: State, at: TokenRef | null, question: Question | null): string {
   const parts = new URLSearchParams();
   if (state.head) parts.set("run", state.head);
   if (state.versus) parts.set("vs", state.versus);
@@ -56,7 +56,7 @@ export function parseAddress(hash: string): Address {
     versus: named(parts.get("vs")),
     probe: named(parts.get("probe")),
     lines: lines.length > 0 ? [...new Set(lines)].slice(0, MAX_LINES) : null,
-    at: spotOf(parts.get("at")),
+    at: tokenRefOf(parts.get("at")),
     pane: PANES.find((pane) => pane === parts.get("pane")) ?? null,
     hasMarkdown: parts.get("md") === "1",
     hasMarks: parts.get("ws") === "1",
@@ -69,13 +69,13 @@ function named(text: string | null): string | null {
   return text !== null && text !== "" && text.length <= MAX_NAME ? text : null;
 }
 
-function spotOf(text: string | null): Spot | null {
+function tokenRefOf(text: string | null): TokenRef | null {
   const match = /^([pa])(\d{1,7})$/.exec(text ?? "");
   if (!match) return null;
   return { part: match[1] === "p" ? "prompt" : "answer", index: Number(match[2]) };
 }
 
-function questionOf(text: string | null): Offered | null {
+function questionOf(text: string | null): LinkedDraft | null {
   if (text === null || text.length > MAX_QUESTION) return null;
   try {
     return checked(JSON.parse(text) as Partial<Record<keyof Question, unknown>> | null);
@@ -84,7 +84,7 @@ function questionOf(text: string | null): Offered | null {
   }
 }
 
-function checked(found: Partial<Record<keyof Question, unknown>> | null): Offered | null {
+function checked(found: Partial<Record<keyof Question, unknown>> | null): LinkedDraft | null {
   if (typeof found?.user !== "string") return null;
   const system = typeof found.system === "string" ? found.system : "";
   return {

@@ -1,16 +1,25 @@
-// Takes what the user asks for; starts, follows, stops and takes up runs, and keeps their state true.
+// Starts, follows, stops and resumes runs, and keeps their status up to date.
 import { ApiError, type Server } from "../api/http";
 import { resumeRun, startRun, type Follower } from "../api/follow";
 import type { RunEvent } from "../api/events";
-import { fromFile, toFile } from "../data/runfile";
+import { fromFile, toFile } from "../data/runFile";
 import type { History } from "./history";
-import { aimOf, asksOf, bodyOf, CHAT_PATH, draftFaults, isPair, messagesOf, type Asked } from "./request";
-import type { Shelf } from "./shelf";
+import {
+  nextQuestion,
+  requestsOf,
+  bodyOf,
+  CHAT_PATH,
+  draftFaults,
+  isPair,
+  messagesOf,
+  type RequestParts,
+} from "./request";
+import type { TranscriptStore } from "./transcriptStore";
 import { changeRun, pathTo, putRun, type Store } from "./store";
 import { RUNNING, type Run, type RunStatus } from "./types";
 
 /** How long a stopped run is listened to for its last scores. */
-const LAST_WORDS_MS = 1500;
+const DRAIN_MS = 1500;
 
 export class Chat {
   #controllers = new Map<string, AbortController>();
@@ -18,7 +27,7 @@ export class Chat {
   constructor(
     private readonly server: Server,
     private readonly store: Store,
-    private readonly shelf: Shelf,
+    private readonly transcripts: TranscriptStore,
     private readonly history: History,
     private readonly newId: () => string,
     private readonly now: () => number,
@@ -27,7 +36,7 @@ export class Chat {
   /** Ask the draft's question after the conversation shown; beside a comparison, in its place. */
   async send(): Promise<void> {
     const { draft } = this.store.getState();
-    const { parent, user } = aimOf(this.store.getState());
+    const { parent, user } = nextQuestion(this.store.getState());
     if (user === "" || this.#isFaulty()) return;
     this.store.setState({ draft: { ...draft, user: "" } });
     await this.#begin(parent, user, isPair(draft));
@@ -58,7 +67,7 @@ export class Chat {
       controller.abort();
       return;
     }
-    const giveUp = setTimeout(() => controller.abort(), LAST_WORDS_MS);
+    const giveUp = setTimeout(() => controller.abort(), DRAIN_MS);
     controller.signal.addEventListener("abort", () => clearTimeout(giveUp));
     await this.server.ask(`v1/runs/${run.serverRun}`, { method: "DELETE" }).catch(() => controller.abort());
   }
@@ -70,13 +79,13 @@ export class Chat {
   }
 
   /** Take up a run that was going on when the page was left. */
-  async takeUp(run: Run): Promise<void> {
+  async resume(run: Run): Promise<void> {
     const { serverRun } = run;
     if (serverRun === null) {
       changeRun(this.store, run.id, { status: "interrupted" });
       return;
     }
-    this.shelf.drop(run.id);
+    this.transcripts.drop(run.id);
     changeRun(this.store, run.id, { status: "reconnecting" });
     await this.#follow(run.id, (follower, signal) => resumeRun(this.server, serverRun, follower, signal));
   }
@@ -84,8 +93,8 @@ export class Chat {
   async #begin(parent: string | null, user: string, isPairWanted: boolean): Promise<void> {
     const { draft, model } = this.store.getState();
     if (model === null || this.#isFaulty()) return;
-    const asks = asksOf(draft, isPairWanted);
-    const runs = asks.map((asked) => this.#fresh(parent, user, model, asked));
+    const asks = requestsOf(draft, isPairWanted);
+    const runs = asks.map((asked) => this.#newRun(parent, user, model, asked));
     if (parent !== null) await this.open(parent);
     for (const run of runs) putRun(this.store, run);
     // Of two, the plain one is A: the difference B - A is then what steering has done.
@@ -101,7 +110,7 @@ export class Chat {
     return fault !== undefined;
   }
 
-  #fresh(parent: string | null, user: string, model: string, asked: Omit<Asked, "model">): Run {
+  #newRun(parent: string | null, user: string, model: string, asked: Omit<RequestParts, "model">): Run {
     const { draft, probes } = this.store.getState();
     return {
       id: this.newId(),
@@ -120,7 +129,7 @@ export class Chat {
 
   async #start(run: Run): Promise<void> {
     const path = pathTo(this.store.getState().runs, run.id);
-    const answers = path.slice(0, -1).map(({ id }) => this.shelf.get(id).text);
+    const answers = path.slice(0, -1).map(({ id }) => this.transcripts.get(id).text);
     const body = bodyOf(run, messagesOf(path, answers));
     await this.#follow(run.id, (follower, signal) =>
       startRun(this.server, CHAT_PATH, body, follower, signal),
@@ -132,12 +141,12 @@ export class Chat {
     this.#controllers.set(id, controller);
     try {
       await work(this.#follower(id), controller.signal);
-      this.#settle(id, "done");
+      this.#setStatus(id, "done");
     } catch (error) {
       this.#fail(id, error, controller.signal.aborted);
     } finally {
       this.#controllers.delete(id);
-      await this.#keep(id);
+      await this.#save(id);
     }
   }
 
@@ -145,22 +154,22 @@ export class Chat {
     return {
       opened: (serverRun) => {
         changeRun(this.store, id, { serverRun });
-        void this.#keep(id);
+        void this.#save(id);
       },
-      event: (event) => this.#take(id, event),
-      retrying: (attempt) => this.#settle(id, attempt > 0 ? "reconnecting" : "streaming"),
+      event: (event) => this.#apply(id, event),
+      retrying: (attempt) => this.#setStatus(id, attempt > 0 ? "reconnecting" : "streaming"),
     };
   }
 
-  #take(id: string, event: RunEvent): void {
+  #apply(id: string, event: RunEvent): void {
     if (event.kind === "error") {
       const { message } = event.data.error;
-      this.#settle(id, "failed");
+      this.#setStatus(id, "failed");
       if (this.#status(id) === "failed") changeRun(this.store, id, { error: message });
     }
-    this.shelf.get(id).apply(event);
-    this.shelf.touch(id);
-    if (event.kind === "token" || event.kind === "probe_update") this.#settle(id, "streaming");
+    this.transcripts.get(id).apply(event);
+    this.transcripts.notify(id);
+    if (event.kind === "token" || event.kind === "probe_update") this.#setStatus(id, "streaming");
   }
 
   #status(id: string): RunStatus | undefined {
@@ -168,7 +177,7 @@ export class Chat {
   }
 
   /** A run that was stopped or has failed stays so, whatever still arrives. */
-  #settle(id: string, status: RunStatus): void {
+  #setStatus(id: string, status: RunStatus): void {
     const current = this.#status(id);
     if (current === undefined || current === status || !RUNNING.has(current)) return;
     changeRun(this.store, id, { status });
@@ -179,22 +188,22 @@ export class Chat {
     if (error instanceof ApiError && error.status === 401) {
       this.store.setState({ key: { isNeeded: true, wasRefused: true } });
     }
-    const hasTokens = this.shelf.get(id).length > 0;
-    this.#settle(id, hasTokens ? "interrupted" : "failed");
+    const hasTokens = this.transcripts.get(id).length > 0;
+    this.#setStatus(id, hasTokens ? "interrupted" : "failed");
     changeRun(this.store, id, { error: error instanceof Error ? error.message : String(error) });
   }
 
   async #load(id: string): Promise<void> {
-    if (this.shelf.has(id)) return;
+    if (this.transcripts.has(id)) return;
     const file = await this.history.load(id);
-    if (file) this.shelf.put(id, fromFile(file).tape);
+    if (file) this.transcripts.put(id, fromFile(file).transcript);
   }
 
-  async #keep(id: string): Promise<void> {
+  async #save(id: string): Promise<void> {
     const run = this.store.getState().runs[id];
     if (!run) return;
     try {
-      await this.history.save(toFile(run, this.shelf.get(id)));
+      await this.history.save(toFile(run, this.transcripts.get(id)));
     } catch {
       // The browser's storage is full, or was taken away: the run is shown all the same.
       this.store.setState({

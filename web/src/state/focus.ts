@@ -1,6 +1,6 @@
-// Takes hovers, clicks and keys; gives the one token that every view marks.
+// The token that every view marks: the hovered one, else the pinned one.
 import { createStore, type StoreApi } from "zustand/vanilla";
-import type { Tape } from "../data/tape";
+import type { Transcript } from "../data/transcript";
 import type { Focus } from "./types";
 
 /** Where the tooltip points: the thing hovered, or the token's own place when null. */
@@ -28,7 +28,7 @@ export function shownFocus(state: FocusState): Focus | null {
 
 export function isSame(a: Focus | null, b: Focus | null): boolean {
   if (a === null || b === null) return a === b;
-  return a.run === b.run && a.spot.part === b.spot.part && a.spot.index === b.spot.index;
+  return a.run === b.run && a.token.part === b.token.part && a.token.index === b.token.index;
 }
 
 export function hover(store: FocusStore, target: Focus | null, anchor: Anchor | null): void {
@@ -43,11 +43,11 @@ export function pin(store: FocusStore, target: Focus | null, anchor: Anchor | nu
 }
 
 /** Move the pin by `step` tokens within its run, stopping at either end. */
-export function move(store: FocusStore, run: string, tape: Tape, step: number): void {
-  if (tape.length === 0) return;
+export function move(store: FocusStore, run: string, transcript: Transcript, step: number): void {
+  if (transcript.length === 0) return;
   const state = store.getState();
   const at = state.pin ?? state.hover;
-  const from = at?.run === run ? tape.flat(at.spot) : step > 0 ? -1 : tape.length;
-  const flat = Math.min(tape.length - 1, Math.max(0, from + step));
-  store.setState({ pin: { run, spot: tape.spot(flat) }, hover: null, anchor: null });
+  const from = at?.run === run ? transcript.rowOf(at.token) : step > 0 ? -1 : transcript.length;
+  const flat = Math.min(transcript.length - 1, Math.max(0, from + step));
+  store.setState({ pin: { run, token: transcript.tokenAt(flat) }, hover: null, anchor: null });
 }

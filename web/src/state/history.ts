@@ -1,5 +1,5 @@
-// Takes finished and running runs; keeps the newest of them in this browser, and gives them back.
-import type { RunFile } from "../data/runfile";
+// Keeps the newest runs in the browser's IndexedDB.
+import type { RunFile } from "../data/runFile";
 
 export const MAX_KEPT = 200;
 const NAME = "clairai";

@@ -1,38 +1,38 @@
-// Takes the browser; gives the page's parts, wired together. The only place that knows all of them.
+// Creates the parts of the page and connects them.
 import { createContext, useContext } from "react";
 import { createServer, type Server } from "../api/http";
 import type { Saved } from "../export/html";
-import { fromFile, runOf } from "../data/runfile";
+import { fromFile, runOf } from "../data/runFile";
 import { addressOf, parseAddress, type Address } from "./address";
-import { Alarm } from "./alarm";
-import { Beat } from "./beat";
+import { CrossingLog } from "./crossingLog";
+import { FrameQueue } from "./frameQueue";
 import { Chat } from "./chat";
 import { createFocus, shownFocus, type FocusStore } from "./focus";
 import { MAX_KEPT, type History } from "./history";
-import { remembering } from "./memory";
-import { Places } from "./places";
-import { Shelf } from "./shelf";
+import { safeStorage } from "./safeStorage";
+import { TokenViews } from "./tokenViews";
+import { TranscriptStore } from "./transcriptStore";
 import { createPageStore, pathTo, type Store } from "./store";
 import { RUNNING, type ThemeChoice } from "./types";
-import { chosen, Watch } from "./watch";
+import { keepChoices, ServerMonitor } from "./serverMonitor";
 
 export interface Page {
   server: Server;
   store: Store;
-  shelf: Shelf;
+  transcripts: TranscriptStore;
   focus: FocusStore;
-  beat: Beat;
-  places: Places;
+  frames: FrameQueue;
+  tokenViews: TokenViews;
   chat: Chat;
-  watch: Watch;
-  alarm: Alarm;
+  monitor: ServerMonitor;
+  crossingLog: CrossingLog;
   history: History;
   giveKey(key: string): void;
   hasKey(): boolean;
 }
 
-const local = remembering(() => localStorage);
-const session = remembering(() => sessionStorage);
+const local = safeStorage(() => localStorage);
+const session = safeStorage(() => sessionStorage);
 const KEY = "clairai.key";
 const HIDDEN_MS = 1000;
 const THEME = "clairai.theme";
@@ -47,27 +47,27 @@ export function usePage(): Page {
 }
 
 export function createPage(history: History, base: string): Page {
-  const beat = new Beat(nextFrame);
-  const shelf = new Shelf(beat);
+  const frames = new FrameQueue(nextFrame);
+  const transcripts = new TranscriptStore(frames);
   const store = createPageStore({ theme: storedTheme(), hasShortcuts: local.read(SHORTCUTS) !== "off" });
   const server = createServer(base, () => session.read(KEY));
-  const watch = new Watch(server, store, () => session.write(KEY, null));
+  const monitor = new ServerMonitor(server, store, () => session.write(KEY, null));
   const newId = () => crypto.getRandomValues(new BigUint64Array(1))[0]?.toString(36) ?? "0";
   const page: Page = {
     server,
     store,
-    shelf,
+    transcripts,
     focus: createFocus(),
-    beat,
-    places: new Places(),
-    chat: new Chat(server, store, shelf, history, newId, () => Date.now()),
-    watch,
-    alarm: new Alarm(store, shelf),
+    frames,
+    tokenViews: new TokenViews(),
+    chat: new Chat(server, store, transcripts, history, newId, () => Date.now()),
+    monitor,
+    crossingLog: new CrossingLog(store, transcripts),
     history,
     giveKey(key) {
       session.write(KEY, key);
       store.setState({ key: { isNeeded: false, wasRefused: true } });
-      void watch.look();
+      void monitor.poll();
     },
     hasKey: () => session.read(KEY) !== null,
   };
@@ -104,7 +104,7 @@ function openShown(page: Page): void {
   const { runs, head, versus } = page.store.getState();
   for (const id of [head, versus]) {
     if (id === null) continue;
-    for (const run of pathTo(runs, id)) page.alarm.watch(run.id);
+    for (const run of pathTo(runs, id)) page.crossingLog.watch(run.id);
     void page.chat.open(id);
   }
 }
@@ -113,19 +113,19 @@ function openShown(page: Page): void {
 export async function goLive(page: Page): Promise<void> {
   const address = parseAddress(location.hash);
   apply(page, address);
-  await recall(page, address);
+  await loadHistory(page, address);
   const write = () => writeAddress(page);
-  page.store.subscribe(() => page.beat.ask(write));
+  page.store.subscribe(() => page.frames.schedule(write));
   page.focus.subscribe((state, before) => {
-    if (state.pin !== before.pin) page.beat.ask(write);
+    if (state.pin !== before.pin) page.frames.schedule(write);
   });
-  for (const change of ["online", "offline"]) window.addEventListener(change, () => void page.watch.look());
+  for (const change of ["online", "offline"]) window.addEventListener(change, () => void page.monitor.poll());
   window.addEventListener("hashchange", () => {
     const next = parseAddress(location.hash);
     apply(page, next);
     choose(page, next);
   });
-  await page.watch.look();
+  await page.monitor.poll();
 }
 
 function apply(page: Page, address: Address): void {
@@ -140,13 +140,13 @@ function apply(page: Page, address: Address): void {
   }));
 }
 
-async function recall(page: Page, address: Address): Promise<void> {
+async function loadHistory(page: Page, address: Address): Promise<void> {
   const entries = await page.history.list();
   const kept = entries.slice(-MAX_KEPT);
   const runs = kept.map(({ run, probes }) => runOf(run, probes));
   page.store.setState({ runs: Object.fromEntries(runs.map((run) => [run.id, run])) });
   await page.history.remove(entries.slice(0, -MAX_KEPT).map(({ id }) => id));
-  for (const run of runs.filter(({ status }) => RUNNING.has(status))) void page.chat.takeUp(run);
+  for (const run of runs.filter(({ status }) => RUNNING.has(status))) void page.chat.resume(run);
   choose(page, address);
 }
 
@@ -157,7 +157,7 @@ function choose(page: Page, address: Address): void {
   const versus = address.versus !== null && address.versus in runs ? address.versus : null;
   page.store.setState({ head, versus });
   if (head !== null && address.at) {
-    page.focus.setState({ pin: { run: head, spot: address.at }, hover: null, anchor: null });
+    page.focus.setState({ pin: { run: head, token: address.at }, hover: null, anchor: null });
   }
   if (head === null && address.question) {
     page.store.setState({
@@ -173,7 +173,7 @@ function choose(page: Page, address: Address): void {
 function writeAddress(page: Page): void {
   const { pin } = page.focus.getState();
   const state = page.store.getState();
-  const at = pin !== null && pin.run === state.head ? pin.spot : null;
+  const at = pin !== null && pin.run === state.head ? pin.token : null;
   const hash = addressOf(state, at, null);
   if (hash !== location.hash)
     history.replaceState(null, "", hash === "" ? location.pathname + location.search : hash);
@@ -182,13 +182,13 @@ function writeAddress(page: Page): void {
 /** An exported file: the runs are in it, nothing is asked of any server. */
 export function freeze(page: Page, saved: Saved): void {
   const loaded = saved.runs.map((file) => fromFile(file));
-  for (const { run, tape } of loaded) page.shelf.put(run.id, tape);
+  for (const { run, transcript } of loaded) page.transcripts.put(run.id, transcript);
   const [first, second] = loaded.map(({ run }) => run);
   const probes = first?.probes ?? [];
   page.store.setState({
     isFrozen: true,
     runs: Object.fromEntries(loaded.map(({ run }) => [run.id, { ...run, parent: null }])),
-    ...chosen(probes, saved.probe, saved.lines),
+    ...keepChoices(probes, saved.probe, saved.lines),
     head: first?.id ?? null,
     versus: second?.id ?? null,
     model: first?.model ?? null,

@@ -1,7 +1,7 @@
-// Takes a conversation and settings; gives the body of the request, the same for the page and for copies.
+// Builds the request body of a question, for the page and for copies.
 import type { SteerEntry, StopRule } from "../api/steering";
 import type { ClairaiFields, Message } from "../api/types";
-import { entriesOf, faultsOf, type Stock } from "../data/steer";
+import { entriesOf, faultsOf, type Catalog } from "../data/entryDraft";
 import { ruleFault, rulesOf } from "../data/rules";
 import type { Draft, Run, Sampling, State } from "./types";
 
@@ -18,7 +18,7 @@ export const CHAT_PATH = "v1/chat/completions";
 export const PAIR_SEED = 1;
 
 /** What of a run goes into its request. */
-export type Asked = Pick<Run, "model" | "sampling" | "steer" | "stop">;
+export type RequestParts = Pick<Run, "model" | "sampling" | "steer" | "stop">;
 
 /** `answers[i]` is what the model said in `path[i]`; the last run of the path is the one to make. */
 export function messagesOf(
@@ -35,12 +35,12 @@ export function messagesOf(
   return [...system, ...before, { role: "user", content: last.user }];
 }
 
-export function bodyOf(run: Asked, messages: Message[]): CompletionBody {
+export function bodyOf(run: RequestParts, messages: Message[]): CompletionBody {
   return {
     model: run.model,
     messages,
     stream: true,
-    ...sent(run.sampling),
+    ...samplingFields(run.sampling),
     clairai: {
       probes: "all",
       prompt_scores: true,
@@ -52,7 +52,7 @@ export function bodyOf(run: Asked, messages: Message[]): CompletionBody {
 }
 
 /** Only what was set: the rest is the server's to decide. */
-export function sent(sampling: Sampling): Partial<Sampling> {
+export function samplingFields(sampling: Sampling): Partial<Sampling> {
   const entries = Object.entries(sampling).filter(
     ([, value]) => value !== null && !(Array.isArray(value) && value.length === 0),
   );
@@ -60,7 +60,7 @@ export function sent(sampling: Sampling): Partial<Sampling> {
 }
 
 /** What the draft asks for beside its words: as it is, or in two runs of which one is not steered. */
-export function asksOf(draft: Draft, isPairWanted: boolean): Pick<Run, "sampling" | "steer" | "stop">[] {
+export function requestsOf(draft: Draft, isPairWanted: boolean): Pick<Run, "sampling" | "steer" | "stop">[] {
   const { sampling } = draft;
   const [steer, stop] = [entriesOf(draft.entries), rulesOf(draft.rules)];
   if (steer.length === 0 || !isPairWanted) return [{ sampling, steer, stop }];
@@ -72,7 +72,7 @@ export function asksOf(draft: Draft, isPairWanted: boolean): Pick<Run, "sampling
 }
 
 /** The draft's words and the turn they follow; beside a comparison they take the place of what is compared. */
-export function aimOf(state: Pick<State, "draft" | "head" | "versus" | "runs">): {
+export function nextQuestion(state: Pick<State, "draft" | "head" | "versus" | "runs">): {
   parent: string | null;
   user: string;
 } {
@@ -89,12 +89,12 @@ export function isPair(draft: Draft): boolean {
 /** What is wrong with the draft's steering, by entry and rule; empty where it can be sent. */
 export function draftFaults(state: Pick<State, "draft" | "steering" | "probes">): string[] {
   const { entries, rules } = state.draft;
-  const stock = stockOf(state);
-  const ofEntries = entries.filter(({ scale }) => scale !== 0).flatMap((entry) => faultsOf(entry, stock));
-  return [...ofEntries, ...rules.flatMap((rule) => ruleFault(rule, stock.probes) ?? [])];
+  const catalog = catalogOf(state);
+  const ofEntries = entries.filter(({ scale }) => scale !== 0).flatMap((entry) => faultsOf(entry, catalog));
+  return [...ofEntries, ...rules.flatMap((rule) => ruleFault(rule, catalog.probes) ?? [])];
 }
 
-export function stockOf({ steering, probes }: Pick<State, "steering" | "probes">): Stock {
+export function catalogOf({ steering, probes }: Pick<State, "steering" | "probes">): Catalog {
   const known = steering.kind === "on" ? steering : { vectors: [], points: [] };
   return { vectors: known.vectors, points: known.points, probes: probes ?? [] };
 }

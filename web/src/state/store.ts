@@ -1,4 +1,4 @@
-// Takes nothing; gives the page's state: everything that React renders, and nothing per token.
+// The page's state that React renders; tokens and scores are kept outside it.
 import { createStore, type StoreApi } from "zustand/vanilla";
 import { MAX_LINES } from "../colour/lines";
 import { NO_SAMPLING, type Run, type State } from "./types";
@@ -7,7 +7,7 @@ export type Store = StoreApi<State>;
 
 export const EMPTY: State = {
   isFrozen: false,
-  link: { kind: "connecting" },
+  connection: { kind: "connecting" },
   key: { isNeeded: false, wasRefused: false },
   models: [],
   model: null,
@@ -28,8 +28,8 @@ export const EMPTY: State = {
   theme: "system",
   steering: { kind: "unknown" },
   draft: { user: "", system: "", sampling: NO_SAMPLING, entries: [], rules: [], isPaired: true },
-  excursions: [],
-  numExcursionsDropped: 0,
+  crossings: [],
+  numCrossingsDropped: 0,
   numUnseen: 0,
   notice: null,
 };

@@ -1,10 +1,10 @@
-// Takes nothing; gives the shapes of the page's state.
+// The types of the page's state.
 import type { EngineDescription, Example, Health, ProbeInfo } from "../api/types";
 import type { StopRule, SteerEntry, Tiers, VectorInfo } from "../api/steering";
-import type { Excursion } from "../data/excursions";
+import type { Crossing } from "../data/crossings";
 import type { RuleDraft } from "../data/rules";
-import type { EntryDraft } from "../data/steer";
-import type { Spot } from "../data/tape";
+import type { EntryDraft } from "../data/entryDraft";
+import type { TokenRef } from "../data/transcript";
 
 /** null: not sent, the server's own default holds. */
 export interface Sampling {
@@ -42,7 +42,7 @@ export interface Run {
   error: string | null;
 }
 
-export type Link =
+export type Connection =
   { kind: "connecting" } | { kind: "answered"; health: Health } | { kind: "unreachable"; attempts: number };
 
 /** What is known of the engine's steering. */
@@ -71,12 +71,12 @@ export type Span = readonly [number, number] | null;
 
 export interface Focus {
   run: string;
-  spot: Spot;
+  token: TokenRef;
 }
 
 export interface State {
   isFrozen: boolean;
-  link: Link;
+  connection: Connection;
   key: { isNeeded: boolean; wasRefused: boolean };
   models: string[];
   model: string | null;
@@ -97,8 +97,8 @@ export interface State {
   theme: ThemeChoice;
   steering: Steering;
   draft: Draft;
-  excursions: Excursion[];
-  numExcursionsDropped: number;
+  crossings: Crossing[];
+  numCrossingsDropped: number;
   numUnseen: number;
   notice: string | null;
 }
@@ -106,9 +106,9 @@ export interface State {
 export const RUNNING: ReadonlySet<RunStatus> = new Set<RunStatus>(["opening", "streaming", "reconnecting"]);
 
 /** Whether a question asked now would be answered. */
-export function isServing({ model, link }: Pick<State, "model" | "link">): boolean {
-  if (model === null || link.kind !== "answered") return false;
-  return link.health.status === "ready" || link.health.status === "degraded";
+export function isServing({ model, connection }: Pick<State, "model" | "connection">): boolean {
+  if (model === null || connection.kind !== "answered") return false;
+  return connection.health.status === "ready" || connection.health.status === "degraded";
 }
 
 export const NO_SAMPLING: Sampling = {

@@ -1,4 +1,4 @@
-// Takes the prompt's tokens and what the user typed; gives which of the tokens are the user's own.
+// Finds the tokens of the prompt that hold the user's own words.
 
 /** Half open; null where a template has changed the words. */
 export type TokenRange = readonly [number, number];

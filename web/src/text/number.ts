@@ -1,4 +1,4 @@
-// Takes a number; gives the text the page shows for it.
+// Formats numbers for the page.
 
 /** A score, exact enough to tell neighbours apart; a dash where there is none. */
 export function score(value: number): string {

@@ -1,4 +1,4 @@
-// Takes a tap point's name; gives its layer and, in words, where in the block it reads.
+// Reads the layer and the place in the block from a point's name.
 
 export interface Place {
   layer: number;

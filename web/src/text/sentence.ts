@@ -1,4 +1,4 @@
-// Takes the server's words, which are parts of sentences; gives a sentence.
+// Turns a server message into a sentence.
 
 export function sentence(text: string): string {
   const said = text.charAt(0).toUpperCase() + text.slice(1);

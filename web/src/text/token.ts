@@ -1,4 +1,4 @@
-// Takes a token's text; gives how to show it so that whitespace, specials and fragments are seen.
+// Shows a token's text so that white space, special tokens and fragments are visible.
 
 export type TokenKind = "plain" | "special" | "fragment" | "newline" | "space";
 

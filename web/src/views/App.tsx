@@ -1,4 +1,4 @@
-// Takes the page's parts; lays them out: probes left, conversation in the middle, scores right.
+// The page's layout: sidebar, conversation or comparison, and charts.
 import { useEffect } from "react";
 import { shownFocus } from "../state/focus";
 import { usePage } from "../state/page";
@@ -7,15 +7,15 @@ import { score } from "../text/number";
 import { spoken } from "../text/token";
 import { Bar } from "./bar/Bar";
 import { Banner } from "./bar/Banner";
-import { Talk } from "./chat/Talk";
+import { Conversation } from "./chat/Conversation";
 import { Compare } from "./Compare";
 import { Crossings } from "./Crossings";
 import { Glossary } from "./Glossary";
 import { useShownFocus, useTheme, useView } from "./hooks";
 import { KeyDialog } from "./KeyDialog";
-import { useKeys } from "./keys";
-import { Rail } from "./rail/Rail";
-import { Scope } from "./scope/Scope";
+import { useShortcuts } from "./shortcuts";
+import { Sidebar } from "./sidebar/Sidebar";
+import { Charts } from "./charts/Charts";
 import { Tip } from "./tip/Tip";
 import { useTitle } from "./title";
 
@@ -24,7 +24,7 @@ export function App() {
   const pane = useView((state) => state.pane);
   const isComparing = useView((state) => state.versus !== null && state.head !== null);
   const hasRun = useView((state) => state.head !== null);
-  useKeys();
+  useShortcuts();
   useTitle();
   useEffect(() => {
     document.documentElement.dataset.theme = theme;
@@ -33,12 +33,12 @@ export function App() {
     <div className="page" data-pane={pane} data-comparing={isComparing || undefined}>
       <Bar />
       <Banner />
-      <main className="desk">
-        <Rail />
-        {isComparing ? <Compare /> : <Talk />}
+      <main className="columns">
+        <Sidebar />
+        {isComparing ? <Compare /> : <Conversation />}
         {!isComparing && (
-          <div className="scope">
-            {hasRun ? <Scope /> : <Glossary />}
+          <div className="charts">
+            {hasRun ? <Charts /> : <Glossary />}
             {hasRun && <Crossings />}
           </div>
         )}
@@ -89,13 +89,13 @@ function Announcer() {
   const page = usePage();
   const focus = useShownFocus();
   const probe = useView((state) => state.probe);
-  const newest = useView((state) => state.excursions.at(-1));
+  const newest = useView((state) => state.crossings.at(-1));
   const isPinned = focus !== null && shownFocus(page.focus.getState()) === page.focus.getState().pin;
-  const tape = isPinned ? page.shelf.get(focus.run) : null;
-  const row = tape && focus ? tape.flat(focus.spot) : 0;
+  const transcript = isPinned ? page.transcripts.get(focus.run) : null;
+  const row = transcript && focus ? transcript.rowOf(focus.token) : 0;
   const said =
-    tape && focus && probe !== null
-      ? `${focus.spot.part} token ${focus.spot.index + 1}: ${spoken(tape.tokens[row] ?? "")}. ${probe} ${score(tape.scores.value(probe, row))}`
+    transcript && focus && probe !== null
+      ? `${focus.token.part} token ${focus.token.index + 1}: ${spoken(transcript.tokens[row] ?? "")}. ${probe} ${score(transcript.scores.value(probe, row))}`
       : "";
   return (
     <>

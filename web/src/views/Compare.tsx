@@ -1,23 +1,23 @@
-// Takes two runs; shows them side by side, the same token marked in both, and their difference.
+// Shows two runs side by side with the same token marked in both, and their difference.
 import { useCallback, useEffect, useMemo, useRef, useState, type RefObject } from "react";
 import type { LineStyle } from "../colour/lines";
 import { lineStyle } from "../colour/lines";
-import { Differ } from "../data/differ";
-import type { Tape } from "../data/tape";
+import { DiffCache } from "../data/answerDiff";
+import type { Transcript } from "../data/transcript";
 import { usePage } from "../state/page";
 import { RUNNING, type Run } from "../state/types";
 import { score, signed } from "../text/number";
-import { probeIn, useRun, useTapeVersion, useTheme, useView } from "./hooks";
+import { probeIn, useRun, useTranscriptVersion, useTheme, useView } from "./hooks";
 import { Composer } from "./chat/Composer";
 import { Legend } from "./chat/Legend";
-import { Cells } from "./scope/Cells";
-import { Stroke } from "./scope/Keys";
-import { Lines } from "./scope/Lines";
-import { GUTTER } from "./scope/plot";
-import { usePointing } from "./scope/pointing";
-import { clipped, difference, extentOf, traceOf, type Trace } from "./scope/traces";
+import { Cells } from "./charts/Cells";
+import { Stroke } from "./charts/LineLegend";
+import { Lines } from "./charts/Lines";
+import { GUTTER } from "./charts/plot";
+import { usePointerActions } from "./charts/pointerActions";
+import { clipped, difference, extentOf, traceOf, type Trace } from "./charts/traces";
 import { Side } from "./Side";
-import type { Differing } from "./tokens/TokenList";
+import type { SideDiff } from "./tokens/TokenList";
 
 export function Compare() {
   const a = useRun(useView((state) => state.head));
@@ -28,7 +28,7 @@ export function Compare() {
   const hasComposer = useView((state) => !state.isFrozen && state.draft.entries.length > 0);
   useSyncedSides(sides, a?.id ?? null, b?.id ?? null);
   const [hasPrompts, setPrompts] = useState(false);
-  const [ofA, ofB] = useDiffering(a?.id ?? "", b?.id ?? "");
+  const [ofA, ofB] = useDiff(a?.id ?? "", b?.id ?? "");
   if (!a || !b) return null;
   return (
     <section className="compare" aria-label="Two runs compared">
@@ -39,8 +39,8 @@ export function Compare() {
         data-marks={hasMarks || undefined}
         data-mono={hasMono || undefined}
       >
-        <Side run={a} name="A" differing={ofA} hasPrompt={hasPrompts} onPrompt={setPrompts} />
-        <Side run={b} name="B" differing={ofB} hasPrompt={hasPrompts} onPrompt={setPrompts} />
+        <Side run={a} name="A" diff={ofA} hasPrompt={hasPrompts} onPrompt={setPrompts} />
+        <Side run={b} name="B" diff={ofB} hasPrompt={hasPrompts} onPrompt={setPrompts} />
       </div>
       <Both a={a} b={b} />
       {hasComposer && <Composer />}
@@ -49,12 +49,13 @@ export function Compare() {
 }
 
 /** What each of the two has and the other has not, worked out once for both. */
-function useDiffering(a: string, b: string): [Differing, Differing] {
+function useDiff(a: string, b: string): [SideDiff, SideDiff] {
   const page = usePage();
   return useMemo(() => {
-    const differ = new Differ();
+    const cache = new DiffCache();
     const isGrowing = (id: string) => RUNNING.has(page.store.getState().runs[id]?.status ?? "done");
-    const marks = () => differ.of(page.shelf.get(a), page.shelf.get(b), [isGrowing(a), isGrowing(b)]);
+    const marks = () =>
+      cache.of(page.transcripts.get(a), page.transcripts.get(b), [isGrowing(a), isGrowing(b)]);
     return [
       { other: b, read: () => marks().a },
       { other: a, read: () => marks().b },
@@ -78,7 +79,7 @@ function useSyncedSides(sides: RefObject<HTMLElement | null>, a: string | null, 
     box.addEventListener("scroll", follow, { capture: true });
     const stop = page.focus.subscribe(({ pin }, before) => {
       if (pin === null || pin === before.pin) return;
-      for (const run of [a, b]) page.places.reveal({ run, spot: pin.spot });
+      for (const run of [a, b]) page.tokenViews.reveal({ run, token: pin.token });
     });
     return () => {
       box.removeEventListener("scroll", follow, { capture: true });
@@ -96,7 +97,7 @@ function useTraces(a: Run, b: Run): () => Trace[] {
     return [a, b].flatMap((run, i) => {
       const probe = probeIn(run, probes, name);
       const label = i === 0 ? "A" : "B";
-      return probe ? [traceOf(page.shelf.get(run.id), probe, label, label)] : [];
+      return probe ? [traceOf(page.transcripts.get(run.id), probe, label, label)] : [];
     });
   }, [page, a, b, probes, name]);
 }
@@ -107,9 +108,9 @@ function Both({ a, b }: { a: Run; b: Run }) {
   const span = useView((state) => state.span);
   const probe = useView((state) => state.probe);
   const traces = useTraces(a, b);
-  const { pointing, cells, marked } = usePointing(a.id, noRow);
+  const { pointer, cells, marked } = usePointerActions(a.id, noRow);
   const lines = useCallback(() => {
-    const extent = extentOf([page.shelf.get(a.id), page.shelf.get(b.id)]);
+    const extent = extentOf([page.transcripts.get(a.id), page.transcripts.get(b.id)]);
     const styles = new Map<string, LineStyle>([
       ["A", { ...lineStyle(theme, 0), dash: [] }],
       ["B", { ...lineStyle(theme, 1), dash: [6, 3] }],
@@ -118,7 +119,7 @@ function Both({ a, b }: { a: Run; b: Run }) {
   }, [page, a.id, b.id, theme, traces, span]);
   const strips = useCallback(() => {
     const [first, second] = traces();
-    const extent = clipped(extentOf([page.shelf.get(a.id), page.shelf.get(b.id)]), span);
+    const extent = clipped(extentOf([page.transcripts.get(a.id), page.transcripts.get(b.id)]), span);
     const rows = first && second ? [first, second, difference(first, second)] : [];
     return { rows, chosen: null, extent, gutter: GUTTER, rowHeight: 18 };
   }, [page, a.id, b.id, traces, span]);
@@ -144,14 +145,14 @@ function Both({ a, b }: { a: Run; b: Run }) {
         runs={[a.id, b.id]}
         height={150}
         label="Both runs over tokens"
-        pointing={pointing}
+        pointer={pointer}
         marked={marked}
       />
       <Cells
         drawing={strips}
         runs={[a.id, b.id]}
         label="Run A, run B and their difference"
-        pointing={cells}
+        pointer={cells}
         marked={marked}
       />
     </section>
@@ -162,10 +163,13 @@ function Both({ a, b }: { a: Run; b: Run }) {
 function Means({ a, b }: { a: Run; b: Run }) {
   const page = usePage();
   const probe = useView((state) => state.probe);
-  useTapeVersion(a.id);
-  useTapeVersion(b.id);
+  useTranscriptVersion(a.id);
+  useTranscriptVersion(b.id);
   if (probe === null) return null;
-  const [first, second] = [meanOf(page.shelf.get(a.id), probe), meanOf(page.shelf.get(b.id), probe)];
+  const [first, second] = [
+    meanOf(page.transcripts.get(a.id), probe),
+    meanOf(page.transcripts.get(b.id), probe),
+  ];
   if (Number.isNaN(second - first)) return null;
   return (
     <span className="means">
@@ -176,9 +180,9 @@ function Means({ a, b }: { a: Run; b: Run }) {
   );
 }
 
-function meanOf(tape: Tape, probe: string): number {
+function meanOf(transcript: Transcript, probe: string): number {
   let [sum, num] = [0, 0];
-  for (const value of tape.scores.column(probe).subarray(tape.promptLength)) {
+  for (const value of transcript.scores.column(probe).subarray(transcript.promptLength)) {
     if (Number.isNaN(value)) continue;
     sum += value;
     num += 1;

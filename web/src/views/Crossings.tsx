@@ -1,7 +1,7 @@
-// Takes the log of threshold crossings; lists them, newest first, each a way to its token.
+// Lists the threshold crossings, newest first; each one leads to its token.
 import { Fragment, memo, useEffect } from "react";
-import type { Excursion } from "../data/excursions";
-import type { Tape } from "../data/tape";
+import type { Crossing } from "../data/crossings";
+import type { Transcript } from "../data/transcript";
 import { usePage, type Page } from "../state/page";
 import { leafOf, pathTo } from "../state/store";
 import { counted, score } from "../text/number";
@@ -12,24 +12,24 @@ const MAX_SHOWN = 100;
 
 export function Crossings() {
   const page = usePage();
-  const excursions = useView((state) => state.excursions);
-  const dropped = useView((state) => state.numExcursionsDropped);
+  const crossings = useView((state) => state.crossings);
+  const dropped = useView((state) => state.numCrossingsDropped);
   const numUnseen = useView((state) => state.numUnseen);
   const head = useView((state) => state.head);
   const isLooking = useView((state) => state.pane === "crossings");
   useEffect(() => {
     if (isLooking && numUnseen > 0) page.store.setState({ numUnseen: 0 });
   }, [page, isLooking, numUnseen]);
-  const newest = excursions.slice(-MAX_SHOWN).reverse();
-  const hidden = dropped + excursions.length - newest.length;
+  const newest = crossings.slice(-MAX_SHOWN).reverse();
+  const hidden = dropped + crossings.length - newest.length;
   return (
     <section className="panel crossings" aria-labelledby="crossings-title">
       <header className="panel-head">
         <h2 id="crossings-title">Threshold crossings</h2>
         {newest.length > 0 && (
           // Another key starts the flash anew: something was crossed just now.
-          <span key={excursions.length + dropped} className="faint arrival">
-            {counted(excursions.length + dropped, "crossing")}
+          <span key={crossings.length + dropped} className="faint arrival">
+            {counted(crossings.length + dropped, "crossing")}
           </span>
         )}
       </header>
@@ -40,7 +40,7 @@ export function Crossings() {
           {newest.map((each, i) => (
             <Fragment key={`${each.run} ${each.probe} ${each.first.part}${each.first.index}`}>
               {each.run !== (newest[i - 1]?.run ?? head) && <RunLine id={each.run} />}
-              <Crossing excursion={each} />
+              <Crossing crossing={each} />
             </Fragment>
           ))}
         </ol>
@@ -57,16 +57,16 @@ function RunLine({ id }: { id: string }) {
 }
 
 /** Most of the list stays as it is while one stretch grows. */
-const Crossing = memo(function Crossing({ excursion }: { excursion: Excursion }) {
+const Crossing = memo(function Crossing({ crossing }: { crossing: Crossing }) {
   const page = usePage();
-  const { run, probe, first, last, peak } = excursion;
-  const tape = page.shelf.get(run);
+  const { run, probe, first, last, peak } = crossing;
+  const transcript = page.transcripts.get(run);
   const numTokens = last.index - first.index + 1;
   return (
     <li>
-      <button type="button" onClick={() => jump(page, excursion)}>
+      <button type="button" onClick={() => jump(page, crossing)}>
         <span className="log-probe">{probe}</span>
-        <span className="log-words">{words(tape, excursion)}</span>
+        <span className="log-words">{words(transcript, crossing)}</span>
         <span className="number">{score(peak)}</span>
         <span className="faint">
           {first.part === "prompt" ? "p" : ""} {first.index}
@@ -78,17 +78,17 @@ const Crossing = memo(function Crossing({ excursion }: { excursion: Excursion })
 });
 
 /** The stretch as text, short enough for a line. */
-function words(tape: Tape, { first, last }: Excursion): string {
-  const from = tape.flat(first);
-  const to = Math.min(tape.flat(last) + 1, from + 12);
+function words(transcript: Transcript, { first, last }: Crossing): string {
+  const from = transcript.rowOf(first);
+  const to = Math.min(transcript.rowOf(last) + 1, from + 12);
   return (
-    visible(tape.tokens.slice(from, to).join("")).replaceAll("·", " ").trim() ||
-    visible(tape.tokens[from] ?? "")
+    visible(transcript.tokens.slice(from, to).join("")).replaceAll("·", " ").trim() ||
+    visible(transcript.tokens[from] ?? "")
   );
 }
 
 /** Show the run, the probe and the token. */
-export function jump(page: Page, { run, probe, peakAt }: Excursion): void {
+export function jump(page: Page, { run, probe, peakAt }: Crossing): void {
   const { runs, head } = page.store.getState();
   const isShown = pathTo(runs, head).some(({ id }) => id === run);
   page.store.setState({
@@ -96,7 +96,7 @@ export function jump(page: Page, { run, probe, peakAt }: Excursion): void {
     ...(isNarrow() ? { pane: "chat" } : {}),
     ...(isShown ? {} : { head: leafOf(runs, run), versus: null, span: null }),
   });
-  const focus = { run, spot: peakAt };
+  const focus = { run, token: peakAt };
   page.focus.setState({ pin: focus, hover: null, anchor: null });
-  page.beat.ask(() => page.places.reveal(focus));
+  page.frames.schedule(() => page.tokenViews.reveal(focus));
 }

@@ -1,4 +1,4 @@
-// Takes a title and a body; gives them in a modal dialog.
+// A modal dialog.
 import { useEffect, useId, useRef, type ReactNode } from "react";
 
 interface Props {

@@ -1,8 +1,8 @@
-// Takes the bank; says, before anything was asked, what each probe finds and how its scores are spread.
+// Describes the probes and their reference scores before the first question.
 import type { ProbeInfo } from "../api/types";
 import { usePage } from "../state/page";
 import { useView } from "./hooks";
-import { ordered } from "./rail/groups";
+import { ordered } from "./sidebar/probeGroups";
 import { Bars } from "./tip/ReferenceHistogram";
 
 const MAX_SHOWN = 24;

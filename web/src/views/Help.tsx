@@ -1,4 +1,4 @@
-// Takes nothing; lists the keys, in a dialog.
+// The dialog that lists the keyboard shortcuts.
 import { usePage } from "../state/page";
 import { Dialog } from "./Dialog";
 import { useView } from "./hooks";

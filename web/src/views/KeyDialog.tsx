@@ -1,4 +1,4 @@
-// Takes the wish of the server for an API key; asks the user for it.
+// The dialog that asks for the API key.
 import { useState } from "react";
 import { usePage } from "../state/page";
 import { Dialog } from "./Dialog";

@@ -1,33 +1,36 @@
-// Takes one of two runs that are compared; shows how it was asked, what was applied, and its tokens.
+// One of two compared runs: its settings, the steering applied to it, and its tokens.
 import { useEffect } from "react";
 import { usePage } from "../state/page";
-import { sent } from "../state/request";
+import { samplingFields } from "../state/request";
 import type { Run } from "../state/types";
 import { counted } from "../text/number";
 import { outcome } from "./chat/Turn";
-import { useTapeVersion, useView } from "./hooks";
+import { useTranscriptVersion, useView } from "./hooks";
 import { Applied } from "./steer/Applied";
-import { TokenList, type Differing } from "./tokens/TokenList";
+import { TokenList, type SideDiff } from "./tokens/TokenList";
 
 interface SideProps {
   run: Run;
   name: "A" | "B";
-  differing: Differing;
+  diff: SideDiff;
   /** Of both sides, so that their answers begin at one height. */
   hasPrompt: boolean;
   onPrompt: (hasPrompt: boolean) => void;
 }
 
-export function Side({ run, name, differing, hasPrompt, onPrompt }: SideProps) {
+export function Side({ run, name, diff, hasPrompt, onPrompt }: SideProps) {
   const page = usePage();
-  useTapeVersion(run.id);
-  useTapeVersion(differing.other);
+  useTranscriptVersion(run.id);
+  useTranscriptVersion(diff.other);
   const isFrozen = useView((state) => state.isFrozen);
-  const tape = page.shelf.get(run.id);
-  const numDiffering = differing.read().size;
-  const isSame = numDiffering === 0 && tape.done !== null && page.shelf.get(differing.other).done !== null;
+  const transcript = page.transcripts.get(run.id);
+  const numDiffering = diff.read().size;
+  const isSame =
+    numDiffering === 0 && transcript.done !== null && page.transcripts.get(diff.other).done !== null;
   usePromptOnDemand(run.id, hasPrompt, onPrompt);
-  const settings = Object.entries(sent(run.sampling)).map(([key, value]) => `${key} ${String(value)}`);
+  const settings = Object.entries(samplingFields(run.sampling)).map(
+    ([key, value]) => `${key} ${String(value)}`,
+  );
   return (
     <article className="side" aria-label={`Run ${name}`}>
       <header>
@@ -35,7 +38,7 @@ export function Side({ run, name, differing, hasPrompt, onPrompt }: SideProps) {
           <h2>
             <span className="side-name">{name}</span> {run.user}
           </h2>
-          {tape.promptLength > 0 && (
+          {transcript.promptLength > 0 && (
             <button
               type="button"
               className="quiet"
@@ -58,7 +61,7 @@ export function Side({ run, name, differing, hasPrompt, onPrompt }: SideProps) {
         <p className="faint">
           {[
             run.steer.length > 0 ? "steered" : "plain",
-            outcome(run, tape),
+            outcome(run, transcript),
             ...settings,
             run.system.trim() && `system: ${run.system.trim()}`,
           ]
@@ -79,15 +82,20 @@ export function Side({ run, name, differing, hasPrompt, onPrompt }: SideProps) {
           </p>
         )}
       </header>
-      {hasPrompt && tape.promptLength > 0 && (
-        <TokenList run={run.id} from={0} to={tape.promptLength} label={`Prompt of ${name}, token by token`} />
+      {hasPrompt && transcript.promptLength > 0 && (
+        <TokenList
+          run={run.id}
+          from={0}
+          to={transcript.promptLength}
+          label={`Prompt of ${name}, token by token`}
+        />
       )}
       <TokenList
         run={run.id}
-        from={tape.promptLength}
+        from={transcript.promptLength}
         to={null}
         label={`Answer of ${name}, token by token`}
-        differing={differing}
+        diff={diff}
       />
     </article>
   );
@@ -98,12 +106,12 @@ function usePromptOnDemand(run: string, hasPrompt: boolean, onPrompt: (hasPrompt
   const page = usePage();
   useEffect(() => {
     if (hasPrompt) return;
-    return page.places.add(run, {
+    return page.tokenViews.add(run, {
       rectOf: () => null,
       reveal: (focus) => {
-        if (focus.spot.part !== "prompt") return false;
+        if (focus.token.part !== "prompt") return false;
         onPrompt(true);
-        page.beat.ask(() => page.places.reveal(focus));
+        page.frames.schedule(() => page.tokenViews.reveal(focus));
         return true;
       },
     });

@@ -1,4 +1,4 @@
-// Takes the page; gives React what changes in it, and no more often than it should render.
+// React hooks that subscribe a component to the parts of the page it renders.
 import { useCallback, useEffect, useState, useSyncExternalStore } from "react";
 import { useStore } from "zustand";
 import type { ProbeInfo } from "../api/types";
@@ -12,13 +12,13 @@ export function useView<T>(selector: (state: State) => T): T {
 }
 
 /** Renders again, at most once a frame, while the run grows. */
-export function useTapeVersion(run: string | null): number {
-  const { shelf } = usePage();
+export function useTranscriptVersion(run: string | null): number {
+  const { transcripts } = usePage();
   const watch = useCallback(
-    (notify: () => void) => (run === null ? () => undefined : shelf.watch(run, notify)),
-    [shelf, run],
+    (notify: () => void) => (run === null ? () => undefined : transcripts.subscribe(run, notify)),
+    [transcripts, run],
   );
-  return useSyncExternalStore(watch, () => (run === null ? 0 : shelf.get(run).version));
+  return useSyncExternalStore(watch, () => (run === null ? 0 : transcripts.get(run).version));
 }
 
 export function useShownFocus(): Focus | null {

@@ -1,4 +1,4 @@
-// Takes crossings that come while nobody looks; counts them in the window's title.
+// Counts in the window's title the crossings that arrive while the page is hidden.
 import { useEffect } from "react";
 import { usePage } from "../state/page";
 

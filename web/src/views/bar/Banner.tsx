@@ -1,4 +1,4 @@
-// Takes the picture of the server; says across the page what is wrong with it, and what happens next.
+// The message across the page about a problem of the server or the engine.
 import { usePage } from "../../state/page";
 import type { State } from "../../state/types";
 import { count } from "../../text/number";
@@ -12,19 +12,19 @@ interface Message {
   text: string;
 }
 
-export function messageOf(state: Pick<State, "link" | "engine" | "isFrozen">): Message | null {
-  const { link, engine } = state;
+export function messageOf(state: Pick<State, "connection" | "engine" | "isFrozen">): Message | null {
+  const { connection, engine } = state;
   if (state.isFrozen) return null;
-  if (link.kind === "connecting")
+  if (connection.kind === "connecting")
     return { tone: "busy", title: "Connecting", text: "to the server of this page." };
-  if (link.kind === "unreachable") {
+  if (connection.kind === "unreachable") {
     return {
       tone: "bad",
       title: "Disconnected.",
       text: "The server does not answer. This page tries again by itself; what is on it stays.",
     };
   }
-  const { status, reason } = link.health;
+  const { status, reason } = connection.health;
   if (status === "starting") {
     return {
       tone: "busy",
@@ -36,7 +36,7 @@ export function messageOf(state: Pick<State, "link" | "engine" | "isFrozen">): M
     return { tone: "bad", title: "The engine has failed.", text: sentence(reason ?? "No reason is known.") };
   if (status === "degraded") {
     const text = sentence(reason ?? "Scores may be missing.");
-    return { tone: "busy", title: "Degraded: tokens flow, scores may not.", text };
+    return { tone: "busy", title: "Degraded: tokens spans, scores may not.", text };
   }
   if (engine && engine.reader.lost > 0) {
     const text = `${count(engine.reader.lost)} rows were lost since the server started.`;
@@ -47,11 +47,11 @@ export function messageOf(state: Pick<State, "link" | "engine" | "isFrozen">): M
 
 export function Banner() {
   const page = usePage();
-  const link = useView((state) => state.link);
+  const connection = useView((state) => state.connection);
   const engine = useView((state) => state.engine);
   const isFrozen = useView((state) => state.isFrozen);
   const notice = useView((state) => state.notice);
-  const message = messageOf({ link, engine, isFrozen });
+  const message = messageOf({ connection, engine, isFrozen });
   return (
     <div className="banners">
       <div role="status">

@@ -1,4 +1,4 @@
-// Takes nothing; gives the line at the top: what is served, how it stands, and what can be done with it.
+// The bar at the top: the model, the engine's status, and the menus.
 import { useState } from "react";
 import { usePage } from "../../state/page";
 import { siblings } from "../../state/store";

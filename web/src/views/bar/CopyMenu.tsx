@@ -1,4 +1,4 @@
-// Takes the run shown; copies its request as Python or curl, or a link to this view.
+// The menu that copies the shown request as Python or curl, or a link to this view.
 import { useState } from "react";
 import { addressOf, type Question } from "../../state/address";
 import type { Page } from "../../state/page";
@@ -6,7 +6,7 @@ import { usePage } from "../../state/page";
 import { bodyOf, messagesOf, type CompletionBody } from "../../state/request";
 import { pathTo } from "../../state/store";
 import type { Run } from "../../state/types";
-import { copyText } from "../../state/copy";
+import { copyText } from "../../state/clipboard";
 import { curl, python } from "../../export/snippets";
 import { Menu, MenuItem } from "./Menu";
 
@@ -43,7 +43,7 @@ function requestOf(page: Page): CompletionBody {
   const path = pathTo(runs, head);
   const run = path.at(-1);
   if (!run) throw new Error("no run is shown");
-  const answers = path.slice(0, -1).map(({ id }) => page.shelf.get(id).text);
+  const answers = path.slice(0, -1).map(({ id }) => page.transcripts.get(id).text);
   return bodyOf(run, messagesOf(path, answers));
 }
 
@@ -57,6 +57,6 @@ function linkOf(page: Page): string {
   const { pin } = page.focus.getState();
   const run = state.head === null ? undefined : state.runs[state.head];
   const question = run ? questionIn(run) : null;
-  const at = pin !== null && pin.run === state.head ? pin.spot : null;
+  const at = pin !== null && pin.run === state.head ? pin.token : null;
   return location.origin + location.pathname + addressOf(state, at, question);
 }

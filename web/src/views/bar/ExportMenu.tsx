@@ -1,15 +1,15 @@
-// Takes the run shown (two where they are compared); saves it as JSON, CSV, a picture or a page of its own.
+// The menu that exports the shown runs as JSON, CSV, PNG or HTML.
 import { ownParts, scriptSource } from "../../export/bundle";
 import { csv } from "../../export/csv";
 import { figure } from "../../export/figure";
 import { html } from "../../export/html";
 import { fileName, save } from "../../export/save";
-import { toFile, type RunFile } from "../../data/runfile";
+import { toFile, type RunFile } from "../../data/runFile";
 import type { Theme } from "../../colour/ramp";
 import type { Page } from "../../state/page";
 import { usePage } from "../../state/page";
 import type { Run } from "../../state/types";
-import { ordered } from "../rail/groups";
+import { ordered } from "../sidebar/probeGroups";
 import { probeIn, useTheme } from "../hooks";
 import { Menu, MenuItem } from "./Menu";
 
@@ -49,7 +49,7 @@ export function ExportMenu() {
 function filesOf(page: Page, run: Run): RunFile[] {
   const { runs, versus } = page.store.getState();
   const other = versus === null ? undefined : runs[versus];
-  return [run, ...(other ? [other] : [])].map((each) => toFile(each, page.shelf.get(each.id)));
+  return [run, ...(other ? [other] : [])].map((each) => toFile(each, page.transcripts.get(each.id)));
 }
 
 function saveJson(page: Page, run: Run): void {
@@ -68,7 +68,7 @@ async function savePng(page: Page, run: Run, theme: Theme): Promise<void> {
   const { probes, probe: name } = page.store.getState();
   const probe = probeIn(run, probes, name);
   if (!probe) throw new Error("Choose a probe first: the picture is coloured by it.");
-  const canvas = figure(run, page.shelf.get(run.id), probe, ordered(run.probes), theme);
+  const canvas = figure(run, page.transcripts.get(run.id), probe, ordered(run.probes), theme);
   const blob = await new Promise<Blob | null>((resolve) => canvas.toBlob(resolve, "image/png"));
   if (!blob) throw new Error("The picture is too large for this browser.");
   save(fileName(run.user, "png"), blob);

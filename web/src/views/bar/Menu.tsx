@@ -1,4 +1,4 @@
-// Takes a title and choices; gives a button that opens them. Escape, a choice or leaving closes it.
+// A button that opens a menu; Escape, a choice or leaving the menu closes it.
 import {
   createContext,
   useCallback,

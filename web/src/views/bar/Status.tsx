@@ -1,27 +1,27 @@
-// Takes the picture of the server; says in one word how it stands, and in more words on demand.
+// The engine's status in one word, with details in a menu.
 import type { EngineDescription } from "../../api/types";
-import type { Link } from "../../state/types";
+import type { Connection } from "../../state/types";
 import { count } from "../../text/number";
 import { useView } from "../hooks";
 import { Menu } from "./Menu";
 
-export interface Standing {
+export interface ShownStatus {
   word: string;
   tone: "good" | "busy" | "bad";
 }
 
-export function standingOf(link: Link): Standing {
-  if (link.kind === "connecting") return { word: "connecting", tone: "busy" };
-  if (link.kind === "unreachable") return { word: "disconnected", tone: "bad" };
+export function statusOf(connection: Connection): ShownStatus {
+  if (connection.kind === "connecting") return { word: "connecting", tone: "busy" };
+  if (connection.kind === "unreachable") return { word: "disconnected", tone: "bad" };
   const tones = { ready: "good", starting: "busy", degraded: "busy", failed: "bad" } as const;
-  const { status } = link.health;
+  const { status } = connection.health;
   return { word: status, tone: tones[status] };
 }
 
 export function Status() {
-  const link = useView((state) => state.link);
+  const connection = useView((state) => state.connection);
   const engine = useView((state) => state.engine);
-  const { word, tone } = standingOf(link);
+  const { word, tone } = statusOf(connection);
   const title = (
     <span className="status" data-tone={tone}>
       <span className="status-dot" aria-hidden="true" />
@@ -30,13 +30,13 @@ export function Status() {
   );
   return (
     <Menu title={title} label={`Engine: ${word}`}>
-      <Facts link={link} engine={engine} />
+      <Facts connection={connection} engine={engine} />
     </Menu>
   );
 }
 
-function Facts({ link, engine }: { link: Link; engine: EngineDescription | null }) {
-  const health = link.kind === "answered" ? link.health : null;
+function Facts({ connection, engine }: { connection: Connection; engine: EngineDescription | null }) {
+  const health = connection.kind === "answered" ? connection.health : null;
   return (
     <dl className="facts">
       {health?.reason != null && <Fact name="Because" value={health.reason} />}

@@ -1,11 +1,11 @@
-// Takes what is typed; asks it, or stops the answer that is running.
+// The form that asks the next question, or stops the running answer.
 import { useRef, useState } from "react";
-import { entryOf, isOn } from "../../data/steer";
+import { entryOf, isOn } from "../../data/entryDraft";
 import { usePage } from "../../state/page";
-import { aimOf, isPair } from "../../state/request";
+import { nextQuestion, isPair } from "../../state/request";
 import { isServing, RUNNING, type Draft, type Run } from "../../state/types";
 import { counted } from "../../text/number";
-import { actWords } from "../../text/steering";
+import { actWords } from "../../text/steeringWords";
 import { isNarrow, useView } from "../hooks";
 import { Settings } from "./Settings";
 
@@ -16,13 +16,13 @@ export function Composer() {
   const running = useView((state) =>
     [state.head, state.versus].filter((id) => isRunning(id === null ? undefined : state.runs[id])).join(" "),
   );
-  const hasWords = useView((state) => aimOf(state).user !== "");
+  const hasWords = useView((state) => nextQuestion(state).user !== "");
   const isTwo = useView((state) => isPair(state.draft));
   const compared = useView((state) =>
     state.head === null || state.versus === null ? null : (state.runs[state.head]?.user ?? null),
   );
   const isReady = useView(isServing);
-  const isGone = useView((state) => state.link.kind === "unreachable");
+  const isGone = useView((state) => state.connection.kind === "unreachable");
   const hasTalk = useView((state) => state.head !== null);
   const [isOpen, setOpen] = useState(false);
   const box = useRef<HTMLTextAreaElement>(null);
@@ -44,7 +44,7 @@ export function Composer() {
           ref={box}
           id="message"
           rows={2}
-          placeholder={invitation(isReady, isGone, compared)}
+          placeholder={placeholderText(isReady, isGone, compared)}
           value={draft.user}
           onChange={(event) => page.store.setState({ draft: { ...draft, user: event.target.value } })}
           onKeyDown={(event) => {
@@ -106,7 +106,7 @@ function isRunning(run: Run | undefined): boolean {
   return run !== undefined && RUNNING.has(run.status);
 }
 
-function invitation(isReady: boolean, isGone: boolean, compared: string | null): string {
+function placeholderText(isReady: boolean, isGone: boolean, compared: string | null): string {
   if (isReady && compared !== null) return `Another question; left empty, again: ${compared}`;
   if (isReady) return "Ask the model something";
   return isGone ? "The server does not answer" : "The engine is not ready yet";

@@ -1,13 +1,13 @@
-// Takes the chosen probe; shows what its colours mean, in numbers, and lets another be chosen.
+// The scale of the chosen probe's colours, and the choice of another probe.
 import { domainOf, edge, fraction, isOver, type Domain } from "../../colour/domain";
 import { colourAt, type Theme } from "../../colour/ramp";
 import { position } from "../../colour/domain";
 import type { ProbeInfo } from "../../api/types";
 import { usePage } from "../../state/page";
 import { brief, score } from "../../text/number";
-import { ordered } from "../rail/groups";
+import { ordered } from "../sidebar/probeGroups";
 import { probeIn, useRun, useShownFocus, useTheme, useView } from "../hooks";
-import { useScopeRun } from "../scope/Scope";
+import { useChartedRun } from "../charts/Charts";
 
 const STEPS = 48;
 
@@ -15,7 +15,7 @@ export function Legend() {
   const page = usePage();
   const probes = useView((state) => state.probes);
   const name = useView((state) => state.probe);
-  const run = useRun(useScopeRun());
+  const run = useRun(useChartedRun());
   const probe = probeIn(run, probes, name);
   if (!probe || !probes) return null;
   return (
@@ -38,8 +38,9 @@ function Scale({ probe }: { probe: ProbeInfo }) {
   const theme = useTheme();
   const focus = useShownFocus();
   const domain = domainOf(probe);
-  const tape = focus ? page.shelf.get(focus.run) : null;
-  const value = focus && tape ? tape.scores.value(probe.name, tape.flat(focus.spot)) : NaN;
+  const transcript = focus ? page.transcripts.get(focus.run) : null;
+  const value =
+    focus && transcript ? transcript.scores.value(probe.name, transcript.rowOf(focus.token)) : NaN;
   return (
     <div className="scale" title={sourceOf(domain)}>
       <Ramp domain={domain} theme={theme} value={value} />

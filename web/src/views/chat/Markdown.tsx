@@ -1,4 +1,4 @@
-// Takes a model's text; shows it as Markdown. Markup in it stays text, and nothing is loaded or run.
+// Renders a model's text as Markdown; HTML in it stays text, and nothing is loaded or run.
 import { lexer, type MarkedToken, type Token, type Tokens } from "marked";
 import { createElement, Fragment, useMemo, type ReactNode } from "react";
 

@@ -1,4 +1,4 @@
-// Takes a run; shows what the user asked as the prompt's own tokens, the rest of the prompt on demand.
+// The user's question as tokens of the prompt, with the rest of the prompt on demand.
 import { useEffect, useMemo, useState } from "react";
 import { usePage } from "../../state/page";
 import type { Run } from "../../state/types";
@@ -13,18 +13,18 @@ export function Question({ run, promptLength }: { run: Run; promptLength: number
   const [isWhole, setWhole] = useState(false);
   const isFrozen = useView((state) => state.isFrozen);
   const range = useMemo(
-    () => locate(page.shelf.get(run.id).tokens.slice(0, promptLength), run.user),
+    () => locate(page.transcripts.get(run.id).tokens.slice(0, promptLength), run.user),
     [page, run.id, run.user, promptLength],
   );
   useEffect(() => {
     if (isWhole) return;
     // A prompt token outside the question was asked for: open the prompt, then show it.
-    return page.places.add(run.id, {
+    return page.tokenViews.add(run.id, {
       rectOf: () => null,
       reveal: (focus) => {
-        if (focus.run !== run.id || focus.spot.part !== "prompt") return false;
+        if (focus.run !== run.id || focus.token.part !== "prompt") return false;
         setWhole(true);
-        page.beat.ask(() => page.places.reveal(focus));
+        page.frames.schedule(() => page.tokenViews.reveal(focus));
         return true;
       },
     });

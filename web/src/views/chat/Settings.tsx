@@ -1,4 +1,4 @@
-// Takes the draft; lets the system prompt and the sampling be set. An empty field is not sent.
+// The system prompt and the sampling settings; an empty field is not sent.
 import { useId } from "react";
 import { usePage } from "../../state/page";
 import { NO_SAMPLING, type Sampling } from "../../state/types";

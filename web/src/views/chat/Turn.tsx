@@ -1,13 +1,13 @@
-// Takes one run; shows its question and its answer, token by token, and what can be done with it.
+// One run as a turn of the conversation: its question, its answer and its actions.
 import { useState } from "react";
 import { stopWords } from "../../data/rules";
-import type { Tape } from "../../data/tape";
-import { copyText } from "../../state/copy";
+import type { Transcript } from "../../data/transcript";
+import { copyText } from "../../state/clipboard";
 import { usePage } from "../../state/page";
 import type { Run } from "../../state/types";
 import { RUNNING } from "../../state/types";
 import { counted } from "../../text/number";
-import { useTapeVersion, useView } from "../hooks";
+import { useTranscriptVersion, useView } from "../hooks";
 import { Applied } from "../steer/Applied";
 import { TokenList } from "../tokens/TokenList";
 import { Markdown } from "./Markdown";
@@ -16,26 +16,26 @@ import { Variants } from "./Variants";
 
 export function Turn({ run }: { run: Run }) {
   const page = usePage();
-  useTapeVersion(run.id);
+  useTranscriptVersion(run.id);
   const hasMarkdown = useView((state) => state.hasMarkdown);
-  const tape = page.shelf.get(run.id);
+  const transcript = page.transcripts.get(run.id);
   return (
     <article className="turn" aria-label={`Question: ${run.user.slice(0, 80)}`}>
-      <Question run={run} promptLength={tape.promptLength} />
+      <Question run={run} promptLength={transcript.promptLength} />
       <section className="answer" aria-label="Answer">
         <h2 className="who">
-          {run.model} <span className="faint">{outcome(run, tape)}</span>
+          {run.model} <span className="faint">{outcome(run, transcript)}</span>
         </h2>
         <Applied run={run} />
         {hasMarkdown ? (
-          <Markdown text={tape.text} />
+          <Markdown text={transcript.text} />
         ) : (
-          <TokenList run={run.id} from={tape.promptLength} to={null} label="Answer, token by token" />
+          <TokenList run={run.id} from={transcript.promptLength} to={null} label="Answer, token by token" />
         )}
-        {tape.lost > 0 && (
+        {transcript.lost > 0 && (
           <p className="warning" role="status">
-            {counted(tape.lost, "token")} lost {tape.lost === 1 ? "its" : "their"} scores on the way: the
-            reader was too slow. Nothing else is affected.
+            {counted(transcript.lost, "token")} lost {transcript.lost === 1 ? "its" : "their"} scores on the
+            way: the reader was too slow. Nothing else is affected.
           </p>
         )}
         {run.error !== null && (
@@ -50,10 +50,10 @@ export function Turn({ run }: { run: Run }) {
 }
 
 /** How far the run is, or how it ended. */
-export function outcome(run: Run, tape: Tape): string {
-  const tokens = tape.answerLength;
-  const reason = tape.done?.finish_reasons[0];
-  const isRuled = stopWords(tape.done?.stop_reasons?.[0]) !== null;
+export function outcome(run: Run, transcript: Transcript): string {
+  const tokens = transcript.answerLength;
+  const reason = transcript.done?.finish_reasons[0];
+  const isRuled = stopWords(transcript.done?.stop_reasons?.[0]) !== null;
   if (run.status === "opening") return "waiting for the first token";
   if (run.status === "reconnecting") return `${counted(tokens, "token")}, connection lost, reconnecting`;
   if (run.status === "streaming") return counted(tokens, "token");
@@ -83,7 +83,7 @@ function Actions({ run }: { run: Run }) {
   }
   const copy = async () => {
     try {
-      await copyText(page.shelf.get(run.id).text);
+      await copyText(page.transcripts.get(run.id).text);
       setCopied(true);
       setTimeout(() => setCopied(false), 1500);
     } catch (error) {

@@ -1,4 +1,4 @@
-// Takes a run; lets the other answers to its question be leafed through, or set beside it.
+// Steps through the other answers to a question, or compares one with the answer shown.
 import { usePage } from "../../state/page";
 import { leafOf, siblings } from "../../state/store";
 import type { Run } from "../../state/types";

@@ -1,34 +1,34 @@
-// Takes a run; shows what the engine says it did to it, and where stop rules fired.
+// The steering that the engine applied to a run, and where stop rules fired.
 import type { AppliedEntry } from "../../api/steering";
 import { firings, stopWords, type Firing } from "../../data/rules";
-import type { Tape } from "../../data/tape";
+import type { Transcript } from "../../data/transcript";
 import { usePage } from "../../state/page";
 import { RUNNING, type Run } from "../../state/types";
-import { conditionWords, entryWords, ruleWords } from "../../text/steering";
-import { useTapeVersion } from "../hooks";
+import { conditionWords, entryWords, ruleWords } from "../../text/steeringWords";
+import { useTranscriptVersion } from "../hooks";
 
 /** Nothing where a run is neither steered nor watched by rules. */
 export function Applied({ run }: { run: Run }) {
   const page = usePage();
-  useTapeVersion(run.id);
-  const tape = page.shelf.get(run.id);
-  const isSteered = run.steer.length > 0 || (tape.echo?.steering.length ?? 0) > 0;
+  useTranscriptVersion(run.id);
+  const transcript = page.transcripts.get(run.id);
+  const isSteered = run.steer.length > 0 || (transcript.echo?.steering.length ?? 0) > 0;
   if (!isSteered && run.stop.length === 0) return null;
   return (
     <div className="applied">
-      {isSteered && <Echo run={run} tape={tape} />}
-      {run.stop.length > 0 && <Rules run={run} tape={tape} />}
+      {isSteered && <Echo run={run} transcript={transcript} />}
+      {run.stop.length > 0 && <Rules run={run} transcript={transcript} />}
     </div>
   );
 }
 
-function Echo({ run, tape }: { run: Run; tape: Tape }) {
-  if (tape.echo === null) {
+function Echo({ run, transcript }: { run: Run; transcript: Transcript }) {
+  if (transcript.echo === null) {
     const isOver = !RUNNING.has(run.status);
     const said = isOver ? "Not confirmed by the engine" : "Asked for";
     return <Entries title={said} entries={run.steer} />;
   }
-  const { steering } = tape.echo;
+  const { steering } = transcript.echo;
   if (steering.length === 0) return <p>Steered by nothing: the engine applied no entry.</p>;
   return <Entries title="Applied" entries={steering} />;
 }
@@ -52,9 +52,9 @@ function Entries({ title, entries }: { title: string; entries: readonly AppliedE
   );
 }
 
-function Rules({ run, tape }: { run: Run; tape: Tape }) {
-  const fired = firings(tape, run.stop, run.probes);
-  const reason = stopWords(tape.done?.stop_reasons?.[0]);
+function Rules({ run, transcript }: { run: Run; transcript: Transcript }) {
+  const fired = firings(transcript, run.stop, run.probes);
+  const reason = stopWords(transcript.done?.stop_reasons?.[0]);
   const isSeen = fired.some(({ rule }) => rule.action === "stop");
   const quiet = run.stop.filter((rule) => !fired.some((each) => each.rule === rule));
   return (
@@ -83,10 +83,10 @@ function FiredRule({ run, firing, hasStopped }: { run: Run; firing: Firing; hasS
   const word = rule.action === "alert" ? "Alert" : hasStopped ? "Stopped" : "Stop rule met";
   const page = usePage();
   const show = () => {
-    const focus = { run: run.id, spot: { part: "answer" as const, index } };
+    const focus = { run: run.id, token: { part: "answer" as const, index } };
     page.store.setState({ probe: rule.probe });
     page.focus.setState({ pin: focus, hover: null, anchor: null });
-    page.beat.ask(() => page.places.reveal(focus));
+    page.frames.schedule(() => page.tokenViews.reveal(focus));
   };
   return (
     <li className="fired">

@@ -1,4 +1,4 @@
-// Takes one vector at work; lets its strength, its way to act, its place and its time be set.
+// The fields of one steering entry: scale, operation, points, positions and gate.
 import type { Op, Phase, VectorInfo } from "../../api/steering";
 import {
   faultsOf,
@@ -10,10 +10,10 @@ import {
   stepOf,
   withOp,
   type EntryDraft,
-} from "../../data/steer";
+} from "../../data/entryDraft";
 import { usePage } from "../../state/page";
-import { stockOf } from "../../state/request";
-import { changeEntry, removeEntries } from "../../state/steer";
+import { catalogOf } from "../../state/request";
+import { changeEntry, removeEntries } from "../../state/draftActions";
 import { useView } from "../hooks";
 import { GateFields } from "./GateFields";
 import { NumberField } from "./NumberField";
@@ -217,7 +217,7 @@ function placesWords({ points, positions, skipsSpecial }: EntryDraft, vector: Ve
 function EntryFaults({ entry, vector, onChange }: WhereProps) {
   const steering = useView((state) => state.steering);
   const probes = useView((state) => state.probes);
-  const faults = isOn(entry) ? faultsOf(entry, stockOf({ steering, probes })) : [];
+  const faults = isOn(entry) ? faultsOf(entry, catalogOf({ steering, probes })) : [];
   if (faults.length === 0) return null;
   const points = entry.points ?? vector.points;
   const later = gatable(

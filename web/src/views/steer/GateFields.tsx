@@ -1,8 +1,8 @@
-// Takes an entry; lets a probe open and close it, token by token.
-import { gateProbe, type EntryDraft, type GateDraft } from "../../data/steer";
+// The fields of an entry's gate: the probe that switches it on and off, token by token.
+import { gateProbe, type EntryDraft, type GateDraft } from "../../data/entryDraft";
 import { brief } from "../../text/number";
 import { useView } from "../hooks";
-import { ordered } from "../rail/groups";
+import { ordered } from "../sidebar/probeGroups";
 import { NumberField } from "./NumberField";
 
 interface Props {

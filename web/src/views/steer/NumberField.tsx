@@ -1,4 +1,4 @@
-// Takes a number or none; gives a field for it. What is no number yet is none.
+// A field for a number; empty or incomplete input is null.
 
 interface Props {
   title: string;

@@ -1,11 +1,18 @@
-// Takes the draft; shows the request it makes, byte for byte, and copies it as JSON, curl or Python.
+// Shows the request exactly as it will be sent, and copies it as JSON, curl or Python.
 import { useId, useState } from "react";
 import { curl, python } from "../../export/snippets";
-import { copyText } from "../../state/copy";
+import { copyText } from "../../state/clipboard";
 import { usePage, type Page } from "../../state/page";
-import { aimOf, asksOf, bodyOf, isPair, messagesOf, type CompletionBody } from "../../state/request";
+import {
+  nextQuestion,
+  requestsOf,
+  bodyOf,
+  isPair,
+  messagesOf,
+  type CompletionBody,
+} from "../../state/request";
 import { pathTo } from "../../state/store";
-import { useTapeVersion, useView } from "../hooks";
+import { useTranscriptVersion, useView } from "../hooks";
 
 const FORMS = ["JSON", "curl", "Python"] as const;
 type Form = (typeof FORMS)[number];
@@ -19,7 +26,7 @@ export function Preview() {
   // Whatever the request is made of: the draft, where it goes, and the answers before it.
   useView((state) => state.draft);
   useView((state) => state.versus);
-  useTapeVersion(useView((state) => state.head));
+  useTranscriptVersion(useView((state) => state.head));
   const body = draftBody(page);
   if (!body) return null;
   const text = textOf(page, body, form);
@@ -70,10 +77,10 @@ function textOf(page: Page, body: CompletionBody, form: Form): string {
 /** Of two runs, the steered one. */
 function draftBody(page: Page): CompletionBody | null {
   const { draft, model, runs } = page.store.getState();
-  const asked = asksOf(draft, isPair(draft)).at(-1);
+  const asked = requestsOf(draft, isPair(draft)).at(-1);
   if (model === null || !asked) return null;
-  const { parent, user } = aimOf(page.store.getState());
+  const { parent, user } = nextQuestion(page.store.getState());
   const before = pathTo(runs, parent);
-  const answers = before.map(({ id }) => page.shelf.get(id).text);
+  const answers = before.map(({ id }) => page.transcripts.get(id).text);
   return bodyOf({ model, ...asked }, messagesOf([...before, { user, system: draft.system }], answers));
 }

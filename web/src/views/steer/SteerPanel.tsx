@@ -1,9 +1,9 @@
-// Takes what the engine can steer with; lets vectors and stop rules be set, and shows the request they make.
+// The steering panel: vectors, stop rules and the request they make.
 import { useMemo, useState } from "react";
 import type { VectorInfo } from "../../api/steering";
 import { usePage } from "../../state/page";
 import { draftFaults } from "../../state/request";
-import { removeEntries, setPaired } from "../../state/steer";
+import { removeEntries, setPaired } from "../../state/draftActions";
 import { counted } from "../../text/number";
 import { sentence } from "../../text/sentence";
 import { useView } from "../hooks";

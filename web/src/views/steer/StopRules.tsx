@@ -1,10 +1,10 @@
-// Takes the probes; lets rules be armed that end an answer, or only say so, where a probe stays high.
+// The fields of the stop rules, which stop an answer or flag it while a probe stays high.
 import { MAX_RULES, ruleFault, type RuleDraft } from "../../data/rules";
 import { usePage } from "../../state/page";
-import { addRule, changeRule, removeRule } from "../../state/steer";
+import { addRule, changeRule, removeRule } from "../../state/draftActions";
 import { brief } from "../../text/number";
 import { useView } from "../hooks";
-import { ordered } from "../rail/groups";
+import { ordered } from "../sidebar/probeGroups";
 import { NumberField } from "./NumberField";
 
 export function StopRules() {

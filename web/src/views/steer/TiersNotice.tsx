@@ -1,8 +1,8 @@
-// Takes the tiers that steer every request; says so across the page, and can clear them after a question.
+// The notice that global steering is on, with a way to clear it.
 import { useState } from "react";
 import { TIERS } from "../../api/steering";
 import { usePage } from "../../state/page";
-import { tierWords } from "../../text/steering";
+import { tierWords } from "../../text/steeringWords";
 import { Dialog } from "../Dialog";
 import { useView } from "../hooks";
 
@@ -30,7 +30,7 @@ function Confirm({ words, onClose }: { words: string; onClose: () => void }) {
     try {
       const body = Object.fromEntries(TIERS.map((tier) => [tier, []]));
       await page.server.json("v1/steering", { method: "POST", body });
-      await page.watch.lookAtSteering();
+      await page.monitor.refreshSteering();
       onClose();
     } catch (error) {
       setFault(error instanceof Error ? error.message : String(error));

@@ -1,8 +1,8 @@
-// Takes a vector of the engine; lets it be put to work, once or more, and says what it is.
+// One vector of the engine, with the steering entries that use it.
 import type { VectorInfo } from "../../api/steering";
-import type { EntryDraft } from "../../data/steer";
+import type { EntryDraft } from "../../data/entryDraft";
 import { usePage } from "../../state/page";
-import { addEntry, removeEntries } from "../../state/steer";
+import { addEntry, removeEntries } from "../../state/draftActions";
 import { brief, counted, exact } from "../../text/number";
 import { EntryCard } from "./EntryCard";
 

@@ -1,4 +1,4 @@
-// Takes a probe's reference scores and one value; shows whether that value is high for this probe.
+// A histogram of a probe's reference scores, with one score marked in it.
 import type { Histogram, ProbeInfo } from "../../api/types";
 import { score } from "../../text/number";
 import { rankOf } from "./rank";

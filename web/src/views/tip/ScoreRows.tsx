@@ -1,17 +1,17 @@
-// Takes a token and all probes; lists the exact score of each, thresholds marked, two runs beside each other.
+// The exact scores of all probes for one token, for two runs where they are compared.
 import type { ProbeInfo } from "../../api/types";
 import { domainOf, isOver, position } from "../../colour/domain";
 import { swatch } from "../../colour/ramp";
-import type { Tape } from "../../data/tape";
+import type { Transcript } from "../../data/transcript";
 import { usePage } from "../../state/page";
 import { score, signed } from "../../text/number";
 import { useTheme, useView } from "../hooks";
 
 interface Props {
   probes: readonly ProbeInfo[];
-  tape: Tape;
+  transcript: Transcript;
   row: number;
-  other: Tape | null;
+  other: Transcript | null;
   otherRow: number | null;
   /** Whether `tape` is run A of a comparison. */
   isFirst: boolean;
@@ -19,12 +19,12 @@ interface Props {
 
 const ROWS_PER_COLUMN = 22;
 
-export function ScoreRows({ probes, tape, row, other, otherRow, isFirst }: Props) {
+export function ScoreRows({ probes, transcript, row, other, otherRow, isFirst }: Props) {
   const columns = Math.min(3, Math.ceil(probes.length / ROWS_PER_COLUMN));
   return (
     <ul className="score-rows" data-columns={columns}>
       {probes.map((probe) => {
-        const here = tape.scores.value(probe.name, row);
+        const here = transcript.scores.value(probe.name, row);
         const there = other && otherRow !== null ? other.scores.value(probe.name, otherRow) : NaN;
         const [a, b] = isFirst ? [here, there] : [there, here];
         return <ScoreRow key={probe.name} probe={probe} value={here} pair={other ? [a, b] : null} />;

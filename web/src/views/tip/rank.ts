@@ -1,4 +1,4 @@
-// Takes a histogram and a value; gives the share of the reference that lies below it.
+// The share of a probe's reference scores that lie below a value.
 import type { Histogram } from "../../api/types";
 
 /** Between the edges of a bin its tokens count as spread evenly. */

@@ -1,0 +1,133 @@
+// What every journey uses: opens pages, fails on errors and policy violations, asks and exports.
+import { mkdtempSync, readFileSync } from "node:fs";
+import { tmpdir } from "node:os";
+import { join } from "node:path";
+import { chromium, type Browser, type BrowserContextOptions, type Page } from "playwright-core";
+import type { RunFile } from "../src/data/runFile";
+import { afterAll, afterEach, beforeAll, expect, inject } from "vitest";
+
+/** The demo: a real engine behind the real proxy. */
+export const DEMO = process.env.CLAIRAI_URL ?? "http://127.0.0.1:6969";
+/** A proxy whose engine has not come up, and that wants a key. */
+export const WAITING = process.env.CLAIRAI_WAITING_URL ?? "";
+export const WAITING_KEY = process.env.CLAIRAI_WAITING_KEY ?? "";
+
+export const PHONE: BrowserContextOptions = {
+  viewport: { width: 390, height: 844 },
+  hasTouch: true,
+  isMobile: true,
+  deviceScaleFactor: 2,
+};
+
+type Visit = (
+  url: string,
+  options?: BrowserContextOptions,
+  before?: (page: Page) => Promise<unknown>,
+) => Promise<Page>;
+
+/** To be called once at the top of a file of journeys. */
+export function setUpPages(): Visit {
+  let browser: Browser;
+  const found: string[] = [];
+  let close: (() => Promise<void>)[] = [];
+  beforeAll(async () => {
+    browser = await chromium.connect(inject("browser"));
+  });
+  afterEach(async () => {
+    for (const each of close) await each();
+    const problems = found.splice(0);
+    close = [];
+    expect(problems).toEqual([]);
+  });
+  afterAll(() => browser.close());
+  return async (url, options = {}, before = () => Promise.resolve()) => {
+    const context = await browser.newContext({
+      viewport: { width: 1280, height: 800 },
+      // The packaged Chromium has no language of its own.
+      locale: "en-US",
+      permissions: ["clipboard-read", "clipboard-write"],
+      ...options,
+    });
+    close.push(() => context.close());
+    const page = await context.newPage();
+    page.setDefaultTimeout(60_000);
+    await noteProblems(page, found);
+    await before(page);
+    await page.goto(url);
+    return page;
+  };
+}
+
+/** Errors and violations of the policy, as they happen. */
+export async function noteProblems(page: Page, found: string[]): Promise<void> {
+  await page.exposeFunction("reportProblem", (text: string) => found.push(text));
+  await page.addInitScript(reportViolations);
+  page.on("pageerror", (error) => found.push(`error: ${error.message}`));
+  page.on("console", (message) => {
+    const text = message.text();
+    if (message.type() === "error" && !isExpected(text)) found.push(`console: ${text}`);
+  });
+}
+
+/** Runs in the page: its policy must never have to step in. */
+function reportViolations(): void {
+  document.addEventListener("securitypolicyviolation", (event) => {
+    const page = window as unknown as { reportProblem(text: string): void };
+    page.reportProblem(`policy: ${event.violatedDirective} ${event.blockedURI} ${event.sample}`);
+  });
+}
+
+/** The browser itself logs every answer that is no success; journeys look at those on purpose. */
+function isExpected(text: string): boolean {
+  return text.startsWith("Failed to load resource");
+}
+
+export async function ready(page: Page): Promise<void> {
+  await page.locator(".example:enabled").first().waitFor();
+}
+
+/** Set what makes an answer short and always the same. */
+export async function settle(page: Page, settings: Record<string, string>): Promise<void> {
+  await page.getByRole("button", { name: /^Settings/ }).click();
+  for (const [label, value] of Object.entries(settings)) {
+    await page.getByLabel(label, { exact: true }).fill(value);
+  }
+  await page.getByRole("button", { name: "Close settings" }).click();
+}
+
+export async function ask(page: Page, text: string): Promise<void> {
+  await page.getByLabel("Message").fill(text);
+  await page.keyboard.press("Enter");
+}
+
+/** Wait for the newest answer's end. */
+export async function answered(page: Page): Promise<void> {
+  await page
+    .locator(".turn")
+    .last()
+    .getByRole("button", { name: "Regenerate" })
+    .waitFor({ timeout: 150_000 });
+}
+
+/** Choose an entry of the export menu; gives the path of what was saved. */
+export async function exported(page: Page, entry: RegExp): Promise<string> {
+  const download = page.waitForEvent("download");
+  await page.getByRole("button", { name: "Export" }).click();
+  await page.locator(".menu").getByRole("button", { name: entry }).click();
+  const saved = await download;
+  const path = join(mkdtempSync(join(tmpdir(), "clairai-")), saved.suggestedFilename());
+  await saved.saveAs(path);
+  return path;
+}
+
+export async function exportedJson(page: Page): Promise<RunFile> {
+  return JSON.parse(readFileSync(await exported(page, /^JSON/), "utf8")) as RunFile;
+}
+
+/** Choose an entry of the copy menu; gives what is on the clipboard then. */
+export async function copied(page: Page, entry: string): Promise<string> {
+  await page.getByRole("button", { name: "Copy", exact: true }).click();
+  await page.locator(".menu").getByRole("button", { name: entry }).click();
+  await page.getByText("Copied").waitFor();
+  return page.evaluate(() => navigator.clipboard.readText());
+}

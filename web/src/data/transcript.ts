@@ -1,0 +1,129 @@
+// The tokens of one run and their scores, built from its events: first the prompt, then the answer.
+import { ProtocolError, type RunEvent } from "../api/events";
+import type { Echo } from "../api/steering";
+import type { DoneEvent, Part, ProbeFinalEvent, ProbeUpdateEvent, TokenEvent } from "../api/types";
+import { ScoreTable } from "./scores";
+
+/** A token of a run: stable while the run grows, unlike a place in the row lists. */
+export interface TokenRef {
+  part: Part;
+  index: number;
+}
+
+/** The page shows one choice. */
+const CHOICE = 0;
+
+export class Transcript {
+  /** Prompt tokens, then answer tokens. */
+  readonly tokens: string[] = [];
+  readonly ids: number[] = [];
+  readonly scores = new ScoreTable();
+  promptLength = 0;
+  /** The answer as OpenAI's clients would have seen it. */
+  text = "";
+  /** Rows that the server says are lost. */
+  lost = 0;
+  /** What the engine says it does to the run; null until it has said. */
+  echo: Echo | null = null;
+  final: ProbeFinalEvent | null = null;
+  done: DoneEvent | null = null;
+  /** Goes up with every change. */
+  version = 0;
+
+  get length(): number {
+    return this.tokens.length;
+  }
+
+  get answerLength(): number {
+    return this.tokens.length - this.promptLength;
+  }
+
+  rowOf(token: TokenRef): number {
+    return token.part === "prompt" ? token.index : this.promptLength + token.index;
+  }
+
+  tokenAt(row: number): TokenRef {
+    const index = row - this.promptLength;
+    return index < 0 ? { part: "prompt", index: row } : { part: "answer", index };
+  }
+
+  has(token: TokenRef): boolean {
+    const limit = token.part === "prompt" ? this.promptLength : this.answerLength;
+    return token.index >= 0 && token.index < limit;
+  }
+
+  apply(event: RunEvent): void {
+    this.version += 1;
+    switch (event.kind) {
+      case "steering":
+        this.echo = event.data.clairai;
+        return;
+      case "token":
+        this.#addTokens(event.data);
+        return;
+      case "probe_update":
+        this.#addScores(event.data);
+        return;
+      case "probe_final":
+        if (event.data.choice === CHOICE) this.#finish(event.data);
+        return;
+      case "done":
+        this.done = event.data;
+        return;
+      case "error":
+        return;
+    }
+  }
+
+  #addTokens(data: TokenEvent): void {
+    if (data.choice !== CHOICE) return;
+    const known = data.part === "prompt" ? this.promptLength : this.answerLength;
+    if (data.start !== known) {
+      throw new ProtocolError(`${data.part} token ${data.start} came, ${known} was next`);
+    }
+    if (data.part === "prompt") this.#insertPrompt(data);
+    else this.#append(data);
+    this.scores.extend(this.tokens.length);
+  }
+
+  #append(data: TokenEvent): void {
+    this.#push(data.tokens, data.token_ids);
+    this.text += data.text;
+  }
+
+  /** The answer's first tokens may have come before: they stay behind the prompt. */
+  #insertPrompt(data: TokenEvent): void {
+    const tokensAfter = this.tokens.splice(this.promptLength);
+    const idsAfter = this.ids.splice(this.promptLength);
+    if (tokensAfter.length > 0) this.scores.insert(this.promptLength, data.tokens.length);
+    this.#push(data.tokens, data.token_ids);
+    this.#push(tokensAfter, idsAfter);
+    this.promptLength += data.tokens.length;
+  }
+
+  // One by one: a long prompt spread into arguments would overflow the stack.
+  #push(tokens: readonly string[], ids: readonly number[]): void {
+    for (const token of tokens) this.tokens.push(token);
+    for (const id of ids) this.ids.push(id);
+  }
+
+  #addScores(data: ProbeUpdateEvent): void {
+    if (data.choice !== CHOICE) return;
+    const offset = data.part === "prompt" ? 0 : this.promptLength;
+    const limit = data.part === "prompt" ? this.promptLength : this.tokens.length;
+    if (offset + data.start + data.scores.length > limit) {
+      throw new ProtocolError(`Scores came for ${data.part} tokens that did not come.`);
+    }
+    this.scores.declare(data.names);
+    for (const [i, row] of data.scores.entries()) {
+      this.scores.put(offset + data.start + i, data.names, row);
+    }
+    this.lost += data.lost ?? 0;
+  }
+
+  #finish(data: ProbeFinalEvent): void {
+    this.final = data;
+    this.lost = Math.max(this.lost, data.lost);
+    this.scores.declare(data.names);
+  }
+}
