@@ -24,7 +24,7 @@ export default tseslint.config(
   {
     files: ["src/**/*.{ts,tsx}"],
     rules: {
-      // Regions that scroll or that arrow keys move in have to take the focus.
+      // Regions that scroll or handle arrow keys must be focusable.
       "jsx-a11y/no-noninteractive-tabindex": ["error", { tags: [], roles: ["group", "tabpanel"] }],
     },
   },

@@ -9,7 +9,7 @@ const FONTS = [
   "@fontsource-variable/newsreader",
 ];
 
-/** Fonts are no modules, so Vite's own list of licences leaves them out. */
+/** Vite's own list of licences does not include fonts. */
 function fontLicences(): Plugin {
   return {
     name: "font-licences",
@@ -28,11 +28,11 @@ export default defineConfig({
     outDir: "../src/clairai/proxy/page",
     emptyOutDir: true,
     target: "es2022",
-    assetsInlineLimit: 0, // the page's policy allows no data: fonts
+    assetsInlineLimit: 0, // the page's policy forbids data: fonts
     modulePreload: false,
     license: { fileName: "assets/licenses.md" },
     chunkSizeWarningLimit: 600,
-    // One script: the page puts itself, whole, into the file that "Export HTML" writes.
+    // One script, because the HTML export embeds the whole page.
     rolldownOptions: { output: { codeSplitting: false } },
   },
   server: {

@@ -39,7 +39,7 @@ const probes = names.map((name, i): ProbeInfo => ({
   histogram: null,
 }));
 
-/** Different at every token and for every probe, and the same at every start. */
+/** Differs between tokens and probes, and is the same in every run. */
 function scoreAt(token: number, probe: number): number {
   const wave = Math.sin(token * 0.013 * (probe + 1)) * Math.cos(token * 0.37 + probe);
   return 0.5 + 0.5 * wave;
@@ -61,7 +61,7 @@ function append(count: number): void {
   numTokens += count;
 }
 
-/** Milliseconds from the frame's first callback until it is rendered: script, style, layout and paint. */
+/** Milliseconds from a frame's first callback until it is rendered: script, style, layout and paint. */
 function frameCost(change: () => void, isInFrame: boolean): Promise<number> {
   return new Promise((resolve) => {
     let began = 0;
@@ -72,7 +72,7 @@ function frameCost(change: () => void, isInFrame: boolean): Promise<number> {
       if (isInFrame) change();
       channel.port2.postMessage(null);
     });
-    // Asked for after the frame above, so that the page's own work comes after its first callback.
+    // Scheduled after the callback above, so that the page's own work runs after it.
     if (!isInFrame) change();
   });
 }

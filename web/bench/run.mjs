@@ -46,7 +46,7 @@ try {
   await page.waitForFunction("window.bench?.isReady()");
   const load_ms = Date.now() - began;
   const measure = async (name) => summary(await page.evaluate(`bench.${name}(${TIMES})`));
-  await page.evaluate("bench.append(20)"); // what runs for the first time is compiled
+  await page.evaluate("bench.append(20)"); // warm up: code is compiled on its first run
   const [append_ms, hover_ms, switch_ms] = [
     await measure("append"),
     await measure("hover"),

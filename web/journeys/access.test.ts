@@ -103,7 +103,7 @@ describe("without a mouse", () => {
   });
 });
 
-/** Press Tab until the focus is on the element of this name. */
+/** Press Tab until the element of this name has the focus. */
 async function tabTo(page: Page, name: string): Promise<void> {
   for (let i = 0; i < 120; i += 1) {
     await page.keyboard.press("Tab");

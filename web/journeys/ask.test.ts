@@ -126,7 +126,7 @@ function expectClose(found: ((number | null)[] | null)[], expected: (number | nu
     for (const [j, value] of row.entries()) {
       const ours = found[i]?.[j] ?? null;
       if (value === null) expect(ours).toBeNull();
-      // The same sums in a batch of another shape differ in their last bits.
+      // The same sums in a batch of another shape can differ in the last bits.
       else expect(ours).toBeCloseTo(value, 3);
     }
   }

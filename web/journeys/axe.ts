@@ -9,9 +9,9 @@ interface AxeResult {
   violations: { id: string; nodes: { html: string; failureSummary: string }[] }[];
 }
 
-/** Every rule of axe, on what is on the page now, or on a part of it. */
+/** The violations on the page as it is now, or on a part of it. */
 export async function faults(page: Page, part = "html"): Promise<string[]> {
-  // By the test's own hand: the page's policy would not let it in.
+  // Evaluated by the test, because the page's policy would block a script element.
   if (!(await page.evaluate("'axe' in window"))) await page.evaluate(AXE);
   const { violations } = await page.evaluate<AxeResult>(
     `axe.run(${JSON.stringify(part)}, { runOnly: ['wcag2a', 'wcag2aa', 'wcag21a', 'wcag21aa', 'wcag22aa', 'best-practice'] })`,

@@ -3,7 +3,7 @@ import { connect, createServer, type AddressInfo, type Socket } from "node:net";
 
 export interface Relay extends AsyncDisposable {
   url: string;
-  /** Every connection that is open now breaks; new ones are let through. */
+  /** Break every open connection; new ones still work. */
   cut(): void;
 }
 

@@ -8,7 +8,7 @@ import { pathToFileURL } from "node:url";
 
 const visit = setUpPages();
 const SHORT = { "Max tokens": "16", Temperature: "0" };
-/** How many times the suggested scale: enough that a short answer comes out another. */
+/** Multiple of the suggested scale that reliably changes a short answer. */
 const STRONG = 3;
 
 async function served(): Promise<VectorInfo> {
@@ -18,7 +18,7 @@ async function served(): Promise<VectorInfo> {
   return first;
 }
 
-/** A page on which the demo's first vector is chosen. */
+/** Opens a page and chooses the demo's first vector. */
 async function steered(): Promise<{ page: Page; vector: VectorInfo }> {
   const [vector, page] = [await served(), await visit(DEMO)];
   await ready(page);
@@ -28,7 +28,7 @@ async function steered(): Promise<{ page: Page; vector: VectorInfo }> {
   return { page, vector };
 }
 
-/** Ask with steering and without; gives both requests, the plain one first. */
+/** Ask with and without steering; returns both requests, the plain one first. */
 async function askBoth(page: Page, text: string): Promise<CompletionBody[]> {
   const bodies: CompletionBody[] = [];
   page.on("request", (request) => {
@@ -46,7 +46,7 @@ const tokensOf = (page: Page, name: "A" | "B") =>
     .getByRole("group", { name: /^Answer/ })
     .locator(".t");
 
-/** The engine says what it did, by name and by content, on the steered side only. */
+/** The steered side, and only it, shows the applied vector with its digest. */
 async function proved(page: Page, vector: VectorInfo): Promise<void> {
   const said = side(page, "B").getByRole("list", { name: "Applied" });
   expect(await said.textContent()).toContain(`Applied ${vector.name} `);
@@ -55,7 +55,7 @@ async function proved(page: Page, vector: VectorInfo): Promise<void> {
   expect(await side(page, "A").locator(".applied").count()).toBe(0);
 }
 
-/** Without what is marked both say the same; in the file that is exported too. */
+/** Both answers are equal without the marked tokens, in the exported file too. */
 async function marked(page: Page): Promise<void> {
   const common = (name: "A" | "B") =>
     tokensOf(page, name).evaluateAll((all) =>
@@ -196,7 +196,7 @@ describe("a stop rule", () => {
     const file = await exportedJson(page);
     expect(file.done?.stop_reasons?.[0]).toMatch(/^clairai: probe code >= /);
     expect(file.answer.tokens.length).toBeLessThan(24);
-    await page.keyboard.press("Escape"); // the pinned token's tooltip lies over the buttons
+    await page.keyboard.press("Escape"); // the pinned token's tooltip covers the buttons
     await page.getByLabel("Then").selectOption("alert");
     await page.getByRole("button", { name: "Regenerate" }).click();
     await page.locator(".fired", { hasText: "Alert at token" }).waitFor();

@@ -8,7 +8,7 @@ import { afterAll, afterEach, beforeAll, expect, inject } from "vitest";
 
 /** The demo: a real engine behind the real proxy. */
 export const DEMO = process.env.CLAIRAI_URL ?? "http://127.0.0.1:6969";
-/** A proxy whose engine has not come up, and that wants a key. */
+/** A proxy that needs a key and whose engine never starts. */
 export const WAITING = process.env.CLAIRAI_WAITING_URL ?? "";
 export const WAITING_KEY = process.env.CLAIRAI_WAITING_KEY ?? "";
 
@@ -25,7 +25,7 @@ type Visit = (
   before?: (page: Page) => Promise<unknown>,
 ) => Promise<Page>;
 
-/** To be called once at the top of a file of journeys. */
+/** Call it once at the top of a file of journeys; the result opens a page. */
 export function setUpPages(): Visit {
   let browser: Browser;
   const found: string[] = [];
@@ -43,7 +43,7 @@ export function setUpPages(): Visit {
   return async (url, options = {}, before = () => Promise.resolve()) => {
     const context = await browser.newContext({
       viewport: { width: 1280, height: 800 },
-      // The packaged Chromium has no language of its own.
+      // The packaged Chromium has no default language.
       locale: "en-US",
       permissions: ["clipboard-read", "clipboard-write"],
       ...options,
@@ -58,7 +58,7 @@ export function setUpPages(): Visit {
   };
 }
 
-/** Errors and violations of the policy, as they happen. */
+/** Collect errors and policy violations as they happen. */
 export async function noteProblems(page: Page, found: string[]): Promise<void> {
   await page.exposeFunction("reportProblem", (text: string) => found.push(text));
   await page.addInitScript(reportViolations);
@@ -69,7 +69,7 @@ export async function noteProblems(page: Page, found: string[]): Promise<void> {
   });
 }
 
-/** Runs in the page: its policy must never have to step in. */
+/** Runs in the page, whose policy must never be violated. */
 function reportViolations(): void {
   document.addEventListener("securitypolicyviolation", (event) => {
     const page = window as unknown as { reportProblem(text: string): void };
@@ -77,7 +77,7 @@ function reportViolations(): void {
   });
 }
 
-/** The browser itself logs every answer that is no success; journeys look at those on purpose. */
+/** The browser logs every failed response; journeys check those themselves. */
 function isExpected(text: string): boolean {
   return text.startsWith("Failed to load resource");
 }
@@ -86,7 +86,7 @@ export async function ready(page: Page): Promise<void> {
   await page.locator(".example:enabled").first().waitFor();
 }
 
-/** Set what makes an answer short and always the same. */
+/** Fill in settings, such as those that make an answer short and reproducible. */
 export async function settle(page: Page, settings: Record<string, string>): Promise<void> {
   await page.getByRole("button", { name: /^Settings/ }).click();
   for (const [label, value] of Object.entries(settings)) {
@@ -100,7 +100,7 @@ export async function ask(page: Page, text: string): Promise<void> {
   await page.keyboard.press("Enter");
 }
 
-/** Wait for the newest answer's end. */
+/** Wait for the newest answer to end. */
 export async function answered(page: Page): Promise<void> {
   await page
     .locator(".turn")
@@ -109,7 +109,7 @@ export async function answered(page: Page): Promise<void> {
     .waitFor({ timeout: 150_000 });
 }
 
-/** Choose an entry of the export menu; gives the path of what was saved. */
+/** Choose an entry of the export menu; returns the path of the saved file. */
 export async function exported(page: Page, entry: RegExp): Promise<string> {
   const download = page.waitForEvent("download");
   await page.getByRole("button", { name: "Export" }).click();
@@ -124,7 +124,7 @@ export async function exportedJson(page: Page): Promise<RunFile> {
   return JSON.parse(readFileSync(await exported(page, /^JSON/), "utf8")) as RunFile;
 }
 
-/** Choose an entry of the copy menu; gives what is on the clipboard then. */
+/** Choose an entry of the copy menu; returns the clipboard's content. */
 export async function copied(page: Page, entry: string): Promise<string> {
   await page.getByRole("button", { name: "Copy", exact: true }).click();
   await page.locator(".menu").getByRole("button", { name: entry }).click();

@@ -26,7 +26,7 @@ describe("when something is wrong, the page", () => {
   });
 
   it("asks for the key, refuses a wrong one, and takes the right one", async () => {
-    // The engine behind this proxy never comes up: only the word of its health is changed.
+    // The engine behind this proxy never starts; only its health is faked.
     const page = await visit(WAITING, {}, (made) =>
       made.route("**/health", (route) =>
         route.fulfill({ json: { status: "ready", reason: null, model: "m", version: "0" } }),
@@ -40,7 +40,7 @@ describe("when something is wrong, the page", () => {
     await dialog.getByLabel("Key").fill(WAITING_KEY);
     await page.keyboard.press("Enter");
     await expect.poll(() => dialog.count()).toBe(0);
-    // Past the key the engine is missing, and the server says so in its own words.
+    // With the right key the server reports that the engine is missing.
     await page.locator(".banner").first().waitFor();
     expect(await page.evaluate(() => JSON.stringify(sessionStorage))).toContain(WAITING_KEY);
     expect(await page.evaluate(() => JSON.stringify(localStorage))).not.toContain(WAITING_KEY);
@@ -156,7 +156,7 @@ function lossy(): RunEvent {
   return event;
 }
 
-/** Answer the next question with these events: for what a real model cannot be made to say. */
+/** Answer the next question with these events, which a real model cannot be made to produce. */
 async function streamed(page: Page, events: RunEvent[]): Promise<void> {
   const body = events.map((event, i) => frame(i + 1, event)).join("");
   await page.route("**/v1/chat/completions", (route: Route) =>

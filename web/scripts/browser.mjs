@@ -3,16 +3,16 @@ import { mkdirSync } from "node:fs";
 import { fileURLToPath } from "node:url";
 import { chromium } from "playwright-core";
 
-// Its own folder: unpacked into the shared temporary folder, a stranger's file could be taken for it.
+// Not the shared temporary folder, where another user could have planted a file of the same name.
 const FOLDER = fileURLToPath(new URL("../node_modules/.cache/chromium/", import.meta.url));
 const FLAGS = ["--no-sandbox", "--disable-dev-shm-usage", "--font-render-hinting=none"];
-// The package changes the environment when it is imported.
+// A copy, because the package changes the environment when it is imported.
 const PLAIN = { ...process.env };
 
-/** The path of the packaged Chromium, unpacked once. */
+/** Unpacks the packaged Chromium once, and returns its path. */
 async function unpacked() {
   mkdirSync(FOLDER, { recursive: true });
-  // It unpacks where TMPDIR says, and its libraries only where it believes to be in a Lambda.
+  // It unpacks into TMPDIR, and unpacks its libraries only in what looks like AWS Lambda.
   Object.assign(process.env, { TMPDIR: FOLDER, AWS_LAMBDA_JS_RUNTIME: "nodejs22.x" });
   try {
     const { default: packaged } = await import("@sparticuz/chromium");
@@ -22,11 +22,11 @@ async function unpacked() {
   }
 }
 
-/** Playwright's options for a browser that starts here; an error if none does. */
+/** Playwright's launch options for a browser that starts here; throws if none does. */
 export async function launchOptions(flags = []) {
   const args = [...FLAGS, ...flags];
   const executablePath = PLAIN.CHROMIUM ?? (await unpacked());
-  // The system's own libraries first; where some are missing, those that the package brings.
+  // Try the system's libraries first, then those of the package.
   const brought = { LD_LIBRARY_PATH: `${FOLDER}al2023/lib`, FONTCONFIG_PATH: `${FOLDER}fonts` };
   const choices = [PLAIN, { ...PLAIN, ...brought }].map((env) => ({ executablePath, args, env }));
   const tried = await Promise.allSettled(choices.map(starts));

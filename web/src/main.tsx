@@ -26,7 +26,7 @@ async function start(): Promise<void> {
   if (!saved) await goLive(page);
 }
 
-/** Some browsers forbid storage in private windows: the page works without a history there. */
+/** Some browsers forbid storage in private windows; the page then works without a history. */
 async function history(): Promise<History> {
   try {
     return await openHistory(indexedDB);

@@ -254,7 +254,7 @@ describe("a run from before", () => {
     const page = pageWith(scripted(answer("a")));
     await page.ask("Why?");
     page.transcripts.drop("run1");
-    expect(page.transcripts.get("run1").text).toBe(""); // looked at before it is loaded
+    expect(page.transcripts.get("run1").text).toBe(""); // read before it is loaded
     await page.chat.open("run1");
     expect(page.transcripts.get("run1").text).toBe("a");
   });

@@ -30,7 +30,7 @@ async function follow(
   signal = never,
 ): Promise<void> {
   const following = startRun(server, "v1/chat/completions", {}, listener, signal);
-  // Waiting is not tested here: every pause is over at once.
+  // Delays are not tested here: every pause ends at once.
   const settled = following.catch(() => undefined);
   await vi.runAllTimersAsync();
   await settled;

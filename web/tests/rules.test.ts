@@ -6,7 +6,7 @@ import { probe, prompt, token, update } from "./wire";
 
 const RULE: StopRule = { probe: "x", tokens: 2, action: "stop" };
 
-/** An answer with these scores behind a prompt that is over the threshold throughout. */
+/** An answer with these scores, after a prompt that is over the threshold throughout. */
 function scored(...values: (number | null)[]): Transcript {
   const transcript = new Transcript();
   transcript.apply(prompt(0, "p", "q", "r"));

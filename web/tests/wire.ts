@@ -35,7 +35,7 @@ export const DONE: RunEvent = {
   data: { id: "chat-1", model: "m", finish_reasons: ["stop"], usage: null },
 };
 
-/** A body that comes in the given pieces; "break" ends it as a lost connection does. */
+/** A body that arrives in the given pieces; "break" ends it like a lost connection. */
 export function body(...pieces: string[]): ReadableStream<Uint8Array> {
   const encoder = new TextEncoder();
   const left = [...pieces];
@@ -54,7 +54,7 @@ export interface Asked {
   method: string;
 }
 
-/** Gives the answers in order, and notes what was asked. */
+/** Returns the responses in order, and records the requests. */
 export function scripted(...answers: (() => Response)[]): Server & { asked: Asked[] } {
   const asked: Asked[] = [];
   const ask: Server["ask"] = (path, call) => {

@@ -15,12 +15,12 @@ export type RunEvent =
   | { kind: "done"; data: DoneEvent }
   | { kind: "error"; data: { error: ErrorDetail } };
 
-/** The stream broke its own rules: going on would show wrong scores. */
+/** The stream violates the protocol; continuing would show wrong scores. */
 export class ProtocolError extends Error {
   override name = "ProtocolError";
 }
 
-/** The event, or null for a kind this page does not know. */
+/** The event, or null if this page does not know its kind. */
 export function decode(kind: string, text: string): RunEvent | null {
   switch (kind) {
     case "steering":

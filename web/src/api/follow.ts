@@ -6,12 +6,12 @@ import { frames } from "./sse";
 
 export const RETRY_MS = [200, 500, 1000, 2000, 4000] as const;
 
-/** The server no longer holds the run, or not from where we left it. */
+/** The server no longer holds the run, or not the events that are still needed. */
 export class RunGoneError extends Error {
   override name = "RunGoneError";
 }
 
-/** The connection was lost and could not be had again. */
+/** The connection was lost and could not be restored. */
 export class ConnectionLostError extends Error {
   override name = "LostError";
 }
@@ -19,7 +19,7 @@ export class ConnectionLostError extends Error {
 export interface Follower {
   opened(serverRun: string): void;
   event(event: RunEvent): void;
-  /** `attempt` counts from 1; 0 says that the connection is back. */
+  /** `attempt` counts from 1; 0 means that the connection is back. */
   retrying(attempt: number): void;
 }
 
@@ -35,7 +35,7 @@ export async function startRun(
   follower: Follower,
   signal: AbortSignal,
 ): Promise<void> {
-  // Never sent twice: a second POST would be a second generation.
+  // Never retried: a second POST would start a second generation.
   const answer = await server.ask(path, { method: "POST", body, signal });
   if (!answer.ok) throw await refusal(answer);
   const run = answer.headers.get("X-Clairai-Run");
@@ -44,7 +44,7 @@ export async function startRun(
   await followFrom(server, { run, after: 0 }, answer, follower, signal);
 }
 
-/** Take up a run that was begun before, from its first event. */
+/** Follow a run that was started before, from its first event. */
 export async function resumeRun(
   server: Server,
   run: string,
@@ -81,7 +81,7 @@ async function followFrom(
   }
 }
 
-/** True at the run's last event; false where the connection broke before it. */
+/** True at the run's last event; false if the connection broke before it. */
 async function drain(
   answer: Response,
   progress: Progress,
@@ -103,7 +103,7 @@ async function drain(
   }
 }
 
-/** The next frame; null where the connection ended or broke. */
+/** The next frame; null if the connection ended or broke. */
 async function next(
   stream: AsyncGenerator<EventSourceMessage>,
   signal: AbortSignal,
@@ -117,7 +117,7 @@ async function next(
   }
 }
 
-/** The event if it is the next one; null for one that was seen before. */
+/** The event if it is the next one; null if it was seen before. */
 function accepted(
   id: string | undefined,
   kind: string | undefined,

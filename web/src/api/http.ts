@@ -27,9 +27,9 @@ export interface Call {
 }
 
 export interface Server {
-  /** The answer, whatever its status. */
+  /** The response, whatever its status. */
   ask(path: string, call?: Call): Promise<Response>;
-  /** The JSON of a good answer; ApiError for any other. */
+  /** The JSON of a successful response; throws ApiError for any other. */
   json<T>(path: string, call?: Call): Promise<T>;
 }
 
@@ -62,7 +62,7 @@ export function createServer(base: string, key: () => string | null): Server {
   };
 }
 
-/** The error that an answer carries; OpenAI's shape where it has one. */
+/** The error in a response, read from OpenAI's error object if there is one. */
 export async function refusal(answer: Response): Promise<ApiError> {
   const text = await answer.text();
   return new ApiError(answer.status, messageOf(text) ?? `The server answered ${answer.status}.`);

@@ -1,7 +1,7 @@
 // Reads the events of a server-sent event stream until it ends or stays silent too long.
 import { createParser, type EventSourceMessage } from "eventsource-parser";
 
-/** Longer than two of the server's 15-second pings: then the connection is dead. */
+/** Longer than two of the server's 15-second pings: by then the connection is dead. */
 export const SILENCE_MS = 40_000;
 
 export class SilenceError extends Error {
@@ -26,7 +26,7 @@ export async function* frames(
       yield* batch;
     }
   } finally {
-    // A reader that is let go of without this would keep the connection open.
+    // Without this the abandoned reader would keep the connection open.
     reader.cancel().catch(() => undefined);
   }
 }

@@ -8,22 +8,22 @@ export type Phase = Schemas["Window"]["phase"];
 export type VectorInfo = Schemas["VectorInfo"];
 export type VectorList = Schemas["VectorList"];
 
-/** From the first position up to, not including, the second; null: on and on. */
+/** From the first position up to, not including, the second; null means no end. */
 export type PositionRange = [number, number | null];
 
 export type When = Phase | { phase: Phase; positions?: PositionRange[]; skip_special?: boolean };
 
 export interface SteerGate {
   probe: string;
-  /** Left out: the probe's own. */
+  /** If omitted, the probe's own threshold. */
   threshold?: number;
-  /** Left out: open or closed, nothing between. */
+  /** If omitted, the gate is either open or closed. */
   sharpness?: number;
   latch?: boolean;
   release?: number;
 }
 
-/** As the page asks for it; the schema's own type has every default filled in. */
+/** As the page sends it; the schema's own type has every default filled in. */
 export interface SteerEntry {
   vector: string;
   scale: number;
@@ -39,21 +39,21 @@ export interface SteerEntry {
 export interface StopRule {
   probe: string;
   threshold?: number;
-  /** So many in a row. */
+  /** How many consecutive tokens. */
   tokens: number;
-  /** Of those the server knows, what the page offers. */
+  /** The actions that the page offers, of those the server knows. */
   action: Extract<Schemas["StopRule"]["action"], "stop" | "alert">;
 }
 
-/** As the server says it: of what came inline there is a digest and no name. */
+/** As the server reports it: an inline vector has a digest and no name. */
 export type AppliedEntry = Partial<Omit<SteerEntry, "vector">> & {
   vector?: unknown;
   digest?: string;
-  /** Of one that steers every request. */
+  /** Set for an entry that steers every request. */
   tier?: Tier;
 };
 
-/** What the engine says it does to a run; thresholds of rules are known here. */
+/** What the engine applies to a run; the thresholds of stop rules are resolved here. */
 export interface Echo {
   steering: AppliedEntry[];
   stop?: StopRule[] | null;

@@ -12,17 +12,17 @@ export type Example = Schemas["Example"];
 export type Message = Schemas["Message"];
 export type ClairaiFields = Schemas["ClairaiFields"];
 export type TokenEvent = Schemas["TokenEvent"];
-/** Only an engine that takes new weights says which ones answered. */
+/** Only an engine that accepts new weights reports which ones were used. */
 export type ProbeUpdateEvent = Omit<Schemas["ProbeUpdateEvent"], "weights"> &
   Partial<Pick<Schemas["ProbeUpdateEvent"], "weights">>;
 export type ProbeFinalEvent = Schemas["ProbeFinalEvent"];
-/** Runs that were kept before there were rules, captures and new weights know of none. */
+/** Runs saved before stop rules, captures and weight transfers existed lack these fields. */
 export type DoneEvent = Omit<Schemas["DoneEvent"], "stop_reasons" | "capture" | "weights"> &
   Partial<Pick<Schemas["DoneEvent"], "stop_reasons" | "capture" | "weights">>;
 export type ErrorDetail = Schemas["ErrorDetail"];
 export type Part = TokenEvent["part"];
 
-/** What OpenAI's GET /v1/models answers, as far as the page reads it. */
+/** The fields of OpenAI's GET /v1/models that the page reads. */
 export interface ModelList {
   data: { id: string }[];
 }

@@ -1,14 +1,14 @@
 // The fixed range in which a probe's scores are coloured, and its neutral point.
 import type { ProbeInfo } from "../api/types";
 
-/** Fixed before the first token: what was drawn is never drawn anew in another colour. */
+/** Fixed before the first token, so that a drawn token never changes its colour. */
 export interface Domain {
   low: number;
   high: number;
-  /** Where the colour is neutral: the threshold if there is one. */
+  /** The score with the neutral colour: the threshold if there is one. */
   neutral: number;
   isDiverging: boolean;
-  /** Where the range comes from; shown with the legend. */
+  /** Where the range comes from; the legend shows it. */
   source: "calibration" | "activation" | "assumed";
 }
 
@@ -37,7 +37,7 @@ function withoutThreshold(probe: ProbeShape, base: Range): Domain {
   return { ...base, neutral: isSigned ? 0 : base.low, isDiverging: isSigned };
 }
 
-/** A threshold at the range's edge would leave one side without room; that side is widened. */
+/** A threshold at the range's edge leaves one side without room, so that side is widened. */
 function widened(base: Range, threshold: number, activation: ProbeShape["activation"]): Range {
   const { source } = base;
   let { low, high } = base;
@@ -59,7 +59,7 @@ export function position(domain: Domain, value: number): number {
   return value <= low ? 0 : 0.5 - (0.5 * (neutral - value)) / (neutral - low);
 }
 
-/** 0 at low, 1 at high, clipped outside: the place on a straight axis. */
+/** The position on a linear axis: 0 at low, 1 at high, clipped outside. */
 export function fraction(domain: Domain, value: number): number {
   const part = (value - domain.low) / (domain.high - domain.low);
   return part < 0 ? 0 : part > 1 ? 1 : part;
@@ -69,7 +69,7 @@ export function isOver(threshold: number | null, value: number): boolean {
   return threshold !== null && value >= threshold;
 }
 
-/** A number that is nothing on this scale counts as nothing: 0 reads better than 6e-7. */
+/** Rounds a number that is negligible on this scale to 0, which reads better than 6e-7. */
 export function edge(domain: Domain, value: number): number {
   return Math.abs(value) < 0.001 * (domain.high - domain.low) ? 0 : value;
 }

@@ -4,9 +4,9 @@ import { readable, type Theme } from "./ramp";
 
 export const MAX_LINES = 8;
 
-// Order of the palette: neighbours differ in hue and in lightness.
+// The order in which colours are used: neighbours differ in hue and in lightness.
 const ORDER = [1, 0, 4, 3, 6, 2, 8, 5] as const;
-/** Colours that are hard to tell apart for some lie four apart: the second of them is dashed. */
+/** Colours that some people cannot tell apart are four apart; the second of them is dashed. */
 const DASH = [5, 3] as const;
 
 export interface LineStyle {

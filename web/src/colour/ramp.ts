@@ -10,7 +10,7 @@ export interface Swatch {
   ink: string;
 }
 
-/** Classes of tokens: few enough that a change of probe is a change of class names. */
+/** The number of colour classes: few, so that another probe only changes class names. */
 export const NUM_BUCKETS = 33;
 export const NEUTRAL_BUCKET = 16;
 const LUT_SIZE = 256;
@@ -21,7 +21,7 @@ const INKS: Record<Theme, { dark: string; light: string }> = {
   light: { dark: "#17181b", light: "#ffffff" },
   dark: { dark: "#0d0e10", light: "#ecebe7" },
 };
-/** How far the cool side goes: most tokens of most texts lie there, and must not shout. */
+/** How strong the cool side gets: most tokens lie there and must stay unobtrusive. */
 const COOL_REACH: Record<Theme, number> = { light: 0.27, dark: 0.42 };
 
 /** The colour at `position`: 0 low, 0.5 neutral, 1 high (see domain.ts). */
@@ -29,7 +29,7 @@ export function colourAt(theme: Theme, position: number): string {
   const side = Math.abs(position - 0.5) * 2;
   const isWarm = position >= 0.5;
   if (theme === "light") {
-    // PuOr runs from purple (0) to orange (1), white in the middle; its last brown is too dark to be hot.
+    // PuOr runs from purple (0) through white to orange (1); its last brown is too dark for a high score.
     const reach = isWarm ? 0.5 + 0.31 * side : 0.5 - 0.5 * COOL_REACH.light * side;
     const tint = rgb(interpolatePuOr(reach)).formatHex();
     return interpolateLab(PAPER.light, tint)(Math.min(1, side * 4));
@@ -43,7 +43,7 @@ export function swatch(theme: Theme, position: number): Swatch {
   return { fill, ink: inkOn(theme, fill) };
 }
 
-/** Whichever of the theme's two inks stands out more; black or white where neither does enough. */
+/** The theme's text colour with more contrast; black or white if neither has enough. */
 export function inkOn(theme: Theme, fill: string): string {
   const { dark, light } = INKS[theme];
   const ink = contrast(fill, dark) >= contrast(fill, light) ? dark : light;
@@ -78,7 +78,7 @@ export function bucketOf(position: number): number {
   return Math.round(position * (NUM_BUCKETS - 1));
 }
 
-/** A line colour that can be seen on the theme's paper. */
+/** The colour made light or dark enough to be seen on the theme's background. */
 export function readable(theme: Theme, colour: string): string {
   const tone = lab(colour);
   tone.l = theme === "light" ? Math.min(tone.l, 52) : Math.max(tone.l, 66);

@@ -14,7 +14,7 @@ function rulesOf(theme: Theme): string[] {
   });
 }
 
-/** A constructed sheet needs no inline style, so the page's policy can forbid those. */
+/** A constructed style sheet needs no inline style, which the page's policy forbids. */
 export function adoptBuckets(target: Document): void {
   const sheet = new CSSStyleSheet();
   sheet.replaceSync(bucketRules());

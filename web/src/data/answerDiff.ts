@@ -9,11 +9,11 @@ export interface AnswerDiff {
 
 export interface Answer {
   ids: readonly number[];
-  /** More may come: what the other has beyond its end is not judged yet. */
+  /** More tokens may come, so tokens of the other answer past this one's end are not compared yet. */
   isGrowing: boolean;
 }
 
-/** Past this many edits two answers have nothing to do with each other, and aligning them costs frames. */
+/** With more edits the answers have little in common, and aligning them would drop frames. */
 const MAX_EDITS = 600;
 
 export function diffAnswers(a: Answer, b: Answer): AnswerDiff {
@@ -44,7 +44,7 @@ function fromFirstDifference(a: Answer, b: Answer): AnswerDiff {
   return { a: after(a), b: after(b) };
 }
 
-/** Remembers its last answer: both sides of a comparison ask for the same one. */
+/** Caches the last diff: both sides of a comparison ask for the same one. */
 export class DiffCache {
   #key = "";
   #marks: AnswerDiff = { a: new Set(), b: new Set() };

@@ -6,7 +6,7 @@ export interface Crossing {
   run: string;
   probe: string;
   first: TokenRef;
-  /** The last token of the stretch so far. */
+  /** The last token of the crossing so far. */
   last: TokenRef;
   peak: number;
   peakAt: TokenRef;
@@ -15,12 +15,13 @@ export interface Crossing {
 
 type Watched = Pick<ProbeInfo, "name"> & { threshold: number };
 
-/** Reads each row once, in order; a stretch ends at a token below, without a score, or of the other part. */
+/** Reads each row once, in order. A crossing ends at a token below the threshold or without a score, and
+ * where the prompt ends. */
 export class CrossingFinder {
   readonly found: Crossing[] = [];
   #next = 0;
   #promptLength = 0;
-  /** Of probes that are over now: where in `found` their stretch is. */
+  /** For each probe that is over its threshold now, the index of its crossing in `found`. */
   #open = new Map<string, number>();
   #watched: Watched[];
 
@@ -33,7 +34,7 @@ export class CrossingFinder {
     );
   }
 
-  /** Scan what has arrived since; true if anything was found or has grown. */
+  /** Scan the rows that arrived since the last call; true if a crossing was found or has grown. */
   scan(transcript: Transcript): boolean {
     if (transcript.promptLength !== this.#promptLength) this.#restart(transcript.promptLength);
     let hasNews = false;
@@ -46,7 +47,7 @@ export class CrossingFinder {
     return hasNews;
   }
 
-  /** A prompt that came late has moved every row. */
+  /** A prompt that arrives late moves every row. */
   #restart(promptLength: number): void {
     this.#promptLength = promptLength;
     this.#next = 0;
@@ -88,7 +89,7 @@ export class CrossingFinder {
   }
 }
 
-/** A new one: whoever shows the old one can see that it has changed. */
+/** A new object, so that a view that holds the old one sees the change. */
 function grown(open: Crossing, token: TokenRef, value: number): Crossing {
   return value > open.peak ? { ...open, last: token, peak: value, peakAt: token } : { ...open, last: token };
 }

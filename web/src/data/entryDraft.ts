@@ -6,15 +6,15 @@ import { rangesOf, rangesText } from "./ranges";
 
 export interface GateDraft {
   probe: string;
-  /** null: the probe's own. */
+  /** null: the probe's own threshold. */
   threshold: number | null;
-  /** null: open or closed, nothing between. */
+  /** null: the gate is either open or closed. */
   sharpness: number | null;
   isLatched: boolean;
   release: number | null;
 }
 
-/** One vector at work, as it is set in the panel; null: an empty field. */
+/** One steering entry as it is set in the panel; null is an empty field. */
 export interface EntryDraft {
   id: number;
   vector: string;
@@ -23,17 +23,17 @@ export interface EntryDraft {
   isMatched: boolean;
   low: number | null;
   high: number | null;
-  /** null: all of the vector's. */
+  /** null: all points of the vector. */
   points: string[] | null;
   phase: Phase;
-  /** As it is typed. */
+  /** As the user typed it. */
   positions: string;
   skipsSpecial: boolean;
   gate: GateDraft | null;
 }
 
 export const MAX_ENTRIES = 32;
-/** A vector as long as the row it is added to is a lot already. */
+/** The default scale with matched norms: at 1 the vector would be as long as the row. */
 const MATCHED_SCALE = 0.25;
 
 export function freshEntry(id: number, vector: Pick<VectorInfo, "name" | "scale">): EntryDraft {
@@ -57,7 +57,7 @@ export function nextId(drafts: readonly { id: number }[]): number {
   return drafts.reduce((most, { id }) => Math.max(most, id), 0) + 1;
 }
 
-/** Another way to act has another natural strength. */
+/** Change the operation, and with it the scale to that operation's default. */
 export function withOp(entry: EntryDraft, op: Op, isMatched: boolean, suggested: number): EntryDraft {
   if (op === entry.op && isMatched === entry.isMatched) return entry;
   const scale = op !== "add" ? 1 : isMatched ? MATCHED_SCALE : suggested;
@@ -65,7 +65,7 @@ export function withOp(entry: EntryDraft, op: Op, isMatched: boolean, suggested:
   return { ...entry, op, isMatched, scale: isNegative ? -Math.abs(scale) : scale };
 }
 
-/** How far the slider goes to either side of 0. The number beside it takes any. */
+/** The slider's range to either side of 0. The field beside it accepts any number. */
 export function reachOf(entry: Pick<EntryDraft, "op" | "isMatched">, suggested: number): number {
   if (entry.op !== "add") return 2;
   if (entry.isMatched) return 1;
@@ -73,17 +73,17 @@ export function reachOf(entry: Pick<EntryDraft, "op" | "isMatched">, suggested: 
   return reach > 0 && Number.isFinite(reach) ? reach : 1;
 }
 
-/** A hundredth of the reach, as a round number. */
+/** The slider's step: about a hundredth of its range, as a round number. */
 export function stepOf(reach: number): number {
   return Number((10 ** Math.floor(Math.log10(reach / 50))).toPrecision(1));
 }
 
-/** At scale 0 a vector does nothing: it is not sent. */
+/** At scale 0 an entry does nothing, so it is not sent. */
 export function isOn({ scale }: Pick<EntryDraft, "scale">): boolean {
   return scale !== 0;
 }
 
-/** What is sent. Whatever is left at its default is left out, but never scale and op. */
+/** The request's entries. Defaults are omitted, except for scale and op. */
 export function entriesOf(drafts: readonly EntryDraft[]): SteerEntry[] {
   return drafts.filter(isOn).map(entryOf);
 }
@@ -124,14 +124,14 @@ function gateOf({ probe, threshold, sharpness, isLatched, release }: GateDraft):
   };
 }
 
-/** What the engine has, as far as entries are checked against it. */
+/** The engine's vectors, points and probes, against which entries are checked. */
 export interface Catalog {
   vectors: readonly VectorInfo[];
   points: readonly string[];
   probes: readonly ProbeInfo[];
 }
 
-/** Each a sentence; none: it can be sent. The server looks again, and its word counts. */
+/** The faults as sentences; empty if the entry can be sent. The server has the last word. */
 export function faultsOf(draft: EntryDraft, catalog: Catalog): string[] {
   const vector = catalog.vectors.find(({ name }) => name === draft.vector);
   if (!vector) return [`The engine has no vector ${draft.vector} any more.`];
@@ -166,12 +166,12 @@ function gateFault(gate: GateDraft, points: readonly string[], probes: readonly 
   return release !== null && release > threshold ? "A gate is released at or below its threshold." : null;
 }
 
-/** Of these points, those at which the probe's score is known in time. */
+/** The points at which the probe's score is already known when the model gets there. */
 export function gatable(probe: ProbeInfo | undefined, points: readonly string[]): string[] {
   return points.filter((point) => probe !== undefined && !isBehind(probe.point, point));
 }
 
-/** The probe to offer for a gate: the one looked at where it can be one, else the earliest. */
+/** The default probe of a gate: the chosen one if it can serve as one, else the earliest. */
 export function gateProbe(
   probes: readonly ProbeInfo[],
   looked: string | null,
@@ -184,7 +184,7 @@ export function gateProbe(
   return rest.reduce((best, each) => (isBehind(best.point, each.point) ? each : best), first).name;
 }
 
-/** The panel's fields for an entry of a run or of a link; null for one the panel cannot show. */
+/** The panel's fields for an entry of a run or a link; null if the panel cannot show it. */
 export function draftOf(id: number, found: unknown): EntryDraft | null {
   if (typeof found !== "object" || found === null) return null;
   const entry = found as Partial<SteerEntry>;

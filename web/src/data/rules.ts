@@ -6,7 +6,7 @@ import type { Transcript } from "./transcript";
 export interface RuleDraft {
   id: number;
   probe: string;
-  /** null: the probe's own. */
+  /** null: the probe's own threshold. */
   threshold: number | null;
   tokens: number | null;
   action: StopRule["action"];
@@ -15,7 +15,7 @@ export interface RuleDraft {
 export interface Firing {
   rule: StopRule;
   threshold: number;
-  /** The answer's tokens that completed it: each time it stayed high for long enough. */
+  /** The tokens of the answer at which the rule fired. */
   indices: number[];
 }
 
@@ -42,7 +42,7 @@ export function ruleFault(draft: RuleDraft, probes: readonly ProbeInfo[]): strin
   return isGood ? null : `Give a whole number of tokens, 1 to ${MAX_TOKENS}.`;
 }
 
-/** What has fired, as far as scores have come. A token without a score ends a row of them. */
+/** The rules that fired on the scores so far. A token without a score restarts the count. */
 export function firings(
   transcript: Transcript,
   rules: readonly StopRule[],
@@ -68,11 +68,11 @@ function firedAt(transcript: Transcript, rule: StopRule, threshold: number): num
     numOver = (column[row] ?? NaN) >= threshold ? numOver + 1 : 0;
     if (numOver === rule.tokens) indices.push(row - transcript.promptLength);
   }
-  // An answer ends at the first: what was sampled before its end came does not count.
+  // The answer stops at the first one; tokens sampled before the stop took effect do not count.
   return rule.action === "stop" ? indices.slice(0, 1) : indices;
 }
 
-/** What a rule of ours says where it ended an answer; null for any other end. */
+/** The reason given by a stop rule that ended an answer; null for any other end. */
 export function stopWords(reason: unknown): string | null {
   if (typeof reason !== "string" || !reason.startsWith("clairai: ")) return null;
   return reason.slice("clairai: ".length);

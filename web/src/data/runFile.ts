@@ -6,7 +6,7 @@ import { Transcript } from "./transcript";
 
 export const FORMAT = "clairai-run/1";
 
-/** null: no row has come. A score that is null: a row has come, without this score. */
+/** A null row has not arrived; a null score in a row means that the probe has no score there. */
 type Row = (number | null)[] | null;
 
 export interface PartFile {
@@ -25,7 +25,7 @@ export interface RunFile {
   answer: PartFile;
   text: string;
   lost: number;
-  /** What the engine says it did; null where it said nothing. */
+  /** The steering that the engine reported; null if it reported none. */
   echo?: Echo | null;
   final: ProbeFinalEvent | null;
   done: DoneEvent | null;
@@ -84,7 +84,7 @@ export function fromFile(file: RunFile): { run: Run; transcript: Transcript } {
   return { run: runOf(file.run, file.probes), transcript };
 }
 
-/** Runs that were kept before there was steering do not speak of it. */
+/** Runs saved before steering existed lack its fields. */
 export function runOf(kept: RunFile["run"], probes: ProbeInfo[]): Run {
   const { steer = [], stop = [] } = kept as Partial<Run>;
   return { ...kept, steer, stop, probes };

@@ -1,6 +1,6 @@
 // The scores of a run: one growing column of numbers per probe.
 
-/** Outside React on purpose: rows arrive faster than anything should render. */
+/** Kept outside React: rows arrive faster than components should render. */
 export class ScoreTable {
   readonly names: string[] = [];
   length = 0;
@@ -9,7 +9,7 @@ export class ScoreTable {
   #index = new Map<string, number>();
   #capacity = 0;
 
-  /** The values of one probe, one for each token; NaN where there is none. */
+  /** The scores of one probe, one per token; NaN where there is none. */
   column(name: string): Float64Array {
     const at = this.#index.get(name);
     const column = at === undefined ? undefined : this.#columns[at];
@@ -21,12 +21,12 @@ export class ScoreTable {
     return at === undefined ? NaN : (this.#columns[at]?.[row] ?? NaN);
   }
 
-  /** Whether the server has spoken about this row, be it with nulls. */
+  /** Whether the server has sent this row, even if all its scores are null. */
   hasArrived(row: number): boolean {
     return this.#arrived[row] === 1;
   }
 
-  /** Make room for `count` rows in all; new rows have not arrived. */
+  /** Make room for `count` rows in total; new rows count as not arrived. */
   extend(count: number): void {
     if (count > this.#capacity) this.#grow(Math.max(256, count, 2 * this.#capacity));
     if (count > this.length) this.length = count;
@@ -41,7 +41,7 @@ export class ScoreTable {
     }
   }
 
-  /** Open a gap of `count` rows at row `at`. */
+  /** Insert `count` empty rows at row `at`. */
   insert(at: number, count: number): void {
     const old = this.length;
     this.extend(old + count);
@@ -53,7 +53,7 @@ export class ScoreTable {
     this.#arrived.fill(0, at, at + count);
   }
 
-  /** Make columns for `names`, should no row of theirs ever come. */
+  /** Make columns for `names` even if they never get a row. */
   declare(names: readonly string[]): void {
     for (const name of names) this.#place(name);
   }

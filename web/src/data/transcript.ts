@@ -4,7 +4,7 @@ import type { Echo } from "../api/steering";
 import type { DoneEvent, Part, ProbeFinalEvent, ProbeUpdateEvent, TokenEvent } from "../api/types";
 import { ScoreTable } from "./scores";
 
-/** A token of a run: stable while the run grows, unlike a place in the row lists. */
+/** A token of a run by part and index, which stay valid when a late prompt moves the rows. */
 export interface TokenRef {
   part: Part;
   index: number;
@@ -19,15 +19,15 @@ export class Transcript {
   readonly ids: number[] = [];
   readonly scores = new ScoreTable();
   promptLength = 0;
-  /** The answer as OpenAI's clients would have seen it. */
+  /** The answer's text as OpenAI clients get it. */
   text = "";
-  /** Rows that the server says are lost. */
+  /** The number of rows that the server reports as lost. */
   lost = 0;
-  /** What the engine says it does to the run; null until it has said. */
+  /** The steering that the engine reported; null until it has. */
   echo: Echo | null = null;
   final: ProbeFinalEvent | null = null;
   done: DoneEvent | null = null;
-  /** Goes up with every change. */
+  /** Increases with every change. */
   version = 0;
 
   get length(): number {
@@ -91,7 +91,7 @@ export class Transcript {
     this.text += data.text;
   }
 
-  /** The answer's first tokens may have come before: they stay behind the prompt. */
+  /** The answer's first tokens may have arrived already; they stay behind the prompt. */
   #insertPrompt(data: TokenEvent): void {
     const tokensAfter = this.tokens.splice(this.promptLength);
     const idsAfter = this.ids.splice(this.promptLength);
@@ -101,7 +101,7 @@ export class Transcript {
     this.promptLength += data.tokens.length;
   }
 
-  // One by one: a long prompt spread into arguments would overflow the stack.
+  // One by one, because a long prompt spread into arguments would overflow the stack.
   #push(tokens: readonly string[], ids: readonly number[]): void {
     for (const token of tokens) this.tokens.push(token);
     for (const id of ids) this.ids.push(id);

@@ -10,9 +10,9 @@ export async function ownParts(target: Document): Promise<Parts> {
   return { script: code, style: await withFonts(css, style.href) };
 }
 
-/** The policy's word for exactly this script. */
+/** The source expression that allows exactly this script in the policy. */
 export async function scriptSource(script: string): Promise<string> {
-  // Absent where a page is served from afar without TLS.
+  // Undefined on pages from another machine without TLS.
   const subtle = (crypto as Partial<Crypto>).subtle;
   if (!subtle) return "'unsafe-inline'";
   const digest = await subtle.digest("SHA-256", new TextEncoder().encode(closable(script)));

@@ -1,7 +1,7 @@
 // Writes a run as CSV: one line per token, one column per probe.
 import type { PartFile, RunFile } from "../data/runFile";
 
-/** Texts are written as JSON: exact, on one line, and never taken for a formula by a spreadsheet. */
+/** Token texts are written as JSON: exact, on one line, and never a formula to a spreadsheet. */
 export function csv(file: RunFile): string {
   const head = ["part", "index", "token_id", "token", ...file.names].map(cell).join(",");
   const lines = [

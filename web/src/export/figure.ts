@@ -13,7 +13,7 @@ const WIDTH = 1200;
 const MARGIN = 48;
 const LINE = 30;
 const SCALE = 2;
-/** Canvases end at 16384 pixels: a longer run is cut, and says so. */
+/** Canvases are limited to 16384 pixels; a longer run is cut, and the picture says so. */
 const MAX_TOKEN_LINES = 120;
 const FONT = '"IBM Plex Sans Variable", system-ui, sans-serif';
 
@@ -58,7 +58,7 @@ export function figure(
   return canvas;
 }
 
-/** Words wrap at tokens, lines end at new lines, as on the page. */
+/** Lines break between tokens and at newlines, as on the page. */
 function laidOut(context: CanvasRenderingContext2D, transcript: Transcript): Piece[] {
   const pieces: Piece[] = [];
   let [x, line] = [MARGIN, 0];

@@ -1,7 +1,7 @@
 // Writes runs into one HTML file that shows them without a server.
 import type { RunFile } from "../data/runFile";
 
-/** What a saved page shows when it is opened: one run, or two compared, and how. */
+/** What a saved page shows: one run or two compared ones, the chosen probe and the chart's lines. */
 export interface Saved {
   runs: RunFile[];
   probe: string | null;
@@ -15,7 +15,7 @@ export interface Parts {
   style: string;
 }
 
-/** `scriptSource` is the policy's word for the script: its hash where the browser can make one. */
+/** `scriptSource` allows the script in the policy: by its hash if the browser can compute one. */
 export function html(saved: Saved, parts: Parts, scriptSource: string, title: string): string {
   const policy = [
     "default-src 'none'",
@@ -45,7 +45,7 @@ export function html(saved: Saved, parts: Parts, scriptSource: string, title: st
 `;
 }
 
-/** Model output is in here: no character of it can end the element. */
+/** Escapes model output so that it cannot end the script element. */
 export function embedded(value: unknown): string {
   return JSON.stringify(value)
     .replaceAll("<", "\\u003c")
@@ -53,7 +53,7 @@ export function embedded(value: unknown): string {
     .replaceAll("\u2029", "\\u2029");
 }
 
-/** The script's own text may hold what would end or nest the element; only strings do. */
+/** Escapes what would end or nest the script element; in the bundle it occurs in strings only. */
 export function closable(script: string): string {
   return script.replace(/<(\/script|script|!--)/gi, (whole) => `\\x3c${whole.slice(1)}`);
 }

@@ -9,7 +9,7 @@ export function save(name: string, content: Blob): void {
   setTimeout(() => URL.revokeObjectURL(url), 10_000);
 }
 
-/** Words of the question, as a file may be called. */
+/** A file name made of the question's first words. */
 export function fileName(user: string, ending: string): string {
   const words = user
     .toLowerCase()

@@ -1,17 +1,17 @@
 // Writes a request as a Python program or a curl command.
 import type { CompletionBody } from "../state/request";
 
-/** Fields that the openai package does not know: they go into extra_body. */
+/** Fields that the openai package does not know go into extra_body. */
 const EXTRA = ["clairai", "top_k", "min_p", "repetition_penalty"] as const;
 
-/** The first chunk says what was applied. */
+/** The first chunk reports the steering that was applied. */
 const ECHO = [
   '    applied = getattr(chunk, "clairai", None)',
   "    if applied:",
   '        print(applied["steering"])',
 ];
 
-/** Copies ask for OpenAI's own stream: named events are this page's business. */
+/** Copies ask for OpenAI's own stream; only this page uses named events. */
 function plain(body: CompletionBody): Record<string, unknown> {
   const clairai = Object.entries(body.clairai).filter(([key]) => key !== "events");
   return { ...body, clairai: Object.fromEntries(clairai) };
@@ -51,7 +51,7 @@ function isExtra(key: string): boolean {
   return (EXTRA as readonly string[]).includes(key);
 }
 
-/** A value of JSON as Python writes it; JSON's strings are Python's too. */
+/** A JSON value as a Python literal; JSON strings are valid in Python. */
 export function literal(value: unknown, indent: number): string {
   if (value === null) return "None";
   if (value === true) return "True";

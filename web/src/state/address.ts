@@ -5,9 +5,9 @@ import { ruleDraftOf } from "../data/rules";
 import { draftOf, MAX_ENTRIES } from "../data/entryDraft";
 import { NO_SAMPLING, type Draft, type Pane, type Run, type Sampling, type State } from "./types";
 
-/** What a link can carry of a run to a browser that does not have it. */
+/** The part of a run that a link carries to a browser that does not have the run. */
 export type Question = Pick<Run, "system" | "user" | "sampling" | "steer" | "stop">;
-/** What of the draft a link sets. */
+/** The fields of the draft that a link sets. */
 export type LinkedDraft = Pick<Draft, "system" | "user" | "sampling" | "entries" | "rules">;
 
 export interface Address {
@@ -44,7 +44,7 @@ export function addressOf(state: State, at: TokenRef | null, question: Question 
   return text === "" ? "" : `#${text}`;
 }
 
-/** Whatever is not understood is left out: an address is typed by anybody. */
+/** Anything invalid is ignored: anyone can type an address. */
 export function parseAddress(hash: string): Address {
   const parts = new URLSearchParams(hash.replace(/^#/, ""));
   const lines = parts

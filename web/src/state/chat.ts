@@ -18,7 +18,7 @@ import type { TranscriptStore } from "./transcriptStore";
 import { changeRun, pathTo, putRun, type Store } from "./store";
 import { RUNNING, type Run, type RunStatus } from "./types";
 
-/** How long a stopped run is listened to for its last scores. */
+/** How long to wait for the last scores of a stopped run. */
 const DRAIN_MS = 1500;
 
 export class Chat {
@@ -33,7 +33,7 @@ export class Chat {
     private readonly now: () => number,
   ) {}
 
-  /** Ask the draft's question after the conversation shown; beside a comparison, in its place. */
+  /** Ask the draft's question after the shown conversation; in a comparison, in place of what is compared. */
   async send(): Promise<void> {
     const { draft } = this.store.getState();
     const { parent, user } = nextQuestion(this.store.getState());
@@ -42,13 +42,13 @@ export class Chat {
     await this.#begin(parent, user, isPair(draft));
   }
 
-  /** The same question again; the first answer stays in the history. */
+  /** Ask the same question again; the first answer stays in the history. */
   async regenerate(id: string): Promise<void> {
     const run = this.store.getState().runs[id];
     if (run) await this.#begin(run.parent, run.user, false);
   }
 
-  /** Another question in this one's place. */
+  /** Ask another question in place of this one. */
   async edit(id: string, user: string): Promise<void> {
     const run = this.store.getState().runs[id];
     if (run && user.trim() !== "") await this.#begin(run.parent, user.trim(), false);
@@ -72,13 +72,13 @@ export class Chat {
     await this.server.ask(`v1/runs/${run.serverRun}`, { method: "DELETE" }).catch(() => controller.abort());
   }
 
-  /** Load the scores of every run of a conversation that is in the history only. */
+  /** Load the transcripts of a conversation that are only in the history. */
   async open(id: string): Promise<void> {
     const path = pathTo(this.store.getState().runs, id);
     await Promise.all(path.map((run) => this.#load(run.id)));
   }
 
-  /** Take up a run that was going on when the page was left. */
+  /** Resume a run that was still going when the page was closed. */
   async resume(run: Run): Promise<void> {
     const { serverRun } = run;
     if (serverRun === null) {
@@ -97,13 +97,13 @@ export class Chat {
     const runs = asks.map((asked) => this.#newRun(parent, user, model, asked));
     if (parent !== null) await this.open(parent);
     for (const run of runs) putRun(this.store, run);
-    // Of two, the plain one is A: the difference B - A is then what steering has done.
+    // The plain run is A, so that the difference B - A is the effect of steering.
     const [first, second] = runs;
     this.store.setState({ head: first?.id ?? null, versus: second?.id ?? null, span: null });
     await Promise.all(runs.map((run) => this.#start(run)));
   }
 
-  /** What the steering panel finds wrong is never sent, with steering or without. */
+  /** A draft with faults is never sent, neither with steering nor without. */
   #isFaulty(): boolean {
     const [fault] = draftFaults(this.store.getState());
     if (fault !== undefined) this.store.setState({ notice: `Not asked. ${fault}` });
@@ -176,7 +176,7 @@ export class Chat {
     return this.store.getState().runs[id]?.status;
   }
 
-  /** A run that was stopped or has failed stays so, whatever still arrives. */
+  /** A stopped or failed run keeps its status, whatever still arrives. */
   #setStatus(id: string, status: RunStatus): void {
     const current = this.#status(id);
     if (current === undefined || current === status || !RUNNING.has(current)) return;
@@ -205,7 +205,7 @@ export class Chat {
     try {
       await this.history.save(toFile(run, this.transcripts.get(id)));
     } catch {
-      // The browser's storage is full, or was taken away: the run is shown all the same.
+      // The browser's storage is full or gone; the run is still shown.
       this.store.setState({
         notice: "This run could not be kept in the history: the browser's storage is full.",
       });

@@ -14,7 +14,7 @@ export class CrossingLog {
     private readonly transcripts: TranscriptStore,
   ) {}
 
-  /** Watch a run from now on; what is on its tape already counts as seen. */
+  /** Log the crossings of a run, those of its existing tokens included. */
   watch(id: string): void {
     const run = this.store.getState().runs[id];
     if (!run || this.#finders.has(id)) return;

@@ -3,7 +3,7 @@ import { createStore, type StoreApi } from "zustand/vanilla";
 import type { Transcript } from "../data/transcript";
 import type { Focus } from "./types";
 
-/** Where the tooltip points: the thing hovered, or the token's own place when null. */
+/** Where the tooltip points; null means at the token itself. */
 export interface Anchor {
   x: number;
   y: number;
@@ -21,7 +21,7 @@ export function createFocus(): FocusStore {
   return createStore<FocusState>(() => ({ hover: null, pin: null, anchor: null }));
 }
 
-/** Hover beats pin. */
+/** A hovered token takes precedence over the pinned one. */
 export function shownFocus(state: FocusState): Focus | null {
   return state.hover ?? state.pin;
 }
@@ -36,7 +36,7 @@ export function hover(store: FocusStore, target: Focus | null, anchor: Anchor | 
   store.setState({ hover: target, anchor });
 }
 
-/** Pin a token; pinning it again lets it go. */
+/** Pin a token; pinning it again unpins it. */
 export function pin(store: FocusStore, target: Focus | null, anchor: Anchor | null): void {
   const isAgain = target !== null && isSame(store.getState().pin, target);
   store.setState({ pin: isAgain ? null : target, hover: null, anchor: isAgain ? null : anchor });

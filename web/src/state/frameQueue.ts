@@ -6,7 +6,7 @@ export class FrameQueue {
 
   constructor(private readonly nextFrame: (callback: () => void) => unknown) {}
 
-  /** Run `work` once in the next frame; the same function asked twice runs once. */
+  /** Run `work` in the next frame; a function scheduled twice runs once. */
   schedule(work: () => void): void {
     this.#pending.add(work);
     if (this.#isScheduled) return;

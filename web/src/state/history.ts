@@ -5,7 +5,7 @@ export const MAX_KEPT = 200;
 const NAME = "clairai";
 const RUNS = "runs";
 
-/** What is listed without reading a run's scores. */
+/** The part of a run that is listed without its scores. */
 export interface Entry {
   id: string;
   createdAt: number;
@@ -47,7 +47,7 @@ export async function openHistory(factory: IDBFactory): Promise<History> {
   };
 }
 
-/** By cursor: the files, which are large, are let go of one by one. */
+/** Uses a cursor, so that only one of the large files is in memory at a time. */
 async function listed(runs: IDBObjectStore): Promise<Entry[]> {
   const found: Entry[] = [];
   await new Promise<void>((resolve, reject) => {
@@ -74,7 +74,7 @@ function settled<T>(request: IDBRequest<T>): Promise<T> {
   });
 }
 
-/** For pages without storage: private windows of some browsers, exported files. */
+/** For pages without storage: exported files, and private windows of some browsers. */
 export function noHistory(): History {
   return {
     list: () => Promise.resolve([]),

@@ -81,7 +81,7 @@ export function createPage(history: History, base: string): Page {
   return page;
 }
 
-/** A hidden page gets no frames, but crossings must still be counted in its title. */
+/** A hidden page gets no animation frames, but its title must still count crossings. */
 function nextFrame(callback: () => void): void {
   let frame = 0;
   const timer = setTimeout(() => {
@@ -99,7 +99,7 @@ function storedTheme(): ThemeChoice {
   return stored === "light" || stored === "dark" ? stored : "system";
 }
 
-/** Whatever is shown has its scores loaded and its crossings watched. */
+/** Load the scores of the shown runs and log their crossings. */
 function openShown(page: Page): void {
   const { runs, head, versus } = page.store.getState();
   for (const id of [head, versus]) {
@@ -109,7 +109,7 @@ function openShown(page: Page): void {
   }
 }
 
-/** A live page: read the history and the address, then keep both up to date. */
+/** Start a live page: read the history and the address, then keep both up to date. */
 export async function goLive(page: Page): Promise<void> {
   const address = parseAddress(location.hash);
   apply(page, address);
@@ -150,7 +150,7 @@ async function loadHistory(page: Page, address: Address): Promise<void> {
   choose(page, address);
 }
 
-/** Show the run that the address names; where this browser lacks it, offer its question. */
+/** Show the run that the address names; if this browser lacks it, fill in its question. */
 function choose(page: Page, address: Address): void {
   const { runs, draft } = page.store.getState();
   const head = address.run !== null && address.run in runs ? address.run : null;
@@ -179,7 +179,7 @@ function writeAddress(page: Page): void {
     history.replaceState(null, "", hash === "" ? location.pathname + location.search : hash);
 }
 
-/** An exported file: the runs are in it, nothing is asked of any server. */
+/** Show the runs of an exported file, which needs no server. */
 export function freeze(page: Page, saved: Saved): void {
   const loaded = saved.runs.map((file) => fromFile(file));
   for (const { run, transcript } of loaded) page.transcripts.put(run.id, transcript);

@@ -14,13 +14,13 @@ export interface CompletionBody {
 }
 
 export const CHAT_PATH = "v1/chat/completions";
-/** Of two runs that are compared, where none is set: chance must not be what tells them apart. */
+/** The seed of two compared runs if none is set, so that they do not differ by chance. */
 export const PAIR_SEED = 1;
 
-/** What of a run goes into its request. */
+/** The fields of a run that go into its request. */
 export type RequestParts = Pick<Run, "model" | "sampling" | "steer" | "stop">;
 
-/** `answers[i]` is what the model said in `path[i]`; the last run of the path is the one to make. */
+/** `answers[i]` is the model's answer in `path[i]`; the last run of the path is the new one. */
 export function messagesOf(
   path: readonly Pick<Run, "user" | "system">[],
   answers: readonly string[],
@@ -51,7 +51,7 @@ export function bodyOf(run: RequestParts, messages: Message[]): CompletionBody {
   };
 }
 
-/** Only what was set: the rest is the server's to decide. */
+/** Only the settings that were set; the server decides the rest. */
 export function samplingFields(sampling: Sampling): Partial<Sampling> {
   const entries = Object.entries(sampling).filter(
     ([, value]) => value !== null && !(Array.isArray(value) && value.length === 0),
@@ -59,7 +59,7 @@ export function samplingFields(sampling: Sampling): Partial<Sampling> {
   return Object.fromEntries(entries);
 }
 
-/** What the draft asks for beside its words: as it is, or in two runs of which one is not steered. */
+/** The settings of the draft's requests: one, or two of which the first is not steered. */
 export function requestsOf(draft: Draft, isPairWanted: boolean): Pick<Run, "sampling" | "steer" | "stop">[] {
   const { sampling } = draft;
   const [steer, stop] = [entriesOf(draft.entries), rulesOf(draft.rules)];
@@ -71,7 +71,7 @@ export function requestsOf(draft: Draft, isPairWanted: boolean): Pick<Run, "samp
   ];
 }
 
-/** The draft's words and the turn they follow; beside a comparison they take the place of what is compared. */
+/** The draft's question and the turn it follows; in a comparison it replaces the compared question. */
 export function nextQuestion(state: Pick<State, "draft" | "head" | "versus" | "runs">): {
   parent: string | null;
   user: string;
@@ -86,7 +86,7 @@ export function isPair(draft: Draft): boolean {
   return draft.isPaired && entriesOf(draft.entries).length > 0;
 }
 
-/** What is wrong with the draft's steering, by entry and rule; empty where it can be sent. */
+/** The faults of the draft's entries and rules; empty if it can be sent. */
 export function draftFaults(state: Pick<State, "draft" | "steering" | "probes">): string[] {
   const { entries, rules } = state.draft;
   const catalog = catalogOf(state);

@@ -5,7 +5,7 @@ export interface SafeStorage {
   write(name: string, value: string | null): void;
 }
 
-/** Storage throws where cookies are blocked and in some files opened from disk. */
+/** Storage throws if cookies are blocked, and in some files opened from disk. */
 export function safeStorage(storage: () => Storage): SafeStorage {
   return {
     read(name) {
@@ -20,7 +20,7 @@ export function safeStorage(storage: () => Storage): SafeStorage {
         if (value === null) storage().removeItem(name);
         else storage().setItem(name, value);
       } catch {
-        // Forgotten at the next visit; nothing else depends on it.
+        // The value is lost at the next visit; nothing else depends on it.
       }
     },
   };

@@ -9,7 +9,7 @@ import type { Steering } from "./types";
 export const SOON_MS = 1500;
 export const LATER_MS = 8000;
 
-/** An engine without steering, an engine without clairai. */
+/** The statuses of an engine without steering, or without clairai. */
 const NO_STEERING: ReadonlySet<number> = new Set([404, 405, 409, 501]);
 
 export class ServerMonitor {
@@ -22,7 +22,7 @@ export class ServerMonitor {
     private readonly forgetKey: () => void,
   ) {}
 
-  /** Look now, and again later for as long as the page is open. */
+  /** Poll now, and again regularly while the page is open. */
   async poll(): Promise<void> {
     if (this.#isBusy) return;
     this.#isBusy = true;
@@ -36,7 +36,7 @@ export class ServerMonitor {
     clearTimeout(this.#timer);
   }
 
-  /** True if the engine serves and everything about it is known. */
+  /** True if the engine is serving and all its data were read. */
   async #pollOnce(): Promise<boolean> {
     try {
       const answer = await this.server.ask("health");
@@ -71,7 +71,7 @@ export class ServerMonitor {
     }));
   }
 
-  /** null where the engine has no such route: a vLLM without clairai can still be talked to. */
+  /** null if the engine has no such route: the page also works with a vLLM without clairai. */
   async #getIfPresent<T>(path: string): Promise<T | null> {
     try {
       return await this.server.json<T>(path);
@@ -81,7 +81,7 @@ export class ServerMonitor {
     }
   }
 
-  /** Look at once at what steers: something there has just been changed. */
+  /** Read the steering again at once, after it was changed. */
   async refreshSteering(): Promise<void> {
     const steering = await this.#steering();
     this.store.setState({ steering });
@@ -115,7 +115,7 @@ export class ServerMonitor {
       this.store.setState({ notice: error.message });
       return;
     }
-    // No answer, or one that is not this server's.
+    // No response, or not one of this server.
     this.store.setState(({ connection }) => ({
       connection: {
         kind: "unreachable",
@@ -125,12 +125,12 @@ export class ServerMonitor {
   }
 }
 
-/** The old list if the new one says the same: nothing that depends on it is drawn anew. */
+/** The old list if the new one is equal, so that nothing renders again. */
 export function keepIfEqual<T>(old: T[] | null, found: T[]): T[] {
   return old !== null && JSON.stringify(old) === JSON.stringify(found) ? old : found;
 }
 
-/** Keep what is chosen while it exists; a first look chooses the first probes. */
+/** Keep the chosen probe and lines while they exist; by default, choose the first probes. */
 export function keepChoices(
   probes: ProbeInfo[],
   probe: string | null,

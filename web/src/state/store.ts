@@ -47,7 +47,7 @@ export function changeRun(store: Store, id: string, change: Partial<Run>): void 
   if (run) putRun(store, { ...run, ...change });
 }
 
-/** The runs from the conversation's first to `head`. */
+/** The runs of a conversation from the first to `head`. */
 export function pathTo(runs: Record<string, Run>, head: string | null): Run[] {
   const path: Run[] = [];
   const seen = new Set<string>();
@@ -61,7 +61,7 @@ export function pathTo(runs: Record<string, Run>, head: string | null): Run[] {
   return path;
 }
 
-/** Other answers to the same question, oldest first: what "regenerate" and "edit" have made. */
+/** All answers in the place of this run, oldest first: those made by "Regenerate" and "Edit". */
 export function siblings(runs: Record<string, Run>, run: Run): Run[] {
   return Object.values(runs)
     .filter((other) => other.parent === run.parent)
@@ -69,7 +69,7 @@ export function siblings(runs: Record<string, Run>, run: Run): Run[] {
     .sort((a, b) => a.createdAt - b.createdAt);
 }
 
-// First turns have no parent in common: only the same question makes them variants.
+// First turns have no common parent, so only the same question makes them variants.
 function isVariant(a: Run, b: Run): boolean {
   return a.user === b.user;
 }
@@ -85,7 +85,7 @@ export function leafOf(runs: Record<string, Run>, id: string): string {
   }
 }
 
-/** Put a probe into the chart or take it out; null when the chart is full. */
+/** Add a probe to the chart or remove it; null if the chart is full. */
 export function toggledLine(lines: readonly string[], name: string): string[] | null {
   if (lines.includes(name)) return lines.filter((line) => line !== name);
   return lines.length < MAX_LINES ? [...lines, name] : null;

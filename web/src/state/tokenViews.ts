@@ -1,10 +1,10 @@
 // Finds where a token is shown on the page, and scrolls it into view.
 import type { Focus } from "./types";
 
-/** A list of tokens that is on the page now. */
+/** A list of tokens that is currently on the page. */
 export interface TokenView {
   rectOf(focus: Focus): DOMRect | null;
-  /** Show the token, opening what hides it; false if it is not in this list. */
+  /** Scroll the token into view, opening what hides it; false if it is not in this list. */
   reveal(focus: Focus): boolean;
 }
 

@@ -18,7 +18,7 @@ export class TranscriptStore {
     return transcript;
   }
 
-  /** Whether anything is on the tape: one that was only looked at is still blank. */
+  /** Whether the transcript has any content; `get` creates an empty one. */
   has(id: string): boolean {
     return (this.#transcripts.get(id)?.version ?? 0) > 0;
   }

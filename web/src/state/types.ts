@@ -6,7 +6,7 @@ import type { RuleDraft } from "../data/rules";
 import type { EntryDraft } from "../data/entryDraft";
 import type { TokenRef } from "../data/transcript";
 
-/** null: not sent, the server's own default holds. */
+/** null is not sent; the server uses its default. */
 export interface Sampling {
   max_tokens: number | null;
   temperature: number | null;
@@ -23,7 +23,7 @@ export interface Sampling {
 export type RunStatus =
   "opening" | "streaming" | "reconnecting" | "done" | "stopped" | "failed" | "interrupted";
 
-/** All of a run but its tokens and scores. Runs form a tree: a turn's parent is the turn before. */
+/** A run without its tokens and scores. Runs form a tree: a turn's parent is the turn before it. */
 export interface Run {
   id: string;
   parent: string | null;
@@ -33,10 +33,10 @@ export interface Run {
   system: string;
   user: string;
   sampling: Sampling;
-  /** As they were asked for; what came of it is on the tape. */
+  /** As requested; what the engine applied is in the transcript. */
   steer: SteerEntry[];
   stop: StopRule[];
-  /** As they were when the run began: a score is judged by the threshold that held then. */
+  /** The probes as they were when the run began, with the thresholds that apply to its scores. */
   probes: ProbeInfo[];
   status: RunStatus;
   error: string | null;
@@ -48,25 +48,25 @@ export type Connection =
 /** What is known of the engine's steering. */
 export type Steering =
   | { kind: "unknown" }
-  /** The engine has none; `reason` is the server's, where it gave one. */
+  /** The engine cannot steer; `reason` is the server's, if it gave one. */
   | { kind: "off"; reason: string | null }
   | { kind: "on"; vectors: VectorInfo[]; points: string[]; tiers: Tiers };
 
-/** The question that is being written, with all that goes with it. */
+/** The question being written, with its settings. */
 export interface Draft {
   user: string;
   system: string;
   sampling: Sampling;
   entries: EntryDraft[];
   rules: RuleDraft[];
-  /** Whether a steered question is asked without steering too. */
+  /** Whether a steered question is also asked without steering. */
   isPaired: boolean;
 }
 
 export type Pane = "chat" | "charts" | "probes" | "steer" | "history" | "crossings";
 export type ThemeChoice = "system" | "light" | "dark";
 
-/** A stretch of tokens shown in chart and matrix; null: all. */
+/** The range of tokens shown in the charts; null means all. */
 export type Span = readonly [number, number] | null;
 
 export interface Focus {

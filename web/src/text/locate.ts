@@ -1,8 +1,9 @@
 // Finds the tokens of the prompt that hold the user's own words.
 
-/** Half open; null where a template has changed the words. */
+/** First token, and one past the last. */
 export type TokenRange = readonly [number, number];
 
+/** The tokens that hold `user`; null if the chat template changed the words. */
 export function locate(tokens: readonly string[], user: string): TokenRange | null {
   const wanted = user.trim();
   if (wanted === "") return null;

@@ -1,6 +1,6 @@
 // Formats numbers for the page.
 
-/** A score, exact enough to tell neighbours apart; a dash where there is none. */
+/** A score with enough digits to tell close ones apart; a dash if there is none. */
 export function score(value: number): string {
   if (Number.isNaN(value)) return "–";
   if (value === 0) return "0";
@@ -21,7 +21,7 @@ export function brief(value: number): string {
   return tidy(value.toFixed(size >= 100 ? 0 : size >= 10 ? 1 : 2));
 }
 
-/** What somebody has set: as it was set, to six digits; "?" for an empty field. */
+/** A number that the user set, to six digits; "?" for an empty field. */
 export function exact(value: number): string {
   return Number.isNaN(value) ? "?" : tidy(String(Number(value.toPrecision(6))));
 }
@@ -55,7 +55,7 @@ export function inWords(value: number): string {
   return WORDS[value] ?? count(value);
 }
 
-// A hyphen is narrower than the digits: a minus sign keeps columns straight.
+// A minus sign is as wide as a digit, unlike a hyphen, and keeps columns aligned.
 function tidy(text: string): string {
   return text.replaceAll("-", "\u2212");
 }

@@ -17,14 +17,14 @@ export function placeOf(point: string): Place {
   return { layer: Number.isNaN(number) ? -1 : number, where: WHERE[kind] ?? point };
 }
 
-/** Places in the order in which a forward pass comes by; after a block is before the next one. */
+/** Orders points as a forward pass reaches them; after a block is the same as before the next one. */
 function rankOf(point: string): number {
   const [kind = "", layer = ""] = point.split(".");
   const step = { pre_attn: 0, post_attn: 1, post_block: 2 }[kind];
   return step === undefined ? NaN : 2 * Number.parseInt(layer, 10) + step;
 }
 
-/** Whether the model comes to `point` only after `other`; false where either is unknown. */
+/** Whether the model reaches `point` only after `other`; false if either is unknown. */
 export function isBehind(point: string, other: string): boolean {
   return rankOf(point) > rankOf(other);
 }

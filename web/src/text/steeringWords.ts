@@ -19,7 +19,7 @@ const PHASES: Record<Phase, string> = {
   generation: "in the answer",
   last_prompt: "at the last prompt token",
 };
-/** A tier cuts what its entries say to its own tokens. */
+/** A tier limits its entries to its own phase. */
 const TIER_PHASES: Record<Tier, Phase> = { base: "both", prefill: "prompt", decode: "generation" };
 
 export function entryWords(entry: AppliedEntry): string {
@@ -32,7 +32,7 @@ export function entryWords(entry: AppliedEntry): string {
   return parts.filter(Boolean).join(" ");
 }
 
-/** The vector and what is done with it, without where and when. */
+/** The vector and the operation, without where and when. */
 export function actWords(entry: AppliedEntry): string {
   const name = typeof entry.vector === "string" && entry.vector !== "" ? entry.vector : "an inline vector";
   const scale = entry.scale ?? 1;
@@ -93,7 +93,7 @@ export function conditionWords({ probe, tokens }: StopRule, threshold: number | 
   return `${probe} ≥ ${bar} for ${counted(tokens, "token")}`;
 }
 
-/** Empty where no tier steers. */
+/** Empty if no tier steers. */
 export function tierWords(tiers: Tiers): string {
   return TIERS.filter((tier) => tiers[tier].length > 0)
     .map((tier) => `${tier}: ${tiers[tier].map((entry) => entryWords({ ...entry, tier })).join("; ")}`)

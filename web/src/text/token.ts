@@ -12,7 +12,7 @@ export function kindOf(text: string): TokenKind {
   return SPECIAL.test(text) ? "special" : "plain";
 }
 
-/** One line that hides nothing: for tooltips, logs and screen readers. */
+/** The token on one line with everything visible, for tooltips and lists. */
 export function visible(text: string): string {
   if (text === "") return "(part of a character)";
   return text
@@ -22,17 +22,17 @@ export function visible(text: string): string {
     .replace(/[\p{Cc}\u200b-\u200f\u2028-\u202e\u2060-\u2069\ufeff]/gu, escaped);
 }
 
-/** Control and direction marks would otherwise be invisible, or turn the text around. */
+/** Control and direction characters would be invisible, or reverse the text. */
 function escaped(character: string): string {
   return `\\u${character.charCodeAt(0).toString(16).padStart(4, "0")}`;
 }
 
-/** What goes into the page; only what could turn the layout around is replaced. */
+/** The token's text for the page; only control and direction characters are replaced. */
 export function shown(text: string): string {
   return text.replace(/(?![\n\t])\p{Cc}|[\u202a-\u202e\u2066-\u2069]/gu, escaped);
 }
 
-/** Marks for the white space that a token begins with, one for each character. */
+/** Visible marks for a token's leading white space, one per character. */
 export function leadOf(text: string): string {
   const lead = /^[ \t]+/.exec(text)?.[0] ?? "";
   return lead.replaceAll(" ", "·").replaceAll("\t", "→");

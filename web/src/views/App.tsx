@@ -60,7 +60,7 @@ const TABS: readonly { pane: Pane; title: string }[] = [
   { pane: "history", title: "History" },
 ];
 
-/** On a narrow screen one column is shown at a time. */
+/** On a narrow screen, one column is shown at a time. */
 function Tabs() {
   const page = usePage();
   const pane = useView((state) => state.pane);
@@ -84,7 +84,7 @@ function Tabs() {
   );
 }
 
-/** Says the pinned token, and new crossings, to screen readers. */
+/** Announces the pinned token and new crossings to screen readers. */
 function Announcer() {
   const page = usePage();
   const focus = useShownFocus();

@@ -48,7 +48,7 @@ export function Compare() {
   );
 }
 
-/** What each of the two has and the other has not, worked out once for both. */
+/** The tokens that only one of the runs has, computed once for both. */
 function useDiff(a: string, b: string): [SideDiff, SideDiff] {
   const page = usePage();
   return useMemo(() => {
@@ -63,7 +63,7 @@ function useDiff(a: string, b: string): [SideDiff, SideDiff] {
   }, [page, a, b]);
 }
 
-/** One side scrolls with the other, and a pinned token is brought into view in both. */
+/** Scrolls both sides together, and scrolls a pinned token into view in both. */
 function useSyncedSides(sides: RefObject<HTMLElement | null>, a: string | null, b: string | null): void {
   const page = usePage();
   useEffect(() => {
@@ -75,7 +75,7 @@ function useSyncedSides(sides: RefObject<HTMLElement | null>, a: string | null, 
         if (side !== moved && side.scrollTop !== moved.scrollTop) side.scrollTop = moved.scrollTop;
       }
     };
-    // Scrolling does not bubble; it can be caught on its way down.
+    // Scroll events do not bubble, but they can be captured.
     box.addEventListener("scroll", follow, { capture: true });
     const stop = page.focus.subscribe(({ pin }, before) => {
       if (pin === null || pin === before.pin) return;
@@ -88,7 +88,7 @@ function useSyncedSides(sides: RefObject<HTMLElement | null>, a: string | null, 
   }, [page, sides, a, b]);
 }
 
-/** The chosen probe in both runs, on one axis that begins where the answers do. */
+/** The chosen probe in both runs, on one axis that starts at the answers. */
 function useTraces(a: Run, b: Run): () => Trace[] {
   const page = usePage();
   const probes = useView((state) => state.probes);
@@ -159,7 +159,7 @@ function Both({ a, b }: { a: Run; b: Run }) {
   );
 }
 
-/** The chosen probe's mean over each answer, and what lies between. */
+/** The chosen probe's mean over each answer, and their difference. */
 function Means({ a, b }: { a: Run; b: Run }) {
   const page = usePage();
   const probe = useView((state) => state.probe);

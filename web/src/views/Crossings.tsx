@@ -27,7 +27,7 @@ export function Crossings() {
       <header className="panel-head">
         <h2 id="crossings-title">Threshold crossings</h2>
         {newest.length > 0 && (
-          // Another key starts the flash anew: something was crossed just now.
+          // A new key restarts the highlight of a new crossing.
           <span key={crossings.length + dropped} className="faint arrival">
             {counted(crossings.length + dropped, "crossing")}
           </span>
@@ -50,13 +50,13 @@ export function Crossings() {
   );
 }
 
-/** What follows belongs to another run than the one shown. */
+/** The heading of crossings that belong to a run other than the shown one. */
 function RunLine({ id }: { id: string }) {
   const run = useRun(id);
   return <li className="log-run">In “{run?.user ?? "a run that is gone"}”</li>;
 }
 
-/** Most of the list stays as it is while one stretch grows. */
+/** Memoized: most of the list stays the same while one crossing grows. */
 const Crossing = memo(function Crossing({ crossing }: { crossing: Crossing }) {
   const page = usePage();
   const { run, probe, first, last, peak } = crossing;
@@ -77,7 +77,7 @@ const Crossing = memo(function Crossing({ crossing }: { crossing: Crossing }) {
   );
 });
 
-/** The stretch as text, short enough for a line. */
+/** The crossing's tokens as text, short enough for a line. */
 function words(transcript: Transcript, { first, last }: Crossing): string {
   const from = transcript.rowOf(first);
   const to = Math.min(transcript.rowOf(last) + 1, from + 12);

@@ -3,9 +3,9 @@ import { useEffect, useId, useRef, type ReactNode } from "react";
 
 interface Props {
   title: string;
-  /** Left out: it cannot be dismissed. */
+  /** If omitted, the dialog cannot be dismissed. */
   onClose?: () => void;
-  /** Beside the button that closes it. */
+  /** Shown beside the close button. */
   action?: ReactNode;
   children: ReactNode;
 }

@@ -13,7 +13,7 @@ interface SideProps {
   run: Run;
   name: "A" | "B";
   diff: SideDiff;
-  /** Of both sides, so that their answers begin at one height. */
+  /** Shared by both sides, so that their answers start at the same height. */
   hasPrompt: boolean;
   onPrompt: (hasPrompt: boolean) => void;
 }
@@ -101,7 +101,7 @@ export function Side({ run, name, diff, hasPrompt, onPrompt }: SideProps) {
   );
 }
 
-/** A prompt token was asked for, in the chart perhaps: open the prompts, then show it. */
+/** Opens the prompts when a hidden prompt token is to be shown, for example from the chart. */
 function usePromptOnDemand(run: string, hasPrompt: boolean, onPrompt: (hasPrompt: boolean) => void): void {
   const page = usePage();
   useEffect(() => {

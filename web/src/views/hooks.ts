@@ -11,7 +11,7 @@ export function useView<T>(selector: (state: State) => T): T {
   return useStore(usePage().store, selector);
 }
 
-/** Renders again, at most once a frame, while the run grows. */
+/** Renders the component again, at most once a frame, while the run grows. */
 export function useTranscriptVersion(run: string | null): number {
   const { transcripts } = usePage();
   const watch = useCallback(
@@ -29,7 +29,7 @@ export function useRun(id: string | null): Run | null {
   return useView((state) => (id === null ? null : (state.runs[id] ?? null)));
 }
 
-/** The probe as it was when the run began; as it is now where the run does not know it. */
+/** The probe as it was when the run began; its current version if the run does not have it. */
 export function probeIn(
   run: Run | null,
   probes: readonly ProbeInfo[] | null,
@@ -57,7 +57,7 @@ export function useMedia(query: string): boolean {
   return useSyncExternalStore(watch, () => matchMedia(query).matches);
 }
 
-/** Where one column is shown at a time; the width stands in phone.css too. */
+/** Whether one column is shown at a time; keep the width equal to the one in phone.css. */
 export function isNarrow(): boolean {
   return matchMedia("(max-width: 1100px)").matches;
 }

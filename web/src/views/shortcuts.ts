@@ -96,7 +96,7 @@ function nextProbe(page: Page, by: number): void {
   page.store.setState({ probe: names[(at + by + names.length) % names.length] ?? null });
 }
 
-/** Of the chosen probe, in the run looked at; round and round. */
+/** Go to the next crossing of the chosen probe in the current run, wrapping around. */
 function nextCrossing(page: Page, by: number): void {
   const { crossings, probe, head } = page.store.getState();
   const focus = shownFocus(page.focus.getState());
@@ -115,12 +115,12 @@ function nextCrossing(page: Page, by: number): void {
 function focusOn(page: Page, id: string): void {
   if (id === "probe-search") page.store.setState({ pane: "probes" });
   const element = document.getElementById(id);
-  // At once, so that no letter typed after the key is lost; later only if it has yet to appear.
+  // Focus at once if possible, so that no letter typed after the shortcut is lost.
   if (element) element.focus();
   else page.frames.schedule(() => document.getElementById(id)?.focus());
 }
 
-/** Around the marked token, or the newest. */
+/** Zoom around the marked token, or around the middle of the range. */
 function zoom(page: Page, factor: number): void {
   const { head, span } = page.store.getState();
   const focus = shownFocus(page.focus.getState());

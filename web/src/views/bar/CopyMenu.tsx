@@ -51,7 +51,7 @@ function questionIn({ user, system, sampling, steer, stop }: Run): Question {
   return { user, system, sampling, steer, stop };
 }
 
-/** With the question, so that a browser without this run can ask it again. */
+/** The link includes the question, so that a browser without this run can ask it again. */
 function linkOf(page: Page): string {
   const state = page.store.getState();
   const { pin } = page.focus.getState();

@@ -18,7 +18,7 @@ interface Props {
 
 const Closing = createContext<() => void>(() => undefined);
 
-/** A choice: it is made, and the menu closes. */
+/** An entry of a menu; choosing it closes the menu. */
 export function MenuItem({ onChoose, children }: { onChoose: () => void; children: ReactNode }) {
   const close = useContext(Closing);
   const choose = () => {
@@ -59,7 +59,7 @@ export function Menu({ title, label, children }: Props) {
     close();
   };
   return (
-    // The keys of the buttons inside bubble here; the element itself takes none.
+    // Key events of the buttons inside bubble here; the element itself is not interactive.
     // eslint-disable-next-line jsx-a11y/no-static-element-interactions
     <div className="menu" ref={root} onKeyDown={escape}>
       <button

@@ -17,7 +17,7 @@ interface Props {
   label: string;
   pointer: CellPointerActions;
   marked: () => number | null;
-  /** Told how many tokens one column stands for. */
+  /** Called with the number of tokens per column. */
   onScale?: (perColumn: number) => void;
 }
 

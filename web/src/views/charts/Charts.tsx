@@ -15,7 +15,7 @@ import { usePointerActions } from "./pointerActions";
 import { clipped, extentOf, isCommon, traceOf } from "./traces";
 import { useStore } from "zustand";
 
-/** The run whose token is pinned, if it is in the conversation shown; else the newest. */
+/** The run of the pinned token if the conversation contains it, else the newest run. */
 export function useChartedRun(): string | null {
   const page = usePage();
   const pinned = useStore(page.focus, (state) => state.pin?.run ?? null);
@@ -93,7 +93,7 @@ function MatrixPanel({ id }: { id: string | null }) {
   const probe = useView((state) => state.probe);
   const span = useView((state) => state.span);
   const [perColumn, setPerColumn] = useState(1);
-  // Rounded, so that a run that grows does not render this anew at every token.
+  // Rounded, so that a growing run does not render this at every token.
   const setScale = useCallback((exact: number) => setPerColumn(Math.round(exact * 10) / 10), []);
   const shown = useMemo(() => ordered(run?.probes.length ? run.probes : (probes ?? [])), [run, probes]);
   const drawing = useCallback(() => {

@@ -5,7 +5,7 @@ import { useTheme, useWidth } from "../hooks";
 import { Plot, type Drawing, type PointerActions } from "./plot";
 
 interface Props {
-  /** Asked again at each change of the runs. */
+  /** Called again whenever the runs change. */
   drawing: () => Drawing;
   runs: readonly string[];
   height: number;

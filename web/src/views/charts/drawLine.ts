@@ -1,6 +1,6 @@
 // Draws one line of scores on a canvas, with a gap wherever a score is missing.
 
-/** What is drawn on: a canvas context, as far as lines need it. */
+/** The part of a canvas context that drawing lines needs. */
 export type Surface = Pick<
   CanvasRenderingContext2D,
   | "beginPath"
@@ -18,7 +18,7 @@ export interface LineData {
   values: Float64Array;
   first: number;
   last: number;
-  /** The pixel of a place in the series. */
+  /** The x coordinate of an index of the series. */
   toX: (index: number) => number;
   toY: (value: number) => number;
 }
@@ -29,7 +29,7 @@ export interface Stroke {
   dash: readonly number[];
 }
 
-/** Below this many pixels a token, strokes are dense: then a bar per pixel column is drawn, far quicker. */
+/** With fewer pixels per token, one bar per pixel column is drawn, which is much faster than strokes. */
 const SPARSE_PX = 0.7;
 
 export function drawLine(surface: Surface, line: LineData, stroke: Stroke): void {
@@ -55,13 +55,13 @@ function drawStroke(surface: Surface, line: LineData, stroke: Stroke): void {
   surface.stroke();
 }
 
-/** A lone point would not show: it gets a little width. */
+/** A single point would not be visible, so it gets a little width. */
 function begin(surface: Surface, x: number, y: number, width: number): void {
   surface.moveTo(x - width / 2, y);
   surface.lineTo(x, y);
 }
 
-/** From the highest to the lowest point of each pixel column, joined to the column before. */
+/** Draws a bar from the highest to the lowest point of each pixel column, joined to the one before. */
 function drawBars(surface: Surface, line: LineData, stroke: Stroke): void {
   const { values, first, last, toX, toY } = line;
   surface.fillStyle = stroke.colour;

@@ -13,21 +13,21 @@ export interface GridDrawing {
   rows: readonly Trace[];
   chosen: string | null;
   extent: Extent;
-  /** Where the answer begins is marked if it lies inside. */
+  /** Width of the column with the probes' names. */
   gutter: number;
   rowHeight: number;
 }
 
-/** Least height of a row that has room for its name. */
+/** The least height of a row with room for its name. */
 export const LABEL_HEIGHT = 11;
 
-/** The grid's own buffer: a drawing of one pixel per cell, blown up without smoothing. */
+/** Draws one pixel per cell into a buffer and scales it up without smoothing. */
 export class Grid {
   #cells = document.createElement("canvas");
 
   constructor(readonly canvas: HTMLCanvasElement) {}
 
-  /** Gives the number of tokens in one column. */
+  /** Draw the matrix; returns the number of tokens per column. */
   draw(drawing: GridDrawing, width: number, look: GridLook): number {
     const ratio = devicePixelRatio || 1;
     const height = Math.max(1, drawing.rows.length * drawing.rowHeight);
@@ -63,7 +63,7 @@ function resize(canvas: HTMLCanvasElement, width: number, height: number, ratio:
   canvas.style.height = `${height}px`;
 }
 
-/** Hair lines between rows that are high enough, and the border between prompt and answer. */
+/** Thin lines between rows that are high enough, and the border between prompt and answer. */
 function seams(context: CanvasRenderingContext2D, drawing: GridDrawing, width: number, look: GridLook): void {
   const { extent, gutter, rowHeight, rows } = drawing;
   context.fillStyle = look.faint;

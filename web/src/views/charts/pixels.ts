@@ -5,7 +5,7 @@ import type { Extent, Trace } from "./traces";
 export interface Pixels {
   width: number;
   height: number;
-  /** Packed RGBA; 0 is transparent: no score. */
+  /** Packed RGBA; 0 is transparent and means no score. */
   data: Uint32Array<ArrayBuffer>;
   /** Tokens per column; above 1 a column shows the highest of them. */
   perColumn: number;
@@ -30,7 +30,7 @@ function colour(row: Trace, value: number, lut: Uint32Array): number {
   return lut[Math.round(position(row.domain, value) * (lut.length - 1))] ?? 0;
 }
 
-/** NaN if none of them is a number. */
+/** The highest value in the range; NaN if there is none. */
 export function highest(values: Float64Array, first: number, end: number): number {
   let best = NaN;
   const to = Math.min(end, values.length);

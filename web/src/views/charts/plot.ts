@@ -14,7 +14,7 @@ export interface PointerActions {
 export interface Drawing {
   traces: readonly Trace[];
   styles: ReadonlyMap<string, LineStyle>;
-  /** The line that is drawn bold, with its threshold. */
+  /** The line that is drawn bold and with its threshold. */
   chosen: string | null;
   extent: Extent;
   shown: Extent;
@@ -34,7 +34,7 @@ export class Plot {
     private readonly pointer: PointerActions,
   ) {}
 
-  /** `look` names what colours depend on besides the drawing: the theme. */
+  /** `look` is what the colours depend on besides the drawing: the theme. */
   draw(drawing: Drawing, width: number, height: number, look: string): void {
     if (width <= GUTTER) return;
     this.#drawing = drawing;
@@ -49,7 +49,7 @@ export class Plot {
     plot.setScale("x", { min: drawing.shown.from, max: Math.max(drawing.shown.to, drawing.shown.from + 1) });
   }
 
-  /** Put the line of the cursor at a token; null takes it away. */
+  /** Move the cursor line to a token; null hides it. */
   point(token: number | null): void {
     const left = token === null ? -10 : (this.#plot?.valToPos(token + 0.5, "x") ?? -10);
     this.#plot?.setCursor({ left, top: left < 0 ? -10 : 0 }, false);
@@ -94,7 +94,7 @@ export class Plot {
     this.#listen(this.#plot);
   }
 
-  /** The prompt's ground, the border to the answer, the chosen line's threshold. */
+  /** Draws the prompt's background and the chosen line's threshold. */
   #underlay(u: uPlot, tone: (name: string) => string): void {
     const { ctx, bbox } = u;
     const drawing = this.#drawing;
@@ -117,7 +117,7 @@ export class Plot {
     ctx.restore();
   }
 
-  /** The chosen line last, above the others. */
+  /** Draws the lines, the chosen one last and above the others. */
   #lines(u: uPlot): void {
     const drawing = this.#drawing;
     const [first, last] = u.series[0]?.idxs ?? [0, -1];
@@ -167,7 +167,7 @@ export class Plot {
   }
 }
 
-/** A scale as a straight function: uPlot's own does more for each of many points. */
+/** A scale as a linear function; uPlot's own does more work per point. */
 function linear(scale: uPlot.Scale | undefined, origin: number, size: number): (value: number) => number {
   const min = scale?.min ?? 0;
   const factor = size / ((scale?.max ?? 1) - min || 1);
@@ -185,7 +185,7 @@ function scalesOf(traces: readonly Trace[]): uPlot.Scales {
   return scales;
 }
 
-/** uPlot draws axes and cursor; it would draw a line through a missing score, so lines are drawn here. */
+/** uPlot draws only axes and cursor: it would connect lines across missing scores. */
 function seriesOf(trace: Trace, shared: boolean): uPlot.Series {
   return { scale: shared ? "y" : trace.key, paths: () => null, points: { show: false } };
 }
@@ -205,13 +205,13 @@ function xAxis(tone: (name: string) => string): uPlot.Axis {
     grid: { show: false },
     ticks: { show: true, size: 3, width: 1, stroke: tone("--rule") },
     incrs: [1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000],
-    // A label stands under the middle of its token.
+    // A label is centred under its token.
     splits: (_, __, min, max, step) => {
       const ticks: number[] = [];
       for (let at = Math.ceil(min / step) * step; at < max; at += step) ticks.push(at + 0.5);
       return ticks;
     },
-    // One that would stand half outside is left out.
+    // A label that would be cut off is omitted.
     values: (u, ticks) =>
       ticks.map((tick) => {
         const isCut = u.valToPos(tick, "x") > u.bbox.width / devicePixelRatio - 12;

@@ -6,7 +6,7 @@ import type { Focus } from "../../state/types";
 import type { CellPointerActions } from "./Cells";
 import type { PointerActions } from "./plot";
 
-/** Tokens here count from the answer's first; see traces.ts. */
+/** Tokens are counted from the answer's first; see traces.ts. */
 export function usePointerActions(run: string | null, onRow: (row: number) => void) {
   const page = usePage();
   const target = useCallback(

@@ -3,7 +3,7 @@ import type { ProbeInfo } from "../../api/types";
 import { domainOf, type Domain } from "../../colour/domain";
 import type { Transcript } from "../../data/transcript";
 
-/** Token 0 is the answer's first; the prompt's tokens lie below 0. */
+/** Token 0 is the answer's first; the prompt's tokens are negative. */
 export interface Trace {
   key: string;
   label: string;
@@ -11,7 +11,7 @@ export interface Trace {
   /** The token of `values[0]`. */
   start: number;
   domain: Domain;
-  /** The range of the chart's axis: all of 0 to 1 where scores are probabilities. */
+  /** The range of the chart's axis: 0 to 1 if scores are probabilities. */
   axis: readonly [number, number];
   threshold: number | null;
 }
@@ -56,7 +56,7 @@ export function clipped(extent: Extent, span: readonly [number, number] | null):
   return to > from ? { from, to } : extent;
 }
 
-/** b minus a, token by token; NaN where either has no score. */
+/** b minus a, token by token; NaN if either has no score. */
 export function difference(a: Trace, b: Trace): Trace {
   const start = Math.max(a.start, b.start);
   const end = Math.min(a.start + a.values.length, b.start + b.values.length);
@@ -75,7 +75,7 @@ export function isCommon(traces: readonly Trace[]): boolean {
   return traces.every(({ axis }) => axis[0] === first?.axis[0] && axis[1] === first.axis[1]);
 }
 
-/** The values of a trace on an axis that may reach further: NaN where it has none. */
+/** The values of a trace over the whole extent; NaN where it has none. */
 export function spread(trace: Trace, extent: Extent): Float64Array {
   const length = extent.to - extent.from;
   if (trace.start === extent.from && trace.values.length === length) return trace.values;

@@ -12,7 +12,7 @@ import { Settings } from "./Settings";
 export function Composer() {
   const page = usePage();
   const draft = useView((state) => state.draft);
-  // As one text: a new list at every look would render without end.
+  // Joined into a string: a new array on every call would render without end.
   const running = useView((state) =>
     [state.head, state.versus].filter((id) => isRunning(id === null ? undefined : state.runs[id])).join(" "),
   );
@@ -83,7 +83,7 @@ export function Composer() {
   );
 }
 
-/** Says what steers the next question, and opens the panel where that is set. */
+/** Shows the steering of the next question, and opens the steering panel. */
 function SteerButton() {
   const page = usePage();
   const isOpen = useView((state) => state.pane === "steer");

@@ -89,7 +89,7 @@ function Tick({ at, name }: { at: number; name: string }) {
   return <rect className={name} x={Math.min(99.2, 100 * at)} y="0" width="0.8" height="10" />;
 }
 
-/** Never so near an end that it would cover the number there. */
+/** Keeps the label away from the ends, where it would cover the numbers. */
 function labelAt(domain: Domain, value: number): string {
   return `${Math.min(70, Math.max(30, 100 * fraction(domain, value)))}%`;
 }

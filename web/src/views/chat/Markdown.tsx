@@ -11,7 +11,7 @@ function all(tokens: readonly Token[] | undefined): ReactNode {
   return tokens?.map((token, i) => <Fragment key={i}>{shown(token as MarkedToken)}</Fragment>);
 }
 
-/** Elements are made from tokens, never from HTML: what is not listed here is shown as it was written. */
+/** Elements are made from tokens, never from HTML; anything not listed here is shown verbatim. */
 function shown(token: MarkedToken): ReactNode {
   switch (token.type) {
     case "space":
@@ -80,7 +80,7 @@ function tabled(token: Tokens.Table): ReactNode {
   );
 }
 
-/** The address is shown: a model can write one text and link another. */
+/** The URL is shown, because a model can write one text and link to another. */
 function linked(token: Tokens.Link): ReactNode {
   const isWeb = /^https?:\/\//i.test(token.href);
   const words = all(token.tokens);

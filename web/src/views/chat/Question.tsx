@@ -18,7 +18,7 @@ export function Question({ run, promptLength }: { run: Run; promptLength: number
   );
   useEffect(() => {
     if (isWhole) return;
-    // A prompt token outside the question was asked for: open the prompt, then show it.
+    // Open the whole prompt when a token outside the question is to be shown.
     return page.tokenViews.add(run.id, {
       rectOf: () => null,
       reveal: (focus) => {

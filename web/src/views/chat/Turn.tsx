@@ -49,7 +49,7 @@ export function Turn({ run }: { run: Run }) {
   );
 }
 
-/** How far the run is, or how it ended. */
+/** The run's progress, or how it ended. */
 export function outcome(run: Run, transcript: Transcript): string {
   const tokens = transcript.answerLength;
   const reason = transcript.done?.finish_reasons[0];

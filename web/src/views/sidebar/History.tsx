@@ -44,7 +44,7 @@ function Entry({ run }: { run: Run }) {
   const versus = useView((state) => state.versus);
   const turn = useView((state) => pathTo(state.runs, run.id).length);
   const isHead = head === run.id;
-  // What comes next continues this conversation: with its system prompt, sampling and steering.
+  // The next question continues this conversation with its system prompt, sampling and steering.
   const open = () =>
     page.store.setState(({ draft, pane }) => ({
       head: run.id,

@@ -48,7 +48,7 @@ export function ProbeRow({ probe, style, isFull }: Props) {
   );
 }
 
-/** A long name breaks at its underscores. */
+/** A long name may break after underscores and punctuation. */
 function Name({ text }: { text: string }) {
   return (
     <span>
@@ -72,7 +72,7 @@ function Auroc({ value }: { value: number | null | undefined }) {
   );
 }
 
-/** Filled by meters.ts, outside React. */
+/** Updated by meters.ts, outside React. */
 function Meter({ probe }: { probe: ProbeInfo }) {
   const domain = domainOf(probe);
   const left = probe.threshold === null ? null : `${100 * fraction(domain, probe.threshold)}%`;

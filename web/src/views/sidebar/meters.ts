@@ -5,8 +5,8 @@ import { domainOf, fraction, isOver } from "../../colour/domain";
 import { shownFocus } from "../../state/focus";
 import { usePage, type Page } from "../../state/page";
 
-/** Dozens of meters follow the pointer: each is one style change, not one render. After every render
- * they are moved anew, because a search may have brought others onto the page. */
+/** Dozens of meters follow the pointer, so each costs one style change instead of one render. They are
+ * updated after every render, because a search may have added others to the page. */
 export function useMeters(list: RefObject<HTMLElement | null>, probes: readonly ProbeInfo[]): void {
   const page = usePage();
   useEffect(() => {
@@ -53,7 +53,7 @@ function valueNow(page: Page, name: string): number {
   return head === null ? NaN : newest(page, head, name);
 }
 
-/** The newest score there is; the last token of an answer never has one. */
+/** The newest available score; the last token of an answer never has one. */
 function newest(page: Page, run: string, name: string): number {
   const { scores, length } = page.transcripts.get(run);
   for (let row = length - 1; row >= Math.max(0, length - 8); row -= 1) {

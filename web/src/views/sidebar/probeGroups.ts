@@ -24,7 +24,7 @@ export function grouped(probes: readonly ProbeInfo[]): Group[] {
   return groups;
 }
 
-/** Every word has to be somewhere in the probe's name, description or point. */
+/** Every word of the search must occur in the probe's name, description or point. */
 export function matching(probes: readonly ProbeInfo[], search: string): ProbeInfo[] {
   const words = search.toLowerCase().split(/\s+/).filter(Boolean);
   return probes.filter((probe) => {

@@ -7,7 +7,7 @@ import { RUNNING, type Run } from "../../state/types";
 import { conditionWords, entryWords, ruleWords } from "../../text/steeringWords";
 import { useTranscriptVersion } from "../hooks";
 
-/** Nothing where a run is neither steered nor watched by rules. */
+/** Renders nothing for a run without steering and stop rules. */
 export function Applied({ run }: { run: Run }) {
   const page = usePage();
   useTranscriptVersion(run.id);
@@ -76,7 +76,7 @@ function Rules({ run, transcript }: { run: Run; transcript: Transcript }) {
   );
 }
 
-/** The way to the token that completed the rule. */
+/** A rule that fired, with a button that shows the token. */
 function FiredRule({ run, firing, hasStopped }: { run: Run; firing: Firing; hasStopped: boolean }) {
   const { rule, threshold, indices } = firing;
   const [index = 0] = indices;

@@ -122,7 +122,7 @@ interface ScaleProps {
   onChange: (scale: number | null) => void;
 }
 
-/** A slider around the suggestion, to both sides of 0, and a field that takes any number. */
+/** A slider around the suggested scale, to both sides of 0, and a field that accepts any number. */
 function Scale({ entry, vector, onChange }: ScaleProps) {
   const reach = reachOf(entry, vector.scale);
   const step = stepOf(reach);
@@ -148,7 +148,7 @@ function Scale({ entry, vector, onChange }: ScaleProps) {
   );
 }
 
-/** A slider that starts at an uneven end lands beside round numbers. */
+/** Rounds to a multiple of the step, which a slider misses if its minimum is not one. */
 function near(value: number, step: number): number {
   return Number((Math.round(value / step) * step).toPrecision(12));
 }

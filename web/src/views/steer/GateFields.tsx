@@ -7,7 +7,7 @@ import { NumberField } from "./NumberField";
 
 interface Props {
   entry: EntryDraft;
-  /** The points of its vector. */
+  /** The points of the entry's vector. */
   own: readonly string[];
   onChange: (gate: GateDraft | null) => void;
 }

@@ -7,7 +7,7 @@ interface Props {
   placeholder?: string;
   min?: number;
   step?: number | "any";
-  /** Only screen readers are told the title: what stands beside it says enough. */
+  /** The title is for screen readers only. */
   isTitleHidden?: boolean;
 }
 

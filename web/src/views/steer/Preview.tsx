@@ -23,7 +23,7 @@ export function Preview() {
   const [form, setForm] = useState<Form>("JSON");
   const [isCopied, setCopied] = useState(false);
   const isTwo = useView((state) => isPair(state.draft));
-  // Whatever the request is made of: the draft, where it goes, and the answers before it.
+  // Render again when the draft, its place in the conversation or the answers before it change.
   useView((state) => state.draft);
   useView((state) => state.versus);
   useTranscriptVersion(useView((state) => state.head));
@@ -74,7 +74,7 @@ function textOf(page: Page, body: CompletionBody, form: Form): string {
   return JSON.stringify(body, null, 2);
 }
 
-/** Of two runs, the steered one. */
+/** The body of the draft's request; of two, the steered one. */
 function draftBody(page: Page): CompletionBody | null {
   const { draft, model, runs } = page.store.getState();
   const asked = requestsOf(draft, isPair(draft)).at(-1);

@@ -28,7 +28,7 @@ export function SteerPanel() {
   );
 }
 
-/** One line, and the way out. */
+/** Says why the engine cannot steer, and how to start one that can. */
 function Off({ reason }: { reason: string | null }) {
   const page = usePage();
   const numLeft = useView((state) => state.draft.entries.length);

@@ -37,7 +37,7 @@ export function Bars({ probe, histogram, value }: Props) {
   return (
     <svg className="bars" viewBox={`0 0 100 ${HEIGHT}`} preserveAspectRatio="none" aria-hidden="true">
       {counts.map((bar, i) => {
-        // Square root: the few high ones are what matters, and must be seen beside the many low ones.
+        // The square root keeps the few high scores visible beside the many low ones.
         const height = bar === 0 ? 0 : Math.max(1, HEIGHT * Math.sqrt(bar / tallest));
         const place = { x: i * width, y: HEIGHT - height, width: width * 0.86, height };
         return <rect key={i} className="reference-bar" {...place} />;

@@ -13,7 +13,7 @@ interface Props {
   row: number;
   other: Transcript | null;
   otherRow: number | null;
-  /** Whether `tape` is run A of a comparison. */
+  /** Whether `transcript` is run A of a comparison. */
   isFirst: boolean;
 }
 
@@ -59,7 +59,7 @@ function ScoreRow({
   );
 }
 
-/** Short to read; to the last digit for a pointer that rests on it. */
+/** A rounded score, with all digits as its title. */
 function Exact({ value }: { value: number }) {
   return (
     <span className="number" title={Number.isNaN(value) ? "no score" : String(value)}>

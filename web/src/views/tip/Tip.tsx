@@ -42,7 +42,7 @@ export function Tip() {
   );
 }
 
-/** In compared runs the same token of the other run is shown beside it. */
+/** In a comparison, the scores of the other run's token are shown beside it. */
 function Body({ run, transcript, focus }: { run: Run; transcript: Transcript; focus: Focus }) {
   const page = usePage();
   const probes = useView((state) => state.probes);

@@ -1,7 +1,7 @@
 // The share of a probe's reference scores that lie below a value.
 import type { Histogram } from "../../api/types";
 
-/** Between the edges of a bin its tokens count as spread evenly. */
+/** The scores in a bin count as evenly spread. */
 export function rankOf({ low, high, counts }: Histogram, value: number): number {
   const total = counts.reduce((sum, bar) => sum + bar, 0);
   if (total === 0 || Number.isNaN(value) || value <= low) return 0;

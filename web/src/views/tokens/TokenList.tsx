@@ -13,10 +13,10 @@ import { tokenClasses } from "./tokenClasses";
 interface Props {
   run: string;
   from: number;
-  /** null: to the end, however far that moves. */
+  /** null: up to the end of the run, also while it grows. */
   to: number | null;
   label: string;
-  /** In a comparison: which tokens of the answer the other run does not have. */
+  /** In a comparison, the tokens of the answer that the other run does not have. */
   diff?: SideDiff;
 }
 
@@ -62,7 +62,7 @@ function attach(page: Page, host: HTMLElement, { run, from, to, diff }: Stretch)
     spans.mark(rowIn(state.hover), "hover");
     spans.mark(rowIn(state.pin), "pin");
   };
-  /** Runs that are compared share the spot: the same token of either is marked. */
+  /** Compared runs share the focus: the same token is marked in both. */
   const rowIn = (focus: Focus | null): number | null => {
     if (!focus || !isMarkedHere(page, focus.run, run) || !transcript().has(focus.token)) return null;
     const row = transcript().rowOf(focus.token);
@@ -77,7 +77,7 @@ function attach(page: Page, host: HTMLElement, { run, from, to, diff }: Stretch)
     }),
     page.store.subscribe((state, before) => {
       if (state.probe !== before.probe || state.probes !== before.probes) spans.recolour(classes());
-      if (state.runs !== before.runs) compare(); // one that has ended is judged to its last token
+      if (state.runs !== before.runs) compare(); // an answer that has ended is compared to its last token
     }),
     page.focus.subscribe(mark),
     page.tokenViews.add(run, {
@@ -102,7 +102,7 @@ function rowsOf(transcript: Transcript, indices: ReadonlySet<number>): Map<numbe
   return new Map([...indices].map((index) => [transcript.promptLength + index, ""]));
 }
 
-/** What is written behind the token at which rules fired. */
+/** The flags shown at the tokens where rules fired. */
 function flagsOf(transcript: Transcript, fired: readonly Firing[]): Map<number, string> {
   const flags = fired.flatMap(({ rule, indices }) =>
     indices.map((index) => [transcript.promptLength + index, `${rule.action}: ${rule.probe}`] as const),
@@ -116,10 +116,10 @@ function isMarkedHere(page: Page, focused: string, run: string): boolean {
   return versus !== null && [head, versus].includes(focused) && [head, versus].includes(run);
 }
 
-/** One set of handlers for all tokens. */
+/** One set of event handlers for all tokens. */
 function listen(page: Page, host: HTMLElement, run: string, spans: TokenSpans): () => void {
   const target = (row: number): Focus => ({ run, token: page.transcripts.get(run).tokenAt(row) });
-  // Moves, not overs: tokens that scroll under a resting pointer are not pointed at.
+  // pointermove, not pointerover: tokens that scroll under a resting pointer are not hovered.
   const over = (event: PointerEvent) => {
     if (event.pointerType === "touch") return;
     const row = spans.rowOf(event.target);

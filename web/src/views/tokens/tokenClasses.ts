@@ -4,7 +4,7 @@ import { domainOf, position } from "../../colour/domain";
 import { bucketOf } from "../../colour/ramp";
 import type { Transcript } from "../../data/transcript";
 
-/** The classes of the token in this row; never the text. */
+/** The CSS classes of the token in this row. */
 export type TokenClasses = (row: number) => string;
 
 export function tokenClasses(transcript: Transcript, probe: ProbeInfo | null): TokenClasses {

@@ -3,7 +3,7 @@ import type { Transcript } from "../../data/transcript";
 import { kindOf, leadOf, shown } from "../../text/token";
 import type { TokenClasses } from "./tokenClasses";
 
-/** A block out of view costs no layout (content-visibility). It ends at a line's end where it can. */
+/** Blocks out of view cost no layout (content-visibility). A block ends at a newline if possible. */
 const BLOCK_SOFT = 160;
 const BLOCK_HARD = 240;
 
@@ -41,7 +41,7 @@ export class TokenSpans {
     }
   }
 
-  /** Another probe: every token anew. */
+  /** Colour every token again, for another probe. */
   recolour(classes: TokenClasses): void {
     for (let i = 0; i < this.#spans.length; i += 1) this.#colour(i, classes);
   }
@@ -55,7 +55,7 @@ export class TokenSpans {
     this.#marked.set(how, span);
   }
 
-  /** Say something of tokens, by row, that their colour does not; what was said before is taken back. */
+  /** Set the attribute `data-NAME` of tokens, by row, and remove it from all others. */
   annotate(name: "fired" | "differs", notes: ReadonlyMap<number, string>): void {
     for (const [span, said] of this.#notes.get(name) ?? []) {
       if (notes.get(span.tokenRow ?? -1) !== said) span.removeAttribute(`data-${name}`);
@@ -74,12 +74,12 @@ export class TokenSpans {
     return this.#spans[row - this.from] ?? null;
   }
 
-  /** The row of the token under an event, or null between tokens. */
+  /** The row of an event's token, or null between tokens. */
   rowOf(target: EventTarget | null): number | null {
     return (target as TokenSpan | null)?.tokenRow ?? null;
   }
 
-  /** The token above or below: nearest on the next line in that direction. */
+  /** The nearest token on the next line in this direction. */
   lineStep(row: number, direction: 1 | -1): number {
     const here = this.span(row)?.getBoundingClientRect();
     if (!here) return row;
