@@ -87,26 +87,26 @@ def launch_commit() -> None:
     for kind in ("host", "device"):
         home = open_ring(Settings(points=(str(point),), ring_mib=1, ring_home=kind), tables, 3, 9)
         home.publisher.prepare(inputs)
-        book = RowBuilder()
+        builder = RowBuilder()
         for index in range(3):
-            book.add_request(f"r{index}", RequestMark(index + 1), prompt_len=40 * index)
+            builder.add_request(f"r{index}", RequestMark(index + 1), prompt_len=40 * index)
         for counts in ([1, 1, 1], [5, 1, 690], [300, 1, 17]):
             batch = StepBatch(["r0", "r1", "r2"], np.array(counts, np.int32), np.zeros(3, np.int32))
             home.publisher.begin_step()
-            home.publisher.publish(book.build(batch), 1, inputs)
-        _launch_as_in_a_graph(home, book, inputs)
+            home.publisher.publish(builder.build(batch), 1, inputs)
+        _launch_as_in_a_graph(home, builder, inputs)
         home.publisher.flush()
         home.close()
 
 
-def _launch_as_in_a_graph(home: OpenRing, book: RowBuilder, inputs: ForwardInputs) -> None:
+def _launch_as_in_a_graph(home: OpenRing, builder: RowBuilder, inputs: ForwardInputs) -> None:
     """What a graph would replay, launched by itself: for a step of its own, and for none."""
     assert home.forwards is not None
     for counts in ([1, 1, 1], [5, 1, 690]):
         batch = StepBatch(["r0", "r1", "r2"], np.array(counts, np.int32), np.zeros(3, np.int32))
         home.publisher.begin_step()
         home.forwards.capture_publish(sum(counts))
-        assert home.publisher.announce(book.build(batch), 1)
+        assert home.publisher.announce(builder.build(batch), 1)
         home.forwards.capture_publish(sum(counts))
         home.publisher.finish(lambda: inputs)
 

@@ -133,10 +133,10 @@ def _time(step: Stepper, publisher: Publisher, num_requests: int) -> list[float]
 
 
 def _stepper(publisher: Publisher, num_requests: int, turn: int) -> Stepper:
-    book = RowBuilder(load_step_extension())
+    builder = RowBuilder(load_step_extension())
     req_ids = [f"request-{index}" for index in range(num_requests)]
     for index, req_id in enumerate(req_ids):
-        book.add_request(req_id, RequestMark(index + 1), prompt_len=0)
+        builder.add_request(req_id, RequestMark(index + 1), prompt_len=0)
     counts_R = np.ones(num_requests, np.int32)
     positions_T = torch.zeros(MAX_TOKENS, dtype=torch.int64)
     inputs = ForwardInputs(positions_T, torch.zeros(MAX_TOKENS, dtype=torch.int32))
@@ -145,7 +145,7 @@ def _stepper(publisher: Publisher, num_requests: int, turn: int) -> Stepper:
         publisher.begin_step()
         first = number * turn % num_requests
         batch = StepBatch(req_ids[first:] + req_ids[:first], counts_R, starts_R)
-        rows = book.build(batch)
+        rows = builder.build(batch)
         if publisher.announce(rows, 1):
             publisher.finish(lambda: inputs)
         else:

@@ -140,6 +140,6 @@ def _inputs(tables: ScoreTables) -> ForwardInputs:
 
 @functools.cache
 def _rows(num_rows: int) -> StepRows:
-    book = RowBuilder()
-    book.add_request("only", RequestMark(STREAM), prompt_len=0)
-    return book.build(StepBatch(["only"], np.array([num_rows], np.int32), np.zeros(1, np.int32)))
+    builder = RowBuilder()
+    builder.add_request("only", RequestMark(STREAM), prompt_len=0)
+    return builder.build(StepBatch(["only"], np.array([num_rows], np.int32), np.zeros(1, np.int32)))

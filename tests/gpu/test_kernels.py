@@ -1,4 +1,4 @@
-"""On a GPU: compiled kernels equal their twins, captured or not, and the ring holds what they say.
+"""On a GPU: compiled kernels equal their twins, captured or not, and so do the ring's records.
 
 T = tokens, D = width, K = probes of a site, P = probes. No engine is started here.
 """
@@ -143,14 +143,16 @@ def test_the_gpu_writes_the_rows_that_the_host_would(home: str) -> None:
         torch.arange(2048, device="cuda", dtype=torch.int32) * 3,
     )
     opened.publisher.prepare(inputs)
-    book = RowBuilder()
+    builder = RowBuilder()
     for index in range(4):
-        book.add_request(f"r{index}", RequestMark(2**64 - 1 - index, index), prompt_len=40 * index)
+        builder.add_request(
+            f"r{index}", RequestMark(2**64 - 1 - index, index), prompt_len=40 * index
+        )
     ring = RingCursor(opened.memory)
     for number, counts in enumerate(([5, 1, 1, 900], [1, 1, 1, 1], [1000, 3, 7, 1]), start=1):
         counts_R = np.array(counts, np.int32)
         batch = StepBatch(["r0", "r1", "r2", "r3"], counts_R, np.full(4, 20 * number, np.int32))
-        step = book.build(batch)
+        step = builder.build(batch)
         opened.publisher.begin_step()
         opened.publisher.publish(step, 5, inputs)
         opened.publisher.flush()
@@ -172,20 +174,20 @@ def test_the_gpu_writes_the_rows_that_the_host_would(home: str) -> None:
 
 @pytest.mark.parametrize("is_waited_for", [True, False], ids=["a GPU that waits", "a busy GPU"])
 def test_steps_that_are_alike_reach_the_ring_like_any_other(is_waited_for: bool) -> None:
-    """By one call of C: on the engine's own stream if the GPU waits for work, else beside it."""
+    """By one call of C: on the engine's own stream if the GPU is idle, else on the side stream."""
     held = tables(3, 576, 16, "bfloat16", max_tokens=256)
     settings = Settings(points=("post_block.0",), ring_mib=16)
     opened = open_ring(settings, held, max_requests=8, epoch=77)
     start_T = torch.arange(256, device="cuda")
     inputs = ForwardInputs(start_T.clone(), start_T.to(torch.int32))
     opened.publisher.prepare(inputs)
-    book, names, ones_R = (
+    builder, names, ones_R = (
         RowBuilder(load_step_extension()),
         ["r0", "r1", "r2"],
         np.ones(3, np.int32),
     )
     for index, name in enumerate(names):
-        book.add_request(name, RequestMark(index + 1, index), prompt_len=10)
+        builder.add_request(name, RequestMark(index + 1, index), prompt_len=10)
     assert isinstance(opened.publisher, DevicePublisher)
     repeat, repeated = opened.publisher._repeat, list[bool]()
 
@@ -201,7 +203,7 @@ def test_steps_that_are_alike_reach_the_ring_like_any_other(is_waited_for: bool)
         held.scores_STK.normal_()
         if not is_waited_for:
             torch.cuda._sleep(4_000_000)  # clock ticks: about 2 ms
-        rows_of = book.build(StepBatch(names, ones_R, np.full(3, number - 1, np.int32)))
+        rows_of = builder.build(StepBatch(names, ones_R, np.full(3, number - 1, np.int32)))
         assert opened.publisher.announce(rows_of, 5)
         opened.publisher.finish(lambda: inputs)
         expected.append(rows_of.fill(np.arange(3) + number, np.arange(3)))
@@ -241,13 +243,13 @@ def test_a_captured_graph_publishes_its_own_steps(is_busy: bool, home: str) -> N
         positions_T.add_(1)
         scores.add_(1.0)
         forwards.capture_publish(3)
-    book, names, ones_R = (
+    builder, names, ones_R = (
         RowBuilder(load_step_extension()),
         ["r0", "r1", "r2"],
         np.ones(3, np.int32),
     )
     for index, name in enumerate(names):
-        book.add_request(name, RequestMark(index + 1, index), prompt_len=10)
+        builder.add_request(name, RequestMark(index + 1, index), prompt_len=10)
     expected = []
     for number in range(1, 61):
         publisher.begin_step()
@@ -257,7 +259,7 @@ def test_a_captured_graph_publishes_its_own_steps(is_busy: bool, home: str) -> N
             publisher.before_dummy_run()
             graph.replay()
             publisher.after_dummy_run()
-        rows_of = book.build(StepBatch(names, ones_R, np.full(3, number - 1, np.int32)))
+        rows_of = builder.build(StepBatch(names, ones_R, np.full(3, number - 1, np.int32)))
         assert publisher.announce(rows_of, 5)
         if number % 5:
             graph.replay()

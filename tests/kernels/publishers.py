@@ -111,12 +111,12 @@ class Publishers:
     launch: InterpretedLaunch
     device_ring: RingCursor
     host_ring: RingCursor
-    book: KeepingBuilder = field(default_factory=KeepingBuilder)
+    builder: KeepingBuilder = field(default_factory=KeepingBuilder)
     number: int = 0
     bank_version: int = 1
 
     def __post_init__(self) -> None:
-        self.engine = ToyEngine(self.book)
+        self.engine = ToyEngine(self.builder)
 
     def step(self, plan: Plan, way: Way = "sent") -> list[Row]:
         """One step by the kernel, in this way, and by the host; what its rows must be."""
@@ -128,12 +128,12 @@ class Publishers:
             inputs = inputs_of(expected, self.tables.max_tokens)
             self.device.begin_step()
             self._publish_on_device(inputs, way)
-            self.host.publish(self.book.last, self.bank_version, inputs)
+            self.host.publish(self.builder.last, self.bank_version, inputs)
         return expected
 
     def _publish_on_device(self, inputs: ForwardInputs, way: Way) -> None:
         """Whether the header is written before the forward, and who publishes it then."""
-        given = (self.book.last, self.bank_version)
+        given = (self.builder.last, self.bank_version)
         is_announced = way != "sent" and self.device.announce(*given)
         if way == "graph":
             self.launch.replay(inputs)

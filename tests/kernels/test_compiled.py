@@ -143,7 +143,7 @@ def after_the_forward(
 
 
 def parameters(ptx: str) -> list[int]:
-    """The size of each parameter of the kernel, as the driver will be told."""
+    """The size of each parameter of the kernel, as the driver reports it."""
     entry = ptx[ptx.index(".entry") :]
     entry = entry[: entry.index(")")]
     return [int(bits) // 8 for bits in re.findall(r"\.param \.[ub](\d+)", entry)]

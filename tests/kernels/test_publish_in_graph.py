@@ -20,7 +20,7 @@ def test_a_step_of_several_parts_is_not_for_a_graph() -> None:
     with publishers(max_tokens=num_rows) as both:
         _, expected = both.engine.step(Plan(new=[(num_rows, 0, 0)], counts=[num_rows]))
         inputs = inputs_of(expected, num_rows)
-        assert both.device.announce(both.book.last, 1)
+        assert both.device.announce(both.builder.last, 1)
         both.launch.replay(inputs)
         assert both.device_ring.poll() == []
         both.device.finish(lambda: inputs)
@@ -79,7 +79,7 @@ def test_a_step_that_no_graph_has_published_is_noticed_as_soon_as_anybody_looks(
         both.engine.step(Plan(new=[(3, 0, 0)], counts=[3]))
         inputs = inputs_of([], both.tables.max_tokens)
         both.device.flush()
-        assert both.device.announce(both.book.last, 1)
+        assert both.device.announce(both.builder.last, 1)
         both.device.finish(lambda: inputs)
         with pytest.raises(EngineGoneError, match="has not published the last"):
             both.device.flush()

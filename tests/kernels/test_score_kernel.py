@@ -1,4 +1,4 @@
-"""The score kernel gives what the plain twin gives, for every shape, and touches nothing else.
+"""The score kernel equals its twin in plain torch, for every shape, and writes nothing else.
 
 T = tokens, D = model width, K = capacity of a site, H = halves of a weight.
 """
@@ -33,7 +33,7 @@ class Case:
 
 
 def case(num_tokens: int, width: int, capacity: int, dtype: torch.dtype, seed: int = 1) -> Case:
-    """Whatever lies beside the rows and the weights is NaN: who reads there, shows it."""
+    """All memory beside the rows and the weights is NaN: a read outside shows in the scores."""
     generator = torch.Generator().manual_seed(seed)
     weights_DK = torch.randn(width, capacity, generator=generator)
     high_DK = weights_DK.bfloat16()
@@ -80,7 +80,7 @@ def twin(given: Case) -> torch.Tensor:
 
 
 def assert_equal(given: Case, found_TK: torch.Tensor) -> None:
-    """Equal but for the order of float32 sums: their bound grows with what is added up."""
+    """Equal except for the order of float32 sums: the bound grows with what is added up."""
     size_TK = given.hidden_TD.float().abs() @ given.weights_HDK.float().sum(0).abs()
     error_TK = (found_TK - twin(given)).abs()
     assert (error_TK <= 2e-6 * (size_TK + given.bias_K.abs() + 1)).all()

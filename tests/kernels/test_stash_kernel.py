@@ -1,4 +1,4 @@
-"""Rows in the stash have the scores of rows in the forward, to the bit, however they are spread.
+"""Scores from the stash equal scores in the forward to the bit, in tiles of any size.
 
 T = tokens, D = model width, K = capacity of a site, S = sites.
 """
@@ -64,7 +64,7 @@ def scored(cases: list[Case], tile_t: int) -> torch.Tensor:
 
 
 def scored_wide(cases: list[Case], **changes: Any) -> torch.Tensor:
-    """Twice: what one launch leaves behind, the next one finds."""
+    """Twice: the second launch finds what the first one left."""
     given = given_of(cases)
     constants = constants_of(given, TILE_T) | changes
     slices, tiles_t = constants["NUM_SLICES"], -(-given[7] // TILE_T)

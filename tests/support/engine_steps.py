@@ -1,7 +1,6 @@
-"""Takes choices from hypothesis; gives an engine's steps, and whose every row is, told slowly.
+"""Random steps of an engine, and the request of each row, found in a slow and obvious way.
 
-The reference keeps one dict per request and one tuple per row: obvious, and nothing like the code
-it checks.
+The reference keeps one dict per request and one tuple per row: nothing like the code it checks.
 """
 
 from __future__ import annotations
@@ -59,16 +58,16 @@ plans = st.builds(
 
 
 class ToyEngine:
-    """Drives a RowBook as a model runner does, and says what each step's rows must be."""
+    """Drives a RowBuilder as a model runner does, and knows what each step's rows must be."""
 
-    def __init__(self, book: RowBuilder) -> None:
-        self.book = book
+    def __init__(self, builder: RowBuilder) -> None:
+        self.builder = builder
         self.live: dict[str, Request] = {}
         self._pending: list[Row] = []  # marks that the next step must carry
         self._num_requests = 0
 
     def step(self, plan: Plan) -> tuple[list[Row], list[Row]]:
-        """Rows as the book has them, and as they must be."""
+        """Rows as the builder has them, and as they must be."""
         for index in plan.finish:
             self._finish(index)
         for prompt_len, cached, choice in plan.new:
@@ -79,7 +78,7 @@ class ToyEngine:
 
     def _finish(self, index: int) -> None:
         if not self.live:
-            self.book.finish_request("never seen")
+            self.builder.finish_request("never seen")
             return
         req_id = [*self.live][index % len(self.live)]
         gone = self.live.pop(req_id)
@@ -87,14 +86,14 @@ class ToyEngine:
         self._pending.append(
             Row(stream, gone.forwarded_to, -1, 0, choice, ring_messages.FINISHED, 0)
         )
-        self.book.finish_request(req_id)
-        self.book.finish_request(req_id)  # a second word of the same end says nothing
+        self.builder.finish_request(req_id)
+        self.builder.finish_request(req_id)  # a second time has no effect
 
     def _open(self, prompt_len: int, cached: int, choice: int) -> None:
         self._num_requests += 1
         req_id, mark = f"r{self._num_requests}", RequestMark(2**64 - self._num_requests, choice)
         self.live[req_id] = Request(mark, prompt_len, next_position=cached)
-        self.book.add_request(req_id, mark, prompt_len)
+        self.builder.add_request(req_id, mark, prompt_len)
 
     def _preempt(self, index: int, position: int) -> None:
         if self.live:
@@ -102,7 +101,7 @@ class ToyEngine:
             request = self.live[req_id]
             request.next_position = position % (request.next_position + 1)
             # Comes back as one that is new to the runner, and is known already.
-            self.book.add_request(req_id, RequestMark(1, 9), 1)
+            self.builder.add_request(req_id, RequestMark(1, 9), 1)
 
     def _forward(self, plan: Plan) -> tuple[list[Row], list[Row]]:
         listed = [*self.live]
@@ -111,7 +110,7 @@ class ToyEngine:
         counts = plan.counts[: len(batch)]
         starts = [self.live[req_id].next_position for req_id in batch]
         given = StepBatch(batch, np.array(counts, np.int32), np.array(starts, np.int32))
-        steps = self.book.build(given) if batch else self.book.build_idle()
+        steps = self.builder.build(given) if batch else self.builder.build_idle()
         positions = [s + i for s, n in zip(starts, counts, strict=True) for i in range(n)]
         filled = steps.fill(np.array(positions, np.int64), np.array(positions, np.int32) * 7)
         assert steps.num_tokens == len(positions)

@@ -1,4 +1,4 @@
-"""Takes a folder; gives a station with a small bank, and rows to turn its probes to."""
+"""A step publisher with a small bank, and new directions for its probes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Takes a runtime folder; gives a Station as compat/worker.py builds one, and its steps."""
+"""A StepPublisher as compat/worker.py builds one, and steps for it."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ POINTS = (FIRST, SECOND)
 
 @contextmanager
 def running_publisher(runtime: Path, *, weights: int | None = None) -> Iterator[StepPublisher]:
-    """A station that is gone, with its ring and its socket, after the block."""
+    """A step publisher that is closed, with its ring and its socket, after the block."""
     settings = Settings(
         points=tuple(map(str, POINTS)), capacity=CAPACITY, ring_mib=1, runtime_dir=str(runtime)
     )
@@ -55,7 +55,7 @@ def new_request(number: int, *, prompt_len: int = 2) -> NewRequest:
 
 
 def forward(step_publisher: StepPublisher, number: int, *, start: int, count: int) -> torch.Tensor:
-    """One step of one request; gives the rows that every site was handed."""
+    """One step of one request; returns the rows that every site read."""
     generator = torch.Generator().manual_seed(number * 100 + start)
     rows_TD = torch.randn(count, WIDTH, generator=generator)
     counts_R, starts_R = np.array([count], np.int32), np.array([start], np.int32)

@@ -1,4 +1,4 @@
-"""Who steers or captures nobody has nothing to do in a step that is like the last one."""
+"""Steering and captures can skip a step like the last one while no request uses them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ def steered(name: str) -> NewRequest:
     return NewRequest(name, f"api-{name}", RequestMark(1), 4, adding(1))
 
 
-def test_steering_rests_while_nobody_is_steered_and_the_map_says_so() -> None:
+def test_steering_can_skip_while_no_request_and_no_row_is_steered() -> None:
     _, worker_steering = made()
     assert worker_steering.can_skip()
     worker_steering.begin([steered("a")], [])
@@ -24,7 +24,7 @@ def test_steering_rests_while_nobody_is_steered_and_the_map_says_so() -> None:
     assert worker_steering.can_skip()
 
 
-def test_captures_rest_while_nobody_is_captured() -> None:
+def test_captures_can_skip_while_no_request_is_captured() -> None:
     with rig() as one:
         assert one.capture.can_skip()
         one.enter("a", 1, capture_plan())

@@ -60,7 +60,7 @@ def test_probes_are_added_replaced_and_removed_each_in_one_change(engine: StepPu
     assert ask(engine, control_messages.ListProbes()) == removed
 
 
-def test_what_is_tapped_and_where_the_ring_is_is_described(engine: StepPublisher) -> None:
+def test_the_points_and_the_rings_socket_are_described(engine: StepPublisher) -> None:
     described = ask(engine, control_messages.Describe())
     assert isinstance(described, control_messages.Description)
     assert (described.model, described.width, described.capacity) == ("toy", 3, 2)
@@ -111,7 +111,7 @@ def test_a_refusal_is_a_reply_and_changes_nothing(
     assert names(ask(engine, control_messages.ListProbes())) == ["keep"]
 
 
-def test_a_change_that_is_half_made_would_be_noticed(
+def test_half_a_change_would_be_noticed(
     engine: StepPublisher, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def half(columns: Any, message: Any) -> Any:
@@ -128,7 +128,7 @@ CODES = sorted({kind.code for kind in vars(errors).values() if hasattr(kind, "co
 
 
 @pytest.mark.parametrize("code", CODES)
-def test_a_refusal_is_raised_by_the_caller_as_the_error_it_stands_for(code: str) -> None:
+def test_the_caller_raises_a_refusal_as_the_error_of_its_code(code: str) -> None:
     raw = msgspec.msgpack.encode(ring_messages.Refusal(code, "why"))
     with pytest.raises(ClairaiError, match="why") as caught:
         read_reply(raw, control_messages.BankState)
@@ -185,7 +185,7 @@ def test_whatever_the_bytes_there_is_a_reply(engine: StepPublisher, raw: bytes) 
     assert isinstance(ask(engine, raw), control_messages.ControlReply)
 
 
-def test_pitfall_17_steps_before_the_engine_serves_are_nobodys_rows(
+def test_pitfall_17_steps_before_the_engine_serves_are_not_published(
     engine: StepPublisher, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """vLLM warms some kernels up with requests of its own, through the same method."""
@@ -209,7 +209,7 @@ def test_streams_are_found_by_the_ids_the_caller_knows(engine: StepPublisher) ->
     assert ask(engine, control_messages.FindStreams(())) == control_messages.Streams(())
 
 
-def test_who_looks_for_streams_is_told_from_which_record_on(engine: StepPublisher) -> None:
+def test_found_streams_come_with_the_record_they_begin_at(engine: StepPublisher) -> None:
     engine.begin([toy.new_request(1)], [])
     toy.forward(engine, 1, start=0, count=2)
     toy.forward(engine, 1, start=2, count=1)
@@ -221,7 +221,7 @@ def test_who_looks_for_streams_is_told_from_which_record_on(engine: StepPublishe
     assert ask(engine, control_messages.FindStreams(("ex-2",))).since == 2
 
 
-def test_old_streams_and_banks_are_forgotten_before_memory_is(
+def test_old_streams_and_banks_are_dropped_so_that_memory_is_bounded(
     engine: StepPublisher, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(step_publisher, "MAX_STREAMS_KEPT", 3)
@@ -238,7 +238,7 @@ def test_old_streams_and_banks_are_forgotten_before_memory_is(
             reader.bank(4)
 
 
-def test_a_change_counts_from_the_next_step_on_and_readers_learn_its_columns(
+def test_a_change_takes_effect_in_the_next_step_and_readers_learn_its_columns(
     engine: StepPublisher,
 ) -> None:
     engine.begin([toy.new_request(1)], [])
@@ -266,7 +266,7 @@ def test_the_engine_is_described_as_before_after_a_reader_has_gone(engine: StepP
         assert len(again.poll()) == 1
 
 
-def test_the_end_of_a_request_is_said_in_a_step_that_forwards_nothing(
+def test_a_finished_request_is_published_in_a_step_that_forwards_nothing(
     engine: StepPublisher,
 ) -> None:
     engine.begin([toy.new_request(1)], [])

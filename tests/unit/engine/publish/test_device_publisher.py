@@ -67,15 +67,15 @@ def publish(to: DevicePublisher, rows: StepRows) -> None:
 
 
 def rows_of(num_requests: int, num_tokens: int = 1) -> StepRows:
-    book = RowBuilder()
+    builder = RowBuilder()
     req_ids = [f"r{index}" for index in range(num_requests)]
     for index, req_id in enumerate(req_ids):
-        book.add_request(req_id, RequestMark(2**64 - 1 - index, 3), 5)
+        builder.add_request(req_id, RequestMark(2**64 - 1 - index, 3), 5)
     counts_R = np.full(num_requests, num_tokens, np.int32)
-    return book.build(StepBatch(req_ids, counts_R, np.zeros(num_requests, np.int32)))
+    return builder.build(StepBatch(req_ids, counts_R, np.zeros(num_requests, np.int32)))
 
 
-def test_a_gpu_that_has_stopped_is_waited_for_and_then_said_to_have_stopped(
+def test_a_gpu_that_has_stopped_is_waited_for_and_then_reported(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(step_header, "GPU_TIMEOUT_S", 0.01)
@@ -98,7 +98,7 @@ def test_a_gpu_that_goes_on_gets_its_headers_in_turn() -> None:
     assert gpu.headers[: 2 * NUM_HEADERS] == gpu.headers[NUM_HEADERS:]
 
 
-def test_more_requests_or_tokens_than_there_is_room_for_are_an_error_and_not_cut() -> None:
+def test_more_requests_or_tokens_than_a_header_holds_are_an_error_and_not_cut() -> None:
     sending = publisher(StoppedGpu())
     publish(sending, rows_of(MAX_REQUESTS, 2))
     with pytest.raises(ValueError, match="broadcast"):
@@ -107,7 +107,7 @@ def test_more_requests_or_tokens_than_there_is_room_for_are_an_error_and_not_cut
         publish(sending, rows_of(1, MAX_TOKENS + 1))
 
 
-def test_a_header_says_what_its_layout_says() -> None:
+def test_every_word_of_a_header_is_what_the_layout_says() -> None:
     gpu = StoppedGpu()
     sending = publisher(gpu)
     publish(sending, rows_of(3))
@@ -137,7 +137,7 @@ def test_a_header_says_what_its_layout_says() -> None:
     assert gpu.grids == [[(1, 1)], [(1, 1)]]
 
 
-def test_what_has_to_be_ready_before_the_first_request_is_asked_for_once() -> None:
+def test_prepare_hands_the_inputs_to_the_launcher() -> None:
     gpu = StoppedGpu()
     publisher(gpu).prepare(INPUTS)
     assert gpu.prepared[1] is INPUTS
@@ -184,7 +184,7 @@ def shape_of(number: int, num_requests: int, num_tokens: int = 1) -> StepShape:
     return StepShape.of(number, rows, epoch_and_bank=1, num_columns=0, ring=ring)
 
 
-def test_steps_of_one_kind_are_laid_out_once_whichever_requests_they_are_of() -> None:
+def test_launches_are_laid_out_once_for_steps_of_the_same_sizes() -> None:
     kernel, used = ToyKernel(), list[LaunchList]()
     launcher, headers = launcher_of(kernel, used), StepHeaders(MAX_REQUESTS, MAX_TOKENS)
     shapes = [shape_of(1, 2), shape_of(2, 3), shape_of(3, 2), shape_of(4, 3, 2), shape_of(5, 2)]
@@ -200,7 +200,7 @@ def test_steps_of_one_kind_are_laid_out_once_whichever_requests_they_are_of() ->
     assert kernel.cells["positions_ptr"].value == INPUTS.positions_T.data_ptr()
 
 
-def test_kinds_of_steps_are_forgotten_before_they_are_too_many(
+def test_launch_lists_are_dropped_before_they_are_too_many(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(gpu_launcher, "MAX_LAUNCH_LISTS", 2)

@@ -1,4 +1,4 @@
-"""A step's rows and scores reach the ring as they are, and nothing of them changes afterwards.
+"""A step's rows and scores reach the ring unchanged, and stay unchanged there.
 
 T = tokens in this step, P = probes, D = model width.
 """
@@ -49,10 +49,10 @@ def ring(held: ScoreTables) -> Iterator[tuple[HostPublisher, RingCursor]]:
 
 
 def rows_of(num_tokens: int, *, start: int = 0, stream: int = 7) -> StepRows:
-    book = RowBuilder()
-    book.add_request("a", RequestMark(stream, 2), 2)
+    builder = RowBuilder()
+    builder.add_request("a", RequestMark(stream, 2), 2)
     counts_R, starts_R = np.array([num_tokens], np.int32), np.array([start], np.int32)
-    return book.build(StepBatch(["a"], counts_R, starts_R))
+    return builder.build(StepBatch(["a"], counts_R, starts_R))
 
 
 def inputs() -> ForwardInputs:
@@ -62,7 +62,7 @@ def inputs() -> ForwardInputs:
     )
 
 
-def test_a_step_comes_out_of_the_ring_as_it_was_sent() -> None:
+def test_a_step_comes_out_of_the_ring_as_it_was_published() -> None:
     held = tables(3)
     scores_TP = torch.randn(4, 3, generator=torch.Generator().manual_seed(1))
     held.site(str(HERE)).read(scores_TP)
@@ -96,11 +96,11 @@ def test_rows_that_stand_for_no_forward_carry_no_scores() -> None:
 
 
 def test_a_step_of_events_alone_is_published_too() -> None:
-    book = RowBuilder()
-    book.add_request("a", RequestMark(7), 2)
-    book.finish_request("a")
+    builder = RowBuilder()
+    builder.add_request("a", RequestMark(7), 2)
+    builder.finish_request("a")
     with ring(tables(2)) as (publisher, reader):
-        publisher.publish(book.build_idle(), VERSION, inputs())
+        publisher.publish(builder.build_idle(), VERSION, inputs())
         (record,) = reader.poll()
     assert record.rows["phase"].tolist() == [ring_messages.FINISHED]
     assert np.isnan(record.scores_RC).all()
@@ -138,7 +138,7 @@ def test_pitfall_07_a_record_that_is_held_does_not_change_when_the_writer_goes_o
         assert (record.scores_RC == number).all()
 
 
-def test_pitfall_07_a_record_that_lies_in_the_ring_itself_would_be_caught() -> None:
+def test_pitfall_07_a_record_that_is_a_view_of_the_ring_would_be_caught() -> None:
     held = tables(1)
     with HostMemory.create(SHAPE.nbytes) as memory:
         publisher = HostPublisher(RingWriter(memory, SHAPE, 0xABCD), held)

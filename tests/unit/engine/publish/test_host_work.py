@@ -65,10 +65,10 @@ def publisher(request: pytest.FixtureRequest) -> Iterator[Publisher]:
 
 def calls_of(publisher: Publisher, counts: list[int], *, warm: int = 0) -> int:
     """Python calls, built-in ones too, of one step after `warm` others of the same batch."""
-    book = RowBuilder()
+    builder = RowBuilder()
     req_ids = [f"r{index}" for index in range(len(counts))]
     for req_id in req_ids:
-        book.add_request(req_id, RequestMark(1), prompt_len=7)
+        builder.add_request(req_id, RequestMark(1), prompt_len=7)
     inputs = ForwardInputs(torch.arange(MAX_TOKENS), torch.arange(MAX_TOKENS, dtype=torch.int32))
     calls = 0
 
@@ -81,7 +81,7 @@ def calls_of(publisher: Publisher, counts: list[int], *, warm: int = 0) -> int:
         gc.disable()  # what others left is not ours to count
         sys.setprofile(count if number == warm else None)
         try:
-            publisher.publish(book.build(batch), 1, inputs)
+            publisher.publish(builder.build(batch), 1, inputs)
         finally:
             sys.setprofile(None)
             gc.enable()

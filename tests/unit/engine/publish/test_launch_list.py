@@ -1,4 +1,4 @@
-"""A launch gives the driver each argument as the kernel has it; the driver here only looks."""
+"""A launch passes each argument to the driver as the kernel expects it."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ LAUNCH = ctypes.CFUNCTYPE(ctypes.c_int, *DRIVER_CALLS["cuLaunchKernel"])
 
 
 class Library:
-    """Knows a kernel whose parameters have these sizes, and reads what it is launched with."""
+    """A driver library with one kernel, whose parameters have these sizes; records what it gets."""
 
     def __init__(self, sizes: list[int], fault: str | None = None) -> None:
         self.sizes, self._fault = sizes, fault
@@ -59,7 +59,7 @@ class Library:
 
 
 class Compiled:
-    """What Triton's warmup gives, as far as a launch looks at it."""
+    """What Triton's warmup returns, as far as a launch needs it."""
 
     function: int | None = None
     metadata = SimpleNamespace(num_warps=4, shared=96)
@@ -130,7 +130,7 @@ def test_a_step_waits_for_its_forward_and_runs_its_launches_in_order(
     assert made.cells["T"].value == 9  # an argument of its own is a launch's alone
 
 
-def test_launches_can_be_run_again_and_set_anew(
+def test_launches_can_be_run_again_and_replaced(
     make: Callable[[Library], StepLauncher],
 ) -> None:
     library = Library([8, 4, 8, 4])
@@ -173,7 +173,7 @@ def test_arguments_are_named_in_the_order_of_the_function() -> None:
     assert arguments_by_name(function, (tensor, 3)) == {"a": 4096, "b": 3}
 
 
-def test_what_comes_next_waits_for_the_last_step(make: Callable[[Library], StepLauncher]) -> None:
+def test_the_next_step_waits_for_the_last_one(make: Callable[[Library], StepLauncher]) -> None:
     library = Library([8, 4, 8, 4])
     step = make(library)
     step.use(LaunchList.of([kernel(library).launch((1, 1, 1))], HEADER))

@@ -94,7 +94,7 @@ def test_a_change_of_steering_is_heard_of() -> None:
         ]
 
 
-def test_a_batch_in_another_order_is_heard_of_from_where_it_is_found_out() -> None:
+def test_a_batch_in_another_order_is_heard_of_once_it_is_laid_out() -> None:
     with engine() as one:
         decode(one, 3, "ab")
         one.other.take()
@@ -103,7 +103,7 @@ def test_a_batch_in_another_order_is_heard_of_from_where_it_is_found_out() -> No
         assert steps_read(one) == [1, 2, 3, 4]
 
 
-def test_an_argument_by_its_name_is_understood() -> None:
+def test_an_argument_passed_by_name_is_understood() -> None:
     with engine() as one:
         decode(one, 3, "a")
         one.other.take()
@@ -121,7 +121,7 @@ def test_a_warm_up_between_two_steps_is_not_published() -> None:
         assert steps_read(one) == [1, 2, 3, 4, 5]
 
 
-def test_a_forward_that_was_no_graph_is_launched_for_though_its_step_was_like_the_last() -> None:
+def test_a_repeated_step_whose_forward_was_no_graph_is_published_by_a_launch() -> None:
     with engine() as one:
         decode(one, 4)
         one.is_graph = False
@@ -132,7 +132,7 @@ def test_a_forward_that_was_no_graph_is_launched_for_though_its_step_was_like_th
         assert steps_read(one) == [*range(1, 10)]
 
 
-def test_a_step_without_tokens_says_nothing_and_changes_nothing() -> None:
+def test_a_step_without_tokens_publishes_nothing_and_changes_nothing() -> None:
     with engine() as one:
         decode(one, 3)
         one.step({})
@@ -194,7 +194,7 @@ def test_a_scheduler_without_its_lists_of_new_and_finished_requests_is_an_error(
             one.execute_model(scheduled)
 
 
-def test_a_step_that_is_like_the_last_holds_nothing_of_its_batch() -> None:
+def test_a_repeated_step_keeps_nothing_of_its_batch() -> None:
     with engine() as one:
         decode(one, 3, "a")
         batch = one.lay_out(one.scheduled({"a": 1}))

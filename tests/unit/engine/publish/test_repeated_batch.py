@@ -1,4 +1,4 @@
-"""Steps of a batch that only decodes are all alike: they share what the host says of them."""
+"""Steps of a batch that only decodes are all alike: they share their rows."""
 
 from __future__ import annotations
 
@@ -20,16 +20,17 @@ def compared_by(request: pytest.FixtureRequest) -> Any:
     return load_step_extension() if request.param == "c" else None
 
 
-def test_steps_that_are_all_alike_share_what_they_say_and_flag_rows_as_others_do(
+def test_steps_that_are_all_alike_share_their_rows_and_flag_them_as_others_do(
     compared_by: Any,
 ) -> None:
     """Preempted after 9 tokens, computed again 2 at a time: 4 steps of old rows, then new ones."""
-    book = RowBuilder(compared_by)
-    book.add_request("a", RequestMark(7), 3)
+    builder = RowBuilder(compared_by)
+    builder.add_request("a", RequestMark(7), 3)
     counts_R = np.array([2], np.int32)
-    book.build(StepBatch(["a"], np.array([9], np.int32), np.array([0], np.int32)))
+    builder.build(StepBatch(["a"], np.array([9], np.int32), np.array([0], np.int32)))
     steps = [
-        book.build(StepBatch(["a"], counts_R, np.array([at], np.int32))) for at in range(0, 14, 2)
+        builder.build(StepBatch(["a"], counts_R, np.array([at], np.int32)))
+        for at in range(0, 14, 2)
     ]
     assert len({id(rows) for rows in steps}) == 1
     flags = [
@@ -37,8 +38,8 @@ def test_steps_that_are_all_alike_share_what_they_say_and_flag_rows_as_others_do
         for at, rows in pairs(steps)
     ]
     assert np.concatenate(flags).tolist() == [ring_messages.RECOMPUTED] * 9 + [0] * 5
-    book.finish_request("a")
-    (finished,) = book.build_idle().events
+    builder.finish_request("a")
+    (finished,) = builder.build_idle().events
     assert finished["position"] == 14
 
 
@@ -48,12 +49,12 @@ def pairs(steps: list[StepRows]) -> list[tuple[int, StepRows]]:
 
 @pytest.mark.parametrize("other", ["counts", "starts", "requests", "one request more", "an event"])
 def test_a_step_that_differs_in_anything_has_rows_of_its_own(other: str, compared_by: Any) -> None:
-    book = RowBuilder(compared_by)
+    builder = RowBuilder(compared_by)
     for number, req_id in enumerate("abc", 1):
-        book.add_request(req_id, RequestMark(number), 1)
+        builder.add_request(req_id, RequestMark(number), 1)
     one_R, at_R = np.ones(2, np.int32), np.array([4, 9], np.int32)
-    book.build(StepBatch(["a", "b"], one_R, at_R))
-    last = book.build(StepBatch(["a", "b"], one_R, at_R + 1))
+    builder.build(StepBatch(["a", "b"], one_R, at_R))
+    last = builder.build(StepBatch(["a", "b"], one_R, at_R + 1))
     batch = StepBatch(["a", "b"], one_R, at_R + 2)
     if other == "counts":
         batch = replace(batch, counts_R=np.array([1, 2], np.int32))
@@ -64,8 +65,8 @@ def test_a_step_that_differs_in_anything_has_rows_of_its_own(other: str, compare
     if other == "one request more":
         batch = StepBatch(["a", "b", "c"], np.ones(3, np.int32), np.array([6, 11, 0], np.int32))
     if other == "an event":
-        book.finish_request("c")
-    rows = book.build(batch)
+        builder.finish_request("c")
+    rows = builder.build(batch)
     assert rows is not last
     seen = {"requests": [11, 6], "one request more": [6, 11, 0]}.get(other, [6, 11])
     assert rows.seen_R.tolist() == seen
@@ -76,30 +77,32 @@ def test_a_step_that_differs_in_anything_has_rows_of_its_own(other: str, compare
 
 
 @pytest.mark.parametrize("kind", [np.int32, np.int64])
-def test_names_that_are_equal_are_the_same_and_numbers_of_another_kind_mean_the_same(
+def test_equal_names_and_numbers_of_another_type_are_the_same_batch(
     kind: type[np.integer[Any]], compared_by: Any
 ) -> None:
-    """Names come over a pipe: equal, not identical. Another kind of number takes the long way."""
-    book = RowBuilder(compared_by)
-    book.add_request("request-a", RequestMark(7), 3)
+    """Names come over a pipe: equal, not identical. Python compares numbers of other types."""
+    builder = RowBuilder(compared_by)
+    builder.add_request("request-a", RequestMark(7), 3)
     steps = [
-        book.build(StepBatch(["-".join(("request", "a"))], np.ones(1, kind), np.array([at], kind)))
+        builder.build(
+            StepBatch(["-".join(("request", "a"))], np.ones(1, kind), np.array([at], kind))
+        )
         for at in range(6)
     ]
     assert len({id(rows) for rows in steps}) == (1 if kind is np.int32 else 6)
     assert [rows.num_tokens for rows in steps] == [1] * 6
-    book.finish_request("request-a")
-    (finished,) = book.build_idle().events
+    builder.finish_request("request-a")
+    (finished,) = builder.build_idle().events
     assert finished["position"] == 6
 
 
 def test_an_array_with_gaps_is_read_as_the_numbers_it_has(compared_by: Any) -> None:
-    book = RowBuilder(compared_by)
+    builder = RowBuilder(compared_by)
     for number, req_id in enumerate("ab", 1):
-        book.add_request(req_id, RequestMark(number), 1)
+        builder.add_request(req_id, RequestMark(number), 1)
     one_R = np.ones(2, np.int32)
-    book.build(StepBatch(["a", "b"], one_R, np.array([4, 9], np.int32)))
-    book.build(StepBatch(["a", "b"], one_R, np.array([5, 7, 10, 7], np.int32)[::2]))
-    rows = book.build(StepBatch(["a", "b"], one_R, np.array([6, 11], np.int32)))
+    builder.build(StepBatch(["a", "b"], one_R, np.array([4, 9], np.int32)))
+    builder.build(StepBatch(["a", "b"], one_R, np.array([5, 7, 10, 7], np.int32)[::2]))
+    rows = builder.build(StepBatch(["a", "b"], one_R, np.array([6, 11], np.int32)))
     assert rows.num_tokens == 2
     assert not len(rows.events)

@@ -86,32 +86,32 @@ def test_what_the_gpu_reads_does_not_depend_on_who_wrote_it(
     script: list[tuple[str, int, int, str, int]],
 ) -> None:
     short, long = side(), side(has_c=False)
-    book, number, marks = RowBuilder(load_step_extension()), 0, 0
+    builder, number, marks = RowBuilder(load_step_extension()), 0, 0
     come = dict.fromkeys("abcd", 0)
     for who, count, times, gone, published in script:
         for _ in range(times):
             for req_id in who:
                 marks += 1
-                book.add_request(req_id, RequestMark(2**64 - marks, marks % 3), 5)
+                builder.add_request(req_id, RequestMark(2**64 - marks, marks % 3), 5)
             starts_R = np.array([come[req_id] for req_id in who], np.int32)
-            rows = book.build(StepBatch([*who], np.full(len(who), count, np.int32), starts_R))
+            rows = builder.build(StepBatch([*who], np.full(len(who), count, np.int32), starts_R))
             come |= {req_id: come[req_id] + count for req_id in who}
             number += 1
             for one in (short, long):
                 one.step(rows, bank=1 + number // 40)
                 one.gpu.publish(published if len(one.gpu.pending) < 6 else 6)
         if gone:
-            book.finish_request(gone)
+            builder.finish_request(gone)
             come[gone] = 0
     assert short.gpu.read == long.gpu.read
     assert short.publisher.published == long.publisher.published
 
 
 def decoding(one: Side, steps: int, *, is_published: bool) -> None:
-    book = RowBuilder(load_step_extension())
-    book.add_request("a", RequestMark(7), 1)
+    builder = RowBuilder(load_step_extension())
+    builder.add_request("a", RequestMark(7), 1)
     for at in range(steps):
-        rows = book.build(StepBatch(["a"], np.ones(1, np.int32), np.array([at], np.int32)))
+        rows = builder.build(StepBatch(["a"], np.ones(1, np.int32), np.array([at], np.int32)))
         one.step(rows, bank=1)
         if is_published:
             one.gpu.publish(1)

@@ -1,4 +1,4 @@
-"""A ring opens in the home that was asked for, says so to readers, and leaves nothing behind."""
+"""A ring opens in the memory that the settings name, and leaves nothing behind."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ EPOCH = 7
 
 
 class ToyLaunch:
-    """Stands where the kernel is launched; keeps what it was told of the ring."""
+    """Stands in for the launcher; keeps where the ring is."""
 
     def __init__(self, ring: int, shape: RingShape, *_: object) -> None:
         self.ring, self.shape = ring, shape
@@ -52,22 +52,22 @@ def opened(device: str, home: str) -> OpenRing:
     return open_ring(Settings(ring_mib=1, ring_home=home), tables(device), 32, EPOCH)
 
 
-def launch_of(home: OpenRing) -> ToyLaunch:
-    assert isinstance(home.publisher, device_publisher.DevicePublisher)
-    assert isinstance(home.publisher._launcher, ToyLaunch)
-    return home.publisher._launcher
+def launch_of(ring: OpenRing) -> ToyLaunch:
+    assert isinstance(ring.publisher, device_publisher.DevicePublisher)
+    assert isinstance(ring.publisher._launcher, ToyLaunch)
+    return ring.publisher._launcher
 
 
 def test_a_cpu_engine_has_its_ring_in_host_memory_and_writes_it_itself() -> None:
     with nothing_left_behind():
-        home = opened("cpu", "host")
-        assert isinstance(home.publisher, HostPublisher)
-        assert isinstance(home.memory, HostMemory)
-        assert home.shape.ahead == 1
-        assert home.shape.rows_per_record(16) >= 16
-        home.close()
-        home.close()
-        del home  # its writer's view keeps the pages: a late write never hits another's memory
+        ring = opened("cpu", "host")
+        assert isinstance(ring.publisher, HostPublisher)
+        assert isinstance(ring.memory, HostMemory)
+        assert ring.shape.ahead == 1
+        assert ring.shape.rows_per_record(16) >= 16
+        ring.close()
+        ring.close()
+        del ring  # its writer's view keeps the pages: a late write never hits other memory
 
 
 def test_a_ring_in_gpu_memory_is_refused_on_a_cpu() -> None:
@@ -77,31 +77,31 @@ def test_a_ring_in_gpu_memory_is_refused_on_a_cpu() -> None:
 
 def test_on_a_gpu_the_host_ring_is_mapped_for_as_long_as_it_is_open(driver: ToyDriver) -> None:
     with nothing_left_behind():
-        home = opened("cuda:1", "host")
-        launch = launch_of(home)
-        assert isinstance(home.memory, HostMemory)
-        assert RingHeader.unpack(home.memory.copy(0, HEADER.size)) == RingHeader(EPOCH, home.shape)
+        ring = opened("cuda:1", "host")
+        launch = launch_of(ring)
+        assert isinstance(ring.memory, HostMemory)
+        assert RingHeader.unpack(ring.memory.copy(0, HEADER.size)) == RingHeader(EPOCH, ring.shape)
         assert launch.shape.ahead == 64
-        here = ctypes.addressof(ctypes.c_char.from_buffer(home.memory.buffer))
-        assert len(driver.held[here]) == home.memory.nbytes
+        here = ctypes.addressof(ctypes.c_char.from_buffer(ring.memory.buffer))
+        assert len(driver.held[here]) == ring.memory.nbytes
         assert driver.context == "context of 1"
         assert launch.ring == ctypes.addressof(driver.held[here])
-        home.close()
+        ring.close()
         assert (launch.is_flushed, driver.held) == (True, {})
 
 
 def test_on_a_gpu_the_device_ring_lies_where_the_engine_runs(driver: ToyDriver) -> None:
-    home = opened("cuda:1", "device")
-    assert isinstance(home.memory, DeviceMemory)
-    assert (home.memory.uuid, home.memory.fds) == (UUIDS[1].hex(), ())
-    assert RingHeader.unpack(home.memory.copy(0, HEADER.size)) == RingHeader(EPOCH, home.shape)
-    assert launch_of(home).ring == home.memory.address
-    home.close()
+    ring = opened("cuda:1", "device")
+    assert isinstance(ring.memory, DeviceMemory)
+    assert (ring.memory.uuid, ring.memory.fds) == (UUIDS[1].hex(), ())
+    assert RingHeader.unpack(ring.memory.copy(0, HEADER.size)) == RingHeader(EPOCH, ring.shape)
+    assert launch_of(ring).ring == ring.memory.address
+    ring.close()
     assert driver.held == {}
 
 
 @pytest.mark.parametrize("home", ["host", "device"])
-def test_a_launch_that_cannot_be_made_leaves_nothing_behind(
+def test_a_launcher_that_cannot_be_made_leaves_nothing_behind(
     driver: ToyDriver, monkeypatch: pytest.MonkeyPatch, home: str
 ) -> None:
     def fail(*_: object) -> None:

@@ -1,4 +1,4 @@
-"""What the worker's side of clairai does between the steps of an engine."""
+"""What the step publisher does between the steps of an engine."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ import pytest
 from tests.support.toy_publisher import running_publisher
 
 
-def test_a_forward_of_nobodys_rows_waits_until_the_last_steps_are_read(
+def test_a_dummy_run_waits_until_the_rows_of_the_last_step_are_read(
     runtime: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It writes where they lie; on a GPU they may still be on their way out."""
+    """It overwrites them; on a GPU they may not be published yet."""
     waited = []
     with running_publisher(runtime) as step_publisher:
         monkeypatch.setattr(step_publisher._publisher, "begin_step", lambda: waited.append(1))

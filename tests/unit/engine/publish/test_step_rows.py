@@ -17,21 +17,21 @@ from tests.support.engine_steps import Plan, Row, ToyEngine, plans
 histories = st.lists(plans, min_size=1, max_size=25)
 
 
-def run(history: list[Plan], book: RowBuilder | None = None) -> list[Row]:
+def run(history: list[Plan], builder: RowBuilder | None = None) -> list[Row]:
     """All rows of a history, each step's compared with the reference."""
-    engine = ToyEngine(RowBuilder() if book is None else book)
+    engine = ToyEngine(RowBuilder() if builder is None else builder)
     rows = []
     for plan in [*history, Plan()]:
         found, expected = engine.step(plan)
         assert found == expected
-        assert len(engine.book) == len(engine.live)
+        assert len(engine.builder) == len(engine.live)
         rows += found
     return rows
 
 
 @settings(derandomize=True, deadline=None, max_examples=300)
 @given(histories)
-def test_pitfall_01_every_row_is_whose_a_slow_and_obvious_reference_says(
+def test_pitfall_01_every_row_belongs_to_the_request_that_a_slow_reference_says(
     history: list[Plan],
 ) -> None:
     run(history)
@@ -39,7 +39,7 @@ def test_pitfall_01_every_row_is_whose_a_slow_and_obvious_reference_says(
 
 @settings(derandomize=True, deadline=None, max_examples=100)
 @given(histories)
-def test_a_request_is_finished_once_and_says_nothing_afterwards(history: list[Plan]) -> None:
+def test_a_request_finishes_once_and_has_no_rows_afterwards(history: list[Plan]) -> None:
     rows = run(history)
     finished = Counter(row.stream for row in rows if row.phase == ring_messages.FINISHED)
     assert set(finished.values()) <= {1}
@@ -78,7 +78,7 @@ def test_a_chunked_prompt_an_answer_and_its_end_come_as_they_happen() -> None:
     ]
 
 
-def test_a_preempted_request_computes_again_what_it_had_and_says_so() -> None:
+def test_rows_that_a_preempted_request_computes_again_are_flagged() -> None:
     engine = ToyEngine(RowBuilder())
     engine.step(Plan(new=[(3, 0, 0)], counts=[5]))
     found, expected = engine.step(Plan(preempt=[(0, 1)], counts=[6]))
@@ -94,7 +94,7 @@ def test_a_preempted_request_computes_again_what_it_had_and_says_so() -> None:
 
 
 @pytest.mark.parametrize("num_requests", [63, 64, 65, 128, 129, 300])
-def test_more_requests_than_the_book_began_with_keep_their_own_rows(num_requests: int) -> None:
+def test_more_requests_than_the_builder_began_with_keep_their_own_rows(num_requests: int) -> None:
     history = [
         Plan(new=[(index % 7 + 1, 0, index % 4) for index in range(num_requests)]),
         Plan(counts=[3] * num_requests, order=17),
@@ -105,102 +105,105 @@ def test_more_requests_than_the_book_began_with_keep_their_own_rows(num_requests
     assert len(run(history)) > 3 * num_requests
 
 
-def test_a_place_that_is_used_again_remembers_nothing_of_its_last_owner() -> None:
-    book = RowBuilder()
-    book.add_request("a", RequestMark(7, 3), 100)
-    book.build(StepBatch(["a"], np.array([50], np.int32), np.array([0], np.int32)))
-    book.finish_request("a")
-    book.add_request("b", RequestMark(8, 0), 1)
-    rows = book.build(StepBatch(["b"], np.array([1], np.int32), np.array([1], np.int32)))
+def test_a_reused_slot_keeps_nothing_of_its_last_request() -> None:
+    builder = RowBuilder()
+    builder.add_request("a", RequestMark(7, 3), 100)
+    builder.build(StepBatch(["a"], np.array([50], np.int32), np.array([0], np.int32)))
+    builder.finish_request("a")
+    builder.add_request("b", RequestMark(8, 0), 1)
+    rows = builder.build(StepBatch(["b"], np.array([1], np.int32), np.array([1], np.int32)))
     (finished, cached, token) = rows.fill(np.array([1]), np.array([42]))
     assert (finished["stream"], finished["position"], finished["choice"]) == (7, 50, 3)
     assert (cached["stream"], cached["position"], cached["span"]) == (8, 0, 1)
     assert (token["stream"], token["choice"], token["phase"], token["flags"]) == (8, 0, 1, 0)
 
 
-def test_a_request_that_never_reached_the_worker_ends_in_silence() -> None:
-    book = RowBuilder()
-    book.finish_request("nobody")
-    rows = book.build_idle()
+def test_a_request_that_never_reached_the_worker_has_no_event() -> None:
+    builder = RowBuilder()
+    builder.finish_request("nobody")
+    rows = builder.build_idle()
     assert (rows.num_tokens, len(rows.events)) == (0, 0)
 
 
-def test_a_step_that_forwards_nothing_still_says_who_finished() -> None:
-    book = RowBuilder()
-    book.add_request("a", RequestMark(7), 3)
-    book.finish_request("a")
-    rows = book.build_idle().fill(np.zeros(0, np.int64), np.zeros(0, np.int32))
+def test_a_step_that_forwards_nothing_still_has_the_finished_requests() -> None:
+    builder = RowBuilder()
+    builder.add_request("a", RequestMark(7), 3)
+    builder.finish_request("a")
+    rows = builder.build_idle().fill(np.zeros(0, np.int64), np.zeros(0, np.int32))
     assert [(row["stream"], row["phase"], row["span"]) for row in rows] == [
         (7, ring_messages.FINISHED, 0)
     ]
-    assert len(book.build_idle().events) == 0
+    assert len(builder.build_idle().events) == 0
 
 
-def test_a_step_keeps_its_rows_while_the_book_goes_on() -> None:
+def test_a_step_keeps_its_rows_while_the_builder_goes_on() -> None:
     """On a GPU the rows are filled in later, when the next step may have begun."""
-    book = RowBuilder()
+    builder = RowBuilder()
     counts, starts = np.array([2], np.int32), np.array([0], np.int32)
-    book.add_request("a", RequestMark(7), 1)
-    step = book.build(StepBatch(["a"], counts, starts))
-    book.finish_request("a")
-    book.add_request("b", RequestMark(8, 5), 99)
+    builder.add_request("a", RequestMark(7), 1)
+    step = builder.build(StepBatch(["a"], counts, starts))
+    builder.finish_request("a")
+    builder.add_request("b", RequestMark(8, 5), 99)
     counts[:] = 9  # the runner's own buffers, reused
-    book.build(StepBatch(["b"], np.array([4], np.int32), starts))
+    builder.build(StepBatch(["b"], np.array([4], np.int32), starts))
     rows = step.fill(np.array([0, 1]), np.array([10, 11]))
     assert rows["stream"].tolist() == [7, 7]
     assert rows["phase"].tolist() == [ring_messages.PREFILL, ring_messages.DECODE]
 
 
-def test_a_batch_with_a_request_nobody_opened_is_an_error_and_not_a_guess() -> None:
+def test_a_batch_with_an_unknown_request_is_an_error_and_not_a_guess() -> None:
     with pytest.raises(KeyError, match="stranger"):
         RowBuilder().build(
             StepBatch(["stranger"], np.array([1], np.int32), np.array([0], np.int32))
         )
 
 
-def test_steps_of_the_same_requests_share_what_they_are_told_and_others_do_not() -> None:
-    book = RowBuilder()
+def test_only_steps_of_the_same_requests_share_what_is_known_of_them() -> None:
+    builder = RowBuilder()
     for number in range(3):
-        book.add_request(f"r{number}", RequestMark(number + 1), 5)
+        builder.add_request(f"r{number}", RequestMark(number + 1), 5)
     req_ids = ["r0", "r1"]
-    first, second = step_of(book, req_ids), step_of(book, req_ids)
+    first, second = step_of(builder, req_ids), step_of(builder, req_ids)
     assert second.requests is first.requests
     req_ids.reverse()  # the runner's own list, changed in place
-    assert step_of(book, req_ids).requests.streams_R.tolist() == [2, 1]
-    assert step_of(book, ["r1", "r2"]).requests.streams_R.tolist() == [2, 3]
+    assert step_of(builder, req_ids).requests.streams_R.tolist() == [2, 1]
+    assert step_of(builder, ["r1", "r2"]).requests.streams_R.tolist() == [2, 3]
     assert first.requests.streams_R.tolist() == [1, 2]
 
 
-def step_of(book: RowBuilder, req_ids: list[str]) -> StepRows:
+def step_of(builder: RowBuilder, req_ids: list[str]) -> StepRows:
     counts_R = np.ones(len(req_ids), np.int32)
-    return book.build(StepBatch(req_ids, counts_R, np.zeros(len(req_ids), np.int32)))
+    return builder.build(StepBatch(req_ids, counts_R, np.zeros(len(req_ids), np.int32)))
 
 
-def reused_name(book: RowBuilder) -> list[int]:
+def reused_name(builder: RowBuilder) -> list[int]:
     """Streams of two steps between which a request ends and another takes its name."""
-    book.add_request("a", RequestMark(7), 1)
-    first = step_of(book, ["a"])
-    book.finish_request("a")
-    book.add_request("b", RequestMark(8), 1)
-    book.add_request("a", RequestMark(9), 1)
-    return [*first.requests.streams_R.tolist(), *step_of(book, ["a"]).requests.streams_R.tolist()]
+    builder.add_request("a", RequestMark(7), 1)
+    first = step_of(builder, ["a"])
+    builder.finish_request("a")
+    builder.add_request("b", RequestMark(8), 1)
+    builder.add_request("a", RequestMark(9), 1)
+    return [
+        *first.requests.streams_R.tolist(),
+        *step_of(builder, ["a"]).requests.streams_R.tolist(),
+    ]
 
 
 def test_a_name_that_is_used_again_is_another_request() -> None:
     assert reused_name(RowBuilder()) == [7, 9]
 
 
-def test_a_batch_with_a_request_that_has_ended_is_an_error_and_not_a_memory() -> None:
-    book = RowBuilder()
-    book.add_request("a", RequestMark(7), 1)
-    step_of(book, ["a"])
-    book.finish_request("a")
+def test_a_batch_with_a_finished_request_is_an_error() -> None:
+    builder = RowBuilder()
+    builder.add_request("a", RequestMark(7), 1)
+    step_of(builder, ["a"])
+    builder.finish_request("a")
     with pytest.raises(KeyError, match="a"):
-        step_of(book, ["a"])
+        step_of(builder, ["a"])
 
 
 class RememberingBuilder(RowBuilder):
-    """Knows a batch again although one of it has ended."""
+    """Still knows a batch although one of its requests has finished."""
 
     def finish_request(self, req_id: str) -> None:
         requests = self._requests
@@ -214,12 +217,12 @@ def test_a_builder_that_remembers_too_long_would_be_caught() -> None:
 
 @pytest.mark.parametrize("num_events", [0, 1, 4, 5, 8, 9, 17])
 def test_events_are_cut_into_parts_in_order_and_the_tokens_come_last(num_events: int) -> None:
-    book = RowBuilder()
+    builder = RowBuilder()
     for number in range(num_events):
-        book.add_request(f"gone-{number}", RequestMark(100 + number), 1)
-        book.finish_request(f"gone-{number}")
-    book.add_request("a", RequestMark(7), 1)
-    whole = book.build(StepBatch(["a"], np.array([3], np.int32), np.array([0], np.int32)))
+        builder.add_request(f"gone-{number}", RequestMark(100 + number), 1)
+        builder.finish_request(f"gone-{number}")
+    builder.add_request("a", RequestMark(7), 1)
+    whole = builder.build(StepBatch(["a"], np.array([3], np.int32), np.array([0], np.int32)))
     *before, last = whole.cut_events(4)
     parts = [*before, last]
     assert np.concatenate([part.events for part in parts]).tobytes() == whole.events.tobytes()
@@ -230,7 +233,7 @@ def test_events_are_cut_into_parts_in_order_and_the_tokens_come_last(num_events:
 
 
 class NeighbourBuilder(RowBuilder):
-    """Gives every request the rows of the next one in the batch."""
+    """Swaps the rows of neighbouring requests."""
 
     def build(self, batch: StepBatch) -> StepRows:
         return super().build(StepBatch([*batch.req_ids[1:], *batch.req_ids[:1]], *_arrays(batch)))

@@ -1,4 +1,4 @@
-"""Which weights a row, a record and a request are of, as the worker's side counts them."""
+"""Which version of the weights rows, records and requests belong to, as the worker counts."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def step_publisher(runtime: Path) -> Iterator[StepPublisher]:
 
 @pytest.fixture
 def llm(step_publisher: StepPublisher, tmp_path: Path) -> Iterator[ToyLlm]:
-    """vLLM's worker, as far as its weights go: every way they change is watched."""
+    """The part of vLLM's worker that changes weights: every way is watched."""
     with engine(tmp_path, step_publisher) as running:
         running.weight_transfer_engine = SimpleNamespace(updater=running.updater)  # type: ignore[attr-defined]
         running.reload_weights = lambda: None  # type: ignore[attr-defined]
@@ -43,8 +43,8 @@ def sender(tmp_path: Path, llm: ToyLlm) -> Sender:
     return Sender(llm, runtime_dir=str(tmp_path))
 
 
-def told(step_publisher: StepPublisher) -> list[int | None]:
-    """What the records of the ring say of their weights, in order."""
+def published_weights(step_publisher: StepPublisher) -> list[int | None]:
+    """The weights' versions that the records in the ring name, in order."""
     with RingReader.attach(step_publisher.server.path, start="oldest") as reader:
         return [reader.bank(record.bank_version).weights for record in reader.poll()]
 
@@ -54,7 +54,7 @@ def step(step_publisher: StepPublisher, number: int) -> None:
     forward(step_publisher, number, start=0, count=2)
 
 
-def test_records_say_which_weights_their_rows_are_of(
+def test_records_name_the_weights_of_their_rows(
     step_publisher: StepPublisher, llm: ToyLlm, tmp_path: Path
 ) -> None:
     step(step_publisher, 1)
@@ -62,7 +62,7 @@ def test_records_say_which_weights_their_rows_are_of(
     step(step_publisher, 2)
     sender(tmp_path, llm).send(weights(0))
     step(step_publisher, 3)
-    assert told(step_publisher) == [0, 1, 2]
+    assert published_weights(step_publisher) == [0, 1, 2]
 
 
 def test_a_probe_alone_is_no_new_version_of_the_weights(
@@ -70,10 +70,10 @@ def test_a_probe_alone_is_no_new_version_of_the_weights(
 ) -> None:
     sent = sender(tmp_path, llm).send({"probe::p": torch.ones(WIDTH)})
     step(step_publisher, 1)
-    assert (sent.version, told(step_publisher)) == (0, [0])
+    assert (sent.version, published_weights(step_publisher)) == (0, [0])
 
 
-def test_probes_that_come_with_weights_are_in_the_bank_that_says_so(
+def test_probes_that_come_with_weights_are_in_the_bank_that_names_them(
     step_publisher: StepPublisher, llm: ToyLlm, tmp_path: Path
 ) -> None:
     sent = sender(tmp_path, llm).send(weights(1) | {"probe::p": torch.ones(WIDTH)})
@@ -101,7 +101,7 @@ def test_weights_that_vllm_itself_has_changed_are_another_version(
     step(step_publisher, 1)
     state = llm.ask(DescribeWeights())
     assert (state.version, state.label, state.digest) == (2, "", "")
-    assert told(step_publisher) == [2]
+    assert published_weights(step_publisher) == [2]
 
 
 def test_weights_in_pieces_are_a_version_of_their_own(
@@ -121,7 +121,7 @@ def test_weights_in_pieces_are_a_version_of_their_own(
 def test_an_engine_that_takes_no_weights_reports_no_version(runtime: Path) -> None:
     with running_publisher(runtime) as step_publisher:
         step(step_publisher, 1)
-        assert told(step_publisher) == [None]
+        assert published_weights(step_publisher) == [None]
         assert step_publisher.first_weights_of(1001) is None
         bank = msgspec.msgpack.decode(msgspec.msgpack.encode(step_publisher.bank.to_message()))
         assert bank == {"type": "bank", "version": 0, "probes": []}, "as it was before"
@@ -136,10 +136,10 @@ def test_without_our_backend_changes_are_counted_all_the_same(runtime: Path) -> 
         changes.watch_weights(worker, step_publisher)
         worker.update_weights()
         step(step_publisher, 1)
-        assert told(step_publisher) == [1]
+        assert published_weights(step_publisher) == [1]
 
 
-def test_others_are_told_of_new_weights_before_the_next_step(step_publisher: StepPublisher) -> None:
+def test_listeners_hear_of_new_weights_before_the_next_step(step_publisher: StepPublisher) -> None:
     heard: list[int] = []
     step_publisher.weights_listeners.append(heard.append)
     step_publisher.set_weights_version(5)

@@ -1,4 +1,4 @@
-"""Takes rows of a bank on their way to a GPU that is played here; gives them, and never too late.
+"""Rows of a bank are uploaded from memory that nothing overwrites before the GPU has fetched them.
 
 Played: the GPU's events, and what is pinned. Real: who holds which memory, and when it is reused.
 """
@@ -20,7 +20,7 @@ NBYTES = 4 * NUM_ROWS * WIDTH
 
 
 class Event:
-    """Comes when it is told to, or when somebody waits for it."""
+    """Happens when the test says so, or when the code waits for it."""
 
     made: list[Event]
 
@@ -63,7 +63,7 @@ def upload() -> RowUpload:
 
 
 def rows_of(pages_N: ByteArray) -> Any:
-    """As a bank has them: nobody may write to them."""
+    """Read-only, as a bank has them."""
     return np.frombuffer(pages_N.data.toreadonly(), np.float32).reshape(NUM_ROWS, WIDTH)
 
 

@@ -1,4 +1,4 @@
-"""The device side of the bank, on a CPU: what a tap leaves behind is what the probes would score.
+"""The bank's tables, on a CPU: what a tap leaves there is what the probes would score.
 
 T = tokens, D = model width, S = sites, K = capacity of a site, P = probes.
 """
@@ -194,14 +194,14 @@ def test_the_memory_the_tables_take_is_counted() -> None:
 
 
 def contents(held: ScoreTables) -> tuple[bytes, ...]:
-    """All that a bank writes, but for places where columns have been."""
+    """All that a bank writes, except for the offsets of former columns."""
     bank = (held.weights_SHDK, held.bias_SK, held.activation_SK, held.stashed_S)
     placed = held.offset_C[: held.num_columns]
     return tuple(tensor.numpy().tobytes() for tensor in (*bank, placed))
 
 
 def changed(columns: EngineBank, rng: np.random.Generator, at: int) -> EngineBank:
-    """The bank after some change of it: one comes, goes, is replaced, moves, or all are turned."""
+    """The bank after a change: a probe comes, goes, is replaced, moves, or all are redirected."""
     names = list(columns.names)
     new = made(f"new{at}", int(rng.integers(len(POINTS))), int(rng.integers(1 << 30)))
     free = CAPACITY - sum(probe.point == new.point for probe in columns.probes)
@@ -220,7 +220,7 @@ def changed(columns: EngineBank, rng: np.random.Generator, at: int) -> EngineBan
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_what_changes_are_written_one_by_one_is_what_a_fresh_start_writes(seed: int) -> None:
+def test_changes_written_one_by_one_equal_a_bank_that_is_written_whole(seed: int) -> None:
     rng, held, columns = np.random.default_rng(seed), tables(), bank()
     held.load(columns)
     for at in range(30):
@@ -231,7 +231,7 @@ def test_what_changes_are_written_one_by_one_is_what_a_fresh_start_writes(seed: 
         assert contents(held) == contents(fresh)
 
 
-def test_a_bank_that_stopped_half_way_is_written_whole_the_next_time(
+def test_after_a_load_that_failed_half_way_the_next_one_writes_all(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     held, old = tables(), bank()

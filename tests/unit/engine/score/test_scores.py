@@ -1,4 +1,4 @@
-"""Rows of the residual stream become scores as the probe itself would give them.
+"""Taps score rows of the residual stream as each probe itself would.
 
 T = tokens in this step, P = probes, K = capacity of a site.
 """
@@ -72,7 +72,7 @@ def test_any_mix_of_activations_scores_as_each_probe_alone_does(
 
 @pytest.mark.parametrize("bias", [0.0, 1.0, LARGEST, -LARGEST])
 def test_extreme_scores_neither_overflow_nor_warn(bias: float) -> None:
-    """Warnings are errors here, so this also says that there was none."""
+    """Warnings are errors here, so this also shows that there was none."""
     columns = bank(*ACTIVATIONS, biases=(bias,) * len(ACTIVATIONS))
     tiny = float(np.finfo(np.float32).tiny)
     extremes = [0.0, -0.0, 88.8, -88.8, -104.0, 1e4, -1e4, LARGEST, -LARGEST, np.inf, -np.inf]
