@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Final, NamedTuple, Protocol, TypeVar
 
 from clairai.errors import PointError, RequestError
@@ -38,6 +39,10 @@ class KnownVector:
     digest: str | None  # None: not computed here
     sizes: Mapping[Point, RowSize | None]  # by point; None: only the core reads the row
 
+    @cached_property
+    def point_names(self) -> list[str]:
+        return [*map(str, self.sizes)]
+
 
 class KnownProbe(Protocol):
     """A probe without its numbers."""
@@ -50,13 +55,6 @@ class KnownProbe(Protocol):
     def threshold(self) -> float | None: ...
 
 
-class CheckedEntry(NamedTuple):
-    """What an entry leaves open, as this engine fills it in."""
-
-    points: tuple[Point, ...]
-    threshold: float | None  # of its gate
-
-
 @dataclass(frozen=True)
 class Catalog:
     """Everything a request can name, at one moment."""
@@ -66,24 +64,27 @@ class Catalog:
     probes: Mapping[str, KnownProbe] = field(default_factory=dict)
     can_skip_special: bool = True
 
-    def check_entry(self, entry: SteerEntry, vector: KnownVector) -> CheckedEntry:
-        """Raise what is wrong with an entry whatever the prompt; `vector` is the one it uses."""
+    def check_entry(self, entry: SteerEntry, vector: KnownVector) -> float | None:
+        """Raise what is wrong with an entry for every prompt; `vector` is the one it names.
+
+        The threshold of its gate, if it has one.
+        """
         _check_digest(entry, vector)
-        points = _choose_points(entry, vector)
-        _check_sizes(entry, {point: vector.sizes[point] for point in points})
+        sizes = vector.sizes if entry.points is None else _choose_rows(entry, vector, entry.points)
+        _check_sizes(entry, sizes)
         if entry.when.skip_special and not self.can_skip_special:
             raise RequestError(
                 f"{entry.label}: skip_special needs a tokenizer, and this engine has none; "
                 "leave it out"
             )
         if entry.gate is None:
-            return CheckedEntry(points, None)
+            return None
         what = f"{entry.label}.gate"
         probe = find_probe(self.probes, entry.gate.probe, what=what)
         self.check_tapped(f"{what}: probe {probe.name}", [probe.point])
         threshold = _gate_threshold(entry.gate, probe, what)
-        _check_gate_order(entry, probe.point, points)
-        return CheckedEntry(points, threshold)
+        _check_gate_order(entry, probe.point, sizes)
+        return threshold
 
     def check_tapped(self, what: str, points: Iterable[Point]) -> None:
         missing = [str(point) for point in points if point not in self.points]
@@ -128,18 +129,18 @@ def _check_digest(entry: SteerEntry, vector: KnownVector) -> None:
     )
 
 
-def _choose_points(entry: SteerEntry, vector: KnownVector) -> tuple[Point, ...]:
-    if entry.points is None:
-        return tuple(vector.sizes)
-    missing = next((point for point in entry.points if point not in vector.sizes), None)
+def _choose_rows(
+    entry: SteerEntry, vector: KnownVector, points: Iterable[Point]
+) -> dict[Point, RowSize | None]:
+    missing = next((point for point in points if point not in vector.sizes), None)
     if missing is not None:
-        names = [*map(str, vector.sizes)]
+        names = vector.point_names
         more = " ..." if len(names) > _MAX_LISTED else ""
         raise PointError(
             f"{entry.label}.points: the vector has no row for {missing}; "
             f"it has {', '.join(names[:_MAX_LISTED])}{more}"
         )
-    return entry.points
+    return {point: vector.sizes[point] for point in points}
 
 
 def _check_sizes(entry: SteerEntry, sizes: Mapping[Point, RowSize | None]) -> None:

@@ -14,7 +14,6 @@ from typing import Any
 from clairai.errors import ClairaiError, SteeringOffError
 from clairai.fields.catalog import (
     Catalog,
-    CheckedEntry,
     KnownVector,
     find_vector,
     rule_threshold,
@@ -57,10 +56,10 @@ def preview_steering(fields: RequestFields, view: CoreView) -> SteeringPreview:
     own, pins = [], []
     for entry in fields.steer:
         vector = _find_vector(entry, view.catalog)
-        checked = view.catalog.check_entry(entry, vector)
+        threshold = view.catalog.check_entry(entry, vector)
         pins.append(vector.digest if entry.digest is None else None)
         if entry.scale != 0:
-            own.append((_describe_applied(entry, vector, checked), entry.vector))
+            own.append((_describe_applied(entry, vector, threshold), entry.vector))
     rules = [_describe_rule(rule, view.catalog, f"stop[{i}]") for i, rule in enumerate(fields.stop)]
     applied = [*_describe_tiers(view), *(described for described, _ in own)]
     if not (fields.steer or fields.stop or applied):
@@ -84,17 +83,17 @@ def _find_vector(entry: SteerEntry, catalog: Catalog) -> KnownVector:
 
 
 def _describe_applied(
-    entry: SteerEntry, vector: KnownVector, checked: CheckedEntry
+    entry: SteerEntry, vector: KnownVector, threshold: float | None
 ) -> dict[str, Any]:
     """As the core describes what it applies, without positions: the prompt is not known yet."""
     described = entry.describe()
     described |= {
         "vector": entry.vector if isinstance(entry.vector, str) else None,
         "digest": vector.digest or entry.digest or "",
-        "points": [*map(str, checked.points)],
+        "points": vector.point_names if entry.points is None else [*map(str, entry.points)],
     }
-    if checked.threshold is not None:
-        described["gate"] = {**described["gate"], "threshold": checked.threshold}
+    if threshold is not None:
+        described["gate"] = {**described["gate"], "threshold": threshold}
     return described
 
 
@@ -108,7 +107,7 @@ def _describe_tiers(view: CoreView) -> Iterator[dict[str, Any]]:
             continue
         known = view.catalog.vectors.get(vector)
         if known is not None:
-            points = entry.get("points", [*map(str, known.sizes)])
+            points = entry.get("points", known.point_names)
             entry = {**entry, "digest": known.digest, "points": points}
         yield entry
 

@@ -40,7 +40,7 @@ def resolve_entry(
     Raises whatever is wrong with the entry for every prompt.
     """
     vector = _find_vector(entry, snapshot)
-    points, threshold = snapshot.check_entry(entry, vector)
+    threshold = snapshot.check_entry(entry, vector)
     gate = None
     if entry.gate is not None and threshold is not None:
         gate = _make_gate(entry.gate, snapshot.probes[entry.gate.probe], threshold)
@@ -48,7 +48,11 @@ def resolve_entry(
         vector=entry.vector if isinstance(entry.vector, str) else "",
         digest=vector.vector.digest,
         op=entry.op,
-        rows=tuple(vector.rows[point] for point in points),
+        rows=tuple(
+            vector.rows.values()
+            if entry.points is None
+            else (vector.rows[point] for point in entry.points)
+        ),
         scale=entry.scale,
         ranges=(),
         is_matched=entry.match_norm,
