@@ -48,7 +48,7 @@ def measure(engine: EngineProcess, case: Case, options: argparse.Namespace) -> l
     ours = {batch: _seconds(engine, batch) for batch in options.batches}
     engine.call(in_worker, gpu_shares.time_nothing)
     nothing = {batch: _seconds(engine, batch) for batch in options.batches}
-    return [_told(case.name, batch, ours[batch], nothing[batch]) for batch in options.batches]
+    return [_report(case.name, batch, ours[batch], nothing[batch]) for batch in options.batches]
 
 
 def _seconds(engine: EngineProcess, batch: int) -> list[float]:
@@ -59,7 +59,7 @@ def _seconds(engine: EngineProcess, batch: int) -> list[float]:
     return found
 
 
-def _told(name: str, batch: int, ours: list[float], nothing: list[float]) -> dict[str, Any]:
+def _report(name: str, batch: int, ours: list[float], nothing: list[float]) -> dict[str, Any]:
     """With the time that the timers take, and what that is."""
     p50, p99 = np.percentile(ours, (50, 99)) * 1e6
     timers = float(np.median(nothing)) * 1e6

@@ -94,7 +94,7 @@ def _capture(
         worker.clairai_step_publisher._publisher,
         worker.model_runner.cudagraph_manager,
     )
-    publisher.disable_graphs = _not_told  # of graphs without taps
+    publisher.disable_graphs = _do_nothing  # when graphs without taps are captured
     descriptions, pool = found._capture_descs, found.pool
     found.pool = torch.cuda.graph_pool_handle()
     found._capture_descs = {
@@ -107,7 +107,7 @@ def _capture(
     del publisher.disable_graphs
 
 
-def _not_told(*given: Any, **named: Any) -> None:
+def _do_nothing(*given: Any, **named: Any) -> None:
     """In place of DeviceOutlet.keep_out."""
 
 

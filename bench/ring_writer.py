@@ -1,6 +1,6 @@
 """Has the GPU publish rows that say which they are, into a ring in host or GPU memory.
 
-The same outlet and kernel that an engine has, with a kernel of its own in front that fills in
+The same publisher and kernel that an engine has, with a kernel of its own in front that fills in
 positions, token ids and scores.
 """
 

@@ -50,7 +50,7 @@ def test_a_graph_that_is_replayed_without_a_step_publishes_nothing() -> None:
 
 
 @pytest.mark.parametrize("is_graph", [True, False])
-def test_a_forward_of_nobodys_rows_leaves_the_next_step_alone(is_graph: bool) -> None:
+def test_a_dummy_run_leaves_the_next_step_alone(is_graph: bool) -> None:
     """It is replayed when the next step's header is written already: the host is ahead."""
     with publishers() as both:
         inputs = inputs_of([], both.tables.max_tokens)

@@ -58,7 +58,7 @@ def rows_of_the_neighbour(monkeypatch: pytest.MonkeyPatch, _both: Publishers) ->
 
 
 def requests_that_stay(monkeypatch: pytest.MonkeyPatch, _both: Publishers) -> None:
-    """A header is told once who is in the batch, and never again."""
+    """The requests of the batch are written to a header once, and never again."""
     write = StepHeader._write_requests
 
     def write_once(self: StepHeader, requests: BatchRequests) -> None:
@@ -141,7 +141,7 @@ def positions_of_another_step(monkeypatch: pytest.MonkeyPatch, both: Publishers)
 
 
 def columns_of_another_bank(_monkeypatch: pytest.MonkeyPatch, both: Publishers) -> None:
-    """The kernel keeps the columns it was first told."""
+    """The kernel keeps the columns of the first bank."""
     scores_STK, offset_C = both.launch._from
     both.launch._from = (scores_STK, offset_C.roll(1))
 

@@ -18,7 +18,7 @@ from clairai.engine.score.score_kernel import SLICE_D, TILE_T, Scorer
 from clairai.engine.score.score_tables import score_twin
 
 CPU = torch.device("cpu")
-GUARD = 7  # rows of memory on both sides that are nobody's
+GUARD = 7  # rows of memory on both sides that belong to no request
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 
 
@@ -136,7 +136,7 @@ def test_a_step_beyond_the_scratch_memory_goes_the_long_way(
     scorer = Scorer(200, 16, 4096, CPU)
     assert scorer.max_wide_tokens == TILE_T
     made = case(TILE_T + 1, 200, 16, torch.bfloat16)
-    monkeypatch.setattr(scorer, "_partial", None)  # whoever needs it now, fails
+    monkeypatch.setattr(scorer, "_partial", None)  # a call that needs it fails
     monkeypatch.setattr(scorer, "_ticket", torch.zeros(1))
     assert_equal(made, kernel(made, scorer))
 

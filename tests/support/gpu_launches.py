@@ -1,4 +1,4 @@
-"""A GPU played by C functions that look at what they are given; it publishes when it is told to."""
+"""A GPU played by C functions that record their arguments; it publishes when the test says so."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def read_header(address: int) -> dict[str, Any]:
 
 
 class Gpu:
-    """Takes launches; publishes headers when it is told to."""
+    """Records launches; publishes headers when the test says so."""
 
     def __init__(self) -> None:
         self.header = ctypes.c_uint64(0)  # the kernel's argument

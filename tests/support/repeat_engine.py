@@ -30,24 +30,24 @@ from tests.support.toy_publisher import running_publisher
 
 
 class Other:
-    """Another listener; can skip steps when it is told so."""
+    """Another listener; it can skip steps while `skips` is True."""
 
     def __init__(self) -> None:
-        self.told: list[Any] = []
+        self.events: list[Any] = []
         self.skips = True
 
     def begin(self, new: Any, finished: Any) -> None:
-        self.told.append(("begin", [one.req_id for one in new], finished))
+        self.events.append(("begin", [one.req_id for one in new], finished))
 
     def amend(self, req_id: str, plan: Any) -> None:
-        self.told.append(("amend", req_id, plan))
+        self.events.append(("amend", req_id, plan))
 
     def place(self, batch: StepBatch) -> None:
-        self.told.append(("place", list(batch.req_ids), batch.starts_R.tolist()))
+        self.events.append(("place", list(batch.req_ids), batch.starts_R.tolist()))
 
     def end(self, inputs: Any) -> None:
         inputs()
-        self.told.append("end")
+        self.events.append("end")
 
     def can_skip(self) -> bool:
         return self.skips
@@ -57,8 +57,8 @@ class Other:
     def after_dummy_run(self) -> None: ...
 
     def take(self) -> list[Any]:
-        told, self.told = self.told, []
-        return told
+        events, self.events = self.events, []
+        return events
 
 
 class Engine:

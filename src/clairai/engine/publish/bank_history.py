@@ -50,14 +50,14 @@ class BankHistory:
         before = self._kept.get(self._version)
         if before is None:
             return
-        if published == self._since:  # no record has its version: nobody will ask
+        if published == self._since:  # no record has its version: no reader will ask
             del self._kept[self._version]
             return
         self._replaced.append(before)
         self._describing.submit(self._describe_replaced)
 
     def _describe_replaced(self) -> None:
-        """Not at once: whoever changed the bank waits for an answer, and this would delay it."""
+        """After a delay: the caller that changed the bank is waiting for its reply."""
         if not self._replaced:  # the last call did it
             return
         time.sleep(DESCRIBE_DELAY_S)

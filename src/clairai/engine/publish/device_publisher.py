@@ -170,7 +170,7 @@ class DevicePublisher:
             self._write(self._shape_of(EMPTY_STEP, 0), 0)
 
     def after_dummy_run(self) -> None:
-        """If that forward was no graph, nobody will publish its header."""
+        """If that forward was no graph, its header will not be published."""
         if self._graphs_publish and self._forwarded == self._counters.sent:
             self.headers.withdraw()
 

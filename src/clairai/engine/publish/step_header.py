@@ -151,7 +151,7 @@ class StepHeaders:
         counters.published += shape.num_records
 
     def withdraw(self) -> None:
-        """Take the last header back: nobody will publish it."""
+        """Take back the last header, which will not be published."""
         head = self.last().head
         head.number = head.done
         self.counters.sent -= 1
