@@ -55,7 +55,7 @@ class Body:
         self._is_scored = is_scored
         self._tally = tally
         self._rest = b""
-        self._tokens = self._told = 0
+        self._tokens = self._num_scored = 0
         self._stamp = 0
         self._stream: float | None = None
         self.is_whole = False
@@ -85,11 +85,11 @@ class Body:
     def _score(self, scores: dict[str, Any]) -> None:
         if not self._is_scored:
             self._tally.blame("scores that were not asked for")
-        if scores["start"] != self._told:
-            self._tally.blame(f"score {scores['start']} came where {self._told} was due")
+        if scores["start"] != self._num_scored:
+            self._tally.blame(f"score {scores['start']} came where {self._num_scored} was due")
         for row in scores["scores"]:
             self._check(row)
-            self._told += 1
+            self._num_scored += 1
         self._tally.scored += sum(row[0] is not None for row in scores["scores"])
         self._tally.lost += scores.get("lost", 0)
 
@@ -98,8 +98,8 @@ class Body:
         position, stream = row[:2]
         if position is None:
             return
-        if position != len(PROMPT) + self._told:
-            self._tally.blame(f"the score of position {position} under token {self._told}")
+        if position != len(PROMPT) + self._num_scored:
+            self._tally.blame(f"the score of position {position} under token {self._num_scored}")
         self._stream = stream if self._stream is None else self._stream
         if stream != self._stream:
             self._tally.blame("the score of another request")
@@ -107,8 +107,8 @@ class Body:
     def _end(self) -> None:
         self.is_whole = True
         self._tally.tokens += self._tokens
-        if self._tokens != LENGTH or self._told != (LENGTH if self._is_scored else 0):
-            self._tally.blame(f"{self._tokens} tokens and {self._told} scores of {LENGTH}")
+        if self._tokens != LENGTH or self._num_scored != (LENGTH if self._is_scored else 0):
+            self._tally.blame(f"{self._tokens} tokens and {self._num_scored} scores of {LENGTH}")
 
 
 async def one_request(
@@ -218,7 +218,7 @@ def _report(
     growth_bytes = last.rss_bytes - warm.rss_bytes
     faults = [*tally.wrong]
     faults += [f"{len(upstream.live)} requests were never cancelled"] if upstream.live else []
-    # Who left when upstream had already said all was not in time to be missed.
+    # A client that left after upstream had sent everything cannot be counted as cancelled.
     if upstream.abandoned > tally.ended["gone"]:
         faults.append(f"{tally.ended['gone']} left, upstream lost {upstream.abandoned}")
     if upstream.finished + upstream.abandoned != upstream.started:

@@ -13,7 +13,7 @@ import pytest
 from aiohttp import web
 from numpy.typing import NDArray
 
-from clairai.proxy.engine_info import HealthStatus
+from clairai.proxy.engine_facts import HealthStatus
 from clairai.proxy.observe.metrics import Metrics
 from clairai.proxy.observe.observer import CompletionEnd
 from clairai.wire import ring_messages

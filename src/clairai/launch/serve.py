@@ -20,7 +20,7 @@ from clairai.launch.user_output import UserOutput, show_start_progress
 from clairai.library.config import config
 from clairai.local.private_socket import runtime_dir
 from clairai.local.stop_signal import StopSignal
-from clairai.proxy.engine_info import HealthStatus
+from clairai.proxy.engine_facts import HealthStatus
 from clairai.proxy.proxy import Proxy
 from clairai.proxy.proxy_settings import ProxySettings
 from clairai.settings import Settings

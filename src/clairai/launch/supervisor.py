@@ -9,7 +9,7 @@ from typing import Final, Literal, Protocol
 
 from clairai.errors import EngineGoneError
 from clairai.launch.engine_process import POLL_S
-from clairai.proxy.engine_info import HealthStatus
+from clairai.proxy.engine_facts import HealthStatus
 
 DeathPolicy = Literal["restart", "end"]
 STARTING: Final = HealthStatus("starting", "the engine is starting")

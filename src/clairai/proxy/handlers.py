@@ -100,7 +100,7 @@ async def relay_json(call: HandlerCall) -> Response:
 async def change_probe(call: HandlerCall) -> Response:
     path = f"/v1/probes/{_quote_name(call.request, 'probe')}"
     answer = await relay(call.proxy, call.request, call.body, path)
-    call.proxy.engine_info.forget_bank()
+    call.proxy.engine_facts.forget_bank()
     return answer
 
 

@@ -17,7 +17,7 @@ from clairai.fields.request_fields import new_stream_id
 from clairai.proxy.completions.completion_request import ScoredRequest
 from clairai.proxy.completions.named_runs import NamedRuns
 from clairai.proxy.completions.request_scores import RequestScores, RowBatch, ScoreBudget
-from clairai.proxy.engine_info import EngineInfo, HealthCheck
+from clairai.proxy.engine_facts import EngineFacts, HealthCheck
 from clairai.proxy.observe.observer import (
     CompletionEnd,
     MetricsObserver,
@@ -91,8 +91,8 @@ class Proxy:
             on_change=self._notify_threadsafe,
             observers=self._observers,
         )
-        self.engine_info = EngineInfo(self.upstream, self.feed)
-        self.health = HealthCheck(self.upstream, self.feed, self.engine_info)
+        self.engine_facts = EngineFacts(self.upstream, self.feed)
+        self.health = HealthCheck(self.upstream, self.feed, self.engine_facts)
         self._ring_finder = RingFinder(settings, self.upstream, self.feed)
         self.runs = NamedRuns(settings)
         self._scores: dict[int, RequestScores] = {}  # by stream
@@ -162,7 +162,7 @@ class Proxy:
             max_scores=self.settings.limits.scores,
             budget=self._budget,
             is_attached=lambda: self.feed.is_attached,
-            names=self.engine_info.names,
+            names=self.engine_facts.names,
             needs_echo=request.needs_echo,
         )
         self._scores[stream] = scores

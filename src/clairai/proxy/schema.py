@@ -58,7 +58,7 @@ class ErrorBody(Answer):
     error: ErrorDetail
 
 
-# Completions: what is asked
+# Completions: what is asked. `clairai.fields` parses these objects; here is only their shape.
 
 
 class InlineVector(RequestBody, kw_only=True):
@@ -86,7 +86,7 @@ class Gate(RequestBody):
     release: Annotated[float | None, Meta(description="closes below this")] = None
 
 
-class SteerEntry(RequestBody):
+class SteerEntryJson(RequestBody):
     """One vector and what it does to a request."""
 
     vector: str | InlineVector
@@ -105,7 +105,7 @@ class SteerEntry(RequestBody):
     gate: Gate | None = None
 
 
-class StopRule(RequestBody):
+class StopRuleJson(RequestBody):
     """Acts once a probe is at or above a threshold for so many tokens in a row: ends the answer,
     writes to the engine's log, or steers the rest of the answer."""
 
@@ -113,7 +113,7 @@ class StopRule(RequestBody):
     threshold: Annotated[float | None, Meta(description="the probe's own if left out")] = None
     tokens: Annotated[int, Meta(description="in a row")] = 1
     action: RuleAction = "stop"
-    steer: Annotated[list[SteerEntry], Meta(description="for the action steer")] = []
+    steer: Annotated[list[SteerEntryJson], Meta(description="for the action steer")] = []
 
 
 class Span(RequestBody, rename={"from_": "from"}):
@@ -123,7 +123,7 @@ class Span(RequestBody, rename={"from_": "from"}):
     to: int | None = None
 
 
-class ChatMessage(RequestBody):
+class ChatMessageJson(RequestBody):
     """All tokens of the chat's message with this index."""
 
     message: Annotated[int, Meta(ge=0)]
@@ -157,8 +157,8 @@ class ClairaiFields(ClairaiOptions, frozen=True, forbid_unknown_fields=True):
     """What a completion request may ask for under its key `clairai`."""
 
     # The proxy leaves these to the engine: ClairaiOptions does not decode them.
-    steer: list[SteerEntry] = []  # type: ignore[assignment]  # noqa: RUF012
-    stop: list[StopRule] = []  # noqa: RUF012
+    steer: list[SteerEntryJson] = []  # type: ignore[assignment]  # noqa: RUF012
+    stop: list[StopRuleJson] = []  # noqa: RUF012
     capture: _CaptureField = None  # type: ignore[assignment]
 
 
@@ -329,7 +329,7 @@ class VectorList(Answer):
 class Amendment(RequestBody):
     """What steers the rest of a running request; an empty list: nothing."""
 
-    steer: list[SteerEntry]
+    steer: list[SteerEntryJson]
 
 
 class Amended(Answer):
@@ -351,9 +351,9 @@ class Tiers(Answer):
 class TiersChange(RequestBody):
     """A tier that is left out stays as it is; an empty list clears it."""
 
-    base: list[SteerEntry] = []
-    prefill: list[SteerEntry] = []
-    decode: list[SteerEntry] = []
+    base: list[SteerEntryJson] = []
+    prefill: list[SteerEntryJson] = []
+    decode: list[SteerEntryJson] = []
 
 
 class CaptureInfo(CaptureHandle, kw_only=True):
@@ -443,7 +443,7 @@ class Health(Answer):
 
 # Parts of streams and of completions, which no route answers as a whole.
 _PARTS: Final = (
-    *(ChatRequest, CompletionRequest, ClairaiFields, Span, ChatMessage),
+    *(ChatRequest, CompletionRequest, ClairaiFields, Span, ChatMessageJson),
     *(ProbeScores, PromptScores, TokenEvent, ProbeUpdateEvent, ProbeFinalEvent, DoneEvent),
     *(SteeringEcho, SteeringEvent, Amendment, TiersChange, Manifest, ErrorBody),
 )
@@ -460,11 +460,14 @@ _WIRE_ANSWERS: Final[tuple[type[Struct], ...]] = (
     weights_messages.WeightsPlanned,
     weights_messages.WeightsCommitted,
 )
-# Names in the document of wire structs that have another name in the code.
+# Names in the document of structs that have another name in the code.
 _NAMES: Final[dict[type[Struct], str]] = {
     control_messages.ListedProbe: "ProbeInfo",
     steering_messages.ListedVector: "VectorInfo",
     weights_messages.ListedTensor: "SendableTensor",
+    SteerEntryJson: "SteerEntry",
+    StopRuleJson: "StopRule",
+    ChatMessageJson: "ChatMessage",
     Manifest: "WeightsManifest",
     PlannedTensor: "ManifestTensor",
 }

@@ -10,7 +10,7 @@ import pytest
 
 from clairai.errors import ClairaiError, EngineGoneError
 from clairai.launch.supervisor import DeathPolicy, RestartPolicy, Supervisor
-from clairai.proxy.engine_info import HealthStatus
+from clairai.proxy.engine_facts import HealthStatus
 
 AT_ONCE = RestartPolicy(max_restarts=2, long_s=1000.0, pause_s=0.0)
 

@@ -1,4 +1,4 @@
-"""Takes records; gives the JSON lines that `clairai sidecar --json` prints."""
+"""The JSON lines that `clairai sidecar --json` prints for records."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Takes records; gives the table that `clairai sidecar` draws, as text without colour."""
+"""The table that `clairai sidecar` draws for records, as text without colour."""
 
 from __future__ import annotations
 

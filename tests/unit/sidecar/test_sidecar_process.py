@@ -1,4 +1,4 @@
-"""Takes real rings in a folder; gives what `clairai sidecar` prints of them, as a real process."""
+"""What `clairai sidecar`, as a process, prints for real rings in a folder."""
 
 from __future__ import annotations
 

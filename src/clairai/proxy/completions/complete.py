@@ -91,11 +91,11 @@ async def _read_request(proxy: Proxy, body: bytes) -> ScoredRequest | None:
 
 async def _check_engine(proxy: Proxy, request: ScoredRequest) -> None:
     """HttpRefusal if the engine cannot do what is asked."""
-    await proxy.engine_info.check_probes(request.options.names)
+    await proxy.engine_facts.check_probes(request.options.names)
     if request.is_steered or request.options.stop:
-        await proxy.engine_info.check_steering(is_steered=request.is_steered)
+        await proxy.engine_facts.check_steering(is_steered=request.is_steered)
     if request.options.is_captured:
-        await proxy.engine_info.check_capture()
+        await proxy.engine_facts.check_capture()
 
 
 class _ScoredAnswer:
@@ -112,7 +112,7 @@ class _ScoredAnswer:
     async def load_texts(self) -> None:
         options = self._request.options
         needs_texts = options.prompt_scores or options.is_named
-        self._texts = await self._proxy.engine_info.token_texts() if needs_texts else None
+        self._texts = await self._proxy.engine_facts.token_texts() if needs_texts else None
 
     def as_stream(self, response: aiohttp.ClientResponse, stack: AsyncExitStack) -> Response:
         return EventStream(

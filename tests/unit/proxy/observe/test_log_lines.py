@@ -1,4 +1,4 @@
-"""Takes log records and ended runs; gives lines with nothing of a client's or the machine's."""
+"""Log lines have all that is useful, and nothing of a client or of the machine."""
 
 from __future__ import annotations
 

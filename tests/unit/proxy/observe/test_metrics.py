@@ -1,4 +1,4 @@
-"""Takes rows and runs; gives Prometheus text from which a parser reads what was put in."""
+"""A parser reads from the Prometheus text what rows and completions put into it."""
 
 from __future__ import annotations
 

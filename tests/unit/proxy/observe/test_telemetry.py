@@ -1,4 +1,4 @@
-"""Takes ended runs; gives OTLP that a real receiver reads, and costs nobody a token's time."""
+"""A real receiver reads the OTLP events of completions, and no token waits for them."""
 
 from __future__ import annotations
 

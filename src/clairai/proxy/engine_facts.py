@@ -55,7 +55,7 @@ class _ModelList(msgspec.Struct):
     data: list[_ListedModel]
 
 
-class EngineInfo:
+class EngineFacts:
     """Facts about the engine; each is asked once and kept until it may have changed."""
 
     def __init__(self, upstream: Upstream, feed: RingFeed) -> None:
@@ -160,10 +160,10 @@ class HealthStatus:
 class HealthCheck:
     """The health of engine and ring; asks upstream unless the launcher has set the status."""
 
-    def __init__(self, upstream: Upstream, feed: RingFeed, engine_info: EngineInfo) -> None:
+    def __init__(self, upstream: Upstream, feed: RingFeed, engine_facts: EngineFacts) -> None:
         self._upstream = upstream
         self._feed = feed
-        self._engine_info = engine_info
+        self._engine_facts = engine_facts
         self._set: HealthStatus | None = None
         self._was_ready = False
         self._model: str | None = None
@@ -212,7 +212,7 @@ class HealthCheck:
                 status = got.status
             if status == HTTPStatus.OK and self._model is None:
                 async with asyncio.timeout(HEALTH_TIMEOUT_S):
-                    self._model = await self._engine_info.model()
+                    self._model = await self._engine_facts.model()
         except (UpstreamGone, TimeoutError):
             self._model = None
             return "the engine does not answer"
