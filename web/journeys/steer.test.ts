@@ -70,7 +70,7 @@ async function marked(page: Page): Promise<void> {
   expect(await saved.locator(".side .t[data-differs]").count()).toBe(
     await page.locator(".side .t[data-differs]").count(),
   );
-  await side(page, "B").getByRole("button", { name: "Go on with B" }).click();
+  await side(page, "B").getByRole("button", { name: "Continue with B" }).click();
   expect(await page.locator(".answer .t").allTextContents()).toEqual(b);
 }
 
@@ -125,7 +125,7 @@ describe("steering", () => {
 
   it("is held back while a field is wrong, and says which", async () => {
     const { page } = await steered();
-    await page.getByLabel("What it does").selectOption("clamp");
+    await page.getByLabel("Operation").selectOption("clamp");
     await page.getByText("A clamp needs a low or a high bound.").first().waitFor();
     await ask(page, "How was your day?");
     await page.locator(".banner", { hasText: "Not asked." }).waitFor();
@@ -162,7 +162,7 @@ describe("steering", () => {
       await answered(page);
       expect(await page.getByRole("list", { name: "Applied" }).textContent()).toContain(vector.name);
       await page.locator(".banner").getByRole("button", { name: "Clear" }).click();
-      await page.getByRole("dialog").getByRole("button", { name: "Clear for everybody" }).click();
+      await page.getByRole("dialog").getByRole("button", { name: "Clear for all requests" }).click();
       await expect.poll(() => page.locator(".banner").count()).toBe(0);
       expect((await tiers()).base).toEqual([]);
     } finally {
@@ -177,7 +177,7 @@ describe("a stop rule", () => {
     await ready(page);
     await settle(page, { "Max tokens": "24", Temperature: "0" });
     await page.getByRole("tab", { name: "Steering" }).click();
-    await page.getByRole("button", { name: "Arm a rule" }).click();
+    await page.getByRole("button", { name: "Add a rule" }).click();
     await page
       .getByRole("group", { name: /^Rule on/ })
       .getByLabel("Probe")
@@ -214,11 +214,11 @@ describe.each(["light", "dark"] as const)("in the %s theme axe finds nothing wro
       await settle(page, { ...SHORT, "Max tokens": "6" });
       await page.locator(".composer").getByRole("button", { name: "Steering" }).click();
       await page.getByRole("checkbox", { name: vector.name }).check();
-      await page.getByLabel("Only where a probe fires").check();
+      await page.getByLabel("Gate by a probe").check();
       await page.locator(".more summary").click();
-      await page.getByRole("button", { name: "Arm a rule" }).click();
+      await page.getByRole("button", { name: "Add a rule" }).click();
       expect(await faults(page)).toEqual([]);
-      await page.getByLabel("Only where a probe fires").uncheck();
+      await page.getByLabel("Gate by a probe").uncheck();
       expect(await page.evaluate(() => document.documentElement.scrollWidth)).toBe(
         page.viewportSize()?.width,
       );

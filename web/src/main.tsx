@@ -15,7 +15,7 @@ async function start(): Promise<void> {
   const page = createPage(saved ? noHistory() : await history(), document.baseURI);
   if (saved) freeze(page, JSON.parse(saved.textContent) as Saved);
   const root = document.getElementById("page");
-  if (!root) throw new Error("the document has no place for the page");
+  if (!root) throw new Error("the document has no element for the page");
   createRoot(root).render(
     <StrictMode>
       <PageContext value={page}>

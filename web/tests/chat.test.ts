@@ -105,7 +105,7 @@ describe("a question", () => {
     const page = pageWith(scripted(opened(body(frame(1, token(0, "a")), frame(2, token(5, "z"))))));
     await page.ask("Why?");
     expect(page.head()?.status).toBe("interrupted");
-    expect(page.head()?.error).toContain("1 was next");
+    expect(page.head()?.error).toContain("1 was expected");
   });
 });
 
@@ -262,5 +262,5 @@ describe("a run from before", () => {
 
 it("a server that cannot be reached is told from one that refuses", async () => {
   const server = createServer("http://127.0.0.1:9/", () => "key");
-  await expect(server.ask("health")).rejects.toThrow("does not answer");
+  await expect(server.ask("health")).rejects.toThrow("does not respond");
 });

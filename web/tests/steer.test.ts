@@ -162,17 +162,17 @@ describe("an entry of the panel", () => {
 
 describe("what is wrong with an entry is said", () => {
   it.each<[string, Partial<EntryDraft>, string]>([
-    ["a vector that is gone", { vector: "sorrow" }, "no vector sorrow any more"],
-    ["no scale", { scale: null }, "Give a scale"],
+    ["a vector that is gone", { vector: "sorrow" }, "no longer has the vector sorrow"],
+    ["no scale", { scale: null }, "Set a scale"],
     ["no point", { points: [] }, "at least one point"],
     ["a point that is not tapped", { points: ["post_block.3"] }, "post_block.3 is not tapped"],
     ["a clamp without bounds", { op: "clamp" }, "needs a low or a high"],
-    ["bounds the wrong way round", { op: "clamp", low: 2, high: 1 }, "over the high one"],
+    ["bounds the wrong way round", { op: "clamp", low: 2, high: 1 }, "above the high bound"],
     ["positions that are none", { positions: "x" }, "positions are written as"],
     ["a gate without a probe", { gate: { ...GATE, probe: "" } }, "Choose the gate's probe"],
-    ["a gate without a threshold", { gate: { ...GATE, probe: "bare" } }, "give one"],
+    ["a gate without a threshold", { gate: { ...GATE, probe: "bare" } }, "set one"],
     ["a gate on a later point", { gate: { ...GATE, probe: "late" } }, "only after post_block.10"],
-    ["a sharpness of nothing", { gate: { ...GATE, sharpness: 0 } }, "over 0"],
+    ["a sharpness of nothing", { gate: { ...GATE, sharpness: 0 } }, "above 0"],
     ["a release over the threshold", { gate: { ...GATE, release: 0.6 } }, "at or below"],
   ])("%s", (_, change, words) => {
     expect(faults(change)).toContain(words);
@@ -235,7 +235,7 @@ describe("positions", () => {
   });
 
   it("cannot count back from an answer's end", () => {
-    expect(rangesOf("-2:", "generation").fault).toContain("no end");
+    expect(rangesOf("-2:", "generation").fault).toContain("cannot count back");
     expect(rangesOf("0:8", "generation").fault).toBeNull();
   });
 });

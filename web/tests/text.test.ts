@@ -139,7 +139,7 @@ describe("steering in words", () => {
         gate: { probe: "code", threshold: 0.5, latch: true },
       }),
     ).toBe(
-      "joy −2 at post_block.15 in the prompt, at positions 0:4, special tokens left out while code ≥ 0.5 (latched)",
+      "joy −2 at post_block.15 in the prompt, at positions 0:4, without special tokens while code ≥ 0.5 (latched)",
     );
     expect(entryWords({ vector: "joy", op: "clamp", high: 3, when: "both" })).toBe(
       "joy clamped ≤ 3 on every token",

@@ -39,7 +39,7 @@ export async function startRun(
   const answer = await server.ask(path, { method: "POST", body, signal });
   if (!answer.ok) throw await refusal(answer);
   const run = answer.headers.get("X-Clairai-Run");
-  if (run === null) throw new ProtocolError("The answer names no run (X-Clairai-Run).");
+  if (run === null) throw new ProtocolError("The response names no run (X-Clairai-Run).");
   follower.opened(run);
   await followFrom(server, { run, after: 0 }, answer, follower, signal);
 }
@@ -70,7 +70,7 @@ async function followFrom(
       if (progress.after > before) failures = 0;
     }
     if (failures === RETRY_MS.length) {
-      throw new ConnectionLostError("The connection was lost and did not come back.");
+      throw new ConnectionLostError("The connection was lost and could not be restored.");
     }
     const waitMs = RETRY_MS[failures] ?? 0;
     failures += 1;
@@ -126,11 +126,11 @@ function accepted(
 ): RunEvent | null {
   const number = Number(id);
   if (!Number.isSafeInteger(number) || number < 1) {
-    throw new ProtocolError(`An event came without a number: ${id ?? "none"}`);
+    throw new ProtocolError(`An event arrived without a number: ${id ?? "none"}`);
   }
   if (number <= progress.after) return null;
   if (number !== progress.after + 1) {
-    throw new ProtocolError(`Event ${number} came after ${progress.after}: some are missing.`);
+    throw new ProtocolError(`Event ${number} arrived after ${progress.after}: events are missing.`);
   }
   const event = decode(kind ?? "message", data);
   progress.after = number;

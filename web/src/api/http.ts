@@ -14,7 +14,7 @@ export class ApiError extends Error {
 /** The server could not be reached at all. */
 export class UnreachableError extends Error {
   constructor() {
-    super("The server does not answer. Is it still running?");
+    super("The server does not respond. Is it still running?");
     this.name = "UnreachableError";
   }
 }
@@ -65,7 +65,7 @@ export function createServer(base: string, key: () => string | null): Server {
 /** The error in a response, read from OpenAI's error object if there is one. */
 export async function refusal(answer: Response): Promise<ApiError> {
   const text = await answer.text();
-  return new ApiError(answer.status, messageOf(text) ?? `The server answered ${answer.status}.`);
+  return new ApiError(answer.status, messageOf(text) ?? `The server responded with status ${answer.status}.`);
 }
 
 function messageOf(text: string): string | null {

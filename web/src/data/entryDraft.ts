@@ -134,10 +134,10 @@ export interface Catalog {
 /** The faults as sentences; empty if the entry can be sent. The server has the last word. */
 export function faultsOf(draft: EntryDraft, catalog: Catalog): string[] {
   const vector = catalog.vectors.find(({ name }) => name === draft.vector);
-  if (!vector) return [`The engine has no vector ${draft.vector} any more.`];
+  if (!vector) return [`The engine no longer has the vector ${draft.vector}.`];
   const points = draft.points ?? vector.points;
   const faults: (string | null)[] = [
-    draft.scale === null ? "Give a scale." : null,
+    draft.scale === null ? "Set a scale." : null,
     points.length === 0 ? "Choose at least one point." : null,
     ...points.filter((point) => !catalog.points.includes(point)).map((point) => `${point} is not tapped.`),
     draft.op === "clamp" ? clampFault(draft) : null,
@@ -149,21 +149,21 @@ export function faultsOf(draft: EntryDraft, catalog: Catalog): string[] {
 
 function clampFault({ low, high }: EntryDraft): string | null {
   if (low === null && high === null) return "A clamp needs a low or a high bound.";
-  return low !== null && high !== null && low > high ? "The low bound is over the high one." : null;
+  return low !== null && high !== null && low > high ? "The low bound is above the high bound." : null;
 }
 
 function gateFault(gate: GateDraft, points: readonly string[], probes: readonly ProbeInfo[]): string | null {
   const probe = probes.find(({ name }) => name === gate.probe);
   if (!probe) return "Choose the gate's probe.";
   const threshold = gate.threshold ?? probe.threshold;
-  if (threshold === null) return `${probe.name} has no threshold of its own: give one.`;
+  if (threshold === null) return `${probe.name} has no threshold of its own: set one.`;
   const behind = points.find((point) => isBehind(probe.point, point));
   if (behind !== undefined) {
-    return `${probe.name} reads ${probe.point}, which the model reaches only after ${behind}: take an earlier probe, or steer later.`;
+    return `${probe.name} reads ${probe.point}, which the model reaches only after ${behind}: choose an earlier probe or a later point.`;
   }
-  if (gate.sharpness !== null && gate.sharpness <= 0) return "The sharpness has to be over 0.";
+  if (gate.sharpness !== null && gate.sharpness <= 0) return "The sharpness must be above 0.";
   const release = gate.sharpness === null && !gate.isLatched ? gate.release : null;
-  return release !== null && release > threshold ? "A gate is released at or below its threshold." : null;
+  return release !== null && release > threshold ? "A gate must close at or below its threshold." : null;
 }
 
 /** The points at which the probe's score is already known when the model gets there. */

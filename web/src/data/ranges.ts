@@ -14,7 +14,7 @@ export function rangesOf(text: string, phase: Phase): Ranges {
     if (typeof range === "string") return { ranges: null, fault: range };
     const isNegative = range[0] < 0 || (range[1] ?? 0) < 0;
     if (isNegative && phase === "generation") {
-      return { ranges: null, fault: `${part}: an answer has no end to count back from.` };
+      return { ranges: null, fault: `${part}: positions cannot count back from the end of an answer.` };
     }
     ranges.push(range);
   }
@@ -24,13 +24,13 @@ export function rangesOf(text: string, phase: Phase): Ranges {
 function rangeOf(part: string): PositionRange | string {
   if (PLACE.test(part)) {
     const place = Number(part);
-    return place === -1 ? "-1: write -1: for all from the last prompt token on." : [place, place + 1];
+    return place === -1 ? "-1: write -1: for the last prompt token and all after it." : [place, place + 1];
   }
   const match = RANGE.exec(part);
   if (!match) return `${part}: positions are written as 0:4 or -3: or 7.`;
   const [from, to] = [Number(match[1]), match[2] === undefined ? null : Number(match[2])];
   const isComparable = to !== null && from < 0 === to < 0;
-  return to === 0 || (isComparable && to <= from) ? `${part}: nothing lies in this range.` : [from, to];
+  return to === 0 || (isComparable && to <= from) ? `${part}: this range is empty.` : [from, to];
 }
 
 export function rangesText(ranges: readonly PositionRange[]): string {

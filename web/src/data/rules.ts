@@ -35,11 +35,11 @@ export function ruleFault(draft: RuleDraft, probes: readonly ProbeInfo[]): strin
   const probe = probes.find(({ name }) => name === draft.probe);
   if (!probe) return "Choose a probe.";
   if (draft.threshold === null && probe.threshold === null) {
-    return `${probe.name} has no threshold of its own: give one.`;
+    return `${probe.name} has no threshold of its own: set one.`;
   }
   const tokens = draft.tokens ?? 0;
   const isGood = Number.isInteger(tokens) && tokens >= 1 && tokens <= MAX_TOKENS;
-  return isGood ? null : `Give a whole number of tokens, 1 to ${MAX_TOKENS}.`;
+  return isGood ? null : `Set a whole number of tokens from 1 to ${MAX_TOKENS}.`;
 }
 
 /** The rules that fired on the scores so far. A token without a score restarts the count. */

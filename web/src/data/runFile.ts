@@ -71,7 +71,7 @@ export class RunFileError extends Error {
 
 export function fromFile(file: RunFile): { run: Run; transcript: Transcript } {
   if ((file.format as string) !== FORMAT) {
-    throw new RunFileError(`This is no ${FORMAT} file but ${file.format}.`);
+    throw new RunFileError(`This file has the format ${file.format}; this page reads ${FORMAT}.`);
   }
   const transcript = new Transcript();
   addPart(transcript, "prompt", file.prompt, file.names, "");

@@ -79,7 +79,7 @@ export class Transcript {
     if (data.choice !== CHOICE) return;
     const known = data.part === "prompt" ? this.promptLength : this.answerLength;
     if (data.start !== known) {
-      throw new ProtocolError(`${data.part} token ${data.start} came, ${known} was next`);
+      throw new ProtocolError(`${data.part} token ${data.start} arrived, but ${known} was expected`);
     }
     if (data.part === "prompt") this.#insertPrompt(data);
     else this.#append(data);
@@ -112,7 +112,7 @@ export class Transcript {
     const offset = data.part === "prompt" ? 0 : this.promptLength;
     const limit = data.part === "prompt" ? this.promptLength : this.tokens.length;
     if (offset + data.start + data.scores.length > limit) {
-      throw new ProtocolError(`Scores came for ${data.part} tokens that did not come.`);
+      throw new ProtocolError(`Scores arrived for ${data.part} tokens that have not arrived.`);
     }
     this.scores.declare(data.names);
     for (const [i, row] of data.scores.entries()) {

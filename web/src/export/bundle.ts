@@ -5,7 +5,7 @@ export async function ownParts(target: Document): Promise<Parts> {
   const script = target.querySelector<HTMLScriptElement>("script[type=module][src]");
   const style = target.querySelector<HTMLLinkElement>("link[rel=stylesheet]");
   if (!script || !style)
-    throw new Error("The page was not built, so it cannot be saved: run the build first.");
+    throw new Error("This page was not built, so it cannot be exported: run the build first.");
   const [code, css] = await Promise.all([text(script.src), text(style.href)]);
   return { script: code, style: await withFonts(css, style.href) };
 }
@@ -31,7 +31,7 @@ async function withFonts(css: string, base: string): Promise<string> {
 
 async function text(url: string): Promise<string> {
   const answer = await fetch(url);
-  if (!answer.ok) throw new Error(`The server did not give ${url} (${answer.status}).`);
+  if (!answer.ok) throw new Error(`The server did not return ${url} (${answer.status}).`);
   return answer.text();
 }
 

@@ -34,7 +34,7 @@ export function figure(
 ): HTMLCanvasElement {
   const canvas = document.createElement("canvas");
   const context = canvas.getContext("2d");
-  if (!context) throw new Error("This browser has no canvas to draw the picture on.");
+  if (!context) throw new Error("This browser cannot draw on a canvas.");
   context.font = `17px ${FONT}`;
   const pieces = laidOut(context, transcript);
   const shownPieces = pieces.filter(({ line }) => line < MAX_TOKEN_LINES);
@@ -52,7 +52,7 @@ export function figure(
   legend(context, probe, theme, ink);
   tokens(context, shownPieces, transcript, probe, theme, tokensTop, ink);
   if (shownPieces.length < pieces.length) {
-    context.fillText(`${counted(pieces.length - shownPieces.length, "token")} more`, MARGIN, matrixTop - 14);
+    context.fillText(counted(pieces.length - shownPieces.length, "more token"), MARGIN, matrixTop - 14);
   }
   matrix(context, transcript, probes, theme, matrixTop, rowHeight, ink);
   return canvas;

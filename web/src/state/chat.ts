@@ -207,7 +207,7 @@ export class Chat {
     } catch {
       // The browser's storage is full or gone; the run is still shown.
       this.store.setState({
-        notice: "This run could not be kept in the history: the browser's storage is full.",
+        notice: "This run could not be saved in the history: the browser's storage is full.",
       });
     }
   }

@@ -64,7 +64,7 @@ export function whenWords(when: When, tier: Tier = "base"): string {
   const parts = [
     isSome && phase === "both" ? "" : PHASES[phase],
     isSome && given.positions ? `at positions ${rangesText(given.positions)}` : "",
-    given.skip_special ? "special tokens left out" : "",
+    given.skip_special ? "without special tokens" : "",
   ];
   return parts.filter(Boolean).join(", ");
 }
@@ -80,7 +80,7 @@ export function gateWords(gate: SteerGate): string {
     gate.latch ? "latched" : "",
     gate.release == null ? "" : `until below ${exact(gate.release)}`,
   ].filter(Boolean);
-  const word = gate.sharpness == null ? "while" : "as far as";
+  const word = gate.sharpness == null ? "while" : "gradually while";
   return `${word} ${gate.probe} ≥ ${threshold}${how.length > 0 ? ` (${how.join(", ")})` : ""}`;
 }
 

@@ -53,7 +53,7 @@ export function Crossings() {
 /** The heading of crossings that belong to a run other than the shown one. */
 function RunLine({ id }: { id: string }) {
   const run = useRun(id);
-  return <li className="log-run">In “{run?.user ?? "a run that is gone"}”</li>;
+  return <li className="log-run">In “{run?.user ?? "a deleted run"}”</li>;
 }
 
 /** Memoized: most of the list stays the same while one crossing grows. */

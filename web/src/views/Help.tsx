@@ -7,21 +7,21 @@ const KEYS: readonly (readonly [string, string])[] = [
   ["← →", "move from token to token; with Shift, ten at a time"],
   ["↑ ↓", "in the tokens, move by line"],
   ["Home End", "first and last token"],
-  ["Enter", "pin the token that is pointed at, or let it go"],
-  ["Esc", "let go of the pinned token"],
+  ["Enter", "pin or unpin the marked token"],
+  ["Esc", "unpin the token"],
   ["p P", "next and previous probe"],
   ["n N", "next and previous crossing of the chosen probe's threshold"],
   ["/", "search probes"],
   ["m", "write a message"],
-  ["s", "steering, open and closed"],
-  ["+ − 0", "zoom chart and matrix around the token, and out again"],
+  ["s", "open or close the steering panel"],
+  ["+ − 0", "zoom the charts in around the marked token, zoom out, show all"],
 ];
 
 export function Help({ onClose }: { onClose: () => void }) {
   const page = usePage();
   const hasShortcuts = useView((state) => state.hasShortcuts);
   return (
-    <Dialog title="Keyboard" onClose={onClose}>
+    <Dialog title="Keyboard shortcuts" onClose={onClose}>
       <dl className="facts">
         {KEYS.map(([key, text]) => (
           <div key={key}>
@@ -38,7 +38,7 @@ export function Help({ onClose }: { onClose: () => void }) {
           checked={hasShortcuts}
           onChange={(event) => page.store.setState({ hasShortcuts: event.target.checked })}
         />
-        Single-letter keys
+        Single-letter shortcuts
       </label>
     </Dialog>
   );

@@ -19,7 +19,7 @@ export function KeyDialog() {
       >
         <p>
           {key.wasRefused
-            ? "That key was not accepted. Look it up where the server was started, and try again."
+            ? "That key was not accepted. Check the key that the server was started with, and try again."
             : "This server was started with an API key. It is kept until this tab is closed."}
         </p>
         <label className="field" htmlFor="api-key">

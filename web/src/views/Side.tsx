@@ -54,7 +54,7 @@ export function Side({ run, name, diff, hasPrompt, onPrompt }: SideProps) {
               className="quiet"
               onClick={() => page.store.setState({ head: run.id, versus: null, span: null })}
             >
-              Go on with {name}
+              Continue with {name}
             </button>
           )}
         </div>
@@ -67,11 +67,11 @@ export function Side({ run, name, diff, hasPrompt, onPrompt }: SideProps) {
           ]
             .filter(Boolean)
             .join(", ")}
-          {isSame && ", every token in the other too"}
+          {isSame && ", the same tokens as the other run"}
           {numDiffering > 0 && (
             <>
               , {counted(numDiffering, "token")} <span className="differs-key" aria-hidden="true" /> not in
-              the other
+              the other run
             </>
           )}
         </p>

@@ -15,13 +15,12 @@ interface Message {
 export function messageOf(state: Pick<State, "connection" | "engine" | "isFrozen">): Message | null {
   const { connection, engine } = state;
   if (state.isFrozen) return null;
-  if (connection.kind === "connecting")
-    return { tone: "busy", title: "Connecting", text: "to the server of this page." };
+  if (connection.kind === "connecting") return { tone: "busy", title: "Connecting", text: "to the server." };
   if (connection.kind === "unreachable") {
     return {
       tone: "bad",
       title: "Disconnected.",
-      text: "The server does not answer. This page tries again by itself; what is on it stays.",
+      text: "The server does not respond. The page keeps retrying; its content stays.",
     };
   }
   const { status, reason } = connection.health;
@@ -33,10 +32,10 @@ export function messageOf(state: Pick<State, "connection" | "engine" | "isFrozen
     };
   }
   if (status === "failed")
-    return { tone: "bad", title: "The engine has failed.", text: sentence(reason ?? "No reason is known.") };
+    return { tone: "bad", title: "The engine has failed.", text: sentence(reason ?? "No reason was given.") };
   if (status === "degraded") {
-    const text = sentence(reason ?? "Scores may be missing.");
-    return { tone: "busy", title: "Degraded: tokens spans, scores may not.", text };
+    const text = sentence(reason ?? "No reason was given.");
+    return { tone: "busy", title: "Degraded: answers work, scores may be missing.", text };
   }
   if (engine && engine.reader.lost > 0) {
     const text = `${count(engine.reader.lost)} rows were lost since the server started.`;

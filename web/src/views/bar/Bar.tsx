@@ -103,7 +103,7 @@ function ViewMenu({ onHelp }: { onHelp: () => void }) {
           </label>
         ))}
       </fieldset>
-      <MenuItem onChoose={onHelp}>Keyboard</MenuItem>
+      <MenuItem onChoose={onHelp}>Keyboard shortcuts</MenuItem>
     </Menu>
   );
 }

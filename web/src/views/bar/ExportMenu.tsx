@@ -17,7 +17,7 @@ type Saver = (page: Page, run: Run, theme: Theme) => Promise<void> | void;
 
 const CHOICES: readonly (readonly [string, Saver])[] = [
   ["JSON: everything", saveJson],
-  ["CSV: a line per token", saveCsv],
+  ["CSV: one line per token", saveCsv],
   ["PNG: a picture", savePng],
   ["HTML: this view, without a server", saveHtml],
 ];

@@ -39,19 +39,19 @@ function Facts({ connection, engine }: { connection: Connection; engine: EngineD
   const health = connection.kind === "answered" ? connection.health : null;
   return (
     <dl className="facts">
-      {health?.reason != null && <Fact name="Because" value={health.reason} />}
+      {health?.reason != null && <Fact name="Reason" value={health.reason} />}
       {health && <Fact name="clairai" value={health.version} />}
       {engine && (
         <>
           <Fact name="Model" value={engine.model} />
-          <Fact name="Tap points" value={engine.points.join(", ")} />
+          <Fact name="Points" value={engine.points.join(", ")} />
           <Fact name="Rows delivered" value={count(engine.reader.delivered)} />
           <Fact name="Rows lost" value={count(engine.reader.lost)} />
           <Fact name="Lag" value={`${count(engine.reader.lag)} records`} />
           <Fact name="Ring" value={engine.reader.attached ? "attached" : "not attached"} />
         </>
       )}
-      {!health && !engine && <Fact name="Server" value="no answer yet" />}
+      {!health && !engine && <Fact name="Server" value="no response yet" />}
     </dl>
   );
 }

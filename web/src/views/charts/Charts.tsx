@@ -65,7 +65,7 @@ function LinesPanel({ id }: { id: string | null }) {
   return (
     <section className="panel" aria-labelledby="lines-title">
       <header className="panel-head">
-        <h2 id="lines-title">Over tokens</h2>
+        <h2 id="lines-title">Scores over tokens</h2>
         {span && (
           <button type="button" className="quiet" onClick={() => page.store.setState({ span: null })}>
             All tokens
@@ -81,7 +81,7 @@ function LinesPanel({ id }: { id: string | null }) {
         marked={marked}
       />
       <LineLegend styles={styles} />
-      {!isShared && <p className="note">Each line has its own range; the axis is that of {probe}.</p>}
+      {!isShared && <p className="note">Each line has its own range; the axis shows the range of {probe}.</p>}
     </section>
   );
 }
@@ -136,7 +136,7 @@ function Extent({ id, perColumn }: { id: string | null; perColumn: number }) {
   return (
     <span className="faint">
       {count(transcript.promptLength)} + {count(transcript.answerLength)} tokens
-      {perColumn > 1.01 && `, a column is the highest of ${perColumn.toFixed(perColumn < 10 ? 1 : 0)}`}
+      {perColumn > 1.01 && `, each column shows the highest of ${perColumn.toFixed(perColumn < 10 ? 1 : 0)}`}
     </span>
   );
 }

@@ -107,9 +107,10 @@ function isRunning(run: Run | undefined): boolean {
 }
 
 function placeholderText(isReady: boolean, isGone: boolean, compared: string | null): string {
-  if (isReady && compared !== null) return `Another question; left empty, again: ${compared}`;
+  if (isReady && compared !== null)
+    return `Ask something else, or leave this empty to ask again: ${compared}`;
   if (isReady) return "Ask the model something";
-  return isGone ? "The server does not answer" : "The engine is not ready yet";
+  return isGone ? "The server does not respond" : "The engine is not ready yet";
 }
 
 function summary(system: string, isOpen: boolean): string {

@@ -95,8 +95,8 @@ function labelAt(domain: Domain, value: number): string {
 }
 
 function sourceOf(domain: Domain): string {
-  if (domain.source === "calibration")
-    return "The range comes from the probe's calibration and does not move.";
-  if (domain.source === "activation") return "The probe is not calibrated; a sigmoid's whole range is shown.";
+  if (domain.source === "calibration") return "The range comes from the probe's calibration and is fixed.";
+  if (domain.source === "activation")
+    return "The probe is not calibrated; the whole range of a sigmoid is shown.";
   return "The probe is not calibrated; this range is assumed. Exact scores are in the tooltip.";
 }

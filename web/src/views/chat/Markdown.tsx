@@ -52,7 +52,7 @@ function shown(token: MarkedToken): ReactNode {
     case "link":
       return linked(token);
     case "image":
-      return <span className="faint">[picture: {token.text}]</span>;
+      return <span className="faint">[image: {token.text}]</span>;
     default:
       return token.raw;
   }

@@ -35,7 +35,7 @@ export function Settings() {
     page.store.setState({ draft: { ...draft, sampling: { ...draft.sampling, ...sampling } } });
   return (
     <fieldset className="settings">
-      <legend className="hidden">Settings of the next question</legend>
+      <legend className="hidden">Settings for the next question</legend>
       <label className="field wide" htmlFor={`${id}system`}>
         System prompt
       </label>
@@ -43,7 +43,7 @@ export function Settings() {
         id={`${id}system`}
         className="wide"
         rows={2}
-        placeholder="Left out: the model's own template decides"
+        placeholder="If empty, the model's chat template decides"
         value={draft.system}
         onChange={(event) => page.store.setState({ draft: { ...draft, system: event.target.value } })}
       />
@@ -64,7 +64,7 @@ export function Settings() {
         <NumberField key={field.key} field={field} value={draft.sampling[field.key]} onChange={change} />
       ))}
       <label className="field wide">
-        Stop at (one per line)
+        Stop sequences (one per line)
         <textarea
           rows={1}
           value={draft.sampling.stop.join("\n")}
@@ -74,7 +74,7 @@ export function Settings() {
         />
       </label>
       <button type="button" className="quiet" onClick={() => change(NO_SAMPLING)}>
-        Back to defaults
+        Reset to defaults
       </button>
     </fieldset>
   );

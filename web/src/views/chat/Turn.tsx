@@ -34,8 +34,8 @@ export function Turn({ run }: { run: Run }) {
         )}
         {transcript.lost > 0 && (
           <p className="warning" role="status">
-            {counted(transcript.lost, "token")} lost {transcript.lost === 1 ? "its" : "their"} scores on the
-            way: the reader was too slow. Nothing else is affected.
+            {counted(transcript.lost, "token")} lost {transcript.lost === 1 ? "its" : "their"} scores because
+            the reader was too slow. Nothing else is affected.
           </p>
         )}
         {run.error !== null && (

@@ -12,7 +12,7 @@ export function History() {
   const page = usePage();
   const runs = useView((state) => state.runs);
   const newest = useMemo(() => Object.values(runs).sort((a, b) => b.createdAt - a.createdAt), [runs]);
-  if (newest.length === 0) return <p className="empty">Runs you make are kept here, in this browser only.</p>;
+  if (newest.length === 0) return <p className="empty">Your runs are kept here, in this browser only.</p>;
   const clear = () => {
     const gone = newest.filter(({ status }) => !RUNNING.has(status)).map(({ id }) => id);
     void page.history.remove(gone);
@@ -32,7 +32,7 @@ export function History() {
         ))}
       </ul>
       <button type="button" className="quiet" onClick={clear}>
-        Forget all runs
+        Delete all runs
       </button>
     </div>
   );

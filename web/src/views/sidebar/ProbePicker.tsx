@@ -15,7 +15,7 @@ export function ProbePicker() {
   const list = useRef<HTMLDivElement>(null);
   const groups = useMemo(() => grouped(matching(probes ?? [], search)), [probes, search]);
   useMeters(list, probes ?? []);
-  if (probes === null) return <p className="empty">Waiting for the engine to name its probes.</p>;
+  if (probes === null) return <p className="empty">Waiting for the engine’s list of probes.</p>;
   if (probes.length === 0) return <NoProbes />;
   return (
     <div className="picker" ref={list}>
@@ -37,7 +37,7 @@ export function ProbePicker() {
       {groups.length === 0 && <p className="empty">No probe matches “{search}”.</p>}
       {groups.map(({ layer, probes: members }) => (
         <fieldset key={layer} className="layer">
-          <legend>{layer < 0 ? "Elsewhere" : `Layer ${layer}`}</legend>
+          <legend>{layer < 0 ? "Other points" : `Layer ${layer}`}</legend>
           {members.map((probe) => (
             <ProbeRow
               key={probe.name}
@@ -55,7 +55,7 @@ export function ProbePicker() {
 function NoProbes() {
   return (
     <div className="empty">
-      <p>This engine has no probes, so there is nothing to score with. Add one while it runs:</p>
+      <p>This engine has no probes yet. Add one while it runs:</p>
       <pre>clairai probes add french.safetensors --url {location.origin}</pre>
     </div>
   );

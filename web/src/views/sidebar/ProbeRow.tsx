@@ -36,7 +36,7 @@ export function ProbeRow({ probe, style, isFull }: Props) {
       </label>
       <label
         className="probe-line"
-        title={style ? "In the chart" : isFull ? "The chart holds 8" : "Add to the chart"}
+        title={style ? "In the chart" : isFull ? "The chart shows at most 8 probes" : "Add to the chart"}
       >
         <input type="checkbox" checked={style !== undefined} disabled={!style && isFull} onChange={toggle} />
         <span className="hidden">{probe.name} in the chart</span>

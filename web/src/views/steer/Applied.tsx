@@ -4,6 +4,7 @@ import { firings, stopWords, type Firing } from "../../data/rules";
 import type { Transcript } from "../../data/transcript";
 import { usePage } from "../../state/page";
 import { RUNNING, type Run } from "../../state/types";
+import { counted } from "../../text/number";
 import { conditionWords, entryWords, ruleWords } from "../../text/steeringWords";
 import { useTranscriptVersion } from "../hooks";
 
@@ -25,11 +26,11 @@ export function Applied({ run }: { run: Run }) {
 function Echo({ run, transcript }: { run: Run; transcript: Transcript }) {
   if (transcript.echo === null) {
     const isOver = !RUNNING.has(run.status);
-    const said = isOver ? "Not confirmed by the engine" : "Asked for";
+    const said = isOver ? "Not confirmed by the engine" : "Requested";
     return <Entries title={said} entries={run.steer} />;
   }
   const { steering } = transcript.echo;
-  if (steering.length === 0) return <p>Steered by nothing: the engine applied no entry.</p>;
+  if (steering.length === 0) return <p>Not steered: the engine applied no entry.</p>;
   return <Entries title="Applied" entries={steering} />;
 }
 
@@ -40,11 +41,11 @@ function Entries({ title, entries }: { title: string; entries: readonly AppliedE
         <li key={i}>
           <strong>
             {title}
-            {entry.tier !== undefined && ` to everybody (${entry.tier})`}
+            {entry.tier !== undefined && ` to every request (${entry.tier})`}
           </strong>{" "}
           {entryWords(entry)}
           {entry.digest !== undefined && (
-            <code title={`The vector’s content: ${entry.digest}`}>{entry.digest.slice(0, 8)}</code>
+            <code title={`Digest of the vector: ${entry.digest}`}>{entry.digest.slice(0, 8)}</code>
           )}
         </li>
       ))}
@@ -69,7 +70,7 @@ function Rules({ run, transcript }: { run: Run; transcript: Transcript }) {
       )}
       {quiet.map((rule, i) => (
         <li key={i} className="faint">
-          Armed: {ruleWords(rule)}
+          Not fired: {ruleWords(rule)}
         </li>
       ))}
     </ul>
@@ -92,7 +93,7 @@ function FiredRule({ run, firing, hasStopped }: { run: Run; firing: Firing; hasS
     <li className="fired">
       <button type="button" className="quiet" onClick={show}>
         ⚑ <strong>{word}</strong> at token {index}: {conditionWords(rule, threshold)}
-        {indices.length > 1 && `, and ${indices.length - 1} more times`}
+        {indices.length > 1 && `, and ${counted(indices.length - 1, "more time")}`}
       </button>
     </li>
   );

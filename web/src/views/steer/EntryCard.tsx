@@ -20,8 +20,8 @@ import { NumberField } from "./NumberField";
 
 const OP_WORDS: Record<Op, string> = {
   add: "Add",
-  ablate: "Ablate (take out)",
-  clamp: "Clamp (cap)",
+  ablate: "Ablate (remove)",
+  clamp: "Clamp (limit)",
   replace: "Replace (patch)",
 };
 
@@ -45,11 +45,11 @@ export function EntryCard({ entry, vector, isOnly }: Props) {
   const act = (op: Op, isMatched: boolean) => change(withOp(entry, op, isMatched, vector.scale));
   return (
     <fieldset className="entry-card" data-off={!isOn(acted) || undefined}>
-      <legend className="hidden">{vector.name}, how it steers</legend>
+      <legend className="hidden">Steering with {vector.name}</legend>
       <Scale entry={entry} vector={vector} onChange={(scale) => change({ scale })} />
       <div className="pair-row">
         <label className="field">
-          What it does
+          Operation
           <select
             value={entry.op}
             onChange={(event) =>
@@ -91,7 +91,7 @@ export function EntryCard({ entry, vector, isOnly }: Props) {
         )}
       </div>
       {entry.op === "add" && (
-        <label className="check" title="The scale is then a share of the length of the row it is added to">
+        <label className="check" title="The scale is relative to the norm of the row it is added to">
           <input
             type="checkbox"
             checked={entry.isMatched}
@@ -109,7 +109,7 @@ export function EntryCard({ entry, vector, isOnly }: Props) {
           className="quiet"
           onClick={() => removeEntries(page.store, (each) => each.id === id)}
         >
-          Leave this one out
+          Remove this entry
         </button>
       )}
     </fieldset>
@@ -182,8 +182,8 @@ function Where({ entry, vector, onChange }: WhereProps) {
         <label className="field">
           Positions,{" "}
           {entry.phase === "generation"
-            ? "from the answer’s first"
-            : "from the prompt’s first, below 0 from its end"}
+            ? "counted from the answer’s first token"
+            : "counted from the prompt’s first token; negative ones from its end"}
           <input
             value={entry.positions}
             placeholder={entry.phase === "generation" ? "all; or 0:8" : "all; or 0:4, -3:"}
@@ -197,7 +197,7 @@ function Where({ entry, vector, onChange }: WhereProps) {
           checked={entry.skipsSpecial}
           onChange={(event) => onChange({ skipsSpecial: event.target.checked })}
         />
-        Leave special tokens alone
+        Skip special tokens
       </label>
     </details>
   );

@@ -34,7 +34,7 @@ export function GateFields({ entry: { gate, vector, points }, own, onChange }: P
           disabled={probes.length === 0}
           onChange={(event) => (event.target.checked ? open() : onChange(null))}
         />
-        Only where a probe fires
+        Gate by a probe
       </label>
       {gate !== null && <Gate gate={gate} vector={vector} onChange={onChange} />}
     </>
@@ -68,7 +68,7 @@ function Gate({ gate, vector, onChange }: GateProps) {
           title="Threshold"
           value={gate.threshold}
           onChange={(threshold) => change({ threshold })}
-          placeholder={own === null ? "needed" : `its own, ${brief(own)}`}
+          placeholder={own === null ? "required" : `default ${brief(own)}`}
         />
         <label className="field">
           Opens
@@ -102,7 +102,7 @@ function Gate({ gate, vector, onChange }: GateProps) {
           checked={gate.isLatched}
           onChange={(event) => change({ isLatched: event.target.checked })}
         />
-        Once open, stays open
+        Stay open once opened
       </label>
     </div>
   );

@@ -43,7 +43,7 @@ export function Preview() {
     <section className="preview" aria-labelledby={id}>
       <header className="panel-head">
         <h2 id={id}>Request</h2>
-        <div className="forms" role="group" aria-label="Written as">
+        <div className="forms" role="group" aria-label="Format">
           {FORMS.map((each) => (
             <button
               key={each}

@@ -16,7 +16,7 @@ const MANY = 8;
 export function SteerPanel() {
   const steering = useView((state) => state.steering);
   if (steering.kind === "unknown") {
-    return <p className="empty">Waiting for the engine to say what it can steer with.</p>;
+    return <p className="empty">Waiting for the engine’s list of vectors.</p>;
   }
   return (
     <div className="steer">
@@ -34,11 +34,11 @@ function Off({ reason }: { reason: string | null }) {
   const numLeft = useView((state) => state.draft.entries.length);
   return (
     <section className="empty">
-      <p>{reason === null ? "This engine does not steer. Start it with vectors:" : sentence(reason)}</p>
+      <p>{reason === null ? "This engine cannot steer. Start it with vectors:" : sentence(reason)}</p>
       <pre>clairai serve MODEL --vectors vectors/</pre>
       {numLeft > 0 && (
         <button type="button" onClick={() => removeEntries(page.store, () => true)}>
-          Drop {counted(numLeft, "vector")} from the question
+          Remove {counted(numLeft, "vector")} from the question
         </button>
       )}
     </section>
@@ -95,7 +95,7 @@ function matching(vectors: readonly VectorInfo[], search: string): VectorInfo[] 
 function NoVectors() {
   return (
     <div className="empty">
-      <p>This engine steers, but has no vectors yet. Add one while it runs:</p>
+      <p>This engine can steer but has no vectors yet. Add one while it runs:</p>
       <pre>clairai vectors add joy.safetensors --url {location.origin}</pre>
     </div>
   );
@@ -105,9 +105,9 @@ function Gone({ id, name }: { id: number; name: string }) {
   const page = usePage();
   return (
     <li className="failure">
-      The engine has no vector {name} any more.{" "}
+      The engine no longer has the vector {name}.{" "}
       <button type="button" className="quiet" onClick={() => removeEntries(page.store, (e) => e.id === id)}>
-        Leave it out
+        Remove it
       </button>
     </li>
   );
@@ -117,7 +117,7 @@ function Paired() {
   const page = usePage();
   const isPaired = useView((state) => state.draft.isPaired);
   return (
-    <label className="check" title="Two runs at once, with the same seed; what differs is marked">
+    <label className="check" title="Two runs at once, with the same seed; the differences are marked">
       <input
         type="checkbox"
         checked={isPaired}
@@ -136,7 +136,7 @@ function Faults() {
   if (faults.length === 0) return null;
   return (
     <p className="failure" role="status">
-      Nothing can be asked like this: {faults[0]}
+      This question cannot be sent: {faults[0]}
     </p>
   );
 }

@@ -21,11 +21,13 @@ export function StopRules() {
           disabled={probe === null || rules.length >= MAX_RULES}
           onClick={() => addRule(page.store, probe ?? "")}
         >
-          Arm a rule
+          Add a rule
         </button>
       </header>
       {rules.length === 0 && (
-        <p className="note">A rule ends the answer, or marks it, when a probe stays high for some tokens.</p>
+        <p className="note">
+          A rule stops the answer, or flags it, when a probe stays at or over a threshold.
+        </p>
       )}
       {rules.map((rule) => (
         <Rule key={rule.id} rule={rule} />
@@ -57,7 +59,7 @@ function Rule({ rule }: { rule: RuleDraft }) {
           title="At or over"
           value={rule.threshold}
           onChange={(threshold) => change({ threshold })}
-          placeholder={own === null ? "needed" : `its own, ${brief(own)}`}
+          placeholder={own === null ? "required" : `default ${brief(own)}`}
         />
         <NumberField
           title="Tokens in a row"
@@ -73,13 +75,13 @@ function Rule({ rule }: { rule: RuleDraft }) {
             onChange={(event) => change({ action: event.target.value === "alert" ? "alert" : "stop" })}
           >
             <option value="stop">stop the answer</option>
-            <option value="alert">mark it, go on</option>
+            <option value="alert">flag it and continue</option>
           </select>
         </label>
       </div>
       {fault !== null && <p className="failure">{fault}</p>}
       <button type="button" className="quiet" onClick={() => removeRule(page.store, rule.id)}>
-        Disarm
+        Remove
       </button>
     </fieldset>
   );

@@ -13,7 +13,7 @@ export function TiersNotice() {
   return (
     <>
       <p className="banner" data-tone="busy">
-        <strong>Global steering is on.</strong> {words}. Every new request is steered by it.{" "}
+        <strong>Global steering is on.</strong> {words}. It steers every new request.{" "}
         <button type="button" className="quiet" onClick={() => setAsking(true)}>
           Clear
         </button>
@@ -42,11 +42,11 @@ function Confirm({ words, onClose }: { words: string; onClose: () => void }) {
       onClose={onClose}
       action={
         <button type="button" onClick={() => void clear()}>
-          Clear for everybody
+          Clear for all requests
         </button>
       }
     >
-      <p>It steers everybody who uses this engine. {words}. Requests that run now keep it.</p>
+      <p>It steers every request to this engine. {words}. Running requests keep it.</p>
       {fault !== null && (
         <p className="failure" role="alert">
           {fault}

@@ -32,11 +32,11 @@ export function VectorRow({ vector, entries }: Props) {
       {isChosen && (
         <p className="vector-foot">
           <span className="faint">
-            Suggested {exact(vector.scale)}, norm {normsOf(vector)}
+            Suggested scale {exact(vector.scale)}, norm {normsOf(vector)}
             {vector.method != null && ` (${vector.method})`}
           </span>
           <button type="button" className="quiet" onClick={() => addEntry(page.store, vector)}>
-            Add again
+            Add another entry
           </button>
         </p>
       )}

@@ -101,13 +101,11 @@ function Head({ transcript, focus, isPinned }: { transcript: Transcript; focus: 
 
 function whyEmpty(transcript: Transcript, row: number): string | null {
   if (!transcript.scores.hasArrived(row))
-    return transcript.done ? "No score came for this token." : "Its scores are on their way.";
+    return transcript.done ? "No score arrived for this token." : "Its scores have not arrived yet.";
   const hasAny = transcript.scores.names.some((name) => !Number.isNaN(transcript.scores.value(name, row)));
   if (hasAny) return null;
   if (row === transcript.length - 1) return "The last token is never read by the model, so it has no score.";
-  return transcript.lost > 0
-    ? "Its scores were lost on the way."
-    : "It was not forwarded, so it has no score.";
+  return transcript.lost > 0 ? "Its scores were lost." : "It was not forwarded, so it has no score.";
 }
 
 function position(page: Page, element: HTMLElement, focus: Focus): void {
