@@ -63,7 +63,7 @@ describe.each(["light", "dark"] as const)("in the %s theme axe finds nothing wro
     expect(await faults(page)).toEqual([]);
   });
 
-  it("while the engine starts, and where a key is asked for", async () => {
+  it("while the engine starts, and when a key is needed", async () => {
     const page = await visit(WAITING, { colorScheme });
     await page.locator(".banner").waitFor();
     expect(await faults(page)).toEqual([]);
@@ -76,7 +76,7 @@ describe.each(["light", "dark"] as const)("in the %s theme axe finds nothing wro
 });
 
 describe("without a mouse", () => {
-  it("one can ask, look, pin, choose and compare", async () => {
+  it("the user can ask, look, pin, choose and compare", async () => {
     const page = await visit(DEMO);
     await ready(page);
     await settle(page, { "Max tokens": "12", Temperature: "0" });
@@ -113,5 +113,5 @@ async function tabTo(page: Page, name: string): Promise<void> {
     });
     if (found === name) return;
   }
-  throw new Error(`no way by Tab to ${name}`);
+  throw new Error(`Tab does not reach ${name}`);
 }

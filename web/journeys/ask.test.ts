@@ -4,7 +4,7 @@ import { answered, ask, DEMO, exportedJson, ready, settle, setUpPages } from "./
 const visit = setUpPages();
 
 describe("asking", () => {
-  it("begins with one sentence and examples, and an example makes its probe light up", async () => {
+  it("starts with a sentence and examples, and an example makes its probe cross its threshold", async () => {
     const page = await visit(DEMO);
     await ready(page);
     expect(await page.locator(".first-sentence").textContent()).toMatch(/probes inside it score every token/);
@@ -30,7 +30,7 @@ describe("asking", () => {
     expect(decoration).toBe("underline");
   });
 
-  it("shows for every token exactly the scores that the API gives for the same question", async () => {
+  it("shows for every token the scores that the API returns for the same question", async () => {
     const page = await visit(DEMO);
     await ready(page);
     await settle(page, { "Max tokens": "12", Temperature: "0" });
@@ -67,7 +67,7 @@ describe("asking", () => {
     expect(file.answer.scores.at(-1)?.every((value) => value === null)).toBe(true);
   });
 
-  it("stops when told to, and the server stops too", async () => {
+  it("stops, and the server stops too", async () => {
     const page = await visit(DEMO);
     await ready(page);
     await settle(page, { "Max tokens": "900" });
@@ -104,7 +104,7 @@ describe("asking", () => {
     ]);
   });
 
-  it("goes on with a conversation, with its system prompt and what was said", async () => {
+  it("continues a conversation with its system prompt and its earlier turns", async () => {
     const page = await visit(DEMO);
     await ready(page);
     await settle(page, { "Max tokens": "8", Temperature: "0", "System prompt": "Answer in one word." });

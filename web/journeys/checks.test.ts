@@ -3,7 +3,7 @@ import { expect, inject, it } from "vitest";
 import { faults } from "./axe";
 import { DEMO, noteProblems, ready } from "./support";
 
-it("the journeys' own checks can fail: policy, errors and accessibility", async () => {
+it("the checks of the journeys detect violations of policy and accessibility, and errors", async () => {
   const browser = await chromium.connect(inject("browser"));
   const page = await browser.newPage({ locale: "en-US" });
   const found: string[] = [];

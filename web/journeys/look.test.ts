@@ -31,7 +31,7 @@ async function coloured(page: Page, canvas: string): Promise<number> {
 }
 
 describe("looking at a run", () => {
-  it("draws lines and matrix, and marks one token in all views, from wherever it is pointed at", async () => {
+  it("draws lines and matrix, and marks the hovered token in all views", async () => {
     const page = await withAnswer();
     expect(await coloured(page, ".lines canvas")).toBeGreaterThan(5);
     expect(await coloured(page, ".cells canvas")).toBeGreaterThan(20);
@@ -54,7 +54,7 @@ describe("looking at a run", () => {
     await expect.poll(() => page.locator(".tip").count()).toBe(0);
   });
 
-  it("pins by click, moves by keys, and lets go", async () => {
+  it("pins by click, moves by keys, and unpins", async () => {
     const page = await withAnswer();
     await page.locator(".answer .t").nth(3).click();
     await page.mouse.move(5, 400);
@@ -86,7 +86,7 @@ describe("looking at a run", () => {
     expect(await pinned(page).getAttribute("class")).toContain("over");
   });
 
-  it("chooses probes by search, by key and from the tooltip, and colours anew", async () => {
+  it("chooses probes by search, by key and from the tooltip, and changes the colours", async () => {
     const page = await withAnswer();
     await page.keyboard.press("Escape");
     await page.locator("h1").click();
@@ -106,7 +106,7 @@ describe("looking at a run", () => {
     expect(await page.locator(".keys li").count()).toBe((await page.locator(".probe").count()) - 1);
   });
 
-  it("compares two runs with one marked token, and gives the view back from its address", async () => {
+  it("compares two runs with one marked token, and restores the view from its address", async () => {
     const page = await withAnswer();
     await settle(page, { Temperature: "1", Seed: "5" });
     await page.getByRole("button", { name: "Regenerate" }).click();

@@ -17,8 +17,8 @@ async function withAnswer(): Promise<Page> {
   return page;
 }
 
-describe("taking a run away", () => {
-  it("as curl and as Python gives programs that run and ask the same", async () => {
+describe("sharing a run", () => {
+  it("as curl and as Python gives programs that ask the same question", async () => {
     const page = await withAnswer();
     const file = await exportedJson(page);
     const curl = execFileSync("bash", ["-c", await copied(page, "curl")], {
@@ -34,7 +34,7 @@ describe("taking a run away", () => {
     expect(python).toContain("negative_sentiment");
   });
 
-  it("as a link opens the same view, and in another browser offers the question", async () => {
+  it("as a link opens the same view, and in another browser fills in the question", async () => {
     const page = await withAnswer();
     await page.locator(".answer .t").nth(4).click();
     const link = await copied(page, "Link to this view");
@@ -61,7 +61,7 @@ describe("taking a run away", () => {
     expect(first).toEqual(file.answer.scores[0]);
   });
 
-  it("as a picture is a PNG of some size", async () => {
+  it("as a picture gives a PNG of the expected width", async () => {
     const page = await withAnswer();
     const bytes = readFileSync(await exported(page, /^PNG/));
     expect(bytes.subarray(1, 4).toString()).toBe("PNG");
@@ -70,7 +70,7 @@ describe("taking a run away", () => {
     expect(bytes.length).toBeGreaterThan(20_000);
   });
 
-  it("as a page opens from disk without any server, and can be looked at like the live one", async () => {
+  it("as a page opens from disk without a server and works like the live one", async () => {
     const page = await withAnswer();
     await page.getByLabel("Coloured by").selectOption("maths");
     const path = await exported(page, /^HTML/);

@@ -75,7 +75,7 @@ async function marked(page: Page): Promise<void> {
 }
 
 describe("steering", () => {
-  it("sends the request that it shows, and beside it the same without steering", async () => {
+  it("sends the request that it shows, and the same one without steering", async () => {
     const { page, vector } = await steered();
     await page.getByLabel(`Scale of ${vector.name}, as a number`).fill(String(STRONG * vector.scale));
     await page.getByLabel("When").selectOption("generation");
@@ -94,7 +94,7 @@ describe("steering", () => {
     await marked(page);
   });
 
-  it("at scale 0 is not sent, and says so", async () => {
+  it("is not sent at scale 0, and the page says so", async () => {
     const { page, vector } = await steered();
     await page.getByLabel(`Scale of ${vector.name}, as a number`).fill("0");
     await page.getByText("off, not sent").waitFor();
@@ -104,7 +104,7 @@ describe("steering", () => {
     await answered(page);
   });
 
-  it("is refused in the server's own words, beside the plain answer", async () => {
+  it("shows the server's refusal beside the plain answer", async () => {
     const ghost = { ...(await served()), name: "ghost" };
     const page = await visit(DEMO, {}, (made) =>
       made.route("**/v1/steering/vectors", async (route) => {
@@ -123,7 +123,7 @@ describe("steering", () => {
     expect(await tokensOf(page, "A").count()).toBeGreaterThan(3);
   });
 
-  it("is held back while a field is wrong, and says which", async () => {
+  it("is not sent while a field is invalid, and the page names the field", async () => {
     const { page } = await steered();
     await page.getByLabel("Operation").selectOption("clamp");
     await page.getByText("A clamp needs a low or a high bound.").first().waitFor();
@@ -133,7 +133,7 @@ describe("steering", () => {
     expect(await page.getByLabel("Message").inputValue()).toBe("How was your day?");
   });
 
-  it("that the engine does not have is said in one line", async () => {
+  it("that the engine does not support is explained in one line", async () => {
     const page = await visit(DEMO, {}, (made) =>
       made.route("**/v1/steering**", (route) =>
         route.fulfill({ status: 409, json: { error: { message: "this engine cannot steer" } } }),
@@ -145,7 +145,7 @@ describe("steering", () => {
     await page.locator(".empty pre", { hasText: "clairai serve" }).waitFor();
   });
 
-  it("of everybody is announced, shown on runs, and cleared after a question", async () => {
+  it("of all requests is announced, shown on runs, and cleared after a confirmation", async () => {
     const vector = await served();
     const tiers = async (body?: Partial<Tiers>) => {
       const call = body ? { method: "POST", body: JSON.stringify(body) } : {};
@@ -172,7 +172,7 @@ describe("steering", () => {
 });
 
 describe("a stop rule", () => {
-  it("ends the answer, shown at its token and in the header; one that only alerts lets it go on", async () => {
+  it("stops the answer and is shown at its token and in the header; an alert lets it continue", async () => {
     const page = await visit(DEMO);
     await ready(page);
     await settle(page, { "Max tokens": "24", Temperature: "0" });
@@ -232,7 +232,7 @@ describe.each(["light", "dark"] as const)("in the %s theme axe finds nothing wro
   });
 });
 
-it("without a mouse one can steer", async () => {
+it("the user can steer without a mouse", async () => {
   const [vector, page] = [await served(), await visit(DEMO)];
   await ready(page);
   await page.locator("h1").click();

@@ -18,14 +18,14 @@ import {
 const visit = setUpPages();
 
 describe("when something is wrong, the page", () => {
-  it("says that the engine is starting, and asks for the key", async () => {
+  it("says that the engine is starting", async () => {
     const page = await visit(WAITING);
     await page.locator(".banner", { hasText: "The engine is starting." }).waitFor();
     expect(await page.locator(".status").textContent()).toBe("starting");
     expect(await page.getByRole("button", { name: "Ask" }).isDisabled()).toBe(true);
   });
 
-  it("asks for the key, refuses a wrong one, and takes the right one", async () => {
+  it("asks for the key, refuses a wrong one, and accepts the right one", async () => {
     // The engine behind this proxy never starts; only its health is faked.
     const page = await visit(WAITING, {}, (made) =>
       made.route("**/health", (route) =>
@@ -46,7 +46,7 @@ describe("when something is wrong, the page", () => {
     expect(await page.evaluate(() => JSON.stringify(localStorage))).not.toContain(WAITING_KEY);
   });
 
-  it("says that it is disconnected, keeps what it shows, and comes back by itself", async () => {
+  it("says that it is disconnected, keeps its content, and reconnects by itself", async () => {
     const page = await visit(DEMO);
     await ready(page);
     await page.context().setOffline(true);
@@ -56,7 +56,7 @@ describe("when something is wrong, the page", () => {
     await expect.poll(() => page.locator(".banner").count(), { timeout: 30_000 }).toBe(0);
   });
 
-  it("goes on with a run after its connection broke, without a second generation", async () => {
+  it("continues a run after a broken connection, without a second generation", async () => {
     await using wire = await relayTo(DEMO);
     const page = await visit(wire.url);
     await ready(page);
@@ -80,7 +80,7 @@ describe("when something is wrong, the page", () => {
     expect(file.answer.scores.slice(0, -1).every((row) => row?.every((value) => value !== null))).toBe(true);
   });
 
-  it("takes a run up again that was going on when the page was reloaded", async () => {
+  it("resumes a run that was going when the page was reloaded", async () => {
     const page = await visit(DEMO);
     await ready(page);
     await settle(page, { "Max tokens": "80", Temperature: "0" });
@@ -98,7 +98,7 @@ describe("when something is wrong, the page", () => {
     await page.locator(".empty pre", { hasText: "clairai probes add" }).waitFor();
   });
 
-  it("tells a degraded engine from a good one, and says what was lost", async () => {
+  it("reports a degraded engine and lost scores", async () => {
     const page = await visit(DEMO, {}, async (made) => {
       await made.route("**/health", (route) =>
         route.fulfill({ json: { status: "degraded", reason: "the ring is gone", model: "m", version: "0" } }),
@@ -112,7 +112,7 @@ describe("when something is wrong, the page", () => {
     expect(await page.locator(".answer .t.none").count()).toBe(2);
   });
 
-  it("shows the server's own words where it refuses", async () => {
+  it("shows the server's message when it refuses", async () => {
     const page = await visit(DEMO);
     await ready(page);
     await settle(page, { "Max tokens": "100000" });
@@ -121,7 +121,7 @@ describe("when something is wrong, the page", () => {
     expect(await page.locator(".failure").textContent()).toMatch(/100000|context|max_tokens|length/i);
   });
 
-  it("shows what a model says as text, whatever it says", async () => {
+  it("shows a model's output as text, whatever it contains", async () => {
     const hostile = [
       '<img src=x onerror="window.harmed=1">',
       "<script>window.harmed=1</script>",

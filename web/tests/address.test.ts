@@ -17,7 +17,7 @@ const SHOWN: State = {
 };
 
 describe("the address", () => {
-  it("gives the view back", () => {
+  it("restores the view", () => {
     const address = parseAddress(addressOf(SHOWN, { part: "prompt", index: 12 }, null));
     expect(address).toEqual({
       run: "r1",
@@ -38,7 +38,7 @@ describe("the address", () => {
     expect(parseAddress("").run).toBeNull();
   });
 
-  it("carries a question to a browser that lacks the run", () => {
+  it("carries a question to a browser that does not have the run", () => {
     const words = { user: "Pourquoi ?\n#&=", system: "Be brief", sampling: { ...NO_SAMPLING, seed: 7 } };
     const steer: SteerEntry[] = [{ vector: "joy", scale: -2, op: "add", when: "prompt" }];
     const stop: StopRule[] = [{ probe: "code", tokens: 2, action: "alert" }];
@@ -48,7 +48,7 @@ describe("the address", () => {
     expect(rulesOf(offered?.rules ?? [])).toEqual(stop);
   });
 
-  it("leaves a question out that is too long for a link", () => {
+  it("omits a question that is too long for a link", () => {
     const question = { user: "x".repeat(7000), system: "", sampling: NO_SAMPLING, steer: [], stop: [] };
     expect(parseAddress(addressOf(SHOWN, null, question)).question).toBeNull();
   });
@@ -72,7 +72,7 @@ describe("the address", () => {
     ]);
   });
 
-  it("takes no settings from a link but numbers, nulls and stop words", () => {
+  it("accepts only numbers, nulls and stop sequences as settings of a link", () => {
     const ask = JSON.stringify({
       user: "u",
       sampling: { seed: "1", temperature: 0.5, top_p: null, stop: ["a", 3] },
@@ -81,7 +81,7 @@ describe("the address", () => {
     expect(sampling).toEqual({ ...NO_SAMPLING, temperature: 0.5, stop: ["a"] });
   });
 
-  it("names at most eight lines, each once", () => {
+  it("names at most eight lines, each one once", () => {
     const hash = `#${["a", "a", "b", "c", "d", "e", "f", "g", "h", "i"].map((name) => `line=${name}`).join("&")}`;
     expect(parseAddress(hash).lines).toEqual(["a", "b", "c", "d", "e", "f", "g", "h"]);
   });

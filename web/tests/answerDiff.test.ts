@@ -19,19 +19,19 @@ describe("two answers", () => {
     expect(marked(whole(1, 2, 3), whole(1, 2, 3))).toEqual([[], []]);
   });
 
-  it("are aligned by what they share, wherever it stands", () => {
+  it("are aligned by their common tokens, wherever they are", () => {
     expect(marked(whole(1, 2, 3, 4), whole(1, 9, 9, 3, 4))).toEqual([[1], [1, 2]]);
     expect(marked(whole(1, 2), whole(0, 1, 2))).toEqual([[], [0]]);
     expect(marked(whole(), whole(1))).toEqual([[], [0]]);
   });
 
-  it("of which one is still coming are not judged past its end", () => {
+  it("of which one is still growing are not compared past its end", () => {
     expect(marked(growing(1, 2), whole(1, 2, 3, 4))).toEqual([[], []]);
     expect(marked(growing(1, 9), whole(1, 2, 3, 4))).toEqual([[1], [1]]);
     expect(marked(whole(1, 2), whole(1, 2, 3, 4))).toEqual([[], [2, 3]]);
   });
 
-  it("that share next to nothing are marked from where they part", () => {
+  it("with almost nothing in common are marked from the first difference", () => {
     const a = Array.from({ length: 2000 }, (_, i) => (i < 5 ? i : 10_000 + i));
     const b = Array.from({ length: 1500 }, (_, i) => (i < 5 ? i : 50_000 + i));
     const marks = diffAnswers(whole(...a), whole(...b));
@@ -39,7 +39,7 @@ describe("two answers", () => {
   });
 });
 
-it("tapes are compared by their answers, and again only when one has changed", () => {
+it("transcripts are compared by their answers, and again only when one has changed", () => {
   const [a, b] = [new Transcript(), new Transcript()];
   a.apply(prompt(0, "p"));
   a.apply(token(0, "x", "y"));

@@ -27,7 +27,7 @@ describe("the axis of tokens", () => {
     expect(extentOf([transcriptOf([1], [1, 1]), transcriptOf([1, 1, 1])])).toEqual({ from: -2, to: 3 });
   });
 
-  it("can be cut to a stretch, and is whole where the stretch lies outside", () => {
+  it("can be clipped to a range, and is whole if the range lies outside", () => {
     expect(clipped({ from: -5, to: 20 }, [-9, 4])).toEqual({ from: -5, to: 4 });
     expect(clipped({ from: 0, to: 5 }, [10, 20])).toEqual({ from: 0, to: 5 });
     expect(clipped({ from: 0, to: 5 }, null)).toEqual({ from: 0, to: 5 });
@@ -42,7 +42,7 @@ describe("the axis of tokens", () => {
 });
 
 describe("the difference of two runs", () => {
-  it("is taken token by token from where the answers begin", () => {
+  it("is computed token by token from the start of the answers", () => {
     const a = traceOf(transcriptOf([0.25, 0.5, 0.75], [0.1, 0.1]), X);
     const b = traceOf(transcriptOf([0.5, null], [0.2]), X);
     const found = difference(a, b);
@@ -68,12 +68,12 @@ describe("the matrix", () => {
     expect([...pixels.data].indexOf(256)).toBe(7);
   });
 
-  it("shows a stretch where it was asked for", () => {
+  it("shows the requested range", () => {
     const pixels = pixelsOf([traceOf(transcriptOf([0, 1, 0, 0]), X)], { from: 1, to: 3 }, 100, LUT);
     expect([...pixels.data]).toEqual([256, 1]);
   });
 
-  it("finds no highest where there is none", () => {
+  it("has no highest value where there are no scores", () => {
     expect(highest(Float64Array.of(NaN, NaN), 0, 2)).toBeNaN();
     expect(highest(Float64Array.of(NaN, -3, NaN, -7), 0, 4)).toBe(-3);
     expect(highest(Float64Array.of(1), 5, 9)).toBeNaN();
@@ -123,11 +123,11 @@ describe("a line of the chart", () => {
     expect(drawn([10, 50, 30, 20, 20, 90], 0.5)).toEqual(["bar 0 49 2 42", "bar 1 49 2 32", "bar 2 9 2 72"]);
   });
 
-  it("is not joined over a missing score there either", () => {
+  it("is not joined across a missing score there either", () => {
     expect(drawn([10, 10, NaN, 90], 0.5)).toEqual(["bar 0 89 2 2", "bar 1 9 2 2"]);
   });
 
-  it("shows no score at all as nothing", () => {
+  it("draws nothing without scores", () => {
     expect(drawn([NaN, NaN, NaN], 0.5)).toEqual([]);
     expect(drawn([NaN, NaN, NaN], 10)).toEqual([]);
   });
@@ -151,11 +151,11 @@ describe("the classes of a token", () => {
     expect([classes(0), classes(1), classes(2)]).toEqual([" b0", " b16 over", " b32 over"]);
   });
 
-  it("tell a missing score from one still to come", () => {
+  it("distinguish a missing score from one that has not arrived", () => {
     expect([classes(3), classes(4)]).toEqual([" none", " wait"]);
   });
 
-  it("are none without a probe", () => {
+  it("are empty without a probe", () => {
     expect(tokenClasses(transcript, null)(0)).toBe("");
   });
 });
@@ -172,7 +172,7 @@ describe("a value's rank in the reference", () => {
   ])("of %d is %d", (value, rank) => {
     expect(rankOf(histogram, value)).toBeCloseTo(rank, 12);
   });
-  it("of an empty reference is nothing", () => {
+  it("of an empty reference is 0", () => {
     expect(rankOf({ low: 0, high: 1, counts: [0, 0] }, 0.5)).toBe(0);
   });
 });
@@ -182,7 +182,7 @@ describe("the tooltip", () => {
   const tip = { width: 200, height: 150 };
   const rect = (left: number, top: number) => ({ left, top, right: left + 40, bottom: top + 20 }) as DOMRect;
 
-  it("stands below its token, or above where there is no room", () => {
+  it("is below its token, or above if there is no room", () => {
     expect(placeTip(rect(100, 100), tip, view)).toEqual({ left: 88, top: 128 });
     expect(placeTip(rect(100, 500), tip, view)).toEqual({ left: 88, top: 342 });
   });
@@ -201,7 +201,7 @@ describe("the list of probes", () => {
     probe("c", { point: "post_block.3" }),
   ];
 
-  it("goes by layer, then by name", () => {
+  it("is sorted by layer, then by name", () => {
     expect(ordered(bank).map(({ name }) => name)).toEqual(["a", "c", "b"]);
     expect(grouped(bank).map(({ layer, probes }) => [layer, probes.length])).toEqual([
       [3, 2],

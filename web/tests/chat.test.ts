@@ -39,7 +39,7 @@ const answer = (...words: string[]) =>
   opened(body(...words.map((word, i) => frame(i + 1, token(i, word))), frame(words.length + 1, DONE)));
 
 describe("a question", () => {
-  it("becomes a run with its tokens, its end and its place in the history", async () => {
+  it("becomes a run with tokens and an end, saved in the history", async () => {
     const page = pageWith(scripted(answer("Be", "cause")));
     await page.ask("  Why?  ");
     expect(page.head()).toMatchObject({ user: "Why?", status: "done", serverRun: "r1", error: null });
@@ -69,7 +69,7 @@ describe("a question", () => {
     expect(pathTo(runs, head).map(({ user }) => user)).toEqual(["One", "Two"]);
   });
 
-  it("asked again stands beside the first answer", async () => {
+  it("asked again becomes a sibling of the first answer", async () => {
     const page = pageWith(scripted(answer("a"), answer("b"), answer("c")));
     await page.ask("One");
     await page.chat.regenerate("run1");
@@ -79,20 +79,20 @@ describe("a question", () => {
     expect(Object.keys(page.store.getState().runs)).toHaveLength(3);
   });
 
-  it("that is refused says why", async () => {
+  it("that is refused shows the reason", async () => {
     const error = { error: { message: "max_tokens is too large", type: "x", param: null, code: null } };
     const page = pageWith(scripted(() => new Response(JSON.stringify(error), { status: 400 })));
     await page.ask("Why?");
     expect(page.head()).toMatchObject({ status: "failed", error: "max_tokens is too large" });
   });
 
-  it("that meets a wrong key asks for another", async () => {
+  it("with a wrong key asks for another key", async () => {
     const page = pageWith(scripted(() => new Response("{}", { status: 401 })));
     await page.ask("Why?");
     expect(page.store.getState().key).toEqual({ isNeeded: true, wasRefused: true });
   });
 
-  it("whose run dies on the server keeps its tokens and the reason", async () => {
+  it("whose run fails on the server keeps its tokens and the reason", async () => {
     const failure = { error: { message: "the engine died", type: "x", param: null, code: null } };
     const stream = body(frame(1, token(0, "a")), frame(2, { kind: "error", data: failure }));
     const page = pageWith(scripted(opened(stream)));
@@ -101,7 +101,7 @@ describe("a question", () => {
     expect(page.transcripts.get("run1").tokens).toEqual(["a"]);
   });
 
-  it("whose events break their rules is interrupted, its tokens kept", async () => {
+  it("whose events violate the protocol is interrupted and keeps its tokens", async () => {
     const page = pageWith(scripted(opened(body(frame(1, token(0, "a")), frame(2, token(5, "z"))))));
     await page.ask("Why?");
     expect(page.head()?.status).toBe("interrupted");
@@ -109,7 +109,7 @@ describe("a question", () => {
   });
 });
 
-describe("a question asked both ways", () => {
+describe("a question asked with and without steering", () => {
   const ON = {
     kind: "on" as const,
     vectors: [
@@ -138,7 +138,7 @@ describe("a question asked both ways", () => {
     return page;
   }
 
-  it("is two runs at once, the plain one first, in one place of the conversation", async () => {
+  it("is two runs at once, the plain one first, with the same parent", async () => {
     const page = steeredPage(scripted(answer("a"), answer("b")));
     await page.ask("Why?");
     const { runs, head, versus } = page.store.getState();
@@ -153,7 +153,7 @@ describe("a question asked both ways", () => {
     expect([page.transcripts.get("run1").text, page.transcripts.get("run2").text]).toEqual(["a", "b"]);
   });
 
-  it("is asked again in the same place, with the same words where none are written", async () => {
+  it("is asked again in the same place, with the same text if none was typed", async () => {
     const page = steeredPage(scripted(answer("a"), answer("b"), answer("c"), answer("d")));
     await page.ask("Why?");
     await page.ask("");
@@ -162,7 +162,7 @@ describe("a question asked both ways", () => {
     expect(runs.run4).toMatchObject({ user: "Why?", parent: null });
   });
 
-  it("says what the engine applied, in its file too", async () => {
+  it("keeps what the engine applied, in its file too", async () => {
     const applied = [{ vector: "joy", scale: 2, op: "add" as const, digest: "abc" }];
     const told: RunEvent = { kind: "steering", data: { clairai: { steering: applied } } };
     const stream = opened(body(frame(1, told), frame(2, token(0, "b")), frame(3, DONE)));
@@ -173,7 +173,7 @@ describe("a question asked both ways", () => {
     expect(page.history.files.get("run2")?.echo?.steering).toEqual(applied);
   });
 
-  it("is not asked at all while something is wrong with it, and its words stay", async () => {
+  it("is not asked while it has a fault, and its text stays", async () => {
     const server = scripted(answer("a"));
     const page = steeredPage(server);
     page.store.setState({ steering: { kind: "off", reason: null } });
@@ -183,7 +183,7 @@ describe("a question asked both ways", () => {
     expect(page.store.getState().draft.user).toBe("Why?");
   });
 
-  it("leaves a comparison where nothing steers any more", async () => {
+  it("ends the comparison when no steering is left", async () => {
     const page = steeredPage(scripted(answer("a"), answer("b"), answer("c")));
     await page.ask("Why?");
     const { draft } = page.store.getState();
@@ -194,7 +194,7 @@ describe("a question asked both ways", () => {
   });
 });
 
-it("a history that is full is said, and the run is shown all the same", async () => {
+it("a full history gives a notice, and the run is still shown", async () => {
   const page = pageWith(scripted(answer("a")));
   page.history.save = () => Promise.reject(new DOMException("full", "QuotaExceededError"));
   await page.ask("Why?");
@@ -203,7 +203,7 @@ it("a history that is full is said, and the run is shown all the same", async ()
 });
 
 describe("stopping", () => {
-  it("deletes the run and keeps what still comes", async () => {
+  it("deletes the run and keeps what still arrives", async () => {
     let controller: ReadableStreamDefaultController<Uint8Array> | undefined;
     const stream = new ReadableStream<Uint8Array>({ start: (made) => void (controller = made) });
     const write = (text: string) => controller?.enqueue(new TextEncoder().encode(text));
@@ -221,7 +221,7 @@ describe("stopping", () => {
     expect(page.head()?.status).toBe("stopped");
   });
 
-  it("a run that has ended does nothing", async () => {
+  it("does nothing for a run that has ended", async () => {
     const server = scripted(answer("a"));
     const page = pageWith(server);
     await page.ask("Why?");
@@ -231,8 +231,8 @@ describe("stopping", () => {
   });
 });
 
-describe("a run from before", () => {
-  it("that was going on is taken up whole", async () => {
+describe("an earlier run", () => {
+  it("that was still running is resumed from its first event", async () => {
     const page = pageWith(scripted(answer("a", "b")));
     const old = run("old", { serverRun: "r7", status: "streaming" });
     page.store.setState({ runs: { old }, head: "old" });
@@ -241,7 +241,7 @@ describe("a run from before", () => {
     expect(page.transcripts.get("old").text).toBe("ab");
   });
 
-  it("that the server no longer holds is called interrupted", async () => {
+  it("that the server no longer holds becomes interrupted", async () => {
     const page = pageWith(scripted(() => new Response("{}", { status: 404 })));
     const old = run("old", { serverRun: "r7", status: "streaming" });
     page.store.setState({ runs: { old }, head: "old" });
@@ -260,7 +260,7 @@ describe("a run from before", () => {
   });
 });
 
-it("a server that cannot be reached is told from one that refuses", async () => {
+it("an unreachable server is distinguished from one that refuses", async () => {
   const server = createServer("http://127.0.0.1:9/", () => "key");
   await expect(server.ask("health")).rejects.toThrow("does not respond");
 });

@@ -37,7 +37,7 @@ describe("the range of a probe's colours", () => {
     expect(domainOf(probe("x", { calibration: null, activation: "none" })).source).toBe("assumed");
   });
 
-  it("never depends on the scores shown: the same value has the same colour for ever", () => {
+  it("does not depend on the shown scores: the same value always has the same colour", () => {
     const domain = domainOf(probe("x"));
     const before = position(domain, 0.73);
     position(domain, 900);
@@ -64,14 +64,14 @@ describe("the range of a probe's colours", () => {
 });
 
 describe.each(THEMES)("the %s ramp", (theme) => {
-  it("has ink that can be read on every class of token", () => {
+  it("has a readable text colour for every class of token", () => {
     for (let bucket = 0; bucket < NUM_BUCKETS; bucket += 1) {
       const { fill, ink } = swatch(theme, bucket / (NUM_BUCKETS - 1));
       expect(contrast(fill, ink), `class ${bucket}`).toBeGreaterThanOrEqual(4.5);
     }
   });
 
-  it("is the paper's colour at the threshold, and apart from it at either end", () => {
+  it("is the background colour at the threshold, and differs from it at either end", () => {
     expect(contrast(swatch(theme, 0.5).fill, PAPER[theme])).toBeLessThan(1.05);
     expect(contrast(swatch(theme, 1).fill, PAPER[theme])).toBeGreaterThan(1.9);
     expect(swatch(theme, 0).fill).not.toBe(swatch(theme, 1).fill);
@@ -94,7 +94,7 @@ describe.each(THEMES)("the %s ramp", (theme) => {
     expect(bucketRules()).toContain(`[data-theme="${theme}"] .b${NUM_BUCKETS - 1}{background-color:#`);
   });
 
-  it("has eight lines that can be seen, none like another", () => {
+  it("has eight visible and distinct lines", () => {
     const styles = Array.from({ length: 8 }, (_, slot) => lineStyle(theme, slot));
     for (const { colour } of styles) expect(contrast(colour, PAPER[theme])).toBeGreaterThanOrEqual(3);
     expect(new Set(styles.map(({ colour, dash }) => `${colour}${dash.join()}`)).size).toBe(8);

@@ -38,7 +38,7 @@ describe("crossings of a threshold", () => {
     expect(found([0.9], new CrossingFinder("r", [probe("x", { threshold: null })]))).toEqual([]);
   });
 
-  it("are found once, however often one looks", () => {
+  it("are found once, however often the transcript is scanned", () => {
     const transcript = new Transcript();
     transcript.apply(token(0, "a"));
     transcript.apply(update("answer", 0, ["x"], [0.9]));
@@ -51,7 +51,7 @@ describe("crossings of a threshold", () => {
     expect(finder.found).toHaveLength(1);
   });
 
-  it("do not run from the prompt into the answer", () => {
+  it("do not continue from the prompt into the answer", () => {
     const transcript = new Transcript();
     transcript.apply(prompt(0, "p"));
     transcript.apply(update("prompt", 0, ["x"], [0.9]));
@@ -62,7 +62,7 @@ describe("crossings of a threshold", () => {
     expect(finder.found.map(({ first }) => first.part)).toEqual(["prompt", "answer"]);
   });
 
-  it("are found anew where the prompt comes after the answer's first tokens", () => {
+  it("are found again when the prompt arrives after the answer's first tokens", () => {
     const transcript = new Transcript();
     const finder = new CrossingFinder("r", [X]);
     transcript.apply(token(0, "a"));

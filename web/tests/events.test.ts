@@ -19,15 +19,15 @@ describe("an event", () => {
     expect(() => decode("probe_update", text)).toThrow("1 scores for 2 probes");
   });
 
-  it("that is no JSON is refused", () => {
+  it("that is not JSON is refused", () => {
     expect(() => decode("token", "{")).toThrow(ProtocolError);
   });
 
-  it("of an unknown kind is passed over", () => {
+  it("of an unknown kind is ignored", () => {
     expect(decode("weather", "{}")).toBeNull();
   });
 
-  it("that reports an error without words still has some", () => {
+  it("that reports an error without a message gets a default one", () => {
     const event = decode("error", "{}");
     expect(event?.kind === "error" && event.data.error.message).toBe("The run failed.");
     expect(event && isLast(event)).toBe(true);

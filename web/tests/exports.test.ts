@@ -32,7 +32,7 @@ describe("a run as a file", () => {
     expect(back.transcript.scores.value("y", 2)).toBeNaN();
   });
 
-  it("that was kept before there was steering is read as one without", () => {
+  it("saved before steering existed is read as one without steering", () => {
     const old = JSON.parse(JSON.stringify(sample().file)) as Record<string, Record<string, unknown>>;
     delete old.echo;
     delete old.run?.steer;
@@ -58,7 +58,7 @@ describe("CSV", () => {
     expect(lines).toHaveLength(6);
   });
 
-  it("gives no spreadsheet a formula out of a model's text", () => {
+  it("never turns a model's text into a spreadsheet formula", () => {
     for (const line of lines.slice(1, -1)) expect(line).toMatch(/^(prompt|answer),\d+,\d+,"""/);
   });
 });
@@ -71,24 +71,24 @@ describe("the page in a file", () => {
     HOSTILE,
   );
 
-  it("cannot be broken out of by a model's text", () => {
+  it("cannot be escaped from by a model's text", () => {
     expect(text.match(/<\/script>/g)).toHaveLength(2);
     expect(text.match(/<script/g)).toHaveLength(2);
     expect(text.match(/<title>/g)).toHaveLength(1);
     expect(text).not.toContain("<!--");
   });
 
-  it("holds the run unharmed", () => {
+  it("contains the run unchanged", () => {
     const json = /id="saved-runs">(.*?)<\/script>/s.exec(text)?.[1] ?? "";
     expect(JSON.parse(json)).toEqual({ runs: [sample().file], probe: "x", lines: ["x"] });
   });
 
-  it("may reach nothing outside itself", () => {
+  it("cannot load anything from outside", () => {
     expect(text).toContain("default-src 'none'; script-src 'sha256-x'");
     expect(text).not.toContain("connect-src");
   });
 
-  it("keeps a script's meaning where its text had to be changed", () => {
+  it("keeps the meaning of a script whose text is escaped", () => {
     expect(closable("x='<script>'+'</SCRIPT>'+'<!--'")).toBe("x='\\x3cscript>'+'\\x3c/SCRIPT>'+'\\x3c!--'");
     expect(JSON.parse(embedded("<\u2028>"))).toBe("<\u2028>");
     expect(embedded("<\u2028>")).not.toMatch(/[<\u2028]/);
@@ -114,7 +114,7 @@ describe("a request", () => {
     ]);
   });
 
-  it("leaves out what was not set", () => {
+  it("omits what was not set", () => {
     expect(samplingFields(NO_SAMPLING)).toEqual({ max_tokens: 256 });
     expect(body).toMatchObject({ temperature: 0, top_k: 5, stop: ["\n"] });
     expect("seed" in body).toBe(false);
@@ -122,7 +122,7 @@ describe("a request", () => {
     expect(messagesOf([run("x", { system: "  " })], [])).toHaveLength(1);
   });
 
-  it("is copied as curl with every quote safe in a shell", () => {
+  it("is copied as curl with all quotes escaped for a shell", () => {
     const text = curl(body, "http://h:1", true);
     expect(text).toContain("It'\\''s");
     expect(text).toContain("$CLAIRAI_API_KEY");
@@ -148,12 +148,12 @@ describe("a request", () => {
     expect(python(body, "http://h:1", false)).not.toContain("applied");
   });
 
-  it("becomes Python's words for JSON's", () => {
+  it("is written with Python's literals instead of JSON's", () => {
     expect(literal([null, true, false, 1.5, "a\n"], 0)).toBe('[None, True, False, 1.5, "a\\n"]');
   });
 });
 
-it("a file is called after its question", () => {
+it("a file is named after its question", () => {
   expect(fileName("Why is the sky blue?", "csv")).toBe("clairai-why-is-the-sky-blue.csv");
   expect(fileName("../../etc/passwd", "json")).toBe("clairai-etc-passwd.json");
   expect(fileName("你好", "png")).toBe("clairai-run.png");

@@ -41,7 +41,7 @@ beforeEach(() => void vi.useFakeTimers());
 afterEach(() => void vi.useRealTimers());
 
 describe("a run that is followed", () => {
-  it("gives its events in order and names its run", async () => {
+  it("delivers its events in order and names its run", async () => {
     const listener = new Listener();
     await follow(scripted(opened(body(frame(1, A) + frame(2, B), frame(3, DONE)))), listener);
     expect(listener.events).toEqual([A, B, DONE]);
@@ -49,7 +49,7 @@ describe("a run that is followed", () => {
     expect(listener.attempts).toEqual([]);
   });
 
-  it("goes on after a broken connection, from the next event, by GET", async () => {
+  it("continues after a broken connection, from the next event, by GET", async () => {
     const listener = new Listener();
     const server = scripted(opened(body(frame(1, A), "break")), opened(body(frame(2, B), frame(3, DONE))));
     await follow(server, listener);
@@ -61,13 +61,13 @@ describe("a run that is followed", () => {
     expect(listener.attempts).toEqual([1, 0]);
   });
 
-  it("goes on where the stream ends without its last event", async () => {
+  it("continues if the stream ends without its last event", async () => {
     const listener = new Listener();
     await follow(scripted(opened(body(frame(1, A))), opened(body(frame(2, DONE)))), listener);
     expect(listener.events).toEqual([A, DONE]);
   });
 
-  it("drops an event that is sent again", async () => {
+  it("ignores an event that is sent again", async () => {
     const listener = new Listener();
     const again = frame(1, A) + frame(2, B) + frame(3, DONE);
     await follow(scripted(opened(body(frame(1, A), frame(2, B), "break")), opened(body(again))), listener);
@@ -86,14 +86,14 @@ describe("a run that is followed", () => {
     await expect(follow(scripted(nameless), new Listener())).rejects.toBeInstanceOf(ProtocolError);
   });
 
-  it("gives up after its last attempt, never asking for a second generation", async () => {
+  it("gives up after its last attempt without starting a second generation", async () => {
     const server = scripted(opened(body(frame(1, A), "break")));
     await expect(follow(server, new Listener())).rejects.toBeInstanceOf(ConnectionLostError);
     expect(server.asked.filter(({ method }) => method === "POST")).toHaveLength(1);
     expect(server.asked.filter(({ method }) => method === "GET")).toHaveLength(RETRY_MS.length);
   });
 
-  it("counts attempts anew once events flow again", async () => {
+  it("resets the attempts once events arrive again", async () => {
     const broken = Array.from({ length: RETRY_MS.length + 2 }, (_, i) =>
       opened(body(frame(i + 1, token(i, "x")), "break")),
     );
@@ -104,7 +104,7 @@ describe("a run that is followed", () => {
     expect(Math.max(...listener.attempts)).toBe(1);
   });
 
-  it.each([404, 410])("says that the run is gone at status %d", async (status) => {
+  it.each([404, 410])("reports that the run is gone at status %d", async (status) => {
     const server = scripted(opened(body("break")), () => new Response("{}", { status }));
     await expect(follow(server, new Listener())).rejects.toBeInstanceOf(RunGoneError);
   });
@@ -116,21 +116,21 @@ describe("a run that is followed", () => {
     expect(listener.events).toEqual([A, DONE]);
   });
 
-  it("passes on the words of a refusal", async () => {
+  it("passes on the message of a refusal", async () => {
     const error = { error: { message: "no such probe", type: "x", param: null, code: null } };
     const refused = () => new Response(JSON.stringify(error), { status: 400 });
     const following = follow(scripted(refused), new Listener());
     await expect(following).rejects.toEqual(new ApiError(400, "no such probe"));
   });
 
-  it("passes over kinds of events that it does not know", async () => {
+  it("ignores unknown kinds of events", async () => {
     const listener = new Listener();
     const text = `${frame(1, A)}id: 2\nevent: novelty\ndata: {}\n\n${frame(3, DONE)}`;
     await follow(scripted(opened(body(text))), listener);
     expect(listener.events).toEqual([A, DONE]);
   });
 
-  it("stops when it is told to, and does not ask again", async () => {
+  it("stops when it is aborted, and does not reconnect", async () => {
     const controller = new AbortController();
     const server = scripted(opened(body(frame(1, A), "break")), opened(body(frame(2, DONE))));
     const listener = new Listener();
@@ -141,7 +141,7 @@ describe("a run that is followed", () => {
     expect(server.asked).toHaveLength(1);
   });
 
-  it("is taken up from its first event after the page was left", async () => {
+  it("is resumed from its first event after the page was closed", async () => {
     const listener = new Listener();
     const server = scripted(opened(body(frame(1, A), frame(2, DONE))));
     const resuming = resumeRun(server, "r9", listener, never);

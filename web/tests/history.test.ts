@@ -24,7 +24,7 @@ describe("the history", () => {
     expect(await history.load("gone")).toBeNull();
   });
 
-  it("keeps the newest of a run that is saved twice, and forgets what it is told to", async () => {
+  it("keeps the newest version of a run, and removes runs", async () => {
     const history = await openHistory(new IDBFactory());
     await history.save(fileOf("a", 1));
     await history.save({ ...fileOf("a", 1), lost: 3 });
@@ -34,7 +34,7 @@ describe("the history", () => {
   });
 });
 
-it("storage that is forbidden is done without", () => {
+it("forbidden storage is ignored", () => {
   const forbidden = safeStorage(() => {
     throw new DOMException("denied", "SecurityError");
   });

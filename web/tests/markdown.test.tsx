@@ -35,7 +35,7 @@ describe("a model's Markdown", () => {
     }
   });
 
-  it("shows where a link leads, and only follows the web", () => {
+  it("shows a link's URL, and links only to the web", () => {
     const found = rendered("[bank](https://evil.test/)");
     expect(found).toContain('rel="noopener noreferrer nofollow"');
     expect(found).toContain("(https://evil.test/)");

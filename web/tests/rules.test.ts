@@ -29,25 +29,25 @@ describe("a stop rule", () => {
     expect(at(scored(0.9, 0.1))).toBeNull();
   });
 
-  it("wants tokens in a row: one below, or without a score, begins anew", () => {
+  it("needs consecutive tokens: one below the threshold or without a score restarts it", () => {
     expect(at(scored(0.9, 0.1, 0.9, 0.1))).toBeNull();
     expect(at(scored(0.9, null, 0.9))).toBeNull();
     expect(at(scored(0.9, null, 0.9, 0.9))).toBe(3);
   });
 
-  it("takes its own threshold before the probe's", () => {
+  it("uses its own threshold before the probe's", () => {
     expect(at(scored(0.3, 0.3), { ...RULE, threshold: 0.3 })).toBe(1);
     expect(at(scored(0.9, 0.9), { ...RULE, threshold: 0.95 })).toBeNull();
   });
 
-  it("that only alerts fires each time its probe has stayed high, and goes on", () => {
+  it("that only alerts fires each time its probe stayed high", () => {
     const alert: StopRule = { ...RULE, action: "alert" };
     const transcript = scored(0.9, 0.9, 0.9, 0.1, 0.9, 0.9);
     expect(firings(transcript, [alert], [probe("x")])[0]?.indices).toEqual([1, 5]);
     expect(firings(transcript, [RULE], [probe("x")])[0]?.indices).toEqual([1]);
   });
 
-  it("is judged by the threshold that the engine says it took", () => {
+  it("uses the threshold that the engine reports", () => {
     const transcript = scored(0.9, 0.9);
     transcript.apply({
       kind: "steering",
@@ -56,13 +56,13 @@ describe("a stop rule", () => {
     expect(at(transcript)).toBeNull();
   });
 
-  it("waits for scores that have not come", () => {
+  it("waits for scores that have not arrived", () => {
     const transcript = scored(0.9);
     transcript.apply(token(2, "a", "b"));
     expect(at(transcript)).toBeNull();
   });
 
-  it("says nothing where no threshold is known", () => {
+  it("does not fire without a threshold", () => {
     expect(firings(scored(0.9, 0.9), [RULE], [probe("x", { threshold: null })])).toEqual([]);
   });
 });
@@ -91,7 +91,7 @@ describe("a rule of the panel", () => {
   });
 });
 
-it("only a rule's own words are taken for a rule's", () => {
+it("only the reason of a stop rule is read as one", () => {
   expect(stopWords("clairai: probe x >= 0.5 for 2 tokens")).toBe("probe x >= 0.5 for 2 tokens");
   expect([stopWords("</s>"), stopWords(2), stopWords(null), stopWords(undefined)]).toEqual([
     null,

@@ -49,8 +49,8 @@ const GOOD = {
 
 afterEach(() => void vi.clearAllTimers());
 
-describe("the picture of the server", () => {
-  it("is whole when the engine is ready", async () => {
+describe("the server monitor", () => {
+  it("reads everything when the engine is ready", async () => {
     const { store, monitor } = watched(GOOD);
     await monitor.poll();
     monitor.stop();
@@ -59,7 +59,7 @@ describe("the picture of the server", () => {
     expect(messageOf(store.getState())).toBeNull();
   });
 
-  it("says that the engine starts, and in its own words how far it is", async () => {
+  it("reports that the engine is starting, with its own message", async () => {
     const health = { ...READY, status: "starting", reason: "loading weights, 12 s" };
     const { store, monitor } = watched({ health }, 503);
     await monitor.poll();
@@ -71,7 +71,7 @@ describe("the picture of the server", () => {
     expect(store.getState().probes).toBeNull();
   });
 
-  it("counts the times nobody answered", async () => {
+  it("counts failed attempts", async () => {
     const { store, monitor } = watched({ health: new UnreachableError() });
     await monitor.poll();
     await monitor.poll();
@@ -80,7 +80,7 @@ describe("the picture of the server", () => {
     expect(messageOf(store.getState())?.title).toBe("Disconnected.");
   });
 
-  it("asks for a key where the server wants one, and forgets a wrong one", async () => {
+  it("asks for a key if the server needs one, and forgets a wrong one", async () => {
     const { store, forget, monitor } = watched({ ...GOOD, "v1/models": new ApiError(401, "no key") });
     await monitor.poll();
     monitor.stop();
@@ -88,7 +88,7 @@ describe("the picture of the server", () => {
     expect(forget).toHaveBeenCalledOnce();
   });
 
-  it("keeps its lists as they are while they say the same: nothing is drawn anew", async () => {
+  it("keeps equal lists, so that nothing renders again", async () => {
     const { store, monitor } = watched(GOOD);
     await monitor.poll();
     const { probes, lines, models, examples } = store.getState();
@@ -102,7 +102,7 @@ describe("the picture of the server", () => {
     ).toEqual([true, true, true, true]);
   });
 
-  it("can do without what a vLLM without clairai does not have", async () => {
+  it("works with a vLLM without clairai", async () => {
     const missing = new ApiError(404, "not found");
     const without = ["v1/probes", "v1/clairai", "v1/steering", "v1/steering/vectors"];
     const answers = { ...GOOD, ...Object.fromEntries(without.map((path) => [path, missing])) };
@@ -113,7 +113,7 @@ describe("the picture of the server", () => {
     expect(store.getState().steering).toEqual({ kind: "off", reason: null });
   });
 
-  it("says in the engine's own words that it cannot steer", async () => {
+  it("shows the engine's reason why it cannot steer", async () => {
     const off = new ApiError(409, "this engine cannot steer");
     const { store, monitor } = watched({ ...GOOD, "v1/steering/vectors": off });
     await monitor.poll();
@@ -122,7 +122,7 @@ describe("the picture of the server", () => {
     expect(store.getState().model).toBe("m");
   });
 
-  it("knows the vectors and the tiers, and a tier that is not told is empty", async () => {
+  it("reads the vectors and the tiers; a missing tier is empty", async () => {
     const base = [{ vector: "joy", scale: 2, op: "add" }];
     const { store, monitor } = watched({ ...GOOD, "v1/steering": { base, version: 2 } });
     await monitor.poll();
@@ -137,7 +137,7 @@ describe("the picture of the server", () => {
     expect(store.getState().steering).toBe(before);
   });
 
-  it("goes on looking after an answer that is not the server's", async () => {
+  it("keeps polling after a response of another server", async () => {
     const { store, monitor } = watched({ ...GOOD, "v1/models": new SyntaxError("not JSON") });
     await monitor.poll();
     expect(store.getState().connection.kind).toBe("unreachable");

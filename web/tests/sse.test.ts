@@ -9,7 +9,7 @@ async function collected(stream: ReadableStream<Uint8Array>): Promise<string[]> 
 }
 
 describe("frames of an event stream", () => {
-  it("come whole however the bytes are cut", async () => {
+  it("are complete however the bytes are split", async () => {
     const text = "id: 1\nevent: token\ndata: {}\n\nid: 2\nevent: done\ndata: 7\n\n";
     for (let cut = 1; cut < text.length; cut += 1) {
       const found = await collected(body(text.slice(0, cut), text.slice(cut)));
@@ -17,7 +17,7 @@ describe("frames of an event stream", () => {
     }
   });
 
-  it("keep characters that are cut in the middle of their bytes", async () => {
+  it("keep characters whose bytes are split", async () => {
     const bytes = new TextEncoder().encode("id: 1\ndata: né 🙂\n\n");
     const stream = new ReadableStream<Uint8Array>({
       start(controller) {
@@ -28,11 +28,11 @@ describe("frames of an event stream", () => {
     expect(await collected(stream)).toEqual(["1||né 🙂"]);
   });
 
-  it("leave out pings", async () => {
+  it("do not include pings", async () => {
     expect(await collected(body(": ping\n\n", "id: 1\ndata: a\n\n", ": ping\n\n"))).toEqual(["1||a"]);
   });
 
-  it("end with an error where nothing comes for too long", async () => {
+  it("end with an error after too long a silence", async () => {
     const silent = new ReadableStream<Uint8Array>({ start: () => undefined });
     const read = async () => {
       for await (const each of frames(silent, 10)) expect(each).toBeUndefined();

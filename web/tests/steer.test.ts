@@ -54,7 +54,7 @@ const sentOf = (change: Partial<EntryDraft>) => entriesOf([entry(change)])[0];
 const faults = (change: Partial<EntryDraft>) => faultsOf(entry(change), CATALOG).join(" ");
 
 describe("an entry of the panel", () => {
-  it("begins as its vector's maker suggests", () => {
+  it("starts at the vector's suggested scale", () => {
     expect(entriesOf([entry()])).toEqual([{ vector: "joy", scale: 4, op: "add" }]);
     expect(nextId([entry({ id: 7 }), entry()])).toBe(8);
   });
@@ -65,7 +65,7 @@ describe("an entry of the panel", () => {
     ]);
   });
 
-  it("says all that is set, and nothing that its op does not know", () => {
+  it("sends all that is set, and nothing that its operation does not know", () => {
     expect(
       sentOf({
         op: "clamp",
@@ -103,7 +103,7 @@ describe("an entry of the panel", () => {
     });
   });
 
-  it("writes when as a word where a word will do", () => {
+  it("sends when as a string where possible", () => {
     expect(sentOf({ phase: "generation" })?.when).toBe("generation");
     expect(sentOf({ phase: "last_prompt", positions: "3:" })?.when).toBe("last_prompt");
     expect(sentOf({ skipsSpecial: true })?.when).toEqual({ phase: "both", skip_special: true });
@@ -144,13 +144,13 @@ describe("an entry of the panel", () => {
     expect(draftOf(1, found)).toBeNull();
   });
 
-  it("takes another way to act with that way's strength, its sign kept", () => {
+  it("changes the operation with its default scale, keeping the sign", () => {
     expect(withOp(entry(), "ablate", false, 4)).toMatchObject({ op: "ablate", scale: 1 });
     expect(withOp(entry({ scale: -8 }), "add", true, 4)).toMatchObject({ isMatched: true, scale: -0.25 });
     expect(withOp(entry({ scale: 9 }), "add", false, 4).scale).toBe(9);
   });
 
-  it("has a slider around the suggestion, to both sides", () => {
+  it("has a slider to both sides of 0, by the suggested scale", () => {
     expect(reachOf(entry(), 4)).toBe(12);
     expect(reachOf(entry(), -4)).toBe(12);
     expect(reachOf(entry({ isMatched: true }), 4)).toBe(1);
@@ -160,9 +160,9 @@ describe("an entry of the panel", () => {
   });
 });
 
-describe("what is wrong with an entry is said", () => {
+describe("the faults of an entry are listed", () => {
   it.each<[string, Partial<EntryDraft>, string]>([
-    ["a vector that is gone", { vector: "sorrow" }, "no longer has the vector sorrow"],
+    ["a vector that was removed", { vector: "sorrow" }, "no longer has the vector sorrow"],
     ["no scale", { scale: null }, "Set a scale"],
     ["no point", { points: [] }, "at least one point"],
     ["a point that is not tapped", { points: ["post_block.3"] }, "post_block.3 is not tapped"],
@@ -172,13 +172,13 @@ describe("what is wrong with an entry is said", () => {
     ["a gate without a probe", { gate: { ...GATE, probe: "" } }, "Choose the gate's probe"],
     ["a gate without a threshold", { gate: { ...GATE, probe: "bare" } }, "set one"],
     ["a gate on a later point", { gate: { ...GATE, probe: "late" } }, "only after post_block.10"],
-    ["a sharpness of nothing", { gate: { ...GATE, sharpness: 0 } }, "above 0"],
+    ["a sharpness of 0", { gate: { ...GATE, sharpness: 0 } }, "above 0"],
     ["a release over the threshold", { gate: { ...GATE, release: 0.6 } }, "at or below"],
   ])("%s", (_, change, words) => {
     expect(faults(change)).toContain(words);
   });
 
-  it("and nothing where all is well: a gate may read the same place", () => {
+  it("and are none for a valid entry: a gate may read the same point", () => {
     expect(faults({})).toBe("");
     expect(faults({ gate: GATE })).toBe("");
     expect(faults({ points: ["post_block.15"], gate: { ...GATE, probe: "late", release: 0.5 } })).toBe("");
@@ -192,7 +192,7 @@ type Sent<T> = T extends (infer Each)[]
     ? { [K in keyof T]?: Sent<T[K]> }
     : T;
 
-it("what is sent is what the server's schema knows", () => {
+it("the fields that are sent are in the server's schema", () => {
   const entries: Sent<components["schemas"]["SteerEntry"]>[] = entriesOf([entry({ gate: GATE })]);
   expect(entries[0]?.gate?.probe).toBe("early");
 });
@@ -214,7 +214,7 @@ describe("a gate is offered", () => {
 });
 
 describe("positions", () => {
-  it("are ranges and single places", () => {
+  it("are ranges and single positions", () => {
     expect(rangesOf(" 0:4, -3:,7 ,-2", "both").ranges).toEqual([
       [0, 4],
       [-3, null],
@@ -243,7 +243,7 @@ describe("positions", () => {
 describe("a question", () => {
   const draft: Draft = { ...EMPTY.draft, entries: [entry()], rules: [] };
 
-  it("asked both ways is two requests that differ in nothing but steering", () => {
+  it("asked with and without steering is two requests that differ only in steering", () => {
     const [plain, steered] = requestsOf(draft, true).map((asked) => bodyOf({ model: "m", ...asked }, []));
     expect(steered?.clairai.steer).toEqual([{ vector: "joy", scale: 4, op: "add" }]);
     const { steer, ...rest } = steered?.clairai ?? {};
@@ -259,13 +259,13 @@ describe("a question", () => {
     expect(asks.map(({ stop }) => stop.length)).toEqual([1, 1]);
   });
 
-  it("is one request where nothing steers, or no other was wanted", () => {
+  it("is one request without steering, or if no comparison is wanted", () => {
     expect(requestsOf(draft, false)).toHaveLength(1);
     expect(requestsOf({ ...draft, entries: [entry({ scale: 0 })] }, true)).toHaveLength(1);
     expect(requestsOf(draft, false)[0]?.sampling.seed).toBeNull();
   });
 
-  it("is held back where an engine without steering would be asked to steer", () => {
+  it("is not sent if it steers an engine without steering", () => {
     const probes = [...CATALOG.probes];
     const on = {
       kind: "on" as const,

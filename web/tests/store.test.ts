@@ -13,8 +13,8 @@ function fakeFrames() {
   return { frames, asked, turn: () => asked.splice(0).forEach((callback) => callback()) };
 }
 
-describe("work asked for in a frame", () => {
-  it("is done once, however often it was asked for", () => {
+describe("scheduled work", () => {
+  it("runs once, however often it was scheduled", () => {
     const { frames, asked, turn } = fakeFrames();
     const work = vi.fn();
     for (let i = 0; i < 1000; i += 1) frames.schedule(work);
@@ -23,7 +23,7 @@ describe("work asked for in a frame", () => {
     expect(work).toHaveBeenCalledTimes(1);
   });
 
-  it("that asks again gets its turn in the next frame", () => {
+  it("that schedules itself again runs in the next frame", () => {
     const { frames, turn } = fakeFrames();
     const work = vi.fn(() => frames.schedule(work));
     frames.schedule(work);
@@ -33,7 +33,7 @@ describe("work asked for in a frame", () => {
   });
 });
 
-it("a tape's watchers are told at most once a frame, and only of their own run", () => {
+it("listeners of a transcript are notified at most once a frame, and only of their own run", () => {
   const { frames, turn } = fakeFrames();
   const transcripts = new TranscriptStore(frames);
   const [ours, other] = [vi.fn(), vi.fn()];
@@ -70,12 +70,12 @@ describe("a conversation", () => {
     expect(pathTo({ x: run("x", { parent: "x" }) }, "x")).toHaveLength(1);
   });
 
-  it("has variants where a turn was asked again", () => {
+  it("has variants if a turn was asked again", () => {
     expect(siblings(runs, runs.b).map(({ id }) => id)).toEqual(["b", "c"]);
     expect(siblings(runs, runs.a).map(({ id }) => id)).toEqual(["a", "d"]);
   });
 
-  it("goes on to its newest turn", () => {
+  it("continues to its newest turn", () => {
     expect(leafOf(runs, "a")).toBe("c");
     expect(leafOf(runs, "d")).toBe("d");
   });
@@ -95,7 +95,7 @@ describe("the marked token", () => {
     expect(shownFocus(focus.getState())).toEqual(at(0));
   });
 
-  it("is let go of when it is pinned again", () => {
+  it("is unpinned when it is pinned again", () => {
     const focus = createFocus();
     pin(focus, at(1), null);
     pin(focus, at(1), null);
@@ -114,7 +114,7 @@ describe("the marked token", () => {
     expect(focus.getState().pin).toEqual(at(0));
   });
 
-  it("does not move where there are no tokens", () => {
+  it("does not move without tokens", () => {
     const focus = createFocus();
     move(focus, "r", new Transcript(), 1);
     expect(focus.getState().pin).toBeNull();

@@ -24,25 +24,25 @@ describe("a token", () => {
     expect(kindOf(text)).toBe(kind);
   });
 
-  it("hides nothing in a tooltip", () => {
+  it("is completely visible in a tooltip", () => {
     expect(visible(" a\n\tb")).toBe("·a↵→b");
     expect(visible("\u202egnp.\u200b\u0007")).toBe("\\u202egnp.\\u200b\\u0007");
     expect(visible("")).toBe("(part of a character)");
   });
 
-  it("keeps its text on the page but for what would turn the line around", () => {
+  it("keeps its text on the page except for control and direction characters", () => {
     expect(shown(" a\n\tb")).toBe(" a\n\tb");
     expect(shown("<img src=x>")).toBe("<img src=x>");
     expect(shown("\u202eabc\u0000")).toBe("\\u202eabc\\u0000");
     expect(shown("مرحبا 你好 🙂")).toBe("مرحبا 你好 🙂");
   });
 
-  it("marks the white space it begins with", () => {
+  it("marks its leading white space", () => {
     expect(leadOf("  \tx y")).toBe("··→");
     expect(leadOf("x ")).toBe("");
   });
 
-  it("can be said aloud", () => {
+  it("can be read aloud", () => {
     expect(spoken("  ")).toBe("2 spaces");
     expect(spoken("\n")).toBe("new line");
     expect(spoken(" sky")).toBe("sky");
@@ -65,11 +65,11 @@ describe("the user's words in a prompt", () => {
     expect(locate(["a", " b", "x", "a", " b"], "a b")).toEqual([3, 5]);
   });
 
-  it("take a token that they share with the template whole", () => {
+  it("include a token that they share with the template", () => {
     expect(locate(["user\nWhy", " not", "?<end>"], "Why not?")).toEqual([0, 3]);
   });
 
-  it("are not found where the template changed them", () => {
+  it("are not found if the template changed them", () => {
     expect(locate(prompt, "Why is the sky green?")).toBeNull();
     expect(locate(prompt, "   ")).toBeNull();
   });
@@ -88,12 +88,12 @@ describe("a number", () => {
     expect(score(value)).toBe(text);
   });
 
-  it("has its sign in a difference", () => {
+  it("has a sign in a difference", () => {
     expect(signed(0.5)).toBe("+0.5000");
     expect(signed(-0.5)).toBe("−0.5000");
   });
 
-  it("is brief on axes", () => {
+  it("is short on axes", () => {
     expect([brief(0), brief(0.001), brief(0.25), brief(12.34), brief(1e-5)]).toEqual([
       "0.00",
       "0.001",
@@ -119,7 +119,7 @@ it("a point is read as layer and place", () => {
   expect(placeOf("elsewhere")).toEqual({ layer: -1, where: "elsewhere" });
 });
 
-it("a place lies behind another in the order of a forward pass; after a block is before the next", () => {
+it("points are ordered as in a forward pass; after a block is before the next one", () => {
   expect(isBehind("post_block.3", "post_attn.3")).toBe(true);
   expect(isBehind("post_block.3", "pre_attn.4")).toBe(false);
   expect(isBehind("pre_attn.4", "post_block.3")).toBe(false);
@@ -152,7 +152,7 @@ describe("steering in words", () => {
     );
   });
 
-  it("names the tiers that steer, and no other", () => {
+  it("names only the tiers that steer", () => {
     expect(tierWords({ base: [], prefill: [{ vector: "joy", scale: 2 }], decode: [] })).toBe(
       "prefill: joy +2 in the prompt",
     );

@@ -9,7 +9,7 @@ function transcriptOf(...events: Parameters<Transcript["apply"]>[0][]): Transcri
   return transcript;
 }
 
-describe("a tape", () => {
+describe("a transcript", () => {
   it("puts the prompt before the answer and scores where they belong", () => {
     const transcript = transcriptOf(
       prompt(0, "p", "q"),
@@ -22,14 +22,14 @@ describe("a tape", () => {
     expect(transcript.text).toBe("ab");
   });
 
-  it("tells a score that is null from one that has not come", () => {
+  it("distinguishes a null score from one that has not arrived", () => {
     const transcript = transcriptOf(token(0, "a", "b"), update("answer", 0, ["x"], [null]));
     expect(transcript.scores.hasArrived(0)).toBe(true);
     expect(transcript.scores.hasArrived(1)).toBe(false);
     expect(transcript.scores.value("x", 0)).toBeNaN();
   });
 
-  it("keeps every score at its token when the prompt comes late and in parts", () => {
+  it("keeps every score at its token when the prompt arrives late and in parts", () => {
     const transcript = transcriptOf(
       token(0, "a", "b"),
       update("answer", 0, ["x"], [0.7], [0.8]),
@@ -58,17 +58,17 @@ describe("a tape", () => {
     expect(() => transcriptOf(token(0, "a"), token(2, "c"))).toThrow(ProtocolError);
   });
 
-  it("refuses a score for a token that has not come", () => {
+  it("refuses a score for a token that has not arrived", () => {
     expect(() => transcriptOf(token(0, "a"), update("answer", 1, ["x"], [1]))).toThrow(ProtocolError);
   });
 
-  it("leaves other choices alone", () => {
+  it("ignores other choices", () => {
     const other = token(0, "z");
     if (other.kind === "token") other.data.choice = 1;
     expect(transcriptOf(token(0, "a"), other).tokens).toEqual(["a"]);
   });
 
-  it("sums what was lost, and believes the final count where it is higher", () => {
+  it("sums the lost rows, and uses the final count if it is higher", () => {
     const transcript = transcriptOf(token(0, "a", "b"));
     const lossy = update("answer", 0, ["x"], [null], [null]);
     if (lossy.kind === "probe_update") lossy.data.lost = 2;
@@ -87,7 +87,7 @@ describe("a tape", () => {
     expect(transcript.lost).toBe(5);
   });
 
-  it("takes a prompt of two hundred thousand tokens", () => {
+  it("accepts a prompt of two hundred thousand tokens", () => {
     const tokens = Array.from({ length: 200_000 }, () => "t");
     expect(
       transcriptOf(prompt(0, ...tokens.slice(0, 10)), prompt(10, ...tokens.slice(0, 60_000))).length,
