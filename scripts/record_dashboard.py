@@ -13,7 +13,7 @@ from typing import Final
 from PIL import Image
 
 from scripts.web import prepare
-from tests.web.served import served
+from tests.web.server import running_server
 
 PICTURE: Final = Path(__file__).parents[1] / "docs" / "images" / "dashboard.gif"
 FRAME_MS: Final = 140
@@ -28,7 +28,7 @@ def main() -> int:
     with tempfile.TemporaryDirectory(prefix="clairai-") as folder:
         frames = Path(folder) / "frames"
         frames.mkdir()
-        with served(Path(folder), "demo", is_up=lambda status: status == 200) as url:
+        with running_server(Path(folder), "demo", is_up=lambda status: status == 200) as url:
             record = ("node", "scripts/record.mjs", url, str(frames))
             done = tools.run(*record, timeout_s=240.0, CLAIRAI_URL=url)
         if done.returncode != 0:

@@ -1,4 +1,4 @@
-"""Takes a machine; gives the page's tools, and what became of every journey, walked once."""
+"""Fixtures of the page's tests: its Node tools, and the results of all journeys, which run once."""
 
 from __future__ import annotations
 
@@ -14,22 +14,22 @@ from typing import Any, Final
 import pytest
 
 from scripts.web import WEB, Tools, ToolsMissing, prepare
-from tests.web.served import served
+from tests.web.server import running_server
 
 KEY: Final = "a-key-for-journeys"
-NOBODY: Final = "http://127.0.0.1:1"  # no upstream listens there
-WALK_DEADLINE_S: Final = 540.0
+NO_UPSTREAM: Final = "http://127.0.0.1:1"  # nothing listens there
+JOURNEYS_DEADLINE_S: Final = 540.0
 
 
 @dataclass(frozen=True)
-class Walk:
-    """What became of every journey: its file, its sentence, its failures."""
+class JourneyResults:
+    """The file, title and failures of every journey, and the output of the runner."""
 
     journeys: tuple[tuple[str, str, tuple[str, ...]], ...]
-    said: str
+    output: str
 
-    def of(self, file: str) -> dict[str, tuple[str, ...]]:
-        return {title: faults for name, title, faults in self.journeys if name == file}
+    def of_file(self, file: str) -> dict[str, tuple[str, ...]]:
+        return {title: failures for name, title, failures in self.journeys if name == file}
 
 
 @pytest.fixture(scope="session")
@@ -41,36 +41,36 @@ def tools() -> Tools:
 
 
 @pytest.fixture(scope="session")
-def walk(tools: Tools) -> Iterator[Walk]:
-    """Every journey, in one browser, against one engine."""
+def journey_results(tools: Tools) -> Iterator[JourneyResults]:
+    """Run every journey in one browser against one engine."""
     folder = Path(tempfile.mkdtemp(prefix="clairai-"))  # short enough for a socket's path
     key = folder / "key"
     key.write_text(KEY)
     key.chmod(0o600)
-    waits = ("proxy", "--upstream", NOBODY, "--api-key-file", str(key))
+    waiting_proxy = ("proxy", "--upstream", NO_UPSTREAM, "--api-key-file", str(key))
     try:
         with (
-            served(folder, *waits, is_up=lambda status: status == 503) as waiting,
-            served(folder, "demo", is_up=lambda status: status == 200) as demo,
+            running_server(folder, *waiting_proxy, is_up=lambda status: status == 503) as waiting,
+            running_server(folder, "demo", is_up=lambda status: status == 200) as demo,
         ):
-            yield _walked(tools, folder, demo=demo, waiting=waiting)
+            yield _run_journeys(tools, folder, demo=demo, waiting=waiting)
     finally:
         shutil.rmtree(folder)
 
 
-def _walked(tools: Tools, folder: Path, *, demo: str, waiting: str) -> Walk:
+def _run_journeys(tools: Tools, folder: Path, *, demo: str, waiting: str) -> JourneyResults:
     report = folder / "journeys.json"
     done = tools.run(
         *("npx", "vitest", "run", "--config", "vitest.journeys.config.ts"),
         *("--reporter=default", "--reporter=json", f"--outputFile.json={report}"),
-        timeout_s=WALK_DEADLINE_S,
+        timeout_s=JOURNEYS_DEADLINE_S,
         CLAIRAI_URL=demo,
         CLAIRAI_WAITING_URL=waiting,
         CLAIRAI_WAITING_KEY=KEY,
         CLAIRAI_PYTHON=sys.executable,
     )
     assert report.exists(), done.stdout[-8000:]
-    return Walk(tuple(_journeys(json.loads(report.read_text()))), done.stdout)
+    return JourneyResults(tuple(_journeys(json.loads(report.read_text()))), done.stdout)
 
 
 def _journeys(report: dict[str, Any]) -> Iterator[tuple[str, str, tuple[str, ...]]]:
@@ -78,5 +78,5 @@ def _journeys(report: dict[str, Any]) -> Iterator[tuple[str, str, tuple[str, ...
         name = Path(file["name"]).relative_to(WEB / "journeys").name
         for journey in file["assertionResults"]:
             is_good = journey["status"] == "passed"
-            faults = () if is_good else tuple(journey["failureMessages"]) or (journey["status"],)
-            yield name, journey["fullName"], faults
+            failures = () if is_good else tuple(journey["failureMessages"]) or (journey["status"],)
+            yield name, journey["fullName"], failures

@@ -1,4 +1,4 @@
-"""The page's sources: typed, linted, tested; what is built and generated from them is not stale."""
+"""Checks the page's sources, and that the built page and the generated types are up to date."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ def differences(built: dict[str, bytes], kept: dict[str, bytes]) -> list[str]:
     return [name for name in names if built.get(name) != kept.get(name)]
 
 
-Verdicts = dict[str, subprocess.CompletedProcess[str]]
+CheckResults = dict[str, subprocess.CompletedProcess[str]]
 
 
 @pytest.fixture(scope="module")
-def verdicts(tools: Tools) -> Verdicts:
-    """What each checker says; they run at once, because each has a core to itself for seconds."""
+def check_results(tools: Tools) -> CheckResults:
+    """The result of each checker; they run in parallel, because each keeps one core busy."""
     commands = {
         "tsc": ("-p", "."),
         "eslint": (".",),
@@ -49,22 +49,22 @@ def verdicts(tools: Tools) -> Verdicts:
             name: pool.submit(tools.run, "npx", name, *flags, timeout_s=400)
             for name, flags in commands.items()
         }
-        return {name: verdict.result() for name, verdict in running.items()}
+        return {name: result.result() for name, result in running.items()}
 
 
 @pytest.mark.parametrize("checker", ["tsc", "eslint", "prettier", "vitest"])
-def test_the_page_passes_what_checks_it(checker: str, verdicts: Verdicts) -> None:
-    assert verdicts[checker].returncode == 0, verdicts[checker].stdout[-8000:]
+def test_the_page_passes_every_checker(checker: str, check_results: CheckResults) -> None:
+    assert check_results[checker].returncode == 0, check_results[checker].stdout[-8000:]
 
 
-def test_the_page_in_the_package_is_what_its_sources_make(tools: Tools, tmp_path: Path) -> None:
+def test_the_page_in_the_package_is_built_from_its_sources(tools: Tools, tmp_path: Path) -> None:
     built = tmp_path / "page"
     done = tools.run("npx", "vite", "build", "--outDir", str(built), "--emptyOutDir", timeout_s=300)
     assert done.returncode == 0, done.stdout[-8000:]
     assert differences(files_of(built), files_of(PAGE)) == [], "run `npm run build` in web/"
 
 
-def test_a_page_that_is_stale_is_found() -> None:
+def test_a_stale_page_is_detected() -> None:
     kept = {"index.html": b"a", "assets/x.js": b"b"}
     assert differences(kept, kept) == []
     assert differences({**kept, "index.html": b"c"}, kept) == ["index.html"]
@@ -74,7 +74,7 @@ def test_a_page_that_is_stale_is_found() -> None:
     ]
 
 
-def test_the_types_are_those_of_the_servers_schema(tools: Tools, tmp_path: Path) -> None:
+def test_the_types_match_the_schema_of_the_server(tools: Tools, tmp_path: Path) -> None:
     document = tmp_path / "openapi.json"
     made = subprocess.run(
         [sys.executable, "-m", "clairai.proxy.schema"], capture_output=True, check=True
@@ -90,7 +90,7 @@ def test_the_types_are_those_of_the_servers_schema(tools: Tools, tmp_path: Path)
     assert "npm run types" in stale.stdout
 
 
-def test_the_page_needs_no_inline_script_or_style_and_nobody_else() -> None:
+def test_the_page_has_no_inline_script_or_style_and_loads_only_its_own_files() -> None:
     html = (PAGE / "index.html").read_text()
     assert re.findall(r"<script(?![^>]*\bsrc=)", html) == []
     assert re.findall(r"<style|\sstyle=|\son\w+=", html) == []
@@ -117,7 +117,7 @@ def test_no_file_of_the_page_is_longer_than_300_lines() -> None:
     } == {}
 
 
-def test_every_file_of_the_page_begins_with_what_it_is_for() -> None:
+def test_every_file_of_the_page_opens_with_a_comment() -> None:
     sources = [*(WEB / "src").rglob("*.ts*"), *(WEB / "scripts").glob("*.mjs")]
     silent = [file.name for file in sources if not file.read_text().startswith("// ")]
     assert silent == []

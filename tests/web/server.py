@@ -1,4 +1,4 @@
-"""Takes nothing; gives the demo as a user starts it, and a proxy whose engine never comes up."""
+"""Runs a clairai command as a server for the journeys: the demo, or a proxy without an engine."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from typing import Final
 
 START_DEADLINE_S: Final = 240.0
 STOP_DEADLINE_S: Final = 60.0
-LOOK_EVERY_S: Final = 0.25
+POLL_S: Final = 0.25
 ENVIRONMENT: Final = {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}
 
 
@@ -28,8 +28,8 @@ def free_port() -> int:
 
 
 @contextmanager
-def served(folder: Path, *command: str, is_up: Callable[[int], bool]) -> Iterator[str]:
-    """`clairai COMMAND` on a free port from when `is_up` likes its health; ended as Ctrl-C does."""
+def running_server(folder: Path, *command: str, is_up: Callable[[int], bool]) -> Iterator[str]:
+    """Run `clairai COMMAND` on a free port; yields once `is_up` accepts the status of /health."""
     port = free_port()
     log = folder / f"{command[0]}.log"
     with log.open("wb") as out:
@@ -41,7 +41,7 @@ def served(folder: Path, *command: str, is_up: Callable[[int], bool]) -> Iterato
         )
     url = f"http://127.0.0.1:{port}"
     try:
-        _await(process, log, lambda: is_up(health(url)))
+        _wait_until_up(process, log, lambda: is_up(health(url)))
         yield url
     finally:
         process.send_signal(signal.SIGINT)
@@ -53,7 +53,7 @@ def served(folder: Path, *command: str, is_up: Callable[[int], bool]) -> Iterato
 
 
 def health(url: str) -> int:
-    """The status of /health; 0 while nobody answers."""
+    """The HTTP status of /health; 0 while nothing listens."""
     try:
         with urllib.request.urlopen(f"{url}/health", timeout=5) as answer:  # noqa: S310
             return int(answer.status)
@@ -67,11 +67,13 @@ def _environ(folder: Path) -> Mapping[str, str]:
     return os.environ | ENVIRONMENT | {"CLAIRAI_RUNTIME_DIR": str(folder)}
 
 
-def _await(process: subprocess.Popen[bytes], log: Path, is_up: Callable[[], bool]) -> None:
+def _wait_until_up(process: subprocess.Popen[bytes], log: Path, is_up: Callable[[], bool]) -> None:
     deadline_s = time.monotonic() + START_DEADLINE_S
     while not is_up():
-        assert time.monotonic() < deadline_s, f"not within {START_DEADLINE_S} s"
-        # the pause between two looks ends at once if the process does
+        assert time.monotonic() < deadline_s, (
+            f"the server did not start within {START_DEADLINE_S} s"
+        )
+        # waiting on the process notices at once that it has ended
         with suppress(subprocess.TimeoutExpired):
-            process.wait(LOOK_EVERY_S)
-            raise AssertionError(f"it ended by itself:\n{log.read_text()[-4000:]}")
+            process.wait(POLL_S)
+            raise AssertionError(f"the server ended by itself:\n{log.read_text()[-4000:]}")
