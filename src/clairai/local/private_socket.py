@@ -117,18 +117,21 @@ def connect(path: Path, *, timeout_s: float, error: type[ClairaiError]) -> socke
     return sock
 
 
-def call_in_forked_child(method: Callable[[], None]) -> None:
+def call_in_forked_child(method: Callable[[], None], lock: threading.Lock | None = None) -> None:
     """Call a bound method in every forked child, for as long as its object lives.
 
     A child that kept an inherited socket open would hide its parent's death from the other end.
+    No fork happens while `lock` is held: its holder can make a socket known to `method` first.
     """
     reference = weakref.WeakMethod(method)
+    lock = lock or threading.Lock()
 
     def call() -> None:
+        lock.release()
         if (inherited := reference()) is not None:
             inherited()
 
-    os.register_at_fork(after_in_child=call)
+    os.register_at_fork(before=lock.acquire, after_in_parent=lock.release, after_in_child=call)
 
 
 def peer_uid(sock: socket.socket) -> int:

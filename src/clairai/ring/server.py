@@ -66,7 +66,8 @@ class RingServer:
         self._selector = selectors.DefaultSelector()
         self._selector.register(self._listener, selectors.EVENT_READ)
         self._selector.register(self._wake_fd, selectors.EVENT_READ)
-        call_in_forked_child(self._release_in_child)
+        self._accept_lock = threading.Lock()  # held from accept until a session has the socket
+        call_in_forked_child(self._release_in_child, self._accept_lock)
         self._thread = threading.Thread(target=self._serve, name="clairai-ring", daemon=True)
         self._thread.start()
 
@@ -100,7 +101,8 @@ class RingServer:
         while not self._is_closing.is_set():
             for key, _ in self._selector.select():
                 if key.fileobj is self._listener:
-                    self._accept()
+                    with self._accept_lock:
+                        self._accept()
                 elif isinstance(key.data, _Session):
                     self._serve_reader(key.data)
 

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
+import threading
 import warnings
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -12,9 +15,21 @@ import pytest
 from clairai.errors import EngineGoneError, HandshakeError
 from clairai.local.private_socket import encode_frame, live_engine_sockets
 from clairai.ring.attach import RingReader
-from clairai.ring.server import MAX_READERS
+from clairai.ring.memory import HostMemory
+from clairai.ring.server import MAX_READERS, RingServer
+from clairai.ring.writer import new_epoch
 from clairai.wire.ring_messages import MAX_MESSAGE_BYTES, Bank, ProbeInfo
-from tests.support.ring_engine import attach_first, forked, publish_plain, running_engine, until
+from tests.support.ring_engine import (
+    DEADLINE_S,
+    SMALL,
+    attach_first,
+    forked,
+    publish_plain,
+    running_engine,
+    small_bank,
+    until,
+    welcome,
+)
 
 
 def test_many_readers_each_get_every_record(tmp_path: Path) -> None:
@@ -141,6 +156,54 @@ def _fork_and_wait(folder: Path) -> None:
             (folder / "starting").write_text(str(os.getpid()))
             (folder / "starting").rename(folder / "child")
         signal.pause()
+
+
+class _GatedMemory:
+    """A ring's memory that is handed to a reader only when the gate opens."""
+
+    def __init__(self, memory: HostMemory) -> None:
+        self._memory = memory
+        self.asked, self.gate = threading.Event(), threading.Event()
+
+    @property
+    def fds(self) -> Sequence[int]:
+        self.asked.set()
+        self.gate.wait(DEADLINE_S)
+        return self._memory.fds
+
+
+def test_a_child_forked_while_a_reader_attaches_does_not_hide_the_engines_death(
+    tmp_path: Path,
+) -> None:
+    """The gate opens when a fork is about to happen: the reader's socket has no session yet."""
+    with HostMemory.create(SMALL.nbytes) as memory:
+        gated = _GatedMemory(memory)
+        greeting = welcome(new_epoch(), SMALL)
+        with (
+            RingServer(tmp_path, gated, greeting, small_bank) as server,
+            socket.socket(socket.AF_UNIX) as reader,
+        ):
+            reader.connect(str(server.path))
+            assert gated.asked.wait(DEADLINE_S)
+            os.register_at_fork(before=gated.gate.set)
+            child = _fork_and_pause()
+            try:
+                server.close()
+                reader.settimeout(DEADLINE_S)
+                while reader.recv(1 << 16):  # the greeting, then the end
+                    pass
+            finally:
+                os.kill(child, signal.SIGKILL)
+                os.waitpid(child, 0)
+
+
+def _fork_and_pause() -> int:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # newer Pythons warn about fork with threads
+        child = os.fork()
+    while child == 0:
+        signal.pause()
+    return child
 
 
 def _can_attach(path: Path) -> bool:
