@@ -101,19 +101,24 @@ class RingServer:
         while not self._is_closing.is_set():
             for key, _ in self._selector.select():
                 if key.fileobj is self._listener:
-                    with self._accept_lock:
-                        self._accept()
+                    self._accept()
                 elif isinstance(key.data, _Session):
                     self._serve_reader(key.data)
 
     def _accept(self) -> None:
-        try:
-            sock, _ = self._listener.accept()
-        except OSError as error:
-            # Out of descriptors: the reader stays in the queue; try again, but not at once.
-            _log.warning("no reader can attach for now: %s", error)
-            self._is_closing.wait(ACCEPT_PAUSE_S)
-            return
+        with self._accept_lock:
+            try:
+                sock, _ = self._listener.accept()
+            except OSError as error:
+                failure = error
+            else:
+                self._try_to_admit(sock)
+                return
+        # Out of descriptors: the reader stays in the queue; try again, but not at once.
+        _log.warning("no reader can attach for now: %s", failure)
+        self._is_closing.wait(ACCEPT_PAUSE_S)
+
+    def _try_to_admit(self, sock: socket.socket) -> None:
         try:
             self._admit(sock)
         except Exception as error:
