@@ -1,4 +1,4 @@
-"""Takes a ring protocol; gives every state its writer and reader can reach, and the first wrong.
+"""Explores every state that a ring's writer and reader can reach, and finds the first wrong one.
 
 Memory is as weak as the protocol may meet it. Every block of the writer has a store buffer that
 drains in any order (a GPU) or oldest first (x86-64); stores to one address stay in order. Records

@@ -1,4 +1,4 @@
-"""Takes a folder; gives a real Ray actor new weights, twice, and writes what it then serves.
+"""Sends new weights to a real Ray actor, twice, and writes what it then serves to a folder.
 
 A process of its own: Ray starts servers and threads, and warns freely. The engine in the actor is
 real but for vLLM and the model. Run: python -m tests.process.ray_actor FOLDER

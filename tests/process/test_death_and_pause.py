@@ -1,4 +1,4 @@
-"""Takes writers and readers that are killed or stopped at any moment; gives exact books after."""
+"""Writers and readers are killed or stopped at any moment; the counts are exact afterwards."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Takes a writer and a reader in two processes; gives proof that no record is torn or uncounted."""
+"""A writer and a reader in two processes: no record is torn, none goes uncounted."""
 
 from __future__ import annotations
 
