@@ -33,7 +33,7 @@ check: lint ## lint, then the tests that need no engine, in under 3 minutes
 
 test: lint ## lint, then the whole test suite
 	@$(BIN)/python -m scripts.web
-	@$(BIN)/python -m pytest $(PARALLEL)
+	@$(BIN)/python -m pytest $(PARALLEL) --durations=25
 
 docs: setup ## build the documentation site, with search, in build/site
 	@$(BIN)/pip install -q -e '.[docs]'
