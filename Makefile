@@ -3,9 +3,10 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-# whole files go to a worker, the slowest folders first; JOBS=1 runs one test after the other
+# whole files go to a worker, the slowest folders first; two tests share the cores, so each may take
+# twice as long as alone; JOBS=1 runs one after the other
 JOBS ?= 2
-PARALLEL := -n $(JOBS) --dist loadfile --no-loadscope-reorder
+PARALLEL := -n $(JOBS) --dist loadfile --no-loadscope-reorder --timeout 120
 
 # tests and demo use only what setup has installed, and report to nobody
 export HF_HUB_OFFLINE := 1
@@ -50,4 +51,4 @@ bench: setup ## measure every published number again
 	@$(BIN)/python -m bench.page
 
 clean: ## remove what the targets above have made in this folder
-	@rm -rf .venv .matrix build .mypy_cache .ruff_cache .pytest_cache web/node_modules
+	@rm -rf .venv .matrix .cache build .mypy_cache .ruff_cache .pytest_cache web/node_modules

@@ -174,7 +174,7 @@ def test_a_decision_is_short_and_says_what_would_change_it(page: Path) -> None:
     text = page.read_text()
     assert re.match(r"# \d{4} ", text)
     assert text[2:6] == page.name[:4]
-    assert len(text.splitlines()) <= 60
+    assert len(text.splitlines()) <= 40
     assert {"context", "choice", "what-would-change-our-mind"} <= _anchors(text)
 
 
