@@ -96,6 +96,14 @@ class CrashDisk:
     def nbytes(self, name: str) -> int:
         return len(self.files[name].data)
 
+    def inode(self, name: str) -> int:
+        if name not in self.files:
+            raise FileNotFoundError(errno.ENOENT, "not there")
+        return id(self.files[name])
+
+    def require_claim(self) -> None:
+        """No other process sees this disk."""
+
     def read(self, name: str) -> bytes:
         return self.files[name].data
 

@@ -148,6 +148,10 @@ class PendingShards:
         return taken
 
 
+class _FolderChangedError(StoreStoppedError):
+    """Somebody else has changed the folder. Nothing was added to its manifest."""
+
+
 class Committer:
     """Seals pending shards and commits them to the folder of the one writer."""
 
@@ -156,6 +160,7 @@ class Committer:
         self._names = ShardNames()
         self._sequence = len(manifest.commits)
         self._nbytes, self._chain = manifest.nbytes, manifest.chain
+        self._inode = disk.inode(MANIFEST)
         self._reserve_nbytes = reserve_nbytes
         self._broken = ""
 
@@ -171,10 +176,12 @@ class Committer:
         """Commit these shards together.
 
         Raises OSError if the disk refused: nothing of them remains, and the same call may be tried
-        again. Raises StoreStoppedError if it is unknown what is on the disk: open the folder again.
+        again. Raises StoreStoppedError if somebody else has changed the folder, or if it is unknown
+        what is on the disk: open the folder again.
         """
         if self._broken:
             raise StoreStoppedError(self._broken)
+        self._require_unchanged()
         self._require_room(shards)
         entries = tuple(shard.entry() for shard in shards)
         try:
@@ -182,10 +189,28 @@ class Committer:
             self._publish(
                 shards, CommitLine(MANIFEST_VERSION, self._sequence, time.time_ns(), entries)
             )
-        except OSError:
+        except (OSError, _FolderChangedError):
             self._remove(shards)
             raise
         return entries
+
+    def _require_unchanged(self) -> None:
+        """A line after somebody else's would make the whole manifest unreadable."""
+        try:
+            self._disk.require_claim()
+        except StoreStoppedError as error:
+            self._broken = error.reason
+            raise _FolderChangedError(error.reason) from None
+        try:
+            found = self._disk.inode(MANIFEST), self._disk.nbytes(MANIFEST)
+        except FileNotFoundError:
+            found = None
+        if found != (self._inode, self._nbytes):
+            self._broken = (
+                "the manifest was removed, cut, replaced or written to by somebody else; nothing "
+                "is added to it: open the folder again, or see `clairai capture repair`"
+            )
+            raise _FolderChangedError(self._broken)
 
     def _require_room(self, shards: Sequence[SealedShard]) -> None:
         needed = sum(shard.nbytes for shard in shards) + self._reserve_nbytes
@@ -203,6 +228,7 @@ class Committer:
 
     def _publish(self, shards: Sequence[SealedShard], commit: CommitLine) -> None:
         self._rename_all(shards)
+        self._require_unchanged()
         self._append(commit)
 
     def _rename_all(self, shards: Sequence[SealedShard]) -> None:

@@ -22,7 +22,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final, Protocol
 
-from clairai.errors import StoreBusyError, StoreError, describe_os_error, quote
+from clairai.errors import (
+    StoreBusyError,
+    StoreError,
+    StoreStoppedError,
+    describe_os_error,
+    quote,
+)
 
 IOV_MAX: Final = 1024  # buffers of one writev(2)
 FLUSH_NBYTES: Final = 8 << 20  # how often the kernel is asked to start writing
@@ -33,6 +39,9 @@ MANIFEST: Final = "manifest"
 LOCK: Final = "lock"
 TEMPORARY: Final = ".tmp"
 ORPHAN: Final = ".orphan"
+_LOCK_TRIES: Final = 8
+# NFS makes a flock a lock of bytes, which a folder has none of; others have no flock at all.
+_NO_FOLDER_LOCKS: Final = (errno.EBADF, errno.EINVAL, errno.ENOLCK, errno.EOPNOTSUPP, errno.EISDIR)
 _SHARD: Final = re.compile(
     r"[0-9a-f]{16}-[0-9]{8}(-[0-9a-f]{16}(-[a-z_]{1,16}\.[0-9]{1,5})?)?\.(safetensors|npz)",
     re.ASCII,
@@ -60,9 +69,11 @@ class Disk(Protocol):
     def sync_folder(self) -> None: ...
     def names(self) -> list[str]: ...
     def nbytes(self, name: str) -> int: ...
+    def inode(self, name: str) -> int: ...
     def read(self, name: str) -> bytes: ...
     def view(self, name: str) -> memoryview: ...
     def free_nbytes(self) -> int: ...
+    def require_claim(self) -> None: ...
 
 
 class LocalFile:
@@ -126,7 +137,7 @@ class LocalDisk:
     """A folder of this machine, kept open."""
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
-        self.path = Path(path)
+        self.path = Path(os.path.abspath(path))
         try:
             self._folder = os.open(path, os.O_RDONLY | os.O_DIRECTORY | _OLD)
         except (OSError, ValueError) as error:
@@ -134,7 +145,8 @@ class LocalDisk:
                 f"{quote(os.fspath(path), 200)} cannot be opened as a folder of captures, "
                 f"{describe_os_error(error)}; links are not followed"
             ) from None
-        self.close = weakref.finalize(self, os.close, self._folder)  # also runs at collection
+        self._descriptors = [self._folder]
+        self.close = weakref.finalize(self, _close_all, self._descriptors)  # also at collection
 
     def create(self, name: str, nbytes: int) -> LocalFile:
         descriptor = os.open(name, _NEW, 0o600, dir_fd=self._folder)
@@ -146,10 +158,6 @@ class LocalDisk:
             os.unlink(name, dir_fd=self._folder)
             raise
         return LocalFile(descriptor)
-
-    def open_or_make(self, name: str) -> int:
-        """Return a descriptor, which the caller closes."""
-        return os.open(name, os.O_RDWR | os.O_CREAT | _OLD, 0o600, dir_fd=self._folder)
 
     def append(self, name: str) -> LocalFile:
         return LocalFile(self._open(name, os.O_WRONLY | os.O_APPEND))
@@ -186,6 +194,9 @@ class LocalDisk:
     def nbytes(self, name: str) -> int:
         return os.stat(name, dir_fd=self._folder, follow_symlinks=False).st_size
 
+    def inode(self, name: str) -> int:
+        return os.stat(name, dir_fd=self._folder, follow_symlinks=False).st_ino
+
     def read(self, name: str) -> bytes:
         """Return all of a file, synced first: no crash can undo what was read."""
         descriptor = self._open(name, os.O_RDONLY)
@@ -213,8 +224,11 @@ class LocalDisk:
         status = os.fstatvfs(self._folder)
         return status.f_bavail * status.f_frsize
 
+    def require_claim(self) -> None:
+        """Nothing: this folder was not claimed."""
+
     def _open(self, name: str, flags: int) -> int:
-        descriptor = os.open(name, flags | _OLD, dir_fd=self._folder)
+        descriptor = os.open(name, flags | _OLD, 0o600, dir_fd=self._folder)
         if stat.S_ISREG(os.fstat(descriptor).st_mode):
             return descriptor
         os.close(descriptor)
@@ -245,22 +259,111 @@ class ShardNames:
         return f"{self.epoch}-{self.counter:08d}{tail}.{suffix}"
 
 
-@contextmanager
-def claim_folder(path: str | os.PathLike[str]) -> Iterator[LocalDisk]:
-    """Open a folder, made if it is not there, and keep other writers out until the end."""
-    _make_folder(Path(path))
-    disk = LocalDisk(path)
+class ClaimedDisk(LocalDisk):
+    """A folder that no other writer can claim while this one lives.
+
+    The lock is on the open folder itself, which cannot be replaced as a file in it can. The file
+    `lock` is locked too: for clairai 0.1, which knows only that, and for NFS, which has only that.
+    The kernel releases both, however the process ends.
+    """
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        super().__init__(path)
+        try:
+            self._lock_folder()
+            self._lock = self._lock_file()
+        except BaseException:
+            self.close()
+            raise
+        # A process that is forked from this one must not keep the folder locked after its end.
+        forget = weakref.WeakMethod(self._forget)
+        os.register_at_fork(after_in_child=lambda: (call := forget()) and call())
+
+    def require_claim(self) -> None:
+        """Raise StoreStoppedError if the path leads to another folder now, or to another lock."""
+        path = quote(str(self.path), 200)
+        if not _is_same(self._folder, self.path):
+            raise StoreStoppedError(
+                f"{path} was moved, removed or replaced while it was written to; put the folder "
+                "back, then start again"
+            )
+        if not _is_same(self._lock, LOCK, self._folder):
+            raise StoreStoppedError(
+                f"the file lock of {path} was removed or replaced while the folder was written "
+                "to; leave it alone, and start again"
+            )
+
+    def _lock_folder(self) -> None:
+        try:
+            _take_lock(self._folder, self.path)
+        except OSError as error:
+            if error.errno not in _NO_FOLDER_LOCKS:
+                raise _not_locked(self.path, error) from None
+
+    def _lock_file(self) -> int:
+        """Return a locked descriptor of the file that is named `lock` now."""
+        for _ in range(_LOCK_TRIES):
+            try:
+                descriptor = self._open(LOCK, os.O_RDWR | os.O_CREAT)
+                self._descriptors.append(descriptor)
+                _take_lock(descriptor, self.path)
+            except OSError as error:
+                raise _not_locked(self.path, error) from None
+            if _is_same(descriptor, LOCK, self._folder):
+                return descriptor
+        raise StoreBusyError(f"somebody keeps replacing {LOCK} in {quote(str(self.path), 200)}")
+
+    def _forget(self) -> None:
+        self._folder = self._lock = -1
+        self.close()
+
+
+def _close_all(descriptors: list[int]) -> None:
+    for descriptor in descriptors:
+        os.close(descriptor)
+
+
+def _is_same(descriptor: int, path: str | Path, folder: int | None = None) -> bool:
+    """Whether this path still leads to the file that is open."""
     try:
-        with _hold_lock(disk):
-            yield disk
+        found = os.stat(path, dir_fd=folder, follow_symlinks=False)
+    except FileNotFoundError:
+        return False
+    return os.path.samestat(found, os.fstat(descriptor))
+
+
+def _take_lock(descriptor: int, path: Path) -> None:
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise StoreBusyError(
+            f"{quote(str(path), 200)} has a writer already; end it, or write to another folder"
+        ) from None
+
+
+def _not_locked(path: Path, error: OSError) -> StoreError:
+    return StoreError(
+        f"{quote(str(path), 200)} cannot be locked, {describe_os_error(error)}; give a folder on "
+        "a disk of this machine, or on one that supports flock"
+    )
+
+
+@contextmanager
+def claim_folder(path: str | os.PathLike[str]) -> Iterator[ClaimedDisk]:
+    """Open a folder, made if it is not there, and keep other writers out until the end."""
+    _make_folder(Path(os.path.abspath(path)))
+    disk = ClaimedDisk(path)
+    try:
+        yield disk
     finally:
         disk.close()
 
 
 def _make_folder(path: Path) -> None:
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.mkdir(mode=0o700, exist_ok=True)
+        for missing in reversed([one for one in path.parents if not one.exists()]):
+            _make_durable_folder(missing, 0o777)
+        _make_durable_folder(path, 0o700)
         mode = path.lstat().st_mode
     except (OSError, ValueError) as error:
         raise StoreError(
@@ -274,29 +377,17 @@ def _make_folder(path: Path) -> None:
         )
 
 
-@contextmanager
-def _hold_lock(disk: LocalDisk) -> Iterator[None]:
-    """Hold the folder's lock; the kernel releases it however the process ends."""
+def _make_durable_folder(path: Path, mode: int) -> None:
+    """Make a folder, and sync the one that holds its name: no crash can undo what is in it."""
     try:
-        descriptor = disk.open_or_make(LOCK)
-    except OSError as error:
-        raise StoreError(
-            f"{quote(str(disk.path), 200)} cannot be locked, {describe_os_error(error)}"
-        ) from None
+        path.mkdir(mode=mode)
+    except FileExistsError:
+        return
+    descriptor = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
-        _take_lock(descriptor, disk.path)
-        yield
+        _sync_if_possible(descriptor)
     finally:
         os.close(descriptor)
-
-
-def _take_lock(descriptor: int, path: Path) -> None:
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        raise StoreBusyError(
-            f"{quote(str(path), 200)} has a writer already; end it, or write to another folder"
-        ) from None
 
 
 def replace_file(disk: Disk, name: str, data: bytes) -> None:
