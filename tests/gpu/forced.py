@@ -5,6 +5,7 @@ So that engines of different modes, or one engine at different times, forward th
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -57,8 +58,13 @@ def fill(llm: Any) -> None:
     )
 
 
-def ask(llm: Any, is_steered: bool) -> list[Answer]:
-    """All prompts in one batch; runs in the engine's process."""
+def ask_alone(llm: Any, is_steered: bool) -> list[Answer]:
+    """One prompt after the other; runs in the engine's process."""
+    return [ask(llm, is_steered, [index])[0] for index in range(len(PROMPTS))]
+
+
+def ask(llm: Any, is_steered: bool, indices: Sequence[int] = range(len(PROMPTS))) -> list[Answer]:
+    """These prompts in one batch; runs in the engine's process."""
     from vllm import SamplingParams
 
     rows = {clairai.Point.parse(point): 4 * directions(point)[0] for point in (FIRST, MIDDLE)}
@@ -73,9 +79,9 @@ def ask(llm: Any, is_steered: bool) -> list[Answer]:
             allowed_token_ids=[token],
             extra_args=clairai.request(prompt_scores=True, steer=steer),
         )
-        for token in FORCED
+        for token in (FORCED[index] for index in indices)
     ]
-    inputs = [{"prompt_token_ids": prompt} for prompt in PROMPTS]
+    inputs = [{"prompt_token_ids": PROMPTS[index]} for index in indices]
     outputs = llm.generate(inputs, params, use_tqdm=False)
     found = [answers[0] for answers in clairai.scores(llm, outputs)]
     return [read(*pair) for pair in zip(outputs, found, strict=True)]

