@@ -111,6 +111,12 @@ class RequestError(ClairaiError, ValueError):
     code = "request"
 
 
+class ForbiddenError(ClairaiError):
+    """An API key has not the right that a request needs."""
+
+    code = "forbidden"
+
+
 class UnsupportedError(ClairaiError):
     code = "unsupported"
 

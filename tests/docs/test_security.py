@@ -10,8 +10,10 @@ from clairai.batch import prompts
 from clairai.capture import pipe
 from clairai.fields import capture, json_fields, rules, steer
 from clairai.fields import ranges as field_ranges
+from clairai.launch import api_key
 from clairai.match import row_collector
 from clairai.probe import bank, file_format, files
+from clairai.proxy import access_keys
 from clairai.ring import server
 from clairai.store import bundle, row_block
 from clairai.weights import manifest, upload
@@ -45,6 +47,10 @@ ROWS: Final = {
         f"{manifest.MAX_MANIFEST_BYTES // MIB} MiB; {manifest.MAX_TENSORS}, {manifest.MAX_BUFFERS}"
     ),
     "an upload of weights": f"{upload.MAX_UPLOAD_HEADER_BYTES // MIB} MiB",
+    "a key file; keys in it": (
+        f"{api_key.MAX_FILE_BYTES >> 10} KiB; {access_keys.MAX_KEYS}; {api_key.MIN_LISTED} to "
+        f"{api_key.MAX_LISTED} characters; {access_keys.MAX_NAME}"
+    ),
     "streams and rows that": f"{row_collector.MAX_STREAMS} and {row_collector.MAX_ROWS:,}",
     "a message to or from the capture writer": f"{pipe.MAX_NBYTES // MIB} MiB",
 }

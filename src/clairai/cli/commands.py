@@ -16,6 +16,7 @@ import typer
 
 from clairai import __version__
 from clairai.cli.capture_commands import capture
+from clairai.cli.key_commands import keys
 from clairai.cli.probe_commands import probes
 from clairai.cli.vector_commands import vectors
 from clairai.cli.weights_commands import weights
@@ -33,6 +34,7 @@ app = typer.Typer(
     rich_markup_mode=None,
 )
 app.add_typer(capture, name="capture")
+app.add_typer(keys, name="keys")
 app.add_typer(probes, name="probes")
 app.add_typer(vectors, name="vectors")
 app.add_typer(weights, name="weights")
@@ -70,7 +72,7 @@ KeyFile = Annotated[
     typer.Option(
         "--api-key-file",
         metavar="FILE",
-        help="Holds the key that requests must carry; else CLAIRAI_API_KEY does.",
+        help="Holds the keys that requests may carry; else CLAIRAI_API_KEY holds one.",
     ),
 ]
 Captures = Annotated[
@@ -245,11 +247,11 @@ def _proxy_options(
     origins: list[str] | None = None,
     names: list[str] | None = None,
 ) -> ProxyOptions:
-    from clairai.launch.api_key import OWN, api_key
+    from clairai.launch.api_key import access_keys
     from clairai.launch.engine_command import ListenAddress
     from clairai.launch.proxy_thread import ProxyOptions
 
-    address = ListenAddress(host, port, api_key(key_file, OWN))
+    address = ListenAddress(host, port, keys=access_keys(key_file))
     return ProxyOptions(address, tuple(origins or ()), tuple(names or ()))
 
 

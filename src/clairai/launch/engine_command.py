@@ -15,6 +15,7 @@ from typing import Any, ClassVar, Final, Self
 
 from clairai.errors import ConfigError, quote
 from clairai.local.private_socket import MAX_SOCKET_PATH_BYTES, socket_path
+from clairai.proxy.access_keys import AccessKey
 
 DEFAULT_HOST: Final = "127.0.0.1"
 DEFAULT_PORT: Final = 6969
@@ -47,18 +48,23 @@ class ListenAddress:
 
     host: str = DEFAULT_HOST
     port: int = DEFAULT_PORT
-    api_key: str | None = None
+    api_key: str | None = None  # one key with every right
+    keys: tuple[AccessKey, ...] = ()  # or several, which only a proxy can tell apart
 
     def __post_init__(self) -> None:
         if not 1 <= self.port <= 65535:
             raise ConfigError(f"port is {self.port}; give 1 to 65535")
         if self.api_key == "":
             raise ConfigError("the API key is empty; give one, or leave the option out")
-        if self.api_key is None and not is_loopback(self.host):
+        if not self.needs_key and not is_loopback(self.host):
             raise ConfigError(
                 f"host {quote(self.host)} can be reached from other machines; set "
                 f"CLAIRAI_API_KEY or give --api-key-file, or keep to {DEFAULT_HOST}"
             )
+
+    @property
+    def needs_key(self) -> bool:
+        return self.api_key is not None or bool(self.keys)
 
     @property
     def url(self) -> str:

@@ -55,6 +55,7 @@ class ProxyOptions:
             host=self.address.host,
             port=self.address.port,
             api_key=self.address.api_key,
+            keys=self.address.keys,
             runtime_dir=runtime,
             examples=self.examples,
             allowed_origins=self.allowed_origins,

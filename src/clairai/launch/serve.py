@@ -167,7 +167,7 @@ def parse_capture_option(text: str) -> dict[str, Any]:
 
 def make_banner(what: str, address: ListenAddress) -> list[str]:
     """Where it serves, and what one can do there."""
-    key = "" if address.api_key is None else "; both ask for the key"
+    key = "; both ask for the key" if address.needs_key else ""
     return [
         f"{what} is served on {address.url}",
         f"dashboard in a browser, OpenAI's API under /v1{key}; "

@@ -84,11 +84,11 @@ def _make_endpoint(
     limit = route.body_limit(proxy.settings.limits)
 
     async def endpoint(request: Request) -> Response:
-        check_access(request, route, proxy.settings)
+        caller = check_access(request, route, proxy.settings)
         if route.body == "file":  # reading it shows whether the client is still there
-            return await handler(HandlerCall(proxy, dashboard, examples, request, None))
+            return await handler(HandlerCall(proxy, dashboard, examples, request, caller, None))
         body = await read_body(request, limit) if route.body != "none" else None
-        call = HandlerCall(proxy, dashboard, examples, request, body)
+        call = HandlerCall(proxy, dashboard, examples, request, caller, body)
         return await while_connected(request, handler(call))
 
     return endpoint

@@ -19,7 +19,9 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from clairai.errors import ConfigError
+from clairai.proxy.caller import Caller
 from clairai.proxy.completions.complete import complete
+from clairai.proxy.completions.named_runs import NamedRun
 from clairai.proxy.dashboard import Dashboard
 from clairai.proxy.proxy import Proxy
 from clairai.proxy.relay import forwarded_headers, read_whole, relay, relay_parts, relay_upload
@@ -38,6 +40,7 @@ class HandlerCall:
     dashboard: Dashboard
     examples: bytes
     request: Request
+    caller: Caller
     body: bytes | None
 
 
@@ -48,16 +51,16 @@ Handler = Callable[[HandlerCall], Coroutine[Any, Any, Response]]
 
 
 async def chat(call: HandlerCall) -> Response:
-    return await complete(call.proxy, call.request, call.body or b"", "/v1/chat/completions")
+    return await _complete(call, "/v1/chat/completions")
 
 
 async def completions(call: HandlerCall) -> Response:
-    return await complete(call.proxy, call.request, call.body or b"", "/v1/completions")
+    return await _complete(call, "/v1/completions")
 
 
 async def resume(call: HandlerCall) -> Response:
     """Stream the events after the last one that the client has; nothing is generated again."""
-    run = call.proxy.runs.get(call.request.path_params["run"])
+    run = _own_run(call)
     after = _last_event(call.request)
     if after > run.last:
         raise HttpRefusal(
@@ -72,13 +75,13 @@ async def resume(call: HandlerCall) -> Response:
 
 
 async def stop(call: HandlerCall) -> Response:
-    call.proxy.runs.stop(call.proxy.runs.get(call.request.path_params["run"]))
+    call.proxy.runs.stop(_own_run(call))
     return Response(status_code=HTTPStatus.NO_CONTENT)
 
 
 async def amend(call: HandlerCall) -> Response:
     """Change the steering of the request of a run."""
-    run = call.proxy.runs.get(call.request.path_params["run"])
+    run = _own_run(call)
     if run.is_over:
         raise HttpRefusal(HTTPStatus.CONFLICT, "the run has ended; nothing of it is left to steer")
     return await _relay_json(call, f"/v1/steering/requests/{run.stream}")
@@ -208,6 +211,14 @@ def load_examples(path: Path | None) -> bytes:
         return msgspec.json.encode(msgspec.json.decode(path.read_bytes(), type=ExampleList))
     except (OSError, msgspec.MsgspecError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path} has no examples: {error}") from None
+
+
+async def _complete(call: HandlerCall, path: str) -> Response:
+    return await complete(call.proxy, call.request, call.caller, call.body or b"", path)
+
+
+def _own_run(call: HandlerCall) -> NamedRun:
+    return call.proxy.runs.get(call.request.path_params["run"], call.caller)
 
 
 async def _relay_json(call: HandlerCall, path: str) -> Response:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import ipaddress
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Final
 from urllib.parse import urlsplit
 
 from clairai.errors import ConfigError, quote
 from clairai.probe.files import MAX_PROBE_NBYTES
+from clairai.proxy.access_keys import AccessKey, check_keys
 from clairai.vector.files import MAX_NBYTES as MAX_VECTOR_NBYTES
 
 DEFAULT_HOST: Final = "127.0.0.1"
@@ -67,7 +69,8 @@ class ProxySettings:
     upstream_api_key: str | None = None
     host: str = DEFAULT_HOST
     port: int = DEFAULT_PORT
-    api_key: str | None = None
+    api_key: str | None = None  # one key with every right
+    keys: tuple[AccessKey, ...] = ()  # or several
     runtime_dir: Path | None = None
     ring_socket: Path | None = None
     examples: Path | None = None
@@ -88,13 +91,21 @@ class ProxySettings:
         for key in (self.api_key, self.upstream_api_key):
             if key == "":
                 raise ConfigError("an API key is empty; give one, or leave it out")
-        if self.api_key is None and not is_loopback(self.host):
+        if self.api_key is not None and self.keys:
+            raise ConfigError("an API key and a list of keys are given; put it into the list")
+        check_keys(self.keys)
+        if not self.access_keys and not is_loopback(self.host):
             raise ConfigError(
                 f"host {quote(self.host)} can be reached from other machines; give an API key, "
                 f"or keep to {DEFAULT_HOST}"
             )
         for origin in self.allowed_origins:
             _check_origin(origin)
+
+    @cached_property
+    def access_keys(self) -> tuple[AccessKey, ...]:
+        """The keys that requests may carry; none if they need not carry one."""
+        return self.keys if self.api_key is None else (AccessKey.of(self.api_key),)
 
     @property
     def upstream_socket(self) -> Path | None:

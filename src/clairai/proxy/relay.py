@@ -107,7 +107,7 @@ def with_query(path: str, request: Request) -> str:
 
 
 def forwarded_headers(proxy: Proxy, request: Request, *, is_edited: bool) -> list[tuple[str, str]]:
-    has_own_key = proxy.settings.api_key is not None
+    has_own_key = bool(proxy.settings.access_keys)
     return request_headers(request.headers.items(), has_own_key=has_own_key, is_edited=is_edited)
 
 

@@ -6,9 +6,7 @@ It also adds the security headers that every response carries.
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import re
-import secrets
 from http import HTTPStatus
 from typing import Final
 from urllib.parse import urlsplit
@@ -18,6 +16,7 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.requests import Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from clairai.proxy.caller import Caller, authorize
 from clairai.proxy.proxy_settings import Limits, ProxySettings, is_loopback
 from clairai.proxy.responses import HttpRefusal, error_response
 from clairai.proxy.routes import Route
@@ -149,29 +148,13 @@ def _host_name(host: str) -> str:
         return ""
 
 
-def check_access(request: Request, route: Route, settings: ProxySettings) -> None:
-    """HttpRefusal if the key is wrong, or if another site's page would change something."""
-    if route.needs_key and settings.api_key is not None:
-        _check_key(request.headers.get("authorization", ""), settings.api_key)
+def check_access(request: Request, route: Route, settings: ProxySettings) -> Caller:
+    """Who asks; HttpRefusal for a wrong key, a missing right, or another site's page."""
+    given = request.headers.get("authorization", "")
+    caller = authorize(given, route.right, settings.access_keys)
     if route.changes:
         _check_origin(request.headers, settings.allowed_origins)
-
-
-def _check_key(given: str, key: str) -> None:
-    scheme, _, token = given.partition(" ")
-    # Digests have one length, so that the time shows neither the key nor its length.
-    is_right = secrets.compare_digest(_digest(token.strip()), _digest(key))
-    if scheme.lower() != "bearer" or not is_right:
-        raise HttpRefusal(
-            HTTPStatus.UNAUTHORIZED,
-            "the API key is missing or wrong; send Authorization: Bearer KEY",
-            code="invalid_api_key",
-            headers={"WWW-Authenticate": "Bearer"},
-        )
-
-
-def _digest(text: str) -> bytes:
-    return hashlib.sha256(text.encode("utf-8", "surrogatepass")).digest()
+    return caller
 
 
 def _check_origin(headers: Headers, allowed: tuple[str, ...]) -> None:

@@ -5,7 +5,7 @@ The app and the OpenAPI document are built from this table. A route that is not 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Final, Literal
 
 import msgspec
@@ -13,6 +13,7 @@ from fastapi import FastAPI
 from starlette.responses import Response
 
 from clairai.proxy import schema
+from clairai.proxy.caller import PUBLIC, Access
 from clairai.proxy.proxy_settings import Limits
 from clairai.weights.manifest import Manifest
 from clairai.wire import weights_messages
@@ -68,14 +69,15 @@ class Route:
     """One route; `path` as FastAPI writes it, `handler` the name of its function in handlers.py.
 
     A route that changes something refuses pages of other sites. `takes` describes its body,
-    `answers` its response: None for one that answers with its status alone.
+    `answers` its response: None for one that answers with its status alone. `right` is what a key
+    must have, if the proxy has keys; there is no default, so that no route is open by oversight.
     """
 
     method: Method
     path: str
     handler: str
     summary: str
-    needs_key: bool = True
+    right: Access = field(kw_only=True)
     body: BodyKind = "none"
     changes: bool = False
     takes: Struct | Content | None = None
@@ -83,6 +85,10 @@ class Route:
     parameters: tuple[Parameter, ...] = ()
     # Statuses besides that of success, each with its description.
     also: tuple[tuple[int, str], ...] = ()
+
+    @property
+    def needs_key(self) -> bool:
+        return self.right != PUBLIC
 
     def body_limit(self, limits: Limits) -> int:
         """The most bytes that are read; none of a file, which is passed on as it comes."""
@@ -104,6 +110,7 @@ ROUTES: Final = (
     Route(
         *("POST", "/v1/chat/completions", "chat"),
         "OpenAI chat completion; with `clairai`, with scores",
+        right="read",
         body="json",
         changes=True,
         takes=schema.ChatRequest,
@@ -112,6 +119,7 @@ ROUTES: Final = (
     Route(
         *("POST", "/v1/completions", "completions"),
         "OpenAI completion; with `clairai`, with scores",
+        right="read",
         body="json",
         changes=True,
         takes=schema.CompletionRequest,
@@ -120,6 +128,7 @@ ROUTES: Final = (
     Route(
         *("GET", "/v1/runs/{run}", "resume"),
         "The events of a named run, from where the client was",
+        right="read",
         answers=_STREAM,
         parameters=(
             _RUN,
@@ -131,22 +140,25 @@ ROUTES: Final = (
     Route(
         *("DELETE", "/v1/runs/{run}", "stop"),
         "Stop a named run",
+        right="read",
         changes=True,
         parameters=(_RUN,),
     ),
     Route(
         *("POST", "/v1/runs/{run}/steering", "amend"),
         "Change the steering of the rest of a named run",
+        right="steer",
         body="json",
         changes=True,
         takes=schema.Amendment,
         answers=schema.Amended,
         parameters=(_RUN,),
     ),
-    Route("GET", "/v1/models", "models", "The engine's models", answers=_OBJECT),
+    Route("GET", "/v1/models", "models", "The engine's models", right="read", answers=_OBJECT),
     Route(
         *("POST", "/tokenize", "tokenize"),
         "The engine's tokens of a text",
+        right="read",
         body="json",
         changes=True,
         takes=_OBJECT,
@@ -155,6 +167,7 @@ ROUTES: Final = (
     Route(
         *("POST", "/detokenize", "detokenize"),
         "The text of some tokens",
+        right="read",
         body="json",
         changes=True,
         takes=_OBJECT,
@@ -163,11 +176,13 @@ ROUTES: Final = (
     Route(
         *("GET", "/v1/probes", "list_probes"),
         "The bank of probes",
+        right="read",
         answers=schema.ProbeList,
     ),
     Route(  # the name of a probe may hold slashes
         *("PUT", "/v1/probes/{name:path}", "put_probe"),
         "Create or replace a probe; the body is a probe file",
+        right="admin",
         body="probe",
         changes=True,
         takes=_FILE,
@@ -178,6 +193,7 @@ ROUTES: Final = (
     Route(
         *("DELETE", "/v1/probes/{name:path}", "remove_probe"),
         "Remove a probe from the bank",
+        right="admin",
         changes=True,
         answers=schema.ProbeList,
         parameters=(_NAME,),
@@ -185,11 +201,13 @@ ROUTES: Final = (
     Route(
         *("GET", "/v1/steering", "get_steering"),
         "What steers every request",
+        right="read",
         answers=schema.Tiers,
     ),
     Route(
         *("POST", "/v1/steering", "set_steering"),
         "Change what steers every request from now on",
+        right="admin",
         body="json",
         changes=True,
         takes=schema.TiersChange,
@@ -198,11 +216,13 @@ ROUTES: Final = (
     Route(
         *("GET", "/v1/steering/vectors", "list_vectors"),
         "The named steering vectors",
+        right="read",
         answers=schema.VectorList,
     ),
     Route(  # the name of a vector may hold slashes
         *("GET", "/v1/steering/vectors/{name:path}", "get_vector"),
         "A steering vector as a safetensors file",
+        right="read",
         answers=_FILE,
         parameters=(_NAME,),
         also=(_UNCHANGED,),
@@ -210,6 +230,7 @@ ROUTES: Final = (
     Route(
         *("PUT", "/v1/steering/vectors/{name:path}", "put_vector"),
         "Name a steering vector; the body is safetensors, GGUF or JSON",
+        right="admin",
         body="vector",
         changes=True,
         takes=_FILE,
@@ -220,6 +241,7 @@ ROUTES: Final = (
     Route(
         *("DELETE", "/v1/steering/vectors/{name:path}", "remove_vector"),
         "Forget a steering vector; running requests keep it",
+        right="admin",
         changes=True,
         answers=schema.VectorList,
         parameters=(_NAME,),
@@ -227,6 +249,7 @@ ROUTES: Final = (
     Route(
         *("GET", "/v1/captures", "list_captures"),
         "The newest captures, and the state of their consumers",
+        right="capture",
         answers=schema.CaptureList,
         parameters=(
             Parameter("limit", "query", {"type": "integer", "minimum": 1, "maximum": 1000}),
@@ -235,6 +258,7 @@ ROUTES: Final = (
     Route(
         *("GET", "/v1/captures/{id}", "get_capture"),
         "A request's captured rows as a safetensors file, or a range of its bytes",
+        right="capture",
         answers=_FILE,
         parameters=_CAPTURE,
         also=((206, "The range that was asked for"), _UNCHANGED),
@@ -242,16 +266,19 @@ ROUTES: Final = (
     Route(
         *("GET", "/v1/weights", "get_weights"),
         "Which weights serve",
+        right="weights",
         answers=weights_messages.WeightsState,
     ),
     Route(
         *("GET", "/v1/weights/tensors", "list_tensors"),
         "What can be sent as new weights",
+        right="weights",
         answers=schema.TensorList,
     ),
     Route(
         *("POST", "/v1/weights/check", "check_weights"),
         "Would these weights be taken?",
+        right="weights",
         body="manifest",
         changes=True,
         takes=Manifest,
@@ -260,6 +287,7 @@ ROUTES: Final = (
     Route(
         *("POST", "/v1/weights/plan", "plan_weights"),
         "The same; the engine then takes their buffers",
+        right="weights",
         body="manifest",
         changes=True,
         takes=Manifest,
@@ -268,6 +296,7 @@ ROUTES: Final = (
     Route(
         *("PUT", "/v1/weights/buffers/{transfer}/{index}", "put_buffer"),
         "A buffer of a planned transfer, as a safetensors file",
+        right="weights",
         body="file",
         changes=True,
         takes=_FILE,
@@ -279,6 +308,7 @@ ROUTES: Final = (
     Route(
         *("POST", "/v1/weights/commit", "commit_weights"),
         "Serve with the weights that were sent",
+        right="weights",
         body="manifest",
         changes=True,
         takes=Manifest,
@@ -288,23 +318,38 @@ ROUTES: Final = (
     Route(
         *("GET", "/v1/clairai", "describe"),
         "The engine, and how this proxy reads its ring",
+        right="read",
         answers=schema.EngineDescription,
     ),
-    Route("GET", "/v1/examples", "examples", "Prompts to try", answers=schema.ExampleList),
+    Route(
+        "GET",
+        "/v1/examples",
+        "examples",
+        "Prompts to try",
+        right="read",
+        answers=schema.ExampleList,
+    ),
     Route(
         *("GET", "/health", "health"),
         "Whether requests are answered and scored",
-        needs_key=False,
+        right="public",
         answers=schema.Health,
         also=((503, "Not now"),),
     ),
-    Route("GET", "/metrics", "metrics", "Counts and histograms for Prometheus", answers=_TEXT),
-    Route("GET", "/openapi.json", "openapi", "This document", answers=_OBJECT),
-    Route("GET", "/", "page", "The dashboard", needs_key=False, answers=_HTML),
+    Route(
+        "GET",
+        "/metrics",
+        "metrics",
+        "Counts and histograms for Prometheus",
+        right="read",
+        answers=_TEXT,
+    ),
+    Route("GET", "/openapi.json", "openapi", "This document", right="read", answers=_OBJECT),
+    Route("GET", "/", "page", "The dashboard", right="public", answers=_HTML),
     Route(
         *("GET", "/assets/{path:path}", "asset"),
         "A file of the dashboard",
-        needs_key=False,
+        right="public",
         answers=_ANY_FILE,
         parameters=(Parameter("path", "path", _STRING),),
     ),

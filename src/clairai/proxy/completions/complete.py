@@ -17,6 +17,7 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
 from clairai.errors import RequestError
+from clairai.proxy.caller import Caller
 from clairai.proxy.completions.chunk import read_chunk
 from clairai.proxy.completions.completion_request import ScoredRequest, read_request
 from clairai.proxy.completions.merger import Merger, StreamWriter, merge_frames
@@ -45,7 +46,9 @@ _LARGE_BYTES: Final = 1 << 16
 Item = TypeVar("Item")
 
 
-async def complete(proxy: Proxy, http: HttpRequest, body: bytes, path: str) -> Response:
+async def complete(
+    proxy: Proxy, http: HttpRequest, caller: Caller, body: bytes, path: str
+) -> Response:
     """`path` is the same here and upstream."""
     async with AsyncExitStack() as stack:
         completion = stack.enter_context(proxy.observe_completion(path))
@@ -53,6 +56,7 @@ async def complete(proxy: Proxy, http: HttpRequest, body: bytes, path: str) -> R
         stack.enter_context(proxy.reserve_place())
         if request is None:
             return await relay_completion(stack.pop_all(), proxy, http, body, path, completion)
+        _check_rights(caller, request)
         await _check_engine(proxy, request)
         scores = completion.scores = stack.enter_context(proxy.open_scores(request))
         asking = proxy.upstream.ask(
@@ -63,7 +67,7 @@ async def complete(proxy: Proxy, http: HttpRequest, body: bytes, path: str) -> R
         )
         if request.options.is_named:
             proxy.runs.make_room()
-        answer = _ScoredAnswer(proxy, request, completion, scores)
+        answer = _ScoredAnswer(proxy, request, completion, scores, caller)
         await answer.load_texts()  # before upstream begins
         response = await stack.enter_async_context(asking)
         if response.status != HTTPStatus.OK:
@@ -89,6 +93,14 @@ async def _read_request(proxy: Proxy, body: bytes) -> ScoredRequest | None:
         raise bad_request(error, param="clairai") from None
 
 
+def _check_rights(caller: Caller, request: ScoredRequest) -> None:
+    """HttpRefusal if the caller's key has not the rights that the fields need."""
+    if request.is_steered:
+        caller.require("steer")
+    if request.options.is_captured:
+        caller.require("capture")
+
+
 async def _check_engine(proxy: Proxy, request: ScoredRequest) -> None:
     """HttpRefusal if the engine cannot do what is asked."""
     await proxy.engine_facts.check_probes(request.options.names)
@@ -102,12 +114,18 @@ class _ScoredAnswer:
     """The answer to one scored request, in one of three forms."""
 
     def __init__(
-        self, proxy: Proxy, request: ScoredRequest, completion: Completion, scores: RequestScores
+        self,
+        proxy: Proxy,
+        request: ScoredRequest,
+        completion: Completion,
+        scores: RequestScores,
+        caller: Caller,
     ) -> None:
         self._proxy = proxy
         self._request = request
         self._completion = completion
         self._scores = scores
+        self._caller = caller
 
     async def load_texts(self) -> None:
         options = self._request.options
@@ -123,7 +141,7 @@ class _ScoredAnswer:
         )
 
     def as_named_run(self, response: aiohttp.ClientResponse, stack: AsyncExitStack) -> Response:
-        run = self._proxy.runs.new()
+        run = self._proxy.runs.new(self._caller.name)
         self._completion.run, run.stream = run.id, self._scores.stream
         self._proxy.runs.start(run, self._put_events(run, response, stack.pop_all()))
         return self._proxy.runs.respond(run, after=0)

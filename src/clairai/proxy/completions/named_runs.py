@@ -18,6 +18,7 @@ from typing import Any, Final
 
 from starlette.responses import Response
 
+from clairai.proxy.caller import Caller
 from clairai.proxy.completions.sse import PING, named_frame
 from clairai.proxy.completions.stream_writers import NamedEvent
 from clairai.proxy.proxy_settings import ProxySettings
@@ -37,7 +38,14 @@ class RunClient:
 class NamedRun:
     """One named run; `on_alone` is called when the last client has gone."""
 
-    def __init__(self, *, limit_bytes: int, on_alone: Callable[[NamedRun], None]) -> None:
+    def __init__(
+        self,
+        *,
+        limit_bytes: int,
+        on_alone: Callable[[NamedRun], None],
+        owner: str | None = None,
+    ) -> None:
+        self.owner = owner  # name of the API key that began it
         self.id = secrets.token_hex(16)
         self.is_over = False
         self.num_times_alone = 0
@@ -161,9 +169,9 @@ class NamedRuns:
                 )
             self._forget(ended)
 
-    def new(self) -> NamedRun:
+    def new(self, owner: str | None = None) -> NamedRun:
         self.make_room()
-        run = NamedRun(limit_bytes=self._limits.run_bytes, on_alone=self._note_alone)
+        run = NamedRun(limit_bytes=self._limits.run_bytes, on_alone=self._note_alone, owner=owner)
         self._runs[run.id] = run
         return run
 
@@ -172,10 +180,13 @@ class NamedRuns:
         run.task = asyncio.create_task(work)
         run.task.add_done_callback(lambda _: self._note_end(run))
 
-    def get(self, run_id: str) -> NamedRun:
-        """HttpRefusal if there is no such run, or no longer."""
+    def get(self, run_id: str, caller: Caller) -> NamedRun:
+        """HttpRefusal if the caller has no such run, or no longer.
+
+        Another's run is answered as one that does not exist, so that ids are not confirmed.
+        """
         run = self._runs.get(run_id)
-        if run is None:
+        if run is None or not caller.owns(run.owner):
             raise HttpRefusal(
                 HTTPStatus.NOT_FOUND,
                 f"no run has this id; it is kept {self._timeouts.run_kept:.0f} s after its end",
