@@ -25,7 +25,6 @@ from clairai.fields.request_fields import parse_fields
 from clairai.points import Point
 from clairai.proxy.completions import completion_request
 from clairai.proxy.proxy_settings import Limits as ProxyLimits
-from clairai.proxy.request_guard import check_json_shape
 from clairai.server.core_cache import CoreView
 from clairai.server.request_check import read_completion
 from clairai.server.steering_preview import preview_steering
@@ -79,7 +78,6 @@ def _body(steer: list[Any]) -> bytes:
 
 
 def _proxied(body: bytes) -> bytes:
-    check_json_shape(body, PROXY_LIMITS)
     request = completion_request.read_request(body, PROXY_LIMITS)
     assert request is not None
     return request.body(7)

@@ -241,7 +241,7 @@ def test_stopped_answers_are_counted_by_probe_and_reported_to_observers(
 def test_only_a_rule_of_the_request_can_have_stopped_an_answer(
     finish: str | None, reason: str | int | None, probe: str | None
 ) -> None:
-    assert find_stopping_probe([RULE, "no rule"], finish, reason) == probe
+    assert find_stopping_probe({"token"}, finish, reason) == probe
     assert find_stopping_probe([], finish, reason) is None
 
 

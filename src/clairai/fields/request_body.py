@@ -6,29 +6,80 @@ Runs in: the proxy and the API server. vLLM passes on what is under `vllm_xargs`
 
 from __future__ import annotations
 
-from typing import Any, Final
+from typing import Final
 
 import msgspec
 
+from clairai.errors import RequestError, quote
+from clairai.fields.json_outline import JsonBounds, check_bounds, outermost_keys
 from clairai.fields.request_fields import KEY
 from clairai.fields.steering_vectors import FIELD_PHASES
 
 XARGS: Final = "vllm_xargs"
+OUR_KEYS: Final = frozenset((KEY, *FIELD_PHASES))
 # A larger body takes longer to read than a token may be late: it is read beside the event loop.
 LARGE_BYTES: Final = 1 << 16
 UNREADABLE: Final = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
 BodyFields = dict[str, msgspec.Raw]
 
 _BODY: Final = msgspec.json.Decoder(BodyFields)
+_FLAG: Final[msgspec.json.Decoder[bool | None]] = msgspec.json.Decoder(bool | None)
+_COUNT: Final[msgspec.json.Decoder[int | None]] = msgspec.json.Decoder(int | None)
 # One of these is in every body with a field of ours: a key may also be written with escapes.
 _MARKS: Final = (KEY.encode(), b"steering_vectors", b"\\u")
-# What pydantic, and so vLLM, reads as true.
-_TRUE: Final = frozenset(("1", "on", "t", "true", "y", "yes"))
+_BOM: Final = b"\xef\xbb\xbf"
+
+
+def check_json(body: bytes, bounds: JsonBounds) -> None:
+    """RequestError if the text of a JSON body may not be handed to a parser."""
+    check_text(body)
+    check_bounds(body, bounds)
+
+
+def check_text(body: bytes) -> None:
+    """RequestError unless a JSON body is plain UTF-8.
+
+    Python's json, and so vLLM, also reads UTF-16 and UTF-32, where no search for a key finds it.
+    JSON has no byte 0 in UTF-8, and has one wherever those two write an ASCII character.
+    """
+    is_plain = b"\0" not in body and not body.startswith(_BOM)
+    if not is_plain or not _is_utf8(body):
+        raise RequestError("the body is not UTF-8; encode JSON as UTF-8, without a byte order mark")
+
+
+def _is_utf8(body: bytes) -> bool:
+    if body.isascii():
+        return True
+    try:
+        body.decode()
+    except UnicodeDecodeError:
+        return False
+    return True
 
 
 def may_have_fields(body: bytes) -> bool:
-    """False for most bodies without fields of ours, without reading them."""
+    """False for most bodies without fields of ours, without reading them; of a checked text."""
     return any(mark in body for mark in _MARKS)
+
+
+def has_our_keys(body: bytes, bounds: JsonBounds) -> bool:
+    """True if a key of ours stands in the outermost object, however it is written.
+
+    RequestError if a key stands there twice and one of them is ours or `vllm_xargs`: parsers differ
+    in which one counts.
+    """
+    keys = outermost_keys(body, bounds)
+    is_ours = not OUR_KEYS.isdisjoint(keys)
+    if (is_ours or XARGS in keys) and len(set(keys)) < len(keys):
+        raise RequestError("a key of the body is there twice; send each once")
+    return is_ours
+
+
+def check_unique_keys(raw: msgspec.Raw, where: str, bounds: JsonBounds) -> None:
+    """RequestError if a key of this object is there twice."""
+    keys = outermost_keys(bytes(raw), bounds)
+    if len(set(keys)) < len(keys):
+        raise RequestError(f"a key under {where} is there twice; send each once")
 
 
 def decode_body(body: bytes) -> BodyFields:
@@ -45,10 +96,21 @@ def steering_vector_fields(fields: BodyFields) -> BodyFields:
     return {name: fields[name] for name in FIELD_PHASES if has_value(fields, name)}
 
 
-def decode_value(raw: msgspec.Raw | None) -> Any:
-    return None if raw is None else msgspec.json.decode(raw)
+def read_flag(fields: BodyFields, name: str) -> bool | None:
+    """RequestError for what only vLLM's lax parser reads as true or false, such as "yes"."""
+    try:
+        return _FLAG.decode(fields.get(name, b"null"))
+    except UNREADABLE:
+        raise RequestError(f"{name} must be true or false, got {_quote(fields[name])}") from None
 
 
-def is_true(raw: msgspec.Raw | None) -> bool:
-    value = decode_value(raw)
-    return value == 1 or (isinstance(value, str) and value.lower() in _TRUE)
+def read_count(fields: BodyFields, name: str) -> int | None:
+    """RequestError for what only vLLM's lax parser reads as a whole number, such as "100"."""
+    try:
+        return _COUNT.decode(fields.get(name, b"null"))
+    except UNREADABLE:
+        raise RequestError(f"{name} must be a whole number, got {_quote(fields[name])}") from None
+
+
+def _quote(raw: msgspec.Raw) -> str:
+    return quote(bytes(memoryview(raw)[:64]).decode("utf-8", "replace"))

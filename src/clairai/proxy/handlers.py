@@ -18,15 +18,15 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
-from clairai.errors import ConfigError
+from clairai.errors import ConfigError, RequestError
+from clairai.fields.request_body import check_json
 from clairai.proxy.caller import Caller
 from clairai.proxy.completions.complete import complete
 from clairai.proxy.completions.named_runs import NamedRun
 from clairai.proxy.dashboard import Dashboard
 from clairai.proxy.proxy import Proxy
 from clairai.proxy.relay import forwarded_headers, read_whole, relay, relay_parts, relay_upload
-from clairai.proxy.request_guard import check_json_shape
-from clairai.proxy.responses import HttpRefusal
+from clairai.proxy.responses import HttpRefusal, bad_request
 from clairai.proxy.schema import ExampleList, Health, ReaderState
 
 _JSON: Final = "application/json"
@@ -222,7 +222,11 @@ def _own_run(call: HandlerCall) -> NamedRun:
 
 
 async def _relay_json(call: HandlerCall, path: str) -> Response:
-    check_json_shape(call.body or b"", call.proxy.settings.limits)
+    body, bounds = call.body or b"", call.proxy.settings.limits.json_bounds
+    try:
+        await call.proxy.large_bodies.run(body, lambda: check_json(body, bounds))
+    except RequestError as error:
+        raise bad_request(error) from None
     return await relay(call.proxy, call.request, call.body, path)
 
 

@@ -18,6 +18,7 @@ from clairai.proxy.completions.completion_request import ScoredRequest
 from clairai.proxy.completions.named_runs import NamedRuns
 from clairai.proxy.completions.request_scores import RequestScores, RowBatch, ScoreBudget
 from clairai.proxy.engine_facts import EngineFacts, HealthCheck
+from clairai.proxy.load_limits import LargeBodies
 from clairai.proxy.observe.observer import (
     CompletionEnd,
     MetricsObserver,
@@ -95,6 +96,7 @@ class Proxy:
         self.health = HealthCheck(self.upstream, self.feed, self.engine_facts)
         self._ring_finder = RingFinder(settings, self.upstream, self.feed)
         self.runs = NamedRuns(settings)
+        self.large_bodies = LargeBodies()
         self._scores: dict[int, RequestScores] = {}  # by stream
         self._budget = ScoreBudget(settings.limits.scores_in_all)
         self._loop: asyncio.AbstractEventLoop | None = None

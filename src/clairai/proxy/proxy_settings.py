@@ -10,6 +10,7 @@ from typing import Final
 from urllib.parse import urlsplit
 
 from clairai.errors import ConfigError, quote
+from clairai.fields.json_outline import JsonBounds
 from clairai.probe.files import MAX_PROBE_NBYTES
 from clairai.proxy.access_keys import AccessKey, check_keys
 from clairai.vector.files import MAX_NBYTES as MAX_VECTOR_NBYTES
@@ -32,6 +33,8 @@ class Limits:
     headers: int = 128
     depth: int = 64  # of a JSON body
     items: int = 200_000  # strings, lists and objects in a JSON body
+    values: int = 1 << 20  # of any kind in a JSON body: a prompt of a million token ids
+    keys: int = 1024  # of the outermost object of a JSON body
     choices: int = 64  # n of a scored request
     streams: int = 2048  # requests in the proxy at once; more get 503
     # Scores held until their token arrives, 32 bytes each; more are lost, and counted.
@@ -41,6 +44,10 @@ class Limits:
     run_bytes: int = 8 << 20  # events held of one run, for a client that resumes it
     # A response that is not streamed, such as a vector's file.
     answer_bytes: int = MAX_VECTOR_NBYTES
+
+    @property
+    def json_bounds(self) -> JsonBounds:
+        return JsonBounds(self.depth, self.items, self.values, self.keys)
 
 
 @dataclass(frozen=True)

@@ -158,7 +158,7 @@ class ClairaiFields(ClairaiOptions, frozen=True, forbid_unknown_fields=True):
 
     # The proxy leaves these to the engine: ClairaiOptions does not decode them.
     steer: list[SteerEntryJson] = []  # type: ignore[assignment]  # noqa: RUF012
-    stop: list[StopRuleJson] = []  # noqa: RUF012
+    stop: list[StopRuleJson] = []  # type: ignore[assignment]  # noqa: RUF012
     capture: _CaptureField = None  # type: ignore[assignment]
 
 

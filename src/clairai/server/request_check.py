@@ -7,24 +7,31 @@ then vLLM does not tell the client why (response_writer.py).
 from __future__ import annotations
 
 import asyncio
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any, Final
+from typing import Any, Final, Literal
 
 import msgspec
+from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from clairai.errors import ClairaiError, RequestError
+from clairai.fields.json_outline import JsonBounds
 from clairai.fields.positions import Positions
 from clairai.fields.request_body import (
     LARGE_BYTES,
+    OUR_KEYS,
     UNREADABLE,
     XARGS,
     BodyFields,
+    check_text,
+    check_unique_keys,
     decode_body,
+    has_our_keys,
     has_value,
-    is_true,
     may_have_fields,
+    read_flag,
     steering_vector_fields,
 )
 from clairai.fields.request_fields import (
@@ -48,6 +55,15 @@ _PATHS: Final = frozenset(
         *("/v1/chat/completions/batch", "/invocations"),
     )
 )
+# Routes that read these words in a way of their own.
+_OUR_PREFIXES: Final = tuple(
+    f"/v1/{name}" for name in ("clairai", "probes", "steering", "captures", "weights")
+)
+# A part of a form that is named as a field of ours.
+_FORM_PART: Final = re.compile(
+    rb"name\*?=[\"']?(?:" + b"|".join(name.encode() for name in sorted(OUR_KEYS)) + rb")\b"
+)
+_BOUNDS: Final = JsonBounds()
 _LIST: Final = msgspec.json.Decoder(list[msgspec.Raw])
 _XARGS_OBJECT: Final = msgspec.json.Decoder(dict[str, Any] | None)
 
@@ -103,12 +119,15 @@ class CheckedRequest:
 
 
 def read_completion(raw: bytes) -> CheckedRequest | None:
-    """RequestError if our fields are wrong; None if vLLM will refuse the body itself."""
+    """RequestError if our fields are wrong; None if it has none and vLLM may refuse the body."""
+    is_ours = has_our_keys(raw, _BOUNDS)
     try:
         body = decode_body(raw)
-        xargs = dict(_XARGS_OBJECT.decode(body.get(XARGS, b"null")) or {})
     except UNREADABLE:
+        if is_ours or XARGS.encode() in raw:
+            raise RequestError("the body is not strict JSON; leave out NaN and Infinity") from None
         return None
+    xargs = _read_xargs(body)
     if has_value(body, KEY):
         raise RequestError(
             "vLLM itself does not read a `clairai` field; "
@@ -125,11 +144,35 @@ def read_completion(raw: bytes) -> CheckedRequest | None:
     return request
 
 
+def _read_xargs(body: BodyFields) -> dict[str, Any]:
+    if XARGS not in body:
+        return {}
+    check_unique_keys(body[XARGS], XARGS, _BOUNDS)
+    try:
+        return dict(_XARGS_OBJECT.decode(body[XARGS]) or {})
+    except UNREADABLE:
+        raise RequestError(f"{XARGS} must be an object of texts and numbers") from None
+
+
+def refuse_unread_fields(raw: bytes, *, is_form: bool) -> None:
+    """RequestError if a route that does not read our fields gets one, and would ignore it."""
+    if is_form:
+        has_ours = _FORM_PART.search(raw) is not None
+    else:
+        check_text(raw)
+        has_ours = may_have_fields(raw) and has_our_keys(raw, _BOUNDS)
+    if has_ours:
+        raise RequestError(
+            "this route does not read fields of clairai; leave them out, or send the request to "
+            "/v1/chat/completions or /v1/completions"
+        )
+
+
 def _check_possible(request: CheckedRequest) -> None:
     """Refuse what vLLM would answer as if our fields were not there."""
     fields = request.fields
     is_bound = bool(fields.steer or fields.stop or request.asks_for_capture)
-    if is_bound and is_true(request.body.get("use_beam_search")):
+    if is_bound and read_flag(request.body, "use_beam_search"):
         # Beam search makes requests of its own without extra_args:
         # generate/beam_search/online.py, 0.32:62.
         raise RequestError(
@@ -157,12 +200,16 @@ class RequestCheck:
         self._app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        engine = find_engine(scope["app"]) if _is_completion(scope) else None
+        kind = _body_kind(scope)
+        engine = find_engine(scope["app"]) if kind is not None else None
         if engine is None:
             return await self._app(scope, receive, send)
         messages = await _read_messages(receive)
+        raw = b"".join(one.get("body", b"") for one in messages)
         try:
-            raw = b"".join(one.get("body", b"") for one in messages)
+            if kind != "completion":
+                await asyncio.to_thread(refuse_unread_fields, raw, is_form=kind == "form")
+                return await self._app(scope, _replay(messages, receive), send)
             checked = await _read_and_preview(raw, engine.core_cache)
             if checked is not None and checked[0].names_messages:
                 checked = (await self._resolve_messages(checked[0], scope), checked[1])
@@ -218,6 +265,7 @@ async def _read_and_preview(
     raw: bytes, cache: CoreCache
 ) -> tuple[CheckedRequest, SteeringPreview] | None:
     """None if nothing of ours is in the body and nothing steers every request."""
+    check_text(raw)
     if not cache.has_global_steering and not may_have_fields(raw):
         return None
     is_large = len(raw) > LARGE_BYTES
@@ -236,10 +284,19 @@ async def _read_and_preview(
     return request, preview
 
 
-def _is_completion(scope: Scope) -> bool:
+def _body_kind(scope: Scope) -> Literal["completion", "json", "form"] | None:
+    """What is to be looked for in the body; None: nothing, so that it is not read here."""
     if scope["type"] != "http" or scope["method"] != "POST":
-        return False
-    return scope["path"].removeprefix(scope.get("root_path", "")) in _PATHS
+        return None
+    path = scope["path"].removeprefix(scope.get("root_path", ""))
+    if path in _PATHS:
+        return "completion"
+    if path.startswith(_OUR_PREFIXES):
+        return None
+    media_type = Headers(scope=scope).get("content-type", "").lower()
+    if media_type.startswith("multipart/form-data"):
+        return "form"
+    return "json" if "json" in media_type else None  # vLLM reads no other kind
 
 
 def _with_length(headers: Any, nbytes: int) -> list[tuple[bytes, bytes]]:

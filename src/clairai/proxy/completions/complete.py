@@ -10,7 +10,7 @@ import time
 from collections.abc import AsyncGenerator
 from contextlib import AsyncExitStack, aclosing
 from http import HTTPStatus
-from typing import Final, TypeVar
+from typing import TypeVar
 
 import aiohttp
 from starlette.requests import Request as HttpRequest
@@ -37,12 +37,9 @@ from clairai.proxy.relay import (
     relay_completion,
     with_query,
 )
-from clairai.proxy.request_guard import check_json_shape
 from clairai.proxy.responses import EventStream, HttpRefusal, bad_request
 from clairai.proxy.upstream import NotSteered, UpstreamGone, response_headers
 
-# Reading a larger body would delay other streams, so it is done on a thread.
-_LARGE_BYTES: Final = 1 << 16
 Item = TypeVar("Item")
 
 
@@ -63,7 +60,7 @@ async def complete(
             "POST",
             with_query(path, http),
             headers=forwarded_headers(proxy, http, is_edited=True),
-            body=request.body(scores.stream),
+            body=await proxy.large_bodies.run(body, lambda: request.body(scores.stream)),
         )
         if request.options.is_named:
             proxy.runs.make_room()
@@ -82,13 +79,8 @@ async def complete(
 
 async def _read_request(proxy: Proxy, body: bytes) -> ScoredRequest | None:
     limits = proxy.settings.limits
-
-    def read() -> ScoredRequest | None:
-        check_json_shape(body, limits)
-        return read_request(body, limits)
-
     try:
-        return read() if len(body) <= _LARGE_BYTES else await asyncio.to_thread(read)
+        return await proxy.large_bodies.run(body, lambda: read_request(body, limits))
     except RequestError as error:
         raise bad_request(error, param="clairai") from None
 
@@ -104,7 +96,7 @@ def _check_rights(caller: Caller, request: ScoredRequest) -> None:
 async def _check_engine(proxy: Proxy, request: ScoredRequest) -> None:
     """HttpRefusal if the engine cannot do what is asked."""
     await proxy.engine_facts.check_probes(request.options.names)
-    if request.is_steered or request.options.stop:
+    if request.is_steered or request.options.has_rules:
         await proxy.engine_facts.check_steering(is_steered=request.is_steered)
     if request.options.is_captured:
         await proxy.engine_facts.check_capture()

@@ -6,7 +6,7 @@ byte for byte.
 
 from __future__ import annotations
 
-import json
+import re
 from dataclasses import dataclass
 from typing import Annotated, Any, Final, Literal
 
@@ -14,14 +14,16 @@ import msgspec
 
 from clairai.errors import RequestError, quote
 from clairai.fields.request_body import (
-    LARGE_BYTES,
     UNREADABLE,
     XARGS,
     BodyFields,
+    check_json,
+    check_unique_keys,
     decode_body,
-    decode_value,
-    is_true,
+    has_our_keys,
     may_have_fields,
+    read_count,
+    read_flag,
     steering_vector_fields,
 )
 from clairai.fields.request_fields import KEY
@@ -32,8 +34,22 @@ _MAX_NAMES: Final = 2048
 _Name = Annotated[str, msgspec.Meta(min_length=1, max_length=200)]
 _Names = Annotated[list[_Name], msgspec.Meta(min_length=1, max_length=_MAX_NAMES)]
 _XARGS_OBJECT: Final = msgspec.json.Decoder(BodyFields | None)
-_HEAD_BYTES: Final = 256
+_LIST: Final = msgspec.json.Decoder(list[msgspec.Raw])
+_LIST_OF_MANY: Final = re.compile(rb"\[[ \t\r\n]*+[\[\"]")
+_WHITESPACE: Final = b" \t\r\n"
+_MAX_EMPTY: Final = 64  # bytes of a list that may be empty
 _NONE: Final = msgspec.Raw(b"[]")
+_NULL: Final = msgspec.Raw(b"null")
+
+
+class _RuleOutline(msgspec.Struct, frozen=True):
+    """What the proxy has to know of a rule, which the engine judges."""
+
+    probe: Any = None
+    steer: msgspec.Raw = _NULL
+
+
+_RULES: Final = msgspec.json.Decoder(list[_RuleOutline])
 
 
 class ClairaiOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -42,10 +58,10 @@ class ClairaiOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     probes: Literal["all"] | _Names = "all"
     prompt_scores: bool = False
     events: Literal["named"] | None = None
-    # The engine decodes and judges entries and rules; vectors among them take megabytes.
+    # The engine gets these as they were sent, and judges them; vectors among them take megabytes.
     steer: msgspec.Raw = _NONE
-    stop: list[Any] = []
-    capture: bool | dict[str, Any] | None = None
+    stop: msgspec.Raw = _NONE
+    capture: msgspec.Raw = _NULL
 
     @property
     def names(self) -> tuple[str, ...] | None:
@@ -57,15 +73,41 @@ class ClairaiOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return self.events == "named"
 
     @property
+    def has_rules(self) -> bool:
+        return not _is_empty(self.stop)
+
+    @property
+    def rule_probes(self) -> frozenset[str]:
+        return frozenset(rule.probe for rule in self._rules() if isinstance(rule.probe, str))
+
+    @property
     def is_steered(self) -> bool:
-        return len(self.steer) > 64 or bool(decode_value(self.steer))
+        has_steering_rule = any(not _is_empty(rule.steer) for rule in self._rules())
+        return has_steering_rule or not _is_empty(self.steer)
 
     @property
     def is_captured(self) -> bool:
-        return self.capture is not None and self.capture is not False
+        return bytes(memoryview(self.capture)[:5]) not in (b"null", b"false")
+
+    def without_vectors(self) -> ClairaiOptions:
+        """What is needed while the request is answered; the rest may be megabytes of its body."""
+        rules = [{"probe": probe} for probe in sorted(self.rule_probes)]
+        stop = msgspec.Raw(msgspec.json.encode(rules))
+        return msgspec.structs.replace(self, steer=_NONE, stop=stop, capture=_NULL)
+
+    def _rules(self) -> list[_RuleOutline]:
+        try:
+            return _RULES.decode(self.stop)
+        except UNREADABLE:
+            return []  # the engine says what is wrong with them
 
 
 _OPTIONS: Final = msgspec.json.Decoder(ClairaiOptions)
+
+
+def _is_empty(raw: msgspec.Raw) -> bool:
+    given = bytes(raw) if len(raw) <= _MAX_EMPTY else b""
+    return given.translate(None, _WHITESPACE) in (b"[]", b"null")
 
 
 @dataclass(frozen=True)
@@ -80,23 +122,21 @@ class ScoredRequest:
 
     @property
     def is_steered(self) -> bool:
-        rules = (rule for rule in self.options.stop if isinstance(rule, dict))
-        has_steering_rule = any(rule.get("steer") for rule in rules)
-        return has_steering_rule or self.options.is_steered or bool(self._steering_vectors)
+        return self.options.is_steered or bool(self._steering_vectors)
 
     @property
     def needs_echo(self) -> bool:
         """True if an engine without clairai would silently leave out what is asked."""
-        return self.is_steered or bool(self.options.stop) or self.options.is_captured
+        return self.is_steered or self.options.has_rules or self.options.is_captured
 
     def body(self, stream: int) -> bytes:
         """What upstream gets; fields that are not ours keep their bytes."""
         options = self.options
         asked: dict[str, Any] = {"stream": stream}
         asked |= {"prompt_scores": True} if options.prompt_scores else {}
-        asked |= {"steer": options.steer} if options.is_steered else {}
-        asked |= {"stop": options.stop} if options.stop else {}
-        asked |= {} if options.capture is None else {"capture": options.capture}
+        asked |= {} if _is_empty(options.steer) else {"steer": options.steer}
+        asked |= {"stop": options.stop} if options.has_rules else {}
+        asked |= {} if bytes(options.capture) == b"null" else {"capture": options.capture}
         ours = {KEY: msgspec.json.encode(asked).decode()}
         vectors = {name: bytes(raw).decode() for name, raw in self._steering_vectors.items()}
         xargs = {**self._xargs, **ours, **vectors}
@@ -109,71 +149,25 @@ class ScoredRequest:
 
 def read_request(body: bytes, limits: Limits) -> ScoredRequest | None:
     """None if the request asks nothing of clairai; RequestError if it asks the impossible."""
-    if not may_have_fields(body):
+    bounds = limits.json_bounds
+    check_json(body, bounds)
+    if not may_have_fields(body) or not has_our_keys(body, bounds):
         return None
     try:
         fields = decode_body(body)
     except UNREADABLE:
-        _refuse_lax_json(body)
-        return None
+        raise RequestError("the body is not strict JSON; leave out NaN and Infinity") from None
     steering_vectors = steering_vector_fields(fields)
     if KEY not in fields and not steering_vectors:
         return None
+    for name in (KEY, XARGS):
+        if name in fields:
+            check_unique_keys(fields[name], name, bounds)
     options = _read_options(fields.pop(KEY, msgspec.Raw(b"{}")))
-    _check_keys(_without_vectors(options.steer, body))
     _check_supported(fields, limits)
     fields = {name: raw for name, raw in fields.items() if name not in FIELD_PHASES}
-    keeps_token_ids = is_true(fields.get("return_token_ids"))
+    keeps_token_ids = read_flag(fields, "return_token_ids") is True
     return ScoredRequest(options, keeps_token_ids, fields, steering_vectors, _read_xargs(fields))
-
-
-def _refuse_lax_json(body: bytes) -> None:
-    """Refuse a body that only vLLM's laxer parser reads, if it has a key of ours.
-
-    Any other body that is not JSON goes upstream, which refuses it.
-    """
-    try:
-        lax = json.loads(body)
-    except (ValueError, RecursionError):
-        return
-    if isinstance(lax, dict) and {KEY, *FIELD_PHASES} & lax.keys():
-        raise RequestError("the body is not strict JSON in UTF-8; leave out NaN and Infinity")
-
-
-def _without_vectors(steer: msgspec.Raw, body: bytes) -> bytes:
-    """The body without megabytes of vectors, whose keys the engine checks itself."""
-    if len(steer) < LARGE_BYTES:
-        return body
-    given = bytes(steer)
-    # Searching for all of it would cost more than reading it, so only its beginning is searched.
-    at = body.find(given[:_HEAD_BYTES])
-    is_found = at >= 0 and body.startswith(given, at)
-    return body[:at] + b"0" + body[at + len(given) :] if is_found else body
-
-
-def _check_keys(body: bytes) -> None:
-    """RequestError if a key that concerns us occurs twice: parsers differ in which one counts."""
-    pairs = json.loads(body, object_pairs_hook=list)
-    _check_unique(pairs, "of the body")
-    for name, value in pairs:
-        if name in (KEY, XARGS):
-            _check_within(value, name)
-
-
-def _check_within(value: Any, name: str) -> None:
-    """Objects are lists of pairs here; a pair is a tuple, which decoded JSON has nowhere else."""
-    if not isinstance(value, list):
-        return
-    is_object = bool(value) and isinstance(value[0], tuple)
-    if is_object:
-        _check_unique(value, f"under {name}")
-    for one in value:
-        _check_within(one[1] if is_object else one, name)
-
-
-def _check_unique(pairs: list[tuple[str, Any]], where: str) -> None:
-    if len({name for name, _ in pairs}) < len(pairs):
-        raise RequestError(f"a key {where} is there twice; send each once")
 
 
 def _read_options(raw: msgspec.Raw) -> ClairaiOptions:
@@ -181,11 +175,19 @@ def _read_options(raw: msgspec.Raw) -> ClairaiOptions:
         options = _OPTIONS.decode(raw)
     except msgspec.ValidationError as error:
         raise RequestError(f"clairai: {str(error)[:200]}") from None
-    if bytes(memoryview(options.steer)[:1]) != b"[":
+    if _first(options.steer) != b"[":
         raise RequestError("clairai: steer must be a list of entries")
+    if _first(options.stop) != b"[":
+        raise RequestError("clairai: stop must be a list of rules")
+    if _first(options.capture) not in b"{tfn":
+        raise RequestError("clairai: capture must be true, false or an object")
     if options.names is not None and len(set(options.names)) < len(options.names):
         raise RequestError("clairai.probes names a probe twice; name each once")
     return options
+
+
+def _first(raw: msgspec.Raw) -> bytes:
+    return bytes(memoryview(raw)[:1])
 
 
 def _read_xargs(fields: BodyFields) -> BodyFields:
@@ -206,18 +208,25 @@ def _read_xargs(fields: BodyFields) -> BodyFields:
 
 def _check_supported(fields: BodyFields, limits: Limits) -> None:
     """Refuse a request whose answer would change because scores are asked for."""
-    count = decode_value(fields.get("n"))
-    if isinstance(count, int) and count > limits.choices:
+    count = read_count(fields, "n")
+    if count is not None and count > limits.choices:
         raise RequestError(f"n is {quote(count)}, scored requests have at most {limits.choices}")
-    if is_true(fields.get("use_beam_search")):
+    if read_flag(fields, "use_beam_search"):
         raise RequestError("beams are not scored; leave out use_beam_search, or clairai")
-    if is_true(fields.get("echo")) and not is_true(fields.get("return_token_ids")):
+    if read_flag(fields, "echo") and not read_flag(fields, "return_token_ids"):
         raise RequestError(
             "vLLM gives no echoed text beside token ids, which scores need; ask for "
             "clairai.prompt_scores instead of echo, or set return_token_ids too"
         )
-    if "include_reasoning" in fields and not is_true(fields["include_reasoning"]):
+    if "include_reasoning" in fields and not read_flag(fields, "include_reasoning"):
         raise RequestError("include_reasoning=false hides token ids that scores need; leave it out")
-    prompt = decode_value(fields.get("prompt"))
-    if isinstance(prompt, list) and len(prompt) > 1 and isinstance(prompt[0], str | list):
-        raise RequestError(f"{len(prompt)} prompts in one request; send one prompt in each")
+    num_prompts = _count_prompts(fields.get("prompt"))
+    if num_prompts > 1:
+        raise RequestError(f"{num_prompts} prompts in one request; send one prompt in each")
+
+
+def _count_prompts(prompt: msgspec.Raw | None) -> int:
+    """One prompt may be a list too, of token ids, which are not decoded here."""
+    if prompt is None or not _LIST_OF_MANY.match(memoryview(prompt)):
+        return 1
+    return len(_LIST.decode(prompt))

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, NamedTuple
 
@@ -166,17 +166,17 @@ class ScoreSummary:
 
 
 def find_stopping_probe(
-    rules: Sequence[Any], finish_reason: str | None, stop_reason: str | int | None
+    probes: Collection[str], finish_reason: str | None, stop_reason: str | int | None
 ) -> str | None:
     """The probe whose rule ended the answer, if one did.
 
-    A client's own stop string may read like ours, so the probe must be one of the request's rules.
+    A client's own stop string may read like ours, so the probe must be one of `probes`, those of
+    the request's rules.
     """
     if finish_reason != "stop" or not isinstance(stop_reason, str):
         return None
     found = _STOPPED.fullmatch(stop_reason)
-    names = {rule.get("probe") for rule in rules if isinstance(rule, dict)}
-    return found[1] if found is not None and found[1] in names else None
+    return found[1] if found is not None and found[1] in probes else None
 
 
 @dataclass
@@ -376,7 +376,7 @@ class RequestScores:
             found.finish_reason,
             summary.results(names),
             found.stop_reason,
-            find_stopping_probe(self.options.stop, found.finish_reason, found.stop_reason),
+            find_stopping_probe(self.options.rule_probes, found.finish_reason, found.stop_reason),
         )
 
     @property

@@ -5,11 +5,9 @@ from __future__ import annotations
 import json
 from typing import Any
 
-import msgspec
 import pytest
 
 from clairai.errors import RequestError
-from clairai.fields.request_body import is_true
 from clairai.fields.request_fields import parse_fields
 from clairai.proxy.completions.completion_request import read_request
 from clairai.proxy.proxy_settings import Limits
@@ -69,9 +67,13 @@ def test_anything_else_is_refused(clairai: Any, reason: str) -> None:
     ("more", "reason"),
     [
         ({"n": 65}, "at most 64"),
+        ({"n": "1000"}, "whole number"),
+        ({"n": 100.0}, "whole number"),
+        ({"n": True}, "whole number"),
+        ({"n": int("9" * 4000)}, "whole number"),
         ({"use_beam_search": True}, "beam"),
         ({"echo": True}, "echo"),
-        ({"echo": "yes"}, "echo"),
+        ({"echo": "yes"}, "true or false"),
         ({"include_reasoning": False}, "include_reasoning"),
         ({"prompt": ["a", "b"]}, "2 prompts"),
         ({"prompt": [[1], [2]]}, "2 prompts"),
@@ -88,7 +90,6 @@ def test_what_scores_would_change_is_refused(more: dict[str, Any], reason: str) 
     "more",
     [
         {"n": 64},
-        {"n": "65"},  # upstream says what is wrong with it
         {"use_beam_search": False},
         {"echo": True, "return_token_ids": True},
         {"include_reasoning": True},
@@ -118,6 +119,7 @@ def test_what_scores_do_not_change_is_passed_on(more: dict[str, Any]) -> None:
         b'{"clairai":{},"vllm_xargs":{"a":1,"a":2}}',
         b'{"clairai":{},"vllm_xargs":{"clairai":"{}","a":1}}',
         b'{"clairai":{},"vllm_xargs":{},"vllm_xargs":{"clairai":"{}"}}',
+        b'{"prompt":"\\ud800","clairai":{},"n":1,"n":2}',
     ],
 )
 def test_nothing_is_smuggled_in_twice(raw: bytes) -> None:
@@ -143,10 +145,10 @@ def test_nothing_is_smuggled_in_behind_megabytes(raw: bytes) -> None:
     assert read_request(b'{"clairai":%s,"n":1}' % BIG, LIMITS) is not None
 
 
-@pytest.mark.parametrize("raw", [b'{"clairai":{},"a":NaN}', b'{"clairai":{},"a":Infinity}'])
-def test_json_that_only_a_lax_parser_reads_cannot_hide_our_key(raw: bytes) -> None:
+@pytest.mark.parametrize("value", [b"NaN", b"-Infinity", b'"\\ud800"'])
+def test_json_that_only_a_lax_parser_reads_cannot_hide_our_key(value: bytes) -> None:
     with pytest.raises(RequestError, match="strict"):
-        read_request(raw, LIMITS)
+        read_request(b'{"clairai":{},"a":%s}' % value, LIMITS)
 
 
 def test_a_key_in_escapes_is_our_key() -> None:
@@ -165,8 +167,6 @@ def test_a_key_in_escapes_is_our_key() -> None:
         b'{"Clairai":{}}',
         b'{"clairai ":{}}',
         b'{"a":"\\u0041"}',
-        b"\xff\xfeclairai",
-        b'{"clairai":{}',
     ],
 )
 def test_whatever_is_not_our_key_is_none_of_ours(raw: bytes) -> None:
@@ -189,14 +189,3 @@ def test_named_events_are_streamed_and_counted_whatever_was_asked() -> None:
     assert request is not None
     sent = json.loads(request.body(1))
     assert (sent["stream"], sent["stream_options"]) == (True, {"include_usage": True})
-
-
-@pytest.mark.parametrize(
-    ("raw", "expected"),
-    [
-        *(("true", True), ("1", True), ('"True"', True), ('"on"', True), ("1.0", True)),
-        *(("false", False), ("0", False), ('"no"', False), ("null", False), ("[1]", False)),
-    ],
-)
-def test_true_is_what_vllm_reads_as_true(raw: str, expected: bool) -> None:
-    assert is_true(msgspec.Raw(raw.encode())) == expected
