@@ -8,11 +8,11 @@ import pytest
 
 from clairai.batch import prompts
 from clairai.capture import pipe
-from clairai.fields import capture, json_fields, rules, steer
+from clairai.fields import capture, json_fields, row_growth, rules, steer
 from clairai.fields import ranges as field_ranges
 from clairai.launch import api_key
 from clairai.match import row_collector
-from clairai.probe import bank, file_format, files
+from clairai.probe import bank, file_format, files, numeric_bounds
 from clairai.proxy import access_keys
 from clairai.ring import server
 from clairai.store import bundle, row_block
@@ -32,6 +32,14 @@ ROWS: Final = {
     "probes in a bank": f"{bank.MAX_PROBES};",
     "a request's fields, as text": (
         f"{json_fields.MAX_CHARS // MIB} Mi characters; {steer.MAX_ENTRIES}; {rules.MAX_RULES}"
+    ),
+    "the length of a vector's row": numeric_bounds.ROW_LENGTHS,
+    "a bias, threshold or bound": (
+        f"{numeric_bounds.MAX_NUMBER:g} in size; the same, and 0 or at least "
+        f"{numeric_bounds.MIN_FACTOR:g}"
+    ),
+    "a steered row of the residual stream": (
+        f"length {row_growth.WIDE_ROWS.longest:g}; {row_growth.FLOAT16_ROWS.longest:g} for"
     ),
     "a reader's message": (
         f"{server.MAX_REQUEST_BYTES >> 10} KiB; {ring_messages.MAX_MESSAGE_BYTES // MIB} MiB"

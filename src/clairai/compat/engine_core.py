@@ -113,6 +113,7 @@ def make_registry(vllm_config: Any, resolved: ResolvedSettings) -> SteeringRegis
         limits=SteeringLimits(settings.steer_rows, settings.steer_programs, slots),
         model=get_model_name(vllm_config),
         can_skip_special=not model.skip_tokenizer_init,
+        dtype=str(model.dtype).removeprefix("torch."),
     )
     registry.put(resolved.vectors, "add")
     registry.set_probes({probe.name: probe for probe in resolved.probes})

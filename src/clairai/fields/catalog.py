@@ -9,27 +9,19 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Final, NamedTuple, Protocol, TypeVar
+from typing import Final, Protocol, TypeVar
 
 from clairai.errors import PointError, RequestError
-from clairai.fields.json_fields import LARGEST, suggest_names
+from clairai.fields.json_fields import suggest_names
+from clairai.fields.row_growth import WIDE_ROWS, Operation, RowGrowth, RowLimits
 from clairai.fields.rules import StopRule
 from clairai.fields.steer import GateSpec, SteerEntry
 from clairai.points import POINT_KINDS, Point
 from clairai.probe.bank import join_names
 
-MIN_ROW_LENGTH: Final = 1e-15  # of a row whose length is divided by, in float32
-MAX_ROW_LENGTH: Final = 1e15
 PLACES_PER_LAYER: Final = len(POINT_KINDS) - 1  # the last point is the next layer's first
 _MAX_LISTED: Final = 8
 Named = TypeVar("Named")
-
-
-class RowSize(NamedTuple):
-    """What decides whether an operation can use a row of a vector."""
-
-    length: float
-    peak: float | None = None  # the largest absolute number; None: not known here
 
 
 @dataclass(frozen=True)
@@ -37,11 +29,11 @@ class KnownVector:
     """A vector without its numbers."""
 
     digest: str | None  # None: not computed here
-    sizes: Mapping[Point, RowSize | None]  # by point; None: only the core reads the row
+    lengths: Mapping[Point, float | None]  # of its rows; None: only the core reads the row
 
     @cached_property
     def point_names(self) -> list[str]:
-        return [*map(str, self.sizes)]
+        return [*map(str, self.lengths)]
 
 
 class KnownProbe(Protocol):
@@ -63,6 +55,7 @@ class Catalog:
     vectors: Mapping[str, KnownVector] = field(default_factory=dict)
     probes: Mapping[str, KnownProbe] = field(default_factory=dict)
     can_skip_special: bool = True
+    row_limits: RowLimits = WIDE_ROWS  # the core knows the model's dtype, which may allow less
 
     def check_entry(self, entry: SteerEntry, vector: KnownVector) -> float | None:
         """Raise what is wrong with an entry for every prompt; `vector` is the one it names.
@@ -70,8 +63,8 @@ class Catalog:
         The threshold of its gate, if it has one.
         """
         _check_digest(entry, vector)
-        sizes = vector.sizes if entry.points is None else _choose_rows(entry, vector, entry.points)
-        _check_sizes(entry, sizes)
+        lengths = choose_lengths(entry, vector)
+        entry_growth(entry, lengths).check(self.row_limits, what=entry.label)
         if entry.when.skip_special and not self.can_skip_special:
             raise RequestError(
                 f"{entry.label}: skip_special needs a tokenizer, and this engine has none; "
@@ -83,7 +76,7 @@ class Catalog:
         probe = find_probe(self.probes, entry.gate.probe, what=what)
         self.check_tapped(f"{what}: probe {probe.name}", [probe.point])
         threshold = _gate_threshold(entry.gate, probe, what)
-        _check_gate_order(entry, probe.point, sizes)
+        _check_gate_order(entry, probe.point, lengths)
         return threshold
 
     def check_tapped(self, what: str, points: Iterable[Point]) -> None:
@@ -129,10 +122,12 @@ def _check_digest(entry: SteerEntry, vector: KnownVector) -> None:
     )
 
 
-def _choose_rows(
-    entry: SteerEntry, vector: KnownVector, points: Iterable[Point]
-) -> dict[Point, RowSize | None]:
-    missing = next((point for point in points if point not in vector.sizes), None)
+def choose_lengths(entry: SteerEntry, vector: KnownVector) -> Mapping[Point, float | None]:
+    """The lengths of the rows that the entry uses."""
+    points = entry.points
+    if points is None:
+        return vector.lengths
+    missing = next((point for point in points if point not in vector.lengths), None)
     if missing is not None:
         names = vector.point_names
         more = " ..." if len(names) > _MAX_LISTED else ""
@@ -140,25 +135,17 @@ def _choose_rows(
             f"{entry.label}.points: the vector has no row for {missing}; "
             f"it has {', '.join(names[:_MAX_LISTED])}{more}"
         )
-    return {point: vector.sizes[point] for point in points}
+    return {point: vector.lengths[point] for point in points}
 
 
-def _check_sizes(entry: SteerEntry, sizes: Mapping[Point, RowSize | None]) -> None:
-    is_divided = entry.match_norm or entry.op in ("ablate", "clamp")
-    for point, size in sizes.items():
-        if size is None:
-            continue
-        if is_divided and not MIN_ROW_LENGTH <= size.length <= MAX_ROW_LENGTH:
-            raise RequestError(
-                f"{entry.label}: the row at {point} has length {size.length:.3g}, which "
-                f"{'match_norm' if entry.match_norm else entry.op} divides by; "
-                f"scale the vector to a length of {MIN_ROW_LENGTH:g} to {MAX_ROW_LENGTH:g}"
-            )
-        if not is_divided and abs(entry.scale) * (size.peak or 0.0) > LARGEST:
-            raise RequestError(
-                f"{entry.label}: scale {entry.scale:.3g} times the row at {point} is "
-                "beyond float32; use a smaller scale"
-            )
+def entry_growth(entry: SteerEntry, lengths: Mapping[Point, float | None]) -> RowGrowth:
+    """How long the entry can make a row, as far as the lengths of its own rows are known."""
+    operation = Operation(entry.op, entry.scale, entry.match_norm, entry.low, entry.high)
+    growth = RowGrowth()
+    for length in lengths.values():
+        if length is not None:
+            growth = growth.then(operation.growth(length))
+    return growth
 
 
 def _gate_threshold(gate: GateSpec, probe: KnownProbe, what: str) -> float:

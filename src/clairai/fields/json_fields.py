@@ -11,17 +11,14 @@ from collections.abc import Iterable, Mapping
 from difflib import get_close_matches
 from typing import Any, Final
 
-import numpy as np
-
 from clairai.errors import RequestError, quote
+from clairai.probe.numeric_bounds import FACTORS, MAX_NUMBER, is_factor, is_number
 
 MAX_TEXT: Final = 128
 MAX_CHARS: Final = 64 << 20  # of JSON text: the largest vector file, or many small ones
 # Of JSON text. A vector packed as base64 is one value; a list has one for each number. At the
 # limit the decoded Python objects take 200 MB.
 MAX_ITEMS: Final = 1 << 20
-# The engine computes in float32, where anything larger would be infinity.
-LARGEST: Final = float(np.finfo(np.float32).max)
 
 
 def read_object(what: str, given: object, known: tuple[str, ...]) -> Mapping[str, Any]:
@@ -45,12 +42,19 @@ def read_list(what: str, given: object, *, limit: int) -> list[Any] | tuple[Any,
 
 
 def read_number(what: str, value: object) -> float:
-    is_number = isinstance(value, int | float | np.floating) and not isinstance(value, bool)
-    if is_number and -LARGEST <= value <= LARGEST:  # type: ignore[operator]  # false for NaN too
-        return float(value)  # type: ignore[arg-type]
+    if is_number(value):
+        return float(value)
     raise RequestError(
-        f"{what} must be a finite number, at most {LARGEST:.3g} in size, got {quote(value)}"
+        f"{what} must be a finite number, at most {MAX_NUMBER:g} in size, got {quote(value)}"
     )
+
+
+def read_factor(what: str, value: object) -> float:
+    """A number that others are multiplied by: none so small that it would be 0 on the device."""
+    factor = read_number(what, value)
+    if not is_factor(factor):
+        raise RequestError(f"{what} must be {FACTORS}, got {quote(value)}")
+    return factor
 
 
 def read_optional_number(what: str, value: object) -> float | None:

@@ -102,7 +102,7 @@ def _parse_entry(given: object, what: str) -> SteerEntry:
     return SteerEntry(
         vector=_parse_vector(f"{what}.vector", asked["vector"]),
         digest=_parse_digest(f"{what}.digest", asked.get("digest")),
-        scale=json_fields.read_number(f"{what}.scale", asked.get("scale", 1.0)),
+        scale=json_fields.read_factor(f"{what}.scale", asked.get("scale", 1.0)),
         op=op,
         match_norm=_parse_match_norm(what, asked.get("match_norm", False), op),
         **_parse_clamp_bounds(what, asked, op),
@@ -165,10 +165,13 @@ def _parse_points(what: str, given: object) -> tuple[Point, ...]:
 
 def _parse_gate(what: str, given: object) -> GateSpec:
     asked = json_fields.read_object(what, given, _GATE_KEYS)
+    sharpness = asked.get("sharpness")
     gate = GateSpec(
         probe=json_fields.read_string(f"{what}.probe", asked.get("probe")),
         threshold=json_fields.read_optional_number(f"{what}.threshold", asked.get("threshold")),
-        sharpness=json_fields.read_optional_number(f"{what}.sharpness", asked.get("sharpness")),
+        sharpness=None
+        if sharpness is None
+        else json_fields.read_factor(f"{what}.sharpness", sharpness),
         latch=json_fields.read_boolean(f"{what}.latch", asked.get("latch", False)),
         release=json_fields.read_optional_number(f"{what}.release", asked.get("release")),
     )

@@ -92,7 +92,7 @@ def _parse_row(point: Point, given: object, what: str) -> tuple[float, Row]:
         asked = json_fields.read_object(what, given, ("vector", "scale"))
         given, scale = (
             asked.get("vector"),
-            json_fields.read_number(f"{what}.scale", asked.get("scale", 1.0)),
+            json_fields.read_factor(f"{what}.scale", asked.get("scale", 1.0)),
         )
     if isinstance(given, Mapping):
         given = _decode_row(given, what)
@@ -138,7 +138,7 @@ def _parse_scales(given: object, count: int, what: str) -> list[float]:
     scales = json_fields.read_list(f"{what}.scales", given, limit=MAX_POINTS)
     if len(scales) != count:
         raise RequestError(f"{what}.scales has {len(scales)} numbers for {count} layers")
-    return [json_fields.read_number(f"{what}.scales", scale) for scale in scales]
+    return [json_fields.read_factor(f"{what}.scales", scale) for scale in scales]
 
 
 def _parse_dtype(asked: Mapping[str, Any], what: str) -> Dtype:

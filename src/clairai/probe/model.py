@@ -18,6 +18,15 @@ from numpy.typing import NDArray
 
 from clairai.errors import ProbeError, quote
 from clairai.points import Point
+from clairai.probe.numeric_bounds import (
+    MAX_NUMBER,
+    MAX_ROW_LENGTH,
+    MIN_ROW_LENGTH,
+    ROW_LENGTHS,
+    is_number,
+    is_row_length,
+    row_length,
+)
 from clairai.wire import control_messages, ring_messages
 
 MAX_NAME: Final = 128
@@ -28,7 +37,8 @@ MIN_BINS: Final = 8
 MAX_BINS: Final = 64
 MAX_COUNT: Final = 10**12  # so that 64 of them fit one value of a file's metadata
 
-_MAX_FLOAT32: Final = float(np.finfo(np.float32).max)
+_LEAST_SQUARE: Final = 1.001 * MIN_ROW_LENGTH**2
+_MOST_SQUARE: Final = 0.999 * MAX_ROW_LENGTH**2
 ACTIVATIONS: Final[tuple[ring_messages.Activation, ...]] = get_args(ring_messages.Activation)
 
 NAME: Final = re.compile(rf"[A-Za-z0-9_:@+-][A-Za-z0-9._:/@+-]{{0,{MAX_NAME - 1}}}")
@@ -208,14 +218,13 @@ def _check_name(name: object) -> None:
 
 
 def check_number(name: str, field: str, value: object) -> float:
-    # The engine computes in float32, where anything beyond would be infinity.
     if isinstance(value, bool) or not isinstance(value, int | float | np.floating):
         raise ProbeError(f"probe {name}: {field} is {quote(value)}; give a number")
-    if -_MAX_FLOAT32 <= value <= _MAX_FLOAT32:  # false for NaN too
+    if is_number(value):
         return float(value)
     raise ProbeError(
         f"probe {name}: {field} is {quote(value)}; give a finite number, "
-        f"at most {_MAX_FLOAT32:.3g} in size"
+        f"at most {MAX_NUMBER:g} in size"
     )
 
 
@@ -233,6 +242,12 @@ def check_direction(what: str, given: object) -> NDArray[np.float32]:
         raise ProbeError(f"{what} holds NaN or infinity; make it again")
     if not given.any():
         raise ProbeError(f"{what} is all zeros and does nothing; make it again, or leave it out")
+    length = row_length(given)
+    if not is_row_length(length):
+        raise ProbeError(
+            f"{what} has length {length:.3g}, and the engine computes in float32; scale it to a "
+            f"length of {ROW_LENGTHS}"
+        )
     copied = np.array(given, dtype="<f4", order="C")
     copied.setflags(write=False)
     return copied
@@ -253,14 +268,15 @@ def check_directions(names: Sequence[str], given_PD: NDArray[np.float32]) -> NDA
 
 
 def are_usable(given_PD: NDArray[np.float32]) -> NDArray[np.bool_]:
-    """Whether each row is certainly finite and not all zeros; look closer at the others.
+    """Whether each row is certainly finite and of a usable length; look closer at the others.
 
     NaN and infinity survive in the sum of squares, and so does a number too large to be squared.
     """
     with np.errstate(all="ignore"):
         # Row times column goes to BLAS, which reads memory several times as fast as einsum.
         square_P: NDArray[np.float32] = (given_PD[:, None, :] @ given_PD[:, :, None]).reshape(-1)
-        return np.isfinite(square_P) & (square_P > 0)
+        # A sum in float32 is not exact: rows within a thousandth of a bound are looked at again.
+        return (square_P > _LEAST_SQUARE) & (square_P < _MOST_SQUARE)
 
 
 def check_optional_number(name: str, field: str, value: object) -> float | None:

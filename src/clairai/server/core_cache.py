@@ -16,7 +16,7 @@ from typing import Any, Final
 import msgspec
 
 from clairai.errors import SteeringOffError
-from clairai.fields.catalog import Catalog, KnownVector, RowSize
+from clairai.fields.catalog import Catalog, KnownVector
 from clairai.points import Point
 from clairai.wire.control_messages import BankState, ListProbes
 from clairai.wire.steering_messages import (
@@ -126,8 +126,8 @@ class CoreCache:
 
 def _outline_vector(listed: ListedVector) -> KnownVector:
     points = map(Point.parse, listed.points)
-    sizes = {point: RowSize(norm) for point, norm in zip(points, listed.norms, strict=True)}
-    return KnownVector(listed.digest, MappingProxyType(sizes))
+    lengths = dict(zip(points, listed.norms, strict=True))
+    return KnownVector(listed.digest, MappingProxyType(lengths))
 
 
 def _entries(state: SteeringState) -> Iterator[dict[str, Any]]:

@@ -6,7 +6,6 @@ N = points of a vector, D = model width.
 from __future__ import annotations
 
 import hashlib
-import math
 import struct
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -21,6 +20,7 @@ from clairai.errors import ProbeError, VectorError, quote
 from clairai.points import Point
 from clairai.probe import model
 from clairai.probe.model import MAX_DESCRIPTION, MAX_MODEL, MAX_NAME, NAME
+from clairai.probe.numeric_bounds import MAX_NUMBER, are_row_lengths, is_number, row_length
 from clairai.wire import steering_messages
 
 MAX_POINTS: Final = 1024
@@ -30,7 +30,6 @@ MAX_METHOD: Final = 100
 _SCHEMA: Final = b"clairai vector/2\0"
 _ROW_SCHEMA: Final = b"clairai vector row/1\0"
 _WIDTH: Final = struct.Struct("<Q")
-_LARGEST: Final = float(np.finfo(np.float32).max)
 
 Row = NDArray[np.float32]
 
@@ -102,7 +101,7 @@ class Vector:
             points=tuple(map(str, self.rows)),
             width=self.width,
             digest=self.digest,
-            norms=tuple(norm(row_D) for row_D in self.rows.values()),
+            norms=tuple(map(row_length, self.rows.values())),
             description=self.description,
             method=self.method,
             scale=self.scale,
@@ -129,12 +128,6 @@ def digest_row(row_D: Row) -> str:
     return content.hexdigest()
 
 
-def norm(row_D: Row) -> float:
-    """The row's length; in float64, where the squares of float32 cannot overflow."""
-    wide_D = row_D.astype(np.float64)
-    return math.sqrt(wide_D @ wide_D)
-
-
 def _check_name(name: object) -> None:
     # A name may become a file name: nothing in it may leave a folder.
     if not isinstance(name, str) or NAME.fullmatch(name) is None or ".." in name:
@@ -155,12 +148,11 @@ def _check_text(name: str, field: str, value: object, *, limit: int) -> None:
 
 
 def _check_scale(name: str, value: object) -> float:
-    is_number = isinstance(value, int | float | np.floating) and not isinstance(value, bool)
-    if is_number and -_LARGEST <= value <= _LARGEST:  # type: ignore[operator]  # false for NaN too
-        return float(value)  # type: ignore[arg-type]
+    if is_number(value):
+        return float(value)
     raise VectorError(
         f"vector {name}: scale is {quote(value)}; give a finite number, "
-        f"at most {_LARGEST:.3g} in size"
+        f"at most {MAX_NUMBER:g} in size"
     )
 
 
@@ -197,11 +189,7 @@ def _check_rows_at_once(given: Sequence[object]) -> list[Row] | None:
     if len(shape) != 1 or not 1 <= shape[0] <= model.MAX_WIDTH:
         return None
     block_ND = _as_block(rows)
-    high_N, low_N = block_ND.max(axis=1), block_ND.min(axis=1)
-    is_finite = (
-        np.isfinite(high_N).all() and np.isfinite(low_N).all()
-    )  # max and min of a row with NaN are NaN
-    if not (is_finite and (high_N.astype(bool) | low_N.astype(bool)).all()):
+    if not are_row_lengths(block_ND).all():
         return None
     return list(block_ND)  # each has the block as its base: see Vector.block_ND
 

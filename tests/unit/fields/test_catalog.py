@@ -30,7 +30,7 @@ PROBES = {
 
 def registry() -> SteeringRegistry:
     found = SteeringRegistry(map(Point.parse, POINTS), 2, SteeringLimits(100, 100))
-    found.put([vector("calm", *POINTS, values=(3, 4)), vector("tiny", *POINTS, values=(1e-20, 0))])
+    found.put([vector("calm", *POINTS, values=(3, 4))])
     found.set_probes(PROBES)
     return found
 
@@ -71,8 +71,11 @@ def refusal(check: Any, *arguments: Any, **options: Any) -> str | None:
         ({"vector": "cal"}, "no vector is named 'cal'; close to it: calm"),
         ({"vector": "calm", "digest": "0" * 64}, "it was changed"),
         ({"vector": "calm", "points": ["post_block.9"]}, "has no row for post_block.9"),
-        ({"vector": "tiny", "op": "ablate"}, "which ablate divides by"),
-        ({"vector": "tiny", "match_norm": True}, "which match_norm divides by"),
+        ({"vector": "calm", "scale": 1e20}, "could become 1e+21 long"),
+        ({"vector": "calm", "scale": 1e6, "match_norm": True}, "could become 1e+18 long"),
+        ({"vector": "calm", "scale": -1e6, "op": "ablate"}, "could become 1e+18 long"),
+        ({"vector": "calm", "low": 1e29, "op": "clamp"}, "could become 2e+29 long"),
+        ({"vector": "calm", "scale": 1e18, "op": "replace"}, "use a smaller scale"),
         ({"vector": "calm", "gate": {"probe": "none"}}, "no probe is named 'none'"),
         ({"vector": "calm", "gate": {"probe": "late"}}, "has no threshold of its own"),
         ({"vector": "calm", "gate": {"probe": "late", "threshold": 1}}, "which comes after"),
@@ -98,8 +101,10 @@ def test_a_rule_is_judged_alike_with_and_without_numbers(rule: dict[str, Any]) -
     assert refusal(preview_steering, fields, view_of(registry())) == by_core
 
 
-def test_a_scale_beyond_float32_is_left_to_the_core_which_has_the_numbers() -> None:
-    core = registry()
-    fields = parse_fields({KEY: {"steer": [{"vector": "calm", "scale": 3e38}]}})
+def test_the_core_which_knows_the_models_dtype_may_refuse_more() -> None:
+    core = SteeringRegistry(map(Point.parse, POINTS), 2, SteeringLimits(9, 9), dtype="float16")
+    core.put([vector("calm", *POINTS, values=(3, 4))])
+    fields = parse_fields({KEY: {"steer": [{"vector": "calm", "scale": 7000}]}})
     assert refusal(preview_steering, fields, view_of(core)) is None
-    assert "beyond float32" in str(refusal(core.resolve, fields.steer, prompt_len=5))
+    reason = str(refusal(core.resolve, fields.steer, prompt_len=5))
+    assert "rows of this model are float16: at most 65504; use a smaller scale" in reason

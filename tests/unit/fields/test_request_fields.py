@@ -153,7 +153,7 @@ def test_steer_and_stop_are_lists(key: str, given: object) -> None:
 
 
 def test_a_vector_given_to_request_travels_as_json_bit_for_bit() -> None:
-    vector = Vector("mine", {Point("post_block", 3): np.array([0.1, -3e38], np.float32)})
+    vector = Vector("mine", {Point("post_block", 3): np.array([0.1, -3e14], np.float32)})
     fields = request(steer=[{"vector": vector, "scale": np.float32(2)}])
     (entry,) = parse_fields({KEY: json.dumps(fields[KEY])}).steer
     assert entry == SteerEntry(pack_vector(vector), scale=2.0)

@@ -25,6 +25,7 @@ from clairai.points import Point
 from tests.support.steering_plans import vector
 
 reals = st.floats(-1e30, 1e30)
+factors = st.just(0.0) | st.floats(1e-30, 1e30) | st.floats(-1e30, -1e-30)
 names = st.text("abc-_.", min_size=1, max_size=5)
 ends = st.tuples(st.integers(-9, -5), st.none() | st.integers(-4, -1))
 whens = st.builds(When, st.sampled_from(PHASES)) | st.builds(
@@ -40,7 +41,7 @@ entries = st.builds(
     SteerEntry,
     vector=names | packed | st.just(vector()),
     digest=st.none() | st.just("0a" * 32),
-    scale=reals,
+    scale=factors,
     op=st.sampled_from(["add", "ablate", "replace"]),
     points=st.none() | st.just((Point("pre_attn", 0), Point("post_block", 1))),
     when=whens,

@@ -172,7 +172,7 @@ def test_a_bank_without_points_or_slots_is_refused() -> None:
 
 def test_the_fullest_bank_fits_one_message_and_one_more_probe_is_refused() -> None:
     point = Point("post_block", 99_999)
-    ends = (-3.4028234663852886e38, 3.4028234663852886e38)
+    ends = (-3.4028234663852886e29, 3.4028234663852886e29)
     widest = [
         probe(f"{index:_>128}", point=point, threshold=ends[0], calibration=ends)
         for index in range(MAX_PROBES)

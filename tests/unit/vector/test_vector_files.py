@@ -19,6 +19,7 @@ from safetensors.numpy import save as save_safetensors
 from clairai.errors import VectorError
 from clairai.points import POINT_KINDS, Point
 from clairai.probe.model import MAX_DESCRIPTION, MAX_MODEL, MAX_NAME
+from clairai.probe.numeric_bounds import is_row_length
 from clairai.vector import files, gguf_format, safetensors_format
 from clairai.vector.model import MAX_METHOD, MAX_POINTS, Vector
 from tests.support.probes import numbers
@@ -26,11 +27,12 @@ from tests.support.vectors import vector
 
 float32 = st.floats(width=32, allow_nan=False, allow_infinity=False)
 points = st.builds(Point, st.sampled_from(POINT_KINDS), st.integers(0, 200))
+numbers_32 = st.floats(-(2.0**99), 2.0**99, width=32)
 rows = st.integers(1, 12).flatmap(
     lambda width: st.dictionaries(
         points,
-        st.lists(float32, min_size=width, max_size=width)
-        .filter(any)
+        st.lists(st.floats(-1e7, 1e7, width=32), min_size=width, max_size=width)
+        .filter(lambda values: is_row_length(float(np.linalg.norm(values))))
         .map(lambda values: np.array(values, np.float32)),
         min_size=1,
         max_size=5,
@@ -44,7 +46,7 @@ vectors = st.builds(
     description=st.none() | printable,
     model=st.none() | printable,
     method=st.none() | printable,
-    scale=float32,
+    scale=numbers_32,
 )
 
 

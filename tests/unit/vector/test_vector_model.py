@@ -169,9 +169,17 @@ def test_a_listed_vector_survives_the_wire() -> None:
     )
 
 
-def test_the_norm_of_the_largest_numbers_is_a_number() -> None:
-    largest = np.full(4, np.finfo(np.float32).max, np.float32)
-    assert np.isfinite(vector(rows={FIRST: largest}).listed().norms).all()
+@pytest.mark.parametrize("number", [1e-45, 1e-40, 4e-16, 6e14, 3e38])
+def test_a_row_so_short_or_so_long_that_float32_overflows_is_refused(number: float) -> None:
+    rows = {Point("pre_attn", 0): numbers(1, 0, 0, 0), FIRST: numbers(*[number] * 4)}
+    with pytest.raises(VectorError, match=r"at .*the row has length .*; scale it to a length of"):
+        vector(rows=rows)
+
+
+@pytest.mark.parametrize("number", [6e-16, 1e-3, 4e14])
+def test_a_row_within_the_bounds_has_a_norm(number: float) -> None:
+    (norm,) = vector(rows={FIRST: numbers(*[number] * 4)}).listed().norms
+    assert norm == pytest.approx(2 * number, rel=1e-6)
 
 
 def test_the_block_of_a_vector_has_its_rows_wherever_they_came_from() -> None:

@@ -6,7 +6,6 @@ steer_tables.py).
 
 from __future__ import annotations
 
-import math
 import struct
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
@@ -18,6 +17,16 @@ from numpy.typing import NDArray
 from clairai.engine.score.score_tables import ACTIVATION_CODES
 from clairai.engine.steer import steer_tables as t
 from clairai.engine.steer.steering_plan import MAX_OPS, PlanAction, PlanGate, PlanRow, SteeringPlan
+from clairai.errors import RequestError
+from clairai.probe.numeric_bounds import (
+    FACTORS,
+    MAX_NUMBER,
+    ROW_LENGTHS,
+    is_factor,
+    is_number,
+    is_row_length,
+    row_length,
+)
 
 OP_STRUCT: Final = struct.Struct(f"<{t.FIRST_REAL}i{t.OP_WORDS - t.FIRST_REAL}f")
 OP_KINDS: Final = {"add": t.ADD, "ablate": t.ABLATE, "clamp": t.CLAMP, "replace": t.REPLACE}
@@ -73,19 +82,33 @@ def _gate_op(gate: PlanGate, action: PlanAction) -> bytes:
     flags |= t.IS_SOFT * (gate.sharpness is not None)
     flags |= t.IS_HELD * (gate.release is not None) | t.IS_LATCHED * gate.latch
     flags |= ACTIVATION_CODES[gate.activation] << t.ACTIVATION_SHIFT
+    numbers = (gate.bias, gate.threshold, gate.release or 0.0)
+    _check_numbers(gate.sharpness or 0.0, numbers, row_length(gate.row.read()))
     reals = (gate.bias, gate.threshold, gate.sharpness or 0.0, gate.release or 0.0)
     return _pack_op(t.READ, action.gate, flags, reals)
 
 
 def _action_op(action: PlanAction, row: PlanRow) -> bytes:
     flags = t.SKIPS_SPECIAL * action.skips_special | t.IS_MATCHED * action.is_matched
-    wide_D = row.read().astype(np.float64)
-    norm = math.sqrt(wide_D.dot(wide_D))
+    length = row_length(row.read())
+    _check_numbers(action.scale, (action.low or 0.0, action.high or 0.0), length)
     low = -np.inf if action.low is None else action.low
     high = np.inf if action.high is None else action.high
     gate = t.NO_GATE if action.gate is None else action.gate
-    # A row of length 0 keeps 0: ops that divide by the length are refused at admission.
-    return _pack_op(OP_KINDS[action.op], gate, flags, (action.scale, low, high, norm and 1 / norm))
+    # A row of length 0 keeps 0: what divides by the length then does nothing.
+    inverse = length and 1 / length
+    return _pack_op(OP_KINDS[action.op], gate, flags, (action.scale, low, high, inverse))
+
+
+def _check_numbers(factor: float, numbers: Iterable[float], length: float) -> None:
+    """Check once more what admission has checked: no number may overflow on the device."""
+    if is_factor(factor) and all(map(is_number, numbers)) and (not length or is_row_length(length)):
+        return
+    raise RequestError(
+        f"a steering plan has a factor of {factor:.3g} (it must be {FACTORS}), a row of length "
+        f"{length:.3g} ({ROW_LENGTHS}), or a number beyond {MAX_NUMBER:g}; it should have been "
+        "refused at admission: please report this"
+    )
 
 
 def _pack_op(kind: int, gate: int, flags: int, reals: tuple[float, float, float, float]) -> bytes:

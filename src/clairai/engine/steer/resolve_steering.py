@@ -5,7 +5,8 @@ Runs in: the engine core. A = actions, S = segments, P = places on the residual'
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 
 import msgspec
 import numpy as np
@@ -19,26 +20,38 @@ from clairai.engine.steer.steering_plan import (
     PlanAction,
     PlanGate,
     PlanRow,
+    Segment,
     SteeringPlan,
     split_segments,
 )
 from clairai.errors import RequestError
-from clairai.fields.catalog import PLACES_PER_LAYER, find_vector, path_order
+from clairai.fields.catalog import (
+    PLACES_PER_LAYER,
+    choose_lengths,
+    entry_growth,
+    find_vector,
+    path_order,
+)
 from clairai.fields.packed_vector import PackedVector
 from clairai.fields.ranges import EVERYWHERE, OPEN_END, Range
+from clairai.fields.row_growth import RowGrowth, RowLimits
 from clairai.fields.steer import GateSpec, SteerEntry
 from clairai.points import POINT_KINDS, Point
 from clairai.probe.model import Probe
 from clairai.vector.model import digest_row
 
 
-def resolve_entry(
-    entry: SteerEntry, snapshot: SteeringSnapshot
-) -> tuple[PlanAction, PlanGate | None]:
-    """The action of an entry, still without ranges, and its gate.
+@dataclass(frozen=True)
+class ResolvedEntry:
+    """The action of an entry, still without ranges, and its gate."""
 
-    Raises whatever is wrong with the entry for every prompt.
-    """
+    action: PlanAction
+    gate: PlanGate | None
+    growth: RowGrowth
+
+
+def resolve_entry(entry: SteerEntry, snapshot: SteeringSnapshot) -> ResolvedEntry:
+    """Raises whatever is wrong with the entry for every prompt."""
     vector = _find_vector(entry, snapshot)
     threshold = snapshot.check_entry(entry, vector)
     gate = None
@@ -60,7 +73,7 @@ def resolve_entry(
         high=entry.high,
         skips_special=entry.when.skip_special,
     )
-    return action, gate
+    return ResolvedEntry(action, gate, entry_growth(entry, choose_lengths(entry, vector)))
 
 
 def resolve_plan(
@@ -73,11 +86,11 @@ def resolve_plan(
     if prompt_len < 1:
         raise RequestError("a prompt without token ids cannot be steered; give it as text or ids")
     resolved = [
-        (*resolve_entry(entry, snapshot), ranges)
+        (resolve_entry(entry, snapshot), ranges)
         for entry, ranges in _tier_ranges(snapshot.tiers, prompt_len)
     ]
-    resolved += [(*resolve_entry(entry, snapshot), _own_ranges(entry, prompt_len)) for entry in own]
-    return _make_plan(resolved)
+    resolved += [(resolve_entry(entry, snapshot), _own_ranges(entry, prompt_len)) for entry in own]
+    return _make_plan(resolved, snapshot.row_limits)
 
 
 def _tier_ranges(
@@ -125,19 +138,21 @@ def _make_gate(spec: GateSpec, probe: Probe, threshold: float) -> PlanGate:
 
 
 def _make_plan(
-    resolved: Iterable[tuple[PlanAction, PlanGate | None, tuple[Range, ...]]],
+    resolved: Iterable[tuple[ResolvedEntry, tuple[Range, ...]]], limits: RowLimits
 ) -> SteeringPlan | None:
     """A plan of the actions that act; None if there are none."""
     actions: list[PlanAction] = []
     gates: list[PlanGate] = []
-    for action, gate, ranges in resolved:
-        if action.scale == 0 or not ranges:
+    growths: list[RowGrowth] = []
+    for entry, ranges in resolved:
+        if entry.action.scale == 0 or not ranges:
             continue
         index = None
-        if gate is not None:
+        if entry.gate is not None:
             index = len(gates)
-            gates.append(gate)
-        actions.append(msgspec.structs.replace(action, ranges=ranges, gate=index))
+            gates.append(entry.gate)
+        actions.append(msgspec.structs.replace(entry.action, ranges=ranges, gate=index))
+        growths.append(entry.growth)
     if not actions:
         return None
     if len(actions) > MAX_ACTIONS or len(gates) > MAX_GATES:
@@ -146,18 +161,30 @@ def _make_plan(
             f"give at most {MAX_ACTIONS} with {MAX_GATES}"
         )
     plan = SteeringPlan(tuple(actions), tuple(gates))
-    _check_ops_per_row(plan)
-    return plan
-
-
-def _check_ops_per_row(plan: SteeringPlan) -> None:
-    """Limit the ops on one row at one place, reads of gates included."""
     segments = split_segments(plan)
     if len(segments) > MAX_SEGMENTS:
         raise RequestError(
             f"positions cut the request into {len(segments)} stretches, each steered differently; "
             f"give fewer positions: at most {MAX_SEGMENTS} stretches"
         )
+    _check_ops_per_row(plan, segments)
+    _check_growth(segments, growths, limits)
+    return plan
+
+
+def _check_growth(
+    segments: Iterable[Segment], growths: Sequence[RowGrowth], limits: RowLimits
+) -> None:
+    """Limit how long the actions on one row can make it together."""
+    for _, _, active in segments:
+        growth = RowGrowth()
+        for index in active:
+            growth = growth.then(growths[index])
+        growth.check(limits, what=f"{len(active)} entries act on one row, global tiers included")
+
+
+def _check_ops_per_row(plan: SteeringPlan, segments: Sequence[Segment]) -> None:
+    """Limit the ops on one row at one place, reads of gates included."""
     places = [[*_places_of(plan, action)] for action in plan.actions]
     ops_AP = np.zeros((len(places), 1 + max(map(max, places))), np.int64)
     for index, one in enumerate(places):

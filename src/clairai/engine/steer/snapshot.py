@@ -10,16 +10,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
 
-import numpy as np
-
 from clairai.engine.steer.steering_plan import PlanRow
 from clairai.errors import VectorError
-from clairai.fields.catalog import Catalog, KnownVector, RowSize
+from clairai.fields.catalog import Catalog, KnownVector
 from clairai.fields.steer import SteerEntry
 from clairai.points import Point
 from clairai.probe.bank import model_key
 from clairai.probe.model import Probe
-from clairai.vector.model import Vector, norm
+from clairai.probe.numeric_bounds import row_length
+from clairai.vector.model import Vector
 
 
 @dataclass(frozen=True)
@@ -31,14 +30,13 @@ class PreparedVector(KnownVector):
 
     @classmethod
     def of(cls, vector: Vector) -> PreparedVector:
-        block_ND, digests = vector.block_ND, vector.row_digests
-        peaks = np.maximum(block_ND.max(axis=1), -block_ND.min(axis=1)).tolist()
-        sizes: dict[Point, RowSize | None] = {}
+        digests = vector.row_digests
+        lengths: dict[Point, float | None] = {}
         rows: dict[Point, PlanRow] = {}
-        for (point, row_D), peak in zip(vector.rows.items(), peaks, strict=True):
-            sizes[point] = RowSize(norm(row_D), peak)
+        for point, row_D in vector.rows.items():
+            lengths[point] = row_length(row_D)
             rows[point] = PlanRow(str(point), digests[point], row_D.tobytes())
-        return cls(vector.digest, MappingProxyType(sizes), vector, MappingProxyType(rows))
+        return cls(vector.digest, MappingProxyType(lengths), vector, MappingProxyType(rows))
 
 
 @dataclass(frozen=True)

@@ -23,6 +23,7 @@ from clairai.engine.steer.steering_plan import SteeringPlan, all_program_keys
 from clairai.errors import ClairaiError, RequestError, VectorCapacityError, VectorError, quote
 from clairai.fields.json_fields import suggest_names
 from clairai.fields.packed_vector import PackedVector
+from clairai.fields.row_growth import row_limits
 from clairai.fields.steer import MAX_ENTRIES, SteerEntry
 from clairai.points import Point
 from clairai.probe.model import Probe
@@ -30,6 +31,7 @@ from clairai.vector.model import Vector
 from clairai.wire.steering_messages import VectorState
 
 Mode = Literal["add", "replace", "put"]
+USUAL_PROMPT: Final = 1024  # tokens; for it the tiers must be possible together
 _MODES: Final[tuple[Mode, ...]] = get_args(Mode)
 # Phases that share no token with a tier.
 _PHASES_OUTSIDE_TIER: Final = {"prefill": ("generation",), "decode": ("prompt", "last_prompt")}
@@ -138,10 +140,16 @@ class SteeringRegistry:
         *,
         model: str | None = None,
         can_skip_special: bool = True,
+        dtype: str = "float32",
     ) -> None:
+        """`dtype` is that of the model's rows."""
         self.limits = limits
         self._snapshot = SteeringSnapshot(
-            frozenset(points), can_skip_special=can_skip_special, width=width, model=model
+            frozenset(points),
+            can_skip_special=can_skip_special,
+            row_limits=row_limits(dtype),
+            width=width,
+            model=model,
         )
         self._changing = threading.Lock()
         self._claims = TableClaims(limits)
@@ -308,3 +316,5 @@ def _check_tiers(snapshot: SteeringSnapshot) -> None:
                 )
     for entry in entries:
         resolve_entry(entry, snapshot)
+    # Together they may be too many at one place, and then every request would be refused.
+    resolve_plan((), snapshot, USUAL_PROMPT)

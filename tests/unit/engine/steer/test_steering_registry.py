@@ -184,10 +184,21 @@ def test_a_tier_that_cannot_act_is_refused_and_the_old_ones_stay(
 
 def test_the_entries_of_all_tiers_together_are_limited() -> None:
     known = registry()
-    half = entries(*[{"vector": "joy"}] * 17)
+    here, there = ({"vector": "joy", "points": [one]} for one in ("pre_attn.1", "post_attn.2"))
+    half = entries(*[here] * 9, *[there] * 8)
     known.set_tiers(base=half)
     with pytest.raises(RequestError, match="34 entries in all; give at most 32"):
         known.set_tiers(decode=half)
+
+
+def test_tiers_with_which_every_request_would_be_refused_are_refused() -> None:
+    known = registry()
+    with pytest.raises(RequestError, match="17 operations act on one row"):
+        known.set_tiers(base=entries(*[{"vector": "joy"}] * 17, what="base"))
+    known.set_tiers(base=entries(*[{"vector": "joy"}] * 9, what="base"))
+    with pytest.raises(RequestError, match="18 operations act on one row"):
+        known.set_tiers(decode=entries(*[{"vector": "joy"}] * 9, what="decode"))
+    assert known.resolve((), prompt_len=3) is not None
 
 
 def test_a_vector_that_a_tier_uses_can_be_replaced_but_not_removed() -> None:
