@@ -24,13 +24,18 @@ class Captures:
 
     is_on: bool = True
     ends_early: bool = False  # the engine dies in the middle of a file
+    consumer: dict[str, Any] = field(default_factory=dict)  # what differs from a good one
+    dropped: int = 0
+    dropping_since: float | None = None
     asked: list[tuple[str, dict[str, str]]] = field(default_factory=list)
 
     def forget(self) -> None:
         self.is_on, self.ends_early = True, False
+        self.consumer, self.dropped, self.dropping_since = {}, 0, None
         self.asked.clear()
 
     def add_to(self, app: web.Application) -> None:
+        app.router.add_get("/v1/clairai/capture", self._describe)
         app.router.add_get("/v1/captures", self._list)
         app.router.add_get("/v1/captures/{id}", self._get)
 
@@ -39,11 +44,19 @@ class Captures:
         if not self.is_on:
             return refusal(409, OFF, code="capture-off")
         line = handle(points=["post_block.1"], encoder="raw", answers=1)
-        consumers = [{"name": "fs", "state": "writing", "reason": ""}]
-        counts = {"rows": 6, "dropped": 0, "discarded": 0}
         memory = {"stash_nbytes": 1, "staging_nbytes": 2, "pending_nbytes": 0}
-        made = {"data": [line], "consumers": consumers, **counts, "memory": memory}
-        return web.json_response(made)
+        return web.json_response({"data": [line], **self._counts(), "memory": memory})
+
+    async def _describe(self, request: web.Request) -> web.Response:
+        self.asked.append((request.path_qs, dict(request.headers)))
+        if not self.is_on:
+            return refusal(409, OFF, code="capture-off")
+        return web.json_response({**self._counts(), "dropping_since": self.dropping_since})
+
+    def _counts(self) -> dict[str, Any]:
+        good = {"name": "fs", "state": "writing", "reason": "", "since": 1.0}
+        consumer = {**good, "refused": 0, "lost": 0, "free_nbytes": 1 << 30, **self.consumer}
+        return {"consumers": [consumer], "rows": 6, "dropped": self.dropped, "discarded": 0}
 
     async def _get(self, request: web.Request) -> web.StreamResponse:
         self.asked.append((request.path_qs, dict(request.headers)))

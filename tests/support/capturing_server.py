@@ -22,7 +22,7 @@ from starlette.responses import JSONResponse, Response
 
 from clairai.capture.capture_settings import CaptureSettings
 from clairai.capture.collector import Collector
-from clairai.capture.consumers import EngineInfo, open_consumers
+from clairai.capture.consumers import EngineInfo, GuardedConsumer, open_consumers
 from clairai.capture.staging_reader import EncodedRows, StagedBatch
 from clairai.compat.admission import Admission
 from clairai.compat.extra_args import read_capture_plan
@@ -166,7 +166,8 @@ class CapturingServer(ToyServer):
 def capturing_server(runtime: Path, setting: dict[str, Any] | None) -> Iterator[CapturingServer]:
     parsed = None if setting is None else CaptureSettings.parse(setting)
     engine = EngineShape(toy.POINTS, 2, toy.WIDTH, "float32", {})
-    consumers = {} if parsed is None else open_consumers(parsed.consumers, ABOUT)
+    opened = {} if parsed is None else open_consumers(parsed.consumers, ABOUT)
+    consumers = {name: GuardedConsumer(consumer) for name, consumer in opened.items()}
     collector = Collector(consumers, ABOUT, batch_nbytes=1 << 20, pending_nbytes=1 << 20)
     try:
         with toy.running_publisher(runtime) as step_publisher:

@@ -8,18 +8,26 @@ options it does not accept; then the engine does not start.
 from __future__ import annotations
 
 import threading
+import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from importlib.metadata import EntryPoint, entry_points
-from typing import Any, Final, Literal, Protocol
+from typing import Any, Final, Literal, Protocol, runtime_checkable
 
 from clairai.capture.capture_settings import ConsumerSpec
 from clairai.errors import ClairaiError, ConfigError, StoreStoppedError, quote
 from clairai.store.row_block import RowBlock, count_rows
+from clairai.wire.capture_messages import ConsumerStatus
 
 GROUP: Final = "clairai.capture_consumers"
 MAX_NAMED: Final = 65_536  # requests whose losses are counted one by one
+LOSS_MEMORY_S: Final = 60.0  # how long a consumer that lost rows is said to be dropping
+FREE_STEP_NBYTES: Final = 16 << 20
+DROPPING: Final = (
+    "rows come faster than it takes them, and were dropped in the last minute; capture less, give "
+    "it a faster disk or a larger queue"
+)
 Policy = Literal["block", "drop", "spill"]
 
 
@@ -85,6 +93,21 @@ class Consumer(Protocol):
         """The end; StoreStoppedError if accepted rows are lost."""
 
 
+@runtime_checkable
+class SupportsStatus(Protocol):
+    """A consumer as this package wraps it."""
+
+    def status(self, name: str) -> ConsumerStatus: ...
+
+
+def status_of(name: str, consumer: Consumer) -> ConsumerStatus:
+    """Of a consumer that is guarded or remote; another says no more than its state."""
+    if isinstance(consumer, SupportsStatus):
+        return consumer.status(name)
+    state = consumer.state
+    return ConsumerStatus(name, consumer.where, state.name, state.reason)
+
+
 Factory = Callable[[Mapping[str, Any], EngineInfo], Consumer]
 
 
@@ -131,6 +154,7 @@ def _factory(spec: ConsumerSpec, known: Mapping[str, EntryPoint]) -> Factory:
 class ConsumerFailure:
     reason: str
     name: str = "failed"
+    since: float = field(default_factory=time.time)
 
 
 class GuardedConsumer:
@@ -143,7 +167,10 @@ class GuardedConsumer:
         self._inner = inner
         self._failed: ConsumerFailure | None = None
         self._losses: Counter[int] = Counter()
+        self._num_refused = 0
         self._lock = threading.Lock()
+        self._loss_episode = LossEpisode()
+        self._own_since = OwnSince()
 
     @property
     def policy(self) -> Policy:
@@ -163,6 +190,35 @@ class GuardedConsumer:
         assert self._failed is not None
         return self._failed
 
+    def status(self, name: str) -> ConsumerStatus:
+        """How this consumer does; `name` is its name in the engine's settings."""
+        state = self.state
+        refused, lost = self._num_refused, self._count_lost()
+        losing_since = self._loss_episode.since(refused + lost)
+        if state.name == "writing" and losing_since is not None:
+            state = _DroppingState(losing_since)
+        return ConsumerStatus(
+            consumer=name,
+            where=self.where,
+            state=state.name,
+            reason=state.reason,
+            since=getattr(state, "since", None) or self._own_since.of(state.name),
+            refused=refused,
+            lost=lost,
+            free_nbytes=self._free_nbytes(),
+        )
+
+    def _count_lost(self) -> int:
+        return int(getattr(getattr(self._inner, "counts", None), "lost", 0))
+
+    def _free_nbytes(self) -> int | None:
+        """Rounded down: not every file that somebody writes is worth a report."""
+        try:
+            found: int | None = getattr(self._inner, "free_nbytes", None)
+        except OSError:
+            return None
+        return None if found is None else found // FREE_STEP_NBYTES * FREE_STEP_NBYTES
+
     def begin(
         self, stream: int, *, tags: Mapping[str, Any] | None, steering: Mapping[str, Any] | None
     ) -> None:
@@ -176,9 +232,13 @@ class GuardedConsumer:
     def offer(self, block: RowBlock) -> bool:
         if self._failed is None:
             try:
-                return bool(self._inner.offer(block))
+                is_accepted = bool(self._inner.offer(block))
             except Exception as error:
                 self._fail(error)
+            else:
+                self._num_refused += 0 if is_accepted else block.num_rows
+                return is_accepted
+        self._num_refused += block.num_rows
         with self._lock:
             for stream, count in count_rows(block).items():
                 if stream in self._losses or len(self._losses) < MAX_NAMED:
@@ -213,3 +273,42 @@ class GuardedConsumer:
     def _fail(self, error: Exception) -> None:
         reason = error.reason if isinstance(error, ClairaiError) else f"{error}"
         self._failed = ConsumerFailure(f"the consumer failed, {type(error).__name__}: {reason}")
+
+
+@dataclass(frozen=True)
+class _DroppingState:
+    since: float
+    name: str = "dropping"
+    reason: str = DROPPING
+
+
+class LossEpisode:
+    """Since when rows are being lost; over when none was for LOSS_MEMORY_S."""
+
+    def __init__(self, clock: Callable[[], float] = time.time) -> None:
+        self._clock = clock
+        self._num_seen = 0
+        self._began: float | None = None
+        self._last = 0.0
+
+    def since(self, num_lost: int) -> float | None:
+        """When the present episode began; None: there is none. `num_lost` is of all time."""
+        now = self._clock()
+        if self._began is not None and now - self._last > LOSS_MEMORY_S:
+            self._began = None
+        if num_lost > self._num_seen:
+            self._num_seen, self._last = num_lost, now
+            self._began = now if self._began is None else self._began
+        return self._began
+
+
+class OwnSince:
+    """When the state of a consumer that does not say it was first seen."""
+
+    def __init__(self) -> None:
+        self._name, self._since = "", 0.0
+
+    def of(self, name: str) -> float:
+        if name != self._name:
+            self._name, self._since = name, time.time()
+        return self._since

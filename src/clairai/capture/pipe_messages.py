@@ -12,7 +12,7 @@ import msgspec
 
 from clairai.capture.consumers import EngineInfo, Policy
 from clairai.engine.capture.capture_plan import CapturePlan
-from clairai.wire.capture_messages import CaptureStatus
+from clairai.wire.capture_messages import CaptureStatus, ConsumerStatus
 
 
 class ConsumerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -199,20 +199,12 @@ class AnswerReport(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_
     safe: tuple[str, ...]
 
 
-class ConsumerReport(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """The state of one consumer."""
-
-    consumer: str
-    name: str
-    reason: str
-
-
 class WriterReport(msgspec.Struct, frozen=True, tag="report", forbid_unknown_fields=True):
     """What has changed since the last report, and the totals."""
 
     delivered: int  # staged messages whose rows are counted
     told: tuple[AnswerReport, ...]
-    standings: tuple[ConsumerReport, ...]
+    standings: tuple[ConsumerStatus, ...]
     rows: int
     dropped: int
     discarded: int

@@ -19,8 +19,10 @@ import threading
 import time
 from collections import deque
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Final
+
+import msgspec
 
 from clairai import errors
 from clairai.capture import pipe_messages
@@ -31,6 +33,7 @@ from clairai.capture.staging_arena import StagingArena
 from clairai.capture.staging_reader import Wait, count_layout_rows
 from clairai.engine.capture.capture_plan import AnswerId, CapturePlan
 from clairai.errors import ClairaiError, ConfigError
+from clairai.wire.capture_messages import ConsumerStatus
 
 START_S: Final = 300.0  # a consumer checks a folder of many shards before it writes to it
 CLOSE_S: Final = 65.0  # a consumer gives up after 60
@@ -61,6 +64,7 @@ _log: Final = logging.getLogger("clairai.capture")
 class RemoteConsumerState:
     name: str = "writing"
     reason: str = ""
+    since: float = field(default_factory=time.time)
 
 
 class RemoteConsumer:
@@ -69,6 +73,24 @@ class RemoteConsumer:
     def __init__(self, where: str, policy: Policy) -> None:
         self.where, self.policy = where, policy
         self.state = RemoteConsumerState()
+        self._reported = ConsumerStatus("", where)
+
+    def apply(self, reported: ConsumerStatus) -> None:
+        """Take over what the writer process says."""
+        # A consumer that drops rows takes others: for an answer it is writing.
+        name = "writing" if reported.state == "dropping" else reported.state
+        reason = "" if name == "writing" else reported.reason
+        self.state, self._reported = RemoteConsumerState(name, reason, reported.since), reported
+
+    def fail(self, reason: str) -> None:
+        """The writer process has ended."""
+        self.state = RemoteConsumerState("failed", reason)
+        self._reported = msgspec.structs.replace(
+            self._reported, state="failed", reason=reason, since=self.state.since
+        )
+
+    def status(self, name: str) -> ConsumerStatus:
+        return msgspec.structs.replace(self._reported, consumer=name, where=self.where)
 
     def losses(self, _stream: int) -> int:
         """Reported with the answers."""
@@ -202,7 +224,7 @@ class RemoteBackend:
                 self._undelivered.popleft()
         self._delivered, self.pending_nbytes = report.delivered, report.pending_nbytes
         for one in report.standings:
-            self._consumers[one.consumer].state = RemoteConsumerState(one.name, one.reason)
+            self._consumers[one.consumer].apply(one)
         self.results.apply(report.told, RowTotals(report.rows, report.dropped, report.discarded))
 
     def _fail(self) -> None:
@@ -216,7 +238,7 @@ class RemoteBackend:
         self._pipe.shut_down()  # a writer that lives writes what it has, and ends
         _log.error(WRITER_ENDED)
         for consumer in self._consumers.values():
-            consumer.state = RemoteConsumerState("failed", WRITER_ENDED)
+            consumer.fail(WRITER_ENDED)
         self._lose(lost)
         self.results.fail_unsafe(WRITER_ENDED)
 

@@ -13,10 +13,15 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Final
 
-from clairai.capture.consumers import Consumer
+from clairai.capture.consumers import Consumer, LossEpisode, status_of
 from clairai.capture.pipe_messages import AnswerReport
 from clairai.engine.capture.capture_plan import AnswerId, CapturePlan
-from clairai.wire.capture_messages import Captured, CapturePlace, CaptureState, CaptureStatus
+from clairai.wire.capture_messages import (
+    Captured,
+    CapturePlace,
+    CaptureState,
+    CaptureStatus,
+)
 
 MAX_REMEMBERED_ANSWERS: Final = 1 << 14
 
@@ -63,6 +68,7 @@ class CaptureResults:
         self._reported = RowTotals()
         self._last_number = 0
         self._changed: dict[AnswerId, None] = {}  # since the last `changes`
+        self._staging_losses = LossEpisode()
         self.news = threading.Event()  # something else than a count has changed
 
     def open(self, answer: AnswerId, plan: CapturePlan, number: int | None = None) -> int:
@@ -244,7 +250,8 @@ class CaptureResults:
     def _place(self, name: str, answer: AnswerId, found: _AnswerState) -> CapturePlace:
         consumer = self._consumers[name]
         state, lost = consumer.state, self._lost(name, answer, found)
-        return CapturePlace(name, consumer.where, lost, state.name, state.reason)
+        since = getattr(state, "since", 0.0)
+        return CapturePlace(name, consumer.where, lost, state.name, state.reason, since)
 
     def _lost(self, name: str, answer: AnswerId, found: _AnswerState) -> int:
         # A consumer tells losses once, and by stream: the stream's first answer keeps the count.
@@ -273,14 +280,12 @@ class CaptureResults:
         with self._lock:
             totals = self._totals()
             return CaptureState(
-                places=tuple(
-                    CapturePlace(name, one.where, 0, one.state.name, one.state.reason)
-                    for name, one in self._consumers.items()
-                ),
+                places=tuple(status_of(name, one) for name, one in self._consumers.items()),
                 rows=totals.rows,
                 dropped=totals.dropped,
                 discarded=totals.discarded,
                 staging_nbytes=staging_nbytes,
                 pending_nbytes=pending_nbytes,
                 stash_nbytes=stash_nbytes,
+                dropping_since=self._staging_losses.since(totals.dropped),
             )

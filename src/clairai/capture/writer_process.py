@@ -25,9 +25,9 @@ import msgspec
 from clairai.capture import pipe_messages
 from clairai.capture.capture_settings import ConsumerSpec
 from clairai.capture.collector import BatchPacing, Collector
-from clairai.capture.consumers import Consumer, GuardedConsumer, open_consumers
+from clairai.capture.consumers import Consumer, GuardedConsumer, open_consumers, status_of
 from clairai.capture.pipe import Pipe
-from clairai.capture.pipe_messages import ConsumerReport, WriterReport
+from clairai.capture.pipe_messages import WriterReport
 from clairai.capture.staging_arena import StagingArena
 from clairai.capture.staging_reader import StagingReader
 from clairai.errors import ClairaiError, ConfigError
@@ -90,10 +90,7 @@ class Reporter:
         report = WriterReport(
             delivered,
             changes,
-            tuple(
-                ConsumerReport(name, one.state.name, one.state.reason)
-                for name, one in self._consumers.items()
-            ),
+            tuple(status_of(name, one) for name, one in self._consumers.items()),
             totals.rows,
             totals.dropped,
             totals.discarded,

@@ -14,6 +14,7 @@ from typing import Any, Final, Literal
 import msgspec
 
 from clairai.errors import quote
+from clairai.proxy.capture_watch import CaptureWatch
 from clairai.proxy.completions.token_text import TokenBytes, TokenTexts
 from clairai.proxy.responses import HttpRefusal
 from clairai.proxy.ring_feed import RingFeed
@@ -106,7 +107,7 @@ class EngineFacts:
 
     async def _has_route(self, route: str) -> bool:
         """True if this engine has the route; asked once."""
-        key = self._engine_key()
+        key = self.engine_key()
         if self._routes.get(route) != key and await self._ask(route) is not None:
             self._routes[route] = key
         return bool(self._routes.get(route) == key)
@@ -125,7 +126,7 @@ class EngineFacts:
     async def token_texts(self) -> TokenTexts:
         """The texts of the engine's tokens; HttpRefusal if it has no route for them."""
         async with self._asking:
-            key = self._engine_key()  # another engine may have another model
+            key = self.engine_key()  # another engine may have another model
             if self._texts is None or key != self._texts_key:
                 found = await self._ask("/v1/clairai/tokens")
                 if found is None:
@@ -134,7 +135,7 @@ class EngineFacts:
                 self._texts_key = key
             return self._texts
 
-    def _engine_key(self) -> Any:
+    def engine_key(self) -> Any:
         """Changes whenever the engine may be another one."""
         return self._feed.epoch, self._upstream.num_outages
 
@@ -155,15 +156,23 @@ class HealthStatus:
 
     status: HealthState
     reason: str | None = None
+    since: float | None = None  # in seconds since 1970
 
 
 class HealthCheck:
     """The health of engine and ring; asks upstream unless the launcher has set the status."""
 
-    def __init__(self, upstream: Upstream, feed: RingFeed, engine_facts: EngineFacts) -> None:
+    def __init__(
+        self,
+        upstream: Upstream,
+        feed: RingFeed,
+        engine_facts: EngineFacts,
+        capture_watch: CaptureWatch,
+    ) -> None:
         self._upstream = upstream
         self._feed = feed
         self._engine_facts = engine_facts
+        self._capture_watch = capture_watch
         self._set: HealthStatus | None = None
         self._was_ready = False
         self._model: str | None = None
@@ -184,7 +193,13 @@ class HealthCheck:
         if reason is not None:
             return HealthStatus("failed" if self._was_ready else "starting", reason)
         self._was_ready = True
-        return self._ring_status()
+        ring = self._ring_status()
+        problems = await self._capture_watch.problems()
+        if not problems:
+            return ring
+        reasons = [*filter(None, [ring.reason]), *(one.reason for one in problems)]
+        since = min(filter(None, [ring.since, *(one.since for one in problems)]), default=None)
+        return HealthStatus("degraded", "; ".join(reasons), since)
 
     def refusal(self) -> HttpRefusal:
         """The answer to a client whose request did not reach upstream."""

@@ -157,7 +157,7 @@ async def health(call: HandlerCall) -> Response:
     model = call.proxy.health.model
     is_serving = found.status in ("ready", "degraded")
     return _json_response(
-        Health(found.status, found.reason, model, version("clairai")),
+        Health(found.status, found.reason, found.since, model, version("clairai")),
         HTTPStatus.OK if is_serving else HTTPStatus.SERVICE_UNAVAILABLE,
     )
 
@@ -166,6 +166,7 @@ async def metrics(call: HandlerCall) -> Response:
     observer = call.proxy.metrics
     if observer is None:
         raise HttpRefusal(HTTPStatus.NOT_FOUND, "this proxy keeps no metrics")
+    await call.proxy.capture_watch.look()
     text = await asyncio.to_thread(observer.text, call.proxy.counts())
     return Response(text, headers={"Content-Type": observer.content_type})
 

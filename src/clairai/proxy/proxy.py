@@ -14,6 +14,7 @@ from http import HTTPStatus
 from typing import Final
 
 from clairai.fields.request_fields import new_stream_id
+from clairai.proxy.capture_watch import CaptureWatch
 from clairai.proxy.completions.completion_request import ScoredRequest
 from clairai.proxy.completions.named_runs import NamedRuns
 from clairai.proxy.completions.request_scores import RequestScores, RowBatch, ScoreBudget
@@ -93,7 +94,8 @@ class Proxy:
             observers=self._observers,
         )
         self.engine_facts = EngineFacts(self.upstream, self.feed)
-        self.health = HealthCheck(self.upstream, self.feed, self.engine_facts)
+        self.capture_watch = CaptureWatch(self.upstream, self.engine_facts.engine_key)
+        self.health = HealthCheck(self.upstream, self.feed, self.engine_facts, self.capture_watch)
         self._ring_finder = RingFinder(settings, self.upstream, self.feed)
         self.runs = NamedRuns(settings)
         self.large_bodies = LargeBodies()
@@ -224,4 +226,5 @@ class Proxy:
             cancelled=self._num_cancelled,
             upstream_errors=self.upstream.num_errors,
             rows_lost=self._num_lost + sum(one.num_lost for one in running),
+            capture=self.capture_watch.report,
         )

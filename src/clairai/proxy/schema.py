@@ -365,9 +365,17 @@ class CaptureInfo(CaptureHandle, kw_only=True):
 
 
 class ConsumerState(Answer):
+    """Rows are those since the engine started."""
+
     name: str
-    state: str
+    state: Annotated[str, Meta(description="writing, dropping, stopped or failed")]
     reason: str
+    since: Annotated[float, Meta(description="of this state, in seconds since 1970")]
+    refused: Annotated[int, Meta(description="rows for which it had no room")]
+    lost: Annotated[int, Meta(description="rows that it took and could not keep")]
+    free_nbytes: Annotated[
+        int | None, Meta(description="on its disk, less the reserve; null if unknown")
+    ]
 
 
 class CaptureMemory(Answer):
@@ -435,6 +443,7 @@ class ExampleList(RequestBody):
 class Health(Answer):
     status: Literal["starting", "ready", "degraded", "failed"]
     reason: str | None
+    since: Annotated[float | None, Meta(description="in seconds since 1970, where it is known")]
     model: str | None
     version: str
 

@@ -31,6 +31,7 @@ from clairai.wire.capture_messages import (
     Captured,
     Captures,
     CaptureState,
+    ConsumerStatus,
     DescribeCapture,
     ListCaptures,
 )
@@ -47,8 +48,16 @@ _FILE: Final = "application/octet-stream"
 
 
 def add_routes(router: APIRouter) -> None:
+    router.add_api_route("/clairai/capture", describe_capture, methods=["GET"])
     router.add_api_route("/captures", list_captures, methods=["GET"])
     router.add_api_route("/captures/{id}", get_capture, methods=["GET"])
+
+
+async def describe_capture(request: Request) -> Response:
+    """How the consumers do: for the proxy's health and metrics."""
+    state = await require_engine(request.app).ask(DescribeCapture(), CaptureState)
+    content = {**_counts(state), "dropping_since": state.dropping_since}
+    return Response(msgspec.json.encode(content), media_type=_JSON)
 
 
 async def list_captures(request: Request) -> Response:
@@ -59,12 +68,7 @@ async def list_captures(request: Request) -> Response:
     state = await engine.ask(DescribeCapture(), CaptureState)
     content = {
         "data": [_list_capture(answers) for answers in captures.found if answers],
-        "consumers": [
-            {"name": one.consumer, "state": one.state, "reason": one.reason} for one in state.places
-        ],
-        "rows": state.rows,
-        "dropped": state.dropped,
-        "discarded": state.discarded,
+        **_counts(state),
         "memory": {
             "stash_nbytes": state.stash_nbytes,
             "staging_nbytes": state.staging_nbytes,
@@ -72,6 +76,22 @@ async def list_captures(request: Request) -> Response:
         },
     }
     return Response(msgspec.json.encode(content), media_type=_JSON)
+
+
+def _counts(state: CaptureState) -> dict[str, Any]:
+    return {
+        "consumers": [_describe_consumer(one) for one in state.places],
+        "rows": state.rows,
+        "dropped": state.dropped,
+        "discarded": state.discarded,
+    }
+
+
+def _describe_consumer(status: ConsumerStatus) -> dict[str, Any]:
+    """Without the place, which is a path or an address of the operator's."""
+    fields = msgspec.structs.asdict(status)
+    del fields["where"]
+    return {"name": fields.pop("consumer"), **fields}
 
 
 async def get_capture(id: str, request: Request) -> Response:
@@ -190,10 +210,10 @@ async def _require_kept(engine: EngineRpc, id: str, stream: int) -> Sequence[Cap
 
 async def _find_folders(engine: EngineRpc, captured: Sequence[Captured]) -> list[str]:
     """Where the rows can be: where the engine says, or anywhere that it writes to."""
-    places = [place for one in captured for place in one.places]
-    if not places:
-        places = list((await engine.ask(DescribeCapture(), CaptureState)).places)
-    folders = dict.fromkeys(place.where for place in places)
+    folders = dict.fromkeys(place.where for one in captured for place in one.places)
+    if not folders:
+        state = await engine.ask(DescribeCapture(), CaptureState)
+        folders = dict.fromkeys(one.where for one in state.places)
     return [folder for folder in folders if (Path(folder) / MANIFEST).is_file()]
 
 

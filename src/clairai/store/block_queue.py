@@ -6,6 +6,8 @@ moment `accepted + dropped == offered`, counted in rows.
 
 from __future__ import annotations
 
+import contextlib
+import logging
 import tempfile
 import threading
 import time
@@ -26,6 +28,7 @@ Policy = Literal["block", "drop", "spill"]
 POLICIES: Final[tuple[Policy, ...]] = get_args(Policy)
 BATCH_NBYTES: Final = 1 << 20  # `get` returns about this much at once, if it arrives
 LINGER_S: Final = 0.002  # within this time
+_log: Final = logging.getLogger("clairai.capture")
 MAX_NAMED_LOSSES: Final = 65_536  # requests whose losses are counted one by one; the sum always is
 
 
@@ -147,11 +150,21 @@ class BlockQueue:
                     return []
                 self._changed.wait(left_s)
             if not self._waiting:
-                assert self._spill is not None
-                return [self._spill.get()]
+                return self._get_spilled()
             if self._nbytes < BATCH_NBYTES and isinstance(self._waiting[-1], QueuedBlock):
                 self._changed.wait(LINGER_S)  # wake once for many small blocks
             return self._take_batch()
+
+    def _get_spilled(self) -> list[object]:
+        """The oldest spilled item; nothing if its file cannot be read, and its rows are lost."""
+        assert self._spill is not None
+        try:
+            return [self._spill.get()]
+        except SpillError as error:
+            self._lost += sum(error.rows.values())
+            self._add_losses(error.rows)
+            _log.error("%d spilled rows are lost: %s", sum(error.rows.values()), error)
+            return []
 
     def _take_batch(self) -> list[object]:
         batch: list[object] = []
@@ -206,6 +219,15 @@ class _SpilledBlock(msgspec.Struct, frozen=True):
 class _FileRange:
     offset: int
     nbytes: int
+    rows: Mapping[int, int]  # by stream
+
+
+class SpillError(Exception):
+    """A spilled block cannot be read again."""
+
+    def __init__(self, rows: Mapping[int, int], reason: str) -> None:
+        super().__init__(reason)
+        self.rows = rows
 
 
 class SpillFile:
@@ -245,23 +267,33 @@ class SpillFile:
             return False  # a full disk is a bound too
         if num_written != len(data):
             return False
-        self._waiting.append(_FileRange(self._end, len(data)))
+        self._waiting.append(_FileRange(self._end, len(data), count_rows(item.block)))
         self._end += len(data)
         self._num_blocks += 1
         return True
 
     def get(self) -> object:
-        """Return the oldest block or marker. When no block is left, the file starts over."""
+        """Return the oldest block or marker. When no block is left, the file starts over.
+
+        Raises SpillError if the block cannot be read; it is removed too.
+        """
         oldest = self._waiting.popleft()
         if not isinstance(oldest, _FileRange):
             return oldest
-        self._file.seek(oldest.offset)
-        item = _load_block(self._file.read(oldest.nbytes))
+        try:
+            self._file.seek(oldest.offset)
+            return _load_block(self._file.read(oldest.nbytes))
+        except (OSError, ValueError, TypeError) as error:  # msgspec's errors are ValueErrors
+            raise SpillError(oldest.rows, f"{type(error).__name__}: {error}") from None
+        finally:
+            self._remove_block()
+
+    def _remove_block(self) -> None:
         self._num_blocks -= 1
         if not self._num_blocks:
             self._end = 0
-            self._file.truncate(0)
-        return item
+            with contextlib.suppress(OSError):  # then it is written over
+                self._file.truncate(0)
 
     def close(self) -> None:
         self._file.close()

@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from clairai.errors import ConfigError, StoreStoppedError, quote
-from clairai.store.block_queue import BlockQueue, Policy, QueuedBlock, SpillFile
+from clairai.store.block_queue import BlockQueue, Policy, QueuedBlock, RowCounts, SpillFile
 from clairai.store.folder_consumers import (
     QUEUE_OPTIONS,
     check_options,
@@ -71,6 +71,10 @@ class CallbackConsumer:
         self._thread = threading.Thread(target=self._call_all, name="clairai-call", daemon=True)
         self._thread.start()
 
+    @property
+    def counts(self) -> RowCounts:
+        return self._queue.counts
+
     def begin(
         self, stream: int, *, tags: Mapping[str, Any] | None, steering: Mapping[str, Any] | None
     ) -> None:
@@ -118,10 +122,11 @@ class CallbackConsumer:
             self._function(Delivery(self._about, item.block, item.notes))
         except Exception as error:  # the function is a user's; its next call may succeed
             cause = f"{type(error).__name__}: {quote(str(error), 200)}"
-            self.state = WriterState("stopped", f"{self.where} failed, {cause}")
+            failed = WriterState("stopped", f"{self.where} failed, {cause}")
+            self.state = failed.after(self.state)
             self._queue.count_lost(count_rows(item.block))
         else:
-            self.state = WriterState()
+            self.state = WriterState().after(self.state)
             self._queue.count_committed(item.block.num_rows)
 
 

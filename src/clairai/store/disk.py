@@ -281,16 +281,16 @@ class ClaimedDisk(LocalDisk):
 
     def require_claim(self) -> None:
         """Raise StoreStoppedError if the path leads to another folder now, or to another lock."""
-        path = quote(str(self.path), 200)
+        # Clients see these reasons: they name no path.
         if not _is_same(self._folder, self.path):
             raise StoreStoppedError(
-                f"{path} was moved, removed or replaced while it was written to; put the folder "
-                "back, then start again"
+                "the folder of captures was moved, removed or replaced while it was written to; "
+                "put it back, then start again"
             )
         if not _is_same(self._lock, LOCK, self._folder):
             raise StoreStoppedError(
-                f"the file lock of {path} was removed or replaced while the folder was written "
-                "to; leave it alone, and start again"
+                "the file lock of the folder of captures was removed or replaced while it was "
+                "written to; leave it alone, and start again"
             )
 
     def _lock_folder(self) -> None:

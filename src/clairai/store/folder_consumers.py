@@ -21,6 +21,7 @@ from clairai.store.send_shards import ShardSender
 from clairai.store.write import CLOSE_S, COMMITS, Writer, WriterLimits, WriterState
 
 SEND_EVERY_S: Final = 2.0
+SEND_SILENT_S: Final = 60.0  # an address that takes no shard for so long is said to be stopped
 QUEUE_OPTIONS: Final = ("policy", "spill_to", "queue_mib", "spill_mib")
 FOLDER_OPTIONS: Final = (
     *QUEUE_OPTIONS,
@@ -68,6 +69,8 @@ class FsspecConsumer(FolderConsumer):
             super().close()
             raise
         self._send_error = ""  # why the last round of sending failed; empty if it did not
+        self._send_state = WriterState()
+        self._sending_since_s: float | None = None  # the shard that is under way
         self._num_rounds = 0  # rounds of sending that have ended
         self._changed = threading.Condition()
         self._is_asked = self._is_stopping = False
@@ -78,8 +81,15 @@ class FsspecConsumer(FolderConsumer):
 
     @property
     def state(self) -> WriterState:
-        state, error = super().state, self._send_error
-        return WriterState("stopped", error) if state.name == "writing" and error else state
+        state = super().state
+        if state.name != "writing":
+            return state
+        since_s = self._sending_since_s
+        silent_s = 0.0 if since_s is None else time.monotonic() - since_s
+        if silent_s < SEND_SILENT_S:
+            return self._send_state if self._send_error else state
+        reason = f"the address has taken nothing for {SEND_SILENT_S:g} s and more"
+        return WriterState("stopped", reason, time.time() - silent_s)
 
     def flush(self, timeout_s: float = CLOSE_S) -> None:
         """Return when everything accepted so far is committed and at the address."""
@@ -115,6 +125,8 @@ class FsspecConsumer(FolderConsumer):
         """Run the thread `clairai-send`."""
         while not self._is_stopping:
             self._send_error = self._send_round()
+            state = WriterState("stopped", self._send_error) if self._send_error else WriterState()
+            self._send_state = state.after(self._send_state)
             with self._changed:
                 self._num_rounds += 1
                 self._changed.notify_all()
@@ -126,13 +138,18 @@ class FsspecConsumer(FolderConsumer):
 
     def _send_round(self) -> str:
         """Send every shard that was not sent. Returns why that failed, or an empty text."""
+        self._sending_since_s = time.monotonic()
         try:
             for _ in self._sender.send():
-                pass
+                self._sending_since_s = time.monotonic()
         except ClairaiError as error:
             return error.reason
         except OSError as error:
             return f"the folder cannot be read, {error.strerror}"
+        except Exception as error:  # without this the thread would end and nobody would know
+            return f"sending failed, {type(error).__name__}: {quote(str(error), 200)}"
+        finally:
+            self._sending_since_s = None
         return ""
 
 

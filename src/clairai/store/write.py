@@ -19,7 +19,7 @@ import threading
 import time
 from collections.abc import Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any, Final, Literal, Self, get_args
 
 import numpy as np
@@ -65,6 +65,11 @@ class WriterState:
 
     name: Literal["writing", "stopped", "failed"] = "writing"
     reason: str = ""
+    since: float = field(default_factory=time.time, compare=False)  # in seconds since 1970
+
+    def after(self, last: WriterState) -> WriterState:
+        """This state, which began earlier if the last one has the same name."""
+        return replace(self, since=last.since) if self.name == last.name else self
 
 
 @dataclass(frozen=True)
@@ -108,6 +113,7 @@ class Writer:
         self._commits_soon = commits == "soon"
         self._limits = limits or WriterLimits()
         self._state = WriterState()
+        self._changing_state = threading.Lock()
         self._pending = PendingShards(layout)
         self._has_own_files = layout != "sharded"
         self._with_own_files: set[int] = set()  # running requests that have files of their own
@@ -118,9 +124,11 @@ class Writer:
             self._resources.callback(spill.close)
         with self._resources:
             self._queue = BlockQueue(policy, self._limits.queue_nbytes, spill)
-            disk = self._resources.enter_context(claim_folder(path))
-            manifest, self.recovery = _recover(disk)
-            self._committer = Committer(disk, manifest, reserve_nbytes=self._limits.reserve_nbytes)
+            self._disk = self._resources.enter_context(claim_folder(path))
+            manifest, self.recovery = _recover(self._disk)
+            self._committer = Committer(
+                self._disk, manifest, reserve_nbytes=self._limits.reserve_nbytes
+            )
             self._resources = self._resources.pop_all()
         self._jobs: queue.Queue[_CommitJob | None] = queue.Queue(maxsize=1)
         self._is_ending = threading.Event()
@@ -145,6 +153,13 @@ class Writer:
     @property
     def state(self) -> WriterState:
         return self._state
+
+    @property
+    def free_nbytes(self) -> int | None:
+        """Space on the disk, less the reserve; None once the writer is closed."""
+        if self._is_closed:
+            return None
+        return max(self._disk.free_nbytes() - self._limits.reserve_nbytes, 0)
 
     def begin(
         self,
@@ -215,6 +230,12 @@ class Writer:
                     return
                 seal_at_s = self._handle(item, seal_at_s)
 
+    def _set_state(self, state: WriterState) -> None:
+        """A writer that has failed stays so: its queue is closed. Called on both threads."""
+        with self._changing_state:
+            if self._state.name != "failed":
+                self._state = state.after(self._state)
+
     def _handle(self, item: object, seal_at_s: float | None) -> float | None:
         """Handle a queue item, or None if `seal_at_s` has passed. Returns the next `seal_at_s`."""
         due = self._take_due(item)
@@ -274,7 +295,7 @@ class Writer:
             except OSError as error:
                 if error.errno in DISK_FULL_ERRORS:
                     reason = f"the disk is full, {error.strerror}; make room"
-                    self._state = WriterState("stopped", reason)
+                    self._set_state(WriterState("stopped", reason))
                 else:
                     self._fail(
                         f"the disk refused a shard, {error.strerror}; check it, then start again"
@@ -284,7 +305,7 @@ class Writer:
             except Exception as error:
                 self._fail(f"a shard could not be written, {type(error).__name__}: {error}")
             else:
-                self._state = WriterState()
+                self._set_state(WriterState())
                 self._queue.count_committed(sum(entry.rows for entry in entries))
                 return True
             if self._state.name == "stopped" and self._is_ending.wait(self._limits.retry_s):
@@ -292,7 +313,7 @@ class Writer:
         return False
 
     def _fail(self, reason: str) -> None:
-        self._state = WriterState("failed", reason)
+        self._set_state(WriterState("failed", reason))
         self._queue.close()
 
 

@@ -17,6 +17,7 @@ class CapturePlace(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     lost: int = 0  # rows that it refused or lost
     state: str = "writing"
     reason: str = ""
+    since: float = 0.0  # when it came into this state, in seconds since 1970
 
 
 class Captured(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -42,6 +43,19 @@ class Captured(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     def lost(self) -> int:
         """Rows that were wanted and are missing somewhere."""
         return self.dropped + sum(place.lost for place in self.places)
+
+
+class ConsumerStatus(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """How a consumer does. Rows are counted since the engine started."""
+
+    consumer: str
+    where: str
+    state: str = "writing"  # or dropping, stopped: both end by themselves; or failed
+    reason: str = ""
+    since: float = 0.0  # when it came into this state, in seconds since 1970
+    refused: int = 0  # rows for which its queue had no room, or which it did not take any more
+    lost: int = 0  # rows that it took and could not keep
+    free_nbytes: int | None = None  # on its disk, less the reserve; None if that is unknown
 
 
 class FindCaptures(msgspec.Struct, frozen=True, tag="find_captures", forbid_unknown_fields=True):
@@ -80,13 +94,14 @@ class Captures(msgspec.Struct, frozen=True, tag="captures", forbid_unknown_field
 class CaptureState(msgspec.Struct, frozen=True, tag="capture_state", forbid_unknown_fields=True):
     """Of the whole engine; rows are counted since it started."""
 
-    places: tuple[CapturePlace, ...]
+    places: tuple[ConsumerStatus, ...]
     rows: int
     dropped: int
     discarded: int
     staging_nbytes: int  # host memory for rows on their way to the consumers
     pending_nbytes: int  # rows that wait for a rule now
     stash_nbytes: int = 0  # device memory for the rows of a step
+    dropping_since: float | None = None  # rows were dropped lately: no room in the staging buffers
 
 
 CaptureReply = Captures | CaptureState

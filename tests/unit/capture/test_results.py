@@ -15,6 +15,7 @@ from clairai.capture.pipe import Pipe
 from clairai.capture.remote import WRITER_ENDED, RemoteBackend
 from clairai.capture.results import CaptureResults, RowTotals
 from clairai.capture.staging_arena import StagingArena
+from clairai.wire.capture_messages import ConsumerStatus
 from tests.support.capture_parts import ToyConsumer, capture_plan
 from tests.support.capture_rig import ABOUT
 from tests.support.ring_engine import until
@@ -87,20 +88,21 @@ def test_the_state_of_a_remote_consumer_is_known(writer: tuple[RemoteBackend, Pi
     made, pipe = writer
     pipe.add(
         report(
-            standings=(pipe_messages.ConsumerReport("toy", "stopped", "full"),), pending_nbytes=7
+            standings=(ConsumerStatus("toy", "there", "stopped", "full", 5.0, lost=3),),
+            pending_nbytes=7,
         )
     )
     pipe.send()
     until(lambda: made.pending_nbytes == 7)
     (place,) = made.results.state(staging_nbytes=0, pending_nbytes=0).places
-    assert (place.where, place.state, place.reason) == ("here", "stopped", "full")
+    assert place == ConsumerStatus("toy", "here", "stopped", "full", 5.0, lost=3)
 
 
 @pytest.mark.parametrize(
     "wrong",
     [
         report(delivered=3),
-        report(standings=(pipe_messages.ConsumerReport("who", "", ""),)),
+        report(standings=(ConsumerStatus("who", ""),)),
         pipe_messages.CommitFinished(),
     ],
     ids=["more than there was", "of nobody", "no report"],

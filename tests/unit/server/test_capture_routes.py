@@ -123,7 +123,11 @@ def test_captures_are_listed_newest_first(server: CapturingServer) -> None:
     listed = server.client.get("/v1/captures?limit=2").json()
     assert [one["id"] for one in listed["data"]] == [ids[2], ids[1]]
     assert listed["data"][0]["points"] == ["post_block.1"]
-    assert listed["consumers"] == [{"name": "fs", "state": "writing", "reason": ""}]
+    (consumer,) = listed["consumers"]
+    assert (consumer["name"], consumer["state"], consumer["reason"]) == ("fs", "writing", "")
+    assert (consumer["refused"], consumer["lost"]) == (0, 0)
+    assert consumer["since"] > 0
+    assert consumer["free_nbytes"] >= 0
     assert listed["rows"] == 3 * NUM_ROWS
     msgspec.convert(listed, models.CaptureList)
 

@@ -624,11 +624,23 @@ export interface components {
             /** @default null */
             clairai: components["schemas"]["ClairaiFields"] | null;
         };
-        /** ConsumerState */
+        /**
+         * ConsumerState
+         * @description Rows are those since the engine started.
+         */
         ConsumerState: {
             name: string;
+            /** @description writing, dropping, stopped or failed */
             state: string;
             reason: string;
+            /** @description of this state, in seconds since 1970 */
+            since: number;
+            /** @description rows for which it had no room */
+            refused: number;
+            /** @description rows that it took and could not keep */
+            lost: number;
+            /** @description on its disk, less the reserve; null if unknown */
+            free_nbytes: number | null;
         };
         /**
          * DoneEvent
@@ -721,6 +733,8 @@ export interface components {
             /** @enum {unknown} */
             status: "degraded" | "failed" | "ready" | "starting";
             reason: string | null;
+            /** @description in seconds since 1970, where it is known */
+            since: number | null;
             model: string | null;
             version: string;
         };

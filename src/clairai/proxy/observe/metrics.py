@@ -29,6 +29,7 @@ from prometheus_client.core import (
 )
 from prometheus_client.registry import Collector
 
+from clairai.proxy.capture_watch import CaptureReport
 from clairai.proxy.observe.observer import CompletionEnd, ProxyCounts
 from clairai.wire import ring_messages
 
@@ -251,6 +252,7 @@ class _MetricsSnapshot(Collector):
             "clairai_build", "This proxy.", value={"version": version("clairai")}
         )
         yield from _ring(self.counts)
+        yield from _capture(self.counts.capture)
         yield self.lag.family("clairai_score_lag_seconds", "From the engine's ring to the proxy.")
         yield from self._completions()
         yield self._histogram(
@@ -325,6 +327,29 @@ def _ring(counts: ProxyCounts) -> Iterator[Metric]:
     yield _counter("clairai_rows_orphaned", "Rows of other requests.", ring.orphaned)
     yield _counter("clairai_rows_mismatched", "Rows with a wrong token.", ring.mismatched)
     yield _counter("clairai_rows_lost", "Scores said to be lost.", counts.rows_lost)
+
+
+def _capture(report: CaptureReport | None) -> Iterator[Metric]:
+    if report is None:
+        return
+    up = GaugeMetricFamily(
+        "clairai_capture_consumer_up", "0 while it is stopped or failed.", labels=["consumer"]
+    )
+    free = GaugeMetricFamily(
+        "clairai_capture_free_bytes", "On its disk, less the reserve.", labels=["consumer"]
+    )
+    for one in report.consumers:
+        up.add_metric([one.name], int(one.is_up))
+        if one.free_nbytes is not None:
+            free.add_metric([one.name], one.free_nbytes)
+    lost = CounterMetricFamily(
+        "clairai_capture_rows_lost", "Rows that were wanted and are missing.", labels=["reason"]
+    )
+    lost.add_metric(["staging"], report.dropped)
+    lost.add_metric(["queue"], sum(one.refused for one in report.consumers))
+    lost.add_metric(["consumer"], sum(one.lost for one in report.consumers))
+    yield from (up, free, lost)
+    yield _counter("clairai_capture_rows", "Rows given to consumers.", report.rows)
 
 
 def _gauge(name: str, documentation: str, value: int) -> Metric:

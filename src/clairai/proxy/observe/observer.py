@@ -11,6 +11,7 @@ from typing import Literal, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from clairai.proxy.capture_watch import CaptureReport
 from clairai.wire import ring_messages
 
 Outcome = Literal["done", "cancelled", "error"]
@@ -83,6 +84,7 @@ class ProxyCounts:
     cancelled: int  # ended by their client
     upstream_errors: int
     rows_lost: int  # rows that a client was told are lost
+    capture: CaptureReport | None = None  # None: the engine does not capture
 
 
 class Observer(Protocol):
