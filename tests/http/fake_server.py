@@ -22,6 +22,8 @@ from tests.http.fake_captures import Captures
 from tests.http.fake_steering import Steering, applied
 from tests.http.fake_weights import Weights
 
+ROOT = "/srv/models/of-somebody/toy"  # the folder of the model
+
 
 @dataclass
 class Upstream:
@@ -116,7 +118,7 @@ class Upstream:
 
     async def _models(self, _: web.Request) -> web.Response:
         headers = {"Access-Control-Allow-Origin": "*", "X-Extra": "kept"}
-        model = {"id": vllm_wire.MODEL, "object": "model", "max_model_len": 4096}
+        model = {"id": vllm_wire.MODEL, "object": "model", "root": ROOT, "max_model_len": 4096}
         return web.json_response({"object": "list", "data": [model]}, headers=headers)
 
     async def _echo(self, request: web.Request) -> web.Response:

@@ -24,6 +24,7 @@ from clairai.proxy.caller import Caller
 from clairai.proxy.completions.complete import complete
 from clairai.proxy.completions.named_runs import NamedRun
 from clairai.proxy.dashboard import Dashboard
+from clairai.proxy.host_paths import hide_roots
 from clairai.proxy.proxy import Proxy
 from clairai.proxy.relay import forwarded_headers, read_whole, relay, relay_parts, relay_upload
 from clairai.proxy.responses import HttpRefusal, bad_request
@@ -92,12 +93,24 @@ async def amend(call: HandlerCall) -> Response:
 
 async def relay_unchanged(call: HandlerCall) -> Response:
     """Pass the request on to the same path. It must have no parameters."""
-    return await relay(call.proxy, call.request, call.body, call.request.url.path)
+    return await relay(call.proxy, call.request, call.body, call.request.scope["path"])
+
+
+async def models(call: HandlerCall) -> Response:
+    """Upstream's models, without the folders that they were loaded from."""
+    proxy = call.proxy
+    headers = forwarded_headers(proxy, call.request, is_edited=True)
+    async with proxy.upstream.ask("GET", "/v1/models", headers=headers) as response:
+        answer = await read_whole(proxy.upstream, response)
+    if answer.status_code == HTTPStatus.OK:
+        answer.body = hide_roots(bytes(answer.body))
+        answer.headers["content-length"] = str(len(answer.body))
+    return answer
 
 
 async def relay_json(call: HandlerCall) -> Response:
     """As `relay_unchanged`, with a check of the JSON body."""
-    return await _relay_json(call, call.request.url.path)
+    return await _relay_json(call, call.request.scope["path"])
 
 
 async def change_probe(call: HandlerCall) -> Response:
@@ -187,7 +200,7 @@ HANDLERS: Final[dict[str, Handler]] = {
     **{
         handler.__name__: handler
         for handler in (
-            *(chat, completions, resume, stop, amend, get_capture, put_buffer),
+            *(chat, completions, resume, stop, amend, models, get_capture, put_buffer),
             *(describe, examples, health, metrics, openapi, page, asset),
         )
     },
@@ -196,7 +209,7 @@ HANDLERS: Final[dict[str, Handler]] = {
     **dict.fromkeys(("tokenize", "detokenize", "set_steering"), relay_json),
     **dict.fromkeys(
         (
-            *("models", "list_probes", "get_steering", "list_vectors", "list_captures"),
+            *("list_probes", "get_steering", "list_vectors", "list_captures"),
             *("get_weights", "list_tensors", "check_weights", "plan_weights", "commit_weights"),
         ),
         relay_unchanged,

@@ -12,6 +12,7 @@ from starlette.responses import Response
 
 from clairai.proxy.completions.merger import MAX_FRAME_BYTES
 from clairai.proxy.completions.sse import DONE, FrameSplitter, FrameTooLong, frame_data
+from clairai.proxy.host_paths import hide_paths
 from clairai.proxy.proxy import Completion, Proxy
 from clairai.proxy.responses import EVENT_STREAM, EventStream, PartStream
 from clairai.proxy.upstream import Upstream, UpstreamGone, request_headers, response_headers
@@ -102,7 +103,7 @@ async def relay_completion(
 
 
 def with_query(path: str, request: Request) -> str:
-    query = request.url.query
+    query = request.scope["query_string"].decode("latin-1")
     return f"{path}?{query}" if query else path
 
 
@@ -118,6 +119,8 @@ def is_event_stream(response: aiohttp.ClientResponse) -> bool:
 async def read_whole(upstream: Upstream, response: aiohttp.ClientResponse) -> Response:
     """A response that is not streamed; read to its end first, so that it is whole or an error."""
     body = await upstream.read_body(response)
+    if response.status >= HTTPStatus.INTERNAL_SERVER_ERROR:
+        body = hide_paths(body)  # it may quote an exception
     return Response(body, response.status, dict(response_headers(response.headers)))
 
 

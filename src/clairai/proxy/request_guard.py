@@ -6,6 +6,7 @@ It also adds the security headers that every response carries.
 from __future__ import annotations
 
 import asyncio
+import re
 from http import HTTPStatus
 from typing import Final
 from urllib.parse import urlsplit
@@ -21,6 +22,8 @@ from clairai.proxy.routes import Route
 
 BODY_TIMEOUT_S: Final = 60.0
 _LOOPBACK_NAMES: Final = frozenset(("localhost", "127.0.0.1", "::1"))
+_CONTROL: Final = re.compile(rb"[\x00-\x08\x0a-\x1f\x7f]")
+_REQUEST_ID: Final = re.compile(r"[A-Za-z0-9._-]{1,128}")
 SECURITY_HEADERS: Final = (
     ("X-Content-Type-Options", "nosniff"),
     ("Referrer-Policy", "no-referrer"),
@@ -53,6 +56,7 @@ class RequestGuard:
 
     def _check(self, headers: Headers) -> None:
         check_headers(headers, self._limits)
+        check_header_text(headers)
         if self._names is not None and _host_name(headers.get("host", "")) not in self._names:
             raise HttpRefusal(
                 HTTPStatus.MISDIRECTED_REQUEST,
@@ -79,6 +83,27 @@ def check_headers(headers: Headers, limits: Limits) -> None:
         raise HttpRefusal(
             HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE,
             f"at most {limits.headers} headers with {limits.header_bytes} bytes in all",
+        )
+
+
+def check_header_text(headers: Headers) -> None:
+    """HttpRefusal for what would be read differently elsewhere: upstream, in a log, on a screen."""
+    if any(_CONTROL.search(value) for _, value in headers.raw):
+        raise HttpRefusal(
+            HTTPStatus.BAD_REQUEST, "a header holds a control character; leave it out"
+        )
+    if any(not _REQUEST_ID.fullmatch(value) for value in headers.getlist("x-request-id")):
+        raise HttpRefusal(
+            HTTPStatus.BAD_REQUEST,
+            "X-Request-Id has 1 to 128 letters, digits, dots, dashes and underscores",
+        )
+    if len(headers.getlist("x-request-id")) > 1:
+        raise HttpRefusal(HTTPStatus.BAD_REQUEST, "X-Request-Id is there twice; send it once")
+    if headers.get("content-encoding", "identity").lower() != "identity":
+        raise HttpRefusal(
+            HTTPStatus.UNSUPPORTED_MEDIA_TYPE,
+            "the body is compressed; send it as it is, without Content-Encoding",
+            headers={"Accept-Encoding": "identity"},
         )
 
 
@@ -128,7 +153,10 @@ def _check_origin(headers: Headers, allowed: tuple[str, ...]) -> None:
 
 def _authority(origin: str) -> str | None:
     """None for an origin that no page of ours has: `null`, a file, an extension."""
-    parts = urlsplit(origin)
+    try:
+        parts = urlsplit(origin)
+    except ValueError:
+        return None
     return parts.netloc.lower() if parts.scheme in ("http", "https") else None
 
 

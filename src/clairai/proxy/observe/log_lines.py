@@ -7,8 +7,10 @@ first line is kept, and of an exception its type and its place in the code.
 from __future__ import annotations
 
 import contextlib
+import json
 import logging
 import queue
+import re
 import threading
 import traceback
 from collections.abc import Callable, Mapping
@@ -29,6 +31,9 @@ MAX_QUEUED: Final = 10_000  # lines
 CLOSE_S: Final = 2.0
 _DROPPED: Final = '{{"level": "warning", "message": "log lines were dropped", "lines": {}}}'
 _MAX_FOREIGN_CHARACTERS: Final = 200
+_MAX_VALUE_CHARACTERS: Final = 128
+_PLAIN_VALUE: Final = re.compile(r"[!#-<>-~]*")  # ASCII without spaces, quotes and =
+_CONTROL: Final = re.compile(r"[\x00-\x09\x0b-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069]")
 _ENCODER: Final = msgspec.json.Encoder()
 
 
@@ -41,7 +46,7 @@ class JsonLines(logging.Formatter):
             "level": record.levelname.lower(),
             "logger": record.name,
             "message": _message(record),
-            **_fields(record),
+            **{name: _json_value(value) for name, value in _fields(record).items()},
             **_error(record),
         }
         return _ENCODER.encode(line).decode()
@@ -52,7 +57,8 @@ class TextLines(logging.Formatter):
 
     def format(self, record: logging.LogRecord) -> str:
         fields = {**_fields(record), **_error(record)}
-        shown = " ".join(f"{name}={value}" for name, value in fields.items() if value is not None)
+        given = ((name, value) for name, value in fields.items() if value is not None)
+        shown = " ".join(f"{name}={_text_value(value)}" for name, value in given)
         line = f"{_message(record)} {shown}" if shown else _message(record)
         return line if record.levelno < logging.WARNING else f"{record.levelname.lower()}: {line}"
 
@@ -147,10 +153,27 @@ def access_fields(end: CompletionEnd) -> dict[str, Any]:
 def _message(record: logging.LogRecord) -> str:
     is_ours = record.name.partition(".")[0] == LOGGER
     if is_ours:
-        return record.getMessage()
+        return _escape(record.getMessage())
     # The rest may quote anything: a path, a request, the text of an exception.
     first, _, _ = record.getMessage().strip().partition("\n")
-    return first[:_MAX_FOREIGN_CHARACTERS]
+    return _escape(first[:_MAX_FOREIGN_CHARACTERS])
+
+
+def _escape(text: str) -> str:
+    """Without characters that move a cursor, change a colour or hide text; lines stay lines."""
+    return _CONTROL.sub(lambda found: ascii(found[0])[1:-1], text)
+
+
+def _json_value(value: Any) -> Any:
+    if not isinstance(value, str):
+        return value
+    return _escape(value[:_MAX_VALUE_CHARACTERS].replace("\n", "\\n"))
+
+
+def _text_value(value: Any) -> str:
+    """A value that cannot be taken for another field, or for another line."""
+    text = str(value)[:_MAX_VALUE_CHARACTERS]
+    return text if _PLAIN_VALUE.fullmatch(text) else json.dumps(text)
 
 
 def _fields(record: logging.LogRecord) -> Mapping[str, Any]:

@@ -32,6 +32,7 @@ _PROTOCOLS: Final = ("OTEL_EXPORTER_OTLP_LOGS_PROTOCOL", "OTEL_EXPORTER_OTLP_PRO
 OLDEST_SDK: Final = (1, 37)
 PROTOCOL: Final = "http/protobuf"
 MAX_QUEUED: Final = 1024
+MAX_ID: Final = 256  # characters; a client may choose a part of it
 CLOSE_S: Final = 2.0
 
 
@@ -105,7 +106,7 @@ def attributes(end: CompletionEnd, choice: ChoiceResult, probe: ProbeResult) -> 
         "gen_ai.evaluation.score.value": probe.max,
         "gen_ai.evaluation.score.label": label,
         "gen_ai.evaluation.explanation": _explanation(choice, probe),
-        "gen_ai.response.id": end.response_id,
+        "gen_ai.response.id": None if end.response_id is None else end.response_id[:MAX_ID],
         "clairai.choice": choice.choice,
         "clairai.outcome": end.outcome,
         "clairai.score.mean": probe.mean,
