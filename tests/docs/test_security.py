@@ -11,6 +11,7 @@ from clairai.capture import pipe
 from clairai.fields import capture, json_fields, row_growth, rules, steer
 from clairai.fields import ranges as field_ranges
 from clairai.launch import api_key
+from clairai.local import c_extension
 from clairai.match import row_collector
 from clairai.probe import bank, file_format, files, numeric_bounds
 from clairai.proxy import access_keys
@@ -60,6 +61,9 @@ ROWS: Final = {
         f"{api_key.MAX_LISTED} characters; {access_keys.MAX_NAME}"
     ),
     "streams and rows that": f"{row_collector.MAX_STREAMS} and {row_collector.MAX_ROWS:,}",
+    "a compiled library": (
+        f"{c_extension.MAX_LIBRARY_BYTES // MIB} MiB; {c_extension.COMPILE_TIMEOUT_S:.0f} s"
+    ),
     "a message to or from the capture writer": f"{pipe.MAX_NBYTES // MIB} MiB",
 }
 
