@@ -10,7 +10,8 @@ from clairai.batch import prompts
 from clairai.capture import pipe
 from clairai.fields import capture, json_fields, row_growth, rules, steer
 from clairai.fields import ranges as field_ranges
-from clairai.launch import api_key
+from clairai.launch import api_key, engine_log
+from clairai.launch.engine_process import POLL_S
 from clairai.local import c_extension
 from clairai.match import row_collector
 from clairai.probe import bank, file_format, files, numeric_bounds
@@ -61,6 +62,7 @@ ROWS: Final = {
         f"{api_key.MAX_LISTED} characters; {access_keys.MAX_NAME}"
     ),
     "streams and rows that": f"{row_collector.MAX_STREAMS} and {row_collector.MAX_ROWS:,}",
+    "vLLM's log;": f"{engine_log.MAX_BYTES // MIB} MiB each, and what is written within {POLL_S} s",
     "a compiled library": (
         f"{c_extension.MAX_LIBRARY_BYTES // MIB} MiB; {c_extension.COMPILE_TIMEOUT_S:.0f} s"
     ),

@@ -148,7 +148,7 @@ def test_an_engine_that_cannot_start_is_not_tried_again(serve: Serve) -> None:
     served = serve("--on-death", "restart", behaviour="broken")
     served.process.wait(60)
     assert served.process.returncode == 3
-    assert "first error: ValueError: planted" in served.said()
+    assert "cause: ValueError: planted" in served.said()
     assert served.said().count("starting vLLM") == 1
     served.check_nothing_left()
 

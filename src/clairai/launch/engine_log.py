@@ -1,17 +1,33 @@
-"""Reads a vLLM server's log file: how far its start is, and why it ended."""
+"""The log file of a vLLM server: bounded on disk, and read for the state of its start.
+
+The folder may be shared with others: the file is made anew and used by descriptor from then on, so
+whatever others put under its names is neither followed nor overwritten.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import logging
 import os
 import re
-import shutil
-from dataclasses import dataclass
+import stat
+import weakref
+from collections.abc import Callable
 from pathlib import Path
 from typing import IO, Final
 
+from clairai.errors import ConfigError, describe_os_error, quote
+from clairai.launch.death_cause import find_death_cause
+
+_log: Final = logging.getLogger(__name__)
+
+MAX_BYTES: Final = 32 << 20  # of the log, and of the one before it
+_SPARE_BYTES: Final = 1 << 20  # for what is written while the rest is copied
 _TAIL_BYTES: Final = 1 << 20
 _TAIL_LINES: Final = 15
-_MAX_BYTES: Final = 32 << 20
+_MAX_LINE_CHARS: Final = 1000
+# A client's text may be in the log; none of it may act on a terminal.
+_CONTROL: Final = re.compile(r"[\x00-\x08\x0a-\x1f\x7f-\x9f\u2028\u2029]")
 _PREFIX: Final = re.compile(r"^(?:\([^)]*\) )?(?:[A-Z]+ \S+ \S+ \[[^]]*\] )?")
 # Lines that vLLM 0.26 to 0.32 writes while it starts; the newest match counts.
 _STAGES: Final = (
@@ -24,43 +40,137 @@ _STAGES: Final = (
     (re.compile("Graph capturing finished|Starting vLLM server"), "opening its server"),
 )
 _FIRST_STAGE: Final = "importing vLLM"
-_ERROR_LINE: Final = re.compile(r"(?:^|\s)((?:\w+\.)*\w*(?:Error|Exception): .+)")
+_NEW_FILE: Final = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
 
 
-@dataclass(frozen=True)
 class EngineLog:
-    """One server's log, on a disk that it must not fill."""
+    """The log of one server after the other, at `path`; the log before is `.old` beside it."""
 
-    path: Path
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._folder_fd = self._fd = -1
+        self._close_fds: Callable[[], object] = lambda: None  # nothing is open yet
+        self._old_nbytes = 0  # that trim() has put into `.old`
+        self._dropped_nbytes = 0
+        self._has_warned = False
 
     def create(self) -> IO[bytes]:
-        """A new file for one server; the log before it is kept as `.old`."""
-        if self.path.exists():
-            self.path.replace(f"{self.path}.old")
-        # Appending, so that the writer continues at the start after trim() truncates the file.
-        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND | os.O_CLOEXEC
-        return os.fdopen(os.open(self.path, flags, 0o600), "wb")
+        """A new file for one server; the log before it is kept as `.old`.
+
+        ConfigError if there can be no such file. After the first server the present file is used
+        on instead: an engine is not refused its restart for want of a log.
+        """
+        try:
+            self._create_file()
+        except OSError as error:
+            if self._fd < 0:
+                raise ConfigError(
+                    f"{self._quoted} cannot be a log file, {describe_os_error(error)}; "
+                    f"check --vllm-log"
+                ) from error
+            self._warn(error)
+        return os.fdopen(os.dup(self._fd), "wb")
+
+    def _create_file(self) -> None:
+        folder_fd = os.open(self.path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            self._move_to_old(folder_fd)
+            # Appending, so that the writer continues at the start after trim() empties the file.
+            fd = os.open(self.path.name, _NEW_FILE | os.O_APPEND, 0o600, dir_fd=folder_fd)
+        except BaseException:
+            os.close(folder_fd)
+            raise
+        self._close_fds()
+        self._folder_fd, self._fd = folder_fd, fd
+        self._old_nbytes = self._dropped_nbytes = 0
+        self._close_fds = weakref.finalize(self, _close, folder_fd, fd)
+
+    def _move_to_old(self, folder_fd: int) -> None:
+        try:
+            found = os.stat(self.path.name, dir_fd=folder_fd, follow_symlinks=False)
+        except FileNotFoundError:
+            return
+        if not stat.S_ISREG(found.st_mode) or found.st_uid != os.geteuid():
+            raise ConfigError(
+                f"{self._quoted} is not a plain file of this user, and is not replaced; give "
+                f"--vllm-log another file, or `-` for this process's own output"
+            )
+        os.rename(self.path.name, self._old_name, src_dir_fd=folder_fd, dst_dir_fd=folder_fd)
+
+    @property
+    def _old_name(self) -> str:
+        return f"{self.path.name}.old"
+
+    @property
+    def _quoted(self) -> str:
+        return quote(str(self.path), 200)
 
     def trim(self) -> None:
-        """Move a long log to `.old` and go on with an empty one."""
-        if self.path.exists() and self.path.stat().st_size > _MAX_BYTES:
-            shutil.move(shutil.copy(self.path, f"{self.path}.new"), f"{self.path}.old")
-            os.truncate(self.path, 0)
+        """Move a long log to `.old` and go on with an empty one; never raises an OSError.
+
+        Without room for the copy its text is dropped. The new log begins with what was dropped.
+        """
+        try:
+            if self._fd >= 0 and os.fstat(self._fd).st_size > MAX_BYTES - _SPARE_BYTES:
+                self._trim()
+        except OSError as error:
+            self._warn(error)
+
+    def _trim(self) -> None:
+        try:
+            kept, why = self._copy_to_old(), ""
+        except OSError as error:
+            self._warn(error)
+            with contextlib.suppress(OSError):  # a part of it would only take room
+                os.unlink(self._old_name, dir_fd=self._folder_fd)
+            kept, why = 0, f", {describe_os_error(error)}"
+        # What vLLM writes between these two calls is the only text that is not counted.
+        self._dropped_nbytes += os.fstat(self._fd).st_size - kept
+        os.ftruncate(self._fd, 0)
+        self._old_nbytes = kept
+        note = f"[clairai] {kept} bytes of this log are in {self._old_name}; "
+        note += f"{self._dropped_nbytes} bytes of it were dropped so far{why}\n"
+        os.write(self._fd, note.encode())
+
+    def _copy_to_old(self) -> int:
+        """Copy the end of the log; return how much."""
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(self._old_name, dir_fd=self._folder_fd)  # first: there is room for two
+        self._dropped_nbytes += self._old_nbytes
+        self._old_nbytes = 0
+        offset = max(0, os.fstat(self._fd).st_size - (MAX_BYTES - _SPARE_BYTES))
+        kept = 0
+        old_fd = os.open(self._old_name, _NEW_FILE, 0o600, dir_fd=self._folder_fd)
+        try:
+            while count := os.sendfile(old_fd, self._fd, offset + kept, MAX_BYTES - kept):
+                kept += count
+        finally:
+            os.close(old_fd)
+        return kept
+
+    def _warn(self, error: OSError) -> None:
+        """Once: the disk may stay full for days."""
+        if not self._has_warned:
+            _log.warning("%s cannot be kept: %s", self._quoted, describe_os_error(error))
+        self._has_warned = True
 
     def lines(self) -> list[str]:
-        """The last lines, without empty ones."""
-        try:
-            with self.path.open("rb") as file:
-                file.seek(max(0, file.seek(0, os.SEEK_END) - _TAIL_BYTES))
-                text = file.read().decode(errors="replace")
-        except FileNotFoundError:
-            return []
-        return [line for line in text.splitlines() if line.strip()]
+        """The last lines, without empty ones, each cut and without control characters."""
+        return [_clean(line) for line in self._tail_lines()]
 
     def newest(self) -> str:
         """The last line, without vLLM's prefix of process, time and file."""
-        lines = self.lines()
-        return _PREFIX.sub("", lines[-1]).strip() if lines else ""
+        lines = self._tail_lines()
+        shown = lines[-1].rpartition("\r")[2] if lines else ""  # of a progress bar, its last state
+        return _PREFIX.sub("", _clean(shown)).strip()
+
+    def _tail_lines(self) -> list[str]:
+        if self._fd < 0:
+            return []
+        start = max(0, os.fstat(self._fd).st_size - _TAIL_BYTES)
+        text = os.pread(self._fd, _TAIL_BYTES, start).decode(errors="replace")
+        # Not splitlines(): it also cuts at characters that a client can send.
+        return [line.rstrip() for line in text.split("\n") if line.strip()]
 
     def stage(self) -> str:
         """How far the start is, in fixed words: nothing of the log itself is repeated."""
@@ -70,13 +180,18 @@ class EngineLog:
                     return stage
         return _FIRST_STAGE
 
-    def first_error(self) -> str | None:
-        """The first error names the cause; vLLM's last one only says that there was one."""
-        found = (_ERROR_LINE.search(line) for line in self.lines())
-        return next((match[1] for match in found if match is not None), None)
-
     def describe_death(self) -> str:
-        """The last lines and the first error."""
-        shown = [f"last lines of {self.path}:", *self.lines()[-_TAIL_LINES:]]
-        cause = self.first_error()
-        return "\n".join(shown if cause is None else [*shown, f"first error: {cause}"])
+        """The last lines, and the error that ended the server if the log has it."""
+        lines = self.lines()
+        shown = [f"last lines of {self.path}:", *lines[-_TAIL_LINES:]]
+        cause = find_death_cause(lines)
+        return "\n".join(shown if cause is None else [*shown, f"cause: {cause}"])
+
+
+def _clean(line: str) -> str:
+    return _CONTROL.sub("\ufffd", line[:_MAX_LINE_CHARS])
+
+
+def _close(*fds: int) -> None:
+    for fd in fds:
+        os.close(fd)

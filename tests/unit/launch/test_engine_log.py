@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
+from clairai.errors import ConfigError
 from clairai.launch import engine_log as log_module
 from clairai.launch.engine_log import EngineLog
 from clairai.launch.user_output import show_start_progress
@@ -15,11 +16,23 @@ from clairai.launch.user_output import show_start_progress
 PREFIX = "(EngineCore pid=5) INFO 11-15 03:55:40 [core.py:20] "
 
 
+def written(path: Path, text: str) -> EngineLog:
+    """The log of a server that has written this."""
+    log = EngineLog(path)
+    with log.create() as file:
+        file.write(text.encode())
+    return log
+
+
 def test_the_log_says_what_vllm_is_doing_without_its_prefix(tmp_path: Path) -> None:
-    log = EngineLog(tmp_path / "log")
-    assert log.newest() == ""
-    log.path.write_text(f"{PREFIX}Loading weights\n\n")
+    assert EngineLog(tmp_path / "log").newest() == ""
+    log = written(tmp_path / "log", f"{PREFIX}Loading weights\n\n")
     assert log.newest() == "Loading weights"
+
+
+def test_of_a_progress_bar_the_last_state_is_shown(tmp_path: Path) -> None:
+    log = written(tmp_path / "log", "shards:  10%\rshards:  50%\rshards: 100%\r\n")
+    assert log.newest() == "shards: 100%"
 
 
 @pytest.mark.parametrize(
@@ -39,8 +52,7 @@ def test_the_log_says_what_vllm_is_doing_without_its_prefix(tmp_path: Path) -> N
 def test_a_stage_is_recognized_by_vllms_lines_and_repeats_none_of_them(
     tmp_path: Path, line: str, stage: str
 ) -> None:
-    log = EngineLog(tmp_path / "log")
-    log.path.write_text(f"{line}\nanything else\n")
+    log = written(tmp_path / "log", f"{line}\nanything else\n")
     assert log.stage() == stage
 
 
@@ -55,7 +67,8 @@ def test_a_log_is_private_and_new_for_each_server(tmp_path: Path) -> None:
 
 
 def test_a_long_log_is_cut_and_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(log_module, "_MAX_BYTES", 10)
+    monkeypatch.setattr(log_module, "MAX_BYTES", 20)
+    monkeypatch.setattr(log_module, "_SPARE_BYTES", 2)
     log = EngineLog(tmp_path / "log")
     log.trim()  # not there yet
     with log.create() as file:
@@ -63,29 +76,39 @@ def test_a_long_log_is_cut_and_goes_on(tmp_path: Path, monkeypatch: pytest.Monke
         file.flush()
         log.trim()
         assert log.lines() == ["line one"]
-        file.write(b"line two\n")
+        file.write(b"line two, and\n")
         file.flush()
         log.trim()
         file.write(b"three\n")
-    assert log.lines() == ["three"]
-    assert (tmp_path / "log.old").read_text() == "line one\nline two\n"
+    dropped = len("line one\nline two, and\n") - 18
+    note = (
+        f"[clairai] 18 bytes of this log are in log.old; {dropped} bytes of it were dropped so far"
+    )
+    assert log.lines() == [note, "three"]
+    assert (tmp_path / "log.old").read_text() == "one\nline two, and\n"
+    assert stat.S_IMODE((tmp_path / "log.old").stat().st_mode) == 0o600
+
+
+def test_a_place_that_cannot_have_a_log_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="check --vllm-log"):
+        EngineLog(tmp_path / "missing" / "log").create()
 
 
 def test_without_a_terminal_each_stage_is_printed_once(tmp_path: Path) -> None:
     log = EngineLog(tmp_path / "log")
     said: list[str] = []
-    with show_start_progress(None, log, said.append) as tick:
+    with log.create() as file, show_start_progress(None, log, said.append) as tick:
         tick()
         tick()
-        log.path.write_text(f"{PREFIX}Starting to load model /secret/path...\n")
+        file.write(f"{PREFIX}Starting to load model /secret/path...\n".encode())
+        file.flush()
         tick()
         tick()
     assert said == ["vLLM is importing vLLM, 0 s", "vLLM is loading the weights, 0 s"]
 
 
 def test_on_a_terminal_one_line_moves_and_nothing_is_printed(tmp_path: Path) -> None:
-    log = EngineLog(tmp_path / "log")
-    log.path.write_text(f"{PREFIX}Starting to load model tiny...\n")
+    log = written(tmp_path / "log", f"{PREFIX}Starting to load model tiny...\n")
     with (tmp_path / "screen").open("w") as screen:
         console = Console(file=screen, force_terminal=True, width=60)
         with show_start_progress(console, log, lambda line: pytest.fail(line)) as tick:

@@ -232,16 +232,21 @@ def test_sockets_that_somebody_listens_on_and_other_files_are_not_removed(tmp_pa
     assert [entry.name for entry in tmp_path.iterdir()] == ["notes.sock"]
 
 
-def test_a_server_that_dies_reports_its_last_lines_and_its_first_error(tmp_path: Path) -> None:
+def test_a_server_that_dies_reports_its_last_lines_and_the_cause(tmp_path: Path) -> None:
     log = EngineLog(tmp_path / "log")
-    program = "print('(EngineCore pid=1) ERROR 01-01 ConfigError: the cause'); raise SystemExit(3)"
+    head = "(EngineCore pid=1) ERROR 01-01 00:00:00 [core.py:9]"
+    program = (
+        f"print('an older line'); print('(APIServer pid=0) INFO 01-01 00:00:00 [api.py:1] up');"
+        f"print('{head} EngineCore failed to start.'); print('{head} ConfigError: the cause');"
+        f"raise SystemExit(3)"
+    )
     with (
         EngineProcess(command(tmp_path, program), log=log) as engine,
         pytest.raises(EngineGoneError) as caught,
     ):
         engine.wait_ready()
     assert "vLLM ended with exit code 3" in caught.value.reason
-    assert "first error: ConfigError: the cause" in caught.value.reason
+    assert "cause: ConfigError: the cause" in caught.value.reason
     assert engine.exit_reason() == "vLLM ended with exit code 3"
 
 
