@@ -55,8 +55,9 @@ class Endpoint:
 
         if engine_client is None or is_disabled():
             return  # the routes then answer that there is no engine with taps
-        from clairai.server.install_routes import connect, connect_tokens
+        from clairai.server.install_routes import connect, connect_tokens, start_beating
 
+        start_beating(state)
         connect_tokens(engine_client, state)
         if is_enabled_for(engine_client.vllm_config):
             connect(engine_client, state)

@@ -239,7 +239,7 @@ def _server(demo: Demo) -> int:
     parent_of = process_guard._parent_pids()
     (guard,) = [pid for pid in _processes_of(demo.runtime) if parent_of[pid] == demo.process.pid]
     children = [pid for pid in _processes_of(demo.runtime) if parent_of[pid] == guard]
-    (server,) = [pid for pid in children if not process_guard._is_capture_writer(pid)]
+    (server,) = [pid for pid in children if not process_guard.is_capture_writer(pid)]
     return server
 
 

@@ -23,6 +23,7 @@ from tests.http.fake_steering import Steering, applied
 from tests.http.fake_weights import Weights
 
 ROOT = "/srv/models/of-somebody/toy"  # the folder of the model
+CONTROL_PATHS = ("/v1/clairai", "/v1/probes", "/v1/steering", "/v1/captures", "/v1/models")
 
 
 @dataclass
@@ -34,6 +35,7 @@ class Upstream:
     ring: Ring | None = None
     has_routes: bool = True
     key: str | None = None
+    control_status: int | None = None  # what clairai's routes answer instead; 0: nothing, ever
     seen: list[Exchange] = field(default_factory=list)
     probes: list[tuple[str, str, bytes]] = field(default_factory=list)
     steering: Steering = field(default_factory=Steering)
@@ -42,7 +44,7 @@ class Upstream:
     changed: threading.Condition = field(default_factory=threading.Condition)
 
     def app(self) -> web.Application:
-        app = web.Application(client_max_size=1 << 30)
+        app = web.Application(client_max_size=1 << 30, middlewares=[self._break_control])
         app.router.add_post("/v1/chat/completions", self._complete)
         app.router.add_post("/v1/completions", self._complete)
         app.router.add_get("/health", self._health)
@@ -51,6 +53,7 @@ class Upstream:
         app.router.add_post("/detokenize", self._echo)
         if self.has_routes:
             app.router.add_get("/v1/clairai", self._describe)
+            app.router.add_get("/v1/clairai/alive", self._alive)
             app.router.add_get("/v1/clairai/tokens", self._tokens)
             app.router.add_get("/v1/probes", self._list_probes)
             app.router.add_put("/v1/probes/{name:.+}", self._change_probe)
@@ -63,6 +66,7 @@ class Upstream:
     def forget(self) -> None:
         with self.changed:
             self.script = answering([72, 105])
+            self.control_status = None
             self.seen.clear()
             self.probes.clear()
             self.steering.forget()
@@ -112,6 +116,19 @@ class Upstream:
         with self.changed:
             act(*args)
             self.changed.notify_all()
+
+    @web.middleware
+    async def _break_control(self, request: web.Request, handler: Any) -> web.StreamResponse:
+        is_broken = self.control_status is not None and request.path.startswith(CONTROL_PATHS)
+        if not is_broken:
+            response: web.StreamResponse = await handler(request)
+            return response
+        if not self.control_status:
+            await asyncio.Event().wait()
+        return refusal(self.control_status or 500, "broken", code="engine-gone")
+
+    async def _alive(self, _: web.Request) -> web.Response:
+        return web.json_response({"answers": True})
 
     async def _health(self, _: web.Request) -> web.Response:
         return web.Response()

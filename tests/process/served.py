@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -18,6 +20,7 @@ import httpx
 import pytest
 
 from clairai.launch import process_guard
+from clairai.local.heartbeat import Beat, read_heartbeats
 from tests.process import toy_vllm
 from tests.support.ring_engine import until as until_within
 
@@ -90,6 +93,17 @@ class Served:
         (server,) = [pid for pid in self.engine_pids() if parent_of[pid] == guard]
         return server
 
+    def beat_of(self, role: str) -> Beat:
+        """The heartbeat of this process of the engine, once there is one."""
+
+        def found() -> list[Beat]:
+            folders = self.runtime.glob("s-*/beats")
+            beats = [beat for folder in folders for beat in read_heartbeats(folder)]
+            return [beat for beat in beats if beat.role == role]
+
+        until(found)
+        return found()[0]
+
     def end(self, number: signal.Signals = signal.SIGINT) -> float:
         """Ask it to stop; how long that took."""
         began_s = time.monotonic()
@@ -102,6 +116,37 @@ class Served:
         until(lambda: not self.engine_pids())
         left = [entry.name for entry in self.runtime.iterdir()]
         assert [name for name in left if not name.startswith("vllm-")] == []
+
+
+class OpenStream:
+    """A client in the middle of a streamed answer, on a thread of its own."""
+
+    def __init__(self, served: Served, **fields: Any) -> None:
+        self._served, self._fields = served, fields
+        self.raw = b""
+        self.ended_s: float | None = None
+        self._thread = threading.Thread(target=self._read, daemon=True)
+        self._thread.start()
+        until(lambda: b'"content"' in self.raw)
+
+    def _read(self) -> None:
+        body = {"messages": [{"role": "user", "content": "hi"}], "model": "toy", "stream": True}
+        url = f"{self._served.url}/v1/chat/completions"
+        with (
+            contextlib.suppress(httpx.TransportError),  # the service was ended with a test
+            httpx.Client(timeout=120, trust_env=False) as client,
+            client.stream("POST", url, json=body | self._fields) as answer,
+        ):
+            for part in answer.iter_bytes():
+                self.raw += part
+        self.ended_s = time.monotonic()
+
+    def wait_for_error(self) -> dict[str, Any]:
+        """The error that ends the stream, which has no regular end."""
+        until(lambda: self.ended_s is not None)
+        assert b"[DONE]" not in self.raw
+        last = self.raw.strip().split(b"\n\n")[-1]
+        return dict(json.loads(last.removeprefix(b"data: "))["error"])
 
 
 Serve = Callable[..., Served]
@@ -150,4 +195,5 @@ def serve(tmp_path: Path) -> Iterator[Serve]:
     for made in started:
         if made.process.poll() is None:
             made.end(signal.SIGKILL)
+    for made in started:
         until(lambda made=made: not made.engine_pids())  # type: ignore[misc]

@@ -2,7 +2,9 @@
 
 The server speaks vLLM's wire and writes a real ring (tests/http/fake.py). TOY_VLLM says how it
 behaves: `deaf` ignores SIGTERM, `broken` cannot start, `slow` waits for the file TOY_GATE,
-`parent` has a child in a session of its own.
+`parent` has a child in a session of its own. `processes` has an engine core and a worker, which
+beat as the real ones do; the core's loop hangs while the file TOY_GATE.hang is there. `endless`
+streams tokens until its client leaves.
 """
 
 from __future__ import annotations
@@ -10,11 +12,17 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import queue
 import signal
 import sys
+import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
-from typing import Final
+from typing import TYPE_CHECKING, Final
+
+if TYPE_CHECKING:
+    from tests.http.fake import Exchange
 
 MODULE: Final = "vllm/entrypoints/openai/api_server.py"
 
@@ -41,16 +49,60 @@ def main() -> None:
     if "parent" in behaviour and os.fork() == 0:
         os.setsid()
         time.sleep(600)
+    if "processes" in behaviour:
+        _fork(_run_core)
+        _fork(_run_worker)
     if "deaf" in behaviour:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
     while "slow" in behaviour and not Path(os.environ["TOY_GATE"]).exists():
         time.sleep(0.01)
-    asyncio.run(_serve(sys.argv[sys.argv.index("--uds") + 1]))
+    asyncio.run(_serve(sys.argv[sys.argv.index("--uds") + 1], is_endless="endless" in behaviour))
 
 
-async def _serve(path: str) -> None:
+def _fork(work: Callable[[], None]) -> None:
+    if os.fork() == 0:
+        work()
+        os._exit(1)
+
+
+def _run_core() -> None:
+    """A busy loop as vLLM's: it empties its input queue in every round."""
+    from clairai.compat.loop_heartbeat import LoopHeartbeat
+    from clairai.local.heartbeat import Heartbeat
+
+    heartbeat = Heartbeat.open("engine-core")
+    assert heartbeat is not None
+    inputs: queue.Queue[tuple[str, None]] = queue.Queue()
+    loop = LoopHeartbeat(heartbeat, inputs, ("wake up", None))
+    threading.Thread(target=loop.run, daemon=True).start()
+    while True:
+        inputs.get()
+        while Path(f"{os.environ['TOY_GATE']}.hang").exists():
+            time.sleep(0.05)
+
+
+def _run_worker() -> None:
+    from clairai.local.heartbeat import Heartbeat
+
+    assert Heartbeat.open("worker") is not None
+    while True:
+        time.sleep(600)
+
+
+async def _stream_endlessly(exchange: Exchange) -> None:
+    await exchange.begin()
+    position = 4
+    while True:
+        exchange.rows(position, [72])
+        await exchange.tokens([72])
+        position += 1
+        await asyncio.sleep(0.05)
+
+
+async def _serve(path: str, *, is_endless: bool) -> None:
     from aiohttp import web
 
+    from clairai.server.install_routes import start_beating
     from tests.http.fake import Ring, answering, bank_of
     from tests.http.fake_server import Upstream
     from tests.http.world import SHAPE
@@ -59,7 +111,9 @@ async def _serve(path: str) -> None:
     config = json.loads(sys.argv[sys.argv.index("--additional-config") + 1])
     folder = Path(config["clairai"]["runtime_dir"])
     with running_engine(folder, shape=SHAPE, bank_of=bank_of) as engine:
-        upstream = Upstream(answering([72, 105, 33]), epoch=engine.epoch, ring=Ring(engine.writer))
+        script = _stream_endlessly if is_endless else answering([72, 105, 33])
+        upstream = Upstream(script, epoch=engine.epoch, ring=Ring(engine.writer))
+        start_beating(upstream)
         runner = web.AppRunner(upstream.app(), access_log=None)
         await runner.setup()
         await web.UnixSite(runner, path).start()

@@ -67,7 +67,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     },
     "server": {
         *COMMON,
-        *("probe", "vector", "fields", "store", "weights", "library", "server"),
+        *("local", "probe", "vector", "fields", "store", "weights", "library", "server"),
         *("compat.api_server", "compat.install"),
     },
     "launch": {

@@ -89,6 +89,15 @@ Hosts = Annotated[
 Death = Annotated[
     OnDeath, typer.Option("--on-death", help="When the engine ends by itself: end, or restart it.")
 ]
+Stall = Annotated[
+    float | None,
+    typer.Option(
+        "--stall-limit",
+        metavar="SECONDS",
+        min=5.0,
+        help="End an engine that makes no progress for so long: 120, or 600 on a CPU.",
+    ),
+]
 Logs = Annotated[LogFormat, typer.Option("--log-format", help="Lines of text, or of JSON.")]
 
 
@@ -178,6 +187,7 @@ def serve(
     allow_origin: Origins = None,
     allow_host: Hosts = None,
     on_death: Death = OnDeath.END,
+    stall_limit: Stall = None,
     log_format: Logs = LogFormat.TEXT,
     vllm_log: Annotated[
         str | None,
@@ -200,6 +210,7 @@ def serve(
         capture=capture,
         arguments=vllm_arguments or [],
         on_death=on_death.value,
+        stall_limit_s=stall_limit,
         vllm_log=vllm_log,
     )
 

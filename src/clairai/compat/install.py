@@ -17,9 +17,11 @@ from __future__ import annotations
 
 import functools
 import inspect
+import os
 from typing import Any, Final
 
 from clairai.compat.find_config import CONFIG_KEY
+from clairai.local.heartbeat import VARIABLE
 from clairai.wire.control_messages import CONTROL_METHOD
 
 TRANSFER_BACKEND: Final = "clairai_ipc"  # of --weight-transfer-config
@@ -41,6 +43,12 @@ def install_hooks() -> None:
     )
     EngineCore.collective_rpc = _wrap_collective_rpc(EngineCore.collective_rpc)
     EngineCore.add_request = stop_rules.wrap_add_request(EngineCore.add_request)
+    if VARIABLE in os.environ:
+        from vllm.v1.engine.core import EngineCoreProc
+
+        from clairai.compat.loop_heartbeat import install_heartbeat
+
+        install_heartbeat(EngineCoreProc)
     _wrap_prefix_cache()
     _register_backend()
 
@@ -61,8 +69,9 @@ def _wrap_worker_init(original: Any) -> Any:
     def init(self: Any, *args: Any, **kwargs: Any) -> None:
         original(self, *args, **kwargs)
         if is_enabled_for(self.vllm_config):
-            from clairai.compat import worker
+            from clairai.compat import loop_heartbeat, worker
 
+            loop_heartbeat.register_worker()
             worker.prepare(self)
 
     return init
@@ -94,11 +103,13 @@ def _wrap_preprocess_add_request(original: Any) -> Any:
 
 def _wrap_collective_rpc(original: Any) -> Any:
     from clairai.compat.engine_core import get_core_control
+    from clairai.compat.loop_heartbeat import expect_long_call
 
     @functools.wraps(original)
     def collective_rpc(self: Any, method: Any, *args: Any, **kwargs: Any) -> Any:
         if method != CONTROL_METHOD or not is_enabled_for(self.vllm_config):
-            return original(self, method, *args, **kwargs)
+            with expect_long_call(self, method, ()):
+                return original(self, method, *args, **kwargs)
         call = inspect.signature(original).bind(self, method, *args, **kwargs)
 
         def ask_workers(message: bytes) -> Any:
@@ -106,7 +117,8 @@ def _wrap_collective_rpc(original: Any) -> Any:
             return original(*call.args, **call.kwargs)
 
         (message,) = call.arguments["args"]
-        return get_core_control(self).control(message, ask_workers)
+        with expect_long_call(self, method, call.arguments["args"]):
+            return get_core_control(self).control(message, ask_workers)
 
     return collective_rpc
 

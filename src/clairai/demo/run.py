@@ -17,7 +17,7 @@ from clairai.launch.engine_command import EngineCommand, PrivateSocket, is_cpu_b
 from clairai.launch.engine_log import EngineLog
 from clairai.launch.engine_process import EngineProcess
 from clairai.launch.proxy_thread import ProxyOptions
-from clairai.launch.serve import NO_ACCESS_LOG, make_banner, run_service
+from clairai.launch.serve import NO_ACCESS_LOG, choose_limits, make_banner, run_service
 from clairai.launch.supervisor import DeathPolicy
 from clairai.launch.user_output import UserOutput, show_start_progress
 from clairai.library.config import config
@@ -46,6 +46,7 @@ def demo(options: ProxyOptions, output: UserOutput, *, on_death: DeathPolicy) ->
         output,
         log=EngineLog(folder / f"vllm-{address.port}.log"),
         on_death=on_death,
+        limits=choose_limits(None),
         banner=lambda: [
             *make_banner(_describe_engine(command), address),
             f"rows of requests that ask for it are kept in {captures}",

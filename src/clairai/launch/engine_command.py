@@ -14,6 +14,8 @@ from pathlib import Path
 from typing import Any, ClassVar, Final, Self
 
 from clairai.errors import ConfigError, quote
+from clairai.launch.engine_folder import BEATS, PREFIX
+from clairai.local.heartbeat import VARIABLE as HEARTBEATS_VARIABLE
 from clairai.local.private_socket import MAX_SOCKET_PATH_BYTES, socket_path
 from clairai.proxy.access_keys import AccessKey
 
@@ -28,7 +30,8 @@ _RESERVED: Final = (
     *("ssl-keyfile", "ssl-certfile", "ssl-ca-certs", "ssl-cert-reqs", "ssl-ciphers"),
     "enable-ssl-refresh",
 )
-_KEY_VARIABLES: Final = ("CLAIRAI_API_KEY", "VLLM_API_KEY")  # only the proxy knows the key
+# Only the proxy knows the key; heartbeats are for the launcher of this engine alone.
+_DROPPED_VARIABLES: Final = ("CLAIRAI_API_KEY", "VLLM_API_KEY", HEARTBEATS_VARIABLE)
 # The folder of vLLM's own sockets: utils/network_utils.py get_open_zmq_ipc_path, 0.26:142 and
 # 0.32:176, adds a uuid to it.
 _SOCKETS_VARIABLE: Final = "VLLM_RPC_BASE_PATH"
@@ -89,7 +92,7 @@ class PrivateSocket:
     def within(cls, runtime: Path) -> Self:
         """In a new folder, made when the engine starts; RingError if the path is too long."""
         socket_path(runtime, 0)  # the longest name in this folder
-        return cls(runtime / f"s-{secrets.token_hex(4)}" / "api.sock")
+        return cls(runtime / f"{PREFIX}{secrets.token_hex(4)}" / "api.sock")
 
     @property
     def url(self) -> str:
@@ -119,6 +122,11 @@ class EngineCommand:
         return self.address.path.parent if isinstance(self.address, PrivateSocket) else None
 
     @property
+    def heartbeat_folder(self) -> Path | None:
+        """Where its processes beat; removed with the private folder."""
+        return None if self.private_folder is None else self.private_folder / BEATS
+
+    @property
     def runtime_folder(self) -> Path | None:
         """Where its ring's socket is, if the configuration says so."""
         folder = self.additional_config.get("clairai", {}).get("runtime_dir")
@@ -134,12 +142,14 @@ class EngineCommand:
 
     def environ(self, base: Mapping[str, str]) -> dict[str, str]:
         """`base` and what the server needs. A key goes here, where `ps` does not show it."""
-        made = {name: value for name, value in base.items() if name not in _KEY_VARIABLES}
+        made = {name: value for name, value in base.items() if name not in _DROPPED_VARIABLES}
         made |= {**self.variables, "VLLM_PLUGINS": ",".join(_plugins(base))}
         if self.address.api_key is not None:
             made["VLLM_API_KEY"] = self.address.api_key
         if self.private_folder is not None and _can_hold_sockets(self.private_folder):
             made.setdefault(_SOCKETS_VARIABLE, str(self.private_folder))
+        if self.heartbeat_folder is not None:
+            made[HEARTBEATS_VARIABLE] = str(self.heartbeat_folder)
         return made
 
 

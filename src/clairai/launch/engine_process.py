@@ -15,8 +15,11 @@ from typing import Final, Self
 from clairai.errors import EngineGoneError
 from clairai.launch import process_guard
 from clairai.launch.engine_command import EngineCommand
+from clairai.launch.engine_folder import clean_up, make_folder
 from clairai.launch.engine_log import EngineLog
+from clairai.launch.liveness import LivenessLimits, LivenessWatch, Trouble
 from clairai.library.http_client import ServerClient
+from clairai.local.heartbeat import read_heartbeats, read_process_state
 
 POLL_S: Final = 0.2
 HEALTH_TIMEOUT_S: Final = 1.0
@@ -29,13 +32,21 @@ _SIGNAL_CODE: Final = 128
 class EngineProcess:
     """One vLLM server. Its guard ends it, and every process it made, even if we are killed."""
 
-    def __init__(self, command: EngineCommand, *, log: EngineLog | None = None) -> None:
+    def __init__(
+        self,
+        command: EngineCommand,
+        *,
+        log: EngineLog | None = None,
+        limits: LivenessLimits | None = None,
+    ) -> None:
         """Start it. Its output goes to `log`, or where ours goes."""
         self.command = command
         self.log = log
         self._client = ServerClient(command.address.url)
         self._was_ready = False
-        self._guard, self._control_fd = _start_guard(command, log)
+        self._watch = LivenessWatch(limits or LivenessLimits())
+        self._death: Trouble | None = None
+        self._guard, self._control_fd, self._lock_fd = _start_guard(command, log)
 
     @property
     def pid(self) -> int:
@@ -46,6 +57,23 @@ class EngineProcess:
         """True while any process of the engine is left."""
         return self._guard.poll() is None
 
+    def find_trouble(self) -> Trouble | None:
+        """Which of its processes makes no progress; the first fatal trouble is its death."""
+        folder = self.command.heartbeat_folder
+        if folder is None:
+            return None
+        trouble = self._watch.look(read_heartbeats(folder))
+        if trouble is not None and trouble.is_fatal:
+            self._death = self._death or trouble
+            self._tell_guard(b"b")
+        self._wake_guard()
+        return trouble
+
+    def _wake_guard(self) -> None:
+        state = read_process_state(self._guard.pid)
+        if state is not None and state.letter == "T" and self._guard.poll() is None:
+            self._guard.send_signal(signal.SIGCONT)
+
     def wait_ready(
         self, *, stop: Callable[[], bool] = lambda: False, tick: Callable[[], None] = lambda: None
     ) -> bool:
@@ -55,7 +83,8 @@ class EngineProcess:
         """
         while not stop():
             tick()
-            if not self.is_alive():
+            trouble = self.find_trouble()
+            if not self.is_alive() or (trouble is not None and trouble.is_fatal):
                 raise EngineGoneError(self.describe_death())
             if self._client.is_healthy(HEALTH_TIMEOUT_S):
                 self._was_ready = True
@@ -70,10 +99,14 @@ class EngineProcess:
 
     def exit_reason(self) -> str:
         """How it ended, without anything of its log, which may name paths."""
+        if self._death is not None:
+            return self._death.reason
         code = self._guard.poll()
         if code is None:
             return "vLLM has not ended"
         names = {number.value: number.name for number in signal.Signals}
+        if -code in names:
+            return f"the process guard was killed by {names[-code]}"
         if code > _SIGNAL_CODE and code - _SIGNAL_CODE in names:
             return f"vLLM was killed by {names[code - _SIGNAL_CODE]}"
         return f"vLLM ended with exit code {code}"
@@ -86,20 +119,34 @@ class EngineProcess:
         deadline_s = time.monotonic() + timeout_s
         while self.is_alive() and not is_urgent() and time.monotonic() < deadline_s:
             time.sleep(process_guard.POLL_S)
-        self.kill()
+        self._end_guard()
+        self._clean_up(is_urgent)
 
     def kill(self) -> None:
         """Kill every process of the engine now."""
+        self._end_guard()
+        self._clean_up(lambda: True)
+
+    def _end_guard(self) -> None:
         self._tell_guard(b"k")
         self._guard.send_signal(signal.SIGCONT)  # a guard that was stopped could not obey
         try:
             self._guard.wait(KILL_TIMEOUT_S)
         except subprocess.TimeoutExpired:  # a process that even SIGKILL does not end
             self._guard.kill()
-            self._guard.wait()
-        if self._control_fd >= 0:
-            os.close(self._control_fd)
-            self._control_fd = -1
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._guard.wait(KILL_TIMEOUT_S)
+
+    def _clean_up(self, is_urgent: Callable[[], bool]) -> None:
+        """Close what is open; do the guard's work if it was killed."""
+        if self._control_fd < 0:
+            return
+        if (self._guard.poll() or 0) < 0:
+            clean_up(self.command.private_folder, self.command.runtime_folder, is_urgent)
+        for fd in (self._control_fd, self._lock_fd):
+            if fd >= 0:
+                os.close(fd)
+        self._control_fd = self._lock_fd = -1
 
     def _tell_guard(self, word: bytes) -> None:
         if self._control_fd >= 0:
@@ -121,16 +168,17 @@ class EngineProcess:
 
 def _start_guard(
     command: EngineCommand, log: EngineLog | None
-) -> tuple[subprocess.Popen[bytes], int]:
-    """The guard, and the write end of its control pipe, which no other process holds."""
+) -> tuple[subprocess.Popen[bytes], int, int]:
+    """The guard, the write end of its control pipe, which no other process holds, and the lock."""
     folder, runtime = command.private_folder, command.runtime_folder
-    if folder is not None:
-        folder.mkdir(mode=0o700, exist_ok=True)  # the guard of the engine before removed it
     reading, control_fd = os.pipe()
     with contextlib.ExitStack() as opened:
         opened.callback(os.close, reading)
         undo = opened.enter_context(contextlib.ExitStack())
         undo.callback(os.close, control_fd)
+        lock_fd = -1 if folder is None else make_folder(folder)
+        if lock_fd >= 0:
+            undo.callback(os.close, lock_fd)
         output = None if log is None else opened.enter_context(log.create())
         # -I: the environment's Python settings are meant for vLLM.
         guard = [sys.executable, "-I", process_guard.__file__]
@@ -140,9 +188,9 @@ def _start_guard(
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=None if output is None else subprocess.STDOUT,
-            pass_fds=(reading,),
+            pass_fds=(reading, *((lock_fd,) if lock_fd >= 0 else ())),
             # Ctrl-C in the terminal is for us to answer: vLLM is stopped in order, once.
             start_new_session=True,
         )
         undo.pop_all()
-    return process, control_fd
+    return process, control_fd, lock_fd

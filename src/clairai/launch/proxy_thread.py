@@ -21,6 +21,7 @@ import uvicorn
 from clairai.errors import ClairaiError, ConfigError
 from clairai.launch.engine_command import ListenAddress
 from clairai.launch.engine_process import POLL_S
+from clairai.launch.liveness import OwnClock
 from clairai.launch.user_output import UserOutput
 from clairai.local.private_socket import runtime_dir
 from clairai.local.stop_signal import StopSignal
@@ -34,6 +35,7 @@ from clairai.proxy.proxy_settings import ProxySettings
 
 START_S: Final = 20.0
 STOP_S: Final = 4.0  # for answers that are being sent, and for the thread that reads the ring
+STALL_S: Final = 30.0  # an event loop that has not gone round for so long answers nobody
 _START_POLL_S: Final = 0.01
 
 
@@ -88,12 +90,15 @@ class ProxyThread:
         self._server = server
         self._listener = listener
         self._error: BaseException | None = None
+        self._rounds = _LoopRounds(server)
         self._thread = threading.Thread(target=self._run, name="clairai-proxy", daemon=True)
 
     def check(self) -> None:
-        """ClairaiError if the server ended although nobody asked it to."""
+        """ClairaiError if the server ended although nobody asked it to, or hangs."""
         if not self._thread.is_alive():
             raise ClairaiError(f"the proxy has ended ({self._error!r})") from self._error
+        if self._rounds.silent_s() >= STALL_S:
+            raise ClairaiError(f"the proxy's event loop has not gone round for {STALL_S:.0f} s")
 
     def __enter__(self) -> Self:
         self._thread.start()
@@ -117,6 +122,29 @@ class ProxyThread:
             self._server.run(sockets=[self._listener])
         except BaseException as error:  # reported by the main thread in check()
             self._error = error
+
+
+class _LoopRounds:
+    """Counts the rounds of the server's main loop, which uvicorn makes ten times a second."""
+
+    def __init__(self, server: uvicorn.Server) -> None:
+        self._clock = OwnClock()
+        self._num_rounds = self._num_seen = 0
+        self._progress_s = 0.0
+        original = server.on_tick
+
+        async def on_tick(counter: int) -> bool:
+            self._num_rounds += 1
+            return await original(counter)
+
+        server.on_tick = on_tick  # type: ignore[method-assign]
+
+    def silent_s(self) -> float:
+        """How long the loop has stood still; called often, by the main thread."""
+        now_s = self._clock.tick()
+        if self._num_rounds != self._num_seen or not self._num_rounds:
+            self._num_seen, self._progress_s = self._num_rounds, now_s
+        return now_s - self._progress_s
 
 
 @contextmanager

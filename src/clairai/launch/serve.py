@@ -10,9 +10,16 @@ from pathlib import Path
 from typing import Any, Final
 
 from clairai.errors import ConfigError, quote
-from clairai.launch.engine_command import EngineCommand, ListenAddress, PrivateSocket
+from clairai.launch.engine_command import (
+    EngineCommand,
+    ListenAddress,
+    PrivateSocket,
+    is_cpu_build,
+)
+from clairai.launch.engine_folder import remove_stale_folders
 from clairai.launch.engine_log import EngineLog
 from clairai.launch.engine_process import POLL_S, EngineProcess
+from clairai.launch.liveness import LivenessLimits
 from clairai.launch.preflight import check_before_start
 from clairai.launch.proxy_thread import ProxyOptions, ProxyThread, listen, run_proxy
 from clairai.launch.supervisor import DeathPolicy, StopRequest, SupervisedEngine, Supervisor
@@ -29,6 +36,7 @@ LOG_TO_OUTPUT: Final = "-"  # vLLM's log goes where ours goes
 # The proxy's own access log says more.
 NO_ACCESS_LOG: Final = "--disable-uvicorn-access-log"
 RING_TIMEOUT_S: Final = 5.0
+CPU_STALL_S: Final = 600.0  # a long prompt of a large model is one step of minutes
 _NAME_OPTION: Final = "--served-model-name"
 Banner = Callable[[], Sequence[str]]
 
@@ -45,6 +53,7 @@ def serve(
     capture: str | None,
     arguments: Sequence[str],
     on_death: DeathPolicy,
+    stall_limit_s: float | None,
     vllm_log: str | None,
 ) -> None:
     """The command `clairai serve`."""
@@ -69,6 +78,7 @@ def serve(
         output,
         log=log,
         on_death=on_death,
+        limits=choose_limits(stall_limit_s),
         banner=lambda: make_banner(_shown_name(model), options.address),
     )
 
@@ -81,12 +91,28 @@ def run_service(
     *,
     log: EngineLog | None,
     on_death: DeathPolicy,
+    limits: LivenessLimits,
     banner: Banner,
 ) -> None:
     """Run engine and proxy until told to stop. The proxy answers before the engine serves."""
     with StopSignal() as stop, run_proxy(settings, listen(address)) as (thread, proxy):
-        service = EngineService(command, thread, proxy, output, stop, log=log, banner=banner)
+        if command.runtime_folder is not None:
+            remove_stale_folders(command.runtime_folder)
+        service = EngineService(
+            command, thread, proxy, output, stop, log=log, limits=limits, banner=banner
+        )
         Supervisor(service, on_death=on_death).run(stop)
+
+
+def choose_limits(stall_limit_s: float | None) -> LivenessLimits:
+    """How long the engine may make no progress; one step of a CPU may take minutes."""
+    if stall_limit_s is None:
+        stall_limit_s = CPU_STALL_S if is_cpu_build() else LivenessLimits.stall
+    return LivenessLimits(
+        slow=min(LivenessLimits.slow, stall_limit_s / 2),
+        stall=stall_limit_s,
+        call=max(LivenessLimits.call, stall_limit_s),
+    )
 
 
 class EngineService:
@@ -101,16 +127,17 @@ class EngineService:
         stop: StopRequest,
         *,
         log: EngineLog | None,
+        limits: LivenessLimits,
         banner: Banner,
     ) -> None:
         self._command, self._thread, self._proxy = command, thread, proxy
         self._output, self._stop = output, stop
-        self._log, self._banner = log, banner
+        self._log, self._limits, self._banner = log, limits, banner
 
     def start(self) -> EngineProcess:
         where = "" if self._log is None else f"; its log: {self._log.path}"
         self.say(f"starting vLLM{where}")
-        return EngineProcess(self._command, log=self._log)
+        return EngineProcess(self._command, log=self._log, limits=self._limits)
 
     def wait_ready(self, engine: SupervisedEngine) -> bool:
         began_s = time.monotonic()
@@ -142,6 +169,9 @@ class EngineService:
 
     def set_health(self, status: HealthStatus | None) -> None:
         self._proxy.health.set_status(status)
+
+    def end_answers(self) -> None:
+        self._proxy.end_answers()
 
     def say(self, line: str) -> None:
         self._output.say(line)

@@ -9,7 +9,8 @@ from typing import Final, Literal, Protocol
 
 from clairai.errors import EngineGoneError
 from clairai.launch.engine_process import POLL_S
-from clairai.proxy.engine_facts import HealthStatus
+from clairai.launch.liveness import Trouble
+from clairai.proxy.engine_facts import HealthState, HealthStatus
 
 DeathPolicy = Literal["restart", "end"]
 STARTING: Final = HealthStatus("starting", "the engine is starting")
@@ -27,6 +28,7 @@ class SupervisedEngine(Protocol):
 
     def wait_ready(self, *, stop: Callable[[], bool], tick: Callable[[], None]) -> bool: ...
     def is_alive(self) -> bool: ...
+    def find_trouble(self) -> Trouble | None: ...
     def describe_death(self) -> str: ...
     def exit_reason(self) -> str: ...
     def stop(self, *, is_urgent: Callable[[], bool]) -> None: ...
@@ -45,6 +47,9 @@ class EngineHost(Protocol):
 
     def set_health(self, status: HealthStatus | None) -> None:
         """What the proxy answers about the engine; None: it asks the engine itself."""
+
+    def end_answers(self) -> None:
+        """End every answer that is being given, with an error: the engine will not go on."""
 
     def say(self, line: str) -> None:
         """Print a line for the user."""
@@ -91,9 +96,7 @@ class Supervisor:
         An engine that fails in its first start is not started again: it would fail again.
         """
         while (death := self._run_engine(stop)) is not None:
-            self._has_served |= death.served_s is not None
-            if not self._has_served or self._on_death == "end":
-                self._host.set_health(HealthStatus("failed", f"the engine is gone: {death.reason}"))
+            if not self._can_restart():
                 raise death.error
             is_well_again = (death.served_s or 0.0) >= self._policy.long_s
             self._num_deaths = 1 if is_well_again else self._num_deaths + 1
@@ -116,19 +119,45 @@ class Supervisor:
                 self._watch(engine, stop)
         except EngineGoneError as error:
             served_s = None if ready_s is None else time.monotonic() - ready_s
-            return _Death(error, engine.exit_reason(), served_s)
+            death = _Death(error, engine.exit_reason(), served_s)
+            self._host.set_health(self._status_after(death))
+            self._host.end_answers()
+            return death
         finally:
             if stop():
                 self._host.say("stopping vLLM (Ctrl-C once more: at once)")
             engine.stop(is_urgent=stop.is_urgent)
         return None
 
+    def _can_restart(self) -> bool:
+        return self._has_served and self._on_death == "restart"
+
+    def _status_after(self, death: _Death) -> HealthStatus:
+        """What clients learn while the engine's processes are being ended."""
+        self._has_served |= death.served_s is not None
+        state: HealthState = "starting" if self._can_restart() else "failed"
+        return HealthStatus(state, f"the engine is gone: {death.reason}")
+
     def _watch(self, engine: SupervisedEngine, stop: StopRequest) -> None:
+        last: Trouble | None = None
         while not stop():
             self._host.check()
-            if not engine.is_alive():
+            trouble = engine.find_trouble()
+            if not engine.is_alive() or (trouble is not None and trouble.is_fatal):
                 raise EngineGoneError(engine.describe_death())
+            if trouble != last:
+                self._report(trouble)
+                last = trouble
             time.sleep(POLL_S)
+
+    def _report(self, trouble: Trouble | None) -> None:
+        """Tell user and proxy of a process that may recover."""
+        if trouble is None:
+            self._host.say("every process of the engine makes progress again")
+            self._host.set_health(None)
+            return
+        self._host.say(f"warning: {trouble.reason}")
+        self._host.set_health(HealthStatus("degraded", trouble.reason, trouble.since))
 
     def _pause(self, death: _Death, stop: StopRequest) -> None:
         pause_s = self._policy.pause_after(self._num_deaths)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from http import HTTPStatus
 from typing import Any, Final, Literal
 
@@ -27,6 +27,10 @@ LOSS_MEMORY_S: Final = 60.0  # how long a lost record counts as degraded
 _NO_ROUTES: Final = (
     "the engine has no clairai routes, which prompt_scores and named events need; start it with "
     "`clairai serve`, or with VLLM_PLUGINS naming clairai"
+)
+
+_NO_PROGRESS: Final = (
+    "the engine core does not answer: it computes a long step, or it hangs; nobody supervises it"
 )
 
 _NO_STEERING: Final = (
@@ -80,7 +84,7 @@ class EngineFacts:
             return
         found = await self._ask("/v1/probes")
         if found is None:
-            return  # it cannot be asked: probes it does not have get no scores
+            return  # it has no such route: probes it does not have get no scores
         self._names = _probe_names(found)
         unknown = [name for name in names if name not in self._names]
         if unknown:
@@ -123,6 +127,10 @@ class EngineFacts:
         models = [] if found is None else msgspec.json.decode(found, type=_ModelList).data
         return models[0].id if models else None
 
+    async def check_alive(self) -> None:
+        """UpstreamGone if the engine core does not answer; one without the route is believed."""
+        await self._ask("/v1/clairai/alive")
+
     async def token_texts(self) -> TokenTexts:
         """The texts of the engine's tokens; HttpRefusal if it has no route for them."""
         async with self._asking:
@@ -140,10 +148,15 @@ class EngineFacts:
         return self._feed.epoch, self._upstream.num_outages
 
     async def _ask(self, path: str) -> bytes | None:
-        """None if upstream has no such route, or refuses."""
+        """None if upstream has no such route, or says that it was not started for that.
+
+        UpstreamGone if it fails: then nobody knows what it can do.
+        """
         async with self._upstream.ask("GET", path) as response:
             body = await self._upstream.read_body(response)
-            return body if response.status == HTTPStatus.OK else None
+        if response.status >= HTTPStatus.INTERNAL_SERVER_ERROR:
+            raise UpstreamGone(f"{path} was answered with {response.status}")
+        return body if response.status == HTTPStatus.OK else None
 
 
 def _probe_names(body: bytes) -> tuple[str, ...]:
@@ -156,7 +169,7 @@ class HealthStatus:
 
     status: HealthState
     reason: str | None = None
-    since: float | None = None  # in seconds since 1970
+    since: float | None = None  # in seconds since 1970; None: since it was first asked for
 
 
 class HealthCheck:
@@ -174,8 +187,11 @@ class HealthCheck:
         self._engine_facts = engine_facts
         self._capture_watch = capture_watch
         self._set: HealthStatus | None = None
+        self._last: HealthStatus | None = None
+        self._silent_since_s: float | None = None
         self._was_ready = False
         self._model: str | None = None
+        self.is_supervised = False  # a launcher watches the engine's processes
 
     @property
     def model(self) -> str | None:
@@ -184,15 +200,26 @@ class HealthCheck:
 
     def set_status(self, status: HealthStatus | None) -> None:
         """Set the status that `clairai serve` knows, from any thread; None: ask upstream."""
+        self.is_supervised = True
         self._set = status
 
     async def status(self) -> HealthStatus:
-        if self._set is not None:
-            return self._set
+        """What is known now, and since when it has been so."""
+        found = self._set or await self._ask_upstream()
+        if found.since is None:
+            last = self._last
+            is_same = last is not None and last.status == found.status and last.since is not None
+            found = replace(found, since=last.since if is_same and last else time.time())
+        self._last = found
+        return found
+
+    async def _ask_upstream(self) -> HealthStatus:
         reason = await self._find_upstream_problem()
         if reason is not None:
             return HealthStatus("failed" if self._was_ready else "starting", reason)
         self._was_ready = True
+        if not self.is_supervised and (silent_s := await self.silent_s()):
+            return HealthStatus("degraded", _NO_PROGRESS, time.time() - silent_s)
         ring = self._ring_status()
         problems = await self._capture_watch.problems()
         if not problems:
@@ -200,6 +227,26 @@ class HealthCheck:
         reasons = [*filter(None, [ring.reason]), *(one.reason for one in problems)]
         since = min(filter(None, [ring.since, *(one.since for one in problems)]), default=None)
         return HealthStatus("degraded", "; ".join(reasons), since)
+
+    async def silent_s(self) -> float:
+        """Ask the engine core for a sign of life; how long it has given none.
+
+        Without a launcher nobody sees whether it hangs or computes a long step.
+        """
+        asked_s = time.monotonic()
+        if await self._has_sign_of_life():
+            self._silent_since_s = None
+            return 0.0
+        self._silent_since_s = self._silent_since_s or asked_s
+        return time.monotonic() - self._silent_since_s
+
+    async def _has_sign_of_life(self) -> bool:
+        try:
+            async with asyncio.timeout(HEALTH_TIMEOUT_S):
+                await self._engine_facts.check_alive()
+        except (UpstreamGone, TimeoutError, HttpRefusal):
+            return False
+        return True
 
     def refusal(self) -> HttpRefusal:
         """The answer to a client whose request did not reach upstream."""

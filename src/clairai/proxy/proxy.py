@@ -19,6 +19,7 @@ from clairai.proxy.completions.completion_request import ScoredRequest
 from clairai.proxy.completions.named_runs import NamedRuns
 from clairai.proxy.completions.request_scores import RequestScores, RowBatch, ScoreBudget
 from clairai.proxy.engine_facts import EngineFacts, HealthCheck
+from clairai.proxy.engine_watch import EngineWatch
 from clairai.proxy.load_limits import LargeBodies
 from clairai.proxy.observe.observer import (
     CompletionEnd,
@@ -96,6 +97,9 @@ class Proxy:
         self.engine_facts = EngineFacts(self.upstream, self.feed)
         self.capture_watch = CaptureWatch(self.upstream, self.engine_facts.engine_key)
         self.health = HealthCheck(self.upstream, self.feed, self.engine_facts, self.capture_watch)
+        self._engine_watch = EngineWatch(
+            self.upstream, self.health, stall_s=settings.timeouts.stall
+        )
         self._ring_finder = RingFinder(settings, self.upstream, self.feed)
         self.runs = NamedRuns(settings)
         self.large_bodies = LargeBodies()
@@ -111,13 +115,20 @@ class Proxy:
         self._loop = asyncio.get_running_loop()
         await self.upstream.open()
         self._ring_finder.start()
+        self._engine_watch.start()
         self.feed.start()
 
     async def close(self) -> None:
         await self.runs.close()
+        await self._engine_watch.close()
         await self._ring_finder.close()
         await asyncio.to_thread(self.feed.stop)
         await self.upstream.close()
+
+    def end_answers(self) -> None:
+        """From any thread: end whatever waits for upstream, because it will not go on."""
+        assert self._loop is not None
+        self._loop.call_soon_threadsafe(self.upstream.hang_up)
 
     # Completions
 

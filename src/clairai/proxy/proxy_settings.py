@@ -55,7 +55,14 @@ class Timeouts:
     """Seconds."""
 
     connect: float = 5.0
-    control: float = 60.0  # of upstream, for anything but a completion
+    # How long upstream may send nothing.
+    control: float = 60.0  # for anything but a completion or new weights
+    # An answer that is not streamed is silent until its end. What ends one of an engine that
+    # hangs is its heartbeat, or the watch of engine_watch.py; this is for an upstream without.
+    completion: float = 3600.0
+    weights: float = 1800.0  # the engine waits for unfinished requests, then loads them
+    # How long an engine that nobody supervises may leave control requests without an answer.
+    stall: float = 120.0
     finish: float = 1.0  # how long a last chunk waits for its rows
     ping: float = 15.0
     run_kept: float = 60.0  # after a named run's end

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import AsyncGenerator
 from contextlib import AsyncExitStack
 from http import HTTPStatus
+from typing import Final
 
 import aiohttp
 from starlette.requests import Request
@@ -16,6 +17,8 @@ from clairai.proxy.host_paths import hide_paths
 from clairai.proxy.proxy import Completion, Proxy
 from clairai.proxy.responses import EVENT_STREAM, EventStream, PartStream
 from clairai.proxy.upstream import Upstream, UpstreamGone, request_headers, response_headers
+
+_WEIGHTS: Final = "/v1/weights"
 
 
 async def relay(proxy: Proxy, request: Request, body: bytes | None, path: str) -> Response:
@@ -48,7 +51,13 @@ async def relay_parts(proxy: Proxy, request: Request, path: str) -> Response:
 async def relay_upload(proxy: Proxy, request: Request, path: str) -> Response:
     """Pass on a body of any size as it comes; none of it is held here."""
     headers = forwarded_headers(proxy, request, is_edited=False)
-    asking = proxy.upstream.ask(request.method, path, headers=headers, body=_upload_parts(request))
+    asking = proxy.upstream.ask(
+        request.method,
+        path,
+        headers=headers,
+        body=_upload_parts(request),
+        silence_s=proxy.settings.timeouts.weights,
+    )
     async with asking as response:
         return await read_whole(proxy.upstream, response)
 
@@ -79,6 +88,10 @@ async def relay_completion(
     completion: Completion | None = None,
 ) -> Response:
     """As `relay`; `closing` is closed when the answer has ended."""
+    timeouts = proxy.settings.timeouts
+    silence_s = timeouts.control if completion is None else timeouts.completion
+    if path.startswith(_WEIGHTS):
+        silence_s = timeouts.weights
     completion = completion or Completion(path)  # one that nobody observes
     async with closing as stack:
         response = await stack.enter_async_context(
@@ -87,6 +100,7 @@ async def relay_completion(
                 with_query(path, request),
                 headers=forwarded_headers(proxy, request, is_edited=False),
                 body=body,
+                silence_s=silence_s,
             )
         )
         if not is_event_stream(response):

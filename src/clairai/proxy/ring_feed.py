@@ -360,6 +360,8 @@ class RingFinder:
         async with self._upstream.ask("GET", "/v1/clairai") as response:
             body = await self._upstream.read_body(response)
             status = response.status
+        if status >= HTTPStatus.INTERNAL_SERVER_ERROR:
+            raise UpstreamGone(f"/v1/clairai was answered with {status}")
         self._takes_newest = status != HTTPStatus.OK and not _is_without_taps(body)
         if self._takes_newest:
             found = await asyncio.to_thread(live_engine_sockets, folder)

@@ -6,6 +6,7 @@ Runs in: the proxy, on the event loop.
 
 from __future__ import annotations
 
+import asyncio
 import io
 from collections.abc import AsyncIterable, AsyncIterator, Iterable, Mapping
 from contextlib import asynccontextmanager
@@ -72,6 +73,8 @@ class Upstream:
         self._session: aiohttp.ClientSession | None = None
         self.num_errors = 0  # completions that it did not answer, or not to the end
         self.num_outages = 0  # times it could not be reached: facts about it may be out of date
+        self._asking: set[asyncio.Timeout] = set()  # no answer has begun
+        self._answering: set[aiohttp.ClientResponse] = set()
 
     async def open(self) -> None:
         path = self._settings.upstream_socket
@@ -86,14 +89,25 @@ class Upstream:
             cookie_jar=aiohttp.DummyCookieJar(),
             read_bufsize=READ_BYTES,
             skip_auto_headers=("User-Agent", "Accept", "Accept-Encoding", "Content-Type"),
-            timeout=aiohttp.ClientTimeout(
-                total=None, sock_connect=self._settings.timeouts.connect, sock_read=None
-            ),
         )
 
     async def close(self) -> None:
         if self._session is not None:
             await self._session.close()
+
+    @property
+    def num_waiting(self) -> int:
+        """Requests that wait for it, or for the rest of an answer."""
+        return len(self._asking) + len(self._answering)
+
+    def hang_up(self) -> None:
+        """End every request that waits for upstream, as if it had ended: it will not go on."""
+        self.num_outages += 1
+        for asking in list(self._asking):
+            asking.reschedule(0.0)
+        for response in list(self._answering):
+            response.content.set_exception(aiohttp.ServerDisconnectedError())
+            response.close()
 
     @asynccontextmanager
     async def ask(
@@ -103,8 +117,12 @@ class Upstream:
         *,
         headers: Headers = (),
         body: bytes | AsyncIterable[bytes] | None = None,
+        silence_s: float | None = None,
     ) -> AsyncIterator[aiohttp.ClientResponse]:
-        """The response, its body not read yet; leaving early hangs up, which ends its work."""
+        """The response, its body not read yet; leaving early hangs up, which ends its work.
+
+        `silence_s` is how long upstream may send nothing; None: as long as for control requests.
+        """
         assert self._session is not None
         url = URL(self._settings.upstream_url + path, encoded=True)
         sent = CIMultiDict(headers)
@@ -114,18 +132,31 @@ class Upstream:
         # A large body is sent in parts, so that other streams go on in between.
         is_large = isinstance(body, bytes) and len(body) > READ_BYTES
         data = io.BytesIO(body) if is_large else body  # type: ignore[arg-type]
+        timeouts = self._settings.timeouts
+        limit = aiohttp.ClientTimeout(
+            total=None,
+            sock_connect=timeouts.connect,
+            sock_read=timeouts.control if silence_s is None else silence_s,
+        )
+        asking = asyncio.timeout(None)
         try:
-            response = await self._session.request(
-                method, url, headers=sent, data=data, allow_redirects=False
-            )
+            async with asking:
+                self._asking.add(asking)
+                response = await self._session.request(
+                    method, url, headers=sent, data=data, allow_redirects=False, timeout=limit
+                )
         except (aiohttp.ClientError, TimeoutError, OSError) as error:
             self.num_outages += 1
             raise UpstreamGone(type(error).__name__) from error
+        finally:
+            self._asking.discard(asking)
+        self._answering.add(response)
         try:
             if response.status == HTTPStatus.UNAUTHORIZED and key is not None:
                 raise HttpRefusal(HTTPStatus.BAD_GATEWAY, "the engine refuses the proxy's own key")
             yield response
         finally:
+            self._answering.discard(response)
             response.close()  # reading a body to its end has given the connection back
 
     async def read_body(self, response: aiohttp.ClientResponse) -> bytes:

@@ -6,7 +6,8 @@ Runs in: the API server. The engine is reached only by `collective_rpc`, as vLLM
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+import logging
+from collections.abc import Coroutine, Sequence
 from http import HTTPStatus
 from typing import Any, Final, Literal, TypeVar
 
@@ -20,6 +21,7 @@ from clairai.errors import (
     CaptureOffError,
     ClairaiError,
     ConfigError,
+    EngineGoneError,
     SteeringOffError,
     VectorCapacityError,
     WeightsBusyError,
@@ -32,10 +34,16 @@ from clairai.server.weight_versions import WeightVersions
 from clairai.wire.capture_messages import Captured, Captures, FindCaptures
 from clairai.wire.control_messages import CONTROL_METHOD, Control
 from clairai.wire.steering_messages import RefusalReason, WhyRefused
+from clairai.wire.weights_messages import WeightsControl
 
+_log: Final = logging.getLogger(__name__)
 ReplyStruct = TypeVar("ReplyStruct", bound=msgspec.Struct)
 
 Drain = Literal["wait", "abort"]
+# How long a call may take: it waits for the step that runs, which on a CPU may be a long one.
+CALL_S: Final = 30.0
+WEIGHTS_CALL_S: Final = 1800.0  # waits for unfinished requests, loads weights
+ALIVE_S: Final = 5.0
 
 NO_TAPS: Final = (
     "this engine was started without clairai; start it with "
@@ -65,12 +73,29 @@ class RouteRefusal(Exception):
         self.status, self.code, self.message = status, code, message
 
 
+class EngineSilent(RouteRefusal):
+    """The engine has not answered a call in time."""
+
+    def __init__(self, limit_s: float) -> None:
+        super().__init__(
+            HTTPStatus.SERVICE_UNAVAILABLE,
+            EngineGoneError.code,
+            f"the engine has not answered a call within {limit_s:g} s; try again when GET /health "
+            f"says it is ready",
+        )
+
+
 class EngineRpc:
-    """All calls of this API server to its engine; the caches see every reply."""
+    """All calls of this API server to its engine; the caches see every reply.
+
+    Every call has a limit. While one is late, the next ones are refused at once: they would wait
+    behind it.
+    """
 
     def __init__(self, client: Any, *, is_shared: bool, accepts_weights: bool = False) -> None:
         """`is_shared`: other API servers call the same engine."""
         self._client = client
+        self._late: asyncio.Future[Any] | None = None  # a call that took too long
         # PUT reads and then changes: one at a time, so that what it read still holds.
         self.changing = asyncio.Lock()
         self.core_cache = CoreCache(self.ask, is_shared=is_shared)
@@ -78,12 +103,38 @@ class EngineRpc:
             self.ask, self.changing, accepts_weights=accepts_weights, is_shared=is_shared
         )
 
-    async def ask(self, control: Control, kind: type[ReplyStruct]) -> ReplyStruct:
+    async def ask(
+        self, control: Control, kind: type[ReplyStruct], *, limit_s: float | None = None
+    ) -> ReplyStruct:
+        """The reply; EngineSilent if there is none in time, ClairaiError if it is a refusal."""
         message = msgspec.msgpack.encode(control)
-        replies = await self._client.collective_rpc(CONTROL_METHOD, args=(message,))
-        reply = read_reply(replies[0], kind)
+        if limit_s is None:
+            limit_s = WEIGHTS_CALL_S if isinstance(control, WeightsControl) else CALL_S
+        call = self._client.collective_rpc(CONTROL_METHOD, args=(message,))
+        reply = read_reply((await self._within(limit_s, call))[0], kind)
         self.core_cache.note(reply)
         return reply
+
+    async def check_alive(self) -> None:
+        """EngineSilent if the engine core does not answer; no worker is asked."""
+        await self.ask(WhyRefused(0), RefusalReason, limit_s=ALIVE_S)
+
+    async def _within(self, limit_s: float, work: Coroutine[Any, Any, Any]) -> Any:
+        """The result of a call; a late one goes on, so that its end shows that all is well."""
+        if self._late is not None and not self._late.done():
+            work.close()
+            raise EngineSilent(limit_s)
+        call = asyncio.ensure_future(work)
+        try:
+            await asyncio.wait({call}, timeout=limit_s)
+        except asyncio.CancelledError:
+            call.cancel()
+            raise
+        if call.done():
+            return call.result()
+        self._late = call
+        call.add_done_callback(_note_late_end)
+        raise EngineSilent(limit_s)
 
     async def pause(self, mode: Drain) -> None:
         """Return when no request runs and no block of the old weights is cached.
@@ -91,26 +142,33 @@ class EngineRpc:
         New requests wait in the queue; `wait` lets the running ones end, `abort` ends them.
         """
         self.weight_versions.invalidate()
-        await self._client.pause_generation(mode=mode, clear_cache=True)
+        await self._within(
+            WEIGHTS_CALL_S, self._client.pause_generation(mode=mode, clear_cache=True)
+        )
 
     async def resume(self) -> None:
-        await self._client.resume_generation()
+        await self._within(CALL_S, self._client.resume_generation())
 
     async def name_weights(self, version: str) -> None:
         """Responses name the weights: in our fields, and from 0.32 on in vLLM's own."""
         await self.weight_versions.after_change()
         if hasattr(self._client, "update_weight_version"):
-            await self._client.update_weight_version(version)
+            await self._within(CALL_S, self._client.update_weight_version(version))
 
     async def why_refused(self, stream: int) -> ClairaiError | None:
         """Why the core refused this request; None if it did not."""
-        reply = await self.ask(WhyRefused(stream), RefusalReason)
+        reply = await self.ask(WhyRefused(stream), RefusalReason, limit_s=ALIVE_S)
         return _ERROR_KINDS.get(reply.code, ClairaiError)(reply.reason) if reply.reason else None
 
     async def captured(self, stream: int, *, is_ended: bool) -> Sequence[Captured]:
         """What the engine remembers of a request's captured rows, for each answer."""
         question = FindCaptures(streams=(stream,), is_ended=is_ended)
         return (await self.ask(question, Captures)).found[0]
+
+
+def _note_late_end(call: asyncio.Future[Any]) -> None:
+    error = None if call.cancelled() else call.exception()
+    _log.warning("a late call of the engine has ended%s", f": {error!r}" if error else "")
 
 
 def find_engine(app: FastAPI) -> EngineRpc | None:
@@ -156,7 +214,14 @@ async def on_error(_: Request, error: Exception) -> JSONResponse:
 
 async def on_route_refusal(_: Request, error: Exception) -> JSONResponse:
     assert isinstance(error, RouteRefusal)
-    return refusal_response(error.status, error.code, error.message)
+    return route_refusal_response(error)
+
+
+def route_refusal_response(error: RouteRefusal) -> JSONResponse:
+    response = refusal_response(error.status, error.code, error.message)
+    if error.status == HTTPStatus.SERVICE_UNAVAILABLE:
+        response.headers["Retry-After"] = "2"
+    return response
 
 
 def error_response(error: ClairaiError) -> JSONResponse:
@@ -165,5 +230,6 @@ def error_response(error: ClairaiError) -> JSONResponse:
 
 def refusal_response(status: HTTPStatus, code: str, message: str) -> JSONResponse:
     """OpenAI's shape, so that its SDKs show the message."""
-    error = {"message": message, "type": "invalid_request_error", "param": None, "code": code}
+    kind = "invalid_request_error" if status < HTTPStatus.INTERNAL_SERVER_ERROR else "server_error"
+    error = {"message": message, "type": kind, "param": None, "code": code}
     return JSONResponse({"error": error}, status)

@@ -14,6 +14,7 @@ from fastapi import APIRouter, FastAPI, Request
 from fastapi.responses import JSONResponse, Response
 
 from clairai.errors import ClairaiError, ConfigError
+from clairai.local.heartbeat import Heartbeat
 from clairai.server import capture_routes, probe_routes, steering_routes, weights_routes
 from clairai.server.engine_rpc import (
     ATTRIBUTE,
@@ -28,7 +29,9 @@ from clairai.server.model_cards import ModelCards
 from clairai.server.request_check import RequestCheck
 from clairai.wire.control_messages import Describe, Description
 
+BEAT_S: Final = 0.5
 _TOKENS: Final = "clairai_tokens"
+_BEATING: Final = "clairai_beating"
 
 
 class TokenTable:
@@ -55,6 +58,7 @@ def attach(app: FastAPI) -> None:
     """Add routes and middleware; until `connect` the routes answer that there are no taps."""
     router = APIRouter(prefix="/v1")
     router.add_api_route("/clairai", describe, methods=["GET"])
+    router.add_api_route("/clairai/alive", check_alive, methods=["GET"])
     router.add_api_route("/clairai/tokens", list_tokens, methods=["GET"])
     probe_routes.add_routes(router)
     steering_routes.add_routes(router)
@@ -79,6 +83,20 @@ def connect(client: Any, state: Any) -> None:
     setattr(state, ATTRIBUTE, engine)
 
 
+async def beat(heartbeat: Heartbeat) -> None:
+    """Beat for as long as the event loop goes round."""
+    while True:
+        heartbeat.beat()
+        await asyncio.sleep(BEAT_S)
+
+
+def start_beating(state: Any) -> None:
+    """Only under a launcher that watches this process."""
+    heartbeat = Heartbeat.open("api-server")
+    if heartbeat is not None:
+        setattr(state, _BEATING, asyncio.get_running_loop().create_task(beat(heartbeat)))
+
+
 def connect_tokens(client: Any, state: Any) -> None:
     """Called without taps too: tokens do not depend on them."""
     setattr(state, _TOKENS, TokenTable(client))
@@ -96,6 +114,12 @@ async def describe(request: Request) -> JSONResponse:
             "published": found.published,
         }
     )
+
+
+async def check_alive(request: Request) -> JSONResponse:
+    """Whether the engine core answers; 503 if not."""
+    await require_engine(request.app).check_alive()
+    return JSONResponse({"answers": True})
 
 
 async def list_tokens(request: Request) -> Response:

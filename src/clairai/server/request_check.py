@@ -44,7 +44,13 @@ from clairai.fields.request_fields import (
 from clairai.fields.steering_vectors import FIELD_PHASES
 from clairai.server import chat_positions
 from clairai.server.core_cache import CoreCache
-from clairai.server.engine_rpc import EngineRpc, error_response, find_engine
+from clairai.server.engine_rpc import (
+    EngineRpc,
+    RouteRefusal,
+    error_response,
+    find_engine,
+    route_refusal_response,
+)
 from clairai.server.response_fields import ResponseFields
 from clairai.server.response_writer import ResponseWriter
 from clairai.server.steering_preview import SteeringPreview, preview_steering
@@ -215,6 +221,8 @@ class RequestCheck:
                 checked = (await self._resolve_messages(checked[0], scope), checked[1])
         except ClairaiError as error:
             return await error_response(error)(scope, receive, send)
+        except RouteRefusal as error:  # the engine core does not answer
+            return await route_refusal_response(error)(scope, receive, send)
         if checked is None:
             return await self._app(scope, _replay(messages, receive), send)
         return await self._forward(engine, *checked, messages, scope, receive, send)

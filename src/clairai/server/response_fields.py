@@ -72,7 +72,12 @@ class ResponseFields:
 
     async def why_refused(self) -> ClairaiError | None:
         """Why the core refused the request; None if it did not, or cannot be asked."""
-        return None if self._stream is None else await self._engine.why_refused(self._stream)
+        if self._stream is None:
+            return None
+        try:
+            return await self._engine.why_refused(self._stream)
+        except Exception:  # whatever vLLM raises when the engine has ended: its own answer says so
+            return None
 
     async def close(self) -> None:
         if self._completing is not None:

@@ -222,13 +222,13 @@ def test_sockets_that_somebody_listens_on_and_other_files_are_not_removed(tmp_pa
     live = subprocess.Popen([sys.executable, "-c", WORKER, str(tmp_path / "engine-1.sock")])
     try:
         until((tmp_path / "engine-1.sock").is_socket)
-        process_guard._remove_dead_sockets(tmp_path)
+        process_guard.remove_dead_sockets(tmp_path)
         names = sorted(entry.name for entry in tmp_path.iterdir())
     finally:
         live.kill()
         live.wait()
     assert names == ["engine-1.sock", "notes.sock"]
-    process_guard._remove_dead_sockets(tmp_path)
+    process_guard.remove_dead_sockets(tmp_path)
     assert [entry.name for entry in tmp_path.iterdir()] == ["notes.sock"]
 
 

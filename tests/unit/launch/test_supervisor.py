@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 import pytest
 
 from clairai.errors import ClairaiError, EngineGoneError
+from clairai.launch.liveness import Trouble
 from clairai.launch.supervisor import DeathPolicy, RestartPolicy, Supervisor
 from clairai.proxy.engine_facts import HealthStatus
 
@@ -21,6 +22,8 @@ class DyingEngine:
 
     can_start: bool = True
     is_stopped: bool = False
+    troubles: Iterator[Trouble | None] = field(default_factory=lambda: iter(()))
+    trouble: Trouble | None = None
 
     def wait_ready(self, *, stop: Callable[[], bool], tick: Callable[[], None]) -> bool:
         tick()
@@ -29,7 +32,12 @@ class DyingEngine:
         return not stop()
 
     def is_alive(self) -> bool:
-        return False
+        """While it has troubles to tell of."""
+        return self.trouble is not None
+
+    def find_trouble(self) -> Trouble | None:
+        self.trouble = next(self.troubles, None)
+        return self.trouble
 
     def describe_death(self) -> str:
         return "it was killed; /a/path of its log"
@@ -52,6 +60,7 @@ class FakeHost:
     statuses: list[HealthStatus | None] = field(default_factory=list)
     said: list[str] = field(default_factory=list)
     num_announced: int = 0
+    num_ended_answers: int = 0
     trouble: Exception | None = None
 
     def start(self) -> DyingEngine:
@@ -67,6 +76,10 @@ class FakeHost:
 
     def set_health(self, status: HealthStatus | None) -> None:
         self.statuses.append(status)
+
+    def end_answers(self) -> None:
+        assert not self.started[-1].is_stopped  # at once: ending an engine takes seconds
+        self.num_ended_answers += 1
 
     def say(self, line: str) -> None:
         self.said.append(line)
@@ -170,3 +183,29 @@ def test_trouble_with_the_proxy_ends_the_engine_too() -> None:
     with pytest.raises(ClairaiError, match="the proxy has ended"):
         _run(host, "restart")
     assert host.started[0].is_stopped
+
+
+def test_answers_are_ended_at_every_death_before_the_engine_is_stopped() -> None:
+    script = iter([DyingEngine(), DyingEngine(), DyingEngine()])
+    host = FakeHost(script, is_done=lambda host: host.num_announced == 3)
+    _run(host, "restart")
+    assert host.num_ended_answers == 2
+
+
+def test_an_engine_whose_process_hangs_is_ended_and_started_again() -> None:
+    hung = Trouble("the engine core (process 7) makes no progress", 1000.0, is_fatal=True)
+    script = iter([DyingEngine(troubles=iter([hung])), DyingEngine()])
+    host = FakeHost(script, is_done=lambda host: host.num_announced == 2)
+    _run(host, "restart")
+    assert host.started[0].is_stopped
+    assert host.num_ended_answers == 1
+
+
+def test_health_says_what_is_slow_and_since_when_while_it_may_recover() -> None:
+    slow = Trouble("the engine core (process 7) makes no progress", 1000.0, is_fatal=False)
+    host = FakeHost(iter([DyingEngine(troubles=iter([slow, slow]))]))
+    with pytest.raises(EngineGoneError):
+        _run(host, "end")
+    degraded = HealthStatus("degraded", slow.reason, 1000.0)
+    assert host.statuses.count(degraded) == 1
+    assert host.statuses[-1] == HealthStatus("failed", "the engine is gone: it was killed")

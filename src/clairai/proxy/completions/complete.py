@@ -61,6 +61,7 @@ async def complete(
             with_query(path, http),
             headers=forwarded_headers(proxy, http, is_edited=True),
             body=await proxy.large_bodies.run(body, lambda: request.body(scores.stream)),
+            silence_s=proxy.settings.timeouts.completion,
         )
         if request.options.is_named:
             proxy.runs.make_room()
