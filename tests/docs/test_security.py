@@ -8,6 +8,7 @@ import pytest
 
 from clairai.batch import prompts
 from clairai.capture import pipe
+from clairai.engine import used_streams
 from clairai.fields import capture, json_fields, row_growth, rules, steer
 from clairai.fields import ranges as field_ranges
 from clairai.launch import api_key, engine_log
@@ -42,6 +43,9 @@ ROWS: Final = {
     ),
     "a steered row of the residual stream": (
         f"length {row_growth.WIDE_ROWS.longest:g}; {row_growth.FLOAT16_ROWS.longest:g} for"
+    ),
+    "stream ids that an engine remembers": (
+        f"{used_streams.MAX_USED_STREAMS}; {used_streams.MAX_USED_STREAMS}"
     ),
     "a reader's message": (
         f"{server.MAX_REQUEST_BYTES >> 10} KiB; {ring_messages.MAX_MESSAGE_BYTES // MIB} MiB"

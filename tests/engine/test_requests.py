@@ -81,11 +81,12 @@ def test_pitfall_08_a_chunked_prompt_gives_each_position_once(engine: EngineProc
     assert [phase for *_, phase, _ in rows if phase <= ring_messages.DECODE] == [0] * 200 + [1]
 
 
-def test_a_stream_in_use_is_refused_and_free_again_afterwards(engine: EngineProcess) -> None:
+def test_a_stream_is_refused_while_it_is_in_use_and_afterwards(engine: EngineProcess) -> None:
     with pytest.raises(EngineFailed, match="stream 77 belongs to a request that is not finished"):
         engine.call(asks.tokens, [[1, 2], [3, 4]], extra=clairai.request(stream=77))
     engine.call(asks.drop_unfinished)
-    assert engine.call(asks.tokens, [[1, 2]], extra=clairai.request(stream=77))
+    with pytest.raises(EngineFailed, match="stream 77 was used by a request that has ended"):
+        engine.call(asks.tokens, [[1, 2]], extra=clairai.request(stream=77))
 
 
 @pytest.mark.parametrize(

@@ -227,7 +227,7 @@ def test_a_request_with_bad_fields_is_refused_with_the_reason(running: Running) 
         _ask(running, bogus=1)
 
 
-def test_a_stream_in_use_is_never_given_to_a_second_request(running: Running) -> None:
+def test_a_stream_is_never_given_to_a_second_request(running: Running) -> None:
     with running.sdk.chat.completions.create(
         model=MODEL,
         messages=[{"role": "user", "content": "Tell me another long story."}],
@@ -241,7 +241,8 @@ def test_a_stream_in_use_is_never_given_to_a_second_request(running: Running) ->
             _ask(running, stream=600)
     rows = running.sidecar.await_end(600)
     assert [row["position"] for row in rows] == [*range(len(rows))]
-    assert _ask(running, stream=600)  # free again
+    with pytest.raises(openai.BadRequestError, match="was used by a request that has ended"):
+        _ask(running, stream=600)
 
 
 def _ask(running: Running, **fields: Any) -> openai.types.chat.ChatCompletion:

@@ -50,6 +50,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         *COMMON,
         *("local", "probe", "vector", "fields", "settings", "capture", "engine", "weights"),
         "store.codecs",
+        "store.stored_streams",  # the engine core refuses stream ids that a folder holds
         *("ring.attach", "ring.reader", "match"),  # stop rules read scores in the engine core
         "compat",
     },

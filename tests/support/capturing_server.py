@@ -30,9 +30,11 @@ from clairai.engine.capture.capture_plan import AnswerId
 from clairai.engine.capture.capture_resolver import CaptureResolver, EngineShape
 from clairai.engine.capture.worker_capture import WorkerCapture
 from clairai.engine.core_control import CoreControl
+from clairai.engine.used_streams import UsedStreams
 from clairai.engine.worker_control import answer_control
 from clairai.errors import ClairaiError
 from clairai.store.codecs.registry import named
+from clairai.store.stored_streams import StoredStreams
 from clairai.wire import capture_messages, control_messages
 from clairai.wire.ring_messages import ROW
 from tests.support import toy_publisher as toy
@@ -104,6 +106,16 @@ class ToyCapture:
         return results.state(staging_nbytes=0, pending_nbytes=0)
 
 
+class ToyRequest:
+    """A request in the scheduler, until its rows have ended."""
+
+    def __init__(self, capture: ToyCapture | None, answer: AnswerId) -> None:
+        self._capture, self._answer = capture, answer
+
+    def is_finished(self) -> bool:
+        return self._capture is None or self._answer not in self._capture.running
+
+
 async def _until_gone(request: Request) -> None:
     while (await request.receive())["type"] != "http.disconnect":
         pass
@@ -115,10 +127,11 @@ class CapturingServer(ToyServer):
 
     resolver: CaptureResolver | None = None
     capture: ToyCapture | None = None
+    used: UsedStreams | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.admission = Admission(self.core_control, self.resolver)
+        self.admission = Admission(self.core_control, self.resolver, self.used)
 
     def add_routes(self, app: Any) -> None:
         app.add_api_route("/tokenize", self._tokenize, methods=["POST"])
@@ -157,8 +170,12 @@ class CapturingServer(ToyServer):
             given = self.admission.prepare(request)
         except ClairaiError:
             return False
+        answer = (given.mark.stream, given.mark.choice)
         if self.capture is not None:
-            self.capture.forward((given.mark.stream, given.mark.choice), request.sampling_params)
+            self.capture.forward(answer, request.sampling_params)
+        admitted = ToyRequest(self.capture, answer)
+        self.admission.accept(given, admitted)
+        self.held.append(admitted)
         return True
 
 
@@ -176,6 +193,7 @@ def capturing_server(runtime: Path, setting: dict[str, Any] | None) -> Iterator[
                 step_publisher,
                 resolver=CaptureResolver(parsed, engine),
                 capture=None if parsed is None else ToyCapture(collector),
+                used=UsedStreams(None if parsed is None else StoredStreams(parsed.folders)),
             )
     finally:
         collector.close()

@@ -64,6 +64,12 @@ class CaptureSettings:
     pending_mib: int = 256  # for rows that are held by `when`
     process: str | None = None  # in which the consumers run: one of PROCESSES
 
+    @property
+    def folders(self) -> tuple[str, ...]:
+        """The folders that its consumers write to, as far as their options name them."""
+        given = (consumer.options.get("folder") for consumer in self.consumers)
+        return tuple(folder for folder in given if isinstance(folder, str) and folder)
+
     @classmethod
     def parse(cls, given: object) -> CaptureSettings:
         """ConfigError for a value that is wrong."""

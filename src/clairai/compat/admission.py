@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import copy
 import hashlib
+import itertools
 import re
 import secrets
 from dataclasses import dataclass
@@ -25,6 +26,7 @@ from clairai.engine.steer.resolve_steering import check_entries_act
 from clairai.engine.steer.steering_plan import SteeringPlan
 from clairai.engine.steer.steering_registry import TableClaim
 from clairai.engine.step import RequestMark
+from clairai.engine.used_streams import UsedStreams
 from clairai.errors import CaptureOffError, ClairaiError, RequestError
 from clairai.fields.request_fields import RequestFields, parse_fields
 
@@ -51,14 +53,21 @@ class PreparedRequest:
     owner: StreamOwner
     claim: TableClaim | None
     rules: RuleWatcher | None
+    is_captured: bool
 
 
 class Admission:
     """Prepares the requests of one engine core; refuses those that cannot be served as asked."""
 
-    def __init__(self, control: CoreControl, captures: CaptureResolver | None = None) -> None:
+    def __init__(
+        self,
+        control: CoreControl,
+        captures: CaptureResolver | None = None,
+        used: UsedStreams | None = None,
+    ) -> None:
         """Without `captures` nothing is captured."""
         self._control, self._captures = control, captures
+        self._used = used or UsedStreams()
         self._secret = secrets.token_bytes(16)
         # An owner disappears with the last vLLM request that refers to it.
         self._owners: WeakValueDictionary[int, StreamOwner] = WeakValueDictionary()
@@ -67,12 +76,14 @@ class Admission:
         """Check an EngineCoreRequest's fields, and write mark and plans into its parameters."""
         fields = parse_fields(request.sampling_params.extra_args)
         parent, choice = split_request_id(request.request_id, request.external_req_id)
-        stream = fields.stream if fields.stream is not None else self._derive_stream(parent)
+        stream = fields.stream or self._derive_stream(parent, choice)
         try:
             rules = self._make_rules(fields, request)
             steering = self._resolve_steering(fields, request)
             capture = self._resolve_capture(fields, request, stream, steering)
-            owner = self._own_stream(stream, parent)
+            owner = self._own_stream(stream, parent, choice)
+            if capture is not None and self._used.is_stored(stream, parent):
+                raise _used_stream(stream, "has rows of another request in the folder of captures")
             claim = None if steering is None else self._control.registry.claim(steering)
         except ClairaiError as error:
             self._control.note_refusal(stream, error)
@@ -86,10 +97,12 @@ class Admission:
             # v1/core/kv_cache_manager.py, 0.26:228, 0.32:249: forwards the whole prompt
             params.skip_reading_prefix_cache = True
         request.sampling_params = params
-        return PreparedRequest(mark, owner, claim, rules)
+        return PreparedRequest(mark, owner, claim, rules, capture is not None)
 
     def accept(self, prepared: PreparedRequest, request: Any) -> None:
         """The engine made a Request (v1/request.py) of it, which keeps owner and claim alive."""
+        owner, mark = prepared.owner, prepared.mark
+        self._used.add(mark.stream, owner.parent, mark.choice, is_captured=prepared.is_captured)
         prepared.owner.choices.add(request)
         prepared.owner.num_admitted += 1
         request.clairai_stream_owner = prepared.owner
@@ -137,22 +150,38 @@ class Admission:
             _require_whole_prompt(request, "captured")
         return plan
 
-    def _own_stream(self, stream: int, parent: str) -> StreamOwner:
+    def _own_stream(self, stream: int, parent: str, choice: int) -> StreamOwner:
         owner = self._owners.get(stream)
-        if owner is not None and owner.parent == parent:
-            return owner
-        if owner is not None and owner.is_live():
-            raise RequestError(
-                f"stream {stream} belongs to a request that is not finished; "
-                f"give each request a stream of its own, or leave it out"
-            )
-        owner = self._owners[stream] = StreamOwner(parent)
+        is_live = owner is not None and owner.is_live()
+        if is_live and owner is not None and owner.parent != parent:
+            raise _used_stream(stream, "belongs to a request that is not finished")
+        if not is_live and not self._used.is_free(stream, parent, choice):
+            raise _used_stream(stream, "was used by a request that has ended")
+        if owner is None or owner.parent != parent:
+            owner = self._owners[stream] = StreamOwner(parent)
         return owner
 
-    def _derive_stream(self, parent: str) -> int:
-        """The same stream for all choices of a request, and one that no other request can guess."""
-        digest = hashlib.blake2b(parent.encode(), digest_size=8, key=self._secret).digest()
-        return int.from_bytes(digest) or 1
+    def _derive_stream(self, parent: str, choice: int) -> int:
+        """The same stream for all choices of a request, and one that no other request can guess.
+
+        With VLLM_DISABLE_REQUEST_ID_RANDOMIZATION a caller may use an id again: it gets another
+        stream.
+        """
+        for attempt in itertools.count():
+            text = f"{attempt} {parent}" if attempt else parent
+            digest = hashlib.blake2b(text.encode(), digest_size=8, key=self._secret).digest()
+            stream = int.from_bytes(digest) or 1
+            owner = self._owners.get(stream)
+            is_running = owner is not None and owner.parent == parent and owner.is_live()
+            if is_running or self._used.is_free(stream, parent, choice):
+                break
+        return stream
+
+
+def _used_stream(stream: int, why: str) -> RequestError:
+    return RequestError(
+        f"stream {stream} {why}; give each request a stream of its own, or leave it out"
+    )
 
 
 def _prompt_len(request: Any) -> int:

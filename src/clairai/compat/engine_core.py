@@ -18,9 +18,11 @@ from clairai.compat.find_config import CONFIG_KEY
 from clairai.engine.capture.capture_resolver import CaptureResolver
 from clairai.engine.core_control import CoreControl
 from clairai.engine.steer.steering_registry import SteeringLimits, SteeringRegistry
+from clairai.engine.used_streams import UsedStreams
 from clairai.errors import WeightsBusyError
 from clairai.probe.bank import EngineBank
 from clairai.settings import ResolvedSettings, Settings, resolve_settings
+from clairai.store.stored_streams import StoredStreams
 from clairai.weights.manifest import changes_model, parse_manifest
 
 MIN_GATE_SLOTS: Final = 4096
@@ -98,6 +100,12 @@ def _has_begun(request: Any, unfinished: Counter[int]) -> bool:
 
 def make_core_capture_resolver(core: Any) -> CaptureResolver:
     return make_capture_resolver(core.vllm_config, resolve_engine_settings(core.vllm_config))
+
+
+def make_used_streams(core: Any) -> UsedStreams:
+    captures = get_settings(core.vllm_config).capture_settings
+    folders = () if captures is None else captures.folders
+    return UsedStreams(StoredStreams(folders) if folders else None)
 
 
 def make_registry(vllm_config: Any, resolved: ResolvedSettings) -> SteeringRegistry | None:

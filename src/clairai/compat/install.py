@@ -79,7 +79,11 @@ def _wrap_worker_init(original: Any) -> Any:
 
 def _wrap_preprocess_add_request(original: Any) -> Any:
     from clairai.compat.admission import Admission
-    from clairai.compat.engine_core import get_core_control, make_core_capture_resolver
+    from clairai.compat.engine_core import (
+        get_core_control,
+        make_core_capture_resolver,
+        make_used_streams,
+    )
 
     @functools.wraps(original)
     def preprocess_add_request(self: Any, request: Any) -> Any:
@@ -87,7 +91,8 @@ def _wrap_preprocess_add_request(original: Any) -> Any:
             return original(self, request)
         if not hasattr(self, "clairai_admission"):
             resolver = make_core_capture_resolver(self)
-            self.clairai_admission = Admission(get_core_control(self), resolver)
+            used = make_used_streams(self)
+            self.clairai_admission = Admission(get_core_control(self), resolver, used)
         admission: Admission = self.clairai_admission
         prepared = admission.prepare(request)
         try:

@@ -38,8 +38,11 @@ class WeightVersions:
 
     @contextmanager
     def waiting(self, stream: int | None) -> Iterator[None]:
-        """While a request is in the engine; None for one without a single stream."""
-        if stream is None or not self._accepts_weights:
+        """While a request is in the engine; None for one without a single stream.
+
+        If two requests name one stream, the core refuses the second: it must not end the first's.
+        """
+        if stream is None or not self._accepts_weights or stream in self._waiting:
             yield
             return
         self._waiting[stream] = None

@@ -190,7 +190,10 @@ def test_derived_streams_are_valid_and_differ_between_engines() -> None:
     assert len(streams) == 200
 
 
-def test_a_stream_is_refused_while_its_request_is_unfinished() -> None:
+USED = "stream 5 was used by a request that has ended"
+
+
+def test_a_stream_is_refused_while_its_request_is_unfinished_and_afterwards() -> None:
     admission = make_admission()
     first = admit(admission, incoming(params(stream=5)))
     second = incoming(params(stream=5), "1-abcdef12", "1")
@@ -199,19 +202,42 @@ def test_a_stream_is_refused_while_its_request_is_unfinished() -> None:
         admission.prepare(second)
     assert second.sampling_params is untouched
     first.finished = True
-    again = admit(admission, second)
-    assert mark_of(second).stream == 5
-    again.finished = True
-
-
-def test_a_stream_is_free_again_when_its_request_is_gone() -> None:
-    admission = make_admission()
-    first = admit(admission, incoming(params(stream=5)))
+    with pytest.raises(RequestError, match=USED):
+        admission.prepare(second)
     del first
     gc.collect()
-    second = incoming(params(stream=5), "1-abcdef12", "1")
-    admission.prepare(second)
-    assert mark_of(second) == RequestMark(5, 0)
+    with pytest.raises(RequestError, match=USED):
+        admission.prepare(second)
+
+
+def test_the_choices_of_a_request_share_its_stream_although_the_first_have_ended() -> None:
+    admission, shared = make_admission(), params(stream=5)
+    for index in range(3):
+        asked = incoming(shared, f"{index}_7-abcdef12", "7")
+        admit(admission, asked).finished = True
+        gc.collect()
+        assert mark_of(asked) == RequestMark(5, index)
+    with pytest.raises(RequestError, match=USED):
+        admission.prepare(incoming(shared, "1_7-abcdef12", "7"))
+
+
+def test_an_id_that_vllm_lets_a_caller_use_again_gets_another_stream() -> None:
+    """With VLLM_DISABLE_REQUEST_ID_RANDOMIZATION the id is the caller's own."""
+    admission, streams = make_admission(), []
+    for _ in range(3):
+        choices = [incoming(params(), f"{index}_same", "same") for index in range(2)]
+        for admitted in [admit(admission, asked) for asked in choices]:
+            admitted.finished = True
+        assert len({mark_of(asked).stream for asked in choices}) == 1
+        streams.append(mark_of(choices[0]).stream)
+    assert len(set(streams)) == 3
+
+
+def test_a_part_of_a_running_request_keeps_its_stream() -> None:
+    """A prompt that comes in parts is added again under the same id."""
+    admission, asked = make_admission(), [incoming(params(stream=5)) for _ in range(2)]
+    running = [admit(admission, part) for part in asked]
+    assert [mark_of(part).stream for part in asked] == [5] * len(running)
 
 
 def test_a_request_that_vllm_refused_does_not_keep_its_stream() -> None:
@@ -231,7 +257,8 @@ def test_a_stream_is_in_use_until_its_last_choice_has_finished() -> None:
     with pytest.raises(RequestError, match="stream 5 belongs to a request that is not finished"):
         admission.prepare(incoming(params(stream=5), "8-abcdef12", "8"))
     last.finished = True
-    admission.prepare(incoming(params(stream=5), "8-abcdef12", "8"))
+    with pytest.raises(RequestError, match=USED):
+        admission.prepare(incoming(params(stream=5), "8-abcdef12", "8"))
 
 
 def test_a_caller_cannot_write_the_mark_itself() -> None:

@@ -220,3 +220,17 @@ def test_nothing_is_kept_of_requests_that_have_ended(worker: Worker) -> None:
         assert not made._uncertain
 
     run(work())
+
+
+def test_a_second_request_of_the_same_stream_does_not_end_the_first(worker: Worker) -> None:
+    async def work() -> None:
+        made = weight_versions(worker)
+        with made.waiting(7):
+            worker.begin(7)
+            with made.waiting(7):  # the core refuses it
+                pass
+            await changed(worker, made)
+            worker.began.clear()  # the first has ended, and the worker has forgotten it
+            assert await made.version_of(7) == 0
+
+    run(work())
