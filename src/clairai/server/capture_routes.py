@@ -7,6 +7,7 @@ the folder is read here.
 from __future__ import annotations
 
 import asyncio
+import logging
 import re
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
@@ -19,7 +20,7 @@ import msgspec
 from fastapi import APIRouter, Request
 from fastapi.responses import Response, StreamingResponse
 
-from clairai.errors import RequestError, StoreError, quote
+from clairai.errors import RequestError, StoreDamagedError, StoreError, quote
 from clairai.points import Point
 from clairai.server.engine_rpc import EngineRpc, RouteRefusal, require_engine
 from clairai.server.response_fields import capture_fields, is_settled, wait_settled
@@ -35,6 +36,8 @@ from clairai.wire.capture_messages import (
     DescribeCapture,
     ListCaptures,
 )
+
+_log: Final = logging.getLogger(__name__)
 
 ATTRIBUTE: Final = "clairai_captures"  # of the app's state
 MAX_LISTED: Final = 1000
@@ -161,10 +164,16 @@ class BundleCache:
         return None
 
     def _open(self, folder: str) -> Store:
-        if folder in self._stores:
-            self._stores[folder].refresh()
-        else:
-            self._stores[folder] = open_store(folder)
+        try:
+            if folder in self._stores:
+                self._stores[folder].refresh()
+            else:
+                self._stores[folder] = open_store(folder)
+        except StoreDamagedError:
+            raise
+        except StoreError as error:
+            _log.error("captures cannot be read: %s", error)
+            raise _unreadable() from error
         return self._stores[folder]
 
     def _make(self, store: Store, key: _BundleKey, content: tuple[object, ...]) -> Bundle:
@@ -246,6 +255,12 @@ def _list_capture(answers: Sequence[Captured]) -> dict[str, Any]:
     first = answers[0]
     more = {"points": first.points, "encoder": first.encoder, "answers": len(answers)}
     return {**capture_fields(first.stream, answers), **more}
+
+
+def _unreadable() -> RouteRefusal:
+    """Without the reason, which names a path of the host."""
+    reason = "the folder of captures cannot be read; the server's log says why"
+    return RouteRefusal(HTTPStatus.INTERNAL_SERVER_ERROR, StoreError.code, reason)
 
 
 def _no_capture(id: str) -> RouteRefusal:

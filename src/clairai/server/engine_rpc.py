@@ -16,20 +16,10 @@ from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse
 
 from clairai import errors
-from clairai.errors import (
-    CapacityError,
-    CaptureOffError,
-    ClairaiError,
-    ConfigError,
-    EngineGoneError,
-    SteeringOffError,
-    VectorCapacityError,
-    WeightsBusyError,
-    WeightsOffError,
-    WeightsTornError,
-)
+from clairai.errors import ClairaiError, ConfigError, EngineGoneError
 from clairai.library.engine_control import read_reply
 from clairai.server.core_cache import CoreCache
+from clairai.server.error_status import status_of
 from clairai.server.weight_versions import WeightVersions
 from clairai.wire.capture_messages import Captured, Captures, FindCaptures
 from clairai.wire.control_messages import CONTROL_METHOD, Control
@@ -55,14 +45,6 @@ _ERROR_KINDS: Final = {
     for kind in vars(errors).values()
     if isinstance(kind, type) and issubclass(kind, ClairaiError)
 }
-_CONFLICTS: Final = (
-    CapacityError,
-    VectorCapacityError,
-    SteeringOffError,
-    CaptureOffError,
-    WeightsBusyError,
-    WeightsOffError,
-)
 
 
 class RouteRefusal(Exception):
@@ -199,12 +181,6 @@ async def read_body(request: Request, limit: int, code: str, what: str) -> bytes
             raise too_large
         body += chunk
     return bytes(body)
-
-
-def status_of(error: ClairaiError) -> HTTPStatus:
-    if isinstance(error, WeightsTornError):
-        return HTTPStatus.INTERNAL_SERVER_ERROR
-    return HTTPStatus.CONFLICT if isinstance(error, _CONFLICTS) else HTTPStatus.BAD_REQUEST
 
 
 async def on_error(_: Request, error: Exception) -> JSONResponse:
