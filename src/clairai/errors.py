@@ -45,6 +45,12 @@ def quote(value: object, limit: int = 60) -> str:
     return text if len(text) <= limit else f"{text[: limit - 3]}..."
 
 
+def printable(said: object, limit: int = 200) -> str:
+    """What a decoder or a server says, cut and printable: it may repeat a part of the input."""
+    text = str(said)[:limit]
+    return text if text.isprintable() else ascii(text)[1 : limit + 1]
+
+
 class ClairaiError(Exception):
     """The base class. `code` is stable, and names a page under docs/errors/."""
 

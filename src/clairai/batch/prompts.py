@@ -14,7 +14,7 @@ from typing import Annotated, Any, Final
 
 import msgspec
 
-from clairai.errors import ConfigError, RequestError, quote
+from clairai.errors import ConfigError, RequestError, printable, quote
 
 MAX_NBYTES: Final = 4 << 30
 MAX_LINE_NBYTES: Final = 16 << 20
@@ -77,7 +77,7 @@ def _read_lines(path: Path) -> Iterator[Prompt]:
                     number, _decode_object(raw) if is_json else PromptLine(prompt=_decode_text(raw))
                 )
             except _BAD_LINE_ERRORS as error:
-                raise _bad_line(path, number, str(error)[:200]) from None
+                raise _bad_line(path, number, printable(error)) from None
 
 
 def _decode_text(raw: bytes) -> str:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, Final
 
-from clairai.errors import ConfigError, RequestError, quote
+from clairai.errors import ConfigError, RequestError, printable, quote
 from clairai.fields import json_fields
 from clairai.fields.capture import (
     MAX_CONSUMERS,
@@ -85,7 +85,9 @@ def _parse(fields: Mapping[str, Any]) -> CaptureSettings:
     to = parse_consumer_names(fields.get("to", names), what="capture.to")
     unknown = next((name for name in to if name not in names), None)
     if unknown is not None:
-        raise ConfigError(f"capture.to: no consumer is named {quote(unknown)}; {', '.join(names)}")
+        raise ConfigError(
+            f"capture.to: no consumer is named {quote(unknown)}; {printable(', '.join(names))}"
+        )
     when = fields.get("when")
     return CaptureSettings(
         consumers=consumers,

@@ -15,7 +15,13 @@ from numpy.typing import NDArray
 from clairai.engine.capture.capture_resolver import CAPTURE_OFF
 from clairai.engine.capture.worker_capture import WorkerCapture
 from clairai.engine.publish.step_publisher import StepPublisher
-from clairai.errors import CaptureOffError, ClairaiError, ProbeError, WeightsOffError
+from clairai.errors import (
+    CaptureOffError,
+    ClairaiError,
+    ProbeError,
+    WeightsOffError,
+    printable,
+)
 from clairai.probe.bank import EngineBank
 from clairai.probe.files import loads
 from clairai.wire import capture_messages, control_messages, ring_messages, weights_messages
@@ -54,7 +60,9 @@ def answer_control(
         else:
             reply = _answer_probes(step_publisher, control)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-        reply = ring_messages.Refusal("request", f"control message not understood: {error}")
+        reply = ring_messages.Refusal(
+            "request", f"control message not understood: {printable(error)}"
+        )
     except ClairaiError as error:
         reply = ring_messages.Refusal(error.code, error.reason)
     return _ENCODER.encode(reply)

@@ -21,7 +21,7 @@ from typing import Any, Final, Generic, TypeVar
 
 import msgspec
 
-from clairai.errors import ClairaiError, HandshakeError, RingError
+from clairai.errors import ClairaiError, HandshakeError, RingError, printable
 from clairai.wire.ring_messages import MAX_MESSAGE_BYTES
 
 _MessageT = TypeVar("_MessageT")
@@ -225,7 +225,7 @@ class MessageFormat(Generic[_MessageT]):
             return self._decoder.decode(body)
         except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
             raise self.error(
-                f"peer sent no message of ours ({str(error)[:200]}); update one end"
+                f"peer sent no message of ours ({printable(error)}); update one end"
             ) from error
 
 

@@ -18,7 +18,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final, Never, Protocol, TypeVar, cast
+from typing import IO, Any, Final, Never, Protocol, TypeVar, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -29,6 +29,7 @@ MAX_FILES: Final = 4096
 METADATA: Final = "__metadata__"
 MAX_KEYS: Final = 32
 MAX_VALUE: Final = 1024
+_PIECE_NBYTES: Final = 1 << 16
 _LENGTH: Final = struct.Struct("<Q")
 _NUMBER_PATTERN: Final = re.compile(r"-?[0-9]{1,40}(?:\.[0-9]{1,40})?(?:[eE][+-]?[0-9]{1,4})?")
 
@@ -116,10 +117,20 @@ def _read_regular(descriptor: int, limit: int) -> bytes:
     data = b""
     if status.st_size <= limit:  # it may grow after this, and some files in /proc state 0
         with open(descriptor, "rb", closefd=False) as opened:
-            data = opened.read(limit + 1)
+            data = read_at_most(opened, limit + 1)
     if max(status.st_size, len(data)) > limit:
         raise ProbeError(f"over {limit} bytes, the most such a file has; export it again")
     return data
+
+
+def read_at_most(opened: IO[bytes], limit: int) -> bytes:
+    """Read up to `limit` bytes; `read(limit)` alone takes memory for all of them at once."""
+    parts: list[bytes] = []
+    left = limit
+    while left and (part := opened.read(min(left, _PIECE_NBYTES))):
+        parts.append(part)
+        left -= len(part)
+    return b"".join(parts)
 
 
 def replace_file(file: Path, data: bytes) -> None:

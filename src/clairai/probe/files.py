@@ -21,7 +21,7 @@ import numpy as np
 import safetensors
 from numpy.typing import NDArray
 
-from clairai.errors import ProbeError, describe_os_error, quote
+from clairai.errors import ProbeError, describe_os_error, printable, quote
 from clairai.points import Point
 from clairai.probe.file_format import (
     METADATA,
@@ -163,7 +163,7 @@ def _read_direction(data: bytes) -> NDArray[np.float32]:
     try:
         ((_, tensor),) = safetensors.deserialize(data)  # type: ignore[no-untyped-call]
     except safetensors.SafetensorError as error:
-        raise ProbeError(f"safetensors refuses it ({error}); save the probe again") from None
+        raise ProbeError(f"safetensors refuses it ({printable(error)}); save it again") from None
     with np.errstate(all="ignore"):  # Probe refuses NaN with a message
         return to_float32(tensor["dtype"], bytes(tensor["data"]))
 

@@ -15,7 +15,7 @@ from typing import Any, Final
 import msgspec
 from starlette.types import ASGIApp, Message, Scope
 
-from clairai.errors import RequestError
+from clairai.errors import RequestError, printable
 from clairai.fields.positions import MessagePosition, PositionPart, Positions, PositionSpan
 from clairai.library.message_range import check_message_index, find_message_span
 
@@ -145,7 +145,9 @@ def _read_tokens(sent: Sequence[Message]) -> Sequence[int]:
     try:
         if status < 300:
             return msgspec.json.decode(body, type=_Tokens).tokens
-        why = msgspec.json.decode(body, type=_TokenizeError).error.message[:200]
-    except msgspec.MsgspecError:
+        why = msgspec.json.decode(body, type=_TokenizeError).error.message
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
         why = f"status {status}"
-    raise RequestError(f"where a message lies cannot be told, the template refuses: {why}")
+    raise RequestError(
+        f"where a message lies cannot be told, the template refuses: {printable(why)}"
+    )

@@ -14,7 +14,7 @@ import msgspec
 from fastapi import APIRouter, Request
 from fastapi.responses import Response
 
-from clairai.errors import RequestError, VectorError, quote
+from clairai.errors import RequestError, VectorError, printable, quote
 from clairai.fields.request_fields import MAX_STREAM
 from clairai.server.engine_rpc import RouteRefusal, read_body, require_engine
 from clairai.vector import files
@@ -145,7 +145,7 @@ def _read_change(body: bytes) -> bytes:
     try:
         return msgspec.json.encode(msgspec.json.decode(body, type=_Change).steer)
     except _UNREADABLE as error:
-        raise RequestError(f"the body is no object with steer: {str(error)[:200]}") from None
+        raise RequestError(f"the body is no object with steer: {printable(error)}") from None
 
 
 def _read_tiers(body: bytes) -> dict[str, bytes | None]:
@@ -154,7 +154,7 @@ def _read_tiers(body: bytes) -> dict[str, bytes | None]:
         given = msgspec.json.decode(body, type=_Tiers)
     except _UNREADABLE as error:
         raise RequestError(
-            f"the body is no object with base, prefill or decode: {str(error)[:200]}"
+            f"the body is no object with base, prefill or decode: {printable(error)}"
         ) from None
     found = {name: getattr(given, name) for name in given.__struct_fields__}
     return {

@@ -17,7 +17,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from clairai.errors import StoreError, quote
+from clairai.errors import ConfigError, StoreError, quote
 from clairai.points import Point
 from clairai.store.codecs.base import Encoder
 from clairai.store.codecs.registry import named
@@ -80,7 +80,11 @@ class Origin(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return cls(model, weights, dtype, width, encoder, text)
 
     def make_encoder(self) -> Encoder:
-        return named(self.encoder, msgspec.json.decode(self.parameters))
+        """StoreError if no encoder of this version has made the rows."""
+        try:
+            return named(self.encoder, msgspec.json.decode(self.parameters))
+        except ConfigError as error:
+            raise StoreError(f"rows of encoder {quote(self.encoder)}: {error.reason}") from None
 
 
 class RequestNote(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

@@ -18,6 +18,7 @@ import io
 import math
 import os
 import re
+import struct
 import zipfile
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -47,6 +48,11 @@ CHUNK_NBYTES: Final = 4 << 20
 MAX_DIGEST_THREADS: Final = 4
 _STREAM: Final = re.compile("[0-9a-f]{16}")
 _PREFIX_NBYTES: Final = 8  # the header's length, little-endian
+# Of zipfile: NotImplementedError for a version that it does not know, RuntimeError for a password.
+_BAD_NPZ: Final = (
+    *(zipfile.BadZipFile, NotImplementedError, RuntimeError, struct.error, OSError),
+    *(msgspec.DecodeError, KeyError, ValueError, EOFError),
+)
 _DTYPE_BY_NAME: Final[Mapping[str, np.dtype[Any]]] = {name: dtype for dtype, name in DTYPES.items()}
 
 
@@ -353,7 +359,7 @@ def open_npz(name: str, data: memoryview, *, digest: str, nbytes: int) -> OpenSh
     try:
         arrays = _read_npz_arrays(bytes(data))
         head = msgspec.json.decode(arrays.pop(NPZ_HEAD).tobytes(), type=ShardHead)
-    except (zipfile.BadZipFile, msgspec.DecodeError, KeyError, ValueError, EOFError):
+    except _BAD_NPZ:
         raise damage_error(name, "its content is invalid") from None
     tensors, pieces, offset = {}, [], 0
     for key, array in arrays.items():

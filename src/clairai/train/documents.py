@@ -8,7 +8,8 @@ from typing import Final
 
 import msgspec
 
-from clairai.errors import ConfigError, quote
+from clairai.errors import ConfigError, printable, quote
+from clairai.probe.file_format import read_at_most
 
 MAX_NBYTES: Final = 256 << 20
 MAX_DOCUMENTS: Final = 100_000
@@ -121,8 +122,8 @@ def _parse_pair(file: Path, number: int, line: str) -> ContrastPair:
         pair = msgspec.json.decode(line, type=ContrastPair)
     except (msgspec.DecodeError, RecursionError) as error:
         raise ConfigError(
-            f'{_at(file, number)}: {error}; write {{"positive": "...", "negative": "..."}}, and '
-            "prompt if both are answers to it"
+            f"{_at(file, number)}: {printable(error)}; "
+            'write {"positive": "...", "negative": "..."}, and prompt if both are answers to it'
         ) from None
     if not pair.positive.strip() or not pair.negative.strip() or pair.prompt == "":
         raise ConfigError(f"{_at(file, number)}: a text is empty; write it, or leave the line out")
@@ -140,8 +141,8 @@ def _parse_document(file: Path, number: int, line: str) -> Document:
         given = msgspec.json.decode(line, type=LabelledLine)
     except (msgspec.DecodeError, RecursionError) as error:
         raise ConfigError(
-            f'{_at(file, number)}: {error}; write {{"text": "...", "label": true}}, or messages '
-            "(role, content) in place of text"
+            f"{_at(file, number)}: {printable(error)}; "
+            'write {"text": "...", "label": true}, or messages (role, content) in place of text'
         ) from None
     texts = [message.content for message in given.messages[-1:]]
     texts += [] if given.text is None else [given.text]
@@ -163,7 +164,7 @@ def _check_count(documents: list[Document], file: Path) -> list[Document]:
 def _read_lines(file: Path) -> list[str]:
     try:
         with file.open("rb") as opened:
-            raw = opened.read(MAX_NBYTES + 1)
+            raw = read_at_most(opened, MAX_NBYTES + 1)
         text = raw.decode()
     except (OSError, ValueError) as error:
         cause = error.strerror if isinstance(error, OSError) else "it is not UTF-8"

@@ -13,7 +13,7 @@ from typing import Final
 import numpy as np
 import safetensors
 
-from clairai.errors import PointError, ProbeError, VectorError, quote
+from clairai.errors import PointError, ProbeError, VectorError, printable, quote
 from clairai.points import Point
 from clairai.probe.file_format import (
     METADATA,
@@ -136,7 +136,7 @@ def _rows(data: bytes, points: Mapping[str, Point]) -> dict[Point, Row]:
     try:
         tensors = safetensors.deserialize(data)  # type: ignore[no-untyped-call]
     except safetensors.SafetensorError as error:
-        raise VectorError(f"safetensors refuses it ({error}); {_SAVE_AGAIN}") from None
+        raise VectorError(f"safetensors refuses it ({printable(error)}); {_SAVE_AGAIN}") from None
     with np.errstate(all="ignore"):  # Vector refuses NaN with a message
         return {points[name]: to_float32(t["dtype"], bytes(t["data"])) for name, t in tensors}
 

@@ -12,7 +12,7 @@ from typing import Annotated, Any, Final, Literal, get_args
 
 import msgspec
 
-from clairai.errors import WeightsError
+from clairai.errors import WeightsError, printable
 
 VERSION: Final = 1
 # Smaller GPU allocations share a block, and a handle opens the whole block.
@@ -74,8 +74,8 @@ def parse_manifest(raw: bytes) -> Manifest:
         return _DECODER.decode(raw)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise WeightsError(
-            f"this is no manifest of version {VERSION}: {str(error)[:200]}; use the Sender of the "
-            f"same clairai"
+            f"this is no manifest of version {VERSION}: {printable(error)}; use the "
+            "Sender of the same clairai"
         ) from None
 
 

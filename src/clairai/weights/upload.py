@@ -13,7 +13,7 @@ from typing import Final
 
 import msgspec
 
-from clairai.errors import WeightsError
+from clairai.errors import WeightsError, printable
 from clairai.weights.host_buffers import HostBuffer
 from clairai.weights.manifest import CPU, Manifest, PlannedTensor
 from clairai.weights.socket_client import BufferClient
@@ -122,7 +122,7 @@ class SafetensorsUpload:
             found = {name: _ENTRY_DECODER.decode(entry) for name, entry in named.items()}
         except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
             raise WeightsError(
-                f"{self._what} is no safetensors: {str(error)[:200]}; use the Sender"
+                f"{self._what} is no safetensors: {printable(error)}; use the Sender"
             ) from None
         if found != _header_entries(self._tensors):
             raise WeightsError(

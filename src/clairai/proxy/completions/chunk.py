@@ -117,6 +117,8 @@ def read_echo(echo: msgspec.Raw) -> RequestEcho:
 def read_chunk(frame: bytes, data: bytes) -> Chunk | None:
     """None if the data is not a chunk."""
     try:
+        if not data.isascii():
+            data.decode()  # the parts that stay encoded are not decoded below
         return Chunk(frame, data, _VIEW_DECODER.decode(data))
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
         return None

@@ -12,7 +12,7 @@ from typing import Annotated, Any, Final, Literal
 
 import msgspec
 
-from clairai.errors import RequestError, quote
+from clairai.errors import RequestError, printable, quote
 from clairai.fields.request_body import (
     UNREADABLE,
     XARGS,
@@ -174,7 +174,7 @@ def _read_options(raw: msgspec.Raw) -> ClairaiOptions:
     try:
         options = _OPTIONS.decode(raw)
     except msgspec.ValidationError as error:
-        raise RequestError(f"clairai: {str(error)[:200]}") from None
+        raise RequestError(f"clairai: {printable(error)}") from None
     if _first(options.steer) != b"[":
         raise RequestError("clairai: steer must be a list of entries")
     if _first(options.stop) != b"[":

@@ -71,7 +71,8 @@ class Encoder(ABC):
         num_rows = self._num_rows(encoded, width)
         rows_ND = np.empty((num_rows, self.decoded_width(width)), np.float32)
         for part in self._blocks(num_rows, max(rows_ND.shape[1], width)):
-            rows_ND[part] = self._decode({name: encoded[name][part] for name in encoded}, width)
+            with np.errstate(invalid="ignore"):  # a signalling NaN, which is refused or made quiet
+                rows_ND[part] = self._decode({name: encoded[name][part] for name in encoded}, width)
         return rows_ND
 
     def decoded_width(self, width: int) -> int:

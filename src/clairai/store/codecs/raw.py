@@ -59,4 +59,5 @@ def widen(values_ND: NDArray[Any], dtype: str) -> RowArray:
     """Convert stored values to float32; exact for all three types."""
     if dtype == "bfloat16":
         return (values_ND.astype(np.uint32) << np.uint32(16)).view(np.float32)
-    return values_ND.astype(np.float32)
+    with np.errstate(invalid="ignore"):  # a signalling NaN, which only becomes a quiet one
+        return values_ND.astype(np.float32)

@@ -1,0 +1,1 @@
+"""Random inputs for every parser: short in the test suite, long by `make fuzz`."""
