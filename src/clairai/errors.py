@@ -12,6 +12,7 @@ ClairaiError
 │   └── VectorCapacityError  the steering of unfinished requests fills the engine's tables
 ├── WeightsError         new weights do not fit the engine; it keeps serving the old ones
 │   ├── WeightsBusyError unfinished requests still use the present weights
+│   ├── WeightsRoomError there is no memory for new weights beside the old ones
 │   └── WeightsTornError loading stopped half-way; the engine is paused until it is repaired
 ├── RequestError         one request's clairai fields are wrong; other requests are untouched
 ├── UnsupportedError     this vLLM, architecture or mode is not served; the message says why
@@ -107,6 +108,10 @@ class WeightsError(ClairaiError, ValueError):
 
 class WeightsBusyError(WeightsError):
     code = "weights-busy"
+
+
+class WeightsRoomError(WeightsError):
+    code = "weights-room"
 
 
 class WeightsTornError(WeightsError):

@@ -23,6 +23,7 @@ from clairai.weights.manifest import CPU, Manifest, encode_manifest
 from clairai.weights.pack import HostPacker, TensorSpec, plan_buffers
 from clairai.weights.pending_transfer import OpenDeviceBuffer
 from clairai.weights.receive import WeightsControl, WeightsUpdater, refuse_device_buffer
+from clairai.weights.room import LoadNeeds
 from clairai.wire import control_messages, weights_messages
 
 EPOCH = "00000000000000aa"
@@ -76,10 +77,11 @@ class ToyLlm:
         self.core_control = core_control or CoreControl(None, ())
         self.model = weights(0)
         self.fail_after: int | None = None
+        self.needs = LoadNeeds()
         self.resets = 0
         self.messages: list[bytes] = []
         self.step_publisher = step_publisher
-        self.updater = WeightsUpdater(folder, *gpu, EXPECTED, self._load)
+        self.updater = WeightsUpdater(folder, *gpu, EXPECTED, self._load, lambda: self.needs)
 
     def _load(self, named: list[tuple[str, Any]]) -> None:
         for count, (name, tensor) in enumerate(named):

@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import torch
 from vllm.distributed.weight_transfer.base import (
@@ -28,12 +28,17 @@ from vllm.distributed.weight_transfer.base import (
 from clairai.compat.engine_core import get_settings
 from clairai.compat.install import TRANSFER_BACKEND
 from clairai.errors import UnsupportedError
+from clairai.local.free_memory import untouched_bytes
 from clairai.local.private_socket import runtime_dir
 from clairai.weights import checkpoint
 from clairai.weights.check_manifest import ExpectedTensor
 from clairai.weights.manifest import CPU
 from clairai.weights.receive import WeightsControl, WeightsUpdater, refuse_device_buffer
+from clairai.weights.room import LoadNeeds
 from clairai.weights.torch_buffers import DTYPE_NAMES, ReceivedDeviceBuffer
+
+# The new tensors of a layer, their processed form, and room for temporaries of both.
+LOAD_COPIES: Final = 4
 
 
 @dataclass
@@ -65,6 +70,7 @@ class ClairaiIpcEngine(WeightTransferEngine[InitInfo, UpdateInfo]):  # type: ign
             refuse_device_buffer if gpu == CPU else _make_device_opener(gpu, device),
             list_model_tensors(vllm_config),
             self._load,
+            lambda: measure_needs(self.model, vllm_config, device),
         )
 
     def init_transfer_engine(self, init_info: InitInfo) -> None:
@@ -112,6 +118,43 @@ def list_model_tensors(vllm_config: Any) -> dict[str, ExpectedTensor]:
         name: ExpectedTensor(tuple(dict.fromkeys(d for d in (dtype, served) if d)), shape)
         for name, dtype, shape in found
     }
+
+
+def measure_needs(model: Any, vllm_config: Any, device: Any) -> LoadNeeds:
+    """What vLLM's layer-wise reload takes at its peak: copies of the largest layer.
+
+    initialize_layerwise_reload (0.26, 0.32) makes a layer's tensors anew, processes them (which
+    repacks or quantises into others) and copies the result into the old ones, layer by layer.
+    """
+    loading = LOAD_COPIES * max(map(_own_nbytes, model.modules()), default=0)
+    if device.type == "cpu":
+        return LoadNeeds(host_nbytes=loading, promised_nbytes=_untouched_cache_nbytes(vllm_config))
+    if device.type != "cuda":
+        return LoadNeeds()
+    free, _ = torch.cuda.mem_get_info(device)
+    cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    return LoadNeeds(gpu_nbytes=loading, gpu_free_nbytes=free + cached)
+
+
+def _own_nbytes(module: Any) -> int:
+    return sum(tensor.nbytes for tensor in module.parameters(recurse=False))
+
+
+def _untouched_cache_nbytes(vllm_config: Any) -> int:
+    """Of the KV cache: on a CPU it is promised at the start, and its pages come with requests."""
+    layers = vllm_config.compilation_config.static_forward_context.values()
+    caches = [cache for layer in layers for cache in _tensors(getattr(layer, "kv_cache", ()))]
+    storages = {cache.untyped_storage().data_ptr(): cache.untyped_storage() for cache in caches}
+    return sum(untouched_bytes(address, storage.nbytes()) for address, storage in storages.items())
+
+
+def _tensors(found: Any) -> list[torch.Tensor]:
+    """A layer's KV cache is a tensor, or a list of them (0.26)."""
+    if isinstance(found, torch.Tensor):
+        return [found] if found.device.type == "cpu" else []
+    if isinstance(found, list | tuple):
+        return [tensor for each in found for tensor in _tensors(each)]
+    return []
 
 
 def _find_checkpoint(model_config: Any) -> Path:

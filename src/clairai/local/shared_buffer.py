@@ -18,63 +18,21 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Final, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from clairai.errors import ClairaiError, UnsupportedError, WeightsError
+from clairai.local.free_memory import free_memory_bytes
 from clairai.wire.weights_messages import MAX_SHARED_BYTES, SharedBytes
 
-MEMINFO_FILE: Final = Path("/proc/meminfo")
-CGROUP_FILE: Final = Path("/proc/self/cgroup")
-CGROUP_ROOT: Final = Path("/sys/fs/cgroup")
-RESERVED_BYTES: Final = 64 << 20  # left to the other processes of the machine
 MIN_SHARED_BYTES: Final = 1 << 18  # fewer are faster in the message itself
 SIZE_SEALS: Final = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 MAX_FREE_BLOCKS: Final = 3  # a bank, the one before it that is still described, and the next
 
 ByteArray = NDArray[np.uint8]
 _Result = TypeVar("_Result")
-
-
-def free_memory_bytes() -> int:
-    """The least of what the machine has available and what our control groups still allow.
-
-    Shared memory has no limit of its own: the kernel promises more than there is, and later kills
-    some process, not always the one that asked.
-    """
-    return max(min([_machine_free_bytes(), *_cgroup_free_bytes()]) - RESERVED_BYTES, 0)
-
-
-def _machine_free_bytes() -> int:
-    for line in MEMINFO_FILE.read_text().splitlines():
-        if line.startswith("MemAvailable:"):
-            return int(line.split()[1]) << 10
-    raise AssertionError(f"{MEMINFO_FILE} of Linux 3.14 or later has MemAvailable")
-
-
-def _cgroup_free_bytes() -> list[int]:
-    """What is left in each enclosing group of cgroup v2 that has a limit."""
-    lines = [line for line in CGROUP_FILE.read_text().splitlines() if line.startswith("0::/")]
-    groups = [CGROUP_ROOT / line.removeprefix("0::/") for line in lines]
-    folders = [folder for group in groups for folder in (group, *group.parents)]
-    limits = [(folder, _read_number(folder / "memory.max")) for folder in folders]
-    return [
-        limit - (_read_number(folder / "memory.current") or 0)
-        for folder, limit in limits
-        if limit is not None
-    ]
-
-
-def _read_number(file: Path) -> int | None:
-    """None if the file is missing, or says "max"."""
-    try:
-        text = file.read_text().strip()
-    except OSError:
-        return None
-    return int(text) if text.isdecimal() else None
 
 
 def create_memfd(name: str, nbytes: int) -> int:

@@ -45,6 +45,7 @@ STATUSES: Final[Mapping[type[ClairaiError], HTTPStatus]] = MappingProxyType(
         errors.UnsupportedError: HTTPStatus.NOT_IMPLEMENTED,
         errors.EngineGoneError: HTTPStatus.SERVICE_UNAVAILABLE,
         errors.StoreBusyError: HTTPStatus.SERVICE_UNAVAILABLE,
+        errors.WeightsRoomError: HTTPStatus.INSUFFICIENT_STORAGE,
         errors.StoreStoppedError: HTTPStatus.INSUFFICIENT_STORAGE,
     }
 )

@@ -13,7 +13,7 @@ import os
 from collections.abc import Sequence
 from typing import Final, Protocol, Self
 
-from clairai.errors import WeightsError
+from clairai.errors import WeightsError, WeightsRoomError
 from clairai.local.shared_buffer import (
     SIZE_SEALS,
     BufferCopier,
@@ -40,7 +40,7 @@ class HostBuffer:
             self._mapping: mmap.mmap | None = mmap.mmap(self.fd, nbytes, mmap.MAP_SHARED)
         except OSError as error:
             self.close()
-            raise WeightsError(
+            raise WeightsRoomError(
                 f"no {nbytes} bytes of shared memory: {error.strerror}; free some, or send to an "
                 f"engine with more"
             ) from error

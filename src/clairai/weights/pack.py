@@ -27,6 +27,7 @@ from clairai.weights.manifest import ALIGNMENT, GRANULE_BYTES, Manifest, Planned
 from clairai.weights.torch_buffers import DTYPE_NAMES
 
 HOST_BUFFER_BYTES: Final = 128 << 20  # one is packed while the engine reads the one before
+MIN_BUFFER_BYTES: Final = 8 << 20  # where there is no room for more; a larger tensor has its own
 # A GPU fills a buffer faster than one can be allocated, offered and opened. 16 GB on an H200,
 # without vLLM's loading: 57 ms with 512 MiB, 44 with 1 GiB, 41 with 2, 38 with 4 or with a single
 # buffer. Not larger, because a trainer with sharded weights gathers a whole buffer at once.

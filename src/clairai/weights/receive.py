@@ -32,11 +32,13 @@ from clairai.weights.manifest import (
     STEER_PREFIX,
     Manifest,
     bank_name,
+    changes_model,
     content_digest,
     kind_of,
     parse_manifest,
 )
 from clairai.weights.pending_transfer import OpenDeviceBuffer, PendingTransfer, TransferTracker
+from clairai.weights.room import LoadNeeds, MeasureNeeds, require_engine_room
 from clairai.weights.socket_server import BufferServer
 from clairai.wire import weights_messages
 from clairai.wire.weights_messages import SharedBytes
@@ -86,11 +88,9 @@ class TransferReceiver:
         check_manifest.check_plan(manifest, engine)
         return manifest
 
-    def plan(self, raw: bytes) -> Manifest:
-        """Check a plan, and accept its buffers from now on."""
-        manifest = self.check(raw)
+    def expect(self, manifest: Manifest) -> None:
+        """Accept the buffers of a checked plan from now on."""
         self._tracker.expect(manifest)
-        return manifest
 
     def verify(self, raw: bytes) -> Manifest:
         """Check all that `open` checks, without loading: before any request has to wait."""
@@ -189,6 +189,7 @@ class WeightsUpdater:
         open_device: OpenDeviceBuffer,
         model_tensors: Mapping[str, ExpectedTensor],
         load: Callable[[list[tuple[str, Any]]], None],
+        measure_needs: MeasureNeeds = LoadNeeds,
     ) -> None:
         self.served = ServedWeights()
         self.is_torn = False  # a load stopped half-way: only a whole set repairs it
@@ -196,6 +197,7 @@ class WeightsUpdater:
         self.changes = _BankChanges()  # of the last transfer; WeightsControl installs them
         self._model_tensors = dict(model_tensors)
         self._load = load
+        self._measure_needs = measure_needs
         self._expected: tuple[object, Mapping[str, ExpectedTensor]] | None = None
         self.receiver = TransferReceiver(folder, device, self.expected_tensors, open_device)
 
@@ -211,6 +213,20 @@ class WeightsUpdater:
             }
             self._expected = key, {**self._model_tensors, **probes, **steers}
         return self._expected[1]
+
+    def check(self, raw: bytes) -> Manifest:
+        """Check a plan, and that there is room for it; nothing changes."""
+        manifest = self.receiver.check(raw)
+        if changes_model(manifest):
+            nbytes = sum(manifest.buffers) if manifest.device == CPU else 0
+            require_engine_room(nbytes, self._measure_needs())
+        return manifest
+
+    def plan(self, raw: bytes) -> Manifest:
+        """Check a plan, and accept its buffers from now on."""
+        manifest = self.check(raw)
+        self.receiver.expect(manifest)
+        return manifest
 
     def receive(self, raw: bytes) -> None:
         """Load one manifest; on an error nothing has changed, or `is_torn` is set."""
@@ -230,6 +246,8 @@ class WeightsUpdater:
             changes = self._check_banks(transfer)  # raises before anything changes
             began_s = time.perf_counter()
             if weights:
+                # Once more: others may have taken the memory since the plan.
+                require_engine_room(0, self._measure_needs())
                 self.is_torn = True
                 self._load(weights)
                 self.is_torn = False
@@ -312,9 +330,9 @@ class WeightsControl:
             case weights_messages.ListTensors():
                 return _list_tensors(updater.expected_tensors())
             case weights_messages.CheckWeights(manifest):
-                return _plan_reply(updater.receiver.check(manifest))
+                return _plan_reply(updater.check(manifest))
             case weights_messages.PlanWeights(manifest):
-                return _plan_reply(updater.receiver.plan(manifest))
+                return _plan_reply(updater.plan(manifest))
             case weights_messages.VerifyWeights(manifest):
                 return _plan_reply(updater.receiver.verify(manifest))
             case weights_messages.CommitWeights(manifest):

@@ -33,12 +33,14 @@ from clairai.weights.manifest import CPU, Manifest, PlannedTensor, encode_manife
 from clairai.weights.pack import (
     DEVICE_BUFFER_BYTES,
     HOST_BUFFER_BYTES,
+    MIN_BUFFER_BYTES,
     HostPacker,
     NamedTensors,
     TensorSource,
     open_sources,
     plan_buffers,
 )
+from clairai.weights.room import fit_buffer_bytes
 from clairai.weights.transport import (
     HostTransport,
     Job,
@@ -213,7 +215,12 @@ class Sender:
         return state, self._chooser.choose(sources, state)
 
     def _plan(self, sources: list[TensorSource], epoch: str, device: str, label: str) -> Manifest:
-        usual = HOST_BUFFER_BYTES if device == CPU else DEVICE_BUFFER_BYTES
+        is_model = any(kind_of(source.spec.name) == "model" for source in sources)
+        usual = DEVICE_BUFFER_BYTES
+        if device == CPU:
+            usual = HOST_BUFFER_BYTES
+            if is_model and self._buffer_bytes is None:
+                usual = fit_buffer_bytes(usual, least=MIN_BUFFER_BYTES)
         return plan_buffers(
             [source.spec for source in sources],
             transfer=secrets.token_hex(16),

@@ -36,6 +36,7 @@ from clairai.weights.pack import (
     PackedBuffer,
     TensorSource,
 )
+from clairai.weights.room import require_sender_room
 from clairai.weights.socket_client import BufferClient, has_socket
 from clairai.weights.upload import safetensors_header
 from clairai.wire.weights_messages import BufferFilled, BufferOffer, WeightsState
@@ -148,6 +149,12 @@ class HostTransport(_HostTransport):
         super().__init__(reason)
         self._client = client
         self.reused: SharedBuffer | None = None  # for a plan of one small buffer
+
+    def send(self, job: Job) -> tuple[PlannedTensor, ...]:
+        if self.reused is None:
+            # The engine keeps all buffers, in this process's account, until it has loaded them.
+            require_sender_room(sum(job.plan.buffers))
+        return super().send(job)
 
     def _make_packer(self, job: Job) -> HostPacker:
         return HostPacker(job.sources, job.plan, self.reused)
