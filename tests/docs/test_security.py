@@ -17,6 +17,8 @@ from clairai.local import c_extension
 from clairai.match import row_collector
 from clairai.probe import bank, file_format, files, numeric_bounds
 from clairai.proxy import access_keys
+from clairai.proxy.connections import NUM_RESERVED
+from clairai.proxy.proxy_settings import Limits, Timeouts
 from clairai.ring import server
 from clairai.store import bundle, row_block
 from clairai.weights import manifest, upload
@@ -25,6 +27,7 @@ from tests.shape.source import ROOT
 
 PAGE: Final = (ROOT / "SECURITY.md").read_text()
 MIB: Final = 1 << 20
+LIMITS, TIMEOUTS = Limits(), Timeouts()
 # The row of the table, with its numbers from the code.
 ROWS: Final = {
     "native probe file": (
@@ -70,6 +73,30 @@ ROWS: Final = {
     "a compiled library": (
         f"{c_extension.MAX_LIBRARY_BYTES // MIB} MiB; {c_extension.COMPILE_TIMEOUT_S:.0f} s"
     ),
+    "a request's head at the proxy": (
+        f"{LIMITS.header_bytes >> 10} KiB; {LIMITS.target_bytes >> 10} KiB; {LIMITS.headers}"
+    ),
+    "a head's time": (
+        f"{TIMEOUTS.head:.0f} s; {TIMEOUTS.idle:.0f} s; {TIMEOUTS.body:.0f} s, and 1 s more for "
+        f"every {LIMITS.body_rate >> 10} KiB"
+    ),
+    "connections of the proxy": f"{LIMITS.connections}, or half",
+    "connections of the proxy; of one peer": f"{NUM_RESERVED} more may ask",
+    "a JSON body at the proxy": (
+        f"{LIMITS.body_bytes // MIB} MiB; {LIMITS.depth}; {LIMITS.items}; {LIMITS.values}; "
+        f"{LIMITS.keys}"
+    ),
+    "bodies in the proxy at once": (
+        f"{LIMITS.bodies_bytes // MIB} MiB; {LIMITS.client_bodies_bytes // MIB} MiB"
+    ),
+    "JSON that the proxy reads": (
+        f"{LIMITS.json_rate // MIB} MiB, {LIMITS.json_burst // MIB} MiB at once; "
+        f"{LIMITS.client_json_rate // MIB} MiB, {LIMITS.client_json_burst // MIB} MiB at once"
+    ),
+    "requests in the proxy at once": (
+        f"{LIMITS.streams}; {LIMITS.runs}; {LIMITS.run_bytes // MIB} MiB"
+    ),
+    "answers of a request with scores": f"{LIMITS.choices}",
     "a message to or from the capture writer": f"{pipe.MAX_NBYTES // MIB} MiB",
 }
 

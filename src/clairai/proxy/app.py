@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
+import math
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
+from functools import partial
 from http import HTTPStatus
 from importlib.metadata import version
-from typing import Final
+from typing import Final, cast
 
 import uvicorn
 from fastapi import FastAPI, Request
@@ -15,18 +18,21 @@ from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import Response
 
+from clairai.proxy.body_reader import declared_length, read_body
+from clairai.proxy.caller import Caller
+from clairai.proxy.connections import Connections, most_connections, peer_name
 from clairai.proxy.dashboard import Dashboard
 from clairai.proxy.handlers import HANDLERS, HandlerCall, load_examples
+from clairai.proxy.http_protocol import BoundedProtocol, quiet_connection_log
 from clairai.proxy.observe.observer import MetricsObserver, Observer
 from clairai.proxy.proxy import Proxy
 from clairai.proxy.proxy_settings import ProxySettings
-from clairai.proxy.request_guard import SECURITY_HEADERS, RequestGuard, check_access, read_body
+from clairai.proxy.request_guard import SECURITY_HEADERS, RequestGuard, check_access
 from clairai.proxy.responses import ClientGone, HttpRefusal, error_response, while_connected
 from clairai.proxy.routes import ROUTES, Route, describe_route, openapi_document
 from clairai.proxy.upstream import UpstreamGone
 
 _log: Final = logging.getLogger(__name__)
-KEEP_ALIVE_S: Final = 30
 GRACE_S: Final = 2
 # Headers that pages of allowed origins may send and read.
 _SENT_BY_PAGES: Final = (
@@ -81,21 +87,44 @@ def _make_endpoint(
 ) -> Callable[[Request], Awaitable[Response]]:
     """The route's handler, behind the checks that the table asks for."""
     handler = HANDLERS[route.handler]
-    limit = route.body_limit(proxy.settings.limits)
 
     async def endpoint(request: Request) -> Response:
         caller = check_access(request, route, proxy.settings)
         if route.body == "file":  # reading it shows whether the client is still there
             return await handler(HandlerCall(proxy, dashboard, examples, request, caller, None))
-        body = await read_body(request, limit) if route.body != "none" else None
-        call = HandlerCall(proxy, dashboard, examples, request, caller, body)
-        return await while_connected(request, handler(call))
+        if route.body == "none":
+            call = HandlerCall(proxy, dashboard, examples, request, caller, None)
+            return await while_connected(request, handler(call))
+        async with _received(proxy, request, route, caller) as body:
+            call = HandlerCall(proxy, dashboard, examples, request, caller, body)
+            return await while_connected(request, handler(call))
 
     return endpoint
 
 
+@asynccontextmanager
+async def _received(
+    proxy: Proxy, request: Request, route: Route, caller: Caller
+) -> AsyncIterator[bytes]:
+    """The body, which counts as held until upstream has it."""
+    settings = proxy.settings
+    client = caller.name or peer_name(None if request.client is None else request.client.host)
+    limit, is_json = route.body_limit(settings.limits), route.body == "json"
+    if is_json:
+        proxy.byte_rates.check(client, min(declared_length(request) or 0, limit))
+    with proxy.bodies.hold(client) as hold:
+
+        def take(nbytes: int) -> None:
+            hold(nbytes)
+            if is_json:
+                proxy.byte_rates.take(client, nbytes)
+
+        yield await read_body(request, limit=limit, settings=settings, take=take)
+
+
 def _add_middleware(app: FastAPI, settings: ProxySettings) -> None:
-    app.add_middleware(RequestGuard, settings=settings)
+    count: Callable[[int], None] = app.state.proxy.count_refusal
+    app.add_middleware(RequestGuard, settings=settings, on_refusal=count)
     if settings.allowed_origins:
         app.add_middleware(
             CORSMiddleware,
@@ -111,6 +140,7 @@ def _add_error_handlers(app: FastAPI, proxy: Proxy) -> None:
 
     async def on_refusal(_: Request, error: Exception) -> Response:
         assert isinstance(error, HttpRefusal)
+        proxy.count_refusal(error.status)
         return error_response(error)
 
     async def on_upstream_gone(_: Request, error: Exception) -> Response:
@@ -152,12 +182,20 @@ def create_server(app: FastAPI, settings: ProxySettings) -> uvicorn.Server:
 
     It uses h11, because httptools accepts a header of any length before the app sees it.
     """
+    proxy: Proxy = app.state.proxy
+    quiet_connection_log()
+    protocol = partial(
+        BoundedProtocol,
+        settings=settings,
+        connections=Connections(most_connections(settings.limits.connections)),
+        on_refusal=proxy.count_refusal,
+    )
     return uvicorn.Server(
         uvicorn.Config(
             app,
             host=settings.host,
             port=settings.port,
-            http="h11",
+            http=cast(type[asyncio.Protocol], protocol),
             ws="none",
             lifespan="on",
             log_config=None,
@@ -165,7 +203,7 @@ def create_server(app: FastAPI, settings: ProxySettings) -> uvicorn.Server:
             server_header=False,
             proxy_headers=False,
             h11_max_incomplete_event_size=settings.limits.header_bytes,
-            timeout_keep_alive=KEEP_ALIVE_S,
+            timeout_keep_alive=math.ceil(settings.timeouts.idle),
             timeout_graceful_shutdown=GRACE_S,
         )
     )

@@ -125,6 +125,12 @@ async def relay_vector(call: HandlerCall) -> Response:
     return await relay(call.proxy, call.request, call.body, path)
 
 
+async def get_vector(call: HandlerCall) -> Response:
+    """Pass the file on as it comes: many readers at once would hold many of them here."""
+    path = f"/v1/steering/vectors/{_quote_name(call.request, 'vector')}"
+    return await relay_parts(call.proxy, call.request, path)
+
+
 async def get_capture(call: HandlerCall) -> Response:
     """Pass rows on as they come: those of a long request are gigabytes."""
     name = quote(call.request.path_params["id"], safe="")
@@ -200,12 +206,12 @@ HANDLERS: Final[dict[str, Handler]] = {
     **{
         handler.__name__: handler
         for handler in (
-            *(chat, completions, resume, stop, amend, models, get_capture, put_buffer),
+            *(chat, completions, resume, stop, amend, models, get_vector, get_capture, put_buffer),
             *(describe, examples, health, metrics, openapi, page, asset),
         )
     },
     **dict.fromkeys(("put_probe", "remove_probe"), change_probe),
-    **dict.fromkeys(("get_vector", "put_vector", "remove_vector"), relay_vector),
+    **dict.fromkeys(("put_vector", "remove_vector"), relay_vector),
     **dict.fromkeys(("tokenize", "detokenize", "set_steering"), relay_json),
     **dict.fromkeys(
         (

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from http import HTTPStatus
@@ -20,7 +21,7 @@ from clairai.proxy.completions.named_runs import NamedRuns
 from clairai.proxy.completions.request_scores import RequestScores, RowBatch, ScoreBudget
 from clairai.proxy.engine_facts import EngineFacts, HealthCheck
 from clairai.proxy.engine_watch import EngineWatch
-from clairai.proxy.load_limits import LargeBodies
+from clairai.proxy.load_limits import BodyBudget, ByteRates, LargeBodies
 from clairai.proxy.observe.observer import (
     CompletionEnd,
     MetricsObserver,
@@ -103,11 +104,14 @@ class Proxy:
         self._ring_finder = RingFinder(settings, self.upstream, self.feed)
         self.runs = NamedRuns(settings)
         self.large_bodies = LargeBodies()
+        self.bodies = BodyBudget(settings.limits)
+        self.byte_rates = ByteRates(settings.limits)
         self._scores: dict[int, RequestScores] = {}  # by stream
         self._budget = ScoreBudget(settings.limits.scores_in_all)
         self._loop: asyncio.AbstractEventLoop | None = None
         self._num_streams = self._num_completions = self._num_cancelled = 0
         self._num_lost = self._num_mismatched = 0
+        self._refused: Counter[int] = Counter()  # by status
 
     async def open(self) -> None:
         """RingError if the runtime folder cannot be used."""
@@ -170,7 +174,7 @@ class Proxy:
     @contextmanager
     def open_scores(self, request: ScoredRequest) -> Iterator[RequestScores]:
         """Collect the scores of a request, under a stream id that nobody else has or can guess."""
-        stream, options = new_stream_id(), request.options
+        stream, options = new_stream_id(), request.options.without_vectors()
         scores = RequestScores(
             stream,
             options,
@@ -203,6 +207,9 @@ class Proxy:
             except Exception:
                 _log.exception("%r failed and is removed", observer)
                 self._observers.remove(observer)
+
+    def count_refusal(self, status: int) -> None:
+        self._refused[int(status)] += 1
 
     # From the feed's thread
 
@@ -237,5 +244,6 @@ class Proxy:
             cancelled=self._num_cancelled,
             upstream_errors=self.upstream.num_errors,
             rows_lost=self._num_lost + sum(one.num_lost for one in running),
+            refused=tuple(sorted(self._refused.items())),
             capture=self.capture_watch.report,
         )

@@ -31,6 +31,17 @@ class Limits:
     manifest_bytes: int = 32 << 20  # of new weights; the engine has the same limit
     header_bytes: int = 64 << 10
     headers: int = 128
+    target_bytes: int = 8 << 10  # path and query
+    connections: int = 4096  # open at once; fewer if the process has not enough descriptors
+    # Bodies that are being received or passed on. A JSON body is held twice while it is edited.
+    bodies_bytes: int = 192 << 20  # in all; more get 503
+    client_bodies_bytes: int = 128 << 20  # of one client
+    body_rate: int = 64 << 10  # bytes a second; a body that comes more slowly gets 408
+    # JSON is read at these rates, in bytes a second; faster clients get 429.
+    client_json_rate: int = 16 << 20
+    client_json_burst: int = 64 << 20
+    json_rate: int = 64 << 20  # of all clients; more get 503
+    json_burst: int = 256 << 20
     depth: int = 64  # of a JSON body
     items: int = 200_000  # strings, lists and objects in a JSON body
     values: int = 1 << 20  # of any kind in a JSON body: a prompt of a million token ids
@@ -63,6 +74,9 @@ class Timeouts:
     weights: float = 1800.0  # the engine waits for unfinished requests, then loads them
     # How long an engine that nobody supervises may leave control requests without an answer.
     stall: float = 120.0
+    head: float = 10.0  # from the first byte of a request, or a new connection, to its last header
+    body: float = 10.0  # of a body, and a second more for every `Limits.body_rate` bytes of it
+    idle: float = 30.0  # of a connection between two requests
     finish: float = 1.0  # how long a last chunk waits for its rows
     ping: float = 15.0
     run_kept: float = 60.0  # after a named run's end

@@ -11,11 +11,12 @@ import aiohttp
 from starlette.requests import Request
 from starlette.responses import Response
 
+from clairai.proxy.body_reader import timed_parts
 from clairai.proxy.completions.merger import MAX_FRAME_BYTES
 from clairai.proxy.completions.sse import DONE, FrameSplitter, FrameTooLong, frame_data
 from clairai.proxy.host_paths import hide_paths
 from clairai.proxy.proxy import Completion, Proxy
-from clairai.proxy.responses import EVENT_STREAM, EventStream, PartStream
+from clairai.proxy.responses import EVENT_STREAM, EventStream, HttpRefusal, PartStream
 from clairai.proxy.upstream import Upstream, UpstreamGone, request_headers, response_headers
 
 _WEIGHTS: Final = "/v1/weights"
@@ -50,22 +51,39 @@ async def relay_parts(proxy: Proxy, request: Request, path: str) -> Response:
 
 async def relay_upload(proxy: Proxy, request: Request, path: str) -> Response:
     """Pass on a body of any size as it comes; none of it is held here."""
+    upload = _Upload(proxy, request)
     headers = forwarded_headers(proxy, request, is_edited=False)
-    asking = proxy.upstream.ask(
-        request.method,
-        path,
-        headers=headers,
-        body=_upload_parts(request),
-        silence_s=proxy.settings.timeouts.weights,
-    )
-    async with asking as response:
-        return await read_whole(proxy.upstream, response)
+    try:
+        async with proxy.upstream.ask(
+            request.method,
+            path,
+            headers=headers,
+            body=upload.parts(),
+            silence_s=proxy.settings.timeouts.weights,
+        ) as response:
+            return await read_whole(proxy.upstream, response)
+    except UpstreamGone:
+        if upload.refusal is not None:  # the client is too slow; upstream is well
+            raise upload.refusal from None
+        raise
 
 
-async def _upload_parts(request: Request) -> AsyncGenerator[bytes, None]:
-    async for part in request.stream():
-        if part:  # an empty one would end the body
-            yield part
+class _Upload:
+    """The parts of a body, and why there are no more of them."""
+
+    def __init__(self, proxy: Proxy, request: Request) -> None:
+        self._proxy = proxy
+        self._request = request
+        self.refusal: HttpRefusal | None = None
+
+    async def parts(self) -> AsyncGenerator[bytes, None]:
+        try:
+            async for part in timed_parts(self._request, self._proxy.settings):
+                if part:  # an empty one would end the body
+                    yield part
+        except HttpRefusal as refusal:
+            self.refusal = refusal
+            raise
 
 
 async def _download_parts(

@@ -5,8 +5,8 @@ It also adds the security headers that every response carries.
 
 from __future__ import annotations
 
-import asyncio
 import re
+from collections.abc import Callable
 from http import HTTPStatus
 from typing import Final
 from urllib.parse import urlsplit
@@ -20,7 +20,6 @@ from clairai.proxy.proxy_settings import Limits, ProxySettings, is_loopback
 from clairai.proxy.responses import HttpRefusal, error_response
 from clairai.proxy.routes import Route
 
-BODY_TIMEOUT_S: Final = 60.0
 _LOOPBACK_NAMES: Final = frozenset(("localhost", "127.0.0.1", "::1"))
 _CONTROL: Final = re.compile(rb"[\x00-\x08\x0a-\x1f\x7f]")
 _REQUEST_ID: Final = re.compile(r"[A-Za-z0-9._-]{1,128}")
@@ -35,8 +34,11 @@ SECURITY_HEADERS: Final = (
 class RequestGuard:
     """ASGI middleware around all routes, including those that do not exist."""
 
-    def __init__(self, app: ASGIApp, settings: ProxySettings) -> None:
+    def __init__(
+        self, app: ASGIApp, settings: ProxySettings, on_refusal: Callable[[int], None]
+    ) -> None:
         self._app = app
+        self._on_refusal = on_refusal
         self._limits = settings.limits
         self._names = host_names(settings)
 
@@ -50,6 +52,7 @@ class RequestGuard:
         try:
             self._check(Headers(scope=scope))
         except HttpRefusal as refusal:
+            self._on_refusal(refusal.status)
             await error_response(refusal)(scope, receive, with_security_headers(send))
             return
         await self._app(scope, receive, with_security_headers(send))
@@ -158,27 +161,3 @@ def _authority(origin: str) -> str | None:
     except ValueError:
         return None
     return parts.netloc.lower() if parts.scheme in ("http", "https") else None
-
-
-async def read_body(request: Request, limit: int) -> bytes:
-    """The whole body; HttpRefusal as soon as it is over the limit."""
-    too_large = HttpRefusal(
-        HTTPStatus.REQUEST_ENTITY_TOO_LARGE, f"the body may have {limit} bytes; send less"
-    )
-    declared = request.headers.get("content-length", "0")
-    if not declared.isdecimal() or len(declared) > 12 or int(declared) > limit:
-        raise too_large
-    try:
-        async with asyncio.timeout(BODY_TIMEOUT_S):
-            return await _read_bounded(request, limit, too_large)
-    except TimeoutError:
-        raise HttpRefusal(HTTPStatus.REQUEST_TIMEOUT, "the body did not come in time") from None
-
-
-async def _read_bounded(request: Request, limit: int, too_large: HttpRefusal) -> bytes:
-    body = bytearray()
-    async for part in request.stream():
-        if len(body) + len(part) > limit:
-            raise too_large
-        body += part
-    return bytes(body)

@@ -151,6 +151,7 @@ class Upstream:
         finally:
             self._asking.discard(asking)
         self._answering.add(response)
+        del body, data  # the answer may take minutes
         try:
             if response.status == HTTPStatus.UNAUTHORIZED and key is not None:
                 raise HttpRefusal(HTTPStatus.BAD_GATEWAY, "the engine refuses the proxy's own key")

@@ -115,13 +115,15 @@ class _ScoredAnswer:
         caller: Caller,
     ) -> None:
         self._proxy = proxy
-        self._request = request
+        # Not the request: its body may be megabytes, and the answer may take minutes.
+        self._options = request.options.without_vectors()
+        self._keeps_token_ids = request.keeps_token_ids
         self._completion = completion
         self._scores = scores
         self._caller = caller
 
     async def load_texts(self) -> None:
-        options = self._request.options
+        options = self._options
         needs_texts = options.prompt_scores or options.is_named
         self._texts = await self._proxy.engine_facts.token_texts() if needs_texts else None
 
@@ -215,8 +217,9 @@ class _ScoredAnswer:
         self._completion.outcome = "error"
 
     def _openai_writer(self) -> OpenAIStreamWriter:
-        keeps_token_ids = self._request.keeps_token_ids
-        return OpenAIStreamWriter(self._scores, keeps_token_ids=keeps_token_ids, texts=self._texts)
+        return OpenAIStreamWriter(
+            self._scores, keeps_token_ids=self._keeps_token_ids, texts=self._texts
+        )
 
     def _merger(self, writer: StreamWriter[Item]) -> Merger[Item]:
         max_wait_s = self._proxy.settings.timeouts.finish

@@ -274,11 +274,20 @@ class _MetricsSnapshot(Collector):
         yield ended
         errors = self.counts.upstream_errors
         yield _counter("clairai_upstream_errors", "Failures of the engine's server.", errors)
+        yield self._refused()
         yield _counter("clairai_tokens", "Tokens of scored completions.", self.num_tokens)
         yield self.whole.family("clairai_completion_seconds", "From the request to its last byte.")
         yield self.first_token.family(
             "clairai_first_token_seconds", "From the request to the engine's first token."
         )
+
+    def _refused(self) -> Metric:
+        family = CounterMetricFamily(
+            "clairai_refused", "Requests that the proxy itself refused.", labels=["status"]
+        )
+        for status, count in self.counts.refused:
+            family.add_metric([str(status)], count)
+        return family
 
     def _histogram(self, name: str, documentation: str, histogram: ScoreHistogram) -> Metric:
         family = HistogramMetricFamily(name, documentation, labels=["probe"])

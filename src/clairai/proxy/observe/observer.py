@@ -84,6 +84,7 @@ class ProxyCounts:
     cancelled: int  # ended by their client
     upstream_errors: int
     rows_lost: int  # rows that a client was told are lost
+    refused: tuple[tuple[int, int], ...] = ()  # requests that the proxy itself refused, by status
     capture: CaptureReport | None = None  # None: the engine does not capture
 
 

@@ -33,6 +33,7 @@ NUMBERS = ProxyCounts(
     runs=4,
     completions=20,
     cancelled=6,
+    refused=((400, 3), (503, 2)),
     upstream_errors=8,
     rows_lost=9,
 )

@@ -1,0 +1,82 @@
+"""Counts the open connections of the proxy, and says which of them may send requests.
+
+Near the bound some connections are kept for GET /health: whoever watches the proxy learns that it
+is alive while others hold all places.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import os
+import resource
+from collections import Counter
+from enum import Enum
+from typing import Final
+
+NUM_RESERVED: Final = 8  # connections beyond the bound, that may ask for health alone
+# Descriptors for anything but clients: the ring, upstream's health, logs, files being read.
+_SPARE_FILES: Final = 16 + 2 * NUM_RESERVED
+_FEWEST: Final = 4
+_PEER_SHARE: Final = 0.75  # of all connections: one peer never has them all
+
+
+class Place(Enum):
+    """What a connection may do."""
+
+    ANY = "any"
+    HEALTH = "health"
+    NONE = "none"
+
+
+class Connections:
+    """The open connections, in all and by peer."""
+
+    def __init__(self, most: int) -> None:
+        self._most = most
+        self._most_by_peer = max(1, int(most * _PEER_SHARE))
+        self._by_peer: Counter[str] = Counter()
+        self._num_reserved = 0
+
+    @property
+    def num_open(self) -> int:
+        return self._by_peer.total() + self._num_reserved
+
+    def open(self, peer: str) -> Place:
+        """Call `close` with the same place when the connection has ended."""
+        is_full = self._by_peer.total() >= self._most
+        if not is_full and self._by_peer[peer] < self._most_by_peer:
+            self._by_peer[peer] += 1
+            return Place.ANY
+        if self._num_reserved < NUM_RESERVED:
+            self._num_reserved += 1
+            return Place.HEALTH
+        return Place.NONE
+
+    def close(self, peer: str, place: Place) -> None:
+        if place is Place.HEALTH:
+            self._num_reserved -= 1
+        if place is not Place.ANY:
+            return
+        self._by_peer[peer] -= 1
+        if not self._by_peer[peer]:
+            del self._by_peer[peer]
+
+
+def most_connections(limit: int) -> int:
+    """As many as the limit, or as this process has descriptors for: each may need one upstream."""
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft == resource.RLIM_INFINITY:
+        return limit
+    num_used = len(os.listdir("/proc/self/fd"))
+    return max(_FEWEST, min(limit, (soft - num_used - _SPARE_FILES) // 2))
+
+
+def peer_name(host: str | None) -> str:
+    """Addresses that one machine can choose from are one peer: a network of IPv6."""
+    try:
+        address = ipaddress.ip_address(host or "")
+    except ValueError:
+        return host or "local"
+    if address.version == 6 and not address.is_loopback:
+        return str(ipaddress.ip_network((address, 64), strict=False))
+    return str(address)

@@ -1,0 +1,267 @@
+"""The HTTP connections of the proxy: uvicorn's, with bounds on time, number and form.
+
+A connection gets a place or is refused, sends a whole head in time, in the strict form of
+request_head.py, and is closed when it is idle, stalled or no longer in step. Runs in: the proxy, on
+the event loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+from functools import partial
+from http import HTTPStatus
+from typing import Any, Final, cast
+
+import h11
+import msgspec
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from uvicorn.config import Config
+from uvicorn.protocols.http.h11_impl import H11Protocol
+from uvicorn.server import ServerState
+
+from clairai.proxy.connections import Connections, Place, peer_name
+from clairai.proxy.proxy_settings import ProxySettings
+from clairai.proxy.request_guard import SECURITY_HEADERS
+from clairai.proxy.request_head import END, check_head, check_line_ends
+from clairai.proxy.responses import HttpRefusal
+
+LINGER_S: Final = 2.0  # how long a refused client may go on sending
+LINGER_BYTES: Final = 16 << 20
+HEALTH: Final = b"/health"
+_CLOSE: Final = (b"connection", b"close")
+# uvicorn warns of every request that is not HTTP: a client could fill the log.
+_LOG: Final = logging.getLogger("uvicorn.error.connection")
+
+
+def quiet_connection_log() -> None:
+    _LOG.setLevel(logging.ERROR)
+
+
+class LingeringTransport:
+    """A transport that lets a client finish sending before it is closed.
+
+    A socket that is closed with unread data resets the connection, and the client may lose the
+    answer that says why.
+    """
+
+    def __init__(self, inner: asyncio.Transport, *, stall_s: float) -> None:
+        self._inner = inner
+        self._stall_s = stall_s
+        self._num_discarded = 0
+        self._abort: asyncio.TimerHandle | None = None
+        self.is_lingering = False
+        self.is_mid_request = False  # set by the protocol: the client has not sent all
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inner, name)
+
+    def is_closing(self) -> bool:
+        return self.is_lingering or self._inner.is_closing()
+
+    def close(self) -> None:
+        if self.is_closing():
+            return
+        loop = asyncio.get_running_loop()
+        if self.is_mid_request and self._inner.can_write_eof():
+            self.is_lingering = True
+            self._inner.write_eof()
+            self._inner.resume_reading()
+            self._abort = loop.call_later(LINGER_S, self._inner.abort)
+            return
+        if self._inner.get_write_buffer_size():  # closing waits for a client that takes nothing
+            self._abort = loop.call_later(self._stall_s, self._inner.abort)
+        self._inner.close()
+
+    def discard(self, data: bytes) -> None:
+        self._num_discarded += len(data)
+        if self._num_discarded > LINGER_BYTES:
+            self._inner.abort()
+
+    def forget(self) -> None:
+        """The connection has ended."""
+        if self._abort is not None:
+            self._abort.cancel()
+
+
+class BoundedProtocol(H11Protocol):
+    """One connection; written against uvicorn 0.34 to 0.54, protocols/http/h11_impl.py."""
+
+    transport: LingeringTransport  # type: ignore[assignment]
+
+    def __init__(
+        self,
+        config: Config,
+        server_state: ServerState,
+        app_state: dict[str, Any],
+        _loop: asyncio.AbstractEventLoop | None = None,
+        *,
+        settings: ProxySettings,
+        connections: Connections,
+        on_refusal: Callable[[int], None],
+    ) -> None:
+        super().__init__(config, server_state, app_state, _loop)
+        self.logger = _LOG
+        self.app = cast(Any, partial(self._answer, self.app))
+        self._limits, self._timeouts = settings.limits, settings.timeouts
+        self._connections = connections
+        self._on_refusal = on_refusal
+        self._head = bytearray()
+        self._head_timer: asyncio.TimerHandle | None = None
+        self._num_unsent = 0
+        self._peer = ""
+        self._place = Place.NONE
+
+    # Called by the event loop
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        lingering = LingeringTransport(transport, stall_s=self._timeouts.stalled)
+        super().connection_made(cast(asyncio.Transport, lingering))
+        self._peer = peer_name(None if self.client is None else self.client[0])
+        self._place = self._connections.open(self._peer)
+        if self._place is Place.NONE:
+            self._refuse(_overloaded())
+            return
+        self._start_head_timer()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._stop_head_timer()
+        self._connections.close(self._peer, self._place)
+        self.transport.forget()
+        super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        if self.transport.is_closing():
+            self.transport.discard(data)
+        elif self.conn.their_state is h11.IDLE:
+            self._receive_head(data)
+        else:
+            self._receive_body(data)
+
+    # The head
+
+    def _receive_head(self, data: bytes) -> None:
+        if not self._head:
+            self._unset_keepalive_if_required()
+            self._start_head_timer()
+        searched = max(0, len(self._head) - len(END) + 1)
+        self._head += data
+        end = self._head.find(END, searched)
+        try:
+            if end < 0:
+                self._check_unfinished(searched)
+                return
+            self._check_size(end)
+            target = check_head(bytes(self._head[:end]), self._limits)
+            if self._place is Place.HEALTH and target.partition(b"?")[0] != HEALTH:
+                raise _overloaded()
+        except HttpRefusal as refusal:
+            self._refuse(refusal)
+            return
+        self._stop_head_timer()
+        whole, self._head = bytes(self._head), bytearray()
+        self._receive_body(whole)
+        if self._place is Place.HEALTH:
+            self._close_after_response()
+
+    def _check_unfinished(self, searched: int) -> None:
+        check_line_ends(bytes(self._head[searched:]))
+        self._check_size(len(self._head))
+
+    def _check_size(self, nbytes: int) -> None:
+        if nbytes > self._limits.header_bytes:
+            raise HttpRefusal(
+                HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE,
+                f"at most {self._limits.headers} headers with {self._limits.header_bytes} bytes "
+                "in all",
+            )
+
+    def _start_head_timer(self) -> None:
+        if self._head_timer is None:
+            self._head_timer = self.loop.call_later(self._timeouts.head, self._refuse_late_head)
+
+    def _stop_head_timer(self) -> None:
+        if self._head_timer is not None:
+            self._head_timer.cancel()
+            self._head_timer = None
+
+    def _refuse_late_head(self) -> None:
+        self._head_timer = None
+        if not self.transport.is_closing():
+            reason = f"the head of a request has to come within {self._timeouts.head:.0f} s"
+            self._refuse(HttpRefusal(HTTPStatus.REQUEST_TIMEOUT, reason))
+
+    # The rest of a request
+
+    def _receive_body(self, data: bytes) -> None:
+        if not self._is_request_whole():
+            self.conn.receive_data(data)
+            self.handle_events()
+            data = self.conn.trailing_data[0] if self._is_request_whole() else b""
+        if data:  # another request, before this one is answered: it is not read
+            self._close_after_response()
+
+    def _is_request_whole(self) -> bool:
+        return self.conn.their_state in (h11.DONE, h11.MUST_CLOSE)
+
+    def _close_after_response(self) -> None:
+        if self.cycle is None or self.cycle.response_complete:
+            self.transport.close()
+        else:
+            self.cycle.keep_alive = False
+
+    async def _answer(self, app: ASGIApp, scope: Scope, receive: Receive, send: Send) -> None:
+        """Tell a client that is answered before it has sent everything that this is the end."""
+
+        async def sending(message: Message) -> None:
+            is_mid_request = self.conn.their_state is h11.SEND_BODY
+            self.transport.is_mid_request = is_mid_request
+            if message["type"] == "http.response.start" and is_mid_request:
+                message = {**message, "headers": [*message.get("headers", ()), _CLOSE]}
+            await send(message)
+
+        await app(scope, receive, sending)
+
+    def _refuse(self, refusal: HttpRefusal) -> None:
+        """Answer without the app, and close."""
+        self._stop_head_timer()
+        self._on_refusal(refusal.status)
+        body = msgspec.json.encode(refusal.body)
+        headers = {
+            **dict(SECURITY_HEADERS),
+            **refusal.headers,
+            "Content-Type": "application/json",
+            "Content-Length": str(len(body)),
+            "Connection": "close",
+        }
+        lines = [f"HTTP/1.1 {refusal.status.value} {refusal.status.phrase}"]
+        lines += [f"{name}: {value}" for name, value in headers.items()]
+        self.transport.write("\r\n".join([*lines, "", ""]).encode() + body)
+        # A client without a place is not waited for: it would keep its descriptor.
+        self.transport.is_mid_request = self._place is not Place.NONE
+        self.transport.close()
+
+    # Idle connections
+
+    def timeout_keep_alive_handler(self) -> None:
+        """Close an idle connection; one that still takes its last answer is left alone."""
+        num_unsent = self.transport.get_write_buffer_size()
+        if num_unsent and num_unsent != self._num_unsent:
+            self._num_unsent = num_unsent
+            self.timeout_keep_alive_task = self.loop.call_later(
+                self.timeout_keep_alive, self.timeout_keep_alive_handler
+            )
+        elif num_unsent:
+            self.transport.abort()
+        else:
+            super().timeout_keep_alive_handler()
+
+
+def _overloaded() -> HttpRefusal:
+    return HttpRefusal(
+        HTTPStatus.SERVICE_UNAVAILABLE,
+        "too many connections are open; use fewer, or try later",
+        code="overloaded",
+        headers={"Retry-After": "1"},
+    )

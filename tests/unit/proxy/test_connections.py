@@ -1,0 +1,59 @@
+"""Who may have a connection, and how many there may be."""
+
+from __future__ import annotations
+
+import resource
+
+import pytest
+
+from clairai.proxy.connections import (
+    NUM_RESERVED,
+    Connections,
+    Place,
+    most_connections,
+    peer_name,
+)
+
+
+def test_one_peer_never_has_all_connections() -> None:
+    connections = Connections(8)
+    assert [connections.open("a") for _ in range(7)] == [Place.ANY] * 6 + [Place.HEALTH]
+    assert [connections.open("b") for _ in range(3)] == [Place.ANY] * 2 + [Place.HEALTH]
+
+
+def test_beyond_the_bound_health_has_a_few_and_then_there_is_none() -> None:
+    connections = Connections(1)
+    assert connections.open("a") is Place.ANY
+    assert [connections.open("b") for _ in range(NUM_RESERVED)] == [Place.HEALTH] * NUM_RESERVED
+    assert connections.open("b") is Place.NONE
+    connections.close("b", Place.NONE)
+    assert connections.num_open == 1 + NUM_RESERVED
+    connections.close("a", Place.ANY)
+    connections.close("b", Place.HEALTH)
+    assert connections.open("b") is Place.ANY
+
+
+@pytest.mark.parametrize(("soft", "at_most"), [(128, 48), (64, 16), (10, 4)])
+def test_there_are_no_more_than_the_process_has_descriptors_for(
+    monkeypatch: pytest.MonkeyPatch, soft: int, at_most: int
+) -> None:
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (soft, soft))
+    assert 4 <= most_connections(4096) <= at_most
+
+
+def test_without_a_limit_of_descriptors_the_setting_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (resource.RLIM_INFINITY,) * 2)
+    assert most_connections(4096) == 4096
+
+
+@pytest.mark.parametrize(
+    ("host", "name"),
+    [
+        ("10.0.0.7", "10.0.0.7"),
+        ("2001:db8:1:2:3:4:5:6", "2001:db8:1:2::/64"),
+        ("::1", "::1"),
+        (None, "local"),
+    ],
+)
+def test_a_network_that_one_machine_can_have_is_one_peer(host: str | None, name: str) -> None:
+    assert peer_name(host) == name
