@@ -144,7 +144,7 @@ def test_an_npz_that_is_not_ours_is_refused(kind: str, tmp_path: Path) -> None:
 def test_a_point_index_beyond_the_list_is_refused() -> None:
     found = _crafted({})
     head = ShardHead(**(msgspec.structs.asdict(found.head) | {"points": ()}))
-    broken = shard.OpenShard("x", head, found.tensors, found.data)
+    broken = shard.OpenShard("x", head, found.tensors)
     with pytest.raises(StoreDamagedError, match="names a point"):
         ShardRows.select(broken, 1, None, None, None)
 

@@ -20,6 +20,7 @@ from clairai.proxy import access_keys
 from clairai.proxy.connections import NUM_RESERVED
 from clairai.proxy.proxy_settings import Limits, Timeouts
 from clairai.ring import server
+from clairai.server import capture_download
 from clairai.store import bundle, row_block
 from clairai.weights import manifest, upload
 from clairai.wire import ring_messages, weights_messages
@@ -58,7 +59,12 @@ ROWS: Final = {
         f"{row_block.MAX_TAGS_NBYTES} bytes; {capture.MAX_POINTS}, {field_ranges.MAX_RANGES} and "
         f"{capture.MAX_CONSUMERS}"
     ),
-    "a file of captured rows over HTTP": f"{bundle.MAX_NBYTES >> 30} GiB",
+    "a file of captured rows over HTTP": f"{bundle.MAX_NBYTES >> 30} GiB; {bundle.MAX_ROWS:,}",
+    "captures that are read over HTTP at once": (
+        f"{capture_download.MAX_READERS}; {capture_download.HELD_NBYTES // MIB} MiB, and "
+        f"{bundle.PART_NBYTES >> 10} KiB"
+    ),
+    "a client that takes nothing of a capture": f"{capture_download.STALL_S:g} s",
     "a file of prompts": f"{prompts.MAX_NBYTES >> 30} GiB; {prompts.MAX_LINE_NBYTES // MIB} MiB",
     "a manifest of weights": (
         f"{manifest.MAX_MANIFEST_BYTES // MIB} MiB; {manifest.MAX_TENSORS}, {manifest.MAX_BUFFERS}"

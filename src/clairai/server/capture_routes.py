@@ -6,28 +6,24 @@ the folder is read here.
 
 from __future__ import annotations
 
-import asyncio
-import logging
 import re
-from collections import OrderedDict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from contextlib import ExitStack
 from http import HTTPStatus
 from pathlib import Path
 from typing import Any, Final
 
 import msgspec
 from fastapi import APIRouter, Request
-from fastapi.responses import Response, StreamingResponse
+from fastapi.responses import Response
 
-from clairai.errors import RequestError, StoreDamagedError, StoreError, quote
+from clairai.errors import RequestError, StoreError, quote
 from clairai.points import Point
+from clairai.server.capture_download import BundleKey, DownloadResponse, Downloads
 from clairai.server.engine_rpc import EngineRpc, RouteRefusal, require_engine
 from clairai.server.response_fields import capture_fields, is_settled, wait_settled
-from clairai.store.bundle import Bundle, bundle
+from clairai.store.bundle import Bundle
 from clairai.store.disk import MANIFEST
-from clairai.store.read import Store
-from clairai.store.read import open as open_store
 from clairai.wire.capture_messages import (
     Captured,
     Captures,
@@ -37,17 +33,13 @@ from clairai.wire.capture_messages import (
     ListCaptures,
 )
 
-_log: Final = logging.getLogger(__name__)
-
 ATTRIBUTE: Final = "clairai_captures"  # of the app's state
 MAX_LISTED: Final = 1000
 MAX_POINTS: Final = 512
-KEPT_NBYTES: Final = 256 << 20  # of files that a client may ask for again, by range
 NOT_SATISFIABLE: Final = (0, 0)
 _ID: Final = re.compile(r"[0-9a-f]{16}")
 _RANGE: Final = re.compile(r"\s*bytes\s*=\s*(\d{0,19})\s*-\s*(\d{0,19})\s*", re.ASCII)
 _JSON: Final = "application/json"
-_FILE: Final = "application/octet-stream"
 
 
 def add_routes(router: APIRouter) -> None:
@@ -103,13 +95,17 @@ async def get_capture(id: str, request: Request) -> Response:
     stream = int(id, 16) if _ID.fullmatch(id) else 0
     if not stream:
         raise _no_capture(id)
-    key = _BundleKey(stream, _points_param(request), _choice_param(request))
-    captured = await _require_kept(engine, id, stream)
-    folders = await _find_folders(engine, captured)
-    made = await _bundle_cache(request).get(key, folders)
-    if made is None:
-        raise _no_capture(id)
-    return _file_response(request, id, made, sum(one.lost for one in captured))
+    key = BundleKey(stream, _points_param(request), _choice_param(request))
+    downloads = _downloads(request)
+    with ExitStack() as closing:
+        closing.enter_context(downloads.reserve())
+        captured = await _require_kept(engine, id, stream)
+        folders = await _find_folders(engine, captured)
+        made = await downloads.open(key, folders, closing)
+        if made is None:
+            raise _no_capture(id)
+        lost = sum(one.lost for one in captured)
+        return _file_response(request, id, made, lost, closing)
 
 
 def requested_range(headers: Mapping[str, str], etag: str, nbytes: int) -> tuple[int, int] | None:
@@ -133,70 +129,13 @@ def requested_range(headers: Mapping[str, str], etag: str, nbytes: int) -> tuple
     return int(first), min(int(last) + 1 if last else nbytes, nbytes)
 
 
-@dataclass(frozen=True)
-class _BundleKey:
-    """What of which request goes into a file."""
-
-    stream: int
-    points: tuple[str, ...]
-    choice: int | None
-
-
-class BundleCache:
-    """Opened folders and the last files made of them; one thread at a time reads."""
-
-    def __init__(self) -> None:
-        self._stores: dict[str, Store] = {}
-        self._bundles: OrderedDict[tuple[object, ...], Bundle] = OrderedDict()
-        self._reading = asyncio.Lock()
-
-    async def get(self, key: _BundleKey, folders: Sequence[str]) -> Bundle | None:
-        """From the first folder that has rows of the request; None if none has."""
-        async with self._reading:
-            return await asyncio.to_thread(self._get, key, folders)
-
-    def _get(self, key: _BundleKey, folders: Sequence[str]) -> Bundle | None:
-        for folder in folders:
-            store = self._open(folder)
-            if store.has(key.stream):
-                shards = tuple(entry.name for entry in store.shards_with(key.stream))
-                return self._make(store, key, (folder, shards, key))
-        return None
-
-    def _open(self, folder: str) -> Store:
-        try:
-            if folder in self._stores:
-                self._stores[folder].refresh()
-            else:
-                self._stores[folder] = open_store(folder)
-        except StoreDamagedError:
-            raise
-        except StoreError as error:
-            _log.error("captures cannot be read: %s", error)
-            raise _unreadable() from error
-        return self._stores[folder]
-
-    def _make(self, store: Store, key: _BundleKey, content: tuple[object, ...]) -> Bundle:
-        if content not in self._bundles:
-            made = bundle(store, key.stream, points=key.points, choice=key.choice)
-            self._bundles[content] = made
-        self._bundles.move_to_end(content)
-        while len(self._bundles) > 1 and self._nbytes > KEPT_NBYTES:
-            self._bundles.popitem(last=False)
-        return self._bundles[content]
-
-    @property
-    def _nbytes(self) -> int:
-        return sum(one.nbytes for one in self._bundles.values())
-
-
-def _bundle_cache(request: Request) -> BundleCache:
+def _downloads(request: Request) -> Downloads:
     state = request.app.state
     if not hasattr(state, ATTRIBUTE):
-        setattr(state, ATTRIBUTE, BundleCache())
-    cache = getattr(state, ATTRIBUTE)
-    assert isinstance(cache, BundleCache)
-    return cache
+        setattr(state, ATTRIBUTE, Downloads())
+    downloads = getattr(state, ATTRIBUTE)
+    assert isinstance(downloads, Downloads)
+    return downloads
 
 
 async def _require_kept(engine: EngineRpc, id: str, stream: int) -> Sequence[Captured]:
@@ -226,7 +165,10 @@ async def _find_folders(engine: EngineRpc, captured: Sequence[Captured]) -> list
     return [folder for folder in folders if (Path(folder) / MANIFEST).is_file()]
 
 
-def _file_response(request: Request, id: str, made: Bundle, lost: int) -> Response:
+def _file_response(
+    request: Request, id: str, made: Bundle, lost: int, closing: ExitStack
+) -> Response:
+    """The file, or what of it is asked for; a response that sends rows takes over `closing`."""
     headers = {
         "Accept-Ranges": "bytes",
         "ETag": f'"{made.digest}"',
@@ -244,23 +186,18 @@ def _file_response(request: Request, id: str, made: Bundle, lost: int) -> Respon
         return Response(status_code=status, headers=headers)
     first, end = (0, made.nbytes) if chosen is None else chosen
     headers["Content-Length"] = str(end - first)
-    if chosen is None:
-        return StreamingResponse(made.part(0, end), headers=headers, media_type=_FILE)
-    headers["Content-Range"] = f"bytes {first}-{end - 1}/{made.nbytes}"
-    parts, status = made.part(first, end), HTTPStatus.PARTIAL_CONTENT
-    return StreamingResponse(parts, status, headers, media_type=_FILE)
+    status = HTTPStatus.OK
+    if chosen is not None:
+        headers["Content-Range"] = f"bytes {first}-{end - 1}/{made.nbytes}"
+        status = HTTPStatus.PARTIAL_CONTENT
+    parts = made.part(first, end)
+    return DownloadResponse(parts, closing.pop_all(), status=status, headers=headers)
 
 
 def _list_capture(answers: Sequence[Captured]) -> dict[str, Any]:
     first = answers[0]
     more = {"points": first.points, "encoder": first.encoder, "answers": len(answers)}
     return {**capture_fields(first.stream, answers), **more}
-
-
-def _unreadable() -> RouteRefusal:
-    """Without the reason, which names a path of the host."""
-    reason = "the folder of captures cannot be read; the server's log says why"
-    return RouteRefusal(HTTPStatus.INTERNAL_SERVER_ERROR, StoreError.code, reason)
 
 
 def _no_capture(id: str) -> RouteRefusal:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Coroutine, Sequence
+from collections.abc import Coroutine, Mapping, Sequence
 from http import HTTPStatus
 from typing import Any, Final, Literal, TypeVar
 
@@ -50,9 +50,16 @@ _ERROR_KINDS: Final = {
 class RouteRefusal(Exception):
     """Ends a request with this status and reason."""
 
-    def __init__(self, status: HTTPStatus, code: str, message: str) -> None:
+    def __init__(
+        self,
+        status: HTTPStatus,
+        code: str,
+        message: str,
+        headers: Mapping[str, str] | None = None,
+    ) -> None:
         super().__init__(message)
         self.status, self.code, self.message = status, code, message
+        self.headers = dict(headers or {})
 
 
 class EngineSilent(RouteRefusal):
@@ -194,7 +201,7 @@ async def on_route_refusal(_: Request, error: Exception) -> JSONResponse:
 
 
 def route_refusal_response(error: RouteRefusal) -> JSONResponse:
-    response = refusal_response(error.status, error.code, error.message)
+    response = refusal_response(error.status, error.code, error.message, error.headers)
     if error.status == HTTPStatus.SERVICE_UNAVAILABLE:
         response.headers["Retry-After"] = "2"
     return response
@@ -204,8 +211,10 @@ def error_response(error: ClairaiError) -> JSONResponse:
     return refusal_response(status_of(error), error.code, error.reason)
 
 
-def refusal_response(status: HTTPStatus, code: str, message: str) -> JSONResponse:
+def refusal_response(
+    status: HTTPStatus, code: str, message: str, headers: Mapping[str, str] | None = None
+) -> JSONResponse:
     """OpenAI's shape, so that its SDKs show the message."""
     kind = "invalid_request_error" if status < HTTPStatus.INTERNAL_SERVER_ERROR else "server_error"
     error = {"message": message, "type": kind, "param": None, "code": code}
-    return JSONResponse({"error": error}, status)
+    return JSONResponse({"error": error}, status, headers)

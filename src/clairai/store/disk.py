@@ -58,6 +58,13 @@ class WritableFile(Protocol):
     def close(self) -> None: ...
 
 
+class ByteSource(Protocol):
+    """The bytes of a file that is only read: mapped, or read when they are asked for."""
+
+    def __len__(self) -> int: ...
+    def __getitem__(self, part: slice, /) -> memoryview: ...
+
+
 class Disk(Protocol):
     """A folder. A crash may undo what a call did, until the matching sync has returned."""
 
@@ -71,7 +78,7 @@ class Disk(Protocol):
     def nbytes(self, name: str) -> int: ...
     def inode(self, name: str) -> int: ...
     def read(self, name: str) -> bytes: ...
-    def view(self, name: str) -> memoryview: ...
+    def view(self, name: str) -> ByteSource: ...
     def free_nbytes(self) -> int: ...
     def require_claim(self) -> None: ...
 
@@ -211,7 +218,7 @@ class LocalDisk:
         finally:
             os.close(descriptor)
 
-    def view(self, name: str) -> memoryview:
+    def view(self, name: str) -> ByteSource:
         descriptor = self._open(name, os.O_RDONLY)
         try:
             if os.fstat(descriptor).st_size == 0:
@@ -233,6 +240,60 @@ class LocalDisk:
             return descriptor
         os.close(descriptor)
         raise StoreError(f"{quote(name)} is not a plain file; remove it from the folder")
+
+
+class UnmappedDisk(LocalDisk):
+    """A folder whose files are read in parts and not mapped, for processes that serve others.
+
+    Reading a mapped file that somebody cuts, or whose disk fails, ends the process with SIGBUS;
+    here it is an OSError. And mapped pages that were read count as memory of the process.
+    """
+
+    def view(self, name: str) -> ByteSource:
+        return UnmappedFile(self, name)
+
+    def open_for_reading(self, name: str) -> int:
+        """Return a descriptor, which the caller closes."""
+        return self._open(name, os.O_RDONLY)
+
+
+class UnmappedFile:
+    """The bytes of a file, read when they are asked for. Holds no descriptor."""
+
+    def __init__(self, disk: UnmappedDisk, name: str) -> None:
+        self._disk, self._name = disk, name
+        descriptor = disk.open_for_reading(name)
+        try:
+            self._identity = _identity(descriptor)
+        finally:
+            os.close(descriptor)
+
+    def __len__(self) -> int:
+        return self._identity[-1]
+
+    def __getitem__(self, part: slice) -> memoryview:
+        """Raises OSError if they cannot be read, or if the file is another one now."""
+        first, end, _ = part.indices(len(self))
+        descriptor = self._disk.open_for_reading(self._name)
+        try:
+            if _identity(descriptor) != self._identity:
+                raise OSError(errno.ESTALE, f"{self._name} was replaced while it was read")
+            return memoryview(_read_exactly(descriptor, first, max(end - first, 0)))
+        finally:
+            os.close(descriptor)
+
+
+def _identity(descriptor: int) -> tuple[int, int, int]:
+    found = os.fstat(descriptor)
+    return found.st_dev, found.st_ino, found.st_size
+
+
+def _read_exactly(descriptor: int, offset: int, nbytes: int) -> bytes:
+    """Read at most 2 GiB less a page: what Linux reads at once."""
+    data = os.pread(descriptor, nbytes, offset)
+    if len(data) != nbytes:
+        raise OSError(errno.EIO, "a file ended early")
+    return data
 
 
 def _sync_if_possible(descriptor: int) -> None:

@@ -16,7 +16,7 @@ from typing import Any, Final, cast
 from clairai.errors import ClairaiError, ConfigError, StoreStoppedError, quote
 from clairai.store.block_queue import POLICIES, Policy
 from clairai.store.commit_shards import LAYOUTS
-from clairai.store.disk import LocalDisk
+from clairai.store.disk import UnmappedDisk
 from clairai.store.send_shards import ShardSender
 from clairai.store.write import CLOSE_S, COMMITS, Writer, WriterLimits, WriterState
 
@@ -64,7 +64,7 @@ class FsspecConsumer(FolderConsumer):
             )
         super().__init__(kind, options, layout=layout)
         try:
-            self._sender = ShardSender(LocalDisk(self.where), url)
+            self._sender = ShardSender(UnmappedDisk(self.where), url)
         except BaseException:
             super().close()
             raise

@@ -10,7 +10,8 @@ N = selected rows, D = values of a decoded row.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Sequence
+from collections import OrderedDict
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, Final
@@ -28,6 +29,7 @@ from clairai.store.shard import COLUMNS, POINT, ROWS, OpenShard, ShardSpan, open
 from clairai.store.shard_manifest import CommitLine, ParsedManifest, ShardEntry, parse_manifest
 
 MAX_OPEN: Final = 256  # shards that are kept open, with the tensors that were checked
+MAX_STARTS_NBYTES: Final = 16 << 20  # of the starts of their files, which are held in memory
 
 Indices = NDArray[np.intp]
 
@@ -84,8 +86,10 @@ class Store:
 
     def __init__(self, disk: Disk) -> None:
         self._disk = disk
-        self._open_shards: dict[str, OpenShard] = {}
+        self._open_shards: OrderedDict[str, OpenShard] = OrderedDict()
+        self._start_nbytes: dict[str, int] = {}  # of the open shards
         self._manifest = ParsedManifest((), 0, "")
+        self._version: tuple[int, int] | None = None  # of the manifest that was read
         self.refresh()
 
     def refresh(self) -> int:
@@ -93,6 +97,9 @@ class Store:
         num_known = len(self._manifest.entries)
         try:
             has_manifest = MANIFEST in self._disk.names()
+            version = _version(self._disk) if has_manifest else None
+            if has_manifest and version == self._version:
+                return 0
             data = self._disk.read(MANIFEST) if has_manifest else b""
         except OSError as error:
             raise StoreError(f"the manifest cannot be read, {error.strerror}") from None
@@ -100,7 +107,7 @@ class Store:
             raise StoreError("there is no manifest: this is not a folder of captures")
         manifest = parse_manifest(data)
         manifest.require_undamaged()
-        self._manifest = manifest
+        self._manifest, self._version = manifest, version
         return len(manifest.entries) - num_known
 
     @property
@@ -112,12 +119,20 @@ class Store:
         return self._manifest.entries
 
     def shard(self, entry: ShardEntry) -> OpenShard:
-        """Return a shard with its start checked; it stays mapped."""
-        if entry.name not in self._open_shards:
-            if len(self._open_shards) >= MAX_OPEN:
-                self._open_shards.pop(next(iter(self._open_shards)))
-            self._open_shards[entry.name] = open_shard(self._disk, entry)
-        return self._open_shards[entry.name]
+        """Return a shard with its start checked; the last ones stay open."""
+        name = entry.name
+        if name not in self._open_shards:
+            self._open_shards[name] = open_shard(self._disk, entry)
+            self._start_nbytes[name] = 0 if name.endswith(".npz") else entry.head_nbytes
+        self._open_shards.move_to_end(name)
+        while len(self._open_shards) > 1 and self._is_too_much_open():
+            oldest, _ = self._open_shards.popitem(last=False)
+            del self._start_nbytes[oldest]
+        return self._open_shards[name]
+
+    def _is_too_much_open(self) -> bool:
+        starts_nbytes = sum(self._start_nbytes.values())
+        return len(self._open_shards) > MAX_OPEN or starts_nbytes > MAX_STARTS_NBYTES
 
     def requests(self) -> list[StoredRequest]:
         """Return every request, in order of its first commit. Reads only the heads of shards."""
@@ -157,23 +172,37 @@ class Store:
         self,
         stream: int,
         *,
-        point: str | None = None,
+        point: str | Sequence[str] | None = None,
         positions: Iterable[int] | None = None,
         choice: int | None = None,
     ) -> StoredRows:
         """Return rows of one request: by choice, then point in path order, then position.
 
-        A row that was computed twice, because the engine preempted its request, appears once.
+        `point` is one or several. A row that was computed twice, because the engine preempted its
+        request, appears once.
         """
-        point_name = None if point is None else str(Point.parse(point))
+        points = _check_points(point)
         selected = None if positions is None else _check_positions(positions)
         name = stream_hex(stream)
         parts = []
         for entry in self.shards_with(stream):
             shard = self.shard(entry)
-            if any(s.stream == name and point_name in (None, s.point) for s in shard.head.spans):
-                parts.append(ShardRows.select(shard, stream, point_name, selected, choice))
+            spans = (span for span in shard.head.spans if span.stream == name)
+            if any(points is None or span.point in points for span in spans):
+                parts.append(ShardRows.select(shard, stream, points, selected, choice))
         return StoredRows.join(parts)
+
+
+def _version(disk: Disk) -> tuple[int, int]:
+    """Changes with every commit, and with every file that is put in the manifest's place."""
+    return disk.inode(MANIFEST), disk.nbytes(MANIFEST)
+
+
+def _check_points(point: str | Sequence[str] | None) -> frozenset[str] | None:
+    if point is None:
+        return None
+    given = [point] if isinstance(point, str) else point
+    return frozenset(str(Point.parse(one)) for one in given)
 
 
 def _check_positions(positions: Iterable[int]) -> list[int]:
@@ -198,28 +227,38 @@ class ShardRows:
         cls,
         shard: OpenShard,
         stream: int,
-        point: str | None,
+        points: Collection[str] | None,
         positions: Sequence[int] | None,
         choice: int | None,
     ) -> ShardRows:
         """Select the rows of a stream; the other arguments narrow the selection."""
         columns = {name: shard.array(name) for name in (*COLUMNS, POINT)}
-        points = shard.head.points
-        if len(columns[POINT]) and int(columns[POINT].max()) >= len(points):
+        names = shard.head.points
+        if len(columns[POINT]) and int(columns[POINT].max()) >= len(names):
             raise StoreDamagedError(f"shard {shard.name} names a point that it does not list")
         is_selected = columns["stream"] == np.uint64(stream)
-        if point is not None:
-            is_selected &= columns[POINT] == points.index(point)
+        if points is not None:
+            wanted = [index for index, name in enumerate(names) if name in points]
+            is_selected &= np.isin(columns[POINT], np.array(wanted, "<u2"))
         if positions is not None:
             is_selected &= np.isin(columns["position"], np.array(positions, np.int64))
         if choice is not None:
             is_selected &= columns["choice"] == choice
         index_N = np.flatnonzero(is_selected)
-        return cls(shard, index_N, {name: col[index_N] for name, col in columns.items()}, points)
+        return cls(shard, index_N, {name: col[index_N] for name, col in columns.items()}, names)
 
     def encoded(self, index_N: Indices) -> dict[str, NDArray[Any]]:
-        names = [name for name in self.shard.tensors if name.startswith(ROWS)]
-        return {name.removeprefix(ROWS): self.shard.array(name)[index_N] for name in names}
+        tensors = self.shard.tensors
+        return {
+            name.removeprefix(ROWS): tensors.rows(name, index_N) for name, *_ in self.array_types
+        }
+
+    @property
+    def array_types(self) -> tuple[tuple[str, str, tuple[int, ...]], ...]:
+        """The name, type and shape of a row of each of the encoder's arrays."""
+        infos = self.shard.tensors.infos
+        names = (name for name in infos if name.startswith(ROWS))
+        return tuple((name, infos[name].dtype, infos[name].shape[1:]) for name in names)
 
     def decoded(self, index_N: Indices) -> NDArray[np.float32]:
         width = self.shard.head.origin.width
@@ -227,7 +266,7 @@ class ShardRows:
 
     @property
     def nbytes_per_row(self) -> int:
-        return self._encoder.nbytes_per_row(self.shard.head.origin.width)
+        return sum(self.shard.tensors.row_nbytes(name) for name, *_ in self.array_types)
 
     @property
     def width(self) -> int:

@@ -127,8 +127,8 @@ def verify(disk: Disk) -> Iterator[FileCheck]:
 def _find_fault(disk: Disk, entry: ShardEntry) -> str:
     try:
         shard = open_shard(disk, entry)
-        for name in shard.tensors:
-            shard.array(name)
+        for name in shard.tensors.infos:
+            shard.tensors.check(name)
     except StoreDamagedError as error:
         return error.reason
     return ""

@@ -14,11 +14,12 @@ from typing import Any, Final
 import msgspec
 
 from clairai.errors import StoreDamagedError, StoreError, StoreStoppedError, quote
-from clairai.store.disk import MANIFEST, Disk, replace_file
+from clairai.store.disk import MANIFEST, ByteSource, Disk, replace_file
 from clairai.store.export_rows import missing_extra
 from clairai.store.shard_manifest import CommitLine, ParsedManifest, ShardEntry, parse_manifest
 
 MAX_URL: Final = 2048
+PART_NBYTES: Final = 4 << 20
 
 
 class SendProgress(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -93,12 +94,13 @@ class ShardSender:
     def _path(self, name: str) -> str:
         return f"{self._root.rstrip('/')}/{name}"
 
-    def _put(self, name: str, data: memoryview, nbytes: int) -> None:
+    def _put(self, name: str, data: ByteSource, nbytes: int) -> None:
         path = self._path(name)
         try:
             self._remote.makedirs(self._root, exist_ok=True)
             with self._remote.open(path, "wb") as file:
-                file.write(data)
+                for start in range(0, nbytes, PART_NBYTES):
+                    file.write(data[start : min(start + PART_NBYTES, nbytes)])
             self._remote.invalidate_cache(path)
             size: Any = self._remote.info(path)["size"]
         except Exception as error:

@@ -22,17 +22,18 @@ import struct
 import zipfile
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, Final
+from itertools import pairwise
+from typing import IO, Any, Final
 
 import msgspec
 import numpy as np
-from numpy.lib import format as npy
 from numpy.typing import NDArray
 
 from clairai.errors import PointError, StoreDamagedError
 from clairai.points import Point
-from clairai.store.disk import Buffer, Disk
+from clairai.store.disk import Buffer, ByteSource, Disk
 from clairai.store.row_block import DTYPES, Origin, RequestNote, RowBlock
 from clairai.store.shard_manifest import ShardEntry
 from clairai.wire.ring_messages import ROW
@@ -46,12 +47,21 @@ SMALL_NBYTES: Final = 1 << 18
 MAX_HEAD_NBYTES: Final = 100_000_000  # safetensors' own bound
 CHUNK_NBYTES: Final = 4 << 20
 MAX_DIGEST_THREADS: Final = 4
+MAX_GAP_NBYTES: Final = 1 << 14  # rows that lie closer are read at once, with what is between them
+READ_NBYTES: Final = 1 << 20
+MAX_NPZ_ARRAYS: Final = 64
 _STREAM: Final = re.compile("[0-9a-f]{16}")
 _PREFIX_NBYTES: Final = 8  # the header's length, little-endian
+# As numpy writes it. Its own reader evaluates a header, and raises what the tokenizer raises.
+_NPY_MAGIC: Final = b"\x93NUMPY\x01\x00"
+_NPY_HEADER: Final = re.compile(
+    rb"\{'descr': '([<|][fiu][1248])', 'fortran_order': False, 'shape': "
+    rb"\(((?:\d{1,19}, ?){0,8}(?:\d{1,19})?)\), \} *\n"
+)
 # Of zipfile: NotImplementedError for a version that it does not know, RuntimeError for a password.
 _BAD_NPZ: Final = (
     *(zipfile.BadZipFile, NotImplementedError, RuntimeError, struct.error, OSError),
-    *(msgspec.DecodeError, KeyError, ValueError, EOFError),
+    *(msgspec.DecodeError, LookupError, ValueError, EOFError),
 )
 _DTYPE_BY_NAME: Final[Mapping[str, np.dtype[Any]]] = {name: dtype for dtype, name in DTYPES.items()}
 
@@ -100,7 +110,7 @@ class SealedShard:
 
     @property
     def start_digest(self) -> str:
-        return hashlib.sha256(self.start).hexdigest()
+        return start_digest(self.start)
 
     def entry(self) -> ShardEntry:
         """The shard's entry in the manifest."""
@@ -120,6 +130,10 @@ class SealedShard:
         )
 
 
+def start_digest(start: bytes) -> str:
+    return hashlib.sha256(start).hexdigest()
+
+
 def stream_hex(stream: int) -> str:
     """A stream as names and JSON have it: not every reader knows 64-bit numbers."""
     return f"{stream:016x}"
@@ -134,7 +148,11 @@ def seal_safetensors(blocks: Sequence[RowBlock], notes: Mapping[int, RequestNote
 
 
 def seal_contents(head: ShardHead, tensors: Mapping[str, list[NDArray[Any]]]) -> SealedShard:
-    start = _file_start(head, tensors)
+    shapes = {
+        name: (arrays[0].dtype, (sum(map(len, arrays)), *arrays[0].shape[1:]))
+        for name, arrays in tensors.items()
+    }
+    start = file_start(head, shapes)
     pieces = [piece for arrays in tensors.values() for piece in _pieces(arrays)]
     return SealedShard(start, pieces, len(start) + sum(map(len, pieces)), head)
 
@@ -168,7 +186,7 @@ def shard_contents(
         rows=len(rows_N),
         origin=blocks[0].origin,
         points=points,
-        spans=_spans(rows_N, point_N, points),
+        spans=find_spans(rows_N, point_N, points),
         notes={stream_hex(stream): notes[stream] for stream in streams if stream in notes},
         fidelity=_fidelity(blocks),
         digests={name: chunked_digest(_pieces(arrays)) for name, arrays in tensors.items()},
@@ -184,8 +202,12 @@ def _tensors(
     tensors[POINT] = [point_N]
     for name in blocks[0].arrays:
         tensors[ROWS + name] = _join_small([block.arrays[name] for block in blocks])
-    order = sorted(tensors, key=lambda name: (-tensors[name][0].dtype.itemsize, name))
-    return {name: tensors[name] for name in order}
+    dtypes = {name: arrays[0].dtype for name, arrays in tensors.items()}
+    return {name: tensors[name] for name in tensor_order(dtypes)}
+
+
+def tensor_order(dtypes: Mapping[str, np.dtype[Any]]) -> list[str]:
+    return sorted(dtypes, key=lambda name: (-dtypes[name].itemsize, name))
 
 
 def _join_small(arrays: list[NDArray[Any]]) -> list[NDArray[Any]]:
@@ -194,7 +216,7 @@ def _join_small(arrays: list[NDArray[Any]]) -> list[NDArray[Any]]:
     return [np.concatenate(arrays)] if is_small else arrays
 
 
-def _spans(
+def find_spans(
     rows_N: NDArray[np.void], point_N: NDArray[np.uint16], points: tuple[str, ...]
 ) -> tuple[ShardSpan, ...]:
     order = np.lexsort((rows_N["position"], point_N, rows_N["choice"], rows_N["stream"]))
@@ -228,14 +250,15 @@ def _pieces(arrays: Sequence[NDArray[Any]]) -> list[memoryview]:
     return [array.data.cast("B") for array in arrays if array.size]
 
 
-def _file_start(head: ShardHead, tensors: Mapping[str, list[NDArray[Any]]]) -> bytes:
+def file_start(
+    head: ShardHead, shapes: Mapping[str, tuple[np.dtype[Any], tuple[int, ...]]]
+) -> bytes:
     """The safetensors file up to its first tensor, padded with spaces to 8 bytes."""
     header: dict[str, object] = {"__metadata__": {"clairai": msgspec.json.encode(head).decode()}}
     offset = 0
-    for name, arrays in tensors.items():
-        end = offset + sum(array.nbytes for array in arrays)
-        shape = (sum(map(len, arrays)), *arrays[0].shape[1:])
-        header[name] = TensorInfo(DTYPES[arrays[0].dtype], shape, (offset, end))
+    for name, (dtype, shape) in shapes.items():
+        end = offset + math.prod(shape) * dtype.itemsize
+        header[name] = TensorInfo(DTYPES[dtype], shape, (offset, end))
         offset = end
     body = msgspec.json.encode(header)
     body += b" " * (-len(body) % 8)
@@ -250,6 +273,56 @@ def chunked_digest(pieces: Sequence[memoryview]) -> str:
         return _digest_of_digests(map(_chunk_digest, chunks))
     with ThreadPoolExecutor(num_threads) as pool:
         return _digest_of_digests(pool.map(_chunk_digest, chunks))
+
+
+def digest_range(data: ByteSource, first: int, end: int) -> str:
+    """The digest of a tensor in a file, of which a chunk for each thread is held at once."""
+
+    def digest_at(offset: int) -> bytes:
+        return hashlib.sha256(data[offset : min(offset + CHUNK_NBYTES, end)]).digest()
+
+    offsets = range(first, end, CHUNK_NBYTES)
+    num_threads = min(len(offsets), MAX_DIGEST_THREADS, os.cpu_count() or 1)
+    if num_threads < 2:
+        return _digest_of_digests(map(digest_at, offsets))
+    with ThreadPoolExecutor(num_threads) as pool:
+        return _digest_of_digests(pool.map(digest_at, offsets))
+
+
+def plain_digest(data: ByteSource) -> str:
+    """The SHA-256 of all bytes, in hex."""
+    digest = hashlib.sha256()
+    for offset in range(0, len(data), CHUNK_NBYTES):
+        digest.update(data[offset : offset + CHUNK_NBYTES])
+    return digest.hexdigest()
+
+
+class RunningDigest:
+    """The digest of a tensor whose bytes come one piece after the other."""
+
+    def __init__(self) -> None:
+        self._digests: list[bytes] = []
+        self._chunk, self._room = hashlib.sha256(), CHUNK_NBYTES
+
+    def update(self, piece: bytes) -> None:
+        view = memoryview(piece)
+        while len(view):
+            part = view[: self._room]
+            self._chunk.update(part)
+            self._room -= len(part)
+            view = view[len(part) :]
+            if not self._room:
+                self._end_chunk()
+
+    def _end_chunk(self) -> None:
+        self._digests.append(self._chunk.digest())
+        self._chunk, self._room = hashlib.sha256(), CHUNK_NBYTES
+
+    def hexdigest(self) -> str:
+        """Call it once, at the end."""
+        if self._room < CHUNK_NBYTES:
+            self._end_chunk()
+        return _digest_of_digests(iter(self._digests))
 
 
 def _digest_of_digests(digests: Iterator[bytes]) -> str:
@@ -284,25 +357,96 @@ def _chunk_digest(chunk: list[memoryview]) -> bytes:
 
 
 @dataclass(frozen=True)
-class OpenShard:
-    """A shard whose start is checked; each tensor is checked the first time it is read."""
+class ShardTensors:
+    """The tensors of a shard in its file; each is checked the first time it is read."""
 
-    name: str
-    head: ShardHead
-    tensors: Mapping[str, TensorInfo]
-    data: memoryview  # from the first tensor on
+    name: str  # of the shard
+    infos: Mapping[str, TensorInfo]
+    starts: Mapping[str, int]  # where each begins in the file
+    digests: Mapping[str, str]
+    data: ByteSource
     checked: set[str] = field(default_factory=set)
 
     def array(self, name: str) -> NDArray[Any]:
-        """A tensor, not copied. Raises StoreDamagedError if one bit differs from the commit."""
-        tensor = self.tensors[name]
-        raw = self.data[slice(*tensor.data_offsets)]
-        if name not in self.checked:
-            if chunked_digest([raw]) != self.head.digests[name]:
-                raise damage_error(self.name, f"checksum of its tensor {name} is wrong")
-            self.checked.add(name)
-        flat: NDArray[Any] = np.frombuffer(raw, _DTYPE_BY_NAME[tensor.dtype])
-        return flat.reshape(tensor.shape)
+        """A whole tensor. Raises StoreDamagedError if one bit differs from the commit."""
+        info, start = self.infos[name], self.starts[name]
+        self.check(name)
+        with self._reading():
+            raw = self.data[start : start + _nbytes(info)]
+        flat: NDArray[Any] = np.frombuffer(raw, self.dtype(name))
+        return flat.reshape(info.shape)
+
+    def rows(self, name: str, index_N: NDArray[np.intp]) -> NDArray[Any]:
+        """These rows of a tensor, of which no more is held than they and what lies between them."""
+        self.check(name)
+        shape, row_nbytes = (len(index_N), *self.infos[name].shape[1:]), self.row_nbytes(name)
+        if not row_nbytes or not len(index_N):
+            return np.empty(shape, self.dtype(name))
+        with self._reading():
+            raw_NB = _gather(self.data, self.starts[name], row_nbytes, index_N)
+        return raw_NB.view(self.dtype(name)).reshape(shape)
+
+    def dtype(self, name: str) -> np.dtype[Any]:
+        return _DTYPE_BY_NAME[self.infos[name].dtype]
+
+    def row_nbytes(self, name: str) -> int:
+        return math.prod(self.infos[name].shape[1:]) * self.dtype(name).itemsize
+
+    def check(self, name: str) -> None:
+        """Raise StoreDamagedError if one bit of a tensor differs from the commit."""
+        if name in self.checked:
+            return
+        start = self.starts[name]
+        with self._reading():
+            digest = digest_range(self.data, start, start + _nbytes(self.infos[name]))
+        if digest != self.digests[name]:
+            raise damage_error(self.name, f"checksum of its tensor {name} is wrong")
+        self.checked.add(name)
+
+    @contextmanager
+    def _reading(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            raise damage_error(self.name, f"it cannot be read ({error.strerror})") from None
+
+
+def _gather(
+    data: ByteSource, start: int, row_nbytes: int, index_N: NDArray[np.intp]
+) -> NDArray[np.uint8]:
+    """Read rows near each other at once: a pass over the file, in parts of READ_NBYTES or a row."""
+    order_N = np.argsort(index_N, kind="stable")
+    sorted_N = index_N[order_N]
+    found_NB = np.empty((len(index_N), row_nbytes), np.uint8)
+    for first, end in _extents(sorted_N, row_nbytes):
+        low, high = int(sorted_N[first]), int(sorted_N[end - 1]) + 1
+        raw = data[start + low * row_nbytes : start + high * row_nbytes]
+        read_RB = np.frombuffer(raw, np.uint8).reshape(-1, row_nbytes)
+        found_NB[order_N[first:end]] = read_RB[sorted_N[first:end] - low]
+    return found_NB
+
+
+def _extents(sorted_N: NDArray[np.intp], row_nbytes: int) -> Iterator[tuple[int, int]]:
+    """Cut sorted row numbers where they lie far apart, and so that each part is small."""
+    gaps = np.flatnonzero(np.diff(sorted_N) * row_nbytes > MAX_GAP_NBYTES) + 1
+    for first, end in pairwise([0, *gaps.tolist(), len(sorted_N)]):
+        while first < end:
+            limit = int(sorted_N[first]) + max(READ_NBYTES // row_nbytes, 1)
+            cut = first + int(np.searchsorted(sorted_N[first:end], limit))
+            yield first, cut
+            first = cut
+
+
+@dataclass(frozen=True)
+class OpenShard:
+    """A shard whose start is checked."""
+
+    name: str
+    head: ShardHead
+    tensors: ShardTensors
+
+    def array(self, name: str) -> NDArray[Any]:
+        return self.tensors.array(name)
 
 
 def open_shard(disk: Disk, entry: ShardEntry) -> OpenShard:
@@ -311,75 +455,147 @@ def open_shard(disk: Disk, entry: ShardEntry) -> OpenShard:
     Raises StoreDamagedError if it is not what was committed.
     """
     try:
-        data = disk.view(entry.name)
+        shard = _open_entry(disk, entry)
     except OSError as error:
         raise damage_error(entry.name, f"it cannot be read ({error.strerror})") from None
-    if entry.name.endswith(".npz"):
-        shard = open_npz(entry.name, data, digest=entry.head_digest, nbytes=entry.nbytes)
-    else:
-        shard = open_safetensors(
-            entry.name,
-            data,
-            head_nbytes=entry.head_nbytes,
-            start_digest=entry.head_digest,
-            nbytes=entry.nbytes,
-        )
     head = shard.head
     if (head.rows, head.origin, head.points) != (entry.rows, entry.origin, entry.points):
         raise damage_error(entry.name, "it is not what the manifest says")
     return shard
 
 
+def _open_entry(disk: Disk, entry: ShardEntry) -> OpenShard:
+    data = disk.view(entry.name)
+    if entry.name.endswith(".npz"):
+        return open_npz(entry.name, data, digest=entry.head_digest, nbytes=entry.nbytes)
+    return open_safetensors(
+        entry.name,
+        data,
+        head_nbytes=entry.head_nbytes,
+        start_digest=entry.head_digest,
+        nbytes=entry.nbytes,
+    )
+
+
 def open_safetensors(
-    name: str, data: memoryview, *, head_nbytes: int, start_digest: str, nbytes: int
+    name: str, data: ByteSource, *, head_nbytes: int, start_digest: str, nbytes: int
 ) -> OpenShard:
     """Open a shard in these bytes, given what its manifest entry says about them."""
     if len(data) != nbytes:
         raise damage_error(name, f"it has {len(data)} bytes of {nbytes}")
+    if head_nbytes > MAX_HEAD_NBYTES:
+        raise damage_error(name, "its start is not that of a safetensors file")
     start = bytes(data[:head_nbytes])
     if hashlib.sha256(start).hexdigest() != start_digest:
         raise damage_error(name, "checksum of its start is wrong")
-    if head_nbytes > MAX_HEAD_NBYTES or int.from_bytes(start[:8], "little") + 8 != head_nbytes:
+    return parse_start(name, start, data)
+
+
+def parse_start(name: str, start: bytes, data: ByteSource) -> OpenShard:
+    """Open a shard by the start of its file alone, whose checksum the caller has checked."""
+    if int.from_bytes(start[:_PREFIX_NBYTES], "little") + _PREFIX_NBYTES != len(start):
         raise damage_error(name, "its start is not that of a safetensors file")
     try:
         parts = msgspec.json.decode(start[_PREFIX_NBYTES:], type=dict[str, msgspec.Raw])
         metadata = msgspec.json.decode(parts.pop("__metadata__"), type=dict[str, str])
         head = msgspec.json.decode(metadata["clairai"], type=ShardHead)
-        tensors = {key: msgspec.json.decode(raw, type=TensorInfo) for key, raw in parts.items()}
-    except (msgspec.DecodeError, KeyError, ValueError):
+        infos = {key: msgspec.json.decode(raw, type=TensorInfo) for key, raw in parts.items()}
+    except (msgspec.DecodeError, KeyError, ValueError, RecursionError):
         raise damage_error(name, "the content of its start is invalid") from None
-    _check_layout(name, head, tensors, nbytes - head_nbytes)
-    return OpenShard(name, head, tensors, data[head_nbytes:])
+    _check_layout(name, head, infos, len(data) - len(start))
+    starts = {key: len(start) + info.data_offsets[0] for key, info in infos.items()}
+    return OpenShard(name, head, ShardTensors(name, infos, starts, head.digests, data))
 
 
-def open_npz(name: str, data: memoryview, *, digest: str, nbytes: int) -> OpenShard:
+def open_npz(name: str, data: ByteSource, *, digest: str, nbytes: int) -> OpenShard:
     """Open an .npz shard in these bytes, given what its manifest entry says about them."""
-    if len(data) != nbytes or hashlib.sha256(data).hexdigest() != digest:
+    if len(data) != nbytes or plain_digest(data) != digest:
         raise damage_error(name, "its checksum is wrong")
+    return parse_npz(name, data)
+
+
+def parse_npz(name: str, data: ByteSource) -> OpenShard:
+    """Find the arrays of an .npz in its file; nothing but the head is read."""
+    infos: dict[str, TensorInfo] = {}
+    starts: dict[str, int] = {}
+    end = 0
     try:
-        arrays = _read_npz_arrays(bytes(data))
-        head = msgspec.json.decode(arrays.pop(NPZ_HEAD).tobytes(), type=ShardHead)
+        arrays = _find_npz_arrays(data)
+        head_dtype, (head_nbytes,), head_start = arrays.pop(NPZ_HEAD)
+        if head_dtype != np.uint8 or head_nbytes > MAX_HEAD_NBYTES:
+            raise ValueError("not a head of ours")
+        raw_head = bytes(data[head_start : head_start + head_nbytes])
+        head = msgspec.json.decode(raw_head, type=ShardHead)
+        for key, (dtype, shape, start) in arrays.items():
+            first, end = end, end + math.prod(shape) * dtype.itemsize
+            infos[key], starts[key] = TensorInfo(DTYPES[dtype], shape, (first, end)), start
     except _BAD_NPZ:
         raise damage_error(name, "its content is invalid") from None
-    tensors, pieces, offset = {}, [], 0
-    for key, array in arrays.items():
-        end = offset + array.nbytes
-        tensors[key] = TensorInfo(DTYPES.get(array.dtype, ""), array.shape, (offset, end))
-        pieces.append(array.tobytes())
-        offset = end
-    _check_layout(name, head, tensors, offset)
-    return OpenShard(name, head, tensors, memoryview(b"".join(pieces)))
+    _check_layout(name, head, infos, end)
+    return OpenShard(name, head, ShardTensors(name, infos, starts, head.digests, data))
 
 
-def _read_npz_arrays(data: bytes) -> dict[str, NDArray[Any]]:
-    arrays = {}
-    with zipfile.ZipFile(io.BytesIO(data)) as file:
-        for info in file.infolist():
-            if info.compress_type != zipfile.ZIP_STORED or info.file_size > len(data):
+_NpzArray = tuple[np.dtype[Any], tuple[int, ...], int]  # and where it begins in the file
+
+
+def _find_npz_arrays(data: ByteSource) -> dict[str, _NpzArray]:
+    arrays: dict[str, _NpzArray] = {}
+    with io.BufferedReader(_SourceFile(data)) as file, zipfile.ZipFile(file) as archive:
+        for info in archive.infolist()[: MAX_NPZ_ARRAYS + 1]:
+            if info.compress_type != zipfile.ZIP_STORED or info.file_size != info.compress_size:
                 raise ValueError("shards are never compressed")
-            name = info.filename.removesuffix(".npy")
-            arrays[name] = npy.read_array(io.BytesIO(file.read(info)))
+            arrays[info.filename.removesuffix(".npy")] = _find_npz_array(file, info, len(data))
+        if len(arrays) != len(archive.infolist()):
+            raise ValueError("too many arrays, or two of one name")
     return arrays
+
+
+def _find_npz_array(file: IO[bytes], info: zipfile.ZipInfo, nbytes: int) -> _NpzArray:
+    """As zipfile and numpy find it: local header, then numpy's own, then the numbers."""
+    file.seek(info.header_offset)
+    *_, name_nbytes, extra_nbytes = struct.unpack("<4s5H3I2H", file.read(30))
+    first = info.header_offset + 30 + name_nbytes + extra_nbytes
+    file.seek(first)
+    magic, header_nbytes = struct.unpack("<8sH", file.read(10))
+    header = _NPY_HEADER.fullmatch(file.read(header_nbytes))
+    if magic != _NPY_MAGIC or header is None:
+        raise ValueError("not an array of ours")
+    dtype = np.dtype(header[1].decode())
+    shape = tuple(map(int, re.findall(rb"\d+", header[2])))
+    start = file.tell()
+    end = start + math.prod(shape) * dtype.itemsize
+    if dtype not in DTYPES or not shape:
+        raise ValueError("not an array of ours")
+    if end != first + info.file_size or end > nbytes:
+        raise ValueError("an array has another size than its file")
+    return dtype, shape, start
+
+
+class _SourceFile(io.RawIOBase):
+    """A source of bytes as a file."""
+
+    def __init__(self, data: ByteSource) -> None:
+        self._data, self._offset = data, 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        base = {io.SEEK_SET: 0, io.SEEK_CUR: self._offset, io.SEEK_END: len(self._data)}[whence]
+        if base + offset < 0:
+            raise ValueError("before the start of a file")
+        self._offset = base + offset
+        return self._offset
+
+    def readinto(self, buffer: Any) -> int:
+        room = memoryview(buffer).cast("B")
+        part = self._data[self._offset : self._offset + len(room)]
+        room[: len(part)] = part
+        self._offset += len(part)
+        return len(part)
 
 
 def _check_layout(

@@ -13,7 +13,7 @@ import pytest
 from safetensors.numpy import load
 
 from clairai.proxy import schema as models
-from clairai.server import capture_routes
+from clairai.server import capture_download
 from clairai.server import response_fields as handle_module
 from clairai.store.bundle import bundle
 from clairai.wire.capture_messages import Captured, Captures
@@ -271,14 +271,14 @@ def test_a_message_that_cannot_be_located_is_refused(
 def test_only_the_last_files_are_kept_for_the_next_range(
     server: CapturingServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(capture_routes, "KEPT_NBYTES", 1)
+    monkeypatch.setattr(capture_download, "HELD_NBYTES", 1)
     made: list[int] = []
 
     def counted(*given: Any, **more: Any) -> Any:
         made.append(given[1])
         return bundle(*given, **more)
 
-    monkeypatch.setattr(capture_routes, "bundle", counted)
+    monkeypatch.setattr(capture_download, "bundle", counted)
     first, second = (told(server, capture=True)["id"] for _ in range(2))
     for id in (first, first, second, second, first):
         part = server.client.get(f"/v1/captures/{id}", headers={"Range": "bytes=0-7"})
