@@ -17,7 +17,7 @@ export HF_HUB_OFFLINE := 1
 export VLLM_NO_USAGE_STATS := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo lint check test docs matrix fuzz bench clean
+.PHONY: help setup demo lint check test docs matrix faults fuzz bench clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "make %-8s %s\n", $$1, $$2 }' Makefile
@@ -46,6 +46,9 @@ docs: setup ## build the documentation site, with search, in build/site
 
 matrix: setup ## the same tests on every vLLM release served, one environment at a time (KEEP=1 keeps them, VERSIONS=... picks some)
 	@$(BIN)/python -m scripts.matrix $(VERSIONS)
+
+faults: setup ## plant every fault of the fault matrix in a real engine (ONLY="--role worker" picks some)
+	@$(BIN)/python -m tests.process.run_faults $(ONLY)
 
 fuzz: setup ## random inputs for every parser (INPUTS=50000000, SECONDS=3600, JOBS=2)
 	@$(BIN)/python -m tests.fuzz --inputs $(INPUTS) --seconds $(SECONDS) --jobs $(JOBS) --out build/fuzz.json

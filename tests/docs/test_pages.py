@@ -29,7 +29,7 @@ PAGES: Final = [
     *(page for name in ("docs", "src", "tests") for page in sorted((ROOT / name).rglob("*.md"))),
 ]
 # Not there before the first `make matrix`.
-MADE_BY_MAKE: Final = frozenset({ROOT / "docs" / "matrix.md"})
+MADE_BY_MAKE: Final = frozenset({ROOT / "docs" / "matrix.md", ROOT / "docs" / "faults.md"})
 
 _FENCE: Final = re.compile(r"^```(\w*)\n(.*?)^```", re.MULTILINE | re.DOTALL)
 _SPAN: Final = re.compile(r"`([^`\n]+)`")

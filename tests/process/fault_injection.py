@@ -1,0 +1,192 @@
+"""Plants faults in a running process from outside: it is told nothing and changed in nothing.
+
+Needs Linux and the rights of the process's owner; a full disk needs the right to mount, too.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import errno
+import os
+import resource
+import signal
+import socket
+import subprocess
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Final
+
+_PIDFD_GETFD: Final = 438  # of pidfd_getfd(2), the same on every architecture
+_FILLER: Final = "filler"
+_CHUNK: Final = bytes(1 << 16)
+
+End = Callable[[], None]  # ends a fault
+
+
+def kill(pid: int) -> End:
+    os.kill(pid, signal.SIGKILL)
+    return lambda: None
+
+
+def stop(pid: int) -> End:
+    """Suspend the process; the returned function lets it go on if it is still there."""
+    os.kill(pid, signal.SIGSTOP)
+
+    def go_on() -> None:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGCONT)
+
+    return go_on
+
+
+def exhaust_fds(pid: int) -> End:
+    """From now on the process can open no descriptor; those it has stay.
+
+    The limit is its lowest unused number, so that every smaller one is taken.
+    """
+    soft, hard = resource.prlimit(pid, resource.RLIMIT_NOFILE)
+    resource.prlimit(pid, resource.RLIMIT_NOFILE, (lowest_unused_fd(pid), hard))
+
+    def give_back() -> None:
+        with contextlib.suppress(ProcessLookupError):
+            resource.prlimit(pid, resource.RLIMIT_NOFILE, (soft, hard))
+
+    return give_back
+
+
+def lowest_unused_fd(pid: int) -> int:
+    used = {int(name) for name in os.listdir(f"/proc/{pid}/fd")}
+    return next(number for number in range(len(used) + 1) if number not in used)
+
+
+def close_connections(pid: int, *, at: Path | None = None) -> End:
+    """Shut down every connection of the process, as if its peers had gone.
+
+    `at`: only those that came in at a Unix socket in this folder.
+    """
+
+    def is_wanted(sock: socket.socket) -> bool:
+        return not _is_listening(sock) and _is_connected(sock) and _is_at(sock, at)
+
+    _shut_down(pid, is_wanted)
+    return lambda: None
+
+
+def close_listeners(pid: int, *, at: Path) -> End:
+    """Shut down every Unix socket in this folder on which the process listens."""
+    _shut_down(pid, lambda sock: _is_listening(sock) and _is_at(sock, at))
+    return lambda: None
+
+
+def _shut_down(pid: int, is_wanted: Callable[[socket.socket], bool]) -> None:
+    for number in socket_fds(pid):
+        with contextlib.suppress(OSError), _copy_socket(pid, number) as sock:
+            if is_wanted(sock):
+                sock.shutdown(socket.SHUT_RDWR)
+
+
+def socket_fds(pid: int) -> list[int]:
+    found = []
+    for link in Path(f"/proc/{pid}/fd").iterdir():
+        with contextlib.suppress(OSError):  # closed since
+            if os.readlink(link).startswith("socket:"):
+                found.append(int(link.name))
+    return sorted(found)
+
+
+def _copy_socket(pid: int, number: int) -> socket.socket:
+    """A descriptor of our own for the same socket: pidfd_getfd(2)."""
+    with _pidfd(pid) as pidfd:
+        libc = ctypes.CDLL(None, use_errno=True)
+        copied = libc.syscall(_PIDFD_GETFD, pidfd, number, 0)
+        if copied < 0:
+            code = ctypes.get_errno()
+            raise OSError(code, os.strerror(code))
+    return socket.socket(fileno=copied)
+
+
+@contextmanager
+def _pidfd(pid: int) -> Iterator[int]:
+    opened = os.pidfd_open(pid)
+    try:
+        yield opened
+    finally:
+        os.close(opened)
+
+
+def _is_listening(sock: socket.socket) -> bool:
+    return bool(sock.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN))
+
+
+def _is_connected(sock: socket.socket) -> bool:
+    with contextlib.suppress(OSError):
+        sock.getpeername()
+        return True
+    return False
+
+
+def _is_at(sock: socket.socket, folder: Path | None) -> bool:
+    if folder is None:
+        return True
+    address = sock.getsockname()
+    return isinstance(address, str) and Path(address).is_relative_to(folder)
+
+
+class SmallDisk:
+    """A file system of its own, in memory, that can be filled to the last byte."""
+
+    def __init__(self, folder: Path, nbytes: int) -> None:
+        """Without the right to mount it is a plain folder, and cannot be filled."""
+        folder.mkdir(parents=True, exist_ok=True)
+        self.folder = folder
+        options = f"size={nbytes},mode=0700"
+        mount = ["mount", "-t", "tmpfs", "-o", options, "clairai-faults", str(folder)]
+        self.is_mounted = subprocess.run(mount, check=False, capture_output=True).returncode == 0
+
+    def fill(self) -> End:
+        """Until not one byte fits; the returned function makes room again."""
+        if not self.is_mounted:
+            raise PermissionError(f"{self.folder} is no disk of its own: we may not mount")
+        filler = self.folder / _FILLER
+        fd = os.open(filler, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+        try:
+            _write_until_full(fd)
+        finally:
+            os.close(fd)
+        return lambda: filler.unlink(missing_ok=True)
+
+    def close(self) -> None:
+        if self.is_mounted:
+            unmount = ["umount", "--lazy", str(self.folder)]
+            subprocess.run(unmount, check=True, capture_output=True)
+
+
+def _write_until_full(fd: int) -> None:
+    nbytes = len(_CHUNK)
+    while nbytes:
+        try:
+            os.write(fd, _CHUNK[:nbytes])
+        except OSError as error:
+            if error.errno != errno.ENOSPC:
+                raise
+            nbytes //= 2
+
+
+def is_stopped(pid: int) -> bool:
+    """True while the process is suspended."""
+    return process_state(pid) == "T"
+
+
+def process_state(pid: int) -> str:
+    """The letter of proc_pid_stat(5); empty if there is no such process."""
+    try:
+        text = Path(f"/proc/{pid}/stat").read_text(errors="replace")
+    except OSError:
+        return ""
+    return text.rpartition(")")[2].split()[0]
+
+
+def is_running(pid: int) -> bool:
+    return process_state(pid) not in ("", "Z", "X")

@@ -1,0 +1,375 @@
+"""Plants every fault of the fault matrix in a real engine, and writes docs/faults.md.
+
+Run by `make faults`. What a cell has shown is kept in a file of its own: a run that was cut short
+goes on where it was, and `--state`, `--role` and `--fault` run some cells again. Needs Linux, the
+right to mount, and the demo model.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import shutil
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any, Final
+
+from clairai.probe.files import save
+from clairai.weights import Sender
+from tests.engine import models, weighed
+from tests.engine import server as parts
+from tests.process.fault_cell import (
+    ANSWER_TOKENS,
+    FaultRun,
+    References,
+    Seen,
+    check_impossible,
+    planting,
+    which_weights,
+)
+from tests.process.fault_load import Answer, Ask, stream_answer
+from tests.process.fault_matrix import (
+    CELLS,
+    MATRIX,
+    Back,
+    Cell,
+    Fault,
+    Impossible,
+    Role,
+    State,
+)
+from tests.process.faulted_service import ROOT, Disks, FaultedService, small_disks
+
+RESULTS: Final = ROOT / "build" / "faults"
+PAGE: Final = ROOT / "docs" / "faults.md"
+MODEL: Final = "cut"
+NUM_LAYERS: Final = 4
+BUFFER_BYTES: Final = 32 << 20
+LEAVES, RESTARTS, ENDS = range(3)  # a fault leaves the engine, has it started again, or ends all
+MAX_RESTARTS: Final = 3  # launch/supervisor.py gives up after so many in a row
+SERVE: Final = (
+    *("--on-death", "restart", "--log-format", "json", "--"),
+    *("--dtype", "float32", "--enforce-eager", "--max-model-len", "8192", "--max-num-seqs", "8"),
+    *("--weight-transfer-config", '{"backend": "clairai_ipc"}'),
+)
+INTRODUCTION: Final = """\
+# Faults
+
+What happens when a process is killed or suspended, a disk is full, descriptors run out or a socket
+is closed: in each process, and in each state of the service. `make faults` plants every fault in a
+real engine (vLLM on a CPU, one rank, four layers of the demo model, `--on-death restart`) and
+writes this page. {summary}
+
+Streaming, capturing and swapping weights go on at the same time where the same must hold in them:
+the fault is planted once, and seen in each. In every cell a request afterwards has the right tokens
+and scores and its rows are kept, and rows committed before are readable. When the service ends, no
+process, socket, folder or shared memory is left.
+"""
+# So that core and worker are two processes although there is one rank.
+OWN_WORKER: Final = ("--distributed-executor-backend", "mp")
+
+
+@dataclass(frozen=True)
+class Record:
+    """One line of the page."""
+
+    state: str
+    role: str
+    fault: str
+    problems: list[str]
+    notes: list[str]
+    noticed_s: float | None
+    back_s: float | None
+    at: str
+
+    @classmethod
+    def of(cls, cell: Cell, seen: Seen) -> Record:
+        now = datetime.now(UTC).isoformat(timespec="seconds")
+        return cls(*cell, seen.problems, seen.notes, seen.noticed_s, seen.back_s, now)
+
+
+@dataclass(frozen=True)
+class Site:
+    """A model, another one like it, probes, and the disks of the service."""
+
+    model: Path
+    other: Path
+    probes: Path
+    disks: Disks
+
+    def command(self, port: int, *, has_own_worker: bool) -> list[str]:
+        program = [sys.executable, "-m", "clairai.cli", "serve", str(self.model)]
+        program += ["--probes", str(self.probes), "--capture", str(self.disks.store)]
+        program += ["--port", str(port), *SERVE]
+        return [*program, *(OWN_WORKER if has_own_worker else ())]
+
+
+@contextmanager
+def site() -> Iterator[Site]:
+    scratch = Path(tempfile.mkdtemp(prefix="faulted-"))
+    try:
+        model = models.cut(models.real(), NUM_LAYERS, scratch / "model" / MODEL)
+        other = weighed.perturb(model, scratch / "other" / MODEL)
+        probes = scratch / "probes"
+        probes.mkdir()
+        for seed, name in enumerate(("first", "second")):
+            save(probes / f"{name}.safetensors", parts.probe(name, seed=seed))
+        with small_disks() as disks:
+            yield Site(model, other, probes, disks)
+    finally:
+        shutil.rmtree(scratch, ignore_errors=True)
+
+
+class Life:
+    """One command, from its start until its end or a fault that ends it."""
+
+    def __init__(self, place: Site, *, has_own_worker: bool) -> None:
+        self._place = place
+        self.service = FaultedService.start(
+            place.disks,
+            lambda port: place.command(port, has_own_worker=has_own_worker),
+            {**os.environ, **parts.CPU},
+            MODEL,
+        )
+        self.sender = Sender(
+            self.service.url,
+            runtime_dir=str(place.disks.runtime.folder),
+            buffer_bytes=BUFFER_BYTES,
+        )
+        self.num_restarts = 0
+        self.is_over = False
+
+    def learn(self) -> References:
+        """The right answers, with each set of weights, when nothing is wrong."""
+        old = self._answer()
+        self.sender.send(self._place.other)
+        new = self._answer()
+        self.sender.send(self._place.model)
+        made = References(old, new)
+        assert old.tokens != new.tokens
+        assert which_weights(self._answer(), made) == "old"
+        return made
+
+    def _answer(self) -> Answer:
+        answer = Answer()
+        with self.service.client() as client:
+            body = Ask(ANSWER_TOKENS).body(MODEL)
+            stream_answer(client, body, answer, is_over=threading.Event())
+        assert not answer.error, answer.error
+        return answer
+
+    def run(self, cells: tuple[Cell, ...], references: References) -> dict[Cell, Seen]:
+        self.service.trim_output()
+        expected = MATRIX[cells[0]]
+        if isinstance(expected, Impossible):
+            return {cell: check_impossible(self.service, cell, expected) for cell in cells}
+        places = (self.sender, self._place.model, self._place.other)
+        run = FaultRun(self.service, cells, *places, references)
+        found = run.run()
+        self.num_restarts += run.has_new_engine
+        self.is_over = run.is_service_over
+        if self.is_over:
+            left = self.service.leftovers()
+            for seen in found.values():
+                seen.problems += left
+        elif any(seen.problems for seen in found.values()) and not self._is_well(references):
+            self.service.kill()
+            self.is_over = True
+        return found
+
+    def _is_well(self, references: References) -> bool:
+        """True if the next cell can be trusted although this one failed."""
+        if self.service.health.last().status != "ready":
+            return False
+        try:
+            return which_weights(self._answer(), references) == "old"
+        except AssertionError:
+            return False
+
+    def can_run(self, cell: Cell) -> bool:
+        is_over_limit = rank(cell) == RESTARTS and self.num_restarts >= MAX_RESTARTS
+        return not self.is_over and not is_over_limit
+
+    def end(self) -> list[str]:
+        """What it leaves behind."""
+        return [] if self.is_over else self.service.end()
+
+
+def needs_own_worker(cell: Cell) -> bool:
+    return cell.role in (Role.CORE, Role.WORKER)
+
+
+def rank(cell: Cell) -> int:
+    """What it does to the engine."""
+    expected = MATRIX[cell]
+    if isinstance(expected, Impossible):
+        return LEAVES
+    return {Back.RESTARTED: RESTARTS, Back.COMMAND: ENDS}.get(expected.back, LEAVES)
+
+
+def in_groups(cells: Iterable[Cell]) -> list[tuple[Cell, ...]]:
+    """Cells that are seen in one planted fault; those that end the command come last."""
+    groups: dict[tuple[object, ...], list[Cell]] = {}
+    for cell in cells:
+        is_impossible = isinstance(MATRIX[cell], Impossible)
+        key = (cell.role, cell.fault) if is_impossible else planting(cell)
+        groups.setdefault(key, []).append(cell)
+    return sorted(map(tuple, groups.values()), key=lambda group: rank(group[0]))
+
+
+class Run:
+    """All chosen cells, over as many lives as they take."""
+
+    def __init__(self, place: Site, cells: Sequence[Cell], deadline_s: float) -> None:
+        self._place, self._deadline_s = place, deadline_s
+        self._pending = in_groups(cells)
+        self._references: References | None = None
+
+    def run(self) -> None:
+        for has_own_worker in (False, True):
+            while self._next_groups(has_own_worker) and not self._is_late():
+                self._live(has_own_worker=has_own_worker)
+
+    def _is_late(self) -> bool:
+        return time.monotonic() > self._deadline_s
+
+    def _next_groups(self, has_own_worker: bool) -> list[tuple[Cell, ...]]:
+        return [one for one in self._pending if needs_own_worker(one[0]) == has_own_worker]
+
+    def _live(self, *, has_own_worker: bool) -> None:
+        life = Life(self._place, has_own_worker=has_own_worker)
+        last: dict[Cell, Seen] = {}
+        try:
+            self._references = self._references or life.learn()
+            for group in self._next_groups(has_own_worker):
+                if self._is_late() or not life.can_run(group[0]):
+                    continue
+                last = life.run(group, self._references)
+                self._pending.remove(group)
+                write_records(last)
+        finally:
+            left = life.end()
+        if left and last:
+            for seen in last.values():
+                seen.problems += left
+            write_records(last)
+
+
+def write_records(found: dict[Cell, Seen]) -> None:
+    for cell, seen in found.items():
+        write_record(cell, seen)
+
+
+def write_record(cell: Cell, seen: Seen) -> None:
+    RESULTS.mkdir(parents=True, exist_ok=True)
+    record = Record.of(cell, seen)
+    record_file(cell).write_text(json.dumps(asdict(record), indent=1))
+    noticed = "" if seen.noticed_s is None else f", noticed {seen.noticed_s:.1f} s"
+    back = "" if seen.back_s is None else f", back {seen.back_s:.1f} s"
+    say(f"{'FAILED' if seen.problems else 'held  '} {cell}{noticed}{back}")
+    for problem in seen.problems:
+        say(f"       {problem}")
+
+
+def record_file(cell: Cell) -> Path:
+    return RESULTS / ("_".join(part.replace(" ", "-") for part in cell) + ".json")
+
+
+def read_record(cell: Cell) -> Record | None:
+    if not record_file(cell).is_file():
+        return None
+    found: dict[str, Any] = json.loads(record_file(cell).read_text())
+    return Record(**found)
+
+
+def say(line: str) -> None:
+    sys.stdout.write(f"{line}\n")
+    sys.stdout.flush()
+
+
+def page(records: dict[Cell, Record]) -> str:
+    """docs/faults.md."""
+    held = sum(not record.problems for record in records.values())
+    machine = f"{platform.system()} {platform.machine()}, {os.cpu_count()} cores"
+    summary = f"{datetime.now(UTC):%Y-%m-%d}, {machine}: {held} of {len(CELLS)} cells hold."
+    lines = [INTRODUCTION.format(summary=summary)]
+    for state in State:
+        lines += [f"## {state.value.capitalize()}", "", *_table(state, records), ""]
+    return "\n".join(lines)
+
+
+def _table(state: State, records: dict[Cell, Record]) -> Iterator[str]:
+    yield "| process | fault | must hold | seen | noticed, s | back, s |"
+    yield "|---|---|---|---|---|---|"
+    for cell in (cell for cell in CELLS if cell.state is state):
+        record = records.get(cell)
+        seen, noticed, back = _seen(record)
+        must = MATRIX[cell].sentence()
+        yield f"| {cell.role} | {cell.fault} | {must} | {seen} | {noticed} | {back} |"
+
+
+def _seen(record: Record | None) -> tuple[str, str, str]:
+    if record is None:
+        return "not run", "", ""
+    words = "; ".join(record.problems if record.problems else record.notes)
+    text = ("**not held:** " if record.problems else "held") + (f"; {words}" if words else "")
+    return text.replace("|", "/"), _seconds(record.noticed_s), _seconds(record.back_s)
+
+
+def _seconds(value: float | None) -> str:
+    return "" if value is None else f"{value:.1f}"
+
+
+def choose(arguments: argparse.Namespace) -> list[Cell]:
+    """The cells asked for, without those that were run before unless some were named."""
+    chosen = [
+        cell
+        for cell in CELLS
+        if arguments.state in (None, cell.state)
+        and arguments.role in (None, cell.role)
+        and arguments.fault in (None, cell.fault)
+    ]
+    is_named = any((arguments.state, arguments.role, arguments.fault))
+    if is_named and not arguments.resume:
+        return chosen
+    return [cell for cell in chosen if not _is_settled(cell, again=arguments.failed)]
+
+
+def _is_settled(cell: Cell, *, again: bool) -> bool:
+    record = read_record(cell)
+    return record is not None and not (again and record.problems)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--state", type=State, choices=list(State))
+    parser.add_argument("--role", type=Role, choices=list(Role))
+    parser.add_argument("--fault", type=Fault, choices=list(Fault))
+    parser.add_argument("--resume", action="store_true", help="leave out cells that were run")
+    parser.add_argument("--failed", action="store_true", help="run again what did not hold")
+    parser.add_argument("--budget-s", type=float, default=float("inf"), help="begin nothing later")
+    parser.add_argument("--page", action="store_true", help="write the page and run nothing")
+    arguments = parser.parse_args(argv)
+    deadline_s = time.monotonic() + arguments.budget_s
+    cells = [] if arguments.page else choose(arguments)
+    if cells:
+        with site() as place:
+            Run(place, cells, deadline_s).run()
+    records = {cell: record for cell in CELLS if (record := read_record(cell)) is not None}
+    PAGE.write_text(page(records))
+    failed = [cell for cell, record in records.items() if record.problems]
+    say(f"{len(records) - len(failed)} of {len(CELLS)} cells hold, {len(failed)} do not; {PAGE}")
+    return 1 if failed or len(records) < len(CELLS) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
