@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import re
 import secrets
@@ -82,6 +83,10 @@ def test_a_key_with_one_right_gets_through_where_the_table_says(
         (whole(decode_steering_vectors=VECTORS["steering_vectors"]), "steer"),
         (whole(clairai={"capture": True}), "capture"),
         (whole(clairai={"capture": {}}), "capture"),
+        (whole(vllm_xargs={"clairai": '{"steer": [{"vector": "calm"}]}'}), "steer"),
+        (whole(vllm_xargs={"clairai": '{"capture": true}'}), "capture"),
+        (whole(vllm_xargs={"clairai": '{"c\\u0061pture": {}}'}), "capture"),
+        (whole(vllm_xargs={"steering_vectors": json.dumps(VECTORS["steering_vectors"])}), "steer"),
     ],
 )
 def test_a_field_without_its_right_is_refused_wherever_it_stands(

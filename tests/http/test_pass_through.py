@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
@@ -26,11 +27,12 @@ def test_a_request_without_our_key_arrives_byte_by_byte(w: World, path: str, raw
     w.upstream.script = script
     with w.client() as client:
         headers = {"Content-Type": "application/json", "X-Request-Id": "r", "Cookie": "session=1"}
-        assert client.post(path, content=raw, headers=headers).status_code == 400
+        answer = client.post(path, content=raw, headers=headers)
+        assert (answer.status_code, answer.headers["x-request-id"]) == (400, "r")
     sent = {name.lower(): value for name, value in w.upstream.last.headers.items()}
     assert w.upstream.last.raw == raw
     assert sent["content-type"] == "application/json"
-    assert sent["x-request-id"] == "r"
+    assert re.fullmatch("[0-9a-f]{32}", sent["x-request-id"])
     assert "cookie" not in sent
 
 

@@ -102,7 +102,7 @@ class ToyCapture:
                 self.collector.commit()
             return capture_messages.Captures(tuple(map(results.of_stream, control.streams)))
         if isinstance(control, capture_messages.ListCaptures):
-            return capture_messages.Captures(results.newest(control.limit))
+            return capture_messages.Captures(results.newest(control.limit, control.owner))
         return results.state(staging_nbytes=0, pending_nbytes=0)
 
 

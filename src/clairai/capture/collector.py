@@ -20,7 +20,7 @@ from typing import Final
 
 import numpy as np
 
-from clairai.capture.consumers import Consumer, EngineInfo
+from clairai.capture.consumers import Consumer, EngineInfo, begin_request
 from clairai.capture.fidelity_meter import FidelityMeter
 from clairai.capture.held_rows import HeldRows
 from clairai.capture.results import CaptureResults
@@ -305,7 +305,8 @@ class Collector:
         if plan.adapter is not None:
             applied["adapter"] = plan.adapter
         for name in plan.to:
-            self._consumers[name].begin(stream, tags=tags, steering=applied)
+            consumer = self._consumers[name]
+            begin_request(consumer, stream, tags=tags, steering=applied, owner=plan.owner)
 
     def _finish(self, answer: AnswerId) -> None:
         plan = self._plans.pop(answer, None)

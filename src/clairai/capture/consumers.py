@@ -7,6 +7,7 @@ options it does not accept; then the engine does not start.
 
 from __future__ import annotations
 
+import inspect
 import threading
 import time
 from collections import Counter
@@ -72,7 +73,10 @@ class Consumer(Protocol):
     def begin(
         self, stream: int, *, tags: Mapping[str, Any] | None, steering: Mapping[str, Any] | None
     ) -> None:
-        """Before a request's first rows, and again when its steering changes."""
+        """Before a request's first rows, and again when its steering changes.
+
+        A consumer whose `begin` also takes `owner` gets the name of the API key that made it.
+        """
 
     def offer(self, block: RowBlock) -> bool:
         """Rows of any requests at one point; False if they are refused, and counted in `losses`.
@@ -150,6 +154,20 @@ def _factory(spec: ConsumerSpec, known: Mapping[str, EntryPoint]) -> Factory:
     return factory
 
 
+def begin_request(
+    consumer: Consumer,
+    stream: int,
+    *,
+    tags: Mapping[str, Any] | None,
+    steering: Mapping[str, Any] | None,
+    owner: str | None,
+) -> None:
+    """Call a consumer's `begin`; one that takes no `owner` is not told it."""
+    begin: Callable[..., None] = consumer.begin
+    is_told = owner is not None and "owner" in inspect.signature(begin).parameters
+    begin(stream, tags=tags, steering=steering, **({"owner": owner} if is_told else {}))
+
+
 @dataclass(frozen=True)
 class ConsumerFailure:
     reason: str
@@ -220,12 +238,17 @@ class GuardedConsumer:
         return None if found is None else found // FREE_STEP_NBYTES * FREE_STEP_NBYTES
 
     def begin(
-        self, stream: int, *, tags: Mapping[str, Any] | None, steering: Mapping[str, Any] | None
+        self,
+        stream: int,
+        *,
+        tags: Mapping[str, Any] | None,
+        steering: Mapping[str, Any] | None,
+        owner: str | None = None,
     ) -> None:
         if self._failed is not None:
             return
         try:
-            self._inner.begin(stream, tags=tags, steering=steering)
+            begin_request(self._inner, stream, tags=tags, steering=steering, owner=owner)
         except Exception as error:
             self._fail(error)
 

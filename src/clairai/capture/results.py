@@ -221,9 +221,13 @@ class CaptureResults:
         with self._lock:
             return tuple(self._captured(a) for a in sorted(self._by_stream.get(stream, ())))
 
-    def newest(self, limit: int) -> tuple[tuple[Captured, ...], ...]:
+    def newest(self, limit: int, owner: str | None = None) -> tuple[tuple[Captured, ...], ...]:
+        """The newest requests; with `owner`, only those of this one."""
         with self._lock:
-            streams = dict.fromkeys(stream for stream, _ in reversed(self._answers))
+            found = reversed(self._answers.items())
+            streams = dict.fromkeys(
+                answer[0] for answer, one in found if owner in (None, one.plan.owner)
+            )
             return tuple(
                 tuple(self._captured(answer) for answer in sorted(self._by_stream[stream]))
                 for stream in [*streams][: max(limit, 0)]
@@ -245,6 +249,8 @@ class CaptureResults:
             discarded=found.discarded,
             reason=next(filter(None, reasons), ""),
             places=places,
+            label=found.plan.label or "",
+            owner=found.plan.owner or "",
         )
 
     def _place(self, name: str, answer: AnswerId, found: _AnswerState) -> CapturePlace:

@@ -144,7 +144,9 @@ class Admission:
                 raise CaptureOffError(CAPTURE_OFF)
             return None
         adapter = getattr(getattr(request, "lora_request", None), "lora_name", None)
-        context = RequestContext(stream, _prompt_len(request), steering, adapter)
+        context = RequestContext(
+            stream, _prompt_len(request), steering, adapter, fields.label, fields.owner
+        )
         plan = self._captures.resolve(fields.capture, context)
         if plan is not None:
             _require_whole_prompt(request, "captured")

@@ -23,6 +23,8 @@ UNREADABLE: Final = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
 BodyFields = dict[str, msgspec.Raw]
 
 _BODY: Final = msgspec.json.Decoder(BodyFields)
+_XARGS_OBJECT: Final = msgspec.json.Decoder(BodyFields | None)
+_TEXT: Final = msgspec.json.Decoder(str)
 _FLAG: Final[msgspec.json.Decoder[bool | None]] = msgspec.json.Decoder(bool | None)
 _COUNT: Final[msgspec.json.Decoder[int | None]] = msgspec.json.Decoder(int | None)
 # One of these is in every body with a field of ours: a key may also be written with escapes.
@@ -68,11 +70,53 @@ def has_our_keys(body: bytes, bounds: JsonBounds) -> bool:
     RequestError if a key stands there twice and one of them is ours or `vllm_xargs`: parsers differ
     in which one counts.
     """
+    return not OUR_KEYS.isdisjoint(checked_keys(body, bounds))
+
+
+def checked_keys(body: bytes, bounds: JsonBounds) -> frozenset[str]:
+    """The keys of the outermost object; RequestError as of `has_our_keys`."""
     keys = outermost_keys(body, bounds)
-    is_ours = not OUR_KEYS.isdisjoint(keys)
-    if (is_ours or XARGS in keys) and len(set(keys)) < len(keys):
+    found = frozenset(keys)
+    if not found.isdisjoint((*OUR_KEYS, XARGS)) and len(found) < len(keys):
         raise RequestError("a key of the body is there twice; send each once")
-    return is_ours
+    return found
+
+
+def move_beside(fields: BodyFields, bounds: JsonBounds) -> BodyFields:
+    """The body with our fields beside `vllm_xargs`, although they stood in it as JSON text.
+
+    So whoever judges the fields finds all of them; RequestError if they stand in both places.
+    """
+    try:
+        xargs = _XARGS_OBJECT.decode(fields.get(XARGS, b"null")) or {}
+    except UNREADABLE:
+        return fields  # vLLM refuses it
+    inside = OUR_KEYS & xargs.keys()
+    if not inside:
+        return fields
+    check_unique_keys(fields[XARGS], XARGS, bounds)
+    if any(name in fields for name in OUR_KEYS):
+        raise RequestError(
+            f"the request has fields of clairai both beside vllm_xargs and in it ({min(inside)}); "
+            "send all of them beside it"
+        )
+    moved = {name: _read_text(xargs[name], name, bounds) for name in sorted(inside)}
+    left = {name: raw for name, raw in xargs.items() if name not in inside}
+    return {**fields, XARGS: msgspec.Raw(msgspec.json.encode(left)), **moved}
+
+
+def _read_text(raw: msgspec.Raw, name: str, bounds: JsonBounds) -> msgspec.Raw:
+    """JSON that stands in a string, judged as the body is."""
+    try:
+        text = msgspec.Raw(_TEXT.decode(raw).encode())
+        check_json(bytes(text), bounds)
+        msgspec.json.decode(text)
+    except (*UNREADABLE, UnicodeEncodeError):
+        raise RequestError(
+            f"{name} in vllm_xargs must be JSON as text; or send it beside"
+        ) from None
+    check_unique_keys(text, name, bounds)
+    return text
 
 
 def check_unique_keys(raw: msgspec.Raw, where: str, bounds: JsonBounds) -> None:

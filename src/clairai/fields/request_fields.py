@@ -6,6 +6,7 @@ trusts no caller.
 
 from __future__ import annotations
 
+import re
 import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -20,7 +21,9 @@ from clairai.fields.steering_vectors import FIELD_PHASES, parse_steering_vectors
 
 KEY: Final = "clairai"
 MAX_STREAM: Final = 2**64 - 1
-_KNOWN: Final = ("stream", "prompt_scores", "steer", "stop", "capture")
+MAX_LABEL: Final = 128
+_KNOWN: Final = ("stream", "prompt_scores", "steer", "stop", "capture", "label", "owner")
+_OWNER: Final = re.compile(r"[a-z0-9._-]{1,64}", re.ASCII)
 
 
 @dataclass(frozen=True)
@@ -32,6 +35,8 @@ class RequestFields:
     steer: tuple[SteerEntry, ...] = ()
     stop: tuple[StopRule, ...] = ()
     capture: CaptureSpec | None = None  # None: the request does not say
+    label: str | None = None  # the caller's own name for the request, which decides nothing
+    owner: str | None = None  # name of the API key that sent it; the proxy says so
 
     def __post_init__(self) -> None:
         if self.stream is not None and (
@@ -45,6 +50,12 @@ class RequestFields:
             raise RequestError(
                 f"prompt_scores must be true or false, got {quote(self.prompt_scores)}"
             )
+        if self.label is not None and not is_label(self.label):
+            raise RequestError(
+                f"label must be 1 to {MAX_LABEL} printable characters, got {quote(self.label)}"
+            )
+        if self.owner is not None and not is_owner(self.owner):
+            raise RequestError(f"owner must be the name of an API key, got {quote(self.owner)}")
 
     def to_json(self) -> dict[str, Any]:
         """What `parse_fields` reads as equal fields."""
@@ -57,7 +68,17 @@ class RequestFields:
             fields["stop"] = [rule.to_json() for rule in self.stop]
         if self.capture is not None:
             fields["capture"] = self.capture.to_json()
-        return fields
+        named = {"label": self.label, "owner": self.owner}
+        return fields | {name: value for name, value in named.items() if value is not None}
+
+
+def is_label(value: object) -> bool:
+    return isinstance(value, str) and 1 <= len(value) <= MAX_LABEL and value.isprintable()
+
+
+def is_owner(value: object) -> bool:
+    """True for what can be the name of an API key."""
+    return isinstance(value, str) and _OWNER.fullmatch(value) is not None
 
 
 def request(

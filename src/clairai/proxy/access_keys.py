@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import re
 import secrets
 from collections import Counter
 from collections.abc import Iterable, Sequence
@@ -11,13 +10,13 @@ from dataclasses import dataclass, field
 from typing import Final, Literal, get_args
 
 from clairai.errors import ConfigError, quote
+from clairai.fields.request_fields import is_owner
 
 Right = Literal["read", "steer", "capture", "weights", "admin"]
 RIGHTS: Final[tuple[Right, ...]] = get_args(Right)
 DEFAULT_NAME: Final = "default"
 MAX_KEYS: Final = 256
-MAX_NAME: Final = 64
-_NAME: Final = re.compile(rf"[a-z0-9._-]{{1,{MAX_NAME}}}", re.ASCII)
+MAX_NAME: Final = 64  # characters
 
 
 @dataclass(frozen=True)
@@ -29,7 +28,7 @@ class AccessKey:
     digest: bytes = field(repr=False)  # SHA-256 of the key
 
     def __post_init__(self) -> None:
-        if not is_key_name(self.name):
+        if not is_owner(self.name):
             raise ConfigError(
                 f"a key's name must be 1 to {MAX_NAME} of a-z, 0-9, dot, underscore and hyphen, "
                 f"not {quote(self.name)}"
@@ -43,10 +42,6 @@ class AccessKey:
         cls, key: str, *, name: str = DEFAULT_NAME, rights: Iterable[Right] = RIGHTS
     ) -> AccessKey:
         return cls(name, frozenset(rights), digest_key(key))
-
-
-def is_key_name(name: object) -> bool:
-    return isinstance(name, str) and _NAME.fullmatch(name) is not None
 
 
 def digest_key(key: str) -> bytes:

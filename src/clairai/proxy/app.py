@@ -88,8 +88,8 @@ def _make_endpoint(
     """The route's handler, behind the checks that the table asks for."""
     handler = HANDLERS[route.handler]
 
-    async def endpoint(request: Request) -> Response:
-        caller = check_access(request, route, proxy.settings)
+    async def answer(request: Request) -> Response:
+        caller = request.state.caller = check_access(request, route, proxy.settings)
         if route.body == "file":  # reading it shows whether the client is still there
             return await handler(HandlerCall(proxy, dashboard, examples, request, caller, None))
         if route.body == "none":
@@ -98,6 +98,13 @@ def _make_endpoint(
         async with _received(proxy, request, route, caller) as body:
             call = HandlerCall(proxy, dashboard, examples, request, caller, body)
             return await while_connected(request, handler(call))
+
+    async def endpoint(request: Request) -> Response:
+        response = await answer(request)
+        label = request.headers.get("x-request-id")
+        if label is not None:  # the client's own; the engine has an id that the proxy made
+            response.headers["X-Request-Id"] = label
+        return response
 
     return endpoint
 

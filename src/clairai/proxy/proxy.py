@@ -40,8 +40,12 @@ _log: Final = logging.getLogger(__name__)
 class Completion:
     """One completion while it is answered; `outcome` is what it would be if it ended now."""
 
-    def __init__(self, route: str) -> None:
+    def __init__(
+        self, route: str, *, key: str | None = None, request_id: str | None = None
+    ) -> None:
+        """`key` is the name of the client's key, `request_id` its own name for the request."""
         self.route = route
+        self._key, self._request_id = key, request_id
         self.scores: RequestScores | None = None  # if it asked for scores
         self.run: str | None = None
         self.outcome: Outcome = "cancelled"
@@ -74,6 +78,8 @@ class Completion:
             run=self.run,
             status=self.status,
             first_token_seconds=None if first_s is None else first_s - self._started_s,
+            key=self._key,
+            request_id=self._request_id,
         )
 
 
@@ -154,9 +160,11 @@ class Proxy:
             self._num_streams -= 1
 
     @contextmanager
-    def observe_completion(self, route: str) -> Iterator[Completion]:
+    def observe_completion(
+        self, route: str, *, key: str | None = None, request_id: str | None = None
+    ) -> Iterator[Completion]:
         """A completion; the observers learn how it ends."""
-        completion = Completion(route)
+        completion = Completion(route, key=key, request_id=request_id)
         try:
             yield completion
         except HttpRefusal as refused:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import AsyncGenerator
 from contextlib import AsyncExitStack
 from http import HTTPStatus
@@ -12,12 +13,14 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from clairai.proxy.body_reader import timed_parts
+from clairai.proxy.caller import Caller
 from clairai.proxy.completions.merger import MAX_FRAME_BYTES
 from clairai.proxy.completions.sse import DONE, FrameSplitter, FrameTooLong, frame_data
 from clairai.proxy.host_paths import hide_paths
 from clairai.proxy.proxy import Completion, Proxy
 from clairai.proxy.responses import EVENT_STREAM, EventStream, HttpRefusal, PartStream
 from clairai.proxy.upstream import Upstream, UpstreamGone, request_headers, response_headers
+from clairai.wire.capture_messages import OWNER_HEADER
 
 _WEIGHTS: Final = "/v1/weights"
 
@@ -140,8 +143,13 @@ def with_query(path: str, request: Request) -> str:
 
 
 def forwarded_headers(proxy: Proxy, request: Request, *, is_edited: bool) -> list[tuple[str, str]]:
+    """The client's headers, a request id that nobody can guess, and whose captures may be shown."""
     has_own_key = bool(proxy.settings.access_keys)
-    return request_headers(request.headers.items(), has_own_key=has_own_key, is_edited=is_edited)
+    kept = request_headers(request.headers.items(), has_own_key=has_own_key, is_edited=is_edited)
+    caller: Caller = request.state.caller
+    is_owner = caller.name is not None and not caller.is_admin
+    owner = [(OWNER_HEADER, caller.name or "")] if is_owner else []
+    return [*kept, ("X-Request-Id", secrets.token_hex(16)), *owner]
 
 
 def is_event_stream(response: aiohttp.ClientResponse) -> bool:

@@ -270,6 +270,9 @@ class DoneEvent(Answer):
         Annotated[int | None, Meta(description="version of the weights that it began with")]
         | UnsetType
     ) = UNSET
+    label: (
+        Annotated[str | None, Meta(description="the client's own name for the request")] | UnsetType
+    ) = UNSET
 
 
 class AppliedEntry(Answer, forbid_unknown_fields=False):
@@ -293,6 +296,9 @@ class SteeringEcho(Answer, forbid_unknown_fields=False):
     weights: (
         Annotated[int | None, Meta(description="version of the weights that it began with")]
         | UnsetType
+    ) = UNSET
+    label: (
+        Annotated[str | None, Meta(description="the client's own name for the request")] | UnsetType
     ) = UNSET
 
 
@@ -362,6 +368,8 @@ class CaptureInfo(CaptureHandle, kw_only=True):
     points: list[str]
     encoder: str
     answers: int
+    label: str | UnsetType = UNSET
+    owner: Annotated[str, Meta(description="name of the API key that made it")] | UnsetType = UNSET
 
 
 class ConsumerState(Answer):

@@ -34,10 +34,15 @@ _HOP_BY_HOP: Final = frozenset(
         *("proxy-connection", "trailer", "transfer-encoding", "upgrade"),
     )
 )
-# Headers that are between a client and this proxy alone.
+# Headers that are between a client and this proxy alone. vLLM takes its request id from
+# X-Request-Id, and the proxy makes it.
 _NOT_FORWARDED: Final = frozenset(
-    ("host", "content-length", "cookie", "origin", "referer", "authorization", "expect")
+    (
+        *("host", "content-length", "cookie", "origin", "referer", "authorization", "expect"),
+        "x-request-id",
+    )
 )
+_NOT_FORWARDED_PREFIXES: Final = ("sec-", "x-clairai-")
 _NOT_RETURNED: Final = frozenset(("server", "date", "content-length", "set-cookie", "alt-svc"))
 
 
@@ -182,7 +187,11 @@ def request_headers(
     if is_edited:
         dropped |= {"accept-encoding"}  # the proxy has to read the answer
     kept = _drop_headers(headers, dropped)
-    return [(name, value) for name, value in kept if not name.lower().startswith("sec-")]
+    return [
+        (name, value)
+        for name, value in kept
+        if not name.lower().startswith(_NOT_FORWARDED_PREFIXES)
+    ]
 
 
 def response_headers(headers: Mapping[str, str]) -> list[tuple[str, str]]:

@@ -18,13 +18,16 @@ from fastapi import APIRouter, Request
 from fastapi.responses import Response
 
 from clairai.errors import RequestError, StoreError, quote
+from clairai.fields.request_fields import is_owner
 from clairai.points import Point
 from clairai.server.capture_download import BundleKey, DownloadResponse, Downloads
 from clairai.server.engine_rpc import EngineRpc, RouteRefusal, require_engine
 from clairai.server.response_fields import capture_fields, is_settled, wait_settled
+from clairai.server.stored_owners import StoredOwners
 from clairai.store.bundle import Bundle
 from clairai.store.disk import MANIFEST
 from clairai.wire.capture_messages import (
+    OWNER_HEADER,
     Captured,
     Captures,
     CaptureState,
@@ -34,6 +37,7 @@ from clairai.wire.capture_messages import (
 )
 
 ATTRIBUTE: Final = "clairai_captures"  # of the app's state
+OWNERS_ATTRIBUTE: Final = "clairai_capture_owners"
 MAX_LISTED: Final = 1000
 MAX_POINTS: Final = 512
 NOT_SATISFIABLE: Final = (0, 0)
@@ -59,7 +63,7 @@ async def list_captures(request: Request) -> Response:
     """The newest first; `?limit=` of them."""
     engine = require_engine(request.app)
     limit = _int_param(request, "limit", 100, MAX_LISTED)
-    captures = await engine.ask(ListCaptures(limit), Captures)
+    captures = await engine.ask(ListCaptures(limit, _asking_owner(request)), Captures)
     state = await engine.ask(DescribeCapture(), CaptureState)
     content = {
         "data": [_list_capture(answers) for answers in captures.found if answers],
@@ -99,6 +103,8 @@ async def get_capture(id: str, request: Request) -> Response:
     downloads = _downloads(request)
     with ExitStack() as closing:
         closing.enter_context(downloads.reserve())
+        if not await _is_shown(request, stream):
+            raise _no_capture(id)
         captured = await _require_kept(engine, id, stream)
         folders = await _find_folders(engine, captured)
         made = await downloads.open(key, folders, closing)
@@ -197,7 +203,38 @@ def _file_response(
 def _list_capture(answers: Sequence[Captured]) -> dict[str, Any]:
     first = answers[0]
     more = {"points": first.points, "encoder": first.encoder, "answers": len(answers)}
+    named = {"label": first.label, "owner": first.owner}
+    more |= {name: value for name, value in named.items() if value}
     return {**capture_fields(first.stream, answers), **more}
+
+
+def _asking_owner(request: Request) -> str | None:
+    """Whose captures are asked for; None for everybody's. The proxy says so, and no client can."""
+    owner = request.headers.get(OWNER_HEADER)
+    if owner is not None and not is_owner(owner):
+        raise RequestError(f"{OWNER_HEADER} must be the name of an API key")
+    return owner
+
+
+async def _is_shown(request: Request, stream: int) -> bool:
+    """False for another's capture: it is answered like one that does not exist."""
+    owner = _asking_owner(request)
+    if owner is None:
+        return True
+    engine = require_engine(request.app)
+    if captured := await engine.captured(stream, is_ended=False):
+        return captured[0].owner == owner
+    folders = await _find_folders(engine, ())
+    return await _stored_owners(request).find(stream, folders) == owner
+
+
+def _stored_owners(request: Request) -> StoredOwners:
+    state = request.app.state
+    if not hasattr(state, OWNERS_ATTRIBUTE):
+        setattr(state, OWNERS_ATTRIBUTE, StoredOwners())
+    owners = getattr(state, OWNERS_ATTRIBUTE)
+    assert isinstance(owners, StoredOwners)
+    return owners
 
 
 def _no_capture(id: str) -> RouteRefusal:

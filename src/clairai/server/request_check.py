@@ -257,7 +257,13 @@ class RequestCheck:
             messages = [{"type": "http.request", "body": body, "more_body": False}]
             scope = {**scope, "headers": _with_length(scope["headers"], len(body))}
 
-        fields = ResponseFields(engine, stream, preview, asks_for_capture=request.asks_for_capture)
+        fields = ResponseFields(
+            engine,
+            stream,
+            preview,
+            asks_for_capture=request.asks_for_capture,
+            label=request.fields.label,
+        )
         writer = ResponseWriter(scope, receive, send, fields)
         try:
             with engine.weight_versions.waiting(stream):

@@ -36,8 +36,10 @@ class ResponseFields:
         preview: SteeringPreview,
         *,
         asks_for_capture: bool,
+        label: str | None = None,
     ) -> None:
         """`stream` is None for a request that becomes several in the engine."""
+        self._label = label
         self._engine, self._stream, self._preview = engine, stream, preview
         self.has_capture = stream is not None and asks_for_capture
         # Hashes inline vectors in a thread, while the engine works.
@@ -49,6 +51,8 @@ class ResponseFields:
         """At the first token: what is applied, the capture's id, the version of the weights."""
         applied = self._preview.applied if self._completing is None else await self._completing
         fields = dict(applied or {})
+        if self._label is not None:
+            fields["label"] = self._label
         if self._stream is not None and self.has_capture:
             fields["capture"] = capture_fields(self._stream, ())
         try:

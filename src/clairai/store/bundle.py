@@ -253,7 +253,7 @@ def _head(
     columns: dict[str, ColumnTensor],
     tensors: dict[str, TensorBytes],
 ) -> ShardHead:
-    note = RequestNote.of(request.tags, request.steering)
+    note = RequestNote.of(request.tags, request.steering, request.owner)
     return ShardHead(
         version=SHARD_VERSION,
         rows=len(rows),

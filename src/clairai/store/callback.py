@@ -76,9 +76,14 @@ class CallbackConsumer:
         return self._queue.counts
 
     def begin(
-        self, stream: int, *, tags: Mapping[str, Any] | None, steering: Mapping[str, Any] | None
+        self,
+        stream: int,
+        *,
+        tags: Mapping[str, Any] | None,
+        steering: Mapping[str, Any] | None,
+        owner: str | None = None,
     ) -> None:
-        self._queue.begin(stream, RequestNote.of(tags, steering))
+        self._queue.begin(stream, RequestNote.of(tags, steering, owner))
 
     def offer(self, block: RowBlock) -> bool:
         return self._queue.put(block)

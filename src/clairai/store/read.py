@@ -55,6 +55,7 @@ class StoredRequest:
     steering: dict[str, Any]
     origins: tuple[Origin, ...]
     shards: tuple[str, ...]
+    owner: str | None = None  # name of the API key that made it, where there are keys
 
 
 @dataclass
@@ -78,6 +79,7 @@ class _RequestParts:
             steering=msgspec.json.decode(self.note.steering),
             origins=tuple(dict.fromkeys(self.origins)),
             shards=tuple(dict.fromkeys(self.shards)),
+            owner=self.note.known_owner,
         )
 
 

@@ -88,27 +88,41 @@ class Origin(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class RequestNote(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A request's tags and the steering applied to it, each as the text of a JSON object."""
+    """A request's tags and the steering applied to it, each as the text of a JSON object.
+
+    `owner` is the name of the API key that made the request; left out where there are no keys.
+    """
 
     tags: str = "{}"
     steering: str = "{}"
+    owner: str | msgspec.UnsetType = msgspec.UNSET
 
     def __post_init__(self) -> None:
         _check_json_object(self.tags, MAX_TAGS_NBYTES, "tags")
         _check_json_object(self.steering, MAX_STEERING_NBYTES, "steering")
+        if self.owner is not msgspec.UNSET:
+            check_text(self.owner, "owner")
 
     @classmethod
     def of(
-        cls, tags: Mapping[str, Any] | None = None, steering: Mapping[str, Any] | None = None
+        cls,
+        tags: Mapping[str, Any] | None = None,
+        steering: Mapping[str, Any] | None = None,
+        owner: str | None = None,
     ) -> RequestNote:
         return cls(
             dump_json_object(tags or {}, MAX_TAGS_NBYTES, "tags"),
             dump_json_object(steering or {}, MAX_STEERING_NBYTES, "steering"),
+            msgspec.UNSET if owner is None else owner,
         )
 
     @property
+    def known_owner(self) -> str | None:
+        return None if self.owner is msgspec.UNSET else self.owner
+
+    @property
     def nbytes(self) -> int:
-        return len(self.tags) + len(self.steering)
+        return len(self.tags) + len(self.steering) + len(self.known_owner or "")
 
 
 @dataclass(frozen=True)

@@ -167,9 +167,10 @@ class Writer:
         *,
         tags: Mapping[str, Any] | None = None,
         steering: Mapping[str, Any] | None = None,
+        owner: str | None = None,
     ) -> None:
         """Set what is stored with a request's rows. Call it before the first, and at a change."""
-        self._queue.begin(_check_stream(stream), RequestNote.of(tags, steering))
+        self._queue.begin(_check_stream(stream), RequestNote.of(tags, steering, owner))
 
     def offer(self, block: RowBlock) -> bool:
         """Return whether the rows were accepted; if not, they are counted as dropped."""

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Final, Literal
 
 import msgspec
 
+# Of a request to the API server: only captures of this owner exist for it.
+OWNER_HEADER: Final = "X-Clairai-Owner"
 CaptureStatus = Literal["open", "writing", "kept", "discarded", "failed"]
 
 
@@ -33,6 +35,8 @@ class Captured(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     discarded: int = 0  # held for a rule that was not met
     reason: str = ""
     places: tuple[CapturePlace, ...] = ()
+    label: str = ""  # the caller's own name for the request
+    owner: str = ""  # name of the API key that made it; empty if that is not known
 
     @property
     def id(self) -> str:
@@ -71,9 +75,10 @@ class FindCaptures(msgspec.Struct, frozen=True, tag="find_captures", forbid_unkn
 
 
 class ListCaptures(msgspec.Struct, frozen=True, tag="list_captures", forbid_unknown_fields=True):
-    """Which captures are the newest?"""
+    """Which captures are the newest? With `owner`, only this one's."""
 
     limit: int = 100
+    owner: str | None = None
 
 
 class DescribeCapture(

@@ -6,6 +6,7 @@ import socket
 from collections.abc import Iterator
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -185,3 +186,17 @@ def test_losses_of_a_consumer_are_reported_without_being_asked_for(
     reporter.close()
     ours.close()
     theirs.close()
+
+
+def test_the_newest_answers_are_those_of_one_owner_or_of_all() -> None:
+    results = CaptureResults({"toy": ToyConsumer()})
+    for stream, owner in enumerate(("alice", "bob", None, "alice"), 1):
+        plan = msgspec.structs.replace(capture_plan(), owner=owner, label=f"request {stream}")
+        results.open((stream, 0), plan)
+    found = {owner: results.newest(2, owner) for owner in (None, "alice", "bob", "eve")}
+    streams = {owner: [one.stream for (one,) in answers] for owner, answers in found.items()}
+    assert streams == {None: [4, 3], "alice": [4, 1], "bob": [2], "eve": []}
+    assert [(one.owner, one.label) for (one,) in found[None]] == [
+        ("alice", "request 4"),
+        ("", "request 3"),
+    ]

@@ -532,6 +532,9 @@ export interface components {
             points: string[];
             encoder: string;
             answers: number;
+            label?: string;
+            /** @description name of the API key that made it */
+            owner?: string;
         };
         /**
          * CaptureList
@@ -614,6 +617,10 @@ export interface components {
              * @default null
              */
             capture: boolean | components["schemas"]["CaptureRequest"] | null;
+            /** @default null */
+            label: string | null;
+            /** @default null */
+            stream: number | null;
         };
         /**
          * CompletionRequest
@@ -657,6 +664,8 @@ export interface components {
             capture?: components["schemas"]["CaptureHandle"] | null;
             /** @description version of the weights that it began with */
             weights?: number | null;
+            /** @description the client's own name for the request */
+            label?: string | null;
         };
         /**
          * EncoderChoice
@@ -944,6 +953,8 @@ export interface components {
             stop?: Record<string, never>[] | null;
             /** @description version of the weights that it began with */
             weights?: number | null;
+            /** @description the client's own name for the request */
+            label?: string | null;
         };
         /**
          * SteeringEvent

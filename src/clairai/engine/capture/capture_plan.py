@@ -33,6 +33,8 @@ class CapturePlan(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     steering: str = "{}"
     adapter: str | None = None  # name of the request's LoRA adapter
     hold: KeepThreshold | None = None
+    label: str | None = None  # the caller's own name for the request
+    owner: str | None = None  # name of the API key that made it
 
     @property
     def first_position(self) -> int:

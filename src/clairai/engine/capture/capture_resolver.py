@@ -48,6 +48,8 @@ class RequestContext:
     prompt_len: int
     plan: SteeringPlan | None = None
     adapter: str | None = None  # name of the LoRA adapter
+    label: str | None = None
+    owner: str | None = None
 
 
 class CaptureResolver:
@@ -108,6 +110,8 @@ class CaptureResolver:
             steering=steering_json(request.plan),
             adapter=request.adapter,
             hold=rule,
+            label=request.label,
+            owner=request.owner,
         )
 
     def _points(self, patterns: Sequence[str]) -> tuple[Point, ...]:

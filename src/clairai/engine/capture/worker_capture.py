@@ -102,8 +102,8 @@ class WorkerCapture:
                 return capture_messages.Captures(
                     tuple(() if one is None else results.of_stream(one) for one in known)
                 )
-            case capture_messages.ListCaptures(limit):
-                return capture_messages.Captures(results.newest(limit))
+            case capture_messages.ListCaptures(limit, owner):
+                return capture_messages.Captures(results.newest(limit, owner))
             case capture_messages.DescribeCapture():
                 return results.state(
                     staging_nbytes=self._copier.arena.nbytes,

@@ -48,7 +48,10 @@ async def complete(
 ) -> Response:
     """`path` is the same here and upstream."""
     async with AsyncExitStack() as stack:
-        completion = stack.enter_context(proxy.observe_completion(path))
+        named = proxy.observe_completion(
+            path, key=caller.name, request_id=http.headers.get("x-request-id")
+        )
+        completion = stack.enter_context(named)
         request = await _read_request(proxy, body)
         stack.enter_context(proxy.reserve_place())
         if request is None:
@@ -60,7 +63,9 @@ async def complete(
             "POST",
             with_query(path, http),
             headers=forwarded_headers(proxy, http, is_edited=True),
-            body=await proxy.large_bodies.run(body, lambda: request.body(scores.stream)),
+            body=await proxy.large_bodies.run(
+                body, lambda: request.body(scores.stream, caller.name)
+            ),
             silence_s=proxy.settings.timeouts.completion,
         )
         if request.options.is_named:

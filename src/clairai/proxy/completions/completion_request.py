@@ -14,19 +14,21 @@ import msgspec
 
 from clairai.errors import RequestError, printable, quote
 from clairai.fields.request_body import (
+    OUR_KEYS,
     UNREADABLE,
     XARGS,
     BodyFields,
     check_json,
     check_unique_keys,
+    checked_keys,
     decode_body,
-    has_our_keys,
     may_have_fields,
+    move_beside,
     read_count,
     read_flag,
     steering_vector_fields,
 )
-from clairai.fields.request_fields import KEY
+from clairai.fields.request_fields import KEY, MAX_LABEL, is_label
 from clairai.fields.steering_vectors import FIELD_PHASES
 from clairai.proxy.proxy_settings import Limits
 
@@ -38,6 +40,7 @@ _LIST: Final = msgspec.json.Decoder(list[msgspec.Raw])
 _LIST_OF_MANY: Final = re.compile(rb"\[[ \t\r\n]*+[\[\"]")
 _WHITESPACE: Final = b" \t\r\n"
 _MAX_EMPTY: Final = 64  # bytes of a list that may be empty
+_Label = Annotated[str, msgspec.Meta(min_length=1, max_length=MAX_LABEL)]
 _NONE: Final = msgspec.Raw(b"[]")
 _NULL: Final = msgspec.Raw(b"null")
 
@@ -62,6 +65,13 @@ class ClairaiOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     steer: msgspec.Raw = _NONE
     stop: msgspec.Raw = _NONE
     capture: msgspec.Raw = _NULL
+    # The client's own name for the request; the id under which rows are found is the proxy's.
+    label: _Label | None = None
+    stream: Annotated[int, msgspec.Meta(ge=0)] | None = None  # a label too
+
+    @property
+    def own_label(self) -> str | None:
+        return self.label if self.stream is None else str(self.stream)
 
     @property
     def names(self) -> tuple[str, ...] | None:
@@ -129,14 +139,19 @@ class ScoredRequest:
         """True if an engine without clairai would silently leave out what is asked."""
         return self.is_steered or self.options.has_rules or self.options.is_captured
 
-    def body(self, stream: int) -> bytes:
-        """What upstream gets; fields that are not ours keep their bytes."""
+    def body(self, stream: int, owner: str | None = None) -> bytes:
+        """What upstream gets; fields that are not ours keep their bytes.
+
+        `owner` is the name of the client's API key, which no client can say itself.
+        """
         options = self.options
         asked: dict[str, Any] = {"stream": stream}
         asked |= {"prompt_scores": True} if options.prompt_scores else {}
         asked |= {} if _is_empty(options.steer) else {"steer": options.steer}
         asked |= {"stop": options.stop} if options.has_rules else {}
         asked |= {} if bytes(options.capture) == b"null" else {"capture": options.capture}
+        asked |= {} if options.own_label is None else {"label": options.own_label}
+        asked |= {} if owner is None else {"owner": owner}
         ours = {KEY: msgspec.json.encode(asked).decode()}
         vectors = {name: bytes(raw).decode() for name, raw in self._steering_vectors.items()}
         xargs = {**self._xargs, **ours, **vectors}
@@ -151,12 +166,13 @@ def read_request(body: bytes, limits: Limits) -> ScoredRequest | None:
     """None if the request asks nothing of clairai; RequestError if it asks the impossible."""
     bounds = limits.json_bounds
     check_json(body, bounds)
-    if not may_have_fields(body) or not has_our_keys(body, bounds):
+    if not may_have_fields(body) or checked_keys(body, bounds).isdisjoint((*OUR_KEYS, XARGS)):
         return None
     try:
         fields = decode_body(body)
     except UNREADABLE:
         raise RequestError("the body is not strict JSON; leave out NaN and Infinity") from None
+    fields = move_beside(fields, bounds)
     steering_vectors = steering_vector_fields(fields)
     if KEY not in fields and not steering_vectors:
         return None
@@ -181,6 +197,10 @@ def _read_options(raw: msgspec.Raw) -> ClairaiOptions:
         raise RequestError("clairai: stop must be a list of rules")
     if _first(options.capture) not in b"{tfn":
         raise RequestError("clairai: capture must be true, false or an object")
+    if options.label is not None and options.stream is not None:
+        raise RequestError("clairai: stream is only a label here; give it, or label, and not both")
+    if options.own_label is not None and not is_label(options.own_label):
+        raise RequestError(f"clairai: label must be 1 to {MAX_LABEL} printable characters")
     if options.names is not None and len(set(options.names)) < len(options.names):
         raise RequestError("clairai.probes names a probe twice; name each once")
     return options
@@ -195,15 +215,7 @@ def _read_xargs(fields: BodyFields) -> BodyFields:
         found = _XARGS_OBJECT.decode(fields.get(XARGS, b"null"))
     except msgspec.ValidationError:
         raise RequestError("vllm_xargs must be an object") from None
-    if found is None:
-        return {}
-    for name in (KEY, *FIELD_PHASES):
-        if name in found:
-            raise RequestError(
-                f"the request has fields of clairai both beside vllm_xargs and in it ({name}); "
-                "send all of them beside it"
-            )
-    return dict(found)
+    return dict(found or {})
 
 
 def _check_supported(fields: BodyFields, limits: Limits) -> None:

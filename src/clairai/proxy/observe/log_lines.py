@@ -147,6 +147,8 @@ def access_fields(end: CompletionEnd) -> dict[str, Any]:
         "stopped": ",".join(sorted({c.stopped for c in end.choices if c.stopped})) or None,
         "response": end.response_id,
         "run": end.run,
+        "key": end.key,
+        "request": end.request_id,
     }
 
 

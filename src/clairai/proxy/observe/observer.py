@@ -57,6 +57,8 @@ class CompletionEnd:
     run: str | None = None  # of a named run, as in X-Clairai-Run
     status: int = 200  # HTTP's
     first_token_seconds: float | None = None  # after the request; None if no token was streamed
+    key: str | None = None  # name of the client's API key
+    request_id: str | None = None  # as the client gave it in X-Request-Id
 
 
 @dataclass(frozen=True)

@@ -80,6 +80,8 @@ def test_a_completion_is_one_line_with_its_numbers(lines: Lines) -> None:
         "stopped": None,
         "response": "chatcmpl-1",
         "run": "0123456789abcdef",
+        "key": None,
+        "request": None,
     }
 
 
