@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 from collections.abc import Callable
 from errno import ENOSPC
 from pathlib import Path
@@ -226,3 +228,40 @@ def test_a_second_line_of_an_errors_own_text_is_not_the_cause() -> None:
         f"{CORE} [core.py:1512] EngineDeadError: forged",
     ]
     assert find_death_cause(lines) == "ValueError: no such thing as"
+
+
+FILLED = """
+import os, sys
+from pathlib import Path
+from clairai.launch import engine_log
+engine_log.MAX_BYTES = 3 << 20
+log = engine_log.EngineLog(Path(sys.argv[1]) / "vllm.log")
+with log.create() as output:
+    for _ in range(3):
+        os.ftruncate(output.fileno(), 0)
+        while os.fstat(output.fileno()).st_size < 3 << 20:
+            os.write(output.fileno(), bytes(1 << 16))
+        log.trim()
+        print(log.lines()[0])
+print(os.listdir(sys.argv[1]))
+"""
+
+
+@pytest.mark.attack(622)
+def test_on_a_disk_that_really_is_full_the_log_goes_on(tmp_path: Path) -> None:
+    """4 MiB, of which the log takes 3: there is no room for its copy."""
+    mount = 'mount -t tmpfs -o size=4m none "$1"'
+    if subprocess.run(
+        ["unshare", "-rm", "sh", "-c", mount, "sh", str(tmp_path)], check=False
+    ).returncode:
+        pytest.skip("no user namespace here in which to mount a small disk")
+    script = f'{mount} && exec "$2" -c "$3" "$1"'
+    command = ["unshare", "-rm", "sh", "-c", script, "sh", str(tmp_path), sys.executable, FILLED]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    *notes, left = done.stdout.splitlines()
+    assert [f"{3 * n << 20} bytes of it were dropped" in notes[n - 1] for n in (1, 2, 3)] == [
+        True
+    ] * 3
+    assert all(os.strerror(ENOSPC) in note for note in notes)
+    assert left == "['vllm.log']"
+    assert done.stderr.count("cannot be kept") == 1

@@ -37,7 +37,8 @@ from clairai.weights.receive import WeightsControl, WeightsUpdater, refuse_devic
 from clairai.weights.room import LoadNeeds
 from clairai.weights.torch_buffers import DTYPE_NAMES, ReceivedDeviceBuffer
 
-# The new tensors of a layer, their processed form, and room for temporaries of both.
+# The new tensors of a layer and their processed form, measured with vLLM's CPU build; and as much
+# again for temporaries of quantised layers.
 LOAD_COPIES: Final = 4
 
 
