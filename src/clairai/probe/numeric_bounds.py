@@ -56,8 +56,9 @@ def are_row_lengths(block_ND: NDArray[np.float32]) -> NDArray[np.bool_]:
 
     The length lies between the largest number of a row and that times the root of its width.
     """
-    high_N, low_N = block_ND.max(axis=1), block_ND.min(axis=1)  # NaN in a row with NaN
-    peak_N = np.maximum(high_N, -low_N).astype(np.float64)
+    with np.errstate(invalid="ignore"):  # a signalling NaN would warn
+        high_N, low_N = block_ND.max(axis=1), block_ND.min(axis=1)  # NaN in a row with NaN
+        peak_N = np.maximum(high_N, -low_N).astype(np.float64)
     longest_N = peak_N * math.sqrt(block_ND.shape[1])
     usable_N: NDArray[np.bool_] = (peak_N >= MIN_ROW_LENGTH) & (longest_N <= MAX_ROW_LENGTH)
     return usable_N

@@ -14,7 +14,7 @@ from typing import Final
 
 import msgspec
 
-from clairai.errors import StoreDamagedError
+from clairai.errors import StoreDamagedError, quote
 from clairai.store.disk import is_shard
 from clairai.store.row_block import Origin
 
@@ -100,7 +100,7 @@ def parse_manifest(data: bytes) -> ParsedManifest:
             return _parse_end(tuple(commits), offset, chain, data[offset:], line)
         commit, offset, chain = line
         if commit.sequence != len(commits) or commit.version != MANIFEST_VERSION:
-            damage = f"it is line {commit.sequence} of version {commit.version}"
+            damage = f"it is line {quote(commit.sequence)} of version {quote(commit.version)}"
             return ParsedManifest(tuple(commits), offset, chain, damage=damage)
         commits.append(commit)
     return ParsedManifest(tuple(commits), offset, chain)

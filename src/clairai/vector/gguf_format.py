@@ -199,7 +199,8 @@ def _sum_rows(data: bytes, tensors: list[_Tensor], start: int) -> dict[Point, Ro
             raise VectorError(f"tensors of {point} have different widths; export it again")
         with np.errstate(all="ignore"):  # Vector refuses infinity with a message
             sums[point] = sums[point] + row_D if point in sums else row_D
-    steering = {point: row_D for point, row_D in sums.items() if row_D.any()}
+    with np.errstate(invalid="ignore"):  # and NaN
+        steering = {point: row_D for point, row_D in sums.items() if row_D.any()}
     if not steering:
         raise VectorError("every direction is all zeros; make it again")
     return steering  # without the layers of zeros, which steer nothing

@@ -162,6 +162,8 @@ class OneShardDisk:
 
 def parse_folder(data: bytes) -> None:
     """Read a folder as users do, where checksums fit whatever the shard says of itself."""
+    if not data:
+        raise StoreError("no writer makes an entry for an empty shard")
     start = data[: 8 + int.from_bytes(data[:8], "little")]
     head = _shard_head(start)
     tensors = data[len(start) :]
