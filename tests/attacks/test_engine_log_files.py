@@ -6,7 +6,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable
-from errno import ENOSPC
+from errno import EIO, ENOSPC
 from pathlib import Path
 from typing import Any
 
@@ -189,6 +189,26 @@ def test_one_endless_line_does_not_fill_the_report(
         output.write(b"x" * (1 << 20))
         output.flush()
         assert len(log.describe_death()) < 2000
+
+
+@pytest.mark.attack(623)
+def test_a_log_that_cannot_be_read_or_cut_is_a_warning_and_no_end(
+    log: EngineLog, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def broken(*_: Any, **__: Any) -> int:
+        raise OSError(EIO, os.strerror(EIO))
+
+    with log.create() as output:
+        os.write(output.fileno(), FULL)
+        with monkeypatch.context() as patched:
+            for call in ("pread", "ftruncate"):
+                patched.setattr(os, call, broken)
+            log.trim()
+            assert log.lines() == []
+            assert log.stage() == "importing vLLM"
+            assert "last lines of" in log.describe_death()
+        assert log.lines() == ["x" * 64]
+    assert [os.strerror(EIO) in message for message in caplog.messages] == [True]
 
 
 CORE = "(EngineCore pid=7) ERROR 01-01 00:00:00"

@@ -167,8 +167,12 @@ class EngineLog:
     def _tail_lines(self) -> list[str]:
         if self._fd < 0:
             return []
-        start = max(0, os.fstat(self._fd).st_size - _TAIL_BYTES)
-        text = os.pread(self._fd, _TAIL_BYTES, start).decode(errors="replace")
+        try:
+            start = max(0, os.fstat(self._fd).st_size - _TAIL_BYTES)
+            text = os.pread(self._fd, _TAIL_BYTES, start).decode(errors="replace")
+        except OSError as error:
+            self._warn(error)
+            return []
         # Not splitlines(): it also cuts at characters that a client can send.
         return [line.rstrip() for line in text.split("\n") if line.strip()]
 
