@@ -122,6 +122,11 @@ class EngineCommand:
         return self.address.path.parent if isinstance(self.address, PrivateSocket) else None
 
     @property
+    def socket(self) -> Path | None:
+        """The Unix socket on which its server listens, if it is one."""
+        return self.address.path if isinstance(self.address, PrivateSocket) else None
+
+    @property
     def heartbeat_folder(self) -> Path | None:
         """Where its processes beat; removed with the private folder."""
         return None if self.private_folder is None else self.private_folder / BEATS

@@ -17,6 +17,7 @@ from clairai.launch import process_guard
 from clairai.launch.engine_command import EngineCommand
 from clairai.launch.engine_folder import clean_up, make_folder
 from clairai.launch.engine_log import EngineLog
+from clairai.launch.listen_watch import ListenWatch
 from clairai.launch.liveness import LivenessLimits, LivenessWatch, Trouble
 from clairai.library.http_client import ServerClient
 from clairai.local.heartbeat import read_heartbeats, read_process_state
@@ -45,6 +46,7 @@ class EngineProcess:
         self._client = ServerClient(command.address.url)
         self._was_ready = False
         self._watch = LivenessWatch(limits or LivenessLimits())
+        self._listen_watch = None if command.socket is None else ListenWatch(command.socket)
         self._death: Trouble | None = None
         self._guard, self._control_fd, self._lock_fd = _start_guard(command, log)
 
@@ -63,6 +65,8 @@ class EngineProcess:
         if folder is None:
             return None
         trouble = self._watch.look(read_heartbeats(folder))
+        if self._was_ready and self._listen_watch is not None and trouble is None:
+            trouble = self._listen_watch.look()
         if trouble is not None and trouble.is_fatal:
             self._death = self._death or trouble
             self._tell_guard(b"b")

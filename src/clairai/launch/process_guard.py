@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
+import resource
 import select
 import shutil
 import signal
@@ -72,6 +73,7 @@ class ProcessGuard:
         if self._status is None and not self._is_urgent and not self._is_broken:
             _send_signal(self._server.pid, signal.SIGTERM)
             self._wait(lambda: self._is_urgent or self._status is not None, TERM_S)
+        _allow_descriptors()
         self._end_descendants()
         return _exit_code(self._status)
 
@@ -150,6 +152,7 @@ class Heartbeat:
 
     def __init__(self, folder: str) -> None:
         self._fd, self._beats = -1, 0
+        self._start_ticks = int(_stat_fields(os.getpid())[19])
         if folder:
             flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
             path = os.path.join(folder, f"process-guard-{os.getpid()}")
@@ -160,8 +163,7 @@ class Heartbeat:
         if self._fd < 0:
             return
         self._beats += 1
-        started = int(_stat_fields(os.getpid())[19])
-        beat = _BEAT.pack(_BEAT_MAGIC, os.getpid(), 0, started, self._beats)
+        beat = _BEAT.pack(_BEAT_MAGIC, os.getpid(), 0, self._start_ticks, self._beats)
         with contextlib.suppress(OSError):
             os.pwrite(self._fd, beat, 0)
 
@@ -193,6 +195,13 @@ class OwnerWatch:
         with contextlib.suppress(OSError, IndexError):
             return _stat_fields(self._pid)[0]
         return ""
+
+
+def _allow_descriptors() -> None:
+    """Whoever ends others has to read /proc, whatever limit was left to us."""
+    with contextlib.suppress(OSError, ValueError):
+        _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
 def _report(line: str) -> None:

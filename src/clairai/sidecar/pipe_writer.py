@@ -7,6 +7,8 @@ import select
 from collections.abc import Callable
 from typing import Final
 
+from clairai.errors import ConfigError
+
 # A pipe that polls as writable takes this much without blocking: pipe(7).
 _CHUNK_BYTES: Final = select.PIPE_BUF
 _POLL_MS: Final = 100
@@ -26,14 +28,25 @@ class PipeWriter:
     def write(self, data: bytes) -> None:
         """Write everything; the rest is dropped if nobody reads when it is time to stop.
 
-        Raises BrokenPipeError once the reader is gone.
+        Raises BrokenPipeError once the reader is gone, ConfigError if a file takes no more.
         """
         left = memoryview(data)
         while left:
             if self._writable.poll(_POLL_MS):
-                left = left[os.write(self._descriptor, left[:_CHUNK_BYTES]) :]
+                left = left[self._write_some(left[:_CHUNK_BYTES]) :]
             elif self._stop():
                 return
+
+    def _write_some(self, part: memoryview) -> int:
+        try:
+            return os.write(self._descriptor, part)
+        except BrokenPipeError:
+            raise
+        except OSError as error:
+            raise ConfigError(
+                f"the output takes no more ({error.strerror}); rows from here on are not shown: "
+                f"make room, or write it elsewhere"
+            ) from None
 
     def is_reader_gone(self) -> bool:
         """True if the reader has gone, known before there is anything to write."""
