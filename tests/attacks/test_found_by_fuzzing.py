@@ -22,18 +22,23 @@ from clairai.errors import (
     RequestError,
     StoreDamagedError,
     StoreError,
+    VectorError,
     WeightsError,
 )
+from clairai.points import Point
 from clairai.probe import file_format
 from clairai.proxy.completions.chunk import read_chunk
 from clairai.store import shard
 from clairai.store.codecs.registry import ENCODERS, named
 from clairai.train.documents import read_texts
+from clairai.vector import gguf_format
 from clairai.weights.manifest import parse_manifest
 from clairai.wire import control_messages, ring_messages
 from tests.fuzz.targets.completions import parse_chat
 from tests.support import toy_publisher
+from tests.support.probes import numbers
 from tests.support.row_blocks import block, origin
+from tests.support.vectors import vector
 
 FORGED = "ok\r\nlevel: error"
 
@@ -139,6 +144,15 @@ def _decode_or_refuse(name: str, arrays: dict[str, Any]) -> None:
     encoder = named(name, {"dtype": "float32"} if name == "raw" else {})
     with contextlib.suppress(EncodingError):  # an end of a range that is no number
         assert encoder.decode(arrays, width=8).dtype == np.float32
+
+
+@pytest.mark.attack(712)
+@pytest.mark.parametrize("nan", [0x7F800001, 0xFF800001, 0x7FC00000])
+def test_a_signalling_nan_in_a_control_vector_is_refused_without_a_warning(nan: int) -> None:
+    plain = gguf_format.dumps(vector(rows={Point("post_block", 1): numbers(1, 2, 3)}))
+    data = plain[:-32] + nan.to_bytes(4, "little") + plain[-28:]
+    with pytest.raises(VectorError, match="NaN or infinity"):  # a warning would be an error here
+        gguf_format.loads(data, source="v.gguf", name="v")
 
 
 @pytest.mark.attack(710)
