@@ -11,13 +11,15 @@ PARALLEL := -n $(JOBS) --dist loadfile --no-loadscope-reorder --timeout 120
 # of make fuzz
 INPUTS ?= 50000000
 SECONDS ?= 3600
+# of make soak
+MINUTES ?= 30
 
 # tests and demo use only what setup has installed, and report to nobody
 export HF_HUB_OFFLINE := 1
 export VLLM_NO_USAGE_STATS := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo lint check test docs matrix faults fuzz bench clean
+.PHONY: help setup demo lint check test docs matrix faults fuzz soak bench clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "make %-8s %s\n", $$1, $$2 }' Makefile
@@ -52,6 +54,9 @@ faults: setup ## plant every fault of the fault matrix in a real engine (ONLY="-
 
 fuzz: setup ## random inputs for every parser (INPUTS=50000000, SECONDS=3600, JOBS=2)
 	@$(BIN)/python -m tests.fuzz --inputs $(INPUTS) --seconds $(SECONDS) --jobs $(JOBS) --out build/fuzz.json
+
+soak: setup ## mixed load on the demo for MINUTES=30; nothing may grow, be lost or be mixed up
+	@$(BIN)/python -m bench.soak --minutes $(MINUTES)
 
 bench: setup ## measure every published number again
 	@$(BIN)/python -m bench.overhead
