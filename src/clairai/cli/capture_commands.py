@@ -15,6 +15,7 @@ from clairai.cli.output import print_table, print_values, show_progress
 if TYPE_CHECKING:
     from clairai.batch.run_job import JobProgress
     from clairai.store.read import Store, StoredRequest
+    from clairai.store.repair import RepairPlan
 
 capture = typer.Typer(help="Captured rows on disk.", no_args_is_help=True)
 export = typer.Typer(help="Captured rows as files of other kinds.", no_args_is_help=True)
@@ -147,6 +148,41 @@ def verify(folder: Folder) -> None:
     )
     if faults:
         raise typer.Exit(1)
+
+
+@capture.command()
+def repair(
+    folder: Folder,
+    apply: Annotated[
+        bool, typer.Option("--apply", help="Do it; without, only say what would be done.")
+    ] = False,
+) -> None:
+    """Rebuild a damaged or missing manifest from the shards themselves.
+
+    Nothing is deleted: what is damaged is set aside. Without --apply nothing is changed, and the
+    exit code is 1 if there is something to repair.
+    """
+    from clairai.store.disk import UnmappedDisk, claim_folder
+    from clairai.store.repair import apply_repair, plan_repair
+
+    if not apply:
+        plan = plan_repair(UnmappedDisk(folder))
+        _print_repair(plan)
+        raise typer.Exit(1 if plan.is_needed else 0)
+    UnmappedDisk(folder).close()  # claiming would make a folder that is not there
+    with claim_folder(folder) as disk:
+        plan = plan_repair(disk)
+        _print_repair(plan)
+        if plan.is_needed:
+            apply_repair(disk, plan)
+            typer.echo("repaired")
+
+
+def _print_repair(plan: RepairPlan) -> None:
+    for step in plan.steps():
+        typer.echo(step)
+    if not plan.is_needed:
+        typer.echo("nothing to repair")
 
 
 @capture.command()

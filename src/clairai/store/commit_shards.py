@@ -25,7 +25,14 @@ from clairai.errors import StoreError, StoreStoppedError, quote
 from clairai.store.block_queue import QueuedBlock
 from clairai.store.disk import MANIFEST, TEMPORARY, Disk, ShardNames, WritableFile
 from clairai.store.row_block import RequestNote, RowBlock
-from clairai.store.shard import SealedShard, seal_npz, seal_safetensors, stream_hex
+from clairai.store.shard import (
+    CommitSeal,
+    SealedShard,
+    put_seal,
+    seal_npz,
+    seal_safetensors,
+    stream_hex,
+)
 from clairai.store.shard_manifest import (
     MANIFEST_VERSION,
     CommitLine,
@@ -158,18 +165,25 @@ class Committer:
     def __init__(self, disk: Disk, manifest: ParsedManifest, *, reserve_nbytes: int = 0) -> None:
         self._disk = disk
         self._names = ShardNames()
-        self._sequence = len(manifest.commits)
+        self._sequence = self._sealing = len(manifest.commits)
         self._nbytes, self._chain = manifest.nbytes, manifest.chain
         self._inode = disk.inode(MANIFEST)
         self._reserve_nbytes = reserve_nbytes
         self._broken = ""
 
     def seal(self, pending: Sequence[PendingShard]) -> list[SealedShard]:
-        """Make the bytes and checksums of these shards: the part that needs no disk."""
+        """Make the bytes and checksums of these shards: the part that needs no disk.
+
+        They are for one commit, the next after those that were sealed before.
+        """
+        made = [(shard, sealed) for shard in pending for sealed in _seal(shard)]
+        if not made:
+            return []
+        seal = CommitSeal(self._sealing, len(made), time.time_ns())
+        self._sealing += 1
         return [
-            replace(sealed, name=self._names.next(shard.tail, shard.suffix))
-            for shard in pending
-            for sealed in _seal(shard)
+            replace(put_seal(sealed, seal), name=self._names.next(shard.tail, shard.suffix))
+            for shard, sealed in made
         ]
 
     def commit(self, shards: Sequence[SealedShard]) -> tuple[ShardEntry, ...]:

@@ -74,7 +74,7 @@ def _read_manifest(disk: Disk, names: set[str]) -> ParsedManifest:
     if shards := [name for name in names if is_shard(name)]:
         raise StoreDamagedError(
             f"the manifest is missing, and {len(shards)} shards are there; nothing was changed: "
-            "restore it from a copy"
+            "restore it from a copy, or run `clairai capture repair`"
         )
     return ParsedManifest((), 0, FIRST_CHAIN)
 
@@ -84,7 +84,7 @@ def _require_shards(disk: Disk, manifest: ParsedManifest, names: set[str]) -> No
         if entry.name not in names or disk.nbytes(entry.name) != entry.nbytes:
             raise StoreDamagedError(
                 f"shard {entry.name} is missing or does not have its {entry.nbytes} bytes; "
-                "nothing was changed: restore it from a copy"
+                "nothing was changed: restore it from a copy, or run `clairai capture repair`"
             )
 
 

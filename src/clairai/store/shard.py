@@ -23,7 +23,7 @@ import zipfile
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import IO, Any, Final
 
@@ -107,6 +107,7 @@ class SealedShard:
     nbytes: int
     head: ShardHead
     name: str = ""  # of the file, if it is one
+    seal_offset: int = 0  # of the seal in the start
 
     @property
     def start_digest(self) -> str:
@@ -114,20 +115,83 @@ class SealedShard:
 
     def entry(self) -> ShardEntry:
         """The shard's entry in the manifest."""
-        head = self.head
-        streams = [span.stream for span in head.spans] or ["0" * 16]
-        return ShardEntry(
+        return make_entry(
+            self.head,
             name=self.name,
             nbytes=self.nbytes,
             head_nbytes=len(self.start),
             head_digest=self.start_digest,
-            rows=head.rows,
-            requests=len(set(streams)) if head.spans else 0,
-            first_stream=min(streams),
-            last_stream=max(streams),
-            points=head.points,
-            origin=head.origin,
         )
+
+
+def make_entry(
+    head: ShardHead, *, name: str, nbytes: int, head_nbytes: int, head_digest: str
+) -> ShardEntry:
+    streams = [span.stream for span in head.spans] or ["0" * 16]
+    return ShardEntry(
+        name=name,
+        nbytes=nbytes,
+        head_nbytes=head_nbytes,
+        head_digest=head_digest,
+        rows=head.rows,
+        requests=len(set(streams)) if head.spans else 0,
+        first_stream=min(streams),
+        last_stream=max(streams),
+        points=head.points,
+        origin=head.origin,
+    )
+
+
+@dataclass(frozen=True)
+class CommitSeal:
+    """What a shard's file says about its commit, for whoever has lost the manifest.
+
+    As text it has a fixed length: version, sequence, shards and time in hex, then the SHA-256 of
+    the file up to its first tensor (of all of an .npz), with zeros in its own place.
+    """
+
+    sequence: int  # of the commit in the manifest
+    shards: int  # of the commit
+    time_ns: int  # when it was sealed
+
+    def text(self, digest: str = "0" * 64) -> str:
+        return f"1 {self.sequence:016x} {self.shards:08x} {self.time_ns:016x} {digest}"
+
+
+NO_SEAL: Final = CommitSeal(0, 0, 0).text()
+_SEAL_START: Final = b'{"__metadata__":{"clairai_seal":"'
+_SEAL_OFFSET: Final = _PREFIX_NBYTES + len(_SEAL_START)
+_SEAL: Final = re.compile(rb"1 ([0-9a-f]{16}) ([0-9a-f]{8}) ([0-9a-f]{16}) ([0-9a-f]{64})")
+
+
+def put_seal(shard: SealedShard, seal: CommitSeal) -> SealedShard:
+    """The same shard, which says what it was committed with."""
+    first, end = shard.seal_offset, shard.seal_offset + len(NO_SEAL)
+    before, behind = shard.start[:first], shard.start[end:]
+    digest = start_digest(before + seal.text().encode() + behind)
+    return replace(shard, start=before + seal.text(digest).encode() + behind)
+
+
+def read_seal(data: ByteSource, head_nbytes: int) -> CommitSeal | None:
+    """The seal of a shard, or None if it has none, as those of clairai 0.1.
+
+    Raises ValueError if one bit of what it covers was changed.
+    """
+    is_npz = head_nbytes == len(data)
+    first = len(data) - len(NO_SEAL) if is_npz else _SEAL_OFFSET
+    if not is_npz and bytes(data[_PREFIX_NBYTES:_SEAL_OFFSET]) != _SEAL_START:
+        return None
+    found = _SEAL.fullmatch(bytes(data[max(first, 0) : first + len(NO_SEAL)]))
+    if found is None:
+        if is_npz:
+            return None
+        raise ValueError("its seal is not one")
+    digest, digest_at = hashlib.sha256(), first + found.start(4)
+    for low, high in ((0, digest_at), (digest_at, digest_at + 64), (digest_at + 64, head_nbytes)):
+        digest.update(b"0" * 64 if low == digest_at else data[low:high])
+    if digest.hexdigest() != found[4].decode():
+        raise ValueError("the checksum of its start is wrong")
+    return CommitSeal(*(int(part, 16) for part in found.groups()[:3]))
 
 
 def start_digest(start: bytes) -> str:
@@ -152,9 +216,10 @@ def seal_contents(head: ShardHead, tensors: Mapping[str, list[NDArray[Any]]]) ->
         name: (arrays[0].dtype, (sum(map(len, arrays)), *arrays[0].shape[1:]))
         for name, arrays in tensors.items()
     }
-    start = file_start(head, shapes)
+    start = file_start(head, shapes, seal=NO_SEAL)
     pieces = [piece for arrays in tensors.values() for piece in _pieces(arrays)]
-    return SealedShard(start, pieces, len(start) + sum(map(len, pieces)), head)
+    nbytes = len(start) + sum(map(len, pieces))
+    return SealedShard(start, pieces, nbytes, head, seal_offset=_SEAL_OFFSET)
 
 
 def seal_npz(blocks: Sequence[RowBlock], notes: Mapping[int, RequestNote]) -> SealedShard:
@@ -164,8 +229,10 @@ def seal_npz(blocks: Sequence[RowBlock], notes: Mapping[int, RequestNote]) -> Se
     arrays[NPZ_HEAD] = np.frombuffer(msgspec.json.encode(head), np.uint8)
     target = io.BytesIO()
     np.savez(target, **arrays)
-    data = target.getvalue()
-    return SealedShard(data, (), len(data), head)
+    # The seal is the comment of the zip file, whose length is its last two bytes.
+    plain = target.getvalue()
+    data = plain[:-2] + len(NO_SEAL).to_bytes(2, "little") + NO_SEAL.encode()
+    return SealedShard(data, (), len(data), head, seal_offset=len(plain))
 
 
 def shard_contents(
@@ -251,10 +318,12 @@ def _pieces(arrays: Sequence[NDArray[Any]]) -> list[memoryview]:
 
 
 def file_start(
-    head: ShardHead, shapes: Mapping[str, tuple[np.dtype[Any], tuple[int, ...]]]
+    head: ShardHead, shapes: Mapping[str, tuple[np.dtype[Any], tuple[int, ...]]], *, seal: str = ""
 ) -> bytes:
     """The safetensors file up to its first tensor, padded with spaces to 8 bytes."""
-    header: dict[str, object] = {"__metadata__": {"clairai": msgspec.json.encode(head).decode()}}
+    metadata = {"clairai_seal": seal} if seal else {}
+    metadata["clairai"] = msgspec.json.encode(head).decode()
+    header: dict[str, object] = {"__metadata__": metadata}
     offset = 0
     for name, (dtype, shape) in shapes.items():
         end = offset + math.prod(shape) * dtype.itemsize

@@ -71,7 +71,7 @@ class ParsedManifest:
         if self.damage:
             raise StoreDamagedError(
                 f"line {len(self.commits) + 1} of the manifest is damaged, {self.damage}; nothing "
-                "was changed: restore the file from a copy"
+                "was changed: restore the file from a copy, or run `clairai capture repair`"
             )
 
 
