@@ -37,9 +37,10 @@ from clairai.weights.receive import WeightsControl, WeightsUpdater, refuse_devic
 from clairai.weights.room import LoadNeeds
 from clairai.weights.torch_buffers import DTYPE_NAMES, ReceivedDeviceBuffer
 
-# The new tensors of a layer and their processed form, measured with vLLM's CPU build; and as much
-# again for temporaries of quantised layers.
+# How often a layer is in memory while it is loaded: its new tensors and their processed form, and
+# as much again for temporaries. vLLM's CPU build takes 2 for float32, measured.
 LOAD_COPIES: Final = 4
+PLAIN_GPU_COPIES: Final = 2  # on a GPU, layers that are not quantised are only copied
 
 
 @dataclass
@@ -127,11 +128,14 @@ def measure_needs(model: Any, vllm_config: Any, device: Any) -> LoadNeeds:
     initialize_layerwise_reload (0.26, 0.32) makes a layer's tensors anew, processes them (which
     repacks or quantises into others) and copies the result into the old ones, layer by layer.
     """
-    loading = LOAD_COPIES * max(map(_own_nbytes, model.modules()), default=0)
+    largest = max(map(_own_nbytes, model.modules()), default=0)
     if device.type == "cpu":
-        return LoadNeeds(host_nbytes=loading, promised_nbytes=_untouched_cache_nbytes(vllm_config))
+        promised = _untouched_cache_nbytes(vllm_config)
+        return LoadNeeds(host_nbytes=LOAD_COPIES * largest, promised_nbytes=promised)
     if device.type != "cuda":
         return LoadNeeds()
+    is_plain = vllm_config.model_config.quantization is None
+    loading = largest * (PLAIN_GPU_COPIES if is_plain else LOAD_COPIES)
     free, _ = torch.cuda.mem_get_info(device)
     cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
     return LoadNeeds(gpu_nbytes=loading, gpu_free_nbytes=free + cached)

@@ -5,9 +5,11 @@ from __future__ import annotations
 import mmap
 from types import SimpleNamespace
 
+import pytest
 import torch
 
 from clairai.compat.weight_transfer import LOAD_COPIES, measure_needs
+from clairai.weights.room import LoadNeeds
 
 PAGE = mmap.PAGESIZE
 CPU = torch.device("cpu")
@@ -33,6 +35,18 @@ def test_loading_takes_copies_of_the_largest_layer() -> None:
     needs = measure_needs(model(), config(), CPU)
     assert needs.host_nbytes == LOAD_COPIES * 64 * 32 * 4
     assert needs.promised_nbytes == 0
+
+
+@pytest.mark.parametrize(("quantization", "copies"), [(None, 2), ("fp8", 4)])
+def test_on_a_gpu_its_own_memory_is_asked_for_and_what_torch_keeps_is_free(
+    monkeypatch: pytest.MonkeyPatch, quantization: str | None, copies: int
+) -> None:
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (1000, 5000))
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda _: 300)
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda _: 100)
+    settings = SimpleNamespace(model_config=SimpleNamespace(quantization=quantization))
+    needs = measure_needs(model(), settings, torch.device("cuda"))
+    assert needs == LoadNeeds(gpu_nbytes=copies * 64 * 32 * 4, gpu_free_nbytes=1200)
 
 
 def test_a_cache_is_promised_as_far_as_it_has_no_pages_and_a_shared_one_counts_once() -> None:
