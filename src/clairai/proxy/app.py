@@ -23,7 +23,7 @@ from clairai.proxy.caller import Caller
 from clairai.proxy.connections import Connections, most_connections, peer_name
 from clairai.proxy.dashboard import Dashboard
 from clairai.proxy.handlers import HANDLERS, HandlerCall, load_examples
-from clairai.proxy.http_protocol import BoundedProtocol, quiet_connection_log
+from clairai.proxy.http_protocol import BoundedProtocol, PatientServer, quiet_connection_log
 from clairai.proxy.observe.observer import MetricsObserver, Observer
 from clairai.proxy.proxy import Proxy
 from clairai.proxy.proxy_settings import ProxySettings
@@ -191,13 +191,14 @@ def create_server(app: FastAPI, settings: ProxySettings) -> uvicorn.Server:
     """
     proxy: Proxy = app.state.proxy
     quiet_connection_log()
+    connections = Connections(most_connections(settings.limits.connections))
     protocol = partial(
         BoundedProtocol,
         settings=settings,
-        connections=Connections(most_connections(settings.limits.connections)),
+        connections=connections,
         on_refusal=proxy.count_refusal,
     )
-    return uvicorn.Server(
+    return PatientServer(
         uvicorn.Config(
             app,
             host=settings.host,
@@ -212,5 +213,6 @@ def create_server(app: FastAPI, settings: ProxySettings) -> uvicorn.Server:
             h11_max_incomplete_event_size=settings.limits.header_bytes,
             timeout_keep_alive=math.ceil(settings.timeouts.idle),
             timeout_graceful_shutdown=GRACE_S,
+            backlog=connections.most_at_once,
         )
     )

@@ -9,13 +9,16 @@ from __future__ import annotations
 import ipaddress
 import os
 import resource
-from collections import Counter
+from collections import Counter, OrderedDict
+from collections.abc import Callable
+from dataclasses import dataclass
 from enum import Enum
 from typing import Final
 
 NUM_RESERVED: Final = 8  # connections beyond the bound, that may ask for health alone
 # Descriptors for anything but clients: the ring, upstream's health, logs, files being read.
-_SPARE_FILES: Final = 16 + 2 * NUM_RESERVED
+_SPARE_FILES: Final = 32 + 2 * NUM_RESERVED
+_MOST_AT_ONCE: Final = 64
 _FEWEST: Final = 4
 _PEER_SHARE: Final = 0.75  # of all connections: one peer never has them all
 
@@ -28,6 +31,15 @@ class Place(Enum):
     NONE = "none"
 
 
+@dataclass(eq=False)
+class Seat:
+    """One connection; `leave` closes it, to make room for another that may ask for health."""
+
+    peer: str
+    place: Place
+    leave: Callable[[], None]
+
+
 class Connections:
     """The open connections, in all and by peer."""
 
@@ -36,30 +48,51 @@ class Connections:
         self._most_by_peer = max(1, int(most * _PEER_SHARE))
         self._by_peer: Counter[str] = Counter()
         self._num_reserved = 0
+        self._silent: OrderedDict[Seat, None] = OrderedDict()  # reserved ones, the oldest first
+
+    @property
+    def most_at_once(self) -> int:
+        """How many to accept before the first of them is looked at."""
+        return max(1, min(_MOST_AT_ONCE, self._most // 8))
 
     @property
     def num_open(self) -> int:
         return self._by_peer.total() + self._num_reserved
 
-    def open(self, peer: str) -> Place:
-        """Call `close` with the same place when the connection has ended."""
+    def open(self, peer: str, leave: Callable[[], None]) -> Seat:
+        """A seat; one without a place is refused. Call `close` when the connection has ended."""
         is_full = self._by_peer.total() >= self._most
         if not is_full and self._by_peer[peer] < self._most_by_peer:
             self._by_peer[peer] += 1
-            return Place.ANY
-        if self._num_reserved < NUM_RESERVED:
-            self._num_reserved += 1
-            return Place.HEALTH
-        return Place.NONE
+            return Seat(peer, Place.ANY, leave)
+        if self._num_reserved >= NUM_RESERVED and self._silent:
+            self._evict()
+        if self._num_reserved >= NUM_RESERVED:
+            return Seat(peer, Place.NONE, leave)
+        self._num_reserved += 1
+        seat = Seat(peer, Place.HEALTH, leave)
+        self._silent[seat] = None
+        return seat
 
-    def close(self, peer: str, place: Place) -> None:
+    def note_request(self, seat: Seat) -> None:
+        """The connection has sent a whole head: it is not asked to leave."""
+        self._silent.pop(seat, None)
+
+    def close(self, seat: Seat) -> None:
+        place, seat.place = seat.place, Place.NONE
+        self._silent.pop(seat, None)
         if place is Place.HEALTH:
             self._num_reserved -= 1
         if place is not Place.ANY:
             return
-        self._by_peer[peer] -= 1
-        if not self._by_peer[peer]:
-            del self._by_peer[peer]
+        self._by_peer[seat.peer] -= 1
+        if not self._by_peer[seat.peer]:
+            del self._by_peer[seat.peer]
+
+    def _evict(self) -> None:
+        seat = next(iter(self._silent))
+        self.close(seat)
+        seat.leave()
 
 
 def most_connections(limit: int) -> int:

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
+import socket
 from collections.abc import Callable
 from functools import partial
 from http import HTTPStatus
@@ -16,17 +18,19 @@ from typing import Any, Final, cast
 
 import h11
 import msgspec
+import uvicorn
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.config import Config
 from uvicorn.protocols.http.h11_impl import H11Protocol
 from uvicorn.server import ServerState
 
-from clairai.proxy.connections import Connections, Place, peer_name
+from clairai.proxy.connections import Connections, Place, Seat, peer_name
 from clairai.proxy.proxy_settings import ProxySettings
 from clairai.proxy.request_guard import SECURITY_HEADERS
 from clairai.proxy.request_head import END, check_head, check_line_ends
 from clairai.proxy.responses import HttpRefusal
 
+BACKLOG: Final = 2048
 LINGER_S: Final = 2.0  # how long a refused client may go on sending
 LINGER_BYTES: Final = 16 << 20
 HEALTH: Final = b"/health"
@@ -37,6 +41,20 @@ _LOG: Final = logging.getLogger("uvicorn.error.connection")
 
 def quiet_connection_log() -> None:
     _LOG.setLevel(logging.ERROR)
+
+
+class PatientServer(uvicorn.Server):
+    """Accepts a few connections at a time, of as many as are waiting.
+
+    asyncio has one number for both, and would accept more connections than there are descriptors
+    before it hands over the first of them.
+    """
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        for listener in (one for server in self.servers for one in server.sockets):
+            with socket.socket(fileno=os.dup(listener.fileno())) as again:
+                again.listen(BACKLOG)
 
 
 class LingeringTransport:
@@ -110,24 +128,24 @@ class BoundedProtocol(H11Protocol):
         self._head = bytearray()
         self._head_timer: asyncio.TimerHandle | None = None
         self._num_unsent = 0
-        self._peer = ""
-        self._place = Place.NONE
+        self._seat: Seat | None = None
 
     # Called by the event loop
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         lingering = LingeringTransport(transport, stall_s=self._timeouts.stalled)
         super().connection_made(cast(asyncio.Transport, lingering))
-        self._peer = peer_name(None if self.client is None else self.client[0])
-        self._place = self._connections.open(self._peer)
-        if self._place is Place.NONE:
-            self._refuse(_overloaded())
+        peer = peer_name(None if self.client is None else self.client[0])
+        self._seat = self._connections.open(peer, self._refuse_place)
+        if self._seat.place is Place.NONE:
+            self._refuse_place()
             return
         self._start_head_timer()
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._stop_head_timer()
-        self._connections.close(self._peer, self._place)
+        if self._seat is not None:
+            self._connections.close(self._seat)
         self.transport.forget()
         super().connection_lost(exc)
 
@@ -160,10 +178,16 @@ class BoundedProtocol(H11Protocol):
             self._refuse(refusal)
             return
         self._stop_head_timer()
+        if self._seat is not None:
+            self._connections.note_request(self._seat)
         whole, self._head = bytes(self._head), bytearray()
         self._receive_body(whole)
         if self._place is Place.HEALTH:
             self._close_after_response()
+
+    @property
+    def _place(self) -> Place:
+        return Place.NONE if self._seat is None else self._seat.place
 
     def _check_unfinished(self, searched: int) -> None:
         check_line_ends(bytes(self._head[searched:]))
@@ -222,6 +246,9 @@ class BoundedProtocol(H11Protocol):
             await send(message)
 
         await app(scope, receive, sending)
+
+    def _refuse_place(self) -> None:
+        self._refuse(_overloaded())
 
     def _refuse(self, refusal: HttpRefusal) -> None:
         """Answer without the app, and close."""

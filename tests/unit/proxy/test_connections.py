@@ -15,22 +15,39 @@ from clairai.proxy.connections import (
 )
 
 
+def places(connections: Connections, peer: str, count: int) -> list[Place]:
+    return [connections.open(peer, lambda: None).place for _ in range(count)]
+
+
 def test_one_peer_never_has_all_connections() -> None:
     connections = Connections(8)
-    assert [connections.open("a") for _ in range(7)] == [Place.ANY] * 6 + [Place.HEALTH]
-    assert [connections.open("b") for _ in range(3)] == [Place.ANY] * 2 + [Place.HEALTH]
+    assert places(connections, "a", 7) == [Place.ANY] * 6 + [Place.HEALTH]
+    assert places(connections, "b", 3) == [Place.ANY] * 2 + [Place.HEALTH]
 
 
 def test_beyond_the_bound_health_has_a_few_and_then_there_is_none() -> None:
     connections = Connections(1)
-    assert connections.open("a") is Place.ANY
-    assert [connections.open("b") for _ in range(NUM_RESERVED)] == [Place.HEALTH] * NUM_RESERVED
-    assert connections.open("b") is Place.NONE
-    connections.close("b", Place.NONE)
+    first = connections.open("a", lambda: None)
+    asking = [connections.open("b", lambda: None) for _ in range(NUM_RESERVED)]
+    for seat in asking:
+        connections.note_request(seat)
+    last = connections.open("b", lambda: None)
+    assert [seat.place for seat in (first, *asking, last)] == [
+        *(Place.ANY, *[Place.HEALTH] * NUM_RESERVED, Place.NONE)
+    ]
+    for seat in (last, first, asking[0]):
+        connections.close(seat)
+        connections.close(seat)  # once counts
+    assert connections.num_open == NUM_RESERVED - 1
+    assert connections.open("b", lambda: None).place is Place.ANY
+
+
+def test_the_oldest_silent_connection_leaves_for_one_that_may_ask_for_health() -> None:
+    connections, left = Connections(1), []
+    seats = [connections.open("a", lambda at=at: left.append(at)) for at in range(12)]  # type: ignore[misc]
+    assert left == [1, 2, 3]
+    assert [seat.place for seat in seats[4:]] == [Place.HEALTH] * NUM_RESERVED
     assert connections.num_open == 1 + NUM_RESERVED
-    connections.close("a", Place.ANY)
-    connections.close("b", Place.HEALTH)
-    assert connections.open("b") is Place.ANY
 
 
 @pytest.mark.parametrize(("soft", "at_most"), [(128, 48), (64, 16), (10, 4)])
