@@ -45,6 +45,9 @@ class StoredStreams:
             if (folder, entry.name) in self._known:
                 continue
             self._known.add((folder, entry.name))
+            if entry.first_stream == entry.last_stream:  # a file of one request, maybe a large one
+                yield int(entry.first_stream, 16)
+                continue
             try:
                 head = store.shard(entry).head  # type: ignore[union-attr]  # there are entries
             except StoreError:

@@ -24,10 +24,19 @@ def test_ids_are_found_after_each_refresh(tmp_path: Path) -> None:
 def test_no_folder_a_damaged_manifest_and_a_damaged_shard_hold_no_ids(tmp_path: Path) -> None:
     store(tmp_path / "damaged", 1)
     (tmp_path / "damaged" / MANIFEST).write_bytes(b"nonsense\n")
-    store(tmp_path / "half", 1)
-    store(tmp_path / "half", 2)
+    store(tmp_path / "half", 1, 2)
+    store(tmp_path / "half", 3, 4)
     shard = min((tmp_path / "half").glob("*.safetensors"))
     shard.write_bytes(b"\0" * shard.stat().st_size)
     streams = StoredStreams((tmp_path / "none", tmp_path / "damaged", tmp_path / "half"))
     streams.refresh()
-    assert len(streams) == 1
+    assert len(streams) == 2
+
+
+def test_a_file_of_one_request_is_not_read(tmp_path: Path) -> None:
+    store(tmp_path, 7)
+    (shard,) = tmp_path.glob("*.safetensors")
+    shard.unlink()
+    streams = StoredStreams((tmp_path,))
+    streams.refresh()
+    assert 7 in streams
