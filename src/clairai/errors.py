@@ -15,6 +15,7 @@ ClairaiError
 │   ├── WeightsRoomError there is no memory for new weights beside the old ones
 │   └── WeightsTornError loading stopped half-way; the engine is paused until it is repaired
 ├── RequestError         one request's clairai fields are wrong; other requests are untouched
+├── RequestFailedError   the engine could not go on with one request; others are untouched
 ├── UnsupportedError     this vLLM, architecture or mode is not served; the message says why
 ├── TapMissingError      a configured tap did not run during warm-up; the engine must not serve
 ├── RingError            the ring or its socket cannot be used
@@ -126,6 +127,10 @@ class ForbiddenError(ClairaiError):
     """An API key has not the right that a request needs."""
 
     code = "forbidden"
+
+
+class RequestFailedError(ClairaiError):
+    code = "request-failed"
 
 
 class UnsupportedError(ClairaiError):

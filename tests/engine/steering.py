@@ -65,7 +65,8 @@ def _params(ask: Ask, **fields: Any) -> Any:
 
 def _read(output: Any) -> Answer:
     (found,) = output.outputs
-    logprobs = tuple({token: one.logprob for token, one in step.items()} for step in found.logprobs)
+    steps = found.logprobs or ()  # None for one that failed before its first token
+    logprobs = tuple({token: one.logprob for token, one in step.items()} for step in steps)
     return Answer(
         tuple(found.token_ids),
         logprobs,

@@ -23,7 +23,7 @@ from clairai.engine.publish.device_publisher import DevicePublisher
 from clairai.engine.publish.ring_setup import OpenRing, open_ring
 from clairai.engine.publish.step_extension import load_step_extension
 from clairai.engine.publish.step_publisher import StepPublisher
-from clairai.engine.step import NewRequest, RequestMark, StepBatch
+from clairai.engine.step import NewRequest, RequestErrors, RequestMark, StepBatch
 from clairai.ring.layout import RingHeader, RingShape
 from tests.support.gpu_launches import INPUTS, MAX_REQUESTS, MAX_TOKENS, Gpu, ToyLauncher
 from tests.support.toy_publisher import running_publisher
@@ -36,8 +36,17 @@ class Other:
         self.events: list[Any] = []
         self.skips = True
 
-    def begin(self, new: Any, finished: Any) -> None:
+    def begin(self, new: Any, finished: Any) -> RequestErrors:
         self.events.append(("begin", [one.req_id for one in new], finished))
+        return {}
+
+    def drop(self, req_id: str, reason: str) -> None: ...
+
+    def place_failed(self, batch: StepBatch) -> list[str]:
+        raise NotImplementedError
+
+    def end_failed(self, batch: StepBatch | None) -> list[str]:
+        raise NotImplementedError
 
     def amend(self, req_id: str, plan: Any) -> None:
         self.events.append(("amend", req_id, plan))
@@ -118,10 +127,10 @@ class Engine:
         return found
 
     def scheduled(self, counts: dict[str, int], finished: tuple[str, ...] = ()) -> Any:
-        new = [one for one in counts if one not in self.come]
+        new = [SimpleNamespace(req_id=one) for one in counts if one not in self.come]
         for one in finished:
             self.come.pop(one, None)
-        self.come |= dict.fromkeys(new, 0)
+        self.come |= dict.fromkeys([one.req_id for one in new], 0)
         self._counts = counts
         said = {"scheduled_new_reqs": new, "finished_req_ids": set(finished)}
         carried, self.carried = self.carried, {}
@@ -192,5 +201,6 @@ def engine(*, has_c: bool = True, runner: type[Engine] = V2) -> Iterator[Engine]
         gpu.publish(len(gpu.pending))  # else closing waits
 
 
-def new_request(name: str) -> NewRequest:
+def new_request(new: Any) -> NewRequest:
+    name = new.req_id
     return NewRequest(name, f"ex-{name}", RequestMark(ord(name)), 2)

@@ -211,7 +211,9 @@ class CaptureResults:
                 found = self._answers.get((one.stream, one.choice))
                 if found is None or found.number != one.number:
                     continue
-                found.state, found.rows, found.discarded = one.state, one.rows, one.discarded
+                if found.state != "failed":  # the worker may know what the writer does not
+                    found.state = one.state
+                found.rows, found.discarded = one.rows, one.discarded
                 found.reported_dropped, found.waits = one.dropped, one.waits
                 found.reason = one.reason or found.reason
                 found.safe = set(one.safe)

@@ -120,3 +120,20 @@ def check_modes(vllm_config: Any) -> None:
             f"clairai does not serve this engine's mode: {'; '.join(reasons)}; "
             f"turn it off, or remove the clairai key from additional_config"
         )
+
+
+def check_steering_mode(vllm_config: Any) -> None:
+    """Refuse steering where KV of steered tokens could reach requests that are not steered.
+
+    vLLM's own prefix cache is keyed by its block hashes, which include the steering plan. A KV
+    connector may key by token ids (LMCache does), and none of them is asked to forward a prompt
+    again that a gate with memory must see (get_num_new_matched_tokens,
+    distributed/kv_transfer/kv_connector/v1/base.py, 0.26 and 0.32). So there is no list of those
+    that may be used.
+    """
+    if getattr(vllm_config, "kv_transfer_config", None) is not None:
+        raise UnsupportedError(
+            "steering does not go with a KV connector: it may give the KV cache of steered tokens "
+            "to requests that are not steered; remove kv_transfer_config (and kv_offloading_size, "
+            "which sets it), or start without steering"
+        )

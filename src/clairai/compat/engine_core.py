@@ -13,6 +13,7 @@ from typing import Any, Final
 
 from clairai.compat.capture_setup import make_capture_resolver
 from clairai.compat.change_steering import change_stream_steering
+from clairai.compat.check_engine import check_steering_mode
 from clairai.compat.extra_args import read_cache_keys
 from clairai.compat.find_config import CONFIG_KEY
 from clairai.engine.capture.capture_resolver import CaptureResolver
@@ -113,6 +114,7 @@ def make_registry(vllm_config: Any, resolved: ResolvedSettings) -> SteeringRegis
     settings = resolved.settings
     if not settings.is_steering:
         return None
+    check_steering_mode(vllm_config)
     model = vllm_config.model_config
     slots = count_gate_slots(vllm_config)
     registry = SteeringRegistry(

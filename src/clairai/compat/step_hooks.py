@@ -22,11 +22,13 @@ from clairai.compat.extra_args import (
     read_mark,
     read_steering_plan,
 )
+from clairai.compat.failed_requests import send_failures
 from clairai.engine.publish.publisher import ForwardListener
 from clairai.engine.publish.repeat_path import RepeatPath, RunnerMethod
 from clairai.engine.score.score_tables import ScoreTables
 from clairai.engine.side_stream import AfterTaps
 from clairai.engine.step import ForwardInputs, NewRequest, StepBatch, StepListener
+from clairai.engine.step_guard import StepGuard
 from clairai.errors import UnsupportedError
 
 # With fewer bytes of weights a step waits for the host, which launches a graph without a side
@@ -38,13 +40,12 @@ def connect_listeners(
     runner: Any, listeners: Sequence[StepListener], repeat_path: RepeatPath
 ) -> Callable[[], ForwardInputs]:
     """Call the listeners at every step of `runner`; gives a reader of its input buffers."""
+    guard = StepGuard(listeners)
     if hasattr(runner, "prepare_inputs") and hasattr(runner, "req_states"):
-        runner.prepare_inputs = _wrap_prepare_inputs_v2(
-            runner.prepare_inputs, listeners, repeat_path
-        )
+        runner.prepare_inputs = _wrap_prepare_inputs_v2(runner.prepare_inputs, guard, repeat_path)
         inputs = _RunnerInputs(functools.partial(_read_inputs_v2, runner))
     elif hasattr(runner, "_prepare_inputs") and hasattr(runner, "input_batch"):
-        runner._prepare_inputs = _wrap_prepare_inputs_v1(runner, listeners, repeat_path)
+        runner._prepare_inputs = _wrap_prepare_inputs_v1(runner, guard, repeat_path)
         inputs = _RunnerInputs(functools.partial(_read_inputs_v1, runner))
     else:
         raise UnsupportedError(
@@ -52,69 +53,69 @@ def connect_listeners(
             f"model runner, so no row could be attributed; use one of those, or remove the "
             f"clairai key from additional_config"
         )
-    runner.execute_model = _wrap_execute_model(runner.execute_model, listeners, inputs, repeat_path)
-    runner._dummy_run = _wrap_dummy_run(runner._dummy_run, listeners)
+    runner.execute_model = _wrap_execute_model(runner, guard, inputs, repeat_path)
+    runner._dummy_run = _wrap_dummy_run(runner._dummy_run, guard)
     return inputs
 
 
 def _wrap_execute_model(
-    original: RunnerMethod,
-    listeners: Sequence[StepListener],
+    runner: Any,
+    guard: StepGuard,
     inputs: Callable[[], ForwardInputs],
     repeat_path: RepeatPath,
 ) -> RunnerMethod:
     """execute_model(scheduler_output, ...), V1 0.26:4111 0.32:3940, V2 0.26:1151 0.32:1719."""
+    original: RunnerMethod = runner.execute_model
 
     @functools.wraps(original)
     def wrapped(*args: Any, **kwargs: Any) -> Any:
         if kwargs.get("dummy_run"):  # V2 warms up and captures through the same method
             return original(*args, **kwargs)
         repeat_path.is_on = False
-        _begin_step(listeners, args[0] if args else kwargs["scheduler_output"])
+        _begin_step(guard, args[0] if args else kwargs["scheduler_output"])
         result = original(*args, **kwargs)
-        repeat_path.is_on = _end_step(listeners, inputs)
+        repeat_path.is_on = _end_step(runner, guard, inputs)
         return result
 
     names = ("scheduled_new_reqs", "finished_req_ids", CHANGES_ATTRIBUTE)
     return repeat_path.wrap_execute_model(
-        original, wrapped, functools.partial(_end_step, listeners, inputs), names
+        original, wrapped, functools.partial(_end_step, runner, guard, inputs), names
     )
 
 
-def _begin_step(listeners: Sequence[StepListener], scheduled: Any) -> None:
-    new = [_read_new_request(one) for one in scheduled.scheduled_new_reqs]
-    finished = list(scheduled.finished_req_ids)
-    for listener in listeners:
-        listener.begin(new, finished)
+def _begin_step(guard: StepGuard, scheduled: Any) -> None:
+    read = [
+        guard.read(one.req_id, functools.partial(_read_new_request, one))
+        for one in scheduled.scheduled_new_reqs
+    ]
+    guard.begin([one for one in read if one is not None], list(scheduled.finished_req_ids))
     if CHANGES_ATTRIBUTE in vars(scheduled):
-        _apply_steering_changes(listeners, scheduled)
+        for req_id, encoded in getattr(scheduled, CHANGES_ATTRIBUTE).items():
+            guard.amend(req_id, functools.partial(_apply_steering_change, req_id, encoded))
 
 
-def _end_step(listeners: Sequence[StepListener], inputs: Callable[[], ForwardInputs]) -> bool:
+def _end_step(runner: Any, guard: StepGuard, inputs: Callable[[], ForwardInputs]) -> bool:
     """True if all listeners can skip a step with the same batch."""
-    for listener in listeners:
-        listener.end(inputs)
-    return all(listener.can_skip() for listener in listeners)
+    can_skip = guard.end(inputs)
+    failures = guard.take_failures()
+    if failures:
+        send_failures(runner, failures)
+    return can_skip
 
 
-def _apply_steering_changes(listeners: Sequence[StepListener], scheduled: Any) -> None:
+def _apply_steering_change(req_id: str, encoded: bytes | None, listener: StepListener) -> None:
     """Apply what change_steering.py attached to the scheduler's output."""
-    for req_id, encoded in getattr(scheduled, CHANGES_ATTRIBUTE).items():
-        plan = decode_steering_plan(encoded)
-        for listener in listeners:
-            listener.amend(req_id, plan)
+    listener.amend(req_id, decode_steering_plan(encoded))
 
 
-def _wrap_dummy_run(original: RunnerMethod, listeners: Sequence[StepListener]) -> RunnerMethod:
+def _wrap_dummy_run(original: RunnerMethod, guard: StepGuard) -> RunnerMethod:
     """_dummy_run(num_tokens, ...), V1 0.26:5767 0.32:5508, V2 0.26:530 0.32:818."""
 
     @functools.wraps(original)
     def wrapped(*args: Any, **kwargs: Any) -> Any:
-        for listener in listeners:
-            listener.before_dummy_run()
+        guard.before_dummy_run()
         result = original(*args, **kwargs)
-        for listener in listeners:
-            listener.after_dummy_run()
+        guard.after_dummy_run()
         return result
 
     return wrapped
@@ -129,9 +130,7 @@ def _read_new_request(new: Any) -> NewRequest:
     return NewRequest(new.req_id, request_id, mark, prompt_len, steering, capture)
 
 
-def _wrap_prepare_inputs_v1(
-    runner: Any, listeners: Sequence[StepListener], repeat_path: RepeatPath
-) -> RunnerMethod:
+def _wrap_prepare_inputs_v1(runner: Any, guard: StepGuard, repeat_path: RepeatPath) -> RunnerMethod:
     """_prepare_inputs(scheduler_output, num_scheduled_tokens), 0.26:1937 0.32:1920."""
     original: RunnerMethod = runner._prepare_inputs
 
@@ -144,14 +143,14 @@ def _wrap_prepare_inputs_v1(
         starts_R = batch.num_computed_tokens_cpu[:num_reqs].copy()
         layout = (batch.req_ids[:num_reqs], counts_R[:num_reqs], starts_R)
         if not repeat_path.is_on or not repeat_path.repeat(*layout):
-            _place_batch(listeners, repeat_path, StepBatch(*layout))
+            _place_batch(guard, repeat_path, StepBatch(*layout))
         return result
 
     return wrapped
 
 
 def _wrap_prepare_inputs_v2(
-    original: RunnerMethod, listeners: Sequence[StepListener], repeat_path: RepeatPath
+    original: RunnerMethod, guard: StepGuard, repeat_path: RepeatPath
 ) -> RunnerMethod:
     """prepare_inputs(scheduler_output, ...) -> InputBatch, 0.26:874 0.32:1354.
 
@@ -161,7 +160,7 @@ def _wrap_prepare_inputs_v2(
     def then(batch: Any) -> None:
         starts_R = batch.num_computed_tokens_np
         step = StepBatch(batch.req_ids, batch.num_scheduled_tokens, starts_R)
-        _place_batch(listeners, repeat_path, step)
+        _place_batch(guard, repeat_path, step)
 
     @functools.wraps(original)
     def wrapped(*args: Any, **kwargs: Any) -> Any:
@@ -173,12 +172,9 @@ def _wrap_prepare_inputs_v2(
     return repeat_path.wrap_prepare_inputs(original, wrapped, then, names)
 
 
-def _place_batch(
-    listeners: Sequence[StepListener], repeat_path: RepeatPath, batch: StepBatch
-) -> None:
+def _place_batch(guard: StepGuard, repeat_path: RepeatPath, batch: StepBatch) -> None:
     repeat_path.is_on = False
-    for listener in listeners:
-        listener.place(batch)
+    guard.place(batch)
 
 
 def _read_inputs_v1(runner: Any) -> tuple[torch.Tensor, torch.Tensor]:

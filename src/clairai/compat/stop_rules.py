@@ -23,6 +23,7 @@ import numpy as np
 
 from clairai.compat.change_steering import change_request_steering
 from clairai.compat.engine_core import get_core_control
+from clairai.compat.failed_requests import watch_for_failures
 from clairai.engine.rule_watcher import RuleWatcher
 from clairai.engine.step import RequestMark
 from clairai.errors import ClairaiError
@@ -66,7 +67,9 @@ class RuleEnforcer:
 
     def check(self, mark: RequestMark, token_ids: Sequence[int]) -> None:
         """Apply the request's rules to all of its tokens but the newest, which has no score yet."""
-        rules = self._rules[mark]
+        rules = self._rules.get(mark)
+        if rules is None:
+            return  # it could not be watched, and ends
         deadline_s = time.monotonic() + SCORE_WAIT_S
         while not rules.check(token_ids):
             if not self._poll() and not self._wait(deadline_s):
@@ -127,17 +130,35 @@ def wrap_add_request(original: Any) -> Any:
 
     @functools.wraps(original)
     def add_request(self: Any, request: Any, *args: Any, **kwargs: Any) -> Any:
-        rules = getattr(request, "clairai_rules", None)
-        if rules is not None:
-            _install_check_stop()
-            enforcer = request.clairai_rule_enforcer = _get_enforcer(self)
-            mark = request.clairai_request_mark
-            enforcer.add(mark, rules)
-            # vLLM asks no more about an aborted request, so its end is taken from its deletion.
-            finalize(request, enforcer.remove, mark, rules)
+        if getattr(request, "clairai_rules", None) is not None:
+            _watch_rules(self, request)
+        if hasattr(request, "clairai_request_mark"):
+            watch_for_failures(self, request, functools.partial(_note_failure, self))
         return original(self, request, *args, **kwargs)
 
     return add_request
+
+
+def _note_failure(core: Any, request: Any, error: ClairaiError) -> None:
+    get_core_control(core).note_refusal(request.clairai_request_mark.stream, error)
+
+
+def _watch_rules(core: Any, request: Any) -> None:
+    """An answer whose rules cannot be watched ends with its first token, and says why."""
+    rules, mark = request.clairai_rules, request.clairai_request_mark
+    _install_check_stop()
+    enforcer = request.clairai_rule_enforcer = _get_enforcer(core)
+    try:
+        enforcer.add(mark, rules)
+    except Exception as error:
+        _give_up(rules, error)
+    # vLLM asks no more about an aborted request, so its end is taken from its deletion.
+    finalize(request, enforcer.remove, mark, rules)
+
+
+def _give_up(rules: RuleWatcher, error: Exception) -> None:
+    _log.error("a stop rule cannot be checked", exc_info=error)
+    rules.give_up(error.reason if isinstance(error, ClairaiError) else type(error).__name__)
 
 
 def _install_check_stop() -> None:
@@ -157,9 +178,13 @@ def wrap_check_stop(original: Any) -> Any:
         if getattr(request, "clairai_rules", None) is None:
             return has_ended
         enforcer: RuleEnforcer = request.clairai_rule_enforcer
-        # Request.all_token_ids: v1/request.py 0.26:178 0.32:194
-        enforcer.check(request.clairai_request_mark, request.all_token_ids)
-        reason = enforcer.apply_actions(request)
+        try:
+            # Request.all_token_ids: v1/request.py 0.26:178 0.32:194
+            enforcer.check(request.clairai_request_mark, request.all_token_ids)
+            reason = enforcer.apply_actions(request)
+        except Exception as error:  # of this request: the scheduler goes on with the others
+            _give_up(request.clairai_rules, error)
+            reason = request.clairai_rules.end
         if not has_ended and reason is not None:
             request.status = type(request.status).FINISHED_STOPPED  # v1/request.py RequestStatus
             request.stop_reason = reason

@@ -30,6 +30,7 @@ from clairai.compat.find_config import CONFIG_KEY
 from clairai.compat.install import accepts_weights
 from clairai.compat.model_sites import Sites
 from clairai.compat.steering_setup import make_steering
+from clairai.compat.tap_proof import TapProof
 from clairai.engine.publish.repeat_path import RepeatPath
 from clairai.engine.publish.step_publisher import StepPublisher, WorkerInfo
 from clairai.engine.score.fused_norm import FusedNormSite
@@ -37,6 +38,7 @@ from clairai.engine.score.score_tables import ScoreTables
 from clairai.engine.step import StepListener
 from clairai.engine.worker_control import WeightsReceiver, answer_control
 from clairai.errors import PointError
+from clairai.points import Point
 from clairai.probe.bank import EngineBank
 from clairai.settings import ResolvedSettings, Settings
 from clairai.weights.receive import ServedWeights, WeightsUpdater
@@ -135,6 +137,12 @@ def _install_taps(worker: Any, resolved: ResolvedSettings) -> None:
         step_hooks.publish_in_graphs(model_runner, inputs, tables, forwards, sites.last)
     if settings.is_steering:  # before the first graph is captured, which keeps the address
         worker.clairai_steer_tables.use_token_ids(worker.clairai_inputs().token_ids_T)
+    worker.clairai_tap_proof = TapProof(
+        worker.vllm_config.compilation_config.static_forward_context,
+        CONFIG_KEY,
+        has_graphs=tables.device.type == "cuda",
+    )
+    worker.clairai_tap_proof.watch(model_runner.get_model())
 
 
 def _find_sites(worker: Any, resolved: ResolvedSettings) -> Sites:
@@ -145,6 +153,7 @@ def _find_sites(worker: Any, resolved: ResolvedSettings) -> Sites:
         width=model.get_hidden_size(),
     )
     refused = [(point, sites.refused[point]) for point in resolved.points if point in sites.refused]
+    refused += _find_bypassed(worker, resolved.points, sites)
     if refused:
         point, reason = refused[0]
         raise PointError(
@@ -152,6 +161,26 @@ def _find_sites(worker: Any, resolved: ResolvedSettings) -> Sites:
             f"{reason}; leave it out, or see `clairai doctor MODEL` for the points that can"
         )
     return sites
+
+
+def _find_bypassed(worker: Any, points: Sequence[Point], sites: Sites) -> list[tuple[Point, str]]:
+    """Points whose norm some steps of several ranks would not call.
+
+    vLLM's fused all-reduce takes the norm's place in small batches where the machine has what it
+    needs (model_executor/layers/fused_allreduce_gemma_rms_norm.py `_can_use_flashinfer`, 0.32:68);
+    no setting turns it off.
+    """
+    if worker.vllm_config.parallel_config.tensor_parallel_size == 1:
+        return []
+    passed = model_sites.find_passed_norms(worker.model_runner.get_model())
+    norms = {
+        point: sites.modules[sites.site_of[point]] for point in points if point in sites.site_of
+    }
+    return [
+        (point, f"{passed[norm]}, which may pass it by with several ranks: serve with one rank")
+        for point, norm in norms.items()
+        if norm in passed
+    ]
 
 
 def _tap_sites(worker: Any, resolved: ResolvedSettings, sites: Sites) -> ScoreTables:
@@ -256,11 +285,14 @@ def _check_taps_ran(worker: Any) -> None:
     tables = [worker.clairai_tables]
     if hasattr(worker, "clairai_steer_tables"):
         tables.append(worker.clairai_steer_tables)
-    if not all(bool(table.ran_S.all()) for table in tables):
-        # Eager with a fixed KV size warms nothing up (cpu_worker.py `_should_warm_up_model`).
+    is_eager = bool(worker.vllm_config.model_config.enforce_eager)
+    if is_eager or not all(bool(table.ran_S.all()) for table in tables):
+        # Eager with a fixed KV size warms nothing up (cpu_worker.py `_should_warm_up_model`), and
+        # without graphs of their own the small batches of decode are not warmed up at all.
         worker.model_runner._dummy_run(1)
     for table in tables:
         table.check_all_ran()
+    worker.clairai_tap_proof.finish()
     publisher = getattr(worker, "clairai_step_publisher", None)
     if publisher is not None:
         # v1/worker/gpu/warmup.py warms kernels up with requests of its own, through execute_model.

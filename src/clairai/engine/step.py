@@ -56,11 +56,28 @@ class ForwardInputs:
     token_ids_T: torch.Tensor
 
 
-class StepListener(Protocol):
-    """Hears of every real step, in the order in which the engine does things."""
+RequestErrors = dict[str, Exception]  # by the request's id
 
-    def begin(self, new: Sequence[NewRequest], finished: Sequence[str]) -> None:
-        """Requests come and go."""
+
+def try_each(requests: Sequence[NewRequest], add: Callable[[NewRequest], None]) -> RequestErrors:
+    """Add requests one by one: an error belongs to the request that it is raised for."""
+    errors: RequestErrors = {}
+    for request in requests:
+        try:
+            add(request)
+        except Exception as error:
+            errors[request.req_id] = error
+    return errors
+
+
+class StepListener(Protocol):
+    """Hears of every real step, in the order in which the engine does things.
+
+    Listeners are called through a StepGuard, which ends a request and not the step if one raises.
+    """
+
+    def begin(self, new: Sequence[NewRequest], finished: Sequence[str]) -> RequestErrors:
+        """Requests come and go; the errors of those that could not be added."""
 
     def amend(self, req_id: str, plan: SteeringPlan | None) -> None:
         """From now on this plan steers the request."""
@@ -70,6 +87,15 @@ class StepListener(Protocol):
 
     def end(self, inputs: Callable[[], ForwardInputs]) -> None:
         """The forward is queued on the device."""
+
+    def drop(self, req_id: str, reason: str) -> None:
+        """The request has failed and is dropped, whether or not this listener knows it."""
+
+    def place_failed(self, batch: StepBatch) -> Sequence[str]:
+        """`place` raised: make the forward safe, and name requests that cannot go on as asked."""
+
+    def end_failed(self, batch: StepBatch | None) -> Sequence[str]:
+        """`end` raised: as `place_failed`, behind the forward. None: nothing was forwarded."""
 
     def can_skip(self) -> bool:
         """True if this listener can skip a step identical to the last one."""

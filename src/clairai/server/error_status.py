@@ -35,6 +35,7 @@ STATUSES: Final[Mapping[type[ClairaiError], HTTPStatus]] = MappingProxyType(
         ClairaiError: HTTPStatus.INTERNAL_SERVER_ERROR,
         errors.ConfigError: HTTPStatus.INTERNAL_SERVER_ERROR,
         errors.WeightsTornError: HTTPStatus.INTERNAL_SERVER_ERROR,
+        errors.RequestFailedError: HTTPStatus.INTERNAL_SERVER_ERROR,
         errors.TapMissingError: HTTPStatus.INTERNAL_SERVER_ERROR,
         errors.RingError: HTTPStatus.INTERNAL_SERVER_ERROR,
         errors.HandshakeError: HTTPStatus.INTERNAL_SERVER_ERROR,

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from clairai.compat import check_engine, engine_core
 from clairai.compat.check_engine import (
     REFUSED_MODES,
     check_modes,
@@ -14,6 +15,7 @@ from clairai.compat.check_engine import (
     list_refused_modes,
 )
 from clairai.errors import UnsupportedError
+from clairai.settings import ResolvedSettings, Settings
 
 
 def config(path: str = "", value: object = None) -> Any:
@@ -116,3 +118,21 @@ def test_any_other_release_is_refused_unless_the_user_takes_the_risk(version: st
     with pytest.raises(UnsupportedError, match=r'0\.26 to 0\.32; .*"allow_untested_vllm": true'):
         check_version(version, allow_untested=False)
     check_version(version, allow_untested=True)
+
+
+@pytest.mark.attack(121)
+def test_steering_does_not_go_with_a_kv_connector() -> None:
+    """One that keys by token ids would give the KV of steered tokens to others."""
+    check_engine.check_steering_mode(SimpleNamespace(kv_transfer_config=None))
+    check_engine.check_steering_mode(SimpleNamespace())
+    with pytest.raises(UnsupportedError, match="steering does not go with a KV connector"):
+        check_engine.check_steering_mode(SimpleNamespace(kv_transfer_config=object()))
+
+
+def test_an_engine_that_shall_steer_is_checked_before_it_has_a_registry() -> None:
+    steering = ResolvedSettings(Settings(steering=True), (), (), ())
+    config = SimpleNamespace(kv_transfer_config=object())
+    with pytest.raises(UnsupportedError, match="or start without steering"):
+        engine_core.make_registry(config, steering)
+    without = ResolvedSettings(Settings(), (), (), ())
+    assert engine_core.make_registry(config, without) is None

@@ -17,7 +17,7 @@ from clairai.compat import step_hooks
 from clairai.compat.step_hooks import publish_in_graphs, watch_forwards
 from clairai.engine.publish.repeat_path import RepeatPath
 from clairai.engine.side_stream import AfterTaps, NoSideStream
-from clairai.engine.step import ForwardInputs, StepBatch
+from clairai.engine.step import ForwardInputs, RequestErrors, StepBatch
 
 
 class Model:
@@ -67,8 +67,17 @@ class Listener:
     def __init__(self, events: list[Any]) -> None:
         self._events = events
 
-    def begin(self, new: Any, finished: Any) -> None:
+    def begin(self, new: Any, finished: Any) -> RequestErrors:
         self._events.append(("begin", len(new), list(finished)))
+        return {}
+
+    def drop(self, req_id: str, reason: str) -> None: ...
+
+    def place_failed(self, batch: StepBatch) -> list[str]:
+        raise NotImplementedError
+
+    def end_failed(self, batch: StepBatch | None) -> list[str]:
+        raise NotImplementedError
 
     def amend(self, req_id: str, plan: Any) -> None:
         raise NotImplementedError

@@ -222,12 +222,13 @@ class RowSelector:
         """False if the request is open already: it came back after a preemption."""
         if req_id in self._open:
             return False
+        format = self._format(plan)  # before a slot is taken: it may raise
         slot = self._free_slots.pop() if self._free_slots else len(self._open)
         if slot == len(self._seen_S):
             self._seen_S = np.concatenate([self._seen_S, np.zeros_like(self._seen_S)])
         self._seen_S[slot] = 0
         answer = (mark.stream, mark.choice)
-        self._open[req_id] = _CapturedRequest(slot, answer, prompt_len, plan, self._format(plan))
+        self._open[req_id] = _CapturedRequest(slot, answer, prompt_len, plan, format)
         return True
 
     def _format(self, plan: CapturePlan) -> CaptureFormat:

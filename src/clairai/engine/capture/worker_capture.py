@@ -10,12 +10,11 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Final
 
 from clairai.capture.backend import CaptureBackend
-from clairai.engine.capture.capture_plan import CapturePlan
 from clairai.engine.capture.capture_resolver import steering_json
 from clairai.engine.capture.row_copier import RowCopier, ScoreSource
 from clairai.engine.capture.row_selection import RowSelection, RowSelector
 from clairai.engine.steer.steering_plan import SteeringPlan
-from clairai.engine.step import ForwardInputs, NewRequest, StepBatch
+from clairai.engine.step import ForwardInputs, NewRequest, RequestErrors, StepBatch, try_each
 from clairai.wire import capture_messages
 
 MAX_REMEMBERED_STREAMS: Final = 1 << 16
@@ -37,20 +36,33 @@ class WorkerCapture:
         self._streams: OrderedDict[str, int] = OrderedDict()  # by vLLM's external request id
         self._open: dict[int, set[str]] = {}  # unfinished requests of each stream
 
-    def begin(self, new: Sequence[NewRequest], finished: Sequence[str]) -> None:
+    def begin(self, new: Sequence[NewRequest], finished: Sequence[str]) -> RequestErrors:
+        self._selection = None
         self._copier.begin()
         for req_id in finished:
             self._finish(req_id)
-        for request in new:
-            if request.capture_plan is not None:
-                self._add(request, request.capture_plan)
+        errors = try_each(new, self._add)
         if new or finished:
             self._backend.send()
-        self._selection = None
+        return errors
 
-    def _add(self, request: NewRequest, plan: CapturePlan) -> None:
-        mark = request.mark
-        if not self._selector.open(request.req_id, mark, request.prompt_len, plan):
+    def drop(self, req_id: str, reason: str) -> None:
+        answer = self._selector.answer_of(req_id)
+        if answer is not None:
+            self._backend.results.fail(answer, f"the request failed in the worker: {reason}")
+            self._finish(req_id)
+
+    def place_failed(self, batch: StepBatch) -> Sequence[str]:
+        """Rows of this step that were asked for are missing: their requests cannot go on."""
+        self._selection = None
+        return [id_ for id_ in batch.req_ids if self._selector.answer_of(id_) is not None]
+
+    def end_failed(self, batch: StepBatch | None) -> Sequence[str]:
+        return () if batch is None else self.place_failed(batch)
+
+    def _add(self, request: NewRequest) -> None:
+        plan, mark = request.capture_plan, request.mark
+        if plan is None or not self._selector.open(request.req_id, mark, request.prompt_len, plan):
             return
         self._backend.begin((mark.stream, mark.choice), plan)
         self._open.setdefault(mark.stream, set()).add(request.req_id)
@@ -63,9 +75,10 @@ class WorkerCapture:
         if answer is None:
             return
         stream = answer[0]
-        self._open[stream].discard(req_id)
-        if not self._open[stream]:
-            del self._open[stream]
+        unfinished = self._open.get(stream, set())  # none if it failed before it was remembered
+        unfinished.discard(req_id)
+        if not unfinished:
+            self._open.pop(stream, None)
         self._backend.finish(answer)
 
     def amend(self, req_id: str, plan: SteeringPlan | None) -> None:

@@ -164,6 +164,14 @@ class DevicePublisher:
             self._set_shape(shape)
         self.headers.write(shape, step)
 
+    def abandon(self) -> None:
+        """A header that no launch and no graph will publish is taken back."""
+        shape = self._shape
+        if shape is not None and not self._is_by_graph and not self.headers.last().is_published:
+            self.headers.withdraw()
+            self._counters.published -= shape.num_records
+        self._set_shape(None)
+
     def before_dummy_run(self) -> None:
         """Write a header without rows: the forward's graph must not find that of the next step."""
         if self._graphs_publish:

@@ -52,6 +52,9 @@ class Publisher(Protocol):
     def publish(self, rows: StepRows, bank_version: int, inputs: ForwardInputs) -> None:
         """A step that was not announced, and whose forward, if it has one, is queued."""
 
+    def abandon(self) -> None:
+        """`finish` or `publish` raised: the step's rows are lost, and those of the next are not."""
+
     def before_dummy_run(self) -> None:
         """A forward that belongs to no request comes next."""
 
@@ -120,6 +123,9 @@ class HostPublisher:
             scores_RP = np.concatenate([no_scores, scores_RP])
         self.last_step += 1
         self._writer.publish(filled, scores_RP, bank_version=bank_version, step=self.last_step)
+
+    def abandon(self) -> None:
+        pass
 
     def before_dummy_run(self) -> None:
         pass

@@ -146,8 +146,8 @@ class StepHeaders:
         header = self.all[counters.sent % NUM_HEADERS]
         if not header.is_published:
             _wait_for(header)  # only if the GPU is NUM_HEADERS steps behind
-        counters.sent += 1
-        header.write(shape, counters.published, step, counters.sent)
+        header.write(shape, counters.published, step, counters.sent + 1)
+        counters.sent += 1  # after the header: one that could not be written does not count
         counters.published += shape.num_records
 
     def withdraw(self) -> None:

@@ -19,7 +19,15 @@ from clairai.engine.publish.step_extension import load_step_extension
 from clairai.engine.publish.step_rows import RowBuilder, StepRows
 from clairai.engine.score.score_tables import ScoreTables
 from clairai.engine.steer.steering_plan import SteeringPlan
-from clairai.engine.step import ForwardInputs, NewRequest, StepBatch
+from clairai.engine.step import (
+    ForwardInputs,
+    NewRequest,
+    RequestErrors,
+    RequestMark,
+    StepBatch,
+    try_each,
+)
+from clairai.fields.request_fields import new_stream_id
 from clairai.local.private_socket import runtime_dir
 from clairai.local.shared_buffer import BufferCopier
 from clairai.probe.bank import EngineBank
@@ -55,6 +63,8 @@ class StepPublisher:
         self._builder = RowBuilder(load_step_extension())
         self._is_serving = False
         self._is_announced = False  # this step
+        self._is_lost = False  # this step was placed as one of no request
+        self.num_steps_lost = 0  # since the start, by errors of our own
         self._rows: StepRows | None = None  # of this step
         # By the request's id: its stream, and how many records there were before its first.
         self._streams: OrderedDict[str, tuple[int, int]] = OrderedDict()
@@ -124,18 +134,45 @@ class StepPublisher:
         self._publisher.flush()  # a graph that still runs must not find the first header
         self._is_serving = True
 
-    def begin(self, new: Sequence[NewRequest], finished: Sequence[str]) -> None:
+    def begin(self, new: Sequence[NewRequest], finished: Sequence[str]) -> RequestErrors:
         if not self._is_serving:
-            return
+            return {}
         self._publisher.begin_step()
         self._rows, self._is_announced = None, False
-        if not new and not finished:
-            return
         for req_id in finished:
             self._builder.finish_request(req_id)
-        for request in new:
-            self._builder.add_request(request.req_id, request.mark, request.prompt_len)
-            self._remember(request)
+        return try_each(new, self._add) if new else {}
+
+    def _add(self, request: NewRequest) -> None:
+        self._builder.add_request(request.req_id, request.mark, request.prompt_len)
+        self._remember(request)
+
+    def drop(self, req_id: str, reason: str) -> None:
+        """Its stream ends here: rows that it still forwards get one that nobody asks for."""
+        del reason
+        if self._is_serving:
+            self._builder.finish_request(req_id)
+            self._builder.add_request(req_id, RequestMark(new_stream_id()), 0)
+
+    def place_failed(self, batch: StepBatch) -> Sequence[str]:
+        """The forward is published as one that belongs to no request; its rows are lost."""
+        del batch
+        self._lose_step()
+        self._is_lost = True
+        self._publisher.before_dummy_run()
+        return ()
+
+    def end_failed(self, batch: StepBatch | None) -> Sequence[str]:
+        del batch
+        self._lose_step()
+        self._publisher.abandon()
+        return ()
+
+    def _lose_step(self) -> None:
+        """Readers find the positions of its rows missing, and count them as lost."""
+        self.num_steps_lost += 1
+        self._rows, self._is_announced = None, False
+        self.repeat_path.is_on = False
 
     def _remember(self, request: NewRequest) -> None:
         stream, first = request.mark.stream, self._publisher.published
@@ -157,6 +194,10 @@ class StepPublisher:
         self._is_announced = self._publisher.announce(self._rows, self.bank.version)
 
     def end(self, inputs: Callable[[], ForwardInputs]) -> None:
+        if self._is_lost:
+            self._is_lost = False
+            self._publisher.after_dummy_run()
+            return
         if self._is_announced:
             self._is_announced = False
             self._publisher.finish(inputs)

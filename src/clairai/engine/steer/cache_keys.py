@@ -28,6 +28,11 @@ class BlockKeys:
         for start, end, key in self._treatments:
             self._before.append(_chain(self._before[-1], start, end, key))
 
+    @property
+    def first(self) -> int | None:
+        """The first position that is steered."""
+        return self._starts[0] if self._starts else None
+
     def key(self, end: int) -> str | None:
         """The key of the block that ends before position `end`; None if nothing acts below it."""
         last = bisect_left(self._starts, end) - 1

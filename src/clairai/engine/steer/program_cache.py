@@ -9,6 +9,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections import OrderedDict, defaultdict
 from collections.abc import Hashable, Iterable, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
@@ -68,6 +69,12 @@ class SlotTable(Generic[Key]):
             del self._users[key]
             self._unused[key] = None
 
+    def give_back(self, key: Key, slot: TakenSlot[Key]) -> None:
+        """Undo `take`: what was to be written into a new slot may not be there."""
+        self.release(key)
+        if slot.is_new:
+            self.drop(key)
+
     def drop(self, key: Key) -> None:
         """Free the slot of an unused key."""
         if key in self._unused:
@@ -118,14 +125,16 @@ class ProgramCache:
         """Put all that this request needs into the tables, in time for the next forward pass."""
         self._check_token_ids(plan)
         rows = {row.digest: row for row in _rows_of(plan)}
-        self._load_rows(rows.values())
         segments = split_segments(plan)
         keys = program_keys(plan, segments)
         active_of = {key: active for key, (_, _, active) in zip(keys, segments, strict=True)}
-        for key, active in active_of.items():
-            self._load_program(key, plan, active)
-        edges, programs = _lay_out(segments, [self._programs[key] for key in keys])
-        gate_slot = self._take_gate_slot(req_id, plan) if plan.is_stateful else None
+        with ExitStack() as undo:  # a plan that cannot be loaded leaves nothing behind
+            self._load_rows(rows.values(), undo)
+            for key, active in active_of.items():
+                self._load_program(key, plan, active, undo)
+            edges, programs = _lay_out(segments, [self._programs[key] for key in keys])
+            gate_slot = self._take_gate_slot(req_id, plan, undo) if plan.is_stateful else None
+            undo.pop_all()
         return Schedule(edges, programs, gate_slot, frozenset(active_of), frozenset(rows))
 
     def unload(self, req_id: str, schedule: Schedule) -> None:
@@ -146,21 +155,31 @@ class ProgramCache:
                 "it should have been refused at admission: please report this"
             )
 
-    def _load_rows(self, rows: Iterable[PlanRow]) -> None:
-        taken = [(self._rows.take(row.digest), row) for row in rows]
-        new = [(slot, row) for slot, row in taken if slot.is_new]
-        for slot, _ in new:
-            # A program uses its rows, so no program of an evicted row is in use either.
-            for key in tuple(self._keys_of.get(slot.evicted or "", ())):
-                self._programs.drop(key)
-                self._unlink(key)
+    def _load_rows(self, rows: Iterable[PlanRow], undo: ExitStack) -> None:
+        new: list[tuple[TakenSlot[str], PlanRow]] = []
+        for row in rows:
+            slot = self._rows.take(row.digest)
+            undo.callback(self._rows.give_back, row.digest, slot)
+            if slot.is_new:
+                self._drop_programs_of(slot.evicted)
+                new.append((slot, row))
         if new:
             self._tables.put_rows([slot.index for slot, _ in new], [r.read() for _, r in new])
 
-    def _load_program(self, key: bytes, plan: SteeringPlan, active: tuple[int, ...]) -> None:
+    def _drop_programs_of(self, evicted: str | None) -> None:
+        """A program uses its rows, so no program of an evicted row is in use either."""
+        for key in tuple(self._keys_of.get(evicted or "", ())):
+            self._programs.drop(key)
+            self._unlink(key)
+
+    def _load_program(
+        self, key: bytes, plan: SteeringPlan, active: tuple[int, ...], undo: ExitStack
+    ) -> None:
         slot = self._programs.take(key)
+        undo.callback(self._programs.give_back, key, slot)
         if not slot.is_new:
             return
+        undo.callback(self._unlink, key)
         if slot.evicted is not None:
             self._unlink(slot.evicted)
         program = self._assembler.assemble(plan, active, self._rows.__getitem__)
@@ -171,15 +190,16 @@ class ProgramCache:
 
     def _unlink(self, key: bytes) -> None:
         """Forget the rows of a program that is no longer in the tables."""
-        for digest in self._digests_of.pop(key):
+        for digest in self._digests_of.pop(key, ()):
             self._keys_of[digest].discard(key)
             if not self._keys_of[digest]:
                 del self._keys_of[digest]
 
-    def _take_gate_slot(self, req_id: str, plan: SteeringPlan) -> int:
-        gate_slot = self._gate_slots.take(req_id).index
-        self._tables.put_gate_state(gate_slot, self._assembler.stateful_gates(plan))
-        return gate_slot
+    def _take_gate_slot(self, req_id: str, plan: SteeringPlan, undo: ExitStack) -> int:
+        slot = self._gate_slots.take(req_id)
+        undo.callback(self._gate_slots.give_back, req_id, slot)
+        self._tables.put_gate_state(slot.index, self._assembler.stateful_gates(plan))
+        return slot.index
 
 
 def _rows_of(plan: SteeringPlan, active: Iterable[int] | None = None) -> list[PlanRow]:

@@ -21,7 +21,7 @@ from clairai.engine.steer import steer_tables as t
 from clairai.engine.steer.program_cache import ProgramCache, Schedule
 from clairai.engine.steer.steer_tables import SteerTables
 from clairai.engine.steer.steering_plan import SteeringPlan
-from clairai.engine.step import ForwardInputs, NewRequest, StepBatch
+from clairai.engine.step import ForwardInputs, NewRequest, RequestErrors, StepBatch, try_each
 from clairai.fields.ranges import OPEN_END
 
 UNSTEERED: Final = 0  # the slot of every request that is not steered
@@ -66,12 +66,14 @@ class WorkerSteering:
         self._high_B = np.full(64, OPEN_END, np.int64)
         self._gate_slot_B = np.full(64, NO_GATE_SLOT, np.int32)
 
-    def begin(self, new: Sequence[NewRequest], finished: Sequence[str]) -> None:
+    def begin(self, new: Sequence[NewRequest], finished: Sequence[str]) -> RequestErrors:
         for req_id in finished:
             self.remove(req_id)
-        for request in new:
-            if request.plan is not None:
-                self.add(request.req_id, request.plan)
+        return try_each(new, self._add_new)
+
+    def _add_new(self, request: NewRequest) -> None:
+        if request.plan is not None:
+            self.add(request.req_id, request.plan)
 
     def amend(self, req_id: str, plan: SteeringPlan | None) -> None:
         """Replace the plan of a running request. Its gates start closed, without their state."""
@@ -95,6 +97,19 @@ class WorkerSteering:
     def end(self, inputs: Callable[[], ForwardInputs]) -> None:
         del inputs  # steering changes the rows themselves and leaves nothing to publish
 
+    def drop(self, req_id: str, reason: str) -> None:
+        del reason
+        self.remove(req_id)
+
+    def place_failed(self, batch: StepBatch) -> Sequence[str]:
+        """Steer no row: half a map would steer rows of one request as another's."""
+        self._clear_map()
+        return [req_id for req_id in batch.req_ids if req_id in self._slots]
+
+    def end_failed(self, batch: StepBatch | None) -> Sequence[str]:
+        del batch  # `end` does nothing that could fail
+        return ()
+
     def can_skip(self) -> bool:
         """True while no request is steered and the map on the device is clear."""
         return not self._slots and not self._tables.num_mapped
@@ -103,6 +118,13 @@ class WorkerSteering:
         """Clear the map before a forward pass that belongs to no request."""
         self._valid = None
         self._send(np.zeros((self._tables.num_mapped, t.MAP_WORDS), np.int32), 0)
+
+    def _clear_map(self) -> None:
+        """Clear all of the map, whatever was sent last."""
+        self._valid = None
+        self._map_T4[:] = 0
+        self._tables.put_map(self._map_T4)
+        self._tables.num_mapped = 0
 
     def after_dummy_run(self) -> None:
         """Such a forward pass leaves nothing behind."""

@@ -18,6 +18,7 @@ from clairai.engine.score.score_tables import ScoreTables
 from clairai.points import Point
 from clairai.probe.bank import EngineBank
 from clairai.probe.model import ACTIVATIONS, Probe
+from clairai.probe.numeric_bounds import MAX_NUMBER
 
 HERE = Point("post_block", 0)
 LARGEST = float(np.finfo(np.float32).max)
@@ -70,7 +71,7 @@ def test_any_mix_of_activations_scores_as_each_probe_alone_does(
     np.testing.assert_allclose(scores_TP, oracle(columns, raw_T), rtol=1e-5, atol=1e-4)
 
 
-@pytest.mark.parametrize("bias", [0.0, 1.0, LARGEST, -LARGEST])
+@pytest.mark.parametrize("bias", [0.0, 1.0, MAX_NUMBER, -MAX_NUMBER])
 def test_extreme_scores_neither_overflow_nor_warn(bias: float) -> None:
     """Warnings are errors here, so this also shows that there was none."""
     columns = bank(*ACTIVATIONS, biases=(bias,) * len(ACTIVATIONS))

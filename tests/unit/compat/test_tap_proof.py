@@ -1,0 +1,147 @@
+"""Start-up finds a tap that runs in some forwards and not in others. The models are toys."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from clairai.compat import worker
+from clairai.compat.model_sites import find_passed_norms
+from clairai.compat.tap_proof import TapProof
+from clairai.engine.score.score_tables import ScoreTables
+from clairai.errors import TapMissingError
+from clairai.points import Point
+
+WIDTH = 4
+Norm = Callable[[torch.Tensor], torch.Tensor]
+
+
+def fused(x_TD: torch.Tensor, norm: Norm) -> torch.Tensor:
+    """As fused_allreduce_rms_norm: passes the norm by for small batches."""
+    return x_TD if len(x_TD) <= 8 else norm(x_TD)
+
+
+class RMSNorm(nn.Module):  # type: ignore[misc]  # torch is Any where it is not installed
+    """Taps the site of its name, which it looks up as the ops do."""
+
+    def __init__(self, named: dict[str, Any], name: str) -> None:
+        super().__init__()
+        self._sites, self._name = named, name
+
+    def forward(self, x_TD: torch.Tensor) -> torch.Tensor:
+        self._sites[self._name].read(x_TD)
+        return x_TD
+
+
+class CallingModel(nn.Module):  # type: ignore[misc]  # torch is Any where it is not installed
+    def __init__(self, named: dict[str, Any]) -> None:
+        super().__init__()
+        self.first_norm = RMSNorm(named, "clairai.a")
+        self.second_norm = RMSNorm(named, "clairai.b")
+
+    def forward(self, x_TD: torch.Tensor) -> torch.Tensor:
+        normed_TD: torch.Tensor = self.second_norm(self.first_norm(x_TD))
+        return normed_TD
+
+
+class PassingModel(CallingModel):
+    def forward(self, x_TD: torch.Tensor) -> torch.Tensor:
+        return fused(self.first_norm(x_TD), norm=self.second_norm)
+
+
+class HidingModel(CallingModel):
+    def forward(self, x_TD: torch.Tensor) -> torch.Tensor:
+        return fused(fused(x_TD, self.first_norm), self.second_norm)
+
+
+def proof_of(kind: type[CallingModel], *, has_graphs: bool = False) -> tuple[Any, TapProof]:
+    tables = ScoreTables(("a", "b"), width=WIDTH, capacity=1, max_tokens=32, device="cpu")
+    named = {"clairai.a": tables.site("a"), "clairai.b": tables.site("b"), "layers.0": object()}
+    model = kind(named)
+    proof = TapProof(named, "clairai", has_graphs=has_graphs)
+    proof.watch(model)
+    return model, proof
+
+
+def forward(model: Any, *sizes: int) -> None:
+    for size in sizes:
+        model(torch.zeros(size, WIDTH))
+
+
+def test_a_model_that_calls_its_norms_is_served() -> None:
+    model, proof = proof_of(CallingModel)
+    forward(model, 32, 8, 1)
+    proof.finish()
+
+
+@pytest.mark.attack(118)
+@pytest.mark.parametrize("has_graphs", [False, True])
+def test_a_norm_that_small_batches_pass_by_is_found_though_it_ran_in_others(
+    has_graphs: bool,
+) -> None:
+    model, proof = proof_of(PassingModel, has_graphs=has_graphs)
+    forward(model, 32, 16, 8)
+    with pytest.raises(TapMissingError, match=r"1 of 2 taps .* of 8 tokens \(first: clairai.b\)"):
+        proof.finish()
+
+
+@pytest.mark.attack(119)
+def test_a_forward_without_any_tap_is_found_where_no_graph_can_explain_it() -> None:
+    model, proof = proof_of(HidingModel)
+    forward(model, 32, 8)
+    with pytest.raises(TapMissingError, match="2 of 2 taps did not run in a forward of 8 tokens"):
+        proof.finish()
+
+
+def test_replays_of_graphs_run_no_tap_and_are_no_fault() -> None:
+    model, proof = proof_of(HidingModel, has_graphs=True)
+    forward(model, 32, 8)
+    proof.finish()
+
+
+def test_after_start_up_nothing_is_watched_any_more() -> None:
+    model, proof = proof_of(PassingModel)
+    forward(model, 32)
+    watched = dict(model.first_norm._sites)
+    proof.finish()
+    assert all(watched[name] is not model.first_norm._sites[name] for name in list(watched)[:2])
+    forward(model, 8)
+    proof.finish()  # what runs now is no part of the proof
+    assert not model._forward_hooks
+    assert not model._forward_pre_hooks
+
+
+@pytest.mark.attack(120)
+def test_norms_that_are_given_away_are_found_in_the_source() -> None:
+    passing, _ = proof_of(PassingModel)
+    assert find_passed_norms(passing) == {
+        passing.second_norm: "PassingModel gives second_norm to fused"
+    }
+    hiding, _ = proof_of(HidingModel)
+    assert {*find_passed_norms(hiding)} == {hiding.first_norm, hiding.second_norm}
+    calling, _ = proof_of(CallingModel)
+    assert find_passed_norms(calling) == {}
+
+
+def worker_of(model: Any, num_ranks: int) -> Any:
+    config = SimpleNamespace(parallel_config=SimpleNamespace(tensor_parallel_size=num_ranks))
+    runner = SimpleNamespace(get_model=lambda: model)
+    return SimpleNamespace(vllm_config=config, model_runner=runner)
+
+
+def test_such_a_norm_is_refused_with_several_ranks_and_called_with_one() -> None:
+    model, _ = proof_of(PassingModel)
+    points = [Point("pre_attn", 0), Point("post_attn", 0)]
+    sites: Any = SimpleNamespace(
+        site_of=dict(zip(points, ("a", "b"), strict=True)),
+        modules={"a": model.first_norm, "b": model.second_norm},
+    )
+    ((point, reason),) = worker._find_bypassed(worker_of(model, 2), points, sites)
+    assert point == points[1]
+    assert reason.startswith("PassingModel gives second_norm to fused, which may pass it by")
+    assert worker._find_bypassed(worker_of(model, 1), points, sites) == []
