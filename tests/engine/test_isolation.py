@@ -9,7 +9,7 @@ from typing import Any, Final
 import numpy as np
 import pytest
 
-from tests.engine import failing, hooked, steering
+from tests.engine import asks, failing, hooked, steering
 from tests.engine.failing import BAD_SCALE
 from tests.engine.hooked import WIDTH
 from tests.engine.process import EngineFailed, EngineProcess
@@ -83,6 +83,7 @@ def test_a_subnormal_row_inside_a_request_is_refused_and_the_engine_lives(
     inline: dict[str, Any] = {"points": {"pre_attn.0": base64.b64encode(SUBNORMAL).decode()}}
     with pytest.raises(EngineFailed, match="has length 1e-40"):
         answers(engine, Ask(SHORT, ({"vector": inline},)))
+    engine.call(asks.drop_unfinished)
     assert len(answers(engine, PLAIN)[0].token_ids) == PLAIN.num_new
 
 

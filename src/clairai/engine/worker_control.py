@@ -156,4 +156,5 @@ def _describe(step_publisher: StepPublisher) -> control_messages.Description:
         points=step_publisher.info.points,
         capacity=step_publisher.bank.capacity,
         published=step_publisher.published,
+        steps_lost=step_publisher.num_steps_lost,
     )

@@ -128,6 +128,7 @@ class Description(msgspec.Struct, frozen=True, tag="description", forbid_unknown
     points: tuple[str, ...]
     capacity: int
     published: int  # records
+    steps_lost: int = 0  # that could not be published, by errors of the worker's own
 
 
 class Streams(msgspec.Struct, frozen=True, tag="streams", forbid_unknown_fields=True):

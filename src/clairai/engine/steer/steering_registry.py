@@ -294,6 +294,7 @@ def _check_tiers_still_resolve(snapshot: SteeringSnapshot, changed: frozenset[st
             continue
         try:
             resolve_entry(entry, snapshot)
+            resolve_plan((), snapshot, USUAL_PROMPT)
         except ClairaiError as error:
             raise VectorError(
                 f"a global tier uses {entry.vector}, and would no longer work: {error.reason}; "

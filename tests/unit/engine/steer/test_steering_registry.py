@@ -201,6 +201,16 @@ def test_tiers_with_which_every_request_would_be_refused_are_refused() -> None:
     assert known.resolve((), prompt_len=3) is not None
 
 
+def test_a_vector_with_which_every_request_would_be_refused_does_not_replace_another() -> None:
+    known = registry()
+    here = {"vector": "joy", "scale": 1e3, "match_norm": True}
+    known.set_tiers(base=entries(here, what="base"))
+    wide = vector("joy", "pre_attn.1", "post_attn.1", "pre_attn.2", "post_attn.2", "pre_attn.3")
+    with pytest.raises(VectorError, match=r"a global tier uses joy, .*could become .* long"):
+        known.put([wide])
+    assert known.resolve((), prompt_len=3) is not None
+
+
 def test_a_vector_that_a_tier_uses_can_be_replaced_but_not_removed() -> None:
     known = tiered()
     with pytest.raises(VectorError, match=r"a global tier uses joy, .*change the tier first"):
