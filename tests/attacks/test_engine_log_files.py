@@ -191,6 +191,37 @@ def test_one_endless_line_does_not_fill_the_report(
         assert len(log.describe_death()) < 2000
 
 
+@pytest.mark.attack(624)
+def test_another_users_file_under_the_name_of_the_old_log_stays(
+    log: EngineLog, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    beside(log, ".old").write_text("not yours")
+    with log.create() as output:
+        give_away(beside(log, ".old"), monkeypatch=monkeypatch)
+        os.write(output.fileno(), FULL)
+        log.trim()
+        assert "64 bytes of it were dropped so far, vllm.log.old belongs to user" in log.lines()[0]
+    log.create().close()  # a restart goes on with the present file
+    assert beside(log, ".old").read_text() == "not yours"
+    with pytest.raises(ConfigError, match="cannot be a log file, "):
+        EngineLog(log.path).create()  # and a first start is refused
+
+
+@pytest.mark.attack(625)
+@pytest.mark.parametrize("plant", [_plant_link, _plant_fifo])
+def test_a_name_planted_before_a_restart_does_not_prevent_it(
+    log: EngineLog, tmp_path: Path, plant: Callable[[Path, Path], None]
+) -> None:
+    with log.create() as output:
+        output.write(b"of the first server\n")
+    log.path.unlink()
+    plant(log.path, tmp_path / "victim")
+    with log.create() as output:
+        output.write(b"of the second\n")
+    assert log.lines() == ["of the first server", "of the second"]
+    assert (tmp_path / "victim").read_bytes() == TEXT
+
+
 @pytest.mark.attack(623)
 def test_a_log_that_cannot_be_read_or_cut_is_a_warning_and_no_end(
     log: EngineLog, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture

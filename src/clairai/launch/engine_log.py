@@ -13,6 +13,7 @@ import re
 import stat
 import weakref
 from collections.abc import Callable
+from errno import EEXIST, EPERM
 from pathlib import Path
 from typing import IO, Final
 
@@ -66,7 +67,7 @@ class EngineLog:
             if self._fd < 0:
                 raise ConfigError(
                     f"{self._quoted} cannot be a log file, {describe_os_error(error)}; "
-                    f"check --vllm-log"
+                    f"give --vllm-log another file, or `-` for this process's own output"
                 ) from error
             self._warn(error)
         return os.fdopen(os.dup(self._fd), "wb")
@@ -86,16 +87,19 @@ class EngineLog:
         self._close_fds = weakref.finalize(self, _close, folder_fd, fd)
 
     def _move_to_old(self, folder_fd: int) -> None:
-        try:
-            found = os.stat(self.path.name, dir_fd=folder_fd, follow_symlinks=False)
-        except FileNotFoundError:
+        found = _look(self.path.name, folder_fd)
+        if found is None:
             return
         if not stat.S_ISREG(found.st_mode) or found.st_uid != os.geteuid():
-            raise ConfigError(
-                f"{self._quoted} is not a plain file of this user, and is not replaced; give "
-                f"--vllm-log another file, or `-` for this process's own output"
-            )
+            raise FileExistsError(EEXIST, "it is there, and not a plain file of this user")
+        self._require_own_old(folder_fd)
         os.rename(self.path.name, self._old_name, src_dir_fd=folder_fd, dst_dir_fd=folder_fd)
+
+    def _require_own_old(self, folder_fd: int) -> None:
+        """PermissionError if another user has put something under the name of the old log."""
+        found = _look(self._old_name, folder_fd)
+        if found is not None and found.st_uid != os.geteuid():
+            raise PermissionError(EPERM, f"{self._old_name} belongs to user {found.st_uid}")
 
     @property
     def _old_name(self) -> str:
@@ -121,8 +125,6 @@ class EngineLog:
             kept, why = self._copy_to_old(), ""
         except OSError as error:
             self._warn(error)
-            with contextlib.suppress(OSError):  # a part of it would only take room
-                os.unlink(self._old_name, dir_fd=self._folder_fd)
             kept, why = 0, f", {describe_os_error(error)}"
         # What vLLM writes between these two calls is the only text that is not counted.
         self._dropped_nbytes += os.fstat(self._fd).st_size - kept
@@ -134,18 +136,25 @@ class EngineLog:
 
     def _copy_to_old(self) -> int:
         """Copy the end of the log; return how much."""
+        self._require_own_old(self._folder_fd)
         with contextlib.suppress(FileNotFoundError):
             os.unlink(self._old_name, dir_fd=self._folder_fd)  # first: there is room for two
         self._dropped_nbytes += self._old_nbytes
         self._old_nbytes = 0
-        offset = max(0, os.fstat(self._fd).st_size - (MAX_BYTES - _SPARE_BYTES))
-        kept = 0
         old_fd = os.open(self._old_name, _NEW_FILE, 0o600, dir_fd=self._folder_fd)
         try:
-            while count := os.sendfile(old_fd, self._fd, offset + kept, MAX_BYTES - kept):
-                kept += count
+            return self._copy_tail(old_fd)
+        except OSError:
+            os.unlink(self._old_name, dir_fd=self._folder_fd)  # a part would only take room
+            raise
         finally:
             os.close(old_fd)
+
+    def _copy_tail(self, target_fd: int) -> int:
+        offset = max(0, os.fstat(self._fd).st_size - (MAX_BYTES - _SPARE_BYTES))
+        kept = 0
+        while count := os.sendfile(target_fd, self._fd, offset + kept, MAX_BYTES - kept):
+            kept += count
         return kept
 
     def _warn(self, error: OSError) -> None:
@@ -190,6 +199,14 @@ class EngineLog:
         shown = [f"last lines of {self.path}:", *lines[-_TAIL_LINES:]]
         cause = find_death_cause(lines)
         return "\n".join(shown if cause is None else [*shown, f"cause: {cause}"])
+
+
+def _look(name: str, folder_fd: int) -> os.stat_result | None:
+    """What has this name, itself and not what a link leads to; None if nothing has."""
+    try:
+        return os.stat(name, dir_fd=folder_fd, follow_symlinks=False)
+    except FileNotFoundError:
+        return None
 
 
 def _clean(line: str) -> str:

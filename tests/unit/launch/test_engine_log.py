@@ -90,7 +90,7 @@ def test_a_long_log_is_cut_and_goes_on(tmp_path: Path, monkeypatch: pytest.Monke
 
 
 def test_a_place_that_cannot_have_a_log_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="check --vllm-log"):
+    with pytest.raises(ConfigError, match="give --vllm-log another file"):
         EngineLog(tmp_path / "missing" / "log").create()
 
 
