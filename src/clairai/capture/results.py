@@ -226,14 +226,20 @@ class CaptureResults:
     def newest(self, limit: int, owner: str | None = None) -> tuple[tuple[Captured, ...], ...]:
         """The newest requests; with `owner`, only those of this one."""
         with self._lock:
-            found = reversed(self._answers.items())
-            streams = dict.fromkeys(
-                answer[0] for answer, one in found if owner in (None, one.plan.owner)
-            )
             return tuple(
                 tuple(self._captured(answer) for answer in sorted(self._by_stream[stream]))
-                for stream in [*streams][: max(limit, 0)]
+                for stream in self._newest_streams(limit, owner)
             )
+
+    def _newest_streams(self, limit: int, owner: str | None) -> list[int]:
+        """Looks no further than it has to: the worker waits for this between two steps."""
+        streams: dict[int, None] = {}
+        for answer, one in reversed(self._answers.items()):
+            if len(streams) >= limit:
+                break
+            if owner in (None, one.plan.owner):
+                streams[answer[0]] = None
+        return [*streams]
 
     def _captured(self, answer: AnswerId) -> Captured:
         found = self._answers[answer]

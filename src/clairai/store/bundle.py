@@ -37,6 +37,7 @@ from clairai.wire.ring_messages import ROW
 
 MAX_NBYTES: Final = 1 << 30
 MAX_ROWS: Final = 1 << 20  # at about 30 bytes each while a bundle is kept
+MAX_SHARD_ROWS: Final = (1 << 32) - 1  # a row's index in its shard is kept in 32 bits
 PART_NBYTES: Final = 1 << 18
 SHARD_NBYTES: Final = 1 << 13  # about what the description of a shard's tensors takes
 
@@ -205,6 +206,8 @@ def _check_rows(rows: StoredRows) -> None:
         raise StoreError("these rows were stored by encoders that differ; ask for one point each")
     if not origins:
         raise StoreError("this request has no such rows")
+    if max(part.shard.head.rows for part in rows.parts) > MAX_SHARD_ROWS:
+        raise StoreError(f"these rows are in a shard of over {MAX_SHARD_ROWS} rows; export them")
     if len({part.array_types for part in rows.parts}) > 1:
         raise StoreError("these rows were stored in arrays that differ; ask for one point each")
     nbytes = int(np.dot([part.nbytes_per_row for part in rows.parts], np.bincount(rows.part_N)))

@@ -289,11 +289,14 @@ def _identity(descriptor: int) -> tuple[int, int, int]:
 
 
 def _read_exactly(descriptor: int, offset: int, nbytes: int) -> bytes:
-    """Read at most 2 GiB less a page: what Linux reads at once."""
-    data = os.pread(descriptor, nbytes, offset)
-    if len(data) != nbytes:
-        raise OSError(errno.EIO, "a file ended early")
-    return data
+    """Linux reads 2 GiB less a page at once, and may read less."""
+    parts, missing = [], nbytes
+    while missing:
+        parts.append(os.pread(descriptor, missing, offset + nbytes - missing))
+        missing -= len(parts[-1])
+        if not parts[-1]:
+            raise OSError(errno.EIO, "a file ended early")
+    return parts[0] if len(parts) == 1 else b"".join(parts)
 
 
 def _sync_if_possible(descriptor: int) -> None:

@@ -138,7 +138,7 @@ def _require_known_version(data: bytes) -> None:
     first = _LINE.fullmatch(data.partition(b"\n")[0])
     try:
         version = msgspec.json.decode(first[1], type=_Version).version if first else 0
-    except (msgspec.DecodeError, ValueError):
+    except (msgspec.DecodeError, ValueError, RecursionError):
         return
     if version > MANIFEST_VERSION:
         raise StoreError(
@@ -158,7 +158,7 @@ def salvage_lines(data: bytes) -> list[CommitLine]:
         match = _LINE.fullmatch(line)
         try:
             commit = msgspec.json.decode(match[1], type=CommitLine) if match else None
-        except (msgspec.DecodeError, ValueError):
+        except (msgspec.DecodeError, ValueError, RecursionError):
             continue
         if commit is not None and commit.version == MANIFEST_VERSION:
             found.append(commit)

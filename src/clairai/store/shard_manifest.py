@@ -23,6 +23,9 @@ MAX_LINE_NBYTES: Final = 1 << 24
 _HEAD: Final = re.compile(rb"([0-9a-f]{8}) ([0-9a-f]{64}) ")
 _HEAD_NBYTES: Final = 8 + 1 + 64 + 1
 FIRST_CHAIN: Final = "0" * 64
+MAX_SHARD_NBYTES: Final = 1 << 50
+_STREAM: Final = re.compile("[0-9a-f]{16}")
+_DIGEST: Final = re.compile("[0-9a-f]{64}")
 
 
 class ShardEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -40,7 +43,12 @@ class ShardEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     origin: Origin
 
     def __post_init__(self) -> None:
-        if not is_shard(self.name) or not 0 < self.head_nbytes <= self.nbytes:
+        if not is_shard(self.name) or not 0 < self.head_nbytes <= self.nbytes <= MAX_SHARD_NBYTES:
+            raise ValueError("not an entry of ours")
+        if not 0 <= self.requests <= self.rows <= self.nbytes:  # a row takes bytes
+            raise ValueError("counts that cannot be")
+        streams = (self.first_stream, self.last_stream)
+        if not all(map(_STREAM.fullmatch, streams)) or not _DIGEST.fullmatch(self.head_digest):
             raise ValueError("not an entry of ours")
 
 
@@ -121,7 +129,7 @@ def _parse_line(data: bytes, offset: int, chain: str) -> tuple[CommitLine, int, 
         return "its checksum is wrong"
     try:
         return msgspec.json.decode(body, type=CommitLine), end + 1, checksum
-    except (msgspec.DecodeError, ValueError):
+    except (msgspec.DecodeError, ValueError, RecursionError):
         return "its content is invalid"
 
 
