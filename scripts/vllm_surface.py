@@ -85,6 +85,11 @@ NEEDS: Final[tuple[Need, ...]] = (
     _wraps(_ARGUMENTS, "EngineArgs.__post_init__", "self"),
     _wraps(_ARGUMENTS, "AsyncEngineArgs.add_cli_args"),
     *_reads(_ARGUMENTS, "EngineArgs", "additional_config"),
+    # compat/loop_heartbeat.py
+    _wraps(_CORE, "EngineCoreProc.run_busy_loop", "self"),
+    _wraps(_CORE, "EngineCoreProc._invoke_utility_method", "name", "get_result"),
+    *_reads(_CORE, "EngineCoreProc", "input_queue"),
+    *_reads(_REQUEST, "EngineCoreRequestType", "WAKEUP"),
     # compat/admission.py
     *_reads("sampling_params.py", "SamplingParams", "extra_args", "skip_reading_prefix_cache"),
     *_reads(_REQUEST, "EngineCoreRequest", "request_id", "external_req_id", "sampling_params"),

@@ -24,7 +24,8 @@ ClairaiError
 ├── StoreError           a capture folder, or what shall be written into it, cannot be used
 │   ├── StoreBusyError   another writer has the folder
 │   ├── StoreDamagedError  bytes on disk are not the bytes that were committed
-│   └── StoreStoppedError  accepted rows could not be committed; the message says why
+│   ├── StoreStoppedError  accepted rows could not be committed; the message says why
+│   └── CaptureDownError  nothing is captured now: the capture writer is being replaced
 ├── EncodingError        rows, or encoded rows, do not fit the encoder; nothing was changed
 ├── RowsLostError        requested scores were overwritten before they were read
 └── ModelError           the demo model cannot be built from its package
@@ -167,6 +168,10 @@ class StoreDamagedError(StoreError):
 
 class StoreStoppedError(StoreError):
     code = "store-stopped"
+
+
+class CaptureDownError(StoreError):
+    code = "capture-down"
 
 
 class RowsLostError(ClairaiError):

@@ -50,12 +50,8 @@ class Demo(NamedTuple):
             return self.said().count(f"is served on {self.url}") == times
 
         until(is_served, READY_S)
-        assert self.get("/health").json() == {
-            "status": "ready",
-            "reason": None,
-            "model": NAME,
-            "version": self.get("/health").json()["version"],
-        }
+        health = self.get("/health").json()
+        assert (health["status"], health["reason"], health["model"]) == ("ready", None, NAME)
 
 
 @pytest.fixture(scope="module")

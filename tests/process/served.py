@@ -142,11 +142,32 @@ class OpenStream:
         self.ended_s = time.monotonic()
 
     def wait_for_error(self) -> dict[str, Any]:
-        """The error that ends the stream, which has no regular end."""
+        """The error that ends the stream; vLLM's own is followed by its usual last frame."""
         until(lambda: self.ended_s is not None)
-        assert b"[DONE]" not in self.raw
-        last = self.raw.strip().split(b"\n\n")[-1]
-        return dict(json.loads(last.removeprefix(b"data: "))["error"])
+        frames = [frame.removeprefix(b"data: ") for frame in self.raw.strip().split(b"\n\n")]
+        last = [frame for frame in frames if frame != b"[DONE]"][-1]
+        return dict(json.loads(last)["error"])
+
+
+def run_serve(
+    command: Sequence[str],
+    options: Sequence[str],
+    variables: dict[str, str],
+    *,
+    port: int,
+    output: Path,
+) -> Served:
+    """Start it; the caller ends it."""
+    program = [sys.executable, "-m", "clairai.cli", *command, "--port", str(port)]
+    with output.open("wb") as file:
+        process = subprocess.Popen(
+            [*program, *options],
+            env=os.environ | variables,
+            stdout=file,
+            stderr=subprocess.STDOUT,
+        )
+    runtime, gate = Path(variables["CLAIRAI_RUNTIME_DIR"]), Path(variables["TOY_GATE"])
+    return Served(process, f"http://127.0.0.1:{port}", runtime, output, gate)
 
 
 Serve = Callable[..., Served]
@@ -169,25 +190,15 @@ def serve(tmp_path: Path) -> Iterator[Serve]:
         command: Sequence[str] = ("serve", str(model), "--points", "post_block.1"),
         **variables: str,
     ) -> Served:
-        port = port or free_port()
-        gate, output = tmp_path / "gate", tmp_path / f"output-{len(started)}"
         environ = {
-            **os.environ,
             "PYTHONPATH": f"{packages}:{ROOT}:{ROOT / 'src'}",
             "CLAIRAI_RUNTIME_DIR": str(runtime),
             "TOY_VLLM": behaviour,
-            "TOY_GATE": str(gate),
+            "TOY_GATE": str(tmp_path / "gate"),
             **variables,
         }
-        program = [sys.executable, "-m", "clairai.cli", *command, "--port", str(port)]
-        with output.open("wb") as file:
-            process = subprocess.Popen(
-                [*program, *options],
-                env=environ,
-                stdout=file,
-                stderr=subprocess.STDOUT,
-            )
-        made = Served(process, f"http://127.0.0.1:{port}", runtime, output, gate)
+        output = tmp_path / f"output-{len(started)}"
+        made = run_serve(command, options, environ, port=port or free_port(), output=output)
         started.append(made)
         return made
 

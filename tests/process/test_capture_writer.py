@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import select
 import signal
@@ -16,7 +17,7 @@ import pytest
 import torch
 
 import clairai
-from clairai.capture import pipe_messages
+from clairai.capture import pipe_messages, remote
 from clairai.capture.remote import RemoteBackend
 from clairai.capture.staging_arena import ArenaRegion, StagingArena
 from clairai.engine.capture.capture_plan import KeepThreshold
@@ -151,6 +152,7 @@ def test_a_killed_writer_is_noticed_and_generation_continues(
         made.step(("b", 0, 8), ("c", 0, 3))
         until(lambda: made.told(2).rows == 24)
         backend = backend_of(made)
+        backend._restart = None  # what the time until the next writer is like
         os.kill(backend.process, signal.SIGSTOP)
         made.step(("b", 8, 4))  # sent to the writer, which never takes them
         os.kill(backend.process, signal.SIGKILL)
@@ -254,3 +256,145 @@ def test_rows_of_requests_that_run_when_the_engine_closes_are_stored(tmp_path: P
         made.enter("a", 1, capture_plan(to=FS))
         made.step(("a", 0, 3))
     assert len(clairai.open(tmp_path / "s").rows(1, point="post_block.0")) == 3
+
+
+def await_next_writer(made: Rig) -> None:
+    """Until rows of a new answer would be taken."""
+    until(lambda: not state_of(made).failure, 60.0)
+
+
+@pytest.mark.attack(450)
+def test_a_killed_writer_is_replaced_and_the_next_capture_is_whole(tmp_path: Path) -> None:
+    with remote_rig({"folder": str(tmp_path / "s")}) as made:
+        made.enter("a", 1, capture_plan(to=FS))
+        made.step(("a", 0, 8))
+        assert made.ended("api-a", "kept").rows == 8
+        made.backend.set_weights("second")
+        first = backend_of(made).process
+        os.kill(first, signal.SIGKILL)
+        until(lambda: state_of(made).failure)
+        await_next_writer(made)
+        made.enter("b", 2, capture_plan(to=FS))
+        assert backend_of(made).process != first
+        made.step(("b", 0, 5))
+        told = made.ended("api-b", "kept")
+        assert (told.rows, told.lost) == (5, 0)
+        state = state_of(made)
+        assert (state.rows, state.dropped) == (8 + 5, 0)  # counted on, over both writers
+        assert [place.state for place in state.places] == ["writing"]
+    store = clairai.open(tmp_path / "s")
+    for stream, count in ((1, 8), (2, 5)):
+        assert store.rows(stream, point="post_block.0").position.tolist() == [*range(count)]
+    weights = {entry: store.shard(entry).head.origin.weights for entry in store.shards}
+    assert sorted(weights.values()) == ["second", "w"]
+
+
+@pytest.mark.attack(451)
+def test_rows_of_a_capture_that_lost_its_writer_are_counted_and_reach_no_other(
+    tmp_path: Path,
+) -> None:
+    """An answer that goes on under the next writer has lost rows: none of the rest is stored."""
+    with remote_rig({"folder": str(tmp_path / "s")}) as made:
+        made.enter("a", 1, capture_plan(to=FS))
+        made.step(("a", 0, 8))
+        until(lambda: made.told(1).rows == 8 and not backend_of(made)._link.undelivered)
+        os.kill(backend_of(made).process, signal.SIGKILL)
+        until(lambda: state_of(made).failure)
+        made.step(("a", 8, 1))
+        await_next_writer(made)
+        made.enter("b", 2, capture_plan(to=FS))
+        for at in range(9, 19):
+            made.step(("a", at, 1), ("b", at - 9, 1))
+        told = made.ended("api-b", "kept")
+        assert (told.rows, told.lost) == (10, 0)
+        broken = made.told(1)
+        assert (broken.state, broken.dropped) == ("failed", 1 + 10)
+        assert "the capture writer process has ended" in broken.reason
+        assert made.copier.arena.used_nbytes == 0
+    store = clairai.open(tmp_path / "s")
+    assert store.rows(2, point="post_block.0").position.tolist() == [*range(10)]
+    assert [request.stream for request in store.requests()] == [2]
+
+
+@pytest.mark.attack(452)
+def test_a_suspended_writer_says_so_and_is_killed_and_replaced_when_it_stays_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(remote, "SILENT_S", 1.5)
+    monkeypatch.setattr(remote, "GIVE_UP_S", 4.0)
+    monkeypatch.setattr(remote, "END_S", 0.5)
+    with remote_rig({"folder": str(tmp_path / "s")}) as made:
+        process = backend_of(made).process
+        watched = open_pidfd(process)
+        os.kill(process, signal.SIGSTOP)
+        until(lambda: state_of(made).places[0].state == "stopped", 30.0)
+        assert state_of(made).places[0].reason.startswith("the capture writer process does not")
+        wait_for_end(watched)
+        await_next_writer(made)
+        made.enter("b", 2, capture_plan(to=FS))
+        made.step(("b", 0, 5))
+        assert made.ended("api-b", "kept").rows == 5
+
+
+def test_a_writer_that_goes_on_in_time_is_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(remote, "SILENT_S", 1.5)
+    with remote_rig({"folder": str(tmp_path / "s")}) as made:
+        process = backend_of(made).process
+        os.kill(process, signal.SIGSTOP)
+        until(lambda: state_of(made).places[0].state == "stopped", 30.0)
+        os.kill(process, signal.SIGCONT)
+        until(lambda: state_of(made).places[0].state == "writing", 30.0)
+        assert backend_of(made).process == process
+        assert not state_of(made).failure
+
+
+@pytest.mark.attack(453)
+def test_writers_that_die_again_and_again_are_given_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(remote, "MAX_RESTARTS", 2)
+    monkeypatch.setattr(remote, "MAX_PAUSE_S", 0.01)
+    with remote_rig({"folder": str(tmp_path / "s")}) as made:
+        backend = backend_of(made)
+
+        def kill_the_next() -> bool:
+            link = backend._next or backend._link
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(link.process, signal.SIGKILL)
+            return "too often" in state_of(made).failure
+
+        until(kill_the_next, 60.0)
+        made.enter("b", 2, capture_plan(to=FS))
+        made.step(("b", 0, 5))
+        told = made.told(2)
+        assert (told.state, told.rows, told.dropped) == ("failed", 0, 5)
+
+
+def test_an_engine_that_ends_while_a_writer_is_being_replaced_leaves_none(tmp_path: Path) -> None:
+    with remote_rig({"folder": str(tmp_path / "s")}) as made:
+        os.kill(backend_of(made).process, signal.SIGKILL)
+        until(lambda: state_of(made).failure)
+        await_next_writer(made)
+        successor = backend_of(made)._next
+        assert successor is not None
+        watched = open_pidfd(successor.process)
+    wait_for_end(watched)
+
+
+def test_rows_that_a_dead_writer_never_took_leave_room_for_the_next(tmp_path: Path) -> None:
+    with remote_rig({"folder": str(tmp_path / "s"), "staging_mib": 1}) as made:
+        made.enter("a", 1, capture_plan(points=POINTS, to=FS))
+        os.kill(backend_of(made).process, signal.SIGSTOP)
+        for step in range(200):
+            made.step(("a", 32 * step, 32))
+        assert made.told(1).dropped  # the arena is full
+        os.kill(backend_of(made).process, signal.SIGKILL)
+        until(lambda: state_of(made).failure)
+        assert made.told(1).dropped == 200 * 32 * 3
+        await_next_writer(made)
+        made.enter("b", 2, capture_plan(to=FS))
+        made.step(("b", 0, 5), finished=("a",))
+        told = made.ended("api-b", "kept")
+        assert (told.rows, told.lost) == (5, 0)

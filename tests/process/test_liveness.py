@@ -36,6 +36,7 @@ def serving_streams(serve: Serve, *options: str) -> tuple[Served, list[OpenStrea
 def check_streams_end(streams: list[OpenStream], since_s: float) -> None:
     for stream in streams:
         assert stream.wait_for_error()["code"] == "engine-gone"
+        assert b"[DONE]" not in stream.raw
         assert stream.ended_s is not None
         assert stream.ended_s - since_s < NOTICED_S
 

@@ -57,7 +57,11 @@ class CaptureBackend(Protocol):
 
     @property
     def failure(self) -> str:
-        """Why no more rows are taken; empty while they are."""
+        """Why no rows are taken now; empty while they are."""
+
+    @property
+    def lasting_failure(self) -> str:
+        """Why rows of a new answer would not be taken either; empty if they would."""
 
     @property
     def is_remote(self) -> bool:

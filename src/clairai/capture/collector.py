@@ -127,8 +127,10 @@ class Collector:
         batch_nbytes: int,
         pending_nbytes: int,
         pacing: BatchPacing | None = None,
+        is_successor: bool = False,
     ) -> None:
-        self._consumers, self._engine = consumers, engine
+        """`is_successor`: rows of answers that began before this may come, and are left out."""
+        self._consumers, self._engine, self._is_successor = consumers, engine, is_successor
         self.delivered = 0  # of the staged batches that were put
         self.results = CaptureResults(consumers)
         self._flushers = {
@@ -208,6 +210,8 @@ class Collector:
         finally:
             for staged in batch:
                 staged.free()
+        if self._is_successor:
+            joined = [known for known in map(self._select_known, joined) if len(known.rows_N)]
         encoders = dict.fromkeys(rows.encoder for rows in joined)
         fidelity = {encoder: self._measure(encoder) for encoder in encoders}
         for rows in joined:
@@ -223,6 +227,14 @@ class Collector:
             for rows in self._read(staged):
                 found.setdefault(rows.key, []).append(rows)
         return [EncodedRows.join(parts) for parts in found.values()]
+
+    def _select_known(self, rows: EncodedRows) -> EncodedRows:
+        """Rows of answers that began here; the engine counts the others as lost."""
+        found = group_by_answer(rows.rows_N)
+        known = [indices for answer, indices in found if answer in self._plans]
+        if len(known) == len(found):
+            return rows
+        return rows.select(np.sort(np.concatenate([np.empty(0, np.intp), *known])))
 
     def _read(self, staged: StagedBatch) -> Sequence[EncodedRows]:
         """Scores first: they decide about rows. A batch that cannot be read harms no other."""

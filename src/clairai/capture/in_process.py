@@ -22,7 +22,7 @@ class InProcessBackend:
     """A collector, and a reader of the arena for it."""
 
     is_remote = False
-    failure = ""
+    failure = lasting_failure = ""
 
     def __init__(
         self, consumers: Mapping[str, Consumer], collector: Collector, arena: StagingArena

@@ -19,6 +19,7 @@ from clairai.capture.pipe_messages import ENCODER
 PREFIX: Final = 4
 MAX_NBYTES: Final = 64 << 20
 CHUNK: Final = 1 << 18
+SEND_TIMEOUT_S: Final = 300.0  # an engine that is being debugged does not read
 
 
 class Pipe:
@@ -52,15 +53,15 @@ class Pipe:
                     return
                 del self._unsent[:sent]
 
-    def send_all(self, timeout_s: float | None = None) -> None:
-        """Send everything; TimeoutError if the other end does not read."""
+    def send_all(self, timeout_s: float = SEND_TIMEOUT_S) -> None:
+        """Send everything; TimeoutError if the other end reads nothing for so long."""
         self.send()
         if not self.unsent_nbytes:
             return
         room = select.poll()
         room.register(self._socket, select.POLLOUT)
         while self.unsent_nbytes:
-            if not room.poll(None if timeout_s is None else 1e3 * timeout_s):
+            if not room.poll(1e3 * timeout_s):
                 raise TimeoutError("the other end reads nothing")
             self.send()
 

@@ -29,6 +29,7 @@ class WriterStart(msgspec.Struct, frozen=True, tag="hello", forbid_unknown_field
     about: EngineInfo
     consumers: tuple[ConsumerConfig, ...]
     pending_nbytes: int
+    is_successor: bool = False  # of a writer that died: rows of answers it began may still come
 
 
 class BeginAnswer(msgspec.Struct, frozen=True, tag="begin", forbid_unknown_fields=True):

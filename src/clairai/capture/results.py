@@ -174,6 +174,16 @@ class CaptureResults:
                 found.state, found.reason = "failed", reason
             self._unsafe.clear()
 
+    def keep_totals(self) -> None:
+        """The next reports come from another writer process, which counts from 0."""
+        with self._lock:
+            totals, self._reported = self._totals(), RowTotals()
+            self._rows, self._dropped, self._discarded = (
+                totals.rows,
+                totals.dropped,
+                totals.discarded,
+            )
+
     def changes(self, *, asks_consumers: bool = False) -> list[AnswerReport]:
         """Answers that have changed since the last call; `asks_consumers` for new losses too."""
         with self._lock:
@@ -289,7 +299,12 @@ class CaptureResults:
         )
 
     def state(
-        self, *, staging_nbytes: int, pending_nbytes: int, stash_nbytes: int = 0
+        self,
+        *,
+        staging_nbytes: int,
+        pending_nbytes: int,
+        stash_nbytes: int = 0,
+        failure: str = "",
     ) -> CaptureState:
         with self._lock:
             totals = self._totals()
@@ -302,4 +317,5 @@ class CaptureResults:
                 pending_nbytes=pending_nbytes,
                 stash_nbytes=stash_nbytes,
                 dropping_since=self._staging_losses.since(totals.dropped),
+                failure=failure,
             )

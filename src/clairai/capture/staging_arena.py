@@ -20,6 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from clairai.errors import ConfigError, RingError
+from clairai.local.own_clock import OwnClock
 from clairai.local.shared_buffer import SIZE_SEALS, create_memfd
 
 ALIGNMENT: Final = 256
@@ -28,6 +29,7 @@ HEADER_NBYTES: Final = 4096
 FREED_WORD: Final = 0  # bytes freed so far; the capture writer writes it
 COPIED_WORD: Final = 8  # the last message whose rows are there; the engine or its GPU writes it
 POLL_S: Final = 0.0005
+BLOCK_S: Final = 60.0  # how long the engine waits for a consumer that frees nothing
 
 
 @dataclass(frozen=True)
@@ -49,6 +51,7 @@ class StagingArena:
         self.memory = self.whole[HEADER_NBYTES:]
         self._words = memoryview(mapping).cast("Q")
         self._allocated = self._floor = 0  # bytes, counted from the start
+        self._stuck_at = -1  # bytes freed when waiting for more was given up
 
     @classmethod
     def create(cls, nbytes: int) -> StagingArena:
@@ -113,10 +116,20 @@ class StagingArena:
     def wait_for_room(
         self, nbytes: int, is_served: Callable[[], bool] = lambda: True
     ) -> ArenaRegion | None:
-        """A region of at most the arena's size; None once nobody is left to free any."""
+        """A region of at most the arena's size; None once nobody is left to free any.
+
+        Also None when nothing has been freed for BLOCK_S, and from then on at once, until
+        something is: a consumer that hangs must not hold up generation for good.
+        """
+        clock, freed, progress_s = OwnClock(), self._freed, 0.0
         while (region := self.allocate(nbytes)) is None:
-            if not is_served():
+            if not is_served() or self._freed == self._stuck_at:
                 return None
+            now_s = clock.tick()
+            if self._freed != freed:
+                freed, progress_s = self._freed, now_s
+            if now_s - progress_s >= BLOCK_S:
+                self._stuck_at = freed
             time.sleep(POLL_S)  # nothing signals that a disk has written
         return region
 
@@ -124,6 +137,10 @@ class StagingArena:
         """Free everything up to the end of a region. Only the capture writer calls this."""
         # Pairs with _freed. On x86 a store becomes visible after the loads in front of it.
         self._words[FREED_WORD] = end
+
+    def discard_all(self) -> None:
+        """Everything is free: the capture writer that would have read it is dead."""
+        self._floor = self._allocated
 
     def mark_copied(self, number: int) -> None:
         """The rows of all messages up to this number are there; for an engine without a GPU."""

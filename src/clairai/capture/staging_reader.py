@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Final
 
 import numpy as np
@@ -63,6 +63,11 @@ class EncodedRows:
         """Rows of each answer."""
         found = group_by_answer(self.rows_N)
         return {answer: len(indices) * len(self.points) for answer, indices in found}
+
+    def select(self, indices: NDArray[np.intp]) -> EncodedRows:
+        """Only the rows at these indices."""
+        arrays = {name: array[:, indices] for name, array in self.arrays.items()}
+        return replace(self, rows_N=self.rows_N[indices], arrays=arrays)
 
     @staticmethod
     def join(parts: Sequence[EncodedRows]) -> EncodedRows:

@@ -16,7 +16,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Final
 
@@ -31,6 +31,7 @@ from clairai.capture.pipe_messages import WriterReport
 from clairai.capture.staging_arena import StagingArena
 from clairai.capture.staging_reader import StagingReader
 from clairai.errors import ClairaiError, ConfigError
+from clairai.local.heartbeat import Heartbeat, open_pidfd
 
 NICENESS: Final = 5
 LINGER_S: Final = 0.25
@@ -44,6 +45,9 @@ CLOSE_TIMEOUT_S: Final = 120.0
 COUNTS_INTERVAL_S: Final = 0.25  # how often counts alone are reported
 COALESCE_S: Final = 0.003  # changes within this time make one report
 LOSSES_INTERVAL_S: Final = 1.0  # how often consumers are asked for their losses
+# How often the engine hears of this process, whether or not anything has changed.
+REPORT_INTERVAL_S: Final = 1.0
+ROUND_S: Final = 1.0  # how long the main loop may wait for the engine without going round
 # Whoever ends a process group ends the engine too, and this process follows the engine.
 IGNORED_SIGNALS: Final = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _log: Final = logging.getLogger("clairai.capture")
@@ -52,9 +56,18 @@ _log: Final = logging.getLogger("clairai.capture")
 class Reporter:
     """Reports changes to the engine, on a thread of its own. Reports are not answered."""
 
-    def __init__(self, pipe: Pipe, collector: Collector, consumers: Mapping[str, Consumer]) -> None:
+    def __init__(
+        self,
+        pipe: Pipe,
+        collector: Collector,
+        consumers: Mapping[str, Consumer],
+        num_rounds: Callable[[], int],
+    ) -> None:
+        """`num_rounds` counts those of the main loop: one that hangs is not reported as well."""
         self._pipe, self._collector, self._consumers = pipe, collector, consumers
+        self._num_rounds, self._reported_rounds = num_rounds, 0
         self._last: WriterReport | None = None
+        self._reported_s = 0.0
         self._losses_asked_s = 0.0
         self._is_open = True
         self._thread = threading.Thread(target=self._run, name="clairai-report", daemon=True)
@@ -96,10 +109,16 @@ class Reporter:
             totals.discarded,
             self._collector.pending_nbytes,
         )
-        if changes or report != self._last:
-            self._last = report
+        if changes or report != self._last or self._is_due(now_s):
+            self._last, self._reported_s = report, now_s
+            self._reported_rounds = self._num_rounds()
             self._pipe.add(report)
             self._pipe.send_all()
+
+    def _is_due(self, now_s: float) -> bool:
+        """True if the engine shall hear that this process makes progress."""
+        has_gone_round = self._num_rounds() != self._reported_rounds
+        return has_gone_round and now_s >= self._reported_s + REPORT_INTERVAL_S
 
 
 class CaptureWriter:
@@ -110,12 +129,14 @@ class CaptureWriter:
         self._reader = StagingReader(arena)
         self._readable = select.poll()
         self._readable.register(pipe.fileno(), select.POLLIN)
-        self._engine = _open_pidfd(engine)
+        self._engine = open_pidfd(engine)
         self._engine_ended = select.poll()  # for the collector's thread
         if self._engine is not None:
             self._readable.register(self._engine, select.POLLIN)
             self._engine_ended.register(self._engine, select.POLLIN)
         self._is_orphan = False
+        self._num_rounds = 0
+        self._heartbeat = Heartbeat.open("capture-writer")
 
     def run(self) -> int:
         messages = self._receive()
@@ -161,8 +182,9 @@ class CaptureWriter:
             batch_nbytes=nbytes // 4,
             pending_nbytes=start.pending_nbytes,
             pacing=BatchPacing(LINGER_S, nbytes // ARENA_PART_IN_BATCH),
+            is_successor=start.is_successor,
         )
-        reporter = Reporter(self._pipe, collector, consumers)
+        reporter = Reporter(self._pipe, collector, consumers, lambda: self._num_rounds)
         try:
             for message in messages:
                 if isinstance(message, pipe_messages.CloseWriter):
@@ -176,6 +198,8 @@ class CaptureWriter:
             timeout.start()
             collector.close()
             reporter.close()
+            if self._heartbeat is not None:
+                self._heartbeat.close()
 
     def _apply(self, message: pipe_messages.EngineMessage, collector: Collector) -> None:
         match message:
@@ -200,6 +224,7 @@ class CaptureWriter:
         empty_polls = 0
         while (received := self._pipe.receive()) is not None:
             yield from map(pipe_messages.ENGINE_DECODER.decode, received)
+            self._go_round()
             empty_polls = 0 if received else empty_polls + 1
             if empty_polls > MAX_EMPTY_POLLS:
                 if self._is_engine_gone():
@@ -207,9 +232,14 @@ class CaptureWriter:
             elif not received:
                 time.sleep(POLL_S)
 
+    def _go_round(self) -> None:
+        self._num_rounds += 1
+        if self._heartbeat is not None:
+            self._heartbeat.beat()
+
     def _is_engine_gone(self) -> bool:
-        """Waits until there is something to read, or the engine is dead."""
-        readable = {fd for fd, _ in self._readable.poll()}
+        """Waits a while until there is something to read, or the engine is dead."""
+        readable = {fd for fd, _ in self._readable.poll(1e3 * ROUND_S)}
         # A process that the engine forked may hold the pipe open; messages come first.
         return readable == {self._engine}
 
@@ -228,14 +258,6 @@ def _exit_with_loss() -> None:
     """A consumer hangs, and nobody is left who could wait for it."""
     _log.error("captured rows are lost: no consumer took them in %g s", CLOSE_TIMEOUT_S)
     os._exit(1)
-
-
-def _open_pidfd(process: int) -> int | None:
-    """A descriptor that becomes readable when the process ends; None if there can be none."""
-    try:
-        return os.pidfd_open(process)
-    except OSError:
-        return None
 
 
 def main(arguments: Sequence[str]) -> int:

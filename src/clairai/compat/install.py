@@ -7,9 +7,11 @@ EngineCore.add_request                 v1/engine/core.py          0.26:431   0.3
 generate_block_hash_extra_keys         v1/core/kv_cache_utils.py  0.26:558   0.32:625
 KVCacheManager.get_computed_blocks     v1/core/kv_cache_manager.py 0.26:207  0.32:264
 WeightTransferEngineFactory            distributed/weight_transfer/factory.py 0.26:41 0.32:41
+EngineCoreProc.run_busy_loop           v1/engine/core.py          0.26:1358  0.32:1547
 
 The first three look for the key in their own engine's config, the others for rules or a plan in the
-request, and all pass straight through without. `check_stop`, which runs for every token, is wrapped
+request, and all pass straight through without. The last is wrapped only under a launcher that
+watches heartbeats. `check_stop`, which runs for every token, is wrapped
 when the first request with rules comes (stop_rules.py). Runs in: every vLLM process of the engine.
 """
 
@@ -44,11 +46,12 @@ def install_hooks() -> None:
     EngineCore.collective_rpc = _wrap_collective_rpc(EngineCore.collective_rpc)
     EngineCore.add_request = stop_rules.wrap_add_request(EngineCore.add_request)
     if VARIABLE in os.environ:
+        from vllm.v1.engine import EngineCoreRequestType
         from vllm.v1.engine.core import EngineCoreProc
 
         from clairai.compat.loop_heartbeat import install_heartbeat
 
-        install_heartbeat(EngineCoreProc)
+        install_heartbeat(EngineCoreProc, (EngineCoreRequestType.WAKEUP, None))
     _wrap_prefix_cache()
     _register_backend()
 

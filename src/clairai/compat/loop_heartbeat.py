@@ -1,9 +1,10 @@
 """The heartbeat of vLLM's engine core: it beats when the core's busy loop goes round.
 
-EngineCoreProc.__init__                v1/engine/core.py   0.26 and 0.32
-EngineCoreProc.input_queue             v1/engine/core.py   0.32:1147
-EngineCoreProc._invoke_utility_method  v1/engine/core.py   0.32:1736
-EngineCoreRequestType.WAKEUP           v1/engine/__init__.py
+EngineCoreProc.run_busy_loop           v1/engine/core.py       0.26:1358   0.32:1547
+DPEngineCoreProc.run_busy_loop         v1/engine/core.py       0.26:2024   0.32:2328
+EngineCoreProc.input_queue             v1/engine/core.py       0.26:1014   0.32:1147
+EngineCoreProc._invoke_utility_method  v1/engine/core.py       0.26:1534   0.32:1736
+EngineCoreRequestType.WAKEUP           v1/engine/__init__.py   0.26 and 0.32
 
 The loop empties its input queue before every step and waits for it when it has nothing to do. A
 thread puts an entry without meaning (vLLM's own `WAKEUP`) into that queue twice a second, and beats
@@ -33,24 +34,28 @@ _DECODER: Final = msgspec.msgpack.Decoder(Control)
 _HEARTBEAT: Final = "clairai_heartbeat"
 
 
-def install_heartbeat(core_class: Any) -> None:
-    """Wrap `EngineCoreProc`: its cores beat when they are made."""
-    core_class.__init__ = _wrap_init(core_class.__init__)
+def install_heartbeat(core_class: Any, wake_up: tuple[Any, Any]) -> None:
+    """Wrap `EngineCoreProc` and what derives from it: a core beats from its first round on.
+
+    `wake_up` is the entry without meaning that is put into its queue.
+    Not its `__init__`, which already runs when vLLM loads the plugin in the core's process.
+    """
+    for kind in (core_class, *core_class.__subclasses__()):
+        if "run_busy_loop" in vars(kind):
+            kind.run_busy_loop = _wrap_busy_loop(kind.run_busy_loop, wake_up)
 
 
-def _wrap_init(original: Any) -> Any:
+def _wrap_busy_loop(original: Any, wake_up: tuple[Any, Any]) -> Any:
     @functools.wraps(original)
-    def init(self: Any, *args: Any, **kwargs: Any) -> None:
-        original(self, *args, **kwargs)
-        if _HEARTBEAT not in vars(self):  # a subclass calls this one too
-            start_core_heartbeat(self)
+    def run_busy_loop(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if _HEARTBEAT not in vars(self):
+            _start_heartbeat(self, wake_up)
+        return original(self, *args, **kwargs)
 
-    return init
+    return run_busy_loop
 
 
-def start_core_heartbeat(core: Any) -> None:
-    from vllm.v1.engine import EngineCoreRequestType
-
+def _start_heartbeat(core: Any, wake_up: tuple[Any, Any]) -> None:
     heartbeat = Heartbeat.open("engine-core")
     if heartbeat is None:
         return
@@ -65,7 +70,7 @@ def start_core_heartbeat(core: Any) -> None:
             return original(name, *args, **kwargs)
 
     core._invoke_utility_method = invoke
-    loop = LoopHeartbeat(heartbeat, core.input_queue, (EngineCoreRequestType.WAKEUP, None))
+    loop = LoopHeartbeat(heartbeat, core.input_queue, wake_up)
     threading.Thread(target=loop.run, name="clairai-heartbeat", daemon=True).start()
 
 

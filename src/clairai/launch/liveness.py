@@ -15,8 +15,8 @@ from dataclasses import dataclass
 from typing import Final, Literal
 
 from clairai.local.heartbeat import Activity, Beat, ProcessState, Role, read_process_state
+from clairai.local.own_clock import OwnClock
 
-MAX_TICK_S: Final = 1.0  # a longer pause between two looks was ours
 NAMES: Final[dict[Role, str]] = {
     "api-server": "the API server",
     "engine-core": "the engine core",
@@ -30,20 +30,6 @@ _REPORTED_BY_GUARD: Final = ("api-server", "process-guard")
 _NOT_VITAL: Final = ("capture-writer",)
 # A guard that is suspended is woken; nobody waits for it meanwhile.
 _WOKEN: Final = ("process-guard",)
-
-
-class OwnClock:
-    """Seconds in which this process was running: pauses in which it was not do not count."""
-
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        self._clock, self._last_s, self._own_s = clock, clock(), 0.0
-
-    def tick(self) -> float:
-        """Call it a few times a second."""
-        now_s = self._clock()
-        self._own_s += min(now_s - self._last_s, MAX_TICK_S)
-        self._last_s = now_s
-        return self._own_s
 
 
 @dataclass(frozen=True)

@@ -21,8 +21,8 @@ import uvicorn
 from clairai.errors import ClairaiError, ConfigError
 from clairai.launch.engine_command import ListenAddress
 from clairai.launch.engine_process import POLL_S
-from clairai.launch.liveness import OwnClock
 from clairai.launch.user_output import UserOutput
+from clairai.local.own_clock import OwnClock
 from clairai.local.private_socket import runtime_dir
 from clairai.local.stop_signal import StopSignal
 from clairai.proxy.app import create_app, create_server

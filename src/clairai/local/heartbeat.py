@@ -168,3 +168,11 @@ def read_process_state(pid: int) -> ProcessState | None:
         return None
     fields = text.rpartition(")")[2].split()
     return ProcessState(fields[_STATE_FIELD], int(fields[_START_FIELD]))
+
+
+def open_pidfd(pid: int) -> int | None:
+    """A descriptor that becomes readable when the process ends; None if there can be none."""
+    try:
+        return os.pidfd_open(pid)
+    except OSError:
+        return None

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import Coroutine, Mapping, Sequence
 from http import HTTPStatus
 from typing import Any, Final, Literal, TypeVar
@@ -16,12 +17,18 @@ from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse
 
 from clairai import errors
-from clairai.errors import ClairaiError, ConfigError, EngineGoneError
+from clairai.errors import CaptureDownError, ClairaiError, ConfigError, EngineGoneError
 from clairai.library.engine_control import read_reply
 from clairai.server.core_cache import CoreCache
 from clairai.server.error_status import status_of
 from clairai.server.weight_versions import WeightVersions
-from clairai.wire.capture_messages import Captured, Captures, FindCaptures
+from clairai.wire.capture_messages import (
+    Captured,
+    Captures,
+    CaptureState,
+    DescribeCapture,
+    FindCaptures,
+)
 from clairai.wire.control_messages import CONTROL_METHOD, Control
 from clairai.wire.steering_messages import RefusalReason, WhyRefused
 from clairai.wire.weights_messages import WeightsControl
@@ -34,6 +41,7 @@ Drain = Literal["wait", "abort"]
 CALL_S: Final = 30.0
 WEIGHTS_CALL_S: Final = 1800.0  # waits for unfinished requests, loads weights
 ALIVE_S: Final = 5.0
+CAPTURE_KNOWN_S: Final = 1.0  # how long an answer about the capture writer is believed
 
 NO_TAPS: Final = (
     "this engine was started without clairai; start it with "
@@ -85,6 +93,7 @@ class EngineRpc:
         """`is_shared`: other API servers call the same engine."""
         self._client = client
         self._late: asyncio.Future[Any] | None = None  # a call that took too long
+        self._capture_failure, self._capture_asked_s = "", float("-inf")
         # PUT reads and then changes: one at a time, so that what it read still holds.
         self.changing = asyncio.Lock()
         self.core_cache = CoreCache(self.ask, is_shared=is_shared)
@@ -149,6 +158,17 @@ class EngineRpc:
         reply = await self.ask(WhyRefused(stream), RefusalReason, limit_s=ALIVE_S)
         return _ERROR_KINDS.get(reply.code, ClairaiError)(reply.reason) if reply.reason else None
 
+    async def check_capture(self) -> None:
+        """CaptureDownError if nothing is captured now; the engine is asked once a second."""
+        now_s = time.monotonic()
+        if now_s >= self._capture_asked_s + CAPTURE_KNOWN_S:
+            self._capture_failure = (await self.ask(DescribeCapture(), CaptureState)).failure
+            self._capture_asked_s = now_s
+        if self._capture_failure:
+            raise CaptureDownError(
+                f"{self._capture_failure}; ask without a capture, or again in a few seconds"
+            )
+
     async def captured(self, stream: int, *, is_ended: bool) -> Sequence[Captured]:
         """What the engine remembers of a request's captured rows, for each answer."""
         question = FindCaptures(streams=(stream,), is_ended=is_ended)
@@ -208,7 +228,7 @@ def route_refusal_response(error: RouteRefusal) -> JSONResponse:
 
 
 def error_response(error: ClairaiError) -> JSONResponse:
-    return refusal_response(status_of(error), error.code, error.reason)
+    return route_refusal_response(RouteRefusal(status_of(error), error.code, error.reason))
 
 
 def refusal_response(

@@ -47,6 +47,7 @@ STATUSES: Final[Mapping[type[ClairaiError], HTTPStatus]] = MappingProxyType(
         errors.EngineGoneError: HTTPStatus.SERVICE_UNAVAILABLE,
         errors.StoreBusyError: HTTPStatus.SERVICE_UNAVAILABLE,
         errors.WeightsRoomError: HTTPStatus.INSUFFICIENT_STORAGE,
+        errors.CaptureDownError: HTTPStatus.SERVICE_UNAVAILABLE,
         errors.StoreStoppedError: HTTPStatus.INSUFFICIENT_STORAGE,
     }
 )

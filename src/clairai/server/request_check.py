@@ -217,6 +217,8 @@ class RequestCheck:
                 await asyncio.to_thread(refuse_unread_fields, raw, is_form=kind == "form")
                 return await self._app(scope, _replay(messages, receive), send)
             checked = await _read_and_preview(raw, engine.core_cache)
+            if checked is not None and checked[0].asks_for_capture:
+                await engine.check_capture()
             if checked is not None and checked[0].names_messages:
                 checked = (await self._resolve_messages(checked[0], scope), checked[1])
         except ClairaiError as error:

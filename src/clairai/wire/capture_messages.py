@@ -107,6 +107,7 @@ class CaptureState(msgspec.Struct, frozen=True, tag="capture_state", forbid_unkn
     pending_nbytes: int  # rows that wait for a rule now
     stash_nbytes: int = 0  # device memory for the rows of a step
     dropping_since: float | None = None  # rows were dropped lately: no room in the staging buffers
+    failure: str = ""  # why nothing is captured now; empty while rows are taken
 
 
 CaptureReply = Captures | CaptureState

@@ -13,7 +13,7 @@ import pytest
 from clairai.capture import pipe_messages, remote, writer_process
 from clairai.capture.collector import Collector
 from clairai.capture.pipe import Pipe
-from clairai.capture.remote import WRITER_ENDED, RemoteBackend
+from clairai.capture.remote import WRITER_ENDED, RemoteBackend, WriterLink
 from clairai.capture.results import CaptureResults, RowTotals
 from clairai.capture.staging_arena import StagingArena
 from clairai.wire.capture_messages import ConsumerStatus
@@ -73,8 +73,8 @@ def test_reports_of_an_earlier_answer_with_the_same_id_are_ignored() -> None:
 def writer() -> Iterator[tuple[RemoteBackend, Pipe]]:
     """The backend, and the end of its pipe at which the test plays the writer process."""
     ours, theirs = map(Pipe, socket.socketpair())
-    ready = pipe_messages.WriterReady(1, (pipe_messages.OpenedConsumer("toy", "here", "drop"),))
-    made = RemoteBackend(ours, StagingArena.create(4096), ready)
+    ready = pipe_messages.WriterReady(0, (pipe_messages.OpenedConsumer("toy", "here", "drop"),))
+    made = RemoteBackend(WriterLink(ours, ready), StagingArena.create(4096))
     yield made, theirs
     theirs.close()
     made.close()
@@ -171,7 +171,7 @@ def test_losses_of_a_consumer_are_reported_without_being_asked_for(
     consumers: Any = {"toy": toy}
     collector = Collector(consumers, ABOUT, batch_nbytes=1, pending_nbytes=1)
     ours, theirs = map(Pipe, socket.socketpair())
-    reporter = writer_process.Reporter(ours, collector, consumers)
+    reporter = writer_process.Reporter(ours, collector, consumers, lambda: 0)
     collector.begin(ANSWER, capture_plan(), 3)
     toy.lost[5] = 7  # of rows that the disk did not take, long after they were given
     heard = list[pipe_messages.WriterMessage]()

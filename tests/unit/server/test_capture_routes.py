@@ -16,7 +16,7 @@ from clairai.proxy import schema as models
 from clairai.server import capture_download
 from clairai.server import response_fields as handle_module
 from clairai.store.bundle import bundle
-from clairai.wire.capture_messages import Captured, Captures
+from clairai.wire.capture_messages import Captured, Captures, DescribeCapture
 from tests.support.api_server import PATHS, PROMPT
 from tests.support.capturing_server import (
     NUM_ROWS,
@@ -91,7 +91,12 @@ def test_a_stream_has_the_id_first_and_the_result_last(server: CapturingServer, 
 def test_an_engine_that_ends_too_early_spoils_no_response(
     server: CapturingServer, monkeypatch: pytest.MonkeyPatch, is_streamed: bool
 ) -> None:
-    def gone(*_: Any) -> Any:
+    assert server.capture is not None
+    answering = server.capture.answer
+
+    def gone(control: Any) -> Any:
+        if isinstance(control, DescribeCapture):  # before it is admitted
+            return answering(control)
         raise RuntimeError("EngineDeadError")
 
     monkeypatch.setattr(server.capture, "answer", gone)

@@ -15,7 +15,7 @@ from starlette.testclient import TestClient
 
 from clairai.server import engine_rpc, install_routes
 from clairai.server.engine_rpc import ATTRIBUTE, EngineRpc, EngineSilent
-from clairai.wire import steering_messages
+from clairai.wire import capture_messages, steering_messages
 from tests.support.api_server import PATHS
 
 REPLY = msgspec.msgpack.encode(steering_messages.RefusalReason("", ""))
@@ -122,3 +122,25 @@ def test_a_steered_completion_is_refused_with_503_and_does_not_hang(server: Test
     body = {"messages": [], "vllm_xargs": {"clairai": fields}}
     answer = server.post(PATHS[0], json=body)
     assert (answer.status_code, answer.json()["error"]["code"]) == (503, "engine-gone")
+
+
+@pytest.mark.attack(424)
+def test_a_capture_is_refused_with_503_while_its_writer_is_being_replaced() -> None:
+    state = capture_messages.CaptureState((), 0, 0, 0, 0, 0, failure="the capture writer is gone")
+    asked: list[bytes] = []
+
+    async def collective_rpc(_: str, args: tuple[bytes]) -> list[bytes]:
+        asked.append(args[0])
+        return [msgspec.msgpack.encode(state)]
+
+    app = FastAPI()
+    install_routes.attach(app)
+    client = SimpleNamespace(collective_rpc=collective_rpc)
+    setattr(app.state, ATTRIBUTE, EngineRpc(client, is_shared=False))
+    body = {"messages": [], "vllm_xargs": {"clairai": json.dumps({"capture": {}})}}
+    for _ in range(5):
+        answer = TestClient(app).post(PATHS[0], json=body)
+        assert (answer.status_code, answer.headers["retry-after"]) == (503, "2")
+        assert answer.json()["error"]["code"] == "capture-down"
+        assert "the capture writer is gone" in answer.json()["error"]["message"]
+    assert len(asked) < 5  # a question interrupts the engine

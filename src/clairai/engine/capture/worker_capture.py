@@ -122,6 +122,7 @@ class WorkerCapture:
                     staging_nbytes=self._copier.arena.nbytes,
                     pending_nbytes=self._backend.pending_nbytes,
                     stash_nbytes=self._copier.stash_nbytes,
+                    failure=self._backend.lasting_failure,
                 )
 
     def _end(self, streams: Iterable[int]) -> None:
