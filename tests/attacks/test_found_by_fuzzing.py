@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import hashlib
 import io
@@ -9,7 +10,8 @@ import tracemalloc
 import warnings
 import zipfile
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import msgspec
 import numpy as np
@@ -28,13 +30,16 @@ from clairai.errors import (
 from clairai.points import Point
 from clairai.probe import file_format
 from clairai.proxy.completions.chunk import read_chunk
+from clairai.proxy.proxy_settings import ProxySettings
+from clairai.proxy.ring_feed import RingFinder
+from clairai.proxy.upstream import UpstreamGone
 from clairai.store import shard
 from clairai.store.codecs.registry import ENCODERS, named
 from clairai.train.documents import read_texts
 from clairai.vector import gguf_format
 from clairai.weights.manifest import parse_manifest
 from clairai.wire import control_messages, ring_messages
-from tests.fuzz.targets.completions import parse_chat
+from tests.fuzz.targets.completions import OneAnswer, parse_chat, read_facts
 from tests.support import toy_publisher
 from tests.support.probes import numbers
 from tests.support.row_blocks import block, origin
@@ -159,6 +164,36 @@ def test_a_signalling_nan_in_a_control_vector_is_refused_without_a_warning(nan: 
 def test_an_event_of_the_engine_that_is_not_utf8_is_no_chunk() -> None:
     data = b'{"choices": [{"index": 0, "delta": {"content": "\xff"}}]}'
     assert read_chunk(b"data: " + data + b"\n\n", data) is None
+
+
+@pytest.mark.attack(713)
+@pytest.mark.parametrize(
+    "answer", [b"<html>", b'{"epoch": "zz"}', b'{"epoch": "-5"}', b'{"x": "\xff', b"[" * 5000]
+)
+def test_an_upstream_that_answers_something_else_is_asked_again(
+    answer: bytes, runtime: Path
+) -> None:
+    targets: list[Path | None] = []
+    feed: Any = SimpleNamespace(
+        is_attached=False, set_target=lambda path, **_: targets.append(path)
+    )
+    settings = ProxySettings("http://127.0.0.1:1", runtime_dir=runtime)
+
+    async def look() -> None:
+        finder = RingFinder(settings, cast(Any, OneAnswer(answer)), feed)
+        finder.find_folder()
+        await finder._find_target()  # an error here would end the task that looks for the ring
+
+    asyncio.run(look())
+    assert targets == []
+
+
+@pytest.mark.attack(714)
+@pytest.mark.parametrize("answer", [b"<html>", b'{"data": 5}', b'{"x": "\xff', b"[" * 5000])
+def test_facts_that_upstream_answers_wrongly_are_its_fault(answer: bytes) -> None:
+    for space in (b" ", b"\n", b"\t"):  # one for each question
+        with pytest.raises(UpstreamGone, match="something else"):
+            read_facts(space + answer)
 
 
 @pytest.mark.attack(711)

@@ -102,15 +102,19 @@ class Fuzzer:
         self._found: set[object] = set()
 
     def run(self, inputs: int, deadline_s: float | None = None) -> Outcome:
-        """The seeds first, then mutations, until one of the two bounds is reached."""
+        """The seeds first, then mutations, until one of the two bounds is reached.
+
+        Called again, it goes on where it was.
+        """
         begin_s = time.perf_counter()
         with _time_limit(lambda: self.outcome.inputs), warnings.catch_warnings():
             warnings.simplefilter("error")
-            for number in range(inputs):
+            begin = self.outcome.inputs
+            for number in range(begin, begin + inputs):
                 if number % _DEADLINE_EVERY == 0 and _is_past(deadline_s):
                     break
                 self._run_one(number)
-        self.outcome.seconds = time.perf_counter() - begin_s
+        self.outcome.seconds += time.perf_counter() - begin_s
         return self.outcome
 
     def _run_one(self, number: int) -> None:

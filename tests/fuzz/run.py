@@ -82,17 +82,30 @@ def work(job: Job) -> None:
     _limit_memory()
     record = InputRecord(job.record)
     targets = all_targets()
-    begin_s, spent = time.monotonic(), 0.0
-    whole = sum(targets[name].share for name in job.inputs)
-    outcomes = []
-    for name, inputs in job.inputs.items():
-        target = targets[name]
-        record.target = name.encode()
-        # What one target leaves of its time goes to the next.
-        spent += target.share / whole
-        fuzzer = Fuzzer(target, job.seed * 1000 + job.number, record)
-        outcomes.append(fuzzer.run(inputs, begin_s + job.seconds * spent))
+    seed = job.seed * 1000 + job.number
+    fuzzers = {name: Fuzzer(targets[name], seed, record) for name in job.inputs}
+    deadline_s = time.monotonic() + job.seconds
+    while unfinished := [one for one in fuzzers.values() if _num_left(one, job)]:
+        if time.monotonic() > deadline_s:
+            break
+        _run_round(unfinished, job, record, deadline_s)
+    outcomes = [fuzzer.outcome for fuzzer in fuzzers.values()]
     job.report.write_text(json.dumps([_as_dict(outcome, targets) for outcome in outcomes]))
+
+
+def _num_left(fuzzer: Fuzzer, job: Job) -> int:
+    return job.inputs[fuzzer.target.name] - fuzzer.outcome.inputs
+
+
+def _run_round(fuzzers: Sequence[Fuzzer], job: Job, record: InputRecord, deadline_s: float) -> None:
+    """Each target for its share of the time that is left; what it leaves is for the next."""
+    begin_s, spent = time.monotonic(), 0.0
+    whole = sum(fuzzer.target.share for fuzzer in fuzzers)
+    for fuzzer in fuzzers:
+        record.target = fuzzer.target.name.encode()
+        spent += fuzzer.target.share / whole
+        end_s = begin_s + (deadline_s - begin_s) * spent
+        fuzzer.run(_num_left(fuzzer, job), end_s)
 
 
 def _limit_memory() -> None:
@@ -202,6 +215,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         merged = merge(run_jobs(jobs))
     result = {
         "inputs": sum(one["inputs"] for one in merged),
+        "asked": options.inputs,
         "seconds": round(time.perf_counter() - begin_s, 1),
         "jobs": options.jobs,
         "seed": options.seed,
@@ -213,7 +227,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         options.out.parent.mkdir(parents=True, exist_ok=True)
         options.out.write_text(json.dumps(result, indent=1) + "\n")
     print(as_table(merged))
-    print(f"{result['inputs']:,} inputs in {result['seconds']} s on {options.jobs} cores")
+    asked = f"{result['inputs']:,} of {options.inputs:,} inputs"
+    print(f"{asked} in {result['seconds']} s on {options.jobs} cores")
     for path in keep_findings(merged, options.crashes):
         print(f"found: {path}", file=sys.stderr)
     for one in merged:

@@ -118,6 +118,16 @@ def test_equal_seeds_make_equal_runs() -> None:
     assert inputs_of(3) != inputs_of(4)
 
 
+def test_a_run_in_two_parts_is_the_run_as_a_whole() -> None:
+    whole: list[bytes] = []
+    parts: list[bytes] = []
+    Fuzzer(toy(read), 3, whole.append).run(500)
+    fuzzer = Fuzzer(toy(read), 3, parts.append)
+    fuzzer.run(200)
+    assert fuzzer.run(300).inputs == 500
+    assert parts == whole
+
+
 def test_inputs_that_reach_something_new_are_built_upon() -> None:
     def parse(data: bytes) -> None:
         """Each byte is looked at only once the one before it is right, in half of its bits."""

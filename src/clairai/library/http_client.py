@@ -182,6 +182,6 @@ def _probe_path(name: str) -> str:
 def _read_object(raw: bytes) -> Mapping[str, Any]:
     try:
         value = json.loads(raw) if raw else {}
-    except ValueError:
+    except (ValueError, RecursionError):
         return {}
     return value if isinstance(value, dict) else {}

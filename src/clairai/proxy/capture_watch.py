@@ -15,7 +15,7 @@ from typing import Any, Final
 import msgspec
 
 from clairai.proxy.responses import HttpRefusal
-from clairai.proxy.upstream import Upstream, UpstreamGone
+from clairai.proxy.upstream import Upstream, UpstreamGone, decode_answer
 
 ROUTE: Final = "/v1/clairai/capture"
 ASK_EVERY_S: Final = 1.0  # each question interrupts the worker between two steps
@@ -109,6 +109,6 @@ class CaptureWatch:
             if response.status in _OFF:
                 self._off_key, self._report = key, None
             elif response.status == HTTPStatus.OK:
-                self._report = msgspec.json.decode(body, type=CaptureReport)
-        except (UpstreamGone, TimeoutError, HttpRefusal, msgspec.MsgspecError):
+                self._report = decode_answer(body, CaptureReport, what=ROUTE)
+        except (UpstreamGone, TimeoutError, HttpRefusal):
             return  # the engine's own health says what is wrong with it; the last report stands

@@ -18,7 +18,7 @@ from clairai.proxy.capture_watch import CaptureWatch
 from clairai.proxy.completions.token_text import TokenBytes, TokenTexts
 from clairai.proxy.responses import HttpRefusal
 from clairai.proxy.ring_feed import RingFeed
-from clairai.proxy.upstream import Upstream, UpstreamGone
+from clairai.proxy.upstream import Upstream, UpstreamGone, decode_answer
 
 HealthState = Literal["starting", "ready", "degraded", "failed"]
 HEALTH_TIMEOUT_S: Final = 2.0
@@ -124,7 +124,7 @@ class EngineFacts:
     async def model(self) -> str | None:
         """The model's name in requests."""
         found = await self._ask("/v1/models")
-        models = [] if found is None else msgspec.json.decode(found, type=_ModelList).data
+        models = [] if found is None else decode_answer(found, _ModelList, what="/v1/models").data
         return models[0].id if models else None
 
     async def check_alive(self) -> None:
@@ -139,7 +139,8 @@ class EngineFacts:
                 found = await self._ask("/v1/clairai/tokens")
                 if found is None:
                     raise HttpRefusal(HTTPStatus.BAD_REQUEST, _NO_ROUTES, code="unsupported")
-                self._texts = TokenTexts(msgspec.json.decode(found, type=TokenBytes).tokens)
+                answer = decode_answer(found, TokenBytes, what="/v1/clairai/tokens")
+                self._texts = TokenTexts(answer.tokens)
                 self._texts_key = key
             return self._texts
 
@@ -160,7 +161,8 @@ class EngineFacts:
 
 
 def _probe_names(body: bytes) -> tuple[str, ...]:
-    return tuple(probe.name for probe in msgspec.json.decode(body, type=_ProbeList).data)
+    answer = decode_answer(body, _ProbeList, what="/v1/probes")
+    return tuple(probe.name for probe in answer.data)
 
 
 @dataclass(frozen=True)
@@ -278,7 +280,7 @@ class HealthCheck:
         except (UpstreamGone, TimeoutError):
             self._model = None
             return "the engine does not answer"
-        except (HttpRefusal, msgspec.MsgspecError):
+        except HttpRefusal:
             return "the engine refuses the proxy"
         return None if status == HTTPStatus.OK else "the engine says that it has failed"
 

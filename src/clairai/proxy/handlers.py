@@ -19,7 +19,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from clairai.errors import ConfigError, RequestError
-from clairai.fields.request_body import check_json
+from clairai.fields.request_body import BodyFields, check_json
 from clairai.proxy.caller import Caller
 from clairai.proxy.completions.complete import complete
 from clairai.proxy.completions.named_runs import NamedRun
@@ -29,6 +29,7 @@ from clairai.proxy.proxy import Proxy
 from clairai.proxy.relay import forwarded_headers, read_whole, relay, relay_parts, relay_upload
 from clairai.proxy.responses import HttpRefusal, bad_request
 from clairai.proxy.schema import ExampleList, Health, ReaderState
+from clairai.proxy.upstream import decode_answer
 
 _JSON: Final = "application/json"
 
@@ -155,7 +156,7 @@ async def describe(call: HandlerCall) -> Response:
         answer = await read_whole(proxy.upstream, response)
     if answer.status_code != HTTPStatus.OK:
         return answer
-    fields: dict[str, Any] = msgspec.json.decode(bytes(answer.body), type=dict[str, msgspec.Raw])
+    fields: dict[str, Any] = decode_answer(bytes(answer.body), BodyFields, what="/v1/clairai")
     ring = proxy.counts().ring
     fields["reader"] = ReaderState(
         delivered=ring.records_delivered,

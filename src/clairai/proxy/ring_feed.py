@@ -18,7 +18,7 @@ import time
 from collections.abc import Callable, Sequence
 from http import HTTPStatus
 from pathlib import Path
-from typing import Final
+from typing import Annotated, Final
 
 import aiohttp
 import msgspec
@@ -33,7 +33,7 @@ from clairai.proxy.completions.request_scores import RowBatch
 from clairai.proxy.observe.observer import Observer, RingCounts
 from clairai.proxy.proxy_settings import ProxySettings
 from clairai.proxy.responses import HttpRefusal
-from clairai.proxy.upstream import Upstream, UpstreamGone
+from clairai.proxy.upstream import Upstream, UpstreamGone, decode_answer
 from clairai.ring.attach import RingReader
 from clairai.ring.reader import ReaderStatistics, Record, StartAt
 from clairai.wire import ring_messages
@@ -282,7 +282,7 @@ def to_json_numbers(scores_RP: NDArray[np.float32]) -> list[Values]:
 
 
 class _EngineDescription(msgspec.Struct):
-    epoch: str
+    epoch: Annotated[str, msgspec.Meta(pattern=r"\A[0-9a-f]{1,16}\Z")]
 
 
 class _RefusalError(msgspec.Struct):
@@ -351,7 +351,7 @@ class RingFinder:
         try:
             async with asyncio.timeout(FIND_TIMEOUT_S):
                 path = await self._find(self._folder)
-        except (UpstreamGone, HttpRefusal, TimeoutError, aiohttp.ClientError, msgspec.MsgspecError):
+        except (UpstreamGone, HttpRefusal, TimeoutError, aiohttp.ClientError):
             return  # it is starting, busy or gone: look again
         # No request of ours has rows from before this proxy started.
         self._feed.set_target(path, start="newest" if path in self._older else "oldest")
@@ -368,7 +368,7 @@ class RingFinder:
             return found[0] if found else None
         if status != HTTPStatus.OK:
             return None
-        description = msgspec.json.decode(body, type=_EngineDescription)
+        description = decode_answer(body, _EngineDescription, what="/v1/clairai")
         return socket_path(folder, int(description.epoch, 16))
 
 
@@ -376,6 +376,6 @@ def _is_without_taps(body: bytes) -> bool:
     """True if our own route refused: an engine with clairai's routes and no ring."""
     try:
         error = msgspec.json.decode(body, type=_RefusalBody).error
-    except msgspec.MsgspecError:
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
         return False
     return error is not None and error.code == ConfigError.code

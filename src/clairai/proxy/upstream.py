@@ -11,7 +11,7 @@ import io
 from collections.abc import AsyncIterable, AsyncIterator, Iterable, Mapping
 from contextlib import asynccontextmanager
 from http import HTTPStatus
-from typing import Any, ClassVar, Final
+from typing import Any, ClassVar, Final, TypeVar
 
 import aiohttp
 import msgspec
@@ -27,6 +27,7 @@ from clairai.proxy.responses import HttpRefusal
 KEEP_ALIVE_S: Final = 2.0
 READ_BYTES: Final = 1 << 16
 Headers = Iterable[tuple[str, str]]
+_Answer = TypeVar("_Answer")
 
 _HOP_BY_HOP: Final = frozenset(
     (
@@ -68,6 +69,17 @@ class NotSteered(UpstreamGone):
 
     code = "unsupported"
     message = "the engine does not say that it steers this answer, so it is not given"
+
+
+def decode_answer(body: bytes, kind: type[_Answer], *, what: str) -> _Answer:
+    """Decode the answer to `what`; UpstreamGone if upstream has answered something else.
+
+    It may be another server than ours, whose routes of these names mean other things.
+    """
+    try:
+        return msgspec.json.decode(body, type=kind)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+        raise UpstreamGone(f"{what} was answered with something else") from None
 
 
 class Upstream:

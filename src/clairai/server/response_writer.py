@@ -15,6 +15,7 @@ import msgspec
 from starlette.datastructures import MutableHeaders
 from starlette.types import Message, Receive, Scope, Send
 
+from clairai.fields.request_body import UNREADABLE
 from clairai.server.engine_rpc import error_response
 from clairai.server.response_fields import ResponseFields
 
@@ -112,7 +113,7 @@ class ResponseWriter:
             headers["content-length"] = str(int(headers["content-length"]) + len(added))
 
     def _read_header(self, data: bytes) -> None:
-        with contextlib.suppress(msgspec.MsgspecError):  # a stream of another kind
+        with contextlib.suppress(*UNREADABLE):  # a stream of another kind
             self._header = msgspec.json.decode(data.partition(b"\n")[0], type=_ChunkHeader)
 
     async def _add_last(self, message: Message) -> Message:

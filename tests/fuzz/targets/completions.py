@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Coroutine
-from typing import Any
+from collections.abc import AsyncIterator, Coroutine
+from contextlib import asynccontextmanager
+from http import HTTPStatus
+from types import SimpleNamespace
+from typing import Any, cast
 
 import msgspec
 
@@ -13,6 +16,9 @@ from clairai.fields.positions import MessagePosition
 from clairai.proxy.completions.chunk import edit_chunk, read_chunk, read_echo
 from clairai.proxy.completions.sse import FrameSplitter, FrameTooLong, data_frame, frame_data
 from clairai.proxy.completions.token_text import TokenBytes, TokenTextDecoder, TokenTexts
+from clairai.proxy.engine_facts import EngineFacts
+from clairai.proxy.responses import HttpRefusal
+from clairai.proxy.upstream import UpstreamGone
 from clairai.server.chat_positions import resolve_messages, tokenize_through
 from tests.fuzz.spans import JSON_VALUES, json_spans
 from tests.fuzz.target import Target
@@ -29,6 +35,7 @@ def targets() -> list[Target]:
         Target("event_stream", parse_stream, [stream, stream[:300]], (FrameTooLong,), share=0.5),
         Target("chunk", parse_chunk, chunks, (), share=4.0, **shared),
         Target("token_texts", parse_texts, _tables(), MALFORMED, share=2.0, **shared),
+        Target("upstream_facts", read_facts, _facts(), (HttpRefusal, UpstreamGone), **shared),
         Target("tokenized_chat", parse_chat, _answers(), (RequestError,), share=1.0, **shared),
     ]
 
@@ -51,6 +58,15 @@ def _chunks() -> list[dict[str, Any]]:
 def _tables() -> list[bytes]:
     texts = [b"a", "é".encode()[:1], "é".encode()[1:], b"<s>", "日本".encode(), b"\xff", b""]
     return [msgspec.json.encode(TokenBytes(texts)), msgspec.json.encode(TokenBytes([]))]
+
+
+def _facts() -> list[bytes]:
+    """The white space in front says which question it answers."""
+    return [
+        b' {"data": [{"name": "p"}], "version": 1}',
+        b'\n{"data": [{"id": "m", "object": "model"}]}',
+        b'\t{"tokens": ["YQ==", ""]}',
+    ]
 
 
 def _answers() -> list[bytes]:
@@ -107,6 +123,33 @@ def parse_texts(data: bytes) -> None:
     grown = [text for one in token_ids[:-1] for text in decoder.decode([one])]
     grown += decoder.decode(token_ids[-1:], is_end=True)
     assert grown == texts.decode(token_ids)
+
+
+class OneAnswer:
+    """An upstream that answers every question with these bytes."""
+
+    num_outages = 0
+
+    def __init__(self, data: bytes) -> None:
+        self._data = data
+
+    @asynccontextmanager
+    async def ask(self, _method: str, _path: str) -> AsyncIterator[SimpleNamespace]:
+        yield SimpleNamespace(status=HTTPStatus.OK)
+
+    async def read_body(self, _response: object) -> bytes:
+        return self._data
+
+
+def read_facts(data: bytes) -> None:
+    """Whatever upstream answers, the proxy reads it or says that it is something else."""
+    facts = EngineFacts(cast(Any, OneAnswer(data)), cast(Any, SimpleNamespace(bank=None, epoch=1)))
+    if data.startswith(b" "):
+        run_now(facts.check_probes(("p",)))
+    elif data.startswith(b"\n"):
+        run_now(facts.model())
+    else:
+        run_now(facts.token_texts())
 
 
 def parse_chat(data: bytes) -> None:
