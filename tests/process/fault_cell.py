@@ -44,7 +44,14 @@ from tests.process.fault_matrix import (
     Streams,
     Weights,
 )
-from tests.process.faulted_service import END_S, READY_S, FaultedService, TooLate, wait_for
+from tests.process.faulted_service import (
+    END_S,
+    READY_S,
+    FaultedService,
+    Sample,
+    TooLate,
+    wait_for,
+)
 
 STREAM_END_S: Final = NOTICE_S + 5.0  # after the fault, for the error to reach the client
 GO_ON_S: Final = 20.0
@@ -111,6 +118,7 @@ class FaultRun:
         }
         with service.client(NOTICE_S) as self._prober:
             self._prober.get("/health")  # connected before the fault
+            self._before = service.health.last()
             self._fault_s, self._fault_at = time.monotonic(), time.time()
             end_fault = self._inject()
             try:
@@ -203,19 +211,20 @@ class FaultRun:
             seen.noticed_s = noticed_s
 
     def _notice_in_health(self) -> float:
-        health = self.service.health
-
-        def is_noticed() -> bool:
-            return any(one.status not in ("ready", "silent") for one in health.since(self._fault_s))
-
-        wait_for(is_noticed, NOTICE_S, "GET /health says that something is wrong")
-        first = next(
-            one for one in health.since(self._fault_s) if one.status not in ("ready", "silent")
-        )
+        """Of what was wrong before the fault nothing counts: health remembers a loss for long."""
+        wait_for(self._new_trouble, NOTICE_S, "GET /health says that something is wrong")
+        first = self._new_trouble()[0]
         self._note(f"{first.status}: {first.reason}")
         assert first.reason, f"health is {first.status} and does not say why"
-        self._check_since(first.since)
+        if self._before.status == "ready":
+            self._check_since(first.since)
         return first.at_s - self._fault_s
+
+    def _new_trouble(self) -> list[Sample]:
+        known = ("ready", "silent")
+        found = [s for s in self.service.health.since(self._fault_s) if s.status not in known]
+        before = (self._before.status, self._before.reason)
+        return [one for one in found if (one.status, one.reason) != before]
 
     def _check_since(self, since: str | float | None) -> None:
         assert since, "health does not say since when"
@@ -314,6 +323,8 @@ class FaultRun:
                 self._await_new_writer()
             case Back.RECOVERS | Back.UNHARMED:
                 self._await_same_engine()
+                if self.role is Role.CAPTURE:
+                    self._await_kept_rows()
             case Back.COMMAND:
                 raise AssertionError("the service should be over")
 
@@ -348,6 +359,19 @@ class FaultRun:
             "a new capture process is there",
         )
         self._await_same_engine()
+        self._await_kept_rows()
+
+    def _await_kept_rows(self) -> None:
+        """Captures are whole again when the rows of a new answer are kept."""
+
+        def is_kept() -> bool:
+            with self.service.client() as client:
+                answer = self._ask(client, Ask(2, captures=True))
+            return answer.capture.get("state") == "kept"
+
+        wait_for(is_kept, RECOVER_S, "rows of a new answer are kept")
+        if self.shared.back is not Back.UNHARMED:
+            self._set_back()
 
     def _await_same_engine(self) -> None:
         wait_for(

@@ -201,7 +201,14 @@ class Life:
 
     def end(self) -> list[str]:
         """What it leaves behind."""
-        return [] if self.is_over else self.service.end()
+        if self.is_over:
+            return []
+        self.is_over = True
+        return self.service.end()
+
+    def kill(self) -> None:
+        if not self.is_over:
+            self.service.kill()
 
 
 def needs_own_worker(cell: Cell) -> bool:

@@ -52,6 +52,7 @@ def fault_run(cell: Cell = KILLED, **service: Any) -> FaultRun:
     nowhere: Any = None
     made = FaultRun(given, (cell,), nowhere, Path(), Path(), References(RIGHT, OTHER))
     made._fault_s, made._fault_at, made._epoch = time.monotonic(), time.time(), "1"
+    made._before = Sample(made._fault_s, "ready")
     return made
 
 
@@ -79,6 +80,10 @@ def test_a_fault_that_health_hides_or_does_not_explain_is_caught() -> None:
         fault_run(health=Health(sample("failed"))).check_notice()
     with pytest.raises(AssertionError, match="s from the fault"):
         fault_run(health=Health(sample("failed", since=time.time() - 60))).check_notice()
+    known = fault_run(health=Health(sample("degraded", "lost before")))
+    known._before = sample("degraded", "lost before")
+    with pytest.raises(TooLate, match="GET /health"):
+        known.check_notice()
     good = fault_run(health=Health(sample("failed", since=time.time())))
     good.check_notice()
     assert good.seen[State.STREAMING].noticed_s is not None

@@ -37,6 +37,7 @@ Commits = Literal["soon", "on_flush"]
 COMMITS: Final[tuple[Commits, ...]] = get_args(Commits)
 CLOSE_S: Final = 60.0  # how long `close` waits for the disk
 DISK_FULL_ERRORS: Final = (errno.ENOSPC, errno.EDQUOT)
+NO_DESCRIPTOR_ERRORS: Final = (errno.EMFILE, errno.ENFILE)
 MAX_STREAM: Final = (1 << 64) - 1
 
 
@@ -289,18 +290,15 @@ class Writer:
                 job.done.set()
 
     def _commit(self, shards: list[SealedShard]) -> bool:
-        """Commit, retrying while the disk is full. Returns False if the shards are lost."""
+        """Commit, retrying while the disk is full or no file can be opened.
+
+        Returns False if the shards are lost.
+        """
         while self._state.name != "failed":
             try:
                 entries = self._committer.commit(shards)
             except OSError as error:
-                if error.errno in DISK_FULL_ERRORS:
-                    reason = f"the disk is full, {error.strerror}; make room"
-                    self._set_state(WriterState("stopped", reason))
-                else:
-                    self._fail(
-                        f"the disk refused a shard, {error.strerror}; check it, then start again"
-                    )
+                self._note_refusal(error)
             except StoreStoppedError as error:
                 self._fail(error.reason)
             except Exception as error:
@@ -312,6 +310,17 @@ class Writer:
             if self._state.name == "stopped" and self._is_ending.wait(self._limits.retry_s):
                 return False
         return False
+
+    def _note_refusal(self, error: OSError) -> None:
+        """Stop for a trouble that may pass; fail for any other."""
+        if error.errno in DISK_FULL_ERRORS:
+            reason = f"the disk is full, {error.strerror}; make room"
+            self._set_state(WriterState("stopped", reason))
+        elif error.errno in NO_DESCRIPTOR_ERRORS:
+            reason = f"no file can be opened, {error.strerror}; raise the limit (ulimit -n)"
+            self._set_state(WriterState("stopped", reason))
+        else:
+            self._fail(f"the disk refused a shard, {error.strerror}; check it, then start again")
 
     def _fail(self, reason: str) -> None:
         self._set_state(WriterState("failed", reason))

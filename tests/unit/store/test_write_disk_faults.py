@@ -37,6 +37,21 @@ def test_a_full_disk_stops_the_writer_with_a_reason_and_it_continues_when_there_
     assert _streams(tmp_path / "s") == [1, 2]
 
 
+@pytest.mark.attack(812)
+@pytest.mark.parametrize("call", ["create", "append", "sync_folder"])
+def test_a_writer_that_can_open_no_file_continues_when_it_can(
+    call: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with Writer(tmp_path / "s", limits=QUICK) as writer:
+        with failing(monkeypatch, call, errno.EMFILE):
+            assert writer.offer(block(1))
+            wait_until(lambda: writer.state.name == "stopped")
+            assert "no file can be opened, Too many open files" in writer.state.reason
+        wait_until(lambda: writer.counts.committed == 3)
+        assert writer.state.name == "writing"
+    assert _streams(tmp_path / "s") == [1]
+
+
 def test_a_disk_below_its_reserve_is_full(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with Writer(tmp_path / "s", limits=QUICK) as writer:
         with monkeypatch.context() as patched:
