@@ -18,7 +18,7 @@ from clairai.compat.stop_rules import RuleEnforcer, wrap_add_request, wrap_check
 from clairai.engine.publish.step_publisher import StepPublisher
 from clairai.engine.rule_watcher import RuleWatcher
 from clairai.engine.step import RequestMark
-from clairai.errors import VectorError
+from clairai.errors import HandshakeError, VectorError
 from clairai.fields.rules import StopRule
 from clairai.probe.bank import EngineBank
 from clairai.ring.attach import RingReader
@@ -236,3 +236,39 @@ def test_a_request_that_took_a_used_stream_keeps_its_rules(step_publisher: StepP
         before, after = (Request(enforcer, 1, StopRule("p", threshold=0.5)) for _ in range(2))
         enforcer.remove(before.clairai_request_mark, before.clairai_rules)
         assert [_generate(step_publisher, after, 1) for _ in range(2)] == [False, True]
+
+
+@pytest.mark.attack(122)
+def test_a_rule_whose_scores_cannot_be_read_ends_its_answer_and_not_the_engine(
+    step_publisher: StepPublisher, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with _enforcer(step_publisher) as enforcer:
+        request = Request(enforcer, 1, StopRule("p", threshold=0.5))
+        other = Request(enforcer, 2, StopRule("p", threshold=2.0))
+        with monkeypatch.context() as planted:
+            planted.setattr(enforcer, "check", lambda *_: 1 // 0)
+            assert wrap_check_stop(lambda *_: False)(request, 100)
+        assert request.status is Status.FINISHED_STOPPED
+        assert "could not be checked: ZeroDivisionError" in str(request.stop_reason)
+        assert [_generate(step_publisher, other, 2) for _ in range(2)] == [False, False]
+
+
+@pytest.mark.attack(123)
+def test_a_ring_with_no_room_for_another_reader_ends_the_answer_that_needs_one(
+    step_publisher: StepPublisher, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Any program of this user can take all places of readers."""
+
+    def refuse() -> RingReader:
+        raise HandshakeError("64 readers are attached")
+
+    added: list[Any] = []
+    monkeypatch.setattr(stop_rules, "_install_check_stop", lambda: None)
+    broken = RuleEnforcer(refuse, lambda *_: None)
+    monkeypatch.setattr(stop_rules, "_get_enforcer", lambda _: broken)
+    with _enforcer(step_publisher) as enforcer:
+        request = Request(enforcer, 1, StopRule("p", threshold=0.5))
+        wrap_add_request(lambda _, one: added.append(one))(SimpleNamespace(), request)
+    assert added == [request]
+    assert wrap_check_stop(lambda *_: False)(request, 100)
+    assert "could not be checked: 64 readers are attached" in str(request.stop_reason)
