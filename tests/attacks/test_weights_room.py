@@ -60,7 +60,7 @@ def test_weights_for_an_engine_that_has_taken_all_memory_are_refused_before_a_by
 def test_memory_that_the_kv_cache_was_promised_is_not_given_to_new_weights(
     victim: Target, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """vLLM's default on a CPU: the kernel calls it free until requests come."""
+    """The kernel calls it free until requests come."""
     take_memory(monkeypatch, tmp_path, left=8 * GIB)
     victim.llm.needs = LoadNeeds(promised_nbytes=8 * GIB - (1 << 20))
     with pytest.raises(WeightsRoomError, match="of its KV cache that it has not used yet"):

@@ -146,7 +146,7 @@ def _own_nbytes(module: Any) -> int:
 
 
 def _untouched_cache_nbytes(vllm_config: Any) -> int:
-    """Of the KV cache: on a CPU it is promised at the start, and its pages come with requests."""
+    """Of the KV cache: promised, and not in memory yet. vLLM 0.32's CPU build touches all of it."""
     layers = vllm_config.compilation_config.static_forward_context.values()
     caches = [cache for layer in layers for cache in _tensors(getattr(layer, "kv_cache", ()))]
     storages = {cache.untyped_storage().data_ptr(): cache.untyped_storage() for cache in caches}
