@@ -7,8 +7,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 
+from clairai.proxy.proxy_settings import Limits
 from tests.http.answers import CHAT, asking
 from tests.http.world import World, world
 from tests.support.api_server import PATHS, ToyServer, steering_server
@@ -151,3 +153,19 @@ def test_n_is_bounded_however_it_is_written(w: World, given: Any) -> None:
 )
 def test_a_body_of_too_many_parts_is_refused_before_it_is_parsed(w: World, content: bytes) -> None:
     assert "the body " in refusal(w, content)
+
+
+@pytest.mark.attack(208)
+def test_a_client_that_floods_waits_and_another_does_not(tmp_path: Path) -> None:
+    bounds = Limits(client_json_rate=1, client_json_burst=1 << 20, json_burst=2 << 20)
+    large = json.dumps({"messages": "a" * 600_000}).encode()
+    other = httpx.HTTPTransport(local_address="127.0.0.2")
+    with world(tmp_path, limits=bounds) as w, w.client() as client:
+        assert client.post(CHAT, content=large).status_code == 200
+        refused = client.post(CHAT, content=large)
+        assert refused.status_code == 429
+        assert int(refused.headers["retry-after"]) > 60
+        assert len(w.upstream.seen) == 1
+        with w.client(transport=other) as quiet:
+            assert quiet.post(CHAT, content=large).status_code == 200
+        assert client.post(CHAT, content=b'{"messages":[]}').status_code == 200  # it still fits

@@ -33,6 +33,7 @@ from clairai.proxy.responses import HttpRefusal
 BACKLOG: Final = 2048
 LINGER_S: Final = 2.0  # how long a refused client may go on sending
 LINGER_BYTES: Final = 16 << 20
+DISCARD_PAUSE_S: Final = 0.05  # after each part of what it sends, of 256 KiB at most
 HEALTH: Final = b"/health"
 _CLOSE: Final = (b"connection", b"close")
 # uvicorn warns of every request that is not HTTP: a client could fill the log.
@@ -69,6 +70,7 @@ class LingeringTransport:
         self._stall_s = stall_s
         self._num_discarded = 0
         self._abort: asyncio.TimerHandle | None = None
+        self._resume: asyncio.TimerHandle | None = None
         self.is_lingering = False
         self.is_mid_request = False  # set by the protocol: the client has not sent all
 
@@ -93,14 +95,20 @@ class LingeringTransport:
         self._inner.close()
 
     def discard(self, data: bytes) -> None:
+        """Read on after a pause, so that a client that tries again at once is slowed down."""
         self._num_discarded += len(data)
         if self._num_discarded > LINGER_BYTES:
             self._inner.abort()
+        elif not self._inner.is_closing():
+            self._inner.pause_reading()
+            loop = asyncio.get_running_loop()
+            self._resume = loop.call_later(DISCARD_PAUSE_S, self._inner.resume_reading)
 
     def forget(self) -> None:
         """The connection has ended."""
-        if self._abort is not None:
-            self._abort.cancel()
+        for timer in (self._abort, self._resume):
+            if timer is not None:
+                timer.cancel()
 
 
 class BoundedProtocol(H11Protocol):
