@@ -394,7 +394,7 @@ def test_rows_that_a_dead_writer_never_took_leave_room_for_the_next(tmp_path: Pa
         until(lambda: state_of(made).failure)
         assert made.told(1).dropped == 200 * 32 * 3
         await_next_writer(made)
-        made.enter("b", 2, capture_plan(to=FS))
-        made.step(("b", 0, 5), finished=("a",))
+        made.enter("b", 2, capture_plan(points=POINTS, to=FS))
+        made.step(("b", 0, 32), finished=("a",))  # as much as had no room before
         told = made.ended("api-b", "kept")
-        assert (told.rows, told.lost) == (5, 0)
+        assert (told.rows, told.lost) == (32 * 3, 0)

@@ -2,12 +2,22 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 
 import pytest
 
+from clairai.launch import process_guard
 from clairai.launch.liveness import LivenessLimits, LivenessWatch, Trouble
-from clairai.local.heartbeat import Activity, Beat, ProcessState, Role
+from clairai.local.heartbeat import (
+    Activity,
+    Beat,
+    ProcessState,
+    Role,
+    read_heartbeats,
+    read_process_state,
+)
 
 LIMITS = LivenessLimits(gone=1.0, stopped=3.0, slow=8.0, stall=60.0, call=600.0)
 EPOCH = 1_700_000_000.0
@@ -190,3 +200,13 @@ def test_a_suspended_guard_is_told_and_a_fatal_trouble_comes_first(scene: Scene)
     found = scene.run(4.0)
     assert found is not None
     assert (found.reason, found.is_fatal) == ("the engine core (process 7) is suspended", True)
+
+
+def test_the_guard_which_imports_nothing_of_ours_writes_the_same_heartbeat(tmp_path: Path) -> None:
+    heartbeat = process_guard.Heartbeat(str(tmp_path))
+    heartbeat.beat()
+    heartbeat.beat()
+    (found,) = read_heartbeats(tmp_path)
+    state = read_process_state(os.getpid())
+    assert state is not None
+    assert found == Beat("process-guard", os.getpid(), state.start_ticks, 2)
