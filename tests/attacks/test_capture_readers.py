@@ -25,6 +25,9 @@ from clairai.store.bundle import Bundle, bundle
 from clairai.store.disk import LocalDisk, UnmappedDisk
 from clairai.store.read import Store
 from clairai.store.write import Writer
+from tests.http.fake_captures import ID
+from tests.http.world import world
+from tests.support.faulty_disk import wait_until
 from tests.support.row_blocks import block
 
 NUM_POINTS = 6
@@ -221,3 +224,17 @@ def test_a_flipped_bit_is_found_by_who_reads_in_parts_too(folder: Path) -> None:
     shard.write_bytes(data)
     with pytest.raises(StoreDamagedError, match="checksum of its tensor"):
         bundle(Store(UnmappedDisk(folder)), 7)
+
+
+@pytest.mark.attack(526)
+def test_a_slow_reader_of_a_capture_through_the_proxy_makes_it_hold_little(tmp_path: Path) -> None:
+    with world(tmp_path) as w, socket.socket() as client:
+        captures = w.upstream.captures
+        captures.large_nbytes = CAPTURE_NBYTES
+        host, port = w.url.removeprefix("http://").split(":")
+        client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        client.connect((host, int(port)))
+        client.sendall(f"GET /v1/captures/{ID} HTTP/1.1\r\nHost: localhost\r\n\r\n".encode())
+        assert b" 200 " in client.recv(100)
+        wait_until(lambda: captures.is_stuck)
+        assert captures.sent_nbytes < CAPTURE_NBYTES // 4  # buffers of sockets, for the most part

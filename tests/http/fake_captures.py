@@ -11,6 +11,7 @@ from tests.http.fake import refusal
 
 ID = "00000000000000ab"
 FILE = bytes(range(256)) * 40
+PART_NBYTES = 1 << 16
 OFF = "this engine does not capture"
 
 
@@ -27,11 +28,15 @@ class Captures:
     consumer: dict[str, Any] = field(default_factory=dict)  # what differs from a good one
     dropped: int = 0
     dropping_since: float | None = None
+    large_nbytes: int = 0  # of a file that is sent instead
+    sent_nbytes: int = 0
+    is_stuck: bool = False  # nobody takes more of it now
     asked: list[tuple[str, dict[str, str]]] = field(default_factory=list)
 
     def forget(self) -> None:
         self.is_on, self.ends_early = True, False
         self.consumer, self.dropped, self.dropping_since = {}, 0, None
+        self.large_nbytes, self.sent_nbytes, self.is_stuck = 0, 0, False
         self.asked.clear()
 
     def add_to(self, app: web.Application) -> None:
@@ -60,6 +65,8 @@ class Captures:
 
     async def _get(self, request: web.Request) -> web.StreamResponse:
         self.asked.append((request.path_qs, dict(request.headers)))
+        if self.large_nbytes:
+            return await self._get_large(request)
         if not self.is_on or request.match_info["id"] != ID:
             return refusal(404, "no capture has this id", code="store")
         chosen = request.http_range
@@ -78,4 +85,16 @@ class Captures:
             request.transport.abort()
             return made
         await made.write(data[len(data) // 2 :])
+        return made
+
+    async def _get_large(self, request: web.Request) -> web.StreamResponse:
+        """Zeros, sent as fast as they are taken."""
+        made = web.StreamResponse()
+        made.content_length = self.large_nbytes
+        await made.prepare(request)
+        while self.sent_nbytes < self.large_nbytes:
+            await made.write(bytes(PART_NBYTES))
+            self.sent_nbytes += PART_NBYTES
+            assert request.transport is not None
+            self.is_stuck = request.transport.get_write_buffer_size() > 0
         return made
