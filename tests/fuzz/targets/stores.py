@@ -12,6 +12,7 @@ import numpy as np
 
 from clairai.errors import EncodingError, StoreError
 from clairai.store import shard as shards
+from clairai.store.bundle import bundle
 from clairai.store.codecs.base import Encoder
 from clairai.store.codecs.registry import ENCODERS, named
 from clairai.store.read import Store
@@ -162,18 +163,22 @@ class OneShardDisk:
 
 def parse_folder(data: bytes) -> None:
     """Read a folder as users do, where checksums fit whatever the shard says of itself."""
-    if not data:
-        raise StoreError("no writer makes an entry for an empty shard")
     start = data[: 8 + int.from_bytes(data[:8], "little")]
     head = _shard_head(start)
     tensors = data[len(start) :]
     sealed = shards.SealedShard(start, (tensors,), len(data), head)
-    store = Store(OneShardDisk(data, sealed))  # type: ignore[arg-type]  # it only reads
+    try:
+        disk = OneShardDisk(data, sealed)
+    except ValueError as error:
+        raise StoreError("no manifest has an entry like that") from error
+    store = Store(disk)  # type: ignore[arg-type]  # it only reads
     for request in store.requests():
         rows = store.rows(request.stream)
         decoded = np.asarray(rows)
         assert decoded.dtype == np.float32
         assert len(decoded) == len(rows)
+        made = bundle(store, request.stream)
+        assert sum(map(len, made.part(0, made.nbytes))) == made.nbytes
 
 
 def _shard_head(start: bytes) -> shards.ShardHead:
