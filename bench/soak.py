@@ -213,6 +213,8 @@ def main() -> int:
         if process.returncode != 0:
             tally.blame(f"the demo ended with {process.returncode}")
     finally:
+        if (log := folder / "demo.log").exists():
+            shutil.copy(log, options.out)
         shutil.rmtree(folder, ignore_errors=True)
     report = make_report(options, tally, course)
     (options.out / "soak.json").write_text(json.dumps(report, indent=1) + "\n")
