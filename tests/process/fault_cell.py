@@ -57,6 +57,7 @@ STREAM_END_S: Final = NOTICE_S + 5.0  # after the fault, for the error to reach 
 GO_ON_S: Final = 20.0
 RECOVER_S: Final = 30.0
 TRANSFER_S: Final = 60.0
+RELEASED_S: Final = 2.0  # in which a transfer meets the fault
 SINCE_SLACK_S: Final = 2.0  # health gives whole seconds
 ANSWER_TOKENS: Final = 24
 TOLERANCE: Final = 1e-3
@@ -136,6 +137,8 @@ class FaultRun:
         self._try(self.check_notice)
         for state, load in loads.items():
             self._try(partial(self.check_streams, state, load), state)
+            if load.transfer is not None:
+                load.transfer.release(RELEASED_S)
         self._try(end_fault)
         if self.is_service_over:
             return

@@ -170,6 +170,11 @@ class Transfer:
         )
         self._thread.start()
 
+    def release(self, wait_s: float) -> None:
+        """Let it go on while the fault lasts; a commit still waits for answers that run."""
+        self._may_go_on.set()
+        self._thread.join(wait_s)
+
     def go_on(self, timeout_s: float) -> None:
         """To its end, good or bad."""
         self._may_go_on.set()

@@ -239,7 +239,8 @@ def _rows(expected: Expectation) -> Rows:
 def _weights(expected: Expectation) -> Weights:
     if expected.back in (Back.RESTARTED, Back.COMMAND):
         return Weights.OLD  # those in the model's folder
-    return Weights.NEW if expected.streams is Streams.GO_ON else Weights.EITHER
+    is_untouched = expected.back is Back.UNHARMED and expected.streams is Streams.GO_ON
+    return Weights.NEW if is_untouched else Weights.EITHER
 
 
 def _expect(cell: Cell) -> Expectation | Impossible:
