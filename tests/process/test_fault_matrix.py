@@ -149,6 +149,12 @@ def test_rows_that_a_full_disk_cannot_take_are_said_to_be_lost(services: ToyServ
     check(services, State.CAPTURING, Role.CAPTURE, Fault.DISK_FULL)
 
 
+@pytest.mark.attack(805)
+@pytest.mark.parametrize("fault", [Fault.SIGKILL, Fault.SIGSTOP, Fault.NO_FDS])
+def test_captures_go_on_after_trouble_of_their_process(services: ToyServices, fault: Fault) -> None:
+    check(services, State.CAPTURING, Role.CAPTURE, fault)
+
+
 @pytest.mark.attack(806)
 def test_a_suspended_guard_is_woken(services: ToyServices) -> None:
     check(services, State.STREAMING, Role.GUARD, Fault.SIGSTOP)
