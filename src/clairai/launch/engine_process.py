@@ -74,9 +74,10 @@ class EngineProcess:
         return trouble
 
     def _wake_guard(self) -> None:
-        state = read_process_state(self._guard.pid)
-        if state is not None and state.letter == "T" and self._guard.poll() is None:
-            self._guard.send_signal(signal.SIGCONT)
+        with contextlib.suppress(OSError):  # without a descriptor we cannot look
+            state = read_process_state(self._guard.pid)
+            if state is not None and state.letter == "T" and self._guard.poll() is None:
+                self._guard.send_signal(signal.SIGCONT)
 
     def wait_ready(
         self, *, stop: Callable[[], bool] = lambda: False, tick: Callable[[], None] = lambda: None

@@ -104,7 +104,10 @@ class LivenessWatch:
         return seen
 
     def _kind_of(self, beat: Beat, seen: _Watched) -> Kind | None:
-        state = self._state_of(beat.pid)
+        try:
+            state = self._state_of(beat.pid)
+        except OSError:  # we have no descriptor: nothing is known that was not known before
+            return seen.kind
         if state is None or state.start_ticks != beat.start_ticks or state.letter in "ZX":
             return "gone"
         if state.letter == "T":

@@ -161,10 +161,10 @@ def _read(path: Path) -> Beat | None:
 
 
 def read_process_state(pid: int) -> ProcessState | None:
-    """None if there is no such process."""
+    """None if there is no such process; OSError if that cannot be found out now."""
     try:
         text = Path(f"/proc/{pid}/stat").read_text(errors="replace")
-    except OSError:
+    except (FileNotFoundError, ProcessLookupError):
         return None
     fields = text.rpartition(")")[2].split()
     return ProcessState(fields[_STATE_FIELD], int(fields[_START_FIELD]))

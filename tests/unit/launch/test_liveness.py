@@ -32,6 +32,7 @@ class Scene:
     letters: dict[int, str] = field(default_factory=dict)
     starts: dict[int, int] = field(default_factory=dict)
     now_s: float = 100.0
+    is_blind: bool = False  # we can open no file
 
     def __post_init__(self) -> None:
         self.watch = LivenessWatch(
@@ -42,6 +43,8 @@ class Scene:
         )
 
     def _state_of(self, pid: int) -> ProcessState | None:
+        if self.is_blind:
+            raise OSError(24, "Too many open files")
         letter = self.letters.get(pid)
         return None if letter is None else ProcessState(letter, self.starts[pid])
 
@@ -210,3 +213,9 @@ def test_the_guard_which_imports_nothing_of_ours_writes_the_same_heartbeat(tmp_p
     state = read_process_state(os.getpid())
     assert state is not None
     assert found == Beat("process-guard", os.getpid(), state.start_ticks, 2)
+
+
+@pytest.mark.attack(813)
+def test_a_launcher_without_descriptors_condemns_nobody(scene: Scene) -> None:
+    scene.is_blind = True
+    assert scene.run(30.0, beating=(7,)) is None
