@@ -67,6 +67,11 @@ SERVING: Final[dict[Weights, tuple[str, ...]]] = {
     Weights.NEW: ("new",),
     Weights.EITHER: ("old", "new"),
 }
+# Names of the sockets at which a role serves others: its own connections to others are not closed.
+SERVED_AT: Final[dict[Role, tuple[str, ...]]] = {
+    Role.API_SERVER: ("api.sock",),
+    Role.WORKER: ("engine-", "weights-"),
+}
 _CLEAN: Final = ("ready", "degraded")
 
 
@@ -192,11 +197,9 @@ class FaultRun:
                 disks = self.service.disks
                 outputs = {Role.PROXY: disks.output, Role.SIDECAR: disks.sidecar}
                 return (outputs | {Role.CAPTURE: disks.captures}).get(role, disks.runtime).fill()
-        runtime = self.service.disks.runtime.folder
         if role is Role.API_SERVER and State.IDLE in self.seen:
-            return injection.close_listeners(pid, at=runtime)
-        is_server = role in (Role.API_SERVER, Role.WORKER)
-        return injection.close_connections(pid, at=runtime if is_server else None)
+            return injection.close_listeners(pid, at=SERVED_AT[role])
+        return injection.close_connections(pid, at=SERVED_AT.get(role, ()))
 
     # noticing
 

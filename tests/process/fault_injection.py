@@ -61,10 +61,10 @@ def lowest_unused_fd(pid: int) -> int:
     return next(number for number in range(len(used) + 1) if number not in used)
 
 
-def close_connections(pid: int, *, at: Path | None = None) -> End:
+def close_connections(pid: int, *, at: tuple[str, ...] = ()) -> End:
     """Shut down every connection of the process, as if its peers had gone.
 
-    `at`: only those that came in at a Unix socket in this folder.
+    `at`: only those that came in at a Unix socket whose name begins so.
     """
 
     def is_wanted(sock: socket.socket) -> bool:
@@ -74,8 +74,8 @@ def close_connections(pid: int, *, at: Path | None = None) -> End:
     return lambda: None
 
 
-def close_listeners(pid: int, *, at: Path) -> End:
-    """Shut down every Unix socket in this folder on which the process listens."""
+def close_listeners(pid: int, *, at: tuple[str, ...]) -> End:
+    """Shut down every Unix socket with such a name on which the process listens."""
     _shut_down(pid, lambda sock: _is_listening(sock) and _is_at(sock, at))
     return lambda: None
 
@@ -127,11 +127,11 @@ def _is_connected(sock: socket.socket) -> bool:
     return False
 
 
-def _is_at(sock: socket.socket, folder: Path | None) -> bool:
-    if folder is None:
+def _is_at(sock: socket.socket, names: tuple[str, ...]) -> bool:
+    if not names:
         return True
     address = sock.getsockname()
-    return isinstance(address, str) and Path(address).is_relative_to(folder)
+    return isinstance(address, str) and Path(address).name.startswith(names)
 
 
 class SmallDisk:

@@ -198,9 +198,9 @@ class Transfer:
 
 ASKS: Final[dict[State, Sequence[Ask]]] = {
     State.IDLE: (),
-    State.STREAMING: (Ask(6000),) * 3,
-    State.CAPTURING: (Ask(96, captures=True),) * 2,
-    State.SWAPPING: (Ask(48),),
+    State.STREAMING: (Ask(6000),) * 2,
+    State.CAPTURING: (Ask(32, captures=True),) * 2,
+    State.SWAPPING: (Ask(24),),
 }
 
 
