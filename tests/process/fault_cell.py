@@ -120,7 +120,14 @@ class FaultRun:
         service = self.service
         self._epoch, self._pids = service.epoch(), service.pids()
         loads = {
-            state: Load.begin(service, state, self.sender, self.new_weights) for state in self.seen
+            state: Load.begin(
+                service,
+                state,
+                self.sender,
+                self.new_weights,
+                may_be_refused=self.role is Role.CAPTURE,
+            )
+            for state in self.seen
         }
         with service.client(NOTICE_S) as self._prober:
             self._prober.get("/health")  # connected before the fault
@@ -147,14 +154,15 @@ class FaultRun:
         self._try(end_fault)
         if self.is_service_over:
             return
-        self._try(self.check_back)
-        if self.is_service_over:
-            return
         for state, load in loads.items():
             if self.expected[state].streams is Streams.WAIT:
                 self._try(partial(self._check_progress, load), state)
         if State.STREAMING in loads:
-            loads[State.STREAMING].hang_up()  # or a commit would wait for its long answers
+            # Or a commit would wait for its long answers, and everybody else for the commit.
+            loads[State.STREAMING].hang_up()
+        self._try(self.check_back)
+        if self.is_service_over:
+            return
         for state, load in loads.items():
             self._try(partial(self._check_load, state, load), state)
         self._try(self._check_answer)

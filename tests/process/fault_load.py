@@ -20,6 +20,7 @@ from tests.process.faulted_service import FaultedService, wait_for
 CLIENT_DEADLINE_S: Final = 60.0  # after so long without a byte a client gives up
 BEGUN_TOKENS: Final = 4  # a stream that has sent so many runs
 BEGIN_S: Final = 60.0
+ASK_AGAIN_S: Final = 0.25
 PROMPT: Final = "Once upon a time there was"
 
 
@@ -114,8 +115,10 @@ def _error_text(response: httpx.Response) -> str:
 class Client:
     """Asks the same again and again, until it is told to stop or an answer fails."""
 
-    def __init__(self, service: FaultedService, ask: Ask) -> None:
+    def __init__(self, service: FaultedService, ask: Ask, *, may_be_refused: bool) -> None:
+        """`may_be_refused`: a new request that is refused with 503 is asked again."""
         self._client, self._body = service.client(CLIENT_DEADLINE_S), ask.body(service.model)
+        self._may_be_refused, self.num_refused = may_be_refused, 0
         self.answers: list[Answer] = []
         self._is_leaving = threading.Event()  # after this answer
         self._is_over = threading.Event()  # now
@@ -149,6 +152,10 @@ class Client:
         while not self._is_leaving.is_set() and self.failed is None:
             self.answers.append(Answer())
             stream_answer(self._client, self._body, self.answers[-1], is_over=self._is_over)
+            if self._may_be_refused and self.answers[-1].error.startswith("503"):
+                self.answers.pop()
+                self.num_refused += 1
+                self._is_leaving.wait(ASK_AGAIN_S)
 
 
 class Sends(Protocol):
@@ -212,9 +219,18 @@ class Load:
     transfer: Transfer | None = None
 
     @classmethod
-    def begin(cls, service: FaultedService, state: State, sender: Sends, weights: Path) -> Load:
+    def begin(
+        cls,
+        service: FaultedService,
+        state: State,
+        sender: Sends,
+        weights: Path,
+        *,
+        may_be_refused: bool,
+    ) -> Load:
         """Returns when the service is in that state."""
-        made = cls([Client(service, ask) for ask in ASKS[state]])
+        asks = ASKS[state]
+        made = cls([Client(service, ask, may_be_refused=may_be_refused) for ask in asks])
         for client in made.clients:
             wait_for(client.has_begun, BEGIN_S, "a stream begins")
         if state is State.CAPTURING:
