@@ -87,9 +87,16 @@ class JsonOutline:
         """RequestError, at the end of the step that goes over a bound."""
         data = np.frombuffer(text, np.uint8)
         for at in range(0, len(data), STEP_BYTES):
-            step = data[at : at + STEP_BYTES]
-            self.nbytes += len(step)
-            self._read_step(step, at)
+            end = min(at + STEP_BYTES, len(data))
+            self.nbytes += end - at
+            if not self._stays_inside(text, at, end):
+                self._read_step(data[at:end], at)
+
+    def _stays_inside(self, text: bytes, at: int, end: int) -> bool:
+        """True within a long string, such as a vector in base64: nothing of it is counted."""
+        if not self._is_inside or self._is_escaped:
+            return False
+        return text.find(b'"', at, end) < 0 and text.find(b"\\", at, end) < 0
 
     def _read_step(self, data: Bytes, at: int) -> None:
         quotes = self._find_quotes(data)
