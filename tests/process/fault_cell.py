@@ -119,13 +119,14 @@ class FaultRun:
     def run(self) -> dict[Cell, Seen]:
         service = self.service
         self._epoch, self._pids = service.epoch(), service.pids()
+        may_be_refused = self.role is Role.CAPTURE or self.shared.notice is Notice.REFUSALS
         loads = {
             state: Load.begin(
                 service,
                 state,
                 self.sender,
                 self.new_weights,
-                may_be_refused=self.role is Role.CAPTURE,
+                may_be_refused=may_be_refused,
             )
             for state in self.seen
         }
@@ -154,12 +155,12 @@ class FaultRun:
         self._try(end_fault)
         if self.is_service_over:
             return
-        for state, load in loads.items():
+        for state, load in loads.items():  # long answers first
             if self.expected[state].streams is Streams.WAIT:
                 self._try(partial(self._check_progress, load), state)
-        if State.STREAMING in loads:
-            # Or a commit would wait for its long answers, and everybody else for the commit.
-            loads[State.STREAMING].hang_up()
+            if state is State.STREAMING:
+                # Or a commit would wait for them, and everybody else for the commit.
+                load.hang_up()
         self._try(self.check_back)
         if self.is_service_over:
             return

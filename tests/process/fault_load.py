@@ -21,6 +21,7 @@ CLIENT_DEADLINE_S: Final = 60.0  # after so long without a byte a client gives u
 BEGUN_TOKENS: Final = 4  # a stream that has sent so many runs
 BEGIN_S: Final = 60.0
 ASK_AGAIN_S: Final = 0.25
+REFUSALS: Final = ("502", "503")
 PROMPT: Final = "Once upon a time there was"
 
 
@@ -116,7 +117,7 @@ class Client:
     """Asks the same again and again, until it is told to stop or an answer fails."""
 
     def __init__(self, service: FaultedService, ask: Ask, *, may_be_refused: bool) -> None:
-        """`may_be_refused`: a new request that is refused with 503 is asked again."""
+        """`may_be_refused`: a new request that is refused is asked again."""
         self._client, self._body = service.client(CLIENT_DEADLINE_S), ask.body(service.model)
         self._may_be_refused, self.num_refused = may_be_refused, 0
         self.answers: list[Answer] = []
@@ -152,7 +153,7 @@ class Client:
         while not self._is_leaving.is_set() and self.failed is None:
             self.answers.append(Answer())
             stream_answer(self._client, self._body, self.answers[-1], is_over=self._is_over)
-            if self._may_be_refused and self.answers[-1].error.startswith("503"):
+            if self._may_be_refused and self.answers[-1].error.startswith(REFUSALS):
                 self.answers.pop()
                 self.num_refused += 1
                 self._is_leaving.wait(ASK_AGAIN_S)
