@@ -152,7 +152,8 @@ class FaultRun:
             self._try(partial(self.check_streams, state, load), state)
             if load.transfer is not None:
                 load.transfer.release(RELEASED_S)
-        self._try(end_fault)
+        if self.shared.back is not Back.RESTARTED:  # nobody wakes what has to be replaced
+            self._try(end_fault)
         if self.is_service_over:
             return
         for state, load in loads.items():  # long answers first
