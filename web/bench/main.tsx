@@ -85,7 +85,10 @@ async function repeated(times: number, change: (i: number) => void, isInFrame: b
 
 append(NUM_TOKENS);
 page.store.setState({
-  connection: { kind: "answered", health: { status: "ready", reason: null, model: "bench", version: "0" } },
+  connection: {
+    kind: "answered",
+    health: { status: "ready", reason: null, since: null, model: "bench", version: "0" },
+  },
   model: "bench",
   probes,
   probe: "probe_0",

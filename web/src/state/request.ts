@@ -9,7 +9,10 @@ export interface CompletionBody {
   model: string;
   messages: Message[];
   stream: true;
-  clairai: Omit<ClairaiFields, "steer" | "stop" | "capture"> & { steer?: SteerEntry[]; stop?: StopRule[] };
+  clairai: Omit<ClairaiFields, "steer" | "stop" | "capture" | "label" | "stream"> & {
+    steer?: SteerEntry[];
+    stop?: StopRule[];
+  };
   [setting: string]: unknown;
 }
 
