@@ -119,7 +119,7 @@ class HealthLog:
         return self._samples[-1] if self._samples else Sample(0.0, "silent")
 
     def since(self, at_s: float) -> list[Sample]:
-        """Those that were asked for after this moment."""
+        """Those that were answered after this moment."""
         return [one for one in self._samples if one.at_s >= at_s]
 
     def close(self) -> None:
@@ -132,12 +132,12 @@ class HealthLog:
             self._samples.append(self._ask())
 
     def _ask(self) -> Sample:
-        at_s = time.monotonic()
         try:
             found = self._client.get("/health").json()
-            return Sample(at_s, found["status"], found["reason"], found.get("since"))
+            about = (found["status"], found["reason"], found.get("since"))
         except (httpx.HTTPError, ValueError, KeyError) as error:
-            return Sample(at_s, "silent", repr(error))
+            about = ("silent", repr(error), None)
+        return Sample(time.monotonic(), *about)
 
 
 @dataclass
