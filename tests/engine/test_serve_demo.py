@@ -244,7 +244,7 @@ def _core(demo: Demo) -> int:
     children = [
         pid for pid, parent in process_guard._parent_pids().items() if parent == _server(demo)
     ]
-    (core,) = [pid for pid in children if not process_guard._is_tracker(pid)]
+    (core,) = [pid for pid in children if not process_guard.is_tracker(pid)]
     return core
 
 

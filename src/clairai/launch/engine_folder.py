@@ -74,16 +74,25 @@ def clean_up(folder: Path | None, runtime: Path | None, is_urgent: Callable[[], 
 
 
 def end_leftovers(beats: Path, is_urgent: Callable[[], bool]) -> None:
-    """Kill every process of the engine; capture writers first get time to write their rows."""
+    """Kill every process of the engine.
+
+    Capture writers first get time to write their rows, and resource trackers, which end by
+    themselves, to unlink the shared memory of the others.
+    """
     deadline_s = time.monotonic() + process_guard.WRITE_S
     while (found := find_processes(beats)) and time.monotonic() < deadline_s and not is_urgent():
-        others = [pid for pid in found if not process_guard.is_capture_writer(pid)]
-        _kill(others)
+        _kill([pid for pid in found if not _ends_by_itself(pid)])
         time.sleep(process_guard.POLL_S)
+    settled_s = time.monotonic() + process_guard.SETTLE_S
     deadline_s = time.monotonic() + _KILL_TIMEOUT_S
     while (found := find_processes(beats)) and time.monotonic() < deadline_s:
-        _kill(found)
+        is_settling = time.monotonic() < settled_s
+        _kill([pid for pid in found if not (is_settling and process_guard.is_tracker(pid))])
         time.sleep(process_guard.POLL_S)
+
+
+def _ends_by_itself(pid: int) -> bool:
+    return process_guard.is_capture_writer(pid) or process_guard.is_tracker(pid)
 
 
 def find_processes(beats: Path) -> list[int]:

@@ -82,7 +82,7 @@ class ProcessGuard:
             self._wait(lambda: self._is_urgent or not descendants(), SETTLE_S)
         if any(map(is_capture_writer, descendants())):
             self._wait_for_writers()
-        self._kill(lambda pid: not _is_tracker(pid), SETTLE_S)
+        self._kill(lambda pid: not is_tracker(pid), SETTLE_S)
         # No deadline: under load the kernel takes seconds to end a large process, and until then
         # its sockets look alive to whoever would remove them.
         self._kill(lambda _: True, None)
@@ -90,7 +90,7 @@ class ProcessGuard:
     def _wait_for_writers(self) -> None:
         """End all others and let captured rows reach the disk, unless this is urgent."""
         for pid in descendants():
-            if not (is_capture_writer(pid) or _is_tracker(pid)):
+            if not (is_capture_writer(pid) or is_tracker(pid)):
                 _send_signal(pid, signal.SIGKILL)
         self._wait(
             lambda: self._is_urgent or not any(map(is_capture_writer, descendants())), WRITE_S
@@ -241,7 +241,8 @@ def _parent_pids() -> dict[int, int]:
     return found
 
 
-def _is_tracker(pid: int) -> bool:
+def is_tracker(pid: int) -> bool:
+    """True if this process unlinks the shared memory of others that were killed."""
     return _TRACKER in _command_line(pid)
 
 
