@@ -177,14 +177,17 @@ class Life:
         found = run.run()
         self.num_restarts += run.has_new_engine
         self.is_over = run.is_service_over
-        if self.is_over:
+        if self.is_over and self.service.process.poll() is not None:
             left = self.service.leftovers()
             for seen in found.values():
                 seen.problems += left
-        elif any(seen.problems for seen in found.values()) and not self._is_well(references):
+        elif self.is_over or not self._can_go_on(found, references):
             self.service.kill()
             self.is_over = True
         return found
+
+    def _can_go_on(self, found: dict[Cell, Seen], references: References) -> bool:
+        return not any(seen.problems for seen in found.values()) or self._is_well(references)
 
     def _is_well(self, references: References) -> bool:
         """True if the next cell can be trusted although this one failed."""
