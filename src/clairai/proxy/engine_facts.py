@@ -18,7 +18,7 @@ from clairai.proxy.capture_watch import CaptureWatch
 from clairai.proxy.completions.token_text import TokenBytes, TokenTexts
 from clairai.proxy.responses import HttpRefusal
 from clairai.proxy.ring_feed import RingFeed
-from clairai.proxy.upstream import Upstream, UpstreamGone, decode_answer
+from clairai.proxy.upstream import OutOfDescriptors, Upstream, UpstreamGone, decode_answer
 
 HealthState = Literal["starting", "ready", "degraded", "failed"]
 HEALTH_TIMEOUT_S: Final = 2.0
@@ -280,6 +280,8 @@ class HealthCheck:
         except (UpstreamGone, TimeoutError):
             self._model = None
             return "the engine does not answer"
+        except OutOfDescriptors:
+            return "the proxy has no file descriptors left"
         except HttpRefusal:
             return "the engine refuses the proxy"
         return None if status == HTTPStatus.OK else "the engine says that it has failed"

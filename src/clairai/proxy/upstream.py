@@ -7,6 +7,7 @@ Runs in: the proxy, on the event loop.
 from __future__ import annotations
 
 import asyncio
+import errno
 import io
 from collections.abc import AsyncIterable, AsyncIterator, Iterable, Mapping
 from contextlib import asynccontextmanager
@@ -62,6 +63,18 @@ class UpstreamGone(Exception):
     @classmethod
     def frame(cls) -> bytes:
         return data_frame(msgspec.json.encode(cls.error_body()))
+
+
+class OutOfDescriptors(HttpRefusal):
+    """This process can open no connection to upstream; those that are open go on."""
+
+    def __init__(self) -> None:
+        super().__init__(
+            HTTPStatus.SERVICE_UNAVAILABLE,
+            "the proxy has no file descriptors left; try later, or raise its `ulimit -n`",
+            code="overloaded",
+            headers={"Retry-After": "1"},
+        )
 
 
 class NotSteered(UpstreamGone):
@@ -163,8 +176,7 @@ class Upstream:
                     method, url, headers=sent, data=data, allow_redirects=False, timeout=limit
                 )
         except (aiohttp.ClientError, TimeoutError, OSError) as error:
-            self.num_outages += 1
-            raise UpstreamGone(type(error).__name__) from error
+            raise self._unreachable(error) from error
         finally:
             self._asking.discard(asking)
         self._answering.add(response)
@@ -176,6 +188,12 @@ class Upstream:
         finally:
             self._answering.discard(response)
             response.close()  # reading a body to its end has given the connection back
+
+    def _unreachable(self, error: Exception) -> UpstreamGone | OutOfDescriptors:
+        if isinstance(error, OSError) and error.errno in (errno.EMFILE, errno.ENFILE):
+            return OutOfDescriptors()
+        self.num_outages += 1
+        return UpstreamGone(type(error).__name__)
 
     async def read_body(self, response: aiohttp.ClientResponse) -> bytes:
         """The whole body; UpstreamGone if it ends early, HttpRefusal if it is too large."""
