@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 import clairai
+from clairai.fields.request_fields import new_stream_id
 from clairai.library.engine_control import ask_engine
 from clairai.ring.attach import RingReader
 from clairai.wire import control_messages, ring_messages
@@ -110,6 +111,8 @@ def _drive(
     from vllm import SamplingParams
 
     rng = np.random.default_rng(plan.seed)
+    first = new_stream_id() // 2  # no stream is used twice in an engine's life
+    last = first + plan.num_requests
     engine = llm.llm_engine
     shared = rng.integers(5, 30000, plan.max_prompt).tolist()
     sent: dict[int, Sent] = {}
@@ -117,7 +120,7 @@ def _drive(
     records: list[Any] = []
     while len(sent) < plan.num_requests or live:
         while len(sent) < plan.num_requests and len(live) < plan.num_at_once:
-            request = _next(rng, plan, shared, len(sent))
+            request = _next(rng, plan, shared, first + len(sent))
             sent[request.stream] = request
             live[str(request.stream)] = request
             engine.add_request(
@@ -145,7 +148,7 @@ def _drive(
     # One more request, so that the engine takes a step that reports the last ones finished.
     llm.generate(
         [{"prompt_token_ids": [1, 2]}],
-        SamplingParams(max_tokens=1, detokenize=False, extra_args=clairai.request(stream=2**60)),
+        SamplingParams(max_tokens=1, detokenize=False, extra_args=clairai.request(stream=last)),
         use_tqdm=False,
     )
     ask_engine(
@@ -155,17 +158,17 @@ def _drive(
         records += more
     rows = np.concatenate([record.rows for record in records])
     scores_RP = np.concatenate([record.scores_RC for record in records])
-    ours = rows["stream"] != 2**60
+    ours = rows["stream"] != last
     return rows[ours], scores_RP[ours], sent
 
 
-def _next(rng: np.random.Generator, plan: Plan, shared: list[int], index: int) -> Sent:
+def _next(rng: np.random.Generator, plan: Plan, shared: list[int], stream: int) -> Sent:
     length = int(rng.integers(1, plan.max_prompt + 1))
     prompt = rng.integers(5, 30000, length).tolist()
     if rng.random() < plan.shared_share:
         keep = int(rng.integers(0, length + 1))
         prompt = shared[:keep] + prompt[keep:]
-    return Sent(1_000 + index, prompt, bool(rng.random() < plan.prompt_scores_share))
+    return Sent(stream, prompt, bool(rng.random() < plan.prompt_scores_share))
 
 
 def judge(

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import clairai
+from clairai.fields.request_fields import new_stream_id
 from clairai.vector.files import loads
 from tests.engine import preempting
 
@@ -157,11 +158,12 @@ def abort_one(llm: Any, ask: Ask, num_steps: int) -> int:
 
 def amend_after(llm: Any, ask: Ask, num_steps: int, steer: list[Any]) -> tuple[int, Answer]:
     """Steer a request otherwise when it has run for some steps; from where on, and its answer."""
-    engine = llm.llm_engine
-    engine.add_request("amended", {"prompt_token_ids": list(ask.prompt)}, _params(ask, stream=77))
+    engine, stream = llm.llm_engine, new_stream_id()
+    prompt = {"prompt_token_ids": list(ask.prompt)}
+    engine.add_request("amended", prompt, _params(ask, stream=stream))
     for _ in range(num_steps):
         engine.step()
-    (position,) = clairai.VectorBank(llm).amend(77, steer)
+    (position,) = clairai.VectorBank(llm).amend(stream, steer)
     done: list[Any] = []
     while engine.has_unfinished_requests():
         done += [output for output in engine.step() if output.finished]
