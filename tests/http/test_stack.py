@@ -272,9 +272,11 @@ def test_a_client_that_leaves_frees_the_engine(stack: Stack) -> None:
             next(answer.iter_bytes())
         until(lambda: _metric(stack, "vllm:num_requests_running") == 0)
         until(lambda: stack.proxy.counts().streams == 0)
-        assert client.get("/health").json() == {
+        health = client.get("/health").json()
+        assert health == {
             "status": "ready",
             "reason": None,
+            "since": health["since"],
             "model": MODEL,
             "version": client.get("/openapi.json").json()["info"]["version"],
         }
