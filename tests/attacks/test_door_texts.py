@@ -60,9 +60,8 @@ def test_a_request_id_that_is_no_label_is_refused(w: World, value: bytes) -> Non
     assert sent(w, b"X-Request-Id: a", b"X-Request-Id: b") == 400
     assert w.upstream.seen == []
     assert sent(w, b"X-Request-Id: job-7_a.b") == 200
-    assert ("x-request-id", "job-7_a.b") in {
-        (name.lower(), value) for name, value in w.upstream.last.headers.items()
-    }
+    headers = {name.lower(): value for name, value in w.upstream.last.headers.items()}
+    assert headers["x-request-id"] != "job-7_a.b"  # vLLM's id is the proxy's own
 
 
 @pytest.mark.attack(211)
