@@ -14,8 +14,6 @@ from fastapi import FastAPI
 from clairai.errors import ClairaiError, ConfigError
 from clairai.launch.engine_command import ListenAddress
 from clairai.launch.proxy_thread import ProxyThread, listen
-from clairai.proxy.app import create_server
-from clairai.proxy.proxy_settings import ProxySettings
 
 
 def free_port() -> int:
@@ -25,7 +23,7 @@ def free_port() -> int:
 
 
 def _server(app: FastAPI) -> uvicorn.Server:
-    return create_server(app, ProxySettings("http://127.0.0.1:1"))
+    return uvicorn.Server(uvicorn.Config(app, lifespan="on", log_config=None))
 
 
 def _get(port: int, path: str) -> tuple[int, bytes]:
