@@ -165,6 +165,8 @@ def run_serve(
             env=os.environ | variables,
             stdout=file,
             stderr=subprocess.STDOUT,
+            # It must not inherit that the tests themselves were started under nohup.
+            preexec_fn=lambda: signal.signal(signal.SIGHUP, signal.SIG_DFL),
         )
     runtime, gate = Path(variables["CLAIRAI_RUNTIME_DIR"]), Path(variables["TOY_GATE"])
     return Served(process, f"http://127.0.0.1:{port}", runtime, output, gate)
