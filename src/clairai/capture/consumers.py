@@ -164,8 +164,8 @@ def begin_request(
 ) -> None:
     """Call a consumer's `begin`; one that takes no `owner` is not told it."""
     begin: Callable[..., None] = consumer.begin
-    is_told = owner is not None and "owner" in inspect.signature(begin).parameters
-    begin(stream, tags=tags, steering=steering, **({"owner": owner} if is_told else {}))
+    takes_owner = owner is not None and "owner" in inspect.signature(begin).parameters
+    begin(stream, tags=tags, steering=steering, **({"owner": owner} if takes_owner else {}))
 
 
 @dataclass(frozen=True)

@@ -121,17 +121,17 @@ class LivenessWatch:
             case None:
                 return None
             case "gone":
-                is_told = lasted_s >= self._limits.gone and beat.role not in _REPORTED_BY_GUARD
+                is_reported = lasted_s >= self._limits.gone and beat.role not in _REPORTED_BY_GUARD
                 text, is_fatal = "has ended", True
             case "stopped":
-                is_told = lasted_s >= self._limits.stopped
+                is_reported = lasted_s >= self._limits.stopped
                 text, is_fatal = "is suspended", beat.role not in _WOKEN
             case "silent":
                 is_call = beat.activity is Activity.CALL
                 limit_s = self._limits.call if is_call else self._limits.stall
-                is_told, is_fatal = True, lasted_s >= limit_s
+                is_reported, is_fatal = True, lasted_s >= limit_s
                 text = "is busy with one call" if is_call else "makes no progress"
-        if not is_told:
+        if not is_reported:
             return None
         reason = f"{NAMES[beat.role]} (process {beat.pid}) {text}"
         return Trouble(reason, seen.since, is_fatal and beat.role not in _NOT_VITAL)

@@ -94,7 +94,10 @@ class CaptureWatch:
             if one.state != "writing"
         ]
         if report.dropping_since is not None:
-            reason = "captured rows were dropped in the last minute: the staging buffers are full"
+            reason = (
+                "captured rows were dropped in the last minute: the capture writer takes them too "
+                "slowly, or not at all"
+            )
             found.append(CaptureProblem(reason, report.dropping_since))
         return found
 

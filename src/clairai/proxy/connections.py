@@ -1,7 +1,7 @@
 """Counts the open connections of the proxy, and says which of them may send requests.
 
 Near the bound some connections are kept for GET /health: whoever watches the proxy learns that it
-is alive while others hold all places.
+is alive while others hold all connections.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _FEWEST: Final = 4
 _PEER_SHARE: Final = 0.75  # of all connections: one peer never has them all
 
 
-class Place(Enum):
+class Allowance(Enum):
     """What a connection may do."""
 
     ANY = "any"
@@ -32,12 +32,12 @@ class Place(Enum):
 
 
 @dataclass(eq=False)
-class Seat:
-    """One connection; `leave` closes it, to make room for another that may ask for health."""
+class OpenConnection:
+    """One connection; `refuse` closes it, to make room for another that may ask for health."""
 
     peer: str
-    place: Place
-    leave: Callable[[], None]
+    allowance: Allowance
+    refuse: Callable[[], None]
 
 
 class Connections:
@@ -48,7 +48,8 @@ class Connections:
         self._most_by_peer = max(1, int(most * _PEER_SHARE))
         self._by_peer: Counter[str] = Counter()
         self._num_reserved = 0
-        self._silent: OrderedDict[Seat, None] = OrderedDict()  # reserved ones, the oldest first
+        # Reserved ones that have not asked yet, the oldest first.
+        self._silent: OrderedDict[OpenConnection, None] = OrderedDict()
 
     @property
     def most_at_once(self) -> int:
@@ -59,40 +60,40 @@ class Connections:
     def num_open(self) -> int:
         return self._by_peer.total() + self._num_reserved
 
-    def open(self, peer: str, leave: Callable[[], None]) -> Seat:
-        """A seat; one without a place is refused. Call `close` when the connection has ended."""
+    def open(self, peer: str, refuse: Callable[[], None]) -> OpenConnection:
+        """Count a connection, and say what it may do; call `close` when it has ended."""
         is_full = self._by_peer.total() >= self._most
         if not is_full and self._by_peer[peer] < self._most_by_peer:
             self._by_peer[peer] += 1
-            return Seat(peer, Place.ANY, leave)
+            return OpenConnection(peer, Allowance.ANY, refuse)
         if self._num_reserved >= NUM_RESERVED and self._silent:
             self._evict()
         if self._num_reserved >= NUM_RESERVED:
-            return Seat(peer, Place.NONE, leave)
+            return OpenConnection(peer, Allowance.NONE, refuse)
         self._num_reserved += 1
-        seat = Seat(peer, Place.HEALTH, leave)
-        self._silent[seat] = None
-        return seat
+        connection = OpenConnection(peer, Allowance.HEALTH, refuse)
+        self._silent[connection] = None
+        return connection
 
-    def note_request(self, seat: Seat) -> None:
-        """The connection has sent a whole head: it is not asked to leave."""
-        self._silent.pop(seat, None)
+    def note_request(self, connection: OpenConnection) -> None:
+        """The connection has sent a whole head: it is not closed for another."""
+        self._silent.pop(connection, None)
 
-    def close(self, seat: Seat) -> None:
-        place, seat.place = seat.place, Place.NONE
-        self._silent.pop(seat, None)
-        if place is Place.HEALTH:
+    def close(self, connection: OpenConnection) -> None:
+        allowance, connection.allowance = connection.allowance, Allowance.NONE
+        self._silent.pop(connection, None)
+        if allowance is Allowance.HEALTH:
             self._num_reserved -= 1
-        if place is not Place.ANY:
+        if allowance is not Allowance.ANY:
             return
-        self._by_peer[seat.peer] -= 1
-        if not self._by_peer[seat.peer]:
-            del self._by_peer[seat.peer]
+        self._by_peer[connection.peer] -= 1
+        if not self._by_peer[connection.peer]:
+            del self._by_peer[connection.peer]
 
     def _evict(self) -> None:
-        seat = next(iter(self._silent))
-        self.close(seat)
-        seat.leave()
+        connection = next(iter(self._silent))
+        self.close(connection)
+        connection.refuse()
 
 
 def most_connections(limit: int) -> int:

@@ -1,6 +1,6 @@
 """The HTTP connections of the proxy: uvicorn's, with bounds on time, number and form.
 
-A connection gets a place or is refused, sends a whole head in time, in the strict form of
+A connection is allowed or refused, sends a whole head in time, in the strict form of
 request_head.py, and is closed when it is idle, stalled or no longer in step. Runs in: the proxy, on
 the event loop.
 """
@@ -24,7 +24,7 @@ from uvicorn.config import Config
 from uvicorn.protocols.http.h11_impl import H11Protocol
 from uvicorn.server import ServerState
 
-from clairai.proxy.connections import Connections, Place, Seat, peer_name
+from clairai.proxy.connections import Allowance, Connections, OpenConnection, peer_name
 from clairai.proxy.proxy_settings import ProxySettings
 from clairai.proxy.request_guard import SECURITY_HEADERS
 from clairai.proxy.request_head import END, check_head, check_line_ends
@@ -44,7 +44,7 @@ def quiet_connection_log() -> None:
     _LOG.setLevel(logging.ERROR)
 
 
-class PatientServer(uvicorn.Server):
+class BacklogServer(uvicorn.Server):
     """Accepts a few connections at a time, of as many as are waiting.
 
     asyncio has one number for both, and would accept more connections than there are descriptors
@@ -136,7 +136,7 @@ class BoundedProtocol(H11Protocol):
         self._head = bytearray()
         self._head_timer: asyncio.TimerHandle | None = None
         self._num_unsent = 0
-        self._seat: Seat | None = None
+        self._connection: OpenConnection | None = None
 
     # Called by the event loop
 
@@ -144,16 +144,16 @@ class BoundedProtocol(H11Protocol):
         lingering = LingeringTransport(transport, stall_s=self._timeouts.stalled)
         super().connection_made(cast(asyncio.Transport, lingering))
         peer = peer_name(None if self.client is None else self.client[0])
-        self._seat = self._connections.open(peer, self._refuse_place)
-        if self._seat.place is Place.NONE:
-            self._refuse_place()
+        self._connection = self._connections.open(peer, self._refuse_connection)
+        if self._connection.allowance is Allowance.NONE:
+            self._refuse_connection()
             return
         self._start_head_timer()
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._stop_head_timer()
-        if self._seat is not None:
-            self._connections.close(self._seat)
+        if self._connection is not None:
+            self._connections.close(self._connection)
         self.transport.forget()
         super().connection_lost(exc)
 
@@ -180,22 +180,22 @@ class BoundedProtocol(H11Protocol):
                 return
             self._check_size(end)
             target = check_head(bytes(self._head[:end]), self._limits)
-            if self._place is Place.HEALTH and target.partition(b"?")[0] != HEALTH:
+            if self._allowance is Allowance.HEALTH and target.partition(b"?")[0] != HEALTH:
                 raise _overloaded()
         except HttpRefusal as refusal:
             self._refuse(refusal)
             return
         self._stop_head_timer()
-        if self._seat is not None:
-            self._connections.note_request(self._seat)
+        if self._connection is not None:
+            self._connections.note_request(self._connection)
         whole, self._head = bytes(self._head), bytearray()
         self._receive_body(whole)
-        if self._place is Place.HEALTH:
+        if self._allowance is Allowance.HEALTH:
             self._close_after_response()
 
     @property
-    def _place(self) -> Place:
-        return Place.NONE if self._seat is None else self._seat.place
+    def _allowance(self) -> Allowance:
+        return Allowance.NONE if self._connection is None else self._connection.allowance
 
     def _check_unfinished(self, searched: int) -> None:
         check_line_ends(bytes(self._head[searched:]))
@@ -255,7 +255,7 @@ class BoundedProtocol(H11Protocol):
 
         await app(scope, receive, sending)
 
-    def _refuse_place(self) -> None:
+    def _refuse_connection(self) -> None:
         self._refuse(_overloaded())
 
     def _refuse(self, refusal: HttpRefusal) -> None:
@@ -273,8 +273,8 @@ class BoundedProtocol(H11Protocol):
         lines = [f"HTTP/1.1 {refusal.status.value} {refusal.status.phrase}"]
         lines += [f"{name}: {value}" for name, value in headers.items()]
         self.transport.write("\r\n".join([*lines, "", ""]).encode() + body)
-        # A client without a place is not waited for: it would keep its descriptor.
-        self.transport.is_mid_request = self._place is not Place.NONE
+        # A client that is not allowed is not waited for: it would keep its descriptor.
+        self.transport.is_mid_request = self._allowance is not Allowance.NONE
         self.transport.close()
 
     # Idle connections

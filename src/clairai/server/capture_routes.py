@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from http import HTTPStatus
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 import msgspec
 from fastapi import APIRouter, Request
@@ -38,6 +38,7 @@ from clairai.wire.capture_messages import (
 
 ATTRIBUTE: Final = "clairai_captures"  # of the app's state
 OWNERS_ATTRIBUTE: Final = "clairai_capture_owners"
+State = TypeVar("State")
 MAX_LISTED: Final = 1000
 MAX_POINTS: Final = 512
 NOT_SATISFIABLE: Final = (0, 0)
@@ -135,13 +136,18 @@ def requested_range(headers: Mapping[str, str], etag: str, nbytes: int) -> tuple
     return int(first), min(int(last) + 1 if last else nbytes, nbytes)
 
 
-def _downloads(request: Request) -> Downloads:
+def _app_state(request: Request, name: str, kind: type[State]) -> State:
+    """The one object of this kind that the app has, made when it is first asked for."""
     state = request.app.state
-    if not hasattr(state, ATTRIBUTE):
-        setattr(state, ATTRIBUTE, Downloads())
-    downloads = getattr(state, ATTRIBUTE)
-    assert isinstance(downloads, Downloads)
-    return downloads
+    if not hasattr(state, name):
+        setattr(state, name, kind())
+    found = getattr(state, name)
+    assert isinstance(found, kind)
+    return found
+
+
+def _downloads(request: Request) -> Downloads:
+    return _app_state(request, ATTRIBUTE, Downloads)
 
 
 async def _require_kept(engine: EngineRpc, id: str, stream: int) -> Sequence[Captured]:
@@ -229,12 +235,7 @@ async def _is_shown(request: Request, stream: int) -> bool:
 
 
 def _stored_owners(request: Request) -> StoredOwners:
-    state = request.app.state
-    if not hasattr(state, OWNERS_ATTRIBUTE):
-        setattr(state, OWNERS_ATTRIBUTE, StoredOwners())
-    owners = getattr(state, OWNERS_ATTRIBUTE)
-    assert isinstance(owners, StoredOwners)
-    return owners
+    return _app_state(request, OWNERS_ATTRIBUTE, StoredOwners)
 
 
 def _no_capture(id: str) -> RouteRefusal:

@@ -454,16 +454,21 @@ def _make_durable_folder(path: Path, mode: int) -> None:
         os.close(descriptor)
 
 
-def replace_file(disk: Disk, name: str, data: bytes) -> None:
-    """Write a small file so that after a crash it is the old one or the new one."""
-    temporary = name + TEMPORARY
-    if temporary in disk.names():
-        disk.remove(temporary)
-    file = disk.create(temporary, 0)
+def write_file(disk: Disk, name: str, data: bytes) -> None:
+    """A new file with its bytes on the disk; its name is there after `sync_folder`."""
+    file = disk.create(name, 0)
     try:
         file.write([data])
         file.sync()
     finally:
         file.close()
+
+
+def replace_file(disk: Disk, name: str, data: bytes) -> None:
+    """Write a small file so that after a crash it is the old one or the new one."""
+    temporary = name + TEMPORARY
+    if temporary in disk.names():
+        disk.remove(temporary)
+    write_file(disk, temporary, data)
     disk.rename(temporary, name)
     disk.sync_folder()

@@ -18,7 +18,7 @@ from typing import Final
 import msgspec
 
 from clairai.errors import StoreDamagedError, StoreError
-from clairai.store.disk import MANIFEST, ORPHAN, Disk, is_shard, replace_file
+from clairai.store.disk import MANIFEST, ORPHAN, Disk, is_shard, replace_file, write_file
 from clairai.store.shard import (
     MAX_HEAD_NBYTES,
     CommitSeal,
@@ -272,10 +272,5 @@ def _keep_copy(disk: Disk, data: bytes) -> None:
     names, number = set(disk.names()), 1
     while (name := f"{MANIFEST}-{number}{DAMAGED}") in names:
         number += 1
-    file = disk.create(name, 0)
-    try:
-        file.write([data])
-        file.sync()
-    finally:
-        file.close()
+    write_file(disk, name, data)
     disk.sync_folder()

@@ -8,45 +8,45 @@ import pytest
 
 from clairai.proxy.connections import (
     NUM_RESERVED,
+    Allowance,
     Connections,
-    Place,
     most_connections,
     peer_name,
 )
 
 
-def places(connections: Connections, peer: str, count: int) -> list[Place]:
-    return [connections.open(peer, lambda: None).place for _ in range(count)]
+def allowances(connections: Connections, peer: str, count: int) -> list[Allowance]:
+    return [connections.open(peer, lambda: None).allowance for _ in range(count)]
 
 
 def test_one_peer_never_has_all_connections() -> None:
     connections = Connections(8)
-    assert places(connections, "a", 7) == [Place.ANY] * 6 + [Place.HEALTH]
-    assert places(connections, "b", 3) == [Place.ANY] * 2 + [Place.HEALTH]
+    assert allowances(connections, "a", 7) == [Allowance.ANY] * 6 + [Allowance.HEALTH]
+    assert allowances(connections, "b", 3) == [Allowance.ANY] * 2 + [Allowance.HEALTH]
 
 
 def test_beyond_the_bound_health_has_a_few_and_then_there_is_none() -> None:
     connections = Connections(1)
     first = connections.open("a", lambda: None)
     asking = [connections.open("b", lambda: None) for _ in range(NUM_RESERVED)]
-    for seat in asking:
-        connections.note_request(seat)
+    for connection in asking:
+        connections.note_request(connection)
     last = connections.open("b", lambda: None)
-    assert [seat.place for seat in (first, *asking, last)] == [
-        *(Place.ANY, *[Place.HEALTH] * NUM_RESERVED, Place.NONE)
+    assert [connection.allowance for connection in (first, *asking, last)] == [
+        *(Allowance.ANY, *[Allowance.HEALTH] * NUM_RESERVED, Allowance.NONE)
     ]
-    for seat in (last, first, asking[0]):
-        connections.close(seat)
-        connections.close(seat)  # once counts
+    for connection in (last, first, asking[0]):
+        connections.close(connection)
+        connections.close(connection)  # once counts
     assert connections.num_open == NUM_RESERVED - 1
-    assert connections.open("b", lambda: None).place is Place.ANY
+    assert connections.open("b", lambda: None).allowance is Allowance.ANY
 
 
 def test_the_oldest_silent_connection_leaves_for_one_that_may_ask_for_health() -> None:
     connections, left = Connections(1), []
-    seats = [connections.open("a", lambda at=at: left.append(at)) for at in range(12)]  # type: ignore[misc]
+    opened = [connections.open("a", lambda at=at: left.append(at)) for at in range(12)]  # type: ignore[misc]
     assert left == [1, 2, 3]
-    assert [seat.place for seat in seats[4:]] == [Place.HEALTH] * NUM_RESERVED
+    assert [connection.allowance for connection in opened[4:]] == [Allowance.HEALTH] * NUM_RESERVED
     assert connections.num_open == 1 + NUM_RESERVED
 
 
