@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
 from clairai.wire import ring_messages
 from tests.http.answers import CHAT, asking, chunks, collect_scores, expected
 from tests.http.fake import PROMPT, Exchange
-from tests.http.world import HURRIED, World, world
+from tests.http.world import HURRIED, PATIENT, World, world
 from tests.support.ring_engine import until
 
 HELLO = [72, 101, 108, 108, 111]
@@ -184,3 +185,22 @@ def test_a_last_chunk_does_not_wait_longer_than_it_may(tmp_path: Path) -> None:
         (whole,) = collect_scores(chunks(ask(w))).values()
     assert (len(one.scores), one.lost) == (2, 1)
     assert (len(whole.scores), whole.lost) == (2, 1)
+
+
+def test_a_last_row_that_was_lost_is_not_waited_for(w: World) -> None:
+    """The engine's mark that it has finished says that no row follows."""
+
+    async def script(exchange: Exchange) -> None:
+        assert exchange.ring is not None
+        exchange.prefill()
+        await exchange.begin()
+        exchange.rows(4, [72])
+        exchange.ring.mark(exchange.stream, ring_messages.FINISHED, position=6, span=0)
+        await exchange.tokens([72, 101, 108], finish="stop")
+        await exchange.end()
+
+    w.upstream.script = script
+    begun_s = time.monotonic()
+    (one,) = collect_scores(chunks(ask(w))).values()
+    assert time.monotonic() - begun_s < PATIENT.finish / 2
+    assert (one.scores[:1], one.lost) == (expected([72, 101])[:1], 1)

@@ -7,7 +7,8 @@ Tokens and rows arrive separately, in any order. Four rules decide what belongs 
   older one until the token has been delivered. What was delivered never changes.
 - The newest sampled token has no score. An engine that schedules ahead may forward it, but
   whether it does depends on timing.
-- The rows of one choice arrive in order: a missing row is lost once a later one is there.
+- The rows of one choice arrive in order: a missing row is lost once a later one is there, or the
+  mark that the engine has finished the choice.
 
 `align.py` applies the same rules to a request that has ended, all at once.
 """
@@ -84,6 +85,7 @@ class ChoiceScores(_HeldRows):
         self.num_delivered = 0  # tokens already delivered, with or without scores
         self._token_ids: deque[int] = deque()  # of tokens not delivered yet
         self._newest = -1  # highest position of any row, held or not
+        self._has_ended = False  # the engine has finished the choice: no row follows
 
     def add_tokens(self, token_ids: Sequence[int]) -> None:
         self._token_ids.extend(token_ids)
@@ -97,10 +99,13 @@ class ChoiceScores(_HeldRows):
         if row is not None and not is_late:
             self._hold(position, row)
 
+    def end(self) -> None:
+        self._has_ended = True
+
     @property
     def is_complete(self) -> bool:
         """True if no row can still arrive for a token of so far, or if none can be matched."""
-        if self.first is None:
+        if self.first is None or self._has_ended:
             return True
         last = self.num_tokens - 1
         return self.num_delivered >= last or self._newest >= self.first + last - 1
@@ -117,7 +122,7 @@ class ChoiceScores(_HeldRows):
         arrived are lost if `is_final`, or if nothing is worth waiting for (not `can_wait`).
         """
         start, last = self.num_delivered, self.num_tokens - 1
-        can_wait = can_wait and not is_final and self.first is not None
+        can_wait = can_wait and not (is_final or self._has_ended or self.first is None)
         first = _UNKNOWN_POSITION if self.first is None else self.first
         rows: list[ScoreRow | None] = []
         while self.num_delivered < last:

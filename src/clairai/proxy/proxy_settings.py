@@ -77,7 +77,9 @@ class Timeouts:
     head: float = 10.0  # from the first byte of a request, or a new connection, to its last header
     body: float = 10.0  # of a body, and a second more for every `Limits.body_rate` bytes of it
     idle: float = 30.0  # of a connection between two requests
-    finish: float = 1.0  # how long a last chunk waits for its rows
+    # How long a last chunk waits for its rows. They are there at once, or the engine's mark that no
+    # more follow: only a machine that is overloaded, or a ring that has lost the mark, needs it.
+    finish: float = 10.0
     ping: float = 15.0
     run_kept: float = 60.0  # after a named run's end
     run_alone: float = 10.0  # until a named run without a client is cancelled

@@ -219,7 +219,8 @@ class RingFeed:
             return False
         self._rows += part.end - part.begin
         # Converting a long prompt that nobody asked about would take too long.
-        return wants_prompt or ring_messages.DECODE in phases[part.begin : part.end]
+        needed = ring_messages.FINISHED if part.is_marks else ring_messages.DECODE
+        return wants_prompt or needed in phases[part.begin : part.end]
 
     def _notify_observers(self, bank: ring_messages.Bank, record: Record) -> None:
         for observer in list(self._observers):

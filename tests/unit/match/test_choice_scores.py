@@ -66,6 +66,15 @@ def test_a_missing_row_is_lost_once_a_later_one_is_there() -> None:
     assert scores.take(is_final=False) == [None, row(6)]
 
 
+def test_missing_rows_are_lost_once_the_engine_has_finished() -> None:
+    scores = scores_of(5, 6, 7)
+    scores.add_row(FIRST, row(5))
+    assert not scores.is_complete
+    scores.end()
+    assert scores.is_complete
+    assert scores.take(is_final=False) == [row(5), None]
+
+
 def test_a_row_without_room_is_lost_once_a_later_one_is_there() -> None:
     scores = scores_of(5, 6, 7)
     scores.add_row(FIRST, None)

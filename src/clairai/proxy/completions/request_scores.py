@@ -250,7 +250,9 @@ class RequestScores:
             if phase == ring_messages.CACHED:
                 if self._prompt is not None and batch.choice == 0:
                     self._prompt.add_cached(batch.positions[at], batch.spans[at])
-            elif phase != ring_messages.FINISHED:
+            elif phase == ring_messages.FINISHED:
+                self._end_rows(batch.choice)
+            else:
                 row = self._make_row(batch.token_ids[at], batch.scores[at])
                 self._add_row(batch.choice, phase, batch.positions[at], row)
         self.changed.set()
@@ -269,6 +271,11 @@ class RequestScores:
             before = self._prompt.size
             self._prompt.add_row(position, held_row)
             self._charge(self._prompt.size - before)
+
+    def _end_rows(self, choice: int) -> None:
+        self._choice(choice).scores.end()
+        if self._prompt is not None and choice == 0:
+            self._prompt.end()
 
     def _charge(self, size: int) -> None:
         self._held += size
