@@ -55,9 +55,15 @@ class Endpoint:
 
         if engine_client is None or is_disabled():
             return  # the routes then answer that there is no engine with taps
-        from clairai.server.install_routes import connect, connect_tokens, start_beating
+        from clairai.server.install_routes import (
+            connect,
+            connect_tokens,
+            start_beating,
+            start_link_watch,
+        )
 
-        start_beating(state)
+        if (heartbeat := start_beating(state)) is not None:
+            start_link_watch(engine_client, state, heartbeat)
         connect_tokens(engine_client, state)
         if is_enabled_for(engine_client.vllm_config):
             connect(engine_client, state)

@@ -16,6 +16,7 @@ import httpx
 import pytest
 
 from clairai.launch import process_guard
+from tests.process.fault_injection import close_connections
 from tests.process.served import OpenStream, Serve, Served, until
 from tests.process.served import serve as serve
 
@@ -61,6 +62,22 @@ def test_streams_end_and_the_engine_is_started_again(
     check_restarted(served, pids)
     served.end()
     served.check_nothing_left()
+
+
+@pytest.mark.attack(406)
+def test_a_core_whose_connections_are_closed_is_replaced_although_everything_beats(
+    serve: Serve,
+) -> None:
+    served, streams = serving_streams(serve, *RESTART)
+    pids, began, began_s = served.engine_pids(), time.time(), time.monotonic()
+    close_connections(served.beat_of("engine-core").pid)
+    until(lambda: served.health()["status"] != "ready")
+    health = served.health()
+    assert "the API server" in health["reason"]
+    assert "has lost its connection to the engine core" in health["reason"]
+    assert began <= health["since"] < began + NOTICED_S
+    check_streams_end(streams, began_s)
+    check_restarted(served, pids)
 
 
 @pytest.mark.attack(411)

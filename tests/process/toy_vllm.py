@@ -3,8 +3,9 @@
 The server speaks vLLM's wire and writes a real ring (tests/http/fake.py). TOY_VLLM says how it
 behaves: `deaf` ignores SIGTERM, `broken` cannot start, `slow` waits for the file TOY_GATE,
 `parent` has a child in a session of its own. `processes` has an engine core and a worker, which
-beat as the real ones do; the core's loop hangs while the file TOY_GATE.hang is there. `endless`
-streams tokens until its client leaves.
+beat as the real ones do; the core's loop hangs while the file TOY_GATE.hang is there. Between API
+server and core are ZeroMQ's sockets, as vLLM has them. `endless` streams tokens until its client
+leaves.
 """
 
 from __future__ import annotations
@@ -19,7 +20,8 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any, Final
 
 if TYPE_CHECKING:
     from tests.http.fake import Exchange
@@ -56,7 +58,7 @@ def main() -> None:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
     while "slow" in behaviour and not Path(os.environ["TOY_GATE"]).exists():
         time.sleep(0.01)
-    asyncio.run(_serve(sys.argv[sys.argv.index("--uds") + 1], is_endless="endless" in behaviour))
+    asyncio.run(_serve(sys.argv[sys.argv.index("--uds") + 1], behaviour))
 
 
 def _fork(work: Callable[[], None]) -> None:
@@ -75,10 +77,45 @@ def _run_core() -> None:
     inputs: queue.Queue[tuple[str, None]] = queue.Queue()
     loop = LoopHeartbeat(heartbeat, inputs, ("wake up", None))
     threading.Thread(target=loop.run, daemon=True).start()
-    while True:
+    sockets = _connect_to_server(os.getppid())
+    while sockets:
         inputs.get()
         while Path(f"{os.environ['TOY_GATE']}.hang").exists():
             time.sleep(0.05)
+
+
+def _link_names(server: int) -> tuple[str, str]:
+    """Of the requests and of the outputs; in Linux's abstract namespace: nothing is left."""
+    return f"ipc://@toy-{server}-in", f"ipc://@toy-{server}-out"
+
+
+def _connect_to_server(server: int) -> list[Any]:
+    import zmq
+
+    context = zmq.Context()
+    made = [context.socket(kind) for kind in (zmq.DEALER, zmq.PUSH)]
+    for socket, name in zip(made, _link_names(server), strict=True):
+        socket.connect(name)
+        socket.send(b"ready")
+    return made
+
+
+async def _await_core() -> SimpleNamespace:
+    """What vLLM's client shows of its sockets, when the core is connected to them."""
+    import zmq
+    import zmq.asyncio
+
+    context = zmq.asyncio.Context()
+    router, pull = (context.socket(kind) for kind in (zmq.ROUTER, zmq.PULL))
+    for socket, name in zip((router, pull), _link_names(os.getpid()), strict=True):
+        socket.bind(name)
+        await socket.recv_multipart()
+    return SimpleNamespace(
+        engine_core=SimpleNamespace(
+            input_socket=router, resources=SimpleNamespace(output_socket=pull)
+        ),
+        vllm_config=SimpleNamespace(parallel_config=SimpleNamespace(enable_elastic_ep=False)),
+    )
 
 
 def _run_worker() -> None:
@@ -99,10 +136,10 @@ async def _stream_endlessly(exchange: Exchange) -> None:
         await asyncio.sleep(0.05)
 
 
-async def _serve(path: str, *, is_endless: bool) -> None:
+async def _serve(path: str, behaviour: list[str]) -> None:
     from aiohttp import web
 
-    from clairai.server.install_routes import start_beating
+    from clairai.server.install_routes import start_beating, start_link_watch
     from tests.http.fake import Ring, answering, bank_of
     from tests.http.fake_server import Upstream
     from tests.http.world import SHAPE
@@ -111,9 +148,11 @@ async def _serve(path: str, *, is_endless: bool) -> None:
     config = json.loads(sys.argv[sys.argv.index("--additional-config") + 1])
     folder = Path(config["clairai"]["runtime_dir"])
     with running_engine(folder, shape=SHAPE, bank_of=bank_of) as engine:
-        script = _stream_endlessly if is_endless else answering([72, 105, 33])
+        script = _stream_endlessly if "endless" in behaviour else answering([72, 105, 33])
         upstream = Upstream(script, epoch=engine.epoch, ring=Ring(engine.writer))
-        start_beating(upstream)
+        heartbeat = start_beating(upstream)
+        if "processes" in behaviour and heartbeat is not None:
+            start_link_watch(await _await_core(), upstream, heartbeat)
         runner = web.AppRunner(upstream.app(), access_log=None)
         await runner.setup()
         await web.UnixSite(runner, path).start()

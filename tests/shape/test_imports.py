@@ -69,7 +69,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "server": {
         *COMMON,
         *("local", "probe", "vector", "fields", "store", "weights", "library", "server"),
-        *("compat.api_server", "compat.install"),
+        *("compat.api_server", "compat.core_link", "compat.install"),
     },
     "launch": {
         *COMMON,

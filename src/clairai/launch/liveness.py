@@ -1,8 +1,9 @@
 """Judges from heartbeats whether the processes of an engine make progress.
 
-Three things are told apart: a process that is gone, one that is suspended, and one that runs and
-whose loop does not go round. Time counts only while this process itself runs, so that a suspended
-launcher, a busy machine or a laptop that slept does not condemn a healthy engine.
+Four things are told apart: a process that is gone, one that is suspended, one that has lost its
+connection to the engine core, and one that runs and whose loop does not go round. Time counts only
+while this process itself runs, so that a suspended launcher, a busy machine or a laptop that slept
+does not condemn a healthy engine.
 
 Runs in: the process of `clairai serve` or `clairai demo`.
 """
@@ -38,6 +39,7 @@ class LivenessLimits:
 
     gone: float = 1.0  # for vLLM to end in order when one of its processes has ended
     stopped: float = 3.0  # for a process that is suspended
+    cut_off: float = 2.0  # for vLLM to end in order, or for us to see which of its processes ended
     slow: float = 8.0  # after so long without progress health says so
     stall: float = 120.0  # and after so long the engine is ended
     call: float = 1800.0  # as `stall`, while weights are loaded or the like
@@ -52,7 +54,7 @@ class Trouble:
     is_fatal: bool
 
 
-Kind = Literal["gone", "stopped", "silent"]
+Kind = Literal["gone", "stopped", "cut off", "silent"]
 
 
 @dataclass
@@ -112,6 +114,8 @@ class LivenessWatch:
             return "gone"
         if state.letter == "T":
             return "stopped"
+        if beat.activity is Activity.CUT_OFF:
+            return "cut off"
         return "silent" if self._own_s - seen.progress_s >= self._limits.slow else None
 
     def _judge(self, beat: Beat) -> Trouble | None:
@@ -126,6 +130,9 @@ class LivenessWatch:
             case "stopped":
                 is_reported = lasted_s >= self._limits.stopped
                 text, is_fatal = "is suspended", beat.role not in _WOKEN
+            case "cut off":
+                is_reported = lasted_s >= self._limits.cut_off
+                text, is_fatal = "has lost its connection to the engine core", True
             case "silent":
                 is_call = beat.activity is Activity.CALL
                 limit_s = self._limits.call if is_call else self._limits.stall

@@ -36,10 +36,11 @@ _STATE_FIELD, _START_FIELD = 0, 19
 
 
 class Activity(IntEnum):
-    """What a process is at, as far as it changes how long it may be silent."""
+    """What a process is at, as far as it changes what its beats mean."""
 
     LOOP = 0
     CALL = 1  # loads weights or does something else that may take minutes
+    CUT_OFF = 2  # its connection to the engine core is broken for good: it beats, and is no use
 
 
 class ProcessState(NamedTuple):
@@ -98,6 +99,10 @@ class Heartbeat:
             yield
         finally:
             _ACTIVITY.pack_into(self._memory, _ACTIVITY_AT, Activity.LOOP)
+
+    def report_cut_off(self) -> None:
+        """From now on this process counts as cut off from the engine core."""
+        _ACTIVITY.pack_into(self._memory, _ACTIVITY_AT, Activity.CUT_OFF)
 
     def close(self) -> None:
         """Remove the file: this process ends because it was asked to."""

@@ -6,6 +6,7 @@ Runs in: the API server, called by the plugin. Answers carry only the fixed text
 from __future__ import annotations
 
 import asyncio
+import logging
 from http import HTTPStatus
 from typing import Any, Final
 
@@ -32,6 +33,8 @@ from clairai.wire.control_messages import Describe, Description
 BEAT_S: Final = 0.5
 _TOKENS: Final = "clairai_tokens"
 _BEATING: Final = "clairai_beating"
+_LINK_WATCH: Final = "clairai_link_watch"
+_log: Final = logging.getLogger(__name__)
 
 
 class TokenTable:
@@ -90,11 +93,30 @@ async def beat(heartbeat: Heartbeat) -> None:
         await asyncio.sleep(BEAT_S)
 
 
-def start_beating(state: Any) -> None:
-    """Only under a launcher that watches this process."""
+def start_beating(state: Any) -> Heartbeat | None:
+    """Only under a launcher that watches this process; else None."""
     heartbeat = Heartbeat.open("api-server")
     if heartbeat is not None:
         setattr(state, _BEATING, asyncio.get_running_loop().create_task(beat(heartbeat)))
+    return heartbeat
+
+
+def start_link_watch(client: Any, state: Any, heartbeat: Heartbeat) -> None:
+    """Tell the launcher when the connection to the engine core breaks."""
+    from clairai.compat.core_link import is_link_stable
+
+    if is_link_stable(client):
+        watch = report_broken_link(client, heartbeat)
+        setattr(state, _LINK_WATCH, asyncio.get_running_loop().create_task(watch))
+
+
+async def report_broken_link(client: Any, heartbeat: Heartbeat) -> None:
+    """Wait until it breaks, which nothing mends: the launcher then ends or restarts the engine."""
+    from clairai.compat.core_link import has_link_broken
+
+    if await has_link_broken(client):
+        _log.error("the connection to the engine core is broken: no request can be answered")
+        heartbeat.report_cut_off()
 
 
 def connect_tokens(client: Any, state: Any) -> None:

@@ -138,6 +138,31 @@ def test_a_process_that_was_suspended_briefly_or_is_traced_is_left_alone(scene: 
     assert not found.is_fatal
 
 
+@pytest.mark.attack(419)
+def test_an_api_server_that_is_cut_off_from_the_core_is_fatal_although_both_beat(
+    scene: Scene,
+) -> None:
+    scene.add("api-server", 8)
+    assert scene.run(60.0, beating=(7, 8)) is None
+    broken = EPOCH + scene.now_s
+    scene.change(8, activity=Activity.CUT_OFF)
+    assert scene.run(LIMITS.cut_off - 0.5, beating=(7, 8)) is None
+    found = scene.run(1.0, beating=(7, 8))
+    assert found is not None
+    assert found.is_fatal
+    assert found.reason == "the API server (process 8) has lost its connection to the engine core"
+    assert found.since == pytest.approx(broken, abs=0.5)
+
+
+def test_a_core_that_ended_is_named_and_not_the_connection_that_ended_with_it(scene: Scene) -> None:
+    scene.add("api-server", 8)
+    scene.run(1.0, beating=(7, 8))
+    del scene.letters[7]
+    scene.change(8, activity=Activity.CUT_OFF)
+    found = next(filter(None, (scene.run(0.2, beating=(8,)) for _ in range(50))))
+    assert found.reason == "the engine core (process 7) has ended"
+
+
 @pytest.mark.attack(404)
 def test_a_loop_that_hangs_is_told_soon_and_fatal_after_the_limit(scene: Scene) -> None:
     stopped = EPOCH + scene.now_s

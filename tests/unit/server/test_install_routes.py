@@ -7,6 +7,7 @@ import json
 import subprocess
 import sys
 from argparse import Namespace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,8 +16,10 @@ from fastapi import FastAPI, Request
 from starlette.testclient import TestClient
 
 from clairai.errors import RequestError
+from clairai.local.heartbeat import VARIABLE, Activity, Heartbeat, read_heartbeats
 from clairai.plugin import Endpoint
 from clairai.server.engine_rpc import NO_TAPS
+from clairai.server.install_routes import report_broken_link
 from clairai.server.request_check import read_completion
 
 
@@ -109,3 +112,27 @@ def test_the_plugin_module_imports_nothing_that_could_fail() -> None:
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, timeout=30)
     assert done.returncode == 0, done.stderr.decode()
+
+
+class Link:
+    """The connection to an engine core as the watch sees it: `broken` says how it ends."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, *, broken: bool) -> None:
+        self.broken = broken
+        monkeypatch.setattr("clairai.compat.core_link.has_link_broken", self.wait)
+
+    async def wait(self, client: Any) -> bool:
+        assert client is self
+        return self.broken
+
+
+@pytest.mark.parametrize("is_broken", [True, False])
+def test_only_a_broken_connection_to_the_core_is_told_to_the_launcher(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, is_broken: bool
+) -> None:
+    tmp_path.chmod(0o700)
+    heartbeat = Heartbeat.open("api-server", {VARIABLE: str(tmp_path)})
+    assert heartbeat is not None
+    asyncio.run(report_broken_link(Link(monkeypatch, broken=is_broken), heartbeat))
+    (found,) = read_heartbeats(tmp_path)
+    assert found.activity is (Activity.CUT_OFF if is_broken else Activity.LOOP)
