@@ -59,6 +59,8 @@ _GROUPS, _MODEL = "distributed/parallel_state.py", "config/model.py"
 _ARGUMENTS, _REQUEST = "engine/arg_utils.py", "v1/engine/__init__.py"
 _NORMS = "model_executor/layers/layernorm.py"
 _CACHE = "v1/core/kv_cache_utils.py"
+_SCHEDULER, _KV_MANAGER = "v1/core/sched/scheduler.py", "v1/core/kv_cache_manager.py"
+_CLIENT = "v1/engine/core_client.py"
 _ATTENTION = "model_executor/layers/attention/attention.py"
 _PLUGIN = "plugins/endpoint_plugins/interface.py"
 _PROGRESS = ("num_computed_tokens", "num_output_tokens", "num_preemptions")
@@ -90,6 +92,38 @@ NEEDS: Final[tuple[Need, ...]] = (
     _wraps(_CORE, "EngineCoreProc._invoke_utility_method", "name", "get_result"),
     *_reads(_CORE, "EngineCoreProc", "input_queue"),
     *_reads(_REQUEST, "EngineCoreRequestType", "WAKEUP"),
+    # compat/core_link.py
+    *_reads(_ASYNC, "AsyncLLM", "engine_core"),
+    *_reads(_CLIENT, "MPClient", "input_socket", "resources"),
+    *_reads(_CLIENT, "BackgroundResources", "output_socket"),
+    *_reads("config/parallel.py", "ParallelConfig", "enable_elastic_ep"),
+    # compat/failed_requests.py
+    *(_wraps(runner, f"{_RUNNER}.sample_tokens", "self") for runner in (_V1, _V2)),
+    _wraps("v1/outputs.py", "AsyncModelRunnerOutput.get_output", "self"),
+    _wraps(
+        *(_SCHEDULER, "Scheduler.update_from_output"),
+        *("self", "scheduler_output", "model_runner_output"),
+    ),
+    _calls(_SCHEDULER, "Scheduler.finish_requests", "self", "request_ids", "finished_status"),
+    *_reads(_SCHEDULER, "Scheduler", "kv_cache_manager", "kv_cache_config"),
+    _calls(_KV_MANAGER, "KVCacheManager.get_block_ids", "self", "request_id"),
+    _calls(_KV_MANAGER, "KVCacheManager.evict_blocks", "self", "block_ids"),
+    *_reads(_KV_MANAGER, "KVCacheManager", "block_pool"),
+    *_reads("v1/core/block_pool.py", "BlockPool", "null_block"),
+    *_reads(_CACHE, "KVCacheBlock", "block_id"),
+    *_reads("v1/kv_cache_interface.py", "KVCacheConfig", "kv_cache_groups"),
+    *_reads("v1/kv_cache_interface.py", "KVCacheGroupSpec", "kv_cache_spec"),
+    *_reads("v1/kv_cache_interface.py", "KVCacheSpec", "block_size"),
+    *_reads(_SCHEDULED, "SchedulerOutput", "scheduled_cached_reqs"),
+    *_reads(_SCHEDULED, "CachedRequestData", "req_ids", "num_computed_tokens"),
+    *_reads(_SCHEDULED, "NewRequestData", "num_computed_tokens"),
+    *_reads("v1/request.py", "RequestStatus", "FINISHED_ERROR"),
+    *_reads("v1/request.py", "Request", "request_id", "client_index", "trace_headers"),
+    _calls("v1/request.py", "Request.get_finished_reason", "self"),
+    _calls("v1/request.py", "Request.take_events", "self"),
+    *_reads(_REQUEST, "EngineCoreOutput", "request_id", "new_token_ids", "finish_reason"),
+    *_reads(_REQUEST, "EngineCoreOutput", "stop_reason", "events", "trace_headers"),
+    *_reads(_REQUEST, "EngineCoreOutputs", "outputs"),
     # compat/admission.py
     *_reads("sampling_params.py", "SamplingParams", "extra_args", "skip_reading_prefix_cache"),
     *_reads(_REQUEST, "EngineCoreRequest", "request_id", "external_req_id", "sampling_params"),
@@ -131,7 +165,7 @@ NEEDS: Final[tuple[Need, ...]] = (
     *_reads("forward_context.py", "ForwardContext", "no_compile_layers"),
     _wraps(_NORMS, "RMSNorm.forward_native", "self", "x", "residual"),
     _wraps(_ATTENTION, "Attention.forward", "self", "query", "key", "value"),
-    # compat/worker.py
+    # compat/worker.py, compat/tap_proof.py
     _wraps(_WORKER, "WorkerBase.load_model", "self"),
     _wraps(_WORKER, "WorkerBase.compile_or_warm_up_model", "self"),
     _wraps(_WORKER, "WorkerBase.shutdown", "self"),
