@@ -59,7 +59,7 @@ _GROUPS, _MODEL = "distributed/parallel_state.py", "config/model.py"
 _ARGUMENTS, _REQUEST = "engine/arg_utils.py", "v1/engine/__init__.py"
 _NORMS = "model_executor/layers/layernorm.py"
 _CACHE = "v1/core/kv_cache_utils.py"
-_SCHEDULER, _KV_MANAGER = "v1/core/sched/scheduler.py", "v1/core/kv_cache_manager.py"
+_SCHEDULER, _KV_BLOCKS = "v1/core/sched/scheduler.py", "v1/core/kv_cache_manager.py"
 _CLIENT = "v1/engine/core_client.py"
 _ATTENTION = "model_executor/layers/attention/attention.py"
 _PLUGIN = "plugins/endpoint_plugins/interface.py"
@@ -106,9 +106,9 @@ NEEDS: Final[tuple[Need, ...]] = (
     ),
     _calls(_SCHEDULER, "Scheduler.finish_requests", "self", "request_ids", "finished_status"),
     *_reads(_SCHEDULER, "Scheduler", "kv_cache_manager", "kv_cache_config"),
-    _calls(_KV_MANAGER, "KVCacheManager.get_block_ids", "self", "request_id"),
-    _calls(_KV_MANAGER, "KVCacheManager.evict_blocks", "self", "block_ids"),
-    *_reads(_KV_MANAGER, "KVCacheManager", "block_pool"),
+    _calls(_KV_BLOCKS, "KVCacheManager.get_block_ids", "self", "request_id"),
+    _calls(_KV_BLOCKS, "KVCacheManager.evict_blocks", "self", "block_ids"),
+    *_reads(_KV_BLOCKS, "KVCacheManager", "block_pool"),
     *_reads("v1/core/block_pool.py", "BlockPool", "null_block"),
     *_reads(_CACHE, "KVCacheBlock", "block_id"),
     *_reads("v1/kv_cache_interface.py", "KVCacheConfig", "kv_cache_groups"),
