@@ -204,6 +204,8 @@ def as_markdown(report: dict[str, Any]) -> str:
 
 def main() -> int:
     options = _parse(sys.argv[1:])
+    # A shell ignores it for what runs in the background, and the demo would inherit that.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     options.out.mkdir(parents=True, exist_ok=True)
     tally = Tally()
     folder = Path(tempfile.mkdtemp(prefix="soak-"))  # short enough for a socket
@@ -213,7 +215,7 @@ def main() -> int:
         if process.returncode != 0:
             tally.blame(f"the demo ended with {process.returncode}")
     finally:
-        if (log := folder / "demo.log").exists():
+        for log in folder.rglob("*.log"):  # the demo's own, and vLLM's
             shutil.copy(log, options.out)
         shutil.rmtree(folder, ignore_errors=True)
     report = make_report(options, tally, course)
