@@ -8,6 +8,7 @@ stream and the point: nothing that a client says becomes part of it.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import fcntl
 import mmap
@@ -187,9 +188,15 @@ class LocalDisk:
         os.fsync(self._folder)
 
     def names(self) -> list[str]:
-        """Return the names of all files. Raises StoreError if one is a link or a device."""
+        """Return the names of all files. Raises StoreError if one is a link or a device.
+
+        A writer may rename or remove files meanwhile: those that are gone are left out.
+        """
+        listed = []
         with os.scandir(self._folder) as entries:
-            listed = [(entry.name, entry.stat(follow_symlinks=False).st_mode) for entry in entries]
+            for entry in entries:
+                with contextlib.suppress(FileNotFoundError):
+                    listed.append((entry.name, entry.stat(follow_symlinks=False).st_mode))
         for name, mode in listed:
             if not stat.S_ISREG(mode) and not stat.S_ISDIR(mode):
                 raise StoreError(

@@ -98,15 +98,14 @@ class Store:
         """See what was committed since. Returns the number of new shards."""
         num_known = len(self._manifest.entries)
         try:
-            has_manifest = MANIFEST in self._disk.names()
-            version = _version(self._disk) if has_manifest else None
-            if has_manifest and version == self._version:
+            version = _version(self._disk)
+            if version == self._version:
                 return 0
-            data = self._disk.read(MANIFEST) if has_manifest else b""
+            data = self._disk.read(MANIFEST)
+        except FileNotFoundError:
+            raise StoreError("there is no manifest: this is not a folder of captures") from None
         except OSError as error:
             raise StoreError(f"the manifest cannot be read, {error.strerror}") from None
-        if not has_manifest:
-            raise StoreError("there is no manifest: this is not a folder of captures")
         manifest = parse_manifest(data)
         manifest.require_undamaged()
         self._manifest, self._version = manifest, version

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -39,6 +41,25 @@ def test_an_existing_file_is_never_overwritten(tmp_path: Path) -> None:
         folder.create("x", 10)
     assert folder.names() == ["x"]
     assert folder.nbytes("x") == 10
+
+
+def test_a_file_that_a_writer_renames_meanwhile_is_left_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = LocalDisk(tmp_path)
+    for name in ("kept", "shard.tmp"):
+        folder.create(name, 10).close()
+    real = os.scandir
+
+    @contextmanager
+    def renaming(descriptor: int) -> Iterator[list[os.DirEntry[str]]]:
+        with real(descriptor) as entries:
+            listed = list(entries)
+        (tmp_path / "shard.tmp").rename(tmp_path / "shard")
+        yield listed
+
+    monkeypatch.setattr("os.scandir", renaming)
+    assert folder.names() == ["kept"]
 
 
 def test_a_file_without_room_is_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
