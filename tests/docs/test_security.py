@@ -62,7 +62,8 @@ ROWS: Final = {
     "a file of captured rows over HTTP": f"{bundle.MAX_NBYTES >> 30} GiB; {bundle.MAX_ROWS:,}",
     "captures that are read over HTTP at once": (
         f"{capture_download.MAX_READERS}; {capture_download.HELD_NBYTES // MIB} MiB, and "
-        f"{bundle.PART_NBYTES >> 10} KiB"
+        f"{bundle.PART_NBYTES >> 10} KiB on its way to each; "
+        f"{capture_download.IDLE_NBYTES // MIB} MiB"
     ),
     "a client that takes nothing of a capture": f"{capture_download.STALL_S:g} s",
     "a file of prompts": f"{prompts.MAX_NBYTES >> 30} GiB; {prompts.MAX_LINE_NBYTES // MIB} MiB",

@@ -12,7 +12,7 @@ import asyncio
 import logging
 import weakref
 from collections import Counter, OrderedDict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from http import HTTPStatus
@@ -28,7 +28,8 @@ from clairai.store.disk import UnmappedDisk
 from clairai.store.read import Store
 
 MAX_READERS: Final = 8
-HELD_NBYTES: Final = 64 << 20  # of all bundles, those that may be asked for again by range too
+HELD_NBYTES: Final = 64 << 20  # of all bundles
+IDLE_NBYTES: Final = 8 << 20  # of those that nobody reads now, but may ask for again by range
 STALL_S: Final = 60.0  # a client that takes nothing for so long is hung up on
 RETRY_S: Final = 2
 BUSY: Final = "overloaded"
@@ -118,15 +119,16 @@ class Downloads:
         if is_held:
             return
         idle = [one for one in self._bundles if not self._users[one] and one != content]
-        while self._held_nbytes > HELD_NBYTES and idle:
+        while idle and (
+            self._nbytes(idle) > IDLE_NBYTES or self._nbytes(self._bundles) > HELD_NBYTES
+        ):
             del self._bundles[idle.pop(0)]
-        if self._held_nbytes > HELD_NBYTES and self._users.total():
+        if self._nbytes(self._bundles) > HELD_NBYTES and self._users.total():
             del self._bundles[content]
             raise _busy("the captures that are being read hold all memory there is for them")
 
-    @property
-    def _held_nbytes(self) -> int:
-        return sum(one.held_nbytes for one in self._bundles.values())
+    def _nbytes(self, contents: Iterable[_Content]) -> int:
+        return sum(self._bundles[content].held_nbytes for content in contents)
 
     @contextmanager
     def _using(self, content: _Content) -> Iterator[None]:

@@ -273,10 +273,11 @@ def test_a_message_that_cannot_be_located_is_refused(
     assert server.bodies == []
 
 
+@pytest.mark.parametrize("bound", ["HELD_NBYTES", "IDLE_NBYTES"])
 def test_only_the_last_files_are_kept_for_the_next_range(
-    server: CapturingServer, monkeypatch: pytest.MonkeyPatch
+    server: CapturingServer, bound: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(capture_download, "HELD_NBYTES", 1)
+    monkeypatch.setattr(capture_download, bound, 1)
     made: list[int] = []
 
     def counted(*given: Any, **more: Any) -> Any:
