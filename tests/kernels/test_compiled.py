@@ -82,7 +82,7 @@ def projecting(kernel: Any, dtype: str, constants: dict[str, int], **options: An
     types = PROJECT_TYPES | {"rows_ptr": f"*{dtype}"}
     names = kernel.arg_names
     signature = {n: "constexpr" if n in constants else types.get(n, "i32") for n in names}
-    pointers = [n for n in names if n.endswith("_ptr") or n in ("D", "K")]
+    pointers = [n for n in names if n.endswith("_ptr") or n in ("D", "S")]
     aligned = {(names.index(name),): [["tt.divisibility", 16]] for name in pointers}
     source = ASTSource(kernel, signature, constants, aligned)
     return triton.compile(source, target=HOPPER, options={"enable_fp_fusion": True, **options})
@@ -95,18 +95,18 @@ def test_a_row_that_is_projected_stays_in_registers(
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     made = [
         projecting(rp8_kernel.split_into_planes, dtype, {"BLOCK_D": WIDTH}, num_warps=8),
-        projecting(rp8_kernel.combine_sums, dtype, {"BLOCK_K": 512}, num_warps=4),
+        projecting(rp8_kernel.combine_sums, dtype, {"TILE_K": rp8_kernel.COMBINED_K}, num_warps=4),
     ]
     for one in made:
         assert one.asm["cubin"]
         assert ".local" not in one.asm["ptx"]
 
 
-@pytest.mark.parametrize("tiling", [rp8_kernel.FEW_ROWS, rp8_kernel.MANY_ROWS])
 def test_a_projection_is_a_product_of_bytes_on_tensor_cores(
-    tiling: dict[str, int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    tiling = rp8_kernel.TILING
     tiles = {"TILE_D": rp8_kernel.TILE_D, **{n: tiling[n] for n in ("TILE_R", "TILE_K")}}
     options = {name: tiling[name] for name in ("num_warps", "num_stages")}
     made = projecting(rp8_kernel.project_planes, "bf16", tiles, **options)

@@ -23,6 +23,7 @@ from clairai.engine.score.score_tables import ScoreTables
 from clairai.errors import UnsupportedError
 from clairai.settings import ResolvedSettings
 from clairai.store.codecs.raw import STORED_DTYPES
+from clairai.store.codecs.rp8 import Rp8
 
 FINGERPRINT_VALUES: Final = 64  # sampled from each parameter
 
@@ -103,7 +104,9 @@ def make_capture(worker: Any, settings: CaptureSettings, sites: Sites) -> Worker
     backend = open_backend(settings, engine)
     try:
         copier = RowCopier(tables, backend)
-        copier.prepare(settings.encoder.for_rows(engine.dtype))
+        # A request may choose another encoder; rp8 is the one with kernels of its own.
+        for encoder in (settings.encoder.for_rows(engine.dtype), Rp8()):
+            copier.prepare(encoder)
     except BaseException:
         backend.close()
         raise

@@ -57,7 +57,8 @@ def _find_span(part, table_ptr, num_spans, num_halvings):
     return low
 
 
-@triton.jit
+# Not specialised: it is compiled for one span, before the engine serves.
+@triton.jit(do_not_specialize=["num_spans", "num_halvings"])
 def sum_parts(table_ptr, sums_ptr, num_spans, num_halvings, TILE_R: tl.constexpr,
               TILE_C: tl.constexpr, TILES: tl.constexpr, PLACE: tl.constexpr,
               ROW_STEP: tl.constexpr, TILE_STEP: tl.constexpr, MIX: tl.constexpr,

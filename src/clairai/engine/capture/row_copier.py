@@ -32,8 +32,6 @@ from clairai.store.codecs.base import Encoder
 PART_VALUES: Final = 9 << 20  # 64 tokens at 32 points of a model 4096 wide, and their sample
 SPARE_PART: Final = 16  # part of the arena that is left to the scores of held rows
 MAX_PLAN_USES: Final = 64
-# Triton compiles a kernel for each: a single row, a multiple of 16, any other number.
-WARM_ROWS: Final = (1, 16, 17)
 NO_ROOM: Final = (
     "rows came faster than their consumers took them; raise staging_mib, or choose the policy block"
 )
@@ -75,8 +73,7 @@ class RowCopier:
     def prepare(self, encoder: Encoder) -> None:
         """Compile and compute now what the first captured request would have to wait for."""
         with self._side.fork():
-            for num_rows in WARM_ROWS:
-                encode(self._stash[:num_rows], encoder)
+            encode(self._stash[:1], encoder)
             self._side.release()
             self._mark_copied(0)  # fails here on a device that cannot do it
 
