@@ -19,7 +19,7 @@ from clairai.wire import ring_messages
 from scripts.numbers import stamp, table, write_section
 
 NUM_ROWS, NUM_PROBES, NUM_RECORDS, NUM_SCRAPES = 64, 16, 32_000, 50
-NUMBERS = ProxyCounts(RingCounts(), 0, 0, 0, 0, 0, 0)
+NUMBERS = ProxyCounts(RingCounts(), 0, 0, 0, {}, 0, 0)
 
 
 def main() -> None:
@@ -53,7 +53,7 @@ def _feed(metrics: Metrics) -> None:
 
 def _scrape(metrics: Metrics) -> None:
     for _ in range(NUM_SCRAPES):
-        metrics.text(NUMBERS)
+        metrics.snapshot(NUMBERS)()
 
 
 def _spent_ns(work: Callable[[], None]) -> int:

@@ -36,6 +36,7 @@ class Upstream:
     has_routes: bool = True
     key: str | None = None
     control_status: int | None = None  # what clairai's routes answer instead; 0: nothing, ever
+    num_health_checks: int = 0
     seen: list[Exchange] = field(default_factory=list)
     probes: list[tuple[str, str, bytes]] = field(default_factory=list)
     steering: Steering = field(default_factory=Steering)
@@ -131,6 +132,7 @@ class Upstream:
         return web.json_response({"answers": True})
 
     async def _health(self, _: web.Request) -> web.Response:
+        self.num_health_checks += 1
         return web.Response()
 
     async def _models(self, _: web.Request) -> web.Response:

@@ -6,19 +6,20 @@ import asyncio
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 import pytest
 from aiohttp import web
 from numpy.typing import NDArray
 
-from clairai.proxy.engine_facts import HealthStatus
+from clairai.proxy.engine_facts import RECENT_S, HealthStatus
 from clairai.proxy.observe.metrics import Metrics
-from clairai.proxy.observe.observer import CompletionEnd
+from clairai.proxy.observe.observer import FEATURES, CompletionEnd, HealthState
 from clairai.wire import ring_messages
 from tests.http.answers import CHAT
 from tests.http.fake import Exchange
+from tests.http.test_counts_agree import read_samples
 from tests.http.world import World, world
 from tests.support.ring_engine import until
 
@@ -136,7 +137,7 @@ def test_a_client_that_leaves_is_reported_as_cancelled_and_counted_once(
     with proxied.client() as client, client.stream("POST", CHAT, json=body) as answer:
         next(answer.iter_raw())
     assert _only(observer).outcome == "cancelled"
-    assert proxied.proxy.counts().cancelled == 1
+    assert proxied.proxy.counts().ended["cancelled"] == 1
 
 
 @pytest.mark.parametrize("fields", [{}, SCORED])
@@ -155,7 +156,7 @@ def test_a_client_that_leaves_after_the_end_is_reported_as_done(
     with proxied.client() as client, client.stream("POST", CHAT, json=body) as answer:
         assert any("[DONE]" in line for line in answer.iter_lines())
     assert _only(observer).outcome == "done"
-    assert proxied.proxy.counts().cancelled == 0
+    assert proxied.proxy.counts().ended["cancelled"] == 0
 
 
 def test_a_status_set_by_the_launcher_is_what_clients_get(
@@ -184,3 +185,90 @@ def test_records_come_with_the_time_they_were_published(proxied: World, observer
         text = client.get("/metrics").text
     assert 'clairai_completions_ended_total{outcome="done"} 1.0' in text
     assert 'clairai_generated_score_count{probe="token"} 1.0' in text
+
+
+def _metrics(proxied: World) -> dict[str, float]:
+    with proxied.client() as client:
+        return read_samples(client.get("/metrics").text)
+
+
+def test_requests_are_counted_by_route_and_nothing_that_a_client_writes_adds_a_series(
+    proxied: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def fail(_: object) -> None:
+        raise RuntimeError("planted")
+
+    with proxied.client() as client:
+        client.get("/v1/models")
+        for at in range(9):
+            client.get(f"/nothing/{at}")
+            client.get(f"/v1/runs/run-{at}")
+            client.request(f"METHOD{at}", "/v1/models")
+        monkeypatch.setattr(proxied.proxy.engine_facts, "check_probes", fail)
+        assert client.post(CHAT, json={"messages": [], **SCORED}).status_code == 500
+    found = {key: value for key, value in _metrics(proxied).items() if "_requests_total" in key}
+    series = {
+        ("GET /v1/models", "2xx"): 1,
+        ("GET /v1/models", "4xx"): 9,
+        ("GET /v1/runs/{run}", "4xx"): 9,
+        (f"POST {CHAT}", "5xx"): 1,
+        ("other", "4xx"): 9,
+    }
+    assert found == {
+        f'clairai_requests_total{{"route": "{route}", "status": "{status}"}}': count
+        for (route, status), count in series.items()
+    }
+
+
+@pytest.mark.parametrize(
+    ("asked", "features"),
+    [
+        ({}, {"scores"}),
+        ({"prompt_scores": True}, {"scores", "prompt_scores"}),
+        ({"steer": [{"vector": "calm", "scale": 2.0}]}, {"scores", "steering"}),
+        ({"stop": [{"probe": "token", "threshold": 9, "tokens": 2}]}, {"scores", "rules"}),
+        ({"capture": True}, {"scores", "capture"}),
+        ({"events": "named"}, {"scores", "events"}),
+    ],
+)
+def test_completions_are_counted_by_what_they_ask_of_clairai(
+    proxied: World, asked: dict[str, Any], features: set[str]
+) -> None:
+    assert _post(proxied) == 200  # asks for nothing
+    assert _post(proxied, clairai=asked) == 200
+    found = _metrics(proxied)
+    counts = {
+        name: found[f'clairai_completions_asked_total{{"feature": "{name}"}}'] for name in FEATURES
+    }
+    assert counts == {name: float(name in features) for name in FEATURES}
+
+
+def test_tokens_are_counted_while_the_answer_is_given(proxied: World) -> None:
+    async def wait(exchange: Exchange) -> None:
+        await exchange.begin()
+        await exchange.tokens([72, 105])
+        await asyncio.Event().wait()
+
+    proxied.upstream.script = wait
+    body = {"messages": [], "stream": True, **SCORED}
+    with proxied.client() as client, client.stream("POST", CHAT, json=body):
+        until(lambda: _metrics(proxied)["clairai_tokens_total"] == 2)
+    until(lambda: _metrics(proxied)["clairai_streams"] == 0)
+    assert _metrics(proxied)["clairai_tokens_total"] == 2
+
+
+def test_health_is_a_series_and_those_who_watch_ask_the_engine_once_a_second(
+    proxied: World,
+) -> None:
+    assert _metrics(proxied)['clairai_health{"state": "ready"}'] == 1
+    proxied.proxy.health.set_status(HealthStatus("failed", "it is gone"))
+    found = _metrics(proxied)
+    states = {name: found[f'clairai_health{{"state": "{name}"}}'] for name in get_args(HealthState)}
+    assert states == {"starting": 0, "ready": 0, "degraded": 0, "failed": 1}
+    proxied.proxy.health.set_status(None)
+    assert _metrics(proxied)['clairai_health{"state": "ready"}'] == 1
+    asked = proxied.upstream.num_health_checks
+    began_s = time.monotonic()
+    for _ in range(20):
+        _metrics(proxied)
+    assert proxied.upstream.num_health_checks - asked <= (time.monotonic() - began_s) / RECENT_S + 1

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -50,6 +52,7 @@ def test_an_engine_that_restarts_is_read_again(tmp_path: Path) -> None:
         ring = w.proxy.counts().ring
         assert ring.records_delivered == 2 * 5  # counts go on across engines
         assert ring.records_lost == 0
+        assert ring.restarts == 1
 
 
 def test_a_ring_that_closes_in_a_stream_loses_what_follows(tmp_path: Path) -> None:
@@ -166,6 +169,29 @@ def test_a_record_with_unknown_columns_is_lost_and_the_next_are_read(w: World) -
     assert w.proxy.counts().ring.records_lost == before + 2
 
 
+def test_counts_of_records_never_go_back_not_even_for_a_moment(w: World) -> None:
+    """To Prometheus a counter that goes back has begun anew: it would add all of it again."""
+    delivered: list[int] = []
+
+    class Sampler(logging.Handler):
+        def emit(self, _: logging.LogRecord) -> None:
+            delivered.append(w.proxy.feed.counts(0).records_delivered)
+
+    assert scored(w) == (1, 0)
+    assert w.engine is not None
+    until(lambda: w.proxy.counts().ring.lag == 0)
+    before = w.proxy.counts().ring
+    sampler, logger = Sampler(), logging.getLogger("clairai.proxy.ring_feed")
+    logger.addHandler(sampler)  # called on the feed's thread, where it notices the loss
+    try:
+        rows, scores = np.zeros(1, ring_messages.ROW), np.zeros((1, 2), np.float32)
+        w.engine.writer.publish(rows, scores, bank_version=9, step=0)
+        until(lambda: w.proxy.counts().ring.records_lost == before.records_lost + 1)
+    finally:
+        logger.removeHandler(sampler)
+    assert delivered == [before.records_delivered]
+
+
 def test_a_feed_that_fails_begins_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     failures = iter([RuntimeError("planted")])
 
@@ -241,15 +267,15 @@ def test_a_run_that_its_client_left_ends_as_cancelled(tmp_path: Path) -> None:
             next(answer.iter_bytes())
         until(lambda: watcher.ends)
         assert watcher.ends[0].outcome == "cancelled"
-        assert w.proxy.counts().cancelled == 1
+        assert w.proxy.counts().ended["cancelled"] == 1
 
 
 def test_metrics_are_the_text_of_the_metrics_observer(tmp_path: Path) -> None:
     class Counting(Watcher):
         content_type: str = "text/plain; version=1"
 
-        def text(self, numbers: Any) -> bytes:
-            return f"streams {numbers.streams}".encode()
+        def snapshot(self, numbers: Any) -> Callable[[], bytes]:
+            return lambda: f"streams {numbers.streams}".encode()
 
     with world(tmp_path, metrics=Counting()) as w, w.client() as client:
         answer = client.get("/metrics")

@@ -102,7 +102,7 @@ def _schema(schema: dict[str, Any]) -> dict[str, list[str]]:
 
 
 def _metrics() -> list[str]:
-    text = Metrics().text(NUMBERS).decode()
+    text = Metrics().snapshot(NUMBERS)().decode()
     return sorted(line.split()[2] for line in text.splitlines() if line.startswith("# TYPE"))
 
 

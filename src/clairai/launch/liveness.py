@@ -52,6 +52,7 @@ class Trouble:
     reason: str
     since: float  # in seconds since 1970
     is_fatal: bool
+    is_stalling: bool = True  # requests wait for this process
 
 
 Kind = Literal["gone", "stopped", "cut off", "silent"]
@@ -141,7 +142,12 @@ class LivenessWatch:
         if not is_reported:
             return None
         reason = f"{NAMES[beat.role]} (process {beat.pid}) {text}"
-        return Trouble(reason, seen.since, is_fatal and beat.role not in _NOT_VITAL)
+        return Trouble(
+            reason,
+            seen.since,
+            is_fatal and beat.role not in _NOT_VITAL,
+            is_stalling=beat.role not in (*_NOT_VITAL, *_WOKEN),
+        )
 
 
 def _newest_writers(beats: Sequence[Beat]) -> list[Beat]:

@@ -10,7 +10,8 @@ from typing import Final, Literal, Protocol
 from clairai.errors import EngineGoneError
 from clairai.launch.engine_process import POLL_S
 from clairai.launch.liveness import Trouble
-from clairai.proxy.engine_facts import HealthState, HealthStatus
+from clairai.proxy.engine_facts import HealthStatus
+from clairai.proxy.observe.observer import HealthState
 
 DeathPolicy = Literal["restart", "end"]
 STARTING: Final = HealthStatus("starting", "the engine is starting")
@@ -157,7 +158,9 @@ class Supervisor:
             self._host.set_health(None)
             return
         self._host.say(f"warning: {trouble.reason}")
-        self._host.set_health(HealthStatus("degraded", trouble.reason, trouble.since))
+        stalled = trouble.is_stalling
+        status = HealthStatus("degraded", trouble.reason, trouble.since, is_stalled=stalled)
+        self._host.set_health(status)
 
     def _pause(self, death: _Death, stop: StopRequest) -> None:
         pause_s = self._policy.pause_after(self._num_deaths)

@@ -130,8 +130,13 @@ async def _received(
 
 
 def _add_middleware(app: FastAPI, settings: ProxySettings) -> None:
-    count: Callable[[int], None] = app.state.proxy.count_refusal
-    app.add_middleware(RequestGuard, settings=settings, on_refusal=count)
+    proxy: Proxy = app.state.proxy
+    app.add_middleware(
+        RequestGuard,
+        settings=settings,
+        on_refusal=proxy.count_refusal,
+        on_answer=proxy.count_answer,
+    )
     if settings.allowed_origins:
         app.add_middleware(
             CORSMiddleware,

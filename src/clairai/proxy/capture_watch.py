@@ -46,6 +46,7 @@ class CaptureReport(msgspec.Struct, frozen=True):
     rows: int
     dropped: int
     dropping_since: float | None
+    discarded: int = 0
 
 
 @dataclass(frozen=True)

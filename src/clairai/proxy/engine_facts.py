@@ -7,21 +7,23 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from http import HTTPStatus
-from typing import Any, Final, Literal
+from typing import Any, Final
 
 import msgspec
 
 from clairai.errors import quote
 from clairai.proxy.capture_watch import CaptureWatch
 from clairai.proxy.completions.token_text import TokenBytes, TokenTexts
+from clairai.proxy.observe.observer import HealthState
 from clairai.proxy.responses import HttpRefusal
 from clairai.proxy.ring_feed import RingFeed
 from clairai.proxy.upstream import OutOfDescriptors, Upstream, UpstreamGone, decode_answer
 
-HealthState = Literal["starting", "ready", "degraded", "failed"]
 HEALTH_TIMEOUT_S: Final = 2.0
+RECENT_S: Final = 1.0  # how old a status may be that probes and scrapes get
 LOSS_MEMORY_S: Final = 60.0  # how long a lost record counts as degraded
 
 _NO_ROUTES: Final = (
@@ -172,6 +174,12 @@ class HealthStatus:
     status: HealthState
     reason: str | None = None
     since: float | None = None  # in seconds since 1970; None: since it was first asked for
+    is_stalled: bool = False  # the engine makes no progress: requests wait
+
+    @property
+    def is_answering(self) -> bool:
+        """True if a request that is sent now is answered."""
+        return self.status in ("ready", "degraded") and not self.is_stalled
 
 
 class HealthCheck:
@@ -183,6 +191,7 @@ class HealthCheck:
         feed: RingFeed,
         engine_facts: EngineFacts,
         capture_watch: CaptureWatch,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._upstream = upstream
         self._feed = feed
@@ -190,6 +199,9 @@ class HealthCheck:
         self._capture_watch = capture_watch
         self._set: HealthStatus | None = None
         self._last: HealthStatus | None = None
+        self._clock = clock
+        self._asking = asyncio.Lock()
+        self._recent: tuple[HealthStatus, float, int] | None = None  # when asked, and of which
         self._silent_since_s: float | None = None
         self._was_ready = False
         self._model: str | None = None
@@ -204,6 +216,26 @@ class HealthCheck:
         """Set the status that `clairai serve` knows, from any thread; None: ask upstream."""
         self.is_supervised = True
         self._set = status
+        self._recent = None  # of before
+
+    @property
+    def last_state(self) -> HealthState | None:
+        return None if self._last is None else self._last.status
+
+    async def recent(self) -> HealthStatus:
+        """As `status`, and up to a second old: all who watch ask the engine one question.
+
+        It is asked at once when it has failed to answer anybody.
+        """
+        if self._set is not None:
+            return await self.status()
+        async with self._asking:
+            found, num_outages = self._recent, self._upstream.num_outages
+            if found is not None and found[2] == num_outages and self._clock() < found[1]:
+                return found[0]
+            status = await self.status()
+            self._recent = (status, self._clock() + RECENT_S, self._upstream.num_outages)
+            return status
 
     async def status(self) -> HealthStatus:
         """What is known now, and since when it has been so."""
@@ -221,7 +253,8 @@ class HealthCheck:
             return HealthStatus("failed" if self._was_ready else "starting", reason)
         self._was_ready = True
         if not self.is_supervised and (silent_s := await self.silent_s()):
-            return HealthStatus("degraded", _NO_PROGRESS, time.time() - silent_s)
+            since = time.time() - silent_s
+            return HealthStatus("degraded", _NO_PROGRESS, since, is_stalled=True)
         ring = self._ring_status()
         problems = await self._capture_watch.problems()
         if not problems:

@@ -187,7 +187,9 @@ async def metrics(call: HandlerCall) -> Response:
     if observer is None:
         raise HttpRefusal(HTTPStatus.NOT_FOUND, "this proxy keeps no metrics")
     await call.proxy.capture_watch.look()
-    text = await asyncio.to_thread(observer.text, call.proxy.counts())
+    await call.proxy.health.recent()
+    format_text = observer.snapshot(call.proxy.counts())
+    text = await asyncio.to_thread(format_text)
     return Response(text, headers={"Content-Type": observer.content_type})
 
 

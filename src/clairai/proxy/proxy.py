@@ -23,6 +23,8 @@ from clairai.proxy.engine_facts import EngineFacts, HealthCheck
 from clairai.proxy.engine_watch import EngineWatch
 from clairai.proxy.load_limits import BodyBudget, ByteRates, LargeBodies
 from clairai.proxy.observe.observer import (
+    FEATURES,
+    OUTCOMES,
     CompletionEnd,
     MetricsObserver,
     Observer,
@@ -65,6 +67,11 @@ class Completion:
     def set_failed(self, status: int) -> None:
         self.status, self.outcome = status, "error"
 
+    @property
+    def num_tokens(self) -> int:
+        """Generated so far; 0 if it asked for no scores, because then nobody counts."""
+        return 0 if self.scores is None else self.scores.num_tokens
+
     def end(self) -> CompletionEnd:
         scores, first_s = self.scores, self._first_s
         return CompletionEnd(
@@ -81,6 +88,42 @@ class Completion:
             key=self._key,
             request_id=self._request_id,
         )
+
+
+class CompletionCounts:
+    """Completions: after every call, as many have begun as run and have ended."""
+
+    def __init__(self) -> None:
+        self.num_begun = 0
+        self.ended: dict[Outcome, int] = dict.fromkeys(OUTCOMES, 0)
+        # By class of HTTP status; 2xx: an answer that began and broke off.
+        self.errors = Counter(dict.fromkeys(("2xx", "4xx", "5xx"), 0))
+        self._running: set[Completion] = set()
+        self._num_tokens = 0  # of those that have ended
+
+    @property
+    def num_running(self) -> int:
+        return len(self._running)
+
+    @property
+    def num_tokens(self) -> int:
+        return self._num_tokens + sum(one.num_tokens for one in self._running)
+
+    def begin(self, completion: Completion) -> None:
+        self.num_begun += 1
+        self._running.add(completion)
+
+    def end(self, completion: Completion) -> None:
+        self._running.remove(completion)
+        self._num_tokens += completion.num_tokens
+        self.ended[completion.outcome] += 1
+        if completion.outcome == "error":
+            self.errors[status_class(completion.status)] += 1
+
+
+def status_class(status: int) -> str:
+    """As a label, which is to have few values: `4xx`."""
+    return f"{status // 100}xx"
 
 
 class Proxy:
@@ -115,7 +158,10 @@ class Proxy:
         self._scores: dict[int, RequestScores] = {}  # by stream
         self._budget = ScoreBudget(settings.limits.scores_in_all)
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._num_streams = self._num_completions = self._num_cancelled = 0
+        self._completions = CompletionCounts()
+        self._num_places = 0  # taken by requests that upstream works on
+        self._asked = dict.fromkeys(FEATURES, 0)
+        self._answered: Counter[tuple[str, str]] = Counter()  # by route and class of status
         self._num_lost = self._num_mismatched = 0
         self._refused: Counter[int] = Counter()  # by status
 
@@ -145,19 +191,18 @@ class Proxy:
     @contextmanager
     def reserve_place(self) -> Iterator[None]:
         """Count one request that upstream works on; HttpRefusal if there are too many."""
-        if self._num_streams >= self.settings.limits.streams:
+        if self._num_places >= self.settings.limits.streams:
             raise HttpRefusal(
                 HTTPStatus.SERVICE_UNAVAILABLE,
-                f"{self._num_streams} requests are being answered, the most at once; try later",
+                f"{self._num_places} requests are being answered, the most at once; try later",
                 code="overloaded",
                 headers={"Retry-After": "1"},
             )
-        self._num_streams += 1
-        self._num_completions += 1
+        self._num_places += 1
         try:
             yield
         finally:
-            self._num_streams -= 1
+            self._num_places -= 1
 
     @contextmanager
     def observe_completion(
@@ -165,6 +210,7 @@ class Proxy:
     ) -> Iterator[Completion]:
         """A completion; the observers learn how it ends."""
         completion = Completion(route, key=key, request_id=request_id)
+        self._completions.begin(completion)
         try:
             yield completion
         except HttpRefusal as refused:
@@ -183,6 +229,8 @@ class Proxy:
     def open_scores(self, request: ScoredRequest) -> Iterator[RequestScores]:
         """Collect the scores of a request, under a stream id that nobody else has or can guess."""
         stream, options = new_stream_id(), request.options.without_vectors()
+        for feature in request.features:
+            self._asked[feature] += 1
         scores = RequestScores(
             stream,
             options,
@@ -206,8 +254,7 @@ class Proxy:
                 _log.error("%d rows carried another token than the request: please report", wrong)
 
     def _report_end(self, completion: Completion) -> None:
-        if completion.outcome == "cancelled":
-            self._num_cancelled += 1
+        self._completions.end(completion)  # and nothing is awaited until the observers know
         end = completion.end()
         for observer in list(self._observers):
             try:
@@ -218,6 +265,10 @@ class Proxy:
 
     def count_refusal(self, status: int) -> None:
         self._refused[int(status)] += 1
+
+    def count_answer(self, route: str, status: int) -> None:
+        """`route` is one of the table: what clients write adds no series."""
+        self._answered[route, status_class(status)] += 1
 
     # From the feed's thread
 
@@ -242,16 +293,22 @@ class Proxy:
             scores.changed.set()
 
     def counts(self) -> ProxyCounts:
-        running = self._scores.values()
+        """Of one moment: nothing here waits."""
+        running, completions = self._scores.values(), self._completions
         num_mismatched = self._num_mismatched + sum(one.num_mismatched for one in running)
         return ProxyCounts(
             ring=self.feed.counts(num_mismatched),
-            streams=self._num_streams,
+            streams=completions.num_running,
             runs=len(self.runs),
-            completions=self._num_completions,
-            cancelled=self._num_cancelled,
+            completions=completions.num_begun,
+            ended=dict(completions.ended),
+            tokens=completions.num_tokens,
+            errors=dict(completions.errors),
+            asked=dict(self._asked),
+            answered=dict(self._answered),
             upstream_errors=self.upstream.num_errors,
             rows_lost=self._num_lost + sum(one.num_lost for one in running),
             refused=tuple(sorted(self._refused.items())),
+            health=self.health.last_state,
             capture=self.capture_watch.report,
         )

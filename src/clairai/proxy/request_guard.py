@@ -13,6 +13,7 @@ from urllib.parse import urlsplit
 
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.requests import Request
+from starlette.routing import Route as StarletteRoute
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from clairai.proxy.caller import Caller, authorize
@@ -23,6 +24,7 @@ from clairai.proxy.routes import Route
 _LOOPBACK_NAMES: Final = frozenset(("localhost", "127.0.0.1", "::1"))
 _CONTROL: Final = re.compile(rb"[\x00-\x08\x0a-\x1f\x7f]")
 _REQUEST_ID: Final = re.compile(r"[A-Za-z0-9._-]{1,128}")
+OTHER: Final = "other"  # of a request for a path that no route has
 SECURITY_HEADERS: Final = (
     ("X-Content-Type-Options", "nosniff"),
     ("Referrer-Policy", "no-referrer"),
@@ -35,10 +37,16 @@ class RequestGuard:
     """ASGI middleware around all routes, including those that do not exist."""
 
     def __init__(
-        self, app: ASGIApp, settings: ProxySettings, on_refusal: Callable[[int], None]
+        self,
+        app: ASGIApp,
+        settings: ProxySettings,
+        on_refusal: Callable[[int], None],
+        on_answer: Callable[[str, int], None],
     ) -> None:
+        """`on_answer` gets the route and the status of every response that begins."""
         self._app = app
         self._on_refusal = on_refusal
+        self._on_answer = on_answer
         self._limits = settings.limits
         self._names = host_names(settings)
 
@@ -49,13 +57,26 @@ class RequestGuard:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
+        has_begun = False
+
+        def note(status: int) -> None:
+            nonlocal has_begun
+            has_begun = True
+            self._on_answer(_route_name(scope), status)
+
+        sending = with_security_headers(send, on_start=note)
         try:
             self._check(Headers(scope=scope))
         except HttpRefusal as refusal:
             self._on_refusal(refusal.status)
-            await error_response(refusal)(scope, receive, with_security_headers(send))
+            await error_response(refusal)(scope, receive, sending)
             return
-        await self._app(scope, receive, with_security_headers(send))
+        try:
+            await self._app(scope, receive, sending)
+        except Exception:
+            if not has_begun:  # what answers then is around all middleware
+                note(HTTPStatus.INTERNAL_SERVER_ERROR)
+            raise
 
     def _check(self, headers: Headers) -> None:
         check_headers(headers, self._limits)
@@ -68,9 +89,18 @@ class RequestGuard:
             )
 
 
-def with_security_headers(send: Send) -> Send:
+def _route_name(scope: Scope) -> str:
+    """As in the table of routes: it is a label of metrics, so no client may add to them."""
+    route = scope.get("route")
+    if not isinstance(route, StarletteRoute):
+        return OTHER
+    return f"{min(route.methods or {''})} {route.path}"
+
+
+def with_security_headers(send: Send, *, on_start: Callable[[int], None]) -> Send:
     async def sending(message: Message) -> None:
         if message["type"] == "http.response.start":
+            on_start(message["status"])
             headers = MutableHeaders(scope=message)
             for name, value in SECURITY_HEADERS:
                 headers.setdefault(name, value)

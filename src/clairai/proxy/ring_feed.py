@@ -78,7 +78,10 @@ class RingFeed:
         self._next_seq: dict[Path, StartAt] = {}
         self._before = _NO_STATISTICS  # of earlier engines
         self._now = _NO_STATISTICS
-        self._rows = self._orphaned = self._unnamed = 0
+        self._rows = self._orphaned = self._unnamed = self._num_engines = 0
+        # Records delivered, lost and waiting. Replaced as a whole, because another thread reads
+        # it: a count that goes back for a moment is a restart to Prometheus.
+        self._records = (0, 0, 0)
         self._thread = threading.Thread(target=self._run, name="clairai-feed", daemon=True)
 
     def start(self) -> None:
@@ -100,13 +103,14 @@ class RingFeed:
         self._has_target.set()
 
     def counts(self, mismatched: int) -> RingCounts:
-        now, before = self._now, self._before
+        delivered, lost, lag = self._records
         return RingCounts(
             attached=self.is_attached,
             epoch=self.epoch,
-            records_delivered=before.delivered + now.delivered - self._unnamed,
-            records_lost=before.lost + now.lost + self._unnamed,
-            lag=now.lag,
+            restarts=max(0, self._num_engines - 1),
+            records_delivered=delivered,
+            records_lost=lost,
+            lag=lag,
             rows=self._rows,
             orphaned=self._orphaned,
             mismatched=mismatched,
@@ -166,6 +170,12 @@ class RingFeed:
         if now.lost > self._now.lost:
             self.lost_at_s = time.monotonic()
         self._now = now
+        self._count_records()
+
+    def _count_records(self) -> None:
+        before, now = self._before, self._now
+        delivered = before.delivered + now.delivered - self._unnamed
+        self._records = (delivered, before.lost + now.lost + self._unnamed, now.lag)
 
     def _read_records(self, records: list[Record], reader: RingReader) -> None:
         named = [(record, bank) for record in records if (bank := self._find_bank(record, reader))]
@@ -236,6 +246,7 @@ class RingFeed:
         self.reason = reason
 
     def _note_attached(self, welcome: ring_messages.Welcome) -> None:
+        self._num_engines += welcome.epoch != self.epoch
         self.epoch, self.model, self.is_attached = welcome.epoch, welcome.model, True
         self._on_change()
 
@@ -250,6 +261,7 @@ class RingFeed:
             0,
         )
         self._now = _NO_STATISTICS
+        self._count_records()
         self.is_attached, self.reason = False, "the engine has closed its ring"
         self._on_change()
 

@@ -206,6 +206,6 @@ def test_health_says_what_is_slow_and_since_when_while_it_may_recover() -> None:
     host = FakeHost(iter([DyingEngine(troubles=iter([slow, slow]))]))
     with pytest.raises(EngineGoneError):
         _run(host, "end")
-    degraded = HealthStatus("degraded", slow.reason, 1000.0)
+    degraded = HealthStatus("degraded", slow.reason, 1000.0, is_stalled=True)
     assert host.statuses.count(degraded) == 1
     assert host.statuses[-1] == HealthStatus("failed", "the engine is gone: it was killed")

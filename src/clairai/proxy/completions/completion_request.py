@@ -135,6 +135,20 @@ class ScoredRequest:
         return self.options.is_steered or bool(self._steering_vectors)
 
     @property
+    def features(self) -> tuple[str, ...]:
+        """What it asks of clairai, by the names that metrics have for it."""
+        options = self.options
+        asked = {
+            "scores": True,
+            "prompt_scores": options.prompt_scores,
+            "steering": self.is_steered,
+            "rules": options.has_rules,
+            "capture": options.is_captured,
+            "events": options.is_named,
+        }
+        return tuple(name for name, is_asked in asked.items() if is_asked)
+
+    @property
     def needs_echo(self) -> bool:
         """True if an engine without clairai would silently leave out what is asked."""
         return self.is_steered or self.options.has_rules or self.options.is_captured

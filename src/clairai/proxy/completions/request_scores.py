@@ -393,6 +393,11 @@ class RequestScores:
         return prompt + sum(choice.scores.num_mismatched for choice in self._choices.values())
 
     @property
+    def num_tokens(self) -> int:
+        """Generated so far, of all choices."""
+        return sum(choice.scores.num_tokens for choice in self._choices.values())
+
+    @property
     def choices(self) -> tuple[int, ...]:
         return tuple(sorted(self._choices))
 

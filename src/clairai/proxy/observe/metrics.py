@@ -11,11 +11,12 @@ from __future__ import annotations
 import threading
 import time
 from bisect import bisect_left
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
+from functools import partial
 from importlib.metadata import version
-from typing import Final
+from typing import Final, get_args
 
 import numpy as np
 from numpy.typing import NDArray
@@ -30,10 +31,9 @@ from prometheus_client.core import (
 from prometheus_client.registry import Collector
 
 from clairai.proxy.capture_watch import CaptureReport
-from clairai.proxy.observe.observer import CompletionEnd, ProxyCounts
+from clairai.proxy.observe.observer import CompletionEnd, HealthState, ProxyCounts, RingCounts
 from clairai.wire import ring_messages
 
-OUTCOMES: Final = ("done", "cancelled", "error")
 _MAX_NAMES: Final = 4096
 _LAG_EDGES_S: Final = (1e-4, 2.5e-4, 5e-4, 1e-3, 2.5e-3, 5e-3, 1e-2, 2.5e-2, 5e-2, 0.1, 0.5, 1, 5)
 _RUN_EDGES_S: Final = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
@@ -169,19 +169,32 @@ class TimeHistogram:
         return HistogramMetricFamily(name, documentation, buckets=buckets, sum_value=self._sum)
 
 
+class CompletionTimes:
+    """How long completions took, and which rules have ended them; for the event loop alone."""
+
+    def __init__(self) -> None:
+        self.whole, self.first_token = TimeHistogram(_RUN_EDGES_S), TimeHistogram(_RUN_EDGES_S)
+        self.stopped: dict[str, int] = {}  # by probe
+
+    def add(self, end: CompletionEnd) -> None:
+        self.whole.add(end.seconds)
+        if end.first_token_seconds is not None:
+            self.first_token.add(end.first_token_seconds)
+        for name in filter(None, (choice.stopped for choice in end.choices)):
+            if name in self.stopped or len(self.stopped) < _MAX_NAMES:  # some were in no bank
+                self.stopped[name] = self.stopped.get(name, 0) + 1
+
+
 class Metrics:
     """A MetricsObserver; `on_scores` is called on the feed's thread, the rest on the event loop."""
 
     content_type: str = CONTENT_TYPE_LATEST
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
+        self._lock = threading.Lock()  # of what the feed's thread counts
         self._scores = ScoreHistograms()
         self._lag = TimeHistogram(_LAG_EDGES_S)
-        self._whole, self._first_token = TimeHistogram(_RUN_EDGES_S), TimeHistogram(_RUN_EDGES_S)
-        self._ended = dict.fromkeys(OUTCOMES, 0)
-        self._num_tokens = 0
-        self._stopped: dict[str, int] = {}
+        self._times = CompletionTimes()
 
     def on_scores(
         self,
@@ -195,34 +208,25 @@ class Metrics:
             self._lag.add(max(0, time.monotonic_ns() - stamp_ns) / 1e9)
 
     def on_completion_end(self, end: CompletionEnd) -> None:
-        with self._lock:
-            self._ended[end.outcome] += 1
-            self._whole.add(end.seconds)
-            if end.first_token_seconds is not None:
-                self._first_token.add(end.first_token_seconds)
-            self._num_tokens += sum(choice.tokens for choice in end.choices)
-            self._count_stops(end)
+        self._times.add(end)
 
-    def _count_stops(self, end: CompletionEnd) -> None:
-        """Count by probe; the bound is for names that were never in the bank."""
-        for name in filter(None, (choice.stopped for choice in end.choices)):
-            if name in self._stopped or len(self._stopped) < _MAX_NAMES:
-                self._stopped[name] = self._stopped.get(name, 0) + 1
+    def snapshot(self, counts: ProxyCounts) -> Callable[[], bytes]:
+        """Completions are copied now, at the moment of `counts`; scores when it is formatted.
 
-    def text(self, counts: ProxyCounts) -> bytes:
-        """Format a snapshot without holding the lock, so that no score waits for a scrape."""
-        return generate_latest(self._snapshot(counts))
+        The event loop does not take the lock: the feed's thread may count for milliseconds.
+        """
+        return partial(self._format, counts, deepcopy(self._times))
 
-    def _snapshot(self, counts: ProxyCounts) -> _MetricsSnapshot:
+    def _format(self, counts: ProxyCounts, times: CompletionTimes) -> bytes:
+        """Format without holding the lock, so that no score waits for a scrape."""
+        return generate_latest(self._copy(counts, times))
+
+    def _copy(self, counts: ProxyCounts, times: CompletionTimes) -> _MetricsSnapshot:
         with self._lock:
             self._scores.count_pending()
             return _MetricsSnapshot(
                 counts,
-                dict(self._ended),
-                self._num_tokens,
-                dict(self._stopped),
-                deepcopy(self._whole),
-                deepcopy(self._first_token),
+                times,
                 deepcopy(self._lag),
                 self._scores.bank,
                 self._scores.edges,
@@ -233,14 +237,10 @@ class Metrics:
 
 @dataclass(frozen=True, eq=False)
 class _MetricsSnapshot(Collector):
-    """All metrics at one moment, in the order in which they are shown."""
+    """All metrics, in the order in which they are shown."""
 
     counts: ProxyCounts
-    ended: Mapping[str, int]
-    num_tokens: int
-    stopped: Mapping[str, int]
-    whole: TimeHistogram
-    first_token: TimeHistogram
+    times: CompletionTimes
     lag: TimeHistogram
     bank: ring_messages.Bank
     edges: tuple[tuple[float, ...], ...]
@@ -251,7 +251,10 @@ class _MetricsSnapshot(Collector):
         yield InfoMetricFamily(
             "clairai_build", "This proxy.", value={"version": version("clairai")}
         )
-        yield from _ring(self.counts)
+        yield from _engine(self.counts)
+        yield from self._bank()
+        yield from _ring(self.counts.ring)
+        yield _counter("clairai_rows_lost", "Scores said to be lost.", self.counts.rows_lost)
         yield from _capture(self.counts.capture)
         yield self.lag.family("clairai_score_lag_seconds", "From the engine's ring to the proxy.")
         yield from self._completions()
@@ -262,32 +265,35 @@ class _MetricsSnapshot(Collector):
         yield self._above()
         yield self._stops()
 
+    def _bank(self) -> Iterator[Metric]:
+        """As of the newest record; without new weights ever, they have no version."""
+        yield _gauge("clairai_bank_probes", "Probes in the bank.", len(self.bank.probes))
+        if self.bank.weights is not None:
+            about = "Version of the weights that serve; 0: those of the start."
+            yield _gauge("clairai_weights_version", about, self.bank.weights)
+
     def _completions(self) -> Iterator[Metric]:
-        yield _gauge("clairai_streams", "Completions in the proxy now.", self.counts.streams)
-        yield _gauge("clairai_runs", "Named runs held, ended ones too.", self.counts.runs)
-        yield _counter("clairai_completions", "Completions begun.", self.counts.completions)
-        ended = CounterMetricFamily(
-            "clairai_completions_ended", "Completions, by how they ended.", labels=["outcome"]
-        )
-        for outcome, count in self.ended.items():
-            ended.add_metric([outcome], count)
-        yield ended
-        errors = self.counts.upstream_errors
-        yield _counter("clairai_upstream_errors", "Failures of the engine's server.", errors)
-        yield self._refused()
-        yield _counter("clairai_tokens", "Tokens of scored completions.", self.num_tokens)
-        yield self.whole.family("clairai_completion_seconds", "From the request to its last byte.")
-        yield self.first_token.family(
+        counts, times = self.counts, self.times
+        yield _gauge("clairai_streams", "Completions in the proxy now.", counts.streams)
+        yield _gauge("clairai_runs", "Named runs held, ended ones too.", counts.runs)
+        yield _counter("clairai_completions", "Completions begun.", counts.completions)
+        about = "Completions, by how they ended."
+        yield _counters("clairai_completions_ended", about, "outcome", counts.ended)
+        about = "Completions that ended with an error, by class of HTTP status."
+        yield _counters("clairai_completion_errors", about, "status", counts.errors)
+        about = "Completions that the engine was asked for, by what of clairai they ask."
+        yield _counters("clairai_completions_asked", about, "feature", counts.asked)
+        about = "Failures of the engine's server."
+        yield _counter("clairai_upstream_errors", about, counts.upstream_errors)
+        refused = {str(status): count for status, count in counts.refused}
+        about = "Requests that the proxy itself refused."
+        yield _counters("clairai_refused", about, "status", refused)
+        yield _requests(counts)
+        yield _counter("clairai_tokens", "Tokens of scored completions.", counts.tokens)
+        yield times.whole.family("clairai_completion_seconds", "From the request to its last byte.")
+        yield times.first_token.family(
             "clairai_first_token_seconds", "From the request to the engine's first token."
         )
-
-    def _refused(self) -> Metric:
-        family = CounterMetricFamily(
-            "clairai_refused", "Requests that the proxy itself refused.", labels=["status"]
-        )
-        for status, count in self.counts.refused:
-            family.add_metric([str(status)], count)
-        return family
 
     def _histogram(self, name: str, documentation: str, histogram: ScoreHistogram) -> Metric:
         family = HistogramMetricFamily(name, documentation, labels=["probe"])
@@ -322,12 +328,33 @@ class _MetricsSnapshot(Collector):
             "clairai_stopped", "Answers that a probe's rule has ended.", labels=["probe"]
         )
         for info in self.bank.probes:
-            family.add_metric([info.name], self.stopped.get(info.name, 0))
+            family.add_metric([info.name], self.times.stopped.get(info.name, 0))
         return family
 
 
-def _ring(counts: ProxyCounts) -> Iterator[Metric]:
-    ring = counts.ring
+def _engine(counts: ProxyCounts) -> Iterator[Metric]:
+    about = "Engines that were attached after the first."
+    yield _counter("clairai_engine_restarts", about, counts.ring.restarts)
+    if counts.health is None:
+        return
+    family = GaugeMetricFamily("clairai_health", "1 for the state of now.", labels=["state"])
+    for state in get_args(HealthState):
+        family.add_metric([state], int(state == counts.health))
+    yield family
+
+
+def _requests(counts: ProxyCounts) -> Metric:
+    family = CounterMetricFamily(
+        "clairai_requests",
+        "Requests answered, by route and class of HTTP status.",
+        labels=["route", "status"],
+    )
+    for (route, status), count in sorted(counts.answered.items()):
+        family.add_metric([route, status], count)
+    return family
+
+
+def _ring(ring: RingCounts) -> Iterator[Metric]:
     yield _gauge("clairai_ring_attached", "1 while a ring is read.", int(ring.attached))
     yield _gauge("clairai_ring_lag_records", "Records published and not read yet.", ring.lag)
     yield _counter("clairai_ring_records", "Records read.", ring.records_delivered)
@@ -335,7 +362,6 @@ def _ring(counts: ProxyCounts) -> Iterator[Metric]:
     yield _counter("clairai_rows", "Rows given to a completion here.", ring.rows)
     yield _counter("clairai_rows_orphaned", "Rows of other requests.", ring.orphaned)
     yield _counter("clairai_rows_mismatched", "Rows with a wrong token.", ring.mismatched)
-    yield _counter("clairai_rows_lost", "Scores said to be lost.", counts.rows_lost)
 
 
 def _capture(report: CaptureReport | None) -> Iterator[Metric]:
@@ -351,14 +377,17 @@ def _capture(report: CaptureReport | None) -> Iterator[Metric]:
         up.add_metric([one.name], int(one.is_up))
         if one.free_nbytes is not None:
             free.add_metric([one.name], one.free_nbytes)
-    lost = CounterMetricFamily(
-        "clairai_capture_rows_lost", "Rows that were wanted and are missing.", labels=["reason"]
-    )
-    lost.add_metric(["staging"], report.dropped)
-    lost.add_metric(["queue"], sum(one.refused for one in report.consumers))
-    lost.add_metric(["consumer"], sum(one.lost for one in report.consumers))
-    yield from (up, free, lost)
+    yield from (up, free)
+    lost = {
+        "staging": report.dropped,
+        "queue": sum(one.refused for one in report.consumers),
+        "consumer": sum(one.lost for one in report.consumers),
+    }
+    about = "Rows that were wanted and are missing."
+    yield _counters("clairai_capture_rows_lost", about, "reason", lost)
     yield _counter("clairai_capture_rows", "Rows given to consumers.", report.rows)
+    about = "Rows held for a rule that was not met."
+    yield _counter("clairai_capture_rows_discarded", about, report.discarded)
 
 
 def _gauge(name: str, documentation: str, value: int) -> Metric:
@@ -367,3 +396,11 @@ def _gauge(name: str, documentation: str, value: int) -> Metric:
 
 def _counter(name: str, documentation: str, value: int) -> Metric:
     return CounterMetricFamily(name, documentation, value)
+
+
+def _counters(name: str, documentation: str, label: str, values: Mapping[str, int]) -> Metric:
+    """One counter for each value of a label."""
+    family = CounterMetricFamily(name, documentation, labels=[label])
+    for value, count in values.items():
+        family.add_metric([value], count)
+    return family

@@ -5,8 +5,9 @@ P = probes of the bank, R = rows of a record
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Literal, Protocol
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Final, Literal, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,6 +16,10 @@ from clairai.proxy.capture_watch import CaptureReport
 from clairai.wire import ring_messages
 
 Outcome = Literal["done", "cancelled", "error"]
+OUTCOMES: Final[tuple[Outcome, ...]] = ("done", "cancelled", "error")
+HealthState = Literal["starting", "ready", "degraded", "failed"]
+# What a completion can ask of clairai.
+FEATURES: Final = ("scores", "prompt_scores", "steering", "rules", "capture", "events")
 
 
 @dataclass(frozen=True)
@@ -67,6 +72,7 @@ class RingCounts:
 
     attached: bool = False
     epoch: int | None = None
+    restarts: int = 0  # engines attached after the first
     records_delivered: int = 0
     records_lost: int = 0
     lag: int = 0  # records published and not read yet
@@ -77,16 +83,21 @@ class RingCounts:
 
 @dataclass(frozen=True)
 class ProxyCounts:
-    """All counts of the proxy at one moment."""
+    """All counts of the proxy at one moment: completions = streams + all that ended."""
 
     ring: RingCounts
     streams: int  # completions in the proxy now
     runs: int  # named runs held now
     completions: int  # begun since the start
-    cancelled: int  # ended by their client
+    ended: Mapping[Outcome, int]
     upstream_errors: int
     rows_lost: int  # rows that a client was told are lost
+    tokens: int = 0  # of scored completions, those that run now too
+    errors: Mapping[str, int] = field(default_factory=dict)  # completions, by class of HTTP status
+    asked: Mapping[str, int] = field(default_factory=dict)  # completions, by feature
+    answered: Mapping[tuple[str, str], int] = field(default_factory=dict)  # by route and class
     refused: tuple[tuple[int, int], ...] = ()  # requests that the proxy itself refused, by status
+    health: HealthState | None = None  # None: nobody has asked yet
     capture: CaptureReport | None = None  # None: the engine does not capture
 
 
@@ -115,5 +126,8 @@ class MetricsObserver(Observer, Protocol):
 
     content_type: str
 
-    def text(self, counts: ProxyCounts) -> bytes:
-        """Called for each scrape, on a thread of its own."""
+    def snapshot(self, counts: ProxyCounts) -> Callable[[], bytes]:
+        """Called on the event loop for each scrape, at the moment of `counts`.
+
+        The result formats the snapshot; it is called on a thread of its own.
+        """

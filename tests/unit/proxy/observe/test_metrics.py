@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 import threading
 import time
 from typing import Any
@@ -15,6 +16,7 @@ from numpy.typing import NDArray
 from prometheus_client import REGISTRY
 from prometheus_client.parser import text_string_to_metric_families
 
+from clairai.proxy.capture_watch import CaptureReport, ConsumerReport
 from clairai.proxy.observe.metrics import BATCH_ROWS, NUM_EDGES, Metrics, bucket_edges
 from clairai.proxy.observe.observer import ChoiceResult, CompletionEnd, ProxyCounts, RingCounts
 from clairai.wire import ring_messages
@@ -25,6 +27,7 @@ NUMBERS = ProxyCounts(
         records_delivered=10,
         records_lost=2,
         lag=3,
+        restarts=2,
         rows=40,
         orphaned=5,
         mismatched=1,
@@ -32,11 +35,34 @@ NUMBERS = ProxyCounts(
     streams=7,
     runs=4,
     completions=20,
-    cancelled=6,
+    ended={"done": 6, "cancelled": 4, "error": 3},
+    errors={"2xx": 0, "4xx": 2, "5xx": 1},
+    asked={"scores": 12, "capture": 2},
+    answered={("POST /v1/completions", "2xx"): 17, ("other", "4xx"): 1},
     refused=((400, 3), (503, 2)),
     upstream_errors=8,
     rows_lost=9,
+    tokens=640,
+    health="degraded",
+    capture=CaptureReport(
+        consumers=(ConsumerReport("fs", "stopped", "full", 1.0, refused=2, lost=1, free_nbytes=5),),
+        rows=90,
+        dropped=4,
+        dropping_since=None,
+        discarded=6,
+    ),
 )
+LABELS = {
+    "version",
+    "probe",
+    "outcome",
+    "status",
+    "feature",
+    "route",
+    "state",
+    "consumer",
+    "reason",
+}
 SIGMOID = ring_messages.ProbeInfo("code", "post_block.1", "sigmoid", threshold=0.5, digest="d1")
 PLAIN = ring_messages.ProbeInfo("tone", "post_block.1", digest="d2")
 
@@ -58,7 +84,7 @@ def _feed(
 
 
 def _samples(metrics: Metrics) -> dict[tuple[str, tuple[str, ...]], float]:
-    text = metrics.text(NUMBERS).decode()
+    text = metrics.snapshot(NUMBERS)().decode()
     return {
         (
             sample.name,
@@ -90,8 +116,64 @@ def test_counts_of_ring_and_completions_are_shown_as_they_are() -> None:
         "clairai_runs": 4,
         "clairai_completions_total": 20,
         "clairai_upstream_errors_total": 8,
+        "clairai_tokens_total": 640,
+        "clairai_engine_restarts_total": 2,
+        "clairai_capture_rows_total": 90,
+        "clairai_capture_rows_discarded_total": 6,
     }
     assert {name: samples[name, ()] for name in expected} == expected
+
+
+def test_counts_with_a_label_are_shown_by_its_values() -> None:
+    samples = _samples(Metrics())
+    expected = {
+        ("clairai_completions_ended_total", ("done",)): 6,
+        ("clairai_completions_ended_total", ("cancelled",)): 4,
+        ("clairai_completions_ended_total", ("error",)): 3,
+        ("clairai_completion_errors_total", ("2xx",)): 0,
+        ("clairai_completion_errors_total", ("4xx",)): 2,
+        ("clairai_completions_asked_total", ("scores",)): 12,
+        ("clairai_completions_asked_total", ("capture",)): 2,
+        ("clairai_requests_total", ("2xx", "POST /v1/completions")): 17,
+        ("clairai_requests_total", ("4xx", "other")): 1,
+        ("clairai_refused_total", ("503",)): 2,
+        ("clairai_capture_consumer_up", ("fs",)): 0,
+        ("clairai_capture_free_bytes", ("fs",)): 5,
+        ("clairai_capture_rows_lost_total", ("staging",)): 4,
+        ("clairai_health", ("starting",)): 0,
+        ("clairai_health", ("ready",)): 0,
+        ("clairai_health", ("degraded",)): 1,
+        ("clairai_health", ("failed",)): 0,
+    }
+    assert {key: samples[key] for key in expected} == expected
+
+
+def test_the_bank_of_the_newest_record_says_which_weights_serve() -> None:
+    metrics = Metrics()
+    _feed(metrics, ring_messages.Bank(1, (SIGMOID, PLAIN)), (0.5, 0.5))
+    samples = _samples(metrics)
+    assert samples["clairai_bank_probes", ()] == 2
+    assert ("clairai_weights_version", ()) not in samples  # no weights are ever sent to it
+    _feed(metrics, ring_messages.Bank(2, (SIGMOID,), weights=7), (0.5,))
+    assert _samples(metrics)["clairai_weights_version", ()] == 7
+
+
+def test_a_completion_that_ends_while_a_scrape_is_formatted_is_in_the_next_one() -> None:
+    metrics = Metrics()
+    metrics.on_completion_end(_end("done"))
+    format_text = metrics.snapshot(NUMBERS)
+    metrics.on_completion_end(_end("done", first_token_seconds=0.1))
+    for text, expected in ((format_text(), 1), (metrics.snapshot(NUMBERS)(), 2)):
+        assert f"clairai_completion_seconds_count {expected:.1f}" in text.decode()
+
+
+def test_every_counter_ends_in_total_and_every_name_is_one_of_prometheus() -> None:
+    for family in text_string_to_metric_families(Metrics().snapshot(NUMBERS)().decode()):
+        assert re.fullmatch(r"clairai_[a-z_]+", family.name)
+        assert family.documentation
+        for sample in family.samples:
+            assert family.type != "counter" or sample.name.endswith("_total")
+            assert set(sample.labels) <= LABELS | ({"le"} if family.type == "histogram" else set())
 
 
 def test_scores_are_in_the_bucket_they_belong_to_by_probe() -> None:
@@ -236,7 +318,7 @@ def test_what_is_held_back_to_be_counted_together_is_bounded() -> None:
     assert metrics._scores._pending == []
 
 
-def test_runs_are_counted_by_outcome_with_their_times() -> None:
+def test_completions_are_counted_by_their_times() -> None:
     metrics = Metrics()
     for outcome in ("done", "done", "cancelled"):
         metrics.on_completion_end(
@@ -245,10 +327,6 @@ def test_runs_are_counted_by_outcome_with_their_times() -> None:
     samples = _samples(metrics)
     assert samples["clairai_first_token_seconds_count", ()] == 2
     assert samples["clairai_first_token_seconds_bucket", ("0.025",)] == 2
-    ended = "clairai_completions_ended_total"
-    counts = {outcome: samples[ended, (outcome,)] for outcome in ("done", "cancelled", "error")}
-    assert counts == {"done": 2, "cancelled": 1, "error": 0}
-    assert samples["clairai_tokens_total", ()] == 36
     assert samples["clairai_completion_seconds_bucket", ("0.25",)] == 0
     assert samples["clairai_completion_seconds_bucket", ("0.5",)] == 3
     assert samples["clairai_completion_seconds_sum", ()] == pytest.approx(0.9)
@@ -271,7 +349,8 @@ def test_the_lag_of_scores_is_from_publishing_to_reading() -> None:
 def test_nothing_is_shared_between_two_proxies_or_with_other_libraries() -> None:
     first, second = Metrics(), Metrics()
     first.on_completion_end(_end("done"))
-    assert _samples(second)["clairai_completions_ended_total", ("done",)] == 0
+    assert _samples(first)["clairai_completion_seconds_count", ()] == 1
+    assert _samples(second)["clairai_completion_seconds_count", ()] == 0
     assert not [name for name in REGISTRY._names_to_collectors if name.startswith("clairai")]
     assert all(name.startswith("clairai_") for name, _ in _samples(first))
 
@@ -308,7 +387,7 @@ def test_nothing_is_counted_while_a_snapshot_is_taken(monkeypatch: pytest.Monkey
         assert feeding.is_alive()
 
     monkeypatch.setattr(metrics._scores, "count_pending", count_pending)
-    metrics.text(NUMBERS)
+    metrics.snapshot(NUMBERS)()
     feeding.join()
 
 
