@@ -91,7 +91,7 @@ class LivenessWatch:
         kept = _newest_writers(beats)
         self._watched = {(beat.pid, beat.start_ticks): self._update(beat) for beat in kept}
         found = [trouble for beat in kept if (trouble := self._judge(beat)) is not None]
-        return min(found, key=lambda one: (not one.is_fatal, one.since), default=None)
+        return min(found, key=_urgency, default=None)
 
     def _update(self, beat: Beat) -> _Watched:
         seen = self._watched.get((beat.pid, beat.start_ticks))
@@ -148,6 +148,11 @@ class LivenessWatch:
             is_fatal and beat.role not in _NOT_VITAL,
             is_stalling=beat.role not in (*_NOT_VITAL, *_WOKEN),
         )
+
+
+def _urgency(trouble: Trouble) -> tuple[bool, bool, float]:
+    """The least is the worst: it is fatal, or requests wait, or it is the oldest."""
+    return not trouble.is_fatal, not trouble.is_stalling, trouble.since
 
 
 def _newest_writers(beats: Sequence[Beat]) -> list[Beat]:

@@ -196,7 +196,7 @@ def create_server(app: FastAPI, settings: ProxySettings) -> uvicorn.Server:
     """
     proxy: Proxy = app.state.proxy
     quiet_connection_log()
-    connections = Connections(most_connections(settings.limits.connections))
+    connections = proxy.connections = Connections(most_connections(settings.limits.connections))
     protocol = partial(
         BoundedProtocol,
         settings=settings,

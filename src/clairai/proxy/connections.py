@@ -57,13 +57,17 @@ class Connections:
         return max(1, min(_MOST_AT_ONCE, self._most // 8))
 
     @property
+    def is_full(self) -> bool:
+        """True if the next connection may ask for health alone, whoever opens it."""
+        return self._by_peer.total() >= self._most
+
+    @property
     def num_open(self) -> int:
         return self._by_peer.total() + self._num_reserved
 
     def open(self, peer: str, refuse: Callable[[], None]) -> OpenConnection:
         """Count a connection, and say what it may do; call `close` when it has ended."""
-        is_full = self._by_peer.total() >= self._most
-        if not is_full and self._by_peer[peer] < self._most_by_peer:
+        if not self.is_full and self._by_peer[peer] < self._most_by_peer:
             self._by_peer[peer] += 1
             return OpenConnection(peer, Allowance.ANY, refuse)
         if self._num_reserved >= NUM_RESERVED and self._silent:

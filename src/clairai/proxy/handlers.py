@@ -28,7 +28,7 @@ from clairai.proxy.host_paths import hide_roots
 from clairai.proxy.proxy import Proxy
 from clairai.proxy.relay import forwarded_headers, read_whole, relay, relay_parts, relay_upload
 from clairai.proxy.responses import HttpRefusal, bad_request
-from clairai.proxy.schema import ExampleList, Health, ReaderState
+from clairai.proxy.schema import ExampleList, Health, Liveness, ReaderState, Readiness
 from clairai.proxy.upstream import decode_answer
 
 _JSON: Final = "application/json"
@@ -182,6 +182,22 @@ async def health(call: HandlerCall) -> Response:
     )
 
 
+async def live(_: HandlerCall) -> Response:
+    """That this is answered says it: only the event loop has to turn."""
+    return _json_response(Liveness(live=True))
+
+
+async def ready(call: HandlerCall) -> Response:
+    obstacle = await call.proxy.find_obstacle()
+    if obstacle is None:
+        return _json_response(Readiness(ready=True, reason=None))
+    response = _json_response(
+        Readiness(ready=False, reason=obstacle.reason), HTTPStatus.SERVICE_UNAVAILABLE
+    )
+    response.headers["Retry-After"] = str(obstacle.retry_after_s)
+    return response
+
+
 async def metrics(call: HandlerCall) -> Response:
     observer = call.proxy.metrics
     if observer is None:
@@ -210,7 +226,7 @@ HANDLERS: Final[dict[str, Handler]] = {
         handler.__name__: handler
         for handler in (
             *(chat, completions, resume, stop, amend, models, get_vector, get_capture, put_buffer),
-            *(describe, examples, health, metrics, openapi, page, asset),
+            *(describe, examples, health, live, ready, metrics, openapi, page, asset),
         )
     },
     **dict.fromkeys(("put_probe", "remove_probe"), change_probe),

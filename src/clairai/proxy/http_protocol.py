@@ -34,7 +34,8 @@ BACKLOG: Final = 2048
 LINGER_S: Final = 2.0  # how long a refused client may go on sending
 LINGER_BYTES: Final = 16 << 20
 DISCARD_PAUSE_S: Final = 0.05  # after each part of what it sends, of 256 KiB at most
-HEALTH: Final = b"/health"
+# Also answered to connections that are open beyond the bound.
+HEALTH_PATHS: Final = (b"/health", b"/health/live", b"/health/ready")
 _CLOSE: Final = (b"connection", b"close")
 # uvicorn warns of every request that is not HTTP: a client could fill the log.
 _LOG: Final = logging.getLogger("uvicorn.error.connection")
@@ -180,7 +181,8 @@ class BoundedProtocol(H11Protocol):
                 return
             self._check_size(end)
             target = check_head(bytes(self._head[:end]), self._limits)
-            if self._allowance is Allowance.HEALTH and target.partition(b"?")[0] != HEALTH:
+            is_health = target.partition(b"?")[0] in HEALTH_PATHS
+            if self._allowance is Allowance.HEALTH and not is_health:
                 raise _overloaded()
         except HttpRefusal as refusal:
             self._refuse(refusal)

@@ -11,6 +11,7 @@ import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from http import HTTPStatus
 from typing import Final
 
@@ -19,6 +20,7 @@ from clairai.proxy.capture_watch import CaptureWatch
 from clairai.proxy.completions.completion_request import ScoredRequest
 from clairai.proxy.completions.named_runs import NamedRuns
 from clairai.proxy.completions.request_scores import RequestScores, RowBatch, ScoreBudget
+from clairai.proxy.connections import Connections
 from clairai.proxy.engine_facts import EngineFacts, HealthCheck
 from clairai.proxy.engine_watch import EngineWatch
 from clairai.proxy.load_limits import BodyBudget, ByteRates, LargeBodies
@@ -126,6 +128,14 @@ def status_class(status: int) -> str:
     return f"{status // 100}xx"
 
 
+@dataclass(frozen=True)
+class Obstacle:
+    """Why a request that is sent now is not answered, and when to ask again."""
+
+    reason: str
+    retry_after_s: int
+
+
 class Proxy:
     """`app.state.proxy`."""
 
@@ -155,6 +165,7 @@ class Proxy:
         self.large_bodies = LargeBodies()
         self.bodies = BodyBudget(settings.limits)
         self.byte_rates = ByteRates(settings.limits)
+        self.connections: Connections | None = None  # of the server, which is created later
         self._scores: dict[int, RequestScores] = {}  # by stream
         self._budget = ScoreBudget(settings.limits.scores_in_all)
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -187,6 +198,18 @@ class Proxy:
         self._loop.call_soon_threadsafe(self.upstream.hang_up)
 
     # Completions
+
+    async def find_obstacle(self) -> Obstacle | None:
+        """None if a completion that is sent now is answered; asks upstream once a second."""
+        if self._num_places >= self.settings.limits.streams:
+            return Obstacle("as many requests are being answered as may be at once", 1)
+        if self.connections is not None and self.connections.is_full:
+            return Obstacle("as many connections are open as may be at once", 1)
+        health = await self.health.recent()
+        if health.is_answering:
+            return None
+        reason = health.reason or f"the engine is {health.status}"
+        return Obstacle(reason, 2 if health.status == "starting" else 5)
 
     @contextmanager
     def reserve_place(self) -> Iterator[None]:

@@ -337,6 +337,19 @@ ROUTES: Final = (
         also=((503, "Not now"),),
     ),
     Route(
+        *("GET", "/health/live", "live"),
+        "Whether the proxy's event loop turns",
+        right="public",
+        answers=schema.Liveness,
+    ),
+    Route(
+        *("GET", "/health/ready", "ready"),
+        "Whether a completion that is sent now is answered",
+        right="public",
+        answers=schema.Readiness,
+        also=((503, "Not now; Retry-After says when to ask again"),),
+    ),
+    Route(
         "GET",
         "/metrics",
         "metrics",

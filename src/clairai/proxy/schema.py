@@ -448,6 +448,15 @@ class ExampleList(RequestBody):
     data: list[Example]
 
 
+class Liveness(Answer):
+    live: Annotated[bool, Meta(description="the proxy's event loop turns; says nothing else")]
+
+
+class Readiness(Answer):
+    ready: Annotated[bool, Meta(description="a completion that is sent now is answered")]
+    reason: Annotated[str | None, Meta(description="why it would not be")]
+
+
 class Health(Answer):
     status: Literal["starting", "ready", "degraded", "failed"]
     reason: str | None
@@ -466,7 +475,7 @@ _PARTS: Final = (
 )
 _ANSWERS: Final = (
     *(ProbeList, Amended, Tiers, VectorList, CaptureList, TensorList),
-    *(EngineDescription, ExampleList, Health),
+    *(EngineDescription, ExampleList, Health, Liveness, Readiness),
 )
 _WIRE_ANSWERS: Final[tuple[type[Struct], ...]] = (
     control_messages.ListedProbe,

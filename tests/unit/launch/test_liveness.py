@@ -218,6 +218,26 @@ def test_a_dead_capture_writer_is_told_and_not_fatal_until_a_new_one_beats(scene
     assert scene.run(2.0, beating=(7, 21)) is None
 
 
+def test_a_core_that_makes_no_progress_is_told_before_a_process_that_no_request_waits_for(
+    scene: Scene,
+) -> None:
+    scene.add("capture-writer", 20)
+    scene.run(1.0, beating=(7, 20))
+    scene.letters[20] = "T"
+    found = scene.run(4.0, beating=(7,))
+    assert found is not None
+    assert (found.reason, found.is_stalling) == (
+        "the capture writer (process 20) is suspended",
+        False,
+    )
+    found = scene.run(LIMITS.slow + 1.0)
+    assert found is not None
+    assert (found.reason, found.is_stalling) == (
+        "the engine core (process 7) makes no progress",
+        True,
+    )
+
+
 def test_a_suspended_guard_is_told_and_a_fatal_trouble_comes_first(scene: Scene) -> None:
     scene.add("process-guard", 5)
     scene.letters[5] = "T"
