@@ -39,10 +39,13 @@ OTHER_BANK = Bank(2, (ProbeInfo("position", "post_block.3"), ProbeInfo("negative
 
 # Banks of an engine that takes weights, before and after it took some.
 OLD_WEIGHTS, NEW_WEIGHTS = Bank(3, BANK.probes, 0), Bank(4, BANK.probes, 1)
+# And one whose first probe has an activation.
+ACTIVATED = Bank(5, (ProbeInfo("token", "pre_attn.0", "relu", THRESHOLD), BANK.probes[1]), 2)
 
 
 def bank_of(version: int) -> Bank | None:
-    return {one.version: one for one in (BANK, OTHER_BANK, OLD_WEIGHTS, NEW_WEIGHTS)}.get(version)
+    banks = (BANK, OTHER_BANK, OLD_WEIGHTS, NEW_WEIGHTS, ACTIVATED)
+    return {one.version: one for one in banks}.get(version)
 
 
 def score(token_id: int, position: int) -> list[float]:

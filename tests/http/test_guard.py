@@ -76,7 +76,8 @@ def test_the_key_is_needed_exactly_where_the_table_says(guarded: World, route: R
 
 
 def test_only_the_page_and_health_are_open() -> None:
-    assert {route.handler for route in ROUTES if not route.needs_key} == {"health", "page", "asset"}
+    handlers = {route.handler for route in ROUTES if not route.needs_key}
+    assert handlers == {"health", "live", "ready", "page", "asset"}
 
 
 @pytest.mark.parametrize("route", ROUTES, ids=lambda route: route.handler)

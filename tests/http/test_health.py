@@ -29,9 +29,9 @@ def own(tmp_path: Path) -> Iterator[World]:
         yield made
 
 
-def _get(w: World, path: str, **more: float) -> httpx.Response:
+def _get(w: World, path: str, *, timeout_s: float = 20.0) -> httpx.Response:
     with w.client() as client:
-        return client.get(path, **more)
+        return client.get(path, timeout=timeout_s)
 
 
 def _silent_connection(w: World, peer: str) -> socket.socket:
@@ -68,7 +68,7 @@ def test_liveness_is_not_answered_while_the_event_loop_stands_still(own: World) 
     own.loop.call_soon_threadsafe(going_on.wait, 10)
     try:
         with pytest.raises(httpx.ReadTimeout):
-            _get(own, LIVE, timeout=0.3)
+            _get(own, LIVE, timeout_s=0.3)
     finally:
         going_on.set()
     assert _get(own, LIVE).status_code == 200

@@ -253,8 +253,8 @@ class HealthCheck:
             return HealthStatus("failed" if self._was_ready else "starting", reason)
         self._was_ready = True
         if not self.is_supervised and (silent_s := await self.silent_s()):
-            since = time.time() - silent_s
-            return HealthStatus("degraded", _NO_PROGRESS, since, is_stalled=True)
+            began = time.time() - silent_s
+            return HealthStatus("degraded", _NO_PROGRESS, began, is_stalled=True)
         ring = self._ring_status()
         problems = await self._capture_watch.problems()
         if not problems:

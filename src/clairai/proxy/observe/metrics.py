@@ -16,7 +16,7 @@ from copy import deepcopy
 from dataclasses import dataclass
 from functools import partial
 from importlib.metadata import version
-from typing import Final, get_args
+from typing import Any, Final, get_args
 
 import numpy as np
 from numpy.typing import NDArray
@@ -398,7 +398,7 @@ def _counter(name: str, documentation: str, value: int) -> Metric:
     return CounterMetricFamily(name, documentation, value)
 
 
-def _counters(name: str, documentation: str, label: str, values: Mapping[str, int]) -> Metric:
+def _counters(name: str, documentation: str, label: str, values: Mapping[Any, int]) -> Metric:
     """One counter for each value of a label."""
     family = CounterMetricFamily(name, documentation, labels=[label])
     for value, count in values.items():
