@@ -27,6 +27,7 @@ ClairaiError
 │   ├── StoreStoppedError  accepted rows could not be committed; the message says why
 │   └── CaptureDownError  nothing is captured now: the capture writer is being replaced
 ├── EncodingError        rows, or encoded rows, do not fit the encoder; nothing was changed
+├── NoScoresError        no scores are kept under this id, or no longer
 ├── RowsLostError        requested scores were overwritten before they were read
 └── ModelError           the demo model cannot be built from its package
 
@@ -172,6 +173,10 @@ class StoreStoppedError(StoreError):
 
 class CaptureDownError(StoreError):
     code = "capture-down"
+
+
+class NoScoresError(ClairaiError):
+    code = "no-scores"
 
 
 class RowsLostError(ClairaiError):

@@ -100,6 +100,9 @@ ROWS: Final = {
         f"{LIMITS.json_rate // MIB} MiB, {LIMITS.json_burst // MIB} MiB at once; "
         f"{LIMITS.client_json_rate // MIB} MiB, {LIMITS.client_json_burst // MIB} MiB at once"
     ),
+    "answers whose scores are kept": (
+        f"{LIMITS.kept_answers}; {LIMITS.kept_bytes // MIB} MiB; {TIMEOUTS.scores_kept:g} s after"
+    ),
     "requests in the proxy at once": (
         f"{LIMITS.streams}; {LIMITS.runs}; {LIMITS.run_bytes // MIB} MiB"
     ),

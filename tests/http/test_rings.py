@@ -240,7 +240,7 @@ def test_observers_see_every_row_and_the_end_of_every_run(
         assert scored(w) == (4, 0)
         assert w.upstream.ring is not None
         w.upstream.ring.rows(99, 0, [1, 2, 3])  # somebody else's
-        until(lambda: watcher.scores[-1:] == [(("token", "position"), 3)])
+        until(lambda: watcher.scores[-1:] == [(("token", "position"), 3)] and watcher.ends)
         (end,) = watcher.ends
     assert (end.response_id, end.model, end.route, end.outcome) == (
         "chatcmpl-1",

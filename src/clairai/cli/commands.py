@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import sys
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from importlib.util import find_spec
 from pathlib import Path
@@ -65,6 +66,14 @@ class LogFormat(StrEnum):
     JSON = "json"
 
 
+@dataclass(frozen=True)
+class ScoreOptions:
+    """What --score-all and --keep-scores say."""
+
+    score_all: bool
+    keep_s: float
+
+
 Host = Annotated[str, typer.Option(help="Address to bind; any but loopback needs a key.")]
 Port = Annotated[int, typer.Option(help="Port to bind.", min=1, max=65535)]
 KeyFile = Annotated[
@@ -96,6 +105,31 @@ Stall = Annotated[
         metavar="SECONDS",
         min=5.0,
         help="End an engine that makes no progress for so long: 120, or 600 on a CPU.",
+    ),
+]
+Probes = Annotated[
+    list[str] | None, typer.Option(metavar="PATH", help="Probe file, folder or glob.")
+]
+Points = Annotated[
+    list[str] | None, typer.Option(metavar="POINT", help="Tap point, such as post_block.15.")
+]
+Vectors = Annotated[
+    list[str] | None, typer.Option(metavar="PATH", help="Steering vector, folder or glob.")
+]
+VllmLog = Annotated[
+    str | None, typer.Option(metavar="FILE", help="Where vLLM's own log goes; - is beside ours.")
+]
+ScoreAll = Annotated[
+    bool,
+    typer.Option("--score-all", help="Score every completion; fetch scores by the answer's id."),
+]
+KeepScores = Annotated[
+    float,
+    typer.Option(
+        "--keep-scores",
+        metavar="SECONDS",
+        min=1.0,
+        help="How long scores can be fetched after an answer's end.",
     ),
 ]
 Logs = Annotated[LogFormat, typer.Option("--log-format", help="Lines of text, or of JSON.")]
@@ -168,15 +202,9 @@ def serve(
     vllm_arguments: Annotated[
         list[str] | None, typer.Argument(metavar="-- VLLM_ARGUMENT", help="Handed to vLLM.")
     ] = None,
-    probes: Annotated[
-        list[str] | None, typer.Option(metavar="PATH", help="Probe file, folder or glob.")
-    ] = None,
-    points: Annotated[
-        list[str] | None, typer.Option(metavar="POINT", help="Tap point, such as post_block.15.")
-    ] = None,
-    vectors: Annotated[
-        list[str] | None, typer.Option(metavar="PATH", help="Steering vector, folder or glob.")
-    ] = None,
+    probes: Probes = None,
+    points: Points = None,
+    vectors: Vectors = None,
     steering: Annotated[
         bool, typer.Option("--steering", help="Rows can be steered; --vectors implies it.")
     ] = False,
@@ -189,10 +217,9 @@ def serve(
     on_death: Death = OnDeath.END,
     stall_limit: Stall = None,
     log_format: Logs = LogFormat.TEXT,
-    vllm_log: Annotated[
-        str | None,
-        typer.Option(metavar="FILE", help="Where vLLM's own log goes; - is beside ours."),
-    ] = None,
+    vllm_log: VllmLog = None,
+    score_all: ScoreAll = False,
+    keep_scores: KeepScores = 600.0,
 ) -> None:
     """Serve MODEL: vLLM with clairai's taps, proxy and dashboard on one port."""
     _require_proxy_packages()
@@ -201,7 +228,9 @@ def serve(
 
     run(
         model,
-        _proxy_options(host, port, api_key_file, allow_origin, allow_host),
+        _proxy_options(
+            host, port, api_key_file, allow_origin, allow_host, ScoreOptions(score_all, keep_scores)
+        ),
         UserOutput.of(log_format.value),
         points=points or [],
         probes=probes or [],
@@ -235,6 +264,8 @@ def proxy(
     allow_origin: Origins = None,
     allow_host: Hosts = None,
     log_format: Logs = LogFormat.TEXT,
+    score_all: ScoreAll = False,
+    keep_scores: KeepScores = 600.0,
 ) -> None:
     """Show a vLLM that runs elsewhere on this host: proxy and dashboard on one port."""
     _require_proxy_packages()
@@ -244,7 +275,9 @@ def proxy(
 
     run(
         upstream,
-        _proxy_options(host, port, api_key_file, allow_origin, allow_host),
+        _proxy_options(
+            host, port, api_key_file, allow_origin, allow_host, ScoreOptions(score_all, keep_scores)
+        ),
         UserOutput.of(log_format.value),
         runtime=runtime_dir,
         upstream_api_key=api_key(upstream_api_key_file, UPSTREAM),
@@ -257,13 +290,19 @@ def _proxy_options(
     key_file: Path | None,
     origins: list[str] | None = None,
     names: list[str] | None = None,
+    scores: ScoreOptions | None = None,
 ) -> ProxyOptions:
     from clairai.launch.api_key import access_keys
     from clairai.launch.engine_command import ListenAddress
     from clairai.launch.proxy_thread import ProxyOptions
 
     address = ListenAddress(host, port, keys=access_keys(key_file))
-    return ProxyOptions(address, tuple(origins or ()), tuple(names or ()))
+    made = ProxyOptions(address, tuple(origins or ()), tuple(names or ()))
+    return (
+        made
+        if scores is None
+        else replace(made, score_all=scores.score_all, scores_kept_s=scores.keep_s)
+    )
 
 
 def _require_proxy_packages() -> None:

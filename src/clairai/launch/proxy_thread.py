@@ -31,7 +31,7 @@ from clairai.proxy.observe.metrics import Metrics
 from clairai.proxy.observe.observer import Observer
 from clairai.proxy.observe.telemetry import Telemetry
 from clairai.proxy.proxy import Proxy
-from clairai.proxy.proxy_settings import ProxySettings
+from clairai.proxy.proxy_settings import ProxySettings, Timeouts
 
 START_S: Final = 20.0
 STOP_S: Final = 4.0  # for answers that are being sent, and for the thread that reads the ring
@@ -47,6 +47,8 @@ class ProxyOptions:
     allowed_origins: tuple[str, ...] = ()
     allowed_hosts: tuple[str, ...] = ()
     examples: Path | None = None
+    score_all: bool = False
+    scores_kept_s: float = Timeouts.scores_kept
 
     def settings(
         self, upstream: str, runtime: Path, upstream_api_key: str | None = None
@@ -62,6 +64,8 @@ class ProxyOptions:
             examples=self.examples,
             allowed_origins=self.allowed_origins,
             allowed_hosts=self.allowed_hosts,
+            score_all=self.score_all,
+            timeouts=Timeouts(scores_kept=self.scores_kept_s),
         )
 
 

@@ -37,10 +37,10 @@ GRACE_S: Final = 2
 # Headers that pages of allowed origins may send and read.
 _SENT_BY_PAGES: Final = (
     *("Authorization", "Content-Type", "Last-Event-ID", "If-Match", "If-None-Match"),
-    *("Range", "If-Range"),
+    *("Range", "If-Range", "X-Clairai-Scores"),
 )
 _READ_BY_PAGES: Final = (
-    *("X-Clairai-Run", "X-Clairai-Lost"),
+    *("X-Clairai-Run", "X-Clairai-Lost", "X-Clairai-Unscored"),
     *("ETag", "Content-Range", "Accept-Ranges"),
 )
 

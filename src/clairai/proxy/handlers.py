@@ -29,7 +29,7 @@ from clairai.proxy.proxy import Proxy
 from clairai.proxy.relay import forwarded_headers, read_whole, relay, relay_parts, relay_upload
 from clairai.proxy.responses import HttpRefusal, bad_request
 from clairai.proxy.schema import ExampleList, Health, Liveness, ReaderState, Readiness
-from clairai.proxy.upstream import decode_answer
+from clairai.proxy.upstream import UpstreamGone, decode_answer
 
 _JSON: Final = "application/json"
 
@@ -58,6 +58,17 @@ async def chat(call: HandlerCall) -> Response:
 
 async def completions(call: HandlerCall) -> Response:
     return await _complete(call, "/v1/completions")
+
+
+async def get_scores(call: HandlerCall) -> Response:
+    """The scores of an answer so far, by the id that its client was given."""
+    kept = call.proxy.kept_scores.copy(call.request.path_params["id"], call.caller)
+    try:
+        texts = await call.proxy.engine_facts.token_texts()
+    except (HttpRefusal, UpstreamGone):
+        texts = None  # the engine has ended, or has no route for them: ids are there
+    # Millions of scores take longer to write than a token may be late.
+    return await asyncio.to_thread(lambda: _json_response(kept.describe(texts)))
 
 
 async def resume(call: HandlerCall) -> Response:
@@ -225,7 +236,8 @@ HANDLERS: Final[dict[str, Handler]] = {
     **{
         handler.__name__: handler
         for handler in (
-            *(chat, completions, resume, stop, amend, models, get_vector, get_capture, put_buffer),
+            *(chat, completions, get_scores, resume, stop, amend, models, get_vector),
+            *(get_capture, put_buffer),
             *(describe, examples, health, live, ready, metrics, openapi, page, asset),
         )
     },

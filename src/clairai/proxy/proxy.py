@@ -18,6 +18,7 @@ from typing import Final
 from clairai.fields.request_fields import new_stream_id
 from clairai.proxy.capture_watch import CaptureWatch
 from clairai.proxy.completions.completion_request import ScoredRequest
+from clairai.proxy.completions.kept_scores import KeptScores
 from clairai.proxy.completions.named_runs import NamedRuns
 from clairai.proxy.completions.request_scores import RequestScores, RowBatch, ScoreBudget
 from clairai.proxy.connections import Connections
@@ -162,6 +163,7 @@ class Proxy:
         )
         self._ring_finder = RingFinder(settings, self.upstream, self.feed)
         self.runs = NamedRuns(settings)
+        self.kept_scores = KeptScores(settings)
         self.large_bodies = LargeBodies()
         self.bodies = BodyBudget(settings.limits)
         self.byte_rates = ByteRates(settings.limits)
@@ -187,6 +189,7 @@ class Proxy:
 
     async def close(self) -> None:
         await self.runs.close()
+        self.kept_scores.close()
         await self._engine_watch.close()
         await self._ring_finder.close()
         await asyncio.to_thread(self.feed.stop)

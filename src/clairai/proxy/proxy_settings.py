@@ -53,6 +53,9 @@ class Limits:
     scores_in_all: int = 1 << 24
     runs: int = 64  # named runs held, ended ones included
     run_bytes: int = 8 << 20  # events held of one run, for a client that resumes it
+    # Answers whose scores are kept for clients that fetch them; the oldest are dropped first.
+    kept_answers: int = 4096
+    kept_bytes: int = 64 << 20
     # A response that is not streamed, such as a vector's file.
     answer_bytes: int = MAX_VECTOR_NBYTES
 
@@ -82,6 +85,7 @@ class Timeouts:
     finish: float = 10.0
     ping: float = 15.0
     run_kept: float = 60.0  # after a named run's end
+    scores_kept: float = 600.0  # after an answer's end
     run_alone: float = 10.0  # until a named run without a client is cancelled
     stalled: float = 120.0  # until a client that takes nothing is disconnected
 
@@ -107,6 +111,7 @@ class ProxySettings:
     page: Path = PAGE
     allowed_origins: tuple[str, ...] = ()
     allowed_hosts: tuple[str, ...] = ()  # host names of requests, besides the bound one
+    score_all: bool = False  # score requests that do not ask for it, and keep their scores
     limits: Limits = field(default_factory=Limits)
     timeouts: Timeouts = field(default_factory=Timeouts)
 

@@ -126,6 +126,13 @@ ROUTES: Final = (
         answers={**_OBJECT, **_STREAM},
     ),
     Route(
+        *("GET", "/v1/scores/{id}", "get_scores"),
+        "The scores of an answer by its id, also while it runs",
+        right="read",
+        answers=schema.AnswerScores,
+        parameters=(Parameter("id", "path", _STRING),),
+    ),
+    Route(
         *("GET", "/v1/runs/{run}", "resume"),
         "The events of a named run, from where the client was",
         right="read",

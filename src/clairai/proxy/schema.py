@@ -201,6 +201,35 @@ class PromptScores(Answer, kw_only=True):
     weights: _RowWeights = UNSET
 
 
+class KeptChoice(Answer):
+    """One choice of an answer whose scores are kept; scores as in the answer itself."""
+
+    index: int
+    finish_reason: Annotated[str | None, Meta(description="null while it runs")]
+    stop_reason: str | int | None
+    token_ids: Annotated[list[int], Meta(description="generated so far")]
+    tokens: Annotated[
+        list[str] | None, Meta(description="their texts; null if the engine does not tell them")
+    ]
+    probe_scores: Annotated[
+        ProbeScores, Meta(description="of the first tokens: while it runs, scores come later")
+    ]
+    prompt_scores: PromptScores | UnsetType = UNSET
+
+
+class AnswerScores(Answer, kw_only=True):
+    """The scores of an answer, by the id that its client was given."""
+
+    id: str
+    object: Literal["clairai.scores"] = "clairai.scores"
+    model: str | None
+    created: Annotated[int, Meta(description="when it was asked for, in seconds since 1970")]
+    status: Literal["running", "done", "cancelled", "error"]
+    is_final: Annotated[bool, Meta(description="nothing is added any more")]
+    expires: Annotated[float | None, Meta(description="in seconds since 1970; null while it runs")]
+    choices: list[KeptChoice]
+
+
 class TokenEvent(Answer):
     """Event `token`: `tokens[k]` is the text to show for token `start + k`."""
 
@@ -475,7 +504,7 @@ _PARTS: Final = (
 )
 _ANSWERS: Final = (
     *(ProbeList, Amended, Tiers, VectorList, CaptureList, TensorList),
-    *(EngineDescription, ExampleList, Health, Liveness, Readiness),
+    *(EngineDescription, ExampleList, Health, Liveness, Readiness, AnswerScores),
 )
 _WIRE_ANSWERS: Final[tuple[type[Struct], ...]] = (
     control_messages.ListedProbe,

@@ -6,6 +6,7 @@ import contextlib
 import http.client
 import socket
 from collections.abc import AsyncIterator
+from pathlib import Path
 
 import pytest
 import uvicorn
@@ -13,7 +14,8 @@ from fastapi import FastAPI
 
 from clairai.errors import ClairaiError, ConfigError
 from clairai.launch.engine_command import ListenAddress
-from clairai.launch.proxy_thread import ProxyThread, listen
+from clairai.launch.proxy_thread import ProxyOptions, ProxyThread, listen
+from clairai.proxy.proxy_settings import Timeouts
 
 
 def free_port() -> int:
@@ -75,3 +77,11 @@ def test_an_app_that_cannot_start_is_an_error_at_once() -> None:
         front = ProxyThread(_server(FastAPI(lifespan=lifespan)), listener)
         with pytest.raises(ClairaiError, match="the proxy has ended"):
             front.__enter__()
+
+
+def test_options_about_scores_reach_the_proxy() -> None:
+    options = ProxyOptions(ListenAddress("127.0.0.1", 1), score_all=True, scores_kept_s=5.0)
+    settings = options.settings("http://127.0.0.1:2", Path())
+    assert (settings.score_all, settings.timeouts.scores_kept) == (True, 5.0)
+    usual = ProxyOptions(ListenAddress("127.0.0.1", 1)).settings("http://127.0.0.1:2", Path())
+    assert (usual.score_all, usual.timeouts) == (False, Timeouts())

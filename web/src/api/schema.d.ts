@@ -35,6 +35,23 @@ export interface paths {
         patch?: never;
         trace?: never;
     };
+    "/v1/scores/{id}": {
+        parameters: {
+            query?: never;
+            header?: never;
+            path?: never;
+            cookie?: never;
+        };
+        /** The scores of an answer by its id, also while it runs */
+        get: operations["get_scores"];
+        put?: never;
+        post?: never;
+        delete?: never;
+        options?: never;
+        head?: never;
+        patch?: never;
+        trace?: never;
+    };
     "/v1/runs/{run}": {
         parameters: {
             query?: never;
@@ -519,6 +536,25 @@ export interface components {
             steer: components["schemas"]["SteerEntry"][];
         };
         /**
+         * AnswerScores
+         * @description The scores of an answer, by the id that its client was given.
+         */
+        AnswerScores: {
+            id: string;
+            /** @enum {unknown} */
+            object: "clairai.scores";
+            model: string | null;
+            /** @description when it was asked for, in seconds since 1970 */
+            created: number;
+            /** @enum {unknown} */
+            status: "cancelled" | "done" | "error" | "running";
+            /** @description nothing is added any more */
+            is_final: boolean;
+            /** @description in seconds since 1970; null while it runs */
+            expires: number | null;
+            choices: components["schemas"]["KeptChoice"][];
+        };
+        /**
          * AppliedEntry
          * @description An entry as the engine applies it: with its content's digest, and all of its points.
          */
@@ -803,6 +839,23 @@ export interface components {
             points: {
                 [key: string]: string;
             };
+        };
+        /**
+         * KeptChoice
+         * @description One choice of an answer whose scores are kept; scores as in the answer itself.
+         */
+        KeptChoice: {
+            index: number;
+            /** @description null while it runs */
+            finish_reason: string | null;
+            stop_reason: string | number | null;
+            /** @description generated so far */
+            token_ids: number[];
+            /** @description their texts; null if the engine does not tell them */
+            tokens: string[] | null;
+            /** @description of the first tokens: while it runs, scores come later */
+            probe_scores: components["schemas"]["ProbeScores"];
+            prompt_scores?: components["schemas"]["PromptScores"];
         };
         /** Liveness */
         Liveness: {
@@ -1267,6 +1320,37 @@ export interface operations {
                         event?: string;
                         data: string;
                     };
+                };
+            };
+            /** @description Refused, and why */
+            default: {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["ErrorBody"];
+                };
+            };
+        };
+    };
+    get_scores: {
+        parameters: {
+            query?: never;
+            header?: never;
+            path: {
+                id: string;
+            };
+            cookie?: never;
+        };
+        requestBody?: never;
+        responses: {
+            /** @description As asked */
+            200: {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["AnswerScores"];
                 };
             };
             /** @description Refused, and why */

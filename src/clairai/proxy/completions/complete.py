@@ -9,8 +9,9 @@ import asyncio
 import time
 from collections.abc import AsyncGenerator
 from contextlib import AsyncExitStack, aclosing
+from dataclasses import dataclass
 from http import HTTPStatus
-from typing import TypeVar
+from typing import Final, TypeVar
 
 import aiohttp
 from starlette.requests import Request as HttpRequest
@@ -19,14 +20,22 @@ from starlette.responses import Response
 from clairai.errors import RequestError
 from clairai.proxy.caller import Caller
 from clairai.proxy.completions.chunk import read_chunk
-from clairai.proxy.completions.completion_request import ScoredRequest, read_request
+from clairai.proxy.completions.completion_request import (
+    SCORES_HEADER,
+    ClairaiOptions,
+    ScoredRequest,
+    make_quiet_request,
+    read_request,
+    read_scores_header,
+)
+from clairai.proxy.completions.kept_scores import KeptAnswer
 from clairai.proxy.completions.merger import Merger, StreamWriter, merge_frames
 from clairai.proxy.completions.named_runs import NamedRun
 from clairai.proxy.completions.request_scores import RequestScores
 from clairai.proxy.completions.stream_writers import (
-    NamedEvent,
     NamedEventWriter,
     OpenAIStreamWriter,
+    QuietStreamWriter,
     make_event,
 )
 from clairai.proxy.proxy import Completion, Proxy
@@ -41,6 +50,7 @@ from clairai.proxy.responses import EventStream, HttpRefusal, bad_request
 from clairai.proxy.upstream import NotSteered, UpstreamGone, response_headers
 
 Item = TypeVar("Item")
+UNSCORED_HEADER: Final = "X-Clairai-Unscored"
 
 
 async def complete(
@@ -52,13 +62,16 @@ async def complete(
             path, key=caller.name, request_id=http.headers.get("x-request-id")
         )
         completion = stack.enter_context(named)
-        request = await _read_request(proxy, body)
+        request = await _read_request(proxy, http, body)
         stack.enter_context(proxy.reserve_place())
-        if request is None:
-            return await relay_completion(stack.pop_all(), proxy, http, body, path, completion)
+        if isinstance(request, _Unscored):
+            answer = await relay_completion(stack.pop_all(), proxy, http, body, path, completion)
+            return request.explain(answer)
         _check_rights(caller, request)
         await _check_engine(proxy, request)
         scores = completion.scores = stack.enter_context(proxy.open_scores(request))
+        kept = proxy.kept_scores.open(scores, caller.name)
+        stack.callback(lambda: kept.end(completion.outcome))
         asking = proxy.upstream.ask(
             "POST",
             with_query(path, http),
@@ -70,25 +83,54 @@ async def complete(
         )
         if request.options.is_named:
             proxy.runs.make_room()
-        answer = _ScoredAnswer(proxy, request, completion, scores, caller)
-        await answer.load_texts()  # before upstream begins
+        scored = _ScoredAnswer(proxy, request, completion, scores, kept, caller)
+        await scored.load_texts()  # before upstream begins
         response = await stack.enter_async_context(asking)
         if response.status != HTTPStatus.OK:
             completion.set_failed(response.status)
             return await read_whole(proxy.upstream, response)
         if request.options.is_named:
-            return answer.as_named_run(response, stack)
+            return scored.as_named_run(response, stack)
         if is_event_stream(response):
-            return answer.as_stream(response, stack)
-        return await answer.as_whole(response)
+            return scored.as_stream(response, stack)
+        return await scored.as_whole(response)
 
 
-async def _read_request(proxy: Proxy, body: bytes) -> ScoredRequest | None:
-    limits = proxy.settings.limits
+@dataclass(frozen=True)
+class _Unscored:
+    """A request that goes upstream byte for byte; `reason` if it should have been scored."""
+
+    reason: str | None = None
+
+    def explain(self, answer: Response) -> Response:
+        if self.reason is not None:
+            answer.headers[UNSCORED_HEADER] = self.reason.encode("ascii", "replace").decode()
+        return answer
+
+
+async def _read_request(proxy: Proxy, http: HttpRequest, body: bytes) -> ScoredRequest | _Unscored:
+    limits, header = proxy.settings.limits, http.headers.get(SCORES_HEADER)
     try:
-        return await proxy.large_bodies.run(body, lambda: read_request(body, limits))
+        asked = read_scores_header(header)
+        request = await proxy.large_bodies.run(body, lambda: read_request(body, limits))
+        if request is not None:
+            return request
+        if asked is not None:
+            return await _make_quiet_request(proxy, body, asked)
     except RequestError as error:
-        raise bad_request(error, param="clairai") from None
+        param = "clairai" if header is None else SCORES_HEADER
+        raise bad_request(error, param=param) from None
+    if header is not None or not proxy.settings.score_all:
+        return _Unscored()
+    try:
+        return await _make_quiet_request(proxy, body, ClairaiOptions())
+    except RequestError as error:  # the client did not ask for scores: it gets its answer
+        return _Unscored(error.reason)
+
+
+async def _make_quiet_request(proxy: Proxy, body: bytes, options: ClairaiOptions) -> ScoredRequest:
+    limits = proxy.settings.limits
+    return await proxy.large_bodies.run(body, lambda: make_quiet_request(body, options, limits))
 
 
 def _check_rights(caller: Caller, request: ScoredRequest) -> None:
@@ -117,6 +159,7 @@ class _ScoredAnswer:
         request: ScoredRequest,
         completion: Completion,
         scores: RequestScores,
+        kept: KeptAnswer,
         caller: Caller,
     ) -> None:
         self._proxy = proxy
@@ -124,7 +167,9 @@ class _ScoredAnswer:
         self._options = request.options.without_vectors()
         self._keeps_token_ids = request.keeps_token_ids
         self._completion = completion
+        self._shows_scores = request.shows_scores
         self._scores = scores
+        self._kept = kept
         self._caller = caller
 
     async def load_texts(self) -> None:
@@ -197,7 +242,7 @@ class _ScoredAnswer:
         writer = NamedEventWriter(self._scores, self._texts)
         async with stack:
             try:
-                await self._put_all(run, merge_frames(response.content, self._merger(writer)))
+                await self._put_all(run, response.content, writer)
                 self._completion.outcome = "error" if writer.has_failed else "done"
             except UpstreamGone as gone:
                 self._note_upstream_error()
@@ -206,25 +251,30 @@ class _ScoredAnswer:
                 run.add(writer.write_cancelled())
                 raise
 
-    async def _put_all(self, run: NamedRun, parts: AsyncGenerator[list[NamedEvent], None]) -> None:
-        async with aclosing(parts):
+    async def _put_all(
+        self, run: NamedRun, content: aiohttp.StreamReader, writer: NamedEventWriter
+    ) -> None:
+        merger = self._merger(writer)
+        async with aclosing(merge_frames(content, merger)) as parts:
             async for events in parts:
                 self._completion.note_token()
+                if merger.is_done:
+                    self._kept.end("error" if writer.has_failed else "done")
                 await run.put(events)
 
     def _note_frames(self, merger: Merger[bytes]) -> None:
         self._completion.note_token()
         if merger.is_done:  # noted before it is sent: the client may leave when it has the end
             self._completion.outcome = "done"
+            self._kept.end("done")
 
     def _note_upstream_error(self) -> None:
         self._proxy.upstream.num_errors += 1
         self._completion.outcome = "error"
 
     def _openai_writer(self) -> OpenAIStreamWriter:
-        return OpenAIStreamWriter(
-            self._scores, keeps_token_ids=self._keeps_token_ids, texts=self._texts
-        )
+        kind = OpenAIStreamWriter if self._shows_scores else QuietStreamWriter
+        return kind(self._scores, keeps_token_ids=self._keeps_token_ids, texts=self._texts)
 
     def _merger(self, writer: StreamWriter[Item]) -> Merger[Item]:
         max_wait_s = self._proxy.settings.timeouts.finish

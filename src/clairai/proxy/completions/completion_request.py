@@ -43,6 +43,7 @@ _MAX_EMPTY: Final = 64  # bytes of a list that may be empty
 _Label = Annotated[str, msgspec.Meta(min_length=1, max_length=MAX_LABEL)]
 _NONE: Final = msgspec.Raw(b"[]")
 _NULL: Final = msgspec.Raw(b"null")
+SCORES_HEADER: Final = "X-Clairai-Scores"
 
 
 class _RuleOutline(msgspec.Struct, frozen=True):
@@ -129,6 +130,7 @@ class ScoredRequest:
     _fields: BodyFields  # without ours
     _steering_vectors: BodyFields
     _xargs: BodyFields
+    shows_scores: bool = True  # in the answer itself; else they are only kept
 
     @property
     def is_steered(self) -> bool:
@@ -198,6 +200,39 @@ def read_request(body: bytes, limits: Limits) -> ScoredRequest | None:
     fields = {name: raw for name, raw in fields.items() if name not in FIELD_PHASES}
     keeps_token_ids = read_flag(fields, "return_token_ids") is True
     return ScoredRequest(options, keeps_token_ids, fields, steering_vectors, _read_xargs(fields))
+
+
+def read_scores_header(given: str | None) -> ClairaiOptions | None:
+    """What the header asks for: `all`, names of probes with commas between, or `none`."""
+    if given is None or given.strip() == "none":
+        return None
+    names: str | list[str] = "all"
+    if given.strip() != "all":
+        names = [name.strip() for name in given.split(",")]
+    try:
+        return _read_options(msgspec.Raw(msgspec.json.encode({"probes": names})))
+    except RequestError:
+        raise RequestError(
+            f"{SCORES_HEADER} must be all, none, or names of probes with commas between, "
+            f"each once; got {quote(given)}"
+        ) from None
+
+
+def make_quiet_request(body: bytes, options: ClairaiOptions, limits: Limits) -> ScoredRequest:
+    """A request whose body, already checked, asks nothing of clairai: its answer stays as it is.
+
+    RequestError if it cannot be scored.
+    """
+    try:
+        fields = decode_body(body)
+    except UNREADABLE:
+        raise RequestError(
+            "the body is not an object of strict JSON, so it is not scored"
+        ) from None
+    _check_supported(fields, limits)
+    keeps_token_ids = read_flag(fields, "return_token_ids") is True
+    xargs = _read_xargs(fields)
+    return ScoredRequest(options, keeps_token_ids, fields, {}, xargs, shows_scores=False)
 
 
 def _read_options(raw: msgspec.Raw) -> ClairaiOptions:

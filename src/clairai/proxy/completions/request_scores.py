@@ -10,7 +10,7 @@ import asyncio
 import re
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple, Protocol
 
 import msgspec
 
@@ -191,6 +191,25 @@ class ScoreBudget:
         return self.held < self.limit
 
 
+class ChoiceEnd(NamedTuple):
+    """Why a choice ended; None while it runs."""
+
+    finish_reason: str | None
+    stop_reason: str | int | None
+
+
+class ScoreSink(Protocol):
+    """Gets what is delivered to the client, as it is delivered."""
+
+    def identify(self, response_id: str) -> None: ...
+
+    def add_tokens(self, choice: int, token_ids: Sequence[int]) -> None: ...
+
+    def add_scores(self, choice: int, made: ScoreSlice) -> None: ...
+
+    def add_prompt(self, token_ids: list[int], made: ScoreSlice) -> None: ...
+
+
 class _Choice:
     """One choice of the request."""
 
@@ -228,6 +247,7 @@ class RequestScores:
         self.raw_echo: msgspec.Raw | None = None  # what the engine says it does to this request
         self.echo = RequestEcho()  # the same, decoded
         self.changed = asyncio.Event()  # a row arrived, or the ring was attached or lost
+        self.kept: ScoreSink | None = None  # set before the answer begins
         self.num_lost = 0  # rows reported to the client as lost, prompt included
         self._is_attached = is_attached
         self._needs_echo = needs_echo
@@ -305,7 +325,10 @@ class RequestScores:
 
         The prompt's length says at which position the generated tokens begin.
         """
-        self.response_id = self.response_id or view.id
+        if self.response_id is None and view.id is not None:
+            self.response_id = view.id
+            if self.kept is not None:
+                self.kept.identify(view.id)
         self.model = self.model or view.model
         if self.prompt_ids is None and view.prompt is not None:
             self.prompt_ids = view.prompt
@@ -321,7 +344,10 @@ class RequestScores:
         """Read what a chunk says about one choice; the index of its first token."""
         choice = self._choice(view.index)
         start = choice.scores.num_tokens
-        choice.scores.add_tokens(view.token_ids or ())
+        if view.token_ids:
+            choice.scores.add_tokens(view.token_ids)
+            if self.kept is not None:
+                self.kept.add_tokens(view.index, view.token_ids)
         if view.finish_reason is not None:
             choice.finish_reason, choice.stop_reason = view.finish_reason, view.stop_reason
         return start
@@ -351,9 +377,10 @@ class RequestScores:
         if rows is None:
             return None
         found.summary.add(start, rows)
-        return self._count_lost(
-            make_slice(rows, start, scores.num_delivered - start, self._names),
-        )
+        made = make_slice(rows, start, scores.num_delivered - start, self._names)
+        if self.kept is not None:
+            self.kept.add_scores(choice, made)
+        return self._count_lost(made)
 
     def take_prompt(self, *, is_final: bool) -> ScoreSlice | None:
         """The prompt's scores, once: when all rows are here, or no more can arrive."""
@@ -365,7 +392,15 @@ class RequestScores:
         before = prompt.size
         rows, lost = prompt.take(self.prompt_ids)
         self._charge(-before)
-        return self._count_lost(make_slice(rows, 0, len(rows), self._names)._replace(lost=lost))
+        made = make_slice(rows, 0, len(rows), self._names)._replace(lost=lost)
+        if self.kept is not None:
+            self.kept.add_prompt(self.prompt_ids, made)
+        return self._count_lost(made)
+
+    def ends(self) -> dict[int, ChoiceEnd]:
+        """How each choice ended, if it has."""
+        found = ((at, self._choices[at]) for at in self.choices)
+        return {at: ChoiceEnd(one.finish_reason, one.stop_reason) for at, one in found}
 
     def results(self) -> tuple[ChoiceResult, ...]:
         return tuple(self.result(choice) for choice in self.choices)

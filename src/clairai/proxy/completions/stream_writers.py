@@ -86,6 +86,14 @@ class OpenAIStreamWriter:
         return PromptScores(token_ids=token_ids, tokens=texts, **prompt.fields())
 
 
+class QuietStreamWriter(OpenAIStreamWriter):
+    """OpenAI's stream as upstream sends it; its scores are only kept (`kept_scores.py`)."""
+
+    def _fields(self, choice: ChoiceView) -> dict[str, Any]:
+        super()._fields(choice)
+        return {}
+
+
 @dataclass(frozen=True)
 class NamedEvent:
     """An event that has no number yet; `data` is one line of JSON."""
