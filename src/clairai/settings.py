@@ -26,6 +26,34 @@ RING_HOMES: Final = ("host", "device")
 
 
 @dataclass(frozen=True)
+class SpoolSettings:
+    """How many scores are kept for `clairai.scores`; the field names are the keys of `scores`."""
+
+    memory_mib: int = 256  # rows on their way to disk
+    disk_gib: int = 64  # then the oldest rows are dropped
+    folder: str | None = None  # of files without a name; None: TMPDIR, or /var/tmp
+
+    def __post_init__(self) -> None:
+        _check_range("scores memory_mib", self.memory_mib, 1, 65536)
+        _check_range("scores disk_gib", self.disk_gib, 1, 65536)
+        if self.folder is not None and not isinstance(self.folder, str):
+            raise ConfigError("scores folder must be a path, as text")
+
+    @classmethod
+    def parse(cls, given: object) -> SpoolSettings | None:
+        """None if no scores are kept."""
+        if given is None or given is False:
+            return None
+        found: object = {} if given is True else given
+        if not isinstance(found, Mapping):
+            raise ConfigError(f"scores must be true, false or an object, got {quote(given)}")
+        known = [field.name for field in fields(cls)]
+        if unknown := sorted(map(quote, set(found) - set(known))):
+            raise ConfigError(f"unknown key {unknown[0]} of scores; known: {', '.join(known)}")
+        return cls(**found)
+
+
+@dataclass(frozen=True)
 class Settings:
     """What an engine is asked to do. The field names are the keys of the JSON object."""
 
@@ -41,6 +69,8 @@ class Settings:
     ring_home: str = "host"  # or "device": in GPU memory, for readers with CUDA
     fused: bool = True  # on a GPU, replace tapped norms by a kernel that also taps and steers
     branch: bool = True  # else run taps on a side stream of the captured graph, where possible
+    # Keep scores for `clairai.scores`: true, false or an object; None: for LLM and AsyncLLM only.
+    scores: bool | Mapping[str, Any] | None = None
     runtime_dir: str | None = None
     allow_untested_vllm: bool = False
 
@@ -58,6 +88,7 @@ class Settings:
         for name in ("fused", "branch", "steering", "allow_untested_vllm"):
             if not isinstance(getattr(self, name), bool):
                 raise ConfigError(f"{name} must be true or false")
+        SpoolSettings.parse(self.scores)
         assert self.capture_settings is None or self.capture_settings.consumers  # raises early
         if self.runtime_dir is not None and not isinstance(self.runtime_dir, str):
             raise ConfigError("runtime_dir must be a path, as text")
@@ -66,6 +97,11 @@ class Settings:
     def capture_settings(self) -> CaptureSettings | None:
         """None if the engine captures nothing, whatever a request asks for."""
         return None if self.capture is None else CaptureSettings.parse(self.capture)
+
+    @cached_property
+    def spool_settings(self) -> SpoolSettings | None:
+        """None if scores are in the ring alone."""
+        return SpoolSettings.parse(self.scores)
 
     @property
     def is_steering(self) -> bool:

@@ -9,6 +9,7 @@ import pytest
 from clairai.batch import prompts
 from clairai.capture import pipe
 from clairai.engine import used_streams
+from clairai.engine.publish import step_publisher
 from clairai.fields import capture, json_fields, row_growth, rules, steer
 from clairai.fields import ranges as field_ranges
 from clairai.launch import api_key, engine_log
@@ -21,6 +22,9 @@ from clairai.proxy.connections import NUM_RESERVED
 from clairai.proxy.proxy_settings import Limits, Timeouts
 from clairai.ring import server
 from clairai.server import capture_download
+from clairai.settings import SpoolSettings
+from clairai.spool import server as spool_server
+from clairai.spool import spool
 from clairai.store import bundle, row_block
 from clairai.weights import manifest, upload
 from clairai.wire import ring_messages, weights_messages
@@ -28,7 +32,7 @@ from tests.shape.source import ROOT
 
 PAGE: Final = (ROOT / "SECURITY.md").read_text()
 MIB: Final = 1 << 20
-LIMITS, TIMEOUTS = Limits(), Timeouts()
+LIMITS, TIMEOUTS, SPOOL = Limits(), Timeouts(), SpoolSettings()
 # The row of the table, with its numbers from the code.
 ROWS: Final = {
     "native probe file": (
@@ -74,6 +78,17 @@ ROWS: Final = {
     "a key file; keys in it": (
         f"{api_key.MAX_FILE_BYTES >> 10} KiB; {access_keys.MAX_KEYS}; {api_key.MIN_LISTED} to "
         f"{api_key.MAX_LISTED} characters; {access_keys.MAX_NAME}"
+    ),
+    "scores that an offline engine keeps": (
+        f"{SPOOL.memory_mib} MiB; {SPOOL.disk_gib} GiB; {spool.FREE_NBYTES >> 30} GiB, or a "
+        f"{spool.FREE_PART}th of a smaller disk"
+    ),
+    "a message to the spool": (
+        f"{spool_server.MAX_QUESTION_BYTES >> 10} KiB; {spool_server.MAX_CONNECTIONS}, each closed "
+        f"after {spool_server.IDLE_S:g} s"
+    ),
+    "requests that an engine can name": (
+        f"{step_publisher.MAX_STREAMS_KEPT}; {step_publisher.MAX_STREAMS_SPOOLED}"
     ),
     "streams and rows that": f"{row_collector.MAX_STREAMS} and {row_collector.MAX_ROWS:,}",
     "vLLM's log;": f"{engine_log.MAX_BYTES // MIB} MiB each, and what is written within {POLL_S} s",

@@ -146,7 +146,7 @@ def events_of(llm: Any, prompts: list[list[int]], **asked: Any) -> list[tuple[in
 
 
 def overrun(llm: Any) -> str:
-    """Ask for scores that a small ring has already overwritten."""
+    """Ask for scores that a small ring has already overwritten; the error, if it is one."""
     bank = clairai.ProbeBank(llm)
     bank.add(probe("a"))
     first = generate(llm, [[9, 9, 9]], max_tokens=2)

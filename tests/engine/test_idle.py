@@ -9,7 +9,7 @@ from typing import Any, Final
 import pytest
 
 import clairai
-from tests.engine import asks, models, watching
+from tests.engine import models, watching
 from tests.engine.process import EngineProcess
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(300)]
@@ -74,9 +74,3 @@ def test_pitfall_09_taps_everywhere_leave_tokens_and_logprobs_bit_identical(
     tapped.call(watching.fill_bank)
     assert tapped.call(watching.logprobs, PROMPTS) == without_plugin
     tapped.call(watching.empty_bank)
-
-
-def test_rows_that_were_overwritten_are_an_error_never_a_gap(tapped: EngineProcess) -> None:
-    outcome = tapped.call(asks.overrun)
-    assert outcome.startswith("rows-lost: all rows of request")
-    assert "raise ring_mib" in outcome

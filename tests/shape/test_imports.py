@@ -39,11 +39,12 @@ MAY_IMPORT: dict[str, set[str]] = {
         "engine.capture.capture_plan",
     },
     "settings": {"errors", "points", "probe", "vector", "capture.capture_settings"},
+    "spool": {*COMMON, "local", "ring", "settings", "spool"},
     "engine": {
         *COMMON,
         *("local", "probe", "vector", "fields", "settings", "capture", "engine"),
         *("store.row_block", "store.codecs"),
-        *("ring.layout", "ring.writer", "ring.server", "ring.memory"),
+        *("ring.layout", "ring.writer", "ring.server", "ring.memory", "spool.launch"),
         "match.choice_scores",  # stop rules match scores to tokens in the engine core
     },
     "compat": {
@@ -56,8 +57,8 @@ MAY_IMPORT: dict[str, set[str]] = {
     },
     "library": {
         *COMMON,
-        *("local", "probe", "vector", "fields", "settings", "store", "ring", "match", "library"),
-        "compat.install",
+        *("local", "probe", "vector", "fields", "settings", "store", "ring", "match", "spool"),
+        *("library", "compat.install"),
     },
     "weights": {*COMMON, "local", "probe", "vector", "library", "weights"},
     "sidecar": {*COMMON, "local", "ring", "match", "sidecar"},
@@ -94,7 +95,7 @@ MAY_IMPORT: dict[str, set[str]] = {
 # A reader of scores or of captured rows needs neither a GPU nor vLLM.
 WITHOUT_TORCH = (
     *("errors", "points", "wire", "local", "probe", "vector", "ring", "match", "store"),
-    *("fields", "capture", "settings", "sidecar", "proxy"),
+    *("fields", "capture", "settings", "spool", "sidecar", "proxy"),
 )
 # Besides compat and engine.
 WITH_TORCH = (

@@ -20,6 +20,7 @@ from clairai.settings import (
     DISABLE_VARIABLE,
     ResolvedSettings,
     Settings,
+    SpoolSettings,
     is_disabled,
     resolve_settings,
 )
@@ -117,6 +118,41 @@ def test_a_ring_lies_in_host_or_device_memory(home: str) -> None:
 def test_another_place_is_refused_with_those_known(home: object) -> None:
     with pytest.raises(ConfigError, match=r"ring_home is .*; use one of host, device"):
         Settings.parse({"ring_home": home})
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        (None, None),
+        (False, None),
+        (True, SpoolSettings()),
+        ({}, SpoolSettings()),
+        ({"disk_gib": 2, "folder": "/d"}, SpoolSettings(disk_gib=2, folder="/d")),
+    ],
+)
+def test_scores_are_kept_as_the_settings_say(given: Any, expected: SpoolSettings | None) -> None:
+    assert Settings.parse({"scores": given}).spool_settings == expected
+
+
+@pytest.mark.parametrize(
+    ("given", "reason"),
+    [
+        (3, "scores must be true, false or an object, got 3"),
+        ({"disk": 2}, "unknown key 'disk' of scores; known: memory_mib, disk_gib, folder"),
+        ({"disk_gib": 0}, "scores disk_gib must be a whole number from 1 to 65536, got 0"),
+        ({"memory_mib": 1.5}, "scores memory_mib must be a whole number"),
+        ({"folder": 1}, "scores folder must be a path, as text"),
+    ],
+)
+def test_scores_that_cannot_be_kept_so_are_refused(given: Any, reason: str) -> None:
+    with pytest.raises(ConfigError, match=reason):
+        Settings.parse({"scores": given})
+
+
+def test_config_makes_the_folder_of_scores_absolute(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir("/")
+    made = config(points="post_block.0", scores={"folder": "kept"})
+    assert made["clairai"]["scores"] == {"folder": "/kept"}
 
 
 def test_settings_cannot_be_changed() -> None:

@@ -153,6 +153,7 @@ def start_engine(
             capture=capture.settings(folder),
             capacity=1,
             ring_mib=1,
+            scores=False,
             runtime_dir=runtime,
         )
         # As fast as it goes: compiled, with the prefix cache for positions that are not captured.

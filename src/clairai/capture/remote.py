@@ -15,7 +15,6 @@ import select
 import signal
 import socket
 import subprocess
-import sys
 import threading
 import time
 from collections import deque
@@ -38,6 +37,7 @@ from clairai.engine.capture.capture_plan import AnswerId, CapturePlan
 from clairai.errors import ClairaiError, ConfigError
 from clairai.local.heartbeat import open_pidfd
 from clairai.local.own_clock import OwnClock
+from clairai.local.run_module import module_command, module_environment
 from clairai.wire.capture_messages import ConsumerStatus
 
 START_S: Final = 300.0  # a consumer checks a folder of many shards before it writes to it
@@ -51,10 +51,6 @@ MAX_RESTARTS: Final = 5  # in a row
 MAX_PAUSE_S: Final = 30.0  # before a restart; the first pause is a second, and each one doubles it
 LONG_LIFE_S: Final = 120.0  # a writer that lived so long was well
 MODULE: Final = "clairai.capture.writer_process"
-# The writer measures a few rows at a time: these libraries need no threads of their own for that.
-SINGLE_THREADED: Final = dict.fromkeys(
-    ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1"
-)
 WRITER_ENDED: Final = (
     "the capture writer process has ended; rows that were not safe are lost, and nothing is "
     "captured until it has been started again"
@@ -439,13 +435,11 @@ def _send(pipe: Pipe) -> None:
 def _spawn_writer(end: int, arena: StagingArena) -> None:
     """The process that is started forks the writer and ends."""
     assert arena.fd is not None
-    command = [sys.executable, "-P", "-m", MODULE, f"{end}", f"{arena.fd}", f"{os.getpid()}"]
-    # It finds the packages of this process, and nothing in the current folder.
-    path = os.pathsep.join(os.path.abspath(one) for one in sys.path if one)
+    command = module_command(MODULE, f"{end}", f"{arena.fd}", f"{os.getpid()}")
     try:
         status = subprocess.run(  # noqa: S603  # a list, no shell; our own module
             command,
-            env={**os.environ, **SINGLE_THREADED, "PYTHONPATH": path},
+            env=module_environment(),
             stdin=subprocess.DEVNULL,
             pass_fds=(end, arena.fd),
             start_new_session=True,  # a terminal's signals are for the engine

@@ -1,6 +1,7 @@
 """Installs the hooks of clairai in a vLLM process whose engine asks for it.
 
 WorkerBase.__init__                    v1/worker/worker_base.py   0.26:44    0.32:44
+EngineArgs.create_engine_config        engine/arg_utils.py                   0.32:2205
 EngineCore.preprocess_add_request      v1/engine/core.py          0.26:954   0.32:1089
 EngineCore.collective_rpc              v1/engine/core.py          0.26:945   0.32:1073
 EngineCore.add_request                 v1/engine/core.py          0.26:431   0.32:508
@@ -9,7 +10,7 @@ KVCacheManager.get_computed_blocks     v1/core/kv_cache_manager.py 0.26:207  0.3
 WeightTransferEngineFactory            distributed/weight_transfer/factory.py 0.26:41 0.32:41
 EngineCoreProc.run_busy_loop           v1/engine/core.py          0.26:1358  0.32:1547
 
-The first three look for the key in their own engine's config, the others for rules or a plan in the
+The first four look for the key in their own engine's config, the others for rules or a plan in the
 request, and all pass straight through without. The last is wrapped only under a launcher that
 watches heartbeats. `check_stop`, which runs for every token, is wrapped
 when the first request with rules comes (stop_rules.py). Runs in: every vLLM process of the engine.
@@ -27,10 +28,13 @@ from clairai.local.heartbeat import VARIABLE
 from clairai.wire.control_messages import CONTROL_METHOD
 
 TRANSFER_BACKEND: Final = "clairai_ipc"  # of --weight-transfer-config
+# usage/usage_lib.py UsageContext, 0.26 and 0.32: engines whose outputs Python code gets itself.
+OFFLINE: Final = ("LLM_CLASS", "ENGINE_CONTEXT")
 
 
 def install_hooks() -> None:
     """Wrap vLLM's classes; a second call, or one in a child that inherited them, does nothing."""
+    from vllm.engine.arg_utils import EngineArgs
     from vllm.v1.engine.core import EngineCore
     from vllm.v1.worker.worker_base import WorkerBase
 
@@ -40,6 +44,7 @@ def install_hooks() -> None:
 
     setattr(WorkerBase, CONTROL_METHOD, worker.handle_control)
     WorkerBase.__init__ = _wrap_worker_init(WorkerBase.__init__)
+    EngineArgs.create_engine_config = wrap_create_engine_config(EngineArgs.create_engine_config)
     EngineCore.preprocess_add_request = _wrap_preprocess_add_request(
         EngineCore.preprocess_add_request
     )
@@ -78,6 +83,30 @@ def _wrap_worker_init(original: Any) -> Any:
             worker.prepare(self)
 
     return init
+
+
+def wrap_create_engine_config(original: Any) -> Any:
+    @functools.wraps(original)
+    def create_engine_config(self: Any, *args: Any, **kwargs: Any) -> Any:
+        config = original(self, *args, **kwargs)
+        call = inspect.signature(original).bind(self, *args, **kwargs)
+        if is_enabled_for(config):
+            _keep_scores_offline(config, call.arguments.get("usage_context"))
+        return config
+
+    return create_engine_config
+
+
+def _keep_scores_offline(config: Any, usage: Any) -> None:
+    """Without a word of the settings, an LLM keeps scores; a server has the proxy to read them."""
+    given = config.additional_config[CONFIG_KEY]
+    is_asked = isinstance(given, dict) and given.get("scores") is None
+    # A reader of a ring in GPU memory takes memory of the GPU, which nobody asked it to.
+    if is_asked and given.get("ring_home") != "device" and getattr(usage, "name", "") in OFFLINE:
+        config.additional_config = {
+            **config.additional_config,
+            CONFIG_KEY: {**given, "scores": True},
+        }
 
 
 def _wrap_preprocess_add_request(original: Any) -> Any:

@@ -157,4 +157,5 @@ def _describe(step_publisher: StepPublisher) -> control_messages.Description:
         capacity=step_publisher.bank.capacity,
         published=step_publisher.published,
         steps_lost=step_publisher.num_steps_lost,
+        keeps_scores=step_publisher.keeps_scores(),
     )

@@ -27,6 +27,7 @@ def config(
     ring_home: Literal["host", "device"] = "host",
     fused: bool = True,
     branch: bool = True,
+    scores: bool | Mapping[str, Any] | None = None,
     runtime_dir: str | None = None,
     allow_untested_vllm: bool = False,
 ) -> dict[str, Any]:
@@ -34,7 +35,8 @@ def config(
 
     `points` may be left out if `probes` and `vectors` name theirs. Paths become absolute, because
     the engine may run in another folder. `vectors`, or `steering` alone, allow steering at the
-    points. `capture` stores rows in a folder: docs/capture.md.
+    points. `capture` stores rows in a folder: docs/capture.md. `scores` says how many scores are
+    kept for `clairai.scores`: docs/offline-scores.md.
     """
     settings = Settings(
         points=points,  # type: ignore[arg-type]  # Settings takes one string too
@@ -49,6 +51,7 @@ def config(
         ring_home=ring_home,
         fused=fused,
         branch=branch,
+        scores=_with_absolute_folders(scores) if isinstance(scores, Mapping) else scores,
         runtime_dir=runtime_dir,
         allow_untested_vllm=allow_untested_vllm,
     )
@@ -61,9 +64,9 @@ def _absolute(given: Sequence[str | Path] | str | Path) -> tuple[str, ...]:
     return tuple(str(Path(source).absolute()) for source in sources)
 
 
-def _with_absolute_folders(capture: Mapping[str, Any]) -> dict[str, Any]:
+def _with_absolute_folders(given: Mapping[str, Any]) -> dict[str, Any]:
     """Make the folders absolute; anything else wrong is refused when the settings are read."""
-    found = dict(capture)
+    found = dict(given)
     if isinstance(found.get("folder"), str | Path):
         found["folder"] = str(Path(found["folder"]).absolute())
     consumers = found.get("consumers")

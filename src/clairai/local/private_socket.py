@@ -328,7 +328,11 @@ class Connection(Generic[_MessageT]):
 
     @property
     def is_same_process(self) -> bool:
-        return peer_pid(self._sock) == os.getpid()
+        return self.peer_pid == os.getpid()
+
+    @property
+    def peer_pid(self) -> int:
+        return peer_pid(self._sock)
 
     @property
     def is_open(self) -> bool:

@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from clairai.errors import ClairaiError, ProbeError, quote
-from clairai.match.row_collector import RowsByPosition
+from clairai.match.row_collector import RowIndex, RowsByPosition
 from clairai.wire import ring_messages
 
 
@@ -54,10 +54,41 @@ class Scores:
         return self.scores_NP[:, self.names.index(name)]
 
 
+@dataclass(frozen=True, eq=False)
+class Placement:
+    """Where the rows of an answer go."""
+
+    token_ids: NDArray[np.int32]
+    is_kept: NDArray[np.bool_]  # of each row; the others score no token that can have a score
+    positions: NDArray[np.int64]  # of the rows that are kept
+    phase: NDArray[np.uint8]
+    num_prompt: int
+    missing: int
+    weights: tuple[int, ...]
+
+
 def align(
     rows: RowsByPosition, prompt_token_ids: Sequence[int], output_token_ids: Sequence[int]
 ) -> Scores:
     """Put each row at its token; raise if a row carries another token than the request has."""
+    placed = place_rows(rows, prompt_token_ids, output_token_ids)
+    scores_NP = np.full((len(placed.token_ids), len(rows.names)), np.nan, np.float32)
+    scores_NP[placed.positions] = rows.scores_NP[placed.is_kept]
+    return Scores(
+        rows.names,
+        placed.token_ids,
+        scores_NP,
+        placed.phase,
+        placed.num_prompt,
+        placed.missing,
+        placed.weights,
+    )
+
+
+def place_rows(
+    rows: RowIndex, prompt_token_ids: Sequence[int], output_token_ids: Sequence[int]
+) -> Placement:
+    """Find the token of each row; raise if a row carries another token than the request has."""
     token_ids = np.array([*prompt_token_ids, *output_token_ids], np.int32)
     num_prompt, num_tokens = len(prompt_token_ids), len(token_ids)
     # An engine that schedules ahead may forward the last sampled token too. Whether it does
@@ -67,8 +98,6 @@ def align(
     positions = rows.positions[is_kept]
     _check_tokens(positions, rows.token_ids[is_kept], token_ids)
 
-    scores_NP = np.full((num_tokens, len(rows.names)), np.nan, np.float32)
-    scores_NP[positions] = rows.scores_NP[is_kept]
     phase = _default_phases(rows, num_prompt, num_tokens)
     phase[positions] = rows.phases[is_kept]
     has_row = np.zeros(num_tokens, bool)
@@ -76,7 +105,7 @@ def align(
     is_missing = ~has_row & (phase != ring_messages.CACHED)
     missing = int(is_missing[:num_forwarded].sum())
     weights = _weights_versions(rows.weights_N[is_kept])
-    return Scores(rows.names, token_ids, scores_NP, phase, num_prompt, missing, weights)
+    return Placement(token_ids, is_kept, positions, phase, num_prompt, missing, weights)
 
 
 def _check_tokens(
@@ -96,7 +125,7 @@ def _weights_versions(weights_N: NDArray[np.int64]) -> tuple[int, ...]:
     return tuple(dict.fromkeys(known.tolist()))
 
 
-def _default_phases(rows: RowsByPosition, num_prompt: int, num_tokens: int) -> NDArray[np.uint8]:
+def _default_phases(rows: RowIndex, num_prompt: int, num_tokens: int) -> NDArray[np.uint8]:
     """The phase of each token that has no row."""
     phase = np.full(num_tokens, ring_messages.DECODE, np.uint8)
     phase[:num_prompt] = ring_messages.PREFILL

@@ -20,7 +20,7 @@ from clairai.wire import ring_messages
 MAX_STREAMS: Final = 4096
 MAX_ROWS: Final = 1_000_000
 _MIN_ROWS: Final = 4
-_UNKNOWN_VERSION: Final = -1  # in an array of versions
+UNKNOWN_VERSION: Final = -1  # in an array of versions
 
 
 class ScoreRecord(Protocol):
@@ -63,17 +63,23 @@ def split_rows(rows: NDArray[np.void]) -> Iterator[RowSpan]:
 
 
 @dataclass(frozen=True, eq=False)
-class RowsByPosition:
-    """The rows of one choice of one request; positions ascend and none occurs twice."""
+class RowIndex:
+    """Which rows one choice of one request has; positions ascend and none occurs twice."""
 
     names: tuple[str, ...]
     positions: NDArray[np.int64]
     token_ids: NDArray[np.int32]
     phases: NDArray[np.uint8]
-    scores_NP: NDArray[np.float32]  # NaN where the bank did not have the probe at that step
     weights_N: NDArray[np.int64]  # version of the weights; -1: unknown
     cached: tuple[tuple[int, int], ...]  # (first position, span), served by the cache
     finished: bool
+
+
+@dataclass(frozen=True, eq=False)
+class RowsByPosition(RowIndex):
+    """The rows of one choice of one request, and their scores."""
+
+    scores_NP: NDArray[np.float32]  # NaN where the bank did not have the probe at that step
 
 
 class _RowSegment:
@@ -150,7 +156,7 @@ class ChoiceRows:
         """The rows so far in order of position, the newest of each."""
         rows = np.concatenate([segment.rows for segment in self._segments] or [_no_rows()])
         names = tuple(dict.fromkeys(name for part in self._segments for name in part.names))
-        newest = _newest_rows(rows["position"])
+        newest = newest_rows(rows["position"])
         kept = rows[newest]
         return RowsByPosition(
             names=names,
@@ -165,7 +171,7 @@ class ChoiceRows:
 
     def _weights(self) -> NDArray[np.int64]:
         versions = [
-            _UNKNOWN_VERSION if part.weights is None else part.weights for part in self._segments
+            UNKNOWN_VERSION if part.weights is None else part.weights for part in self._segments
         ]
         return np.repeat(np.array(versions, np.int64), [part.num_rows for part in self._segments])
 
@@ -180,7 +186,7 @@ class ChoiceRows:
         return scores
 
 
-def _newest_rows(positions: NDArray[np.unsignedinteger]) -> NDArray[np.intp]:
+def newest_rows(positions: NDArray[np.unsignedinteger]) -> NDArray[np.intp]:
     """Index of the last row to arrive for each position: a recomputed row replaces an older one."""
     _, from_end = np.unique(positions[::-1], return_index=True)
     newest: NDArray[np.intp] = len(positions) - 1 - from_end

@@ -75,6 +75,7 @@ def run_engine(
             points=[str(point) for point in points],
             capacity=min(about.width, MAX_CAPACITY),
             ring_mib=RING_MIB,
+            scores=False,  # the ring has room for each batch, which is read at once
             runtime_dir=folder,
         )
         with explain_start_errors(model):

@@ -129,6 +129,7 @@ class Description(msgspec.Struct, frozen=True, tag="description", forbid_unknown
     capacity: int
     published: int  # records
     steps_lost: int = 0  # that could not be published, by errors of the worker's own
+    keeps_scores: bool = False  # a spool has the rows that the ring has overwritten
 
 
 class Streams(msgspec.Struct, frozen=True, tag="streams", forbid_unknown_fields=True):

@@ -34,9 +34,11 @@ from clairai.probe.bank import EngineBank
 from clairai.ring.server import RingServer
 from clairai.ring.writer import new_epoch
 from clairai.settings import Settings
+from clairai.spool.launch import SpoolLauncher
 from clairai.wire import control_messages, ring_messages
 
 MAX_STREAMS_KEPT: Final = 1 << 16
+MAX_STREAMS_SPOOLED: Final = 1 << 20  # as many as one call of LLM.generate may have
 
 
 @dataclass(frozen=True)
@@ -73,6 +75,8 @@ class StepPublisher:
         self._open_ring(settings)
         self.tables.load(bank)
         self._serve_bank(bank)
+        spooled = settings.spool_settings
+        self._spool = None if spooled is None else SpoolLauncher(self.server.path, spooled)
 
     def _open_ring(self, settings: Settings) -> None:
         epoch = self.epoch = new_epoch()
@@ -180,7 +184,7 @@ class StepPublisher:
         if known is not None and known[0] == stream:
             first = known[1]  # another answer to the same request
         self._streams[request.request_id] = (stream, first)
-        if len(self._streams) > MAX_STREAMS_KEPT:
+        if len(self._streams) > (MAX_STREAMS_KEPT if self._spool is None else MAX_STREAMS_SPOOLED):
             self._streams.popitem(last=False)
         if self.weights is not None:
             self._first_weights[stream] = self.weights
@@ -245,6 +249,10 @@ class StepPublisher:
         """Records in the ring, or on their way there."""
         return self._publisher.published
 
+    def keeps_scores(self) -> bool:
+        """True if a spool has the rows, also those that the ring has overwritten."""
+        return self._spool is not None and self._spool.ensure_running()
+
     def find_streams(self, request_ids: Sequence[str]) -> control_messages.Streams:
         found = [self._streams.get(request_id, (None, None)) for request_id in request_ids]
         firsts = [first for _, first in found if first is not None]
@@ -260,5 +268,7 @@ class StepPublisher:
         self.repeat_path.is_on = False
         self._publisher.close()
         self.server.close()
+        if self._spool is not None:
+            self._spool.close()
         self._banks.close()
         self._ring.close()

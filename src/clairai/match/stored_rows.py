@@ -1,0 +1,280 @@
+"""Finds the rows of many requests in blocks of stored rows, and reads their scores when needed.
+
+The blocks are arrays that someone else holds, such as mapped files: an index of rows in the order
+of arrival, and their scores. Only the index is read to find out which rows there are. The rules by
+which rows meet tokens are those of `align.py`. Runs in: any reader.
+
+N = tokens of prompt and output together, P = probes, R = rows of a block, C = columns of its bank
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from clairai.errors import ClairaiError
+from clairai.match.align import Placement, Scores, place_rows
+from clairai.match.row_collector import UNKNOWN_VERSION, RowIndex, newest_rows
+from clairai.wire import ring_messages
+
+
+class StoredColumns(NamedTuple):
+    """The columns of the rows that one version of the bank scored."""
+
+    names: tuple[str, ...]
+    weights: int | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class StoredBlock:
+    """Rows in the order of arrival."""
+
+    rows_R: NDArray[np.void]  # ring_messages.ROW
+    banks_R: NDArray[np.uint32]
+    scores_RC: NDArray[np.float32]
+
+
+ColumnsOf = Callable[[int], StoredColumns]
+
+
+@dataclass(frozen=True, eq=False)
+class StoredAnswer:
+    """The rows of one choice of one request, in the order of arrival."""
+
+    rows_R: NDArray[np.void]
+    banks_R: NDArray[np.uint32]
+    block_R: NDArray[np.int64]  # the block that has the row
+    at_R: NDArray[np.int64]  # where it lies in that block
+
+
+def find_answers(
+    blocks: Sequence[StoredBlock], streams: Sequence[int]
+) -> dict[tuple[int, int], StoredAnswer]:
+    """The rows of these streams, by stream and choice."""
+    wanted = np.unique(np.array(streams, np.uint64))
+    found = [_pick_rows(number, block, wanted) for number, block in enumerate(blocks)]
+    if not found:
+        return {}
+    picked = StoredAnswer(*(np.concatenate(parts) for parts in zip(*found, strict=True)))
+    return dict(_split_answers(picked))
+
+
+def _pick_rows(
+    number: int, block: StoredBlock, wanted: NDArray[np.uint64]
+) -> tuple[NDArray[Any], ...]:
+    streams_R = np.ascontiguousarray(block.rows_R["stream"])
+    if len(wanted) == 1:
+        at_R = np.flatnonzero(streams_R == wanted[0])
+    else:
+        place_R = np.minimum(np.searchsorted(wanted, streams_R), len(wanted) - 1)
+        at_R = np.flatnonzero(wanted[place_R] == streams_R)
+    return block.rows_R[at_R], block.banks_R[at_R], np.full(len(at_R), number), at_R
+
+
+def _split_answers(picked: StoredAnswer) -> Iterator[tuple[tuple[int, int], StoredAnswer]]:
+    """Rows of one answer together, each still in the order of arrival."""
+    streams, choices = picked.rows_R["stream"], picked.rows_R["choice"]
+    order = np.lexsort((choices, streams))  # a stable sort
+    rows_R, banks_R = picked.rows_R[order], picked.banks_R[order]
+    block_R, at_R = picked.block_R[order], picked.at_R[order]
+    streams, choices = streams[order], choices[order]
+    is_first = np.ones(len(order), bool)
+    is_first[1:] = (streams[1:] != streams[:-1]) | (choices[1:] != choices[:-1])
+    begins = np.flatnonzero(is_first)
+    ends = np.append(begins, len(order))[1:]
+    keys = zip(streams[begins].tolist(), choices[begins].tolist(), strict=True)
+    for key, begin, end in zip(keys, begins.tolist(), ends.tolist(), strict=True):
+        part = slice(begin, end)
+        yield key, StoredAnswer(rows_R[part], banks_R[part], block_R[part], at_R[part])
+
+
+class _RowPart(NamedTuple):
+    """Rows of an answer that lie in one block and have the same columns."""
+
+    scores_RC: NDArray[np.float32]
+    at: NDArray[np.int64]  # where they lie there
+    positions: NDArray[np.int64]  # of their tokens, ascending
+    columns: NDArray[np.intp] | None  # where their columns go; None: they are all columns
+
+
+class StoredScores(Scores):
+    """Scores that are read from where they are stored, at every access anew.
+
+    They take no memory until they are read. Keep what you read if you read it often.
+    """
+
+    def __init__(self, names: tuple[str, ...], placed: Placement, parts: tuple[_RowPart, ...]):
+        values = {
+            "names": names,
+            "token_ids": placed.token_ids,
+            "phase": placed.phase,
+            "num_prompt": placed.num_prompt,
+            "missing": placed.missing,
+            "weights": placed.weights,
+            "_parts": parts,
+        }
+        for name, value in values.items():
+            object.__setattr__(self, name, value)  # as in any frozen dataclass
+
+    _parts: tuple[_RowPart, ...]
+
+    @property
+    def scores_NP(self) -> NDArray[np.float32]:
+        return self._read(0, len(self.token_ids))
+
+    @property
+    def prompt(self) -> NDArray[np.float32]:
+        return self._read(0, self.num_prompt)
+
+    @property
+    def generated(self) -> NDArray[np.float32]:
+        return self._read(self.num_prompt, len(self.token_ids))
+
+    def __getitem__(self, name: str) -> NDArray[np.float32]:
+        """One probe's score of every token."""
+        if name not in self.names:
+            return super().__getitem__(name)
+        column = self.names.index(name)
+        found = np.full(len(self.token_ids), np.nan, np.float32)
+        for part in self._parts:
+            if part.columns is None:
+                found[part.positions] = part.scores_RC[part.at, column]
+            elif len(at := np.flatnonzero(part.columns == column)):
+                found[part.positions] = part.scores_RC[part.at, at[0]]
+        return found
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """A copy in another process has its scores in memory."""
+        return Scores, (
+            self.names,
+            self.token_ids,
+            self.scores_NP,
+            self.phase,
+            self.num_prompt,
+            self.missing,
+            self.weights,
+        )
+
+    def _read(self, begin: int, end: int) -> NDArray[np.float32]:
+        """Rows of the tokens from `begin` to before `end`."""
+        found = np.empty((end - begin, len(self.names)), np.float32)
+        is_read = np.zeros(end - begin, bool)
+        for part in self._parts:
+            first, last = np.searchsorted(part.positions, (begin, end))
+            rows = part.positions[first:last] - begin
+            _copy_rows(part, part.at[first:last], found, rows)
+            is_read[rows] = True
+        found[~is_read] = np.nan
+        return found
+
+
+def _copy_rows(
+    part: _RowPart, at: NDArray[np.int64], into: NDArray[np.float32], rows: NDArray[np.int64]
+) -> None:
+    if not len(rows):
+        return
+    if part.columns is not None:
+        into[rows] = np.nan
+        into[np.ix_(rows, part.columns)] = part.scores_RC[at]
+    elif rows[-1] - rows[0] + 1 == len(rows):
+        # With another mode numpy would copy them twice.
+        np.take(part.scores_RC, at, axis=0, out=into[rows[0] : rows[-1] + 1], mode="clip")
+    else:
+        into[rows] = part.scores_RC[at]
+
+
+def align_stored(
+    answer: StoredAnswer,
+    blocks: Sequence[StoredBlock],
+    columns_of: ColumnsOf,
+    prompt_token_ids: Sequence[int],
+    output_token_ids: Sequence[int],
+) -> StoredScores:
+    """As `align`, without reading a score; `columns_of` describes a version of the bank."""
+    is_token_R = answer.rows_R["phase"] < ring_messages.CACHED
+    tokens = np.flatnonzero(is_token_R)
+    newest = tokens[_newest(answer.rows_R["position"][tokens])]
+    columns = {version: columns_of(version) for version in _versions(answer, is_token_R)}
+    names = tuple(dict.fromkeys(name for one in columns.values() for name in one.names))
+    index = _index_rows(answer, newest, is_token_R, names, columns)
+    placed = place_rows(index, prompt_token_ids, output_token_ids)
+    kept = newest[placed.is_kept]
+    parts = tuple(_split_parts(answer, kept, blocks, names, columns))
+    return StoredScores(names, placed, parts)
+
+
+def _newest(positions: NDArray[np.uint32]) -> NDArray[np.intp]:
+    if (positions[1:] > positions[:-1]).all():  # nothing was computed twice
+        return np.arange(len(positions))
+    return newest_rows(positions)
+
+
+def _versions(answer: StoredAnswer, is_token_R: NDArray[np.bool_]) -> list[int]:
+    """The banks of its rows in order; of marks only the first, which may be all there is."""
+    is_named_R = is_token_R.copy()
+    is_named_R[:1] = True
+    versions = answer.banks_R[is_named_R]
+    if (versions == versions[0]).all():
+        return [int(versions[0])]
+    return list(dict.fromkeys(versions.tolist()))
+
+
+def _index_rows(
+    answer: StoredAnswer,
+    newest: NDArray[np.intp],
+    is_token_R: NDArray[np.bool_],
+    names: tuple[str, ...],
+    columns: Mapping[int, StoredColumns],
+) -> RowIndex:
+    kept, marks = answer.rows_R[newest], answer.rows_R[~is_token_R]
+    is_cached = marks["phase"] == ring_messages.CACHED
+    starts, spans = marks["position"][is_cached], marks["span"][is_cached]
+    return RowIndex(
+        names=names,
+        positions=kept["position"].astype(np.int64),
+        token_ids=kept["token_id"].astype(np.int32),
+        phases=kept["phase"].astype(np.uint8),
+        weights_N=_weights_of(answer.banks_R[newest], columns),
+        cached=tuple(zip(starts.tolist(), spans.tolist(), strict=True)),
+        finished=not is_cached.all(),
+    )
+
+
+def _weights_of(
+    banks_N: NDArray[np.uint32], columns: Mapping[int, StoredColumns]
+) -> NDArray[np.int64]:
+    weights_N = np.full(len(banks_N), UNKNOWN_VERSION, np.int64)
+    for version, one in columns.items():
+        if one.weights is not None:
+            weights_N[banks_N == version] = one.weights
+    return weights_N
+
+
+def _split_parts(
+    answer: StoredAnswer,
+    kept: NDArray[np.intp],
+    blocks: Sequence[StoredBlock],
+    names: tuple[str, ...],
+    columns: Mapping[int, StoredColumns],
+) -> Iterator[_RowPart]:
+    block_N, at_N = answer.block_R[kept], answer.at_R[kept]
+    positions_N = answer.rows_R["position"][kept].astype(np.int64)
+    banks_N = answer.banks_R[kept]
+    for number in np.unique(block_N).tolist():
+        for held in dict.fromkeys(one.names for one in columns.values()):
+            versions = [version for version, one in columns.items() if one.names == held]
+            is_part = (block_N == number) & np.isin(banks_N, versions)
+            if not is_part.any():
+                continue
+            scores_RC = blocks[number].scores_RC
+            if scores_RC.shape[1] != len(held):
+                raise ClairaiError(
+                    f"stored rows have {scores_RC.shape[1]} columns for {len(held)} probes: "
+                    "please report"
+                )
+            into = None if held == names else np.array([names.index(name) for name in held])
+            yield _RowPart(scores_RC, at_N[is_part], positions_N[is_part], into)

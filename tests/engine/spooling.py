@@ -1,0 +1,110 @@
+"""Scores of a real engine whose ring is much too small; runs in the engine's process."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+import clairai
+from clairai.library.engine_control import ask_engine
+from clairai.match.align import Scores, align
+from clairai.match.row_collector import RowCollector
+from clairai.ring.attach import RingReader
+from clairai.wire import control_messages
+from tests.engine import asks, models
+
+POINTS = ("pre_attn.0", "post_attn.1", "post_block.3")
+
+
+class Comparison(NamedTuple):
+    """What `clairai.scores` gave, against a reader that followed the ring all the time."""
+
+    num_answers: int
+    num_rows: int
+    laps: float  # how often the ring was filled
+    num_different: int  # answers
+
+
+class RingFollower:
+    """Collects every row of the ring on a thread, as `clairai.scores` cannot: it comes later."""
+
+    def __init__(self, socket: Path) -> None:
+        self.rows = RowCollector(max_streams=1 << 20, max_rows=1 << 30)
+        self._reader = RingReader.attach(socket, start="newest")
+        self._is_over = threading.Event()
+        self._thread = threading.Thread(target=self._follow, daemon=True)
+        self._thread.start()
+
+    def _follow(self) -> None:
+        while True:
+            is_over = self._is_over.is_set()
+            records = self._reader.poll()
+            for record in records:
+                self.rows.add(record, self._reader.bank(record.bank_version))
+            if is_over and not records:
+                return
+            if not records:
+                self._reader.wait(0.01)
+
+    def finish(self) -> float:
+        """How often the ring was filled; raises if a record was lost."""
+        self._is_over.set()
+        self._thread.join()
+        with self._reader:
+            statistics = self._reader.statistics()
+        assert statistics.lost == 0
+        return statistics.delivered / self._reader.welcome.slots
+
+
+def fill_bank(llm: Any, num_probes: int) -> None:
+    clairai.ProbeBank(llm).add(
+        *(
+            asks.probe(f"{point}:{index}", point, seed=index)
+            for point in POINTS
+            for index in range(num_probes)
+        )
+    )
+
+
+def prompt_lengths(num_requests: int) -> tuple[int, ...]:
+    return tuple(3 + 7 * index % 37 for index in range(num_requests))
+
+
+def compare(llm: Any, num_requests: int, **asked: Any) -> Comparison:
+    """Short requests, more than the ring holds: every score, and the ring's own."""
+    prompts = models.random_prompts(5, prompt_lengths(num_requests), 40_000)
+    described = ask_engine(llm, control_messages.Describe(), control_messages.Description)
+    follower = RingFollower(Path(described.socket))
+    outputs = asks.generate(llm, prompts, **asked)
+    found = clairai.scores(llm, outputs)
+    laps = follower.finish()
+    ids = tuple(output.request_id for output in outputs)
+    streams = ask_engine(llm, control_messages.FindStreams(ids), control_messages.Streams).streams
+    pairs = [
+        (_oracle(follower.rows, stream, output, answer), scores)
+        for stream, output, answers in zip(streams, outputs, found, strict=True)
+        for answer, scores in zip(output.outputs, answers, strict=True)
+    ]
+    num_different = sum(not is_same(expected, scores) for expected, scores in pairs)
+    num_rows = sum(int(np.isfinite(scores.scores_NP).all(axis=1).sum()) for _, scores in pairs)
+    return Comparison(len(pairs), num_rows, laps, num_different)
+
+
+def _oracle(rows: RowCollector, stream: int | None, output: Any, answer: Any) -> Scores:
+    assert stream is not None
+    held = rows.rows(stream, answer.index)
+    assert held is not None
+    return align(held, output.prompt_token_ids, answer.token_ids)
+
+
+def is_same(expected: Scores, found: Scores) -> bool:
+    return (
+        found.names == expected.names
+        and found.missing == expected.missing == 0
+        and np.array_equal(found.token_ids, expected.token_ids)
+        and np.array_equal(found.phase, expected.phase)
+        and np.array_equal(found.scores_NP, expected.scores_NP, equal_nan=True)
+    )
