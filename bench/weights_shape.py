@@ -15,6 +15,8 @@ from typing import Any, Final
 
 SHAPES: Final = Path(__file__).parent / "shapes"
 ITEM_BYTES: Final = 2  # bfloat16
+_UNKNOWN: Final = "t0"
+_CHAT_TEMPLATE: Final = "{% for message in messages %}{{ message['content'] }} {% endfor %}"
 Shapes = dict[str, tuple[int, ...]]
 
 
@@ -24,7 +26,7 @@ def hollow(shape: str, target: Path) -> Path:
     target.mkdir()
     shutil.copy(source / "config.json", target)
     _write_holes(target / "model.safetensors", _named_shapes(source))
-    _write_tokenizer(target, json.loads((source / "config.json").read_text())["vocab_size"])
+    write_tokenizer(target)
     return target
 
 
@@ -73,11 +75,18 @@ def _write_holes(file: Path, shapes: Shapes) -> None:
         target.truncate(8 + len(raw) + end)
 
 
-def _write_tokenizer(target: Path, num_tokens: int) -> None:
-    """A word for each token: answers are read by their number, not by what they say."""
-    import transformers
-    from tokenizers import Tokenizer, models
+def write_tokenizer(target: Path) -> None:
+    """A word for each token of the model in this folder: `t0 t1 ...`, also as messages of a chat.
 
+    Answers are read by their number, not by what they say.
+    """
+    import transformers
+    from tokenizers import Tokenizer, models, pre_tokenizers
+
+    num_tokens = json.loads((target / "config.json").read_text())["vocab_size"]
     words = {f"t{at}": at for at in range(num_tokens)}
-    plain = Tokenizer(models.WordLevel(words))
-    transformers.PreTrainedTokenizerFast(tokenizer_object=plain).save_pretrained(target)
+    plain = Tokenizer(models.WordLevel(words, unk_token=_UNKNOWN))
+    plain.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    transformers.PreTrainedTokenizerFast(
+        tokenizer_object=plain, unk_token=_UNKNOWN, chat_template=_CHAT_TEMPLATE
+    ).save_pretrained(target)

