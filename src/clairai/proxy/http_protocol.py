@@ -11,6 +11,7 @@ import asyncio
 import logging
 import os
 import socket
+from collections import deque
 from collections.abc import Callable
 from functools import partial
 from http import HTTPStatus
@@ -21,14 +22,15 @@ import msgspec
 import uvicorn
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.config import Config
-from uvicorn.protocols.http.h11_impl import H11Protocol
+from uvicorn.protocols.http.flow_control import HIGH_WATER_LIMIT
+from uvicorn.protocols.http.h11_impl import H11Protocol, RequestResponseCycle
 from uvicorn.server import ServerState
 
 from clairai.proxy.connections import Allowance, Connections, OpenConnection, peer_name
 from clairai.proxy.proxy_settings import ProxySettings
 from clairai.proxy.request_guard import SECURITY_HEADERS
 from clairai.proxy.request_head import END, check_head, check_line_ends
-from clairai.proxy.responses import HttpRefusal
+from clairai.proxy.responses import HttpRefusal, PartWriter
 
 BACKLOG: Final = 2048
 LINGER_S: Final = 2.0  # how long a refused client may go on sending
@@ -112,6 +114,49 @@ class LingeringTransport:
                 timer.cancel()
 
 
+class Turns:
+    """Lets requests begin one after the other, one in each round of the event loop.
+
+    When many come at once, the first is then on its way to the engine before the second is looked
+    at; otherwise none would be before all are, and each would wait for all.
+    """
+
+    def __init__(self) -> None:
+        self._waiting: deque[Callable[[], None]] = deque()
+        self._is_taken = False  # in this round
+
+    def take(self, begin: Callable[[], None]) -> None:
+        """Call `begin` now, or in the first round that nobody before has taken."""
+        self._waiting.append(begin)
+        if not self._is_taken:
+            self._next()
+
+    def _next(self) -> None:
+        self._is_taken = bool(self._waiting)
+        if self._is_taken:
+            asyncio.get_running_loop().call_soon(self._next)
+            self._waiting.popleft()()
+
+
+class ChunkWriter(PartWriter):
+    """Frames the parts of one response as HTTP chunks, as h11 would.
+
+    What it writes is between the head, from which on h11 is in SEND_BODY, and the end, which h11
+    writes: its writer of chunks keeps no state in between (0.16 h11/_writers.py, ChunkedWriter).
+    """
+
+    def __init__(self, cycle: RequestResponseCycle) -> None:
+        self._cycle = cycle
+        self._flow = cycle.flow
+        self._transport = cycle.transport
+
+    async def write(self, part: bytes) -> None:
+        if self._flow.write_paused and not self._cycle.disconnected:
+            await self._flow.drain()
+        if part and not self._cycle.disconnected:
+            self._transport.write(b"%x\r\n%b\r\n" % (len(part), part))
+
+
 class BoundedProtocol(H11Protocol):
     """One connection; written against uvicorn 0.34 to 0.54, protocols/http/h11_impl.py."""
 
@@ -126,6 +171,7 @@ class BoundedProtocol(H11Protocol):
         *,
         settings: ProxySettings,
         connections: Connections,
+        turns: Turns,
         on_refusal: Callable[[int], None],
     ) -> None:
         super().__init__(config, server_state, app_state, _loop)
@@ -134,7 +180,9 @@ class BoundedProtocol(H11Protocol):
         self._limits, self._timeouts = settings.limits, settings.timeouts
         self._connections = connections
         self._on_refusal = on_refusal
+        self._turns = turns
         self._head = bytearray()
+        self._beginning: bytearray | None = None  # a whole head, and what follows, until its turn
         self._head_timer: asyncio.TimerHandle | None = None
         self._num_unsent = 0
         self._connection: OpenConnection | None = None
@@ -161,6 +209,10 @@ class BoundedProtocol(H11Protocol):
     def data_received(self, data: bytes) -> None:
         if self.transport.is_closing():
             self.transport.discard(data)
+        elif self._beginning is not None:
+            self._beginning += data
+            if len(self._beginning) > HIGH_WATER_LIMIT:
+                self.flow.pause_reading()
         elif self.conn.their_state is h11.IDLE:
             self._receive_head(data)
         else:
@@ -190,8 +242,15 @@ class BoundedProtocol(H11Protocol):
         self._stop_head_timer()
         if self._connection is not None:
             self._connections.note_request(self._connection)
-        whole, self._head = bytes(self._head), bytearray()
-        self._receive_body(whole)
+        self._beginning, self._head = self._head, bytearray()
+        self._turns.take(self._begin_request)
+
+    def _begin_request(self) -> None:
+        assert self._beginning is not None
+        received, self._beginning = bytes(self._beginning), None
+        if self.transport.is_closing():
+            return
+        self._receive_body(received)
         if self._allowance is Allowance.HEALTH:
             self._close_after_response()
 
@@ -255,6 +314,8 @@ class BoundedProtocol(H11Protocol):
                 message = {**message, "headers": [*message.get("headers", ()), _CLOSE]}
             await send(message)
 
+        if scope["http_version"] == "1.1" and scope["method"] != "HEAD":  # else no chunks
+            scope["extensions"] = {PartWriter.EXTENSION: ChunkWriter(self.cycle)}
         await app(scope, receive, sending)
 
     def _refuse_connection(self) -> None:

@@ -265,6 +265,7 @@ class Proxy:
             is_attached=lambda: self.feed.is_attached,
             names=self.engine_facts.names,
             needs_echo=request.needs_echo,
+            hurry=self.feed.hurry,
         )
         self._scores[stream] = scores
         self.feed.watched[stream] = options.prompt_scores

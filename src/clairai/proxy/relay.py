@@ -20,6 +20,7 @@ from clairai.proxy.host_paths import hide_paths
 from clairai.proxy.proxy import Completion, Proxy
 from clairai.proxy.responses import EVENT_STREAM, EventStream, HttpRefusal, PartStream
 from clairai.proxy.upstream import Upstream, UpstreamGone, request_headers, response_headers
+from clairai.proxy.upstream_connection import UpstreamResponse
 from clairai.wire.capture_messages import OWNER_HEADER
 
 _WEIGHTS: Final = "/v1/weights"
@@ -89,9 +90,7 @@ class _Upload:
             raise
 
 
-async def _download_parts(
-    proxy: Proxy, response: aiohttp.ClientResponse
-) -> AsyncGenerator[bytes, None]:
+async def _download_parts(proxy: Proxy, response: UpstreamResponse) -> AsyncGenerator[bytes, None]:
     try:
         while raw := await response.content.readany():
             yield raw
@@ -152,11 +151,11 @@ def forwarded_headers(proxy: Proxy, request: Request, *, is_edited: bool) -> lis
     return [*kept, ("X-Request-Id", secrets.token_hex(16)), *owner]
 
 
-def is_event_stream(response: aiohttp.ClientResponse) -> bool:
+def is_event_stream(response: UpstreamResponse) -> bool:
     return response.content_type == EVENT_STREAM
 
 
-async def read_whole(upstream: Upstream, response: aiohttp.ClientResponse) -> Response:
+async def read_whole(upstream: Upstream, response: UpstreamResponse) -> Response:
     """A response that is not streamed; read to its end first, so that it is whole or an error."""
     body = await upstream.read_body(response)
     if response.status >= HTTPStatus.INTERNAL_SERVER_ERROR:
@@ -165,7 +164,7 @@ async def read_whole(upstream: Upstream, response: aiohttp.ClientResponse) -> Re
 
 
 async def _stream_frames(
-    proxy: Proxy, response: aiohttp.ClientResponse, completion: Completion
+    proxy: Proxy, response: UpstreamResponse, completion: Completion
 ) -> AsyncGenerator[bytes, None]:
     """Upstream's bytes in whole frames, so that an error can follow one."""
     splitter = FrameSplitter(MAX_FRAME_BYTES)
@@ -184,9 +183,7 @@ async def _stream_frames(
         yield UpstreamGone.frame()
 
 
-def _note_end(
-    completion: Completion, response: aiohttp.ClientResponse, frames: list[bytes]
-) -> None:
+def _note_end(completion: Completion, response: UpstreamResponse, frames: list[bytes]) -> None:
     """Note the last frame before it is sent: the client may leave when it has it."""
     if frame_data(frames[-1]) == DONE:
         completion.set_answered(response.status)

@@ -39,7 +39,7 @@ from clairai.ring.reader import ReaderStatistics, Record, StartAt
 from clairai.wire import ring_messages
 
 POLL_PAUSE_S: Final = 0.1
-BUSY_PAUSE_S: Final = 2e-3
+BUSY_PAUSE_S: Final = 5e-3
 ATTACH_TIMEOUT_S: Final = 1.0
 FIND_PAUSE_S: Final = 0.5
 MAX_FIND_PAUSE_S: Final = 2.0
@@ -75,6 +75,7 @@ class RingFeed:
         self._target: Path | None = None
         self._has_target = threading.Event()
         self._is_stopping = threading.Event()
+        self._is_wanted = threading.Event()  # somebody waits for rows
         self._next_seq: dict[Path, StartAt] = {}
         self._before = _NO_STATISTICS  # of earlier engines
         self._now = _NO_STATISTICS
@@ -90,8 +91,13 @@ class RingFeed:
     def stop(self) -> None:
         """End the thread; blocks for a moment."""
         self._is_stopping.set()
+        self._is_wanted.set()
         self._has_target.set()
         self._thread.join()
+
+    def hurry(self) -> None:
+        """Read now, and not after the pause: an answer waits for its last rows."""
+        self._is_wanted.set()
 
     def set_target(self, path: Path | None, *, start: StartAt = "oldest") -> None:
         """Read the engine at this socket; `start` applies the first time it is read."""
@@ -160,9 +166,11 @@ class RingFeed:
             if self._now.lag:
                 continue
             if records:
-                # Scores are delivered with the next token, so nobody waits for these. Polling is
-                # cheaper for the engine than waking this thread every step.
-                self._is_stopping.wait(BUSY_PAUSE_S)
+                # Scores are delivered with the next token, so nobody waits for these; whoever does
+                # says so. Polling is cheaper for the engine than waking this thread every step, and
+                # many rows at once are cheaper here than one.
+                self._is_wanted.wait(BUSY_PAUSE_S)
+                self._is_wanted.clear()
             else:
                 reader.wait(POLL_PAUSE_S)
 

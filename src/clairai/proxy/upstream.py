@@ -22,6 +22,7 @@ from yarl import URL
 from clairai.proxy.completions.sse import data_frame
 from clairai.proxy.proxy_settings import ProxySettings
 from clairai.proxy.responses import HttpRefusal
+from clairai.proxy.upstream_connection import Address, ConnectionPool, UpstreamResponse
 
 # A little under the 5 s after which vLLM closes an idle connection (envs.py,
 # VLLM_HTTP_TIMEOUT_KEEP_ALIVE): a request on one that is just being closed would be lost.
@@ -101,10 +102,11 @@ class Upstream:
     def __init__(self, settings: ProxySettings) -> None:
         self._settings = settings
         self._session: aiohttp.ClientSession | None = None
+        self._pool: ConnectionPool | None = None
         self.num_errors = 0  # completions that it did not answer, or not to the end
         self.num_outages = 0  # times it could not be reached: facts about it may be out of date
         self._asking: set[asyncio.Timeout] = set()  # no answer has begun
-        self._answering: set[aiohttp.ClientResponse] = set()
+        self._answering: set[UpstreamResponse] = set()
 
     async def open(self) -> None:
         path = self._settings.upstream_socket
@@ -120,8 +122,14 @@ class Upstream:
             read_bufsize=READ_BYTES,
             skip_auto_headers=("User-Agent", "Accept", "Accept-Encoding", "Content-Type"),
         )
+        address = Address.of(self._settings.upstream_url, None if path is None else str(path))
+        if address is not None:
+            connect_s = self._settings.timeouts.connect
+            self._pool = ConnectionPool(address, connect_s=connect_s, keep_s=KEEP_ALIVE_S)
 
     async def close(self) -> None:
+        if self._pool is not None:
+            self._pool.close()
         if self._session is not None:
             await self._session.close()
 
@@ -148,39 +156,26 @@ class Upstream:
         headers: Headers = (),
         body: bytes | AsyncIterable[bytes] | None = None,
         silence_s: float | None = None,
-    ) -> AsyncIterator[aiohttp.ClientResponse]:
+    ) -> AsyncIterator[UpstreamResponse]:
         """The response, its body not read yet; leaving early hangs up, which ends its work.
 
         `silence_s` is how long upstream may send nothing; None: as long as for control requests.
         """
-        assert self._session is not None
-        url = URL(self._settings.upstream_url + path, encoded=True)
         sent = CIMultiDict(headers)
         key = self._settings.upstream_api_key
         if key is not None:
             sent["Authorization"] = f"Bearer {key}"
-        # A large body is sent in parts, so that other streams go on in between.
-        is_large = isinstance(body, bytes) and len(body) > READ_BYTES
-        data = io.BytesIO(body) if is_large else body  # type: ignore[arg-type]
-        timeouts = self._settings.timeouts
-        limit = aiohttp.ClientTimeout(
-            total=None,
-            sock_connect=timeouts.connect,
-            sock_read=timeouts.control if silence_s is None else silence_s,
-        )
         asking = asyncio.timeout(None)
         try:
             async with asking:
                 self._asking.add(asking)
-                response = await self._session.request(
-                    method, url, headers=sent, data=data, allow_redirects=False, timeout=limit
-                )
+                response = await self._send(method, path, sent, body, silence_s)
         except (aiohttp.ClientError, TimeoutError, OSError) as error:
             raise self._unreachable(error) from error
         finally:
             self._asking.discard(asking)
         self._answering.add(response)
-        del body, data  # the answer may take minutes
+        del body  # the answer may take minutes
         try:
             if response.status == HTTPStatus.UNAUTHORIZED and key is not None:
                 raise HttpRefusal(HTTPStatus.BAD_GATEWAY, "the engine refuses the proxy's own key")
@@ -189,13 +184,41 @@ class Upstream:
             self._answering.discard(response)
             response.close()  # reading a body to its end has given the connection back
 
+    async def _send(
+        self,
+        method: str,
+        path: str,
+        headers: CIMultiDict[str],
+        body: bytes | AsyncIterable[bytes] | None,
+        silence_s: float | None,
+    ) -> UpstreamResponse:
+        timeouts = self._settings.timeouts
+        silence_s = timeouts.control if silence_s is None else silence_s
+        is_small = isinstance(body, bytes) and len(body) <= READ_BYTES
+        if is_small and self._pool is not None:  # a completion, as a rule
+            pairs = headers.items()
+            return await self._pool.ask(method, path, pairs, body, silence_s=silence_s)  # type: ignore[arg-type]
+        assert self._session is not None
+        # A large body is sent in parts, so that other streams go on in between.
+        is_large = isinstance(body, bytes) and not is_small
+        return await self._session.request(
+            method,
+            URL(self._settings.upstream_url + path, encoded=True),
+            headers=headers,
+            data=io.BytesIO(body) if is_large else body,  # type: ignore[arg-type]
+            allow_redirects=False,
+            timeout=aiohttp.ClientTimeout(
+                total=None, sock_connect=timeouts.connect, sock_read=silence_s
+            ),
+        )
+
     def _unreachable(self, error: Exception) -> UpstreamGone | OutOfDescriptors:
         if isinstance(error, OSError) and error.errno in (errno.EMFILE, errno.ENFILE):
             return OutOfDescriptors()
         self.num_outages += 1
         return UpstreamGone(type(error).__name__)
 
-    async def read_body(self, response: aiohttp.ClientResponse) -> bytes:
+    async def read_body(self, response: UpstreamResponse) -> bytes:
         """The whole body; UpstreamGone if it ends early, HttpRefusal if it is too large."""
         limit = self._settings.limits.answer_bytes
         body = bytearray()

@@ -96,7 +96,7 @@ def test_processes_are_joined_from_the_first_begin_to_the_last_end() -> None:
 
 def turn(way: str, seconds: float, proxy_s: float) -> dict[str, Any]:
     seen = Seen([10.0 * seconds], [2.0], 1, 1 + int(seconds * 1e9), tokens=1000)
-    used = Counter({"proxy": proxy_s})  # type: ignore[dict-item]
+    used = Counter({"proxy": proxy_s})
     return {"api_servers": 1, "streams": 4, "way": way, **summary(seen, used, Counter())}
 
 

@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from http import HTTPStatus
 from typing import Final, TypeVar
 
-import aiohttp
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
@@ -48,6 +47,7 @@ from clairai.proxy.relay import (
 )
 from clairai.proxy.responses import EventStream, HttpRefusal, bad_request
 from clairai.proxy.upstream import NotSteered, UpstreamGone, response_headers
+from clairai.proxy.upstream_connection import UpstreamResponse
 
 Item = TypeVar("Item")
 UNSCORED_HEADER: Final = "X-Clairai-Unscored"
@@ -177,7 +177,7 @@ class _ScoredAnswer:
         needs_texts = options.prompt_scores or options.is_named
         self._texts = await self._proxy.engine_facts.token_texts() if needs_texts else None
 
-    def as_stream(self, response: aiohttp.ClientResponse, stack: AsyncExitStack) -> Response:
+    def as_stream(self, response: UpstreamResponse, stack: AsyncExitStack) -> Response:
         return EventStream(
             self._frames(response, self._merger(self._openai_writer())),
             stack.pop_all(),
@@ -185,13 +185,13 @@ class _ScoredAnswer:
             headers=dict(response_headers(response.headers)),
         )
 
-    def as_named_run(self, response: aiohttp.ClientResponse, stack: AsyncExitStack) -> Response:
+    def as_named_run(self, response: UpstreamResponse, stack: AsyncExitStack) -> Response:
         run = self._proxy.runs.new(self._caller.name)
         self._completion.run, run.stream = run.id, self._scores.stream
         self._proxy.runs.start(run, self._put_events(run, response, stack.pop_all()))
         return self._proxy.runs.respond(run, after=0)
 
-    async def as_whole(self, response: aiohttp.ClientResponse) -> Response:
+    async def as_whole(self, response: UpstreamResponse) -> Response:
         body = await self._proxy.upstream.read_body(response)
         headers = dict(response_headers(response.headers))
         chunk = read_chunk(body, body)
@@ -215,6 +215,7 @@ class _ScoredAnswer:
         while not all(map(scores.is_complete, scores.choices)):
             left_s = deadline_s - time.monotonic()
             scores.changed.clear()
+            scores.hurry()
             try:
                 async with asyncio.timeout(left_s):
                     await scores.changed.wait()
@@ -222,7 +223,7 @@ class _ScoredAnswer:
                 return
 
     async def _frames(
-        self, response: aiohttp.ClientResponse, merger: Merger[bytes]
+        self, response: UpstreamResponse, merger: Merger[bytes]
     ) -> AsyncGenerator[bytes, None]:
         try:
             async with aclosing(merge_frames(response.content, merger)) as parts:
@@ -235,7 +236,7 @@ class _ScoredAnswer:
             yield gone.frame()
 
     async def _put_events(
-        self, run: NamedRun, response: aiohttp.ClientResponse, stack: AsyncExitStack
+        self, run: NamedRun, response: UpstreamResponse, stack: AsyncExitStack
     ) -> None:
         """Put the events of the run into it, until its end."""
         assert self._texts is not None

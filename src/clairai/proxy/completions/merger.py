@@ -18,6 +18,7 @@ from clairai.proxy.completions.chunk import Chunk, read_chunk
 from clairai.proxy.completions.request_scores import RequestScores
 from clairai.proxy.completions.sse import DONE, FrameSplitter, FrameTooLong, frame_data
 from clairai.proxy.upstream import UpstreamGone
+from clairai.proxy.upstream_connection import ResponseContent
 
 MAX_FRAME_BYTES: Final = 32 << 20
 Item = TypeVar("Item")
@@ -25,6 +26,9 @@ Item = TypeVar("Item")
 
 class StreamWriter(Protocol[Item]):
     """The form in which a client gets a stream."""
+
+    def write_token(self, frame: bytes) -> list[Item] | None:
+        """Read and write the frame of an ordinary token; None if it has to be decoded first."""
 
     def write_chunk(self, chunk: Chunk, starts: dict[int, int]) -> list[Item]:
         """Write a chunk with choices, and the scores that can be delivered with it.
@@ -98,6 +102,8 @@ class Merger(Generic[Item]):
 
     def add_frame(self, frame: bytes) -> list[Item]:
         """What can be written now that this frame is here."""
+        if not self._waiting and (written := self._writer.write_token(frame)) is not None:
+            return written
         data = frame_data(frame)
         if data is None:
             return self._writer.write_other(frame, None, None)
@@ -105,6 +111,7 @@ class Merger(Generic[Item]):
         arrival = self._read(frame, data)
         if self._must_wait(arrival, self._waiting):
             self._waiting.append(arrival)
+            self.scores.hurry()
             return []
         return self._write(arrival)
 
@@ -145,7 +152,7 @@ class Merger(Generic[Item]):
 
 
 async def merge_frames(
-    content: aiohttp.StreamReader, merger: Merger[Item]
+    content: ResponseContent, merger: Merger[Item]
 ) -> AsyncGenerator[list[Item], None]:
     """Everything the merger writes, as it writes it; UpstreamGone if the stream has no end."""
     splitter = FrameSplitter(MAX_FRAME_BYTES)
@@ -174,7 +181,7 @@ async def merge_frames(
 class _FrameSource:
     """Upstream's bytes; a read that has begun goes on while rows are waited for."""
 
-    def __init__(self, content: aiohttp.StreamReader) -> None:
+    def __init__(self, content: ResponseContent) -> None:
         self._content = content
         self._reading: asyncio.Task[bytes] | None = None
 

@@ -11,7 +11,7 @@ from typing import Any, Final, Literal
 import msgspec
 from msgspec import UNSET
 
-from clairai.proxy.completions.chunk import ChoiceView, Chunk, edit_chunk, read_echo
+from clairai.proxy.completions.chunk import ChoiceView, Chunk, TokenFrame, edit_chunk, read_echo
 from clairai.proxy.completions.request_scores import RequestScores, ScoreSlice
 from clairai.proxy.completions.sse import DONE, data_frame
 from clairai.proxy.completions.token_text import TokenTextDecoder, TokenTexts
@@ -42,6 +42,18 @@ class OpenAIStreamWriter:
         self._scores = scores
         self._keeps_token_ids = keeps_token_ids
         self._texts = texts
+
+    def write_token(self, frame: bytes) -> list[bytes] | None:
+        scores = self._scores
+        token = TokenFrame.match(frame) if scores.is_streaming else None
+        if token is None:
+            return None
+        scores.add_tokens(token.choice, token.token_ids)
+        taken = scores.take(token.choice)
+        if taken is None and self._keeps_token_ids:
+            return [frame]
+        added = None if taken is None else msgspec.json.encode(ProbeScores(**taken.fields()))
+        return [token.with_scores(added, keeps_token_ids=self._keeps_token_ids)]
 
     def write_chunk(self, chunk: Chunk, starts: dict[int, int]) -> list[bytes]:
         del starts
@@ -119,6 +131,9 @@ class NamedEventWriter:
         self._is_prompt_written = False
         self._is_echo_written = False
         self._capture: dict[str, Any] | None = None  # what became of captured rows
+
+    def write_token(self, frame: bytes) -> None:
+        """Events say more of a token than its frame does as bytes."""
 
     def write_chunk(self, chunk: Chunk, starts: dict[int, int]) -> list[NamedEvent]:
         self._read(chunk)
