@@ -39,7 +39,10 @@ from clairai.ring.reader import ReaderStatistics, Record, StartAt
 from clairai.wire import ring_messages
 
 POLL_PAUSE_S: Final = 0.1
+# Between two polls if nobody waits for rows: they are delivered with the next token, and many at
+# once are cheaper than one. Polling is cheaper for the engine than waking this thread every step.
 BUSY_PAUSE_S: Final = 5e-3
+IDLE_PAUSE_S: Final = 2e-2
 ATTACH_TIMEOUT_S: Final = 1.0
 FIND_PAUSE_S: Final = 0.5
 MAX_FIND_PAUSE_S: Final = 2.0
@@ -165,14 +168,9 @@ class RingFeed:
                 return
             if self._now.lag:
                 continue
-            if records:
-                # Scores are delivered with the next token, so nobody waits for these; whoever does
-                # says so. Polling is cheaper for the engine than waking this thread every step, and
-                # many rows at once are cheaper here than one.
-                self._is_wanted.wait(BUSY_PAUSE_S)
+            if self._is_wanted.wait(BUSY_PAUSE_S if records else IDLE_PAUSE_S):
                 self._is_wanted.clear()
-            else:
-                reader.wait(POLL_PAUSE_S)
+                reader.wait(POLL_PAUSE_S)  # at shorter intervals
 
     def _note_statistics(self, now: ReaderStatistics) -> None:
         if now.lost > self._now.lost:
@@ -218,16 +216,22 @@ class RingFeed:
         kept = [part for part in split_rows(rows) if self._is_kept(part, phases)]
         if not kept:
             return []
-        columns = [rows[name].tolist() for name in _FIELDS]
+        positions, token_ids, spans = (rows[name].tolist() for name in _FIELDS)
         scores = _scores_of(records, [part for part in kept if not part.is_marks])
-        batches, begin = [], 0
-        for part in kept:
-            at, end = slice(part.begin, part.end), begin
-            end += 0 if part.is_marks else part.end - part.begin
-            position, token_id, span = (column[at] for column in columns)
-            fields = (part.stream, part.choice, bank, position, token_id, phases[at], span)
-            batches.append(RowBatch(*fields, scores[begin:end]))
-            begin = end
+        batches, done = [], 0
+        for begin, end, stream, choice, is_marks in kept:
+            first, done = done, done + (0 if is_marks else end - begin)
+            batch = RowBatch(
+                stream,
+                choice,
+                bank,
+                positions[begin:end],
+                token_ids[begin:end],
+                phases[begin:end],
+                spans[begin:end],
+                scores[first:done],
+            )
+            batches.append(batch)
         return batches
 
     def _is_kept(self, part: RowSpan, phases: list[int]) -> bool:

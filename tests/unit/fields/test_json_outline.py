@@ -11,7 +11,14 @@ from hypothesis import strategies as st
 
 from clairai.errors import RequestError
 from clairai.fields import json_outline
-from clairai.fields.json_outline import JsonBounds, JsonOutline, check_bounds, outermost_keys
+from clairai.fields.json_outline import (
+    JsonBounds,
+    JsonOutline,
+    check_bounds,
+    outermost_keys,
+    outlined_keys,
+    parsed_keys,
+)
 
 WIDE = JsonBounds(depth=10**6, items=10**9, values=10**9, keys=10**6)
 TEXT = st.text(st.sampled_from('a"\\[]{},: \n\u00e9\ud800'), max_size=8)
@@ -39,7 +46,8 @@ def test_keys_and_depth_are_those_that_a_parser_sees(
     text = ("{" + " , ".join(members) + "}").encode()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(json_outline, "STEP_BYTES", step)
-        assert outermost_keys(text, WIDE) == [name for name, _ in pairs]
+        keys = [name for name, _ in pairs]
+        assert outlined_keys(text, WIDE) == parsed_keys(text) == outermost_keys(text, WIDE) == keys
         depth = 1 + max((depth_of(value) for _, value in pairs), default=0)
         check_bounds(text, JsonBounds(depth=depth))
         with pytest.raises(RequestError, match="nested"):
@@ -48,8 +56,10 @@ def test_keys_and_depth_are_those_that_a_parser_sees(
 
 @settings(max_examples=200, deadline=None)
 @given(st.binary(max_size=64) | st.text('"\\{}[],:a ', max_size=64).map(str.encode))
-def test_any_bytes_have_an_outline(text: bytes) -> None:
-    outermost_keys(text, WIDE)
+def test_any_bytes_have_an_outline_and_json_has_one_only(text: bytes) -> None:
+    outlined = outlined_keys(text, WIDE)
+    assert parsed_keys(text) in (None, outlined)
+    assert outermost_keys(text, WIDE) == outlined
 
 
 @pytest.mark.parametrize(

@@ -145,6 +145,8 @@ class TokenFrame(NamedTuple):
     def with_scores(self, scores: bytes | None, *, keeps_token_ids: bool) -> bytes:
         """The frame with these `probe_scores`; as `edit_chunk` writes it."""
         frame, begin, end = self.frame, self.begin, self.end
+        if scores is None and keeps_token_ids:
+            return frame
         ids = frame[begin:end] if keeps_token_ids else b"null"
         added = b"" if scores is None else b',"probe_scores":' + scores
         return frame[:begin] + ids + added + frame[end:]

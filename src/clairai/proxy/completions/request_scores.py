@@ -377,9 +377,7 @@ class RequestScores:
         choice = self._choice(view.index)
         start = choice.scores.num_tokens
         if view.token_ids:
-            choice.scores.add_tokens(view.token_ids)
-            if self.kept is not None:
-                self.kept.add_tokens(view.index, view.token_ids)
+            self.add_tokens(view.index, view.token_ids)
         if view.finish_reason is not None:
             choice.finish_reason, choice.stop_reason = view.finish_reason, view.stop_reason
         return start
@@ -395,8 +393,10 @@ class RequestScores:
         )
 
     def add_tokens(self, choice: int, token_ids: Sequence[int]) -> None:
-        """Add new tokens of a choice that goes on."""
+        """Add new tokens of a choice."""
         self._choice(choice).scores.add_tokens(token_ids)
+        if self.kept is not None:
+            self.kept.add_tokens(choice, token_ids)
 
     def finish(self, choice: int, reason: str) -> None:
         self._choice(choice).finish_reason = reason

@@ -50,10 +50,12 @@ class OpenAIStreamWriter:
             return None
         scores.add_tokens(token.choice, token.token_ids)
         taken = scores.take(token.choice)
-        if taken is None and self._keeps_token_ids:
-            return [frame]
-        added = None if taken is None else msgspec.json.encode(ProbeScores(**taken.fields()))
+        added = None if taken is None else self._encode(taken)
         return [token.with_scores(added, keeps_token_ids=self._keeps_token_ids)]
+
+    def _encode(self, scores: ScoreSlice) -> bytes | None:
+        """The `probe_scores` of a token's frame; None: it has none."""
+        return msgspec.json.encode(ProbeScores(**scores.fields()))
 
     def write_chunk(self, chunk: Chunk, starts: dict[int, int]) -> list[bytes]:
         del starts
@@ -100,6 +102,9 @@ class OpenAIStreamWriter:
 
 class QuietStreamWriter(OpenAIStreamWriter):
     """OpenAI's stream as upstream sends it; its scores are only kept (`kept_scores.py`)."""
+
+    def _encode(self, scores: ScoreSlice) -> None:
+        del scores
 
     def _fields(self, choice: ChoiceView) -> dict[str, Any]:
         super()._fields(choice)

@@ -13,7 +13,7 @@ from clairai.proxy.completions.chunk import TokenFrame
 from clairai.proxy.completions.completion_request import ClairaiOptions
 from clairai.proxy.completions.merger import Merger
 from clairai.proxy.completions.request_scores import RequestScores, RowBatch, ScoreBudget
-from clairai.proxy.completions.stream_writers import OpenAIStreamWriter
+from clairai.proxy.completions.stream_writers import OpenAIStreamWriter, QuietStreamWriter
 from clairai.proxy.completions.token_text import TokenTexts
 from clairai.wire import ring_messages
 from tests.http.fake import BANK, TOKEN_BYTES, score
@@ -27,6 +27,14 @@ class DecodingWriter(OpenAIStreamWriter):
 
     def write_token(self, frame: bytes) -> None:
         del frame
+
+
+class DecodingQuietWriter(QuietStreamWriter):
+    def write_token(self, frame: bytes) -> None:
+        del frame
+
+
+DECODING = {OpenAIStreamWriter: DecodingWriter, QuietStreamWriter: DecodingQuietWriter}
 
 
 def written(
@@ -99,14 +107,15 @@ UNUSUAL = {
 
 @pytest.mark.parametrize("keeps_token_ids", [False, True])
 @pytest.mark.parametrize("scored", [False, True])
+@pytest.mark.parametrize("kind", DECODING)
 @pytest.mark.parametrize("name", [*ORDINARY, *UNUSUAL])
 def test_spliced_and_decoded_frames_are_equal(
-    name: str, scored: bool, keeps_token_ids: bool
+    name: str, kind: type[OpenAIStreamWriter], scored: bool, keeps_token_ids: bool
 ) -> None:
     frames = (ORDINARY | UNUSUAL)[name]
     options = {"scored": scored, "keeps_token_ids": keeps_token_ids}
-    spliced = written(OpenAIStreamWriter, frames, **options)  # type: ignore[arg-type]
-    assert spliced == written(DecodingWriter, frames, **options)  # type: ignore[arg-type]
+    spliced = written(kind, frames, **options)  # type: ignore[arg-type]
+    assert spliced == written(DECODING[kind], frames, **options)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("name", ORDINARY)
