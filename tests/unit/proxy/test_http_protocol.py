@@ -44,12 +44,16 @@ def test_one_that_comes_later_does_not_wait_for_a_turn_that_nobody_has() -> None
     assert asyncio.run(run()) == ["a", "b"]
 
 
+def fail() -> None:
+    raise ValueError("planted")
+
+
 def test_one_that_fails_does_not_hold_up_the_others() -> None:
     async def run() -> list[str]:
         asyncio.get_running_loop().set_exception_handler(lambda *_: seen.append("!"))
         turns = Turns()
         turns.take(partial(seen.append, "a"))
-        turns.take(partial(int, "no number"))
+        turns.take(fail)
         turns.take(partial(seen.append, "c"))
         for _ in range(4):
             await asyncio.sleep(0)

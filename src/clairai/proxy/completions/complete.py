@@ -47,7 +47,7 @@ from clairai.proxy.relay import (
 )
 from clairai.proxy.responses import EventStream, HttpRefusal, bad_request
 from clairai.proxy.upstream import NotSteered, UpstreamGone, response_headers
-from clairai.proxy.upstream_connection import UpstreamResponse
+from clairai.proxy.upstream_connection import ResponseContent, UpstreamResponse
 
 Item = TypeVar("Item")
 UNSCORED_HEADER: Final = "X-Clairai-Unscored"
@@ -253,7 +253,7 @@ class _ScoredAnswer:
                 raise
 
     async def _put_all(
-        self, run: NamedRun, content: aiohttp.StreamReader, writer: NamedEventWriter
+        self, run: NamedRun, content: ResponseContent, writer: NamedEventWriter
     ) -> None:
         merger = self._merger(writer)
         async with aclosing(merge_frames(content, merger)) as parts:

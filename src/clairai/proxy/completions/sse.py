@@ -23,8 +23,7 @@ class FrameSplitter:
 
     def feed(self, raw: bytes) -> list[bytes]:
         """The frames that are complete now, each with its empty line."""
-        end = raw.find(b"\n\n") + 2
-        if end == len(raw) > 1 and not self._rest and b"\r" not in raw:
+        if raw.find(b"\n\n") + 2 == len(raw) > 1 and not self._rest and b"\r" not in raw:
             return [raw]  # one frame, as vLLM sends each token
         whole = self._rest + raw if self._rest else raw
         # Bytes searched before hold no end of a frame, except one that was cut in two.

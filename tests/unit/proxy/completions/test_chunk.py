@@ -54,7 +54,7 @@ def written(
     writer = kind(scores, keeps_token_ids=keeps_token_ids, texts=TokenTexts(TOKEN_BYTES))
     merger = Merger(scores, writer, max_wait_s=1.0, clock=lambda: 0.0)
     for choice, position in [(c, p) for c in range(3) for p in range(40)] if scored else ():
-        row = [score(5, position)]
+        row: list[Any] = [score(5, position)]
         scores.add_rows(
             RowBatch(7, choice, BANK, [position], [5], [ring_messages.DECODE], [1], row)
         )
