@@ -30,6 +30,7 @@ from clairai.engine.used_streams import UsedStreams
 from clairai.errors import CaptureOffError, ClairaiError, RequestError
 from clairai.fields.request_fields import RequestFields, parse_fields
 
+_CHOICE: Final = re.compile(r"(?:(\d+)_)?")
 _ID_SUFFIX: Final = re.compile(r"-[0-9a-f]{8}")
 
 
@@ -210,7 +211,7 @@ def split_request_id(internal_id: str, external_id: str | None) -> tuple[str, in
     suffix = internal_id[-9:]
     tails = [external, external + suffix if _ID_SUFFIX.fullmatch(suffix) else ""]
     for tail in filter(None, tails):
-        matched = re.fullmatch(r"(?:(\d+)_)?" + re.escape(tail), internal_id)
-        if matched is not None:
+        matched = _CHOICE.fullmatch(internal_id.removesuffix(tail))
+        if matched is not None and internal_id.endswith(tail):
             return tail, int(matched[1] or 0)
     return internal_id, 0  # vLLM did not derive this id from another: a request of its own
