@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import os
 import socket
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -37,6 +38,10 @@ START_S: Final = 20.0
 STOP_S: Final = 4.0  # for answers that are being sent, and for the thread that reads the ring
 STALL_S: Final = 30.0  # an event loop that has not gone round for so long answers nobody
 _START_POLL_S: Final = 0.01
+# How long a thread may keep Python's lock while another wants it. The event loop wants it several
+# times for every small request; with Python's own 5 ms, one client's large bodies, which are read
+# in a thread beside it, delay everybody else's answers several times as long.
+_SWITCH_S: Final = 5e-4
 
 
 @dataclass(frozen=True)
@@ -158,6 +163,8 @@ def run_proxy(
     """The proxy with its metrics and access log, and telemetry where the environment asks."""
     with ExitStack() as undo:
         undo.callback(listener.close)
+        undo.callback(sys.setswitchinterval, sys.getswitchinterval())
+        sys.setswitchinterval(_SWITCH_S)
         observers: list[Observer] = [AccessLog()]
         telemetry = Telemetry.from_environ(os.environ)
         if telemetry is not None:
