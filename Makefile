@@ -19,10 +19,10 @@ export HF_HUB_OFFLINE := 1
 export VLLM_NO_USAGE_STATS := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo lint check test docs matrix faults fuzz soak bench clean
+.PHONY: help setup demo lint check test integrations docs matrix faults fuzz soak bench clean
 
 help: ## list the targets
-	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "make %-8s %s\n", $$1, $$2 }' Makefile
+	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "make %-12s %s\n", $$1, $$2 }' Makefile
 
 setup: ## install vLLM and clairai into .venv, convert the demo model (ENGINE=cpu or cuda to choose)
 	@$(PYTHON) -m scripts.setup
@@ -41,6 +41,11 @@ check: lint ## lint, then the tests that need no engine, in under 3 minutes
 test: lint ## lint, then the whole test suite
 	@$(BIN)/python -m scripts.web
 	@$(BIN)/python -m pytest $(PARALLEL) --durations=25
+
+integrations: ## the LangChain and Inspect adapters with the real libraries, in an environment of their own
+	@test -x .integrations/bin/python || $(PYTHON) -m venv .integrations
+	@.integrations/bin/pip install -q -e '.[inspect,langchain,proxy]' 'hypothesis>=6.100' 'pytest>=9' 'pytest-timeout>=2.4'
+	@.integrations/bin/python -m pytest -q -W default tests/integrations tests/http/test_fetch_scores.py
 
 docs: setup ## build the documentation site, with search, in build/site
 	@$(BIN)/pip install -q -e '.[docs]'
@@ -66,4 +71,4 @@ bench: setup ## measure every published number again
 	@$(BIN)/python -m bench.page
 
 clean: ## remove what the targets above have made in this folder
-	@rm -rf .venv .matrix .cache build .mypy_cache .ruff_cache .pytest_cache web/node_modules
+	@rm -rf .venv .matrix .integrations .cache build .mypy_cache .ruff_cache .pytest_cache web/node_modules

@@ -61,6 +61,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         *("library", "compat.install"),
     },
     "weights": {*COMMON, "local", "probe", "vector", "library", "weights"},
+    "integrations": {"errors", "library.http_client", "integrations"},
     "sidecar": {*COMMON, "local", "ring", "match", "sidecar"},
     "proxy": {
         *COMMON,

@@ -81,6 +81,10 @@ class ServerClient:
         path = f"{_WEIGHTS}/buffers/{transfer}/{index}"
         self._ask("PUT", path, body=body, headers=typed, timeout_s=ANSWER_TIMEOUT_S)
 
+    def ask_scores(self, response_id: str, timeout_s: float) -> tuple[int, Mapping[str, Any]]:
+        """The status and the answer of `GET /v1/scores/{id}`; OSError if there is none."""
+        return self._call("GET", f"/v1/scores/{quote(response_id, safe='')}", timeout_s=timeout_s)
+
     def chat(self, request: Mapping[str, Any]) -> Mapping[str, Any]:
         body = json.dumps(request).encode()
         typed = {"Content-Type": "application/json"}
