@@ -17,6 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from clairai.errors import RequestError
+from clairai.fields.turns import end_step
 
 STEP_BYTES: Final = 1 << 16
 _SHORT_BYTES: Final = 4096
@@ -113,6 +114,7 @@ class JsonOutline:
             self.nbytes += end - at
             if not self._stays_inside(text, at, end):
                 self._read_step(data[at:end], at)
+            end_step()
 
     def _stays_inside(self, text: bytes, at: int, end: int) -> bool:
         """True within a long string, such as a vector in base64: nothing of it is counted."""

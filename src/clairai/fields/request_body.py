@@ -14,6 +14,7 @@ from clairai.errors import RequestError, quote
 from clairai.fields.json_outline import JsonBounds, check_bounds, outermost_keys
 from clairai.fields.request_fields import KEY
 from clairai.fields.steering_vectors import FIELD_PHASES
+from clairai.fields.turns import end_step
 
 XARGS: Final = "vllm_xargs"
 OUR_KEYS: Final = frozenset((KEY, *FIELD_PHASES))
@@ -128,7 +129,9 @@ def check_unique_keys(raw: msgspec.Raw, where: str, bounds: JsonBounds) -> None:
 
 def decode_body(body: bytes) -> BodyFields:
     """Raises one of UNREADABLE if the body is not a JSON object."""
-    return _BODY.decode(body)
+    found = _BODY.decode(body)
+    end_step()
+    return found
 
 
 def has_value(fields: BodyFields, name: str) -> bool:

@@ -15,6 +15,7 @@ from http import HTTPStatus
 from typing import Final, TypeVar
 
 from clairai.fields.request_body import LARGE_BYTES
+from clairai.fields.turns import run_in_turns
 from clairai.proxy.proxy_settings import Limits
 from clairai.proxy.responses import HttpRefusal
 
@@ -23,9 +24,9 @@ _MAX_CLIENTS: Final = 4096  # whose rates are known; of more, those that were qu
 
 
 class LargeBodies:
-    """Reads large bodies beside the event loop, one at a time.
+    """Reads large bodies beside the event loop, one at a time, and leaves it Python's lock mostly.
 
-    Several threads would take the interpreter's lock from the event loop in turns.
+    Several threads would take the lock from the event loop in turns.
     """
 
     def __init__(self) -> None:
@@ -36,7 +37,7 @@ class LargeBodies:
         if len(body) <= LARGE_BYTES:
             return work()
         async with self._reading:
-            return await asyncio.to_thread(work)
+            return await asyncio.to_thread(run_in_turns, work)
 
 
 class BodyBudget:

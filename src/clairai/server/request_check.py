@@ -10,6 +10,7 @@ import asyncio
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Final, Literal
 
 import msgspec
@@ -42,6 +43,7 @@ from clairai.fields.request_fields import (
     parse_fields,
 )
 from clairai.fields.steering_vectors import FIELD_PHASES
+from clairai.fields.turns import run_in_turns
 from clairai.server import chat_positions
 from clairai.server.core_cache import CoreCache
 from clairai.server.engine_rpc import (
@@ -285,7 +287,8 @@ async def _read_and_preview(
     if not cache.has_global_steering and not may_have_fields(raw):
         return None
     is_large = len(raw) > LARGE_BYTES
-    request = await asyncio.to_thread(read_completion, raw) if is_large else read_completion(raw)
+    read = partial(read_completion, raw)
+    request = await asyncio.to_thread(run_in_turns, read) if is_large else read()
     if request is None or not (cache.has_global_steering or request.has_our_fields):
         return None
     if not (cache.has_global_steering or request.fields.steer or request.fields.stop):

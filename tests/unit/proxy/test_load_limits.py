@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import threading
 
 import pytest
 
+from clairai.fields.json_outline import STEP_BYTES
 from clairai.fields.request_body import LARGE_BYTES
+from clairai.proxy.completions.completion_request import read_request
 from clairai.proxy.load_limits import BodyBudget, ByteRates, LargeBodies
 from clairai.proxy.proxy_settings import Limits
 from clairai.proxy.responses import HttpRefusal
@@ -76,3 +79,14 @@ def test_large_bodies_are_read_beside_the_event_loop_one_at_a_time() -> None:
 
     asyncio.run(main())
     assert seen == [1] * 8
+
+
+def test_a_large_body_leaves_the_event_loop_most_of_the_time(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    rests: list[float] = []
+    monkeypatch.setattr("time.sleep", rests.append)
+    monkeypatch.setattr("time.thread_time", itertools.count().__next__)
+    large = b'{"messages": [' + b"1," * LARGE_BYTES + b"1]}"
+    asyncio.run(LargeBodies().run(large, lambda: read_request(large, Limits())))
+    assert len(rests) >= len(large) // STEP_BYTES  # one after each part that was read

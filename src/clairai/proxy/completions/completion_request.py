@@ -30,6 +30,7 @@ from clairai.fields.request_body import (
 )
 from clairai.fields.request_fields import KEY, MAX_LABEL, is_label
 from clairai.fields.steering_vectors import FIELD_PHASES
+from clairai.fields.turns import end_step
 from clairai.proxy.proxy_settings import Limits
 
 _MAX_NAMES: Final = 2048
@@ -168,7 +169,10 @@ class ScoredRequest:
         asked |= {} if bytes(options.capture) == b"null" else {"capture": options.capture}
         asked |= {} if options.own_label is None else {"label": options.own_label}
         asked |= {} if owner is None else {"owner": owner}
-        ours = {KEY: msgspec.json.encode(asked).decode()}
+        text = msgspec.json.encode(asked)
+        end_step()
+        ours = {KEY: text.decode()}
+        end_step()
         vectors = {name: bytes(raw).decode() for name, raw in self._steering_vectors.items()}
         xargs = {**self._xargs, **ours, **vectors}
         fields: dict[str, Any] = {**self._fields, XARGS: xargs, "return_token_ids": True}
@@ -196,6 +200,7 @@ def read_request(body: bytes, limits: Limits) -> ScoredRequest | None:
         if name in fields:
             check_unique_keys(fields[name], name, bounds)
     options = _read_options(fields.pop(KEY, msgspec.Raw(b"{}")))
+    end_step()
     _check_supported(fields, limits)
     fields = {name: raw for name, raw in fields.items() if name not in FIELD_PHASES}
     keeps_token_ids = read_flag(fields, "return_token_ids") is True
