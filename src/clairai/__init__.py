@@ -25,9 +25,11 @@ if TYPE_CHECKING:
     from clairai.library.config import config as config
     from clairai.library.message_range import message_range as message_range
     from clairai.library.probe_bank import ProbeBank as ProbeBank
+    from clairai.library.scores import async_scores as async_scores
     from clairai.library.scores import scores as scores
     from clairai.library.vector_bank import VectorBank as VectorBank
     from clairai.match.align import Scores as Scores
+    from clairai.match.reduce import ReducedScores as ReducedScores
     from clairai.points import Point as Point
     from clairai.probe.files import load as load
     from clairai.probe.files import save as save
@@ -42,9 +44,11 @@ _HOME: Final = {
     "Point": "clairai.points",
     "Probe": "clairai.probe.model",
     "ProbeBank": "clairai.library.probe_bank",
+    "ReducedScores": "clairai.match.reduce",
     "Scores": "clairai.match.align",
     "Vector": "clairai.vector.model",
     "VectorBank": "clairai.library.vector_bank",
+    "async_scores": "clairai.library.scores",
     "captures": "clairai.library.captures",
     "config": "clairai.library.config",
     "load": "clairai.probe.files",

@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import asyncio
+import os
 import threading
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 
 import clairai
-from clairai.library.engine_control import ask_engine
+from clairai.library.engine_control import ask_async_engine, ask_engine
 from clairai.match.align import Scores, align
 from clairai.match.row_collector import RowCollector
 from clairai.ring.attach import RingReader
 from clairai.wire import control_messages
 from tests.engine import asks, models
+from tests.engine.process import ENVIRONMENT
 
 POINTS = ("pre_attn.0", "post_attn.1", "post_block.3")
 
@@ -83,8 +87,14 @@ def compare(llm: Any, num_requests: int, **asked: Any) -> Comparison:
     laps = follower.finish()
     ids = tuple(output.request_id for output in outputs)
     streams = ask_engine(llm, control_messages.FindStreams(ids), control_messages.Streams).streams
+    return _compare(follower.rows, streams, outputs, found, laps)
+
+
+def _compare(
+    rows: RowCollector, streams: Sequence[int | None], outputs: Any, found: Any, laps: float
+) -> Comparison:
     pairs = [
-        (_oracle(follower.rows, stream, output, answer), scores)
+        (_oracle(rows, stream, output, answer), scores)
         for stream, output, answers in zip(streams, outputs, found, strict=True)
         for answer, scores in zip(output.outputs, answers, strict=True)
     ]
@@ -108,3 +118,59 @@ def is_same(expected: Scores, found: Scores) -> bool:
         and np.array_equal(found.phase, expected.phase)
         and np.array_equal(found.scores_NP, expected.scores_NP, equal_nan=True)
     )
+
+
+def compare_async(model: str, runtime: str, probes: str, num_requests: int) -> Comparison:
+    """As `compare`, with vLLM's AsyncLLM: each request is read when it ends, while others run."""
+    os.environ.update(ENVIRONMENT | {"CLAIRAI_RUNTIME_DIR": runtime})
+    return asyncio.run(_compare_async(model, probes, num_requests))
+
+
+async def _compare_async(model: str, probes: str, num_requests: int) -> Comparison:
+    from vllm.engine.arg_utils import AsyncEngineArgs
+    from vllm.v1.engine.async_llm import AsyncLLM
+
+    arguments = AsyncEngineArgs(
+        model=model,
+        dtype="float32",
+        enforce_eager=True,
+        max_model_len=256,
+        max_num_seqs=8,
+        max_num_batched_tokens=64,
+        enable_prefix_caching=False,
+        additional_config=clairai.config(probes=probes, capacity=64, ring_mib=1),
+    )
+    engine = AsyncLLM.from_engine_args(arguments)
+    try:
+        described = await ask_async_engine(
+            engine, control_messages.Describe(), control_messages.Description
+        )
+        assert described.keeps_scores
+        follower = RingFollower(Path(described.socket))
+        prompts = models.random_prompts(5, prompt_lengths(num_requests), 40_000)
+        answered = await asyncio.gather(
+            *(_answer(engine, f"request-{at}", prompt) for at, prompt in enumerate(prompts))
+        )
+        outputs, found = zip(*answered, strict=True)
+        question = control_messages.FindStreams(tuple(output.request_id for output in outputs))
+        streams = (await ask_async_engine(engine, question, control_messages.Streams)).streams
+        return _compare(follower.rows, streams, outputs, found, follower.finish())
+    finally:
+        engine.shutdown()
+
+
+async def _answer(engine: Any, request_id: str, prompt: list[int]) -> tuple[Any, Any]:
+    from vllm import SamplingParams
+    from vllm.sampling_params import RequestOutputKind
+
+    params = SamplingParams(
+        max_tokens=6,
+        ignore_eos=True,
+        detokenize=False,
+        output_kind=RequestOutputKind.FINAL_ONLY,
+    )
+    (output,) = [
+        one async for one in engine.generate({"prompt_token_ids": prompt}, params, request_id)
+    ]
+    (answers,) = await clairai.async_scores(engine, [output])
+    return output, answers

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import multiprocessing
 from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
 import pytest
 
+import clairai
 from tests.engine import asks, spooling
 from tests.engine.process import EngineProcess
 
@@ -55,3 +58,18 @@ def test_every_choice_of_a_request_has_its_own_rows(small_ring: EngineProcess) -
 
 def test_rows_that_the_ring_has_overwritten_still_arrive(small_ring: EngineProcess) -> None:
     assert small_ring.call(asks.overrun) == "accepted"
+
+
+def test_an_async_engine_gives_the_scores_of_each_request_while_others_run(
+    cut_model: Path, runtime: Path, tmp_path: Path
+) -> None:
+    for index in range(60):
+        clairai.save(tmp_path / f"p{index}.safetensors", asks.probe(f"p{index}", seed=index))
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(1, context) as process:
+        called = process.submit(
+            spooling.compare_async, str(cut_model), str(runtime), str(tmp_path), 60
+        )
+        found = called.result()
+    assert found.laps > 1
+    assert (found.num_answers, found.num_different) == (60, 0)

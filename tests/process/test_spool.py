@@ -2,19 +2,32 @@
 
 from __future__ import annotations
 
+import asyncio
+import dataclasses
 import os
 import signal
 from collections.abc import Sequence
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import pytest
 
 import clairai
-from clairai.errors import RequestError, RowsLostError
+from clairai.errors import ConfigError, RequestError, RowsLostError
+from clairai.library import scores as scores_module
+from clairai.match import stored_rows
 from clairai.settings import SpoolSettings
+from clairai.wire import control_messages
 from tests.support.ring_engine import forked, until
-from tests.support.spooled_llm import Output, SpooledLlm, expected_of, output_of, spooled_llm
+from tests.support.spooled_llm import (
+    PROMPT,
+    Output,
+    SpooledLlm,
+    expected_of,
+    output_of,
+    spooled_llm,
+)
 
 MIB = 1 << 20
 WIDE = 512  # columns of 32 layers with 16 probes each
@@ -108,7 +121,8 @@ def test_a_spool_that_was_killed_is_replaced_and_others_go_on(tmp_path: Path) ->
         os.kill(pid, signal.SIGKILL)
         until(lambda: llm.spool.returncode is not None)
         assert_complete(llm, late)  # of the ring, by the next spool
-        with pytest.raises(RowsLostError, match="all rows of request"):
+        lost = r"7 of 8 rows of request 'request-1000' were lost: [1-9]\d* records were overwritten"
+        with pytest.raises(RowsLostError, match=lost):
             clairai.scores(llm, early)
         assert spool_pid(llm) != pid
         assert_complete(llm, llm.generate(50, 30, batch=4))
@@ -185,3 +199,106 @@ def test_scores_share_the_files_that_they_map(tmp_path: Path) -> None:
         maps = Path("/proc/self/maps").read_text().splitlines()
         mapped = [line for line in maps if f"{tmp_path}/" in line]
         assert len(mapped) == 1
+
+
+def test_an_answer_that_lacks_rows_is_given_as_it_is_if_asked_for(tmp_path: Path) -> None:
+    with spooled_llm(tmp_path) as llm:
+        whole = llm.generate(2, 5)
+        nothing = llm.add_request(6000, 9)
+        llm.forward([(7000, at) for at in range(6)])
+        partly = llm.add_request(7000, 9)
+        found = clairai.scores(llm, [whole[0], nothing, partly, whole[1]], on_loss="keep")
+        assert [scores.missing for (scores,) in found] == [0, 11, 5, 0]
+        assert found[1][0].names == ()
+        np.testing.assert_array_equal(found[2][0].scores_NP[:6], expected_of(partly, 4)[:6])
+        assert np.isnan(found[2][0].scores_NP[6:]).all()
+        np.testing.assert_array_equal(found[3][0].scores_NP, expected_of(whole[1], 4))
+
+
+def test_requests_are_sorted_in_parts_that_memory_has_room_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(scores_module, "TOKENS_AT_ONCE", 40)
+    monkeypatch.setattr(stored_rows, "ROWS_AT_ONCE", 13)
+    with spooled_llm(tmp_path) as llm:
+        outputs = llm.generate(30, 9, batch=7)
+        assert_complete(llm, outputs)
+        assert_complete(llm, outputs[::-1])
+
+
+def test_each_answer_is_reduced_to_a_number_for_each_probe(tmp_path: Path) -> None:
+    with spooled_llm(tmp_path) as llm:
+        outputs = llm.generate(5, 9)
+        reduced = clairai.scores(llm, outputs, reduce="max")
+        for output, (found,) in zip(outputs, reduced, strict=True):
+            expected = expected_of(output, 4)[PROMPT:-1]
+            np.testing.assert_array_equal(found.values_P, expected.max(axis=0))
+            assert (found.num_rows, found["p2"]) == (8, expected[:, 2].max())
+        with pytest.raises(ConfigError, match="reduce is 'most'; use one of max, min"):
+            clairai.scores(llm, outputs, reduce="most")  # type: ignore[call-overload]
+
+
+def test_a_bar_says_how_many_rows_there_are_and_how_many_were_lost(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with spooled_llm(tmp_path) as llm:
+        outputs = [*llm.generate(4, 9), llm.add_request(6000, 9)]
+        clairai.scores(llm, outputs, on_loss="keep", progress=True)
+    shown = capsys.readouterr().err
+    assert "Scores: 100%" in shown
+    assert "5/5" in shown
+    assert "lost=11, rows=44" in shown
+
+
+class AsyncLlm:
+    """As vLLM's AsyncLLM: calls of the engine are awaited."""
+
+    def __init__(self, llm: SpooledLlm) -> None:
+        self._llm = llm
+        self.asked: list[type] = []
+
+    async def collective_rpc(self, method: str, args: tuple[bytes]) -> list[bytes]:
+        self.asked.append(type(msgspec.msgpack.decode(args[0], type=control_messages.Control)))
+        await asyncio.sleep(0)
+        return self._llm.collective_rpc(method, args)
+
+
+def test_many_requests_of_an_async_engine_are_read_at_once_and_stop_it_once(tmp_path: Path) -> None:
+    """Only the first call asks the engine to finish what it publishes."""
+
+    async def read(engine: AsyncLlm, outputs: Sequence[Output]) -> None:
+        (first,) = await clairai.async_scores(engine, outputs[:1])
+        found = await asyncio.gather(
+            *(clairai.async_scores(engine, [output]) for output in outputs[1:])
+        )
+        for output, answers in zip(outputs, [first, *(one for (one,) in found)], strict=True):
+            np.testing.assert_array_equal(answers[0].scores_NP, expected_of(output, 4))
+
+    with spooled_llm(tmp_path) as llm:
+        outputs = llm.generate(20, 9, batch=5)
+        llm.connect().close()  # it has started
+        engine = AsyncLlm(llm)
+        asyncio.run(read(engine, outputs))
+    assert engine.asked.count(control_messages.Describe) == 1
+    assert engine.asked.count(control_messages.FindStreams) == 20
+
+
+def test_an_async_engine_says_what_was_lost_and_has_its_spool_replaced(tmp_path: Path) -> None:
+    with spooled_llm(tmp_path) as llm:
+        engine, early = AsyncLlm(llm), llm.generate(2, 9)
+        asyncio.run(clairai.async_scores(engine, early))
+        llm.generate(40, 40, batch=4)
+        os.kill(spool_pid(llm), signal.SIGKILL)
+        until(lambda: llm.spool.returncode is not None)
+        with pytest.raises(RowsLostError, match="11 of 12 rows of request"):
+            asyncio.run(clairai.async_scores(engine, early))
+        later = llm.generate(2, 9)
+        ((found,), _) = asyncio.run(clairai.async_scores(engine, later, reduce="last"))
+        assert found.tokens_P.tolist() == [10, 10, 10, 10]
+
+
+def test_a_request_that_is_not_finished_has_no_scores_yet(tmp_path: Path) -> None:
+    with spooled_llm(tmp_path) as llm:
+        (output,) = llm.generate(1, 9)
+        with pytest.raises(RequestError, match="'request-1000' is not finished"):
+            clairai.scores(llm, [dataclasses.replace(output, finished=False)])

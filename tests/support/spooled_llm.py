@@ -154,7 +154,7 @@ class SpooledLlm:
             for request_id, first in zip(control.request_ids, firsts, strict=True)
         )
         since = min((first for first in firsts if first is not None), default=0)
-        return [msgspec.msgpack.encode(control_messages.Streams(streams, since))]
+        return [msgspec.msgpack.encode(control_messages.Streams(streams, since, self.published))]
 
     def _describe(self) -> control_messages.Description:
         return control_messages.Description(

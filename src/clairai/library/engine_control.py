@@ -5,6 +5,8 @@ Runs in: the user's process. Imports no vllm.
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from typing import Any, Final, TypeVar
 
 import msgspec
@@ -24,15 +26,32 @@ _ERRORS: Final = {
 
 def ask_engine(llm: Any, control: control_messages.Control, kind: type[Reply]) -> Reply:
     """Send one control message through vLLM and wait for the reply, which must be of this kind."""
-    try:
+    with _explain_missing_taps():
         replies = llm.collective_rpc(CONTROL_METHOD, args=(msgspec.msgpack.encode(control),))
+    return read_reply(replies[0], kind)
+
+
+async def ask_async_engine(
+    engine: Any, control: control_messages.Control, kind: type[Reply]
+) -> Reply:
+    """As `ask_engine`, of vLLM's AsyncLLM."""
+    with _explain_missing_taps():
+        replies = await engine.collective_rpc(
+            CONTROL_METHOD, args=(msgspec.msgpack.encode(control),)
+        )
+    return read_reply(replies[0], kind)
+
+
+@contextlib.contextmanager
+def _explain_missing_taps() -> Iterator[None]:
+    try:
+        yield
     except Exception as error:  # which one depends on where vLLM keeps the worker
         if CONTROL_METHOD not in str(error):
             raise
         raise errors.UnsupportedError(
             "this engine has no taps; start it with additional_config=clairai.config(...)"
         ) from error
-    return read_reply(replies[0], kind)
 
 
 def read_reply(data: bytes, kind: type[Reply]) -> Reply:

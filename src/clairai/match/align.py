@@ -37,6 +37,13 @@ class Scores:
     weights: tuple[int, ...] = ()
 
     @property
+    def num_rows(self) -> int:
+        """Tokens that have a row; cached ones, lost ones and the last sampled one have none."""
+        is_last_sampled = self.num_prompt < len(self.token_ids)
+        num_forwarded = int((self.phase != ring_messages.CACHED).sum()) - is_last_sampled
+        return num_forwarded - self.missing
+
+    @property
     def prompt(self) -> NDArray[np.float32]:
         """Row j scores prompt token j."""
         return self.scores_NP[: self.num_prompt]
@@ -83,6 +90,21 @@ def align(
         placed.missing,
         placed.weights,
     )
+
+
+def align_nothing(prompt_token_ids: Sequence[int], output_token_ids: Sequence[int]) -> Scores:
+    """The scores of an answer of which no row is left: all are missing, and no probe is known."""
+    no_rows = RowsByPosition(
+        names=(),
+        positions=np.empty(0, np.int64),
+        token_ids=np.empty(0, np.int32),
+        phases=np.empty(0, np.uint8),
+        weights_N=np.empty(0, np.int64),
+        cached=(),
+        finished=False,
+        scores_NP=np.empty((0, 0), np.float32),
+    )
+    return align(no_rows, prompt_token_ids, output_token_ids)
 
 
 def place_rows(

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,6 +20,8 @@ from clairai.errors import ClairaiError
 from clairai.match.align import Placement, Scores, place_rows
 from clairai.match.row_collector import UNKNOWN_VERSION, RowIndex, newest_rows
 from clairai.wire import ring_messages
+
+ROWS_AT_ONCE: Final = 1 << 20  # of an index, which may be longer than memory has room for
 
 
 class StoredColumns(NamedTuple):
@@ -56,29 +58,36 @@ def find_answers(
 ) -> dict[tuple[int, int], StoredAnswer]:
     """The rows of these streams, by stream and choice."""
     wanted = np.unique(np.array(streams, np.uint64))
-    found = [_pick_rows(number, block, wanted) for number, block in enumerate(blocks)]
+    found = [
+        _pick_rows(number, block, wanted, begin)
+        for number, block in enumerate(blocks)
+        for begin in range(0, len(block.rows_R), ROWS_AT_ONCE)
+    ]
     if not found:
         return {}
     picked = StoredAnswer(*(np.concatenate(parts) for parts in zip(*found, strict=True)))
-    return dict(_split_answers(picked))
+    return dict(_split_answers(picked, wanted))
 
 
 def _pick_rows(
-    number: int, block: StoredBlock, wanted: NDArray[np.uint64]
+    number: int, block: StoredBlock, wanted: NDArray[np.uint64], begin: int
 ) -> tuple[NDArray[Any], ...]:
-    streams_R = np.ascontiguousarray(block.rows_R["stream"])
+    streams_R = np.ascontiguousarray(block.rows_R["stream"][begin : begin + ROWS_AT_ONCE])
     if len(wanted) == 1:
         at_R = np.flatnonzero(streams_R == wanted[0])
     else:
         place_R = np.minimum(np.searchsorted(wanted, streams_R), len(wanted) - 1)
         at_R = np.flatnonzero(wanted[place_R] == streams_R)
+    at_R += begin
     return block.rows_R[at_R], block.banks_R[at_R], np.full(len(at_R), number), at_R
 
 
-def _split_answers(picked: StoredAnswer) -> Iterator[tuple[tuple[int, int], StoredAnswer]]:
+def _split_answers(
+    picked: StoredAnswer, wanted: NDArray[np.uint64]
+) -> Iterator[tuple[tuple[int, int], StoredAnswer]]:
     """Rows of one answer together, each still in the order of arrival."""
     streams, choices = picked.rows_R["stream"], picked.rows_R["choice"]
-    order = np.lexsort((choices, streams))  # a stable sort
+    order = _sort_rows(streams, choices, wanted)
     rows_R, banks_R = picked.rows_R[order], picked.banks_R[order]
     block_R, at_R = picked.block_R[order], picked.at_R[order]
     streams, choices = streams[order], choices[order]
@@ -90,6 +99,16 @@ def _split_answers(picked: StoredAnswer) -> Iterator[tuple[tuple[int, int], Stor
     for key, begin, end in zip(keys, begins.tolist(), ends.tolist(), strict=True):
         part = slice(begin, end)
         yield key, StoredAnswer(rows_R[part], banks_R[part], block_R[part], at_R[part])
+
+
+def _sort_rows(
+    streams: NDArray[np.uint64], choices: NDArray[np.uint16], wanted: NDArray[np.uint64]
+) -> NDArray[np.intp]:
+    """An order by stream and choice in which rows of one answer stay in the order of arrival."""
+    if choices.any() or len(wanted) > 1 << 16:
+        return np.lexsort((choices, streams))
+    # numpy sorts 16 bits by their value, in a tenth of the time.
+    return np.argsort(np.searchsorted(wanted, streams).astype(np.uint16), kind="stable")
 
 
 class _RowPart(NamedTuple):
@@ -199,7 +218,7 @@ def align_stored(
     tokens = np.flatnonzero(is_token_R)
     newest = tokens[_newest(answer.rows_R["position"][tokens])]
     columns = {version: columns_of(version) for version in _versions(answer, is_token_R)}
-    names = tuple(dict.fromkeys(name for one in columns.values() for name in one.names))
+    names = _join_names(columns)
     index = _index_rows(answer, newest, is_token_R, names, columns)
     placed = place_rows(index, prompt_token_ids, output_token_ids)
     kept = newest[placed.is_kept]
@@ -221,6 +240,11 @@ def _versions(answer: StoredAnswer, is_token_R: NDArray[np.bool_]) -> list[int]:
     if (versions == versions[0]).all():
         return [int(versions[0])]
     return list(dict.fromkeys(versions.tolist()))
+
+
+def _join_names(columns: Mapping[int, StoredColumns]) -> tuple[str, ...]:
+    found = list(dict.fromkeys(one.names for one in columns.values()))
+    return found[0] if len(found) == 1 else tuple(dict.fromkeys(sum(found, ())))
 
 
 def _index_rows(
@@ -264,17 +288,31 @@ def _split_parts(
     block_N, at_N = answer.block_R[kept], answer.at_R[kept]
     positions_N = answer.rows_R["position"][kept].astype(np.int64)
     banks_N = answer.banks_R[kept]
+    by_names: dict[tuple[str, ...], list[int]] = {}
+    for version, one in columns.items():
+        by_names.setdefault(one.names, []).append(version)
+    if len(by_names) == 1 and len(kept) and (block_N == block_N[0]).all():
+        yield _make_part(blocks[block_N[0]], at_N, positions_N, names, names)
+        return
     for number in np.unique(block_N).tolist():
-        for held in dict.fromkeys(one.names for one in columns.values()):
-            versions = [version for version, one in columns.items() if one.names == held]
+        for held, versions in by_names.items():
             is_part = (block_N == number) & np.isin(banks_N, versions)
-            if not is_part.any():
-                continue
-            scores_RC = blocks[number].scores_RC
-            if scores_RC.shape[1] != len(held):
-                raise ClairaiError(
-                    f"stored rows have {scores_RC.shape[1]} columns for {len(held)} probes: "
-                    "please report"
-                )
-            into = None if held == names else np.array([names.index(name) for name in held])
-            yield _RowPart(scores_RC, at_N[is_part], positions_N[is_part], into)
+            if is_part.any():
+                yield _make_part(blocks[number], at_N[is_part], positions_N[is_part], held, names)
+
+
+def _make_part(
+    block: StoredBlock,
+    at: NDArray[np.int64],
+    positions: NDArray[np.int64],
+    held: tuple[str, ...],
+    names: tuple[str, ...],
+) -> _RowPart:
+    """`held` are the columns of these rows, `names` those of the whole answer."""
+    if block.scores_RC.shape[1] != len(held):
+        raise ClairaiError(
+            f"stored rows have {block.scores_RC.shape[1]} columns for {len(held)} probes: "
+            "please report"
+        )
+    into = None if held == names else np.array([names.index(name) for name in held], np.intp)
+    return _RowPart(block.scores_RC, at, positions, into)

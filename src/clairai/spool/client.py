@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import mmap
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, Self, TypeVar
@@ -43,7 +42,6 @@ _ACCEPTED: Final = MessageFormat[SpoolAnswer](
 )
 Segments = WeakValueDictionary[int, mmap.mmap]  # those that something still refers to
 Answer = TypeVar("Answer", bound=msgspec.Struct)
-Report = Callable[[SpooledRows], None]
 
 
 @dataclass(frozen=True, eq=False)
@@ -80,11 +78,14 @@ class SpoolClient:
             raise EngineGoneError(f"no spool of scores listens at {path} ({error})") from error
         return cls(Connection(sock, _ACCEPTED, max_fds=1), segments)
 
-    def read(self, since: int, until: int, report: Report | None = None) -> SpoolContents:
+    def read(self, since: int, until: int) -> SpoolContents:
         """Wait until the records before `until` are on disk or lost; their rows from `since` on."""
-        answer = self._wait(since, until, report)
-        found = [self._find(segment) for segment in answer.segments]
-        return SpoolContents(tuple(one for one in found if one is not None), answer.losses)
+        return self._open_all(self._wait(since, until))
+
+    def try_read(self, since: int, until: int) -> SpoolContents | None:
+        """As `read`, for a second at most; None if the spool has not come to record `until`."""
+        answer = _expect(self._ask(AskRows(since, until))[0], SpooledRows)
+        return self._open_all(answer) if answer.reached >= until else None
 
     def bank(self, version: int) -> SpooledBank:
         return _expect(self._ask(AskBank(version))[0], SpooledBank)
@@ -97,12 +98,10 @@ class SpoolClient:
     def close(self) -> None:
         self._connection.close()
 
-    def _wait(self, since: int, until: int, report: Report | None) -> SpooledRows:
+    def _wait(self, since: int, until: int) -> SpooledRows:
         reached, deadline_s = -1, time.monotonic() + STALL_S
         while True:
             answer = _expect(self._ask(AskRows(since, until))[0], SpooledRows)
-            if report is not None:
-                report(answer)
             if answer.reached >= until:
                 return answer
             now_s = time.monotonic()
@@ -113,6 +112,10 @@ class SpoolClient:
                     f"the spool of scores has come to record {reached} of {until} and no further "
                     f"in {STALL_S:g} s; its disk hangs, or the process is stopped"
                 )
+
+    def _open_all(self, answer: SpooledRows) -> SpoolContents:
+        found = [self._find(segment) for segment in answer.segments]
+        return SpoolContents(tuple(one for one in found if one is not None), answer.losses)
 
     def _find(self, segment: SegmentRows) -> FoundRows | None:
         """None if the segment was dropped meanwhile."""

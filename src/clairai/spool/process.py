@@ -141,8 +141,9 @@ class SpoolProcess:
         records = self._reader.poll(self._poll_limit)
         counted = self._reader.statistics()
         reached = counted.first + counted.delivered + counted.lost
-        has_lost = counted.lost > self._lost_records
-        self._lost_records = counted.lost
+        num_lost = counted.first + counted.lost  # one that is started late has lost the first ones
+        has_lost = num_lost > self._lost_records
+        self._lost_records = num_lost
         if records or has_lost:
             self._queue.put(Batch([one for one in records if self._has_bank(one)], reached))
         return bool(records) or has_lost

@@ -137,6 +137,7 @@ class Streams(msgspec.Struct, frozen=True, tag="streams", forbid_unknown_fields=
 
     streams: tuple[int | None, ...]
     since: int = 0  # the first record that can hold rows of theirs
+    until: int = 0  # the record after the last one, which may still be on its way to the ring
 
 
 ControlReply = (

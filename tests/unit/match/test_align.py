@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from clairai.errors import ClairaiError, ProbeError
-from clairai.match.align import Scores, align
+from clairai.match.align import Scores, align, align_nothing
 from clairai.match.row_collector import RowCollector, RowsByPosition
 from clairai.wire import ring_messages
 from tests.support.records import Row, bank, cached, finished, record
@@ -51,6 +51,19 @@ def test_row_j_of_generated_scores_generated_token_j() -> None:
     assert scores.token_ids.tolist() == [*PROMPT, *OUTPUT]
     assert scores.phase.tolist() == [ring_messages.PREFILL] * 3 + [ring_messages.DECODE] * 3
     assert (scores.num_prompt, scores.missing) == (3, 0)
+
+
+def test_rows_are_counted_without_those_that_are_lost_cached_or_never_there() -> None:
+    assert align(rows_of(rows_at(range(5))), PROMPT, OUTPUT).num_rows == 5
+    assert align(rows_of(rows_at([0, 1, 2, 4])), PROMPT, OUTPUT).num_rows == 4
+    assert align(rows_of([cached(1, 0, 2)], rows_at([2, 3, 4])), PROMPT, OUTPUT).num_rows == 3
+    assert align(rows_of(rows_at(range(3))), PROMPT, ()).num_rows == 3
+
+
+def test_an_answer_without_any_row_lacks_all_of_them() -> None:
+    scores = align_nothing(PROMPT, OUTPUT)
+    assert (scores.missing, scores.num_rows, scores.names) == (5, 0, ())
+    assert scores.scores_NP.shape == (6, 0)
 
 
 def test_the_last_sampled_token_has_no_score_and_is_not_missing() -> None:

@@ -92,14 +92,17 @@ def test_an_engine_without_probes_has_rows_without_scores(spool: Spool) -> None:
 
 
 def test_who_asks_for_late_records_is_not_shown_all_early_ones(
-    spool: Spool, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(segment_module, "ROWS_PER_MARK", 8)
+    spool = Spool(SpoolBounds(tmp_path, 8 * 1000 * ROW_NBYTES))
     for seq in range(100):
         spool.append([record(seq)])
+    assert len(spool.rows_since(0)) == 1
     found = positions_since(spool, 97)
     assert set(positions_of(97, 100)) <= set(found)
     assert len(found) < 8 + len(positions_of(97, 100))
+    spool.close()
 
 
 def test_the_oldest_rows_make_room_and_are_counted(spool: Spool) -> None:
@@ -159,6 +162,19 @@ def test_rows_that_a_full_disk_refuses_are_counted_and_later_ones_are_kept(
     assert positions_since(spool, 0) == positions_of(0, 10) + positions_of(12, 14)
     assert spool.losses(0).rows == 8
     assert "No space left" in spool.losses(0).reason
+
+
+def test_a_write_that_takes_a_part_is_continued(
+    spool: Spool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write = os.pwritev
+
+    def write_part(fd: int, buffers: list[memoryview], offset: int) -> int:
+        return write(fd, [memoryview(b"".join(buffers))[:50]], offset)
+
+    monkeypatch.setattr(os, "pwritev", write_part)
+    spool.append(records(0, 7))
+    assert positions_since(spool, 0) == positions_of(0, 7)
 
 
 def test_on_a_full_disk_old_segments_go_before_new_rows(

@@ -257,7 +257,7 @@ class StepPublisher:
         found = [self._streams.get(request_id, (None, None)) for request_id in request_ids]
         firsts = [first for _, first in found if first is not None]
         return control_messages.Streams(
-            tuple(stream for stream, _ in found), min(firsts, default=0)
+            tuple(stream for stream, _ in found), min(firsts, default=0), self.published
         )
 
     def first_weights_of(self, stream: int) -> int | None:
