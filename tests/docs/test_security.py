@@ -115,6 +115,7 @@ ROWS: Final = {
         f"{LIMITS.json_rate // MIB} MiB, {LIMITS.json_burst // MIB} MiB at once; "
         f"{LIMITS.client_json_rate // MIB} MiB, {LIMITS.client_json_burst // MIB} MiB at once"
     ),
+    "a form at the proxy": f"{LIMITS.form_bytes // MIB} MiB",
     "answers whose scores are kept": (
         f"{LIMITS.kept_answers}; {LIMITS.kept_bytes // MIB} MiB; {TIMEOUTS.scores_kept:g} s after"
     ),

@@ -239,6 +239,8 @@ def answering(
     end = {"finish": finish, "stop_reason": stop_reason}
 
     async def script(exchange: Exchange) -> web.StreamResponse | None:
+        if exchange.http.path == "/v1/responses":
+            return await responding(answers[0])(exchange)
         for choice in range(len(answers)):
             exchange.prefill(choice=choice)
         if not exchange.body.get("stream"):
@@ -252,6 +254,39 @@ def answering(
         return None
 
     return script
+
+
+def responding(token_ids: list[int], *, status: str = "completed") -> Script:
+    """Answers /v1/responses with these tokens; streamed or not."""
+
+    async def script(exchange: Exchange) -> web.StreamResponse | None:
+        exchange.prefill()
+        shows_ids = bool(exchange.body.get("enable_response_messages"))
+        whole = vllm_wire.response(
+            PROMPT, token_ids, text_of(token_ids), status=status, shows_ids=shows_ids
+        )
+        if not exchange.body.get("stream"):
+            exchange.rows(len(PROMPT), token_ids[:-1])
+            made = vllm_wire.dumps(exchange.echoed(whole))
+            return web.Response(body=made, content_type="application/json")
+        await _stream_response(exchange, token_ids, whole)
+        return None
+
+    return script
+
+
+async def _stream_response(exchange: Exchange, token_ids: list[int], whole: dict[str, Any]) -> None:
+    begun = vllm_wire.response(PROMPT, [], "", status="in_progress", shows_ids=False)
+    event = vllm_wire.response_event
+    await exchange.send(event("response.created", 0, exchange.echoed({"response": begun})))
+    await exchange.send(event("response.in_progress", 1, {"response": begun}))
+    for at, token_id in enumerate(token_ids):
+        if at:
+            exchange.rows(len(PROMPT) + at - 1, [token_ids[at - 1]])
+        delta = {"delta": text_of([token_id]), "item_id": "msg_1", "output_index": 0}
+        await exchange.send(event("response.output_text.delta", at + 2, delta))
+    number = len(token_ids) + 2
+    await exchange.send(event("response.completed", number, {"response": whole}))
 
 
 async def _step(

@@ -22,6 +22,13 @@ from tests.http.fake_captures import Captures
 from tests.http.fake_steering import Steering, applied
 from tests.http.fake_weights import Weights
 
+# Routes of vLLM's own that the proxy passes on.
+VLLM_POSTS = (
+    "/v1/messages",
+    "/v1/embeddings",
+    "/inference/v1/generate",
+    "/v1/audio/transcriptions",
+)
 ROOT = "/srv/models/of-somebody/toy"  # the folder of the model
 CONTROL_PATHS = ("/v1/clairai", "/v1/probes", "/v1/steering", "/v1/captures", "/v1/models")
 
@@ -35,6 +42,7 @@ class Upstream:
     ring: Ring | None = None
     has_routes: bool = True
     key: str | None = None
+    metrics: str = "# TYPE vllm:num_requests_running gauge\nvllm:num_requests_running 0.0\n"
     control_status: int | None = None  # what clairai's routes answer instead; 0: nothing, ever
     num_health_checks: int = 0
     seen: list[Exchange] = field(default_factory=list)
@@ -48,6 +56,12 @@ class Upstream:
         app = web.Application(client_max_size=1 << 30, middlewares=[self._break_control])
         app.router.add_post("/v1/chat/completions", self._complete)
         app.router.add_post("/v1/completions", self._complete)
+        app.router.add_post("/v1/responses", self._complete)
+        for path in VLLM_POSTS:
+            app.router.add_post(path, self._complete)
+        app.router.add_get("/version", self._version)
+        app.router.add_get("/metrics", self._metrics)
+        app.router.add_get("/v1/responses/{id}", self._stored_response)
         app.router.add_get("/health", self._health)
         app.router.add_get("/v1/models", self._models)
         app.router.add_post("/tokenize", self._echo)
@@ -122,8 +136,7 @@ class Upstream:
     async def _break_control(self, request: web.Request, handler: Any) -> web.StreamResponse:
         is_broken = self.control_status is not None and request.path.startswith(CONTROL_PATHS)
         if not is_broken:
-            response: web.StreamResponse = await handler(request)
-            return response
+            return await _answer_as_vllm(handler, request)
         if not self.control_status:
             await asyncio.Event().wait()
         return refusal(self.control_status or 500, "broken", code="engine-gone")
@@ -134,6 +147,15 @@ class Upstream:
     async def _health(self, _: web.Request) -> web.Response:
         self.num_health_checks += 1
         return web.Response()
+
+    async def _version(self, _: web.Request) -> web.Response:
+        return web.json_response({"version": "0.32.0"})
+
+    async def _stored_response(self, request: web.Request) -> web.Response:
+        return refusal(404, f"Response with id {request.raw_path!r} not found.")
+
+    async def _metrics(self, _: web.Request) -> web.Response:
+        return web.Response(text=self.metrics, headers={"Content-Type": "text/plain"})
 
     async def _models(self, _: web.Request) -> web.Response:
         headers = {"Access-Control-Allow-Origin": "*", "X-Extra": "kept"}
@@ -168,3 +190,11 @@ class Upstream:
         if name == "unknown":
             return refusal(404, "no such probe", code="probe")
         return await self._list_probes(request)
+
+
+async def _answer_as_vllm(handler: Any, request: web.Request) -> web.StreamResponse:
+    try:
+        response: web.StreamResponse = await handler(request)
+        return response
+    except (web.HTTPNotFound, web.HTTPMethodNotAllowed) as error:
+        return refusal(error.status, error.reason)

@@ -41,7 +41,7 @@ def guarded(tmp_path_factory: pytest.TempPathFactory) -> Any:
 def call(w: World, route: Route, **headers: str) -> httpx.Response:
     path = re.sub(r"{(\w+)(:path)?}", "x", route.path)
     bodies = {"none": None, "json": b"{}", "probe": b"x", "vector": b"x", "manifest": b"{}"}
-    bodies["file"] = b"x"
+    bodies["file"] = bodies["form"] = b"x"
     with w.client() as client:
         return client.request(route.method, path, content=bodies[route.body], headers=headers)
 

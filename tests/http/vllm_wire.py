@@ -29,6 +29,36 @@ def head(*, is_chat: bool, is_stream: bool) -> dict[str, Any]:
     return {"id": name, "object": kind, "created": CREATED, "model": MODEL}
 
 
+def response(
+    prompt_ids: list[int], token_ids: list[int], text: str, *, status: str, shows_ids: bool
+) -> dict[str, Any]:
+    """Of /v1/responses; entrypoints/openai/responses/protocol.py, ResponsesResponse."""
+    content: list[dict[str, Any]] = [
+        {"annotations": [], "text": text, "type": "output_text", "logprobs": None}
+    ]
+    message = {"id": "msg_1", "content": content, "role": "assistant", "type": "message"}
+    raw = [(prompt_ids, "Hi"), (token_ids, text)]
+    messages = [
+        [{"message": words, "tokens": ids, "type": "raw_message_tokens"}] if shows_ids else None
+        for ids, words in raw
+    ]
+    return {
+        "id": "resp_1",
+        "created_at": CREATED,
+        "model": MODEL,
+        "object": "response",
+        "output": [message] if status != "in_progress" else [],
+        "status": status,
+        "input_messages": messages[0] if status != "in_progress" else None,
+        "output_messages": messages[1] if status != "in_progress" else None,
+    }
+
+
+def response_event(name: str, number: int, fields: dict[str, Any]) -> bytes:
+    data = {**fields, "sequence_number": number, "type": name}
+    return b"event: " + name.encode() + b"\ndata: " + dumps(data) + b"\n\n"
+
+
 def role_chunk(choice: int, prompt_ids: list[int] | None) -> dict[str, Any]:
     """The first chunk of a chat, one for each choice."""
     delta = {"role": "assistant", "content": ""}

@@ -6,6 +6,7 @@ Runs in: the proxy and the API server. vLLM passes on what is under `vllm_xargs`
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
 from typing import Final
 
 import msgspec
@@ -118,6 +119,50 @@ def _read_text(raw: msgspec.Raw, name: str, bounds: JsonBounds) -> msgspec.Raw:
         ) from None
     check_unique_keys(text, name, bounds)
     return text
+
+
+def refuse_our_keys(body: bytes) -> None:
+    """RequestError if a field of ours stands in the body of a route that reads none.
+
+    Of a checked text. `vllm_xargs`, and the `extra_args` of sampling parameters, reach the engine
+    from wherever they stand.
+    """
+    if not may_have_fields(body):
+        return
+    try:
+        read = msgspec.json.decode(body)
+    except UNREADABLE:
+        raise RequestError("the body is not strict JSON; leave out NaN and Infinity") from None
+    for fields in (read, *_engine_arguments(read)):
+        found = OUR_KEYS.intersection(fields if isinstance(fields, dict) else ())
+        if found:
+            raise _unread_field(min(found))
+
+
+def _engine_arguments(read: object) -> Iterator[object]:
+    """What vLLM hands to the engine as it is, at any depth."""
+    left = [read]
+    while left:
+        value = left.pop()
+        if isinstance(value, dict):
+            yield from (value[name] for name in (XARGS, "extra_args") if name in value)
+            left += value.values()
+        elif isinstance(value, list):
+            left += value
+
+
+def refuse_form_names(names: Iterable[str]) -> None:
+    """RequestError if a part of a form is named as a field that can hold ours."""
+    found = {*OUR_KEYS, XARGS}.intersection(names)
+    if found:
+        raise _unread_field(min(found))
+
+
+def _unread_field(name: str) -> RequestError:
+    return RequestError(
+        f"this route does not read {name}; leave it out, or send the request to "
+        "/v1/chat/completions, /v1/completions or /v1/responses"
+    )
 
 
 def check_unique_keys(raw: msgspec.Raw, where: str, bounds: JsonBounds) -> None:

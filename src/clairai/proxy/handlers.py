@@ -6,7 +6,7 @@ Runs in: the proxy, on the event loop.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine
+from collections.abc import AsyncGenerator, Callable, Coroutine
 from dataclasses import dataclass
 from http import HTTPStatus
 from importlib.metadata import version
@@ -15,23 +15,33 @@ from typing import Any, Final
 from urllib.parse import quote
 
 import msgspec
+from starlette.formparsers import MultiPartException, MultiPartParser
 from starlette.requests import Request
 from starlette.responses import Response
 
 from clairai.errors import ConfigError, RequestError
-from clairai.fields.request_body import BodyFields, check_json
+from clairai.fields.request_body import (
+    BodyFields,
+    check_json,
+    refuse_form_names,
+    refuse_our_keys,
+)
 from clairai.proxy.caller import Caller
-from clairai.proxy.completions.complete import complete
+from clairai.proxy.completions.complete import complete, complete_elsewhere
 from clairai.proxy.completions.named_runs import NamedRun
 from clairai.proxy.dashboard import Dashboard
 from clairai.proxy.host_paths import hide_roots
+from clairai.proxy.observe.vllm_metrics import fetch_metrics, join_metrics
 from clairai.proxy.proxy import Proxy
 from clairai.proxy.relay import forwarded_headers, read_whole, relay, relay_parts, relay_upload
 from clairai.proxy.responses import HttpRefusal, bad_request
+from clairai.proxy.routes import VLLM_ROUTES
 from clairai.proxy.schema import ExampleList, Health, Liveness, ReaderState, Readiness
 from clairai.proxy.upstream import UpstreamGone, decode_answer
 
 _JSON: Final = "application/json"
+_FORMS: Final = "/v1/audio/"
+_FORM_PART_BYTES: Final = 1 << 16
 
 
 @dataclass(frozen=True)
@@ -58,6 +68,10 @@ async def chat(call: HandlerCall) -> Response:
 
 async def completions(call: HandlerCall) -> Response:
     return await _complete(call, "/v1/completions")
+
+
+async def responses(call: HandlerCall) -> Response:
+    return await _complete(call, "/v1/responses")
 
 
 async def get_scores(call: HandlerCall) -> Response:
@@ -123,6 +137,15 @@ async def models(call: HandlerCall) -> Response:
 async def relay_json(call: HandlerCall) -> Response:
     """As `relay_unchanged`, with a check of the JSON body."""
     return await _relay_json(call, call.request.scope["path"])
+
+
+async def relay_vllm(call: HandlerCall) -> Response:
+    """A route of vLLM's own: pass it on, and its answer or stream back."""
+    path = quote(call.request.scope["path"], safe="/")
+    if call.body is None:
+        return await relay(call.proxy, call.request, None, path)
+    await _refuse_our_fields(call, call.body)
+    return await complete_elsewhere(call.proxy, call.request, call.caller, call.body, path)
 
 
 async def change_probe(call: HandlerCall) -> Response:
@@ -216,7 +239,8 @@ async def metrics(call: HandlerCall) -> Response:
     await call.proxy.capture_watch.look()
     await call.proxy.health.recent()
     format_text = observer.snapshot(call.proxy.counts())
-    text = await asyncio.to_thread(format_text)
+    others = await fetch_metrics(call.proxy.upstream)
+    text = await asyncio.to_thread(lambda: join_metrics(format_text(), others))
     return Response(text, headers={"Content-Type": observer.content_type})
 
 
@@ -236,11 +260,12 @@ HANDLERS: Final[dict[str, Handler]] = {
     **{
         handler.__name__: handler
         for handler in (
-            *(chat, completions, get_scores, resume, stop, amend, models, get_vector),
+            *(chat, completions, responses, get_scores, resume, stop, amend, models, get_vector),
             *(get_capture, put_buffer),
             *(describe, examples, health, live, ready, metrics, openapi, page, asset),
         )
     },
+    **{route.handler: relay_vllm for route in VLLM_ROUTES},
     **dict.fromkeys(("put_probe", "remove_probe"), change_probe),
     **dict.fromkeys(("put_vector", "remove_vector"), relay_vector),
     **dict.fromkeys(("tokenize", "detokenize", "set_steering"), relay_json),
@@ -279,6 +304,39 @@ async def _relay_json(call: HandlerCall, path: str) -> Response:
     except RequestError as error:
         raise bad_request(error) from None
     return await relay(call.proxy, call.request, call.body, path)
+
+
+async def _refuse_our_fields(call: HandlerCall, body: bytes) -> None:
+    bounds = call.proxy.settings.limits.json_bounds
+
+    def check() -> None:
+        check_json(body, bounds)
+        refuse_our_keys(body)
+
+    try:
+        if call.request.scope["path"].startswith(_FORMS):
+            refuse_form_names(await _form_names(call.request, body))
+        elif body:
+            await call.proxy.large_bodies.run(body, check)
+    except RequestError as error:
+        raise bad_request(error, param="clairai") from None
+
+
+async def _form_names(request: Request, body: bytes) -> list[str]:
+    """The names of a form's parts, as vLLM's own parser reads them."""
+
+    async def parts() -> AsyncGenerator[bytes, None]:
+        for begin in range(0, len(body), _FORM_PART_BYTES):
+            yield body[begin : begin + _FORM_PART_BYTES]
+
+    try:
+        form = await MultiPartParser(request.headers, parts()).parse()
+    except (MultiPartException, KeyError, ValueError):
+        raise RequestError("the body is no form; send multipart/form-data") from None
+    try:
+        return [name for name, _ in form.multi_items()]
+    finally:
+        await form.close()
 
 
 def _json_response(body: Any, status: HTTPStatus = HTTPStatus.OK) -> Response:

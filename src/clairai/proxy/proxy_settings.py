@@ -29,6 +29,7 @@ class Limits:
     probe_bytes: int = MAX_PROBE_NBYTES
     vector_bytes: int = MAX_VECTOR_NBYTES
     manifest_bytes: int = 32 << 20  # of new weights; the engine has the same limit
+    form_bytes: int = 32 << 20  # a sound to be transcribed; vLLM takes 25 MiB of it
     header_bytes: int = 64 << 10
     headers: int = 128
     target_bytes: int = 8 << 10  # path and query

@@ -16,6 +16,7 @@ from clairai.proxy.body_reader import timed_parts
 from clairai.proxy.caller import Caller
 from clairai.proxy.completions.merger import MAX_FRAME_BYTES
 from clairai.proxy.completions.sse import DONE, FrameSplitter, FrameTooLong, frame_data
+from clairai.proxy.error_reasons import explain, explain_frame
 from clairai.proxy.host_paths import hide_paths
 from clairai.proxy.proxy import Completion, Proxy
 from clairai.proxy.responses import EVENT_STREAM, EventStream, HttpRefusal, PartStream
@@ -114,17 +115,18 @@ async def relay_completion(
         silence_s = timeouts.weights
     completion = completion or Completion(path)  # one that nobody observes
     async with closing as stack:
+        headers = forwarded_headers(proxy, request, is_edited=False)
         response = await stack.enter_async_context(
             proxy.upstream.ask(
                 request.method,
                 with_query(path, request),
-                headers=forwarded_headers(proxy, request, is_edited=False),
+                headers=headers,
                 body=body,
                 silence_s=silence_s,
             )
         )
         if not is_event_stream(response):
-            answer = await read_whole(proxy.upstream, response)
+            answer = await read_whole(proxy.upstream, response, dict(headers)["X-Request-Id"])
             completion.set_answered(answer.status_code)
             return answer
         return EventStream(
@@ -155,9 +157,16 @@ def is_event_stream(response: UpstreamResponse) -> bool:
     return response.content_type == EVENT_STREAM
 
 
-async def read_whole(upstream: Upstream, response: UpstreamResponse) -> Response:
-    """A response that is not streamed; read to its end first, so that it is whole or an error."""
+async def read_whole(
+    upstream: Upstream, response: UpstreamResponse, request_id: str | None = None
+) -> Response:
+    """A response that is not streamed; read to its end first, so that it is whole or an error.
+
+    An error has a reason. `request_id` is vLLM's id of the request.
+    """
     body = await upstream.read_body(response)
+    if response.status >= HTTPStatus.BAD_REQUEST:
+        body = explain(body, response.status, request_id)
     if response.status >= HTTPStatus.INTERNAL_SERVER_ERROR:
         body = hide_paths(body)  # it may quote an exception
     return Response(body, response.status, dict(response_headers(response.headers)))
@@ -173,7 +182,7 @@ async def _stream_frames(
             completion.note_token()
             if frames := splitter.feed(raw):
                 _note_end(completion, response, frames)
-                yield b"".join(frames)
+                yield b"".join(map(explain_frame, frames))
         if splitter.rest:
             yield splitter.rest
         completion.set_answered(response.status)

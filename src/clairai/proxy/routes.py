@@ -5,6 +5,7 @@ The app and the OpenAPI document are built from this table. A route that is not 
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, field
 from typing import Any, Final, Literal
 
@@ -19,7 +20,7 @@ from clairai.weights.manifest import Manifest
 from clairai.wire import weights_messages
 
 Method = Literal["GET", "POST", "PUT", "DELETE"]
-BodyKind = Literal["none", "json", "probe", "vector", "manifest", "file"]
+BodyKind = Literal["none", "json", "form", "probe", "vector", "manifest", "file"]
 Struct = type[msgspec.Struct]
 Content = dict[str, Any]  # schemas by media type
 
@@ -35,7 +36,9 @@ _OBJECT: Final[Content] = {"application/json": {"schema": {"type": "object"}}}
 _TEXT: Final[Content] = {"text/plain": {"schema": _STRING}}
 _HTML: Final[Content] = {"text/html": {"schema": _STRING}}
 _BINARY: Final = {"type": "string", "format": "binary"}
+_FORM: Final[Content] = {"multipart/form-data": {"schema": {"type": "object"}}}
 _FILE: Final[Content] = {"application/octet-stream": {"schema": _BINARY}}
+_ANYTHING: Final[Content] = {"*/*": {"schema": {}}}
 _ANY_FILE: Final[Content] = {"*/*": {"schema": _BINARY}}
 
 
@@ -96,6 +99,7 @@ class Route:
             "none": 0,
             "file": 0,
             "json": limits.body_bytes,
+            "form": limits.form_bytes,
             "probe": limits.probe_bytes,
             "vector": limits.vector_bytes,
             "manifest": limits.manifest_bytes,
@@ -103,6 +107,75 @@ class Route:
         return sizes[self.body]
 
 
+def _pass_on(
+    method: Method, path: str, *, right: Access = "read", body: BodyKind = "none"
+) -> Route:
+    """A route of vLLM's own, whatever it answers; a server without it answers 404."""
+    is_inference = method == "POST" and body != "none" and right == "read"
+    name = re.sub(r"\W+", "_", f"{method.lower()}{path}").strip("_")
+    return Route(
+        *(method, path, f"vllm_{name}"),
+        "vLLM's own route",
+        right=right,
+        body=body,
+        changes=method != "GET",
+        takes={"json": _OBJECT, "form": _FORM}.get(body),
+        answers={**_ANYTHING, **_STREAM} if is_inference else _ANYTHING,
+        parameters=tuple(Parameter(one, "path", _STRING) for one in re.findall(r"{(\w+)}", path)),
+    )
+
+
+# Of vLLM 0.32 (entrypoints/*/api_router.py); which of them a server has depends on its model and
+# on its settings. They read no fields of ours.
+VLLM_ROUTES: Final = (
+    *(_pass_on("GET", path) for path in ("/version", "/load", "/ping", "/tokenizer_info")),
+    _pass_on("POST", "/ping"),
+    _pass_on("GET", "/v1/responses/{response_id}"),
+    _pass_on("POST", "/v1/responses/{response_id}/cancel"),
+    *(
+        _pass_on("POST", path, body="json")
+        for path in (
+            *("/v1/messages", "/v1/messages/count_tokens", "/v1/chat/completions/batch"),
+            *("/v1/embeddings", "/v2/embed", "/pooling", "/classify", "/score", "/v1/score"),
+            *("/rerank", "/v1/rerank", "/v2/rerank", "/generative_scoring", "/v1/systemone"),
+            *("/invocations", "/inference/v1/generate", "/cohere/v2/chat"),
+            *("/cohere/v2/chat/render", "/v1/chat/completions/render", "/v1/completions/render"),
+            *("/v1/messages/render", "/v1/responses/render"),
+            *("/v1/chat/completions/derender", "/v1/completions/derender"),
+        )
+    ),
+    *(
+        _pass_on("POST", path, body="form")
+        for path in ("/v1/audio/transcriptions", "/v1/audio/translations")
+    ),
+    # What changes the engine for everybody, or tells how it is run.
+    *(
+        _pass_on("GET", path, right="admin")
+        for path in (
+            *("/is_paused", "/is_sleeping", "/server_info", "/get_world_size", "/weight_info"),
+            *("/fault_tolerance/status", "/kv_event_sources"),
+        )
+    ),
+    *(
+        _pass_on("POST", path, right="admin")
+        for path in (
+            *("/start_profile", "/stop_profile", "/pause", "/resume", "/sleep", "/wake_up"),
+            *("/release_kv_cache_memory", "/reset_prefix_cache", "/reset_mm_cache"),
+            *("/reset_encoder_cache", "/is_scaling_elastic_ep", "/finish_weight_update"),
+            "/shutdown_weight_transfer_engine",
+        )
+    ),
+    *(
+        _pass_on("POST", path, right="admin", body="json")
+        for path in (
+            *("/v1/load_lora_adapter", "/v1/unload_lora_adapter", "/abort_requests"),
+            *("/inference/v1/abort_requests", "/collective_rpc", "/scale_elastic_ep"),
+            *("/fault_tolerance/apply", "/init_weight_transfer_engine", "/start_weight_update"),
+            *("/start_draft_weight_update", "/update_weights", "/update_weight_version"),
+            "/weight_checker",
+        )
+    ),
+)
 _CREATED: Final = (201, "Created")
 _UNCHANGED: Final = (304, "The client has it: If-None-Match names its ETag")
 
@@ -123,6 +196,15 @@ ROUTES: Final = (
         body="json",
         changes=True,
         takes=schema.CompletionRequest,
+        answers={**_OBJECT, **_STREAM},
+    ),
+    Route(
+        *("POST", "/v1/responses", "responses"),
+        "OpenAI response; with `clairai`, with scores",
+        right="read",
+        body="json",
+        changes=True,
+        takes=schema.ResponsesRequest,
         answers={**_OBJECT, **_STREAM},
     ),
     Route(
@@ -373,6 +455,7 @@ ROUTES: Final = (
         answers=_ANY_FILE,
         parameters=(Parameter("path", "path", _STRING),),
     ),
+    *VLLM_ROUTES,
 )
 
 

@@ -176,6 +176,13 @@ class CompletionRequest(Struct, kw_only=True):
     clairai: ClairaiFields | None = None
 
 
+class ResponsesRequest(Struct, kw_only=True):
+    """OpenAI's and vLLM's fields go to the engine unchanged; `clairai` is for the proxy."""
+
+    input: str | list[Any]
+    clairai: ClairaiFields | None = None
+
+
 # Completions: what is answered
 
 
@@ -498,7 +505,7 @@ class Health(Answer):
 
 # Parts of streams and of completions, which no route answers as a whole.
 _PARTS: Final = (
-    *(ChatRequest, CompletionRequest, ClairaiFields, Span, ChatMessageJson),
+    *(ChatRequest, CompletionRequest, ResponsesRequest, ClairaiFields, Span, ChatMessageJson),
     *(ProbeScores, PromptScores, TokenEvent, ProbeUpdateEvent, ProbeFinalEvent, DoneEvent),
     *(SteeringEcho, SteeringEvent, Amendment, TiersChange, Manifest, ErrorBody),
 )

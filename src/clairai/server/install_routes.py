@@ -26,6 +26,7 @@ from clairai.server.engine_rpc import (
     on_route_refusal,
     require_engine,
 )
+from clairai.server.error_reasons import ErrorReasons
 from clairai.server.model_cards import ModelCards
 from clairai.server.request_check import RequestCheck
 from clairai.wire.control_messages import Describe, Description
@@ -72,6 +73,7 @@ def attach(app: FastAPI) -> None:
     app.add_exception_handler(RouteRefusal, on_route_refusal)
     app.add_middleware(RequestCheck)
     app.add_middleware(ModelCards)
+    app.add_middleware(ErrorReasons)
 
 
 def connect(client: Any, state: Any) -> None:

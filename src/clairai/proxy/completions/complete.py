@@ -20,8 +20,11 @@ from clairai.errors import RequestError
 from clairai.proxy.caller import Caller
 from clairai.proxy.completions.chunk import read_chunk
 from clairai.proxy.completions.completion_request import (
+    COMPLETION,
+    RESPONSE,
     SCORES_HEADER,
     ClairaiOptions,
+    RequestKind,
     ScoredRequest,
     make_quiet_request,
     read_request,
@@ -31,6 +34,12 @@ from clairai.proxy.completions.kept_scores import KeptAnswer
 from clairai.proxy.completions.merger import Merger, StreamWriter, merge_frames
 from clairai.proxy.completions.named_runs import NamedRun
 from clairai.proxy.completions.request_scores import RequestScores
+from clairai.proxy.completions.response_answer import (
+    NoTokenIds,
+    ResponseAnswer,
+    ResponseStream,
+    read_frames,
+)
 from clairai.proxy.completions.stream_writers import (
     NamedEventWriter,
     OpenAIStreamWriter,
@@ -50,6 +59,7 @@ from clairai.proxy.upstream import NotSteered, UpstreamGone, response_headers
 from clairai.proxy.upstream_connection import ResponseContent, UpstreamResponse
 
 Item = TypeVar("Item")
+RESPONSES: Final = "/v1/responses"
 UNSCORED_HEADER: Final = "X-Clairai-Unscored"
 
 
@@ -62,7 +72,8 @@ async def complete(
             path, key=caller.name, request_id=http.headers.get("x-request-id")
         )
         completion = stack.enter_context(named)
-        request = await _read_request(proxy, http, body)
+        kind = RESPONSE if path == RESPONSES else COMPLETION
+        request = await _read_request(proxy, http, body, kind)
         stack.enter_context(proxy.reserve_place())
         if isinstance(request, _Unscored):
             answer = await relay_completion(stack.pop_all(), proxy, http, body, path, completion)
@@ -72,10 +83,11 @@ async def complete(
         scores = completion.scores = stack.enter_context(proxy.open_scores(request))
         kept = proxy.kept_scores.open(scores, caller.name)
         stack.callback(lambda: kept.end(completion.outcome))
+        headers = forwarded_headers(proxy, http, is_edited=True)
         asking = proxy.upstream.ask(
             "POST",
             with_query(path, http),
-            headers=forwarded_headers(proxy, http, is_edited=True),
+            headers=headers,
             body=await proxy.large_bodies.run(
                 body, lambda: request.body(scores.stream, caller.name)
             ),
@@ -88,12 +100,25 @@ async def complete(
         response = await stack.enter_async_context(asking)
         if response.status != HTTPStatus.OK:
             completion.set_failed(response.status)
-            return await read_whole(proxy.upstream, response)
+            return await read_whole(proxy.upstream, response, dict(headers)["X-Request-Id"])
         if request.options.is_named:
             return scored.as_named_run(response, stack)
         if is_event_stream(response):
             return scored.as_stream(response, stack)
         return await scored.as_whole(response)
+
+
+async def complete_elsewhere(
+    proxy: Proxy, http: HttpRequest, caller: Caller, body: bytes, path: str
+) -> Response:
+    """A request to a route of vLLM's that has no scores; its answer may take as long."""
+    async with AsyncExitStack() as stack:
+        named = proxy.observe_completion(
+            path, key=caller.name, request_id=http.headers.get("x-request-id")
+        )
+        completion = stack.enter_context(named)
+        stack.enter_context(proxy.reserve_place())
+        return await relay_completion(stack.pop_all(), proxy, http, body, path, completion)
 
 
 @dataclass(frozen=True)
@@ -108,29 +133,35 @@ class _Unscored:
         return answer
 
 
-async def _read_request(proxy: Proxy, http: HttpRequest, body: bytes) -> ScoredRequest | _Unscored:
+async def _read_request(
+    proxy: Proxy, http: HttpRequest, body: bytes, kind: RequestKind
+) -> ScoredRequest | _Unscored:
     limits, header = proxy.settings.limits, http.headers.get(SCORES_HEADER)
     try:
         asked = read_scores_header(header)
-        request = await proxy.large_bodies.run(body, lambda: read_request(body, limits))
+        request = await proxy.large_bodies.run(body, lambda: read_request(body, limits, kind))
         if request is not None:
             return request
         if asked is not None:
-            return await _make_quiet_request(proxy, body, asked)
+            return await _make_quiet_request(proxy, body, asked, kind)
     except RequestError as error:
         param = "clairai" if header is None else SCORES_HEADER
         raise bad_request(error, param=param) from None
     if header is not None or not proxy.settings.score_all:
         return _Unscored()
     try:
-        return await _make_quiet_request(proxy, body, ClairaiOptions())
+        return await _make_quiet_request(proxy, body, ClairaiOptions(), kind)
     except RequestError as error:  # the client did not ask for scores: it gets its answer
         return _Unscored(error.reason)
 
 
-async def _make_quiet_request(proxy: Proxy, body: bytes, options: ClairaiOptions) -> ScoredRequest:
+async def _make_quiet_request(
+    proxy: Proxy, body: bytes, options: ClairaiOptions, kind: RequestKind
+) -> ScoredRequest:
     limits = proxy.settings.limits
-    return await proxy.large_bodies.run(body, lambda: make_quiet_request(body, options, limits))
+    return await proxy.large_bodies.run(
+        body, lambda: make_quiet_request(body, options, limits, kind)
+    )
 
 
 def _check_rights(caller: Caller, request: ScoredRequest) -> None:
@@ -166,6 +197,7 @@ class _ScoredAnswer:
         # Not the request: its body may be megabytes, and the answer may take minutes.
         self._options = request.options.without_vectors()
         self._keeps_token_ids = request.keeps_token_ids
+        self._kind = request.kind
         self._completion = completion
         self._shows_scores = request.shows_scores
         self._scores = scores
@@ -179,7 +211,9 @@ class _ScoredAnswer:
 
     def as_stream(self, response: UpstreamResponse, stack: AsyncExitStack) -> Response:
         return EventStream(
-            self._frames(response, self._merger(self._openai_writer())),
+            self._response_frames(response)
+            if self._kind is RESPONSE
+            else self._frames(response, self._merger(self._openai_writer())),
             stack.pop_all(),
             stall_s=self._proxy.settings.timeouts.stalled,
             headers=dict(response_headers(response.headers)),
@@ -194,6 +228,8 @@ class _ScoredAnswer:
     async def as_whole(self, response: UpstreamResponse) -> Response:
         body = await self._proxy.upstream.read_body(response)
         headers = dict(response_headers(response.headers))
+        if self._kind is RESPONSE:
+            return Response(await self._score_response(body), response.status, headers)
         chunk = read_chunk(body, body)
         if chunk is None:
             return Response(body, response.status, headers)
@@ -221,6 +257,39 @@ class _ScoredAnswer:
                     await scores.changed.wait()
             except TimeoutError:
                 return
+
+    async def _score_response(self, body: bytes) -> bytes:
+        answer = ResponseAnswer(self._scores, self._openai_writer())
+        try:
+            answer.read(body)
+        except (NotSteered, NoTokenIds) as error:
+            raise HttpRefusal(HTTPStatus.BAD_GATEWAY, error.message, code=error.code) from None
+        await self._wait_for_rows()
+        self._completion.outcome = "done"
+        return answer.write(body)
+
+    async def _response_frames(self, response: UpstreamResponse) -> AsyncGenerator[bytes, None]:
+        """Upstream's events as they come; the last one waits for rows, and has the scores."""
+        stream = ResponseStream(self._scores, self._openai_writer())
+        try:
+            async with aclosing(read_frames(response.content)) as frames:
+                async for frame in frames:
+                    self._completion.note_token()
+                    yield (
+                        await self._end_response(stream, frame) if stream.is_last(frame) else frame
+                    )
+            if self._completion.outcome != "done":
+                raise UpstreamGone
+        except UpstreamGone as gone:
+            self._note_upstream_error()
+            yield stream.write_error(gone)
+
+    async def _end_response(self, stream: ResponseStream, frame: bytes) -> bytes:
+        await self._wait_for_rows()
+        written = stream.write_last(frame)
+        self._completion.outcome = "done"
+        self._kept.end("done")
+        return written
 
     async def _frames(
         self, response: UpstreamResponse, merger: Merger[bytes]

@@ -7,6 +7,7 @@ byte for byte.
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Annotated, Any, Final, Literal
 
@@ -45,6 +46,7 @@ _Label = Annotated[str, msgspec.Meta(min_length=1, max_length=MAX_LABEL)]
 _NONE: Final = msgspec.Raw(b"[]")
 _NULL: Final = msgspec.Raw(b"null")
 SCORES_HEADER: Final = "X-Clairai-Scores"
+MAX_ID: Final = 256  # characters of an answer's id
 
 
 class _RuleOutline(msgspec.Struct, frozen=True):
@@ -55,6 +57,14 @@ class _RuleOutline(msgspec.Struct, frozen=True):
 
 
 _RULES: Final = msgspec.json.Decoder(list[_RuleOutline])
+
+
+class _ToolOutline(msgspec.Struct):
+    type: str = ""
+
+
+_TOOLS: Final = msgspec.json.Decoder(list[_ToolOutline] | None)
+_OWN_TOOLS: Final = ("function", "custom")  # the client runs these, between two requests
 
 
 class ClairaiOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -123,15 +133,61 @@ def _is_empty(raw: msgspec.Raw) -> bool:
 
 
 @dataclass(frozen=True)
+class RequestKind:
+    """A route of completions: which flag has vLLM tell token ids, and what can be scored there."""
+
+    token_ids_flag: str
+    _check: Callable[[BodyFields, ClairaiOptions, Limits], None]
+
+    def check(self, fields: BodyFields, options: ClairaiOptions, limits: Limits) -> None:
+        """RequestError if scores would change the answer, or cannot be matched to its tokens."""
+        self._check(fields, options, limits)
+
+
+def _check_completion(fields: BodyFields, options: ClairaiOptions, limits: Limits) -> None:
+    del options
+    _check_supported(fields, limits)
+
+
+def _check_response(fields: BodyFields, options: ClairaiOptions, limits: Limits) -> None:
+    del limits
+    if options.is_named:
+        raise RequestError("named events are for chats and completions; leave out clairai.events")
+    if read_flag(fields, "background"):
+        raise RequestError("a response in the background is not scored; leave out background")
+    if len(fields.get("request_id", b"")) > MAX_ID:
+        raise RequestError(f"request_id may have {MAX_ID} characters; give a shorter one, or none")
+    try:
+        tools = _TOOLS.decode(fields.get("tools", b"[]")) or []
+    except UNREADABLE:
+        return  # vLLM refuses them
+    builtin = next((tool.type for tool in tools if tool.type not in _OWN_TOOLS), None)
+    if builtin is not None:
+        raise RequestError(
+            f"a response that calls tools on the server ({quote(builtin)}) makes several requests "
+            "in the engine, which are not scored; give functions, or leave out clairai"
+        )
+
+
+COMPLETION: Final = RequestKind("return_token_ids", _check_completion)
+RESPONSE: Final = RequestKind("enable_response_messages", _check_response)
+
+
+@dataclass(frozen=True)
 class ScoredRequest:
     """A completion request that asks something of clairai."""
 
     options: ClairaiOptions
-    keeps_token_ids: bool  # the client asked for token ids itself
+    kind: RequestKind
     _fields: BodyFields  # without ours
     _steering_vectors: BodyFields
     _xargs: BodyFields
     shows_scores: bool = True  # in the answer itself; else they are only kept
+
+    @property
+    def keeps_token_ids(self) -> bool:
+        """True if the client asked for token ids itself."""
+        return read_flag(self._fields, self.kind.token_ids_flag) is True
 
     @property
     def is_steered(self) -> bool:
@@ -175,14 +231,16 @@ class ScoredRequest:
         end_step()
         vectors = {name: bytes(raw).decode() for name, raw in self._steering_vectors.items()}
         xargs = {**self._xargs, **ours, **vectors}
-        fields: dict[str, Any] = {**self._fields, XARGS: xargs, "return_token_ids": True}
+        fields: dict[str, Any] = {**self._fields, XARGS: xargs, self.kind.token_ids_flag: True}
         if options.is_named:
             fields["stream"] = True
             fields["stream_options"] = {"include_usage": True}
         return msgspec.json.encode(fields)
 
 
-def read_request(body: bytes, limits: Limits) -> ScoredRequest | None:
+def read_request(
+    body: bytes, limits: Limits, kind: RequestKind = COMPLETION
+) -> ScoredRequest | None:
     """None if the request asks nothing of clairai; RequestError if it asks the impossible."""
     bounds = limits.json_bounds
     check_json(body, bounds)
@@ -201,10 +259,9 @@ def read_request(body: bytes, limits: Limits) -> ScoredRequest | None:
             check_unique_keys(fields[name], name, bounds)
     options = _read_options(fields.pop(KEY, msgspec.Raw(b"{}")))
     end_step()
-    _check_supported(fields, limits)
+    kind.check(fields, options, limits)
     fields = {name: raw for name, raw in fields.items() if name not in FIELD_PHASES}
-    keeps_token_ids = read_flag(fields, "return_token_ids") is True
-    return ScoredRequest(options, keeps_token_ids, fields, steering_vectors, _read_xargs(fields))
+    return ScoredRequest(options, kind, fields, steering_vectors, _read_xargs(fields))
 
 
 def read_scores_header(given: str | None) -> ClairaiOptions | None:
@@ -223,7 +280,9 @@ def read_scores_header(given: str | None) -> ClairaiOptions | None:
         ) from None
 
 
-def make_quiet_request(body: bytes, options: ClairaiOptions, limits: Limits) -> ScoredRequest:
+def make_quiet_request(
+    body: bytes, options: ClairaiOptions, limits: Limits, kind: RequestKind = COMPLETION
+) -> ScoredRequest:
     """A request whose body, already checked, asks nothing of clairai: its answer stays as it is.
 
     RequestError if it cannot be scored.
@@ -234,10 +293,8 @@ def make_quiet_request(body: bytes, options: ClairaiOptions, limits: Limits) -> 
         raise RequestError(
             "the body is not an object of strict JSON, so it is not scored"
         ) from None
-    _check_supported(fields, limits)
-    keeps_token_ids = read_flag(fields, "return_token_ids") is True
-    xargs = _read_xargs(fields)
-    return ScoredRequest(options, keeps_token_ids, fields, {}, xargs, shows_scores=False)
+    kind.check(fields, options, limits)
+    return ScoredRequest(options, kind, fields, {}, _read_xargs(fields), shows_scores=False)
 
 
 def _read_options(raw: msgspec.Raw) -> ClairaiOptions:

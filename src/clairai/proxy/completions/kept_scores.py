@@ -23,6 +23,7 @@ from numpy.typing import NDArray
 
 from clairai.errors import NoScoresError
 from clairai.proxy.caller import Caller
+from clairai.proxy.completions.completion_request import MAX_ID
 from clairai.proxy.completions.request_scores import ChoiceEnd, RequestScores, ScoreSlice
 from clairai.proxy.completions.token_text import TokenTexts
 from clairai.proxy.observe.observer import Outcome
@@ -36,7 +37,6 @@ _PACKED_ROWS: Final = 64
 _ROW_BYTES: Final = 32
 _TOKEN_BYTES: Final = 8
 _ANSWER_BYTES: Final = 1024  # of an answer without a token
-MAX_ID: Final = 256  # characters
 
 _Key = tuple[str | None, str]  # owner and id of an answer
 _Status = Literal["running"] | Outcome

@@ -15,6 +15,7 @@ from clairai.proxy.completions.chunk import ChoiceView, Chunk, TokenFrame, edit_
 from clairai.proxy.completions.request_scores import RequestScores, ScoreSlice
 from clairai.proxy.completions.sse import DONE, data_frame
 from clairai.proxy.completions.token_text import TokenTextDecoder, TokenTexts
+from clairai.proxy.error_reasons import explain_frame
 from clairai.proxy.observe.observer import ChoiceResult
 from clairai.proxy.schema import (
     DoneEvent,
@@ -40,7 +41,7 @@ class OpenAIStreamWriter:
         self, scores: RequestScores, *, keeps_token_ids: bool, texts: TokenTexts | None
     ) -> None:
         self._scores = scores
-        self._keeps_token_ids = keeps_token_ids
+        self.keeps_token_ids = keeps_token_ids
         self._texts = texts
 
     def write_token(self, frame: bytes) -> list[bytes] | None:
@@ -51,7 +52,7 @@ class OpenAIStreamWriter:
         scores.add_tokens(token.choice, token.token_ids)
         taken = scores.take(token.choice)
         added = None if taken is None else self._encode(taken)
-        return [token.with_scores(added, keeps_token_ids=self._keeps_token_ids)]
+        return [token.with_scores(added, keeps_token_ids=self.keeps_token_ids)]
 
     def _encode(self, scores: ScoreSlice) -> bytes | None:
         """The `probe_scores` of a token's frame; None: it has none."""
@@ -59,14 +60,14 @@ class OpenAIStreamWriter:
 
     def write_chunk(self, chunk: Chunk, starts: dict[int, int]) -> list[bytes]:
         del starts
-        if chunk.is_empty and not self._keeps_token_ids:
+        if chunk.is_empty and not self.keeps_token_ids:
             return []  # the next chunk carries the scores of its tokens
         data = self.edit(chunk)
         return [chunk.frame if data is None else data_frame(data)]
 
     def write_other(self, frame: bytes, data: bytes | None, chunk: Chunk | None) -> list[bytes]:
         del data, chunk
-        return [frame]
+        return [explain_frame(frame)]
 
     @property
     def wants_rows(self) -> bool:
@@ -77,11 +78,12 @@ class OpenAIStreamWriter:
 
     def edit(self, chunk: Chunk) -> bytes | None:
         """The chunk's JSON with the scores of its choices; None if nothing changes."""
-        found = {choice.index: self._fields(choice) for choice in chunk.view.choices}
+        found = {choice.index: self.take_fields(choice) for choice in chunk.view.choices}
         added = {index: fields for index, fields in found.items() if fields}
-        return edit_chunk(chunk, added, keeps_token_ids=self._keeps_token_ids)
+        return edit_chunk(chunk, added, keeps_token_ids=self.keeps_token_ids)
 
-    def _fields(self, choice: ChoiceView) -> dict[str, Any]:
+    def take_fields(self, choice: ChoiceView) -> dict[str, Any]:
+        """The fields of ours that a choice gets now."""
         fields: dict[str, Any] = {}
         if choice.index == 0:
             is_final = choice.finish_reason is not None
@@ -106,8 +108,8 @@ class QuietStreamWriter(OpenAIStreamWriter):
     def _encode(self, scores: ScoreSlice) -> None:
         del scores
 
-    def _fields(self, choice: ChoiceView) -> dict[str, Any]:
-        super()._fields(choice)
+    def take_fields(self, choice: ChoiceView) -> dict[str, Any]:
+        super().take_fields(choice)
         return {}
 
 

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from clairai.proxy.caller import ANYBODY, Caller
-from clairai.proxy.completions.completion_request import ClairaiOptions
-from clairai.proxy.completions.kept_scores import MAX_ID, KeptAnswer, KeptScores
+from clairai.proxy.completions.completion_request import MAX_ID, ClairaiOptions
+from clairai.proxy.completions.kept_scores import KeptAnswer, KeptScores
 from clairai.proxy.completions.request_scores import RequestScores, ScoreBudget, ScoreSlice
 from clairai.proxy.proxy_settings import Limits, ProxySettings, Timeouts
 from clairai.proxy.responses import HttpRefusal
