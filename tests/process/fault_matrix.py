@@ -211,7 +211,9 @@ _EXCEPTIONS: Final[Mapping[Cell, Expectation]] = {
         Notice.HEALTH, Streams.GO_ON, Back.RECOVERS, Rows.SAID
     ),
     Cell(State.SWAPPING, Role.WORKER, Fault.NO_FDS): replace(
-        _UNHARMED, weights=Weights.OLD, because="it cannot take the next buffer: refused"
+        _UNHARMED,
+        weights=Weights.EITHER,
+        because="a buffer that comes while it can open nothing is refused, and the sender told",
     ),
     Cell(State.SWAPPING, Role.WORKER, Fault.SOCKET_CLOSED): replace(
         _UNHARMED, weights=Weights.OLD, because="the sender is told; readers attach again"
