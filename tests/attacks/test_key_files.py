@@ -101,7 +101,8 @@ def test_what_is_no_key_file_is_refused_quickly(tmp_path: Path, what: str) -> No
         case "loop":
             file.symlink_to(file)
         case "large":
-            _write(file, b"[" + SECRET.encode() * (MAX_FILE_BYTES // len(SECRET) + 1))
+            entry = {"name": "a", "rights": ["read"], "key": SECRET}
+            _write(file, json.dumps([entry]).encode().ljust(MAX_FILE_BYTES + 1))  # a list, and air
         case "binary":
             _write(file, SECRET.encode() + bytes(range(256)))
         case "nul":
@@ -118,7 +119,7 @@ def test_what_is_no_key_file_is_refused_quickly(tmp_path: Path, what: str) -> No
         [{"name": "a", "rights": ["read", "root"]}],
         [{"name": "a\nb"}],
         [{"name": "a", "key": [SECRET]}],
-        [{SECRET: "a"}],
+        [{"name": "a", SECRET: "a"}],
         SECRET,
         {"name": "a"},
     ],

@@ -23,7 +23,7 @@ import logging
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Final
 
-from clairai.compat.extra_args import CAPTURE_KEY, STEERING_KEY, read_cache_keys
+from clairai.compat.extra_args import read_cache_keys
 from clairai.errors import ClairaiError, RequestFailedError
 
 FAILURES: Final = "clairai_failed_requests"  # of ModelRunnerOutput: reasons by request id
@@ -68,12 +68,12 @@ def _attach(output: Any, failures: Mapping[str, str]) -> Any:
     return output
 
 
-def watch_for_failures(core: Any, request: Any, note: NoteFailure) -> None:
-    """From the first request with a plan on, look for failures in the output of every step."""
-    params = getattr(request, "sampling_params", None)
-    extra_args = getattr(params, "extra_args", None) or {}
-    if STEERING_KEY not in extra_args and CAPTURE_KEY not in extra_args:
-        return
+def watch_for_failures(core: Any, note: NoteFailure) -> None:
+    """From now on look for failures in the output of every step.
+
+    Called for every request, and not only for one with a plan: whatever a worker does for a request
+    may fail, and a request that has failed must not be answered as if it had not.
+    """
     scheduler = core.scheduler
     if _IS_WATCHED not in vars(scheduler):
         setattr(scheduler, _IS_WATCHED, True)

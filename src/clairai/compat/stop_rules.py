@@ -133,7 +133,7 @@ def wrap_add_request(original: Any) -> Any:
         if getattr(request, "clairai_rules", None) is not None:
             _watch_rules(self, request)
         if hasattr(request, "clairai_request_mark"):
-            watch_for_failures(self, request, functools.partial(_note_failure, self))
+            watch_for_failures(self, functools.partial(_note_failure, self))
         return original(self, request, *args, **kwargs)
 
     return add_request

@@ -15,6 +15,7 @@ import pytest
 from clairai.compat import failed_requests
 from clairai.compat.extra_args import with_plans
 from clairai.compat.failed_requests import FAILURES, send_failures, watch_for_failures
+from clairai.compat.stop_rules import wrap_add_request
 from clairai.engine.step import RequestMark
 from clairai.errors import ClairaiError
 from tests.support.steering_plans import action, plan
@@ -159,8 +160,7 @@ def step(
     def note(request: Any, error: ClairaiError) -> None:
         notes.append((request.request_id, error.code))
 
-    watched = next(iter(scheduler.requests.values()))
-    watch_for_failures(SimpleNamespace(scheduler=scheduler), watched, note)
+    watch_for_failures(SimpleNamespace(scheduler=scheduler), note)
     output = Output([*starts])
     if failures:
         setattr(output, FAILURES, failures)
@@ -223,12 +223,34 @@ def test_a_request_that_found_such_a_block_fails_too(notes: list[Any]) -> None:
     assert scheduler.served == ["c"]
 
 
-def test_an_engine_whose_requests_have_no_plans_is_left_alone() -> None:
+def test_a_request_without_a_plan_that_fails_first_ends_with_an_error_too(
+    notes: list[Any],
+) -> None:
+    """Through the hook that every request passes, of an engine that has seen no plan yet."""
+    scheduler = Scheduler(Request("a", None, 3), Request("b", None, 3))
+    refusals: list[tuple[int, str]] = []
+    control = SimpleNamespace(note_refusal=lambda stream, error: refusals.append((stream, error)))
+    core = SimpleNamespace(scheduler=scheduler, clairai_core_control=control)
+    added: list[Any] = []
+    add_request = wrap_add_request(lambda _, request: added.append(request))
+    for number, request in enumerate(scheduler.requests.values()):
+        request.clairai_request_mark = RequestMark(number)  # type: ignore[attr-defined]
+        add_request(core, request)
+    assert len(added) == 2
+    output = Output(["a", "b"])
+    setattr(output, FAILURES, {"b": "no room"})
+    cached = SimpleNamespace(req_ids=["a", "b"], num_computed_tokens=[0, 0])
+    scheduled = SimpleNamespace(scheduled_cached_reqs=cached, scheduled_new_reqs=[])
+    outputs = scheduler.update_from_output(scheduled, output)
+    assert outputs == {0: [("b", "the worker could not serve this request: no room")]}
+    assert scheduler.served == ["a"]
+    assert [stream for stream, _ in refusals] == [1]
+
+
+def test_a_scheduler_is_watched_once_however_many_requests_come() -> None:
     scheduler = Scheduler(Request("a", None, 8))
     core = SimpleNamespace(scheduler=scheduler)
-    watch_for_failures(core, scheduler.requests["a"], lambda *_: None)
-    assert "update_from_output" not in vars(scheduler)
-    watch_for_failures(core, Request("b", 0, 1), lambda *_: None)
+    watch_for_failures(core, lambda *_: None)
     wrapped = scheduler.update_from_output
-    watch_for_failures(core, Request("c", 0, 1), lambda *_: None)
+    watch_for_failures(core, lambda *_: None)
     assert scheduler.update_from_output is wrapped
