@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import resource
 import signal
 import socket
 import subprocess
@@ -26,6 +27,7 @@ from tests.support.ring_engine import until as until_within
 
 ROOT = Path(__file__).resolve().parents[2]
 KEY = "a-key-that-must-not-be-seen"
+NUM_FILES = 1024  # descriptors that a shell leaves a command, unless it asks for more
 
 
 def until(condition: Callable[[], object]) -> None:
@@ -149,6 +151,13 @@ class OpenStream:
         return dict(json.loads(last)["error"])
 
 
+def _behave_as_in_a_shell() -> None:
+    """It must not inherit that the tests run under nohup, or with more descriptors than usual."""
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (NUM_FILES, hard))
+
+
 def run_serve(
     command: Sequence[str],
     options: Sequence[str],
@@ -165,8 +174,7 @@ def run_serve(
             env=os.environ | variables,
             stdout=file,
             stderr=subprocess.STDOUT,
-            # It must not inherit that the tests themselves were started under nohup.
-            preexec_fn=lambda: signal.signal(signal.SIGHUP, signal.SIG_DFL),
+            preexec_fn=_behave_as_in_a_shell,
         )
     runtime, gate = Path(variables["CLAIRAI_RUNTIME_DIR"]), Path(variables["TOY_GATE"])
     return Served(process, f"http://127.0.0.1:{port}", runtime, output, gate)

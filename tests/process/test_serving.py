@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import resource
 import signal
 import socket
 import subprocess
@@ -15,8 +16,8 @@ from pathlib import Path
 import httpx
 import pytest
 
-from clairai.launch import process_guard
-from tests.process.served import KEY, Serve, Served, until
+from clairai.launch import process_guard, proxy_thread
+from tests.process.served import KEY, NUM_FILES, Serve, Served, until
 from tests.process.served import serve as serve
 
 pytestmark = pytest.mark.timeout(240)
@@ -64,10 +65,13 @@ def test_the_proxy_answers_while_the_engine_starts_and_everything_ends(
     _check_key_is_hidden(served)
     asked = Path(f"/proc/{served.server_pid()}/cmdline").read_text().split("\0")
     assert asked[asked.index("--served-model-name") + 1] == "toy"  # and not its path
+    soft, hard = resource.prlimit(served.process.pid, resource.RLIMIT_NOFILE)
+    assert soft == min(hard, proxy_thread.NUM_FILES) > NUM_FILES
     assert served.end() < QUICK_S
     assert served.process.returncode == 0
     served.check_nothing_left()
     assert KEY not in served.said()
+    assert "cannot be attached" not in served.said()  # a ring that goes as it should is no news
 
 
 def _check_key_is_hidden(served: Served) -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import resource
 import socket
 import sys
 import threading
@@ -36,6 +37,7 @@ from clairai.proxy.proxy_settings import ProxySettings, Timeouts
 
 START_S: Final = 20.0
 STOP_S: Final = 4.0  # for answers that are being sent, and for the thread that reads the ring
+NUM_FILES: Final = 1 << 16
 STALL_S: Final = 30.0  # an event loop that has not gone round for so long answers nobody
 _START_POLL_S: Final = 0.01
 # How long a thread may keep Python's lock while another wants it. The event loop wants it several
@@ -156,6 +158,18 @@ class _LoopRounds:
         return now_s - self._progress_s
 
 
+def raise_descriptor_limit() -> None:
+    """Raise the soft limit of this process: a connection takes a descriptor, and one upstream.
+
+    A shell leaves 1,024, so that old programs with select(2) work. Not more than are of use: some
+    programs, and vLLM inherits the limit, try every number up to it.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = NUM_FILES if hard == resource.RLIM_INFINITY else min(NUM_FILES, hard)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+
+
 @contextmanager
 def run_proxy(
     settings: ProxySettings, listener: socket.socket
@@ -185,6 +199,7 @@ def serve_proxy(
 ) -> None:
     """The command `clairai proxy`. It also waits for an upstream that does not run yet."""
     settings = options.settings(upstream, runtime_dir(runtime), upstream_api_key)
+    raise_descriptor_limit()
     with StopSignal() as stop, run_proxy(settings, listen(options.address)) as (thread, _):
         shown = f"{upstream} is shown on {options.address.url}"
         output.announce([shown, "dashboard in a browser, OpenAI's API under /v1; Ctrl-C stops it"])

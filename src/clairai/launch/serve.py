@@ -21,7 +21,13 @@ from clairai.launch.engine_log import EngineLog
 from clairai.launch.engine_process import POLL_S, EngineProcess
 from clairai.launch.liveness import LivenessLimits
 from clairai.launch.preflight import check_before_start
-from clairai.launch.proxy_thread import ProxyOptions, ProxyThread, listen, run_proxy
+from clairai.launch.proxy_thread import (
+    ProxyOptions,
+    ProxyThread,
+    listen,
+    raise_descriptor_limit,
+    run_proxy,
+)
 from clairai.launch.supervisor import DeathPolicy, StopRequest, SupervisedEngine, Supervisor
 from clairai.launch.user_output import UserOutput, show_start_progress
 from clairai.library.config import config
@@ -95,6 +101,7 @@ def run_service(
     banner: Banner,
 ) -> None:
     """Run engine and proxy until told to stop. The proxy answers before the engine serves."""
+    raise_descriptor_limit()
     with StopSignal() as stop, run_proxy(settings, listen(address)) as (thread, proxy):
         if command.runtime_folder is not None:
             remove_stale_folders(command.runtime_folder)
@@ -137,6 +144,7 @@ class EngineService:
     def start(self) -> EngineProcess:
         where = "" if self._log is None else f"; its log: {self._log.path}"
         self.say(f"starting vLLM{where}")
+        self._proxy.feed.is_engine_ending = False
         return EngineProcess(self._command, log=self._log, limits=self._limits)
 
     def wait_ready(self, engine: SupervisedEngine) -> bool:
@@ -172,6 +180,9 @@ class EngineService:
 
     def end_answers(self) -> None:
         self._proxy.end_answers()
+
+    def expect_end(self) -> None:
+        self._proxy.feed.is_engine_ending = True
 
     def say(self, line: str) -> None:
         self._output.say(line)

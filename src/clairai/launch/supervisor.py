@@ -52,6 +52,9 @@ class EngineHost(Protocol):
     def end_answers(self) -> None:
         """End every answer that is being given, with an error: the engine will not go on."""
 
+    def expect_end(self) -> None:
+        """The engine is about to be stopped: that its ring goes is no news."""
+
     def say(self, line: str) -> None:
         """Print a line for the user."""
 
@@ -127,6 +130,7 @@ class Supervisor:
         finally:
             if stop():
                 self._host.say("stopping vLLM (Ctrl-C once more: at once)")
+            self._host.expect_end()
             engine.stop(is_urgent=stop.is_urgent)
         return None
 

@@ -70,6 +70,7 @@ class RingFeed:
         self.epoch: int | None = None
         self.model: str | None = None
         self.reason = "no engine was found yet"
+        self.is_engine_ending = False  # set by a launcher: its ring goes, as it should
         self.lost_at_s: float | None = None  # when a lost record was last noticed
         self.bank: ring_messages.Bank | None = None  # of the newest record
         self._deliver = deliver
@@ -253,7 +254,8 @@ class RingFeed:
                 self._observers.remove(observer)
 
     def _note_unattached(self, reason: str) -> None:
-        if reason != self.reason:  # else it is in the log already
+        is_news = reason != self.reason  # else it is in the log already
+        if is_news and not self.is_engine_ending:
             _log.warning("the ring cannot be attached: %s", reason)
         self.reason = reason
 

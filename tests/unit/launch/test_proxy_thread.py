@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import http.client
+import resource
 import socket
-from collections.abc import AsyncIterator
+import threading
+import time
+from collections.abc import AsyncIterator, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -13,9 +18,12 @@ import uvicorn
 from fastapi import FastAPI
 
 from clairai.errors import ClairaiError, ConfigError
+from clairai.launch import proxy_thread
 from clairai.launch.engine_command import ListenAddress
-from clairai.launch.proxy_thread import ProxyOptions, ProxyThread, listen
+from clairai.launch.proxy_thread import ProxyOptions, ProxyThread, listen, raise_descriptor_limit
+from clairai.proxy.connections import most_connections
 from clairai.proxy.proxy_settings import Timeouts
+from tests.support.ring_engine import until
 
 
 def free_port() -> int:
@@ -65,6 +73,102 @@ def test_a_port_in_use_is_reported_before_anything_starts() -> None:
 def test_a_host_of_another_machine_is_reported() -> None:
     with pytest.raises(ConfigError, match="cannot be used"):
         listen(ListenAddress("192.0.2.1", 7000, api_key="k"))
+
+
+def _until_check_fails(front: ProxyThread) -> str:
+    """What it says; called as the supervisor does it, but more often."""
+    for _ in range(2000):
+        try:
+            front.check()
+        except ClairaiError as error:
+            return error.reason
+        time.sleep(0.01)
+    pytest.fail("the proxy counts as well")
+
+
+@pytest.mark.attack(434)
+def test_an_event_loop_that_hangs_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(proxy_thread, "STALL_S", 0.5)
+    go_on, is_stuck = threading.Event(), threading.Event()
+
+    async def hang() -> None:
+        is_stuck.set()
+        go_on.wait(20)
+
+    app = FastAPI()
+    app.get("/hang")(hang)
+    port = free_port()
+    client = threading.Thread(target=_get, args=(port, "/hang"), daemon=True)
+    try:
+        with ProxyThread(_server(app), listen(ListenAddress(port=port))) as front:
+            front.check()
+            client.start()
+            assert is_stuck.wait(20)
+            assert "event loop has not gone round" in _until_check_fails(front)
+            go_on.set()
+            client.join(20)
+            until(lambda: _is_well(front))  # it has gone on
+    finally:
+        go_on.set()
+
+
+def _is_well(front: ProxyThread) -> bool:
+    try:
+        front.check()
+    except ClairaiError:
+        return False
+    return True
+
+
+def test_a_busy_event_loop_that_goes_round_is_none_that_hangs(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(proxy_thread, "STALL_S", 0.5)
+    app = FastAPI()
+
+    async def work() -> str:
+        for _ in range(50):  # twice the limit in all
+            is_over = time.monotonic() + 0.02
+            while time.monotonic() < is_over:
+                pass
+            await asyncio.sleep(0)  # lets others run in between
+        return "done"
+
+    app.get("/work")(work)
+    port = free_port()
+    with (
+        ProxyThread(_server(app), listen(ListenAddress(port=port))) as front,
+        ThreadPoolExecutor(1) as clients,
+    ):
+        answer = clients.submit(_get, port, "/work")
+        while not answer.done():
+            front.check()
+            time.sleep(0.01)
+        assert answer.result() == (200, b'"done"')
+
+
+@pytest.fixture
+def few_files() -> Iterator[int]:
+    """The hard limit of descriptors; the soft one is that of a shell."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (1024, hard))
+    yield hard
+    resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+def test_descriptors_are_used_that_a_shell_withholds(few_files: int) -> None:
+    before = most_connections(4096)
+    assert before < 512
+    raise_descriptor_limit()
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    assert (soft, hard) == (min(few_files, proxy_thread.NUM_FILES), few_files)
+    assert most_connections(4096) == min(4096, before + (soft - 1024) // 2)
+
+
+def test_a_limit_that_is_high_already_stays(few_files: int) -> None:
+    resource.setrlimit(resource.RLIMIT_NOFILE, (few_files, few_files))
+    raise_descriptor_limit()
+    assert resource.getrlimit(resource.RLIMIT_NOFILE) == (few_files, few_files)
 
 
 def test_an_app_that_cannot_start_is_an_error_at_once() -> None:

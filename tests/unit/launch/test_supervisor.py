@@ -21,6 +21,7 @@ class DyingEngine:
     """An engine that starts or not, and is dead when it is next looked at."""
 
     can_start: bool = True
+    is_end_expected: bool = False
     is_stopped: bool = False
     troubles: Iterator[Trouble | None] = field(default_factory=lambda: iter(()))
     trouble: Trouble | None = None
@@ -47,6 +48,7 @@ class DyingEngine:
 
     def stop(self, *, is_urgent: Callable[[], bool]) -> None:
         assert not is_urgent()
+        assert self.is_end_expected
         self.is_stopped = True
 
 
@@ -80,6 +82,9 @@ class FakeHost:
     def end_answers(self) -> None:
         assert not self.started[-1].is_stopped  # at once: ending an engine takes seconds
         self.num_ended_answers += 1
+
+    def expect_end(self) -> None:
+        self.started[-1].is_end_expected = True
 
     def say(self, line: str) -> None:
         self.said.append(line)
