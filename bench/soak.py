@@ -16,7 +16,6 @@ import os
 import platform
 import re
 import shutil
-import signal
 import socket
 import subprocess
 import sys
@@ -36,6 +35,7 @@ from bench.soak_graph import draw
 from clairai import demo
 from clairai.demo.model import NAME, cache_folder
 from clairai.probe.files import load_many
+from tests.web.server import interrupt
 
 START_DEADLINE_S: Final = 300.0
 STOP_DEADLINE_S: Final = 90.0
@@ -77,12 +77,7 @@ def running_demo(folder: Path) -> Iterator[tuple[str, subprocess.Popen[bytes]]]:
         _wait_ready(f"http://127.0.0.1:{port}", process, output)
         yield f"http://127.0.0.1:{port}", process
     finally:
-        process.send_signal(signal.SIGINT)
-        try:
-            process.wait(STOP_DEADLINE_S)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
+        interrupt(process, STOP_DEADLINE_S)
         shutil.rmtree(cache_folder() / f"captures-{port}", ignore_errors=True)
 
 

@@ -14,18 +14,9 @@ import pytest
 
 from clairai.local import c_extension
 from tests.support.other_user import give_away
-from tests.support.tiny_extension import kept_library, write_source
-
-
-@pytest.fixture
-def source(tmp_path: Path) -> Path:
-    return write_source(tmp_path / "source")
-
-
-@pytest.fixture
-def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    return tmp_path / "cache"
+from tests.support.tiny_extension import cache as cache
+from tests.support.tiny_extension import kept_library
+from tests.support.tiny_extension import source as source
 
 
 @pytest.fixture

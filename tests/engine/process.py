@@ -1,7 +1,9 @@
 """A process of its own with a real vLLM engine, in which tests run functions.
 
 A process each, because vLLM keeps global state and warns freely: the suite's own process stays
-clean, and an engine's death is seen as such.
+clean, and an engine's death is seen as such. With vLLM's CPU build it is forked from one that has
+imported what vLLM needs of others, most of the ten seconds that importing vLLM takes; vLLM and
+clairai themselves are imported afresh, so that bugs can be planted before.
 """
 
 from __future__ import annotations
@@ -10,10 +12,16 @@ import multiprocessing
 import os
 import traceback
 from collections.abc import Callable
+from multiprocessing import forkserver
 from multiprocessing.connection import Connection
+from multiprocessing.context import ForkServerContext, SpawnContext
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Final, Self
+
+import pytest
+
+from clairai.launch.engine_command import is_cpu_build
 
 START_DEADLINE_S: Final = 300.0
 CALL_DEADLINE_S: Final = 600.0
@@ -27,6 +35,15 @@ ENVIRONMENT: Final = {
     "HF_HUB_OFFLINE": "1",
     "TQDM_DISABLE": "1",
 }
+
+
+# Of others, and nothing of vLLM's or ours.
+_PRELOADED: Final = (
+    *("torch", "torch._dynamo", "torch._inductor.compile_fx", "torch.distributed.rpc"),
+    *("transformers.generation", "transformers.models.auto", "transformers.processing_utils"),
+    *("openai.types.chat", "openai.types.responses", "fastapi", "aiohttp", "xgrammar", "zmq"),
+    *("pandas", "scipy.signal", "scipy.stats", "sklearn", "sympy", "networkx"),
+)
 
 
 class EngineFailed(Exception):
@@ -47,9 +64,9 @@ class EngineProcess:
         plant: Callable[[], None] | None = None,
         **llm: Any,
     ) -> None:
-        context = multiprocessing.get_context("spawn")
-        self._pipe, child = context.Pipe()
         variables = ENVIRONMENT | {"CLAIRAI_RUNTIME_DIR": str(runtime)} | (environment or {})
+        context = _choose_context(environment or {})
+        self._pipe, child = context.Pipe()
         # An engine that has processes of its own cannot be a daemon; close() ends it either way.
         is_alone = variables["VLLM_ENABLE_V1_MULTIPROCESSING"] == "0"
         self.process = context.Process(
@@ -96,6 +113,20 @@ class EngineProcess:
         tb: TracebackType | None,
     ) -> None:
         self.close()
+
+
+def _choose_context(environment: dict[str, str]) -> SpawnContext | ForkServerContext:
+    """Forked where that can make no difference: without a GPU, and with variables of vLLM alone."""
+    is_alike = all(name.startswith(("VLLM_", "CLAIRAI_")) for name in environment)
+    if not is_cpu_build() or not is_alike:
+        return multiprocessing.get_context("spawn")
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(list(_PRELOADED))
+    with pytest.MonkeyPatch.context() as patched:  # some read theirs when they are imported
+        for name, value in ENVIRONMENT.items():
+            patched.setenv(name, value)
+        forkserver.ensure_running()
+    return context
 
 
 def _serve(

@@ -1,7 +1,9 @@
-"""Real vLLM with its worker in a process of its own: one that dies or stands still is replaced.
+"""Real vLLM with its worker in a process of its own: a worker that dies is replaced.
 
 Streams that run end with an error within seconds, health says what and since when, and the engine
-that `--on-death restart` brings back answers.
+that `--on-death restart` brings back answers. A core that is killed: test_serve_demo.py and
+tests/process/test_fault_engine.py. Suspended ones: tests/process/test_liveness.py with a toy, and
+`make faults` with real vLLM.
 """
 
 from __future__ import annotations
@@ -64,18 +66,11 @@ def open_streams(served: Served) -> list[OpenStream]:
 
 
 @pytest.mark.attack(440)
-@pytest.mark.parametrize(
-    ("role", "number"),
-    [("worker", signal.SIGKILL), ("worker", signal.SIGSTOP), ("engine-core", signal.SIGSTOP)],
-    ids=["the worker is killed", "the worker is suspended", "the core is suspended"],
-)
-def test_streams_end_with_an_error_and_the_engine_comes_back(
-    served: Served, role: str, number: signal.Signals
-) -> None:
+def test_streams_end_with_an_error_and_the_engine_comes_back(served: Served) -> None:
     times = served.said().count("is served on")
     streams = open_streams(served)
     pids, began_s = served.engine_pids(), time.monotonic()
-    os.kill(served.beat_of(role).pid, number)
+    os.kill(served.beat_of("worker").pid, signal.SIGKILL)
     for stream in streams:
         assert stream.wait_for_error()
         assert stream.ended_s is not None

@@ -249,8 +249,10 @@ def _core(demo: Demo) -> int:
 
 
 def test_ctrl_c_ends_all_of_it_and_leaves_nothing(demo: Demo) -> None:
+    before = len(demo.said())
     demo.process.send_signal(signal.SIGINT)
     demo.process.wait(process_guard.TERM_S + 10)
+    assert "warning" not in demo.said()[before:].lower()
     assert demo.process.returncode == 0
     assert _processes_of(demo.runtime) == []
     assert [entry.name for entry in demo.runtime.iterdir() if "vllm-" not in entry.name] == []

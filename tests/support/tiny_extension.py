@@ -5,6 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Final
 
+import pytest
+
 TINY: Final = """
 #include <Python.h>
 #include "tiny.h"
@@ -35,3 +37,15 @@ def kept_library(cache_home: Path) -> Path:
     """The one kept library below $XDG_CACHE_HOME."""
     (library,) = (cache_home / "clairai" / "native").glob("*.so")
     return library
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> Path:
+    return write_source(tmp_path / "source")
+
+
+@pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Where libraries are kept, and nothing is yet."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    return tmp_path / "cache"

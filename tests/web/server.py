@@ -13,7 +13,7 @@ import urllib.request
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 START_DEADLINE_S: Final = 240.0
 STOP_DEADLINE_S: Final = 60.0
@@ -44,12 +44,17 @@ def running_server(folder: Path, *command: str, is_up: Callable[[int], bool]) ->
         _wait_until_up(process, log, lambda: is_up(health(url)))
         yield url
     finally:
-        process.send_signal(signal.SIGINT)
-        try:
-            process.wait(STOP_DEADLINE_S)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
+        interrupt(process, STOP_DEADLINE_S)
+
+
+def interrupt(process: subprocess.Popen[Any], deadline_s: float) -> None:
+    """End a command as Ctrl-C does; one that has not ended in time is killed."""
+    process.send_signal(signal.SIGINT)
+    try:
+        process.wait(deadline_s)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
 
 
 def health(url: str) -> int:

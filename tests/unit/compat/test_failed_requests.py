@@ -223,9 +223,8 @@ def test_a_request_that_found_such_a_block_fails_too(notes: list[Any]) -> None:
     assert scheduler.served == ["c"]
 
 
-def test_a_request_without_a_plan_that_fails_first_ends_with_an_error_too(
-    notes: list[Any],
-) -> None:
+@pytest.mark.usefixtures("notes")
+def test_a_request_without_a_plan_that_fails_first_ends_with_an_error_too() -> None:
     """Through the hook that every request passes, of an engine that has seen no plan yet."""
     scheduler = Scheduler(Request("a", None, 3), Request("b", None, 3))
     refusals: list[tuple[int, str]] = []

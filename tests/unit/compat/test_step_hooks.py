@@ -18,6 +18,7 @@ from clairai.compat.step_hooks import publish_in_graphs, watch_forwards
 from clairai.engine.publish.repeat_path import RepeatPath
 from clairai.engine.side_stream import AfterTaps, NoSideStream
 from clairai.engine.step import ForwardInputs, RequestErrors, StepBatch
+from tests.support.repeat_engine import Other
 
 
 class Model:
@@ -63,40 +64,29 @@ class Runner:
         self.events.append(f"dummy {num_tokens}")
 
 
-class Listener:
+class Listener(Other):
+    """Notes what it hears among the events of the runner; it skips no step."""
+
     def __init__(self, events: list[Any]) -> None:
-        self._events = events
+        super().__init__()
+        self.events, self.skips = events, False
 
     def begin(self, new: Any, finished: Any) -> RequestErrors:
-        self._events.append(("begin", len(new), list(finished)))
+        self.events.append(("begin", len(new), list(finished)))
         return {}
 
-    def drop(self, req_id: str, reason: str) -> None: ...
-
-    def place_failed(self, batch: StepBatch) -> list[str]:
-        raise NotImplementedError
-
-    def end_failed(self, batch: StepBatch | None) -> list[str]:
-        raise NotImplementedError
-
-    def amend(self, req_id: str, plan: Any) -> None:
-        raise NotImplementedError
-
     def place(self, batch: StepBatch) -> None:
-        self._events.append(("place", int(batch.counts_R[0])))
+        self.events.append(("place", int(batch.counts_R[0])))
 
     def end(self, inputs: Any) -> None:
-        self._events.append("end")
+        self.events.append("end")
         inputs()
 
-    def can_skip(self) -> bool:
-        return False
-
     def before_dummy_run(self) -> None:
-        self._events.append("before")
+        self.events.append("before")
 
     def after_dummy_run(self) -> None:
-        self._events.append("after")
+        self.events.append("after")
 
 
 @pytest.fixture
