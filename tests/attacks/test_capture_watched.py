@@ -136,7 +136,9 @@ def test_a_queue_that_drops_rows_is_a_state_until_a_minute_after_the_last() -> N
     assert episode.since(1) == 100.0
     now[0] += LOSS_MEMORY_S - 1
     assert episode.since(2) == 100.0
-    now[0] += LOSS_MEMORY_S + 1
+    now[0] += LOSS_MEMORY_S - 1  # since the last, and nearly twice as long since the first
+    assert episode.since(2) == 100.0
+    now[0] += 2
     assert episode.since(2) is None
     assert episode.since(3) == now[0]
 

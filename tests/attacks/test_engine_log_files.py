@@ -208,14 +208,22 @@ def test_another_users_file_under_the_name_of_the_old_log_stays(
 
 
 @pytest.mark.attack(625)
+@pytest.mark.parametrize("is_seen", [True, False], ids=["found", "just then"])
 @pytest.mark.parametrize("plant", [_plant_link, _plant_fifo])
 def test_a_name_planted_before_a_restart_does_not_prevent_it(
-    log: EngineLog, tmp_path: Path, plant: Callable[[Path, Path], None]
+    log: EngineLog,
+    tmp_path: Path,
+    plant: Callable[[Path, Path], None],
+    is_seen: bool,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    """Also one that is planted after the name was looked at, and before it is opened."""
     with log.create() as output:
         output.write(b"of the first server\n")
     log.path.unlink()
     plant(log.path, tmp_path / "victim")
+    if not is_seen:
+        monkeypatch.setattr(engine_log, "_look", lambda *_: None)
     with log.create() as output:
         output.write(b"of the second\n")
     assert log.lines() == ["of the first server", "of the second"]
