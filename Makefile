@@ -19,7 +19,7 @@ export HF_HUB_OFFLINE := 1
 export VLLM_NO_USAGE_STATS := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo lint check test integrations docs matrix faults fuzz soak bench clean
+.PHONY: help setup demo lint check test wide integrations docs matrix faults fuzz soak bench clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "make %-12s %s\n", $$1, $$2 }' Makefile
@@ -40,7 +40,10 @@ check: lint ## lint, then the tests that need no engine, in under 3 minutes
 
 test: lint ## lint, then the whole test suite
 	@$(BIN)/python -m scripts.web
-	@$(BIN)/python -m pytest $(PARALLEL) --durations=25
+	@$(BIN)/python -m pytest $(PARALLEL) -m "not wide" --durations=25
+
+wide: setup ## more of what the test suite has: every architecture that is served
+	@$(BIN)/python -m pytest $(PARALLEL) -m wide
 
 integrations: ## the LangChain and Inspect adapters with the real libraries, in an environment of their own
 	@test -x .integrations/bin/python || $(PYTHON) -m venv .integrations

@@ -19,7 +19,8 @@ WIDTH: Final = 64
 POINTS: Final = [
     f"{k}.{layer}" for layer in range(4) for k in ("pre_attn", "post_attn", "post_block")
 ]
-# Fused residuals, extra norms, one-tensor blocks: the three shapes of block there are.
+# Fused residuals, extra norms, one-tensor blocks: the three shapes of block there are. The others
+# are of these shapes.
 MATRIX: Final = ("llama", "qwen3", "gemma3", "opt")
 OTHERS: Final = ("gpt2", "qwen2", "mistral", "phi3", "gemma2", "starcoder2")
 PROMPTS: Final = models.random_prompts(3, (1, 7, 50), 512)
@@ -41,7 +42,10 @@ def start(folder: Path, runtime: Path, **changes: Any) -> EngineProcess:
 
 @pytest.mark.parametrize(
     "architecture",
-    [*(pytest.param(name, marks=pytest.mark.matrix) for name in MATRIX), *OTHERS],
+    [
+        *(pytest.param(name, marks=pytest.mark.matrix) for name in MATRIX),
+        *(pytest.param(name, marks=pytest.mark.wide) for name in OTHERS),
+    ],
 )
 def test_every_value_equals_hugging_face(
     architecture: str, tiny: Callable[[str], Path], runtime: Path, report: Callable[..., None]
