@@ -161,6 +161,10 @@ class Upstream:
 
         `silence_s` is how long upstream may send nothing; None: as long as for control requests.
         """
+        if body is None and not headers:
+            # The proxy's own question goes where completions go: they find its connection open when
+            # upstream, without descriptors, accepts no other.
+            body = b""
         sent = CIMultiDict(headers)
         key = self._settings.upstream_api_key
         if key is not None:
