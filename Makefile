@@ -46,9 +46,9 @@ wide: setup ## more of what the test suite has: every architecture that is serve
 	@$(BIN)/python -m pytest $(PARALLEL) -m wide
 
 integrations: ## the LangChain and Inspect adapters with the real libraries, in an environment of their own
-	@test -x .integrations/bin/python || $(PYTHON) -m venv .integrations
-	@.integrations/bin/pip install -q -e '.[inspect,langchain,proxy]' 'hypothesis>=6.100' 'pytest>=9' 'pytest-timeout>=2.4'
-	@.integrations/bin/python -m pytest -q -W default tests/integrations tests/http/test_fetch_scores.py
+	@test -x .venv-integrations/bin/python || $(PYTHON) -m venv .venv-integrations
+	@.venv-integrations/bin/pip install -q -e '.[inspect,langchain,proxy]' 'hypothesis>=6.100' 'pytest>=9' 'pytest-timeout>=2.4'
+	@.venv-integrations/bin/python -m pytest -q -W default tests/integrations tests/http/test_fetch_scores.py
 
 docs: setup ## build the documentation site, with search, in build/site
 	@$(BIN)/pip install -q -e '.[docs]'
@@ -74,4 +74,4 @@ bench: setup ## measure every published number again
 	@$(BIN)/python -m bench.page
 
 clean: ## remove what the targets above have made in this folder
-	@rm -rf .venv .matrix .integrations .cache build .mypy_cache .ruff_cache .pytest_cache web/node_modules
+	@rm -rf .venv .matrix .venv-integrations .cache build .mypy_cache .ruff_cache .pytest_cache web/node_modules

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from aiohttp import web
 
-from clairai.errors import WeightsError
+from clairai.errors import WeightsError, WeightsTornError
 from clairai.weights.manifest import parse_manifest
 from tests.http.fake import refusal
 
@@ -37,6 +37,7 @@ class Weights:
     """The routes; `asked` has the path with its query, and the body."""
 
     asked: list[tuple[str, bytes]] = field(default_factory=list)
+    stops_half_way: bool = False  # when weights are committed
 
     def add_to(self, app: web.Application) -> None:
         app.router.add_get("/v1/weights", self._state)
@@ -70,6 +71,8 @@ class Weights:
             manifest = parse_manifest(body)
         except WeightsError as error:
             return refusal(400, error.reason, code=error.code)
+        if request.path.endswith("commit") and self.stops_half_way:
+            return refusal(500, "loading stopped half-way", code=WeightsTornError.code)
         if request.path.endswith("commit"):
             return web.json_response(COMMITTED)
         nbytes = sum(manifest.buffers)

@@ -14,10 +14,12 @@ import pytest
 
 from clairai.proxy.engine_facts import RECENT_S, HealthStatus
 from clairai.proxy.proxy_settings import Limits, Timeouts
+from clairai.weights.manifest import encode_manifest
 from tests.http.answers import CHAT
 from tests.http.fake import Exchange
 from tests.http.world import World, world
 from tests.support.ring_engine import until
+from tests.support.weights import plan
 
 LIVE, READY = "/health/live", "/health/ready"
 KEY = "a-key-for-tests"
@@ -106,6 +108,33 @@ def test_a_core_that_does_not_answer_makes_the_proxy_unready(own: World) -> None
     answer = _get(own, READY)
     assert answer.status_code == 503
     assert answer.json()["reason"].startswith("the engine core does not answer")
+
+
+def test_an_engine_with_half_of_its_weights_is_not_ready_until_a_whole_set_has_come(
+    own: World,
+) -> None:
+    def commit() -> int:
+        with own.client() as client:
+            body = encode_manifest(plan())
+            return client.post("/v1/weights/commit", content=body).status_code
+
+    assert _get(own, READY).status_code == 200
+    own.upstream.weights.stops_half_way = True
+    assert commit() == 500
+    answer = _get(own, READY)
+    assert (answer.status_code, "half-way" in answer.json()["reason"]) == (503, True)
+    assert _get(own, "/health").json()["status"] == "failed"
+    own.upstream.weights.stops_half_way = False
+    assert commit() == 200
+    assert _get(own, READY).status_code == 200
+
+
+def test_the_next_engine_has_whole_weights(own: World) -> None:
+    own.proxy.health.note_commit(is_torn=True)
+    assert _get(own, READY).status_code == 503
+    own.proxy.feed.epoch = 1  # as of an engine that was started again
+    own.proxy.health.set_status(None)
+    assert _get(own, READY).status_code == 200
 
 
 def test_answers_without_scores_are_answers(tmp_path: Path) -> None:

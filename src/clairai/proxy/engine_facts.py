@@ -35,6 +35,11 @@ _NO_PROGRESS: Final = (
     "the engine core does not answer: it computes a long step, or it hangs; nobody supervises it"
 )
 
+_TORN: Final = (
+    "loading new weights stopped half-way, so requests wait; send a whole set of weights, or "
+    "restart the engine"
+)
+
 _NO_STEERING: Final = (
     'the engine does not steer; start it with "steering": true or "vectors": [files] in its '
     "clairai settings, and with clairai's routes (`clairai serve` has them)"
@@ -206,6 +211,7 @@ class HealthCheck:
         self._was_ready = False
         self._model: str | None = None
         self.is_supervised = False  # a launcher watches the engine's processes
+        self._torn_epoch: int | None = None  # of the engine that has half of its new weights
 
     @property
     def model(self) -> str | None:
@@ -217,6 +223,11 @@ class HealthCheck:
         self.is_supervised = True
         self._set = status
         self._recent = None  # of before
+
+    def note_commit(self, *, is_torn: bool) -> None:
+        """New weights were committed, or stopped half-way: that engine then answers nobody."""
+        self._torn_epoch = self._feed.epoch if is_torn else None
+        self._recent = None
 
     @property
     def last_state(self) -> HealthState | None:
@@ -252,6 +263,8 @@ class HealthCheck:
         if reason is not None:
             return HealthStatus("failed" if self._was_ready else "starting", reason)
         self._was_ready = True
+        if self._torn_epoch is not None and self._torn_epoch == self._feed.epoch:
+            return HealthStatus("failed", _TORN)
         if not self.is_supervised and (silent_s := await self.silent_s()):
             began = time.time() - silent_s
             return HealthStatus("degraded", _NO_PROGRESS, began, is_stalled=True)

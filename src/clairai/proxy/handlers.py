@@ -19,7 +19,7 @@ from starlette.formparsers import MultiPartException, MultiPartParser
 from starlette.requests import Request
 from starlette.responses import Response
 
-from clairai.errors import ConfigError, RequestError
+from clairai.errors import ConfigError, RequestError, WeightsTornError
 from clairai.fields.request_body import (
     BodyFields,
     check_json,
@@ -42,6 +42,14 @@ from clairai.proxy.upstream import UpstreamGone, decode_answer
 _JSON: Final = "application/json"
 _FORMS: Final = "/v1/audio/"
 _FORM_PART_BYTES: Final = 1 << 16
+
+
+class _Error(msgspec.Struct):
+    code: str | int | None = None
+
+
+class _ErrorBody(msgspec.Struct):
+    error: _Error | None = None
 
 
 @dataclass(frozen=True)
@@ -172,6 +180,15 @@ async def get_capture(call: HandlerCall) -> Response:
     return await relay_parts(call.proxy, call.request, f"/v1/captures/{name}")
 
 
+async def commit_weights(call: HandlerCall) -> Response:
+    """Pass it on; an engine whose load stopped half-way answers nobody, and health says so."""
+    answer = await relay_unchanged(call)
+    is_torn = _error_code(bytes(answer.body)) == WeightsTornError.code
+    if is_torn or answer.status_code == HTTPStatus.OK:
+        call.proxy.health.note_commit(is_torn=is_torn)
+    return answer
+
+
 async def put_buffer(call: HandlerCall) -> Response:
     """Pass on a part of new weights, of any size; the engine knows how large it may be."""
     given = [call.request.path_params[name] for name in ("transfer", "index")]
@@ -261,7 +278,7 @@ HANDLERS: Final[dict[str, Handler]] = {
         handler.__name__: handler
         for handler in (
             *(chat, completions, responses, get_scores, resume, stop, amend, models, get_vector),
-            *(get_capture, put_buffer),
+            *(get_capture, put_buffer, commit_weights),
             *(describe, examples, health, live, ready, metrics, openapi, page, asset),
         )
     },
@@ -272,7 +289,7 @@ HANDLERS: Final[dict[str, Handler]] = {
     **dict.fromkeys(
         (
             *("list_probes", "get_steering", "list_vectors", "list_captures"),
-            *("get_weights", "list_tensors", "check_weights", "plan_weights", "commit_weights"),
+            *("get_weights", "list_tensors", "check_weights", "plan_weights"),
         ),
         relay_unchanged,
     ),
@@ -337,6 +354,15 @@ async def _form_names(request: Request, body: bytes) -> list[str]:
         return [name for name, _ in form.multi_items()]
     finally:
         await form.close()
+
+
+def _error_code(body: bytes) -> str | int | None:
+    """Of an error in OpenAI's shape; None for anything else."""
+    try:
+        error = msgspec.json.decode(body, type=_ErrorBody).error
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+        return None
+    return None if error is None else error.code
 
 
 def _json_response(body: Any, status: HTTPStatus = HTTPStatus.OK) -> Response:

@@ -336,6 +336,9 @@ class Proxy:
             upstream_errors=self.upstream.num_errors,
             rows_lost=self._num_lost + sum(one.num_lost for one in running),
             refused=tuple(sorted(self._refused.items())),
+            kept_answers=len(self.kept_scores),
+            kept_bytes=self.kept_scores.nbytes,
+            kept_dropped=self.kept_scores.num_dropped,
             health=self.health.last_state,
             capture=self.capture_watch.report,
         )

@@ -255,6 +255,7 @@ class _MetricsSnapshot(Collector):
         yield from self._bank()
         yield from _ring(self.counts.ring)
         yield _counter("clairai_rows_lost", "Scores said to be lost.", self.counts.rows_lost)
+        yield from _kept_scores(self.counts)
         yield from _capture(self.counts.capture)
         yield self.lag.family("clairai_score_lag_seconds", "From the engine's ring to the proxy.")
         yield from self._completions()
@@ -362,6 +363,14 @@ def _ring(ring: RingCounts) -> Iterator[Metric]:
     yield _counter("clairai_rows", "Rows given to a completion here.", ring.rows)
     yield _counter("clairai_rows_orphaned", "Rows of other requests.", ring.orphaned)
     yield _counter("clairai_rows_mismatched", "Rows with a wrong token.", ring.mismatched)
+
+
+def _kept_scores(counts: ProxyCounts) -> Iterator[Metric]:
+    about = "Answers whose scores can be fetched by their id."
+    yield _gauge("clairai_kept_answers", about, counts.kept_answers)
+    yield _gauge("clairai_kept_bytes", "Memory of these scores.", counts.kept_bytes)
+    about = "Of these answers, those that had to make room before their time."
+    yield _counter("clairai_kept_answers_dropped", about, counts.kept_dropped)
 
 
 def _capture(report: CaptureReport | None) -> Iterator[Metric]:

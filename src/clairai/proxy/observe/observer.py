@@ -97,6 +97,9 @@ class ProxyCounts:
     asked: Mapping[str, int] = field(default_factory=dict)  # completions, by feature
     answered: Mapping[tuple[str, str], int] = field(default_factory=dict)  # by route and class
     refused: tuple[tuple[int, int], ...] = ()  # requests that the proxy itself refused, by status
+    kept_answers: int = 0  # whose scores can be fetched by their id
+    kept_bytes: int = 0
+    kept_dropped: int = 0  # for want of room, before their time
     health: HealthState | None = None  # None: nobody has asked yet
     capture: CaptureReport | None = None  # None: the engine does not capture
 
