@@ -120,13 +120,15 @@ def is_same(expected: Scores, found: Scores) -> bool:
     )
 
 
-def compare_async(model: str, runtime: str, probes: str, num_requests: int) -> Comparison:
+def compare_async(
+    model: str, runtime: str, probes: str, num_requests: int, max_tokens: int
+) -> Comparison:
     """As `compare`, with vLLM's AsyncLLM: each request is read when it ends, while others run."""
     os.environ.update(ENVIRONMENT | {"CLAIRAI_RUNTIME_DIR": runtime})
-    return asyncio.run(_compare_async(model, probes, num_requests))
+    return asyncio.run(_compare_async(model, probes, num_requests, max_tokens))
 
 
-async def _compare_async(model: str, probes: str, num_requests: int) -> Comparison:
+async def _compare_async(model: str, probes: str, num_requests: int, max_tokens: int) -> Comparison:
     from vllm.engine.arg_utils import AsyncEngineArgs
     from vllm.v1.engine.async_llm import AsyncLLM
 
@@ -149,7 +151,10 @@ async def _compare_async(model: str, probes: str, num_requests: int) -> Comparis
         follower = RingFollower(Path(described.socket))
         prompts = models.random_prompts(5, prompt_lengths(num_requests), 40_000)
         answered = await asyncio.gather(
-            *(_answer(engine, f"request-{at}", prompt) for at, prompt in enumerate(prompts))
+            *(
+                _answer(engine, f"request-{at}", prompt, max_tokens)
+                for at, prompt in enumerate(prompts)
+            )
         )
         outputs, found = zip(*answered, strict=True)
         question = control_messages.FindStreams(tuple(output.request_id for output in outputs))
@@ -159,12 +164,14 @@ async def _compare_async(model: str, probes: str, num_requests: int) -> Comparis
         engine.shutdown()
 
 
-async def _answer(engine: Any, request_id: str, prompt: list[int]) -> tuple[Any, Any]:
+async def _answer(
+    engine: Any, request_id: str, prompt: list[int], max_tokens: int
+) -> tuple[Any, Any]:
     from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind
 
     params = SamplingParams(
-        max_tokens=6,
+        max_tokens=max_tokens,
         ignore_eos=True,
         detokenize=False,
         output_kind=RequestOutputKind.FINAL_ONLY,
