@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
 import os
 import signal
+import socket
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -16,10 +18,13 @@ import pytest
 import clairai
 from clairai.errors import ConfigError, RequestError, RowsLostError
 from clairai.library import scores as scores_module
+from clairai.local.private_socket import socket_path
 from clairai.match import stored_rows
 from clairai.settings import SpoolSettings
+from clairai.spool.server import MAX_CONNECTIONS
 from clairai.wire import control_messages
-from tests.support.ring_engine import forked, until
+from clairai.wire.spool_messages import SOCKET_KIND
+from tests.support.ring_engine import DEADLINE_S, forked, until
 from tests.support.spooled_llm import (
     PROMPT,
     Output,
@@ -302,3 +307,23 @@ def test_a_request_that_is_not_finished_has_no_scores_yet(tmp_path: Path) -> Non
         (output,) = llm.generate(1, 9)
         with pytest.raises(RequestError, match="'request-1000' is not finished"):
             clairai.scores(llm, [dataclasses.replace(output, finished=False)])
+
+
+def test_peers_that_send_nonsense_are_disconnected_and_take_no_place(tmp_path: Path) -> None:
+    with spooled_llm(tmp_path) as llm:
+        outputs = llm.generate(3, 5)
+        llm.connect().close()
+        path = socket_path(tmp_path, llm.engine.epoch, SOCKET_KIND)
+        for _ in range(MAX_CONNECTIONS + 1):
+            send_nonsense(path)
+        assert_complete(llm, outputs)
+
+
+def send_nonsense(path: Path) -> None:
+    """Return when the spool has hung up."""
+    with socket.socket(socket.AF_UNIX) as peer:
+        peer.settimeout(DEADLINE_S)
+        peer.connect(str(path))
+        peer.sendall(b"\xff" * 8)
+        with contextlib.suppress(ConnectionResetError):  # it has not read all of that
+            assert peer.recv(1) == b""

@@ -186,7 +186,7 @@ class ChoiceRows:
         return scores
 
 
-def newest_rows(positions: NDArray[np.unsignedinteger]) -> NDArray[np.intp]:
+def newest_rows(positions: NDArray[np.integer]) -> NDArray[np.intp]:
     """Index of the last row to arrive for each position: a recomputed row replaces an older one."""
     _, from_end = np.unique(positions[::-1], return_index=True)
     newest: NDArray[np.intp] = len(positions) - 1 - from_end
