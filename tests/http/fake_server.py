@@ -45,6 +45,7 @@ class Upstream:
     metrics: str = "# TYPE vllm:num_requests_running gauge\nvllm:num_requests_running 0.0\n"
     control_status: int | None = None  # what clairai's routes answer instead; 0: nothing, ever
     num_health_checks: int = 0
+    waits_for: set[str] = field(default_factory=set)  # paths that are answered when all were asked
     seen: list[Exchange] = field(default_factory=list)
     probes: list[tuple[str, str, bytes]] = field(default_factory=list)
     steering: Steering = field(default_factory=Steering)
@@ -134,6 +135,10 @@ class Upstream:
 
     @web.middleware
     async def _break_control(self, request: web.Request, handler: Any) -> web.StreamResponse:
+        if request.path in self.waits_for:
+            self.waits_for.discard(request.path)
+            while self.waits_for:  # noqa: ASYNC110  a test's few requests
+                await asyncio.sleep(0)
         is_broken = self.control_status is not None and request.path.startswith(CONTROL_PATHS)
         if not is_broken:
             return await _answer_as_vllm(handler, request)

@@ -33,6 +33,8 @@ HELD: Final[dict[str, dict[str, Any]]] = {
     "scored whole": SCORED,
     "scored stream": {"stream": True, **SCORED},
     "named run": {"clairai": {"events": "named"}},
+    "scored response": {"path": "/v1/responses", "input": "Hi", **SCORED},
+    "of another route": {"path": "/v1/messages"},
 }
 # And what is refused at once: by the proxy, for the engine, by the engine.
 REFUSED: Final[dict[str, dict[str, Any]]] = {
@@ -149,7 +151,8 @@ class Clients:
 
     async def _post(self, body: dict[str, Any], run: asyncio.Future[str] | None = None) -> None:
         body = {"messages": [], **body}
-        async with self.session.post(f"{self.w.url}{CHAT}", json=body) as answer:
+        path = body.pop("path", CHAT)
+        async with self.session.post(f"{self.w.url}{path}", json=body) as answer:
             if run is not None:
                 run.set_result(answer.headers.get("X-Clairai-Run", ""))
             await answer.read()

@@ -111,6 +111,18 @@ def test_a_refusal_of_upstream_is_reported_with_its_status(
 
 
 @pytest.mark.parametrize("fields", [{}, SCORED])
+def test_an_answer_in_another_shape_is_an_answer(
+    proxied: World, observer: Recorder, fields: dict[str, Any]
+) -> None:
+    async def answer(_: Exchange) -> web.StreamResponse:
+        return web.json_response(["something else"])
+
+    proxied.upstream.script = answer
+    assert _post(proxied, **fields) == 200
+    assert _only(observer).outcome == "done"
+
+
+@pytest.mark.parametrize("fields", [{}, SCORED])
 def test_an_engine_that_dies_in_the_middle_is_reported_as_an_error(
     proxied: World, observer: Recorder, fields: dict[str, Any]
 ) -> None:
@@ -255,6 +267,16 @@ def test_tokens_are_counted_while_the_answer_is_given(proxied: World) -> None:
         until(lambda: _metrics(proxied)["clairai_tokens_total"] == 2)
     until(lambda: _metrics(proxied)["clairai_streams"] == 0)
     assert _metrics(proxied)["clairai_tokens_total"] == 2
+
+
+def test_a_scrape_asks_the_engine_all_it_needs_at_once(proxied: World) -> None:
+    """So that one that hangs does not take longer than a scrape has."""
+    proxied.upstream.waits_for = {"/health", "/metrics", "/v1/clairai/capture"}
+    found = _metrics(proxied)
+    assert proxied.upstream.waits_for == set()
+    assert found['clairai_health{"state": "ready"}'] == 1
+    assert found['clairai_capture_consumer_up{"consumer": "fs"}'] == 1
+    assert found["vllm:num_requests_running"] == 0
 
 
 def test_health_is_a_series_and_those_who_watch_ask_the_engine_once_a_second(

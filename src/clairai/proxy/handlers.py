@@ -253,10 +253,13 @@ async def metrics(call: HandlerCall) -> Response:
     observer = call.proxy.metrics
     if observer is None:
         raise HttpRefusal(HTTPStatus.NOT_FOUND, "this proxy keeps no metrics")
-    await call.proxy.capture_watch.look()
-    await call.proxy.health.recent()
+    # At once: an engine that hangs takes each of them to its limit, and a scrape has ten seconds.
+    _, _, others = await asyncio.gather(
+        call.proxy.capture_watch.look(),
+        call.proxy.health.recent(),
+        fetch_metrics(call.proxy.upstream),
+    )
     format_text = observer.snapshot(call.proxy.counts())
-    others = await fetch_metrics(call.proxy.upstream)
     text = await asyncio.to_thread(lambda: join_metrics(format_text(), others))
     return Response(text, headers={"Content-Type": observer.content_type})
 

@@ -232,6 +232,7 @@ class _ScoredAnswer:
             return Response(await self._score_response(body), response.status, headers)
         chunk = read_chunk(body, body)
         if chunk is None:
+            self._completion.set_answered(response.status)
             return Response(body, response.status, headers)
         try:
             self._scores.read_response(chunk.view)
