@@ -30,7 +30,7 @@ from tests.process.fault_injection import SmallDisk
 from tests.process.fault_matrix import Role
 
 ROOT: Final = Path(__file__).resolve().parents[2]
-READY_S: Final = 120.0  # for an engine to start on a busy machine
+READY_S: Final = 300.0  # for an engine to start on a busy machine
 END_S: Final = 60.0  # for a command that was told to end
 SAMPLE_S: Final = 0.1
 _SIZES: Final = {"r": 16 << 20, "c": 256 << 20, "o": 16 << 20, "s": 64 << 20}
