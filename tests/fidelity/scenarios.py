@@ -6,6 +6,7 @@ T = tokens, D = model width.
 
 from __future__ import annotations
 
+from copy import copy
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -150,7 +151,8 @@ def tap_everything(
 def _only(scores: clairai.Scores, point: str) -> clairai.Scores:
     """The columns of one point, in the order of its unit vectors."""
     columns = [scores.names.index(f"{point}:{i}") for i in range(_width(scores, point))]
-    return replace(scores, names=(point,), scores_NP=scores.scores_NP[:, columns])
+    whole = copy(scores)  # in memory, wherever they are read from
+    return replace(whole, names=(point,), scores_NP=whole.scores_NP[:, columns])
 
 
 def _width(scores: clairai.Scores, point: str) -> int:
