@@ -42,7 +42,9 @@ START_DEADLINE_S: Final = 300.0
 STOP_DEADLINE_S: Final = 90.0
 SAMPLE_S: Final = 5.0
 SETTLE_S: Final = 15.0  # until idle connections are closed
-WARM_PART: Final = 0.4  # of the time: the engine touches each block of its KV cache once
+WARM_PART: Final = 0.4  # of the time
+LONG_PROMPT: Final = 1984  # tokens, a little below the demo's longest
+FIRST_TOKEN: Final = 100
 TIMEOUT: Final = httpx.Timeout(180.0)
 COUNTED: Final = (
     *("clairai_ring_records_lost_total", "clairai_rows_mismatched_total"),
@@ -112,6 +114,7 @@ async def soak(url: str, pid: int, options: argparse.Namespace, tally: Tally) ->
         clients = [SoakClient(http, at, NAME, probes, tally) for at in range(options.clients)]
         sampling = asyncio.create_task(_sample(pid, course))
         total_s = 60 * options.minutes
+        await _touch_cache(http)
         await _run_clients(clients, WARM_PART * total_s)
         course.idle_before = await _settle(pid, course)
         course.warm_s = time.monotonic() - course.begun_s
@@ -120,6 +123,21 @@ async def soak(url: str, pid: int, options: argparse.Namespace, tally: Tally) ->
         sampling.cancel()
         await _check_counters(http, tally)
     return course
+
+
+async def _touch_cache(http: httpx.AsyncClient) -> None:
+    """Use every block of the KV cache once: until then the worker's memory grows."""
+    text = (await http.get("/metrics")).text
+    num_tokens = 1
+    for name in ("num_gpu_blocks", "block_size"):  # of vLLM's own series cache_config_info
+        (found,) = set(
+            re.findall(rf'^vllm:cache_config_info{{.*\b{name}="(\d+)"', text, re.MULTILINE)
+        )
+        num_tokens *= int(found)
+    for number in range(num_tokens // LONG_PROMPT + 2):
+        prompt = [FIRST_TOKEN + number, *[FIRST_TOKEN] * (LONG_PROMPT - 1)]  # none is cached
+        body = {"model": NAME, "prompt": prompt, "max_tokens": 1}
+        (await http.post("/v1/completions", json=body)).raise_for_status()
 
 
 async def _run_clients(clients: list[SoakClient], seconds: float) -> None:
