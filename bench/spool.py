@@ -9,6 +9,7 @@ Run: python -m bench.spool [--requests 10000] [--tokens 300] [--columns 512] [--
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 import tempfile
 import time
@@ -43,6 +44,7 @@ def measure(llm: SpooledLlm, num_requests: int, num_tokens: int, batch: int) -> 
     begin_s = time.perf_counter()
     outputs = llm.generate(num_requests, num_tokens, batch=batch)
     generated_s = time.perf_counter()
+    spool_cpu_s = cpu_s(pid)
     outputs_mib = memory_mib("self", "RssAnon:")
     found = clairai.scores(llm, outputs)
     scored_s = time.perf_counter()
@@ -55,13 +57,20 @@ def measure(llm: SpooledLlm, num_requests: int, num_tokens: int, batch: int) -> 
     nbytes = num_rows * llm.num_columns * 4
     sys.stdout.write(
         f"rows {num_rows}, {nbytes / 1e9:.2f} GB of scores, all found\n"
-        f"published and kept {nbytes / 1e6 / (generated_s - begin_s):.0f} MB/s\n"
+        f"published and kept {nbytes / 1e6 / (generated_s - begin_s):.0f} MB/s, "
+        f"{nbytes / 1e6 / spool_cpu_s:.0f} MB in a second of the spool's CPU\n"
         f"scores() {1e6 * (scored_s - generated_s) / num_rows:.2f} us a row, "
         f"values read {nbytes / 1e6 / (read_s - scored_s):.0f} MB/s\n"
         f"memory: spool process {memory_mib(pid, 'VmHWM:'):.0f} MiB at most, "
         f"this process {memory_mib('self', 'RssAnon:') - outputs_mib:.0f} MiB more after scores(), "
         f"outputs themselves {outputs_mib - own_mib:.0f} MiB\n"
     )
+
+
+def cpu_s(process: int) -> float:
+    """Of all threads, in the program and in the kernel."""
+    fields = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
 def memory_mib(process: int | str, key: str) -> float:
