@@ -70,6 +70,7 @@ class LingeringTransport:
 
     def __init__(self, inner: asyncio.Transport, *, stall_s: float) -> None:
         self._inner = inner
+        self.write = inner.write  # called for every token
         self._stall_s = stall_s
         self._num_discarded = 0
         self._abort: asyncio.TimerHandle | None = None
@@ -154,7 +155,14 @@ class ChunkWriter(PartWriter):
         if self._flow.write_paused and not self._cycle.disconnected:
             await self._flow.drain()
         if part and not self._cycle.disconnected:
-            self._transport.write(b"%x\r\n%b\r\n" % (len(part), part))
+            self.write_now(part)
+
+    @property
+    def is_ready(self) -> bool:
+        return not self._flow.write_paused and not self._cycle.disconnected
+
+    def write_now(self, part: bytes) -> None:
+        self._transport.write(b"%x\r\n%b\r\n" % (len(part), part))
 
 
 class BoundedProtocol(H11Protocol):

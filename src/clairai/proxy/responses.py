@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, Coroutine, Mapping
+from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping
 from contextlib import AsyncExitStack
 from http import HTTPStatus
 from typing import Any, ClassVar, Final, Protocol, TypeVar
@@ -90,12 +90,20 @@ class PartWriter(Protocol):
     async def write(self, part: bytes) -> None:
         """Return when the connection takes more; at once if the client has hung up."""
 
+    @property
+    def is_ready(self) -> bool:
+        """True if the client is there and takes what is sent: `write_now` may be called."""
+
+    def write_now(self, part: bytes) -> None:
+        """As `write`, without waiting."""
+
 
 class PartStream(Response):
     """Sends parts as they come.
 
     `closing` is closed when the last part is sent, when the client has hung up, or when it has
-    taken nothing for `stall_s`.
+    taken nothing for `stall_s`. `on_start` gets the connection's writer, if it has one, when the
+    head is sent: parts may also be written there while nothing else is being sent.
     """
 
     def __init__(
@@ -106,6 +114,7 @@ class PartStream(Response):
         stall_s: float,
         status: int = 200,
         headers: Mapping[str, str] | None = None,
+        on_start: Callable[[PartWriter], None] | None = None,
     ) -> None:
         super().__init__(status_code=status, headers=headers)
         if headers is None or "content-length" not in headers:
@@ -114,6 +123,7 @@ class PartStream(Response):
         self._closing = closing
         self._stall_s = stall_s
         self._sending_since_s: float | None = None
+        self._on_start = on_start
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         async with self._closing:
@@ -140,6 +150,8 @@ class PartStream(Response):
             "headers": self.raw_headers,
         }
         await send(start)
+        if writer is not None and self._on_start is not None:
+            self._on_start(writer)
         async for part in self._parts:
             self._sending_since_s = time.monotonic()
             if writer is None:
@@ -171,8 +183,11 @@ class EventStream(PartStream):
         stall_s: float,
         status: int = 200,
         headers: Mapping[str, str] | None = None,
+        on_start: Callable[[PartWriter], None] | None = None,
     ) -> None:
-        super().__init__(parts, closing, stall_s=stall_s, status=status, headers=headers)
+        super().__init__(
+            parts, closing, stall_s=stall_s, status=status, headers=headers, on_start=on_start
+        )
         self.headers["Cache-Control"] = "no-cache"
         self.headers["X-Accel-Buffering"] = "no"  # nginx would hold tokens back
 

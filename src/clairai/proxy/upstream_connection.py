@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from http import HTTPStatus
 from typing import Final, Protocol, cast
@@ -89,6 +89,14 @@ class BufferedResponse:
         self._num_buffered = 0
         self._error: BaseException | None = None
         self._reading: asyncio.Future[None] | None = None
+        self._sink: Callable[[bytes], bool] | None = None
+
+    def set_sink(self, sink: Callable[[bytes], bool]) -> None:
+        """Offer each part to `sink` first, while a reader waits for it; True: it has taken it.
+
+        What comes before a part has then been dealt with, and no task is woken for it.
+        """
+        self._sink = sink
 
     @property
     def content_type(self) -> str:
@@ -129,6 +137,9 @@ class BufferedResponse:
     # From the connection
 
     def feed(self, part: bytes) -> None:
+        is_awaited = self._reading is not None and not self._reading.done()
+        if self._sink is not None and is_awaited and not self._parts and self._sink(part):
+            return
         self._parts.append(part)
         self._num_buffered += len(part)
         if self._num_buffered > MAX_BUFFERED and self._connection is not None:

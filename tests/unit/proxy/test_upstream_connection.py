@@ -17,7 +17,7 @@ from clairai.proxy.upstream_connection import (
     ConnectionPool,
 )
 
-DEADLINE_S = 10.0
+DEADLINE_S = 30.0
 HEAD = (
     b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream; x=y\r\nTransfer-Encoding: chunked\r\n\r\n"
 )
@@ -237,7 +237,7 @@ def test_a_reader_that_is_slow_leaves_the_rest_in_the_socket() -> None:
     """What is held here is bounded; upstream feels it, and is not called silent for it."""
 
     async def run() -> None:
-        part, count, silence_s = b"x" * 65_536, 400, 0.7
+        part, count, silence_s = b"x" * 65_536, 200, 0.7
         num_sent = 0
         is_stuck = asyncio.Event()
 
@@ -305,6 +305,56 @@ def test_an_exception_that_is_set_is_raised_at_once() -> None:
             with pytest.raises(aiohttp.ServerDisconnectedError):
                 await reading
             response.close()
+
+    asyncio.run(run())
+
+
+def test_a_sink_takes_parts_while_a_reader_waits_until_it_leaves_one_to_it() -> None:
+    async def run() -> None:
+        is_waiting = asyncio.Event()
+        taken: list[bytes] = []
+
+        async def answer(peer: Peer) -> None:
+            await peer.request()
+            peer.send(HEAD)
+            await is_waiting.wait()
+            peer.send(b"".join(map(chunk, [b"a", b"b", b"C", b"d"])), END)
+
+        def take(part: bytes) -> bool:
+            taken.extend([part] * part.islower())
+            return part.islower()
+
+        async with serving(answer) as (pool, _):
+            response = await ask(pool)
+            response.set_sink(take)
+            reading = asyncio.create_task(response.readany())
+            await asyncio.sleep(0)
+            is_waiting.set()
+            assert await reading == b"Cd"  # what follows C is not written before it
+            assert taken == [b"a", b"b"]
+            assert await response.readany() == b""
+
+    asyncio.run(run())
+
+
+def test_a_sink_gets_nothing_that_nobody_waits_for() -> None:
+    async def run() -> None:
+        has_sink, has_ended = asyncio.Event(), asyncio.Event()
+
+        async def answer(peer: Peer) -> None:
+            await peer.request()
+            peer.send(HEAD)
+            await has_sink.wait()
+            peer.send(chunk(b"a"), END)
+            assert await peer.has_hung_up()
+            has_ended.set()
+
+        async with serving(answer, keep_s=0.0) as (pool, _):
+            response = await ask(pool)
+            response.set_sink(lambda _: True)
+            has_sink.set()
+            await has_ended.wait()  # all of it has come by then
+            assert await read_all(response) == b"a"
 
     asyncio.run(run())
 

@@ -54,9 +54,9 @@ from clairai.proxy.relay import (
     relay_completion,
     with_query,
 )
-from clairai.proxy.responses import EventStream, HttpRefusal, bad_request
+from clairai.proxy.responses import EventStream, HttpRefusal, PartWriter, bad_request
 from clairai.proxy.upstream import NotSteered, UpstreamGone, response_headers
-from clairai.proxy.upstream_connection import ResponseContent, UpstreamResponse
+from clairai.proxy.upstream_connection import BufferedResponse, ResponseContent, UpstreamResponse
 
 Item = TypeVar("Item")
 RESPONSES: Final = "/v1/responses"
@@ -181,6 +181,27 @@ async def _check_engine(proxy: Proxy, request: ScoredRequest) -> None:
         await proxy.engine_facts.check_capture()
 
 
+def _write_tokens_at_once(
+    response: UpstreamResponse, merger: Merger[bytes], writer: PartWriter
+) -> None:
+    """Write ordinary tokens as they arrive, without waking the task that reads the answer.
+
+    That takes half of the time. Everything else is left to that task, in order.
+    """
+    if not isinstance(response, BufferedResponse):
+        return
+
+    def take(part: bytes) -> bool:
+        written = merger.take_token(part) if writer.is_ready else None
+        if written is None:
+            return False
+        for frame in written:
+            writer.write_now(frame)
+        return True
+
+    response.set_sink(take)
+
+
 class _ScoredAnswer:
     """The answer to one scored request, in one of three forms."""
 
@@ -210,13 +231,19 @@ class _ScoredAnswer:
         self._texts = await self._proxy.engine_facts.token_texts() if needs_texts else None
 
     def as_stream(self, response: UpstreamResponse, stack: AsyncExitStack) -> Response:
+        is_chat = self._kind is not RESPONSE
+        merger = self._merger(self._openai_writer()) if is_chat else None
+
+        def start(writer: PartWriter) -> None:
+            if merger is not None:
+                _write_tokens_at_once(response, merger, writer)
+
         return EventStream(
-            self._response_frames(response)
-            if self._kind is RESPONSE
-            else self._frames(response, self._merger(self._openai_writer())),
+            self._response_frames(response) if merger is None else self._frames(response, merger),
             stack.pop_all(),
             stall_s=self._proxy.settings.timeouts.stalled,
             headers=dict(response_headers(response.headers)),
+            on_start=start,
         )
 
     def as_named_run(self, response: UpstreamResponse, stack: AsyncExitStack) -> Response:

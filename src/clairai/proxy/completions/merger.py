@@ -83,6 +83,7 @@ class Merger(Generic[Item]):
         self._max_wait_s = max_wait_s
         self._clock = clock
         self._waiting: list[_Arrival] = []
+        self.splitter = FrameSplitter(MAX_FRAME_BYTES)
 
     @property
     def is_done(self) -> bool:
@@ -99,6 +100,14 @@ class Merger(Generic[Item]):
     def wants_rows(self) -> bool:
         """True if `release` should be called when rows arrive."""
         return bool(self._waiting) or self._writer.wants_rows
+
+    def take_token(self, raw: bytes) -> list[Item] | None:
+        """What these bytes become if they are the frame of an ordinary token, and all before them
+        is written; None: they have to be read in order.
+        """
+        if self._waiting or self.splitter.rest:
+            return None
+        return self._writer.write_token(raw)
 
     def add_frame(self, frame: bytes) -> list[Item]:
         """What can be written now that this frame is here."""
@@ -155,13 +164,12 @@ async def merge_frames(
     content: ResponseContent, merger: Merger[Item]
 ) -> AsyncGenerator[list[Item], None]:
     """Everything the merger writes, as it writes it; UpstreamGone if the stream has no end."""
-    splitter = FrameSplitter(MAX_FRAME_BYTES)
     source = _FrameSource(content)
     cause: Exception | None = None
     try:
         while (raw := await source.read(merger)) != b"":
             written = merger.release() if raw is None or merger.wants_rows else []
-            for frame in splitter.feed(raw) if raw is not None else ():
+            for frame in merger.splitter.feed(raw) if raw is not None else ():
                 written += merger.add_frame(frame)
             if written:
                 yield written

@@ -6,6 +6,7 @@ Both are `StreamWriter`s of `merger.py`. Runs in: the proxy, on the event loop.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any, Final, Literal
 
 import msgspec
@@ -29,6 +30,22 @@ from clairai.proxy.schema import (
 EventName = Literal["steering", "token", "probe_update", "probe_final", "done", "error"]
 # A prompt is split over several events, so that none is long.
 _TOKENS_PER_EVENT: Final = 512
+
+
+@lru_cache(maxsize=64)
+def _encode_names(names: tuple[str, ...]) -> bytes:
+    """Most slices have the same names."""
+    return msgspec.json.encode(names)
+
+
+def encode_scores(scores: ScoreSlice) -> bytes:
+    """The JSON of these ProbeScores; written out, as it is made for every token."""
+    if scores.lost or len(scores.weights) > 1:
+        return msgspec.json.encode(ProbeScores(**scores.fields()))
+    rows = msgspec.json.encode(scores.scores)
+    weights = b',"weights":%d' % scores.weights[0] if scores.weights else b""
+    names = _encode_names(scores.names)
+    return b'{"names":%b,"start":%d,"scores":%b%b}' % (names, scores.start, rows, weights)
 
 
 class OpenAIStreamWriter:
@@ -56,7 +73,7 @@ class OpenAIStreamWriter:
 
     def _encode(self, scores: ScoreSlice) -> bytes | None:
         """The `probe_scores` of a token's frame; None: it has none."""
-        return msgspec.json.encode(ProbeScores(**scores.fields()))
+        return encode_scores(scores)
 
     def write_chunk(self, chunk: Chunk, starts: dict[int, int]) -> list[bytes]:
         del starts

@@ -131,7 +131,7 @@ def played(story: Story) -> bytes:
     for event in story.order:
         if event == "frame":
             frame = next(frames)
-            said += merger.add_frame(frame)
+            said += merger.take_token(frame) or merger.add_frame(frame)
             ended |= {c for c in range(3) if b'"index":%d' % c in frame and b'"length"' in frame}
         elif event == "row":
             row = next(rows)
