@@ -13,6 +13,7 @@ import argparse
 import json
 import os
 import platform
+import re
 import shutil
 import signal
 import socket
@@ -47,6 +48,8 @@ PROMPT_TOKENS: Final = 16
 ALONE, SCORED, UNSCORED = "vLLM alone", "clairai", "clairai, no scores"
 _TIMES: Final = ("first_p50_ms", "first_p99_ms", "token_p50_ms", "token_p99_ms")
 _LISTED: Final = ("engine core", "API server", "proxy")
+_LOGGED: Final = re.compile(r"\((APIServer|EngineCore|Worker)(?:_\w+)? pid=(\d+)\)", re.IGNORECASE)
+_LOGGED_ROLES: Final = {"apiserver": "API server", "enginecore": "engine core", "worker": "worker"}
 _COMMON: Final = ("--served-model-name", NAME, "--no-enable-prefix-caching")
 _GPU: Final = (
     *("--load-format", "dummy", "--dtype", "bfloat16", "--max-model-len", "4096"),
@@ -175,16 +178,23 @@ def make_body(tokens: int, *, is_shape: bool) -> dict[str, Any]:
     }
 
 
-def cpu_by_role(root: int) -> Counter[str]:
-    """Seconds that the processes below `root` have used so far."""
+def roles_in_log(log: str) -> dict[int, str]:
+    """What each process is by the name under which vLLM lets it log."""
+    found = _LOGGED.findall(log)
+    return {int(pid): _LOGGED_ROLES[name.lower()] for name, pid in found}
+
+
+def cpu_by_role(service: Service) -> Counter[str]:
+    """Seconds that the processes of a service have used so far."""
     used: Counter[str] = Counter()
+    logged = roles_in_log(service.log.read_text(errors="replace"))
     roles: dict[int, str] = {}
-    for pid, parent in find_tree(root).items():
+    for pid, parent in find_tree(service.process.pid).items():
         with suppress(OSError):
             folder = Path(f"/proc/{pid}")
             command = (folder / "cmdline").read_bytes().replace(b"\0", b" ").decode()
             fields = (folder / "stat").read_text().rpartition(")")[2].split()
-            roles[pid] = find_role(command, roles.get(parent, ""))
+            roles[pid] = logged.get(pid) or find_role(command, roles.get(parent, ""))
             used[roles[pid]] += (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")  # type: ignore[assignment]
     return used
 
@@ -192,7 +202,7 @@ def cpu_by_role(root: int) -> Counter[str]:
 def one_turn(
     way: str, service: Service, body: dict[str, Any], streams: int, options: argparse.Namespace
 ) -> dict[str, Any]:
-    before = cpu_by_role(service.process.pid)
+    before = cpu_by_role(service)
     seen = run_load(
         service.url,
         body,
@@ -201,7 +211,7 @@ def one_turn(
         tokens=options.tokens,
         processes=options.processes,
     )
-    after = cpu_by_role(service.process.pid)
+    after = cpu_by_role(service)
     found = {"way": way, "streams": streams, **summary(seen, after, before)}
     if way == SCORED and seen.scores < seen.expected:
         found["faults"].append(f"{seen.scores} of {seen.expected} rows of scores have come")

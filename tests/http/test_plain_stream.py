@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import json
+import socket
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import pytest
 
@@ -148,3 +151,38 @@ def test_numbers_and_spaces_of_upstream_keep_their_bytes(w: World, number: str) 
         plain = direct.post(CHAT, json={"messages": [], "stream": True}).content
     assert without_ours(ask(w)) == plain
     assert number.encode() in plain
+
+
+def raw_answer(w: World, version: str, *more: str) -> tuple[bytes, bytes]:
+    """The head and the body of a scored stream, as they are on the wire until it is closed."""
+    body = json.dumps(asking()).encode()
+    head = [f"POST {CHAT} HTTP/{version}", "Host: localhost", "Content-Type: application/json"]
+    head += [f"Content-Length: {len(body)}", "Connection: close", *more, "", ""]
+    address = urlsplit(w.url)
+    with socket.create_connection((address.hostname or "", address.port or 0)) as sock:
+        sock.sendall("\r\n".join(head).encode() + body)
+        raw = b"".join(iter(lambda: sock.recv(65536), b""))
+    begin, _, rest = raw.partition(b"\r\n\r\n")
+    return begin.lower(), rest
+
+
+def test_parts_are_framed_as_chunks_for_a_client_that_knows_them(w: World) -> None:
+    w.upstream.script = answering(HELLO)
+    head, rest = raw_answer(w, "1.1")
+    assert b"transfer-encoding: chunked" in head
+    parts = []
+    while (size := int(rest.split(b"\r\n", 1)[0], 16)) > 0:
+        _, _, rest = rest.partition(b"\r\n")
+        parts.append(rest[:size])
+        assert rest[size : size + 2] == b"\r\n"
+        rest = rest[size + 2 :]
+    assert rest == b"0\r\n\r\n"
+    assert collect_scores(chunks(b"".join(parts)))[0].scores == expected(HELLO)
+
+
+def test_a_client_of_http_1_0_gets_no_chunks(w: World) -> None:
+    w.upstream.script = answering(HELLO)
+    head, rest = raw_answer(w, "1.0")
+    assert b"transfer-encoding" not in head
+    assert rest.startswith(b"data: ")
+    assert collect_scores(chunks(rest))[0].scores == expected(HELLO)

@@ -169,7 +169,9 @@ class RingFeed:
                 return
             if self._now.lag:
                 continue
-            if self._is_wanted.wait(BUSY_PAUSE_S if records else IDLE_PAUSE_S):
+            pause_s = BUSY_PAUSE_S if records else IDLE_PAUSE_S
+            # The first row says which probes there are: it is not left lying.
+            if self.bank is None or self._is_wanted.wait(pause_s):
                 self._is_wanted.clear()
                 reader.wait(POLL_PAUSE_S)  # at shorter intervals
 

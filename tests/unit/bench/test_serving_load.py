@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from bench.load_clients import Seen, count_rows, join, run_load, spread
-from bench.serving_load import ALONE, SCORED, as_markdown, summary
+from bench.serving_load import ALONE, SCORED, as_markdown, roles_in_log, summary
 
 ROWS = [[0.25, 0.5]]
 
@@ -106,3 +106,8 @@ def test_the_table_says_what_part_of_vllm_alone_each_number_is() -> None:
     assert alone.startswith(f"| 1 | 4 | {ALONE} | 1,000 (1.000) | 10.00 (1.00) |")
     assert ours.startswith(f"| 1 | 4 | {SCORED} | 800 (0.800) | 12.50 (1.25) |")
     assert ours.endswith("| 40 |")
+
+
+def test_processes_are_told_apart_by_the_names_in_the_log() -> None:
+    log = "(APIServer pid=4) INFO\n(ApiServer_1 pid=5) x\n(EngineCore_DP0 pid=6) (Worker_TP1 pid=7)"
+    assert roles_in_log(log) == {4: "API server", 5: "API server", 6: "engine core", 7: "worker"}

@@ -253,7 +253,7 @@ class _Choice:
 class RequestScores:
     """Joins the tokens and rows of one request.
 
-    `is_attached()` says whether rows can arrive at all. `names` are the probes until the first
+    `is_attached()` says whether rows can arrive at all. `names()` are the probes until the first
     row says which bank it is of. Rows are lost while this request holds `max_scores` or more, or
     while `budget`, which all requests share, has no room. Call `hurry` before waiting for rows.
     """
@@ -266,7 +266,7 @@ class RequestScores:
         max_scores: int,
         budget: ScoreBudget,
         is_attached: Callable[[], bool],
-        names: Sequence[str] = (),
+        names: Callable[[], Sequence[str]] = tuple,
         needs_echo: bool = False,
         hurry: Callable[[], None] = lambda: None,
     ) -> None:
@@ -288,7 +288,7 @@ class RequestScores:
         self._held = 0
         self._choices: dict[int, _Choice] = {}
         self._prompt = PromptRows() if options.prompt_scores else None
-        self._names = options.names or tuple(names)
+        self._bank_names = names
         self._bank: ring_messages.Bank | None = None
         self._columns = ScoreColumns((), ())
         self._column_indices: list[int | None] = []  # in the bank, of the probes that were asked
@@ -337,6 +337,12 @@ class RequestScores:
         """Give back this request's part of the budget."""
         self._charge(-self._held)
 
+    @property
+    def _names(self) -> tuple[str, ...]:
+        """Those of the newest row; before the first one, as far as anybody knows them."""
+        known = self._columns.names if self._bank is not None else self.options.names
+        return tuple(self._bank_names()) if known is None else known
+
     def _make_row(self, token_id: int, values: Values) -> ScoreRow:
         if self.options.names is not None:
             values = [None if index is None else values[index] for index in self._column_indices]
@@ -347,7 +353,7 @@ class RequestScores:
         names = tuple(index_of) if self.options.names is None else self.options.names
         indices = [index_of.get(name) for name in names]
         thresholds = [None if at is None else bank.probes[at].threshold for at in indices]
-        self._bank, self._names, self._column_indices = bank, names, indices
+        self._bank, self._column_indices = bank, indices
         self._columns = ScoreColumns(names, tuple(thresholds), bank.weights)
 
     # From upstream

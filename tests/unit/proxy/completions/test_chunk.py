@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
+import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -12,9 +13,19 @@ from hypothesis import strategies as st
 from clairai.proxy.completions.chunk import TokenFrame
 from clairai.proxy.completions.completion_request import ClairaiOptions
 from clairai.proxy.completions.merger import Merger
-from clairai.proxy.completions.request_scores import RequestScores, RowBatch, ScoreBudget
-from clairai.proxy.completions.stream_writers import OpenAIStreamWriter, QuietStreamWriter
+from clairai.proxy.completions.request_scores import (
+    RequestScores,
+    RowBatch,
+    ScoreBudget,
+    ScoreSlice,
+)
+from clairai.proxy.completions.stream_writers import (
+    OpenAIStreamWriter,
+    QuietStreamWriter,
+    encode_scores,
+)
 from clairai.proxy.completions.token_text import TokenTexts
+from clairai.proxy.schema import ProbeScores
 from clairai.wire import ring_messages
 from tests.http.fake import BANK, TOKEN_BYTES, score
 from tests.http.vllm_wire import chat_chunk, frame, role_chunk, text_chunk, usage_chunk
@@ -190,3 +201,32 @@ def test_frames_wait_for_a_prompt_whose_scores_are_due() -> None:
     spliced = written(OpenAIStreamWriter, frames, keeps_token_ids=False, options=options)
     assert spliced == written(DecodingWriter, frames, keeps_token_ids=False, options=options)
     assert b"".join(spliced).count(b'"prompt_scores"') == 1
+
+
+@pytest.mark.parametrize("weights", [(), (3,), (3, 4)])
+@pytest.mark.parametrize("lost", [(), (1,)])
+def test_scores_that_are_written_out_are_those_of_the_schema(
+    weights: tuple[int, ...], lost: tuple[int, ...]
+) -> None:
+    rows: list[list[float | None]] = [[0.25, 1e-7, None], [-1.0, 3.0, 0.1]]
+    made = ScoreSlice(("a", 'b"', "ü"), 17, rows, lost, weights)
+    assert encode_scores(made) == msgspec.json.encode(ProbeScores(**made.fields()))
+
+
+def test_who_waits_for_the_last_rows_hurries_the_feed() -> None:
+    hurried: list[str] = []
+    scores = RequestScores(
+        7,
+        ClairaiOptions(),
+        max_scores=100,
+        budget=ScoreBudget(100),
+        is_attached=lambda: True,
+        hurry=lambda: hurried.append("now"),
+    )
+    writer = OpenAIStreamWriter(scores, keeps_token_ids=False, texts=None)
+    merger = Merger(scores, writer, max_wait_s=1.0, clock=lambda: 0.0)
+    for one in chat(said("a"), said("b"))[:-1]:
+        merger.add_frame(one)
+    assert hurried == []
+    assert merger.add_frame(frame(said("c", finish="stop"))) == []
+    assert hurried == ["now"]
