@@ -263,7 +263,7 @@ class Proxy:
             max_scores=self.settings.limits.scores,
             budget=self._budget,
             is_attached=lambda: self.feed.is_attached,
-            names=lambda: self.engine_facts.names,
+            names=lambda: self.engine_facts.names or (None if self.feed.bank is None else ()),
             needs_echo=request.needs_echo,
             hurry=self.feed.hurry,
         )

@@ -194,9 +194,12 @@ class RingFeed:
             batches += self._make_batches([record for record, _ in pairs], pairs[0][1])
         if batches:
             self._deliver(batches)
+        is_first = self.bank is None
         for record, bank in named:
             self.bank = bank
             self._notify_observers(bank, record)
+        if is_first and named:  # answers may wait for the names of the probes
+            self._on_change()
 
     def _find_bank(self, record: Record, reader: RingReader) -> ring_messages.Bank | None:
         """The columns of a record; None, and the record counts as lost, if they are not known."""

@@ -254,8 +254,9 @@ class RequestScores:
     """Joins the tokens and rows of one request.
 
     `is_attached()` says whether rows can arrive at all. `names()` are the probes until the first
-    row says which bank it is of. Rows are lost while this request holds `max_scores` or more, or
-    while `budget`, which all requests share, has no room. Call `hurry` before waiting for rows.
+    row says which bank it is of; None: nobody knows. Rows are lost while this request holds
+    `max_scores` or more, or while `budget`, which all requests share, has no room. Call `hurry`
+    before waiting for rows.
     """
 
     def __init__(
@@ -266,7 +267,7 @@ class RequestScores:
         max_scores: int,
         budget: ScoreBudget,
         is_attached: Callable[[], bool],
-        names: Callable[[], Sequence[str]] = tuple,
+        names: Callable[[], Sequence[str] | None] = tuple,
         needs_echo: bool = False,
         hurry: Callable[[], None] = lambda: None,
     ) -> None:
@@ -341,7 +342,12 @@ class RequestScores:
     def _names(self) -> tuple[str, ...]:
         """Those of the newest row; before the first one, as far as anybody knows them."""
         known = self._columns.names if self._bank is not None else self.options.names
-        return tuple(self._bank_names()) if known is None else known
+        return tuple(self._bank_names() or ()) if known is None else known
+
+    @property
+    def _has_names(self) -> bool:
+        has_own = self._bank is not None or self.options.names is not None
+        return has_own or self._bank_names() is not None
 
     def _make_row(self, token_id: int, values: Values) -> ScoreRow:
         if self.options.names is not None:
@@ -413,6 +419,8 @@ class RequestScores:
         """True if waiting brings no further row for the tokens of this choice."""
         if self.prompt_ids is None or not self._is_attached():
             return True
+        if not self._has_names:  # the first record that the engine publishes says which they are
+            return False
         has_prompt = choice == 0 and self._prompt is not None and not self._prompt.is_delivered
         if has_prompt and not self._is_prompt_complete():
             return False
