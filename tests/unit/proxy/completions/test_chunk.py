@@ -194,13 +194,22 @@ def test_any_text_is_spliced_as_it_is_decoded(
     assert spliced == written(DecodingWriter, frames, keeps_token_ids=keeps_token_ids)
 
 
-def test_frames_wait_for_a_prompt_whose_scores_are_due() -> None:
-    """The prompt's scores go with the first chunk of choice 0, so that one is decoded."""
+def test_the_scores_of_a_prompt_go_with_the_first_token_after_them() -> None:
+    """So until they are written no frame of that request is spliced."""
     options = ClairaiOptions(prompt_scores=True)
-    frames = chat(said("a"), said("b"))
-    spliced = written(OpenAIStreamWriter, frames, keeps_token_ids=False, options=options)
-    assert spliced == written(DecodingWriter, frames, keeps_token_ids=False, options=options)
-    assert b"".join(spliced).count(b'"prompt_scores"') == 1
+    scores = RequestScores(
+        7, options, max_scores=100, budget=ScoreBudget(100), is_attached=lambda: True
+    )
+    writer = OpenAIStreamWriter(scores, keeps_token_ids=False, texts=TokenTexts(TOKEN_BYTES))
+    merger = Merger(scores, writer, max_wait_s=1.0, clock=lambda: 0.0)
+    first, _, early, late, _ = chat(said("a"), said("b"))
+    assert b'"prompt_scores"' not in b"".join([*merger.add_frame(first), *merger.add_frame(early)])
+    rows: list[Any] = [score(token, at) for at, token in enumerate(PROMPT)]
+    phases = [ring_messages.PREFILL] * len(PROMPT)
+    positions, spans = list(range(len(PROMPT))), [1] * len(PROMPT)
+    scores.add_rows(RowBatch(7, 0, BANK, positions, PROMPT, phases, spans, rows))
+    assert b'"prompt_scores"' in b"".join(merger.add_frame(late))
+    assert scores.is_streaming
 
 
 @pytest.mark.parametrize("weights", [(), (3,), (3, 4)])
