@@ -219,7 +219,7 @@ def test_brackets_in_strings_are_not_depth(w: World) -> None:
 
 
 @pytest.mark.parametrize(
-    "path", ["/v1/embeddings", "/docs", "/redoc", "/v1/clairai/tokens", "/v1/models/"]
+    "path", ["/v1/fine_tuning/jobs", "/docs", "/redoc", "/v1/clairai/tokens", "/v1/models/"]
 )
 def test_what_is_not_in_the_table_does_not_exist(w: World, path: str) -> None:
     with w.client() as client:

@@ -142,6 +142,7 @@ class RequestKind:
     def check(self, fields: BodyFields, options: ClairaiOptions, limits: Limits) -> None:
         """RequestError if scores would change the answer, or cannot be matched to its tokens."""
         self._check(fields, options, limits)
+        read_flag(fields, self.token_ids_flag)  # keeps_token_ids reads it, when it is too late
 
 
 def _check_completion(fields: BodyFields, options: ClairaiOptions, limits: Limits) -> None:
