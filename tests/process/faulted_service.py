@@ -24,6 +24,7 @@ from typing import Final
 
 import httpx
 
+from clairai.launch.process_guard import is_capture_writer, is_tracker
 from clairai.store.disk import LocalDisk
 from clairai.store.recover import verify
 from tests.process.fault_injection import SmallDisk
@@ -34,8 +35,6 @@ READY_S: Final = 300.0  # for an engine to start on a busy machine
 END_S: Final = 60.0  # for a command that was told to end
 SAMPLE_S: Final = 0.1
 _SIZES: Final = {"r": 16 << 20, "c": 256 << 20, "o": 16 << 20, "s": 64 << 20}
-_TRACKER: Final = b"multiprocessing.resource_tracker"
-_WRITER: Final = b"clairai.capture.writer_process"
 # Made in the temporary folder by vLLM for torch.distributed, and by torch as a cache: both stay
 # whenever vLLM runs (utils/network_utils.py, 0.32:154).
 _ENGINES_OWN: Final = ("vllm_dist_", "torchinductor_")
@@ -214,8 +213,8 @@ class FaultedService:
         children = _children()
         _add(found, Role.GUARD, children.get(self.process.pid, []))
         below_guard = children.get(found.get(Role.GUARD, -1), [])
-        _add(found, Role.CAPTURE, [pid for pid in below_guard if _is(pid, _WRITER)])
-        _add(found, Role.API_SERVER, [pid for pid in below_guard if not _is(pid, _WRITER)])
+        _add(found, Role.CAPTURE, [pid for pid in below_guard if is_capture_writer(pid)])
+        _add(found, Role.API_SERVER, [pid for pid in below_guard if not is_capture_writer(pid)])
         _add(found, Role.CORE, children.get(found.get(Role.API_SERVER, -1), []))
         _add(found, Role.WORKER, children.get(found.get(Role.CORE, -1), []))
         if Role.CORE in found:  # one rank: the worker lives in the core's process
@@ -332,8 +331,8 @@ def _start_sidecar(disks: Disks, environ: Mapping[str, str]) -> subprocess.Popen
 
 
 def _add(found: dict[Role, int], role: Role, candidates: list[int]) -> None:
-    """Exactly one process, besides Python's own resource tracker."""
-    real = [pid for pid in candidates if not _is(pid, _TRACKER)]
+    """Exactly one process, besides resource trackers."""
+    real = [pid for pid in candidates if not is_tracker(pid)]
     if len(real) == 1:
         found[role] = real[0]
 
@@ -349,10 +348,6 @@ def _children() -> dict[int, list[int]]:
             if state not in "ZX":
                 found.setdefault(int(parent), []).append(int(folder.name))
     return found
-
-
-def _is(pid: int, mark: bytes) -> bool:
-    return mark in _command_line(pid)
 
 
 def _command_line(pid: int) -> bytes:

@@ -83,11 +83,19 @@ def end_leftovers(beats: Path, is_urgent: Callable[[], bool]) -> None:
     while (found := find_processes(beats)) and time.monotonic() < deadline_s and not is_urgent():
         _kill([pid for pid in found if not _ends_by_itself(pid)])
         time.sleep(process_guard.POLL_S)
-    settled_s = time.monotonic() + process_guard.SETTLE_S
+    _kill_until_gone(beats, lambda pid: not process_guard.is_tracker(pid))
+    deadline_s = time.monotonic() + process_guard.TRACKER_S
+    while find_processes(beats) and time.monotonic() < deadline_s:
+        time.sleep(process_guard.POLL_S)
+    _kill_until_gone(beats, lambda _: True)
+
+
+def _kill_until_gone(beats: Path, is_doomed: Callable[[int], bool]) -> None:
     deadline_s = time.monotonic() + _KILL_TIMEOUT_S
-    while (found := find_processes(beats)) and time.monotonic() < deadline_s:
-        is_settling = time.monotonic() < settled_s
-        _kill([pid for pid in found if not (is_settling and process_guard.is_tracker(pid))])
+    while doomed := list(filter(is_doomed, find_processes(beats))):
+        if time.monotonic() >= deadline_s:
+            return
+        _kill(doomed)
         time.sleep(process_guard.POLL_S)
 
 

@@ -29,6 +29,7 @@ from typing import Final
 
 TERM_S: Final = 8.0  # for a server that was asked to end
 SETTLE_S: Final = 2.0  # for its children to end by themselves and unlink their shared memory
+TRACKER_S: Final = 10.0  # for trackers to unlink the shared memory of processes that are gone
 WRITE_S: Final = 20.0  # for captured rows on their way to a disk
 POLL_S: Final = 0.05
 _MAX_POLL_S: Final = 1.0
@@ -40,8 +41,9 @@ _KILL, _BROKEN = b"k", b"b"
 _HEARTBEATS: Final = "CLAIRAI_HEARTBEATS"
 _BEAT: Final = struct.Struct("<8sIIQQ24x")
 _BEAT_MAGIC: Final = b"clairai1"
-# Unlinks the shared memory of killed processes, once all of them are gone.
-_TRACKER: Final = b"multiprocessing.resource_tracker"
+# Unlinks the shared memory of killed processes, once all of them are gone. Python's own, and
+# joblib's (joblib/externals/loky/backend/resource_tracker.py), which vLLM's imports bring.
+_TRACKER: Final = b".resource_tracker import main"
 # Writes captured rows to a disk, and ends by itself when its engine has ended.
 _CAPTURE_WRITER: Final = b"clairai.capture.writer_process"
 
@@ -82,10 +84,11 @@ class ProcessGuard:
             self._wait(lambda: self._is_urgent or not descendants(), SETTLE_S)
         if any(map(is_capture_writer, descendants())):
             self._wait_for_writers()
-        self._kill(lambda pid: not is_tracker(pid), SETTLE_S)
         # No deadline: under load the kernel takes seconds to end a large process, and until then
-        # its sockets look alive to whoever would remove them.
-        self._kill(lambda _: True, None)
+        # its sockets look alive to whoever would remove them, and trackers wait for it.
+        self._kill(lambda pid: not is_tracker(pid))
+        self._wait(lambda: not descendants(), TRACKER_S)
+        self._kill(lambda _: True)
 
     def _wait_for_writers(self) -> None:
         """End all others and let captured rows reach the disk, unless this is urgent."""
@@ -96,16 +99,14 @@ class ProcessGuard:
             lambda: self._is_urgent or not any(map(is_capture_writer, descendants())), WRITE_S
         )
 
-    def _kill(self, is_doomed: Callable[[int], bool], timeout_s: float | None) -> None:
-        """Until no process is left. Repeated, because a process may fork while we look."""
-        deadline_s = float("inf") if timeout_s is None else time.monotonic() + timeout_s
+    def _kill(self, is_doomed: Callable[[int], bool]) -> None:
+        """Until none of them is left. Repeated, because a process may fork while we look."""
         pause_s = POLL_S
-        while (found := descendants()) and time.monotonic() < deadline_s:
-            for pid in filter(is_doomed, found):
+        while doomed := list(filter(is_doomed, descendants())):
+            for pid in doomed:
                 _send_signal(pid, signal.SIGKILL)
             self._poll(pause_s)
-            if timeout_s is None:
-                pause_s = min(2 * pause_s, _MAX_POLL_S)
+            pause_s = min(2 * pause_s, _MAX_POLL_S)
 
     def _wait(self, until: Callable[[], bool], timeout_s: float | None) -> None:
         deadline_s = float("inf") if timeout_s is None else time.monotonic() + timeout_s

@@ -201,6 +201,48 @@ def test_the_rings_socket_is_removed_however_long_the_kernel_takes_to_end_the_wo
     assert [entry.name for entry in runtime.iterdir()] == []
 
 
+SHARES_MEMORY = """
+import sys, time
+from pathlib import Path
+from multiprocessing.shared_memory import SharedMemory
+memory = SharedMemory(create=True, size=64)
+Path(sys.argv[1]).write_text("/dev/shm/" + memory.name)
+time.sleep(600)
+"""
+HAS_SEMAPHORE = """
+import sys, time
+from pathlib import Path
+from joblib.externals.loky.backend.synchronize import Lock
+lock = Lock()
+Path(sys.argv[1]).write_text("/dev/shm/sem." + lock._semlock.name.lstrip("/"))
+time.sleep(600)
+"""
+
+
+@pytest.mark.parametrize("program", [SHARES_MEMORY, HAS_SEMAPHORE])
+def test_trackers_unlink_shared_memory_however_long_the_kernel_takes_to_end_its_users(
+    program: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gate, asked, told = (tmp_path / name for name in ("gate", "asked", "told"))
+    script = tmp_path / "slow_guard.py"
+    script.write_text(
+        SLOW_KILL_GUARD.format(guard=process_guard.__file__, gate=str(gate), asked=str(asked))
+    )
+    monkeypatch.setattr(process_guard, "__file__", str(script))
+    engine = EngineProcess(command(tmp_path, STARTS_WORKER, program, str(told)))
+    until(lambda: told.exists() and told.read_text())
+    memory = Path(told.read_text())
+    assert memory.exists()
+    killing = threading.Thread(target=engine.kill)
+    killing.start()
+    until(asked.exists)
+    killing.join(0.5)  # many times the guard's patience with processes that end by themselves
+    gate.touch()
+    killing.join(60)
+    assert not killing.is_alive()
+    assert not memory.exists()
+
+
 def test_the_rings_socket_is_removed_when_we_are_killed(tmp_path: Path) -> None:
     ring = socket_path(tmp_path, 7)
     program = (
