@@ -68,12 +68,31 @@ def tiny(architecture: str, target: Path, **changes: int) -> Path:
     torch.manual_seed(11)
     config_class, extra = ARCHITECTURES[architecture]
     config: Any = getattr(transformers, config_class)(**(extra | changes))
-    model = transformers.AutoModelForCausalLM.from_config(config).float()
+    model = auto_class(config).from_config(config).float()
     for parameter in model.parameters():
         # Larger than Hugging Face's init: small weights make every layer nearly the identity.
         torch.nn.init.normal_(parameter, std=0.15 if parameter.dim() > 1 else 0.5)
     model.save_pretrained(target)
     return target
+
+
+def auto_class(config: Any) -> Any:
+    """Hugging Face's class for models of this config that generate text."""
+    import transformers
+
+    if hasattr(config, "vision_config"):
+        return transformers.AutoModelForImageTextToText
+    return transformers.AutoModelForCausalLM
+
+
+VISION: Final = {
+    "hidden_size": 32,
+    "intermediate_size": 32,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "image_size": 28,
+    "patch_size": 14,
+}
 
 
 ARCHITECTURES: Final[dict[str, tuple[str, dict[str, Any]]]] = {
@@ -94,6 +113,15 @@ ARCHITECTURES: Final[dict[str, tuple[str, dict[str, Any]]]] = {
     "gpt2": (
         "GPT2Config",
         {"vocab_size": 512, "n_embd": 64, "n_layer": 4, "n_head": 2, "n_positions": 256},
+    ),
+    "smolvlm": (  # text and images: vLLM makes a config of its own for the part that reads text
+        "SmolVLMConfig",
+        {
+            "text_config": SHAPE | {"model_type": "llama", "pad_token_id": 0},
+            "vision_config": VISION,
+            "image_token_id": 500,
+            "scale_factor": 2,
+        },
     ),
 }
 

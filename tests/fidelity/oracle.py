@@ -10,6 +10,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from tests.engine.models import auto_class
+
 # Where each Hugging Face architecture keeps what we call pre_attn and post_attn: the input of these
 # children of a decoder layer is the residual stream there.
 NORMS = {
@@ -23,6 +25,7 @@ NORMS = {
     "gemma3_text": ("input_layernorm", "pre_feedforward_layernorm"),
     "opt": ("self_attn_layer_norm", "final_layer_norm"),
     "gpt2": ("ln_1", "ln_2"),
+    "smolvlm": ("input_layernorm", "post_attention_layernorm"),
 }
 
 
@@ -31,12 +34,14 @@ def hidden_states(
 ) -> dict[str, NDArray[np.float32]]:
     """Every point of every layer from one forward over the whole sequence."""
     import torch
-    from transformers import AutoModelForCausalLM
+    from transformers import AutoConfig
 
     # Eager attention: the faster ones leave out what some models ask for (soft caps).
-    model: Any = AutoModelForCausalLM.from_pretrained(
-        folder, dtype=getattr(torch, dtype), attn_implementation="eager"
-    ).eval()
+    model: Any = (
+        auto_class(AutoConfig.from_pretrained(folder))
+        .from_pretrained(folder, dtype=getattr(torch, dtype), attn_implementation="eager")
+        .eval()
+    )
     pre_attn, post_attn = NORMS[model.config.model_type]
     found: dict[str, NDArray[np.float32]] = {}
 
@@ -59,7 +64,7 @@ def hidden_states(
 
 def _layers(model: Any) -> Any:
     base = model.base_model
-    for path in ("layers", "h", "decoder.layers"):
+    for path in ("layers", "h", "decoder.layers", "text_model.layers"):
         module = base
         for part in path.split("."):
             module = getattr(module, part, None)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import os
 from collections import Counter
+from collections.abc import Mapping
 from typing import Any, Final
 
 from clairai.compat.capture_setup import make_capture_resolver
@@ -28,16 +29,25 @@ from clairai.weights.manifest import changes_model, parse_manifest
 
 MIN_GATE_SLOTS: Final = 4096
 _CONTROL: Final = "clairai_core_control"
-_SETTINGS: Final = "clairai_settings"
+
+
+class CompileKey(dict[str, Any]):
+    """What the compiled graph depends on, as vLLM hashes it; it carries the settings it came from.
+
+    It stands in additional_config, so it survives every copy that vLLM makes of a config. An
+    attribute of the config would not: multimodal models copy it field by field, and refuse what is
+    no field (config/utils.py `replace`, 0.26 and 0.32:121).
+    """
+
+    def __init__(self, settings: Settings, factors: Mapping[str, Any]) -> None:
+        super().__init__(factors)
+        self.settings = settings
 
 
 def get_settings(vllm_config: Any) -> Settings:
     """The engine's settings, also after the compile key has taken their place in the config."""
-    kept: Settings | None = getattr(vllm_config, _SETTINGS, None)
-    if kept is None:
-        kept = Settings.read(vllm_config.additional_config[CONFIG_KEY], os.environ)
-        object.__setattr__(vllm_config, _SETTINGS, kept)
-    return kept
+    given = vllm_config.additional_config[CONFIG_KEY]
+    return given.settings if isinstance(given, CompileKey) else Settings.read(given, os.environ)
 
 
 def resolve_engine_settings(vllm_config: Any) -> ResolvedSettings:

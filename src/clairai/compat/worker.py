@@ -21,6 +21,7 @@ import msgspec
 from clairai.compat import check_engine, model_ops, model_sites, step_hooks
 from clairai.compat.capture_setup import make_capture, make_capture_resolver
 from clairai.compat.engine_core import (
+    CompileKey,
     get_model_name,
     get_settings,
     make_registry,
@@ -100,13 +101,14 @@ def _set_compile_key(config: Any, resolved: ResolvedSettings) -> None:
     of that would recompile.
     """
     settings = resolved.settings
-    config.additional_config[CONFIG_KEY] = {
+    factors = {
         "abi": model_ops.ABI,
         "points": [str(point) for point in resolved.points],
         "fused": settings.fused and model_ops.can_fuse_norms(config),
         "branch": settings.branch,
         "steering": settings.is_steering,
     }
+    config.additional_config[CONFIG_KEY] = CompileKey(settings, factors)
 
 
 def _install_taps(worker: Any, resolved: ResolvedSettings) -> None:

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import copy
+import json
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from clairai.compat.engine_core import get_settings
 from clairai.compat.worker import _set_compile_key
 from clairai.points import expand
 from clairai.settings import ResolvedSettings, Settings
@@ -49,6 +53,16 @@ def test_another_graph_has_another_key(change: dict[str, Any]) -> None:
 )
 def test_settings_that_do_not_change_the_graph_keep_the_key(change: dict[str, Any]) -> None:
     assert _key(**change) == _key()
+
+
+@pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy])
+def test_copies_of_a_config_know_the_settings_too(copied: Callable[[Any], Any]) -> None:
+    """vLLM copies a config by its fields."""
+    key = copied(_key(ring_mib=8))
+    config = SimpleNamespace(additional_config={"clairai": key})
+    assert get_settings(config) == Settings(points=POINTS, ring_mib=8)
+    assert vars(config) == {"additional_config": {"clairai": key}}  # vLLM refuses other fields
+    assert json.loads(json.dumps(key)) == dict(key)  # how vLLM hashes it
 
 
 def test_vectors_or_the_setting_alone_make_the_same_graph() -> None:
