@@ -270,16 +270,18 @@ def test_a_run_that_its_client_left_ends_as_cancelled(tmp_path: Path) -> None:
         assert w.proxy.counts().ended["cancelled"] == 1
 
 
-def test_metrics_are_the_text_of_the_metrics_observer(tmp_path: Path) -> None:
+def test_metrics_are_the_text_of_the_metrics_observer_and_then_vllms_own(tmp_path: Path) -> None:
     class Counting(Watcher):
         content_type: str = "text/plain; version=1"
 
         def snapshot(self, numbers: Any) -> Callable[[], bytes]:
-            return lambda: f"streams {numbers.streams}".encode()
+            return lambda: f"streams {numbers.streams}\n".encode()
 
     with world(tmp_path, metrics=Counting()) as w, w.client() as client:
         answer = client.get("/metrics")
-    assert answer.text == "streams 0"
+    own, _, others = answer.text.partition("\n")
+    assert own == "streams 0"
+    assert others == "# TYPE vllm:num_requests_running gauge\nvllm:num_requests_running 0.0\n"
     assert answer.headers["content-type"] == "text/plain; version=1"
 
 

@@ -391,7 +391,7 @@ def test_rows_that_a_dead_writer_never_took_leave_room_for_the_next(tmp_path: Pa
             made.step(("a", 32 * step, 32))
         assert made.told(1).dropped  # the arena is full
         os.kill(backend_of(made).process, signal.SIGKILL)
-        until(lambda: state_of(made).failure)
+        until(lambda: made.told(1).state == "failed")
         assert made.told(1).dropped == 200 * 32 * 3
         await_next_writer(made)
         made.enter("b", 2, capture_plan(points=POINTS, to=FS))

@@ -366,10 +366,11 @@ class RemoteBackend:
                 link.close()
             return
         _log.error(WRITER_ENDED)
-        for consumer in self._consumers.values():
-            consumer.fail(WRITER_ENDED)
+        # Counted before anything is said to have failed: then the numbers are final.
         for layout, not_its in lost:
             self._lose(layout, but=not_its)
+        for consumer in self._consumers.values():
+            consumer.fail(WRITER_ENDED)
         self.results.fail_unsafe(WRITER_ENDED)
         self.results.keep_totals()
         link.end()

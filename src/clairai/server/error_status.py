@@ -24,6 +24,7 @@ STATUSES: Final[Mapping[type[ClairaiError], HTTPStatus]] = MappingProxyType(
         errors.RequestError: HTTPStatus.BAD_REQUEST,
         errors.StoreError: HTTPStatus.BAD_REQUEST,  # a selection of rows that cannot be made
         errors.ForbiddenError: HTTPStatus.FORBIDDEN,
+        errors.NoScoresError: HTTPStatus.NOT_FOUND,
         # It is right, and the engine's present state is against it: 409.
         errors.SteeringOffError: HTTPStatus.CONFLICT,
         errors.CaptureOffError: HTTPStatus.CONFLICT,

@@ -98,6 +98,7 @@ class Store:
         """See what was committed since. Returns the number of new shards."""
         num_known = len(self._manifest.entries)
         try:
+            self._disk.names()  # refuses a folder with a link or a device in it
             version = _version(self._disk)
             if version == self._version:
                 return 0

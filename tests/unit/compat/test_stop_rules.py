@@ -80,6 +80,11 @@ def _enforcer(
         made.close()
 
 
+def _core() -> SimpleNamespace:
+    """An engine core, as far as adding a request touches it."""
+    return SimpleNamespace(scheduler=SimpleNamespace(update_from_output=lambda *_: {}))
+
+
 def _generate(
     step_publisher: StepPublisher, request: Request, number: int, token: int = TOKEN
 ) -> bool:
@@ -116,13 +121,13 @@ def test_check_stop_is_wrapped_only_when_a_request_has_rules(
         monkeypatch.setitem(sys.modules, name, ModuleType(name))
     scheduler: Any = SimpleNamespace(check_stop=check_stop)
     monkeypatch.setattr(sys.modules["vllm.v1.core.sched"], "scheduler", scheduler, raising=False)
-    add_request = wrap_add_request(lambda *_: None)
-    add_request(SimpleNamespace(), SimpleNamespace())
+    add_request, core = wrap_add_request(lambda *_: None), _core()
+    add_request(core, SimpleNamespace())
     assert scheduler.check_stop is check_stop
     with _enforcer(step_publisher) as enforcer:
         monkeypatch.setattr(stop_rules, "_get_enforcer", lambda _: enforcer)
         for number in (1, 2):
-            add_request(SimpleNamespace(), Request(enforcer, number, StopRule("p", threshold=0.5)))
+            add_request(core, Request(enforcer, number, StopRule("p", threshold=0.5)))
             assert vars(scheduler)["check_stop"].__wrapped__ is check_stop
 
 
@@ -268,7 +273,7 @@ def test_a_ring_with_no_room_for_another_reader_ends_the_answer_that_needs_one(
     monkeypatch.setattr(stop_rules, "_get_enforcer", lambda _: broken)
     with _enforcer(step_publisher) as enforcer:
         request = Request(enforcer, 1, StopRule("p", threshold=0.5))
-        wrap_add_request(lambda _, one: added.append(one))(SimpleNamespace(), request)
+        wrap_add_request(lambda _, one: added.append(one))(_core(), request)
     assert added == [request]
     assert wrap_check_stop(lambda *_: False)(request, 100)
     assert "could not be checked: 64 readers are attached" in str(request.stop_reason)
