@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from functools import partial
 from http import HTTPStatus
@@ -22,6 +22,7 @@ from clairai.proxy.body_reader import declared_length, read_body
 from clairai.proxy.caller import Caller
 from clairai.proxy.connections import Connections, most_connections, peer_name
 from clairai.proxy.dashboard import Dashboard
+from clairai.proxy.direct_routes import ANSWERED_ERRORS, DirectRoutes, Endpoint, ErrorHandler
 from clairai.proxy.handlers import HANDLERS, HandlerCall, load_examples
 from clairai.proxy.http_protocol import BacklogServer, BoundedProtocol, Turns, quiet_connection_log
 from clairai.proxy.observe.observer import MetricsObserver, Observer
@@ -77,14 +78,14 @@ def create_app(
         endpoint = _make_endpoint(route, proxy, dashboard, examples)
         app.add_api_route(route.path, endpoint, methods=[route.method], **describe_route(route))
     app.openapi = lambda: openapi_document(app)  # type: ignore[method-assign]
-    _add_error_handlers(app, proxy)
-    _add_middleware(app, settings)
+    answer_error = _make_error_handler(proxy)
+    for kind in (*ANSWERED_ERRORS, Exception):
+        app.add_exception_handler(kind, answer_error)
+    _add_middleware(app, settings, answer_error)
     return app
 
 
-def _make_endpoint(
-    route: Route, proxy: Proxy, dashboard: Dashboard, examples: bytes
-) -> Callable[[Request], Awaitable[Response]]:
+def _make_endpoint(route: Route, proxy: Proxy, dashboard: Dashboard, examples: bytes) -> Endpoint:
     """The route's handler, behind the checks that the table asks for."""
     handler = HANDLERS[route.handler]
 
@@ -129,8 +130,9 @@ async def _received(
         yield await read_body(request, limit=limit, settings=settings, take=take)
 
 
-def _add_middleware(app: FastAPI, settings: ProxySettings) -> None:
+def _add_middleware(app: FastAPI, settings: ProxySettings, answer_error: ErrorHandler) -> None:
     proxy: Proxy = app.state.proxy
+    app.add_middleware(DirectRoutes, routes=app.routes, answer_error=answer_error)
     app.add_middleware(
         RequestGuard,
         settings=settings,
@@ -147,39 +149,33 @@ def _add_middleware(app: FastAPI, settings: ProxySettings) -> None:
         )
 
 
-def _add_error_handlers(app: FastAPI, proxy: Proxy) -> None:
-    """Answer every error in OpenAI's shape, with fixed texts of our own."""
+def _make_error_handler(proxy: Proxy) -> ErrorHandler:
+    """Answers every error in OpenAI's shape, with fixed texts of our own."""
 
-    async def on_refusal(_: Request, error: Exception) -> Response:
-        assert isinstance(error, HttpRefusal)
-        proxy.count_refusal(error.status)
-        return error_response(error)
+    async def answer_error(_: Request, error: Exception) -> Response:
+        if isinstance(error, HttpRefusal):
+            proxy.count_refusal(error.status)
+            return error_response(error)
+        if isinstance(error, UpstreamGone):
+            proxy.upstream.num_errors += 1
+            return error_response(proxy.health.refusal())
+        if isinstance(error, ClientGone):
+            return Response(status_code=499)  # nobody reads it
+        if isinstance(error, HTTPException):
+            return _answer_http_error(error)
+        return _answer_internal_error(error)
 
-    async def on_upstream_gone(_: Request, error: Exception) -> Response:
-        del error
-        proxy.upstream.num_errors += 1
-        return error_response(proxy.health.refusal())
-
-    async def on_client_gone(_: Request, error: Exception) -> Response:
-        del error
-        return Response(status_code=499)  # nobody reads it
-
-    app.add_exception_handler(HttpRefusal, on_refusal)
-    app.add_exception_handler(UpstreamGone, on_upstream_gone)
-    app.add_exception_handler(ClientGone, on_client_gone)
-    app.add_exception_handler(HTTPException, _on_http_error)
-    app.add_exception_handler(Exception, _on_internal_error)
+    return answer_error
 
 
-async def _on_http_error(_: Request, error: Exception) -> Response:
+def _answer_http_error(error: HTTPException) -> Response:
     """Answer a path or a method that no route has."""
-    assert isinstance(error, HTTPException)
     status = HTTPStatus(error.status_code)
     message = f"{status.phrase.lower()}; GET /openapi.json lists the routes"
     return error_response(HttpRefusal(status, message, headers=dict(error.headers or {})))
 
 
-async def _on_internal_error(_: Request, error: Exception) -> Response:
+def _answer_internal_error(error: Exception) -> Response:
     """Log a bug of ours; the client learns nothing of it."""
     _log.error("a request failed", exc_info=error)
     refusal = HttpRefusal(HTTPStatus.INTERNAL_SERVER_ERROR, "the proxy failed; see its log")
@@ -192,7 +188,8 @@ async def _on_internal_error(_: Request, error: Exception) -> Response:
 def create_server(app: FastAPI, settings: ProxySettings) -> uvicorn.Server:
     """Run it with `.run()`, or in an event loop with `await .serve()`.
 
-    It uses h11, because httptools accepts a header of any length before the app sees it.
+    Its connections read heads themselves (request_head.py) and leave to h11 what is not plain: of a
+    head that httptools reads, no header is bounded before the app sees it.
     """
     proxy: Proxy = app.state.proxy
     quiet_connection_log()

@@ -12,7 +12,7 @@ from http import HTTPStatus
 from starlette.requests import Request
 
 from clairai.proxy.proxy_settings import ProxySettings
-from clairai.proxy.responses import HttpRefusal
+from clairai.proxy.responses import HttpRefusal, find_exchange
 
 
 async def read_body(
@@ -25,6 +25,13 @@ async def read_body(
     )
     if declared is not None and declared > limit:
         raise too_large
+    exchange = find_exchange(request.scope)
+    whole = None if exchange is None else exchange.take_body()
+    if whole is not None:
+        if len(whole) > limit:
+            raise too_large
+        take(len(whole))
+        return whole
     body = bytearray()
     async for part in timed_parts(request, settings):
         if len(body) + len(part) > limit:

@@ -27,9 +27,10 @@ from uvicorn.protocols.http.h11_impl import H11Protocol, RequestResponseCycle
 from uvicorn.server import ServerState
 
 from clairai.proxy.connections import Allowance, Connections, OpenConnection, peer_name
+from clairai.proxy.plain_exchange import PlainExchange, make_scope
 from clairai.proxy.proxy_settings import ProxySettings
 from clairai.proxy.request_guard import SECURITY_HEADERS
-from clairai.proxy.request_head import END, check_head, check_line_ends
+from clairai.proxy.request_head import END, RequestHead, check_line_ends, read_head
 from clairai.proxy.responses import HttpRefusal, PartWriter
 
 BACKLOG: Final = 2048
@@ -184,13 +185,15 @@ class BoundedProtocol(H11Protocol):
     ) -> None:
         super().__init__(config, server_state, app_state, _loop)
         self.logger = _LOG
-        self.app = cast(Any, partial(self._answer, self.app))
+        self._app = self.app  # of plain requests
+        self.app = cast(Any, partial(self._answer, self._app))
         self._limits, self._timeouts = settings.limits, settings.timeouts
         self._connections = connections
         self._on_refusal = on_refusal
         self._turns = turns
         self._head = bytearray()
         self._beginning: bytearray | None = None  # a whole head, and what follows, until its turn
+        self._exchange: PlainExchange | None = None  # of a plain request, until it is answered
         self._head_timer: asyncio.TimerHandle | None = None
         self._num_unsent = 0
         self._connection: OpenConnection | None = None
@@ -200,6 +203,15 @@ class BoundedProtocol(H11Protocol):
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         lingering = LingeringTransport(transport, stall_s=self._timeouts.stalled)
         super().connection_made(cast(asyncio.Transport, lingering))
+        self._connection_scope: Scope = {
+            "type": "http",
+            "asgi": {"version": self.asgi_version, "spec_version": "2.3"},
+            "http_version": "1.1",
+            "server": self.server,
+            "client": self.client,
+            "scheme": self.scheme,
+            "root_path": self.root_path,
+        }
         peer = peer_name(None if self.client is None else self.client[0])
         self._connection = self._connections.open(peer, self._refuse_connection)
         if self._connection.allowance is Allowance.NONE:
@@ -212,6 +224,8 @@ class BoundedProtocol(H11Protocol):
         if self._connection is not None:
             self._connections.close(self._connection)
         self.transport.forget()
+        if self._exchange is not None:
+            self._exchange.leave()
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
@@ -221,6 +235,8 @@ class BoundedProtocol(H11Protocol):
             self._beginning += data
             if len(self._beginning) > HIGH_WATER_LIMIT:
                 self.flow.pause_reading()
+        elif self._exchange is not None:
+            self._receive_plain(self._exchange, data)
         elif self.conn.their_state is h11.IDLE:
             self._receive_head(data)
         else:
@@ -240,8 +256,8 @@ class BoundedProtocol(H11Protocol):
                 self._check_unfinished(searched)
                 return
             self._check_size(end)
-            target = check_head(bytes(self._head[:end]), self._limits)
-            is_health = target.partition(b"?")[0] in HEALTH_PATHS
+            head = read_head(bytes(self._head[:end]), self._limits)
+            is_health = head.target.partition(b"?")[0] in HEALTH_PATHS
             if self._allowance is Allowance.HEALTH and not is_health:
                 raise _overloaded()
         except HttpRefusal as refusal:
@@ -251,14 +267,18 @@ class BoundedProtocol(H11Protocol):
         if self._connection is not None:
             self._connections.note_request(self._connection)
         self._beginning, self._head = self._head, bytearray()
-        self._turns.take(self._begin_request)
+        self._turns.take(partial(self._begin_request, head, end + len(END)))
 
-    def _begin_request(self) -> None:
+    def _begin_request(self, head: RequestHead, length: int) -> None:
+        """`length` is that of the head, of which the bytes are still there."""
         assert self._beginning is not None
         received, self._beginning = bytes(self._beginning), None
         if self.transport.is_closing():
             return
-        self._receive_body(received)
+        if head.is_plain:
+            self._begin_plain(head, received[length:])
+        else:
+            self._receive_body(received)
         if self._allowance is Allowance.HEALTH:
             self._close_after_response()
 
@@ -294,6 +314,30 @@ class BoundedProtocol(H11Protocol):
             self._refuse(HttpRefusal(HTTPStatus.REQUEST_TIMEOUT, reason))
 
     # The rest of a request
+
+    def _begin_plain(self, head: RequestHead, data: bytes) -> None:
+        scope = make_scope(head, connection=self._connection_scope, state=self.app_state)
+        exchange = self._exchange = self.cycle = PlainExchange(
+            head,
+            scope,
+            transport=self.transport,
+            flow=self.flow,
+            logger=self.logger,
+            default_headers=self.server_state.default_headers,
+            on_response=self.on_response_complete,
+        )
+        task = self.loop.create_task(exchange.run_asgi(cast(Any, self._app)))
+        task.add_done_callback(self.tasks.discard)
+        self.tasks.add(task)
+        self._receive_plain(exchange, data)
+
+    def _receive_plain(self, exchange: PlainExchange, data: bytes) -> None:
+        if exchange.feed(data):  # another request, before this one is answered: it is not read
+            self._close_after_response()
+
+    def on_response_complete(self) -> None:
+        self._exchange = None
+        super().on_response_complete()
 
     def _receive_body(self, data: bytes) -> None:
         if not self._is_request_whole():

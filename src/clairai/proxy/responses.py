@@ -10,7 +10,7 @@ import time
 from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping
 from contextlib import AsyncExitStack
 from http import HTTPStatus
-from typing import Any, ClassVar, Final, Protocol, TypeVar
+from typing import Any, ClassVar, Final, Protocol, Self, TypeVar
 
 import msgspec
 from starlette.requests import Request
@@ -67,6 +67,23 @@ class ClientGone(Exception):
 
 async def while_connected(request: Request, work: Coroutine[Any, Any, Result]) -> Result:
     """The result of `work`, which is cancelled if the client hangs up first."""
+    exchange = find_exchange(request.scope)
+    if exchange is None:
+        return await _while_connected_by_asgi(request, work)
+    if exchange.has_left:
+        work.close()
+        raise ClientGone
+    with _Leaving(exchange) as leaving:
+        try:
+            return await work
+        except asyncio.CancelledError:
+            if leaving.is_only_reason():
+                raise ClientGone from None
+            raise
+
+
+async def _while_connected_by_asgi(request: Request, work: Coroutine[Any, Any, Result]) -> Result:
+    """The same on any server: a task waits for the client to hang up."""
     working = asyncio.ensure_future(work)
     watching = asyncio.ensure_future(_wait_for_disconnect(request.receive))
     try:
@@ -98,6 +115,61 @@ class PartWriter(Protocol):
         """As `write`, without waiting."""
 
 
+class Exchange(PartWriter, Protocol):
+    """One request on the proxy's own server, whose body has come, and its connection.
+
+    Under this name in the scope's extensions. ASGI alone would need a task that waits for the
+    client to hang up.
+    """
+
+    EXTENSION: ClassVar[str] = "clairai.exchange"
+    num_missing: int  # bytes of the body that have not come
+
+    def take_body(self) -> bytes | None:
+        """The whole body, once; None if a part of it has not come, or never will."""
+
+    @property
+    def has_left(self) -> bool:
+        """True if the client has hung up."""
+
+    def watch(self, on_leave: Callable[[], None] | None) -> None:
+        """Call this, in place of what was given before, when the client hangs up."""
+
+
+def find_exchange(scope: Scope) -> Exchange | None:
+    """None if the server is another, or the request is not plain or has not come to its end."""
+    exchange: Exchange | None = scope.get("extensions", {}).get(Exchange.EXTENSION)
+    return None if exchange is None or exchange.num_missing else exchange
+
+
+class _Leaving:
+    """Cancels the task that answers a client when it hangs up; `cancel` is for other reasons."""
+
+    def __init__(self, exchange: Exchange) -> None:
+        self._exchange = exchange
+        self._task: asyncio.Task[Any] | None = None
+        self._is_cancelled = False
+
+    def __enter__(self) -> Self:
+        self._task = asyncio.current_task()
+        self._exchange.watch(self.cancel)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._exchange.watch(None)
+        if self._is_cancelled and self._task is not None:
+            self._task.uncancel()
+
+    def cancel(self) -> None:
+        if self._task is not None and not self._is_cancelled:
+            self._is_cancelled = True
+            self._task.cancel()
+
+    def is_only_reason(self) -> bool:
+        """True if nobody else has cancelled the task."""
+        return self._is_cancelled and self._task is not None and self._task.cancelling() == 1
+
+
 class PartStream(Response):
     """Sends parts as they come.
 
@@ -126,22 +198,44 @@ class PartStream(Response):
         self._on_start = on_start
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        exchange = find_exchange(scope)
         async with self._closing:
-            sending = asyncio.ensure_future(self._send_parts(send, self._find_writer(scope)))
-            ends = (_wait_for_disconnect(receive), self._wait_for_stall())
-            tasks = (sending, *map(asyncio.ensure_future, ends))
             try:
-                await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-                if sending.done():
-                    sending.result()
+                if exchange is None:
+                    await self._send_by_asgi(scope, receive, send)
+                elif not exchange.has_left:
+                    await self._send_to(exchange, send)
             finally:
-                await _cancel(*tasks)
                 await self._parts.aclose()
 
-    def _find_writer(self, scope: Scope) -> PartWriter | None:
-        """None if parts have to pass all layers: the server is another, or knows the length."""
+    async def _send_to(self, exchange: Exchange, send: Send) -> None:
+        with _Leaving(exchange) as leaving:
+            watching = _StallTimer(self._is_stalled, self._stall_s / 4, leaving.cancel)
+            try:
+                await self._send_parts(send, None if self._has_length else exchange)
+            except asyncio.CancelledError:
+                if not leaving.is_only_reason():
+                    raise
+            finally:
+                watching.stop()
+
+    async def _send_by_asgi(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """The same on any server, with a task for each thing to wait for."""
         writer: PartWriter | None = scope.get("extensions", {}).get(PartWriter.EXTENSION)
-        return None if "content-length" in self.headers else writer
+        parts = self._send_parts(send, None if self._has_length else writer)
+        ends = (_wait_for_disconnect(receive), self._wait_for_stall())
+        sending, *waiting = map(asyncio.ensure_future, (parts, *ends))
+        try:
+            await asyncio.wait((sending, *waiting), return_when=asyncio.FIRST_COMPLETED)
+            if sending.done():
+                sending.result()
+        finally:
+            await _cancel(sending, *waiting)
+
+    @property
+    def _has_length(self) -> bool:
+        """True if parts have to pass all layers, which count them."""
+        return "content-length" in self.headers
 
     async def _send_parts(self, send: Send, writer: PartWriter | None) -> None:
         start: Message = {
@@ -161,13 +255,38 @@ class PartStream(Response):
             self._sending_since_s = None
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
+    def _is_stalled(self) -> bool:
+        """True if one part has waited too long; a timer for each part would cost too much."""
+        since_s = self._sending_since_s
+        return since_s is not None and time.monotonic() - since_s > self._stall_s
+
     async def _wait_for_stall(self) -> None:
-        """Return when one part has waited too long; a timer for each part would cost too much."""
         while True:
             await asyncio.sleep(self._stall_s / 4)
-            since_s = self._sending_since_s
-            if since_s is not None and time.monotonic() - since_s > self._stall_s:
+            if self._is_stalled():
                 return
+
+
+class _StallTimer:
+    """Calls `act` when `is_stalled`, which it asks from time to time."""
+
+    def __init__(
+        self, is_stalled: Callable[[], bool], pause_s: float, act: Callable[[], None]
+    ) -> None:
+        self._is_stalled, self._pause_s, self._act = is_stalled, pause_s, act
+        self._start()
+
+    def _start(self) -> None:
+        self._timer = asyncio.get_running_loop().call_later(self._pause_s, self._look)
+
+    def _look(self) -> None:
+        if self._is_stalled():
+            self._act()
+        else:
+            self._start()
+
+    def stop(self) -> None:
+        self._timer.cancel()
 
 
 class EventStream(PartStream):
