@@ -84,8 +84,12 @@ async def answers(app: FastAPI, sent: list[Sent]) -> list[tuple[int, list[Any], 
 
 
 def through_fastapi(app: FastAPI) -> FastAPI:
-    app.user_middleware = [one for one in app.user_middleware if one.cls != DirectRoutes]
+    app.user_middleware = [one for one in app.user_middleware if not is_direct(one.cls)]
     return app
+
+
+def is_direct(middleware: object) -> bool:
+    return middleware is DirectRoutes
 
 
 def both_ways(folder: Path, sent: list[Sent], **more: Any) -> Iterator[tuple[Sent, Any, Any]]:

@@ -69,7 +69,7 @@ def outermost_keys(text: bytes, bounds: JsonBounds) -> list[str]:
 def parsed_keys(text: bytes) -> list[str] | None:
     """The same by parsing, which is quicker for a short text; None if it is not JSON."""
     try:
-        found = json.loads(text.decode(), object_pairs_hook=_Pairs)
+        found = _PAIRS_DECODER.decode(text.decode())
     except (ValueError, RecursionError):
         return None
     return [key for key, _ in found] if isinstance(found, _Pairs) else []
@@ -77,6 +77,9 @@ def parsed_keys(text: bytes) -> list[str] | None:
 
 class _Pairs(list[tuple[str, object]]):
     """An object with every key, those too that are there twice."""
+
+
+_PAIRS_DECODER: Final = json.JSONDecoder(object_pairs_hook=_Pairs)
 
 
 def outlined_keys(text: bytes, bounds: JsonBounds) -> list[str]:

@@ -89,8 +89,10 @@ def move_beside(fields: BodyFields, bounds: JsonBounds) -> BodyFields:
 
     So whoever judges the fields finds all of them; RequestError if they stand in both places.
     """
+    if XARGS not in fields:
+        return fields
     try:
-        xargs = _XARGS_OBJECT.decode(fields.get(XARGS, b"null")) or {}
+        xargs = _XARGS_OBJECT.decode(fields[XARGS]) or {}
     except UNREADABLE:
         return fields  # vLLM refuses it
     inside = OUR_KEYS & xargs.keys()
@@ -190,16 +192,20 @@ def steering_vector_fields(fields: BodyFields) -> BodyFields:
 
 def read_flag(fields: BodyFields, name: str) -> bool | None:
     """RequestError for what only vLLM's lax parser reads as true or false, such as "yes"."""
+    if name not in fields:
+        return None
     try:
-        return _FLAG.decode(fields.get(name, b"null"))
+        return _FLAG.decode(fields[name])
     except UNREADABLE:
         raise RequestError(f"{name} must be true or false, got {_quote(fields[name])}") from None
 
 
 def read_count(fields: BodyFields, name: str) -> int | None:
     """RequestError for what only vLLM's lax parser reads as a whole number, such as "100"."""
+    if name not in fields:
+        return None
     try:
-        return _COUNT.decode(fields.get(name, b"null"))
+        return _COUNT.decode(fields[name])
     except UNREADABLE:
         raise RequestError(f"{name} must be a whole number, got {_quote(fields[name])}") from None
 

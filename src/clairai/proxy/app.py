@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from functools import partial
 from http import HTTPStatus
@@ -19,7 +19,6 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import Response
 
 from clairai.proxy.body_reader import declared_length, read_body
-from clairai.proxy.caller import Caller
 from clairai.proxy.connections import Connections, most_connections, peer_name
 from clairai.proxy.dashboard import Dashboard
 from clairai.proxy.direct_routes import ANSWERED_ERRORS, DirectRoutes, Endpoint, ErrorHandler
@@ -96,7 +95,9 @@ def _make_endpoint(route: Route, proxy: Proxy, dashboard: Dashboard, examples: b
         if route.body == "none":
             call = HandlerCall(proxy, dashboard, examples, request, caller, None)
             return await while_connected(request, handler(call))
-        async with _received(proxy, request, route, caller) as body:
+        client = caller.name or peer_name(None if request.client is None else request.client.host)
+        with proxy.bodies.hold(client) as hold:  # until upstream has it
+            body = await _receive_body(proxy, request, route, client, hold)
             call = HandlerCall(proxy, dashboard, examples, request, caller, body)
             return await while_connected(request, handler(call))
 
@@ -110,24 +111,21 @@ def _make_endpoint(route: Route, proxy: Proxy, dashboard: Dashboard, examples: b
     return endpoint
 
 
-@asynccontextmanager
-async def _received(
-    proxy: Proxy, request: Request, route: Route, caller: Caller
-) -> AsyncIterator[bytes]:
-    """The body, which counts as held until upstream has it."""
+async def _receive_body(
+    proxy: Proxy, request: Request, route: Route, client: str, hold: Callable[[int], None]
+) -> bytes:
+    """The body, as large and as fast as this client may send it."""
     settings = proxy.settings
-    client = caller.name or peer_name(None if request.client is None else request.client.host)
-    limit, is_json = route.body_limit(settings.limits), route.body == "json"
-    if is_json:
-        proxy.byte_rates.check(client, min(declared_length(request) or 0, limit))
-    with proxy.bodies.hold(client) as hold:
+    limit = route.body_limit(settings.limits)
+    if route.body != "json":
+        return await read_body(request, limit=limit, settings=settings, take=hold)
+    proxy.byte_rates.check(client, min(declared_length(request) or 0, limit))
 
-        def take(nbytes: int) -> None:
-            hold(nbytes)
-            if is_json:
-                proxy.byte_rates.take(client, nbytes)
+    def take(nbytes: int) -> None:
+        hold(nbytes)
+        proxy.byte_rates.take(client, nbytes)
 
-        yield await read_body(request, limit=limit, settings=settings, take=take)
+    return await read_body(request, limit=limit, settings=settings, take=take)
 
 
 def _add_middleware(app: FastAPI, settings: ProxySettings, answer_error: ErrorHandler) -> None:

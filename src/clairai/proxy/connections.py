@@ -13,6 +13,7 @@ from collections import Counter, OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
+from functools import lru_cache
 from typing import Final
 
 NUM_RESERVED: Final = 8  # connections beyond the bound, that may ask for health alone
@@ -109,6 +110,7 @@ def most_connections(limit: int) -> int:
     return max(_FEWEST, min(limit, (soft - num_used - _SPARE_FILES) // 2))
 
 
+@lru_cache(maxsize=1024)
 def peer_name(host: str | None) -> str:
     """Addresses that one machine can choose from are one peer: a network of IPv6."""
     try:

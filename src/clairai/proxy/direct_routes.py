@@ -16,6 +16,7 @@ from starlette.responses import Response
 from starlette.routing import BaseRoute
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from clairai.proxy.request_guard import GuardedRequest
 from clairai.proxy.responses import ClientGone, HttpRefusal
 from clairai.proxy.upstream import UpstreamGone
 
@@ -26,7 +27,7 @@ ANSWERED_ERRORS: Final = (HttpRefusal, UpstreamGone, ClientGone, HTTPException)
 
 
 class DirectRoutes:
-    """ASGI middleware around the routes; what is not in its table goes on to them."""
+    """ASGI middleware within the guard, around the routes, which get what is not in its table."""
 
     def __init__(
         self, app: ASGIApp, *, routes: Sequence[BaseRoute], answer_error: ErrorHandler
@@ -47,7 +48,7 @@ class DirectRoutes:
             await self._app(scope, receive, send)
             return
         scope["route"], scope["path_params"] = route, {}
-        request = Request(scope, receive, send)
+        request = GuardedRequest(scope, receive, send)
         try:
             response: Response = await route.endpoint(request)
         except ANSWERED_ERRORS as error:

@@ -62,6 +62,7 @@ class PlainExchange(RequestResponseCycle, Exchange):
         self.keep_alive, self._says_close = not head.wants_close, head.wants_close
         self.body = bytearray()
         self.num_missing = head.body_length  # bytes of the body that have not come
+        self._head = b""  # of the response, until it is written
         self._on_leave: Callable[[], None] | None = None
         self._num_unsent: int | None = None  # of a response with a length; None: it has chunks
         self._has_body = True
@@ -138,7 +139,7 @@ class PlainExchange(RequestResponseCycle, Exchange):
         return not self.flow.write_paused and not self.disconnected
 
     def write_now(self, part: bytes) -> None:
-        self.transport.write(b"%x\r\n%b\r\n" % (len(part), part))
+        self._write(b"%x\r\n%b\r\n" % (len(part), part))
 
     def _send_head(self, message: Message) -> None:
         self.response_started = True
@@ -158,7 +159,19 @@ class PlainExchange(RequestResponseCycle, Exchange):
         lines = [b"%b: %b" % pair for pair in headers]
         check_fields(lines)
         first = b"HTTP/1.1 %d %b" % (status, STATUS_PHRASES[status])
-        self.transport.write(b"\r\n".join((first, *lines, b"", b"")))
+        self._head = b"\r\n".join((first, *lines, b"", b""))
+        asyncio.get_running_loop().call_soon(self._flush)
+
+    def _flush(self) -> None:
+        if self._head and not self.transport.is_closing():
+            self._write(b"")
+
+    def _write(self, data: bytes) -> None:
+        """The head waits until the end of the round for what follows it, to leave in one part."""
+        if self._head:
+            data, self._head = self._head + data, b""
+        if data:
+            self.transport.write(data)
 
     def _send_body(self, message: Message) -> None:
         body, is_end = message.get("body", b""), not message.get("more_body", False)
@@ -174,8 +187,7 @@ class PlainExchange(RequestResponseCycle, Exchange):
             body = b"%x\r\n%b\r\n" % (len(body), body)
         elif is_end:
             body = b"0\r\n\r\n"
-        if body:
-            self.transport.write(body)
+        self._write(body)
         if is_end:
             self.response_complete = True
             self.message_event.set()

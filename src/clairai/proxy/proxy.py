@@ -33,6 +33,7 @@ from clairai.proxy.observe.observer import (
     Observer,
     Outcome,
     ProxyCounts,
+    reads_probes,
 )
 from clairai.proxy.proxy_settings import ProxySettings
 from clairai.proxy.responses import HttpRefusal
@@ -265,6 +266,7 @@ class Proxy:
             is_attached=lambda: self.feed.is_attached,
             names=lambda: self.engine_facts.names or (None if self.feed.bank is None else ()),
             needs_echo=request.needs_echo,
+            sums_up=options.is_named or any(map(reads_probes, self._observers)),
             hurry=self.feed.hurry,
         )
         self._scores[stream] = scores

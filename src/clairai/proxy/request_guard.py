@@ -6,12 +6,13 @@ It also adds the security headers that every response carries.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from functools import lru_cache
 from http import HTTPStatus
-from typing import Final
+from typing import ClassVar, Final
 from urllib.parse import urlsplit
 
-from starlette.datastructures import Headers, MutableHeaders
+from starlette.datastructures import Headers
 from starlette.requests import Request
 from starlette.routing import Route as StarletteRoute
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -23,7 +24,7 @@ from clairai.proxy.routes import Route
 
 _LOOPBACK_NAMES: Final = frozenset(("localhost", "127.0.0.1", "::1"))
 _CONTROL: Final = re.compile(rb"[\x00-\x08\x0a-\x1f\x7f]")
-_REQUEST_ID: Final = re.compile(r"[A-Za-z0-9._-]{1,128}")
+_REQUEST_ID: Final = re.compile(rb"[A-Za-z0-9._-]{1,128}")
 OTHER: Final = "other"  # of a request for a path that no route has
 SECURITY_HEADERS: Final = (
     ("X-Content-Type-Options", "nosniff"),
@@ -31,6 +32,33 @@ SECURITY_HEADERS: Final = (
     ("X-Frame-Options", "DENY"),
     ("Cross-Origin-Resource-Policy", "same-origin"),
 )
+_DEFAULT_HEADERS: Final = tuple(
+    (name.lower().encode(), value.encode())
+    for name, value in (*SECURITY_HEADERS, ("Cache-Control", "no-store"))
+)
+
+
+class IndexedHeaders(Headers):
+    """The headers of a request by name: Starlette goes through all of them for each."""
+
+    KEY: ClassVar[str] = "clairai.headers"  # of the scope
+
+    def __init__(self, scope: Scope) -> None:
+        super().__init__(scope=scope)
+        pairs = ((name.decode("latin-1"), value) for name, value in reversed(self.raw))
+        self._first = {name: value.decode("latin-1") for name, value in pairs}
+
+    def __getitem__(self, name: str) -> str:
+        return self._first[name.lower()]
+
+
+class GuardedRequest(Request):
+    """A request that has passed the guard."""
+
+    @property
+    def headers(self) -> Headers:
+        found: Headers = self.scope[IndexedHeaders.KEY]
+        return found
 
 
 class RequestGuard:
@@ -66,7 +94,8 @@ class RequestGuard:
 
         sending = with_security_headers(send, on_start=note)
         try:
-            self._check(Headers(scope=scope))
+            headers = scope[IndexedHeaders.KEY] = IndexedHeaders(scope)
+            self._check(headers)
         except HttpRefusal as refusal:
             self._on_refusal(refusal.status)
             await error_response(refusal)(scope, receive, sending)
@@ -101,13 +130,16 @@ def with_security_headers(send: Send, *, on_start: Callable[[int], None]) -> Sen
     async def sending(message: Message) -> None:
         if message["type"] == "http.response.start":
             on_start(message["status"])
-            headers = MutableHeaders(scope=message)
-            for name, value in SECURITY_HEADERS:
-                headers.setdefault(name, value)
-            headers.setdefault("Cache-Control", "no-store")
+            message["headers"] = _with_defaults(message.get("headers", ()))
         await send(message)
 
     return sending
+
+
+def _with_defaults(headers: Iterable[tuple[bytes, bytes]]) -> list[tuple[bytes, bytes]]:
+    given = list(headers)
+    names = {name.lower() for name, _ in given}
+    return [*given, *(pair for pair in _DEFAULT_HEADERS if pair[0] not in names)]
 
 
 def check_headers(headers: Headers, limits: Limits) -> None:
@@ -121,16 +153,17 @@ def check_headers(headers: Headers, limits: Limits) -> None:
 
 def check_header_text(headers: Headers) -> None:
     """HttpRefusal for what would be read differently elsewhere: upstream, in a log, on a screen."""
-    if any(_CONTROL.search(value) for _, value in headers.raw):
+    if _CONTROL.search(b"".join([value for _, value in headers.raw])):
         raise HttpRefusal(
             HTTPStatus.BAD_REQUEST, "a header holds a control character; leave it out"
         )
-    if any(not _REQUEST_ID.fullmatch(value) for value in headers.getlist("x-request-id")):
+    labels = [value for name, value in headers.raw if name == b"x-request-id"]
+    if not all(map(_REQUEST_ID.fullmatch, labels)):
         raise HttpRefusal(
             HTTPStatus.BAD_REQUEST,
             "X-Request-Id has 1 to 128 letters, digits, dots, dashes and underscores",
         )
-    if len(headers.getlist("x-request-id")) > 1:
+    if len(labels) > 1:
         raise HttpRefusal(HTTPStatus.BAD_REQUEST, "X-Request-Id is there twice; send it once")
     if headers.get("content-encoding", "identity").lower() != "identity":
         raise HttpRefusal(
@@ -152,6 +185,7 @@ def host_names(settings: ProxySettings) -> frozenset[str] | None:
     return listed | {_host_name(settings.host)} if listed else None
 
 
+@lru_cache(maxsize=64)
 def _host_name(host: str) -> str:
     """A host without port and brackets."""
     if host.count(":") > 1 and not host.startswith("["):

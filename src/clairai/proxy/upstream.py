@@ -11,6 +11,7 @@ import errno
 import io
 from collections.abc import AsyncIterable, AsyncIterator, Iterable, Mapping
 from contextlib import asynccontextmanager
+from functools import cache
 from http import HTTPStatus
 from typing import Any, ClassVar, Final, TypeVar
 
@@ -46,7 +47,7 @@ _NOT_FORWARDED: Final = frozenset(
     )
 )
 _NOT_FORWARDED_PREFIXES: Final = ("sec-", "x-clairai-")
-_NOT_RETURNED: Final = frozenset(("server", "date", "content-length", "set-cookie", "alt-svc"))
+_NOT_RETURNED: Final = _HOP_BY_HOP | {"server", "date", "content-length", "set-cookie", "alt-svc"}
 
 
 class UpstreamGone(Exception):
@@ -240,15 +241,20 @@ def request_headers(
     headers: Headers, *, has_own_key: bool, is_edited: bool
 ) -> list[tuple[str, str]]:
     """The client's headers that upstream gets; the key only if the proxy has none of its own."""
-    dropped = _NOT_FORWARDED - ({"authorization"} if not has_own_key else frozenset())
-    if is_edited:
-        dropped |= {"accept-encoding"}  # the proxy has to read the answer
-    kept = _drop_headers(headers, dropped)
+    kept = _drop_headers(headers, _not_forwarded(has_own_key, is_edited))
     return [
         (name, value)
         for name, value in kept
         if not name.lower().startswith(_NOT_FORWARDED_PREFIXES)
     ]
+
+
+@cache
+def _not_forwarded(has_own_key: bool, is_edited: bool) -> frozenset[str]:
+    kept = frozenset() if has_own_key else frozenset(("authorization",))
+    # The proxy has to read an answer that it edits.
+    dropped = frozenset(("accept-encoding",)) if is_edited else frozenset()
+    return (_NOT_FORWARDED - kept) | dropped | _HOP_BY_HOP
 
 
 def response_headers(headers: Mapping[str, str]) -> list[tuple[str, str]]:
@@ -258,8 +264,9 @@ def response_headers(headers: Mapping[str, str]) -> list[tuple[str, str]]:
 
 
 def _drop_headers(headers: Headers, dropped: frozenset[str]) -> list[tuple[str, str]]:
-    pairs = list(headers)
-    named = [value for name, value in pairs if name.lower() == "connection"]
+    """`dropped`, and what a Connection header names."""
+    pairs = [(name.lower(), name, value) for name, value in headers]
+    named = [value for lower, _, value in pairs if lower == "connection"]
     hops = {part.strip().lower() for value in named for part in value.split(",")}
-    gone = _HOP_BY_HOP | dropped | hops
-    return [(name, value) for name, value in pairs if name.lower() not in gone]
+    gone = dropped | hops if hops else dropped
+    return [(name, value) for lower, name, value in pairs if lower not in gone]

@@ -90,6 +90,12 @@ class BufferedResponse:
         self._error: BaseException | None = None
         self._reading: asyncio.Future[None] | None = None
         self._sink: Callable[[bytes], bool] | None = None
+        self.on_arrival: Callable[[], None] | None = None  # called when `is_readable` may be True
+
+    @property
+    def is_readable(self) -> bool:
+        """True if `readany` would not wait."""
+        return bool(self._parts) or self._error is not None or self._connection is None
 
     def set_sink(self, sink: Callable[[bytes], bool]) -> None:
         """Offer each part to `sink` first, while a reader waits for it; True: it has taken it.
@@ -159,6 +165,8 @@ class BufferedResponse:
     def _wake(self) -> None:
         if self._reading is not None and not self._reading.done():
             self._reading.set_result(None)
+        if self.on_arrival is not None:
+            self.on_arrival()
 
 
 class Connection(asyncio.Protocol):

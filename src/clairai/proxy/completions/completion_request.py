@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Annotated, Any, Final, Literal
 
 import msgspec
@@ -104,20 +105,27 @@ class ClairaiOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def is_steered(self) -> bool:
-        has_steering_rule = any(not _is_empty(rule.steer) for rule in self._rules())
-        return has_steering_rule or not _is_empty(self.steer)
+        if not _is_empty(self.steer):
+            return True
+        return any(not _is_empty(rule.steer) for rule in self._rules())
 
     @property
     def is_captured(self) -> bool:
+        if self.capture is _NULL:
+            return False
         return bytes(memoryview(self.capture)[:5]) not in (b"null", b"false")
 
     def without_vectors(self) -> ClairaiOptions:
         """What is needed while the request is answered; the rest may be megabytes of its body."""
+        if self.steer is _NONE and self.stop is _NONE and self.capture is _NULL:
+            return self  # it holds nothing of the body
         rules = [{"probe": probe} for probe in sorted(self.rule_probes)]
         stop = msgspec.Raw(msgspec.json.encode(rules))
         return msgspec.structs.replace(self, steer=_NONE, stop=stop, capture=_NULL)
 
     def _rules(self) -> list[_RuleOutline]:
+        if not self.has_rules:
+            return []
         try:
             return _RULES.decode(self.stop)
         except UNREADABLE:
@@ -128,6 +136,8 @@ _OPTIONS: Final = msgspec.json.Decoder(ClairaiOptions)
 
 
 def _is_empty(raw: msgspec.Raw) -> bool:
+    if raw is _NONE or raw is _NULL:
+        return True
     given = bytes(raw) if len(raw) <= _MAX_EMPTY else b""
     return given.translate(None, _WHITESPACE) in (b"[]", b"null")
 
@@ -190,7 +200,7 @@ class ScoredRequest:
         """True if the client asked for token ids itself."""
         return read_flag(self._fields, self.kind.token_ids_flag) is True
 
-    @property
+    @cached_property
     def is_steered(self) -> bool:
         return self.options.is_steered or bool(self._steering_vectors)
 
@@ -303,11 +313,11 @@ def _read_options(raw: msgspec.Raw) -> ClairaiOptions:
         options = _OPTIONS.decode(raw)
     except msgspec.ValidationError as error:
         raise RequestError(f"clairai: {printable(error)}") from None
-    if _first(options.steer) != b"[":
+    if options.steer is not _NONE and _first(options.steer) != b"[":
         raise RequestError("clairai: steer must be a list of entries")
-    if _first(options.stop) != b"[":
+    if options.stop is not _NONE and _first(options.stop) != b"[":
         raise RequestError("clairai: stop must be a list of rules")
-    if _first(options.capture) not in b"{tfn":
+    if options.capture is not _NULL and _first(options.capture) not in b"{tfn":
         raise RequestError("clairai: capture must be true, false or an object")
     if options.label is not None and options.stream is not None:
         raise RequestError("clairai: stream is only a label here; give it, or label, and not both")
@@ -323,8 +333,10 @@ def _first(raw: msgspec.Raw) -> bytes:
 
 
 def _read_xargs(fields: BodyFields) -> BodyFields:
+    if XARGS not in fields:
+        return {}
     try:
-        found = _XARGS_OBJECT.decode(fields.get(XARGS, b"null"))
+        found = _XARGS_OBJECT.decode(fields[XARGS])
     except msgspec.ValidationError:
         raise RequestError("vllm_xargs must be an object") from None
     return dict(found or {})

@@ -18,7 +18,7 @@ from clairai.proxy.completions.chunk import Chunk, read_chunk
 from clairai.proxy.completions.request_scores import RequestScores
 from clairai.proxy.completions.sse import DONE, FrameSplitter, FrameTooLong, frame_data
 from clairai.proxy.upstream import UpstreamGone
-from clairai.proxy.upstream_connection import ResponseContent
+from clairai.proxy.upstream_connection import BufferedResponse, ResponseContent
 
 MAX_FRAME_BYTES: Final = 32 << 20
 Item = TypeVar("Item")
@@ -197,6 +197,8 @@ class _FrameSource:
         """The next bytes, b"" at the end; None if a row or a deadline came first."""
         if self._reading is None and not merger.wants_rows:
             return await self._content.readany()
+        if isinstance(self._content, BufferedResponse):
+            return await _read_or_wait(self._content, merger)
         if self._reading is None:
             self._reading = asyncio.create_task(self._content.readany())
         if not merger.wants_rows:
@@ -216,6 +218,17 @@ class _FrameSource:
         if self._reading is not None:
             self._reading.cancel()
             await asyncio.gather(self._reading, return_exceptions=True)
+
+
+async def _read_or_wait(content: BufferedResponse, merger: Merger[Item]) -> bytes | None:
+    """As `_FrameSource.read`, without a task: bytes that arrive end the wait for rows."""
+    content.on_arrival = merger.scores.changed.set
+    try:
+        if not content.is_readable:
+            await _wait_for_rows(merger.scores, merger.deadline_s)
+    finally:
+        content.on_arrival = None
+    return await content.readany() if content.is_readable else None
 
 
 async def _wait_for_rows(scores: RequestScores, deadline_s: float | None) -> None:

@@ -138,10 +138,12 @@ class _ProbeSummary:
 class ScoreSummary:
     """Mean, maximum and crossings of each probe over one choice.
 
-    Rows are added up a few at a time, probe by probe: that takes a fifth of the time.
+    Rows are added up a few at a time, probe by probe: that takes a fifth of the time. Without
+    `has_probes` they are only counted.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, has_probes: bool = True) -> None:
+        self._has_probes = has_probes
         self.count = 0  # tokens with a row
         self.lost = 0
         self._probes: dict[str, _ProbeSummary] = {}
@@ -155,6 +157,8 @@ class ScoreSummary:
                 self.lost += 1
                 continue
             self.count += 1
+            if not self._has_probes:
+                continue
             if self._rows and self._rows[0].columns is not row.columns:
                 self._add_up()
             self._rows.append(row)
@@ -164,6 +168,8 @@ class ScoreSummary:
 
     def results(self, names: Iterable[str]) -> tuple[ProbeResult, ...]:
         """In the order of `names`, including probes that never had a score."""
+        if not self._has_probes:
+            return ()
         self._add_up()
         unscored = _ProbeSummary(None)
         return tuple(self._probes.get(name, unscored).result(name) for name in names)
@@ -243,9 +249,9 @@ class ScoreSink(Protocol):
 class _Choice:
     """One choice of the request."""
 
-    def __init__(self, first: int | None) -> None:
+    def __init__(self, first: int | None, summary: ScoreSummary) -> None:
         self.scores = ChoiceScores(first)
-        self.summary = ScoreSummary()
+        self.summary = summary
         self.finish_reason: str | None = None
         self.stop_reason: str | int | None = None
 
@@ -256,7 +262,7 @@ class RequestScores:
     `is_attached()` says whether rows can arrive at all. `names()` are the probes until the first
     row says which bank it is of; None: nobody knows. Rows are lost while this request holds
     `max_scores` or more, or while `budget`, which all requests share, has no room. Call `hurry`
-    before waiting for rows.
+    before waiting for rows. Without `sums_up`, results have counts alone.
     """
 
     def __init__(
@@ -269,6 +275,7 @@ class RequestScores:
         is_attached: Callable[[], bool],
         names: Callable[[], Sequence[str] | None] = tuple,
         needs_echo: bool = False,
+        sums_up: bool = True,
         hurry: Callable[[], None] = lambda: None,
     ) -> None:
         self.stream = stream
@@ -283,7 +290,7 @@ class RequestScores:
         self.hurry = hurry
         self.num_lost = 0  # rows reported to the client as lost, prompt included
         self._is_attached = is_attached
-        self._needs_echo = needs_echo
+        self._needs_echo, self._sums_up = needs_echo, sums_up
         self._max_scores = max_scores
         self._budget = budget
         self._held = 0
@@ -517,5 +524,6 @@ class RequestScores:
     def _choice(self, choice: int) -> _Choice:
         if choice not in self._choices:
             first = None if self.prompt_ids is None else len(self.prompt_ids)
-            self._choices[choice] = _Choice(first)
+            summary = ScoreSummary(has_probes=self._sums_up)
+            self._choices[choice] = _Choice(first, summary)
         return self._choices[choice]

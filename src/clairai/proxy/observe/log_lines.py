@@ -114,6 +114,8 @@ def configure_logging(form: LogFormat, write_line: Callable[[str], None]) -> Thr
 class AccessLog:
     """An Observer that logs one line when a completion has ended."""
 
+    reads_probes = False
+
     def __init__(self) -> None:
         self._logger = logging.getLogger(f"{LOGGER}.access")
 

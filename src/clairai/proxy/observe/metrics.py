@@ -189,6 +189,7 @@ class Metrics:
     """A MetricsObserver; `on_scores` is called on the feed's thread, the rest on the event loop."""
 
     content_type: str = CONTENT_TYPE_LATEST
+    reads_probes = False
 
     def __init__(self) -> None:
         self._lock = threading.Lock()  # of what the feed's thread counts

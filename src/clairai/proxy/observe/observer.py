@@ -43,7 +43,7 @@ class ChoiceResult:
     count: int  # of them, with a score
     lost: int  # of them, those whose score was lost
     finish_reason: str | None
-    probes: tuple[ProbeResult, ...]
+    probes: tuple[ProbeResult, ...]  # empty if no observer reads them
     stop_reason: str | int | None = None  # vLLM's: a stop string, a stop token, or one of our rules
     stopped: str | None = None  # the probe whose rule ended it
 
@@ -102,6 +102,14 @@ class ProxyCounts:
     kept_dropped: int = 0  # for want of room, before their time
     health: HealthState | None = None  # None: nobody has asked yet
     capture: CaptureReport | None = None  # None: the engine does not capture
+
+
+def reads_probes(observer: Observer) -> bool:
+    """False for one that says, by `reads_probes = False`, that it never reads ChoiceResult.probes.
+
+    If that holds for all, nobody adds scores up.
+    """
+    return getattr(observer, "reads_probes", True)
 
 
 class Observer(Protocol):
