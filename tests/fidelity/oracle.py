@@ -1,76 +1,201 @@
-"""Hugging Face's residual stream at every point, for a model folder and token ids.
+"""Hugging Face's residual stream at every point, and its logits, by hooks on its modules.
 
-T = tokens, D = model width.
+Which modules is learnt from what they are given and give, and not from their names: a decoder layer
+is given the stream and gives it back, and between its halves the stream is the first tensor that no
+module has made, because it is a sum. Nothing here knows how clairai finds its points.
+
+T = tokens, D = model width, V = vocabulary.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from tests.engine.models import auto_class
-
-# Where each Hugging Face architecture keeps what we call pre_attn and post_attn: the input of these
-# children of a decoder layer is the residual stream there.
-NORMS = {
-    "llama": ("input_layernorm", "post_attention_layernorm"),
-    "qwen2": ("input_layernorm", "post_attention_layernorm"),
-    "qwen3": ("input_layernorm", "post_attention_layernorm"),
-    "mistral": ("input_layernorm", "post_attention_layernorm"),
-    "phi3": ("input_layernorm", "post_attention_layernorm"),
-    "starcoder2": ("input_layernorm", "post_attention_layernorm"),
-    "gemma2": ("input_layernorm", "pre_feedforward_layernorm"),
-    "gemma3_text": ("input_layernorm", "pre_feedforward_layernorm"),
-    "opt": ("self_attn_layer_norm", "final_layer_norm"),
-    "gpt2": ("ln_1", "ln_2"),
-    "smolvlm": ("input_layernorm", "post_attention_layernorm"),
-}
+Floats = NDArray[np.float64]
 
 
 def hidden_states(
     folder: str, token_ids: list[int], dtype: str = "float32"
 ) -> dict[str, NDArray[np.float32]]:
     """Every point of every layer from one forward over the whole sequence."""
+    return HuggingFace(folder, dtype).streams(token_ids)
+
+
+class HuggingFace:
+    """A model of a folder, as Hugging Face runs it."""
+
+    def __init__(self, folder: str, dtype: str = "float32", kind: str | None = None) -> None:
+        import torch
+        import transformers
+
+        # Eager: faster attention leaves out what some models ask for (soft caps), and faster
+        # experts know no float64.
+        plain = {"attn_implementation": "eager", "experts_implementation": "eager"}
+        kind = kind or transformers.AutoConfig.from_pretrained(folder).architectures[0]
+        found = getattr(transformers, kind).from_pretrained(
+            folder, dtype=getattr(torch, dtype), **plain
+        )
+        self._model: Any = found.eval()
+        config = self._model.config.get_text_config(decoder=True)
+        self._hooks = StreamHooks(
+            find_layers(self._model, config.num_hidden_layers), config.hidden_size, num_parts=1
+        )
+        with self._hooks.learning():
+            self._forward(list(range(3, 14)))
+
+    def streams(self, token_ids: list[int]) -> dict[str, NDArray[np.float32]]:
+        """By point, T x D."""
+        found: dict[str, NDArray[np.float32]] = {}
+        with self._hooks.reading(lambda point, rows_TD: found.update({point: rows_TD})):
+            self._forward(token_ids)
+        return found
+
+    def logits(self, token_ids: list[int], added: Mapping[str, Floats] | None = None) -> Floats:
+        """T x V, with `added` added to every row at its point."""
+        with self._hooks.adding(added or {}):
+            return np.asarray(self._forward(token_ids)[0].double().numpy())
+
+    def _forward(self, token_ids: list[int]) -> Any:
+        import torch
+
+        with torch.no_grad():
+            return self._model(input_ids=torch.tensor([token_ids]), use_cache=False).logits
+
+
+class StreamHooks:
+    """Reads, or adds to, the residual stream that passes the layers of a running model.
+
+    The stream is one tensor, or the sum of up to `num_parts` that travel together.
+    """
+
+    def __init__(self, layers: list[Any], width: int, *, num_parts: int) -> None:
+        self._layers, self._width, self._num_parts = layers, width, num_parts
+        self._middles: list[Any] = [None] * len(layers)  # of each, the child given its middle
+
+    @contextmanager
+    def reading(self, note: Callable[[str, NDArray[np.float32]], None]) -> Iterator[None]:
+        """Give `note` every point of every forward, as rows T x D."""
+
+        def read(point: str, parts: list[Any]) -> None:
+            note(point, _sum(parts).float().cpu().numpy().copy())
+
+        with _hooked(self._at_points(read)):
+            yield
+
+    @contextmanager
+    def adding(self, added: Mapping[str, Floats], *, part: int = 0) -> Iterator[None]:
+        """Add a row to every row of the stream at its point, in one of its parts."""
+        import torch
+
+        def add(point: str, parts: list[Any]) -> None:
+            if point in added and part < len(parts):
+                # in place: the layer keeps this tensor as its residual
+                parts[part].add_(torch.from_numpy(added[point]).to(parts[part].dtype))
+
+        with _hooked(self._at_points(add)):
+            yield
+
+    @contextmanager
+    def learning(self) -> Iterator[None]:
+        """Find, in one forward, which child of each layer is given the stream in its middle."""
+        middles = [_Middle(layer) for layer in self._layers]
+        with _hooked(hook for middle in middles for hook in self._at_modules(middle)):
+            yield
+        self._middles = [middle.child for middle in middles]
+
+    def _at_points(self, visit: Callable[[str, list[Any]], None]) -> Iterator[Any]:
+        for index, (layer, middle) in enumerate(zip(self._layers, self._middles, strict=True)):
+            yield self._on_input(layer, partial(visit, f"pre_attn.{index}"))
+            yield self._on_output(layer, partial(visit, f"post_block.{index}"))
+            if middle is not None:
+                yield self._on_input(middle, partial(visit, f"post_attn.{index}"))
+
+    def _at_modules(self, middle: _Middle) -> Iterator[Any]:
+        yield self._on_input(middle.layer, middle.note)
+        for module in middle.layer.modules():
+            if module is not middle.layer and next(module.children(), None) is None:
+                yield self._on_output(module, middle.note)
+        for child in middle.layer.children():
+            yield self._on_input(child, partial(middle.judge, child))
+
+    def _on_input(self, module: Any, visit: Callable[[list[Any]], None]) -> Any:
+        def hook(_module: Any, args: Any, kwargs: Any) -> None:
+            self._visit((*args, *kwargs.values()), visit)
+
+        return module.register_forward_pre_hook(hook, with_kwargs=True)
+
+    def _on_output(self, module: Any, visit: Callable[[list[Any]], None]) -> Any:
+        def hook(_module: Any, _args: Any, output: Any) -> None:
+            self._visit(output if isinstance(output, tuple | list) else (output,), visit)
+
+        return module.register_forward_hook(hook)
+
+    def _visit(self, values: Sequence[Any], visit: Callable[[list[Any]], None]) -> None:
+        import torch
+
+        parts = [
+            value
+            for value in values
+            if isinstance(value, torch.Tensor) and value.dim() > 1
+            if value.shape[-1] == self._width
+        ]
+        if parts:
+            visit(parts[: self._num_parts])
+
+
+class _Middle:
+    """Watches one layer for the first tensor given to a child of it that no module has made."""
+
+    def __init__(self, layer: Any) -> None:
+        self.layer = layer
+        self.child: Any = None
+        self._made: list[Any] = []  # the layer's input, and what its innermost modules gave
+
+    def note(self, parts: list[Any]) -> None:
+        self._made += [_sum(held).clone() for held in (parts, *([part] for part in parts))]
+
+    def judge(self, child: Any, parts: list[Any]) -> None:
+        given_TD = _sum(parts)
+        is_made = any(
+            given_TD.shape == made.shape and bool((given_TD == made).all()) for made in self._made
+        )
+        if self.child is None and not is_made:
+            self.child = child
+
+
+@contextmanager
+def _hooked(hooks: Iterator[Any]) -> Iterator[None]:
+    held = list(hooks)
+    try:
+        yield
+    finally:
+        for hook in held:
+            hook.remove()
+
+
+def _sum(parts: list[Any]) -> Any:
+    """As rows."""
+    rows = [part.detach().reshape(-1, part.shape[-1]) for part in parts]
+    return rows[0] if len(rows) == 1 else rows[0] + rows[1]
+
+
+def find_layers(model: Any, num_layers: int) -> list[Any]:
+    """The first stack of that many modules in the decoder of a model."""
     import torch
-    from transformers import AutoConfig
 
-    # Eager attention: the faster ones leave out what some models ask for (soft caps).
-    model: Any = (
-        auto_class(AutoConfig.from_pretrained(folder))
-        .from_pretrained(folder, dtype=getattr(torch, dtype), attn_implementation="eager")
-        .eval()
-    )
-    pre_attn, post_attn = NORMS[model.config.model_type]
-    found: dict[str, NDArray[np.float32]] = {}
-
-    def keep(name: str) -> Any:
-        def hook(_module: Any, inputs: Any, output: Any = None) -> None:
-            value = inputs[0] if output is None else output
-            tensor = value[0] if isinstance(value, tuple) else value
-            found[name] = tensor.detach().reshape(-1, tensor.shape[-1]).float().numpy().copy()
-
-        return hook
-
-    for index, layer in enumerate(_layers(model)):
-        getattr(layer, pre_attn).register_forward_pre_hook(keep(f"pre_attn.{index}"))
-        getattr(layer, post_attn).register_forward_pre_hook(keep(f"post_attn.{index}"))
-        layer.register_forward_hook(keep(f"post_block.{index}"))
-    with torch.no_grad():
-        model(torch.tensor([token_ids]))
-    return found
-
-
-def _layers(model: Any) -> Any:
-    base = model.base_model
-    for path in ("layers", "h", "decoder.layers", "text_model.layers"):
-        module = base
-        for part in path.split("."):
-            module = getattr(module, part, None)
-        if module is not None:
-            return module
-    raise LookupError(f"no decoder layers in {type(model).__name__}")
+    names = ("get_decoder", "get_language_model")  # Hugging Face's, and vLLM's
+    decoder = next((getattr(model, name)() for name in names if hasattr(model, name)), model)
+    for module in (decoder if isinstance(decoder, torch.nn.Module) else model).modules():
+        is_stack = isinstance(module, torch.nn.ModuleList) and len(module) == num_layers
+        if is_stack and all(next(layer.children(), None) is not None for layer in module):
+            return list(module)
+    raise LookupError(f"no stack of {num_layers} decoder layers in {type(model).__name__}")
 
 
 def relative_error(

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 import clairai
 from clairai.probe.bank import MAX_PROBES
 from tests.engine.process import EngineProcess
-from tests.fidelity.oracle import hidden_states, relative_error
+from tests.fidelity.oracle import HuggingFace, relative_error
 
 Prompts = list[list[int]] | list[str]
 Tapped = dict[str, list[clairai.Scores]]  # by point, one for each prompt
@@ -112,7 +112,8 @@ def _truths(
     tapped: Tapped, folder: Path, dtype: str = "float32"
 ) -> tuple[list[list[int]], list[dict[str, NDArray[np.float32]]]]:
     sequences = [scores.token_ids.tolist() for scores in next(iter(tapped.values()))]
-    return sequences, [hidden_states(str(folder), sequence, dtype) for sequence in sequences]
+    model = HuggingFace(str(folder), dtype)
+    return sequences, [model.streams(sequence) for sequence in sequences]
 
 
 def _worst_cosine(found_TD: NDArray[np.float32], truth_TD: NDArray[np.float32]) -> float:
@@ -143,12 +144,12 @@ def tap_everything(
         bank.add(*(probe for point in group for probe in unit_probes(point, width)))
         outputs = llm.generate(inputs, params, use_tqdm=False)
         answers = [answers[0] for answers in clairai.scores(llm, outputs)]
-        tapped |= {point: [_only(scores, point) for scores in answers] for point in group}
+        tapped |= {point: [keep_point(scores, point) for scores in answers] for point in group}
         bank.remove(*(info.name for info in bank.list()))
     return tapped
 
 
-def _only(scores: clairai.Scores, point: str) -> clairai.Scores:
+def keep_point(scores: clairai.Scores, point: str) -> clairai.Scores:
     """The columns of one point, in the order of its unit vectors."""
     columns = [scores.names.index(f"{point}:{i}") for i in range(_width(scores, point))]
     whole = copy(scores)  # in memory, wherever they are read from
