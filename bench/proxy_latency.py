@@ -4,6 +4,10 @@
 upstream and the clients share one process, the proxy has its own: two cores, as many processes.
 Each chunk carries the time it was sent, on the clock that all processes share.
 Run: python -m bench.proxy_latency [--streams 64] [--rate 30] [--seconds 20] [--in-step]
+
+With --costs: what a request and a token cost the proxy in CPU time, each by itself, from many short
+answers and a few long ones; give the proxy of another checkout by PYTHONPATH, and take turns.
+Run: python -m bench.proxy_latency --costs --probes 16 [--in-step] [--ways scored]
 """
 
 from __future__ import annotations
@@ -30,6 +34,10 @@ WAYS: Final[dict[str, dict[str, Any]]] = {
     "scored": {**BODY, "clairai": {}},
     "named": {**BODY, "clairai": {"events": "named"}},
 }
+# Requests, and tokens of each: the cost of a request is what remains of the first kind.
+SHORT: Final = (1000, 2)
+LONG: Final = (128, 240)
+SHORT_STREAMS: Final = 8
 
 
 class Client(asyncio.Protocol):
@@ -102,6 +110,50 @@ def summary(way: str, delays_ns: list[int], firsts_ns: list[int]) -> dict[str, A
     }
 
 
+async def ask(url: str, body: dict[str, Any], *, count: int, streams: int) -> None:
+    """`count` requests in all, on new connections, at most `streams` at once."""
+    parts = urlsplit(url)
+    loop = asyncio.get_running_loop()
+    left = iter(range(count))
+
+    async def one() -> None:
+        for _ in left:
+            _, client = await loop.create_connection(
+                lambda: Client(body, [], []), str(parts.hostname), parts.port or 80
+            )
+            await client.is_done
+
+    await asyncio.gather(*(one() for _ in range(streams)))
+
+
+async def costs_of(way: str, url: str, pid: int, arguments: argparse.Namespace) -> dict[str, Any]:
+    """CPU time of the proxy for a request, and for a token: two loads, two unknowns."""
+    used_us = []
+    begun_s, ours_s, busy_s, all_s = time.monotonic(), own_s(), machine_s(), cpu_s(pid)
+    for (count, length), streams in ((SHORT, SHORT_STREAMS), (LONG, arguments.streams)):
+        body = {**WAYS[way], "max_tokens": length}
+        await ask(url, body, count=streams, streams=streams)  # connections to upstream are open
+        before_us = threads_us(pid)
+        await ask(url, body, count=count, streams=streams)
+        used_us.append((threads_us(pid) - before_us) / count)
+    token_us = (used_us[1] - used_us[0]) / (LONG[1] - SHORT[1])
+    others_s = machine_s() - busy_s - (own_s() - ours_s) - (cpu_s(pid) - all_s)
+    found = {
+        "way": way,
+        "request_us": round(used_us[0] - SHORT[1] * token_us),
+        "token_us": round(token_us, 1),
+        "cores_used_by_others": round(others_s / (time.monotonic() - begun_s), 2),
+    }
+    print(json.dumps(found), flush=True)
+    return found
+
+
+def threads_us(pid: int) -> float:
+    """What a process has used so far, to the nanosecond."""
+    tasks = Path(f"/proc/{pid}/task").iterdir()
+    return sum(int((task / "schedstat").read_text().split()[0]) for task in tasks) / 1e3
+
+
 async def measure(arguments: argparse.Namespace, *, is_in_step: bool) -> list[dict[str, Any]]:
     with running_ring(arguments.probes) as (ring, folder):
         length = max(2, int(arguments.rate * 4))
@@ -110,6 +162,9 @@ async def measure(arguments: argparse.Namespace, *, is_in_step: bool) -> list[di
             proxy = running_proxy(address, folder)
             url, pid = await asyncio.to_thread(proxy.__enter__)
             try:
+                if arguments.costs:
+                    ways = [way for way in arguments.ways if way != "direct"]
+                    return [await costs_of(way, url, pid, arguments) for way in ways]
                 return [await one_way(way, address, url, pid, arguments) for way in arguments.ways]
             finally:
                 await asyncio.to_thread(proxy.__exit__, None, None, None)
@@ -180,9 +235,11 @@ def main() -> None:
     parser.add_argument("--probes", type=int, default=6)
     parser.add_argument("--ways", nargs="+", default=list(WAYS), choices=list(WAYS))
     parser.add_argument("--in-step", action="store_true", help="all tokens at one moment")
+    parser.add_argument("--costs", action="store_true", help="CPU time of a request, of a token")
     arguments = parser.parse_args()
     found = asyncio.run(measure(arguments, is_in_step=arguments.in_step))
-    print(table(found), file=sys.stdout)
+    if not arguments.costs:
+        print(table(found), file=sys.stdout)
 
 
 if __name__ == "__main__":

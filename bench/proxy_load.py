@@ -179,7 +179,9 @@ class Upstream:
         length = re.search(rb"(?i)content-length: (\d+)", head)
         raw = await reader.readexactly(int(length[1])) if length else b""
         if method == b"POST":
-            await self._complete(Answer(writer, json.loads(raw), self._length), reader)
+            body = json.loads(raw)
+            length = body.get("max_tokens", self._length)
+            await self._complete(Answer(writer, body, length), reader)
             return
         found: dict[bytes, Any] = {
             b"/v1/clairai": {"epoch": f"{self.ring.epoch:016x}"},

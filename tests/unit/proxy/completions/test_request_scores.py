@@ -17,6 +17,14 @@ def test_sums_leave_out_what_has_no_score() -> None:
     assert (c.mean, c.max, c.argmax, c.above) == (None, None, None, None)
 
 
+def test_without_probes_rows_are_only_counted() -> None:
+    summary = ScoreSummary(has_probes=False)
+    row = ScoreRow(1, ScoreColumns(("a",), (2.0,)), [1.0])
+    summary.add(0, [row, None, row])
+    assert (summary.count, summary.lost) == (2, 1)
+    assert summary.results(("a",)) == ()
+
+
 COLUMNS = ScoreColumns(("a", "b"), (None, None))
 
 
