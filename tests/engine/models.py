@@ -57,6 +57,7 @@ OPT: Final = {
     "num_attention_heads": 2,
     "max_position_embeddings": 256,
 }
+GPT_NEOX: Final = {name: SHAPE[name] for name in SHAPE if name != "num_key_value_heads"}
 TIED: Final = SHAPE | {"tie_word_embeddings": True}
 
 
@@ -107,6 +108,32 @@ ARCHITECTURES: Final[dict[str, tuple[str, dict[str, Any]]]] = {
         TIED | {"head_dim": 32, "query_pre_attn_scalar": 32, "sliding_window": 32},
     ),
     "olmo2": ("Olmo2Config", SHAPE),  # normalises after its sublayers
+    "exaone4": ("Exaone4Config", SHAPE | {"sliding_window": 32, "sliding_window_pattern": 4}),
+    "gpt_neox": ("GPTNeoXConfig", GPT_NEOX),  # attention and MLP in parallel
+    "gpt_neox_sequential": ("GPTNeoXConfig", GPT_NEOX | {"use_parallel_residual": False}),
+    "bloom": ("BloomConfig", {"vocab_size": 512, "hidden_size": 64, "n_layer": 4, "n_head": 2}),
+    "falcon_sequential": (
+        "FalconConfig",
+        SHAPE | {"parallel_attn": False, "alibi": False, "bias": False},
+    ),
+    "cohere": ("CohereConfig", TIED),  # gives its norm one tensor twice
+    "cohere2": ("Cohere2Config", TIED | {"sliding_window": 128}),
+    "nanochat": ("NanoChatConfig", SHAPE),  # its final norm normalises the embedding, too
+    "olmoe": ("OlmoeConfig", SHAPE | {"num_experts": 4, "num_experts_per_tok": 2}),
+    "deepseek_v3": (  # gathers rows in the loop over its blocks, where ranks hold parts of them
+        "DeepseekV3Config",
+        SHAPE
+        | {"num_key_value_heads": 2, "kv_lora_rank": 32, "q_lora_rank": 32, "v_head_dim": 32}
+        | {"qk_nope_head_dim": 32, "qk_rope_head_dim": 32, "first_k_dense_replace": 2}
+        | {"n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1}
+        | {"moe_intermediate_size": 64},
+    ),
+    "gemma4": (  # two lists hold its blocks
+        "Gemma4TextConfig",
+        TIED
+        | {"head_dim": 32, "global_head_dim": 32, "sliding_window": 32, "num_kv_shared_layers": 0}
+        | {"hidden_size_per_layer_input": 0, "vocab_size_per_layer_input": 512},
+    ),
     "starcoder2": ("Starcoder2Config", TIED | {"sliding_window": None}),
     "opt": ("OPTConfig", OPT),
     "opt_post_norm": ("OPTConfig", OPT | {"do_layer_norm_before": False}),

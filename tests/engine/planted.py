@@ -66,10 +66,10 @@ def one_tap_missing() -> None:
 
     attach = model_ops.attach_tap
 
-    def attach_most(norm: Any, *, name: str, token: Any) -> None:
-        attach(norm, name=name, token=token)
+    def attach_most(module: Any, door: Any, *, name: str, token: Any) -> None:
+        attach(module, door, name=name, token=token)
         if name.endswith("pre_attn.1"):
-            norm.__class__ = type(norm).__bases__[1]
+            module.__class__ = type(module).__bases__[1]
 
     model_ops.attach_tap = attach_most
 

@@ -191,8 +191,8 @@ def plant_one_layer_off() -> None:
 
     find_right = model_sites.find_sites
 
-    def find_wrong(model: Any, *, num_layers: int, width: int) -> model_sites.Sites:
-        sites = find_right(model, num_layers=num_layers, width=width)
+    def find_wrong(model: Any, **given: Any) -> model_sites.Sites:
+        sites = find_right(model, **given)
         norms = [*sites.modules.values()]
         shifted = dict(zip(sites.modules, [*norms[2:], *norms[:2]], strict=True))
         return replace(sites, modules=shifted, blocks={}, adding=frozenset())

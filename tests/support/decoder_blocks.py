@@ -112,6 +112,8 @@ class OneTensorBlock(Toy):
 
 
 class PostNormBlock(Toy):
+    ADDED = ("input_layernorm", "post_attention_layernorm")
+
     def forward(self, hidden_states: Any) -> Any:
         residual = hidden_states
         hidden_states = self.self_attn(hidden_states)
@@ -130,6 +132,87 @@ class ParallelBlock(Toy):
         residual = hidden_states
         hidden_states = self.ln_1(hidden_states)
         return residual + self.self_attn(hidden_states) + self.mlp(hidden_states)
+
+
+class TwoNormsBlock(Toy):
+    """GPT-NeoX's shape: a parallel MLP has a norm of its own, behind attention in the source."""
+
+    NORMS = ("ln_1", "ln_2")
+    use_parallel_residual = True
+
+    def forward(self, hidden_states: Any) -> Any:
+        attended = self.self_attn(self.ln_1(hidden_states))
+        if self.use_parallel_residual:
+            output = self.mlp(self.ln_2(hidden_states))
+            hidden_states = output + attended + hidden_states
+        else:
+            attended = attended + hidden_states
+            hidden_states = self.mlp(self.ln_2(attended)) + attended
+        return hidden_states
+
+
+class SequentialBlock(TwoNormsBlock):
+    use_parallel_residual = False
+
+
+class MambaBlock(Toy):
+    """Jamba's shape: a mixer that is no attention and writes into a tensor it is given."""
+
+    NORMS = ("input_layernorm", "pre_ff_layernorm")
+    OTHERS = ("mamba", "feed_forward")
+
+    def forward(self, hidden_states: Any, residual: Any) -> Any:
+        if residual is None:
+            residual = hidden_states
+            hidden_states = self.input_layernorm(hidden_states)
+        else:
+            hidden_states, residual = self.input_layernorm(hidden_states, residual)
+        output = torch.empty_like(hidden_states)
+        self.mamba(hidden_states, output)
+        hidden_states, residual = self.pre_ff_layernorm(output, residual)
+        return self.feed_forward(hidden_states), residual
+
+
+class SumBlock(Toy):
+    """Adds the two tensors up itself; no norm is given either."""
+
+    NORMS = ()
+
+    def forward(self, _positions: Any, hidden_states: Any, residual: Any) -> Any:
+        if residual is not None:
+            hidden_states = hidden_states + residual
+        attended = self.self_attn(hidden_states)
+        return self.mlp(hidden_states), hidden_states + attended
+
+
+class PendingBlock(Toy):
+    """What travels beside the stream is no part of it."""
+
+    def forward(self, hidden_states: Any, pending: Any, mix: Any) -> Any:
+        mix = None
+        hidden_states = self.self_attn(hidden_states)
+        return self.mlp(hidden_states) + pending, hidden_states, mix
+
+
+class ManyBlock(PendingBlock):
+    def forward(self, hidden_states: Any, pending: Any, mix: Any) -> Any:
+        return hidden_states + mix, pending, mix
+
+
+class HalfBlock(FusedBlock):
+    """DeepSeek's shape: in float16 the stream is scaled so that it does not overflow."""
+
+    def forward(self, hidden_states: Any, residual: Any) -> Any:
+        if residual is None:
+            residual = hidden_states
+            hidden_states = self.input_layernorm(hidden_states)
+        else:
+            hidden_states, residual = self.input_layernorm(hidden_states, residual)
+        hidden_states = self.self_attn(hidden_states)
+        if hidden_states.dtype == torch.float16:
+            residual *= 1.0 / 16
+        hidden_states, residual = self.post_attention_layernorm(hidden_states, residual)
+        return self.mlp(hidden_states), residual
 
 
 class HandingBlock(Toy):

@@ -1,4 +1,4 @@
-"""What compat.model_sites reads in decoder blocks of the installed vLLM.
+"""What compat.block_norms reads in decoder blocks of the installed vLLM.
 
 A program of its own, because importing vLLM warns, logs and takes seconds. No model is built: the
 blocks are empty, and every child their forward calls is a stand-in of the right kind.
@@ -13,7 +13,7 @@ from typing import Any
 
 from torch import nn
 
-from clairai.compat.model_sites import list_calls, read_block_norms
+from clairai.compat.block_norms import list_calls, read_block_norms
 from tests.support.decoder_blocks import ToyNorm
 
 

@@ -98,13 +98,6 @@ REFUSED_MODES: Final[tuple[tuple[str, ModeCheck], ...]] = (
         lambda config: _read_path(config, "model_config.runner_type") not in (None, "generate"),
     ),
     ("encoder-decoder models", _is_set("model_config.is_encoder_decoder")),
-    (
-        "DeepSeek in float16 (vLLM scales the residual stream there: models/deepseek_v2.py)",
-        lambda config: (
-            str(_read_path(config, "model_config.hf_config.model_type")).startswith("deepseek")
-            and str(_read_path(config, "model_config.dtype")) == "torch.float16"
-        ),
-    ),
 )
 
 

@@ -6,10 +6,11 @@ Four ops, all opaque to the compiler:
 
 - `tap` hands the residual stream to a site. It sits in a norm, because a norm is where the stream
   is one tensor: called with two tensors it returns their sum, called with one it is given the
-  stream (model_executor/layers/layernorm.py, RMSNorm, 0.26:86 and 0.32:92).
-- `steer` changes the stream in front of a tapped norm, so that the norm's own output changes with
-  it. A steered row goes into the residual and its other half becomes zero: the norm's sum is then
-  exactly the new row. Rows that are not steered are not touched.
+  stream (model_executor/layers/layernorm.py, RMSNorm, 0.26:86 and 0.32:92). Where no norm is given
+  the stream, it sits at the door of a block and adds the two tensors up itself.
+- `steer` changes the stream in front of a tap, so that the norm's own output changes with it. A
+  steered row goes into the residual and its other half becomes zero: the norm's sum is then exactly
+  the new row. Rows that are not steered are not touched.
 - `norm` replaces a whole RMSNorm on a GPU by a kernel that taps and steers in passing. As kernels
   of their own those would cost every layer two more launches.
 - `join` has the forward wait for taps on a side stream. A tap beside the forward must be done
@@ -25,11 +26,13 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Sequence
+from types import MethodType
 from typing import Any, Final
 
 import torch
 from torch import nn
 
+from clairai.compat.block_doors import Argument, Entrance, Exit
 from clairai.compat.model_sites import Sites
 
 LIBRARY: Final = "clairai"
@@ -39,7 +42,7 @@ STEER_ALONE_OP: Final = "steer_alone"
 JOIN_OP: Final = "join"
 NORM_OP: Final = "norm"
 # Part of the compile-cache key. Raise it when an op's schema changes, or the code around it.
-ABI: Final = 5
+ABI: Final = 6
 SIDE_STREAM_NAME: Final = "clairai.branch"
 INVARIANT_VARIABLE: Final = "VLLM_BATCH_INVARIANT"
 PLAIN_NORM: Final = ("vllm.model_executor.layers.layernorm", "RMSNorm")
@@ -70,11 +73,68 @@ class Steered(nn.Module):  # type: ignore[misc]  # torch is Any where it is not 
 
     def forward(self, x_TD: torch.Tensor, residual_TD: torch.Tensor | None = None) -> Any:
         name, token = self.clairai_steer_name, self.clairai_token
+        _steer(x_TD, residual_TD, token, name)
         if residual_TD is None:
-            torch.ops.clairai.steer_alone(x_TD, token, name)
-        else:
-            torch.ops.clairai.steer(x_TD, residual_TD, token, name)
+            return super().forward(x_TD)
         return super().forward(x_TD, residual_TD)
+
+
+class Entered(nn.Module):  # type: ignore[misc]  # torch is Any where it is not installed
+    """In front of a block's class: taps the stream that comes in, and steers it before if asked."""
+
+    clairai_token: torch.Tensor
+    clairai_entrance: Entrance
+    clairai_entrance_name: Any
+    clairai_entrance_steer_name: Any = None
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        entrance, token = self.clairai_entrance, self.clairai_token
+        hidden_TD, residual_TD = _pick(entrance.hidden, args, kwargs), None
+        if entrance.residual is not None:  # the first block's is None, or left out
+            residual_TD = _pick(entrance.residual, args, kwargs)
+        if self.clairai_entrance_steer_name is not None:
+            _steer(hidden_TD, residual_TD, token, self.clairai_entrance_steer_name)
+        stream_TD = hidden_TD if residual_TD is None else hidden_TD + residual_TD
+        torch.ops.clairai.tap(stream_TD, token, self.clairai_entrance_name)
+        return super().forward(*args, **kwargs)
+
+
+class Left(nn.Module):  # type: ignore[misc]  # torch is Any where it is not installed
+    """In front of a block's class: taps the stream that goes out, and steers it before if asked."""
+
+    clairai_token: torch.Tensor
+    clairai_exit: Exit
+    clairai_exit_name: Any
+    clairai_exit_steer_name: Any = None
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        result = super().forward(*args, **kwargs)
+        way, token = self.clairai_exit, self.clairai_token
+        hidden_TD = result if way.hidden is None else result[way.hidden]
+        residual_TD = None if way.residual is None else result[way.residual]
+        if self.clairai_exit_steer_name is not None:
+            _steer(hidden_TD, residual_TD, token, self.clairai_exit_steer_name)
+        stream_TD = hidden_TD if residual_TD is None else hidden_TD + residual_TD
+        torch.ops.clairai.tap(stream_TD, token, self.clairai_exit_name)
+        return result
+
+
+def _pick(argument: Argument, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """What a call gives for this argument, by position or by name."""
+    return args[argument.index] if argument.index < len(args) else kwargs.get(argument.name)
+
+
+def _steer(
+    x_TD: torch.Tensor, residual_TD: torch.Tensor | None, token: torch.Tensor, name: Any
+) -> None:
+    """Some norms are given one tensor twice (models/commandr.py, 0.26 and 0.32:318): it is alone.
+
+    As a pair the new row would be written and then cleared.
+    """
+    if residual_TD is None or residual_TD is x_TD:
+        torch.ops.clairai.steer_alone(x_TD, token, name)
+    else:
+        torch.ops.clairai.steer(x_TD, residual_TD, token, name)
 
 
 class Fused(nn.Module):  # type: ignore[misc]  # torch is Any where it is not installed
@@ -101,17 +161,31 @@ class Joined(nn.Module):  # type: ignore[misc]  # torch is Any where it is not i
         return super().forward(query, *args, **kwargs)
 
 
-def attach_tap(norm: nn.Module, *, name: str, token: torch.Tensor) -> None:
-    """Make `norm` hand its residual to the site registered as `name`."""
-    norm.clairai_token = token  # a plain attribute: sleep and weight reload leave it alone
-    norm.clairai_name = encode_name(name)
-    _mix_into(norm, Tapped)
+def attach_tap(
+    module: nn.Module, door: Entrance | Exit | None, *, name: str, token: torch.Tensor
+) -> None:
+    """Make a norm, or a block at one of its doors, hand the stream to the site `name`."""
+    module.clairai_token = token  # a plain attribute: sleep and weight reload leave it alone
+    if isinstance(door, Entrance):
+        module.clairai_entrance, module.clairai_entrance_name = door, encode_name(name)
+        _mix_into(module, Entered)
+    elif isinstance(door, Exit):
+        module.clairai_exit, module.clairai_exit_name = door, encode_name(name)
+        _mix_into(module, Left)
+    else:
+        module.clairai_name = encode_name(name)
+        _mix_into(module, Tapped)
 
 
-def attach_steering(norm: nn.Module, name: str) -> None:
-    """Make a tapped `norm` steer at the site registered as `name`."""
-    norm.clairai_steer_name = encode_name(name)
-    _mix_into(norm, Steered)
+def attach_steering(module: nn.Module, door: Entrance | Exit | None, *, name: str) -> None:
+    """Make a tapped norm, or a door, steer at the site registered as `name`."""
+    if isinstance(door, Entrance):
+        module.clairai_entrance_steer_name = encode_name(name)
+    elif isinstance(door, Exit):
+        module.clairai_exit_steer_name = encode_name(name)
+    else:
+        module.clairai_steer_name = encode_name(name)
+        _mix_into(module, Steered)
 
 
 def attach_fused_norm(norm: nn.Module, name: str) -> None:
@@ -128,6 +202,14 @@ def attach_join(attention: nn.Module, token: torch.Tensor) -> None:
 def _mix_into(module: nn.Module, kind: type[nn.Module]) -> None:
     """Put `kind` in front of the class of this one instance."""
     base = type(module)
+    own = vars(module).get("forward")
+    if isinstance(own, MethodType):
+        # It would hide ours: vLLM gives some instances of Hugging Face's modules a forward of their
+        # own (models/transformers/fusers/base.py fuse, 0.32:124).
+        del module.forward
+        base = type(
+            base.__name__, (base,), {"__module__": base.__module__, "forward": own.__func__}
+        )
     name = f"{kind.__name__}{base.__name__}"
     module.__class__ = type(name, (kind, base), {"__module__": kind.__module__})
 

@@ -1,51 +1,60 @@
-"""Finds, for every point of a loaded model, the norm to tap, or the reason why there is none.
+"""Finds, for every point of a loaded model, the place to tap, or the reason why there is none.
 
-Norms are found by reading the source of each block's forward, so a new architecture of a known
-shape is served and one of another shape is refused, without a table that goes stale.
-
-A norm sees the residual stream in two ways: called with two tensors it adds them up, and the
-residual it returns is the stream; called with one tensor that was just saved as the residual, it is
-given the stream. Runs in: the worker, and `clairai doctor`.
+Two kinds of places have the residual stream: a norm that is given it (block_norms.py), which on a
+GPU can tap in passing, and the door of a block (block_doors.py), where no norm is. Both are found
+by reading source, so a new architecture of a known shape is served and one of another shape is
+refused, without a table that goes stale. Runs in: the worker, and `clairai doctor`.
 """
 
 from __future__ import annotations
 
 import ast
-import inspect
-import textwrap
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any, Final
 
 from torch import nn
 
+from clairai.compat.block_doors import (
+    BlockDoors,
+    Entrance,
+    Exit,
+    UnknownDoorError,
+    list_block_calls,
+    read_doors,
+)
+from clairai.compat.block_norms import (
+    NO_NORM_BEFORE,
+    BlockNorms,
+    is_norm,
+    list_calls,
+    read_block_norms,
+    scales_stream_in_half,
+)
+from clairai.compat.forward_source import Loop, assigned_names, list_loops, parse_forwards
 from clairai.errors import UnsupportedError
-from clairai.points import POINT_KINDS, Point, PointKind
+from clairai.points import POINT_KINDS, Point
 
-NO_NORM_BEFORE: Final = (
-    "no norm before attention is given the residual stream (a post-LN block, or a shape not known)"
-)
-NO_NORM_BETWEEN: Final = (
-    "no norm between attention and MLP is given the residual stream (a parallel block has no such "
-    "point)"
-)
-STREAM_CHANGED: Final = "changes the residual stream between blocks (in the loop that runs them)"
 BLOCKS_REPEATED: Final = "runs its blocks more than once in a forward"
-
-_Loop = ast.For | ast.While
+SCALED_IN_HALF: Final = "scales the residual stream in float16: serve the model in bfloat16"
+# The test of a branch that gathers rows which ranks hold in parts. Engines in which they do are
+# refused: config/parallel.py use_sequence_parallel_moe, 0.32:764, needs data parallelism.
+_ROWS_DIFFER: Final = re.compile(r"\w+\.shape\[0\] != positions\.shape\[0\]")
 
 
 @dataclass(frozen=True)
 class Sites:
     """Where each point lies. Points that are the same tensor share one site."""
 
-    modules: Mapping[str, nn.Module]  # site name to norm
+    modules: Mapping[str, nn.Module]  # site name to the norm, or to the block with the door
     blocks: Mapping[str, nn.Module]  # site name to the block whose attention follows the norm
     adding: frozenset[str]  # sites whose norm is always given two tensors, and adds them up
     site_of: Mapping[Point, str]
     refused: Mapping[Point, str]
     num_layers: int
     width: int
+    doors: Mapping[str, Entrance | Exit] = field(default_factory=dict)  # of sites that are no norms
 
     @property
     def last(self) -> str:
@@ -58,68 +67,140 @@ class _Decoder:
     """The stack of blocks and the module that runs it."""
 
     owner: nn.Module
+    list_name: str
     blocks: nn.ModuleList
 
 
-def find_sites(model: nn.Module, *, num_layers: int, width: int) -> Sites:
+@dataclass(frozen=True)
+class _Block:
+    """What the source says of one block."""
+
+    module: nn.Module
+    norms: BlockNorms
+    doors: BlockDoors | None
+    reason: str  # why it has no doors
+
+
+def find_sites(model: nn.Module, *, num_layers: int, width: int, dtype: object = None) -> Sites:
+    """`dtype` is that in which the model runs."""
     decoder = _find_decoder(model, num_layers)
-    blocks = [read_block_norms(block) for block in decoder.blocks]
-    modules: dict[str, nn.Module] = {}
-    attention_blocks: dict[str, nn.Module] = {}
-    site_of: dict[Point, str] = {}
-    refused: dict[Point, str] = {}
+    places = _Places(num_layers)
+    reason = _find_reason_against_all(decoder, str(dtype))
+    if reason:
+        return Sites(
+            {}, {}, frozenset(), {}, dict.fromkeys(places.points, reason), num_layers, width
+        )
+    blocks = [_read_block(decoder, block) for block in decoder.blocks]
+    # The stream after a block is that before the next one, unless their owner changes it.
+    is_handed_on = not changes_stream(type(decoder.owner), decoder.list_name)
+    for layer, block in enumerate(blocks):
+        same = [Point("post_block", layer - 1)] if layer and is_handed_on else []
+        places.add_pre_attn(block, layer, same)
+        places.add_post_attn(block, layer)
+        if not is_handed_on:
+            places.add_exit(block, Point("post_block", layer))
+    if is_handed_on:
+        last = Point("post_block", num_layers - 1)
+        norm = _find_final_norm(decoder, blocks[-1].norms)
+        if norm is None:
+            places.add_exit(blocks[-1], last)
+        else:
+            places.add_norm(norm, [last], is_adding=blocks[-1].norms.is_fused)
+    return places.make_sites(width)
 
-    def place(norm: nn.Module, *points: Point) -> None:
+
+class _Places:
+    """Collects sites, in the order of the forward pass."""
+
+    def __init__(self, num_layers: int) -> None:
+        self.points = [Point(kind, layer) for layer in range(num_layers) for kind in POINT_KINDS]
+        self._num_layers = num_layers
+        self._modules: dict[str, nn.Module] = {}
+        self._blocks: dict[str, nn.Module] = {}
+        self._doors: dict[str, Entrance | Exit] = {}
+        self._adding: set[str] = set()
+        self._site_of: dict[Point, str] = {}
+        self._refused: dict[Point, str] = {}
+
+    def add_norm(self, norm: nn.Module, points: list[Point], *, is_adding: bool) -> None:
+        self._add(norm, points)
+        if is_adding:
+            self._adding.add(str(points[0]))
+
+    def add_pre_attn(self, block: _Block, layer: int, same: list[Point]) -> None:
+        """`same` are points that are the same tensor."""
+        points = [Point("pre_attn", layer), *same]
+        if block.norms.pre_attn:
+            # The first block is given the stream alone: nothing has been added to it yet.
+            is_adding = block.norms.is_fused and layer > 0
+            self.add_norm(getattr(block.module, block.norms.pre_attn), points, is_adding=is_adding)
+            self._blocks[str(points[0])] = block.module
+        elif block.doors is not None:
+            self._add(block.module, points, block.doors.entrance)
+        else:
+            kind = type(block.module).__name__
+            self._refuse(points, f"{kind}: {NO_NORM_BEFORE}; {block.reason}")
+
+    def add_post_attn(self, block: _Block, layer: int) -> None:
+        point, norms = Point("post_attn", layer), block.norms
+        if norms.post_attn:
+            self.add_norm(getattr(block.module, norms.post_attn), [point], is_adding=norms.is_fused)
+        else:
+            self._refuse([point], norms.reason)
+
+    def add_exit(self, block: _Block, point: Point) -> None:
+        if block.doors is not None:
+            self._add(block.module, [point], block.doors.exit)
+        else:
+            self._refuse([point], block.reason)
+
+    def _add(
+        self, module: nn.Module, points: list[Point], door: Entrance | Exit | None = None
+    ) -> None:
         site = str(points[0])
-        modules[site] = norm
-        site_of.update(dict.fromkeys(points, site))
+        self._modules[site] = module
+        self._site_of.update(dict.fromkeys(points, site))
+        if door is not None:
+            self._doors[site] = door
 
-    for layer, (module, block) in enumerate(zip(decoder.blocks, blocks, strict=True)):
-        pre, post = Point("pre_attn", layer), Point("post_attn", layer)
-        # The stream after block L - 1 is the stream before block L: one tensor, one site.
-        same = [Point("post_block", layer - 1)] if layer else []
-        if block.pre_attn:
-            place(getattr(module, block.pre_attn), pre, *same)
-            attention_blocks[str(pre)] = module
-        else:
-            refused.update(dict.fromkeys([pre, *same], block.reason))
-        if block.post_attn:
-            place(getattr(module, block.post_attn), post)
-        else:
-            refused[post] = block.reason
-    _place_final_norm(decoder, blocks[-1], Point("post_block", num_layers - 1), place, refused)
-    # The first block is given the stream alone: nothing has been added to it yet.
-    adding = frozenset(modules) - {"pre_attn.0"} if blocks[-1].is_fused else frozenset()
-    unsupported = find_unsupported_points(type(decoder.owner))
-    refused |= {point: unsupported[point.kind] for point in site_of if point.kind in unsupported}
-    site_of = {point: site for point, site in site_of.items() if point not in refused}
-    return Sites(modules, attention_blocks, adding, site_of, refused, num_layers, width)
+    def _refuse(self, points: list[Point], reason: str) -> None:
+        self._refused.update(dict.fromkeys(points, reason))
+
+    def make_sites(self, width: int) -> Sites:
+        return Sites(
+            self._modules,
+            self._blocks,
+            frozenset(self._adding),
+            self._site_of,
+            self._refused,
+            self._num_layers,
+            width,
+            self._doors,
+        )
 
 
-def _place_final_norm(
-    decoder: _Decoder, block: BlockNorms, last: Point, place: Any, refused: dict[Point, str]
-) -> None:
-    """The stream after the last block is what the final norm adds up, or is given."""
-    norm = _find_final_norm(decoder, block)
-    if block.pre_attn is None:
-        refused[last] = block.reason
-    elif norm is None:
-        refused[last] = f"{type(decoder.owner).__name__}: no final norm sees the residual stream"
-    else:
-        place(norm, last)
+def _read_block(decoder: _Decoder, block: nn.Module) -> _Block:
+    try:
+        doors = read_doors(decoder.owner, decoder.list_name, block)
+    except UnknownDoorError as error:
+        return _Block(block, read_block_norms(block), None, str(error))
+    entrance = doors.entrance
+    stream = entrance.hidden.name if entrance.residual is None else None
+    return _Block(block, read_block_norms(block, stream), doors, "")
 
 
 def _find_decoder(model: nn.Module, num_layers: int) -> _Decoder:
     # get_language_model: model_executor/models/interfaces.py, SupportsMultiModal, 0.26 and 0.32
     text = getattr(model, "get_language_model", lambda: model)()
     stacks = [
-        _Decoder(owner, child)
+        _Decoder(owner, name, child)
         for owner in text.modules()
-        for child in owner.children()
+        for name, child in owner.named_children()
         if isinstance(child, nn.ModuleList) and len(child) == num_layers
         if _are_all_local(child)
     ]
-    if len(stacks) == 1:
+    # Several lists may hold the same blocks (models/gemma4.py, 0.32): the outermost one runs them.
+    if len({tuple(map(id, stack.blocks)) for stack in stacks}) == 1:
         return stacks[0]
     raise UnsupportedError(
         f"{type(model).__name__}: found {len(stacks)} stacks of {num_layers} decoder blocks, "
@@ -133,246 +214,66 @@ def _are_all_local(blocks: nn.ModuleList) -> bool:
 
 
 def _find_final_norm(decoder: _Decoder, block: BlockNorms) -> nn.Module | None:
-    """The last norm that the owner calls itself, if it takes the stream as blocks return it."""
-    for call in reversed(list(list_calls(type(decoder.owner)))):
+    """The last norm that the owner calls itself, if it takes the stream as blocks return it.
+
+    And if nothing else calls it: NanoChat's normalises the embedding, too.
+    """
+    if block.pre_attn is None:
+        return None
+    calls = [*list_calls(type(decoder.owner), decoder.owner)]
+    for call in reversed(calls):
         child = getattr(decoder.owner, call.name, None)
         if is_norm(child):
-            return child if call.num_args == (2 if block.is_fused else 1) else None
+            is_alone = sum(other.name == call.name for other in calls) == 1
+            return child if is_alone and call.num_args == (2 if block.is_fused else 1) else None
     return None
 
 
-# --- which norms of a block see the stream ---
+# --- what the class that runs the blocks does between them ---
 
 
-@dataclass(frozen=True)
-class BlockNorms:
-    """Names of a block's norms that see the stream; None, and the reason, where there is none."""
-
-    pre_attn: str | None
-    post_attn: str | None
-    is_fused: bool  # the stream travels as two tensors, added up by the next norm
-    reason: str = ""
-
-
-@dataclass(frozen=True)
-class ForwardCall:
-    """One `self.name(...)` in a forward."""
-
-    name: str
-    num_args: int
-    is_saved: bool  # its first argument was saved as the residual just before
-
-    @property
-    def sees_stream(self) -> bool:
-        return self.num_args == 2 or (self.num_args == 1 and self.is_saved)
-
-    @property
-    def adds_up(self) -> bool:
-        """Not where both arguments are one tensor: such a norm returns its residual as it is.
-
-        models/commandr.py, LayerNorm, 0.26:83 and 0.32:85.
-        """
-        return self.num_args == 2 and not self.is_saved
+def _find_reason_against_all(decoder: _Decoder, dtype: str) -> str:
+    """Why no point of this model can be served; empty if some may be."""
+    owner = type(decoder.owner)
+    if repeats_blocks(owner, decoder.list_name):
+        return f"{owner.__name__} {BLOCKS_REPEATED}"
+    for kind in {type(block) for block in decoder.blocks}:
+        if dtype == "torch.float16" and scales_stream_in_half(kind):
+            return f"{kind.__name__} {SCALED_IN_HALF}"
+    return ""
 
 
-def read_block_norms(block: nn.Module) -> BlockNorms:
-    calls = list(list_calls(type(block)))
-    attention = _first(calls, lambda name: _is_attention(block, name))
-    mlp = _first(calls, lambda name: _is_mlp(block, name))
-    kind = type(block).__name__
-    if attention is None or mlp is None:
-        reason = f"{kind}: calls no attention and MLP children of its own"
-        return BlockNorms(None, None, False, reason)
-    norms = [call if _is_norm_of(block, call.name) and call.sees_stream else None for call in calls]
-    before = [call for call in norms[:attention] if call]
-    between = [call for call in norms[attention:mlp] if call]
-    is_fused = any(call.adds_up for call in (*before, *between))
-    if not before or _is_called_afterwards(block, before[0].name, calls):
-        return BlockNorms(None, None, is_fused, f"{kind}: {NO_NORM_BEFORE}")
-    if not between:
-        return BlockNorms(before[0].name, None, is_fused, f"{kind}: {NO_NORM_BETWEEN}")
-    return BlockNorms(before[0].name, between[-1].name, is_fused)
+def repeats_blocks(kind: type[Any], list_name: str) -> bool:
+    """True if a loop runs the blocks, and another one that loop."""
+    loops = _list_owner_loops(kind)
+    inner = [inside for loop in loops for inside in list_loops(loop)[1:]]
+    return any(list_block_calls(loop, list_name) for loop in inner)
 
 
-def _is_called_afterwards(block: nn.Module, name: str, calls: list[ForwardCall]) -> bool:
-    """The forward can also use this norm on a sublayer's output; only a flag tells which.
+def changes_stream(kind: type[Any], list_name: str) -> bool:
+    """True if the loop that runs the blocks changes what one gives to the next.
 
-    models/opt.py, `do_layer_norm_before`, 0.26 and 0.32: OPT-350m normalises afterwards.
+    Only if it does not is the stream after a block the one before the next.
     """
-    can = any(call.name == name and not call.sees_stream for call in calls)
-    return can and not getattr(block, "do_layer_norm_before", False)
+    return any(_changes_results(loop, list_name) for loop in _list_owner_loops(kind))
 
 
-def list_calls(kind: type[Any]) -> Iterator[ForwardCall]:
-    """Every `self.name(...)` of the class's forward in source order, through `super().forward`."""
-    owner = next(base for base in kind.__mro__ if "forward" in vars(base))
-    saved: set[str] = set()
-    for statement in _list_statements(_parse(vars(owner)["forward"]).body):
-        for node in _calls_in(statement):
-            if ast.unparse(node.func) == "super().forward":
-                yield from list_calls(_next_class(kind, owner))
-            elif _is_of_self(node):
-                yield _read_call(node, saved)
-        _note_saved(statement, saved)
+def _list_owner_loops(kind: type[Any]) -> list[Loop]:
+    return [loop for tree in parse_forwards(kind) for loop in list_loops(tree)]
 
 
-def find_passed_norms(model: nn.Module) -> dict[nn.Module, str]:
-    """Norms that a module's forward gives to a function instead of calling them itself.
-
-    The function may do the norm's work and pass the norm by: models/common/ops/
-    fused_allreduce_rms_norm.py does for small batches, 0.32:40.
-    """
-    found: dict[nn.Module, str] = {}
-    passed = {kind: _list_passed(kind) for kind in set(map(type, model.modules()))}
-    for module in model.modules():
-        for name, function in passed[type(module)].items():
-            norm = getattr(module, name, None)
-            if isinstance(norm, nn.Module) and is_norm(norm):
-                found[norm] = f"{type(module).__name__} gives {name} to {function}"
-    return found
-
-
-def _list_passed(kind: type[Any]) -> dict[str, str]:
-    """Attributes of self that the class's forward gives to functions, each with the function."""
-    try:
-        tree = _parse(kind.forward)
-    except (OSError, TypeError, SyntaxError):  # no source in Python: it gives nothing away
-        return {}
-    found: dict[str, str] = {}
-    for call in (node for node in ast.walk(tree) if isinstance(node, ast.Call)):
-        for given in (*call.args, *(keyword.value for keyword in call.keywords)):
-            if isinstance(given, ast.Attribute) and ast.unparse(given.value) == "self":
-                found[given.attr] = ast.unparse(call.func)
-    return found
-
-
-def _parse(function: Any) -> ast.Module:
-    return ast.parse(textwrap.dedent(inspect.getsource(inspect.unwrap(function))))
-
-
-def _list_statements(body: list[ast.stmt]) -> Iterator[ast.stmt]:
-    """Simple statements in source order; branches one after the other."""
-    for statement in body:
-        inner = [getattr(statement, name, []) for name in ("body", "orelse", "finalbody")]
-        if any(inner):
-            for part in inner:
-                yield from _list_statements(part)
-        else:
-            yield statement
-
-
-def _calls_in(statement: ast.stmt) -> list[ast.Call]:
-    found = [node for node in ast.walk(statement) if isinstance(node, ast.Call)]
-    return sorted(found, key=lambda node: (node.lineno, node.col_offset))
-
-
-def _read_call(node: ast.Call, saved: set[str]) -> ForwardCall:
-    assert isinstance(node.func, ast.Attribute)
-    given = [*node.args, *(keyword.value for keyword in node.keywords)]
-    is_saved = bool(given) and isinstance(given[0], ast.Name) and given[0].id in saved
-    return ForwardCall(node.func.attr, len(given), is_saved)
-
-
-def _note_saved(statement: ast.stmt, saved: set[str]) -> None:
-    """`residual = hidden` saves hidden, until hidden is assigned again."""
-    if not isinstance(statement, ast.Assign):
-        return
-    saved -= _assigned_names(statement)
-    if isinstance(statement.value, ast.Name):
-        saved.add(statement.value.id)
-
-
-def _is_of_self(node: ast.Call) -> bool:
-    function = node.func
-    return (
-        isinstance(function, ast.Attribute)
-        and isinstance(function.value, ast.Name)
-        and function.value.id == "self"
-    )
-
-
-def _next_class(kind: type[Any], owner: type[Any]) -> type[Any]:
-    """The class whose forward `super().forward` in `owner` calls."""
-    rest = kind.__mro__[kind.__mro__.index(owner) + 1 :]
-    return next(base for base in rest if "forward" in vars(base))
-
-
-def _first(calls: list[ForwardCall], is_wanted: Callable[[str], bool]) -> int | None:
-    return next((index for index, call in enumerate(calls) if is_wanted(call.name)), None)
-
-
-def is_norm(module: object) -> bool:
-    return isinstance(module, nn.Module) and "Norm" in type(module).__name__
-
-
-def _is_norm_of(block: nn.Module, name: str) -> bool:
-    return is_norm(getattr(block, name, None))
-
-
-def _is_attention(block: nn.Module, name: str) -> bool:
-    child = getattr(block, name, None)
-    return isinstance(child, nn.Module) and not is_norm(child) and "att" in name
-
-
-def _is_mlp(block: nn.Module, name: str) -> bool:
-    child = getattr(block, name, None)
-    marks = ("mlp", "feed_forward", "moe", "ffn", "fc1")
-    return isinstance(child, nn.Module) and not is_norm(child) and any(m in name for m in marks)
-
-
-# --- which points the loop over the blocks makes unreadable ---
-
-
-def find_unsupported_points(kind: type[Any]) -> dict[PointKind, str]:
-    """Kinds of points that cannot be read off the blocks alone, with the reason.
-
-    `post_block.L` is tapped where block L + 1 first sees the stream. That is the same value only if
-    the class that runs the blocks hands it on unchanged, and a single one only if each runs once.
-    """
-    forward = next(vars(base)["forward"] for base in kind.__mro__ if "forward" in vars(base))
-    loops = _list_loops(_parse(forward))
-    if any(_block_calls(inner) for loop in loops for inner in _list_loops(loop)[1:]):
-        return dict.fromkeys(POINT_KINDS, f"{kind.__name__} {BLOCKS_REPEATED}")
-    if any(_changes_stream(loop) for loop in loops):
-        return {"post_block": f"{kind.__name__} {STREAM_CHANGED}"}
-    return {}
-
-
-def _list_loops(tree: ast.AST) -> list[_Loop]:
-    """All loops in the tree; a loop itself comes first."""
-    return [node for node in ast.walk(tree) if isinstance(node, _Loop)]
-
-
-def _block_calls(loop: _Loop) -> list[ast.Assign]:
-    """`hidden, residual = layer(...)`: layer is the loop's variable, or taken from self.layers."""
-    assigns = [node for node in ast.walk(loop) if isinstance(node, ast.Assign)]
-    layers = set() if isinstance(loop, ast.While) else _names_in(loop.target)
-    for node in assigns:
-        if ast.unparse(node.value).startswith("self.layers["):
-            layers |= _assigned_names(node)
-
-    def is_block_call(node: ast.Assign) -> bool:
-        function = ast.unparse(node.value.func) if isinstance(node.value, ast.Call) else ""
-        return function in layers or function.startswith("self.layers[")
-
-    return [node for node in assigns if is_block_call(node)]
-
-
-def _changes_stream(loop: _Loop) -> bool:
-    calls = _block_calls(loop)
-    stream = {name for call in calls for name in _assigned_names(call)}
+def _changes_results(loop: Loop, list_name: str) -> bool:
+    calls = list_block_calls(loop, list_name)
+    stream = {name for call in calls for name in assigned_names(call)}
+    gathering = [
+        inside
+        for node in ast.walk(loop)
+        if isinstance(node, ast.If) and _ROWS_DIFFER.search(ast.unparse(node.test))
+        for inside in ast.walk(node)
+    ]
     others = [
         node
         for node in ast.walk(loop)
-        if isinstance(node, ast.Assign | ast.AugAssign) and node not in calls
+        if isinstance(node, ast.Assign | ast.AugAssign) and node not in (*calls, *gathering)
     ]
-    return any(stream & _assigned_names(node) - {"_"} for node in others)
-
-
-def _assigned_names(node: ast.Assign | ast.AugAssign) -> set[str]:
-    targets = node.targets if isinstance(node, ast.Assign) else [node.target]
-    return {name for target in targets for name in _names_in(target)}
-
-
-def _names_in(target: ast.AST) -> set[str]:
-    return {node.id for node in ast.walk(target) if isinstance(node, ast.Name)}
+    return any(stream & assigned_names(node) - {"_"} for node in others)

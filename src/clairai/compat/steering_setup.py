@@ -29,10 +29,10 @@ def make_steering(
         site = named[f"{CONFIG_KEY}.{name}"]
         if isinstance(site, FusedNormSite):
             site.steer_with(tables, name)
-        else:  # in front of the norm, whose tap then sees the steered stream
+        else:  # in front of the tap, which then sees the steered stream
             key = f"{CONFIG_KEY}.steer.{name}"
             named[key] = tables.site(name)
-            attach_steering(sites.modules[name], key)
+            attach_steering(sites.modules[name], sites.doors.get(name), name=key)
     site_of = {str(point): site for point, site in sites.site_of.items() if site in tables.sites}
     return tables, WorkerSteering(tables, site_of)
 

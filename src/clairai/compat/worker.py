@@ -19,6 +19,7 @@ from typing import Any, Final
 import msgspec
 
 from clairai.compat import check_engine, model_ops, model_sites, step_hooks
+from clairai.compat.block_norms import find_passed_norms
 from clairai.compat.capture_setup import make_capture, make_capture_resolver
 from clairai.compat.engine_core import (
     CompileKey,
@@ -153,6 +154,7 @@ def _find_sites(worker: Any, resolved: ResolvedSettings) -> Sites:
         worker.model_runner.get_model(),
         num_layers=model.hf_text_config.num_hidden_layers,
         width=model.get_hidden_size(),
+        dtype=model.dtype,
     )
     refused = [(point, sites.refused[point]) for point in resolved.points if point in sites.refused]
     refused += _find_bypassed(worker, resolved.points, sites)
@@ -174,7 +176,7 @@ def _find_bypassed(worker: Any, points: Sequence[Point], sites: Sites) -> list[t
     """
     if worker.vllm_config.parallel_config.tensor_parallel_size == 1:
         return []
-    passed = model_sites.find_passed_norms(worker.model_runner.get_model())
+    passed = find_passed_norms(worker.model_runner.get_model())
     norms = {
         point: sites.modules[sites.site_of[point]] for point in points if point in sites.site_of
     }
@@ -249,7 +251,7 @@ def _attach_taps(
         else:
             named[key] = tables.side_stream_site(name)
             model_ops.attach_join(attention, token)
-        model_ops.attach_tap(sites.modules[name], name=key, token=token)
+        model_ops.attach_tap(sites.modules[name], sites.doors.get(name), name=key, token=token)
 
 
 def _make_publisher(worker: Any, resolved: ResolvedSettings, sites: Sites) -> StepPublisher:
@@ -295,11 +297,28 @@ def _check_taps_ran(worker: Any) -> None:
     for table in tables:
         table.check_all_ran()
     worker.clairai_tap_proof.finish()
+    _check_every_step(worker)
     publisher = getattr(worker, "clairai_step_publisher", None)
     if publisher is not None:
         # v1/worker/gpu/warmup.py warms kernels up with requests of its own, through execute_model.
         publisher.prepare(worker.clairai_inputs())
         publisher.serve()
+
+
+def _check_every_step(worker: Any) -> None:
+    """execute_model(scheduler_output): v1/worker/worker_base.py, 0.26 and 0.32.
+
+    An exception there ends the engine.
+    """
+    original, proof = worker.execute_model, worker.clairai_tap_proof
+
+    @functools.wraps(original)
+    def execute_model(scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
+        result = original(scheduler_output, *args, **kwargs)
+        proof.check_step(scheduler_output.total_num_scheduled_tokens)
+        return result
+
+    worker.execute_model = execute_model
 
 
 def _close(worker: Any) -> None:

@@ -34,8 +34,6 @@ def config(path: str = "", value: object = None) -> Any:
             "enable_prompt_embeds": False,
             "runner_type": "generate",
             "is_encoder_decoder": False,
-            "hf_config": SimpleNamespace(model_type="deepseek_v3"),
-            "dtype": "torch.bfloat16",
         },
     }
     passes = {"enable_sp": False, "enable_sequence_parallelism": None}
@@ -66,7 +64,6 @@ MODES = [
     ("model_config.runner_type", "pooling", "pooling models"),
     ("model_config.runner_type", "draft", "pooling models"),
     ("model_config.is_encoder_decoder", True, "encoder-decoder models"),
-    ("model_config.dtype", "torch.float16", "DeepSeek in float16"),
 ]
 
 

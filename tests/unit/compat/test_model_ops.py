@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from types import ModuleType, SimpleNamespace
+from types import MethodType, ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -139,3 +139,35 @@ def test_a_joined_attention_waits_first_and_then_works_as_before(
     assert torch.equal(found, query + key * 2.0)
     assert attention.given[0] is query
     assert isinstance(attention, Attention)
+
+
+class Mlp(nn.Module):  # type: ignore[misc]
+    def forward(self, x_TD: torch.Tensor) -> torch.Tensor:
+        return x_TD
+
+
+def test_a_module_with_a_forward_of_its_own_is_tapped_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As vLLM leaves an MLP of Hugging Face's, whose projections it has joined."""
+    mlp, read = Mlp(), []
+    setattr(mlp, "forward", MethodType(lambda _self, x_TD: 2 * x_TD, mlp))  # noqa: B010
+    monkeypatch.setattr(model_ops, "encode_name", str)
+    monkeypatch.setattr(torch.ops.clairai, "tap", lambda x, *_: read.append(x), raising=False)
+    model_ops.attach_tap(mlp, None, name="site", token=torch.zeros(1))
+    x_TD = torch.ones(3, WIDTH)
+    assert torch.equal(mlp(x_TD), 2 * x_TD)
+    assert read[0] is x_TD
+
+
+@pytest.mark.parametrize("is_one", [True, False])
+def test_a_norm_that_is_given_one_tensor_twice_is_steered_as_one(
+    is_one: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Cohere's. As a pair the new row would be written and then cleared."""
+    called: list[str] = []
+    for name in ("steer", "steer_alone"):
+        monkeypatch.setattr(
+            torch.ops.clairai, name, lambda *_, name=name: called.append(name), raising=False
+        )
+    x_TD = torch.ones(3, WIDTH)
+    model_ops._steer(x_TD, x_TD if is_one else x_TD.clone(), torch.zeros(1), "site")
+    assert called == ["steer_alone" if is_one else "steer"]

@@ -5,6 +5,7 @@ The norms are read from the source of a block's forward; toy models compare the 
 
 from __future__ import annotations
 
+import copy
 import json
 import os
 import subprocess
@@ -17,18 +18,24 @@ import pytest
 import torch
 from torch import nn
 
-from clairai.compat.model_sites import (
-    BLOCKS_REPEATED,
-    NO_NORM_BEFORE,
-    NO_NORM_BETWEEN,
-    STREAM_CHANGED,
+from clairai.compat import model_ops
+from clairai.compat.block_doors import Argument, Entrance, Exit, UnknownDoorError, read_doors
+from clairai.compat.block_norms import (
+    NO_MLP,
+    NOTHING_BETWEEN,
     BlockNorms,
     ForwardCall,
-    Sites,
-    find_sites,
-    find_unsupported_points,
     list_calls,
     read_block_norms,
+    scales_stream_in_half,
+)
+from clairai.compat.model_sites import (
+    BLOCKS_REPEATED,
+    SCALED_IN_HALF,
+    Sites,
+    changes_stream,
+    find_sites,
+    repeats_blocks,
 )
 from clairai.errors import UnsupportedError
 from clairai.points import POINT_KINDS, Point
@@ -60,27 +67,41 @@ def test_the_norms_that_see_the_stream_are_found(block: toy.Toy, expected: Block
     assert read_block_norms(block) == expected
 
 
-@pytest.mark.parametrize("block", [toy.PostNormBlock(), toy.AfterBlock()], ids=id_of)
-def test_a_block_that_normalises_afterwards_has_no_point(block: toy.Toy) -> None:
-    found = read_block_norms(block)
+def test_a_block_that_normalises_afterwards_gives_the_stream_to_its_mlp() -> None:
+    assert read_block_norms(toy.PostNormBlock(), "hidden_states") == BlockNorms(None, "mlp", False)
+
+
+def test_a_block_that_passes_on_what_it_normalised_has_no_point_in_between() -> None:
+    found = read_block_norms(toy.AfterBlock(), "hidden_states")
     assert (found.pre_attn, found.post_attn) == (None, None)
-    assert found.reason == f"{type(block).__name__}: {NO_NORM_BEFORE}"
+    assert found.reason == f"AfterBlock: {NOTHING_BETWEEN}"
 
 
-@pytest.mark.parametrize("block", [toy.ParallelBlock(), toy.HandingBlock()], ids=id_of)
+@pytest.mark.parametrize(
+    "block", [toy.ParallelBlock(), toy.HandingBlock(), toy.TwoNormsBlock()], ids=id_of
+)
 def test_a_parallel_block_has_no_point_between_attention_and_mlp(block: toy.Toy) -> None:
-    found = read_block_norms(block)
+    found = read_block_norms(block, "hidden_states")
     assert found.pre_attn == type(block).NORMS[0]
     assert found.post_attn is None
-    assert found.reason == f"{type(block).__name__}: {NO_NORM_BETWEEN}"
+    assert found.reason == f"{type(block).__name__}: {NOTHING_BETWEEN}"
     assert not found.is_fused  # its stream leaves as one tensor, whatever its norm is given
 
 
+def test_the_flags_of_a_block_say_which_branch_is_read() -> None:
+    assert read_block_norms(toy.SequentialBlock(), "hidden_states").post_attn == "ln_2"
+
+
+def test_a_mixer_that_is_no_attention_counts_as_one() -> None:
+    expected = BlockNorms("input_layernorm", "pre_ff_layernorm", is_fused=True)
+    assert read_block_norms(toy.MambaBlock()) == expected
+
+
 @pytest.mark.parametrize("block", [toy.HeadlessBlock(), toy.SilentBlock()], ids=id_of)
-def test_a_block_without_attention_or_mlp_is_refused_by_name(block: toy.Toy) -> None:
+def test_a_block_without_a_mixer_has_no_norms(block: toy.Toy) -> None:
     found = read_block_norms(block)
     assert (found.pre_attn, found.post_attn) == (None, None)
-    assert found.reason.startswith(f"{type(block).__name__}: calls no attention and MLP")
+    assert found.reason == f"{type(block).__name__}: {NO_MLP}"
 
 
 def test_a_norm_is_recognised_by_its_class_and_not_by_its_name() -> None:
@@ -125,6 +146,9 @@ REAL = {
     "gpt_j.GPTJBlock": ["ln_1", None, False],  # parallel
     "commandr.CohereDecoderLayer": ["input_layernorm", None, False],  # parallel
     "opt.OPTDecoderLayer": [None, None, False],  # without its flag it normalises afterwards
+    "mamba.MambaDecoderLayer": ["norm", None, True],
+    "jamba.JambaMambaDecoderLayer": ["input_layernorm", "pre_ff_layernorm", True],
+    "jamba.JambaAttentionDecoderLayer": ["input_layernorm", "pre_ff_layernorm", True],
     "opt.OPTDecoderLayer+do_layer_norm_before": ["self_attn_layer_norm", "final_layer_norm", False],
     "exaone4.Exaone4DecoderLayer": [None, None, False],  # normalises afterwards
     "bloom.BloomBlock": [None, None, False],  # normalises before it saves the residual
@@ -174,6 +198,21 @@ class Skipped:
         return hidden, residual
 
 
+class Gathering:
+    layers: Any
+
+    def forward(self, positions: Any, hidden: Any, residual: Any) -> Any:
+        for layer in self.layers:
+            if hidden.shape[0] != positions.shape[0]:
+                hidden, residual = gather(hidden, residual)
+            hidden, residual = layer(positions, hidden, residual)
+        return hidden, residual
+
+
+def gather(*parts: Any) -> Any:
+    return parts
+
+
 class Looped:
     layers: Any
 
@@ -184,28 +223,31 @@ class Looped:
         return hidden
 
 
-def test_a_loop_that_only_runs_blocks_has_every_point() -> None:
-    assert find_unsupported_points(Plain) == {}
+def test_a_loop_that_only_runs_blocks_hands_the_stream_on() -> None:
+    assert not changes_stream(Plain, "layers")
+    assert not repeats_blocks(Plain, "layers")
 
 
-@pytest.mark.parametrize("owner", [Added, Skipped])
-def test_a_loop_that_changes_the_stream_has_no_post_block(owner: type[Any]) -> None:
-    assert find_unsupported_points(owner) == {"post_block": f"{owner.__name__} {STREAM_CHANGED}"}
+@pytest.mark.parametrize("kind", [Added, Skipped])
+def test_a_loop_that_adds_to_the_stream_is_found(kind: type[Any]) -> None:
+    assert changes_stream(kind, "layers")
 
 
-def test_blocks_that_run_twice_have_no_points() -> None:
-    assert find_unsupported_points(Looped) == dict.fromkeys(
-        POINT_KINDS, f"Looped {BLOCKS_REPEATED}"
-    )
+def test_gathering_rows_of_other_ranks_is_no_change() -> None:
+    assert not changes_stream(Gathering, "layers")
+
+
+def test_blocks_that_run_twice_are_found() -> None:
+    assert repeats_blocks(Looped, "layers")
 
 
 def test_loops_of_vllm_itself_are_read_correctly() -> None:
     llama = pytest.importorskip("vllm.model_executor.models.llama")
     qwen3_vl = pytest.importorskip("vllm.model_executor.models.qwen3_vl")
     solar = pytest.importorskip("vllm.model_executor.models.solar")
-    assert find_unsupported_points(llama.LlamaModel) == {}
-    assert [*find_unsupported_points(qwen3_vl.Qwen3LLMModel)] == ["post_block"]
-    assert [*find_unsupported_points(solar.SolarModel)] == ["post_block"]
+    assert not changes_stream(llama.LlamaModel, "layers")
+    assert changes_stream(qwen3_vl.Qwen3LLMModel, "layers")
+    assert changes_stream(solar.SolarModel, "layers")
 
 
 NUM_LAYERS = 3
@@ -255,6 +297,54 @@ class SumFirstDecoder(Decoder):
         return self.norm(hidden_states + residual)
 
 
+class EmbeddingDecoder(Decoder):
+    """NanoChat's: the final norm normalises the embedding, too."""
+
+    def forward(self, hidden_states: Any) -> Any:
+        self.norm(hidden_states)
+        residual = None
+        for layer in self.layers:
+            hidden_states, residual = layer(hidden_states, residual)
+        hidden_states, _ = self.norm(hidden_states, residual)
+        return hidden_states
+
+
+class KeywordDecoder(Decoder):
+    def forward(self, hidden_states: Any) -> Any:
+        residual = None
+        for layer in self.layers:
+            hidden_states, residual = layer(0, residual=residual, hidden_states=hidden_states)
+        return hidden_states + residual
+
+
+class AddingDecoder(Decoder):
+    def forward(self, hidden_states: Any) -> Any:
+        residual = None
+        for index, layer in enumerate(self.layers):
+            hidden_states, residual = layer(hidden_states, residual)
+            if index < 2:
+                hidden_states = hidden_states + 1
+        hidden_states, _ = self.norm(hidden_states, residual)
+        return hidden_states
+
+
+class ManyDecoder(Decoder):
+    def forward(self, hidden_states: Any) -> Any:
+        pending = mix = None
+        for layer in self.layers:
+            hidden_states, pending, mix = layer(hidden_states, pending, mix)
+        return hidden_states
+
+
+class RepeatingDecoder(Decoder):
+    def forward(self, hidden_states: Any) -> Any:
+        residual = None
+        for _ in range(2):
+            for layer in self.layers:
+                hidden_states, residual = layer(hidden_states, residual)
+        return hidden_states + residual
+
+
 def sites_of(model: nn.Module) -> Sites:
     return find_sites(model, num_layers=NUM_LAYERS, width=toy.WIDTH)
 
@@ -264,20 +354,22 @@ def every_point() -> list[Point]:
 
 
 def tapped(model: nn.Module, sites: Sites) -> dict[Point, torch.Tensor]:
-    """What a tap at each point reads in one forward: the returned residual, or what was given."""
+    """What the tap of each point reads in one forward of a copy of the model."""
     read: dict[str, torch.Tensor] = {}
+    copied, copied_sites = copy.deepcopy((model, sites))
+    with pytest.MonkeyPatch.context() as patched:
 
-    def keep(name: str) -> Any:
-        def hook(_norm: Any, given: Any, output: Any) -> None:
-            read[name] = (output[1] if len(given) > 1 else given[0]).clone()
+        def tap(x: torch.Tensor, _token: torch.Tensor, name: str) -> None:
+            assert name not in read, "a tap ran twice"
+            read[name] = x.clone()
 
-        return hook
-
-    handles = [norm.register_forward_hook(keep(name)) for name, norm in sites.modules.items()]
-    model(HIDDEN.clone())
-    for handle in handles:
-        handle.remove()
-    return {point: read[site] for point, site in sites.site_of.items()}
+        patched.setattr(torch.ops.clairai, "tap", tap, raising=False)
+        patched.setattr(model_ops, "encode_name", str)
+        for name, module in copied_sites.modules.items():
+            door = copied_sites.doors.get(name)
+            model_ops.attach_tap(module, door, name=name, token=torch.zeros(1))
+        copied(HIDDEN.clone())
+    return {point: read[site] for point, site in copied_sites.site_of.items()}
 
 
 def stream_of(model: Decoder) -> dict[Point, torch.Tensor]:
@@ -346,24 +438,30 @@ def test_points_that_are_one_tensor_share_one_site() -> None:
 
 
 @pytest.mark.parametrize(
-    "model", [BareDecoder(toy.FusedBlock), SumFirstDecoder(toy.FusedBlock)], ids=["none", "other"]
+    "model",
+    [
+        BareDecoder(toy.FusedBlock),
+        SumFirstDecoder(toy.FusedBlock),
+        EmbeddingDecoder(toy.FusedBlock),
+    ],
+    ids=["none", "other", "twice"],
 )
-def test_without_a_final_norm_that_sees_the_stream_only_the_last_point_is_refused(
+def test_without_a_final_norm_of_its_own_the_last_point_is_behind_the_last_block(
     model: Decoder,
 ) -> None:
     sites = sites_of(model)
-    reason = f"{type(model).__name__}: no final norm sees the residual stream"
-    assert sites.refused == {Point("post_block", 2): reason}
+    assert sites.refused == {}
+    assert sites.doors == {"post_block.2": Exit(0, 1)}
+    assert sites.modules["post_block.2"] is model.layers[2]
     assert wrong_points(tapped(model, sites), stream_of(model)) == []
 
 
-def test_a_final_norm_that_does_not_add_is_refused() -> None:
+def test_a_final_norm_that_does_not_add_is_not_tapped() -> None:
     """Cohere's: the residual it returns is the stream before the last block, not after it."""
     model = Decoder(toy.HandingBlock, toy.HandingNorm)
     sites = sites_of(model)
-    assert Point("post_block", 2) in sites.refused
+    assert sites.doors == {"post_block.2": Exit(0, None)}
     assert wrong_points(tapped(model, sites), stream_of(model)) == []
-    assert Point("post_block", 1) in sites.site_of
 
 
 def test_a_parallel_block_is_served_without_post_attn() -> None:
@@ -374,12 +472,69 @@ def test_a_parallel_block_is_served_without_post_attn() -> None:
     assert wrong_points(tapped(model, sites), stream_of(model)) == []
 
 
-@pytest.mark.parametrize("kind", [toy.PostNormBlock, toy.AfterBlock])
-def test_a_block_that_normalises_afterwards_is_refused_at_every_point(kind: type[toy.Toy]) -> None:
-    sites = sites_of(OneTensorDecoder(kind))
-    assert sites.modules == {}
-    assert sorted(sites.refused) == every_point()
-    assert all("post-LN" in reason for reason in sites.refused.values())
+def test_a_block_that_normalises_afterwards_is_tapped_at_its_doors() -> None:
+    model = OneTensorDecoder(toy.PostNormBlock)
+    sites = sites_of(model)
+    assert sites.refused == {}
+    entrance = Entrance(Argument(0, "hidden_states"), None)
+    assert sites.doors == {
+        **{f"pre_attn.{layer}": entrance for layer in range(NUM_LAYERS)},
+        "post_block.2": Exit(None, None),
+    }
+    assert wrong_points(tapped(model, sites), stream_of(model)) == []
+
+
+def test_a_block_whose_stream_is_two_tensors_is_tapped_at_its_doors() -> None:
+    model = KeywordDecoder(toy.SumBlock)
+    sites = sites_of(model)
+    assert sites.doors["pre_attn.1"] == Entrance(
+        Argument(1, "hidden_states"), Argument(2, "residual")
+    )
+    assert sites.doors["post_block.2"] == Exit(0, 1)
+    assert sorted(sites.refused) == [Point("post_attn", layer) for layer in range(NUM_LAYERS)]
+    assert wrong_points(tapped(model, sites), stream_of(model)) == []
+
+
+def test_where_the_owner_adds_to_the_stream_each_block_has_two_points() -> None:
+    """Qwen3-VL's: what is added after a block belongs to the next block's entrance."""
+    model = AddingDecoder(toy.FusedBlock)
+    sites = sites_of(model)
+    found = tapped(model, sites)
+    assert sites.refused == {}
+    for layer in range(NUM_LAYERS - 1):
+        after, before = found[Point("post_block", layer)], found[Point("pre_attn", layer + 1)]
+        assert torch.allclose(before, after + 1)
+
+
+@pytest.mark.parametrize(
+    ("kind", "reason"),
+    [
+        (toy.PendingBlock, "PendingBlock: does not begin by adding hidden_states and pending up"),
+        (toy.ManyBlock, "ManyBlock: 3 tensors travel from block to block"),
+    ],
+)
+def test_tensors_that_are_not_added_up_at_once_are_no_door(
+    kind: type[toy.Toy], reason: str
+) -> None:
+    with pytest.raises(UnknownDoorError, match=reason):
+        read_doors(ManyDecoder(kind), "layers", kind())
+
+
+def test_a_model_whose_blocks_run_twice_is_refused_at_every_point() -> None:
+    sites = sites_of(RepeatingDecoder(toy.FusedBlock))
+    assert sites.site_of == {}
+    assert {*sites.refused.values()} == {f"RepeatingDecoder {BLOCKS_REPEATED}"}
+
+
+def test_a_block_that_scales_the_stream_in_float16_is_refused_in_float16_alone() -> None:
+    assert scales_stream_in_half(toy.HalfBlock)
+    assert not scales_stream_in_half(toy.FusedBlock)
+    model = Decoder(toy.HalfBlock)
+    given = {"num_layers": NUM_LAYERS, "width": toy.WIDTH}
+    assert find_sites(model, dtype=torch.bfloat16, **given).refused == {}
+    refused = find_sites(model, dtype=torch.float16, **given).refused
+    assert sorted(refused) == every_point()
+    assert {*refused.values()} == {f"HalfBlock {SCALED_IN_HALF}"}
 
 
 def test_two_stacks_of_blocks_are_refused_and_none_too() -> None:

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from clairai.compat import worker
-from clairai.compat.model_sites import find_passed_norms
+from clairai.compat.block_norms import find_passed_norms
 from clairai.compat.tap_proof import TapProof
 from clairai.engine.score.score_tables import ScoreTables
 from clairai.errors import TapMissingError
@@ -59,6 +59,11 @@ class HidingModel(CallingModel):
         return fused(fused(x_TD, self.first_norm), self.second_norm)
 
 
+class RepeatingModel(CallingModel):
+    def forward(self, x_TD: torch.Tensor) -> torch.Tensor:
+        return self.second_norm(self.first_norm(self.second_norm(x_TD)))
+
+
 def proof_of(kind: type[CallingModel], *, has_graphs: bool = False) -> tuple[Any, TapProof]:
     tables = ScoreTables(("a", "b"), width=WIDTH, capacity=1, max_tokens=32, device="cpu")
     named = {"clairai.a": tables.site("a"), "clairai.b": tables.site("b"), "layers.0": object()}
@@ -90,6 +95,13 @@ def test_a_norm_that_small_batches_pass_by_is_found_though_it_ran_in_others(
         proof.finish()
 
 
+def test_a_norm_that_a_forward_calls_twice_is_found() -> None:
+    model, proof = proof_of(RepeatingModel)
+    forward(model, 8)
+    with pytest.raises(TapMissingError, match=r"1 of 2 taps .* \(first: clairai.b, 2 times\)"):
+        proof.finish()
+
+
 @pytest.mark.attack(119)
 def test_a_forward_without_any_tap_is_found_where_no_graph_can_explain_it() -> None:
     model, proof = proof_of(HidingModel)
@@ -104,16 +116,48 @@ def test_replays_of_graphs_run_no_tap_and_are_no_fault() -> None:
     proof.finish()
 
 
-def test_after_start_up_nothing_is_watched_any_more() -> None:
+def test_after_start_up_the_model_has_no_hooks() -> None:
     model, proof = proof_of(PassingModel)
     forward(model, 32)
-    watched = dict(model.first_norm._sites)
     proof.finish()
-    assert all(watched[name] is not model.first_norm._sites[name] for name in list(watched)[:2])
-    forward(model, 8)
-    proof.finish()  # what runs now is no part of the proof
     assert not model._forward_hooks
     assert not model._forward_pre_hooks
+
+
+def served(kind: type[CallingModel], *, has_graphs: bool = False) -> tuple[Any, TapProof]:
+    """A model whose taps all ran at start-up."""
+    model, proof = proof_of(kind, has_graphs=has_graphs)
+    forward(model, 32)
+    proof.finish()
+    return model, proof
+
+
+@pytest.mark.parametrize("has_graphs", [False, True])
+def test_a_step_without_one_of_the_taps_ends_the_engine(has_graphs: bool) -> None:
+    model, proof = served(PassingModel, has_graphs=has_graphs)
+    forward(model, 32)
+    proof.check_step(32)
+    forward(model, 8)
+    with pytest.raises(TapMissingError, match=r"1 of 2 taps did not run in a step of 8 tokens"):
+        proof.check_step(8)
+
+
+def test_a_step_without_any_tap_ends_the_engine_where_no_graph_can_explain_it() -> None:
+    model, proof = served(HidingModel)
+    proof.check_step(0)  # nothing was scheduled
+    forward(model, 8)
+    with pytest.raises(TapMissingError, match=r"2 of 2 taps did not run in a step of 8 tokens"):
+        proof.check_step(8)
+    model, proof = served(HidingModel, has_graphs=True)
+    forward(model, 8)
+    proof.check_step(8)
+
+
+def test_forwards_between_two_steps_are_no_fault() -> None:
+    """Dummy runs; and steps that a graph publishes itself are not asked about."""
+    model, proof = served(CallingModel)
+    forward(model, 8, 8, 8)
+    proof.check_step(8)
 
 
 @pytest.mark.attack(120)
