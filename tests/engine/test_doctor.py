@@ -13,8 +13,8 @@ from tests.engine import models
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(120)]
 
 
-def doctor(model: Path) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "clairai.cli", "doctor", str(model)]
+def doctor(model: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "clairai.cli", "doctor", str(model), *arguments]
     return subprocess.run(command, capture_output=True, text=True, check=False, timeout=100)
 
 
@@ -28,11 +28,25 @@ def test_every_point_of_the_real_model_is_served() -> None:
     assert "refused" not in found.stdout
 
 
-def test_a_post_norm_model_is_refused_with_the_reason_and_a_failing_exit_code(
+def test_a_point_that_a_model_does_not_have_is_refused_with_the_reason(tmp_path: Path) -> None:
+    found = doctor(models.tiny("gpt_neox", tmp_path / "gpt_neox"))
+    assert found.returncode == 0, found.stderr
+    assert "8 of 12 points can be tapped" in found.stdout
+    assert "parallel block" in found.stdout
+
+
+def test_a_model_that_computes_something_while_it_is_built_is_built(tmp_path: Path) -> None:
+    """Bloom computes the slopes of its attention."""
+    found = doctor(models.tiny("bloom", tmp_path / "bloom"))
+    assert found.returncode == 0, found.stderr
+    assert "12 of 12 points can be tapped" in found.stdout
+
+
+def test_arguments_of_vllm_count_and_a_refused_mode_has_a_failing_exit_code(
     tmp_path: Path,
 ) -> None:
-    found = doctor(models.tiny("olmo2", tmp_path / "olmo2"))
+    model = models.tiny("llama", tmp_path / "llama")
+    found = doctor(model, "--", "--trust-remote-code", "--enable-prompt-embeds")
     assert found.returncode == 1
-    assert "0 of 12 points can be tapped" in found.stdout
-    assert "post-LN" in found.stdout
-    assert "no point of this architecture can be tapped" in found.stderr
+    assert "12 of 12 points can be tapped" in found.stdout
+    assert "prompt embeddings" in found.stderr

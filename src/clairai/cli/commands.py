@@ -318,6 +318,10 @@ def _require_proxy_packages() -> None:
 @app.command()
 def doctor(
     model: Annotated[str, typer.Argument(metavar="MODEL", help="What `vllm serve` would take.")],
+    vllm_arguments: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="-- VLLM_ARGUMENT", help="Such as --trust-remote-code."),
+    ] = None,
 ) -> None:
     """Say which tap points of MODEL can be served."""
     from rich.console import Console
@@ -326,7 +330,7 @@ def doctor(
     from clairai.compat.doctor import diagnose
 
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")  # vLLM reads it when it is imported
-    report = diagnose(model)
+    report = diagnose(model, vllm_arguments or [])
     table = Table("point", "verdict", "reason", box=None)
     for row in report.lines():
         table.add_row(*row)

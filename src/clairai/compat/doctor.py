@@ -1,20 +1,21 @@
 """Reports which points of a model can be tapped, without loading a weight.
 
-The model is built on torch's meta device: shapes and modules without memory, in a fraction of a
-second for any size. Runs in: `clairai doctor`.
+The model's weights are built on torch's meta device: shapes without memory, in a fraction of a
+second for any size. What a model computes while it is built (slopes of ALiBi, rotary angles) is
+real. Runs in: `clairai doctor`.
 """
 
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 from clairai.compat.check_engine import check_version, list_refused_modes, vllm_version
 from clairai.compat.model_sites import find_sites
-from clairai.errors import ClairaiError, UnsupportedError
+from clairai.errors import UnsupportedError
 from clairai.points import Point
 
 
@@ -37,29 +38,26 @@ class DoctorReport:
         return f"{served} of {len(self.verdicts)} points can be tapped"
 
 
-def diagnose(model: str) -> DoctorReport:
-    """Build what `vllm serve` would build of `model`, in this process, and look at every point."""
+def diagnose(model: str, arguments: Sequence[str] = ()) -> DoctorReport:
+    """Build what `vllm serve` would build of `model`, in this process, and look at every point.
+
+    `arguments` are further ones of `vllm serve`.
+    """
     version = vllm_version()
     try:
         check_version(version, allow_untested=False)
-        return _inspect(model, version)
+        return _inspect(model, _make_config(model, arguments, version), version)
     except UnsupportedError as error:
         return DoctorReport(f"{model} on vLLM {version}", (), (error.reason,))
-    except ClairaiError:
-        raise
-    except Exception as error:
-        raise UnsupportedError(
-            f"vLLM {version} cannot build {model}: {type(error).__name__}: {error}; "
-            f"`vllm serve {model}` would fail in the same way"
-        ) from error
 
 
-def _inspect(model: str, version: str) -> DoctorReport:
-    module, config = _build(model)
+def _inspect(model: str, config: Any, version: str) -> DoctorReport:
+    module = _build(model, config, version)
     sites = find_sites(
         module,
         num_layers=config.model_config.hf_text_config.num_hidden_layers,
         width=config.model_config.get_hidden_size(),
+        dtype=config.model_config.dtype,
     )
     title = (
         f"{model}: {type(module).__name__}, {sites.num_layers} layers, "
@@ -73,20 +71,56 @@ def _inspect(model: str, version: str) -> DoctorReport:
     return DoctorReport(title, verdicts, tuple(problems))
 
 
-def _build(model: str) -> tuple[Any, Any]:
-    """The model's modules without weights, and its VllmConfig."""
-    import torch
+def _make_config(model: str, arguments: Sequence[str], version: str) -> Any:
+    """vLLM's own config for these arguments of `vllm serve`.
 
-    # model_executor/model_loader/utils.py initialize_model: 0.26:42, 0.32:74
+    EngineArgs.add_cli_args, from_cli_args: engine/arg_utils.py, 0.26 and 0.32
+    FlexibleArgumentParser: utils/argparse_utils.py, 0.26 and 0.32
+    """
     from vllm.engine.arg_utils import EngineArgs
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+    ours = ["--skip-tokenizer-init", "--load-format", "dummy", "--enforce-eager"]
+    parser = EngineArgs.add_cli_args(FlexibleArgumentParser(prog="vllm serve"))
+    given = parser.parse_args(["--model", model, *arguments, *ours])
+    try:
+        return EngineArgs.from_cli_args(given).create_engine_config()
+    except Exception as error:
+        raise UnsupportedError(
+            f"vLLM {version} makes no config for {model}: {type(error).__name__}: {error}; "
+            f"`vllm serve {model}` would fail in the same way"
+        ) from error
+
+
+def _build(model: str, config: Any, version: str) -> Any:
+    """The model's modules without weights."""
+    # model_executor/model_loader/utils.py initialize_model: 0.26:42, 0.32:74
     from vllm.model_executor.model_loader.utils import initialize_model
 
-    arguments = EngineArgs(
-        model=model, skip_tokenizer_init=True, load_format="dummy", enforce_eager=True
-    )
-    config = arguments.create_engine_config()
-    with _single_rank(config), torch.device("meta"):
-        return initialize_model(config), config
+    try:
+        with _single_rank(config), _memoryless_weights():
+            return initialize_model(config)
+    except Exception as error:
+        raise UnsupportedError(
+            f"vLLM {version} did not build {model} without its weights: "
+            f"{type(error).__name__}: {error}; `vllm serve {model}` may: with the clairai key it "
+            "says at start-up which points it cannot serve"
+        ) from error
+
+
+def _memoryless_weights() -> Any:
+    """Within it, tensors that nobody has filled are on the meta device: they are the weights."""
+    import torch
+    from torch.overrides import TorchFunctionMode
+
+    class MemorylessWeights(TorchFunctionMode):  # type: ignore[misc]  # torch is Any to mypy
+        def __torch_function__(
+            self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
+            is_empty = function in (torch.empty, torch.empty_strided, torch.Tensor.new_empty)
+            return function(*args, **{**(kwargs or {}), **({"device": "meta"} if is_empty else {})})
+
+    return MemorylessWeights()
 
 
 @contextmanager
