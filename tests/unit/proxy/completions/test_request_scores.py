@@ -3,7 +3,13 @@
 from __future__ import annotations
 
 from clairai.match.choice_scores import ScoreColumns, ScoreRow
-from clairai.proxy.completions.request_scores import ScoreSummary, make_slice
+from clairai.proxy.completions.completion_request import ClairaiOptions
+from clairai.proxy.completions.request_scores import (
+    RequestScores,
+    ScoreBudget,
+    ScoreSummary,
+    make_slice,
+)
 
 
 def test_sums_leave_out_what_has_no_score() -> None:
@@ -53,3 +59,25 @@ def test_a_long_slice_is_split_and_loses_nothing() -> None:
     first, second = made.split(2)
     assert (first.start, first.lost, second.start, second.lost) == (10, (0,), 12, (0,))
     assert first.scores + second.scores == made.scores
+
+
+def test_an_answer_without_rows_waits_until_its_probes_have_names() -> None:
+    """Its one token is never forwarded; the first record of a new bank says what its nulls are."""
+    names: tuple[str, ...] | None = None
+    scores = RequestScores(
+        7,
+        ClairaiOptions(),
+        max_scores=100,
+        budget=ScoreBudget(100),
+        is_attached=lambda: True,
+        names=lambda: names,
+    )
+    scores.prompt_ids = [1, 2]
+    scores.add_tokens(0, [5])
+    scores.finish(0, "length")
+    assert not scores.is_complete(0)
+    names = ("a",)
+    assert scores.is_complete(0)
+    made = scores.take(0)
+    assert made is not None
+    assert (made.names, made.scores) == (("a",), [[None]])
