@@ -4,6 +4,7 @@
 upstream and the clients share one process, the proxy has its own: two cores, as many processes.
 Each chunk carries the time it was sent, on the clock that all processes share.
 Run: python -m bench.proxy_latency [--streams 64] [--rate 30] [--seconds 20] [--in-step]
+     [--completion-processes 1]
 
 With --costs: what a request and a token cost the proxy in CPU time, each by itself, from many short
 answers and a few long ones; give the proxy of another checkout by PYTHONPATH, and take turns.
@@ -22,9 +23,10 @@ from pathlib import Path
 from typing import Any, Final
 from urllib.parse import urlsplit
 
+import aiohttp
 import numpy as np
 
-from bench.proxy_load import STAMP, Upstream, running_proxy, running_ring
+from bench.proxy_load import STAMP, Upstream, completion_pids, running_proxy, running_ring
 
 PATH: Final = "/v1/chat/completions"
 BODY: Final[dict[str, Any]] = {"messages": [{"role": "user", "content": "Hi"}], "stream": True}
@@ -159,15 +161,32 @@ async def measure(arguments: argparse.Namespace, *, is_in_step: bool) -> list[di
         length = max(2, int(arguments.rate * 4))
         upstream = Upstream(ring, rate=arguments.rate, length=length, is_in_step=is_in_step)
         async with upstream.serving() as address:
-            proxy = running_proxy(address, folder)
+            proxy = running_proxy(address, folder, processes=arguments.completion_processes)
             url, pid = await asyncio.to_thread(proxy.__enter__)
             try:
-                if arguments.costs:
-                    ways = [way for way in arguments.ways if way != "direct"]
-                    return [await costs_of(way, url, pid, arguments) for way in ways]
-                return [await one_way(way, address, url, pid, arguments) for way in arguments.ways]
+                await ready(url, arguments.completion_processes)
+                return await measure_ways(address, url, pid, arguments)
             finally:
                 await asyncio.to_thread(proxy.__exit__, None, None, None)
+
+
+async def measure_ways(
+    address: str, url: str, pid: int, arguments: argparse.Namespace
+) -> list[dict[str, Any]]:
+    if not arguments.costs:
+        return [await one_way(way, address, url, pid, arguments) for way in arguments.ways]
+    ways = [way for way in arguments.ways if way != "direct"]
+    return [await costs_of(way, url, pid, arguments) for way in ways]
+
+
+async def ready(url: str, processes: int) -> None:
+    """Return when so many processes answer completions."""
+    if processes == 1:
+        return
+    wanted = f"clairai_completion_processes {processes:.1f}"
+    async with aiohttp.ClientSession() as session, asyncio.timeout(60):
+        while wanted not in await (await session.get(f"{url}/metrics")).text():  # noqa: ASYNC110
+            await asyncio.sleep(0.1)
 
 
 async def one_way(
@@ -176,6 +195,8 @@ async def one_way(
     delays_ns: list[int] = []
     firsts_ns: list[int] = []
     begun_s, used_s, ours_s, busy_s = time.monotonic(), cpu_s(pid), own_s(), machine_s()
+    theirs = completion_pids(pid)
+    others_used_s = sum(map(cpu_s, theirs))
     until_s = begun_s + arguments.seconds
     await load(
         address if way == "direct" else url,
@@ -186,10 +207,12 @@ async def one_way(
         firsts_ns=firsts_ns,
     )
     used_s = cpu_s(pid) - used_s
-    others_s = machine_s() - busy_s - (own_s() - ours_s) - used_s
+    theirs_s = sum(map(cpu_s, theirs)) - others_used_s
+    others_s = machine_s() - busy_s - (own_s() - ours_s) - used_s - theirs_s
     found = {
         **summary(way, delays_ns, firsts_ns),
         "cpu_us": round(1e6 * used_s / max(1, len(delays_ns))),
+        "completion_processes_cpu_us": round(1e6 * theirs_s / max(1, len(delays_ns))),
         "cores_used_by_others": round(others_s / (time.monotonic() - begun_s), 2),
     }
     print(json.dumps(found), flush=True)
@@ -234,6 +257,7 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=20.0)
     parser.add_argument("--probes", type=int, default=6)
     parser.add_argument("--ways", nargs="+", default=list(WAYS), choices=list(WAYS))
+    parser.add_argument("--completion-processes", type=int, default=1)
     parser.add_argument("--in-step", action="store_true", help="all tokens at one moment")
     parser.add_argument("--costs", action="store_true", help="CPU time of a request, of a token")
     arguments = parser.parse_args()

@@ -237,11 +237,15 @@ def running_ring(num_probes: int) -> Iterator[tuple[Ring, Path]]:
 
 
 @contextmanager
-def running_proxy(upstream: str, folder: Path, **limits: int) -> Iterator[tuple[str, int]]:
+def running_proxy(
+    upstream: str, folder: Path, *, processes: int = 1, **limits: int
+) -> Iterator[tuple[str, int]]:
     """The proxy in a process of its own, attached to the ring; its address and its pid."""
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()
-    process = context.Process(target=_serve, args=(upstream, str(folder), limits, theirs))
+    process = context.Process(
+        target=_serve, args=(upstream, str(folder), processes, limits, theirs)
+    )
     process.start()
     theirs.close()
     try:
@@ -252,12 +256,27 @@ def running_proxy(upstream: str, folder: Path, **limits: int) -> Iterator[tuple[
         process.join(20)
 
 
-def _serve(upstream: str, folder: str, limits: dict[str, int], pipe: Any) -> None:
+def completion_pids(pid: int) -> list[int]:
+    """The completion processes of a proxy."""
+    children = [one.read_text() for one in Path(f"/proc/{pid}/task").glob("*/children")]
+    pids = [int(child) for text in children for child in text.split()]
+    mark = b"processes.completion_process"
+    return [one for one in pids if mark in Path(f"/proc/{one}/cmdline").read_bytes()]
+
+
+def _serve(upstream: str, folder: str, processes: int, limits: dict[str, int], pipe: Any) -> None:
     from clairai.proxy.app import create_app, create_server
+    from clairai.proxy.observe.metrics import Metrics
     from clairai.proxy.proxy_settings import Limits, ProxySettings
 
     listener = socket.create_server(("127.0.0.1", 0), backlog=2048)
-    settings = ProxySettings(upstream, runtime_dir=Path(folder), limits=Limits(**limits))
-    app = create_app(settings)
+    settings = ProxySettings(
+        upstream,
+        runtime_dir=Path(folder),
+        limits=Limits(**limits),
+        completion_processes=processes,
+    )
+    # Which also say when the processes are ready.
+    app = create_app(settings, metrics=None if processes == 1 else Metrics())
     pipe.send(f"http://127.0.0.1:{listener.getsockname()[1]}")
     create_server(app, settings).run(sockets=[listener])

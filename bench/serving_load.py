@@ -47,7 +47,7 @@ SETTLE_S: Final = 1.0  # between turns
 PROMPT_TOKENS: Final = 16
 ALONE, SCORED, UNSCORED = "vLLM alone", "clairai", "clairai, no scores"
 _TIMES: Final = ("first_p50_ms", "first_p99_ms", "token_p50_ms", "token_p99_ms")
-_LISTED: Final = ("engine core", "API server", "proxy")
+_LISTED: Final = ("engine core", "API server", "proxy", "completion process")
 _LOGGED: Final = re.compile(r"\((APIServer|EngineCore|Worker)(?:_\w+)? pid=(\d+)\)", re.IGNORECASE)
 _LOGGED_ROLES: Final = {"apiserver": "API server", "enginecore": "engine core", "worker": "worker"}
 _COMMON: Final = ("--served-model-name", NAME, "--no-enable-prefix-caching")
@@ -279,8 +279,8 @@ def as_markdown(found: Sequence[dict[str, Any]]) -> str:
     """A table: medians over the turns, and in brackets what they are of vLLM alone."""
     lines = [
         "| API servers | streams | way | tokens/s | first token p50, ms | p99 | ms a token, p50 "
-        "| p99 | CPU us a token: core | API servers | proxy |",
-        "|---:|---:|---|---:|---:|---:|---:|---:|---:|---:|---:|",
+        "| p99 | CPU us a token: core | API servers | proxy | completion processes |",
+        "|---:|---:|---|---:|---:|---:|---:|---:|---:|---:|---:|---:|",
     ]
     keys = dict.fromkeys((one["api_servers"], one["streams"], one["way"]) for one in found)
     alone: dict[str, float] = {}

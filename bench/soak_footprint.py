@@ -22,6 +22,7 @@ _PROC: Final = Path("/proc")
 _ROLES: Final = (
     ("capture writer", re.compile("capture.writer_process|capture_writer")),
     ("process guard", re.compile("process_guard")),
+    ("completion process", re.compile(r"processes\.completion_process")),
     ("engine core", re.compile("EngineCore")),
     ("worker", re.compile("VLLM::Worker")),
     ("API server", re.compile(r"vllm serve|vllm\.entrypoints|APIServer|launch\.")),

@@ -274,8 +274,9 @@ def test_metrics_are_the_text_of_the_metrics_observer_and_then_vllms_own(tmp_pat
     class Counting(Watcher):
         content_type: str = "text/plain; version=1"
 
-        def snapshot(self, numbers: Any) -> Callable[[], bytes]:
-            return lambda: f"streams {numbers.streams}\n".encode()
+        def snapshot(self, counts: Any, others: Any = ()) -> Callable[[], bytes]:
+            del others
+            return lambda: f"streams {counts.streams}\n".encode()
 
     with world(tmp_path, metrics=Counting()) as w, w.client() as client:
         answer = client.get("/metrics")

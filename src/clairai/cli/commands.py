@@ -43,6 +43,8 @@ app.add_typer(weights, name="weights")
 PROXY_NEEDS: Final = ("fastapi", "uvicorn", "aiohttp", "httptools", "prometheus_client")
 # Exit codes. 0: done as asked, also by Ctrl-C; 2: a wrong command line, by typer.
 REFUSED, ENGINE_GONE = 1, 3
+# Of completion processes, unless somebody asks for more: vLLM needs cores too.
+MOST_PROCESSES, CORES_PER_PROCESS = 4, 4
 
 
 class Begin(StrEnum):
@@ -72,6 +74,13 @@ class ScoreOptions:
 
     score_all: bool
     keep_s: float
+
+
+def choose_processes(given: int | None) -> int:
+    """How many processes answer completions: as asked, or by the cores that we may use."""
+    if given is not None:
+        return given
+    return max(1, min(MOST_PROCESSES, len(os.sched_getaffinity(0)) // CORES_PER_PROCESS))
 
 
 Host = Annotated[str, typer.Option(help="Address to bind; any but loopback needs a key.")]
@@ -130,6 +139,17 @@ KeepScores = Annotated[
         metavar="SECONDS",
         min=1.0,
         help="How long scores can be fetched after an answer's end.",
+    ),
+]
+Processes = Annotated[
+    int | None,
+    typer.Option(
+        "--completion-processes",
+        metavar="N",
+        min=1,
+        max=32,
+        help="Processes that answer completions: 1 is the proxy itself. Else one for 4 cores, "
+        "at most 4.",
     ),
 ]
 Logs = Annotated[LogFormat, typer.Option("--log-format", help="Lines of text, or of JSON.")]
@@ -220,6 +240,7 @@ def serve(
     vllm_log: VllmLog = None,
     score_all: ScoreAll = False,
     keep_scores: KeepScores = 600.0,
+    completion_processes: Processes = None,
 ) -> None:
     """Serve MODEL: vLLM with clairai's taps, proxy and dashboard on one port."""
     _require_proxy_packages()
@@ -228,8 +249,12 @@ def serve(
 
     run(
         model,
-        _proxy_options(
-            host, port, api_key_file, allow_origin, allow_host, ScoreOptions(score_all, keep_scores)
+        replace(
+            _proxy_options(
+                *(host, port, api_key_file, allow_origin, allow_host),
+                ScoreOptions(score_all, keep_scores),
+            ),
+            completion_processes=choose_processes(completion_processes),
         ),
         UserOutput.of(log_format.value),
         points=points or [],
@@ -266,6 +291,7 @@ def proxy(
     log_format: Logs = LogFormat.TEXT,
     score_all: ScoreAll = False,
     keep_scores: KeepScores = 600.0,
+    completion_processes: Processes = None,
 ) -> None:
     """Show a vLLM that runs elsewhere on this host: proxy and dashboard on one port."""
     _require_proxy_packages()
@@ -275,8 +301,12 @@ def proxy(
 
     run(
         upstream,
-        _proxy_options(
-            host, port, api_key_file, allow_origin, allow_host, ScoreOptions(score_all, keep_scores)
+        replace(
+            _proxy_options(
+                *(host, port, api_key_file, allow_origin, allow_host),
+                ScoreOptions(score_all, keep_scores),
+            ),
+            completion_processes=choose_processes(completion_processes),
         ),
         UserOutput.of(log_format.value),
         runtime=runtime_dir,

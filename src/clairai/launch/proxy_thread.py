@@ -28,6 +28,7 @@ from clairai.local.own_clock import OwnClock
 from clairai.local.private_socket import runtime_dir
 from clairai.local.stop_signal import StopSignal
 from clairai.proxy.app import create_app, create_server
+from clairai.proxy.load_limits import SWITCH_S
 from clairai.proxy.observe.log_lines import AccessLog
 from clairai.proxy.observe.metrics import Metrics
 from clairai.proxy.observe.observer import Observer
@@ -40,10 +41,6 @@ STOP_S: Final = 4.0  # for answers that are being sent, and for the thread that 
 NUM_FILES: Final = 1 << 16
 STALL_S: Final = 30.0  # an event loop that has not gone round for so long answers nobody
 _START_POLL_S: Final = 0.01
-# How long a thread may keep Python's lock while another wants it. The event loop wants it several
-# times for every small request; with Python's own 5 ms, one client's large bodies, which are read
-# in a thread beside it, delay everybody else's answers several times as long.
-_SWITCH_S: Final = 5e-4
 
 
 @dataclass(frozen=True)
@@ -56,6 +53,7 @@ class ProxyOptions:
     examples: Path | None = None
     score_all: bool = False
     scores_kept_s: float = Timeouts.scores_kept
+    completion_processes: int = 1
 
     def settings(
         self, upstream: str, runtime: Path, upstream_api_key: str | None = None
@@ -72,6 +70,7 @@ class ProxyOptions:
             allowed_origins=self.allowed_origins,
             allowed_hosts=self.allowed_hosts,
             score_all=self.score_all,
+            completion_processes=self.completion_processes,
             timeouts=Timeouts(scores_kept=self.scores_kept_s),
         )
 
@@ -178,7 +177,7 @@ def run_proxy(
     with ExitStack() as undo:
         undo.callback(listener.close)
         undo.callback(sys.setswitchinterval, sys.getswitchinterval())
-        sys.setswitchinterval(_SWITCH_S)
+        sys.setswitchinterval(SWITCH_S)
         observers: list[Observer] = [AccessLog()]
         telemetry = Telemetry.from_environ(os.environ)
         if telemetry is not None:

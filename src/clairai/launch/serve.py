@@ -144,7 +144,7 @@ class EngineService:
     def start(self) -> EngineProcess:
         where = "" if self._log is None else f"; its log: {self._log.path}"
         self.say(f"starting vLLM{where}")
-        self._proxy.feed.is_engine_ending = False
+        self._proxy.set_engine_ending(is_ending=False)
         return EngineProcess(self._command, log=self._log, limits=self._limits)
 
     def wait_ready(self, engine: SupervisedEngine) -> bool:
@@ -166,7 +166,7 @@ class EngineService:
     def _wait_for_ring(self, engine: SupervisedEngine) -> None:
         """So that the scores of the first answers are not missed."""
         deadline_s = time.monotonic() + RING_TIMEOUT_S
-        while not self._proxy.feed.is_attached and not self._stop() and engine.is_alive():
+        while not self._proxy.is_reading and not self._stop() and engine.is_alive():
             if time.monotonic() > deadline_s:
                 self.say("warning: the engine serves, and its ring cannot be read: no scores")
                 return
@@ -182,7 +182,7 @@ class EngineService:
         self._proxy.end_answers()
 
     def expect_end(self) -> None:
-        self._proxy.feed.is_engine_ending = True
+        self._proxy.set_engine_ending(is_ending=True)
 
     def say(self, line: str) -> None:
         self._output.say(line)

@@ -10,7 +10,7 @@ from contextlib import asynccontextmanager
 from functools import partial
 from http import HTTPStatus
 from importlib.metadata import version
-from typing import Final, cast
+from typing import Any, Final, cast
 
 import uvicorn
 from fastapi import FastAPI, Request
@@ -25,6 +25,10 @@ from clairai.proxy.direct_routes import ANSWERED_ERRORS, DirectRoutes, Endpoint,
 from clairai.proxy.handlers import HANDLERS, HandlerCall, load_examples
 from clairai.proxy.http_protocol import BacklogServer, BoundedProtocol, Turns, quiet_connection_log
 from clairai.proxy.observe.observer import MetricsObserver, Observer
+from clairai.proxy.processes.first_process import CompletionProcesses
+from clairai.proxy.processes.moving_protocol import MovingProtocol
+from clairai.proxy.processes.servers import CompletionServer, FirstProcess, SharingServer
+from clairai.proxy.processes.shared_counts import SharedCounts
 from clairai.proxy.proxy import Proxy
 from clairai.proxy.proxy_settings import ProxySettings
 from clairai.proxy.request_guard import SECURITY_HEADERS, RequestGuard, check_access
@@ -50,9 +54,14 @@ def create_app(
     *,
     observers: Sequence[Observer] = (),
     metrics: MetricsObserver | None = None,
+    shared: SharedCounts | None = None,
 ) -> FastAPI:
-    """`metrics` is an observer that also answers GET /metrics. `app.state.proxy` is the Proxy."""
-    proxy = Proxy(settings, observers, metrics)
+    """`metrics` is an observer that also answers GET /metrics. `app.state.proxy` is the Proxy.
+
+    With several completion processes each has observers of its own, and this one sees what the
+    first process answers. `shared` is for such a process.
+    """
+    proxy = _create_proxy(settings, observers, metrics, shared)
     dashboard, examples = Dashboard.read(settings.page), load_examples(settings.examples)
 
     @asynccontextmanager
@@ -82,6 +91,20 @@ def create_app(
         app.add_exception_handler(kind, answer_error)
     _add_middleware(app, settings, answer_error)
     return app
+
+
+def _create_proxy(
+    settings: ProxySettings,
+    observers: Sequence[Observer],
+    metrics: MetricsObserver | None,
+    shared: SharedCounts | None,
+) -> Proxy:
+    if shared is not None or settings.completion_processes == 1:
+        return Proxy(settings, observers, metrics, shared)
+    counts, memory_fd = SharedCounts.create(1 + settings.completion_processes)
+    proxy = Proxy(settings, observers, metrics, counts)
+    proxy.processes = CompletionProcesses(proxy, counts, memory_fd)
+    return proxy
 
 
 def _make_endpoint(route: Route, proxy: Proxy, dashboard: Dashboard, examples: bytes) -> Endpoint:
@@ -190,30 +213,46 @@ def create_server(app: FastAPI, settings: ProxySettings) -> uvicorn.Server:
     head that httptools reads, no header is bounded before the app sees it.
     """
     proxy: Proxy = app.state.proxy
-    quiet_connection_log()
     connections = proxy.connections = Connections(most_connections(settings.limits.connections))
-    protocol = partial(
-        BoundedProtocol,
-        settings=settings,
-        connections=connections,
-        turns=Turns(),
-        on_refusal=proxy.count_refusal,
+    shown = _protocol_arguments(proxy, settings)
+    config = _server_config(
+        app, settings, partial(BoundedProtocol, connections=connections, **shown)
     )
-    return BacklogServer(
-        uvicorn.Config(
-            app,
-            host=settings.host,
-            port=settings.port,
-            http=cast(type[asyncio.Protocol], protocol),
-            ws="none",
-            lifespan="on",
-            log_config=None,
-            access_log=False,
-            server_header=False,
-            proxy_headers=False,
-            h11_max_incomplete_event_size=settings.limits.header_bytes,
-            timeout_keep_alive=math.ceil(settings.timeouts.idle),
-            timeout_graceful_shutdown=GRACE_S,
-            backlog=connections.most_at_once,
-        )
+    config.backlog = connections.most_at_once
+    if proxy.processes is None:
+        return BacklogServer(config)
+    moving = partial(MovingProtocol, mover=proxy.processes, **shown)
+    return SharingServer(config, moving, proxy.processes, connections)
+
+
+def create_completion_server(
+    app: FastAPI, settings: ProxySettings, first: FirstProcess
+) -> CompletionServer:
+    """The server of a completion process; `first` is its link to the first process."""
+    moving = partial(MovingProtocol, mover=first, **_protocol_arguments(app.state.proxy, settings))
+    return CompletionServer(_server_config(app, settings, moving), moving, first)
+
+
+def _protocol_arguments(proxy: Proxy, settings: ProxySettings) -> dict[str, Any]:
+    return {"settings": settings, "turns": Turns(), "on_refusal": proxy.count_refusal}
+
+
+def _server_config(
+    app: FastAPI, settings: ProxySettings, protocol: Callable[..., asyncio.Protocol]
+) -> uvicorn.Config:
+    quiet_connection_log()
+    return uvicorn.Config(
+        app,
+        host=settings.host,
+        port=settings.port,
+        http=cast(type[asyncio.Protocol], protocol),
+        ws="none",
+        lifespan="on",
+        log_config=None,
+        access_log=False,
+        server_header=False,
+        proxy_headers=False,
+        h11_max_incomplete_event_size=settings.limits.header_bytes,
+        timeout_keep_alive=math.ceil(settings.timeouts.idle),
+        timeout_graceful_shutdown=GRACE_S,
     )

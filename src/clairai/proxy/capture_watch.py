@@ -50,8 +50,8 @@ class CaptureReport(msgspec.Struct, frozen=True):
 
 
 @dataclass(frozen=True)
-class CaptureProblem:
-    """What is wrong with capturing, and since when, in seconds since 1970."""
+class HealthProblem:
+    """What is wrong with capturing, or with the proxy, and since when, in seconds since 1970."""
 
     reason: str
     since: float
@@ -85,12 +85,12 @@ class CaptureWatch:
                 self._asked_s = self._clock()
         return self._report
 
-    async def problems(self) -> list[CaptureProblem]:
+    async def problems(self) -> list[HealthProblem]:
         report = await self.look()
         if report is None:
             return []
         found = [
-            CaptureProblem(f"capture consumer {one.name} is {one.state}: {one.reason}", one.since)
+            HealthProblem(f"capture consumer {one.name} is {one.state}: {one.reason}", one.since)
             for one in report.consumers
             if one.state != "writing"
         ]
@@ -99,7 +99,7 @@ class CaptureWatch:
                 "captured rows were dropped in the last minute: the capture writer takes them too "
                 "slowly, or not at all"
             )
-            found.append(CaptureProblem(reason, report.dropping_since))
+            found.append(HealthProblem(reason, report.dropping_since))
         return found
 
     async def _ask(self) -> None:

@@ -66,9 +66,13 @@ class Connections:
     def num_open(self) -> int:
         return self._by_peer.total() + self._num_reserved
 
+    def has_room(self, peer: str) -> bool:
+        """True if the next connection of this peer may send any request."""
+        return not self.is_full and self._by_peer[peer] < self._most_by_peer
+
     def open(self, peer: str, refuse: Callable[[], None]) -> OpenConnection:
         """Count a connection, and say what it may do; call `close` when it has ended."""
-        if not self.is_full and self._by_peer[peer] < self._most_by_peer:
+        if self.has_room(peer):
             self._by_peer[peer] += 1
             return OpenConnection(peer, Allowance.ANY, refuse)
         if self._num_reserved >= NUM_RESERVED and self._silent:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, replace
 from http import HTTPStatus
 from typing import Any, Final
@@ -15,7 +15,7 @@ from typing import Any, Final
 import msgspec
 
 from clairai.errors import quote
-from clairai.proxy.capture_watch import CaptureWatch
+from clairai.proxy.capture_watch import CaptureWatch, HealthProblem
 from clairai.proxy.completions.token_text import TokenBytes, TokenTexts
 from clairai.proxy.observe.observer import HealthState
 from clairai.proxy.responses import HttpRefusal
@@ -76,6 +76,7 @@ class EngineFacts:
         self._texts: TokenTexts | None = None
         self._names: tuple[str, ...] = ()
         self._texts_key: Any = None
+        self.on_forget: Callable[[], Awaitable[None]] | None = None  # tells other processes
         self._routes: dict[str, Any] = {}  # routes that the engine has, with the key of that engine
         self._asking = asyncio.Lock()
 
@@ -127,6 +128,12 @@ class EngineFacts:
         """Call it when the bank has changed: the next request that names a probe asks again."""
         self._feed.bank = None
         self._names = ()
+
+    async def forget_bank_everywhere(self) -> None:
+        """As `forget_bank`, in every process of the proxy."""
+        self.forget_bank()
+        if self.on_forget is not None:
+            await self.on_forget()
 
     async def model(self) -> str | None:
         """The model's name in requests."""
@@ -187,6 +194,15 @@ class HealthStatus:
         return self.status in ("ready", "degraded") and not self.is_stalled
 
 
+@dataclass(frozen=True)
+class KnownHealth:
+    """What a HealthCheck knows without asking; other processes of the proxy are told."""
+
+    status: HealthStatus | None  # as the launcher has set it
+    is_supervised: bool
+    was_ready: bool
+
+
 class HealthCheck:
     """The health of engine and ring; asks upstream unless the launcher has set the status."""
 
@@ -212,6 +228,8 @@ class HealthCheck:
         self._model: str | None = None
         self.is_supervised = False  # a launcher watches the engine's processes
         self._torn_epoch: int | None = None  # of the engine that has half of its new weights
+        self.on_change: Callable[[], None] = lambda: None  # what is known; from any thread
+        self.find_own_problems: Callable[[], list[HealthProblem]] = list  # of the proxy itself
 
     @property
     def model(self) -> str | None:
@@ -223,6 +241,17 @@ class HealthCheck:
         self.is_supervised = True
         self._set = status
         self._recent = None  # of before
+        self.on_change()
+
+    @property
+    def known(self) -> KnownHealth:
+        return KnownHealth(self._set, self.is_supervised, self._was_ready)
+
+    def adopt(self, known: KnownHealth) -> None:
+        """Know what the first process of the proxy knows."""
+        self._set, self.is_supervised = known.status, known.is_supervised
+        self._was_ready = known.was_ready
+        self._recent = None
 
     def note_commit(self, *, is_torn: bool) -> None:
         """New weights were committed, or stopped half-way: that engine then answers nobody."""
@@ -262,14 +291,16 @@ class HealthCheck:
         reason = await self._find_upstream_problem()
         if reason is not None:
             return HealthStatus("failed" if self._was_ready else "starting", reason)
-        self._was_ready = True
+        if not self._was_ready:
+            self._was_ready = True
+            self.on_change()
         if self._torn_epoch is not None and self._torn_epoch == self._feed.epoch:
             return HealthStatus("failed", _TORN)
         if not self.is_supervised and (silent_s := await self.silent_s()):
             began = time.time() - silent_s
             return HealthStatus("degraded", _NO_PROGRESS, began, is_stalled=True)
         ring = self._ring_status()
-        problems = await self._capture_watch.problems()
+        problems = [*await self._capture_watch.problems(), *self.find_own_problems()]
         if not problems:
             return ring
         reasons = [*filter(None, [ring.reason]), *(one.reason for one in problems)]

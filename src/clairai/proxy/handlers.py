@@ -159,7 +159,7 @@ async def relay_vllm(call: HandlerCall) -> Response:
 async def change_probe(call: HandlerCall) -> Response:
     path = f"/v1/probes/{_quote_name(call.request, 'probe')}"
     answer = await relay(call.proxy, call.request, call.body, path)
-    call.proxy.engine_facts.forget_bank()
+    await call.proxy.engine_facts.forget_bank_everywhere()
     return answer
 
 
@@ -208,7 +208,7 @@ async def describe(call: HandlerCall) -> Response:
     if answer.status_code != HTTPStatus.OK:
         return answer
     fields: dict[str, Any] = decode_answer(bytes(answer.body), BodyFields, what="/v1/clairai")
-    ring = proxy.counts().ring
+    ring = (await proxy.total_counts()).counts.ring
     fields["reader"] = ReaderState(
         delivered=ring.records_delivered,
         lost=ring.records_lost,
@@ -259,7 +259,8 @@ async def metrics(call: HandlerCall) -> Response:
         call.proxy.health.recent(),
         fetch_metrics(call.proxy.upstream),
     )
-    format_text = observer.snapshot(call.proxy.counts())
+    totals = await call.proxy.total_counts()
+    format_text = observer.snapshot(totals.counts, totals.times)
     text = await asyncio.to_thread(lambda: join_metrics(format_text(), others))
     return Response(text, headers={"Content-Type": observer.content_type})
 

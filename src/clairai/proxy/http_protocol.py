@@ -263,11 +263,17 @@ class BoundedProtocol(H11Protocol):
         except HttpRefusal as refusal:
             self._refuse(refusal)
             return
+        if self._is_leaving():
+            return
         self._stop_head_timer()
         if self._connection is not None:
             self._connections.note_request(self._connection)
         self._beginning, self._head = self._head, bytearray()
         self._turns.take(partial(self._begin_request, head, end + len(END)))
+
+    def _is_leaving(self) -> bool:
+        """True if the connection goes to another process, with what it has sent of a request."""
+        return False
 
     def _begin_request(self, head: RequestHead, length: int) -> None:
         """`length` is that of the head, of which the bytes are still there."""

@@ -12,7 +12,7 @@ from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from http import HTTPStatus
-from typing import Final, TypeVar
+from typing import Final, Protocol, TypeVar
 
 from clairai.fields.request_body import LARGE_BYTES
 from clairai.fields.turns import run_in_turns
@@ -21,6 +21,10 @@ from clairai.proxy.responses import HttpRefusal
 
 Result = TypeVar("Result")
 _MAX_CLIENTS: Final = 4096  # whose rates are known; of more, those that were quiet longest are not
+# How long a thread may keep Python's lock while another wants it. The event loop wants it several
+# times for every small request; with Python's own 5 ms, one client's large bodies, which are read
+# in a thread beside it, delay everybody else's answers several times as long.
+SWITCH_S: Final = 5e-4
 
 
 class LargeBodies:
@@ -40,6 +44,20 @@ class LargeBodies:
             return await asyncio.to_thread(run_in_turns, work)
 
 
+class Places:
+    """Counts the requests that upstream works on."""
+
+    def __init__(self) -> None:
+        self._num_taken = 0
+
+    @property
+    def num_taken(self) -> int:
+        return self._num_taken
+
+    def add(self, amount: int) -> None:
+        self._num_taken += amount
+
+
 class BodyBudget:
     """The bytes of all bodies that are being received or passed on, in all and by client."""
 
@@ -56,24 +74,42 @@ class BodyBudget:
 
         def take(nbytes: int) -> None:
             nonlocal num_taken
-            if self._held[client] + nbytes > self._most_by_client:
+            if self.held_by(client) + nbytes > self._most_by_client:
                 raise _overloaded(f"your requests have {self._most_by_client} bytes in them")
-            if self._num_held + nbytes > self._most:
+            if self.held_in_all() + nbytes > self._most:
                 raise _overloaded(f"the requests in the proxy have {self._most} bytes in them")
             num_taken += nbytes
-            self._held[client] += nbytes
-            self._num_held += nbytes
+            self.add(client, nbytes)
 
         try:
             yield take
         finally:
-            self._num_held -= num_taken
-            self._held[client] -= num_taken
-            if not self._held[client]:
-                del self._held[client]
+            self.add(client, -num_taken)
+
+    def held_by(self, client: str) -> int:
+        return self._held[client]
+
+    def held_in_all(self) -> int:
+        return self._num_held
+
+    def add(self, client: str, nbytes: int) -> None:
+        self._num_held += nbytes
+        self._held[client] += nbytes
+        if not self._held[client]:
+            del self._held[client]
 
 
-class Bucket:
+class RateBucket(Protocol):
+    """Bytes that may be read at once: a burst after a rest, and so many more each second."""
+
+    def wait_s(self, nbytes: int, now_s: float) -> float:
+        """How long until so many bytes may be read; 0 if they may now."""
+
+    def take(self, nbytes: int) -> None:
+        """Count them; at the time of the last `wait_s`."""
+
+
+class Bucket(RateBucket):
     """Bytes that may be read at once: `burst` after a rest, and `rate` more each second."""
 
     def __init__(self, *, rate: int, burst: int, now_s: float) -> None:
@@ -81,7 +117,6 @@ class Bucket:
         self._nbytes, self._at_s = float(burst), now_s
 
     def wait_s(self, nbytes: int, now_s: float) -> float:
-        """How long until so many bytes may be read; 0 if they may now."""
         self._nbytes = min(self._burst, self._nbytes + (now_s - self._at_s) * self._rate)
         self._at_s = now_s
         return max(0.0, (nbytes - self._nbytes) / self._rate)
@@ -96,13 +131,23 @@ class ByteRates:
     def __init__(self, limits: Limits, clock: Callable[[], float] = time.monotonic) -> None:
         self._limits = limits
         self._clock = clock
-        self._all = Bucket(rate=limits.json_rate, burst=limits.json_burst, now_s=clock())
-        self._clients: OrderedDict[str, Bucket] = OrderedDict()
+        self._all = self.bucket_of_all()
+        self._clients: OrderedDict[str, RateBucket] = OrderedDict()
+
+    def bucket_of_all(self) -> RateBucket:
+        limits = self._limits
+        return Bucket(rate=limits.json_rate, burst=limits.json_burst, now_s=self._clock())
+
+    def bucket_of(self, client: str) -> RateBucket:
+        """A new one."""
+        del client
+        rate, burst = self._limits.client_json_rate, self._limits.client_json_burst
+        return Bucket(rate=rate, burst=burst, now_s=self._clock())
 
     def check(self, client: str, nbytes: int) -> None:
         """HttpRefusal if a body of this size would have to wait."""
         limits, now_s = self._limits, self._clock()
-        wait_s = self._bucket(client, now_s).wait_s(nbytes, now_s)
+        wait_s = self._bucket(client).wait_s(nbytes, now_s)
         if wait_s > 0:
             raise _too_fast(
                 HTTPStatus.TOO_MANY_REQUESTS,
@@ -123,12 +168,8 @@ class ByteRates:
         self._clients[client].take(nbytes)
         self._all.take(nbytes)
 
-    def _bucket(self, client: str, now_s: float) -> Bucket:
-        bucket = self._clients.pop(client, None)
-        if bucket is None:
-            limits = self._limits
-            rate, burst = limits.client_json_rate, limits.client_json_burst
-            bucket = Bucket(rate=rate, burst=burst, now_s=now_s)
+    def _bucket(self, client: str) -> RateBucket:
+        bucket = self._clients.pop(client, None) or self.bucket_of(client)
         self._clients[client] = bucket
         if len(self._clients) > _MAX_CLIENTS:
             self._clients.popitem(last=False)

@@ -9,11 +9,11 @@ import asyncio
 import logging
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from http import HTTPStatus
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 from clairai.fields.request_fields import new_stream_id
 from clairai.proxy.capture_watch import CaptureWatch
@@ -24,7 +24,7 @@ from clairai.proxy.completions.request_scores import RequestScores, RowBatch, Sc
 from clairai.proxy.connections import Connections
 from clairai.proxy.engine_facts import EngineFacts, HealthCheck
 from clairai.proxy.engine_watch import EngineWatch
-from clairai.proxy.load_limits import BodyBudget, ByteRates, LargeBodies
+from clairai.proxy.load_limits import BodyBudget, ByteRates, LargeBodies, Places
 from clairai.proxy.observe.observer import (
     FEATURES,
     OUTCOMES,
@@ -35,10 +35,21 @@ from clairai.proxy.observe.observer import (
     ProxyCounts,
     reads_probes,
 )
+from clairai.proxy.processes.shared_counts import (
+    SharedBodyBudget,
+    SharedByteRates,
+    SharedCounts,
+    SharedPlaces,
+    SharedScoreBudget,
+)
+from clairai.proxy.processes.totals import TotalCounts
 from clairai.proxy.proxy_settings import ProxySettings
 from clairai.proxy.responses import HttpRefusal
 from clairai.proxy.ring_feed import RingFeed, RingFinder
 from clairai.proxy.upstream import Upstream, UpstreamGone
+
+if TYPE_CHECKING:
+    from clairai.proxy.processes.first_process import CompletionProcesses
 
 _log: Final = logging.getLogger(__name__)
 
@@ -56,7 +67,7 @@ class Completion:
         self.run: str | None = None
         self.outcome: Outcome = "cancelled"
         self.status: int = HTTPStatus.OK
-        self._started_s = time.monotonic()
+        self.started_s = time.monotonic()
         self._first_s: float | None = None
 
     def note_token(self) -> None:
@@ -83,12 +94,12 @@ class Completion:
             None if scores is None else scores.model,
             self.route,
             self.outcome,
-            time.monotonic() - self._started_s,
+            time.monotonic() - self.started_s,
             () if scores is None else scores.results(),
             is_scored=scores is not None,
             run=self.run,
             status=self.status,
-            first_token_seconds=None if first_s is None else first_s - self._started_s,
+            first_token_seconds=None if first_s is None else first_s - self.started_s,
             key=self._key,
             request_id=self._request_id,
         )
@@ -112,6 +123,9 @@ class CompletionCounts:
     @property
     def num_tokens(self) -> int:
         return self._num_tokens + sum(one.num_tokens for one in self._running)
+
+    def running_since_s(self) -> list[float]:
+        return [one.started_s for one in self._running]
 
     def begin(self, completion: Completion) -> None:
         self.num_begun += 1
@@ -146,8 +160,13 @@ class Proxy:
         settings: ProxySettings,
         observers: Sequence[Observer],
         metrics: MetricsObserver | None,
+        shared: SharedCounts | None = None,
     ) -> None:
+        """`shared` are the counts of all processes, if this is one of several."""
         self.settings = settings
+        self.processes: CompletionProcesses | None = None  # of the first process of several
+        self._is_first = shared is None or shared.number == 0
+        self.on_ring_change: Callable[[], None] = lambda: None
         self.metrics = metrics
         self.upstream = Upstream(settings)
         self._observers = [*observers, *(() if metrics is None else (metrics,))]
@@ -163,28 +182,39 @@ class Proxy:
             self.upstream, self.health, stall_s=settings.timeouts.stall
         )
         self._ring_finder = RingFinder(settings, self.upstream, self.feed)
-        self.runs = NamedRuns(settings)
-        self.kept_scores = KeptScores(settings)
         self.large_bodies = LargeBodies()
-        self.bodies = BodyBudget(settings.limits)
-        self.byte_rates = ByteRates(settings.limits)
+        self._make_budgets(settings, shared)
         self.connections: Connections | None = None  # of the server, which is created later
         self._scores: dict[int, RequestScores] = {}  # by stream
-        self._budget = ScoreBudget(settings.limits.scores_in_all)
         self._loop: asyncio.AbstractEventLoop | None = None
         self._completions = CompletionCounts()
-        self._num_places = 0  # taken by requests that upstream works on
         self._asked = dict.fromkeys(FEATURES, 0)
         self._answered: Counter[tuple[str, str]] = Counter()  # by route and class of status
         self._num_lost = self._num_mismatched = 0
         self._refused: Counter[int] = Counter()  # by status
 
+    def _make_budgets(self, settings: ProxySettings, shared: SharedCounts | None) -> None:
+        """What all requests may take and hold."""
+        limits, number, held = settings.limits, None, settings
+        self._places, self._budget = Places(), ScoreBudget(limits.scores_in_all)
+        self.bodies, self.byte_rates = BodyBudget(limits), ByteRates(limits)
+        if shared is not None:
+            number, held = shared.number, settings.share_of_held(shared.num_processes)
+            self._places = SharedPlaces(shared)
+            self._budget = SharedScoreBudget(limits.scores_in_all, shared)
+            self.bodies = SharedBodyBudget(limits, shared)
+            self.byte_rates = SharedByteRates(limits, shared)
+        self.runs = NamedRuns(held, number)
+        self.kept_scores = KeptScores(held)
+
     async def open(self) -> None:
         """RingError if the runtime folder cannot be used."""
-        self._ring_finder.find_folder()
         self._loop = asyncio.get_running_loop()
+        if self._is_first:  # others are told which ring to read
+            self._ring_finder.find_folder()
         await self.upstream.open()
-        self._ring_finder.start()
+        if self._is_first:
+            self._ring_finder.start()
         self._engine_watch.start()
         self.feed.start()
 
@@ -199,13 +229,28 @@ class Proxy:
     def end_answers(self) -> None:
         """From any thread: end whatever waits for upstream, because it will not go on."""
         assert self._loop is not None
-        self._loop.call_soon_threadsafe(self.upstream.hang_up)
+        self._loop.call_soon_threadsafe(self._end_answers)
+
+    def _end_answers(self) -> None:
+        self.upstream.hang_up()
+        if self.processes is not None:
+            self.processes.end_answers()
+
+    def set_engine_ending(self, *, is_ending: bool) -> None:
+        """From any thread: whether the engine's ring goes as it should."""
+        self.feed.is_engine_ending = is_ending
+        self.health.on_change()
+
+    @property
+    def is_reading(self) -> bool:
+        """True while every process that answers completions reads the engine's ring."""
+        return self.feed.is_attached and (self.processes is None or self.processes.is_reading)
 
     # Completions
 
     async def find_obstacle(self) -> Obstacle | None:
         """None if a completion that is sent now is answered; asks upstream once a second."""
-        if self._num_places >= self.settings.limits.streams:
+        if self._places.num_taken >= self.settings.limits.streams:
             return Obstacle("as many requests are being answered as may be at once", 1)
         if self.connections is not None and self.connections.is_full:
             return Obstacle("as many connections are open as may be at once", 1)
@@ -218,18 +263,19 @@ class Proxy:
     @contextmanager
     def reserve_place(self) -> Iterator[None]:
         """Count one request that upstream works on; HttpRefusal if there are too many."""
-        if self._num_places >= self.settings.limits.streams:
+        num_taken = self._places.num_taken
+        if num_taken >= self.settings.limits.streams:
             raise HttpRefusal(
                 HTTPStatus.SERVICE_UNAVAILABLE,
-                f"{self._num_places} requests are being answered, the most at once; try later",
+                f"{num_taken} requests are being answered, the most at once; try later",
                 code="overloaded",
                 headers={"Retry-After": "1"},
             )
-        self._num_places += 1
+        self._places.add(1)
         try:
             yield
         finally:
-            self._num_places -= 1
+            self._places.add(-1)
 
     @contextmanager
     def observe_completion(
@@ -318,8 +364,18 @@ class Proxy:
     def _notify(self) -> None:
         """The ring was attached or lost."""
         self._ring_finder.look()
+        self.on_ring_change()
         for scores in self._scores.values():
             scores.changed.set()
+
+    async def total_counts(self) -> TotalCounts:
+        """The counts of all processes of this proxy."""
+        if self.processes is None:
+            return TotalCounts(self.counts())
+        return await self.processes.total_counts()
+
+    def running_since_s(self) -> list[float]:
+        return self._completions.running_since_s()
 
     def counts(self) -> ProxyCounts:
         """Of one moment: nothing here waits."""

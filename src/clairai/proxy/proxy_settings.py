@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ipaddress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Final
@@ -18,6 +18,7 @@ from clairai.vector.files import MAX_NBYTES as MAX_VECTOR_NBYTES
 DEFAULT_HOST: Final = "127.0.0.1"
 DEFAULT_PORT: Final = 6969
 UNIX: Final = "unix:"
+MAX_PROCESSES: Final = 32  # each reads the ring, which has 64 readers at most
 PAGE: Final = Path(__file__).parent / "page"
 
 
@@ -113,6 +114,8 @@ class ProxySettings:
     allowed_origins: tuple[str, ...] = ()
     allowed_hosts: tuple[str, ...] = ()  # host names of requests, besides the bound one
     score_all: bool = False  # score requests that do not ask for it, and keep their scores
+    # Processes that answer completions beside the first one; 1: the first one does it itself.
+    completion_processes: int = 1
     limits: Limits = field(default_factory=Limits)
     timeouts: Timeouts = field(default_factory=Timeouts)
 
@@ -135,6 +138,10 @@ class ProxySettings:
                 f"host {quote(self.host)} can be reached from other machines; give an API key, "
                 f"or keep to {DEFAULT_HOST}"
             )
+        if not 1 <= self.completion_processes <= MAX_PROCESSES:
+            raise ConfigError(
+                f"{self.completion_processes} completion processes; give 1 to {MAX_PROCESSES}"
+            )
         for origin in self.allowed_origins:
             _check_origin(origin)
 
@@ -142,6 +149,19 @@ class ProxySettings:
     def access_keys(self) -> tuple[AccessKey, ...]:
         """The keys that requests may carry; none if they need not carry one."""
         return self.keys if self.api_key is None else (AccessKey.of(self.api_key),)
+
+    def share_of_held(self, num_processes: int) -> ProxySettings:
+        """With limits of what one of so many processes may hold, all having the same share."""
+        limits = self.limits
+        return replace(
+            self,
+            limits=replace(
+                limits,
+                runs=max(1, limits.runs // num_processes),
+                kept_answers=max(1, limits.kept_answers // num_processes),
+                kept_bytes=limits.kept_bytes // num_processes,
+            ),
+        )
 
     @property
     def upstream_socket(self) -> Path | None:

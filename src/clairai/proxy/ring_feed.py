@@ -70,6 +70,8 @@ class RingFeed:
         self.epoch: int | None = None
         self.model: str | None = None
         self.reason = "no engine was found yet"
+        self.on_target: Callable[[Path | None, StartAt], None] | None = None
+        self.num_polls = 0
         self.is_engine_ending = False  # set by a launcher: its ring goes, as it should
         self.lost_at_s: float | None = None  # when a lost record was last noticed
         self.bank: ring_messages.Bank | None = None  # of the newest record
@@ -111,6 +113,8 @@ class RingFeed:
             self._next_seq.setdefault(path, start)
         self._target = path
         self._has_target.set()
+        if self.on_target is not None:
+            self.on_target(path, start)
 
     def counts(self, mismatched: int) -> RingCounts:
         delivered, lost, lag = self._records
@@ -165,6 +169,7 @@ class RingFeed:
             if records:
                 self._read_records(records, reader)
             self._note_statistics(reader.statistics())
+            self.num_polls += 1
             if not records and is_dead and self._now.lag == 0:
                 return
             if self._now.lag:

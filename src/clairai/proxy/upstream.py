@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import errno
 import io
-from collections.abc import AsyncIterable, AsyncIterator, Iterable, Mapping
+from collections.abc import AsyncIterable, AsyncIterator, Callable, Iterable, Mapping
 from contextlib import asynccontextmanager
 from functools import cache
 from http import HTTPStatus
@@ -106,6 +106,7 @@ class Upstream:
         self._pool: ConnectionPool | None = None
         self.num_errors = 0  # completions that it did not answer, or not to the end
         self.num_outages = 0  # times it could not be reached: facts about it may be out of date
+        self.on_outage: Callable[[], None] = lambda: None
         self._asking: set[asyncio.Timeout] = set()  # no answer has begun
         self._answering: set[UpstreamResponse] = set()
 
@@ -141,7 +142,7 @@ class Upstream:
 
     def hang_up(self) -> None:
         """End every request that waits for upstream, as if it had ended: it will not go on."""
-        self.num_outages += 1
+        self.note_outage()
         for asking in list(self._asking):
             asking.reschedule(0.0)
         for response in list(self._answering):
@@ -220,8 +221,13 @@ class Upstream:
     def _unreachable(self, error: Exception) -> UpstreamGone | OutOfDescriptors:
         if isinstance(error, OSError) and error.errno in (errno.EMFILE, errno.ENFILE):
             return OutOfDescriptors()
-        self.num_outages += 1
+        self.note_outage()
         return UpstreamGone(type(error).__name__)
+
+    def note_outage(self) -> None:
+        """It could not be reached, by this process or by another of the proxy."""
+        self.num_outages += 1
+        self.on_outage()
 
     async def read_body(self, response: UpstreamResponse) -> bytes:
         """The whole body; UpstreamGone if it ends early, HttpRefusal if it is too large."""

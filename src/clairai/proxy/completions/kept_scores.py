@@ -317,6 +317,20 @@ class KeptScores:
         expires = time.time() + answer.ended_s + self._kept_s - self._clock()
         return answer.copy(expires=round(expires, 3))
 
+    def look_up(self, response_id: str, caller: Caller) -> tuple[int, float]:
+        """How well `get` can answer, for comparison with other processes' stores.
+
+        3: with the caller's own scores, and when they were made; 2: with another's, for an admin;
+        1: with the reason why they are gone; 0: not at all.
+        """
+        key = (caller.name, response_id)
+        if key in self._answers:
+            return 3, self._answers[key].created_s
+        try:
+            return 2, self.get(response_id, caller).created_s
+        except HttpRefusal:
+            return int(key in self._gone), 0.0
+
     def get(self, response_id: str, caller: Caller) -> KeptAnswer:
         """HttpRefusal if nothing is kept under this id, or if it is another's.
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import re
 import secrets
 from collections import deque
 from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
@@ -25,6 +26,7 @@ from clairai.proxy.proxy_settings import ProxySettings
 from clairai.proxy.responses import EventStream, HttpRefusal
 
 _PART_BYTES: Final = 1 << 16
+_ID: Final = re.compile(r"[0-9a-f]{30}([0-9a-f]{2})")
 
 
 class RunClient:
@@ -44,9 +46,10 @@ class NamedRun:
         limit_bytes: int,
         on_alone: Callable[[NamedRun], None],
         owner: str | None = None,
+        process: int | None = None,
     ) -> None:
         self.owner = owner  # name of the API key that began it
-        self.id = secrets.token_hex(16)
+        self.id = _new_id(process)
         self.is_over = False
         self.num_times_alone = 0
         self.stream: int | None = None  # of its request
@@ -136,6 +139,19 @@ class NamedRun:
             client.has_news.set()
 
 
+def _new_id(process: int | None) -> str:
+    """An id that nobody can guess; it says which process of the proxy has the run."""
+    if process is None:
+        return secrets.token_hex(16)
+    return secrets.token_hex(15) + f"{process:02x}"
+
+
+def process_of_run(run_id: str) -> int | None:
+    """The process that has the run, where there are several; None if this is no run's id."""
+    found = _ID.fullmatch(run_id)
+    return None if found is None else int(found[1], 16)
+
+
 async def _is_set(event: asyncio.Event, timeout_s: float) -> bool:
     try:
         async with asyncio.timeout(timeout_s):
@@ -148,7 +164,9 @@ async def _is_set(event: asyncio.Event, timeout_s: float) -> bool:
 class NamedRuns:
     """All named runs of the proxy; at most `limits.runs`, of which ended ones are dropped first."""
 
-    def __init__(self, settings: ProxySettings) -> None:
+    def __init__(self, settings: ProxySettings, process: int | None = None) -> None:
+        """`process` is the number of this process, if the proxy has several."""
+        self._process = process
         self._limits = settings.limits
         self._timeouts = settings.timeouts
         self._runs: dict[str, NamedRun] = {}  # oldest first
@@ -171,7 +189,12 @@ class NamedRuns:
 
     def new(self, owner: str | None = None) -> NamedRun:
         self.make_room()
-        run = NamedRun(limit_bytes=self._limits.run_bytes, on_alone=self._note_alone, owner=owner)
+        run = NamedRun(
+            limit_bytes=self._limits.run_bytes,
+            on_alone=self._note_alone,
+            owner=owner,
+            process=self._process,
+        )
         self._runs[run.id] = run
         return run
 

@@ -111,6 +111,14 @@ def configure_logging(form: LogFormat, write_line: Callable[[str], None]) -> Thr
     return handler
 
 
+def configured_format() -> LogFormat | None:
+    """The format that `configure_logging` was given; None if this process has not called it."""
+    for handler in logging.getLogger().handlers:
+        if isinstance(handler, ThreadedLogHandler):
+            return "json" if isinstance(handler.formatter, JsonLines) else "text"
+    return None
+
+
 class AccessLog:
     """An Observer that logs one line when a completion has ended."""
 

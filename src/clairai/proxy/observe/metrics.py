@@ -31,7 +31,14 @@ from prometheus_client.core import (
 from prometheus_client.registry import Collector
 
 from clairai.proxy.capture_watch import CaptureReport
-from clairai.proxy.observe.observer import CompletionEnd, HealthState, ProxyCounts, RingCounts
+from clairai.proxy.observe.observer import (
+    CompletionEnd,
+    HealthState,
+    Observer,
+    ProxyCounts,
+    RingCounts,
+    TimesReport,
+)
 from clairai.wire import ring_messages
 
 _MAX_NAMES: Final = 4096
@@ -162,6 +169,15 @@ class TimeHistogram:
         self._counts[bisect_left(self._edges, seconds)] += 1
         self._sum += seconds
 
+    def report(self) -> tuple[list[int], float]:
+        return list(self._counts), self._sum
+
+    def add_report(self, report: tuple[list[int], float]) -> None:
+        """Add what another histogram with these edges has counted."""
+        counts, total = report
+        self._counts = [a + b for a, b in zip(self._counts, counts, strict=True)]
+        self._sum += total
+
     def family(self, name: str, documentation: str) -> HistogramMetricFamily:
         at_most = np.cumsum(self._counts).tolist()
         names = [*(str(float(edge)) for edge in self._edges), "+Inf"]
@@ -181,8 +197,44 @@ class CompletionTimes:
         if end.first_token_seconds is not None:
             self.first_token.add(end.first_token_seconds)
         for name in filter(None, (choice.stopped for choice in end.choices)):
-            if name in self.stopped or len(self.stopped) < _MAX_NAMES:  # some were in no bank
-                self.stopped[name] = self.stopped.get(name, 0) + 1
+            self._add_stopped(name, 1)
+
+    def report(self) -> TimesReport:
+        return TimesReport(self.whole.report(), self.first_token.report(), dict(self.stopped))
+
+    def add_report(self, report: TimesReport) -> None:
+        self.whole.add_report(report.whole)
+        self.first_token.add_report(report.first_token)
+        for name, count in report.stopped.items():
+            self._add_stopped(name, count)
+
+    def _add_stopped(self, name: str, count: int) -> None:
+        if name in self.stopped or len(self.stopped) < _MAX_NAMES:  # some were in no bank
+            self.stopped[name] = self.stopped.get(name, 0) + count
+
+
+class TimesObserver(Observer):
+    """An observer of completions alone, for a process that reports to another."""
+
+    reads_probes: bool = False
+
+    def __init__(self) -> None:
+        self._times = CompletionTimes()
+
+    def on_scores(
+        self,
+        bank: ring_messages.Bank,
+        rows: NDArray[np.void],
+        scores_RP: NDArray[np.float32],
+        stamp_ns: int,
+    ) -> None:
+        pass
+
+    def on_completion_end(self, end: CompletionEnd) -> None:
+        self._times.add(end)
+
+    def report(self) -> TimesReport:
+        return self._times.report()
 
 
 class Metrics:
@@ -211,12 +263,17 @@ class Metrics:
     def on_completion_end(self, end: CompletionEnd) -> None:
         self._times.add(end)
 
-    def snapshot(self, counts: ProxyCounts) -> Callable[[], bytes]:
+    def snapshot(
+        self, counts: ProxyCounts, others: Sequence[TimesReport] = ()
+    ) -> Callable[[], bytes]:
         """Completions are copied now, at the moment of `counts`; scores when it is formatted.
 
         The event loop does not take the lock: the feed's thread may count for milliseconds.
         """
-        return partial(self._format, counts, deepcopy(self._times))
+        times = deepcopy(self._times)
+        for report in others:
+            times.add_report(report)
+        return partial(self._format, counts, times)
 
     def _format(self, counts: ProxyCounts, times: CompletionTimes) -> bytes:
         """Format without holding the lock, so that no score waits for a scrape."""
@@ -276,6 +333,12 @@ class _MetricsSnapshot(Collector):
 
     def _completions(self) -> Iterator[Metric]:
         counts, times = self.counts, self.times
+        about = "Processes that answer completions."
+        yield _gauge("clairai_completion_processes", about, counts.processes)
+        about = "Completion processes started in the place of others that had ended."
+        yield _counter("clairai_completion_process_restarts", about, counts.process_restarts)
+        about = "Completions that ended because their process did."
+        yield _counter("clairai_completions_cut_off", about, counts.cut_off)
         yield _gauge("clairai_streams", "Completions in the proxy now.", counts.streams)
         yield _gauge("clairai_runs", "Named runs held, ended ones too.", counts.runs)
         yield _counter("clairai_completions", "Completions begun.", counts.completions)

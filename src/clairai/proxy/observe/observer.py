@@ -5,10 +5,11 @@ P = probes of the bank, R = rows of a record
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final, Literal, Protocol
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
@@ -100,6 +101,9 @@ class ProxyCounts:
     kept_answers: int = 0  # whose scores can be fetched by their id
     kept_bytes: int = 0
     kept_dropped: int = 0  # for want of room, before their time
+    processes: int = 1  # that answer completions now
+    process_restarts: int = 0  # completion processes that were started after others had ended
+    cut_off: int = 0  # completions that ended with their process; they count as errors too
     health: HealthState | None = None  # None: nobody has asked yet
     capture: CaptureReport | None = None  # None: the engine does not capture
 
@@ -110,6 +114,14 @@ def reads_probes(observer: Observer) -> bool:
     If that holds for all, nobody adds scores up.
     """
     return getattr(observer, "reads_probes", True)
+
+
+class TimesReport(msgspec.Struct, frozen=True):
+    """How long the completions of one process took, by bucket, and which rules ended them."""
+
+    whole: tuple[list[int], float]  # counts, and the sum of seconds
+    first_token: tuple[list[int], float]
+    stopped: dict[str, int]  # by probe
 
 
 class Observer(Protocol):
@@ -137,8 +149,12 @@ class MetricsObserver(Observer, Protocol):
 
     content_type: str
 
-    def snapshot(self, counts: ProxyCounts) -> Callable[[], bytes]:
+    def snapshot(
+        self, counts: ProxyCounts, others: Sequence[TimesReport] = ()
+    ) -> Callable[[], bytes]:
         """Called on the event loop for each scrape, at the moment of `counts`.
+
+        `others` are the completions of other processes, which are in `counts` already.
 
         The result formats the snapshot; it is called on a thread of its own.
         """

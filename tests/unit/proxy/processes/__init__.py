@@ -1,0 +1,1 @@
+"""Tests of the parts of a proxy with several processes."""
