@@ -153,6 +153,20 @@ def test_a_step_without_any_tap_ends_the_engine_where_no_graph_can_explain_it() 
     proof.check_step(8)
 
 
+def test_the_worker_asks_after_every_step() -> None:
+    model, proof = served(PassingModel)
+
+    def execute_model(scheduled: Any) -> str:
+        forward(model, scheduled.total_num_scheduled_tokens)
+        return "output"
+
+    engine: Any = SimpleNamespace(execute_model=execute_model, clairai_tap_proof=proof)
+    worker._check_every_step(engine)
+    assert engine.execute_model(SimpleNamespace(total_num_scheduled_tokens=32)) == "output"
+    with pytest.raises(TapMissingError, match="in a step of 8 tokens"):
+        engine.execute_model(SimpleNamespace(total_num_scheduled_tokens=8))
+
+
 def test_forwards_between_two_steps_are_no_fault() -> None:
     """Dummy runs; and steps that a graph publishes itself are not asked about."""
     model, proof = served(CallingModel)
