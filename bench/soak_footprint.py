@@ -6,8 +6,9 @@ import csv
 import os
 import re
 import time
-from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass, fields
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Final
 
@@ -45,6 +46,8 @@ class Sample:
     descriptors: int  # without those of shards
     threads: int
     shards: int = 0  # of captures, that are mapped
+    # How many of each kind of descriptor, and of each name of a thread.
+    held: Mapping[str, int] = field(default_factory=dict, compare=False)
 
 
 def find_tree(root: int) -> dict[int, int]:
@@ -84,6 +87,7 @@ def _take_sample(pid: int, at_s: float, parent_role: str) -> Sample | None:
         status = (folder / "status").read_text()
         command = (folder / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
         paths = [_target(link) for link in (folder / "fd").iterdir()]
+        names = [(task / "comm").read_text().strip() for task in (folder / "task").iterdir()]
     except OSError:
         return None
     told = dict(line.partition(":")[::2] for line in status.splitlines())
@@ -100,7 +104,13 @@ def _take_sample(pid: int, at_s: float, parent_role: str) -> Sample | None:
         descriptors=len(paths) - shards,
         threads=int(told["Threads"]),
         shards=shards,
+        held=Counter([*(_kind(path) for path in paths), *(f"thread {name}" for name in names)]),
     )
+
+
+def _kind(path: str) -> str:
+    """What a descriptor is of: a socket and a pipe have numbers, which are left out."""
+    return path.partition(":[")[0] if path.startswith(("socket:", "pipe:")) else path
 
 
 def _target(link: Path) -> str:
@@ -160,16 +170,27 @@ def judge_rest(before: Sequence[Sample], after: Sequence[Sample]) -> list[str]:
     for one in after:
         first = known.get(one.pid, one)
         if one.descriptors > first.descriptors + MAX_MORE_DESCRIPTORS:
-            faults.append(f"{one.role}: {first.descriptors} to {one.descriptors} descriptors")
+            faults.append(
+                f"{one.role}: {first.descriptors} to {one.descriptors} descriptors; "
+                f"{_more_held(first, one)}"
+            )
         if one.threads > first.threads + MAX_MORE_THREADS:
-            faults.append(f"{one.role}: {first.threads} to {one.threads} threads")
+            faults.append(
+                f"{one.role}: {first.threads} to {one.threads} threads; {_more_held(first, one)}"
+            )
         if one.shards > MAX_SHARDS:
             faults.append(f"{one.role}: {one.shards} shards are mapped, may be {MAX_SHARDS}")
     return faults
 
 
+def _more_held(first: Sample, last: Sample) -> str:
+    more = Counter(last.held) - Counter(first.held)
+    return f"more: {', '.join(f'{count} {name}' for name, count in sorted(more.items()))}"
+
+
 def write_csv(path: Path, samples: Iterable[Sample]) -> None:
+    names = [one.name for one in fields(Sample) if one.name != "held"]
     with path.open("w", newline="") as file:
-        writer = csv.DictWriter(file, [field.name for field in fields(Sample)])
+        writer = csv.DictWriter(file, names, extrasaction="ignore")
         writer.writeheader()
         writer.writerows(map(asdict, samples))

@@ -76,6 +76,13 @@ def test_what_is_left_behind_is_a_fault(change: dict[str, Any], fault: str) -> N
     assert fault in " ".join(footprint.judge_rest(before, [replace(before[0], **change)]))
 
 
+def test_a_fault_says_what_there_is_more_of() -> None:
+    first = replace(samples(lambda _: 0.0)[0], held={"socket": 2, "thread pool": 1})
+    last = replace(first, descriptors=30, held={"socket": 9, "thread pool": 1, "pipe": 1})
+    (fault,) = footprint.judge_rest([first], [last])
+    assert fault == "proxy: 9 to 30 descriptors; more: 1 pipe, 7 socket"
+
+
 def test_a_process_that_has_ended_is_a_fault() -> None:
     before = samples(lambda _: 0.0)[:1]
     assert footprint.judge_rest(before, []) == ["proxy (7) has ended"]
