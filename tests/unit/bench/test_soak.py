@@ -83,6 +83,20 @@ def test_a_fault_says_what_there_is_more_of() -> None:
     assert fault == "proxy: 9 to 30 descriptors; more: 1 pipe, 7 socket"
 
 
+@pytest.mark.parametrize(("num_contexts", "is_fault"), [(1, False), (2, True)])
+def test_the_collector_that_pyzmq_starts_once_is_no_fault(
+    num_contexts: int, is_fault: bool
+) -> None:
+    first = replace(samples(lambda _: 0.0)[0], held={"thread ZMQbg/Reaper": 4})
+    last = replace(
+        first,
+        descriptors=first.descriptors + 7 * num_contexts,
+        threads=first.threads + 3 * num_contexts,
+        held={"thread ZMQbg/Reaper": 4 + num_contexts},
+    )
+    assert bool(footprint.judge_rest([first], [last])) is is_fault
+
+
 def test_a_process_that_has_ended_is_a_fault() -> None:
     before = samples(lambda _: 0.0)[:1]
     assert footprint.judge_rest(before, []) == ["proxy (7) has ended"]
