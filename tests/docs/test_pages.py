@@ -28,8 +28,10 @@ PAGES: Final = [
     *sorted(ROOT.glob("*.md")),
     *(page for name in ("docs", "src", "tests") for page in sorted((ROOT / name).rglob("*.md"))),
 ]
-# Not there before the first `make matrix`.
-MADE_BY_MAKE: Final = frozenset({ROOT / "docs" / "matrix.md", ROOT / "docs" / "faults.md"})
+# Not there before the first `make matrix`, `make models` or `make faults`.
+MADE_BY_MAKE: Final = frozenset(
+    ROOT / "docs" / name for name in ("matrix.md", "models.md", "faults.md")
+)
 
 _FENCE: Final = re.compile(r"^```(\w*)\n(.*?)^```", re.MULTILINE | re.DOTALL)
 _SPAN: Final = re.compile(r"`([^`\n]+)`")

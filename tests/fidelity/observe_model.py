@@ -131,14 +131,23 @@ def _append(seen: list[Any], point: str, rows_TD: NDArray[np.float32]) -> None:
     seen.append((point, rows_TD))
 
 
-def steer_blocks(llm: Any, asks: list[Ask], added: list[Mapping[str, Floats]]) -> list[Answer]:
-    """Each alone, with rows added by hooks on vLLM's blocks and nothing of clairai's."""
+def steer_blocks(
+    llm: Any, asks: list[Ask], vectors: list[bytes], added: list[Mapping[str, Floats]]
+) -> list[tuple[Answer, Answer]]:
+    """Each alone: steered, and with rows added by hooks on vLLM's blocks and nothing of clairai's.
+
+    Alone, because some of vLLM's CPU kernels give a request other values in another batch.
+    """
     hooks = _block_hooks(llm, len(next(iter(added[0].values()))))
-    answers = []
+    steering.put(llm, vectors)
+    pairs = []
     for ask, rows in zip(asks, added, strict=True):
+        (steered,) = steering.answer(llm, [replace(ask, salt=f"{ask.salt} alone")])
         with hooks.adding(rows):
-            answers += steering.answer(llm, [ask])
-    return answers
+            (hooked,) = steering.answer(llm, [replace(ask, steer=())])
+        pairs.append((steered, hooked))
+    steering.remove_all(llm)
+    return pairs
 
 
 def _block_hooks(llm: Any, width: int) -> StreamHooks:

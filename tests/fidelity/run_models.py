@@ -2,7 +2,7 @@
 
 Run by `make models`. What each has shown is kept in a file of its own, and counts as long as vLLM's
 version, clairai's `compat` and the tiny model's config are the same: a run that was cut short goes
-on where it was. `--only` runs some of them, and does not write the page.
+on where it was. `--only` runs some of them; `--page` writes the page from what is known.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ import msgspec
 
 from scripts import numbers
 from tests.fidelity import tiny_models, verify_model
-from tests.fidelity.verify_model import Verdict
+from tests.fidelity.verify_model import NOT_TRIED, Verdict
 
 ROOT: Final = Path(__file__).resolve().parents[2]
 RESULTS: Final = ROOT / "build" / "models"
@@ -52,7 +52,10 @@ class Kept(msgspec.Struct, frozen=True):
 
 def main(arguments: Sequence[str]) -> int:
     asked = _parse(arguments)
-    names = [name for name in tiny_models.registry() if _is_asked(name, asked.only)]
+    if asked.page:
+        _write_page()
+        return 0
+    names = _choose(asked.only.split(",") if asked.only else ["*"])
     _import_transformers()
     RESULTS.mkdir(parents=True, exist_ok=True)
     runtime = Path(tempfile.mkdtemp(prefix="clairai-"))
@@ -62,24 +65,32 @@ def main(arguments: Sequence[str]) -> int:
             print(_describe(verdict or _verify(name, runtime)), flush=True)
     finally:
         shutil.rmtree(runtime, ignore_errors=True)
-    found = [kept for name in tiny_models.registry() if (kept := _find_kept(name))]
-    if len(found) == len(tiny_models.registry()):
-        PAGE.write_text(write_page(found))
+    if not asked.only:
+        PAGE.write_text(
+            write_page([_find_kept(name) or Verdict(name, NOT_TRIED) for name in names])
+        )
+    found = [kept for name in names if (kept := _find_kept(name))]
     return 0 if all(verdict.is_good for verdict in found) else 1
 
 
 def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--only", default="", help="llama,qwen3,gemma*: some architectures")
+    parser.add_argument("--page", action="store_true", help="verify nothing, write the page")
     parser.add_argument("--fresh", action="store_true", help="verify again what is known")
     return parser.parse_args(arguments)
 
 
-def _is_asked(name: str, only: str) -> bool:
-    patterns = [pattern.lower() for pattern in only.split(",") if pattern]
-    forms = (name.lower(), SUFFIX.sub("", name).lower())
-    return not patterns or any(
-        fnmatch.fnmatch(form, pattern) for pattern in patterns for form in forms
+def _choose(patterns: Sequence[str]) -> list[str]:
+    """Architectures by name, with or without their ending, in the order of the patterns."""
+    forms = {name: (name.lower(), SUFFIX.sub("", name).lower()) for name in tiny_models.registry()}
+    return list(
+        dict.fromkeys(
+            name
+            for pattern in patterns
+            for name in forms
+            if fnmatch.filter(forms[name], pattern.lower())
+        )
     )
 
 
@@ -153,6 +164,11 @@ BLOCKS: Final = """\
 Hugging Face has no such model, or vLLM's CPU kernels themselves give other values: *vLLM* is the
 error of its own blocks against Hugging Face. The taps equal what those blocks were given and gave,
 and steering equals a hook on them."""
+
+
+def _write_page() -> None:
+    names = tiny_models.registry()
+    PAGE.write_text(write_page([_find_kept(name) or Verdict(name, NOT_TRIED) for name in names]))
 
 
 def write_page(verdicts: list[Verdict]) -> str:

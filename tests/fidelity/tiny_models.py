@@ -11,6 +11,7 @@ import importlib.util
 import inspect
 import json
 import re
+import resource
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields
 from functools import cache
@@ -19,6 +20,7 @@ from typing import Any, Final
 
 VOCABULARY: Final = 512
 WIDTH: Final = 64
+MAX_BYTES: Final = 6 << 30
 NUM_ORDINARY: Final = 480  # tokens that no config gives a meaning to
 
 # Tables of vllm/model_executor/models/registry.py, 0.32.
@@ -29,19 +31,30 @@ KINDS: Final = {
 }
 
 
+@dataclass(frozen=True)
+class Entry:
+    """What vLLM's registry says of an architecture."""
+
+    kind: str
+    module: str  # of vllm.model_executor.models, or by its full name
+
+
 @cache
-def registry() -> Mapping[str, str]:
-    """Every architecture of the installed vLLM that generates text, and its kind."""
+def registry() -> Mapping[str, Entry]:
+    """Every architecture of the installed vLLM that generates text."""
+    found: dict[str, Entry] = {}
+    for statement in ast.parse((_vllm_models() / "registry.py").read_text()).body:
+        for name, table in _assigned(statement):
+            held = ast.literal_eval(table) if name in KINDS else {}
+            found |= {key: Entry(KINDS[name], module) for key, (module, _) in held.items()}
+    return found
+
+
+def _vllm_models() -> Path:
     spec = importlib.util.find_spec("vllm")
     assert spec is not None
     assert spec.origin is not None
-    source = Path(spec.origin).parent / "model_executor" / "models" / "registry.py"
-    found: dict[str, str] = {}
-    for statement in ast.parse(source.read_text()).body:
-        for name, table in _assigned(statement):
-            if name in KINDS:
-                found |= dict.fromkeys(ast.literal_eval(table), KINDS[name])
-    return found
+    return Path(spec.origin).parent / "model_executor" / "models"
 
 
 def _assigned(statement: ast.stmt) -> Iterator[tuple[str, ast.expr]]:
@@ -55,7 +68,10 @@ class NoTinyModel(Exception):
 
 @dataclass(frozen=True)
 class TinyModel:
-    """The class of Hugging Face that made it, and a model that its config's source names."""
+    """The class of Hugging Face that made it, and a model that its config's source names.
+
+    Without a class there is a config alone: vLLM makes up the weights.
+    """
 
     kind: str
     checkpoint: str
@@ -66,10 +82,11 @@ def make(architecture: str, folder: Path) -> TinyModel:
     import torch
     import transformers
 
+    resource.setrlimit(resource.RLIMIT_DATA, (MAX_BYTES, MAX_BYTES))  # one is not small yet
     name = SAME_AS.get(architecture, architecture)
     kind = getattr(transformers, name, None)
     if kind is None:
-        raise NoTinyModel(f"transformers {transformers.__version__} has no {name}")
+        return _make_config(architecture, folder)
     extras = EXTRAS.get(name, {})
     torch.manual_seed(11)
     try:
@@ -92,6 +109,23 @@ def _find_checkpoint(config: type[Any]) -> str:
     source = Path(inspect.getfile(config)).read_text()
     found = re.search(r'auto_docstring\(\s*checkpoint="([^"]+)"', source)
     return found[1] if found else ""
+
+
+def _make_config(architecture: str, folder: Path) -> TinyModel:
+    """A config for vLLM alone: Llama's, with every size that vLLM's own source asks for."""
+    import transformers
+
+    entry = registry()[architecture]
+    if entry.kind != "text" or "." in entry.module:
+        raise NoTinyModel(f"transformers {transformers.__version__} has no {architecture}")
+    source = (_vllm_models() / f"{entry.module}.py").read_text()
+    asked = {*re.findall(r"config\.(\w+)", source), *re.findall(r'config, "(\w+)"', source)}
+    sizes = {name: size for name, size in TEXT.items() if name in asked}
+    extras = {**sizes, **EXTRAS.get(architecture, {})}
+    config = shrink(transformers.LlamaConfig, extras)
+    config.architectures = [architecture]
+    config.save_pretrained(folder)
+    return TinyModel("", "")
 
 
 def shrink(kind: type[Any], extras: Mapping[str, Any], *, is_text: bool = True) -> Any:
@@ -150,9 +184,10 @@ TOKEN: Final = re.compile(r"token_id$|token_index$|_id$")
 EVEN_IF_NONE: Final = frozenset(("head_dim", "num_key_value_heads", "num_kv_heads"))
 
 _NAMES: Final[Mapping[int, tuple[str, ...]]] = {
-    VOCABULARY: ("vocab_size", "vocab_size_per_layer_input"),
+    512: ("vocab_size", "vocab_size_per_layer_input", "kv_lora_rank"),  # MLA's kernel asks for it
     WIDTH: (
-        *("hidden_size", "d_model", "n_embd", "word_embed_proj_dim", "kv_lora_rank"),
+        *("qk_rope_head_dim",),
+        *("hidden_size", "d_model", "n_embd", "word_embed_proj_dim"),
         *("moe_intermediate_size", "shared_expert_intermediate_size", "shared_intermediate_size"),
         *("moe_shared_expert_intermediate_size", "expert_ffn_hidden_size", "share_expert_dim"),
         *("out_hidden_size", "projection_dim", "image_text_hidden_size", "projector_hidden_size"),
@@ -167,7 +202,7 @@ _NAMES: Final[Mapping[int, tuple[str, ...]]] = {
     ),
     32: (
         *("head_dim", "swa_head_dim", "query_pre_attn_scalar", "rotary_dim", "sliding_window"),
-        *("sliding_window_size", "qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim"),
+        *("sliding_window_size", "qk_nope_head_dim", "v_head_dim"),
         *("q_lora_rank", "linear_key_head_dim", "linear_value_head_dim", "linear_head_dim"),
         *("mamba_d_head", "mamba_head_dim", "mamba_chunk_size", "chunk_size", "index_head_dim"),
         *("hidden_size_per_layer_input", "attention_chunk_size", "adapter_rank", "index_topk"),
@@ -216,8 +251,60 @@ SAME_AS: Final = {
     "IQuestCoderForCausalLM": "LlamaForCausalLM",
     "TeleChat3ForCausalLM": "LlamaForCausalLM",
     "ExaoneMoEForCausalLM": "ExaoneMoeForCausalLM",
+    "PhiMoEForCausalLM": "PhimoeForCausalLM",
+    "MiMoV2ForCausalLM": "MiMoV2FlashForCausalLM",
+    "NemotronHPuzzleForCausalLM": "NemotronHForCausalLM",
+    "LightOnOCRForConditionalGeneration": "LightOnOcrForConditionalGeneration",
+    "Qwen2_5OmniModel": "Qwen2_5OmniForConditionalGeneration",
 }
+
+
+def _rope(sections: list[int], **more: float) -> dict[str, Any]:
+    rope = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": sections}
+    return {"text_config": {"rope_parameters": rope | more}}
+
 
 EXTRAS: Final[Mapping[str, Mapping[str, Any]]] = {
     "MistralForCausalLM": {"sliding_window": None},
+    "AfmoeForCausalLM": {
+        "score_func": "sigmoid",
+        "route_norm": True,
+        "n_group": 1,
+        "topk_group": 1,
+    },
+    "Glm4MoeForCausalLM": {"head_dim": 32},
+    "Glm4MoeLiteForCausalLM": {"first_k_dense_replace": 1},
+    "HYV3ForCausalLM": {"expert_hidden_dim": 64, "route_norm": True},
+    "MiniMaxM2ForCausalLM": {"rotary_dim": 32, "scoring_func": "sigmoid"},
+    "MiMoV2FlashForCausalLM": {
+        "hybrid_layer_pattern": [1, 1, 1, 0],
+        "layernorm_epsilon": 1e-5,
+        "sliding_window_size": 32,
+        "swa_head_dim": 32,
+        "swa_num_attention_heads": 2,
+        "swa_num_key_value_heads": 1,
+    },
+    "AXK1ForCausalLM": {"first_k_dense_replace": 0},
+    "DeepseekV2ForCausalLM": {"topk_method": "greedy", "num_experts_per_tok": 2},
+    "DeepseekV3ForCausalLM": {"topk_method": "noaux_tc"},
+    "DbrxForCausalLM": {
+        "attn_config": {"rope_theta": 10000.0, "kv_n_heads": 1, "clip_qkv": 8.0},
+        "ffn_config": {"ffn_hidden_size": 64, "moe_num_experts": 4, "moe_top_k": 2},
+    },
+    "GraniteMoeHybridForCausalLM": {"layer_types": ["linear_attention", "full_attention"] * 2},
+    "Lfm2MoeForCausalLM": {"layer_types": ["conv", "full_attention"] * 2},
+    "Zamba2ForCausalLM": {"layers_block_type": ["linear_attention", "hybrid"] * 2},
+    "JambaForCausalLM": {"attn_layer_period": 2, "attn_layer_offset": 1},
+    "Glm4vForConditionalGeneration": _rope([8, 4, 4]),
+    "GlmOcrForConditionalGeneration": _rope([8, 4, 4]),
+    "Glm4vMoeForConditionalGeneration": _rope([4, 2, 2], partial_rotary_factor=0.5),
+    "Qwen2VLForConditionalGeneration": _rope([8, 4, 4]),
+    "Qwen2_5_VLForConditionalGeneration": _rope([8, 4, 4]),
+    "PaddleOCRVLForConditionalGeneration": _rope([8, 4, 4]),
+    "Qwen2_5OmniForConditionalGeneration": {"enable_audio_output": False},
+    "Step3p7ForConditionalGeneration": {"text_config": {"sliding_window": 32}},
+    "WhisperForConditionalGeneration": {
+        "encoder_attention_heads": 2,
+        "decoder_attention_heads": 2,
+    },
 }

@@ -6,6 +6,7 @@ blocks, read by plain hooks. T = tokens, D = model width, V = vocabulary.
 
 from __future__ import annotations
 
+import gc
 import multiprocessing
 import re
 import tempfile
@@ -56,7 +57,10 @@ CRASHED: Final = "crashes with clairai"
 REFUSED: Final = "refused"
 NO_ENGINE: Final = "vLLM cannot serve it here"
 NO_MODEL: Final = "transformers cannot make it"
-OUTCOMES: Final = (VERIFIED, VERIFIED_BLOCKS, WRONG, CRASHED, REFUSED, NO_ENGINE, NO_MODEL)
+NOT_TRIED: Final = "not tried"
+OUTCOMES: Final = (
+    *(VERIFIED, VERIFIED_BLOCKS, WRONG, CRASHED, REFUSED, NO_ENGINE, NO_MODEL, NOT_TRIED),
+)
 
 
 @dataclass(frozen=True)
@@ -94,6 +98,9 @@ class Truth:
     def load(self, folder: Path, kind: str) -> None:
         import torch
 
+        if not kind:
+            raise tiny_models.NoTinyModel("no such class")
+
         torch.set_num_threads(1)
         self._model = HuggingFace(str(folder), "float64", kind)
 
@@ -118,6 +125,7 @@ class _Verification:
     ) -> None:
         self._folder, self._runtime, self._plant = folder, runtime, plant
         self._verdict = Verdict(architecture, VERIFIED)
+        self._has_weights = True
 
     def run(self) -> Verdict:
         with _truth_process() as truth:
@@ -126,9 +134,13 @@ class _Verification:
             except EngineFailed as failed:
                 return replace(self._verdict, outcome=NO_MODEL, reason=_last_line(failed))
             self._verdict = replace(self._verdict, checkpoint=tiny.checkpoint)
-            if not self._diagnose():
-                return self._verdict
-            return self._serve(truth, tiny.kind)
+            self._has_weights = bool(tiny.kind)
+            if self._diagnose():
+                self._serve(truth, tiny.kind)
+            if not tiny.kind and self._verdict.outcome == NO_ENGINE:
+                reason = f"Hugging Face has no such class, and a config: {self._verdict.reason}"
+                return replace(self._verdict, outcome=NO_MODEL, reason=reason)
+            return self._verdict
 
     def _diagnose(self) -> bool:
         """Ask `clairai doctor`; False if there is no point to verify."""
@@ -136,10 +148,12 @@ class _Verification:
             with _doctor_process() as process:
                 verdicts, problems = process.call(_diagnose, str(self._folder))
         except EngineFailed as failed:
-            return self._explain(failed, REFUSED)
+            return self._explain(_last_line(failed), REFUSED)
+        if not verdicts:  # it could not look at the model
+            return self._explain("; ".join(problems), REFUSED)
         refused = {str(point): reason for point, reason in verdicts if reason}
         served = tuple(str(point) for point, reason in verdicts if not reason)
-        num_layers = 1 + max((point.layer for point, _ in verdicts), default=-1)
+        num_layers = 1 + max(point.layer for point, _ in verdicts)
         self._verdict = replace(
             self._verdict, served=served, refused=refused, num_layers=num_layers
         )
@@ -150,12 +164,12 @@ class _Verification:
             return False
         return True
 
-    def _explain(self, failed: EngineFailed, outcome: str) -> bool:
+    def _explain(self, reason: str, outcome: str) -> bool:
         """Tell what clairai cannot do from what vLLM cannot do either."""
         try:
             with self._start(additional_config={}) as engine:
                 engine.call(observe_model.generate, PROMPTS)
-                self._verdict = replace(self._verdict, outcome=outcome, reason=_last_line(failed))
+                self._verdict = replace(self._verdict, outcome=outcome, reason=reason)
         except EngineFailed as alone:
             self._verdict = replace(self._verdict, outcome=NO_ENGINE, reason=_last_line(alone))
         return False
@@ -171,7 +185,9 @@ class _Verification:
             "max_num_batched_tokens": 32,
             "block_size": 32,
             "enable_prefix_caching": True,
+            "num_gpu_blocks_override": 64,
             "language_model_only": True,
+            "load_format": "auto" if self._has_weights else "dummy",
         }
         return EngineProcess(
             runtime=self._runtime,
@@ -182,104 +198,143 @@ class _Verification:
             **(arguments | changes),
         )
 
-    def _serve(self, truth: ChildProcess, kind: str) -> Verdict:
+    def _serve(self, truth: ChildProcess, kind: str) -> None:
         points = list(self._verdict.served)
         settings = clairai.config(points=points, capacity=2 * tiny_models.WIDTH, steering=True)
         try:
-            engine = self._start(additional_config=settings)
+            with self._start(additional_config=settings) as engine:
+                self._verdict = self._judge(engine, truth, kind)
         except EngineFailed as failed:
-            self._explain(failed, CRASHED)
-            return self._verdict
-        with engine:
-            try:
-                return self._judge(engine, truth, kind)
-            except EngineFailed as failed:
-                self._explain(failed, CRASHED)
-                return self._verdict
+            self._explain(_last_line(failed), CRASHED)
 
     def _judge(self, engine: EngineProcess, truth: ChildProcess, kind: str) -> Verdict:
-        points, width = list(self._verdict.served), engine.call(_width)
-        observed: Observed = engine.call(observe_model.observe, PROMPTS, points, width)
-        sequences = _sequences(observed.forwarded)
+        points = list(self._verdict.served)
+        observed: Observed = engine.call(observe_model.observe, PROMPTS, points, tiny_models.WIDTH)
         verdict = replace(
             self._verdict,
             is_chunked=observed.is_chunked,
             num_cached=sum(observed.num_cached),
             prefix_cache=_judge_cache(observed),
         )
-        vectors = _choose_vectors(observed, verdict.num_layers)
-        asks = [_ask(point) for point in vectors]
-        files = [vector_file(point, {point: row}) for point, row in vectors.items()]
-        answers = engine.call(observe_model.steer, asks, files)
+        steered = _steer(engine, _choose_vectors(observed, verdict.num_layers))
+        truths: list[Streams] | None = None
         try:
             truth.call(Truth.load, self._folder, kind)
-            truths = truth.call(Truth.streams, sequences)
-            asked = [
-                ([*ask.prompt, *answer.token_ids], {point: row})
-                for ask, answer, (point, row) in zip(asks, answers, vectors.items(), strict=True)
-            ]
-            steered = truth.call(Truth.logits, asked)
-            plain = truth.call(Truth.logits, [(sequence, {}) for sequence, _ in asked])
+            truths = truth.call(Truth.streams, _sequences(observed.forwarded))
+            errors = _steering_errors(truth, steered)
         except EngineFailed as failed:
-            truths = None
             verdict = replace(verdict, reason=f"Hugging Face: {_last_line(failed)}")
-        if truths is not None:
-            prompt, decode, unjudged = _errors(observed.forwarded, truths)
-            found = {
-                point: _logprob_error(ask, answer, logits, bare)
-                for point, ask, answer, logits, bare in zip(
-                    vectors, asks, answers, steered, plain, strict=True
-                )
-            }
-            verdict = replace(
-                verdict,
-                prompt_error=prompt,
-                decode_error=decode,
-                unjudged=unjudged,
-                steered=found,
-            )
+        else:
+            verdict = replace(verdict, **_errors(observed.forwarded, truths), steered=errors)
             if not _faults(verdict):
                 return verdict
-        return self._judge_blocks(engine, verdict, truths, vectors, asks, answers)
+        return _judge_blocks(engine, verdict, truths, steered)
 
-    def _judge_blocks(
-        self,
-        engine: EngineProcess,
-        verdict: Verdict,
-        truths: list[Streams] | None,
-        vectors: dict[str, Floats],
-        asks: list[Ask],
-        answers: list[Answer],
-    ) -> Verdict:
-        """Hold the taps against vLLM's own tensors, and those against Hugging Face's."""
-        points, width = list(verdict.served), engine.call(_width)
-        tapped, blocks = engine.call(observe_model.observe_blocks, PROMPTS, points, width)
-        prompt, decode, unjudged = _errors(tapped, blocks)
-        added = [{point: row} for point, row in vectors.items()]
-        hooked = engine.call(
-            observe_model.steer_blocks, [replace(a, steer=()) for a in asks], added
+
+def _judge_blocks(
+    engine: EngineProcess, verdict: Verdict, truths: list[Streams] | None, steered: _Steered
+) -> Verdict:
+    """Hold the taps against vLLM's own tensors, and those against Hugging Face's."""
+    points = list(verdict.served)
+    tapped, blocks = engine.call(observe_model.observe_blocks, PROMPTS, points, tiny_models.WIDTH)
+    added = [{point: row} for point, row in steered.vectors.items()]
+    pairs = engine.call(observe_model.steer_blocks, steered.asks, steered.files, added)
+    against = replace(
+        verdict,
+        **_errors(tapped, blocks),
+        outcome=VERIFIED_BLOCKS,
+        steered={p: _answer_error(*pair) for p, pair in zip(steered.vectors, pairs, strict=True)},
+        engine_error=None if truths is None else _stream_error(blocks, truths),
+    )
+    if not _faults(against):
+        return against
+    nearer = min(verdict, against, key=lambda one: len(_faults(one)))
+    reason = "; ".join(filter(None, (verdict.reason, *_faults(nearer))))
+    return replace(nearer, outcome=WRONG, reason=reason, engine_error=against.engine_error)
+
+
+# --- steering ---
+
+
+@dataclass(frozen=True)
+class _Steered:
+    """Vectors by the point they are added at, and what each request was answered."""
+
+    vectors: dict[str, Floats]
+    files: list[bytes]
+    asks: list[Ask]
+    answers: list[Answer]
+
+
+def _choose_vectors(observed: Observed, num_layers: int) -> dict[str, Floats]:
+    """A middle point of each kind, and the last: a vector as long as the rows there."""
+    middle, last = num_layers // 2 - 1, num_layers - 1
+    wanted = [f"{kind}.{middle}" for kind in ("pre_attn", "post_attn", "post_block")]
+    rng = np.random.default_rng(5)
+    chosen: dict[str, Floats] = {}
+    for point in (*wanted, f"post_block.{last}"):
+        if point in observed.forwarded:
+            rows_TD = observed.forwarded[point][2].scores_NP[:-1].astype(np.float64)
+            row_D = rng.standard_normal(rows_TD.shape[1]) * np.sqrt(np.square(rows_TD).mean())
+            chosen[point] = row_D.astype(np.float32).astype(np.float64)
+    return chosen
+
+
+def _steer(engine: EngineProcess, vectors: dict[str, Floats]) -> _Steered:
+    """All in one batch, each with a vector of its own."""
+    asks = [
+        Ask(tuple(PROMPTS[3]), ({"vector": point},), num_new=observe_model.NUM_NEW, salt=point)
+        for point in vectors
+    ]
+    files = [vector_file(point, {point: row}) for point, row in vectors.items()]
+    return _Steered(vectors, files, asks, engine.call(observe_model.steer, asks, files))
+
+
+def _steering_errors(truth: ChildProcess, steered: _Steered) -> dict[str, float]:
+    """By point, how far the answers are from those of Hugging Face's model with a hook."""
+    asked = [
+        ([*ask.prompt, *answer.token_ids], {point: row})
+        for ask, answer, (point, row) in zip(
+            steered.asks, steered.answers, steered.vectors.items(), strict=True
         )
-        found = {
-            point: _answer_error(answer, other)
-            for point, answer, other in zip(vectors, answers, hooked, strict=True)
-        }
-        engine_error = None
-        if truths is not None:
-            engine_error = _stream_error(blocks, truths)
-        against = replace(
-            verdict,
-            outcome=VERIFIED_BLOCKS,
-            prompt_error=prompt,
-            decode_error=decode,
-            unjudged=unjudged,
-            steered=found,
-            engine_error=engine_error,
-        )
-        if not _faults(against):
-            return against
-        nearer = min(verdict, against, key=lambda one: len(_faults(one)))
-        reason = "; ".join(filter(None, (verdict.reason, *_faults(nearer))))
-        return replace(nearer, outcome=WRONG, reason=reason, engine_error=engine_error)
+    ]
+    logits = truth.call(Truth.logits, asked)
+    plain = truth.call(Truth.logits, [(sequence, {}) for sequence, _ in asked])
+    found = zip(steered.vectors, steered.answers, logits, plain, strict=True)
+    return {point: _logprob_error(answer, *both) for point, answer, *both in found}
+
+
+def _logprob_error(answer: Answer, logits_TV: Floats, plain_TV: Floats) -> float:
+    """The largest difference of a logprob from Hugging Face's, relative to the spread of logits.
+
+    Infinite where the vector changed nothing in Hugging Face's: nothing was tested then.
+    """
+    first = len(logits_TV) - len(answer.token_ids) - 1
+    steered_TV, bare_TV = _logprobs(logits_TV), _logprobs(plain_TV)
+    if np.abs(steered_TV[first] - bare_TV[first]).max() < 100 * LOGPROB_BOUND:
+        return float("inf")
+    worst = 0.0
+    for index, step in enumerate(answer.logprobs):
+        truth_V = steered_TV[first + index]
+        spread = max(1.0, float(truth_V.std()))
+        worst = max(worst, *(abs(truth_V[token] - value) / spread for token, value in step.items()))
+    return float(worst)
+
+
+def _logprobs(logits_TV: Floats) -> Floats:
+    shifted_TV = logits_TV - logits_TV.max(axis=1, keepdims=True)
+    found: Floats = shifted_TV - np.log(np.exp(shifted_TV).sum(axis=1, keepdims=True))
+    return found
+
+
+def _answer_error(answer: Answer, other: Answer) -> float:
+    """The largest difference of a logprob between two answers."""
+    if answer.token_ids != other.token_ids:
+        return float("inf")
+    pairs = zip(answer.logprobs, other.logprobs, strict=True)
+    return max(
+        abs(one[token] - two[token]) for one, two in pairs for token in one.keys() & two.keys()
+    )
 
 
 # --- processes ---
@@ -307,9 +362,16 @@ def _doctor() -> Iterator[None]:
 
 def _prepare_engine(plant: Callable[[], None] | None) -> None:
     """Look at a model's class in this process: a process more for each would take ten seconds."""
+    import torch
+    from vllm.model_executor.model_loader import dummy_loader
     from vllm.model_executor.models import registry
 
+    torch._dynamo.config.disable = True  # the sampler of an eager engine compiles a part for 3 s
+    gc.freeze()  # vLLM collects five times at start, and all that it imports was there before
     registry._run_in_subprocess = lambda look: look()
+    make_up = dummy_loader.initialize_single_dummy_weight
+    # As large as those of other tiny models; vLLM's would make every layer nearly the identity.
+    dummy_loader.initialize_single_dummy_weight = partial(make_up, low=-0.25, high=0.25)
     if plant is not None:
         plant()
 
@@ -319,10 +381,6 @@ def _diagnose(_: None, folder: str) -> tuple[list[tuple[Point, str]], list[str]]
 
     report = diagnose(folder)
     return list(report.verdicts), list(report.problems)
-
-
-def _width(llm: Any) -> int:
-    return int(llm.llm_engine.vllm_config.model_config.get_hidden_size())
 
 
 def _last_line(failed: EngineFailed) -> str:
@@ -341,22 +399,27 @@ def _sequences(tapped: Tapped) -> list[list[int]]:
     return [scores.token_ids.tolist() for scores in next(iter(tapped.values()))]
 
 
-def _errors(tapped: Tapped, truths: list[Streams]) -> tuple[float, float, tuple[str, ...]]:
+def _errors(tapped: Tapped, truths: list[Streams]) -> dict[str, Any]:
     """The worst point's 99.9th percentile, of prompt rows and of decode rows; points not judged."""
-    worst: dict[str, float] = {"prompt": 0.0, "decode": 0.0}
-    unjudged = tuple(point for point in tapped if any(point not in truth for truth in truths))
-    for point, answers in tapped.items():
-        if point in unjudged:
-            continue
-        found: dict[str, list[NDArray[np.float64]]] = {"prompt": [], "decode": []}
-        for scores, truth in zip(answers, truths, strict=True):
-            num_rows = len(scores.token_ids) - 1  # the last sampled token is never forwarded
-            error_TD = relative_error(scores.scores_NP[:num_rows], truth[point][:num_rows])
-            found["prompt"].append(error_TD[: scores.num_prompt].ravel())
-            found["decode"].append(error_TD[scores.num_prompt :].ravel())
-        for phase, parts in found.items():
-            worst[phase] = max(worst[phase], _p999(np.concatenate(parts)))
-    return worst["prompt"], worst["decode"], unjudged
+    judged = [point for point in tapped if all(point in truth for truth in truths)]
+    both = [_point_errors(tapped[point], [truth[point] for truth in truths]) for point in judged]
+    return {
+        "prompt_error": max((prompt for prompt, _ in both), default=None),
+        "decode_error": max((decode for _, decode in both), default=None),
+        "unjudged": tuple(point for point in tapped if point not in judged),
+    }
+
+
+def _point_errors(
+    answers: list[clairai.Scores], truths: list[NDArray[np.float32]]
+) -> tuple[float, float]:
+    prompt, decode = [], []
+    for scores, truth_TD in zip(answers, truths, strict=True):
+        num_rows = len(scores.token_ids) - 1  # the last sampled token is never forwarded
+        error_TD = relative_error(scores.scores_NP[:num_rows], truth_TD[:num_rows])
+        prompt.append(error_TD[: scores.num_prompt].ravel())
+        decode.append(error_TD[scores.num_prompt :].ravel())
+    return _p999(np.concatenate(prompt)), _p999(np.concatenate(decode))
 
 
 def _p999(errors: NDArray[np.float64]) -> float:
@@ -391,57 +454,6 @@ def _judge_cache(observed: Observed) -> str:
             if _p999(relative_error(rows[cached:], truth[cached:]).ravel()) > BOUND:
                 return f"{point}: other rows"
     return "right" if any(observed.num_cached) else "no hit"
-
-
-def _choose_vectors(observed: Observed, num_layers: int) -> dict[str, Floats]:
-    """A middle point of each kind, and the last: a vector as long as the rows there."""
-    middle, last = num_layers // 2 - 1, num_layers - 1
-    wanted = [f"{kind}.{middle}" for kind in ("pre_attn", "post_attn", "post_block")]
-    rng = np.random.default_rng(5)
-    chosen: dict[str, Floats] = {}
-    for point in (*wanted, f"post_block.{last}"):
-        if point in observed.forwarded:
-            rows_TD = observed.forwarded[point][2].scores_NP[:-1].astype(np.float64)
-            row_D = rng.standard_normal(rows_TD.shape[1]) * np.sqrt(np.square(rows_TD).mean())
-            chosen[point] = row_D.astype(np.float32).astype(np.float64)
-    return chosen
-
-
-def _ask(point: str) -> Ask:
-    return Ask(tuple(PROMPTS[3]), ({"vector": point},), num_new=observe_model.NUM_NEW, salt=point)
-
-
-def _logprob_error(ask: Ask, answer: Answer, logits_TV: Floats, plain_TV: Floats) -> float:
-    """The largest difference of a logprob from Hugging Face's, relative to the spread of logits.
-
-    Infinite where the vector changed nothing in Hugging Face's: nothing was tested then.
-    """
-    first = len(ask.prompt) - 1
-    steered_TV, bare_TV = _logprobs(logits_TV), _logprobs(plain_TV)
-    if np.abs(steered_TV[first] - bare_TV[first]).max() < 100 * LOGPROB_BOUND:
-        return float("inf")
-    worst = 0.0
-    for index, step in enumerate(answer.logprobs):
-        truth_V = steered_TV[first + index]
-        spread = max(1.0, float(truth_V.std()))
-        worst = max(worst, *(abs(truth_V[token] - value) / spread for token, value in step.items()))
-    return float(worst)
-
-
-def _logprobs(logits_TV: Floats) -> Floats:
-    shifted_TV = logits_TV - logits_TV.max(axis=1, keepdims=True)
-    found: Floats = shifted_TV - np.log(np.exp(shifted_TV).sum(axis=1, keepdims=True))
-    return found
-
-
-def _answer_error(answer: Answer, other: Answer) -> float:
-    """The largest difference of a logprob between two answers."""
-    if answer.token_ids != other.token_ids:
-        return float("inf")
-    pairs = zip(answer.logprobs, other.logprobs, strict=True)
-    return max(
-        abs(one[token] - two[token]) for one, two in pairs for token in one.keys() & two.keys()
-    )
 
 
 def _faults(verdict: Verdict) -> list[str]:
