@@ -88,7 +88,9 @@ def score_at(llm: Any, point: str, prompts: list[list[int]]) -> list[list[float]
 
 
 def num_fused_norms(llm: Any) -> int:
+    from clairai.compat.tap_proof import WatchedSite
     from clairai.engine.score.fused_norm import FusedNormSite
 
     named = llm.llm_engine.vllm_config.compilation_config.static_forward_context
-    return sum(isinstance(site, FusedNormSite) for site in named.values())
+    watched = [site for site in named.values() if isinstance(site, WatchedSite)]
+    return sum(isinstance(one.site, FusedNormSite) for one in watched)

@@ -52,7 +52,7 @@ class TapProof:
     def watch(self, model: nn.Module) -> None:
         """Look at every forward of `model` that runs in Python."""
         for name, site in self._sites.items():
-            self._named[name] = _WatchedSite(site, partial(self._note, name))
+            self._named[name] = WatchedSite(site, partial(self._note, name))
         if model._compiled_call_impl is None:  # else the compiler would trace the hooks
             self._hooks = [
                 model.register_forward_pre_hook(self._before_forward),
@@ -115,20 +115,20 @@ def _count_tokens(output: Any) -> int:
     return len(first) if isinstance(first, torch.Tensor) else 0
 
 
-class _WatchedSite:
+class WatchedSite:
     """Does what a site does, and notes that it did."""
 
     def __init__(self, site: Any, note: Callable[[], None]) -> None:
-        self._site, self._note = site, note
+        self.site, self._note = site, note
 
     def read(self, x: torch.Tensor) -> None:
         self._note()
-        self._site.read(x)
+        self.site.read(x)
 
     def apply(self, x: torch.Tensor, residual: torch.Tensor | None) -> None:
         self._note()
-        self._site.apply(x, residual)
+        self.site.apply(x, residual)
 
     def norm(self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor) -> Any:
         self._note()
-        return self._site.norm(x, residual, weight)
+        return self.site.norm(x, residual, weight)
