@@ -17,6 +17,7 @@ import shutil
 import sys
 import tempfile
 import time
+import traceback
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -61,16 +62,16 @@ def main(arguments: Sequence[str]) -> int:
     runtime = Path(tempfile.mkdtemp(prefix="clairai-"))
     try:
         for name in names:
-            verdict = None if asked.fresh else _find_kept(name)
-            print(_describe(verdict or _verify(name, runtime)), flush=True)
+            if asked.fresh or _find_kept(name) is None:
+                print(_verify(name, runtime), flush=True)
     finally:
         shutil.rmtree(runtime, ignore_errors=True)
     if not asked.only:
         PAGE.write_text(
             write_page([_find_kept(name) or Verdict(name, NOT_TRIED) for name in names])
         )
-    found = [kept for name in names if (kept := _find_kept(name))]
-    return 0 if all(verdict.is_good for verdict in found) else 1
+    found = [_find_kept(name) for name in names]
+    return 0 if all(verdict and verdict.is_good for verdict in found) else 1
 
 
 def _parse(arguments: Sequence[str]) -> argparse.Namespace:
@@ -94,10 +95,14 @@ def _choose(patterns: Sequence[str]) -> list[str]:
     )
 
 
-def _verify(name: str, runtime: Path) -> Verdict:
-    verdict = verify_model.verify(name, runtime)
+def _verify(name: str, runtime: Path) -> str:
+    """Keep the verdict; describe it in a line."""
+    try:
+        verdict = verify_model.verify(name, runtime)
+    except Exception:  # of the check itself: the others can still be verified
+        return f"{name}: {traceback.format_exc()}"
     _file(name).write_bytes(msgspec.json.encode(Kept(_key(name), verdict)))
-    return verdict
+    return _describe(verdict)
 
 
 def _import_transformers() -> None:

@@ -291,6 +291,7 @@ EXTRAS: Final[Mapping[str, Mapping[str, Any]]] = {
         "attn_config": {"rope_theta": 10000.0, "kv_n_heads": 1, "clip_qkv": 8.0},
         "ffn_config": {"ffn_hidden_size": 64, "moe_num_experts": 4, "moe_top_k": 2},
     },
+    "FalconForCausalLM": {"ffn_hidden_size": 256},
     "GraniteMoeHybridForCausalLM": {"layer_types": ["linear_attention", "full_attention"] * 2},
     "Lfm2MoeForCausalLM": {"layer_types": ["conv", "full_attention"] * 2},
     "Zamba2ForCausalLM": {"layers_block_type": ["linear_attention", "hybrid"] * 2},

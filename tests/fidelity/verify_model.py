@@ -237,6 +237,8 @@ def _judge_blocks(
     """Hold the taps against vLLM's own tensors, and those against Hugging Face's."""
     points = list(verdict.served)
     tapped, blocks = engine.call(observe_model.observe_blocks, PROMPTS, points, tiny_models.WIDTH)
+    if any(np.isnan(rows_TD).any() for streams in blocks for rows_TD in streams.values()):
+        return replace(verdict, outcome=NO_ENGINE, reason="vLLM's own blocks give NaN here")
     added = [{point: row} for point, row in steered.vectors.items()]
     pairs = engine.call(observe_model.steer_blocks, steered.asks, steered.files, added)
     against = replace(
@@ -275,7 +277,8 @@ def _choose_vectors(observed: Observed, num_layers: int) -> dict[str, Floats]:
     for point in (*wanted, f"post_block.{last}"):
         if point in observed.forwarded:
             rows_TD = observed.forwarded[point][2].scores_NP[:-1].astype(np.float64)
-            row_D = rng.standard_normal(rows_TD.shape[1]) * np.sqrt(np.square(rows_TD).mean())
+            size = np.sqrt(np.square(np.nan_to_num(rows_TD, nan=1.0)).mean())
+            row_D = rng.standard_normal(rows_TD.shape[1]) * size
             chosen[point] = row_D.astype(np.float32).astype(np.float64)
     return chosen
 
