@@ -44,7 +44,6 @@ PROXY_NEEDS: Final = ("fastapi", "uvicorn", "aiohttp", "httptools", "prometheus_
 # Exit codes. 0: done as asked, also by Ctrl-C; 2: a wrong command line, by typer.
 REFUSED, ENGINE_GONE = 1, 3
 # Of completion processes, unless somebody asks for more: vLLM needs cores too.
-MOST_PROCESSES, CORES_PER_PROCESS = 4, 4
 
 
 class Begin(StrEnum):
@@ -74,13 +73,6 @@ class ScoreOptions:
 
     score_all: bool
     keep_s: float
-
-
-def choose_processes(given: int | None) -> int:
-    """How many processes answer completions: as asked, or by the cores that we may use."""
-    if given is not None:
-        return given
-    return max(1, min(MOST_PROCESSES, len(os.sched_getaffinity(0)) // CORES_PER_PROCESS))
 
 
 Host = Annotated[str, typer.Option(help="Address to bind; any but loopback needs a key.")]
@@ -142,14 +134,13 @@ KeepScores = Annotated[
     ),
 ]
 Processes = Annotated[
-    int | None,
+    int,
     typer.Option(
         "--completion-processes",
         metavar="N",
         min=1,
         max=32,
-        help="Processes that answer completions: 1 is the proxy itself. Else one for 4 cores, "
-        "at most 4.",
+        help="Processes that answer completions; 1 is the proxy itself.",
     ),
 ]
 Logs = Annotated[LogFormat, typer.Option("--log-format", help="Lines of text, or of JSON.")]
@@ -240,7 +231,7 @@ def serve(
     vllm_log: VllmLog = None,
     score_all: ScoreAll = False,
     keep_scores: KeepScores = 600.0,
-    completion_processes: Processes = None,
+    completion_processes: Processes = 1,
 ) -> None:
     """Serve MODEL: vLLM with clairai's taps, proxy and dashboard on one port."""
     _require_proxy_packages()
@@ -254,7 +245,7 @@ def serve(
                 *(host, port, api_key_file, allow_origin, allow_host),
                 ScoreOptions(score_all, keep_scores),
             ),
-            completion_processes=choose_processes(completion_processes),
+            completion_processes=completion_processes,
         ),
         UserOutput.of(log_format.value),
         points=points or [],
@@ -291,7 +282,7 @@ def proxy(
     log_format: Logs = LogFormat.TEXT,
     score_all: ScoreAll = False,
     keep_scores: KeepScores = 600.0,
-    completion_processes: Processes = None,
+    completion_processes: Processes = 1,
 ) -> None:
     """Show a vLLM that runs elsewhere on this host: proxy and dashboard on one port."""
     _require_proxy_packages()
@@ -306,7 +297,7 @@ def proxy(
                 *(host, port, api_key_file, allow_origin, allow_host),
                 ScoreOptions(score_all, keep_scores),
             ),
-            completion_processes=choose_processes(completion_processes),
+            completion_processes=completion_processes,
         ),
         UserOutput.of(log_format.value),
         runtime=runtime_dir,
