@@ -21,6 +21,7 @@ XARGS: Final = "vllm_xargs"
 OUR_KEYS: Final = frozenset((KEY, *FIELD_PHASES))
 # A larger body takes longer to read than a token may be late: it is read beside the event loop.
 LARGE_BYTES: Final = 1 << 16
+_SEARCH_BYTES: Final = 1 << 20  # at once
 UNREADABLE: Final = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
 BodyFields = dict[str, msgspec.Raw]
 
@@ -63,7 +64,16 @@ def _is_utf8(body: bytes) -> bool:
 
 def may_have_fields(body: bytes) -> bool:
     """False for most bodies without fields of ours, without reading them; of a checked text."""
-    return any(mark in body for mark in _MARKS)
+    return any(_is_in(mark, body) for mark in _MARKS)
+
+
+def _is_in(mark: bytes, body: bytes) -> bool:
+    """`mark in body`, in steps: a search through megabytes keeps Python's lock."""
+    for begin in range(0, len(body), _SEARCH_BYTES):
+        if body.find(mark, begin, begin + _SEARCH_BYTES + len(mark) - 1) >= 0:
+            return True
+        end_step()
+    return False
 
 
 def has_our_keys(body: bytes, bounds: JsonBounds) -> bool:

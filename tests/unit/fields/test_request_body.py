@@ -117,3 +117,19 @@ def test_a_key_beside_ours_stands_once(body: bytes) -> None:
         has_our_keys(body, JsonBounds())
     with pytest.raises(RequestError, match="under vllm_xargs"):
         check_unique_keys(msgspec.Raw(b'{"a":1,"a":2}'), "vllm_xargs", JsonBounds())
+
+
+@pytest.mark.parametrize("begin", [0, 1, (1 << 20) - 4, 1 << 20, (2 << 20) - 7, (2 << 20) + 9])
+def test_a_mark_is_found_wherever_it_begins_in_a_long_body(begin: int) -> None:
+    body = b"x" * begin + b"clairai" + b"x" * ((2 << 20) + 16 - begin)
+    assert may_have_fields(body)
+    assert not may_have_fields(body.replace(b"clairai", b"clairar"))
+
+
+def test_a_search_through_a_long_body_ends_a_step_for_each_mebibyte(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    steps: list[None] = []
+    monkeypatch.setattr("clairai.fields.request_body.end_step", lambda: steps.append(None))
+    assert not may_have_fields(bytes(3 << 20))
+    assert len(steps) == 3 * 3  # three marks
