@@ -105,7 +105,7 @@ def test_the_table_says_what_part_of_vllm_alone_each_number_is() -> None:
     alone, ours = as_markdown(found).splitlines()[2:]
     assert alone.startswith(f"| 1 | 4 | {ALONE} | 1,000 (1.000) | 10.00 (1.00) |")
     assert ours.startswith(f"| 1 | 4 | {SCORED} | 800 (0.800) | 12.50 (1.25) |")
-    assert ours.endswith("| 40 |")
+    assert ours.endswith("| 40 | 0 |")  # the proxy, and no completion process
 
 
 def test_processes_are_told_apart_by_the_names_in_the_log() -> None:
