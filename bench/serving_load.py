@@ -2,15 +2,18 @@
 
 Starts vLLM alone and `clairai serve` with 16 probes side by side, the same model and options, and
 loads them by turns with the client processes of bench.load_clients. On a GPU the model is a shape
-of bench/shapes with dummy weights; on a CPU it is the demo's. Writes JSON and Markdown.
+of bench/shapes with dummy weights; on a CPU it is the demo's. Further numbers of completion
+processes are tried with a `clairai proxy` each before the same engine. Writes JSON and Markdown.
 Run: python -m bench.serving_load [--streams 1 16 64 256] [--tokens 256] [--requests 3] [--turns 3]
-     [--api-servers 1 4] [--shape llama-3.1-8b] [--unscored] [--out build/serving]
+     [--api-servers 1 4] [--completion-processes 1 4] [--shape llama-3.1-8b] [--unscored]
+     [--out build/serving]
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import platform
 import re
@@ -45,11 +48,13 @@ START_DEADLINE_S: Final = 600.0
 STOP_DEADLINE_S: Final = 90.0
 SETTLE_S: Final = 1.0  # between turns
 PROMPT_TOKENS: Final = 16
+MIN_REQUESTS: Final = 12  # of all streams in a turn: fewer first tokens say little
 ALONE, SCORED, UNSCORED = "vLLM alone", "clairai", "clairai, no scores"
 _TIMES: Final = ("first_p50_ms", "first_p99_ms", "token_p50_ms", "token_p99_ms")
 _LISTED: Final = ("engine core", "API server", "proxy", "completion process")
 _LOGGED: Final = re.compile(r"\((APIServer|EngineCore|Worker)(?:_\w+)? pid=(\d+)\)", re.IGNORECASE)
 _LOGGED_ROLES: Final = {"apiserver": "API server", "enginecore": "engine core", "worker": "worker"}
+_CLAIRAI: Final = (sys.executable, "-m", "clairai.cli")
 _COMMON: Final = ("--served-model-name", NAME, "--no-enable-prefix-caching")
 _GPU: Final = (
     *("--load-format", "dummy", "--dtype", "bfloat16", "--max-model-len", "4096"),
@@ -145,23 +150,41 @@ def serving(options: argparse.Namespace, api_servers: int, work: Path) -> Iterat
     alone = [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", str(model)]
     alone += [*given, "--host", "127.0.0.1", "--port", str(ports[0])]
     alone += ["--disable-uvicorn-access-log"]
-    ours = [sys.executable, "-m", "clairai.cli", "serve", str(model), "--port", str(ports[1])]
+    ours = [*_CLAIRAI, "serve", str(model), "--port", str(ports[1])]
+    ours += ["--completion-processes", str(options.completion_processes[0])]
     ours += ["--probes", str(work / "probes"), "--vllm-log", "-", "--", *given]
     runtime = work / f"run-{api_servers}"
     runtime.mkdir(mode=0o700)
+    variables_of_ours = {**variables, "CLAIRAI_RUNTIME_DIR": str(runtime)}
     logs = [options.out / f"{name}-{api_servers}.log" for name in ("alone", "clairai")]
     with ExitStack() as opened:
         first = opened.enter_context(
             running(alone, ports[0], logs[0], **{**variables, "VLLM_PLUGINS": ""})
         )
-        second = opened.enter_context(
-            running(ours, ports[1], logs[1], **{**variables, "CLAIRAI_RUNTIME_DIR": str(runtime)})
-        )
+        second = opened.enter_context(running(ours, ports[1], logs[1], **variables_of_ours))
         first.wait_ready()
         second.wait_ready()
         body = make_body(options.tokens, is_shape=options.shape is not None)
-        ways: dict[str, Any] = {ALONE: (first, body), SCORED: (second, {**body, "clairai": {}})}
+        scored = {**body, "clairai": {}}
+        ways: dict[str, Any] = {ALONE: (first, body), SCORED: (second, scored)}
+        for count in options.completion_processes[1:]:
+            log = options.out / f"proxy-{api_servers}-{count}.log"
+            proxy = opened.enter_context(another_proxy(runtime, count, log))
+            proxy.wait_ready()
+            ways[f"{SCORED}, {count} completion processes"] = (proxy, scored)
         yield {**ways, UNSCORED: (second, body)} if options.unscored else ways
+
+
+@contextmanager
+def another_proxy(runtime: Path, completion_processes: int, log: Path) -> Iterator[Service]:
+    """One more proxy before the engine that `clairai serve` has started."""
+    (upstream,) = runtime.glob("*/api.sock")
+    port = _free_port()
+    command = [*_CLAIRAI, "proxy", "--upstream", f"unix:{upstream}", "--port", str(port)]
+    command += ["--runtime-dir", str(runtime)]
+    command += ["--completion-processes", str(completion_processes)]
+    with running(command, port, log) as service:
+        yield service
 
 
 def make_body(tokens: int, *, is_shape: bool) -> dict[str, Any]:
@@ -207,13 +230,13 @@ def one_turn(
         service.url,
         body,
         streams=streams,
-        requests=options.requests,
+        requests=max(options.requests, math.ceil(MIN_REQUESTS / streams)),
         tokens=options.tokens,
         processes=options.processes,
     )
     after = cpu_by_role(service)
     found = {"way": way, "streams": streams, **summary(seen, after, before)}
-    if way == SCORED and seen.scores < seen.expected:
+    if way.startswith(SCORED) and way != UNSCORED and seen.scores < seen.expected:
         found["faults"].append(f"{seen.scores} of {seen.expected} rows of scores have come")
     print(json.dumps(found), flush=True)
     return found
@@ -323,9 +346,12 @@ def _parse(given: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser("python -m bench.serving_load", description=__doc__)
     parser.add_argument("--streams", type=int, nargs="+", default=[1, 16, 64, 256])
     parser.add_argument("--tokens", type=int, default=256)
-    parser.add_argument("--requests", type=int, default=3, help="of each stream in a turn")
+    parser.add_argument(
+        "--requests", type=int, default=3, help="of each stream in a turn, at least"
+    )
     parser.add_argument("--turns", type=int, default=3)
     parser.add_argument("--api-servers", type=int, nargs="+", default=[1])
+    parser.add_argument("--completion-processes", type=int, nargs="+", default=[1])
     parser.add_argument("--probes", type=int, default=16)
     parser.add_argument("--processes", type=int, default=max(1, (os.cpu_count() or 2) // 4))
     parser.add_argument("--shape", default=None if is_cpu_build() else "llama-3.1-8b")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,7 +19,7 @@ from clairai.proxy.observe.metrics import Metrics
 from clairai.proxy.observe.observer import FEATURES, CompletionEnd, HealthState
 from clairai.wire import ring_messages
 from tests.http.answers import CHAT
-from tests.http.fake import Exchange
+from tests.http.fake import PROMPT, Exchange
 from tests.http.test_counts_agree import read_samples
 from tests.http.world import World, world
 from tests.support.ring_engine import until
@@ -82,6 +83,33 @@ def test_the_end_of_every_completion_is_reported_with_its_times(
     assert [choice.tokens for choice in end.choices] == ([2] if fields else [])
     assert (end.first_token_seconds is not None) == stream
     assert 0 <= (end.first_token_seconds or 0) <= end.seconds < 20
+
+
+@pytest.mark.parametrize("fields", [{}, SCORED])
+def test_the_first_token_is_not_the_chunk_with_the_role(
+    proxied: World, observer: Recorder, fields: dict[str, Any]
+) -> None:
+    has_role = threading.Event()
+
+    async def script(exchange: Exchange) -> None:
+        await exchange.begin()
+        await asyncio.to_thread(has_role.wait, 20)
+        exchange.prefill()
+        exchange.rows(len(PROMPT), [72])
+        await exchange.tokens([72])
+        await exchange.tokens([73], finish="length")
+        await exchange.end(num_generated=2)
+
+    proxied.upstream.script = script
+    body = {"messages": [], "stream": True, **fields}
+    with proxied.client() as client, client.stream("POST", CHAT, json=body) as answer:
+        lines = answer.iter_lines()
+        assert '"role"' in next(lines)
+        asked_s = time.monotonic()
+        until(lambda: time.monotonic() - asked_s > 0.05)
+        has_role.set()
+        list(lines)
+    assert (_only(observer).first_token_seconds or 0) > 0.05
 
 
 def test_a_named_run_is_reported_with_its_id(proxied: World, observer: Recorder) -> None:

@@ -22,6 +22,9 @@ from clairai.fields.steering_vectors import FIELD_PHASES, parse_steering_vectors
 KEY: Final = "clairai"
 MAX_STREAM: Final = 2**64 - 1
 MAX_LABEL: Final = 128
+# Of a request to the API server whose stream id was drawn for it alone (`new_stream_id`): the core
+# will not refuse it as used, so the response need not wait until the core has admitted it.
+FRESH_STREAM_HEADER: Final = "X-Clairai-Fresh-Stream"
 _KNOWN: Final = ("stream", "prompt_scores", "steer", "stop", "capture", "label", "owner")
 _OWNER: Final = re.compile(r"[a-z0-9._-]{1,64}", re.ASCII)
 

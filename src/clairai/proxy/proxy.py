@@ -71,7 +71,7 @@ class Completion:
         self._first_s: float | None = None
 
     def note_token(self) -> None:
-        """Upstream has answered; its first frame has its first token."""
+        """A token has come from upstream."""
         if self._first_s is None:
             self._first_s = time.monotonic()
 

@@ -19,12 +19,22 @@ from clairai.proxy.completions.sse import DONE, FrameSplitter, FrameTooLong, fra
 from clairai.proxy.error_reasons import explain, explain_frame
 from clairai.proxy.host_paths import hide_paths
 from clairai.proxy.proxy import Completion, Proxy
-from clairai.proxy.responses import EVENT_STREAM, EventStream, HttpRefusal, PartStream
+from clairai.proxy.responses import (
+    EVENT_STREAM,
+    EventStream,
+    HttpRefusal,
+    PartStream,
+    PartWriter,
+)
 from clairai.proxy.upstream import Upstream, UpstreamGone, request_headers, response_headers
-from clairai.proxy.upstream_connection import UpstreamResponse
+from clairai.proxy.upstream_connection import BufferedResponse, UpstreamResponse
 from clairai.wire.capture_messages import OWNER_HEADER
 
 _WEIGHTS: Final = "/v1/weights"
+_DATA, _FRAME_END = b"data: {", b"\n\n"
+_ERROR: Final = b'"error"'
+# The first chunk of a chat, which vLLM sends when it has read the request.
+_ROLE: Final = b'"delta":{"role":'
 
 
 async def relay(proxy: Proxy, request: Request, body: bytes | None, path: str) -> Response:
@@ -129,12 +139,14 @@ async def relay_completion(
             answer = await read_whole(proxy.upstream, response, dict(headers)["X-Request-Id"])
             completion.set_answered(answer.status_code)
             return answer
+        stream = _RelayedStream(proxy, response, completion)
         return EventStream(
-            _stream_frames(proxy, response, completion),
+            stream.frames(),
             stack.pop_all(),
             stall_s=proxy.settings.timeouts.stalled,
             status=response.status,
             headers=dict(response_headers(response.headers)),
+            on_start=stream.write_tokens_at_once,
         )
 
 
@@ -172,27 +184,60 @@ async def read_whole(
     return Response(body, response.status, dict(response_headers(response.headers)))
 
 
-async def _stream_frames(
-    proxy: Proxy, response: UpstreamResponse, completion: Completion
-) -> AsyncGenerator[bytes, None]:
+class _RelayedStream:
     """Upstream's bytes in whole frames, so that an error can follow one."""
-    splitter = FrameSplitter(MAX_FRAME_BYTES)
-    try:
-        while raw := await response.content.readany():
-            completion.note_token()
-            if frames := splitter.feed(raw):
-                _note_end(completion, response, frames)
-                yield b"".join(map(explain_frame, frames))
-        if splitter.rest:
-            yield splitter.rest
-        completion.set_answered(response.status)
-    except (aiohttp.ClientError, FrameTooLong, OSError):
-        proxy.upstream.num_errors += 1
-        completion.set_failed(response.status)
-        yield UpstreamGone.frame()
+
+    def __init__(self, proxy: Proxy, response: UpstreamResponse, completion: Completion) -> None:
+        self._proxy, self._response, self._completion = proxy, response, completion
+        self._splitter = FrameSplitter(MAX_FRAME_BYTES)
+        self._has_token = False
+
+    def write_tokens_at_once(self, writer: PartWriter) -> None:
+        """Pass on frames as they arrive, without waking the task that reads the answer.
+
+        The end, errors and parts of frames are left to that task, in order.
+        """
+        if not isinstance(self._response, BufferedResponse):
+            return
+
+        def take(part: bytes) -> bool:
+            is_whole = part.startswith(_DATA) and part.endswith(_FRAME_END)
+            if not is_whole or _is_unusual(part) or self._splitter.rest or not writer.is_ready:
+                return False
+            self._note_token(part)
+            writer.write_now(part)
+            return True
+
+        self._response.set_sink(take)
+
+    async def frames(self) -> AsyncGenerator[bytes, None]:
+        completion, splitter = self._completion, self._splitter
+        try:
+            while raw := await self._response.content.readany():
+                if frames := splitter.feed(raw):
+                    self._note_token(b"".join(frames))
+                    self._note_end(frames[-1])
+                    yield b"".join(map(explain_frame, frames))
+            if splitter.rest:
+                yield splitter.rest
+            completion.set_answered(self._response.status)
+        except (aiohttp.ClientError, FrameTooLong, OSError):
+            self._proxy.upstream.num_errors += 1
+            completion.set_failed(self._response.status)
+            yield UpstreamGone.frame()
+
+    def _note_token(self, frames: bytes) -> None:
+        """Note the first of these that is not a chunk with a role, which comes before tokens."""
+        if not self._has_token and frames.count(_ROLE) < frames.count(_FRAME_END):
+            self._has_token = True
+            self._completion.note_token()
+
+    def _note_end(self, frame: bytes) -> None:
+        """Note the last frame before it is sent: the client may leave when it has it."""
+        if frame_data(frame) == DONE:
+            self._completion.set_answered(self._response.status)
 
 
-def _note_end(completion: Completion, response: UpstreamResponse, frames: list[bytes]) -> None:
-    """Note the last frame before it is sent: the client may leave when it has it."""
-    if frame_data(frames[-1]) == DONE:
-        completion.set_answered(response.status)
+def _is_unusual(part: bytes) -> bool:
+    """True if frames may hold more than chunks: an error that needs a reason, or the end."""
+    return _ERROR in part or DONE in part

@@ -36,6 +36,7 @@ from clairai.fields.request_body import (
     steering_vector_fields,
 )
 from clairai.fields.request_fields import (
+    FRESH_STREAM_HEADER,
     KEY,
     RequestFields,
     decode_fields,
@@ -72,6 +73,7 @@ _FORM_PART: Final = re.compile(
     rb"name\*?=[\"']?(?:" + b"|".join(name.encode() for name in sorted(OUR_KEYS)) + rb")\b"
 )
 _BOUNDS: Final = JsonBounds()
+_FRESH_STREAM: Final = FRESH_STREAM_HEADER.lower().encode()
 _LIST: Final = msgspec.json.Decoder(list[msgspec.Raw])
 _XARGS_OBJECT: Final = msgspec.json.Decoder(dict[str, Any] | None)
 
@@ -268,7 +270,10 @@ class RequestCheck:
             asks_for_capture=request.asks_for_capture,
             label=request.fields.label,
         )
-        writer = ResponseWriter(scope, receive, send, fields)
+        is_fresh = stream is not None and (asked is None or _is_fresh(scope["headers"]))
+        writer = ResponseWriter(
+            scope, receive, send, fields, can_be_refused=not (is_fresh and fields.is_empty)
+        )
         try:
             with engine.weight_versions.waiting(stream):
                 await self._app(scope, _replay(messages, receive), writer)
@@ -316,6 +321,11 @@ def _body_kind(scope: Scope) -> Literal["completion", "json", "form"] | None:
     if media_type.startswith("multipart/form-data"):
         return "form"
     return "json" if "json" in media_type else None  # vLLM reads no other kind
+
+
+def _is_fresh(headers: Any) -> bool:
+    """True if the sender says that it has drawn the stream id for this request."""
+    return any(name == _FRESH_STREAM for name, _ in headers)
 
 
 def _with_length(headers: Any, nbytes: int) -> list[tuple[bytes, bytes]]:

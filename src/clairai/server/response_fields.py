@@ -47,6 +47,12 @@ class ResponseFields:
             asyncio.ensure_future(asyncio.to_thread(preview.complete)) if preview.inline else None
         )
 
+    @property
+    def is_empty(self) -> bool:
+        """True if nothing will be added to the response."""
+        is_silent = self._preview.applied is None and self._label is None
+        return is_silent and not self.has_capture and not self._engine.weight_versions.can_change
+
     async def first(self) -> dict[str, Any] | None:
         """At the first token: what is applied, the capture's id, the version of the weights."""
         applied = self._preview.applied if self._completing is None else await self._completing

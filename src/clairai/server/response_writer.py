@@ -9,6 +9,7 @@ off. The core remembers the reason, so it is asked.
 from __future__ import annotations
 
 import contextlib
+from http import HTTPStatus
 from typing import Any, Final
 
 import msgspec
@@ -30,7 +31,6 @@ _BEFORE_FIRST_TOKEN: Final = (
 )
 _STREAM: Final = b"text/event-stream"
 _DONE: Final = b"data: [DONE]"
-_SERVER_ERROR: Final = 500
 
 
 class _ChunkHeader(msgspec.Struct):
@@ -43,11 +43,25 @@ class _ChunkHeader(msgspec.Struct):
 
 
 class ResponseWriter:
-    """ASGI's `send` for one request. Sends nothing before the core has admitted the request."""
+    """ASGI's `send` for one request.
 
-    def __init__(self, scope: Scope, receive: Receive, send: Send, fields: ResponseFields) -> None:
+    Sends nothing before the core has admitted the request. Only a stream that the core has no
+    reason to refuse begins at once, as vLLM's own does: its head is then read by the client while
+    the engine works on the prompt.
+    """
+
+    def __init__(
+        self,
+        scope: Scope,
+        receive: Receive,
+        send: Send,
+        fields: ResponseFields,
+        *,
+        can_be_refused: bool = True,
+    ) -> None:
         self._scope, self._receive, self._send = scope, receive, send
         self._fields = fields
+        self._can_be_refused = can_be_refused
         self._header = _ChunkHeader()
         self._held: list[Message] = []  # the start, and bodies behind it
         self._is_open = False  # the held messages were sent
@@ -57,10 +71,17 @@ class ResponseWriter:
         if self._is_over:
             return
         if self._is_open:
-            await self._send(await self._add_last(await self._explain(message)))
+            if self._fields.has_capture or message.get("body", b"").startswith(_ERROR):
+                message = await self._add_last(await self._explain(message))
+            await self._send(message)
             return
         self._held.append(message)
-        if message["type"] == "http.response.start" or self._must_wait(message):
+        if message["type"] == "http.response.start":
+            if not self._can_be_refused and self._is_stream and self._status == HTTPStatus.OK:
+                self._is_open = True
+                await self._send(message)
+            return
+        if self._must_wait(message):
             return
         if not self._has_failed(message) or not await self.is_refused():
             await self._open()
@@ -80,12 +101,12 @@ class ResponseWriter:
             return False
         if self._is_stream:
             return any(early in message["body"] for early in _BEFORE_FIRST_TOKEN)
-        return self._status == _SERVER_ERROR
+        return self._status == HTTPStatus.INTERNAL_SERVER_ERROR
 
     def _has_failed(self, message: Message) -> bool:
         if self._is_stream:
             return bytes(message.get("body", b"")).startswith(_FAILED)
-        return self._status == _SERVER_ERROR
+        return self._status == HTTPStatus.INTERNAL_SERVER_ERROR
 
     async def _open(self) -> None:
         self._is_open = True

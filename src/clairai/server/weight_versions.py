@@ -36,6 +36,11 @@ class WeightVersions:
         self._num_other_calls = 0  # in progress
         self._num_invalidations = 0
 
+    @property
+    def can_change(self) -> bool:
+        """False in an engine whose weights never change, and have no version."""
+        return self._accepts_weights
+
     @contextmanager
     def waiting(self, stream: int | None) -> Iterator[None]:
         """While a request is in the engine; None for one without a single stream.

@@ -13,6 +13,7 @@ import pytest
 
 from clairai.engine.steer.steering_registry import SteeringLimits
 from clairai.errors import VectorCapacityError
+from clairai.fields.request_fields import FRESH_STREAM_HEADER
 from clairai.vector.safetensors_format import dumps
 from tests.support import toy_publisher as toy
 from tests.support.api_server import (
@@ -105,6 +106,40 @@ def test_a_stream_id_in_use_is_refused_with_the_reason(server: ToyServer, stream
     answer = server.client.post(CHAT, json=body)
     assert answer.status_code == 400
     assert "stream 7 belongs to a request" in answer.json()["error"]["message"]
+
+
+FRESH = {FRESH_STREAM_HEADER: "1"}
+
+
+def _scored(*, stream: bool, **fields: Any) -> dict[str, Any]:
+    xargs = {"clairai": json.dumps({"stream": 7, **fields})}
+    return {"messages": [], "stream": stream, "vllm_xargs": xargs}
+
+
+def test_a_stream_with_a_fresh_id_begins_before_the_core_has_admitted_it(
+    server: ToyServer,
+) -> None:
+    body = _scored(stream=True)
+    assert server.client.post(CHAT, json=body, headers=FRESH).status_code == 200
+    late = server.client.post(CHAT, json=body, headers=FRESH)  # its id was not fresh after all
+    first, second = late.text.split("\n\n")[:2]
+    assert (late.status_code, '"role":"assistant"' in first) == (200, True)
+    assert "stream 7 belongs to a request" in second
+
+
+@pytest.mark.parametrize("fields", [{"steer": STEER}, {"label": "mine"}])
+def test_a_stream_with_fields_to_tell_of_waits_for_the_core(
+    server: ToyServer, fields: dict[str, Any]
+) -> None:
+    body = _scored(stream=True, **fields)
+    assert server.client.post(CHAT, json=body, headers=FRESH).status_code == 200
+    assert server.client.post(CHAT, json=body, headers=FRESH).status_code == 400
+
+
+def test_an_answer_that_is_not_streamed_waits_for_the_core(server: ToyServer) -> None:
+    body = _scored(stream=False)
+    assert server.client.post(CHAT, json=body, headers=FRESH).status_code == 200
+    assert server.client.post(CHAT, json=body, headers=FRESH).status_code == 400
 
 
 def test_a_refusal_that_depends_on_the_prompt_has_a_reason(server: ToyServer) -> None:

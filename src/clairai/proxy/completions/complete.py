@@ -17,6 +17,7 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
 from clairai.errors import RequestError
+from clairai.fields.request_fields import FRESH_STREAM_HEADER
 from clairai.proxy.caller import Caller
 from clairai.proxy.completions.chunk import read_chunk
 from clairai.proxy.completions.completion_request import (
@@ -83,7 +84,7 @@ async def complete(
         scores = completion.scores = stack.enter_context(proxy.open_scores(request))
         kept = proxy.kept_scores.open(scores, caller.name)
         stack.callback(lambda: kept.end(completion.outcome))
-        headers = forwarded_headers(proxy, http, is_edited=True)
+        headers = [*forwarded_headers(proxy, http, is_edited=True), (FRESH_STREAM_HEADER, "1")]
         asking = proxy.upstream.ask(
             "POST",
             with_query(path, http),
@@ -182,7 +183,7 @@ async def _check_engine(proxy: Proxy, request: ScoredRequest) -> None:
 
 
 def _write_tokens_at_once(
-    response: UpstreamResponse, merger: Merger[bytes], writer: PartWriter
+    response: UpstreamResponse, merger: Merger[bytes], writer: PartWriter, completion: Completion
 ) -> None:
     """Write ordinary tokens as they arrive, without waking the task that reads the answer.
 
@@ -195,6 +196,7 @@ def _write_tokens_at_once(
         written = merger.take_token(part) if writer.is_ready else None
         if written is None:
             return False
+        completion.note_token()
         for frame in written:
             writer.write_now(frame)
         return True
@@ -236,7 +238,7 @@ class _ScoredAnswer:
 
         def start(writer: PartWriter) -> None:
             if merger is not None:
-                _write_tokens_at_once(response, merger, writer)
+                _write_tokens_at_once(response, merger, writer, self._completion)
 
         return EventStream(
             self._response_frames(response) if merger is None else self._frames(response, merger),
@@ -355,13 +357,17 @@ class _ScoredAnswer:
         merger = self._merger(writer)
         async with aclosing(merge_frames(content, merger)) as parts:
             async for events in parts:
-                self._completion.note_token()
+                self._note_first_token()
                 if merger.is_done:
                     self._kept.end("error" if writer.has_failed else "done")
                 await run.put(events)
 
+    def _note_first_token(self) -> None:
+        if self._scores.num_tokens:  # not by the chunk with the role, which comes before
+            self._completion.note_token()
+
     def _note_frames(self, merger: Merger[bytes]) -> None:
-        self._completion.note_token()
+        self._note_first_token()
         if merger.is_done:  # noted before it is sent: the client may leave when it has the end
             self._completion.outcome = "done"
             self._kept.end("done")
