@@ -36,6 +36,7 @@ from clairai.proxy.responses import HttpRefusal, PartWriter
 BACKLOG: Final = 2048
 LINGER_S: Final = 2.0  # how long a refused client may go on sending
 LINGER_BYTES: Final = 16 << 20
+REQUESTS_PER_ROUND: Final = 16  # that begin in one round of the event loop
 DISCARD_PAUSE_S: Final = 0.05  # after each part of what it sends, of 256 KiB at most
 # Also answered to connections that are open beyond the bound.
 HEALTH_PATHS: Final = (b"/health", b"/health/live", b"/health/ready")
@@ -117,27 +118,33 @@ class LingeringTransport:
 
 
 class Turns:
-    """Lets requests begin one after the other, one in each round of the event loop.
+    """Lets requests begin in the order in which they came, a few in each round of the event loop.
 
-    When many come at once, the first is then on its way to the engine before the second is looked
-    at; otherwise none would be before all are, and each would wait for all.
+    When many come at once, tokens of other answers are passed on in between. With fewer a round,
+    the last of many requests would wait for as many rounds, which are long under load.
     """
 
     def __init__(self) -> None:
         self._waiting: deque[Callable[[], None]] = deque()
-        self._is_taken = False  # in this round
+        self._num_begun = 0  # in this round
 
     def take(self, begin: Callable[[], None]) -> None:
-        """Call `begin` now, or in the first round that nobody before has taken."""
-        self._waiting.append(begin)
-        if not self._is_taken:
-            self._next()
+        """Call `begin` now, or in the first round that has room for it."""
+        if self._waiting or self._num_begun == REQUESTS_PER_ROUND:
+            self._waiting.append(begin)
+            return
+        if self._num_begun == 0:
+            asyncio.get_running_loop().call_soon(self._next_round)
+        self._num_begun += 1
+        begin()
 
-    def _next(self) -> None:
-        self._is_taken = bool(self._waiting)
-        if self._is_taken:
-            asyncio.get_running_loop().call_soon(self._next)
-            self._waiting.popleft()()
+    def _next_round(self) -> None:
+        self._num_begun = min(len(self._waiting), REQUESTS_PER_ROUND)
+        loop = asyncio.get_running_loop()
+        for _ in range(self._num_begun):  # each by itself: one that fails holds up no other
+            loop.call_soon(self._waiting.popleft())
+        if self._num_begun:
+            loop.call_soon(self._next_round)
 
 
 class ChunkWriter(PartWriter):
