@@ -18,8 +18,12 @@ from tests.engine.models import random_prompts
 POINTS: Final = ("post_block.3", "post_block.20")
 ENCODERS: Final = ("raw", "full8", "rp8", "topk8", "fp8", "int4")
 # Lengths of prompts: a single token, the multiples of 16 that Triton compiles kernels of their own
-# for, neighbours of them, batches between the sizes of the graphs, and prompts in several chunks.
-BATCHES: Final = ((1,), (16,) * 16, (17, 3, 40), (1,) * 5, (33,) * 70, (900, 2500), (64,) * 200)
+# for, neighbours of them, batches between the sizes of the graphs, prompts in several chunks, and
+# steps of more tokens than graphs have, in each kernel that scores such.
+BATCHES: Final = (
+    *((1,), (16,) * 16, (17, 3, 40), (1,) * 5, (33,) * 70, (900, 2500), (64,) * 200),
+    *((3,) * 230, (200,) * 60),
+)
 OPS: Final[tuple[Mapping[str, Any], ...]] = (
     {"vector": "v", "scale": 0.1},
     {"vector": "v", "scale": 0.1, "match_norm": True},

@@ -25,6 +25,11 @@ ENGINES: Final[dict[str, dict[str, Any]]] = {
         "environment": {"VLLM_USE_V2_MODEL_RUNNER": "1"},
         "plant": planted.large_model,
     },
+    # Warmed up with more tokens than one kernel of the scorer takes: later steps need the other.
+    "V2, long steps": {
+        "environment": {"VLLM_USE_V2_MODEL_RUNNER": "1"},
+        "max_num_batched_tokens": 16384,
+    },
 }
 
 
@@ -35,6 +40,7 @@ def compiled_in(name: str, runtime: Path, captures: Path) -> Compiled:
         steering=True,
         capture={"folder": str(captures / name)},
     )
+    options: dict[str, Any] = {"max_num_batched_tokens": 1024, **ENGINES[name]}
     engine = EngineProcess(
         runtime=runtime,
         model=str(SHAPES / "qwen3-0.6b"),
@@ -42,11 +48,10 @@ def compiled_in(name: str, runtime: Path, captures: Path) -> Compiled:
         skip_tokenizer_init=True,
         dtype="bfloat16",
         max_model_len=4096,
-        max_num_batched_tokens=1024,
         gpu_memory_utilization=0.1,
         kv_cache_memory_bytes=4 << 30,
         additional_config=config,
-        **ENGINES[name],
+        **options,
     )
     with engine:
         found: Compiled = engine.call(compilations.compiled_by_traffic)

@@ -5,7 +5,9 @@ T = tokens, D = model width, K = capacity of a site, H = halves of a weight.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import pytest
@@ -232,3 +234,43 @@ def test_a_kernel_with_another_constant_would_be_noticed(changed: str) -> None:
     scorer._tiling[changed] //= 2
     with pytest.raises(AssertionError):
         assert_equal(made, kernel(made, scorer))
+
+
+class Recorder:
+    """Stands in for a kernel: notes what is compiled, and what is launched."""
+
+    def __init__(self, name: str, noted: list[tuple[str, str, int]]) -> None:
+        self._name, self._noted = name, noted
+
+    def warmup(self, *given: Any, grid: Any, **tiling: Any) -> None:
+        del grid, tiling
+        self._noted.append(("compiled", self._name, given[6].data_ptr()))
+
+    def __getitem__(self, grid: Any) -> Callable[..., None]:
+        del grid
+        return lambda *given, **_: self._noted.append(("launched", self._name, given[6].data_ptr()))
+
+
+def test_the_first_forward_compiles_what_any_later_one_launches(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    noted: list[tuple[str, str, int]] = []
+    for name in ("score_wide", "score_long"):
+        monkeypatch.setattr(score_kernel, name, Recorder(name, noted))
+    scorer = Scorer(4096, 16, 8192, CPU)
+    bank = case(1, 4096, 16, torch.bfloat16)
+    ran_S = torch.zeros(2, dtype=torch.int32)  # two sites, of which one is aligned otherwise
+
+    def forward(num_tokens: int) -> None:
+        hidden_TD, scores_TK = torch.empty(num_tokens, 4096), torch.empty(num_tokens, 16)
+        for ran in ran_S:
+            scorer(hidden_TD, bank.weights_HDK, bank.bias_K, bank.activation_K, scores_TK, ran)
+
+    forward(8192)
+    compiled = {(name, site) for what, name, site in noted if what == "compiled"}
+    assert len(compiled) == 4
+    noted.clear()
+    for num_tokens in (1, 600, scorer.max_wide_tokens, scorer.max_wide_tokens + 1, 8192):
+        forward(num_tokens)
+    assert {what for what, _, _ in noted} == {"launched"}
+    assert {(name, site) for _, name, site in noted} == compiled

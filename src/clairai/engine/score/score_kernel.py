@@ -148,6 +148,7 @@ class Scorer:
         block = self._slices * self._tiles_k * tile_k * TILE_T
         tiles = min(triton.cdiv(max_tokens, TILE_T), max(MAX_PARTIALS // block, 1))
         self.max_wide_tokens = tiles * TILE_T
+        self._compiled_for: set[int] = set()  # sites, by where they count their runs
         self._partial = torch.zeros(tiles * block, device=device)
         self._ticket = torch.zeros(tiles * self._tiles_k, dtype=torch.int32, device=device)
         tiling = {"TILE_T": TILE_T, "SLICE_D": SLICE_D, "TILE_K": tile_k}
@@ -179,10 +180,23 @@ class Scorer:
         halves, width, capacity = weights_HDK.shape
         tiles_t = triton.cdiv(num_tokens, TILE_T)
         given = (hidden_TD, hidden_TD.stride(0), weights_HDK, bias_K, activation_K, scores_TK)
-        sizes = (ran, num_tokens, width, capacity)
+        given = (*given, ran, num_tokens, width, capacity)
         tiling = self._tiling | {"IS_SPLIT": halves == 2}
+        if ran.data_ptr() not in self._compiled_for:
+            self._compile(given, tiling)
+            self._compiled_for.add(ran.data_ptr())
         if num_tokens > self.max_wide_tokens:
-            score_long[(tiles_t, self._tiles_k)](*given, *sizes, **tiling)
+            score_long[(tiles_t, self._tiles_k)](*given, **tiling)
             return
         grid = (tiles_t, self._slices, self._tiles_k)
-        score_wide[grid](*given, *sizes, self._partial, self._ticket, **tiling)
+        score_wide[grid](*given, self._partial, self._ticket, **tiling)
+
+    def _compile(self, given: tuple[Any, ...], tiling: dict[str, Any]) -> None:
+        """Compile both kernels for a site, in the first forward, which is vLLM's own warm-up.
+
+        That forward has as many tokens as a step can have, and so needs only one of the two; the
+        other would be compiled in the first step of a few hundred tokens, when users wait for it.
+        Triton compiles again for memory that is aligned otherwise, as that of another site may be.
+        """
+        score_wide.warmup(*given, self._partial, self._ticket, **tiling, grid=(1,))
+        score_long.warmup(*given, **tiling, grid=(1,))
