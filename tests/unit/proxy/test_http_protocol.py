@@ -12,7 +12,9 @@ def rounds_of(num_requests: int) -> list[int]:
     """How many of the requests that come at once begin in each round of the event loop."""
 
     async def run() -> list[int]:
-        turns, seen, begun = Turns(), [], []
+        seen: list[int] = []
+        begun: list[int] = []
+        turns = Turns()
         for number in range(num_requests):
             turns.take(partial(seen.append, number))
         while len(seen) < num_requests:

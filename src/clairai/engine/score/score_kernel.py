@@ -179,8 +179,8 @@ class Scorer:
         num_tokens = hidden_TD.shape[0]
         halves, width, capacity = weights_HDK.shape
         tiles_t = triton.cdiv(num_tokens, TILE_T)
-        given = (hidden_TD, hidden_TD.stride(0), weights_HDK, bias_K, activation_K, scores_TK)
-        given = (*given, ran, num_tokens, width, capacity)
+        read = (hidden_TD, hidden_TD.stride(0), weights_HDK, bias_K, activation_K)
+        given = (*read, scores_TK, ran, num_tokens, width, capacity)
         tiling = self._tiling | {"IS_SPLIT": halves == 2}
         if ran.data_ptr() not in self._compiled_for:
             self._compile(given, tiling)
