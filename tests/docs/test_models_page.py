@@ -59,7 +59,9 @@ def test_what_is_called_verified_is_within_the_bounds(page: str) -> None:
     assert verified
     for cells in verified:
         assert float(cells[HEADINGS.index("worst error")]) <= verify_model.BOUND, cells
-        assert cells[HEADINGS.index("prefix cache")] in ("right", "no hit"), cells
+        is_block = len(cells) > len(HEADINGS)  # held against vLLM's own, whatever that gives
+        cached = ("right", "no hit", *((verify_model.AS_ALONE,) if is_block else ()))
+        assert cells[HEADINGS.index("prefix cache")] in cached, cells
         assert float(cells[HEADINGS.index("steering")]) <= verify_model.LOGPROB_BOUND, cells
 
 

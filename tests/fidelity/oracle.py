@@ -123,6 +123,7 @@ class StreamHooks:
                 yield self._on_output(module, middle.note)
         for child in middle.layer.children():
             yield self._on_input(child, partial(middle.judge, child))
+            yield child.register_forward_hook(middle.reject_buffers)
 
     def _on_input(self, module: Any, visit: Callable[[list[Any]], None]) -> Any:
         def hook(_module: Any, args: Any, kwargs: Any) -> None:
@@ -156,17 +157,27 @@ class _Middle:
         self.layer = layer
         self.child: Any = None
         self._made: list[Any] = []  # the layer's input, and what its innermost modules gave
+        self._unmade: list[tuple[Any, Any]] = []  # given to `child` beside what was made, before
 
     def note(self, parts: list[Any]) -> None:
         self._made += [_sum(held).clone() for held in (parts, *([part] for part in parts))]
 
     def judge(self, child: Any, parts: list[Any]) -> None:
-        given_TD = _sum(parts)
-        is_made = any(
+        if self.child is None and not self._is_made(_sum(parts)):
+            self.child = child
+            unmade = [part for part in parts if not self._is_made(_sum([part]))]
+            self._unmade = [(part, part.clone()) for part in unmade] if len(parts) > 1 else []
+
+    def reject_buffers(self, child: Any, *_: Any) -> None:
+        """A child that fills a tensor that it was given was given memory, and not the stream."""
+        is_filled = any(bool((part != before).any()) for part, before in self._unmade)
+        if self.child is child and is_filled:
+            self.child = None
+
+    def _is_made(self, given_TD: Any) -> bool:
+        return any(
             given_TD.shape == made.shape and bool((given_TD == made).all()) for made in self._made
         )
-        if self.child is None and not is_made:
-            self.child = child
 
 
 @contextmanager

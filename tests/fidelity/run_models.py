@@ -159,7 +159,8 @@ sounds. `clairai doctor MODEL` looks at a model of yours.
   value relative to its own size or its row's root mean square, whichever is larger. The bound is
   1e-5.
 - *prefix cache*: the same prompts again. Rows of cached tokens are absent, all others are the same;
-  *no hit*: vLLM caches nothing of this architecture.
+  *no hit*: vLLM caches nothing of this architecture; *as vLLM alone*: with cached tokens vLLM
+  answers otherwise, and gives the same tokens without clairai.
 - *chunked prefill*: prompts longer than a step are right.
 - *steering*: the largest error of a logprob, relative to the spread of the logits, when a vector is
   added at every token in the middle of the model, and behind its last block, against a hook in

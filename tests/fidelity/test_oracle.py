@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
+import numpy as np
 import pytest
+import torch
 
-from tests.fidelity.oracle import HuggingFace
+from tests.fidelity.oracle import HuggingFace, StreamHooks
 
 # Children of a decoder layer that are given the residual stream between attention and MLP.
 MIDDLES: Final = {
@@ -39,3 +41,40 @@ def test_the_stream_after_a_layer_is_the_stream_before_the_next(
     for layer in range(3):
         assert (streams[f"post_block.{layer}"] == streams[f"pre_attn.{layer + 1}"]).all()
         assert (streams[f"post_attn.{layer}"] != streams[f"pre_attn.{layer}"]).any()
+
+
+class Mixer(torch.nn.Module):  # type: ignore[misc]
+    """Writes its result into memory that it is given, as vLLM's mixers of LFM2 and Mamba do."""
+
+    def forward(self, rows_TD: torch.Tensor, result_TD: torch.Tensor) -> None:
+        result_TD.copy_(rows_TD.flip(0))
+
+
+class Norm(torch.nn.Module):  # type: ignore[misc]
+    def forward(self, rows_TD: torch.Tensor, stream_TD: torch.Tensor) -> Any:
+        return (rows_TD + stream_TD).tanh(), rows_TD + stream_TD
+
+
+class Layer(torch.nn.Module):  # type: ignore[misc]
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.mixer, self.second = Norm(), Mixer(), Norm()
+
+    def forward(self, rows_TD: torch.Tensor, stream_TD: torch.Tensor) -> Any:
+        rows_TD, stream_TD = self.first(rows_TD, stream_TD)
+        result_TD = torch.full_like(rows_TD, 7e30)  # as memory that nobody has written yet
+        self.mixer(rows_TD, result_TD)
+        return self.second(result_TD, stream_TD)
+
+
+def test_memory_that_a_child_is_to_fill_is_not_taken_for_the_stream() -> None:
+    layer = Layer()
+    hooks = StreamHooks([layer], 4, num_parts=2)
+    given = torch.arange(12.0).view(3, 4) / 12, torch.ones(3, 4)
+    with hooks.learning():
+        layer(*given)
+    seen: dict[str, Any] = {}
+    with hooks.reading(seen.__setitem__):
+        layer(*given)
+    stream_TD = given[0] + given[1]
+    assert np.allclose(seen["post_attn.0"], stream_TD.tanh().flip(0) + stream_TD)

@@ -21,6 +21,7 @@ from typing import Any, Final
 VOCABULARY: Final = 512
 WIDTH: Final = 64
 MAX_BYTES: Final = 6 << 30
+_DOUBLED, _PUBLISHED = "language_model.model.model.", "language_model.model."
 NUM_ORDINARY: Final = 480  # tokens that no config gives a meaning to
 
 # Tables of vllm/model_executor/models/registry.py, 0.32.
@@ -98,11 +99,26 @@ def make(architecture: str, folder: Path) -> TinyModel:
         # Larger than Hugging Face's init: small weights make every layer nearly the identity.
         torch.nn.init.normal_(parameter, std=0.15 if parameter.dim() > 1 else 0.5)
     model.save_pretrained(folder)
+    _use_published_names(folder)
     if name != architecture:
         file = folder / "config.json"
         held = json.loads(file.read_text()) | {"architectures": [architecture]}
         file.write_text(json.dumps(held))
     return TinyModel(name, _find_checkpoint(kind.config_class))
+
+
+def _use_published_names(folder: Path) -> None:
+    """Names of weights as published checkpoints have them.
+
+    transformers 5.19 doubles a prefix of some models when it saves them, and reads both.
+    """
+    from safetensors.torch import load_file, save_file
+
+    for file in folder.glob("*.safetensors"):
+        weights = load_file(file)
+        if any(_DOUBLED in name for name in weights):
+            renamed = {name.replace(_DOUBLED, _PUBLISHED): one for name, one in weights.items()}
+            save_file(renamed, file, {"format": "pt"})
 
 
 def _find_checkpoint(config: type[Any]) -> str:
@@ -264,6 +280,16 @@ def _rope(sections: list[int], **more: float) -> dict[str, Any]:
     return {"text_config": {"rope_parameters": rope | more}}
 
 
+# The names under which checkpoints have what is `hidden_size` in Hugging Face's own config.
+_LFM2: Final[Mapping[str, Any]] = {
+    "layer_types": ["conv", "full_attention"] * 2,
+    "block_dim": WIDTH,
+    "conv_dim": WIDTH,
+    "conv_dim_out": WIDTH,
+    "block_auto_adjust_ff_dim": False,
+}
+
+
 EXTRAS: Final[Mapping[str, Mapping[str, Any]]] = {
     "MistralForCausalLM": {"sliding_window": None},
     "AfmoeForCausalLM": {
@@ -274,7 +300,12 @@ EXTRAS: Final[Mapping[str, Mapping[str, Any]]] = {
     },
     "Glm4MoeForCausalLM": {"head_dim": 32},
     "Glm4MoeLiteForCausalLM": {"first_k_dense_replace": 1},
-    "HYV3ForCausalLM": {"expert_hidden_dim": 64, "route_norm": True},
+    "HYV3ForCausalLM": {
+        "expert_hidden_dim": 64,
+        "route_norm": True,
+        "first_k_dense_replace": 1,
+        "qk_norm": True,
+    },
     "MiniMaxM2ForCausalLM": {"rotary_dim": 32, "scoring_func": "sigmoid"},
     "MiMoV2FlashForCausalLM": {
         "hybrid_layer_pattern": [1, 1, 1, 0],
@@ -293,12 +324,26 @@ EXTRAS: Final[Mapping[str, Mapping[str, Any]]] = {
     },
     "FalconForCausalLM": {"ffn_hidden_size": 256},
     "GraniteMoeHybridForCausalLM": {"layer_types": ["linear_attention", "full_attention"] * 2},
+    "Lfm2ForCausalLM": _LFM2,
+    "Lfm2VlForConditionalGeneration": {"text_config": _LFM2},
     "Lfm2MoeForCausalLM": {"layer_types": ["conv", "full_attention"] * 2},
+    "Llama4ForCausalLM": {"num_experts_per_tok": 1},
+    "Llama4ForConditionalGeneration": {"text_config": {"num_experts_per_tok": 1}},
+    "Exaone4_5_ForConditionalGeneration": {"vision_config": {"num_key_value_heads": 2}},
+    "Qwen3VLMoeForConditionalGeneration": {
+        "text_config": {"norm_topk_prob": True, "moe_intermediate_size": 128}
+    },
     "Zamba2ForCausalLM": {"layers_block_type": ["linear_attention", "hybrid"] * 2},
     "JambaForCausalLM": {"attn_layer_period": 2, "attn_layer_offset": 1},
     "Glm4vForConditionalGeneration": _rope([8, 4, 4]),
     "GlmOcrForConditionalGeneration": _rope([8, 4, 4]),
-    "Glm4vMoeForConditionalGeneration": _rope([4, 2, 2], partial_rotary_factor=0.5),
+    "Glm4vMoeForConditionalGeneration": {
+        "text_config": {
+            **_rope([4, 2, 2], partial_rotary_factor=0.5)["text_config"],
+            "head_dim": 32,
+            "use_qk_norm": False,
+        }
+    },
     "Qwen2VLForConditionalGeneration": _rope([8, 4, 4]),
     "Qwen2_5_VLForConditionalGeneration": _rope([8, 4, 4]),
     "PaddleOCRVLForConditionalGeneration": _rope([8, 4, 4]),

@@ -53,6 +53,8 @@ ONE_THREAD: Final = {"VLLM_CPU_OMP_THREADS_BIND": "1"}
 VERIFIED: Final = "verified"
 VERIFIED_BLOCKS: Final = "verified against vLLM's blocks"
 WRONG: Final = "wrong values"
+OTHER_TOKENS: Final = "other tokens"  # when the prefix is cached
+AS_ALONE: Final = "as vLLM alone"
 CRASHED: Final = "crashes with clairai"
 REFUSED: Final = "refused"
 NO_ENGINE: Final = "vLLM cannot serve it here"
@@ -216,6 +218,8 @@ class _Verification:
             num_cached=sum(observed.num_cached),
             prefix_cache=_judge_cache(observed),
         )
+        if verdict.prefix_cache.endswith(OTHER_TOKENS) and self._answers_alone(observed):
+            verdict = replace(verdict, prefix_cache=AS_ALONE)
         steered = _steer(engine, _choose_vectors(observed, verdict.num_layers))
         truths: list[Streams] | None = None
         try:
@@ -229,6 +233,14 @@ class _Verification:
             if not _faults(verdict):
                 return verdict
         return _judge_blocks(engine, verdict, truths, steered)
+
+    def _answers_alone(self, observed: Observed) -> bool:
+        """True if vLLM without clairai gives the same tokens, and as different ones when cached."""
+        with self._start(additional_config={}) as engine:
+            whole, cached = engine.call(observe_model.answer_twice, PROMPTS)
+        first, again = (next(iter(each.values())) for each in (observed.forwarded, observed.again))
+        tokens = [[one.token_ids.tolist() for one in each] for each in (first, again)]
+        return tokens == [whole, cached]
 
 
 def _judge_blocks(
@@ -451,7 +463,7 @@ def _judge_cache(observed: Observed) -> str:
         for scores, before, cached in zip(answers, first, observed.num_cached, strict=True):
             rows, truth = scores.scores_NP[:-1], before.scores_NP[:-1]
             if scores.token_ids.tolist() != before.token_ids.tolist():
-                return f"{point}: other tokens"
+                return f"{point}: {OTHER_TOKENS}"
             if not np.isnan(rows[:cached]).all():
                 return f"{point}: rows of cached tokens"
             if _p999(relative_error(rows[cached:], truth[cached:]).ravel()) > BOUND:
@@ -464,7 +476,7 @@ def _faults(verdict: Verdict) -> list[str]:
     errors = {"prompt rows": verdict.prompt_error, "decode rows": verdict.decode_error}
     found = [f"{name} {e}" for name, e in errors.items() if e is None or e > BOUND]
     found += [f"nothing to hold {point} against" for point in verdict.unjudged]
-    if verdict.prefix_cache not in ("right", "no hit"):
+    if verdict.prefix_cache not in ("right", "no hit", AS_ALONE):
         found.append(f"prefix cache: {verdict.prefix_cache}")
     steered = verdict.steered.items()
     found += [f"steering at {point} {e:.1e}" for point, e in steered if not e <= LOGPROB_BOUND]
