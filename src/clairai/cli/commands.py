@@ -43,7 +43,7 @@ app.add_typer(weights, name="weights")
 PROXY_NEEDS: Final = ("fastapi", "uvicorn", "aiohttp", "httptools", "prometheus_client")
 # Exit codes. 0: done as asked, also by Ctrl-C; 2: a wrong command line, by typer.
 REFUSED, ENGINE_GONE = 1, 3
-# Of completion processes, unless somebody asks for more: vLLM needs cores too.
+MAX_PROCESSES: Final = 32  # that answer completions; as in proxy_settings.py
 
 
 class Begin(StrEnum):
@@ -134,13 +134,13 @@ KeepScores = Annotated[
     ),
 ]
 Processes = Annotated[
-    int,
+    int | None,
     typer.Option(
         "--completion-processes",
         metavar="N",
         min=1,
-        max=32,
-        help="Processes that answer completions; 1 is the proxy itself.",
+        max=MAX_PROCESSES,
+        help="Processes that answer completions: 1, or as many as vLLM is to have API servers.",
     ),
 ]
 Logs = Annotated[LogFormat, typer.Option("--log-format", help="Lines of text, or of JSON.")]
@@ -231,13 +231,16 @@ def serve(
     vllm_log: VllmLog = None,
     score_all: ScoreAll = False,
     keep_scores: KeepScores = 600.0,
-    completion_processes: Processes = 1,
+    completion_processes: Processes = None,
 ) -> None:
     """Serve MODEL: vLLM with clairai's taps, proxy and dashboard on one port."""
     _require_proxy_packages()
+    from clairai.launch.engine_command import count_api_servers
     from clairai.launch.serve import serve as run
     from clairai.launch.user_output import UserOutput
 
+    arguments = vllm_arguments or []
+    processes = completion_processes or min(count_api_servers(arguments), MAX_PROCESSES)
     run(
         model,
         replace(
@@ -245,7 +248,7 @@ def serve(
                 *(host, port, api_key_file, allow_origin, allow_host),
                 ScoreOptions(score_all, keep_scores),
             ),
-            completion_processes=completion_processes,
+            completion_processes=processes,
         ),
         UserOutput.of(log_format.value),
         points=points or [],
@@ -253,7 +256,7 @@ def serve(
         vectors=vectors or [],
         steering=steering,
         capture=capture,
-        arguments=vllm_arguments or [],
+        arguments=arguments,
         on_death=on_death.value,
         stall_limit_s=stall_limit,
         vllm_log=vllm_log,
@@ -282,7 +285,7 @@ def proxy(
     log_format: Logs = LogFormat.TEXT,
     score_all: ScoreAll = False,
     keep_scores: KeepScores = 600.0,
-    completion_processes: Processes = 1,
+    completion_processes: Processes = None,
 ) -> None:
     """Show a vLLM that runs elsewhere on this host: proxy and dashboard on one port."""
     _require_proxy_packages()
@@ -297,7 +300,7 @@ def proxy(
                 *(host, port, api_key_file, allow_origin, allow_host),
                 ScoreOptions(score_all, keep_scores),
             ),
-            completion_processes=completion_processes,
+            completion_processes=completion_processes or 1,
         ),
         UserOutput.of(log_format.value),
         runtime=runtime_dir,

@@ -7,7 +7,7 @@ import json
 import os
 import secrets
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError, entry_points, version
 from pathlib import Path
@@ -127,9 +127,7 @@ class EngineCommand:
 
     @property
     def _counts_servers(self) -> bool:
-        """True if the number of API servers is given, in whole or abbreviated."""
-        names = (_option_name(argument) for argument in self.arguments)
-        return any(len(name) > 2 and _SERVERS_OPTION.startswith(name) for name in names)
+        return any(map(_sets_server_count, self.arguments))
 
     @property
     def private_folder(self) -> Path | None:
@@ -176,6 +174,23 @@ class EngineCommand:
         if self.heartbeat_folder is not None:
             made[HEARTBEATS_VARIABLE] = str(self.heartbeat_folder)
         return made
+
+
+def count_api_servers(arguments: Sequence[str]) -> int:
+    """How many API servers these options of vLLM ask for; 1 if they do not say, or say nonsense."""
+    count = 1
+    for at, argument in enumerate(arguments):
+        if _sets_server_count(argument):
+            following = arguments[at + 1] if at + 1 < len(arguments) else ""
+            value = argument.partition("=")[2] or following
+            count = int(value) if value.isdecimal() else 1
+    return max(1, count)
+
+
+def _sets_server_count(argument: str) -> bool:
+    """True if it is the option for the number of API servers, in whole or abbreviated."""
+    name = _option_name(argument)
+    return len(name) > 2 and _SERVERS_OPTION.startswith(name)
 
 
 def is_loopback(host: str) -> bool:

@@ -9,7 +9,13 @@ from typing import Any
 import pytest
 
 from clairai.errors import ConfigError, RingError
-from clairai.launch.engine_command import EngineCommand, ListenAddress, PrivateSocket, is_loopback
+from clairai.launch.engine_command import (
+    EngineCommand,
+    ListenAddress,
+    PrivateSocket,
+    count_api_servers,
+    is_loopback,
+)
 from clairai.launch.serve import _name_arguments, parse_capture_option
 
 PRIVATE = PrivateSocket(Path("/run/me/s-1/api.sock"))
@@ -145,3 +151,24 @@ def test_several_api_servers_without_vllms_own_command_are_refused(
     monkeypatch.setattr("clairai.launch.engine_command._version", lambda _: "")
     with pytest.raises(ConfigError, match="leave the option out"):
         EngineCommand("m", {}, PRIVATE, ("--api-server-count=2",))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "count"),
+    [
+        ((), 1),
+        (("--max-model-len", "4096"), 1),
+        (("--api-server-count", "4"), 4),
+        (("--api-server-count=4",), 4),
+        (("--api_server_count", "4"), 4),
+        (("--api-server", "4"), 4),
+        (("--api-server-count", "2", "--api-server-count", "3"), 3),
+        (("--api-server-count",), 1),
+        (("--api-server-count", "many"), 1),
+        (("--api-server-count", "0"), 1),
+    ],
+)
+def test_the_number_of_api_servers_is_read_as_vllm_reads_it(
+    arguments: tuple[str, ...], count: int
+) -> None:
+    assert count_api_servers(arguments) == count
