@@ -235,12 +235,9 @@ def serve(
 ) -> None:
     """Serve MODEL: vLLM with clairai's taps, proxy and dashboard on one port."""
     _require_proxy_packages()
-    from clairai.launch.engine_command import count_api_servers
     from clairai.launch.serve import serve as run
     from clairai.launch.user_output import UserOutput
 
-    arguments = vllm_arguments or []
-    processes = completion_processes or min(count_api_servers(arguments), MAX_PROCESSES)
     run(
         model,
         replace(
@@ -248,7 +245,7 @@ def serve(
                 *(host, port, api_key_file, allow_origin, allow_host),
                 ScoreOptions(score_all, keep_scores),
             ),
-            completion_processes=processes,
+            completion_processes=_choose_processes(completion_processes, vllm_arguments),
         ),
         UserOutput.of(log_format.value),
         points=points or [],
@@ -256,7 +253,7 @@ def serve(
         vectors=vectors or [],
         steering=steering,
         capture=capture,
-        arguments=arguments,
+        arguments=vllm_arguments or [],
         on_death=on_death.value,
         stall_limit_s=stall_limit,
         vllm_log=vllm_log,
@@ -300,7 +297,7 @@ def proxy(
                 *(host, port, api_key_file, allow_origin, allow_host),
                 ScoreOptions(score_all, keep_scores),
             ),
-            completion_processes=completion_processes or 1,
+            completion_processes=_choose_processes(completion_processes, None),
         ),
         UserOutput.of(log_format.value),
         runtime=runtime_dir,
@@ -327,6 +324,13 @@ def _proxy_options(
         if scores is None
         else replace(made, score_all=scores.score_all, scores_kept_s=scores.keep_s)
     )
+
+
+def _choose_processes(given: int | None, vllm_arguments: list[str] | None) -> int:
+    """As many as API servers, unless somebody says: one process cannot keep up with several."""
+    from clairai.launch.engine_command import count_api_servers
+
+    return given or min(count_api_servers(vllm_arguments or ()), MAX_PROCESSES)
 
 
 def _require_proxy_packages() -> None:
