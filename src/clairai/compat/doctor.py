@@ -11,12 +11,17 @@ import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from pathlib import Path
+from typing import Any, Final
+
+import msgspec
 
 from clairai.compat.check_engine import check_version, list_refused_modes, vllm_version
 from clairai.compat.model_sites import find_sites
-from clairai.errors import UnsupportedError
+from clairai.errors import UnsupportedError, printable
 from clairai.points import Point
+
+VERIFIED: Final = Path(__file__).parent / "verified_models.json"
 
 
 @dataclass(frozen=True)
@@ -26,6 +31,7 @@ class DoctorReport:
     title: str
     verdicts: tuple[tuple[Point, str], ...]  # the reason is empty where the point is served
     problems: tuple[str, ...]
+    evidence: str = ""  # what is known of the values that are read there
 
     def lines(self) -> Iterator[tuple[str, str, str]]:
         """(point, verdict, reason), in path order."""
@@ -68,7 +74,28 @@ def _inspect(model: str, config: Any, version: str) -> DoctorReport:
         problems.append("no point of this architecture can be tapped")
     points = sorted([*sites.site_of, *sites.refused])
     verdicts = tuple((point, sites.refused.get(point, "")) for point in points)
-    return DoctorReport(title, verdicts, tuple(problems))
+    evidence = describe_evidence(config.model_config.architectures[0])
+    return DoctorReport(title, verdicts, tuple(problems), evidence)
+
+
+class VerifiedModels(msgspec.Struct, frozen=True):
+    """What `make models` has shown, as docs/models.md has it."""
+
+    vllm: str
+    worst_errors: dict[str, float]  # against Hugging Face
+    equal_to_blocks: tuple[str, ...]  # to vLLM's own, where Hugging Face is no measure
+
+
+def describe_evidence(architecture: str) -> str:
+    """What a tiny model of this architecture has shown."""
+    known = msgspec.json.decode(VERIFIED.read_bytes(), type=VerifiedModels)
+    name, release = printable(architecture), f"on vLLM {known.vllm}"
+    if architecture in known.worst_errors:
+        error = known.worst_errors[architecture]
+        return f"{name}: values held against Hugging Face {release}, worst error {error:.1e}"
+    if architecture in known.equal_to_blocks:
+        return f"{name}: values equal to those of vLLM's own blocks {release}"
+    return f"{name}: values not verified; its points were found by reading its code"
 
 
 def _make_config(model: str, arguments: Sequence[str], version: str) -> Any:
