@@ -23,6 +23,7 @@ from clairai.vector.model import Vector
 
 DISABLE_VARIABLE = "CLAIRAI_DISABLE"
 RING_HOMES: Final = ("host", "device")
+_MAX_LISTED: Final = 4  # points by name, in the line that says what is served
 
 
 @dataclass(frozen=True)
@@ -148,6 +149,19 @@ class ResolvedSettings:
     points: tuple[Point, ...]
     probes: tuple[Probe, ...]
     vectors: tuple[Vector, ...] = ()
+
+    def describe(self, model: str, folder: Path) -> str:
+        """What is served, in one line: readers find the ring in `folder`."""
+        settings, points = self.settings, [str(point) for point in self.points]
+        if len(points) > _MAX_LISTED:
+            points = [f"{points[0]} to {points[-1]} ({len(points)} points)"]
+        abilities = [f"{len(self.probes)} probes"]
+        abilities += [f"steering with {len(self.vectors)} vectors"] if settings.is_steering else []
+        abilities += ["captures"] if settings.capture_settings is not None else []
+        return (
+            f"clairai taps {model} at {', '.join(points)}: {', '.join(abilities)}; a ring of "
+            f"{settings.ring_mib} MiB in {settings.ring_home} memory, readers attach in {folder}"
+        )
 
 
 def resolve_settings(

@@ -41,6 +41,7 @@ class Running(NamedTuple):
     runtime: Path
     sdk: openai.OpenAI
     server: ServerClient  # clairai's own client
+    log: Path  # vLLM's
 
 
 @pytest.fixture(scope="module")
@@ -57,7 +58,8 @@ def running(cut_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterat
         parts.client(launch.address.url) as sdk,
     ):
         assert engine.wait_ready()
-        yield Running(engine, sidecar, runtime, sdk, ServerClient(launch.address.url, parts.KEY))
+        client = ServerClient(launch.address.url, parts.KEY)
+        yield Running(engine, sidecar, runtime, sdk, client, scratch / "vllm.log")
     shutil.rmtree(runtime)
 
 
@@ -73,6 +75,12 @@ def _check_rows(rows: list[dict[str, Any]], prompt_ids: list[int], output_ids: l
     phases = ["prefill"] * len(prompt_ids) + ["decode"] * (len(output_ids) - 1)
     assert [row["phase"] for row in rows] == phases
     assert all(math.isfinite(score) for row in rows for score in row["scores"].values())
+
+
+def test_one_line_of_the_log_says_what_is_served(running: Running) -> None:
+    (line,) = [one for one in running.log.read_text().splitlines() if "clairai taps" in one]
+    assert f"readers attach in {running.runtime}" in line
+    assert "probes" in line
 
 
 def test_a_sidecar_that_was_there_first_prints_exactly_the_rows_of_a_request(

@@ -299,3 +299,15 @@ def test_the_switch_is_off_unless_it_is_set(
     for name, value in environ.items():
         monkeypatch.setenv(name, value)
     assert is_disabled() is expected
+
+
+def test_one_line_says_what_is_served_and_where_readers_attach() -> None:
+    few = resolve_settings(Settings(points=("post_block.1",)), num_layers=8, environ={})
+    assert few.describe("m", Path("/run/me")) == (
+        "clairai taps m at post_block.1: 0 probes; a ring of 64 MiB in host memory, "
+        "readers attach in /run/me"
+    )
+    many = Settings(points=("post_block.*",), steering=True, ring_mib=8)
+    said = resolve_settings(many, num_layers=8, environ={}).describe("m", Path("/run/me"))
+    assert "at post_block.0 to post_block.7 (8 points): 0 probes, steering with 0 vectors;" in said
+    assert "a ring of 8 MiB" in said

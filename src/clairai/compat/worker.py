@@ -40,6 +40,7 @@ from clairai.engine.score.score_tables import ScoreTables
 from clairai.engine.step import StepListener
 from clairai.engine.worker_control import WeightsReceiver, answer_control
 from clairai.errors import PointError
+from clairai.local.private_socket import runtime_dir
 from clairai.points import Point
 from clairai.probe.bank import EngineBank
 from clairai.settings import ResolvedSettings, Settings
@@ -68,7 +69,7 @@ def prepare(worker: Any) -> None:
     _set_compile_key(config, resolved)
     model_ops.define_ops()
     _call_after(worker, "load_model", lambda: _install_taps(worker, resolved))
-    _call_after(worker, "compile_or_warm_up_model", lambda: _check_taps_ran(worker))
+    _call_after(worker, "compile_or_warm_up_model", lambda: _finish_start(worker, resolved))
     _call_before(worker, "shutdown", lambda: _close(worker))
 
 
@@ -282,6 +283,17 @@ def _count_memory(model_runner: Any, nbytes: int) -> None:
     """
     if hasattr(model_runner, "model_memory_usage"):
         model_runner.model_memory_usage += nbytes
+
+
+def _finish_start(worker: Any, resolved: ResolvedSettings) -> None:
+    _check_taps_ran(worker)
+    if getattr(worker, "clairai_step_publisher", None) is not None:
+        from vllm.logger import init_logger  # 0.26 and 0.32; its handler is that of `vllm`
+
+        folder = runtime_dir(resolved.settings.runtime_dir)
+        init_logger("vllm.clairai").info(
+            "%s", resolved.describe(get_model_name(worker.vllm_config), folder)
+        )
 
 
 def _check_taps_ran(worker: Any) -> None:
