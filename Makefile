@@ -61,7 +61,7 @@ matrix: setup ## the same tests on every vLLM release served, one environment at
 	@$(BIN)/python -m scripts.matrix $(VERSIONS)
 
 models: setup ## a tiny model of every architecture of vLLM, held against Hugging Face (ONLY=llama,qwen3 picks some, FRESH=1 forgets results)
-	@test -d $(MODEL_PACKAGES)/torchvision || $(BIN)/pip install -q --no-deps --target $(MODEL_PACKAGES) -r scripts/requirements-models.txt
+	@test -d $(MODEL_PACKAGES)/tiktoken || $(BIN)/pip install -q --no-deps --target $(MODEL_PACKAGES) -r scripts/requirements-models.txt
 	@: > $(MODEL_PACKAGES)/torchvision/_meta_registrations.py  # describes operators of CUDA, which do not load
 	@PYTHONPATH=$(MODEL_PACKAGES) nice $(BIN)/python -m tests.fidelity.run_models --only "$(ONLY)" $(if $(FRESH),--fresh)
 
