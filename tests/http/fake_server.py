@@ -16,6 +16,7 @@ from aiohttp import web
 
 from clairai.errors import ClairaiError
 from clairai.wire.control_messages import ListedProbe
+from clairai.wire.ring_messages import Bank
 from tests.http import vllm_wire
 from tests.http.fake import BANK, TOKEN_BYTES, Exchange, Ring, Script, answering, refusal
 from tests.http.fake_captures import Captures
@@ -45,6 +46,8 @@ class Upstream:
     metrics: str = "# TYPE vllm:num_requests_running gauge\nvllm:num_requests_running 0.0\n"
     control_status: int | None = None  # what clairai's routes answer instead; 0: nothing, ever
     num_health_checks: int = 0
+    bank: Bank = BANK  # what GET /v1/probes lists
+    listing: threading.Event | None = None  # that answer is held until it is set
     waits_for: set[str] = field(default_factory=set)  # paths that are answered when all were asked
     seen: list[Exchange] = field(default_factory=list)
     probes: list[tuple[str, str, bytes]] = field(default_factory=list)
@@ -82,7 +85,8 @@ class Upstream:
     def forget(self) -> None:
         with self.changed:
             self.script = answering([72, 105])
-            self.control_status = None
+            self.control_status = self.listing = None
+            self.bank = BANK
             self.seen.clear()
             self.probes.clear()
             self.steering.forget()
@@ -183,18 +187,28 @@ class Upstream:
         return web.json_response({"tokens": [base64.b64encode(t).decode() for t in TOKEN_BYTES]})
 
     async def _list_probes(self, _: web.Request) -> web.Response:
+        made = self._describe_bank()
+        if self.listing is not None:
+            self._note(self.probes.append, ("GET", "", b""))
+            assert await asyncio.to_thread(self.listing.wait, 10)
+        return made
+
+    def _describe_bank(self) -> web.Response:
         if self.epoch is None:
             return refusal(404, "no taps", code="config")
-        listed = (ListedProbe(*msgspec.structs.astuple(info)) for info in BANK.probes)
+        listed = (ListedProbe(*msgspec.structs.astuple(info)) for info in self.bank.probes)
         data = [msgspec.to_builtins(probe) for probe in listed]
-        return web.json_response({"data": data, "capacity": 2, "version": 1})
+        return web.json_response({"data": data, "capacity": 2, "version": self.bank.version})
 
     async def _change_probe(self, request: web.Request) -> web.Response:
         name, data = request.match_info["name"], await request.read()
         self._note(self.probes.append, (request.method, name, data))
         if name == "unknown":
             return refusal(404, "no such probe", code="probe")
-        return await self._list_probes(request)
+        if name == "lost":  # it happens, and its answer does not arrive
+            assert request.transport is not None
+            request.transport.abort()
+        return self._describe_bank()
 
 
 async def _answer_as_vllm(handler: Any, request: web.Request) -> web.StreamResponse:

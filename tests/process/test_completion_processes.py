@@ -282,14 +282,38 @@ def test_rows_of_nobody_are_orphaned_once_however_many_read_the_ring(w: World) -
 def test_a_changed_bank_is_known_to_every_process_when_the_change_is_answered(
     tmp_path: Path,
 ) -> None:
+    """Even to one that was suspended meanwhile, and to one that only now reads older rows."""
     with two_processes(tmp_path) as w, ExitStack() as stack:
         clients = [stack.enter_context(w.client()) for _ in range(4)]
         named = {"messages": [], "clairai": {"probes": ["token"]}}
         assert {one.post(CHAT, json=named).status_code for one in clients} == {200}
-        with w.client() as changing:
-            assert changing.delete("/v1/probes/token").status_code == 200
+        changing = stack.enter_context(w.client())
+        assert changing.get("/health").status_code == 200  # the first process has the connection
+        suspended = processes(w).ready_pids()[1]
+        os.kill(suspended, signal.SIGSTOP)
+        assert changing.delete("/v1/probes/token").status_code == 200
+        assert w.upstream.ring is not None
+        w.upstream.ring.rows(12345, 0, [1, 2, 3])  # of the bank before
+        os.kill(suspended, signal.SIGCONT)
+        until(lambda: samples(w)["clairai_rows_orphaned_total{}"] == 3)
         w.upstream.control_status = 500  # whoever has to ask which probes there are, fails
-        assert all(one.post(CHAT, json=named).status_code >= 500 for one in clients)
+        assert [one.post(CHAT, json=named).status_code for one in clients] == [502] * 4
+
+
+def test_scores_that_ended_with_a_process_are_said_to_be_lost(tmp_path: Path) -> None:
+    """While it is suspended nobody says that they are unknown."""
+    with two_processes(tmp_path) as w, ExitStack() as stack:
+        answer = stack.enter_context(w.client()).post(CHAT, json=SCORED).json()
+        (number,) = (one for one, num in processes(w).num_connections().items() if num)
+        asking = stack.enter_context(w.client())
+        assert asking.get("/health").status_code == 200  # the first process has the connection
+        until(lambda: samples(w)["clairai_kept_answers{}"] == 1)
+        os.kill(processes(w).ready_pids()[number], signal.SIGSTOP)
+        refused = asking.get(f"/v1/scores/{answer['id']}")
+        assert refused.status_code == 404
+        assert "it may be one of 1 that ended with a process of the proxy" in refused.text
+        await_ready(w)
+        assert samples(w)["clairai_kept_answers_dropped_total{}"] == 1
 
 
 def test_limits_hold_for_all_processes_together(tmp_path: Path) -> None:

@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from http import HTTPStatus
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import msgspec
 
@@ -21,6 +21,7 @@ from clairai.proxy.observe.observer import HealthState
 from clairai.proxy.responses import HttpRefusal
 from clairai.proxy.ring_feed import RingFeed
 from clairai.proxy.upstream import OutOfDescriptors, Upstream, UpstreamGone, decode_answer
+from clairai.wire import ring_messages
 
 HEALTH_TIMEOUT_S: Final = 2.0
 RECENT_S: Final = 1.0  # how old a status may be that probes and scrapes get
@@ -57,6 +58,7 @@ class _ListedProbe(msgspec.Struct):
 
 class _ProbeList(msgspec.Struct):
     data: list[_ListedProbe]
+    version: int
 
 
 class _ListedModel(msgspec.Struct):
@@ -67,34 +69,65 @@ class _ModelList(msgspec.Struct):
     data: list[_ListedModel]
 
 
+class BankChanges:
+    """How many changes of the bank were passed on; what was known before the last is out of date.
+
+    Counted when the engine has answered a change and before its client is: whoever that client
+    tells of it finds it counted.
+    """
+
+    def __init__(self) -> None:
+        self._num = 0
+
+    @property
+    def num(self) -> int:
+        return self._num
+
+    def add(self) -> None:
+        self._num += 1
+
+
+class _KnownBank(NamedTuple):
+    """The engine's answer about its bank; `num_changes` and `engine` are of when it was asked."""
+
+    num_changes: int
+    engine: Any
+    version: int
+    names: tuple[str, ...] | None  # None: it has no route that says it
+
+
 class EngineFacts:
     """Facts about the engine; each is asked once and kept until it may have changed."""
 
-    def __init__(self, upstream: Upstream, feed: RingFeed) -> None:
+    def __init__(self, upstream: Upstream, feed: RingFeed, changes: BankChanges) -> None:
         self._upstream = upstream
         self._feed = feed
+        self._changes = changes
         self._texts: TokenTexts | None = None
-        self._names: tuple[str, ...] = ()
+        self._bank: _KnownBank | None = None
         self._texts_key: Any = None
-        self.on_forget: Callable[[], Awaitable[None]] | None = None  # tells other processes
         self._routes: dict[str, Any] = {}  # routes that the engine has, with the key of that engine
         self._asking = asyncio.Lock()
 
     @property
-    def names(self) -> tuple[str, ...]:
-        """The probes of the bank as last seen, for requests of which no row has arrived."""
-        bank = self._feed.bank
-        return self._names if bank is None else tuple(probe.name for probe in bank.probes)
+    def names(self) -> tuple[str, ...] | None:
+        """The probes of the bank as last seen or heard; None if nobody knows them."""
+        seen, heard = self._feed.bank, self._bank
+        if heard is None or heard.names is None or heard.engine != self.engine_key():
+            return None if seen is None else _names_of(seen)
+        # A row may be of a bank from before the engine was asked.
+        is_newer = seen is not None and seen.version >= heard.version
+        return _names_of(seen) if seen is not None and is_newer else heard.names
 
     async def check_probes(self, names: tuple[str, ...] | None) -> None:
-        """HttpRefusal if the engine's bank lacks one of these probes."""
-        if names is None or set(names) <= set(self.names):
+        """HttpRefusal if the engine's bank lacks one of these probes; None are all of them."""
+        wanted = set(names or ())
+        if self._is_bank_known() and wanted <= set(self.names or ()):
             return
-        found = await self._ask("/v1/probes")
-        if found is None:
+        self._bank = await self._ask_bank()
+        if self._bank.names is None:
             return  # it has no such route: probes it does not have get no scores
-        self._names = _probe_names(found)
-        unknown = [name for name in names if name not in self._names]
+        unknown = [name for name in names or () if name not in self._bank.names]
         if unknown:
             raise HttpRefusal(
                 HTTPStatus.BAD_REQUEST,
@@ -102,6 +135,25 @@ class EngineFacts:
                 code="probe",
                 param="clairai.probes",
             )
+
+    def _is_bank_known(self) -> bool:
+        """False if a row, or an answer, that named the probes may be of a bank from before."""
+        if not self._changes.num:
+            return True
+        heard = self._bank
+        return heard is not None and heard[:2] == (self._changes.num, self.engine_key())
+
+    async def _ask_bank(self) -> _KnownBank:
+        num_changes, engine = self._changes.num, self.engine_key()  # it may change meanwhile
+        found = await self._ask("/v1/probes")
+        if found is None:
+            return _KnownBank(num_changes, engine, 0, None)
+        bank = decode_answer(found, _ProbeList, what="/v1/probes")
+        return _KnownBank(num_changes, engine, bank.version, _names_of(bank))
+
+    def note_change(self) -> None:
+        """The bank has changed, or may have: the next request of any process asks again."""
+        self._changes.add()
 
     async def check_steering(self, *, is_steered: bool) -> None:
         """HttpRefusal if the engine would ignore steering, or rules, which only need taps."""
@@ -123,17 +175,6 @@ class EngineFacts:
         if self._routes.get(route) != key and await self._ask(route) is not None:
             self._routes[route] = key
         return bool(self._routes.get(route) == key)
-
-    def forget_bank(self) -> None:
-        """Call it when the bank has changed: the next request that names a probe asks again."""
-        self._feed.bank = None
-        self._names = ()
-
-    async def forget_bank_everywhere(self) -> None:
-        """As `forget_bank`, in every process of the proxy."""
-        self.forget_bank()
-        if self.on_forget is not None:
-            await self.on_forget()
 
     async def model(self) -> str | None:
         """The model's name in requests."""
@@ -174,9 +215,9 @@ class EngineFacts:
         return body if response.status == HTTPStatus.OK else None
 
 
-def _probe_names(body: bytes) -> tuple[str, ...]:
-    answer = decode_answer(body, _ProbeList, what="/v1/probes")
-    return tuple(probe.name for probe in answer.data)
+def _names_of(bank: ring_messages.Bank | _ProbeList) -> tuple[str, ...]:
+    probes = bank.data if isinstance(bank, _ProbeList) else bank.probes
+    return tuple(probe.name for probe in probes)
 
 
 @dataclass(frozen=True)

@@ -158,9 +158,10 @@ async def relay_vllm(call: HandlerCall) -> Response:
 
 async def change_probe(call: HandlerCall) -> Response:
     path = f"/v1/probes/{_quote_name(call.request, 'probe')}"
-    answer = await relay(call.proxy, call.request, call.body, path)
-    await call.proxy.engine_facts.forget_bank_everywhere()
-    return answer
+    try:
+        return await relay(call.proxy, call.request, call.body, path)
+    finally:  # one that was not answered may have happened
+        call.proxy.engine_facts.note_change()
 
 
 async def relay_vector(call: HandlerCall) -> Response:

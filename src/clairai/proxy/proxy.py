@@ -22,7 +22,7 @@ from clairai.proxy.completions.kept_scores import KeptScores
 from clairai.proxy.completions.named_runs import NamedRuns
 from clairai.proxy.completions.request_scores import RequestScores, RowBatch, ScoreBudget
 from clairai.proxy.connections import Connections
-from clairai.proxy.engine_facts import EngineFacts, HealthCheck
+from clairai.proxy.engine_facts import BankChanges, EngineFacts, HealthCheck
 from clairai.proxy.engine_watch import EngineWatch
 from clairai.proxy.load_limits import BodyBudget, ByteRates, LargeBodies, Places
 from clairai.proxy.observe.observer import (
@@ -36,6 +36,7 @@ from clairai.proxy.observe.observer import (
     reads_probes,
 )
 from clairai.proxy.processes.shared_counts import (
+    SharedBankChanges,
     SharedBodyBudget,
     SharedByteRates,
     SharedCounts,
@@ -175,7 +176,8 @@ class Proxy:
             on_change=self._notify_threadsafe,
             observers=self._observers,
         )
-        self.engine_facts = EngineFacts(self.upstream, self.feed)
+        changes = BankChanges() if shared is None else SharedBankChanges(shared)
+        self.engine_facts = EngineFacts(self.upstream, self.feed, changes)
         self.capture_watch = CaptureWatch(self.upstream, self.engine_facts.engine_key)
         self.health = HealthCheck(self.upstream, self.feed, self.engine_facts, self.capture_watch)
         self._engine_watch = EngineWatch(
@@ -310,7 +312,7 @@ class Proxy:
             max_scores=self.settings.limits.scores,
             budget=self._budget,
             is_attached=lambda: self.feed.is_attached,
-            names=lambda: self.engine_facts.names or (None if self.feed.bank is None else ()),
+            names=lambda: self.engine_facts.names,
             needs_echo=request.needs_echo,
             sums_up=options.is_named or any(map(reads_probes, self._observers)),
             hurry=self.feed.hurry,

@@ -270,7 +270,9 @@ class RingFeed:
         self.reason = reason
 
     def _note_attached(self, welcome: ring_messages.Welcome) -> None:
-        self._num_engines += welcome.epoch != self.epoch
+        if welcome.epoch != self.epoch:
+            self._num_engines += 1
+            self.bank = None  # of an engine before
         self.epoch, self.model, self.is_attached = welcome.epoch, welcome.model, True
         self._on_change()
 

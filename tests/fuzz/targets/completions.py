@@ -16,7 +16,7 @@ from clairai.fields.positions import MessagePosition
 from clairai.proxy.completions.chunk import edit_chunk, read_chunk, read_echo
 from clairai.proxy.completions.sse import FrameSplitter, FrameTooLong, data_frame, frame_data
 from clairai.proxy.completions.token_text import TokenBytes, TokenTextDecoder, TokenTexts
-from clairai.proxy.engine_facts import EngineFacts
+from clairai.proxy.engine_facts import BankChanges, EngineFacts
 from clairai.proxy.responses import HttpRefusal
 from clairai.proxy.upstream import UpstreamGone
 from clairai.server.chat_positions import resolve_messages, tokenize_through
@@ -143,7 +143,8 @@ class OneAnswer:
 
 def read_facts(data: bytes) -> None:
     """Whatever upstream answers, the proxy reads it or says that it is something else."""
-    facts = EngineFacts(cast(Any, OneAnswer(data)), cast(Any, SimpleNamespace(bank=None, epoch=1)))
+    feed = SimpleNamespace(bank=None, epoch=1)
+    facts = EngineFacts(cast(Any, OneAnswer(data)), cast(Any, feed), BankChanges())
     if data.startswith(b" "):
         run_now(facts.check_probes(("p",)))
     elif data.startswith(b"\n"):

@@ -296,6 +296,7 @@ class KeptScores:
         self._clock = clock
         self.nbytes = 0
         self.num_dropped = 0  # for want of room, before their time was over
+        self._num_lost = 0  # with other processes of this proxy, which kept them
         self._answers: dict[_Key, KeptAnswer] = {}  # the oldest first
         self._ended: dict[_Key, KeptAnswer] = {}  # in the order of their ends
         self._gone: dict[_Key, str] = {}  # why the last ones that are gone are gone
@@ -355,6 +356,10 @@ class KeptScores:
         self._answers[answer.key] = answer
         self.nbytes += answer.nbytes
         self._make_room()
+
+    def note_lost_process(self, num_answers: int) -> None:
+        """Another process of this proxy has ended; it kept so many answers."""
+        self._num_lost += num_answers
 
     def note_growth(self, nbytes: int) -> None:
         self.nbytes += nbytes
@@ -420,8 +425,11 @@ class KeptScores:
         answer.drop()
 
     def _unknown(self) -> str:
-        return (
+        reason = (
             "no scores are kept under this id: it is unknown, or its request asked for none (the "
             "`clairai` field, or the header X-Clairai-Scores); scores are kept "
             f"{self._kept_s:g} s after the answer's end"
         )
+        if not self._num_lost:
+            return reason
+        return f"{reason}; it may be one of {self._num_lost} that ended with a process of the proxy"

@@ -433,7 +433,7 @@ def _kept_scores(counts: ProxyCounts) -> Iterator[Metric]:
     about = "Answers whose scores can be fetched by their id."
     yield _gauge("clairai_kept_answers", about, counts.kept_answers)
     yield _gauge("clairai_kept_bytes", "Memory of these scores.", counts.kept_bytes)
-    about = "Of these answers, those that had to make room before their time."
+    about = "Of these answers, those that went before their time."
     yield _counter("clairai_kept_answers_dropped", about, counts.kept_dropped)
 
 

@@ -115,9 +115,6 @@ class ProcessLink:
 
     def _answer(self, message: messages.ToProcess) -> None:
         match message:
-            case messages.ForgetBank(question):
-                self._proxy.engine_facts.forget_bank()
-                self._link.send(messages.Done(question))
             case messages.FindScores(question, response_id, owner, rights):
                 caller = Caller(owner, rights)
                 rank, created_s = self._proxy.kept_scores.look_up(response_id, caller)

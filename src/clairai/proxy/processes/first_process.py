@@ -117,7 +117,6 @@ class CompletionProcesses:
 
         proxy.health.on_change = send_state
         proxy.health.find_own_problems = self.find_problems
-        proxy.engine_facts.on_forget = self.forget_bank
         proxy.feed.on_target = self._set_target
         for number in range(1, self._counts.num_processes):
             self._spawn(self._keep(number))
@@ -193,14 +192,19 @@ class CompletionProcesses:
         process.link.send(message, fd)
 
     async def _hand_to_scores(self, place: Place, handed: HandedConnection, fd: int) -> None:
-        """To whoever has these scores, or knows best why nobody has."""
+        """To whoever has these scores, or knows best why nobody has.
+
+        Waits for a process that is late: its scores are there until it is replaced.
+        """
         caller = place.caller
         assert caller is not None
         asked = [one for one in self._running.values() if one.is_ready]
         answers = await asyncio.gather(
             *(
                 self._ask(
-                    one, lambda n: messages.FindScores(n, place.id, caller.name, caller.rights)
+                    one,
+                    lambda n: messages.FindScores(n, place.id, caller.name, caller.rights),
+                    limit_s=None,
                 )
                 for one in asked
             )
@@ -217,10 +221,6 @@ class CompletionProcesses:
 
     def end_answers(self) -> None:
         self._send_all(messages.EndAnswers())
-
-    async def forget_bank(self) -> None:
-        """Returns when every process that goes on has forgotten it."""
-        await asyncio.gather(*(self._ask(one, messages.ForgetBank) for one in self._live()))
 
     def _set_target(self, path: Path | None, start: StartAt) -> None:
         self._target = (path, start)
@@ -257,7 +257,8 @@ class CompletionProcesses:
         ring = self._proxy.feed.counts(0)
         num_rows = ring.rows + ring.orphaned
         asked = [one for one in self._live() if one.is_ready and not self._is_late(one)]
-        await asyncio.gather(*(self._ask(one, messages.AskCounts) for one in asked))
+        questions = (self._ask(one, messages.AskCounts, limit_s=ANSWER_S) for one in asked)
+        await asyncio.gather(*questions)
         # From here on nothing waits: all of it is of one moment.
         reports = [self._ended, *(one.last for one in self._running.values())]
         total = add_counts(self._proxy.counts(), [report.counts for report in reports])
@@ -285,15 +286,19 @@ class CompletionProcesses:
         return found
 
     async def _ask(
-        self, process: CompletionProcess, make: Callable[[int], messages.Message]
+        self,
+        process: CompletionProcess,
+        make: Callable[[int], messages.Message],
+        *,
+        limit_s: float | None,
     ) -> messages.Answer | None:
-        """None if it does not answer in time, or ends."""
+        """None if it does not answer in time, or ends, as one does that makes no progress."""
         question = next(self._questions)
         answer: asyncio.Future[messages.Answer | None]
         answer = process.questions[question] = asyncio.get_running_loop().create_future()
         process.link.send(make(question))
         try:
-            async with asyncio.timeout(ANSWER_S):
+            async with asyncio.timeout(limit_s):
                 return await answer
         except TimeoutError:
             return None
@@ -384,6 +389,7 @@ class CompletionProcesses:
         process.is_ready = False
         process.popen.kill()
         process.ended.set()
+        self._proxy.kept_scores.note_lost_process(process.last.counts.kept_answers)
         for answer in process.questions.values():
             if not answer.done():
                 answer.set_result(None)

@@ -71,12 +71,6 @@ class EndAnswers(Message, frozen=True):
     """End whatever waits for the engine."""
 
 
-class ForgetBank(Message, frozen=True):
-    """The bank has changed; answered with Done."""
-
-    question: int
-
-
 class FindScores(Message, frozen=True):
     """Answered with FoundScores."""
 
@@ -126,12 +120,6 @@ class MoveConnection(Message, frozen=True):
     received: bytes
 
 
-class Done(Message, frozen=True):
-    """It has done what was asked."""
-
-    question: int
-
-
 class FoundScores(Message, frozen=True):
     """How well it can answer for these scores, as KeptScores.look_up says it."""
 
@@ -151,27 +139,12 @@ class Counts(Message, frozen=True):
 
 
 ToProcess = (
-    Begin
-    | TakeConnection
-    | EngineState
-    | RingTarget
-    | EndAnswers
-    | ForgetBank
-    | FindScores
-    | AskCounts
-    | Stop
+    Begin | TakeConnection | EngineState | RingTarget | EndAnswers | FindScores | AskCounts | Stop
 )
 FromProcess = (
-    Ready
-    | RingChange
-    | EngineOutage
-    | ConnectionClosed
-    | MoveConnection
-    | Done
-    | FoundScores
-    | Counts
+    Ready | RingChange | EngineOutage | ConnectionClosed | MoveConnection | FoundScores | Counts
 )
-Answer = Done | FoundScores | Counts
+Answer = FoundScores | Counts
 
 
 def _encode_path(value: Any) -> str:

@@ -19,6 +19,7 @@ from collections.abc import Callable
 from typing import Final, Self
 
 from clairai.proxy.completions.request_scores import ScoreBudget
+from clairai.proxy.engine_facts import BankChanges
 from clairai.proxy.load_limits import BodyBudget, ByteRates, Places, RateBucket
 from clairai.proxy.proxy_settings import Limits
 
@@ -26,7 +27,7 @@ _WORD: Final = 8  # bytes: every count is one aligned word, which is read and wr
 _KEY_WORDS: Final = 4  # a secret key, so that nobody can choose clients that share a count
 _CLIENTS: Final = 1024  # clients are told apart by so many counts; two may share one
 # Words of one process.
-_BEAT, _PLACES, _BODIES, _SCORES, _CLIENT_BODIES = range(5)
+_BEAT, _PLACES, _BODIES, _SCORES, _BANK_CHANGES, _CLIENT_BODIES = range(6)
 _PROCESS_WORDS: Final = _CLIENT_BODIES + _CLIENTS
 # Words of all processes: when each rate is used up to.
 _RATE_WORDS: Final = 1 + _CLIENTS
@@ -58,6 +59,9 @@ class SharedCounts:
 
     def own(self, word: int) -> int:
         return self._counts[self._at(self.number, word)]
+
+    def of_first(self, word: int) -> int:
+        return self._counts[self._at(0, word)]
 
     def set_own(self, word: int, value: int) -> None:
         self._counts[self._at(self.number, word)] = value
@@ -91,6 +95,25 @@ class SharedCounts:
 
 def _num_bytes(num_processes: int) -> int:
     return (_KEY_WORDS + num_processes * _PROCESS_WORDS + _RATE_WORDS) * _WORD
+
+
+class SharedBankChanges(BankChanges):
+    """Seen by every process at once: nobody has to be told, and nobody can be late.
+
+    Counted by the first process, which answers whoever changes the bank.
+    """
+
+    def __init__(self, counts: SharedCounts) -> None:
+        super().__init__()
+        self._counts = counts
+
+    @property
+    def num(self) -> int:
+        return self._counts.of_first(_BANK_CHANGES)
+
+    def add(self) -> None:
+        assert self._counts.number == 0
+        self._counts.set_own(_BANK_CHANGES, self._counts.own(_BANK_CHANGES) + 1)
 
 
 class SharedPlaces(Places):

@@ -74,6 +74,7 @@ def add_ended_process(before: Counts, last: Counts, now_s: float) -> Counts:
         runs=0,
         kept_answers=0,
         kept_bytes=0,
+        kept_dropped=last.counts.kept_dropped + last.counts.kept_answers,
         ended=_add(last.counts.ended, {"error": last.counts.streams}),
         errors=_add(last.counts.errors, {"2xx": last.counts.streams}),
         cut_off=last.counts.cut_off + last.counts.streams,

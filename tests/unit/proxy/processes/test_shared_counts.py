@@ -9,6 +9,7 @@ import pytest
 
 from clairai.proxy.load_limits import ByteRates
 from clairai.proxy.processes.shared_counts import (
+    SharedBankChanges,
     SharedBodyBudget,
     SharedByteRates,
     SharedCounts,
@@ -44,6 +45,14 @@ def test_places_of_all_processes_are_one_count(pair: tuple[SharedCounts, SharedC
     there.add(3)
     there.add(-1)
     assert here.num_taken == there.num_taken == 4
+
+
+def test_a_change_of_the_bank_is_seen_by_all(pair: tuple[SharedCounts, SharedCounts]) -> None:
+    here, there = map(SharedBankChanges, pair)
+    here.add()
+    pair[0].clear(2)  # a process that ends changes nothing
+    here.add()
+    assert (here.num, there.num) == (2, 2)
 
 
 def test_what_a_dead_process_held_is_given_back(pair: tuple[SharedCounts, SharedCounts]) -> None:

@@ -67,6 +67,7 @@ def test_the_completions_of_a_process_end_with_it_and_its_counts_stay() -> None:
     ended = add_ended_process(ended, report(1), now_s=10.0)
     kept = ended.counts
     assert (kept.streams, kept.runs, kept.kept_answers, kept.kept_bytes) == (0, 0, 0, 0)
+    assert kept.kept_dropped == 2 * 3  # those that it had dropped, and those that it kept
     assert (kept.completions, kept.cut_off) == (9, 3)
     assert kept.ended == {"done": 3, "cancelled": 0, "error": 6}
     assert kept.errors == {"4xx": 3, "5xx": 0, "2xx": 3}
