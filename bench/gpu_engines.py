@@ -50,17 +50,17 @@ def engines(
 ) -> Iterator[dict[str, EngineProcess]]:
     """All cases' engines, started at the same time."""
     with ThreadPoolExecutor(len(cases)) as pool, contextlib.ExitStack() as opened:
-        starting = {case.name: pool.submit(_start, shape, case, runtime, changes) for case in cases}
+        starting = {
+            case.name: pool.submit(start_engine, shape, case, runtime, **changes) for case in cases
+        }
         running = {}
         for case in cases:
             running[case.name] = opened.enter_context(starting[case.name].result())
-            probed = case.points if case.probed is None else case.probed
-            if probed:
-                running[case.name].call(load, probed, case.probes)
         yield running
 
 
-def _start(shape: str, case: Case, runtime: Path, changes: Mapping[str, Any]) -> EngineProcess:
+def start_engine(shape: str, case: Case, runtime: Path, **changes: Any) -> EngineProcess:
+    """The engine of one case, its probes in the bank."""
     folder = runtime / case.name.replace(" ", "-")
     folder.mkdir(mode=0o700)
     arguments: dict[str, Any] = {
@@ -83,7 +83,11 @@ def _start(shape: str, case: Case, runtime: Path, changes: Mapping[str, Any]) ->
         **({} if case.points else {"VLLM_PLUGINS": ""}),
         **case.environment,
     }
-    return EngineProcess(runtime=folder, environment=environment, **{**arguments, **changes})
+    engine = EngineProcess(runtime=folder, environment=environment, **{**arguments, **changes})
+    probed = case.points if case.probed is None else case.probed
+    if probed:
+        engine.call(load, probed, case.probes)
+    return engine
 
 
 def load(llm: Any, points: Sequence[str], num_probes: int) -> None:

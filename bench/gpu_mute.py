@@ -14,6 +14,7 @@ from typing import Any, Final
 
 import torch
 
+from clairai.compat.tap_proof import WatchedSite
 from clairai.engine.score.fused_norm import FusedNormSite
 
 WRAPPED: Final = ("execute_model", "prepare_inputs")
@@ -111,7 +112,8 @@ def _do_nothing(*given: Any, **named: Any) -> None:
     """In place of DeviceOutlet.keep_out."""
 
 
-def _silent(site: Any) -> Silence | SilentNorm:
+def _silent(named: Any) -> Silence | SilentNorm:
+    site = named.site if isinstance(named, WatchedSite) else named
     if not isinstance(site, FusedNormSite):
         return Silence()
     stash_RD = site._stash_RD

@@ -22,11 +22,17 @@ Shapes = dict[str, tuple[int, ...]]
 
 def hollow(shape: str, target: Path) -> Path:
     """`shape` names a folder of bench/shapes, or is one with a config.json."""
+    write_checkpoint(shape, target)
+    write_tokenizer(target)
+    return target
+
+
+def write_checkpoint(shape: str, target: Path) -> Path:
+    """As above, without a tokenizer."""
     source = SHAPES / shape if (SHAPES / shape).is_dir() else Path(shape)
     target.mkdir()
     shutil.copy(source / "config.json", target)
     _write_holes(target / "model.safetensors", _named_shapes(source))
-    write_tokenizer(target)
     return target
 
 
