@@ -29,6 +29,7 @@ from scripts.environment import (
     install_cpu_engine,
     refuse_other_torch,
 )
+from scripts.gpu_matrix import HEADING as GPU_HEADING
 from scripts.matrix_requirements import fitted, listed
 from scripts.setup import ENGINE_FILE, MODEL_PACKAGE, PLAIN_FILE, ROOT
 
@@ -171,7 +172,7 @@ def run_tests(environment: Environment) -> tuple[str, tuple[Measured, ...]]:
 
 
 def write_page(verdicts: list[Verdict]) -> None:
-    """Write docs/matrix.md."""
+    """Write docs/matrix.md, but for its section on GPUs."""
     took = f"{sum(verdict.seconds for verdict in verdicts) / 60:.0f} minutes"
     paragraphs = (
         "# vLLM releases",
@@ -183,7 +184,8 @@ def write_page(verdicts: list[Verdict]) -> None:
         numbers.stamp("make matrix", took=took),
         numbers.table(HEADINGS, [verdict.cells() for verdict in verdicts]),
     )
-    PAGE.write_text("\n\n".join(paragraphs) + "\n")
+    _, heading, kept = PAGE.read_text().partition(GPU_HEADING)
+    PAGE.write_text("\n\n".join(paragraphs) + "\n" + (f"\n{heading}{kept}" if kept else ""))
 
 
 def _shown(verdicts: list[Verdict]) -> Table:

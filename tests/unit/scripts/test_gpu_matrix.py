@@ -1,0 +1,97 @@
+"""What the tables of docs/matrix.md make of the lines that `bench.gpu_release` writes."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from scripts import gpu_matrix, matrix
+from scripts.matrix import Verdict
+
+ABOUT = {"vllm": "0.31.0", "shape": "qwen3-0.6b", "gpu": "NVIDIA H200", "day": "2026-11-17"}
+ROWS = {"rows": 95432, "wrong_rows": 0, "unaccounted": 0, "lost": 0, "wrong": []}
+VALUES = {"is_near": True, "is_first_exact": True, "worst": 0.0616, "floor": 0.083, "errors": {}}
+COST = {"case": "all layers x 16", "load": "probes", "alone_ms": 1.5, "p99": 1.0}
+
+
+def write(folder: Path, *lines: tuple[str, dict[str, Any]], version: str = "0.31.0") -> Path:
+    folder.mkdir(exist_ok=True)
+    told = [("about", ABOUT | {"vllm": version}), *lines]
+    text = "".join(json.dumps({"part": part, **found}) + "\n" for part, found in told)
+    (folder / f"{version}-qwen3-0.6b.jsonl").write_text(text)
+    return folder
+
+
+def test_a_release_has_a_row_for_each_runner(tmp_path: Path) -> None:
+    write(
+        tmp_path,
+        ("rows", {"runner": "V1", **ROWS}),
+        ("rows", {"runner": "V2", **ROWS, "wrong_rows": 2, "lost": 3, "unaccounted": 4}),
+        ("values", {"runner": "V2", **VALUES}),
+        *(("overhead", {"runner": "V2", **COST, "batch": b, "p50": 1 + b / 1e3}) for b in (16, 1)),
+    )
+    (release,) = gpu_matrix.read_releases(tmp_path)
+    assert release.checked("V2") == ("0.31.0", "V2", "95,432", "2", "7", "6.2e-02 (8.3e-02)")
+    assert release.cost("V2", "all layers x 16", "probes") == "1.001 / 1.016"
+    assert release.cost("V1", "all layers x 16", "probes") == ""
+    assert release.runners == ["V2", "V1"]
+    assert not release.is_good
+
+
+def test_what_failed_is_shown_and_what_was_measured_again_counts(tmp_path: Path) -> None:
+    failed = {"runner": "V2", "failed": "out of memory"}
+    cost = {"runner": "V2", **COST}
+    write(
+        tmp_path,
+        ("rows", failed),
+        ("values", {"runner": "V2", **VALUES, "is_first_exact": False}),
+        ("overhead", {**cost, "batch": 1, "p50": 1.5}),
+        ("overhead", {**cost, "batch": 1, "p50": 1.002}),
+        ("overhead", {**cost, "batch": 64, "failed": "left out"}),
+        ("overhead", {**failed, "case": "1 layer x 16", "load": "probes"}),
+        ("weights", {"way": "clairai_ipc", "ms": 131.2, "found": {}}),
+        ("weights", {"way": "ipc", "failed": "no"}),
+    )
+    (release,) = gpu_matrix.read_releases(tmp_path)
+    assert release.checked("V2")[2:] == ("failed", "", "", "wrong: 6.2e-02")
+    assert release.cost("V2", "all layers x 16", "probes") == "1.002 / -"
+    assert release.cost("V2", "1 layer x 16", "probes") == "failed"
+    assert release.sent() == ("0.31.0", "131 ms", "failed", "")
+    assert not release.is_good
+
+
+def test_a_run_that_was_cut_short_still_counts(tmp_path: Path) -> None:
+    file = write(tmp_path, ("rows", {"runner": "V2", **ROWS})) / "0.31.0-qwen3-0.6b.jsonl"
+    file.write_text(file.read_text() + "\n")
+    (release,) = gpu_matrix.read_releases(tmp_path)
+    assert release.is_good
+
+
+def test_releases_stand_in_the_order_of_their_versions(tmp_path: Path) -> None:
+    for version in ("0.100.0", "0.31.0", "0.26.0"):
+        write(tmp_path, version=version)
+    found = [release.about.vllm for release in gpu_matrix.read_releases(tmp_path)]
+    assert found == ["0.26.0", "0.31.0", "0.100.0"]
+
+
+def test_both_pages_are_written_and_keep_the_rest(tmp_path: Path) -> None:
+    releases = gpu_matrix.read_releases(write(tmp_path, ("rows", {"runner": "V2", **ROWS})))
+    page = gpu_matrix.replace_section("# vLLM releases\n\nCPU\n", releases)
+    assert page.startswith("# vLLM releases\n\nCPU\n\n## On a GPU\n")
+    assert gpu_matrix.replace_section(page, releases) == page
+    readme = gpu_matrix.replace_summary("a\n<!-- /matrix -->\nb\n", releases)
+    assert gpu_matrix.summary(releases) in readme
+    assert readme.startswith("a\n<!-- /matrix -->")
+    assert readme.endswith("<!-- /gpu-matrix -->\nb\n")
+    assert gpu_matrix.replace_summary(readme, releases) == readme
+
+
+def test_a_new_matrix_of_cpus_keeps_the_section_on_gpus(tmp_path: Path, monkeypatch: Any) -> None:
+    page = tmp_path / "matrix.md"
+    page.write_text("# old\n\n## On a GPU\n\nmeasured\n")
+    monkeypatch.setattr(matrix, "PAGE", page)
+    matrix.write_page([Verdict("0.32.0", (), (), 1.0)])
+    written = page.read_text()
+    assert "# old" not in written
+    assert written.endswith("\n\n## On a GPU\n\nmeasured\n")
