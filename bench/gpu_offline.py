@@ -1,9 +1,10 @@
 """Time of `LLM.generate` with `clairai.scores` after it, over that of `LLM.generate` alone.
 
-Two engines side by side take turns: vLLM alone, and one with 16 probes at each of 32 layers and
-default settings, where `generate` runs alone, with `scores`, and with `scores` of which every value
-is read. Each turn is held against the turn of vLLM alone before it. Every row is checked for, and
-a long run at the end has more rows than any ring. Weights are dummies: time is the same.
+One engine with 16 probes at each of 32 layers and default settings takes turns: `generate` without
+taps (bench.gpu_mute says how; two engines would differ by several percent for reasons of their
+own), with taps, with `scores`, and with `scores` of which every value is read. Each turn is held
+against the one without taps before it. Every row is checked for, and a long run at the end has
+more rows than any ring. Weights are dummies: time is the same.
 Run: python -m bench.gpu_offline [--batches 1 16 64 256] [--rounds 5] [--tokens 257] [--long 2048]
 """
 
@@ -22,11 +23,12 @@ from typing import Any, Final
 import numpy as np
 
 import clairai
+from bench import gpu_mute
 from bench.gpu_engines import Case, engines
+from bench.gpu_overhead import each_worker
 from tests.engine.process import EngineProcess
 
 SHAPE: Final = "llama-3.1-8b"
-ALONE: Final = Case("vLLM alone")
 TAPPED: Final = Case("32 layers x 16 probes", ("post_block.*",), 16)
 PROMPT_LEN: Final = 16
 KV_NBYTES: Final = 12 << 30  # 256 requests of 350 tokens
@@ -43,33 +45,29 @@ def main() -> None:
     options = parser.parse_args()
     with (
         tempfile.TemporaryDirectory() as folder,
-        engines(
-            options.shape, [ALONE, TAPPED], Path(folder), kv_cache_memory_bytes=KV_NBYTES
-        ) as running,
+        engines(options.shape, [TAPPED], Path(folder), kv_cache_memory_bytes=KV_NBYTES) as running,
     ):
-        alone, tapped = running[ALONE.name], running[TAPPED.name]
+        engine = running[TAPPED.name]
+        engine.call(each_worker, gpu_mute.capture_silent)
         found = [
-            compare(alone, tapped, batch, options.tokens, options.rounds)
-            for batch in options.batches
+            compare(engine, batch, options.tokens, options.rounds) for batch in options.batches
         ]
-        found.append(run_long(tapped, options.long))
+        found.append(run_long(engine, options.long))
     sys.stdout.write(json.dumps(found) + "\n")
 
 
-def compare(
-    alone: EngineProcess, tapped: EngineProcess, batch: int, num_new: int, rounds: int
-) -> dict[str, Any]:
-    """Milliseconds per token of vLLM alone, and the usual ratio of each way to it."""
-    alone.call(take_turn, batch, num_new, "alone")  # warms
-    tapped.call(take_turn, batch, num_new, "values")
+def compare(engine: EngineProcess, batch: int, num_new: int, rounds: int) -> dict[str, Any]:
+    """Milliseconds per token without taps, and the usual ratio of each way to that."""
+    for way in ("alone", "values"):  # warms
+        run_turn(engine, batch, num_new, way)
     alone_s: list[float] = []
     ratios: dict[str, list[float]] = {way: [] for way in WAYS}
     parts: list[tuple[float, float]] = []
     for _ in range(rounds):
         for way in WAYS:
-            turn = alone.call(take_turn, batch, num_new, "alone")
+            turn = run_turn(engine, batch, num_new, "alone")
             alone_s.append(turn["total_s"])
-            turn = tapped.call(take_turn, batch, num_new, way)
+            turn = run_turn(engine, batch, num_new, way)
             ratios[way].append(turn["total_s"] / alone_s[-1])
             if way == "values":
                 parts.append((turn["scores_s"], turn["values_s"]))
@@ -84,8 +82,14 @@ def compare(
     return row
 
 
-def run_long(tapped: EngineProcess, num_requests: int) -> dict[str, Any]:
-    row = {"long": num_requests, **tapped.call(take_turn, num_requests, 300, "values")}
+def run_turn(engine: EngineProcess, batch: int, num_new: int, way: str) -> dict[str, float]:
+    engine.call(each_worker, gpu_mute.serve_with_taps, way != "alone")
+    turn: dict[str, float] = engine.call(take_turn, batch, num_new, way)
+    return turn
+
+
+def run_long(engine: EngineProcess, num_requests: int) -> dict[str, Any]:
+    row = {"long": num_requests, **run_turn(engine, num_requests, 300, "values")}
     report(row)
     return row
 

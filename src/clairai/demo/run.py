@@ -13,7 +13,12 @@ from rich.text import Text
 
 from clairai.demo.model import NAME, cache_folder, smollm2
 from clairai.demo.scored_answer import ScoredAnswer, ask_with_scores
-from clairai.launch.engine_command import EngineCommand, PrivateSocket, is_cpu_build
+from clairai.launch.engine_command import (
+    PRIVATE_IDLE_S,
+    EngineCommand,
+    PrivateSocket,
+    is_cpu_build,
+)
 from clairai.launch.engine_log import EngineLog
 from clairai.launch.engine_process import EngineProcess
 from clairai.launch.proxy_thread import ProxyOptions
@@ -41,7 +46,9 @@ def demo(options: ProxyOptions, output: UserOutput, *, on_death: DeathPolicy) ->
     command = _engine_command(folder, {"folder": str(captures), "staging_mib": STAGING_MIB})
     run_service(
         command,
-        replace(options, examples=EXAMPLES).settings(command.address.url, folder),
+        replace(options, examples=EXAMPLES).settings(
+            command.address.url, folder, upstream_idle_s=PRIVATE_IDLE_S
+        ),
         address,
         output,
         log=EngineLog(folder / f"vllm-{address.port}.log"),

@@ -18,6 +18,7 @@ from clairai.launch.engine_folder import BEATS, PREFIX
 from clairai.local.heartbeat import VARIABLE as HEARTBEATS_VARIABLE
 from clairai.local.private_socket import MAX_SOCKET_PATH_BYTES, socket_path
 from clairai.proxy.access_keys import AccessKey
+from clairai.proxy.proxy_settings import Timeouts
 
 DEFAULT_HOST: Final = "127.0.0.1"
 DEFAULT_PORT: Final = 6969
@@ -40,6 +41,11 @@ _DROPPED_VARIABLES: Final = ("CLAIRAI_API_KEY", "VLLM_API_KEY", HEARTBEATS_VARIA
 # 0.32:176, adds a uuid to it.
 _SOCKETS_VARIABLE: Final = "VLLM_RPC_BASE_PATH"
 _UUID_CHARACTERS: Final = 36
+# How long vLLM's server keeps an idle connection, in seconds: envs.py, 0.26 and 0.32.
+_IDLE_VARIABLE: Final = "VLLM_HTTP_TIMEOUT_KEEP_ALIVE"
+# Of connections to a private socket. The proxy is its only client and closes them first; many
+# requests that come at once after a pause then need not wait for as many new connections.
+PRIVATE_IDLE_S: Final = 60
 # plugins/__init__.py load_plugins_by_group: these are loaded unless VLLM_PLUGINS says otherwise.
 _DEFAULT_GROUPS: Final = (
     "vllm.general_plugins",
@@ -171,9 +177,20 @@ class EngineCommand:
             made["VLLM_API_KEY"] = self.address.api_key
         if self.private_folder is not None and _can_hold_sockets(self.private_folder):
             made.setdefault(_SOCKETS_VARIABLE, str(self.private_folder))
+        if isinstance(self.address, PrivateSocket):
+            made[_IDLE_VARIABLE] = str(2 * PRIVATE_IDLE_S)
         if self.heartbeat_folder is not None:
             made[HEARTBEATS_VARIABLE] = str(self.heartbeat_folder)
         return made
+
+
+def upstream_idle_s(arguments: Sequence[str]) -> float:
+    """How long the proxy keeps idle connections to an engine with these options of vLLM.
+
+    Several API servers share a socket, and whoever accepts a connection answers all its requests:
+    there connections are kept for a moment only, so that they spread anew.
+    """
+    return PRIVATE_IDLE_S if count_api_servers(arguments) == 1 else Timeouts.upstream_idle
 
 
 def count_api_servers(arguments: Sequence[str]) -> int:

@@ -27,8 +27,8 @@ from clairai.launch.user_output import UserOutput
 from clairai.local.own_clock import OwnClock
 from clairai.local.private_socket import runtime_dir
 from clairai.local.stop_signal import StopSignal
+from clairai.local.thread_switch import switch_threads_often
 from clairai.proxy.app import create_app, create_server
-from clairai.proxy.load_limits import SWITCH_S
 from clairai.proxy.observe.log_lines import AccessLog
 from clairai.proxy.observe.metrics import Metrics
 from clairai.proxy.observe.observer import Observer
@@ -56,7 +56,11 @@ class ProxyOptions:
     completion_processes: int = 1
 
     def settings(
-        self, upstream: str, runtime: Path, upstream_api_key: str | None = None
+        self,
+        upstream: str,
+        runtime: Path,
+        upstream_api_key: str | None = None,
+        upstream_idle_s: float = Timeouts.upstream_idle,
     ) -> ProxySettings:
         return ProxySettings(
             upstream,
@@ -71,7 +75,7 @@ class ProxyOptions:
             allowed_hosts=self.allowed_hosts,
             score_all=self.score_all,
             completion_processes=self.completion_processes,
-            timeouts=Timeouts(scores_kept=self.scores_kept_s),
+            timeouts=Timeouts(scores_kept=self.scores_kept_s, upstream_idle=upstream_idle_s),
         )
 
 
@@ -177,7 +181,7 @@ def run_proxy(
     with ExitStack() as undo:
         undo.callback(listener.close)
         undo.callback(sys.setswitchinterval, sys.getswitchinterval())
-        sys.setswitchinterval(SWITCH_S)
+        switch_threads_often()
         observers: list[Observer] = [AccessLog()]
         telemetry = Telemetry.from_environ(os.environ)
         if telemetry is not None:

@@ -15,6 +15,7 @@ from clairai.launch.engine_command import (
     ListenAddress,
     PrivateSocket,
     is_cpu_build,
+    upstream_idle_s,
 )
 from clairai.launch.engine_folder import remove_stale_folders
 from clairai.launch.engine_log import EngineLog
@@ -79,7 +80,7 @@ def serve(
     arguments = (*_name_arguments(model, arguments), NO_ACCESS_LOG, *arguments)
     run_service(
         EngineCommand(model, additional_config, private, arguments),
-        options.settings(private.url, folder),
+        options.settings(private.url, folder, upstream_idle_s=upstream_idle_s(arguments)),
         options.address,
         output,
         log=log,

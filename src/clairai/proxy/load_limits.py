@@ -21,10 +21,6 @@ from clairai.proxy.responses import HttpRefusal
 
 Result = TypeVar("Result")
 _MAX_CLIENTS: Final = 4096  # whose rates are known; of more, those that were quiet longest are not
-# How long a thread may keep Python's lock while another wants it. The event loop wants it several
-# times for every small request; with Python's own 5 ms, one client's large bodies, which are read
-# in a thread beside it, delay everybody else's answers several times as long.
-SWITCH_S: Final = 5e-4
 
 
 class LargeBodies:

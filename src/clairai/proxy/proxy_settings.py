@@ -71,6 +71,10 @@ class Timeouts:
     """Seconds."""
 
     connect: float = 5.0
+    # How long a connection to upstream is kept for the next request. A little under the 5 s after
+    # which vLLM closes an idle one (envs.py, VLLM_HTTP_TIMEOUT_KEEP_ALIVE): a request on a
+    # connection that is just being closed would be lost.
+    upstream_idle: float = 2.0
     # How long upstream may send nothing.
     control: float = 60.0  # for anything but a completion or new weights
     # An answer that is not streamed is silent until its end. What ends one of an engine that

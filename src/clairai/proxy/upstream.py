@@ -25,9 +25,6 @@ from clairai.proxy.proxy_settings import ProxySettings
 from clairai.proxy.responses import HttpRefusal
 from clairai.proxy.upstream_connection import Address, ConnectionPool, UpstreamResponse
 
-# A little under the 5 s after which vLLM closes an idle connection (envs.py,
-# VLLM_HTTP_TIMEOUT_KEEP_ALIVE): a request on one that is just being closed would be lost.
-KEEP_ALIVE_S: Final = 2.0
 READ_BYTES: Final = 1 << 16
 Headers = Iterable[tuple[str, str]]
 _Answer = TypeVar("_Answer")
@@ -111,11 +108,11 @@ class Upstream:
         self._answering: set[UpstreamResponse] = set()
 
     async def open(self) -> None:
-        path = self._settings.upstream_socket
+        path, idle_s = self._settings.upstream_socket, self._settings.timeouts.upstream_idle
         connector: aiohttp.BaseConnector = (
-            aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEP_ALIVE_S)
+            aiohttp.TCPConnector(limit=0, keepalive_timeout=idle_s)
             if path is None
-            else aiohttp.UnixConnector(str(path), limit=0, keepalive_timeout=KEEP_ALIVE_S)
+            else aiohttp.UnixConnector(str(path), limit=0, keepalive_timeout=idle_s)
         )
         self._session = aiohttp.ClientSession(
             connector=connector,
@@ -127,7 +124,7 @@ class Upstream:
         address = Address.of(self._settings.upstream_url, None if path is None else str(path))
         if address is not None:
             connect_s = self._settings.timeouts.connect
-            self._pool = ConnectionPool(address, connect_s=connect_s, keep_s=KEEP_ALIVE_S)
+            self._pool = ConnectionPool(address, connect_s=connect_s, keep_s=idle_s)
 
     async def close(self) -> None:
         if self._pool is not None:

@@ -16,6 +16,7 @@ from fastapi.responses import JSONResponse, Response
 
 from clairai.errors import ClairaiError, ConfigError
 from clairai.local.heartbeat import Heartbeat
+from clairai.local.thread_switch import switch_threads_often
 from clairai.server import capture_routes, probe_routes, steering_routes, weights_routes
 from clairai.server.engine_rpc import (
     ATTRIBUTE,
@@ -82,6 +83,7 @@ def connect(client: Any, state: Any) -> None:
 
     takes_weights = accepts_weights(getattr(client, "vllm_config", None))
     is_shared = is_one_of_several_servers(client)
+    switch_threads_often()
     engine = EngineRpc(client, is_shared=is_shared, accepts_weights=takes_weights)
     if takes_weights:
         watch_other_calls(client, engine.weight_versions.other_call)

@@ -15,9 +15,12 @@ from clairai.launch.engine_command import (
     PrivateSocket,
     count_api_servers,
     is_loopback,
+    upstream_idle_s,
 )
 from clairai.launch.serve import _name_arguments, parse_capture_option
+from clairai.proxy.proxy_settings import Timeouts
 
+IDLE = "VLLM_HTTP_TIMEOUT_KEEP_ALIVE"
 PRIVATE = PrivateSocket(Path("/run/me/s-1/api.sock"))
 
 
@@ -53,6 +56,18 @@ def test_vllms_own_sockets_go_into_the_private_folder_where_they_fit() -> None:
         folder = Path("/" + "x" * (length - 1))
         environ = EngineCommand("m", {}, PrivateSocket(folder / "api.sock")).environ({})
         assert ("VLLM_RPC_BASE_PATH" in environ) == fits
+
+
+def test_the_proxy_closes_idle_connections_to_a_private_socket_before_vllm_does() -> None:
+    def vllm_idle_s(address: ListenAddress | PrivateSocket) -> float:
+        return float(EngineCommand("m", {}, address).environ({}).get(IDLE, 5.0))
+
+    assert upstream_idle_s(()) < vllm_idle_s(PRIVATE)
+    assert Timeouts.upstream_idle < vllm_idle_s(ListenAddress()) < upstream_idle_s(())
+
+
+def test_connections_to_several_api_servers_spread_anew_after_a_moment() -> None:
+    assert upstream_idle_s(("--api-server-count", "4")) == Timeouts.upstream_idle
 
 
 def test_a_runtime_folder_with_a_path_too_long_for_sockets_is_refused_at_once(

@@ -7,6 +7,7 @@ import json
 import subprocess
 import sys
 from argparse import Namespace
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,6 +18,7 @@ from starlette.testclient import TestClient
 
 from clairai.errors import RequestError
 from clairai.local.heartbeat import VARIABLE, Activity, Heartbeat, read_heartbeats
+from clairai.local.thread_switch import SWITCH_S, switch_threads_often
 from clairai.plugin import Endpoint
 from clairai.server.engine_rpc import NO_TAPS
 from clairai.server.install_routes import report_broken_link
@@ -40,6 +42,29 @@ def _server(additional_config: dict[str, Any]) -> TestClient:
 
 def _request(fields: Any) -> dict[str, Any]:
     return {"messages": [], "vllm_xargs": {"clairai": fields}}
+
+
+@pytest.fixture
+def switch_interval() -> Iterator[None]:
+    before = sys.getswitchinterval()
+    yield
+    sys.setswitchinterval(before)
+
+
+@pytest.mark.usefixtures("switch_interval")
+def test_threads_of_an_api_server_switch_often_if_its_engine_has_taps_and_only_then() -> None:
+    sys.setswitchinterval(0.005)
+    _server({})
+    assert sys.getswitchinterval() == pytest.approx(0.005)
+    _server({"clairai": {"points": ["post_block.0"]}})
+    assert sys.getswitchinterval() == pytest.approx(SWITCH_S)
+
+
+@pytest.mark.usefixtures("switch_interval")
+def test_threads_that_switch_more_often_already_are_left_alone() -> None:
+    sys.setswitchinterval(SWITCH_S / 10)
+    switch_threads_often()
+    assert sys.getswitchinterval() < SWITCH_S / 5
 
 
 @pytest.mark.parametrize(

@@ -19,9 +19,9 @@ from pathlib import Path
 from typing import Any, Final
 
 from clairai.local.private_socket import Connection
+from clairai.local.thread_switch import switch_threads_often
 from clairai.proxy.app import create_app, create_completion_server
 from clairai.proxy.caller import Caller
-from clairai.proxy.load_limits import SWITCH_S
 from clairai.proxy.observe.log_lines import AccessLog, configure_logging
 from clairai.proxy.observe.metrics import TimesObserver
 from clairai.proxy.observe.observer import Observer
@@ -180,7 +180,7 @@ def serve(begin: messages.Begin, link: Link[messages.ToProcess], counts: SharedC
     settings = begin.read_settings()
     if begin.log_format is not None:
         configure_logging(begin.log_format, _write_line)
-    sys.setswitchinterval(SWITCH_S)
+    switch_threads_often()
     times = TimesObserver()
     observers: list[Observer] = [AccessLog(), times]
     telemetry = Telemetry.from_environ(os.environ)
