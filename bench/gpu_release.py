@@ -50,7 +50,6 @@ RUNNERS: Final = {"V1": "0", "V2": "1"}  # VLLM_USE_V2_MODEL_RUNNER, 0.26 to 0.3
 NUM_NEW: Final = 48
 SIZES: Final = (1, 2, 4, 8, 16, 32, 64, 128, 256)  # of graphs; vLLM's own list has 51
 HUGE: Final = ("qwen3-30b-a3b",)  # one engine fills half of the GPU
-START_S: Final = 200.0
 CALL_S: Final = 90.0
 
 # Rows and values.
@@ -205,6 +204,8 @@ class Bench:
         self._is_large = int(config["hidden_size"]) > 1024
         self._pool = ThreadPoolExecutor(32)
         self._starting: dict[str, Future[EngineProcess]] = {}
+        self._silenced: set[str] = set()  # engines that have graphs without taps, too
+        self._start_s = asked.seconds + 30
         self._busy: list[Future[None]] = []
 
     def __enter__(self) -> Bench:
@@ -280,7 +281,7 @@ class Bench:
                 "VLLM_USE_V2_MODEL_RUNNER": RUNNERS[runner],
                 "VLLM_CACHE_ROOT": str(runtime / "cache"),
             },
-            start_s=START_S,
+            start_s=self._start_s,
             call_s=CALL_S,
             model=str(folder),
             skip_tokenizer_init=True,
@@ -347,12 +348,14 @@ class Bench:
             self._asked.shape,
             case,
             self._folder,
-            start_s=START_S,
+            start_s=self._start_s,
             call_s=CALL_S,
             compilation_config={"cudagraph_capture_sizes": list(SIZES)},
         )
         if case.settings:
             engine.call(name_vector)
+        if case.points and case.name.startswith("V2"):
+            self._silence(engine, case)
         return engine
 
     def _measure_cost(self, one: Measured, load: Load) -> None:
@@ -360,7 +363,7 @@ class Bench:
         with self._results.attempt("overhead", **what):
             engine = self._starting[one.case.name].result()
             self._check_runner(engine, one.runner)
-            is_silent = self._can_silence(engine, one)
+            is_silent = one.case.name in self._silenced
             for batch in self._asked.batches:
                 if not self._has_time("overhead", **what, batch=batch):
                     return
@@ -370,17 +373,11 @@ class Bench:
                     found = self._side_by_side(engine, one.runner, load, batch)
                 self._results.add("overhead", **what, batch=batch, **found)
 
-    def _can_silence(self, engine: EngineProcess, one: Measured) -> bool:
-        """With graphs without taps in the same engine, which the V2 runner can be given."""
-        if one.runner != "V2":
-            return False
-        try:
-            engine.call(silence_once)
-        except Exception as error:
-            traceback.print_exc()
-            self._results.add("silence", case=one.case.name, failed=str(error)[-1500:])
-            return False
-        return True
+    def _silence(self, engine: EngineProcess, case: Case) -> None:
+        """Graphs without taps in the same engine, which the V2 runner can be given."""
+        with self._results.attempt("silence", case=case.name):
+            engine.call(each_worker, gpu_mute.capture_silent)
+            self._silenced.add(case.name)
 
     def _in_one_engine(self, engine: EngineProcess, load: Load, batch: int) -> Any:
         def times(is_on: bool) -> Any:
@@ -449,7 +446,7 @@ class Bench:
         return EngineProcess(
             runtime=runtime,
             environment={"VLLM_ENABLE_V1_MULTIPROCESSING": "1", **environment},
-            start_s=START_S,
+            start_s=self._start_s,
             call_s=CALL_S,
             model=str(model),
             load_format="dummy",
@@ -545,12 +542,6 @@ def _describe_runner(worker: Any) -> dict[str, Any]:
         "module": module,
         "graphs": compilation_counter.num_cudagraph_captured,
     }
-
-
-def silence_once(llm: Any) -> None:
-    if not getattr(llm, "bench_is_silenced", False):
-        each_worker(llm, gpu_mute.capture_silent)
-        llm.bench_is_silenced = True
 
 
 def name_vector(llm: Any) -> None:
