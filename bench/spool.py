@@ -3,16 +3,20 @@
 Requests decode together, a row each in every step, as fast as the spool takes them. Then
 `clairai.scores` finds all rows, every value is read, and one answer in a hundred is compared.
 Memory is the most that the spool process ever had, and that of this process without files.
-Run: python -m bench.spool [--requests 10000] [--tokens 300] [--columns 512] [--batch 256]
+`--busy N` has so many other processes compute all the time, at a higher priority than the spool.
+Run: python -m bench.spool [--requests N] [--tokens 300] [--columns 512] [--batch 256] [--busy 4]
 """
 
 from __future__ import annotations
 
 import argparse
 import os
+import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
@@ -29,12 +33,26 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=300)
     parser.add_argument("--columns", type=int, default=512)
     parser.add_argument("--batch", type=int, default=256)
+    parser.add_argument("--busy", type=int, default=0)
     options = parser.parse_args()
     with (
+        busy_processes(options.busy),
         tempfile.TemporaryDirectory() as folder,
         spooled_llm(Path(folder), num_columns=options.columns, ring_nbytes=RING_NBYTES) as llm,
     ):
         measure(llm, options.requests, options.tokens, options.batch)
+
+
+@contextmanager
+def busy_processes(count: int) -> Iterator[None]:
+    command = [sys.executable, "-c", "while True: pass"]
+    started = [subprocess.Popen(command) for _ in range(count)]
+    try:
+        yield
+    finally:
+        for process in started:
+            process.kill()
+            process.wait()
 
 
 def measure(llm: SpooledLlm, num_requests: int, num_tokens: int, batch: int) -> None:
@@ -58,7 +76,8 @@ def measure(llm: SpooledLlm, num_requests: int, num_tokens: int, batch: int) -> 
     sys.stdout.write(
         f"rows {num_rows}, {nbytes / 1e9:.2f} GB of scores, all found\n"
         f"published and kept {nbytes / 1e6 / (generated_s - begin_s):.0f} MB/s, "
-        f"{nbytes / 1e6 / spool_cpu_s:.0f} MB in a second of the spool's CPU\n"
+        f"{nbytes / 1e6 / spool_cpu_s:.0f} MB in a second of the spool's CPU; "
+        f"of {generated_s - begin_s:.0f} s the writer waited {llm.room.waited_s:.0f} s\n"
         f"scores() {1e6 * (scored_s - generated_s) / num_rows:.2f} us a row, "
         f"values read {nbytes / 1e6 / (read_s - scored_s):.0f} MB/s\n"
         f"memory: spool process {memory_mib(pid, 'VmHWM:'):.0f} MiB at most, "

@@ -66,7 +66,7 @@ class Settings:
     steer_programs: int = 1024  # programs that they may use at once
     capture: Mapping[str, Any] | None = None  # docs/capture.md
     capacity: int = 16  # most probes per site
-    ring_mib: int = 64
+    ring_mib: int | None = None  # None: 64, or room for three of the engine's largest steps
     ring_home: str = "host"  # or "device": in GPU memory, for readers with CUDA
     fused: bool = True  # on a GPU, replace tapped norms by a kernel that also taps and steers
     branch: bool = True  # else run taps on a side stream of the captured graph, where possible
@@ -77,7 +77,8 @@ class Settings:
 
     def __post_init__(self) -> None:
         _check_range("capacity", self.capacity, 1, 1024)
-        _check_range("ring_mib", self.ring_mib, 1, 65536)
+        if self.ring_mib is not None:
+            _check_range("ring_mib", self.ring_mib, 1, 65536)
         _check_range("steer_rows", self.steer_rows, 1, 65536)
         _check_range("steer_programs", self.steer_programs, 1, 65536)
         if self.ring_home not in RING_HOMES:
@@ -150,7 +151,7 @@ class ResolvedSettings:
     probes: tuple[Probe, ...]
     vectors: tuple[Vector, ...] = ()
 
-    def describe(self, model: str, folder: Path) -> str:
+    def describe(self, model: str, folder: Path, ring_nbytes: int) -> str:
         """What is served, in one line: readers find the ring in `folder`."""
         settings, points = self.settings, [str(point) for point in self.points]
         if len(points) > _MAX_LISTED:
@@ -158,9 +159,10 @@ class ResolvedSettings:
         abilities = [f"{len(self.probes)} probes"]
         abilities += [f"steering with {len(self.vectors)} vectors"] if settings.is_steering else []
         abilities += ["captures"] if settings.capture_settings is not None else []
+        ring = f"a ring of {round(ring_nbytes / 2**20)} MiB in {settings.ring_home} memory"
         return (
-            f"clairai taps {model} at {', '.join(points)}: {', '.join(abilities)}; a ring of "
-            f"{settings.ring_mib} MiB in {settings.ring_home} memory, readers attach in {folder}"
+            f"clairai taps {model} at {', '.join(points)}: {', '.join(abilities)}; {ring}, "
+            f"readers attach in {folder}"
         )
 
 

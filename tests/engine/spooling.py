@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import os
+import signal
 import threading
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
+from weakref import WeakValueDictionary
 
 import numpy as np
 
@@ -16,11 +19,16 @@ from clairai.library.engine_control import ask_async_engine, ask_engine
 from clairai.match.align import Scores, align
 from clairai.match.row_collector import RowCollector
 from clairai.ring.attach import RingReader
+from clairai.spool.client import SpoolClient
 from clairai.wire import control_messages
 from tests.engine import asks, models
 from tests.engine.process import ENVIRONMENT
+from tests.support.ring_engine import until
 
 POINTS = ("pre_attn.0", "post_attn.1", "post_block.3")
+PART = 8  # requests whose rows fit a ring of 1 MiB
+MAX_RECORDS = 4  # of a step
+QUIET_S = 0.3  # longer than a step
 
 
 class Comparison(NamedTuple):
@@ -53,6 +61,10 @@ class RingFollower:
             if not records:
                 self._reader.wait(0.01)
 
+    def catch_up(self) -> None:
+        """Nobody waits for this reader: it has to have read before the ring is filled again."""
+        until(lambda: self._reader.statistics().lag == 0)
+
     def finish(self) -> float:
         """How often the ring was filled; raises if a record was lost."""
         self._is_over.set()
@@ -78,16 +90,55 @@ def prompt_lengths(num_requests: int) -> tuple[int, ...]:
 
 
 def compare(llm: Any, num_requests: int, **asked: Any) -> Comparison:
-    """Short requests, more than the ring holds: every score, and the ring's own."""
+    """Short requests, in all more than the ring holds: every score, and the ring's own."""
     prompts = models.random_prompts(5, prompt_lengths(num_requests), 40_000)
     described = ask_engine(llm, control_messages.Describe(), control_messages.Description)
     follower = RingFollower(Path(described.socket))
-    outputs = asks.generate(llm, prompts, **asked)
+    outputs = []
+    for begin in range(0, num_requests, PART):
+        outputs += asks.generate(llm, prompts[begin : begin + PART], **asked)
+        follower.catch_up()
     found = clairai.scores(llm, outputs)
     laps = follower.finish()
     ids = tuple(output.request_id for output in outputs)
     streams = ask_engine(llm, control_messages.FindStreams(ids), control_messages.Streams).streams
     return _compare(follower.rows, streams, outputs, found, laps)
+
+
+def starve(llm: Any, num_requests: int, **asked: Any) -> tuple[int, int, int]:
+    """More requests than the ring holds, and a spool that reads nothing until the ring is full.
+
+    How many rows were scored; and of the full ring: its records that were not read, its slots.
+    """
+    described = ask_engine(llm, control_messages.Describe(), control_messages.Description)
+    socket = Path(described.socket)
+    with SpoolClient.connect(socket.parent, described.epoch, WeakValueDictionary()) as client:
+        client.read(described.published, described.published)  # all so far
+        spool = client.process
+    prompts = models.random_prompts(5, prompt_lengths(num_requests), 40_000)
+    with RingReader.attach(socket, start="newest") as reader, ThreadPoolExecutor() as pool:
+        slots = reader.welcome.slots
+
+        def wake() -> int:
+            try:
+                until(lambda: reader.statistics().lag >= slots - MAX_RECORDS)
+                while reader.wait(QUIET_S):  # until the engine publishes nothing more
+                    reader.poll(1)
+                counted = reader.statistics()
+                return counted.delivered + counted.lost
+            finally:
+                os.kill(spool, signal.SIGCONT)
+
+        os.kill(spool, signal.SIGSTOP)
+        waking = pool.submit(wake)
+        outputs = asks.generate(llm, prompts, **asked)
+        found = clairai.scores(llm, outputs)
+        num_rows = sum(
+            int(np.isfinite(one.scores_NP).all(axis=1).sum())
+            for answers in found
+            for one in answers
+        )
+        return num_rows, waking.result(), slots
 
 
 def _compare(
@@ -140,7 +191,8 @@ async def _compare_async(model: str, probes: str, num_requests: int, max_tokens:
         max_num_seqs=8,
         max_num_batched_tokens=64,
         enable_prefix_caching=False,
-        additional_config=clairai.config(probes=probes, capacity=64, ring_mib=1),
+        # Large enough for a follower that nobody waits for.
+        additional_config=clairai.config(probes=probes, capacity=64, ring_mib=16),
     )
     engine = AsyncLLM.from_engine_args(arguments)
     try:

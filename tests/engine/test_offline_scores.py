@@ -51,6 +51,13 @@ def test_every_row_of_several_hundred_requests_arrives_and_is_the_rings_own(
     assert found.num_rows == sum(spooling.prompt_lengths(NUM_REQUESTS)) + num_generated
 
 
+def test_a_spool_that_is_starved_costs_time_and_no_rows(small_ring: EngineProcess) -> None:
+    num_rows, unread, slots = small_ring.call(spooling.starve, NUM_REQUESTS, max_tokens=NUM_TOKENS)
+    assert slots - spooling.MAX_RECORDS <= unread < slots
+    num_generated = NUM_REQUESTS * (NUM_TOKENS - 1)
+    assert num_rows == sum(spooling.prompt_lengths(NUM_REQUESTS)) + num_generated
+
+
 def test_every_choice_of_a_request_has_its_own_rows(small_ring: EngineProcess) -> None:
     found = small_ring.call(spooling.compare, 8, max_tokens=NUM_TOKENS, n=3, temperature=1.0)
     assert (found.num_answers, found.num_different) == (24, 0)

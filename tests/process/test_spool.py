@@ -9,6 +9,7 @@ import os
 import signal
 import socket
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import msgspec
@@ -16,6 +17,7 @@ import numpy as np
 import pytest
 
 import clairai
+from clairai.engine.publish import ring_room
 from clairai.errors import ConfigError, RequestError, RowsLostError
 from clairai.library import scores as scores_module
 from clairai.local.private_socket import socket_path
@@ -100,14 +102,33 @@ def _status(path: str, key: str) -> int:
     return next(int(line.split()[1]) for line in lines if line.startswith(key))
 
 
-def test_a_spool_that_was_stopped_loses_a_number_and_goes_on(tmp_path: Path) -> None:
+def test_a_spool_that_is_starved_for_seconds_costs_time_and_no_rows(tmp_path: Path) -> None:
+    with spooled_llm(tmp_path) as llm, ThreadPoolExecutor() as pool:
+        assert_complete(llm, llm.generate(3, 5))
+        slots = llm.engine.writer.statistics().slots
+        for _ in range(3):
+            pid = spool_pid(llm)
+            os.kill(pid, signal.SIGSTOP)
+            generating = pool.submit(llm.generate, 100, 30, batch=4)
+            until(lambda: llm.published == llm.spool.num_read + slots - 1)  # the ring is full
+            assert not generating.done()
+            os.kill(pid, signal.SIGCONT)
+            assert_complete(llm, generating.result())
+        assert llm.room.waited_s > 0
+
+
+def test_a_spool_that_was_stopped_loses_a_number_and_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ring_room, "STALL_S", 0.2)
     with spooled_llm(tmp_path) as llm:
         before = llm.generate(3, 5)
         assert_complete(llm, before)
         pid = spool_pid(llm)
         os.kill(pid, signal.SIGSTOP)
-        for position in range(2000):  # the engine never waits
+        for position in range(2000):  # the engine waits once, and not for long
             llm.forward([(5000, position)])
+        assert 0.2 <= llm.room.waited_s < 2.0
         overrun = llm.add_request(5000, 1900)
         os.kill(pid, signal.SIGCONT)
         with pytest.raises(RowsLostError, match=r"[1-9]\d* records were overwritten before"):

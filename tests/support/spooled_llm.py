@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import astuple, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 from weakref import WeakValueDictionary
@@ -16,6 +16,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from clairai.engine.publish.ring_room import RingRoom
 from clairai.local.private_socket import socket_path
 from clairai.ring.layout import RingShape
 from clairai.settings import SpoolSettings
@@ -79,19 +80,19 @@ class SpooledLlm:
 
     engine: Engine
     spool: SpoolLauncher
+    room: RingRoom
     num_columns: int
     bank_version: int = 1
     num_requests: int = 0
     keeps_scores: bool = True
     _first_records: dict[str, int] = field(default_factory=dict)
-    _num_read: int = 0
 
     @property
     def published(self) -> int:
         return self.engine.writer.statistics().published
 
     def generate(self, num_requests: int, num_tokens: int, *, batch: int = 64) -> list[Output]:
-        """Answer requests of `num_tokens` tokens, `batch` at a time, no faster than the spool."""
+        """Answer requests of `num_tokens` tokens, `batch` at a time."""
         outputs: list[Output] = []
         while len(outputs) < num_requests:
             outputs += self._answer(min(batch, num_requests - len(outputs)), num_tokens)
@@ -103,10 +104,8 @@ class SpooledLlm:
         for stream in streams:
             self._first_records[f"request-{stream}"] = self.published
             self.forward([(stream, at) for at in range(PROMPT)])
-            self._let_spool_follow()
         for position in range(PROMPT, PROMPT + num_tokens - 1):
             self.forward([(stream, position) for stream in streams])
-            self._let_spool_follow()
         return [output_of(stream, num_tokens) for stream in streams]
 
     def add_request(self, stream: int, num_tokens: int) -> Output:
@@ -115,7 +114,7 @@ class SpooledLlm:
         return output_of(stream, num_tokens)
 
     def forward(self, tokens: Sequence[tuple[int, int]]) -> None:
-        """One step with a row of each (stream, position)."""
+        """One step with a row of each (stream, position), when the ring has room for it."""
         streams, positions = np.array(tokens, np.int64).T
         rows = np.zeros(len(tokens), ring_messages.ROW)
         rows["stream"], rows["position"], rows["span"] = streams, positions, 1
@@ -123,16 +122,9 @@ class SpooledLlm:
         rows["phase"] = np.where(is_prompt, ring_messages.PREFILL, ring_messages.DECODE)
         rows["token_id"] = tokens_of(streams, positions)
         scores_RC = scores_of(streams, positions, self.num_columns)
+        num_records = self.engine.writer.count_records(*scores_RC.shape)
+        self.room.find_limit(self.published, num_records)
         self.engine.writer.publish(rows, scores_RC, bank_version=self.bank_version, step=0)
-
-    def _let_spool_follow(self) -> None:
-        """An engine whose steps take time fills no half of a ring before the spool has read it."""
-        published, slots, _ = astuple(self.engine.writer.statistics())
-        if published - self._num_read < slots // 2:
-            return
-        with self.connect() as client:
-            client.read(published, published)
-        self._num_read = published
 
     def connect(self) -> SpoolClient:
         """To the spool, once it is there."""
@@ -190,4 +182,4 @@ def spooled_llm(
         spool = SpoolLauncher(engine.server.path, kept)
         opened.callback(spool.close)
         opened.callback(engine.server.close)  # first: the spool ends when the engine hangs up
-        yield SpooledLlm(engine, spool, num_columns)
+        yield SpooledLlm(engine, spool, RingRoom(shape, spool), num_columns)

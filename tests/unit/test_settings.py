@@ -74,13 +74,17 @@ def test_an_unknown_key_is_refused_with_those_known(given: dict[Any, Any]) -> No
     assert len(str(e.value)) < 300
 
 
+def test_the_size_of_a_ring_may_be_left_to_the_engine() -> None:
+    assert Settings.parse({}).ring_mib is Settings.parse({"ring_mib": None}).ring_mib is None
+
+
 @pytest.mark.parametrize(("name", "low", "high"), [("capacity", 1, 1024), ("ring_mib", 1, 65536)])
 def test_a_number_is_served_from_its_lowest_to_its_highest_and_no_further(
     name: str, low: int, high: int
 ) -> None:
     for value in (low, high):
         assert getattr(Settings.parse({name: value}), name) == value
-    refused: tuple[object, ...] = (low - 1, high + 1, True, 1.0, "16", None, 10**5000)
+    refused: tuple[object, ...] = (low - 1, high + 1, True, 1.0, "16", [], 10**5000)
     for wrong in refused:
         with pytest.raises(ConfigError, match=f"{name} must be .* from {low} to {high}"):
             Settings.parse({name: wrong})
@@ -303,11 +307,13 @@ def test_the_switch_is_off_unless_it_is_set(
 
 def test_one_line_says_what_is_served_and_where_readers_attach() -> None:
     few = resolve_settings(Settings(points=("post_block.1",)), num_layers=8, environ={})
-    assert few.describe("m", Path("/run/me")) == (
+    assert few.describe("m", Path("/run/me"), (64 << 20) - 4096) == (
         "clairai taps m at post_block.1: 0 probes; a ring of 64 MiB in host memory, "
         "readers attach in /run/me"
     )
-    many = Settings(points=("post_block.*",), steering=True, ring_mib=8)
-    said = resolve_settings(many, num_layers=8, environ={}).describe("m", Path("/run/me"))
+    many = resolve_settings(
+        Settings(points=("post_block.*",), steering=True), num_layers=8, environ={}
+    )
+    said = many.describe("m", Path("/run/me"), 8 << 20)
     assert "at post_block.0 to post_block.7 (8 points): 0 probes, steering with 0 vectors;" in said
     assert "a ring of 8 MiB" in said

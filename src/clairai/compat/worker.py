@@ -287,13 +287,15 @@ def _count_memory(model_runner: Any, nbytes: int) -> None:
 
 def _finish_start(worker: Any, resolved: ResolvedSettings) -> None:
     _check_taps_ran(worker)
-    if getattr(worker, "clairai_step_publisher", None) is not None:
+    publisher = getattr(worker, "clairai_step_publisher", None)
+    if publisher is not None:
         from vllm.logger import init_logger  # 0.26 and 0.32; its handler is that of `vllm`
 
         folder = runtime_dir(resolved.settings.runtime_dir)
-        init_logger("vllm.clairai").info(
-            "%s", resolved.describe(get_model_name(worker.vllm_config), folder)
-        )
+        log, model = init_logger("vllm.clairai"), get_model_name(worker.vllm_config)
+        log.info("%s", resolved.describe(model, folder, publisher.ring_shape.nbytes))
+        if (problem := publisher.find_ring_problem()) is not None:
+            log.warning("%s", problem)
 
 
 def _check_taps_ran(worker: Any) -> None:

@@ -23,7 +23,7 @@ def config(
     steer_programs: int = 1024,
     capture: Mapping[str, Any] | None = None,
     capacity: int = 16,
-    ring_mib: int = 64,
+    ring_mib: int | None = None,
     ring_home: Literal["host", "device"] = "host",
     fused: bool = True,
     branch: bool = True,

@@ -89,6 +89,11 @@ class RingShape:
             )
         return cls(slots, slot_bytes, ahead)
 
+    @classmethod
+    def for_records(cls, slots: int, num_columns: int) -> RingShape:
+        """So many slots, each for at least 16 rows of `num_columns`."""
+        return cls(slots, _slot_bytes(MIN_BUDGET_ROWS, num_columns))
+
     @property
     def nbytes(self) -> int:
         """Size of the whole ring, header included."""

@@ -86,6 +86,10 @@ class RingWriter:
             self._advance_head()
         return -(-num_rows // per_record)
 
+    def count_records(self, num_rows: int, num_columns: int) -> int:
+        """How many records a step of so many rows is."""
+        return -(-num_rows // max(1, self._shape.rows_per_record(num_columns)))
+
     def statistics(self) -> WriterStatistics:
         """Records published since the start, and the ring's shape."""
         return WriterStatistics(self._head, self._shape.slots, self._shape.slot_bytes)

@@ -16,6 +16,7 @@ from typing import Final
 from clairai.errors import ConfigError
 from clairai.local.run_module import module_command, module_environment
 from clairai.settings import SpoolSettings
+from clairai.spool.read_position import ReadPosition
 
 MODULE: Final = "clairai.spool.process"
 END_S: Final = 10.0  # for a spool to end by itself, once the engine has hung up
@@ -31,7 +32,9 @@ class SpoolLauncher:
         """Start it; it attaches to the ring while the engine goes on starting."""
         folder = find_folder(settings.folder)
         memory_nbytes, disk_nbytes = settings.memory_mib << 20, settings.disk_gib << 30
-        self._arguments = (f"{socket}", f"{folder}", f"{memory_nbytes}", f"{disk_nbytes}")
+        self._position = ReadPosition.create()
+        bounds = (f"{memory_nbytes}", f"{disk_nbytes}")
+        self._arguments = (f"{socket}", f"{folder}", *bounds, f"{self._position.fd}")
         self._num_restarts = 0
         self._process = self._start()
 
@@ -50,12 +53,18 @@ class SpoolLauncher:
         return True
 
     @property
+    def num_read(self) -> int:
+        """Records of the ring that it has read, or lost."""
+        return self._position.num_read
+
+    @property
     def returncode(self) -> int | None:
         """None while the process runs."""
         return self._process.poll()
 
     def close(self) -> None:
         """The engine has hung up: wait for the spool to end, and end it if it does not."""
+        self._position.close()
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(END_S)
             return
@@ -68,6 +77,7 @@ class SpoolLauncher:
                 module_command(MODULE, *self._arguments),
                 env=module_environment(),
                 stdin=subprocess.DEVNULL,
+                pass_fds=(self._position.fd,),
                 start_new_session=True,  # a terminal's signals are for the engine
             )
         except OSError as error:

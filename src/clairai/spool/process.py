@@ -1,8 +1,8 @@
 """The spool process: reads an engine's ring while the engine works, and keeps the rows on disk.
 
-`python -m clairai.spool.process SOCKET FOLDER MEMORY DISK`: the engine's socket, the folder of the
-files, and two bounds in bytes. It ends when the engine closes its socket or dies. The engine never
-waits for it: what it is too slow for is lost, and counted. Imports neither torch nor vllm.
+`python -m clairai.spool.process SOCKET FOLDER MEMORY DISK FD`: the engine's socket, the folder of
+the files, two bounds in bytes, and the memory in which the engine sees how far it has read. It ends
+when the engine closes its socket or dies. Imports neither torch nor vllm.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from typing import Final, NamedTuple
 from clairai.errors import RingError
 from clairai.ring.attach import RingReader
 from clairai.ring.reader import Record
+from clairai.spool.read_position import ReadPosition
 from clairai.spool.server import SpoolServer
 from clairai.spool.spool import Spool, SpoolBounds
 from clairai.wire.spool_messages import SpooledBank, SpoolLosses
@@ -89,8 +90,14 @@ class BatchQueue:
 class SpoolProcess:
     """One engine's ring on its way to disk."""
 
-    def __init__(self, reader: RingReader, bounds: SpoolBounds, memory_nbytes: int) -> None:
-        self._reader = reader
+    def __init__(
+        self,
+        reader: RingReader,
+        bounds: SpoolBounds,
+        memory_nbytes: int,
+        position: ReadPosition,
+    ) -> None:
+        self._reader, self._position = reader, position
         self._spool = Spool(bounds)
         self._queue = BatchQueue(memory_nbytes)
         self._poll_limit = max(1, POLL_NBYTES // reader.welcome.slot_bytes)
@@ -140,7 +147,7 @@ class SpoolProcess:
             return True
         records = self._reader.poll(self._poll_limit)
         counted = self._reader.statistics()
-        reached = counted.first + counted.delivered + counted.lost
+        reached = self._position.num_read = counted.first + counted.delivered + counted.lost
         num_lost = counted.first + counted.lost  # one that is started late has lost the first ones
         has_lost = num_lost > self._lost_records
         self._lost_records = num_lost
@@ -183,7 +190,7 @@ class SpoolProcess:
 
 
 def main(arguments: Sequence[str]) -> int:
-    socket, folder, memory_nbytes, disk_nbytes = arguments
+    socket, folder, memory_nbytes, disk_nbytes, position_fd = arguments
     for number in IGNORED_SIGNALS:
         signal.signal(number, signal.SIG_IGN)
     with contextlib.suppress(OSError):
@@ -193,7 +200,8 @@ def main(arguments: Sequence[str]) -> int:
     bounds = SpoolBounds(Path(folder), int(disk_nbytes))
     try:
         with RingReader.attach(socket) as reader:
-            SpoolProcess(reader, bounds, int(memory_nbytes)).run(Path(socket).parent)
+            position = ReadPosition(int(position_fd))
+            SpoolProcess(reader, bounds, int(memory_nbytes), position).run(Path(socket).parent)
     except (OSError, RingError):
         _log.exception("the spool of scores ends")
         return 1

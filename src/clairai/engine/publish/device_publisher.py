@@ -15,6 +15,7 @@ from typing import Any, Final, Protocol
 
 from clairai.engine.publish import header_layout as layout
 from clairai.engine.publish.repeat_path import RepeatPath
+from clairai.engine.publish.ring_room import FindLimit
 from clairai.engine.publish.step_header import StepHeaders, StepShape
 from clairai.engine.publish.step_rows import RepeatedBatch, RowBuilder, StepRows
 from clairai.engine.score.score_tables import ScoreTables
@@ -88,6 +89,9 @@ class DevicePublisher:
     @property
     def last_step(self) -> int:
         return self._counters.step
+
+    def set_limit(self, find_limit: FindLimit) -> None:
+        self.headers.set_limit(find_limit)
 
     def prepare(self, inputs: ForwardInputs) -> None:
         self._launcher.prepare(self.headers, inputs)

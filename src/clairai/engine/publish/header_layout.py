@@ -57,6 +57,7 @@ class StepCounters(ctypes.Structure):
     tokens_at: int  # word of a header at which its tokens begin
     sent: int  # headers written
     published: int  # records in them
+    limit: int  # so many records may be published: more would overwrite some that the spool needs
     step: int  # number of the last step that had rows
     shape: int  # of the last step, like the three below; 0: none that may be repeated
     num_records: int

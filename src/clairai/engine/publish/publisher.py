@@ -10,8 +10,10 @@ from collections.abc import Callable
 from typing import Protocol
 
 import numpy as np
+from numpy.typing import NDArray
 
 from clairai.engine.publish.repeat_path import RepeatPath
+from clairai.engine.publish.ring_room import NO_LIMIT, FindLimit
 from clairai.engine.publish.step_rows import RepeatedBatch, StepRows
 from clairai.engine.score.score_tables import ScoreTables
 from clairai.engine.step import ForwardInputs
@@ -36,6 +38,9 @@ class Publisher(Protocol):
 
     def prepare(self, inputs: ForwardInputs) -> None:
         """Start-up is over: steps with inputs like these will follow."""
+
+    def set_limit(self, find_limit: FindLimit) -> None:
+        """Before a step would pass the limit of the ring, ask for the next one."""
 
     def begin_step(self) -> None:
         """What the last step left behind may be overwritten from here on."""
@@ -88,6 +93,8 @@ class HostPublisher:
 
     def __init__(self, writer: RingWriter, tables: ScoreTables) -> None:
         self._writer, self._tables = writer, tables
+        self._limit = NO_LIMIT
+        self._find_limit: FindLimit | None = None
         self.repeat_path = RepeatPath()
         self.last_step = 0
 
@@ -97,6 +104,9 @@ class HostPublisher:
 
     def prepare(self, inputs: ForwardInputs) -> None:
         pass
+
+    def set_limit(self, find_limit: FindLimit) -> None:
+        self._limit, self._find_limit = 0, find_limit
 
     def begin_step(self) -> None:
         pass
@@ -121,8 +131,15 @@ class HostPublisher:
         if num_events:
             no_scores = np.full((num_events, scores_RP.shape[1]), np.nan, np.float32)
             scores_RP = np.concatenate([no_scores, scores_RP])
+        self._make_room(scores_RP)
         self.last_step += 1
         self._writer.publish(filled, scores_RP, bank_version=bank_version, step=self.last_step)
+
+    def _make_room(self, scores_RP: NDArray[np.float32]) -> None:
+        published, num_records = self.published, self._writer.count_records(*scores_RP.shape)
+        if published + num_records > self._limit:
+            assert self._find_limit is not None
+            self._limit = self._find_limit(published, num_records)
 
     def abandon(self) -> None:
         pass

@@ -23,6 +23,10 @@ from clairai.ring.writer import RingWriter
 from clairai.settings import Settings
 
 MAX_AHEAD: Final = 64
+# Of a ring whose size was left to us.
+USUAL_NBYTES: Final = 64 << 20
+MOST_NBYTES: Final = 1 << 30
+NUM_STEPS: Final = 3  # one is written, one is read, and one is there in case its reader is late
 
 
 @dataclass(frozen=True)
@@ -41,7 +45,7 @@ class OpenRing:
 
 
 def open_ring(settings: Settings, tables: ScoreTables, max_requests: int, epoch: int) -> OpenRing:
-    shape = RingShape.for_budget(settings.ring_mib << 20, tables.scores_STK[:, 0].numel())
+    shape = choose_shape(settings, tables)
     if tables.device.type == "cuda":
         return _open_ring_on_gpu(
             settings, tables, max_requests, RingHeader(epoch, _with_ahead(shape))
@@ -52,6 +56,25 @@ def open_ring(settings: Settings, tables: ScoreTables, max_requests: int, epoch:
         memory = undo.enter_context(HostMemory.create(shape.nbytes))
         publisher = HostPublisher(RingWriter(memory, shape, epoch), tables)
         return OpenRing(memory, shape, publisher, undo.pop_all())
+
+
+def choose_shape(settings: Settings, tables: ScoreTables) -> RingShape:
+    """As large as the settings say, else as the largest steps need."""
+    num_columns = tables.scores_STK[:, 0].numel()
+    if settings.ring_mib is not None:
+        return RingShape.for_budget(settings.ring_mib << 20, num_columns)
+    nbytes = USUAL_NBYTES
+    if settings.ring_home == "host":
+        nbytes = max(nbytes, min(NUM_STEPS * largest_step_nbytes(tables), MOST_NBYTES))
+    return RingShape.for_budget(nbytes, num_columns)
+
+
+def largest_step_nbytes(tables: ScoreTables) -> int:
+    """What a step of as many tokens as there can be takes in a ring, if the bank is full."""
+    num_columns = tables.scores_STK[:, 0].numel()
+    smallest = RingShape.for_records(2, num_columns)
+    num_records = -(-tables.max_tokens // smallest.rows_per_record(num_columns))
+    return num_records * smallest.slot_bytes
 
 
 def _open_ring_on_gpu(

@@ -51,10 +51,11 @@ static int is_published(const struct header *header)
     return __atomic_load_n(&header->done, __ATOMIC_ACQUIRE) == header->number;
 }
 
-/* Whether the header of the last step can be written once more. */
+/* Whether the header of the last step can be written once more; Python waits for room. */
 static int can_repeat(const struct counters *counters)
 {
     return counters->shape && header_at(counters, 0)->shape == counters->shape
+           && counters->published + counters->num_records <= counters->limit
            && is_published(header_at(counters, -1));
 }
 

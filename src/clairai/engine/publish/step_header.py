@@ -15,6 +15,7 @@ import torch
 
 from clairai.engine.publish import header_layout as layout
 from clairai.engine.publish.header_layout import NUM_HEADERS, HeaderHead, StepCounters
+from clairai.engine.publish.ring_room import NO_LIMIT, FindLimit
 from clairai.engine.publish.step_rows import BatchRequests, StepRows
 from clairai.errors import EngineGoneError
 from clairai.ring.layout import RingShape
@@ -125,7 +126,13 @@ class StepHeaders:
             header_words=size[1],
             max_requests=max_requests,
             tokens_at=layout.tokens_at(max_requests),
+            limit=NO_LIMIT,
         )
+        self._find_limit: FindLimit | None = None
+
+    def set_limit(self, find_limit: FindLimit) -> None:
+        """Ask for the limit whenever the next step would pass it."""
+        self._find_limit, self.counters.limit = find_limit, 0
 
     def last(self, back: int = 0) -> StepHeader:
         """The header that was written last, or so many before it."""
@@ -146,6 +153,9 @@ class StepHeaders:
         header = self.all[counters.sent % NUM_HEADERS]
         if not header.is_published:
             _wait_for(header)  # only if the GPU is NUM_HEADERS steps behind
+        if counters.published + shape.num_records > counters.limit:
+            assert self._find_limit is not None
+            counters.limit = self._find_limit(counters.published, shape.num_records)
         header.write(shape, counters.published, step, counters.sent + 1)
         counters.sent += 1  # after the header: one that could not be written does not count
         counters.published += shape.num_records

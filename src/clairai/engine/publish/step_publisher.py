@@ -14,7 +14,8 @@ from dataclasses import dataclass, replace
 from typing import Final
 
 from clairai.engine.publish.bank_history import BankHistory
-from clairai.engine.publish.ring_setup import open_ring
+from clairai.engine.publish.ring_room import RingRoom
+from clairai.engine.publish.ring_setup import NUM_STEPS, largest_step_nbytes, open_ring
 from clairai.engine.publish.step_extension import load_step_extension
 from clairai.engine.publish.step_rows import RowBuilder, StepRows
 from clairai.engine.score.score_tables import ScoreTables
@@ -31,6 +32,7 @@ from clairai.fields.request_fields import new_stream_id
 from clairai.local.private_socket import runtime_dir
 from clairai.local.shared_buffer import BufferCopier
 from clairai.probe.bank import EngineBank
+from clairai.ring.layout import RingShape
 from clairai.ring.server import RingServer
 from clairai.ring.writer import new_epoch
 from clairai.settings import Settings
@@ -77,6 +79,8 @@ class StepPublisher:
         self._serve_bank(bank)
         spooled = settings.spool_settings
         self._spool = None if spooled is None else SpoolLauncher(self.server.path, spooled)
+        if self._spool is not None:
+            self._publisher.set_limit(RingRoom(self._ring.shape, self._spool).find_limit)
 
     def _open_ring(self, settings: Settings) -> None:
         epoch = self.epoch = new_epoch()
@@ -100,6 +104,22 @@ class StepPublisher:
         self.server = RingServer(folder, ring.memory, welcome, self.describe_bank)
         self._publisher, self.forwards = ring.publisher, ring.forwards
         self.repeat_path = ring.publisher.repeat_path
+
+    @property
+    def ring_shape(self) -> RingShape:
+        return self._ring.shape
+
+    def find_ring_problem(self) -> str | None:
+        """What is lost for certain, in words; None if every step fits the ring."""
+        step_nbytes, nbytes = largest_step_nbytes(self.tables), self.ring_shape.nbytes
+        if step_nbytes <= nbytes:
+            return None
+        return (
+            f"clairai: a step of {self.tables.max_tokens} tokens and a full bank has "
+            f"{step_nbytes >> 20} MiB of scores, the ring has {nbytes >> 20} MiB: rows of such a "
+            f"step are lost; raise ring_mib to {NUM_STEPS * step_nbytes >> 20}, or lower capacity "
+            f"or max_num_batched_tokens"
+        )
 
     def install(self, bank: EngineBank) -> EngineBank:
         """Score with this bank from the next step on; returns it with the version it has here."""

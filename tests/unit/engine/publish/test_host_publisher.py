@@ -107,6 +107,21 @@ def test_a_step_of_events_alone_is_published_too() -> None:
     assert record.scores_RC.shape == (1, 2)
 
 
+def test_room_is_asked_for_when_the_next_step_would_pass_the_limit() -> None:
+    held, asked = tables(16), list[tuple[int, int]]()
+    held.site(str(HERE)).read(torch.ones(MAX_TOKENS, 16))
+
+    def find_limit(published: int, num_records: int) -> int:
+        asked.append((published, num_records))
+        return published + num_records + 1
+
+    with ring(held) as (publisher, _):
+        publisher.set_limit(find_limit)
+        for num_tokens in (4, 4, 4, 100, 4):  # 100 are three records
+            publisher.publish(rows_of(num_tokens), VERSION, inputs())
+    assert asked == [(0, 1), (2, 1), (3, 3)]
+
+
 def test_a_step_larger_than_a_slot_comes_back_whole() -> None:
     held = tables(6)
     scores_TP = torch.randn(200, 6, generator=torch.Generator().manual_seed(2))

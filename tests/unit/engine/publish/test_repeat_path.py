@@ -158,6 +158,21 @@ def test_a_gpu_that_is_behind_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> 
         )  # had C counted the step too, its row would be flagged as one seen before
 
 
+def test_a_step_that_needs_room_in_the_ring_is_python_s_and_those_after_it_are_not() -> None:
+    """A limit of four records, then of another four: one record is one step here."""
+    asked: dict[bool, list[tuple[int, int]]] = {}
+    for has_c in (True, False):
+        with engine(has_c=has_c) as one:
+            calls = asked[has_c] = []
+            one.publisher.set_limit(lambda *given, to=calls: to.append(given) or sum(given) + 3)
+            decode(one, 10)
+            assert steps_read(one) == [*range(1, 11)]
+            assert one.publisher.published == 10
+            if has_c:
+                assert placed(one) == [0, 4, 8]
+    assert asked[True] == asked[False] == [(0, 1), (4, 1), (8, 1)]
+
+
 def test_a_bank_that_is_installed_in_between_scores_the_next_step() -> None:
     with engine() as one:
         decode(one, 3)

@@ -11,7 +11,13 @@ from hypothesis import strategies as st
 
 from clairai.engine.publish import device_publisher, gpu_launcher
 from clairai.engine.publish.publisher import HostPublisher
-from clairai.engine.publish.ring_setup import OpenRing, _with_ahead, open_ring
+from clairai.engine.publish.ring_setup import (
+    OpenRing,
+    _with_ahead,
+    choose_shape,
+    largest_step_nbytes,
+    open_ring,
+)
 from clairai.engine.score.score_tables import ScoreTables
 from clairai.errors import ConfigError, RingError
 from clairai.ring.layout import HEADER, RingHeader, RingShape
@@ -50,6 +56,20 @@ def tables(device: str) -> ScoreTables:
 
 def opened(device: str, home: str) -> OpenRing:
     return open_ring(Settings(ring_mib=1, ring_home=home), tables(device), 32, EPOCH)
+
+
+def test_a_ring_holds_three_of_the_largest_steps_unless_told_otherwise() -> None:
+    few, many = tables("cpu"), tables("cpu")
+    many.max_tokens = 1 << 20
+    assert choose_shape(Settings(), few).nbytes == pytest.approx(64 << 20, rel=1e-3)
+    step = largest_step_nbytes(many)
+    assert step == pytest.approx((1 << 20) * (24 + 4 * 16), rel=0.1)
+    assert choose_shape(Settings(), many).nbytes == pytest.approx(3 * step, rel=1e-3)
+    many.max_tokens <<= 4
+    assert choose_shape(Settings(), many).nbytes == pytest.approx(1 << 30, rel=1e-3)
+    assert choose_shape(Settings(ring_mib=3), many).nbytes == pytest.approx(3 << 20, rel=1e-2)
+    on_gpu = Settings(ring_home="device")  # of which there is less
+    assert choose_shape(on_gpu, many).nbytes == pytest.approx(64 << 20, rel=1e-3)
 
 
 def launch_of(ring: OpenRing) -> ToyLaunch:

@@ -9,6 +9,17 @@ import pytest
 from tests.support.toy_publisher import running_publisher
 
 
+def test_a_ring_that_cannot_hold_one_step_is_told_of(runtime: Path) -> None:
+    with running_publisher(runtime) as step_publisher:
+        assert step_publisher.find_ring_problem() is None
+        step_publisher.tables.max_tokens = 1 << 18
+        problem = step_publisher.find_ring_problem()
+    assert problem is not None
+    assert "a step of 262144 tokens and a full bank has 10 MiB of scores" in problem
+    assert "the ring has 1 MiB" in problem
+    assert "raise ring_mib to 30" in problem
+
+
 def test_a_dummy_run_waits_until_the_rows_of_the_last_step_are_read(
     runtime: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
