@@ -55,6 +55,7 @@ _CORE, _WORKER = "v1/engine/core.py", "v1/worker/worker_base.py"
 _V1, _V2 = "v1/worker/gpu_model_runner.py", "v1/worker/gpu/model_runner.py"
 _V1_BATCH, _V2_BATCH = "v1/worker/gpu_input_batch.py", "v1/worker/gpu/input_batch.py"
 _SCHEDULED, _TORCH = "v1/core/sched/output.py", "utils/torch_utils.py"
+_MEDIA = "multimodal/inputs.py"
 _GROUPS, _MODEL = "distributed/parallel_state.py", "config/model.py"
 _ARGUMENTS, _REQUEST = "engine/arg_utils.py", "v1/engine/__init__.py"
 _NORMS = "model_executor/layers/layernorm.py"
@@ -154,6 +155,9 @@ NEEDS: Final[tuple[Need, ...]] = (
     *(_calls(runner, f"{_RUNNER}.get_model", "self") for runner in (_V1, _V2)),
     *_reads(_SCHEDULED, "SchedulerOutput", "scheduled_new_reqs", "finished_req_ids"),
     *_reads(_SCHEDULED, "NewRequestData", "req_id", "prompt_token_ids", "sampling_params"),
+    *_reads(_SCHEDULED, "NewRequestData", "mm_features"),
+    *_reads(_MEDIA, "MultiModalFeatureSpec", "modality", "mm_position"),
+    *_reads(_MEDIA, "PlaceholderRange", "offset", "length", "is_embed"),
     # compat/model_ops.py
     _calls(
         *(_TORCH, "direct_register_custom_op", "op_name", "op_func"),

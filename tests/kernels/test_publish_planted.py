@@ -21,7 +21,11 @@ from tests.support.engine_steps import Plan
 Plant = Callable[[pytest.MonkeyPatch, Publishers], None]
 
 HISTORY = (
-    Plan(new=[(9, 2, 1), (4, 0, 0), (6, 5, 3), (400, 0, 2)], counts=[7, 4, 1, 300]),
+    Plan(
+        new=[(9, 2, 1), (4, 0, 0), (6, 5, 3), (400, 0, 2)],
+        media=[[], [], [], [*range(1, 5)] * 76],
+        counts=[7, 4, 1, 300],
+    ),
     *[Plan(counts=[1, 2, 1, 1], order=step // 3) for step in range(10)],
     Plan(preempt=[(1, 1)], finish=[0], new=[(20, 10, 2)], counts=[6, 1, 4, 3]),
     *[Plan(counts=[1, 1, 2, 1], order=step) for step in range(10)],
@@ -79,6 +83,17 @@ def counts_that_stay(monkeypatch: pytest.MonkeyPatch, _both: Publishers) -> None
         write(self, shape)
 
     monkeypatch.setattr(StepHeader, "_write_shape", write_stale)
+
+
+def an_image_that_stays(monkeypatch: pytest.MonkeyPatch, _both: Publishers) -> None:
+    """A header that takes the tokens of an image for as many of a text that comes later."""
+    write = StepHeader._write_tokens
+
+    def write_stale(self: StepHeader, rows: StepRows) -> None:
+        write(self, rows)
+        self._counts = rows.counts_R.tobytes()
+
+    monkeypatch.setattr(StepHeader, "_write_tokens", write_stale)
 
 
 def a_shape_that_stays(monkeypatch: pytest.MonkeyPatch, _both: Publishers) -> None:
@@ -187,6 +202,7 @@ PLANTED: tuple[Plant, ...] = (
     rows_of_the_neighbour,
     requests_that_stay,
     counts_that_stay,
+    an_image_that_stays,
     a_shape_that_stays,
     events_one_row_early,
     nothing_is_recomputed,

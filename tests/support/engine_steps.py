@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from itertools import groupby
 from typing import NamedTuple
 
 import numpy as np
@@ -33,6 +34,7 @@ class Request:
     prompt_len: int
     next_position: int = 0  # where the engine goes on
     forwarded_to: int = 0  # how far any step has come
+    media: dict[int, int] = field(default_factory=dict)  # by position; all others are text
 
 
 @dataclass
@@ -41,6 +43,7 @@ class Plan:
 
     finish: list[int] = field(default_factory=list)
     new: list[tuple[int, int, int]] = field(default_factory=list)  # prompt, cached, choice
+    media: list[list[int]] = field(default_factory=list)  # of the first new ones, by position
     counts: list[int] = field(default_factory=list)  # tokens for each request, in batch order
     preempt: list[tuple[int, int]] = field(default_factory=list)  # whom, to which position
     order: int = 0
@@ -51,6 +54,10 @@ plans = st.builds(
     Plan,
     finish=st.lists(numbers, max_size=2),
     new=st.lists(st.tuples(st.integers(1, 30), st.integers(0, 29), st.integers(0, 3)), max_size=4),
+    media=st.lists(
+        st.lists(st.sampled_from([0, 0, *range(len(ring_messages.MEDIA_NAMES))]), max_size=25),
+        max_size=4,
+    ),
     counts=st.lists(st.integers(0, 12), max_size=12),
     preempt=st.lists(st.tuples(numbers, numbers), max_size=1),
     order=numbers,
@@ -70,8 +77,9 @@ class ToyEngine:
         """Rows as the builder has them, and as they must be."""
         for index in plan.finish:
             self._finish(index)
-        for prompt_len, cached, choice in plan.new:
-            self._open(prompt_len, min(cached, prompt_len - 1), choice)
+        for index, (prompt_len, cached, choice) in enumerate(plan.new):
+            media = plan.media[index][:prompt_len] if index < len(plan.media) else []
+            self._open(prompt_len, min(cached, prompt_len - 1), choice, media)
         for index, position in plan.preempt:
             self._preempt(index, position)
         return self._forward(plan)
@@ -89,11 +97,14 @@ class ToyEngine:
         self.builder.finish_request(req_id)
         self.builder.finish_request(req_id)  # a second time has no effect
 
-    def _open(self, prompt_len: int, cached: int, choice: int) -> None:
+    def _open(self, prompt_len: int, cached: int, choice: int, media: list[int]) -> None:
         self._num_requests += 1
         req_id, mark = f"r{self._num_requests}", RequestMark(2**64 - self._num_requests, choice)
-        self.live[req_id] = Request(mark, prompt_len, next_position=cached)
-        self.builder.add_request(req_id, mark, prompt_len)
+        held = {position: kind for position, kind in enumerate(media) if kind}
+        self.live[req_id] = Request(mark, prompt_len, next_position=cached, media=held)
+        last = max(held, default=-1)
+        given = np.array(media[: last + 1], np.uint8) if held else None
+        self.builder.add_request(req_id, mark, prompt_len, given)
 
     def _preempt(self, index: int, position: int) -> None:
         if self.live:
@@ -128,24 +139,21 @@ class ToyEngine:
 
 
 def _cached(request: Request) -> Iterator[Row]:
-    seen, start = request.forwarded_to, request.next_position
-    if start > seen:
-        yield Row(
-            request.mark.stream,
-            seen,
-            -1,
-            start - seen,
-            request.mark.choice,
-            ring_messages.CACHED,
-            0,
-        )
-        request.forwarded_to = start
+    """A row for each run of tokens that stand for the same."""
+    skipped = range(request.forwarded_to, request.next_position)
+    mark = request.mark
+    for kind, run in groupby(skipped, lambda position: request.media.get(position, 0)):
+        first, *rest = run
+        span, flags = 1 + len(rest), kind << ring_messages.MEDIA_SHIFT
+        yield Row(mark.stream, first, -1, span, mark.choice, ring_messages.CACHED, flags)
+    request.forwarded_to = max(request.forwarded_to, request.next_position)
 
 
 def _forwarded(request: Request, count: int) -> Iterator[Row]:
     for position in range(request.next_position, request.next_position + count):
         phase = ring_messages.PREFILL if position < request.prompt_len else ring_messages.DECODE
         flags = ring_messages.RECOMPUTED if position < request.forwarded_to else 0
+        flags += request.media.get(position, 0) << ring_messages.MEDIA_SHIFT
         mark = request.mark
         yield Row(mark.stream, position, position * 7, 1, mark.choice, phase, flags)
     request.next_position += count

@@ -23,6 +23,7 @@ class Row(NamedTuple):
     phase: int = ring_messages.DECODE
     choice: int = 0
     span: int = 1
+    media: int = ring_messages.TEXT
 
 
 @dataclass(frozen=True)
@@ -36,6 +37,7 @@ def record(rows: Sequence[Row], num_columns: int = 1) -> TinyRecord:
     made = np.zeros(len(rows), ring_messages.ROW)
     for field in ("stream", "position", "token_id", "span", "choice", "phase"):
         made[field] = [getattr(row, field) for row in rows]
+    made["flags"] = [row.media << ring_messages.MEDIA_SHIFT for row in rows]
     scores_RC = np.full((len(rows), num_columns), np.nan, np.float32)
     for index, row in enumerate(rows):
         scores_RC[index] = row.scores

@@ -122,6 +122,7 @@ class StagedRows(msgspec.Struct, frozen=True, tag="ticket", forbid_unknown_field
     end: int
     firsts: bytes  # int64 [E]: position of each range's first row
     seen: bytes  # int64 [E]: up to which position its rows were computed before
+    media: bytes = b""  # uint8 [N]: what each token stands for; empty: all are text
 
 
 class HeldTokens(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):

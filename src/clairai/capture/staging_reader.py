@@ -28,7 +28,7 @@ from clairai.engine.capture.capture_plan import AnswerId
 from clairai.store.codecs.base import Encoder
 from clairai.store.codecs.raw import widen
 from clairai.store.codecs.registry import named
-from clairai.wire.ring_messages import ROW
+from clairai.wire.ring_messages import MEDIA_SHIFT, ROW
 
 Wait = Callable[[], None]
 WHOLE_STEP: Final = -1  # the group of arrays that all encoders share
@@ -144,6 +144,8 @@ class _Layout:
         rows_N["position"], rows_N["token_id"], rows_N["span"] = position_N, token_ids_N, 1
         rows_N["phase"] = position_N >= self.prompt_E[entry_N]
         rows_N["flags"] = position_N < seen_E[entry_N]
+        if message.media:
+            rows_N["flags"] |= np.frombuffer(message.media, np.uint8) << MEDIA_SHIFT
         return rows_N
 
 

@@ -13,7 +13,9 @@ import functools
 from collections.abc import Callable, Sequence
 from typing import Any, Final
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from clairai.compat.change_steering import CHANGES_ATTRIBUTE
 from clairai.compat.extra_args import (
@@ -30,7 +32,14 @@ from clairai.engine.side_stream import AfterTaps
 from clairai.engine.step import ForwardInputs, NewRequest, StepBatch, StepListener
 from clairai.engine.step_guard import StepGuard
 from clairai.errors import UnsupportedError
+from clairai.wire import ring_messages
 
+# By vLLM's modality.
+MEDIA: Final = {
+    "image": ring_messages.IMAGE,
+    "audio": ring_messages.AUDIO,
+    "video": ring_messages.VIDEO,
+}
 # With fewer bytes of weights a step waits for the host, which launches a graph without a side
 # stream sooner.
 LARGE_MODEL_BYTES: Final = 8 << 30
@@ -127,7 +136,23 @@ def _read_new_request(new: Any) -> NewRequest:
     prompt_len = len(new.prompt_token_ids or ())
     steering = read_steering_plan(new.sampling_params)
     capture = read_capture_plan(new.sampling_params)
-    return NewRequest(new.req_id, request_id, mark, prompt_len, steering, capture)
+    media = _read_media(new.mm_features) if new.mm_features else None
+    return NewRequest(new.req_id, request_id, mark, prompt_len, steering, capture, media)
+
+
+def _read_media(features: Sequence[Any]) -> NDArray[np.uint8] | None:
+    """MultiModalFeatureSpec and PlaceholderRange, multimodal/inputs.py, 0.26:302 0.32:344.
+
+    Not all of a feature's positions get an embedding: `is_embed` leaves out the text tokens that
+    a processor puts between the rows or tiles of an image.
+    """
+    places = [feature.mm_position for feature in features]
+    media_N = np.zeros(max(place.offset + place.length for place in places), np.uint8)
+    for feature, place in zip(features, places, strict=True):
+        part_N = media_N[place.offset : place.offset + place.length]
+        is_embed = slice(None) if place.is_embed is None else place.is_embed.numpy()
+        part_N[is_embed] = MEDIA.get(feature.modality, ring_messages.OTHER_MEDIA)
+    return media_N if media_N.any() else None
 
 
 def _wrap_prepare_inputs_v1(runner: Any, guard: StepGuard, repeat_path: RepeatPath) -> RunnerMethod:

@@ -38,6 +38,9 @@ class NewRequest:
     prompt_len: int
     plan: SteeringPlan | None = None  # what steers it
     capture_plan: CapturePlan | None = None  # what is captured of it
+    # What is embedded at each position of the prompt, up to the last that is no text token: TEXT,
+    # IMAGE, ... of wire/ring_messages.py. None: text alone.
+    media: NDArray[np.uint8] | None = None
 
 
 class StepBatch(msgspec.Struct, frozen=True):

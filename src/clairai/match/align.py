@@ -8,7 +8,7 @@ N = tokens of prompt and output together, P = probes
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
@@ -35,6 +35,13 @@ class Scores:
     # Versions of the model's weights that the rows are of, in the order of tokens: one if the
     # weights did not change during the request, none if the engine takes no new weights.
     weights: tuple[int, ...] = ()
+    # What each token stands for: TEXT, or IMAGE, AUDIO, VIDEO, OTHER_MEDIA of wire/ring_messages.py
+    # where the model was given an embedding of that, and the token id is only a placeholder.
+    media: NDArray[np.uint8] = field(default_factory=lambda: np.empty(0, np.uint8))
+
+    def __post_init__(self) -> None:
+        if not len(self.media):  # made without: text alone
+            object.__setattr__(self, "media", np.zeros(len(self.token_ids), np.uint8))
 
     @property
     def num_rows(self) -> int:
@@ -42,6 +49,11 @@ class Scores:
         is_last_sampled = self.num_prompt < len(self.token_ids)
         num_forwarded = int((self.phase != ring_messages.CACHED).sum()) - is_last_sampled
         return num_forwarded - self.missing
+
+    @property
+    def is_text(self) -> NDArray[np.bool_]:
+        """False for each token that is the placeholder of an image, a sound or a video."""
+        return np.equal(self.media, ring_messages.TEXT)
 
     @property
     def prompt(self) -> NDArray[np.float32]:
@@ -69,6 +81,7 @@ class Placement:
     is_kept: NDArray[np.bool_]  # of each row; the others score no token that can have a score
     positions: NDArray[np.int64]  # of the rows that are kept
     phase: NDArray[np.uint8]
+    media: NDArray[np.uint8]
     num_prompt: int
     missing: int
     weights: tuple[int, ...]
@@ -89,6 +102,7 @@ def align(
         placed.num_prompt,
         placed.missing,
         placed.weights,
+        placed.media,
     )
 
 
@@ -99,6 +113,7 @@ def align_nothing(prompt_token_ids: Sequence[int], output_token_ids: Sequence[in
         positions=np.empty(0, np.int64),
         token_ids=np.empty(0, np.int32),
         phases=np.empty(0, np.uint8),
+        media=np.empty(0, np.uint8),
         weights_N=np.empty(0, np.int64),
         cached=(),
         finished=False,
@@ -122,12 +137,14 @@ def place_rows(
 
     phase = _default_phases(rows, num_prompt, num_tokens)
     phase[positions] = rows.phases[is_kept]
+    media = _cached_media(rows, num_tokens)
+    media[positions] = rows.media[is_kept]
     has_row = np.zeros(num_tokens, bool)
     has_row[positions] = True
     is_missing = ~has_row & (phase != ring_messages.CACHED)
     missing = int(is_missing[:num_forwarded].sum())
     weights = _weights_versions(rows.weights_N[is_kept])
-    return Placement(token_ids, is_kept, positions, phase, num_prompt, missing, weights)
+    return Placement(token_ids, is_kept, positions, phase, media, num_prompt, missing, weights)
 
 
 def _check_tokens(
@@ -151,6 +168,14 @@ def _default_phases(rows: RowIndex, num_prompt: int, num_tokens: int) -> NDArray
     """The phase of each token that has no row."""
     phase = np.full(num_tokens, ring_messages.DECODE, np.uint8)
     phase[:num_prompt] = ring_messages.PREFILL
-    for first, span in rows.cached:
+    for first, span, _ in rows.cached:
         phase[first : first + span] = ring_messages.CACHED
     return phase
+
+
+def _cached_media(rows: RowIndex, num_tokens: int) -> NDArray[np.uint8]:
+    """What each token stands for that has no row; of a lost one that is not known."""
+    media = np.zeros(num_tokens, np.uint8)
+    for first, span, kind in rows.cached:
+        media[first : first + span] = kind
+    return media

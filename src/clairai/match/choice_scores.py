@@ -46,6 +46,14 @@ class ScoreRow(NamedTuple):
         return 1 + len(self.values)
 
 
+class MediaSpan(NamedTuple):
+    """Consecutive tokens of a prompt that stand for one kind of media."""
+
+    media: int  # IMAGE, AUDIO, ... of wire/ring_messages.py
+    start: int
+    span: int
+
+
 class _HeldRows:
     """Rows by position, each held until its token is known."""
 
@@ -147,20 +155,40 @@ class PromptRows(_HeldRows):
         super().__init__()
         self.is_delivered = False
         self._cached: set[int] = set()
+        self._media: dict[int, int] = {}  # by position, of those that are not text
         self._has_ended = False  # a generated token was forwarded: no row of the prompt follows
 
-    def add_row(self, position: int, row: ScoreRow | None) -> None:
+    def add_row(self, position: int, row: ScoreRow | None, media: int = 0) -> None:
         """None is a row that there is no room for."""
-        if not self.is_delivered and row is not None:
+        if self.is_delivered:
+            return
+        if row is not None:
             self._hold(position, row)
+        if media:
+            self._media[position] = media
 
-    def add_cached(self, position: int, span: int) -> None:
+    def add_cached(self, position: int, span: int, media: int = 0) -> None:
         """Tokens that the prefix cache served: they have no row."""
-        if not self.is_delivered:
-            self._cached.update(range(position, position + span))
+        if self.is_delivered:
+            return
+        positions = range(position, position + span)
+        self._cached.update(positions)
+        if media:
+            self._media.update(dict.fromkeys(positions, media))
 
     def end(self) -> None:
         self._has_ended = True
+
+    def media_spans(self) -> tuple[MediaSpan, ...]:
+        """The tokens so far that are no text, in order; ask before they are taken."""
+        spans: list[MediaSpan] = []
+        for position, media in sorted(self._media.items()):
+            last = spans[-1] if spans else None
+            if last is not None and (last.media, last.start + last.span) == (media, position):
+                spans[-1] = last._replace(span=last.span + 1)
+            else:
+                spans.append(MediaSpan(media, position, 1))
+        return tuple(spans)
 
     def is_complete(self, num_tokens: int) -> bool:
         if self._has_ended:
@@ -178,5 +206,6 @@ class PromptRows(_HeldRows):
         lost = tuple(at for at, row in enumerate(rows) if row is None and at not in never_had)
         self._rows.clear()
         self._cached.clear()
+        self._media.clear()
         self.size = 0
         return rows, lost

@@ -62,6 +62,14 @@ def split_rows(rows: NDArray[np.void]) -> Iterator[RowSpan]:
     return map(RowSpan, *(field.tolist() for field in fields))
 
 
+class CachedSpan(NamedTuple):
+    """Tokens of a prompt that the prefix cache served; they all stand for the same."""
+
+    first: int
+    span: int
+    media: int  # as of `ring_messages.media_of`
+
+
 @dataclass(frozen=True, eq=False)
 class RowIndex:
     """Which rows one choice of one request has; positions ascend and none occurs twice."""
@@ -70,8 +78,9 @@ class RowIndex:
     positions: NDArray[np.int64]
     token_ids: NDArray[np.int32]
     phases: NDArray[np.uint8]
+    media: NDArray[np.uint8]  # as of `ring_messages.media_of`
     weights_N: NDArray[np.int64]  # version of the weights; -1: unknown
-    cached: tuple[tuple[int, int], ...]  # (first position, span), served by the cache
+    cached: tuple[CachedSpan, ...]
     finished: bool
 
 
@@ -120,7 +129,7 @@ class ChoiceRows:
 
     def __init__(self) -> None:
         self._segments: list[_RowSegment] = []
-        self._cached: list[tuple[int, int]] = []
+        self._cached: list[CachedSpan] = []
         self.finished = False
 
     @property
@@ -148,9 +157,9 @@ class ChoiceRows:
             self._segments.append(_RowSegment(names, None, 0))
         is_cached = rows["phase"] == ring_messages.CACHED
         self.finished |= not is_cached.all()
-        starts, spans = rows["position"][is_cached], rows["span"][is_cached]
-        self._cached.extend(zip(starts.tolist(), spans.tolist(), strict=True))
-        return len(starts)
+        cached = cached_spans(*(rows[name][is_cached] for name in ("position", "span", "flags")))
+        self._cached.extend(cached)
+        return len(cached)
 
     def rows(self) -> RowsByPosition:
         """The rows so far in order of position, the newest of each."""
@@ -163,6 +172,7 @@ class ChoiceRows:
             positions=kept["position"].astype(np.int64),
             token_ids=kept["token_id"].astype(np.int32),
             phases=kept["phase"].astype(np.uint8),
+            media=ring_messages.media_of(kept["flags"]),
             scores_NP=self._scores(names, len(rows))[newest],
             weights_N=self._weights()[newest],
             cached=tuple(self._cached),
@@ -184,6 +194,13 @@ class ChoiceRows:
             scores[begin : begin + segment.num_rows, columns] = segment.scores
             begin += segment.num_rows
         return scores
+
+
+def cached_spans(
+    starts: NDArray[np.integer], spans: NDArray[np.integer], flags: NDArray[np.uint8]
+) -> tuple[CachedSpan, ...]:
+    media = ring_messages.media_of(flags)
+    return tuple(map(CachedSpan, starts.tolist(), spans.tolist(), media.tolist()))
 
 
 def newest_rows(positions: NDArray[np.integer]) -> NDArray[np.intp]:

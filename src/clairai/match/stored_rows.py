@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from clairai.errors import ClairaiError
 from clairai.match.align import Placement, Scores, place_rows
-from clairai.match.row_collector import UNKNOWN_VERSION, RowIndex, newest_rows
+from clairai.match.row_collector import UNKNOWN_VERSION, RowIndex, cached_spans, newest_rows
 from clairai.wire import ring_messages
 
 ROWS_AT_ONCE: Final = 1 << 20  # of an index, which may be longer than memory has room for
@@ -54,6 +54,7 @@ class StoredAnswer:
     token_R: NDArray[np.int32]
     phase_R: NDArray[np.uint8]
     span_R: NDArray[np.uint32]
+    flags_R: NDArray[np.uint8]
     banks_R: NDArray[np.uint32]
     block_R: NDArray[np.int64]  # the block that has the row
     at_R: NDArray[np.int64]  # where it lies in that block
@@ -96,7 +97,7 @@ def _split_answers(
     order = _sort_rows(streams, choices, wanted)
     streams, choices = streams[order], choices[order]
     position_R = rows_R["position"][order].astype(np.int64)
-    others = [rows_R[name][order] for name in ("token_id", "phase", "span")]
+    others = [rows_R[name][order] for name in ("token_id", "phase", "span", "flags")]
     fields = (position_R, *others, *(place[order] for place in places))
     is_first = np.ones(len(order), bool)
     is_first[1:] = (streams[1:] != streams[:-1]) | (choices[1:] != choices[:-1])
@@ -140,6 +141,7 @@ class StoredScores(Scores):
             "num_prompt": placed.num_prompt,
             "missing": placed.missing,
             "weights": placed.weights,
+            "media": placed.media,
             "_parts": parts,
         }
         for name, value in values.items():
@@ -182,6 +184,7 @@ class StoredScores(Scores):
             self.num_prompt,
             self.missing,
             self.weights,
+            self.media,
         )
 
     def _read(self, begin: int, end: int) -> NDArray[np.float32]:
@@ -261,14 +264,15 @@ def _index_rows(
     columns: Mapping[int, StoredColumns],
 ) -> RowIndex:
     cached = np.flatnonzero(answer.phase_R == ring_messages.CACHED)
-    starts, spans = answer.position_R[cached], answer.span_R[cached]
+    marks = (answer.position_R[cached], answer.span_R[cached], answer.flags_R[cached])
     return RowIndex(
         names=names,
         positions=answer.position_R[newest],
         token_ids=answer.token_R[newest],
         phases=answer.phase_R[newest],
+        media=ring_messages.media_of(answer.flags_R[newest]),
         weights_N=_weights_of(answer.banks_R[newest], columns),
-        cached=tuple(zip(starts.tolist(), spans.tolist(), strict=True)),
+        cached=cached_spans(*marks),
         finished=len(cached) < len(is_token_R) - int(is_token_R.sum()),
     )
 

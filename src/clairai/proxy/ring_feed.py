@@ -229,6 +229,9 @@ class RingFeed:
             return []
         positions, token_ids, spans = (rows[name].tolist() for name in _FIELDS)
         scores = _scores_of(records, [part for part in kept if not part.is_marks])
+        flags = rows["flags"]
+        has_media = bool((flags & ring_messages.MEDIA_MASK).any())
+        media = ring_messages.media_of(flags).tolist() if has_media else []
         batches, done = [], 0
         for begin, end, stream, choice, is_marks in kept:
             first, done = done, done + (0 if is_marks else end - begin)
@@ -241,6 +244,7 @@ class RingFeed:
                 phases[begin:end],
                 spans[begin:end],
                 scores[first:done],
+                media[begin:end],
             )
             batches.append(batch)
         return batches

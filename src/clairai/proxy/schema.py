@@ -196,6 +196,23 @@ class ProbeScores(Answer):
     weights: _RowWeights = UNSET
 
 
+class PromptMedia(Answer):
+    """The `span` tokens from `start` on are no text: there the model was given this."""
+
+    kind: Literal["image", "audio", "video", "other"]
+    start: int
+    span: int
+
+
+_PromptMedia = (
+    Annotated[
+        list[PromptMedia],
+        Meta(description="tokens that are only placeholders, left out if all are text"),
+    ]
+    | UnsetType
+)
+
+
 class PromptScores(Answer, kw_only=True):
     """`choices[0].prompt_scores`: row j scores prompt token j."""
 
@@ -206,6 +223,7 @@ class PromptScores(Answer, kw_only=True):
     scores: list[list[Score]]
     lost: int | UnsetType | None = UNSET
     weights: _RowWeights = UNSET
+    media: _PromptMedia = UNSET
 
 
 class KeptChoice(Answer):
@@ -258,6 +276,7 @@ class ProbeUpdateEvent(Answer):
     scores: list[list[Score]]
     lost: int | UnsetType | None = UNSET
     weights: _RowWeights = UNSET
+    media: _PromptMedia = UNSET
 
 
 class ProbeFinalEvent(Answer):

@@ -15,10 +15,14 @@ from numpy.typing import NDArray
 from clairai.match.row_collector import split_rows
 from clairai.ring.reader import ReaderStatistics, Record
 from clairai.wire import ring_messages
+from clairai.wire.ring_messages import media_name
 
 # msgspec writes NaN and infinity as null, so every line is valid JSON.
 _ENCODER: Final = msgspec.json.Encoder()
 _ROW_FIELDS: Final = ("stream", "position", "token_id", "phase", "choice", "flags")
+
+
+_MARK_FIELDS: Final = ("stream", "position", "span", "choice", "phase", "flags")
 
 
 class RowLine(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -32,6 +36,7 @@ class RowLine(msgspec.Struct, frozen=True, omit_defaults=True):
     choice: int = 0
     recomputed: bool = False
     weights: int | None = None  # version of the model's weights, if the engine takes new ones
+    media: str | None = None  # "image", ...: what the token is the placeholder of
 
 
 class CachedLine(msgspec.Struct, frozen=True, omit_defaults=True, tag_field="event", tag="cached"):
@@ -41,6 +46,7 @@ class CachedLine(msgspec.Struct, frozen=True, omit_defaults=True, tag_field="eve
     position: int
     span: int
     choice: int = 0
+    media: str | None = None
 
 
 class FinishedLine(
@@ -115,14 +121,14 @@ def _token_lines(
     for row, scores in zip(zip(*columns, strict=True), scores_RC.tolist(), strict=True):
         stream, position, token_id, phase, choice, flags = row
         scored = dict(zip(names, scores, strict=True))
-        rest = (choice, bool(flags & ring_messages.RECOMPUTED), bank.weights)
+        rest = (choice, bool(flags & ring_messages.RECOMPUTED), bank.weights, media_name(flags))
         yield RowLine(stream, position, token_id, ring_messages.PHASE_NAMES[phase], scored, *rest)
 
 
 def _mark_lines(rows: NDArray[np.void]) -> Iterator[JsonLine]:
-    columns = [rows[name].tolist() for name in ("stream", "position", "span", "choice", "phase")]
-    for stream, position, span, choice, phase in zip(*columns, strict=True):
+    columns = [rows[name].tolist() for name in _MARK_FIELDS]
+    for stream, position, span, choice, phase, flags in zip(*columns, strict=True):
         if phase == ring_messages.CACHED:
-            yield CachedLine(stream, position, span, choice)
+            yield CachedLine(stream, position, span, choice, media_name(flags))
         else:
             yield FinishedLine(stream, choice)

@@ -33,7 +33,7 @@ from clairai.store.shard import (
     stream_hex,
     tensor_order,
 )
-from clairai.wire.ring_messages import ROW
+from clairai.wire.ring_messages import MEDIA_SHIFT, ROW
 
 MAX_NBYTES: Final = 1 << 30
 MAX_ROWS: Final = 1 << 20  # at about 30 bytes each while a bundle is kept
@@ -231,11 +231,11 @@ def _order_by_point(rows: StoredRows, selected: tuple[str, ...]) -> Indices:
 
 
 def _columns(rows: StoredRows, order_N: Indices, names: tuple[str, ...]) -> dict[str, ColumnTensor]:
-    """Flags are left out: they tell repeated rows apart, and each row is here once."""
+    """Of flags, what a row stands for: each row is here once, whether it was repeated or not."""
     found: dict[str, NDArray[Any]] = {
         name: getattr(rows, name)[order_N].astype(ROW[name]) for name in COLUMNS if name != "flags"
     }
-    found["flags"] = np.zeros(len(rows), ROW["flags"])
+    found["flags"] = (rows.media[order_N] << MEDIA_SHIFT).astype(ROW["flags"])
     indices = {name: index for index, name in enumerate(names)}
     point_N = np.fromiter((indices[point] for point in rows.point), "<u2", len(rows))
     found[POINT] = point_N[order_N]

@@ -36,6 +36,7 @@ TABLE_COLUMNS: Final[dict[str, str]] = {
     "position": "uint32",
     "token_id": "int32",
     "phase": "uint8",
+    "media": "uint8",
 }
 # Text in Arrow tables. A stream is 16 hex digits there: in numpy's format the datasets library
 # turns every whole number into an int64, and not every stream fits one.
@@ -95,6 +96,7 @@ def _npz_bytes(store: Store, file: ExportFile) -> bytes:
         position=rows.position,
         token_id=rows.token_id,
         phase=rows.phase,
+        media=rows.media,
     )
     return target.getvalue()
 

@@ -27,7 +27,9 @@ from clairai.store.disk import MANIFEST, Disk, LocalDisk
 from clairai.store.row_block import Origin, RequestNote
 from clairai.store.shard import COLUMNS, POINT, ROWS, OpenShard, ShardSpan, open_shard, stream_hex
 from clairai.store.shard_manifest import CommitLine, ParsedManifest, ShardEntry, parse_manifest
+from clairai.wire.ring_messages import media_of
 
+MEDIA: Final = "media"  # what a row stands for: a part of its flags
 MAX_OPEN: Final = 256  # shards that are kept open, with the tensors that were checked
 MAX_STARTS_NBYTES: Final = 16 << 20  # of the starts of their files, which are held in memory
 
@@ -235,6 +237,7 @@ class ShardRows:
     ) -> ShardRows:
         """Select the rows of a stream; the other arguments narrow the selection."""
         columns = {name: shard.array(name) for name in (*COLUMNS, POINT)}
+        columns[MEDIA] = media_of(columns["flags"])
         names = shard.head.points
         if len(columns[POINT]) and int(columns[POINT].max()) >= len(names):
             raise StoreDamagedError(f"shard {shard.name} names a point that it does not list")
@@ -285,6 +288,7 @@ _COLUMN_TYPES: Final = (
     ("position", np.uint32),
     ("token_id", np.int32),
     ("phase", np.uint8),
+    (MEDIA, np.uint8),
 )
 
 
@@ -300,6 +304,7 @@ class StoredRows:
     position: NDArray[np.uint32]
     token_id: NDArray[np.int32]
     phase: NDArray[np.uint8]
+    media: NDArray[np.uint8]  # TEXT, IMAGE, ... of wire/ring_messages.py
     point: tuple[str, ...]
 
     @classmethod

@@ -6,6 +6,7 @@ from typing import Final, Literal
 
 import msgspec
 import numpy as np
+from numpy.typing import NDArray
 
 WIRE_VERSION: Final = 1
 MAX_MESSAGE_BYTES: Final = 1 << 20
@@ -31,6 +32,28 @@ PHASE_NAMES: Final = ("prefill", "decode", "cached", "finished")
 
 # flags
 RECOMPUTED: Final = 1  # published before, and again after a preemption; the newest row counts
+# Three bits of the flags say what was embedded at a position of the prompt: a text token (0), or a
+# part of an image, a sound or a video, for which `token_id` is only the placeholder in the prompt.
+MEDIA_SHIFT: Final = 1
+MEDIA_MASK: Final = 0b111 << MEDIA_SHIFT
+TEXT: Final = 0
+IMAGE: Final = 1
+AUDIO: Final = 2
+VIDEO: Final = 3
+OTHER_MEDIA: Final = 4
+MEDIA_NAMES: Final = ("text", "image", "audio", "video", "other")
+
+
+def media_of(flags: NDArray[np.uint8]) -> NDArray[np.uint8]:
+    """What each row stands for: TEXT, IMAGE, AUDIO, VIDEO or OTHER_MEDIA."""
+    found: NDArray[np.uint8] = np.minimum((flags & MEDIA_MASK) >> MEDIA_SHIFT, OTHER_MEDIA)
+    return found
+
+
+def media_name(flags: int) -> str | None:
+    """What one row stands for; None for text."""
+    kind = min((flags & MEDIA_MASK) >> MEDIA_SHIFT, OTHER_MEDIA)
+    return MEDIA_NAMES[kind] if kind else None
 
 
 class ProbeInfo(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

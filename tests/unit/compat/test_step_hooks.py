@@ -14,10 +14,11 @@ import pytest
 import torch
 
 from clairai.compat import step_hooks
+from clairai.compat.extra_args import with_plans
 from clairai.compat.step_hooks import publish_in_graphs, watch_forwards
 from clairai.engine.publish.repeat_path import RepeatPath
 from clairai.engine.side_stream import AfterTaps, NoSideStream
-from clairai.engine.step import ForwardInputs, RequestErrors, StepBatch
+from clairai.engine.step import ForwardInputs, RequestErrors, RequestMark, StepBatch
 from tests.support.repeat_engine import Other
 
 
@@ -70,8 +71,10 @@ class Listener(Other):
     def __init__(self, events: list[Any]) -> None:
         super().__init__()
         self.events, self.skips = events, False
+        self.new: list[Any] = []  # requests of the last step
 
     def begin(self, new: Any, finished: Any) -> RequestErrors:
+        self.new = list(new)
         self.events.append(("begin", len(new), list(finished)))
         return {}
 
@@ -119,6 +122,49 @@ def test_finished_requests_are_reported_at_the_next_step(engine: Runner) -> None
     step.finished_req_ids.add("b")
     engine.execute_model(step)
     assert engine.events[0] == ("begin", 0, ["b"])
+
+
+def feature(modality: str, offset: int, embedded: list[bool] | None, length: int = 0) -> Any:
+    """MultiModalFeatureSpec, as far as it is read."""
+    is_embed = None if embedded is None else torch.tensor(embedded)
+    place = SimpleNamespace(offset=offset, length=length or len(embedded or ()), is_embed=is_embed)
+    return SimpleNamespace(modality=modality, mm_position=place)
+
+
+@pytest.mark.parametrize(
+    ("features", "media"),
+    [
+        ([], None),
+        ([feature("image", 2, None, length=3)], [0, 0, 1, 1, 1]),
+        # Tokens of text between the tiles of an image; a sound within a video.
+        ([feature("image", 1, [False, True, False, True])], [0, 0, 1, 0, 1]),
+        (
+            [feature("video", 0, [True, False, True]), feature("audio", 0, [False, True, False])],
+            [3, 2, 3],
+        ),
+        ([feature("smell", 1, [True])], [0, 4]),
+        ([feature("image", 1, [False])], None),
+    ],
+)
+def test_positions_that_are_no_text_are_read_from_a_new_request(
+    features: list[Any], media: list[int] | None
+) -> None:
+    runner = Runner()
+    listener = Listener(runner.events)
+    step_hooks.connect_listeners(runner, [listener], RepeatPath())
+    params = with_plans(None, RequestMark(7), "a", None, None)
+    step = scheduled(9)
+    step.scheduled_new_reqs.append(
+        SimpleNamespace(
+            req_id="a",
+            prompt_token_ids=[1] * 9,
+            sampling_params=SimpleNamespace(extra_args=params),
+            mm_features=features,
+        )
+    )
+    runner.execute_model(step)
+    (found,) = listener.new
+    assert (found.media if found.media is None else found.media.tolist()) == media
 
 
 def test_a_dummy_run_is_no_step(engine: Runner) -> None:

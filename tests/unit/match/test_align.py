@@ -53,6 +53,21 @@ def test_row_j_of_generated_scores_generated_token_j() -> None:
     assert (scores.num_prompt, scores.missing) == (3, 0)
 
 
+def test_tokens_that_stand_for_an_image_are_marked_whether_forwarded_or_cached() -> None:
+    image, audio = ring_messages.IMAGE, ring_messages.AUDIO
+    forwarded = [row._replace(media=image if row.position == 1 else 0) for row in rows_at([1, 3])]
+    spans = [cached(1, 0, 1), cached(1, 2, 1)._replace(media=audio)]
+    scores = align(rows_of(spans, forwarded), PROMPT, OUTPUT)
+    assert scores.media.tolist() == [0, image, audio, 0, 0, 0]
+    assert scores.is_text.tolist() == [True, False, False, True, True, True]
+    assert align(rows_of(rows_at(range(5))), PROMPT, OUTPUT).is_text.all()
+
+
+def test_a_mark_of_a_later_version_stands_for_something_that_is_not_text() -> None:
+    flags = np.array([0b1110, 0b1010, 0b0001], np.uint8)
+    assert ring_messages.media_of(flags).tolist() == [ring_messages.OTHER_MEDIA] * 2 + [0]
+
+
 def test_rows_are_counted_without_those_that_are_lost_cached_or_never_there() -> None:
     assert align(rows_of(rows_at(range(5))), PROMPT, OUTPUT).num_rows == 5
     assert align(rows_of(rows_at([0, 1, 2, 4])), PROMPT, OUTPUT).num_rows == 4

@@ -7,6 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from clairai.match.choice_scores import ChoiceScores, PromptRows, ScoreColumns, ScoreRow
+from clairai.wire import ring_messages
 
 COLUMNS = ScoreColumns(("a",), (0.5,))
 FIRST = 4
@@ -138,6 +139,20 @@ def test_a_lost_or_mismatched_row_of_a_prompt_is_named() -> None:
     assert prompt.is_complete(4)
     assert prompt.take([5, 6, 7, 8]) == ([None] * 4, (1, 2, 3))
     assert prompt.num_mismatched == 1
+
+
+def test_the_tokens_of_images_in_a_prompt_are_told_as_spans() -> None:
+    image, audio = ring_messages.IMAGE, ring_messages.AUDIO
+    prompt = PromptRows()
+    prompt.add_cached(0, 1)
+    prompt.add_cached(1, 2, image)
+    for at, media in ((3, image), (4, audio), (5, 0), (6, audio), (3, image)):
+        prompt.add_row(at, None if at == 6 else row(5), media)
+    assert prompt.media_spans() == ((image, 1, 3), (audio, 4, 1), (audio, 6, 1))
+    prompt.take([5] * 7)
+    prompt.add_row(9, row(5), image)
+    prompt.add_cached(9, 1, image)
+    assert prompt.media_spans() == ()
 
 
 def test_a_prompt_is_delivered_once() -> None:

@@ -104,7 +104,7 @@ def test_cached_spans_and_the_end_are_noted() -> None:
     begun = fed([cached(1, 0, 16), Row(1, 16, 3, phase=ring_messages.PREFILL)], [Row(1, 17, 4)])
     assert not known(begun, 1).finished
     rows = known(fed([finished(1)], collector=begun), 1)
-    assert rows.cached == ((0, 16),)
+    assert rows.cached == ((0, 16, 0),)
     assert rows.finished
     assert rows.phases.tolist() == [ring_messages.PREFILL, ring_messages.DECODE]
 
@@ -118,7 +118,7 @@ def test_marks_of_a_stream_do_not_touch_its_neighbours() -> None:
     collector = fed([Row(1, 0, 1), Row(2, 0, 1)], [finished(1), cached(2, 4, 2), Row(2, 1, 1)])
     assert known(collector, 1).finished
     assert not known(collector, 2).finished
-    assert (known(collector, 1).cached, known(collector, 2).cached) == ((), ((4, 2),))
+    assert (known(collector, 1).cached, known(collector, 2).cached) == ((), ((4, 2, 0),))
 
 
 def test_probes_that_come_and_go_are_kept_apart_by_name() -> None:
@@ -171,6 +171,7 @@ row_lists = st.lists(
         ),
         choice=st.integers(0, 2),
         span=st.integers(0, 5),
+        media=st.integers(0, ring_messages.OTHER_MEDIA),
     ),
     max_size=12,
 )
@@ -191,6 +192,7 @@ def test_any_records_are_collected_as_row_by_row(records: list[list[Row]]) -> No
         assert rows.positions.tolist() == [row.position for row in expected]
         assert rows.token_ids.tolist() == [row.token_id for row in expected]
         assert rows.phases.tolist() == [row.phase for row in expected]
+        assert rows.media.tolist() == [row.media for row in expected]
         assert rows.scores_NP[:, 0].tolist() == [row.scores[0] for row in expected]
     statistics = collector.statistics()
     assert statistics.rows + statistics.orphaned == len(flat)

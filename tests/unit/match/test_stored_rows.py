@@ -88,6 +88,7 @@ def assert_same(expected: Scores, found: Scores) -> None:
     assert (found.num_prompt, found.missing) == (expected.num_prompt, expected.missing)
     np.testing.assert_array_equal(found.token_ids, expected.token_ids)
     np.testing.assert_array_equal(found.phase, expected.phase)
+    np.testing.assert_array_equal(found.media, expected.media)
     np.testing.assert_array_equal(found.scores_NP, expected.scores_NP)
     np.testing.assert_array_equal(found.prompt, expected.prompt)
     np.testing.assert_array_equal(found.generated, expected.generated)
@@ -102,10 +103,13 @@ def some_row(draw: st.DrawFn) -> Row:
     if kind == "finished":
         return finished(stream, choice)._replace(scores=(np.nan, np.nan))
     at = draw(st.integers(0, len(TOKENS) - 1))
+    media = draw(st.integers(0, ring_messages.OTHER_MEDIA))
     if kind == "cached":
         span = draw(st.integers(1, len(TOKENS) - at))
-        return cached(stream, at, span, choice)._replace(scores=(np.nan, np.nan))
-    return token_row(stream, at, float(draw(st.integers(1, 999))), choice)
+        row = cached(stream, at, span, choice)._replace(scores=(np.nan, np.nan))
+    else:
+        row = token_row(stream, at, float(draw(st.integers(1, 999))), choice)
+    return row._replace(media=media)
 
 
 STEPS = st.lists(

@@ -51,7 +51,7 @@ def test_a_part_of_a_request_has_the_keys_that_its_parser_knows(
 
 def test_a_field_that_may_be_unset_is_not_required_and_every_other_is() -> None:
     update = COMPONENTS["ProbeUpdateEvent"]
-    assert {*update["properties"]} - {*update["required"]} == {"lost", "weights"}
+    assert {*update["properties"]} - {*update["required"]} == {"lost", "weights", "media"}
     assert msgspec.json.encode(schema.ProbeScores(names=("a",), start=0, scores=[[None]])) == (
         b'{"names":["a"],"start":0,"scores":[[null]]}'
     )

@@ -64,6 +64,16 @@ def test_choice_and_recomputed_are_printed_only_where_they_say_something() -> No
     assert first["phase"] == second["phase"] == "prefill"
 
 
+def test_a_row_and_a_cached_span_of_an_image_say_so() -> None:
+    image = Row(1, 4, 500, phase=ring_messages.PREFILL, media=ring_messages.IMAGE)
+    spans = [cached(1, 0, 1), cached(1, 1, 3)._replace(media=ring_messages.AUDIO)]
+    made = _record(*spans, image, image._replace(position=5, media=ring_messages.TEXT))
+    told = _printed(made, "a", with_events=True)
+    assert [line.get("media") for line in told] == [None, "audio", "image", None]
+    assert [line["media"] for line in told if "media" in line] == ["audio", "image"]
+    assert told[2]["token_id"] == 500
+
+
 def test_rows_have_the_version_of_the_weights_if_the_engine_takes_new_ones() -> None:
     made = _record(Row(1, 0, 5))
     assert [_printed(made, "a", weights=version)[0]["weights"] for version in (0, 3)] == [0, 3]

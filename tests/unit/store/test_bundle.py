@@ -20,7 +20,7 @@ from clairai.store.read import Store
 from clairai.store.read import open as open_store
 from clairai.store.row_block import RowBlock
 from clairai.store.write import Writer
-from clairai.wire.ring_messages import RECOMPUTED
+from clairai.wire.ring_messages import AUDIO, MEDIA_SHIFT, RECOMPUTED
 from tests.support.row_blocks import block, values
 
 POINTS = ("pre_attn.0", "post_block.3")
@@ -36,7 +36,7 @@ def store(tmp_path: Path) -> Store:
                 writer.offer(_measured(block(stream, start=start, point=point), start))
             writer.flush()
         again = block(1, 1, start=2, point=POINTS[0])
-        again.rows_N["flags"] |= RECOMPUTED
+        again.rows_N["flags"] |= RECOMPUTED | AUDIO << MEDIA_SHIFT
         writer.offer(again)
     return open_store(tmp_path / "s")
 
@@ -58,6 +58,7 @@ def test_the_file_is_a_shard_with_every_row_of_the_request_once(store: Store) ->
     found = load(data)
     assert found["stream"].tolist() == [1] * 12
     assert found["position"].tolist() == [0, 1, 2, 3, 4, 5] * 2
+    assert found["flags"].tolist() == [0, 0, AUDIO << MEDIA_SHIFT] + [0] * 9
     expected = [values(1, np.arange(6), point) for point in POINTS]
     assert np.array_equal(found["rows.values"], np.concatenate(expected))
     opened = shard.open_safetensors(

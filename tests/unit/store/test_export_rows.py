@@ -20,7 +20,7 @@ from clairai.store.export_rows import export_datasets, export_lance, export_zarr
 from clairai.store.read import Store
 from clairai.store.read import open as open_store
 from clairai.store.write import Writer
-from clairai.wire.ring_messages import RECOMPUTED
+from clairai.wire.ring_messages import IMAGE, MEDIA_SHIFT, RECOMPUTED
 from tests.support.row_blocks import block, values
 
 POINTS = ("pre_attn.0", "post_block.3")
@@ -40,6 +40,7 @@ def store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Store:
             for point in POINTS:
                 made = block(likeness, NUM_ROWS, point=point)
                 made.rows_N["stream"] = stream
+                made.rows_N["flags"][1] = IMAGE << MEDIA_SHIFT
                 writer.offer(made)
         again = block(3, 1, point=POINTS[0])
         again.rows_N["flags"] |= RECOMPUTED
@@ -96,6 +97,7 @@ def test_the_library_reads_back_every_row_once(
     assert np.array_equal(rows["values"], wanted)
     assert rows["token_id"].tolist() == [i + 7 for _, _, i in expected]
     assert set(rows["phase"].tolist()) == {1}
+    assert rows["media"].tolist() == [IMAGE if i == 1 else 0 for _, _, i in expected]
     by_stream = {int(one["stream"], 16): one for one in requests}
     assert by_stream.keys() == {3, LAST}
     assert json.loads(by_stream[LAST]["tags"]) == {"label": 1}

@@ -18,7 +18,7 @@ from clairai.store.commit_shards import LAYOUTS
 from clairai.store.disk import LocalDisk, is_shard
 from clairai.store.row_block import RowBlock
 from clairai.store.write import Writer
-from clairai.wire.ring_messages import RECOMPUTED
+from clairai.wire.ring_messages import IMAGE, MEDIA_SHIFT, RECOMPUTED
 from tests.support.row_blocks import block, pending_shard, values
 
 POINTS = ("pre_attn.0", "post_block.3")
@@ -101,6 +101,16 @@ def test_of_a_row_computed_twice_only_the_newest_is_read(tmp_path: Path) -> None
     assert rows.position.tolist() == [0, 1, 2, 3]
     difference = np.asarray(rows) - values(1, np.arange(4), "post_block.3")
     assert difference[:, 0].tolist() == [0, 1, 1, 0]
+
+
+def test_rows_of_an_image_say_so_in_whichever_shard_they_are(tmp_path: Path) -> None:
+    first, second = block(1, 3), block(1, 3, start=3)
+    first.rows_N["flags"] = [0, IMAGE << MEDIA_SHIFT, RECOMPUTED]
+    second.rows_N["flags"] = [RECOMPUTED | IMAGE << MEDIA_SHIFT, 0, 0]
+    _write(tmp_path / "s", first)
+    rows = _write(tmp_path / "s", second).rows(1)
+    assert rows.media.tolist() == [0, IMAGE, 0, IMAGE, 0, 0]
+    assert rows.before(4).media.tolist() == [0, IMAGE, 0, IMAGE]
 
 
 def test_rows_of_several_shards_and_writers_are_joined(tmp_path: Path) -> None:

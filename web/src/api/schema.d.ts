@@ -2078,6 +2078,18 @@ export interface components {
             lost?: number | null;
             /** @description version of the model's weights that these rows are of, in an engine that takes new weights; null: of several, or no row has come */
             weights?: number | null;
+            /** @description tokens that are only placeholders, left out if all are text */
+            media?: components["schemas"]["PromptMedia"][];
+        };
+        /**
+         * PromptMedia
+         * @description The `span` tokens from `start` on are no text: there the model was given this.
+         */
+        PromptMedia: {
+            /** @enum {unknown} */
+            kind: "audio" | "image" | "other" | "video";
+            start: number;
+            span: number;
         };
         /**
          * PromptScores
@@ -2093,6 +2105,8 @@ export interface components {
             lost?: number | null;
             /** @description version of the model's weights that these rows are of, in an engine that takes new weights; null: of several, or no row has come */
             weights?: number | null;
+            /** @description tokens that are only placeholders, left out if all are text */
+            media?: components["schemas"]["PromptMedia"][];
         };
         /**
          * ReaderState

@@ -57,7 +57,23 @@ class BatchSelection:
     stream_E: NDArray[np.uint64]
     choice_E: NDArray[np.uint16]
     prompt_E: Ints  # prompt length
+    # Of those with images or the like: what each position of their request's prompt stands for.
+    media_E: Mapping[int, NDArray[np.uint8]]
     holders: tuple[tuple[AnswerId, KeepThreshold, int], ...]  # and the request's index in the batch
+
+    def read_media(
+        self, entry_N: Ints, position_N: Ints, start_E: Ints
+    ) -> NDArray[np.uint8] | None:
+        """What each of these rows stands for; None if no media comes in this step or later."""
+        found: NDArray[np.uint8] | None = None
+        for entry, media in self.media_E.items():
+            if start_E[entry] >= len(media):
+                continue
+            if found is None:
+                found = np.zeros(len(entry_N), np.uint8)
+            rows = np.flatnonzero((entry_N == entry) & (position_N < len(media)))
+            found[rows] = media[position_N[rows]]
+        return found
 
     @cached_property
     def consumers(self) -> frozenset[str]:
@@ -89,6 +105,7 @@ class RowSelection:
     seen_E: Ints  # up to which position rows were computed before
     num_tokens: int  # of the whole step
     held: tuple[HeldTokens, ...] = ()
+    media_N: NDArray[np.uint8] | None = None  # what each stands for; None: all are text
 
     def __len__(self) -> int:
         return len(self.row_N)
@@ -111,6 +128,7 @@ class RowSelection:
                 row_N=self.row_N[part],
                 position_N=self.position_N[part],
                 held=self.held if first == 0 else (),
+                media_N=None if self.media_N is None else self.media_N[part],
             )
 
     def counts(self) -> dict[AnswerId, int]:
@@ -131,6 +149,7 @@ class _CapturedRequest:
     prompt_len: int
     plan: CapturePlan
     format: CaptureFormat
+    media: NDArray[np.uint8] | None
 
 
 @dataclass(frozen=True, eq=False)
@@ -153,17 +172,19 @@ class _SelectedStep:
         low_E = np.maximum(batch.first_E, start_E)
         num_E = np.maximum(np.minimum(batch.end_E, end_E) - low_E, 0)
         held = batch.tokens_held(offsets_R, counts_R)
-        num_rows, selection = int(num_E.sum()), None
+        num_rows, selection, media_N = int(num_E.sum()), None, None
         if num_rows or held:
             entry_N = np.repeat(np.arange(len(num_E)), num_E)
             # The n-th selected row of a range is n after its first.
             within_N = np.arange(num_rows) - (np.cumsum(num_E) - num_E)[entry_N]
             position_N = low_E[entry_N] + within_N
             row_N = (offsets_R[batch.request_E] - start_E)[entry_N] + position_N
+            media_N = batch.read_media(entry_N, position_N, start_E)
             selection = RowSelection(
-                batch, entry_N, row_N, position_N, seen_E, int(counts_R.sum()), held
+                batch, entry_N, row_N, position_N, seen_E, int(counts_R.sum()), held, media_N
             )
-        repeats = _count_repeats(batch, start_E) if (counts_R == 1).all() else 0
+        can_repeat = media_N is None and bool((counts_R == 1).all())
+        repeats = _count_repeats(batch, start_E) if can_repeat else 0
         return _SelectedStep(batch, starts_R, end_E, seen_E, selection, repeats)
 
     def is_before(self, step: StepBatch) -> bool:
@@ -218,7 +239,14 @@ class RowSelector:
     def __len__(self) -> int:
         return len(self._open)
 
-    def open(self, req_id: str, mark: RequestMark, prompt_len: int, plan: CapturePlan) -> bool:
+    def open(
+        self,
+        req_id: str,
+        mark: RequestMark,
+        prompt_len: int,
+        plan: CapturePlan,
+        media: NDArray[np.uint8] | None = None,
+    ) -> bool:
         """False if the request is open already: it came back after a preemption."""
         if req_id in self._open:
             return False
@@ -228,7 +256,7 @@ class RowSelector:
             self._seen_S = np.concatenate([self._seen_S, np.zeros_like(self._seen_S)])
         self._seen_S[slot] = 0
         answer = (mark.stream, mark.choice)
-        self._open[req_id] = _CapturedRequest(slot, answer, prompt_len, plan, format)
+        self._open[req_id] = _CapturedRequest(slot, answer, prompt_len, plan, format, media)
         return True
 
     def _format(self, plan: CapturePlan) -> CaptureFormat:
@@ -281,6 +309,7 @@ class RowSelector:
         )
         columns = list(zip(*entries, strict=True)) if entries else [()] * 8
         format_E, request_E, slot_E, first_E, end_E, stream_E, choice_E, prompt_E = columns
+        media = {at: request.media for at, request in found if request.media is not None}
         return BatchSelection(
             req_ids=list(req_ids),  # the runner changes its list in place
             formats=formats,
@@ -292,6 +321,7 @@ class RowSelector:
             stream_E=np.array(stream_E, np.uint64),
             choice_E=np.array(choice_E, np.uint16),
             prompt_E=np.array(prompt_E, np.int64),
+            media_E={entry: media[at] for entry, at in enumerate(request_E) if at in media},
             holders=tuple(
                 (request.answer, request.plan.hold, at)
                 for at, request in found

@@ -150,6 +150,7 @@ class StagingPlan:
             region.end,
             selection.position_N[self._first_rows].tobytes(),
             selection.seen_E[self._entries].tobytes(),
+            b"" if selection.media_N is None else selection.media_N.tobytes(),
         )
 
 

@@ -6,7 +6,8 @@ lies in pinned memory, which the kernel reads in place:
     head        the words of HeaderHead
     requests    a block of `max_requests` words for each of REQUEST_FIELDS
     events      MAX_EVENTS rows as the ring has them
-    tokens      for each token the index of its request, int32
+    tokens      for each token the index of its request, int32; what it stands for (an image,
+                a sound) is in the byte above MEDIA_BITS
 
 Python reads and writes the head by name (step_header.py), the kernel makes constants of the
 positions (publish_kernel.py), and C declares its structs with these names (step.c).
@@ -20,6 +21,7 @@ from typing import Final
 NUM_HEADERS: Final = 8  # steps that the host may be ahead of the GPU
 MAX_EVENTS: Final = 512  # in one header
 ROW_WORDS: Final = 6  # a row of the ring in words of 4 bytes
+MEDIA_BITS: Final = 24  # of a word of `tokens`: the index of its request
 TILE_E: Final = 1024  # scores that one program of the kernel writes
 LINE_WORDS: Final = 16  # headers share no cache lines: the host writes one, the GPU another
 

@@ -16,8 +16,10 @@ from typing import Final
 import triton
 import triton.language as tl
 
+from clairai.engine.publish import header_layout
 from clairai.engine.publish.header_layout import HEADER_FIELDS, REQUEST_FIELDS
 from clairai.ring import layout as ring
+from clairai.wire import ring_messages
 
 TILE_W: Final = 256  # words of rows that one program writes at a time
 
@@ -37,6 +39,9 @@ IN_GRAPH: Final = tl.constexpr(HEADER_FIELDS.index("in_graph"))
 DONE: Final = tl.constexpr(HEADER_FIELDS.index("done"))
 HEAD_WORDS: Final = tl.constexpr(len(HEADER_FIELDS))
 NUM_REQUEST_FIELDS: Final = tl.constexpr(len(REQUEST_FIELDS))  # stream, choice, prompt_len, seen
+MEDIA_BITS: Final = tl.constexpr(header_layout.MEDIA_BITS)
+REQUEST_MASK: Final = tl.constexpr((1 << header_layout.MEDIA_BITS) - 1)
+MEDIA_AT: Final = tl.constexpr(24 + ring_messages.MEDIA_SHIFT)  # in a row's last word
 # Of the ring; a slot's words are in the order of ring.SLOT_HEADER.
 RING_HEAD: Final = tl.constexpr(ring.HEAD_OFFSET // 8)
 SLOTS_AT: Final = tl.constexpr(ring.SLOTS_OFFSET)
@@ -55,7 +60,8 @@ def _row_words(row, field, is_wanted, num_events, num_requests, requests_ptr, ev
     """Word `field` of each `row`, as ring_messages.ROW has it."""
     is_event = is_wanted & (row < num_events)
     i = row - num_events
-    request = tl.load(request_ptr + i, mask=is_wanted & (i >= 0), other=0)
+    token = tl.load(request_ptr + i, mask=is_wanted & (i >= 0), other=0)
+    request = token & REQUEST_MASK
     is_token = is_wanted & (i >= 0) & (request < num_requests)
     request_at = requests_ptr + request  # fields in the order of REQUEST_FIELDS
     stream = tl.load(request_at, mask=is_token, other=0)
@@ -66,6 +72,7 @@ def _row_words(row, field, is_wanted, num_events, num_requests, requests_ptr, ev
     token_id = tl.load(token_ids_ptr + i, mask=is_token, other=-1).to(tl.int32)
     marks = choice | ((position >= prompt).to(tl.int32) << 16)
     marks = marks | ((position < seen).to(tl.int32) << 24)
+    marks = marks | ((token >> MEDIA_BITS) << MEDIA_AT)
     word = tl.where(field == 0, stream.to(tl.int32), (stream >> 32).to(tl.int32))
     word = tl.where(field == 2, position.to(tl.int32), word)
     word = tl.where(field == 3, token_id, word)

@@ -92,10 +92,7 @@ class StepHeader:
         head.shape = NO_SHAPE  # until all of it is there
         self._write_requests(rows.requests)
         self._requests_FR[3, : len(rows.counts_R)] = rows.seen_R
-        counts = rows.counts_R.tobytes()
-        if counts != self._counts:
-            self._request_T[: rows.num_tokens] = rows.request_T
-            self._counts = counts
+        self._write_tokens(rows)
         if len(rows.events):
             self._events[: rows.events.nbytes] = rows.events.view(np.uint8)
         head.num_events, head.num_rows = len(rows.events), shape.num_rows
@@ -103,6 +100,16 @@ class StepHeader:
         head.rows_per_record, head.num_requests = shape.rows_per_record, len(rows.counts_R)
         head.is_continued, head.in_graph = rows.is_continued, shape.in_graph
         head.shape = self._written = shape.number
+
+    def _write_tokens(self, rows: StepRows) -> None:
+        counts = rows.counts_R.tobytes()
+        if rows.media_T is not None:
+            media_T = rows.media_T.astype(np.int32) << layout.MEDIA_BITS
+            self._request_T[: rows.num_tokens] = rows.request_T | media_T
+            self._counts = b""
+        elif counts != self._counts:
+            self._request_T[: rows.num_tokens] = rows.request_T
+            self._counts = counts
 
     def _write_requests(self, requests: BatchRequests) -> None:
         if requests is self._requests:

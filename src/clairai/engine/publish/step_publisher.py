@@ -168,7 +168,7 @@ class StepPublisher:
         return try_each(new, self._add) if new else {}
 
     def _add(self, request: NewRequest) -> None:
-        self._builder.add_request(request.req_id, request.mark, request.prompt_len)
+        self._builder.add_request(request.req_id, request.mark, request.prompt_len, request.media)
         self._remember(request)
 
     def drop(self, req_id: str, reason: str) -> None:

@@ -43,6 +43,7 @@ class StepRows:
     requests: BatchRequests
     seen_R: NDArray[np.uint32]
     is_continued: bool = False  # the step has further rows
+    media_T: NDArray[np.uint8] | None = None  # what each token stands for; None: all are text
 
     @property
     def request_T(self) -> NDArray[np.int32]:
@@ -76,6 +77,8 @@ class StepRows:
         # prefills its own generated tokens again.
         tokens["phase"] = position_T >= np.repeat(self.requests.prompts_R, self.counts_R)
         tokens["flags"] = position_T < np.repeat(self.seen_R, self.counts_R)
+        if self.media_T is not None:
+            tokens["flags"] |= self.media_T << ring_messages.MEDIA_SHIFT
         return rows
 
 
@@ -127,6 +130,8 @@ class RowBuilder:
         self._choice_S = np.zeros(64, np.uint16)
         self._prompt_S = np.zeros(64, np.uint32)
         self._seen_S = np.zeros(64, np.uint32)
+        # By slot, of prompts with images or the like: what each of their positions stands for.
+        self._media: dict[int, NDArray[np.uint8]] = {}
         self._events: list[NDArray[np.void]] = []
         self._requests = self._read_requests(())
         self._repeated: RepeatedBatch | None = None
@@ -139,7 +144,13 @@ class RowBuilder:
     def __len__(self) -> int:
         return len(self._slots)
 
-    def add_request(self, req_id: str, mark: RequestMark, prompt_len: int) -> None:
+    def add_request(
+        self,
+        req_id: str,
+        mark: RequestMark,
+        prompt_len: int,
+        media: NDArray[np.uint8] | None = None,
+    ) -> None:
         """A request reached the worker; one that comes back after preemption is known already."""
         if req_id in self._slots:
             return
@@ -151,6 +162,8 @@ class RowBuilder:
         self._choice_S[slot] = mark.choice
         self._prompt_S[slot] = prompt_len
         self._seen_S[slot] = 0
+        if media is not None:
+            self._media[slot] = media
 
     def finish_request(self, req_id: str) -> None:
         """The engine is done with the request: the next step's rows say so."""
@@ -159,6 +172,7 @@ class RowBuilder:
             return  # aborted before it ever reached the worker
         self._end_repeated()
         self._free.append(slot)
+        self._media.pop(slot, None)
         self._requests = self._read_requests(())  # its slot may soon be another request's
         self._events.append(
             _events(
@@ -188,9 +202,34 @@ class RowBuilder:
         self._add_cached(requests, seen_R, starts_R)
         ends_R = starts_R + counts_R.astype(np.uint32)
         self._seen_S[requests.slots_R] = np.maximum(seen_R, ends_R)
-        rows = StepRows(self._take_events(), int(counts_R.sum()), counts_R, requests, seen_R)
-        self._repeated = RepeatedBatch(rows, ends_R.astype(np.int32), self._extension)
+        media_T = self._read_media(requests, starts_R, counts_R) if self._media else None
+        num_tokens = int(counts_R.sum())
+        rows = StepRows(
+            self._take_events(), num_tokens, counts_R, requests, seen_R, media_T=media_T
+        )
+        if media_T is None:  # else the next step's tokens stand for something else
+            self._repeated = RepeatedBatch(rows, ends_R.astype(np.int32), self._extension)
         return rows
+
+    def _read_media(
+        self,
+        requests: BatchRequests,
+        starts_R: NDArray[np.uint32],
+        counts_R: NDArray[np.int32],
+    ) -> NDArray[np.uint8] | None:
+        """What each token stands for; None if no media comes in this step or later."""
+        media_T: NDArray[np.uint8] | None = None
+        firsts = np.cumsum(counts_R) - counts_R
+        columns = (requests.slots_R, firsts, starts_R, counts_R)
+        for slot, first, start, count in zip(*(one.tolist() for one in columns), strict=True):
+            media = self._media.get(slot)
+            if media is None or start >= len(media):
+                continue
+            if media_T is None:
+                media_T = np.zeros(int(counts_R.sum()), np.uint8)
+            part = media[start : start + count]
+            media_T[first : first + len(part)] = part
+        return media_T
 
     def build_idle(self) -> StepRows:
         """The rows of a step that forwards nothing: it may still have events."""
@@ -227,20 +266,40 @@ class RowBuilder:
         is_skipped_R = starts_R > seen_R
         if not np.count_nonzero(is_skipped_R):
             return
-        self._events.append(
-            _events(
-                requests.streams_R[is_skipped_R],
-                requests.choices_R[is_skipped_R],
-                positions=seen_R[is_skipped_R],
-                spans=(starts_R - seen_R)[is_skipped_R],
-                phase=ring_messages.CACHED,
-            )
+        events = _events(
+            requests.streams_R[is_skipped_R],
+            requests.choices_R[is_skipped_R],
+            positions=seen_R[is_skipped_R],
+            spans=(starts_R - seen_R)[is_skipped_R],
+            phase=ring_messages.CACHED,
         )
+        if self._media:
+            slots = requests.slots_R[is_skipped_R].tolist()
+            parts = [
+                _split_by_media(event, self._media.get(slot))
+                for event, slot in zip(events, slots, strict=True)
+            ]
+            events = np.concatenate(parts)
+        self._events.append(events)
 
     def _grow(self) -> None:
         for name in ("_stream_S", "_choice_S", "_prompt_S", "_seen_S"):
             old = getattr(self, name)
             setattr(self, name, np.concatenate([old, np.zeros_like(old)]))
+
+
+def _split_by_media(event: np.void, media: NDArray[np.uint8] | None) -> NDArray[np.void]:
+    """A cached span as several, each of which stands for one kind of thing."""
+    first, span = int(event["position"]), int(event["span"])
+    media_N = np.zeros(span, np.uint8)
+    if media is not None:
+        part = media[first : first + span]
+        media_N[: len(part)] = part
+    begins = np.flatnonzero(np.diff(media_N, prepend=np.uint8(255)))
+    events = np.repeat(np.array([event], ring_messages.ROW), len(begins))
+    events["position"], events["span"] = first + begins, np.diff(begins, append=span)
+    events["flags"] = media_N[begins] << ring_messages.MEDIA_SHIFT
+    return events
 
 
 def _events(

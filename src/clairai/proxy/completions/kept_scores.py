@@ -22,9 +22,15 @@ from msgspec import UNSET, UnsetType
 from numpy.typing import NDArray
 
 from clairai.errors import NoScoresError
+from clairai.match.choice_scores import MediaSpan
 from clairai.proxy.caller import Caller
 from clairai.proxy.completions.completion_request import MAX_ID
-from clairai.proxy.completions.request_scores import ChoiceEnd, RequestScores, ScoreSlice
+from clairai.proxy.completions.request_scores import (
+    ChoiceEnd,
+    RequestScores,
+    ScoreSlice,
+    describe_media,
+)
 from clairai.proxy.completions.token_text import TokenTexts
 from clairai.proxy.observe.observer import Outcome
 from clairai.proxy.proxy_settings import ProxySettings
@@ -49,6 +55,7 @@ class _Block(NamedTuple):
     scores_TP: NDArray[np.float32]
     lost: int
     weights: tuple[int, ...]
+    media: tuple[MediaSpan, ...]
 
 
 class _KeptRows:
@@ -91,7 +98,8 @@ def _make_blocks(slices: Sequence[ScoreSlice]) -> list[_Block]:
         scores_TP = np.array(rows, np.float32).reshape(len(rows), len(names))  # null becomes NaN
         weights = dict.fromkeys(version for part in parts for version in part.weights)
         lost = sum(len(part.lost) for part in parts)
-        blocks.append(_Block(names, scores_TP, lost, tuple(weights)))
+        media = tuple(span for part in parts for span in part.media)
+        blocks.append(_Block(names, scores_TP, lost, tuple(weights), media))
     return blocks
 
 
@@ -105,6 +113,8 @@ def _fields(blocks: Sequence[_Block]) -> dict[str, Any]:
     fields |= {"lost": lost} if lost else {}
     if weights:
         fields["weights"] = weights[0] if len(weights) == 1 else None
+    if media := [span for block in blocks for span in block.media]:
+        fields["media"] = describe_media(media)
     return fields
 
 

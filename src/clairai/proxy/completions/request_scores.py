@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import re
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, NamedTuple, Protocol
 
@@ -16,6 +16,7 @@ import msgspec
 
 from clairai.match.choice_scores import (
     ChoiceScores,
+    MediaSpan,
     PromptRows,
     ScoreColumns,
     ScoreRow,
@@ -43,6 +44,7 @@ class RowBatch(NamedTuple):
     phases: list[int]
     spans: list[int]
     scores: list[Values]
+    media: Sequence[int] = ()  # what each row stands for; empty: all are text
 
 
 class ScoreSlice(NamedTuple):
@@ -53,6 +55,7 @@ class ScoreSlice(NamedTuple):
     scores: list[Values]
     lost: tuple[int, ...]  # indices into `scores`
     weights: tuple[int, ...] = ()  # versions of the model's weights that the rows are of, in order
+    media: tuple[MediaSpan, ...] = ()  # of a prompt: tokens that are no text
 
     def fields(self) -> dict[str, Any]:
         """The JSON fields of this slice."""
@@ -61,6 +64,8 @@ class ScoreSlice(NamedTuple):
             fields["lost"] = len(self.lost)
         if self.weights:
             fields["weights"] = self.weights[0] if len(self.weights) == 1 else None
+        if self.media:
+            fields["media"] = describe_media(self.media)
         return fields
 
     def split(self, size: int) -> list[ScoreSlice]:
@@ -72,9 +77,26 @@ class ScoreSlice(NamedTuple):
                 self.scores[begin : begin + size],
                 tuple(j - begin for j in self.lost if begin <= j < begin + size),
                 self.weights,
+                tuple(_cut_spans(self.media, self.start + begin, self.start + begin + size)),
             )
             for begin in range(0, len(self.scores), size)
         ]
+
+
+def describe_media(spans: Iterable[MediaSpan]) -> list[dict[str, Any]]:
+    """As `schema.PromptMedia` has it."""
+    return [
+        {"kind": ring_messages.MEDIA_NAMES[media], "start": start, "span": span}
+        for media, start, span in spans
+    ]
+
+
+def _cut_spans(spans: Iterable[MediaSpan], begin: int, end: int) -> Iterator[MediaSpan]:
+    """What of them lies from `begin` to before `end`."""
+    for media, start, span in spans:
+        first, last = max(start, begin), min(start + span, end)
+        if first < last:
+            yield MediaSpan(media, first, last - first)
 
 
 def make_slice(
@@ -307,17 +329,18 @@ class RequestScores:
         if batch.bank is not self._bank:
             self._read_bank(batch.bank)
         for at, phase in enumerate(batch.phases):
+            media = batch.media[at] if batch.media else ring_messages.TEXT
             if phase == ring_messages.CACHED:
                 if self._prompt is not None and batch.choice == 0:
-                    self._prompt.add_cached(batch.positions[at], batch.spans[at])
+                    self._prompt.add_cached(batch.positions[at], batch.spans[at], media)
             elif phase == ring_messages.FINISHED:
                 self._end_rows(batch.choice)
             else:
                 row = self._make_row(batch.token_ids[at], batch.scores[at])
-                self._add_row(batch.choice, phase, batch.positions[at], row)
+                self._add_row(batch.choice, phase, batch.positions[at], row, media)
         self.changed.set()
 
-    def _add_row(self, choice: int, phase: int, position: int, row: ScoreRow) -> None:
+    def _add_row(self, choice: int, phase: int, position: int, row: ScoreRow, media: int) -> None:
         has_room = self._held < self._max_scores and self._budget.has_room
         held_row = row if has_room else None
         if phase == ring_messages.DECODE:
@@ -329,7 +352,7 @@ class RequestScores:
                 self._prompt.end()
         elif self._prompt is not None and choice == 0:
             before = self._prompt.size
-            self._prompt.add_row(position, held_row)
+            self._prompt.add_row(position, held_row, media)
             self._charge(self._prompt.size - before)
 
     def _end_rows(self, choice: int) -> None:
@@ -456,10 +479,10 @@ class RequestScores:
             return None
         if not is_final and self._is_attached() and not self._is_prompt_complete():
             return None
-        before = prompt.size
+        before, media = prompt.size, prompt.media_spans()
         rows, lost = prompt.take(self.prompt_ids)
         self._charge(-before)
-        made = make_slice(rows, 0, len(rows), self._names)._replace(lost=lost)
+        made = make_slice(rows, 0, len(rows), self._names)._replace(lost=lost, media=media)
         if self.kept is not None:
             self.kept.add_prompt(self.prompt_ids, made)
         return self._count_lost(made)

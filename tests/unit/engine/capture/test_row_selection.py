@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from clairai.engine.capture.capture_plan import CapturePlan, KeepThreshold
 from clairai.engine.capture.row_selection import RowSelection, RowSelector, _SelectedStep
 from clairai.engine.step import RequestMark, StepBatch
+from clairai.wire.ring_messages import AUDIO, IMAGE, MEDIA_SHIFT
 from tests.support.capture_parts import batch, capture_plan, rows_as_read
 
 SITES = {"pre_attn.0": 0, "post_block.0": 1, "pre_attn.1": 1}
@@ -30,6 +31,7 @@ class Model:
     next: int = 0
     seen: int = 0
     got: list[int] = field(default_factory=list)
+    media: tuple[int, ...] = ()  # by position; all others are text
 
     def wants(self, at: int) -> bool:
         assert self.plan is not None
@@ -43,6 +45,8 @@ PLANS = [
     capture_plan(ranges=[(0, 2), (5, 6), (9, 2**31 - 1)], points=["pre_attn.0", "post_block.0"]),
     capture_plan(encoder="full8", parameters={"group": 128}, ranges=[(4, 2**31 - 1)]),
 ]
+# Of every other request; images end inside and behind the ranges of plans.
+MEDIA = (0, IMAGE, IMAGE, 0, AUDIO, AUDIO, 0, 0, 0, IMAGE, IMAGE)
 lives = st.lists(st.sampled_from(range(len(PLANS))), min_size=1, max_size=6)
 
 
@@ -51,11 +55,11 @@ lives = st.lists(st.sampled_from(range(len(PLANS))), min_size=1, max_size=6)
 def test_each_step_selects_the_planned_rows_of_its_requests(data: Any, chosen: list[int]) -> None:
     selector, models = RowSelector(SITES), dict[str, Model]()
     for number, which in enumerate(chosen):
-        model = models[f"r{number}"] = Model(number + 1, PLANS[which], 5 + number)
+        media = MEDIA if number % 2 else ()
+        model = models[f"r{number}"] = Model(number + 1, PLANS[which], 5 + number, media=media)
         if model.plan is not None:
-            assert selector.open(
-                f"r{number}", RequestMark(model.stream), model.prompt_len, model.plan
-            )
+            given = (f"r{number}", RequestMark(model.stream), model.prompt_len, model.plan)
+            assert selector.open(*given, np.array(media, np.uint8) if media else None)
     for _ in range(5):
         names = data.draw(st.lists(st.sampled_from(sorted(models)), unique=True, min_size=1))
         counts = [data.draw(st.integers(1, 6)) for _ in names]
@@ -100,7 +104,9 @@ def _expected(models: dict[str, Model], laid: list[tuple[str, int, int]]) -> Ite
         for at in range(start, start + count):
             if model.plan is not None and model.wants(at):
                 is_again, phase = at < model.seen, int(at >= model.prompt_len)
-                yield (model.stream, at, row, phase, int(is_again), model.plan.points)
+                media = model.media[at] if at < len(model.media) else 0
+                flags = int(is_again) | media << MEDIA_SHIFT
+                yield (model.stream, at, row, phase, flags, model.plan.points)
             row += 1
         model.next = start + count
         model.seen = max(model.seen, model.next)
@@ -133,6 +139,16 @@ def test_a_split_selection_has_the_same_rows() -> None:
     assert (selection.held[0].stream, selection.held[0].choice) == (2, 3)
     assert (selection.held[0].first, selection.held[0].end) == (7, 11)
     assert selection.counts() == {(1, 0): 5, (2, 3): 4}
+
+
+def test_parts_of_a_split_selection_keep_what_their_rows_stand_for() -> None:
+    selector = RowSelector(SITES)
+    media = np.array([0, IMAGE, IMAGE, 0, AUDIO], np.uint8)
+    selector.open("a", RequestMark(1), 6, capture_plan(), media)
+    selection = selector.step(batch(("a", 0, 6)))
+    assert selection is not None
+    parts = [rows_as_read(part)["flags"].tolist() for part in selection.split(2)]
+    assert parts == [[0, IMAGE << 1], [IMAGE << 1, 0], [AUDIO << 1, 0]]
 
 
 def test_tokens_of_a_rule_are_selected_where_no_row_is() -> None:

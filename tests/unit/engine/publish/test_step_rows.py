@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections import Counter
+from typing import Any
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from clairai.engine.publish.step_rows import RowBuilder, StepRows
+from clairai.engine.publish.step_rows import RepeatedBatch, RowBuilder, StepRows
 from clairai.engine.step import RequestMark, StepBatch
 from clairai.wire import ring_messages
 from tests.support.engine_steps import Plan, Row, ToyEngine, plans
@@ -56,7 +57,7 @@ def test_the_newest_rows_and_cached_spans_of_a_request_cover_it_without_a_gap(
     for row in run(history):
         if row.phase == ring_messages.FINISHED:
             assert row.position == covered.get(row.stream, 0)
-        elif not row.flags:
+        elif not row.flags & ring_messages.RECOMPUTED:
             assert row.position == covered.get(row.stream, 0)
             covered[row.stream] = row.position + row.span
         else:
@@ -91,6 +92,43 @@ def test_rows_that_a_preempted_request_computes_again_are_flagged() -> None:
         (5, ring_messages.DECODE, 0),
         (6, ring_messages.DECODE, 0),
     ]
+
+
+def test_positions_of_an_image_are_marked_in_rows_and_in_cached_spans() -> None:
+    text, image = ring_messages.TEXT, ring_messages.IMAGE
+    media = [text, *[image] * 4, text, image, image]
+    engine = ToyEngine(RowBuilder())
+    # An image is cut by the cache and by the steps; the steps are all of one size.
+    history = [
+        Plan(new=[(10, 3, 0), (10, 0, 0)], media=[media], counts=[2, 2]),
+        *[Plan(counts=[2, 2])] * 3,
+        Plan(preempt=[(0, 4)], counts=[3, 1]),
+    ]
+    found = [row for plan in history for row in _compared(engine, plan)]
+    first, second = 2**64 - 1, 2**64 - 2
+    cached = [row for row in found if row.phase == ring_messages.CACHED]
+    assert [(row.position, row.span, row.flags >> 1) for row in cached] == [(0, 1, 0), (1, 2, 1)]
+    tokens = [row for row in found if row.phase <= ring_messages.DECODE]
+    marked = [(row.position, row.flags >> 1) for row in tokens if row.stream == first]
+    wanted = dict(enumerate([*media, text, text, text]))
+    assert marked == [(position, wanted[position]) for position in (*range(3, 11), 4, 5, 6)]
+    assert {row.flags for row in tokens if row.stream == second} == {0}
+
+
+def test_a_slot_that_had_an_image_marks_nothing_of_its_next_request() -> None:
+    engine = ToyEngine(RowBuilder())
+    history = [
+        Plan(new=[(6, 0, 0)], media=[[ring_messages.AUDIO] * 5], counts=[6]),
+        Plan(finish=[0], new=[(6, 2, 0)], counts=[4]),
+    ]
+    found = [_compared(engine, plan) for plan in history]
+    assert {row.flags for row in found[1]} == {0}
+
+
+def _compared(engine: ToyEngine, plan: Plan) -> list[Row]:
+    found, expected = engine.step(plan)
+    assert found == expected
+    return found
 
 
 @pytest.mark.parametrize("num_requests", [63, 64, 65, 128, 129, 300])
@@ -242,30 +280,43 @@ class NeighbourBuilder(RowBuilder):
 class ForgetfulBuilder(RowBuilder):
     """Does not know a request that comes back."""
 
-    def add_request(self, req_id: str, mark: RequestMark, prompt_len: int) -> None:
+    def add_request(self, req_id: str, *given: Any) -> None:
         self._slots.pop(req_id, None)
-        super().add_request(req_id, mark, prompt_len)
+        super().add_request(req_id, *given)
 
 
 class StaleBuilder(RowBuilder):
     """Leaves in a slot what its last request had."""
 
-    def add_request(self, req_id: str, mark: RequestMark, prompt_len: int) -> None:
+    def add_request(self, *given: Any) -> None:
         seen = self._seen_S.copy()
-        super().add_request(req_id, mark, prompt_len)
+        super().add_request(*given)
         self._seen_S[: len(seen)] = seen
+
+
+class SteadyBuilder(RowBuilder):
+    """Takes the second half of an image for the first."""
+
+    def build(self, batch: StepBatch) -> StepRows:
+        rows = super().build(batch)
+        ends_R = (batch.starts_R + batch.counts_R).astype(np.int32)
+        self._repeated = RepeatedBatch(rows, ends_R, None)
+        return rows
 
 
 def _arrays(batch: StepBatch) -> tuple[np.ndarray, np.ndarray]:
     return batch.counts_R, batch.starts_R
 
 
-@pytest.mark.parametrize("broken", [NeighbourBuilder, ForgetfulBuilder, StaleBuilder])
+@pytest.mark.parametrize(
+    "broken", [NeighbourBuilder, ForgetfulBuilder, StaleBuilder, SteadyBuilder]
+)
 def test_a_builder_that_mixes_requests_up_is_caught_by_the_reference(
     broken: type[RowBuilder],
 ) -> None:
     history = [
-        Plan(new=[(6, 1, 0), (3, 0, 1)], counts=[3, 3]),
+        Plan(new=[(9, 1, 0), (3, 0, 1)], media=[[0] * 7 + [1]], counts=[3, 3]),
+        *[Plan(counts=[2, 1])] * 3,
         Plan(counts=[2, 1], preempt=[(1, 0)]),
         Plan(finish=[0], new=[(9, 0, 2)], counts=[1, 2]),
     ]

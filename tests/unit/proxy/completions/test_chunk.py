@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from clairai.match.choice_scores import MediaSpan
 from clairai.proxy.completions.chunk import TokenFrame
 from clairai.proxy.completions.completion_request import ClairaiOptions
 from clairai.proxy.completions.merger import Merger
@@ -207,9 +208,25 @@ def test_the_scores_of_a_prompt_go_with_the_first_token_after_them() -> None:
     rows: list[Any] = [score(token, at) for at, token in enumerate(PROMPT)]
     phases = [ring_messages.PREFILL] * len(PROMPT)
     positions, spans = list(range(len(PROMPT))), [1] * len(PROMPT)
-    scores.add_rows(RowBatch(7, 0, BANK, positions, PROMPT, phases, spans, rows))
-    assert b'"prompt_scores"' in b"".join(merger.add_frame(late))
+    media = [0, ring_messages.IMAGE, *[0] * len(PROMPT)][: len(PROMPT)]
+    scores.add_rows(RowBatch(7, 0, BANK, positions, PROMPT, phases, spans, rows, media))
+    written = b"".join(merger.add_frame(late))
+    assert b'"prompt_scores"' in written
+    assert b'"media":[{"kind":"image","start":1,"span":1}]' in written
     assert scores.is_streaming
+
+
+def test_a_slice_that_is_split_keeps_the_media_of_each_part() -> None:
+    image = ring_messages.IMAGE
+    spans = (MediaSpan(image, 1, 4), MediaSpan(ring_messages.AUDIO, 7, 1))
+    whole = ScoreSlice(("a",), 0, [[0.0]] * 8, (), (), spans)
+    parts = [part.fields().get("media") for part in whole.split(3)]
+    assert parts == [
+        [{"kind": "image", "start": 1, "span": 2}],
+        [{"kind": "image", "start": 3, "span": 2}],
+        [{"kind": "audio", "start": 7, "span": 1}],
+    ]
+    assert "media" not in whole.split(1)[0].fields()
 
 
 @pytest.mark.parametrize("weights", [(), (3,), (3, 4)])
