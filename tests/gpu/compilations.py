@@ -1,4 +1,4 @@
-"""Everything that serving can ask of a GPU, and what Triton compiles meanwhile.
+"""Everything that serving can ask of a GPU, and what Triton compiles and loads meanwhile.
 
 Runs in the engine's process, like all of tests/engine.
 """
@@ -35,16 +35,23 @@ OPS: Final[tuple[Mapping[str, Any], ...]] = (
 
 
 def watch(_llm: Any) -> list[str]:
-    """The names of the kernels that Triton compiles from now on."""
+    """The names of the kernels that Triton compiles or loads from now on.
+
+    A kernel that is compiled and not loaded still makes its first launch wait, for a launcher.
+    """
     import triton
 
-    compiled: list[str] = []
+    noted: list[str] = []
 
-    def note(*, fn: Any, **_: Any) -> None:
-        compiled.append(fn.name)
+    def note_compiled(*, fn: Any, **_: Any) -> None:
+        noted.append(f"compiled {fn.name}")
 
-    triton.knobs.runtime.jit_post_compile_hook = note
-    return compiled
+    def note_loaded(_module: Any, _function: Any, name: str, *_: Any) -> None:
+        noted.append(f"loaded {name}")
+
+    triton.knobs.runtime.jit_post_compile_hook = note_compiled
+    triton.knobs.runtime.kernel_load_end_hook = note_loaded
+    return noted
 
 
 def compiled_by_traffic(llm: Any) -> dict[str, list[str]]:

@@ -242,16 +242,27 @@ class Recorder:
     def __init__(self, name: str, noted: list[tuple[str, str, int]]) -> None:
         self._name, self._noted = name, noted
 
-    def warmup(self, *given: Any, grid: Any, **tiling: Any) -> None:
+    def warmup(self, *given: Any, grid: Any, **tiling: Any) -> Loadable:
         del grid, tiling
-        self._noted.append(("compiled", self._name, given[6].data_ptr()))
+        return Loadable(self._name, given[6].data_ptr(), self._noted)
 
     def __getitem__(self, grid: Any) -> Callable[..., None]:
         del grid
         return lambda *given, **_: self._noted.append(("launched", self._name, given[6].data_ptr()))
 
 
-def test_the_first_forward_compiles_what_any_later_one_launches(
+class Loadable:
+    """What `warmup` returns: compiled, and loaded when it is given a grid."""
+
+    def __init__(self, name: str, site: int, noted: list[tuple[str, str, int]]) -> None:
+        self._name, self._site, self._noted = name, site, noted
+
+    def __getitem__(self, grid: Any) -> None:
+        del grid
+        self._noted.append(("loaded", self._name, self._site))
+
+
+def test_the_first_forward_compiles_and_loads_what_any_later_one_launches(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     noted: list[tuple[str, str, int]] = []
@@ -267,10 +278,10 @@ def test_the_first_forward_compiles_what_any_later_one_launches(
             scorer(hidden_TD, bank.weights_HDK, bank.bias_K, bank.activation_K, scores_TK, ran)
 
     forward(8192)
-    compiled = {(name, site) for what, name, site in noted if what == "compiled"}
-    assert len(compiled) == 4
+    loaded = {(name, site) for what, name, site in noted if what == "loaded"}
+    assert len(loaded) == 4
     noted.clear()
     for num_tokens in (1, 600, scorer.max_wide_tokens, scorer.max_wide_tokens + 1, 8192):
         forward(num_tokens)
     assert {what for what, _, _ in noted} == {"launched"}
-    assert {(name, site) for _, name, site in noted} == compiled
+    assert {(name, site) for _, name, site in noted} == loaded

@@ -83,7 +83,7 @@ class CompiledKernel:
 
     def __init__(self, driver: CudaDriver, compiled: Any, given: Mapping[str, int]) -> None:
         """`compiled` is what `warmup` returned; `given` are its arguments by name, no constants."""
-        compiled[1, 1, 1]  # makes Triton load it
+        load_kernel(compiled)
         self._driver, self._function = driver, int(compiled.function)
         metadata = compiled.metadata
         self._threads, self._shared = metadata.num_warps * WARP_THREADS, metadata.shared
@@ -123,6 +123,16 @@ class CompiledKernel:
 
     def _all(self) -> list[tuple[str, Any]]:
         return [*self.cells.items(), *((str(at), cell) for at, cell in enumerate(self._hidden))]
+
+
+def load_kernel(compiled: Any) -> None:
+    """Have Triton load what `warmup` returned, and build its launcher, before the first launch.
+
+    A launcher is C that Triton compiles when it is first needed (triton 3.8 compiler/compiler.py,
+    `_init_handles`): 0.4 s in which the engine stands still. Its interpreter has nothing to load.
+    """
+    if compiled is not None:
+        compiled[1, 1, 1]
 
 
 def arguments_by_name(function: Any, given: Sequence[Any]) -> dict[str, int]:

@@ -16,6 +16,8 @@ import torch
 import triton
 import triton.language as tl
 
+from clairai.engine.kernel_launch import load_kernel
+
 TILE_T: Final = 16  # the least that a tensor core multiplies
 SLICE_D: Final = 128
 MAX_TILE_K: Final = 64
@@ -192,11 +194,11 @@ class Scorer:
         score_wide[grid](*given, self._partial, self._ticket, **tiling)
 
     def _compile(self, given: tuple[Any, ...], tiling: dict[str, Any]) -> None:
-        """Compile both kernels for a site, in the first forward, which is vLLM's own warm-up.
+        """Compile and load both kernels for a site, in the first forward: vLLM's own warm-up.
 
         That forward has as many tokens as a step can have, and so needs only one of the two; the
         other would be compiled in the first step of a few hundred tokens, when users wait for it.
         Triton compiles again for memory that is aligned otherwise, as that of another site may be.
         """
-        score_wide.warmup(*given, self._partial, self._ticket, **tiling, grid=(1,))
-        score_long.warmup(*given, **tiling, grid=(1,))
+        load_kernel(score_wide.warmup(*given, self._partial, self._ticket, **tiling, grid=(1,)))
+        load_kernel(score_long.warmup(*given, **tiling, grid=(1,)))
