@@ -5,6 +5,7 @@ Runs in the engine's process, like all of tests/engine.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Mapping
 from typing import Any, Final
 
@@ -35,23 +36,33 @@ OPS: Final[tuple[Mapping[str, Any], ...]] = (
 
 
 def watch(_llm: Any) -> list[str]:
-    """The names of the kernels that Triton compiles or loads from now on.
+    """The names of the kernels that Triton compiles from now on, or loads if they are ours.
 
     A kernel that is compiled and not loaded still makes its first launch wait, for a launcher.
+    vLLM's own V1 runner leaves one of its kernels so (0.32).
     """
     import triton
 
-    noted: list[str] = []
+    ours, noted = own_kernels(), list[str]()
 
     def note_compiled(*, fn: Any, **_: Any) -> None:
         noted.append(f"compiled {fn.name}")
 
     def note_loaded(_module: Any, _function: Any, name: str, *_: Any) -> None:
-        noted.append(f"loaded {name}")
+        if name in ours:
+            noted.append(f"loaded {name}")
 
     triton.knobs.runtime.jit_post_compile_hook = note_compiled
     triton.knobs.runtime.kernel_load_end_hook = note_loaded
     return noted
+
+
+def own_kernels() -> set[str]:
+    import triton
+
+    modules = [one for name, one in sys.modules.items() if name.startswith("clairai.engine.")]
+    values = [value for module in modules for value in vars(module).values()]
+    return {one.__name__ for one in values if isinstance(one, triton.runtime.jit.JITFunction)}
 
 
 def compiled_by_traffic(llm: Any) -> dict[str, list[str]]:
