@@ -23,7 +23,7 @@ from typing import Any, Final
 from urllib.parse import urlsplit
 
 from bench.proxy_load import PROMPT, STAMP, Upstream, running_proxy, running_ring
-from clairai.proxy.upstream import KEEP_ALIVE_S
+from clairai.proxy.proxy_settings import Timeouts
 
 PATH: Final = "/v1/chat/completions"
 BODY: Final[dict[str, Any]] = {"messages": [{"role": "user", "content": "Hi"}], "stream": True}
@@ -204,7 +204,7 @@ async def _settled(upstream: Upstream, pid: int) -> Footprint:
     with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(CANCEL_DEADLINE_S):
             await upstream.is_idle.wait()
-    await asyncio.sleep(1.5 * KEEP_ALIVE_S)  # idle connections to upstream are closed by then
+    await asyncio.sleep(1.5 * Timeouts().upstream_idle)  # idle connections are closed by then
     return Footprint.of(pid)
 
 

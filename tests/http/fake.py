@@ -199,7 +199,7 @@ class Exchange:
 
     async def end_when(self, event: threading.Event) -> None:
         """Go on when the test says so."""
-        assert await asyncio.to_thread(event.wait, 10)
+        assert await asyncio.to_thread(event.wait, 60)
 
     async def forever(self) -> None:
         """Go on until somebody hangs up."""

@@ -15,6 +15,7 @@ import pytest
 from numpy.typing import NDArray
 
 from clairai.errors import RingError
+from clairai.proxy import ring_feed
 from clairai.proxy.app import create_app
 from clairai.proxy.observe.observer import CompletionEnd
 from clairai.proxy.proxy_settings import ProxySettings
@@ -33,6 +34,34 @@ def scored(w: World) -> tuple[int, int]:
     with w.client() as client:
         (one,) = collect_scores(chunks(client.post(CHAT, json=asking()).content)).values()
     return sum(bool(row and row["token"]) for row in one.scores), one.lost
+
+
+class Hanging:
+    """An observer that takes as long as the test says: the thread that reads waits for it."""
+
+    def __init__(self) -> None:
+        self.go = threading.Event()
+
+    def on_scores(self, *_: object) -> None:
+        assert self.go.wait(20)
+
+    def on_completion_end(self, _: CompletionEnd) -> None: ...
+
+
+def test_a_reading_thread_that_hangs_is_told_by_health(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ring_feed, "STALLED_S", 0.3)
+    hanging = Hanging()
+    with world(tmp_path, observers=(hanging,)) as w, w.client() as client:
+        assert client.get("/health").json()["status"] == "ready"
+        assert w.upstream.ring is not None
+        w.upstream.ring.rows(1, 0, [1])
+        until(lambda: client.get("/health").json()["status"] == "degraded")
+        reason = "the thread that reads the ring hangs: scores are lost"
+        assert client.get("/health").json()["reason"] == reason
+        hanging.go.set()
+        until(lambda: client.get("/health").json()["status"] == "ready")
 
 
 def test_an_engine_that_restarts_is_read_again(tmp_path: Path) -> None:

@@ -47,6 +47,29 @@ def test_a_stream_of_another_kind_comes_back_byte_for_byte(w: World) -> None:
         assert client.post("/v1/messages", json={"stream": True}).content == frames
 
 
+@pytest.mark.parametrize("path", ["/v1/messages", "/v1/responses"])
+def test_a_stream_that_breaks_off_ends_with_an_event_that_its_clients_read(
+    w: World, path: str
+) -> None:
+    async def script(exchange: Exchange) -> None:
+        await exchange.send(b"event: first\ndata: {}\n\n" * 3)
+        exchange.die()
+
+    w.upstream.script = script
+    with w.client() as client:
+        raw = client.post(path, json={"stream": True, "messages": [], "input": "a"}).text
+    *_, last = raw.rstrip().split("\n\n")
+    name, data = last.split("\n")
+    assert name == "event: error"
+    told = json.loads(data.removeprefix("data: "))
+    assert (told["type"], told["error"]["message"]) == (
+        "error",
+        "the engine ended in the middle of the answer",
+    )
+    if path == "/v1/responses":
+        assert (told["code"], told["sequence_number"]) == ("engine-gone", 3)
+
+
 def test_a_get_is_passed_on_and_its_id_is_quoted(w: World) -> None:
     with w.client() as client:
         assert client.get("/version").json() == {"version": "0.32.0"}

@@ -19,6 +19,9 @@ from pathlib import Path
 from typing import Final
 
 _PIDFD_GETFD: Final = 438  # of pidfd_getfd(2), the same on every architecture
+_ATTACH, _DETACH, _GET_REGISTERS, _SET_REGISTERS = 16, 17, 12, 13  # of ptrace(2) on x86-64
+_ALL_CHILDREN: Final = 0x40000000  # __WALL of wait(2)
+_JUMP_TO_ITSELF: Final = b"\xeb\xfe"
 _FILLER: Final = "filler"
 _CHUNK: Final = bytes(1 << 16)
 
@@ -39,6 +42,87 @@ def stop(pid: int) -> End:
             os.kill(pid, signal.SIGCONT)
 
     return go_on
+
+
+def spin(pid: int) -> End:
+    """Have the main thread of the process loop for good, in machine code; other threads go on.
+
+    The thread is sent to an instruction of the process's own code that jumps to itself, without a
+    byte of it being changed. The returned function sends it back to where it was.
+    """
+    loop_at = _find_jump_to_itself(pid)
+    with _traced(pid):
+        before = _read_registers(pid)
+        changed = _Registers.from_buffer_copy(before)
+        changed.rip, changed.orig_rax = loop_at, -1  # a system call is not begun again
+        _write_registers(pid, changed)
+
+    def go_on() -> None:
+        with contextlib.suppress(OSError), _traced(pid):
+            _write_registers(pid, before)
+
+    return go_on
+
+
+class _Registers(ctypes.Structure):
+    """user_regs_struct of x86-64 (sys/user.h)."""
+
+    rip: int
+    orig_rax: int
+    _fields_ = tuple(
+        (name, ctypes.c_int64)
+        for name in (
+            *("r15", "r14", "r13", "r12", "rbp", "rbx", "r11", "r10", "r9", "r8", "rax", "rcx"),
+            *("rdx", "rsi", "rdi", "orig_rax", "rip", "cs", "eflags", "rsp", "ss", "fs_base"),
+            *("gs_base", "ds", "es", "fs", "gs"),
+        )
+    )
+
+
+def _find_jump_to_itself(pid: int) -> int:
+    """The address of such an instruction: two bytes, which some larger one is bound to contain."""
+    maps = Path(f"/proc/{pid}/maps").read_text().splitlines()
+    with Path(f"/proc/{pid}/mem").open("rb", buffering=0) as memory:
+        for line in maps:
+            span, rights, *_, name = line.split()
+            if rights != "r-xp" or not name.startswith("/"):
+                continue
+            begin, end = (int(part, 16) for part in span.split("-"))
+            memory.seek(begin)
+            at = memory.read(end - begin).find(_JUMP_TO_ITSELF)
+            if at >= 0:
+                return begin + at
+    raise OSError(errno.ENOENT, "no instruction that jumps to itself")
+
+
+@contextmanager
+def _traced(pid: int) -> Iterator[None]:
+    """The main thread stands still in this context: ptrace(2)."""
+    _ptrace(_ATTACH, pid)
+    os.waitpid(pid, _ALL_CHILDREN)
+    try:
+        yield
+    finally:
+        _ptrace(_DETACH, pid)
+
+
+def _read_registers(pid: int) -> _Registers:
+    made = _Registers()
+    _ptrace(_GET_REGISTERS, pid, ctypes.byref(made))
+    return made
+
+
+def _write_registers(pid: int, registers: _Registers) -> None:
+    _ptrace(_SET_REGISTERS, pid, ctypes.byref(registers))
+
+
+def _ptrace(request: int, pid: int, data: object = None) -> None:
+    libc = ctypes.CDLL(None, use_errno=True)
+    libc.ptrace.argtypes = (ctypes.c_long, ctypes.c_long, ctypes.c_void_p, ctypes.c_void_p)
+    libc.ptrace.restype = ctypes.c_long
+    if libc.ptrace(request, pid, None, data) < 0:
+        code = ctypes.get_errno()
+        raise OSError(code, os.strerror(code))
 
 
 def exhaust_fds(pid: int) -> End:

@@ -10,13 +10,15 @@ import signal
 import socket
 import threading
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
+from aiohttp import web
 from prometheus_client.parser import text_string_to_metric_families
 
 from clairai.local.heartbeat import read_process_state
@@ -27,6 +29,7 @@ from clairai.proxy.proxy_settings import Limits
 from tests.http.answers import CHAT, collect_scores, expected
 from tests.http.fake import Exchange, Script, answering
 from tests.http.world import World, world
+from tests.process import fault_injection
 from tests.process.served import Serve
 from tests.process.served import serve as serve
 from tests.support.ring_engine import until
@@ -37,6 +40,7 @@ READY_S = 60.0  # two interpreters start, on a busy machine
 SCORED = {"messages": [], "clairai": {"probes": "all"}}
 NAMED = {"messages": [], "stream": True, "clairai": {"events": "named"}}
 TOKENS = [72, 105, 33]
+DONE = "[DONE]"
 ONE, OTHER = "key-of-one-client", "key-of-another-client"
 KEYS = (
     AccessKey.of(ONE, name="one", rights=("read",)),
@@ -358,17 +362,44 @@ class Reading:
 
     def is_cut(self) -> bool:
         """Read to the end; True if the stream broke off."""
+        return self.read_end() != DONE
+
+    def read_end(self) -> str:
+        """Read to the end: DONE, the reason why it ends without, or nothing if it broke off."""
         try:
-            return b"[DONE]" not in b"".join(self.answer.iter_bytes())
+            last = b"".join(self.answer.iter_bytes()).rstrip().rpartition(b"data: ")[2].decode()
+            return last if last == DONE else str(json.loads(last)["error"]["message"])
         except (httpx.RemoteProtocolError, httpx.ReadError):
-            return True
+            return ""
         finally:
             self._client.close()
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
-def test_a_process_that_ends_or_stops_takes_its_own_streams_and_is_replaced(
-    tmp_path: Path, number: signal.Signals
+def hang(pid: int) -> None:
+    """Its event loop goes round no more; other threads of the process do."""
+    try:
+        fault_injection.spin(pid)
+    except PermissionError:
+        pytest.skip("needs the right to trace processes")
+
+
+def suspend(pid: int) -> None:
+    os.kill(pid, signal.SIGSTOP)
+
+
+def kill(pid: int) -> None:
+    os.kill(pid, signal.SIGKILL)
+
+
+TOLD = "the process of the proxy that gave this answer {} and was ended; ask again"
+
+
+@pytest.mark.parametrize(
+    ("plant", "end"),
+    [(kill, ""), (suspend, TOLD.format("is suspended")), (hang, TOLD.format("makes no progress"))],
+)
+def test_a_process_that_ends_stops_or_hangs_takes_its_own_streams_and_is_replaced(
+    tmp_path: Path, plant: Callable[[int], None], end: str
 ) -> None:
     go = threading.Event()
     with two_processes(tmp_path, script=holding(go)) as w:
@@ -376,7 +407,7 @@ def test_a_process_that_ends_or_stops_takes_its_own_streams_and_is_replaced(
         before = processes(w).ready_pids()
         until(lambda: samples(w)["clairai_streams{}"] == 4)
         first = samples(w)
-        os.kill(before[1], number)
+        plant(before[1])
         until(lambda: before[1] not in processes(w).ready_pids().values(), READY_S)
         with w.client() as asking:
             health = asking.get("/health").json()
@@ -387,7 +418,7 @@ def test_a_process_that_ends_or_stops_takes_its_own_streams_and_is_replaced(
         assert all(cut[name] >= value for name, value in first.items() if "_total{" in name)
         assert cut["clairai_completions_cut_off_total{}"] == 2
         go.set()
-        assert sorted(reader.is_cut() for reader in readers) == [False, False, True, True]
+        assert Counter(reader.read_end() for reader in readers) == {DONE: 2, end: 2}
         await_ready(w)
         until(lambda: samples(w)["clairai_health{state=ready}"] == 1)
         after = samples(w)
@@ -396,6 +427,47 @@ def test_a_process_that_ends_or_stops_takes_its_own_streams_and_is_replaced(
         assert after["clairai_streams{}"] == 0
         w.upstream.script = answering(TOKENS)
         check_scores_on_both(w)
+
+
+def test_whoever_waits_for_a_process_that_hangs_is_told_why_as_its_api_says_it(
+    tmp_path: Path,
+) -> None:
+    """Before the first byte with a status of its own, in a stream as an event."""
+    go = threading.Event()
+
+    async def script(exchange: Exchange) -> web.StreamResponse:
+        if exchange.body.get("stream"):
+            await exchange.send(b'data: {"choices":[]}\n\n')
+        await exchange.end_when(go)
+        return exchange.response or exchange.refuse(500, "over")
+
+    with two_processes(tmp_path, script=script) as w, ExitStack() as stack:
+        asked: dict[str, tuple[str, dict[str, Any]]] = {
+            "whole": (CHAT, {"messages": []}),
+            "message": ("/v1/messages", {"messages": [], "stream": True}),
+            "response": ("/v1/responses", {"input": "a", "stream": True}),
+            "run": (CHAT, NAMED),
+        }
+        pool = stack.enter_context(ThreadPoolExecutor(8))
+        stack.callback(go.set)
+        answers = {}
+        for name, (path, body) in asked.items():
+            for number in (1, 2):  # each is asked of both processes
+                client = stack.enter_context(w.client())
+                answers[name, number] = pool.submit(client.post, path, json=body, timeout=60)
+                w.upstream.wait_for(lambda: len(w.upstream.seen) == len(answers))
+        hang(processes(w).ready_pids()[1])
+        until(lambda: sum(answer.done() for answer in answers.values()) == 4, READY_S)
+        reason = TOLD.format("makes no progress")
+        told = {name: one.result() for (name, _), one in answers.items() if one.done()}
+        assert set(told) == set(asked)
+        assert told["whole"].status_code == 503
+        assert told["whole"].json()["error"]["message"] == reason
+        assert told["whole"].headers["retry-after"] == "1"
+        ends = {name: told[name].text.rpartition("event: error\ndata: ")[2] for name in told}
+        assert json.loads(ends["message"])["error"] == {"type": "process-ended", "message": reason}
+        assert json.loads(ends["response"])["message"] == reason
+        assert json.loads(ends["run"])["error"]["message"] == reason
 
 
 def check_scores_on_both(w: World) -> None:

@@ -407,6 +407,8 @@ class HealthCheck:
     def _ring_status(self) -> HealthStatus:
         if not self._feed.is_attached:
             return HealthStatus("degraded", "the engine's ring is not attached: scores are lost")
+        if self._feed.is_stalled:
+            return HealthStatus("degraded", "the thread that reads the ring hangs: scores are lost")
         lost_at_s = self._feed.lost_at_s
         if lost_at_s is not None and time.monotonic() - lost_at_s < LOSS_MEMORY_S:
             return HealthStatus("degraded", "records of the ring were lost in the last minute")

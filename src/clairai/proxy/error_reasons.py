@@ -15,6 +15,7 @@ import msgspec
 _FIELDS: Final = msgspec.json.Decoder(dict[str, Any])
 _UNREADABLE: Final = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
 ERROR_FRAME: Final = b'data: {"error"'
+_ERROR_EVENT: Final = b"event: error\ndata: {"
 
 
 def explain(body: bytes, status: int, request_id: str | None = None) -> bytes:
@@ -34,12 +35,12 @@ def explain(body: bytes, status: int, request_id: str | None = None) -> bytes:
 
 
 def explain_frame(frame: bytes, request_id: str | None = None) -> bytes:
-    """The same of a frame in a stream."""
-    if not frame.startswith(ERROR_FRAME):
+    """The same of a frame in a stream, with a name (/v1/messages) or without."""
+    if not frame.startswith((ERROR_FRAME, _ERROR_EVENT)):
         return frame
-    data = frame.removeprefix(b"data: ")
-    explained = explain(data.rstrip(), HTTPStatus.INTERNAL_SERVER_ERROR, request_id)
-    return frame if explained == data.rstrip() else b"data: " + explained + b"\n\n"
+    name, _, data = frame.rstrip().rpartition(b"data: ")
+    explained = explain(data, HTTPStatus.INTERNAL_SERVER_ERROR, request_id)
+    return frame if explained == data else name + b"data: " + explained + b"\n\n"
 
 
 def _reason(status: int, request_id: str | None) -> str:

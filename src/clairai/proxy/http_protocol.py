@@ -390,17 +390,7 @@ class BoundedProtocol(H11Protocol):
         """Answer without the app, and close."""
         self._stop_head_timer()
         self._on_refusal(refusal.status)
-        body = msgspec.json.encode(refusal.body)
-        headers = {
-            **dict(SECURITY_HEADERS),
-            **refusal.headers,
-            "Content-Type": "application/json",
-            "Content-Length": str(len(body)),
-            "Connection": "close",
-        }
-        lines = [f"HTTP/1.1 {refusal.status.value} {refusal.status.phrase}"]
-        lines += [f"{name}: {value}" for name, value in headers.items()]
-        self.transport.write("\r\n".join([*lines, "", ""]).encode() + body)
+        self.transport.write(write_refusal(refusal))
         # A client that is not allowed is not waited for: it would keep its descriptor.
         self.transport.is_mid_request = self._allowance is not Allowance.NONE
         self.transport.close()
@@ -419,6 +409,21 @@ class BoundedProtocol(H11Protocol):
             self.transport.abort()
         else:
             super().timeout_keep_alive_handler()
+
+
+def write_refusal(refusal: HttpRefusal) -> bytes:
+    """A whole response, after which the connection is closed."""
+    body = msgspec.json.encode(refusal.body)
+    headers = {
+        **dict(SECURITY_HEADERS),
+        **refusal.headers,
+        "Content-Type": "application/json",
+        "Content-Length": str(len(body)),
+        "Connection": "close",
+    }
+    lines = [f"HTTP/1.1 {refusal.status.value} {refusal.status.phrase}"]
+    lines += [f"{name}: {value}" for name, value in headers.items()]
+    return "\r\n".join([*lines, "", ""]).encode() + body
 
 
 def _overloaded() -> HttpRefusal:

@@ -63,6 +63,7 @@ class PlainExchange(RequestResponseCycle, Exchange):
         self.body = bytearray()
         self.num_missing = head.body_length  # bytes of the body that have not come
         self._head = b""  # of the response, until it is written
+        self.response_head = b""
         self._on_leave: Callable[[], None] | None = None
         self._num_unsent: int | None = None  # of a response with a length; None: it has chunks
         self._has_body = True
@@ -159,8 +160,13 @@ class PlainExchange(RequestResponseCycle, Exchange):
         lines = [b"%b: %b" % pair for pair in headers]
         check_fields(lines)
         first = b"HTTP/1.1 %d %b" % (status, STATUS_PHRASES[status])
-        self._head = b"\r\n".join((first, *lines, b"", b""))
+        self._head = self.response_head = b"\r\n".join((first, *lines, b"", b""))
         asyncio.get_running_loop().call_soon(self._flush)
+
+    @property
+    def has_written(self) -> bool:
+        """True if the client has, or gets, a part of the response."""
+        return self.response_started and not self._head
 
     def _flush(self) -> None:
         if self._head and not self.transport.is_closing():

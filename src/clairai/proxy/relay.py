@@ -14,6 +14,7 @@ from starlette.responses import Response
 
 from clairai.proxy.body_reader import timed_parts
 from clairai.proxy.caller import Caller
+from clairai.proxy.completions.error_frames import write_error_frame
 from clairai.proxy.completions.merger import MAX_FRAME_BYTES
 from clairai.proxy.completions.sse import DONE, FrameSplitter, FrameTooLong, frame_data
 from clairai.proxy.error_reasons import explain, explain_frame
@@ -191,6 +192,7 @@ class _RelayedStream:
         self._proxy, self._response, self._completion = proxy, response, completion
         self._splitter = FrameSplitter(MAX_FRAME_BYTES)
         self._has_token = False
+        self._num_frames = 0  # as far as they passed the task that reads the answer
 
     def write_tokens_at_once(self, writer: PartWriter) -> None:
         """Pass on frames as they arrive, without waking the task that reads the answer.
@@ -215,6 +217,7 @@ class _RelayedStream:
         try:
             while raw := await self._response.content.readany():
                 if frames := splitter.feed(raw):
+                    self._num_frames += len(frames)
                     self._note_token(b"".join(frames))
                     self._note_end(frames[-1])
                     yield b"".join(map(explain_frame, frames))
@@ -224,7 +227,9 @@ class _RelayedStream:
         except (aiohttp.ClientError, FrameTooLong, OSError):
             self._proxy.upstream.num_errors += 1
             completion.set_failed(self._response.status)
-            yield UpstreamGone.frame()
+            yield write_error_frame(
+                completion.route, UpstreamGone.code, UpstreamGone.message, number=self._num_frames
+            )
 
     def _note_token(self, frames: bytes) -> None:
         """Note the first of these that is not a chunk with a role, which comes before tokens."""

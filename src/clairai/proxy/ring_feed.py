@@ -44,6 +44,7 @@ POLL_PAUSE_S: Final = 0.1
 BUSY_PAUSE_S: Final = 1e-2
 IDLE_PAUSE_S: Final = 2e-2
 ATTACH_TIMEOUT_S: Final = 1.0
+STALLED_S: Final = 20.0  # longer than an engine may take to name its probes
 FIND_PAUSE_S: Final = 0.5
 MAX_FIND_PAUSE_S: Final = 2.0
 FIND_TIMEOUT_S: Final = 5.0
@@ -72,6 +73,7 @@ class RingFeed:
         self.reason = "no engine was found yet"
         self.on_target: Callable[[Path | None, StartAt], None] | None = None
         self.num_polls = 0
+        self._round_s = time.monotonic()  # when the thread last went round
         self.is_engine_ending = False  # set by a launcher: its ring goes, as it should
         self.lost_at_s: float | None = None  # when a lost record was last noticed
         self.bank: ring_messages.Bank | None = None  # of the newest record
@@ -100,6 +102,11 @@ class RingFeed:
         self._is_wanted.set()
         self._has_target.set()
         self._thread.join()
+
+    @property
+    def is_stalled(self) -> bool:
+        """True if the thread hangs: it goes round several times a second."""
+        return self._thread.is_alive() and time.monotonic() - self._round_s > STALLED_S
 
     def hurry(self) -> None:
         """Read now, and not after the pause: an answer waits for its last rows."""
@@ -132,6 +139,7 @@ class RingFeed:
 
     def _run(self) -> None:
         while not self._is_stopping.is_set():
+            self._round_s = time.monotonic()
             self._has_target.clear()
             try:
                 is_read = self._target is not None and self._read_engine(self._target)
@@ -169,6 +177,7 @@ class RingFeed:
             if records:
                 self._read_records(records, reader)
             self._note_statistics(reader.statistics())
+            self._round_s = time.monotonic()
             self.num_polls += 1
             if not records and is_dead and self._now.lag == 0:
                 return

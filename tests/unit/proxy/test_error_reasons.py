@@ -41,6 +41,19 @@ def test_an_error_in_a_stream_gets_a_reason_too() -> None:
     assert "gave no reason" in json.loads(frame.removeprefix(b"data: "))["error"]["message"]
 
 
+def test_an_event_of_an_error_gets_a_reason_and_keeps_its_name() -> None:
+    blank = (
+        b'event: error\ndata: {"type":"error","error":{"type":"internal_error","message":""}}\n\n'
+    )
+    name, data, *_ = explain_frame(blank).split(b"\n")
+    assert name == b"event: error"
+    told = json.loads(data.removeprefix(b"data: "))
+    assert told["type"] == "error"
+    assert "gave no reason" in told["error"]["message"]
+    assert told["error"]["type"] == "internal_error"
+    assert explain_frame(explain_frame(blank)) == explain_frame(blank)
+
+
 @pytest.mark.parametrize("frame", [b"data: [DONE]\n\n", b"data: " + TOLD + b"\n\n", b": ping\n\n"])
 def test_other_frames_keep_their_bytes(frame: bytes) -> None:
     assert explain_frame(frame) == frame

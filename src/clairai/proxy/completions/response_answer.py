@@ -16,6 +16,7 @@ import msgspec
 
 from clairai.errors import UnsupportedError
 from clairai.proxy.completions.chunk import ChoiceView, ChunkView
+from clairai.proxy.completions.error_frames import RESPONSES, write_error_frame
 from clairai.proxy.completions.merger import MAX_FRAME_BYTES
 from clairai.proxy.completions.request_scores import RequestScores
 from clairai.proxy.completions.sse import FrameSplitter, FrameTooLong, frame_data
@@ -136,9 +137,7 @@ class ResponseStream(ResponseAnswer):
 
     def write_error(self, gone: UpstreamGone) -> bytes:
         """The event `error`, as OpenAI's clients read it; then it is the last event."""
-        about = {"code": gone.code, "message": gone.message, "param": None}
-        fields = {"type": "error", **about, "sequence_number": self._num_frames}
-        return b"event: error\ndata: " + msgspec.json.encode(fields) + b"\n\n"
+        return write_error_frame(RESPONSES, gone.code, gone.message, number=self._num_frames)
 
     def _decode(self, frame: bytes) -> _Event:
         return decode_answer(frame_data(frame) or b"", _Event, what="/v1/responses")

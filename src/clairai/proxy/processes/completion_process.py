@@ -27,6 +27,7 @@ from clairai.proxy.observe.metrics import TimesObserver
 from clairai.proxy.observe.observer import Observer
 from clairai.proxy.observe.telemetry import Telemetry
 from clairai.proxy.processes import messages
+from clairai.proxy.processes.last_answers import LastAnswers, WaitingConnection
 from clairai.proxy.processes.link import Link, accepted
 from clairai.proxy.processes.moving_protocol import HandedConnection
 from clairai.proxy.processes.placement import place_request
@@ -68,7 +69,8 @@ class ProcessLink:
         self._spawn(self._begin())
 
     def beat(self, counter: int) -> None:
-        self._counts.beat()
+        if not self._proxy.feed.is_stalled:  # else it goes on and scores nothing
+            self._counts.beat()
         if counter % REPORT_TICKS == 0 and self._link.is_open:
             self._report(0, has_read_on=False)
 
@@ -164,19 +166,21 @@ class ProcessLink:
 
 
 def main() -> None:
-    link_fd, memory_fd, number, num_processes, parent = map(int, sys.argv[1:])
+    link_fd, memory_fd, end_fd, number, num_processes, parent = map(int, sys.argv[1:])
     _end_with(parent)
     for ignored in _IGNORED:  # they are for the first process, which says when to end
         signal.signal(ignored, signal.SIG_IGN)
-    for fd in (link_fd, memory_fd):
+    for fd in (link_fd, memory_fd, end_fd):
         os.set_inheritable(fd, False)
     counts = SharedCounts(memory_fd, number=number, num_processes=num_processes)
     sock = socket.socket(fileno=link_fd)
-    serve(_receive_begin(sock), Link(sock, accepted(messages.ToProcess)), counts)
+    serve(_receive_begin(sock), Link(sock, accepted(messages.ToProcess)), counts, end_fd)
 
 
-def serve(begin: messages.Begin, link: Link[messages.ToProcess], counts: SharedCounts) -> None:
-    """Until the first process says that it is to end."""
+def serve(
+    begin: messages.Begin, link: Link[messages.ToProcess], counts: SharedCounts, end_fd: int
+) -> None:
+    """Until the first process says that it is to end; if this one hangs, through `end_fd`."""
     settings = begin.read_settings()
     if begin.log_format is not None:
         configure_logging(begin.log_format, _write_line)
@@ -189,6 +193,7 @@ def serve(begin: messages.Begin, link: Link[messages.ToProcess], counts: SharedC
     app = create_app(settings, observers=observers, shared=counts)
     first = ProcessLink(link, app.state.proxy, counts, times)
     server = create_completion_server(app, settings, first)
+    LastAnswers(end_fd, lambda: [*server.connections(), *map(WaitingConnection, link.drain())])
     server.run(sockets=[])
     if telemetry is not None:
         telemetry.close()

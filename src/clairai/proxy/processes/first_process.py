@@ -41,7 +41,8 @@ KEY_VARIABLES: Final = ("CLAIRAI_API_KEY", "VLLM_API_KEY", "CLAIRAI_UPSTREAM_API
 LOOK_S: Final = 0.25
 LATE_S: Final = 2.0  # after so long without a beat a process gets no new connections
 STOPPED_S: Final = 3.0  # after so long a suspended process is replaced
-SILENT_S: Final = 10.0  # and one whose event loop does not go round
+SILENT_S: Final = 10.0  # and one whose event loop, or reader of the ring, does not go round
+LAST_S: Final = 2.0  # for a process that has to end to tell its clients why
 START_S: Final = 60.0  # and one that does not begin
 ANSWER_S: Final = 2.0  # for an answer of a process that goes on
 STOP_S: Final = 3.0  # for answers that are being sent when the proxy ends
@@ -55,8 +56,12 @@ Take = Callable[[HandedConnection, int], None]
 class CompletionProcess:
     """One process, from its start to its end."""
 
-    def __init__(self, number: int, popen: subprocess.Popen[bytes], sock: socket.socket) -> None:
+    def __init__(
+        self, number: int, popen: subprocess.Popen[bytes], sock: socket.socket, end_fd: int
+    ) -> None:
+        """Takes over the socket, and the descriptor through which the process is told to end."""
         self.number, self.popen = number, popen
+        self._end_fd = end_fd
         self.link: Link[messages.FromProcess] = Link(sock, accepted(messages.FromProcess))
         self.started_s = time.monotonic()
         self.is_ready = self.is_attached = False
@@ -66,6 +71,7 @@ class CompletionProcess:
         self.ended = asyncio.Event()
         self._beat_s = self._progress_s = 0.0
         self._stopped_s: float | None = None
+        self._condemned_s: float | None = None
 
     @property
     def pid(self) -> int:
@@ -85,6 +91,25 @@ class CompletionProcess:
             return "is suspended"
         limit_s = SILENT_S if self.is_ready else START_S
         return "makes no progress" if own_s - self._progress_s >= limit_s else None
+
+    @property
+    def is_condemned(self) -> bool:
+        return self._condemned_s is not None
+
+    def condemn(self, reason: str, own_s: float) -> None:
+        """Have it end, and tell its clients why."""
+        self._condemned_s, self.is_ready = own_s, False
+        os.write(self._end_fd, reason.encode())
+        self.popen.send_signal(signal.SIGCONT)  # one that is suspended can tell nobody
+
+    def kill_late(self, own_s: float) -> None:
+        """Kill it if it has not ended by itself."""
+        if self._condemned_s is not None and own_s - self._condemned_s >= LAST_S:
+            self.popen.kill()
+
+    def close(self) -> None:
+        self.link.close()
+        os.close(self._end_fd)
 
 
 class CompletionProcesses:
@@ -329,11 +354,14 @@ class CompletionProcesses:
 
     def _start(self, number: int) -> CompletionProcess:
         ours, theirs = socket.socketpair()
-        fds = (theirs.fileno(), self._memory_fd)
+        end_read, end_write = os.pipe()
+        fds = (theirs.fileno(), self._memory_fd, end_read)
         arguments = (*fds, number, self._counts.num_processes, os.getpid())
         environ = {k: v for k, v in module_environment().items() if k not in KEY_VARIABLES}
-        with theirs, contextlib.ExitStack() as undo:
+        with theirs, contextlib.ExitStack() as closing, contextlib.ExitStack() as undo:
+            closing.callback(os.close, end_read)
             undo.callback(ours.close)
+            undo.callback(os.close, end_write)
             popen = subprocess.Popen(  # noqa: S603  # a list, no shell; our own module
                 module_command(MODULE, *map(str, arguments)),
                 env=environ,
@@ -342,7 +370,7 @@ class CompletionProcesses:
                 start_new_session=True,
             )
             undo.pop_all()
-        process = self._running[number] = CompletionProcess(number, popen, ours)
+        process = self._running[number] = CompletionProcess(number, popen, ours, end_write)
         process.link.open(
             lambda message: self._receive(process, message), lambda: self._end(process)
         )
@@ -399,7 +427,7 @@ class CompletionProcesses:
     def _bury(self, process: CompletionProcess) -> None:
         """Give back what it held, and keep what it had counted; its connections are closed."""
         del self._running[process.number]
-        process.link.close()
+        process.close()
         process.popen.wait()
         self._counts.clear(process.number)
         for number in process.connections:
@@ -418,11 +446,18 @@ class CompletionProcesses:
             await asyncio.sleep(LOOK_S)
             own_s = clock.tick()
             for process in self._live():
-                process.note_beat(self._counts.last_beat_s(process.number), own_s)
-                reason = process.find_end(own_s)
-                if reason is not None:
-                    _log.error("completion process %d %s: it is ended", process.number, reason)
-                    process.popen.kill()
+                self._watch_one(process, own_s)
+
+    def _watch_one(self, process: CompletionProcess, own_s: float) -> None:
+        if process.is_condemned:
+            process.kill_late(own_s)
+            return
+        process.note_beat(self._counts.last_beat_s(process.number), own_s)
+        reason = process.find_end(own_s)
+        if reason is not None:
+            _log.error("completion process %d %s: it is ended", process.number, reason)
+            self._lost_since.setdefault(process.number, time.time())
+            process.condemn(reason, own_s)
 
     def _spawn(self, work: Any) -> None:
         task = asyncio.ensure_future(work)

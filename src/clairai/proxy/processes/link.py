@@ -6,11 +6,12 @@ Runs in: both, on the event loop. Nothing here waits: what the other end does no
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import os
 import socket
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Final, Generic, TypeVar
 
 import msgspec
@@ -64,6 +65,20 @@ class Link(Generic[_MessageT]):
         if not self._fds:
             raise HandshakeError("a message came without its connection; not ours")
         return self._fds.popleft()
+
+    def drain(self) -> Iterator[int]:
+        """Connections that have come and were not handled; from any thread, if nobody else reads.
+
+        Takes them over from the other end for good.
+        """
+        with contextlib.suppress(OSError):
+            while True:
+                data, fds, _, _ = socket.recv_fds(
+                    self._sock, _READ_BYTES, _MAX_FDS, socket.MSG_CMSG_CLOEXEC
+                )
+                yield from fds
+                if not data:
+                    return
 
     def close(self) -> None:
         self._on_message = self._on_end = None

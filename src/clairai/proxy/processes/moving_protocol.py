@@ -12,8 +12,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Final, Protocol
 
+from clairai.proxy.completions.error_frames import write_error_frame
 from clairai.proxy.connections import Allowance, Connections, OpenConnection
-from clairai.proxy.http_protocol import BoundedProtocol
+from clairai.proxy.http_protocol import BoundedProtocol, write_refusal
+from clairai.proxy.responses import HttpRefusal
 
 _UNSENT_PAUSE_S: Final = 0.01  # between two looks whether the last answer has been taken
 
@@ -72,6 +74,31 @@ class MovingProtocol(BoundedProtocol):
         super().connection_lost(exc)
         if not self._has_moved:
             self._mover.note_closed(self._handed.number)
+
+    @property
+    def fd(self) -> int:
+        return int(self.transport.get_extra_info("socket").fileno())
+
+    def last_bytes(self, refusal: HttpRefusal) -> bytes:
+        """What ends the answer of this connection; from any thread, if the event loop hangs."""
+        exchange = self._exchange
+        if self._beginning is not None:
+            return write_refusal(refusal)
+        if exchange is None or exchange.response_complete:
+            return b""
+        if not exchange.has_written:
+            return write_refusal(refusal)
+        head = exchange.response_head.lower()
+        is_stream = b"content-type: text/event-stream" in head and b"chunked" in head
+        if not is_stream or self.transport.get_write_buffer_size():
+            return b""  # in the middle of a part
+        frame = write_error_frame(
+            exchange.scope["path"],
+            refusal.code or "",
+            refusal.message,
+            is_named=b"\r\nx-clairai-run:" in head,
+        )
+        return b"%x\r\n%b\r\n0\r\n\r\n" % (len(frame), frame)
 
     def note_unused(self) -> None:
         """It never began."""

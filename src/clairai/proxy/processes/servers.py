@@ -49,6 +49,11 @@ class TakingServer(BacklogServer):
         )
         self.start_connection(sock, protocol, protocol.note_unused)
 
+    def connections(self) -> list[MovingProtocol]:
+        """Those that are open; from any thread."""
+        found = list(self.server_state.connections)
+        return [one for one in found if isinstance(one, MovingProtocol)]
+
     def start_connection(
         self, sock: socket.socket, protocol: asyncio.Protocol, on_failure: Callable[[], None]
     ) -> None:
