@@ -239,6 +239,8 @@ def one_turn(
     if way.startswith(SCORED) and way != UNSCORED and seen.scores < seen.expected:
         found["faults"].append(f"{seen.scores} of {seen.expected} rows of scores have come")
     print(json.dumps(found), flush=True)
+    with (options.out / "turns.jsonl").open("a") as lines:  # a run that is cut short counts too
+        lines.write(json.dumps(found) + "\n")
     return found
 
 
