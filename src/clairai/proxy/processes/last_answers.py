@@ -60,7 +60,7 @@ class LastAnswers:
             return
         refusal = make_refusal(reason)
         for connection in self._find_connections():
-            with contextlib.suppress(Exception):  # it may be closing; the others count
+            with contextlib.suppress(OSError, AttributeError):  # it is being closed
                 end_connection(connection.fd, connection.last_bytes(refusal))
         os._exit(EXIT_CODE)
 
