@@ -6,6 +6,7 @@ imported at the top: a failure inside `register` stops the engine instead.
 
 from __future__ import annotations
 
+import os
 import sys
 from typing import TYPE_CHECKING, Any
 
@@ -24,7 +25,7 @@ def register() -> None:
     """
     from clairai.compat.find_config import is_requested
 
-    if not is_requested(sys.argv):
+    if not is_requested(sys.argv, os.environ):
         return
     from clairai.settings import is_disabled
 

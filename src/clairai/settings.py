@@ -171,8 +171,11 @@ def resolve_settings(
 ) -> ResolvedSettings:
     """Load and expand; environment variables fill in what the settings leave out."""
     target_layer = _target_layer(environ)
-    sources = settings.probes or _probes_from_environment(environ)
-    probes = [probe for source in sources for probe in load_many(source, target_layer=target_layer)]
+    probes = (
+        [one for source in settings.probes for one in load_many(source, target_layer=target_layer)]
+        if settings.probes
+        else _load_probes_of_model(environ, target_layer)
+    )
     vectors = [vector for source in settings.vectors for vector in load_vectors(source)]
     patterns = list(settings.points) or [str(probe.point) for probe in probes]
     if not settings.points:
@@ -208,20 +211,48 @@ def _target_layer(environ: Mapping[str, str]) -> int | None:
     return int(text)
 
 
-def _probes_from_environment(environ: Mapping[str, str]) -> tuple[str, ...]:
-    """`probes/{MODEL_NAME}/*.json` for PROBE_MODEL, below the working folder or its src/."""
+def _load_probes_of_model(environ: Mapping[str, str], target_layer: int | None) -> list[Probe]:
+    """The probes of PROBE_MODEL's folder; of those at several layers, the ones at TARGET_LAYER."""
     model = environ.get("PROBE_MODEL")
     if not model:
-        return ()
-    name = model.rstrip("/").rsplit("/", 1)[-1]
-    folders = [Path(root) / "probes" / name for root in (".", "src")]
-    found = [str(folder) for folder in folders if folder.is_dir()]
-    if not found:
+        return []
+    folder = _find_probe_folder(model)
+    probes = load_many(folder, target_layer=target_layer)
+    chosen = [probe for probe in probes if target_layer in (None, probe.point.layer)]
+    if probes and not chosen:
+        layers = ", ".join(map(str, sorted({probe.point.layer for probe in probes})))
         raise ConfigError(
-            f"PROBE_MODEL is {model!r}, but there is no folder {folders[0]} or {folders[1]}; "
-            f"make one, or unset PROBE_MODEL"
+            f"TARGET_LAYER is {target_layer}, but the probes in {folder} are at layer {layers}; "
+            f"set it to one of these, or unset it to use all"
         )
-    return (found[0],)
+    return chosen
+
+
+def _find_probe_folder(model: str) -> Path:
+    """`probes/{MODEL_NAME}`, below the working folder or its src/, in any case of letters.
+
+    The name may have the first word of its vendor's, or lack it: the probes of
+    meta-llama/Meta-Llama-3.1-8B may be in probes/Llama-3.1-8B.
+    """
+    vendor, _, name = model.rstrip("/").rpartition("/")
+    word = vendor.rsplit("/", 1)[-1].partition("-")[0].lower()
+    names = [name.lower(), name.lower().removeprefix(f"{word}-"), f"{word}-{name.lower()}"]
+    roots = [Path(root) / "probes" for root in (".", "src")]
+    found = {
+        (root, folder.name.lower()): folder
+        for root in roots
+        if root.is_dir()
+        for folder in sorted(root.iterdir())
+        if folder.is_dir()
+    }
+    for key in ((root, name) for root in roots for name in names):
+        if key in found:
+            return found[key]
+    folders = [root / name for root in roots]
+    raise ConfigError(
+        f"PROBE_MODEL is {model!r}, but there is no folder {folders[0]} or {folders[1]}; "
+        f"make one, or unset PROBE_MODEL"
+    )
 
 
 def _check_range(name: str, value: object, low: int, high: int) -> None:

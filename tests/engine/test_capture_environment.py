@@ -34,7 +34,7 @@ def _answers(llm: Any) -> dict[str, Any]:
     return found
 
 
-def test_the_variables_alone_capture_every_sequence_and_layer(
+def test_the_variables_without_any_setting_capture_every_sequence_and_layer(
     cut_model: Path, runtime: Path, tmp_path: Path
 ) -> None:
     folder = tmp_path / "acts"
@@ -52,7 +52,6 @@ def test_the_variables_alone_capture_every_sequence_and_layer(
         dtype="float32",
         enforce_eager=True,
         max_model_len=128,
-        additional_config={"clairai": {}},
     ) as engine:
         found = engine.call(_answers)
     for name in ("usual", "raw"):

@@ -266,6 +266,40 @@ def test_probe_model_finds_the_folder_of_the_models_own_name(
         assert points(found) == ["post_block.1"]
 
 
+@pytest.mark.parametrize(
+    ("folder", "model"),
+    [
+        ("Llama-3.1-8B-Instruct", "meta-llama/Meta-Llama-3.1-8B-Instruct"),
+        ("Meta-Llama-3.1-8B-Instruct", "meta-llama/Llama-3.1-8B-Instruct"),
+        ("meta-llama-3.1-8b-instruct", "meta-llama/Meta-Llama-3.1-8B-Instruct"),
+    ],
+)
+def test_a_folder_may_have_or_lack_the_vendors_word_of_the_models_name(
+    folder: str, model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    probe_file(tmp_path / "src" / "probes" / folder, "enc_1_calm.json")
+    probe_file(tmp_path / "src" / "probes" / "Llama-3.1-8B", "enc_2_other.json")
+    monkeypatch.chdir(tmp_path)
+    assert [made.name for made in resolve({}, {"PROBE_MODEL": model}).probes] == ["calm"]
+
+
+def test_target_layer_picks_among_the_probes_of_a_model(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("enc_1_calm.json", "enc_2_calm_too.json", "enc_2_loud.json"):
+        probe_file(tmp_path / "probes" / "Tiny", name)
+    monkeypatch.chdir(tmp_path)
+    environ = {"PROBE_MODEL": "org/Tiny"}
+    assert points(resolve({}, environ)) == ["post_block.1", "post_block.2"]
+    found = resolve({}, environ | {"TARGET_LAYER": "2"})
+    assert ([made.name for made in found.probes], points(found)) == (
+        ["calm_too", "loud"],
+        ["post_block.2"],
+    )
+    with pytest.raises(ConfigError, match=r"TARGET_LAYER is 3, .* at layer 1, 2; set it to one"):
+        resolve({}, environ | {"TARGET_LAYER": "3"})
+
+
 def test_probes_in_the_settings_outrank_probe_model(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -10,32 +10,41 @@ call stack, where vLLM itself holds it at that moment:
 - AsyncEngineArgs.add_cli_args   none yet: the command line is read instead      0.26:2733 0.32:3202
 
 A forked child inherits what its parent installed, so each of these decides for its children too.
+Variables of the environment ask as well; install.py then writes the key into the config.
 Runs in: every vLLM process.
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from types import FrameType
 from typing import Final
 
 CONFIG_KEY: Final = "clairai"
+# Whoever sets one of these wants taps: settings.py and capture_settings.py read them.
+ASKING_VARIABLES: Final = ("PROBE_MODEL", "TARGET_LAYER", "VLLM_ACT_CAPTURE")
 _MAX_CONFIG_FILE_BYTES: Final = 1 << 20
 
 
-def is_requested(argv: Sequence[str]) -> bool:
-    """True if the engine being built, or the command line being parsed, names clairai."""
+def is_requested(argv: Sequence[str], environ: Mapping[str, str]) -> bool:
+    """True if the engine being built, the command line or the environment asks for clairai."""
     for frame in _list_frames():
         if not str(frame.f_globals.get("__name__", "")).startswith("vllm."):
             continue
         if frame.f_code.co_name == "add_cli_args":
-            return _mentions_clairai(argv)
+            return is_asked_by(environ) or _mentions_clairai(argv)
         config = _additional_config(frame)
         if config is not None:
-            return CONFIG_KEY in config
+            return is_asked_by(environ) or CONFIG_KEY in config
     return False
+
+
+def is_asked_by(environ: Mapping[str, str]) -> bool:
+    """True if the environment alone asks for taps; VLLM_ACT_CAPTURE=0 does not."""
+    given = {name: environ.get(name, "") for name in ASKING_VARIABLES}
+    return any(given.values()) and given != {**dict.fromkeys(given, ""), "VLLM_ACT_CAPTURE": "0"}
 
 
 def _list_frames() -> Iterator[FrameType]:

@@ -23,7 +23,7 @@ import inspect
 import os
 from typing import Any, Final
 
-from clairai.compat.find_config import CONFIG_KEY
+from clairai.compat.find_config import CONFIG_KEY, is_asked_by
 from clairai.local.heartbeat import VARIABLE
 from clairai.wire.control_messages import CONTROL_METHOD
 
@@ -88,6 +88,8 @@ def _wrap_worker_init(original: Any) -> Any:
 def wrap_create_engine_config(original: Any) -> Any:
     @functools.wraps(original)
     def create_engine_config(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if is_asked_by(os.environ):
+            self.additional_config = {CONFIG_KEY: {}, **(self.additional_config or {})}
         config = original(self, *args, **kwargs)
         call = inspect.signature(original).bind(self, *args, **kwargs)
         if is_enabled_for(config):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -48,9 +48,9 @@ def module(name: str) -> Any:
 vllm: Any = module("vllm.engine.arg_utils")
 
 
-def looking(argv: Sequence[str] = ()) -> Look:
+def looking(argv: Sequence[str] = (), environ: Mapping[str, str] | None = None) -> Look:
     """A plugin load, as vLLM does it: two frames below whoever holds the config."""
-    return lambda: vllm.load_general_plugins(lambda: is_requested(argv))
+    return lambda: vllm.load_general_plugins(lambda: is_requested(argv, environ or {}))
 
 
 def holder(config: object) -> SimpleNamespace:
@@ -150,12 +150,33 @@ def test_a_frame_that_holds_no_config_is_passed_over() -> None:
 @pytest.mark.parametrize("name", ["vllm_lens.patch", "vllmx", "myvllm.engine", "__main__", "vllm"])
 def test_only_frames_of_vllm_count(name: str) -> None:
     other = module(name)
-    assert other.init_worker(holder(ASKED), lambda: is_requested(["clairai"])) is False
-    assert other.add_cli_args(lambda: is_requested(["clairai"])) is False
+    environ = {"TARGET_LAYER": "3"}
+    assert other.init_worker(holder(ASKED), lambda: is_requested(["clairai"], environ)) is False
+    assert other.add_cli_args(lambda: is_requested(["clairai"], environ)) is False
+
+
+@pytest.mark.parametrize(
+    ("environ", "expected"),
+    [
+        ({"PROBE_MODEL": "org/Tiny"}, True),
+        ({"TARGET_LAYER": "0"}, True),
+        ({"VLLM_ACT_CAPTURE": "1"}, True),
+        ({"VLLM_ACT_CAPTURE": "yes"}, True),  # which is refused, rather than ignored
+        ({"VLLM_ACT_CAPTURE": "0"}, False),
+        ({"VLLM_ACT_CAPTURE": "0", "TARGET_LAYER": "3"}, True),
+        ({"VLLM_ACT_MODE": "rp8", "PROBE_MODEL": "", "TARGET_LAYER": ""}, False),
+        ({}, False),
+    ],
+)
+def test_a_variable_of_the_environment_asks_like_the_key(
+    environ: dict[str, str], expected: bool
+) -> None:
+    assert vllm.add_cli_args(looking(["vllm", "serve", "m"], environ)) is expected
+    assert vllm.EngineArgs({}).__post_init__(looking((), environ)) is expected
 
 
 def test_without_a_frame_of_vllm_nothing_is_requested() -> None:
-    assert is_requested(["vllm", "serve", '{"clairai": {}}']) is False
+    assert is_requested(["vllm", "serve", '{"clairai": {}}'], {"TARGET_LAYER": "3"}) is False
 
 
 @pytest.mark.parametrize(
@@ -166,7 +187,7 @@ def test_hooks_are_installed_only_on_request_and_not_if_disabled(
     is_asked: bool, switch: str, expected: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     armed: list[None] = []
-    monkeypatch.setattr(find_config, "is_requested", lambda _argv: is_asked)
+    monkeypatch.setattr(find_config, "is_requested", lambda _argv, _environ: is_asked)
     monkeypatch.setattr(install, "install_hooks", lambda: armed.append(None))
     monkeypatch.setenv("CLAIRAI_DISABLE", switch)
     plugin.register()

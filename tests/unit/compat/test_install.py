@@ -62,3 +62,13 @@ def test_the_users_own_object_is_not_changed() -> None:
 def test_an_engine_without_our_key_is_left_alone() -> None:
     create = wrap_create_engine_config(EngineArgs.create_engine_config)
     assert create(EngineArgs({}), usage_context=UsageContext.LLM_CLASS).additional_config == {}
+
+
+def test_a_variable_of_the_environment_puts_our_key_into_the_config(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    create = wrap_create_engine_config(EngineArgs.create_engine_config)
+    monkeypatch.setenv("TARGET_LAYER", "3")
+    assert create(EngineArgs({"other": 1})).additional_config == {"clairai": {}, "other": 1}
+    given = {"clairai": {"points": ["all"]}}
+    assert create(EngineArgs(given)).additional_config == given
