@@ -98,7 +98,7 @@ class CompletionProcess:
 
     def condemn(self, reason: str, own_s: float) -> None:
         """Have it end, and tell its clients why."""
-        self._condemned_s, self.is_ready = own_s, False
+        self._condemned_s = own_s
         os.write(self._end_fd, reason.encode())
         self.popen.send_signal(signal.SIGCONT)  # one that is suspended can tell nobody
 
@@ -237,7 +237,7 @@ class CompletionProcesses:
         own = self._proxy.kept_scores.look_up(place.id, caller)
         best, found = own, None
         for process, answer in zip(asked, answers, strict=True):
-            if isinstance(answer, messages.FoundScores) and not process.ended.is_set():
+            if isinstance(answer, messages.FoundScores) and process.is_ready:
                 rank = (answer.rank, answer.created_s)
                 best, found = (rank, process) if rank > best else (best, found)
         self._hand(found, handed, fd)
@@ -384,8 +384,9 @@ class CompletionProcesses:
     def _receive(self, process: CompletionProcess, message: messages.FromProcess) -> None:
         match message:
             case messages.Ready():
-                process.is_ready = True
-                self._lost_since.pop(process.number, None)
+                if not process.is_condemned:
+                    process.is_ready = True
+                    self._lost_since.pop(process.number, None)
             case messages.RingChange(is_attached):
                 process.is_attached = is_attached
             case messages.EngineOutage():
@@ -414,9 +415,14 @@ class CompletionProcesses:
 
     def _end(self, process: CompletionProcess) -> None:
         """Its link has ended, so it is gone, or of no use any more."""
-        process.is_ready = False
         process.popen.kill()
         process.ended.set()
+        if not process.is_condemned:
+            self._note_lost(process)
+
+    def _note_lost(self, process: CompletionProcess) -> None:
+        """It answers nothing any more, and what it kept is gone."""
+        process.is_ready = False
         self._proxy.kept_scores.note_lost_process(process.last.counts.kept_answers)
         for answer in process.questions.values():
             if not answer.done():
@@ -456,7 +462,7 @@ class CompletionProcesses:
         reason = process.find_end(own_s)
         if reason is not None:
             _log.error("completion process %d %s: it is ended", process.number, reason)
-            self._lost_since.setdefault(process.number, time.time())
+            self._note_lost(process)
             process.condemn(reason, own_s)
 
     def _spawn(self, work: Any) -> None:
