@@ -22,10 +22,10 @@ export HF_HUB_OFFLINE := 1
 export VLLM_NO_USAGE_STATS := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo lint check test wide integrations docs matrix models faults fuzz soak bench clean
+.PHONY: help setup demo lint check test wide integrations docs matrix models release-check faults fuzz soak bench clean
 
 help: ## list the targets
-	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "make %-12s %s\n", $$1, $$2 }' Makefile
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-13s %s\n", $$1, $$2 }' Makefile
 
 setup: ## install vLLM and clairai into .venv, convert the demo model (ENGINE=cpu or cuda to choose)
 	@$(PYTHON) -m scripts.setup
@@ -60,10 +60,17 @@ docs: setup ## build the documentation site, with search, in build/site
 matrix: setup ## the same tests on every vLLM release served, one environment at a time (KEEP=1 keeps them, VERSIONS=... picks some)
 	@$(BIN)/python -m scripts.matrix $(VERSIONS)
 
-models: setup ## a tiny model of every architecture of vLLM, held against Hugging Face (ONLY=llama,qwen3 picks some, FRESH=1 forgets results)
-	@test -d $(MODEL_PACKAGES)/tiktoken || $(BIN)/pip install -q --no-deps --target $(MODEL_PACKAGES) -r scripts/requirements-models.txt
-	@: > $(MODEL_PACKAGES)/torchvision/_meta_registrations.py  # describes operators of CUDA, which do not load
+models: setup $(MODEL_PACKAGES)/tiktoken ## a tiny model of every architecture of vLLM, held against Hugging Face (ONLY=llama,qwen3 picks some, FRESH=1 forgets results)
 	@PYTHONPATH=$(MODEL_PACKAGES) nice $(BIN)/python -m tests.fidelity.run_models --only "$(ONLY)" $(if $(FRESH),--fresh)
+
+release-check: setup $(MODEL_PACKAGES)/tiktoken ## try a new vLLM release: VERSION=0.33.0 (MODELS=verified or all tries more, KEEP=1 keeps its environment)
+	@test -n "$(VERSION)" || { echo "which release? make release-check VERSION=0.33.0"; exit 2; }
+	@nice $(BIN)/python -m scripts.release_check $(VERSION) --models "$(or $(MODELS),sample)"
+
+$(MODEL_PACKAGES)/tiktoken: scripts/requirements-models.txt | setup
+	@$(BIN)/pip install -q --no-deps --upgrade --target $(MODEL_PACKAGES) -r scripts/requirements-models.txt
+	@: > $(MODEL_PACKAGES)/torchvision/_meta_registrations.py  # describes operators of CUDA, which do not load
+	@touch $@
 
 faults: setup ## plant every fault of the fault matrix in a real engine (ONLY="--role worker" picks some)
 	@$(BIN)/python -m tests.process.run_faults $(ONLY)

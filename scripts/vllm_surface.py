@@ -237,6 +237,26 @@ def surface(package: Path) -> Surface:
     }
 
 
+def sources(package: Path) -> dict[str, str]:
+    """The code of each function of NEEDS that we wrap or call, without comments and docstrings."""
+    found: dict[str, str] = {}
+    for file in {need.file for need in NEEDS if need.use != "read"}:
+        if (package / file).exists():
+            functions = dict(_functions(ast.parse((package / file).read_text()).body))
+            found |= {f"{file}: {name}": code for name, code in functions.items()}
+    return {need.key: found[need.key] for need in NEEDS if need.key in found}
+
+
+def _functions(body: list[ast.stmt], prefix: str = "") -> Iterator[tuple[str, str]]:
+    for node in _statements(body):
+        if isinstance(node, ast.ClassDef) and not prefix:
+            yield from _functions(node.body, f"{node.name}.")
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            if ast.get_docstring(node) is not None:
+                node.body = node.body[1:] or [ast.Pass()]
+            yield prefix + node.name, ast.unparse(node)
+
+
 def unmet(found: Mapping[str, str]) -> list[str]:
     """What clairai could not do with such a surface, one line each."""
     return [fault for need in NEEDS if (fault := _fault(need, found.get(need.key)))]

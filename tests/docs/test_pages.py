@@ -78,7 +78,7 @@ def _commands(text: str) -> Iterator[list[str]]:
 def _wrong_word(command: list[str]) -> str | None:
     """The first word of a command line that does not exist."""
     if command[0] == "make":
-        targets = re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
+        targets = re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
         words = [word for word in command[1:] if "=" not in word]
         return next((word for word in words if word not in targets), None)
     current = typer.main.get_command(app)

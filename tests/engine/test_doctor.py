@@ -13,8 +13,13 @@ from tests.engine import models
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(120)]
 
 
-def doctor(model: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "clairai.cli", "doctor", str(model), *arguments]
+UNKNOWN = "import vllm; vllm.__version__ = '0.99.0'; from clairai.cli import main; main()"
+
+
+def doctor(
+    model: Path, *arguments: str, program: tuple[str, str] = ("-m", "clairai.cli")
+) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, *program, "doctor", str(model), *arguments]
     return subprocess.run(command, capture_output=True, text=True, check=False, timeout=100)
 
 
@@ -42,11 +47,14 @@ def test_a_model_that_computes_something_while_it_is_built_is_built(tmp_path: Pa
     assert "12 of 12 points can be tapped" in found.stdout
 
 
-def test_arguments_of_vllm_count_and_a_refused_mode_has_a_failing_exit_code(
+def test_arguments_of_vllm_count_and_each_problem_is_said_beside_the_points(
     tmp_path: Path,
 ) -> None:
+    """A mode that is refused, and a release that nobody has tested."""
     model = models.tiny("llama", tmp_path / "llama")
-    found = doctor(model, "--", "--trust-remote-code", "--enable-prompt-embeds")
+    arguments = ("--", "--trust-remote-code", "--enable-prompt-embeds")
+    found = doctor(model, *arguments, program=("-c", UNKNOWN))
     assert found.returncode == 1
     assert "12 of 12 points can be tapped" in found.stdout
+    assert "vLLM 0.99.0 is outside the tested range" in found.stderr
     assert "prompt embeddings" in found.stderr

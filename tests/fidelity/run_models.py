@@ -2,7 +2,8 @@
 
 Run by `make models`. What each has shown is kept in a file of its own, and counts as long as vLLM's
 version, clairai's `compat` and the tiny model's config are the same: a run that was cut short goes
-on where it was. `--only` runs some of them; `--page` writes the page from what is known.
+on where it was. `--only` runs some of them; `--page` writes the page from what is known;
+`--results` keeps them elsewhere and writes no page, for another release than the served one.
 """
 
 from __future__ import annotations
@@ -59,17 +60,17 @@ def main(arguments: Sequence[str]) -> int:
         return 0
     names = _choose(asked.only.split(",") if asked.only else ["*"])
     _import_transformers()
-    RESULTS.mkdir(parents=True, exist_ok=True)
+    asked.results.mkdir(parents=True, exist_ok=True)
     runtime = Path(tempfile.mkdtemp(prefix="clairai-"))
     try:
         for name in names:
-            if asked.fresh or _find_kept(name) is None:
-                print(_verify(name, runtime), flush=True)
+            if asked.fresh or _find_kept(name, asked.results) is None:
+                print(_verify(name, runtime, asked.results), flush=True)
     finally:
         shutil.rmtree(runtime, ignore_errors=True)
-    if not asked.only:
+    if not asked.only and asked.results == RESULTS:
         _write_page()
-    found = [_find_kept(name) for name in names]
+    found = [_find_kept(name, asked.results) for name in names]
     return 0 if all(verdict and verdict.is_good for verdict in found) else 1
 
 
@@ -78,6 +79,7 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--only", default="", help="llama,qwen3,gemma*: some architectures")
     parser.add_argument("--page", action="store_true", help="verify nothing, write the page")
     parser.add_argument("--fresh", action="store_true", help="verify again what is known")
+    parser.add_argument("--results", type=Path, default=RESULTS, help="where verdicts are kept")
     return parser.parse_args(arguments)
 
 
@@ -94,13 +96,13 @@ def _choose(patterns: Sequence[str]) -> list[str]:
     )
 
 
-def _verify(name: str, runtime: Path) -> str:
+def _verify(name: str, runtime: Path, results: Path) -> str:
     """Keep the verdict; describe it in a line."""
     try:
         verdict = verify_model.verify(name, runtime)
     except Exception:  # of the check itself: the others can still be verified
         return f"{name}: {traceback.format_exc()}"
-    _file(name).write_bytes(msgspec.json.encode(Kept(_key(name), verdict)))
+    _file(name, results).write_bytes(msgspec.json.encode(Kept(_key(name), verdict)))
     return _describe(verdict)
 
 
@@ -116,15 +118,15 @@ def _import_transformers() -> None:
     transformers.logging.disable_progress_bar()
 
 
-def _find_kept(name: str) -> Verdict | None:
-    if not _file(name).exists():
+def _find_kept(name: str, results: Path = RESULTS) -> Verdict | None:
+    if not _file(name, results).exists():
         return None
-    kept = msgspec.json.decode(_file(name).read_bytes(), type=Kept)
+    kept = msgspec.json.decode(_file(name, results).read_bytes(), type=Kept)
     return kept.verdict if kept.key == _key(name) else None
 
 
-def _file(name: str) -> Path:
-    return RESULTS / f"{name}.json"
+def _file(name: str, results: Path) -> Path:
+    return results / f"{name}.json"
 
 
 def _key(name: str) -> str:

@@ -43,8 +43,13 @@ class Entry:
 @cache
 def registry() -> Mapping[str, Entry]:
     """Every architecture of the installed vLLM that generates text."""
+    return read_registry(_vllm_models())
+
+
+def read_registry(folder: Path) -> dict[str, Entry]:
+    """The same of the `model_executor/models` of any release."""
     found: dict[str, Entry] = {}
-    for statement in ast.parse((_vllm_models() / "registry.py").read_text()).body:
+    for statement in ast.parse((folder / "registry.py").read_text()).body:
         for name, table in _assigned(statement):
             held = ast.literal_eval(table) if name in KINDS else {}
             found |= {key: Entry(KINDS[name], module) for key, (module, _) in held.items()}

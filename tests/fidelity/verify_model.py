@@ -25,7 +25,13 @@ import clairai
 from clairai.points import Point
 from tests.engine import models
 from tests.engine.hooked import vector_file
-from tests.engine.process import ENVIRONMENT, ChildProcess, EngineFailed, EngineProcess
+from tests.engine.process import (
+    ALLOW_UNTESTED,
+    ENVIRONMENT,
+    ChildProcess,
+    EngineFailed,
+    EngineProcess,
+)
 from tests.engine.process import choose_context as choose_engine_context
 from tests.engine.steering import Answer, Ask
 from tests.fidelity import observe_model, tiny_models
@@ -394,7 +400,7 @@ def _prepare_engine(plant: Callable[[], None] | None) -> None:
 def _diagnose(_: None, folder: str) -> tuple[list[tuple[Point, str]], list[str]]:
     from clairai.compat.doctor import diagnose
 
-    report = diagnose(folder)
+    report = diagnose(folder, allow_untested=ALLOW_UNTESTED)
     return list(report.verdicts), list(report.problems)
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
 
@@ -44,17 +44,25 @@ class DoctorReport:
         return f"{served} of {len(self.verdicts)} points can be tapped"
 
 
-def diagnose(model: str, arguments: Sequence[str] = ()) -> DoctorReport:
+def diagnose(
+    model: str, arguments: Sequence[str] = (), *, allow_untested: bool = False
+) -> DoctorReport:
     """Build what `vllm serve` would build of `model`, in this process, and look at every point.
 
-    `arguments` are further ones of `vllm serve`.
+    `arguments` are further ones of `vllm serve`. A release outside the tested range is a problem
+    of the report unless `allow_untested`; the points are looked at either way.
     """
     version = vllm_version()
+    problems: list[str] = []
     try:
-        check_version(version, allow_untested=False)
-        return _inspect(model, _make_config(model, arguments, version), version)
+        check_version(version, allow_untested=allow_untested)
     except UnsupportedError as error:
-        return DoctorReport(f"{model} on vLLM {version}", (), (error.reason,))
+        problems.append(error.reason)
+    try:
+        report = _inspect(model, _make_config(model, arguments, version), version)
+    except UnsupportedError as error:
+        return DoctorReport(f"{model} on vLLM {version}", (), (*problems, error.reason))
+    return replace(report, problems=(*problems, *report.problems))
 
 
 def _inspect(model: str, config: Any, version: str) -> DoctorReport:
