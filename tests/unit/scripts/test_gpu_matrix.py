@@ -48,6 +48,7 @@ def test_what_failed_is_shown_and_what_was_measured_again_counts(tmp_path: Path)
         ("values", {"runner": "V2", **VALUES, "is_first_exact": False}),
         ("overhead", {**cost, "batch": 1, "p50": 1.5}),
         ("overhead", {**cost, "batch": 1, "p50": 1.002}),
+        ("overhead", {**cost, "batch": 1, "failed": "out of memory"}),
         ("overhead", {**cost, "batch": 64, "failed": "left out"}),
         ("overhead", {**failed, "case": "1 layer x 16", "load": "probes"}),
         ("weights", {"way": "clairai_ipc", "ms": 131.2, "found": {}}),
