@@ -61,6 +61,7 @@ RELEASED_S: Final = 2.0  # in which a transfer meets the fault
 SINCE_SLACK_S: Final = 2.0  # health gives whole seconds
 ANSWER_TOKENS: Final = 24
 TOLERANCE: Final = 1e-3
+NUM_COMPLETION: Final = 2  # processes, if the fault is planted in one of them
 SERVING: Final[dict[Weights, tuple[str, ...]]] = {
     Weights.SAME: ("old",),
     Weights.OLD: ("old",),
@@ -152,8 +153,8 @@ class FaultRun:
             self._try(partial(self.check_streams, state, load), state)
             if load.transfer is not None:
                 load.transfer.release(RELEASED_S)
-        if self.shared.back is not Back.RESTARTED:  # nobody wakes what has to be replaced
-            self._try(end_fault)
+        if self.shared.back not in (Back.RESTARTED, Back.PROCESS_RESTARTED):
+            self._try(end_fault)  # else nobody wakes it: it has to be replaced
         if self.is_service_over:
             return
         for state, load in loads.items():  # long answers first
@@ -201,11 +202,14 @@ class FaultRun:
                 return injection.kill(pid)
             case Fault.SIGSTOP:
                 return injection.stop(pid)
+            case Fault.HANG:
+                return injection.spin(pid)
             case Fault.NO_FDS:
                 return injection.exhaust_fds(pid)
             case Fault.DISK_FULL:
                 disks = self.service.disks
-                outputs = {Role.PROXY: disks.output, Role.SIDECAR: disks.sidecar}
+                outputs = dict.fromkeys((Role.PROXY, Role.COMPLETION), disks.output)
+                outputs[Role.SIDECAR] = disks.sidecar
                 return (outputs | {Role.CAPTURE: disks.captures}).get(role, disks.runtime).fill()
         if role is Role.API_SERVER and State.IDLE in self.seen:
             return injection.close_listeners(pid, at=SERVED_AT[role])
@@ -295,6 +299,8 @@ class FaultRun:
                 self._check_ends(state, load)
             case Streams.END_OR_GO_ON:
                 self._check_ends_or_progress(state, load)
+            case Streams.OWN_END | Streams.OWN_BREAK:
+                self._check_own_end(state, load)
             case Streams.NONE | Streams.WAIT:
                 pass  # WAIT is checked when the fault is over
 
@@ -316,10 +322,12 @@ class FaultRun:
         )
         for client in load.clients:
             assert client.failed is not None
-            if self.expected[state].streams is Streams.END:
+            if self.expected[state].streams in (Streams.END, Streams.OWN_END):
                 text = client.failed.error
                 assert not client.failed.was_broken, f"a stream broke off without an error: {text}"
         ends = [(client.answers[-1].ended_s or 0.0) - self._fault_s for client in load.clients]
+        if not ends:
+            return
         self._note(f"streams ended after {max(ends):.1f} s", state)
 
     def _check_ends_or_progress(self, state: State, load: Load) -> None:
@@ -329,6 +337,18 @@ class FaultRun:
             return
         self._check_ends(state, load)
 
+    def _check_own_end(self, state: State, load: Load) -> None:
+        """Of two clients one is with either process."""
+        if len(load.clients) > 1:
+            deadline_s = max(self._fault_s + STREAM_END_S - time.monotonic(), 0.1)
+            wait_for(
+                lambda: any(client.failed for client in load.clients), deadline_s, "a stream ends"
+            )
+        own = [client for client in load.clients if client.failed is not None]
+        assert len(own) < max(len(load.clients), 2), "streams of the other process ended, too"
+        self._check_ends(state, Load(own))
+        self._check_progress(Load([client for client in load.clients if client.failed is None]))
+
     # being whole again
 
     def check_back(self) -> None:
@@ -337,6 +357,8 @@ class FaultRun:
                 self._await_new_engine()
             case Back.WRITER_RESTARTED:
                 self._await_new_writer()
+            case Back.PROCESS_RESTARTED:
+                self._await_new_process()
             case Back.RECOVERS | Back.UNHARMED:
                 self._await_same_engine()
                 if self.role is Role.CAPTURE:
@@ -376,6 +398,22 @@ class FaultRun:
         )
         self._await_same_engine()
         self._await_kept_rows()
+
+    def _await_new_process(self) -> None:
+        """As many as before, without the one in which the fault was planted."""
+
+        def is_replaced() -> bool:
+            pids = self.service.completion_pids()
+            has_old = self._pids[Role.COMPLETION] in pids
+            return len(pids) == NUM_COMPLETION and not has_old
+
+        wait_for(is_replaced, RECOVER_S, "a new completion process is there")
+        wait_for(
+            lambda: "completion process" not in (self.service.health.last().reason or ""),
+            RECOVER_S,
+            "the new completion process answers",
+        )
+        self._await_same_engine()
 
     def _await_kept_rows(self) -> None:
         """Captures are whole again when the rows of a new answer are kept."""

@@ -1,6 +1,6 @@
 """The fault matrix: which fault is planted in which process in which state, and what must hold.
 
-140 cells. A cell has an `Expectation`, or it is `Impossible` with the fact that makes it so, which
+164 cells. A cell has an `Expectation`, or it is `Impossible` with the fact that makes it so, which
 is checked too. `run_faults.py` plants every fault in a real engine; docs/faults.md has what it saw.
 """
 
@@ -33,6 +33,7 @@ class Role(StrEnum):
     WORKER = "worker"
     CAPTURE = "capture process"
     PROXY = "proxy"
+    COMPLETION = "completion process"  # one of two
     GUARD = "guard"
     SIDECAR = "sidecar"
 
@@ -43,6 +44,7 @@ class Fault(StrEnum):
     DISK_FULL = "disk full"
     NO_FDS = "fd exhaustion"
     SOCKET_CLOSED = "socket closed"
+    HANG = "hang"  # its main thread computes for good; other threads of the process go on
 
 
 class Cell(NamedTuple):
@@ -74,6 +76,8 @@ class Streams(StrEnum):
     WAIT = "streams wait, and go on afterwards"
     BREAK = "streams end: their connection is gone"
     END_OR_GO_ON = "streams end with an error or go on"
+    OWN_END = "its own streams end with an error, others go on"
+    OWN_BREAK = "its own streams end: their connection is gone; others go on"
 
 
 class Back(StrEnum):
@@ -83,6 +87,7 @@ class Back(StrEnum):
     RECOVERS = "when the fault is over"
     RESTARTED = "a new engine is started by itself"
     WRITER_RESTARTED = "a new capture process is started by itself"
+    PROCESS_RESTARTED = "a new completion process is started by itself"
     COMMAND = "somebody starts the command again"
 
 
@@ -140,6 +145,7 @@ _RESTARTED: Final = Expectation(Notice.HEALTH, Streams.END, Back.RESTARTED)
 _NEW_WRITER: Final = Expectation(
     Notice.HEALTH, Streams.GO_ON, Back.WRITER_RESTARTED, because="answers do not need it"
 )
+_NEW_PROCESS: Final = Expectation(Notice.HEALTH, Streams.OWN_END, Back.PROCESS_RESTARTED)
 _LOG_ONLY: Final = replace(_UNHARMED, because="it writes to the engine's log alone")
 _OWN_OUTPUT: Final = replace(_UNHARMED, because="only its own log lines are lost")
 _NOT_OURS: Final = replace(_UNHARMED, because="nobody waits for a reader")
@@ -179,6 +185,18 @@ _WHILE_STREAMING: Final[Mapping[tuple[Role, Fault], Expectation | Impossible]] =
     (Role.PROXY, Fault.SOCKET_CLOSED): Expectation(
         Notice.REFUSALS, Streams.BREAK, Back.UNHARMED, because="clients connect again"
     ),
+    (Role.COMPLETION, Fault.SIGKILL): replace(_NEW_PROCESS, streams=Streams.OWN_BREAK),
+    (Role.COMPLETION, Fault.SIGSTOP): _NEW_PROCESS,
+    (Role.COMPLETION, Fault.DISK_FULL): _OWN_OUTPUT,
+    (Role.COMPLETION, Fault.NO_FDS): replace(
+        _UNHARMED, because="others take new connections; open ones stay"
+    ),
+    (Role.COMPLETION, Fault.SOCKET_CLOSED): replace(
+        _NEW_PROCESS,
+        streams=Streams.OWN_BREAK,
+        because="without its link to the first process it ends",
+    ),
+    (Role.COMPLETION, Fault.HANG): _NEW_PROCESS,
     (Role.GUARD, Fault.SIGKILL): _RESTARTED,
     (Role.GUARD, Fault.SIGSTOP): Expectation(Notice.WOKEN, Streams.GO_ON, Back.UNHARMED),
     (Role.GUARD, Fault.DISK_FULL): replace(_UNHARMED, because="it writes nothing"),
@@ -242,6 +260,8 @@ def _weights(expected: Expectation) -> Weights:
     if expected.back in (Back.RESTARTED, Back.COMMAND):
         return Weights.OLD  # those in the model's folder
     is_untouched = expected.back is Back.UNHARMED and expected.streams is Streams.GO_ON
+    if expected.back is Back.PROCESS_RESTARTED:  # the first process passes weights on
+        is_untouched = True
     return Weights.NEW if is_untouched else Weights.EITHER
 
 
@@ -252,7 +272,10 @@ def _expect(cell: Cell) -> Expectation | Impossible:
     return expected if isinstance(expected, Impossible) else _in_state(cell.state, expected)
 
 
-CELLS: Final = tuple(Cell(*values) for values in product(State, Role, Fault))
+# Hangs of the other processes: test_liveness.py.
+CELLS: Final = tuple(
+    Cell(state, role, fault) for state, (role, fault) in product(State, _WHILE_STREAMING)
+)
 MATRIX: Final[Mapping[Cell, Expectation | Impossible]] = MappingProxyType(
     {cell: _expect(cell) for cell in CELLS}
 )

@@ -34,6 +34,7 @@ ROOT: Final = Path(__file__).resolve().parents[2]
 READY_S: Final = 300.0  # for an engine to start on a busy machine
 END_S: Final = 60.0  # for a command that was told to end
 SAMPLE_S: Final = 0.1
+_COMPLETION: Final = b"clairai.proxy.processes.completion_process"
 _SIZES: Final = {"r": 16 << 20, "c": 256 << 20, "o": 16 << 20, "s": 64 << 20}
 # Made in the temporary folder by vLLM for torch.distributed, and by torch as a cache: both stay
 # whenever vLLM runs (utils/network_utils.py, 0.32:154).
@@ -210,8 +211,11 @@ class FaultedService:
     def pids(self) -> dict[Role, int]:
         """Every role that has a process now."""
         found = {Role.PROXY: self.process.pid, Role.SIDECAR: self.sidecar.pid}
-        children = _children()
-        _add(found, Role.GUARD, children.get(self.process.pid, []))
+        children, completing = _children(), self.completion_pids()
+        if completing:
+            found[Role.COMPLETION] = completing[0]
+        own = children.get(self.process.pid, [])
+        _add(found, Role.GUARD, [pid for pid in own if pid not in completing])
         below_guard = children.get(found.get(Role.GUARD, -1), [])
         _add(found, Role.CAPTURE, [pid for pid in below_guard if is_capture_writer(pid)])
         _add(found, Role.API_SERVER, [pid for pid in below_guard if not is_capture_writer(pid)])
@@ -220,6 +224,10 @@ class FaultedService:
         if Role.CORE in found:  # one rank: the worker lives in the core's process
             found.setdefault(Role.WORKER, found[Role.CORE])
         return found
+
+    def completion_pids(self) -> list[int]:
+        own = _children().get(self.process.pid, [])
+        return sorted(pid for pid in own if _COMPLETION in _command_line(pid))
 
     def processes(self) -> list[int]:
         """Everything that runs for this service, without the command and the sidecar."""

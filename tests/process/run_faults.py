@@ -20,6 +20,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
+from enum import StrEnum
 from pathlib import Path
 from typing import Any, Final
 
@@ -29,6 +30,7 @@ from tests.engine import models, weighed
 from tests.engine import server as parts
 from tests.process.fault_cell import (
     ANSWER_TOKENS,
+    NUM_COMPLETION,
     FaultRun,
     References,
     Seen,
@@ -65,17 +67,28 @@ INTRODUCTION: Final = """\
 # Faults
 
 What happens when a process is killed or suspended, a disk is full, descriptors run out or a socket
-is closed: in each process, and in each state of the service. `make faults` plants every fault in a
-real engine (vLLM on a CPU, one rank, four layers of the demo model, `--on-death restart`) and
+is closed, in each process and in each state of the service; and when a completion process hangs.
+`make faults` plants every fault in a real engine (vLLM on a CPU, one rank, four layers of the demo
+model, `--on-death restart`; two completion processes where the fault is planted in one of them) and
 writes this page. {summary}
 
 Streaming, capturing and swapping weights go on at the same time where the same must hold in them:
 the fault is planted once, and seen in each. In every cell a request afterwards has the right tokens
 and scores and its rows are kept, and rows committed before are readable. When the service ends, no
-process, socket, folder or shared memory is left.
+process, socket, folder or shared memory is left. A line stays until its cell is run again.
 """
-# So that core and worker are two processes although there is one rank.
+
+
+class Kind(StrEnum):
+    """Services that differ in their processes; a fault is planted in one that has the process."""
+
+    USUAL = "usual"
+    OWN_WORKER = "own worker"  # core and worker are two processes although there is one rank
+    SEVERAL = "several completion processes"
+
+
 OWN_WORKER: Final = ("--distributed-executor-backend", "mp")
+SEVERAL: Final = ("--completion-processes", f"{NUM_COMPLETION}")
 
 
 @dataclass(frozen=True)
@@ -106,11 +119,11 @@ class Site:
     probes: Path
     disks: Disks
 
-    def command(self, port: int, *, has_own_worker: bool) -> list[str]:
+    def command(self, port: int, kind: Kind) -> list[str]:
         program = [sys.executable, "-m", "clairai.cli", "serve", str(self.model)]
         program += ["--probes", str(self.probes), "--capture", str(self.disks.store)]
-        program += ["--port", str(port), *SERVE]
-        return [*program, *(OWN_WORKER if has_own_worker else ())]
+        program += ["--port", str(port), *(SEVERAL if kind is Kind.SEVERAL else ()), *SERVE]
+        return [*program, *(OWN_WORKER if kind is Kind.OWN_WORKER else ())]
 
 
 @contextmanager
@@ -132,11 +145,11 @@ def site() -> Iterator[Site]:
 class Life:
     """One command, from its start until its end or a fault that ends it."""
 
-    def __init__(self, place: Site, *, has_own_worker: bool) -> None:
+    def __init__(self, place: Site, kind: Kind) -> None:
         self._place = place
         self.service = FaultedService.start(
             place.disks,
-            lambda port: place.command(port, has_own_worker=has_own_worker),
+            lambda port: place.command(port, kind),
             {**os.environ, **parts.CPU},
             MODEL,
         )
@@ -214,8 +227,10 @@ class Life:
             self.service.kill()
 
 
-def needs_own_worker(cell: Cell) -> bool:
-    return cell.role in (Role.CORE, Role.WORKER)
+def kind_of(cell: Cell) -> Kind:
+    if cell.role is Role.COMPLETION:
+        return Kind.SEVERAL
+    return Kind.OWN_WORKER if cell.role in (Role.CORE, Role.WORKER) else Kind.USUAL
 
 
 def rank(cell: Cell) -> int:
@@ -245,22 +260,22 @@ class Run:
         self._references: References | None = None
 
     def run(self) -> None:
-        for has_own_worker in (False, True):
-            while self._next_groups(has_own_worker) and not self._is_late():
-                self._live(has_own_worker=has_own_worker)
+        for kind in Kind:
+            while self._next_groups(kind) and not self._is_late():
+                self._live(kind)
 
     def _is_late(self) -> bool:
         return time.monotonic() > self._deadline_s
 
-    def _next_groups(self, has_own_worker: bool) -> list[tuple[Cell, ...]]:
-        return [one for one in self._pending if needs_own_worker(one[0]) == has_own_worker]
+    def _next_groups(self, kind: Kind) -> list[tuple[Cell, ...]]:
+        return [one for one in self._pending if kind_of(one[0]) is kind]
 
-    def _live(self, *, has_own_worker: bool) -> None:
-        life = Life(self._place, has_own_worker=has_own_worker)
+    def _live(self, kind: Kind) -> None:
+        life = Life(self._place, kind)
         last: dict[Cell, Seen] = {}
         try:
             self._references = self._references or life.learn()
-            for group in self._next_groups(has_own_worker):
+            for group in self._next_groups(kind):
                 if self._is_late() or not life.can_run(group[0]):
                     continue
                 last = life.run(group, self._references)
@@ -306,25 +321,49 @@ def say(line: str) -> None:
     sys.stdout.flush()
 
 
-def page(records: dict[Cell, Record]) -> str:
-    """docs/faults.md."""
-    held = sum(not record.problems for record in records.values())
+def page(lines: dict[Cell, str]) -> str:
+    """docs/faults.md, of these lines."""
+    held = sum(is_held(line) for line in lines.values())
     machine = f"{platform.system()} {platform.machine()}, {os.cpu_count()} cores"
     summary = f"{datetime.now(UTC):%Y-%m-%d}, {machine}: {held} of {len(CELLS)} cells hold."
-    lines = [INTRODUCTION.format(summary=summary)]
+    made = [INTRODUCTION.format(summary=summary)]
     for state in State:
-        lines += [f"## {state.value.capitalize()}", "", *_table(state, records), ""]
-    return "\n".join(lines)
+        made += [f"## {state.value.capitalize()}", "", *_TABLE_HEAD]
+        made += [lines.get(cell) or _line(cell, None) for cell in CELLS if cell.state is state]
+        made.append("")
+    return "\n".join(made)
 
 
-def _table(state: State, records: dict[Cell, Record]) -> Iterator[str]:
-    yield "| process | fault | must hold | seen | noticed, s | back, s |"
-    yield "|---|---|---|---|---|---|"
-    for cell in (cell for cell in CELLS if cell.state is state):
-        record = records.get(cell)
-        seen, noticed, back = _seen(record)
-        must = MATRIX[cell].sentence()
-        yield f"| {cell.role} | {cell.fault} | {must} | {seen} | {noticed} | {back} |"
+_TABLE_HEAD: Final = (
+    "| process | fault | must hold | seen | noticed, s | back, s |",
+    "|---|---|---|---|---|---|",
+)
+
+
+def _line(cell: Cell, record: Record | None) -> str:
+    seen, noticed, back = _seen(record)
+    return f"{_beginning(cell)} {seen} | {noticed} | {back} |"
+
+
+def _beginning(cell: Cell) -> str:
+    return f"| {cell.role} | {cell.fault} | {MATRIX[cell].sentence()} |"
+
+
+def is_held(line: str) -> bool:
+    return line.split(" | ")[3].startswith("held")
+
+
+def read_page(text: str) -> dict[Cell, str]:
+    """What was seen in earlier runs, of cells that must hold the same now."""
+    found: dict[Cell, str] = {}
+    for state in State:
+        part = text.partition(f"## {state.value.capitalize()}\n")[2].partition("\n## ")[0]
+        for cell in (cell for cell in CELLS if cell.state is state):
+            begin = _beginning(cell)
+            line = next((one for one in part.splitlines() if one.startswith(begin)), "")
+            if line and not line.startswith(f"{begin} not run |"):
+                found[cell] = line
+    return found
 
 
 def _seen(record: Record | None) -> tuple[str, str, str]:
@@ -375,10 +414,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         with site() as place:
             Run(place, cells, deadline_s).run()
     records = {cell: record for cell in CELLS if (record := read_record(cell)) is not None}
-    PAGE.write_text(page(records))
-    failed = [cell for cell, record in records.items() if record.problems]
-    say(f"{len(records) - len(failed)} of {len(CELLS)} cells hold, {len(failed)} do not; {PAGE}")
-    return 1 if failed or len(records) < len(CELLS) else 0
+    lines = read_page(PAGE.read_text()) | {cell: _line(cell, records[cell]) for cell in records}
+    PAGE.write_text(page(lines))
+    failed = [cell for cell, line in lines.items() if not is_held(line)]
+    say(f"{len(lines) - len(failed)} of {len(CELLS)} cells hold, {len(failed)} do not; {PAGE}")
+    return 1 if failed or len(lines) < len(CELLS) else 0
 
 
 if __name__ == "__main__":

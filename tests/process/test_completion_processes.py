@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 import os
-import resource
 import signal
 import socket
 import threading
@@ -488,28 +486,62 @@ def test_a_suspended_process_gets_no_new_connections(tmp_path: Path) -> None:
                 assert asking.post(CHAT, json=SCORED).status_code == 200
 
 
-def test_a_process_without_descriptors_loses_new_connections_and_nothing_else(
-    tmp_path: Path,
-) -> None:
+def exhaust(pid: int) -> Callable[[], None]:
+    return fault_injection.exhaust_fds(pid)
+
+
+def test_a_process_without_descriptors_loses_nothing(tmp_path: Path) -> None:
+    """Others take new connections; what it alone can answer is refused, and says why."""
     go = threading.Event()
-    with two_processes(tmp_path, script=holding(go)) as w:
+    with two_processes(tmp_path, script=holding(go)) as w, ExitStack() as stack:
         readers = [Reading(w) for _ in range(2)]
         pids = processes(w).ready_pids()
-        limits = {pid: resource.prlimit(pid, resource.RLIMIT_NOFILE) for pid in pids.values()}
-        for pid, (_, hard) in limits.items():
-            used = set(map(int, os.listdir(f"/proc/{pid}/fd")))
-            free = next(number for number in itertools.count() if number not in used)
-            resource.prlimit(pid, resource.RLIMIT_NOFILE, (free, hard))
-        port = int(w.url.rpartition(":")[2])
-        with socket.create_connection(("127.0.0.1", port), timeout=20) as opened:
-            assert opened.recv(1) == b""
-        for pid, before in limits.items():
-            resource.prlimit(pid, resource.RLIMIT_NOFILE, before)
+        asking = stack.enter_context(w.client())
+        assert asking.get("/health").status_code == 200  # the first process has the connection
+        w.upstream.script = answering(TOKENS)
+        both = [stack.enter_context(w.client()) for _ in range(2)]
+        runs = {int(run[-2:], 16): run for run in map(begin_run, both)}
+        give_back = exhaust(pids[1])
+        for _ in range(4):
+            with w.client() as client:
+                assert client.post(CHAT, json=SCORED).status_code == 200
+        assert asking.get(f"/v1/runs/{runs[2]}").status_code == 200
+        with w.client() as client:
+            assert client.get("/health").status_code == 200
+            refused = client.get(f"/v1/runs/{runs[1]}")
+        assert (refused.status_code, refused.json()["error"]["code"]) == (503, "overloaded")
+        give_back_all = [give_back, exhaust(pids[2])]
+        exhaust(pids[1])
+        with w.client() as client:  # the first process answers
+            assert client.post(CHAT, json=SCORED).status_code == 200
+        for give in give_back_all:
+            give()
         go.set()
         assert [reader.is_cut() for reader in readers] == [False, False]
-        w.upstream.script = answering(TOKENS)
         check_scores_on_both(w)
         assert processes(w).ready_pids() == pids
+
+
+def test_a_connection_that_a_process_had_not_taken_when_it_ended_is_answered(
+    tmp_path: Path,
+) -> None:
+    script = answering(TOKENS)
+    with (
+        two_processes(tmp_path, script=script) as w,
+        ThreadPoolExecutor() as pool,
+        ExitStack() as stack,
+    ):
+        pid = processes(w).ready_pids()[1]
+        suspend(pid)
+        asked = []
+        for _ in range(4):
+            client = stack.enter_context(w.client())
+            asked.append(pool.submit(client.post, CHAT, json=SCORED))
+        until(lambda: sum(one.done() for one in asked) == 2)  # those of the other process
+        assert sum(processes(w).num_connections().values()) == 4
+        kill(pid)
+        for one in asked:
+            assert collect_scores([one.result().json()])[0].scores == expected(TOKENS)
 
 
 def test_the_first_process_answers_when_no_other_can(tmp_path: Path) -> None:

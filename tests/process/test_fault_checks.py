@@ -15,11 +15,12 @@ from typing import Any
 import pytest
 
 from tests.process import fault_cell, fault_injection
-from tests.process.fault_cell import FaultRun, References, are_close, which_weights
+from tests.process.fault_cell import FaultRun, References, Seen, are_close, which_weights
 from tests.process.fault_injection import SmallDisk
 from tests.process.fault_load import Answer, Load
 from tests.process.fault_matrix import Cell, Fault, Role, State
 from tests.process.faulted_service import FaultedService, Sample, TooLate
+from tests.process.run_faults import Record, _line, is_held, page, read_page
 from tests.support.ring_engine import until
 
 RIGHT = Answer(tokens=[1, 2, 3], scores=[[0.5], [0.25], [None]])
@@ -185,6 +186,48 @@ def child() -> Iterator[subprocess.Popen[bytes]]:
 def _can_open(child: Any) -> bool:
     child.link.send(b"?")
     return bool(child.link.recv(1) == b"y")
+
+
+def test_the_page_keeps_what_an_earlier_run_has_seen() -> None:
+    held, failed = Seen(notes=["as told"], noticed_s=1.0), Seen(problems=["it hangs | for good"])
+    hung = Cell(State.IDLE, Role.COMPLETION, Fault.HANG)
+    lines = {
+        cell: _line(cell, Record.of(cell, seen)) for cell, seen in ((KILLED, held), (hung, failed))
+    }
+    text = page(lines)
+    assert read_page(text) == lines
+    assert [is_held(lines[cell]) for cell in (KILLED, hung)] == [True, False]
+    assert "1 of 164 cells hold" in text
+    assert text.count("| not run |") == 162
+    changed = text.replace("streams end with an error; back", "streams go on; back")
+    assert KILLED not in read_page(changed)  # of another expectation
+
+
+def test_a_hang_is_of_the_main_thread_alone_and_ends(child: subprocess.Popen[bytes]) -> None:
+    assert _can_open(child)
+    try:
+        go_on = fault_injection.spin(child.pid)
+    except PermissionError:
+        pytest.skip("needs the right to trace processes")
+    child.link.settimeout(0.3)  # type: ignore[attr-defined]
+    with pytest.raises(TimeoutError):
+        _can_open(child)
+    go_on()
+    child.link.settimeout(20)  # type: ignore[attr-defined]
+    assert child.link.recv(1) == b"y"  # type: ignore[attr-defined]
+    assert _can_open(child)
+
+
+def test_a_stream_of_another_process_that_ends_too_is_caught() -> None:
+    run = fault_run(Cell(State.STREAMING, Role.COMPLETION, Fault.HANG))
+    ended = Answer(error="the process was ended", ended_s=time.monotonic())
+    with pytest.raises(AssertionError, match="other process ended, too"):
+        run.check_streams(State.STREAMING, clients(ended, ended))
+    with pytest.raises(TooLate, match="a stream ends"):
+        run.check_streams(State.STREAMING, clients(Answer(tokens=[1]), Answer(tokens=[1])))
+    broken = Answer(error="ReadError", was_broken=True, ended_s=time.monotonic())
+    with pytest.raises(AssertionError, match="without an error"):
+        run.check_streams(State.STREAMING, clients(broken, Answer(tokens=[1])))
 
 
 def test_descriptors_run_out_and_come_back(child: subprocess.Popen[bytes]) -> None:

@@ -13,7 +13,7 @@ import pytest
 from tests.process.fault_cell import References
 from tests.process.fault_load import PROMPT
 from tests.process.fault_matrix import Cell, Fault, Role, State
-from tests.process.run_faults import Life, site
+from tests.process.run_faults import Kind, Life, site
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(300)]
 
@@ -26,7 +26,7 @@ def served() -> Iterator[tuple[Life, References]]:
     with site() as place:
         if not place.disks.runtime.is_mounted:
             pytest.skip("needs the right to mount")
-        life = Life(place, has_own_worker=True)
+        life = Life(place, Kind.OWN_WORKER)
         try:
             yield life, life.learn()
         finally:

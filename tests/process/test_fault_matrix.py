@@ -15,7 +15,14 @@ from typing import Any
 import pytest
 
 from tests.process import toy_engine
-from tests.process.fault_cell import ANSWER_TOKENS, FaultRun, References, Seen, check_impossible
+from tests.process.fault_cell import (
+    ANSWER_TOKENS,
+    NUM_COMPLETION,
+    FaultRun,
+    References,
+    Seen,
+    check_impossible,
+)
 from tests.process.fault_load import Answer, Ask, stream_answer
 from tests.process.fault_matrix import (
     CELLS,
@@ -41,13 +48,14 @@ class NoWeights:
 
 
 def test_every_cell_says_what_must_hold() -> None:
-    assert len(MATRIX) == len(CELLS) == len(State) * len(Role) * len(Fault) == 140
+    hangs = (len(Role) - 1) * len(State)  # of other processes: test_liveness.py
+    assert len(MATRIX) == len(CELLS) == len(State) * len(Role) * len(Fault) - hangs == 164
     assert all(expected.sentence() for expected in MATRIX.values())
     impossible = [cell for cell, one in MATRIX.items() if isinstance(one, Impossible)]
     assert {(cell.role, cell.fault) for cell in impossible} == {(Role.GUARD, Fault.SOCKET_CLOSED)}
 
 
-def toy_service(disks: Disks) -> FaultedService:
+def toy_service(disks: Disks, *options: str) -> FaultedService:
     packages = disks.folder / "packages"
     if not packages.is_dir():
         toy_engine.install(packages)
@@ -57,8 +65,8 @@ def toy_service(disks: Disks) -> FaultedService:
 
     def command(port: int) -> list[str]:
         program = [sys.executable, "-m", "clairai.cli", "serve", str(disks.folder / TOY)]
-        options = ["--points", "post_block.1", "--capture", str(disks.store)]
-        return [*program, *options, "--port", str(port), "--on-death", "restart"]
+        asked = ["--points", "post_block.1", "--capture", str(disks.store), *options]
+        return [*program, *asked, "--port", str(port), "--on-death", "restart"]
 
     environ = {**os.environ, "PYTHONPATH": str(packages)}
     return FaultedService.start(disks, command, environ, TOY)
@@ -67,13 +75,13 @@ def toy_service(disks: Disks) -> FaultedService:
 class ToyServices:
     """A running service for each cell: the same one as long as it is whole."""
 
-    def __init__(self, disks: Disks) -> None:
-        self.disks = disks
+    def __init__(self, disks: Disks, *options: str) -> None:
+        self.disks, self._options = disks, options
         self._running: FaultedService | None = None
 
     def get(self) -> FaultedService:
         if self._running is None:
-            self._running = toy_service(self.disks)
+            self._running = toy_service(self.disks, *self._options)
         return self._running
 
     def run(self, cell: Cell) -> Seen:
@@ -105,6 +113,15 @@ class ToyServices:
 def services() -> Iterator[ToyServices]:
     with small_disks() as disks:
         made = ToyServices(disks)
+        yield made
+        made.kill()
+
+
+@pytest.fixture(scope="module")
+def several() -> Iterator[ToyServices]:
+    """With two completion processes."""
+    with small_disks() as disks:
+        made = ToyServices(disks, "--completion-processes", f"{NUM_COMPLETION}")
         yield made
         made.kill()
 
@@ -179,3 +196,11 @@ def test_nothing_is_left_when_the_proxy_is_killed(
     services: ToyServices,
 ) -> None:
     check(services, State.STREAMING, Role.PROXY, Fault.SIGKILL)
+
+
+@pytest.mark.attack(810)
+@pytest.mark.parametrize("fault", [Fault.NO_FDS, Fault.DISK_FULL, Fault.HANG])
+def test_a_completion_process_in_trouble_takes_no_other_with_it(
+    several: ToyServices, fault: Fault
+) -> None:
+    check(several, State.STREAMING, Role.COMPLETION, fault)

@@ -27,7 +27,7 @@ from clairai.proxy.observe.metrics import TimesObserver
 from clairai.proxy.observe.observer import Observer
 from clairai.proxy.observe.telemetry import Telemetry
 from clairai.proxy.processes import messages
-from clairai.proxy.processes.last_answers import LastAnswers, WaitingConnection
+from clairai.proxy.processes.last_answers import LastAnswers
 from clairai.proxy.processes.link import Link, accepted
 from clairai.proxy.processes.moving_protocol import HandedConnection
 from clairai.proxy.processes.placement import place_request
@@ -58,6 +58,7 @@ class ProcessLink:
         self._counts, self._times = counts, times
         self._server: CompletionServer | None = None
         self._has_target = False
+        self._coming: list[tuple[HandedConnection, int]] = []
         self._tasks: set[asyncio.Task[None]] = set()
 
     def open(self, server: CompletionServer) -> None:
@@ -96,12 +97,11 @@ class ProcessLink:
         assert server is not None
         match message:
             case messages.TakeConnection(number, received, is_placed):
-                handed = HandedConnection(number, received, is_placed)
                 fd = self._link.take_fd()
                 if fd is None:
-                    self.note_closed(number)
+                    self._link.send(messages.NotTaken(number))
                 else:
-                    server.take(handed, fd)
+                    self._note_coming(HandedConnection(number, received, is_placed), fd)
             case messages.EngineState(health, is_ending):
                 proxy.health.adopt(health)
                 proxy.feed.is_engine_ending = is_ending
@@ -114,6 +114,25 @@ class ProcessLink:
                 server.should_exit = True
             case _:
                 self._answer(message)
+
+    def _note_coming(self, handed: HandedConnection, fd: int) -> None:
+        if not self._coming:
+            asyncio.get_running_loop().call_soon(self._tell)
+        self._coming.append((handed, fd))
+
+    def _tell(self) -> None:
+        told, self._coming = self._coming, []
+        self._link.send(messages.Taken([handed.number for handed, _ in told]))
+        self._take_when_sent(told)
+
+    def _take_when_sent(self, told: list[tuple[HandedConnection, int]]) -> None:
+        """Not before: what the first process does not know to be taken it hands to another."""
+        if self._link.has_unsent:
+            asyncio.get_running_loop().call_later(_POLL_S, self._take_when_sent, told)
+            return
+        assert self._server is not None
+        for handed, fd in told:
+            self._server.take(handed, fd)
 
     def _answer(self, message: messages.ToProcess) -> None:
         match message:
@@ -193,7 +212,7 @@ def serve(
     app = create_app(settings, observers=observers, shared=counts)
     first = ProcessLink(link, app.state.proxy, counts, times)
     server = create_completion_server(app, settings, first)
-    LastAnswers(end_fd, lambda: [*server.connections(), *map(WaitingConnection, link.drain())])
+    LastAnswers(end_fd, server.connections)
     server.run(sockets=[])
     if telemetry is not None:
         telemetry.close()

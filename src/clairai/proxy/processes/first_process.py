@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import itertools
 import logging
+import math
 import os
 import signal
 import socket
@@ -22,23 +23,28 @@ from typing import Any, Final
 
 from clairai.local.heartbeat import read_process_state
 from clairai.local.own_clock import OwnClock
+from clairai.local.private_socket import close_all
 from clairai.local.run_module import module_command, module_environment
 from clairai.proxy.capture_watch import HealthProblem
 from clairai.proxy.connections import Connections, OpenConnection
+from clairai.proxy.http_protocol import write_refusal
 from clairai.proxy.observe.log_lines import configured_format
 from clairai.proxy.processes import messages
+from clairai.proxy.processes.last_answers import end_connection
 from clairai.proxy.processes.link import Link, accepted
 from clairai.proxy.processes.moving_protocol import HandedConnection
-from clairai.proxy.processes.placement import Place, place_request
+from clairai.proxy.processes.placement import COMPLETION, Place, place_request
 from clairai.proxy.processes.shared_counts import SharedCounts
 from clairai.proxy.processes.totals import NOTHING, TotalCounts, add_counts, add_ended_process
 from clairai.proxy.proxy import Proxy
+from clairai.proxy.upstream import OutOfDescriptors
 from clairai.ring.reader import StartAt
 
 MODULE: Final = "clairai.proxy.processes.completion_process"
 # Variables with keys: a completion process gets digests of them, over its socket.
 KEY_VARIABLES: Final = ("CLAIRAI_API_KEY", "VLLM_API_KEY", "CLAIRAI_UPSTREAM_API_KEY")
 LOOK_S: Final = 0.25
+FULL_S: Final = 1.0  # for so long a process without descriptors gets no connections
 LATE_S: Final = 2.0  # after so long without a beat a process gets no new connections
 STOPPED_S: Final = 3.0  # after so long a suspended process is replaced
 SILENT_S: Final = 10.0  # and one whose event loop, or reader of the ring, does not go round
@@ -66,6 +72,8 @@ class CompletionProcess:
         self.started_s = time.monotonic()
         self.is_ready = self.is_attached = False
         self.connections: set[int] = set()
+        self.untaken: dict[int, tuple[HandedConnection, int]] = {}  # ours, until it says so
+        self._full_s = -math.inf  # when it last had no descriptor for a connection
         self.last = NOTHING  # that it reported
         self.questions: dict[int, asyncio.Future[messages.Answer | None]] = {}
         self.ended = asyncio.Event()
@@ -84,6 +92,13 @@ class CompletionProcess:
         state = read_process_state(self.pid)
         is_stopped = state is not None and state.letter == "T"
         self._stopped_s = (self._stopped_s or own_s) if is_stopped else None
+
+    @property
+    def is_full(self) -> bool:
+        return time.monotonic() - self._full_s < FULL_S
+
+    def note_full(self) -> None:
+        self._full_s = time.monotonic()
 
     def find_end(self, own_s: float) -> str | None:
         """Why it has to be replaced; None while it goes on."""
@@ -195,8 +210,11 @@ class CompletionProcesses:
         self._connections.close(self._open.pop(number))
 
     def _choose(self) -> CompletionProcess | None:
-        """The one with the fewest connections; one that is late only if all are."""
-        ready = [one for one in self._running.values() if one.is_ready]
+        """The one with the fewest connections; one that is late only if all are.
+
+        None if all are full, or none is ready.
+        """
+        ready = [one for one in self._running.values() if one.is_ready and not one.is_full]
         return min(ready, key=lambda one: (self._is_late(one), len(one.connections)), default=None)
 
     def _is_late(self, process: CompletionProcess) -> bool:
@@ -207,14 +225,37 @@ class CompletionProcesses:
         return process if process is not None and process.is_ready else None
 
     def _hand(self, process: CompletionProcess | None, handed: HandedConnection, fd: int) -> None:
-        """None: the first process answers."""
-        if process is None:
+        """None: the first process answers. Takes over the descriptor."""
+        try:
+            copied = None if process is None else os.dup(fd)
+        except OSError:  # there is no descriptor for another
+            copied = None
+        if process is None or copied is None:
             assert self._take_here is not None
             self._take_here(handed, fd)
             return
         process.connections.add(handed.number)
+        process.untaken[handed.number] = (handed, fd)
         message = messages.TakeConnection(handed.number, handed.received, handed.is_placed)
-        process.link.send(message, fd)
+        process.link.send(message, copied)
+
+    def _answer_for(self, process: CompletionProcess, number: int) -> None:
+        """A process has no descriptor for a connection: what it alone can answer is refused."""
+        handed, fd = process.untaken[number]
+        if not handed.received or place_request(handed.received, self._settings) == COMPLETION:
+            self._hand_again(process, number)
+            return
+        del process.untaken[number]
+        process.connections.remove(number)
+        self.note_closed(number)
+        with contextlib.suppress(OSError):  # the client has left
+            end_connection(fd, write_refusal(OutOfDescriptors()))
+        os.close(fd)
+
+    def _hand_again(self, process: CompletionProcess, number: int) -> None:
+        """A connection that this process has not taken goes to another."""
+        process.connections.remove(number)
+        self._hand(self._choose(), *process.untaken.pop(number))
 
     async def _hand_to_scores(self, place: Place, handed: HandedConnection, fd: int) -> None:
         """To whoever has these scores, or knows best why nobody has.
@@ -391,6 +432,12 @@ class CompletionProcesses:
                 process.is_attached = is_attached
             case messages.EngineOutage():
                 self._proxy.upstream.note_outage()
+            case messages.Taken(numbers):
+                for number in numbers:
+                    os.close(process.untaken.pop(number)[1])
+            case messages.NotTaken(number):
+                process.note_full()
+                self._answer_for(process, number)
             case messages.ConnectionClosed(number):
                 process.connections.remove(number)
                 self.note_closed(number)
@@ -419,6 +466,9 @@ class CompletionProcesses:
         process.ended.set()
         if not process.is_condemned:
             self._note_lost(process)
+        if not self._is_closing:
+            for number in list(process.untaken):
+                self._hand_again(process, number)
 
     def _note_lost(self, process: CompletionProcess) -> None:
         """It answers nothing any more, and what it kept is gone."""
@@ -435,6 +485,7 @@ class CompletionProcesses:
         del self._running[process.number]
         process.close()
         process.popen.wait()
+        close_all(fd for _, fd in process.untaken.values())
         self._counts.clear(process.number)
         for number in process.connections:
             self.note_closed(number)

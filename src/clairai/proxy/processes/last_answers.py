@@ -15,7 +15,6 @@ from collections.abc import Callable, Iterable
 from http import HTTPStatus
 from typing import Final, Protocol
 
-from clairai.proxy.http_protocol import write_refusal
 from clairai.proxy.responses import HttpRefusal
 
 CODE: Final = "process-ended"
@@ -32,16 +31,6 @@ class EndableConnection(Protocol):
 
     def last_bytes(self, refusal: HttpRefusal) -> bytes:
         """What ends its answer, if it has one and is not in the middle of a part."""
-
-
-class WaitingConnection:
-    """One that was handed to this process, and that it has not begun to read."""
-
-    def __init__(self, fd: int) -> None:
-        self.fd = fd
-
-    def last_bytes(self, refusal: HttpRefusal) -> bytes:
-        return write_refusal(refusal)
 
 
 class LastAnswers:
@@ -75,7 +64,7 @@ def make_refusal(reason: str) -> HttpRefusal:
 
 
 def end_connection(fd: int, data: bytes) -> None:
-    """Send what the client takes at once, and close for sending."""
+    """Send what the client takes at once, and close for sending; OSError if it has left."""
     with socket.socket(fileno=os.dup(fd)) as sock:
         sock.setblocking(False)
         if data:

@@ -6,12 +6,11 @@ Runs in: both, on the event loop. Nothing here waits: what the other end does no
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import os
 import socket
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Final, Generic, TypeVar
 
 import msgspec
@@ -53,6 +52,11 @@ class Link(Generic[_MessageT]):
     def is_open(self) -> bool:
         return self._on_end is not None
 
+    @property
+    def has_unsent(self) -> bool:
+        """True while the other end has not taken all."""
+        return bool(self._unsent)
+
     def send(self, message: messages.Message, fd: int | None = None) -> None:
         """Takes over the descriptor. What cannot be sent because the other end is gone is lost."""
         body = msgspec.msgpack.encode(message)
@@ -65,20 +69,6 @@ class Link(Generic[_MessageT]):
         if not self._fds:
             raise HandshakeError("a message came without its connection; not ours")
         return self._fds.popleft()
-
-    def drain(self) -> Iterator[int]:
-        """Connections that have come and were not handled; from any thread, if nobody else reads.
-
-        Takes them over from the other end for good.
-        """
-        with contextlib.suppress(OSError):
-            while True:
-                data, fds, _, _ = socket.recv_fds(
-                    self._sock, _READ_BYTES, _MAX_FDS, socket.MSG_CMSG_CLOEXEC
-                )
-                yield from fds
-                if not data:
-                    return
 
     def close(self) -> None:
         self._on_message = self._on_end = None

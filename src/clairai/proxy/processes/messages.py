@@ -107,6 +107,18 @@ class EngineOutage(Message, frozen=True):
     """The engine could not be reached: what is known of it may be out of date."""
 
 
+class Taken(Message, frozen=True):
+    """It answers on these connections from now on."""
+
+    connections: list[int]
+
+
+class NotTaken(Message, frozen=True):
+    """It has no descriptor for this connection."""
+
+    connection: int
+
+
 class ConnectionClosed(Message, frozen=True):
     """A connection that it had was closed."""
 
@@ -142,7 +154,15 @@ ToProcess = (
     Begin | TakeConnection | EngineState | RingTarget | EndAnswers | FindScores | AskCounts | Stop
 )
 FromProcess = (
-    Ready | RingChange | EngineOutage | ConnectionClosed | MoveConnection | FoundScores | Counts
+    Ready
+    | RingChange
+    | EngineOutage
+    | Taken
+    | NotTaken
+    | ConnectionClosed
+    | MoveConnection
+    | FoundScores
+    | Counts
 )
 Answer = FoundScores | Counts
 
