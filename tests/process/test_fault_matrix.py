@@ -198,7 +198,7 @@ def test_nothing_is_left_when_the_proxy_is_killed(
     check(services, State.STREAMING, Role.PROXY, Fault.SIGKILL)
 
 
-@pytest.mark.attack(810)
+@pytest.mark.attack(829)
 @pytest.mark.parametrize("fault", [Fault.NO_FDS, Fault.DISK_FULL, Fault.HANG])
 def test_a_completion_process_in_trouble_takes_no_other_with_it(
     several: ToyServices, fault: Fault
