@@ -32,6 +32,21 @@ describe("a run as a file", () => {
     expect(back.transcript.scores.value("y", 2)).toBeNaN();
   });
 
+  it("keeps which tokens stand for an image or a sound", () => {
+    const { transcript } = sample();
+    const scored = update("prompt", 0, ["x", "y"], [0.1, -2.5]);
+    const media = [
+      { kind: "image" as const, start: 0, span: 1 },
+      { kind: "audio" as const, start: 1, span: 1 },
+    ];
+    if (scored.kind === "probe_update") scored.data.media = media;
+    transcript.apply(scored);
+    const file = toFile(run("r"), transcript);
+    expect(file.prompt.media).toEqual(media);
+    expect([...fromFile(file).transcript.media.values()]).toEqual(["image", "audio"]);
+    expect(sample().file.prompt.media).toBeUndefined();
+  });
+
   it("saved before steering existed is read as one without steering", () => {
     const old = JSON.parse(JSON.stringify(sample().file)) as Record<string, Record<string, unknown>>;
     delete old.echo;

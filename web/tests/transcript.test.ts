@@ -54,6 +54,19 @@ describe("a transcript", () => {
     expect([...transcript.scores.column("y")]).toEqual([NaN, 3]);
   });
 
+  it("knows the tokens of the prompt that stand for an image", () => {
+    const scored = update("prompt", 1, ["x"], [0.1], [0.2], [0.3]);
+    if (scored.kind === "probe_update") scored.data.media = [{ kind: "image", start: 2, span: 2 }];
+    const transcript = transcriptOf(prompt(0, "p", "q", "<image>", "<image>"), scored, token(0, "a"));
+    expect([...transcript.media]).toEqual([
+      [2, "image"],
+      [3, "image"],
+    ]);
+    expect(transcript.wordAt(2)).toBe("▪");
+    expect(transcript.wordAt(4)).toBe("a");
+    expect(transcript.tokens[2]).toBe("<image>");
+  });
+
   it("refuses a token out of order", () => {
     expect(() => transcriptOf(token(0, "a"), token(2, "c"))).toThrow(ProtocolError);
   });

@@ -12,9 +12,10 @@ export type Example = Schemas["Example"];
 export type Message = Schemas["Message"];
 export type ClairaiFields = Schemas["ClairaiFields"];
 export type TokenEvent = Schemas["TokenEvent"];
-/** Only an engine that accepts new weights reports which ones were used. */
-export type ProbeUpdateEvent = Omit<Schemas["ProbeUpdateEvent"], "weights"> &
-  Partial<Pick<Schemas["ProbeUpdateEvent"], "weights">>;
+export type PromptMedia = Schemas["PromptMedia"];
+/** Only an engine that accepts new weights reports which ones were used; most prompts are text alone. */
+export type ProbeUpdateEvent = Omit<Schemas["ProbeUpdateEvent"], "weights" | "media"> &
+  Partial<Pick<Schemas["ProbeUpdateEvent"], "weights" | "media">>;
 export type ProbeFinalEvent = Schemas["ProbeFinalEvent"];
 /** Runs saved before stop rules, captures and weight transfers existed lack these fields. */
 export type DoneEvent = Omit<Schemas["DoneEvent"], "stop_reasons" | "capture" | "weights"> &

@@ -1,6 +1,6 @@
 // Saves a run with its transcript as one plain object, and loads it again.
 import type { Echo } from "../api/steering";
-import type { DoneEvent, Part, ProbeFinalEvent, ProbeInfo } from "../api/types";
+import type { DoneEvent, Part, ProbeFinalEvent, ProbeInfo, PromptMedia } from "../api/types";
 import type { Run } from "../state/types";
 import { Transcript } from "./transcript";
 
@@ -13,6 +13,8 @@ export interface PartFile {
   token_ids: number[];
   tokens: string[];
   scores: Row[];
+  /** Tokens of a prompt that stand for parts of images or sounds; left out if all are text. */
+  media?: PromptMedia[];
 }
 
 export interface RunFile {
@@ -39,7 +41,7 @@ export function toFile(run: Run, transcript: Transcript): RunFile {
     run: rest,
     probes,
     names,
-    prompt: partOf(transcript, names, 0, transcript.promptLength),
+    prompt: { ...partOf(transcript, names, 0, transcript.promptLength), ...mediaOf(transcript) },
     answer: partOf(transcript, names, transcript.promptLength, transcript.length),
     text: transcript.text,
     lost: transcript.lost,
@@ -47,6 +49,22 @@ export function toFile(run: Run, transcript: Transcript): RunFile {
     final: transcript.final,
     done: transcript.done,
   };
+}
+
+function mediaOf(transcript: Transcript): Pick<PartFile, "media"> {
+  const media = [...transcript.media].map(([start, kind]) => ({ kind, start, span: 1 }));
+  return media.length > 0 ? { media: joined(media) } : {};
+}
+
+/** Neighbours of one kind as one span. */
+function joined(media: readonly PromptMedia[]): PromptMedia[] {
+  const spans: PromptMedia[] = [];
+  for (const one of [...media].sort((a, b) => a.start - b.start)) {
+    const last = spans.at(-1);
+    if (last?.kind === one.kind && last.start + last.span === one.start) last.span += one.span;
+    else spans.push({ ...one });
+  }
+  return spans;
 }
 
 function partOf(transcript: Transcript, names: string[], from: number, to: number): PartFile {
@@ -93,6 +111,10 @@ export function runOf(kept: RunFile["run"], probes: ProbeInfo[]): Run {
 function addPart(transcript: Transcript, part: Part, file: PartFile, names: string[], text: string): void {
   const { tokens, token_ids } = file;
   transcript.apply({ kind: "token", data: { part, choice: 0, start: 0, tokens, token_ids, text } });
+  if (file.media) {
+    const data = { part, choice: 0, names: [], start: 0, scores: [], lost: null, media: file.media };
+    transcript.apply({ kind: "probe_update", data });
+  }
   for (const [start, row] of file.scores.entries()) {
     if (row === null) continue;
     transcript.apply({

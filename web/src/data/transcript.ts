@@ -1,7 +1,14 @@
 // The tokens of one run and their scores, built from its events: first the prompt, then the answer.
 import { ProtocolError, type RunEvent } from "../api/events";
 import type { Echo } from "../api/steering";
-import type { DoneEvent, Part, ProbeFinalEvent, ProbeUpdateEvent, TokenEvent } from "../api/types";
+import type {
+  DoneEvent,
+  Part,
+  ProbeFinalEvent,
+  ProbeUpdateEvent,
+  PromptMedia,
+  TokenEvent,
+} from "../api/types";
 import { ScoreTable } from "./scores";
 
 /** A token of a run by part and index, which stay valid when a late prompt moves the rows. */
@@ -9,6 +16,8 @@ export interface TokenRef {
   part: Part;
   index: number;
 }
+
+export type MediaKind = PromptMedia["kind"];
 
 /** The page shows one choice. */
 const CHOICE = 0;
@@ -18,6 +27,8 @@ export class Transcript {
   readonly tokens: string[] = [];
   readonly ids: number[] = [];
   readonly scores = new ScoreTable();
+  /** By row, the tokens of the prompt that only stand for a part of an image, a sound or a video. */
+  readonly media = new Map<number, MediaKind>();
   promptLength = 0;
   /** The answer's text as OpenAI clients get it. */
   text = "";
@@ -45,6 +56,11 @@ export class Transcript {
   tokenAt(row: number): TokenRef {
     const index = row - this.promptLength;
     return index < 0 ? { part: "prompt", index: row } : { part: "answer", index };
+  }
+
+  /** The token as text; a small square for a part of an image or a sound. */
+  wordAt(row: number): string {
+    return this.media.has(row) ? "▪" : (this.tokens[row] ?? "");
   }
 
   has(token: TokenRef): boolean {
@@ -113,6 +129,9 @@ export class Transcript {
     const limit = data.part === "prompt" ? this.promptLength : this.tokens.length;
     if (offset + data.start + data.scores.length > limit) {
       throw new ProtocolError(`Scores arrived for ${data.part} tokens that have not arrived.`);
+    }
+    for (const { kind, start, span } of data.media ?? []) {
+      for (let row = start; row < Math.min(start + span, limit); row += 1) this.media.set(row, kind);
     }
     this.scores.declare(data.names);
     for (const [i, row] of data.scores.entries()) {

@@ -62,7 +62,8 @@ export function figure(
 function laidOut(context: CanvasRenderingContext2D, transcript: Transcript): Piece[] {
   const pieces: Piece[] = [];
   let [x, line] = [MARGIN, 0];
-  for (const [row, token] of transcript.tokens.entries()) {
+  for (let row = 0; row < transcript.length; row += 1) {
+    const token = transcript.wordAt(row);
     const text = token.includes("\n") ? visible(token) : shown(token);
     const width = Math.max(4, context.measureText(text).width);
     if (x + width > WIDTH - MARGIN && x > MARGIN) [x, line] = [MARGIN, line + 1];

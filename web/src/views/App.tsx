@@ -95,7 +95,7 @@ function Announcer() {
   const row = transcript && focus ? transcript.rowOf(focus.token) : 0;
   const said =
     transcript && focus && probe !== null
-      ? `${focus.token.part} token ${focus.token.index + 1}: ${spoken(transcript.tokens[row] ?? "")}. ${probe} ${score(transcript.scores.value(probe, row))}`
+      ? `${focus.token.part} token ${focus.token.index + 1}: ${transcript.media.get(row) ?? spoken(transcript.tokens[row] ?? "")}. ${probe} ${score(transcript.scores.value(probe, row))}`
       : "";
   return (
     <>

@@ -81,10 +81,8 @@ const Crossing = memo(function Crossing({ crossing }: { crossing: Crossing }) {
 function words(transcript: Transcript, { first, last }: Crossing): string {
   const from = transcript.rowOf(first);
   const to = Math.min(transcript.rowOf(last) + 1, from + 12);
-  return (
-    visible(transcript.tokens.slice(from, to).join("")).replaceAll("·", " ").trim() ||
-    visible(transcript.tokens[from] ?? "")
-  );
+  const text = Array.from({ length: to - from }, (_, i) => transcript.wordAt(from + i)).join("");
+  return visible(text).replaceAll("·", " ").trim() || visible(transcript.wordAt(from));
 }
 
 /** Show the run, the probe and the token. */

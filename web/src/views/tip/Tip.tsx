@@ -80,11 +80,12 @@ function Head({ transcript, focus, isPinned }: { transcript: Transcript; focus: 
   const page = usePage();
   const row = transcript.rowOf(focus.token);
   const { part, index } = focus.token;
+  const media = transcript.media.get(row);
   return (
     <header className="tip-head">
-      <code>{visible(transcript.tokens[row] ?? "")}</code>
+      <code>{media ?? visible(transcript.tokens[row] ?? "")}</code>
       <span className="faint">
-        {part} {count(index)}, id {transcript.ids[row]}
+        {part} {count(index)}, {media ? "placeholder" : "id"} {transcript.ids[row]}
       </span>
       {isPinned && (
         <button

@@ -17,6 +17,7 @@ export class TokenSpans {
   #block: HTMLDivElement | null = null;
   #blockSize = 0;
   #firstWaiting = 0;
+  #numMedia = 0;
   #notes = new Map<string, Map<TokenSpan, string>>();
   #marked = new Map<"hover" | "pin", TokenSpan>();
 
@@ -34,6 +35,7 @@ export class TokenSpans {
   /** Add the tokens up to `to`, and colour those whose scores have come. */
   grow(transcript: Transcript, to: number, classes: TokenClasses): void {
     for (let row = this.end; row < to; row += 1) this.#add(transcript.tokens[row] ?? "", row);
+    if (transcript.media.size !== this.#numMedia) this.#showMedia(transcript);
     for (let i = this.#firstWaiting; i < this.#spans.length; i += 1) this.#colour(i, classes);
     while (this.#firstWaiting < this.#spans.length) {
       if (!transcript.scores.hasArrived(this.from + this.#firstWaiting)) break;
@@ -109,6 +111,18 @@ export class TokenSpans {
     this.#spans.push(span);
     this.#block?.append(span);
     this.#blockSize += 1;
+  }
+
+  /** Which tokens are no text is known when the scores of the prompt come. */
+  #showMedia(transcript: Transcript): void {
+    this.#numMedia = transcript.media.size;
+    for (const [row, kind] of transcript.media) {
+      const span = this.#spans[row - this.from];
+      if (!span) continue;
+      this.#kinds[row - this.from] = "t media";
+      span.textContent = transcript.media.get(row - 1) === kind ? "" : kind;
+      delete span.dataset.lead;
+    }
   }
 
   #isFull(): boolean {
