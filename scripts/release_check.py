@@ -75,6 +75,8 @@ class Models:
     verdicts: tuple[verify_model.Verdict, ...] = ()
     lost: tuple[str, ...] = ()  # verified before, and not now although vLLM serves them
     absent: tuple[str, ...] = ()  # asked for, and not in this release
+    untried: tuple[str, ...] = ()  # of which the check gave no verdict
+    exit_code: int = 0  # of the check
 
     @property
     def num_verified(self) -> int:
@@ -108,7 +110,12 @@ class Check:
                 for one in self.models.verdicts
                 if not one.is_good
             ]
-            if 2 * self.models.num_verified < len(self.models.verdicts):
+            if self.models.untried:
+                found.append(
+                    f"the check of models ended with exit code {self.models.exit_code} and gave "
+                    f"nothing for {', '.join(self.models.untried[:SHOWN])}"
+                )
+            elif 2 * self.models.num_verified < len(self.models.verdicts):
                 found.append("less than half of the models that were tried could be verified")
         if not self.problem and (self.row is None or self.models is None):
             found.append("not everything was run")
@@ -254,11 +261,12 @@ def try_models(environment: Environment, version: str, asked: str) -> Models:
     command = [str(environment.python), "-m", "tests.fidelity.run_models"]
     command += ["--only", ",".join(names), "--results", str(results)]
     variables = {"PYTHONPATH": str(MODEL_PACKAGES), "HF_HUB_OFFLINE": "1", **ALLOW_UNTESTED}
-    subprocess.run(command, cwd=ROOT, env=clean_environ() | variables, check=False)
+    done = subprocess.run(command, cwd=ROOT, env=clean_environ() | variables, check=False)
     kept = [results / f"{name}.json" for name in names if name in listed]
     decoder = msgspec.json.Decoder(Kept)
     found = [decoder.decode(file.read_bytes()).verdict for file in kept if file.exists()]
-    return judge_models(asked, names, list(listed), found)
+    judged = judge_models(asked, names, list(listed), found)
+    return replace(judged, exit_code=done.returncode)
 
 
 def choose_models(asked: str, listed: Sequence[str]) -> list[str]:
@@ -279,13 +287,14 @@ def judge_models(
     listed: Sequence[str],
     found: Sequence[verify_model.Verdict],
 ) -> Models:
-    accounted = {one.architecture for one in found if one.outcome in (*GOOD, *OTHERS_FAULT)}
-    tried = [name for name in names if name in listed]
+    outcomes = {one.architecture: one.outcome for one in found}
+    blamed = [name for name in outcomes if outcomes[name] not in (*GOOD, *OTHERS_FAULT)]
     return Models(
         asked=asked,
         verdicts=tuple(found),
-        lost=tuple(name for name in tried if name in _known() and name not in accounted),
+        lost=tuple(name for name in blamed if name in _known()),
         absent=tuple(name for name in names if name not in listed),
+        untried=tuple(name for name in names if name in listed and name not in outcomes),
     )
 
 

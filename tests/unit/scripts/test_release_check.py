@@ -57,6 +57,7 @@ def test_a_release_that_passes_everything_is_fit() -> None:
         ({"row": None}, "not everything was run"),
         ({"models": replace(MODELS, lost=("MambaForCausalLM",))}, "MambaForCausalLM was verified"),
         ({"models": Models("x", (RIGHT, Verdict("New", CRASHED)))}, "New: crashes"),
+        ({"models": Models("x", untried=("OPT",), exit_code=-15)}, "code -15 and gave nothing"),
     ],
 )
 def test_what_is_not_fit_says_why(change: dict[str, Any], fault: str) -> None:
@@ -69,7 +70,6 @@ def test_what_is_not_fit_says_why(change: dict[str, Any], fault: str) -> None:
 
 
 def test_a_model_that_is_refused_now_is_lost_and_one_that_vllm_itself_cannot_serve_is_not() -> None:
-    names = [RIGHT.architecture, "BloomForCausalLM", "OPTForCausalLM", "MambaForCausalLM", "Other"]
     found = [
         RIGHT,
         Verdict("BloomForCausalLM", VERIFIED_BLOCKS),
@@ -77,11 +77,11 @@ def test_a_model_that_is_refused_now_is_lost_and_one_that_vllm_itself_cannot_ser
         Verdict("GPT2LMHeadModel", REFUSED),
         Verdict("NewForCausalLM", REFUSED),
     ]
-    listed = [*names[:4], "GPT2LMHeadModel", "NewForCausalLM", "PhiForCausalLM"]
-    asked = [*names, "GPT2LMHeadModel", "NewForCausalLM", "PhiForCausalLM"]
-    models = release_check.judge_models("some", asked, listed, found)
-    assert models.lost == ("GPT2LMHeadModel", "PhiForCausalLM")  # the check of Phi gave nothing
+    listed = [*(one.architecture for one in found), "PhiForCausalLM"]
+    models = release_check.judge_models("some", [*listed, "Other"], listed, found)
+    assert models.lost == ("GPT2LMHeadModel",)
     assert models.absent == ("Other",)
+    assert models.untried == ("PhiForCausalLM",)
     assert models.num_verified == 2
 
 
