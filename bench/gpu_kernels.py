@@ -20,14 +20,14 @@ Step = dict[str, tuple[float, float]]  # the same of one decode step
 
 @dataclass(frozen=True)
 class Difference:
-    """One kernel in a decode step, without taps and with them."""
+    """One kernel in a decode step of two engines."""
 
     name: str
     kind: str
-    alone_calls: float
-    tapped_calls: float
-    alone_us: float
-    tapped_us: float
+    first_calls: float
+    other_calls: float
+    first_us: float
+    other_us: float
 
 
 def profile_step(llm: Any, batch: int) -> Step:
@@ -82,16 +82,16 @@ def kernels_of_a_step(shorter: Kernels, longer: Kernels) -> Step:
     return found
 
 
-def compare(alone: Step, tapped: Step) -> list[Difference]:
+def compare(first: Step, other: Step) -> list[Difference]:
     """Every kernel of either, the largest difference in time first."""
     found = []
-    for name in {*alone, *tapped}:
-        (alone_calls, alone_us), (tapped_calls, tapped_us) = (
-            step.get(name, (0.0, 0.0)) for step in (alone, tapped)
+    for name in {*first, *other}:
+        (first_calls, first_us), (other_calls, other_us) = (
+            step.get(name, (0.0, 0.0)) for step in (first, other)
         )
-        numbers = [round(one, 2) for one in (alone_calls, tapped_calls, alone_us, tapped_us)]
+        numbers = [round(one, 2) for one in (first_calls, other_calls, first_us, other_us)]
         found.append(Difference(name, kind_of(name), *numbers))
-    return sorted(found, key=lambda one: -abs(one.tapped_us - one.alone_us))
+    return sorted(found, key=lambda one: -abs(one.other_us - one.first_us))
 
 
 # The compiler names a kernel after the operations in it; that of a quantisation by rows has a
@@ -115,6 +115,6 @@ def sum_by_kind(differences: Sequence[Difference]) -> dict[str, dict[str, float]
     for one in differences:
         for kind in (one.kind, "all"):
             sums = found.setdefault(kind, {})
-            for field in ("alone_calls", "tapped_calls", "alone_us", "tapped_us"):
+            for field in ("first_calls", "other_calls", "first_us", "other_us"):
                 sums[field] = round(sums.get(field, 0.0) + getattr(one, field), 2)
     return found

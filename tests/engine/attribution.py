@@ -85,7 +85,7 @@ def _embeddings(worker: Any) -> NDArray[np.float32]:
     weight = next(
         parameter
         for name, parameter in worker.model_runner.get_model().named_parameters()
-        if name.endswith(("embed_tokens.weight", "wte.weight"))
+        if name.endswith(("embed_tokens.weight", "embed_tokens.base_layer.weight", "wte.weight"))
     )
     return np.asarray(weight.detach().float().cpu().numpy())
 
@@ -145,7 +145,19 @@ def _drive(
             if output.finished:
                 live.pop(output.request_id)
         records += reader.poll()
-    # One more request, so that the engine takes a step that reports the last ones finished.
+    finish(llm, last)
+    while more := reader.poll():
+        records += more
+    rows = np.concatenate([record.rows for record in records])
+    scores_RP = np.concatenate([record.scores_RC for record in records])
+    ours = rows["stream"] != last
+    return rows[ours], scores_RP[ours], sent
+
+
+def finish(llm: Any, last: int) -> None:
+    """One more request, so that the engine takes a step that reports the ones before finished."""
+    from vllm import SamplingParams
+
     llm.generate(
         [{"prompt_token_ids": [1, 2]}],
         SamplingParams(max_tokens=1, detokenize=False, extra_args=clairai.request(stream=last)),
@@ -154,12 +166,6 @@ def _drive(
     ask_engine(
         llm, control_messages.Describe(), control_messages.Description
     )  # returns when all is published
-    while more := reader.poll():
-        records += more
-    rows = np.concatenate([record.rows for record in records])
-    scores_RP = np.concatenate([record.scores_RC for record in records])
-    ours = rows["stream"] != last
-    return rows[ours], scores_RP[ours], sent
 
 
 def _next(rng: np.random.Generator, plan: Plan, shared: list[int], stream: int) -> Sent:

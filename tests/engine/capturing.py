@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -14,6 +15,7 @@ from clairai.errors import ClairaiError
 from clairai.library.engine_control import ask_engine as ask_engine
 from clairai.wire import capture_messages
 from tests.engine import preempting
+from tests.engine.steering import adapters
 
 
 @dataclass(frozen=True)
@@ -26,6 +28,7 @@ class Ask:
     num_new: int = 12
     n: int = 1
     fields: dict[str, Any] = field(default_factory=dict)
+    adapter: Path | None = None  # of LoRA: its folder
 
 
 @dataclass(frozen=True)
@@ -54,7 +57,8 @@ def capture(llm: Any, asks: list[Ask], timeout_s: float = 60.0) -> list[list[Fou
 
 def generate(llm: Any, asks: list[Ask]) -> list[Any]:
     prompts = [{"prompt_token_ids": list(ask.prompt)} for ask in asks]
-    return list(llm.generate(prompts, list(map(params, asks)), use_tqdm=False))
+    given = adapters([ask.adapter for ask in asks])
+    return list(llm.generate(prompts, list(map(params, asks)), use_tqdm=False, **given))
 
 
 def params(ask: Ask) -> Any:

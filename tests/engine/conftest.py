@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 import clairai
-from tests.engine import full_disk, hooked, models, steering
+from tests.engine import full_disk, hooked, models, sampling, steering
 from tests.engine.process import EngineProcess
 
 
@@ -43,6 +43,7 @@ def engine(
         block_size=32,
         num_gpu_blocks_override=26,
         enable_prefix_caching=True,
+        logits_processors=[sampling.LOGITS_PROCESSOR],
         additional_config=clairai.config(
             points=["pre_attn.0", "post_attn.1", "post_block.3"],
             capacity=8,

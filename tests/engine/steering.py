@@ -5,7 +5,10 @@ Scenarios: they run in the engine's process.
 
 from __future__ import annotations
 
+import zlib
+from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import clairai
@@ -25,6 +28,7 @@ class Ask:
     num_new: int = 12
     salt: str | None = None  # one of its own keeps it out of everybody's prefix cache
     stop: tuple[dict[str, Any], ...] = ()
+    adapter: Path | None = None  # of LoRA: its folder
 
 
 @dataclass(frozen=True)
@@ -40,15 +44,30 @@ class Answer:
 
 def answer(llm: Any, asks: list[Ask]) -> list[Answer]:
     """All in one call: they share steps."""
-    return list(map(_read, _generate(llm, asks)))
+    return list(map(_read, generate(llm, asks)))
 
 
-def _generate(llm: Any, asks: list[Ask]) -> list[Any]:
+def generate(llm: Any, asks: list[Ask]) -> list[Any]:
     prompts = []
     for ask in asks:
         prompt: dict[str, Any] = {"prompt_token_ids": list(ask.prompt)}
         prompts.append(prompt if ask.salt is None else {**prompt, "cache_salt": ask.salt})
-    return list(llm.generate(prompts, list(map(_params, asks)), use_tqdm=False))
+    given = adapters([ask.adapter for ask in asks])
+    return list(llm.generate(prompts, list(map(_params, asks)), use_tqdm=False, **given))
+
+
+def adapters(folders: Sequence[Path | None]) -> dict[str, Any]:
+    """What `generate` is given for requests with these adapters, and without."""
+    if not any(folders):
+        return {}
+    return {"lora_request": [folder and lora_request(folder) for folder in folders]}
+
+
+def lora_request(adapter: Path) -> Any:
+    """Adapters are numbered by their names: vLLM asks for a number that is no other's."""
+    from vllm.lora.request import LoRARequest
+
+    return LoRARequest(adapter.name, zlib.crc32(adapter.name.encode()) >> 1, str(adapter))
 
 
 def _params(ask: Ask, **fields: Any) -> Any:
@@ -134,7 +153,7 @@ def remember_keys(llm: Any) -> None:
 
 def answer_and_score(llm: Any, asks: list[Ask], probe: str) -> tuple[list[Answer], list[Any]]:
     """Answers, and the probe's scores of every token of each."""
-    outputs = _generate(llm, asks)
+    outputs = generate(llm, asks)
     found = [scores[0] for scores in clairai.scores(llm, outputs)]
     generated = [one[probe][one.num_prompt :].tolist() for one in found]
     return list(map(_read, outputs)), generated

@@ -30,7 +30,14 @@ def hidden_states(
 class HuggingFace:
     """A model of a folder, as Hugging Face runs it."""
 
-    def __init__(self, folder: str, dtype: str = "float32", kind: str | None = None) -> None:
+    def __init__(
+        self,
+        folder: str,
+        dtype: str = "float32",
+        kind: str | None = None,
+        change: Callable[[Any], None] | None = None,
+    ) -> None:
+        """`change` is given the model that Hugging Face has loaded."""
         import torch
         import transformers
 
@@ -42,6 +49,8 @@ class HuggingFace:
             folder, dtype=getattr(torch, dtype), **plain
         )
         self._model: Any = found.eval()
+        if change is not None:
+            change(self._model)
         config = self._model.config.get_text_config(decoder=True)
         self._hooks = StreamHooks(
             find_layers(self._model, config.num_hidden_layers), config.hidden_size, num_parts=1

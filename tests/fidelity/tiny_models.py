@@ -167,8 +167,9 @@ def shrink(kind: type[Any], extras: Mapping[str, Any], *, is_text: bool = True) 
             given[field.name] = sizes[field.name]
         elif is_text and TOKEN.search(field.name) and isinstance(held, int) and held >= 3:
             given[field.name] = next(tokens)
-    if "kv_lora_rank" in given:  # every head has keys of its own
-        given["num_key_value_heads"] = given["num_attention_heads"]
+    if "kv_lora_rank" in given:
+        given["num_key_value_heads"] = given["num_attention_heads"]  # every head has its own
+        given["rope_parameters"] = dict(YARN)
     if sections := _sections(default):
         given["rope_parameters"] = {**default.rope_parameters, "mrope_section": sections}
     rest = {name: value for name, value in extras.items() if name not in given}
@@ -203,6 +204,19 @@ def _config_class() -> Any:
 TEXT_PARTS: Final = re.compile(r"text|llm|language|thinker|decoder_config")
 TOKEN: Final = re.compile(r"token_id$|token_index$|_id$")
 EVEN_IF_NONE: Final = frozenset(("head_dim", "num_key_value_heads", "num_kv_heads"))
+
+# What released models with MLA have. Of plain rotary embeddings in pairs vLLM's CPU kernel makes
+# something else than Hugging Face does, where the rotated part is a slice of a query.
+YARN: Final = {
+    "rope_type": "yarn",
+    "rope_theta": 10000.0,
+    "factor": 4.0,
+    "mscale": 1.0,
+    "mscale_all_dim": 1.0,
+    "original_max_position_embeddings": 64,
+    "beta_fast": 32,
+    "beta_slow": 1,
+}
 
 _NAMES: Final[Mapping[int, tuple[str, ...]]] = {
     512: ("vocab_size", "vocab_size_per_layer_input", "kv_lora_rank"),  # MLA's kernel asks for it
@@ -321,8 +335,18 @@ EXTRAS: Final[Mapping[str, Mapping[str, Any]]] = {
         "swa_num_key_value_heads": 1,
     },
     "AXK1ForCausalLM": {"first_k_dense_replace": 0},
-    "DeepseekV2ForCausalLM": {"topk_method": "greedy", "num_experts_per_tok": 2},
-    "DeepseekV3ForCausalLM": {"topk_method": "noaux_tc"},
+    "DeepseekV2ForCausalLM": {
+        "topk_method": "greedy",
+        "num_experts_per_tok": 2,
+        "n_group": 1,
+        "topk_group": 1,
+    },
+    "DeepseekV3ForCausalLM": {
+        "topk_method": "noaux_tc",
+        "scoring_func": "sigmoid",  # of published configs; Hugging Face has no other
+        "n_group": 2,
+        "topk_group": 1,
+    },
     "DbrxForCausalLM": {
         "attn_config": {"rope_theta": 10000.0, "kv_n_heads": 1, "clip_qkv": 8.0},
         "ffn_config": {"ffn_hidden_size": 64, "moe_num_experts": 4, "moe_top_k": 2},

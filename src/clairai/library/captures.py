@@ -15,8 +15,9 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from clairai.errors import RequestError, StoreError
+from clairai.errors import StoreError
 from clairai.library.engine_control import ask_engine
+from clairai.library.request_outputs import get_request_ids
 from clairai.store.disk import MANIFEST
 from clairai.store.read import Store, StoredRows
 from clairai.store.read import open as open_store
@@ -98,14 +99,7 @@ def captures(llm: Any, outputs: Sequence[Any], *, timeout_s: float = 60.0) -> li
     Waits until the rows are safe at their consumers, or known not to be; then see `state`, `reason`
     and `lost`.
     """
-    unfinished = [output.request_id for output in outputs if not output.finished]
-    if unfinished:
-        raise RequestError(
-            f"request {unfinished[0]!r} is not finished; ask for its captures when it is"
-        )
-    asked = capture_messages.FindCaptures(
-        tuple(output.request_id for output in outputs), is_ended=True
-    )
+    asked = capture_messages.FindCaptures(get_request_ids(outputs, "captures"), is_ended=True)
     deadline_s = time.monotonic() + timeout_s
     while True:
         found = ask_engine(llm, asked, capture_messages.Captures).found

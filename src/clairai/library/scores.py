@@ -18,6 +18,7 @@ from weakref import WeakValueDictionary
 
 from clairai.errors import ConfigError, EngineGoneError, RequestError, RowsLostError, quote
 from clairai.library.engine_control import ask_async_engine, ask_engine
+from clairai.library.request_outputs import get_request_ids
 from clairai.match.align import Scores, align, align_nothing
 from clairai.match.reduce import Part, ReducedScores, Reduction, check_reduction, reduce_scores
 from clairai.match.row_collector import RowCollector
@@ -83,7 +84,7 @@ def scores(
     `progress` shows a bar with the number of rows and losses.
     """
     wish = _Wish(reduce, over, on_loss, progress)
-    question = _question(outputs)
+    question = control_messages.FindStreams(get_request_ids(outputs, "scores"))
     described = ask_engine(llm, control_messages.Describe(), Description)
     found = ask_engine(llm, question, Streams)
     requests = _find_requests(found, outputs, until=described.published)
@@ -120,7 +121,8 @@ async def async_scores(
 
     Other requests go on: the engine is asked for the ids of streams, and waits for nothing.
     """
-    wish, question = _Wish(reduce, over, on_loss), _question(outputs)
+    wish = _Wish(reduce, over, on_loss)
+    question = control_messages.FindStreams(get_request_ids(outputs, "scores"))
     described: Description | None = vars(engine).get(_DESCRIPTION)
     if described is None:
         described = await ask_async_engine(engine, control_messages.Describe(), Description)
@@ -183,15 +185,6 @@ class _Requests:
 
 
 Align = Callable[[int, Any, Any], Scores | None]  # of a stream, its output and one of its answers
-
-
-def _question(outputs: Sequence[Any]) -> control_messages.FindStreams:
-    unfinished = [output.request_id for output in outputs if not output.finished]
-    if unfinished:
-        raise RequestError(
-            f"request {unfinished[0]!r} is not finished; ask for its scores when it is"
-        )
-    return control_messages.FindStreams(tuple(output.request_id for output in outputs))
 
 
 def _find_requests(found: Streams, outputs: Sequence[Any], *, until: int) -> _Requests:

@@ -33,17 +33,17 @@ def test_a_step_has_neither_kernels_nor_time_of_the_prefill() -> None:
 
 def test_taps_add_kernels_of_their_own_and_leave_the_rest_as_it_is() -> None:
     found = gpu_kernels.sum_by_kind(gpu_kernels.compare(step(), step(score_wide=1)))
-    assert found["clairai"]["alone_calls"] == 0
-    assert found["clairai"]["tapped_calls"] == LAYERS
+    assert found["clairai"]["first_calls"] == 0
+    assert found["clairai"]["other_calls"] == LAYERS
     for kind in ("quantises", "multiplies", "attention"):
-        assert found[kind]["alone_calls"] == found[kind]["tapped_calls"] > 0
-    assert found["all"]["tapped_us"] - found["all"]["alone_us"] == pytest.approx(2.0 * LAYERS)
+        assert found[kind]["first_calls"] == found[kind]["other_calls"] > 0
+    assert found["all"]["other_us"] - found["all"]["first_us"] == pytest.approx(2.0 * LAYERS)
 
 
 def test_a_quantisation_that_taps_leave_out_is_seen() -> None:
     found = gpu_kernels.compare(step(), step(**{QUANTISES: 3}))
     assert (found[0].name, found[0].kind) == (QUANTISES, "quantises")
-    assert found[0].alone_calls - found[0].tapped_calls == LAYERS
+    assert found[0].first_calls - found[0].other_calls == LAYERS
 
 
 def test_answers_differ_by_tokens_and_by_logprobs_before_the_first_other_token() -> None:
