@@ -12,7 +12,7 @@ import msgspec
 import pytest
 
 from clairai.compat import doctor
-from tests.fidelity import tiny_models, verify_model
+from tests.fidelity import judge_rows, tiny_models, verify_model
 from tests.fidelity.run_models import HEADINGS, write_page
 from tests.fidelity.verify_model import NOT_TRIED, VERIFIED, VERIFIED_BLOCKS, Verdict
 
@@ -60,11 +60,27 @@ def test_what_is_called_verified_is_within_the_bounds(page: str) -> None:
     verified = [cells for cells in _rows(page) if len(cells) >= len(HEADINGS)]
     assert verified
     for cells in verified:
-        assert float(cells[HEADINGS.index("worst error")]) <= verify_model.BOUND, cells
+        assert float(cells[HEADINGS.index("worst error")]) <= judge_rows.BOUND, cells
         is_block = len(cells) > len(HEADINGS)  # held against vLLM's own, whatever that gives
         cached = ("right", "no hit", *((verify_model.AS_ALONE,) if is_block else ()))
         assert cells[HEADINGS.index("prefix cache")] in cached, cells
-        assert float(cells[HEADINGS.index("steering")]) <= verify_model.LOGPROB_BOUND, cells
+        assert float(cells[HEADINGS.index("steering")]) <= judge_rows.LOGPROB_BOUND, cells
+        errors = re.findall(r"\S+e-\d+", cells[HEADINGS.index("images")].split(" blocks")[0])
+        assert all(float(error) <= judge_rows.BOUND for error in errors), cells
+
+
+def test_models_with_images_that_were_tried_with_text_alone_are_named(page: str) -> None:
+    held = tiny_models.registry().items()
+    multimodal = {name for name, entry in held if entry.kind == "multimodal"}
+    verified = [cells for cells in _rows(page) if len(cells) >= len(HEADINGS)]
+    untried = [
+        cells[0]
+        for cells in verified
+        if cells[0] in multimodal and not cells[HEADINGS.index("images")]
+    ]
+    assert re.findall(r"^- `(\w+)`: ", page, re.MULTILINE) == untried
+    tried = [cells[HEADINGS.index("images")] for cells in verified if cells[0] in multimodal]
+    assert len([cell for cell in tried if cell]) >= 15
 
 
 def test_the_doctor_knows_what_the_page_says(page: str) -> None:

@@ -29,6 +29,7 @@ class Ask:
     salt: str | None = None  # one of its own keeps it out of everybody's prefix cache
     stop: tuple[dict[str, Any], ...] = ()
     adapter: Path | None = None  # of LoRA: its folder
+    given: dict[str, Any] | None = None  # what vLLM makes the prompt of: a text with images
 
 
 @dataclass(frozen=True)
@@ -50,7 +51,7 @@ def answer(llm: Any, asks: list[Ask]) -> list[Answer]:
 def generate(llm: Any, asks: list[Ask]) -> list[Any]:
     prompts = []
     for ask in asks:
-        prompt: dict[str, Any] = {"prompt_token_ids": list(ask.prompt)}
+        prompt = {"prompt_token_ids": list(ask.prompt)} if ask.given is None else ask.given
         prompts.append(prompt if ask.salt is None else {**prompt, "cache_salt": ask.salt})
     given = adapters([ask.adapter for ask in asks])
     return list(llm.generate(prompts, list(map(_params, asks)), use_tqdm=False, **given))

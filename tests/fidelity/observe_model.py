@@ -24,6 +24,7 @@ from tests.fidelity.scenarios import Tapped, keep_point, unit_probes
 
 NUM_NEW: Final = 6
 Streams = dict[str, NDArray[np.float32]]  # by point, T x D
+Prompt = list[int] | dict[str, Any]  # token ids, or what vLLM makes them of
 
 
 @dataclass(frozen=True)
@@ -36,35 +37,40 @@ class Observed:
     is_chunked: bool
 
 
-def observe(llm: Any, prompts: list[list[int]], points: list[str], width: int) -> Observed:
+def observe(llm: Any, prompts: list[Prompt], points: list[str], width: int) -> Observed:
     forwarded: Tapped = {}
     again: Tapped = {}
     num_cached: tuple[int, ...] = ()
     for group in _groups(points, width):
-        with _unit_bank(llm, group, width):
-            forwarded |= _tap(llm, prompts, group, prompt_scores=True)[0]
-            found, outputs = _tap(llm, prompts, group, prompt_scores=False)
+        with unit_bank(llm, group, width):
+            forwarded |= tap(llm, prompts, group, prompt_scores=True)[0]
+            found, outputs = tap(llm, prompts, group, prompt_scores=False)
         again |= found
         num_cached = tuple(output.num_cached_tokens or 0 for output in outputs)
     scheduler = llm.llm_engine.vllm_config.scheduler_config
-    is_chunked = scheduler.max_num_batched_tokens < max(map(len, prompts))
+    longest = max(scores.num_prompt for scores in next(iter(forwarded.values())))
+    is_chunked = scheduler.max_num_batched_tokens < longest
     return Observed(forwarded, again, num_cached, is_chunked)
 
 
-def generate(llm: Any, prompts: list[list[int]]) -> None:
+def _input(prompt: Prompt) -> dict[str, Any]:
+    return prompt if isinstance(prompt, dict) else {"prompt_token_ids": prompt}
+
+
+def generate(llm: Any, prompts: list[Prompt]) -> None:
     """As above, in an engine without clairai."""
     from vllm import SamplingParams
 
-    inputs = [{"prompt_token_ids": prompt} for prompt in prompts]
+    inputs = list(map(_input, prompts))
     params = SamplingParams(max_tokens=NUM_NEW, ignore_eos=True, detokenize=False)
     llm.generate(inputs, params, use_tqdm=False)
 
 
-def answer_twice(llm: Any, prompts: list[list[int]]) -> list[list[list[int]]]:
+def answer_twice(llm: Any, prompts: list[Prompt]) -> list[list[list[int]]]:
     """Tokens in an engine without clairai: the prompts forwarded whole, then with cached tokens."""
     from vllm import SamplingParams
 
-    inputs = [{"prompt_token_ids": prompt} for prompt in prompts]
+    inputs = list(map(_input, prompts))
     found = []
     for is_whole in (True, False):
         params = SamplingParams(
@@ -86,29 +92,60 @@ def _groups(points: list[str], width: int) -> list[list[str]]:
 
 
 @contextmanager
-def _unit_bank(llm: Any, points: list[str], width: int) -> Iterator[None]:
+def unit_bank(llm: Any, points: list[str], width: int) -> Iterator[None]:
     bank = clairai.ProbeBank(llm)
     bank.add(*(probe for point in points for probe in unit_probes(point, width)))
     yield
     bank.remove(*(info.name for info in bank.list()))
 
 
-def _tap(
-    llm: Any, prompts: list[list[int]], points: list[str], *, prompt_scores: bool
+def tap(
+    llm: Any,
+    prompts: list[Prompt],
+    points: list[str],
+    *,
+    prompt_scores: bool,
+    num_new: int = NUM_NEW,
 ) -> tuple[Tapped, list[Any]]:
     from vllm import SamplingParams
 
     params = SamplingParams(
-        max_tokens=NUM_NEW,
+        max_tokens=num_new,
         temperature=0.0,
         ignore_eos=True,
         detokenize=False,
         extra_args=clairai.request(prompt_scores=prompt_scores),
     )
-    inputs = [{"prompt_token_ids": prompt} for prompt in prompts]
+    inputs = list(map(_input, prompts))
     outputs = llm.generate(inputs, params, use_tqdm=False)
     answers = [found[0] for found in clairai.scores(llm, outputs)]
     return {point: [keep_point(one, point) for one in answers] for point in points}, outputs
+
+
+@dataclass(frozen=True)
+class MediaObserved:
+    """Rows of prompts with images or the like."""
+
+    first: Tapped  # of the first prompt, alone in its steps
+    all: Observed  # of all prompts, in one batch
+    other: Tapped  # of the first prompt with other media in the same places
+    num_cached: int  # tokens of that one that the prefix cache served
+
+
+def observe_media(
+    llm: Any, prompts: list[Prompt], other: Prompt, points: list[str], width: int
+) -> MediaObserved:
+    first: Tapped = {}
+    others: Tapped = {}
+    num_cached = 0
+    for group in _groups(points, width):
+        with unit_bank(llm, group, width):
+            first |= tap(llm, prompts[:1], group, prompt_scores=True)[0]
+            found, (output,) = tap(llm, [other], group, prompt_scores=False)
+            others |= found
+            num_cached = max(num_cached, output.num_cached_tokens or 0)
+            assert llm.reset_prefix_cache()
+    return MediaObserved(first, observe(llm, prompts, points, width), others, num_cached)
 
 
 def steer(llm: Any, asks: list[Ask], vectors: list[bytes]) -> list[Answer]:
@@ -123,7 +160,7 @@ def steer(llm: Any, asks: list[Ask], vectors: list[bytes]) -> list[Answer]:
 
 
 def observe_blocks(
-    llm: Any, prompts: list[list[int]], points: list[str], width: int
+    llm: Any, prompts: list[Prompt], points: list[str], width: int
 ) -> tuple[Tapped, list[Streams]]:
     """Rows of each prompt, alone in its steps, and what vLLM's blocks were given and gave there."""
     hooks = _block_hooks(llm, width)
@@ -133,8 +170,8 @@ def observe_blocks(
         given: Streams = {}
         for group in _groups(points, width):
             seen: list[tuple[str, NDArray[np.float32]]] = []
-            with _unit_bank(llm, group, width), hooks.reading(partial(_append, seen)):
-                found, _ = _tap(llm, [prompt], group, prompt_scores=True)
+            with unit_bank(llm, group, width), hooks.reading(partial(_append, seen)):
+                found, _ = tap(llm, [prompt], group, prompt_scores=True)
             tapped |= {point: tapped[point] + scores for point, scores in found.items()}
             # Of the same forward: vLLM does not give the same values every time.
             given |= {point: rows for point, rows in _join(seen).items() if point in group}

@@ -12,12 +12,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 from numpy.typing import NDArray
 
 Floats = NDArray[np.float64]
+EVERYWHERE: Final = slice(None)
 
 
 def hidden_states(
@@ -56,25 +57,43 @@ class HuggingFace:
             find_layers(self._model, config.num_hidden_layers), config.hidden_size, num_parts=1
         )
         with self._hooks.learning():
-            self._forward(list(range(3, 14)))
+            self._forward(list(range(3, 14)), {})
 
-    def streams(self, token_ids: list[int]) -> dict[str, NDArray[np.float32]]:
-        """By point, T x D."""
+    def streams(
+        self, token_ids: list[int], media: Mapping[str, Any] | None = None
+    ) -> dict[str, NDArray[np.float32]]:
+        """By point, T x D; `media` is what a processor made of the prompt beside its token ids."""
         found: dict[str, NDArray[np.float32]] = {}
         with self._hooks.reading(lambda point, rows_TD: found.update({point: rows_TD})):
-            self._forward(token_ids)
+            self._forward(token_ids, media or {})
         return found
 
-    def logits(self, token_ids: list[int], added: Mapping[str, Floats] | None = None) -> Floats:
-        """T x V, with `added` added to every row at its point."""
-        with self._hooks.adding(added or {}):
-            return np.asarray(self._forward(token_ids)[0].double().numpy())
+    def logits(
+        self,
+        token_ids: list[int],
+        added: Mapping[str, Floats] | None = None,
+        media: Mapping[str, Any] | None = None,
+        positions: slice = EVERYWHERE,
+    ) -> Floats:
+        """T x V, with `added` added to the rows of these positions at its point."""
+        with self._hooks.adding(added or {}, positions=positions):
+            return np.asarray(self._forward(token_ids, media or {})[0].double().numpy())
 
-    def _forward(self, token_ids: list[int]) -> Any:
+    def _forward(self, token_ids: list[int], media: Mapping[str, Any]) -> Any:
         import torch
 
+        given = {name: self._fit(value, len(token_ids), name) for name, value in media.items()}
         with torch.no_grad():
-            return self._model(input_ids=torch.tensor([token_ids]), use_cache=False).logits
+            return self._model(input_ids=torch.tensor([token_ids]), use_cache=False, **given).logits
+
+    def _fit(self, value: Any, num_tokens: int, name: str) -> Any:
+        """Of the model's type, and as long as the sequence where it says something of tokens."""
+        import torch
+
+        if name.endswith("token_type_ids"):  # what is generated is text
+            return torch.nn.functional.pad(value, (0, num_tokens - value.shape[1]))
+        is_number = isinstance(value, torch.Tensor) and value.is_floating_point()
+        return value.to(self._model.dtype) if is_number else value
 
 
 class StreamHooks:
@@ -98,14 +117,17 @@ class StreamHooks:
             yield
 
     @contextmanager
-    def adding(self, added: Mapping[str, Floats], *, part: int = 0) -> Iterator[None]:
-        """Add a row to every row of the stream at its point, in one of its parts."""
+    def adding(
+        self, added: Mapping[str, Floats], *, part: int = 0, positions: slice = EVERYWHERE
+    ) -> Iterator[None]:
+        """Add a row to these rows of the stream at its point, in one of its parts."""
         import torch
 
         def add(point: str, parts: list[Any]) -> None:
             if point in added and part < len(parts):
                 # in place: the layer keeps this tensor as its residual
-                parts[part].add_(torch.from_numpy(added[point]).to(parts[part].dtype))
+                row_D = torch.from_numpy(added[point]).to(parts[part].dtype)
+                parts[part][..., positions, :].add_(row_D)
 
         with _hooked(self._at_points(add)):
             yield

@@ -29,6 +29,8 @@ import msgspec
 from clairai.compat.doctor import VERIFIED, VerifiedModels
 from scripts import numbers
 from tests.fidelity import tiny_models, verify_model
+from tests.fidelity.tiny_media import RECIPES
+from tests.fidelity.verify_media import MediaVerdict
 from tests.fidelity.verify_model import NOT_TRIED, Verdict
 
 ROOT: Final = Path(__file__).resolve().parents[2]
@@ -42,6 +44,7 @@ HEADINGS: Final = (
     "prefix cache",
     "chunked prefill",
     "steering",
+    "images",
 )
 SUFFIX: Final = re.compile(r"(For(CausalLM|ConditionalGeneration)|LMHeadModel|Model)$")
 
@@ -132,7 +135,7 @@ def _file(name: str, results: Path) -> Path:
 def _key(name: str) -> str:
     here = ROOT / "src" / "clairai" / "compat"
     compat = [file for file in sorted(here.glob("*.py")) if file.name != "doctor.py"]
-    made = repr(tiny_models.EXTRAS.get(tiny_models.SAME_AS.get(name, name)))
+    made = repr((tiny_models.EXTRAS.get(tiny_models.SAME_AS.get(name, name)), RECIPES.get(name)))
     digest = hashlib.sha256(made.encode())
     for file in compat:
         digest.update(file.read_bytes())
@@ -143,7 +146,9 @@ def _describe(verdict: Verdict) -> str:
     errors = [e for e in (verdict.prompt_error, verdict.decode_error) if e is not None]
     error = f" {max(errors):.1e}" if errors else ""
     reason = f": {verdict.reason}" if verdict.reason else ""
-    return f"{verdict.architecture}: {verdict.outcome}{error} ({verdict.seconds:.0f} s){reason}"
+    media = f", {_media(verdict.media) or verdict.media.reason}" if verdict.media.kinds else ""
+    said = f"{verdict.architecture}: {verdict.outcome}{error}{media}"
+    return f"{said} ({verdict.seconds:.0f} s){reason}"
 
 
 # --- the page ---
@@ -154,8 +159,7 @@ OPENING: Final = """\
 Every architecture of vLLM {version} that generates text, tried with a tiny random model: vLLM's CPU
 build in float32, held against Hugging Face in float64 and not against code of this project. Every
 served point of every layer is compared, for prompts of 1, 7, 50 and 40 tokens in steps of at most
-32, and for the tokens generated after them. Text alone was tried of models that also take images or
-sounds. `clairai doctor MODEL` looks at a model of yours.
+32, and for the tokens generated after them. `clairai doctor MODEL` looks at a model of yours.
 
 - *worst error*: the 99.9th percentile at the worst point, of prompt rows or of decode rows, each
   value relative to its own size or its row's root mean square, whichever is larger. The bound is
@@ -166,7 +170,16 @@ sounds. `clairai doctor MODEL` looks at a model of yours.
 - *chunked prefill*: prompts longer than a step are right.
 - *steering*: the largest error of a logprob, relative to the spread of the logits, when a vector is
   added at every token in the middle of the model, and behind its last block, against a hook in
-  Hugging Face's model."""
+  Hugging Face's model.
+- *images*: the same with an image or a sound in the prompt, two where a model takes several, in
+  steps of 96 tokens that cut it in two: the worst error of all rows, those of the image among them.
+  The positions of the image are marked, and no others. The prompt comes again, and comes with
+  another image in the same place, plain and steered at the positions of the image: nothing that was
+  cached of one serves the other. *blocks*: with an image vLLM itself gives other values than
+  Hugging Face, by the error in brackets; the taps equal its blocks."""
+
+TEXT_ALONE: Final = """\
+These take images or sounds too, and were tried with text alone."""
 
 BLOCKS: Final = """\
 Hugging Face has no such model, or vLLM's CPU kernels themselves give other values: *vLLM* is the
@@ -203,6 +216,8 @@ def write_page(verdicts: list[Verdict]) -> str:
     verified = [v for v in verdicts if v.outcome == verify_model.VERIFIED]
     blocks = [v for v in verdicts if v.outcome == verify_model.VERIFIED_BLOCKS]
     others = [v for v in verdicts if v not in (*verified, *blocks)]
+    held = tiny_models.registry().items()
+    multimodal = {name for name, entry in held if entry.kind == "multimodal"}
     parts = [
         OPENING.format(version=version),
         numbers.stamp("make models", took=took),
@@ -216,6 +231,13 @@ def write_page(verdicts: list[Verdict]) -> str:
         numbers.table(
             ("architecture", "for example", "outcome", "reason"),
             [(f"`{v.architecture}`", v.checkpoint, v.outcome, _quote(v.reason)) for v in others],
+        ),
+        "## With text alone",
+        TEXT_ALONE,
+        "\n".join(
+            f"- `{v.architecture}`: {_quote(_why_text_alone(v))}"
+            for v in (*verified, *blocks)
+            if v.architecture in multimodal and not _media(v.media)
         ),
     ]
     return "\n\n".join(parts) + "\n"
@@ -236,7 +258,19 @@ def _cells(verdict: Verdict) -> tuple[str, ...]:
         verdict.prefix_cache,
         "right" if verdict.is_chunked else "not used",
         _number(max(verdict.steered.values(), default=None)),
+        _media(verdict.media),
     )
+
+
+def _media(verdict: MediaVerdict) -> str:
+    if verdict.error is None or verdict.reason:
+        return ""
+    blocks = "" if verdict.engine_error is None else f" blocks ({_number(verdict.engine_error)})"
+    return f"{', '.join(verdict.kinds)} {_number(verdict.error)}{blocks}"
+
+
+def _why_text_alone(verdict: Verdict) -> str:
+    return verdict.media.reason.removeprefix(f"{NOT_TRIED}: ") or "no processor was made for it"
 
 
 def _number(error: float | None) -> str:

@@ -22,6 +22,10 @@ VOCABULARY: Final = 512
 WIDTH: Final = 64
 MAX_BYTES: Final = 6 << 30
 _DOUBLED, _PUBLISHED = "language_model.model.model.", "language_model.model."
+_WRAPPED_TOWERS: Final = ("clip_vision_model", "siglip_vision_model", "siglip2_vision_model")
+_TOWER: Final = re.compile(
+    r"(vision_tower\.)((?:embeddings|encoder|pre_layrnorm|post_layernorm|head)\.)"
+)
 NUM_ORDINARY: Final = 480  # tokens that no config gives a meaning to
 
 # Tables of vllm/model_executor/models/registry.py, 0.32.
@@ -115,14 +119,19 @@ def make(architecture: str, folder: Path) -> TinyModel:
 def _use_published_names(folder: Path) -> None:
     """Names of weights as published checkpoints have them.
 
-    transformers 5.19 doubles a prefix of some models when it saves them, and reads both.
+    transformers 5.19 doubles a prefix of some models when it saves them, and leaves one out of
+    others; it reads both.
     """
     from safetensors.torch import load_file, save_file
 
+    config = json.loads((folder / "config.json").read_text())
+    is_wrapped = config.get("vision_config", {}).get("model_type") in _WRAPPED_TOWERS
     for file in folder.glob("*.safetensors"):
         weights = load_file(file)
-        if any(_DOUBLED in name for name in weights):
-            renamed = {name.replace(_DOUBLED, _PUBLISHED): one for name, one in weights.items()}
+        renamed = {name.replace(_DOUBLED, _PUBLISHED): one for name, one in weights.items()}
+        if is_wrapped:
+            renamed = {_TOWER.sub(r"\1vision_model.\2", n): one for n, one in renamed.items()}
+        if renamed.keys() != weights.keys():
             save_file(renamed, file, {"format": "pt"})
 
 
@@ -299,6 +308,13 @@ def _rope(sections: list[int], **more: float) -> dict[str, Any]:
     return {"text_config": {"rope_parameters": rope | more}}
 
 
+def _vision(**sizes: Any) -> dict[str, Any]:
+    """Images of so many pixels as a processor of tiny_media.py makes."""
+    return {"vision_config": {"image_size": 28, "patch_size": 14} | sizes}
+
+
+_IDEFICS: Final = {**_vision(num_attention_heads=2), "scale_factor": 1}
+_GRID: Final = {"image_grid_pinpoints": [[28, 56], [56, 28], [56, 56]]}
 # The names under which checkpoints have what is `hidden_size` in Hugging Face's own config.
 _LFM2: Final[Mapping[str, Any]] = {
     "layer_types": ["conv", "full_attention"] * 2,
@@ -355,9 +371,34 @@ EXTRAS: Final[Mapping[str, Mapping[str, Any]]] = {
     "GraniteMoeHybridForCausalLM": {"layer_types": ["linear_attention", "full_attention"] * 2},
     "Lfm2ForCausalLM": _LFM2,
     "Lfm2VlForConditionalGeneration": {"text_config": _LFM2},
+    "AriaForConditionalGeneration": {
+        **_vision(image_size=980, patch_size=70),
+        "projector_patch_to_query_dict": {49: 8, 196: 16},
+    },
+    "Gemma3ForConditionalGeneration": {**_vision(image_size=56), "mm_tokens_per_image": 4},
+    "Idefics3ForConditionalGeneration": _IDEFICS,
+    "InternVLForConditionalGeneration": _vision(image_size=[28, 28], patch_size=[14, 14]),
+    "LlavaForConditionalGeneration": _vision(),
+    "LlavaNextForConditionalGeneration": {**_vision(), **_GRID},
+    "LlavaNextVideoForConditionalGeneration": {**_vision(), **_GRID},
+    "LlavaOnevisionForConditionalGeneration": {**_vision(), **_GRID},
+    "Mistral3ForConditionalGeneration": {
+        **_vision(image_size=84, head_dim=32),
+        "spatial_merge_size": 2,
+    },
+    "PaliGemmaForConditionalGeneration": _vision(num_image_tokens=4),
+    "SmolVLMForConditionalGeneration": _IDEFICS,
     "Lfm2MoeForCausalLM": {"layer_types": ["conv", "full_attention"] * 2},
     "Llama4ForCausalLM": {"num_experts_per_tok": 1},
-    "Llama4ForConditionalGeneration": {"text_config": {"num_experts_per_tok": 1}},
+    "Llama4ForConditionalGeneration": {
+        "text_config": {"num_experts_per_tok": 1},
+        **_vision(
+            intermediate_size=256,
+            vision_output_dim=WIDTH,
+            projector_input_dim=WIDTH,
+            projector_output_dim=WIDTH,
+        ),
+    },
     "Exaone4_5_ForConditionalGeneration": {"vision_config": {"num_key_value_heads": 2}},
     "Qwen3VLMoeForConditionalGeneration": {
         "text_config": {"norm_topk_prob": True, "moe_intermediate_size": 128}
@@ -367,11 +408,16 @@ EXTRAS: Final[Mapping[str, Mapping[str, Any]]] = {
     "Glm4vForConditionalGeneration": _rope([8, 4, 4]),
     "GlmOcrForConditionalGeneration": _rope([8, 4, 4]),
     "Glm4vMoeForConditionalGeneration": {
+        "vision_config": {"image_size": 56},
         "text_config": {
             **_rope([4, 2, 2], partial_rotary_factor=0.5)["text_config"],
             "head_dim": 32,
             "use_qk_norm": False,
-        }
+        },
+    },
+    "Qwen3VLForConditionalGeneration": {
+        **_rope([8, 4, 4], mrope_interleaved=True),
+        "vision_config": {"deepstack_visual_indexes": [0, 1]},
     },
     "Qwen2VLForConditionalGeneration": _rope([8, 4, 4]),
     "Qwen2_5_VLForConditionalGeneration": _rope([8, 4, 4]),

@@ -19,7 +19,6 @@ from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
-from numpy.typing import NDArray
 
 import clairai
 from clairai.points import Point
@@ -34,14 +33,13 @@ from tests.engine.process import (
 )
 from tests.engine.process import choose_context as choose_engine_context
 from tests.engine.steering import Answer, Ask
-from tests.fidelity import observe_model, tiny_models
+from tests.fidelity import judge_rows, observe_model, tiny_media, tiny_models, verify_media
+from tests.fidelity.judge_rows import BOUND, LOGPROB_BOUND
 from tests.fidelity.observe_model import Observed, Streams
-from tests.fidelity.oracle import Floats, HuggingFace, relative_error
-from tests.fidelity.scenarios import Tapped
+from tests.fidelity.oracle import Floats, HuggingFace
 from tests.fidelity.tiny_models import TinyModel
+from tests.fidelity.verify_media import MediaTruth, MediaVerdict
 
-BOUND: Final = 1e-5
-LOGPROB_BOUND: Final = 1e-4
 START_S: Final = 120.0
 CALL_S: Final = 120.0
 PROMPTS: Final = models.random_prompts(3, (1, 7, 50, 40), tiny_models.NUM_ORDINARY)
@@ -59,7 +57,6 @@ ONE_THREAD: Final = {"VLLM_CPU_OMP_THREADS_BIND": "1"}
 VERIFIED: Final = "verified"
 VERIFIED_BLOCKS: Final = "verified against vLLM's blocks"
 WRONG: Final = "wrong values"
-OTHER_TOKENS: Final = "other tokens"  # when the prefix is cached
 AS_ALONE: Final = "as vLLM alone"
 CRASHED: Final = "crashes with clairai"
 REFUSED: Final = "refused"
@@ -89,12 +86,13 @@ class Verdict:
     num_cached: int = 0
     prefix_cache: str = ""
     steered: Mapping[str, float] = field(default_factory=dict)  # worst logprob error, by point
+    media: MediaVerdict = field(default_factory=MediaVerdict)  # with images, sounds or videos
     checkpoint: str = ""  # a model that Hugging Face names as one of this architecture
     seconds: float = 0.0
 
     @property
     def is_good(self) -> bool:
-        return self.outcome not in (WRONG, CRASHED)
+        return self.outcome not in (WRONG, CRASHED) and not self.media.is_wrong
 
 
 class Truth:
@@ -111,6 +109,11 @@ class Truth:
 
         torch.set_num_threads(1)
         self._model = HuggingFace(str(folder), "float64", kind)
+
+    def load_media(self, architecture: str, folder: Path) -> verify_media.Prepared:
+        stands_for = tiny_media.make_processor(architecture, folder)
+        self.media = MediaTruth(architecture, folder, self._model)
+        return self.media.prepare(stands_for)
 
     def streams(self, sequences: list[list[int]]) -> list[Streams]:
         return [self._model.streams(sequence) for sequence in sequences]
@@ -136,7 +139,7 @@ class _Verification:
         self._has_weights = True
 
     def run(self) -> Verdict:
-        with _truth_process() as truth:
+        with truth_process() as truth:
             try:
                 tiny = truth.call(Truth.make, self._verdict.architecture, self._folder)
             except EngineFailed as failed:
@@ -145,6 +148,9 @@ class _Verification:
             self._has_weights = bool(tiny.kind)
             if self._diagnose():
                 self._serve(truth, tiny.kind)
+            if self._verdict.outcome in (VERIFIED, VERIFIED_BLOCKS):
+                media = self._try_media(truth, tiny.kind)
+                self._verdict = replace(self._verdict, media=media)
             if not tiny.kind and self._verdict.outcome == NO_ENGINE:
                 reason = f"Hugging Face has no such class, and a config: {self._verdict.reason}"
                 return replace(self._verdict, outcome=NO_MODEL, reason=reason)
@@ -215,6 +221,31 @@ class _Verification:
         except EngineFailed as failed:
             self._explain(_last_line(failed), CRASHED)
 
+    def _try_media(self, truth: ChildProcess, kind: str) -> MediaVerdict:
+        recipe = tiny_media.RECIPES.get(self._verdict.architecture)
+        if recipe is None:
+            return MediaVerdict()
+        points = list(self._verdict.served)
+        settings = clairai.config(points=points, capacity=2 * tiny_models.WIDTH, steering=True)
+        changes: dict[str, Any] = {
+            **verify_media.ENGINE,
+            "limit_mm_per_prompt": dict.fromkeys(recipe.placeholders, recipe.most),
+        }
+        try:
+            truth.call(Truth.load, self._folder, kind)
+            prepared = truth.call(Truth.load_media, self._verdict.architecture, self._folder)
+            with self._start(additional_config=settings, **changes) as engine:
+                return verify_media.verify(engine, truth, prepared, points, recipe)
+        except EngineFailed as failed:
+            reason = _last_line(failed)
+        try:  # is it vLLM, or clairai?
+            with self._start(additional_config={}, **changes) as engine:
+                inputs = [prompt.for_vllm(recipe) for prompt in prepared.prompts]
+                engine.call(observe_model.generate, inputs)
+        except (EngineFailed, UnboundLocalError):
+            return MediaVerdict(tuple(recipe.placeholders), reason=f"{NOT_TRIED}: {reason}")
+        return MediaVerdict(tuple(recipe.placeholders), reason=f"{CRASHED}: {reason}")
+
     def _judge(self, engine: EngineProcess, truth: ChildProcess, kind: str) -> Verdict:
         points = list(self._verdict.served)
         observed: Observed = engine.call(observe_model.observe, PROMPTS, points, tiny_models.WIDTH)
@@ -222,20 +253,22 @@ class _Verification:
             self._verdict,
             is_chunked=observed.is_chunked,
             num_cached=sum(observed.num_cached),
-            prefix_cache=_judge_cache(observed),
+            prefix_cache=judge_rows.judge_cache(observed),
         )
-        if verdict.prefix_cache.endswith(OTHER_TOKENS) and self._answers_alone(observed):
+        if verdict.prefix_cache.endswith(judge_rows.OTHER_TOKENS) and self._answers_alone(observed):
             verdict = replace(verdict, prefix_cache=AS_ALONE)
         steered = _steer(engine, _choose_vectors(observed, verdict.num_layers))
         truths: list[Streams] | None = None
         try:
             truth.call(Truth.load, self._folder, kind)
-            truths = truth.call(Truth.streams, _sequences(observed.forwarded))
+            truths = truth.call(Truth.streams, judge_rows.sequences(observed.forwarded))
             errors = _steering_errors(truth, steered)
         except EngineFailed as failed:
             verdict = replace(verdict, reason=f"Hugging Face: {_last_line(failed)}")
         else:
-            verdict = replace(verdict, **_errors(observed.forwarded, truths), steered=errors)
+            verdict = replace(
+                verdict, **judge_rows.errors(observed.forwarded, truths), steered=errors
+            )
             if not _faults(verdict):
                 return verdict
         return _judge_blocks(engine, verdict, truths, steered)
@@ -261,10 +294,10 @@ def _judge_blocks(
     pairs = engine.call(observe_model.steer_blocks, steered.asks, steered.files, added)
     against = replace(
         verdict,
-        **_errors(tapped, blocks),
+        **judge_rows.errors(tapped, blocks),
         outcome=VERIFIED_BLOCKS,
         steered={p: _answer_error(*pair) for p, pair in zip(steered.vectors, pairs, strict=True)},
-        engine_error=None if truths is None else _stream_error(blocks, truths),
+        engine_error=None if truths is None else judge_rows.stream_error(blocks, truths),
     )
     if not _faults(against):
         return against
@@ -322,30 +355,7 @@ def _steering_errors(truth: ChildProcess, steered: _Steered) -> dict[str, float]
     logits = truth.call(Truth.logits, asked)
     plain = truth.call(Truth.logits, [(sequence, {}) for sequence, _ in asked])
     found = zip(steered.vectors, steered.answers, logits, plain, strict=True)
-    return {point: _logprob_error(answer, *both) for point, answer, *both in found}
-
-
-def _logprob_error(answer: Answer, logits_TV: Floats, plain_TV: Floats) -> float:
-    """The largest difference of a logprob from Hugging Face's, relative to the spread of logits.
-
-    Infinite where the vector changed nothing in Hugging Face's: nothing was tested then.
-    """
-    first = len(logits_TV) - len(answer.token_ids) - 1
-    steered_TV, bare_TV = _logprobs(logits_TV), _logprobs(plain_TV)
-    if np.abs(steered_TV[first] - bare_TV[first]).max() < 100 * LOGPROB_BOUND:
-        return float("inf")
-    worst = 0.0
-    for index, step in enumerate(answer.logprobs):
-        truth_V = steered_TV[first + index]
-        spread = max(1.0, float(truth_V.std()))
-        worst = max(worst, *(abs(truth_V[token] - value) / spread for token, value in step.items()))
-    return float(worst)
-
-
-def _logprobs(logits_TV: Floats) -> Floats:
-    shifted_TV = logits_TV - logits_TV.max(axis=1, keepdims=True)
-    found: Floats = shifted_TV - np.log(np.exp(shifted_TV).sum(axis=1, keepdims=True))
-    return found
+    return {point: judge_rows.logprob_error(answer, *both) for point, answer, *both in found}
 
 
 def _answer_error(answer: Answer, other: Answer) -> float:
@@ -361,7 +371,7 @@ def _answer_error(answer: Answer, other: Answer) -> float:
 # --- processes ---
 
 
-def _truth_process() -> ChildProcess:
+def truth_process() -> ChildProcess:
     # Forked from here, where nothing has imported vLLM: it changes Hugging Face's classes.
     context = multiprocessing.get_context("fork")
     return ChildProcess(context, partial(nullcontext, Truth()), start_s=START_S, call_s=CALL_S)
@@ -414,67 +424,6 @@ def _last_line(failed: EngineFailed) -> str:
 
 
 # --- judging ---
-
-
-def _sequences(tapped: Tapped) -> list[list[int]]:
-    return [scores.token_ids.tolist() for scores in next(iter(tapped.values()))]
-
-
-def _errors(tapped: Tapped, truths: list[Streams]) -> dict[str, Any]:
-    """The worst point's 99.9th percentile, of prompt rows and of decode rows; points not judged."""
-    judged = [point for point in tapped if all(point in truth for truth in truths)]
-    both = [_point_errors(tapped[point], [truth[point] for truth in truths]) for point in judged]
-    return {
-        "prompt_error": max((prompt for prompt, _ in both), default=None),
-        "decode_error": max((decode for _, decode in both), default=None),
-        "unjudged": tuple(point for point in tapped if point not in judged),
-    }
-
-
-def _point_errors(
-    answers: list[clairai.Scores], truths: list[NDArray[np.float32]]
-) -> tuple[float, float]:
-    prompt, decode = [], []
-    for scores, truth_TD in zip(answers, truths, strict=True):
-        num_rows = len(scores.token_ids) - 1  # the last sampled token is never forwarded
-        error_TD = relative_error(scores.scores_NP[:num_rows], truth_TD[:num_rows])
-        prompt.append(error_TD[: scores.num_prompt].ravel())
-        decode.append(error_TD[scores.num_prompt :].ravel())
-    return _p999(np.concatenate(prompt)), _p999(np.concatenate(decode))
-
-
-def _p999(errors: NDArray[np.float64]) -> float:
-    """Infinite if a row is missing."""
-    found = float(np.quantile(errors, 0.999))
-    return found if np.isfinite(found) else float("inf")
-
-
-def _stream_error(found: list[Streams], truths: list[Streams]) -> float:
-    worst = 0.0
-    for point in found[0]:
-        pairs = [
-            (one[point], truth[point])
-            for one, truth in zip(found, truths, strict=True)
-            if point in truth
-        ]
-        errors = [relative_error(rows, true[: len(rows)]).ravel() for rows, true in pairs]
-        worst = max(worst, _p999(np.concatenate(errors))) if errors else worst
-    return worst
-
-
-def _judge_cache(observed: Observed) -> str:
-    """Rows of a prompt that came again: those of its cached tokens are absent, all others equal."""
-    for point, answers in observed.again.items():
-        first = observed.forwarded[point]
-        for scores, before, cached in zip(answers, first, observed.num_cached, strict=True):
-            rows, truth = scores.scores_NP[:-1], before.scores_NP[:-1]
-            if scores.token_ids.tolist() != before.token_ids.tolist():
-                return f"{point}: {OTHER_TOKENS}"
-            if not np.isnan(rows[:cached]).all():
-                return f"{point}: rows of cached tokens"
-            if _p999(relative_error(rows[cached:], truth[cached:]).ravel()) > BOUND:
-                return f"{point}: other rows"
-    return "right" if any(observed.num_cached) else "no hit"
 
 
 def _faults(verdict: Verdict) -> list[str]:
