@@ -171,12 +171,13 @@ served point of every layer is compared, for prompts of 1, 7, 50 and 40 tokens i
 - *steering*: the largest error of a logprob, relative to the spread of the logits, when a vector is
   added at every token in the middle of the model, and behind its last block, against a hook in
   Hugging Face's model.
-- *images*: the same with an image or a sound in the prompt, two where a model takes several, in
-  steps of 96 tokens that cut it in two: the worst error of all rows, those of the image among them.
-  The positions of the image are marked, and no others. The prompt comes again, and comes with
-  another image in the same place, plain and steered at the positions of the image: nothing that was
-  cached of one serves the other. *blocks*: with an image vLLM itself gives other values than
-  Hugging Face, by the error in brackets; the taps equal its blocks."""
+- *images*: the same with an image, a sound or a video in the prompt, two where a model takes
+  several, in steps of 96 tokens that cut it in two: the worst error of all rows, those of the image
+  among them. The positions of the image are marked, no others. The prompt comes again, and comes
+  with another image in the same place: nothing that was cached of one serves the other. A vector at
+  the positions of the image acts as a hook in Hugging Face's model does. *blocks*: with an image
+  vLLM itself gives other values than Hugging Face, by the error in brackets; the taps equal its
+  blocks, and steering was not tried."""
 
 TEXT_ALONE: Final = """\
 These take images or sounds too, and were tried with text alone."""
