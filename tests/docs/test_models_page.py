@@ -22,8 +22,10 @@ PAGE: Final = ROOT / "docs" / "models.md"
 
 def _rows(text: str) -> list[list[str]]:
     """Cells of every line that is of one architecture."""
-    lines = [line.strip("| ").split(" | ") for line in text.splitlines() if line.startswith("| `")]
-    return [[cell.strip("`") for cell in cells] for cells in lines]
+    lines = [line for line in text.splitlines() if line.startswith("| `")]
+    # The last cell may be empty, and a cell may hold an escaped bar.
+    cells = [line.removeprefix("| ").removesuffix(" |").split(" | ") for line in lines]
+    return [[cell.strip(" `") for cell in row] for row in cells]
 
 
 def _outcomes(text: str) -> Counter[str]:
