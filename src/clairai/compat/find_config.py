@@ -24,7 +24,8 @@ from typing import Final
 
 CONFIG_KEY: Final = "clairai"
 # Whoever sets one of these wants taps: settings.py and capture_settings.py read them.
-ASKING_VARIABLES: Final = ("PROBE_MODEL", "TARGET_LAYER", "VLLM_ACT_CAPTURE")
+PROBE_VARIABLES: Final = ("PROBE_MODEL", "TARGET_LAYER")
+CAPTURE_VARIABLE: Final = "VLLM_ACT_CAPTURE"
 _MAX_CONFIG_FILE_BYTES: Final = 1 << 20
 
 
@@ -43,8 +44,8 @@ def is_requested(argv: Sequence[str], environ: Mapping[str, str]) -> bool:
 
 def is_asked_by(environ: Mapping[str, str]) -> bool:
     """True if the environment alone asks for taps; VLLM_ACT_CAPTURE=0 does not."""
-    given = {name: environ.get(name, "") for name in ASKING_VARIABLES}
-    return any(given.values()) and given != {**dict.fromkeys(given, ""), "VLLM_ACT_CAPTURE": "0"}
+    has_probes = any(environ.get(name) for name in PROBE_VARIABLES)
+    return has_probes or environ.get(CAPTURE_VARIABLE, "0") not in ("", "0")
 
 
 def _list_frames() -> Iterator[FrameType]:

@@ -79,7 +79,7 @@ class CompletionProcess:
         self.ended = asyncio.Event()
         self._beat_s = self._progress_s = 0.0
         self._stopped_s: float | None = None
-        self._condemned_s: float | None = None
+        self._told_to_end_s: float | None = None
 
     @property
     def pid(self) -> int:
@@ -108,18 +108,18 @@ class CompletionProcess:
         return "makes no progress" if own_s - self._progress_s >= limit_s else None
 
     @property
-    def is_condemned(self) -> bool:
-        return self._condemned_s is not None
+    def is_ending(self) -> bool:
+        return self._told_to_end_s is not None
 
-    def condemn(self, reason: str, own_s: float) -> None:
+    def tell_to_end(self, reason: str, own_s: float) -> None:
         """Have it end, and tell its clients why."""
-        self._condemned_s = own_s
+        self._told_to_end_s = own_s
         os.write(self._end_fd, reason.encode())
         self.popen.send_signal(signal.SIGCONT)  # one that is suspended can tell nobody
 
     def kill_late(self, own_s: float) -> None:
         """Kill it if it has not ended by itself."""
-        if self._condemned_s is not None and own_s - self._condemned_s >= LAST_S:
+        if self._told_to_end_s is not None and own_s - self._told_to_end_s >= LAST_S:
             self.popen.kill()
 
     def close(self) -> None:
@@ -425,7 +425,7 @@ class CompletionProcesses:
     def _receive(self, process: CompletionProcess, message: messages.FromProcess) -> None:
         match message:
             case messages.Ready():
-                if not process.is_condemned:
+                if not process.is_ending:
                     process.is_ready = True
                     self._lost_since.pop(process.number, None)
             case messages.RingChange(is_attached):
@@ -464,7 +464,7 @@ class CompletionProcesses:
         """Its link has ended, so it is gone, or of no use any more."""
         process.popen.kill()
         process.ended.set()
-        if not process.is_condemned:
+        if not process.is_ending:
             self._note_lost(process)
         if not self._is_closing:
             for number in list(process.untaken):
@@ -506,7 +506,7 @@ class CompletionProcesses:
                 self._watch_one(process, own_s)
 
     def _watch_one(self, process: CompletionProcess, own_s: float) -> None:
-        if process.is_condemned:
+        if process.is_ending:
             process.kill_late(own_s)
             return
         process.note_beat(self._counts.last_beat_s(process.number), own_s)
@@ -514,7 +514,7 @@ class CompletionProcesses:
         if reason is not None:
             _log.error("completion process %d %s: it is ended", process.number, reason)
             self._note_lost(process)
-            process.condemn(reason, own_s)
+            process.tell_to_end(reason, own_s)
 
     def _spawn(self, work: Any) -> None:
         task = asyncio.ensure_future(work)
