@@ -7,13 +7,17 @@ go on. `python -m scripts.gpu_matrix DIR` makes the tables of docs/matrix.md of 
 
 Weights are made up: for rows and values a small Llama in a folder, held against Hugging Face; for
 times dummies of a real model's shape. The release is whichever `vllm` can be imported.
-Run: python -m bench.gpu_release --out DIR [--shape qwen3-0.6b] [--parts rows overhead weights]
+Engines of several releases may start at the same time: with one --lock, they take their times one
+release after the other.
+Run: python -m bench.gpu_release --out DIR [--shape qwen3-0.6b]
+     [--parts rows overhead alone weights] [--lock FILE]
 """
 
 from __future__ import annotations
 
 import argparse
 import datetime
+import fcntl
 import importlib.metadata
 import json
 import os
@@ -26,7 +30,7 @@ import tomllib
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import median
@@ -45,7 +49,7 @@ from tests.engine.process import EngineProcess
 from tests.fidelity import scenarios
 
 ROOT: Final = Path(__file__).resolve().parent.parent
-PARTS: Final = ("rows", "overhead", "weights")
+PARTS: Final = ("rows", "overhead", "alone", "weights")
 RUNNERS: Final = {"V1": "0", "V2": "1"}  # VLLM_USE_V2_MODEL_RUNNER, 0.26 to 0.32
 NUM_NEW: Final = 48
 SIZES: Final = (1, 2, 4, 8, 16, 32, 64, 128, 256)  # of graphs; vLLM's own list has 51
@@ -83,6 +87,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--runners", nargs="*", choices=[*RUNNERS], default=[*RUNNERS])
     parser.add_argument("--batches", type=int, nargs="*", default=BATCHES)
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--lock", type=Path, help="held while times are taken")
     parser.add_argument("--seconds", type=float, default=105, help="nothing is begun after that")
     return parser.parse_args(arguments)
 
@@ -207,6 +212,7 @@ class Bench:
         self._silenced: set[str] = set()  # engines that have graphs without taps, too
         self._start_s = asked.seconds + 30
         self._busy: list[Future[None]] = []
+        self._opened = ExitStack()
 
     def __enter__(self) -> Bench:
         return self
@@ -218,6 +224,7 @@ class Bench:
             for each in self._starting.values():
                 if each.exception() is None:
                     pool.submit(each.result().close)
+        self._opened.close()
 
     def run(self) -> None:
         parts = self._asked.parts
@@ -238,12 +245,20 @@ class Bench:
         wait(self._starting.values())  # a start takes time of what is measured
         wait(self._busy)
         self._results.add("started", engines=sorted(self._starting))
+        if self._asked.lock is not None:
+            self._take_turn(self._asked.lock)
         for one in measured:
             for load in one.loads:
                 self._measure_cost(one, load)
         if "weights" in parts:
             self._measure_weights(self._folder / "checkpoint")
-        self._compare_alone(measured)
+        if "alone" in parts:
+            self._compare_alone(measured)
+
+    def _take_turn(self, lock: Path) -> None:
+        """Wait until no other release takes its times, nor ends its engines."""
+        file = self._opened.enter_context(lock.open("w"))
+        fcntl.flock(file, fcntl.LOCK_EX)  # until the file is closed
 
     def _start(self, name: str, start: Callable[..., EngineProcess], *given: Any) -> None:
         self._starting[name] = self._pool.submit(start, *given)
@@ -340,7 +355,10 @@ class Bench:
     def _alone_cases(self, measured: list[Measured]) -> dict[str, Case]:
         if self._asked.shape in HUGE:
             return {}
-        names = dict.fromkeys(f"{one.runner} alone" for one in measured)
+        runners = dict.fromkeys(one.runner for one in measured)
+        if "alone" not in self._asked.parts:
+            runners.pop("V2", None)  # it is measured in one engine, with taps and without
+        names = [f"{runner} alone" for runner in runners]
         return {name: self._case(name, (), 0) for name in names}
 
     def _start_case(self, case: Case) -> EngineProcess:

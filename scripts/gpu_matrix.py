@@ -1,4 +1,4 @@
-"""Puts what `bench.gpu_release` found into docs/matrix.md, and its first table into the README.
+"""Puts what `bench.gpu_release` found into docs/matrix.md.
 
 Run: python -m scripts.gpu_matrix [DIR...]   (folders with VERSION-SHAPE.jsonl: kept, then shown)
 
@@ -23,11 +23,7 @@ from scripts import numbers
 ROOT: Final = Path(__file__).resolve().parent.parent
 KEPT: Final = ROOT / "bench" / "results"
 PAGE: Final = ROOT / "docs" / "matrix.md"
-README: Final = ROOT / "README.md"
 HEADING: Final = "## On a GPU"
-MARKS: Final = ("<!-- gpu-matrix -->\n", "<!-- /gpu-matrix -->")
-CPU_END: Final = "<!-- /matrix -->"
-INTRODUCTION: Final = "And on an H200, with CUDA graphs; ratios at batch 1 / 16 / 64 / 256:"
 DEFAULT_SHAPE: Final = "qwen3-0.6b"
 
 COSTS: Final = {  # heading, by case and load
@@ -164,8 +160,6 @@ def main(arguments: Sequence[str]) -> int:
         shutil.copy(file, KEPT / file.name)
     releases = read_releases(KEPT)
     PAGE.write_text(replace_section(PAGE.read_text(), releases))
-    if any(one.about.shape == DEFAULT_SHAPE for one in releases):
-        README.write_text(replace_summary(README.read_text(), releases))
     return 0 if all(one.is_good for one in releases if one.about.shape == DEFAULT_SHAPE) else 1
 
 
@@ -187,25 +181,19 @@ def replace_section(page: str, releases: Sequence[Release]) -> str:
     return before + "\n\n" + "\n\n".join([HEADING, *_section(releases)]) + "\n"
 
 
-def replace_summary(readme: str, releases: Sequence[Release]) -> str:
-    """The README with the table between the marks written anew, or put behind that of CPUs."""
-    begin, end = MARKS
-    table = f"{begin}{summary(releases)}\n{end}"
-    if begin in readme:
-        before, _, rest = readme.partition(begin)
-        return before + table + rest.partition(end)[2]
-    return readme.replace(CPU_END, f"{CPU_END}\n\n{INTRODUCTION}\n\n{table}", 1)
-
-
 def summary(releases: Iterable[Release]) -> str:
-    """Rows, values and ratios of every release with the usual shape."""
+    """Rows, values and ratios of every release with the usual shape; no column that is empty."""
     rows = [
         (*one.checked(runner), *(one.cost(runner, *kind) for kind in COSTS))
         for one in releases
         if one.about.shape == DEFAULT_SHAPE
         for runner in one.runners
     ]
-    return numbers.table((*CHECKED, *COSTS.values()), rows)
+    headings = (*CHECKED, *COSTS.values())
+    shown = [at for at in range(len(headings)) if any(row[at] for row in rows)]
+    return numbers.table(
+        [headings[at] for at in shown], [[row[at] for at in shown] for row in rows]
+    )
 
 
 TEXT: Final = """\
@@ -215,8 +203,10 @@ prefix-cache hits and aborts; the score of each row names the token it was compu
 rows say another token, position, phase or request; *missing* ones are missing, doubled or lost.
 *Values*: the 99.9th percentile, at the worst of four points, of the relative difference to
 Hugging Face in float32, and in brackets that of Hugging Face in bfloat16; before the first block
-both are equal bit by bit. The model is a small Llama with random weights.
+both are equal bit by bit. The model is a small Llama with random weights. A runner of a release
+that is not listed was not run."""
 
+TIMES: Final = """\
 The other columns are the time per token over vLLM without taps at batch {batches}, with the shape
 of {shape}. On the V2 runner it is taken in one engine, by turns, between its graphs and graphs of
 the same model without taps; on V1 between two engines side by side, which differ by up to 4 % for
@@ -233,20 +223,25 @@ def _section(releases: Sequence[Release]) -> list[str]:
     days = " and ".join(sorted({one.about.day for one in releases}))
     measured = {line.batch for one in usual for line in one.lines if line.part == "overhead"}
     batches = " / ".join(str(batch) for batch in sorted(measured - {0}))
-    told = {"gpu": about.gpu, "torch": about.torch, "python": about.python, "shape": DEFAULT_SHAPE}
-    parts = [
-        TEXT.format(days=days, batches=batches, **told),
-        summary(usual),
-        "New weights of that shape handed over by a process on the same GPU, until they serve, and "
-        "by vLLM's own `ipc`, which verifies nothing, in the same run:",
-        numbers.table(
-            ("vLLM", "`clairai_ipc`", "`ipc`", "`ipc`, packed"), [one.sent() for one in usual]
-        ),
-    ]
+    told = {"gpu": about.gpu, "torch": about.torch, "python": about.python}
+    times = [TIMES.format(batches=batches, shape=DEFAULT_SHAPE)] if batches else []
+    parts = [TEXT.format(days=days, **told), *times, summary(usual)]
+    if any(line.part == "weights" for one in usual for line in one.lines):
+        parts += _sent_section(usual)
     for one in releases:
         if one not in usual:
             parts += _other_shape(one)
     return parts
+
+
+def _sent_section(releases: Sequence[Release]) -> list[str]:
+    return [
+        "New weights of that shape handed over by a process on the same GPU, until they serve, and "
+        "by vLLM's own `ipc`, which verifies nothing, in the same run:",
+        numbers.table(
+            ("vLLM", "`clairai_ipc`", "`ipc`", "`ipc`, packed"), [one.sent() for one in releases]
+        ),
+    ]
 
 
 def _other_shape(one: Release) -> list[str]:

@@ -76,16 +76,27 @@ def test_releases_stand_in_the_order_of_their_versions(tmp_path: Path) -> None:
     assert found == ["0.26.0", "0.31.0", "0.100.0"]
 
 
-def test_both_pages_are_written_and_keep_the_rest(tmp_path: Path) -> None:
+def test_the_page_keeps_what_it_says_of_cpus(tmp_path: Path) -> None:
     releases = gpu_matrix.read_releases(write(tmp_path, ("rows", {"runner": "V2", **ROWS})))
     page = gpu_matrix.replace_section("# vLLM releases\n\nCPU\n", releases)
     assert page.startswith("# vLLM releases\n\nCPU\n\n## On a GPU\n")
+    assert gpu_matrix.summary(releases) in page
     assert gpu_matrix.replace_section(page, releases) == page
-    readme = gpu_matrix.replace_summary("a\n<!-- /matrix -->\nb\n", releases)
-    assert gpu_matrix.summary(releases) in readme
-    assert readme.startswith("a\n<!-- /matrix -->")
-    assert readme.endswith("<!-- /gpu-matrix -->\nb\n")
-    assert gpu_matrix.replace_summary(readme, releases) == readme
+
+
+def test_times_and_transfers_are_spoken_of_only_if_they_were_measured(tmp_path: Path) -> None:
+    checked = ("rows", {"runner": "V2", **ROWS})
+    page = gpu_matrix.replace_section("", gpu_matrix.read_releases(write(tmp_path, checked)))
+    assert "| vLLM | runner | rows | wrong | missing |\n" in page
+    assert "time per token" not in page
+    assert "`ipc`" not in page
+    measured = ("overhead", {"runner": "V2", **COST, "batch": 64, "p50": 1.002})
+    sent = ("weights", {"way": "clairai_ipc", "ms": 131.2})
+    write(tmp_path, checked, measured, sent)
+    page = gpu_matrix.replace_section("", gpu_matrix.read_releases(tmp_path))
+    assert "| missing | 16 probes, all layers |\n" in page
+    assert "time per token over vLLM without taps at batch 64" in page
+    assert "| 0.31.0 | 131 ms |" in page
 
 
 def test_a_new_matrix_of_cpus_keeps_the_section_on_gpus(tmp_path: Path, monkeypatch: Any) -> None:
