@@ -9,6 +9,7 @@ import re
 from collections.abc import Callable
 from typing import Any, Final
 
+from clairai.compat.kv_connectors import KEYED_CONNECTORS, find_unkeyed_connector
 from clairai.errors import UnsupportedError
 
 # 0.26.0 was run on a GPU (docs/numbers.md), 0.27.1 to 0.32.0 on a CPU (docs/matrix.md).
@@ -119,14 +120,24 @@ def check_steering_mode(vllm_config: Any) -> None:
     """Refuse steering where KV of steered tokens could reach requests that are not steered.
 
     vLLM's own prefix cache is keyed by its block hashes, which include the steering plan. A KV
-    connector may key by token ids (LMCache does), and none of them is asked to forward a prompt
-    again that a gate with memory must see (get_num_new_matched_tokens,
-    distributed/kv_transfer/kv_connector/v1/base.py, 0.26 and 0.32). So there is no list of those
-    that may be used.
+    connector has keys of its own: token ids (LMCache), blocks of another engine (NIXL), block
+    hashes (offloading). Only those whose keys are known to carry the plan are served.
     """
+    connector = find_unkeyed_connector(vllm_config)
+    if connector is not None:
+        raise UnsupportedError(
+            f"steering does not go with the KV connector {connector}: it may give the KV cache of "
+            f"steered tokens to requests that are not steered; use one of "
+            f"{', '.join(KEYED_CONNECTORS)}, remove kv_transfer_config (and kv_offloading_size, "
+            f"which sets it), or start without steering"
+        )
+
+
+def check_weights_mode(vllm_config: Any) -> None:
+    """Refuse new weights with a KV connector: it keeps KV of the old ones, without saying so."""
     if getattr(vllm_config, "kv_transfer_config", None) is not None:
         raise UnsupportedError(
-            "steering does not go with a KV connector: it may give the KV cache of steered tokens "
-            "to requests that are not steered; remove kv_transfer_config (and kv_offloading_size, "
-            "which sets it), or start without steering"
+            "new weights do not go with a KV connector: it would give requests of the new weights "
+            "the KV cache of the old ones; remove kv_transfer_config (and kv_offloading_size), or "
+            "weight_transfer_config"
         )

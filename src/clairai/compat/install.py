@@ -112,6 +112,7 @@ def _keep_scores_offline(config: Any, usage: Any) -> None:
 
 
 def _wrap_preprocess_add_request(original: Any) -> Any:
+    from clairai.compat import kv_connectors
     from clairai.compat.admission import Admission
     from clairai.compat.engine_core import (
         get_core_control,
@@ -126,6 +127,7 @@ def _wrap_preprocess_add_request(original: Any) -> Any:
         if not hasattr(self, "clairai_admission"):
             resolver = make_core_capture_resolver(self)
             used = make_used_streams(self)
+            kv_connectors.connect(self.scheduler)
             self.clairai_admission = Admission(get_core_control(self), resolver, used)
         admission: Admission = self.clairai_admission
         prepared = admission.prepare(request)

@@ -145,9 +145,10 @@ def test_engines_whose_rows_would_be_missing_do_not_start() -> None:
     capturing = ResolvedSettings(Settings(capture={"folder": "x"}), ENGINE.points, ())
     without = ResolvedSettings(Settings(), ENGINE.points, ())
     capture_setup.make_capture_resolver(_config(kv_transfer_config=None), capturing)
-    with pytest.raises(UnsupportedError, match="KV connector"):
-        capture_setup.make_capture_resolver(_config(kv_transfer_config=object()), capturing)
-    capture_setup.make_capture_resolver(_config(kv_transfer_config=object()), without)
+    nixl = SimpleNamespace(kv_connector="NixlConnector", kv_connector_module_path=None)
+    with pytest.raises(UnsupportedError, match="captures do not go with the KV connector Nixl"):
+        capture_setup.make_capture_resolver(_config(kv_transfer_config=nixl), capturing)
+    capture_setup.make_capture_resolver(_config(kv_transfer_config=nixl), without)
     odd = _config(kv_transfer_config=None)
     odd.model_config.dtype = torch.float64
     with pytest.raises(UnsupportedError, match="float64"):

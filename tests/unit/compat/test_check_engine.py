@@ -117,18 +117,34 @@ def test_any_other_release_is_refused_unless_the_user_takes_the_risk(version: st
     check_version(version, allow_untested=True)
 
 
+EXAMPLE = SimpleNamespace(kv_connector="ExampleConnector", kv_connector_module_path=None)
+ANOTHERS_EXAMPLE = SimpleNamespace(
+    kv_connector="ExampleConnector", kv_connector_module_path="theirs"
+)
+LMCACHE = SimpleNamespace(kv_connector="LMCacheConnectorV1", kv_connector_module_path=None)
+
+
 @pytest.mark.attack(121)
 def test_steering_does_not_go_with_a_kv_connector() -> None:
     """One that keys by token ids would give the KV of steered tokens to others."""
     check_engine.check_steering_mode(SimpleNamespace(kv_transfer_config=None))
     check_engine.check_steering_mode(SimpleNamespace())
-    with pytest.raises(UnsupportedError, match="steering does not go with a KV connector"):
-        check_engine.check_steering_mode(SimpleNamespace(kv_transfer_config=object()))
+    for connector in (LMCACHE, SimpleNamespace(kv_connector=None), ANOTHERS_EXAMPLE):
+        with pytest.raises(UnsupportedError, match="steering does not go with the KV connector"):
+            check_engine.check_steering_mode(SimpleNamespace(kv_transfer_config=connector))
+    check_engine.check_steering_mode(SimpleNamespace(kv_transfer_config=EXAMPLE))
+
+
+def test_new_weights_do_not_go_with_any_kv_connector() -> None:
+    """Whatever it is keyed by, it keeps KV of the old ones."""
+    check_engine.check_weights_mode(SimpleNamespace(kv_transfer_config=None))
+    with pytest.raises(UnsupportedError, match="the KV cache of the old ones"):
+        check_engine.check_weights_mode(SimpleNamespace(kv_transfer_config=EXAMPLE))
 
 
 def test_an_engine_that_shall_steer_is_checked_before_it_has_a_registry() -> None:
     steering = ResolvedSettings(Settings(steering=True), (), (), ())
-    config = SimpleNamespace(kv_transfer_config=object())
+    config = SimpleNamespace(kv_transfer_config=LMCACHE)
     with pytest.raises(UnsupportedError, match="or start without steering"):
         engine_core.make_registry(config, steering)
     without = ResolvedSettings(Settings(), (), (), ())
