@@ -22,7 +22,7 @@ export HF_HUB_OFFLINE := 1
 export VLLM_NO_USAGE_STATS := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo lint check test wide integrations docs matrix models release-check faults fuzz soak bench clean
+.PHONY: help setup demo lint check test wide layouts integrations docs matrix models release-check faults fuzz soak bench clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-13s %s\n", $$1, $$2 }' Makefile
@@ -43,10 +43,13 @@ check: lint ## lint, then the tests that need no engine, in under 3 minutes
 
 test: lint ## lint, then the whole test suite
 	@$(BIN)/python -m scripts.web
-	@$(BIN)/python -m pytest $(PARALLEL) -m "not wide" --durations=25
+	@$(BIN)/python -m pytest $(PARALLEL) -m "not wide and not layouts" --durations=25
 
 wide: setup ## more of what the test suite has: every architecture that is served
 	@$(BIN)/python -m pytest $(PARALLEL) -m wide
+
+layouts: setup ## engines of many processes, one after the other: the slow part of docs/layouts.md
+	@$(BIN)/python -m pytest -v --timeout 1800 -m layouts
 
 integrations: ## the LangChain and Inspect adapters with the real libraries, in an environment of their own
 	@test -x .venv-integrations/bin/python || $(PYTHON) -m venv .venv-integrations

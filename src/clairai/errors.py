@@ -18,6 +18,7 @@ ClairaiError
 ├── RequestFailedError   the engine could not go on with one request; others are untouched
 ├── UnsupportedError     this vLLM, architecture or mode is not served; the message says why
 ├── TapMissingError      a configured tap did not run during warm-up; the engine must not serve
+├── RanksDisagreeError   the ranks of an engine do not have the same residual stream; it ends
 ├── RingError            the ring or its socket cannot be used
 │   ├── HandshakeError   the peer is not clairai, or sent something that is not accepted
 │   └── EngineGoneError  the engine has ended or restarted; attach again
@@ -141,6 +142,10 @@ class UnsupportedError(ClairaiError):
 
 class TapMissingError(ClairaiError):
     code = "tap-missing"
+
+
+class RanksDisagreeError(ClairaiError, RuntimeError):
+    code = "ranks-disagree"
 
 
 class RingError(ClairaiError):

@@ -87,7 +87,10 @@ def _embeddings(worker: Any) -> NDArray[np.float32]:
         for name, parameter in worker.model_runner.get_model().named_parameters()
         if name.endswith(("embed_tokens.weight", "embed_tokens.base_layer.weight", "wte.weight"))
     )
-    return np.asarray(weight.detach().float().cpu().numpy())
+    from vllm.distributed import get_tp_group  # each rank has a part of the vocabulary
+
+    whole_VD = get_tp_group().all_gather(weight.detach().float(), dim=0)
+    return np.asarray(whole_VD.cpu().numpy())
 
 
 def run(llm: Any, plan: Plan) -> Verdict:

@@ -20,8 +20,10 @@ from typing import Any, Final
 from clairai.compat.extra_args import read_cache_keys, read_capture_plan
 from clairai.errors import UnsupportedError
 
-# Keys of these can carry the steering plan.
-KEYED_CONNECTORS: Final = ("ExampleConnector",)
+# Their keys have the identifiers of media, to which a plan is added.
+_KEYED_BY_MEDIA: Final = ("ExampleConnector",)
+# Keys of these carry the steering plan; one more would be here if its keys were block hashes.
+KEYED_CONNECTORS: tuple[str, ...] = _KEYED_BY_MEDIA
 _IDENTIFIER: Final = "clairai-steering-"
 
 
@@ -43,7 +45,7 @@ def connect(scheduler: Any) -> None:
     connector = getattr(scheduler, "connector", None)
     if connector is None:
         return
-    if type(connector).__name__ in KEYED_CONNECTORS:
+    if type(connector).__name__ in _KEYED_BY_MEDIA:
         _add_plans_to_keys(connector)
     connector.get_num_new_matched_tokens = _wrap_matched(connector.get_num_new_matched_tokens)
 

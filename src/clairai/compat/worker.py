@@ -18,7 +18,7 @@ from typing import Any, Final
 
 import msgspec
 
-from clairai.compat import check_engine, model_ops, model_sites, step_hooks
+from clairai.compat import check_engine, model_ops, model_sites, ranks, step_hooks
 from clairai.compat.block_norms import find_passed_norms
 from clairai.compat.capture_setup import make_capture, make_capture_resolver
 from clairai.compat.engine_core import (
@@ -62,6 +62,8 @@ def prepare(worker: Any) -> None:
     allow_untested = get_settings(config).allow_untested_vllm
     check_engine.check_version(check_engine.vllm_version(), allow_untested=allow_untested)
     check_engine.check_modes(config)
+    if accepts_weights(config):
+        check_engine.check_weights_mode(config)
     resolved = resolve_engine_settings(config)
     # Refuse now what the engine core would refuse later.
     make_registry(config, resolved)
@@ -325,11 +327,15 @@ def _check_every_step(worker: Any) -> None:
     An exception there ends the engine.
     """
     original, proof = worker.execute_model, worker.clairai_tap_proof
+    check_ranks = ranks.make_step_check(worker)
 
     @functools.wraps(original)
     def execute_model(scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
         result = original(scheduler_output, *args, **kwargs)
-        proof.check_step(scheduler_output.total_num_scheduled_tokens)
+        num_tokens = scheduler_output.total_num_scheduled_tokens
+        proof.check_step(num_tokens)
+        if check_ranks is not None and num_tokens:
+            check_ranks(num_tokens)
         return result
 
     worker.execute_model = execute_model
