@@ -22,7 +22,7 @@ from clairai.points import Point
 from clairai.ring.attach import RingReader
 from clairai.vector.safetensors_format import dumps
 from clairai.wire import control_messages
-from tests.engine import asks, attribution, capturing, models, steering
+from tests.engine import asks, attribution, capturing, expert_map, models, steering
 from tests.engine.hooked import TOLERANCE, error_of, positions
 from tests.engine.process import EngineProcess
 from tests.engine.steering import Ask
@@ -101,6 +101,7 @@ def parallel(
 ) -> Iterator[EngineProcess]:
     with EngineProcess(
         runtime=runtime,
+        plant=expert_map.Installed(tmp_path_factory.mktemp("packages")),
         environment={
             "VLLM_ENABLE_V1_MULTIPROCESSING": "1",
             "VLLM_CPU_OMP_THREADS_BIND": "|".join("01"[rank % 2] for rank in range(layout.ranks)),
