@@ -71,6 +71,7 @@ _REGISTERED = ("cls", "name", "module_path_or_cls", "class_name")
 _BUILT = ("self", "config", "vllm_config", "device", "model")
 _GPU_WORKER, _ASYNC = "v1/worker/gpu_worker.py", "v1/engine/async_llm.py"
 _RELOAD = "model_executor/model_loader/reload/layerwise.py"
+_EXAMPLE = "distributed/kv_transfer/kv_connector/v1/example_connector.py"
 _RUNNER: Final = "GPUModelRunner"
 
 NEEDS: Final[tuple[Need, ...]] = (
@@ -88,6 +89,30 @@ NEEDS: Final[tuple[Need, ...]] = (
     _wraps(_ARGUMENTS, "EngineArgs.__post_init__", "self"),
     _wraps(_ARGUMENTS, "AsyncEngineArgs.add_cli_args"),
     *_reads(_ARGUMENTS, "EngineArgs", "additional_config"),
+    # compat/kv_connectors.py
+    *_reads("v1/core/sched/scheduler.py", "Scheduler", "connector"),
+    _wraps(
+        *(_EXAMPLE, "ExampleConnector.get_num_new_matched_tokens"),
+        *("self", "request", "num_computed_tokens"),
+    ),
+    _wraps(_EXAMPLE, "ExampleConnector.update_state_after_alloc", "self", "request"),
+    _wraps(_EXAMPLE, "ExampleConnector.build_connector_meta", "self", "scheduler_output"),
+    _calls(
+        *(_EXAMPLE, "ExampleConnector._generate_foldername_debug"),
+        *("self", "token_ids", "mm_hashes"),
+    ),
+    *_reads(_EXAMPLE, "ExampleConnector", "_block_size"),
+    *_reads("config/kv_transfer.py", "KVTransferConfig", "kv_connector"),
+    *_reads("config/kv_transfer.py", "KVTransferConfig", "kv_connector_module_path"),
+    # compat/ranks.py
+    _calls(_GROUPS, "get_tp_group"),
+    *_reads(_GROUPS, "GroupCoordinator", "cpu_group"),
+    *(need for runner in (_V1, _V2) for need in _reads(runner, _RUNNER, "execute_model_state")),
+    *(
+        need
+        for runner in (_V1, _V2)
+        for need in _reads(runner, "ExecuteModelState", "hidden_states")
+    ),
     # compat/loop_heartbeat.py
     _wraps(_CORE, "EngineCoreProc.run_busy_loop", "self"),
     _wraps(_CORE, "EngineCoreProc._invoke_utility_method", "name", "get_result"),

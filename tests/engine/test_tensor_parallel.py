@@ -165,7 +165,7 @@ def test_scores_are_those_of_one_process(parallel: EngineProcess, model: Path) -
 
 
 def test_gates_are_the_same_on_all_ranks_and_those_of_a_reference(
-    gated: EngineProcess, model: Path, threshold: float
+    gated: EngineProcess, layout: Layout, model: Path, threshold: float
 ) -> None:
     latched = {"vector": "v", "gate": {"probe": "g", "latch": True}}
     soft = {"vector": "v", "gate": {"probe": "g", "sharpness": 3.0}}
@@ -180,10 +180,12 @@ def test_gates_are_the_same_on_all_ranks_and_those_of_a_reference(
     ]
     for ask, answer, change in zip(asks, answers, changes, strict=True):
         assert error_of(model, ask, answer, change) <= TOLERANCE
-    first, *others = gated.call(_on_ranks, _gates)
-    assert others
-    assert {*others} == {first}
-    assert np.frombuffer(first, np.float32).any()
+    first, *others = [np.frombuffer(one, np.float32) for one in gated.call(_on_ranks, _gates)]
+    assert len(others) == layout.ranks - 1
+    # Of two numbers the sum is the same in any order; of more it is rounded differently.
+    bound = 0.0 if layout.ranks == 2 else 1e-5
+    assert max(np.abs(first - other).max() for other in others) <= bound
+    assert first.any()
 
 
 def test_a_rule_ends_an_answer_whose_scores_come_from_another_process(
@@ -258,19 +260,24 @@ def _kill_while_it_runs(llm: Any, victim: int) -> tuple[str, list[int], list[tup
             extra_args=clairai.request(stream=stream, prompt_scores=True),
         )
         engine.add_request("cut off", {"prompt_token_ids": tokens.copy()}, params)
-        try:
-            while engine.has_unfinished_requests():
-                for output in engine.step():
-                    tokens[len(PROMPT) :] = output.outputs[0].token_ids
-                if victim and len(tokens) > len(PROMPT) + 3:
-                    os.kill(victim, signal.SIGKILL)
-                    victim = 0
-            said = "finished"
-        except Exception as error:
-            said = type(error).__name__
+        said = _step_and_kill(engine, tokens, victim)
         rows = np.concatenate([record.rows for record in reader.poll()])
     ours = rows[(rows["stream"] == stream) & (rows["span"] == 1)]
     return said, tokens, [(int(row["position"]), int(row["token_id"])) for row in ours]
+
+
+def _step_and_kill(engine: Any, tokens: list[int], victim: int) -> str:
+    """Step until it ends; after a few tokens `victim` is killed. `tokens` grows on the way."""
+    try:
+        while engine.has_unfinished_requests():
+            for output in engine.step():
+                tokens[len(PROMPT) :] = output.outputs[0].token_ids
+            if victim and len(tokens) > len(PROMPT) + 3:
+                os.kill(victim, signal.SIGKILL)
+                victim = 0
+    except Exception as error:
+        return type(error).__name__
+    return "finished"
 
 
 def _pid(_: Any) -> int:

@@ -1,8 +1,9 @@
 """Keeps a KV connector from giving requests the KV cache of tokens that were steered otherwise.
 
-ExampleConnector              distributed/kv_transfer/kv_connector/v1/example_connector.py  0.32:83
-Scheduler.connector           v1/core/sched/scheduler.py                                    0.32:176
-get_num_new_matched_tokens    asked for each request that begins                            0.32:979
+ExampleConnector             distributed/kv_transfer/kv_connector/v1/example_connector.py  0.26:84
+                                                                                           0.32:83
+Scheduler.connector          v1/core/sched/scheduler.py                         0.26:138   0.32:176
+get_num_new_matched_tokens   v1/core/sched/scheduler.py, for each new request   0.26:767   0.32:979
 
 The example connector names what it stores after the prompt's tokens and the identifiers of its
 media. A steered request gets one more identifier: what acts on the tokens that are stored, by
@@ -30,7 +31,7 @@ _IDENTIFIER: Final = "clairai-steering-"
 def find_unkeyed_connector(vllm_config: Any) -> str | None:
     """The KV connector whose keys do not carry the steering plan; None if there is none.
 
-    config/kv_transfer.py, 0.32:60 and 0.32:81
+    config/kv_transfer.py, 0.26:26 and 62, 0.32:60 and 81
     """
     transfer = getattr(vllm_config, "kv_transfer_config", None)
     if transfer is None:
@@ -63,7 +64,7 @@ def _wrap_matched(original: Any) -> Any:
 
 def _can_skip(request: Any, num_tokens: int) -> bool:
     """True if nobody asked for rows of the request's first `num_tokens` tokens."""
-    if getattr(request, "skip_reading_prefix_cache", False):  # 0.32 looks at it itself
+    if getattr(request, "skip_reading_prefix_cache", False):  # 0.31 and later look too
         return False
     plan = read_capture_plan(request.sampling_params)
     return plan is None or num_tokens <= plan.first_position

@@ -1,8 +1,8 @@
 """Lets the ranks of an engine compare their residual streams, through vLLM's group for host data.
 
-get_tp_group().cpu_group                  distributed/parallel_state.py        0.32:448
-GPUModelRunner.execute_model_state        v1/worker/gpu_model_runner.py        0.32:952   V1
-GPUModelRunner.execute_model_state        v1/worker/gpu/model_runner.py        0.32:354   V2
+get_tp_group().cpu_group               distributed/parallel_state.py     0.26:381   0.32:448
+GPUModelRunner.execute_model_state     v1/worker/gpu_model_runner.py     0.26:940   0.32:952   V1
+GPUModelRunner.execute_model_state     v1/worker/gpu/model_runner.py     0.26:256   0.32:354   V2
 
 vLLM itself uses that group from the same thread, in the same order on every rank. Between
 `execute_model` and `sample_tokens` the runner keeps what the model returned: the stream behind its
