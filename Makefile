@@ -48,8 +48,8 @@ test: lint ## lint, then the whole test suite
 wide: setup ## more of what the test suite has: every architecture that is served
 	@$(BIN)/python -m pytest $(PARALLEL) -m wide
 
-layouts: setup ## engines of many processes, one after the other: the slow part of docs/layouts.md
-	@$(BIN)/python -m pytest -v --timeout 1800 -m layouts
+layouts: setup ## the tests of every layout, slow ones too, one after the other; writes the table of docs/layouts.md
+	@nice $(BIN)/python -m scripts.layouts
 
 integrations: ## the LangChain and Inspect adapters with the real libraries, in an environment of their own
 	@test -x .venv-integrations/bin/python || $(PYTHON) -m venv .venv-integrations
