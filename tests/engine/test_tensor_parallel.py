@@ -29,7 +29,7 @@ from tests.engine.steering import Ask
 from tests.fidelity.oracle import hidden_states, relative_error
 from tests.fidelity.steered import Change, Floats, Gated, streams
 
-pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(1200)]
 
 WIDTH: Final = 64
 PROMPT: Final = tuple(range(10, 60))  # more than a step
@@ -102,6 +102,7 @@ def parallel(
     with EngineProcess(
         runtime=runtime,
         plant=expert_map.Installed(tmp_path_factory.mktemp("packages")),
+        start_s=900,  # four ranks on two cores
         environment={
             "VLLM_ENABLE_V1_MULTIPROCESSING": "1",
             "VLLM_CPU_OMP_THREADS_BIND": "|".join("01"[rank % 2] for rank in range(layout.ranks)),
