@@ -160,7 +160,10 @@ def test_the_worker_asks_after_every_step() -> None:
         forward(model, scheduled.total_num_scheduled_tokens)
         return "output"
 
-    engine: Any = SimpleNamespace(execute_model=execute_model, clairai_tap_proof=proof)
+    one_rank = SimpleNamespace(parallel_config=SimpleNamespace(tensor_parallel_size=1))
+    engine: Any = SimpleNamespace(
+        execute_model=execute_model, clairai_tap_proof=proof, vllm_config=one_rank
+    )
     worker._check_every_step(engine)
     assert engine.execute_model(SimpleNamespace(total_num_scheduled_tokens=32)) == "output"
     with pytest.raises(TapMissingError, match="in a step of 8 tokens"):
