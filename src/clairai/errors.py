@@ -19,6 +19,7 @@ ClairaiError
 ├── UnsupportedError     this vLLM, architecture or mode is not served; the message says why
 ├── TapMissingError      a configured tap did not run during warm-up; the engine must not serve
 ├── RanksDisagreeError   the ranks of an engine do not have the same residual stream; it ends
+├── CoresDifferError     a change reached some engine cores of an engine, and not all
 ├── RingError            the ring or its socket cannot be used
 │   ├── HandshakeError   the peer is not clairai, or sent something that is not accepted
 │   └── EngineGoneError  the engine has ended or restarted; attach again
@@ -146,6 +147,10 @@ class TapMissingError(ClairaiError):
 
 class RanksDisagreeError(ClairaiError, RuntimeError):
     code = "ranks-disagree"
+
+
+class CoresDifferError(ClairaiError):
+    code = "cores-differ"
 
 
 class RingError(ClairaiError):

@@ -173,10 +173,8 @@ def test_an_event_of_the_engine_that_is_not_utf8_is_no_chunk() -> None:
 def test_an_upstream_that_answers_something_else_is_asked_again(
     answer: bytes, runtime: Path
 ) -> None:
-    targets: list[Path | None] = []
-    feed: Any = SimpleNamespace(
-        is_attached=False, set_target=lambda path, **_: targets.append(path)
-    )
+    targets: list[Any] = []
+    feed: Any = SimpleNamespace(is_attached=False, set_targets=targets.append)
     settings = ProxySettings("http://127.0.0.1:1", runtime_dir=runtime)
 
     async def look() -> None:

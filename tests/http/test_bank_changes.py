@@ -101,5 +101,5 @@ def test_the_probes_of_an_engine_before_are_forgotten(tmp_path: Path) -> None:
             w.upstream.epoch, w.upstream.ring = engine.epoch, Ring(engine.writer)
             assert w.engine is not None
             w.engine.server.close()
-            until(lambda: w.proxy.feed.epoch == engine.epoch)
+            until(lambda: w.proxy.feed.epochs == (engine.epoch,))
             assert is_refused(ask(client, "token"))

@@ -132,7 +132,7 @@ def test_an_engine_with_half_of_its_weights_is_not_ready_until_a_whole_set_has_c
 def test_the_next_engine_has_whole_weights(own: World) -> None:
     own.proxy.health.note_commit(is_torn=True)
     assert _get(own, READY).status_code == 503
-    own.proxy.feed.epoch = 1  # as of an engine that was started again
+    own.proxy.feed.rings[0].epoch = 1  # as of an engine that was started again
     own.proxy.health.set_status(None)
     assert _get(own, READY).status_code == 200
 

@@ -121,7 +121,7 @@ def test_of_two_engines_in_a_folder_the_one_that_answers_is_read(tmp_path: Path)
     ):
         w.upstream.epoch, w.upstream.ring = ours.epoch, Ring(ours.writer)
         until(lambda: w.proxy.feed.is_attached)
-        assert w.proxy.feed.epoch == ours.epoch
+        assert w.proxy.feed.epochs == (ours.epoch,)
         assert scored(w) == (4, 0)
 
 
@@ -130,7 +130,7 @@ def test_without_routes_the_newest_engine_is_read(tmp_path: Path) -> None:
         assert scored(w) == (4, 0)
         refused = client.post(CHAT, json=asking(events="named"))
         with running_engine(tmp_path, bank_of=bank_of) as newer:
-            until(lambda: w.proxy.feed.epoch == newer.epoch)
+            until(lambda: w.proxy.feed.epochs == (newer.epoch,))
     assert refused.status_code == 400
     assert "VLLM_PLUGINS" in refused.json()["error"]["message"]
 

@@ -54,6 +54,25 @@ def _is_set(path: str) -> ModeCheck:
     return lambda config: bool(_read_path(config, path))
 
 
+def count_cores(config: Any) -> int:
+    """Engine cores behind one API server: config/parallel.py, 0.26 and 0.32:146.
+
+    With a load balancer of the user's own, each API server has one; with the hybrid one, those of
+    its machine. A core of a model without experts is told of none but itself
+    (`reconfigure_for_independent_dp_rank`, 0.32:1172): where cores are counted, it has started.
+    """
+    parallel = _read_path(config, "parallel_config")
+    if _read_path(parallel, "data_parallel_external_lb"):
+        return 1
+    if _read_path(parallel, "data_parallel_hybrid_lb"):
+        return _count_local_cores(config)
+    return int(_read_path(parallel, "data_parallel_size") or 1)
+
+
+def _count_local_cores(config: Any) -> int:
+    return int(_read_path(config, "parallel_config.data_parallel_size_local") or 1)
+
+
 # Each of these would give wrong or missing rows, or has not been proven to give right ones.
 REFUSED_MODES: Final[tuple[tuple[str, ModeCheck], ...]] = (
     (
@@ -61,8 +80,17 @@ REFUSED_MODES: Final[tuple[tuple[str, ModeCheck], ...]] = (
         _over_one("parallel_config.pipeline_parallel_size"),
     ),
     (
-        "data parallelism (one ring per engine; run one server per engine instead)",
-        _over_one("parallel_config.data_parallel_size"),
+        "data parallelism over several machines, or of several LLMs (a ring is read on its own "
+        "machine, through the API server of its engine core)",
+        lambda config: count_cores(config) > _count_local_cores(config),
+    ),
+    (
+        "data parallelism with Ray (its engine cores are not ours to find)",
+        lambda config: _read_path(config, "parallel_config.data_parallel_backend") == "ray",
+    ),
+    (
+        "elastic expert parallelism (engine cores come and go)",
+        _is_set("parallel_config.enable_elastic_ep"),
     ),
     (
         "prefill context parallelism (rows are split between ranks)",
@@ -78,7 +106,8 @@ REFUSED_MODES: Final[tuple[tuple[str, ModeCheck], ...]] = (
     (
         "sequence-parallel residuals (residual rows are sharded between ranks)",
         lambda config: bool(
-            _read_path(config, "compilation_config.pass_config.enable_sp")
+            _read_path(config, "parallel_config.use_sequence_parallel_moe")
+            or _read_path(config, "compilation_config.pass_config.enable_sp")
             or _read_path(config, "compilation_config.pass_config.enable_sequence_parallelism")
         ),
     ),
@@ -113,6 +142,27 @@ def check_modes(vllm_config: Any) -> None:
         raise UnsupportedError(
             f"clairai does not serve this engine's mode: {'; '.join(reasons)}; "
             f"turn it off, or remove the clairai key from additional_config"
+        )
+
+
+def check_core_settings(vllm_config: Any, *, is_capturing: bool, accepts_weights: bool) -> None:
+    """Refuse what several engine cores cannot do together.
+
+    Asked where the engine's config is made: a core of a model without experts knows of no others.
+    """
+    if count_cores(vllm_config) == 1:
+        return
+    if is_capturing:
+        raise UnsupportedError(
+            "captures do not go with data parallelism: every engine core would write the same "
+            "folder, and a folder has one writer; run one server for each, or serve without "
+            "`capture`"
+        )
+    if accepts_weights:
+        raise UnsupportedError(
+            "new weights do not go with data parallelism: a trainer's tensors reach one engine "
+            "core, and the others would serve the old ones; run one server for each, or leave out "
+            "--weight-transfer-config"
         )
 
 

@@ -93,18 +93,30 @@ def wrap_create_engine_config(original: Any) -> Any:
         config = original(self, *args, **kwargs)
         call = inspect.signature(original).bind(self, *args, **kwargs)
         if is_enabled_for(config):
+            _check_core_settings(config)
             _keep_scores_offline(config, call.arguments.get("usage_context"))
         return config
 
     return create_engine_config
 
 
+def _check_core_settings(config: Any) -> None:
+    from clairai.compat.check_engine import check_core_settings
+    from clairai.compat.engine_core import get_settings
+
+    is_capturing = get_settings(config).capture_settings is not None
+    check_core_settings(config, is_capturing=is_capturing, accepts_weights=accepts_weights(config))
+
+
 def _keep_scores_offline(config: Any, usage: Any) -> None:
     """Without a word of the settings, an LLM keeps scores; a server has the proxy to read them."""
+    from clairai.compat.check_engine import count_cores
+
     given = config.additional_config[CONFIG_KEY]
     is_asked = isinstance(given, dict) and given.get("scores") is None
+    is_offline = getattr(usage, "name", "") in OFFLINE and count_cores(config) == 1
     # A reader of a ring in GPU memory takes memory of the GPU, which nobody asked it to.
-    if is_asked and given.get("ring_home") != "device" and getattr(usage, "name", "") in OFFLINE:
+    if is_asked and given.get("ring_home") != "device" and is_offline:
         config.additional_config = {
             **config.additional_config,
             CONFIG_KEY: {**given, "scores": True},

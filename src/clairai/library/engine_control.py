@@ -35,11 +35,22 @@ async def ask_async_engine(
     engine: Any, control: control_messages.Control, kind: type[Reply]
 ) -> Reply:
     """As `ask_engine`, of vLLM's AsyncLLM."""
+    _require_one_core(engine)
     with _explain_missing_taps():
         replies = await engine.collective_rpc(
             CONTROL_METHOD, args=(msgspec.msgpack.encode(control),)
         )
     return read_reply(replies[0], kind)
+
+
+def _require_one_core(engine: Any) -> None:
+    from clairai.compat.api_server import find_core_calls
+
+    if (num_cores := len(find_core_calls(engine))) > 1:
+        raise errors.UnsupportedError(
+            f"this engine has {num_cores} engine cores (data_parallel_size), each with a ring of "
+            f"its own, and Python reads one; serve it with `clairai serve`, whose proxy reads all"
+        )
 
 
 @contextlib.contextmanager

@@ -19,7 +19,7 @@ from clairai.proxy.capture_watch import CaptureWatch, HealthProblem
 from clairai.proxy.completions.token_text import TokenBytes, TokenTexts
 from clairai.proxy.observe.observer import HealthState
 from clairai.proxy.responses import HttpRefusal
-from clairai.proxy.ring_feed import RingFeed
+from clairai.proxy.ring_feed import EngineFeed
 from clairai.proxy.upstream import OutOfDescriptors, Upstream, UpstreamGone, decode_answer
 from clairai.wire import ring_messages
 
@@ -99,7 +99,7 @@ class _KnownBank(NamedTuple):
 class EngineFacts:
     """Facts about the engine; each is asked once and kept until it may have changed."""
 
-    def __init__(self, upstream: Upstream, feed: RingFeed, changes: BankChanges) -> None:
+    def __init__(self, upstream: Upstream, feed: EngineFeed, changes: BankChanges) -> None:
         self._upstream = upstream
         self._feed = feed
         self._changes = changes
@@ -201,7 +201,7 @@ class EngineFacts:
 
     def engine_key(self) -> Any:
         """Changes whenever the engine may be another one."""
-        return self._feed.epoch, self._upstream.num_outages
+        return self._feed.epochs, self._upstream.num_outages
 
     async def _ask(self, path: str) -> bytes | None:
         """None if upstream has no such route, or says that it was not started for that.
@@ -250,7 +250,7 @@ class HealthCheck:
     def __init__(
         self,
         upstream: Upstream,
-        feed: RingFeed,
+        feed: EngineFeed,
         engine_facts: EngineFacts,
         capture_watch: CaptureWatch,
         clock: Callable[[], float] = time.monotonic,
@@ -268,7 +268,8 @@ class HealthCheck:
         self._was_ready = False
         self._model: str | None = None
         self.is_supervised = False  # a launcher watches the engine's processes
-        self._torn_epoch: int | None = None  # of the engine that has half of its new weights
+        # Of the engine that has half of its new weights.
+        self._torn_epochs: tuple[int | None, ...] | None = None
         self.on_change: Callable[[], None] = lambda: None  # what is known; from any thread
         self.find_own_problems: Callable[[], list[HealthProblem]] = list  # of the proxy itself
 
@@ -296,7 +297,7 @@ class HealthCheck:
 
     def note_commit(self, *, is_torn: bool) -> None:
         """New weights were committed, or stopped half-way: that engine then answers nobody."""
-        self._torn_epoch = self._feed.epoch if is_torn else None
+        self._torn_epochs = self._feed.epochs if is_torn else None
         self._recent = None
 
     @property
@@ -335,7 +336,7 @@ class HealthCheck:
         if not self._was_ready:
             self._was_ready = True
             self.on_change()
-        if self._torn_epoch is not None and self._torn_epoch == self._feed.epoch:
+        if self._torn_epochs == self._feed.epochs:
             return HealthStatus("failed", _TORN)
         if not self.is_supervised and (silent_s := await self.silent_s()):
             began = time.time() - silent_s
@@ -406,7 +407,8 @@ class HealthCheck:
 
     def _ring_status(self) -> HealthStatus:
         if not self._feed.is_attached:
-            return HealthStatus("degraded", "the engine's ring is not attached: scores are lost")
+            owner = self._feed.name_cores(lambda ring: not ring.is_attached)
+            return HealthStatus("degraded", f"{owner}'s ring is not attached: scores are lost")
         if self._feed.is_stalled:
             return HealthStatus("degraded", "the thread that reads the ring hangs: scores are lost")
         lost_at_s = self._feed.lost_at_s

@@ -46,7 +46,7 @@ from clairai.proxy.processes.shared_counts import (
 from clairai.proxy.processes.totals import TotalCounts
 from clairai.proxy.proxy_settings import ProxySettings
 from clairai.proxy.responses import HttpRefusal
-from clairai.proxy.ring_feed import RingFeed, RingFinder
+from clairai.proxy.ring_feed import EngineFeed, RingFinder
 from clairai.proxy.upstream import Upstream, UpstreamGone
 
 if TYPE_CHECKING:
@@ -171,7 +171,7 @@ class Proxy:
         self.metrics = metrics
         self.upstream = Upstream(settings)
         self._observers = [*observers, *(() if metrics is None else (metrics,))]
-        self.feed = RingFeed(
+        self.feed = EngineFeed(
             deliver=self._deliver_threadsafe,
             on_change=self._notify_threadsafe,
             observers=self._observers,

@@ -1,8 +1,9 @@
-"""Reads the ring of the engine behind the proxy, and hands its rows to the event loop.
+"""Reads the rings of the engine behind the proxy, and hands their rows to the event loop.
 
-`RingFeed` is a thread that reads. It converts rows of the proxy's own requests to plain lists; rows
-of other requests are counted and shown to the observers only. `RingFinder` is a task on the event
-loop that tells the feed which engine to read.
+`RingFeed` is a thread that reads one ring. It converts rows of the proxy's own requests to plain
+lists; rows of other requests are counted and shown to the observers only. `EngineFeed` has one of
+them for each engine core: an engine with `--data-parallel-size` has several, and all rows of an
+answer come from one of them. `RingFinder` is a task on the event loop that finds the rings.
 
 R = rows of a record, P = probes of its bank
 """
@@ -11,11 +12,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import itertools
 import logging
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from http import HTTPStatus
 from pathlib import Path
 from typing import Annotated, Final
@@ -30,7 +32,7 @@ from clairai.local.private_socket import live_engine_sockets, runtime_dir, socke
 from clairai.match.choice_scores import Values
 from clairai.match.row_collector import RowSpan, split_rows
 from clairai.proxy.completions.request_scores import RowBatch
-from clairai.proxy.observe.observer import Observer, RingCounts
+from clairai.proxy.observe.observer import CoreRingCounts, Observer, RingCounts
 from clairai.proxy.proxy_settings import ProxySettings
 from clairai.proxy.responses import HttpRefusal
 from clairai.proxy.upstream import Upstream, UpstreamGone, decode_answer
@@ -48,30 +50,38 @@ STALLED_S: Final = 20.0  # longer than an engine may take to name its probes
 FIND_PAUSE_S: Final = 0.5
 MAX_FIND_PAUSE_S: Final = 2.0
 FIND_TIMEOUT_S: Final = 5.0
+MAX_CORES: Final = 1024
 _NO_STATISTICS: Final = ReaderStatistics(0, 0, 0, 0, 0)
 _FIELDS: Final = ("position", "token_id", "span")
 _log: Final = logging.getLogger(__name__)
 
 Deliver = Callable[[list[RowBatch]], None]
+RingTargets = Mapping[Path, StartAt]  # sockets in the order of the cores, and where to begin
 
 
 class RingFeed:
-    """The thread that reads the ring; it calls `deliver` and `on_change`.
+    """The thread that reads one ring; it calls `deliver` and `on_change`.
 
-    `set_target` says which engine's socket to read. The feed attaches to it, and again whenever
-    the connection is lost.
+    `set_target` says which engine core's socket to read. The feed attaches to it, and again
+    whenever the connection is lost. Feeds that share observers share `observing` too: an observer
+    is called by one thread at a time.
     """
 
     def __init__(
-        self, *, deliver: Deliver, on_change: Callable[[], None], observers: Sequence[Observer]
+        self,
+        *,
+        deliver: Deliver,
+        on_change: Callable[[], None],
+        observers: Sequence[Observer],
+        watched: dict[int, bool] | None = None,
+        observing: threading.Lock | None = None,
     ) -> None:
         # Our streams, and whether rows of their prompts are wanted; set before a row can arrive.
-        self.watched: dict[int, bool] = {}
+        self.watched: dict[int, bool] = {} if watched is None else watched
+        self._observing = observing or threading.Lock()
         self.is_attached = False
         self.epoch: int | None = None
-        self.model: str | None = None
         self.reason = "no engine was found yet"
-        self.on_target: Callable[[Path | None, StartAt], None] | None = None
         self.num_polls = 0
         self._round_s = time.monotonic()  # when the thread last went round
         self.is_engine_ending = False  # set by a launcher: its ring goes, as it should
@@ -120,21 +130,17 @@ class RingFeed:
             self._next_seq.setdefault(path, start)
         self._target = path
         self._has_target.set()
-        if self.on_target is not None:
-            self.on_target(path, start)
 
-    def counts(self, mismatched: int) -> RingCounts:
+    def counts(self) -> RingCounts:
         delivered, lost, lag = self._records
         return RingCounts(
             attached=self.is_attached,
-            epoch=self.epoch,
             restarts=max(0, self._num_engines - 1),
             records_delivered=delivered,
             records_lost=lost,
             lag=lag,
             rows=self._rows,
             orphaned=self._orphaned,
-            mismatched=mismatched,
         )
 
     def _run(self) -> None:
@@ -271,7 +277,8 @@ class RingFeed:
     def _notify_observers(self, bank: ring_messages.Bank, record: Record) -> None:
         for observer in list(self._observers):
             try:
-                observer.on_scores(bank, record.rows, record.scores_RC, record.stamp_ns)
+                with self._observing:
+                    observer.on_scores(bank, record.rows, record.scores_RC, record.stamp_ns)
             except Exception:
                 _log.exception("%r failed and is removed", observer)
                 self._observers.remove(observer)
@@ -286,7 +293,7 @@ class RingFeed:
         if welcome.epoch != self.epoch:
             self._num_engines += 1
             self.bank = None  # of an engine before
-        self.epoch, self.model, self.is_attached = welcome.epoch, welcome.model, True
+        self.epoch, self.is_attached = welcome.epoch, True
         self._on_change()
 
     def _note_detached(self, path: Path) -> None:
@@ -303,6 +310,141 @@ class RingFeed:
         self._count_records()
         self.is_attached, self.reason = False, "the engine has closed its ring"
         self._on_change()
+
+
+class EngineFeed:
+    """All rings of the engine behind the proxy: one for each engine core, each with its thread."""
+
+    def __init__(
+        self, *, deliver: Deliver, on_change: Callable[[], None], observers: Sequence[Observer]
+    ) -> None:
+        self.watched: dict[int, bool] = {}  # see RingFeed
+        self.on_targets: Callable[[RingTargets], None] | None = None
+        self._make_ring = functools.partial(
+            RingFeed,
+            deliver=deliver,
+            on_change=on_change,
+            observers=observers,
+            watched=self.watched,
+            observing=threading.Lock(),
+        )
+        # By the number of the engine core. Those of cores that an engine had, and its successor
+        # has not, stay for their counts.
+        self._rings = [self._make_ring()]
+        self._targets: RingTargets = {}
+        self._is_started = False
+        self._lost_elsewhere_s: float | None = None
+        self._is_engine_ending = False
+
+    @property
+    def rings(self) -> Sequence[RingFeed]:
+        """Of the engine cores that there are; one until the first is found."""
+        return self._rings[: max(1, len(self._targets))]
+
+    def start(self) -> None:
+        self._is_started = True
+        for ring in self._rings:
+            ring.start()
+
+    def stop(self) -> None:
+        """End the threads; blocks for a moment."""
+        for ring in self._rings:
+            ring.stop()
+
+    def hurry(self) -> None:
+        """Read now: see RingFeed.hurry."""
+        for ring in self.rings:
+            ring.hurry()
+
+    def set_targets(self, targets: RingTargets) -> None:
+        """Read these sockets, in the order of the engine cores."""
+        if list(targets) == list(self._targets):
+            return
+        while len(self._rings) < len(targets):
+            ring = self._make_ring()
+            ring.is_engine_ending = self._is_engine_ending
+            self._rings.append(ring)
+            if self._is_started:
+                ring.start()
+        self._targets = dict(targets)
+        paths: list[Path | None] = [*targets, *[None] * (len(self._rings) - len(targets))]
+        for ring, path in zip(self._rings, paths, strict=True):
+            ring.set_target(path, start="oldest" if path is None else targets[path])
+        if self.on_targets is not None:
+            self.on_targets(self._targets)
+
+    @property
+    def is_attached(self) -> bool:
+        """True while the rings of all engine cores are read."""
+        return all(ring.is_attached for ring in self.rings)
+
+    @property
+    def is_stalled(self) -> bool:
+        return any(ring.is_stalled for ring in self.rings)
+
+    @property
+    def epochs(self) -> tuple[int | None, ...]:
+        return tuple(ring.epoch for ring in self.rings)
+
+    @property
+    def num_polls(self) -> int:
+        """As many as each of the threads has made."""
+        return min(ring.num_polls for ring in self.rings)
+
+    @property
+    def bank(self) -> ring_messages.Bank | None:
+        """Of the newest record; a change reaches the engine cores one after the other."""
+        banks = [ring.bank for ring in self.rings if ring.bank is not None]
+        return max(banks, key=lambda bank: bank.version, default=None)
+
+    @property
+    def lost_at_s(self) -> float | None:
+        """When a lost record was last noticed, here or in another process of the proxy."""
+        times = [self._lost_elsewhere_s, *(ring.lost_at_s for ring in self.rings)]
+        return max((one for one in times if one is not None), default=None)
+
+    def note_loss_elsewhere(self) -> None:
+        self._lost_elsewhere_s = time.monotonic()
+
+    @property
+    def is_engine_ending(self) -> bool:
+        return self._is_engine_ending
+
+    @is_engine_ending.setter
+    def is_engine_ending(self, is_ending: bool) -> None:
+        self._is_engine_ending = is_ending
+        for ring in self._rings:
+            ring.is_engine_ending = is_ending
+
+    def name_cores(self, is_meant: Callable[[RingFeed], bool]) -> str:
+        """`the engine` if it has one core, else the cores that are meant."""
+        rings = self.rings
+        if len(rings) == 1:
+            return "the engine"
+        numbers = [str(number) for number, ring in enumerate(rings) if is_meant(ring)]
+        return f"engine core {', '.join(numbers)}"
+
+    def counts(self, mismatched: int) -> RingCounts:
+        found = [ring.counts() for ring in self._rings]
+        served = [ring.counts() for ring in self.rings]
+        return RingCounts(
+            attached=self.is_attached,
+            restarts=max(one.restarts for one in found),
+            records_delivered=sum(one.records_delivered for one in found),
+            records_lost=sum(one.records_lost for one in found),
+            lag=sum(one.lag for one in found),
+            rows=sum(one.rows for one in found),
+            orphaned=sum(one.orphaned for one in found),
+            mismatched=mismatched,
+            cores=tuple(
+                CoreRingCounts(
+                    one.attached, one.records_delivered, one.records_lost, one.lag, one.rows
+                )
+                for one in served
+            )
+            if len(served) > 1
+            else (),
+        )
 
 
 def _join_rows(records: list[Record]) -> NDArray[np.void]:
@@ -341,8 +483,21 @@ def to_json_numbers(scores_RP: NDArray[np.float32]) -> list[Values]:
     return numbers
 
 
+_Epoch = Annotated[str, msgspec.Meta(pattern=r"\A[0-9a-f]{1,16}\Z")]
+
+
+class _CoreDescription(msgspec.Struct):
+    epoch: _Epoch
+
+
 class _EngineDescription(msgspec.Struct):
-    epoch: Annotated[str, msgspec.Meta(pattern=r"\A[0-9a-f]{1,16}\Z")]
+    epoch: _Epoch
+    cores: Annotated[list[_CoreDescription], msgspec.Meta(max_length=MAX_CORES)] = []
+
+    def list_epochs(self) -> list[int]:
+        """Of each engine core; an engine that names no cores has one."""
+        texts = [core.epoch for core in self.cores] or [self.epoch]
+        return [int(text, 16) for text in texts]
 
 
 class _RefusalError(msgspec.Struct):
@@ -354,14 +509,14 @@ class _RefusalBody(msgspec.Struct):
 
 
 class RingFinder:
-    """Finds the ring of the very engine that upstream is.
+    """Finds the rings of the very engine that upstream is.
 
-    Several engines may share a runtime folder. Upstream's epoch says which one answers our
+    Several engines may share a runtime folder. Upstream's epochs say which one answers our
     requests; if upstream has no clairai routes, it is taken to be the newest. Upstream is only
     asked while the feed is not attached, because asking costs the engine a step.
     """
 
-    def __init__(self, settings: ProxySettings, upstream: Upstream, feed: RingFeed) -> None:
+    def __init__(self, settings: ProxySettings, upstream: Upstream, feed: EngineFeed) -> None:
         self._settings = settings
         self._upstream = upstream
         self._feed = feed
@@ -406,17 +561,20 @@ class RingFinder:
 
     async def _find_target(self) -> None:
         if self._folder is None:
-            self._feed.set_target(self._settings.ring_socket)
+            assert self._settings.ring_socket is not None
+            self._feed.set_targets({self._settings.ring_socket: "oldest"})
             return
         try:
             async with asyncio.timeout(FIND_TIMEOUT_S):
-                path = await self._find(self._folder)
+                paths = await self._find(self._folder)
         except (UpstreamGone, HttpRefusal, TimeoutError, aiohttp.ClientError):
             return  # it is starting, busy or gone: look again
         # No request of ours has rows from before this proxy started.
-        self._feed.set_target(path, start="newest" if path in self._older else "oldest")
+        self._feed.set_targets(
+            {path: "newest" if path in self._older else "oldest" for path in paths}
+        )
 
-    async def _find(self, folder: Path) -> Path | None:
+    async def _find(self, folder: Path) -> list[Path]:
         async with self._upstream.ask("GET", "/v1/clairai") as response:
             body = await self._upstream.read_body(response)
             status = response.status
@@ -425,11 +583,11 @@ class RingFinder:
         self._takes_newest = status != HTTPStatus.OK and not _is_without_taps(body)
         if self._takes_newest:
             found = await asyncio.to_thread(live_engine_sockets, folder)
-            return found[0] if found else None
+            return found[:1]
         if status != HTTPStatus.OK:
-            return None
+            return []
         description = decode_answer(body, _EngineDescription, what="/v1/clairai")
-        return socket_path(folder, int(description.epoch, 16))
+        return [socket_path(folder, epoch) for epoch in description.list_epochs()]
 
 
 def _is_without_taps(body: bytes) -> bool:

@@ -1,6 +1,6 @@
 """Calls from the API server into the engine, and what all routes share: bodies and refusals.
 
-Runs in: the API server. The engine is reached only by `collective_rpc`, as vLLM's own routes do it.
+Runs in: the API server. The engine is reached by `collective_rpc`, as vLLM's own routes do it.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from clairai import errors
 from clairai.errors import CaptureDownError, ClairaiError, ConfigError, EngineGoneError
 from clairai.library.engine_control import read_reply
 from clairai.server.core_cache import CoreCache
+from clairai.server.core_group import CoreGroup
 from clairai.server.error_status import status_of
 from clairai.server.weight_versions import WeightVersions
 from clairai.wire.capture_messages import (
@@ -29,7 +30,7 @@ from clairai.wire.capture_messages import (
     DescribeCapture,
     FindCaptures,
 )
-from clairai.wire.control_messages import CONTROL_METHOD, Control
+from clairai.wire.control_messages import CONTROL_METHOD, Control, Describe, Description
 from clairai.wire.steering_messages import RefusalReason, WhyRefused
 from clairai.wire.weights_messages import WeightsControl
 
@@ -89,9 +90,17 @@ class EngineRpc:
     behind it.
     """
 
-    def __init__(self, client: Any, *, is_shared: bool, accepts_weights: bool = False) -> None:
-        """`is_shared`: other API servers call the same engine."""
+    def __init__(
+        self,
+        client: Any,
+        *,
+        is_shared: bool,
+        accepts_weights: bool = False,
+        cores: CoreGroup | None = None,
+    ) -> None:
+        """`is_shared`: other API servers call the same engine. `cores`: it has several of them."""
         self._client = client
+        self._cores = cores
         self._late: asyncio.Future[Any] | None = None  # a call that took too long
         self._capture_failure, self._capture_asked_s = "", float("-inf")
         # PUT reads and then changes: one at a time, so that what it read still holds.
@@ -105,16 +114,28 @@ class EngineRpc:
         self, control: Control, kind: type[ReplyStruct], *, limit_s: float | None = None
     ) -> ReplyStruct:
         """The reply; EngineSilent if there is none in time, ClairaiError if it is a refusal."""
-        message = msgspec.msgpack.encode(control)
         if limit_s is None:
             limit_s = WEIGHTS_CALL_S if isinstance(control, WeightsControl) else CALL_S
-        call = self._client.collective_rpc(CONTROL_METHOD, args=(message,))
-        reply = read_reply((await self._within(limit_s, call))[0], kind)
+        reply = read_reply(await self._within(limit_s, self._call(control)), kind)
         self.core_cache.note(reply)
         return reply
 
+    async def _call(self, control: Control) -> bytes:
+        if self._cores is not None:
+            return await self._cores.ask(control)
+        message = msgspec.msgpack.encode(control)
+        replies: list[bytes] = await self._client.collective_rpc(CONTROL_METHOD, args=(message,))
+        return replies[0]
+
+    async def describe_cores(self) -> list[Description]:
+        """Of each engine core, in the order of their numbers."""
+        if self._cores is None:
+            return [await self.ask(Describe(), Description)]
+        asking = self._cores.ask_each(msgspec.msgpack.encode(Describe()))
+        return [read_reply(one, Description) for one in await self._within(CALL_S, asking)]
+
     async def check_alive(self) -> None:
-        """EngineSilent if the engine core does not answer; no worker is asked."""
+        """EngineSilent if an engine core does not answer; no worker is asked."""
         await self.ask(WhyRefused(0), RefusalReason, limit_s=ALIVE_S)
 
     async def _within(self, limit_s: float, work: Coroutine[Any, Any, Any]) -> Any:

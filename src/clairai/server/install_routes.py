@@ -18,6 +18,7 @@ from clairai.errors import ClairaiError, ConfigError
 from clairai.local.heartbeat import Heartbeat
 from clairai.local.thread_switch import switch_threads_often
 from clairai.server import capture_routes, probe_routes, steering_routes, weights_routes
+from clairai.server.core_group import CoreGroup
 from clairai.server.engine_rpc import (
     ATTRIBUTE,
     NO_TAPS,
@@ -30,7 +31,6 @@ from clairai.server.engine_rpc import (
 from clairai.server.error_reasons import ErrorReasons
 from clairai.server.model_cards import ModelCards
 from clairai.server.request_check import RequestCheck
-from clairai.wire.control_messages import Describe, Description
 
 BEAT_S: Final = 0.5
 _TOKENS: Final = "clairai_tokens"
@@ -78,13 +78,20 @@ def attach(app: FastAPI) -> None:
 
 
 def connect(client: Any, state: Any) -> None:
-    from clairai.compat.api_server import is_one_of_several_servers, watch_other_calls
+    from clairai.compat.api_server import (
+        find_core_calls,
+        find_runtime_dir,
+        is_one_of_several_servers,
+        watch_other_calls,
+    )
     from clairai.compat.install import accepts_weights
 
     takes_weights = accepts_weights(getattr(client, "vllm_config", None))
     is_shared = is_one_of_several_servers(client)
     switch_threads_often()
-    engine = EngineRpc(client, is_shared=is_shared, accepts_weights=takes_weights)
+    calls = find_core_calls(client)
+    cores = CoreGroup(calls, find_runtime_dir(client)) if len(calls) > 1 else None
+    engine = EngineRpc(client, is_shared=is_shared, accepts_weights=takes_weights, cores=cores)
     if takes_weights:
         watch_other_calls(client, engine.weight_versions.other_call)
     setattr(state, ATTRIBUTE, engine)
@@ -129,17 +136,21 @@ def connect_tokens(client: Any, state: Any) -> None:
 
 
 async def describe(request: Request) -> JSONResponse:
-    found = await require_engine(request.app).ask(Describe(), Description)
-    return JSONResponse(
-        {
-            "model": found.model,
-            "points": found.points,
-            "width": found.width,
-            "capacity": found.capacity,
-            "epoch": f"{found.epoch:016x}",
-            "published": found.published,
-        }
-    )
+    cores = await require_engine(request.app).describe_cores()
+    found = cores[0]
+    content = {
+        "model": found.model,
+        "points": found.points,
+        "width": found.width,
+        "capacity": found.capacity,
+        "epoch": f"{found.epoch:016x}",
+        "published": sum(core.published for core in cores),
+    }
+    if len(cores) > 1:
+        content["cores"] = [
+            {"epoch": f"{core.epoch:016x}", "published": core.published} for core in cores
+        ]
+    return JSONResponse(content)
 
 
 async def check_alive(request: Request) -> JSONResponse:

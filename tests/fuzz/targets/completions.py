@@ -143,7 +143,7 @@ class OneAnswer:
 
 def read_facts(data: bytes) -> None:
     """Whatever upstream answers, the proxy reads it or says that it is something else."""
-    feed = SimpleNamespace(bank=None, epoch=1)
+    feed = SimpleNamespace(bank=None, epochs=(1,))
     facts = EngineFacts(cast(Any, OneAnswer(data)), cast(Any, feed), BankChanges())
     if data.startswith(b" "):
         run_now(facts.check_probes(("p",)))

@@ -10,6 +10,7 @@ import pytest
 from clairai.compat import check_engine, engine_core
 from clairai.compat.check_engine import (
     REFUSED_MODES,
+    check_core_settings,
     check_modes,
     check_version,
     list_refused_modes,
@@ -52,7 +53,14 @@ def config(path: str = "", value: object = None) -> Any:
 
 MODES = [
     ("parallel_config.pipeline_parallel_size", 2, "pipeline parallelism"),
-    ("parallel_config.data_parallel_size", 2, "data parallelism"),
+    (
+        "parallel_config.data_parallel_size",
+        2,
+        "data parallelism over several machines, or of several LLMs",
+    ),
+    ("parallel_config.data_parallel_backend", "ray", "data parallelism with Ray"),
+    ("parallel_config.enable_elastic_ep", True, "elastic expert parallelism"),
+    ("parallel_config.use_sequence_parallel_moe", True, "sequence-parallel residuals"),
     ("parallel_config.prefill_context_parallel_size", 2, "prefill context parallelism"),
     ("parallel_config.enable_dbo", True, "dual batch overlap"),
     ("parallel_config.ubatch_size", 2, "dual batch overlap"),
@@ -86,6 +94,25 @@ def test_every_refused_mode_is_listed_here() -> None:
 def test_a_plain_engine_is_served_and_tensor_parallelism_with_it() -> None:
     assert list_refused_modes(config()) == []
     check_modes(config())
+
+
+def test_engine_cores_of_one_machine_are_served_and_a_captures_folder_is_not_theirs() -> None:
+    several = config("parallel_config.data_parallel_size", 2)
+    several.parallel_config.data_parallel_size_local = 2
+    check_modes(several)
+    check_core_settings(several, is_capturing=False, accepts_weights=False)
+    with pytest.raises(UnsupportedError, match="a folder has one writer"):
+        check_core_settings(several, is_capturing=True, accepts_weights=False)
+    with pytest.raises(UnsupportedError, match="the others would serve the old ones"):
+        check_core_settings(several, is_capturing=False, accepts_weights=True)
+
+
+@pytest.mark.parametrize("balancer", ["data_parallel_external_lb", "data_parallel_hybrid_lb"])
+def test_an_api_server_of_its_own_counts_its_own_engine_cores(balancer: str) -> None:
+    one = config("parallel_config.data_parallel_size", 8)
+    setattr(one.parallel_config, balancer, True)
+    check_modes(one)
+    check_core_settings(one, is_capturing=True, accepts_weights=True)
 
 
 def test_an_attribute_that_a_release_does_not_have_counts_as_off() -> None:

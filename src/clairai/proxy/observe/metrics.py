@@ -33,6 +33,7 @@ from prometheus_client.registry import Collector
 from clairai.proxy.capture_watch import CaptureReport
 from clairai.proxy.observe.observer import (
     CompletionEnd,
+    CoreRingCounts,
     HealthState,
     Observer,
     ProxyCounts,
@@ -427,6 +428,31 @@ def _ring(ring: RingCounts) -> Iterator[Metric]:
     yield _counter("clairai_rows", "Rows given to a completion here.", ring.rows)
     yield _counter("clairai_rows_orphaned", "Rows of other requests.", ring.orphaned)
     yield _counter("clairai_rows_mismatched", "Rows with a wrong token.", ring.mismatched)
+    if ring.cores:
+        yield from _core_rings(ring.cores)
+
+
+def _core_rings(cores: Sequence[CoreRingCounts]) -> Iterator[Metric]:
+    """The same by engine core, as vLLM numbers them in its label `engine`."""
+    about = "1 while the ring of this engine core is read."
+    attached = GaugeMetricFamily("clairai_core_ring_attached", about, labels=["engine"])
+    about = "Records of this engine core published and not read yet."
+    lag = GaugeMetricFamily("clairai_core_ring_lag_records", about, labels=["engine"])
+    for number, core in enumerate(cores):
+        attached.add_metric([str(number)], int(core.attached))
+        lag.add_metric([str(number)], core.lag)
+    yield from (attached, lag)
+    counters = {
+        "clairai_core_ring_records": ("Records of this core read.", "records_delivered"),
+        "clairai_core_ring_records_lost": (
+            "Of this core, overwritten before read.",
+            "records_lost",
+        ),
+        "clairai_core_rows": ("Rows of this core given to a completion here.", "rows"),
+    }
+    for name, (about, field) in counters.items():
+        values = {str(number): getattr(core, field) for number, core in enumerate(cores)}
+        yield _counters(name, about, "engine", values)
 
 
 def _kept_scores(counts: ProxyCounts) -> Iterator[Metric]:

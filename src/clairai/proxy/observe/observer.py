@@ -68,11 +68,21 @@ class CompletionEnd:
 
 
 @dataclass(frozen=True)
-class RingCounts:
-    """The ring as this proxy has read it; counts continue over engines."""
+class CoreRingCounts:
+    """The ring of one of several engine cores."""
 
-    attached: bool = False
-    epoch: int | None = None
+    attached: bool
+    records_delivered: int
+    records_lost: int
+    lag: int
+    rows: int
+
+
+@dataclass(frozen=True)
+class RingCounts:
+    """The rings as this proxy has read them; counts continue over engines."""
+
+    attached: bool = False  # to the rings of all engine cores
     restarts: int = 0  # engines attached after the first
     records_delivered: int = 0
     records_lost: int = 0
@@ -80,6 +90,7 @@ class RingCounts:
     rows: int = 0  # given to a request of this proxy
     orphaned: int = 0  # rows of streams that are not ours
     mismatched: int = 0  # rows that carried another token than the request: nobody sees them
+    cores: tuple[CoreRingCounts, ...] = ()  # by number; only of an engine that has several
 
 
 @dataclass(frozen=True)

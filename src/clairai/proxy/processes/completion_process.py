@@ -105,9 +105,9 @@ class ProcessLink:
             case messages.EngineState(health, is_ending):
                 proxy.health.adopt(health)
                 proxy.feed.is_engine_ending = is_ending
-            case messages.RingTarget(path, start):
-                self._has_target = path is not None
-                proxy.feed.set_target(None if path is None else Path(path), start=start)
+            case messages.RingTargets(targets):
+                self._has_target = bool(targets)
+                proxy.feed.set_targets({Path(path): start for path, start in targets})
             case messages.EndAnswers():
                 proxy.upstream.hang_up()
             case messages.Stop():

@@ -18,7 +18,6 @@ import subprocess
 import time
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 from typing import Any, Final
 
 from clairai.local.heartbeat import read_process_state
@@ -37,8 +36,8 @@ from clairai.proxy.processes.placement import COMPLETION, Place, place_request
 from clairai.proxy.processes.shared_counts import SharedCounts
 from clairai.proxy.processes.totals import NOTHING, TotalCounts, add_counts, add_ended_process
 from clairai.proxy.proxy import Proxy
+from clairai.proxy.ring_feed import RingTargets
 from clairai.proxy.upstream import OutOfDescriptors
-from clairai.ring.reader import StartAt
 
 MODULE: Final = "clairai.proxy.processes.completion_process"
 # Variables with keys: a completion process gets digests of them, over its socket.
@@ -142,7 +141,7 @@ class CompletionProcesses:
         self._numbers, self._questions = itertools.count(1), itertools.count(1)
         self._ended = NOTHING  # what processes that have ended had counted
         self._num_restarts = self._num_orphaned = 0
-        self._target: tuple[Path | None, StartAt] = (None, "oldest")
+        self._targets: RingTargets = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._is_closing = False
 
@@ -157,7 +156,7 @@ class CompletionProcesses:
 
         proxy.health.on_change = send_state
         proxy.health.find_own_problems = self.find_problems
-        proxy.feed.on_target = self._set_target
+        proxy.feed.on_targets = self._set_targets
         for number in range(1, self._counts.num_processes):
             self._spawn(self._keep(number))
         self._spawn(self._watch())
@@ -288,9 +287,9 @@ class CompletionProcesses:
     def end_answers(self) -> None:
         self._send_all(messages.EndAnswers())
 
-    def _set_target(self, path: Path | None, start: StartAt) -> None:
-        self._target = (path, start)
-        self._send_all(_ring_target(path, start))
+    def _set_targets(self, targets: RingTargets) -> None:
+        self._targets = targets
+        self._send_all(_ring_targets(targets))
 
     def _send_state(self) -> None:
         self._send_all(self._state())
@@ -417,9 +416,9 @@ class CompletionProcesses:
         )
         process.link.send(messages.Begin.of(self._settings, configured_format()))
         process.link.send(self._state())
-        path, start = self._target
         # No request of its own has rows from before it began.
-        process.link.send(_ring_target(path, start if not self._num_restarts else "newest"))
+        newest: RingTargets = dict.fromkeys(self._targets, "newest")
+        process.link.send(_ring_targets(newest if self._num_restarts else self._targets))
         return process
 
     def _receive(self, process: CompletionProcess, message: messages.FromProcess) -> None:
@@ -457,7 +456,7 @@ class CompletionProcesses:
 
     def _note_counts(self, process: CompletionProcess, report: messages.Counts) -> None:
         if report.counts.ring.records_lost > process.last.counts.ring.records_lost:
-            self._proxy.feed.lost_at_s = time.monotonic()
+            self._proxy.feed.note_loss_elsewhere()
         process.last = report
 
     def _end(self, process: CompletionProcess) -> None:
@@ -522,8 +521,8 @@ class CompletionProcesses:
         task.add_done_callback(self._tasks.discard)
 
 
-def _ring_target(path: Path | None, start: StartAt) -> messages.RingTarget:
-    return messages.RingTarget(None if path is None else str(path), start)
+def _ring_targets(targets: RingTargets) -> messages.RingTargets:
+    return messages.RingTargets([(str(path), start) for path, start in targets.items()])
 
 
 def _describe_end(code: int) -> str:

@@ -60,11 +60,10 @@ class EngineState(Message, frozen=True):
     is_ending: bool
 
 
-class RingTarget(Message, frozen=True):
-    """Whose ring to read, from which record on."""
+class RingTargets(Message, frozen=True):
+    """Which rings to read, each from which record on: one for each engine core."""
 
-    path: str | None
-    start: StartAt
+    targets: list[tuple[str, StartAt]]
 
 
 class EndAnswers(Message, frozen=True):
@@ -151,7 +150,7 @@ class Counts(Message, frozen=True):
 
 
 ToProcess = (
-    Begin | TakeConnection | EngineState | RingTarget | EndAnswers | FindScores | AskCounts | Stop
+    Begin | TakeConnection | EngineState | RingTargets | EndAnswers | FindScores | AskCounts | Stop
 )
 FromProcess = (
     Ready

@@ -1,0 +1,166 @@
+"""Asks the engine cores of one engine as if they were one: a change reaches all of them, or none.
+
+Runs in: the API server. With `--data-parallel-size` there are several cores, each with its own
+bank, vectors and requests. All start alike, and whether a change is accepted, and the version that
+it makes, depend on nothing but the changes before it. So all cores stay alike if all see the same
+changes in the same order: one lock orders the changes of all API servers, and what the first core
+refuses, no other is asked.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import fcntl
+import logging
+import os
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from pathlib import Path
+from typing import Final
+
+import msgspec
+
+from clairai.errors import CoresDifferError
+from clairai.wire import control_messages, steering_messages, weights_messages
+from clairai.wire.control_messages import Control, ControlReply
+from clairai.wire.ring_messages import Refusal
+
+LOCK_PAUSE_S: Final = 0.01
+_CHANGES: Final = (
+    control_messages.AddProbes,
+    control_messages.ReplaceProbes,
+    control_messages.RedirectProbes,
+    control_messages.RedirectProbesShared,
+    control_messages.RemoveProbes,
+    steering_messages.PutVectors,
+    steering_messages.RemoveVectors,
+    steering_messages.SetSteering,
+)
+_VERSIONED: Final = (
+    control_messages.BankState,
+    control_messages.BankVersion,
+    steering_messages.VectorState,
+    steering_messages.SteeringState,
+)
+_DECODER: Final = msgspec.msgpack.Decoder(ControlReply)
+_log: Final = logging.getLogger(__name__)
+
+CallCore = Callable[[bytes], Awaitable[list[bytes]]]
+
+
+class CoreGroup:
+    """`calls` reach the engine cores, in the order of their numbers.
+
+    All API servers of the engine lock `folder`, which is not written to.
+    """
+
+    def __init__(self, calls: Sequence[CallCore], folder: Path) -> None:
+        self._calls, self._folder = calls, folder
+        self._difference: CoresDifferError | None = None
+        self._changes: set[asyncio.Task[bytes]] = set()
+
+    async def ask_each(self, message: bytes) -> list[bytes]:
+        """The reply of each core."""
+        replies = await asyncio.gather(*(call(message) for call in self._calls))
+        return [reply[0] for reply in replies]
+
+    async def ask(self, control: Control) -> bytes:
+        """The reply of all of them."""
+        message = msgspec.msgpack.encode(control)
+        if not isinstance(control, _CHANGES):
+            return _merge_replies(control, await self.ask_each(message))
+        # A caller that leaves must not end the change between two cores.
+        change = asyncio.ensure_future(self._change(message))
+        self._changes.add(change)
+        change.add_done_callback(self._changes.discard)
+        return await asyncio.shield(change)
+
+    async def _change(self, message: bytes) -> bytes:
+        async with self._lock():
+            if self._difference is not None:
+                raise self._difference
+            first, *others = self._calls
+            replies = [(await first(message))[0]]
+            if isinstance(_decode(replies[0]), Refusal):
+                return replies[0]
+            try:
+                replies += [
+                    reply[0] for reply in await asyncio.gather(*(c(message) for c in others))
+                ]
+                self._check_versions(replies)
+            except CoresDifferError as error:
+                self._difference = error
+                raise
+            return replies[0]
+
+    def _check_versions(self, replies: Sequence[bytes]) -> None:
+        decoded = [_decode(reply) for reply in replies]
+        versions = [reply.version if isinstance(reply, _VERSIONED) else None for reply in decoded]
+        if len(set(versions)) == 1:
+            return
+        reasons = [one.reason for one in decoded if isinstance(one, Refusal)]
+        _log.error("the engine cores differ: versions %s %s", versions, reasons)
+        raise CoresDifferError(
+            f"a change reached some engine cores and not all (versions {versions}"
+            f"{''.join(f'; {reason}' for reason in reasons)}): rows still name the probes they "
+            f"were scored with; restart the engine before the next change"
+        )
+
+    @contextlib.asynccontextmanager
+    async def _lock(self) -> AsyncIterator[None]:
+        """flock(2): the kernel releases it when its holder dies."""
+        fd = os.open(self._folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            while not _try_lock(fd):  # noqa: ASYNC110  # another process wakes nobody here
+                await asyncio.sleep(LOCK_PAUSE_S)
+            yield
+        finally:
+            os.close(fd)
+
+
+def _try_lock(fd: int) -> bool:
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
+def _decode(reply: bytes) -> ControlReply:
+    decoded: ControlReply = _DECODER.decode(reply)
+    return decoded
+
+
+def _merge_replies(control: Control, replies: Sequence[bytes]) -> bytes:
+    """One answer: of the core that knows, where only one does, else of the first."""
+    match control:
+        case steering_messages.WhyRefused():
+            reasons = (reply for reply in replies if _is_reason(_decode(reply)))
+            return next(reasons, replies[0])
+        case steering_messages.ChangeSteering():
+            return _merge_changed(replies)
+        case weights_messages.FindVersions(streams):
+            found = [_decode(reply) for reply in replies]
+            known = [one.versions for one in found if isinstance(one, weights_messages.Versions)]
+            versions = [
+                next((version for version in of_stream if version is not None), None)
+                for of_stream in zip(*known, strict=True)
+            ]
+            assert len(versions) == len(streams)
+            return msgspec.msgpack.encode(weights_messages.Versions(tuple(versions)))
+        case _:
+            return replies[0]
+
+
+def _is_reason(reply: ControlReply) -> bool:
+    return isinstance(reply, steering_messages.RefusalReason) and bool(reply.reason)
+
+
+def _merge_changed(replies: Sequence[bytes]) -> bytes:
+    """The answers to one request (n > 1) may run on several cores."""
+    decoded = [_decode(reply) for reply in replies]
+    changed = [one for one in decoded if isinstance(one, steering_messages.SteeringChanged)]
+    if not changed:
+        return replies[0]
+    positions = tuple(position for one in changed for position in one.positions)
+    return msgspec.msgpack.encode(msgspec.structs.replace(changed[0], positions=positions))
